@@ -1,0 +1,2 @@
+//! An emulated NVMe 2.0 I/O controller with shadow doorbells.
+#![forbid(unsafe_code)]

@@ -1,0 +1,2 @@
+//! The NVMe shadow doorbell protocol (Doorbell Buffer Config), both ends, model-checked.
+#![forbid(unsafe_code)]

@@ -1,0 +1,2 @@
+//! A user-space NVMe driver with shadow doorbells.
+#![forbid(unsafe_code)]

@@ -1,0 +1,4 @@
+//! The shadowbell program.
+#![forbid(unsafe_code)]
+
+fn main() {}

@@ -1,0 +1,2 @@
+//! The vfio-user protocol: a sans-I/O codec, a server and a client.
+#![forbid(unsafe_code)]

@@ -1,0 +1,4 @@
+//! `cargo xtask`: every chore has one name.
+#![forbid(unsafe_code)]
+
+fn main() {}
