@@ -1,2 +1,39 @@
 //! NVMe on the wire: registers, commands, completions, Identify data, log pages, status codes.
+//!
+//! Plain data and nothing else: no I/O, no allocation, no unsafe code. Every structure has the size
+//! and the field offsets that the specification gives it (the tests check each one), may be made
+//! from any bytes (`zerocopy::FromBytes`) and has no padding (`zerocopy::IntoBytes`), so that a peer
+//! can neither make it invalid nor see memory of ours through it.
+//!
+//! | module | what |
+//! |---|---|
+//! | [`regs`] | controller properties and doorbell offsets |
+//! | [`sqe`], [`cqe`] | submission and completion queue entries |
+//! | [`opcode`], [`status`] | command opcodes; status codes with the specification's names |
+//! | [`admin`], [`nvm`] | command dwords, decoded, and back |
+//! | [`build`] | whole commands, for the host side |
+//!
+//! # Which documents
+//!
+//! Citations are short: *Base* is the NVM Express Base Specification (2.1 unless said otherwise),
+//! *NVM* the NVM Command Set Specification 1.1, *PCIe* the NVMe over PCIe Transport Specification
+//! 1.1. Where a clause number moved between revisions, the clause is cited by its title.
+//!
+//! # Byte order
+//!
+//! NVMe is little-endian. The structures use native integers, so the crate refuses to build for a
+//! big-endian target rather than being wrong there.
 #![forbid(unsafe_code)]
+
+#[cfg(not(target_endian = "little"))]
+compile_error!("NVMe structures are little-endian, and this crate lays them over native integers");
+
+pub mod cqe;
+pub mod opcode;
+pub mod regs;
+pub mod sqe;
+pub mod status;
+
+pub use cqe::Cqe;
+pub use sqe::Sqe;
+pub use status::Status;

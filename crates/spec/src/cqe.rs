@@ -1,0 +1,97 @@
+//! The completion queue entry: 16 bytes. Base 2.1, "Completion Queue Entry".
+
+use crate::Status;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// A completion queue entry, as it lies in memory.
+///
+/// The last two bytes carry the phase tag, so whoever posts one into a ring that a peer polls must
+/// make them visible last.
+#[repr(C, align(4))]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
+pub struct Cqe {
+    /// Command specific result, dword 0.
+    pub dw0: u32,
+    /// Command specific result, dword 1.
+    pub dw1: u32,
+    /// Submission Queue Head Pointer: the entries before it are free for the host to reuse.
+    pub sq_head: u16,
+    /// Submission Queue Identifier.
+    pub sq_id: u16,
+    /// Command Identifier of the command that completed.
+    pub cid: u16,
+    /// Phase tag in bit 0, [`Status`] in bits 15:1.
+    pub status: u16,
+}
+
+impl Cqe {
+    /// The size of an entry: CC.IOCQES is 4 for `1 << 4`.
+    pub const SIZE: usize = 16;
+
+    /// A completion; the phase tag is zero until [`with_phase`](Self::with_phase) sets it.
+    pub const fn new(cid: u16, sq_id: u16, sq_head: u16, status: Status, dw0: u32) -> Self {
+        Self { dw0, dw1: 0, sq_head, sq_id, cid, status: status.bits() << 1 }
+    }
+
+    /// The phase tag. Base 2.1, "Phase Tag": flips with every pass through the queue, and is one in
+    /// the entries of the first pass.
+    pub const fn phase(&self) -> bool {
+        self.status & 1 != 0
+    }
+
+    /// The status without the phase tag.
+    pub const fn status(&self) -> Status {
+        Status::from_bits(self.status >> 1)
+    }
+
+    /// The same entry with this phase tag.
+    #[must_use]
+    pub const fn with_phase(mut self, phase: bool) -> Self {
+        self.status = self.status & !1 | phase as u16;
+        self
+    }
+
+    /// The same entry with this status; the phase tag stays.
+    #[must_use]
+    pub const fn with_status(mut self, status: Status) -> Self {
+        self.status = status.bits() << 1 | self.status & 1;
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use core::mem::{offset_of, size_of};
+
+    #[test]
+    fn layout() {
+        assert_eq!(size_of::<Cqe>(), 16);
+        assert_eq!(offset_of!(Cqe, dw0), 0);
+        assert_eq!(offset_of!(Cqe, dw1), 4);
+        assert_eq!(offset_of!(Cqe, sq_head), 8);
+        assert_eq!(offset_of!(Cqe, sq_id), 10);
+        assert_eq!(offset_of!(Cqe, cid), 12);
+        assert_eq!(offset_of!(Cqe, status), 14);
+    }
+
+    #[test]
+    fn phase_and_status_do_not_mix() {
+        let status = Status::LBA_OUT_OF_RANGE.with_dnr();
+        let cqe = Cqe::new(7, 1, 3, status, 0xdead_beef);
+        assert!(!cqe.phase());
+        assert_eq!(cqe.status(), status);
+        let cqe = cqe.with_phase(true);
+        assert!(cqe.phase());
+        assert_eq!(cqe.status(), status);
+        // DNR is bit 15 of the word, SC 80h is bits 8:1 of it.
+        assert_eq!(cqe.as_bytes()[14..], [0x01, 0x81]);
+        let cqe = cqe.with_status(Status::SUCCESS);
+        assert!(cqe.phase());
+        assert_eq!(cqe.status(), Status::SUCCESS);
+        assert!(!cqe.with_phase(false).phase());
+        assert_eq!(cqe.as_bytes()[..14], [0xef, 0xbe, 0xad, 0xde, 0, 0, 0, 0, 3, 0, 1, 0, 7, 0]);
+    }
+}

@@ -1,0 +1,214 @@
+//! The submission queue entry: 64 bytes, the same frame for every command.
+//!
+//! Base 2.1, "Submission Queue Entry" (Common Command Format). What a command puts in its dwords is
+//! in [`crate::admin`] and [`crate::nvm`]; whole commands for the host side are in [`crate::build`].
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// A submission queue entry, as it lies in memory.
+#[repr(C)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
+pub struct Sqe {
+    /// Opcode: see [`crate::opcode`]. CDW0 bits 7:0.
+    pub opcode: u8,
+    /// CDW0 bits 15:8: FUSE in bits 1:0, PSDT in bits 7:6.
+    pub flags: u8,
+    /// Command Identifier, unique among the outstanding commands of its queue. FFFFh should not be
+    /// used (the Error Information log page gives it another meaning).
+    pub cid: u16,
+    /// Namespace Identifier; [`NSID_ALL`] for every namespace.
+    pub nsid: u32,
+    /// Command dword 2.
+    pub cdw2: u32,
+    /// Command dword 3.
+    pub cdw3: u32,
+    /// Metadata Pointer.
+    pub mptr: u64,
+    /// Data Pointer: PRP entries 1 and 2, or one SGL descriptor.
+    pub dptr: [u8; 16],
+    /// Command dword 10.
+    pub cdw10: u32,
+    /// Command dword 11.
+    pub cdw11: u32,
+    /// Command dword 12.
+    pub cdw12: u32,
+    /// Command dword 13.
+    pub cdw13: u32,
+    /// Command dword 14.
+    pub cdw14: u32,
+    /// Command dword 15.
+    pub cdw15: u32,
+}
+
+/// The namespace identifier that means every namespace (where a command allows it).
+pub const NSID_ALL: u32 = 0xffff_ffff;
+
+/// FUSE: whether a command is half of a fused pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fuse {
+    /// 00b, a normal command.
+    Normal,
+    /// 01b, the first command of a fused operation.
+    First,
+    /// 10b, the second command of a fused operation.
+    Second,
+    /// 11b.
+    Reserved,
+}
+
+/// PSDT: what the data and metadata pointers are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Psdt {
+    /// 00b: PRPs; metadata is one contiguous buffer.
+    Prp,
+    /// 01b: an SGL; metadata is one contiguous buffer, of byte alignment.
+    SglContiguousMetadata,
+    /// 10b: an SGL; the metadata pointer is the address of one SGL descriptor.
+    SglSegmentMetadata,
+    /// 11b.
+    Reserved,
+}
+
+impl Sqe {
+    /// The size of an entry: CC.IOSQES is 6 for `1 << 6`.
+    pub const SIZE: usize = 64;
+
+    /// A command with only an opcode, a command identifier and a namespace.
+    pub const fn new(opcode: u8, cid: u16, nsid: u32) -> Self {
+        Self {
+            opcode,
+            flags: 0,
+            cid,
+            nsid,
+            cdw2: 0,
+            cdw3: 0,
+            mptr: 0,
+            dptr: [0; 16],
+            cdw10: 0,
+            cdw11: 0,
+            cdw12: 0,
+            cdw13: 0,
+            cdw14: 0,
+            cdw15: 0,
+        }
+    }
+
+    /// FUSE, CDW0 bits 9:8.
+    pub const fn fuse(&self) -> Fuse {
+        match self.flags & 0b11 {
+            0b00 => Fuse::Normal,
+            0b01 => Fuse::First,
+            0b10 => Fuse::Second,
+            _ => Fuse::Reserved,
+        }
+    }
+
+    /// PSDT, CDW0 bits 15:14.
+    pub const fn psdt(&self) -> Psdt {
+        match self.flags >> 6 {
+            0b00 => Psdt::Prp,
+            0b01 => Psdt::SglContiguousMetadata,
+            0b10 => Psdt::SglSegmentMetadata,
+            _ => Psdt::Reserved,
+        }
+    }
+
+    /// PRP Entry 1: DPTR bytes 0 to 7.
+    pub const fn prp1(&self) -> u64 {
+        // A u128 load and a shift is one move on a little-endian machine, and cannot go wrong.
+        u128::from_le_bytes(self.dptr) as u64
+    }
+
+    /// PRP Entry 2: DPTR bytes 8 to 15.
+    pub const fn prp2(&self) -> u64 {
+        (u128::from_le_bytes(self.dptr) >> 64) as u64
+    }
+
+    /// The 64-bit value in CDW10 (low half) and CDW11 (high half).
+    pub const fn cdw10_11(&self) -> u64 {
+        self.cdw10 as u64 | (self.cdw11 as u64) << 32
+    }
+
+    /// The same command with another command identifier.
+    #[must_use]
+    pub const fn with_cid(mut self, cid: u16) -> Self {
+        self.cid = cid;
+        self
+    }
+
+    /// The same command with PRPs as its data pointer.
+    #[must_use]
+    pub const fn with_prps(mut self, prp1: u64, prp2: u64) -> Self {
+        self.flags &= 0b0011_1111;
+        self.dptr = (prp1 as u128 | (prp2 as u128) << 64).to_le_bytes();
+        self
+    }
+
+    /// The same command with FUSE set.
+    #[must_use]
+    pub const fn with_fuse(mut self, fuse: Fuse) -> Self {
+        let bits = match fuse {
+            Fuse::Normal => 0b00,
+            Fuse::First => 0b01,
+            Fuse::Second => 0b10,
+            Fuse::Reserved => 0b11,
+        };
+        self.flags = self.flags & !0b11 | bits;
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use core::mem::{offset_of, size_of};
+    use proptest::prelude::*;
+
+    #[test]
+    fn layout() {
+        assert_eq!(size_of::<Sqe>(), 64);
+        assert_eq!(offset_of!(Sqe, opcode), 0);
+        assert_eq!(offset_of!(Sqe, flags), 1);
+        assert_eq!(offset_of!(Sqe, cid), 2);
+        assert_eq!(offset_of!(Sqe, nsid), 4);
+        assert_eq!(offset_of!(Sqe, cdw2), 8);
+        assert_eq!(offset_of!(Sqe, cdw3), 12);
+        assert_eq!(offset_of!(Sqe, mptr), 16);
+        assert_eq!(offset_of!(Sqe, dptr), 24);
+        assert_eq!(offset_of!(Sqe, cdw10), 40);
+        assert_eq!(offset_of!(Sqe, cdw11), 44);
+        assert_eq!(offset_of!(Sqe, cdw12), 48);
+        assert_eq!(offset_of!(Sqe, cdw13), 52);
+        assert_eq!(offset_of!(Sqe, cdw14), 56);
+        assert_eq!(offset_of!(Sqe, cdw15), 60);
+    }
+
+    #[test]
+    fn flags() {
+        let sqe = |flags| Sqe { flags, ..Sqe::default() };
+        assert_eq!(sqe(0b0000_0001).fuse(), Fuse::First);
+        assert_eq!(sqe(0b1111_1110).fuse(), Fuse::Second);
+        assert_eq!(sqe(0b0000_0011).fuse(), Fuse::Reserved);
+        assert_eq!(sqe(0b0011_1111).psdt(), Psdt::Prp);
+        assert_eq!(sqe(0b0100_0000).psdt(), Psdt::SglContiguousMetadata);
+        assert_eq!(sqe(0b1000_0000).psdt(), Psdt::SglSegmentMetadata);
+        assert_eq!(sqe(0b1100_0000).psdt(), Psdt::Reserved);
+        for fuse in [Fuse::Normal, Fuse::First, Fuse::Second, Fuse::Reserved] {
+            assert_eq!(sqe(0b0100_0010).with_fuse(fuse).fuse(), fuse);
+            assert_eq!(sqe(0b0100_0010).with_fuse(fuse).psdt(), Psdt::SglContiguousMetadata);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn prps(prp1: u64, prp2: u64, flags: u8) {
+            let sqe = Sqe { flags, ..Sqe::default() }.with_prps(prp1, prp2);
+            prop_assert_eq!(sqe.psdt(), Psdt::Prp);
+            prop_assert_eq!((sqe.prp1(), sqe.prp2()), (prp1, prp2));
+            prop_assert_eq!(&sqe.as_bytes()[24..32], &prp1.to_le_bytes());
+            prop_assert_eq!(&sqe.as_bytes()[32..40], &prp2.to_le_bytes());
+        }
+    }
+}
