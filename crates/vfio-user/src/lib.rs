@@ -1,2 +1,29 @@
-//! The vfio-user protocol: a sans-I/O codec, a server and a client.
+//! The vfio-user protocol: a PCI device that lives in one process and is used from another, over
+//! a UNIX socket that carries its registers, its interrupts and the memory it may reach.
+//!
+//! The protocol is the one that QEMU documents in `docs/interop/vfio-user.rst`. This crate knows
+//! nothing of NVMe or of any other device.
+//!
+//! # Architecture
+//!
+//! | module | what it is |
+//! |---|---|
+//! | `wire` | the header and the payload of every command, as they lie in memory |
+//! | `capabilities` | the JSON that version negotiation exchanges |
+//! | `codec` | bytes and descriptors in, whole messages out; no sockets |
+//! | [`device`] | the [`Device`] trait: what a server asks of the device it serves |
+//! | `server` | listening sockets and a reactor, one thread for any number of devices |
+//! | `client` | the other end: a blocking client that any number of threads may share |
+//! | `pci` | the configuration space of a PCI Express endpoint |
+//!
+//! # What it does not implement
+//!
+//! Migration (DEVICE_FEATURE, MIG_DATA_READ and MIG_DATA_WRITE), dirty page tracking, twin
+//! sockets, and DMA by message (DMA_READ, DMA_WRITE): a server hands a map without a descriptor
+//! to its device, and the device decides. Commands that are not implemented get EOPNOTSUPP.
 #![forbid(unsafe_code)]
+
+pub mod device;
+
+pub use device::{Device, Done};
+pub use rustix::io::Errno;

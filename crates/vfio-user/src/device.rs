@@ -1,0 +1,317 @@
+//! What a server asks of the device that it serves, and what the device answers.
+
+use std::fmt;
+use std::os::fd::OwnedFd;
+
+use crate::Errno;
+
+/// Indexes of the regions of a PCI device (`VFIO_PCI_*_REGION_INDEX` of `<linux/vfio.h>`).
+pub mod region {
+    /// Base address register 0; registers 1 to 5 follow.
+    pub const BAR0: u32 = 0;
+    /// Base address register 5, the last one.
+    pub const BAR5: u32 = 5;
+    /// The expansion ROM.
+    pub const ROM: u32 = 6;
+    /// The configuration space.
+    pub const CONFIG: u32 = 7;
+    /// Legacy VGA ranges.
+    pub const VGA: u32 = 8;
+    /// How many regions a PCI device has.
+    pub const COUNT: u32 = 9;
+}
+
+/// Indexes of the interrupt kinds of a PCI device (`VFIO_PCI_*_IRQ_INDEX` of `<linux/vfio.h>`).
+pub mod irq {
+    /// The interrupt pin.
+    pub const INTX: u32 = 0;
+    /// Message signalled interrupts.
+    pub const MSI: u32 = 1;
+    /// Extended message signalled interrupts.
+    pub const MSIX: u32 = 2;
+    /// PCI Express error reporting.
+    pub const ERR: u32 = 3;
+    /// A request that the user lets go of the device.
+    pub const REQ: u32 = 4;
+    /// How many interrupt kinds a PCI device has.
+    pub const COUNT: u32 = 5;
+}
+
+/// What DEVICE_GET_INFO answers. The device is always a PCI one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// DEVICE_RESET works (`VFIO_DEVICE_FLAGS_RESET`).
+    pub resettable: bool,
+    /// Number of regions; [`region::COUNT`] for a plain PCI device.
+    pub regions: u32,
+    /// Number of interrupt kinds; [`irq::COUNT`] for a PCI device.
+    pub irqs: u32,
+}
+
+impl Default for DeviceInfo {
+    fn default() -> Self {
+        Self { resettable: true, regions: region::COUNT, irqs: irq::COUNT }
+    }
+}
+
+/// A part of a region that a client may map, in bytes from the start of the region. Both ends
+/// lie on page boundaries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Area {
+    /// Where it begins.
+    pub offset: u64,
+    /// How long it is.
+    pub len: u64,
+}
+
+/// The file behind the mappable part of a region.
+#[derive(Debug)]
+pub struct Mapping {
+    /// A duplicate for the peer to map; it travels with the reply and is closed here.
+    pub fd: OwnedFd,
+    /// Where the region begins in the file: byte *n* of the region is byte `offset + n`.
+    pub offset: u64,
+    /// What may be mapped; empty means all of the region.
+    ///
+    /// One descriptor travels whatever the number of areas. QEMU accepts no more; SPDK's client
+    /// wants as many as there are areas, so a device for both has one area per region.
+    pub areas: Vec<Area>,
+}
+
+/// What DEVICE_GET_REGION_INFO answers. The default is a region that does not exist: clients ask
+/// about every index, and an error in answer ends their attach, so an absent one has size 0.
+#[derive(Debug, Default)]
+pub struct RegionInfo {
+    /// Size in bytes; 0 for a region that the device does not have.
+    pub size: u64,
+    /// The client may read it.
+    pub readable: bool,
+    /// The client may write it.
+    pub writable: bool,
+    /// The client may map it, or parts of it.
+    pub mapping: Option<Mapping>,
+}
+
+/// What DEVICE_GET_IRQ_INFO answers. The default is a kind that the device does not have.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct IrqInfo {
+    /// Number of interrupts of this kind (for MSI-X, vectors).
+    pub count: u32,
+    /// They can be signalled through eventfds.
+    pub eventfd: bool,
+    /// [`IrqAction::Mask`] and [`IrqAction::Unmask`] work.
+    pub maskable: bool,
+    /// One masks itself when it fires.
+    pub automasked: bool,
+    /// They are set up as a whole: none can be added without taking all down first.
+    pub noresize: bool,
+}
+
+/// A range of the client's memory that the device may reach from now on.
+#[derive(Debug)]
+pub struct DmaMap {
+    /// First bus address.
+    pub iova: u64,
+    /// Length in bytes; never 0, and `iova + len` does not overflow.
+    pub len: u64,
+    /// The device may read it.
+    pub readable: bool,
+    /// The device may write it.
+    pub writable: bool,
+    /// The file to map. Without one the memory can only be reached by messages, which a device
+    /// that wants mapped memory should refuse with [`Errno::OPNOTSUPP`] and a clear log line:
+    /// it is what a QEMU without `share=on` sends.
+    pub fd: Option<OwnedFd>,
+    /// Offset of the range in the file, in bytes.
+    pub fd_offset: u64,
+}
+
+/// Memory that the client takes back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DmaUnmap {
+    /// One range, which has to be one that was mapped.
+    Range {
+        /// First bus address.
+        iova: u64,
+        /// Length in bytes.
+        len: u64,
+    },
+    /// All of them.
+    All,
+}
+
+/// What to do with interrupts (`VFIO_IRQ_SET_ACTION_*`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum IrqAction {
+    /// Hold them back.
+    Mask,
+    /// Let them through again.
+    Unmask,
+    /// Raise them; or with eventfds, say where to signal when the device raises them.
+    Trigger,
+}
+
+/// What SET_IRQS brings along (`VFIO_IRQ_SET_DATA_*`).
+#[derive(Debug)]
+pub enum IrqData {
+    /// Nothing: the action is for the whole range. Trigger with `count` 0 disables all interrupts
+    /// of the index.
+    None,
+    /// One flag per interrupt of the range: the action is for those that are set.
+    Bools(Vec<bool>),
+    /// One eventfd per interrupt of the range, or none at all, which takes the eventfds of the
+    /// range away.
+    Eventfds(Vec<OwnedFd>),
+}
+
+/// A SET_IRQS request. `start + count` does not overflow; whether the range exists is for the
+/// device to check.
+#[derive(Debug)]
+pub struct SetIrqs {
+    /// The interrupt kind, see [`irq`].
+    pub index: u32,
+    /// First interrupt of the range.
+    pub start: u32,
+    /// Number of interrupts in the range.
+    pub count: u32,
+    /// What to do.
+    pub action: IrqAction,
+    /// With what.
+    pub data: IrqData,
+}
+
+/// Who is at the other end, as far as the kernel and version negotiation tell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Peer {
+    /// Process id at the time of the connect, if it can be seen from here.
+    pub pid: Option<i32>,
+    /// How many descriptors it takes with one message.
+    pub max_msg_fds: u32,
+    /// How many bytes it takes in one data transfer.
+    pub max_data_xfer_size: u64,
+}
+
+/// Says that something which took time is over. Usable from any thread, once.
+///
+/// The reply to the request goes out then, and the next message of that client is looked at then
+/// and not before. Dropping it without a word counts as [`Errno::IO`]: a request is never left
+/// without an answer.
+#[must_use = "dropping it fails the request with EIO"]
+pub struct Done(Option<Then>);
+
+type Then = Box<dyn FnOnce(Result<(), Errno>) + Send>;
+
+impl Done {
+    /// A handle that runs `then` with the outcome, on the thread that completes it. The server
+    /// makes these; a test or an in-process user of a [`Device`] makes its own.
+    pub fn new(then: impl FnOnce(Result<(), Errno>) + Send + 'static) -> Self {
+        Self(Some(Box::new(then)))
+    }
+
+    /// It is over, with this outcome.
+    pub fn complete(mut self, outcome: Result<(), Errno>) {
+        if let Some(then) = self.0.take() {
+            then(outcome);
+        }
+    }
+
+    /// It is over, and all went well.
+    pub fn ok(self) {
+        self.complete(Ok(()));
+    }
+}
+
+impl Drop for Done {
+    fn drop(&mut self) {
+        if let Some(then) = self.0.take() {
+            then(Err(Errno::IO));
+        }
+    }
+}
+
+impl fmt::Debug for Done {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Done")
+    }
+}
+
+/// Lets a register write take its time: see [`Device::region_write`].
+pub struct Later<'a> {
+    make: &'a mut dyn FnMut() -> Option<Done>,
+}
+
+impl<'a> Later<'a> {
+    /// Wraps what makes the handle; `make` returns `None` from its second call on.
+    pub fn new(make: &'a mut dyn FnMut() -> Option<Done>) -> Self {
+        Self { make }
+    }
+
+    /// Asks for a handle: the write is answered when that completes, and with its outcome, once
+    /// `region_write` has returned `Ok`. There is one per write; a second call gets `None`.
+    pub fn done(&mut self) -> Option<Done> {
+        (self.make)()
+    }
+}
+
+impl fmt::Debug for Later<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Later")
+    }
+}
+
+/// A device as the server sees it. All methods are called from the reactor's thread, one at a
+/// time, and must not block; what has to wait for I/O in flight takes a [`Done`] along and
+/// completes it from wherever that ends. While a [`Done`] is outstanding, nothing else of this
+/// device is called; other devices of the same reactor go on.
+///
+/// Every value is the peer's word and has been checked only for what its documentation says.
+/// An `Err` becomes an error reply with that number.
+pub trait Device: Send {
+    /// Answers DEVICE_GET_INFO.
+    fn info(&mut self) -> DeviceInfo {
+        DeviceInfo::default()
+    }
+
+    /// Answers DEVICE_GET_REGION_INFO. Asked for indexes beyond [`DeviceInfo::regions`] too.
+    fn region_info(&mut self, index: u32) -> Result<RegionInfo, Errno>;
+
+    /// Answers DEVICE_GET_IRQ_INFO, for an index below [`DeviceInfo::irqs`].
+    fn irq_info(&mut self, index: u32) -> Result<IrqInfo, Errno>;
+
+    /// A client is attached: version negotiation is over. It may ask for anything now.
+    fn connected(&mut self, peer: &Peer) {
+        let _ = peer;
+    }
+
+    /// The client is gone. Let go of every DMA map and eventfd, and complete `done` when nothing
+    /// touches the client's memory any more; the next client is accepted after that. Called once
+    /// for each [`connected`](Device::connected). The outcome is only logged.
+    fn disconnected(&mut self, done: Done);
+
+    /// Fills `data` from the region. The server has not checked the range against the region.
+    fn region_read(&mut self, region: u32, offset: u64, data: &mut [u8]) -> Result<(), Errno>;
+
+    /// Writes `data` to the region. The server has not checked the range against the region.
+    ///
+    /// A write that has to wait (a function level reset) takes a handle from `later`.
+    fn region_write(
+        &mut self,
+        region: u32,
+        offset: u64,
+        data: &[u8],
+        later: &mut Later<'_>,
+    ) -> Result<(), Errno>;
+
+    /// Sets up, takes down, masks or raises interrupts.
+    fn set_irqs(&mut self, request: SetIrqs) -> Result<(), Errno>;
+
+    /// A range of memory becomes reachable. [`Errno::EXIST`] if it overlaps one that is.
+    fn dma_map(&mut self, map: DmaMap) -> Result<(), Errno>;
+
+    /// A range of memory goes away: complete `done` when nothing touches it any more.
+    fn dma_unmap(&mut self, unmap: DmaUnmap, done: Done);
+
+    /// Resets the device: complete `done` when it is as after power-on. DMA maps and eventfds
+    /// stay, they are the client's.
+    fn reset(&mut self, done: Done);
+}
