@@ -1,2 +1,41 @@
-//! Memory that a peer can see and change: DMA maps, PRP and SGL resolution, shared mappings.
+//! Memory that the other side of the wire can see and change.
+//!
+//! A controller works on memory that it does not own: the guest's queues, its PRP lists, its data
+//! pages. The guest, the VMM or another program may change every byte at any moment, unmap it, or
+//! truncate the file behind it. This crate is where that is made harmless:
+//!
+//! * [`Mapping`] is one `mmap`, kept alive by everyone who can still touch it;
+//! * [`SharedBytes`] is a bounds-checked window into a mapping, read by single copies, and
+//!   [`SharedU32`] one 32-bit cell of it (a doorbell, a shadow entry);
+//! * [`DmaSpace`] is the control plane's list of what the peer mapped at which I/O virtual address
+//!   (IOVA), [`DmaTable`] an immutable snapshot of it, and [`View`] one thread's handle on a
+//!   snapshot, with which it resolves addresses without a lock or an atomic operation;
+//! * [`Segments`] is a command's data, resolved from PRPs ([`View::resolve_prps`]) or SGLs
+//!   ([`View::resolve_sgl`]) to host memory. It holds its view, so memory can not go away while a
+//!   command that uses it is in flight: unmapping replaces the snapshot, and is done when every
+//!   view of the old one is dropped ([`ViewWatch`]);
+//! * [`Ring`] is a queue's memory, entry by entry;
+//! * [`EventFd`] wakes a sleeper, and [`sigbus`] turns the loss of the memory behind a mapping
+//!   into a flag.
+//!
+//! This is the only crate of the workspace, beside thin `sys` modules, with `unsafe` in it. What
+//! a peer does to shared memory while we copy it can make the *values* arbitrary, never the
+//! program's behaviour: everything is copied out once and checked afterwards.
 
+mod dma;
+mod event;
+mod mapping;
+mod prp;
+mod ring;
+mod segments;
+mod sgl;
+mod shared;
+pub mod sigbus;
+
+pub use dma::{DmaError, DmaSpace, DmaTable, Fault, View, ViewWatch};
+pub use event::EventFd;
+pub use mapping::{MapError, Mapping, Protection};
+pub use prp::DataPointerError;
+pub use ring::Ring;
+pub use segments::{Segment, Segments};
+pub use shared::{SharedBytes, SharedU32};

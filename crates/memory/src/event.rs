@@ -1,0 +1,128 @@
+//! An eventfd, the one thing that both sides of a sleep know.
+
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::{Errno, read, write};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+/// A non-blocking event file descriptor: [`signal`](Self::signal) wakes whoever polls it.
+#[derive(Debug)]
+pub struct EventFd(OwnedFd);
+
+impl EventFd {
+    /// Makes a new one, closed on exec, with its count at 0.
+    ///
+    /// # Errors
+    /// The system's, when the process is out of file descriptors or memory.
+    pub fn new() -> io::Result<Self> {
+        Ok(Self(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
+    }
+
+    /// Takes a descriptor that a peer sent. Nothing is assumed of it: if it is not an eventfd,
+    /// signalling it does nothing useful and nothing harmful, except that a blocking descriptor
+    /// could stall its signaller, so it is made non-blocking here.
+    ///
+    /// # Errors
+    /// The system's, when the descriptor's flags can not be changed.
+    pub fn from_fd(fd: OwnedFd) -> io::Result<Self> {
+        let flags = rustix::fs::fcntl_getfl(&fd)?;
+        rustix::fs::fcntl_setfl(&fd, flags | rustix::fs::OFlags::NONBLOCK)?;
+        Ok(Self(fd))
+    }
+
+    /// Adds one to the count and so makes the descriptor readable.
+    ///
+    /// A count that is already full, or a peer's descriptor that takes no write, is ignored: the
+    /// first means that the other side has a wakeup pending anyway, the second that it wants none.
+    #[inline]
+    pub fn signal(&self) {
+        loop {
+            match write(&self.0, &1u64.to_ne_bytes()) {
+                Err(Errno::INTR) => {}
+                _ => return,
+            }
+        }
+    }
+
+    /// Takes the count back to 0 and returns what it was (0 if nobody signalled).
+    pub fn drain(&self) -> u64 {
+        let mut count = [0; 8];
+        loop {
+            match read(&self.0, &mut count) {
+                Ok(8) => return u64::from_ne_bytes(count),
+                Err(Errno::INTR) => {}
+                _ => return 0,
+            }
+        }
+    }
+
+    /// Blocks until signalled or `timeout` has passed; whether it was signalled.
+    ///
+    /// # Errors
+    /// The system's, other than an interruption, which is waited through.
+    pub fn wait(&self, timeout: Option<std::time::Duration>) -> io::Result<bool> {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        let deadline = timeout.map(|t| std::time::Instant::now() + t);
+        loop {
+            let left = deadline.map(|d| {
+                let left = d.saturating_duration_since(std::time::Instant::now());
+                Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
+            });
+            let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
+            match poll(&mut fds, left.as_ref()) {
+                Ok(0) => return Ok(false),
+                Ok(_) => return Ok(true),
+                Err(Errno::INTR) => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+    }
+
+    /// A second descriptor for the same count.
+    ///
+    /// # Errors
+    /// The system's, when the process is out of file descriptors.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self(self.0.try_clone()?))
+    }
+}
+
+impl AsFd for EventFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl From<EventFd> for OwnedFd {
+    fn from(event: EventFd) -> Self {
+        event.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn signals_add_up_and_drain_to_nothing() {
+        let event = EventFd::new().unwrap();
+        assert_eq!(event.drain(), 0);
+        assert!(!event.wait(Some(Duration::ZERO)).unwrap());
+        event.signal();
+        event.try_clone().unwrap().signal();
+        assert!(event.wait(None).unwrap());
+        assert_eq!(event.drain(), 2);
+        assert_eq!(event.drain(), 0);
+    }
+
+    #[test]
+    fn a_descriptor_that_is_no_eventfd_does_no_harm() {
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        let event = EventFd::from_fd(writer).unwrap();
+        for _ in 0..100_000 {
+            event.signal(); // a full pipe must not block
+        }
+        drop(reader);
+    }
+}

@@ -1,0 +1,323 @@
+//! One `mmap`, owned.
+
+use crate::{SharedBytes, sigbus};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::{fmt, io, ptr};
+
+/// What a mapping may be used for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Protection {
+    /// Reads only; a write is refused before it reaches the memory.
+    Read,
+    /// Reads and writes.
+    ReadWrite,
+}
+
+/// Why memory could not be mapped.
+#[derive(Debug, thiserror::Error)]
+pub enum MapError {
+    /// A length of 0, one that does not fit the address space, or an offset that is no multiple
+    /// of the page size.
+    #[error("{len:#x} bytes at offset {offset:#x} can not be mapped: {why}")]
+    Shape {
+        /// The length asked for, in bytes.
+        len: u64,
+        /// The offset into the file, in bytes.
+        offset: u64,
+        /// What is wrong with them.
+        why: &'static str,
+    },
+    /// The system refused.
+    #[error("mapping {len:#x} bytes failed: {source}")]
+    System {
+        /// The length asked for, in bytes.
+        len: u64,
+        /// The system's reason.
+        source: io::Error,
+    },
+}
+
+/// A range of this process's address space that is mapped as long as the value lives.
+///
+/// The memory may be shared with a peer (by file descriptor) who can change it at any time, so
+/// there is no way to a `&[u8]` into it; access goes through [`SharedBytes`].
+pub struct Mapping {
+    ptr: NonNull<u8>,
+    len: usize,
+    protection: Protection,
+    fd: Option<OwnedFd>,
+    fd_offset: u64,
+    guard: Option<sigbus::Guard>,
+}
+
+// SAFETY: the mapping is plain memory without thread affinity; all access through `SharedBytes`
+// is by raw copies and atomics that tolerate concurrent change.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; `&Mapping` gives no reference into the memory.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps `len` bytes of the file `fd` from `offset` (a multiple of the page size), shared with
+    /// whoever else has the file. The descriptor itself is not kept.
+    ///
+    /// If the file is shorter than the range or is truncated later, touching the missing part
+    /// does not kill the process: see [`sigbus`] and [`Mapping::is_poisoned`].
+    ///
+    /// # Errors
+    /// [`MapError`], for a bad shape or by the system's refusal.
+    pub fn from_fd(
+        fd: impl AsFd,
+        offset: u64,
+        len: u64,
+        protection: Protection,
+    ) -> Result<Arc<Self>, MapError> {
+        let size = shape(offset, len)?;
+        let prot = match protection {
+            Protection::Read => ProtFlags::READ,
+            Protection::ReadWrite => ProtFlags::READ | ProtFlags::WRITE,
+        };
+        // SAFETY: the kernel chooses a fresh range (the hint is null and MAP_FIXED is not set),
+        // so no existing memory is affected.
+        let ptr = unsafe {
+            mmap(ptr::null_mut(), size, prot, MapFlags::SHARED | MapFlags::NORESERVE, fd, offset)
+        };
+        Self::adopt(ptr, size, protection, None, offset, true)
+    }
+
+    /// Makes a memfd of `len` bytes (rounded up to whole pages) and maps it, readable and
+    /// writable: memory that can be handed to another process by its descriptor.
+    ///
+    /// # Errors
+    /// [`MapError`], for a bad shape or by the system's refusal.
+    pub fn shared(name: &str, len: u64) -> Result<Arc<Self>, MapError> {
+        let len = round_to_page(len)?;
+        let size = shape(0, len)?;
+        let failed = |source: rustix::io::Errno| MapError::System { len, source: source.into() };
+        let fd =
+            memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map_err(failed)?;
+        ftruncate(&fd, len).map_err(failed)?;
+        // Nobody who gets the descriptor may take the memory away from under us.
+        rustix::fs::fcntl_add_seals(&fd, rustix::fs::SealFlags::SHRINK).map_err(failed)?;
+        // SAFETY: as in `from_fd`.
+        let ptr = unsafe {
+            mmap(
+                ptr::null_mut(),
+                size,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::NORESERVE,
+                &fd,
+                0,
+            )
+        };
+        Self::adopt(ptr, size, Protection::ReadWrite, Some(fd), 0, false)
+    }
+
+    /// Maps `len` bytes (rounded up to whole pages) of private zeroes, taken from the system only
+    /// as they are touched.
+    ///
+    /// # Errors
+    /// [`MapError`], for a bad shape or by the system's refusal.
+    pub fn anonymous(len: u64) -> Result<Arc<Self>, MapError> {
+        let size = shape(0, round_to_page(len)?)?;
+        // SAFETY: as in `from_fd`; the kernel chooses a fresh range.
+        let ptr = unsafe {
+            mmap_anonymous(
+                ptr::null_mut(),
+                size,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
+        };
+        Self::adopt(ptr, size, Protection::ReadWrite, None, 0, false)
+    }
+
+    fn adopt(
+        ptr: rustix::io::Result<*mut core::ffi::c_void>,
+        len: usize,
+        protection: Protection,
+        fd: Option<OwnedFd>,
+        fd_offset: u64,
+        guarded: bool,
+    ) -> Result<Arc<Self>, MapError> {
+        let system = |source: io::Error| MapError::System { len: len as u64, source };
+        let ptr = ptr.map_err(|e| system(e.into()))?;
+        let ptr = NonNull::new(ptr.cast::<u8>())
+            .ok_or_else(|| system(io::Error::other("mapped at address 0")))?;
+        let mut mapping = Self { ptr, len, protection, fd, fd_offset, guard: None };
+        if guarded {
+            mapping.guard = Some(sigbus::guard(ptr.as_ptr() as usize, len).map_err(system)?);
+        }
+        Ok(Arc::new(mapping))
+    }
+
+    /// The length in bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Never: a mapping has at least one page. Here because [`len`](Self::len) is.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// What the mapping may be used for.
+    #[must_use]
+    pub fn protection(&self) -> Protection {
+        self.protection
+    }
+
+    /// The descriptor behind memory made by [`Mapping::shared`], to hand to a peer.
+    #[must_use]
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.fd.as_ref().map(AsFd::as_fd)
+    }
+
+    /// Where in the file the mapping starts, in bytes.
+    #[must_use]
+    pub fn fd_offset(&self) -> u64 {
+        self.fd_offset
+    }
+
+    /// Whether part of the memory was lost (its file was truncated): it reads as zeroes since.
+    #[must_use]
+    pub fn is_poisoned(&self) -> bool {
+        self.guard.as_ref().is_some_and(sigbus::Guard::is_poisoned)
+    }
+
+    /// The whole mapping as bytes.
+    #[must_use]
+    pub fn bytes(self: &Arc<Self>) -> SharedBytes {
+        SharedBytes::whole(self)
+    }
+
+    /// The address of the first byte in this process. A driver over `vfio` or an in-process
+    /// transport may use it as the IOVA.
+    #[must_use]
+    pub fn address(&self) -> usize {
+        self.ptr.as_ptr() as usize
+    }
+
+    pub(crate) fn base(&self) -> NonNull<u8> {
+        self.ptr
+    }
+
+    /// Gives the pages of a byte range back to the system: they read as zeroes afterwards.
+    /// Only whole pages inside the range are given back; the rest is left as it is.
+    pub fn discard(&self, offset: usize, len: usize) -> io::Result<()> {
+        let page = page_size();
+        let end = offset.saturating_add(len).min(self.len) / page * page;
+        let start = match offset.checked_next_multiple_of(page) {
+            Some(start) if start < end => start,
+            _ => return Ok(()),
+        };
+        let advice = if self.fd.is_some() {
+            rustix::mm::Advice::LinuxRemove
+        } else {
+            rustix::mm::Advice::LinuxDontNeed
+        };
+        // SAFETY: [start, end) lies inside this mapping, which has no Rust references into it.
+        unsafe { rustix::mm::madvise(self.ptr.as_ptr().add(start).cast(), end - start, advice) }?;
+        Ok(())
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // The range leaves the SIGBUS registry before another mapping can take its address.
+        self.guard = None;
+        // SAFETY: the range was mapped by us, and every `SharedBytes` into it holds an `Arc` of
+        // this value, so nothing can touch it any more.
+        let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.len) };
+    }
+}
+
+impl fmt::Debug for Mapping {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mapping")
+            .field("len", &self.len)
+            .field("protection", &self.protection)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The size of a page of this machine's memory, in bytes.
+pub(crate) fn page_size() -> usize {
+    rustix::param::page_size()
+}
+
+fn round_to_page(len: u64) -> Result<u64, MapError> {
+    len.checked_next_multiple_of(page_size() as u64).ok_or(MapError::Shape {
+        len,
+        offset: 0,
+        why: "the length does not fit the address space",
+    })
+}
+
+fn shape(offset: u64, len: u64) -> Result<usize, MapError> {
+    let bad = |why| MapError::Shape { len, offset, why };
+    if len == 0 {
+        return Err(bad("the length is 0"));
+    }
+    if !offset.is_multiple_of(page_size() as u64) {
+        return Err(bad("the offset is no multiple of the page size"));
+    }
+    if offset.checked_add(len).is_none() {
+        return Err(bad("offset and length overflow"));
+    }
+    usize::try_from(len)
+        .ok()
+        .filter(|l| *l <= isize::MAX as usize)
+        .ok_or(bad("the length does not fit the address space"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_memfd_is_seen_by_both_who_map_it() {
+        let ours = Mapping::shared("test", 8192).unwrap();
+        let theirs =
+            Mapping::from_fd(ours.fd().unwrap(), 4096, 4096, Protection::ReadWrite).unwrap();
+        theirs.bytes().write_from(8, b"hello").unwrap();
+        let mut seen = [0; 5];
+        ours.bytes().read_into(4104, &mut seen).unwrap();
+        assert_eq!(&seen, b"hello");
+    }
+
+    #[test]
+    fn bad_shapes_are_refused_with_the_reason() {
+        let fd = memfd_create("x", MemfdFlags::CLOEXEC).unwrap();
+        for (offset, len, word) in [
+            (0, 0, "length is 0"),
+            (1, 4096, "no multiple"),
+            (0, u64::MAX, "address space"),
+            (u64::MAX - 4095, 8192, "overflow"),
+        ] {
+            let error = Mapping::from_fd(&fd, offset, len, Protection::Read).unwrap_err();
+            assert!(error.to_string().contains(word), "{error}");
+        }
+        assert!(Mapping::anonymous(0).is_err());
+        assert!(Mapping::anonymous(u64::MAX).is_err());
+    }
+
+    #[test]
+    fn discarded_pages_read_as_zeroes_and_others_keep_their_bytes() {
+        for mapping in [Mapping::anonymous(16384).unwrap(), Mapping::shared("d", 16384).unwrap()] {
+            mapping.bytes().fill(0, 16384, 7).unwrap();
+            mapping.discard(100, 9000).unwrap(); // whole pages inside: only [4096, 8192)
+            let mut all = vec![0; 16384];
+            mapping.bytes().read_into(0, &mut all).unwrap();
+            assert!(all[..4096].iter().all(|b| *b == 7));
+            assert!(all[4096..8192].iter().all(|b| *b == 0));
+            assert!(all[8192..].iter().all(|b| *b == 7));
+            mapping.discard(usize::MAX - 1, 4096).unwrap();
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! Physical Region Pages (Base 2.1, "PRP Entry and List Layout").
+
+use crate::{Fault, Segments, View};
+use spec::status::Status;
+
+/// A data pointer that can not be used. [`status`](Self::status) is what the specification gives
+/// the command for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DataPointerError {
+    /// An address that is not mapped, or not for this direction.
+    #[error(transparent)]
+    Fault(#[from] Fault),
+    /// A PRP entry with an offset where none may be, or one that is not aligned to a dword (PRP 1)
+    /// or a qword (the list pointer).
+    #[error("PRP entry {0:#x} has an invalid offset")]
+    PrpOffset(u64),
+    /// An SGL segment descriptor where none may be, or with a length that holds no descriptor.
+    #[error("invalid SGL segment descriptor")]
+    SglSegment,
+    /// More descriptors than the controller takes, or a Last Segment that is none.
+    #[error("invalid number of SGL descriptors")]
+    SglCount,
+    /// The descriptors hold less data than the command moves.
+    #[error("the SGL is shorter than the data")]
+    SglLength,
+    /// A descriptor of a type or sub type that this controller does not support here.
+    #[error("SGL descriptor type {0:#04x} is not supported")]
+    SglType(u8),
+}
+
+impl DataPointerError {
+    /// The status that the command ends in.
+    #[must_use]
+    pub fn status(&self) -> Status {
+        match self {
+            Self::Fault(_) => Status::DATA_XFER_ERROR,
+            Self::PrpOffset(_) => Status::PRP_OFFSET_INVALID.with_dnr(),
+            Self::SglSegment => Status::SGL_INVALID_SEGMENT_DESCRIPTOR.with_dnr(),
+            Self::SglCount => Status::SGL_INVALID_NUMBER_OF_DESCRIPTORS.with_dnr(),
+            Self::SglLength => Status::SGL_DATA_LENGTH_INVALID.with_dnr(),
+            Self::SglType(_) => Status::SGL_DESCRIPTOR_TYPE_INVALID.with_dnr(),
+        }
+    }
+}
+
+/// Entries that are fetched from a PRP list at once: half a kilobyte, copied before it is checked.
+const CHUNK: usize = 64;
+
+impl View {
+    /// Resolves `len` bytes of data that PRP Entry 1 and 2 of a command describe.
+    ///
+    /// `page` is the memory page size that the host set (CC.MPS), a power of two of at least 4096.
+    /// `write` says that the device will write the data (a Read command). The list is read once,
+    /// and only as many entries as `len` needs are looked at, so a list that the host changes, or
+    /// one that points at itself, costs no more than its command's size.
+    ///
+    /// # Errors
+    /// [`DataPointerError`]; `into` is then left without data.
+    #[inline]
+    pub fn resolve_prps(
+        &self,
+        prp1: u64,
+        prp2: u64,
+        len: usize,
+        page: usize,
+        write: bool,
+        into: &mut Segments,
+    ) -> Result<(), DataPointerError> {
+        into.start(self, write);
+        let outcome = self.prps(prp1, prp2, len, page, into);
+        if outcome.is_err() {
+            into.clear();
+        }
+        outcome
+    }
+
+    #[inline]
+    fn prps(
+        &self,
+        prp1: u64,
+        prp2: u64,
+        len: usize,
+        page: usize,
+        into: &mut Segments,
+    ) -> Result<(), DataPointerError> {
+        let mask = page as u64 - 1;
+        if prp1 & 3 != 0 {
+            return Err(DataPointerError::PrpOffset(prp1));
+        }
+        let first = len.min(page - (prp1 & mask) as usize);
+        if first > 0 {
+            into.push(self, prp1, first)?;
+        }
+        let left = len - first;
+        if left == 0 {
+            return Ok(());
+        }
+        if left <= page {
+            if prp2 & mask != 0 {
+                return Err(DataPointerError::PrpOffset(prp2));
+            }
+            into.push(self, prp2, left)?;
+            return Ok(());
+        }
+        self.prp_list(prp2, left, page, into)
+    }
+
+    fn prp_list(
+        &self,
+        list: u64,
+        mut left: usize,
+        page: usize,
+        into: &mut Segments,
+    ) -> Result<(), DataPointerError> {
+        let mask = page as u64 - 1;
+        if list & 7 != 0 {
+            return Err(DataPointerError::PrpOffset(list));
+        }
+        let mut at = list;
+        loop {
+            // Entries from `at` to the end of its page; the last one there is the pointer to the
+            // next list if more entries are needed than fit.
+            let in_page = ((page as u64 - (at & mask)) / 8) as usize;
+            let needed = left.div_ceil(page);
+            let take = needed.min(in_page).min(CHUNK);
+            let chains = needed > in_page && take == in_page;
+            let mut raw = [[0u8; 8]; CHUNK];
+            let entries = &mut raw[..take];
+            self.read(at, entries.as_flattened_mut())?;
+            for (index, entry) in entries.iter().enumerate() {
+                let entry = u64::from_le_bytes(*entry);
+                if entry & mask != 0 {
+                    return Err(DataPointerError::PrpOffset(entry));
+                }
+                if chains && index + 1 == take {
+                    at = entry;
+                } else {
+                    let n = left.min(page);
+                    into.push(self, entry, n)?;
+                    left -= n;
+                }
+            }
+            if left == 0 {
+                return Ok(());
+            }
+            if !chains {
+                at += take as u64 * 8;
+            }
+        }
+    }
+}

@@ -1,0 +1,359 @@
+//! A command's data, as pieces of host memory.
+
+use crate::{Fault, SharedBytes, View};
+use std::ptr::NonNull;
+
+/// A contiguous piece of host memory: what an `iovec` says.
+///
+/// The pair alone is only numbers; whoever hands it to the kernel must hold the [`Segments`] that
+/// it came from until the kernel is done with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct Segment {
+    ptr: NonNull<u8>,
+    len: usize,
+}
+
+impl Segment {
+    /// The address of the first byte in this process.
+    #[inline]
+    #[must_use]
+    pub fn address(&self) -> usize {
+        self.ptr.as_ptr() as usize
+    }
+
+    /// The length in bytes, never 0.
+    #[inline]
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Never: an empty piece is not kept.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+/// Who keeps the pieces mapped.
+#[derive(Clone, Debug)]
+enum Keep {
+    Nothing,
+    View(#[allow(dead_code, reason = "held so that a ViewWatch sees it")] View),
+    Bytes(#[allow(dead_code, reason = "held so that the memory stays mapped")] SharedBytes),
+}
+
+/// A command's data buffer, resolved: pieces of host memory in order, neighbours merged.
+///
+/// It holds what keeps the memory mapped. Once its list has grown to what the commands of a queue
+/// need, [`clear`](Self::clear) and resolving again allocate nothing.
+#[derive(Debug)]
+pub struct Segments {
+    list: Vec<Segment>,
+    total: usize,
+    writable: bool,
+    keep: Keep,
+}
+
+// `Segments` is not Send: a `View` counts its users without atomics.
+
+impl Default for Segments {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Segments {
+    /// No data.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { list: Vec::new(), total: 0, writable: false, keep: Keep::Nothing }
+    }
+
+    /// All of `bytes` as one piece: the process's own memory as a command's data.
+    #[must_use]
+    pub fn from_bytes(bytes: &SharedBytes) -> Self {
+        let mut list = Vec::new();
+        if let (Some(ptr), false) = (NonNull::new(bytes.as_ptr()), bytes.is_empty()) {
+            list.push(Segment { ptr, len: bytes.len() });
+        }
+        Self {
+            list,
+            total: bytes.len(),
+            writable: bytes.is_writable(),
+            keep: Keep::Bytes(bytes.clone()),
+        }
+    }
+
+    /// Lets go of the memory and of the view; keeps the list's room for the next command.
+    #[inline]
+    pub fn clear(&mut self) {
+        self.list.clear();
+        self.total = 0;
+        self.keep = Keep::Nothing;
+    }
+
+    /// Starts over, for data that is to be resolved through `view`; `write` if the device is to
+    /// write it (a Read command), in which case every address is checked to be writable.
+    #[inline]
+    pub(crate) fn start(&mut self, view: &View, write: bool) {
+        self.list.clear();
+        self.total = 0;
+        self.writable = write;
+        self.keep = Keep::View(view.clone());
+    }
+
+    /// Adds `[iova, iova + len)`, which may cross maps.
+    #[inline]
+    pub(crate) fn push(&mut self, view: &View, iova: u64, len: usize) -> Result<(), Fault> {
+        let mut done = 0;
+        while done < len {
+            let at = iova
+                .checked_add(done as u64)
+                .ok_or(Fault { iova: u64::MAX, write: self.writable })?;
+            let (ptr, n) = view.translate(at, len - done, self.writable)?;
+            self.add(ptr, n);
+            done += n;
+        }
+        self.total += len;
+        Ok(())
+    }
+
+    #[inline]
+    fn add(&mut self, ptr: NonNull<u8>, len: usize) {
+        if let Some(last) = self.list.last_mut()
+            && last.ptr.as_ptr() as usize + last.len == ptr.as_ptr() as usize
+        {
+            // Two maps can be neighbours in this process by chance; a copy over both is as good
+            // as two copies, since all of it is mapped. The pointer keeps the first one's
+            // provenance, which for memory that came from `mmap` is the exposed address space.
+            last.len += len;
+            return;
+        }
+        self.list.push(Segment { ptr, len });
+    }
+
+    /// The pieces, in order.
+    #[inline]
+    #[must_use]
+    pub fn pieces(&self) -> &[Segment] {
+        &self.list
+    }
+
+    /// The length of the data in bytes.
+    #[inline]
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.total
+    }
+
+    /// Whether there is no data.
+    #[inline]
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.total == 0
+    }
+
+    /// Whether the device may write the data.
+    #[inline]
+    #[must_use]
+    pub fn is_writable(&self) -> bool {
+        self.writable
+    }
+
+    /// Whether every piece starts at and is as long as a multiple of `alignment` (a power of two):
+    /// what a direct I/O needs.
+    #[inline]
+    #[must_use]
+    pub fn is_aligned(&self, alignment: usize) -> bool {
+        self.list.iter().all(|s| (s.address() | s.len) & (alignment - 1) == 0)
+    }
+
+    /// Calls `each` with the pieces of `[offset, offset + len)`; `None`, without a call, if the
+    /// data is shorter.
+    #[inline]
+    fn for_range(
+        &self,
+        offset: usize,
+        len: usize,
+        mut each: impl FnMut(NonNull<u8>, usize),
+    ) -> Option<()> {
+        if offset > self.total || len > self.total - offset {
+            return None;
+        }
+        let (mut skip, mut left) = (offset, len);
+        for piece in &self.list {
+            if left == 0 {
+                break;
+            }
+            if skip >= piece.len {
+                skip -= piece.len;
+                continue;
+            }
+            let n = (piece.len - skip).min(left);
+            // SAFETY: `skip` is less than the piece's length.
+            each(unsafe { piece.ptr.add(skip) }, n);
+            skip = 0;
+            left -= n;
+        }
+        Some(())
+    }
+
+    /// Copies data from `offset` into all of `into`; `None`, and nothing copied, if there is not
+    /// enough.
+    #[must_use]
+    pub fn read_into(&self, offset: usize, into: &mut [u8]) -> Option<()> {
+        let mut done = 0;
+        self.for_range(offset, into.len(), |ptr, n| {
+            // SAFETY: the piece is mapped (kept by `self.keep`) and readable; the destination is a
+            // Rust slice, which no mapping overlaps, and `for_range` adds up to its length.
+            unsafe {
+                std::ptr::copy_nonoverlapping(ptr.as_ptr(), into[done..].as_mut_ptr(), n);
+            }
+            done += n;
+        })
+    }
+
+    /// Copies all of `from` into the data at `offset`; `None`, and nothing copied, if there is not
+    /// enough room or the data was resolved for reading only.
+    #[must_use]
+    pub fn write_from(&self, offset: usize, from: &[u8]) -> Option<()> {
+        if !self.writable {
+            return None;
+        }
+        let mut done = 0;
+        self.for_range(offset, from.len(), |ptr, n| {
+            // SAFETY: as in `read_into`, and every piece was resolved for writing.
+            unsafe {
+                std::ptr::copy_nonoverlapping(from[done..].as_ptr(), ptr.as_ptr(), n);
+            }
+            done += n;
+        })
+    }
+
+    /// Sets `len` bytes of the data from `offset` to `byte`; `None` as for
+    /// [`write_from`](Self::write_from).
+    #[must_use]
+    pub fn fill(&self, offset: usize, len: usize, byte: u8) -> Option<()> {
+        if !self.writable {
+            return None;
+        }
+        self.for_range(offset, len, |ptr, n| {
+            // SAFETY: as in `write_from`.
+            unsafe { ptr.as_ptr().write_bytes(byte, n) };
+        })
+    }
+
+    /// Copies `len` bytes of the data from `offset` to `to` at `to_offset` (a write to a disk that
+    /// is memory); `None`, and nothing copied, if either side is too short or `to` is read-only.
+    #[must_use]
+    pub fn copy_to(
+        &self,
+        offset: usize,
+        to: &SharedBytes,
+        to_offset: usize,
+        len: usize,
+    ) -> Option<()> {
+        if !to.is_writable() || to_offset > to.len() || len > to.len() - to_offset {
+            return None;
+        }
+        let mut at = to_offset;
+        self.for_range(offset, len, |ptr, n| {
+            // SAFETY: both ranges are mapped and checked; `copy` allows that they overlap, as an
+            // in-process peer's could.
+            unsafe { std::ptr::copy(ptr.as_ptr(), to.as_ptr().add(at), n) };
+            at += n;
+        })
+    }
+
+    /// Copies `len` bytes of `from` at `from_offset` into the data at `offset` (a read from a disk
+    /// that is memory); `None`, and nothing copied, if either side is too short or the data was
+    /// resolved for reading only.
+    #[must_use]
+    pub fn copy_from(
+        &self,
+        offset: usize,
+        from: &SharedBytes,
+        from_offset: usize,
+        len: usize,
+    ) -> Option<()> {
+        if !self.writable || from_offset > from.len() || len > from.len() - from_offset {
+            return None;
+        }
+        let mut at = from_offset;
+        self.for_range(offset, len, |ptr, n| {
+            // SAFETY: as in `copy_to`.
+            unsafe { std::ptr::copy(from.as_ptr().add(at), ptr.as_ptr(), n) };
+            at += n;
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DmaSpace, Mapping};
+    use std::sync::Arc;
+
+    #[test]
+    fn neighbours_are_merged_and_maps_crossed() {
+        let whole = Mapping::anonymous(16384).unwrap().bytes();
+        let mut space = DmaSpace::default();
+        space.map(0, 4096, &whole.slice(0, 4096).unwrap()).unwrap();
+        space.map(4096, 4096, &whole.slice(4096, 4096).unwrap()).unwrap();
+        space.map(8192, 4096, &whole.slice(12288, 4096).unwrap()).unwrap();
+        let view = View::new(Arc::clone(space.table()));
+        let mut segments = Segments::new();
+        segments.start(&view, true);
+        segments.push(&view, 100, 12000).unwrap();
+        assert_eq!(segments.len(), 12000);
+        let lens: Vec<_> = segments.pieces().iter().map(Segment::len).collect();
+        assert_eq!(lens, [8192 - 100, 12000 - (8192 - 100)]);
+        let data: Vec<u8> = (0..12000).map(|i| i as u8).collect();
+        segments.write_from(0, &data).unwrap();
+        let mut back = vec![0; 7000];
+        segments.read_into(5000, &mut back).unwrap();
+        assert_eq!(back, data[5000..]);
+        assert!(segments.read_into(5001, &mut back).is_none());
+        let other = Mapping::anonymous(16384).unwrap().bytes();
+        segments.copy_to(10, &other, 20, 11990).unwrap();
+        segments.fill(0, 12000, 0).unwrap();
+        segments.copy_from(10, &other, 20, 11990).unwrap();
+        let mut back = vec![9; 12000];
+        segments.read_into(0, &mut back).unwrap();
+        assert_eq!(back[..10], [0; 10]);
+        assert_eq!(back[10..], data[10..]);
+        assert!(segments.copy_to(0, &other, 16384 - 11, 12).is_none());
+        assert!(segments.copy_from(0, &other, usize::MAX, 12).is_none());
+        assert!(segments.push(&view, 12287, 2).is_err());
+    }
+
+    #[test]
+    fn clearing_lets_the_view_go() {
+        let mut space = DmaSpace::default();
+        space.map(0, 4096, &Mapping::anonymous(4096).unwrap().bytes()).unwrap();
+        let view = View::new(Arc::clone(space.table()));
+        let watch = view.watch();
+        let mut segments = Segments::new();
+        segments.start(&view, false);
+        segments.push(&view, 0, 4096).unwrap();
+        drop(view);
+        assert!(!watch.is_idle());
+        assert!(segments.write_from(0, &[1]).is_none(), "resolved for reading only");
+        segments.clear();
+        assert!(watch.is_idle());
+        assert!(segments.is_empty());
+    }
+
+    #[test]
+    fn own_memory_is_a_buffer_too() {
+        let bytes = Mapping::anonymous(4096).unwrap().bytes();
+        let segments = Segments::from_bytes(&bytes.slice(512, 1024).unwrap());
+        segments.write_from(0, &[3; 1024]).unwrap();
+        assert_eq!(bytes.read::<u8>(511), Some(0));
+        assert_eq!(bytes.read::<u8>(1535), Some(3));
+        assert!(segments.is_aligned(512));
+        assert!(!segments.is_aligned(1024));
+    }
+}

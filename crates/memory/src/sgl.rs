@@ -1,0 +1,144 @@
+//! Scatter Gather Lists (Base 2.1, "Scatter Gather List (SGL)").
+
+use crate::{DataPointerError, Segments, View};
+
+/// The most descriptors that one command may have, over all its segments: a host's list of 1 MiB
+/// in the smallest useful pieces fits, and a list that points at itself ends.
+const MAX_DESCRIPTORS: usize = 4096;
+
+const DESCRIPTOR: usize = 16;
+/// Descriptors that are fetched at once: half a kilobyte, copied before it is checked.
+const CHUNK: usize = 32;
+
+const DATA_BLOCK: u8 = 0x0;
+const SEGMENT: u8 = 0x2;
+const LAST_SEGMENT: u8 = 0x3;
+
+/// One descriptor, copied out of the host's memory: address, length, and type with sub type.
+#[derive(Clone, Copy)]
+struct Descriptor {
+    address: u64,
+    len: usize,
+    identifier: u8,
+}
+
+impl Descriptor {
+    fn decode(raw: &[u8; DESCRIPTOR]) -> Self {
+        let [a0, a1, a2, a3, a4, a5, a6, a7, l0, l1, l2, l3, _, _, _, identifier] = *raw;
+        Self {
+            address: u64::from_le_bytes([a0, a1, a2, a3, a4, a5, a6, a7]),
+            len: u32::from_le_bytes([l0, l1, l2, l3]) as usize,
+            identifier,
+        }
+    }
+
+    /// The type, if the sub type is "address" (0h), the only one for memory-based queues.
+    fn kind(self) -> Result<u8, DataPointerError> {
+        match self.identifier {
+            id if id & 0xf == 0 => Ok(id >> 4),
+            id => Err(DataPointerError::SglType(id)),
+        }
+    }
+}
+
+impl View {
+    /// Resolves `len` bytes of data that the SGL descriptor in a command's data pointer describes:
+    /// a data block, or a segment or last segment that holds further descriptors.
+    ///
+    /// More data than `len` in the list is allowed and not touched; less is an error. `write` says
+    /// that the device will write the data.
+    ///
+    /// # Errors
+    /// [`DataPointerError`]; `into` is then left without data.
+    pub fn resolve_sgl(
+        &self,
+        descriptor: &[u8; 16],
+        len: usize,
+        write: bool,
+        into: &mut Segments,
+    ) -> Result<(), DataPointerError> {
+        into.start(self, write);
+        let outcome = self.sgl(Descriptor::decode(descriptor), len, into);
+        if outcome.is_err() {
+            into.clear();
+        }
+        outcome
+    }
+
+    fn sgl(
+        &self,
+        first: Descriptor,
+        len: usize,
+        into: &mut Segments,
+    ) -> Result<(), DataPointerError> {
+        let mut left = len;
+        let mut seen = 1;
+        let mut segment = match first.kind()? {
+            DATA_BLOCK => {
+                self.data_block(first, &mut left, into)?;
+                return enough(left);
+            }
+            SEGMENT | LAST_SEGMENT => first,
+            _ => return Err(DataPointerError::SglType(first.identifier)),
+        };
+        loop {
+            let last = segment.identifier >> 4 == LAST_SEGMENT;
+            if segment.len == 0 || !segment.len.is_multiple_of(DESCRIPTOR) {
+                return Err(DataPointerError::SglSegment);
+            }
+            let count = segment.len / DESCRIPTOR;
+            seen += count;
+            if seen > MAX_DESCRIPTORS {
+                return Err(DataPointerError::SglCount);
+            }
+            let mut next = None;
+            let mut done = 0;
+            while done < count {
+                let take = (count - done).min(CHUNK);
+                let mut raw = [[0u8; DESCRIPTOR]; CHUNK];
+                let descriptors = &mut raw[..take];
+                let at = segment
+                    .address
+                    .checked_add((done * DESCRIPTOR) as u64)
+                    .ok_or(crate::Fault { iova: u64::MAX, write: false })?;
+                self.read(at, descriptors.as_flattened_mut())?;
+                for (index, raw) in descriptors.iter().enumerate() {
+                    let descriptor = Descriptor::decode(raw);
+                    let is_final = done + index + 1 == count;
+                    match descriptor.kind()? {
+                        DATA_BLOCK => self.data_block(descriptor, &mut left, into)?,
+                        // A segment ends in the descriptor of the next one; a last segment in none.
+                        SEGMENT | LAST_SEGMENT if is_final && !last => next = Some(descriptor),
+                        SEGMENT | LAST_SEGMENT => return Err(DataPointerError::SglSegment),
+                        _ => return Err(DataPointerError::SglType(descriptor.identifier)),
+                    }
+                }
+                done += take;
+            }
+            segment = match next {
+                Some(next) => next,
+                None if last => return enough(left),
+                // "Segment" announced another segment, and its last descriptor was none.
+                None => return Err(DataPointerError::SglSegment),
+            };
+        }
+    }
+
+    fn data_block(
+        &self,
+        block: Descriptor,
+        left: &mut usize,
+        into: &mut Segments,
+    ) -> Result<(), DataPointerError> {
+        let take = block.len.min(*left);
+        if take > 0 {
+            into.push(self, block.address, take)?;
+            *left -= take;
+        }
+        Ok(())
+    }
+}
+
+fn enough(left: usize) -> Result<(), DataPointerError> {
+    if left == 0 { Ok(()) } else { Err(DataPointerError::SglLength) }
+}

@@ -1,0 +1,175 @@
+//! Surviving a peer that truncates the memory it gave us.
+//!
+//! Touching a mapped page beyond the end of its file raises SIGBUS, which by default ends the
+//! process and with it every other guest's disk. The handler here knows the ranges that peers
+//! gave us: for a fault inside one of them it puts a page of zeroes in place, marks the range as
+//! poisoned and lets the access go on; its owner then fails the controller that used it. A fault
+//! anywhere else is handed to whatever handled SIGBUS before.
+
+use std::io;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+/// Ranges that can be guarded at once: a VM has a few dozen maps, and 256 of them fit well.
+const SLOTS: usize = 16_384;
+
+struct Slot {
+    /// 0: free; 1: being filled or emptied; otherwise the first address of a guarded range.
+    start: AtomicUsize,
+    len: AtomicUsize,
+    poisoned: AtomicBool,
+}
+
+static REGISTRY: [Slot; SLOTS] = [const {
+    Slot { start: AtomicUsize::new(0), len: AtomicUsize::new(0), poisoned: AtomicBool::new(false) }
+}; SLOTS];
+/// One more than the highest slot ever used, so that the handler's search stays short.
+static USED: AtomicUsize = AtomicUsize::new(0);
+static FAULTS: AtomicU64 = AtomicU64::new(0);
+static INSTALLED: OnceLock<Result<Previous, i32>> = OnceLock::new();
+
+struct Previous(libc::sigaction);
+// SAFETY: a `sigaction` is plain data (a function address, a mask and flags).
+unsafe impl Send for Previous {}
+// SAFETY: as above, and it is never changed after it was stored.
+unsafe impl Sync for Previous {}
+
+/// A range in the registry, until dropped.
+pub(crate) struct Guard(&'static Slot);
+
+impl Guard {
+    pub(crate) fn is_poisoned(&self) -> bool {
+        self.0.poisoned.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.0.start.store(1, Ordering::Release);
+        self.0.len.store(0, Ordering::Release);
+        self.0.start.store(0, Ordering::Release);
+    }
+}
+
+/// How often a fault was turned into a page of zeroes since the process started: one relaxed load
+/// tells a worker that there may be a poisoned mapping to look for.
+#[inline]
+#[must_use]
+pub fn faults() -> u64 {
+    FAULTS.load(Ordering::Relaxed)
+}
+
+pub(crate) fn guard(start: usize, len: usize) -> io::Result<Guard> {
+    if let Err(errno) = INSTALLED.get_or_init(install) {
+        return Err(io::Error::from_raw_os_error(*errno));
+    }
+    for (index, slot) in REGISTRY.iter().enumerate() {
+        if slot.start.load(Ordering::Relaxed) == 0
+            && slot.start.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        {
+            slot.poisoned.store(false, Ordering::Relaxed);
+            slot.len.store(len, Ordering::Release);
+            slot.start.store(start, Ordering::Release);
+            USED.fetch_max(index + 1, Ordering::AcqRel);
+            return Ok(Guard(slot));
+        }
+    }
+    Err(io::Error::other(format!("more than {SLOTS} memory maps of peers at once")))
+}
+
+fn install() -> Result<Previous, i32> {
+    let errno = || io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL);
+    // SAFETY: both structures are valid for the calls, zero is a valid `sigaction`, and the
+    // handler has the signature that SA_SIGINFO asks for.
+    unsafe {
+        let mut new: libc::sigaction = std::mem::zeroed();
+        let mut old: libc::sigaction = std::mem::zeroed();
+        let handler: extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void) = on_sigbus;
+        new.sa_sigaction = handler as usize;
+        new.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
+        libc::sigemptyset(&raw mut new.sa_mask);
+        if libc::sigaction(libc::SIGBUS, &raw const new, &raw mut old) != 0 {
+            return Err(errno());
+        }
+        Ok(Previous(old))
+    }
+}
+
+/// Async-signal-safe: atomics, `mmap` and `sigaction` only.
+extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    // SAFETY: the kernel passes a valid `siginfo_t` to an SA_SIGINFO handler, and for SIGBUS its
+    // address field is set.
+    let address = unsafe { (*info).si_addr() } as usize;
+    let used = USED.load(Ordering::Acquire);
+    for slot in &REGISTRY[..used] {
+        let start = slot.start.load(Ordering::Acquire);
+        let len = slot.len.load(Ordering::Acquire);
+        if start > 1 && address >= start && address - start < len {
+            let page = address & !4095;
+            // SAFETY: the page lies in a range that its owner mapped and still holds (a guard
+            // leaves the registry before its range is unmapped), so MAP_FIXED replaces only it.
+            let mapped = unsafe {
+                libc::mmap(
+                    page as *mut libc::c_void,
+                    4096,
+                    libc::PROT_READ | libc::PROT_WRITE,
+                    libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED,
+                    -1,
+                    0,
+                )
+            };
+            if mapped != libc::MAP_FAILED {
+                slot.poisoned.store(true, Ordering::Relaxed);
+                FAULTS.fetch_add(1, Ordering::Relaxed);
+                return;
+            }
+        }
+    }
+    // Not ours: what was there before gets it. `get` is only a load once the cell is filled, and
+    // it may be still empty only in the instant between `sigaction` and its return.
+    // SAFETY: the previous action is what the kernel gave us; the default and ignore actions are
+    // put back so that the access, repeated, has their effect.
+    unsafe {
+        if let Some(Ok(previous)) = INSTALLED.get() {
+            let action = previous.0.sa_sigaction;
+            if action != libc::SIG_DFL && action != libc::SIG_IGN {
+                if previous.0.sa_flags & libc::SA_SIGINFO != 0 {
+                    let handler: extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void) =
+                        std::mem::transmute(action);
+                    handler(signal, info, context);
+                } else {
+                    let handler: extern "C" fn(i32) = std::mem::transmute(action);
+                    handler(signal);
+                }
+                return;
+            }
+        }
+        let mut default: libc::sigaction = std::mem::zeroed();
+        default.sa_sigaction = libc::SIG_DFL;
+        libc::sigaction(libc::SIGBUS, &raw const default, std::ptr::null_mut());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Mapping, Protection};
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+    #[test]
+    fn truncated_memory_reads_as_zeroes_and_is_marked() {
+        let fd = memfd_create("truncated", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&fd, 8192).unwrap();
+        let mapping = Mapping::from_fd(&fd, 0, 8192, Protection::ReadWrite).unwrap();
+        let untouched = Mapping::from_fd(&fd, 0, 4096, Protection::ReadWrite).unwrap();
+        mapping.bytes().fill(0, 8192, 0xa5).unwrap();
+        ftruncate(&fd, 4096).unwrap();
+        assert!(!mapping.is_poisoned());
+        let before = super::faults();
+        assert_eq!(mapping.bytes().read::<u32>(4096 + 64), Some(0));
+        assert_eq!(mapping.bytes().read::<u32>(0), Some(0xa5a5_a5a5));
+        assert!(mapping.is_poisoned());
+        assert!(!untouched.is_poisoned());
+        assert!(super::faults() > before);
+        mapping.bytes().fill(4096, 4096, 1).unwrap(); // and can be written without harm
+    }
+}
