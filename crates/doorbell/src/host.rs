@@ -1,0 +1,144 @@
+//! The host's end of one doorbell.
+
+use core::marker::PhantomData;
+
+use crate::{Cell, Fence, FullFence, HostStats};
+
+/// Which question a host asks to find out whether an update needs an MMIO write.
+///
+/// Both are in the wild, and the controller's end is correct for both. All arithmetic is 16 bits
+/// wide, whatever the size of the ring; for an EventIdx inside the ring that makes no difference
+/// (where the ring wraps, so does the interval), for one outside it means once per turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Predicate {
+    /// Linux, and this crate's own host end: ring if the update steps over EventIdx, that is if
+    /// EventIdx lies in [old, new).
+    Linux,
+    /// SPDK: ring also if the update ends at EventIdx, that is if it lies in [old, new].
+    SpdkInclusive,
+}
+
+impl Predicate {
+    /// Whether the update from `old` to `new` has to be written to the doorbell register, the
+    /// controller having asked for it with `event_idx`.
+    ///
+    /// Any `event_idx` is harmless: the worst that a hostile controller gets is an MMIO write too
+    /// many or its own sleep.
+    #[inline]
+    pub const fn needs_mmio(self, event_idx: u32, old: u16, new: u16) -> bool {
+        let behind = new.wrapping_sub(event_idx as u16);
+        let moved = new.wrapping_sub(old);
+        match self {
+            Self::Linux => behind.wrapping_sub(1) < moved,
+            Self::SpdkInclusive => behind <= moved,
+        }
+    }
+}
+
+/// One doorbell that this host rings: a submission queue's tail or a completion queue's head.
+///
+/// It starts as a plain doorbell, for which every update is an MMIO write. With [`mirror`] its
+/// values are stored in the shadow entry as well, and with [`trust`] the shadow entry is enough
+/// whenever EventIdx says so.
+///
+/// [`mirror`]: Self::mirror
+/// [`trust`]: Self::trust
+#[derive(Debug)]
+pub struct HostDoorbell<C, F = FullFence> {
+    current: u16,
+    shadow: Option<HostShadow<C>>,
+    stats: HostStats,
+    fence: PhantomData<fn() -> F>,
+}
+
+#[derive(Debug)]
+struct HostShadow<C> {
+    value: C,
+    event_idx: C,
+    trusted: bool,
+}
+
+impl<C: Cell, F: Fence> HostDoorbell<C, F> {
+    /// A doorbell whose queue is at `current`; 0 for a queue that was just created.
+    #[inline]
+    pub const fn new(current: u16) -> Self {
+        let stats = HostStats { published: 0, mmio_needed: 0, mmio_saved: 0 };
+        Self { current, shadow: None, stats, fence: PhantomData }
+    }
+
+    /// The last value published.
+    #[inline]
+    pub const fn current(&self) -> u16 {
+        self.current
+    }
+
+    /// What this doorbell did so far.
+    #[inline]
+    pub const fn stats(&self) -> HostStats {
+        self.stats
+    }
+
+    /// Puts the shadow entry and its EventIdx under this doorbell, both set to the current value.
+    /// To be called before Doorbell Buffer Config is submitted.
+    ///
+    /// From here on every update is in the shadow entry *and* in the register, so the controller
+    /// may change over from one to the other whenever it executes the command, with commands in
+    /// flight, and miss nothing.
+    pub fn mirror(&mut self, value: C, event_idx: C) {
+        event_idx.store_release(u32::from(self.current));
+        value.store_release(u32::from(self.current));
+        self.shadow = Some(HostShadow { value, event_idx, trusted: false });
+    }
+
+    /// Doorbell Buffer Config has completed with success: from here on the controller reads the
+    /// shadow entry, and EventIdx says when it wants to be told. Without a [`mirror`] this does
+    /// nothing.
+    ///
+    /// [`mirror`]: Self::mirror
+    pub fn trust(&mut self) {
+        if let Some(shadow) = &mut self.shadow {
+            shadow.trusted = true;
+        }
+    }
+
+    /// Forgets the shadow entry: Doorbell Buffer Config failed, or the controller was reset, which
+    /// ends the life of both buffers.
+    pub fn forget(&mut self) {
+        self.shadow = None;
+    }
+
+    /// Publishes `new`; says whether the caller must now write it to the doorbell register too.
+    ///
+    /// What was written before (the submission queue entries) is visible to the controller with
+    /// the value.
+    #[inline]
+    #[must_use = "the controller may be asleep: write the register if this says so"]
+    pub fn publish(&mut self, new: u16) -> bool {
+        self.publish_with(Predicate::Linux, new)
+    }
+
+    /// [`publish`](Self::publish) under another host's predicate.
+    #[inline]
+    #[must_use = "the controller may be asleep: write the register if this says so"]
+    pub fn publish_with(&mut self, predicate: Predicate, new: u16) -> bool {
+        let old = core::mem::replace(&mut self.current, new);
+        let mmio = match &self.shadow {
+            None => true,
+            Some(shadow) => {
+                shadow.value.store_release(u32::from(new));
+                if shadow.trusted {
+                    // Pairs with the fence between `arm` and `recheck`: either the controller
+                    // sees our value there, or we see its EventIdx here.
+                    F::full();
+                    predicate.needs_mmio(shadow.event_idx.load_relaxed(), old, new)
+                } else {
+                    true
+                }
+            }
+        };
+        self.stats.published += 1;
+        self.stats.mmio_needed += u64::from(mmio);
+        self.stats.mmio_saved += u64::from(!mmio);
+        mmio
+    }
+}
