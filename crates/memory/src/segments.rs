@@ -94,6 +94,13 @@ impl Segments {
         self.keep = Keep::Nothing;
     }
 
+    /// The data, taken out of the caller's hands: `self` is left without any.
+    #[inline]
+    #[must_use]
+    pub fn take(&mut self) -> Self {
+        std::mem::take(self)
+    }
+
     /// Starts over, for data that is to be resolved through `view`; `write` if the device is to
     /// write it (a Read command), in which case every address is checked to be writable.
     #[inline]
