@@ -28,9 +28,15 @@
 #[cfg(not(target_endian = "little"))]
 compile_error!("NVMe structures are little-endian, and this crate lays them over native integers");
 
+pub mod admin;
+pub mod build;
 pub mod cqe;
+pub mod dbbuf;
+pub mod nvm;
 pub mod opcode;
+pub mod pci;
 pub mod regs;
+pub mod sgl;
 pub mod sqe;
 pub mod status;
 

@@ -3,6 +3,7 @@
 //! Base 2.1, "Submission Queue Entry" (Common Command Format). What a command puts in its dwords is
 //! in [`crate::admin`] and [`crate::nvm`]; whole commands for the host side are in [`crate::build`].
 
+use crate::sgl::SglDescriptor;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// A submission queue entry, as it lies in memory.
@@ -126,6 +127,11 @@ impl Sqe {
         (u128::from_le_bytes(self.dptr) >> 64) as u64
     }
 
+    /// SGL Entry 1: all of DPTR.
+    pub const fn sgl1(&self) -> SglDescriptor {
+        SglDescriptor::from_dptr(self.dptr)
+    }
+
     /// The 64-bit value in CDW10 (low half) and CDW11 (high half).
     pub const fn cdw10_11(&self) -> u64 {
         self.cdw10 as u64 | (self.cdw11 as u64) << 32
@@ -143,6 +149,14 @@ impl Sqe {
     pub const fn with_prps(mut self, prp1: u64, prp2: u64) -> Self {
         self.flags &= 0b0011_1111;
         self.dptr = (prp1 as u128 | (prp2 as u128) << 64).to_le_bytes();
+        self
+    }
+
+    /// The same command with an SGL as its data pointer, and a contiguous metadata buffer if any.
+    #[must_use]
+    pub const fn with_sgl(mut self, sgl1: SglDescriptor) -> Self {
+        self.flags = self.flags & 0b0011_1111 | 0b0100_0000;
+        self.dptr = sgl1.to_dptr();
         self
     }
 
@@ -199,6 +213,15 @@ mod tests {
             assert_eq!(sqe(0b0100_0010).with_fuse(fuse).fuse(), fuse);
             assert_eq!(sqe(0b0100_0010).with_fuse(fuse).psdt(), Psdt::SglContiguousMetadata);
         }
+    }
+
+    #[test]
+    fn sgl() {
+        let descriptor = SglDescriptor::data_block(0x1234_5678_9abc_def0, 4096);
+        let sqe = Sqe { flags: 0b1100_0001, ..Sqe::default() }.with_sgl(descriptor);
+        assert_eq!(sqe.psdt(), Psdt::SglContiguousMetadata);
+        assert_eq!(sqe.fuse(), Fuse::First);
+        assert_eq!(sqe.sgl1(), descriptor);
     }
 
     proptest! {

@@ -1,0 +1,135 @@
+//! Scatter Gather List descriptors. Base 2.1, "Scatter Gather List (SGL)".
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// An SGL descriptor, as it lies in memory: 16 bytes, the last of which says what it is.
+///
+/// `address` and `length` have this meaning for data blocks and (last) segments. A bit bucket has no
+/// address; keyed descriptors, which only RDMA uses, pack a three-byte length and a key instead.
+#[repr(C)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
+pub struct SglDescriptor {
+    /// Where the data block or the segment starts.
+    pub address: u64,
+    /// Bytes of data, or of the segment (a multiple of 16).
+    pub length: u32,
+    /// Reserved.
+    pub reserved: [u8; 3],
+    /// SGL Identifier: type in bits 7:4, subtype in bits 3:0.
+    pub id: u8,
+}
+
+/// Type 0h: a data block.
+pub const TYPE_DATA_BLOCK: u8 = 0x0;
+/// Type 1h: data that is read from the medium and thrown away.
+pub const TYPE_BIT_BUCKET: u8 = 0x1;
+/// Type 2h: a further segment of descriptors, whose last one is again a segment.
+pub const TYPE_SEGMENT: u8 = 0x2;
+/// Type 3h: the last segment.
+pub const TYPE_LAST_SEGMENT: u8 = 0x3;
+/// Type 4h: a data block with a key, of RDMA.
+pub const TYPE_KEYED_DATA_BLOCK: u8 = 0x4;
+/// Type 5h: a data block of the message transports.
+pub const TYPE_TRANSPORT_DATA_BLOCK: u8 = 0x5;
+/// Type Fh: vendor specific.
+pub const TYPE_VENDOR: u8 = 0xf;
+
+/// Subtype 0h: `address` is an address.
+pub const SUBTYPE_ADDRESS: u8 = 0x0;
+/// Subtype 1h: `address` is an offset into the command capsule.
+pub const SUBTYPE_OFFSET: u8 = 0x1;
+
+impl SglDescriptor {
+    /// The size of a descriptor.
+    pub const SIZE: usize = 16;
+
+    /// A descriptor of this type, subtype "address".
+    const fn of(kind: u8, address: u64, length: u32) -> Self {
+        Self { address, length, reserved: [0; 3], id: kind << 4 | SUBTYPE_ADDRESS }
+    }
+
+    /// `length` bytes at `address`.
+    pub const fn data_block(address: u64, length: u32) -> Self {
+        Self::of(TYPE_DATA_BLOCK, address, length)
+    }
+
+    /// `length` bytes that nobody wants.
+    pub const fn bit_bucket(length: u32) -> Self {
+        Self::of(TYPE_BIT_BUCKET, 0, length)
+    }
+
+    /// A segment of `length` bytes of descriptors at `address`, not the last one.
+    pub const fn segment(address: u64, length: u32) -> Self {
+        Self::of(TYPE_SEGMENT, address, length)
+    }
+
+    /// The last segment: `length` bytes of descriptors at `address`.
+    pub const fn last_segment(address: u64, length: u32) -> Self {
+        Self::of(TYPE_LAST_SEGMENT, address, length)
+    }
+
+    /// The type, 0 to 15: one of the `TYPE_` constants, or reserved.
+    pub const fn kind(&self) -> u8 {
+        self.id >> 4
+    }
+
+    /// The subtype, 0 to 15.
+    pub const fn subtype(&self) -> u8 {
+        self.id & 0xf
+    }
+
+    /// From a command's data pointer.
+    pub const fn from_dptr(dptr: [u8; 16]) -> Self {
+        let raw = u128::from_le_bytes(dptr);
+        Self {
+            address: raw as u64,
+            length: (raw >> 64) as u32,
+            reserved: [dptr[12], dptr[13], dptr[14]],
+            id: dptr[15],
+        }
+    }
+
+    /// As a command's data pointer.
+    pub const fn to_dptr(self) -> [u8; 16] {
+        let [r0, r1, r2] = self.reserved;
+        let high = u32::from_le_bytes([r0, r1, r2, self.id]);
+        (self.address as u128 | (self.length as u128) << 64 | (high as u128) << 96).to_le_bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use core::mem::{offset_of, size_of};
+    use proptest::prelude::*;
+
+    #[test]
+    fn layout() {
+        assert_eq!(size_of::<SglDescriptor>(), 16);
+        assert_eq!(offset_of!(SglDescriptor, address), 0);
+        assert_eq!(offset_of!(SglDescriptor, length), 8);
+        assert_eq!(offset_of!(SglDescriptor, reserved), 12);
+        assert_eq!(offset_of!(SglDescriptor, id), 15);
+    }
+
+    #[test]
+    fn kinds() {
+        assert_eq!(SglDescriptor::data_block(1, 2).id, 0x00);
+        assert_eq!(SglDescriptor::bit_bucket(2).id, 0x10);
+        assert_eq!(SglDescriptor::segment(1, 2).id, 0x20);
+        assert_eq!(SglDescriptor::last_segment(1, 2).id, 0x30);
+        let odd = SglDescriptor { id: 0x5a, ..SglDescriptor::default() };
+        assert_eq!((odd.kind(), odd.subtype()), (TYPE_TRANSPORT_DATA_BLOCK, 0xa));
+    }
+
+    proptest! {
+        #[test]
+        fn dptr_is_the_descriptor(bytes: [u8; 16]) {
+            let descriptor = SglDescriptor::from_dptr(bytes);
+            prop_assert_eq!(descriptor.as_bytes(), &bytes[..]);
+            prop_assert_eq!(descriptor.to_dptr(), bytes);
+        }
+    }
+}
