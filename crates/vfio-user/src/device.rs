@@ -180,11 +180,9 @@ pub struct SetIrqs {
     pub data: IrqData,
 }
 
-/// Who is at the other end, as far as the kernel and version negotiation tell.
+/// What version negotiation told of the client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Peer {
-    /// Process id at the time of the connect, if it can be seen from here.
-    pub pid: Option<i32>,
     /// How many descriptors it takes with one message.
     pub max_msg_fds: u32,
     /// How many bytes it takes in one data transfer.
@@ -267,12 +265,12 @@ impl fmt::Debug for Later<'_> {
 /// Every value is the peer's word and has been checked only for what its documentation says.
 /// An `Err` becomes an error reply with that number.
 pub trait Device: Send {
-    /// Answers DEVICE_GET_INFO.
+    /// Answers DEVICE_GET_INFO. Asked once for each client, before anything else.
     fn info(&mut self) -> DeviceInfo {
         DeviceInfo::default()
     }
 
-    /// Answers DEVICE_GET_REGION_INFO. Asked for indexes beyond [`DeviceInfo::regions`] too.
+    /// Answers DEVICE_GET_REGION_INFO, for an index below [`DeviceInfo::regions`].
     fn region_info(&mut self, index: u32) -> Result<RegionInfo, Errno>;
 
     /// Answers DEVICE_GET_IRQ_INFO, for an index below [`DeviceInfo::irqs`].
@@ -288,10 +286,12 @@ pub trait Device: Send {
     /// for each [`connected`](Device::connected). The outcome is only logged.
     fn disconnected(&mut self, done: Done);
 
-    /// Fills `data` from the region. The server has not checked the range against the region.
+    /// Fills `data`, which is not empty, from a region whose index is below
+    /// [`DeviceInfo::regions`]. `offset` plus the length does not overflow, but has not been
+    /// checked against the size of the region.
     fn region_read(&mut self, region: u32, offset: u64, data: &mut [u8]) -> Result<(), Errno>;
 
-    /// Writes `data` to the region. The server has not checked the range against the region.
+    /// Writes `data` to a region; for the range, see [`region_read`](Device::region_read).
     ///
     /// A write that has to wait (a function level reset) takes a handle from `later`.
     fn region_write(

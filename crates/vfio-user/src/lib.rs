@@ -8,11 +8,11 @@
 //!
 //! | module | what it is |
 //! |---|---|
-//! | `wire` | the header and the payload of every command, as they lie in memory |
-//! | `capabilities` | the JSON that version negotiation exchanges |
-//! | `codec` | bytes and descriptors in, whole messages out; no sockets |
+//! | [`wire`] | the header and the payload of every command, as they lie in memory |
+//! | [`capabilities`] | the JSON that version negotiation exchanges |
+//! | [`codec`] | bytes and descriptors in, whole messages out; no sockets |
 //! | [`device`] | the [`Device`] trait: what a server asks of the device it serves |
-//! | `server` | listening sockets and a reactor, one thread for any number of devices |
+//! | [`server`] | listening sockets and a reactor, one thread for any number of devices |
 //! | `client` | the other end: a blocking client that any number of threads may share |
 //! | `pci` | the configuration space of a PCI Express endpoint |
 //!
@@ -23,7 +23,13 @@
 //! to its device, and the device decides. Commands that are not implemented get EOPNOTSUPP.
 #![forbid(unsafe_code)]
 
+mod address;
+pub mod capabilities;
+pub mod codec;
 pub mod device;
+pub mod server;
+mod socket;
+pub mod wire;
 
 pub use device::{Device, Done};
 pub use rustix::io::Errno;

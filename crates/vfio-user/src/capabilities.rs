@@ -1,0 +1,125 @@
+//! What the two ends tell each other about themselves in the VERSION exchange, as JSON.
+
+use serde::{Deserialize, Serialize};
+
+/// How many descriptors an end takes with one message if it does not say.
+pub const DEFAULT_MAX_MSG_FDS: u32 = 1;
+
+/// How many bytes an end takes in one data transfer if it does not say.
+pub const DEFAULT_MAX_DATA_XFER_SIZE: u64 = 1 << 20;
+
+/// The capabilities of one end. What the other end sends and this crate has no use for
+/// (`pgsizes`, `max_dma_maps`, `migration`, `twin_socket`) is passed over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Capabilities {
+    /// How many descriptors the sender takes with one message.
+    ///
+    /// QEMU refuses a server that says more than 16.
+    pub max_msg_fds: u32,
+    /// How many bytes the sender takes in one data transfer, in either direction.
+    pub max_data_xfer_size: u64,
+    /// REGION_WRITE_MULTI is understood.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub write_multiple: bool,
+}
+
+impl Default for Capabilities {
+    /// What an end has that says nothing.
+    fn default() -> Self {
+        Self {
+            max_msg_fds: DEFAULT_MAX_MSG_FDS,
+            max_data_xfer_size: DEFAULT_MAX_DATA_XFER_SIZE,
+            write_multiple: false,
+        }
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+struct VersionData {
+    #[serde(default)]
+    capabilities: Capabilities,
+}
+
+impl Capabilities {
+    /// The version data that follows [`Version`](crate::wire::Version), with its NUL.
+    pub fn to_version_data(&self) -> Vec<u8> {
+        // Numbers and booleans in a flat structure: serializing them cannot fail.
+        let mut json = serde_json::to_vec(&VersionData { capabilities: *self }).unwrap_or_default();
+        json.push(0);
+        json
+    }
+
+    /// Reads the version data of the other end.
+    ///
+    /// None at all, or an empty string, means the defaults (SPDK sends none). A missing NUL is
+    /// forgiven, and whatever follows one is not looked at.
+    ///
+    /// # Errors
+    ///
+    /// Text that is not JSON, or whose members have the wrong type.
+    pub fn from_version_data(data: &[u8]) -> Result<Self, serde_json::Error> {
+        let json = data.split(|byte| *byte == 0).next().unwrap_or_default();
+        if json.is_empty() {
+            return Ok(Self::default());
+        }
+        serde_json::from_slice::<VersionData>(json).map(|data| data.capabilities)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn silence_means_the_defaults() {
+        assert_eq!(Capabilities::from_version_data(b"").unwrap(), Capabilities::default());
+        assert_eq!(Capabilities::from_version_data(b"\0").unwrap(), Capabilities::default());
+        assert_eq!(Capabilities::from_version_data(b"{}\0").unwrap(), Capabilities::default());
+        assert_eq!(
+            Capabilities::from_version_data(b"{\"capabilities\":{}}").unwrap(),
+            Capabilities::default()
+        );
+    }
+
+    #[test]
+    fn what_qemu_says_is_understood() {
+        let said =
+            br#"{"capabilities": {"migration": {"pgsize": 4096, "max_bitmap_size": 268435456},
+            "max_msg_fds": 8, "max_data_xfer_size": 1048576, "pgsizes": 4096,
+            "max_dma_maps": 65535, "write_multiple": true}}"#;
+        let capabilities = Capabilities::from_version_data(said).unwrap();
+        assert_eq!(
+            capabilities,
+            Capabilities { max_msg_fds: 8, max_data_xfer_size: 1 << 20, write_multiple: true }
+        );
+    }
+
+    #[test]
+    fn what_is_said_is_exactly_this() {
+        let said = Capabilities { max_msg_fds: 16, write_multiple: true, ..Default::default() };
+        assert_eq!(
+            said.to_version_data(),
+            b"{\"capabilities\":{\"max_msg_fds\":16,\"max_data_xfer_size\":1048576,\
+              \"write_multiple\":true}}\0"
+        );
+        assert_eq!(Capabilities::from_version_data(&said.to_version_data()).unwrap(), said);
+    }
+
+    #[test]
+    fn nonsense_is_an_error() {
+        for nonsense in [
+            &b"{"[..],
+            b"garbage\0",
+            b"[]",
+            b"{\"capabilities\":7}",
+            b"{\"capabilities\":{\"max_msg_fds\":-1}}",
+            b"{\"capabilities\":{\"max_msg_fds\":\"many\"}}",
+            b"\xff\xfe\0",
+        ] {
+            assert!(Capabilities::from_version_data(nonsense).is_err(), "{nonsense:?}");
+        }
+        let deep = [b'['; 100_000];
+        assert!(Capabilities::from_version_data(&deep).is_err());
+    }
+}

@@ -1,0 +1,341 @@
+//! Bytes and descriptors in, whole messages out, and back; without a socket.
+//!
+//! A stream of bytes has no message boundaries, and descriptors arrive beside it. [`Decoder`] puts
+//! both together again, in bounded memory, whatever a peer sends. [`Outbox`] holds what is to be
+//! sent until the socket has taken it.
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::Errno;
+use crate::wire::{HEADER_LEN, Header, header_flags};
+
+/// How many descriptors one message may bring. More than is ever advertised: Cloud Hypervisor
+/// sends 16 whatever the server asked for.
+pub const MAX_MESSAGE_FDS: usize = 64;
+
+/// What a message may have besides the data of a transfer: headers, and the JSON of VERSION.
+pub const MESSAGE_OVERHEAD: usize = 4096;
+
+/// Room for a batch of messages that a single receive brings. What is larger gets a larger buffer
+/// for as long as it lasts.
+const BUFFER_LEN: usize = 16 * 1024;
+
+/// A stream that cannot be understood any further. The connection is of no use after it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum DecodeError {
+    /// The size in a header is less than that of the header.
+    #[error("a message of {size} bytes is shorter than its own header")]
+    TooShort {
+        /// Size that the header states.
+        size: u32,
+    },
+    /// The size in a header is more than was agreed.
+    #[error("a message of {size} bytes is longer than the {max} that are allowed")]
+    TooLong {
+        /// Size that the header states.
+        size: u32,
+        /// Largest size.
+        max: usize,
+    },
+    /// The type bits in a header are neither those of a command nor of a reply.
+    #[error("message flags {flags:#x} are neither those of a command nor of a reply")]
+    UnknownType {
+        /// The flags that the header states.
+        flags: u32,
+    },
+    /// One message brought too many descriptors.
+    #[error("a message came with more than {MAX_MESSAGE_FDS} descriptors")]
+    TooManyFds,
+}
+
+/// One whole message.
+#[derive(Debug)]
+pub struct Message<'a> {
+    /// Its header.
+    pub header: Header,
+    /// What follows the header.
+    pub payload: &'a [u8],
+    /// The descriptors that came with it; those that are not taken out are closed with it.
+    pub fds: Vec<OwnedFd>,
+}
+
+/// Descriptors, and how far the stream had come when they arrived.
+#[derive(Debug)]
+struct Batch {
+    end: u64,
+    fds: Vec<OwnedFd>,
+}
+
+/// Puts messages together from what a socket delivers.
+#[derive(Debug)]
+pub struct Decoder {
+    buffer: Vec<u8>,
+    start: usize,
+    end: usize,
+    /// Position in the stream of `buffer[start]`.
+    position: u64,
+    batches: VecDeque<Batch>,
+    pending_fds: usize,
+    max_message: usize,
+    failed: Option<DecodeError>,
+}
+
+impl Decoder {
+    /// A decoder for messages that transfer at most `max_data_xfer_size` bytes.
+    pub fn new(max_data_xfer_size: usize) -> Self {
+        Self {
+            buffer: vec![0; BUFFER_LEN],
+            start: 0,
+            end: 0,
+            position: 0,
+            batches: VecDeque::new(),
+            pending_fds: 0,
+            max_message: max_data_xfer_size.saturating_add(MESSAGE_OVERHEAD),
+            failed: None,
+        }
+    }
+
+    /// Where to put the next bytes. Never empty, if [`decode`](Self::decode) was called until it
+    /// had no more; then follows [`advance`](Self::advance).
+    pub fn space(&mut self) -> &mut [u8] {
+        let held = self.end - self.start;
+        if held == 0 {
+            self.start = 0;
+            self.end = 0;
+            if self.buffer.len() > BUFFER_LEN {
+                self.buffer.truncate(BUFFER_LEN);
+                self.buffer.shrink_to_fit();
+            }
+        }
+        let wanted = match self.header() {
+            Some(header) => (header.size as usize).min(self.max_message),
+            None => HEADER_LEN,
+        };
+        if self.start + wanted > self.buffer.len() || self.end == self.buffer.len() {
+            self.buffer.copy_within(self.start..self.end, 0);
+            self.start = 0;
+            self.end = held;
+            if wanted > self.buffer.len() {
+                self.buffer.resize(wanted, 0);
+            }
+        }
+        self.buffer.get_mut(self.end..).unwrap_or_default()
+    }
+
+    /// Says that `len` bytes were put into [`space`](Self::space), and that `fds` arrived with
+    /// them.
+    ///
+    /// Call it once per receive: the descriptors of one receive belong to the message that its last
+    /// byte belongs to, because the kernel ends a receive after data that has descriptors.
+    pub fn advance(&mut self, len: usize, fds: Vec<OwnedFd>) {
+        self.end = self.end.saturating_add(len).min(self.buffer.len());
+        if fds.is_empty() {
+            return;
+        }
+        self.pending_fds += fds.len();
+        if self.pending_fds > MAX_MESSAGE_FDS {
+            self.fail(DecodeError::TooManyFds);
+            return;
+        }
+        let end = self.position + (self.end - self.start) as u64;
+        self.batches.push_back(Batch { end, fds });
+    }
+
+    /// The next message, if all of it has arrived.
+    ///
+    /// # Errors
+    ///
+    /// The stream makes no sense. The error stays: every further call returns it.
+    pub fn decode(&mut self) -> Result<Option<Message<'_>>, DecodeError> {
+        if let Some(error) = self.failed {
+            return Err(error);
+        }
+        let Some(header) = self.header() else { return Ok(None) };
+        let size = header.size as usize;
+        if size < HEADER_LEN {
+            return Err(self.fail(DecodeError::TooShort { size: header.size }));
+        }
+        if size > self.max_message {
+            let max = self.max_message;
+            return Err(self.fail(DecodeError::TooLong { size: header.size, max }));
+        }
+        if header.flags & header_flags::TYPE_MASK > header_flags::REPLY {
+            return Err(self.fail(DecodeError::UnknownType { flags: header.flags }));
+        }
+        if self.end - self.start < size {
+            return Ok(None);
+        }
+        let begin = self.start;
+        self.start += size;
+        self.position += size as u64;
+        let fds = self.take_fds();
+        let payload = self.buffer.get(begin + HEADER_LEN..begin + size).unwrap_or_default();
+        Ok(Some(Message { header, payload, fds }))
+    }
+
+    /// A message has begun and is not complete (or [`decode`](Self::decode) was not asked yet).
+    pub fn is_partial(&self) -> bool {
+        self.start != self.end
+    }
+
+    /// How many bytes of the stream have been handed out as messages.
+    pub fn position(&self) -> u64 {
+        self.position
+    }
+
+    fn header(&self) -> Option<Header> {
+        let held = self.buffer.get(self.start..self.end)?;
+        Header::read_from_prefix(held).ok().map(|(header, _)| header)
+    }
+
+    /// The descriptors that arrived with bytes before the current position. A batch that ends
+    /// inside a later message is that message's.
+    fn take_fds(&mut self) -> Vec<OwnedFd> {
+        let mut fds = Vec::new();
+        while self.batches.front().is_some_and(|batch| batch.end <= self.position) {
+            if let Some(batch) = self.batches.pop_front() {
+                self.pending_fds -= batch.fds.len();
+                if fds.is_empty() {
+                    fds = batch.fds;
+                } else {
+                    fds.extend(batch.fds);
+                }
+            }
+        }
+        fds
+    }
+
+    fn fail(&mut self, error: DecodeError) -> DecodeError {
+        self.batches.clear();
+        self.pending_fds = 0;
+        *self.failed.get_or_insert(error)
+    }
+}
+
+/// What waits to be sent, with the descriptors that go along.
+#[derive(Debug, Default)]
+pub struct Outbox {
+    bytes: Vec<u8>,
+    sent: usize,
+    /// Descriptors, and the offset in `bytes` of the message that they go with.
+    fds: VecDeque<(usize, OwnedFd)>,
+}
+
+impl Outbox {
+    /// Nothing waits.
+    pub fn is_empty(&self) -> bool {
+        self.sent == self.bytes.len()
+    }
+
+    /// How many bytes wait.
+    pub fn len(&self) -> usize {
+        self.bytes.len() - self.sent
+    }
+
+    /// Adds a message. The size in `header` is filled in.
+    pub fn put(&mut self, mut header: Header, payload: &[&[u8]]) {
+        let len = HEADER_LEN + payload.iter().map(|part| part.len()).sum::<usize>();
+        header.size = u32::try_from(len).unwrap_or(u32::MAX);
+        self.bytes.extend_from_slice(header.as_bytes());
+        for part in payload {
+            self.bytes.extend_from_slice(part);
+        }
+    }
+
+    /// Adds the reply to `to`, unless its sender wants none.
+    pub fn put_reply(&mut self, to: &Header, payload: &[&[u8]]) {
+        if !to.no_reply() {
+            self.put(reply_header(to), payload);
+        }
+    }
+
+    /// Adds the reply to `to`, with a descriptor, unless its sender wants none.
+    pub fn put_reply_with_fd(&mut self, to: &Header, payload: &[&[u8]], fd: OwnedFd) {
+        if !to.no_reply() {
+            self.fds.push_back((self.bytes.len(), fd));
+            self.put(reply_header(to), payload);
+        }
+    }
+
+    /// Adds a reply to `to` whose payload is `head` and then `len` bytes that `fill` provides in
+    /// place. If it cannot, an error reply takes its place.
+    pub fn put_reply_filled(
+        &mut self,
+        to: &Header,
+        head: &[u8],
+        len: usize,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), Errno>,
+    ) {
+        let begin = self.bytes.len();
+        let mut header = reply_header(to);
+        header.size = u32::try_from(HEADER_LEN + head.len() + len).unwrap_or(u32::MAX);
+        self.bytes.extend_from_slice(header.as_bytes());
+        self.bytes.extend_from_slice(head);
+        let data = self.bytes.len();
+        self.bytes.resize(data + len, 0);
+        let outcome = fill(self.bytes.get_mut(data..).unwrap_or_default());
+        if to.no_reply() {
+            self.bytes.truncate(begin);
+        } else if let Err(errno) = outcome {
+            self.bytes.truncate(begin);
+            self.put_error(to, errno);
+        }
+    }
+
+    /// Adds an error reply to `to`, unless its sender wants none. The number is never 0, which
+    /// QEMU would take for success.
+    pub fn put_error(&mut self, to: &Header, errno: Errno) {
+        if to.no_reply() {
+            return;
+        }
+        let mut header = reply_header(to);
+        header.flags |= header_flags::ERROR;
+        header.error = match errno.raw_os_error() {
+            number @ 1.. => number.unsigned_abs(),
+            _ => Errno::IO.raw_os_error().unsigned_abs(),
+        };
+        self.put(header, &[]);
+    }
+
+    /// What to send next: bytes, and the descriptors that go with the first of them.
+    pub fn front(&self) -> (&[u8], impl Iterator<Item = &OwnedFd>) {
+        let next = self.fds.iter().map(|(at, _)| *at).find(|at| *at > self.sent);
+        let end = next.unwrap_or(self.bytes.len());
+        let with = self.fds.iter().take_while(|(at, _)| *at == self.sent).map(|(_, fd)| fd);
+        (self.bytes.get(self.sent..end).unwrap_or_default(), with)
+    }
+
+    /// Says that `len` bytes of [`front`](Self::front) are on their way, and the descriptors too.
+    pub fn sent(&mut self, len: usize) {
+        if len == 0 {
+            return;
+        }
+        while self.fds.front().is_some_and(|(at, _)| *at == self.sent) {
+            self.fds.pop_front();
+        }
+        self.sent = self.sent.saturating_add(len).min(self.bytes.len());
+        if self.sent == self.bytes.len() {
+            self.bytes.clear();
+            self.bytes.shrink_to(BUFFER_LEN);
+            self.sent = 0;
+        } else if self.sent >= BUFFER_LEN && self.sent >= self.bytes.len() / 2 {
+            // A peer that is always a little behind must not make what it has read pile up.
+            self.bytes.drain(..self.sent);
+            for (at, _) in &mut self.fds {
+                *at -= self.sent;
+            }
+            self.sent = 0;
+        }
+    }
+}
+
+fn reply_header(to: &Header) -> Header {
+    Header { id: to.id, command: to.command, size: 0, flags: header_flags::REPLY, error: 0 }
+}
+
+#[cfg(test)]
+#[path = "codec_tests.rs"]
+mod tests;

@@ -1,0 +1,145 @@
+//! What other threads want of a reactor, and how they wake it.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::listener::Listener;
+use crate::Errno;
+use crate::device::{Device, Done};
+
+/// Names a device that a reactor serves. Never used twice by one reactor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PortId(pub(super) u64);
+
+/// Where clients of a device come from.
+pub(super) enum Source {
+    /// One after the other from a listening socket.
+    Listener(Listener),
+    /// There is one, and it is here.
+    Stream(OwnedFd),
+}
+
+/// What is asked of a reactor.
+pub(super) enum Control {
+    Add { port: PortId, source: Source, device: Box<dyn Device> },
+    Remove { port: PortId, gone: SyncSender<()> },
+    Stop,
+    Completed { port: PortId, sequence: u64, outcome: Result<(), Errno> },
+}
+
+struct Queue {
+    waiting: Vec<Control>,
+    /// The reactor sleeps, or is about to, and has to be woken.
+    sleeping: bool,
+}
+
+/// Shared between a reactor and all that have something to tell it.
+pub(super) struct Inbox {
+    queue: Mutex<Queue>,
+    wake: OwnedFd,
+    next_port: AtomicU64,
+}
+
+impl Inbox {
+    pub(super) fn new() -> Result<Self, Errno> {
+        Ok(Self {
+            queue: Mutex::new(Queue { waiting: Vec::new(), sleeping: false }),
+            wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            next_port: AtomicU64::new(1),
+        })
+    }
+
+    /// Becomes readable when the reactor is needed.
+    pub(super) fn wake_fd(&self) -> &OwnedFd {
+        &self.wake
+    }
+
+    pub(super) fn new_port(&self) -> PortId {
+        PortId(self.next_port.fetch_add(1, Ordering::Relaxed))
+    }
+
+    pub(super) fn push(&self, control: Control) {
+        let mut queue = self.lock();
+        queue.waiting.push(control);
+        if std::mem::take(&mut queue.sleeping) {
+            // It can only fail when the counter is full, and then the reactor is awake.
+            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// Moves what waits into `into`.
+    pub(super) fn take(&self, into: &mut Vec<Control>) {
+        let mut queue = self.lock();
+        queue.sleeping = false;
+        into.append(&mut queue.waiting);
+    }
+
+    /// From now on whoever pushes has to wake the reactor; false if something waits already.
+    pub(super) fn may_sleep(&self) -> bool {
+        let mut queue = self.lock();
+        queue.sleeping = queue.waiting.is_empty();
+        queue.sleeping
+    }
+
+    /// Takes the wake-up back.
+    pub(super) fn woken(&self) {
+        let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        // Nothing is ever half done under this lock.
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A [`Done`] that tells the reactor behind `inbox`.
+pub(super) fn done(inbox: &Arc<Inbox>, port: PortId, sequence: u64) -> Done {
+    let inbox = Arc::clone(inbox);
+    Done::new(move |outcome| inbox.push(Control::Completed { port, sequence, outcome }))
+}
+
+/// Reaches a [`Reactor`](super::Reactor) from any thread.
+#[derive(Clone)]
+pub struct Handle(pub(super) Arc<Inbox>);
+
+impl Handle {
+    /// Serves `device` at `listener` from now on.
+    pub fn add(&self, listener: Listener, device: Box<dyn Device>) -> PortId {
+        let port = self.0.new_port();
+        self.0.push(Control::Add { port, source: Source::Listener(listener), device });
+        port
+    }
+
+    /// Serves `device` to the one client at the other end of `stream`, a connected UNIX socket.
+    /// When it leaves, the device is dropped.
+    pub fn add_stream(&self, stream: OwnedFd, device: Box<dyn Device>) -> PortId {
+        let port = self.0.new_port();
+        self.0.push(Control::Add { port, source: Source::Stream(stream), device });
+        port
+    }
+
+    /// Ends the service of a device: its client is dropped, the device lets go of it, the socket's
+    /// file is removed and the device dropped. The channel gets a word, or is closed, when that has
+    /// happened; do not wait for it on the reactor's own thread.
+    pub fn remove(&self, port: PortId) -> Receiver<()> {
+        let (gone, receiver) = sync_channel(1);
+        self.0.push(Control::Remove { port, gone });
+        receiver
+    }
+
+    /// Makes [`run`](super::Reactor::run) return: all clients are dropped, their devices let go of
+    /// them, all devices and listeners are dropped.
+    pub fn stop(&self) {
+        self.0.push(Control::Stop);
+    }
+}
+
+impl std::fmt::Debug for Handle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Handle")
+    }
+}

@@ -1,0 +1,222 @@
+//! A socket that clients connect to, from its creation to the removal of its file.
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, Mode, OFlags, flock, open};
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen,
+    socket_with,
+};
+
+use crate::{Errno, address};
+
+/// Clients that may wait while one is attached.
+const BACKLOG: i32 = 16;
+
+/// How long to wait for another process that is creating a socket in the same directory.
+const DIRECTORY_LOCK: Duration = Duration::from_secs(1);
+
+/// Why no socket could be made.
+#[derive(Debug, thiserror::Error)]
+pub enum BindError {
+    /// The path does not fit into a socket address.
+    #[error(
+        "socket path {} has {len} bytes and a UNIX socket allows {}: choose a shorter one, for example in /run",
+        path.display(), address::MAX_PATH
+    )]
+    TooLong {
+        /// The path.
+        path: PathBuf,
+        /// Its length in bytes.
+        len: usize,
+    },
+    /// There is no directory for it.
+    #[error(
+        "socket path {} is in no directory: create {} first, or choose another path",
+        path.display(), directory.display()
+    )]
+    NoDirectory {
+        /// The path.
+        path: PathBuf,
+        /// The directory that does not exist, or is none.
+        directory: PathBuf,
+    },
+    /// Another server listens there.
+    #[error(
+        "socket path {} is in use by a running server: stop that one, or choose another path",
+        path.display()
+    )]
+    InUse {
+        /// The path.
+        path: PathBuf,
+    },
+    /// Something that is no socket is there.
+    #[error(
+        "socket path {} exists and is not a socket: remove it if it is not needed, or choose another path",
+        path.display()
+    )]
+    NotASocket {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The system refused.
+    #[error("socket path {} cannot be {what}: {source}", path.display())]
+    System {
+        /// The path.
+        path: PathBuf,
+        /// What was to be done with it.
+        what: &'static str,
+        /// Why not.
+        source: io::Error,
+    },
+}
+
+/// A listening UNIX socket. Its file is removed when this is dropped, unless another one has taken
+/// its place meanwhile.
+#[derive(Debug)]
+pub struct Listener {
+    socket: OwnedFd,
+    path: PathBuf,
+    /// Device and inode number of the file, if there is one to remove.
+    file: Option<(u64, u64)>,
+}
+
+impl Listener {
+    /// Listens at `path`, or if that is a directory, at `cntrl` in there, where SPDK's client looks.
+    ///
+    /// A file that a dead server has left is replaced.
+    ///
+    /// # Errors
+    ///
+    /// One sentence that says what is wrong with which path, and what to do about it.
+    pub fn bind(path: impl AsRef<Path>) -> Result<Self, BindError> {
+        let path = address::resolve(path.as_ref());
+        let system = |what| {
+            let path = path.clone();
+            move |errno: Errno| BindError::System { path, what, source: errno.into() }
+        };
+        let len = address::len(&path);
+        if len > address::MAX_PATH {
+            return Err(BindError::TooLong { path, len });
+        }
+        let directory = match path.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
+            _ => PathBuf::from("."),
+        };
+        if !directory.is_dir() {
+            return Err(BindError::NoDirectory { path, directory });
+        }
+        let address = SocketAddrUnix::new(&path).map_err(system("used"))?;
+        // Whoever finds a stale file removes it. Without the lock, two servers that start at the
+        // same time could each remove the other's fresh one.
+        let _lock = lock_directory(&directory);
+        remove_stale(&path, &address)?;
+        let socket = new_socket().map_err(system("listened on"))?;
+        bind(&socket, &address).map_err(|errno| match errno {
+            Errno::ADDRINUSE => BindError::InUse { path: path.clone() },
+            other => system("created")(other),
+        })?;
+        let file = fs::symlink_metadata(&path).ok().map(|file| (file.dev(), file.ino()));
+        let listener = Self { socket, path: path.clone(), file };
+        listen(&listener.socket, BACKLOG).map_err(system("listened on"))?;
+        Ok(listener)
+    }
+
+    /// Takes over a socket that listens already (from a service manager, or from a predecessor).
+    /// Its file is left alone.
+    ///
+    /// # Errors
+    ///
+    /// The descriptor could not be made non-blocking.
+    pub fn from_fd(socket: OwnedFd, path: impl Into<PathBuf>) -> io::Result<Self> {
+        rustix::io::ioctl_fionbio(&socket, true)?;
+        Ok(Self { socket, path: path.into(), file: None })
+    }
+
+    /// Where it listens.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The next client that waits, if one does.
+    pub(super) fn accept(&self) -> Result<Option<OwnedFd>, Errno> {
+        loop {
+            match accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+                Ok(stream) => return Ok(Some(stream)),
+                Err(Errno::AGAIN) => return Ok(None),
+                // The client is gone already; another one may wait behind it.
+                Err(Errno::INTR | Errno::CONNABORTED) => continue,
+                Err(errno) => return Err(errno),
+            }
+        }
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        let Some(ours) = self.file else { return };
+        let there = fs::symlink_metadata(&self.path).map(|file| (file.dev(), file.ino()));
+        if there.is_ok_and(|there| there == ours) {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+fn new_socket() -> Result<OwnedFd, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+}
+
+/// Best effort: a file system without locks must not keep anybody from listening.
+fn lock_directory(directory: &Path) -> Option<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let fd = open(directory, flags, Mode::empty()).ok()?;
+    let until = Instant::now() + DIRECTORY_LOCK;
+    loop {
+        match flock(&fd, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Some(fd),
+            Err(Errno::AGAIN | Errno::INTR) if Instant::now() < until => {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            Err(_) => return None,
+        }
+    }
+}
+
+/// Removes what a dead server has left at `path`.
+fn remove_stale(path: &Path, address: &SocketAddrUnix) -> Result<(), BindError> {
+    let path = path.to_owned();
+    let Ok(file) = fs::symlink_metadata(&path) else { return Ok(()) };
+    if !file.file_type().is_socket() {
+        return Err(BindError::NotASocket { path });
+    }
+    let probe = new_socket().map_err(|errno| BindError::System {
+        path: path.clone(),
+        what: "probed",
+        source: errno.into(),
+    })?;
+    match connect(&probe, address) {
+        // EAGAIN is a full backlog: somebody listens.
+        Ok(()) | Err(Errno::AGAIN) => Err(BindError::InUse { path }),
+        Err(Errno::CONNREFUSED) => fs::remove_file(&path).map_err(|source| BindError::System {
+            path,
+            what: "replaced",
+            source,
+        }),
+        Err(Errno::NOENT) => Ok(()),
+        Err(errno) => {
+            Err(BindError::System { path, what: "probed for a server", source: errno.into() })
+        }
+    }
+}

@@ -1,0 +1,520 @@
+//! One thread that serves any number of devices.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::mpsc::SyncSender;
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::event::{Timespec, epoll::Event};
+use tracing::{debug, warn};
+
+use super::Limits;
+use super::inbox::{Control, Handle, Inbox, PortId, Source};
+use super::listener::Listener;
+use super::requests::Context;
+use super::session::{Ended, Session, Turn};
+use crate::Errno;
+use crate::device::Device;
+
+/// How long to wait after a client could not be accepted for want of descriptors or memory.
+const RETRY_ACCEPT: Duration = Duration::from_secs(1);
+
+/// Epoll events that one wait fetches.
+const EVENTS: usize = 64;
+
+/// The token of the inbox's eventfd; ports count from 1.
+const WAKE: u64 = 0;
+
+/// A device, where its clients come from, and the one that is there.
+struct Port {
+    device: Box<dyn Device>,
+    listener: Option<Listener>,
+    state: State,
+    /// Somebody may wait in the backlog.
+    knocked: bool,
+    /// Waits for its turn.
+    queued: bool,
+    /// No more clients; and who wants to know when it is over.
+    closing: bool,
+    gone: Vec<SyncSender<()>>,
+    /// Counts the completion handles given out.
+    sequence: u64,
+    retry: Option<Instant>,
+    /// The entry in the reactor's timers.
+    timer: Option<Instant>,
+}
+
+enum State {
+    /// No client.
+    Free,
+    /// There is one.
+    Attached(Box<Session>),
+    /// It is gone, but a request of it is not finished.
+    Unfinished { sequence: u64 },
+    /// It is gone, and the device is letting go of it.
+    Leaving { sequence: u64 },
+}
+
+/// Serves devices to their clients, on the thread that calls [`run`](Self::run).
+///
+/// Dropping it drops all devices without a [`Device::disconnected`]; [`Handle::stop`] does better.
+pub struct Reactor {
+    epoll: OwnedFd,
+    inbox: Arc<Inbox>,
+    limits: Limits,
+    ports: BTreeMap<PortId, Port>,
+    /// Ports whose connection may have something to do.
+    ready: VecDeque<PortId>,
+    timers: BTreeSet<(Instant, PortId)>,
+    controls: Vec<Control>,
+    events: Vec<Event>,
+    /// Set by a stop: when patience with the devices ends.
+    stop: Option<Instant>,
+}
+
+impl Reactor {
+    /// A reactor that serves nothing yet.
+    ///
+    /// # Errors
+    ///
+    /// The system has no more descriptors or memory.
+    pub fn new(limits: Limits) -> io::Result<Self> {
+        let epoll = epoll::create(CreateFlags::CLOEXEC)?;
+        let inbox = Arc::new(Inbox::new()?);
+        epoll::add(&epoll, inbox.wake_fd(), EventData::new_u64(WAKE), EventFlags::IN)?;
+        Ok(Self {
+            epoll,
+            inbox,
+            limits,
+            ports: BTreeMap::new(),
+            ready: VecDeque::new(),
+            timers: BTreeSet::new(),
+            controls: Vec::new(),
+            events: Vec::with_capacity(EVENTS),
+            stop: None,
+        })
+    }
+
+    /// Reaches this reactor from other threads.
+    pub fn handle(&self) -> Handle {
+        Handle(Arc::clone(&self.inbox))
+    }
+
+    /// Serves `device` at `listener`.
+    ///
+    /// # Errors
+    ///
+    /// The system refuses to watch another socket.
+    pub fn add(&mut self, listener: Listener, device: Box<dyn Device>) -> io::Result<PortId> {
+        let port = self.inbox.new_port();
+        self.insert(port, Source::Listener(listener), device)?;
+        Ok(port)
+    }
+
+    /// Serves `device` to the one client at the other end of `stream`, a connected UNIX socket.
+    /// When it leaves, the device is dropped.
+    ///
+    /// # Errors
+    ///
+    /// The system refuses to watch another socket.
+    pub fn add_stream(&mut self, stream: OwnedFd, device: Box<dyn Device>) -> io::Result<PortId> {
+        let port = self.inbox.new_port();
+        self.insert(port, Source::Stream(stream), device)?;
+        Ok(port)
+    }
+
+    /// Serves until [`Handle::stop`].
+    ///
+    /// # Errors
+    ///
+    /// Waiting for events failed, which leaves nothing that could go on.
+    pub fn run(&mut self) -> io::Result<()> {
+        while self.poll_once(None)? {}
+        Ok(())
+    }
+
+    /// Waits for something to do, at most for `timeout`, and does it. False once a stop is complete.
+    ///
+    /// # Errors
+    ///
+    /// Waiting for events failed.
+    pub fn poll_once(&mut self, timeout: Option<Duration>) -> io::Result<bool> {
+        self.wait(timeout)?;
+        self.obey();
+        for _ in 0..self.ready.len() {
+            if let Some(port) = self.ready.pop_front() {
+                self.turn(port);
+            }
+        }
+        self.expire();
+        Ok(!self.stopped())
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        let now_or_never = !self.ready.is_empty() || self.stopped();
+        let timeout = if now_or_never { Some(Duration::ZERO) } else { self.time_left(timeout) };
+        let timeout = match timeout {
+            Some(Duration::ZERO) => timeout,
+            _ if self.inbox.may_sleep() => timeout,
+            _ => Some(Duration::ZERO),
+        };
+        let timeout = timeout.map(|time| Timespec {
+            tv_sec: time.as_secs().try_into().unwrap_or(i64::MAX),
+            tv_nsec: time.subsec_nanos().into(),
+        });
+        let mut events = std::mem::take(&mut self.events);
+        events.clear();
+        let outcome =
+            epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), timeout.as_ref());
+        for event in &events {
+            self.notify(event.data.u64(), event.flags);
+        }
+        self.events = events;
+        match outcome {
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    /// The time until the next deadline, but not more than `timeout`.
+    fn time_left(&self, timeout: Option<Duration>) -> Option<Duration> {
+        let next = self.timers.first().map(|(until, _)| *until);
+        let next = match (next, self.stop) {
+            (Some(next), Some(stop)) => next.min(stop),
+            (next, stop) => match next.or(stop) {
+                Some(next) => next,
+                None => return timeout,
+            },
+        };
+        let left = next.saturating_duration_since(Instant::now());
+        Some(timeout.map_or(left, |timeout| timeout.min(left)))
+    }
+
+    fn notify(&mut self, token: u64, flags: EventFlags) {
+        if token == WAKE {
+            self.inbox.woken();
+            return;
+        }
+        let id = PortId(token >> 1);
+        let Some(port) = self.ports.get_mut(&id) else { return };
+        if token & 1 == 0 {
+            port.knocked = true;
+            if matches!(port.state, State::Free) {
+                self.accept(id);
+            } else {
+                debug!(port = id.0, "a client waits until the one that is attached has left");
+            }
+        } else if let State::Attached(session) = &mut port.state {
+            session.notify(
+                flags.contains(EventFlags::IN),
+                flags.contains(EventFlags::OUT),
+                flags.intersects(EventFlags::HUP | EventFlags::RDHUP | EventFlags::ERR),
+            );
+            self.queue(id);
+        }
+    }
+
+    /// Does what other threads have asked for.
+    fn obey(&mut self) {
+        let mut controls = std::mem::take(&mut self.controls);
+        self.inbox.take(&mut controls);
+        for control in controls.drain(..) {
+            match control {
+                Control::Add { port, source, device } => {
+                    if let Err(error) = self.insert(port, source, device) {
+                        warn!(port = port.0, "a device cannot be served: {error}");
+                    }
+                }
+                Control::Remove { port, gone } => self.close(port, Some(gone)),
+                Control::Stop => {
+                    self.stop.get_or_insert_with(|| Instant::now() + self.limits.stop);
+                    let all: Vec<_> = self.ports.keys().copied().collect();
+                    all.into_iter().for_each(|port| self.close(port, None));
+                }
+                Control::Completed { port, sequence, outcome } => {
+                    self.completed(port, sequence, outcome);
+                }
+            }
+        }
+        self.controls = controls;
+    }
+
+    fn insert(&mut self, id: PortId, source: Source, device: Box<dyn Device>) -> Result<(), Errno> {
+        if self.stop.is_some() {
+            return Err(Errno::SHUTDOWN);
+        }
+        let mut port = Port {
+            device,
+            listener: None,
+            state: State::Free,
+            knocked: false,
+            queued: false,
+            closing: false,
+            gone: Vec::new(),
+            sequence: 0,
+            retry: None,
+            timer: None,
+        };
+        match source {
+            Source::Listener(listener) => {
+                // Told once for each newcomer: one that has to wait must not keep the reactor busy.
+                let watch = EventFlags::IN | EventFlags::ET;
+                epoll::add(&self.epoll, &listener, EventData::new_u64(id.0 << 1), watch)?;
+                port.listener = Some(listener);
+                self.ports.insert(id, port);
+            }
+            Source::Stream(stream) => {
+                rustix::io::ioctl_fionbio(&stream, true)?;
+                port.closing = true;
+                self.ports.insert(id, port);
+                self.attach(id, stream).inspect_err(|_| drop(self.ports.remove(&id)))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets the next client in.
+    fn accept(&mut self, id: PortId) {
+        loop {
+            let Some(port) = self.ports.get_mut(&id) else { return };
+            if !matches!(port.state, State::Free) || port.closing || !port.knocked {
+                return;
+            }
+            let Some(listener) = &port.listener else { return };
+            port.retry = None;
+            match listener.accept() {
+                Ok(Some(stream)) => {
+                    if let Err(errno) = self.attach(id, stream) {
+                        warn!(port = id.0, "a client cannot be served: {errno}");
+                        continue;
+                    }
+                }
+                Ok(None) => port.knocked = false,
+                Err(errno) => {
+                    warn!(port = id.0, "a client cannot be accepted, trying again: {errno}");
+                    port.retry = Some(Instant::now() + RETRY_ACCEPT);
+                }
+            }
+            self.set_timer(id);
+            return;
+        }
+    }
+
+    fn attach(&mut self, id: PortId, stream: OwnedFd) -> Result<(), Errno> {
+        epoll::add(&self.epoll, &stream, session_token(id), session_watch(false))?;
+        if let Some(port) = self.ports.get_mut(&id) {
+            port.state = State::Attached(Box::new(Session::new(stream, &self.limits)));
+            debug!(port = id.0, "a client has connected");
+        }
+        self.queue(id);
+        self.set_timer(id);
+        Ok(())
+    }
+
+    fn queue(&mut self, id: PortId) {
+        if let Some(port) = self.ports.get_mut(&id)
+            && !std::mem::replace(&mut port.queued, true)
+        {
+            self.ready.push_back(id);
+        }
+    }
+
+    /// Lets a connection do what it can.
+    fn turn(&mut self, id: PortId) {
+        let Some(port) = self.ports.get_mut(&id) else { return };
+        port.queued = false;
+        let State::Attached(session) = &mut port.state else { return };
+        let watched = session.full;
+        let mut context = Context {
+            inbox: &self.inbox,
+            port: id,
+            limits: &self.limits,
+            sequence: &mut port.sequence,
+        };
+        let turn = session.turn(&mut *port.device, &mut context);
+        if !matches!(turn, Turn::End(_)) && session.full != watched {
+            // Watched only when it matters: otherwise each reply that is read would wake us.
+            let watch = session_watch(session.full);
+            let outcome = epoll::modify(&self.epoll, session.socket(), session_token(id), watch);
+            if let Err(errno) = outcome {
+                self.end(id, errno.into());
+                return;
+            }
+        }
+        match turn {
+            Turn::Rest => self.set_timer(id),
+            Turn::Again => {
+                self.queue(id);
+                self.set_timer(id);
+            }
+            Turn::End(why) => self.end(id, why),
+        }
+    }
+
+    /// A completion handle has been used.
+    fn completed(&mut self, id: PortId, sequence: u64, outcome: Result<(), Errno>) {
+        let Some(port) = self.ports.get_mut(&id) else { return };
+        match &mut port.state {
+            State::Attached(session) if session.link.awaits() == Some(sequence) => {
+                let mut context = Context {
+                    inbox: &self.inbox,
+                    port: id,
+                    limits: &self.limits,
+                    sequence: &mut port.sequence,
+                };
+                session.link.completed(outcome, &mut *port.device, &mut context);
+                self.queue(id);
+            }
+            State::Unfinished { sequence: awaited } if *awaited == sequence => self.leave(id),
+            State::Leaving { sequence: awaited } if *awaited == sequence => {
+                if let Err(errno) = outcome {
+                    warn!(port = id.0, "the device did not let go of its client: {errno}");
+                }
+                self.free(id);
+            }
+            _ => {}
+        }
+    }
+
+    /// Closes the connection of a port.
+    fn end(&mut self, id: PortId, why: Ended) {
+        let Some(port) = self.ports.get_mut(&id) else { return };
+        let State::Attached(session) = std::mem::replace(&mut port.state, State::Free) else {
+            return;
+        };
+        match why {
+            Ended::Left | Ended::Dropped => debug!(port = id.0, "the client is gone: {why}"),
+            _ => warn!(port = id.0, "the client is dropped: {why}"),
+        }
+        let awaited = session.link.awaits();
+        let agreed = session.link.is_agreed();
+        drop(session);
+        match awaited {
+            Some(sequence) => {
+                port.state = State::Unfinished { sequence };
+                self.set_timer(id);
+            }
+            None if agreed => self.leave(id),
+            None => self.free(id),
+        }
+    }
+
+    /// Makes the device let go of the client that is gone.
+    fn leave(&mut self, id: PortId) {
+        let Some(port) = self.ports.get_mut(&id) else { return };
+        let mut context = Context {
+            inbox: &self.inbox,
+            port: id,
+            limits: &self.limits,
+            sequence: &mut port.sequence,
+        };
+        let (sequence, done) = context.done();
+        port.state = State::Leaving { sequence };
+        port.device.disconnected(done);
+        self.set_timer(id);
+    }
+
+    /// Nobody has the device now.
+    fn free(&mut self, id: PortId) {
+        let Some(port) = self.ports.get_mut(&id) else { return };
+        port.state = State::Free;
+        if port.closing {
+            self.forget(id);
+        } else {
+            self.accept(id);
+            self.set_timer(id);
+        }
+    }
+
+    fn forget(&mut self, id: PortId) {
+        let Some(port) = self.ports.remove(&id) else { return };
+        if let Some(timer) = port.timer {
+            self.timers.remove(&(timer, id));
+        }
+        let Port { device, listener, gone, .. } = port;
+        drop(listener);
+        drop(device);
+        for gone in gone {
+            let _ = gone.try_send(());
+        }
+    }
+
+    /// Ends the service of a port.
+    fn close(&mut self, id: PortId, gone: Option<SyncSender<()>>) {
+        let Some(port) = self.ports.get_mut(&id) else { return };
+        port.closing = true;
+        // From here on a connect fails at once, rather than to wait for what will not come.
+        port.listener = None;
+        port.gone.extend(gone);
+        match port.state {
+            State::Free => self.forget(id),
+            State::Attached(_) => self.end(id, Ended::Dropped),
+            State::Unfinished { .. } | State::Leaving { .. } => {}
+        }
+    }
+
+    fn set_timer(&mut self, id: PortId) {
+        let Some(port) = self.ports.get_mut(&id) else { return };
+        let timer = match &port.state {
+            State::Attached(session) => session.deadline(),
+            _ => port.retry,
+        };
+        if port.timer != timer {
+            if let Some(old) = port.timer {
+                self.timers.remove(&(old, id));
+            }
+            if let Some(new) = timer {
+                self.timers.insert((new, id));
+            }
+            port.timer = timer;
+        }
+    }
+
+    fn expire(&mut self) {
+        if self.timers.is_empty() && self.stop.is_none() {
+            return;
+        }
+        let now = Instant::now();
+        while let Some((until, id)) = self.timers.first().copied()
+            && until <= now
+        {
+            self.timers.pop_first();
+            let Some(port) = self.ports.get_mut(&id) else { continue };
+            port.timer = None;
+            match &port.state {
+                State::Attached(session) => {
+                    let why = session.overdue();
+                    self.end(id, why);
+                }
+                _ => self.accept(id),
+            }
+        }
+        if self.stop.is_some_and(|until| until <= now) && !self.ports.is_empty() {
+            warn!(devices = self.ports.len(), "stopping although not all let go of their clients");
+            self.ports.clear();
+            self.timers.clear();
+        }
+    }
+
+    fn stopped(&self) -> bool {
+        self.stop.is_some() && self.ports.is_empty()
+    }
+}
+
+fn session_token(id: PortId) -> EventData {
+    EventData::new_u64(id.0 << 1 | 1)
+}
+
+fn session_watch(full: bool) -> EventFlags {
+    let watch = EventFlags::IN | EventFlags::RDHUP | EventFlags::ET;
+    if full { watch | EventFlags::OUT } else { watch }
+}
+
+impl std::fmt::Debug for Reactor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Reactor").field("ports", &self.ports.len()).finish_non_exhaustive()
+    }
+}

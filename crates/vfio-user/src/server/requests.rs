@@ -1,0 +1,515 @@
+//! From a message to a call of the device, and from its answer to the reply.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use tracing::debug;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use super::inbox::{self, Inbox, PortId};
+use super::{Limits, MAX_MSG_FDS};
+use crate::Errno;
+use crate::capabilities::Capabilities;
+use crate::codec::{Message, Outbox};
+use crate::device::{
+    Device, DeviceInfo, DmaMap, DmaUnmap, Done, IrqAction, IrqData, Later, Peer, RegionInfo,
+    SetIrqs,
+};
+use crate::wire::{self, Header, command};
+
+/// Regions beyond those that a device has, about which a client may ask in vain without being
+/// refused. SPDK's client gives up if any of ten cannot be described.
+const ASKABLE_REGIONS: u32 = 16;
+
+/// What a request needs to know of its surroundings.
+pub(super) struct Context<'a> {
+    pub(super) inbox: &'a Arc<Inbox>,
+    pub(super) port: PortId,
+    pub(super) limits: &'a Limits,
+    /// Counts the [`Done`]s of this port, so that one that comes late is known as such.
+    pub(super) sequence: &'a mut u64,
+}
+
+impl Context<'_> {
+    /// A handle, and the number under which its completion arrives.
+    pub(super) fn done(&mut self) -> (u64, Done) {
+        *self.sequence += 1;
+        (*self.sequence, inbox::done(self.inbox, self.port, *self.sequence))
+    }
+}
+
+/// A request whose answer depends on a [`Done`].
+struct Waiting {
+    sequence: u64,
+    header: Header,
+    then: Then,
+}
+
+/// What to do when the [`Done`] has come, and it was good.
+enum Then {
+    /// Reply without a payload.
+    Acknowledge,
+    /// Repeat the request.
+    Unmapped(wire::DmaUnmap),
+    /// Reply to a write.
+    Written(wire::RegionAccess),
+    /// Go on with the writes that are left, of so many.
+    Next { left: std::vec::IntoIter<wire::MultiEntry>, count: u64 },
+}
+
+/// The protocol's side of a connection: what has been agreed, what is to be sent, what is awaited.
+#[derive(Default)]
+pub(super) struct Link {
+    pub(super) out: Outbox,
+    agreed: Option<Agreed>,
+    waiting: Option<Waiting>,
+}
+
+#[derive(Clone, Copy)]
+struct Agreed {
+    max_xfer: u32,
+    info: DeviceInfo,
+}
+
+/// The connection cannot go on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub(super) enum Violation {
+    #[error("its first message was {} and not VERSION", command::name(*.0))]
+    NotVersion(u16),
+    #[error("its VERSION could not be agreed to: {0}")]
+    Disagreed(Errno),
+    #[error("it sent a reply that nobody asked for")]
+    UnexpectedReply,
+}
+
+impl Link {
+    /// Version negotiation is over, and the device knows of the client.
+    pub(super) fn is_agreed(&self) -> bool {
+        self.agreed.is_some()
+    }
+
+    /// The number of the [`Done`] that has to come before anything else happens.
+    pub(super) fn awaits(&self) -> Option<u64> {
+        self.waiting.as_ref().map(|waiting| waiting.sequence)
+    }
+
+    /// Handles one message. Afterwards there may be something to send, or to wait for.
+    pub(super) fn handle(
+        &mut self,
+        message: Message<'_>,
+        device: &mut dyn Device,
+        context: &mut Context<'_>,
+    ) -> Result<(), Violation> {
+        let Message { header, payload, fds } = message;
+        if header.is_reply() {
+            return Err(Violation::UnexpectedReply);
+        }
+        let Some(agreed) = self.agreed else {
+            let outcome = if header.command == command::VERSION {
+                self.version(&header, payload, device, context).map_err(Violation::Disagreed)
+            } else {
+                Err(Violation::NotVersion(header.command))
+            };
+            if let Err(violation) = outcome {
+                self.out.put_error(&header, Errno::INVAL);
+                return Err(violation);
+            }
+            return Ok(());
+        };
+        if let Err(errno) = self.dispatch(agreed, &header, payload, fds, device, context) {
+            self.refuse(&header, errno);
+        }
+        Ok(())
+    }
+
+    /// The [`Done`] that was awaited has come.
+    pub(super) fn completed(
+        &mut self,
+        outcome: Result<(), Errno>,
+        device: &mut dyn Device,
+        context: &mut Context<'_>,
+    ) {
+        let Some(Waiting { header, then, .. }) = self.waiting.take() else { return };
+        match (outcome, then) {
+            (Err(errno), _) => self.refuse(&header, errno),
+            (Ok(()), Then::Acknowledge) => self.out.put_reply(&header, &[]),
+            (Ok(()), Then::Unmapped(unmap)) => self.out.put_reply(&header, &[unmap.as_bytes()]),
+            (Ok(()), Then::Written(access)) => self.out.put_reply(&header, &[access.as_bytes()]),
+            (Ok(()), Then::Next { left, count }) => {
+                let outcome = match self.agreed {
+                    Some(agreed) => self.write_each(agreed, &header, left, count, device, context),
+                    None => Err(Errno::INVAL),
+                };
+                if let Err(errno) = outcome {
+                    self.refuse(&header, errno);
+                }
+            }
+        }
+    }
+
+    fn refuse(&mut self, header: &Header, errno: Errno) {
+        debug!(
+            command = command::name(header.command),
+            number = header.command,
+            posted = header.no_reply(),
+            "request refused: {errno}"
+        );
+        self.out.put_error(header, errno);
+    }
+
+    fn version(
+        &mut self,
+        header: &Header,
+        payload: &[u8],
+        device: &mut dyn Device,
+        context: &mut Context<'_>,
+    ) -> Result<(), Errno> {
+        let (theirs, data) = split::<wire::Version>(payload)?;
+        if theirs.major != wire::VERSION.0 {
+            debug!(theirs.major, theirs.minor, "unknown protocol version");
+            return Err(Errno::INVAL);
+        }
+        let proposed = Capabilities::from_version_data(data).map_err(|error| {
+            debug!("version data: {error}");
+            Errno::INVAL
+        })?;
+        let ours = Capabilities {
+            max_msg_fds: MAX_MSG_FDS,
+            max_data_xfer_size: context.limits.max_data_xfer_size.into(),
+            // Only what was proposed may be agreed to.
+            write_multiple: proposed.write_multiple,
+        };
+        let version =
+            wire::Version { major: theirs.major, minor: theirs.minor.min(wire::VERSION.1) };
+        self.out.put_reply(header, &[version.as_bytes(), &ours.to_version_data()]);
+        let info = device.info();
+        self.agreed = Some(Agreed { max_xfer: context.limits.max_data_xfer_size, info });
+        device.connected(&Peer {
+            max_msg_fds: proposed.max_msg_fds,
+            max_data_xfer_size: proposed.max_data_xfer_size,
+        });
+        Ok(())
+    }
+
+    fn dispatch(
+        &mut self,
+        agreed: Agreed,
+        header: &Header,
+        payload: &[u8],
+        fds: Vec<OwnedFd>,
+        device: &mut dyn Device,
+        context: &mut Context<'_>,
+    ) -> Result<(), Errno> {
+        match header.command {
+            // The two that a busy guest sends.
+            command::REGION_WRITE => self.write(agreed, header, payload, device, context),
+            command::REGION_READ => self.read(agreed, header, payload, device),
+            command::REGION_WRITE_MULTI => {
+                let (multi, rest) = split::<wire::WriteMulti>(payload)?;
+                let count = usize::try_from(multi.count).map_err(|_| Errno::INVAL)?;
+                let len = count.checked_mul(size_of::<wire::MultiEntry>()).ok_or(Errno::INVAL)?;
+                let entries = rest.get(..len).ok_or(Errno::INVAL)?;
+                let entries: Vec<_> = entries
+                    .chunks_exact(size_of::<wire::MultiEntry>())
+                    .filter_map(|entry| wire::MultiEntry::read_from_bytes(entry).ok())
+                    .collect();
+                let entries = entries.into_iter();
+                self.write_each(agreed, header, entries, multi.count, device, context)
+            }
+            command::DMA_MAP => {
+                device.dma_map(dma_map(payload, fds)?)?;
+                self.out.put_reply(header, &[]);
+                Ok(())
+            }
+            command::DMA_UNMAP => {
+                // A descriptor may come along; it is of no use, and closed.
+                let (unmap, _) = split::<wire::DmaUnmap>(payload)?;
+                let range = dma_unmap(&unmap)?;
+                let (sequence, done) = context.done();
+                self.wait(sequence, header, Then::Unmapped(unmap));
+                device.dma_unmap(range, done);
+                Ok(())
+            }
+            command::DEVICE_RESET => {
+                if !agreed.info.resettable {
+                    return Err(Errno::OPNOTSUPP);
+                }
+                let (sequence, done) = context.done();
+                self.wait(sequence, header, Then::Acknowledge);
+                device.reset(done);
+                Ok(())
+            }
+            command::DEVICE_GET_INFO => {
+                let info = wire::DeviceInfo {
+                    argsz: wire_size::<wire::DeviceInfo>(),
+                    flags: wire::device_flags::PCI
+                        | flag(agreed.info.resettable, wire::device_flags::RESET),
+                    num_regions: agreed.info.regions,
+                    num_irqs: agreed.info.irqs,
+                };
+                self.out.put_reply(header, &[info.as_bytes()]);
+                Ok(())
+            }
+            command::DEVICE_GET_REGION_INFO => self.region_info(agreed, header, payload, device),
+            command::DEVICE_GET_IRQ_INFO => {
+                let (asked, _) = split::<wire::IrqInfo>(payload)?;
+                if asked.index >= agreed.info.irqs {
+                    return Err(Errno::INVAL);
+                }
+                let irq = device.irq_info(asked.index)?;
+                let info = wire::IrqInfo {
+                    argsz: wire_size::<wire::IrqInfo>(),
+                    flags: flag(irq.eventfd, wire::irq_info_flags::EVENTFD)
+                        | flag(irq.maskable, wire::irq_info_flags::MASKABLE)
+                        | flag(irq.automasked, wire::irq_info_flags::AUTOMASKED)
+                        | flag(irq.noresize, wire::irq_info_flags::NORESIZE),
+                    index: asked.index,
+                    count: irq.count,
+                };
+                self.out.put_reply(header, &[info.as_bytes()]);
+                Ok(())
+            }
+            command::DEVICE_SET_IRQS => {
+                device.set_irqs(set_irqs(agreed, payload, fds)?)?;
+                self.out.put_reply(header, &[]);
+                Ok(())
+            }
+            // There is one version for one connection.
+            command::VERSION => Err(Errno::INVAL),
+            _ => Err(Errno::OPNOTSUPP),
+        }
+    }
+
+    fn wait(&mut self, sequence: u64, header: &Header, then: Then) {
+        self.waiting = Some(Waiting { sequence, header: *header, then });
+    }
+
+    fn read(
+        &mut self,
+        agreed: Agreed,
+        header: &Header,
+        payload: &[u8],
+        device: &mut dyn Device,
+    ) -> Result<(), Errno> {
+        let (access, _) = split::<wire::RegionAccess>(payload)?;
+        let len = agreed.check(&access)?;
+        self.out.put_reply_filled(header, access.as_bytes(), len, |data| {
+            if data.is_empty() {
+                return Ok(());
+            }
+            device.region_read(access.region, access.offset, data)
+        });
+        Ok(())
+    }
+
+    fn write(
+        &mut self,
+        agreed: Agreed,
+        header: &Header,
+        payload: &[u8],
+        device: &mut dyn Device,
+        context: &mut Context<'_>,
+    ) -> Result<(), Errno> {
+        let (access, rest) = split::<wire::RegionAccess>(payload)?;
+        let len = agreed.check(&access)?;
+        let data = rest.get(..len).ok_or(Errno::INVAL)?;
+        match region_write(&access, data, device, context)? {
+            None => self.out.put_reply(header, &[access.as_bytes()]),
+            Some(sequence) => self.wait(sequence, header, Then::Written(access)),
+        }
+        Ok(())
+    }
+
+    fn write_each(
+        &mut self,
+        agreed: Agreed,
+        header: &Header,
+        mut entries: std::vec::IntoIter<wire::MultiEntry>,
+        count: u64,
+        device: &mut dyn Device,
+        context: &mut Context<'_>,
+    ) -> Result<(), Errno> {
+        while let Some(entry) = entries.next() {
+            let wire::MultiEntry { offset, region, count: len, data } = entry;
+            let access = wire::RegionAccess { offset, region, count: len };
+            let len = agreed.check(&access)?;
+            let data = data.get(..len).ok_or(Errno::INVAL)?;
+            if let Some(sequence) = region_write(&access, data, device, context)? {
+                self.wait(sequence, header, Then::Next { left: entries, count });
+                return Ok(());
+            }
+        }
+        self.out.put_reply(header, &[wire::WriteMulti { count }.as_bytes()]);
+        Ok(())
+    }
+
+    fn region_info(
+        &mut self,
+        agreed: Agreed,
+        header: &Header,
+        payload: &[u8],
+        device: &mut dyn Device,
+    ) -> Result<(), Errno> {
+        let (asked, _) = split::<wire::RegionInfo>(payload)?;
+        let fixed = wire_size::<wire::RegionInfo>();
+        if asked.argsz < fixed {
+            return Err(Errno::INVAL);
+        }
+        let RegionInfo { size, readable, writable, mapping } = if asked.index < agreed.info.regions
+        {
+            device.region_info(asked.index)?
+        } else if asked.index < ASKABLE_REGIONS {
+            RegionInfo::default()
+        } else {
+            return Err(Errno::INVAL);
+        };
+        let mut info = wire::RegionInfo {
+            argsz: fixed,
+            flags: flag(readable, wire::region_flags::READ)
+                | flag(writable, wire::region_flags::WRITE),
+            index: asked.index,
+            cap_offset: 0,
+            size,
+            offset: 0,
+        };
+        let Some(mapping) = mapping else {
+            self.out.put_reply(header, &[info.as_bytes()]);
+            return Ok(());
+        };
+        info.flags |= wire::region_flags::MMAP;
+        info.offset = mapping.offset;
+        let mut capabilities = Vec::new();
+        if !mapping.areas.is_empty() {
+            let count = u32::try_from(mapping.areas.len()).map_err(|_| Errno::OVERFLOW)?;
+            let id = wire::CAPABILITY_SPARSE_MMAP;
+            let start = wire::CapabilityHeader { id, version: 1, next: 0 };
+            capabilities.extend_from_slice(start.as_bytes());
+            let sparse = wire::SparseMmap { nr_areas: count, reserved: 0 };
+            capabilities.extend_from_slice(sparse.as_bytes());
+            for area in &mapping.areas {
+                let area = wire::SparseArea { offset: area.offset, size: area.len };
+                capabilities.extend_from_slice(area.as_bytes());
+            }
+            info.argsz += u32::try_from(capabilities.len()).map_err(|_| Errno::OVERFLOW)?;
+            // Stated even if they do not fit and are left out: QEMU takes a capability flag with
+            // an offset of 0 for an error, rather than for an invitation to ask again.
+            info.flags |= wire::region_flags::CAPS;
+            info.cap_offset = fixed;
+        }
+        if asked.argsz < info.argsz {
+            capabilities.clear();
+        }
+        self.out.put_reply_with_fd(header, &[info.as_bytes(), &capabilities], mapping.fd);
+        Ok(())
+    }
+}
+
+impl Agreed {
+    /// Checks what does not take the device to check, and returns the length.
+    fn check(&self, access: &wire::RegionAccess) -> Result<usize, Errno> {
+        if access.region >= self.info.regions
+            || access.count > self.max_xfer
+            || access.offset.checked_add(access.count.into()).is_none()
+        {
+            return Err(Errno::INVAL);
+        }
+        usize::try_from(access.count).map_err(|_| Errno::INVAL)
+    }
+}
+
+/// The number of the [`Done`] that the write waits for, if it does.
+fn region_write(
+    access: &wire::RegionAccess,
+    data: &[u8],
+    device: &mut dyn Device,
+    context: &mut Context<'_>,
+) -> Result<Option<u64>, Errno> {
+    if data.is_empty() {
+        return Ok(None);
+    }
+    let mut taken = None;
+    let mut make = || {
+        if taken.is_some() {
+            return None;
+        }
+        let (sequence, done) = context.done();
+        taken = Some(sequence);
+        Some(done)
+    };
+    device.region_write(access.region, access.offset, data, &mut Later::new(&mut make))?;
+    Ok(taken)
+}
+
+fn dma_map(payload: &[u8], mut fds: Vec<OwnedFd>) -> Result<DmaMap, Errno> {
+    let (map, _) = split::<wire::DmaMap>(payload)?;
+    if map.size == 0
+        || map.address.checked_add(map.size).is_none()
+        || map.offset.checked_add(map.size).is_none()
+        || fds.len() > 1
+    {
+        return Err(Errno::INVAL);
+    }
+    Ok(DmaMap {
+        iova: map.address,
+        len: map.size,
+        readable: map.flags & wire::dma_map_flags::READ != 0,
+        writable: map.flags & wire::dma_map_flags::WRITE != 0,
+        fd: fds.pop(),
+        fd_offset: map.offset,
+    })
+}
+
+fn dma_unmap(unmap: &wire::DmaUnmap) -> Result<DmaUnmap, Errno> {
+    if unmap.flags & wire::dma_unmap_flags::GET_DIRTY_BITMAP != 0 {
+        return Err(Errno::OPNOTSUPP);
+    }
+    if unmap.flags & wire::dma_unmap_flags::ALL != 0 {
+        return match (unmap.address, unmap.size) {
+            (0, 0) => Ok(DmaUnmap::All),
+            _ => Err(Errno::INVAL),
+        };
+    }
+    if unmap.size == 0 || unmap.address.checked_add(unmap.size).is_none() {
+        return Err(Errno::INVAL);
+    }
+    Ok(DmaUnmap::Range { iova: unmap.address, len: unmap.size })
+}
+
+fn set_irqs(agreed: Agreed, payload: &[u8], fds: Vec<OwnedFd>) -> Result<SetIrqs, Errno> {
+    use wire::set_irqs_flags as flags;
+    let (set, rest) = split::<wire::SetIrqs>(payload)?;
+    if set.index >= agreed.info.irqs || set.start.checked_add(set.count).is_none() {
+        return Err(Errno::INVAL);
+    }
+    let action = match set.flags & flags::ACTION_BITS {
+        flags::ACTION_MASK => IrqAction::Mask,
+        flags::ACTION_UNMASK => IrqAction::Unmask,
+        flags::ACTION_TRIGGER => IrqAction::Trigger,
+        _ => return Err(Errno::INVAL),
+    };
+    let count = usize::try_from(set.count).map_err(|_| Errno::INVAL)?;
+    let data = match set.flags & flags::DATA_MASK {
+        flags::DATA_NONE => IrqData::None,
+        flags::DATA_BOOL => {
+            let bytes = rest.get(..count).ok_or(Errno::INVAL)?;
+            IrqData::Bools(bytes.iter().map(|byte| *byte != 0).collect())
+        }
+        flags::DATA_EVENTFD if fds.is_empty() || fds.len() == count => IrqData::Eventfds(fds),
+        _ => return Err(Errno::INVAL),
+    };
+    Ok(SetIrqs { index: set.index, start: set.start, count: set.count, action, data })
+}
+
+/// The structure that a payload begins with, and what follows it.
+fn split<T: FromBytes + KnownLayout + Immutable>(payload: &[u8]) -> Result<(T, &[u8]), Errno> {
+    T::read_from_prefix(payload).map_err(|_| Errno::INVAL)
+}
+
+fn flag(set: bool, bit: u32) -> u32 {
+    if set { bit } else { 0 }
+}
+
+/// Size of a structure of the protocol; all are small.
+const fn wire_size<T>() -> u32 {
+    size_of::<T>() as u32
+}

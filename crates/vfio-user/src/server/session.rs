@@ -1,0 +1,213 @@
+//! One connection: reads, handles, writes, and knows what its peer owes.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Instant;
+
+use super::Limits;
+use super::requests::{Context, Link, Violation};
+use crate::Errno;
+use crate::codec::{DecodeError, Decoder};
+use crate::device::Device;
+use crate::socket::{Received, receive, send_owned};
+
+/// Messages and receives of one connection before the others get their turn.
+const TURN: u32 = 64;
+
+/// No requests are looked at while more than this waits to be sent, so that the queue never holds
+/// more than this and one reply.
+const HIGH_WATER: usize = 64 * 1024;
+
+/// Why a connection ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub(super) enum Ended {
+    #[error("it left")]
+    Left,
+    #[error("it left in the middle of a message")]
+    LeftHalfway,
+    #[error("{0}")]
+    Garbage(#[from] DecodeError),
+    #[error("{0}")]
+    Violation(#[from] Violation),
+    #[error("its descriptors could not be received: too many are open in this process")]
+    FdsLost,
+    #[error("its socket failed: {0}")]
+    Socket(#[from] Errno),
+    #[error("it did not agree on a version in time")]
+    NegotiationOverdue,
+    #[error("it did not complete a message in time")]
+    MessageOverdue,
+    #[error("it did not read its replies in time")]
+    RepliesUnread,
+    #[error("the server lets go of it")]
+    Dropped,
+}
+
+/// What to do with a connection after its turn.
+pub(super) enum Turn {
+    /// Nothing, until its socket or its device says something.
+    Rest,
+    /// Give it another one soon.
+    Again,
+    /// Close it.
+    End(Ended),
+}
+
+/// What a peer owes. Two that are equal are the same debt, which does not get a new deadline.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Debt {
+    Version,
+    /// The rest of the message at this position of the stream.
+    Message(u64),
+    /// To read on from this position of what was sent.
+    Reading(u64),
+}
+
+/// A connection.
+pub(super) struct Session {
+    socket: OwnedFd,
+    decoder: Decoder,
+    pub(super) link: Link,
+    readable: bool,
+    hung_up: bool,
+    /// The socket is full. The reactor watches for it to drain while this is so.
+    pub(super) full: bool,
+    sent: u64,
+    debt: Option<(Debt, Instant)>,
+}
+
+impl Session {
+    pub(super) fn new(socket: OwnedFd, limits: &Limits) -> Self {
+        let max = usize::try_from(limits.max_data_xfer_size).unwrap_or(usize::MAX);
+        Self {
+            socket,
+            decoder: Decoder::new(max),
+            link: Link::default(),
+            // Its first message may well be there already.
+            readable: true,
+            hung_up: false,
+            full: false,
+            sent: 0,
+            debt: Some((Debt::Version, Instant::now() + limits.negotiation)),
+        }
+    }
+
+    pub(super) fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// The socket said something.
+    pub(super) fn notify(&mut self, readable: bool, writable: bool, hung_up: bool) {
+        self.readable |= readable || hung_up;
+        self.hung_up |= hung_up;
+        if writable || hung_up {
+            self.full = false;
+        }
+    }
+
+    /// When the peer's time is up, if it owes something.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.debt.map(|(_, until)| until)
+    }
+
+    /// What it has become guilty of.
+    pub(super) fn overdue(&self) -> Ended {
+        match self.debt {
+            Some((Debt::Message(_), _)) => Ended::MessageOverdue,
+            Some((Debt::Reading(_), _)) => Ended::RepliesUnread,
+            _ => Ended::NegotiationOverdue,
+        }
+    }
+
+    /// Does what there is to do, up to a limit.
+    pub(super) fn turn(&mut self, device: &mut dyn Device, context: &mut Context<'_>) -> Turn {
+        match self.work(device, context) {
+            Ok(turn) => {
+                self.settle(context.limits);
+                turn
+            }
+            Err(ended) => Turn::End(ended),
+        }
+    }
+
+    fn work(&mut self, device: &mut dyn Device, context: &mut Context<'_>) -> Result<Turn, Ended> {
+        let mut left = TURN;
+        loop {
+            let outcome = self.handle_all(&mut left, device, context);
+            // Also an error reply is worth sending before the end.
+            self.flush()?;
+            let emptied = outcome?;
+            if self.link.awaits().is_some() || self.link.out.len() > HIGH_WATER {
+                return Ok(Turn::Rest);
+            }
+            if left == 0 {
+                return Ok(Turn::Again);
+            }
+            if !emptied {
+                continue;
+            }
+            if !self.readable {
+                return Ok(Turn::Rest);
+            }
+            left -= 1;
+            match receive(self.socket.as_fd(), &mut self.decoder) {
+                // A hang-up is announced only once: then read on until it shows.
+                Ok(Received::Bytes { drained }) => self.readable = !drained || self.hung_up,
+                Ok(Received::Closed) if self.decoder.is_partial() => {
+                    return Err(Ended::LeftHalfway);
+                }
+                Ok(Received::Closed) => return Err(Ended::Left),
+                Ok(Received::FdsLost) => return Err(Ended::FdsLost),
+                Err(Errno::AGAIN) => self.readable = false,
+                Err(Errno::CONNRESET) => return Err(Ended::Left),
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+    }
+
+    /// Handles messages; true if no whole one is left.
+    fn handle_all(
+        &mut self,
+        left: &mut u32,
+        device: &mut dyn Device,
+        context: &mut Context<'_>,
+    ) -> Result<bool, Ended> {
+        while *left > 0 && self.link.awaits().is_none() && self.link.out.len() <= HIGH_WATER {
+            let Some(message) = self.decoder.decode()? else { return Ok(true) };
+            *left -= 1;
+            self.link.handle(message, device, context)?;
+        }
+        Ok(false)
+    }
+
+    fn flush(&mut self) -> Result<(), Ended> {
+        while !self.full && !self.link.out.is_empty() {
+            let (bytes, fds) = self.link.out.front();
+            match send_owned(self.socket.as_fd(), bytes, fds) {
+                Ok(len) => {
+                    self.link.out.sent(len);
+                    self.sent += len as u64;
+                }
+                Err(Errno::AGAIN) => self.full = true,
+                Err(Errno::PIPE | Errno::CONNRESET) => return Err(Ended::Left),
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn settle(&mut self, limits: &Limits) {
+        let (debt, time) = if !self.link.out.is_empty() {
+            (Debt::Reading(self.sent), limits.unread_replies)
+        } else if !self.link.is_agreed() {
+            (Debt::Version, limits.negotiation)
+        } else if self.link.awaits().is_none() && !self.readable && self.decoder.is_partial() {
+            (Debt::Message(self.decoder.position()), limits.message)
+        } else {
+            self.debt = None;
+            return;
+        };
+        if self.debt.is_none_or(|(known, _)| known != debt) {
+            self.debt = Some((debt, Instant::now() + time));
+        }
+    }
+}

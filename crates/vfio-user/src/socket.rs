@@ -1,0 +1,104 @@
+//! Sending and receiving bytes with descriptors beside them.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::cmsg_space;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+
+use crate::Errno;
+use crate::codec::Decoder;
+
+/// The most descriptors that Linux passes in one message (`SCM_MAX_FD`).
+const SCM_MAX_FD: usize = 253;
+
+/// What a receive came to.
+pub(crate) enum Received {
+    /// The decoder got more.
+    Bytes {
+        /// The socket had no more than that.
+        drained: bool,
+    },
+    /// The other end is gone.
+    Closed,
+    /// Descriptors were lost: this process has too many open.
+    FdsLost,
+}
+
+/// Receives whatever is there into `decoder`.
+pub(crate) fn receive(socket: BorrowedFd<'_>, decoder: &mut Decoder) -> Result<Received, Errno> {
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(SCM_MAX_FD))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let space_for_bytes = decoder.space();
+    let room = space_for_bytes.len();
+    let mut buffers = [IoSliceMut::new(space_for_bytes)];
+    let received = loop {
+        match recvmsg(socket, &mut buffers, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Err(Errno::INTR) => continue,
+            other => break other?,
+        }
+    };
+    let mut fds: Vec<OwnedFd> = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            fds.extend(rights);
+        }
+    }
+    if received.flags.contains(ReturnFlags::CTRUNC) {
+        return Ok(Received::FdsLost);
+    }
+    if received.bytes == 0 {
+        return Ok(Received::Closed);
+    }
+    // With descriptors, the kernel stops at their message whatever there is behind it.
+    let drained = received.bytes < room && fds.is_empty();
+    decoder.advance(received.bytes, fds);
+    Ok(Received::Bytes { drained })
+}
+
+/// Sends some of `bytes`, with `fds` beside the first of them; returns how many. At most as many
+/// descriptors as Linux passes in one message.
+pub(crate) fn send(
+    socket: BorrowedFd<'_>,
+    bytes: &[&[u8]],
+    fds: &[BorrowedFd<'_>],
+) -> Result<usize, Errno> {
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(SCM_MAX_FD))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(Errno::TOOMANYREFS);
+    }
+    let mut buffers = [IoSlice::new(&[]); 4];
+    let mut used = 0;
+    for (buffer, part) in buffers.iter_mut().zip(bytes) {
+        *buffer = IoSlice::new(part);
+        used += 1;
+    }
+    let buffers = buffers.get(..used).unwrap_or_default();
+    loop {
+        match sendmsg(socket, buffers, &mut control, SendFlags::NOSIGNAL) {
+            Err(Errno::INTR) => continue,
+            other => return other,
+        }
+    }
+}
+
+/// As [`send`], for descriptors that are owned.
+pub(crate) fn send_owned<'a>(
+    socket: BorrowedFd<'_>,
+    bytes: &[u8],
+    fds: impl Iterator<Item = &'a OwnedFd>,
+) -> Result<usize, Errno> {
+    let mut fds = fds.map(AsFd::as_fd);
+    match fds.next() {
+        None => send(socket, &[bytes], &[]),
+        Some(first) => {
+            let all: Vec<_> = std::iter::once(first).chain(fds).collect();
+            send(socket, &[bytes], &all)
+        }
+    }
+}

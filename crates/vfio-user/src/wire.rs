@@ -1,0 +1,416 @@
+//! The header and the payloads of vfio-user messages, as they lie in memory.
+//!
+//! All fields are in the byte order of the host, as the protocol demands. Names are those of the
+//! specification (`docs/interop/vfio-user.rst`), and of `<linux/vfio.h>` where it refers to that.
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// The protocol version that this crate speaks: major and minor.
+pub const VERSION: (u16, u16) = (0, 1);
+
+/// Size of the header of every message, in bytes.
+pub const HEADER_LEN: usize = size_of::<Header>();
+
+/// Commands.
+pub mod command {
+    /// Agree on a version and on capabilities; the first message of a connection.
+    pub const VERSION: u16 = 1;
+    /// The server may reach this memory.
+    pub const DMA_MAP: u16 = 2;
+    /// The server may no longer reach this memory.
+    pub const DMA_UNMAP: u16 = 3;
+    /// Ask about the device.
+    pub const DEVICE_GET_INFO: u16 = 4;
+    /// Ask about a region.
+    pub const DEVICE_GET_REGION_INFO: u16 = 5;
+    /// Ask for descriptors that stand for writes to parts of a region.
+    pub const DEVICE_GET_REGION_IO_FDS: u16 = 6;
+    /// Ask about a kind of interrupt.
+    pub const DEVICE_GET_IRQ_INFO: u16 = 7;
+    /// Set up, mask or raise interrupts.
+    pub const DEVICE_SET_IRQS: u16 = 8;
+    /// Read from a region.
+    pub const REGION_READ: u16 = 9;
+    /// Write to a region.
+    pub const REGION_WRITE: u16 = 10;
+    /// Server to client: read from memory that was mapped without a descriptor.
+    pub const DMA_READ: u16 = 11;
+    /// Server to client: write to memory that was mapped without a descriptor.
+    pub const DMA_WRITE: u16 = 12;
+    /// Reset the device.
+    pub const DEVICE_RESET: u16 = 13;
+    /// Dirty page tracking; gone from the specification, still sent by old clients.
+    pub const DIRTY_PAGES: u16 = 14;
+    /// Several short writes to regions.
+    pub const REGION_WRITE_MULTI: u16 = 15;
+    /// Get, set or probe a feature of the device (migration).
+    pub const DEVICE_FEATURE: u16 = 16;
+    /// Read migration data.
+    pub const MIG_DATA_READ: u16 = 17;
+    /// Write migration data.
+    pub const MIG_DATA_WRITE: u16 = 18;
+
+    /// The specification's name of a command, for logs.
+    pub fn name(command: u16) -> &'static str {
+        match command {
+            VERSION => "VERSION",
+            DMA_MAP => "DMA_MAP",
+            DMA_UNMAP => "DMA_UNMAP",
+            DEVICE_GET_INFO => "DEVICE_GET_INFO",
+            DEVICE_GET_REGION_INFO => "DEVICE_GET_REGION_INFO",
+            DEVICE_GET_REGION_IO_FDS => "DEVICE_GET_REGION_IO_FDS",
+            DEVICE_GET_IRQ_INFO => "DEVICE_GET_IRQ_INFO",
+            DEVICE_SET_IRQS => "DEVICE_SET_IRQS",
+            REGION_READ => "REGION_READ",
+            REGION_WRITE => "REGION_WRITE",
+            DMA_READ => "DMA_READ",
+            DMA_WRITE => "DMA_WRITE",
+            DEVICE_RESET => "DEVICE_RESET",
+            DIRTY_PAGES => "DIRTY_PAGES",
+            REGION_WRITE_MULTI => "REGION_WRITE_MULTI",
+            DEVICE_FEATURE => "DEVICE_FEATURE",
+            MIG_DATA_READ => "MIG_DATA_READ",
+            MIG_DATA_WRITE => "MIG_DATA_WRITE",
+            _ => "an unknown command",
+        }
+    }
+}
+
+/// Bits of [`Header::flags`].
+pub mod header_flags {
+    /// The bits that hold the type.
+    pub const TYPE_MASK: u32 = 0xf;
+    /// Type: a command.
+    pub const COMMAND: u32 = 0;
+    /// Type: the reply to a command.
+    pub const REPLY: u32 = 1;
+    /// In a command: no reply is wanted.
+    pub const NO_REPLY: u32 = 1 << 4;
+    /// In a reply: the command failed, and [`Header::error`](super::Header::error) says why.
+    pub const ERROR: u32 = 1 << 5;
+}
+
+/// What every message begins with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Header {
+    /// Chosen by the sender of a command and echoed in the reply. Need not be unique.
+    pub id: u16,
+    /// See [`command`].
+    pub command: u16,
+    /// Size of the message in bytes, this header included.
+    pub size: u32,
+    /// See [`header_flags`].
+    pub flags: u32,
+    /// An errno value; meaningful in a reply with the error flag.
+    pub error: u32,
+}
+
+impl Header {
+    /// This is the reply to a command.
+    pub fn is_reply(&self) -> bool {
+        self.flags & header_flags::TYPE_MASK == header_flags::REPLY
+    }
+
+    /// The sender of this command wants no reply.
+    pub fn no_reply(&self) -> bool {
+        self.flags & header_flags::NO_REPLY != 0
+    }
+}
+
+/// VERSION, command and reply; JSON with a terminating NUL may follow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Version {
+    /// Must be the same at both ends.
+    pub major: u16,
+    /// The lower of the two counts.
+    pub minor: u16,
+}
+
+/// Bits of [`DmaMap::flags`].
+pub mod dma_map_flags {
+    /// The device may read.
+    pub const READ: u32 = 1 << 0;
+    /// The device may write.
+    pub const WRITE: u32 = 1 << 1;
+}
+
+/// DMA_MAP; the reply has no payload. A descriptor comes along if the memory can be mapped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct DmaMap {
+    /// Size of this structure.
+    pub argsz: u32,
+    /// See [`dma_map_flags`].
+    pub flags: u32,
+    /// Offset in the file behind the descriptor.
+    pub offset: u64,
+    /// First bus address.
+    pub address: u64,
+    /// Length in bytes.
+    pub size: u64,
+}
+
+/// Bits of [`DmaUnmap::flags`], from `<linux/vfio.h>`.
+pub mod dma_unmap_flags {
+    /// The reply should carry a bitmap of pages that were written.
+    pub const GET_DIRTY_BITMAP: u32 = 1 << 0;
+    /// Unmap everything; address and size are 0.
+    pub const ALL: u32 = 1 << 1;
+}
+
+/// DMA_UNMAP; the reply repeats it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct DmaUnmap {
+    /// Largest payload of the reply.
+    pub argsz: u32,
+    /// See [`dma_unmap_flags`].
+    pub flags: u32,
+    /// First bus address.
+    pub address: u64,
+    /// Length in bytes.
+    pub size: u64,
+}
+
+/// Bits of [`DeviceInfo::flags`].
+pub mod device_flags {
+    /// DEVICE_RESET works.
+    pub const RESET: u32 = 1 << 0;
+    /// It is a PCI device.
+    pub const PCI: u32 = 1 << 1;
+}
+
+/// DEVICE_GET_INFO, command and reply.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct DeviceInfo {
+    /// Largest payload of the reply; in the reply, the size that all of it needs.
+    pub argsz: u32,
+    /// See [`device_flags`].
+    pub flags: u32,
+    /// Number of regions.
+    pub num_regions: u32,
+    /// Number of interrupt kinds.
+    pub num_irqs: u32,
+}
+
+/// Bits of [`RegionInfo::flags`].
+pub mod region_flags {
+    /// The region can be read.
+    pub const READ: u32 = 1 << 0;
+    /// The region can be written.
+    pub const WRITE: u32 = 1 << 1;
+    /// The region can be mapped, and a descriptor comes along.
+    pub const MMAP: u32 = 1 << 2;
+    /// Capabilities follow.
+    pub const CAPS: u32 = 1 << 3;
+}
+
+/// DEVICE_GET_REGION_INFO, command and reply; in the reply a chain of capabilities may follow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct RegionInfo {
+    /// Largest payload of the reply; in the reply, the size that all of it needs.
+    pub argsz: u32,
+    /// See [`region_flags`].
+    pub flags: u32,
+    /// Which region.
+    pub index: u32,
+    /// Where the first capability is, from the start of this structure; 0 for none.
+    pub cap_offset: u32,
+    /// Size of the region in bytes.
+    pub size: u64,
+    /// Where the region begins in the file behind the descriptor.
+    pub offset: u64,
+}
+
+/// [`CapabilityHeader::id`] of the list of areas that can be mapped.
+pub const CAPABILITY_SPARSE_MMAP: u16 = 1;
+
+/// What a capability of a region begins with (`vfio_info_cap_header`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct CapabilityHeader {
+    /// Which capability.
+    pub id: u16,
+    /// Version of its layout.
+    pub version: u16,
+    /// Where the next one is, from the start of [`RegionInfo`]; 0 at the end.
+    pub next: u32,
+}
+
+/// What follows the header of a sparse mmap capability, and is followed by the areas.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct SparseMmap {
+    /// Number of areas.
+    pub nr_areas: u32,
+    /// Reserved.
+    pub reserved: u32,
+}
+
+/// An area that can be mapped, from the start of the region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct SparseArea {
+    /// Where it begins.
+    pub offset: u64,
+    /// How long it is.
+    pub size: u64,
+}
+
+/// Bits of [`IrqInfo::flags`].
+pub mod irq_info_flags {
+    /// Eventfds can be signalled.
+    pub const EVENTFD: u32 = 1 << 0;
+    /// Masking works.
+    pub const MASKABLE: u32 = 1 << 1;
+    /// An interrupt masks itself when it fires.
+    pub const AUTOMASKED: u32 = 1 << 2;
+    /// Interrupts are set up as a whole.
+    pub const NORESIZE: u32 = 1 << 3;
+}
+
+/// DEVICE_GET_IRQ_INFO, command and reply.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct IrqInfo {
+    /// Largest payload of the reply; in the reply, the size that all of it needs.
+    pub argsz: u32,
+    /// See [`irq_info_flags`].
+    pub flags: u32,
+    /// Which kind of interrupt.
+    pub index: u32,
+    /// How many there are.
+    pub count: u32,
+}
+
+/// Bits of [`SetIrqs::flags`].
+pub mod set_irqs_flags {
+    /// No data.
+    pub const DATA_NONE: u32 = 1 << 0;
+    /// One byte per interrupt follows.
+    pub const DATA_BOOL: u32 = 1 << 1;
+    /// Eventfds come along.
+    pub const DATA_EVENTFD: u32 = 1 << 2;
+    /// Mask.
+    pub const ACTION_MASK: u32 = 1 << 3;
+    /// Unmask.
+    pub const ACTION_UNMASK: u32 = 1 << 4;
+    /// Trigger.
+    pub const ACTION_TRIGGER: u32 = 1 << 5;
+    /// All data bits.
+    pub const DATA_MASK: u32 = DATA_NONE | DATA_BOOL | DATA_EVENTFD;
+    /// All action bits.
+    pub const ACTION_BITS: u32 = ACTION_MASK | ACTION_UNMASK | ACTION_TRIGGER;
+}
+
+/// DEVICE_SET_IRQS; the reply has no payload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct SetIrqs {
+    /// Size of this structure and of what follows it.
+    pub argsz: u32,
+    /// See [`set_irqs_flags`].
+    pub flags: u32,
+    /// Which kind of interrupt.
+    pub index: u32,
+    /// First interrupt of the range.
+    pub start: u32,
+    /// Length of the range.
+    pub count: u32,
+}
+
+/// REGION_READ and REGION_WRITE, command and reply; data follows where there is any.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct RegionAccess {
+    /// Offset in the region.
+    pub offset: u64,
+    /// Which region.
+    pub region: u32,
+    /// Length of the data in bytes.
+    pub count: u32,
+}
+
+/// DMA_READ and DMA_WRITE, command and reply; data follows where there is any.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct DmaAccess {
+    /// Bus address.
+    pub address: u64,
+    /// Length of the data in bytes.
+    pub count: u64,
+}
+
+/// REGION_WRITE_MULTI, command and reply; in the command, the writes follow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct WriteMulti {
+    /// Number of writes.
+    pub count: u64,
+}
+
+/// One write of REGION_WRITE_MULTI.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct MultiEntry {
+    /// Offset in the region.
+    pub offset: u64,
+    /// Which region.
+    pub region: u32,
+    /// How many bytes of `data` count; at most 8.
+    pub count: u32,
+    /// The data, from its first byte on.
+    pub data: [u8; 8],
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_those_of_the_specification() {
+        assert_eq!(size_of::<Header>(), 16);
+        assert_eq!(size_of::<Version>(), 4);
+        assert_eq!(size_of::<DmaMap>(), 32);
+        assert_eq!(size_of::<DmaUnmap>(), 24);
+        assert_eq!(size_of::<DeviceInfo>(), 16);
+        assert_eq!(size_of::<RegionInfo>(), 32);
+        assert_eq!(size_of::<CapabilityHeader>(), 8);
+        assert_eq!(size_of::<SparseMmap>(), 8);
+        assert_eq!(size_of::<SparseArea>(), 16);
+        assert_eq!(size_of::<IrqInfo>(), 16);
+        assert_eq!(size_of::<SetIrqs>(), 20);
+        assert_eq!(size_of::<RegionAccess>(), 16);
+        assert_eq!(size_of::<DmaAccess>(), 16);
+        assert_eq!(size_of::<WriteMulti>(), 8);
+        assert_eq!(size_of::<MultiEntry>(), 24);
+    }
+
+    #[test]
+    fn fields_lie_where_the_specification_puts_them() {
+        let header = Header { id: 0x1122, command: 0x3344, size: 0x5566, flags: 0x21, error: 5 };
+        let mut expected = Vec::new();
+        expected.extend(0x1122u16.to_ne_bytes());
+        expected.extend(0x3344u16.to_ne_bytes());
+        expected.extend(0x5566u32.to_ne_bytes());
+        expected.extend(0x21u32.to_ne_bytes());
+        expected.extend(5u32.to_ne_bytes());
+        assert_eq!(header.as_bytes(), expected);
+
+        assert_eq!(std::mem::offset_of!(DmaMap, offset), 8);
+        assert_eq!(std::mem::offset_of!(DmaMap, address), 16);
+        assert_eq!(std::mem::offset_of!(DmaMap, size), 24);
+        assert_eq!(std::mem::offset_of!(DmaUnmap, address), 8);
+        assert_eq!(std::mem::offset_of!(DmaUnmap, size), 16);
+        assert_eq!(std::mem::offset_of!(RegionInfo, cap_offset), 12);
+        assert_eq!(std::mem::offset_of!(RegionInfo, size), 16);
+        assert_eq!(std::mem::offset_of!(RegionInfo, offset), 24);
+        assert_eq!(std::mem::offset_of!(SetIrqs, count), 16);
+        assert_eq!(std::mem::offset_of!(RegionAccess, region), 8);
+        assert_eq!(std::mem::offset_of!(MultiEntry, data), 16);
+    }
+}
