@@ -1,0 +1,261 @@
+//! The host's end of the guest's agent: commands in, exit codes and output back.
+
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::frame::{self, Lines, Message};
+
+/// How long a read may block before the caller's own checks run again.
+const TICK: Duration = Duration::from_millis(50);
+
+/// What a command in the guest came to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Output {
+    /// The exit code; 128 + n if signal n ended it.
+    pub code: i32,
+    /// Standard output and standard error together. Bytes that are no UTF-8 are replaced.
+    pub text: String,
+}
+
+impl Output {
+    /// The text of a command that succeeded.
+    ///
+    /// # Errors
+    ///
+    /// A failed command's exit code, with what it said.
+    pub fn success(self) -> Result<String> {
+        if self.code == 0 {
+            return Ok(self.text);
+        }
+        bail!("exit code {}: {}", self.code, self.text.trim());
+    }
+}
+
+/// Waits for QEMU to connect to a socket that we listen on; `check` runs between looks and may give
+/// up early (QEMU has ended).
+pub(crate) fn accept(
+    listener: &UnixListener,
+    timeout: Duration,
+    check: &mut dyn FnMut() -> Result<()>,
+) -> Result<UnixStream> {
+    listener.set_nonblocking(true)?;
+    let deadline = Instant::now() + timeout;
+    loop {
+        match listener.accept() {
+            Ok((stream, _)) => {
+                stream.set_nonblocking(false)?;
+                return Ok(stream);
+            }
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error).context("waiting for QEMU to connect"),
+        }
+        check()?;
+        if Instant::now() > deadline {
+            bail!("QEMU did not connect within {} s", timeout.as_secs());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// The connection to the agent of one QEMU, over as many boots as it lives.
+#[derive(Debug)]
+pub struct Agent {
+    stream: UnixStream,
+    lines: Lines,
+    sequence: u64,
+    boot_id: String,
+}
+
+impl Agent {
+    /// Takes a connected serial port.
+    pub fn new(stream: UnixStream) -> Result<Self> {
+        stream.set_read_timeout(Some(TICK))?;
+        stream.set_write_timeout(Some(Duration::from_secs(10)))?;
+        Ok(Self { stream, lines: Lines::default(), sequence: 0, boot_id: String::new() })
+    }
+
+    /// Waits until a boot that was not seen before has reached its agent.
+    pub fn wait_hello(
+        &mut self,
+        timeout: Duration,
+        check: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            // Answers of the boot before may still be in the pipe; they are nobody's now.
+            if let Some(Message::Hello { boot_id }) = self.next(deadline, check)?
+                && boot_id != self.boot_id
+            {
+                self.boot_id = boot_id;
+                return Ok(());
+            }
+        }
+    }
+
+    /// Runs a shell command in the guest.
+    ///
+    /// # Errors
+    ///
+    /// The guest did not answer in time, restarted meanwhile, or QEMU ended. A command that fails is
+    /// no error: see [`Output::success`].
+    pub fn run(
+        &mut self,
+        command: &str,
+        timeout: Duration,
+        check: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Output> {
+        let sequence = self.send(command)?;
+        let deadline = Instant::now() + timeout;
+        loop {
+            match self.next(deadline, check).with_context(|| format!("in the guest: {command}"))? {
+                Some(Message::End { sequence: ended, code, output }) if ended == sequence => {
+                    let text = String::from_utf8_lossy(&output).into_owned();
+                    return Ok(Output { code, text });
+                }
+                Some(Message::Hello { boot_id }) if boot_id != self.boot_id => {
+                    self.boot_id = boot_id;
+                    bail!("the guest restarted while it ran: {command}");
+                }
+                // The end of a command that was given up.
+                Some(_) | None => {}
+            }
+        }
+    }
+
+    /// Sends a command whose answer nobody waits for, such as a reboot. Its sequence number.
+    pub fn send(&mut self, command: &str) -> Result<u64> {
+        self.sequence += 1;
+        let line = frame::run(self.sequence, command)?;
+        self.stream.write_all(line.as_bytes()).context("sending to the guest")?;
+        Ok(self.sequence)
+    }
+
+    fn next(
+        &mut self,
+        deadline: Instant,
+        check: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Option<Message>> {
+        let mut buffer = [0; 16 * 1024];
+        loop {
+            if let Some(line) = self.lines.next_line() {
+                return frame::parse(&line).with_context(|| format!("damaged answer {line:.80?}"));
+            }
+            if Instant::now() > deadline {
+                bail!("the guest did not answer in time");
+            }
+            match self.stream.read(&mut buffer) {
+                Ok(0) => {
+                    check()?;
+                    bail!("QEMU closed the guest's serial port");
+                }
+                Ok(count) => self.lines.push(buffer.get(..count).unwrap_or_default()),
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted
+                    ) =>
+                {
+                    check()?;
+                }
+                Err(error) => return Err(error).context("reading from the guest"),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader};
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    const SOON: Duration = Duration::from_secs(10);
+
+    fn pair() -> (Agent, BufReader<UnixStream>) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        (Agent::new(ours).unwrap(), BufReader::new(theirs))
+    }
+
+    /// Answers each command line with what the closure makes of it.
+    fn answer(
+        mut port: BufReader<UnixStream>,
+        make: impl Fn(u64, &str) -> String + Send + 'static,
+    ) {
+        std::thread::spawn(move || {
+            let mut line = String::new();
+            while port.read_line(&mut line).unwrap_or(0) > 0 {
+                let mut words = line.trim().split(' ').skip(1);
+                let sequence = words.next().unwrap().parse().unwrap();
+                let answer = make(sequence, words.next().unwrap());
+                port.get_mut().write_all(answer.as_bytes()).unwrap();
+                line.clear();
+            }
+        });
+    }
+
+    #[test]
+    fn noise_and_late_answers_are_passed_over() {
+        let (mut agent, port) = pair();
+        answer(port, |n, _| {
+            format!("[  3.1] noise\n@END {} 9 3 b2xk\n@END {n} 1 5 aGVsbG8=\n", n - 1)
+        });
+        let output = agent.run("anything", SOON, &mut || Ok(())).unwrap();
+        assert_eq!(output, Output { code: 1, text: "hello".into() });
+        assert!(output.success().unwrap_err().to_string().contains("hello"));
+    }
+
+    #[test]
+    fn a_restart_during_a_command_is_an_error_and_the_new_boot_is_known() {
+        let (mut agent, port) = pair();
+        answer(port, |n, _| match n {
+            1 => "@HELLO two\n".into(),
+            _ => format!("@END {n} 0 0 \n"),
+        });
+        let error = agent.run("x", SOON, &mut || Ok(())).unwrap_err();
+        assert!(error.to_string().contains("restarted"), "{error}");
+        assert_eq!(agent.run("x", SOON, &mut || Ok(())).unwrap().code, 0);
+    }
+
+    #[test]
+    fn silence_has_an_end_and_so_has_a_dead_machine() {
+        let (mut agent, _port) = pair();
+        let error = agent.run("x", Duration::from_millis(80), &mut || Ok(())).unwrap_err();
+        assert!(format!("{error:#}").contains("in time"), "{error:#}");
+        let error = agent.run("x", SOON, &mut || bail!("QEMU ended")).unwrap_err();
+        assert!(format!("{error:#}").contains("QEMU ended"), "{error:#}");
+    }
+
+    /// The loop of init.sh, on a pipe instead of a serial port, run by a real shell.
+    #[test]
+    fn the_guests_loop_speaks_the_same_language() {
+        let init = include_str!("init.sh");
+        let (_, agent_loop) = init.split_once("exec 3<>$port\n").unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let script = agent_loop
+            .replace("<&3 || { sleep 1; continue; }", "|| exit 0")
+            .replace(">&3", "")
+            .replace("3>&-", "")
+            .replace("/tmp/.agent", &directory.path().join("agent").display().to_string());
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut child = Command::new("sh")
+            .args(["-c", &script])
+            .stdin(Stdio::from(std::os::fd::OwnedFd::from(theirs.try_clone().unwrap())))
+            .stdout(Stdio::from(std::os::fd::OwnedFd::from(theirs)))
+            .spawn()
+            .unwrap();
+        let mut agent = Agent::new(ours).unwrap();
+        agent.wait_hello(SOON, &mut || Ok(())).unwrap();
+        let mut run = |command: &str| agent.run(command, SOON, &mut || Ok(())).unwrap();
+        assert_eq!(run("echo one; echo two >&2; exit 3").text, "one\ntwo\n");
+        assert_eq!(run("exit 3").code, 3);
+        assert_eq!(run("printf '@END 9 9 9 '; cat /dev/null").text, "@END 9 9 9 ");
+        let long = run("i=0; while [ $i -lt 3000 ]; do echo line $i; i=$((i+1)); done").text;
+        assert!(long.starts_with("line 0\n") && long.ends_with("line 2999\n"));
+        drop(agent);
+        child.wait().unwrap();
+    }
+}

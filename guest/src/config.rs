@@ -1,0 +1,247 @@
+//! What a guest is made of, and the QEMU command line that makes it.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use serde_json::json;
+
+/// Where the run's large files appear inside QEMU's root.
+pub(crate) const FILES: &str = "/run/shadowbell/files";
+/// Where the run's sockets appear inside QEMU's root.
+pub(crate) const SOCKETS: &str = "/run/shadowbell/sockets";
+
+/// The guest kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kernel {
+    /// Debian 12's.
+    V6_1,
+    /// Debian 13's, from its backports.
+    V7_2,
+}
+
+impl Kernel {
+    /// Every kernel that a suite is meant to pass on.
+    pub const ALL: [Self; 2] = [Self::V6_1, Self::V7_2];
+}
+
+impl fmt::Display for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::V6_1 => "6.1",
+            Self::V7_2 => "7.2",
+        })
+    }
+}
+
+impl FromStr for Kernel {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL
+            .into_iter()
+            .find(|kernel| kernel.to_string() == text)
+            .ok_or_else(|| format!("no guest kernel {text}: 6.1 or 7.2"))
+    }
+}
+
+/// What is behind a controller of QEMU's own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Drive {
+    /// A raw image in the run's directory of files.
+    Image(String),
+    /// A disk of this many bytes that reads as zeroes and forgets what is written (`null-co`).
+    Null(u64),
+}
+
+/// An NVMe controller of the guest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Device {
+    /// A vfio-user device.
+    VfioUser {
+        /// The name of its socket in the run's directory of sockets.
+        socket: String,
+    },
+    /// QEMU's own controller.
+    QemuNvme {
+        /// What it keeps its bytes in.
+        drive: Drive,
+        /// Whether it offers Doorbell Buffer Config.
+        dbcs: bool,
+    },
+}
+
+/// How the guest starts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Firmware {
+    /// QEMU hands the kernel over; words to add to its command line.
+    Direct {
+        /// Added to the kernel's command line.
+        append: String,
+    },
+    /// OVMF looks for something to start on the first device; kernel and initramfs come from there.
+    Uefi,
+}
+
+/// A guest.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// Which kernel, unless it comes from a disk.
+    pub kernel: Kernel,
+    /// MiB of memory.
+    pub memory_mib: u64,
+    /// Virtual processors.
+    pub cpus: u32,
+    /// Its NVMe controllers, in the order of their PCI addresses (see [`pci_address`]).
+    pub devices: Vec<Device>,
+    /// How it starts.
+    pub firmware: Firmware,
+}
+
+impl Config {
+    /// A guest of 2 processors and 1 GiB with these controllers.
+    pub fn new(kernel: Kernel, devices: Vec<Device>) -> Self {
+        let firmware = Firmware::Direct { append: String::new() };
+        Self { kernel, memory_mib: 1024, cpus: 2, devices, firmware }
+    }
+}
+
+/// The first PCI slot of a controller under test.
+const FIRST_SLOT: usize = 4;
+
+/// The PCI address at which the guest sees the controller of this index.
+pub fn pci_address(index: usize) -> String {
+    format!("0000:00:{:02x}.0", FIRST_SLOT + index)
+}
+
+/// The words that every guest kernel gets. The clock of the processor is declared good, because under
+/// emulation the kernel may doubt it and then read a slow one millions of times; mitigations only cost
+/// time here; a panic restarts at once, which the agent's connection notices.
+pub const KERNEL_WORDS: &str =
+    "console=ttyS0 rdinit=/init quiet panic=-1 tsc=reliable mitigations=off";
+
+/// The files that QEMU opens, as it sees them.
+#[derive(Debug, Clone)]
+pub(crate) struct Inside {
+    pub(crate) kernel: PathBuf,
+    pub(crate) initramfs: PathBuf,
+    pub(crate) uefi_variables: PathBuf,
+}
+
+/// QEMU's arguments for a guest.
+pub(crate) fn arguments(config: &Config, inside: &Inside) -> Vec<String> {
+    let memory = config.memory_mib;
+    let mut arguments: Vec<String> = Vec::new();
+    let mut add = |words: &[&str]| arguments.extend(words.iter().map(|&w| w.to_owned()));
+    add(&["-nodefaults", "-no-user-config", "-display", "none"]);
+    add(&["-accel", "tcg,thread=multi", "-cpu", "max", "-smp", &config.cpus.to_string()]);
+    add(&["-m", &format!("{memory}M")]);
+    // A vfio-user server maps the guest's memory: it needs a descriptor to map.
+    add(&["-object", &format!("memory-backend-memfd,id=ram,size={memory}M,share=on")]);
+    add(&["-machine", "q35,memory-backend=ram"]);
+    // Port 0 is the kernel's console, 1 the agent's, 2 takes the writes that were acknowledged.
+    add(&["-chardev", &format!("file,id=console,path={FILES}/console.log,append=on")]);
+    add(&["-serial", "chardev:console"]);
+    add(&["-chardev", &format!("socket,id=agent,path={SOCKETS}/agent")]);
+    add(&["-serial", "chardev:agent"]);
+    add(&["-chardev", &format!("file,id=ack,path={FILES}/ack.log,append=on")]);
+    add(&["-serial", "chardev:ack"]);
+    add(&["-chardev", &format!("socket,id=qmp,path={SOCKETS}/qmp")]);
+    add(&["-mon", "chardev=qmp,mode=control"]);
+    add(&["-D", &format!("{FILES}/qemu-trace.log")]);
+    match &config.firmware {
+        Firmware::Direct { append } => {
+            add(&["-kernel", &inside.kernel.display().to_string()]);
+            add(&["-initrd", &inside.initramfs.display().to_string()]);
+            add(&["-append", format!("{KERNEL_WORDS} {append}").trim_end()]);
+        }
+        Firmware::Uefi => {
+            let code = "/usr/share/OVMF/OVMF_CODE_4M.fd";
+            let variables = inside.uefi_variables.display();
+            add(&["-drive", &format!("if=pflash,format=raw,unit=0,readonly=on,file={code}")]);
+            add(&["-drive", &format!("if=pflash,format=raw,unit=1,file={variables}")]);
+        }
+    }
+    for (index, device) in config.devices.iter().enumerate() {
+        let slot = format!("{:02x}.0", FIRST_SLOT + index);
+        let mut device = match device {
+            Device::VfioUser { socket } => json!({
+                "driver": "vfio-user-pci",
+                "socket": { "type": "unix", "path": format!("{SOCKETS}/{socket}") },
+            }),
+            Device::QemuNvme { drive, dbcs } => {
+                let node = format!("disk{index}");
+                let backend = match drive {
+                    Drive::Image(name) => json!({
+                        "driver": "raw", "node-name": node, "discard": "unmap",
+                        "file": { "driver": "file", "filename": format!("{FILES}/{name}") },
+                    }),
+                    Drive::Null(size) => json!({
+                        "driver": "null-co", "node-name": node, "size": size, "read-zeroes": true,
+                    }),
+                };
+                add(&["-blockdev", &backend.to_string()]);
+                json!({
+                    "driver": "nvme", "drive": node, "dbcs": dbcs,
+                    "serial": format!("qemu{index}"),
+                })
+            }
+        };
+        if let Some(object) = device.as_object_mut() {
+            object.insert("id".into(), format!("dut{index}").into());
+            object.insert("addr".into(), slot.into());
+            if matches!(config.firmware, Firmware::Uefi) {
+                object.insert("bootindex".into(), index.into());
+            }
+        }
+        add(&["-device", &device.to_string()]);
+    }
+    arguments
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn inside() -> Inside {
+        Inside { kernel: "/k".into(), initramfs: "/i".into(), uefi_variables: "/v".into() }
+    }
+
+    #[test]
+    fn devices_sit_where_pci_address_says() {
+        let devices = vec![
+            Device::VfioUser { socket: "a".into() },
+            Device::QemuNvme { drive: Drive::Null(1 << 30), dbcs: false },
+        ];
+        let arguments = arguments(&Config::new(Kernel::V7_2, devices), &inside());
+        let devices: Vec<serde_json::Value> = arguments
+            .windows(2)
+            .filter(|pair| pair[0] == "-device")
+            .map(|pair| serde_json::from_str(&pair[1]).unwrap())
+            .collect();
+        assert_eq!(devices[0]["driver"], "vfio-user-pci");
+        assert_eq!(devices[0]["socket"]["path"], "/run/shadowbell/sockets/a");
+        assert_eq!(devices[1]["dbcs"], false);
+        for (index, device) in devices.iter().enumerate() {
+            let slot = device["addr"].as_str().unwrap();
+            assert_eq!(pci_address(index), format!("0000:00:{slot}"));
+        }
+    }
+
+    #[test]
+    fn uefi_brings_its_own_kernel() {
+        let mut config = Config::new(Kernel::V6_1, vec![Device::VfioUser { socket: "a".into() }]);
+        config.firmware = Firmware::Uefi;
+        let arguments = arguments(&config, &inside());
+        assert!(!arguments.contains(&"-kernel".to_owned()));
+        assert!(arguments.last().unwrap().contains("\"bootindex\":0"));
+    }
+
+    #[test]
+    fn kernels_parse_as_they_print() {
+        for kernel in Kernel::ALL {
+            assert_eq!(kernel.to_string().parse(), Ok(kernel));
+        }
+        assert!("5.0".parse::<Kernel>().is_err());
+    }
+}

@@ -1,0 +1,198 @@
+//! Writes the "newc" cpio archive that Linux unpacks as its initramfs
+//! (`Documentation/driver-api/early-userspace/buffer-format.rst` of the kernel).
+//!
+//! Archives may be concatenated: the kernel unpacks them one after another.
+
+use std::collections::BTreeSet;
+
+/// The file type bits of `st_mode`.
+const DIRECTORY: u32 = 0o040_000;
+const REGULAR: u32 = 0o100_000;
+const SYMLINK: u32 = 0o120_000;
+const CHAR_DEVICE: u32 = 0o020_000;
+
+/// An archive under construction. Parent directories are added by themselves, names are relative to
+/// the root of the guest and need no leading slash.
+#[derive(Debug, Default)]
+pub struct Archive {
+    bytes: Vec<u8>,
+    names: BTreeSet<String>,
+    inode: u32,
+}
+
+impl Archive {
+    /// An empty archive.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a directory, and those above it, unless they are there already.
+    pub fn directory(&mut self, name: &str) {
+        let name = clean(name);
+        if name.is_empty() || self.names.contains(name) {
+            return;
+        }
+        self.parents(name);
+        self.entry(name, DIRECTORY | 0o755, (0, 0), &[]);
+    }
+
+    /// Adds a regular file with these permissions. A second file of the same name is left out.
+    pub fn file(&mut self, name: &str, permissions: u32, content: &[u8]) {
+        self.leaf(name, REGULAR | (permissions & 0o7777), (0, 0), content);
+    }
+
+    /// Adds a symbolic link to `target`.
+    pub fn symlink(&mut self, name: &str, target: &str) {
+        self.leaf(name, SYMLINK | 0o777, (0, 0), target.as_bytes());
+    }
+
+    /// Adds a character device, which the first process needs before it can mount `/dev`.
+    pub fn char_device(&mut self, name: &str, permissions: u32, major: u32, minor: u32) {
+        self.leaf(name, CHAR_DEVICE | (permissions & 0o7777), (major, minor), &[]);
+    }
+
+    /// Whether a file, link or directory of that name was added.
+    pub fn contains(&self, name: &str) -> bool {
+        self.names.contains(clean(name))
+    }
+
+    /// The archive with its trailer.
+    pub fn finish(mut self) -> Vec<u8> {
+        self.entry("TRAILER!!!", 0, (0, 0), &[]);
+        // The kernel wants each of several archives to begin on a multiple of four, and loaders are
+        // happiest with whole sectors.
+        self.pad_to(512);
+        self.bytes
+    }
+
+    fn leaf(&mut self, name: &str, mode: u32, rdev: (u32, u32), content: &[u8]) {
+        let name = clean(name);
+        if name.is_empty() || self.names.contains(name) {
+            return;
+        }
+        self.parents(name);
+        self.entry(name, mode, rdev, content);
+    }
+
+    fn parents(&mut self, name: &str) {
+        if let Some((parent, _)) = name.rsplit_once('/') {
+            self.directory(parent);
+        }
+    }
+
+    fn entry(&mut self, name: &str, mode: u32, rdev: (u32, u32), content: &[u8]) {
+        self.names.insert(name.to_owned());
+        self.inode += 1;
+        let links = if mode & 0o170_000 == DIRECTORY { 2 } else { 1 };
+        // A file of 4 GiB and more does not fit this format; the guest's files are far from it.
+        let size = u32::try_from(content.len()).unwrap_or(u32::MAX);
+        let content = content.get(..size as usize).unwrap_or(content);
+        let fields = [
+            self.inode,
+            mode,
+            0, // uid
+            0, // gid
+            links,
+            0, // mtime: the same input gives the same archive
+            size,
+            0, // device of the file, major
+            0, // and minor
+            rdev.0,
+            rdev.1,
+            u32::try_from(name.len() + 1).unwrap_or(u32::MAX),
+            0, // checksum, of the "070702" kind only
+        ];
+        self.bytes.extend_from_slice(b"070701");
+        for field in fields {
+            self.bytes.extend_from_slice(format!("{field:08X}").as_bytes());
+        }
+        self.bytes.extend_from_slice(name.as_bytes());
+        self.bytes.push(0);
+        self.pad_to(4);
+        self.bytes.extend_from_slice(content);
+        self.pad_to(4);
+    }
+
+    fn pad_to(&mut self, multiple: usize) {
+        self.bytes.resize(self.bytes.len().next_multiple_of(multiple), 0);
+    }
+}
+
+fn clean(name: &str) -> &str {
+    name.trim_matches('/')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Reads an archive back: name, mode, content.
+    fn parse(bytes: &[u8]) -> Vec<(String, u32, Vec<u8>)> {
+        let mut entries = Vec::new();
+        let mut at = 0;
+        loop {
+            let header = &bytes[at..at + 110];
+            assert_eq!(&header[..6], b"070701");
+            let field = |n: usize| {
+                let text = std::str::from_utf8(&header[6 + 8 * n..14 + 8 * n]).unwrap();
+                u32::from_str_radix(text, 16).unwrap()
+            };
+            let name_size = field(11) as usize;
+            let name = std::str::from_utf8(&bytes[at + 110..at + 110 + name_size - 1]).unwrap();
+            assert_eq!(bytes[at + 110 + name_size - 1], 0);
+            let start = (at + 110 + name_size).next_multiple_of(4);
+            let end = start + field(6) as usize;
+            if name == "TRAILER!!!" {
+                return entries;
+            }
+            entries.push((name.to_owned(), field(1), bytes[start..end].to_vec()));
+            at = end.next_multiple_of(4);
+        }
+    }
+
+    #[test]
+    fn what_went_in_comes_out() {
+        let mut archive = Archive::new();
+        archive.file("/usr/bin/tool", 0o755, b"\x7fELF.");
+        archive.symlink("bin", "usr/bin");
+        archive.char_device("dev/console", 0o600, 5, 1);
+        archive.file("usr/bin/tool", 0o644, b"the second of a name is left out");
+        assert!(archive.contains("usr") && archive.contains("/usr/bin/tool"));
+        let entries = parse(&archive.finish());
+        let got: Vec<_> = entries.iter().map(|(n, m, c)| (n.as_str(), *m, c.as_slice())).collect();
+        assert_eq!(
+            got,
+            [
+                ("usr", 0o040_755, &b""[..]),
+                ("usr/bin", 0o040_755, b""),
+                ("usr/bin/tool", 0o100_755, b"\x7fELF."),
+                ("bin", 0o120_777, b"usr/bin"),
+                ("dev", 0o040_755, b""),
+                ("dev/console", 0o020_600, b""),
+            ]
+        );
+    }
+
+    #[test]
+    fn every_length_of_name_and_content_keeps_the_alignment() {
+        let mut archive = Archive::new();
+        for length in 0..9 {
+            archive.file(&"n".repeat(length + 1), 0o644, &vec![b'x'; length]);
+        }
+        let bytes = archive.finish();
+        assert_eq!(bytes.len() % 512, 0);
+        let entries = parse(&bytes);
+        assert_eq!(entries.len(), 9);
+        assert!(entries.iter().enumerate().all(|(n, e)| e.2.len() == n && e.0.len() == n + 1));
+    }
+
+    #[test]
+    fn the_same_input_gives_the_same_bytes() {
+        let build = || {
+            let mut archive = Archive::new();
+            archive.file("a/b/c", 0o600, b"hello");
+            archive.finish()
+        };
+        assert_eq!(build(), build());
+    }
+}

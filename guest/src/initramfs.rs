@@ -1,0 +1,136 @@
+//! Packs the guest's user land: the first process, programs of the tools root, and the shared
+//! libraries that those need.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+
+use crate::cpio::Archive;
+use crate::host::last_lines;
+use crate::roots::Roots;
+
+/// The first process, with the agent.
+const INIT: &str = include_str!("init.sh");
+
+/// The programs of a guest that only has to come up and answer.
+pub const MINIMAL: &[&str] = &["/usr/bin/busybox"];
+
+/// The programs of a guest that works a disk.
+pub const FULL: &[&str] = &[
+    "/usr/bin/busybox",
+    "/usr/bin/fio",
+    "/usr/sbin/nvme",
+    "/usr/sbin/mkfs.ext4",
+    "/usr/sbin/e2fsck",
+    "/usr/sbin/blkdiscard",
+    "/usr/bin/mount",
+    "/usr/bin/umount",
+];
+
+/// The Debian root's directories that are links into `/usr`.
+const MERGED: &[&str] = &["bin", "sbin", "lib", "lib64"];
+
+/// Where programs of ours go in the guest.
+const OURS: &str = "usr/sbin";
+
+/// Packs an uncompressed archive: QEMU copies it into the guest faster than the guest could unpack.
+///
+/// `programs` are paths of the tools root, `extra` are files of the host that go to `/usr/sbin` and
+/// need no shared libraries.
+pub fn pack(roots: &Roots, programs: &[&str], extra: &[&Path]) -> Result<Vec<u8>> {
+    let tools = roots.tools();
+    let mut archive = Archive::new();
+    for link in MERGED {
+        archive.symlink(link, &format!("usr/{link}"));
+    }
+    for directory in ["dev", "proc", "sys", "tmp", "run", "mnt", "root", "etc", "opt/busybox"] {
+        archive.directory(directory);
+    }
+    // The kernel opens it for the first process before anything is mounted.
+    archive.char_device("dev/console", 0o600, 5, 1);
+    archive.char_device("dev/null", 0o666, 1, 3);
+    archive.file("etc/passwd", 0o644, b"root:x:0:0:root:/root:/bin/sh\n");
+    archive.symlink("etc/mtab", "../proc/mounts");
+    archive.file("init", 0o755, INIT.as_bytes());
+    archive.symlink("usr/bin/sh", "busybox");
+    for path in programs.iter().map(|&p| p.to_owned()).chain(libraries(roots, programs)?) {
+        let name = merged(&path);
+        let from = tools.join(&name);
+        let content = fs::read(&from).with_context(|| from.display().to_string())?;
+        let mode = fs::metadata(&from)?.permissions().mode();
+        archive.file(&name, mode, &content);
+    }
+    for path in extra {
+        let name = path.file_name().context("a program without a name")?.to_string_lossy();
+        let content = fs::read(path).with_context(|| path.display().to_string())?;
+        archive.file(&format!("{OURS}/{name}"), 0o755, &content);
+    }
+    Ok(archive.finish())
+}
+
+/// The shared libraries of `programs`, as the root's own loader finds them.
+fn libraries(roots: &Roots, programs: &[&str]) -> Result<Vec<String>> {
+    let output = roots.command(&[], "ldd")?.args(programs).output().context("ldd")?;
+    if !output.status.success() {
+        bail!("ldd in the tools root: {}", last_lines(&output.stderr, 3));
+    }
+    parse_ldd(&String::from_utf8_lossy(&output.stdout))
+}
+
+/// Reads the output of ldd: each path once, in order.
+fn parse_ldd(text: &str) -> Result<Vec<String>> {
+    let mut paths: Vec<String> = Vec::new();
+    for line in text.lines().filter(|line| line.starts_with(char::is_whitespace)) {
+        if line.contains("not found") {
+            bail!("a library is missing from the tools root: {}", line.trim());
+        }
+        let place = line.split_once("=> ").map_or(line, |(_, place)| place).trim();
+        let path = place.split(" (").next().unwrap_or_default();
+        if path.starts_with('/') && !paths.iter().any(|known| known == path) {
+            paths.push(path.to_owned());
+        }
+    }
+    Ok(paths)
+}
+
+/// A path below the root with the links into `/usr` resolved.
+fn merged(path: &str) -> String {
+    let path = path.trim_start_matches('/');
+    match path.split_once('/') {
+        Some((first, _)) if MERGED.contains(&first) => format!("usr/{path}"),
+        _ => path.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn libraries_are_named_once_and_the_loader_too() {
+        let text = "/usr/bin/fio:\n\
+                    \tlinux-vdso.so.1 (0x00007f)\n\
+                    \tlibm.so.6 => /lib/x86_64-linux-gnu/libm.so.6 (0x00007f)\n\
+                    \t/lib64/ld-linux-x86-64.so.2 (0x00007f)\n\
+                    /usr/sbin/nvme:\n\
+                    \tlibm.so.6 => /lib/x86_64-linux-gnu/libm.so.6 (0x00007e)\n\
+                    /usr/bin/static:\n\
+                    \tstatically linked\n";
+        let want = ["/lib/x86_64-linux-gnu/libm.so.6", "/lib64/ld-linux-x86-64.so.2"];
+        assert_eq!(parse_ldd(text).unwrap(), want);
+    }
+
+    #[test]
+    fn a_library_that_is_missing_is_an_error() {
+        assert!(parse_ldd("/a:\n\tliba.so => not found\n").is_err());
+    }
+
+    #[test]
+    fn links_into_usr_are_resolved() {
+        assert_eq!(merged("/lib64/ld.so"), "usr/lib64/ld.so");
+        assert_eq!(merged("/usr/bin/fio"), "usr/bin/fio");
+        assert_eq!(merged("/library/x"), "library/x");
+    }
+}

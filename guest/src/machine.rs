@@ -1,0 +1,160 @@
+//! A running guest.
+
+use std::fs::{self, File};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use crate::agent::{self, Agent, Output};
+use crate::config::{self, Config, Firmware, Inside};
+use crate::host::last_lines;
+use crate::process::{Process, describe};
+use crate::qmp::Qmp;
+use crate::roots::Roots;
+use crate::rundir::RunDir;
+
+/// Where `target/guest` appears inside QEMU's root.
+const KEPT: &str = "/run/shadowbell/kept";
+
+/// How long QEMU may take to come up.
+const START: Duration = Duration::from_secs(30);
+/// How long a kernel may take to its first process: a few seconds alone, more beside other work.
+const BOOT: Duration = Duration::from_secs(120);
+
+/// A Linux guest under QEMU, up and answering. Dropping it kills QEMU.
+#[derive(Debug)]
+pub struct Guest {
+    process: Process,
+    agent: Agent,
+    qmp: Qmp,
+    console: PathBuf,
+    trace: PathBuf,
+    errors: PathBuf,
+}
+
+impl Guest {
+    /// Starts QEMU and waits until the guest's agent answers.
+    ///
+    /// `initramfs` is the archive of [`crate::initramfs::pack`], in the run's directory of files. The
+    /// directory takes one guest at a time; a second one after the first has ended appends to its logs.
+    ///
+    /// # Errors
+    ///
+    /// QEMU ended (with what it said), or the guest did not come up (with the end of its console).
+    pub fn boot(roots: &Roots, run: &RunDir, config: &Config, initramfs: &str) -> Result<Self> {
+        let kernel = roots.kernel(config.kernel)?;
+        let kernel = kernel.strip_prefix(roots.directory()).context("the kernel's place")?;
+        let inside = Inside {
+            kernel: Path::new(KEPT).join(kernel),
+            initramfs: Path::new(config::FILES).join(initramfs),
+            uefi_variables: Path::new(config::FILES).join("uefi-variables.fd"),
+        };
+        if config.firmware == Firmware::Uefi {
+            let empty = roots.tools().join("usr/share/OVMF/OVMF_VARS_4M.fd");
+            fs::copy(&empty, run.file("uefi-variables.fd"))
+                .with_context(|| empty.display().to_string())?;
+        }
+        let agent_socket = listen(run, "agent")?;
+        let qmp_socket = listen(run, "qmp")?;
+        let errors = run.file("qemu-stderr.log");
+        let errors_file = File::options().create(true).append(true).open(&errors)?;
+
+        let binds = [
+            (run.files(), config::FILES),
+            (run.sockets(), config::SOCKETS),
+            (roots.directory(), KEPT),
+        ];
+        let mut command = roots.command(&binds, "qemu-system-x86_64")?;
+        command.args(config::arguments(config, &inside));
+        command.stdout(errors_file.try_clone()?).stderr(errors_file);
+        let mut process = Process::spawn("QEMU", &mut command)?;
+
+        let console = run.file("console.log");
+        let mut check = || check(&mut process, &errors);
+        // QEMU makes its character devices in the order of its command line.
+        let mut agent = Agent::new(agent::accept(&agent_socket, START, &mut check)?)?;
+        let qmp = Qmp::new(agent::accept(&qmp_socket, START, &mut check)?)?;
+        agent
+            .wait_hello(BOOT, &mut check)
+            .with_context(|| format!("the guest did not come up: {}", tail(&console)))?;
+        Ok(Self { process, agent, qmp, console, trace: run.file("qemu-trace.log"), errors })
+    }
+
+    /// Runs a shell command in the guest; see [`Agent::run`].
+    pub fn run(&mut self, command: &str, timeout: Duration) -> Result<Output> {
+        let (process, errors) = (&mut self.process, &self.errors);
+        self.agent
+            .run(command, timeout, &mut || check(process, errors))
+            .with_context(|| format!("the guest's console: {}", tail(&self.console)))
+    }
+
+    /// Runs a shell command that must succeed, and takes what it printed.
+    pub fn sh(&mut self, command: &str, timeout: Duration) -> Result<String> {
+        self.run(command, timeout)?.success().with_context(|| format!("in the guest: {command}"))
+    }
+
+    /// Sends a command that the guest does not come back from.
+    pub fn send(&mut self, command: &str) -> Result<()> {
+        self.agent.send(command).map(drop)
+    }
+
+    /// Waits until the guest has booted once more in the same QEMU.
+    pub fn wait_reboot(&mut self) -> Result<()> {
+        let (process, errors) = (&mut self.process, &self.errors);
+        self.agent
+            .wait_hello(BOOT, &mut || check(process, errors))
+            .with_context(|| format!("the guest did not come back: {}", tail(&self.console)))
+    }
+
+    /// The kernel's log with numeric levels in front (`<4>[    1.2] ...`).
+    pub fn dmesg(&mut self) -> Result<String> {
+        self.sh("dmesg -r", Duration::from_secs(30))
+    }
+
+    /// Runs a command of QEMU's control socket.
+    pub fn qmp(&mut self, command: &str, arguments: Value) -> Result<Value> {
+        self.qmp.execute(command, arguments, Duration::from_secs(30))
+    }
+
+    /// Where QEMU writes the trace events that [`crate::trace`] counts.
+    pub fn trace_log(&self) -> &Path {
+        &self.trace
+    }
+
+    /// Kills QEMU at once, as a crash would.
+    pub fn kill(mut self) {
+        self.process.kill();
+    }
+
+    /// Powers the guest off and waits until QEMU has ended.
+    pub fn power_off(mut self, timeout: Duration) -> Result<()> {
+        self.send("poweroff -f")?;
+        let status = self.process.wait(timeout)?;
+        if !status.success() {
+            bail!("QEMU: {}", describe(status));
+        }
+        Ok(())
+    }
+}
+
+fn listen(run: &RunDir, name: &str) -> Result<UnixListener> {
+    let path = run.socket(name);
+    // Left by the guest before this one.
+    let _ = fs::remove_file(&path);
+    UnixListener::bind(&path).with_context(|| path.display().to_string())
+}
+
+/// An error once QEMU has ended.
+fn check(process: &mut Process, errors: &Path) -> Result<()> {
+    match process.ended()? {
+        None => Ok(()),
+        Some(status) => bail!("QEMU ended ({}): {}", describe(status), tail(errors)),
+    }
+}
+
+fn tail(log: &Path) -> String {
+    last_lines(&fs::read(log).unwrap_or_default(), 12)
+}

@@ -1,0 +1,245 @@
+//! What is fetched once from Debian and kept under `target/guest/` of the repository: one root with
+//! QEMU and the guest's programs, and one per guest kernel.
+//!
+//! Each root carries a stamp with its recipe. A root whose stamp is missing or different is built
+//! anew beside the old one and then takes its place, so an interrupted fetch costs a new one and
+//! nothing else. A lock file keeps two runs from building the same root.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+
+use crate::config::Kernel;
+use crate::host;
+
+/// How one root is made.
+struct Recipe {
+    name: &'static str,
+    what: &'static str,
+    suite: &'static str,
+    /// More suites of the same archive; packages from the last one win.
+    backports: Option<&'static str>,
+    /// `minbase` is configured and can be chrooted into, `extract` is only unpacked.
+    variant: &'static str,
+    packages: &'static [&'static str],
+}
+
+const TOOLS: Recipe = Recipe {
+    name: "tools",
+    what: "QEMU and the guest's programs",
+    suite: "trixie",
+    backports: Some("trixie-backports"),
+    variant: "minbase",
+    packages: &[
+        // the machine
+        "qemu-system-x86",
+        "seabios",
+        "ovmf",
+        // what runs in it
+        "busybox",
+        "e2fsprogs",
+        "fio",
+        "nvme-cli",
+        "util-linux",
+        // a disk that boots
+        "binutils",
+        "dosfstools",
+        "fdisk",
+        "mtools",
+        "systemd-boot-efi",
+    ],
+};
+
+fn kernel_recipe(kernel: Kernel) -> Recipe {
+    let (name, what, suite, backports) = match kernel {
+        Kernel::V6_1 => ("kernel-6.1", "Linux 6.1", "bookworm", None),
+        Kernel::V7_2 => ("kernel-7.2", "Linux 7.2", "trixie", Some("trixie-backports")),
+    };
+    let packages = &["linux-image-cloud-amd64"];
+    Recipe { name, what, suite, backports, variant: "extract", packages }
+}
+
+impl Recipe {
+    /// What the root depends on. Where the packages come from is left out: every mirror has the same.
+    fn stamp(&self) -> String {
+        format!(
+            "{} {} {} {}\n",
+            self.suite,
+            self.backports.unwrap_or("-"),
+            self.variant,
+            self.packages.join(",")
+        )
+    }
+}
+
+/// The fetched roots.
+#[derive(Debug, Clone)]
+pub struct Roots {
+    directory: PathBuf,
+}
+
+impl Roots {
+    /// Fetches what `kernels` need, unless it is there. `workspace` is the root of the repository.
+    ///
+    /// # Errors
+    ///
+    /// One sentence when this machine may not (see [`host::prepare`]), or the end of the log of what
+    /// failed.
+    pub fn fetch(workspace: &Path, kernels: &[Kernel]) -> Result<Self> {
+        let directory = workspace.join("target/guest");
+        fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
+        host::prepare()?;
+        let lock = File::create(directory.join("lock")).context("the lock of target/guest")?;
+        lock.lock().context("the lock of target/guest")?;
+        let roots = Self { directory };
+        roots.fetch_one(&TOOLS)?;
+        for &kernel in kernels {
+            roots.fetch_one(&kernel_recipe(kernel))?;
+        }
+        Ok(roots)
+    }
+
+    /// The directory of everything that is kept between runs.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// The Debian root with QEMU and the guest's programs, which can be chrooted into.
+    pub fn tools(&self) -> PathBuf {
+        self.directory.join(TOOLS.name)
+    }
+
+    /// The kernel image, absolute.
+    pub fn kernel(&self, kernel: Kernel) -> Result<PathBuf> {
+        let root = self.directory.join(kernel_recipe(kernel).name);
+        // Debian moved the image from /boot to beside the modules.
+        let boot = files_in(&root.join("boot"));
+        let beside_modules = files_in(&root.join("usr/lib/modules"))
+            .into_iter()
+            .map(|directory| directory.join("vmlinuz"));
+        boot.into_iter()
+            .filter(|path| {
+                path.file_name().is_some_and(|n| n.to_string_lossy().starts_with("vmlinuz-"))
+            })
+            .chain(beside_modules)
+            .find(|path| path.is_file())
+            .with_context(|| format!("no kernel image in {}", root.display()))
+    }
+
+    /// A command inside the tools root, in a mount namespace of its own: `binds` are pairs of a host
+    /// directory and where it appears inside. Nothing stays mounted when it ends, however it ends.
+    /// It is killed with the thread that started it.
+    pub fn command(&self, binds: &[(&Path, &str)], program: &str) -> Result<Command> {
+        let tools = self.tools();
+        let mut script = String::from("set -e\n");
+        let mut bind = |from: &Path, to: &str| -> Result<()> {
+            let target = tools.join(to.trim_start_matches('/'));
+            fs::create_dir_all(&target).with_context(|| target.display().to_string())?;
+            script += &format!("mount --rbind {} {}\n", quote(from), quote(&target));
+            Ok(())
+        };
+        bind(Path::new("/dev"), "/dev")?;
+        bind(Path::new("/proc"), "/proc")?;
+        for (from, to) in binds {
+            bind(from, to)?;
+        }
+        script += &format!("exec chroot {} \"$@\"\n", quote(&tools));
+        // setpriv, unshare, sh and chroot replace one another: one process from first to last.
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL", "unshare", "--mount", "--propagation", "private"]);
+        command.args(["sh", "-c", &script, "sh", program]);
+        command.env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").env("LC_ALL", "C.UTF-8");
+        command.stdin(Stdio::null());
+        Ok(command)
+    }
+
+    fn fetch_one(&self, recipe: &Recipe) -> Result<()> {
+        let root = self.directory.join(recipe.name);
+        let stamp = self.directory.join(format!("{}.stamp", recipe.name));
+        if root.is_dir() && fs::read_to_string(&stamp).is_ok_and(|text| text == recipe.stamp()) {
+            return Ok(());
+        }
+        eprintln!("fetching {} (once, about half a minute) ...", recipe.what);
+        let began = Instant::now();
+        remove(&stamp)?;
+        remove(&root)?;
+        let partial = self.directory.join(format!("{}.partial", recipe.name));
+        remove(&partial)?;
+        let log = self.directory.join(format!("{}.log", recipe.name));
+        let log_file = File::create(&log).with_context(|| log.display().to_string())?;
+        let mirror = host::debian_mirror()?;
+        let source =
+            |suite: &str| format!("deb [signed-by={}] {mirror} {suite} main", host::KEYRING);
+
+        let mut command = Command::new("mmdebstrap");
+        command.arg(format!("--variant={}", recipe.variant));
+        command.args(["--aptopt=APT::Install-Recommends \"false\"", "--architectures=amd64"]);
+        if let Some(backports) = recipe.backports {
+            command.arg(format!("--aptopt=APT::Default-Release \"{backports}\""));
+        }
+        command.arg(format!("--include={}", recipe.packages.join(",")));
+        command.arg(recipe.suite).arg(&partial).arg(source(recipe.suite));
+        command.args(recipe.backports.map(source));
+        let status = command
+            .stdin(Stdio::null())
+            .stdout(log_file.try_clone()?)
+            .stderr(log_file)
+            .status()
+            .context("mmdebstrap")?;
+        if !status.success() {
+            let text = fs::read(&log).unwrap_or_default();
+            bail!("fetching {} failed; {}:\n{}", recipe.what, log.display(), {
+                host::last_lines(&text, 8)
+            });
+        }
+        fs::rename(&partial, &root).context("putting the root in its place")?;
+        fs::write(&stamp, recipe.stamp()).context("the stamp of the root")?;
+        eprintln!("fetched {} in {:.0} s", recipe.what, began.elapsed().as_secs_f64());
+        Ok(())
+    }
+}
+
+fn remove(path: &Path) -> Result<()> {
+    let gone = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+    match gone {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("removing {}", path.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn files_in(directory: &Path) -> Vec<PathBuf> {
+    let mut files: Vec<_> =
+        fs::read_dir(directory).into_iter().flatten().flatten().map(|e| e.path()).collect();
+    files.sort();
+    files
+}
+
+/// A path as one word of a shell script.
+fn quote(path: &Path) -> String {
+    format!("'{}'", path.display().to_string().replace('\'', "'\\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_is_one_word_whatever_it_holds() {
+        assert_eq!(quote(Path::new("/a b/it's")), r"'/a b/it'\''s'");
+    }
+
+    #[test]
+    fn the_stamp_changes_with_the_recipe() {
+        let stamps = [
+            TOOLS.stamp(),
+            kernel_recipe(Kernel::V6_1).stamp(),
+            kernel_recipe(Kernel::V7_2).stamp(),
+        ];
+        assert!(stamps[0] != stamps[1] && stamps[1] != stamps[2]);
+    }
+}
