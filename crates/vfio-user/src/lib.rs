@@ -13,7 +13,7 @@
 //! | [`codec`] | bytes and descriptors in, whole messages out; no sockets |
 //! | [`device`] | the [`Device`] trait: what a server asks of the device it serves |
 //! | [`server`] | listening sockets and a reactor, one thread for any number of devices |
-//! | `client` | the other end: a blocking client that any number of threads may share |
+//! | [`client`] | the other end: a blocking client that any number of threads may share |
 //! | `pci` | the configuration space of a PCI Express endpoint |
 //!
 //! # What it does not implement
@@ -25,11 +25,14 @@
 
 mod address;
 pub mod capabilities;
+pub mod client;
 pub mod codec;
 pub mod device;
 pub mod server;
 mod socket;
 pub mod wire;
 
+pub use client::Client;
 pub use device::{Device, Done};
 pub use rustix::io::Errno;
+pub use server::{Listener, Reactor};

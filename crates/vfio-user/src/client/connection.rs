@@ -1,0 +1,278 @@
+//! One socket, and the exchange of one request for one reply over it.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+use zerocopy::IntoBytes;
+
+use super::ClientError;
+use crate::Errno;
+use crate::codec::{Decoder, MAX_MESSAGE_FDS, Message, Outbox};
+use crate::socket::{Received, receive, send};
+use crate::wire::{HEADER_LEN, Header, header_flags};
+
+/// Commands of the server that are refused while waiting for one reply, before it is taken for a
+/// flood.
+const MAX_STRAY: u32 = 1024;
+
+/// The payload of a good reply, and what came with it.
+pub(super) struct Reply<'a> {
+    pub(super) payload: &'a [u8],
+    pub(super) fds: Vec<OwnedFd>,
+}
+
+/// A socket with a server at the other end.
+#[derive(Debug)]
+pub(super) struct Connection {
+    socket: Arc<OwnedFd>,
+    decoder: Decoder,
+    next_id: u16,
+    timeout: Option<Duration>,
+    /// Set while an exchange is under way, and left set if it did not end well.
+    broken: bool,
+}
+
+/// Connects to the socket at `path`.
+pub(super) fn connect(path: &Path, timeout: Option<Duration>) -> Result<OwnedFd, Errno> {
+    let address = SocketAddrUnix::new(path)?;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    // A connect waits while the backlog is full.
+    set_socket_timeout(&socket, Timeout::Send, limit(timeout))?;
+    rustix::net::connect(&socket, &address)?;
+    Ok(socket)
+}
+
+impl Connection {
+    pub(super) fn new(
+        socket: OwnedFd,
+        timeout: Option<Duration>,
+        max_data_xfer_size: u32,
+    ) -> Result<Self, ClientError> {
+        let failed = |errno: Errno| ClientError::Socket(errno.into());
+        rustix::io::ioctl_fionbio(&socket, false).map_err(failed)?;
+        set_socket_timeout(&socket, Timeout::Recv, limit(timeout)).map_err(failed)?;
+        set_socket_timeout(&socket, Timeout::Send, limit(timeout)).map_err(failed)?;
+        Ok(Self {
+            socket: Arc::new(socket),
+            decoder: Decoder::new(max_data_xfer_size as usize),
+            next_id: 0,
+            timeout,
+            broken: false,
+        })
+    }
+
+    pub(super) fn socket(&self) -> Arc<OwnedFd> {
+        Arc::clone(&self.socket)
+    }
+
+    /// Sends a command, waits for its reply, and lets `read` make sense of that.
+    pub(super) fn request<T>(
+        &mut self,
+        command: u16,
+        payload: &[&[u8]],
+        fds: &[BorrowedFd<'_>],
+        read: impl FnOnce(&mut Reply<'_>) -> Result<T, String>,
+    ) -> Result<T, ClientError> {
+        let started = self.begin()?;
+        let outcome = self.exchange(command, payload, fds, started, read);
+        self.finish();
+        outcome
+    }
+
+    /// Sends a command that wants no reply.
+    pub(super) fn post(&mut self, command: u16, payload: &[&[u8]]) -> Result<(), ClientError> {
+        let started = self.begin()?;
+        let outcome = self.send(command, header_flags::NO_REPLY, payload, &[], started);
+        if outcome.is_ok() {
+            self.broken = false;
+        }
+        self.finish();
+        outcome.map(drop)
+    }
+
+    fn begin(&mut self) -> Result<Instant, ClientError> {
+        if std::mem::replace(&mut self.broken, true) {
+            return Err(ClientError::Broken);
+        }
+        Ok(Instant::now())
+    }
+
+    /// Tells the server at once if the connection is of no use any more.
+    fn finish(&self) {
+        if self.broken {
+            let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+        }
+    }
+
+    fn exchange<T>(
+        &mut self,
+        command: u16,
+        payload: &[&[u8]],
+        fds: &[BorrowedFd<'_>],
+        started: Instant,
+        read: impl FnOnce(&mut Reply<'_>) -> Result<T, String>,
+    ) -> Result<T, ClientError> {
+        let id = self.send(command, 0, payload, fds, started)?;
+        let bad = |why: String| ClientError::BadReply { command, why };
+        let mut strays = 0;
+        loop {
+            // The lock is held: what comes is the reply, or a command of the server.
+            let Some(message) = self.decoder.decode().map_err(|error| bad(error.to_string()))?
+            else {
+                self.receive(command, started)?;
+                continue;
+            };
+            let Message { header, payload, fds } = message;
+            if !header.is_reply() {
+                strays += 1;
+                if strays > MAX_STRAY {
+                    return Err(bad("it floods us with commands".into()));
+                }
+                drop(fds);
+                refuse(&self.socket, &header)?;
+                continue;
+            }
+            if header.id != id || header.command != command {
+                let Header { id: got, command: to, .. } = header;
+                return Err(bad(format!("it answers message {got}, command {to} instead of {id}")));
+            }
+            if header.flags & header_flags::ERROR != 0 {
+                let errno = match i32::try_from(header.error) {
+                    Ok(number @ 1..=4095) => Errno::from_raw_os_error(number),
+                    _ => Errno::IO,
+                };
+                self.broken = false;
+                return Err(ClientError::Refused { command, errno });
+            }
+            let value = read(&mut Reply { payload, fds }).map_err(bad)?;
+            self.broken = false;
+            return Ok(value);
+        }
+    }
+
+    fn send(
+        &mut self,
+        command: u16,
+        flags: u32,
+        payload: &[&[u8]],
+        fds: &[BorrowedFd<'_>],
+        started: Instant,
+    ) -> Result<u16, ClientError> {
+        let unsendable = |why| ClientError::Unsendable { command, why };
+        let len = HEADER_LEN + payload.iter().map(|part| part.len()).sum::<usize>();
+        let Ok(size) = u32::try_from(len) else {
+            self.broken = false;
+            return Err(unsendable("more data than fits into one message"));
+        };
+        if fds.len() > MAX_MESSAGE_FDS {
+            self.broken = false;
+            return Err(unsendable("too many descriptors"));
+        }
+        let id = self.next_id;
+        self.next_id = id.wrapping_add(1);
+        let header = Header { id, command, size, flags: header_flags::COMMAND | flags, error: 0 };
+        let mut parts = [header.as_bytes(), &[], &[]];
+        for (part, from) in parts.iter_mut().skip(1).zip(payload) {
+            *part = from;
+        }
+        let mut fds = fds;
+        let mut left = len;
+        loop {
+            let sent = match send(self.socket.as_fd(), &parts, fds) {
+                Ok(sent) => sent,
+                Err(Errno::AGAIN) => return Err(self.timed_out(command)),
+                Err(errno) => return Err(ClientError::Socket(errno.into())),
+            };
+            // The descriptors are with the first byte.
+            fds = &[];
+            left = left.saturating_sub(sent);
+            if left == 0 {
+                return Ok(id);
+            }
+            skip(&mut parts, sent);
+            if self.timeout.is_some_and(|limit| started.elapsed() > limit) {
+                return Err(self.timed_out(command));
+            }
+        }
+    }
+
+    fn receive(&mut self, command: u16, started: Instant) -> Result<(), ClientError> {
+        let gone = || ClientError::Socket(std::io::ErrorKind::ConnectionReset.into());
+        if self.decoder.is_partial()
+            && let Some(limit) = self.timeout
+        {
+            // The socket's own timeout starts anew with each receive; a server that sends byte by
+            // byte must not get around it.
+            let end = limit.saturating_mul(2);
+            let left = end.saturating_sub(started.elapsed());
+            let time = Timespec {
+                tv_sec: left.as_secs().try_into().unwrap_or(i64::MAX),
+                tv_nsec: left.subsec_nanos().into(),
+            };
+            let mut socket = [PollFd::new(&self.socket, PollFlags::IN)];
+            match poll(&mut socket, Some(&time)) {
+                Ok(0) => return Err(self.timed_out(command)),
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(errno) => return Err(ClientError::Socket(errno.into())),
+            }
+        }
+        match receive(self.socket.as_fd(), &mut self.decoder) {
+            Ok(Received::Bytes { .. }) => Ok(()),
+            Ok(Received::Closed) | Err(Errno::CONNRESET) => Err(gone()),
+            Ok(Received::FdsLost) => Err(ClientError::Socket(Errno::MFILE.into())),
+            Err(Errno::AGAIN) => Err(self.timed_out(command)),
+            Err(errno) => Err(ClientError::Socket(errno.into())),
+        }
+    }
+
+    fn timed_out(&self, command: u16) -> ClientError {
+        ClientError::Timeout { command, limit: self.timeout.unwrap_or_default() }
+    }
+}
+
+/// As the socket wants it: there, zero would mean forever.
+fn limit(timeout: Option<Duration>) -> Option<Duration> {
+    timeout.map(|time| time.max(Duration::from_micros(1)))
+}
+
+/// Says to the server that its commands (DMA by message) are not supported here.
+fn refuse(socket: &OwnedFd, to: &Header) -> Result<(), ClientError> {
+    let mut out = Outbox::default();
+    out.put_error(to, Errno::OPNOTSUPP);
+    while !out.is_empty() {
+        let (bytes, _) = out.front();
+        let sent = send(socket.as_fd(), &[bytes], &[])
+            .map_err(|errno| ClientError::Socket(errno.into()))?;
+        out.sent(sent);
+    }
+    Ok(())
+}
+
+/// Drops the first `len` bytes of `parts`.
+fn skip(parts: &mut [&[u8]], mut len: usize) {
+    for part in parts {
+        let here = len.min(part.len());
+        *part = part.get(here..).unwrap_or_default();
+        len -= here;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::skip;
+
+    #[test]
+    fn what_was_sent_is_skipped_wherever_it_ended() {
+        let whole = b"abcdefghi";
+        for sent in 0..=whole.len() {
+            let mut parts: [&[u8]; 3] = [b"abc", b"", b"defghi"];
+            skip(&mut parts, sent);
+            assert_eq!(parts.concat(), whole[sent..]);
+        }
+    }
+}

@@ -1,0 +1,541 @@
+//! The client: blocking, one request at a time, shared by as many threads as like.
+//!
+//! # Architecture
+//!
+//! A [`Client`] is a connection behind a lock. A request takes the lock, sends, waits for its reply
+//! and checks it; a posted write takes the lock and sends. That suits what is left to messages
+//! once queues and doorbells are in shared memory: the control plane, and doorbells of a device
+//! that knows no better.
+//!
+//! # When the server fails
+//!
+//! A request that the server refuses fails with [`ClientError::Refused`], and the connection goes
+//! on. Everything else (a deadline that passes, a reply that makes no sense, a server that is gone)
+//! ends the connection: later requests fail at once with [`ClientError::Broken`], because nobody
+//! could say which reply belongs to which request any more.
+
+mod connection;
+mod region;
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use crate::Errno;
+use crate::capabilities::Capabilities;
+use crate::device::{DeviceInfo, DmaUnmap, IrqAction, IrqInfo};
+use crate::wire::{self, command};
+use connection::{Connection, Reply};
+
+pub use region::{ClientRegion, MappableArea};
+
+/// Descriptors that this client takes with one reply.
+const MAX_REPLY_FDS: u32 = 16;
+
+/// Bytes that this client takes in one data transfer.
+const MAX_DATA_XFER_SIZE: u32 = 1 << 20;
+
+/// Why a request failed.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// Nobody serves at that path.
+    #[error("cannot connect to {}: {source}", path.display())]
+    Connect {
+        /// The path of the socket.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// The server said no. The connection goes on.
+    #[error("the server refused {}: {errno}", command::name(*.command))]
+    Refused {
+        /// The command.
+        command: u16,
+        /// The server's reason.
+        errno: Errno,
+    },
+    /// The request exceeds what was agreed, or makes no sense. Nothing was sent.
+    #[error("{} cannot be sent: {why}", command::name(*.command))]
+    Unsendable {
+        /// The command.
+        command: u16,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// No reply came in time. The connection has ended.
+    #[error("no reply to {} within {limit:?}", command::name(*.command))]
+    Timeout {
+        /// The command.
+        command: u16,
+        /// How long was waited.
+        limit: Duration,
+    },
+    /// The server's answer makes no sense. The connection has ended.
+    #[error("the server's reply to {} makes no sense: {why}", command::name(*.command))]
+    BadReply {
+        /// The command.
+        command: u16,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// The server is gone, or the socket failed. The connection has ended.
+    #[error("the connection failed: {0}")]
+    Socket(#[from] io::Error),
+    /// The connection had ended before.
+    #[error("the connection has ended after an earlier failure")]
+    Broken,
+}
+
+/// How a client behaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Options {
+    /// Longest time for a request from its sending to its reply; `None` waits forever. A reply
+    /// that has begun to arrive may take that time once more.
+    pub timeout: Option<Duration>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { timeout: Some(Duration::from_secs(10)) }
+    }
+}
+
+/// One write of [`Client::region_write_multi`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ShortWrite<'a> {
+    /// Which region.
+    pub region: u32,
+    /// Offset in it.
+    pub offset: u64,
+    /// At most 8 bytes.
+    pub data: &'a [u8],
+}
+
+/// Memory to share with the device, see [`Client::dma_map`].
+#[derive(Debug, Clone, Copy)]
+pub struct Share<'a> {
+    /// First bus address under which the device shall find it.
+    pub iova: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// The device may read it.
+    pub readable: bool,
+    /// The device may write it.
+    pub writable: bool,
+    /// The file that holds it; without one the device could only reach it by messages.
+    pub fd: Option<BorrowedFd<'a>>,
+    /// Where in the file it begins, in bytes.
+    pub fd_offset: u64,
+}
+
+/// A connection to a server.
+#[derive(Debug)]
+pub struct Client {
+    connection: Mutex<Connection>,
+    /// The same socket, to be watched without the lock.
+    socket: Arc<OwnedFd>,
+    server: Capabilities,
+}
+
+impl Client {
+    /// Connects to the server at `path`, or if that is a directory, at `cntrl` in there, and agrees
+    /// on a version.
+    ///
+    /// If the server has another client, this waits until the timeout for it to leave.
+    ///
+    /// # Errors
+    ///
+    /// Nobody serves there, or whoever does speaks another protocol.
+    pub fn connect(path: impl AsRef<Path>, options: Options) -> Result<Self, ClientError> {
+        let path = crate::address::resolve(path.as_ref());
+        let stream = connection::connect(&path, options.timeout)
+            .map_err(|errno| ClientError::Connect { path, source: errno.into() })?;
+        Self::from_stream(stream, options)
+    }
+
+    /// Agrees on a version with the server at the other end of `stream`, a connected UNIX socket.
+    ///
+    /// # Errors
+    ///
+    /// Whoever is there speaks another protocol.
+    pub fn from_stream(stream: OwnedFd, options: Options) -> Result<Self, ClientError> {
+        let mut connection = Connection::new(stream, options.timeout, MAX_DATA_XFER_SIZE)?;
+        let ours = Capabilities {
+            max_msg_fds: MAX_REPLY_FDS,
+            max_data_xfer_size: MAX_DATA_XFER_SIZE.into(),
+            write_multiple: true,
+        };
+        let version = wire::Version { major: wire::VERSION.0, minor: wire::VERSION.1 };
+        let payload = [version.as_bytes(), &ours.to_version_data()];
+        let server = connection.request(command::VERSION, &payload, &[], |reply| {
+            let (theirs, data) = reply.split::<wire::Version>()?;
+            if theirs.major != version.major || theirs.minor > version.minor {
+                return Err(format!("it speaks version {}.{}", theirs.major, theirs.minor));
+            }
+            Capabilities::from_version_data(data).map_err(|error| error.to_string())
+        })?;
+        Ok(Self { socket: connection.socket(), connection: Mutex::new(connection), server })
+    }
+
+    /// What the server said of itself.
+    pub fn server(&self) -> Capabilities {
+        self.server
+    }
+
+    /// Asks about the device.
+    ///
+    /// # Errors
+    ///
+    /// See [`ClientError`]; a device that is not a PCI one is a bad reply.
+    pub fn device_info(&self) -> Result<DeviceInfo, ClientError> {
+        let size = wire_size::<wire::DeviceInfo>();
+        let ask = wire::DeviceInfo { argsz: size, flags: 0, num_regions: 0, num_irqs: 0 };
+        self.lock().request(command::DEVICE_GET_INFO, &[ask.as_bytes()], &[], |reply| {
+            let (info, _) = reply.split::<wire::DeviceInfo>()?;
+            if info.flags & wire::device_flags::PCI == 0 {
+                return Err("it is not a PCI device".into());
+            }
+            Ok(DeviceInfo {
+                resettable: info.flags & wire::device_flags::RESET != 0,
+                regions: info.num_regions,
+                irqs: info.num_irqs,
+            })
+        })
+    }
+
+    /// Asks about a region.
+    ///
+    /// # Errors
+    ///
+    /// See [`ClientError`]; areas outside of the region, or without a descriptor to map, are a bad
+    /// reply.
+    pub fn region_info(&self, index: u32) -> Result<ClientRegion, ClientError> {
+        region::ask(&mut self.lock(), index)
+    }
+
+    /// Asks about a kind of interrupt, see [`irq`](crate::device::irq).
+    ///
+    /// # Errors
+    ///
+    /// See [`ClientError`].
+    pub fn irq_info(&self, index: u32) -> Result<IrqInfo, ClientError> {
+        use wire::irq_info_flags as flags;
+        let size = wire_size::<wire::IrqInfo>();
+        let ask = wire::IrqInfo { argsz: size, flags: 0, index, count: 0 };
+        self.lock().request(command::DEVICE_GET_IRQ_INFO, &[ask.as_bytes()], &[], |reply| {
+            let (info, _) = reply.split::<wire::IrqInfo>()?;
+            if info.index != index {
+                return Err(format!("it is about interrupt kind {}", info.index));
+            }
+            Ok(IrqInfo {
+                count: info.count,
+                eventfd: info.flags & flags::EVENTFD != 0,
+                maskable: info.flags & flags::MASKABLE != 0,
+                automasked: info.flags & flags::AUTOMASKED != 0,
+                noresize: info.flags & flags::NORESIZE != 0,
+            })
+        })
+    }
+
+    /// Reads `data.len()` bytes of a region, at most the server's `max_data_xfer_size`.
+    ///
+    /// # Errors
+    ///
+    /// See [`ClientError`].
+    pub fn region_read(
+        &self,
+        region: u32,
+        offset: u64,
+        data: &mut [u8],
+    ) -> Result<(), ClientError> {
+        let access = self.access(command::REGION_READ, region, offset, data.len())?;
+        self.lock().request(command::REGION_READ, &[access.as_bytes()], &[], |reply| {
+            let (echo, read) = reply.split::<wire::RegionAccess>()?;
+            if echo.count != access.count || read.len() != data.len() {
+                return Err(format!("{} bytes instead of {}", read.len(), data.len()));
+            }
+            data.copy_from_slice(read);
+            Ok(())
+        })
+    }
+
+    /// Writes to a region, and waits until it is done.
+    ///
+    /// # Errors
+    ///
+    /// See [`ClientError`].
+    pub fn region_write(&self, region: u32, offset: u64, data: &[u8]) -> Result<(), ClientError> {
+        let access = self.access(command::REGION_WRITE, region, offset, data.len())?;
+        let payload = [access.as_bytes(), data];
+        self.lock().request(command::REGION_WRITE, &payload, &[], |reply| {
+            let (echo, _) = reply.split::<wire::RegionAccess>()?;
+            if echo.count != access.count {
+                return Err(format!("{} bytes written instead of {}", echo.count, access.count));
+            }
+            Ok(())
+        })
+    }
+
+    /// Writes to a region, and does not wait. Requests that follow are handled after it. Nobody
+    /// says so if it fails.
+    ///
+    /// # Errors
+    ///
+    /// See [`ClientError`]; it could not be sent.
+    pub fn region_write_posted(
+        &self,
+        region: u32,
+        offset: u64,
+        data: &[u8],
+    ) -> Result<(), ClientError> {
+        let access = self.access(command::REGION_WRITE, region, offset, data.len())?;
+        self.lock().post(command::REGION_WRITE, &[access.as_bytes(), data])
+    }
+
+    /// Writes several times, in this order, with one message if the server can. With `posted`, does
+    /// not wait.
+    ///
+    /// # Errors
+    ///
+    /// See [`ClientError`]. After a refusal, an unknown number of them was carried out.
+    pub fn region_write_multi(
+        &self,
+        writes: &[ShortWrite<'_>],
+        posted: bool,
+    ) -> Result<(), ClientError> {
+        let command = command::REGION_WRITE_MULTI;
+        let mut entries = Vec::with_capacity(writes.len());
+        for write in writes {
+            let mut data = [0; 8];
+            let why = "a write of more than 8 bytes";
+            data.get_mut(..write.data.len())
+                .ok_or(ClientError::Unsendable { command, why })?
+                .copy_from_slice(write.data);
+            let access = self.access(command, write.region, write.offset, write.data.len())?;
+            let wire::RegionAccess { offset, region, count } = access;
+            entries.push(wire::MultiEntry { offset, region, count, data });
+        }
+        if entries.as_bytes().len() > MAX_DATA_XFER_SIZE as usize {
+            return Err(ClientError::Unsendable { command, why: "too many writes" });
+        }
+        if !self.server.write_multiple {
+            return writes.iter().try_for_each(|write| match posted {
+                true => self.region_write_posted(write.region, write.offset, write.data),
+                false => self.region_write(write.region, write.offset, write.data),
+            });
+        }
+        let multi = wire::WriteMulti { count: entries.len() as u64 };
+        let payload = [multi.as_bytes(), entries.as_bytes()];
+        if posted {
+            return self.lock().post(command, &payload);
+        }
+        self.lock().request(command, &payload, &[], |reply| {
+            let (echo, _) = reply.split::<wire::WriteMulti>()?;
+            if echo != multi {
+                return Err(format!("{} writes done instead of {}", echo.count, multi.count));
+            }
+            Ok(())
+        })
+    }
+
+    /// Lets the device reach memory.
+    ///
+    /// # Errors
+    ///
+    /// See [`ClientError`].
+    pub fn dma_map(&self, share: &Share<'_>) -> Result<(), ClientError> {
+        use wire::dma_map_flags as flags;
+        let map = wire::DmaMap {
+            argsz: wire_size::<wire::DmaMap>(),
+            flags: if share.readable { flags::READ } else { 0 }
+                | if share.writable { flags::WRITE } else { 0 },
+            offset: share.fd_offset,
+            address: share.iova,
+            size: share.len,
+        };
+        let fds: &[BorrowedFd<'_>] = share.fd.as_slice();
+        self.lock().request(command::DMA_MAP, &[map.as_bytes()], fds, |_| Ok(()))
+    }
+
+    /// Takes memory back. When this returns, the device does not touch it any more.
+    ///
+    /// # Errors
+    ///
+    /// See [`ClientError`]. The device may still touch the memory after any of them.
+    pub fn dma_unmap(&self, range: DmaUnmap) -> Result<(), ClientError> {
+        let (flags, address, size) = match range {
+            DmaUnmap::Range { iova, len } => (0, iova, len),
+            DmaUnmap::All => (wire::dma_unmap_flags::ALL, 0, 0),
+        };
+        let argsz = wire_size::<wire::DmaUnmap>();
+        let unmap = wire::DmaUnmap { argsz, flags, address, size };
+        self.lock().request(command::DMA_UNMAP, &[unmap.as_bytes()], &[], |_| Ok(()))
+    }
+
+    /// Has interrupts `start..start + eventfds.len()` of a kind signalled through eventfds. More
+    /// than the server takes at once go in several messages.
+    ///
+    /// # Errors
+    ///
+    /// See [`ClientError`].
+    pub fn set_irq_eventfds<Fd: AsFd>(
+        &self,
+        index: u32,
+        start: u32,
+        eventfds: &[Fd],
+    ) -> Result<(), ClientError> {
+        use wire::set_irqs_flags as flags;
+        let at_once = usize::try_from(self.server.max_msg_fds.clamp(1, 64)).unwrap_or(1);
+        let mut start = start;
+        for chunk in eventfds.chunks(at_once) {
+            let fds: Vec<_> = chunk.iter().map(AsFd::as_fd).collect();
+            let count = u32::try_from(fds.len()).unwrap_or(u32::MAX);
+            let set = flags::DATA_EVENTFD | flags::ACTION_TRIGGER;
+            self.set_irqs(set, index, start, count, &[], &fds)?;
+            start = start.saturating_add(count);
+        }
+        Ok(())
+    }
+
+    /// Takes the eventfds of interrupts `start..start + count` away.
+    ///
+    /// # Errors
+    ///
+    /// See [`ClientError`].
+    pub fn clear_irq_eventfds(
+        &self,
+        index: u32,
+        start: u32,
+        count: u32,
+    ) -> Result<(), ClientError> {
+        use wire::set_irqs_flags as flags;
+        let set = flags::DATA_EVENTFD | flags::ACTION_TRIGGER;
+        self.set_irqs(set, index, start, count, &[], &[])
+    }
+
+    /// Disables all interrupts of a kind.
+    ///
+    /// # Errors
+    ///
+    /// See [`ClientError`].
+    pub fn disable_irqs(&self, index: u32) -> Result<(), ClientError> {
+        self.act_on_irqs(index, 0, 0, IrqAction::Trigger)
+    }
+
+    /// Masks, unmasks or raises interrupts `start..start + count` of a kind.
+    ///
+    /// # Errors
+    ///
+    /// See [`ClientError`].
+    pub fn act_on_irqs(
+        &self,
+        index: u32,
+        start: u32,
+        count: u32,
+        action: IrqAction,
+    ) -> Result<(), ClientError> {
+        let flags = wire::set_irqs_flags::DATA_NONE | action_flag(action);
+        self.set_irqs(flags, index, start, count, &[], &[])
+    }
+
+    /// Masks, unmasks or raises those of the interrupts from `start` on whose flag is set.
+    ///
+    /// # Errors
+    ///
+    /// See [`ClientError`].
+    pub fn act_on_chosen_irqs(
+        &self,
+        index: u32,
+        start: u32,
+        chosen: &[bool],
+        action: IrqAction,
+    ) -> Result<(), ClientError> {
+        let flags = wire::set_irqs_flags::DATA_BOOL | action_flag(action);
+        let count = u32::try_from(chosen.len()).unwrap_or(u32::MAX);
+        self.set_irqs(flags, index, start, count, chosen.as_bytes(), &[])
+    }
+
+    /// Resets the device.
+    ///
+    /// # Errors
+    ///
+    /// See [`ClientError`].
+    pub fn reset(&self) -> Result<(), ClientError> {
+        self.lock().request(command::DEVICE_RESET, &[], &[], |_| Ok(()))
+    }
+
+    fn set_irqs(
+        &self,
+        flags: u32,
+        index: u32,
+        start: u32,
+        count: u32,
+        data: &[u8],
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<(), ClientError> {
+        let command = command::DEVICE_SET_IRQS;
+        if data.len() > MAX_DATA_XFER_SIZE as usize {
+            return Err(ClientError::Unsendable { command, why: "too many interrupts" });
+        }
+        let argsz = wire_size::<wire::SetIrqs>().saturating_add(data.len() as u32);
+        let set = wire::SetIrqs { argsz, flags, index, start, count };
+        self.lock().request(command, &[set.as_bytes(), data], fds, |_| Ok(()))
+    }
+
+    fn access(
+        &self,
+        command: u16,
+        region: u32,
+        offset: u64,
+        len: usize,
+    ) -> Result<wire::RegionAccess, ClientError> {
+        let max = self.server.max_data_xfer_size.min(MAX_DATA_XFER_SIZE.into());
+        match u32::try_from(len) {
+            Ok(count) if u64::from(count) <= max => {
+                Ok(wire::RegionAccess { offset, region, count })
+            }
+            _ => Err(ClientError::Unsendable {
+                command,
+                why: "more data than fits into one message",
+            }),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Connection> {
+        // A connection that a panic left halfway marks itself as broken.
+        self.connection.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl AsFd for Client {
+    /// The socket, to notice that the server is gone (`POLLHUP`) while no request is under way.
+    /// Whoever reads from it or writes to it breaks the connection.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+fn action_flag(action: IrqAction) -> u32 {
+    match action {
+        IrqAction::Mask => wire::set_irqs_flags::ACTION_MASK,
+        IrqAction::Unmask => wire::set_irqs_flags::ACTION_UNMASK,
+        IrqAction::Trigger => wire::set_irqs_flags::ACTION_TRIGGER,
+    }
+}
+
+/// Size of a structure of the protocol; all are small.
+const fn wire_size<T>() -> u32 {
+    size_of::<T>() as u32
+}
+
+impl Reply<'_> {
+    /// The structure that the payload begins with, and what follows it.
+    fn split<T: FromBytes + KnownLayout + Immutable>(&self) -> Result<(T, &[u8]), String> {
+        T::read_from_prefix(self.payload)
+            .map_err(|_| format!("its payload has only {} bytes", self.payload.len()))
+    }
+}
