@@ -5,7 +5,23 @@
 //! number of [`submit`](Queue::submit), one [`commit`](Queue::commit), then
 //! [`reap`](Queue::reap) whatever is done, with a descriptor to sleep on. Disks that are memory
 //! complete inline, and pay for none of it.
+//!
+//! * [`NullDisk`] keeps nothing: what is measured on it is everything but the disk;
+//! * [`MemDisk`] keeps its blocks in memory, for as long as the process lives;
+//! * [`open`] opens any of them by what a person writes: `disk.img`, `mem:1GiB`, `null:1TiB`.
 #![deny(unsafe_code)]
+
+mod check;
+mod compare;
+mod error;
+mod mem;
+mod null;
+mod uri;
+
+pub use error::OpenError;
+pub use mem::MemDisk;
+pub use null::NullDisk;
+pub use uri::{open, parse_size};
 
 use memory::Segments;
 use std::os::fd::BorrowedFd;

@@ -1,0 +1,162 @@
+//! A disk that is memory.
+
+use crate::{Disk, DiskError, Info, Op, OpenError, Queue, Request, Submitted};
+use memory::{Mapping, Segments, SharedBytes};
+use std::io;
+
+/// A disk whose blocks are memory of this process, taken from the system as they are first
+/// written and given back by discards. Its content is gone with the disk.
+///
+/// Every operation completes inline. Two threads that access the same blocks at once get what
+/// they would get from a real disk: a mix of both.
+#[derive(Clone, Debug)]
+pub struct MemDisk {
+    info: Info,
+    bytes: SharedBytes,
+}
+
+/// The unit in which memory is given back.
+const PAGE: usize = 4096;
+
+impl MemDisk {
+    /// A disk of `blocks` logical blocks of `block_size` bytes (512 or 4096), all zeroes.
+    ///
+    /// # Errors
+    /// [`OpenError::Memory`] if the system refuses that much address space.
+    pub fn new(blocks: u64, block_size: u32) -> Result<Self, OpenError> {
+        let info = Info {
+            block_size,
+            blocks,
+            read_only: false,
+            volatile_cache: false,
+            discard: true,
+            granularity: (PAGE as u32 / block_size).max(1),
+        };
+        let refused = |source| OpenError::Memory { bytes: info.bytes(), source };
+        let mapping = Mapping::anonymous(info.bytes()).map_err(refused)?;
+        // The mapping is rounded up to whole pages; the disk is not.
+        let len = usize::try_from(info.bytes()).unwrap_or(usize::MAX).min(mapping.len());
+        let bytes = mapping.bytes().slice(0, len).unwrap_or_else(|| mapping.bytes());
+        Ok(Self { info, bytes })
+    }
+
+    /// Whether writes are refused.
+    #[must_use]
+    pub fn with_read_only(mut self, read_only: bool) -> Self {
+        self.info.read_only = read_only;
+        self
+    }
+
+    /// The disk's content, for whoever wants to fill or look at it from this process.
+    #[must_use]
+    pub fn bytes(&self) -> &SharedBytes {
+        &self.bytes
+    }
+
+    #[inline]
+    fn run(&self, request: &Request, data: &Segments) -> Result<(), DiskError> {
+        request.check(&self.info, data)?;
+        // The range was checked against the disk, which fits the address space.
+        let (at, len) = (request.offset as usize, request.len as usize);
+        match request.op {
+            Op::Read => data.copy_from(0, &self.bytes, at, len).ok_or(DiskError::BadBuffer),
+            Op::Write { .. } => data.copy_to(0, &self.bytes, at, len).ok_or(DiskError::BadBuffer),
+            Op::Flush | Op::Verify => Ok(()),
+            Op::WriteZeroes { .. } | Op::Discard => self.zero(at, len),
+            Op::Compare => crate::compare::equal(data, 0, &self.bytes, at, len),
+        }
+    }
+
+    /// Gives back the whole pages of the range and zeroes what is left of it.
+    fn zero(&self, at: usize, len: usize) -> Result<(), DiskError> {
+        let end = at + len;
+        let first = at.next_multiple_of(PAGE);
+        let last = end / PAGE * PAGE;
+        let fill = |from: usize, to: usize| {
+            self.bytes.fill(from, to - from, 0).ok_or(DiskError::OutOfRange)
+        };
+        if first >= last {
+            return fill(at, end);
+        }
+        fill(at, first)?;
+        fill(last, end)?;
+        // Memory that can not be given back (it may be locked) is at least zeroes.
+        if PAGE.is_multiple_of(rustix::param::page_size())
+            && self.bytes.mapping().discard(first, last - first).is_ok()
+        {
+            return Ok(());
+        }
+        fill(first, last)
+    }
+}
+
+impl Disk for MemDisk {
+    fn info(&self) -> Info {
+        self.info.clone()
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(self.clone()))
+    }
+
+    fn name(&self) -> String {
+        format!("mem:{}", crate::uri::format_size(self.info.bytes()))
+    }
+}
+
+impl Queue for MemDisk {
+    #[inline]
+    fn submit(&mut self, _tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        Submitted::Done(self.run(request, data))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn discarded_memory_goes_back_to_the_system() {
+        let disk = MemDisk::new(64 * 8, 512).unwrap();
+        disk.bytes().fill(0, 64 * PAGE, 1).unwrap();
+        let resident = || {
+            let address = disk.bytes().address();
+            let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+            let mut lines = smaps.lines().skip_while(|l| {
+                let range = l.split(' ').next().and_then(|r| r.split_once('-'));
+                range.is_none_or(|(from, to)| {
+                    let parse = |s| usize::from_str_radix(s, 16).unwrap_or(0);
+                    address < parse(from) || address >= parse(to)
+                })
+            });
+            let rss = lines.find(|l| l.starts_with("Rss:")).unwrap();
+            rss.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() / 4
+        };
+        let before = resident();
+        disk.zero(512, 62 * PAGE).unwrap();
+        assert_eq!(before - resident(), 61, "the whole pages inside");
+        let mut all = vec![9; 64 * PAGE];
+        disk.bytes().read_into(0, &mut all).unwrap();
+        assert!(all[..512].iter().all(|b| *b == 1));
+        assert!(all[512..512 + 62 * PAGE].iter().all(|b| *b == 0));
+        assert!(all[512 + 62 * PAGE..].iter().all(|b| *b == 1));
+    }
+
+    #[test]
+    fn a_size_that_is_no_page_multiple_ends_where_it_should() {
+        let disk = MemDisk::new(9, 512).unwrap();
+        assert_eq!(disk.info().bytes(), 9 * 512);
+        assert_eq!(disk.bytes().len(), 9 * 512);
+        let mut data = Segments::from_bytes(&Mapping::anonymous(4096).unwrap().bytes());
+        let request = Request { op: Op::Read, offset: 8 * 512, len: 1024 };
+        let mut queue = disk.queue().unwrap();
+        let done = queue.submit(1, &request, &mut data);
+        assert_eq!(done, Submitted::Done(Err(DiskError::OutOfRange)));
+    }
+
+    #[test]
+    fn more_memory_than_there_are_addresses_is_refused() {
+        let error = MemDisk::new(1 << 54, 512).unwrap_err();
+        assert!(error.to_string().contains("8EiB"), "{error}");
+    }
+}
