@@ -32,6 +32,8 @@ pub mod admin;
 pub mod build;
 pub mod cqe;
 pub mod dbbuf;
+pub mod identify;
+mod layout;
 pub mod nvm;
 pub mod opcode;
 pub mod pci;

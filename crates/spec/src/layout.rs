@@ -1,0 +1,34 @@
+//! Support for the structures of this crate: all-zero defaults, and byte-exact layout tests.
+
+/// `Default` as all zeroes, for structures whose arrays are too long for the derive.
+macro_rules! zero_default {
+    ($($type:ty),* $(,)?) => {$(
+        impl Default for $type {
+            fn default() -> Self {
+                zerocopy::FromZeros::new_zeroed()
+            }
+        }
+    )*};
+}
+pub(crate) use zero_default;
+
+/// Asserts the size of a structure and the offset of every one of its fields.
+///
+/// The pattern that it matches names each field and has no `..`, so a field without a figure does
+/// not compile.
+#[cfg(test)]
+macro_rules! assert_layout {
+    ($type:ident, $size:literal, { $($field:ident: $offset:literal),* $(,)? }) => {
+        assert_eq!(core::mem::size_of::<$type>(), $size, "size of {}", stringify!($type));
+        let $type { $($field: _),* } = <$type as zerocopy::FromZeros>::new_zeroed();
+        $(assert_eq!(
+            core::mem::offset_of!($type, $field),
+            $offset,
+            "offset of {}::{}",
+            stringify!($type),
+            stringify!($field)
+        );)*
+    };
+}
+#[cfg(test)]
+pub(crate) use assert_layout;
