@@ -111,7 +111,7 @@ mod tests {
         for nonsense in [
             &b"{"[..],
             b"garbage\0",
-            b"[]",
+            b"[7]",
             b"{\"capabilities\":7}",
             b"{\"capabilities\":{\"max_msg_fds\":-1}}",
             b"{\"capabilities\":{\"max_msg_fds\":\"many\"}}",

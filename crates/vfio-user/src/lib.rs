@@ -14,7 +14,7 @@
 //! | [`device`] | the [`Device`] trait: what a server asks of the device it serves |
 //! | [`server`] | listening sockets and a reactor, one thread for any number of devices |
 //! | [`client`] | the other end: a blocking client that any number of threads may share |
-//! | `pci` | the configuration space of a PCI Express endpoint |
+//! | [`pci`] | the configuration space of a PCI Express endpoint |
 //!
 //! # What it does not implement
 //!
@@ -28,6 +28,7 @@ pub mod capabilities;
 pub mod client;
 pub mod codec;
 pub mod device;
+pub mod pci;
 pub mod server;
 mod socket;
 pub mod wire;

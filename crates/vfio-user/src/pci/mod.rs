@@ -1,0 +1,253 @@
+//! The configuration space of a PCI Express endpoint function with one type 0 header.
+//!
+//! # Architecture
+//!
+//! [`ConfigSpace`] is 4096 bytes and, for each of them, a mask of the bits that a write may change.
+//! That is all that most registers are: a base address register sizes itself, because the bits
+//! below its size are not writable. What means more than storage is found by comparing before and
+//! after a write, and told in [`Effects`].
+//!
+//! The capabilities, in the order of the list: Power Management (D0 and D3hot), MSI-X, PCI Express
+//! (endpoint, function level reset). In the extended space there is a Device Serial Number if one is
+//! given, and otherwise the empty list.
+//!
+//! # What it does not implement
+//!
+//! I/O space, 32-bit base address registers, an expansion ROM, MSI (MSI-X replaces it), power
+//! management events, error reporting, and what belongs to a slot or a bridge. A VMM stands between
+//! this and the guest, and shows those that it emulates itself.
+
+mod layout;
+mod msix;
+
+pub use layout::{Bar, Function, FunctionError, Msix};
+pub use msix::MsixTable;
+
+use crate::Errno;
+use layout::{msix_cap, offset, pcie_cap, pm_cap};
+
+/// Size of the configuration space in bytes (PCI Express Base Specification, 7.2).
+pub const CONFIG_SIZE: usize = 4096;
+
+/// Bits of the command register (PCI Express Base Specification, 7.5.1.1.3).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Command {
+    /// The function answers to accesses of its base address registers.
+    pub memory: bool,
+    /// The function may access memory, and send interrupt messages.
+    pub bus_master: bool,
+    /// The function may not assert its interrupt pin.
+    pub intx_disabled: bool,
+}
+
+/// The state of MSI-X (PCI Express Base Specification, 7.7.2.2).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct MsixControl {
+    /// Interrupts are messages; the pin is not used.
+    pub enabled: bool,
+    /// All vectors are masked, whatever the table says.
+    pub masked: bool,
+}
+
+/// A power state of the function (PCI Express Base Specification, 7.5.2.2).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Power {
+    /// Full operation.
+    #[default]
+    D0,
+    /// Only the configuration space is accessible. Nothing is lost: No_Soft_Reset is set.
+    D3Hot,
+}
+
+/// What a write has changed. `None` and `false` mean that it did not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Effects {
+    /// The new command register.
+    pub command: Option<Command>,
+    /// The new state of MSI-X.
+    pub msix: Option<MsixControl>,
+    /// The new power state.
+    pub power: Option<Power>,
+    /// A base address register has a new value.
+    pub bars: bool,
+    /// Initiate Function Level Reset was written (PCI Express Base Specification, 6.6.2). The
+    /// configuration space is reset already, which the other members tell of; the rest of the
+    /// function is left to do.
+    pub function_level_reset: bool,
+}
+
+/// The configuration space of one function.
+#[derive(Clone)]
+pub struct ConfigSpace {
+    bytes: Box<[u8; CONFIG_SIZE]>,
+    writable: Box<[u8; CONFIG_SIZE]>,
+    power_on: Box<[u8; CONFIG_SIZE]>,
+    has_msix: bool,
+}
+
+impl ConfigSpace {
+    /// The configuration space of `function`, as after power-on.
+    ///
+    /// # Errors
+    ///
+    /// `function` is impossible.
+    pub fn new(function: &Function) -> Result<Self, FunctionError> {
+        let (bytes, writable) = layout::build(function)?;
+        Ok(Self { power_on: bytes.clone(), bytes, writable, has_msix: function.msix.is_some() })
+    }
+
+    /// Reads `data.len()` bytes from `offset`; any size, any alignment.
+    ///
+    /// # Errors
+    ///
+    /// [`Errno::INVAL`] if they are not all inside.
+    pub fn read(&self, offset: u64, data: &mut [u8]) -> Result<(), Errno> {
+        let range = range(offset, data.len())?;
+        data.copy_from_slice(self.bytes.get(range).ok_or(Errno::INVAL)?);
+        Ok(())
+    }
+
+    /// Writes `data` at `offset`; any size, any alignment. Bits that cannot be written keep their
+    /// value.
+    ///
+    /// # Errors
+    ///
+    /// [`Errno::INVAL`] if it is not all inside.
+    pub fn write(&mut self, offset: u64, data: &[u8]) -> Result<Effects, Errno> {
+        let range = range(offset, data.len())?;
+        let before = self.state();
+        let bars = self.bars();
+        let old_power = self.u16(pm_cap::CONTROL);
+        let bytes = self.bytes.get_mut(range.clone()).ok_or(Errno::INVAL)?;
+        let masks = self.writable.get(range).ok_or(Errno::INVAL)?;
+        for ((byte, mask), new) in bytes.iter_mut().zip(masks).zip(data) {
+            *byte = *byte & !mask | new & mask;
+        }
+        // D1 and D2 are not supported: such a write has no effect (7.5.2.2, PowerState).
+        if matches!(self.u16(pm_cap::CONTROL) & pm_cap::POWER_STATE, 1 | 2) {
+            self.set_u16(pm_cap::CONTROL, old_power);
+        }
+        // Initiate Function Level Reset always reads as 0.
+        let reset = self.u16(pcie_cap::DEVICE_CONTROL) & pcie_cap::INITIATE_FLR != 0;
+        if reset {
+            self.reset();
+        }
+        let after = self.state();
+        Ok(Effects {
+            command: (before.0 != after.0).then_some(after.0),
+            msix: (before.1 != after.1).then_some(after.1),
+            power: (before.2 != after.2).then_some(after.2),
+            bars: bars != self.bars(),
+            function_level_reset: reset,
+        })
+    }
+
+    /// As after power-on.
+    pub fn reset(&mut self) {
+        self.bytes.copy_from_slice(&*self.power_on);
+    }
+
+    /// The command register.
+    pub fn command(&self) -> Command {
+        let command = self.u16(offset::COMMAND);
+        Command {
+            memory: command & layout::command::MEMORY != 0,
+            bus_master: command & layout::command::BUS_MASTER != 0,
+            intx_disabled: command & layout::command::INTX_DISABLE != 0,
+        }
+    }
+
+    /// The state of MSI-X; all off without that capability.
+    pub fn msix(&self) -> MsixControl {
+        if !self.has_msix {
+            return MsixControl::default();
+        }
+        let control = self.u16(msix_cap::CONTROL);
+        MsixControl {
+            enabled: control & msix_cap::ENABLE != 0,
+            masked: control & msix_cap::FUNCTION_MASK != 0,
+        }
+    }
+
+    /// The power state.
+    pub fn power(&self) -> Power {
+        match self.u16(pm_cap::CONTROL) & pm_cap::POWER_STATE {
+            3 => Power::D3Hot,
+            _ => Power::D0,
+        }
+    }
+
+    /// The address in base address register pair `index` (0, 2 or 4).
+    pub fn bar(&self, index: u8) -> u64 {
+        let at = offset::BAR0 + 4 * usize::from(index.min(4) & !1);
+        let mut value = [0; 8];
+        if let Some(bytes) = self.bytes.get(at..at + 8) {
+            value.copy_from_slice(bytes);
+        }
+        u64::from_le_bytes(value) & !0xf
+    }
+
+    /// Shows in the status register whether the interrupt pin would be asserted.
+    pub fn set_interrupt_status(&mut self, pending: bool) {
+        let status = self.u16(offset::STATUS) & !layout::INTERRUPT_STATUS;
+        let bit = if pending { layout::INTERRUPT_STATUS } else { 0 };
+        self.set_u16(offset::STATUS, status | bit);
+    }
+
+    /// All of it, to be kept for [`restore`](Self::restore).
+    pub fn bytes(&self) -> &[u8; CONFIG_SIZE] {
+        &self.bytes
+    }
+
+    /// Gives the writable bits the values that they have in `bytes`; the rest stays.
+    pub fn restore(&mut self, bytes: &[u8; CONFIG_SIZE]) {
+        for ((byte, mask), new) in self.bytes.iter_mut().zip(self.writable.iter()).zip(bytes) {
+            *byte = *byte & !mask | new & mask;
+        }
+        let control = self.u16(pcie_cap::DEVICE_CONTROL);
+        self.set_u16(pcie_cap::DEVICE_CONTROL, control & !pcie_cap::INITIATE_FLR);
+    }
+
+    fn state(&self) -> (Command, MsixControl, Power) {
+        (self.command(), self.msix(), self.power())
+    }
+
+    fn bars(&self) -> [u64; 3] {
+        [self.bar(0), self.bar(2), self.bar(4)]
+    }
+
+    fn u16(&self, at: usize) -> u16 {
+        match self.bytes.get(at..at + 2) {
+            Some(&[low, high]) => u16::from_le_bytes([low, high]),
+            _ => 0,
+        }
+    }
+
+    fn set_u16(&mut self, at: usize, value: u16) {
+        if let Some(bytes) = self.bytes.get_mut(at..at + 2) {
+            bytes.copy_from_slice(&value.to_le_bytes());
+        }
+    }
+}
+
+impl std::fmt::Debug for ConfigSpace {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ConfigSpace")
+            .field("command", &self.command())
+            .field("msix", &self.msix())
+            .field("power", &self.power())
+            .field("bars", &self.bars())
+            .finish_non_exhaustive()
+    }
+}
+
+fn range(offset: u64, len: usize) -> Result<std::ops::Range<usize>, Errno> {
+    let start = usize::try_from(offset).map_err(|_| Errno::INVAL)?;
+    match start.checked_add(len) {
+        Some(end) if end <= CONFIG_SIZE => Ok(start..end),
+        _ => Err(Errno::INVAL),
+    }
+}
+
+#[cfg(test)]
+mod tests;
