@@ -12,6 +12,11 @@
 //! | [`opcode`], [`status`] | command opcodes; status codes with the specification's names |
 //! | [`admin`], [`nvm`] | command dwords, decoded, and back |
 //! | [`build`] | whole commands, for the host side |
+//! | [`sgl`] | scatter gather list descriptors |
+//! | [`identify`], [`log`], [`feature`] | the data of Identify, Get Log Page, Get and Set Features |
+//! | [`event`] | asynchronous events |
+//! | [`dbbuf`] | where a queue's shadow doorbell and EventIdx are |
+//! | [`pci`] | what NVMe fixes of PCI: class code, MSI-X |
 //!
 //! # Which documents
 //!
@@ -32,8 +37,11 @@ pub mod admin;
 pub mod build;
 pub mod cqe;
 pub mod dbbuf;
+pub mod event;
+pub mod feature;
 pub mod identify;
 mod layout;
+pub mod log;
 pub mod nvm;
 pub mod opcode;
 pub mod pci;
