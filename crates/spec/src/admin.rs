@@ -1,9 +1,9 @@
 //! What the admin commands put in their dwords: decoded from an SQE, and encoded into one.
 //!
-//! Every `decode` takes any entry at all: a field is what its bits say, whether or not the opcode is
-//! the one it belongs to and whether or not the value makes sense. Judging it is the controller's
-//! work. `encode` writes the command's own dwords (10 to 15) and leaves the rest of the entry alone;
-//! bits that do not fit a field are dropped.
+//! Every `decode` takes any entry at all: a field is what its bits say, whether or not the opcode
+//! is the one it belongs to and whether or not the value makes sense. Judging it is the
+//! controller's work. `encode` writes the command's own dwords (10 to 15) and leaves the rest of
+//! the entry alone; bits that do not fit a field are dropped.
 
 use crate::Sqe;
 
@@ -316,7 +316,7 @@ impl SetFeatures {
 }
 
 /// Doorbell Buffer Config: both pages are one memory page in size and aligned to it. Base 2.1,
-/// "Doorbell Buffer Config command". See [`crate::dbbuf`] for what is in them.
+/// 5.2.5 "Doorbell Buffer Config command". See [`crate::dbbuf`] for what is in them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DoorbellBufferConfig {
     /// PRP1: the Shadow Doorbell buffer, which the host writes.
@@ -338,7 +338,7 @@ impl DoorbellBufferConfig {
     }
 }
 
-/// Format NVM. Base 2.1, "Format NVM command".
+/// Format NVM. Base 2.1, 5.1.10 "Format NVM command".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FormatNvm {
     /// LBA (User Data) Format index, 0 to 63: CDW10 13:12 and 3:0.
@@ -378,7 +378,7 @@ impl FormatNvm {
     }
 }
 
-/// Firmware Commit. Base 2.1, "Firmware Commit command".
+/// Firmware Commit. Base 2.1, 5.1.8 "Firmware Commit command".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FirmwareCommit {
     /// Firmware Slot, CDW10 2:0: 1 to 7, or 0 to let the controller choose.
@@ -407,7 +407,7 @@ impl FirmwareCommit {
     }
 }
 
-/// Firmware Image Download. Base 2.1, "Firmware Image Download command".
+/// Firmware Image Download. Base 2.1, 5.1.9 "Firmware Image Download command".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FirmwareImageDownload {
     /// Number of Dwords, 0's based, CDW10.

@@ -71,7 +71,7 @@ impl Sqe {
         self
     }
 
-    /// Flush. Base 2.1, "Flush command".
+    /// Flush. Base 2.1, 7.2 "Flush command".
     pub const fn flush(nsid: u32, cid: u16) -> Self {
         Self::new(NvmOpcode::Flush as u8, cid, nsid)
     }
@@ -136,7 +136,7 @@ impl Sqe {
         Self::admin(AdminOpcode::AsyncEventRequest, cid, 0)
     }
 
-    /// Keep Alive. Base 2.1, "Keep Alive command".
+    /// Keep Alive. Base 2.1, 5.1.14 "Keep Alive command".
     pub const fn keep_alive(cid: u16) -> Self {
         Self::admin(AdminOpcode::KeepAlive, cid, 0)
     }

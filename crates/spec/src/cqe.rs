@@ -1,4 +1,4 @@
-//! The completion queue entry: 16 bytes. Base 2.1, "Completion Queue Entry".
+//! The completion queue entry: 16 bytes. Base 2.1, 4.2.1.
 
 use crate::Status;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
@@ -35,8 +35,8 @@ impl Cqe {
         Self { dw0, dw1: 0, sq_head, sq_id, cid, status: status.bits() << 1 }
     }
 
-    /// The phase tag. Base 2.1, "Phase Tag": flips with every pass through the queue, and is one in
-    /// the entries of the first pass.
+    /// The phase tag. Base 2.1, 4.2.4 "Phase Tag": flips with every pass through the queue, and is
+    /// one in the entries of the first pass.
     pub const fn phase(&self) -> bool {
         self.status & 1 != 0
     }

@@ -1,9 +1,9 @@
 //! The Shadow Doorbell and EventIdx buffers: where a queue's entry is.
 //!
-//! Base 2.1, "Doorbell Buffer Config command" and "Shadow Doorbell Buffer Overview". Each buffer is
-//! one memory page, laid out as the doorbell registers are: submission queue tail and completion
-//! queue head of queue 0, then of queue 1 and so on, `4 << CAP.DSTRD` bytes apart. An entry is four
-//! bytes, of which the low 16 bits are the queue index.
+//! Base 2.1, 5.2.5 "Doorbell Buffer Config command". Each buffer is one memory page, laid out as
+//! the doorbell registers are: submission queue tail and completion queue head of queue 0, then of
+//! queue 1 and so on, `4 << CAP.DSTRD` bytes apart. An entry is four bytes, of which the low 16
+//! bits are the queue index.
 
 use crate::regs::{
     Doorbell, DoorbellKind, cq_doorbell_offset, doorbell_stride, sq_doorbell_offset,
@@ -29,6 +29,10 @@ pub const fn entry_offset(doorbell: Doorbell, dstrd: u8) -> u64 {
 
 /// How many queue pairs, the admin queue with them, have both entries inside a page of `page_size`
 /// bytes. Queues past that have no shadow and use their doorbells.
+///
+/// A controller should not allocate more. The inequality that 5.2.5 asks it to keep, with one
+/// stride for each queue number, admits twice as many as the two strides of the layout leave room
+/// for.
 pub const fn queue_pairs_in_page(page_size: u64, dstrd: u8) -> u64 {
     page_size / (2 * doorbell_stride(dstrd))
 }

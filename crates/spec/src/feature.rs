@@ -176,8 +176,8 @@ pub struct VolatileWriteCache {
     __: u32,
 }
 
-/// Number of Queues, 07h: what the host asks for, and what the controller allocated. It is set once,
-/// before the first I/O queue is created.
+/// Number of Queues, 07h: what the host asks for, and what the controller allocated. It is set
+/// once, before the first I/O queue is created.
 #[bitfield(u32)]
 #[derive(PartialEq, Eq)]
 pub struct NumberOfQueues {

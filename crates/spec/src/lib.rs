@@ -2,8 +2,8 @@
 //!
 //! Plain data and nothing else: no I/O, no allocation, no unsafe code. Every structure has the size
 //! and the field offsets that the specification gives it (the tests check each one), may be made
-//! from any bytes (`zerocopy::FromBytes`) and has no padding (`zerocopy::IntoBytes`), so that a peer
-//! can neither make it invalid nor see memory of ours through it.
+//! from any bytes (`zerocopy::FromBytes`) and has no padding (`zerocopy::IntoBytes`), so that a
+//! peer can neither make it invalid nor see memory of ours through it.
 //!
 //! | module | what |
 //! |---|---|
@@ -23,6 +23,12 @@
 //! Citations are short: *Base* is the NVM Express Base Specification (2.1 unless said otherwise),
 //! *NVM* the NVM Command Set Specification 1.1, *PCIe* the NVMe over PCIe Transport Specification
 //! 1.1. Where a clause number moved between revisions, the clause is cited by its title.
+//!
+//! # Bit fields
+//!
+//! A `with_` or `set_` function panics if the value does not fit its field: they are for values of
+//! our own, and have `_checked` forms for others. What a peer sent goes in whole, through
+//! `from_bits`, and every pattern of bits is valid there.
 //!
 //! # Byte order
 //!

@@ -14,7 +14,8 @@ pub struct RwFields {
     pub slba: u64,
     /// Number of Logical Blocks, 0's based, CDW12 15:0.
     pub nlb0: u16,
-    /// Directive Type, CDW12 23:20 (Write).
+    /// Directive Type, CDW12 23:20 (Write). In Write Zeroes the highest of these bits is Namespace
+    /// Zeroes.
     pub dtype: u8,
     /// Storage Tag Check, CDW12 bit 24.
     pub stc: bool,

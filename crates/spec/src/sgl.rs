@@ -1,11 +1,11 @@
-//! Scatter Gather List descriptors. Base 2.1, "Scatter Gather List (SGL)".
+//! Scatter Gather List descriptors. Base 2.1, 4.3.2 "Scatter Gather List (SGL)".
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// An SGL descriptor, as it lies in memory: 16 bytes, the last of which says what it is.
 ///
-/// `address` and `length` have this meaning for data blocks and (last) segments. A bit bucket has no
-/// address; keyed descriptors, which only RDMA uses, pack a three-byte length and a key instead.
+/// `address` and `length` have this meaning for data blocks and (last) segments. A bit bucket has
+/// no address; keyed descriptors, which only RDMA uses, pack a three-byte length and a key instead.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,

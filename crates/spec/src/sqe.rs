@@ -1,7 +1,8 @@
 //! The submission queue entry: 64 bytes, the same frame for every command.
 //!
-//! Base 2.1, "Submission Queue Entry" (Common Command Format). What a command puts in its dwords is
-//! in [`crate::admin`] and [`crate::nvm`]; whole commands for the host side are in [`crate::build`].
+//! Base 2.1, 4.1.1 "Admin Command and I/O Command Common SQE". What a command puts in its dwords is
+//! in [`crate::admin`] and [`crate::nvm`]; whole commands for the host side are in
+//! [`crate::build`].
 
 use crate::sgl::SglDescriptor;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};

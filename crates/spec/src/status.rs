@@ -1,5 +1,5 @@
-//! The status field of a completion. Base 2.1, "Status Field Definition"; NVM 1.1, "Status Codes"
-//! for those of I/O commands (80h to BFh).
+//! The status field of a completion. Base 2.1, 4.2.3 "Status Field Definition"; NVM 1.1, "Status
+//! Codes" for those of I/O commands (80h to BFh).
 
 use core::fmt;
 
@@ -18,7 +18,7 @@ use core::fmt;
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct Status(u16);
 
-/// Status Code Type. Base 2.1, "Status Code Type".
+/// Status Code Type. Base 2.1, 4.2.3.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum StatusCodeType {

@@ -308,8 +308,8 @@ impl IdentifyController {
         Text::new(&self.subnqn)
     }
 
-    /// The longest data transfer of a command in bytes, with pages of `1 << (12 + mpsmin)` bytes, or
-    /// `None` for no limit (or one that 64 bits cannot hold).
+    /// The longest data transfer of a command in bytes, with pages of `1 << (12 + mpsmin)` bytes,
+    /// or `None` for no limit (or one that 64 bits cannot hold).
     pub fn max_transfer(&self, mpsmin: u8) -> Option<u64> {
         if self.mdts == 0 {
             return None;

@@ -1,4 +1,5 @@
-//! The bit fields of Identify Controller. Base 2.1, 5.1.13.2.1 "Identify Controller data structure".
+//! The bit fields of Identify Controller. Base 2.1, 5.1.13.2.1 "Identify Controller data
+//! structure".
 
 use bitfield_struct::bitfield;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
@@ -317,7 +318,8 @@ mod tests {
         assert_bits!(Cmic { with_mports = 0, with_mctrs = 1, with_ft = 2, with_anars = 3 });
         assert_bits!(Oaes {
             with_nsan = 8, with_fan = 9, with_anacn = 11, with_plean = 12, with_lsian = 13,
-            with_egean = 14, with_nnss = 15, with_tthr = 16, with_rgcns = 17, with_ansan = 19, with_zdcn = 27, with_dlpcn = 31,
+            with_egean = 14, with_nnss = 15, with_tthr = 16, with_rgcns = 17, with_ansan = 19,
+            with_zdcn = 27, with_dlpcn = 31,
         });
         assert_bits!(Ctratt {
             with_hids = 0, with_nopspm = 1, with_nsets = 2, with_rrlvls = 3, with_egs = 4,

@@ -4,7 +4,7 @@ use crate::layout::zero_default;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// A namespace list: up to 1024 identifiers in ascending order, zeroes after the last. Base 2.1,
-/// "Namespace List".
+/// 4.6.2 "Namespace List".
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct NamespaceList {
@@ -31,7 +31,7 @@ impl NamespaceList {
     }
 }
 
-/// A controller list: up to 2047 identifiers in ascending order. Base 2.1, "Controller List".
+/// A controller list: up to 2047 identifiers in ascending order. Base 2.1, 4.6.1 "Controller List".
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct ControllerList {

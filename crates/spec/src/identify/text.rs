@@ -14,7 +14,7 @@ pub fn ascii_field<const N: usize>(text: &str) -> [u8; N] {
 }
 
 /// `nqn` as the SUBNQN field, padded with zeroes, or `None` if it has more than the 223 bytes that
-/// a qualified name may have, or a zero inside. Base 2.1, "NVMe Qualified Names".
+/// a qualified name may have, or a zero inside. Base 2.1, 4.7 "NVMe Qualified Names".
 pub fn nqn_field(nqn: &str) -> Option<[u8; 256]> {
     if nqn.len() > 223 || nqn.contains('\0') {
         return None;
