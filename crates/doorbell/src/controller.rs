@@ -1,14 +1,22 @@
 //! The controller's end of one doorbell.
+//!
+//! Verbs: [`look`] while polling, [`arm`] and [`recheck`] on the way to sleep, [`disarm`] after it.
+//! What is looked at, and why it can be believed, is in the documentation of the crate.
+//!
+//! [`look`]: SqTail::look
+//! [`arm`]: SqTail::arm
+//! [`recheck`]: SqTail::recheck
+//! [`disarm`]: SqTail::disarm
 
 use core::fmt;
 
-use crate::{Arming, Cell, ControllerStats, Fence, Fenced, RingSize};
+use crate::{Arming, Cell, ControllerStats, Fence, Fenced, RingSize, Sleeper};
 
 /// A host put a value in a doorbell that cannot be: outside the ring, or a completion queue head
 /// that consumes more than was posted.
 ///
-/// The controller answers with the asynchronous event Invalid Doorbell Write Value (Error status,
-/// 01h) and otherwise ignores the value.
+/// The controller answers with the asynchronous event Invalid Doorbell Write Value (type Error
+/// Status, 01h; NVMe Base 2.0c, 5.2.1) and otherwise ignores the value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidDoorbell {
     /// The value, as found.
@@ -23,43 +31,36 @@ impl fmt::Display for InvalidDoorbell {
 
 impl core::error::Error for InvalidDoorbell {}
 
-/// What has to be kept of a doorbell to go on with it in another process.
+/// Where a doorbell's value is to be found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Truth {
+    /// In the doorbell register: there is no shadow entry, or it has not departed from its snapshot.
+    Register,
+    /// Nowhere new: the queue has lived by a shadow entry, which Doorbell Buffer Config replaced by
+    /// one that has not departed yet. The register is out of date by now; the last value stands.
+    Last,
+    /// In the shadow entry, for as long as the queue lives.
+    Shadow,
+}
+
+/// What has to be kept of a doorbell to go on with it elsewhere: plain data, no cells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DoorbellState {
     /// The last valid value seen.
     pub last: u16,
-    /// The shadow entry's part, if Doorbell Buffer Config is in force.
-    pub shadow: Option<ShadowState>,
-}
-
-/// What has to be kept of a shadow entry.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ShadowState {
-    /// What the shadow entry held when Doorbell Buffer Config was executed.
+    /// Where the next one will be found.
+    pub truth: Truth,
+    /// What the shadow entry held when it was put in force; of no meaning before.
     pub snapshot: u32,
-    /// Whether it has been seen with another value since.
-    pub departed: bool,
 }
 
+/// The shadow entry and its EventIdx, while they are mapped.
 #[derive(Debug)]
 struct Shadow<S> {
     value: S,
     event_idx: S,
-    state: ShadowState,
     /// What we last stored in `event_idx`. The cell itself is never read: the host can write it.
     published: u16,
-}
-
-/// What a tail and a head have in common.
-#[derive(Debug)]
-struct Doorbell<R, S> {
-    size: RingSize,
-    last: u16,
-    /// The last value refused, so that it is reported once and not at every look.
-    refused: Option<u32>,
-    register: R,
-    shadow: Option<Shadow<S>>,
-    stats: ControllerStats,
 }
 
 impl<S: Cell> Shadow<S> {
@@ -70,138 +71,173 @@ impl<S: Cell> Shadow<S> {
     }
 }
 
+/// What a tail and a head have in common.
+#[derive(Debug)]
+struct Doorbell<R, S> {
+    size: RingSize,
+    state: DoorbellState,
+    register: R,
+    shadow: Option<Shadow<S>>,
+    /// The last value refused, so that it is reported once and not at every look.
+    refused: Option<u32>,
+    stats: ControllerStats,
+}
+
 impl<R: Cell, S: Cell> Doorbell<R, S> {
-    fn new(size: RingSize, register: R) -> Self {
+    fn new(size: RingSize, register: R, state: DoorbellState) -> Self {
         let stats = ControllerStats::default();
-        Self { size, last: 0, refused: None, register, shadow: None, stats }
+        Self { size, state, register, shadow: None, refused: None, stats }
     }
 
     fn enable(&mut self, value: S, event_idx: S) {
-        let state = ShadowState { snapshot: value.load_acquire(), departed: false };
-        self.attach(value, event_idx, state);
+        self.state.snapshot = value.load_acquire();
+        if self.state.truth == Truth::Shadow {
+            self.state.truth = Truth::Last;
+        }
+        self.reattach(value, event_idx);
     }
 
-    fn attach(&mut self, value: S, event_idx: S, state: ShadowState) {
-        let mut shadow = Shadow { value, event_idx, state, published: self.last };
-        shadow.publish(self.last);
+    fn reattach(&mut self, value: S, event_idx: S) {
+        let mut shadow = Shadow { value, event_idx, published: self.state.last };
+        shadow.publish(self.state.last);
         self.shadow = Some(shadow);
     }
 
-    fn state(&self) -> DoorbellState {
-        DoorbellState { last: self.last, shadow: self.shadow.as_ref().map(|s| s.state) }
-    }
-
-    /// The rule of truth.
+    /// The present value, from where the truth is.
     #[inline]
-    fn truth(&mut self) -> u32 {
-        let Some(shadow) = &mut self.shadow else { return self.register.load_acquire() };
-        if shadow.state.departed {
+    fn read(&mut self) -> u32 {
+        let last = u32::from(self.state.last);
+        let Some(shadow) = &self.shadow else {
+            return if self.state.truth == Truth::Register {
+                self.register.load_acquire()
+            } else {
+                last
+            };
+        };
+        if self.state.truth == Truth::Shadow {
             return shadow.value.load_acquire();
         }
-        // The register first: a host that stores a value in its shadow entry before it rings has
-        // then departed by the time that we read the entry.
+        // The register first. A host stores a value in its shadow entry before it rings; whoever
+        // has read what it rang with must then find the entry departed.
         let register = self.register.load_acquire();
         let value = shadow.value.load_acquire();
-        if value == shadow.state.snapshot {
-            return register;
+        if value != self.state.snapshot {
+            self.state.truth = Truth::Shadow;
+            value
+        } else if self.state.truth == Truth::Register {
+            register
+        } else {
+            last
         }
-        shadow.state.departed = true;
-        value
     }
 
-    /// Takes the present value if it lies at most `limit` entries ahead; says how far it moved.
+    /// Takes the present value if it lies at most `limit` entries ahead; says whether it moved.
     #[inline]
-    fn take(&mut self, limit: u32) -> Result<u32, InvalidDoorbell> {
-        let value = self.truth();
-        if value == u32::from(self.last) {
-            return Ok(0);
+    fn take(&mut self, limit: u32) -> Result<bool, InvalidDoorbell> {
+        let value = self.read();
+        if value == u32::from(self.state.last) {
+            return Ok(false);
         }
-        match self.size.position(value) {
-            Some(seen) if self.size.distance(self.last, seen) <= limit => {
-                let moved = self.size.distance(self.last, seen);
-                self.last = seen;
-                self.refused = None;
-                Ok(moved)
-            }
-            _ => self.refuse(value),
+        let Some(seen) = self.size.position(value) else { return self.refuse(value) };
+        let moved = self.size.distance(self.state.last, seen);
+        if moved > limit {
+            return self.refuse(value);
         }
+        self.refused = None;
+        self.state.last = seen;
+        self.run_ahead(moved);
+        Ok(true)
     }
 
     #[cold]
-    fn refuse(&mut self, value: u32) -> Result<u32, InvalidDoorbell> {
+    fn refuse(&mut self, value: u32) -> Result<bool, InvalidDoorbell> {
         if self.refused == Some(value) {
-            return Ok(0);
+            return Ok(false);
         }
         self.refused = Some(value);
         self.stats.invalid += 1;
         Err(InvalidDoorbell { value })
     }
 
-    #[inline]
-    fn look(&mut self, limit: u32) -> Result<u16, InvalidDoorbell> {
-        self.stats.looks += 1;
-        let moved = self.take(limit)?;
-        self.stats.found_new += u64::from(moved != 0);
-        self.run_ahead(moved);
-        Ok(self.last)
-    }
-
-    /// Keeps EventIdx out of the host's way, after a look that found the value `moved` on.
+    /// Keeps EventIdx out of the way of a host whose value has just been seen to have `moved`.
+    ///
+    /// "Never ring" has no value: there is a position for EventIdx only behind the host, and the
+    /// host comes round. So EventIdx follows, a step whenever the host is a quarter of the ring
+    /// ahead. It goes to one before the value that the host moved from, not the one that it moved
+    /// to: the host may be in the middle of this very update, its value stored and EventIdx not yet
+    /// read, and would find it in the interval that it steps over. An update of more than an eighth
+    /// of the ring is not spared that; the room is needed in front.
     #[inline]
     fn run_ahead(&mut self, moved: u32) {
         let Some(shadow) = &mut self.shadow else { return };
-        let event_idx = if !shadow.state.departed {
-            if shadow.published == self.last {
-                return;
-            }
-            self.last
-        } else {
-            let behind = self.size.distance(shadow.published, self.last);
+        let last = self.state.last;
+        let event_idx = if self.state.truth == Truth::Shadow {
             let entries = self.size.entries();
+            let behind = self.size.distance(shadow.published, last);
             if behind != 0 && behind <= (entries / 4).max(1) {
                 return;
             }
-            self.size.back(self.last, 1 + moved.min(entries / 8))
+            self.size.back(last, 1 + moved.min(entries / 8))
+        } else {
+            // Until the entry departs, keep in step: if the host's first update under the new rule
+            // leaves the entry as it was, a ring is the only trace of it.
+            last
         };
         shadow.publish(event_idx);
         self.stats.event_idx_moved += 1;
     }
 
     #[inline]
-    fn arm<C: Cell, F: Fence>(&mut self, arming: &mut Arming<'_, C, F>) {
-        arming.armed.count += 1;
+    fn look(&mut self, limit: u32) -> Result<u16, InvalidDoorbell> {
+        self.stats.looks += 1;
+        let moved = self.take(limit)?;
+        self.stats.found_new += u64::from(moved);
+        Ok(self.state.last)
+    }
+
+    #[inline]
+    fn recheck(&mut self, limit: u32) -> Result<bool, InvalidDoorbell> {
+        self.stats.rechecks += 1;
+        let moved = self.take(limit)?;
+        self.stats.rechecks_found += u64::from(moved);
+        Ok(moved)
+    }
+
+    #[inline]
+    fn arm(&mut self) {
         if let Some(shadow) = &mut self.shadow
-            && shadow.published != self.last
+            && shadow.published != self.state.last
         {
-            shadow.publish(self.last);
+            shadow.publish(self.state.last);
             self.stats.event_idx_armed += 1;
         }
     }
 
     #[inline]
-    fn recheck<C: Cell, F: Fence>(
-        &mut self,
-        fenced: &mut Fenced<'_, C, F>,
-        limit: u32,
-    ) -> Result<u16, InvalidDoorbell> {
-        self.stats.rechecks += 1;
-        fenced.rechecked.left = fenced.rechecked.left.saturating_sub(1);
-        let found = match self.take(limit) {
-            Ok(moved) => moved != 0,
-            Err(error) => {
-                fenced.rechecked.found = true;
-                return Err(error);
-            }
-        };
-        self.stats.rechecks_found += u64::from(found);
-        fenced.rechecked.found |= found;
-        Ok(self.last)
+    fn disarm(&mut self) {
+        if let Some(shadow) = &mut self.shadow
+            && self.state.truth == Truth::Shadow
+            && shadow.published == self.state.last
+        {
+            shadow.publish(self.size.back(self.state.last, 1));
+            self.stats.event_idx_moved += 1;
+        }
+    }
+
+    /// How far a completion queue's head may go: the controller posts at `tail`.
+    #[inline]
+    fn posted(&self, tail: u16) -> u32 {
+        self.size.distance(self.state.last, tail)
     }
 }
 
 macro_rules! doorbell {
     ($(#[$outer:meta])* $name:ident) => {
         $(#[$outer])*
+        ///
+        /// `R` is the cell of the doorbell register: the trap stores in it, or the host itself if
+        /// the page of doorbells is mapped. `S` is a cell in the Shadow Doorbell and EventIdx
+        /// buffers.
         #[derive(Debug)]
         pub struct $name<R, S = R> {
             doorbell: Doorbell<R, S>,
@@ -209,23 +245,24 @@ macro_rules! doorbell {
 
         impl<R: Cell, S: Cell> $name<R, S> {
             /// The doorbell of a queue that was just created: empty, at position 0, and with no
-            /// shadow entry until [`enable`](Self::enable).
+            /// shadow entry until [`enable`](Self::enable). `register` must hold 0.
             #[inline]
             pub fn new(size: RingSize, register: R) -> Self {
-                Self { doorbell: Doorbell::new(size, register) }
+                let state = DoorbellState { last: 0, truth: Truth::Register, snapshot: 0 };
+                Self { doorbell: Doorbell::new(size, register, state) }
             }
 
-            /// The doorbell of a queue that lived before, from its [`state`](Self::state). The
-            /// cells of the shadow entry and of its EventIdx follow with
+            /// The doorbell of a queue that lived elsewhere, from its [`state`](Self::state);
+            /// nothing if that is not a state of a queue of this `size`. `register` must hold what
+            /// it held there. The shadow entry, if there was one, follows with
             /// [`reattach`](Self::reattach).
             #[inline]
-            pub fn resume(size: RingSize, register: R, last: u16) -> Self {
-                let mut doorbell = Doorbell::new(size, register);
-                doorbell.last = last;
-                Self { doorbell }
+            pub fn resume(size: RingSize, register: R, state: DoorbellState) -> Option<Self> {
+                size.position(u32::from(state.last))?;
+                Some(Self { doorbell: Doorbell::new(size, register, state) })
             }
 
-            /// Doorbell Buffer Config was executed, or the queue was created while it is in force:
+            /// Doorbell Buffer Config is being executed, or the queue created while it is in force:
             /// `value` is the entry of the Shadow Doorbell buffer, `event_idx` that of the EventIdx
             /// buffer. To be called before the command completes.
             ///
@@ -236,17 +273,20 @@ macro_rules! doorbell {
                 self.doorbell.enable(value, event_idx);
             }
 
-            /// As [`enable`](Self::enable), for a shadow entry that was in use already.
-            #[inline]
-            pub fn reattach(&mut self, value: S, event_idx: S, state: ShadowState) {
-                self.doorbell.attach(value, event_idx, state);
-            }
-
-            /// Drops the cells of the shadow entry and of its EventIdx. A Controller Level Reset
-            /// does this first of all.
+            /// Drops the cells of the shadow entry and of its EventIdx: a Controller Level Reset,
+            /// which does this before anything else, or the host unmapped their page. What is known
+            /// about the entry stays known; a queue that lives by it stands still.
             #[inline]
             pub fn disable(&mut self) {
                 self.doorbell.shadow = None;
+            }
+
+            /// The same shadow entry again, mapped anew: after [`disable`](Self::disable) or
+            /// [`resume`](Self::resume). Not [`enable`](Self::enable), which would wait for the
+            /// entry to depart once more.
+            #[inline]
+            pub fn reattach(&mut self, value: S, event_idx: S) {
+                self.doorbell.reattach(value, event_idx);
             }
 
             /// The size of the queue.
@@ -258,13 +298,13 @@ macro_rules! doorbell {
             /// The last valid value seen.
             #[inline]
             pub const fn last(&self) -> u16 {
-                self.doorbell.last
+                self.doorbell.state.last
             }
 
-            /// What to keep, to go on in another process.
+            /// What to keep, to go on elsewhere.
             #[inline]
-            pub fn state(&self) -> DoorbellState {
-                self.doorbell.state()
+            pub const fn state(&self) -> DoorbellState {
+                self.doorbell.state
             }
 
             /// What this doorbell did so far.
@@ -273,10 +313,21 @@ macro_rules! doorbell {
                 self.doorbell.stats
             }
 
-            /// Asks the host to ring at its next update. The first half of going to sleep.
+            /// The first half of going to sleep: asks the host to ring at its next update.
             #[inline]
             pub fn arm<C: Cell, F: Fence>(&mut self, arming: &mut Arming<'_, C, F>) {
-                self.doorbell.arm(arming);
+                self.doorbell.arm();
+                arming.armed();
+            }
+
+            /// After sleep, or a round that did not end in it: if the host has not moved, takes the
+            /// request to ring back, so that its next update costs nothing while we poll.
+            ///
+            /// The sleeper is the witness that no round is under way: within one, this would lose
+            /// the wakeup, and does not compile.
+            #[inline]
+            pub fn disarm<C: Cell, F: Fence>(&mut self, _: &Sleeper<C, F>) {
+                self.doorbell.disarm();
             }
         }
     };
@@ -289,31 +340,37 @@ doorbell! {
 
 doorbell! {
     /// A completion queue's head, as the controller reads it.
+    ///
+    /// Look at it once per batch that is posted, and arm it only while a submission queue waits for
+    /// room: the host moves it after every batch of completions, and nobody cares.
     CqHead
 }
 
 impl<R: Cell, S: Cell> SqTail<R, S> {
-    /// The tail: entries up to it may be fetched.
+    /// The tail: entries up to it may be fetched, with what the host wrote into them.
     ///
     /// # Errors
     ///
-    /// A value outside the ring, once for each such value.
+    /// A value outside the ring; once, until there is a valid one.
     #[inline]
     pub fn look(&mut self) -> Result<u16, InvalidDoorbell> {
         self.doorbell.look(RingSize::MAX)
     }
 
-    /// The second half of going to sleep: looks once more, now that EventIdx is published.
+    /// The second half of going to sleep: looks once more, now that EventIdx is known to be
+    /// visible.
     ///
     /// # Errors
     ///
-    /// As [`look`](Self::look).
+    /// As [`look`](Self::look); the round then does not end in sleep.
     #[inline]
     pub fn recheck<C: Cell, F: Fence>(
         &mut self,
         fenced: &mut Fenced<'_, C, F>,
     ) -> Result<u16, InvalidDoorbell> {
-        self.doorbell.recheck(fenced, RingSize::MAX)
+        let result = self.doorbell.recheck(RingSize::MAX);
+        fenced.rechecked(!matches!(result, Ok(false)));
+        result.map(|_| self.last())
     }
 }
 
@@ -322,25 +379,31 @@ impl<R: Cell, S: Cell> CqHead<R, S> {
     ///
     /// # Errors
     ///
-    /// A value outside the ring or past `tail`, once for each such value.
+    /// A value outside the ring or past `tail`; once, until there is a valid one.
     #[inline]
     pub fn look(&mut self, tail: u16) -> Result<u16, InvalidDoorbell> {
-        let limit = self.doorbell.size.distance(self.doorbell.last, tail);
-        self.doorbell.look(limit)
+        self.doorbell.look(self.doorbell.posted(tail))
     }
 
-    /// The second half of going to sleep: looks once more, now that EventIdx is published.
+    /// The second half of going to sleep: looks once more, now that EventIdx is known to be
+    /// visible.
     ///
     /// # Errors
     ///
-    /// As [`look`](Self::look).
+    /// As [`look`](Self::look); the round then does not end in sleep.
     #[inline]
     pub fn recheck<C: Cell, F: Fence>(
         &mut self,
         fenced: &mut Fenced<'_, C, F>,
         tail: u16,
     ) -> Result<u16, InvalidDoorbell> {
-        let limit = self.doorbell.size.distance(self.doorbell.last, tail);
-        self.doorbell.recheck(fenced, limit)
+        let result = self.doorbell.recheck(self.doorbell.posted(tail));
+        fenced.rechecked(!matches!(result, Ok(false)));
+        result.map(|_| self.last())
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod run_ahead_model;
+#[cfg(all(test, not(loom)))]
+mod tests;

@@ -12,7 +12,7 @@ mod sleep;
 mod stats;
 
 pub use cell::{Cell, Fence, FullFence};
-pub use controller::{CqHead, DoorbellState, InvalidDoorbell, ShadowState, SqTail};
+pub use controller::{CqHead, DoorbellState, InvalidDoorbell, SqTail, Truth};
 pub use host::{HostDoorbell, Predicate};
 pub use ring::RingSize;
 pub use sleep::{Arming, Asleep, Fenced, Sleeper, Waker};

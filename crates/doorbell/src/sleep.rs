@@ -53,7 +53,7 @@ impl<C: Cell, F: Fence> Sleeper<C, F> {
     pub fn prepare(&mut self) -> Arming<'_, C, F> {
         self.stats.rounds += 1;
         self.state.store_release(SLEEPING);
-        Arming { doze: Doze(self), armed: Armed { count: 0 } }
+        Arming { doze: Doze(self), armed: 0 }
     }
 }
 
@@ -68,34 +68,27 @@ impl<C: Cell, F> Drop for Doze<'_, C, F> {
     }
 }
 
-/// How many doorbells were armed in this round and still have to be rechecked.
-#[derive(Debug)]
-pub(crate) struct Armed {
-    pub(crate) count: u32,
-}
-
-/// How many doorbells have yet to be rechecked, and whether any had news.
-#[derive(Debug)]
-pub(crate) struct Rechecked {
-    pub(crate) left: u32,
-    pub(crate) found: bool,
-}
-
 /// The first half of a round: publish what should wake the sleeper.
 #[derive(Debug)]
 #[must_use = "arm every doorbell, then pass the fence"]
 pub struct Arming<'a, C: Cell, F = FullFence> {
     doze: Doze<'a, C, F>,
-    pub(crate) armed: Armed,
+    armed: u32,
 }
 
 impl<'a, C: Cell, F: Fence> Arming<'a, C, F> {
+    /// Counts a doorbell that will have to be rechecked.
+    #[inline]
+    pub(crate) fn armed(&mut self) {
+        self.armed += 1;
+    }
+
     /// Passes the one full fence that makes everything armed so far visible before anything is
     /// looked at again.
     #[inline]
     pub fn fence(self) -> Fenced<'a, C, F> {
         F::full();
-        Fenced { doze: self.doze, rechecked: Rechecked { left: self.armed.count, found: false } }
+        Fenced { doze: self.doze, unchecked: self.armed, news: false }
     }
 }
 
@@ -104,15 +97,23 @@ impl<'a, C: Cell, F: Fence> Arming<'a, C, F> {
 #[must_use = "recheck every doorbell, then settle"]
 pub struct Fenced<'a, C: Cell, F = FullFence> {
     doze: Doze<'a, C, F>,
-    pub(crate) rechecked: Rechecked,
+    unchecked: u32,
+    news: bool,
 }
 
 impl<'a, C: Cell, F: Fence> Fenced<'a, C, F> {
+    /// Counts a doorbell that was rechecked.
+    #[inline]
+    pub(crate) fn rechecked(&mut self, news: bool) {
+        self.unchecked = self.unchecked.saturating_sub(1);
+        self.news |= news;
+    }
+
     /// Notes the result of looking at something that is not a doorbell of this crate: a mailbox,
     /// the backend, a deadline. With `true` this round will not end in sleep.
     #[inline]
     pub fn note(&mut self, news: bool) {
-        self.rechecked.found |= news;
+        self.news |= news;
     }
 
     /// The permit to block, or nothing if there is work to do first.
@@ -120,12 +121,14 @@ impl<'a, C: Cell, F: Fence> Fenced<'a, C, F> {
     /// A doorbell that was armed and not rechecked counts as work: a forgotten recheck keeps the
     /// thread awake, where everyone can see it, instead of losing a wakeup once a month.
     #[inline]
+    #[must_use = "without the permit there is work to do"]
     pub fn settle(self) -> Option<Asleep<'a, C, F>> {
-        if self.rechecked.found || self.rechecked.left != 0 {
-            self.doze.0.stats.stayed_awake += 1;
+        let stats = &mut self.doze.0.stats;
+        if self.news || self.unchecked != 0 {
+            stats.stayed_awake += 1;
             None
         } else {
-            self.doze.0.stats.slept += 1;
+            stats.slept += 1;
             Some(Asleep { _doze: self.doze })
         }
     }

@@ -1,0 +1,273 @@
+//! Every state that a polling controller and a host can reach, for small rings: where does
+//! EventIdx make a host ring that need not?
+//!
+//! The memory is sequentially consistent but for one thing that matters here: the controller's
+//! store to EventIdx may stay invisible for as long as it likes, up to the next completion that it
+//! posts (a release store behind it). The host's own update is either one step, or two, with
+//! anything at all happening between its shadow store and its EventIdx load.
+
+use core::sync::atomic::{AtomicU32, Ordering};
+use std::collections::HashMap;
+
+use super::{Doorbell, DoorbellState, Shadow, Truth};
+use crate::{Predicate, RingSize};
+
+/// Distances, all modulo the ring, so that one state stands for all its rotations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct State {
+    /// Fetched, and not yet completed.
+    fetched: u32,
+    /// Submitted since the last look.
+    unseen: u32,
+    /// From the EventIdx that the host can see to the last value seen.
+    visible: u32,
+    /// The same for the EventIdx published.
+    published: u32,
+    /// How far the host's unfinished update moved the tail; 0 for none.
+    unfinished: u32,
+}
+
+/// What happens in one step.
+#[derive(Clone, Copy, Debug)]
+struct Step {
+    next: State,
+    /// Entries submitted.
+    entries: u32,
+    /// Whether the host rang.
+    rang: bool,
+}
+
+#[derive(Clone, Copy)]
+struct Model {
+    size: RingSize,
+    predicate: Predicate,
+    /// Most commands outstanding.
+    depth: u32,
+    /// Most entries in one update.
+    batch: u32,
+    /// Whether the host can be caught between its store and its load.
+    caught: bool,
+    /// The rotation at which the shipped code runs.
+    origin: u16,
+}
+
+impl Model {
+    fn start(&self) -> State {
+        State { fetched: 0, unseen: 0, visible: 1, published: 1, unfinished: 0 }
+    }
+
+    /// Whether the update that moved the tail by `moved`, up to `unseen`, rings.
+    fn rings(&self, state: &State, moved: u32) -> bool {
+        let last = self.origin;
+        let new = self.size.forward(last, state.unseen);
+        let old = self.size.back(new, moved);
+        let event_idx = self.size.back(last, state.visible);
+        self.predicate.needs_mmio(u32::from(event_idx), old, new)
+    }
+
+    /// One look of the shipped code.
+    fn look(&self, state: &State) -> State {
+        let value = AtomicU32::new(0);
+        let event_idx = AtomicU32::new(0);
+        let register = AtomicU32::new(0);
+        let last = self.origin;
+        value.store(u32::from(self.size.forward(last, state.unseen)), Ordering::Relaxed);
+        let departed = DoorbellState { last, truth: Truth::Shadow, snapshot: u32::MAX };
+        let mut doorbell = Doorbell::new(self.size, &register, departed);
+        doorbell.shadow = Some(Shadow {
+            value: &value,
+            event_idx: &event_idx,
+            published: self.size.back(last, state.published),
+        });
+        let seen = doorbell.look(RingSize::MAX).unwrap();
+        let published = doorbell.shadow.unwrap().published;
+        State {
+            fetched: state.fetched + state.unseen,
+            unseen: 0,
+            visible: self.size.distance(self.size.back(last, state.visible), seen),
+            published: self.size.distance(published, seen),
+            unfinished: state.unfinished,
+        }
+    }
+
+    fn steps(&self, state: State, mut visit: impl FnMut(Step)) {
+        let quiet = |next| Step { next, entries: 0, rang: false };
+        let outstanding = state.fetched + state.unseen;
+        if state.unfinished > 0 {
+            // The tail that the host wrote may have been seen since: its position is `unseen`
+            // (then 0) entries after the last value seen, in either case.
+            let rang = self.rings(&state, state.unfinished);
+            visit(Step { rang, ..quiet(State { unfinished: 0, ..state }) });
+        } else {
+            for moved in 1..=self.batch.min(self.depth - outstanding) {
+                let next = State { unseen: state.unseen + moved, ..state };
+                if self.caught {
+                    let next = State { unfinished: moved, ..next };
+                    visit(Step { next, entries: moved, rang: false });
+                } else {
+                    visit(Step { next, entries: moved, rang: self.rings(&next, moved) });
+                }
+            }
+        }
+        if state.visible == state.published {
+            visit(quiet(self.look(&state)));
+        } else {
+            visit(quiet(State { visible: state.published, ..state }));
+        }
+        // A completion carries the EventIdx published before it.
+        if state.fetched > 0 && state.visible == state.published {
+            visit(quiet(State { fetched: state.fetched - 1, ..state }));
+        }
+    }
+
+    /// All states that can be reached.
+    fn explore(&self) -> (Vec<State>, HashMap<State, usize>) {
+        let mut states = vec![self.start()];
+        let mut index = HashMap::from([(self.start(), 0)]);
+        let mut at = 0;
+        while at < states.len() {
+            let state = states[at];
+            at += 1;
+            self.steps(state, |step| {
+                index.entry(step.next).or_insert_with(|| {
+                    states.push(step.next);
+                    states.len() - 1
+                });
+            });
+        }
+        (states, index)
+    }
+
+    /// The first step that rings, if any can.
+    fn find_ring(&self) -> Option<(State, Step)> {
+        let mut found = None;
+        for state in self.explore().0 {
+            self.steps(state, |step| {
+                if step.rang && found.is_none() {
+                    found = Some((state, step));
+                }
+            });
+        }
+        found
+    }
+
+    /// Whether some endless schedule rings more than `rings` times per `entries` submitted.
+    fn exceeds(&self, rings: i64, entries: i64) -> bool {
+        let (states, index) = self.explore();
+        let mut edges = Vec::new();
+        for (from, &state) in states.iter().enumerate() {
+            self.steps(state, |step| {
+                let gain = i64::from(step.rang) * entries - i64::from(step.entries) * rings;
+                edges.push((from, index[&step.next], gain));
+            });
+        }
+        // A cycle of positive gain is such a schedule: longest paths then grow for ever.
+        let mut best = vec![0i64; states.len()];
+        for _ in 0..=states.len() {
+            let mut changed = false;
+            for &(from, to, gain) in &edges {
+                if best[from] + gain > best[to] {
+                    best[to] = best[from] + gain;
+                    changed = true;
+                }
+            }
+            if !changed {
+                return false;
+            }
+            // A path that visits no state twice gains less than this.
+            if best.iter().any(|&gain| gain > entries * states.len() as i64) {
+                return true;
+            }
+        }
+        true
+    }
+}
+
+fn ring(entries: u32) -> RingSize {
+    RingSize::new(entries).unwrap()
+}
+
+/// The depth up to which polling never rings, as the documentation of the crate promises.
+fn quiet_depth(predicate: Predicate, entries: u32) -> u32 {
+    let quarter = (entries / 4).max(1);
+    match predicate {
+        Predicate::Linux => entries - quarter,
+        Predicate::SpdkInclusive => entries - quarter - 1,
+    }
+}
+
+const PREDICATES: [Predicate; 2] = [Predicate::Linux, Predicate::SpdkInclusive];
+
+#[test]
+fn no_ring_up_to_three_quarters_of_the_queue() {
+    for entries in (2..=24).chain([32]) {
+        for predicate in PREDICATES {
+            let size = ring(entries);
+            let depth = quiet_depth(predicate, entries).min(entries - 1);
+            assert!(entries < 3 || depth >= 1, "{entries}");
+            assert!(entries < 5 || depth >= entries / 2, "{entries}");
+            let origin = (entries / 2) as u16;
+            let model = Model { size, predicate, depth, batch: depth, caught: false, origin };
+            assert_eq!(model.find_ring().map(|(s, _)| s), None, "{entries} {predicate:?}");
+        }
+    }
+}
+
+#[test]
+fn the_promise_does_not_depend_on_where_in_the_ring() {
+    for entries in [2, 3, 5, 8, 12] {
+        for predicate in PREDICATES {
+            let depth = quiet_depth(predicate, entries).min(entries - 1);
+            for origin in 0..entries as u16 {
+                let size = ring(entries);
+                let model = Model { size, predicate, depth, batch: depth, caught: false, origin };
+                assert_eq!(model.find_ring().map(|(s, _)| s), None, "{entries} at {origin}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_promise_is_exact_and_the_model_can_fail() {
+    // From a look that sees the tail a quarter past EventIdx, one entry more than promised reaches
+    // EventIdx from behind.
+    for entries in [4, 5, 8, 12, 16, 32] {
+        for predicate in PREDICATES {
+            let depth = quiet_depth(predicate, entries) + 1;
+            if depth > entries - 1 {
+                continue;
+            }
+            let size = ring(entries);
+            let model = Model { size, predicate, depth, batch: depth, caught: false, origin: 1 };
+            assert!(model.find_ring().is_some(), "{entries} {predicate:?}");
+        }
+    }
+}
+
+#[test]
+fn no_ring_when_caught_in_the_middle_of_a_small_update() {
+    for entries in (8..=20).chain([24, 32]) {
+        for predicate in PREDICATES {
+            let depth = quiet_depth(predicate, entries);
+            let batch = entries / 8;
+            let model =
+                Model { size: ring(entries), predicate, depth, batch, caught: true, origin: 3 };
+            assert_eq!(model.find_ring().map(|(s, _)| s), None, "{entries} {predicate:?}");
+        }
+    }
+}
+
+/// Beyond that depth the price stays small: whatever the schedule, a full queue makes Linux ring
+/// at most three times, and SPDK five times, per turn of the ring.
+#[test]
+fn a_full_queue_rings_a_few_times_per_turn_at_worst() {
+    for entries in [8, 12, 16] {
+        for (predicate, worst) in [(Predicate::Linux, 3), (Predicate::SpdkInclusive, 5)] {
+            let (size, depth) = (ring(entries), entries - 1);
+            let model = Model { size, predicate, depth, batch: depth, caught: false, origin: 0 };
+            let turn = i64::from(entries);
+            assert!(!model.exceeds(worst, turn), "{entries} {predicate:?}");
+            assert!(model.exceeds(worst - 1, turn), "{entries} {predicate:?}: the bound is slack");
+        }
+    }
+}

@@ -1,0 +1,272 @@
+//! One doorbell, one step after the other.
+
+use core::sync::atomic::{AtomicU32, Ordering};
+
+use super::{CqHead, DoorbellState, InvalidDoorbell, SqTail, Truth};
+use crate::{RingSize, Sleeper};
+
+/// The three cells of a doorbell.
+#[derive(Default)]
+struct Cells {
+    register: AtomicU32,
+    shadow: AtomicU32,
+    event_idx: AtomicU32,
+}
+
+impl Cells {
+    fn ring(&self, value: u32) {
+        self.register.store(value, Ordering::Relaxed);
+    }
+
+    fn shadow(&self, value: u32) {
+        self.shadow.store(value, Ordering::Relaxed);
+    }
+
+    fn event_idx(&self) -> u32 {
+        self.event_idx.load(Ordering::Relaxed)
+    }
+}
+
+fn size(entries: u32) -> RingSize {
+    RingSize::new(entries).unwrap()
+}
+
+/// A tail that has departed, at position `at`.
+fn departed(cells: &Cells, entries: u32, at: u16) -> SqTail<&AtomicU32> {
+    let state = DoorbellState { last: at, truth: Truth::Shadow, snapshot: u32::MAX };
+    cells.shadow(u32::from(at));
+    let mut tail = SqTail::resume(size(entries), &cells.register, state).unwrap();
+    tail.reattach(&cells.shadow, &cells.event_idx);
+    tail
+}
+
+#[test]
+fn the_register_is_the_truth_without_a_shadow_entry() {
+    let cells = Cells::default();
+    let mut tail: SqTail<_> = SqTail::new(size(8), &cells.register);
+    assert_eq!(tail.look(), Ok(0));
+    cells.ring(5);
+    assert_eq!(tail.look(), Ok(5));
+    cells.ring(2);
+    assert_eq!(tail.look(), Ok(2));
+    let stats = tail.stats();
+    assert_eq!((stats.looks, stats.found_new, stats.event_idx_moved), (3, 2, 0));
+}
+
+#[test]
+fn the_register_stays_the_truth_until_the_entry_departs() {
+    let cells = Cells::default();
+    cells.ring(5);
+    cells.shadow(3);
+    let mut tail = SqTail::new(size(8), &cells.register);
+    assert_eq!(tail.look(), Ok(5));
+    tail.enable(&cells.shadow, &cells.event_idx);
+    assert_eq!(cells.event_idx(), 5);
+    assert_eq!(tail.look(), Ok(5), "the snapshot is no value");
+    cells.ring(6);
+    assert_eq!(tail.look(), Ok(6));
+    assert_eq!(cells.event_idx(), 6, "in step until the entry departs");
+    cells.shadow(7);
+    assert_eq!(tail.look(), Ok(7));
+    // From here on the register is only a bell: a late write moves nothing.
+    cells.ring(4);
+    assert_eq!(tail.look(), Ok(7));
+    // Not even if the entry comes round to its snapshot.
+    cells.shadow(3);
+    assert_eq!(tail.look(), Ok(3));
+    assert_eq!(tail.state().truth, Truth::Shadow);
+}
+
+#[test]
+fn the_shadow_entry_is_never_written() {
+    let cells = Cells::default();
+    cells.shadow(0xdead_beef);
+    let mut tail = SqTail::new(size(8), &cells.register);
+    tail.enable(&cells.shadow, &cells.event_idx);
+    let mut sleeper: Sleeper<_> = Sleeper::new(AtomicU32::new(0));
+    for value in 1..8 {
+        cells.ring(value);
+        assert_eq!(tail.look(), Ok(value as u16));
+        tail.arm(&mut sleeper.prepare());
+    }
+    assert_eq!(cells.shadow.load(Ordering::Relaxed), 0xdead_beef);
+}
+
+#[test]
+fn an_invalid_value_is_reported_once_and_never_used() {
+    for bad in [8, 9, 0xffff, 0x1_0000, u32::MAX] {
+        let cells = Cells::default();
+        let mut tail = departed(&cells, 8, 3);
+        cells.shadow(bad);
+        assert_eq!(tail.look(), Err(InvalidDoorbell { value: bad }));
+        assert_eq!(tail.look(), Ok(3));
+        assert_eq!(tail.look(), Ok(3));
+        cells.shadow(4);
+        assert_eq!(tail.look(), Ok(4));
+        cells.shadow(bad);
+        assert_eq!(tail.look(), Err(InvalidDoorbell { value: bad }));
+        assert_eq!(tail.stats().invalid, 2);
+        assert_eq!(tail.last(), 4);
+    }
+}
+
+#[test]
+fn every_position_of_the_largest_queue_is_valid() {
+    let cells = Cells::default();
+    let mut tail = departed(&cells, 65536, 0);
+    cells.shadow(65535);
+    assert_eq!(tail.look(), Ok(65535));
+    cells.shadow(65536);
+    assert_eq!(tail.look(), Err(InvalidDoorbell { value: 65536 }));
+}
+
+#[test]
+fn a_head_cannot_pass_the_tail() {
+    let cells = Cells::default();
+    let mut head: CqHead<_> = CqHead::new(size(8), &cells.register);
+    assert_eq!(head.look(3), Ok(0));
+    cells.ring(4);
+    assert_eq!(head.look(3), Err(InvalidDoorbell { value: 4 }));
+    assert_eq!(head.look(3), Ok(0));
+    assert_eq!(head.look(4), Ok(4), "posted meanwhile");
+    // Backwards is all the way round, and past the tail too.
+    cells.ring(3);
+    assert_eq!(head.look(6), Err(InvalidDoorbell { value: 3 }));
+    cells.ring(6);
+    assert_eq!(head.look(6), Ok(6));
+    assert_eq!(head.stats().invalid, 2);
+}
+
+#[test]
+fn event_idx_follows_at_a_distance() {
+    let cells = Cells::default();
+    let mut tail = departed(&cells, 64, 0);
+    assert_eq!(cells.event_idx(), 0);
+    let mut stores = 0;
+    for value in (1..=64).chain(1..=64) {
+        cells.shadow(value % 64);
+        tail.look().unwrap();
+        let before = cells.event_idx();
+        let behind = (value + 64 - before) % 64;
+        assert!((1..=16).contains(&behind), "{value}: {before}");
+        stores = tail.stats().event_idx_moved;
+    }
+    // 128 entries, one at a time, the step after 16 of them taking EventIdx to 2 behind.
+    assert_eq!(stores, 8);
+}
+
+#[test]
+fn arming_sets_event_idx_and_disarming_takes_it_back() {
+    let cells = Cells::default();
+    let mut tail = departed(&cells, 8, 0);
+    let mut sleeper: Sleeper<_> = Sleeper::new(AtomicU32::new(0));
+    cells.shadow(1);
+    assert_eq!((tail.look(), cells.event_idx()), (Ok(1), 0));
+
+    let mut arming = sleeper.prepare();
+    tail.arm(&mut arming);
+    assert_eq!(cells.event_idx(), 1);
+    let mut fenced = arming.fence();
+    assert_eq!(tail.recheck(&mut fenced), Ok(1));
+    // A look more does no harm within the round.
+    assert_eq!((tail.look(), cells.event_idx()), (Ok(1), 1));
+    let asleep = fenced.settle();
+    assert!(asleep.is_some());
+    drop(asleep);
+    tail.disarm(&sleeper);
+    assert_eq!(cells.event_idx(), 0);
+    // At the wrap, and only if the host has not moved.
+    cells.shadow(0);
+    assert_eq!(tail.look(), Ok(0));
+    tail.arm(&mut sleeper.prepare());
+    assert_eq!(cells.event_idx(), 0);
+    tail.disarm(&sleeper);
+    assert_eq!(cells.event_idx(), 7);
+    tail.disarm(&sleeper);
+    assert_eq!(cells.event_idx(), 7);
+    let stats = tail.stats();
+    assert_eq!((stats.event_idx_armed, stats.rechecks, stats.rechecks_found), (2, 1, 0));
+}
+
+#[test]
+fn an_entry_that_has_not_departed_is_not_disarmed() {
+    let cells = Cells::default();
+    let mut tail = SqTail::new(size(8), &cells.register);
+    tail.enable(&cells.shadow, &cells.event_idx);
+    cells.ring(3);
+    assert_eq!(tail.look(), Ok(3));
+    tail.disarm(&Sleeper::<_>::new(AtomicU32::new(0)));
+    assert_eq!(cells.event_idx(), 3);
+}
+
+#[test]
+fn a_recheck_with_news_prevents_sleep() {
+    let cells = Cells::default();
+    let mut sleeper: Sleeper<_> = Sleeper::new(AtomicU32::new(0));
+    for news in [2, 99] {
+        let mut tail = departed(&cells, 8, 1);
+        let mut arming = sleeper.prepare();
+        tail.arm(&mut arming);
+        let mut fenced = arming.fence();
+        cells.shadow(news);
+        assert_eq!(tail.recheck(&mut fenced).is_ok(), news == 2);
+        assert!(fenced.settle().is_none());
+    }
+    assert_eq!(sleeper.stats().stayed_awake, 2);
+}
+
+#[test]
+fn without_its_page_a_queue_stands_still_and_goes_on_when_it_is_back() {
+    let cells = Cells::default();
+    let mut tail = departed(&cells, 8, 2);
+    cells.shadow(3);
+    assert_eq!(tail.look(), Ok(3));
+    tail.disable();
+    cells.shadow(5);
+    cells.ring(7);
+    assert_eq!(tail.look(), Ok(3), "neither the page that is gone nor the register");
+    tail.arm(&mut Sleeper::<_>::new(AtomicU32::new(0)).prepare());
+    assert_eq!(cells.event_idx(), 2, "nor is the old page written");
+    tail.reattach(&cells.shadow, &cells.event_idx);
+    assert_eq!(cells.event_idx(), 3);
+    assert_eq!(tail.look(), Ok(5));
+}
+
+#[test]
+fn a_register_queue_does_not_depend_on_the_page() {
+    let cells = Cells::default();
+    let mut tail = SqTail::new(size(8), &cells.register);
+    tail.enable(&cells.shadow, &cells.event_idx);
+    cells.ring(2);
+    assert_eq!(tail.look(), Ok(2));
+    tail.disable();
+    cells.ring(3);
+    assert_eq!(tail.look(), Ok(3));
+}
+
+#[test]
+fn new_buffers_for_a_queue_that_has_departed() {
+    let (old, new) = (Cells::default(), Cells::default());
+    let mut tail = departed(&old, 8, 5);
+    tail.enable(&new.shadow, &new.event_idx);
+    assert_eq!(tail.state(), DoorbellState { last: 5, truth: Truth::Last, snapshot: 0 });
+    assert_eq!(tail.look(), Ok(5), "neither the old register nor the new, untouched entry");
+    assert_eq!(new.event_idx(), 5);
+    new.shadow(6);
+    assert_eq!(tail.look(), Ok(6));
+    assert_eq!(tail.state().truth, Truth::Shadow);
+}
+
+#[test]
+fn a_state_goes_on_elsewhere() {
+    let cells = Cells::default();
+    let mut tail = departed(&cells, 8, 2);
+    cells.shadow(4);
+    assert_eq!(tail.look(), Ok(4));
+    let state = tail.state();
+    cells.shadow(6);
+    let mut tail = SqTail::resume(size(8), &cells.register, state).unwrap();
+    tail.reattach(&cells.shadow, &cells.event_idx);
+    assert_eq!(tail.look(), Ok(6));
+    assert!(SqTail::<_>::resume(size(4), &cells.register, state).is_none(), "outside the ring");
+}

@@ -1,0 +1,123 @@
+//! Every model here leaves out one thing, and has to fail. If one of these passes, the models of
+//! this directory prove nothing.
+
+use loom::thread;
+use shadowbell_doorbell::{Cell, FullFence, Predicate, Sleeper, SqTail};
+
+use crate::full::{Ask, full};
+use crate::rig::{Bed, Bell, NoFence, Word, bed, explore, in_use, ring, sleep_on, word};
+use crate::submit::submit;
+use crate::trap::{posted, trapped};
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn the_host_does_not_fence() {
+    explore(None, || submit::<NoFence, FullFence, FullFence>(Predicate::Linux, 8, 0, 1));
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn the_controller_does_not_fence() {
+    explore(None, || submit::<FullFence, NoFence, FullFence>(Predicate::Linux, 8, 0, 1));
+}
+
+/// SPDK's predicate rings more often; that does not make up for a fence.
+#[test]
+#[should_panic(expected = "deadlock")]
+fn the_controller_does_not_fence_against_an_inclusive_host() {
+    explore(None, || submit::<FullFence, NoFence, FullFence>(Predicate::SpdkInclusive, 8, 0, 1));
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn the_host_does_not_fence_and_the_controller_waits_for_room() {
+    explore(None, || full::<NoFence, FullFence>(Predicate::Linux, 3, 2, 1, Ask::Arm));
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn the_trap_does_not_fence() {
+    explore(None, || trapped::<FullFence, NoFence>(1));
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn the_sleeper_does_not_fence() {
+    explore(None, || trapped::<NoFence, FullFence>(1));
+}
+
+/// One update by the host, after the controller polled for a while; `round` is how the controller
+/// goes to sleep.
+fn after_polling(
+    round: impl Fn(&mut SqTail<Word>, &mut Sleeper<Word>, &Bed) + Sync + Send + Copy + 'static,
+) {
+    explore(None, move || {
+        let (bell, size) = (Bell::at(0), ring(8));
+        let (mut doorbell, mut tail) = in_use::<FullFence>(&bell, size, 1);
+        let (mut sleeper, bed) = bed();
+        let host = {
+            let (bell, bed) = (bell.clone(), bed.clone());
+            thread::spawn(move || bed.update(&mut doorbell, Predicate::Linux, &bell.register, 2))
+        };
+        while tail.look() == Ok(1) {
+            round(&mut tail, &mut sleeper, &bed);
+        }
+        host.join().unwrap();
+    });
+}
+
+/// The measure for the next two: done right, it passes.
+#[test]
+fn nothing_is_wrong() {
+    after_polling(sleep_on);
+}
+
+/// Looks a last time and only then says "ring": whatever comes between is lost. The types forbid
+/// it; the token of a second sleeper gets around them.
+#[test]
+#[should_panic(expected = "deadlock")]
+fn the_controller_looks_before_it_arms() {
+    after_polling(|tail, sleeper, bed| {
+        let mut accomplice = Sleeper::<_, FullFence>::new(word(0));
+        let mut fenced = sleeper.prepare().fence();
+        tail.recheck(&mut fenced).unwrap();
+        tail.arm(&mut accomplice.prepare());
+        if let Some(_asleep) = fenced.settle() {
+            bed.event.wait();
+        }
+    });
+}
+
+/// Fences, looks again, and never said "ring".
+#[test]
+#[should_panic(expected = "deadlock")]
+fn the_controller_does_not_arm() {
+    after_polling(|tail, sleeper, bed| {
+        let mut fenced = sleeper.prepare().fence();
+        tail.recheck(&mut fenced).unwrap();
+        if let Some(_asleep) = fenced.settle() {
+            bed.event.wait();
+        }
+    });
+}
+
+/// EventIdx equal to the completion queue's tail while the queue is full: the host would ring once
+/// it has consumed everything and one more.
+#[test]
+#[should_panic(expected = "deadlock")]
+fn the_controller_waits_for_room_with_event_idx_at_the_tail() {
+    explore(None, || full::<FullFence, FullFence>(Predicate::Linux, 4, 1, 1, Ask::AtTheTail));
+}
+
+/// Every trapped value is copied to the shadow entry: one that was posted and comes late takes the
+/// tail back, and the entry that was submitted since is never seen.
+#[test]
+#[should_panic(expected = "deadlock")]
+fn the_trap_writes_the_shadow_entry() {
+    explore(Some(2), || {
+        posted(|bell, bed, value| {
+            bell.shadow.store_release(value.into());
+            bed.trap(&bell.register, value);
+        });
+    });
+}

@@ -1,0 +1,286 @@
+//! Doorbell Buffer Config with commands in flight, and hosts that do or do not shadow a queue.
+
+use loom::sync::atomic::Ordering;
+use loom::thread;
+use shadowbell_doorbell::{
+    Cell, Fence, FullFence, HostDoorbell, Predicate, RingSize, Sleeper, SqTail,
+};
+use std::sync::Arc;
+
+use crate::rig::{
+    Bed, Bell, Entries, Event, PREDICATES, Word, bed, by_register, explore, is_set, ring, word,
+};
+
+/// The command, as two flags: submitted by the host, completed by the controller.
+#[derive(Clone)]
+struct Config {
+    submitted: Word,
+    completed: Word,
+}
+
+impl Config {
+    fn new() -> Self {
+        Self { submitted: word(0), completed: word(0) }
+    }
+
+    fn submit(&self, bed: &Bed) {
+        self.submitted.store(1, Ordering::Release);
+        bed.kick();
+    }
+}
+
+/// The controller: fetches `count` entries from `from` on, and executes the command when it
+/// comes; calls `progress` with what it has fetched so far and whether the command is done.
+struct Controller {
+    bell: Bell,
+    size: RingSize,
+    from: u16,
+    count: u32,
+    config: Config,
+    entries: Arc<Entries>,
+}
+
+impl Controller {
+    fn run(self, sleeper: &mut Sleeper<Word>, bed: &Bed, progress: impl Fn(u32, bool)) {
+        let Self { bell, size, from, count, config, entries } = self;
+        let register = bell.register.clone();
+        let mut tail = SqTail::resume(size, register, by_register(from)).unwrap();
+        let (mut at, mut left, mut enabled) = (from, count, false);
+        loop {
+            if !enabled && is_set(&config.submitted) {
+                tail.enable(bell.shadow.clone(), bell.event_idx.clone());
+                enabled = true;
+                config.completed.store(1, Ordering::Release);
+            }
+            let seen = tail.look().unwrap();
+            let moved = size.distance(at, seen);
+            assert!(moved <= left, "the tail moved backwards");
+            entries.fetch(size, at, seen);
+            (at, left) = (seen, left - moved);
+            progress(count - left, enabled);
+            if left == 0 && enabled {
+                break;
+            }
+            if moved == 0 {
+                let mut arming = sleeper.prepare();
+                tail.arm(&mut arming);
+                let mut fenced = arming.fence();
+                fenced.note(!enabled && is_set(&config.submitted));
+                tail.recheck(&mut fenced).unwrap();
+                if let Some(_asleep) = fenced.settle() {
+                    bed.event.wait();
+                }
+            }
+        }
+    }
+}
+
+/// Where another host than ours takes the old value of its predicate from.
+#[derive(Clone, Copy)]
+enum Old {
+    /// The shadow entry, as Linux and SPDK do.
+    Shadow,
+    /// Its own memory.
+    Private,
+}
+
+/// Another host than ours: it touches the shadow entry only once it trusts it.
+struct OtherHost {
+    bell: Bell,
+    bed: Bed,
+    predicate: Predicate,
+    old: Old,
+    current: u16,
+    trusted: bool,
+}
+
+impl OtherHost {
+    fn update(&mut self, new: u16) {
+        let private = std::mem::replace(&mut self.current, new);
+        let mut mmio = true;
+        if self.trusted {
+            let old = match self.old {
+                Old::Shadow => self.bell.shadow.load_relaxed() as u16,
+                Old::Private => private,
+            };
+            self.bell.shadow.store_release(new.into());
+            FullFence::full();
+            mmio = self.predicate.needs_mmio(self.bell.event_idx.load_relaxed(), old, new);
+        }
+        if mmio {
+            self.bed.trap(&self.bell.register, new);
+        }
+    }
+}
+
+/// Our own host changes over in the middle of submissions, one of them in flight already.
+#[test]
+fn our_host_enables_under_load() {
+    for predicate in PREDICATES {
+        explore(Some(2), move || {
+            let (size, bell, config) = (ring(8), Bell::at(0), Config::new());
+            let entries = Entries::new(size);
+            let (mut sleeper, bed) = bed();
+            entries.write(0);
+            bell.register.store(1, Ordering::Relaxed);
+            let host = {
+                let (bell, entries) = (bell.clone(), entries.clone());
+                let (config, bed) = (config.clone(), bed.clone());
+                thread::spawn(move || {
+                    let mut doorbell: HostDoorbell<Word> = HostDoorbell::new(1);
+                    doorbell.mirror(bell.shadow.clone(), bell.event_idx.clone());
+                    config.submit(&bed);
+                    for at in 1..3 {
+                        entries.write(at);
+                        bed.update(&mut doorbell, predicate, &bell.register, at + 1);
+                        if is_set(&config.completed) {
+                            doorbell.trust();
+                        }
+                    }
+                })
+            };
+            let controller = Controller { bell, size, from: 0, count: 3, config, entries };
+            controller.run(&mut sleeper, &bed, |_, _| ());
+            host.join().unwrap();
+        });
+    }
+}
+
+/// The same, around a ring so small that the first values published under the new rule are the
+/// very one that the shadow entry held when the command was executed.
+#[test]
+fn our_host_comes_round_to_the_snapshot() {
+    for predicate in PREDICATES {
+        explore(Some(2), move || {
+            let (size, bell, config) = (ring(3), Bell::at(0), Config::new());
+            let entries = Entries::new(size);
+            let room = Arc::new(Event::default());
+            let (mut sleeper, bed) = bed();
+            let host = {
+                let (bell, entries, room) = (bell.clone(), entries.clone(), room.clone());
+                let (config, bed) = (config.clone(), bed.clone());
+                thread::spawn(move || {
+                    let mut doorbell: HostDoorbell<Word> = HostDoorbell::new(0);
+                    doorbell.mirror(bell.shadow.clone(), bell.event_idx.clone());
+                    config.submit(&bed);
+                    entries.write(0);
+                    bed.update(&mut doorbell, predicate, &bell.register, 1);
+                    room.wait();
+                    doorbell.trust();
+                    for at in [1, 2] {
+                        entries.write(at);
+                        let next = size.forward(at, 1);
+                        bed.update(&mut doorbell, predicate, &bell.register, next);
+                    }
+                })
+            };
+            let told = std::cell::Cell::new(false);
+            let controller = Controller { bell, size, from: 0, count: 3, config, entries };
+            controller.run(&mut sleeper, &bed, |fetched, enabled| {
+                if fetched >= 1 && enabled && !told.replace(true) {
+                    room.signal();
+                }
+            });
+            host.join().unwrap();
+        });
+    }
+}
+
+/// Other hosts, with the shadow entry left at zero or set to the tail beforehand.
+#[test]
+fn other_hosts_enable_under_load() {
+    for predicate in PREDICATES {
+        for old in [Old::Shadow, Old::Private] {
+            for initial in [0, 1] {
+                explore(Some(2), move || {
+                    let (size, bell, config) = (ring(8), Bell::at(0), Config::new());
+                    let entries = Entries::new(size);
+                    let (mut sleeper, bed) = bed();
+                    entries.write(0);
+                    bell.register.store(1, Ordering::Relaxed);
+                    bell.shadow.store(initial, Ordering::Relaxed);
+                    let host = {
+                        let (bell, entries) = (bell.clone(), entries.clone());
+                        let (config, bed) = (config.clone(), bed.clone());
+                        thread::spawn(move || {
+                            config.submit(&bed);
+                            let mut host =
+                                OtherHost { bell, bed, predicate, old, current: 1, trusted: false };
+                            for at in 1..3 {
+                                entries.write(at);
+                                host.update(at + 1);
+                                host.trusted |= is_set(&config.completed);
+                            }
+                        })
+                    };
+                    let controller = Controller { bell, size, from: 0, count: 3, config, entries };
+                    controller.run(&mut sleeper, &bed, |_, _| ());
+                    host.join().unwrap();
+                });
+            }
+        }
+    }
+}
+
+/// A shadow entry left at zero, and a first update under the new rule that wraps to zero: the entry
+/// does not change at all, but EventIdx has kept in step with the tail, so the host rings.
+#[test]
+fn the_first_update_lands_on_a_stale_zero() {
+    for predicate in PREDICATES {
+        explore(Some(3), move || {
+            let (size, bell, config) = (ring(4), Bell::at(3), Config::new());
+            let entries = Entries::new(size);
+            let room = Arc::new(Event::default());
+            let (mut sleeper, bed) = bed();
+            bell.shadow.store(0, Ordering::Relaxed);
+            let host = {
+                let (bell, entries, room) = (bell.clone(), entries.clone(), room.clone());
+                let (config, bed) = (config.clone(), bed.clone());
+                thread::spawn(move || {
+                    config.submit(&bed);
+                    room.wait();
+                    let old = Old::Private;
+                    let mut host =
+                        OtherHost { bell, bed, predicate, old, current: 3, trusted: true };
+                    entries.write(3);
+                    host.update(0);
+                })
+            };
+            let told = std::cell::Cell::new(false);
+            let controller = Controller { bell, size, from: 3, count: 1, config, entries };
+            controller.run(&mut sleeper, &bed, |_, enabled| {
+                if enabled && !told.replace(true) {
+                    room.signal();
+                }
+            });
+            host.join().unwrap();
+        });
+    }
+}
+
+/// The admin queue of Linux and SPDK: the command is in force, this queue is never shadowed.
+#[test]
+fn a_host_that_never_shadows_the_queue() {
+    for initial in [0, 2] {
+        explore(Some(3), move || {
+            let (size, bell, config) = (ring(4), Bell::at(2), Config::new());
+            let entries = Entries::new(size);
+            let (mut sleeper, bed) = bed();
+            bell.shadow.store(initial, Ordering::Relaxed);
+            let host = {
+                let (bell, entries) = (bell.clone(), entries.clone());
+                let (config, bed) = (config.clone(), bed.clone());
+                thread::spawn(move || {
+                    config.submit(&bed);
+                    for at in [2, 3, 0] {
+                        entries.write(at);
+                        bed.trap(&bell.register, size.forward(at, 1));
+                    }
+                })
+            };
+            let controller = Controller { bell, size, from: 2, count: 3, config, entries };
+            controller.run(&mut sleeper, &bed, |_, _| ());
+            host.join().unwrap();
+        });
+    }
+}

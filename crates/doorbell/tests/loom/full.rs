@@ -1,0 +1,113 @@
+//! A full completion queue: the controller has something to post and no room for it.
+
+use loom::thread;
+use shadowbell_doorbell::{Fence, FullFence, Predicate};
+
+use crate::rig::{Bell, PREDICATES, bed, explore, in_use, in_use_head, ring};
+
+/// How the controller asks for the wakeup that it needs.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Ask {
+    /// As this crate does.
+    Arm,
+    /// EventIdx at the completion queue's tail, as for "tell me when you have consumed it all".
+    AtTheTail,
+}
+
+/// A completion queue of `entries`, full, its head at `head`; the controller has `count` more to
+/// post, the host consumes all that comes.
+pub(crate) fn full<H: Fence, S: Fence>(
+    predicate: Predicate,
+    entries: u32,
+    head: u16,
+    count: u32,
+    ask: Ask,
+) {
+    let size = ring(entries);
+    let bell = Bell::at(size.back(head, 1));
+    let (mut doorbell, mut heads) = in_use_head::<H>(&bell, size, head);
+    let (mut sleeper, bed) = bed::<S, FullFence>();
+    let mut tail = size.back(head, 1);
+    let host = {
+        let (bell, bed) = (bell.clone(), bed.clone());
+        thread::spawn(move || {
+            for i in 1..=count {
+                bed.update(&mut doorbell, predicate, &bell.register, size.forward(head, i));
+            }
+        })
+    };
+    let mut left = count;
+    while left > 0 {
+        let seen = heads.look(tail).unwrap();
+        let room = size.entries() - 1 - size.distance(seen, tail);
+        if room > 0 {
+            tail = size.forward(tail, 1);
+            left -= 1;
+            continue;
+        }
+        let mut arming = sleeper.prepare();
+        match ask {
+            Ask::Arm => heads.arm(&mut arming),
+            Ask::AtTheTail => {
+                shadowbell_doorbell::Cell::store_release(&bell.event_idx, tail.into())
+            }
+        }
+        let mut fenced = arming.fence();
+        heads.recheck(&mut fenced, tail).unwrap();
+        if let Some(_asleep) = fenced.settle() {
+            bed.event.wait();
+        }
+    }
+    host.join().unwrap();
+}
+
+#[test]
+fn room_in_a_full_completion_queue_wakes_the_controller() {
+    for predicate in PREDICATES {
+        for (entries, head) in [(2, 0), (2, 1), (3, 2), (4, 1)] {
+            explore(Some(3), move || {
+                full::<FullFence, FullFence>(predicate, entries, head, entries - 1, Ask::Arm);
+            });
+        }
+    }
+}
+
+/// Both at once, under one fence: blocked on room for a completion, and asleep for submissions.
+#[test]
+fn one_fence_serves_both_queues() {
+    for predicate in PREDICATES {
+        explore(Some(2), move || {
+            let size = ring(2);
+            let (sq, cq) = (Bell::at(0), Bell::at(1));
+            let (mut sq_host, mut tail) = in_use::<FullFence>(&sq, size, 1);
+            let (mut cq_host, mut head) = in_use_head::<FullFence>(&cq, size, 0);
+            let (mut sleeper, bed) = bed::<FullFence, FullFence>();
+            let host = {
+                let (sq, cq, bed) = (sq.clone(), cq.clone(), bed.clone());
+                thread::spawn(move || {
+                    bed.update(&mut sq_host, predicate, &sq.register, 0);
+                    bed.update(&mut cq_host, predicate, &cq.register, 1);
+                })
+            };
+            // The completion queue of two is full, with its tail at 1. A command is executed when
+            // both are there: it, and room for its completion.
+            loop {
+                let command = tail.look() == Ok(0);
+                let room = head.look(1) == Ok(1);
+                if command && room {
+                    break;
+                }
+                let mut arming = sleeper.prepare();
+                tail.arm(&mut arming);
+                head.arm(&mut arming);
+                let mut fenced = arming.fence();
+                tail.recheck(&mut fenced).unwrap();
+                head.recheck(&mut fenced, 1).unwrap();
+                if let Some(_asleep) = fenced.settle() {
+                    bed.event.wait();
+                }
+            }
+            host.join().unwrap();
+        });
+    }
+}

@@ -1,0 +1,272 @@
+//! What the models are built from: cells, an eventfd, a host and a controller.
+//!
+//! `Arc` is the standard one: what it counts is no part of the models, and loom's own cannot be
+//! dropped while a model that found its deadlock unwinds.
+
+use loom::cell::UnsafeCell;
+use loom::sync::atomic::AtomicU32;
+use loom::sync::{Condvar, Mutex};
+use shadowbell_doorbell::{
+    Cell, CqHead, DoorbellState, Fence, FullFence, HostDoorbell, Predicate, RingSize, Sleeper,
+    SqTail, Truth, Waker,
+};
+use std::sync::Arc;
+
+pub(crate) const PREDICATES: [Predicate; 2] = [Predicate::Linux, Predicate::SpdkInclusive];
+
+/// A fence that is none: what a compiler or a reviewer may think of as "release is enough".
+pub(crate) struct NoFence;
+
+impl Fence for NoFence {
+    fn full() {}
+}
+
+/// Explores `f` with at most `preemptions` involuntary switches; all of them for `None`.
+pub(crate) fn explore(preemptions: Option<usize>, f: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = preemptions;
+    builder.check(f);
+}
+
+pub(crate) fn ring(entries: u32) -> RingSize {
+    RingSize::new(entries).unwrap()
+}
+
+/// An eventfd.
+#[derive(Default)]
+pub(crate) struct Event {
+    signalled: Mutex<bool>,
+    condition: Condvar,
+}
+
+impl Event {
+    pub(crate) fn signal(&self) {
+        *self.signalled.lock().unwrap() = true;
+        self.condition.notify_one();
+    }
+
+    pub(crate) fn wait(&self) {
+        let mut signalled = self.signalled.lock().unwrap();
+        while !*signalled {
+            signalled = self.condition.wait(signalled).unwrap();
+        }
+        *signalled = false;
+    }
+}
+
+/// Posted writes, in order, on their way.
+#[derive(Default)]
+pub(crate) struct Bus {
+    posted: Mutex<Vec<Option<u16>>>,
+    condition: Condvar,
+}
+
+impl Bus {
+    /// Posts a value; with `None`, the last one was sent.
+    pub(crate) fn post(&self, value: Option<u16>) {
+        self.posted.lock().unwrap().push(value);
+        self.condition.notify_one();
+    }
+
+    /// The next value to arrive.
+    pub(crate) fn next(&self) -> Option<u16> {
+        let mut posted = self.posted.lock().unwrap();
+        while posted.is_empty() {
+            posted = self.condition.wait(posted).unwrap();
+        }
+        posted.remove(0)
+    }
+}
+
+pub(crate) type Word = Arc<AtomicU32>;
+
+pub(crate) fn word(value: u32) -> Word {
+    Arc::new(AtomicU32::new(value))
+}
+
+/// A queue that has got to `at` with no shadow entry.
+pub(crate) fn by_register(at: u16) -> DoorbellState {
+    DoorbellState { last: at, truth: Truth::Register, snapshot: 0 }
+}
+
+/// The three cells of one doorbell.
+#[derive(Clone)]
+pub(crate) struct Bell {
+    pub(crate) register: Word,
+    pub(crate) shadow: Word,
+    pub(crate) event_idx: Word,
+}
+
+impl Bell {
+    /// A doorbell at rest, wholly at `value`.
+    pub(crate) fn at(value: u16) -> Self {
+        let value = u32::from(value);
+        Self { register: word(value), shadow: word(value), event_idx: word(value) }
+    }
+
+    /// The host's end, with the shadow entry in force.
+    pub(crate) fn host<F: Fence>(&self, at: u16) -> HostDoorbell<Word, F> {
+        let mut host = HostDoorbell::new(at);
+        host.mirror(self.shadow.clone(), self.event_idx.clone());
+        host.trust();
+        host
+    }
+
+    /// The controller's end of a submission queue, with the shadow entry in force.
+    pub(crate) fn tail(&self, size: RingSize, at: u16) -> SqTail<Word> {
+        let mut tail = SqTail::resume(size, self.register.clone(), by_register(at)).unwrap();
+        tail.enable(self.shadow.clone(), self.event_idx.clone());
+        tail
+    }
+
+    /// The controller's end of a completion queue, with the shadow entry in force.
+    pub(crate) fn head(&self, size: RingSize, at: u16) -> CqHead<Word> {
+        let mut head = CqHead::resume(size, self.register.clone(), by_register(at)).unwrap();
+        head.enable(self.shadow.clone(), self.event_idx.clone());
+        head
+    }
+}
+
+/// The thread that sleeps, seen from the threads that wake it.
+pub(crate) struct Bed<F = FullFence> {
+    pub(crate) waker: Waker<Word, F>,
+    pub(crate) event: Arc<Event>,
+}
+
+impl<F> Clone for Bed<F> {
+    fn clone(&self) -> Self {
+        Self { waker: self.waker.clone(), event: self.event.clone() }
+    }
+}
+
+/// A sleeper with its fence and the bed with its kickers' fence.
+pub(crate) fn bed<S: Fence, W: Fence>() -> (Sleeper<Word, S>, Bed<W>) {
+    let state = word(0);
+    let sleeper = Sleeper::new(state.clone());
+    (sleeper, Bed { waker: Waker::new(state), event: Arc::default() })
+}
+
+impl<F: Fence> Bed<F> {
+    /// A trapped doorbell write.
+    pub(crate) fn trap(&self, register: &Word, value: u16) {
+        if self.waker.ring(register, u32::from(value)) {
+            self.event.signal();
+        }
+    }
+
+    /// News that is not a doorbell.
+    pub(crate) fn kick(&self) {
+        if self.waker.kick() {
+            self.event.signal();
+        }
+    }
+
+    /// One update of a host doorbell, with its MMIO write trapped on the same thread.
+    pub(crate) fn update<H: Fence>(
+        &self,
+        host: &mut HostDoorbell<Word, H>,
+        predicate: Predicate,
+        register: &Word,
+        value: u16,
+    ) {
+        if host.publish_with(predicate, value) {
+            self.trap(register, value);
+        }
+    }
+}
+
+/// The memory of a queue: loom complains if an entry is read that was not yet written, or is
+/// written while it is read.
+pub(crate) struct Entries(Vec<UnsafeCell<()>>);
+
+impl Entries {
+    pub(crate) fn new(size: RingSize) -> Arc<Self> {
+        Arc::new(Self((0..size.entries()).map(|_| UnsafeCell::new(())).collect()))
+    }
+
+    pub(crate) fn write(&self, at: u16) {
+        self.0[usize::from(at)].with_mut(|_| ());
+    }
+
+    pub(crate) fn read(&self, at: u16) {
+        self.0[usize::from(at)].with(|_| ());
+    }
+
+    /// Reads what lies between two positions.
+    pub(crate) fn fetch(&self, size: RingSize, mut from: u16, to: u16) {
+        while from != to {
+            self.read(from);
+            from = size.forward(from, 1);
+        }
+    }
+}
+
+/// A round of going to sleep over one submission queue: the order that the crate prescribes.
+pub(crate) fn sleep_on<F: Fence, W: Fence>(
+    tail: &mut SqTail<Word>,
+    sleeper: &mut Sleeper<Word, F>,
+    bed: &Bed<W>,
+) {
+    let mut arming = sleeper.prepare();
+    tail.arm(&mut arming);
+    let mut fenced = arming.fence();
+    tail.recheck(&mut fenced).unwrap();
+    if let Some(_asleep) = fenced.settle() {
+        bed.event.wait();
+    }
+}
+
+/// A queue that has been in use for a while: one entry was submitted and fetched just now, from
+/// position `at` - 1, so that EventIdx is left behind and asks for nothing. Neither end has any
+/// luck with a value that happens to be right already.
+pub(crate) fn in_use<F: Fence>(
+    bell: &Bell,
+    size: RingSize,
+    at: u16,
+) -> (HostDoorbell<Word, F>, SqTail<Word>) {
+    let before = size.back(at, 1);
+    let (mut host, mut tail) = (bell.host(before), bell.tail(size, before));
+    assert!(host.publish(at), "the first update after Doorbell Buffer Config rings");
+    assert_eq!(tail.look(), Ok(at));
+    (host, tail)
+}
+
+/// The same for a completion queue.
+pub(crate) fn in_use_head<F: Fence>(
+    bell: &Bell,
+    size: RingSize,
+    at: u16,
+) -> (HostDoorbell<Word, F>, CqHead<Word>) {
+    let before = size.back(at, 1);
+    let (mut host, mut head) = (bell.host(before), bell.head(size, before));
+    assert!(host.publish(at), "the first update after Doorbell Buffer Config rings");
+    assert_eq!(head.look(at), Ok(at));
+    (host, head)
+}
+
+/// The controller's life until the tail is at `end`: look, fetch, and sleep when there is nothing.
+/// The tail never moves backwards: what is left never grows.
+pub(crate) fn serve<F: Fence, W: Fence>(
+    tail: &mut SqTail<Word>,
+    entries: &Entries,
+    end: u16,
+    sleeper: &mut Sleeper<Word, F>,
+    bed: &Bed<W>,
+) {
+    let size = tail.size();
+    let mut at = tail.last();
+    while at != end {
+        let seen = tail.look().unwrap();
+        assert!(size.distance(at, seen) <= size.distance(at, end), "the tail moved backwards");
+        entries.fetch(size, at, seen);
+        if seen == at {
+            sleep_on(tail, sleeper, bed);
+        }
+        at = seen;
+    }
+}
+
+/// A word that is read as a flag.
+pub(crate) fn is_set(flag: &Word) -> bool {
+    flag.load_acquire() != 0
+}

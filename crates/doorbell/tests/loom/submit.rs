@@ -1,0 +1,109 @@
+//! Submission against sleep, and the wrap of the ring.
+
+use loom::thread;
+use shadowbell_doorbell::{Fence, FullFence, Predicate};
+use std::sync::Arc;
+
+use crate::rig::{Bell, Entries, Event, PREDICATES, bed, explore, in_use, ring, serve};
+
+/// A host that submits `count` entries one by one from position `from` on, and a controller that
+/// sleeps whenever there is nothing to fetch.
+pub(crate) fn submit<H: Fence, S: Fence, W: Fence>(
+    predicate: Predicate,
+    entries: u32,
+    from: u16,
+    count: u32,
+) {
+    let size = ring(entries);
+    let bell = Bell::at(size.back(from, 1));
+    let (mut doorbell, mut tail) = in_use::<H>(&bell, size, from);
+    let memory = Entries::new(size);
+    let (mut sleeper, bed) = bed::<S, W>();
+    let end = size.forward(from, count);
+
+    let host = {
+        let (bell, memory, bed) = (bell.clone(), memory.clone(), bed.clone());
+        thread::spawn(move || {
+            for i in 0..count {
+                let at = size.forward(from, i);
+                memory.write(at);
+                bed.update(&mut doorbell, predicate, &bell.register, size.forward(at, 1));
+            }
+        })
+    };
+
+    serve(&mut tail, &memory, end, &mut sleeper, &bed);
+    host.join().unwrap();
+}
+
+#[test]
+fn no_wakeup_is_lost() {
+    for predicate in PREDICATES {
+        explore(None, move || submit::<FullFence, FullFence, FullFence>(predicate, 8, 0, 1));
+        explore(Some(3), move || submit::<FullFence, FullFence, FullFence>(predicate, 8, 0, 3));
+    }
+}
+
+#[test]
+fn no_wakeup_is_lost_where_the_ring_wraps() {
+    for predicate in PREDICATES {
+        for (entries, from) in [(2, 1), (3, 2), (3, 1), (4, 3), (4, 2)] {
+            explore(Some(3), move || {
+                submit::<FullFence, FullFence, FullFence>(predicate, entries, from, entries - 1);
+            });
+        }
+    }
+}
+
+/// More than one turn of a ring of two: the host waits for room, so every entry is a turn of its
+/// own and EventIdx is always one of the only two values there are.
+#[test]
+fn no_wakeup_is_lost_over_several_turns() {
+    for predicate in PREDICATES {
+        explore(Some(2), move || {
+            let size = ring(2);
+            let bell = Bell::at(0);
+            let (mut doorbell, mut tail) = in_use::<FullFence>(&bell, size, 1);
+            let memory = Entries::new(size);
+            let room = Arc::new(Event::default());
+            let (mut sleeper, bed) = bed::<FullFence, FullFence>();
+            let host = {
+                let (bell, memory, bed) = (bell.clone(), memory.clone(), bed.clone());
+                let room = room.clone();
+                thread::spawn(move || {
+                    for at in [1, 0, 1] {
+                        memory.write(at);
+                        bed.update(&mut doorbell, predicate, &bell.register, size.forward(at, 1));
+                        room.wait();
+                    }
+                })
+            };
+            for end in [0, 1, 0] {
+                serve(&mut tail, &memory, end, &mut sleeper, &bed);
+                room.signal();
+            }
+            host.join().unwrap();
+        });
+    }
+}
+
+/// While the controller only polls, no interleaving makes the host ring: EventIdx runs ahead.
+#[test]
+fn polling_costs_no_mmio() {
+    for predicate in PREDICATES {
+        explore(Some(4), move || {
+            let size = ring(16);
+            let bell = Bell::at(14);
+            let (mut doorbell, mut tail) = in_use::<FullFence>(&bell, size, 15);
+            let host = thread::spawn(move || {
+                for at in [0, 1, 2] {
+                    assert!(!doorbell.publish_with(predicate, at), "an MMIO write for nothing");
+                }
+            });
+            for _ in 0..3 {
+                tail.look().unwrap();
+            }
+            host.join().unwrap();
+        });
+    }
+}
