@@ -286,17 +286,14 @@ impl Outbox {
     }
 
     /// Adds an error reply to `to`, unless its sender wants none. The number is never 0, which
-    /// QEMU would take for success.
+    /// QEMU would take for success: an [`Errno`] cannot be.
     pub fn put_error(&mut self, to: &Header, errno: Errno) {
         if to.no_reply() {
             return;
         }
         let mut header = reply_header(to);
         header.flags |= header_flags::ERROR;
-        header.error = match errno.raw_os_error() {
-            number @ 1.. => number.unsigned_abs(),
-            _ => Errno::IO.raw_os_error().unsigned_abs(),
-        };
+        header.error = errno.raw_os_error().unsigned_abs();
         self.put(header, &[]);
     }
 

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io;
+use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
@@ -70,7 +71,6 @@ pub struct Reactor {
     ready: VecDeque<PortId>,
     timers: BTreeSet<(Instant, PortId)>,
     controls: Vec<Control>,
-    events: Vec<Event>,
     /// Set by a stop: when patience with the devices ends.
     stop: Option<Instant>,
 }
@@ -93,7 +93,6 @@ impl Reactor {
             ready: VecDeque::new(),
             timers: BTreeSet::new(),
             controls: Vec::new(),
-            events: Vec::with_capacity(EVENTS),
             stop: None,
         })
     }
@@ -165,16 +164,15 @@ impl Reactor {
             tv_sec: time.as_secs().try_into().unwrap_or(i64::MAX),
             tv_nsec: time.subsec_nanos().into(),
         });
-        let mut events = std::mem::take(&mut self.events);
-        events.clear();
-        let outcome =
-            epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), timeout.as_ref());
-        for event in &events {
-            self.notify(event.data.u64(), event.flags);
-        }
-        self.events = events;
-        match outcome {
-            Ok(_) | Err(Errno::INTR) => Ok(()),
+        let mut events = [MaybeUninit::<Event>::uninit(); EVENTS];
+        match epoll::wait(&self.epoll, &mut events, timeout.as_ref()) {
+            Ok((events, _)) => {
+                for event in events {
+                    self.notify(event.data.u64(), event.flags);
+                }
+                Ok(())
+            }
+            Err(Errno::INTR) => Ok(()),
             Err(errno) => Err(errno.into()),
         }
     }

@@ -1,0 +1,450 @@
+//! A device in memory that writes down what is asked of it, and a peer that may say anything.
+#![allow(dead_code)]
+
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use shadowbell_vfio_user::codec::{Decoder, Outbox};
+use shadowbell_vfio_user::device::{
+    Area, Device, DmaMap, DmaUnmap, Done, IrqData, IrqInfo, Later, Mapping, Peer, RegionInfo,
+    SetIrqs, irq, region,
+};
+use shadowbell_vfio_user::pci::{Bar, ConfigSpace, Function, Msix};
+use shadowbell_vfio_user::server::{Handle, Limits, PortId};
+use shadowbell_vfio_user::wire::{self, Header, command, header_flags};
+use shadowbell_vfio_user::{Errno, Listener, Reactor};
+use zerocopy::IntoBytes;
+
+/// Size of BAR0, which is plain memory.
+pub(crate) const BAR0_SIZE: u64 = 0x1_0000;
+/// An offset in BAR0 at which a write takes its time while [`Shared::hold`] is set.
+pub(crate) const SLOW: u64 = 0x8000;
+/// BAR2 is a file, of which this part can be mapped.
+pub(crate) const AREA: Area = Area { offset: 0x1000, len: 0x2000 };
+/// Where BAR2 begins in its file.
+pub(crate) const BAR2_FILE_OFFSET: u64 = 0x1000;
+pub(crate) const BAR2_SIZE: u64 = 0x4000;
+pub(crate) const VECTORS: u32 = 33;
+
+/// What a test sees of a device.
+#[derive(Default)]
+pub(crate) struct Shared {
+    /// What was asked, in words.
+    pub(crate) log: Mutex<Vec<String>>,
+    /// Keep completion handles instead of completing them.
+    pub(crate) hold: AtomicBool,
+    pub(crate) held: Mutex<Vec<Done>>,
+    pub(crate) eventfds: Mutex<Vec<OwnedFd>>,
+    pub(crate) maps: Mutex<Vec<OwnedFd>>,
+}
+
+impl Shared {
+    pub(crate) fn log(&self) -> Vec<String> {
+        self.log.lock().unwrap().clone()
+    }
+
+    pub(crate) fn take_log(&self) -> Vec<String> {
+        std::mem::take(&mut self.log.lock().unwrap())
+    }
+
+    /// Waits until something is held, and hands it out.
+    pub(crate) fn wait_held(&self) -> Done {
+        let mut done = None;
+        eventually("a completion handle is held", || {
+            done = self.held.lock().unwrap().pop();
+            done.is_some()
+        });
+        done.unwrap()
+    }
+
+    pub(crate) fn wait_log(&self, line: &str) {
+        eventually(line, || self.log.lock().unwrap().iter().any(|seen| seen == line));
+    }
+
+    fn note(&self, line: impl Into<String>) {
+        self.log.lock().unwrap().push(line.into());
+    }
+
+    fn done(&self, done: Done) {
+        if self.hold.load(Ordering::SeqCst) {
+            self.held.lock().unwrap().push(done);
+        } else {
+            done.ok();
+        }
+    }
+}
+
+/// A device of memory.
+pub(crate) struct Toy {
+    shared: Arc<Shared>,
+    bar0: Vec<u8>,
+    bar2: OwnedFd,
+    config: ConfigSpace,
+}
+
+impl Toy {
+    pub(crate) fn new() -> (Box<Self>, Arc<Shared>) {
+        let shared = Arc::new(Shared::default());
+        let bar2 = rustix::fs::memfd_create("toy", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&bar2, BAR2_FILE_OFFSET + BAR2_SIZE).unwrap();
+        let config = ConfigSpace::new(&Function {
+            vendor: 0x1234,
+            device: 0x5678,
+            class: 0x010802,
+            bars: vec![
+                Bar { index: 0, size: BAR0_SIZE, prefetchable: false },
+                Bar { index: 2, size: BAR2_SIZE, prefetchable: false },
+                Bar { index: 4, size: 0x1000, prefetchable: false },
+            ],
+            msix: Some(Msix { vectors: VECTORS as u16, table: (4, 0), pba: (4, 0x800) }),
+            ..Function::default()
+        })
+        .unwrap();
+        let bar0 = vec![0; BAR0_SIZE as usize];
+        (Box::new(Self { shared: Arc::clone(&shared), bar0, bar2, config }), shared)
+    }
+
+    fn bar0(&mut self, offset: u64, len: usize) -> Result<&mut [u8], Errno> {
+        let start = usize::try_from(offset).map_err(|_| Errno::INVAL)?;
+        self.bar0.get_mut(start..start + len).ok_or(Errno::INVAL)
+    }
+}
+
+impl Device for Toy {
+    fn region_info(&mut self, index: u32) -> Result<RegionInfo, Errno> {
+        let plain = |size| RegionInfo { size, readable: true, writable: true, mapping: None };
+        Ok(match index {
+            region::BAR0 => plain(BAR0_SIZE),
+            2 => RegionInfo {
+                mapping: Some(Mapping {
+                    fd: self.bar2.try_clone().map_err(|_| Errno::MFILE)?,
+                    offset: BAR2_FILE_OFFSET,
+                    areas: vec![AREA],
+                }),
+                ..plain(BAR2_SIZE)
+            },
+            4 => plain(0x1000),
+            region::CONFIG => plain(0x1000),
+            _ => RegionInfo::default(),
+        })
+    }
+
+    fn irq_info(&mut self, index: u32) -> Result<IrqInfo, Errno> {
+        Ok(match index {
+            irq::MSIX => {
+                IrqInfo { count: VECTORS, eventfd: true, noresize: true, ..IrqInfo::default() }
+            }
+            _ => IrqInfo::default(),
+        })
+    }
+
+    fn connected(&mut self, peer: &Peer) {
+        self.shared.note(format!("connected, {} fds", peer.max_msg_fds));
+    }
+
+    fn disconnected(&mut self, done: Done) {
+        self.shared.note("disconnected");
+        self.shared.maps.lock().unwrap().clear();
+        self.shared.eventfds.lock().unwrap().clear();
+        self.shared.done(done);
+    }
+
+    fn region_read(&mut self, region: u32, offset: u64, data: &mut [u8]) -> Result<(), Errno> {
+        match region {
+            region::BAR0 => data.copy_from_slice(self.bar0(offset, data.len())?),
+            region::CONFIG => self.config.read(offset, data)?,
+            _ => return Err(Errno::NXIO),
+        }
+        Ok(())
+    }
+
+    fn region_write(
+        &mut self,
+        region: u32,
+        offset: u64,
+        data: &[u8],
+        later: &mut Later<'_>,
+    ) -> Result<(), Errno> {
+        match region {
+            region::BAR0 => self.bar0(offset, data.len())?.copy_from_slice(data),
+            region::CONFIG => drop(self.config.write(offset, data)?),
+            _ => return Err(Errno::NXIO),
+        }
+        if offset == SLOW {
+            self.shared.note("slow write");
+            let done = later.done().unwrap();
+            assert!(later.done().is_none());
+            self.shared.done(done);
+        }
+        Ok(())
+    }
+
+    fn set_irqs(&mut self, set: SetIrqs) -> Result<(), Errno> {
+        if set.index != irq::MSIX || set.start + set.count > VECTORS {
+            return Err(Errno::INVAL);
+        }
+        let data = match set.data {
+            IrqData::None => "nothing".to_owned(),
+            IrqData::Bools(bools) => format!("{bools:?}"),
+            IrqData::Eventfds(fds) => {
+                let text = format!("{} eventfds", fds.len());
+                self.shared.eventfds.lock().unwrap().extend(fds);
+                text
+            }
+        };
+        self.shared.note(format!("{:?} {}+{} with {data}", set.action, set.start, set.count));
+        Ok(())
+    }
+
+    fn dma_map(&mut self, map: DmaMap) -> Result<(), Errno> {
+        let DmaMap { iova, len, readable, writable, fd, fd_offset } = map;
+        let access =
+            format!("{}{}", if readable { "r" } else { "" }, if writable { "w" } else { "" });
+        self.shared.note(format!("map {iova:#x}+{len:#x} {access} at {fd_offset:#x}"));
+        self.shared.maps.lock().unwrap().push(fd.ok_or(Errno::OPNOTSUPP)?);
+        Ok(())
+    }
+
+    fn dma_unmap(&mut self, unmap: DmaUnmap, done: Done) {
+        self.shared.note(match unmap {
+            DmaUnmap::All => "unmap all".to_owned(),
+            DmaUnmap::Range { iova, len } => format!("unmap {iova:#x}+{len:#x}"),
+        });
+        self.shared.done(done);
+    }
+
+    fn reset(&mut self, done: Done) {
+        self.shared.note("reset");
+        self.config.reset();
+        self.shared.done(done);
+    }
+}
+
+/// A reactor on its own thread, stopped when dropped.
+pub(crate) struct Server {
+    pub(crate) handle: Handle,
+    pub(crate) directory: tempfile::TempDir,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Server {
+    pub(crate) fn start(limits: Limits) -> Self {
+        let mut reactor = Reactor::new(limits).unwrap();
+        let handle = reactor.handle();
+        let thread = std::thread::Builder::new().name("reactor".into());
+        let thread = thread.spawn(move || reactor.run().unwrap()).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        Self { handle, directory, thread: Some(thread) }
+    }
+
+    /// A server with one toy.
+    pub(crate) fn with_toy(limits: Limits) -> (Self, PathBuf, Arc<Shared>) {
+        let server = Self::start(limits);
+        let (path, shared, _) = server.add("toy");
+        (server, path, shared)
+    }
+
+    pub(crate) fn add(&self, name: &str) -> (PathBuf, Arc<Shared>, PortId) {
+        let path = self.directory.path().join(name);
+        let (toy, shared) = Toy::new();
+        let port = self.handle.add(Listener::bind(&path).unwrap(), toy);
+        (path, shared, port)
+    }
+
+    pub(crate) fn stop(&mut self) {
+        self.handle.stop();
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.handle.stop();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A reply, whole.
+#[derive(Debug)]
+pub(crate) struct Reply {
+    pub(crate) header: Header,
+    pub(crate) payload: Vec<u8>,
+}
+
+impl Reply {
+    pub(crate) fn ok(self) -> Vec<u8> {
+        assert_eq!(self.header.flags, header_flags::REPLY, "{:?}", self.header);
+        self.payload
+    }
+
+    /// The errno of an error reply, which has nothing but a header.
+    pub(crate) fn errno(&self) -> Errno {
+        assert_eq!(self.header.flags, header_flags::REPLY | header_flags::ERROR);
+        assert!(self.payload.is_empty());
+        Errno::from_raw_os_error(self.header.error as i32)
+    }
+}
+
+/// A client that sends what a test tells it to.
+pub(crate) struct Raw {
+    pub(crate) stream: UnixStream,
+    decoder: Decoder,
+    next_id: u16,
+}
+
+impl Raw {
+    pub(crate) fn connect(path: &Path) -> Self {
+        Self::new(UnixStream::connect(path).unwrap())
+    }
+
+    pub(crate) fn new(stream: UnixStream) -> Self {
+        stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        Self { stream, decoder: Decoder::new(2 << 20), next_id: 100 }
+    }
+
+    /// Connects and negotiates.
+    pub(crate) fn attach(path: &Path) -> Self {
+        let mut raw = Self::connect(path);
+        raw.negotiate();
+        raw
+    }
+
+    pub(crate) fn negotiate(&mut self) {
+        let version = wire::Version { major: 0, minor: 1 };
+        let data = b"{\"capabilities\":{\"max_msg_fds\":8,\"write_multiple\":true}}\0";
+        let reply = self.request(command::VERSION, &[version.as_bytes(), data]);
+        assert_eq!(reply.ok()[..4], [0, 0, 1, 0]);
+    }
+
+    pub(crate) fn message(&mut self, command: u16, flags: u32, payload: &[&[u8]]) -> Vec<u8> {
+        self.next_id += 1;
+        let header = Header { id: self.next_id, command, size: 0, flags, error: 0 };
+        let mut out = Outbox::default();
+        out.put(header, payload);
+        out.front().0.to_vec()
+    }
+
+    pub(crate) fn send(&mut self, bytes: &[u8]) {
+        self.stream.write_all(bytes).unwrap();
+    }
+
+    pub(crate) fn send_with_fds(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
+        let mut space = vec![std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
+        let buffers = [std::io::IoSlice::new(bytes)];
+        let sent = sendmsg(&self.stream, &buffers, &mut control, SendFlags::empty()).unwrap();
+        assert_eq!(sent, bytes.len());
+    }
+
+    pub(crate) fn request(&mut self, command: u16, payload: &[&[u8]]) -> Reply {
+        let bytes = self.message(command, 0, payload);
+        self.send(&bytes);
+        let reply = self.reply();
+        assert_eq!((reply.header.id, reply.header.command), (self.next_id, command));
+        reply
+    }
+
+    pub(crate) fn request_with_fds(
+        &mut self,
+        command: u16,
+        payload: &[&[u8]],
+        fds: &[OwnedFd],
+    ) -> Reply {
+        let bytes = self.message(command, 0, payload);
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        self.send_with_fds(&bytes, &fds);
+        self.reply()
+    }
+
+    pub(crate) fn try_reply(&mut self) -> Option<Reply> {
+        loop {
+            if let Some(message) = self.decoder.decode().unwrap() {
+                let payload = message.payload.to_vec();
+                return Some(Reply { header: message.header, payload });
+            }
+            match self.stream.read(self.decoder.space()) {
+                Ok(0) => return None,
+                Ok(len) => self.decoder.advance(len, Vec::new()),
+                Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => return None,
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+
+    pub(crate) fn reply(&mut self) -> Reply {
+        self.try_reply().expect("the server closed the connection")
+    }
+
+    /// The server has hung up, and said nothing more.
+    pub(crate) fn assert_closed(&mut self) {
+        if let Some(reply) = self.try_reply() {
+            panic!("{reply:?}");
+        }
+    }
+
+    /// Nothing arrives for a while.
+    pub(crate) fn assert_silent(&mut self) {
+        self.stream.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+        let error = self.stream.read(&mut [0]).unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
+        self.stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    }
+
+    pub(crate) fn write(&mut self, offset: u64, data: &[u8]) -> Reply {
+        let access = access(0, offset, data.len());
+        self.request(command::REGION_WRITE, &[access.as_bytes(), data])
+    }
+
+    pub(crate) fn read(&mut self, offset: u64, len: usize) -> Reply {
+        let access = access(0, offset, len);
+        self.request(command::REGION_READ, &[access.as_bytes()])
+    }
+}
+
+pub(crate) fn access(region: u32, offset: u64, len: usize) -> wire::RegionAccess {
+    wire::RegionAccess { offset, region, count: len as u32 }
+}
+
+/// Waits until something is so.
+pub(crate) fn eventually(what: &str, mut so: impl FnMut() -> bool) {
+    let until = Instant::now() + Duration::from_secs(10);
+    while !so() {
+        assert!(Instant::now() < until, "it never came to pass that {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+pub(crate) fn eventfds(count: usize) -> Vec<OwnedFd> {
+    use rustix::event::{EventfdFlags, eventfd};
+    (0..count)
+        .map(|_| eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap())
+        .collect()
+}
+
+pub(crate) fn memfd(len: u64) -> OwnedFd {
+    let fd = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&fd, len).unwrap();
+    fd
+}
+
+/// Limits under which a test need not wait long.
+pub(crate) fn impatient() -> Limits {
+    Limits {
+        negotiation: Duration::from_millis(100),
+        message: Duration::from_millis(100),
+        unread_replies: Duration::from_millis(100),
+        ..Limits::default()
+    }
+}
