@@ -50,8 +50,8 @@ pub struct DoorbellState {
     pub last: u16,
     /// Where the next one will be found.
     pub truth: Truth,
-    /// What the shadow entry held when it was put in force; of no meaning before.
-    pub snapshot: u32,
+    /// What the shadow entry held when it was put in force, if it was.
+    pub snapshot: Option<u32>,
 }
 
 /// The shadow entry and its EventIdx, while they are mapped.
@@ -90,7 +90,7 @@ impl<R: Cell, S: Cell> Doorbell<R, S> {
     }
 
     fn enable(&mut self, value: S, event_idx: S) {
-        self.state.snapshot = value.load_acquire();
+        self.state.snapshot = None;
         if self.state.truth == Truth::Shadow {
             self.state.truth = Truth::Last;
         }
@@ -98,6 +98,7 @@ impl<R: Cell, S: Cell> Doorbell<R, S> {
     }
 
     fn reattach(&mut self, value: S, event_idx: S) {
+        self.state.snapshot.get_or_insert_with(|| value.load_acquire());
         let mut shadow = Shadow { value, event_idx, published: self.state.last };
         shadow.publish(self.state.last);
         self.shadow = Some(shadow);
@@ -121,7 +122,7 @@ impl<R: Cell, S: Cell> Doorbell<R, S> {
         // has read what it rang with must then find the entry departed.
         let register = self.register.load_acquire();
         let value = shadow.value.load_acquire();
-        if value != self.state.snapshot {
+        if self.state.snapshot != Some(value) {
             self.state.truth = Truth::Shadow;
             value
         } else if self.state.truth == Truth::Register {
@@ -248,7 +249,7 @@ macro_rules! doorbell {
             /// shadow entry until [`enable`](Self::enable). `register` must hold 0.
             #[inline]
             pub fn new(size: RingSize, register: R) -> Self {
-                let state = DoorbellState { last: 0, truth: Truth::Register, snapshot: 0 };
+                let state = DoorbellState { last: 0, truth: Truth::Register, snapshot: None };
                 Self { doorbell: Doorbell::new(size, register, state) }
             }
 
@@ -283,7 +284,7 @@ macro_rules! doorbell {
 
             /// The same shadow entry again, mapped anew: after [`disable`](Self::disable) or
             /// [`resume`](Self::resume). Not [`enable`](Self::enable), which would wait for the
-            /// entry to depart once more.
+            /// entry to depart once more. An entry that was never in reach is enabled by this.
             #[inline]
             pub fn reattach(&mut self, value: S, event_idx: S) {
                 self.doorbell.reattach(value, event_idx);

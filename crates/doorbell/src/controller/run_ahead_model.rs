@@ -72,7 +72,7 @@ impl Model {
         let register = AtomicU32::new(0);
         let last = self.origin;
         value.store(u32::from(self.size.forward(last, state.unseen)), Ordering::Relaxed);
-        let departed = DoorbellState { last, truth: Truth::Shadow, snapshot: u32::MAX };
+        let departed = DoorbellState { last, truth: Truth::Shadow, snapshot: Some(u32::MAX) };
         let mut doorbell = Doorbell::new(self.size, &register, departed);
         doorbell.shadow = Some(Shadow {
             value: &value,

@@ -33,7 +33,7 @@ fn size(entries: u32) -> RingSize {
 
 /// A tail that has departed, at position `at`.
 fn departed(cells: &Cells, entries: u32, at: u16) -> SqTail<&AtomicU32> {
-    let state = DoorbellState { last: at, truth: Truth::Shadow, snapshot: u32::MAX };
+    let state = DoorbellState { last: at, truth: Truth::Shadow, snapshot: Some(u32::MAX) };
     cells.shadow(u32::from(at));
     let mut tail = SqTail::resume(size(entries), &cells.register, state).unwrap();
     tail.reattach(&cells.shadow, &cells.event_idx);
@@ -249,7 +249,7 @@ fn new_buffers_for_a_queue_that_has_departed() {
     let (old, new) = (Cells::default(), Cells::default());
     let mut tail = departed(&old, 8, 5);
     tail.enable(&new.shadow, &new.event_idx);
-    assert_eq!(tail.state(), DoorbellState { last: 5, truth: Truth::Last, snapshot: 0 });
+    assert_eq!(tail.state(), DoorbellState { last: 5, truth: Truth::Last, snapshot: Some(0) });
     assert_eq!(tail.look(), Ok(5), "neither the old register nor the new, untouched entry");
     assert_eq!(new.event_idx(), 5);
     new.shadow(6);
@@ -269,4 +269,18 @@ fn a_state_goes_on_elsewhere() {
     tail.reattach(&cells.shadow, &cells.event_idx);
     assert_eq!(tail.look(), Ok(6));
     assert!(SqTail::<_>::resume(size(4), &cells.register, state).is_none(), "outside the ring");
+}
+
+#[test]
+fn an_entry_out_of_reach_at_first_is_enabled_when_it_comes() {
+    let cells = Cells::default();
+    let mut tail = SqTail::new(size(8), &cells.register);
+    tail.disable();
+    cells.ring(2);
+    cells.shadow(6);
+    assert_eq!(tail.look(), Ok(2));
+    tail.reattach(&cells.shadow, &cells.event_idx);
+    assert_eq!(tail.look(), Ok(2), "what was in the entry is its snapshot");
+    cells.shadow(3);
+    assert_eq!(tail.look(), Ok(3));
 }

@@ -86,7 +86,7 @@ pub(crate) fn word(value: u32) -> Word {
 
 /// A queue that has got to `at` with no shadow entry.
 pub(crate) fn by_register(at: u16) -> DoorbellState {
-    DoorbellState { last: at, truth: Truth::Register, snapshot: 0 }
+    DoorbellState { last: at, truth: Truth::Register, snapshot: None }
 }
 
 /// The three cells of one doorbell.
