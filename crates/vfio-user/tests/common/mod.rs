@@ -236,7 +236,9 @@ pub(crate) struct Server {
 
 impl Server {
     pub(crate) fn start(limits: Limits) -> Self {
-        let mut reactor = Reactor::new(limits).unwrap();
+        // Tests end with handles held; that is not to be waited for.
+        let stop = limits.stop.min(Duration::from_millis(200));
+        let mut reactor = Reactor::new(Limits { stop, ..limits }).unwrap();
         let handle = reactor.handle();
         let thread = std::thread::Builder::new().name("reactor".into());
         let thread = thread.spawn(move || reactor.run().unwrap()).unwrap();
@@ -339,7 +341,7 @@ impl Raw {
         self.stream.write_all(bytes).unwrap();
     }
 
-    pub(crate) fn send_with_fds(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
+    pub(crate) fn send_with_fds(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
         let mut space = vec![std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         assert!(control.push(SendAncillaryMessage::ScmRights(fds)));

@@ -1,0 +1,250 @@
+//! Peers that send garbage, truncate, flood or stall, and the ones that come after them.
+
+mod common;
+
+use std::io::Write;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use common::*;
+use proptest::prelude::*;
+use shadowbell_vfio_user::server::Limits;
+use shadowbell_vfio_user::wire::{command, header_flags};
+use zerocopy::IntoBytes;
+
+/// The device is free and works.
+fn assert_served(path: &Path) {
+    let mut raw = Raw::attach(path);
+    raw.write(3, &[42]).ok();
+    assert_eq!(raw.read(3, 1).ok()[16..], [42]);
+}
+
+#[test]
+fn garbage_ends_the_connection() {
+    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let mut wrong_size = Raw::attach(&path);
+    let mut message = wrong_size.message(command::DEVICE_GET_INFO, 0, &[&[0; 16]]);
+    for size in [0, 15, (1 << 20) + 4097, u32::MAX] {
+        let mut raw = Raw::new(wrong_size.stream.try_clone().unwrap());
+        message[4..8].copy_from_slice(&u32::to_ne_bytes(size));
+        raw.send(&message);
+        raw.assert_closed();
+        wrong_size = Raw::attach(&path);
+    }
+    let wrong_type = wrong_size.message(command::DEVICE_RESET, 7, &[]);
+    wrong_size.send(&wrong_type);
+    wrong_size.assert_closed();
+
+    let mut raw = Raw::attach(&path);
+    let reply = raw.message(command::DMA_READ, header_flags::REPLY, &[&[0; 16]]);
+    raw.send(&reply);
+    raw.assert_closed();
+
+    let mut raw = Raw::connect(&path);
+    raw.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n");
+    raw.assert_closed();
+    assert_served(&path);
+    let connects = shared.log().iter().filter(|line| line.starts_with("connected")).count();
+    assert_eq!(connects, 7);
+}
+
+#[test]
+fn answers_that_are_due_are_given_before_the_end() {
+    let (_server, path, _shared) = Server::with_toy(Limits::default());
+    let mut raw = Raw::attach(&path);
+    let mut stream = raw.message(command::REGION_READ, 0, &[access(0, 0, 1).as_bytes()]);
+    stream.extend([0; 16]);
+    raw.send(&stream);
+    raw.reply().ok();
+    raw.assert_closed();
+}
+
+#[test]
+fn who_leaves_in_the_middle_of_a_message_leaves() {
+    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let half = |raw: &mut Raw, len| {
+        let access = access(0, 0, 4);
+        let message = raw.message(command::REGION_WRITE, 0, &[access.as_bytes(), &[1; 4]]);
+        raw.send(&message[..len]);
+    };
+    for len in [1, 8, 15, 16, 20, 35] {
+        // It closes its end for writing, and hears that it is over.
+        let mut raw = Raw::attach(&path);
+        half(&mut raw, len);
+        raw.stream.shutdown(std::net::Shutdown::Write).unwrap();
+        raw.assert_closed();
+        // It is gone altogether.
+        let mut raw = Raw::attach(&path);
+        half(&mut raw, len);
+    }
+    let mut raw = Raw::attach(&path);
+    assert_eq!(raw.read(0, 4).ok()[16..], [0; 4], "half a write was carried out");
+    drop(raw);
+    eventually("the device is free", || shared.log().len() == 26);
+    assert_served(&path);
+}
+
+#[test]
+fn who_says_nothing_or_half_of_it_is_dropped_in_time() {
+    let (_server, path, _shared) = Server::with_toy(impatient());
+    // Nothing.
+    let started = Instant::now();
+    let mut silent = Raw::connect(&path);
+    silent.assert_closed();
+    assert!(started.elapsed() >= Duration::from_millis(90), "{:?}", started.elapsed());
+    // Half a VERSION, byte by byte.
+    let mut slow = Raw::connect(&path);
+    let message = slow.message(command::VERSION, 0, &[&[0; 200]]);
+    let started = Instant::now();
+    for byte in message {
+        if slow.stream.write_all(&[byte]).is_err() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(started.elapsed() < Duration::from_secs(1));
+    // Half a message after a good start; a good message in between restarts the clock.
+    let mut raw = Raw::attach(&path);
+    let message = raw.message(command::REGION_READ, 0, &[access(0, 0, 1).as_bytes()]);
+    for _ in 0..4 {
+        raw.send(&message[..20]);
+        std::thread::sleep(Duration::from_millis(40));
+        raw.send(&message[20..]);
+        raw.reply().ok();
+    }
+    // Silence between messages is no debt.
+    std::thread::sleep(Duration::from_millis(300));
+    raw.write(0, &[1]).ok();
+    raw.send(&message[..20]);
+    let started = Instant::now();
+    raw.assert_closed();
+    assert!(started.elapsed() >= Duration::from_millis(90), "{:?}", started.elapsed());
+    assert_served(&path);
+}
+
+#[test]
+fn who_floods_and_does_not_read_is_dropped_and_others_do_not_notice() {
+    let (server, path, _shared) = Server::with_toy(impatient());
+    let (other_path, ..) = server.add("other");
+    let mut other = Raw::attach(&other_path);
+    let mut raw = Raw::attach(&path);
+    raw.stream.set_write_timeout(Some(Duration::from_secs(5))).unwrap();
+    let read = raw.message(command::REGION_READ, 0, &[access(0, 0, 0x8000).as_bytes()]);
+    let flood = std::thread::spawn(move || {
+        // Until it is thrown out.
+        let stream = read.repeat(100);
+        while raw.stream.write_all(&stream).is_ok() {}
+    });
+    let mut worst = Duration::ZERO;
+    while !flood.is_finished() {
+        let started = Instant::now();
+        other.write(0, &[1, 2, 3, 4]).ok();
+        worst = worst.max(started.elapsed());
+    }
+    flood.join().unwrap();
+    assert!(worst < Duration::from_millis(500), "another client waited {worst:?}");
+    assert_served(&path);
+}
+
+#[test]
+fn a_flood_of_posted_messages_does_not_starve_others() {
+    let (server, path, _shared) = Server::with_toy(Limits::default());
+    let (other_path, ..) = server.add("other");
+    let mut other = Raw::attach(&other_path);
+    let mut raw = Raw::attach(&path);
+    let posted = header_flags::NO_REPLY;
+    let write = access(0, 0, 4);
+    let message = raw.message(command::REGION_WRITE, posted, &[write.as_bytes(), &[1; 4]]);
+    let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let stopped = std::sync::Arc::clone(&stop);
+    let flood = std::thread::spawn(move || {
+        let stream = message.repeat(100);
+        while !stopped.load(std::sync::atomic::Ordering::Relaxed) {
+            raw.send(&stream);
+        }
+        raw.read(0, 4).ok();
+    });
+    for _ in 0..200 {
+        other.write(0, &[1]).ok();
+    }
+    stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    flood.join().unwrap();
+}
+
+#[test]
+fn a_reader_that_is_slow_but_reads_is_served_to_the_end() {
+    let (_server, path, _shared) = Server::with_toy(Limits::default());
+    let mut raw = Raw::attach(&path);
+    // More replies than socket and server hold; they are read only after all was asked.
+    let read = raw.message(command::REGION_READ, 0, &[access(0, 0, 0x8000).as_bytes()]);
+    let mut asker = raw.stream.try_clone().unwrap();
+    let asker = std::thread::spawn(move || {
+        for _ in 0..200 {
+            asker.write_all(&read).unwrap();
+        }
+    });
+    std::thread::sleep(Duration::from_millis(100));
+    for _ in 0..200 {
+        assert_eq!(raw.reply().ok().len(), 16 + 0x8000);
+    }
+    asker.join().unwrap();
+}
+
+#[test]
+fn too_many_descriptors_end_the_connection() {
+    let (_server, path, _shared) = Server::with_toy(Limits::default());
+    let mut raw = Raw::attach(&path);
+    let fds = eventfds(65);
+    let fds: Vec<_> = fds.iter().map(std::os::fd::AsFd::as_fd).collect();
+    let message = raw.message(command::DEVICE_RESET, 0, &[]);
+    raw.send_with_fds(&message, &fds[..64]);
+    raw.reply().ok();
+    raw.send_with_fds(&message, &fds);
+    raw.assert_closed();
+    assert_served(&path);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    /// Messages with good headers and any content: each gets one reply, an error or not.
+    #[test]
+    fn any_payload_of_any_command_gets_an_answer(
+        messages in prop::collection::vec(
+            (0u16..20, prop::collection::vec(any::<u8>(), 0..80), 0usize..3), 1..40
+        )
+    ) {
+        let mut server = Server::start(Limits::default());
+        let (path, ..) = server.add("toy");
+        let mut raw = Raw::attach(&path);
+        for (command, mut payload, fds) in messages {
+            // Small numbers where lengths and indexes are, or nothing ever gets far.
+            for (at, byte) in payload.iter_mut().enumerate() {
+                if at % 4 != 0 && *byte < 240 {
+                    *byte = 0;
+                }
+            }
+            let reply = match fds {
+                0 => raw.request(command, &[&payload]),
+                _ => raw.request_with_fds(command, &[&payload], &eventfds(fds)),
+            };
+            let flags = reply.header.flags;
+            prop_assert!(flags == header_flags::REPLY || reply.header.error != 0);
+        }
+        drop(raw);
+        assert_served(&path);
+        server.stop();
+    }
+
+    /// A stream of anything: the server survives it.
+    #[test]
+    fn any_stream_is_survived(stream in prop::collection::vec(any::<u8>(), 0..400), agreed: bool) {
+        let mut server = Server::start(impatient());
+        let (path, ..) = server.add("toy");
+        let mut raw = if agreed { Raw::attach(&path) } else { Raw::connect(&path) };
+        let _ = raw.stream.write_all(&stream);
+        drop(raw);
+        assert_served(&path);
+        server.stop();
+    }
+}

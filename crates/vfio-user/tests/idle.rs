@@ -1,0 +1,47 @@
+//! What it costs to serve many that are silent: nothing. Alone in its process, to be measured.
+
+mod common;
+
+use std::time::Duration;
+
+use common::*;
+use shadowbell_vfio_user::server::Limits;
+
+/// Voluntary and involuntary context switches of the reactor's thread, and its time on a processor.
+fn cost() -> (u64, u64) {
+    for task in std::fs::read_dir("/proc/self/task").unwrap() {
+        let task = task.unwrap().path();
+        if std::fs::read_to_string(task.join("comm")).unwrap().trim() != "reactor" {
+            continue;
+        }
+        let status = std::fs::read_to_string(task.join("status")).unwrap();
+        let switches = status
+            .lines()
+            .filter(|line| line.contains("voluntary_ctxt_switches"))
+            .map(|line| line.split_whitespace().last().unwrap().parse::<u64>().unwrap())
+            .sum();
+        let times = std::fs::read_to_string(task.join("schedstat")).unwrap();
+        return (switches, times.split_whitespace().next().unwrap().parse().unwrap());
+    }
+    panic!("there is no reactor");
+}
+
+#[test]
+fn two_hundred_and_fifty_six_idle_devices_cost_no_processor_time() {
+    let server = Server::start(Limits::default());
+    let ports: Vec<_> = (0..256).map(|n| server.add(&format!("toy{n}"))).collect();
+    // Half of them with a client.
+    let mut clients: Vec<_> = ports.iter().step_by(2).map(|(path, ..)| Raw::attach(path)).collect();
+    for client in &mut clients {
+        client.write(0, &[1]).ok();
+    }
+    std::thread::sleep(Duration::from_millis(50));
+    let before = cost();
+    std::thread::sleep(Duration::from_secs(1));
+    assert_eq!(cost(), before);
+    // And they are still there.
+    for client in &mut clients {
+        client.write(0, &[1]).ok();
+    }
+    assert_ne!(cost(), before);
+}

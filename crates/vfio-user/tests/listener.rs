@@ -1,0 +1,126 @@
+//! Socket paths, good and bad.
+
+mod common;
+
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+
+use common::*;
+use shadowbell_vfio_user::Listener;
+use shadowbell_vfio_user::server::{BindError, Limits};
+
+#[test]
+fn the_file_lives_as_long_as_the_listener() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("socket");
+    let listener = Listener::bind(&path).unwrap();
+    assert_eq!(listener.path(), path);
+    assert!(path.exists());
+    drop(listener);
+    assert!(!path.exists());
+}
+
+#[test]
+fn a_file_that_is_not_ours_any_more_stays() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("socket");
+    let listener = Listener::bind(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    let successor = UnixListener::bind(&path).unwrap();
+    drop(listener);
+    assert!(path.exists());
+    drop(successor);
+}
+
+#[test]
+fn a_live_server_is_refused_and_goes_on() {
+    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let error = Listener::bind(&path).unwrap_err();
+    assert!(matches!(error, BindError::InUse { .. }), "{error}");
+    assert_eq!(
+        error.to_string(),
+        format!(
+            "socket path {} is in use by a running server: stop that one, or choose another path",
+            path.display()
+        )
+    );
+    // Also while a client is attached, and then its service is not disturbed.
+    let mut raw = Raw::attach(&path);
+    assert!(matches!(Listener::bind(&path), Err(BindError::InUse { .. })));
+    raw.write(0, &[1]).ok();
+    drop(raw);
+    Raw::attach(&path);
+    eventually("both have left", || shared.log().len() == 4);
+}
+
+#[test]
+fn a_stale_file_is_replaced() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("socket");
+    drop(UnixListener::bind(&path).unwrap());
+    assert!(path.exists(), "the standard library leaves it behind");
+    let listener = Listener::bind(&path).unwrap();
+    assert!(std::os::unix::net::UnixStream::connect(&path).is_ok());
+    drop(listener);
+}
+
+#[test]
+fn of_many_that_find_a_stale_file_one_gets_it() {
+    let directory = tempfile::tempdir().unwrap();
+    for round in 0..20 {
+        let path = directory.path().join(format!("socket{round}"));
+        drop(UnixListener::bind(&path).unwrap());
+        let threads: Vec<_> = (0..8)
+            .map(|_| {
+                let path = path.clone();
+                std::thread::spawn(move || Listener::bind(path))
+            })
+            .collect();
+        let outcomes: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+        let winners = outcomes.iter().filter(|outcome| outcome.is_ok()).count();
+        assert_eq!(winners, 1, "{outcomes:?}");
+        assert!(std::os::unix::net::UnixStream::connect(&path).is_ok());
+    }
+}
+
+#[test]
+fn what_is_no_socket_is_left_alone() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("precious");
+    std::fs::write(&path, b"data").unwrap();
+    let error = Listener::bind(&path).unwrap_err();
+    assert!(matches!(error, BindError::NotASocket { .. }), "{error}");
+    assert_eq!(std::fs::read(&path).unwrap(), b"data");
+}
+
+#[test]
+fn a_path_that_is_too_long_says_so() {
+    let directory = tempfile::tempdir().unwrap();
+    let name = |len: usize| {
+        let room = len - directory.path().as_os_str().len() - 1;
+        directory.path().join("x".repeat(room))
+    };
+    Listener::bind(name(107)).unwrap();
+    let error = Listener::bind(name(108)).unwrap_err();
+    assert!(matches!(error, BindError::TooLong { len: 108, .. }), "{error}");
+    assert!(error.to_string().contains("108 bytes"), "{error}");
+    assert!(error.to_string().contains("allows 107"), "{error}");
+}
+
+#[test]
+fn a_path_in_no_directory_says_which_to_create() {
+    let error = Listener::bind("/nonexistent/deep/socket").unwrap_err();
+    assert!(matches!(error, BindError::NoDirectory { .. }), "{error}");
+    assert!(error.to_string().contains("create /nonexistent/deep first"), "{error}");
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let error = Listener::bind(file.path().join("socket")).unwrap_err();
+    assert!(matches!(error, BindError::NoDirectory { .. }), "{error}");
+}
+
+#[test]
+fn a_directory_gets_the_socket_that_spdk_looks_for() {
+    let directory = tempfile::tempdir().unwrap();
+    let listener = Listener::bind(directory.path()).unwrap();
+    assert_eq!(listener.path(), directory.path().join("cntrl"));
+    assert!(Path::new(listener.path()).exists());
+}

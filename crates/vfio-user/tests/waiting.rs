@@ -1,0 +1,214 @@
+//! Requests that take their time, and what waits for them.
+
+mod common;
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use common::*;
+use shadowbell_vfio_user::Errno;
+use shadowbell_vfio_user::server::Limits;
+use shadowbell_vfio_user::wire::{self, command, header_flags};
+use zerocopy::IntoBytes;
+
+fn unmap() -> wire::DmaUnmap {
+    wire::DmaUnmap { argsz: 24, flags: 0, address: 0x1000, size: 0x1000 }
+}
+
+#[test]
+fn messages_behind_an_unfinished_one_wait_and_those_of_others_do_not() {
+    let (server, path, shared) = Server::with_toy(Limits::default());
+    let (other_path, ..) = server.add("other");
+    let mut raw = Raw::attach(&path);
+    let mut other = Raw::attach(&other_path);
+    shared.hold.store(true, Ordering::SeqCst);
+    // All of them in one go: the second is in the server's hands when the first is handled.
+    let write = access(0, 0, 1);
+    let mut stream = raw.message(command::DMA_UNMAP, 0, &[unmap().as_bytes()]);
+    stream.extend(raw.message(command::REGION_WRITE, 0, &[write.as_bytes(), &[7]]));
+    stream.extend(raw.message(command::DEVICE_RESET, 0, &[]));
+    stream.extend(raw.message(command::REGION_READ, 0, &[write.as_bytes()]));
+    raw.send(&stream);
+    let done = shared.wait_held();
+    raw.assert_silent();
+    // And one more that arrives later.
+    let late = raw.message(command::REGION_READ, 0, &[write.as_bytes()]);
+    raw.send(&late);
+    raw.assert_silent();
+    assert_eq!(shared.log()[1..], ["unmap 0x1000+0x1000"]);
+    for n in 0..100 {
+        other.write(n, &[1]).ok();
+    }
+
+    std::thread::spawn(|| done.ok()).join().unwrap();
+    assert_eq!(raw.reply().ok(), unmap().as_bytes());
+    assert_eq!(raw.reply().ok(), write.as_bytes());
+    raw.assert_silent();
+    assert_eq!(shared.log()[2..], ["reset"]);
+    shared.wait_held().complete(Err(Errno::BUSY));
+    let reply = raw.reply();
+    assert_eq!((reply.header.command, reply.errno()), (command::DEVICE_RESET, Errno::BUSY));
+    assert_eq!(raw.reply().ok()[16..], [7]);
+    assert_eq!(raw.reply().ok()[16..], [7]);
+}
+
+#[test]
+fn a_handle_that_is_dropped_is_an_error() {
+    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let mut raw = Raw::attach(&path);
+    shared.hold.store(true, Ordering::SeqCst);
+    let reset = raw.message(command::DEVICE_RESET, 0, &[]);
+    raw.send(&reset);
+    drop(shared.wait_held());
+    assert_eq!(raw.reply().errno(), Errno::IO);
+}
+
+#[test]
+fn a_posted_request_that_waits_keeps_its_place_and_gets_no_reply() {
+    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let mut raw = Raw::attach(&path);
+    shared.hold.store(true, Ordering::SeqCst);
+    let posted = header_flags::NO_REPLY;
+    let mut stream = raw.message(command::DMA_UNMAP, posted, &[unmap().as_bytes()]);
+    stream.extend(raw.message(command::DEVICE_RESET, posted, &[]));
+    stream.extend(raw.message(command::REGION_READ, 0, &[access(0, 0, 1).as_bytes()]));
+    raw.send(&stream);
+    shared.wait_held().ok();
+    shared.wait_held().complete(Err(Errno::IO));
+    assert_eq!(raw.reply().header.command, command::REGION_READ);
+    assert_eq!(shared.log()[1..], ["unmap 0x1000+0x1000", "reset"]);
+}
+
+#[test]
+fn a_register_write_may_wait_alone_or_in_a_row() {
+    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let mut raw = Raw::attach(&path);
+    shared.hold.store(true, Ordering::SeqCst);
+    let slow = access(0, SLOW, 4);
+    let write = raw.message(command::REGION_WRITE, 0, &[slow.as_bytes(), &[1; 4]]);
+    raw.send(&write);
+    let done = shared.wait_held();
+    raw.assert_silent();
+    done.ok();
+    assert_eq!(raw.reply().ok(), slow.as_bytes());
+
+    let entry = |offset, value| wire::MultiEntry { offset, region: 0, count: 1, data: [value; 8] };
+    let entries = [entry(0, 1), entry(SLOW, 2), entry(1, 3), entry(SLOW, 4), entry(2, 5)];
+    let count = wire::WriteMulti { count: 5 };
+    let multi =
+        raw.message(command::REGION_WRITE_MULTI, 0, &[count.as_bytes(), entries.as_bytes()]);
+    raw.send(&multi);
+    shared.wait_held().ok();
+    let second = shared.wait_held();
+    raw.assert_silent();
+    second.ok();
+    assert_eq!(raw.reply().ok(), count.as_bytes());
+    assert_eq!(raw.read(0, 3).ok()[16..], [1, 3, 5]);
+
+    // One that fails ends the row.
+    raw.send(&multi);
+    shared.wait_held().complete(Err(Errno::NXIO));
+    assert_eq!(raw.reply().errno(), Errno::NXIO);
+    raw.assert_silent();
+}
+
+#[test]
+fn the_device_is_told_that_its_client_left_only_when_its_request_is_finished() {
+    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let mut raw = Raw::attach(&path);
+    shared.hold.store(true, Ordering::SeqCst);
+    let reset = raw.message(command::DEVICE_RESET, 0, &[]);
+    raw.send(&reset);
+    let done = shared.wait_held();
+    drop(raw);
+    let mut next = Raw::connect(&path);
+    let hello = next.message(command::VERSION, 0, &[&[0, 0, 1, 0]]);
+    next.send(&hello);
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(shared.log()[1..], ["reset"]);
+    done.ok();
+    shared.wait_log("disconnected");
+    // The device still holds on to it: the next one waits.
+    let done = shared.wait_held();
+    next.assert_silent();
+    assert_eq!(shared.log()[1..], ["reset", "disconnected"]);
+    done.ok();
+    next.reply().ok();
+    shared.wait_log("connected, 1 fds");
+}
+
+#[test]
+fn a_device_that_fails_to_let_go_does_not_end_the_service() {
+    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let raw = Raw::attach(&path);
+    shared.hold.store(true, Ordering::SeqCst);
+    drop(raw);
+    drop(shared.wait_held());
+    Raw::attach(&path);
+}
+
+#[test]
+fn a_second_client_waits_for_the_first_to_leave() {
+    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let mut first = Raw::attach(&path);
+    let mut second = Raw::connect(&path);
+    let hello = second.message(command::VERSION, 0, &[&[0, 0, 1, 0]]);
+    second.send(&hello);
+    // One that gives up meanwhile is in nobody's way.
+    drop(Raw::connect(&path));
+    let mut third = Raw::connect(&path);
+    let hello = third.message(command::VERSION, 0, &[&[0, 0, 1, 0]]);
+    third.send(&hello);
+    second.assert_silent();
+    first.write(0, &[1]).ok();
+    drop(first);
+    second.reply().ok();
+    third.assert_silent();
+    drop(second);
+    third.reply().ok();
+    assert_eq!(shared.log().len(), 5, "{:?}", shared.log());
+}
+
+#[test]
+fn a_client_may_come_and_go_as_often_as_it_likes() {
+    let (_server, path, shared) = Server::with_toy(Limits::default());
+    for _ in 0..200 {
+        Raw::attach(&path).write(0, &[1]).ok();
+    }
+    eventually("all have left", || shared.log().len() == 400);
+}
+
+#[test]
+fn removing_a_device_takes_its_client_its_socket_and_itself() {
+    let mut server = Server::start(Limits::default());
+    let (path, shared, port) = server.add("one");
+    let (other, ..) = server.add("other");
+    let mut raw = Raw::attach(&path);
+    shared.hold.store(true, Ordering::SeqCst);
+    let gone = server.handle.remove(port);
+    raw.assert_closed();
+    let done = shared.wait_held();
+    assert!(gone.recv_timeout(Duration::from_millis(30)).is_err(), "it is still letting go");
+    assert!(!path.exists());
+    done.ok();
+    gone.recv_timeout(Duration::from_secs(10)).unwrap();
+    assert_eq!(std::sync::Arc::strong_count(&shared), 1);
+    assert!(server.handle.remove(port).recv().is_err(), "it is gone");
+
+    let mut raw = Raw::attach(&other);
+    server.stop();
+    raw.assert_closed();
+    assert!(!other.exists());
+}
+
+#[test]
+fn a_stop_does_not_wait_forever() {
+    let limits = Limits { stop: Duration::from_millis(50), ..Limits::default() };
+    let (mut server, path, shared) = Server::with_toy(limits);
+    let raw = Raw::attach(&path);
+    shared.hold.store(true, Ordering::SeqCst);
+    server.stop();
+    shared.wait_held().ok();
+    drop(raw);
+    assert_eq!(std::sync::Arc::strong_count(&shared), 1);
+}
