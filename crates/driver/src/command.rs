@@ -1,0 +1,117 @@
+//! I/O commands, as small as they can be until they are written into their queue.
+
+use spec::Sqe;
+use spec::nvm::{DatasetManagement, DsmRange, RwFields};
+use spec::opcode::{DataTransfer, NvmOpcode, data_transfer};
+
+/// An I/O command without its buffer: a few words that fit into registers.
+///
+/// Made by [`Namespace`](crate::Namespace), which knows how many bytes a block has, or with
+/// [`Command::raw`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Command {
+    pub(crate) opcode: u8,
+    pub(crate) nsid: u32,
+    pub(crate) cdw10_11: u64,
+    pub(crate) cdw12: u32,
+    pub(crate) cdw13: u32,
+    /// Bytes that the command moves; 0 if it has no data.
+    pub(crate) transfer: u32,
+    /// Where in its buffer they begin.
+    pub(crate) offset: u32,
+}
+
+impl Command {
+    /// A command with its dwords 10 to 13 as they are, which moves `transfer` bytes (0 for a
+    /// command without data). Dwords 2, 3, 14 and 15 are zero.
+    ///
+    /// The device believes the dwords and not `transfer`: a command that makes it move more than
+    /// that reaches past the buffer, into other memory that was shared with the device.
+    #[must_use]
+    pub const fn raw(opcode: u8, nsid: u32, cdw10_to_13: [u32; 4], transfer: u32) -> Self {
+        let [cdw10, cdw11, cdw12, cdw13] = cdw10_to_13;
+        Self {
+            opcode,
+            nsid,
+            cdw10_11: cdw10 as u64 | (cdw11 as u64) << 32,
+            cdw12,
+            cdw13,
+            transfer,
+            offset: 0,
+        }
+    }
+
+    #[inline]
+    pub(crate) const fn rw(
+        opcode: NvmOpcode,
+        nsid: u32,
+        lba: u64,
+        blocks: u16,
+        transfer: u32,
+    ) -> Self {
+        Self {
+            opcode: opcode as u8,
+            nsid,
+            cdw10_11: lba,
+            cdw12: blocks as u32,
+            cdw13: 0,
+            transfer,
+            offset: 0,
+        }
+    }
+
+    pub(crate) const fn flush(nsid: u32) -> Self {
+        Self::raw(NvmOpcode::Flush as u8, nsid, [0; 4], 0)
+    }
+
+    /// Deallocate the `ranges` (1 to 256) that the buffer begins with.
+    pub(crate) const fn deallocate(nsid: u32, ranges: u8) -> Self {
+        let fields = DatasetManagement { nr0: ranges, idr: false, idw: false, ad: true };
+        let sqe = Sqe::dsm(nsid, fields, 0);
+        let transfer = (ranges as u32 + 1) * size_of::<DsmRange>() as u32;
+        Self::raw(sqe.opcode, nsid, [sqe.cdw10, sqe.cdw11, 0, 0], transfer)
+    }
+
+    /// The same command with Force Unit Access: a write is durable when it completes, a read comes
+    /// from the medium. For commands of the Read and Write frame (NVM 1.1, "Write command").
+    #[must_use]
+    pub const fn with_fua(mut self) -> Self {
+        self.cdw12 |= 1 << 30;
+        self
+    }
+
+    /// The same command with its data `offset` bytes into the buffer, a multiple of 4.
+    #[must_use]
+    pub const fn at(mut self, offset: u32) -> Self {
+        self.offset = offset;
+        self
+    }
+
+    /// How many bytes the command moves.
+    #[must_use]
+    pub const fn transfer_bytes(&self) -> u32 {
+        self.transfer
+    }
+
+    /// Whether the device writes into the command's buffer.
+    #[must_use]
+    pub const fn writes_buffer(&self) -> bool {
+        matches!(data_transfer(self.opcode), DataTransfer::ToHost | DataTransfer::Bidirectional)
+    }
+
+    /// The fields of a command of the Read and Write frame.
+    #[must_use]
+    pub const fn fields(&self) -> RwFields {
+        RwFields::decode(&self.sqe(0))
+    }
+
+    #[inline]
+    pub(crate) const fn sqe(&self, cid: u16) -> Sqe {
+        let mut sqe = Sqe::new(self.opcode, cid, self.nsid);
+        sqe.cdw10 = self.cdw10_11 as u32;
+        sqe.cdw11 = (self.cdw10_11 >> 32) as u32;
+        sqe.cdw12 = self.cdw12;
+        sqe.cdw13 = self.cdw13;
+        sqe
+    }
+}

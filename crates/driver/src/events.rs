@@ -1,0 +1,74 @@
+//! Asynchronous events, delivered by a thread that sleeps until there are some.
+
+use crate::shared::Shared;
+use memory::EventFd;
+use spec::event::AsyncEvent;
+use std::fmt;
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
+
+/// Delivers asynchronous events as long as it lives. Made by
+/// [`Controller::on_event`](crate::Controller::on_event).
+pub struct EventListener {
+    stop: Arc<AtomicBool>,
+    event: EventFd,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl EventListener {
+    pub(crate) fn spawn(
+        shared: &Arc<Shared>,
+        event: &EventFd,
+        mut deliver: impl FnMut(AsyncEvent) + Send + 'static,
+    ) -> io::Result<Self> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let waits_on = event.try_clone()?;
+        let event = event.try_clone()?;
+        // The thread keeps no controller alive.
+        let shared: Weak<Shared> = Arc::downgrade(shared);
+        let stopped = Arc::clone(&stop);
+        let thread =
+            std::thread::Builder::new().name("shadowbell-events".into()).spawn(move || {
+                while !stopped.load(Ordering::Acquire) {
+                    let Some(shared) = shared.upgrade() else { return };
+                    waits_on.drain();
+                    let (events, lost) = shared.admin.take_events();
+                    shared.admin.release();
+                    // After the completion queue's head was given back there is an interrupt for
+                    // what comes, and this is for what came before.
+                    let (more, lost_too) = shared.admin.take_events();
+                    drop(shared);
+                    if lost + lost_too != 0 {
+                        tracing::warn!("{} asynchronous events were lost", lost + lost_too);
+                    }
+                    events.into_iter().chain(more).for_each(&mut deliver);
+                    if let Err(error) = waits_on.wait(None) {
+                        tracing::warn!("no more asynchronous events: {error}");
+                        return;
+                    }
+                }
+            })?;
+        Ok(Self { stop, event, thread: Some(thread) })
+    }
+}
+
+impl Drop for EventListener {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        self.event.signal();
+        if let Some(thread) = self.thread.take()
+            && thread.thread().id() != std::thread::current().id()
+        {
+            // It panicked only if the program's own function did.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl fmt::Debug for EventListener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EventListener").finish_non_exhaustive()
+    }
+}

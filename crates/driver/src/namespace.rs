@@ -1,0 +1,289 @@
+//! A namespace: what it is, and the commands on it.
+
+use crate::command::Command;
+use crate::error::RequestError;
+use spec::identify::{IdentifyController, IdentifyNamespace, NamespaceId, NamespaceIds, Oncs};
+use spec::nvm::DSM_MAX_RANGES;
+use spec::opcode::NvmOpcode;
+
+/// The most blocks that one command can name. NVM 1.1, "Read command" (NLB is 16 bits, 0's based).
+const MAX_BLOCKS: u64 = 1 << 16;
+
+/// A namespace as Identify told of it, and the way to make commands on it.
+///
+/// Blocks are the namespace's logical blocks, of [`block_size`](Self::block_size) bytes.
+#[derive(Clone, Debug)]
+pub struct Namespace {
+    nsid: u32,
+    block_shift: u32,
+    /// The most blocks that one command moves; 0 if this driver can move none.
+    max_blocks: u32,
+    blocks: u64,
+    max_transfer: u64,
+    read_only: bool,
+    oncs: Oncs,
+    volatile_cache: bool,
+    unusable: Option<&'static str>,
+    nguid: Option<[u8; 16]>,
+    eui64: Option<[u8; 8]>,
+    uuid: Option<[u8; 16]>,
+    identity: Box<IdentifyNamespace>,
+}
+
+impl Namespace {
+    pub(crate) fn new(
+        nsid: u32,
+        controller: &IdentifyController,
+        identity: IdentifyNamespace,
+        ids: Option<&NamespaceIds>,
+        max_transfer: u64,
+    ) -> Self {
+        let format = identity.format().unwrap_or_default();
+        let size = format.block_size().filter(|size| *size <= u64::from(u32::MAX / 2));
+        let unusable = match size {
+            None => Some("has a block size that is none"),
+            Some(_) if format.ms != 0 => Some("has metadata"),
+            Some(size) if size > max_transfer => Some("has blocks longer than a transfer"),
+            Some(_) => None,
+        };
+        let block_shift = size.map_or(9, u64::trailing_zeros);
+        let max_blocks = match unusable {
+            None => (max_transfer >> block_shift).min(MAX_BLOCKS) as u32,
+            Some(_) => 0,
+        };
+        let mut namespace = Self {
+            nsid,
+            block_shift,
+            max_blocks,
+            blocks: identity.nsze,
+            max_transfer: u64::from(max_blocks) << block_shift,
+            // Bit 0: the namespace is write protected (NVM 1.1, NSATTR).
+            read_only: identity.nsattr & 1 != 0,
+            oncs: controller.oncs,
+            volatile_cache: controller.vwc.vwcp(),
+            unusable,
+            nguid: Some(identity.nguid).filter(|id| *id != [0; 16]),
+            eui64: Some(identity.eui64).filter(|id| *id != [0; 8]),
+            uuid: None,
+            identity: Box::new(identity),
+        };
+        for id in ids.iter().flat_map(|ids| ids.iter()) {
+            match id {
+                NamespaceId::Uuid(uuid) => namespace.uuid = Some(uuid),
+                NamespaceId::Nguid(nguid) => namespace.nguid = Some(nguid),
+                NamespaceId::Eui64(eui64) => namespace.eui64 = Some(eui64),
+                NamespaceId::Csi(_) | NamespaceId::Other { .. } => {}
+            }
+        }
+        namespace
+    }
+
+    /// The namespace identifier.
+    #[must_use]
+    pub fn nsid(&self) -> u32 {
+        self.nsid
+    }
+
+    /// Bytes of a logical block.
+    #[must_use]
+    pub fn block_size(&self) -> u32 {
+        1 << self.block_shift
+    }
+
+    /// How many logical blocks there are.
+    #[must_use]
+    pub fn blocks(&self) -> u64 {
+        self.blocks
+    }
+
+    /// How many bytes there are; as many as 64 bits hold, should there be more.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.blocks.saturating_mul(self.block_size().into())
+    }
+
+    /// The most bytes that one command moves: a whole number of blocks.
+    #[must_use]
+    pub fn max_transfer_bytes(&self) -> u64 {
+        self.max_transfer
+    }
+
+    /// Whether writes are refused at the moment (NSATTR, write protected).
+    #[must_use]
+    pub fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// Whether a write may be lost with the power until a Flush (a volatile write cache).
+    #[must_use]
+    pub fn has_volatile_cache(&self) -> bool {
+        self.volatile_cache
+    }
+
+    /// Which optional commands the controller has.
+    #[must_use]
+    pub fn optional_commands(&self) -> Oncs {
+        self.oncs
+    }
+
+    /// Why this driver can not read or write the namespace, if it can not: what it "has".
+    #[must_use]
+    pub fn unusable(&self) -> Option<&'static str> {
+        self.unusable
+    }
+
+    /// The Namespace Globally Unique Identifier.
+    #[must_use]
+    pub fn nguid(&self) -> Option<[u8; 16]> {
+        self.nguid
+    }
+
+    /// The IEEE Extended Unique Identifier.
+    #[must_use]
+    pub fn eui64(&self) -> Option<[u8; 8]> {
+        self.eui64
+    }
+
+    /// The UUID.
+    #[must_use]
+    pub fn uuid(&self) -> Option<[u8; 16]> {
+        self.uuid
+    }
+
+    /// Everything that Identify Namespace (CNS 00h) returned.
+    #[must_use]
+    pub fn identity(&self) -> &IdentifyNamespace {
+        &self.identity
+    }
+
+    /// How many blocks `bytes` are.
+    ///
+    /// # Errors
+    /// [`RequestError::Unaligned`].
+    pub fn blocks_in(&self, bytes: u64) -> Result<u64, RequestError> {
+        if bytes & (u64::from(self.block_size()) - 1) == 0 {
+            Ok(bytes >> self.block_shift)
+        } else {
+            Err(RequestError::Unaligned { bytes, block_size: self.block_size() })
+        }
+    }
+
+    /// Read `blocks` blocks from `lba` into the buffer.
+    ///
+    /// # Errors
+    /// [`RequestError`], as for every command here: too many blocks for one command, or past the
+    /// end.
+    #[inline]
+    pub fn read(&self, lba: u64, blocks: u32) -> Result<Command, RequestError> {
+        self.rw(NvmOpcode::Read, lba, blocks)
+    }
+
+    /// Write `blocks` blocks from the buffer to `lba`.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    #[inline]
+    pub fn write(&self, lba: u64, blocks: u32) -> Result<Command, RequestError> {
+        self.rw(NvmOpcode::Write, lba, blocks)
+    }
+
+    /// Compare `blocks` blocks from `lba` with the buffer: Compare Failure if they differ.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn compare(&self, lba: u64, blocks: u32) -> Result<Command, RequestError> {
+        self.rw(NvmOpcode::Compare, lba, blocks)
+    }
+
+    /// Have the controller read `blocks` blocks from `lba`, without a buffer.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read), but [`max_transfer_bytes`](Self::max_transfer_bytes) is no limit.
+    pub fn verify(&self, lba: u64, blocks: u32) -> Result<Command, RequestError> {
+        self.without_data(NvmOpcode::Verify, lba, blocks)
+    }
+
+    /// Make `blocks` blocks from `lba` zero, and let the controller deallocate them if `deallocate`.
+    ///
+    /// # Errors
+    /// As [`verify`](Self::verify).
+    pub fn write_zeroes(
+        &self,
+        lba: u64,
+        blocks: u32,
+        deallocate: bool,
+    ) -> Result<Command, RequestError> {
+        let mut command = self.without_data(NvmOpcode::WriteZeroes, lba, blocks)?;
+        command.cdw12 |= u32::from(deallocate) << 25;
+        Ok(command)
+    }
+
+    /// Make everything written so far durable.
+    #[must_use]
+    pub fn flush(&self) -> Command {
+        Command::flush(self.nsid)
+    }
+
+    /// Dataset Management, Deallocate: the buffer begins with `ranges` (1 to 256)
+    /// [`DsmRange`](spec::nvm::DsmRange)s.
+    ///
+    /// # Errors
+    /// [`RequestError::Ranges`].
+    pub fn deallocate(&self, ranges: usize) -> Result<Command, RequestError> {
+        match u8::try_from(ranges.wrapping_sub(1)) {
+            Ok(zero_based) if ranges <= DSM_MAX_RANGES => {
+                Ok(Command::deallocate(self.nsid, zero_based))
+            }
+            _ => Err(RequestError::Ranges { ranges }),
+        }
+    }
+
+    #[inline]
+    fn rw(&self, opcode: NvmOpcode, lba: u64, blocks: u32) -> Result<Command, RequestError> {
+        let zero_based = blocks.wrapping_sub(1);
+        if zero_based >= self.max_blocks || !self.holds(lba, blocks) {
+            return Err(self.refuse(lba, blocks, true));
+        }
+        let transfer = blocks << self.block_shift;
+        Ok(Command::rw(opcode, self.nsid, lba, zero_based as u16, transfer))
+    }
+
+    fn without_data(
+        &self,
+        opcode: NvmOpcode,
+        lba: u64,
+        blocks: u32,
+    ) -> Result<Command, RequestError> {
+        let Ok(zero_based) = u16::try_from(blocks.wrapping_sub(1)) else {
+            return Err(self.refuse(lba, blocks, false));
+        };
+        if !self.holds(lba, blocks) {
+            return Err(self.refuse(lba, blocks, false));
+        }
+        Ok(Command::rw(opcode, self.nsid, lba, zero_based, 0))
+    }
+
+    #[inline]
+    fn holds(&self, lba: u64, blocks: u32) -> bool {
+        lba.checked_add(blocks.into()).is_some_and(|end| end <= self.blocks)
+    }
+
+    #[cold]
+    fn refuse(&self, lba: u64, blocks: u32, moves_data: bool) -> RequestError {
+        if let (Some(what), true) = (self.unusable, moves_data) {
+            return RequestError::Unusable { nsid: self.nsid, what };
+        }
+        let count = u64::from(blocks);
+        if count == 0 || count > MAX_BLOCKS {
+            return RequestError::Blocks { blocks: count };
+        }
+        if !self.holds(lba, blocks) {
+            return RequestError::PastEnd {
+                lba,
+                end: lba.saturating_add(count),
+                blocks: self.blocks,
+            };
+        }
+        RequestError::TooLong { bytes: count << self.block_shift, max: self.max_transfer }
+    }
+}

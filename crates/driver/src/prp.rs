@@ -1,0 +1,221 @@
+//! Data pointers: PRPs for memory that is contiguous for the device.
+//!
+//! Base 2.1, 4.1.1 "Physical Region Page Entry and List". Because a buffer has one address without a
+//! gap, its PRPs are arithmetic; only the list of a transfer of more than two pages lies in memory,
+//! in a place that belongs to the command's slot.
+
+use memory::SharedBytes;
+
+/// The bytes that the PRP list of a transfer of `max_bytes` may need, chain entries included, with
+/// a first page that is entered anywhere.
+pub(crate) const fn list_bytes(max_bytes: u64, page: u64) -> u64 {
+    // An offset into the first page makes one page more; PRP1 takes the first.
+    let entries = max_bytes.div_ceil(page);
+    if entries <= 1 {
+        return 0;
+    }
+    let per_page = page / 8;
+    if entries <= per_page {
+        // All in one page: a slot takes no more of it than it needs, in powers of two so that none
+        // crosses a page.
+        let bytes = (entries * 8).next_power_of_two();
+        return if bytes < 64 { 64 } else { bytes };
+    }
+    // The last entry of each list page but the last points to the next.
+    let pages = (entries - 1).div_ceil(per_page - 1);
+    pages * page
+}
+
+/// The PRP lists of a queue's slots, side by side.
+#[derive(Debug)]
+pub(crate) struct PrpLists {
+    bytes: SharedBytes,
+    iova: u64,
+    per_slot: u64,
+    page: u64,
+    /// What each list holds, so that a buffer that comes again to the same slot costs no writes,
+    /// neither here nor in the controller's cache.
+    holds: Box<[Held]>,
+}
+
+/// A list whose entry `i` is `first + i * page`, for `i < entries`, chained after every
+/// `page / 8 - 1` if it was written for more than one page.
+#[derive(Clone, Copy, Debug, Default)]
+struct Held {
+    first: u64,
+    entries: u64,
+}
+
+/// PRP1 and PRP2.
+pub(crate) type Prps = (u64, u64);
+
+impl PrpLists {
+    /// Lists for `slots` slots, each of [`list_bytes`], in `bytes` at `iova` (page-aligned).
+    ///
+    /// `None` if `bytes` is too short.
+    pub(crate) fn new(
+        bytes: SharedBytes,
+        iova: u64,
+        slots: usize,
+        max_bytes: u64,
+        page: u64,
+    ) -> Option<Self> {
+        let per_slot = list_bytes(max_bytes, page);
+        let needed = per_slot.checked_mul(slots as u64)?;
+        (bytes.len() as u64 >= needed).then(|| Self {
+            bytes,
+            iova,
+            per_slot,
+            page,
+            holds: vec![Held::default(); slots].into(),
+        })
+    }
+
+    /// The PRPs of `len` bytes at `iova` (a multiple of 4), with the list in the place of `slot` if
+    /// there has to be one. `None` if the list would not fit there.
+    #[inline]
+    pub(crate) fn prps(&mut self, slot: usize, iova: u64, len: u64) -> Option<Prps> {
+        let page = self.page;
+        let in_first = page - (iova & (page - 1));
+        if len <= in_first {
+            return Some((iova, 0));
+        }
+        let second = iova + in_first;
+        if len - in_first <= page {
+            return Some((iova, second));
+        }
+        let list = self.list(slot, second, (len - in_first).div_ceil(page))?;
+        Some((iova, list))
+    }
+
+    /// The address of the list of `entries` pages from `first` on, written if it is not there yet.
+    fn list(&mut self, slot: usize, first: u64, entries: u64) -> Option<u64> {
+        let start = self.per_slot.checked_mul(slot as u64)?;
+        let at = self.iova + start;
+        let held = self.holds.get_mut(slot)?;
+        let per_page = self.page / 8;
+        let reusable = if entries <= per_page {
+            // A longer list serves a shorter transfer, unless its chain entry lies inside.
+            held.entries >= entries && held.entries <= per_page
+        } else {
+            held.entries == entries
+        };
+        if held.first == first && reusable {
+            return Some(at);
+        }
+        // If this fails half way, the list is nothing that was held before.
+        *held = Held::default();
+        let mut word = 0;
+        for entry in 0..entries {
+            let left = entries - entry;
+            if word % per_page == per_page - 1 && left > 1 {
+                let next = at + (word + 1) * 8;
+                self.write(start, word, next)?;
+                word += 1;
+            }
+            self.write(start, word, first + entry * self.page)?;
+            word += 1;
+        }
+        if let Some(held) = self.holds.get_mut(slot) {
+            *held = Held { first, entries };
+        }
+        Some(at)
+    }
+
+    fn write(&self, start: u64, word: u64, value: u64) -> Option<()> {
+        if (word + 1) * 8 > self.per_slot {
+            return None;
+        }
+        self.bytes.write(usize::try_from(start + word * 8).ok()?, &value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use memory::{DmaSpace, Mapping, Segments, View};
+    use proptest::prelude::*;
+
+    const DATA: u64 = 0x1_0000_0000;
+    const LISTS: u64 = 0x8000_0000;
+
+    /// What a controller would find behind the PRPs, by the code of the other end.
+    fn resolve(view: &View, prps: Prps, len: u64, page: u64) -> Vec<(usize, usize)> {
+        let mut segments = Segments::new();
+        view.resolve_prps(prps.0, prps.1, len as usize, page as usize, true, &mut segments)
+            .expect("PRPs that a controller accepts");
+        // Neighbouring pieces are one run.
+        let mut runs: Vec<(usize, usize)> = Vec::new();
+        for piece in segments.pieces() {
+            match runs.last_mut() {
+                Some((at, n)) if *at + *n == piece.address() => *n += piece.len(),
+                _ => runs.push((piece.address(), piece.len())),
+            }
+        }
+        runs
+    }
+
+    fn lists_and_view(max: u64, page: u64, slots: usize) -> (PrpLists, View, usize) {
+        let lists = Mapping::anonymous(list_bytes(max, page).max(1) * slots as u64).unwrap();
+        let data = Mapping::anonymous(max + 2 * page).unwrap();
+        let mut space = DmaSpace::default();
+        space.map(LISTS, lists.len() as u64, &lists.bytes()).unwrap();
+        space.map(DATA, data.len() as u64, &data.bytes()).unwrap();
+        let view = View::new(std::sync::Arc::clone(space.table()));
+        let lists = PrpLists::new(lists.bytes(), LISTS, slots, max, page).unwrap();
+        (lists, view, data.address())
+    }
+
+    proptest! {
+        #[test]
+        fn the_controllers_end_finds_the_bytes(
+            page in prop::sample::select(vec![4096u64, 16384]),
+            max_pages in 1u64..2200,
+            transfers in prop::collection::vec((0usize..3, 0u64..4096, 1u64..=10_000_000), 1..12),
+        ) {
+            let max = max_pages * page;
+            let (mut lists, view, base) = lists_and_view(max, page, 3);
+            for (slot, offset, len) in transfers {
+                let (offset, len) = (offset & !3, 1 + len % max);
+                let prps = lists.prps(slot, DATA + offset, len).expect("it fits");
+                prop_assert_eq!(
+                    resolve(&view, prps, len, page),
+                    vec![(base + offset as usize, len as usize)]
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_and_forgotten() {
+        let (mut lists, view, base) = lists_and_view(8 * 4096, 4096, 2);
+        assert_eq!(list_bytes(8 * 4096, 4096), 64);
+        assert!(lists.prps(0, DATA, 8 * 4096).is_some());
+        assert!(lists.prps(0, DATA, 10 * 4096).is_none(), "nine entries in room for eight");
+        assert!(lists.prps(2, DATA, 8 * 4096).is_none(), "no such slot");
+        let prps = lists.prps(0, DATA, 8 * 4096).unwrap();
+        assert_eq!(resolve(&view, prps, 8 * 4096, 4096), [(base, 8 * 4096)]);
+    }
+
+    #[test]
+    fn a_list_that_is_there_is_not_written_again() {
+        let (mut lists, _, _) = lists_and_view(64 * 4096, 4096, 1);
+        let whole = lists.prps(0, DATA, 64 * 4096).unwrap();
+        lists.bytes.write(0, &0xdead_u64).unwrap();
+        assert_eq!(lists.prps(0, DATA, 64 * 4096), Some(whole));
+        assert_eq!(lists.prps(0, DATA, 16 * 4096), Some(whole), "a shorter one is in it");
+        assert_eq!(lists.bytes.read::<u64>(0), Some(0xdead));
+        lists.prps(0, DATA + 4096, 64 * 4096).unwrap();
+        assert_eq!(lists.bytes.read::<u64>(0), Some(DATA + 2 * 4096));
+    }
+
+    #[test]
+    fn small_transfers_need_no_list() {
+        assert_eq!(list_bytes(4096, 4096), 0);
+        let (mut lists, _, _) = lists_and_view(2 * 4096, 4096, 1);
+        assert_eq!(lists.prps(0, DATA, 4096), Some((DATA, 0)));
+        assert_eq!(lists.prps(0, DATA + 512, 512), Some((DATA + 512, 0)));
+        assert_eq!(lists.prps(0, DATA + 512, 4096), Some((DATA + 512, DATA + 4096)));
+        assert_eq!(lists.prps(0, DATA, 8192), Some((DATA, DATA + 4096)));
+    }
+}

@@ -1,0 +1,80 @@
+//! A doorbell of a queue: the shadow entry, if there is one, and the register behind it.
+
+use crate::transport::{Transport, TransportError};
+use doorbell::{Cell, HostDoorbell};
+use memory::SharedU32;
+use std::sync::Arc;
+
+/// Where a doorbell's value goes when the controller must hear of it.
+#[derive(Clone)]
+pub(crate) enum Register {
+    /// Mapped memory that the controller looks at by itself: a plain store.
+    Mapped(SharedU32),
+    /// A write that somebody at the other end handles.
+    Trapped {
+        /// The way there.
+        transport: Arc<dyn Transport>,
+        /// Offset in BAR0.
+        offset: u64,
+    },
+}
+
+/// The two cells of one doorbell in the Shadow Doorbell and EventIdx buffers.
+#[derive(Clone)]
+pub(crate) struct Shadow {
+    pub(crate) value: SharedU32,
+    pub(crate) event_idx: SharedU32,
+}
+
+/// One doorbell, the host's end.
+pub(crate) struct Bell {
+    host: HostDoorbell<SharedU32>,
+    register: Register,
+    /// Writes that somebody had to handle.
+    pub(crate) trapped: u64,
+}
+
+impl Bell {
+    pub(crate) fn new(register: Register) -> Self {
+        Self { host: HostDoorbell::new(0), register, trapped: 0 }
+    }
+
+    /// A shadow entry from here on, not relied upon yet: see [`HostDoorbell::mirror`].
+    pub(crate) fn mirror(&mut self, shadow: Shadow) {
+        self.host.mirror(shadow.value, shadow.event_idx);
+    }
+
+    /// See [`HostDoorbell::trust`].
+    pub(crate) fn trust(&mut self) {
+        self.host.trust();
+    }
+
+    /// See [`HostDoorbell::forget`].
+    pub(crate) fn forget(&mut self) {
+        self.host.forget();
+    }
+
+    /// Updates that the shadow entry made unnecessary to write.
+    pub(crate) fn saved(&self) -> u64 {
+        self.host.stats().mmio_saved
+    }
+
+    /// Makes `value` known to the controller.
+    #[inline]
+    pub(crate) fn publish(&mut self, value: u16) -> Result<(), TransportError> {
+        if self.host.publish(value) { self.write(value) } else { Ok(()) }
+    }
+
+    fn write(&mut self, value: u16) -> Result<(), TransportError> {
+        match &self.register {
+            Register::Mapped(cell) => {
+                cell.store_release(u32::from(value));
+                Ok(())
+            }
+            Register::Trapped { transport, offset } => {
+                self.trapped += 1;
+                transport.write_doorbell(*offset, u32::from(value))
+            }
+        }
+    }
+}

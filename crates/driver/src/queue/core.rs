@@ -1,0 +1,411 @@
+//! The rings of a queue pair and the slots of its commands: what the admin queue and the I/O
+//! queues have in common.
+
+use super::bell::Bell;
+use super::stats::QueueStats;
+use crate::dma::Buffer;
+use crate::error::{QueueError, Refused};
+use crate::prp::PrpLists;
+use crate::transport::TransportError;
+use doorbell::RingSize;
+use memory::Ring;
+use spec::{Sqe, Status};
+use std::sync::Arc;
+
+/// A command that was submitted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Token {
+    cid: u16,
+    slot: u16,
+}
+
+impl Token {
+    /// The command's slot: below the number of commands that the queue takes at once
+    /// ([`QueuePair::capacity`](crate::QueuePair::capacity)), and no two outstanding commands of a
+    /// queue have the same. For whatever a program keeps per command.
+    #[inline]
+    #[must_use]
+    pub fn index(self) -> usize {
+        usize::from(self.slot)
+    }
+
+    /// The command identifier (CID) that the command has in its queue, as Abort wants it.
+    #[must_use]
+    pub fn cid(self) -> u16 {
+        self.cid
+    }
+}
+
+/// A command that completed.
+#[derive(Debug)]
+pub struct Completion {
+    /// Which command.
+    pub token: Token,
+    /// How it went.
+    pub status: Status,
+    /// Command specific result, dword 0.
+    pub dw0: u32,
+    /// Command specific result, dword 1.
+    pub dw1: u32,
+    /// The buffer that was submitted with it: the device is done with it.
+    pub buffer: Option<Buffer>,
+}
+
+/// What belongs to an outstanding command.
+struct Slot {
+    buffer: Option<Buffer>,
+    /// The identifier of the command in this slot, or if there is none, of the next one.
+    cid: u16,
+    busy: bool,
+}
+
+/// What a [`Core`] is made of.
+pub(crate) struct Parts {
+    pub(crate) qid: u16,
+    pub(crate) sq: Ring,
+    pub(crate) sq_size: RingSize,
+    pub(crate) cq: Ring,
+    pub(crate) cq_size: RingSize,
+    pub(crate) sq_bell: Bell,
+    pub(crate) cq_bell: Bell,
+    pub(crate) lists: PrpLists,
+    pub(crate) max_transfer: u64,
+}
+
+/// A queue pair's rings, doorbells and slots.
+///
+/// A command's identifier is its slot in the low bits, and in the rest a count of the slot's uses:
+/// a completion that comes twice does not end the slot's next command.
+pub(crate) struct Core {
+    qid: u16,
+    sq: Ring,
+    sq_size: RingSize,
+    sq_tail: u16,
+    sq_published: u16,
+    /// As the last completion said.
+    sq_head: u16,
+    cq: Ring,
+    cq_size: RingSize,
+    cq_head: u16,
+    phase: bool,
+    /// Entries consumed since the head was published.
+    cq_unpublished: u32,
+    cq_publish_at: u32,
+    pub(crate) sq_bell: Bell,
+    pub(crate) cq_bell: Bell,
+    slots: Box<[Slot]>,
+    free: Vec<u16>,
+    slot_mask: u16,
+    generation: u16,
+    lists: PrpLists,
+    max_transfer: u64,
+    stats: QueueStats,
+    failed: Option<Arc<str>>,
+}
+
+impl Core {
+    pub(crate) fn new(parts: Parts) -> Self {
+        // One entry of the submission queue always stays empty, and the completion queue is as
+        // long at least, so neither can overflow whatever the device does.
+        let capacity = parts.sq_size.entries().min(parts.cq_size.entries()) - 1;
+        let capacity = u16::try_from(capacity).unwrap_or(u16::MAX);
+        // Never all ones: FFFFh is no command identifier to use (Base 2.1, 3.3.3.1).
+        let bits = u16::BITS - capacity.leading_zeros();
+        let slot_mask = 1u16.checked_shl(bits).map_or(u16::MAX, |bit| bit - 1);
+        let slots = (0..capacity).map(|cid| Slot { buffer: None, cid, busy: false }).collect();
+        Self {
+            qid: parts.qid,
+            sq: parts.sq,
+            sq_size: parts.sq_size,
+            sq_tail: 0,
+            sq_published: 0,
+            sq_head: 0,
+            cq: parts.cq,
+            cq_size: parts.cq_size,
+            cq_head: 0,
+            phase: true,
+            cq_unpublished: 0,
+            cq_publish_at: (parts.cq_size.entries() / 4).max(1),
+            sq_bell: parts.sq_bell,
+            cq_bell: parts.cq_bell,
+            slots,
+            free: (0..capacity).rev().collect(),
+            slot_mask,
+            generation: slot_mask.wrapping_add(1),
+            lists: parts.lists,
+            max_transfer: parts.max_transfer,
+            stats: QueueStats::default(),
+            failed: None,
+        }
+    }
+
+    pub(crate) fn qid(&self) -> u16 {
+        self.qid
+    }
+
+    pub(crate) fn capacity(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// The most bytes that a command moves.
+    pub(crate) fn max_transfer(&self) -> u64 {
+        self.max_transfer
+    }
+
+    /// Has commands move less than the queue was made for.
+    pub(crate) fn limit_transfer(&mut self, max: u64) {
+        self.max_transfer = self.max_transfer.min(max);
+    }
+
+    #[inline]
+    pub(crate) fn outstanding(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
+    pub(crate) fn stats(&self) -> QueueStats {
+        QueueStats {
+            sq_doorbell_mmio_writes: self.sq_bell.trapped,
+            cq_doorbell_mmio_writes: self.cq_bell.trapped,
+            mmio_saved: self.sq_bell.saved() + self.cq_bell.saved(),
+            ..self.stats
+        }
+    }
+
+    pub(crate) fn stats_mut(&mut self) -> &mut QueueStats {
+        &mut self.stats
+    }
+
+    /// Writes a command into the submission queue. Its identifier and data pointer are set here;
+    /// its data are `transfer` bytes at `offset` of `buffer`. The controller hears of it with
+    /// [`ring`](Self::ring).
+    #[inline]
+    pub(crate) fn submit(
+        &mut self,
+        sqe: Sqe,
+        buffer: Option<Buffer>,
+        offset: u32,
+        transfer: u32,
+    ) -> Result<Token, Refused> {
+        let Some(slot) = self.free.last().copied() else {
+            return Err(self.refuse_full(buffer));
+        };
+        let prps = if transfer == 0 {
+            None
+        } else {
+            match self.prps(slot, buffer.as_ref(), offset, transfer) {
+                Ok(prps) => Some(prps),
+                Err(reason) => return Err(Refused { reason, buffer }),
+            }
+        };
+        if self.failed.is_some() {
+            return Err(Refused { reason: self.failure(), buffer });
+        }
+        // `slot` comes from the list of free slots, all of which exist.
+        let Some(entry) = self.slots.get_mut(usize::from(slot)) else {
+            return Err(self.refuse_full(buffer));
+        };
+        self.free.pop();
+        let cid = entry.cid;
+        entry.busy = true;
+        entry.buffer = buffer;
+        let mut sqe = sqe.with_cid(cid);
+        if let Some((prp1, prp2)) = prps {
+            sqe = sqe.with_prps(prp1, prp2);
+        }
+        self.sq.write(u32::from(self.sq_tail), &sqe);
+        self.sq_tail = self.sq_size.forward(self.sq_tail, 1);
+        self.stats.submitted += 1;
+        Ok(Token { cid, slot })
+    }
+
+    #[inline]
+    fn prps(
+        &mut self,
+        slot: u16,
+        buffer: Option<&Buffer>,
+        offset: u32,
+        transfer: u32,
+    ) -> Result<(u64, u64), QueueError> {
+        let len = buffer.map_or(0, Buffer::len);
+        let (start, bytes) = (u64::from(offset), u64::from(transfer));
+        let Some(buffer) = buffer.filter(|_| start + bytes <= len as u64) else {
+            return Err(QueueError::BufferTooShort { needed: transfer, offset, len });
+        };
+        if bytes > self.max_transfer {
+            return Err(QueueError::TooLong { bytes, max: self.max_transfer });
+        }
+        if !offset.is_multiple_of(4) {
+            return Err(QueueError::Misaligned { offset });
+        }
+        self.lists
+            .prps(usize::from(slot), buffer.iova() + start, bytes)
+            .ok_or(QueueError::TooLong { bytes, max: self.max_transfer })
+    }
+
+    #[cold]
+    fn refuse_full(&self, buffer: Option<Buffer>) -> Refused {
+        let reason = if self.failed.is_some() {
+            self.failure()
+        } else {
+            QueueError::Full { qid: self.qid, outstanding: self.outstanding() as u32 }
+        };
+        Refused { reason, buffer }
+    }
+
+    /// Whether commands were submitted that the controller has not been told of.
+    #[inline]
+    pub(crate) fn is_unpublished(&self) -> bool {
+        self.sq_tail != self.sq_published
+    }
+
+    /// Tells the controller of all commands submitted so far.
+    #[inline]
+    pub(crate) fn ring(&mut self) -> Result<(), QueueError> {
+        if self.sq_tail != self.sq_published {
+            self.sq_published = self.sq_tail;
+            self.stats.batches += 1;
+            if let Err(error) = self.sq_bell.publish(self.sq_tail) {
+                return Err(self.fail(&error));
+            }
+        }
+        self.release_if_short()
+    }
+
+    /// Tells the controller how far the completion queue was consumed.
+    pub(crate) fn release(&mut self) -> Result<(), QueueError> {
+        if self.cq_unpublished != 0 {
+            self.cq_unpublished = 0;
+            if let Err(error) = self.cq_bell.publish(self.cq_head) {
+                return Err(self.fail(&error));
+            }
+        }
+        Ok(())
+    }
+
+    /// The same, but only if the controller might otherwise have no room for a completion. The
+    /// head is of no other use to a controller that is not about to interrupt.
+    #[inline]
+    fn release_if_short(&mut self) -> Result<(), QueueError> {
+        let room = self.cq_size.entries() - 1;
+        let short = self.cq_unpublished + self.outstanding() as u32 > room;
+        if short || self.cq_unpublished >= self.cq_publish_at { self.release() } else { Ok(()) }
+    }
+
+    /// Whether there is an entry in the completion queue.
+    #[inline]
+    pub(crate) fn is_ready(&self) -> bool {
+        let word = self.cq.second_word(u32::from(self.cq_head));
+        (word >> 48 & 1 != 0) == self.phase
+    }
+
+    /// The next completion. Entries that belong to no outstanding command are skipped, at most as
+    /// many as the queue has entries.
+    #[inline]
+    pub(crate) fn pop(&mut self) -> Option<Completion> {
+        self.stats.polls += 1;
+        for _ in 0..self.cq_size.entries() {
+            let index = u32::from(self.cq_head);
+            // Acquires: what the controller wrote before this word is visible after it.
+            let word = self.cq.second_word(index);
+            if (word >> 48 & 1 != 0) != self.phase {
+                break;
+            }
+            let first: u64 = self.cq.read(index);
+            self.cq_head = self.cq_size.forward(self.cq_head, 1);
+            self.phase ^= self.cq_head == 0;
+            self.cq_unpublished += 1;
+            let cid = (word >> 32) as u16;
+            let slot = cid & self.slot_mask;
+            if let Some(entry) = self.slots.get_mut(usize::from(slot))
+                && entry.cid == cid
+                && entry.busy
+            {
+                entry.busy = false;
+                entry.cid = cid.wrapping_add(self.generation);
+                let buffer = entry.buffer.take();
+                self.free.push(slot);
+                self.stats.completed += 1;
+                self.check_sq(word);
+                return Some(Completion {
+                    token: Token { cid, slot },
+                    status: Status::from_bits((word >> 49) as u16),
+                    dw0: first as u32,
+                    dw1: (first >> 32) as u32,
+                    buffer,
+                });
+            }
+            self.unknown_completion(cid);
+        }
+        self.stats.empty_polls += 1;
+        None
+    }
+
+    /// After the completions that there were have been taken: gives their entries back if the
+    /// controller needs them.
+    #[inline]
+    pub(crate) fn settle(&mut self) -> Result<(), QueueError> {
+        if self.cq_unpublished == 0 { Ok(()) } else { self.release_if_short() }
+    }
+
+    /// The submission queue head and identifier of an entry. Nothing here relies on either, but a
+    /// device that gets them wrong is not to be trusted with much else.
+    #[inline]
+    fn check_sq(&mut self, word: u64) {
+        let head = word as u16;
+        let moved = self.sq_size.distance(self.sq_head, head);
+        let submitted = self.sq_size.distance(self.sq_head, self.sq_published);
+        if u32::from(head) < self.sq_size.entries()
+            && moved <= submitted
+            && (word >> 16) as u16 == self.qid
+        {
+            self.sq_head = head;
+        } else {
+            self.bad_sq_head(head, (word >> 16) as u16);
+        }
+    }
+
+    #[cold]
+    fn bad_sq_head(&mut self, head: u16, sq_id: u16) {
+        if self.stats.bad_sq_heads == 0 {
+            tracing::warn!(
+                qid = self.qid,
+                head,
+                sq_id,
+                "the controller reports a submission queue head or identifier that can not be; \
+                 ignored, and not logged again"
+            );
+        }
+        self.stats.bad_sq_heads += 1;
+    }
+
+    #[cold]
+    fn unknown_completion(&mut self, cid: u16) {
+        if self.stats.unknown_completions == 0 {
+            tracing::warn!(
+                qid = self.qid,
+                cid,
+                "the controller completed a command that is not outstanding; ignored, and not \
+                 logged again"
+            );
+        }
+        self.stats.unknown_completions += 1;
+    }
+
+    #[cold]
+    fn fail(&mut self, error: &TransportError) -> QueueError {
+        self.failed.get_or_insert_with(|| error.to_string().into());
+        self.failure()
+    }
+
+    #[cold]
+    fn failure(&self) -> QueueError {
+        let why = self.failed.clone().unwrap_or_else(|| "it was closed".into());
+        QueueError::Failed { qid: self.qid, why }
+    }
+
+    /// Takes the buffers of all outstanding commands: the device is done with them, or they must
+    /// never be used again.
+    pub(crate) fn take_buffers(&mut self) -> Vec<Buffer> {
+        self.slots.iter_mut().filter_map(|slot| slot.buffer.take()).collect()
+    }
+}

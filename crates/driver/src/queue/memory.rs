@@ -1,0 +1,133 @@
+//! Where queues lie in memory that was shared with the device once.
+
+use super::bell::Bell;
+use super::core::{Core, Parts};
+use crate::dma::{DmaError, Region};
+use crate::prp::{PrpLists, list_bytes};
+use crate::transport::Transport;
+use doorbell::RingSize;
+use memory::{MapError, Ring, SharedBytes};
+use spec::{Cqe, Sqe};
+use std::sync::Arc;
+
+/// The shape of a queue pair.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PairShape {
+    pub(crate) sq: RingSize,
+    pub(crate) cq: RingSize,
+    pub(crate) max_transfer: u64,
+    /// The memory page size in use.
+    pub(crate) page: u64,
+}
+
+impl PairShape {
+    fn sq_bytes(self) -> u64 {
+        (u64::from(self.sq.entries()) * Sqe::SIZE as u64).next_multiple_of(self.page)
+    }
+
+    fn cq_bytes(self) -> u64 {
+        (u64::from(self.cq.entries()) * Cqe::SIZE as u64).next_multiple_of(self.page)
+    }
+
+    fn bytes(self) -> u64 {
+        let slots = u64::from(self.sq.entries().min(self.cq.entries()) - 1);
+        let lists = list_bytes(self.max_transfer, self.page) * slots;
+        self.sq_bytes() + self.cq_bytes() + lists.next_multiple_of(self.page)
+    }
+}
+
+/// Memory for some queue pairs of one shape, and for some pages beside.
+pub(crate) struct QueueMemory {
+    region: Arc<Region>,
+    /// Where the first page begins: the region is aligned to 4096 bytes only.
+    first: u64,
+    shape: PairShape,
+    pages: u64,
+}
+
+impl QueueMemory {
+    pub(crate) fn new(
+        transport: &Arc<dyn Transport>,
+        shape: PairShape,
+        pairs: u64,
+        pages: u64,
+    ) -> Result<Self, DmaError> {
+        let len = shape
+            .bytes()
+            .checked_mul(pairs)
+            .and_then(|bytes| bytes.checked_add((pages + 1) * shape.page))
+            .ok_or(DmaError::Map(MapError::Shape {
+                len: u64::MAX,
+                offset: 0,
+                why: "the queues do not fit the address space",
+            }))?;
+        let region = Region::new(transport, "shadowbell-queues", len)?;
+        let first = region.iova().next_multiple_of(shape.page) - region.iova();
+        Ok(Self { region, first, shape, pages })
+    }
+
+    pub(crate) fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    fn piece(&self, offset: u64, len: u64) -> Option<(SharedBytes, u64)> {
+        let offset = self.first + offset;
+        let bytes =
+            self.region.bytes().slice(usize::try_from(offset).ok()?, usize::try_from(len).ok()?)?;
+        Some((bytes, self.region.iova() + offset))
+    }
+
+    /// Page `index` of those beside the queues, zeroed, with its address.
+    pub(crate) fn page(&self, index: u64) -> Option<(SharedBytes, u64)> {
+        if index >= self.pages {
+            return None;
+        }
+        let (bytes, iova) = self.piece(index * self.shape.page, self.shape.page)?;
+        bytes.fill(0, bytes.len(), 0)?;
+        Some((bytes, iova))
+    }
+
+    /// Queue pair `index`, zeroed, as `qid` with at most `sq` entries. No two uses of one index may
+    /// be alive at once, at either end.
+    pub(crate) fn pair(
+        &self,
+        index: u64,
+        qid: u16,
+        sq: RingSize,
+        bells: [Bell; 2],
+    ) -> Option<Pair> {
+        let shape = self.shape;
+        let start = self.pages * shape.page + index.checked_mul(shape.bytes())?;
+        let (sq_bytes, sq_iova) = self.piece(start, shape.sq_bytes())?;
+        let (cq_bytes, cq_iova) = self.piece(start + shape.sq_bytes(), shape.cq_bytes())?;
+        let rings = shape.sq_bytes() + shape.cq_bytes();
+        let (lists, lists_iova) = self.piece(start + rings, shape.bytes() - rings)?;
+        // A completion queue entry that an earlier life left there would look like a new one.
+        cq_bytes.fill(0, cq_bytes.len(), 0)?;
+        sq_bytes.fill(0, sq_bytes.len(), 0)?;
+        let sq = if sq.entries() < shape.sq.entries() { sq } else { shape.sq };
+        let slots = sq.entries().min(shape.cq.entries()) as usize - 1;
+        let [sq_bell, cq_bell] = bells;
+        let core = Core::new(Parts {
+            qid,
+            sq: Ring::over(&sq_bytes, sq.entries(), Sqe::SIZE)?,
+            sq_size: sq,
+            cq: Ring::over(&cq_bytes, shape.cq.entries(), Cqe::SIZE)?,
+            cq_size: shape.cq,
+            sq_bell,
+            cq_bell,
+            lists: PrpLists::new(lists, lists_iova, slots, shape.max_transfer, shape.page)?,
+            max_transfer: shape.max_transfer,
+        });
+        Some(Pair { core, sq, sq_iova, cq: shape.cq, cq_iova })
+    }
+}
+
+/// A queue pair that the controller does not know of yet.
+pub(crate) struct Pair {
+    pub(crate) core: Core,
+    pub(crate) sq: RingSize,
+    pub(crate) sq_iova: u64,
+    pub(crate) cq: RingSize,
+    pub(crate) cq_iova: u64,
+}

@@ -1,0 +1,304 @@
+//! An I/O queue pair: the poll API, below the asynchronous one.
+
+mod bell;
+mod core;
+mod memory;
+mod spin;
+mod stats;
+
+pub(crate) use self::bell::{Bell, Register, Shadow};
+pub(crate) use self::core::Core;
+pub use self::core::{Completion, Token};
+pub(crate) use self::memory::{Pair, PairShape, QueueMemory};
+pub use self::spin::SpinPolicy;
+pub(crate) use self::spin::SpinWindow;
+pub use self::stats::QueueStats;
+
+use crate::command::Command;
+use crate::dma::Buffer;
+use crate::error::{QueueError, Refused};
+use crate::shared::Shared;
+use ::memory::EventFd;
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+use std::time::{Duration, Instant};
+
+/// Spins between two looks at the clock.
+const SPINS_PER_LOOK: u32 = 64;
+
+/// An I/O submission queue and its completion queue, for one thread.
+///
+/// ```text
+/// queue.submit(namespace.read(lba, 8)?, Some(buffer))?;   // any number of these
+/// queue.ring()?;                                          // then one doorbell, or none
+/// while let Some(completion) = queue.pop() { ... }        // submit again from in here
+/// queue.settle()?;
+/// ```
+///
+/// Between a submission and its completion there is no lock, no allocation and no look-up in a
+/// map. A buffer that was submitted belongs to the queue until its completion.
+///
+/// # Dropping it
+///
+/// deletes both queues at the controller, which ends what is outstanding there (Base 2.1, 3.3.1.3:
+/// no command of a deleted queue is completed or moves data afterwards), and then gives the buffers
+/// back to their pools. If the controller does not confirm the deletion, the buffers are kept for
+/// as long as the process lives, because the device may still write to them.
+pub struct QueuePair {
+    core: Core,
+    shared: Arc<Shared>,
+    event: EventFd,
+    interrupts: bool,
+    spin: SpinWindow,
+}
+
+impl QueuePair {
+    pub(crate) fn new(
+        core: Core,
+        shared: Arc<Shared>,
+        event: EventFd,
+        interrupts: bool,
+        spin: SpinPolicy,
+    ) -> Self {
+        Self { core, shared, event, interrupts, spin: SpinWindow::new(spin) }
+    }
+
+    /// The identifier of both queues.
+    #[must_use]
+    pub fn qid(&self) -> u16 {
+        self.core.qid()
+    }
+
+    /// How many commands may be outstanding at once: one less than the entries of the submission
+    /// queue.
+    #[must_use]
+    pub fn capacity(&self) -> usize {
+        self.core.capacity()
+    }
+
+    /// How many commands are outstanding.
+    #[inline]
+    #[must_use]
+    pub fn outstanding(&self) -> usize {
+        self.core.outstanding()
+    }
+
+    /// Whether the controller interrupts for this queue: [`wait`](Self::wait) sleeps then.
+    #[must_use]
+    pub fn has_interrupt(&self) -> bool {
+        self.interrupts
+    }
+
+    /// What the queue did so far.
+    #[must_use]
+    pub fn stats(&self) -> QueueStats {
+        self.core.stats()
+    }
+
+    /// Writes a command into the submission queue. The controller hears of it with the next
+    /// [`ring`](Self::ring).
+    ///
+    /// # Errors
+    /// [`Refused`], with the buffer: the queue is full, or the buffer does not fit the command.
+    #[inline]
+    pub fn submit(&mut self, command: Command, buffer: Option<Buffer>) -> Result<Token, Refused> {
+        self.core.submit(command.sqe(0), buffer, command.offset, command.transfer)
+    }
+
+    /// Tells the controller of everything submitted so far, with one doorbell or with none.
+    ///
+    /// # Errors
+    /// [`QueueError`], when the controller can not be reached any more, or was detached.
+    #[inline]
+    pub fn ring(&mut self) -> Result<(), QueueError> {
+        if !self.shared.is_live() {
+            return Err(QueueError::Detached { qid: self.qid() });
+        }
+        self.core.ring()
+    }
+
+    /// The next completion, if there is one. After the last, call [`ring`](Self::ring) or
+    /// [`settle`](Self::settle): the controller might wait for room.
+    #[inline]
+    pub fn pop(&mut self) -> Option<Completion> {
+        self.core.pop()
+    }
+
+    /// Hands every completion that is there to `each` (at most as many as the queue can hold), and
+    /// gives their places back. Returns how many there were.
+    ///
+    /// # Errors
+    /// As [`ring`](Self::ring); the completions were handed out.
+    #[inline]
+    pub fn poll(&mut self, mut each: impl FnMut(Completion)) -> Result<usize, QueueError> {
+        let mut count = 0;
+        while count < self.core.capacity()
+            && let Some(completion) = self.core.pop()
+        {
+            each(completion);
+            count += 1;
+        }
+        self.settle()?;
+        Ok(count)
+    }
+
+    /// Gives the places of the completions that were taken back to the controller, if it might
+    /// need them.
+    ///
+    /// # Errors
+    /// As [`ring`](Self::ring).
+    #[inline]
+    pub fn settle(&mut self) -> Result<(), QueueError> {
+        self.core.settle()
+    }
+
+    /// Whether a completion is there to be taken.
+    #[inline]
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        self.core.is_ready()
+    }
+
+    /// Waits for a completion: polls for as long as the [`SpinPolicy`] says, then sleeps until the
+    /// interrupt. `false` if `deadline` passed, or another thread signalled [`waker`](Self::waker),
+    /// with none there. Rings for what was submitted and not rung for yet.
+    ///
+    /// A queue without interrupt polls until the deadline, and leaves the processor to others in
+    /// between.
+    ///
+    /// # Errors
+    /// As [`ring`](Self::ring).
+    pub fn wait(&mut self, deadline: Option<Instant>) -> Result<bool, QueueError> {
+        self.ring()?;
+        if self.core.is_ready() {
+            return Ok(true);
+        }
+        let began = Instant::now();
+        let window = self.spin.window();
+        let mut looks: u32 = 0;
+        loop {
+            for _ in 0..SPINS_PER_LOOK {
+                if self.core.is_ready() {
+                    self.spin.waited(began.elapsed());
+                    return Ok(true);
+                }
+                std::hint::spin_loop();
+            }
+            let now = Instant::now();
+            if deadline.is_some_and(|deadline| now >= deadline) {
+                return Ok(false);
+            }
+            if now - began >= window {
+                if self.interrupts {
+                    break;
+                }
+                if self.event.drain() != 0 {
+                    return Ok(self.core.is_ready());
+                }
+                if !self.shared.is_live() {
+                    return Err(QueueError::Detached { qid: self.qid() });
+                }
+                looks = looks.saturating_add(1);
+                idle(looks);
+            }
+        }
+        let ready = self.sleep(deadline, || false)?;
+        self.spin.waited(began.elapsed());
+        Ok(ready)
+    }
+
+    /// Sleeps until the interrupt, a signal or the deadline; not at all if there is a completion,
+    /// or if `news` says so after everything is armed.
+    pub(crate) fn sleep(
+        &mut self,
+        deadline: Option<Instant>,
+        news: impl FnOnce() -> bool,
+    ) -> Result<bool, QueueError> {
+        // The controller may hold an interrupt back for as long as we have not consumed what the
+        // last one was for.
+        self.core.release()?;
+        self.event.drain();
+        // Armed: whatever comes from here on leaves a mark on the event. What came before is seen
+        // by looking once more, the fence keeping the look behind the head that was published.
+        fence(Ordering::SeqCst);
+        if self.core.is_ready() || news() {
+            return Ok(self.core.is_ready());
+        }
+        let timeout = deadline.map(|d| d.saturating_duration_since(Instant::now()));
+        self.core.stats_mut().sleeps += 1;
+        match self.event.wait(timeout) {
+            Ok(woken) => self.core.stats_mut().wakeups += u64::from(woken),
+            Err(error) => {
+                tracing::warn!(qid = self.qid(), "waiting for an interrupt failed: {error}");
+                idle(u32::MAX);
+            }
+        }
+        if !self.shared.is_live() {
+            return Err(QueueError::Detached { qid: self.qid() });
+        }
+        Ok(self.core.is_ready())
+    }
+
+    /// A descriptor whose signal ends a [`wait`](Self::wait), from any thread. It is the one that
+    /// the queue's interrupt signals too, so it can be polled together with others.
+    ///
+    /// # Errors
+    /// The system's, when the process is out of file descriptors.
+    pub fn waker(&self) -> io::Result<EventFd> {
+        self.event.try_clone()
+    }
+
+    /// How long [`wait`](Self::wait) polls before it sleeps, from now on.
+    pub fn set_spin(&mut self, policy: SpinPolicy) {
+        self.spin = SpinWindow::new(policy);
+    }
+
+    pub(crate) fn core(&self) -> &Core {
+        &self.core
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+}
+
+/// Leaves the processor to others, the longer the more often.
+fn idle(looks: u32) {
+    if looks < 64 {
+        std::thread::yield_now();
+    } else {
+        std::thread::sleep(Duration::from_micros(50));
+    }
+}
+
+impl Drop for QueuePair {
+    fn drop(&mut self) {
+        let buffers = self.core.take_buffers();
+        let qid = self.qid();
+        if self.shared.delete_queue_pair(qid) {
+            return;
+        }
+        if !buffers.is_empty() {
+            tracing::warn!(
+                qid,
+                buffers = buffers.len(),
+                "{} may still write to the buffers of a queue that it did not delete, so they are \
+                 kept",
+                self.shared.name()
+            );
+            std::mem::forget(buffers);
+        }
+    }
+}
+
+impl fmt::Debug for QueuePair {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("QueuePair")
+            .field("qid", &self.qid())
+            .field("capacity", &self.capacity())
+            .field("outstanding", &self.outstanding())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,258 @@
+//! A controller behind a vfio-user socket.
+
+use super::{Transport, TransportError};
+use ::vfio_user::client::{Client, ClientError, Options, Share};
+use ::vfio_user::device::{DmaUnmap, irq, region};
+use memory::{EventFd, Mapping, Protection, SharedBytes};
+use spec::{pci, regs};
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Offset of the Command register in configuration space. PCI Local Bus 3.0, 6.2.2.
+const PCI_COMMAND: u64 = 0x04;
+/// Command register: Memory Space, Bus Master.
+const COMMAND_ENABLE: u16 = 1 << 1 | 1 << 2;
+/// Offset of the Status register; bit 4 says that there is a list of capabilities.
+const PCI_STATUS: u64 = 0x06;
+const STATUS_CAPABILITIES: u16 = 1 << 4;
+/// Offset of the pointer to the first capability.
+const PCI_CAPABILITIES: u64 = 0x34;
+/// The first byte in which a capability can lie, and the first past the last.
+const CAPABILITIES: std::ops::Range<u8> = 0x40..0xfd;
+/// The whole of the controller properties and the smallest page of doorbells.
+const BAR0_MIN: u64 = regs::DOORBELLS + 8;
+
+/// A [`Transport`] over a vfio-user socket.
+///
+/// Registers are messages that wait for their reply; doorbells are posted region writes, for which
+/// the sender does not wait, unless the server lets them be mapped. Memory is shared by the
+/// descriptor of its memfd, under its address in this process as IOVA, which no two mappings have
+/// in common.
+pub struct VfioUser {
+    client: Client,
+    name: String,
+    doorbells: Option<SharedBytes>,
+    vectors: u32,
+    resettable: bool,
+}
+
+impl VfioUser {
+    /// Connects to the server at `path`, or if that is a directory, at `cntrl` in there; enables
+    /// memory accesses and bus mastering of the device.
+    ///
+    /// A server whose device is in use by somebody else is waited for until `timeout`, and so is
+    /// every answer.
+    ///
+    /// # Errors
+    /// [`TransportError`], when nobody serves there, or not an NVMe controller.
+    pub fn connect(path: impl AsRef<Path>, timeout: Duration) -> Result<Self, TransportError> {
+        let path = path.as_ref();
+        let name = format!("vfio-user:{}", path.display());
+        let failed = |doing| {
+            let device = name.clone();
+            move |source: ClientError| TransportError::Failed {
+                device,
+                doing,
+                source: source.into(),
+            }
+        };
+        let options = Options { timeout: Some(timeout) };
+        let client = Client::connect(path, options).map_err(failed("connecting"))?;
+        let info = client.device_info().map_err(failed("asking about the device"))?;
+        let bar0 = client.region_info(region::BAR0).map_err(failed("asking about BAR0"))?;
+        let other = |doing, what: String| TransportError::Failed {
+            device: name.clone(),
+            doing,
+            source: what.into(),
+        };
+        if !bar0.readable || !bar0.writable || bar0.size < BAR0_MIN {
+            return Err(other(
+                "asking about BAR0",
+                format!("it has {} bytes, too few for an NVMe controller", bar0.size),
+            ));
+        }
+        let irqs = client.irq_info(irq::MSIX).map_err(failed("asking about MSI-X"))?;
+        let vectors =
+            if irqs.eventfd { irqs.count.min(u32::from(pci::MSIX_MAX_VECTORS)) } else { 0 };
+        let doorbells = bar0
+            .areas
+            .iter()
+            .find(|area| {
+                area.offset <= regs::DOORBELLS
+                    && regs::DOORBELLS < area.offset.saturating_add(area.len)
+            })
+            .map(|area| {
+                let mapping =
+                    Mapping::from_fd(&area.fd, area.fd_offset, area.len, Protection::ReadWrite)
+                        .map_err(|e| other("mapping the doorbells", e.to_string()))?;
+                let skip = usize::try_from(regs::DOORBELLS - area.offset).ok();
+                skip.and_then(|skip| mapping.bytes().slice(skip, mapping.len().checked_sub(skip)?))
+                    .ok_or_else(|| other("mapping the doorbells", "the area is empty".into()))
+            })
+            .transpose()?;
+        let transport =
+            Self { client, name: name.clone(), doorbells, vectors, resettable: info.resettable };
+        transport.enable_bus_mastering()?;
+        Ok(transport)
+    }
+
+    fn failed(&self, doing: &'static str, source: ClientError) -> TransportError {
+        let device = self.name.clone();
+        match source {
+            ClientError::Refused { .. } | ClientError::Unsendable { .. } => {
+                TransportError::Failed { device, doing, source: source.into() }
+            }
+            // Everything else ends the connection, and with it the device.
+            _ => TransportError::Gone { device, doing, source: source.into() },
+        }
+    }
+
+    fn config16(&self, offset: u64) -> Result<u16, TransportError> {
+        let mut bytes = [0; 2];
+        self.client
+            .region_read(region::CONFIG, offset, &mut bytes)
+            .map_err(|e| self.failed("reading configuration space", e))?;
+        Ok(u16::from_le_bytes(bytes))
+    }
+
+    fn set_config16(&self, offset: u64, value: u16) -> Result<(), TransportError> {
+        self.client
+            .region_write(region::CONFIG, offset, &value.to_le_bytes())
+            .map_err(|e| self.failed("writing configuration space", e))
+    }
+
+    fn enable_bus_mastering(&self) -> Result<(), TransportError> {
+        let command = self.config16(PCI_COMMAND)?;
+        self.set_config16(PCI_COMMAND, command | COMMAND_ENABLE)
+    }
+
+    /// Sets MSI-X Enable. With eventfds in place some servers raise interrupts without it, those
+    /// that are closer to the hardware do not.
+    fn enable_msix(&self) -> Result<(), TransportError> {
+        if self.config16(PCI_STATUS)? & STATUS_CAPABILITIES == 0 {
+            return Ok(());
+        }
+        let mut at = self.config16(PCI_CAPABILITIES)? as u8 & !3;
+        // Capabilities are 4 bytes at least, so a longer chain than this bites its own tail.
+        for _ in 0..CAPABILITIES.len() / 4 {
+            if !CAPABILITIES.contains(&at) {
+                break;
+            }
+            let [id, next] = self.config16(at.into())?.to_le_bytes();
+            if id == pci::CAP_ID_MSIX {
+                let control = u64::from(at) + 2;
+                let value = self.config16(control)?;
+                let enabled = value & !pci::MSIX_FUNCTION_MASK | pci::MSIX_ENABLE;
+                return if value == enabled { Ok(()) } else { self.set_config16(control, enabled) };
+            }
+            at = next & !3;
+        }
+        Ok(())
+    }
+}
+
+impl Transport for VfioUser {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn read32(&self, offset: u64) -> Result<u32, TransportError> {
+        let mut bytes = [0; 4];
+        self.client
+            .region_read(region::BAR0, offset, &mut bytes)
+            .map_err(|e| self.failed("reading a register", e))?;
+        Ok(u32::from_le_bytes(bytes))
+    }
+
+    fn read64(&self, offset: u64) -> Result<u64, TransportError> {
+        let mut bytes = [0; 8];
+        self.client
+            .region_read(region::BAR0, offset, &mut bytes)
+            .map_err(|e| self.failed("reading a register", e))?;
+        Ok(u64::from_le_bytes(bytes))
+    }
+
+    fn write32(&self, offset: u64, value: u32) -> Result<(), TransportError> {
+        self.client
+            .region_write(region::BAR0, offset, &value.to_le_bytes())
+            .map_err(|e| self.failed("writing a register", e))
+    }
+
+    fn write64(&self, offset: u64, value: u64) -> Result<(), TransportError> {
+        self.client
+            .region_write(region::BAR0, offset, &value.to_le_bytes())
+            .map_err(|e| self.failed("writing a register", e))
+    }
+
+    fn write_doorbell(&self, offset: u64, value: u32) -> Result<(), TransportError> {
+        self.client
+            .region_write_posted(region::BAR0, offset, &value.to_le_bytes())
+            .map_err(|e| self.failed("ringing a doorbell", e))
+    }
+
+    fn doorbell_page(&self) -> Option<SharedBytes> {
+        self.doorbells.clone()
+    }
+
+    fn map_dma(&self, mapping: &Arc<Mapping>) -> Result<u64, TransportError> {
+        let Some(fd) = mapping.fd() else {
+            return Err(TransportError::Unsupported {
+                device: self.name.clone(),
+                what: "way to memory without a descriptor; share memory made by Mapping::shared",
+            });
+        };
+        let iova = mapping.address() as u64;
+        let share = Share {
+            iova,
+            len: mapping.len() as u64,
+            readable: true,
+            writable: true,
+            fd: Some(fd),
+            fd_offset: mapping.fd_offset(),
+        };
+        self.client.dma_map(&share).map_err(|e| self.failed("sharing memory", e))?;
+        Ok(iova)
+    }
+
+    fn unmap_dma(&self, iova: u64, len: u64) -> Result<(), TransportError> {
+        self.client
+            .dma_unmap(DmaUnmap::Range { iova, len })
+            .map_err(|e| self.failed("taking memory back", e))
+    }
+
+    fn irq_vectors(&self) -> u32 {
+        self.vectors
+    }
+
+    fn set_irq(&self, vector: u32, event: Option<&EventFd>) -> Result<(), TransportError> {
+        let failed = |e| self.failed("setting up an interrupt", e);
+        match event {
+            Some(event) => {
+                let events = std::slice::from_ref(event);
+                self.client.set_irq_eventfds(irq::MSIX, vector, events).map_err(failed)?;
+                self.enable_msix()
+            }
+            None => self.client.clear_irq_eventfds(irq::MSIX, vector, 1).map_err(failed),
+        }
+    }
+
+    fn reset(&self) -> Result<(), TransportError> {
+        if !self.resettable {
+            return Err(TransportError::Unsupported {
+                device: self.name.clone(),
+                what: "function reset",
+            });
+        }
+        self.client.reset().map_err(|e| self.failed("resetting the device", e))?;
+        // A reset clears the Command register.
+        self.enable_bus_mastering()
+    }
+}
+
+impl fmt::Debug for VfioUser {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("VfioUser").field("name", &self.name).finish_non_exhaustive()
+    }
+}
