@@ -16,6 +16,27 @@
 //! | [`client`] | the other end: a blocking client that any number of threads may share |
 //! | [`pci`] | the configuration space of a PCI Express endpoint |
 //!
+//! # Example
+//!
+//! A server and its client; usually they are different processes.
+//!
+//! ```no_run
+//! use shadowbell_vfio_user::{Client, Device, Listener, Reactor};
+//!
+//! fn serve(device: Box<dyn Device>) -> Result<(), Box<dyn std::error::Error>> {
+//!     let mut reactor = Reactor::new(Default::default())?;
+//!     reactor.add(Listener::bind("/run/vm0.sock")?, device)?;
+//!     Ok(reactor.run()?)
+//! }
+//!
+//! fn attach() -> Result<(), Box<dyn std::error::Error>> {
+//!     let client = Client::connect("/run/vm0.sock", Default::default())?;
+//!     let mut version = [0; 4];
+//!     client.region_read(0, 8, &mut version)?;
+//!     Ok(())
+//! }
+//! ```
+//!
 //! # What it does not implement
 //!
 //! Migration (DEVICE_FEATURE, MIG_DATA_READ and MIG_DATA_WRITE), dirty page tracking, twin
