@@ -1,4 +1,8 @@
-//! The shadowbell program.
+//! The shadowbell program. What it does is in the library; see [`shadowbell::cli`].
 #![forbid(unsafe_code)]
 
-fn main() {}
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    shadowbell::cli::main()
+}

@@ -1,0 +1,108 @@
+//! What the exit status of the program means.
+
+use std::fmt;
+use std::io;
+use std::process::ExitCode;
+
+/// What was asked for was done.
+pub const FINE: u8 = 0;
+/// It could be asked for, but something went wrong while it was done.
+pub const FAILED: u8 = 1;
+/// It can not be asked for like that: the command line, a configuration file, a disk or a path
+/// that it names. The same that the parser of the command line ends with.
+pub const BAD_INPUT: u8 = 2;
+
+/// The exit statuses, for the help text.
+pub const HELP: &str = "\
+Exit status:
+  0  what was asked for was done
+  1  something went wrong while it was done
+  2  it can not be done as asked: the command line, a configuration file, or a disk or a path that \
+they name";
+
+/// Marks an error as one of what the person asked for: exit status 2.
+#[derive(Debug)]
+struct BadInput(anyhow::Error);
+
+impl fmt::Display for BadInput {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl std::error::Error for BadInput {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.0.source()
+    }
+}
+
+/// Makes an error one of what the person asked for: the program ends with [`BAD_INPUT`] if it gets
+/// as far as `main`, whatever context is added on the way.
+pub fn bad_input(error: impl Into<anyhow::Error>) -> anyhow::Error {
+    anyhow::Error::new(BadInput(error.into()))
+}
+
+/// The exit status for an error that got as far as `main`.
+#[must_use]
+pub fn status(error: &anyhow::Error) -> u8 {
+    if is_broken_pipe(error) {
+        FINE
+    } else if error.downcast_ref::<BadInput>().is_some() {
+        BAD_INPUT
+    } else {
+        FAILED
+    }
+}
+
+/// Whoever reads our output wants no more of it (`shadowbell trace FILE | head`), which is no
+/// failure.
+#[must_use]
+pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        cause
+            .downcast_ref::<io::Error>()
+            .is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
+    })
+}
+
+/// Says what went wrong, on standard error, and gives the exit status.
+#[must_use]
+pub fn report(error: &anyhow::Error) -> ExitCode {
+    if !is_broken_pipe(error) {
+        let mut line = error.to_string();
+        for cause in error.chain().skip(1) {
+            let cause = cause.to_string();
+            // Many errors already say what their source says.
+            if !line.ends_with(&cause) {
+                line.push_str(": ");
+                line.push_str(&cause);
+            }
+        }
+        // Nothing can be done if this one fails too.
+        let _ = io::Write::write_fmt(&mut io::stderr(), format_args!("shadowbell: {line}\n"));
+    }
+    ExitCode::from(status(error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::Context;
+
+    #[test]
+    fn a_bad_input_stays_one_under_context() {
+        let error = Err::<(), _>(bad_input(anyhow::anyhow!("no such disk")))
+            .context("controller vm0")
+            .unwrap_err();
+        assert_eq!(status(&error), BAD_INPUT);
+        assert_eq!(format!("{error:#}"), "controller vm0: no such disk");
+        assert_eq!(status(&anyhow::anyhow!("no more memory")), FAILED);
+    }
+
+    #[test]
+    fn a_reader_that_has_enough_is_no_failure() {
+        let error =
+            anyhow::Error::new(io::Error::from(io::ErrorKind::BrokenPipe)).context("printing");
+        assert_eq!(status(&error), FINE);
+    }
+}
