@@ -25,6 +25,84 @@ pub enum OpenError {
         /// The reason.
         source: memory::MapError,
     },
+    /// There is no such file.
+    #[error(
+        "{path}: there is no such file; correct the path, or make an image of zeroes with \
+         `truncate -s 10G {path}`"
+    )]
+    Missing {
+        /// The file.
+        path: String,
+    },
+    /// The file may not be read by this user.
+    #[error("{path}: this user may not read it ({source}); change its owner or its permissions")]
+    Unreadable {
+        /// The file.
+        path: String,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// The path leads to something that is no disk.
+    #[error("{path}: it is {what}; give the path of a raw image or of a block device")]
+    NoFile {
+        /// The file.
+        path: String,
+        /// What it is: a directory, a socket...
+        what: &'static str,
+    },
+    /// The file has no bytes.
+    #[error("{path}: it is empty; give it a size with `truncate -s 10G {path}`")]
+    Empty {
+        /// The file.
+        path: String,
+    },
+    /// The size of the file is not one of a disk.
+    #[error(
+        "{path}: its {size} bytes are no multiple of the block size of {block_size} bytes; round \
+         it up with `truncate -s %{block_size} {path}`{}",
+        if *.block_size == 4096 && size.is_multiple_of(512) {
+            ", or use it with `block-size=512`"
+        } else {
+            ""
+        }
+    )]
+    NotBlockMultiple {
+        /// The file.
+        path: String,
+        /// Its size in bytes.
+        size: u64,
+        /// The logical block size in bytes.
+        block_size: u32,
+    },
+    /// Somebody else uses the file.
+    #[error("{path}: {what}; stop what uses it{}", if *.writable { ", or open it `read-only=on`" } else { "" })]
+    Busy {
+        /// The file.
+        path: String,
+        /// Who has it, as far as the system says.
+        what: &'static str,
+        /// It was to be written.
+        writable: bool,
+    },
+    /// Direct I/O was demanded, and is not to be had.
+    #[error("{path}: direct I/O is not possible: {why}; leave out `direct=on`")]
+    NotDirect {
+        /// The file.
+        path: String,
+        /// What stands against it.
+        why: String,
+    },
+    /// The process may not use io_uring.
+    #[error(
+        "{path}: files need io_uring, which the system refuses ({source}); needed are Linux 5.6 or \
+         later, `sysctl kernel.io_uring_disabled=0`, and no container profile that forbids it"
+    )]
+    Ring {
+        /// The file.
+        path: String,
+        /// The system's reason.
+        source: io::Error,
+    },
     /// The system refused something that has no case of its own.
     #[error("{path}: {what} failed: {source}")]
     System {

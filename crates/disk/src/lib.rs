@@ -8,17 +8,22 @@
 //!
 //! * [`NullDisk`] keeps nothing: what is measured on it is everything but the disk;
 //! * [`MemDisk`] keeps its blocks in memory, for as long as the process lives;
+//! * [`FileDisk`] is a raw image or a block device, through io_uring;
 //! * [`open`] opens any of them by what a person writes: `disk.img`, `mem:1GiB`, `null:1TiB`.
 #![deny(unsafe_code)]
 
 mod check;
 mod compare;
 mod error;
+mod file;
 mod mem;
 mod null;
+#[allow(unsafe_code)]
+mod sys;
 mod uri;
 
 pub use error::OpenError;
+pub use file::{Direct, FileDisk, FileOptions};
 pub use mem::MemDisk;
 pub use null::NullDisk;
 pub use uri::{open, parse_size};
@@ -71,7 +76,8 @@ pub enum Op {
         /// Force unit access.
         fua: bool,
     },
-    /// The range's content is not needed any more. Reads as zeroes afterwards on these disks.
+    /// The range's content is not needed any more. It reads as zeroes afterwards on a disk with
+    /// [`Info::discard`]; on one without, nothing happens.
     Discard,
     /// Succeeds if the disk holds what the data holds, else [`DiskError::CompareFailed`].
     Compare,
@@ -172,7 +178,10 @@ pub trait Queue {
     }
 
     /// A descriptor that becomes readable when [`reap`](Self::reap) has something to do; `None`
-    /// for a disk that never leaves a request pending.
+    /// for a disk that never leaves a request pending. It stays readable until then.
+    ///
+    /// A wait that the system ends with `EINTR` counts as a wake-up, too: that is how it brings
+    /// a completion to a thread that sleeps.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }

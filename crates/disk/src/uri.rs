@@ -1,7 +1,10 @@
 //! Disks as people write them.
 
-use crate::{Disk, MemDisk, NullDisk, OpenError};
+use crate::{Direct, Disk, FileDisk, FileOptions, MemDisk, NullDisk, OpenError};
 use bytesize::ByteSize;
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Opens the disk that `spec` names.
@@ -24,15 +27,16 @@ use std::sync::Arc;
 /// Sizes take a unit: `512MiB`, `1.5TiB`, `1G` (binary, as the tools around disks have it), `1GB`
 /// (decimal), or none for bytes.
 ///
-/// A bare path is taken as it is, up to the first `?`. A path that holds a `?`, or starts like
-/// `word:`, is written with `file:`, in which `%` and two hexadecimal digits stand for a byte:
-/// `file:what%3F.img`, `file:100%25.img`.
+/// A bare path is taken as it is, up to the first `?`. A path that holds a `?` is written with
+/// `file:`, in which `%` and two hexadecimal digits stand for a byte: `file:what%3F.img`,
+/// `file:100%25.img`. So is one that starts like `word:` (`file:word:disk.img`).
 ///
 /// # Errors
 /// [`OpenError`], in a sentence for the person who wrote the specification.
 pub fn open(spec: &str) -> Result<Arc<dyn Disk>, OpenError> {
     let parsed = parse(spec).map_err(|why| OpenError::Spec { spec: spec.to_owned(), why })?;
     Ok(match parsed {
+        Parsed::File { path, options } => Arc::new(FileDisk::open(&path, &options)?),
         Parsed::Mem { size, block_size, read_only } => {
             let disk = MemDisk::new(size / u64::from(block_size), block_size)?;
             Arc::new(disk.with_read_only(read_only))
@@ -47,6 +51,7 @@ pub fn open(spec: &str) -> Result<Arc<dyn Disk>, OpenError> {
 /// A specification, understood.
 #[derive(Debug, PartialEq, Eq)]
 enum Parsed {
+    File { path: PathBuf, options: FileOptions },
     Mem { size: u64, block_size: u32, read_only: bool },
     Null { size: u64, block_size: u32, read_only: bool, read_zeroes: bool },
 }
@@ -56,7 +61,7 @@ fn parse(spec: &str) -> Result<Parsed, String> {
     let mut options = Options::parse(options)?;
     let block_size = options.block_size()?;
     let read_only = options.switch("read-only")?;
-    let (scheme, rest) = name.split_once(':').unwrap_or(("file", name));
+    let (scheme, rest) = scheme(name)?;
     let parsed = match scheme {
         "mem" | "null" => {
             let block_size = block_size.unwrap_or(512);
@@ -70,11 +75,91 @@ fn parse(spec: &str) -> Result<Parsed, String> {
             }
         }
         _ => {
-            return Err(format!("there is no kind of disk called `{scheme}`"));
+            let path = if name.len() == rest.len() { rest.into() } else { decode(rest)? };
+            let read_only = read_only.unwrap_or(false);
+            let direct = match options.take("direct") {
+                None | Some("auto") => Direct::Auto,
+                Some("on" | "true" | "yes") => Direct::On,
+                Some("off" | "false" | "no") => Direct::Off,
+                Some(other) => {
+                    return Err(format!(
+                        "the option `direct` is `on`, `off` or `auto`, not `{other}`"
+                    ));
+                }
+            };
+            Parsed::File { path, options: FileOptions { block_size, read_only, direct } }
         }
     };
     options.none_left(scheme)?;
     Ok(parsed)
+}
+
+/// Splits what kind of disk it is from the rest. A path has no kind in front of it.
+fn scheme(name: &str) -> Result<(&str, &str), String> {
+    if name.is_empty() {
+        return Err("it is empty; write a path, `mem:1GiB` or `null:1TiB`".to_owned());
+    }
+    match name.split_once(':') {
+        Some((kind @ ("file" | "mem" | "null"), rest)) => Ok((kind, rest)),
+        // A colon after a slash, or after what can not be a kind's name, is part of a path.
+        Some((kind, _))
+            if kind.starts_with(|c: char| c.is_ascii_alphabetic())
+                && kind.chars().all(|c| c.is_ascii_alphanumeric() || "+-".contains(c)) =>
+        {
+            Err(format!(
+                "there is no kind of disk called `{kind}`; there are `file:`, `mem:` and `null:` \
+                 (for a file of that name write `file:{name}`)"
+            ))
+        }
+        _ => Ok(("file", name)),
+    }
+}
+
+/// The path in what follows `file:`.
+fn decode(text: &str) -> Result<PathBuf, String> {
+    let text = match text.strip_prefix("//") {
+        None => text,
+        Some(rest) => match rest.strip_prefix("localhost").unwrap_or(rest) {
+            path if path.starts_with('/') => path,
+            _ => {
+                let host = rest.split('/').next().unwrap_or(rest);
+                return Err(format!(
+                    "it is on another machine, `{host}`; write `file:///path` or `file:path`"
+                ));
+            }
+        },
+    };
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let [first, tail @ ..] = rest {
+        rest = tail;
+        if *first != b'%' {
+            bytes.push(*first);
+            continue;
+        }
+        let digit = |b: &u8| (*b as char).to_digit(16);
+        match tail {
+            [high, low, tail @ ..] if digit(high).is_some() && digit(low).is_some() => {
+                let value = digit(high).unwrap_or(0) << 4 | digit(low).unwrap_or(0);
+                bytes.push(value as u8);
+                rest = tail;
+            }
+            _ => {
+                return Err(
+                    "a `%` in it is not followed by two hexadecimal digits; after `file:` \
+                            a percent sign is written `%25`"
+                        .to_owned(),
+                );
+            }
+        }
+    }
+    if bytes.is_empty() {
+        return Err("it lacks a path; write for example `file:disk.img`".to_owned());
+    }
+    if bytes.contains(&0) {
+        return Err("its path contains a zero byte, which no file's does".to_owned());
+    }
+    Ok(OsString::from_vec(bytes).into())
 }
 
 fn disk_size(scheme: &str, size: &str, block_size: u32) -> Result<u64, String> {
@@ -174,5 +259,149 @@ impl<'a> Options<'a> {
                 Err(format!("a `{scheme}` disk has no option `{name}`; its options are {known}"))
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(path: &str, options: FileOptions) -> Result<Parsed, String> {
+        Ok(Parsed::File { path: path.into(), options })
+    }
+
+    #[test]
+    fn paths_are_taken_as_they_are_and_uris_decoded() {
+        let plain = FileOptions::default();
+        for (spec, path) in [
+            ("disk.img", "disk.img"),
+            ("./mem:1GiB", "./mem:1GiB"),
+            ("/srv/a:b.img", "/srv/a:b.img"),
+            ("100%.img", "100%.img"),
+            ("a%3Fb", "a%3Fb"),
+            ("file:disk.img", "disk.img"),
+            ("file:word:disk.img", "word:disk.img"),
+            ("file:/srv/disk.img", "/srv/disk.img"),
+            ("file:///srv/disk.img", "/srv/disk.img"),
+            ("file://localhost/srv/disk.img", "/srv/disk.img"),
+            ("file:what%3F.img", "what?.img"),
+            ("file:100%25.img", "100%.img"),
+            ("file:%6D%C3%a9", "mé"),
+            ("v1.2:disk", "v1.2:disk"),
+        ] {
+            assert_eq!(parse(spec), file(path, plain.clone()), "{spec}");
+        }
+        let not_utf8 = match parse("file:%FF").unwrap() {
+            Parsed::File { path, .. } => path.into_os_string().into_vec(),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(not_utf8, [0xff]);
+    }
+
+    #[test]
+    fn options_are_understood() {
+        let options = FileOptions { block_size: Some(4096), read_only: true, direct: Direct::Off };
+        let spec = "disk.img?block-size=4096&read-only=on&direct=off";
+        assert_eq!(parse(spec), file("disk.img", options));
+        let options = FileOptions { direct: Direct::On, ..FileOptions::default() };
+        assert_eq!(parse("file:a%3Fb?direct=on&read-only=off"), file("a?b", options));
+        assert_eq!(
+            parse("null:1T?read-zeroes=on&block-size=4k"),
+            Ok(Parsed::Null {
+                size: 1 << 40,
+                block_size: 4096,
+                read_only: false,
+                read_zeroes: true
+            })
+        );
+        assert_eq!(
+            parse("mem:1.5MiB?read-only=yes"),
+            Ok(Parsed::Mem { size: 3 << 19, block_size: 512, read_only: true })
+        );
+    }
+
+    #[test]
+    fn nonsense_is_refused_with_the_reason() {
+        for (spec, words) in [
+            ("", "it is empty"),
+            ("?direct=on", "it is empty"),
+            ("file:", "lacks a path"),
+            ("file://server/disk.img", "another machine, `server`"),
+            ("file:50%.img", "two hexadecimal digits"),
+            ("file:a%0", "two hexadecimal digits"),
+            ("file:a%+1b", "two hexadecimal digits"),
+            ("file:a%00b", "zero byte"),
+            ("qcow3:x.img", "no kind of disk called `qcow3`"),
+            ("mem", "mem"),
+            ("mem:", "lacks a size"),
+            ("null:?block-size=512", "lacks a size"),
+            ("mem:0", "size is zero"),
+            ("mem:0GiB", "size is zero"),
+            ("mem:-1GiB", "no size"),
+            ("mem:lots", "no size"),
+            ("mem:1..5GiB", "no size"),
+            ("mem:1XiB", "no size"),
+            ("mem:NaN", "no size"),
+            ("mem:100", "no multiple of the block size of 512"),
+            ("mem:512?block-size=4096", "no multiple of the block size of 4096"),
+            ("mem:1000KB?block-size=4096", "no multiple"),
+            ("null:8EiB", "more than a disk can have"),
+            ("null:99999999999EiB", "more than a disk can have"),
+            ("mem:1GiB?block-size=1024", "512 or 4096, not `1024`"),
+            ("mem:1GiB?block-size=", "512 or 4096, not ``"),
+            ("mem:1GiB?direct=on", "no option `direct`"),
+            ("disk.img?read-zeroes=on", "no option `read-zeroes`"),
+            ("disk.img?size=1", "no option `size`"),
+            ("disk.img?direct=perhaps", "`on`, `off` or `auto`, not `perhaps`"),
+            ("disk.img?read-only=1", "`on` or `off`, not `1`"),
+            ("disk.img?read-only", "no option; options are written"),
+            ("disk.img?", "no option; options are written"),
+            ("disk.img?direct=on&direct=off", "given twice"),
+        ] {
+            let error = match parse(spec) {
+                Err(error) => error,
+                // A bare word is a path; it is the file that does not exist.
+                Ok(parsed) => format!("{parsed:?}"),
+            };
+            assert!(error.contains(words), "{spec}: {error}");
+            if spec != "mem" {
+                let error = open(spec).unwrap_err().to_string();
+                assert!(error.contains(words), "{spec}: {error}");
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_are_what_people_mean() {
+        for (text, bytes) in [
+            ("4096", 4096),
+            ("1K", 1024),
+            ("1k", 1024),
+            ("10G", 10 << 30),
+            ("10GiB", 10 << 30),
+            ("10 GiB", 10 << 30),
+            ("1GB", 1_000_000_000),
+            ("0.5TiB", 1 << 39),
+            ("2P", 2 << 50),
+            ("9007199254740993B", 9_007_199_254_740_993),
+        ] {
+            assert_eq!(parse_size(text), Ok(bytes), "{text}");
+        }
+        for bytes in [1, 512, 1 << 20, 3 << 29, 1000, 1 << 60, 7 << 60, u64::MAX] {
+            let text = format_size(bytes);
+            assert_eq!(text.parse::<ByteSize>().unwrap().as_u64(), bytes, "{text}");
+        }
+        assert_eq!(format_size(1 << 40), "1TiB");
+    }
+
+    #[test]
+    fn disks_open_by_name() {
+        let disk = open("mem:1MiB?block-size=4096").unwrap();
+        assert_eq!((disk.info().blocks, disk.info().block_size), (256, 4096));
+        assert_eq!(disk.name(), "mem:1MiB");
+        let disk = open("null:1TiB?read-only=on").unwrap();
+        assert_eq!((disk.info().blocks, disk.info().read_only), (1 << 31, true));
+        let error = open("/nonexistent/disk.img").unwrap_err();
+        assert!(matches!(error, OpenError::Missing { .. }));
     }
 }
