@@ -23,6 +23,9 @@ pub enum DmaError {
         /// The address.
         iova: u64,
     },
+    /// The controller that would reach the memory is not attached any more.
+    #[error("no memory is shared with a controller that was detached; attach again")]
+    Detached,
 }
 
 /// A mapping that the device can reach at `iova`, as long as the value lives.

@@ -3,6 +3,7 @@
 use crate::dma::{Buffer, DmaError};
 use crate::transport::TransportError;
 use spec::Status;
+use spec::opcode::NvmOpcode;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -254,6 +255,56 @@ pub enum RequestError {
         /// How many.
         ranges: usize,
     },
+}
+
+/// An I/O command that failed, with its buffer if the device is done with it.
+#[derive(Debug, Error)]
+#[error("{kind}")]
+pub struct IoError {
+    /// Why.
+    pub kind: IoErrorKind,
+    /// The buffer. There is none if the command had none, or if the device may still use it: then
+    /// the queue keeps it until the device is certainly done.
+    pub buffer: Option<Buffer>,
+}
+
+/// Why an I/O command failed.
+#[derive(Clone, Debug, Error)]
+pub enum IoErrorKind {
+    /// It could not be made.
+    #[error(transparent)]
+    Request(#[from] RequestError),
+    /// It could not be submitted, or the queue failed while it was under way.
+    #[error(transparent)]
+    Queue(#[from] QueueError),
+    /// The controller says so.
+    #[error("{} ended with: {status}", io_name(*opcode))]
+    Status {
+        /// The command's opcode.
+        opcode: u8,
+        /// The status of its completion.
+        status: Status,
+    },
+    /// There was no completion in time. What the command was to do may still happen.
+    #[error("{} was not completed within {waited:?}; reset the controller", io_name(*opcode))]
+    TimedOut {
+        /// The command's opcode.
+        opcode: u8,
+        /// How long was waited.
+        waited: Duration,
+    },
+    /// There was no memory for the command's own data.
+    #[error(transparent)]
+    Dma(Arc<DmaError>),
+    /// The command completed without its buffer: a defect of this driver.
+    #[error("the command completed without its buffer, which is a defect of the driver")]
+    NoBuffer,
+}
+
+/// What the specification calls the I/O command.
+fn io_name(opcode: u8) -> String {
+    NvmOpcode::try_from(opcode)
+        .map_or_else(|unknown| unknown.to_string(), |opcode| opcode.name().to_owned())
 }
 
 /// Why a controller was not left as it should be.

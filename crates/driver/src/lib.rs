@@ -33,6 +33,7 @@
 #![forbid(unsafe_code)]
 
 mod admin;
+pub mod async_queue;
 mod attach;
 mod command;
 mod controller;
@@ -48,11 +49,14 @@ mod shared;
 mod transport;
 
 pub use admin::{Admin, AdminData, AdminResult, LogRequest};
+pub use async_queue::{AsyncNamespace, AsyncQueue};
 pub use command::Command;
 pub use controller::Controller;
 pub use device::Registers;
 pub use dma::{Buffer, BufferPool, DmaError};
-pub use error::{AttachError, CommandError, DetachError, QueueError, Refused, RequestError};
+pub use error::{
+    AttachError, CommandError, DetachError, IoError, IoErrorKind, QueueError, Refused, RequestError,
+};
 pub use events::EventListener;
 pub use namespace::Namespace;
 pub use options::{AttachOptions, Doorbells, Timeouts};

@@ -5,7 +5,7 @@ mod log;
 mod queue;
 
 pub use self::log::LogRequest;
-pub(crate) use self::queue::{AdminQueue, admin_name, io_name};
+pub(crate) use self::queue::{AdminQueue, admin_name};
 
 use crate::device::Registers;
 use crate::dma::{Buffer, BufferPool};

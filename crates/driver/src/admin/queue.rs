@@ -5,7 +5,7 @@ use crate::dma::Buffer;
 use crate::error::{CommandError, QueueError};
 use crate::queue::{Completion, Core, Shadow};
 use spec::event::AsyncEvent;
-use spec::opcode::{AdminOpcode, NvmOpcode};
+use spec::opcode::AdminOpcode;
 use spec::{Sqe, Status};
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -279,11 +279,5 @@ impl Patience {
 /// What the specification calls the admin command.
 pub(crate) fn admin_name(opcode: u8) -> String {
     AdminOpcode::try_from(opcode)
-        .map_or_else(|unknown| unknown.to_string(), |opcode| opcode.name().to_owned())
-}
-
-/// What the specification calls the I/O command.
-pub(crate) fn io_name(opcode: u8) -> String {
-    NvmOpcode::try_from(opcode)
         .map_or_else(|unknown| unknown.to_string(), |opcode| opcode.name().to_owned())
 }

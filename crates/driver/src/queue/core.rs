@@ -252,12 +252,6 @@ impl Core {
         Refused { reason, buffer }
     }
 
-    /// Whether commands were submitted that the controller has not been told of.
-    #[inline]
-    pub(crate) fn is_unpublished(&self) -> bool {
-        self.sq_tail != self.sq_published
-    }
-
     /// Tells the controller of all commands submitted so far.
     #[inline]
     pub(crate) fn ring(&mut self) -> Result<(), QueueError> {

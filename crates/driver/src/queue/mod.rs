@@ -204,28 +204,30 @@ impl QueuePair {
                 idle(looks);
             }
         }
-        let ready = self.sleep(deadline, || false)?;
+        self.prepare_sleep()?;
+        // Armed: whatever comes from here on leaves a mark on the event. What came before is seen
+        // by looking once more, the fence keeping the look behind the head that was published.
+        fence(Ordering::SeqCst);
+        if !self.core.is_ready() {
+            self.block(deadline)?;
+        }
         self.spin.waited(began.elapsed());
-        Ok(ready)
+        Ok(self.core.is_ready())
     }
 
-    /// Sleeps until the interrupt, a signal or the deadline; not at all if there is a completion,
-    /// or if `news` says so after everything is armed.
-    pub(crate) fn sleep(
-        &mut self,
-        deadline: Option<Instant>,
-        news: impl FnOnce() -> bool,
-    ) -> Result<bool, QueueError> {
+    /// Publishes everything, and takes marks of the past off the event. After this and a full
+    /// fence, look at the completion queue once more, and then [`block`](Self::block).
+    pub(crate) fn prepare_sleep(&mut self) -> Result<(), QueueError> {
+        self.ring()?;
         // The controller may hold an interrupt back for as long as we have not consumed what the
         // last one was for.
         self.core.release()?;
         self.event.drain();
-        // Armed: whatever comes from here on leaves a mark on the event. What came before is seen
-        // by looking once more, the fence keeping the look behind the head that was published.
-        fence(Ordering::SeqCst);
-        if self.core.is_ready() || news() {
-            return Ok(self.core.is_ready());
-        }
+        Ok(())
+    }
+
+    /// Sleeps until the interrupt, a signal or the deadline.
+    pub(crate) fn block(&mut self, deadline: Option<Instant>) -> Result<(), QueueError> {
         let timeout = deadline.map(|d| d.saturating_duration_since(Instant::now()));
         self.core.stats_mut().sleeps += 1;
         match self.event.wait(timeout) {
@@ -235,10 +237,7 @@ impl QueuePair {
                 idle(u32::MAX);
             }
         }
-        if !self.shared.is_live() {
-            return Err(QueueError::Detached { qid: self.qid() });
-        }
-        Ok(self.core.is_ready())
+        if self.shared.is_live() { Ok(()) } else { Err(QueueError::Detached { qid: self.qid() }) }
     }
 
     /// A descriptor whose signal ends a [`wait`](Self::wait), from any thread. It is the one that
@@ -255,8 +254,8 @@ impl QueuePair {
         self.spin = SpinWindow::new(policy);
     }
 
-    pub(crate) fn core(&self) -> &Core {
-        &self.core
+    pub(crate) fn spin_mut(&mut self) -> &mut SpinWindow {
+        &mut self.spin
     }
 
     pub(crate) fn shared(&self) -> &Arc<Shared> {
