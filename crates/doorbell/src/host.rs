@@ -142,3 +142,6 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
         mmio
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests;

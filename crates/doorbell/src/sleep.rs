@@ -194,3 +194,6 @@ impl<C: Cell, F: Fence> Waker<C, F> {
         asleep
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests;

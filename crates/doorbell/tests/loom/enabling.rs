@@ -228,29 +228,33 @@ fn other_hosts_enable_under_load() {
 fn the_first_update_lands_on_a_stale_zero() {
     for predicate in PREDICATES {
         explore(Some(3), move || {
-            let (size, bell, config) = (ring(4), Bell::at(3), Config::new());
+            let (size, bell, config) = (ring(4), Bell::at(2), Config::new());
             let entries = Entries::new(size);
-            let room = Arc::new(Event::default());
+            let fetched_one = Arc::new(Event::default());
             let (mut sleeper, bed) = bed();
             bell.shadow.store(0, Ordering::Relaxed);
             let host = {
-                let (bell, entries, room) = (bell.clone(), entries.clone(), room.clone());
+                let (bell, entries) = (bell.clone(), entries.clone());
                 let (config, bed) = (config.clone(), bed.clone());
+                let fetched_one = fetched_one.clone();
                 thread::spawn(move || {
                     config.submit(&bed);
-                    room.wait();
                     let old = Old::Private;
                     let mut host =
-                        OtherHost { bell, bed, predicate, old, current: 3, trusted: true };
+                        OtherHost { bell, bed, predicate, old, current: 2, trusted: false };
+                    entries.write(2);
+                    host.update(3);
+                    fetched_one.wait();
+                    host.trusted = true;
                     entries.write(3);
                     host.update(0);
                 })
             };
             let told = std::cell::Cell::new(false);
-            let controller = Controller { bell, size, from: 3, count: 1, config, entries };
-            controller.run(&mut sleeper, &bed, |_, enabled| {
-                if enabled && !told.replace(true) {
-                    room.signal();
+            let controller = Controller { bell, size, from: 2, count: 2, config, entries };
+            controller.run(&mut sleeper, &bed, |fetched, enabled| {
+                if enabled && fetched >= 1 && !told.replace(true) {
+                    fetched_one.signal();
                 }
             });
             host.join().unwrap();

@@ -1,0 +1,71 @@
+//! The host's end, one step after the other. The predicates have tests of their own.
+
+use core::sync::atomic::{AtomicU32, Ordering};
+
+use super::{HostDoorbell, Predicate};
+
+type Host<'a> = HostDoorbell<&'a AtomicU32>;
+
+fn load(cell: &AtomicU32) -> u32 {
+    cell.load(Ordering::Relaxed)
+}
+
+#[test]
+fn a_plain_doorbell_is_always_written() {
+    let mut host: Host<'_> = HostDoorbell::new(0);
+    assert!(host.publish(1));
+    assert!(host.publish(2));
+    host.trust();
+    assert!(host.publish(3), "there is nothing to trust");
+    assert_eq!(host.current(), 3);
+    assert_eq!(host.stats().mmio_needed, 3);
+}
+
+#[test]
+fn mirrored_then_trusted_then_forgotten() {
+    let (shadow, event_idx) = (AtomicU32::new(99), AtomicU32::new(99));
+    let mut host: Host<'_> = HostDoorbell::new(5);
+    host.mirror(&shadow, &event_idx);
+    assert_eq!((load(&shadow), load(&event_idx)), (5, 5), "whatever the page held before");
+    assert!(host.publish(6), "not trusted yet: both");
+    assert_eq!(load(&shadow), 6);
+
+    host.trust();
+    assert!(!host.publish(7), "EventIdx is at 5");
+    event_idx.store(7, Ordering::Relaxed);
+    assert!(host.publish(0), "stepped over 7, at the wrap");
+    assert!(!host.publish(1));
+    assert_eq!(load(&shadow), 1);
+
+    host.forget();
+    assert!(host.publish(2));
+    assert_eq!(load(&shadow), 1, "the page may be somebody else's by now");
+    let stats = host.stats();
+    assert_eq!((stats.published, stats.mmio_needed, stats.mmio_saved), (5, 3, 2));
+}
+
+#[test]
+fn the_two_predicates_differ_at_the_end_of_the_update_only() {
+    for (event_idx, linux, spdk) in
+        [(3, false, false), (4, true, true), (5, true, true), (6, false, true), (7, false, false)]
+    {
+        assert_eq!(Predicate::Linux.needs_mmio(event_idx, 4, 6), linux, "{event_idx}");
+        assert_eq!(Predicate::SpdkInclusive.needs_mmio(event_idx, 4, 6), spdk, "{event_idx}");
+    }
+}
+
+#[test]
+fn a_controller_that_writes_the_shadow_entry_confuses_only_itself() {
+    let (shadow, event_idx) = <(AtomicU32, AtomicU32)>::default();
+    let mut host: Host<'_> = HostDoorbell::new(0);
+    host.mirror(&shadow, &event_idx);
+    host.trust();
+    // The old value is our own, not what the page says.
+    shadow.store(1, Ordering::Relaxed);
+    assert!(host.publish(1));
+    for hostile in [u32::MAX, 0x1_0000, 0x8000_0000] {
+        event_idx.store(hostile, Ordering::Relaxed);
+        let _ = host.publish(2);
+        assert_eq!((host.current(), load(&shadow)), (2, 2));
+    }
+}

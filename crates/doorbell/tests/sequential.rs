@@ -1,0 +1,229 @@
+//! Whole lives of a queue, step after step in any order: nothing is slept through, nothing invalid
+//! is used, nothing is written that is not ours.
+#![cfg(not(loom))]
+
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use proptest::prelude::*;
+use shadowbell_doorbell::{
+    Fence, HostDoorbell, InvalidDoorbell, Predicate, RingSize, Sleeper, SqTail, Waker,
+};
+
+type Peer = Box<dyn FnMut()>;
+
+thread_local! {
+    static AT_FENCE: RefCell<Option<Peer>> = const { RefCell::new(None) };
+}
+
+/// A fence at which the other side acts, once: between the store and the load, where it hurts.
+struct Intrusive;
+
+impl Fence for Intrusive {
+    fn full() {
+        let peer = AT_FENCE.with_borrow_mut(Option::take);
+        if let Some(mut peer) = peer {
+            peer();
+        }
+    }
+}
+
+fn at_next_fence(peer: impl FnMut() + 'static) {
+    AT_FENCE.with_borrow_mut(|slot| *slot = Some(Box::new(peer)));
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    /// The host submits this many, if there is room.
+    Submit(u32),
+    /// The controller looks.
+    Look,
+    /// This many of what was fetched complete, if there are that many.
+    Complete(u32),
+    /// The controller goes to sleep, if there is nothing to do.
+    Sleep,
+    /// The controller goes to sleep, and right after it has armed the host submits this many.
+    SleepAgainst(u32),
+    /// Doorbell Buffer Config is executed.
+    Enable,
+    /// ... and has completed.
+    Completed,
+    /// A trapped write of some time ago arrives only now.
+    Late,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        4 => (1u32..6).prop_map(Step::Submit),
+        4 => Just(Step::Look),
+        3 => (1u32..6).prop_map(Step::Complete),
+        3 => Just(Step::Sleep),
+        3 => (1u32..6).prop_map(Step::SleepAgainst),
+        1 => Just(Step::Enable),
+        1 => Just(Step::Completed),
+        1 => Just(Step::Late),
+    ]
+}
+
+fn leak(value: u32) -> &'static AtomicU32 {
+    Box::leak(Box::new(AtomicU32::new(value)))
+}
+
+struct Host {
+    size: RingSize,
+    doorbell: HostDoorbell<&'static AtomicU32, Intrusive>,
+    waker: Waker<&'static AtomicU32, Intrusive>,
+    register: &'static AtomicU32,
+    predicate: Predicate,
+    submitted: u64,
+    completed: u64,
+    rung: Vec<u16>,
+    signalled: bool,
+}
+
+impl Host {
+    fn submit(&mut self, count: u32) {
+        let room = self.size.entries() - 1 - (self.submitted - self.completed) as u32;
+        let count = count.min(room);
+        if count == 0 {
+            return;
+        }
+        self.submitted += u64::from(count);
+        let new = self.size.forward(self.doorbell.current(), count);
+        if self.doorbell.publish_with(self.predicate, new) {
+            self.rung.push(new);
+            self.signalled |= self.waker.ring(&self.register, u32::from(new));
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(4000))]
+
+    #[test]
+    fn nothing_is_slept_through(
+        entries in 2u32..12,
+        inclusive: bool,
+        steps in prop::collection::vec(step(), 1..80),
+    ) {
+        let size = RingSize::new(entries).unwrap();
+        let predicate = if inclusive { Predicate::SpdkInclusive } else { Predicate::Linux };
+        let (register, shadow, event_idx, state) = (leak(0), leak(0), leak(0), leak(0));
+        let mut sleeper: Sleeper<_, Intrusive> = Sleeper::new(state);
+        let host = std::rc::Rc::new(RefCell::new(Host {
+            size,
+            doorbell: HostDoorbell::new(0),
+            waker: Waker::new(state),
+            register,
+            predicate,
+            submitted: 0,
+            completed: 0,
+            rung: Vec::new(),
+            signalled: false,
+        }));
+        let mut tail = SqTail::new(size, register);
+        // Mirrored from the start; the command may be executed at any time, or never.
+        host.borrow_mut().doorbell.mirror(shadow, event_idx);
+        let mut enabled = false;
+        let mut fetched = 0u64;
+        for step in steps {
+            let before = tail.last();
+            match step {
+                Step::Submit(count) => host.borrow_mut().submit(count),
+                Step::Complete(count) => {
+                    let mut host = host.borrow_mut();
+                    host.completed += u64::from(count).min(fetched - host.completed);
+                }
+                Step::Enable => {
+                    if !enabled {
+                        tail.enable(shadow, event_idx);
+                        enabled = true;
+                    }
+                }
+                Step::Completed => {
+                    if enabled {
+                        host.borrow_mut().doorbell.trust();
+                    }
+                }
+                Step::Late => {
+                    // Late is possible only for a host that no longer lives by the register.
+                    let host = host.borrow();
+                    if tail.state().truth == shadowbell_doorbell::Truth::Shadow
+                        && let Some(&old) = host.rung.first()
+                    {
+                        let _ = host.waker.ring(&register, u32::from(old));
+                    }
+                }
+                Step::Look => {
+                    tail.look().unwrap();
+                }
+                Step::Sleep | Step::SleepAgainst(_) => {
+                    if let Step::SleepAgainst(count) = step {
+                        let host = host.clone();
+                        at_next_fence(move || host.borrow_mut().submit(count));
+                    }
+                    host.borrow_mut().signalled = false;
+                    let mut arming = sleeper.prepare();
+                    tail.arm(&mut arming);
+                    let mut fenced = arming.fence();
+                    tail.recheck(&mut fenced).unwrap();
+                    let slept = fenced.settle().is_some();
+                    let host = host.borrow();
+                    let behind = size.distance(tail.last(), host.doorbell.current());
+                    prop_assert!(!slept || behind == 0 || host.signalled, "slept through {behind}");
+                }
+            }
+            AT_FENCE.with_borrow_mut(|slot| *slot = None);
+            // Asleep in earnest, for the rest of this step: whatever the host does now must ring.
+            if matches!(step, Step::Sleep) {
+                let mut arming = sleeper.prepare();
+                tail.arm(&mut arming);
+                let mut fenced = arming.fence();
+                tail.recheck(&mut fenced).unwrap();
+                if let Some(_asleep) = fenced.settle() {
+                    let mut host = host.borrow_mut();
+                    let submitted = host.submitted;
+                    host.signalled = false;
+                    host.submit(1);
+                    prop_assert!(host.submitted == submitted || host.signalled, "no signal");
+                }
+            }
+            fetched += u64::from(size.distance(before, tail.last()));
+            prop_assert!(fetched <= host.borrow().submitted, "the tail moved backwards");
+        }
+        // In the end everything is found.
+        tail.look().unwrap();
+        prop_assert_eq!(tail.last(), host.borrow().doorbell.current());
+    }
+
+    /// A hostile host, writing anything anywhere: the values that come out are inside the ring, and
+    /// each bad one is reported.
+    #[test]
+    fn whatever_the_host_writes(
+        entries in 2u32..=65536,
+        writes in prop::collection::vec((0u8..3, prop_oneof![any::<u32>(), 0u32..70000]), 0..60),
+    ) {
+        let size = RingSize::new(entries).unwrap();
+        let (register, shadow, event_idx) = <(AtomicU32, AtomicU32, AtomicU32)>::default();
+        let mut tail = SqTail::new(size, &register);
+        tail.enable(&shadow, &event_idx);
+        for (cell, value) in writes {
+            [&register, &shadow, &event_idx][usize::from(cell)].store(value, Ordering::Relaxed);
+            let expected = if tail.state().truth == shadowbell_doorbell::Truth::Shadow
+                || shadow.load(Ordering::Relaxed) != 0
+            {
+                shadow.load(Ordering::Relaxed)
+            } else {
+                register.load(Ordering::Relaxed)
+            };
+            match tail.look() {
+                Ok(seen) => prop_assert!(u32::from(seen) < entries),
+                Err(InvalidDoorbell { value }) => {
+                    prop_assert_eq!(value, expected);
+                    prop_assert!(value >= entries);
+                }
+            }
+            prop_assert!(expected >= entries || u32::from(tail.last()) == expected);
+        }
+    }
+}
