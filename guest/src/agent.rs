@@ -67,6 +67,8 @@ pub struct Agent {
     lines: Lines,
     sequence: u64,
     boot_id: String,
+    /// A command was given up: whether the guest still serves its agent is not known.
+    lost: bool,
 }
 
 impl Agent {
@@ -74,7 +76,8 @@ impl Agent {
     pub fn new(stream: UnixStream) -> Result<Self> {
         stream.set_read_timeout(Some(TICK))?;
         stream.set_write_timeout(Some(Duration::from_secs(10)))?;
-        Ok(Self { stream, lines: Lines::default(), sequence: 0, boot_id: String::new() })
+        let boot_id = String::new();
+        Ok(Self { stream, lines: Lines::default(), sequence: 0, boot_id, lost: false })
     }
 
     /// Waits until a boot that was not seen before has reached its agent.
@@ -90,6 +93,7 @@ impl Agent {
                 && boot_id != self.boot_id
             {
                 self.boot_id = boot_id;
+                self.lost = false;
                 return Ok(());
             }
         }
@@ -99,24 +103,32 @@ impl Agent {
     ///
     /// # Errors
     ///
-    /// The guest did not answer in time, restarted meanwhile, or QEMU ended. A command that fails is
-    /// no error: see [`Output::success`].
+    /// The guest did not answer in time, restarted meanwhile, or QEMU ended. After a command that was
+    /// given up all others fail at once, until the guest has booted again. A command that fails in the
+    /// guest is no error here: see [`Output::success`].
     pub fn run(
         &mut self,
         command: &str,
         timeout: Duration,
         check: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Output> {
+        if self.lost {
+            bail!("a command before this one never ended: {command}");
+        }
         let sequence = self.send(command)?;
+        // Until its answer is here.
+        self.lost = true;
         let deadline = Instant::now() + timeout;
         loop {
             match self.next(deadline, check).with_context(|| format!("in the guest: {command}"))? {
                 Some(Message::End { sequence: ended, code, output }) if ended == sequence => {
+                    self.lost = false;
                     let text = String::from_utf8_lossy(&output).into_owned();
                     return Ok(Output { code, text });
                 }
                 Some(Message::Hello { boot_id }) if boot_id != self.boot_id => {
                     self.boot_id = boot_id;
+                    self.lost = false;
                     bail!("the guest restarted while it ran: {command}");
                 }
                 // The end of a command that was given up.
@@ -225,6 +237,10 @@ mod tests {
         let (mut agent, _port) = pair();
         let error = agent.run("x", Duration::from_millis(80), &mut || Ok(())).unwrap_err();
         assert!(format!("{error:#}").contains("in time"), "{error:#}");
+        let began = Instant::now();
+        assert!(agent.run("y", SOON, &mut || Ok(())).is_err(), "the guest is lost");
+        assert!(began.elapsed() < SOON);
+        let (mut agent, _port) = pair();
         let error = agent.run("x", SOON, &mut || bail!("QEMU ended")).unwrap_err();
         assert!(format!("{error:#}").contains("QEMU ended"), "{error:#}");
     }

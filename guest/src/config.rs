@@ -90,6 +90,8 @@ pub struct Config {
     pub kernel: Kernel,
     /// MiB of memory.
     pub memory_mib: u64,
+    /// Whether a vfio-user server can map the memory. It cannot work without.
+    pub share: bool,
     /// Virtual processors.
     pub cpus: u32,
     /// Its NVMe controllers, in the order of their PCI addresses (see [`pci_address`]).
@@ -102,7 +104,7 @@ impl Config {
     /// A guest of 2 processors and 1 GiB with these controllers.
     pub fn new(kernel: Kernel, devices: Vec<Device>) -> Self {
         let firmware = Firmware::Direct { append: String::new() };
-        Self { kernel, memory_mib: 1024, cpus: 2, devices, firmware }
+        Self { kernel, memory_mib: 1024, share: true, cpus: 2, devices, firmware }
     }
 }
 
@@ -131,13 +133,14 @@ pub(crate) struct Inside {
 /// QEMU's arguments for a guest.
 pub(crate) fn arguments(config: &Config, inside: &Inside) -> Vec<String> {
     let memory = config.memory_mib;
+    let share = if config.share { "on" } else { "off" };
     let mut arguments: Vec<String> = Vec::new();
     let mut add = |words: &[&str]| arguments.extend(words.iter().map(|&w| w.to_owned()));
     add(&["-nodefaults", "-no-user-config", "-display", "none"]);
     add(&["-accel", "tcg,thread=multi", "-cpu", "max", "-smp", &config.cpus.to_string()]);
     add(&["-m", &format!("{memory}M")]);
     // A vfio-user server maps the guest's memory: it needs a descriptor to map.
-    add(&["-object", &format!("memory-backend-memfd,id=ram,size={memory}M,share=on")]);
+    add(&["-object", &format!("memory-backend-memfd,id=ram,size={memory}M,share={share}")]);
     add(&["-machine", "q35,memory-backend=ram"]);
     // Port 0 is the kernel's console, 1 the agent's, 2 takes the writes that were acknowledged.
     add(&["-chardev", &format!("file,id=console,path={FILES}/console.log,append=on")]);

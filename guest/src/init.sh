@@ -25,8 +25,9 @@ while true; do
     # shell nor the port. Its output goes to a file, so such a leftover does not hold the answer.
     setsid sh /tmp/.agent.command >/tmp/.agent.output 2>&1 </dev/null 3>&-
     code=$?
-    # A leftover may still be writing: what is answered is what there was at this moment.
-    cp /tmp/.agent.output /tmp/.agent.answer
+    # A leftover may still be writing: what is answered is what there was at this moment; the last
+    # of it if it is too much for a serial port.
+    tail -c 1000000 /tmp/.agent.output >/tmp/.agent.answer
     {
         printf '@END %s %s %s ' "$sequence" "$code" "$(stat -c %s /tmp/.agent.answer)"
         base64 -w 0 /tmp/.agent.answer

@@ -20,6 +20,7 @@ pub const MINIMAL: &[&str] = &["/usr/bin/busybox"];
 /// The programs of a guest that works a disk.
 pub const FULL: &[&str] = &[
     "/usr/bin/busybox",
+    "/usr/bin/cmp", // busybox has one that does not stop at the first difference
     "/usr/bin/fio",
     "/usr/sbin/nvme",
     "/usr/sbin/mkfs.ext4",

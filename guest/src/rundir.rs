@@ -1,10 +1,15 @@
 //! The files of one run: disk images, logs, sockets. They go when the run is over.
 
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use tempfile::TempDir;
+
+/// Prefix of the directory of sockets.
+const SOCKETS: &str = "shadowbell-guest-";
+/// Held locked by the run that owns the directory.
+const LOCK: &str = "lock";
 
 /// Two temporary directories: large files beside the roots, sockets where their path is short
 /// (`sun_path` holds 108 bytes, and a repository may lie deep).
@@ -12,18 +17,22 @@ use tempfile::TempDir;
 pub struct RunDir {
     files: TempDir,
     sockets: TempDir,
+    _locks: [File; 2],
 }
 
 impl RunDir {
-    /// Makes both. `parent` takes the large files.
+    /// Makes both, and removes those of runs that were killed. `parent` takes the large files.
     pub fn new(parent: &Path) -> Result<Self> {
         let runs = parent.join("run");
         fs::create_dir_all(&runs).with_context(|| runs.display().to_string())?;
-        Ok(Self {
-            files: TempDir::new_in(&runs).context("a directory for the files of this run")?,
-            sockets: TempDir::with_prefix("shadowbell-guest-")
-                .context("a directory for the sockets of this run")?,
-        })
+        sweep(&runs, "");
+        sweep(&std::env::temp_dir(), SOCKETS);
+        let files = TempDir::with_prefix_in("run-", &runs)
+            .context("a directory for the files of this run")?;
+        let sockets =
+            TempDir::with_prefix(SOCKETS).context("a directory for the sockets of this run")?;
+        let locks = [lock(files.path())?, lock(sockets.path())?];
+        Ok(Self { files, sockets, _locks: locks })
     }
 
     /// Where large files are, seen from the host.
@@ -67,5 +76,48 @@ impl RunDir {
             }
         }
         Ok(())
+    }
+}
+
+fn lock(directory: &Path) -> Result<File> {
+    // It has its name only once it is locked: a sweep in between would take the run for dead.
+    let unlocked = directory.join("lock.new");
+    File::create(&unlocked)
+        .and_then(|file| {
+            file.lock()?;
+            fs::rename(&unlocked, directory.join(LOCK))?;
+            Ok(file)
+        })
+        .context("the lock of this run")
+}
+
+/// Removes the directories of this prefix whose owner is gone: a lock goes with its process.
+fn sweep(parent: &Path, prefix: &str) {
+    for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
+        let abandoned = || File::open(entry.path().join(LOCK)).is_ok_and(|f| f.try_lock().is_ok());
+        if entry.file_name().to_string_lossy().starts_with(prefix) && abandoned() {
+            // What cannot be removed now is tried again by the next run.
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_killed_run_left_is_removed_and_a_living_one_is_not() {
+        let parent = tempfile::tempdir().unwrap();
+        let living = RunDir::new(parent.path()).unwrap();
+        let dead = parent.path().join("run/run-dead");
+        fs::create_dir(&dead).unwrap();
+        File::create(dead.join(LOCK)).unwrap();
+        let stranger = parent.path().join("run/stranger");
+        fs::create_dir(&stranger).unwrap();
+        let other = RunDir::new(parent.path()).unwrap();
+        assert!(!dead.exists() && stranger.exists());
+        assert!(living.files().exists() && living.sockets().exists());
+        drop(other);
     }
 }

@@ -96,6 +96,12 @@ impl Server {
         Ok(())
     }
 
+    /// What it has printed so far, in all its lives in this run.
+    pub fn log(&self) -> Result<String> {
+        let bytes = fs::read(&self.log).with_context(|| self.log.display().to_string())?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
     fn log_tail(&self) -> String {
         last_lines(&fs::read(&self.log).unwrap_or_default(), 8)
     }

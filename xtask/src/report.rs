@@ -1,0 +1,106 @@
+//! What was checked, how it went, how long it took.
+
+use std::time::Instant;
+
+use anyhow::Result;
+use serde_json::{Value, json};
+
+/// The checks and measurements of one run.
+#[derive(Debug, Default)]
+pub(crate) struct Report {
+    part: String,
+    passed: u64,
+    failures: Vec<String>,
+    rows: Vec<Value>,
+}
+
+impl Report {
+    /// Begins a part (a suite on a kernel, a step); the checks that follow belong to it.
+    pub(crate) fn begin(&mut self, part: &str) {
+        println!("== {part}");
+        part.clone_into(&mut self.part);
+    }
+
+    /// Runs one check. What it gives back is `None` when it failed; the run goes on either way.
+    pub(crate) fn check<T>(
+        &mut self,
+        name: &str,
+        check: impl FnOnce(&mut Self) -> Result<T>,
+    ) -> Option<T> {
+        let began = Instant::now();
+        let result = check(self);
+        let seconds = began.elapsed().as_secs_f64();
+        match result {
+            Ok(value) => {
+                println!("   ok    {name} ({seconds:.1} s)");
+                self.passed += 1;
+                Some(value)
+            }
+            Err(error) => {
+                let message = format!("{error:#}");
+                println!("   FAIL  {name} ({seconds:.1} s)\n{}", indent(&message));
+                self.failures.push(format!("{}: {name}", self.part));
+                None
+            }
+        }
+    }
+
+    /// Adds what another program counted.
+    pub(crate) fn add(&mut self, passed: u64, failed: &[String]) {
+        self.passed += passed;
+        self.failures.extend(failed.iter().map(|name| format!("{}: {name}", self.part)));
+    }
+
+    /// Adds a measurement.
+    pub(crate) fn row(&mut self, row: Value) {
+        self.rows.push(row);
+    }
+
+    /// How many checks failed.
+    pub(crate) fn failed(&self) -> usize {
+        self.failures.len()
+    }
+
+    /// Names what failed, and ends with the counts on a line of their own.
+    pub(crate) fn summary(&self) {
+        println!();
+        for failure in &self.failures {
+            println!("failed: {failure}");
+        }
+        println!("{} passed, {} failed", self.passed, self.failures.len());
+    }
+
+    /// One line for machines.
+    pub(crate) fn json(&self) -> String {
+        json!({ "rows": self.rows }).to_string()
+    }
+}
+
+fn indent(text: &str) -> String {
+    text.lines().map(|line| format!("         {line}")).collect::<Vec<_>>().join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::bail;
+
+    use super::*;
+
+    #[test]
+    fn failures_are_counted_and_the_run_goes_on() {
+        let mut report = Report::default();
+        report.begin("part");
+        assert_eq!(report.check("good", |_| Ok(3)), Some(3));
+        assert_eq!(report.check("bad", |_| -> Result<()> { bail!("why") }), None);
+        report.add(4, &["theirs".to_owned()]);
+        assert_eq!((report.passed, report.failed()), (5, 2));
+        assert_eq!(report.failures, ["part: bad", "part: theirs"]);
+    }
+
+    #[test]
+    fn measurements_are_one_line() {
+        let mut report = Report::default();
+        report.row(json!({ "table": "S3", "iops": 1.5 }));
+        assert_eq!(report.json(), r#"{"rows":[{"iops":1.5,"table":"S3"}]}"#);
+    }
+}

@@ -1,0 +1,87 @@
+//! Whether a process does nothing at all.
+
+use std::fs;
+use std::path::Path;
+use std::thread::sleep;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+/// What a process has used since it started, over all its threads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Used {
+    /// Clock ticks, in the kernel and outside.
+    ticks: u64,
+    switches: u64,
+}
+
+/// An error unless the process goes three seconds without using any time.
+pub(super) fn check(process: u32) -> Result<()> {
+    // What was under way a moment ago comes to its end first.
+    sleep(Duration::from_secs(1));
+    let tasks = format!("/proc/{process}/task");
+    let before = used(Path::new(&tasks))?;
+    sleep(Duration::from_secs(3));
+    let after = used(Path::new(&tasks))?;
+    ensure!(
+        before == after,
+        "in three idle seconds: {} clock ticks, {} context switches",
+        after.ticks.saturating_sub(before.ticks),
+        after.switches.saturating_sub(before.switches)
+    );
+    Ok(())
+}
+
+fn used(tasks: &Path) -> Result<Used> {
+    let mut used = Used { ticks: 0, switches: 0 };
+    for task in fs::read_dir(tasks).with_context(|| tasks.display().to_string())? {
+        let task = task?.path();
+        used.ticks += ticks(&fs::read_to_string(task.join("stat"))?).context("stat")?;
+        used.switches += switches(&fs::read_to_string(task.join("status"))?);
+    }
+    Ok(used)
+}
+
+/// utime and stime of `/proc/PID/stat`: the fields 14 and 15, counted after the name, which may hold
+/// anything and ends with the last parenthesis.
+fn ticks(stat: &str) -> Option<u64> {
+    let (_, fields) = stat.rsplit_once(") ")?;
+    let mut fields = fields.split(' ').skip(11);
+    Some(fields.next()?.parse::<u64>().ok()? + fields.next()?.parse::<u64>().ok()?)
+}
+
+/// Both kinds of context switches of `/proc/PID/status`.
+fn switches(status: &str) -> u64 {
+    status
+        .lines()
+        .filter_map(|line| line.split_once("voluntary_ctxt_switches:"))
+        .filter_map(|(_, number)| number.trim().parse::<u64>().ok())
+        .sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn the_fields_of_proc_are_found() {
+        let stat = "42 (a) b ) S 1 42 42 0 -1 4194304 100 0 0 0 17 5 0 0 20 0 1 0 99";
+        assert_eq!(ticks(stat), Some(22));
+        assert_eq!(ticks("nonsense"), None);
+        let status = "Name:\tx\nvoluntary_ctxt_switches:\t7\nnonvoluntary_ctxt_switches:\t2\n";
+        assert_eq!(switches(status), 9);
+    }
+
+    #[test]
+    fn a_busy_process_is_told_from_an_idle_one() {
+        for (script, idle) in [("exec sleep 100", true), ("while sleep 0.05; do :; done", false)] {
+            let mut child = Command::new("sh").args(["-c", script]).spawn().unwrap();
+            let result = check(child.id());
+            child.kill().unwrap();
+            child.wait().unwrap();
+            assert_eq!(result.is_ok(), idle, "{script}: {result:?}");
+        }
+    }
+}
