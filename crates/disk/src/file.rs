@@ -129,6 +129,12 @@ impl Disk for FileDisk {
     }
 }
 
+impl Drop for Shared {
+    fn drop(&mut self) {
+        crate::sys::unlock_image(&self.file);
+    }
+}
+
 impl Shared {
     /// Whether everything up to `end` is still there, as far as anybody has noticed.
     #[inline]

@@ -4,5 +4,5 @@
 mod lock;
 mod ring;
 
-pub(crate) use lock::lock_image;
+pub(crate) use lock::{lock_image, unlock_image};
 pub(crate) use ring::{Call, Key, Memory, Ring, available};

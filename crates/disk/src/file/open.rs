@@ -11,6 +11,11 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::time::{Duration, Instant};
+
+/// How long somebody else may still have the file: a server that was just killed and is started
+/// again holds it until the kernel has taken its ring apart.
+const PATIENCE: Duration = Duration::from_millis(500);
 
 /// How much is zeroed by one write where nothing better works.
 const ZEROES: u64 = 1 << 20;
@@ -21,7 +26,8 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileDisk, OpenE
 
     let is_block = kind(path)?;
     let (mut file, read_only) = open_file(path, is_block, options.read_only)?;
-    sys::lock_image(&file, !read_only).map_err(|source| match source.kind() {
+    let locked = patiently(io::ErrorKind::WouldBlock, || sys::lock_image(&file, !read_only));
+    locked.map_err(|source| match source.kind() {
         io::ErrorKind::WouldBlock => OpenError::Busy {
             path: name(),
             what: "another program (a server, or QEMU) has it open",
@@ -125,7 +131,7 @@ fn open_file(path: &Path, is_block: bool, read_only: bool) -> Result<(File, bool
             // Not while a file system on it is mounted, or it is part of a RAID.
             how.custom_flags(libc::O_EXCL);
         }
-        match how.open(path) {
+        match patiently(io::ErrorKind::ResourceBusy, || how.open(path)) {
             Ok(file) => return Ok((file, false)),
             Err(e) => match e.raw_os_error() {
                 Some(libc::EACCES | libc::EPERM | libc::EROFS) => {}
@@ -149,6 +155,22 @@ fn open_file(path: &Path, is_block: bool, read_only: bool) -> Result<(File, bool
         }
     }
     how.open(path).map(|file| (file, true)).map_err(|e| refused(name(), e))
+}
+
+/// What `attempt` comes to, repeated for a while if it fails with `passing`.
+fn patiently<T>(
+    passing: io::ErrorKind,
+    mut attempt: impl FnMut() -> io::Result<T>,
+) -> io::Result<T> {
+    let since = Instant::now();
+    loop {
+        match attempt() {
+            Err(e) if e.kind() == passing && since.elapsed() < PATIENCE => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            outcome => return outcome,
+        }
+    }
 }
 
 /// Turns the page cache off for `file`, if requests of one logical block are possible then. Says

@@ -12,7 +12,24 @@ use std::os::fd::AsRawFd;
 /// [`io::ErrorKind::WouldBlock`] if somebody else has it. A file system that has no locks is no
 /// error.
 pub(crate) fn lock_image(file: &File, exclusive: bool) -> io::Result<()> {
-    let kind = if exclusive { libc::F_WRLCK } else { libc::F_RDLCK };
+    match set(file, if exclusive { libc::F_WRLCK } else { libc::F_RDLCK }) {
+        Err(e) => match e.raw_os_error() {
+            Some(libc::EAGAIN | libc::EACCES) => Err(io::ErrorKind::WouldBlock.into()),
+            Some(libc::ENOSYS | libc::EOPNOTSUPP | libc::ENOLCK | libc::EINVAL) => Ok(()),
+            _ => Err(e),
+        },
+        Ok(()) => Ok(()),
+    }
+}
+
+/// Gives the lock up, though the file may stay open for a while: a ring that is closed lets go of
+/// its files in its own time.
+pub(crate) fn unlock_image(file: &File) {
+    // There is nothing to be done about a failure, and closing the file ends the lock anyway.
+    let _ = set(file, libc::F_UNLCK);
+}
+
+fn set(file: &File, kind: libc::c_int) -> io::Result<()> {
     loop {
         // SAFETY: `flock` is plain data for which zeroes are valid values (start and length 0
         // mean the whole file), and it outlives the call, which only reads it.
@@ -26,11 +43,8 @@ pub(crate) fn lock_image(file: &File, exclusive: bool) -> io::Result<()> {
             return Ok(());
         }
         let error = io::Error::last_os_error();
-        match error.raw_os_error() {
-            Some(libc::EINTR) => {}
-            Some(libc::EAGAIN | libc::EACCES) => return Err(io::ErrorKind::WouldBlock.into()),
-            Some(libc::ENOSYS | libc::EOPNOTSUPP | libc::ENOLCK | libc::EINVAL) => return Ok(()),
-            _ => return Err(error),
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
         }
     }
 }

@@ -428,6 +428,11 @@ impl<T> Drop for Ring<T> {
                 }
             }
         }
+        // The ring itself is taken apart later, by a kernel thread; the file is not to stay open
+        // for as long, since that keeps a block device from being opened again.
+        if self.registered {
+            let _ = self.uring.submitter().unregister_files();
+        }
     }
 }
 
