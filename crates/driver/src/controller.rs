@@ -187,9 +187,7 @@ impl Controller {
     ///
     /// # Errors
     /// [`DetachError`], when the shutdown did not complete in time.
-    pub fn detach(mut self) -> Result<(), DetachError> {
-        // These have nothing outstanding: in order, one by one.
-        self.ready.clear();
+    pub fn detach(self) -> Result<(), DetachError> {
         self.shared.shut_down()
     }
 }

@@ -268,7 +268,7 @@ impl Shared {
         }
         let quiet = self.device.disable().or_else(|not| {
             tracing::warn!("{} was not disabled ({not}); resetting it", self.name());
-            self.device.transport.reset()
+            self.device.transport.reset().map_err(|error| format!("{not}; {error}"))
         });
         let device = self.name().to_owned();
         match quiet {
@@ -281,7 +281,7 @@ impl Shared {
             }
             Err(error) => {
                 self.state.store(LOST, Ordering::Release);
-                Err(DetachError::Lost { device, why: error.to_string() })
+                Err(DetachError::Lost { device, why: error })
             }
         }
     }

@@ -1,0 +1,121 @@
+//! Leaving a controller: in order, and when that is not to be had.
+
+use crate::fake::Fake;
+use crate::{attach, options};
+use shadowbell_driver::{Controller, DetachError};
+use spec::regs;
+
+fn is_clean(fake: &Fake) {
+    fake.with(|state| {
+        assert!(!state.csts.rdy());
+        assert_eq!(state.dma.table().len(), 0);
+        assert!(state.irqs.is_empty());
+    });
+}
+
+#[test]
+fn in_order() {
+    let fake = Fake::new();
+    let controller = attach(&fake);
+    let admin = controller.admin();
+    controller.detach().unwrap();
+    assert_eq!(fake.state().deleted, [1]);
+    assert!(!fake.state().cc.en());
+    let error = admin.identify_controller().unwrap_err();
+    assert!(error.to_string().contains("detached"), "{error}");
+    drop(admin);
+    is_clean(&fake);
+}
+
+#[test]
+fn by_dropping_the_last_handle() {
+    let fake = Fake::new();
+    let mut controller = attach(&fake);
+    let queue = controller.take_queue_pair();
+    let pool = controller.buffers(1, 4096).unwrap();
+    drop(controller);
+    assert!(fake.state().csts.rdy(), "the queue pair still needs it");
+    drop(queue);
+    assert!(!fake.state().csts.rdy());
+    assert_eq!(fake.state().resets, 0);
+    drop(pool);
+    is_clean(&fake);
+}
+
+#[test]
+fn a_shutdown_that_never_completes() {
+    let fake = Fake::new();
+    let controller = attach(&fake);
+    fake.with(|state| state.endless_shutdown = true);
+    let error = controller.detach().unwrap_err();
+    assert!(matches!(error, DetachError::Unclean { .. }), "{error}");
+    assert!(error.to_string().contains("not cleanly"), "{error}");
+    is_clean(&fake);
+}
+
+#[test]
+fn a_controller_that_is_not_disabled_is_reset() {
+    let fake = Fake::new();
+    let controller = attach(&fake);
+    fake.with(|state| state.stuck = true);
+    let error = controller.detach().unwrap_err();
+    assert!(matches!(error, DetachError::Unclean { .. }), "{error}");
+    assert_eq!(fake.state().resets, 1);
+    is_clean(&fake);
+}
+
+#[test]
+fn memory_is_kept_when_the_controller_can_not_be_stopped() {
+    let fake = Fake::new();
+    let mut controller = attach(&fake);
+    let mut queue = controller.take_queue_pair().unwrap();
+    let pool = controller.buffers(2, 4096).unwrap();
+    let command = controller.namespace(1).unwrap().read(0, 8).unwrap();
+    fake.with(|state| state.hold = true);
+    queue.submit(command, pool.take()).unwrap();
+    queue.ring().unwrap();
+    fake.with(|state| {
+        state.stuck = true;
+        state.no_reset = true;
+        state.ignored.insert(0); // Delete I/O Submission Queue
+    });
+    let error = controller.detach().unwrap_err();
+    assert!(matches!(error, DetachError::Lost { .. }), "{error}");
+    let before = fake.state().dma.table().len();
+    drop(queue);
+    drop(pool);
+    fake.with(|state| {
+        // All but the buffers for admin commands, of which none was outstanding.
+        assert_eq!(state.dma.table().len(), before - 1, "queues and buffers are still mapped");
+        // And it does write there.
+        state.hold = false;
+    });
+    fake.complete(0);
+}
+
+#[test]
+fn a_controller_that_was_removed() {
+    let fake = Fake::new();
+    let controller = attach(&fake);
+    fake.with(|state| {
+        state.removed = true;
+        state.no_reset = true;
+    });
+    let error = controller.detach().unwrap_err();
+    assert!(error.to_string().contains("all ones"), "{error}");
+}
+
+#[test]
+fn the_notification_is_a_normal_shutdown_while_enabled() {
+    // SHST is only set for a shutdown that was notified while CC.EN was still set.
+    let fake = Fake::new();
+    let controller = Controller::attach(fake.transport(), &options()).unwrap();
+    fake.with(|state| assert_eq!(state.cc.shn(), regs::SHN_NONE));
+    controller.detach().unwrap();
+    let fake = Fake::new();
+    let controller = attach(&fake);
+    fake.with(|state| state.ignored.insert(4)); // Delete I/O Completion Queue
+    let error = controller.detach().unwrap_err();
+    assert!(error.to_string().contains("did not delete queue pair 1"), "{error}");
+    is_clean(&fake);
+}

@@ -1,0 +1,566 @@
+//! A controller that does what a test tells it: well-behaved until then.
+//!
+//! It works on the thread that rings a doorbell, so that nothing depends on time.
+
+use memory::{DmaSpace, EventFd, Mapping, Ring, Segments, SharedBytes, View};
+use shadowbell_driver::{Transport, TransportError};
+use spec::admin::{CreateIoCq, CreateIoSq, GetLogPage, Identify};
+use spec::identify::{IdentifyController, IdentifyNamespace, NamespaceId, NamespaceIds, cns};
+use spec::nvm::RwFields;
+use spec::opcode::{AdminOpcode, NvmOpcode};
+use spec::regs::{self, Aqa, Cap, Cc, Csts};
+use spec::{Cqe, Sqe, Status, dbbuf};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use zerocopy::{FromZeros, IntoBytes};
+
+pub(crate) const BLOCKS: u64 = 2048;
+
+/// A submission queue with its completion queue.
+struct Queue {
+    sq: Ring,
+    head: u32,
+    tail: u32,
+    cq: Ring,
+    cq_tail: u32,
+    phase: bool,
+    vector: Option<u32>,
+}
+
+pub(crate) struct State {
+    // What the controller is.
+    pub(crate) cap: Cap,
+    pub(crate) identity: IdentifyController,
+    pub(crate) namespaces: BTreeMap<u32, IdentifyNamespace>,
+    pub(crate) granted: u16,
+    pub(crate) vectors: u32,
+    pub(crate) doorbell_page: Option<SharedBytes>,
+
+    // How it misbehaves.
+    /// CSTS.RDY never changes.
+    pub(crate) stuck: bool,
+    /// CSTS.CFS comes up when it is enabled.
+    pub(crate) fatal: bool,
+    /// CSTS.SHST never says complete.
+    pub(crate) endless_shutdown: bool,
+    /// The function can not be reset.
+    pub(crate) no_reset: bool,
+    /// Registers read as all ones.
+    pub(crate) removed: bool,
+    /// Doorbell writes fail.
+    pub(crate) broken_doorbells: bool,
+    /// Admin commands that are never completed.
+    pub(crate) ignored: BTreeSet<u8>,
+    /// Admin commands that fail.
+    pub(crate) refused: BTreeMap<u8, Status>,
+    /// I/O commands wait for [`Fake::complete`].
+    pub(crate) hold: bool,
+    /// I/O commands end with this.
+    pub(crate) io_status: Status,
+    /// Answers to Identify that are not what they should be.
+    pub(crate) identify_lies: BTreeMap<u8, Vec<u8>>,
+    /// With shadow doorbells: do not ask to be told.
+    pub(crate) polling: bool,
+
+    // What happened.
+    pub(crate) cc: Cc,
+    pub(crate) csts: Csts,
+    aqa: Aqa,
+    asq: u64,
+    acq: u64,
+    pub(crate) dma: DmaSpace,
+    queues: BTreeMap<u16, Queue>,
+    pending_cqs: BTreeMap<u16, (Ring, Option<u32>)>,
+    shadow: Option<(SharedBytes, SharedBytes)>,
+    pub(crate) irqs: BTreeMap<u32, EventFd>,
+    pub(crate) held: VecDeque<(u16, Sqe)>,
+    pub(crate) event_requests: VecDeque<u16>,
+    pub(crate) admin_log: Vec<u8>,
+    pub(crate) doorbell_writes: Vec<(u64, u32)>,
+    pub(crate) medium: Vec<u8>,
+    pub(crate) deleted: Vec<u16>,
+    pub(crate) unmaps: usize,
+    pub(crate) resets: usize,
+}
+
+#[derive(Clone)]
+pub(crate) struct Fake(Arc<Mutex<State>>);
+
+impl Fake {
+    pub(crate) fn new() -> Self {
+        let mut identity = IdentifyController::new_zeroed();
+        identity.mdts = 5; // 128 KiB
+        identity.nn = 1;
+        identity.aerl = 3;
+        identity.elpe = 15;
+        identity.oacs = identity.oacs.with_doorbell_buffer_config(true);
+        let mut namespace = IdentifyNamespace::new_zeroed();
+        namespace.nsze = BLOCKS;
+        namespace.ncap = BLOCKS;
+        namespace.lbaf[0].lbads = 9;
+        namespace.nguid = [7; 16];
+        let cap = Cap::new().with_mqes(1023).with_cqr(true).with_to(2).with_css(1).with_mpsmax(4);
+        Self(Arc::new(Mutex::new(State {
+            cap,
+            identity,
+            namespaces: BTreeMap::from([(1, namespace)]),
+            granted: 8,
+            vectors: 16,
+            doorbell_page: None,
+            stuck: false,
+            fatal: false,
+            endless_shutdown: false,
+            no_reset: false,
+            removed: false,
+            broken_doorbells: false,
+            ignored: BTreeSet::new(),
+            refused: BTreeMap::new(),
+            hold: false,
+            io_status: Status::SUCCESS,
+            identify_lies: BTreeMap::new(),
+            polling: false,
+            cc: Cc::new(),
+            csts: Csts::new(),
+            aqa: Aqa::new(),
+            asq: 0,
+            acq: 0,
+            dma: DmaSpace::default(),
+            queues: BTreeMap::new(),
+            pending_cqs: BTreeMap::new(),
+            shadow: None,
+            irqs: BTreeMap::new(),
+            held: VecDeque::new(),
+            event_requests: VecDeque::new(),
+            admin_log: Vec::new(),
+            doorbell_writes: Vec::new(),
+            medium: vec![0; BLOCKS as usize * 512],
+            deleted: Vec::new(),
+            unmaps: 0,
+            resets: 0,
+        })))
+    }
+
+    pub(crate) fn transport(&self) -> Arc<dyn Transport> {
+        Arc::new(self.clone())
+    }
+
+    pub(crate) fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn with<T>(&self, f: impl FnOnce(&mut State) -> T) -> T {
+        f(&mut self.state())
+    }
+
+    /// Looks at every doorbell, as a controller that polls does.
+    pub(crate) fn poll(&self) {
+        self.state().run();
+    }
+
+    /// Carries out the `n`th of the commands that are held, and completes it.
+    pub(crate) fn complete(&self, n: usize) {
+        let mut state = self.state();
+        let (qid, sqe) = state.held.remove(n).expect("a command that is held");
+        let status = state.io(&sqe);
+        state.post(qid, Cqe::new(sqe.cid, qid, 0, status, 0), None);
+    }
+
+    /// Posts any completion; `phase` of `None` for the right one.
+    pub(crate) fn post(&self, qid: u16, cqe: Cqe, sq_head: u16, phase: Option<bool>) {
+        let mut state = self.state();
+        let cqe = Cqe { sq_head, ..cqe };
+        state.post_raw(qid, cqe, phase);
+    }
+
+    /// An asynchronous event.
+    pub(crate) fn event(&self, dw0: u32) {
+        let mut state = self.state();
+        let cid = state.event_requests.pop_front().expect("an Asynchronous Event Request");
+        state.post(0, Cqe::new(cid, 0, 0, Status::SUCCESS, dw0), None);
+    }
+}
+
+impl State {
+    fn view(&self) -> View {
+        View::new(Arc::clone(self.dma.table()))
+    }
+
+    fn enable(&mut self) {
+        let sq_entries = u32::from(self.aqa.asqs()) + 1;
+        let cq_entries = u32::from(self.aqa.acqs()) + 1;
+        let sq = Ring::resolve(self.dma.table(), self.asq, sq_entries, 64, false).unwrap();
+        let cq = Ring::resolve(self.dma.table(), self.acq, cq_entries, 16, true).unwrap();
+        self.queues.insert(0, Queue::new(sq, cq, Some(0)));
+        self.csts = self.csts.with_rdy(true);
+    }
+
+    pub(crate) fn reset(&mut self) {
+        self.queues.clear();
+        self.pending_cqs.clear();
+        self.held.clear();
+        self.event_requests.clear();
+        self.shadow = None;
+        self.csts = Csts::new();
+        self.cc = Cc::new();
+    }
+
+    fn set_cc(&mut self, cc: Cc) {
+        let was = std::mem::replace(&mut self.cc, cc);
+        if self.stuck {
+            return;
+        }
+        if !was.en() && cc.en() {
+            if self.fatal {
+                self.csts = self.csts.with_cfs(true);
+            } else {
+                self.enable();
+            }
+        } else if was.en() && !cc.en() {
+            self.reset();
+            self.cc = cc;
+        }
+        if cc.shn() != 0 && !self.endless_shutdown {
+            self.csts = self.csts.with_shst(regs::SHST_COMPLETE);
+        }
+    }
+
+    fn run(&mut self) {
+        let qids: Vec<_> = self.queues.keys().copied().collect();
+        for qid in qids {
+            self.run_queue(qid);
+        }
+    }
+
+    fn run_queue(&mut self, qid: u16) {
+        loop {
+            let dstrd = self.cap.dstrd();
+            let entry = usize::try_from(dbbuf::sq_entry_offset(qid, dstrd)).unwrap();
+            let shadow = self.shadow.as_ref().and_then(|(values, event_idxs)| {
+                Some((values.cell(entry)?, event_idxs.cell(entry)?))
+            });
+            let Some(queue) = self.queues.get_mut(&qid) else { return };
+            if let Some((value, event_idx)) = shadow {
+                use doorbell::Cell;
+                queue.tail = value.load_acquire();
+                let idx = if self.polling { queue.tail.wrapping_sub(1) } else { queue.tail };
+                event_idx.store_release(idx & 0xffff);
+                // Nothing waits for room in the completion queue: out of the way of its head too.
+                if self.polling
+                    && let Some((values, event_idxs)) = &self.shadow
+                {
+                    let entry = usize::try_from(dbbuf::cq_entry_offset(qid, dstrd)).unwrap();
+                    let head = values.read::<u32>(entry).unwrap();
+                    let idx = head.wrapping_sub(1) & 0xffff;
+                    event_idxs.write(entry, &idx).unwrap();
+                }
+            }
+            if let Some(page) = &self.doorbell_page
+                && qid != 0
+            {
+                queue.tail = page.read::<u32>(entry).unwrap();
+            }
+            assert!(queue.tail < queue.sq.entries(), "a tail outside of the queue");
+            if queue.head == queue.tail {
+                return;
+            }
+            let sqe: Sqe = queue.sq.read(queue.head);
+            queue.head = (queue.head + 1) % queue.sq.entries();
+            if qid == 0 {
+                self.admin(&sqe);
+            } else if self.hold {
+                self.held.push_back((qid, sqe));
+            } else {
+                let status = self.io(&sqe);
+                self.post(qid, Cqe::new(sqe.cid, qid, 0, status, 0), None);
+            }
+        }
+    }
+
+    fn post(&mut self, qid: u16, cqe: Cqe, phase: Option<bool>) {
+        let head = self.queues.get(&qid).map_or(0, |queue| queue.head as u16);
+        self.post_raw(qid, Cqe { sq_head: head, ..cqe }, phase);
+    }
+
+    fn post_raw(&mut self, qid: u16, cqe: Cqe, phase: Option<bool>) {
+        let Some(queue) = self.queues.get_mut(&qid) else { return };
+        let cqe = cqe.with_phase(phase.unwrap_or(queue.phase));
+        let bytes: [u8; 16] = cqe.as_bytes().try_into().unwrap();
+        let word = |at| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
+        queue.cq.publish(queue.cq_tail, [word(0), word(8)]);
+        if phase.is_none() || phase == Some(queue.phase) {
+            queue.cq_tail = (queue.cq_tail + 1) % queue.cq.entries();
+            queue.phase ^= queue.cq_tail == 0;
+        }
+        if let Some(event) = queue.vector.and_then(|vector| self.irqs.get(&vector)) {
+            event.signal();
+        }
+    }
+
+    fn segments(&self, sqe: &Sqe, len: usize, write: bool) -> Result<Segments, Status> {
+        let mut segments = Segments::new();
+        let page = 1 << (12 + u32::from(self.cc.mps()));
+        self.view()
+            .resolve_prps(sqe.prp1(), sqe.prp2(), len, page, write, &mut segments)
+            .map_err(|error| error.status())?;
+        Ok(segments)
+    }
+
+    fn io(&mut self, sqe: &Sqe) -> Status {
+        if !self.io_status.is_success() {
+            return self.io_status;
+        }
+        match NvmOpcode::try_from(sqe.opcode) {
+            Ok(NvmOpcode::Flush | NvmOpcode::Verify) => return Status::SUCCESS,
+            Ok(NvmOpcode::DatasetManagement) => return Status::SUCCESS,
+            _ => {}
+        }
+        let rw = RwFields::decode(sqe);
+        let (start, len) = (rw.slba as usize * 512, rw.blocks() as usize * 512);
+        let Some(medium) = self.medium.get(start..start + len) else {
+            return Status::LBA_OUT_OF_RANGE;
+        };
+        match NvmOpcode::try_from(sqe.opcode) {
+            Ok(NvmOpcode::Read) => match self.segments(sqe, len, true) {
+                Ok(segments) => {
+                    segments.write_from(0, medium).unwrap();
+                    Status::SUCCESS
+                }
+                Err(status) => status,
+            },
+            Ok(opcode @ (NvmOpcode::Write | NvmOpcode::Compare)) => {
+                match self.segments(sqe, len, false) {
+                    Ok(segments) => {
+                        let mut data = vec![0; len];
+                        segments.read_into(0, &mut data).unwrap();
+                        if opcode == NvmOpcode::Write {
+                            self.medium[start..start + len].copy_from_slice(&data);
+                            Status::SUCCESS
+                        } else if self.medium[start..start + len] == data {
+                            Status::SUCCESS
+                        } else {
+                            Status::COMPARE_FAILURE
+                        }
+                    }
+                    Err(status) => status,
+                }
+            }
+            Ok(NvmOpcode::WriteZeroes) => {
+                self.medium[start..start + len].fill(0);
+                Status::SUCCESS
+            }
+            _ => Status::INVALID_OPCODE,
+        }
+    }
+
+    fn admin(&mut self, sqe: &Sqe) {
+        self.admin_log.push(sqe.opcode);
+        if self.ignored.contains(&sqe.opcode) {
+            return;
+        }
+        let outcome = match self.refused.get(&sqe.opcode) {
+            Some(status) => Err(*status),
+            None => self.carry_out(sqe),
+        };
+        match outcome {
+            Ok(None) => {}
+            Ok(Some(dw0)) => self.post(0, Cqe::new(sqe.cid, 0, 0, Status::SUCCESS, dw0), None),
+            Err(status) => self.post(0, Cqe::new(sqe.cid, 0, 0, status, 0), None),
+        }
+    }
+
+    fn carry_out(&mut self, sqe: &Sqe) -> Result<Option<u32>, Status> {
+        let table = Arc::clone(self.dma.table());
+        match AdminOpcode::try_from(sqe.opcode).map_err(|_| Status::INVALID_OPCODE)? {
+            AdminOpcode::Identify => {
+                let data = self.identify(sqe)?;
+                self.segments(sqe, 4096, true)?.write_from(0, &data).unwrap();
+            }
+            AdminOpcode::SetFeatures if sqe.cdw10 as u8 == 7 => {
+                let granted = u32::from(self.granted - 1);
+                return Ok(Some(granted | granted << 16));
+            }
+            AdminOpcode::SetFeatures => {}
+            AdminOpcode::GetFeatures => return Ok(Some(sqe.cdw11 | 0x100)),
+            AdminOpcode::GetLogPage => {
+                let fields = GetLogPage::decode(sqe);
+                let len = fields.length() as usize;
+                // Byte n of every log page is n.
+                let data: Vec<u8> = (0..len).map(|i| (fields.lpo as usize + i) as u8).collect();
+                self.segments(sqe, len, true)?.write_from(0, &data).unwrap();
+            }
+            AdminOpcode::CreateIoCq => {
+                let cq = CreateIoCq::decode(sqe);
+                let entries = u32::from(cq.qsize0) + 1;
+                let ring = Ring::resolve(&table, sqe.prp1(), entries, 16, true).unwrap();
+                self.pending_cqs.insert(cq.qid, (ring, cq.ien.then_some(cq.iv.into())));
+            }
+            AdminOpcode::CreateIoSq => {
+                let sq = CreateIoSq::decode(sqe);
+                let entries = u32::from(sq.qsize0) + 1;
+                let ring = Ring::resolve(&table, sqe.prp1(), entries, 64, false).unwrap();
+                let (cq, vector) = self.pending_cqs.remove(&sq.cqid).ok_or(Status::CQ_INVALID)?;
+                self.queues.insert(sq.qid, Queue::new(ring, cq, vector));
+            }
+            AdminOpcode::DeleteIoSq => {
+                let qid = sqe.cdw10 as u16;
+                self.queues.remove(&qid).ok_or(Status::INVALID_QID)?;
+                self.held.retain(|(held, _)| *held != qid);
+                self.deleted.push(qid);
+            }
+            AdminOpcode::DeleteIoCq => {}
+            AdminOpcode::Abort => return Ok(Some(u32::from(sqe.cdw10 >> 16 != 0))),
+            AdminOpcode::AsyncEventRequest => {
+                self.event_requests.push_back(sqe.cid);
+                return Ok(None);
+            }
+            AdminOpcode::DoorbellBufferConfig => {
+                let page = 1 << (12 + u32::from(self.cc.mps()));
+                let get = |iova| table.bytes(iova, page).ok_or(Status::INVALID_FIELD);
+                self.shadow = Some((get(sqe.prp1())?, get(sqe.prp2())?));
+            }
+            _ => return Err(Status::INVALID_OPCODE),
+        }
+        Ok(Some(0))
+    }
+
+    fn identify(&self, sqe: &Sqe) -> Result<Vec<u8>, Status> {
+        let fields = Identify::decode(sqe);
+        if let Some(lie) = self.identify_lies.get(&fields.cns) {
+            return Ok(lie.clone());
+        }
+        Ok(match fields.cns {
+            cns::CONTROLLER => self.identity.as_bytes().to_vec(),
+            cns::NAMESPACE => {
+                let namespace = self.namespaces.get(&sqe.nsid);
+                namespace.ok_or(Status::INVALID_NAMESPACE_OR_FORMAT)?.as_bytes().to_vec()
+            }
+            cns::ACTIVE_NAMESPACES => {
+                let mut list = vec![0; 4096];
+                let above = self.namespaces.keys().filter(|nsid| **nsid > sqe.nsid);
+                for (i, nsid) in above.take(1024).enumerate() {
+                    list[i * 4..i * 4 + 4].copy_from_slice(&nsid.to_le_bytes());
+                }
+                list
+            }
+            cns::NAMESPACE_IDS => {
+                NamespaceIds::new([NamespaceId::Uuid([sqe.nsid as u8; 16])]).bytes.to_vec()
+            }
+            _ => return Err(Status::INVALID_FIELD),
+        })
+    }
+}
+
+impl Queue {
+    fn new(sq: Ring, cq: Ring, vector: Option<u32>) -> Self {
+        Self { sq, head: 0, tail: 0, cq, cq_tail: 0, phase: true, vector }
+    }
+}
+
+impl Transport for Fake {
+    fn name(&self) -> &str {
+        "fake"
+    }
+
+    fn read32(&self, offset: u64) -> Result<u32, TransportError> {
+        let state = self.state();
+        if state.removed {
+            return Ok(u32::MAX);
+        }
+        Ok(match offset {
+            regs::VS => regs::Vs::V1_4.into_bits(),
+            regs::CC => state.cc.into_bits(),
+            regs::CSTS => state.csts.into_bits(),
+            _ => 0,
+        })
+    }
+
+    fn read64(&self, offset: u64) -> Result<u64, TransportError> {
+        let state = self.state();
+        Ok(match offset {
+            _ if state.removed => u64::MAX,
+            regs::CAP => state.cap.into_bits(),
+            _ => 0,
+        })
+    }
+
+    fn write32(&self, offset: u64, value: u32) -> Result<(), TransportError> {
+        let mut state = self.state();
+        match offset {
+            regs::CC => state.set_cc(Cc::from_bits(value)),
+            regs::AQA => state.aqa = Aqa::from_bits(value),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn write64(&self, offset: u64, value: u64) -> Result<(), TransportError> {
+        let mut state = self.state();
+        match offset {
+            regs::ASQ => state.asq = value,
+            regs::ACQ => state.acq = value,
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn write_doorbell(&self, offset: u64, value: u32) -> Result<(), TransportError> {
+        let mut state = self.state();
+        if state.broken_doorbells {
+            return Err(TransportError::Gone {
+                device: "fake".into(),
+                doing: "ringing a doorbell",
+                source: "it is broken".into(),
+            });
+        }
+        state.doorbell_writes.push((offset, value));
+        let doorbell = regs::decode_doorbell(offset, state.cap.dstrd()).expect("a doorbell");
+        if doorbell.kind == regs::DoorbellKind::Sq {
+            if let Some(queue) = state.queues.get_mut(&doorbell.qid) {
+                queue.tail = value;
+            }
+            state.run_queue(doorbell.qid);
+        }
+        Ok(())
+    }
+
+    fn doorbell_page(&self) -> Option<SharedBytes> {
+        self.state().doorbell_page.clone()
+    }
+
+    fn map_dma(&self, mapping: &Arc<Mapping>) -> Result<u64, TransportError> {
+        // Not the address in the process, and not aligned to more than it has to be.
+        let iova = 0x4000_0000_1000 + mapping.address() as u64;
+        self.state().dma.map(iova, mapping.len() as u64, &mapping.bytes()).unwrap();
+        Ok(iova)
+    }
+
+    fn unmap_dma(&self, iova: u64, len: u64) -> Result<(), TransportError> {
+        let mut state = self.state();
+        state.unmaps += 1;
+        state.dma.unmap(iova, len).unwrap();
+        Ok(())
+    }
+
+    fn irq_vectors(&self) -> u32 {
+        self.state().vectors
+    }
+
+    fn set_irq(&self, vector: u32, event: Option<&EventFd>) -> Result<(), TransportError> {
+        let mut state = self.state();
+        match event {
+            Some(event) => drop(state.irqs.insert(vector, event.try_clone().unwrap())),
+            None => drop(state.irqs.remove(&vector)),
+        }
+        Ok(())
+    }
+
+    fn reset(&self) -> Result<(), TransportError> {
+        let mut state = self.state();
+        if state.no_reset {
+            return Err(TransportError::Unsupported { device: "fake".into(), what: "reset" });
+        }
+        state.resets += 1;
+        state.reset();
+        Ok(())
+    }
+}

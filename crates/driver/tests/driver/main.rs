@@ -1,0 +1,30 @@
+//! The driver against a controller that a test controls.
+
+mod admin;
+mod attach;
+mod detach;
+mod fake;
+mod futures;
+mod queue;
+
+use fake::Fake;
+use shadowbell_driver::{AttachOptions, Controller, Timeouts};
+use std::time::Duration;
+
+/// Options that do not make a test wait for long.
+fn options() -> AttachOptions {
+    AttachOptions {
+        queue_depth: 16,
+        timeouts: Timeouts {
+            ready: Some(Duration::from_millis(50)),
+            admin: Duration::from_millis(200),
+            io: Duration::from_millis(80),
+            shutdown: Duration::from_millis(50),
+        },
+        ..AttachOptions::default()
+    }
+}
+
+fn attach(fake: &Fake) -> Controller {
+    Controller::attach(fake.transport(), &options()).unwrap()
+}

@@ -1,0 +1,450 @@
+//! Queue pairs: the poll API.
+
+use crate::fake::{BLOCKS, Fake};
+use crate::{attach, options};
+use shadowbell_driver::{
+    AttachOptions, Buffer, Command, Controller, Doorbells, QueueError, QueuePair, RequestError,
+    Token,
+};
+use spec::{Cqe, Status};
+use std::time::{Duration, Instant};
+
+/// A controller with its only queue pair.
+fn one_queue(fake: &Fake, options: &AttachOptions) -> (Controller, QueuePair) {
+    let mut controller = Controller::attach(fake.transport(), options).unwrap();
+    let queue = controller.take_queue_pair().unwrap();
+    (controller, queue)
+}
+
+fn read(controller: &Controller, lba: u64, blocks: u32) -> Command {
+    controller.namespace(1).unwrap().read(lba, blocks).unwrap()
+}
+
+fn write(controller: &Controller, lba: u64, blocks: u32) -> Command {
+    controller.namespace(1).unwrap().write(lba, blocks).unwrap()
+}
+
+/// Runs one command to its end.
+fn run(
+    queue: &mut QueuePair,
+    command: Command,
+    buffer: Option<Buffer>,
+) -> (Status, Option<Buffer>) {
+    let token = queue.submit(command, buffer).unwrap();
+    queue.ring().unwrap();
+    let completion = queue.pop().expect("the fake completes at once");
+    assert_eq!(completion.token, token);
+    queue.settle().unwrap();
+    (completion.status, completion.buffer)
+}
+
+#[test]
+fn what_was_written_is_read_through_every_kind_of_doorbell_and_page_size() {
+    for doorbells in [Doorbells::Shadow, Doorbells::Mmio] {
+        for page_size in [4096, 65536] {
+            let fake = Fake::new();
+            let options = AttachOptions { doorbells, page_size: Some(page_size), ..options() };
+            let (controller, mut queue) = one_queue(&fake, &options);
+            let pool = controller.buffers(2, 128 * 1024).unwrap();
+            let mut lba = 3;
+            for (round, blocks) in
+                [1u32, 8, 9, 16, 17, 200, 256].into_iter().cycle().take(60).enumerate()
+            {
+                let mut buffer = pool.take().unwrap();
+                let data: Vec<u8> =
+                    (0..blocks as usize * 512).map(|i| (i / 5 + round) as u8).collect();
+                let offset = (round % 3) * 4;
+                if data.len() + offset > buffer.len() {
+                    continue;
+                }
+                assert!(buffer.copy_from(offset, &data));
+                let command = write(&controller, lba, blocks).at(offset as u32);
+                let (status, buffer) = run(&mut queue, command, Some(buffer));
+                assert_eq!(status, Status::SUCCESS);
+                let mut buffer = buffer.unwrap();
+                buffer.fill(0xee);
+                let (status, buffer) =
+                    run(&mut queue, read(&controller, lba, blocks), Some(buffer));
+                assert_eq!(status, Status::SUCCESS);
+                assert_eq!(buffer.unwrap().to_vec(data.len()), data);
+                lba = (lba + u64::from(blocks)) % 1700;
+            }
+            let stats = queue.stats();
+            assert_eq!(stats.completed, stats.submitted);
+            assert_eq!((stats.bad_sq_heads, stats.unknown_completions), (0, 0));
+        }
+    }
+}
+
+#[test]
+fn a_queue_takes_what_it_can_hold_and_wraps() {
+    let fake = Fake::new();
+    let (controller, mut queue) = one_queue(&fake, &options());
+    fake.with(|state| state.hold = true);
+    let flush = controller.namespace(1).unwrap().flush();
+    for _ in 0..20 {
+        let tokens: Vec<Token> = (0..15).map(|_| queue.submit(flush, None).unwrap()).collect();
+        let mut slots: Vec<_> = tokens.iter().map(|token| token.index()).collect();
+        slots.sort_unstable();
+        assert_eq!(slots, (0..15).collect::<Vec<_>>(), "a slot each");
+        let refused = queue.submit(flush, None).unwrap_err();
+        assert!(matches!(refused.reason, QueueError::Full { qid: 1, outstanding: 15 }));
+        queue.ring().unwrap();
+        assert_eq!(fake.state().held.len(), 15);
+        // From the last to the first.
+        for n in (0..15).rev() {
+            fake.complete(n);
+        }
+        let mut done = Vec::new();
+        assert_eq!(queue.poll(|completion| done.push(completion.token)).unwrap(), 15);
+        done.reverse();
+        assert_eq!(done, tokens);
+        assert_eq!(queue.outstanding(), 0);
+    }
+    let stats = queue.stats();
+    assert_eq!((stats.submitted, stats.completed, stats.batches), (300, 300, 20));
+    assert_eq!((stats.bad_sq_heads, stats.unknown_completions), (0, 0));
+}
+
+#[test]
+fn a_batch_is_one_doorbell_and_shadow_doorbells_make_it_none() {
+    let fake = Fake::new();
+    let plain = AttachOptions { doorbells: Doorbells::Mmio, ..options() };
+    let (controller, mut queue) = one_queue(&fake, &plain);
+    let flush = controller.namespace(1).unwrap().flush();
+    for _ in 0..4 {
+        for _ in 0..8 {
+            queue.submit(flush, None).unwrap();
+        }
+        queue.ring().unwrap();
+        queue.ring().unwrap();
+        assert_eq!(queue.poll(drop).unwrap(), 8);
+    }
+    let stats = queue.stats();
+    assert_eq!(stats.sq_doorbell_mmio_writes, 4);
+    // The completion queue has 32 entries, and its head is given back by quarters at most.
+    assert!((1..=4).contains(&stats.cq_doorbell_mmio_writes), "{stats:?}");
+    assert_eq!(stats.mmio_saved, 0);
+    drop((queue, controller));
+
+    let fake = Fake::new();
+    let (controller, mut queue) = one_queue(&fake, &options());
+    fake.with(|state| state.polling = true);
+    fake.poll();
+    let before = fake.state().doorbell_writes.len();
+    for _ in 0..1000 {
+        for _ in 0..8 {
+            queue.submit(controller.namespace(1).unwrap().flush(), None).unwrap();
+        }
+        queue.ring().unwrap();
+        fake.poll();
+        assert_eq!(queue.poll(drop).unwrap(), 8);
+    }
+    assert_eq!(fake.state().doorbell_writes.len(), before, "a controller that polls hears nothing");
+    let stats = queue.stats();
+    assert_eq!(stats.doorbell_mmio_writes(), 0);
+    assert!(stats.mmio_saved >= 1000);
+}
+
+#[test]
+fn mapped_doorbells_are_stores() {
+    let fake = Fake::new();
+    let page = memory::Mapping::anonymous(4096).unwrap().bytes();
+    fake.with(|state| state.doorbell_page = Some(page.clone()));
+    let options = AttachOptions { doorbells: Doorbells::Mapped, ..options() };
+    let (controller, mut queue) = one_queue(&fake, &options);
+    let before = fake.state().doorbell_writes.len();
+    queue.submit(controller.namespace(1).unwrap().flush(), None).unwrap();
+    queue.ring().unwrap();
+    assert!(!queue.is_ready());
+    assert_eq!(page.read::<u32>(8), Some(1), "the tail of queue 1");
+    fake.poll();
+    assert_eq!(queue.poll(drop).unwrap(), 1);
+    assert_eq!(fake.state().doorbell_writes.len(), before);
+    assert_eq!(queue.stats().doorbell_mmio_writes(), 0);
+}
+
+#[test]
+fn requests_that_can_not_be_commands() {
+    let fake = Fake::new();
+    let (controller, mut queue) = one_queue(&fake, &options());
+    let namespace = controller.namespace(1).unwrap();
+    assert_eq!(namespace.read(0, 0), Err(RequestError::Blocks { blocks: 0 }));
+    assert_eq!(
+        namespace.read(0, 257),
+        Err(RequestError::TooLong { bytes: 257 * 512, max: 128 * 1024 })
+    );
+    assert!(matches!(namespace.write(BLOCKS - 1, 2), Err(RequestError::PastEnd { .. })));
+    assert!(matches!(namespace.read(u64::MAX, 2), Err(RequestError::PastEnd { .. })));
+    assert!(matches!(namespace.verify(0, 65537), Err(RequestError::Blocks { .. })));
+    assert!(namespace.verify(0, BLOCKS as u32).is_ok(), "no data, no limit");
+    assert!(matches!(namespace.blocks_in(513), Err(RequestError::Unaligned { .. })));
+    assert!(matches!(namespace.deallocate(0), Err(RequestError::Ranges { .. })));
+    assert!(matches!(namespace.deallocate(257), Err(RequestError::Ranges { .. })));
+    assert!(namespace.deallocate(256).is_ok());
+
+    let pool = controller.buffers(1, 4096).unwrap();
+    let command = read(&controller, 0, 8);
+    let refused = queue.submit(command, None).unwrap_err();
+    assert!(matches!(refused.reason, QueueError::BufferTooShort { needed: 4096, len: 0, .. }));
+    let refused = queue.submit(command.at(4), pool.take()).unwrap_err();
+    assert!(matches!(refused.reason, QueueError::BufferTooShort { offset: 4, .. }));
+    let buffer = refused.buffer.expect("the buffer comes back");
+    let refused = queue.submit(read(&controller, 0, 1).at(2), Some(buffer)).unwrap_err();
+    assert!(matches!(refused.reason, QueueError::Misaligned { offset: 2 }));
+    let refused = queue
+        .submit(Command::raw(2, 1, [0, 0, 7, 0], 1 << 30).at(u32::MAX), refused.buffer)
+        .unwrap_err();
+    assert!(matches!(refused.reason, QueueError::BufferTooShort { .. }));
+    let pool = controller.buffers(1, 256 * 1024).unwrap();
+    let long = Command::raw(2, 1, [0, 0, 511, 0], 256 * 1024);
+    let refused = queue.submit(long, pool.take()).unwrap_err();
+    assert!(matches!(refused.reason, QueueError::TooLong { .. }));
+    assert_eq!(queue.outstanding(), 0);
+}
+
+#[test]
+fn completions_that_belong_to_nobody_are_ignored() {
+    let fake = Fake::new();
+    let (controller, mut queue) = one_queue(&fake, &options());
+    fake.with(|state| state.hold = true);
+    let pool = controller.buffers(4, 4096).unwrap();
+    let token = queue.submit(read(&controller, 0, 8), pool.take()).unwrap();
+    queue.ring().unwrap();
+    // A free slot, no slot at all, and all ones.
+    for cid in [token.cid() + 1, 15, 0x7ff, 0xffff] {
+        fake.post(1, Cqe::new(cid, 1, 0, Status::SUCCESS, 0), 1, None);
+        assert!(queue.pop().is_none());
+    }
+    assert_eq!(queue.outstanding(), 1);
+    assert_eq!(queue.stats().unknown_completions, 4);
+    // The command itself, twice: the second does not end whoever has the slot next.
+    fake.complete(0);
+    fake.post(1, Cqe::new(token.cid(), 1, 0, Status::INTERNAL, 0), 1, None);
+    assert_eq!(queue.pop().unwrap().token, token);
+    let next = queue.submit(read(&controller, 0, 8), pool.take()).unwrap();
+    assert_eq!(next.index(), token.index());
+    queue.ring().unwrap();
+    assert!(queue.pop().is_none(), "the repeated completion");
+    assert_eq!(queue.stats().unknown_completions, 5);
+    fake.complete(0);
+    assert_eq!(queue.pop().unwrap().token, next);
+}
+
+#[test]
+fn a_flood_of_completions_ends() {
+    let fake = Fake::new();
+    let (_controller, mut queue) = one_queue(&fake, &options());
+    // The whole completion queue, with the right phase each time round.
+    for _ in 0..3 {
+        for _ in 0..32 {
+            fake.post(1, Cqe::new(9, 1, 0, Status::SUCCESS, 0), 0, None);
+        }
+        assert!(queue.pop().is_none());
+    }
+    assert_eq!(queue.stats().unknown_completions, 96);
+}
+
+#[test]
+fn a_completion_with_the_wrong_phase_is_not_seen() {
+    let fake = Fake::new();
+    let (controller, mut queue) = one_queue(&fake, &options());
+    fake.with(|state| state.hold = true);
+    let token = queue.submit(controller.namespace(1).unwrap().flush(), None).unwrap();
+    queue.ring().unwrap();
+    fake.post(1, Cqe::new(token.cid(), 1, 0, Status::SUCCESS, 0), 1, Some(false));
+    let soon = Instant::now() + Duration::from_millis(5);
+    assert!(!queue.wait(Some(soon)).unwrap());
+    assert!(queue.pop().is_none());
+    fake.complete(0);
+    assert_eq!(queue.pop().unwrap().token, token);
+}
+
+#[test]
+fn queue_heads_that_can_not_be_do_no_harm() {
+    let fake = Fake::new();
+    let (controller, mut queue) = one_queue(&fake, &options());
+    fake.with(|state| state.hold = true);
+    let flush = controller.namespace(1).unwrap().flush();
+    // Outside of the queue, past the tail, and of another queue.
+    for (i, (sq_head, sq_id)) in [(16, 1), (0xffff, 1), (15, 1), (4, 2)].into_iter().enumerate() {
+        let token = queue.submit(flush, None).unwrap();
+        queue.ring().unwrap();
+        fake.with(|state| state.held.clear());
+        fake.post(1, Cqe::new(token.cid(), sq_id, 0, Status::SUCCESS, 0), sq_head, None);
+        assert_eq!(queue.pop().unwrap().token, token);
+        assert_eq!(queue.stats().bad_sq_heads, i as u64 + 1);
+    }
+    fake.with(|state| state.hold = false);
+    for _ in 0..100 {
+        assert_eq!(run(&mut queue, flush, None).0, Status::SUCCESS);
+    }
+    assert_eq!(queue.stats().bad_sq_heads, 4);
+}
+
+#[test]
+fn a_bad_status_is_the_callers() {
+    let fake = Fake::new();
+    let (controller, mut queue) = one_queue(&fake, &options());
+    let command = Command::raw(2, 1, [BLOCKS as u32, 0, 0, 0], 512);
+    let pool = controller.buffers(1, 512).unwrap();
+    let (status, buffer) = run(&mut queue, command, pool.take());
+    assert_eq!(status, Status::LBA_OUT_OF_RANGE);
+    assert!(buffer.is_some());
+}
+
+#[test]
+fn sleeping_until_the_interrupt() {
+    let fake = Fake::new();
+    let (controller, mut queue) = one_queue(&fake, &options());
+    queue.set_spin(shadowbell_driver::SpinPolicy::SLEEP);
+    fake.with(|state| state.hold = true);
+    queue.submit(controller.namespace(1).unwrap().flush(), None).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while fake.state().held.is_empty() {
+                std::thread::yield_now();
+            }
+            std::thread::sleep(Duration::from_millis(5));
+            fake.complete(0);
+        });
+        // Rings by itself.
+        assert!(queue.wait(None).unwrap());
+    });
+    assert!(queue.pop().is_some());
+    let stats = queue.stats();
+    assert_eq!((stats.sleeps, stats.wakeups), (1, 1));
+    // Nothing comes: the deadline.
+    let began = Instant::now();
+    assert!(!queue.wait(Some(began + Duration::from_millis(20))).unwrap());
+    assert!(began.elapsed() >= Duration::from_millis(20));
+    // And somebody else's signal.
+    let waker = queue.waker().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(5));
+            waker.signal();
+        });
+        assert!(!queue.wait(None).unwrap());
+    });
+}
+
+#[test]
+fn waiting_without_an_interrupt() {
+    let fake = Fake::new();
+    let (controller, mut queue) =
+        one_queue(&fake, &AttachOptions { interrupts: false, ..options() });
+    fake.with(|state| state.hold = true);
+    queue.submit(controller.namespace(1).unwrap().flush(), None).unwrap();
+    let soon = Instant::now() + Duration::from_millis(10);
+    assert!(!queue.wait(Some(soon)).unwrap());
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(5));
+            fake.complete(0);
+        });
+        assert!(queue.wait(None).unwrap());
+    });
+    assert_eq!(queue.stats().sleeps, 0);
+}
+
+#[test]
+fn a_transport_that_breaks_fails_the_queue_and_says_why() {
+    let fake = Fake::new();
+    let options = AttachOptions { doorbells: Doorbells::Mmio, ..options() };
+    let (controller, mut queue) = one_queue(&fake, &options);
+    fake.with(|state| state.broken_doorbells = true);
+    let flush = controller.namespace(1).unwrap().flush();
+    queue.submit(flush, None).unwrap();
+    let error = queue.ring().unwrap_err();
+    assert!(error.to_string().contains("it is broken"), "{error}");
+    let refused = queue.submit(flush, None).unwrap_err();
+    assert!(matches!(refused.reason, QueueError::Failed { qid: 1, .. }), "{refused}");
+}
+
+#[test]
+fn dropping_a_queue_deletes_it_and_gives_its_buffers_back() {
+    let fake = Fake::new();
+    let (controller, mut queue) = one_queue(&fake, &options());
+    fake.with(|state| state.hold = true);
+    let pool = controller.buffers(3, 4096).unwrap();
+    for _ in 0..3 {
+        queue.submit(read(&controller, 0, 8), pool.take()).unwrap();
+    }
+    queue.ring().unwrap();
+    assert_eq!(pool.available(), 0);
+    drop(queue);
+    assert_eq!(fake.state().deleted, [1]);
+    assert_eq!(pool.available(), 3);
+    // The place is free again, and nothing of the old life is in it.
+    let queue = controller.create_queue_pair(16).unwrap();
+    assert!(!queue.is_ready());
+}
+
+#[test]
+fn buffers_of_a_queue_that_is_not_deleted_are_kept() {
+    let fake = Fake::new();
+    let (controller, mut queue) = one_queue(&fake, &options());
+    fake.with(|state| {
+        state.hold = true;
+        state.ignored.insert(0); // Delete I/O Submission Queue
+    });
+    let pool = controller.buffers(2, 4096).unwrap();
+    let buffer = pool.take().unwrap();
+    let bytes = buffer.bytes().clone();
+    queue.submit(read(&controller, 0, 8), Some(buffer)).unwrap();
+    queue.ring().unwrap();
+    drop(queue);
+    assert_eq!(pool.available(), 1, "the other one");
+    let error = controller.create_queue_pair(16).map(|queue| queue.qid());
+    // Identifier 1 is never used again; the controller granted one pair only.
+    assert!(error.is_err());
+    // The device completes late, and hits nobody's memory.
+    fake.with(|state| state.medium.fill(0x5a));
+    fake.complete(0);
+    assert_eq!(bytes.read::<u8>(0), Some(0x5a));
+    let unmaps = fake.state().unmaps;
+    drop((pool, bytes));
+    assert_eq!(fake.state().unmaps, unmaps, "the device keeps what it may write to");
+    drop(controller);
+}
+
+#[test]
+fn the_largest_and_the_smallest_queue() {
+    let fake = Fake::new();
+    let small = AttachOptions { queue_depth: 2, ..options() };
+    let (controller, mut queue) = one_queue(&fake, &small);
+    assert_eq!(queue.capacity(), 1);
+    let flush = controller.namespace(1).unwrap().flush();
+    for _ in 0..70_000 {
+        assert_eq!(run(&mut queue, flush, None).0, Status::SUCCESS);
+    }
+    assert_eq!(queue.stats().unknown_completions, 0);
+    drop((queue, controller));
+    fake.with(|state| state.cap = state.cap.with_mqes(u16::MAX));
+    let large = AttachOptions { queue_depth: 65536, max_transfer_bytes: 4096, ..options() };
+    let (controller, mut queue) = one_queue(&fake, &large);
+    assert_eq!(queue.capacity(), 65535);
+    let flush = controller.namespace(1).unwrap().flush();
+    for _ in 0..65535 {
+        assert_ne!(queue.submit(flush, None).unwrap().cid(), 0xffff);
+    }
+    queue.ring().unwrap();
+    assert_eq!(queue.poll(drop).unwrap(), 65535);
+    // More than the controller takes.
+    fake.with(|state| state.cap = state.cap.with_mqes(63));
+    drop((queue, controller));
+    assert_eq!(one_queue(&fake, &large).1.capacity(), 63);
+}
+
+#[test]
+fn a_detached_controller_takes_nothing_more() {
+    let fake = Fake::new();
+    let mut controller = attach(&fake);
+    let mut queue = controller.take_queue_pair().unwrap();
+    let flush = controller.namespace(1).unwrap().flush();
+    controller.detach().unwrap();
+    queue.submit(flush, None).unwrap();
+    assert!(matches!(queue.ring(), Err(QueueError::Detached { qid: 1 })));
+    assert!(queue.wait(None).is_err());
+}
