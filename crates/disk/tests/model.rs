@@ -128,8 +128,8 @@ impl Model {
         lanes: usize,
     ) -> (Request, Vec<(usize, usize)>) {
         let blocks = SIZE / self.block / lanes;
-        let start = usize::from(action.start) * blocks >> 16;
-        let len = 1 + (usize::from(action.len) * (blocks - start) >> 16);
+        let start = (usize::from(action.start) * blocks) >> 16;
+        let len = 1 + ((usize::from(action.len) * (blocks - start)) >> 16);
         let offset = (lane * blocks + start) * self.block;
         let len = len.min(blocks - start) * self.block;
         let request = Request { op: action.op, offset: offset as u64, len: len as u64 };
@@ -151,7 +151,7 @@ impl Model {
             Op::Compare => {
                 let mut data = self.blocks[range].to_vec();
                 if let Some(differs) = action.differs {
-                    let at = usize::from(differs) * data.len() >> 16;
+                    let at = (usize::from(differs) * data.len()) >> 16;
                     data[at] ^= 1 << (action.seed & 7);
                 }
                 data
