@@ -1,0 +1,313 @@
+//! Asynchronous events: what the controller has to say without being asked.
+//!
+//! A host keeps some Asynchronous Event Requests outstanding; an event completes one of them. After
+//! that, events of the same type are held back until the host has read the log page that tells
+//! more (Base 2.1, 5.1.2 "Asynchronous Event Request command"), so a host that does not care is
+//! not flooded, whatever happens.
+
+use spec::Status;
+use spec::event::{AsyncEvent, TYPE_ERROR, TYPE_NOTICE, TYPE_SMART};
+use spec::feature::AsyncEventConfig;
+use spec::log::CriticalWarning;
+use std::collections::VecDeque;
+
+/// How many requests may be outstanding: AERL + 1 of Identify Controller.
+pub(crate) const MAX_REQUESTS: usize = 4;
+/// How many different events wait for a request, at most. There are fewer that could be raised.
+const MAX_PENDING: usize = 16;
+
+/// The completion of an Asynchronous Event Request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Completion {
+    /// Command identifier of the request.
+    pub(crate) cid: u16,
+    /// Dword 0: what happened.
+    pub(crate) dw0: u32,
+}
+
+/// The events of a controller, and its host's requests for them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct AsyncEvents {
+    /// Requests not yet completed, the oldest first.
+    outstanding: VecDeque<u16>,
+    /// Events not yet reported, the oldest first; none of them twice.
+    pending: VecDeque<AsyncEvent>,
+    /// Events reported whose log page has not been read since: their types are masked.
+    unread: Vec<AsyncEvent>,
+    config: AsyncEventConfig,
+}
+
+impl AsyncEvents {
+    /// An Asynchronous Event Request was fetched. If something is to be reported, it (not
+    /// necessarily this very request) completes now.
+    ///
+    /// # Errors
+    /// Asynchronous Event Request Limit Exceeded.
+    pub(crate) fn request(&mut self, cid: u16) -> Result<Option<Completion>, Status> {
+        if self.outstanding.len() >= MAX_REQUESTS {
+            // Without DNR: later there may be room for it.
+            return Err(Status::AER_LIMIT);
+        }
+        self.outstanding.push_back(cid);
+        Ok(self.report())
+    }
+
+    /// Something happened. What the log page says of it must be there already: the host may look
+    /// before this returns.
+    pub(crate) fn raise(&mut self, event: AsyncEvent) -> Option<Completion> {
+        // An event that was reported and not looked at says all there is to say: the host will find
+        // this one, too, in the log page.
+        let told = self.unread.contains(&event) || self.pending.contains(&event);
+        if !told && self.wants(event) && self.pending.len() < MAX_PENDING {
+            self.pending.push_back(event);
+        }
+        self.report()
+    }
+
+    /// The host has read the log page `lid`: unless it wants to retain it (RAE), the event is
+    /// cleared, and the next of its type may be reported.
+    pub(crate) fn log_read(&mut self, lid: u8, rae: bool) -> Option<Completion> {
+        if !rae {
+            self.unread.retain(|event| event.lid != lid);
+        }
+        self.report()
+    }
+
+    /// The Asynchronous Event Configuration feature was set. Events that wait and are not wanted
+    /// any more are dropped.
+    pub(crate) fn configure(&mut self, config: AsyncEventConfig) -> Option<Completion> {
+        self.config = config;
+        let mut pending = std::mem::take(&mut self.pending);
+        pending.retain(|event| self.wants(*event));
+        self.pending = pending;
+        self.report()
+    }
+
+    /// A request is aborted; whether there was such a one. The caller completes it.
+    pub(crate) fn abort(&mut self, cid: u16) -> bool {
+        let found = self.outstanding.iter().position(|outstanding| *outstanding == cid);
+        found.and_then(|at| self.outstanding.remove(at)).is_some()
+    }
+
+    /// A Controller Level Reset: requests vanish without completion, events with them, and the
+    /// configuration is the default again.
+    pub(crate) fn clear(&mut self) {
+        *self = Self::default();
+    }
+
+    fn report(&mut self) -> Option<Completion> {
+        let masked = |event: &AsyncEvent| self.unread.iter().any(|other| other.kind == event.kind);
+        let at = self.pending.iter().position(|event| !masked(event))?;
+        let cid = self.outstanding.pop_front()?;
+        let event = self.pending.remove(at)?;
+        if matches!(event.kind, TYPE_ERROR | TYPE_SMART | TYPE_NOTICE) {
+            self.unread.push(event);
+        }
+        Some(Completion { cid, dw0: event.dw0() })
+    }
+
+    /// Whether the host's configuration lets the event through. Base 2.1, 5.1.25.1, "Asynchronous
+    /// Event Configuration"; errors can not be switched off.
+    fn wants(&self, event: AsyncEvent) -> bool {
+        let warnings = CriticalWarning::from_bits(self.config.smart());
+        match event {
+            AsyncEvent::SPARE_BELOW_THRESHOLD => warnings.spare(),
+            AsyncEvent::TEMPERATURE_THRESHOLD => warnings.temperature(),
+            // The information says "NVM subsystem reliability has been compromised" for all others.
+            AsyncEvent::SUBSYSTEM_RELIABILITY => {
+                warnings.with_spare(false).with_temperature(false).into_bits() != 0
+            }
+            AsyncEvent::NAMESPACE_ATTRIBUTE_CHANGED => self.config.nan(),
+            AsyncEvent::FIRMWARE_ACTIVATION_STARTING => self.config.fan(),
+            AsyncEvent::TELEMETRY_LOG_CHANGED => self.config.tln(),
+            AsyncEvent::ANA_CHANGE => self.config.anacn(),
+            _ => true,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use spec::log::lid;
+
+    const REGISTER: AsyncEvent = AsyncEvent::INVALID_DOORBELL_REGISTER;
+    const VALUE: AsyncEvent = AsyncEvent::INVALID_DOORBELL_VALUE;
+    const CHANGED: AsyncEvent = AsyncEvent::NAMESPACE_ATTRIBUTE_CHANGED;
+    const HOT: AsyncEvent = AsyncEvent::TEMPERATURE_THRESHOLD;
+
+    fn all_wanted() -> AsyncEvents {
+        let mut events = AsyncEvents::default();
+        events.configure(AsyncEventConfig::from_bits(u32::MAX));
+        events
+    }
+
+    fn completes(cid: u16, event: AsyncEvent) -> Option<Completion> {
+        Some(Completion { cid, dw0: event.dw0() })
+    }
+
+    #[test]
+    fn the_fifth_request_is_one_too_many() {
+        let mut events = AsyncEvents::default();
+        for cid in 0..4 {
+            assert_eq!(events.request(cid), Ok(None));
+        }
+        assert_eq!(events.request(4), Err(Status::AER_LIMIT));
+        assert_eq!(events.outstanding.len(), 4);
+        assert!(events.abort(2));
+        assert!(!events.abort(2));
+        assert_eq!(events.request(4), Ok(None));
+        // The oldest request completes first.
+        assert_eq!(events.raise(VALUE), completes(0, VALUE));
+        assert_eq!(events.outstanding.len(), 3);
+    }
+
+    #[test]
+    fn an_event_waits_for_a_request() {
+        let mut events = AsyncEvents::default();
+        assert_eq!(events.raise(REGISTER), None);
+        assert_eq!(events.raise(REGISTER), None);
+        assert_eq!(events.request(9), Ok(completes(9, REGISTER)));
+        assert_eq!(events.request(10), Ok(None), "it was one event");
+        // Type error in bits 2:0, information 0, error log page in 23:16.
+        assert_eq!(REGISTER.dw0(), 0x0001_0000);
+        assert_eq!(VALUE.dw0(), 0x0001_0100);
+        assert_eq!(CHANGED.dw0(), 0x0004_0002);
+        assert_eq!(HOT.dw0(), 0x0002_0101);
+    }
+
+    #[test]
+    fn a_type_is_masked_until_its_log_page_is_read() {
+        let mut events = all_wanted();
+        (1..=4).for_each(|cid| assert_eq!(events.request(cid), Ok(None)));
+        assert_eq!(events.raise(VALUE), completes(1, VALUE));
+        assert_eq!(events.raise(VALUE), None, "the log page will tell of both");
+        assert_eq!(events.raise(REGISTER), None, "of the same type");
+        assert_eq!(events.raise(CHANGED), completes(2, CHANGED), "of another");
+        assert_eq!(events.log_read(lid::SMART_HEALTH, false), None, "another page");
+        assert_eq!(events.log_read(lid::ERROR_INFORMATION, true), None, "retained");
+        assert_eq!(events.log_read(lid::ERROR_INFORMATION, false), completes(3, REGISTER));
+        assert_eq!(events.log_read(lid::ERROR_INFORMATION, false), None);
+        assert_eq!(events.raise(VALUE), completes(4, VALUE), "after reading, anew");
+    }
+
+    #[test]
+    fn reading_between_report_and_next_request() {
+        let mut events = all_wanted();
+        assert_eq!(events.request(1), Ok(None));
+        assert_eq!(events.raise(CHANGED), completes(1, CHANGED));
+        assert_eq!(events.log_read(CHANGED.lid, false), None);
+        assert_eq!(events.raise(CHANGED), None, "no request, but not lost");
+        assert_eq!(events.request(2), Ok(completes(2, CHANGED)));
+    }
+
+    #[test]
+    fn what_the_host_does_not_want_is_not_reported() {
+        let mut events = AsyncEvents::default();
+        assert_eq!(events.request(1), Ok(None));
+        assert_eq!(events.raise(CHANGED), None);
+        assert_eq!(events.raise(HOT), None);
+        assert_eq!(events.raise(AsyncEvent::SUBSYSTEM_RELIABILITY), None);
+        events.configure(AsyncEventConfig::new().with_nan(true).with_smart(0b1010));
+        assert_eq!(events.log_read(CHANGED.lid, false), None, "what was dropped stays dropped");
+        assert_eq!(events.raise(AsyncEvent::SPARE_BELOW_THRESHOLD), None);
+        assert_eq!(events.raise(HOT), completes(1, HOT));
+        assert_eq!(events.raise(CHANGED), None);
+        assert_eq!(events.log_read(HOT.lid, false), None);
+        assert_eq!(events.raise(AsyncEvent::SUBSYSTEM_RELIABILITY), None);
+        // Not wanted any more before there was a request: gone.
+        events.configure(AsyncEventConfig::new().with_smart(0b1000));
+        let reliability = completes(2, AsyncEvent::SUBSYSTEM_RELIABILITY);
+        assert_eq!(events.request(2), Ok(reliability));
+        assert_eq!(events.request(3), Ok(None));
+    }
+
+    #[test]
+    fn a_reset_forgets_everything() {
+        let mut events = all_wanted();
+        assert_eq!(events.request(1), Ok(None));
+        assert_eq!(events.raise(VALUE), completes(1, VALUE));
+        events.raise(REGISTER);
+        assert_eq!(events.request(2), Ok(None));
+        events.clear();
+        assert_eq!(events, AsyncEvents::default());
+        assert!(!events.abort(2));
+        assert_eq!(events.request(1), Ok(None));
+        assert_eq!(events.raise(VALUE), completes(1, VALUE), "not masked");
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Request(u16),
+        Raise(usize),
+        Read(u8, bool),
+        Configure(u32),
+        Abort(u16),
+        Clear,
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            4 => (0..8u16).prop_map(Step::Request),
+            6 => (0..AsyncEvent::ALL.len()).prop_map(Step::Raise),
+            3 => (0..0x90u8, any::<bool>()).prop_map(|(lid, rae)| Step::Read(lid % 5, rae)),
+            1 => any::<u32>().prop_map(Step::Configure),
+            1 => (0..8u16).prop_map(Step::Abort),
+            1 => Just(Step::Clear),
+        ]
+    }
+
+    proptest! {
+        /// Whatever a host does: bounded state, a completion only for an outstanding request and
+        /// never for a masked type, and nothing waits that could have been reported.
+        #[test]
+        fn invariants(steps in prop::collection::vec(step(), 0..200)) {
+            let mut events = AsyncEvents::default();
+            for step in steps {
+                let mut before = events.clone();
+                let completion = match step {
+                    Step::Request(cid) => match events.request(cid) {
+                        Ok(completion) => {
+                            before.outstanding.push_back(cid);
+                            completion
+                        }
+                        Err(_) => {
+                            prop_assert_eq!(before.outstanding.len(), MAX_REQUESTS);
+                            None
+                        }
+                    },
+                    Step::Raise(at) => events.raise(AsyncEvent::ALL[at]),
+                    Step::Read(lid, rae) => {
+                        if !rae {
+                            before.unread.retain(|event| event.lid != lid);
+                        }
+                        events.log_read(lid, rae)
+                    }
+                    Step::Configure(bits) => events.configure(AsyncEventConfig::from_bits(bits)),
+                    Step::Abort(cid) => {
+                        let there = before.outstanding.contains(&cid);
+                        prop_assert_eq!(events.abort(cid), there);
+                        None
+                    }
+                    Step::Clear => {
+                        events.clear();
+                        None
+                    }
+                };
+                if let Some(Completion { cid, dw0 }) = completion {
+                    prop_assert_eq!(before.outstanding.front(), Some(&cid));
+                    let kind = AsyncEvent::from_dw0(dw0).kind;
+                    prop_assert!(before.unread.iter().all(|event| event.kind != kind));
+                }
+                prop_assert!(events.outstanding.len() <= MAX_REQUESTS);
+                prop_assert!(events.pending.len() <= MAX_PENDING);
+                prop_assert!(events.unread.len() <= 3);
+                let masked = |event: &AsyncEvent| {
+                    events.unread.iter().any(|other| other.kind == event.kind)
+                };
+                prop_assert!(events.outstanding.is_empty() || events.pending.iter().all(masked));
+            }
+        }
+    }
+}

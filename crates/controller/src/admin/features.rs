@@ -1,0 +1,487 @@
+//! Get Features and Set Features. Base 2.1, 5.1.11 and 5.1.25.
+
+use spec::admin::{GetFeatures, SetFeatures};
+use spec::feature::{
+    Arbitration, AsyncEventConfig, Capabilities, ErrorRecovery, InterruptCoalescing,
+    InterruptVectorConfiguration, IoCommandSetProfile, NumberOfQueues, PowerManagement, Select,
+    TemperatureThreshold, Timestamp, VolatileWriteCache, WriteAtomicity, fid,
+};
+use spec::log::{CommandEffects, FeatureEffects};
+use spec::sqe::NSID_ALL;
+use spec::status::Status;
+use std::collections::{BTreeMap, BTreeSet};
+use zerocopy::{FromBytes, IntoBytes};
+
+/// WCTEMP of Identify Controller, and the over temperature threshold that the controller starts
+/// with: 70 °C, in kelvins.
+pub(crate) const WARNING_TEMPERATURE: u16 = 343;
+/// CCTEMP of Identify Controller: 85 °C, in kelvins.
+pub(crate) const CRITICAL_TEMPERATURE: u16 = 358;
+
+/// The events that a host may switch on: all critical warnings, and the notices that OAES of
+/// Identify Controller has.
+const EVENTS: AsyncEventConfig = AsyncEventConfig::new().with_smart(0xff).with_nan(true);
+/// Any number of commands at a time: what the controller starts with.
+const NO_BURST_LIMIT: Arbitration = Arbitration::new().with_ab(7);
+
+/// The reserved bits of the Arbitration feature.
+const RESERVED_BURST: u32 = 0xf8;
+
+/// What the controller is and does at the moment of the command.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    /// I/O queue pairs that it has room for, at least 1.
+    pub(crate) io_queues: u16,
+    /// Whether an I/O queue exists: Number of Queues can not change any more.
+    pub(crate) queues_exist: bool,
+    /// Interrupt vectors that it has.
+    pub(crate) vectors: u16,
+    /// NN of Identify Controller: the greatest namespace identifier.
+    pub(crate) namespaces: u32,
+    /// Whether a namespace has a volatile write cache (VWC of Identify Controller).
+    pub(crate) volatile_cache: bool,
+}
+
+/// What the control plane has to do after a feature was set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Effect {
+    /// Nothing.
+    None,
+    /// Allow this many I/O queues of each kind, at least 1.
+    NumberOfQueues {
+        /// Submission queues: identifiers 1 to this.
+        submission: u16,
+        /// Completion queues: identifiers 1 to this.
+        completion: u16,
+    },
+    /// Coalesce interrupts.
+    InterruptCoalescing {
+        /// Completions that raise an interrupt at once, 0's based.
+        threshold: u8,
+        /// The longest delay in units of 100 microseconds; 0 for none.
+        time: u8,
+    },
+    /// Switch coalescing off or on for one vector.
+    InterruptVector {
+        /// Interrupt vector.
+        vector: u16,
+        /// Interrupts of this vector are never held back.
+        coalescing_disabled: bool,
+    },
+    /// With false, each write has to be on stable storage before it completes, as with FUA.
+    VolatileWriteCache(bool),
+    /// Which events the host wants; for [`AsyncEvents::configure`](super::events::AsyncEvents).
+    AsyncEventConfig(AsyncEventConfig),
+    /// A threshold moved: look whether the temperature crosses it now.
+    TemperatureThreshold,
+}
+
+/// A feature was set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Set {
+    /// Dword 0 of the completion.
+    pub(crate) dw0: u32,
+    /// What remains to be done.
+    pub(crate) effect: Effect,
+}
+
+/// A feature's value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Get {
+    /// Dword 0 of the completion.
+    pub(crate) dw0: u32,
+    /// What goes to the host's memory, for features that have more than a dword.
+    pub(crate) data: Option<Vec<u8>>,
+}
+
+/// Of what a feature is an attribute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Scope {
+    Controller,
+    Namespace,
+}
+
+/// The features that the controller has. All can be changed, none is saved.
+const FEATURES: &[(u8, Scope)] = &[
+    (fid::ARBITRATION, Scope::Controller),
+    (fid::POWER_MANAGEMENT, Scope::Controller),
+    (fid::TEMPERATURE_THRESHOLD, Scope::Controller),
+    (fid::ERROR_RECOVERY, Scope::Namespace),
+    (fid::VOLATILE_WRITE_CACHE, Scope::Controller),
+    (fid::NUMBER_OF_QUEUES, Scope::Controller),
+    (fid::INTERRUPT_COALESCING, Scope::Controller),
+    (fid::INTERRUPT_VECTOR_CONFIGURATION, Scope::Controller),
+    (fid::WRITE_ATOMICITY, Scope::Controller),
+    (fid::ASYNC_EVENT_CONFIGURATION, Scope::Controller),
+    (fid::TIMESTAMP, Scope::Controller),
+    (fid::IO_COMMAND_SET_PROFILE, Scope::Controller),
+];
+
+/// The scope of a feature.
+///
+/// # Errors
+/// Invalid Field in Command, if the controller has no such feature.
+fn scope_of(fid: u8, volatile_cache: bool) -> Result<Scope, Status> {
+    // Base 2.1, "Volatile Write Cache": without such a cache, the command fails.
+    if fid == fid::VOLATILE_WRITE_CACHE && !volatile_cache {
+        return Err(invalid_field());
+    }
+    let found = FEATURES.iter().find(|(supported, _)| *supported == fid);
+    found.map(|(_, scope)| *scope).ok_or(invalid_field())
+}
+
+/// The features that the controller has, for the log page 12h that tells of them.
+pub(crate) fn supported(volatile_cache: bool) -> impl Iterator<Item = (u8, FeatureEffects)> {
+    FEATURES.iter().filter(move |(fid, _)| scope_of(*fid, volatile_cache).is_ok()).map(
+        |(fid, scope)| {
+            let scope = match scope {
+                Scope::Controller => CommandEffects::SCOPE_CONTROLLER,
+                Scope::Namespace => CommandEffects::SCOPE_NAMESPACE,
+            };
+            (*fid, FeatureEffects::new().with_fsupp(true).with_fsp(scope))
+        },
+    )
+}
+
+/// How many bytes a Set Features command for this feature transfers from the host.
+pub(crate) fn data_length(fid: u8) -> usize {
+    if fid == fid::TIMESTAMP { size_of::<Timestamp>() } else { 0 }
+}
+
+/// The features of a controller, as they are now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Features {
+    arbitration: Arbitration,
+    power: PowerManagement,
+    over_temperature: u16,
+    under_temperature: u16,
+    /// Time Limited Error Recovery by namespace, where it was set.
+    error_recovery: BTreeMap<u32, u16>,
+    write_cache: bool,
+    /// `None` until it was set: as many as there is room for.
+    queues: Option<NumberOfQueues>,
+    coalescing: InterruptCoalescing,
+    /// The vectors with coalescing disabled.
+    coalescing_disabled: BTreeSet<u16>,
+    write_atomicity: WriteAtomicity,
+    events: AsyncEventConfig,
+    clock: Clock,
+}
+
+/// The Timestamp feature: a clock that the host sets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Clock {
+    /// What it showed...
+    millis: u64,
+    /// ...when [`now_ms`] was this.
+    at: u64,
+    /// The host has set it.
+    set: bool,
+}
+
+impl Features {
+    /// As they are at power on.
+    pub(crate) fn new() -> Self {
+        Self::at_reset(now_ms())
+    }
+
+    fn at_reset(now_ms: u64) -> Self {
+        Self {
+            arbitration: NO_BURST_LIMIT,
+            power: PowerManagement::new(),
+            over_temperature: WARNING_TEMPERATURE,
+            under_temperature: 0,
+            error_recovery: BTreeMap::new(),
+            write_cache: true,
+            queues: None,
+            coalescing: InterruptCoalescing::new(),
+            coalescing_disabled: BTreeSet::new(),
+            write_atomicity: WriteAtomicity::new(),
+            events: AsyncEventConfig::new(),
+            clock: Clock { millis: 0, at: now_ms, set: false },
+        }
+    }
+}
+
+fn invalid_field() -> Status {
+    Status::INVALID_FIELD.with_dnr()
+}
+
+fn invalid_namespace() -> Status {
+    Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr()
+}
+
+/// Whether a command for a feature may have this namespace identifier.
+///
+/// A strict controller refuses to set a feature of the controller for a namespace (Feature Not
+/// Namespace Specific). This one takes it for the whole controller: QEMU's `nvme://` block driver
+/// switches the volatile write cache with NSID 1 and gives up on the device when that fails, and
+/// nvme-cli sends the namespace of the node that it was given.
+fn check_namespace(scope: Scope, nsid: u32, all: bool, limits: &Limits) -> Result<(), Status> {
+    let ok = match nsid {
+        0 => scope == Scope::Controller,
+        NSID_ALL => scope == Scope::Controller || all,
+        _ => nsid <= limits.namespaces,
+    };
+    if ok { Ok(()) } else { Err(invalid_namespace()) }
+}
+
+impl Features {
+    /// A Controller Level Reset: nothing is saved, so everything is as it was at power on, and the
+    /// timestamp counts from 0.
+    pub(crate) fn reset(&mut self) {
+        *self = Self::new();
+    }
+
+    /// Set Features. `data` has what the command transfers: [`data_length`] bytes.
+    ///
+    /// # Errors
+    /// The status that the command completes with.
+    pub(crate) fn set(
+        &mut self,
+        cmd: &SetFeatures,
+        nsid: u32,
+        data: Option<&[u8]>,
+        limits: &Limits,
+    ) -> Result<Set, Status> {
+        self.set_at(cmd, nsid, data, limits, now_ms())
+    }
+
+    fn set_at(
+        &mut self,
+        cmd: &SetFeatures,
+        nsid: u32,
+        data: Option<&[u8]>,
+        limits: &Limits,
+        now_ms: u64,
+    ) -> Result<Set, Status> {
+        let scope = scope_of(cmd.fid, limits.volatile_cache)?;
+        if cmd.sv {
+            return Err(Status::FEATURE_NOT_SAVEABLE.with_dnr());
+        }
+        check_namespace(scope, nsid, true, limits)?;
+        let value = cmd.cdw11;
+        let mut dw0 = 0;
+        let mut effect = Effect::None;
+        match cmd.fid {
+            fid::ARBITRATION => self.arbitration = Arbitration::from_bits(value & !RESERVED_BURST),
+            fid::POWER_MANAGEMENT => self.power = power(value)?,
+            fid::TEMPERATURE_THRESHOLD => {
+                let wanted = TemperatureThreshold::from_bits(value);
+                match threshold(wanted, true)? {
+                    Threshold::Over => self.over_temperature = wanted.tmpth(),
+                    Threshold::Under => self.under_temperature = wanted.tmpth(),
+                }
+                effect = Effect::TemperatureThreshold;
+            }
+            fid::ERROR_RECOVERY => {
+                self.set_error_recovery(ErrorRecovery::from_bits(value), nsid, limits)?;
+            }
+            fid::VOLATILE_WRITE_CACHE => {
+                self.write_cache = VolatileWriteCache::from_bits(value).wce();
+                effect = Effect::VolatileWriteCache(self.write_cache);
+            }
+            fid::NUMBER_OF_QUEUES => {
+                let granted = grant(NumberOfQueues::from_bits(value), limits)?;
+                self.queues = Some(granted);
+                dw0 = granted.into_bits();
+                effect = Effect::NumberOfQueues {
+                    submission: granted.nsq() + 1,
+                    completion: granted.ncq() + 1,
+                };
+            }
+            fid::INTERRUPT_COALESCING => {
+                self.coalescing = InterruptCoalescing::from_bits(value & 0xffff);
+                let (threshold, time) = (self.coalescing.thr(), self.coalescing.time());
+                effect = Effect::InterruptCoalescing { threshold, time };
+            }
+            fid::INTERRUPT_VECTOR_CONFIGURATION => {
+                let wanted = InterruptVectorConfiguration::from_bits(value);
+                let (vector, coalescing_disabled) = (wanted.iv(), wanted.cd());
+                check_vector(vector, limits)?;
+                if coalescing_disabled {
+                    self.coalescing_disabled.insert(vector);
+                } else {
+                    self.coalescing_disabled.remove(&vector);
+                }
+                effect = Effect::InterruptVector { vector, coalescing_disabled };
+            }
+            fid::WRITE_ATOMICITY => self.write_atomicity = WriteAtomicity::from_bits(value & 1),
+            fid::ASYNC_EVENT_CONFIGURATION => {
+                // Bits that the controller has no events for are dropped, not refused: a host that
+                // switches on all that it knows gets all that there is.
+                self.events = AsyncEventConfig::from_bits(value & EVENTS.into_bits());
+                effect = Effect::AsyncEventConfig(self.events);
+            }
+            fid::TIMESTAMP => {
+                let data = data.ok_or(invalid_field())?;
+                let (timestamp, _) =
+                    Timestamp::read_from_prefix(data).map_err(|_| invalid_field())?;
+                self.clock = Clock { millis: timestamp.millis(), at: now_ms, set: true };
+            }
+            // There is one combination of I/O command sets: that of index 0, NVM alone.
+            fid::IO_COMMAND_SET_PROFILE if IoCommandSetProfile::from_bits(value).iocsci() != 0 => {
+                return Err(Status::IO_COMMAND_SET_COMBINATION_REJECTED.with_dnr());
+            }
+            fid::IO_COMMAND_SET_PROFILE => {}
+            _ => return Err(invalid_field()),
+        }
+        Ok(Set { dw0, effect })
+    }
+
+    /// Get Features.
+    ///
+    /// # Errors
+    /// The status that the command completes with.
+    pub(crate) fn get(&self, cmd: &GetFeatures, nsid: u32, limits: &Limits) -> Result<Get, Status> {
+        self.get_at(cmd, nsid, limits, now_ms())
+    }
+
+    fn get_at(
+        &self,
+        cmd: &GetFeatures,
+        nsid: u32,
+        limits: &Limits,
+        now_ms: u64,
+    ) -> Result<Get, Status> {
+        let scope = scope_of(cmd.fid, limits.volatile_cache)?;
+        check_namespace(scope, nsid, false, limits)?;
+        let defaults;
+        let values = match Select::from_bits(cmd.sel).ok_or(invalid_field())? {
+            Select::Current => self,
+            // No value is saveable, and then what is saved is the default. Base 2.1, 5.1.11.
+            Select::Default | Select::Saved => {
+                defaults = Self::at_reset(now_ms);
+                &defaults
+            }
+            Select::SupportedCapabilities => {
+                let capabilities = Capabilities::new()
+                    .with_namespace_specific(scope == Scope::Namespace)
+                    .with_changeable(true);
+                return Ok(Get { dw0: capabilities.into_bits(), data: None });
+            }
+        };
+        let dw0 = match cmd.fid {
+            fid::ARBITRATION => values.arbitration.into_bits(),
+            fid::POWER_MANAGEMENT => values.power.into_bits(),
+            fid::TEMPERATURE_THRESHOLD => {
+                match threshold(TemperatureThreshold::from_bits(cmd.cdw11), false)? {
+                    Threshold::Over => u32::from(values.over_temperature),
+                    Threshold::Under => u32::from(values.under_temperature),
+                }
+            }
+            fid::ERROR_RECOVERY => {
+                let tler = values.error_recovery.get(&nsid).copied().unwrap_or(0);
+                ErrorRecovery::new().with_tler(tler).into_bits()
+            }
+            fid::VOLATILE_WRITE_CACHE => {
+                VolatileWriteCache::new().with_wce(values.write_cache).into_bits()
+            }
+            fid::NUMBER_OF_QUEUES => values.queues.unwrap_or(all_queues(limits)).into_bits(),
+            fid::INTERRUPT_COALESCING => values.coalescing.into_bits(),
+            fid::INTERRUPT_VECTOR_CONFIGURATION => {
+                let vector = InterruptVectorConfiguration::from_bits(cmd.cdw11).iv();
+                check_vector(vector, limits)?;
+                let disabled = values.coalescing_disabled.contains(&vector);
+                InterruptVectorConfiguration::new().with_iv(vector).with_cd(disabled).into_bits()
+            }
+            fid::WRITE_ATOMICITY => values.write_atomicity.into_bits(),
+            fid::ASYNC_EVENT_CONFIGURATION => values.events.into_bits(),
+            fid::TIMESTAMP => {
+                let data = values.clock.read(now_ms).as_bytes().to_vec();
+                return Ok(Get { dw0: 0, data: Some(data) });
+            }
+            fid::IO_COMMAND_SET_PROFILE => IoCommandSetProfile::new().into_bits(),
+            _ => return Err(invalid_field()),
+        };
+        Ok(Get { dw0, data: None })
+    }
+
+    /// The temperature warning of the SMART / Health log page: whether `kelvins` is at or beyond a
+    /// threshold. Base 2.1, 5.1.25.1, "Temperature Threshold".
+    pub(crate) fn temperature_warning(&self, kelvins: u16) -> bool {
+        kelvins >= self.over_temperature || kelvins <= self.under_temperature
+    }
+
+    fn set_error_recovery(
+        &mut self,
+        wanted: ErrorRecovery,
+        nsid: u32,
+        limits: &Limits,
+    ) -> Result<(), Status> {
+        // No namespace has the error that this would enable (NSFEAT.DAE).
+        if wanted.dulbe() {
+            return Err(invalid_field());
+        }
+        let (first, last) = if nsid == NSID_ALL { (1, limits.namespaces) } else { (nsid, nsid) };
+        self.error_recovery.extend((first..=last).map(|nsid| (nsid, wanted.tler())));
+        Ok(())
+    }
+}
+
+/// There is one power state.
+fn power(value: u32) -> Result<PowerManagement, Status> {
+    let wanted = PowerManagement::from_bits(value & 0xff);
+    if wanted.ps() == 0 { Ok(wanted) } else { Err(invalid_field()) }
+}
+
+/// Which of the composite temperature's two thresholds a command is about.
+enum Threshold {
+    Over,
+    Under,
+}
+
+/// There are no sensors, only the composite temperature; `all` allows to address it as "all".
+fn threshold(wanted: TemperatureThreshold, all: bool) -> Result<Threshold, Status> {
+    match (wanted.tmpsel(), wanted.thsel()) {
+        (0, 0) => Ok(Threshold::Over),
+        (0, 1) => Ok(Threshold::Under),
+        (0xf, 0) if all => Ok(Threshold::Over),
+        (0xf, 1) if all => Ok(Threshold::Under),
+        _ => Err(invalid_field()),
+    }
+}
+
+fn all_queues(limits: &Limits) -> NumberOfQueues {
+    let count0 = limits.io_queues.saturating_sub(1);
+    NumberOfQueues::new().with_nsq(count0).with_ncq(count0)
+}
+
+/// As many as the host wants, if there is room for them. Base 2.1, "Number of Queues".
+fn grant(wanted: NumberOfQueues, limits: &Limits) -> Result<NumberOfQueues, Status> {
+    if wanted.nsq() == u16::MAX || wanted.ncq() == u16::MAX {
+        return Err(invalid_field());
+    }
+    if limits.queues_exist {
+        return Err(Status::COMMAND_SEQUENCE_ERROR.with_dnr());
+    }
+    let all = all_queues(limits);
+    Ok(NumberOfQueues::new()
+        .with_nsq(wanted.nsq().min(all.nsq()))
+        .with_ncq(wanted.ncq().min(all.ncq())))
+}
+
+fn check_vector(vector: u16, limits: &Limits) -> Result<(), Status> {
+    if vector < limits.vectors { Ok(()) } else { Err(invalid_field()) }
+}
+
+/// Milliseconds of a clock that never goes back, and that all processes of the machine share: the
+/// timestamp must go on when another process takes over.
+fn now_ms() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    let (seconds, nanos) = (now.tv_sec as u64, now.tv_nsec as u64);
+    seconds.wrapping_mul(1000).wrapping_add(nanos / 1_000_000)
+}
+
+impl Clock {
+    fn read(self, now_ms: u64) -> Timestamp {
+        let millis = self.millis.wrapping_add(now_ms.saturating_sub(self.at)) & MILLIS;
+        Timestamp::new().with_millis(millis).with_origin(self.set.into())
+    }
+}
+
+/// A timestamp has 48 bits.
+const MILLIS: u64 = (1 << 48) - 1;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,263 @@
+//! Identify: what the controller and its namespaces are. Base 2.1, 5.1.13; NVM 1.1, 4.1.5.
+
+use super::ABORT_LIMIT;
+use super::events::MAX_REQUESTS;
+use super::features::{CRITICAL_TEMPERATURE, WARNING_TEMPERATURE};
+use super::logs::ERROR_LOG_ENTRIES;
+use crate::config::{Config, PCI_VENDOR_ID};
+use crate::namespace::{IEEE_OUI, Namespace};
+use spec::admin::Identify;
+use spec::identify::{
+    ControllerType, Dlfeat, EntrySizes, Frmw, IDENTIFY_SIZE, IdentifyController,
+    IdentifyIndependentNamespace, IdentifyNamespace, IdentifyNvmController, IdentifyNvmNamespace,
+    IoCommandSets, LbaFormat, Lpa, NamespaceId, NamespaceIds, NamespaceList, Nsfeat, Oacs, Oaes,
+    Oncs, Sgls, Vwc, ascii_field, cns, csi, nqn_field,
+};
+use spec::regs::Vs;
+use spec::sqe::NSID_ALL;
+use spec::status::Status;
+use zerocopy::IntoBytes;
+
+/// The version of the specification that the controller complies with: VS and VER.
+pub(crate) const VERSION: Vs = Vs::V2_0;
+/// The controller's identifier in its NVM subsystem, of which it is the only one.
+pub(crate) const CNTLID: u16 = 1;
+/// The firmware revision: the version of this program, as far as it fits.
+pub(crate) const FIRMWARE_REVISION: [u8; 8] = firmware_revision();
+/// The time that a normal shutdown may take: it ends in a flush of all disks. 10 seconds; hosts
+/// that are told nothing give up after 5 or less.
+const SHUTDOWN_MICROSECONDS: u32 = 10_000_000;
+/// Namespace Attributes: write protected now.
+const NSATTR_WRITE_PROTECTED: u8 = 1;
+/// Common Namespace Features: the namespace has no volatile write cache, whatever VWC says of the
+/// controller as a whole. Base 2.1, "I/O Command Set Independent Identify Namespace data structure".
+const VOLATILE_CACHE_NOT_PRESENT: u8 = 1 << 5;
+/// Blocks of a Write Zeroes command, at most: a limit of the command itself.
+const MAX_BLOCKS: u32 = 1 << 16;
+/// CNTID of Identify: whichever controller takes the command.
+const THIS_CONTROLLER: u16 = 0xffff;
+
+/// Padded with spaces, and cut off, as ASCII fields are.
+const fn firmware_revision() -> [u8; 8] {
+    let version = env!("CARGO_PKG_VERSION").as_bytes();
+    let mut field = [b' '; 8];
+    let mut at = 0;
+    while at < version.len() && at < field.len() {
+        field[at] = version[at];
+        at += 1;
+    }
+    field
+}
+
+type Page = Box<[u8; IDENTIFY_SIZE]>;
+
+/// What Identify tells of a controller as long as it lives.
+#[derive(Clone, Debug)]
+pub(crate) struct Identity {
+    controller: Box<IdentifyController>,
+    nvm: Box<IdentifyNvmController>,
+}
+
+impl Identity {
+    /// Of a configuration that was found valid.
+    pub(crate) fn new(config: &Config) -> Self {
+        Self { controller: Box::new(controller(config)), nvm: Box::new(nvm_controller(config)) }
+    }
+
+    /// Identify. `namespaces` are the active ones, in ascending order.
+    ///
+    /// # Errors
+    /// The status that the command completes with.
+    pub(crate) fn identify(
+        &self,
+        cmd: &Identify,
+        nsid: u32,
+        namespaces: &[Namespace],
+    ) -> Result<Page, Status> {
+        let nn = self.controller.nn;
+        let nsids = || namespaces.iter().map(Namespace::nsid);
+        match cmd.cns {
+            cns::NAMESPACE => {
+                let namespace = find(nsid, nn, namespaces)?;
+                Ok(page(&namespace.map(identify_namespace).unwrap_or_default()))
+            }
+            cns::CONTROLLER => {
+                let mut controller = self.controller.clone();
+                let bytes = namespaces.iter().map(|ns| u128::from(ns.info().bytes())).sum::<u128>();
+                controller.tnvmcap = bytes.into();
+                Ok(page(&*controller))
+            }
+            cns::ACTIVE_NAMESPACES => list(nsid, nsids()),
+            cns::NAMESPACE_IDS => {
+                // Unlike the structures, the list is not there for an inactive namespace.
+                let namespace = find(nsid, nn, namespaces)?.ok_or(invalid_namespace())?;
+                Ok(page(&ids(namespace)))
+            }
+            cns::CSI_NAMESPACE => {
+                find(nsid, nn, namespaces)?;
+                if cmd.csi != csi::NVM {
+                    return Err(Status::INVALID_IO_COMMAND_SET.with_dnr());
+                }
+                // All of it is about protection information, or about what NSFEAT says is not there.
+                Ok(page(&IdentifyNvmNamespace::default()))
+            }
+            cns::CSI_CONTROLLER if cmd.csi == csi::NVM => Ok(page(&*self.nvm)),
+            cns::CSI_ACTIVE_NAMESPACES if cmd.csi == csi::NVM => list(nsid, nsids()),
+            cns::INDEPENDENT_NAMESPACE => {
+                let namespace = find(nsid, nn, namespaces)?;
+                Ok(page(&namespace.map(independent).unwrap_or_default()))
+            }
+            cns::IO_COMMAND_SETS if matches!(cmd.cntid, CNTLID | THIS_CONTROLLER) => {
+                let mut sets = IoCommandSets::default();
+                sets.vectors[0] = 1 << csi::NVM;
+                Ok(page(&sets))
+            }
+            _ => Err(Status::INVALID_FIELD.with_dnr()),
+        }
+    }
+}
+
+fn page(structure: &(impl IntoBytes + zerocopy::Immutable)) -> Page {
+    let mut page = Box::new([0; IDENTIFY_SIZE]);
+    // Every structure has the size of the page; the zip could not panic if one had not.
+    page.iter_mut().zip(structure.as_bytes()).for_each(|(to, from)| *to = *from);
+    page
+}
+
+fn invalid_namespace() -> Status {
+    Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr()
+}
+
+/// The namespace `nsid`; `None` if it is a valid identifier of an inactive namespace.
+///
+/// NSID FFFFFFFFh would ask for what all namespaces have in common, which only a controller with
+/// Namespace Management tells.
+fn find(nsid: u32, nn: u32, namespaces: &[Namespace]) -> Result<Option<&Namespace>, Status> {
+    if nsid == 0 || nsid > nn {
+        return Err(invalid_namespace());
+    }
+    Ok(namespaces.iter().find(|namespace| namespace.nsid() == nsid))
+}
+
+/// The active namespaces above `above`.
+fn list(above: u32, nsids: impl Iterator<Item = u32>) -> Result<Page, Status> {
+    // There is none above these, and the specification has them refused.
+    if above >= NSID_ALL - 1 {
+        return Err(invalid_namespace());
+    }
+    Ok(page(&NamespaceList::above(above, nsids)))
+}
+
+/// The NVM subsystem's name. A host takes controllers of the same name for ways to the same
+/// namespaces, so it has the serial number, which is the controller's own.
+fn qualified_name(serial: &str) -> String {
+    format!("nqn.2026-11.io.shadowbell:{serial}")
+}
+
+fn controller(config: &Config) -> IdentifyController {
+    let volatile_cache = config.namespaces.iter().any(|ns| ns.disk.info().volatile_cache);
+    let [oui0, oui1, oui2] = IEEE_OUI;
+    let mut controller = IdentifyController {
+        vid: PCI_VENDOR_ID,
+        ssvid: PCI_VENDOR_ID,
+        sn: ascii_field(&config.serial),
+        mn: ascii_field(&config.model),
+        fr: FIRMWARE_REVISION,
+        rab: 6,
+        ieee: [oui2, oui1, oui0],
+        mdts: config.mdts,
+        cntlid: CNTLID,
+        ver: VERSION.into_bits(),
+        rtd3e: SHUTDOWN_MICROSECONDS,
+        oaes: Oaes::new().with_nsan(true),
+        cntrltype: ControllerType::Io as u8,
+        oacs: Oacs::new().with_doorbell_buffer_config(config.shadow_doorbells),
+        acl: (ABORT_LIMIT - 1) as u8,
+        aerl: (MAX_REQUESTS - 1) as u8,
+        // One slot, which can not be written.
+        frmw: Frmw::new().with_ffsro(true).with_nofs(1),
+        lpa: Lpa::new().with_cses(true).with_lpeds(true).with_mlps(true),
+        elpe: (ERROR_LOG_ENTRIES - 1) as u8,
+        wctemp: WARNING_TEMPERATURE,
+        cctemp: CRITICAL_TEMPERATURE,
+        sqes: EntrySizes::new().with_min(6).with_max(6),
+        cqes: EntrySizes::new().with_min(4).with_max(4),
+        maxcmd: u16::try_from(config.max_queue_entries).unwrap_or(u16::MAX),
+        nn: config.namespaces.len() as u32,
+        oncs: Oncs::new()
+            .with_compare(true)
+            .with_dataset_management(true)
+            .with_write_zeroes(true)
+            .with_save_and_select(true)
+            .with_timestamp(true)
+            .with_verify(true),
+        // A Flush of all namespaces (FFFFFFFFh) is supported, with a cache or without.
+        vwc: Vwc::new().with_vwcp(volatile_cache).with_fb(0b11),
+        sgls: Sgls::new().with_support(0b01).with_longer_than_data(true),
+        ..IdentifyController::default()
+    };
+    if let Some(name) = nqn_field(&qualified_name(&config.serial)) {
+        controller.subnqn = name;
+    }
+    controller
+}
+
+fn nvm_controller(config: &Config) -> IdentifyNvmController {
+    // Without a limit of its own, hosts take MDTS for the limit of Write Zeroes. The only limit
+    // there is is that of the command's 65536 blocks; of the smallest blocks, because a host
+    // reckons with one limit for all namespaces.
+    let smallest = config.namespaces.iter().map(|ns| ns.disk.info().block_size).min();
+    let pages = MAX_BLOCKS / 4096 * smallest.unwrap_or(512);
+    IdentifyNvmController { wzsl: pages.ilog2() as u8, ..IdentifyNvmController::default() }
+}
+
+fn identify_namespace(namespace: &Namespace) -> IdentifyNamespace {
+    let info = namespace.info();
+    let blocks = namespace.blocks();
+    let mut identify = IdentifyNamespace {
+        nsze: blocks,
+        ncap: blocks,
+        nuse: blocks,
+        // Deallocated blocks read as zeroes.
+        dlfeat: Dlfeat::new().with_drb(1).with_wzds(info.discard),
+        nvmcap: u128::from(info.bytes()).into(),
+        nsattr: if namespace.read_only() { NSATTR_WRITE_PROTECTED } else { 0 },
+        nguid: namespace.nguid(),
+        eui64: namespace.eui64(),
+        ..IdentifyNamespace::default()
+    };
+    let granularity0 = info.granularity.saturating_sub(1);
+    if let Some(granularity0) = u16::try_from(granularity0).ok().filter(|g| *g != 0) {
+        identify.nsfeat = Nsfeat::new().with_optperf(0b01);
+        identify.npwg = granularity0;
+        identify.npwa = granularity0;
+        identify.npdg = granularity0;
+        identify.npda = granularity0;
+        identify.nows = granularity0;
+    }
+    if let Some(format) = identify.lbaf.first_mut() {
+        *format = LbaFormat { lbads: namespace.block_shift() as u8, ..LbaFormat::default() };
+    }
+    identify
+}
+
+fn independent(namespace: &Namespace) -> IdentifyIndependentNamespace {
+    IdentifyIndependentNamespace {
+        nsfeat: if namespace.info().volatile_cache { 0 } else { VOLATILE_CACHE_NOT_PRESENT },
+        nsattr: if namespace.read_only() { NSATTR_WRITE_PROTECTED } else { 0 },
+        nstat: IdentifyIndependentNamespace::NSTAT_READY,
+        ..IdentifyIndependentNamespace::default()
+    }
+}
+
+fn ids(namespace: &Namespace) -> NamespaceIds {
+    NamespaceIds::new([
+        NamespaceId::Uuid(namespace.uuid()),
+        NamespaceId::Nguid(namespace.nguid()),
+        NamespaceId::Eui64(namespace.eui64()),
+        NamespaceId::Csi(csi::NVM),
+    ])
+}
+
+#[cfg(test)]
+mod tests;

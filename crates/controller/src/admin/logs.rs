@@ -1,0 +1,327 @@
+//! Get Log Page: what happened to the controller, and what it supports. Base 2.1, 5.1.12.
+
+use super::features;
+use crate::admin::identify::FIRMWARE_REVISION;
+use spec::admin::GetLogPage;
+use spec::identify::csi;
+use spec::log::{
+    Afi, ChangedNamespaces, CommandEffects, CommandsSupportedEffects, CriticalWarning,
+    ErrorLogEntry, FeaturesSupportedEffects, FirmwareSlot, LogPageSupport, ParameterLocation,
+    SmartHealth, SupportedLogPages, lid,
+};
+use spec::opcode::{AdminOpcode, NvmOpcode};
+use spec::sqe::NSID_ALL;
+use spec::status::Status;
+use std::collections::{BTreeSet, VecDeque};
+use std::time::Duration;
+use zerocopy::{FromZeros, IntoBytes};
+
+/// Entries of the Error Information log page: ELPE + 1 of Identify Controller.
+pub(crate) const ERROR_LOG_ENTRIES: usize = 64;
+/// What the emulated controller's temperature is, in kelvins.
+pub(crate) const TEMPERATURE: u16 = 300;
+
+/// An error that happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ErrorRecord {
+    /// Submission queue identifier; FFFFh if no command is to blame.
+    pub(crate) sqid: u16,
+    /// Command identifier; FFFFh if no command is to blame.
+    pub(crate) cid: u16,
+    /// The status that the command completed with.
+    pub(crate) status: Status,
+    /// The namespace, if it has to do with one.
+    pub(crate) nsid: u32,
+    /// The first logical block with the error, if it has to do with one.
+    pub(crate) lba: u64,
+}
+
+/// The newest errors, and how many there ever were.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct ErrorLog {
+    /// The newest first.
+    entries: VecDeque<ErrorLogEntry>,
+    count: u64,
+}
+
+impl ErrorLog {
+    /// Adds an error, which may push the oldest one out.
+    pub(crate) fn push(&mut self, record: ErrorRecord) {
+        self.count = self.count.saturating_add(1);
+        self.entries.truncate(ERROR_LOG_ENTRIES - 1);
+        self.entries.push_front(ErrorLogEntry {
+            error_count: self.count,
+            sqid: record.sqid,
+            cid: record.cid,
+            // As in a completion queue entry, with the phase tag as zero.
+            status: record.status.bits() << 1,
+            parameter: ParameterLocation::NONE,
+            lba: record.lba,
+            nsid: record.nsid,
+            ..ErrorLogEntry::default()
+        });
+    }
+
+    /// How many errors there were since power on.
+    pub(crate) fn count(&self) -> u64 {
+        self.count
+    }
+
+    fn page(&self) -> [ErrorLogEntry; ERROR_LOG_ENTRIES] {
+        let mut page = [ErrorLogEntry::default(); ERROR_LOG_ENTRIES];
+        for (slot, entry) in page.iter_mut().zip(&self.entries) {
+            *slot = *entry;
+        }
+        page
+    }
+}
+
+/// What the SMART / Health Information log page tells, in the units in which it is counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Health {
+    /// Bytes that Read, Compare and Verify commands read.
+    pub(crate) bytes_read: u64,
+    /// Bytes that Write commands wrote.
+    pub(crate) bytes_written: u64,
+    /// Read, Compare and Verify commands completed.
+    pub(crate) host_reads: u64,
+    /// Write commands completed.
+    pub(crate) host_writes: u64,
+    /// How long commands were being worked on.
+    pub(crate) busy: Duration,
+    /// How long the controller exists.
+    pub(crate) powered: Duration,
+    /// How often it was powered up.
+    pub(crate) power_cycles: u64,
+    /// How often power (or the host) went away without a shutdown notification.
+    pub(crate) unsafe_shutdowns: u64,
+    /// Commands that ended in an error of the medium.
+    pub(crate) media_errors: u64,
+    /// [`ErrorLog::count`].
+    pub(crate) error_log_entries: u64,
+    /// What is wrong.
+    pub(crate) warning: CriticalWarning,
+    /// Composite temperature in kelvins.
+    pub(crate) temperature: u16,
+}
+
+impl Default for Health {
+    fn default() -> Self {
+        Self {
+            bytes_read: 0,
+            bytes_written: 0,
+            host_reads: 0,
+            host_writes: 0,
+            busy: Duration::ZERO,
+            powered: Duration::ZERO,
+            power_cycles: 0,
+            unsafe_shutdowns: 0,
+            media_errors: 0,
+            error_log_entries: 0,
+            warning: CriticalWarning::new(),
+            temperature: TEMPERATURE,
+        }
+    }
+}
+
+impl Health {
+    fn page(&self) -> SmartHealth {
+        /// Thousands of 512-byte units, rounded up.
+        fn data_units(bytes: u64) -> u128 {
+            u128::from(bytes.div_ceil(512 * 1000))
+        }
+        SmartHealth {
+            critical_warning: self.warning,
+            temperature: self.temperature.into(),
+            // Flash that wears out and spare blocks are the business of the storage below.
+            available_spare: 100,
+            available_spare_threshold: 10,
+            percentage_used: 0,
+            data_units_read: data_units(self.bytes_read).into(),
+            data_units_written: data_units(self.bytes_written).into(),
+            host_read_commands: u128::from(self.host_reads).into(),
+            host_write_commands: u128::from(self.host_writes).into(),
+            controller_busy_time: u128::from(self.busy.as_secs() / 60).into(),
+            power_cycles: u128::from(self.power_cycles).into(),
+            power_on_hours: u128::from(self.powered.as_secs() / 3600).into(),
+            unsafe_shutdowns: u128::from(self.unsafe_shutdowns).into(),
+            media_errors: u128::from(self.media_errors).into(),
+            error_log_entries: u128::from(self.error_log_entries).into(),
+            ..SmartHealth::default()
+        }
+    }
+}
+
+/// The namespaces that changed since the host last read the Changed Attached Namespace List.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct ChangedList(BTreeSet<u32>);
+
+impl ChangedList {
+    /// A namespace changed: to be called before the event is raised.
+    pub(crate) fn insert(&mut self, nsid: u32) {
+        self.0.insert(nsid);
+    }
+
+    /// A controller was reset: its host will identify everything anew.
+    pub(crate) fn clear(&mut self) {
+        self.0.clear();
+    }
+}
+
+/// What the log pages are made of.
+#[derive(Debug)]
+pub(crate) struct LogContext<'a> {
+    /// Error Information.
+    pub(crate) errors: &'a ErrorLog,
+    /// SMART / Health Information.
+    pub(crate) health: &'a Health,
+    /// Changed Attached Namespace List.
+    pub(crate) changed: &'a mut ChangedList,
+    /// Whether Doorbell Buffer Config is offered.
+    pub(crate) shadow_doorbells: bool,
+    /// Whether a namespace has a volatile write cache.
+    pub(crate) volatile_cache: bool,
+}
+
+/// The log pages that the controller has.
+const PAGES: &[u8] = &[
+    lid::SUPPORTED_LOG_PAGES,
+    lid::ERROR_INFORMATION,
+    lid::SMART_HEALTH,
+    lid::FIRMWARE_SLOT,
+    lid::CHANGED_ATTACHED_NAMESPACES,
+    lid::COMMANDS_SUPPORTED_EFFECTS,
+    lid::FEATURES_SUPPORTED_EFFECTS,
+    lid::MI_COMMANDS_SUPPORTED_EFFECTS,
+];
+
+/// What the host gets for a Get Log Page command: the part of the page that it asks for. If it asks
+/// for more than there is, that is less than it asks for, and what follows in its buffer is
+/// undefined (Base 2.1, 5.1.12): it stays as it was.
+///
+/// Reading the Changed Attached Namespace List without RAE clears it. Telling
+/// [`AsyncEvents::log_read`](super::events::AsyncEvents::log_read) is left to the caller.
+///
+/// # Errors
+/// The status that the command completes with.
+pub(crate) fn read(
+    cmd: &GetLogPage,
+    nsid: u32,
+    context: &mut LogContext<'_>,
+) -> Result<Vec<u8>, Status> {
+    let invalid_field = Status::INVALID_FIELD.with_dnr();
+    if !PAGES.contains(&cmd.lid) {
+        return Err(Status::INVALID_LOG_PAGE.with_dnr());
+    }
+    // All pages are of the controller or of the NVM subsystem (SMART / Health too: LPA bit 0).
+    if nsid != 0 && nsid != NSID_ALL {
+        return Err(invalid_field);
+    }
+    // No page has an index for its offset, and offsets are of dwords.
+    if cmd.ot || !cmd.lpo.is_multiple_of(4) {
+        return Err(invalid_field);
+    }
+    let page = page(cmd, context)?;
+    let start = usize::try_from(cmd.lpo).ok().filter(|start| *start <= page.len());
+    let start = start.ok_or(invalid_field)?;
+    let length = usize::try_from(cmd.length()).unwrap_or(usize::MAX);
+    let end = start.saturating_add(length).min(page.len());
+    let part = page.get(start..end).unwrap_or_default().to_vec();
+    if cmd.lid == lid::CHANGED_ATTACHED_NAMESPACES && !cmd.rae {
+        context.changed.clear();
+    }
+    Ok(part)
+}
+
+/// The whole page.
+fn page(cmd: &GetLogPage, context: &LogContext<'_>) -> Result<Vec<u8>, Status> {
+    Ok(match cmd.lid {
+        lid::SUPPORTED_LOG_PAGES => supported_pages().as_bytes().to_vec(),
+        lid::ERROR_INFORMATION => context.errors.page().as_bytes().to_vec(),
+        lid::SMART_HEALTH => context.health.page().as_bytes().to_vec(),
+        lid::FIRMWARE_SLOT => firmware_slot().as_bytes().to_vec(),
+        lid::CHANGED_ATTACHED_NAMESPACES => {
+            ChangedNamespaces::new(context.changed.0.iter().copied()).as_bytes().to_vec()
+        }
+        lid::COMMANDS_SUPPORTED_EFFECTS => {
+            // Base 2.1, 5.1.12.1.6: the page of the I/O command set that CSI names.
+            if cmd.csi != csi::NVM {
+                return Err(Status::INVALID_FIELD.with_dnr());
+            }
+            commands(context.shadow_doorbells).as_bytes().to_vec()
+        }
+        lid::FEATURES_SUPPORTED_EFFECTS => {
+            let mut page = FeaturesSupportedEffects::default();
+            for (fid, effects) in features::supported(context.volatile_cache) {
+                page.fids[usize::from(fid)] = effects;
+            }
+            page.as_bytes().to_vec()
+        }
+        // There is no management interface, so no command of it is supported. The page must be
+        // there because LPA bit 5 promises it together with the two above.
+        lid::MI_COMMANDS_SUPPORTED_EFFECTS => vec![0; MI_PAGE_BYTES],
+        _ => return Err(Status::INVALID_LOG_PAGE.with_dnr()),
+    })
+}
+
+/// The size of the NVMe-MI Commands Supported and Effects log page.
+const MI_PAGE_BYTES: usize = 4096;
+
+fn supported_pages() -> SupportedLogPages {
+    let mut page = SupportedLogPages::default();
+    for lid in PAGES {
+        page.lids[usize::from(*lid)] = LogPageSupport::new().with_lsupp(true);
+    }
+    page
+}
+
+/// One slot, which holds what runs.
+fn firmware_slot() -> FirmwareSlot {
+    let mut page = FirmwareSlot { afi: Afi::new().with_active(1), ..FirmwareSlot::default() };
+    page.frs[0] = FIRMWARE_REVISION;
+    page
+}
+
+/// The admin commands that the controller has.
+const ADMIN_COMMANDS: &[AdminOpcode] = &[
+    AdminOpcode::DeleteIoSq,
+    AdminOpcode::CreateIoSq,
+    AdminOpcode::GetLogPage,
+    AdminOpcode::DeleteIoCq,
+    AdminOpcode::CreateIoCq,
+    AdminOpcode::Identify,
+    AdminOpcode::Abort,
+    AdminOpcode::SetFeatures,
+    AdminOpcode::GetFeatures,
+    AdminOpcode::AsyncEventRequest,
+];
+
+/// The I/O commands that the controller has, and whether they change what logical blocks contain.
+const IO_COMMANDS: &[(NvmOpcode, bool)] = &[
+    (NvmOpcode::Flush, false),
+    (NvmOpcode::Write, true),
+    (NvmOpcode::Read, false),
+    (NvmOpcode::Compare, false),
+    (NvmOpcode::WriteZeroes, true),
+    (NvmOpcode::DatasetManagement, true),
+    (NvmOpcode::Verify, false),
+];
+
+fn commands(shadow_doorbells: bool) -> CommandsSupportedEffects {
+    let mut page = CommandsSupportedEffects::new_zeroed();
+    let of_controller =
+        CommandEffects::new().with_csupp(true).with_csp(CommandEffects::SCOPE_CONTROLLER);
+    let optional = shadow_doorbells.then_some(&AdminOpcode::DoorbellBufferConfig);
+    for opcode in ADMIN_COMMANDS.iter().chain(optional) {
+        page.admin[usize::from(u8::from(*opcode))] = of_controller;
+    }
+    let of_namespace =
+        CommandEffects::new().with_csupp(true).with_csp(CommandEffects::SCOPE_NAMESPACE);
+    for (opcode, changes) in IO_COMMANDS {
+        page.io[usize::from(u8::from(*opcode))] = of_namespace.with_lbcc(*changes);
+    }
+    page
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,129 @@
+//! A namespace of a controller: a disk with an identifier, and names for ever.
+
+use crate::config::NamespaceConfig;
+use disk::{Disk, Info};
+use std::sync::Arc;
+
+/// The IEEE OUI of the identifiers that are made here, big-endian: with the bit set that says
+/// "locally administered", so it is nobody's.
+pub(crate) const IEEE_OUI: [u8; 3] = [0x02, 0x53, 0x42];
+
+/// A namespace, as the control plane and the workers know it.
+#[derive(Clone, Debug)]
+pub(crate) struct Namespace {
+    nsid: u32,
+    disk: Arc<dyn Disk>,
+    info: Info,
+    uuid: [u8; 16],
+}
+
+impl Namespace {
+    /// The namespace `nsid` of a configuration that was found valid.
+    pub(crate) fn new(nsid: u32, config: &NamespaceConfig) -> Self {
+        let NamespaceConfig { disk, uuid } = config;
+        Self { nsid, disk: Arc::clone(disk), info: disk.info(), uuid: *uuid }
+    }
+
+    /// Its identifier, from 1.
+    pub(crate) fn nsid(&self) -> u32 {
+        self.nsid
+    }
+
+    /// Where it keeps its bytes.
+    pub(crate) fn disk(&self) -> &Arc<dyn Disk> {
+        &self.disk
+    }
+
+    /// What the disk was when the namespace was made.
+    pub(crate) fn info(&self) -> &Info {
+        &self.info
+    }
+
+    /// Its size in logical blocks.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.info.blocks
+    }
+
+    /// The size of a logical block as a power of two: 9 or 12.
+    pub(crate) fn block_shift(&self) -> u32 {
+        self.info.block_size.trailing_zeros()
+    }
+
+    /// Whether writes are refused with Namespace is Write Protected.
+    pub(crate) fn read_only(&self) -> bool {
+        self.info.read_only
+    }
+
+    /// UUID, big-endian.
+    pub(crate) fn uuid(&self) -> [u8; 16] {
+        self.uuid
+    }
+
+    /// Namespace Globally Unique Identifier, big-endian. Base 2.1, "Namespace Globally Unique
+    /// Identifier": bytes 8 to 10 are the OUI, the rest is for its owner to make unique.
+    pub(crate) fn nguid(&self) -> [u8; 16] {
+        let mut nguid = self.uuid;
+        nguid[8..11].copy_from_slice(&IEEE_OUI);
+        nguid
+    }
+
+    /// IEEE Extended Unique Identifier, big-endian: three bytes of OUI and five for its owner. These
+    /// are of a hash of the UUID (64-bit FNV-1a, folded), because any five bytes of the UUID itself
+    /// may be the same in all of them.
+    pub(crate) fn eui64(&self) -> [u8; 8] {
+        let hash = self.uuid.iter().fold(0xcbf2_9ce4_8422_2325_u64, |h, b| {
+            (h ^ u64::from(*b)).wrapping_mul(0x0000_0100_0000_01b3)
+        });
+        let mut eui64 = (hash ^ hash >> 40).to_be_bytes();
+        eui64[..3].copy_from_slice(&IEEE_OUI);
+        eui64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::uuid_from;
+    use crate::test_disk::TestDisk;
+    use std::collections::HashSet;
+
+    #[test]
+    fn what_the_disk_says() {
+        let disk = TestDisk::new(101, 4096);
+        let uuid = uuid_from("a");
+        let namespace = Namespace::new(2, &NamespaceConfig { disk: Arc::new(disk), uuid });
+        assert_eq!((namespace.nsid(), namespace.blocks(), namespace.block_shift()), (2, 101, 12));
+        assert_eq!(namespace.uuid(), uuid);
+        assert!(!namespace.read_only());
+        let mut disk = TestDisk::new(7, 512);
+        disk.0.read_only = true;
+        let namespace = Namespace::new(1, &NamespaceConfig { disk: Arc::new(disk), uuid });
+        assert_eq!((namespace.block_shift(), namespace.read_only()), (9, true));
+        assert_eq!(namespace.info(), &namespace.disk().info());
+    }
+
+    #[test]
+    fn names_differ_and_carry_the_oui() {
+        // UUIDs that differ in one place only, whichever it is; then such as we make.
+        let mut uuids: Vec<[u8; 16]> = Vec::new();
+        for byte in 0..16 {
+            for value in 1..=255 {
+                let mut uuid = [0x11; 16];
+                uuid[byte] ^= value;
+                uuids.push(uuid);
+            }
+        }
+        uuids.extend((0..20_000).map(|n| uuid_from(&n.to_string())));
+        let disk = TestDisk::shared(1, 512);
+        let named = |uuid| Namespace::new(1, &NamespaceConfig { disk: Arc::clone(&disk), uuid });
+        let namespaces: Vec<_> = uuids.iter().copied().map(named).collect();
+        assert!(namespaces.iter().all(|namespace| namespace.nguid()[8..11] == IEEE_OUI));
+        assert!(namespaces.iter().all(|namespace| namespace.eui64()[..3] == IEEE_OUI));
+        let eui64s: HashSet<_> = namespaces.iter().map(Namespace::eui64).collect();
+        assert_eq!(eui64s.len(), uuids.len());
+        // Three bytes of the UUID give way to the OUI.
+        let nguids: HashSet<_> = namespaces[16 * 255..].iter().map(Namespace::nguid).collect();
+        assert_eq!(nguids.len(), 20_000);
+        assert_eq!(IEEE_OUI[0] & 0b11, 0b10, "locally administered, not a group");
+    }
+}

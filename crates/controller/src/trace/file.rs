@@ -1,0 +1,171 @@
+//! Writing a trace.
+
+use super::record::{Kind, RECORD_BYTES, RawRecord};
+use super::{HEADER_BYTES, Header, Layout, MAGIC, PAGE, VERSION};
+use memory::{Mapping, Protection, SharedBytes};
+use rustix::fs::{FallocateFlags, fallocate};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Instant, SystemTime};
+
+/// A trace that is being written. It goes on as long as a [`TraceRing`] of it lives.
+#[derive(Debug)]
+pub struct TraceFile {
+    mapping: Arc<Mapping>,
+    layout: Layout,
+    started: Instant,
+    /// Which rings have an owner.
+    taken: Box<[AtomicBool]>,
+}
+
+impl TraceFile {
+    /// Makes the file at `path`, with rings of `records_per_worker` records (rounded up to a power
+    /// of two, and at least 1024) for so many workers and for the control plane. Its space is taken
+    /// from the file system at once, so that a full one is an error here and not later.
+    ///
+    /// An older trace at `path` is replaced.
+    ///
+    /// # Errors
+    /// The system's; `AlreadyExists` if something that is not a trace is at `path`, which is left
+    /// alone; `InvalidInput` if the file would be larger than a gigabyte.
+    pub fn create(path: &Path, workers: u16, records_per_worker: u32) -> io::Result<Arc<Self>> {
+        let too_large = || {
+            let text = format!(
+                "a trace of {records_per_worker} records for each of {workers} workers is too large"
+            );
+            io::Error::new(io::ErrorKind::InvalidInput, text)
+        };
+        let capacity =
+            records_per_worker.max(1024).checked_next_power_of_two().ok_or_else(too_large)?;
+        let layout = Layout::new(u32::from(workers) + 1, capacity).ok_or_else(too_large)?;
+        replace(path)?;
+        let file =
+            OpenOptions::new().read(true).write(true).create_new(true).mode(0o644).open(path)?;
+        let outcome = Self::fill(&file, layout);
+        if outcome.is_err() {
+            let _ = std::fs::remove_file(path);
+        }
+        outcome
+    }
+
+    fn fill(file: &File, layout: Layout) -> io::Result<Arc<Self>> {
+        match fallocate(file, FallocateFlags::empty(), 0, layout.bytes()) {
+            Err(rustix::io::Errno::OPNOTSUPP) => file.set_len(layout.bytes())?,
+            other => other?,
+        }
+        let mapping = Mapping::from_fd(file, 0, layout.bytes(), Protection::ReadWrite)
+            .map_err(io::Error::other)?;
+        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let header = Header {
+            magic: MAGIC,
+            version: VERSION,
+            record_bytes: RECORD_BYTES as u32,
+            rings: layout.rings,
+            capacity: layout.capacity,
+            started: since.as_nanos() as u64,
+            reserved: [0; 32],
+        };
+        mapping.bytes().write(0, &header).ok_or_else(outside)?;
+        let taken = (0..layout.rings).map(|_| AtomicBool::new(false)).collect();
+        Ok(Arc::new(Self { mapping, layout, started: Instant::now(), taken }))
+    }
+
+    /// The ring of worker `index`. `None` if there is no such ring or it has an owner already.
+    #[must_use]
+    pub fn worker(&self, index: u16) -> Option<TraceRing> {
+        if u32::from(index) + 1 < self.layout.rings { self.ring(u32::from(index)) } else { None }
+    }
+
+    /// The rings of all workers, in order, but those that have an owner already.
+    #[must_use]
+    pub fn workers(&self) -> Vec<TraceRing> {
+        (0..self.layout.rings - 1).filter_map(|index| self.ring(index)).collect()
+    }
+
+    /// The ring of the control plane. `None` if it has an owner already.
+    #[must_use]
+    pub fn control(&self) -> Option<TraceRing> {
+        self.ring(self.layout.rings - 1)
+    }
+
+    fn ring(&self, index: u32) -> Option<TraceRing> {
+        let bytes = self.mapping.bytes();
+        let count = bytes.slice(Layout::count(index) as usize, 8)?;
+        let len = self.layout.ring_bytes() as usize;
+        let records = bytes.slice(self.layout.records(index) as usize, len)?;
+        let before = self.taken.get(index as usize)?.swap(true, Ordering::Relaxed);
+        let mask = u64::from(self.layout.capacity) - 1;
+        (!before).then(|| TraceRing { records, count, next: 0, mask, started: self.started })
+    }
+}
+
+/// Takes an older trace out of the way. It is unlinked, not overwritten: whoever still writes or
+/// reads it does so undisturbed.
+fn replace(path: &Path) -> io::Result<()> {
+    // Not following a symbolic link, and not waiting for the other end of a FIFO.
+    let metadata = match std::fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other?,
+    };
+    let not_a_trace = || {
+        let text = format!("{} exists and is not a trace; it is left alone", path.display());
+        io::Error::new(io::ErrorKind::AlreadyExists, text)
+    };
+    if !metadata.is_file() {
+        return Err(not_a_trace());
+    }
+    let mut magic = [0; MAGIC.len()];
+    let ours = metadata.size() >= HEADER_BYTES as u64
+        && File::open(path)?.read_exact(&mut magic).is_ok()
+        && magic == MAGIC;
+    if !ours && metadata.size() != 0 {
+        return Err(not_a_trace());
+    }
+    std::fs::remove_file(path)
+}
+
+fn outside() -> io::Error {
+    io::Error::other("the trace file is smaller than it was made")
+}
+
+/// A ring of a trace, for the one thread that writes it. Whoever may have to write a trace holds an
+/// `Option` of this: off, it costs one branch.
+#[derive(Debug)]
+pub struct TraceRing {
+    records: SharedBytes,
+    count: SharedBytes,
+    next: u64,
+    mask: u64,
+    started: Instant,
+}
+
+impl TraceRing {
+    /// Records what happened to a queue of a controller now. What `value` and `extra` are depends
+    /// on the [`Kind`]; `qid` has the bit [`COMPLETION_QUEUE`](super::COMPLETION_QUEUE) for a
+    /// completion queue.
+    #[inline]
+    pub fn record(&mut self, kind: Kind, controller: u16, qid: u16, value: u32, extra: u32) {
+        let record = RawRecord {
+            time_ns: self.started.elapsed().as_nanos() as u64,
+            sequence: self.next,
+            value,
+            extra,
+            controller,
+            qid,
+            kind: kind as u8,
+            reserved: [0; 3],
+        };
+        let at = (self.next & self.mask) as usize * RECORD_BYTES;
+        // Both are inside the mapping, always; if not, there is nobody to tell.
+        let _ = self.records.write(at, &record);
+        self.next += 1;
+        // The record first, then the count that says that it is there.
+        let _ = self.count.store_u64_release(0, self.next);
+    }
+}
+
+const _: () = assert!(PAGE.is_multiple_of(RECORD_BYTES as u64));
