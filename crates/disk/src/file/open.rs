@@ -5,7 +5,7 @@ use crate::{Info, OpenError, sys};
 use memory::Mapping;
 use rustix::fs::{AtFlags, FallocateFlags, OFlags, StatxFlags};
 use rustix::io::Errno;
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
@@ -24,8 +24,11 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileDisk, OpenE
     let name = || path.display().to_string();
     let system = |what| move |source| OpenError::System { path: name(), what, source };
 
-    let is_block = kind(path)?;
-    let (mut file, read_only) = open_file(path, is_block, options.read_only)?;
+    let metadata = look_at(path)?;
+    let is_block = metadata.file_type().is_block_device();
+    // The system opens a write-protected device for writing, and refuses the writes.
+    let protected = is_block && attribute(&metadata, "ro").is_some_and(|ro| ro != "0");
+    let (mut file, read_only) = open_file(path, is_block, options.read_only || protected)?;
     let locked = patiently(io::ErrorKind::WouldBlock, || sys::lock_image(&file, !read_only));
     locked.map_err(|source| match source.kind() {
         io::ErrorKind::WouldBlock => OpenError::Busy {
@@ -88,16 +91,14 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileDisk, OpenE
     Ok(FileDisk { shared: Arc::new(shared), path: path.to_owned() })
 }
 
-/// Whether `path` is a block device; an error if it is neither that nor a regular file. Asked
+/// What is known of the block device or regular file at `path`; an error if it is neither. Asked
 /// before it is opened, since opening a pipe or a terminal may block or do things.
-fn kind(path: &Path) -> Result<bool, OpenError> {
+fn look_at(path: &Path) -> Result<Metadata, OpenError> {
     let name = || path.display().to_string();
-    let kind = match std::fs::metadata(path) {
-        Ok(metadata) => metadata.file_type(),
-        Err(source) => return Err(refused(name(), source)),
-    };
+    let metadata = std::fs::metadata(path).map_err(|source| refused(name(), source))?;
+    let kind = metadata.file_type();
     let what = if kind.is_file() || kind.is_block_device() {
-        return Ok(kind.is_block_device());
+        return Ok(metadata);
     } else if kind.is_dir() {
         "a directory"
     } else if kind.is_socket() {
@@ -243,12 +244,17 @@ fn punches(file: &File, size: u64) -> bool {
 }
 
 /// Whether the block device zeroes ranges by itself, which is what a hole in it is.
-fn discards(metadata: &std::fs::Metadata) -> bool {
-    let device = metadata.rdev();
-    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+fn discards(metadata: &Metadata) -> bool {
     // A partition has its queue's limits one directory up.
     ["queue", "../queue"].iter().any(|queue| {
-        let path = format!("/sys/dev/block/{major}:{minor}/{queue}/write_zeroes_max_bytes");
-        std::fs::read_to_string(path).is_ok_and(|limit| limit.trim() != "0")
+        attribute(metadata, &format!("{queue}/write_zeroes_max_bytes")).is_some_and(|n| n != "0")
     })
+}
+
+/// What the system says of a block device.
+fn attribute(device: &Metadata, name: &str) -> Option<String> {
+    let device = device.rdev();
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    let value = std::fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/{name}")).ok()?;
+    Some(value.trim().to_owned())
 }
