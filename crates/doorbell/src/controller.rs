@@ -16,7 +16,7 @@ use crate::{Arming, Cell, ControllerStats, Fence, Fenced, RingSize, Sleeper};
 /// that consumes more than was posted.
 ///
 /// The controller answers with the asynchronous event Invalid Doorbell Write Value (type Error
-/// Status, 01h; NVMe Base 2.0c, 5.2.1) and otherwise ignores the value.
+/// Status, 01h; NVMe Base 2.0, 5.2) and otherwise ignores the value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidDoorbell {
     /// The value, as found.

@@ -1,7 +1,7 @@
 //! Positions in a queue, and the arithmetic that wraps them.
 
-/// The number of entries of a queue: 2 to 65536 (NVMe Base 2.0c, 3.3.3.1), not always a power of
-/// two.
+/// The number of entries of a queue: 2 to 65536 (NVMe Base 2.0, Queue Size), and not always
+/// a power of two.
 ///
 /// Positions run from 0 to size - 1, so a position always fits a `u16` and a size does not. Every
 /// method takes positions that are inside the ring; with others the result is some position or

@@ -13,7 +13,7 @@ fn steps_over(size: RingSize, from: u16, to: u16, at: u16) -> bool {
     size.distance(from, at) < size.distance(from, to)
 }
 
-/// The example of the specification (NVMe Base 2.0c, B.5.2), modulo the size of the queue.
+/// The example of the specification (NVMe Base 2.0, B.5.2), modulo the size of the queue.
 fn specification(size: RingSize, event_idx: u16, old: u16, new: u16) -> bool {
     let modulo = |value: i64| value.rem_euclid(i64::from(size.entries()));
     let (event_idx, old, new) = (i64::from(event_idx), i64::from(old), i64::from(new));
