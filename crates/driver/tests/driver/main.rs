@@ -6,6 +6,7 @@ mod detach;
 mod fake;
 mod futures;
 mod queue;
+mod vfio_user;
 
 use fake::Fake;
 use shadowbell_driver::{AttachOptions, Controller, Timeouts};
