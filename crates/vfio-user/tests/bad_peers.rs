@@ -4,6 +4,8 @@ mod common;
 
 use std::io::Write;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::*;
@@ -156,11 +158,11 @@ fn a_flood_of_posted_messages_does_not_starve_others() {
     let posted = header_flags::NO_REPLY;
     let write = access(0, 0, 4);
     let message = raw.message(command::REGION_WRITE, posted, &[write.as_bytes(), &[1; 4]]);
-    let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
-    let stopped = std::sync::Arc::clone(&stop);
+    let stop = Arc::new(AtomicBool::new(false));
+    let stopped = Arc::clone(&stop);
     let flood = std::thread::spawn(move || {
         let stream = message.repeat(100);
-        while !stopped.load(std::sync::atomic::Ordering::Relaxed) {
+        while !stopped.load(Ordering::Relaxed) {
             raw.send(&stream);
         }
         raw.read(0, 4).ok();
@@ -168,8 +170,38 @@ fn a_flood_of_posted_messages_does_not_starve_others() {
     for _ in 0..200 {
         other.write(0, &[1]).ok();
     }
-    stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    stop.store(true, Ordering::Relaxed);
     flood.join().unwrap();
+}
+
+#[test]
+fn who_has_much_to_say_is_interrupted_by_who_has_little() {
+    let (server, path, shared) = Server::with_toy(Limits::default());
+    let (other_path, other_shared, _) = server.add("other");
+    let mut other = Raw::attach(&other_path);
+    let reset = other.message(command::DEVICE_RESET, 0, &[]);
+    // While the first of many messages is handled, the other client has something to say; while the
+    // last of them is, we look whether it was heard.
+    let heard = Arc::new(AtomicBool::new(false));
+    let (hooks, note) = (Arc::clone(&shared), Arc::clone(&heard));
+    *shared.hook.lock().unwrap() = Some(Box::new(move || {
+        other.send(&reset);
+        *hooks.hook.lock().unwrap() = Some(Box::new(move || {
+            note.store(other_shared.log().contains(&"reset".to_owned()), Ordering::SeqCst);
+            drop(other);
+        }));
+    }));
+    let mut raw = Raw::attach(&path);
+    let mut write = |offset| {
+        let access = access(0, offset, 1);
+        raw.message(command::REGION_WRITE, header_flags::NO_REPLY, &[access.as_bytes(), &[1]])
+    };
+    let mut stream = write(HOOK);
+    stream.extend(write(0).repeat(450));
+    stream.extend(write(HOOK));
+    raw.send(&stream);
+    raw.read(0, 1).ok();
+    assert!(heard.load(Ordering::SeqCst));
 }
 
 #[test]

@@ -292,9 +292,13 @@ fn replies_that_make_no_sense_are_not_believed() {
     };
     let info = |client: &Client| client.device_info();
     let read = |client: &Client| client.region_read(0, 0, &mut [0; 4]);
-    let other_id = |to: &Header, _: &[u8]| reply(&Header { id: to.id + 1, ..*to }, 0, &[0; 16]);
+    // The payload is good, but the answer is that to another question.
+    let good = wire::DeviceInfo { argsz: 16, flags: 3, num_regions: 9, num_irqs: 5 };
+    let other_id =
+        move |to: &Header, _: &[u8]| reply(&Header { id: to.id + 1, ..*to }, 0, good.as_bytes());
     bad(fails(other_id, info));
-    let other_command = |to: &Header, _: &[u8]| reply(&Header { command: 9, ..*to }, 0, &[0; 16]);
+    let other_command =
+        move |to: &Header, _: &[u8]| reply(&Header { command: 9, ..*to }, 0, good.as_bytes());
     bad(fails(other_command, info));
     bad(fails(|to, _| reply(to, 0, &[0; 15]), info));
     // Not a PCI device.

@@ -4,6 +4,7 @@ mod common;
 
 use std::os::unix::net::UnixListener;
 use std::path::Path;
+use std::sync::{Arc, Barrier};
 
 use common::*;
 use shadowbell_vfio_user::Listener;
@@ -67,13 +68,17 @@ fn a_stale_file_is_replaced() {
 #[test]
 fn of_many_that_find_a_stale_file_one_gets_it() {
     let directory = tempfile::tempdir().unwrap();
-    for round in 0..20 {
+    for round in 0..50 {
         let path = directory.path().join(format!("socket{round}"));
         drop(UnixListener::bind(&path).unwrap());
+        let together = Arc::new(Barrier::new(8));
         let threads: Vec<_> = (0..8)
             .map(|_| {
-                let path = path.clone();
-                std::thread::spawn(move || Listener::bind(path))
+                let (path, together) = (path.clone(), Arc::clone(&together));
+                std::thread::spawn(move || {
+                    together.wait();
+                    Listener::bind(path)
+                })
             })
             .collect();
         let outcomes: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();

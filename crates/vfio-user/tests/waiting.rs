@@ -138,6 +138,25 @@ fn the_device_is_told_that_its_client_left_only_when_its_request_is_finished() {
 }
 
 #[test]
+fn last_words_do_not_hide_that_their_speaker_left() {
+    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let mut raw = Raw::attach(&path);
+    shared.hold.store(true, Ordering::SeqCst);
+    let posted = header_flags::NO_REPLY;
+    let reset = raw.message(command::DEVICE_RESET, posted, &[]);
+    raw.send(&reset);
+    let done = shared.wait_held();
+    // Both arrive while nobody reads, and are announced once. No reply will run into the end.
+    let last = access(0, 0, 1);
+    let last = raw.message(command::REGION_WRITE, posted, &[last.as_bytes(), &[1]]);
+    raw.send(&last);
+    drop(raw);
+    std::thread::sleep(Duration::from_millis(20));
+    done.ok();
+    shared.wait_log("disconnected");
+}
+
+#[test]
 fn a_device_that_fails_to_let_go_does_not_end_the_service() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
     let raw = Raw::attach(&path);
@@ -199,6 +218,24 @@ fn removing_a_device_takes_its_client_its_socket_and_itself() {
     server.stop();
     raw.assert_closed();
     assert!(!other.exists());
+}
+
+#[test]
+fn a_device_that_is_removed_finishes_its_request_before_it_lets_go() {
+    let server = Server::start(Limits::default());
+    let (path, shared, port) = server.add("one");
+    let mut raw = Raw::attach(&path);
+    shared.hold.store(true, Ordering::SeqCst);
+    let reset = raw.message(command::DEVICE_RESET, 0, &[]);
+    raw.send(&reset);
+    let done = shared.wait_held();
+    let gone = server.handle.remove(port);
+    raw.assert_closed();
+    assert_eq!(shared.log()[1..], ["reset"]);
+    done.ok();
+    shared.wait_held().ok();
+    gone.recv_timeout(Duration::from_secs(10)).unwrap();
+    assert_eq!(shared.log()[1..], ["reset", "disconnected"]);
 }
 
 #[test]

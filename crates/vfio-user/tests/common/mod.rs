@@ -26,6 +26,8 @@ use zerocopy::IntoBytes;
 pub(crate) const BAR0_SIZE: u64 = 0x1_0000;
 /// An offset in BAR0 at which a write takes its time while [`Shared::hold`] is set.
 pub(crate) const SLOW: u64 = 0x8000;
+/// An offset in BAR0 at which a write calls [`Shared::hook`].
+pub(crate) const HOOK: u64 = 0x9000;
 /// BAR2 is a file, of which this part can be mapped.
 pub(crate) const AREA: Area = Area { offset: 0x1000, len: 0x2000 };
 /// Where BAR2 begins in its file.
@@ -41,6 +43,8 @@ pub(crate) struct Shared {
     /// Keep completion handles instead of completing them.
     pub(crate) hold: AtomicBool,
     pub(crate) held: Mutex<Vec<Done>>,
+    /// Called, once, by a write at [`HOOK`].
+    pub(crate) hook: Mutex<Option<Box<dyn FnOnce() + Send>>>,
     pub(crate) eventfds: Mutex<Vec<OwnedFd>>,
     pub(crate) maps: Mutex<Vec<OwnedFd>>,
 }
@@ -176,6 +180,10 @@ impl Device for Toy {
             region::BAR0 => self.bar0(offset, data.len())?.copy_from_slice(data),
             region::CONFIG => drop(self.config.write(offset, data)?),
             _ => return Err(Errno::NXIO),
+        }
+        if offset == HOOK {
+            let hook = self.shared.hook.lock().unwrap().take();
+            hook.unwrap()();
         }
         if offset == SLOW {
             self.shared.note("slow write");
