@@ -3,19 +3,33 @@
 use disk::Disk;
 use std::sync::Arc;
 
+/// The PCI vendor and subsystem vendor identifier that the controller reports, in Identify and in
+/// configuration space. Not one that a vendor of hardware has, so that no driver applies the
+/// quirks of a real device to it.
+pub const PCI_VENDOR_ID: u16 = 0x5342;
+
+/// The most namespaces that a controller may have.
+pub const MAX_NAMESPACES: usize = 256;
+/// Values that [`Config::mdts`] may have: transfers of at least 1 MiB (so that a host's large
+/// request is one command) and at most 16 MiB (so that one command stays a bounded piece of work;
+/// the longest SGL that is accepted describes as much in pages).
+pub const MDTS_RANGE: std::ops::RangeInclusive<u8> = 8..=12;
+
 /// One namespace of a controller.
 #[derive(Clone, Debug)]
 pub struct NamespaceConfig {
     /// Where it keeps its bytes.
     pub disk: Arc<dyn Disk>,
-    /// Its UUID (RFC 4122, big-endian bytes). The NGUID and EUI-64 are derived from it.
+    /// Its UUID (RFC 9562, big-endian bytes). The NGUID and EUI-64 are derived from it. See
+    /// [`uuid_from`] for one that stays the same from start to start.
     pub uuid: [u8; 16],
 }
 
 /// A controller as its owner wants it. Namespace `n` (from 0) gets NSID n + 1.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Serial number: printable ASCII, at most 20 characters.
+    /// Serial number: printable ASCII, at most 20 characters. It is part of the name of the NVM
+    /// subsystem, so two controllers of one guest must not share it.
     pub serial: String,
     /// Model number: printable ASCII, at most 40 characters.
     pub model: String,
@@ -42,5 +56,249 @@ impl Default for Config {
             mdts: 8,
             shadow_doorbells: true,
         }
+    }
+}
+
+/// What is wrong with a [`Config`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ConfigError {
+    /// A text field is empty, too long, or has characters that the field can not hold.
+    #[error(
+        "the {field} {value:?} is not 1 to {max} characters of printable ASCII without a space at \
+         either end"
+    )]
+    Text {
+        /// Which field: "serial number" or "model number".
+        field: &'static str,
+        /// What it was.
+        value: String,
+        /// The most characters that fit.
+        max: usize,
+    },
+    /// The number of I/O queue pairs is out of range.
+    #[error("{0} I/O queues: a controller has 1 to 64")]
+    IoQueues(u16),
+    /// The size of the largest queue is out of range.
+    #[error("{0} queue entries: a queue has 2 to 4096")]
+    QueueEntries(u32),
+    /// MDTS is out of range.
+    #[error(
+        "MDTS {0}: the largest transfer is 2^MDTS pages of 4096 bytes, and MDTS is {min} to {max}",
+        min = MDTS_RANGE.start(),
+        max = MDTS_RANGE.end()
+    )]
+    Mdts(u8),
+    /// There is no namespace, or there are too many.
+    #[error("{0} namespaces: a controller has 1 to {MAX_NAMESPACES}")]
+    Namespaces(usize),
+    /// A disk without a block.
+    #[error("namespace {nsid}: the disk {disk} is empty")]
+    EmptyDisk {
+        /// The namespace.
+        nsid: u32,
+        /// The disk's name.
+        disk: String,
+    },
+    /// A disk that is larger than 64 bits can tell in bytes.
+    #[error("namespace {nsid}: the disk {disk} has {blocks} blocks, more than can be addressed")]
+    HugeDisk {
+        /// The namespace.
+        nsid: u32,
+        /// The disk's name.
+        disk: String,
+        /// Its size in logical blocks.
+        blocks: u64,
+    },
+    /// A block size that no host expects.
+    #[error("namespace {nsid}: the disk {disk} has blocks of {block_size} bytes, not 512 or 4096")]
+    BlockSize {
+        /// The namespace.
+        nsid: u32,
+        /// The disk's name.
+        disk: String,
+        /// Its block size in bytes.
+        block_size: u32,
+    },
+    /// The UUID of all zeroes, which means that there is none.
+    #[error("namespace {0}: its UUID is all zeroes")]
+    NilUuid(u32),
+    /// Two namespaces with the same UUID: a host would take them for two ways to the same data.
+    #[error("namespaces {first} and {second} have the same UUID")]
+    SameUuid {
+        /// The first of them.
+        first: u32,
+        /// The second of them.
+        second: u32,
+    },
+}
+
+impl Config {
+    /// Whether a controller can be made of this.
+    ///
+    /// # Errors
+    /// [`ConfigError`], for the first thing that is wrong.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        text("serial number", &self.serial, 20)?;
+        text("model number", &self.model, 40)?;
+        if !(1..=64).contains(&self.io_queues) {
+            return Err(ConfigError::IoQueues(self.io_queues));
+        }
+        if !(2..=4096).contains(&self.max_queue_entries) {
+            return Err(ConfigError::QueueEntries(self.max_queue_entries));
+        }
+        if !MDTS_RANGE.contains(&self.mdts) {
+            return Err(ConfigError::Mdts(self.mdts));
+        }
+        if !(1..=MAX_NAMESPACES).contains(&self.namespaces.len()) {
+            return Err(ConfigError::Namespaces(self.namespaces.len()));
+        }
+        for (nsid, namespace) in (1..).zip(&self.namespaces) {
+            namespace.validate(nsid)?;
+            let same = |other: &NamespaceConfig| other.uuid == namespace.uuid;
+            let before = self.namespaces.iter().position(same).map_or(nsid, |n| n as u32 + 1);
+            if before < nsid {
+                return Err(ConfigError::SameUuid { first: before, second: nsid });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl NamespaceConfig {
+    fn validate(&self, nsid: u32) -> Result<(), ConfigError> {
+        let info = self.disk.info();
+        let disk = || self.disk.name();
+        if !matches!(info.block_size, 512 | 4096) {
+            let block_size = info.block_size;
+            return Err(ConfigError::BlockSize { nsid, disk: disk(), block_size });
+        }
+        if info.blocks == 0 {
+            return Err(ConfigError::EmptyDisk { nsid, disk: disk() });
+        }
+        if info.blocks.checked_mul(u64::from(info.block_size)).is_none() {
+            return Err(ConfigError::HugeDisk { nsid, disk: disk(), blocks: info.blocks });
+        }
+        if self.uuid == [0; 16] {
+            return Err(ConfigError::NilUuid(nsid));
+        }
+        Ok(())
+    }
+}
+
+fn text(field: &'static str, value: &str, max: usize) -> Result<(), ConfigError> {
+    let printable = value.bytes().all(|b| matches!(b, b' '..=b'~'));
+    let spaced = value.starts_with(' ') || value.ends_with(' ');
+    if value.is_empty() || value.len() > max || !printable || spaced {
+        return Err(ConfigError::Text { field, value: value.into(), max });
+    }
+    Ok(())
+}
+
+/// A UUID that is always the same for the same text, and another for another: say, of the serial
+/// number and the name of a disk, so that a guest finds its disk again after a restart.
+///
+/// Of version 8 (RFC 9562, 5.8, "custom"): 122 bits of an FNV-1a hash. That is not a cryptographic
+/// hash, and need not be: whoever chooses the names of the disks could as well give the UUIDs.
+#[must_use]
+pub fn uuid_from(text: &str) -> [u8; 16] {
+    const OFFSET_BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
+    const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;
+    // The zeroes at the end carry the last characters into every part of the hash.
+    let bytes = text.bytes().chain([0; 16]);
+    let hash = bytes.fold(OFFSET_BASIS, |h, b| (h ^ u128::from(b)).wrapping_mul(PRIME));
+    let mut uuid = hash.to_be_bytes();
+    uuid[6] = uuid[6] & 0x0f | 0x80; // version 8
+    uuid[8] = uuid[8] & 0x3f | 0x80; // the variant of RFC 9562
+    uuid
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_disk::TestDisk;
+    use std::collections::HashSet;
+
+    fn config(disks: usize) -> Config {
+        let namespaces = (0..disks)
+            .map(|n| NamespaceConfig {
+                disk: TestDisk::shared(1000, 512),
+                uuid: uuid_from(&n.to_string()),
+            })
+            .collect();
+        Config { namespaces, ..Config::default() }
+    }
+
+    fn with_disk(disk: TestDisk) -> Config {
+        let disk = Arc::new(disk);
+        Config {
+            namespaces: vec![NamespaceConfig { disk, uuid: uuid_from("a") }],
+            ..Config::default()
+        }
+    }
+
+    #[test]
+    fn the_default_with_a_disk_is_valid() {
+        config(1).validate().unwrap();
+        config(MAX_NAMESPACES).validate().unwrap();
+        let smallest =
+            Config { io_queues: 1, max_queue_entries: 2, mdts: *MDTS_RANGE.end(), ..config(1) };
+        smallest.validate().unwrap();
+        let longest = Config { serial: "S".repeat(20), model: "M".repeat(40), ..config(1) };
+        longest.validate().unwrap();
+    }
+
+    #[test]
+    fn each_value_out_of_range_is_named() {
+        let refused = |config: Config, words: &[&str]| {
+            let error = config.validate().unwrap_err().to_string();
+            assert!(words.iter().all(|word| error.contains(word)), "{error}");
+        };
+        for serial in ["", &"S".repeat(21), "tab\t", "ä", " x", "x ", " "] {
+            refused(Config { serial: serial.into(), ..config(1) }, &["serial number", "20"]);
+        }
+        refused(Config { model: "M".repeat(41), ..config(1) }, &["model number", "40"]);
+        refused(Config { io_queues: 0, ..config(1) }, &["0 I/O queues", "64"]);
+        refused(Config { io_queues: 65, ..config(1) }, &["65 I/O queues"]);
+        refused(Config { max_queue_entries: 1, ..config(1) }, &["1 queue entries"]);
+        refused(Config { max_queue_entries: 4097, ..config(1) }, &["4097 queue entries"]);
+        refused(Config { mdts: 7, ..config(1) }, &["MDTS 7", "8 to 12"]);
+        refused(Config { mdts: 13, ..config(1) }, &["MDTS 13"]);
+        refused(config(0), &["0 namespaces", "256"]);
+        refused(config(MAX_NAMESPACES + 1), &["257 namespaces"]);
+    }
+
+    #[test]
+    fn bad_disks_are_named() {
+        let refused = |config: Config| config.validate().unwrap_err();
+        let name = || TestDisk::NAME.to_owned();
+        let empty = with_disk(TestDisk::new(0, 512));
+        assert_eq!(refused(empty), ConfigError::EmptyDisk { nsid: 1, disk: name() });
+        for block_size in [0, 1, 511, 520, 1024, 8192] {
+            let error = refused(with_disk(TestDisk::new(1, block_size)));
+            assert_eq!(error, ConfigError::BlockSize { nsid: 1, disk: name(), block_size });
+        }
+        let blocks = u64::MAX / 512 + 1;
+        let error = refused(with_disk(TestDisk::new(blocks, 512)));
+        assert_eq!(error, ConfigError::HugeDisk { nsid: 1, disk: name(), blocks });
+        with_disk(TestDisk::new(blocks - 1, 512)).validate().unwrap();
+
+        let mut two = config(3);
+        two.namespaces[2].uuid = two.namespaces[0].uuid;
+        assert_eq!(refused(two), ConfigError::SameUuid { first: 1, second: 3 });
+        let mut nil = config(2);
+        nil.namespaces[1].uuid = [0; 16];
+        assert_eq!(refused(nil), ConfigError::NilUuid(2));
+    }
+
+    #[test]
+    fn a_uuid_stays_the_same_for_ever() {
+        // A guest's /etc/fstab may have it: this must never change.
+        let uuid = u128::from_be_bytes(uuid_from("SHADOWBELL0/disk.img"));
+        assert_eq!(uuid, 0xb090_3256_1d0b_8af2_874a_27a4_6401_4069);
+        for uuid in [uuid_from(""), uuid_from("a"), uuid_from(&"long".repeat(1000))] {
+            assert_eq!((uuid[6] >> 4, uuid[8] >> 6), (8, 0b10));
+        }
+        let many: HashSet<_> = (0..100_000).map(|n| uuid_from(&format!("disk{n}"))).collect();
+        assert_eq!(many.len(), 100_000);
     }
 }

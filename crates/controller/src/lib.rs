@@ -1,5 +1,44 @@
 //! An emulated NVMe 2.0 I/O controller with shadow doorbells.
+//!
+//! # Architecture
+//!
+//! A [`Controller`] has a control plane and a data plane that never meet on a lock.
+//!
+//! * The control plane (`control`, `admin`) is everything that a host does seldom: registers, the
+//!   admin queue, DMA maps, interrupts, reset. It runs on whatever thread brings the register
+//!   access, under one lock, and never waits: what takes time is sent to the workers as a message
+//!   and goes on when the last of them drops its latch.
+//! * The data plane (`worker`) is a [`Pool`] of threads that all controllers of a process share. A
+//!   submission queue, the completion queue that it feeds and its way to the disks belong to one
+//!   worker. Between the fetch of a command and the post of its completion there is no lock, no
+//!   shared counter and no allocation.
+//!
+//! The crate knows nothing of sockets or of PCI: whoever carries a controller to a host calls
+//! [`Controller::read`], [`Controller::write`] and [`Controller::map_dma`], and connects
+//! interrupts to eventfds.
+//!
+//! # What it does not implement
+//!
+//! Metadata and protection information, fused commands, namespace management and formatting,
+//! firmware update, reservations, zoned and key-value command sets, controller memory buffers,
+//! pin-based interrupts. A command that is not implemented ends in Invalid Command Opcode.
 #![forbid(unsafe_code)]
 
-pub mod admin;
+pub(crate) mod admin;
 pub mod config;
+mod control;
+mod controller;
+mod interrupt;
+mod latch;
+mod namespace;
+mod shared;
+pub mod stats;
+#[cfg(test)]
+mod test_disk;
+pub mod trace;
+mod worker;
+
+pub use config::{Config, ConfigError, NamespaceConfig};
+pub use controller::{BAR0_BYTES, Carrier, Controller, Event, NewError};
+pub use stats::Stats;
+pub use worker::{Polling, Pool, PoolOptions};

@@ -1,0 +1,127 @@
+//! The admin queue pair, served under the control plane's lock.
+
+use crate::controller::Inner;
+use crate::interrupt::IrqLine;
+use crate::shared::{DSTRD, Shared};
+use crate::stats::{CqStats, SqStats};
+use crate::worker::queue::{Cq, Placement, ShadowCells, Sq};
+use doorbell::{InvalidDoorbell, RingSize, Sleeper};
+use memory::{DmaTable, Fault};
+use spec::Sqe;
+use spec::dbbuf::{cq_entry_offset, sq_entry_offset};
+use spec::regs::{Aqa, DoorbellKind};
+use spec::status::Status;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+
+/// The admin queue pair. It is always armed between two turns: commands are few, and nobody polls.
+pub(crate) struct AdminQueue {
+    sq: Sq,
+    cq: Cq,
+    /// Nobody sleeps here, but arming goes through a sleeper's order: publish, fence, look again.
+    sleeper: Sleeper<Arc<AtomicU32>>,
+}
+
+impl AdminQueue {
+    /// The queues at `asq` and `acq`, of the sizes in `aqa`, which are at least 2.
+    pub(crate) fn new(
+        inner: &Inner,
+        table: &DmaTable,
+        aqa: Aqa,
+        asq: u64,
+        acq: u64,
+    ) -> Result<Self, Fault> {
+        let size = |zero_based: u16| {
+            RingSize::from_zero_based(zero_based).unwrap_or(RingSize::new(2).expect("2 is a size"))
+        };
+        let shared = &inner.shared;
+        let sq = Placement { qid: 0, iova: asq, size: size(aqa.asqs()) };
+        let cq = Placement { qid: 0, iova: acq, size: size(aqa.acqs()) };
+        let irq = IrqLine::new(Arc::clone(&shared.irqs), 0);
+        let mut sq = Sq::new(sq, shared.register(0, DoorbellKind::Sq), 0);
+        let mut cq = Cq::new(cq, shared.register(0, DoorbellKind::Cq), Some(irq));
+        sq.resolve(table)?;
+        cq.resolve(table)?;
+        Ok(Self { sq, cq, sleeper: Sleeper::new(Arc::default()) })
+    }
+
+    pub(crate) fn enable_shadow(&mut self, table: &DmaTable, pages: (u64, u64)) {
+        self.sq.shadow(ShadowCells::resolve(table, pages, sq_entry_offset(0, DSTRD)));
+        self.cq.shadow(ShadowCells::resolve(table, pages, cq_entry_offset(0, DSTRD)));
+    }
+
+    pub(crate) fn drop_shadow(&mut self) {
+        self.sq.shadow(None);
+        self.cq.shadow(None);
+    }
+
+    pub(crate) fn remap(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) {
+        self.sq.remap(table, pages);
+        self.cq.remap(table, pages);
+    }
+
+    /// The next command, if there is one and room for its completion.
+    pub(crate) fn next(&mut self) -> Result<Option<Sqe>, InvalidDoorbell> {
+        if self.sq.ring.is_none() || self.cq.ring.is_none() {
+            return Ok(None);
+        }
+        let tail = self.sq.tail.look()?;
+        if self.sq.head == tail {
+            self.sq.blocked = false;
+            return Ok(None);
+        }
+        if self.cq.free() <= self.cq.staged() {
+            self.cq.look()?;
+        }
+        self.sq.blocked = self.cq.free() <= self.cq.staged();
+        if self.sq.blocked {
+            return Ok(None);
+        }
+        self.sq.stats.batches += 1;
+        Ok(self.sq.fetch())
+    }
+
+    pub(crate) fn complete(&mut self, cid: u16, status: Status, dw0: u32) {
+        self.cq.complete(&mut self.sq, cid, status, dw0);
+    }
+
+    /// Posts what is complete, as far as there is room, and raises the interrupt.
+    pub(crate) fn post(&mut self, shared: &Shared) {
+        if self.cq.post() {
+            self.cq.announce(&shared.coalescing);
+        }
+        // Nobody comes back to look after an interrupt that is held back.
+        self.cq.settle();
+    }
+
+    /// Arms the doorbells and looks once more: whether there is nothing to do.
+    pub(crate) fn rest(&mut self) -> Result<bool, InvalidDoorbell> {
+        let Self { sq, cq, sleeper } = self;
+        let wait_for_room = sq.blocked || cq.has_staged();
+        let mut arming = sleeper.prepare();
+        sq.tail.arm(&mut arming);
+        if wait_for_room {
+            cq.head.arm(&mut arming);
+        }
+        let mut fenced = arming.fence();
+        let tail = sq.tail.recheck(&mut fenced);
+        let head = if wait_for_room { cq.head.recheck(&mut fenced, cq.tail) } else { Ok(0) };
+        let idle = fenced.settle().is_some();
+        tail?;
+        head?;
+        Ok(idle)
+    }
+
+    pub(crate) fn snapshot(&self, shared: &Shared) -> (SqStats, CqStats) {
+        (
+            self.sq.snapshot(shared.traps(0, DoorbellKind::Sq)),
+            self.cq.snapshot(shared.traps(0, DoorbellKind::Cq)),
+        )
+    }
+
+    /// The queue is gone; its doorbell writes are not counted for the next one.
+    pub(crate) fn retire(self, shared: &Shared) {
+        shared.take_traps(0, DoorbellKind::Sq);
+        shared.take_traps(0, DoorbellKind::Cq);
+    }
+}

@@ -1,0 +1,181 @@
+//! What the control plane and the workers of one controller both touch.
+
+use crate::interrupt::{Coalescing, IrqTable};
+use crate::stats::{CqStats, IoStats, SqStats};
+use memory::{Mapping, SharedBytes, SharedU32};
+use spec::regs::{DoorbellKind, cq_doorbell_offset, sq_doorbell_offset};
+use spec::status::Status;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+
+/// Doorbell stride (CAP.DSTRD): doorbells are 4 bytes apart, as on every PCIe controller.
+pub(crate) const DSTRD: u8 = 0;
+/// Bytes of doorbell registers: one page, which can be mapped.
+pub(crate) const DOORBELL_BYTES: u64 = 4096;
+/// Queue pairs with the admin queue's, at most.
+pub(crate) const MAX_QUEUES: usize = 65;
+
+/// Something that a worker found and the control plane has to act upon.
+#[derive(Clone, Debug)]
+pub(crate) enum Report {
+    /// A doorbell with a value that can not be.
+    InvalidDoorbell {
+        /// Queue identifier.
+        qid: u16,
+    },
+    /// A command that ended in an error that goes to the error log.
+    CommandError {
+        /// Submission queue identifier.
+        sqid: u16,
+        /// Command identifier.
+        cid: u16,
+        /// How it ended.
+        status: Status,
+        /// Its namespace.
+        nsid: u32,
+        /// Its first logical block.
+        lba: u64,
+    },
+    /// Memory of the host was taken away from under us: the controller is in a fatal state.
+    MemoryLost,
+}
+
+/// Takes reports; the control plane implements it.
+pub(crate) trait Reporter: Send + Sync {
+    fn report(&self, report: Report);
+}
+
+/// Counters of queues that are gone.
+#[derive(Debug, Default)]
+pub(crate) struct Retired {
+    pub(crate) sq: SqStats,
+    pub(crate) cq: CqStats,
+    pub(crate) io: IoStats,
+}
+
+/// What the control plane and the workers of one controller both touch. Nothing in it is touched
+/// once per I/O but the doorbell registers.
+pub(crate) struct Shared {
+    pub(crate) id: u32,
+    doorbells: SharedBytes,
+    /// Doorbell writes received, by register index.
+    traps: Vec<AtomicU64>,
+    /// Which worker serves a queue: its index + 1, by register index; 0 for nobody.
+    owners: Vec<AtomicU8>,
+    /// Whether a sleeping worker waits for this completion queue's head, by queue identifier.
+    head_wanted: Vec<AtomicBool>,
+    /// The volatile write cache is switched off (feature 06h): every write is forced to the medium.
+    write_through: AtomicBool,
+    /// Whether the host writes the doorbell page itself: nothing traps, so somebody has to look.
+    pub(crate) mapped: bool,
+    pub(crate) irqs: Arc<IrqTable>,
+    pub(crate) coalescing: Coalescing,
+    pub(crate) retired: Mutex<Retired>,
+    reporter: OnceLock<Weak<dyn Reporter>>,
+}
+
+/// The page of doorbells, where it is in BAR0: a client that maps it takes its place in the file to
+/// be the same as its place in the region.
+fn doorbell_page() -> Result<SharedBytes, memory::MapError> {
+    let bar = Mapping::shared("shadowbell-doorbells", spec::regs::DOORBELLS + DOORBELL_BYTES)?;
+    let page = bar.bytes().slice(spec::regs::DOORBELLS as usize, DOORBELL_BYTES as usize);
+    Ok(page.unwrap_or_else(|| bar.bytes()))
+}
+
+fn index(qid: u16, kind: DoorbellKind) -> usize {
+    usize::from(qid) * 2 + usize::from(kind == DoorbellKind::Cq)
+}
+
+impl Shared {
+    pub(crate) fn new(id: u32, mapped: bool) -> Result<Self, memory::MapError> {
+        Ok(Self {
+            id,
+            doorbells: doorbell_page()?,
+            traps: (0..MAX_QUEUES * 2).map(|_| AtomicU64::new(0)).collect(),
+            owners: (0..MAX_QUEUES * 2).map(|_| AtomicU8::new(0)).collect(),
+            head_wanted: (0..MAX_QUEUES).map(|_| AtomicBool::new(false)).collect(),
+            write_through: AtomicBool::new(false),
+            mapped,
+            irqs: Arc::new(IrqTable::new(MAX_QUEUES)),
+            coalescing: Coalescing::default(),
+            retired: Mutex::default(),
+            reporter: OnceLock::new(),
+        })
+    }
+
+    /// Says who takes the reports; once.
+    pub(crate) fn report_to(&self, reporter: Weak<dyn Reporter>) {
+        let _ = self.reporter.set(reporter);
+    }
+
+    /// The page of doorbell registers.
+    pub(crate) fn doorbells(&self) -> &SharedBytes {
+        &self.doorbells
+    }
+
+    /// A queue's doorbell register.
+    pub(crate) fn register(&self, qid: u16, kind: DoorbellKind) -> SharedU32 {
+        let offset = match kind {
+            DoorbellKind::Sq => sq_doorbell_offset(qid, DSTRD),
+            DoorbellKind::Cq => cq_doorbell_offset(qid, DSTRD),
+        };
+        let offset = (offset - spec::regs::DOORBELLS) as usize;
+        self.doorbells.cell(offset).expect("queue identifiers are at most 64")
+    }
+
+    /// Counts a trapped write; which worker serves the queue, if any does.
+    pub(crate) fn trap(&self, qid: u16, kind: DoorbellKind) -> Option<usize> {
+        let index = index(qid, kind);
+        self.traps.get(index)?.fetch_add(1, Ordering::Relaxed);
+        usize::from(self.owners.get(index)?.load(Ordering::Acquire)).checked_sub(1)
+    }
+
+    /// How many writes were trapped on this doorbell since [`take_traps`](Self::take_traps).
+    pub(crate) fn traps(&self, qid: u16, kind: DoorbellKind) -> u64 {
+        self.traps.get(index(qid, kind)).map_or(0, |c| c.load(Ordering::Relaxed))
+    }
+
+    /// The same, starting over: the queue is deleted.
+    pub(crate) fn take_traps(&self, qid: u16, kind: DoorbellKind) -> u64 {
+        self.traps.get(index(qid, kind)).map_or(0, |c| c.swap(0, Ordering::Relaxed))
+    }
+
+    pub(crate) fn set_owner(&self, qid: u16, kind: DoorbellKind, worker: Option<usize>) {
+        if let Some(owner) = self.owners.get(index(qid, kind)) {
+            owner.store(worker.map_or(0, |w| w as u8 + 1), Ordering::Release);
+        }
+    }
+
+    /// Says that a worker which is about to sleep waits for the head of `qid`, or no longer. To be
+    /// called before the sleeper's fence.
+    pub(crate) fn want_head(&self, qid: u16, wanted: bool) {
+        if let Some(flag) = self.head_wanted.get(usize::from(qid)) {
+            flag.store(wanted, Ordering::Release);
+        }
+    }
+
+    /// Whether a trapped head of `qid` has to wake the worker. To be called after the register was
+    /// stored and a full fence was passed.
+    pub(crate) fn is_head_wanted(&self, qid: u16) -> bool {
+        self.head_wanted.get(usize::from(qid)).is_some_and(|flag| flag.load(Ordering::Acquire))
+    }
+
+    pub(crate) fn set_write_through(&self, on: bool) {
+        self.write_through.store(on, Ordering::Relaxed);
+    }
+
+    #[inline]
+    pub(crate) fn is_write_through(&self) -> bool {
+        self.write_through.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn retire(&self, with: impl FnOnce(&mut Retired)) {
+        with(&mut self.retired.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    pub(crate) fn report(&self, report: Report) {
+        if let Some(reporter) = self.reporter.get().and_then(Weak::upgrade) {
+            reporter.report(report);
+        }
+    }
+}

@@ -1,0 +1,356 @@
+//! Submission and completion queues, as the worker that owns them sees them.
+
+use crate::interrupt::{Coalescing, IrqLine};
+use crate::shared::DSTRD;
+use crate::stats::{CqStats, DoorbellCounts, SqStats};
+use doorbell::{CqHead, InvalidDoorbell, RingSize, SqTail};
+use memory::{DmaTable, Fault, Ring, SharedU32};
+use spec::dbbuf::{cq_entry_offset, sq_entry_offset};
+use spec::status::Status;
+use spec::{Cqe, Sqe};
+use std::time::{Duration, Instant};
+
+/// How long a suppressed interrupt may stay owed while the worker is awake, if the host shows no
+/// sign of consuming what was announced before. (A worker that goes to sleep pays all its debts.)
+const OWED_AT_MOST: Duration = Duration::from_micros(100);
+
+/// Where the entries of a queue are, and how many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Placement {
+    pub(crate) qid: u16,
+    pub(crate) iova: u64,
+    pub(crate) size: RingSize,
+}
+
+/// The cells of one doorbell's shadow entry.
+#[derive(Clone, Debug)]
+pub(crate) struct ShadowCells {
+    pub(crate) value: SharedU32,
+    pub(crate) event_idx: SharedU32,
+}
+
+impl ShadowCells {
+    /// The entry at `offset` of the two pages, if both are mapped and writable.
+    pub(crate) fn resolve(
+        table: &DmaTable,
+        (shadow, event_idx): (u64, u64),
+        offset: u64,
+    ) -> Option<Self> {
+        let cell = |page: u64| table.bytes(page.checked_add(offset)?, 4)?.cell(0);
+        Some(Self { value: cell(shadow)?, event_idx: cell(event_idx)? })
+    }
+}
+
+/// A submission queue.
+#[derive(Debug)]
+pub(crate) struct Sq {
+    pub(crate) place: Placement,
+    /// `None` while its memory is not mapped: it then stands still.
+    pub(crate) ring: Option<Ring>,
+    pub(crate) tail: SqTail<SharedU32>,
+    pub(crate) head: u16,
+    /// Index of its completion queue in the tenant's list.
+    pub(crate) cq: usize,
+    /// Fetched and not completed.
+    pub(crate) in_flight: u32,
+    /// Fetching stopped for want of completion queue space.
+    pub(crate) blocked: bool,
+    /// Being deleted: nothing more is fetched.
+    pub(crate) stopped: bool,
+    pub(crate) stats: SqStats,
+}
+
+impl Sq {
+    pub(crate) fn new(place: Placement, register: SharedU32, cq: usize) -> Self {
+        Self {
+            place,
+            ring: None,
+            tail: SqTail::new(place.size, register),
+            head: 0,
+            cq,
+            in_flight: 0,
+            blocked: false,
+            stopped: false,
+            stats: SqStats { qid: place.qid, ..SqStats::default() },
+        }
+    }
+
+    /// Finds the queue's memory in `table`.
+    pub(crate) fn resolve(&mut self, table: &DmaTable) -> Result<(), Fault> {
+        self.ring = None;
+        let entries = self.place.size.entries();
+        self.ring = Some(Ring::resolve(table, self.place.iova, entries, Sqe::SIZE, false)?);
+        Ok(())
+    }
+
+    pub(crate) fn shadow(&mut self, cells: Option<ShadowCells>) {
+        match cells {
+            Some(cells) => self.tail.enable(cells.value, cells.event_idx),
+            None => self.tail.disable(),
+        }
+    }
+
+    /// Finds everything again in another DMA map. `pages` are the buffers of Doorbell Buffer
+    /// Config. A queue of which anything is out of reach stands still until a map that has it.
+    pub(crate) fn remap(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) {
+        let _ = self.resolve(table);
+        let Some(pages) = pages else { return };
+        self.tail.disable();
+        let offset = sq_entry_offset(self.place.qid, DSTRD);
+        match ShadowCells::resolve(table, pages, offset) {
+            Some(cells) => self.tail.reattach(cells.value, cells.event_idx),
+            None => self.ring = None,
+        }
+    }
+
+    /// The next entry. The caller knows that there is one (`head` is not the tail).
+    #[inline]
+    pub(crate) fn fetch(&mut self) -> Option<Sqe> {
+        let ring = self.ring.as_ref()?;
+        let sqe = ring.read(u32::from(self.head));
+        self.head = self.place.size.forward(self.head, 1);
+        ring.prefetch(u32::from(self.place.size.forward(self.head, 1)));
+        self.stats.commands += 1;
+        Some(sqe)
+    }
+
+    pub(crate) fn snapshot(&self, mmio_writes: u64) -> SqStats {
+        let mut stats = self.stats.clone();
+        stats.doorbell = DoorbellCounts::default();
+        stats.doorbell.add(mmio_writes, self.tail.stats());
+        stats
+    }
+}
+
+/// A completion queue with its interrupt.
+#[derive(Debug)]
+pub(crate) struct Cq {
+    pub(crate) place: Placement,
+    /// `None` while its memory is not mapped: completions wait in `staged`.
+    pub(crate) ring: Option<Ring>,
+    pub(crate) head: CqHead<SharedU32>,
+    pub(crate) tail: u16,
+    /// The phase tag of the entries being posted now.
+    pub(crate) phase: bool,
+    /// Entries promised to commands that were fetched and are not posted yet.
+    pub(crate) reserved: u32,
+    /// Completions of the batch under way: written together, so that the host, which polls the
+    /// same cache line, is not in between.
+    staged: Vec<Cqe>,
+    /// Posted since the head was last looked at.
+    unlooked: u32,
+    irq: Option<IrqLine>,
+    /// Posted since the last interrupt.
+    unannounced: u32,
+    /// Entries that the host has yet to consume to reach what the last interrupt announced.
+    awaited: u32,
+    /// Since when an interrupt has been suppressed that is still owed.
+    owed: Option<Instant>,
+    /// When coalescing has to end.
+    coalesced: Option<Instant>,
+    pub(crate) stats: CqStats,
+}
+
+impl Cq {
+    pub(crate) fn new(place: Placement, register: SharedU32, irq: Option<IrqLine>) -> Self {
+        Self {
+            place,
+            ring: None,
+            head: CqHead::new(place.size, register),
+            tail: 0,
+            phase: true,
+            reserved: 0,
+            staged: Vec::with_capacity(64),
+            unlooked: 0,
+            irq,
+            unannounced: 0,
+            awaited: 0,
+            owed: None,
+            coalesced: None,
+            stats: CqStats { qid: place.qid, ..CqStats::default() },
+        }
+    }
+
+    pub(crate) fn resolve(&mut self, table: &DmaTable) -> Result<(), Fault> {
+        self.ring = None;
+        let entries = self.place.size.entries();
+        self.ring = Some(Ring::resolve(table, self.place.iova, entries, Cqe::SIZE, true)?);
+        Ok(())
+    }
+
+    pub(crate) fn shadow(&mut self, cells: Option<ShadowCells>) {
+        match cells {
+            Some(cells) => self.head.enable(cells.value, cells.event_idx),
+            None => self.head.disable(),
+        }
+    }
+
+    /// Entries that can still be promised, by the head as last seen.
+    #[inline]
+    pub(crate) fn free(&self) -> u32 {
+        let size = self.place.size;
+        (size.entries() - 1)
+            .saturating_sub(size.distance(self.head.last(), self.tail))
+            .saturating_sub(self.reserved)
+    }
+
+    /// Looks at the host's head.
+    #[inline]
+    pub(crate) fn look(&mut self) -> Result<(), InvalidDoorbell> {
+        let before = self.head.last();
+        self.unlooked = 0;
+        let outcome = self.head.look(self.tail).map(|_| ());
+        self.moved_from(before);
+        outcome
+    }
+
+    /// Notes that the head was `before` and may have moved (also after a recheck).
+    #[inline]
+    pub(crate) fn moved_from(&mut self, before: u16) {
+        let moved = self.place.size.distance(before, self.head.last());
+        self.awaited = self.awaited.saturating_sub(moved);
+    }
+
+    /// As [`Sq::remap`].
+    pub(crate) fn remap(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) {
+        let _ = self.resolve(table);
+        let Some(pages) = pages else { return };
+        self.head.disable();
+        let offset = cq_entry_offset(self.place.qid, DSTRD);
+        match ShadowCells::resolve(table, pages, offset) {
+            Some(cells) => self.head.reattach(cells.value, cells.event_idx),
+            None => self.ring = None,
+        }
+    }
+
+    /// Stages the completion of a command for which an entry was reserved.
+    #[inline]
+    pub(crate) fn complete(&mut self, sq: &mut Sq, cid: u16, status: Status, dw0: u32) {
+        sq.in_flight = sq.in_flight.saturating_sub(1);
+        self.staged.push(Cqe::new(cid, sq.place.qid, sq.head, status, dw0));
+    }
+
+    /// How many completions wait to be posted.
+    pub(crate) fn staged(&self) -> u32 {
+        self.staged.len() as u32
+    }
+
+    /// Whether completions wait to be posted.
+    #[inline]
+    pub(crate) fn has_staged(&self) -> bool {
+        !self.staged.is_empty()
+    }
+
+    /// Posts what was staged, as far as there is room. Waits (staged) while the queue's memory is
+    /// not mapped.
+    #[inline]
+    pub(crate) fn post(&mut self) -> bool {
+        let size = self.place.size;
+        let space = |cq: &Self| size.entries() - 1 - size.distance(cq.head.last(), cq.tail);
+        // An I/O completion has its entry reserved; an admin one may have to wait.
+        let mut count = self.staged.len() as u32;
+        if count > space(self) {
+            let _ = self.look();
+            count = count.min(space(self));
+        }
+        let Some(ring) = &self.ring else { return false };
+        for cqe in self.staged.drain(..count as usize) {
+            let cqe = cqe.with_phase(self.phase);
+            let words: [u64; 2] = zerocopy::transmute!(cqe);
+            ring.publish(u32::from(self.tail), words);
+            self.tail = size.forward(self.tail, 1);
+            self.phase ^= self.tail == 0;
+        }
+        self.reserved = self.reserved.saturating_sub(count);
+        self.unannounced += count;
+        self.stats.completions += u64::from(count);
+        self.unlooked += count;
+        if self.unlooked >= self.place.size.entries() / 4 {
+            // Often enough that EventIdx stays out of the way of a head that nobody waits for.
+            let _ = self.look();
+        }
+        count != 0
+    }
+
+    /// Decides on the interrupt for what was just posted.
+    #[inline]
+    pub(crate) fn announce(&mut self, coalescing: &Coalescing) {
+        if self.irq.is_some() && self.unannounced != 0 {
+            self.consider(coalescing);
+        }
+    }
+
+    fn consider(&mut self, coalescing: &Coalescing) {
+        let Some(irq) = &self.irq else { return };
+        if let Some(aggregation) = coalescing.of(irq.vector())
+            && self.unannounced < aggregation.threshold
+        {
+            let until = *self.coalesced.get_or_insert_with(|| Instant::now() + aggregation.time);
+            if Instant::now() < until {
+                self.stats.interrupts_suppressed += 1;
+                return;
+            }
+        }
+        // An invalid head is reported where commands are fetched; here it only means "no news".
+        if self.awaited != 0 {
+            let _ = self.look();
+        }
+        if self.awaited != 0 {
+            self.stats.interrupts_suppressed += 1;
+            self.owed.get_or_insert_with(Instant::now);
+            return;
+        }
+        self.raise();
+    }
+
+    /// Whether an interrupt is held back, for whatever reason.
+    #[inline]
+    pub(crate) fn is_holding(&self) -> bool {
+        self.owed.is_some() || self.coalesced.is_some()
+    }
+
+    /// Looks after interrupts that are held back, while the worker is awake. Only to be called
+    /// while [`is_holding`](Self::is_holding).
+    pub(crate) fn tend(&mut self) {
+        let now = Instant::now();
+        if self.coalesced.is_some_and(|until| now >= until) {
+            self.raise();
+        }
+        let Some(since) = self.owed else { return };
+        let _ = self.look();
+        if self.head.last() == self.tail {
+            // The host has seen everything by itself.
+            self.owed = None;
+            self.unannounced = 0;
+        } else if self.awaited == 0 || now.duration_since(since) >= OWED_AT_MOST {
+            self.raise();
+        }
+    }
+
+    /// Pays what is owed before a sleep. Coalesced interrupts may wait until they are due, which
+    /// is then the sleep's deadline.
+    pub(crate) fn settle(&mut self) -> Option<Instant> {
+        if self.owed.is_some() {
+            self.raise();
+        }
+        self.coalesced
+    }
+
+    fn raise(&mut self) {
+        self.owed = None;
+        self.coalesced = None;
+        self.unannounced = 0;
+        self.awaited = self.place.size.distance(self.head.last(), self.tail);
+        if let Some(irq) = &mut self.irq {
+            irq.raise();
+            self.stats.interrupts += 1;
+        }
+    }
+
+    pub(crate) fn snapshot(&self, mmio_writes: u64) -> CqStats {
+        let mut stats = self.stats.clone();
+        stats.doorbell = DoorbellCounts::default();
+        stats.doorbell.add(mmio_writes, self.head.stats());
+        stats
+    }
+}

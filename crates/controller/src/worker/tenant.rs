@@ -1,0 +1,508 @@
+//! One controller, as far as one worker serves it.
+
+use crate::interrupt::IrqLine;
+use crate::latch::Latch;
+use crate::shared::{DSTRD, Report, Shared};
+use crate::trace::{Kind, TraceRing};
+use crate::worker::io::{Ended, Engine, Space};
+use crate::worker::message::{Reply, Seed, WorkerStats};
+use crate::worker::queue::{Cq, Placement, ShadowCells, Sq};
+use doorbell::{Arming, ControllerStats, Fenced, InvalidDoorbell, Sleeper};
+use memory::{DmaTable, View, ViewWatch};
+use spec::dbbuf::{cq_entry_offset, sq_entry_offset};
+use spec::regs::DoorbellKind;
+use spec::status::Status;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+use std::time::Instant;
+
+/// Commands fetched from one queue before the others get their turn: round robin with a burst
+/// (Base 2.1, "Round Robin Arbitration").
+const BURST: u32 = 64;
+
+/// The state cell of a worker's sleeper.
+pub(crate) type SleepCell = Arc<AtomicU32>;
+
+/// One controller's queues on one worker.
+pub(crate) struct Tenant {
+    shared: Arc<Shared>,
+    engine: Engine,
+    sqs: Vec<Option<Sq>>,
+    cqs: Vec<Option<Cq>>,
+    shadow: Option<(u64, u64)>,
+    /// Old DMA maps that commands in flight may still use, with who waits for their end.
+    draining: Vec<(ViewWatch, Latch)>,
+    /// Submission queues that are to be forgotten once they are empty.
+    deleting: Vec<(usize, Latch)>,
+    detaching: Option<Latch>,
+    /// `memory::sigbus::faults` when it was last looked at.
+    faults: u64,
+}
+
+impl Tenant {
+    /// Opens the namespaces for this thread.
+    pub(crate) fn new(seed: &Seed) -> Result<Self, std::io::Error> {
+        let spaces = seed.namespaces.iter().map(Space::open).collect::<Result<_, _>>()?;
+        let view = View::new(Arc::clone(&seed.table));
+        Ok(Self {
+            shared: Arc::clone(&seed.shared),
+            engine: Engine::new(view, seed.page_size, seed.max_transfer, spaces),
+            sqs: Vec::new(),
+            cqs: Vec::new(),
+            shadow: seed.shadow,
+            draining: Vec::new(),
+            deleting: Vec::new(),
+            detaching: None,
+            faults: memory::sigbus::faults(),
+        })
+    }
+
+    pub(crate) fn id(&self) -> u32 {
+        self.shared.id
+    }
+
+    pub(crate) fn spaces(&self) -> &[Space] {
+        self.engine.spaces()
+    }
+
+    fn table(&self) -> Arc<DmaTable> {
+        Arc::clone(self.engine.view.table())
+    }
+
+    fn sq_cells(&self, qid: u16) -> Option<ShadowCells> {
+        ShadowCells::resolve(&self.table(), self.shadow?, sq_entry_offset(qid, DSTRD))
+    }
+
+    fn cq_cells(&self, qid: u16) -> Option<ShadowCells> {
+        ShadowCells::resolve(&self.table(), self.shadow?, cq_entry_offset(qid, DSTRD))
+    }
+
+    pub(crate) fn create_cq(&mut self, place: Placement, vector: Option<u16>, reply: Reply) {
+        let register = self.shared.register(place.qid, DoorbellKind::Cq);
+        let irq = vector.map(|v| IrqLine::new(Arc::clone(&self.shared.irqs), v));
+        let mut cq = Cq::new(place, register, irq);
+        // Unmapped memory was refused by the control plane; if it went since, the queue waits.
+        let _ = cq.resolve(&self.table());
+        cq.shadow(self.cq_cells(place.qid));
+        insert(&mut self.cqs, cq);
+        reply(Ok(()));
+    }
+
+    pub(crate) fn create_sq(&mut self, place: Placement, cqid: u16, reply: Reply) {
+        let cq = self.cqs.iter().position(|c| c.as_ref().is_some_and(|c| c.place.qid == cqid));
+        let Some(cq) = cq else { return reply(Err(Status::CQ_INVALID.with_dnr())) };
+        let register = self.shared.register(place.qid, DoorbellKind::Sq);
+        let mut sq = Sq::new(place, register, cq);
+        let _ = sq.resolve(&self.table());
+        sq.shadow(self.sq_cells(place.qid));
+        insert(&mut self.sqs, sq);
+        reply(Ok(()));
+    }
+
+    fn find_sq(&self, qid: u16) -> Option<usize> {
+        self.sqs.iter().position(|q| q.as_ref().is_some_and(|q| q.place.qid == qid))
+    }
+
+    pub(crate) fn delete_sq(&mut self, qid: u16, latch: Latch) {
+        let Some(index) = self.find_sq(qid) else { return };
+        if let Some(sq) = &mut self.sqs[index] {
+            sq.stopped = true;
+        }
+        self.engine.cancel_all(Some(index));
+        self.deleting.push((index, latch));
+    }
+
+    pub(crate) fn delete_cq(&mut self, qid: u16) {
+        let index = self.cqs.iter().position(|c| c.as_ref().is_some_and(|c| c.place.qid == qid));
+        if let Some(cq) = index.and_then(|i| self.cqs[i].take()) {
+            self.retire_cq(&cq);
+        }
+    }
+
+    /// Doorbell Buffer Config: every queue gets its entry, with commands in flight or not.
+    pub(crate) fn enable_shadow(&mut self, pages: (u64, u64)) {
+        self.shadow = Some(pages);
+        let table = self.table();
+        for sq in self.sqs.iter_mut().flatten() {
+            let offset = sq_entry_offset(sq.place.qid, DSTRD);
+            sq.shadow(ShadowCells::resolve(&table, pages, offset));
+        }
+        for cq in self.cqs.iter_mut().flatten() {
+            let offset = cq_entry_offset(cq.place.qid, DSTRD);
+            cq.shadow(ShadowCells::resolve(&table, pages, offset));
+        }
+    }
+
+    /// Takes over another DMA map. Queues are found again in it, or stand still until a map that
+    /// has them; a shadow entry is kept as it is (its state survives the remapping).
+    pub(crate) fn change_table(&mut self, table: Arc<DmaTable>, latch: Latch) {
+        let old = std::mem::replace(&mut self.engine.view, View::new(Arc::clone(&table)));
+        self.draining.push((old.watch(), latch));
+        drop(old);
+        let pages = self.shadow;
+        self.sqs.iter_mut().flatten().for_each(|sq| sq.remap(&table, pages));
+        self.cqs.iter_mut().flatten().for_each(|cq| cq.remap(&table, pages));
+    }
+
+    pub(crate) fn flush(&mut self, latch: Latch) {
+        self.engine.flush_all(latch);
+    }
+
+    pub(crate) fn abort(&mut self, sqid: u16, cid: u16, reply: crate::worker::message::AbortReply) {
+        match self.find_sq(sqid) {
+            Some(index) => self.engine.abort(index, cid, reply),
+            None => reply.answer(false),
+        }
+    }
+
+    pub(crate) fn detach(&mut self, latch: Latch) {
+        // First of all the shadow pages: after a reset they may be anybody's memory.
+        self.shadow = None;
+        for sq in self.sqs.iter_mut().flatten() {
+            sq.tail.disable();
+            sq.stopped = true;
+        }
+        for cq in self.cqs.iter_mut().flatten() {
+            cq.head.disable();
+            cq.ring = None;
+        }
+        self.engine.cancel_all(None);
+        self.detaching = Some(latch);
+    }
+
+    /// Whether it is being detached.
+    pub(crate) fn is_leaving(&self) -> bool {
+        self.detaching.is_some()
+    }
+
+    /// Whether a detach has come to its end: nothing of this controller is in flight.
+    pub(crate) fn is_detached(&self) -> bool {
+        self.detaching.is_some() && self.engine.pending() == 0
+    }
+
+    /// Folds the counters into the controller's before the tenant goes.
+    pub(crate) fn retire(&mut self) {
+        let sqs: Vec<Sq> = self.sqs.iter_mut().filter_map(Option::take).collect();
+        let cqs: Vec<Cq> = self.cqs.iter_mut().filter_map(Option::take).collect();
+        sqs.iter().for_each(|sq| self.retire_sq(sq));
+        cqs.iter().for_each(|cq| self.retire_cq(cq));
+        let io = std::mem::take(&mut self.engine.stats);
+        self.shared.retire(|retired| retired.io.merge(&io));
+    }
+
+    fn retire_sq(&self, sq: &Sq) {
+        let stats = sq.snapshot(self.shared.take_traps(sq.place.qid, DoorbellKind::Sq));
+        self.shared.retire(|retired| retired.sq.merge(&stats));
+    }
+
+    fn retire_cq(&self, cq: &Cq) {
+        let stats = cq.snapshot(self.shared.take_traps(cq.place.qid, DoorbellKind::Cq));
+        self.shared.retire(|retired| retired.cq.merge(&stats));
+    }
+
+    pub(crate) fn snapshot(&self) -> WorkerStats {
+        let traps = |qid, kind| self.shared.traps(qid, kind);
+        WorkerStats {
+            sqs: self
+                .sqs
+                .iter()
+                .flatten()
+                .map(|q| q.snapshot(traps(q.place.qid, DoorbellKind::Sq)))
+                .collect(),
+            cqs: self
+                .cqs
+                .iter()
+                .flatten()
+                .map(|q| q.snapshot(traps(q.place.qid, DoorbellKind::Cq)))
+                .collect(),
+            io: self.engine.stats,
+            sleep: crate::stats::SleepStats::default(),
+        }
+    }
+
+    /// One pass: reaps the disks, fetches and starts commands, posts completions, raises
+    /// interrupts. Whether there was anything to do.
+    #[inline]
+    pub(crate) fn pass(&mut self, trace: &mut Option<TraceRing>) -> bool {
+        let mut busy = false;
+        if self.engine.pending() != 0 {
+            busy |= self.reap();
+        }
+        for index in 0..self.sqs.len() {
+            busy |= self.serve(index, trace);
+        }
+        self.engine.commit();
+        for cq in self.cqs.iter_mut().flatten() {
+            if cq.has_staged() && cq.post() {
+                cq.announce(&self.shared.coalescing);
+            } else if cq.is_holding() {
+                cq.tend();
+            }
+        }
+        if !(self.draining.is_empty() && self.deleting.is_empty()) {
+            self.finish();
+        }
+        if memory::sigbus::faults() != self.faults {
+            self.check_memory();
+        }
+        busy
+    }
+
+    #[inline]
+    fn serve(&mut self, index: usize, trace: &mut Option<TraceRing>) -> bool {
+        let Some(sq) = &mut self.sqs[index] else { return false };
+        if sq.stopped || sq.ring.is_none() {
+            return false;
+        }
+        let before = trace.is_some().then(|| (sq.tail.last(), sq.tail.stats()));
+        let tail = match sq.tail.look() {
+            Ok(tail) => {
+                if let Some(before) = before {
+                    note_look(trace, &self.shared, sq, before);
+                }
+                tail
+            }
+            Err(error) => {
+                let (qid, tail) = (sq.place.qid, sq.tail.last());
+                self.invalid(qid, error, trace);
+                tail
+            }
+        };
+        self.fetch(index, tail, trace)
+    }
+
+    #[inline]
+    fn fetch(&mut self, index: usize, tail: u16, trace: &mut Option<TraceRing>) -> bool {
+        let Some(sq) = &mut self.sqs[index] else { return false };
+        if sq.head == tail {
+            return false;
+        }
+        let Some(cq) = self.cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return false };
+        if cq.ring.is_none() {
+            return false;
+        }
+        let mut room = cq.free().min(BURST);
+        if room == 0 || room < BURST && room < sq.place.size.distance(sq.head, tail) {
+            if let Err(error) = cq.look() {
+                let qid = cq.place.qid;
+                self.invalid(qid, error, trace);
+                return false;
+            }
+            room = cq.free().min(BURST);
+        }
+        if room == 0 {
+            if !std::mem::replace(&mut sq.blocked, true) {
+                sq.stats.blocked += 1;
+                note(trace, Kind::CqFull, &self.shared, cq.place.qid, u32::from(cq.tail), 0);
+            }
+            return false;
+        }
+        sq.blocked = false;
+        let write_through = self.shared.is_write_through();
+        let mut fetched = 0;
+        while sq.head != tail && fetched < room {
+            let Some(sqe) = sq.fetch() else { break };
+            fetched += 1;
+            cq.reserved += 1;
+            sq.in_flight += 1;
+            if let Some(ended) = self.engine.start(&sqe, index, write_through) {
+                cq.complete(sq, ended.cid, ended.status, 0);
+                if !ended.status.is_success() {
+                    report_error(&self.shared, sq, &ended);
+                }
+            }
+        }
+        sq.stats.batches += 1;
+        sq.stats.largest_batch = sq.stats.largest_batch.max(u64::from(fetched));
+        if trace.is_some() {
+            note(trace, Kind::Batch, &self.shared, sq.place.qid, u32::from(tail), fetched);
+        }
+        if cq.has_staged() && cq.post() {
+            let before = (cq.stats.interrupts, cq.stats.interrupts_suppressed);
+            cq.announce(&self.shared.coalescing);
+            if trace.is_some() {
+                let (qid, at) = (cq.place.qid, u32::from(cq.tail));
+                if cq.stats.interrupts != before.0 {
+                    note(trace, Kind::InterruptRaised, &self.shared, qid, at, 0);
+                } else if cq.stats.interrupts_suppressed != before.1 {
+                    note(trace, Kind::InterruptSuppressed, &self.shared, qid, at, 0);
+                }
+            }
+        }
+        fetched != 0
+    }
+
+    fn reap(&mut self) -> bool {
+        let mut busy = false;
+        let Self { engine, sqs, cqs, shared, .. } = self;
+        engine.reap(|ended| {
+            busy = true;
+            let Some(sq) = sqs.get_mut(ended.sq).and_then(Option::as_mut) else { return };
+            let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return };
+            let status = match ended.status.code() {
+                Status::ABORT_REQUESTED if sq.stopped => Status::ABORTED_SQ_DELETION,
+                _ => ended.status,
+            };
+            cq.complete(sq, ended.cid, status, 0);
+            if !status.is_success() {
+                report_error(shared, sq, &ended);
+            }
+        });
+        busy
+    }
+
+    #[cold]
+    fn invalid(&self, qid: u16, error: InvalidDoorbell, trace: &mut Option<TraceRing>) {
+        note(trace, Kind::Invalid, &self.shared, qid, error.value, 0);
+        self.shared.report(Report::InvalidDoorbell { qid });
+    }
+
+    #[cold]
+    fn check_memory(&mut self) {
+        self.faults = memory::sigbus::faults();
+        if self.engine.view.table().is_poisoned() {
+            self.shared.report(Report::MemoryLost);
+        }
+    }
+
+    /// Lets those go who wait for something that has come to its end.
+    fn finish(&mut self) {
+        self.draining.retain(|(watch, _)| !watch.is_idle());
+        let mut index = 0;
+        while index < self.deleting.len() {
+            let sq = self.deleting[index].0;
+            if self.sqs[sq].as_ref().is_none_or(|q| q.in_flight == 0) {
+                if let Some(sq) = self.sqs[sq].take() {
+                    self.retire_sq(&sq);
+                }
+                self.deleting.swap_remove(index);
+            } else {
+                index += 1;
+            }
+        }
+    }
+
+    /// The first half of going to sleep: arms what should wake us.
+    pub(crate) fn arm(
+        &mut self,
+        arming: &mut Arming<'_, SleepCell>,
+        trace: &mut Option<TraceRing>,
+    ) {
+        let Self { sqs, cqs, shared, .. } = self;
+        for sq in sqs.iter_mut().flatten().filter(|sq| !sq.stopped) {
+            if !sq.blocked {
+                let before = sq.tail.stats().event_idx_armed;
+                sq.tail.arm(arming);
+                if trace.is_some() && sq.tail.stats().event_idx_armed != before {
+                    let at = u32::from(sq.tail.last());
+                    note(trace, Kind::EventIdxArmed, shared, sq.place.qid, at, 0);
+                }
+            } else if let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) {
+                shared.want_head(cq.place.qid, true);
+                cq.head.arm(arming);
+            }
+        }
+    }
+
+    /// The second half: looks once more. When the sleep has to end, for an interrupt's sake.
+    pub(crate) fn recheck(
+        &mut self,
+        fenced: &mut Fenced<'_, SleepCell>,
+        trace: &mut Option<TraceRing>,
+    ) -> Option<Instant> {
+        let mut invalid = Vec::new();
+        let mut deadline: Option<Instant> = None;
+        let Self { sqs, cqs, .. } = self;
+        for sq in sqs.iter_mut().flatten().filter(|sq| !sq.stopped) {
+            if !sq.blocked {
+                if let Err(error) = sq.tail.recheck(fenced) {
+                    invalid.push((sq.place.qid, error));
+                }
+                // More than a burst may be left.
+                let reachable =
+                    cqs.get(sq.cq).and_then(Option::as_ref).is_some_and(|cq| cq.ring.is_some());
+                fenced.note(reachable && sq.ring.is_some() && sq.head != sq.tail.last());
+            } else if let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) {
+                let before = cq.head.last();
+                if let Err(error) = cq.head.recheck(fenced, cq.tail) {
+                    invalid.push((cq.place.qid, error));
+                }
+                cq.moved_from(before);
+            }
+        }
+        for cq in cqs.iter_mut().flatten() {
+            deadline = match (deadline, cq.settle()) {
+                (Some(a), Some(b)) => Some(a.min(b)),
+                (a, b) => a.or(b),
+            };
+        }
+        for (qid, error) in invalid {
+            self.invalid(qid, error, trace);
+        }
+        deadline
+    }
+
+    /// Awake again: takes back what was asked for while asleep.
+    pub(crate) fn awake(&mut self, sleeper: &Sleeper<SleepCell>) {
+        self.sqs.iter_mut().flatten().for_each(|sq| sq.tail.disarm(sleeper));
+        for cq in self.cqs.iter_mut().flatten() {
+            self.shared.want_head(cq.place.qid, false);
+            cq.head.disarm(sleeper);
+        }
+    }
+
+    /// Whether somebody waits for something that no bell announces.
+    pub(crate) fn is_restless(&self) -> bool {
+        let idle = self.engine.pending() == 0;
+        idle && !(self.draining.is_empty() && self.deleting.is_empty())
+    }
+}
+
+/// Puts a queue in the first hole, so that indices stay what they are.
+fn insert<T>(list: &mut Vec<Option<T>>, item: T) {
+    match list.iter_mut().find(|slot| slot.is_none()) {
+        Some(slot) => *slot = Some(item),
+        None => list.push(Some(item)),
+    }
+}
+
+#[cold]
+fn report_error(shared: &Shared, sq: &Sq, ended: &Ended) {
+    shared.report(Report::CommandError {
+        sqid: sq.place.qid,
+        cid: ended.cid,
+        status: ended.status,
+        nsid: ended.nsid,
+        lba: ended.lba,
+    });
+}
+
+#[cold]
+fn note_look(
+    trace: &mut Option<TraceRing>,
+    shared: &Shared,
+    sq: &Sq,
+    (last, before): (u16, ControllerStats),
+) {
+    let (now, qid, at) = (sq.tail.stats(), sq.place.qid, u32::from(sq.tail.last()));
+    if now.found_new != before.found_new {
+        note(trace, Kind::ShadowNew, shared, qid, at, last.into());
+    }
+    if now.event_idx_moved != before.event_idx_moved {
+        note(trace, Kind::EventIdxMoved, shared, qid, at, 0);
+    }
+}
+
+#[cold]
+fn note(
+    trace: &mut Option<TraceRing>,
+    kind: Kind,
+    shared: &Shared,
+    qid: u16,
+    value: u32,
+    extra: u32,
+) {
+    if let Some(trace) = trace {
+        trace.record(kind, shared.id as u16, qid, value, extra);
+    }
+}

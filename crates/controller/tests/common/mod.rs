@@ -1,0 +1,480 @@
+//! A host that does exactly what a test tells it to: queues laid out by hand, doorbells rung or
+//! not, shadow entries written or not.
+#![allow(dead_code, reason = "every test file uses its own part of it")]
+#![allow(unreachable_pub, reason = "a module of tests")]
+
+use controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions};
+use memory::{EventFd, Mapping, SharedBytes};
+use shadowbell_controller as controller;
+use spec::admin::DoorbellBufferConfig;
+use spec::regs::{self, Aqa, Cap, Cc, Csts, cq_doorbell_offset, sq_doorbell_offset};
+use spec::{Cqe, Sqe, Status};
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+use std::time::{Duration, Instant};
+
+/// Where the host's memory begins in the controller's eyes.
+pub const BASE: u64 = 0x10_0000;
+/// How much memory the host has.
+pub const MEMORY: u64 = 64 << 20;
+/// How long a test waits for something that has to happen.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+pub fn pool(polling: Polling) -> Pool {
+    Pool::start(&PoolOptions { workers: 1, polling, pin: Vec::new() }).unwrap()
+}
+
+pub fn config(disks: &[&str]) -> Config {
+    let namespaces = disks
+        .iter()
+        .enumerate()
+        .map(|(i, uri)| NamespaceConfig {
+            disk: disk::open(uri).unwrap(),
+            uuid: controller::config::uuid_from(&format!("test-{i}")),
+        })
+        .collect();
+    Config { namespaces, ..Config::default() }
+}
+
+/// One queue pair as the host sees it.
+pub struct Queue {
+    pub qid: u16,
+    pub entries: u32,
+    pub sq: u64,
+    pub cq: u64,
+    pub tail: u32,
+    pub head: u32,
+    pub phase: bool,
+    pub sq_head: u32,
+    /// Whether doorbells of this queue go through the shadow pages.
+    pub shadowed: bool,
+    pub irq: Option<EventFd>,
+}
+
+pub struct Host {
+    pub controller: Controller,
+    pub memory: SharedBytes,
+    next: u64,
+    pub admin: Queue,
+    pub shadow: Option<(u64, u64)>,
+    pub rings: u64,
+    cid: u16,
+}
+
+/// A completion, with what it completes.
+pub type Done = (u16, Status, u32);
+
+impl Host {
+    /// Attaches to a controller over `disks`: enabled, admin queue of 32 entries.
+    pub fn new(disks: &[&str], polling: Polling) -> Self {
+        Self::with(config(disks), polling)
+    }
+
+    pub fn with(config: Config, polling: Polling) -> Self {
+        let controller = Controller::new(config, pool(polling), Carrier::default()).unwrap();
+        let mut host = Self::attach(controller);
+        host.enable();
+        host
+    }
+
+    /// A host whose memory is mapped, and nothing else done.
+    pub fn attach(controller: Controller) -> Self {
+        let memory = Mapping::shared("host", MEMORY).unwrap().bytes();
+        controller.map_dma(BASE, MEMORY, &memory).unwrap();
+        let admin = Queue {
+            qid: 0,
+            entries: 32,
+            sq: BASE,
+            cq: BASE + 4096,
+            tail: 0,
+            head: 0,
+            phase: true,
+            sq_head: 0,
+            shadowed: false,
+            irq: None,
+        };
+        let (next, shadow, rings, cid) = (BASE + 8192, None, 0, 0);
+        Self { controller, memory, next, admin, shadow, rings, cid }
+    }
+
+    pub fn read32(&self, offset: u64) -> u32 {
+        let mut data = [0; 4];
+        self.controller.read(offset, &mut data);
+        u32::from_le_bytes(data)
+    }
+
+    pub fn read64(&self, offset: u64) -> u64 {
+        let mut data = [0; 8];
+        self.controller.read(offset, &mut data);
+        u64::from_le_bytes(data)
+    }
+
+    pub fn write32(&self, offset: u64, value: u32) {
+        self.controller.write(offset, &value.to_le_bytes());
+    }
+
+    pub fn cap(&self) -> Cap {
+        Cap::from_bits(self.read64(regs::CAP))
+    }
+
+    pub fn csts(&self) -> Csts {
+        Csts::from_bits(self.read32(regs::CSTS))
+    }
+
+    /// Waits until `what` holds.
+    pub fn until(&self, what: &str, mut holds: impl FnMut() -> bool) {
+        let start = Instant::now();
+        while !holds() {
+            assert!(start.elapsed() < PATIENCE, "timed out waiting for {what}");
+            std::thread::yield_now();
+        }
+    }
+
+    pub fn enable_with(&mut self, cc: Cc) {
+        let aqa = Aqa::new().with_asqs(31).with_acqs(31);
+        self.write32(regs::AQA, aqa.into_bits());
+        self.controller.write(regs::ASQ, &self.admin.sq.to_le_bytes());
+        self.controller.write(regs::ACQ, &self.admin.cq.to_le_bytes());
+        self.memory.fill(0, 8192, 0).unwrap();
+        let admin = &mut self.admin;
+        (admin.tail, admin.head, admin.phase, admin.shadowed) = (0, 0, true, false);
+        self.shadow = None;
+        self.write32(regs::CC, cc.with_en(true).into_bits());
+    }
+
+    pub fn enable(&mut self) {
+        self.enable_with(Cc::new().with_iosqes(6).with_iocqes(4));
+        assert!(self.csts().rdy(), "{:?}", self.csts());
+    }
+
+    /// Clears CC.EN and waits for RDY to follow.
+    pub fn disable(&self) {
+        let cc = Cc::from_bits(self.read32(regs::CC));
+        self.write32(regs::CC, cc.with_en(false).into_bits());
+        self.until("CSTS.RDY to clear", || !self.csts().rdy());
+    }
+
+    /// Fresh, zeroed, page-aligned memory.
+    pub fn alloc(&mut self, len: u64) -> u64 {
+        let at = self.next;
+        self.next += len.next_multiple_of(4096);
+        assert!(self.next <= BASE + MEMORY, "the host is out of memory");
+        at
+    }
+
+    pub fn poke(&self, iova: u64, bytes: &[u8]) {
+        self.memory.write_from((iova - BASE) as usize, bytes).unwrap();
+    }
+
+    pub fn peek(&self, iova: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.memory.read_into((iova - BASE) as usize, &mut bytes).unwrap();
+        bytes
+    }
+
+    pub fn peek32(&self, iova: u64) -> u32 {
+        self.memory.cell((iova - BASE) as usize).unwrap().load(Ordering::Acquire)
+    }
+
+    pub fn poke32(&self, iova: u64, value: u32) {
+        self.memory.cell((iova - BASE) as usize).unwrap().store(value, Ordering::Release);
+    }
+
+    pub fn next_cid(&mut self) -> u16 {
+        self.cid = self.cid.wrapping_add(1);
+        self.cid
+    }
+
+    /// Puts an entry in a queue's memory and moves its tail, without telling anybody.
+    pub fn put(&self, queue: &mut Queue, sqe: &Sqe) {
+        use zerocopy::IntoBytes;
+        self.poke(queue.sq + u64::from(queue.tail) * 64, sqe.as_bytes());
+        queue.tail = (queue.tail + 1) % queue.entries;
+    }
+
+    /// Tells the controller about a queue's tail, as its kind of host does.
+    pub fn ring(&mut self, queue: &Queue, old: u32) {
+        let offset = sq_doorbell_offset(queue.qid, 0);
+        self.doorbell(queue.shadowed, offset, old, queue.tail);
+    }
+
+    /// Writes a doorbell: plainly, or through the shadow page by Linux's rule.
+    pub fn doorbell(&mut self, shadowed: bool, offset: u64, old: u32, new: u32) {
+        if let (true, Some((shadow, event_idx))) = (shadowed, self.shadow) {
+            let entry = offset - regs::DOORBELLS;
+            self.poke32(shadow + entry, new);
+            fence(Ordering::SeqCst);
+            let event = self.peek32(event_idx + entry) as u16;
+            let (new, old) = (new as u16, old as u16);
+            if new.wrapping_sub(event).wrapping_sub(1) >= new.wrapping_sub(old) {
+                return;
+            }
+        }
+        self.rings += 1;
+        self.controller.write_doorbell(offset, new);
+    }
+
+    /// Puts one entry and rings.
+    pub fn submit(&mut self, queue: &mut Queue, sqe: &Sqe) {
+        let old = queue.tail;
+        self.put(queue, sqe);
+        self.ring(queue, old);
+    }
+
+    /// The next completion, if it is there. The head moves, and the doorbell is rung.
+    pub fn reap(&mut self, queue: &mut Queue) -> Option<Done> {
+        let at = (queue.cq + u64::from(queue.head) * 16 - BASE) as usize;
+        let word = self.memory.load_u64_acquire(at + 8).unwrap();
+        if (word >> 48) & 1 != u64::from(queue.phase) {
+            return None;
+        }
+        let cqe: Cqe = self.memory.read(at).unwrap();
+        assert_eq!(cqe.sq_id, queue.qid);
+        queue.sq_head = cqe.sq_head.into();
+        let old = queue.head;
+        queue.head = (queue.head + 1) % queue.entries;
+        queue.phase ^= queue.head == 0;
+        let (shadowed, new) = (queue.shadowed, queue.head);
+        self.doorbell(shadowed, cq_doorbell_offset(queue.qid, 0), old, new);
+        Some((cqe.cid, cqe.status(), cqe.dw0))
+    }
+
+    /// Waits for the next completion.
+    pub fn wait(&mut self, queue: &mut Queue) -> Done {
+        let start = Instant::now();
+        loop {
+            if let Some(done) = self.reap(queue) {
+                return done;
+            }
+            assert!(
+                start.elapsed() < PATIENCE,
+                "no completion on queue {}: tail {} head {} csts {:?} {:?}",
+                queue.qid,
+                queue.tail,
+                queue.head,
+                self.csts(),
+                self.controller.stats(),
+            );
+            std::thread::yield_now();
+        }
+    }
+
+    /// Submits one command and waits for its completion.
+    pub fn run(&mut self, queue: &mut Queue, sqe: Sqe) -> (Status, u32) {
+        let cid = self.next_cid();
+        self.submit(queue, &sqe.with_cid(cid));
+        let (done, status, dw0) = self.wait(queue);
+        assert_eq!(done, cid);
+        (status, dw0)
+    }
+
+    pub fn admin(&mut self, sqe: Sqe) -> (Status, u32) {
+        let mut admin = std::mem::replace(&mut self.admin, Queue::none());
+        let done = self.run(&mut admin, sqe);
+        self.admin = admin;
+        done
+    }
+
+    /// An admin command that has to succeed.
+    pub fn must(&mut self, sqe: Sqe) -> u32 {
+        let (status, dw0) = self.admin(sqe);
+        assert!(status.is_success(), "opcode {:#x}: {status}", sqe.opcode);
+        dw0
+    }
+
+    /// An admin command with a page of data to the host.
+    pub fn page(&mut self, sqe: Sqe) -> Result<Vec<u8>, Status> {
+        let at = self.alloc(4096);
+        let (status, _) = self.admin(sqe.with_prps(at, 0));
+        if status.is_success() { Ok(self.peek(at, 4096)) } else { Err(status) }
+    }
+
+    /// Configures shadow doorbells; `initial` is what every shadow entry holds before.
+    pub fn configure_shadow(&mut self, initial: impl Fn(&Self, u64) -> u32) -> Status {
+        let (shadow, event_idx) = (self.alloc(4096), self.alloc(4096));
+        for entry in (0..4096).step_by(4) {
+            let value = initial(self, entry);
+            self.poke32(shadow + entry, value);
+        }
+        let (status, _) =
+            self.admin(Sqe::dbbuf_config(DoorbellBufferConfig { shadow, event_idx }, 0));
+        if status.is_success() {
+            self.shadow = Some((shadow, event_idx));
+        }
+        status
+    }
+
+    /// Creates I/O queue pair `qid`.
+    pub fn create(&mut self, qid: u16, entries: u32, irq: bool) -> Queue {
+        let (sq, cq) = (self.alloc(u64::from(entries) * 64), self.alloc(u64::from(entries) * 16));
+        let irq = irq.then(|| {
+            let event = EventFd::new().unwrap();
+            self.controller.set_interrupt(qid.into(), Some(event.try_clone().unwrap()));
+            event
+        });
+        let qsize0 = (entries - 1) as u16;
+        let iv = irq.is_some().then_some(qid);
+        self.must(create_cq(qid, qsize0, iv, cq));
+        self.must(create_sq(qid, qsize0, qid, sq));
+        Queue {
+            qid,
+            entries,
+            sq,
+            cq,
+            tail: 0,
+            head: 0,
+            phase: true,
+            sq_head: 0,
+            shadowed: self.shadow.is_some(),
+            irq,
+        }
+    }
+}
+
+impl Queue {
+    pub fn none() -> Self {
+        Self {
+            qid: 0,
+            entries: 2,
+            sq: 0,
+            cq: 0,
+            tail: 0,
+            head: 0,
+            phase: true,
+            sq_head: 0,
+            shadowed: false,
+            irq: None,
+        }
+    }
+}
+
+pub fn create_cq(qid: u16, qsize0: u16, iv: Option<u16>, at: u64) -> Sqe {
+    use spec::admin::CreateIoCq;
+    let command = CreateIoCq { qid, qsize0, pc: true, ien: iv.is_some(), iv: iv.unwrap_or(0) };
+    command.encode(Sqe::new(0x05, 0, 0)).with_prps(at, 0)
+}
+
+pub fn create_sq(qid: u16, qsize0: u16, cqid: u16, at: u64) -> Sqe {
+    use spec::admin::CreateIoSq;
+    let command = CreateIoSq { qid, qsize0, pc: true, qprio: 0, cqid, nvmsetid: 0 };
+    command.encode(Sqe::new(0x01, 0, 0)).with_prps(at, 0)
+}
+
+/// A disk that lets a test decide when and how each request ends.
+pub mod slow {
+    use disk::{Disk, DiskError, Info, Queue, Request, Submitted};
+    use memory::{EventFd, Segments};
+    use std::collections::VecDeque;
+    use std::os::fd::{AsFd, BorrowedFd};
+    use std::sync::{Arc, Mutex};
+
+    #[derive(Debug, Default)]
+    pub struct Gate {
+        /// Outcomes for the oldest pending requests.
+        pub release: Mutex<VecDeque<Result<(), DiskError>>>,
+        /// Tags that are pending, oldest first, and those that were cancelled.
+        pub pending: Mutex<Vec<u32>>,
+        pub cancelled: Mutex<Vec<u32>>,
+        /// Whether a cancelled request ends.
+        pub heed_cancel: std::sync::atomic::AtomicBool,
+        wake: Mutex<Option<EventFd>>,
+    }
+
+    impl Gate {
+        /// Ends the oldest pending request.
+        pub fn end(&self, outcome: Result<(), DiskError>) {
+            self.release.lock().unwrap().push_back(outcome);
+            if let Some(wake) = &*self.wake.lock().unwrap() {
+                wake.signal();
+            }
+        }
+
+        pub fn waiting(&self) -> usize {
+            self.pending.lock().unwrap().len()
+        }
+    }
+
+    #[derive(Debug)]
+    pub struct Slow(pub Arc<Gate>);
+
+    impl Disk for Slow {
+        fn info(&self) -> Info {
+            Info {
+                block_size: 512,
+                blocks: 1 << 20,
+                read_only: false,
+                volatile_cache: true,
+                discard: true,
+                granularity: 1,
+            }
+        }
+
+        fn queue(&self) -> std::io::Result<Box<dyn Queue>> {
+            let event = EventFd::new()?;
+            *self.0.wake.lock().unwrap() = Some(event.try_clone()?);
+            Ok(Box::new(SlowQueue { gate: Arc::clone(&self.0), event, held: VecDeque::new() }))
+        }
+
+        fn name(&self) -> String {
+            "slow".into()
+        }
+    }
+
+    struct SlowQueue {
+        gate: Arc<Gate>,
+        event: EventFd,
+        held: VecDeque<(u32, Request, Segments)>,
+    }
+
+    impl Queue for SlowQueue {
+        fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+            self.gate.pending.lock().unwrap().push(tag);
+            self.held.push_back((tag, *request, data.take()));
+            Submitted::Pending
+        }
+
+        fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+            self.event.drain();
+            let mut end = |held: (u32, Request, Segments), outcome: Result<(), DiskError>| {
+                self.gate.pending.lock().unwrap().retain(|t| *t != held.0);
+                if outcome.is_ok() && held.1.op == disk::Op::Read {
+                    held.2.fill(0, held.1.len as usize, 0xee).unwrap();
+                }
+                done(held.0, outcome, held.2);
+            };
+            while !self.held.is_empty() {
+                let Some(outcome) = self.gate.release.lock().unwrap().pop_front() else { break };
+                end(self.held.pop_front().unwrap(), outcome);
+            }
+            if self.gate.heed_cancel.load(std::sync::atomic::Ordering::Relaxed) {
+                let cancelled = std::mem::take(&mut *self.gate.cancelled.lock().unwrap());
+                for tag in cancelled {
+                    if let Some(at) = self.held.iter().position(|h| h.0 == tag) {
+                        end(self.held.remove(at).unwrap(), Err(DiskError::Cancelled));
+                    }
+                }
+            }
+        }
+
+        fn cancel(&mut self, tag: u32) {
+            self.gate.cancelled.lock().unwrap().push(tag);
+            self.event.signal();
+        }
+
+        fn pending(&self) -> usize {
+            self.held.len()
+        }
+
+        fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+            Some(self.event.as_fd())
+        }
+    }
+}
+
+/// A host over a [`slow::Slow`] disk.
+pub fn slow_host(polling: Polling) -> (Host, Arc<slow::Gate>) {
+    let gate = Arc::new(slow::Gate::default());
+    let disk: Arc<dyn disk::Disk> = Arc::new(slow::Slow(Arc::clone(&gate)));
+    let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
+    (Host::with(Config { namespaces, ..Config::default() }, polling), gate)
+}

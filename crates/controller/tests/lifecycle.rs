@@ -1,0 +1,307 @@
+//! Enabling, resetting, shutting down and leaving, with commands in flight or not.
+
+mod common;
+
+use common::{Host, PATIENCE, Queue, slow_host};
+use shadowbell_controller::{Carrier, Controller, Event, Polling};
+use spec::regs::{self, Aqa, Cc, Csts};
+use spec::{Sqe, Status};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::Duration;
+
+const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
+
+#[test]
+fn registers_are_what_the_specification_asks() {
+    let host = Host::attach(
+        Controller::new(common::config(&["mem:1MiB"]), common::pool(ADAPTIVE), Carrier::default())
+            .unwrap(),
+    );
+    let cap = host.cap();
+    assert_eq!(cap.mqes(), 4095);
+    assert!(cap.cqr() && cap.crwms());
+    assert_eq!((cap.dstrd(), cap.mpsmin(), cap.css() & 1), (0, 0, 1));
+    assert_eq!(host.read32(regs::VS), 0x0002_0000);
+    assert_eq!(host.read32(regs::CC), 0);
+    assert_eq!(host.read32(regs::CSTS), 0);
+    host.write32(regs::AQA, 0xffff_ffff);
+    assert_eq!(host.read32(regs::AQA), 0x0fff_0fff, "reserved bits are zero");
+    host.write32(regs::ASQ, 0xffff_ffff);
+    host.write32(regs::ASQ + 4, 0x1);
+    assert_eq!(host.read64(regs::ASQ), 0x1_ffff_f000);
+    host.write32(regs::CSTS, 0xffff_ffff);
+    host.write32(regs::VS, 0);
+    assert_eq!((host.read32(regs::CSTS), host.read32(regs::VS)), (0, 0x0002_0000));
+    host.write32(regs::INTMS, 0b110);
+    host.write32(regs::INTMC, 0b010);
+    assert_eq!(host.read32(regs::INTMS), 0b100);
+    // Any access at all is answered.
+    for offset in (0..0x2100).chain([u64::MAX - 3, u64::MAX]) {
+        for len in 0..9 {
+            host.controller.read(offset, &mut vec![1; len]);
+        }
+    }
+    for len in 0..20 {
+        host.controller.write(regs::CC + 1, &vec![0; len]);
+        host.controller.write(0x1001, &vec![0; len]);
+        host.controller.write(u64::MAX, &vec![0; len]);
+    }
+}
+
+#[test]
+fn impossible_configurations_end_in_fatal_status_until_reset() {
+    let cc = Cc::new().with_iosqes(6).with_iocqes(4);
+    let good = Aqa::new().with_asqs(31).with_acqs(31);
+    for (cc, aqa, asq) in [
+        (cc.with_mps(5), good, common::BASE),
+        (cc.with_css(1), good, common::BASE),
+        (cc.with_ams(1), good, common::BASE),
+        (cc, good.with_asqs(0), common::BASE),
+        (cc, good.with_acqs(0), common::BASE),
+        (cc.with_mps(1), good, common::BASE + 4096),
+        (cc, good, 0),
+    ] {
+        let pool = common::pool(ADAPTIVE);
+        let controller =
+            Controller::new(common::config(&["mem:1MiB"]), pool, Carrier::default()).unwrap();
+        let mut host = Host::attach(controller);
+        host.write32(regs::AQA, aqa.into_bits());
+        host.controller.write(regs::ASQ, &asq.to_le_bytes());
+        host.controller.write(regs::ACQ, &(common::BASE + 8192).to_le_bytes());
+        host.write32(regs::CC, cc.with_en(true).into_bits());
+        let csts = host.csts();
+        assert!(csts.cfs() && !csts.rdy(), "{cc:?} {aqa:?} {asq:#x}: {csts:?}");
+        host.disable();
+        assert_eq!(host.csts(), Csts::new());
+        host.enable();
+    }
+}
+
+#[test]
+fn a_reset_waits_for_what_is_in_flight_and_writes_nothing_after() {
+    let (mut host, gate) = slow_host(ADAPTIVE);
+    let mut queue = host.create(1, 16, false);
+    let page = host.alloc(4096);
+    for cid in 0..4 {
+        host.submit(&mut queue, &Sqe::read(1, 0, 0, cid).with_prps(page, 0));
+    }
+    host.until("four requests", || gate.waiting() == 4);
+    let cc = Cc::from_bits(host.read32(regs::CC));
+    host.write32(regs::CC, cc.with_en(false).into_bits());
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(host.csts().rdy(), "the disk still writes to the host's memory");
+    assert!(gate.cancelled.lock().unwrap().len() >= 4, "and was asked to stop");
+    // Enabling early is heard when the reset is over.
+    host.write32(regs::CC, cc.into_bits());
+    for _ in 0..4 {
+        gate.end(Ok(()));
+    }
+    host.until("the queues to be gone", || gate.waiting() == 0);
+    let written = host.peek(queue.cq, 256);
+    assert!(written.iter().all(|b| *b == 0), "no completion after the reset began");
+    host.until("ready again", || host.csts().rdy());
+    host.disable();
+    host.enable();
+    let mut queue = host.create(1, 16, false);
+    gate.end(Ok(()));
+    assert!(host.run(&mut queue, Sqe::read(1, 0, 0, 0).with_prps(page, 0)).0.is_success());
+}
+
+#[test]
+fn unmapping_waits_for_what_is_in_flight() {
+    let (mut host, gate) = slow_host(ADAPTIVE);
+    let mut queue = host.create(1, 16, false);
+    let other = memory::Mapping::shared("other", 4096).unwrap().bytes();
+    let iova = common::BASE + common::MEMORY;
+    host.controller.map_dma(iova, 4096, &other).unwrap();
+    host.submit(&mut queue, &Sqe::read(1, 0, 0, 1).with_prps(iova, 0));
+    host.until("the request", || gate.waiting() == 1);
+    let (sent, unmapped) = mpsc::channel();
+    host.controller.unmap_dma(iova, 4096, move || sent.send(()).unwrap()).unwrap();
+    assert!(unmapped.recv_timeout(Duration::from_millis(50)).is_err(), "still in flight");
+    // New commands do not reach it any more.
+    let (status, _) = host.run(&mut queue, Sqe::write(1, 0, 0, 2).with_prps(iova, 0));
+    assert_eq!(status, Status::DATA_XFER_ERROR);
+    gate.end(Ok(()));
+    unmapped.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(other.read::<u8>(0), Some(0xee), "it ended before the unmap did");
+    assert_eq!(host.wait(&mut queue).0, 1);
+    assert!(host.controller.unmap_dma(iova, 4096, || ()).is_err());
+}
+
+#[test]
+fn queues_are_created_and_deleted_by_the_rules() {
+    let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
+    let at = host.alloc(1 << 20);
+    let bad = |host: &mut Host, sqe: Sqe| host.admin(sqe).0.code();
+    use common::{create_cq, create_sq};
+    assert_eq!(bad(&mut host, create_cq(0, 15, None, at)), Status::INVALID_QID);
+    assert_eq!(bad(&mut host, create_cq(65, 15, None, at)), Status::INVALID_QID);
+    assert_eq!(bad(&mut host, create_cq(1, 0, None, at)), Status::INVALID_QUEUE_SIZE);
+    assert_eq!(bad(&mut host, create_cq(1, 4096, None, at)), Status::INVALID_QUEUE_SIZE);
+    assert_eq!(bad(&mut host, create_cq(1, 15, Some(65), at)), Status::INVALID_INTERRUPT_VECTOR);
+    assert_eq!(bad(&mut host, create_cq(1, 15, None, at + 8)), Status::PRP_OFFSET_INVALID);
+    assert_eq!(bad(&mut host, create_cq(1, 15, None, 0)), Status::INVALID_FIELD);
+    let mut scattered = create_cq(1, 15, None, at);
+    scattered.cdw11 &= !1;
+    assert_eq!(bad(&mut host, scattered), Status::INVALID_FIELD);
+    assert_eq!(bad(&mut host, create_sq(1, 15, 1, at)), Status::CQ_INVALID);
+    assert_eq!(bad(&mut host, create_sq(1, 15, 0, at)), Status::INVALID_QID);
+    host.must(create_cq(1, 4095, None, at));
+    assert_eq!(bad(&mut host, create_cq(1, 15, None, at)), Status::INVALID_QID);
+    host.must(create_sq(2, 4095, 1, at + 0x4_0000));
+    host.must(create_sq(3, 15, 1, at + 0x8_0000));
+    assert_eq!(bad(&mut host, Sqe::delete_io_cq(1, 0)), Status::INVALID_QUEUE_DELETION);
+    assert_eq!(bad(&mut host, Sqe::delete_io_sq(1, 0)), Status::INVALID_QID);
+    assert_eq!(bad(&mut host, Sqe::delete_io_cq(0, 0)), Status::INVALID_QID);
+    host.must(Sqe::delete_io_sq(2, 0));
+    host.must(Sqe::delete_io_sq(3, 0));
+    host.must(Sqe::delete_io_cq(1, 0));
+    assert_eq!(bad(&mut host, Sqe::delete_io_cq(1, 0)), Status::INVALID_QID);
+    // And again, with work, many times over: nothing of the old queue is left.
+    let page = host.alloc(4096);
+    for round in 0..50 {
+        host.memory.fill((at - common::BASE) as usize, 1 << 20, 0).unwrap();
+        host.must(create_cq(1, 7, None, at));
+        host.must(create_sq(1, 7, 1, at + 4096));
+        let (sq, cq) = (at + 4096, at);
+        let mut queue = Queue { qid: 1, entries: 8, sq, cq, ..Queue::none() };
+        for _ in 0..round % 11 {
+            let read = Sqe::read(1, 0, 0, 0).with_prps(page, 0);
+            assert!(host.run(&mut queue, read).0.is_success());
+        }
+        host.must(Sqe::delete_io_sq(1, 0));
+        host.must(Sqe::delete_io_cq(1, 0));
+    }
+}
+
+#[test]
+fn all_sixty_four_queues_of_all_entries() {
+    let mut host = Host::new(&["null:1GiB"], ADAPTIVE);
+    let page = host.alloc(4096);
+    let mut queues: Vec<Queue> = (1..=64).map(|qid| host.create(qid, 4096, true)).collect();
+    for queue in &mut queues {
+        let read = Sqe::read(1, 0, 7, 0).with_prps(page, 0);
+        assert!(host.run(queue, read).0.is_success());
+    }
+    let stats = host.controller.stats();
+    assert_eq!(stats.submission_queues.len(), 65);
+}
+
+#[test]
+fn deleting_a_queue_gives_up_what_is_in_flight() {
+    let (mut host, gate) = slow_host(ADAPTIVE);
+    gate.heed_cancel.store(true, Ordering::Relaxed);
+    let mut queue = host.create(1, 16, false);
+    let page = host.alloc(4096);
+    for cid in 0..3 {
+        host.submit(&mut queue, &Sqe::read(1, 0, 0, cid).with_prps(page, 0));
+    }
+    host.until("three requests", || gate.waiting() == 3);
+    host.must(Sqe::delete_io_sq(1, 0));
+    for _ in 0..3 {
+        let (_, status, _) = host.wait(&mut queue);
+        assert_eq!(status.code(), Status::ABORTED_SQ_DELETION);
+    }
+    host.must(Sqe::delete_io_cq(1, 0));
+}
+
+#[test]
+fn shutdown_flushes_and_says_so() {
+    for shn in [regs::SHN_NORMAL, regs::SHN_ABRUPT] {
+        let (mut host, gate) = slow_host(ADAPTIVE);
+        let _queue = host.create(1, 16, false);
+        let cc = Cc::from_bits(host.read32(regs::CC));
+        host.write32(regs::CC, cc.with_shn(shn).into_bits());
+        host.until("the flush", || gate.waiting() == 1);
+        assert_eq!(host.csts().shst(), regs::SHST_OCCURRING);
+        gate.end(Ok(()));
+        host.until("the shutdown", || host.csts().shst() == regs::SHST_COMPLETE);
+        host.disable();
+        assert_eq!(host.csts(), Csts::new());
+        host.enable();
+    }
+}
+
+#[test]
+fn a_host_that_leaves_takes_everything_with_it() {
+    let events = Arc::new(Mutex::new(Vec::new()));
+    let heard = Arc::clone(&events);
+    let carrier = Carrier {
+        mapped_doorbells: false,
+        listener: Some(Box::new(move |event: &Event| heard.lock().unwrap().push(*event))),
+    };
+    let pool = common::pool(ADAPTIVE);
+    let controller = Controller::new(common::config(&["mem:1MiB"]), pool, carrier).unwrap();
+    for _ in 0..20 {
+        let mut host = Host::attach(controller.clone());
+        host.enable();
+        assert!(host.configure_shadow(|_, _| 0).is_success());
+        let mut queue = host.create(1, 16, true);
+        let page = host.alloc(4096);
+        let read = Sqe::read(1, 0, 0, 0).with_prps(page, 0);
+        assert!(host.run(&mut queue, read).0.is_success());
+        let memory = Arc::downgrade(host.memory.mapping());
+        let (sent, gone) = mpsc::channel();
+        controller.disconnect(move || sent.send(()).unwrap());
+        gone.recv_timeout(PATIENCE).unwrap();
+        drop(host);
+        assert_eq!(memory.strong_count(), 0, "nobody holds the host's memory any more");
+    }
+    let events = events.lock().unwrap();
+    let one = [Event::Enabled, Event::ShadowDoorbells, Event::QueueCreated(1), Event::Disabled];
+    assert_eq!(*events, one.repeat(20));
+}
+
+#[test]
+fn lost_memory_is_fatal_and_not_the_end_of_the_process() {
+    let controller =
+        Controller::new(common::config(&["mem:1MiB"]), common::pool(ADAPTIVE), Carrier::default())
+            .unwrap();
+    let file = rustix::fs::memfd_create("host", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, common::MEMORY).unwrap();
+    let map =
+        memory::Mapping::from_fd(&file, 0, common::MEMORY, memory::Protection::ReadWrite).unwrap();
+    let mut host = Host::attach(controller.clone());
+    let (sent, gone) = mpsc::channel();
+    controller.unmap_all(move || sent.send(()).unwrap());
+    gone.recv().unwrap();
+    host.memory = map.bytes();
+    controller.map_dma(common::BASE, common::MEMORY, &map.bytes()).unwrap();
+    host.enable();
+    let mut queue = host.create(1, 16, false);
+    let page = common::BASE + (32 << 20);
+    rustix::fs::ftruncate(&file, 16 << 20).unwrap();
+    host.submit(&mut queue, &Sqe::read(1, 0, 0, 0).with_prps(page, 0));
+    host.until("fatal status", || host.csts().cfs());
+}
+
+#[test]
+fn mapped_doorbells_are_found_without_a_trap() {
+    let carrier = Carrier { mapped_doorbells: true, listener: None };
+    let controller =
+        Controller::new(common::config(&["mem:1MiB"]), common::pool(ADAPTIVE), carrier).unwrap();
+    let page = controller.doorbells().clone();
+    let mut host = Host::attach(controller);
+    host.enable();
+    let ring = |offset: u64, value: u32| {
+        page.cell((offset - regs::DOORBELLS) as usize).unwrap().store(value, Ordering::Release);
+    };
+    let mut admin = std::mem::replace(&mut host.admin, Queue::none());
+    let (sq, cq) = (host.alloc(4096), host.alloc(4096));
+    for sqe in [common::create_cq(1, 15, None, cq), common::create_sq(1, 15, 1, sq)] {
+        host.put(&mut admin, &sqe);
+        ring(regs::sq_doorbell_offset(0, 0), admin.tail);
+        assert!(host.wait(&mut admin).1.is_success());
+        ring(regs::cq_doorbell_offset(0, 0), admin.head);
+    }
+    let mut queue = Queue { qid: 1, entries: 16, sq, cq, ..Queue::none() };
+    let data = host.alloc(4096);
+    for cid in 0..100 {
+        host.put(&mut queue, &Sqe::read(1, 0, 0, cid).with_prps(data, 0));
+        ring(regs::sq_doorbell_offset(1, 0), queue.tail);
+        assert_eq!(host.wait(&mut queue).0, cid);
+        ring(regs::cq_doorbell_offset(1, 0), queue.head);
+    }
+}

@@ -1,0 +1,286 @@
+//! Shadow doorbells against hosts of every kind, with a controller that really sleeps.
+
+mod common;
+
+use common::{Host, PATIENCE, Queue};
+use shadowbell_controller::{Config, Polling};
+use spec::{Sqe, Status};
+use std::time::{Duration, Instant};
+
+const SLEEPY: Polling = Polling::Never;
+
+/// Keeps `depth` reads in flight until `total` have completed.
+fn stream(host: &mut Host, queue: &mut Queue, depth: u32, total: u64) {
+    let buffer = host.alloc(4096);
+    let (mut submitted, mut completed) = (0u64, 0u64);
+    let mut progress = Instant::now();
+    while completed < total {
+        let old = queue.tail;
+        while submitted < total && submitted - completed < u64::from(depth) {
+            host.put(
+                queue,
+                &Sqe::read(1, submitted % 64, 7, submitted as u16).with_prps(buffer, 0),
+            );
+            submitted += 1;
+        }
+        if queue.tail != old {
+            host.ring(queue, old);
+        }
+        while let Some((_, status, _)) = host.reap(queue) {
+            assert!(status.is_success(), "{status}");
+            completed += 1;
+            progress = Instant::now();
+        }
+        // The other side may have to share our processor with others.
+        std::thread::yield_now();
+        assert!(
+            progress.elapsed() < PATIENCE,
+            "stuck: {submitted} submitted, {completed} completed, shadow {:?}, {:#?}",
+            host.shadow.map(|(s, e)| [s + 8, s + 12, e + 8, e + 12].map(|at| host.peek32(at))),
+            host.controller.stats(),
+        );
+    }
+}
+
+#[test]
+fn no_wakeup_is_lost_whatever_the_depth_and_the_polling() {
+    for polling in [SLEEPY, Polling::Adaptive(Duration::from_micros(20)), Polling::Always] {
+        for (entries, depth) in [(2, 1), (3, 2), (16, 1), (16, 15), (64, 8), (1024, 32)] {
+            let mut host = Host::new(&["null:1GiB"], polling);
+            assert!(host.configure_shadow(|_, _| 0).is_success());
+            let mut queue = host.create(1, entries, false);
+            stream(&mut host, &mut queue, depth, 2_000);
+        }
+    }
+}
+
+#[test]
+fn a_polling_controller_is_not_rung_ring_wraps_included() {
+    let mut host = Host::new(&["null:1GiB"], Polling::Always);
+    assert!(host.configure_shadow(|_, _| 0).is_success());
+    let mut queue = host.create(1, 256, false);
+    // A batch of at most an eighth of the ring, for which the protocol promises silence. The first
+    // update of each doorbell rings: until the entry departs, EventIdx keeps in step.
+    stream(&mut host, &mut queue, 16, 256);
+    let before = host.rings;
+    stream(&mut host, &mut queue, 16, 256 * 500);
+    assert_eq!(host.rings - before, 0, "five hundred wraps");
+    let (sq, cq) = host.controller.stats().io_queues();
+    assert_eq!(sq.commands, 256 * 501);
+    assert_eq!(sq.doorbell.mmio_writes + cq.doorbell.mmio_writes, host.rings - admin_rings(&host));
+}
+
+fn admin_rings(host: &Host) -> u64 {
+    let stats = host.controller.stats();
+    stats.submission_queues[0].doorbell.mmio_writes
+        + stats.completion_queues[0].doorbell.mmio_writes
+}
+
+#[test]
+fn plain_doorbells_go_on_working() {
+    let mut host = Host::new(&["null:1GiB"], SLEEPY);
+    let mut queue = host.create(1, 16, false);
+    stream(&mut host, &mut queue, 8, 1000);
+    // After the configuration too, for a queue whose host does not use its entries.
+    assert!(host.configure_shadow(|_, _| 0).is_success());
+    stream(&mut host, &mut queue, 8, 1000);
+}
+
+#[test]
+fn the_admin_queue_may_be_shadowed_or_not() {
+    for shadowed in [false, true] {
+        let mut host = Host::new(&["null:1GiB"], SLEEPY);
+        // What the specification asks: the entries hold the doorbells' present values. Linux has
+        // zeroes there and never looks at them again.
+        let status = host.configure_shadow(|host, entry| match (shadowed, entry) {
+            // The command itself moves the tail on by one more, before the host shadows it.
+            (true, 0) => host.admin.tail + 1,
+            (true, 4) => host.admin.head,
+            _ => 0,
+        });
+        assert!(status.is_success());
+        host.admin.shadowed = shadowed;
+        for _ in 0..100 {
+            let (status, _) = host.admin(Sqe::new(0x06, 0, 0));
+            assert!(!status.is_success(), "no data pointer: but it was executed");
+        }
+    }
+}
+
+#[test]
+fn enabling_while_commands_are_in_flight_loses_nothing() {
+    for initialised in [false, true] {
+        let (mut host, gate) = common::slow_host(SLEEPY);
+        let mut queue = host.create(1, 16, false);
+        let buffer = host.alloc(4096);
+        let read = |cid: u16| Sqe::read(1, 0, 0, cid).with_prps(buffer, 0);
+        for cid in 0..5 {
+            host.submit(&mut queue, &read(cid));
+        }
+        host.until("five requests", || gate.waiting() == 5);
+        let (tail, head) = (queue.tail, queue.head);
+        let status = host.configure_shadow(|_, entry| match entry {
+            8 if initialised => tail,
+            12 if initialised => head,
+            _ => 0,
+        });
+        assert!(status.is_success());
+        // Two more by the old rule, which the host may have been in the middle of.
+        host.submit(&mut queue, &read(5));
+        queue.shadowed = true;
+        for cid in 6..9 {
+            host.submit(&mut queue, &read(cid));
+        }
+        host.until("nine requests", || gate.waiting() == 9);
+        for cid in 0..9 {
+            gate.end(Ok(()));
+            assert_eq!(host.wait(&mut queue).0, cid);
+        }
+        assert_eq!(host.peek(buffer, 1), [0xee]);
+    }
+}
+
+#[test]
+fn a_full_completion_queue_blocks_and_its_head_wakes() {
+    for shadowed in [false, true] {
+        let mut host = Host::new(&["null:1GiB"], SLEEPY);
+        if shadowed {
+            assert!(host.configure_shadow(|_, _| 0).is_success());
+        }
+        // A completion queue of 4 (room for 3) under a submission queue of 16.
+        let (cq, sq) = (host.alloc(4096), host.alloc(4096));
+        host.must(common::create_cq(1, 3, None, cq));
+        host.must(common::create_sq(1, 15, 1, sq));
+        let buffer = host.alloc(4096);
+        let mut queue = Queue { qid: 1, entries: 16, sq, cq, shadowed, ..Queue::none() };
+        let old = queue.tail;
+        for cid in 0..10 {
+            host.put(&mut queue, &Sqe::read(1, 0, 0, cid).with_prps(buffer, 0));
+        }
+        host.ring(&queue, old);
+        queue.entries = 4; // from here on it is the completion side that wraps
+        let mut seen = Vec::new();
+        for _ in 0..10 {
+            // Long enough for the worker to have gone to sleep blocked.
+            std::thread::sleep(Duration::from_millis(2));
+            seen.push(host.wait(&mut queue).0);
+        }
+        assert_eq!(seen, (0..10).collect::<Vec<_>>());
+        let stats = host.controller.stats();
+        assert!(stats.submission_queues[1].blocked > 0);
+    }
+}
+
+#[test]
+fn values_outside_the_ring_are_refused_with_the_event() {
+    for shadowed in [false, true] {
+        let mut host = Host::new(&["null:1GiB"], SLEEPY);
+        if shadowed {
+            assert!(host.configure_shadow(|_, _| 0).is_success());
+        }
+        let mut queue = host.create(1, 16, false);
+        let mut admin = std::mem::replace(&mut host.admin, Queue::none());
+        host.submit(&mut admin, &Sqe::async_event_request(99));
+        for value in [16, 17, 0xffff, 0x1_0001, u32::MAX] {
+            host.doorbell(shadowed, spec::regs::sq_doorbell_offset(1, 0), 0, value);
+            host.controller.write_doorbell(spec::regs::sq_doorbell_offset(1, 0), value);
+        }
+        let (cid, status, dw0) = host.wait(&mut admin);
+        assert_eq!((cid, status), (99, Status::SUCCESS));
+        assert_eq!(dw0 & 0xffff, 0x0100, "error, invalid doorbell write value");
+        host.admin = admin;
+        // The queue goes on from where it was.
+        host.doorbell(shadowed, spec::regs::sq_doorbell_offset(1, 0), 0, 0);
+        stream(&mut host, &mut queue, 8, 100);
+    }
+}
+
+#[test]
+fn a_doorbell_that_no_queue_has_is_reported() {
+    let mut host = Host::new(&["null:1GiB"], SLEEPY);
+    let mut admin = std::mem::replace(&mut host.admin, Queue::none());
+    host.submit(&mut admin, &Sqe::async_event_request(7));
+    host.controller.write_doorbell(spec::regs::sq_doorbell_offset(3, 0), 1);
+    let (cid, _, dw0) = host.wait(&mut admin);
+    assert_eq!((cid, dw0 & 0xffff), (7, 0x0000), "error, write to invalid doorbell register");
+    for offset in [0x1000 + 65 * 8, 0x1ffc, 0x1003, u64::MAX] {
+        host.controller.write_doorbell(offset, 1);
+    }
+}
+
+#[test]
+fn a_reset_lets_go_of_the_pages_before_it_is_over() {
+    let mut host = Host::new(&["null:1GiB"], SLEEPY);
+    assert!(host.configure_shadow(|_, _| 0).is_success());
+    let (shadow, event_idx) = host.shadow.unwrap();
+    let mut queue = host.create(1, 16, false);
+    stream(&mut host, &mut queue, 4, 100);
+    host.disable();
+    // The pages are somebody else's now: nothing may change in them, whatever happens.
+    let pattern = vec![0x5a; 4096];
+    host.poke(shadow, &pattern);
+    host.poke(event_idx, &pattern);
+    host.enable();
+    let mut queue = host.create(1, 16, false);
+    stream(&mut host, &mut queue, 4, 1000);
+    assert_eq!(host.peek(shadow, 4096), pattern);
+    assert_eq!(host.peek(event_idx, 4096), pattern);
+}
+
+#[test]
+fn bad_buffers_and_a_controller_without_it_refuse() {
+    let mut host = Host::new(&["null:1GiB"], SLEEPY);
+    let good = host.alloc(4096);
+    let config = |shadow, event_idx| {
+        Sqe::dbbuf_config(spec::admin::DoorbellBufferConfig { shadow, event_idx }, 0)
+    };
+    for (a, b) in [(good + 4, good), (good, good + 8), (0, good), (good, u64::MAX & !4095)] {
+        assert_eq!(host.admin(config(a, b)).0.code(), Status::INVALID_FIELD, "{a:#x} {b:#x}");
+    }
+    let without = Config { shadow_doorbells: false, ..common::config(&["null:1GiB"]) };
+    let mut host = Host::with(without, SLEEPY);
+    assert_eq!(host.configure_shadow(|_, _| 0).code(), Status::INVALID_OPCODE);
+    let mut queue = host.create(1, 16, false);
+    stream(&mut host, &mut queue, 8, 200);
+}
+
+#[test]
+fn configured_twice_the_second_pages_count() {
+    let mut host = Host::new(&["null:1GiB"], SLEEPY);
+    assert!(host.configure_shadow(|_, _| 0).is_success());
+    let mut queue = host.create(1, 16, false);
+    stream(&mut host, &mut queue, 4, 101);
+    let (tail, head) = (queue.tail, queue.head);
+    let status = host.configure_shadow(|_, entry| match entry {
+        8 => tail,
+        12 => head,
+        _ => 0,
+    });
+    assert!(status.is_success());
+    stream(&mut host, &mut queue, 4, 1000);
+}
+
+#[test]
+fn shadow_pages_that_are_unmapped_and_mapped_again_go_on() {
+    let mut host = Host::new(&["null:1GiB"], SLEEPY);
+    assert!(host.configure_shadow(|_, _| 0).is_success());
+    let mut queue = host.create(1, 16, false);
+    stream(&mut host, &mut queue, 4, 101);
+    for _ in 0..20 {
+        let (sent, unmapped) = std::sync::mpsc::channel();
+        let done = move || sent.send(()).unwrap();
+        host.controller.unmap_dma(common::BASE, common::MEMORY, done).unwrap();
+        unmapped.recv_timeout(PATIENCE).unwrap();
+        // What the host does meanwhile is found when the memory is back.
+        let old = queue.tail;
+        let at = common::BASE + common::MEMORY - 4096;
+        host.put(&mut queue, &Sqe::read(1, 0, 0, 500).with_prps(at, 0));
+        host.ring(&queue, old);
+        std::thread::sleep(Duration::from_millis(1));
+        assert_eq!(host.reap(&mut queue), None);
+        let memory = host.memory.clone();
+        host.controller.map_dma(common::BASE, common::MEMORY, &memory).unwrap();
+        assert_eq!(host.wait(&mut queue).0, 500);
+        stream(&mut host, &mut queue, 4, 50);
+    }
+}
