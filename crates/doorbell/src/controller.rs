@@ -34,7 +34,8 @@ impl core::error::Error for InvalidDoorbell {}
 /// Where a doorbell's value is to be found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Truth {
-    /// In the doorbell register: there is no shadow entry, or it has not departed from its snapshot.
+    /// In the doorbell register: there is no shadow entry, or it has not departed from its
+    /// snapshot.
     Register,
     /// Nowhere new: the queue has lived by a shadow entry, which Doorbell Buffer Config replaced by
     /// one that has not departed yet. The register is out of date by now; the last value stands.

@@ -35,7 +35,7 @@
 //!
 //! # A doorbell's life
 //!
-//! ```
+//! ```no_run
 //! use core::sync::atomic::AtomicU32;
 //! use shadowbell_doorbell::{HostDoorbell, RingSize, Sleeper, SqTail, Waker};
 //!

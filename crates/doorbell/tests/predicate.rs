@@ -94,7 +94,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(20_000))]
 
     #[test]
-    fn sixteen_bit_arithmetic_is_ring_arithmetic((size, [event_idx, old, new]) in ring_and_positions()) {
+    fn sixteen_bit_arithmetic_is_ring_arithmetic(
+        (size, [event_idx, old, new]) in ring_and_positions(),
+    ) {
         check(size, event_idx, old, new);
     }
 

@@ -97,6 +97,43 @@ impl Host {
     }
 }
 
+/// The example in the documentation of the crate, which is only compiled there: it would need a model
+/// around it when the crate is built for loom.
+#[test]
+fn a_doorbells_life() {
+    let (register, shadow, event_idx) = <(AtomicU32, AtomicU32, AtomicU32)>::default();
+    let state = AtomicU32::new(0);
+
+    // The host, before and after the Doorbell Buffer Config command.
+    let mut host: HostDoorbell<&AtomicU32> = HostDoorbell::new(0);
+    host.mirror(&shadow, &event_idx);
+    // The controller, as it executes the command.
+    let mut tail = SqTail::new(RingSize::new(1024).unwrap(), &register);
+    tail.enable(&shadow, &event_idx);
+    host.trust();
+
+    // The controller finds nothing to do, and goes to sleep.
+    let mut sleeper: Sleeper<&AtomicU32> = Sleeper::new(&state);
+    let mut arming = sleeper.prepare();
+    tail.arm(&mut arming);
+    let mut fenced = arming.fence();
+    assert_eq!(tail.recheck(&mut fenced), Ok(0));
+    let asleep = fenced.settle().expect("no news");
+
+    // The host submits: it must ring, and the trap must signal.
+    let waker: Waker<&AtomicU32> = Waker::new(&state);
+    assert!(host.publish(1));
+    assert!(waker.ring(&&register, 1));
+
+    // Up again, and from here on nothing rings.
+    drop(asleep);
+    assert_eq!(tail.look(), Ok(1));
+    for at in 2..1000 {
+        assert!(!host.publish(at));
+        assert_eq!(tail.look(), Ok(at));
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(4000))]
 
