@@ -1,6 +1,6 @@
 //! The command line: the verbs, and the options that all of them have.
 
-use crate::{exit, logging};
+use crate::{exit, logging, serve, trace};
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 
@@ -17,11 +17,17 @@ struct Cli {
 
 /// One line each, in the order of the help; what a verb takes and does is in its module.
 #[derive(Debug, Subcommand)]
-enum Verb {}
+enum Verb {
+    Serve(serve::Args),
+    Trace(trace::Args),
+}
 
 impl Verb {
     fn run(self) -> anyhow::Result<ExitCode> {
-        match self {}
+        match self {
+            Self::Serve(args) => serve::run(args),
+            Self::Trace(args) => trace::run(args),
+        }
     }
 }
 

@@ -9,10 +9,22 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`cli`] | the verbs and the options that all of them have |
+//! | [`serve`] | `serve`: controllers behind vfio-user sockets |
+//! | [`trace`] | `trace`: what `serve --trace` recorded, for a person |
+//! | [`device`] | a controller as a PCI function behind a vfio-user socket |
+//! | [`local`] | a controller in this process, as the driver reaches it |
+//! | [`plan`] | from what a person asked for to a controller's configuration |
+//! | [`config`] | the file of `serve --config` |
 //! | [`exit`] | what the program's exit status means |
 //! | [`logging`] | lines for a person, on standard error |
 #![forbid(unsafe_code)]
 
 pub mod cli;
+pub mod config;
+pub mod device;
 pub mod exit;
+pub mod local;
 pub mod logging;
+pub mod plan;
+pub mod serve;
+pub mod trace;

@@ -1,0 +1,184 @@
+//! The client's memory, and when the controller may have it.
+
+use controller::Controller;
+use memory::{DmaError, Mapping, Protection, SharedBytes};
+use std::collections::BTreeMap;
+use tracing::{debug, warn};
+use vfio_user::Errno;
+use vfio_user::device::{DmaMap, Done};
+
+/// Most ranges that a client may share. A machine has a few dozen, with an emulated IOMMU some
+/// hundreds; each costs a mapping of the process, which has 65530.
+const MAX_RANGES: usize = 4096;
+
+/// A range that the client shared.
+struct Range {
+    len: u64,
+    /// Its bytes; `None` if it came without a descriptor, so that it can not be mapped.
+    bytes: Option<SharedBytes>,
+}
+
+impl Range {
+    fn last(&self, iova: u64) -> u64 {
+        iova.saturating_add(self.len - 1)
+    }
+}
+
+/// The client's memory. The controller has it while bus mastering is on.
+pub(super) struct Memory {
+    controller: Controller,
+    ranges: BTreeMap<u64, Range>,
+    /// The controller has all ranges that can be mapped.
+    given: bool,
+}
+
+impl Memory {
+    pub(super) fn new(controller: Controller) -> Self {
+        Self { controller, ranges: BTreeMap::new(), given: false }
+    }
+
+    /// The client shares a range.
+    pub(super) fn map(&mut self, map: DmaMap) -> Result<(), Errno> {
+        let DmaMap { iova, len, readable, writable, fd, fd_offset } = map;
+        if self.ranges.len() >= MAX_RANGES {
+            warn!("a client shares more than {MAX_RANGES} ranges of memory, which is refused");
+            return Err(Errno::NOSPC);
+        }
+        let Some(last) = len.checked_sub(1).and_then(|len| iova.checked_add(len)) else {
+            return Err(Errno::INVAL);
+        };
+        let below = self.ranges.range(..=last).next_back();
+        if below.is_some_and(|(start, range)| range.last(*start) >= iova) {
+            return Err(Errno::EXIST);
+        }
+        let protection = match (readable, writable) {
+            (_, true) => Protection::ReadWrite,
+            (true, false) => Protection::Read,
+            (false, false) => return Err(Errno::INVAL),
+        };
+        let bytes = match fd {
+            None => {
+                debug!("{len:#x} bytes at IOVA {iova:#x} came without a descriptor");
+                None
+            }
+            Some(fd) => {
+                let mapping = Mapping::from_fd(&fd, fd_offset, len, protection);
+                let mapping = mapping.map_err(|error| {
+                    warn!("memory that the client shares at IOVA {iova:#x}: {error}");
+                    Errno::INVAL
+                })?;
+                Some(mapping.bytes())
+            }
+        };
+        if let Some(bytes) = bytes.as_ref().filter(|_| self.given) {
+            self.controller.map_dma(iova, len, bytes).map_err(|error| errno(&error))?;
+        }
+        self.ranges.insert(iova, Range { len, bytes });
+        Ok(())
+    }
+
+    /// The client takes a range back, or all that lie in it: `done` when nothing touches them.
+    pub(super) fn unmap(&mut self, iova: u64, len: u64, done: Done) {
+        let Some(last) = len.checked_sub(1).and_then(|len| iova.checked_add(len)) else {
+            return done.complete(Err(Errno::INVAL));
+        };
+        let before = self.ranges.range(..iova).next_back();
+        let tail = self.ranges.range(iova..=last).next_back();
+        // A range is given back as a whole (as VFIO_IOMMU_UNMAP_DMA of type 1 version 2).
+        if before.is_some_and(|(start, range)| range.last(*start) >= iova)
+            || tail.is_some_and(|(start, range)| range.last(*start) > last)
+        {
+            return done.complete(Err(Errno::INVAL));
+        }
+        let inside: Vec<u64> = self.ranges.range(iova..=last).map(|(start, _)| *start).collect();
+        if inside.is_empty() {
+            return done.complete(Err(Errno::NOENT));
+        }
+        let mut mapped = false;
+        for start in inside {
+            mapped |= self.ranges.remove(&start).is_some_and(|range| range.bytes.is_some());
+        }
+        if !(mapped && self.given) {
+            return done.ok();
+        }
+        let shared = share(done);
+        let ok = shared.clone();
+        if let Err(error) = self.controller.unmap_dma(iova, len, move || ok(Ok(()))) {
+            shared(Err(errno(&error)));
+        }
+    }
+
+    /// The client takes everything back.
+    pub(super) fn unmap_all(&mut self, done: Done) {
+        self.ranges.clear();
+        self.controller.unmap_all(move || done.ok());
+    }
+
+    /// The client is gone; the controller is told otherwise.
+    pub(super) fn forget(&mut self) {
+        self.ranges.clear();
+        self.given = false;
+    }
+
+    pub(super) fn is_given(&self) -> bool {
+        self.given
+    }
+
+    /// Lets the controller have the memory.
+    pub(super) fn give(&mut self) {
+        if std::mem::replace(&mut self.given, true) {
+            return;
+        }
+        for (iova, range) in &self.ranges {
+            let Some(bytes) = &range.bytes else { continue };
+            if let Err(error) = self.controller.map_dma(*iova, range.len, bytes) {
+                warn!("memory at IOVA {iova:#x} can not be used: {error}");
+            }
+        }
+    }
+
+    /// Takes it away again: `done` when nothing touches it.
+    pub(super) fn take(&mut self, done: Done) {
+        self.take_later()(done);
+    }
+
+    /// The same, for later; from now on the controller counts as not having it.
+    pub(super) fn take_later(&mut self) -> impl FnOnce(Done) + Send + 'static {
+        self.given = false;
+        let controller = self.controller.clone();
+        move |done| controller.unmap_all(move || done.ok())
+    }
+
+    /// Whether the client shared memory, and none of it can be mapped.
+    pub(super) fn is_all_unusable(&self) -> bool {
+        !self.ranges.is_empty() && self.ranges.values().all(|range| range.bytes.is_none())
+    }
+
+    /// Whether `len` bytes at `iova` can be read, and all are zero.
+    pub(super) fn is_zero(&self, iova: u64, len: usize) -> bool {
+        let Some((start, range)) = self.ranges.range(..=iova).next_back() else { return false };
+        let Some(bytes) = &range.bytes else { return false };
+        let Ok(offset) = usize::try_from(iova - start) else { return false };
+        let mut copy = vec![0xff; len];
+        bytes.read_into(offset, &mut copy).is_some() && copy.iter().all(|byte| *byte == 0)
+    }
+}
+
+/// The same end of a request for two, of whom only one gets to use it.
+fn share(done: Done) -> impl Fn(Result<(), Errno>) + Clone + Send + 'static {
+    let done = std::sync::Arc::new(std::sync::Mutex::new(Some(done)));
+    move |outcome| {
+        let done = done.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+        if let Some(done) = done {
+            done.complete(outcome);
+        }
+    }
+}
+
+fn errno(error: &DmaError) -> Errno {
+    match error {
+        DmaError::Overlap { .. } => Errno::EXIST,
+        DmaError::NotMapped { .. } => Errno::NOENT,
+        DmaError::Range { .. } | DmaError::Split { .. } | DmaError::Short { .. } => Errno::INVAL,
+    }
+}

@@ -1,0 +1,320 @@
+//! A controller as a PCI function behind a vfio-user socket.
+//!
+//! # Architecture
+//!
+//! [`ControllerDevice`] joins a [`Controller`], which knows nothing of PCI, to the protocol's
+//! server, which knows nothing of NVMe:
+//!
+//! | region | what it is |
+//! |---|---|
+//! | BAR0, 16 KiB | registers from 0, doorbells from 1000h; the page of doorbells can be mapped if the controller is made for that |
+//! | BAR4, 4 KiB | the MSI-X table, and from 800h its pending bits |
+//! | configuration | [`vfio_user::pci`]: power management, MSI-X, PCI Express with function level reset |
+//!
+//! Interrupts are eventfds, one for each MSI-X vector; whether a vector is masked is the VMM's
+//! affair, which takes the eventfd away or holds the interrupt back.
+//!
+//! # Bus mastering
+//!
+//! A function whose Bus Master Enable bit is 0 makes no memory requests (PCI Express Base
+//! Specification, 7.5.1.1.3). That bit is the last thing that stands between a kernel that takes
+//! over after a crash and what the one before has left in flight, so it is meant here as written:
+//! the controller has the client's memory only while the bit is 1, and the write that clears it is
+//! answered when nothing touches that memory any more. See [`dma`].
+//!
+//! # What it does not do
+//!
+//! D3hot keeps the registers accessible, and the interrupt pin does not exist.
+
+mod dma;
+mod pci;
+
+pub use pci::{BAR0_SIZE, MSIX_BAR};
+
+use controller::Controller;
+use controller::config::PCI_VENDOR_ID;
+use dma::Memory;
+use memory::EventFd;
+use spec::regs::{self, DOORBELLS};
+use std::sync::Arc;
+use vfio_user::Errno;
+use vfio_user::device::{
+    Area, Device, DmaMap, DmaUnmap, Done, IrqAction, IrqData, IrqInfo, Later, Mapping, Peer,
+    RegionInfo, SetIrqs, irq, region,
+};
+use vfio_user::pci::{CONFIG_SIZE, ConfigSpace, Effects, FunctionError, MsixTable};
+
+/// What happens to the device that its owner may want to tell a person.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Visit {
+    /// A client is attached.
+    Attached,
+    /// The client is gone, and nothing touches its memory any more.
+    Left,
+    /// The guest has begun to use the controller, and none of its memory can be mapped.
+    NoSharedMemory,
+    /// The guest has rung the admin queue's doorbell, and in the memory that is shared with us
+    /// there is no command.
+    MemoryNotShared,
+}
+
+/// Hears of visits, on the server's thread or a worker's. Must not block.
+pub type Visitors = Arc<dyn Fn(Visit) + Send + Sync>;
+
+/// A controller that a vfio-user server can serve.
+pub struct ControllerDevice {
+    controller: Controller,
+    config: ConfigSpace,
+    msix: MsixTable,
+    memory: Memory,
+    visitors: Visitors,
+    /// What is wrong with this client's memory was told.
+    told: bool,
+    /// The admin queue was seen to work, or to be empty, since the controller was enabled.
+    looked: bool,
+}
+
+impl ControllerDevice {
+    /// A PCI function around `controller`, which must not have another.
+    ///
+    /// # Errors
+    /// [`FunctionError`], if the controller has a number of interrupt vectors that no function has.
+    pub fn new(controller: Controller, visitors: Visitors) -> Result<Self, FunctionError> {
+        let vectors = u16::try_from(controller.vectors()).unwrap_or(u16::MAX);
+        let config = ConfigSpace::new(&pci::function(PCI_VENDOR_ID, vectors))?;
+        Ok(Self {
+            memory: Memory::new(controller.clone()),
+            controller,
+            config,
+            msix: MsixTable::new(vectors),
+            visitors,
+            told: false,
+            looked: false,
+        })
+    }
+
+    fn vectors(&self) -> u32 {
+        u32::try_from(self.controller.vectors()).unwrap_or(0)
+    }
+
+    /// Does what a write to the configuration space asks for.
+    fn apply(&mut self, effects: &Effects, later: &mut Later<'_>) {
+        if effects.function_level_reset {
+            return self.restart(later.done().unwrap_or_else(|| Done::new(|_| ())));
+        }
+        match effects.command.map(|command| command.bus_master) {
+            Some(true) => self.memory.give(),
+            Some(false) if self.memory.is_given() => {
+                self.memory.take(later.done().unwrap_or_else(|| Done::new(|_| ())));
+            }
+            _ => {}
+        }
+    }
+
+    /// Everything as after power-on but for what is the client's: DMA maps and eventfds.
+    fn restart(&mut self, done: Done) {
+        self.config.reset();
+        self.msix.reset();
+        self.looked = false;
+        // The controller first: what it does at its end may need the memory.
+        let take = self.memory.take_later();
+        self.controller.reset(move || take(done));
+    }
+
+    /// Says what is wrong with the client's memory, once, at the first sign that a guest uses the
+    /// controller. A map without a descriptor alone is no such sign: QEMU's video memory is one.
+    fn check_memory(&mut self, offset: u64) {
+        if self.told {
+            return;
+        }
+        if self.memory.is_all_unusable() {
+            self.told = true;
+            return (self.visitors)(Visit::NoSharedMemory);
+        }
+        if offset == DOORBELLS && !self.looked {
+            self.looked = true;
+            let mut asq = [0; 8];
+            self.controller.read(regs::ASQ, &mut asq);
+            // No driver begins with a command of 64 zeroes (Delete I/O Submission Queue 0). What
+            // reads as that is memory that the VMM keeps to itself though it gave us a file: with
+            // `share=off` the file stays as it was.
+            if self.memory.is_zero(u64::from_le_bytes(asq) & !0xfff, spec::Sqe::SIZE) {
+                self.told = true;
+                (self.visitors)(Visit::MemoryNotShared);
+            }
+        }
+    }
+}
+
+impl Device for ControllerDevice {
+    fn region_info(&mut self, index: u32) -> Result<RegionInfo, Errno> {
+        let plain = |size| RegionInfo { size, readable: true, writable: true, mapping: None };
+        Ok(match index {
+            region::BAR0 => RegionInfo { mapping: self.doorbells()?, ..plain(BAR0_SIZE) },
+            MSIX_BAR => plain(pci::MSIX_BAR_SIZE),
+            region::CONFIG => plain(CONFIG_SIZE as u64),
+            _ => RegionInfo::default(),
+        })
+    }
+
+    fn irq_info(&mut self, index: u32) -> Result<IrqInfo, Errno> {
+        Ok(match index {
+            // Vectors can be added one by one: `noresize` is not set.
+            irq::MSIX => IrqInfo { count: self.vectors(), eventfd: true, ..IrqInfo::default() },
+            _ => IrqInfo::default(),
+        })
+    }
+
+    fn connected(&mut self, _peer: &Peer) {
+        self.told = false;
+        self.looked = false;
+        (self.visitors)(Visit::Attached);
+    }
+
+    fn disconnected(&mut self, done: Done) {
+        self.config.reset();
+        self.msix.reset();
+        self.memory.forget();
+        let visitors = Arc::clone(&self.visitors);
+        self.controller.disconnect(move || {
+            visitors(Visit::Left);
+            done.ok();
+        });
+    }
+
+    fn region_read(&mut self, index: u32, offset: u64, data: &mut [u8]) -> Result<(), Errno> {
+        match index {
+            region::BAR0 => {
+                inside(offset, data.len(), BAR0_SIZE)?;
+                self.controller.read(offset, data);
+                Ok(())
+            }
+            MSIX_BAR => pci::read_msix(&self.msix, offset, data),
+            region::CONFIG => self.config.read(offset, data),
+            _ => Err(Errno::INVAL),
+        }
+    }
+
+    fn region_write(
+        &mut self,
+        index: u32,
+        offset: u64,
+        data: &[u8],
+        later: &mut Later<'_>,
+    ) -> Result<(), Errno> {
+        match index {
+            region::BAR0 => {
+                inside(offset, data.len(), BAR0_SIZE)?;
+                if offset >= DOORBELLS {
+                    if !self.looked {
+                        self.check_memory(offset);
+                    }
+                    if let Ok(value) = data.try_into().map(u32::from_le_bytes) {
+                        self.controller.write_doorbell(offset, value);
+                    }
+                    return Ok(());
+                }
+                if offset == regs::CC {
+                    self.looked = false;
+                    self.check_memory(offset);
+                }
+                self.controller.write(offset, data);
+                Ok(())
+            }
+            MSIX_BAR => pci::write_msix(&mut self.msix, offset, data),
+            region::CONFIG => {
+                let effects = self.config.write(offset, data)?;
+                self.apply(&effects, later);
+                Ok(())
+            }
+            _ => Err(Errno::INVAL),
+        }
+    }
+
+    fn set_irqs(&mut self, request: SetIrqs) -> Result<(), Errno> {
+        let SetIrqs { index, start, count, action, data } = request;
+        if action != IrqAction::Trigger {
+            return Err(Errno::OPNOTSUPP);
+        }
+        let available = if index == irq::MSIX { self.vectors() } else { 0 };
+        if count == 0 && matches!(data, IrqData::None) {
+            // All of the kind are taken down, which is fine for a kind that there is none of.
+            for vector in 0..available {
+                self.controller.set_interrupt(vector as usize, None);
+            }
+            return Ok(());
+        }
+        if start.checked_add(count).is_none_or(|end| end > available) {
+            return Err(Errno::INVAL);
+        }
+        let vectors = (start..start + count).map(|vector| vector as usize);
+        match data {
+            IrqData::None => vectors.for_each(|vector| {
+                self.controller.trigger_interrupt(vector);
+            }),
+            IrqData::Bools(flags) => {
+                for (vector, _) in vectors.zip(flags).filter(|(_, set)| *set) {
+                    self.controller.trigger_interrupt(vector);
+                }
+            }
+            IrqData::Eventfds(fds) if fds.is_empty() => vectors.for_each(|vector| {
+                self.controller.set_interrupt(vector, None);
+            }),
+            IrqData::Eventfds(fds) => {
+                let events: Result<Vec<_>, _> = fds.into_iter().map(EventFd::from_fd).collect();
+                for (vector, event) in vectors.zip(events.map_err(|_| Errno::BADF)?) {
+                    self.controller.set_interrupt(vector, Some(event));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn dma_map(&mut self, map: DmaMap) -> Result<(), Errno> {
+        self.memory.map(map)
+    }
+
+    fn dma_unmap(&mut self, unmap: DmaUnmap, done: Done) {
+        match unmap {
+            DmaUnmap::Range { iova, len } => self.memory.unmap(iova, len, done),
+            DmaUnmap::All => self.memory.unmap_all(done),
+        }
+    }
+
+    fn reset(&mut self, done: Done) {
+        self.restart(done);
+    }
+}
+
+impl ControllerDevice {
+    fn doorbells(&self) -> Result<Option<Mapping>, Errno> {
+        if !self.controller.has_mapped_doorbells() {
+            return Ok(None);
+        }
+        let page = self.controller.doorbells();
+        let mapping = page.mapping();
+        let fd =
+            mapping.fd().ok_or(Errno::NODEV)?.try_clone_to_owned().map_err(|_| Errno::MFILE)?;
+        // Clients add the place of the area in the region to the place of the region in the file.
+        let offset = mapping.fd_offset() + page.offset_in_mapping() as u64;
+        let offset = offset.checked_sub(DOORBELLS).ok_or(Errno::NODEV)?;
+        let areas = vec![Area { offset: DOORBELLS, len: page.len() as u64 }];
+        Ok(Some(Mapping { fd, offset, areas }))
+    }
+}
+
+impl std::fmt::Debug for ControllerDevice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ControllerDevice")
+            .field("controller", &self.controller)
+            .field("config", &self.config)
+            .finish_non_exhaustive()
+    }
+}
+
+fn inside(offset: u64, len: usize, size: u64) -> Result<(), Errno> {
+    match offset.checked_add(len as u64) {
+        Some(end) if end <= size => Ok(()),
+        _ => Err(Errno::INVAL),
+    }
+}

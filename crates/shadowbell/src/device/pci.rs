@@ -1,0 +1,94 @@
+//! What the function looks like on the bus.
+
+use spec::pci::CLASS_CODE;
+use vfio_user::Errno;
+use vfio_user::pci::{Bar, Function, Msix, MsixTable};
+
+/// Size of BAR0: registers and doorbells are 8 KiB, and the other half is room that a page of
+/// doorbells with a larger stride would need.
+pub const BAR0_SIZE: u64 = 16 << 10;
+const _: () = assert!(BAR0_SIZE >= controller::BAR0_BYTES);
+
+/// The base address register of the MSI-X structures. They have one of their own, because a VMM
+/// keeps the pages that they are in for itself, and the doorbells must not be among them.
+pub const MSIX_BAR: u32 = 4;
+pub(super) const MSIX_BAR_SIZE: u64 = 4 << 10;
+/// Where the pending bits are in it: the first half is room for 128 vectors.
+const PENDING: u64 = 0x800;
+
+/// Device identifier, of Shadowbell's own choosing like the vendor's.
+const DEVICE_ID: u16 = 0x0001;
+
+/// The function, with `vectors` MSI-X vectors.
+pub(super) fn function(vendor: u16, vectors: u16) -> Function {
+    let bar = |index, size| Bar { index, size, prefetchable: false };
+    Function {
+        vendor,
+        device: DEVICE_ID,
+        subsystem_vendor: vendor,
+        subsystem: DEVICE_ID,
+        revision: 1,
+        class: CLASS_CODE,
+        bars: vec![bar(0, BAR0_SIZE), bar(MSIX_BAR as u8, MSIX_BAR_SIZE)],
+        msix: Some(Msix {
+            vectors,
+            table: (MSIX_BAR as u8, 0),
+            pba: (MSIX_BAR as u8, PENDING as u32),
+        }),
+        interrupt_pin: false,
+        serial: None,
+    }
+}
+
+/// Reads from the BAR of the MSI-X structures. What is not part of either reads as zeroes.
+pub(super) fn read_msix(table: &MsixTable, offset: u64, data: &mut [u8]) -> Result<(), Errno> {
+    super::inside(offset, data.len(), MSIX_BAR_SIZE)?;
+    data.fill(0);
+    let outcome = match offset.checked_sub(PENDING) {
+        Some(offset) => table.read_pending(offset, data),
+        None => table.read_table(offset, data),
+    };
+    if outcome.is_err() {
+        data.fill(0);
+    }
+    Ok(())
+}
+
+/// Writes to the BAR of the MSI-X structures: only the table takes it.
+pub(super) fn write_msix(table: &mut MsixTable, offset: u64, data: &[u8]) -> Result<(), Errno> {
+    super::inside(offset, data.len(), MSIX_BAR_SIZE)?;
+    if offset < PENDING {
+        // Beyond the table there is nothing that would keep it.
+        let _ = table.write_table(offset, data);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vfio_user::pci::ConfigSpace;
+
+    #[test]
+    fn the_function_is_a_possible_one() {
+        ConfigSpace::new(&function(1, 65)).unwrap();
+        ConfigSpace::new(&function(1, 128)).unwrap();
+    }
+
+    #[test]
+    fn the_table_keeps_what_is_written_and_the_rest_reads_as_zero() {
+        let mut table = MsixTable::new(65);
+        write_msix(&mut table, 16, &0xfee0_0000u32.to_le_bytes()).unwrap();
+        let mut back = [0; 4];
+        read_msix(&table, 16, &mut back).unwrap();
+        assert_eq!(u32::from_le_bytes(back), 0xfee0_0000);
+        write_msix(&mut table, PENDING, &[0xff; 8]).unwrap();
+        for offset in [65 * 16, PENDING, PENDING + 16, MSIX_BAR_SIZE - 4] {
+            let mut back = [0xff; 4];
+            read_msix(&table, offset, &mut back).unwrap();
+            assert_eq!(back, [0; 4], "{offset:#x}");
+        }
+        assert_eq!(read_msix(&table, MSIX_BAR_SIZE - 3, &mut back), Err(Errno::INVAL));
+        assert_eq!(write_msix(&mut table, u64::MAX, &[0]), Err(Errno::INVAL));
+    }
+}

@@ -1,0 +1,174 @@
+//! Tells a person what guests do, a line each.
+//!
+//! What happens is told by the reactor's thread and by workers, and neither may wait for a terminal
+//! or a log that takes no more. So they leave it in a short queue, and a thread of its own writes.
+
+use super::service::{News, Service};
+use crate::device::Visit;
+use controller::{Controller, Event};
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use tracing::{debug, error, info, warn};
+
+/// A guest creates its queues one after the other: how long after one of them it is told how many
+/// there are.
+const QUEUES_SETTLE: Duration = Duration::from_millis(100);
+
+/// The thread; dropping this waits until all that happened before is told.
+pub(super) struct Announcer(Option<(SyncSender<(usize, News)>, JoinHandle<()>)>);
+
+impl Announcer {
+    /// Starts to tell what happens in `service`; there is one for each.
+    ///
+    /// # Errors
+    /// The system has no more threads.
+    pub(super) fn start(service: &mut Service) -> io::Result<Self> {
+        let Some((sender, news)) = service.take_news() else { return Ok(Self(None)) };
+        let names = service.controllers().iter().map(|served| served.name.clone());
+        let guests = names.map(Guest::new).collect();
+        let controllers = service.controllers().iter().map(|s| s.controller.clone()).collect();
+        let teller = Teller { guests, controllers, settling: BTreeMap::new() };
+        let thread = std::thread::Builder::new().name("sb-announcer".into());
+        Ok(Self(Some((sender, thread.spawn(move || teller.run(&news))?))))
+    }
+}
+
+impl Drop for Announcer {
+    fn drop(&mut self) {
+        if let Some((sender, thread)) = self.0.take() {
+            // The controllers have senders too, and the thread has the controllers: that none is
+            // left would never come to pass.
+            let _ = sender.send((0, News::End));
+            let _ = thread.join();
+        }
+    }
+}
+
+/// What was told of a guest.
+struct Guest {
+    name: String,
+    /// Counters when it came.
+    before: Counts,
+    /// Queues of which it was told.
+    queues: usize,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Counts {
+    commands: u64,
+    doorbells: u64,
+}
+
+impl Guest {
+    fn new(name: String) -> Self {
+        Self { name, before: Counts::default(), queues: 0 }
+    }
+}
+
+struct Teller {
+    guests: Vec<Guest>,
+    controllers: Vec<Controller>,
+    /// Guests that are creating queues: how many they have, and when to say so.
+    settling: BTreeMap<usize, (usize, Instant)>,
+}
+
+impl Teller {
+    fn run(mut self, news: &Receiver<(usize, News)>) {
+        loop {
+            let next = match self.settling.values().map(|(_, until)| *until).min() {
+                None => news.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                Some(until) => news.recv_timeout(until.saturating_duration_since(Instant::now())),
+            };
+            match next {
+                Ok((_, News::End)) | Err(RecvTimeoutError::Disconnected) => {
+                    return self.settle(|_, _| true);
+                }
+                Ok((index, what)) => self.hear(index, what),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            let now = Instant::now();
+            self.settle(|_, until| until <= now);
+        }
+    }
+
+    /// Says how many queues a guest has, for those that `are` done with creating them.
+    fn settle(&mut self, are: impl Fn(usize, Instant) -> bool) {
+        let (guests, settling) = (&mut self.guests, &mut self.settling);
+        settling.retain(|index, (queues, until)| {
+            let done = are(*index, *until);
+            if done
+                && let Some(guest) = guests.get_mut(*index)
+                && guest.queues != *queues
+            {
+                guest.queues = *queues;
+                let s = if *queues == 1 { "" } else { "s" };
+                info!("{}: the guest has {queues} I/O queue{s}", guest.name);
+            }
+            !done
+        });
+    }
+
+    fn hear(&mut self, index: usize, news: News) {
+        if let News::Event(Event::QueueCreated(queues)) = news {
+            self.settling.insert(index, (queues, Instant::now() + QUEUES_SETTLE));
+            return;
+        }
+        self.settle(|other, _| other == index);
+        let counts = matches!(news, News::Visit(Visit::Attached | Visit::Left))
+            .then(|| self.controllers.get(index).map(counts))
+            .flatten()
+            .unwrap_or_default();
+        let Some(guest) = self.guests.get_mut(index) else { return };
+        let name = &guest.name;
+        match news {
+            News::Visit(Visit::Attached) => {
+                guest.before = counts;
+                guest.queues = 0;
+                info!("{name}: a client is attached");
+            }
+            News::Visit(Visit::Left) => {
+                let commands = counts.commands.saturating_sub(guest.before.commands);
+                let doorbells = counts.doorbells.saturating_sub(guest.before.doorbells);
+                info!(
+                    "{name}: the client has left, after {commands} I/O commands with {doorbells} \
+                     doorbell writes"
+                );
+            }
+            News::Visit(Visit::NoSharedMemory) => warn!(
+                "{name}: the guest's memory is not shared, so no command can be read: give QEMU \
+                 `-object memory-backend-memfd,id=mem,size=SIZE,share=on -machine \
+                 memory-backend=mem`, or Cloud Hypervisor `--memory size=SIZE,shared=on`"
+            ),
+            News::Visit(Visit::MemoryNotShared) => warn!(
+                "{name}: the guest has rung its admin queue, which is empty here: its memory backend \
+                 keeps the guest's writes to itself; `share=on` is missing in QEMU's `-object \
+                 memory-backend-...,id=mem,size=SIZE,share=on`"
+            ),
+            News::Event(Event::Enabled) => info!("{name}: the guest has enabled the controller"),
+            News::Event(Event::ShadowDoorbells) => {
+                info!("{name}: the guest has set up shadow doorbells");
+            }
+            News::Event(Event::Shutdown) => info!("{name}: the guest has shut the controller down"),
+            News::Event(Event::Disabled) => {
+                guest.queues = 0;
+                debug!("{name}: the controller is reset");
+            }
+            News::Event(Event::Fatal(why)) => {
+                error!("{name}: the controller can not go on until the guest resets it: {why}");
+            }
+            News::Event(Event::QueueCreated(_)) | News::End => {}
+            News::Lost => warn!("{name}: more has happened than could be told"),
+        }
+    }
+}
+
+fn counts(controller: &Controller) -> Counts {
+    let (sq, cq) = controller.stats().io_queues();
+    Counts {
+        commands: sq.commands,
+        doorbells: sq.doorbell.mmio_writes.saturating_add(cq.doorbell.mmio_writes),
+    }
+}

@@ -1,0 +1,98 @@
+//! `shadowbell serve`: controllers for virtual machines, behind vfio-user sockets.
+//!
+//! # Architecture
+//!
+//! | module | what it is |
+//! |---|---|
+//! | [`options`] | what may be asked for, on the command line and in a file |
+//! | [`crate::config`] | reads the file |
+//! | `service` | what runs: workers, a reactor, controllers; from start to stop |
+//! | `announce` | tells a person what guests do |
+//! | `paste` | the arguments to give to QEMU and Cloud Hypervisor |
+//! | [`statistics`] | the counters, as JSON |
+//!
+//! Threads: the workers, one reactor for all sockets, one that talks to the person (so that a
+//! terminal that blocks can not hold up a guest), and the main thread, which waits for signals.
+//! None of them ticks.
+
+mod announce;
+pub mod options;
+mod paste;
+mod service;
+pub mod statistics;
+
+pub use options::{Args, ServerPlan};
+
+use crate::exit;
+use announce::Announcer;
+use service::Service;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::iterator::Signals;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use tracing::{debug, error, info};
+
+/// Serves until a signal ends it.
+///
+/// # Errors
+/// What was asked for can not be served; or the service came to an end by itself.
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let plan = args.plan()?;
+    raise_descriptor_limit();
+    // Before there is anything that a signal would leave behind.
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP, SIGUSR1])?;
+    let ending = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        // The second one does not wait for anything.
+        let status = i32::from(exit::FAILED);
+        signal_hook::flag::register_conditional_shutdown(signal, status, Arc::clone(&ending))?;
+        signal_hook::flag::register(signal, Arc::clone(&ending))?;
+    }
+    let handle = signals.handle();
+    let mut service = Service::start(&plan, move || handle.close())?;
+    let announcer = Announcer::start(&mut service)?;
+    paste::show(&plan);
+
+    for signal in signals.forever() {
+        match signal {
+            SIGUSR1 => report(&plan, &service),
+            _ => {
+                debug!(signal, "ending");
+                ending.store(true, Ordering::Relaxed);
+                break;
+            }
+        }
+    }
+    let outcome = service.stop();
+    drop(announcer);
+    report(&plan, &service);
+    service.flush();
+    outcome?;
+    info!("ended");
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Writes the counters where they were asked for, or else tells of them.
+fn report(plan: &ServerPlan, service: &Service) {
+    let report = statistics::Report::of(service.controllers());
+    match &plan.stats_json {
+        Some(path) => match statistics::write(path, &report) {
+            Ok(()) => debug!("statistics are in {}", path.display()),
+            Err(error) => error!("statistics can not be written to {}: {error}", path.display()),
+        },
+        None => info!("{report}"),
+    }
+}
+
+/// A guest with many queues has a descriptor for each interrupt, and there may be many guests.
+/// Nothing here uses `select`, which is what the low limit is for.
+fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    if current != maximum
+        && let Err(errno) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum })
+    {
+        debug!("the limit of open files stays at {current:?}: {errno}");
+    }
+}

@@ -1,0 +1,226 @@
+//! `shadowbell trace`: prints what `serve --trace` recorded, as a person reads it.
+
+use crate::exit::bad_input;
+use anyhow::anyhow;
+use controller::trace::{COMPLETION_QUEUE, Kind, Record, TraceError, read_trace};
+use std::collections::BTreeMap;
+use std::io::{self, BufWriter, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Print what `serve --trace FILE` recorded: every decision about a doorbell
+#[derive(Clone, Debug, clap::Args)]
+#[command(after_help = "\
+A trace can be read while it is being written, and what was recorded survives a crash. Times are in \
+seconds since the trace began.")]
+pub struct Args {
+    /// The trace
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+
+    /// Only these queues: 1,2 or 1-4; 0 is the admin queue. Leaves out what is about no queue
+    #[arg(long, value_name = "QUEUES", value_parser = queues)]
+    queue: Option<Queues>,
+
+    /// Only these kinds; see --kind help
+    #[arg(long, value_name = "KIND,...", value_delimiter = ',', value_parser = kind)]
+    kind: Vec<Kind>,
+
+    /// Only this controller, counted from 1
+    #[arg(long, value_name = "N")]
+    controller: Option<u16>,
+
+    /// Only this worker, counted from 0
+    #[arg(long, value_name = "N")]
+    worker: Option<u16>,
+
+    /// Only the last N of them
+    #[arg(long, value_name = "N")]
+    last: Option<usize>,
+
+    /// Only the sums at the end
+    #[arg(long)]
+    summary: bool,
+}
+
+/// Inclusive ranges of queue identifiers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Queues(Vec<(u16, u16)>);
+
+fn queues(text: &str) -> Result<Queues, String> {
+    let number = |text: &str| {
+        let number = text.trim().parse::<u16>().ok().filter(|qid| qid & COMPLETION_QUEUE == 0);
+        number.ok_or_else(|| format!("`{text}` is no queue; write for example 1,2 or 1-4"))
+    };
+    let ranges = text.split(',').map(|part| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        Ok((number(first)?, number(last)?))
+    });
+    Ok(Queues(ranges.collect::<Result<_, String>>()?))
+}
+
+/// A kind's name as an option has it: `EventIdx armed` is `eventidx-armed`.
+fn option_name(kind: Kind) -> String {
+    kind.name().to_lowercase().replace(' ', "-")
+}
+
+fn kind(text: &str) -> Result<Kind, String> {
+    let found = Kind::ALL.iter().copied().find(|kind| option_name(*kind) == text);
+    found.ok_or_else(|| {
+        let all: Vec<_> = Kind::ALL.iter().map(|kind| option_name(*kind)).collect();
+        format!("there is no such kind; there are {}", all.join(", "))
+    })
+}
+
+/// Whether a kind of record is about a queue, and not about a worker or a controller alone.
+fn is_of_queue(kind: Kind) -> bool {
+    !matches!(
+        kind,
+        Kind::Sleep | Kind::Wake | Kind::SpuriousWake | Kind::Reset | Kind::ShadowConfigured
+    )
+}
+
+impl Args {
+    fn wants(&self, record: &Record) -> bool {
+        let qid = record.qid & !COMPLETION_QUEUE;
+        let of = |Queues(ranges): &Queues| {
+            is_of_queue(record.kind)
+                && ranges.iter().any(|(first, last)| (first..=last).contains(&&qid))
+        };
+        self.queue.as_ref().is_none_or(of)
+            && (self.kind.is_empty() || self.kind.contains(&record.kind))
+            && self.controller.is_none_or(|controller| record.controller == controller)
+            && self.worker.is_none_or(|worker| record.worker == Some(worker))
+    }
+}
+
+/// Prints a trace.
+///
+/// # Errors
+/// The file is no trace or can not be read; or whoever reads the output wants no more.
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let records = read_trace(&args.file).map_err(|error| {
+        let name = args.file.display();
+        match error {
+            TraceError::Io(error) => bad_input(anyhow!("{name} can not be read: {error}")),
+            error => bad_input(anyhow!("{name}: {error}")),
+        }
+    })?;
+    let records: Vec<_> = records.filter(|record| args.wants(record)).collect();
+    let skip = args.last.map_or(0, |last| records.len().saturating_sub(last));
+    let records = records.get(skip..).unwrap_or_default();
+    let mut out = BufWriter::new(io::stdout().lock());
+    if !args.summary {
+        for record in records {
+            writeln!(out, "{record}")?;
+        }
+    }
+    summarise(records, &mut out)?;
+    out.flush()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Which queue the sums are of: controller, queue identifier, whether it is a completion queue.
+type Place = (u16, Option<(u16, bool)>);
+
+fn summarise(records: &[Record], out: &mut impl Write) -> io::Result<()> {
+    let (Some(first), Some(last)) = (records.first(), records.last()) else {
+        return writeln!(out, "There are no such records.");
+    };
+    let mut sums: BTreeMap<Place, BTreeMap<u8, (Kind, u64)>> = BTreeMap::new();
+    for record in records {
+        let queue = is_of_queue(record.kind).then(|| {
+            let is_head = match record.kind {
+                Kind::InterruptRaised | Kind::InterruptSuppressed | Kind::CqFull => true,
+                _ => record.qid & COMPLETION_QUEUE != 0,
+            };
+            (record.qid & !COMPLETION_QUEUE, is_head)
+        });
+        let place = sums.entry((record.controller, queue)).or_default();
+        place.entry(record.kind as u8).or_insert((record.kind, 0)).1 += 1;
+    }
+    let span = (last.time_ns - first.time_ns) as f64 / 1e9;
+    writeln!(out, "\n{} records in {span:.6} s", records.len())?;
+    for ((controller, queue), kinds) in sums {
+        let whole = match controller {
+            0 => "workers".to_owned(),
+            controller => format!("controller {controller}"),
+        };
+        let queue = match queue {
+            None => String::new(),
+            Some((qid, true)) => format!("CQ {qid}"),
+            Some((qid, false)) => format!("SQ {qid}"),
+        };
+        writeln!(out, "{whole:<14}  {queue}")?;
+        for (kind, count) in kinds.values() {
+            writeln!(out, "  {count:>10}  {}", kind.name())?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn args(options: &[&str]) -> Result<Args, String> {
+        let line = Line::try_parse_from([&["trace", "file"], options].concat());
+        line.map(|line| line.args).map_err(|error| error.to_string())
+    }
+
+    fn record(kind: Kind, controller: u16, qid: u16) -> Record {
+        Record { time_ns: 5, kind, worker: Some(1), controller, qid, value: 1, extra: 2 }
+    }
+
+    #[test]
+    fn records_are_chosen() {
+        let armed = record(Kind::EventIdxArmed, 1, 3);
+        let head = record(Kind::EventIdxArmed, 1, 3 | COMPLETION_QUEUE);
+        let sleep = record(Kind::Sleep, 0, 0);
+        for (options, expected) in [
+            (&[][..], [true, true, true]),
+            (&["--queue", "3"], [true, true, false]),
+            (&["--queue", "0,2-4"], [true, true, false]),
+            (&["--queue", "0"], [false, false, false]),
+            (&["--kind", "sleep,wake"], [false, false, true]),
+            (&["--kind", "eventidx-armed"], [true, true, false]),
+            (&["--controller", "1"], [true, true, false]),
+            (&["--worker", "1"], [true, true, true]),
+            (&["--worker", "0"], [false, false, false]),
+        ] {
+            let args = args(options).unwrap();
+            let chosen = [armed, head, sleep].map(|record| args.wants(&record));
+            assert_eq!(chosen, expected, "{options:?}");
+        }
+        assert!(args(&["--kind", "help"]).unwrap_err().contains("spurious-wake"));
+        for queue in ["", "x", "1-", "40000", "99999"] {
+            assert!(args(&["--queue", queue]).unwrap_err().contains("no queue"), "{queue}");
+        }
+    }
+
+    #[test]
+    fn sums_are_of_each_queue() {
+        let records = [
+            record(Kind::Batch, 1, 3),
+            record(Kind::Batch, 1, 3),
+            record(Kind::InterruptRaised, 1, 3),
+            record(Kind::Sleep, 0, 0),
+        ];
+        let mut out = Vec::new();
+        summarise(&records, &mut out).unwrap();
+        let text = String::from_utf8(out).unwrap();
+        assert!(text.contains("4 records"), "{text}");
+        assert!(text.contains("SQ 3\n           2  batch fetched"), "{text}");
+        assert!(text.contains("CQ 3\n           1  interrupt raised"), "{text}");
+        let mut out = Vec::new();
+        summarise(&[], &mut out).unwrap();
+        assert_eq!(out, b"There are no such records.\n");
+    }
+}
