@@ -1,0 +1,214 @@
+//! A peer's memory, twice: mapped as the crate has it, and as one vector with a flag per page.
+#![allow(dead_code, reason = "each test binary uses its part")]
+
+use proptest::prelude::*;
+use shadowbell_memory::{DmaSpace, Mapping, Protection, Segments, SharedBytes, View};
+use std::sync::Arc;
+
+/// The unit in which memory is mapped, whatever the controller's page size is.
+pub(crate) const GRANULE: usize = 4096;
+/// The first address of the window that may be mapped. Not 0, so that mistakes show.
+pub(crate) const BASE: u64 = 0x7_0000_0000;
+
+/// How a granule of the window is mapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Access {
+    None,
+    Read,
+    ReadWrite,
+}
+
+/// A stretch of granules that is one map; `swap` puts it elsewhere in the process's memory, so
+/// that neighbours are now and then neighbours there, too.
+#[derive(Clone, Debug)]
+pub(crate) struct Stretch {
+    pub(crate) granules: usize,
+    pub(crate) access: Access,
+    pub(crate) apart: bool,
+}
+
+pub(crate) struct Peer {
+    space: DmaSpace,
+    /// The same memory, always mapped for writing, granule by granule.
+    backing: Vec<Option<SharedBytes>>,
+    pub(crate) access: Vec<Access>,
+}
+
+impl Peer {
+    pub(crate) fn new(stretches: &[Stretch]) -> Self {
+        let total: usize = stretches.iter().map(|s| s.granules).sum();
+        // Stretches that are not apart come one after the other from here.
+        let pool = Mapping::shared("pool", (total * GRANULE) as u64).unwrap();
+        let mut peer = Self { space: DmaSpace::default(), backing: Vec::new(), access: Vec::new() };
+        let mut from_pool = 0;
+        for stretch in stretches {
+            let len = stretch.granules * GRANULE;
+            let iova = BASE + (peer.access.len() * GRANULE) as u64;
+            let owner = if stretch.apart {
+                Mapping::shared("apart", len as u64).unwrap()
+            } else {
+                Arc::clone(&pool)
+            };
+            let offset = if stretch.apart { 0 } else { from_pool };
+            let writable = owner.bytes().slice(offset, len).unwrap();
+            match stretch.access {
+                Access::None => {}
+                Access::ReadWrite => peer.space.map(iova, len as u64, &writable).unwrap(),
+                Access::Read => {
+                    let fd = owner.fd().unwrap();
+                    let read_only =
+                        Mapping::from_fd(fd, offset as u64, len as u64, Protection::Read).unwrap();
+                    peer.space.map(iova, len as u64, &read_only.bytes()).unwrap();
+                }
+            }
+            from_pool += if stretch.apart { 0 } else { len };
+            for granule in 0..stretch.granules {
+                let bytes = writable.slice(granule * GRANULE, GRANULE).unwrap();
+                peer.backing.push((stretch.access != Access::None).then_some(bytes));
+                peer.access.push(stretch.access);
+            }
+        }
+        peer
+    }
+
+    /// A peer whose whole window of `granules` is one writable map.
+    pub(crate) fn plain(granules: usize) -> Self {
+        Self::new(&[Stretch { granules, access: Access::ReadWrite, apart: false }])
+    }
+
+    pub(crate) fn view(&self) -> View {
+        View::new(Arc::clone(self.space.table()))
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.access.len() * GRANULE
+    }
+
+    /// What the window holds; zeroes where nothing is mapped.
+    pub(crate) fn content(&self) -> Vec<u8> {
+        let mut all = vec![0; self.len()];
+        for (granule, bytes) in self.backing.iter().enumerate() {
+            if let Some(bytes) = bytes {
+                let at = granule * GRANULE;
+                bytes.read_into(0, &mut all[at..at + GRANULE]).unwrap();
+            }
+        }
+        all
+    }
+
+    /// Puts bytes into the window, whatever the peer mapped them for; nothing where it did not.
+    pub(crate) fn put(&self, iova: u64, data: &[u8]) {
+        for (i, byte) in data.iter().enumerate() {
+            let at = (iova - BASE) as usize + i;
+            if let Some(Some(bytes)) = self.backing.get(at / GRANULE) {
+                bytes.write(at % GRANULE, byte).unwrap();
+            }
+        }
+    }
+
+    pub(crate) fn put_u64(&self, iova: u64, value: u64) {
+        self.put(iova, &value.to_le_bytes());
+    }
+
+    /// Fills the mapped memory with something that differs everywhere.
+    pub(crate) fn scribble(&self, seed: u64) {
+        let mut state = seed | 1;
+        for bytes in self.backing.iter().flatten() {
+            let noise: Vec<u8> = (0..GRANULE)
+                .map(|_| {
+                    state ^= state << 13;
+                    state ^= state >> 7;
+                    state ^= state << 17;
+                    (state >> 24) as u8
+                })
+                .collect();
+            bytes.write_from(0, &noise).unwrap();
+        }
+    }
+
+    pub(crate) fn may(&self, iova: u64, write: bool) -> bool {
+        let granule = iova.checked_sub(BASE).map(|offset| offset / GRANULE as u64);
+        match granule.and_then(|g| self.access.get(usize::try_from(g).ok()?)) {
+            Some(Access::ReadWrite) => true,
+            Some(Access::Read) => !write,
+            _ => false,
+        }
+    }
+
+    /// The naive read: a byte at a time.
+    pub(crate) fn get(&self, iova: u64, len: usize) -> Option<Vec<u8>> {
+        (0..len as u64)
+            .map(|i| {
+                let at = iova.checked_add(i).filter(|at| self.may(*at, false))?;
+                let offset = (at - BASE) as usize;
+                self.backing[offset / GRANULE].as_ref()?.read(offset % GRANULE)
+            })
+            .collect()
+    }
+
+    pub(crate) fn get_u64(&self, iova: u64) -> Option<u64> {
+        Some(u64::from_le_bytes(self.get(iova, 8)?.try_into().ok()?))
+    }
+}
+
+pub(crate) fn stretches(granules: usize) -> impl Strategy<Value = Vec<Stretch>> {
+    let access = prop_oneof![
+        12 => Just(Access::ReadWrite),
+        1 => Just(Access::Read),
+        1 => Just(Access::None),
+    ];
+    proptest::collection::vec((1..40usize, access, any::<bool>()), 1..24).prop_map(move |parts| {
+        let mut left = granules;
+        let mut stretches = Vec::new();
+        for (n, access, apart) in parts {
+            let n = n.min(left);
+            if n > 0 {
+                stretches.push(Stretch { granules: n, access, apart });
+            }
+            left -= n;
+        }
+        if left > 0 {
+            let (access, apart) = (Access::ReadWrite, false);
+            stretches.push(Stretch { granules: left, access, apart });
+        }
+        stretches
+    })
+}
+
+/// Compares what was resolved with where the data should be, a list of (IOVA, length): the bytes
+/// themselves, and those that a write through the segments changes.
+pub(crate) fn check(
+    peer: &Peer,
+    segments: &Segments,
+    expected: &[(u64, usize)],
+    write: bool,
+) -> Result<(), TestCaseError> {
+    let len: usize = expected.iter().map(|(_, len)| len).sum();
+    prop_assert_eq!(segments.len(), len);
+    prop_assert_eq!(segments.pieces().iter().map(|p| p.len()).sum::<usize>(), len);
+    let mut memory = peer.content();
+    let mut wanted = Vec::with_capacity(len);
+    for (iova, n) in expected {
+        let at = (iova - BASE) as usize;
+        wanted.extend_from_slice(&memory[at..at + n]);
+    }
+    let mut got = vec![0; len];
+    segments.read_into(0, &mut got).unwrap();
+    prop_assert!(got == wanted, "the resolved bytes differ");
+    prop_assert!(segments.read_into(len, &mut [0]).is_none(), "there is more than that");
+    if !write {
+        prop_assert!(segments.is_empty() || segments.write_from(0, &[0]).is_none());
+        return Ok(());
+    }
+    // In order, so that the later of two that overlap wins on both sides.
+    let fresh: Vec<u8> = (0..len).map(|i| ((i * 31) >> 3) as u8 ^ 0x5a).collect();
+    segments.write_from(0, &fresh).unwrap();
+    let mut done = 0;
+    for (iova, n) in expected {
+        let at = (iova - BASE) as usize;
+        memory[at..at + n].copy_from_slice(&fresh[done..done + n]);
+        done += n;
+    }
+    prop_assert!(peer.content() == memory, "a write changed other bytes than the data's");
+    Ok(())
+}
