@@ -46,4 +46,4 @@ pub use config::{Config, Device, Drive, Firmware, Kernel};
 pub use machine::Guest;
 pub use roots::Roots;
 pub use rundir::RunDir;
-pub use server::Server;
+pub use server::{Serve, Server, Small};

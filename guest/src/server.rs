@@ -22,23 +22,61 @@ pub struct Server {
     stats: PathBuf,
 }
 
+/// Mounts a small file system, makes an image on it, and goes on with the server.
+const MAKE_SMALL: &str = r#"mount -t tmpfs -o size="$1" tmpfs "$0" &&
+truncate -s "$2" "$0/disk.img" && shift 2 && exec "$@""#;
+
+/// What to serve, and how.
+#[derive(Debug, Clone, Copy)]
+pub struct Serve<'a> {
+    /// The built program.
+    pub binary: &'a Path,
+    /// The name of its socket in the run's directory of sockets, and of its log, `serve-<name>.log`.
+    pub name: &'a str,
+    /// The disks, as on the command line.
+    pub disks: &'a [String],
+    /// More options.
+    pub options: &'a [&'a str],
+    /// Serves from a file system that has too little room.
+    pub small: Option<Small<'a>>,
+}
+
+/// A file system with less room than the image on it promises.
+#[derive(Debug, Clone, Copy)]
+pub struct Small<'a> {
+    /// Where it is mounted, in the server's own mount namespace only.
+    pub directory: &'a Path,
+    /// Bytes of the file system.
+    pub room: u64,
+    /// Bytes of `disk.img` on it.
+    pub image: u64,
+}
+
 impl Server {
-    /// Starts `binary serve DISKS --socket ...` and waits for the socket `name` of `run`. The log is
-    /// `serve-<name>.log`.
-    pub fn start(
-        binary: &Path,
-        run: &RunDir,
-        name: &str,
-        disks: &[String],
-        options: &[&str],
-    ) -> Result<Self> {
+    /// Starts `shadowbell serve` and waits for its socket.
+    pub fn start(run: &RunDir, serve: &Serve<'_>) -> Result<Self> {
+        let name = serve.name;
         let socket = run.socket(name);
         let log = run.file(&format!("serve-{name}.log"));
         let stats = run.file(&format!("serve-{name}.json"));
         let log_file = File::options().create(true).append(true).open(&log)?;
         let mut command = Command::new("setpriv");
-        command.args(["--pdeathsig", "KILL"]).arg(binary).arg("serve").args(disks);
-        command.arg("--socket").arg(&socket).arg("--stats-json").arg(&stats).args(options);
+        command.args(["--pdeathsig", "KILL"]);
+        if let Some(small) = serve.small {
+            // The mount goes with the process; each program replaces the one before.
+            command.args([
+                "unshare",
+                "--mount",
+                "--propagation",
+                "private",
+                "sh",
+                "-c",
+                MAKE_SMALL,
+            ]);
+            command.arg(small.directory).arg(small.room.to_string()).arg(small.image.to_string());
+        }
+        command.arg(serve.binary).arg("serve").args(serve.disks);
+        command.arg("--socket").arg(&socket).arg("--stats-json").arg(&stats).args(serve.options);
         command.stdin(Stdio::null()).stdout(log_file.try_clone()?).stderr(log_file);
         let process = Process::spawn("shadowbell serve", &mut command)?;
         let mut server = Self { process, log, stats };

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use anyhow::{Result, bail};
-use guest::{Kernel, RunDir};
+use anyhow::{Result, bail, ensure};
+use guest::{Kernel, RunDir, Small};
 
-use super::{Lab, MINUTE, dmesg, finish, names};
+use super::{Lab, MINUTE, Subject, dmesg, finish, names};
 use crate::report::Report;
 
 const SIZE: u64 = 1 << 30;
@@ -87,5 +87,41 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
     report.check("the kernel has nothing to complain of", |_| dmesg::clean(&mut guest, 1));
     report.check("the server lives", |_| disk.check());
     finish(report, guest, disk);
+    if lab.subject == Subject::Shadowbell {
+        report.check("a full disk under the image: the guest is told, and goes on", |_| {
+            full_disk(lab, kernel, run)
+        });
+    }
     Ok(())
+}
+
+/// An image of 256 MiB where there is room for 48: the guest's writes end in "no space left", what is
+/// written can be read, and once something is discarded writes work again.
+fn full_disk(lab: &Lab, kernel: Kernel, run: &RunDir) -> Result<()> {
+    let directory = run.file("small");
+    std::fs::create_dir(&directory)?;
+    let small = Small { directory: &directory, room: 48 << 20, image: 256 << 20 };
+    let disks = [directory.join("disk.img").display().to_string()];
+    let mut disk = lab.serve(run, "small", &disks, &[], Some(small))?;
+    let mut guest = lab.boot(run, kernel, vec![disk.device.clone()], |_| {})?;
+    let (_, dev) = names(&mut guest, 0)?;
+    guest.sh("yes shadowbell | head -c 1M >/tmp/data", MINUTE)?;
+    let fill = |mib: u32| {
+        format!(
+            "for at in $(seq 0 {}); do \
+                dd if=/tmp/data of=/dev/{dev} bs=1M seek=$at count=1 oflag=direct || exit 1; \
+             done",
+            mib - 1
+        )
+    };
+    let output = guest.run(&fill(256), MINUTE)?;
+    let said_so = output.text.contains("No space left on device");
+    ensure!(output.code == 1 && said_so, "the guest was told: {}", output.text);
+    disk.check()?;
+    let reads = format!("dd if=/dev/{dev} of=/tmp/back bs=1M count=1 iflag=direct");
+    guest.sh(&format!("{reads} && cmp /tmp/data /tmp/back"), MINUTE)?;
+    guest.sh(&format!("blkdiscard -f -l 32M /dev/{dev}"), MINUTE)?;
+    guest.sh(&fill(16), MINUTE)?;
+    guest.power_off(MINUTE)?;
+    disk.stop()
 }

@@ -16,7 +16,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
-use guest::{Config, Device, Drive, Guest, Kernel, Roots, RunDir, Server, config, initramfs, tool};
+use guest::{
+    Config, Device, Drive, Guest, Kernel, Roots, RunDir, Serve, Server, Small, config, initramfs,
+    tool,
+};
 
 use crate::report::Report;
 use crate::workspace;
@@ -60,8 +63,8 @@ pub(crate) struct Lab {
 }
 
 impl Lab {
-    /// Fetches and builds what the suites need. `shadowbell` is built unless it is given; the program
-    /// is needed for s3 whatever the subject is, and then built there.
+    /// Fetches and builds what the suites need. `shadowbell` is built unless it is given, or is not the
+    /// subject.
     pub(crate) fn new(
         subject: Subject,
         shadowbell: Option<PathBuf>,
@@ -141,15 +144,24 @@ impl Lab {
             },
             Subject::Shadowbell => {
                 let disks = [image.display().to_string()];
-                let server = Server::start(self.program()?, run, "dut", &disks, &[])?;
-                Disk { server: Some(server), device: Device::VfioUser { socket: "dut".to_owned() } }
+                self.serve(run, "dut", &disks, &[], None)?
             }
         })
     }
 
-    /// The built program.
-    fn program(&self) -> Result<&Path> {
-        self.shadowbell.as_deref().context("this needs the shadowbell program")
+    /// A controller of ours behind the socket `name`.
+    fn serve(
+        &self,
+        run: &RunDir,
+        name: &str,
+        disks: &[String],
+        options: &[&str],
+        small: Option<Small<'_>>,
+    ) -> Result<Disk> {
+        let binary = self.shadowbell.as_deref().context("this needs the shadowbell program")?;
+        let server = Server::start(run, &Serve { binary, name, disks, options, small })?;
+        let device = Device::VfioUser { socket: name.to_owned() };
+        Ok(Disk { server: Some(server), device })
     }
 }
 

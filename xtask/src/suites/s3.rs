@@ -86,9 +86,8 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
         for (doorbells, options) in [("shadow", &[][..]), ("mmio", &["--no-shadow-doorbells"][..])]
         {
             let disks = [format!("null:{DISK_BYTES}")];
-            let server = Server::start(lab.program()?, run, doorbells, &disks, options)?;
-            let socket = doorbells.to_owned();
-            add("shadowbell", doorbells, Some(server), Device::VfioUser { socket });
+            let disk = lab.serve(run, doorbells, &disks, options, None)?;
+            add("shadowbell", doorbells, disk.server, disk.device);
         }
     }
     for (doorbells, dbcs) in [("shadow", true), ("mmio", false)] {
