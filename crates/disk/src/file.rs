@@ -149,8 +149,11 @@ impl Shared {
         }
         // A file whose size can not be had any more is as good as gone.
         let now = self.file.metadata().map_or(0, |m| m.len());
-        let before = self.end.fetch_min(now, Ordering::Relaxed);
-        before.min(now) < self.info.bytes()
+        // Written only if it changes: every request of every thread reads it.
+        if now < self.end.load(Ordering::Relaxed) {
+            self.end.fetch_min(now, Ordering::Relaxed);
+        }
+        !self.reaches(self.info.bytes())
     }
 
     /// What a failed call means for the request.

@@ -318,6 +318,46 @@ fn large_requests_and_scattered_ones_work() {
 }
 
 #[test]
+fn flushes_and_forced_writes_reach_the_device() {
+    let directory = directory();
+    let path = image(directory.path(), MIB);
+    let name = path.to_str().unwrap();
+    let Some(device) = as_root("losetup", &["-f", "--show", name]) else {
+        return;
+    };
+    let _detach = Undo("losetup", vec!["-d".into(), device.clone()]);
+    let flushes = || {
+        let block = device.trim_start_matches("/dev/");
+        let stat = std::fs::read_to_string(format!("/sys/block/{block}/stat")).unwrap();
+        stat.split_whitespace().nth(15).map(|n| n.parse::<u64>().unwrap())
+    };
+    if flushes().is_none() {
+        eprintln!("skipped: this kernel does not count flushes");
+        return;
+    }
+    let host = Host::new(4096);
+    for options in ["", "?direct=off"] {
+        let disk = open(device.as_ref(), options);
+        let mut queue = disk.queue().unwrap();
+        for (op, flushed) in [
+            (WRITE, false),
+            (Op::Write { fua: true }, true),
+            (WRITE, false),
+            (Op::Flush, true),
+            (Op::WriteZeroes { deallocate: false, fua: false }, false),
+            (Op::WriteZeroes { deallocate: false, fua: true }, true),
+            (Op::WriteZeroes { deallocate: true, fua: true }, true),
+        ] {
+            let before = flushes();
+            let data = host.buffer(&[(0, 4096)], false);
+            let len = if op == Op::Flush { 0 } else { 4096 };
+            assert_eq!(run_one(&mut *queue, op, 0, len, data), Ok(()));
+            assert_eq!(flushes() > before, flushed, "{op:?} with `{options}`");
+        }
+    }
+}
+
+#[test]
 fn direct_io_is_used_where_it_can_be_and_explained_where_not() {
     let directory = directory();
     let path = image(directory.path(), MIB);
