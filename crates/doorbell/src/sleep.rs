@@ -136,8 +136,10 @@ impl<'a, C: Cell, F: Fence> Fenced<'a, C, F> {
 
 /// The permit to block. Dropping it is waking up.
 ///
-/// The caller blocks on what its [`Waker`]s signal, with a timeout or other sources if it likes;
-/// after the drop it looks at everything as if all of it had news.
+/// The caller blocks on what its [`Waker`]s signal, with a timeout or other sources if it likes, and
+/// after the drop looks at everything as if all of it had news. A signal must stick until somebody
+/// waits for it, as an eventfd's does, and must be consumed outside of the rounds only: a kicker
+/// that relies on the signal of another would otherwise wait for one that is gone.
 #[derive(Debug)]
 #[must_use = "this is the permit to block; dropping it declares the thread awake"]
 pub struct Asleep<'a, C: Cell, F = FullFence> {

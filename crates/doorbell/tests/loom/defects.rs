@@ -114,7 +114,7 @@ fn the_controller_waits_for_room_with_event_idx_at_the_tail() {
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_trap_writes_the_shadow_entry() {
-    explore(Some(2), || {
+    explore(Some(3), || {
         posted(|bell, bed, value| {
             bell.shadow.store_release(value.into());
             bed.trap(&bell.register, value);

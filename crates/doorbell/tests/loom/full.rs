@@ -76,7 +76,7 @@ fn room_in_a_full_completion_queue_wakes_the_controller() {
 #[test]
 fn one_fence_serves_both_queues() {
     for predicate in PREDICATES {
-        explore(Some(2), move || {
+        explore(Some(3), move || {
             let size = ring(2);
             let (sq, cq) = (Bell::at(0), Bell::at(1));
             let (mut sq_host, mut tail) = in_use::<FullFence>(&sq, size, 1);

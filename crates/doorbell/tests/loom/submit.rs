@@ -40,7 +40,7 @@ pub(crate) fn submit<H: Fence, S: Fence, W: Fence>(
 fn no_wakeup_is_lost() {
     for predicate in PREDICATES {
         explore(None, move || submit::<FullFence, FullFence, FullFence>(predicate, 8, 0, 1));
-        explore(Some(3), move || submit::<FullFence, FullFence, FullFence>(predicate, 8, 0, 3));
+        explore(Some(4), move || submit::<FullFence, FullFence, FullFence>(predicate, 8, 0, 3));
     }
 }
 
@@ -60,7 +60,7 @@ fn no_wakeup_is_lost_where_the_ring_wraps() {
 #[test]
 fn no_wakeup_is_lost_over_several_turns() {
     for predicate in PREDICATES {
-        explore(Some(2), move || {
+        explore(Some(3), move || {
             let size = ring(2);
             let bell = Bell::at(0);
             let (mut doorbell, mut tail) = in_use::<FullFence>(&bell, size, 1);

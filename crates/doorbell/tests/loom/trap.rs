@@ -96,7 +96,7 @@ fn a_message_wakes_too() {
 /// nothing.
 #[test]
 fn a_late_posted_write_moves_nothing_back() {
-    explore(Some(2), || posted(|bell, bed, value| bed.trap(&bell.register, value)));
+    explore(Some(3), || posted(|bell, bed, value| bed.trap(&bell.register, value)));
 }
 
 /// A host whose MMIO writes are delivered by another thread, whenever it likes, by `deliver`.
