@@ -16,6 +16,7 @@ use memory::{Segments, View};
 use spec::Sqe;
 use spec::admin as decode;
 use spec::event::AsyncEvent;
+use spec::log::CriticalWarning;
 use spec::opcode::AdminOpcode;
 use spec::sqe::{Fuse, Psdt};
 use spec::status::Status;
@@ -187,17 +188,21 @@ impl Control {
                 if let Some(done) = self.events.configure(config) {
                     self.complete(inner, done.cid, Status::SUCCESS, done.dw0);
                 }
+                // What is the case already when the host asks to hear of it is news to the host.
+                self.check_temperature(inner);
             }
             Effect::NumberOfQueues { submission, completion } => {
                 self.granted = (submission, completion);
             }
-            Effect::TemperatureThreshold => {
-                if self.features.temperature_warning(logs::TEMPERATURE) {
-                    self.raise(inner, AsyncEvent::TEMPERATURE_THRESHOLD);
-                }
-            }
+            Effect::TemperatureThreshold => self.check_temperature(inner),
         }
         Ok(Outcome::Done(set.dw0))
+    }
+
+    fn check_temperature(&mut self, inner: &Inner) {
+        if self.features.temperature_warning(logs::TEMPERATURE) {
+            self.raise(inner, AsyncEvent::TEMPERATURE_THRESHOLD);
+        }
     }
 
     fn get_features(&mut self, inner: &Inner, sqe: &Sqe) -> Executed {
@@ -222,6 +227,9 @@ impl Control {
 
     fn get_log_page(&mut self, inner: &Inner, sqe: &Sqe) -> Executed {
         let command = decode::GetLogPage::decode(sqe);
+        if command.length() > 4096 << inner.config.mdts {
+            return Err(Status::INVALID_FIELD.with_dnr());
+        }
         // Counters come from the workers, who answer when they get to it.
         if command.lid != spec::log::lid::SMART_HEALTH {
             self.give_log(inner, sqe, &command, &Health::default())?;
@@ -275,6 +283,8 @@ impl Control {
             power_cycles: self.power_cycles,
             unsafe_shutdowns: self.unsafe_shutdowns,
             error_log_entries: self.errors.count(),
+            warning: CriticalWarning::new()
+                .with_temperature(self.features.temperature_warning(logs::TEMPERATURE)),
             ..Health::default()
         }
     }

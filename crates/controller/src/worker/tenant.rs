@@ -3,7 +3,7 @@
 use crate::interrupt::IrqLine;
 use crate::latch::Latch;
 use crate::shared::{DSTRD, Report, Shared};
-use crate::trace::{Kind, TraceRing};
+use crate::trace::{COMPLETION_QUEUE, Kind, TraceRing};
 use crate::worker::io::{Ended, Engine, Space};
 use crate::worker::message::{Reply, Seed, WorkerStats};
 use crate::worker::queue::{Cq, Placement, ShadowCells, Sq};
@@ -284,7 +284,7 @@ impl Tenant {
         let mut room = cq.free().min(BURST);
         if room == 0 || room < BURST && room < sq.place.size.distance(sq.head, tail) {
             if let Err(error) = cq.look() {
-                let qid = cq.place.qid;
+                let qid = cq.place.qid | COMPLETION_QUEUE;
                 self.invalid(qid, error, trace);
                 return false;
             }
@@ -351,10 +351,11 @@ impl Tenant {
         busy
     }
 
+    /// `qid` says with [`COMPLETION_QUEUE`] which of the two doorbells it was.
     #[cold]
     fn invalid(&self, qid: u16, error: InvalidDoorbell, trace: &mut Option<TraceRing>) {
         note(trace, Kind::Invalid, &self.shared, qid, error.value, 0);
-        self.shared.report(Report::InvalidDoorbell { qid });
+        self.shared.report(Report::InvalidDoorbell { qid: qid & !COMPLETION_QUEUE });
     }
 
     #[cold]
@@ -425,7 +426,7 @@ impl Tenant {
             } else if let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) {
                 let before = cq.head.last();
                 if let Err(error) = cq.head.recheck(fenced, cq.tail) {
-                    invalid.push((cq.place.qid, error));
+                    invalid.push((cq.place.qid | COMPLETION_QUEUE, error));
                 }
                 cq.moved_from(before);
             }
