@@ -1,6 +1,6 @@
 //! The command line: the verbs, and the options that all of them have.
 
-use crate::{exit, logging, serve, trace};
+use crate::{bench, exit, logging, serve, trace};
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 
@@ -19,6 +19,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Verb {
     Serve(serve::Args),
+    Bench(bench::Args),
     Trace(trace::Args),
 }
 
@@ -26,6 +27,7 @@ impl Verb {
     fn run(self) -> anyhow::Result<ExitCode> {
         match self {
             Self::Serve(args) => serve::run(args),
+            Self::Bench(args) => bench::run(&args),
             Self::Trace(args) => trace::run(args),
         }
     }

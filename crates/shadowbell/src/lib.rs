@@ -9,9 +9,12 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`cli`] | the verbs and the options that all of them have |
+//! | [`bench`] | `bench`: what a controller can do |
 //! | [`serve`] | `serve`: controllers behind vfio-user sockets |
 //! | [`trace`] | `trace`: what `serve --trace` recorded, for a person |
 //! | [`device`] | a controller as a PCI function behind a vfio-user socket |
+//! | [`target`] | TARGETs: namespaces as people write them, and the way to them |
+//! | [`report`] | measurements, for machines and for people |
 //! | [`local`] | a controller in this process, as the driver reaches it |
 //! | [`plan`] | from what a person asked for to a controller's configuration |
 //! | [`config`] | the file of `serve --config` |
@@ -19,6 +22,7 @@
 //! | [`logging`] | lines for a person, on standard error |
 #![forbid(unsafe_code)]
 
+pub mod bench;
 pub mod cli;
 pub mod config;
 pub mod device;
@@ -26,5 +30,7 @@ pub mod exit;
 pub mod local;
 pub mod logging;
 pub mod plan;
+pub mod report;
 pub mod serve;
+pub mod target;
 pub mod trace;

@@ -1,0 +1,261 @@
+//! The loop of a thread that has one job or several.
+
+use super::lane::{Lane, histogram};
+use super::load::{Load, Verdict};
+use anyhow::{Context, bail};
+use hdrhistogram::Histogram;
+use rustix::thread::CpuSet;
+use rustix::time::{ClockId, clock_gettime};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// Empty looks between two that also look at the clock and leave the processor to others.
+const LOOKS: u32 = 4096;
+/// A device that completes nothing for so long is given up.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// The longest sleep: a job that is told to stop hears of it after that at the latest.
+const NAP: Duration = Duration::from_secs(1);
+/// Latencies that are taken in a second, about.
+const SAMPLES: f64 = 20_000.0;
+
+/// What part of the run it is: written by who watches, looked at by all jobs.
+#[derive(Debug)]
+pub(super) struct Phase(AtomicU8);
+
+const RAMP: u8 = 0;
+const RUN: u8 = 1;
+const STOP: u8 = 2;
+
+impl Phase {
+    pub(super) fn ramp() -> Self {
+        Self(AtomicU8::new(RAMP))
+    }
+
+    /// What comes from now on is measured.
+    pub(super) fn run(&self) {
+        let _ = self.0.compare_exchange(RAMP, RUN, Ordering::Relaxed, Ordering::Relaxed);
+    }
+
+    /// Nothing more is submitted.
+    pub(super) fn stop(&self) {
+        self.0.store(STOP, Ordering::Relaxed);
+    }
+
+    #[inline]
+    fn get(&self) -> u8 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// How many I/Os a thread has completed, for who watches. On a cache line of its own: nobody else's
+/// counter makes it wait.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub(super) struct Progress(AtomicU64);
+
+impl Progress {
+    pub(super) fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// A thread's counters at one moment.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Snapshot {
+    pub(super) at: Instant,
+    /// Processor time of the thread.
+    pub(super) cpu: Duration,
+    pub(super) commands: u64,
+    pub(super) mmio_writes: u64,
+    pub(super) interrupts: u64,
+}
+
+impl Snapshot {
+    fn take<L: Load>(lanes: &[Lane<L>]) -> Self {
+        let cpu = clock_gettime(ClockId::ThreadCPUTime);
+        let stats = || lanes.iter().map(Lane::stats);
+        Self {
+            at: Instant::now(),
+            cpu: Duration::new(cpu.tv_sec.unsigned_abs(), cpu.tv_nsec.unsigned_abs() as u32),
+            commands: lanes.iter().map(Lane::commands).sum(),
+            mmio_writes: stats().map(|s| s.doorbell_mmio_writes()).sum(),
+            interrupts: stats().map(|s| s.interrupts_waited()).sum(),
+        }
+    }
+}
+
+/// What a thread has to tell in the end.
+pub(super) struct JobReport {
+    /// When measuring began and ended.
+    pub(super) begin: Snapshot,
+    pub(super) end: Snapshot,
+    pub(super) latencies: Histogram<u64>,
+    /// Doorbell registers written from the creation of the queues to the end.
+    pub(super) mmio_writes: u64,
+    pub(super) verdict: Option<Verdict>,
+}
+
+/// Has the calling thread run on processor `cpu` alone.
+pub(super) fn pin(cpu: usize) -> anyhow::Result<()> {
+    let mut set = CpuSet::new();
+    if cpu >= CpuSet::MAX_CPU {
+        bail!("there is no processor {cpu} to pin a thread to");
+    }
+    set.set(cpu);
+    rustix::thread::sched_setaffinity(None, &set)
+        .with_context(|| format!("a thread can not run on processor {cpu}"))
+}
+
+/// Keeps the queues of `lanes` full until the phase says to stop or all is done, then reads back
+/// what is to be checked.
+pub(super) fn run<L: Load>(
+    lanes: &mut [Lane<L>],
+    sleeps: bool,
+    choose_sample: bool,
+    phase: &Phase,
+    progress: &Progress,
+) -> anyhow::Result<JobReport> {
+    let mut begin = Snapshot::take(lanes);
+    lanes.iter_mut().try_for_each(Lane::fill)?;
+    let mut last = RAMP;
+    let mut end = None;
+    let mut idle = Idle::new(sleeps);
+    loop {
+        let now = phase.get();
+        if now != last {
+            last = now;
+            if now == RUN {
+                let ramp = std::mem::replace(&mut begin, Snapshot::take(lanes));
+                let every = choose_sample.then(|| sample_every(&ramp, &begin));
+                lanes.iter_mut().for_each(|lane| lane.restart_latencies(every));
+            } else {
+                end = Some(Snapshot::take(lanes));
+            }
+        }
+        let mut found = 0;
+        for lane in &mut *lanes {
+            found += lane.turn(now != STOP)?;
+        }
+        if found != 0 {
+            idle.reset();
+            progress.0.store(progress.get() + found, Ordering::Relaxed);
+        } else if idle.look(lanes)? {
+            if now == STOP && lanes.iter().all(Lane::is_empty) {
+                break;
+            }
+            if lanes.iter().all(Lane::is_finished) {
+                break;
+            }
+        }
+    }
+    let end = end.unwrap_or_else(|| Snapshot::take(lanes));
+    let mut latencies = histogram()?;
+    for lane in &*lanes {
+        latencies.add(lane.latencies()).context("adding up the latencies")?;
+    }
+    read_back(lanes, sleeps, progress)?;
+    let mut verdict: Option<Verdict> = None;
+    for lane in &*lanes {
+        if let Some(of_lane) = lane.verdict() {
+            verdict.get_or_insert_default().add(of_lane);
+        }
+    }
+    let mmio_writes = Snapshot::take(lanes).mmio_writes;
+    Ok(JobReport { begin, end, latencies, mmio_writes, verdict })
+}
+
+fn read_back<L: Load>(
+    lanes: &mut [Lane<L>],
+    sleeps: bool,
+    progress: &Progress,
+) -> anyhow::Result<()> {
+    let mut any = false;
+    for lane in &mut *lanes {
+        any |= lane.read_back();
+    }
+    if !any {
+        return Ok(());
+    }
+    lanes.iter_mut().try_for_each(Lane::fill)?;
+    let mut idle = Idle::new(sleeps);
+    while !lanes.iter().all(Lane::is_empty) {
+        let mut found = 0;
+        for lane in &mut *lanes {
+            found += lane.turn(true)?;
+        }
+        if found != 0 {
+            idle.reset();
+            progress.0.store(progress.get() + found, Ordering::Relaxed);
+        } else {
+            idle.look(lanes)?;
+        }
+    }
+    Ok(())
+}
+
+/// One I/O in how many to time, given how many there were while ramping up. Odd, so that it does
+/// not keep step with the depth of the queue.
+fn sample_every(ramp: &Snapshot, now: &Snapshot) -> u32 {
+    let seconds = (now.at - ramp.at).as_secs_f64();
+    if seconds <= 0.0 {
+        return 1;
+    }
+    let rate = (now.commands - ramp.commands) as f64 / seconds;
+    (rate / SAMPLES).clamp(1.0, 1024.0) as u32 | 1
+}
+
+/// What a thread does when there is nothing to do.
+struct Idle {
+    sleeps: bool,
+    looks: u32,
+    since: Option<Instant>,
+}
+
+impl Idle {
+    fn new(sleeps: bool) -> Self {
+        Self { sleeps, looks: 0, since: None }
+    }
+
+    #[inline]
+    fn reset(&mut self) {
+        self.looks = 0;
+        self.since = None;
+    }
+
+    /// Nothing was found. True now and then, when it is time to ask whether that will stay so.
+    #[inline]
+    fn look<L: Load>(&mut self, lanes: &mut [Lane<L>]) -> anyhow::Result<bool> {
+        self.looks = self.looks.wrapping_add(1);
+        if self.sleeps {
+            self.sleep(lanes)?;
+            return Ok(true);
+        }
+        std::hint::spin_loop();
+        if self.looks.is_multiple_of(LOOKS) {
+            self.check(lanes)?;
+            // Where the controller has no processor of its own, this is what lets it work.
+            std::thread::yield_now();
+        }
+        Ok(self.looks.is_multiple_of(64))
+    }
+
+    #[cold]
+    fn check<L: Load>(&mut self, lanes: &[Lane<L>]) -> anyhow::Result<()> {
+        let since = *self.since.get_or_insert_with(Instant::now);
+        if since.elapsed() > PATIENCE && !lanes.iter().all(Lane::is_empty) {
+            bail!("the controller has completed nothing for {} s", PATIENCE.as_secs());
+        }
+        Ok(())
+    }
+
+    fn sleep<L: Load>(&mut self, lanes: &mut [Lane<L>]) -> anyhow::Result<()> {
+        self.check(lanes)?;
+        match lanes {
+            [lane] if !lane.is_empty() => {
+                lane.wait(Instant::now() + NAP)?;
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+}

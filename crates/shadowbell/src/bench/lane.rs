@@ -1,0 +1,227 @@
+//! A job: a queue pair that is kept full.
+
+use super::args::{Plan, Slice};
+use super::load::{Load, Verdict};
+use super::pattern::Rng;
+use anyhow::{Context, anyhow, bail};
+use driver::{Buffer, Completion, Namespace, QueuePair, QueueStats};
+use hdrhistogram::Histogram;
+use std::time::Instant;
+
+/// The longest latency that is told from longer ones, in nanoseconds.
+const LONGEST: u64 = 60_000_000_000;
+
+/// Latencies in nanoseconds, to three digits.
+pub(super) fn histogram() -> anyhow::Result<Histogram<u64>> {
+    Histogram::new_with_bounds(1, LONGEST, 3).context("no histogram of the latencies")
+}
+
+/// A queue pair and what it works on. Nothing in here allocates or asks the system for anything
+/// once it has started, except that a doorbell may be a message.
+pub(super) struct Lane<L> {
+    queue: QueuePair,
+    namespace: Namespace,
+    load: L,
+    first_block: u64,
+    blocks_per_io: u32,
+    /// Buffers that are not in flight.
+    spare: Vec<Buffer>,
+    /// I/Os still to be submitted.
+    left: u64,
+    /// How many are rung for at once.
+    batch: u32,
+    unrung: u32,
+    commands: u64,
+    /// By slot of the queue: when the command was submitted, in nanoseconds after `epoch`; 0 for
+    /// one that is not timed. Looking at the clock costs as much as a good part of an I/O.
+    stamps: Box<[u64]>,
+    epoch: Instant,
+    sample_every: u32,
+    until_sample: u32,
+    histogram: Histogram<u64>,
+}
+
+impl<L: Load> Lane<L> {
+    pub(super) fn new(
+        queue: QueuePair,
+        namespace: Namespace,
+        load: L,
+        buffers: Vec<Buffer>,
+        plan: &Plan,
+        slice: Slice,
+        job: u16,
+    ) -> anyhow::Result<Self> {
+        let mut spare = buffers;
+        let mut rng = Rng::new(plan.seed ^ u64::from(job));
+        let mut random = vec![0; plan.bs as usize];
+        for buffer in &mut spare {
+            // A device that compresses or deduplicates shall not have it easy.
+            random.as_chunks_mut::<8>().0.iter_mut().for_each(|w| *w = rng.next().to_le_bytes());
+            if !buffer.copy_from(0, &random) {
+                bail!("a buffer is shorter than an I/O");
+            }
+        }
+        Ok(Self {
+            stamps: vec![0; queue.capacity()].into_boxed_slice(),
+            queue,
+            namespace,
+            load,
+            first_block: slice.of_job(job),
+            blocks_per_io: slice.blocks_per_io,
+            spare,
+            left: plan.number_ios.unwrap_or(u64::MAX),
+            batch: if plan.iodepth_batch == 0 { u32::MAX } else { plan.iodepth_batch },
+            unrung: 0,
+            commands: 0,
+            epoch: Instant::now(),
+            sample_every: plan.latency_sample.unwrap_or(1),
+            until_sample: 1,
+            histogram: histogram()?,
+        })
+    }
+
+    /// Submits as much as there are buffers for, and rings.
+    pub(super) fn fill(&mut self) -> anyhow::Result<()> {
+        self.issue()?;
+        self.ring()
+    }
+
+    /// Takes the completions that there are, and if it shall `go` on, submits as many I/Os again.
+    /// How many completions there were.
+    #[inline]
+    pub(super) fn turn(&mut self, go: bool) -> anyhow::Result<u64> {
+        let mut found = 0;
+        while found < self.stamps.len()
+            && let Some(completion) = self.queue.pop()
+        {
+            found += 1;
+            self.complete(completion)?;
+            if go {
+                self.issue()?;
+            }
+        }
+        if found != 0 {
+            self.ring()?;
+        }
+        Ok(found as u64)
+    }
+
+    #[inline]
+    fn ring(&mut self) -> anyhow::Result<()> {
+        self.unrung = 0;
+        Ok(self.queue.ring()?)
+    }
+
+    #[inline]
+    fn complete(&mut self, completion: Completion) -> anyhow::Result<()> {
+        let slot = completion.token.index();
+        if !completion.status.is_success() {
+            bail!("{}: an I/O ended with: {}", self.queue_name(), completion.status);
+        }
+        if let Some(stamp) = self.stamps.get_mut(slot)
+            && *stamp != 0
+        {
+            let latency = nanoseconds_since(self.epoch).saturating_sub(*stamp);
+            *stamp = 0;
+            self.histogram.saturating_record(latency);
+        }
+        self.load.completed(slot, completion.buffer.as_ref());
+        self.commands += 1;
+        self.spare.extend(completion.buffer);
+        Ok(())
+    }
+
+    #[inline]
+    fn issue(&mut self) -> anyhow::Result<()> {
+        while self.left != 0
+            && let Some(mut buffer) = self.spare.pop()
+        {
+            let Some(io) = self.load.next() else {
+                self.spare.push(buffer);
+                break;
+            };
+            let block = self.first_block + io.index * u64::from(self.blocks_per_io);
+            let command = if io.write {
+                self.load.fill(io, &mut buffer);
+                self.namespace.write(block, self.blocks_per_io)?
+            } else {
+                self.namespace.read(block, self.blocks_per_io)?
+            };
+            let token = self.queue.submit(command, Some(buffer)).map_err(|e| anyhow!(e.reason))?;
+            self.load.submitted(token.index(), io);
+            self.left -= 1;
+            self.until_sample -= 1;
+            if self.until_sample == 0 {
+                self.until_sample = self.sample_every;
+                if let Some(stamp) = self.stamps.get_mut(token.index()) {
+                    *stamp = nanoseconds_since(self.epoch);
+                }
+            }
+            self.unrung += 1;
+            if self.unrung == self.batch {
+                self.ring()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn queue_name(&self) -> String {
+        format!("queue {}", self.queue.qid())
+    }
+
+    /// Whether all that was to be submitted was, and has completed.
+    pub(super) fn is_finished(&self) -> bool {
+        self.left == 0 && self.is_empty()
+    }
+
+    /// Whether nothing is in flight.
+    pub(super) fn is_empty(&self) -> bool {
+        self.queue.outstanding() == 0
+    }
+
+    /// Sleeps until a completion or the deadline.
+    pub(super) fn wait(&mut self, deadline: Instant) -> anyhow::Result<bool> {
+        Ok(self.queue.wait(Some(deadline))?)
+    }
+
+    /// I/Os completed so far.
+    pub(super) fn commands(&self) -> u64 {
+        self.commands
+    }
+
+    /// What the queue pair did so far.
+    pub(super) fn stats(&self) -> QueueStats {
+        self.queue.stats()
+    }
+
+    /// Forgets the latencies so far, and from now on times one I/O in `sample_every`.
+    pub(super) fn restart_latencies(&mut self, sample_every: Option<u32>) {
+        self.histogram.reset();
+        if let Some(every) = sample_every {
+            self.sample_every = every.max(1);
+            self.until_sample = self.sample_every;
+        }
+    }
+
+    /// The latencies since then.
+    pub(super) fn latencies(&self) -> &Histogram<u64> {
+        &self.histogram
+    }
+
+    /// Begins to read back what was written, if that is what the load is for.
+    pub(super) fn read_back(&mut self) -> bool {
+        let begins = self.load.read_back();
+        self.left = if begins { u64::MAX } else { 0 };
+        begins
+    }
+
+    /// What checking the content came to.
+    pub(super) fn verdict(&self) -> Option<Verdict> {
+        self.load.verdict()
+    }
+}
+
+/// At least 1, because 0 stands for an I/O that is not timed.
+fn nanoseconds_since(epoch: Instant) -> u64 {
+    u64::try_from(epoch.elapsed().as_nanos()).unwrap_or(u64::MAX).max(1)
+}

@@ -1,0 +1,260 @@
+//! A run: jobs on their threads, and what they came to.
+
+use super::args::{CompletionMode, Plan, Slice, doorbells_name};
+use super::job::{self, JobReport, Phase, Progress};
+use super::lane::{Lane, histogram};
+use super::load::{Checked, Load, Plain, Verdict};
+use super::pattern::Pattern;
+use crate::exit;
+use crate::report::{Latency, Row};
+use crate::target::Session;
+use anyhow::{Context, anyhow};
+use hdrhistogram::Histogram;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How often whoever watches is told.
+const TICK: Duration = Duration::from_millis(100);
+
+/// A run as seen from outside, now and then.
+#[derive(Clone, Copy, Debug)]
+pub struct Tick {
+    /// How much of it is over, from 0 to 1.
+    pub done: f64,
+    /// I/Os a second since the last tick.
+    pub iops: f64,
+}
+
+/// What a run came to.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// The figures; whoever prints them says what table they belong to.
+    pub row: Row,
+    /// Sentences about blocks that did not hold what they had to: a few, if there are many.
+    pub bad_blocks: Vec<String>,
+}
+
+/// Runs `plan` on the namespace of `session`, and calls `watch` now and then.
+///
+/// # Errors
+/// With exit status [`exit::BAD_INPUT`] if the plan does not fit the namespace; the driver's; or an
+/// I/O that failed. Content that is not right is none, but in the row.
+pub fn measure(
+    session: &mut Session,
+    plan: &Plan,
+    watch: &mut dyn FnMut(Tick),
+) -> anyhow::Result<Outcome> {
+    let slice = check(session, plan).map_err(exit::bad_input)?;
+    let only_reads = plan.rw.percent_read(plan.rwmixread) == 100;
+    let block_size = session.namespace()?.block_size();
+    let pattern = |job: u16| {
+        let percent = plan.rw.percent_read(plan.rwmixread);
+        let seed = plan.seed.wrapping_add(u64::from(job) << 32);
+        Pattern::new(slice.ios, plan.rw.is_random(), percent, seed)
+    };
+    if plan.verify {
+        let start = |job| slice.of_job(job) * u64::from(block_size);
+        let load = |job| {
+            let start = start(job);
+            Checked::new(pattern(job), slice.ios, plan.bs, start, only_reads, plan.seed)
+        };
+        run(session, plan, slice, load, watch)
+    } else {
+        run(session, plan, slice, |job| Plain::new(pattern(job)), watch)
+    }
+}
+
+/// Whether the controller and the namespace can do it.
+fn check(session: &Session, plan: &Plan) -> anyhow::Result<Slice> {
+    let namespace = session.namespace()?;
+    let slice = plan.slice(namespace.bytes(), namespace.block_size())?;
+    let max = namespace.max_transfer_bytes();
+    if u64::from(plan.bs) > max {
+        return Err(anyhow!("--bs {} is more than one command moves: {max} bytes", plan.bs));
+    }
+    if plan.rw.percent_read(plan.rwmixread) != 100 && namespace.is_read_only() {
+        return Err(anyhow!(
+            "{} is read-only, and --rw {} writes",
+            session.target(),
+            plan.rw.name()
+        ));
+    }
+    let granted = session.controller.queue_pairs();
+    if granted < plan.numjobs {
+        return Err(anyhow!("the controller grants {granted} queue pairs: no more --numjobs"));
+    }
+    let depth = session.controller.queue_depth();
+    if depth <= plan.iodepth {
+        return Err(anyhow!("the queues of the controller hold {}: no more --iodepth", depth - 1));
+    }
+    Ok(slice)
+}
+
+fn run<L: Load>(
+    session: &mut Session,
+    plan: &Plan,
+    slice: Slice,
+    load: impl Fn(u16) -> L,
+    watch: &mut dyn FnMut(Tick),
+) -> anyhow::Result<Outcome> {
+    let mut threads: Vec<Vec<Lane<L>>> = (0..plan.threads).map(|_| Vec::new()).collect();
+    for job in 0..plan.numjobs {
+        let queue =
+            session.controller.take_queue_pair().ok_or_else(|| anyhow!("no queue pair is left"))?;
+        let pool = session.controller.buffers(plan.iodepth as usize, plan.bs as usize)?;
+        let buffers = std::iter::from_fn(|| pool.take()).take(plan.iodepth as usize).collect();
+        let namespace = session.namespace()?.clone();
+        let lane = Lane::new(queue, namespace, load(job), buffers, plan, slice, job)?;
+        if let Some(lanes) = threads.get_mut(usize::from(job % plan.threads)) {
+            lanes.push(lane);
+        }
+    }
+    let reports = spawn(&mut threads, plan, watch)?;
+    drop(threads);
+    summarise(session, plan, reports)
+}
+
+/// Runs each part of `threads` on a thread of its own and tells them when to measure and to stop.
+fn spawn<L: Load>(
+    threads: &mut [Vec<Lane<L>>],
+    plan: &Plan,
+    watch: &mut dyn FnMut(Tick),
+) -> anyhow::Result<Vec<JobReport>> {
+    let phase = &Phase::ramp();
+    let progress: Vec<Progress> = threads.iter().map(|_| Progress::default()).collect();
+    let sleeps = plan.completion != CompletionMode::Poll;
+    let choose_sample = plan.latency_sample.is_none();
+    if plan.ramp_time.is_zero() && plan.number_ios.is_none() {
+        phase.run();
+    }
+    thread::scope(|scope| {
+        let mut handles = Vec::new();
+        for (index, (lanes, progress)) in threads.iter_mut().zip(&progress).enumerate() {
+            let cpu = plan.pin.get(index % plan.pin.len().max(1)).copied();
+            let work = move || {
+                cpu.map_or(Ok(()), job::pin)?;
+                job::run(lanes, sleeps, choose_sample, phase, progress)
+            };
+            let spawned =
+                thread::Builder::new().name(format!("job{index}")).spawn_scoped(scope, work);
+            match spawned {
+                Ok(handle) => handles.push(handle),
+                Err(error) => {
+                    phase.stop();
+                    return Err(error).context("no thread for a job");
+                }
+            }
+        }
+        let began = Instant::now();
+        let whole = plan.ramp_time + plan.runtime;
+        let mut last = (began, 0);
+        loop {
+            if handles.iter().all(thread::ScopedJoinHandle::is_finished) {
+                break;
+            }
+            let elapsed = began.elapsed();
+            if plan.number_ios.is_none() {
+                if elapsed >= plan.ramp_time {
+                    phase.run();
+                }
+                if elapsed >= whole {
+                    break;
+                }
+            }
+            // A thread that is done early has failed, unless the number of I/Os was set: then the
+            // others have nothing to go on for.
+            if plan.number_ios.is_none()
+                && handles.iter().any(thread::ScopedJoinHandle::is_finished)
+            {
+                break;
+            }
+            let next = if elapsed < plan.ramp_time { plan.ramp_time } else { whole };
+            let nap = if plan.number_ios.is_some() { TICK } else { TICK.min(next - elapsed) };
+            // The last of several threads wakes us by ending only indirectly; be there soon.
+            thread::park_timeout(nap.min(if plan.number_ios.is_some() { TICK / 20 } else { TICK }));
+            let (now, commands) = (Instant::now(), progress.iter().map(Progress::get).sum::<u64>());
+            if now - last.0 >= TICK {
+                let iops = (commands - last.1) as f64 / (now - last.0).as_secs_f64();
+                let done = match plan.number_ios {
+                    None => began.elapsed().as_secs_f64() / whole.as_secs_f64(),
+                    Some(ios) => commands as f64 / (ios.saturating_mul(plan.numjobs.into())) as f64,
+                };
+                watch(Tick { done: done.min(1.0), iops });
+                last = (now, commands);
+            }
+        }
+        if plan.number_ios.is_none() {
+            phase.stop();
+        }
+        let mut reports = Vec::new();
+        let mut failure = None;
+        for handle in handles {
+            match handle.join() {
+                Ok(Ok(report)) => reports.push(report),
+                Ok(Err(error)) => failure = failure.or(Some(error)),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        failure.map_or(Ok(reports), Err)
+    })
+}
+
+fn summarise(session: &Session, plan: &Plan, reports: Vec<JobReport>) -> anyhow::Result<Outcome> {
+    let mut latencies = histogram()?;
+    let mut verdict: Option<Verdict> = None;
+    let (mut iops, mut seconds, mut cpu) = (0.0, 0f64, Duration::ZERO);
+    let (mut commands, mut mmio, mut interrupts, mut all_mmio) = (0, 0, 0, 0);
+    for JobReport { begin, end, latencies: of_job, mmio_writes, verdict: found } in reports {
+        let time = (end.at - begin.at).as_secs_f64();
+        let count = end.commands - begin.commands;
+        iops += if time > 0.0 { count as f64 / time } else { 0.0 };
+        seconds = seconds.max(time);
+        cpu += end.cpu.saturating_sub(begin.cpu);
+        commands += count;
+        mmio += end.mmio_writes - begin.mmio_writes;
+        interrupts += end.interrupts - begin.interrupts;
+        all_mmio += mmio_writes;
+        latencies.add(&of_job).context("adding up the latencies")?;
+        if let Some(found) = found {
+            verdict.get_or_insert_default().add(found);
+        }
+    }
+    let each = |total: f64| if commands == 0 { 0.0 } else { total / commands as f64 };
+    let row = Row {
+        device: session.device(),
+        doorbells: doorbells_name(session.controller.doorbells()).to_owned(),
+        completion: plan.completion.name().to_owned(),
+        rw: plan.rw.name().to_owned(),
+        bs: plan.bs,
+        iodepth: plan.iodepth,
+        numjobs: plan.numjobs.into(),
+        threads: plan.threads.into(),
+        iodepth_batch: plan.iodepth_batch,
+        iops,
+        bandwidth_bytes: iops * f64::from(plan.bs),
+        latency_ns: percentiles(&latencies),
+        commands,
+        doorbell_mmio_writes: mmio,
+        mmio_per_io: each(mmio as f64),
+        driver_mmio_writes: Some(all_mmio),
+        interrupts_per_io: each(interrupts as f64),
+        cpu_ns_per_io: each(cpu.as_nanos() as f64),
+        verified_blocks: verdict.as_ref().map(|v| v.checked),
+        verify_errors: verdict.as_ref().map(|v| v.bad),
+        seconds,
+        ..Row::default()
+    };
+    let described = verdict.map(|v| v.described).unwrap_or_default();
+    Ok(Outcome { row, bad_blocks: described.iter().map(ToString::to_string).collect() })
+}
+
+fn percentiles(latencies: &Histogram<u64>) -> Option<Latency> {
+    (!latencies.is_empty()).then(|| Latency {
+        mean: latencies.mean(),
+        p50: latencies.value_at_quantile(0.5),
+        p99: latencies.value_at_quantile(0.99),
+        p999: latencies.value_at_quantile(0.999),
+        max: latencies.max(),
+        samples: latencies.len(),
+    })
+}

@@ -1,0 +1,267 @@
+//! TARGETs: namespaces as people write them, and the way to them.
+
+use crate::{exit, local};
+use anyhow::{Context, anyhow};
+use driver::{AttachOptions, Controller, Doorbells, Namespace, Transport, VfioUser};
+use std::fmt;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How long a server may take to let us in: it serves one client at a time.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What a TARGET is, for the help text of the verbs that take one.
+pub const HELP: &str = "\
+A TARGET is one of
+  vfio-user:/run/vm0.sock     a controller behind a vfio-user socket; a namespace other than 1 follows
+                              a slash: vfio-user:/run/vm0.sock/2
+  local:disk.img              a controller in this process over a disk, as `serve` takes them:
+                              local:mem:1GiB, local:null:1TiB
+  disk.img, mem:1GiB          the same, for short; the path of a socket is a vfio-user target
+  nvme://0000:01:00.0/1       a PCI device through VFIO: not in this version";
+
+/// A namespace as a person names it. See [`HELP`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// Behind a vfio-user socket.
+    VfioUser {
+        /// The socket, or a directory with `cntrl` in it.
+        socket: PathBuf,
+        /// The namespace.
+        nsid: u32,
+    },
+    /// On a controller in this process, over the disk that this names (see [`disk::open`]).
+    Local {
+        /// The disk.
+        disk: String,
+    },
+}
+
+impl FromStr for Target {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Some(rest) = text.strip_prefix("vfio-user:") {
+            let (socket, nsid) = split_nsid(rest)?;
+            if socket.is_empty() {
+                return Err("it lacks a socket; write for example `vfio-user:/run/vm0.sock`".into());
+            }
+            return Ok(Self::VfioUser { socket: socket.into(), nsid });
+        }
+        if text.starts_with("nvme:") {
+            return Err(
+                "PCI devices through VFIO (`nvme://`) are not built into this version yet; \
+                        what there is: `vfio-user:SOCKET` and `local:DISK`"
+                    .into(),
+            );
+        }
+        let disk = text.strip_prefix("local:").unwrap_or(text);
+        if disk.is_empty() {
+            return Err("it is empty; write for example `vfio-user:/run/vm0.sock` or \
+                        `local:mem:1GiB`"
+                .into());
+        }
+        if disk == text && is_socket(Path::new(text)) {
+            return Ok(Self::VfioUser { socket: text.into(), nsid: 1 });
+        }
+        Ok(Self::Local { disk: disk.to_owned() })
+    }
+}
+
+fn is_socket(path: &Path) -> bool {
+    std::fs::metadata(path).is_ok_and(|about| about.file_type().is_socket())
+}
+
+/// Takes a namespace identifier off the end: `/run/vm0.sock/2`.
+fn split_nsid(text: &str) -> Result<(&str, u32), String> {
+    match text.rsplit_once('/') {
+        Some((socket, digits))
+            if !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit()) =>
+        {
+            match digits.parse() {
+                // FFFFFFFFh stands for all namespaces, and is none.
+                Ok(nsid) if nsid != 0 && nsid != u32::MAX => Ok((socket, nsid)),
+                _ => Err(format!("`{digits}` is no namespace; they count from 1")),
+            }
+        }
+        _ => Ok((text.strip_suffix('/').unwrap_or(text), 1)),
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::VfioUser { socket, nsid } => write!(f, "vfio-user:{}/{nsid}", socket.display()),
+            Self::Local { disk } => write!(f, "local:{disk}"),
+        }
+    }
+}
+
+impl Target {
+    /// The namespace on its controller.
+    #[must_use]
+    pub fn nsid(&self) -> u32 {
+        match self {
+            Self::VfioUser { nsid, .. } => *nsid,
+            Self::Local { .. } => 1,
+        }
+    }
+
+    /// The same controller, another namespace.
+    #[must_use]
+    pub fn with_nsid(&self, nsid: u32) -> Self {
+        match self {
+            Self::VfioUser { socket, .. } => Self::VfioUser { socket: socket.clone(), nsid },
+            Self::Local { .. } => self.clone(),
+        }
+    }
+
+    /// Attaches the driver to the controller that has this namespace.
+    ///
+    /// # Errors
+    /// With exit status [`exit::BAD_INPUT`] if nobody serves there or there is no such disk, and
+    /// otherwise the driver's.
+    pub fn attach(&self, options: &AttachOptions) -> anyhow::Result<Session> {
+        let controller = Controller::attach(self.transport(options)?, options)
+            .with_context(|| self.to_string())?;
+        Ok(Session { target: self.clone(), controller })
+    }
+
+    fn transport(&self, options: &AttachOptions) -> anyhow::Result<Arc<dyn Transport>> {
+        Ok(match self {
+            Self::VfioUser { socket, .. } => {
+                let transport = VfioUser::connect(socket, CONNECT_TIMEOUT)
+                    .map_err(exit::bad_input)
+                    .with_context(|| format!("no controller behind {}", socket.display()))?;
+                Arc::new(transport)
+            }
+            Self::Local { disk } => {
+                let disk = disk::open(disk).map_err(exit::bad_input)?;
+                let mapped = options.doorbells == Doorbells::Mapped;
+                local::connect(disk, mapped)?
+            }
+        })
+    }
+}
+
+/// An attached controller, with the namespace that was asked for.
+#[derive(Debug)]
+pub struct Session {
+    target: Target,
+    /// The controller.
+    pub controller: Controller,
+}
+
+impl Session {
+    /// What was asked for.
+    #[must_use]
+    pub fn target(&self) -> &Target {
+        &self.target
+    }
+
+    /// The namespace that was asked for.
+    ///
+    /// # Errors
+    /// With exit status [`exit::BAD_INPUT`], if it is not there or can not be read and written.
+    pub fn namespace(&self) -> anyhow::Result<&Namespace> {
+        let nsid = self.target.nsid();
+        let Some(namespace) = self.controller.namespace(nsid) else {
+            let there: Vec<_> =
+                self.controller.namespaces().iter().map(|ns| ns.nsid().to_string()).collect();
+            let there = if there.is_empty() { "none".to_owned() } else { there.join(", ") };
+            return Err(exit::bad_input(anyhow!(
+                "{}: there is no namespace {nsid}; active are: {there}",
+                self.target
+            )));
+        };
+        match namespace.unusable() {
+            None => Ok(namespace),
+            Some(what) => Err(exit::bad_input(anyhow!(
+                "{}: the namespace {what}, which this program can not handle",
+                self.target
+            ))),
+        }
+    }
+
+    /// What a report calls the device: `shadowbell`, or the model number of another's controller.
+    #[must_use]
+    pub fn device(&self) -> String {
+        let model = self.controller.identity().model().to_string();
+        if model.starts_with("Shadowbell") { "shadowbell".to_owned() } else { model }
+    }
+
+    /// Leaves the controller as a good driver does.
+    ///
+    /// # Errors
+    /// The driver's, if the controller did not shut down in order.
+    pub fn detach(self) -> anyhow::Result<()> {
+        self.controller.detach().with_context(|| self.target.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn vfio_user(socket: &str, nsid: u32) -> Result<Target, String> {
+        Ok(Target::VfioUser { socket: socket.into(), nsid })
+    }
+
+    #[test]
+    fn targets_are_what_people_write() {
+        assert_eq!("vfio-user:/run/vm0.sock".parse(), vfio_user("/run/vm0.sock", 1));
+        assert_eq!("vfio-user:/run/vm0.sock/".parse(), vfio_user("/run/vm0.sock", 1));
+        assert_eq!("vfio-user:/run/vm0.sock/2".parse(), vfio_user("/run/vm0.sock", 2));
+        assert_eq!("vfio-user:vm0.sock".parse(), vfio_user("vm0.sock", 1));
+        assert_eq!("vfio-user:/run/7/1".parse(), vfio_user("/run/7", 1));
+        let local = |disk: &str| Ok::<_, String>(Target::Local { disk: disk.into() });
+        assert_eq!("local:mem:1GiB".parse(), local("mem:1GiB"));
+        assert_eq!("null:1TiB".parse(), local("null:1TiB"));
+        assert_eq!("local:disk.img?read-only=on".parse(), local("disk.img?read-only=on"));
+        assert_eq!("disk.img".parse(), local("disk.img"));
+        assert_eq!("disk/1".parse(), local("disk/1"));
+    }
+
+    #[test]
+    fn a_target_reads_as_it_is_written() {
+        for text in ["vfio-user:/run/vm0.sock/3", "local:mem:1GiB", "local:disk.img"] {
+            assert_eq!(text.parse::<Target>().unwrap().to_string(), text);
+        }
+    }
+
+    #[test]
+    fn nonsense_is_refused_with_the_reason() {
+        for (text, words) in [
+            ("", "empty"),
+            ("local:", "empty"),
+            ("vfio-user:", "lacks a socket"),
+            ("vfio-user:/1", "lacks a socket"),
+            ("vfio-user:/run/vm0.sock/0", "count from 1"),
+            ("vfio-user:/run/vm0.sock/4294967295", "count from 1"),
+            ("vfio-user:/run/vm0.sock/99999999999", "count from 1"),
+            ("nvme://0000:01:00.0/1", "not built into this version yet"),
+        ] {
+            let error = text.parse::<Target>().unwrap_err();
+            assert!(error.contains(words), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn the_path_of_a_socket_is_a_vfio_user_target() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("vm0.sock");
+        let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let target: Target = path.to_str().unwrap().parse().unwrap();
+        assert_eq!(target, Target::VfioUser { socket: path, nsid: 1 });
+    }
+
+    #[test]
+    fn other_namespaces_are_of_the_same_controller() {
+        let target: Target = "vfio-user:/run/vm0.sock".parse().unwrap();
+        assert_eq!(target.with_nsid(4).to_string(), "vfio-user:/run/vm0.sock/4");
+        assert_eq!(target.with_nsid(4).nsid(), 4);
+    }
+}
