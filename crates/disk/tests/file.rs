@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Host, Undo, as_root, directory, image, open, run_one};
-use memory::Segments;
+use memory::{Mapping, Protection, Segments};
 use shadowbell_disk::{self as disk, Direct, DiskError, FileDisk, FileOptions, Op, OpenError};
 use std::fs::{File, OpenOptions, Permissions};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
@@ -284,6 +284,28 @@ fn a_full_file_system_is_no_space_and_nothing_worse() {
     assert_eq!(run_one(queue, WRITE, 4 * MIB, MIB / 2, data(MIB / 2)), Ok(()));
     let holes = Op::WriteZeroes { deallocate: true, fua: true };
     assert_eq!(run_one(queue, holes, 0, 16 * MIB, Segments::new()), Ok(()));
+}
+
+#[test]
+fn memory_that_the_host_takes_away_is_an_error() {
+    let directory = directory();
+    let path = image(directory.path(), MIB);
+    for options in ["", "?direct=off"] {
+        let disk = open(&path, options);
+        let mut queue = disk.queue().unwrap();
+        let flags = rustix::fs::MemfdFlags::CLOEXEC;
+        let fd = rustix::fs::memfd_create("guest", flags).unwrap();
+        rustix::fs::ftruncate(&fd, 16384).unwrap();
+        let memory = Mapping::from_fd(&fd, 0, 16384, Protection::ReadWrite).unwrap();
+        rustix::fs::ftruncate(&fd, 4096).unwrap();
+        for op in [Op::Read, WRITE] {
+            let data = Segments::from_bytes(&memory.bytes());
+            let result = run_one(&mut *queue, op, 0, 16384, data);
+            assert_eq!(result, Err(DiskError::Io(libc::EFAULT)), "{op:?}");
+        }
+        let data = Segments::from_bytes(&memory.bytes());
+        assert_eq!(run_one(&mut *queue, Op::Read, 0, 4096, data), Ok(()), "the queue goes on");
+    }
 }
 
 #[test]

@@ -310,6 +310,26 @@ fn zeroes_are_written_where_the_file_system_has_nothing_better() {
 }
 
 #[test]
+fn the_zeroes_that_are_written_stay_zeroes() {
+    let mut queue = disk(shared(memfd(MIB), MIB)).queue().unwrap();
+    let (bytes, _) = buffer(4096);
+    let request = |op| Request { op, offset: 0, len: 4096 };
+    for op in [Op::Write { fua: false }, Op::Compare, Op::Verify] {
+        let zeroes = request(Op::WriteZeroes { deallocate: false, fua: false });
+        assert_eq!(run_at(&mut *queue, zeroes, &mut Segments::new()), Ok(()));
+        let read = request(Op::Read);
+        assert_eq!(run_at(&mut *queue, read, &mut Segments::from_bytes(&bytes)), Ok(()));
+        assert_eq!(bytes.read::<[u8; 4096]>(0), Some([0; 4096]), "before {op:?}");
+        // None of these may get the buffer of zeroes to put something into.
+        bytes.fill(0, 4096, 7).unwrap();
+        for op in [Op::Write { fua: false }, op] {
+            let data = &mut Segments::from_bytes(&bytes);
+            assert_eq!(run_at(&mut *queue, request(op), data), Ok(()));
+        }
+    }
+}
+
+#[test]
 fn what_can_not_be_discarded_is_left_alone() {
     let mut shared = shared(memfd(4096), 4096);
     shared.info.discard = false;
