@@ -8,8 +8,8 @@ use crate::error::{QueueError, Refused};
 use crate::prp::PrpLists;
 use crate::transport::TransportError;
 use doorbell::RingSize;
-use memory::Ring;
-use spec::{Sqe, Status};
+use memory::SharedBytes;
+use spec::{Cqe, Sqe, Status};
 use std::sync::Arc;
 
 /// A command that was submitted.
@@ -62,9 +62,9 @@ struct Slot {
 /// What a [`Core`] is made of.
 pub(crate) struct Parts {
     pub(crate) qid: u16,
-    pub(crate) sq: Ring,
+    pub(crate) sq: SharedBytes,
     pub(crate) sq_size: RingSize,
-    pub(crate) cq: Ring,
+    pub(crate) cq: SharedBytes,
     pub(crate) cq_size: RingSize,
     pub(crate) sq_bell: Bell,
     pub(crate) cq_bell: Bell,
@@ -78,13 +78,18 @@ pub(crate) struct Parts {
 /// a completion that comes twice does not end the slot's next command.
 pub(crate) struct Core {
     qid: u16,
-    sq: Ring,
+    /// The submission queue's entries. Contiguous memory of our own, so a position is an offset.
+    sq: SharedBytes,
     sq_size: RingSize,
     sq_tail: u16,
     sq_published: u16,
-    /// As the last completion said.
+    /// As the last completion said that was believable.
     sq_head: u16,
-    cq: Ring,
+    /// Submission queue identifier and head as the last completion had them: entries of one batch
+    /// have the same, and are not checked again.
+    sq_seen: u32,
+    /// The completion queue's entries.
+    cq: SharedBytes,
     cq_size: RingSize,
     cq_head: u16,
     phase: bool,
@@ -120,6 +125,7 @@ impl Core {
             sq_tail: 0,
             sq_published: 0,
             sq_head: 0,
+            sq_seen: u32::from(parts.qid) << 16,
             cq: parts.cq,
             cq_size: parts.cq_size,
             cq_head: 0,
@@ -212,7 +218,10 @@ impl Core {
         if let Some((prp1, prp2)) = prps {
             sqe = sqe.with_prps(prp1, prp2);
         }
-        self.sq.write(u32::from(self.sq_tail), &sqe);
+        if self.sq.write(usize::from(self.sq_tail) * Sqe::SIZE, &sqe).is_none() {
+            // The tail is a position of the ring, and the ring was cut to its size.
+            unreachable!("a submission queue tail outside of its queue");
+        }
         self.sq_tail = self.sq_size.forward(self.sq_tail, 1);
         self.stats.submitted += 1;
         Ok(Token { cid, slot })
@@ -285,11 +294,24 @@ impl Core {
         if short || self.cq_unpublished >= self.cq_publish_at { self.release() } else { Ok(()) }
     }
 
+    /// The word of a completion queue entry with its phase tag. Acquires: what the controller wrote
+    /// before this word is visible after it.
+    #[inline]
+    fn second_word(&self) -> u64 {
+        let offset = usize::from(self.cq_head) * Cqe::SIZE + 8;
+        // The head is a position of the ring; no entry would be one with the wrong phase.
+        self.cq.load_u64_acquire(offset).unwrap_or(u64::from(!self.phase) << 48)
+    }
+
+    #[inline]
+    fn is_new(&self, word: u64) -> bool {
+        (word >> 48 & 1 != 0) == self.phase
+    }
+
     /// Whether there is an entry in the completion queue.
     #[inline]
     pub(crate) fn is_ready(&self) -> bool {
-        let word = self.cq.second_word(u32::from(self.cq_head));
-        (word >> 48 & 1 != 0) == self.phase
+        self.is_new(self.second_word())
     }
 
     /// The next completion. Entries that belong to no outstanding command are skipped, at most as
@@ -297,41 +319,60 @@ impl Core {
     #[inline]
     pub(crate) fn pop(&mut self) -> Option<Completion> {
         self.stats.polls += 1;
-        for _ in 0..self.cq_size.entries() {
-            let index = u32::from(self.cq_head);
-            // Acquires: what the controller wrote before this word is visible after it.
-            let word = self.cq.second_word(index);
-            if (word >> 48 & 1 != 0) != self.phase {
+        let word = self.second_word();
+        if !self.is_new(word) {
+            self.stats.empty_polls += 1;
+            return None;
+        }
+        let Some(known) = self.consume(word) else {
+            return self.pop_past_unknown();
+        };
+        Some(known)
+    }
+
+    #[cold]
+    fn pop_past_unknown(&mut self) -> Option<Completion> {
+        for _ in 1..self.cq_size.entries() {
+            let word = self.second_word();
+            if !self.is_new(word) {
                 break;
             }
-            let first: u64 = self.cq.read(index);
-            self.cq_head = self.cq_size.forward(self.cq_head, 1);
-            self.phase ^= self.cq_head == 0;
-            self.cq_unpublished += 1;
-            let cid = (word >> 32) as u16;
-            let slot = cid & self.slot_mask;
-            if let Some(entry) = self.slots.get_mut(usize::from(slot))
-                && entry.cid == cid
-                && entry.busy
-            {
-                entry.busy = false;
-                entry.cid = cid.wrapping_add(self.generation);
-                let buffer = entry.buffer.take();
-                self.free.push(slot);
-                self.stats.completed += 1;
-                self.check_sq(word);
-                return Some(Completion {
-                    token: Token { cid, slot },
-                    status: Status::from_bits((word >> 49) as u16),
-                    dw0: first as u32,
-                    dw1: (first >> 32) as u32,
-                    buffer,
-                });
+            if let Some(completion) = self.consume(word) {
+                return Some(completion);
             }
-            self.unknown_completion(cid);
         }
-        self.stats.empty_polls += 1;
         None
+    }
+
+    /// Consumes the entry at the head, of which `word` is the second word.
+    #[inline(always)]
+    fn consume(&mut self, word: u64) -> Option<Completion> {
+        let first: u64 = self.cq.read(usize::from(self.cq_head) * Cqe::SIZE).unwrap_or_default();
+        self.cq_head = self.cq_size.forward(self.cq_head, 1);
+        self.phase ^= self.cq_head == 0;
+        self.cq_unpublished += 1;
+        let cid = (word >> 32) as u16;
+        let slot = cid & self.slot_mask;
+        let entry = self.slots.get_mut(usize::from(slot));
+        let Some(entry) = entry.filter(|entry| entry.cid == cid && entry.busy) else {
+            self.unknown_completion(cid);
+            return None;
+        };
+        entry.busy = false;
+        entry.cid = cid.wrapping_add(self.generation);
+        let buffer = entry.buffer.take();
+        self.free.push(slot);
+        self.stats.completed += 1;
+        if word as u32 != self.sq_seen {
+            self.check_sq(word as u32);
+        }
+        Some(Completion {
+            token: Token { cid, slot },
+            status: Status::from_bits((word >> 49) as u16),
+            dw0: first as u32,
+            dw1: (first >> 32) as u32,
+            buffer,
+        })
     }
 
     /// After the completions that there were have been taken: gives their entries back if the
@@ -343,18 +384,15 @@ impl Core {
 
     /// The submission queue head and identifier of an entry. Nothing here relies on either, but a
     /// device that gets them wrong is not to be trusted with much else.
-    #[inline]
-    fn check_sq(&mut self, word: u64) {
-        let head = word as u16;
+    fn check_sq(&mut self, seen: u32) {
+        let (head, sq_id) = (seen as u16, (seen >> 16) as u16);
         let moved = self.sq_size.distance(self.sq_head, head);
         let submitted = self.sq_size.distance(self.sq_head, self.sq_published);
-        if u32::from(head) < self.sq_size.entries()
-            && moved <= submitted
-            && (word >> 16) as u16 == self.qid
-        {
+        if u32::from(head) < self.sq_size.entries() && moved <= submitted && sq_id == self.qid {
             self.sq_head = head;
+            self.sq_seen = seen;
         } else {
-            self.bad_sq_head(head, (word >> 16) as u16);
+            self.bad_sq_head(head, sq_id);
         }
     }
 
