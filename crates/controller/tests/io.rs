@@ -117,7 +117,7 @@ fn every_bad_command_ends_in_its_status_and_the_queue_goes_on() {
         (Sqe::read(1, 0, 15, 0).with_prps(page, page + 8), Status::PRP_OFFSET_INVALID),
         (Sqe::read(1, 0, 31, 0).with_prps(page, page + 4), Status::PRP_OFFSET_INVALID),
         (Sqe::read(1, 0, 0, 0).with_prps(0, 0), Status::DATA_XFER_ERROR),
-        (Sqe::read(1, 0, 31, 0).with_prps(page, u64::MAX & !7), Status::DATA_XFER_ERROR),
+        (Sqe::read(1, 0, 31, 0).with_prps(page, !7), Status::DATA_XFER_ERROR),
         (bad_psdt(0xc0), Status::INVALID_FIELD),
         (bad_psdt(0x01), Status::INVALID_FIELD),
         (bad_psdt(0x40), Status::SGL_DATA_LENGTH_INVALID),

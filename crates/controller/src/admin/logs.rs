@@ -310,16 +310,15 @@ const IO_COMMANDS: &[(NvmOpcode, bool)] = &[
 
 fn commands(shadow_doorbells: bool) -> CommandsSupportedEffects {
     let mut page = CommandsSupportedEffects::new_zeroed();
-    let of_controller =
-        CommandEffects::new().with_csupp(true).with_csp(CommandEffects::SCOPE_CONTROLLER);
+    // The Command Scope stays "not reported": Linux takes an I/O command with any effect that it
+    // does not know for a command to be serialised, and warns of "unusual effects".
+    let supported = CommandEffects::new().with_csupp(true);
     let optional = shadow_doorbells.then_some(&AdminOpcode::DoorbellBufferConfig);
     for opcode in ADMIN_COMMANDS.iter().chain(optional) {
-        page.admin[usize::from(u8::from(*opcode))] = of_controller;
+        page.admin[usize::from(u8::from(*opcode))] = supported;
     }
-    let of_namespace =
-        CommandEffects::new().with_csupp(true).with_csp(CommandEffects::SCOPE_NAMESPACE);
     for (opcode, changes) in IO_COMMANDS {
-        page.io[usize::from(u8::from(*opcode))] = of_namespace.with_lbcc(*changes);
+        page.io[usize::from(u8::from(*opcode))] = supported.with_lbcc(*changes);
     }
     page
 }

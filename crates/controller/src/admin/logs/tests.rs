@@ -142,6 +142,9 @@ fn commands() {
     let none = CommandEffects::new();
     assert!(page.io.iter().chain(&page.admin).all(|e| e.csupp() || *e == none));
     assert!(page.io.iter().chain(&page.admin).all(|e| e.cse() == 0));
+    // Linux warns of I/O commands with more than these two bits.
+    let usual = CommandEffects::new().with_csupp(true).with_lbcc(true).into_bits();
+    assert!(page.io.iter().all(|e| e.into_bits() & !usual == 0));
     assert!(!super::commands(false).admin[0x7c].csupp());
     let zoned =
         GetLogPage { lid: lid::COMMANDS_SUPPORTED_EFFECTS, csi: 2, ..GetLogPage::default() };
