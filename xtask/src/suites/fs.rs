@@ -105,7 +105,7 @@ fn full_disk(lab: &Lab, kernel: Kernel, run: &RunDir) -> Result<()> {
     let mut disk = lab.serve(run, "small", &disks, &[], Some(small))?;
     let mut guest = lab.boot(run, kernel, vec![disk.device.clone()], |_| {})?;
     let (_, dev) = names(&mut guest, 0)?;
-    guest.sh("yes shadowbell | head -c 1M >/tmp/data", MINUTE)?;
+    guest.sh("yes shadowbell | head -c 1048576 >/tmp/data", MINUTE)?;
     let fill = |mib: u32| {
         format!(
             "for at in $(seq 0 {}); do \

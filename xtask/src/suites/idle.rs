@@ -1,5 +1,7 @@
 //! Whether a process does nothing at all.
 
+use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fs;
 use std::path::Path;
 use std::thread::sleep;
@@ -7,9 +9,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-/// What a process has used since it started, over all its threads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// What one thread has used since it started.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Used {
+    name: String,
     /// Clock ticks, in the kernel and outside.
     ticks: u64,
     switches: u64,
@@ -23,23 +26,36 @@ pub(super) fn check(process: u32) -> Result<()> {
     let before = used(Path::new(&tasks))?;
     sleep(Duration::from_secs(3));
     let after = used(Path::new(&tasks))?;
-    ensure!(
-        before == after,
-        "in three idle seconds: {} clock ticks, {} context switches",
-        after.ticks.saturating_sub(before.ticks),
-        after.switches.saturating_sub(before.switches)
-    );
+    let busy: Vec<String> = after
+        .iter()
+        .filter(|(id, now)| before.get(*id) != Some(*now))
+        .map(|(id, now)| {
+            let then = before.get(id).cloned().unwrap_or_default();
+            format!(
+                "{}: {} context switches, {} clock ticks",
+                now.name,
+                now.switches.saturating_sub(then.switches),
+                now.ticks.saturating_sub(then.ticks)
+            )
+        })
+        .collect();
+    ensure!(busy.is_empty(), "in three idle seconds, by thread:\n{}", busy.join("\n"));
     Ok(())
 }
 
-fn used(tasks: &Path) -> Result<Used> {
-    let mut used = Used { ticks: 0, switches: 0 };
-    for task in fs::read_dir(tasks).with_context(|| tasks.display().to_string())? {
-        let task = task?.path();
-        used.ticks += ticks(&fs::read_to_string(task.join("stat"))?).context("stat")?;
-        used.switches += switches(&fs::read_to_string(task.join("status"))?);
-    }
-    Ok(used)
+/// By thread id.
+fn used(tasks: &Path) -> Result<BTreeMap<OsString, Used>> {
+    fs::read_dir(tasks)
+        .with_context(|| tasks.display().to_string())?
+        .map(|task| {
+            let task = task?;
+            let path = task.path();
+            let name = fs::read_to_string(path.join("comm"))?.trim().to_owned();
+            let ticks = ticks(&fs::read_to_string(path.join("stat"))?).context("stat")?;
+            let switches = switches(&fs::read_to_string(path.join("status"))?);
+            Ok((task.file_name(), Used { name, ticks, switches }))
+        })
+        .collect()
 }
 
 /// utime and stime of `/proc/PID/stat`: the fields 14 and 15, counted after the name, which may hold

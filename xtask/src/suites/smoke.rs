@@ -1,7 +1,7 @@
 //! The kernel and nvme-cli find a sane controller, and it refuses what it must.
 
 use anyhow::{Context, Result, bail, ensure};
-use guest::{Guest, Kernel, RunDir};
+use guest::{Firmware, Guest, Kernel, RunDir};
 
 use super::nvme_cli::{json, number, nvme, refused, text};
 use super::{Lab, MINUTE, Subject, dmesg, finish, idle, names};
@@ -305,7 +305,11 @@ fn without_shared_memory(
     image: &std::path::Path,
 ) -> Result<()> {
     let mut disk = lab.disk(run, image)?;
-    let guest = lab.boot(run, kernel, vec![disk.device.clone()], |config| config.share = false);
+    let guest = lab.boot(run, kernel, vec![disk.device.clone()], |config| {
+        config.share = false;
+        // The kernel asks in vain, and need not wait a minute for each answer.
+        config.firmware = Firmware::Direct { append: "nvme_core.admin_timeout=2".to_owned() };
+    });
     drop(guest);
     disk.check()?;
     let log = disk.server.as_ref().context("no server")?.log()?;

@@ -1,0 +1,68 @@
+//! The guest's program, run on this machine on a file instead of a disk.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::{Command, Output};
+
+use shadowbell_guest::ack::Promises;
+
+const SEED: u64 = 7;
+
+fn tool(arguments: &[String]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_shadowbell-guest-tool")).args(arguments).output().unwrap()
+}
+
+fn write(disk: &Path, log: &Path, generation: u64) -> Output {
+    tool(&[
+        "write".to_owned(),
+        format!("device={}", disk.display()),
+        format!("acknowledge={}", log.display()),
+        format!("generation={generation}"),
+        format!("seed={SEED}"),
+        "slots=64".to_owned(),
+        "threads=4".to_owned(),
+        "seconds=1".to_owned(),
+    ])
+}
+
+#[test]
+fn what_it_acknowledges_is_on_the_disk_and_what_goes_is_missed() {
+    // Beside the build and not in /tmp: O_DIRECT wants a real file system.
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (disk, log) = (directory.path().join("disk"), directory.path().join("log"));
+    File::create(&disk).unwrap().set_len(64 * 4096).unwrap();
+    File::create(&log).unwrap();
+    let promises = || Promises::parse(&fs::read_to_string(&log).unwrap());
+    for session in 0..2 {
+        let output = write(&disk, &log, session << 32);
+        assert!(output.status.success(), "{output:?}");
+        assert!(promises().writes > 64 && promises().failures.is_empty());
+        assert_eq!(promises().broken(&disk, SEED).unwrap(), [""; 0]);
+        if session == 0 {
+            fs::copy(&disk, directory.path().join("old")).unwrap();
+        }
+    }
+    // The state of the first session instead of the second's: every write of that one is lost.
+    let old = directory.path().join("old");
+    assert_eq!(promises().broken(&old, SEED).unwrap().len(), promises().slots.len());
+    // One byte.
+    File::options().write(true).open(&disk).unwrap().write_all_at(b"x", 4096 * 9 + 700).unwrap();
+    let broken = promises().broken(&disk, SEED).unwrap();
+    assert!(broken.len() == 1 && broken[0].contains("slot 9"), "{broken:?}");
+}
+
+#[test]
+fn it_says_what_it_misses() {
+    let output = tool(&["write".to_owned(), "device=/nonexistent/disk".to_owned()]);
+    assert!(!output.status.success());
+    assert!(String::from_utf8_lossy(&output.stdout).contains("/nonexistent/disk"));
+    let output = tool(&["patrol".to_owned(), "mib=8".to_owned()]);
+    assert!(String::from_utf8_lossy(&output.stdout).contains("seconds= is missing"));
+}
+
+#[test]
+fn a_patrol_over_memory_that_nobody_touches_is_quiet() {
+    let output = tool(&["patrol".to_owned(), "mib=8".to_owned(), "seconds=1".to_owned()]);
+    assert!(output.status.success(), "{output:?}");
+}
