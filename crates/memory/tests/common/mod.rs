@@ -196,13 +196,30 @@ pub(crate) fn check(
     segments.read_into(0, &mut got).unwrap();
     prop_assert!(got == wanted, "the resolved bytes differ");
     prop_assert!(segments.read_into(len, &mut [0]).is_none(), "there is more than that");
+    // Parts of it, that start and end in any piece.
+    let scratch = Mapping::anonymous(len as u64 + 1).unwrap().bytes();
+    for part in 1..9 {
+        let offset = len * part / 9;
+        let n = (len - offset) / (part % 3 + 1);
+        let mut got = vec![0; n];
+        segments.read_into(offset, &mut got).unwrap();
+        prop_assert!(got == wanted[offset..offset + n], "the bytes from {} differ", offset);
+        segments.copy_to(offset, &scratch, 1, n).unwrap();
+        scratch.read_into(1, &mut got).unwrap();
+        prop_assert!(got == wanted[offset..offset + n], "the copy from {} differs", offset);
+    }
     if !write {
         prop_assert!(segments.is_empty() || segments.write_from(0, &[0]).is_none());
         return Ok(());
     }
     // In order, so that the later of two that overlap wins on both sides.
     let fresh: Vec<u8> = (0..len).map(|i| ((i * 31) >> 3) as u8 ^ 0x5a).collect();
-    segments.write_from(0, &fresh).unwrap();
+    // By whole, by part, and by copy: each piece of the data gets its bytes by one of them.
+    let (third, half) = (len / 3, len / 2);
+    segments.write_from(0, &fresh[..third]).unwrap();
+    segments.write_from(third, &fresh[third..half]).unwrap();
+    scratch.write_from(1, &fresh[half..]).unwrap();
+    segments.copy_from(half, &scratch, 1, len - half).unwrap();
     let mut done = 0;
     for (iova, n) in expected {
         let at = (iova - BASE) as usize;
