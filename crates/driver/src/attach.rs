@@ -31,6 +31,12 @@ const EVENT_REQUESTS: u8 = 4;
 const SHADOW_VALUES: u64 = 0;
 const SHADOW_EVENT_IDXS: u64 = 1;
 
+/// What a queue has at least. Base 2.1, 3.3.3.1.
+const SMALLEST: RingSize = match RingSize::new(RingSize::MIN) {
+    Some(size) => size,
+    None => panic!("the smallest size of a ring is a size of a ring"),
+};
+
 /// Everything that an attach brings about.
 pub(crate) struct Attached {
     pub(crate) shared: Arc<Shared>,
@@ -207,15 +213,12 @@ fn shadow_doorbells(shared: &Shared) -> Result<ShadowPages, String> {
 }
 
 fn io_shape(device: &Device, options: &AttachOptions, max_transfer: u64) -> (RingSize, PairShape) {
+    // CAP.MQES was checked: both are in the range of a ring.
     let most = u32::from(device.cap.mqes()) + 1;
-    let entries = |wanted: u32| {
-        // Both bounds are 2 at least, CAP.MQES having been checked.
-        RingSize::new(wanted.min(most)).or(RingSize::new(RingSize::MIN))
-    };
-    let fallback = RingSize::from_zero_based(1);
-    let sq = entries(options.queue_depth).or(fallback).unwrap_or_else(|| unreachable!());
+    let entries = |wanted: u32| RingSize::new(wanted.min(most)).unwrap_or(SMALLEST);
+    let sq = entries(options.queue_depth);
     // A completion queue of twice the length has its head given back half as often.
-    let cq = entries(options.queue_depth.saturating_mul(2)).unwrap_or(sq);
+    let cq = entries(options.queue_depth.saturating_mul(2).min(RingSize::MAX));
     (sq, PairShape { sq, cq, max_transfer, page: device.page })
 }
 

@@ -12,6 +12,46 @@
 //! | [`Admin`] | the control plane: Identify, features, log pages, any admin command |
 //! | [`AsyncQueue`] | futures over a queue pair, for any executor |
 //!
+//! # Reading a block
+//!
+//! ```no_run
+//! use shadowbell_driver::{AttachOptions, Controller, VfioUser};
+//! use std::{sync::Arc, time::Duration};
+//!
+//! fn first_block() -> Result<Vec<u8>, Box<dyn std::error::Error>> {
+//!     let transport = VfioUser::connect("/run/vm0.sock", Duration::from_secs(5))?;
+//!     let mut controller = Controller::attach(Arc::new(transport), &AttachOptions::default())?;
+//!     let namespace = controller.namespace(1).ok_or("there is no namespace 1")?.clone();
+//!     let mut queue = controller.take_queue_pair().ok_or("there is no queue pair")?;
+//!     let pool = controller.buffers(1, namespace.block_size() as usize)?;
+//!
+//!     queue.submit(namespace.read(0, 1)?, pool.take())?;
+//!     queue.wait(None)?;
+//!     let completion = queue.pop().ok_or("the controller went away")?;
+//!     completion.status.into_result()?;
+//!     let data = completion.buffer.ok_or("there is no buffer")?.to_vec(512);
+//!     drop(queue);
+//!     controller.detach()?;
+//!     Ok(data)
+//! }
+//! ```
+//!
+//! With futures, on any executor:
+//!
+//! ```no_run
+//! # use shadowbell_driver::{AsyncQueue, Controller};
+//! # async fn first_block(mut controller: Controller) -> Result<(), Box<dyn std::error::Error>> {
+//! let queue = AsyncQueue::start(controller.take_queue_pair().ok_or("no queue pair")?)?;
+//! let disk = queue.open(controller.namespace(1).ok_or("no namespace 1")?);
+//! let pool = controller.buffers(16, 4096)?;
+//! let buffer = disk.read(0, pool.take().ok_or("all buffers are in use")?).await?;
+//! let buffer = disk.write(8, buffer).await?;
+//! disk.flush().await?;
+//! # drop(buffer);
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! # Who owns a buffer
 //!
 //! A buffer that was submitted belongs to its queue until the completion. Nothing that a program
