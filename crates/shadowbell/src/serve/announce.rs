@@ -3,12 +3,12 @@
 //! What happens is told by the reactor's thread and by workers, and neither may wait for a terminal
 //! or a log that takes no more. So they leave it in a short queue, and a thread of its own writes.
 
-use super::service::{News, Service};
+use super::service::{News, NewsReceiver, NewsSender, Service};
 use crate::device::Visit;
 use controller::{Controller, Event};
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
+use std::sync::mpsc::RecvTimeoutError;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tracing::{debug, error, info, warn};
@@ -18,7 +18,7 @@ use tracing::{debug, error, info, warn};
 const QUEUES_SETTLE: Duration = Duration::from_millis(100);
 
 /// The thread; dropping this waits until all that happened before is told.
-pub(super) struct Announcer(Option<(SyncSender<(usize, News)>, JoinHandle<()>)>);
+pub(super) struct Announcer(Option<(NewsSender, JoinHandle<()>)>);
 
 impl Announcer {
     /// Starts to tell what happens in `service`; there is one for each.
@@ -76,7 +76,7 @@ struct Teller {
 }
 
 impl Teller {
-    fn run(mut self, news: &Receiver<(usize, News)>) {
+    fn run(mut self, news: &NewsReceiver) {
         loop {
             let next = match self.settling.values().map(|(_, until)| *until).min() {
                 None => news.recv().map_err(|_| RecvTimeoutError::Disconnected),

@@ -26,7 +26,7 @@ pub use options::{Args, ServerPlan};
 use crate::exit;
 use announce::Announcer;
 use service::Service;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -41,14 +41,17 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let plan = args.plan()?;
     raise_descriptor_limit();
     // Before there is anything that a signal would leave behind.
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP, SIGUSR1])?;
+    let ends: Vec<_> = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|s| !is_ignored(*s)).collect();
+    let mut signals = Signals::new(ends.iter().chain(&[SIGUSR1]))?;
     let ending = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM] {
+    for signal in ends {
         // The second one does not wait for anything.
         let status = i32::from(exit::FAILED);
         signal_hook::flag::register_conditional_shutdown(signal, status, Arc::clone(&ending))?;
         signal_hook::flag::register(signal, Arc::clone(&ending))?;
     }
+    // A limit on the size of files (`ulimit -f`) is a full disk to the guest, no reason to end.
+    signal_hook::flag::register(SIGXFSZ, Arc::default())?;
     let handle = signals.handle();
     let mut service = Service::start(&plan, move || handle.close())?;
     let announcer = Announcer::start(&mut service)?;
@@ -71,6 +74,15 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     outcome?;
     info!("ended");
     Ok(ExitCode::SUCCESS)
+}
+
+/// Whether whoever started us wants us not to hear this signal (`nohup`, a job in the background of
+/// a script).
+fn is_ignored(signal: i32) -> bool {
+    let Ok(status) = std::fs::read_to_string("/proc/self/status") else { return false };
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    mask >> (signal - 1) & 1 == 1
 }
 
 /// Writes the counters where they were asked for, or else tells of them.

@@ -35,8 +35,10 @@ pub(super) enum News {
     End,
 }
 
-/// What happened to which controller, and the way for one more.
-pub(super) type NewsChannel = (SyncSender<(usize, News)>, Receiver<(usize, News)>);
+/// Takes what happened, and to which controller.
+pub(super) type NewsSender = SyncSender<(usize, News)>;
+/// Gives it.
+pub(super) type NewsReceiver = Receiver<(usize, News)>;
 
 /// A controller that is served.
 pub(super) struct ServedController {
@@ -48,7 +50,7 @@ pub(super) struct ServedController {
 /// All that runs.
 pub(super) struct Service {
     controllers: Vec<ServedController>,
-    news: Option<NewsChannel>,
+    news: Option<(NewsSender, NewsReceiver)>,
     reactor: Option<(Handle, JoinHandle<io::Result<()>>)>,
     /// Keeps the workers.
     _pool: Pool,
@@ -58,7 +60,7 @@ pub(super) struct Service {
 #[derive(Clone)]
 struct Reporter {
     index: usize,
-    sender: SyncSender<(usize, News)>,
+    sender: NewsSender,
     lost: Arc<AtomicBool>,
 }
 
@@ -96,7 +98,7 @@ impl Service {
             let events = reporter.clone();
             let carrier = Carrier {
                 mapped_doorbells: served.controller.doorbells == Doorbells::Mapped,
-                listener: Some(Box::new(move |event| events.tell(News::Event(event.clone())))),
+                listener: Some(Box::new(move |event| events.tell(News::Event(*event)))),
             };
             let controller = Controller::new(config, pool.clone(), carrier)?;
             let visitors: Visitors = Arc::new(move |visit| reporter.tell(News::Visit(visit)));
@@ -145,7 +147,7 @@ impl Service {
     }
 
     /// What happens, for the one who tells it.
-    pub(super) fn take_news(&mut self) -> Option<NewsChannel> {
+    pub(super) fn take_news(&mut self) -> Option<(NewsSender, NewsReceiver)> {
         self.news.take()
     }
 

@@ -1,0 +1,182 @@
+//! What can not be served is refused with a sentence, and an exit status that tells whose fault it is.
+
+use crate::harness::{Server, finish, image, program};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+/// Runs `serve` with these arguments in `directory`; it must refuse, saying all of `words`.
+#[track_caller]
+fn refused(directory: &Path, arguments: &[&str], words: &[&str]) {
+    let mut command = program();
+    command.arg("serve").args(arguments).current_dir(directory);
+    let (status, stdout, stderr) = finish(command);
+    assert_eq!(status, Some(2), "{arguments:?}: {stderr}");
+    assert_eq!(stdout, "", "{arguments:?}");
+    for word in words {
+        // clap wraps its sentences.
+        let one_line = stderr.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(one_line.contains(word), "{arguments:?}: {word:?} is not in {stderr}");
+    }
+}
+
+#[test]
+fn images_that_are_none() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = directory.path();
+    image(at, "empty.img", 0);
+    image(at, "odd.img", 1000);
+    image(at, "odd4k.img", 512 * 9);
+    std::fs::create_dir(at.join("dir")).unwrap();
+    for (disk, words) in [
+        ("missing.img", ["missing.img: there is no such file", "truncate -s"]),
+        ("empty.img", ["empty.img: it is empty", "truncate -s"]),
+        ("odd.img", ["odd.img: its 1000 bytes are no multiple", "512"]),
+        ("odd4k.img?block-size=4096", ["no multiple of the block size of 4096", "block-size=512"]),
+        ("dir", ["dir: it is a directory", "give the path"]),
+        ("qcow3:x", ["no kind of disk called `qcow3`", "file:"]),
+        ("mem:0", ["size is zero", "mem:0"]),
+        ("mem:100", ["no multiple", "512"]),
+    ] {
+        refused(at, &[disk, "--socket", "vm.sock"], &words);
+        // One that is good does not help the one that is not.
+        refused(at, &["mem:1MiB", disk, "--socket", "vm.sock"], &words);
+    }
+    assert!(!at.join("vm.sock").exists());
+}
+
+#[test]
+fn an_image_that_may_not_be_read() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = image(directory.path(), "secret.img", 4096);
+    std::fs::set_permissions(&path, PermissionsExt::from_mode(0o000)).unwrap();
+    let mut command = program();
+    if rustix::process::geteuid().is_root() {
+        // Root reads everything, so another user has to try: one that may not read the file but
+        // may run the program, wherever that is.
+        std::fs::set_permissions(directory.path(), PermissionsExt::from_mode(0o755)).unwrap();
+        command = std::process::Command::new("setpriv");
+        command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups"]);
+        let copy = directory.path().join("shadowbell");
+        std::fs::copy(env!("CARGO_BIN_EXE_shadowbell"), &copy).unwrap();
+        command.arg(copy);
+    }
+    command.args(["serve", "secret.img", "--socket", "vm.sock"]).current_dir(directory.path());
+    let (status, _, stderr) = finish(command);
+    assert_eq!(status, Some(2), "{stderr}");
+    assert!(stderr.contains("secret.img: this user may not read it"), "{stderr}");
+}
+
+#[test]
+fn an_image_that_somebody_else_has() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = image(directory.path(), "disk.img", 1 << 20);
+    let server = Server::start_in(directory, &["disk.img"], &[]);
+    let disk = path.to_str().unwrap();
+    refused(
+        server.directory(),
+        &[disk, "--socket", "other.sock"],
+        &["has it open", "stop what uses it"],
+    );
+}
+
+#[test]
+fn sockets_that_can_not_be() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = directory.path();
+    let serve =
+        |socket: &str, words: &[&str]| refused(at, &["mem:1MiB", "--socket", socket], words);
+    serve(&format!("{}.sock", "x".repeat(104)), &["has 109 bytes", "107", "choose a shorter one"]);
+    serve("no/such/dir/vm.sock", &["is in no directory", "create no/such/dir first"]);
+    std::fs::write(at.join("file"), "precious").unwrap();
+    serve("file", &["exists and is not a socket"]);
+    assert_eq!(std::fs::read_to_string(at.join("file")).unwrap(), "precious");
+    serve("file/vm.sock", &["is in no directory"]);
+}
+
+#[test]
+fn a_socket_of_a_live_server_is_left_alone_and_a_stale_one_replaced() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut server = Server::start_in(directory, &["mem:1MiB"], &[]);
+    let socket = server.socket();
+    refused(
+        server.directory(),
+        &["mem:1MiB", "--socket", socket.to_str().unwrap()],
+        &["in use by a running server", "choose another path"],
+    );
+    // Also while a client is attached, when the server does not answer a second one.
+    let controller = server.attach();
+    refused(
+        server.directory(),
+        &["mem:1MiB", "--socket", "vm.sock"],
+        &["in use by a running server"],
+    );
+    drop(controller);
+    drop(server.attach());
+    // Killed, it leaves its file behind.
+    server.signal(rustix::process::Signal::KILL);
+    server.wait();
+    assert!(socket.exists());
+    let mut command = program();
+    command.args(["serve", "mem:1MiB", "--socket"]).arg(&socket);
+    let other = tempfile::tempdir().unwrap();
+    let mut second = Server::spawn(command, other, &[socket.to_str().unwrap()]);
+    assert!(second.stop().success());
+    assert!(!socket.exists());
+}
+
+#[test]
+fn options_that_can_not_be() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = directory.path();
+    std::fs::write(at.join("notes.txt"), "precious").unwrap();
+    for (options, words) in [
+        (&["--queues", "0"][..], &["'0' for '--queues <N>'", "1..=64"][..]),
+        (&["--queues", "65"], &["65 is not in 1..=64"]),
+        (&["--queue-entries", "1"], &["1 is not in 2..=4096"]),
+        (&["--queue-entries", "4097"], &["4097 is not in 2..=4096"]),
+        (&["--queue-entries", "many"], &["invalid value 'many'"]),
+        (&["--workers", "0"], &["0 is not in 1..=254"]),
+        (&["--workers", "255"], &["255 is not in 1..=254"]),
+        (&["--poll", "sometimes"], &["adaptive, always, never"]),
+        (&["--poll-max", "0"], &["0 is not in 1..=1000000"]),
+        (&["--poll", "never", "--poll-max", "10"], &["adaptive polling only"]),
+        (&["--pin", "0,0"], &["processor 0 is named twice"]),
+        (&["--pin", "100000"], &["has no processor 100000"]),
+        (&["--pin", "0", "--pin", "0"], &["cannot be used multiple times"]),
+        (&["--doorbells", "loud"], &["shadow, mmio, mapped"]),
+        (&["--doorbells", "mapped", "--no-shadow-doorbells"], &["cannot be used with"]),
+        (&["--serial", ""], &["the serial number \"\"", "1 to 20"]),
+        (&["--serial", "123456789012345678901"], &["the serial number", "1 to 20"]),
+        (&["--model", "naïve"], &["the model number", "printable ASCII"]),
+        (&["--max-transfer", "3MiB"], &["power of two from 1 MiB to 16 MiB"]),
+        (&["--max-transfer", "512KiB"], &["power of two from 1 MiB to 16 MiB"]),
+        (&["--max-transfer", "lots"], &["`lots` is no size"]),
+        (&["--trace", "no/trace"], &["--trace", "is in no directory"]),
+        (&["--trace", "notes.txt"], &["notes.txt exists and is not a trace"]),
+        (&["--trace-records", "5000"], &["--trace <FILE>"]),
+        (&["--trace", "t", "--trace-records", "5"], &["5 is not in 1024..="]),
+        (&["--stats-json", "."], &["is a directory"]),
+        (&["--stats-json", "no/stats"], &["--stats-json", "is in no directory"]),
+        (&["--config", "x.toml"], &["cannot be used with"]),
+        (&["--nonsense"], &["unexpected argument '--nonsense'"]),
+    ] {
+        refused(at, &[&["mem:1MiB", "--socket", "vm.sock"], options].concat(), words);
+    }
+    refused(at, &["--socket", "vm.sock"], &["<DISK>"]);
+    refused(at, &["mem:1MiB"], &["--socket <PATH>"]);
+    refused(at, &["mem:1MiB?read-only=off", "--read-only", "--socket", "vm.sock"], &["leave one"]);
+    let all: Vec<_> = std::fs::read_dir(at).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert_eq!(all, ["notes.txt"], "nothing is left behind");
+    assert_eq!(std::fs::read_to_string(at.join("notes.txt")).unwrap(), "precious");
+}
+
+#[test]
+fn the_exit_statuses_are_in_the_help() {
+    let mut command = program();
+    command.args(["serve", "--help"]);
+    let (status, help, _) = finish(command);
+    assert_eq!(status, Some(0));
+    for words in ["Exit status:", "0  ended by a signal", "[[controller]]", "SIGUSR1"] {
+        assert!(help.contains(words), "{help}");
+    }
+}

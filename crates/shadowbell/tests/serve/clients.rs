@@ -1,0 +1,196 @@
+//! Clients that die, that talk nonsense, and those that come after them.
+
+use crate::harness::{PATIENCE, Server, attach, image, run};
+use driver::{AttachOptions, Controller};
+use rustix::process::Signal;
+use spec::Status;
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+/// Tells this test program that it is the client of [`a_killed_client_loses_nothing`].
+const VICTIM: &str = "SHADOWBELL_TEST_VICTIM";
+/// Blocks that the victim writes, and bytes in each.
+const BLOCKS: u64 = 64;
+const BLOCK: usize = 4096;
+
+fn block(lba: u64, round: u64) -> Vec<u8> {
+    let mut bytes = vec![(lba ^ round) as u8; BLOCK];
+    bytes[..8].copy_from_slice(&lba.to_le_bytes());
+    bytes[8..16].copy_from_slice(&round.to_le_bytes());
+    bytes
+}
+
+/// Not a test of its own: what the process does that gets killed. Writes blocks at depth and says
+/// on standard output which it knows to be written.
+#[test]
+fn victim() {
+    let Ok(socket) = std::env::var(VICTIM) else { return };
+    let mut controller = attach(Path::new(&socket), &AttachOptions::default());
+    let namespace = controller.namespace(1).unwrap().clone();
+    let mut queue = controller.take_queue_pair().unwrap();
+    let pool = controller.buffers(BLOCKS as usize, BLOCK).unwrap();
+    let mut out = std::io::stdout();
+    let first = std::env::var("SHADOWBELL_TEST_ROUND").unwrap().parse::<u64>().unwrap();
+    for round in first.. {
+        let mut tokens = HashMap::new();
+        for lba in 0..BLOCKS {
+            let mut buffer = pool.take().unwrap();
+            assert!(buffer.copy_from(0, &block(lba, round)));
+            tokens
+                .insert(queue.submit(namespace.write(lba, 1).unwrap(), Some(buffer)).unwrap(), lba);
+        }
+        queue.ring().unwrap();
+        while !tokens.is_empty() {
+            let done = crate::harness::complete(&mut queue);
+            assert_eq!(done.status, Status::SUCCESS);
+            let lba = tokens.remove(&done.token).unwrap();
+            writeln!(out, "\nwritten {lba} {round}").unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_killed_client_loses_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    image(directory.path(), "disk.img", BLOCKS * BLOCK as u64);
+    let mut server = Server::start_in(directory, &["disk.img?block-size=4096"], &[]);
+    let mut written = HashMap::new();
+    for life in 0..3 {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "clients::victim", "--nocapture"])
+            .env(VICTIM, server.socket())
+            .env("SHADOWBELL_TEST_ROUND", (1 + life * 1_000_000).to_string())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let mut seen = 0;
+        let mut note = |line: String| {
+            let mut words = line.split(' ').skip_while(|word| *word != "written").skip(1);
+            let mut number = || words.next()?.parse::<u64>().ok();
+            if let (Some(lba), Some(round)) = (number(), number()) {
+                written.insert(lba, round);
+                return 1;
+            }
+            0
+        };
+        while seen < 300 + life * 50 {
+            seen += note(lines.next().expect("the client ended by itself").unwrap());
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+        lines.map_while(Result::ok).for_each(|line| {
+            note(line);
+        });
+
+        let mut controller = server.attach();
+        let namespace = controller.namespace(1).unwrap().clone();
+        let mut queue = controller.take_queue_pair().unwrap();
+        let pool = controller.buffers(1, BLOCK).unwrap();
+        for (lba, round) in &written {
+            let done = run(&mut queue, namespace.read(*lba, 1).unwrap(), pool.take());
+            let bytes = done.buffer.as_ref().unwrap().to_vec(BLOCK);
+            let found = u64::from_le_bytes(bytes[8..16].try_into().unwrap());
+            assert!(
+                found >= *round,
+                "block {lba}: round {round} was acknowledged, {found} is there"
+            );
+            assert_eq!(bytes, block(*lba, found), "block {lba} is torn");
+        }
+        assert_eq!(written.len() as u64, BLOCKS);
+    }
+    assert!(server.stop().success());
+}
+
+#[test]
+fn a_stopped_server_lets_its_client_go() {
+    let mut server = Server::start(&["mem:4MiB"], &[]);
+    let controller = server.attach();
+    let started = std::time::Instant::now();
+    assert!(server.stop().success());
+    assert!(started.elapsed() < PATIENCE / 2);
+    assert!(!server.socket().exists());
+    assert!(controller.admin().identify_controller().is_err());
+}
+
+#[test]
+fn interrupt_ends_it_like_terminate() {
+    for signal in [Signal::INT, Signal::HUP] {
+        let mut server = Server::start(&["mem:4MiB"], &[]);
+        server.signal(signal);
+        assert!(server.wait().success());
+        assert!(!server.socket().exists());
+    }
+}
+
+#[test]
+fn who_is_told_to_ignore_a_hangup_does() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut command = Command::new("nohup");
+    command.arg(env!("CARGO_BIN_EXE_shadowbell"));
+    command.args(["serve", "mem:4MiB", "--socket", "vm.sock"]);
+    let mut server = Server::spawn(command, directory, &["vm.sock"]);
+    server.says("serving");
+    server.signal(Signal::HUP);
+    works(&server.attach());
+    assert!(server.stop().success());
+}
+
+#[test]
+fn nonsense_does_not_keep_the_next_client_out() {
+    let mut server = Server::start(&["mem:4MiB"], &[]);
+    let version = |size: u32| {
+        let mut bytes = vec![0, 0, 1, 0];
+        bytes.extend(size.to_le_bytes());
+        bytes.extend([0; 8]);
+        bytes
+    };
+    let mut garbage = vec![
+        b"GET / HTTP/1.1\r\n\r\n".to_vec(),
+        vec![0xff; 4096],
+        vec![0; 16],
+        version(u32::MAX),
+        version(0),
+        version(20),
+    ];
+    // A version, and then nonsense.
+    let mut later = version(20);
+    later.extend([0, 0, 1, 0]);
+    later.extend([0xff; 64]);
+    garbage.push(later);
+    for (n, bytes) in garbage.iter().enumerate() {
+        let mut stream = UnixStream::connect(server.socket()).unwrap();
+        // The server may have hung up before all of it was sent.
+        let _ = stream.write_all(bytes);
+        drop(stream);
+        assert!(server.is_alive(), "{n}");
+    }
+    drop(UnixStream::connect(server.socket()).unwrap());
+    works(&server.attach());
+}
+
+#[test]
+fn one_client_after_the_other() {
+    let server = Server::start(&["mem:4MiB"], &[]);
+    let twenty_come_and_go = |total: usize| {
+        for _ in 0..20 {
+            works(&server.attach());
+        }
+        let left = || server.stderr().matches("has left").count();
+        crate::harness::until("the last one to leave", || left() == total);
+    };
+    let count =
+        |what: &str| std::fs::read_dir(format!("/proc/{}/{what}", server.pid())).unwrap().count();
+    twenty_come_and_go(20);
+    let before = (count("fd"), count("task"));
+    twenty_come_and_go(40);
+    // Nothing was left behind: no thread, and no descriptor but those of the server itself.
+    crate::harness::until("the same descriptors", || (count("fd"), count("task")) == before);
+}
+
+fn works(controller: &Controller) {
+    assert_eq!(controller.admin().active_namespaces().unwrap(), [1]);
+}

@@ -1,0 +1,409 @@
+//! The PCI function: regions, interrupts, memory, resets; and a guest whose memory is not shared.
+
+use crate::harness::{PATIENCE, Server};
+use memory::{EventFd, Mapping, SharedBytes};
+use spec::opcode::AdminOpcode;
+use spec::{Cqe, Sqe, Status, regs};
+use std::sync::Arc;
+use std::time::Duration;
+use vfio_user::Client;
+use vfio_user::client::{ClientError, Options, Share};
+use vfio_user::device::{DmaUnmap, IrqAction, irq, region};
+
+/// The Command register, and its bits Memory Space and Bus Master.
+const COMMAND: u64 = 4;
+const MEMORY: u16 = 1 << 1;
+const BUS_MASTER: u16 = 1 << 2;
+
+/// Where the guest's memory is for the device, and how much of it there is.
+const IOVA: u64 = 1 << 32;
+const LEN: u64 = 1 << 20;
+const ASQ: u64 = IOVA;
+const ACQ: u64 = IOVA + 0x1000;
+const DATA: u64 = IOVA + 0x2000;
+const ENTRIES: u16 = 16;
+
+/// A guest that knows the admin queue and no more.
+struct Guest {
+    client: Client,
+    memory: Arc<Mapping>,
+    tail: u16,
+    head: u16,
+    phase: bool,
+}
+
+impl Guest {
+    fn new(server: &Server) -> Self {
+        let client = Client::connect(server.socket(), Options { timeout: Some(PATIENCE) }).unwrap();
+        let memory = Mapping::shared("guest", LEN).unwrap();
+        Self { client, memory, tail: 0, head: 0, phase: true }
+    }
+
+    /// One whose memory is shared, and whose admin queue works.
+    fn enabled(server: &Server) -> Self {
+        let mut guest = Self::new(server);
+        guest.share();
+        guest.command(MEMORY | BUS_MASTER);
+        guest.enable();
+        guest
+    }
+
+    fn share(&self) {
+        self.client.dma_map(&share(&self.memory, IOVA)).unwrap();
+    }
+
+    fn bytes(&self) -> SharedBytes {
+        self.memory.bytes()
+    }
+
+    fn command(&self, value: u16) {
+        self.client.region_write(region::CONFIG, COMMAND, &value.to_le_bytes()).unwrap();
+    }
+
+    fn config<const N: usize>(&self, offset: u64) -> [u8; N] {
+        let mut bytes = [0; N];
+        self.client.region_read(region::CONFIG, offset, &mut bytes).unwrap();
+        bytes
+    }
+
+    fn read32(&self, offset: u64) -> u32 {
+        let mut bytes = [0; 4];
+        self.client.region_read(region::BAR0, offset, &mut bytes).unwrap();
+        u32::from_le_bytes(bytes)
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) {
+        self.client.region_write(region::BAR0, offset, bytes).unwrap();
+    }
+
+    fn enable(&mut self) {
+        (self.tail, self.head, self.phase) = (0, 0, true);
+        self.bytes().fill(0, LEN as usize, 0).unwrap();
+        let size = u32::from(ENTRIES - 1);
+        self.write(regs::AQA, &(size << 16 | size).to_le_bytes());
+        self.write(regs::ASQ, &ASQ.to_le_bytes());
+        self.write(regs::ACQ, &ACQ.to_le_bytes());
+        // Enabled, entries of 64 and 16 bytes.
+        self.write(regs::CC, &(1u32 | 6 << 16 | 4 << 20).to_le_bytes());
+        crate::harness::until("CSTS.RDY", || self.read32(regs::CSTS) & 1 == 1);
+    }
+
+    /// Rings for an Identify Controller.
+    fn ring(&mut self) {
+        let mut sqe = Sqe::new(AdminOpcode::Identify as u8, self.tail, 0).with_prps(DATA, 0);
+        sqe.cdw10 = 1;
+        let at = usize::from(self.tail) * Sqe::SIZE;
+        self.bytes().write(at, &sqe).unwrap();
+        self.tail = (self.tail + 1) % ENTRIES;
+        self.write(regs::DOORBELLS, &u32::from(self.tail).to_le_bytes());
+    }
+
+    /// The next completion, if it comes in time.
+    fn completion(&mut self, time: Duration) -> Option<Status> {
+        let at = (ACQ - IOVA) as usize + usize::from(self.head) * Cqe::SIZE;
+        let deadline = std::time::Instant::now() + time;
+        loop {
+            let cqe: Cqe = self.bytes().read(at).unwrap();
+            if cqe.phase() == self.phase {
+                self.head = (self.head + 1) % ENTRIES;
+                self.phase ^= self.head == 0;
+                self.write(regs::DOORBELLS + 4, &u32::from(self.head).to_le_bytes());
+                return Some(cqe.status());
+            }
+            if std::time::Instant::now() > deadline {
+                return None;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[track_caller]
+    fn works(&mut self) {
+        let serial = (DATA - IOVA) as usize + 4;
+        self.bytes().fill(serial, 20, 0).unwrap();
+        self.ring();
+        assert_eq!(self.completion(PATIENCE), Some(Status::SUCCESS));
+        let mut text = [0; 2];
+        self.bytes().read_into(serial, &mut text).unwrap();
+        assert_eq!(&text, b"SB", "the serial number of Identify Controller");
+    }
+}
+
+fn share(memory: &Mapping, iova: u64) -> Share<'_> {
+    let len = memory.len() as u64;
+    Share { iova, len, readable: true, writable: true, fd: memory.fd(), fd_offset: 0 }
+}
+
+/// How long to wait for what must not happen.
+const A_WHILE: Duration = Duration::from_millis(100);
+
+#[test]
+fn it_looks_like_an_nvme_controller() {
+    let server = Server::start(&["mem:1MiB"], &[]);
+    let guest = Guest::new(&server);
+    let info = guest.client.device_info().unwrap();
+    assert!(info.resettable);
+    assert_eq!((info.regions, info.irqs), (region::COUNT, irq::COUNT));
+    for index in 0..region::COUNT {
+        let region = guest.client.region_info(index).unwrap();
+        let expected = match index {
+            region::BAR0 => 16 << 10,
+            4 => 4 << 10,
+            region::CONFIG => 4096,
+            _ => 0,
+        };
+        assert_eq!(region.size, expected, "region {index}");
+        assert!(region.areas.is_empty(), "nothing is mapped unless it is asked for");
+    }
+    for index in 0..irq::COUNT {
+        let info = guest.client.irq_info(index).unwrap();
+        let expected = if index == irq::MSIX { 65 } else { 0 };
+        assert_eq!((info.count, info.eventfd), (expected, expected != 0), "interrupt {index}");
+    }
+    assert_eq!(guest.config::<3>(9), [0x02, 0x08, 0x01], "class code");
+    let mut found = Vec::new();
+    let mut at = u64::from(guest.config::<1>(0x34)[0]);
+    while at != 0 && found.len() < 16 {
+        let [id, next] = guest.config::<2>(at);
+        found.push(id);
+        if id == spec::pci::CAP_ID_EXPRESS {
+            let capabilities = u32::from_le_bytes(guest.config::<4>(at + 4));
+            assert_ne!(capabilities & 1 << 28, 0, "function level reset");
+        }
+        at = next.into();
+    }
+    found.sort_unstable();
+    let expected = [spec::pci::CAP_ID_PM, spec::pci::CAP_ID_EXPRESS, spec::pci::CAP_ID_MSIX];
+    assert_eq!(found, expected);
+}
+
+#[test]
+fn accesses_out_of_bounds_are_errors_and_no_more() {
+    let server = Server::start(&["mem:1MiB"], &[]);
+    let mut guest = Guest::enabled(&server);
+    for (region, offset) in [
+        (region::BAR0, 16 << 10),
+        (region::BAR0, (16 << 10) - 2),
+        (4, 4096),
+        (region::CONFIG, 4096),
+        (2, 0),
+        (region::ROM, 0),
+    ] {
+        let refused = |outcome: Result<(), ClientError>| {
+            assert!(matches!(outcome, Err(ClientError::Refused { .. })), "{region} {offset:#x}");
+        };
+        refused(guest.client.region_read(region, offset, &mut [0; 4]));
+        refused(guest.client.region_write(region, offset, &[0; 4]));
+    }
+    // Odd sizes and places are nobody's registers.
+    for offset in [0x15u64, 0x1c, 0x2000, 0x3ffc] {
+        guest.client.region_write(region::BAR0, offset, &[0xff; 3]).unwrap();
+        guest.client.region_read(region::BAR0, offset, &mut [0; 3]).unwrap();
+    }
+    let whole = &mut [0; 16 << 10];
+    guest.client.region_read(region::BAR0, 0, whole).unwrap();
+    guest.works();
+}
+
+#[test]
+fn doorbells_can_be_mapped_if_that_was_asked_for() {
+    let server = Server::start(&["mem:1MiB"], &["--doorbells", "mapped"]);
+    let guest = Guest::new(&server);
+    let bar0 = guest.client.region_info(region::BAR0).unwrap();
+    let [area] = &bar0.areas[..] else { panic!("{bar0:?}") };
+    assert_eq!((area.offset, area.len), (0x1000, 0x1000));
+    assert_eq!(area.fd_offset, 0x1000, "as it is in the region, which is how clients take it");
+}
+
+#[test]
+fn interrupts_are_eventfds() {
+    let server = Server::start(&["mem:1MiB"], &[]);
+    let mut guest = Guest::enabled(&server);
+    let events: Vec<_> = (0..65).map(|_| EventFd::new().unwrap()).collect();
+    guest.client.set_irq_eventfds(irq::MSIX, 0, &events).unwrap();
+    guest.works();
+    assert!(events[0].wait(Some(PATIENCE)).unwrap(), "the admin queue has vector 0");
+    events[0].drain();
+
+    guest.client.act_on_irqs(irq::MSIX, 63, 2, IrqAction::Trigger).unwrap();
+    guest.client.act_on_chosen_irqs(irq::MSIX, 1, &[false, true], IrqAction::Trigger).unwrap();
+    let raised: Vec<_> = (0..65).filter(|n| events[*n].drain() != 0).collect();
+    assert_eq!(raised, [2, 63, 64]);
+
+    guest.client.clear_irq_eventfds(irq::MSIX, 2, 1).unwrap();
+    guest.client.act_on_irqs(irq::MSIX, 2, 1, IrqAction::Trigger).unwrap();
+    assert_eq!(events[2].drain(), 0);
+    // One that was raised while nobody listened is not lost.
+    guest.client.set_irq_eventfds(irq::MSIX, 2, &events[2..3]).unwrap();
+    assert_eq!(events[2].drain(), 1);
+
+    guest.client.disable_irqs(irq::MSIX).unwrap();
+    guest.client.disable_irqs(irq::INTX).unwrap();
+    guest.works();
+    assert_eq!(events[0].drain(), 0);
+    for (index, start, count) in [(irq::MSIX, 65, 1), (irq::MSIX, 0, 66), (irq::INTX, 0, 1)] {
+        let outcome = guest.client.act_on_irqs(index, start, count, IrqAction::Trigger);
+        assert!(matches!(outcome, Err(ClientError::Refused { .. })), "{index} {start} {count}");
+    }
+    guest.client.act_on_irqs(irq::MSIX, 0, 1, IrqAction::Mask).unwrap_err();
+}
+
+#[test]
+fn without_bus_mastering_there_is_no_dma() {
+    let server = Server::start(&["mem:1MiB"], &[]);
+    let mut guest = Guest::enabled(&server);
+    guest.works();
+    guest.command(MEMORY);
+    let before: Vec<_> = (0..LEN as usize / 8).map(|n| guest.bytes().read::<u64>(n * 8)).collect();
+    guest.ring();
+    let submitted = guest.bytes().read::<[u64; 8]>(Sqe::SIZE);
+    assert_eq!(guest.completion(A_WHILE), None);
+    for (n, before) in before.into_iter().enumerate().filter(|(n, _)| !(8..16).contains(n)) {
+        assert_eq!(guest.bytes().read::<u64>(n * 8), before, "offset {:#x}", n * 8);
+    }
+    assert_eq!(guest.bytes().read::<[u64; 8]>(Sqe::SIZE), submitted);
+    // What a guest does that takes over: it starts from the beginning.
+    guest.write(regs::CC, &0u32.to_le_bytes());
+    crate::harness::until("CSTS.RDY to go", || guest.read32(regs::CSTS) & 1 == 0);
+    guest.command(MEMORY | BUS_MASTER);
+    guest.enable();
+    guest.works();
+}
+
+#[test]
+fn resets_leave_nothing_behind() {
+    let server = Server::start(&["mem:1MiB"], &[]);
+    let mut guest = Guest::enabled(&server);
+    let event = EventFd::new().unwrap();
+    guest.client.set_irq_eventfds(irq::MSIX, 0, &[&event]).unwrap();
+    let express = {
+        let mut at = u64::from(guest.config::<1>(0x34)[0]);
+        while guest.config::<1>(at) != [spec::pci::CAP_ID_EXPRESS] {
+            at = guest.config::<1>(at + 1)[0].into();
+        }
+        at
+    };
+    for round in 0..6 {
+        guest.works();
+        guest.client.region_write(4, 0, &[0xff; 16]).unwrap();
+        if round % 2 == 0 {
+            guest.client.reset().unwrap();
+        } else {
+            // Device Control, Initiate Function Level Reset. Answered when it is over.
+            guest
+                .client
+                .region_write(region::CONFIG, express + 8, &0x8000u16.to_le_bytes())
+                .unwrap();
+        }
+        assert_eq!((guest.read32(regs::CC), guest.read32(regs::CSTS)), (0, 0));
+        assert_eq!(guest.read32(regs::ASQ), 0);
+        assert_eq!(guest.config::<2>(COMMAND), [0; 2]);
+        let mut entry = [0; 16];
+        guest.client.region_read(4, 0, &mut entry).unwrap();
+        assert_eq!(entry, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0], "masked");
+        // The client's memory and its eventfds are still its own.
+        guest.command(MEMORY | BUS_MASTER);
+        guest.enable();
+        event.drain();
+        guest.works();
+        assert!(event.wait(Some(PATIENCE)).unwrap());
+    }
+}
+
+#[test]
+fn memory_comes_and_goes() {
+    let server = Server::start(&["mem:1MiB"], &[]);
+    let mut guest = Guest::enabled(&server);
+    let more = Mapping::shared("more", 1 << 16).unwrap();
+    let refused = |outcome: Result<(), ClientError>| {
+        assert!(matches!(outcome, Err(ClientError::Refused { .. })), "{outcome:?}");
+    };
+    for _ in 0..100 {
+        guest.client.dma_map(&share(&more, 0)).unwrap();
+        guest.client.dma_unmap(DmaUnmap::Range { iova: 0, len: 1 << 16 }).unwrap();
+    }
+    guest.client.dma_map(&share(&more, 0)).unwrap();
+    refused(guest.client.dma_map(&share(&more, 0x8000)));
+    refused(guest.client.dma_map(&share(&more, IOVA - 0x8000)));
+    refused(guest.client.dma_map(&share(&more, u64::MAX - 0xffff).with_len(0x10000)));
+    refused(guest.client.dma_unmap(DmaUnmap::Range { iova: 0, len: 0x8000 }));
+    refused(guest.client.dma_unmap(DmaUnmap::Range { iova: 0x8000, len: 0x8000 }));
+    refused(guest.client.dma_unmap(DmaUnmap::Range { iova: 1 << 20, len: 1 << 16 }));
+    guest.works();
+    // Without a descriptor it is taken note of, and can be taken back.
+    guest.client.dma_map(&Share { fd: None, ..share(&more, 1 << 20) }).unwrap();
+    refused(guest.client.dma_map(&share(&more, 1 << 20)));
+    guest.client.dma_unmap(DmaUnmap::Range { iova: 1 << 20, len: 1 << 16 }).unwrap();
+    guest.works();
+    guest.client.dma_unmap(DmaUnmap::All).unwrap();
+    guest.bytes().fill(0, LEN as usize, 0xee).unwrap();
+    guest.write(regs::DOORBELLS, &3u32.to_le_bytes());
+    std::thread::sleep(A_WHILE);
+    let clean = (0..LEN as usize / 8).all(|n| guest.bytes().read(n * 8) == Some([0xeeu8; 8]));
+    assert!(clean, "memory that was taken back is not touched");
+}
+
+#[test]
+fn a_map_of_something_that_is_no_memory_is_refused() {
+    let server = Server::start(&["mem:1MiB"], &[]);
+    let mut guest = Guest::enabled(&server);
+    let event: std::os::fd::OwnedFd = EventFd::new().unwrap().into();
+    let fd = Some(std::os::fd::AsFd::as_fd(&event));
+    guest.client.dma_map(&Share { fd, ..share(&guest.memory, 0) }).unwrap_err();
+    guest.client.dma_map(&Share { fd_offset: 1, ..share(&guest.memory, 0) }).unwrap_err();
+    guest.works();
+}
+
+trait WithLen {
+    fn with_len(self, len: u64) -> Self;
+}
+
+impl WithLen for Share<'_> {
+    fn with_len(mut self, len: u64) -> Self {
+        self.len = len;
+        self
+    }
+}
+
+#[test]
+fn a_guest_without_shared_memory_is_told_which_option_is_missing() {
+    let server = Server::start(&["mem:1MiB"], &[]);
+    let guest = Guest::new(&server);
+    guest.client.dma_map(&Share { fd: None, ..share(&guest.memory, IOVA) }).unwrap();
+    guest.command(MEMORY | BUS_MASTER);
+    assert!(!server.stderr().contains("share=on"), "not before a guest uses the controller");
+    guest.write(regs::CC, &1u32.to_le_bytes());
+    guest.write(regs::CC, &0u32.to_le_bytes());
+    guest.write(regs::CC, &1u32.to_le_bytes());
+    server.says("memory-backend-memfd,id=mem,size=SIZE,share=on");
+    drop(guest);
+    server.says("has left");
+    assert_eq!(server.stderr().matches("is not shared").count(), 1, "once");
+}
+
+#[test]
+fn video_memory_without_a_descriptor_is_no_reason_to_complain() {
+    let server = Server::start(&["mem:1MiB"], &[]);
+    let guest = Guest::new(&server);
+    guest.client.dma_map(&Share { fd: None, ..share(&guest.memory, 0) }).unwrap();
+    guest.share();
+    guest.command(MEMORY | BUS_MASTER);
+    let mut guest = guest;
+    guest.enable();
+    guest.works();
+    drop(guest);
+    server.says("has left");
+    assert!(!server.stderr().contains("share"), "{}", server.stderr());
+}
+
+#[test]
+fn a_guest_whose_memory_file_is_private_is_told_which_option_is_missing() {
+    let server = Server::start(&["mem:1MiB"], &[]);
+    let mut guest = Guest::new(&server);
+    guest.share();
+    guest.command(MEMORY | BUS_MASTER);
+    guest.enable();
+    // What the guest writes goes to pages of its own, and the file stays empty.
+    guest.write(regs::DOORBELLS, &1u32.to_le_bytes());
+    server.says("`share=on` is missing");
+}

@@ -1,0 +1,202 @@
+//! A `shadowbell serve` in a process of its own, and a driver for it.
+
+use driver::{AttachOptions, Command as NvmCommand, Completion, Controller, QueuePair, VfioUser};
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// How long to wait for what should happen at once.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The program under test.
+pub(crate) fn program() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_shadowbell"))
+}
+
+/// Waits until `what` is true.
+#[track_caller]
+pub(crate) fn until(what: &str, mut is: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !is() {
+        assert!(Instant::now() < deadline, "{what} did not come to pass");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// An image of zeroes.
+pub(crate) fn image(directory: &Path, name: &str, bytes: u64) -> PathBuf {
+    let path = directory.join(name);
+    std::fs::File::create(&path).unwrap().set_len(bytes).unwrap();
+    path
+}
+
+/// A server that runs. Dropping it kills it.
+pub(crate) struct Server {
+    child: Child,
+    directory: TempDir,
+}
+
+impl Server {
+    /// Serves `disks` with further `options`, at `socket()`.
+    pub(crate) fn start(disks: &[&str], options: &[&str]) -> Self {
+        Self::start_in(tempfile::tempdir().unwrap(), disks, options)
+    }
+
+    /// The same, with its files in a given directory.
+    pub(crate) fn start_in(directory: TempDir, disks: &[&str], options: &[&str]) -> Self {
+        let socket = directory.path().join("vm.sock");
+        let mut command = program();
+        command.arg("serve").args(disks).arg("--socket").arg(&socket).args(options);
+        Self::spawn(command, directory, &["vm.sock"])
+    }
+
+    /// Runs `command`, and waits for the sockets of these names.
+    pub(crate) fn spawn(mut command: Command, directory: TempDir, sockets: &[&str]) -> Self {
+        let file = |name: &str| std::fs::File::create(directory.path().join(name)).unwrap();
+        command.stdin(Stdio::null()).stdout(file("stdout")).stderr(file("stderr"));
+        command.current_dir(directory.path()).env_remove("RUST_LOG");
+        let child = command.process_group(0).spawn().unwrap();
+        let mut server = Self { child, directory };
+        until("the server's socket", || {
+            let ended = server.child.try_wait().unwrap();
+            assert!(ended.is_none(), "{ended:?}: {}", server.stderr());
+            // The file alone does not mean that somebody listens yet.
+            let mut paths = sockets.iter().map(|name| server.directory.path().join(name));
+            paths.all(|path| UnixStream::connect(path).is_ok())
+        });
+        server
+    }
+
+    pub(crate) fn directory(&self) -> &Path {
+        self.directory.path()
+    }
+
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.directory().join("vm.sock")
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub(crate) fn stdout(&self) -> String {
+        std::fs::read_to_string(self.directory().join("stdout")).unwrap()
+    }
+
+    pub(crate) fn stderr(&self) -> String {
+        std::fs::read_to_string(self.directory().join("stderr")).unwrap()
+    }
+
+    /// Waits until the server has said this.
+    #[track_caller]
+    pub(crate) fn says(&self, words: &str) {
+        let deadline = Instant::now() + PATIENCE;
+        while !self.stderr().contains(words) {
+            assert!(Instant::now() < deadline, "it never said {words:?}:\n{}", self.stderr());
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    pub(crate) fn signal(&self, signal: rustix::process::Signal) {
+        let pid = rustix::process::Pid::from_raw(self.pid() as i32).unwrap();
+        rustix::process::kill_process(pid, signal).unwrap();
+    }
+
+    /// Ends it as an operator does.
+    pub(crate) fn stop(&mut self) -> ExitStatus {
+        self.signal(rustix::process::Signal::TERM);
+        self.wait()
+    }
+
+    pub(crate) fn wait(&mut self) -> ExitStatus {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "it does not end:\n{}", self.stderr());
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    pub(crate) fn is_alive(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    /// A driver that is attached to it.
+    pub(crate) fn attach(&self) -> Controller {
+        self.attach_with(&AttachOptions { queue_pairs: 2, ..AttachOptions::default() })
+    }
+
+    pub(crate) fn attach_with(&self, options: &AttachOptions) -> Controller {
+        attach(&self.socket(), options)
+    }
+}
+
+pub(crate) fn attach(socket: &Path, options: &AttachOptions) -> Controller {
+    let transport = VfioUser::connect(socket, PATIENCE).unwrap();
+    Controller::attach(Arc::new(transport), options).unwrap()
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            eprintln!("what the server said:\n{}", self.stderr());
+        }
+    }
+}
+
+/// Runs one command to its end.
+#[track_caller]
+pub(crate) fn run(
+    queue: &mut QueuePair,
+    command: NvmCommand,
+    buffer: Option<driver::Buffer>,
+) -> Completion {
+    queue.submit(command, buffer).unwrap();
+    queue.ring().unwrap();
+    complete(queue)
+}
+
+/// The next completion.
+#[track_caller]
+pub(crate) fn complete(queue: &mut QueuePair) -> Completion {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(completion) = queue.pop() {
+            queue.settle().unwrap();
+            return completion;
+        }
+        let done = queue.wait(Some(deadline)).unwrap();
+        assert!(done || Instant::now() < deadline, "a command does not complete");
+    }
+}
+
+/// Runs the program to its end, which it must come to soon: exit status, output, errors.
+pub(crate) fn finish(mut command: Command) -> (Option<i32>, String, String) {
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.env_remove("RUST_LOG");
+    let mut child = command.spawn().unwrap();
+    let deadline = Instant::now() + PATIENCE;
+    let status = loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            break status;
+        }
+        if Instant::now() > deadline {
+            child.kill().unwrap();
+            panic!("it does not end: {command:?}");
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    };
+    let mut text = (String::new(), String::new());
+    child.stdout.take().unwrap().read_to_string(&mut text.0).unwrap();
+    child.stderr.take().unwrap().read_to_string(&mut text.1).unwrap();
+    (status.code(), text.0, text.1)
+}

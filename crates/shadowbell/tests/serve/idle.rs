@@ -1,0 +1,72 @@
+//! Who has nothing to do does nothing.
+
+use crate::harness::{Server, run};
+use spec::Status;
+use std::time::Duration;
+
+/// Context switches of all threads of a process.
+fn switches(pid: u32) -> u64 {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    threads
+        .map(|thread| {
+            let status = std::fs::read_to_string(thread.unwrap().path().join("status")).unwrap();
+            let counts = status.lines().filter(|line| line.contains("voluntary_ctxt_switches"));
+            counts.map(|line| line.split('\t').nth(1).unwrap().parse::<u64>().unwrap()).sum::<u64>()
+        })
+        .sum()
+}
+
+#[track_caller]
+fn is_idle(server: &Server) {
+    // What was going on may come to its end first.
+    std::thread::sleep(Duration::from_millis(500));
+    let before = switches(server.pid());
+    std::thread::sleep(Duration::from_secs(2));
+    assert_eq!(switches(server.pid()) - before, 0);
+}
+
+#[test]
+fn a_server_without_a_client_does_nothing() {
+    is_idle(&Server::start(&["mem:4MiB"], &[]));
+}
+
+#[test]
+fn an_attached_idle_controller_does_nothing() {
+    for doorbells in ["shadow", "mmio"] {
+        let server = Server::start(&["mem:4MiB", "null:1GiB"], &["--doorbells", doorbells]);
+        let mut controller = server.attach();
+        let namespace = controller.namespace(1).unwrap().clone();
+        let mut queues =
+            [controller.take_queue_pair().unwrap(), controller.take_queue_pair().unwrap()];
+        let pool = controller.buffers(1, 4096).unwrap();
+        for _ in 0..3 {
+            for queue in &mut queues {
+                let done = run(queue, namespace.read(0, 8).unwrap(), pool.take());
+                assert_eq!(done.status, Status::SUCCESS);
+            }
+            is_idle(&server);
+        }
+    }
+}
+
+#[test]
+fn many_idle_controllers_are_not_many_threads() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("vms.toml");
+    let controllers: String = (0..64)
+        .map(|n| format!("[[controller]]\nsocket = \"vm{n}.sock\"\ndisks = [\"mem:1MiB\"]\n"))
+        .collect();
+    std::fs::write(&file, format!("workers = 2\n{controllers}")).unwrap();
+    let mut command = crate::harness::program();
+    command.args(["serve", "--config"]).arg(&file);
+    let server = Server::spawn(command, directory, &["vm0.sock", "vm63.sock"]);
+    let options = driver::AttachOptions::default();
+    let attached: Vec<_> = (0..64)
+        .map(|n| crate::harness::attach(&server.directory().join(format!("vm{n}.sock")), &options))
+        .collect();
+    let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap().count();
+    // Two workers, the reactor, the one who tells, and the one who waits for signals.
+    assert_eq!(threads, 5);
+    is_idle(&server);
+    drop(attached);
+}

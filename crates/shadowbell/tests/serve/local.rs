@@ -1,0 +1,86 @@
+//! The controller in this very process, as the driver reaches it.
+
+use crate::harness::{complete, run};
+use controller::PoolOptions;
+use driver::{AttachOptions, Controller, Doorbells, Transport};
+use memory::{EventFd, Mapping};
+use shadowbell::local::{Local, connect};
+use shadowbell::plan::{ControllerPlan, Doorbells as Offered};
+use spec::Status;
+use std::sync::Arc;
+
+fn local(plan: &ControllerPlan) -> Arc<Local> {
+    Arc::new(Local::open(plan, &PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap())
+}
+
+#[test]
+fn io_with_every_kind_of_doorbell() {
+    for (offered, expected) in [
+        (Offered::Shadow, Doorbells::Shadow),
+        (Offered::Mmio, Doorbells::Mmio),
+        (Offered::Mapped, Doorbells::Mapped),
+    ] {
+        let plan = ControllerPlan { doorbells: offered, ..ControllerPlan::of(&["mem:4MiB"]) };
+        let way = local(&plan);
+        let transport: Arc<dyn Transport> = way.clone();
+        let mut controller =
+            Controller::attach(transport, &AttachOptions { queue_depth: 16, ..Default::default() })
+                .unwrap();
+        assert_eq!(controller.doorbells(), expected);
+        let namespace = controller.namespace(1).unwrap().clone();
+        let pool = controller.buffers(8, 4096).unwrap();
+        let mut queue = controller.take_queue_pair().unwrap();
+        for round in 0u64..50 {
+            for n in 0..8 {
+                let mut buffer = pool.take().unwrap();
+                assert!(buffer.copy_from(0, &(round * 8 + n).to_le_bytes()));
+                queue.submit(namespace.write(n * 8, 8).unwrap(), Some(buffer)).unwrap();
+            }
+            queue.ring().unwrap();
+            for _ in 0..8 {
+                assert_eq!(complete(&mut queue).status, Status::SUCCESS);
+            }
+        }
+        let done = run(&mut queue, namespace.read(0, 8).unwrap(), pool.take());
+        assert_eq!(done.buffer.unwrap().to_vec(8), (49u64 * 8).to_le_bytes());
+        let (sq, cq) = way.controller().stats().io_queues();
+        assert_eq!((sq.commands, cq.completions), (401, 401));
+        drop(queue);
+        controller.detach().unwrap();
+    }
+}
+
+#[test]
+fn memory_and_interrupts_are_checked() {
+    let way = local(&ControllerPlan::of(&["mem:1MiB"]));
+    assert_eq!(way.irq_vectors(), 65);
+    let event = EventFd::new().unwrap();
+    way.set_irq(64, Some(&event)).unwrap();
+    way.set_irq(64, None).unwrap();
+    assert!(way.set_irq(65, Some(&event)).unwrap_err().to_string().contains("no such vector"));
+    let memory = Mapping::anonymous(4096).unwrap();
+    let iova = way.map_dma(&memory).unwrap();
+    assert!(way.map_dma(&memory).is_err(), "twice");
+    way.unmap_dma(iova, 4096).unwrap();
+    assert!(way.unmap_dma(iova, 4096).is_err());
+    way.reset().unwrap();
+    way.reset().unwrap();
+    assert!(way.doorbell_page().is_none());
+}
+
+#[test]
+fn a_controller_can_be_attached_to_again() {
+    let way = local(&ControllerPlan::of(&["mem:1MiB"]));
+    for _ in 0..20 {
+        let transport: Arc<dyn Transport> = way.clone();
+        let controller = Controller::attach(transport, &AttachOptions::default()).unwrap();
+        assert_eq!(controller.namespaces().len(), 1);
+    }
+}
+
+#[test]
+fn a_disk_that_is_open_will_do() {
+    let disk = disk::open("mem:1MiB?block-size=4096").unwrap();
+    let controller = Controller::attach(connect(disk, false).unwrap(), &AttachOptions::default());
+    assert_eq!(controller.unwrap().namespace(1).unwrap().block_size(), 4096);
+}

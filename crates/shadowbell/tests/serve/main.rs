@@ -1,0 +1,12 @@
+//! The program `serve`, from outside: a process, its sockets, and clients of every kind.
+
+mod bad_input;
+mod clients;
+mod config;
+mod function;
+mod harness;
+mod idle;
+mod io;
+mod local;
+mod medium;
+mod telling;

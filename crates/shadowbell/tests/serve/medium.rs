@@ -1,0 +1,112 @@
+//! Storage that gives way under a guest: the guest is told, and the server lives.
+
+use crate::harness::{Server, image, run};
+use driver::{Controller, QueuePair};
+use spec::Status;
+use std::process::Command;
+use tempfile::TempDir;
+
+const SIZE: u64 = 64 << 20;
+
+/// Writes and reads a block at `lba`: the statuses.
+fn write_and_read(controller: &Controller, queue: &mut QueuePair, lba: u64) -> (Status, Status) {
+    let namespace = controller.namespace(1).unwrap().clone();
+    let pool = controller.buffers(2, 4096).unwrap();
+    let mut buffer = pool.take().unwrap();
+    buffer.fill(7);
+    let write = run(queue, namespace.write(lba, 8).unwrap(), Some(buffer)).status;
+    let read = run(queue, namespace.read(lba, 8).unwrap(), pool.take()).status;
+    (write, read)
+}
+
+#[test]
+fn an_image_that_shrinks() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = image(directory.path(), "disk.img", SIZE);
+    let mut server = Server::start_in(directory, &["disk.img"], &[]);
+    let mut controller = server.attach();
+    let mut queue = controller.take_queue_pair().unwrap();
+    let last = SIZE / 512 - 8;
+    assert_eq!(write_and_read(&controller, &mut queue, last), (Status::SUCCESS, Status::SUCCESS));
+    std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(SIZE / 2).unwrap();
+    let namespace = controller.namespace(1).unwrap().clone();
+    let pool = controller.buffers(1, 4096).unwrap();
+    let read = run(&mut queue, namespace.read(last, 8).unwrap(), pool.take()).status;
+    // What is gone does not read as zeroes.
+    assert_eq!(read.code(), Status::LBA_OUT_OF_RANGE);
+    assert_eq!(write_and_read(&controller, &mut queue, 0), (Status::SUCCESS, Status::SUCCESS));
+    drop((queue, pool));
+    controller.detach().unwrap();
+    assert!(server.is_alive());
+    drop(server.attach());
+}
+
+/// Attaches to a server whose storage takes the first half of the disk at most.
+fn storage_is_full(mut server: Server) {
+    let mut controller = server.attach();
+    let mut queue = controller.take_queue_pair().unwrap();
+    assert_eq!(write_and_read(&controller, &mut queue, 0), (Status::SUCCESS, Status::SUCCESS));
+    let (write, read) = write_and_read(&controller, &mut queue, SIZE / 512 - 8);
+    assert_eq!(write.code(), Status::CAPACITY_EXCEEDED, "{write:?}");
+    assert_eq!(read, Status::SUCCESS, "what could not be written is still readable");
+    assert_eq!(write_and_read(&controller, &mut queue, 8), (Status::SUCCESS, Status::SUCCESS));
+    drop(queue);
+    controller.detach().unwrap();
+    assert!(server.stop().success());
+}
+
+/// Serves `disk.img` of `directory`, by way of another program that prepares for it.
+fn serve_through(mut command: Command, directory: TempDir, script: Option<&str>) -> Server {
+    if let Some(script) = script {
+        command.args(["sh", "-c", script, "sh"]);
+    }
+    command
+        .arg(env!("CARGO_BIN_EXE_shadowbell"))
+        .args(["serve", "disk.img", "--socket", "vm.sock"]);
+    Server::spawn(command, directory, &["vm.sock"])
+}
+
+#[test]
+fn a_limit_on_the_size_of_files_is_a_full_disk() {
+    let directory = tempfile::tempdir().unwrap();
+    image(directory.path(), "disk.img", SIZE);
+    let mut command = Command::new("prlimit");
+    command.arg(format!("--fsize={}", SIZE / 2));
+    storage_is_full(serve_through(command, directory, None));
+}
+
+#[test]
+fn a_full_disk_under_the_image() {
+    let directory = tempfile::tempdir().unwrap();
+    // A file system of its own, in a mount namespace of its own, of a size that is soon used up.
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--map-root-user"]);
+    let probe = Command::new("unshare")
+        .args(["--mount", "--map-root-user", "mount", "-t", "tmpfs", "tmpfs", "/mnt"])
+        .output();
+    if !probe.is_ok_and(|output| output.status.success()) {
+        eprintln!("not tried: this system gives us no mount namespace");
+        return;
+    }
+    std::fs::create_dir(directory.path().join("fs")).unwrap();
+    let script = "mount -t tmpfs -o size=1m tmpfs fs && truncate -s 64M fs/disk.img && \
+                  dd if=/dev/zero of=fs/filler bs=4k count=200 status=none && ln -s fs/disk.img . && \
+                  exec \"$@\"";
+    let server = serve_through(command, directory, Some(script));
+    let mut controller = server.attach();
+    let mut queue = controller.take_queue_pair().unwrap();
+    let mut refused = 0;
+    for n in 0..128 {
+        let (write, read) = write_and_read(&controller, &mut queue, n * 64);
+        let is_full = write.code() == Status::CAPACITY_EXCEEDED;
+        assert!(write == Status::SUCCESS || is_full, "{write:?}");
+        assert_eq!(read, Status::SUCCESS);
+        refused += u32::from(is_full);
+    }
+    assert!((64..128).contains(&refused), "{refused} writes were refused");
+    // Room again: writes succeed again.
+    let namespace = controller.namespace(1).unwrap().clone();
+    let zeroes = namespace.write_zeroes(0, 1 << 13, true).unwrap();
+    assert_eq!(run(&mut queue, zeroes, None).status, Status::SUCCESS);
+    assert_eq!(write_and_read(&controller, &mut queue, 127 * 64).0, Status::SUCCESS);
+}
