@@ -1,6 +1,6 @@
 //! The command line: the verbs, and the options that all of them have.
 
-use crate::{bench, exit, logging, serve, trace};
+use crate::{bench, demo, exit, inspect, logging, serve, trace, transfer};
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 
@@ -19,7 +19,20 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Verb {
     Serve(serve::Args),
+    Demo(demo::Args),
     Bench(bench::Args),
+    List(inspect::ListArgs),
+    /// Show what a controller says of itself
+    IdCtrl(inspect::Args),
+    /// Show what a controller says of a namespace
+    IdNs(inspect::Args),
+    /// Show the health of a controller
+    SmartLog(inspect::Args),
+    ErrorLog(inspect::ErrorLogArgs),
+    GetFeature(inspect::FeatureArgs),
+    Read(transfer::ReadArgs),
+    Write(transfer::WriteArgs),
+    Copy(transfer::CopyArgs),
     Trace(trace::Args),
 }
 
@@ -27,7 +40,17 @@ impl Verb {
     fn run(self) -> anyhow::Result<ExitCode> {
         match self {
             Self::Serve(args) => serve::run(args),
+            Self::Demo(args) => demo::run(&args),
             Self::Bench(args) => bench::run(&args),
+            Self::List(args) => inspect::list(&args),
+            Self::IdCtrl(args) => inspect::id_ctrl(&args),
+            Self::IdNs(args) => inspect::id_ns(&args),
+            Self::SmartLog(args) => inspect::smart_log(&args),
+            Self::ErrorLog(args) => inspect::error_log(&args),
+            Self::GetFeature(args) => inspect::get_feature(&args),
+            Self::Read(args) => transfer::read(&args),
+            Self::Write(args) => transfer::write(&args),
+            Self::Copy(args) => transfer::copy(&args),
             Self::Trace(args) => trace::run(args),
         }
     }

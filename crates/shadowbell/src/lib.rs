@@ -9,6 +9,9 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`cli`] | the verbs and the options that all of them have |
+//! | [`demo`] | `demo`: the tables of shadow doorbells, measured |
+//! | [`inspect`] | `list`, `id-ctrl` and the other verbs of nvme-cli |
+//! | [`transfer`] | `read`, `write`, `copy` |
 //! | [`bench`] | `bench`: what a controller can do |
 //! | [`serve`] | `serve`: controllers behind vfio-user sockets |
 //! | [`trace`] | `trace`: what `serve --trace` recorded, for a person |
@@ -25,8 +28,10 @@
 pub mod bench;
 pub mod cli;
 pub mod config;
+pub mod demo;
 pub mod device;
 pub mod exit;
+pub mod inspect;
 pub mod local;
 pub mod logging;
 pub mod plan;
@@ -34,3 +39,4 @@ pub mod report;
 pub mod serve;
 pub mod target;
 pub mod trace;
+pub mod transfer;

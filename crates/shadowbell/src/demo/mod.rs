@@ -1,0 +1,272 @@
+//! `demo`: what shadow doorbells are good for, measured here and now.
+//!
+//! A second process serves a disk in memory and one that keeps nothing, over a vfio-user socket as
+//! a virtual machine would have it; this one attaches the driver. Every figure is measured twice:
+//! with the doorbells of NVMe as they are, which the other end has to trap, and with shadow
+//! doorbells. Everything else is the same.
+//!
+//! Both count the doorbell writes. If they do not agree the demonstration says so and fails, for
+//! then one of its figures is wrong.
+
+mod processors;
+mod seeds;
+mod server;
+
+use crate::bench::{self, CompletionMode, Outcome, Plan, Workload};
+use crate::exit;
+use crate::report::{self, Row, Table};
+use crate::target::Target;
+use anyhow::bail;
+use driver::Doorbells;
+use indicatif::ProgressBar;
+use processors::Processors;
+use server::Server;
+use signal_hook::consts::{SIGHUP, SIGTERM};
+use std::io::{self, IsTerminal, Write};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// Show what shadow doorbells are good for, on this machine, in half a minute
+///
+/// Serves two disks from a second process, attaches the driver, and measures with and without shadow
+/// doorbells. Needs nothing installed and leaves nothing behind.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Args {
+    /// End with one line of JSON, for machines
+    #[arg(long)]
+    pub json: bool,
+    /// How long each of the twelve measurements takes, in milliseconds
+    #[arg(long, default_value_t = 1500, value_name = "MS")]
+    #[arg(value_parser = clap::value_parser!(u32).range(10..=60_000))]
+    pub runtime: u32,
+}
+
+/// The disk in memory is namespace 1, the one that keeps nothing is namespace 2.
+const DISKS: [&str; 2] = ["mem:256MiB", "null:1TiB"];
+
+/// What is measured for a table: the namespace, how many jobs, and how many I/Os each has in flight.
+const TABLES: [(&str, u32, u16, &[u32]); 3] =
+    [("S0", 1, 1, &[32]), ("S1", 2, 4, &[32]), ("S3", 1, 1, &[1, 2, 4, 8])];
+
+/// Runs the verb.
+///
+/// # Errors
+/// The server or the driver fail, or their counts do not agree.
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGTERM, SIGHUP] {
+        // Ends us between two measurements, with the server.
+        signal_hook::flag::register(signal, Arc::clone(&stop))?;
+    }
+    let processors = Processors::divide()?;
+    let mut demo = Demo {
+        server: processors.for_server(|| Server::start(&DISKS, &[]))?,
+        processors,
+        runtime: Duration::from_millis(args.runtime.into()),
+        stop,
+    };
+    let out = &mut io::stdout().lock();
+    if !args.json {
+        demo.introduce(out)?;
+    }
+    let mut rows = Vec::new();
+    for (table, nsid, jobs, depths) in TABLES {
+        let first = rows.len();
+        for depth in depths {
+            for doorbells in [Doorbells::Mmio, Doorbells::Shadow] {
+                rows.push(demo.measure(table, nsid, jobs, *depth, doorbells)?);
+            }
+        }
+        if !args.json {
+            print(out, table, rows.get(first..).unwrap_or_default())?;
+        }
+    }
+    let disagree = rows.iter().filter(|row| row.controller_mmio_writes != row.driver_mmio_writes);
+    let disagree = disagree.count();
+    if args.json {
+        report::write_json(out, &rows)?;
+    } else {
+        conclude(out, disagree)?;
+    }
+    if disagree != 0 {
+        tracing::error!(
+            "the driver and the controller count different doorbell writes in {disagree} \
+             measurements"
+        );
+    }
+    Ok(ExitCode::from(if disagree == 0 { exit::FINE } else { exit::FAILED }))
+}
+
+struct Demo {
+    server: Server,
+    processors: Processors,
+    runtime: Duration,
+    stop: Arc<AtomicBool>,
+}
+
+impl Demo {
+    fn introduce(&self, out: &mut impl Write) -> io::Result<()> {
+        let list = |cpus: &[usize]| {
+            let cpus: Vec<_> = cpus.iter().map(ToString::to_string).collect();
+            cpus.join(",")
+        };
+        writeln!(
+            out,
+            "A controller behind {}, in process {}, serves",
+            self.server.socket().display(),
+            self.server.id()
+        )?;
+        writeln!(
+            out,
+            "a disk in memory and one that keeps nothing. The driver, in this process, attaches"
+        )?;
+        writeln!(
+            out,
+            "for each measurement anew: first it rings by MMIO writes, which cross the socket"
+        )?;
+        writeln!(out, "(\"trapped\"), then by shadow doorbells. It rings for every I/O.")?;
+        if self.processors.are_enough() {
+            writeln!(
+                out,
+                "Processors: {} for the driver, which polls; {} for the controller, which polls\n\
+                 while there is work and sleeps when there is none.",
+                list(&self.processors.driver),
+                list(&self.processors.server)
+            )?;
+        } else {
+            writeln!(
+                out,
+                "There is one processor for both: the driver sleeps until the interrupt, and the\n\
+                 figures are those of a busy machine."
+            )?;
+        }
+        let threads = self.processors.driver_threads(4);
+        if threads < 4 {
+            writeln!(
+                out,
+                "There are not enough processors for a thread for each of the 4 jobs of S1: {threads}\n\
+                 {} their 4 queue pairs in turn.",
+                if threads == 1 { "thread drives" } else { "threads drive" }
+            )?;
+        }
+        writeln!(out)
+    }
+
+    fn measure(
+        &mut self,
+        table: &str,
+        nsid: u32,
+        jobs: u16,
+        iodepth: u32,
+        doorbells: Doorbells,
+    ) -> anyhow::Result<Row> {
+        if self.stop.load(Ordering::Relaxed) {
+            bail!("ended by a signal");
+        }
+        let polls = self.processors.are_enough();
+        let plan = Plan {
+            rw: Workload::RandRead,
+            iodepth,
+            numjobs: jobs,
+            // A thread that sleeps can only do so for one queue.
+            threads: if polls { self.processors.driver_threads(jobs) } else { jobs },
+            runtime: self.runtime,
+            ramp_time: self.runtime / 8,
+            doorbells,
+            completion: if polls { CompletionMode::Poll } else { CompletionMode::Interrupt },
+            pin: self.processors.driver.clone(),
+            ..Plan::default()
+        };
+        let before = self.server.doorbell_writes()?;
+        let target = Target::VfioUser { socket: self.server.socket(), nsid };
+        let mut session = target.attach(&plan.attach_options())?;
+        let bar = if io::stderr().is_terminal() {
+            ProgressBar::new_spinner()
+        } else {
+            ProgressBar::hidden()
+        };
+        let outcome = bench::measure(&mut session, &plan, &mut |tick| {
+            let iops = report::count(tick.iops);
+            bar.set_message(format!("{table}, iodepth {iodepth}: {iops} IOPS"));
+            bar.tick();
+        });
+        bar.finish_and_clear();
+        let Outcome { mut row, .. } = outcome?;
+        session.detach()?;
+        // The doorbells of before the detaching came through the same socket, in front of it.
+        row.controller_mmio_writes = Some(self.server.doorbell_writes()?.saturating_sub(before));
+        row.table = table.to_owned();
+        Ok(row)
+    }
+}
+
+/// Prints a table; its rows come in pairs, without shadow doorbells and with.
+fn print(out: &mut impl Write, name: &str, rows: &[Row]) -> io::Result<()> {
+    let (what, whose) = seeds::title(name);
+    writeln!(out, "{name}: {what}")?;
+    let mut table = Table::new([
+        "iodepth",
+        "IOPS trapped",
+        "IOPS shadow",
+        "gain",
+        "MMIO/IO trapped",
+        "MMIO/IO shadow",
+        "p50 trapped",
+        "p50 shadow",
+    ]);
+    let gain = |without: f64, with: f64| format!("{:.1}x", with / without);
+    for pair in rows.chunks_exact(2) {
+        let [without, with] = pair else { continue };
+        let p50 = |row: &Row| {
+            row.latency_ns.map_or_else(|| "-".to_owned(), |l| report::nanoseconds(l.p50 as f64))
+        };
+        table.line([
+            format!("{}, here and now", without.iodepth),
+            report::count(without.iops),
+            report::count(with.iops),
+            gain(without.iops, with.iops),
+            report::per_io(without.mmio_per_io),
+            report::per_io(with.mmio_per_io),
+            p50(without),
+            p50(with),
+        ]);
+        if let Some(seed) = seeds::beside(name, without.iodepth) {
+            let [trapped, shadow] = seed.iops;
+            let mmio = seed.mmio_per_io.map(|mmio| mmio.map(report::per_io));
+            let [mmio_trapped, mmio_shadow] =
+                mmio.unwrap_or_else(|| ["-".to_owned(), "-".to_owned()]);
+            table.line([
+                "  published".to_owned(),
+                report::count(trapped),
+                report::count(shadow),
+                gain(trapped, shadow),
+                mmio_trapped,
+                mmio_shadow,
+                "-".to_owned(),
+                "-".to_owned(),
+            ]);
+        }
+    }
+    writeln!(out, "{table}published: {whose}\n")?;
+    out.flush()
+}
+
+fn conclude(out: &mut impl Write, disagree: usize) -> io::Result<()> {
+    if disagree == 0 {
+        writeln!(
+            out,
+            "The driver and the controller count the same doorbell writes in every measurement."
+        )?;
+    }
+    writeln!(out, "Where to go from here:")?;
+    writeln!(
+        out,
+        "  shadowbell serve disk.img --socket /run/vm0.sock      a disk for a virtual machine"
+    )?;
+    writeln!(
+        out,
+        "  shadowbell bench vfio-user:/run/vm0.sock --rw randrw  your own measurement (it writes)"
+    )
+}

@@ -1,0 +1,129 @@
+//! `shadowbell serve` as a second process, for as long as a demonstration takes.
+
+use anyhow::{Context, anyhow, bail};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// How long starting, ending or writing counters may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How often to look.
+const LOOK: Duration = Duration::from_millis(2);
+
+/// A running server. It ends when this is dropped.
+#[derive(Debug)]
+pub(super) struct Server {
+    child: Child,
+    directory: TempDir,
+}
+
+impl Server {
+    /// Starts this very program as a server of `disks` and waits for its socket.
+    pub(super) fn start(disks: &[&str], options: &[&str]) -> anyhow::Result<Self> {
+        let program = std::env::current_exe().context("this program does not find itself")?;
+        let directory = tempfile::Builder::new()
+            .prefix("shadowbell-demo-")
+            .tempdir()
+            .context("no temporary directory for the socket")?;
+        let log = File::create(directory.path().join("log"))?;
+        let mut command = Command::new(program);
+        command.arg("serve").args(disks).args(options);
+        command.arg("--socket").arg(directory.path().join("socket"));
+        command.arg("--stats-json").arg(directory.path().join("stats.json"));
+        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        let child = command.spawn().context("the server does not start")?;
+        let mut server = Self { child, directory };
+        let deadline = Instant::now() + PATIENCE;
+        while !server.socket().exists() {
+            server.check()?;
+            if Instant::now() > deadline {
+                bail!("the server makes no socket: {}", server.log());
+            }
+            std::thread::sleep(LOOK);
+        }
+        Ok(server)
+    }
+
+    /// Its process.
+    pub(super) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Where it listens.
+    pub(super) fn socket(&self) -> PathBuf {
+        self.directory.path().join("socket")
+    }
+
+    /// The doorbell writes that it has received for I/O queues so far.
+    pub(super) fn doorbell_writes(&mut self) -> anyhow::Result<u64> {
+        let path = self.directory.path().join("stats.json");
+        let before = version(&path);
+        self.signal(Signal::USR1).context("the server takes no signal")?;
+        let deadline = Instant::now() + PATIENCE;
+        // The file is replaced as a whole, by another one.
+        while version(&path) == before {
+            self.check()?;
+            if Instant::now() > deadline {
+                bail!("the server writes no counters: {}", self.log());
+            }
+            std::thread::sleep(LOOK);
+        }
+        let counters: Value = serde_json::from_slice(&fs::read(&path)?)
+            .context("the server's counters are not what they were")?;
+        counters
+            .get("doorbell_mmio_writes")
+            .and_then(Value::as_u64)
+            .ok_or_else(|| anyhow!("the server does not count doorbell writes"))
+    }
+
+    /// An error if it has ended.
+    fn check(&mut self) -> anyhow::Result<()> {
+        match self.child.try_wait().context("the server can not be waited for")? {
+            None => Ok(()),
+            Some(status) => bail!("the server has ended ({status}): {}", self.log()),
+        }
+    }
+
+    /// The end of what it said.
+    fn log(&self) -> String {
+        let text = fs::read(self.directory.path().join("log")).unwrap_or_default();
+        let text = String::from_utf8_lossy(&text);
+        let lines: Vec<_> = text.lines().collect();
+        lines.get(lines.len().saturating_sub(5)..).unwrap_or_default().join("; ")
+    }
+
+    fn signal(&self, signal: Signal) -> io::Result<()> {
+        let id = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
+        let id = id.ok_or_else(|| io::Error::other("it has no process identifier"))?;
+        Ok(kill_process(id, signal)?)
+    }
+}
+
+fn version(path: &Path) -> Option<(u64, i64, i64)> {
+    let about = fs::metadata(path).ok()?;
+    Some((about.ino(), about.mtime(), about.mtime_nsec()))
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // It has not been waited for, so its identifier is still its own.
+        if self.child.try_wait().is_ok_and(|ended| ended.is_none()) {
+            let _ = self.signal(Signal::TERM);
+        }
+        let deadline = Instant::now() + PATIENCE;
+        while self.child.try_wait().is_ok_and(|ended| ended.is_none()) {
+            if Instant::now() > deadline {
+                let _ = self.child.kill();
+                let _ = self.child.wait();
+                return;
+            }
+            std::thread::sleep(LOOK);
+        }
+    }
+}

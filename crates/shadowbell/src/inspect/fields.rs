@@ -1,0 +1,116 @@
+//! Fields of a data structure, under the names that nvme-cli has for them.
+
+use serde_json::{Map, Value, json};
+use std::fmt;
+use std::fmt::Write as _;
+
+/// How a field's value is shown to a person. For machines, numbers are numbers, where they fit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Shown {
+    Text(String),
+    Decimal(u128),
+    Hexadecimal(u128),
+}
+
+/// Named values in order.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Fields {
+    list: Vec<(String, Shown, String)>,
+}
+
+impl Fields {
+    fn add(&mut self, name: impl Into<String>, value: Shown) -> &mut Self {
+        self.list.push((name.into(), value, String::new()));
+        self
+    }
+
+    /// A value that is text.
+    pub(super) fn text(&mut self, name: impl Into<String>, value: impl fmt::Display) -> &mut Self {
+        self.add(name, Shown::Text(value.to_string()))
+    }
+
+    /// A number of something.
+    pub(super) fn number(&mut self, name: impl Into<String>, value: impl Into<u128>) -> &mut Self {
+        self.add(name, Shown::Decimal(value.into()))
+    }
+
+    /// A number that is bits or an identifier.
+    pub(super) fn bits(&mut self, name: impl Into<String>, value: impl Into<u128>) -> &mut Self {
+        self.add(name, Shown::Hexadecimal(value.into()))
+    }
+
+    /// Bytes that are an identifier.
+    pub(super) fn bytes(&mut self, name: impl Into<String>, value: &[u8]) -> &mut Self {
+        let text = value.iter().fold(String::new(), |mut text, byte| {
+            // Writing to a string does not fail.
+            let _ = write!(text, "{byte:02x}");
+            text
+        });
+        self.text(name, text)
+    }
+
+    /// Says what the last value means, to a person.
+    pub(super) fn meaning(&mut self, meaning: impl fmt::Display) -> &mut Self {
+        if let Some((.., note)) = self.list.last_mut() {
+            *note = meaning.to_string();
+        }
+        self
+    }
+
+    /// For machines.
+    pub(super) fn to_json(&self) -> Map<String, Value> {
+        let value = |shown: &Shown| match shown {
+            Shown::Text(text) => json!(text),
+            Shown::Decimal(n) | Shown::Hexadecimal(n) => match u64::try_from(*n) {
+                Ok(n) => json!(n),
+                // Beyond what most readers of JSON keep exactly.
+                Err(_) => json!(n.to_string()),
+            },
+        };
+        self.list.iter().map(|(name, shown, _)| (name.clone(), value(shown))).collect()
+    }
+}
+
+impl fmt::Display for Fields {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let width = self.list.iter().map(|(name, ..)| name.len()).max().unwrap_or(0);
+        for (name, shown, meaning) in &self.list {
+            write!(f, "{name:width$} : ")?;
+            match shown {
+                Shown::Text(text) => f.write_str(text)?,
+                Shown::Decimal(n) => write!(f, "{n}")?,
+                Shown::Hexadecimal(0) => f.write_str("0")?,
+                Shown::Hexadecimal(n) => write!(f, "{n:#x}")?,
+            }
+            if !meaning.is_empty() {
+                write!(f, " ({meaning})")?;
+            }
+            writeln!(f)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn people_and_machines_see_the_same() {
+        let mut fields = Fields::default();
+        fields.bits("vid", 0x5342u16).number("mdts", 8u8).meaning("1 MiB").text("sn", "A B");
+        fields.bytes("eui64", &[0, 0xab]).number("tnvmcap", u128::MAX).bits("cmic", 0u8);
+        let text = fields.to_string();
+        let lines: Vec<_> = text.lines().collect();
+        assert_eq!(lines[0], "vid     : 0x5342");
+        assert_eq!(lines[1], "mdts    : 8 (1 MiB)");
+        assert_eq!(lines[2], "sn      : A B");
+        assert_eq!(lines[3], "eui64   : 00ab");
+        assert_eq!(lines[5], "cmic    : 0");
+        let json = Value::Object(fields.to_json());
+        assert_eq!(json["vid"], 0x5342);
+        assert_eq!(json["mdts"], 8);
+        assert_eq!(json["sn"], "A B");
+        assert_eq!(json["tnvmcap"], u128::MAX.to_string());
+    }
+}

@@ -1,0 +1,302 @@
+//! Streams of bytes from and to a namespace, with several requests in flight.
+
+use crate::target::Session;
+use anyhow::{Context, anyhow, bail};
+use driver::{Buffer, Command, Controller, Namespace, QueuePair};
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+/// Bytes of a request, where the controller takes as much at once.
+const CHUNK: u64 = 1 << 20;
+/// Requests in flight.
+pub(super) const DEPTH: usize = 8;
+/// A request that takes longer is given up, and the whole with it.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A queue pair with its buffers, on a namespace.
+struct Port {
+    queue: QueuePair,
+    namespace: Namespace,
+    name: String,
+    chunk: u64,
+    spare: Vec<Buffer>,
+    /// By slot of the queue, which of the requests that were ever made it is.
+    by_slot: Vec<u64>,
+    made: u64,
+}
+
+impl Port {
+    fn open(
+        controller: &mut Controller,
+        namespace: Namespace,
+        name: String,
+    ) -> anyhow::Result<Self> {
+        let queue = controller
+            .take_queue_pair()
+            .ok_or_else(|| anyhow!("{name}: the controller grants no more queue pairs"))?;
+        let block = u64::from(namespace.block_size());
+        let chunk = (CHUNK.min(namespace.max_transfer_bytes()) / block).max(1) * block;
+        let depth = DEPTH.min(queue.capacity());
+        let pool = controller.buffers(depth, usize::try_from(chunk)?)?;
+        let spare = std::iter::from_fn(|| pool.take()).take(depth).collect();
+        let by_slot = vec![0; queue.capacity()];
+        Ok(Self { queue, namespace, name, chunk, spare, by_slot, made: 0 })
+    }
+
+    fn block(&self) -> u64 {
+        self.namespace.block_size().into()
+    }
+
+    /// The command for `len` bytes at byte `offset`, both whole blocks.
+    fn command(&self, write: bool, offset: u64, len: u64) -> anyhow::Result<Command> {
+        let lba = self.namespace.blocks_in(offset)?;
+        let blocks = u32::try_from(self.namespace.blocks_in(len)?)?;
+        Ok(if write {
+            self.namespace.write(lba, blocks)?
+        } else {
+            self.namespace.read(lba, blocks)?
+        })
+    }
+
+    /// Submits; the number of the request.
+    fn submit(&mut self, command: Command, buffer: Option<Buffer>) -> anyhow::Result<u64> {
+        let token = self.queue.submit(command, buffer).map_err(|e| anyhow!(e.reason))?;
+        let number = self.made;
+        self.made += 1;
+        if let Some(entry) = self.by_slot.get_mut(token.index()) {
+            *entry = number;
+        }
+        Ok(number)
+    }
+
+    /// Waits for the next request that ends: its number, and its buffer.
+    fn wait(&mut self) -> anyhow::Result<(u64, Option<Buffer>)> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            self.queue.ring()?;
+            if let Some(done) = self.queue.pop() {
+                let number = self.by_slot.get(done.token.index()).copied().unwrap_or_default();
+                if !done.status.is_success() {
+                    bail!("{}: {}", self.name, done.status);
+                }
+                return Ok((number, done.buffer));
+            }
+            if !self.queue.wait(Some(deadline))? && Instant::now() >= deadline {
+                bail!("{}: nothing was completed for {} s", self.name, PATIENCE.as_secs());
+            }
+        }
+    }
+}
+
+/// A stream of the bytes of a namespace.
+pub(super) struct DiskReader {
+    port: Port,
+    /// What is asked for next, a whole number of blocks.
+    next: u64,
+    /// The end, in whole blocks.
+    end: u64,
+    /// Requests in the order of their bytes.
+    window: VecDeque<Request>,
+    /// The number of the first request in the window.
+    first: u64,
+    /// Bytes to leave out of the first block.
+    skip: u64,
+    /// Bytes still to be delivered.
+    left: u64,
+    bytes: Vec<u8>,
+}
+
+struct Request {
+    offset: u64,
+    len: u64,
+    /// There when it is done.
+    buffer: Option<Buffer>,
+}
+
+impl DiskReader {
+    /// `len` bytes of `namespace` from byte `offset` on, which it must have.
+    pub(super) fn open(
+        session: &mut Session,
+        namespace: Namespace,
+        offset: u64,
+        len: u64,
+    ) -> anyhow::Result<Self> {
+        let name = session.target().with_nsid(namespace.nsid()).to_string();
+        let port = Port::open(&mut session.controller, namespace, name)?;
+        let block = port.block();
+        let skip = offset % block;
+        let end = offset
+            .checked_add(len)
+            .and_then(|end| end.checked_next_multiple_of(block))
+            .ok_or_else(|| anyhow!("the end is beyond what 64 bits can tell"))?;
+        Ok(Self {
+            port,
+            next: offset - skip,
+            end,
+            window: VecDeque::with_capacity(DEPTH),
+            first: 0,
+            skip,
+            left: len,
+            bytes: Vec::new(),
+        })
+    }
+
+    /// The next bytes, in order; nothing at the end.
+    pub(super) fn next(&mut self) -> anyhow::Result<Option<&[u8]>> {
+        if self.left == 0 {
+            return Ok(None);
+        }
+        self.ask()?;
+        while self.window.front().is_none_or(|request| request.buffer.is_none()) {
+            if self.window.is_empty() {
+                bail!("{}: the stream ended early", self.port.name);
+            }
+            let context = |at: Option<u64>| match at {
+                Some(at) => format!("reading at byte {at}"),
+                None => "reading".to_owned(),
+            };
+            let at = self.window.front().map(|request| request.offset);
+            let (number, buffer) = self.port.wait().with_context(|| context(at))?;
+            let place = number.checked_sub(self.first).and_then(|n| usize::try_from(n).ok());
+            if let Some(request) = place.and_then(|place| self.window.get_mut(place)) {
+                request.buffer = buffer;
+            }
+        }
+        let Some(Request { len, buffer: Some(buffer), .. }) = self.window.pop_front() else {
+            bail!("{}: the stream ended early", self.port.name);
+        };
+        self.first += 1;
+        let skip = std::mem::take(&mut self.skip);
+        let here = (len - skip).min(self.left);
+        self.left -= here;
+        self.bytes.resize(usize::try_from(here)?, 0);
+        if !buffer.copy_to(usize::try_from(skip)?, &mut self.bytes) {
+            bail!("{}: a buffer is shorter than its request", self.port.name);
+        }
+        self.port.spare.push(buffer);
+        // While the caller is busy with these, the device is with the following.
+        self.ask()?;
+        Ok(Some(&self.bytes))
+    }
+
+    /// Keeps the window full.
+    fn ask(&mut self) -> anyhow::Result<()> {
+        while self.next < self.end
+            && let Some(buffer) = self.port.spare.pop()
+        {
+            let len = self.port.chunk.min(self.end - self.next);
+            let command = self.port.command(false, self.next, len)?;
+            self.port.submit(command, Some(buffer))?;
+            self.window.push_back(Request { offset: self.next, len, buffer: None });
+            self.next += len;
+        }
+        Ok(self.port.queue.ring()?)
+    }
+}
+
+/// A stream into a namespace.
+pub(super) struct DiskWriter {
+    port: Port,
+    /// What is collected for the next request, which begins at byte `at`, a whole number of blocks.
+    collected: Vec<u8>,
+    at: u64,
+    in_flight: usize,
+}
+
+impl DiskWriter {
+    /// Writes to `namespace` from byte `offset` on.
+    pub(super) fn open(
+        session: &mut Session,
+        namespace: Namespace,
+        offset: u64,
+    ) -> anyhow::Result<Self> {
+        let name = session.target().with_nsid(namespace.nsid()).to_string();
+        let port = Port::open(&mut session.controller, namespace, name)?;
+        let before = offset % port.block();
+        let mut writer = Self { port, collected: Vec::new(), at: offset - before, in_flight: 0 };
+        if before != 0 {
+            let mut block = writer.read_block(writer.at)?;
+            block.truncate(usize::try_from(before)?);
+            writer.collected = block;
+        }
+        Ok(writer)
+    }
+
+    /// Writes `bytes` behind what was written so far. They may still be under way afterwards.
+    pub(super) fn put(&mut self, mut bytes: &[u8]) -> anyhow::Result<()> {
+        let chunk = usize::try_from(self.port.chunk)?;
+        while !bytes.is_empty() {
+            let room = chunk.saturating_sub(self.collected.len());
+            let (now, later) = bytes.split_at(room.min(bytes.len()));
+            self.collected.extend_from_slice(now);
+            bytes = later;
+            if self.collected.len() == chunk {
+                self.send()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the rest, waits for everything and makes it durable. What is in the last block behind
+    /// the last byte stays.
+    pub(super) fn finish(mut self) -> anyhow::Result<()> {
+        let block = usize::try_from(self.port.block())?;
+        let odd = self.collected.len() % block;
+        if odd != 0 {
+            let last = self.at + (self.collected.len() - odd) as u64;
+            let rest = self.read_block(last)?;
+            self.collected.extend_from_slice(rest.get(odd..).unwrap_or_default());
+        }
+        if !self.collected.is_empty() {
+            self.send()?;
+        }
+        while self.in_flight > 0 {
+            self.reap()?;
+        }
+        let flush = self.port.namespace.flush();
+        self.port.submit(flush, None)?;
+        self.port.wait().context("flushing")?;
+        Ok(())
+    }
+
+    fn send(&mut self) -> anyhow::Result<()> {
+        while self.port.spare.is_empty() {
+            self.reap()?;
+        }
+        let command = self.port.command(true, self.at, self.collected.len() as u64)?;
+        let Some(mut buffer) = self.port.spare.pop() else { bail!("there is no buffer") };
+        if !buffer.copy_from(0, &self.collected) {
+            bail!("{}: a buffer is shorter than its request", self.port.name);
+        }
+        self.port.submit(command, Some(buffer))?;
+        self.port.queue.ring()?;
+        self.in_flight += 1;
+        self.at += self.collected.len() as u64;
+        self.collected.clear();
+        Ok(())
+    }
+
+    fn reap(&mut self) -> anyhow::Result<()> {
+        let (_, buffer) =
+            self.port.wait().with_context(|| format!("writing before byte {}", self.at))?;
+        self.in_flight -= 1;
+        self.port.spare.extend(buffer);
+        Ok(())
+    }
+
+    /// A block as it is, with nothing in flight on it.
+    fn read_block(&mut self, offset: u64) -> anyhow::Result<Vec<u8>> {
+        while self.in_flight > 0 {
+            self.reap()?;
+        }
+        let block = self.port.block();
+        let command = self.port.command(false, offset, block)?;
+        let buffer = self.port.spare.pop();
+        self.port.submit(command, buffer)?;
+        let (_, buffer) = self.port.wait().with_context(|| format!("reading at byte {offset}"))?;
+        let Some(buffer) = buffer else { bail!("{}: a buffer was lost", self.port.name) };
+        let bytes = buffer.to_vec(usize::try_from(block)?);
+        self.port.spare.push(buffer);
+        Ok(bytes)
+    }
+}

@@ -1,0 +1,318 @@
+//! `read`, `write` and `copy`: bytes from, to and between namespaces.
+//!
+//! Any byte range will do: at its ends, the rest of a block is read and written back as it was.
+//! Several requests are in flight at once, and a write is durable (flushed) when the program ends
+//! with success.
+
+mod disk;
+
+use crate::exit;
+use crate::target::{self, Session, Target};
+use anyhow::{Context, anyhow, bail};
+use disk::{DEPTH, DiskReader, DiskWriter};
+use driver::{AttachOptions, Namespace};
+use indicatif::{ProgressBar, ProgressStyle};
+use std::fs::{self, File};
+use std::io::{self, IsTerminal, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Read bytes of a namespace
+#[derive(Clone, Debug, clap::Args)]
+#[command(after_help = target::HELP)]
+pub struct ReadArgs {
+    /// What to read from
+    #[arg(value_name = "TARGET")]
+    pub target: Target,
+    /// The first byte: 4096, 1MiB
+    #[arg(long, default_value = "0", value_parser = parse_bytes, value_name = "BYTES")]
+    pub offset: u64,
+    /// How many bytes [default: all up to the end]
+    #[arg(long, value_parser = parse_bytes, value_name = "BYTES")]
+    pub length: Option<u64>,
+    /// Where to put them [default: standard output]
+    #[arg(short, long, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+}
+
+/// Write bytes to a namespace
+#[derive(Clone, Debug, clap::Args)]
+#[command(after_help = target::HELP)]
+pub struct WriteArgs {
+    /// What to write to
+    #[arg(value_name = "TARGET")]
+    pub target: Target,
+    /// Where the first byte goes: 4096, 1MiB
+    #[arg(long, default_value = "0", value_parser = parse_bytes, value_name = "BYTES")]
+    pub offset: u64,
+    /// How many bytes, at most [default: all that there are]
+    #[arg(long, value_parser = parse_bytes, value_name = "BYTES")]
+    pub length: Option<u64>,
+    /// Where they come from [default: standard input]
+    #[arg(short, long, value_name = "FILE")]
+    pub input: Option<PathBuf>,
+}
+
+/// Copy a namespace or disk onto another
+#[derive(Clone, Debug, clap::Args)]
+#[command(after_help = target::HELP)]
+pub struct CopyArgs {
+    /// What to copy
+    #[arg(value_name = "SRC")]
+    pub source: Target,
+    /// What to overwrite; a file that does not exist is created
+    #[arg(value_name = "DST")]
+    pub destination: Target,
+}
+
+fn parse_bytes(text: &str) -> Result<u64, String> {
+    if text == "0" { Ok(0) } else { ::disk::parse_size(text) }
+}
+
+/// Runs `read`.
+///
+/// # Errors
+/// The driver's, those of the output, and with exit status [`exit::BAD_INPUT`] a range that is not
+/// there.
+pub fn read(args: &ReadArgs) -> anyhow::Result<ExitCode> {
+    if args.output.is_none() && io::stdout().is_terminal() {
+        let error =
+            anyhow!("the bytes of a disk are not for a terminal: use `> FILE` or `-o FILE`");
+        return Err(exit::bad_input(error));
+    }
+    let mut session = attach(&args.target, 1)?;
+    let namespace = session.namespace()?.clone();
+    let rest = rest_from(&session, &namespace, args.offset)?;
+    let length = args.length.unwrap_or(rest);
+    if length > rest {
+        return Err(exit::bad_input(anyhow!(
+            "{}: {length} bytes from byte {} on reach past the end: there are {rest}",
+            args.target,
+            args.offset
+        )));
+    }
+    let mut reader = DiskReader::open(&mut session, namespace, args.offset, length)?;
+    let (mut out, name): (Box<dyn Write>, String) = match &args.output {
+        Some(path) => {
+            let file = File::create(path).map_err(exit::bad_input);
+            (
+                Box::new(file.with_context(|| path.display().to_string())?),
+                path.display().to_string(),
+            )
+        }
+        None => (Box::new(io::stdout().lock()), "standard output".to_owned()),
+    };
+    let bar = progress(Some(length));
+    while let Some(bytes) = reader.next()? {
+        out.write_all(bytes).with_context(|| name.clone())?;
+        bar.inc(bytes.len() as u64);
+    }
+    out.flush().with_context(|| name.clone())?;
+    bar.finish_and_clear();
+    drop(reader);
+    session.detach()?;
+    tracing::info!("read {length} bytes of {}", args.target);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs `write`.
+///
+/// # Errors
+/// The driver's, those of the input, and with exit status [`exit::BAD_INPUT`] what does not fit.
+pub fn write(args: &WriteArgs) -> anyhow::Result<ExitCode> {
+    let (mut input, name, length): (Box<dyn Read>, String, Option<u64>) = match &args.input {
+        Some(path) => {
+            let name = path.display().to_string();
+            let file = File::open(path).map_err(exit::bad_input).with_context(|| name.clone())?;
+            let about = file.metadata()?;
+            if about.is_dir() {
+                return Err(exit::bad_input(anyhow!("{name} is a directory")));
+            }
+            // Of a pipe or a device nobody knows.
+            let length = about.is_file().then_some(about.len());
+            (Box::new(file), name, length)
+        }
+        None => (Box::new(io::stdin().lock()), "standard input".to_owned(), None),
+    };
+    let length = match (length, args.length) {
+        (Some(there), Some(wanted)) => Some(there.min(wanted)),
+        (there, _) => there,
+    };
+    let mut session = attach(&args.target, 1)?;
+    let namespace = writable(&session)?;
+    let rest = rest_from(&session, &namespace, args.offset)?;
+    if let Some(length) = length.or(args.length)
+        && length > rest
+    {
+        return Err(exit::bad_input(anyhow!(
+            "{}: {length} bytes do not fit: there is room for {rest} from byte {} on",
+            args.target,
+            args.offset
+        )));
+    }
+    let mut writer = DiskWriter::open(&mut session, namespace, args.offset)?;
+    let bar = progress(length);
+    let mut input = input.by_ref().take(args.length.unwrap_or(u64::MAX));
+    let mut bytes = vec![0; 256 << 10];
+    let mut written = 0;
+    loop {
+        let count = match input.read(&mut bytes) {
+            Ok(count) => count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(error).context(name),
+        };
+        if count == 0 {
+            break;
+        }
+        if count as u64 > rest - written {
+            let fits = usize::try_from(rest - written)?;
+            writer.put(bytes.get(..fits).unwrap_or_default())?;
+            writer.finish()?;
+            bail!("{}: it is full after {rest} bytes, and {name} goes on", args.target);
+        }
+        writer.put(bytes.get(..count).unwrap_or_default())?;
+        written += count as u64;
+        bar.inc(count as u64);
+    }
+    writer.finish()?;
+    bar.finish_and_clear();
+    session.detach()?;
+    tracing::info!("wrote {written} bytes to {}", args.target);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs `copy`.
+///
+/// # Errors
+/// The driver's, and with exit status [`exit::BAD_INPUT`] a destination that is too small.
+pub fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
+    let CopyArgs { source, destination } = args;
+    if source == destination {
+        return Err(exit::bad_input(anyhow!("{source} is the source and the destination")));
+    }
+    // A controller has one host at a time, so two of its namespaces are reached together.
+    let same = match (source, destination) {
+        (Target::VfioUser { socket: one, .. }, Target::VfioUser { socket: other, .. }) => {
+            same_file(one, other)
+        }
+        _ => false,
+    };
+    let mut from = attach(source, if same { 2 } else { 1 })?;
+    let namespace = from.namespace()?.clone();
+    let bytes = namespace.bytes();
+    if same {
+        let into =
+            from.controller.namespace(destination.nsid()).cloned().ok_or_else(|| {
+                exit::bad_input(anyhow!("{destination}: there is no such namespace"))
+            })?;
+        if into.nsid() == namespace.nsid() {
+            return Err(exit::bad_input(anyhow!("{source} is the source and the destination")));
+        }
+        check_room(&into, bytes, source, destination)?;
+        let reader = DiskReader::open(&mut from, namespace, 0, bytes)?;
+        let writer = DiskWriter::open(&mut from, into, 0)?;
+        pump(reader, writer, bytes)?;
+    } else {
+        let created = create_missing(destination, bytes)?;
+        let outcome = attach(destination, 1).and_then(|mut to| {
+            let into = writable(&to)?;
+            check_room(&into, bytes, source, destination)?;
+            let reader = DiskReader::open(&mut from, namespace, 0, bytes)?;
+            let writer = DiskWriter::open(&mut to, into, 0)?;
+            pump(reader, writer, bytes)?;
+            to.detach()
+        });
+        if let (Err(_), Some(path)) = (&outcome, created) {
+            tracing::warn!("{} is incomplete", path.display());
+        }
+        outcome?;
+    }
+    from.detach()?;
+    tracing::info!("copied {bytes} bytes of {source} to {destination}");
+    Ok(ExitCode::SUCCESS)
+}
+
+fn pump(mut reader: DiskReader, mut writer: DiskWriter, bytes: u64) -> anyhow::Result<()> {
+    let bar = progress(Some(bytes));
+    while let Some(bytes) = reader.next()? {
+        writer.put(bytes)?;
+        bar.inc(bytes.len() as u64);
+    }
+    writer.finish()?;
+    bar.finish_and_clear();
+    Ok(())
+}
+
+fn attach(target: &Target, queue_pairs: u16) -> anyhow::Result<Session> {
+    // One entry of a queue stays empty.
+    let queue_depth = (DEPTH as u32 + 1).next_power_of_two();
+    target.attach(&AttachOptions { queue_pairs, queue_depth, ..AttachOptions::default() })
+}
+
+fn writable(session: &Session) -> anyhow::Result<Namespace> {
+    let namespace = session.namespace()?.clone();
+    if namespace.is_read_only() {
+        return Err(exit::bad_input(anyhow!("{} is read-only", session.target())));
+    }
+    Ok(namespace)
+}
+
+fn rest_from(session: &Session, namespace: &Namespace, offset: u64) -> anyhow::Result<u64> {
+    namespace.bytes().checked_sub(offset).ok_or_else(|| {
+        let bytes = namespace.bytes();
+        let target = session.target();
+        exit::bad_input(anyhow!("{target}: byte {offset} is past the end at {bytes}"))
+    })
+}
+
+fn check_room(
+    into: &Namespace,
+    bytes: u64,
+    source: &Target,
+    destination: &Target,
+) -> anyhow::Result<()> {
+    if into.bytes() >= bytes {
+        return Ok(());
+    }
+    let room = into.bytes();
+    Err(exit::bad_input(anyhow!(
+        "{source} has {bytes} bytes, and {destination} room for {room} only"
+    )))
+}
+
+fn same_file(one: &Path, other: &Path) -> bool {
+    let real = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    real(one) == real(other)
+}
+
+/// Makes the image that the destination names, of `bytes` bytes, if it is a path where nothing is.
+fn create_missing(destination: &Target, bytes: u64) -> anyhow::Result<Option<PathBuf>> {
+    let Target::Local { disk } = destination else { return Ok(None) };
+    let path = Path::new(disk);
+    // `mem:1GiB` is no path, and what follows a `?` is no part of one.
+    let kind = disk.split_once(':').is_some_and(|(kind, _)| !kind.contains('/'));
+    if kind || disk.contains('?') || path.exists() {
+        return Ok(None);
+    }
+    let created = File::create_new(path).and_then(|file| file.set_len(bytes));
+    created.map_err(exit::bad_input).with_context(|| path.display().to_string())?;
+    Ok(Some(path.to_owned()))
+}
+
+fn progress(bytes: Option<u64>) -> ProgressBar {
+    if !io::stderr().is_terminal() {
+        return ProgressBar::hidden();
+    }
+    let (bar, template) = match bytes {
+        Some(bytes) => (
+            ProgressBar::new(bytes),
+            "{wide_bar} {bytes}/{total_bytes} {binary_bytes_per_sec} {eta}",
+        ),
+        None => (ProgressBar::new_spinner(), "{spinner} {bytes} {binary_bytes_per_sec}"),
+    };
+    // The templates are constant; if one were wrong, the usual one would do.
+    match ProgressStyle::with_template(template) {
+        Ok(style) => bar.with_style(style),
+        Err(_) => bar,
+    }
+}
