@@ -21,7 +21,7 @@ struct Used {
 /// An error unless the process goes three seconds without using any time.
 pub(super) fn check(process: u32) -> Result<()> {
     // What was under way a moment ago comes to its end first.
-    sleep(Duration::from_secs(1));
+    sleep(Duration::from_secs(2));
     let tasks = format!("/proc/{process}/task");
     let before = used(Path::new(&tasks))?;
     sleep(Duration::from_secs(3));
