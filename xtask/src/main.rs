@@ -77,7 +77,7 @@ struct GuestArguments {
     /// The guest's kernel.
     #[arg(long, value_enum, default_value_t = Kernels::All)]
     kernel: Kernels,
-    /// The controller under test; s3 always compares both.
+    /// The controller under test. With ours, s3 measures QEMU's own beside it.
     #[arg(long, value_enum, default_value_t = Subject::Shadowbell)]
     device: Subject,
     /// A shadowbell program that is built already, instead of building one.
