@@ -3,11 +3,11 @@
 use crate::device::Device;
 use crate::dma::Buffer;
 use crate::error::{CommandError, QueueError};
-use crate::queue::{Completion, Core, Shadow};
+use crate::queue::{Completion, Core, Shadow, Token};
 use spec::event::AsyncEvent;
 use spec::opcode::AdminOpcode;
 use spec::{Sqe, Status};
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -16,23 +16,23 @@ const MAX_EVENTS: usize = 256;
 /// How often a command that takes long has the controller's health looked at.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What a slot's completion is waited for by.
-enum Waiting {
-    /// The slot is free.
-    Nobody,
-    /// A thread in [`AdminQueue::execute`].
-    Someone,
-    /// The same, who will find this.
-    Done(Completion),
-    /// Nobody any more: the thread gave up.
-    GaveUp,
+/// Whose a slot's command is.
+#[derive(Clone, Copy)]
+enum Owner {
+    /// That of a thread in [`AdminQueue::execute`], with this ticket. Not the slot: that is free,
+    /// and may be the next command's, before the thread has come to take its completion.
+    Ticket(u64),
     /// It is an Asynchronous Event Request.
     Event,
 }
 
 struct State {
     core: Core,
-    waiting: Box<[Waiting]>,
+    /// By slot.
+    owners: Box<[Owner]>,
+    /// What is waited for, by ticket, and what has come of it. Who gave up has no entry.
+    tickets: BTreeMap<u64, Option<Completion>>,
+    next_ticket: u64,
     events: VecDeque<AsyncEvent>,
     /// Events that were dropped for want of somebody to take them.
     lost: u64,
@@ -50,9 +50,16 @@ pub(crate) struct AdminQueue {
 
 impl AdminQueue {
     pub(crate) fn new(core: Core) -> Self {
-        let waiting = (0..core.capacity()).map(|_| Waiting::Nobody).collect();
-        let state = State { core, waiting, events: VecDeque::new(), lost: 0 };
-        Self { state: Mutex::new(state) }
+        Self {
+            state: Mutex::new(State {
+                owners: vec![Owner::Event; core.capacity()].into(),
+                core,
+                tickets: BTreeMap::new(),
+                next_ticket: 0,
+                events: VecDeque::new(),
+                lost: 0,
+            }),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -113,16 +120,13 @@ impl AdminQueue {
         };
         let mut patience = Patience::default();
         let mut buffer = buffer;
-        let slot = loop {
+        let ticket = loop {
             let mut state = self.lock();
             state.reap();
             match state.core.submit(sqe, buffer, 0, transfer) {
                 Ok(token) => {
-                    if let Some(waiting) = state.waiting.get_mut(token.index()) {
-                        *waiting = Waiting::Someone;
-                    }
                     state.core.ring().map_err(refused)?;
-                    break token.index();
+                    break state.own(token);
                 }
                 Err(full) if matches!(full.reason, QueueError::Full { .. }) => {
                     drop(state);
@@ -141,47 +145,34 @@ impl AdminQueue {
             // The clock first: if this thread was not run for long, the controller still gets a
             // last look.
             let waited = began.elapsed();
-            if let Some(completion) = self.take(slot) {
+            if let Some(completion) = self.take(ticket) {
                 return Ok(completion);
             }
             if waited >= limit {
-                return self.give_up(slot).ok_or_else(late);
+                return self.give_up(ticket).ok_or_else(late);
             }
             if waited >= health {
                 health = waited + HEALTH_INTERVAL;
                 if let Some(why) = device.ailment() {
                     let source = QueueError::Failed { qid: 0, why: why.into() };
-                    return self.give_up(slot).ok_or_else(|| refused(source));
+                    return self.give_up(ticket).ok_or_else(|| refused(source));
                 }
             }
             patience.pause(limit - waited);
         }
     }
 
-    fn take(&self, slot: usize) -> Option<Completion> {
+    fn take(&self, ticket: u64) -> Option<Completion> {
         let mut state = self.lock();
         state.reap();
-        let waiting = state.waiting.get_mut(slot)?;
-        match std::mem::replace(waiting, Waiting::Nobody) {
-            Waiting::Done(completion) => Some(completion),
-            other => {
-                *waiting = other;
-                None
-            }
-        }
+        let completion = state.tickets.get_mut(&ticket)?.take()?;
+        state.tickets.remove(&ticket);
+        Some(completion)
     }
 
-    /// Leaves the slot to its completion, if that has not come in this moment.
-    fn give_up(&self, slot: usize) -> Option<Completion> {
-        let mut state = self.lock();
-        let waiting = state.waiting.get_mut(slot)?;
-        match std::mem::replace(waiting, Waiting::GaveUp) {
-            Waiting::Done(completion) => {
-                *waiting = Waiting::Nobody;
-                Some(completion)
-            }
-            _ => None,
-        }
+    /// Waits no more, unless the completion has come in this moment.
+    fn give_up(&self, ticket: u64) -> Option<Completion> {
+        self.lock().tickets.remove(&ticket)?
     }
 
     /// Has `count` Asynchronous Event Requests outstanding. Base 2.1, 5.1.2.
@@ -215,17 +206,30 @@ impl AdminQueue {
 }
 
 impl State {
+    /// The command just submitted is waited for, with the ticket that this returns.
+    fn own(&mut self, token: Token) -> u64 {
+        let ticket = self.next_ticket;
+        self.next_ticket += 1;
+        if let Some(owner) = self.owners.get_mut(token.index()) {
+            *owner = Owner::Ticket(ticket);
+        }
+        self.tickets.insert(ticket, None);
+        ticket
+    }
+
     /// Sorts the completions that are there, at most as many as the queue holds.
     fn reap(&mut self) {
         let mut ring = false;
         for _ in 0..self.core.capacity() {
             let Some(completion) = self.core.pop() else { break };
-            let slot = completion.token.index();
-            let Some(waiting) = self.waiting.get_mut(slot) else { continue };
-            match std::mem::replace(waiting, Waiting::Nobody) {
-                Waiting::Someone => *waiting = Waiting::Done(completion),
-                Waiting::Event => ring |= self.event(&completion),
-                Waiting::GaveUp | Waiting::Nobody | Waiting::Done(_) => {}
+            match self.owners.get(completion.token.index()).copied() {
+                Some(Owner::Ticket(ticket)) => {
+                    if let Some(outcome) = self.tickets.get_mut(&ticket) {
+                        *outcome = Some(completion);
+                    }
+                }
+                Some(Owner::Event) => ring |= self.event(&completion),
+                None => {}
             }
         }
         // Both say so again to the next command if they fail.
@@ -251,8 +255,8 @@ impl State {
     fn request_event(&mut self) -> Result<(), QueueError> {
         let token =
             self.core.submit(Sqe::async_event_request(0), None, 0, 0).map_err(|r| r.reason)?;
-        if let Some(waiting) = self.waiting.get_mut(token.index()) {
-            *waiting = Waiting::Event;
+        if let Some(owner) = self.owners.get_mut(token.index()) {
+            *owner = Owner::Event;
         }
         Ok(())
     }

@@ -113,6 +113,36 @@ fn a_fatal_status_ends_the_wait() {
 }
 
 #[test]
+fn a_completion_that_somebody_else_found_is_kept_for_its_owner() {
+    let fake = Fake::new();
+    let controller = attach(&fake);
+    fake.with(|state| state.ignored.insert(0xc1));
+    for round in 0..30 {
+        std::thread::scope(|scope| {
+            let admin = controller.admin();
+            let waits = scope.spawn(move || {
+                let vendor = Sqe::new(0xc1, 0, 0);
+                admin.execute(vendor, AdminData::None, Duration::from_secs(5)).unwrap()
+            });
+            let cid = loop {
+                if let Some(cid) = fake.with(|state| state.ignored_cids.pop()) {
+                    break cid;
+                }
+                std::thread::yield_now();
+            };
+            // Long enough that it only looks now and then.
+            std::thread::sleep(Duration::from_millis(2));
+            fake.post(0, Cqe::new(cid, 0, 0, Status::SUCCESS, round), 0, None);
+            // Finds that completion, and has the slot for its own command.
+            for _ in 0..3 {
+                controller.admin().identify_controller().unwrap();
+            }
+            assert_eq!(waits.join().unwrap().dw0, round);
+        });
+    }
+}
+
+#[test]
 fn several_threads_at_once() {
     let fake = Fake::new();
     let controller = attach(&fake);

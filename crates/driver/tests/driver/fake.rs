@@ -78,6 +78,7 @@ pub(crate) struct State {
     pub(crate) admin_log: Vec<u8>,
     pub(crate) doorbell_writes: Vec<(u64, u32)>,
     pub(crate) medium: Vec<u8>,
+    pub(crate) ignored_cids: Vec<u16>,
     pub(crate) deleted: Vec<u16>,
     pub(crate) unmaps: usize,
     pub(crate) resets: usize,
@@ -134,6 +135,7 @@ impl Fake {
             admin_log: Vec::new(),
             doorbell_writes: Vec::new(),
             medium: vec![0; BLOCKS as usize * 512],
+            ignored_cids: Vec::new(),
             deleted: Vec::new(),
             unmaps: 0,
             resets: 0,
@@ -355,6 +357,7 @@ impl State {
     fn admin(&mut self, sqe: &Sqe) {
         self.admin_log.push(sqe.opcode);
         if self.ignored.contains(&sqe.opcode) {
+            self.ignored_cids.push(sqe.cid);
             return;
         }
         let outcome = match self.refused.get(&sqe.opcode) {

@@ -18,7 +18,7 @@ fn options() -> AttachOptions {
         queue_depth: 16,
         timeouts: Timeouts {
             ready: Some(Duration::from_millis(50)),
-            admin: Duration::from_millis(200),
+            admin: Duration::from_millis(400),
             io: Duration::from_millis(80),
             shutdown: Duration::from_millis(50),
         },
