@@ -125,9 +125,7 @@ impl Target {
     /// With exit status [`exit::BAD_INPUT`] if nobody serves there or there is no such disk, and
     /// otherwise the driver's.
     pub fn attach(&self, options: &AttachOptions) -> anyhow::Result<Session> {
-        let controller = Controller::attach(self.transport(options)?, options)
-            .with_context(|| self.to_string())?;
-        Ok(Session { target: self.clone(), controller })
+        Session::over(self.clone(), self.transport(options)?, options)
     }
 
     fn transport(&self, options: &AttachOptions) -> anyhow::Result<Arc<dyn Transport>> {
@@ -156,6 +154,20 @@ pub struct Session {
 }
 
 impl Session {
+    /// Attaches to the controller at the other end of `transport`, which is that of `target`.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn over(
+        target: Target,
+        transport: Arc<dyn Transport>,
+        options: &AttachOptions,
+    ) -> anyhow::Result<Self> {
+        let controller =
+            Controller::attach(transport, options).with_context(|| target.to_string())?;
+        Ok(Self { target, controller })
+    }
+
     /// What was asked for.
     #[must_use]
     pub fn target(&self) -> &Target {

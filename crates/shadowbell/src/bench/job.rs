@@ -6,7 +6,7 @@ use anyhow::{Context, bail};
 use hdrhistogram::Histogram;
 use rustix::thread::CpuSet;
 use rustix::time::{ClockId, clock_gettime};
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// Empty looks between two that also look at the clock and leave the processor to others.
@@ -20,7 +20,11 @@ const SAMPLES: f64 = 20_000.0;
 
 /// What part of the run it is: written by who watches, looked at by all jobs.
 #[derive(Debug)]
-pub(super) struct Phase(AtomicU8);
+pub(super) struct Phase {
+    now: AtomicU8,
+    /// Jobs that have taken notice: of the start, and of measuring.
+    seen: AtomicU32,
+}
 
 const RAMP: u8 = 0;
 const RUN: u8 = 1;
@@ -28,22 +32,32 @@ const STOP: u8 = 2;
 
 impl Phase {
     pub(super) fn ramp() -> Self {
-        Self(AtomicU8::new(RAMP))
+        Self { now: AtomicU8::new(RAMP), seen: AtomicU32::new(0) }
     }
 
     /// What comes from now on is measured.
     pub(super) fn run(&self) {
-        let _ = self.0.compare_exchange(RAMP, RUN, Ordering::Relaxed, Ordering::Relaxed);
+        self.now.store(RUN, Ordering::Relaxed);
     }
 
     /// Nothing more is submitted.
     pub(super) fn stop(&self) {
-        self.0.store(STOP, Ordering::Relaxed);
+        self.now.store(STOP, Ordering::Relaxed);
+    }
+
+    /// How often a thread has begun to work, or to measure. On a machine that has other things to
+    /// do that can be long after it was told to.
+    pub(super) fn seen(&self) -> usize {
+        self.seen.load(Ordering::Acquire) as usize
+    }
+
+    fn see(&self) {
+        self.seen.fetch_add(1, Ordering::Release);
     }
 
     #[inline]
     fn get(&self) -> u8 {
-        self.0.load(Ordering::Relaxed)
+        self.now.load(Ordering::Relaxed)
     }
 }
 
@@ -117,6 +131,7 @@ pub(super) fn run<L: Load>(
 ) -> anyhow::Result<JobReport> {
     let mut begin = Snapshot::take(lanes);
     lanes.iter_mut().try_for_each(Lane::fill)?;
+    phase.see();
     let mut last = RAMP;
     let mut end = None;
     let mut idle = Idle::new(sleeps);
@@ -128,6 +143,7 @@ pub(super) fn run<L: Load>(
                 let ramp = std::mem::replace(&mut begin, Snapshot::take(lanes));
                 let every = choose_sample.then(|| sample_every(&ramp, &begin));
                 lanes.iter_mut().for_each(|lane| lane.restart_latencies(every));
+                phase.see();
             } else {
                 end = Some(Snapshot::take(lanes));
             }

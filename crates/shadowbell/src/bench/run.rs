@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 
 /// How often whoever watches is told.
 const TICK: Duration = Duration::from_millis(100);
+/// How often to look whether the threads have got somewhere.
+const LOOK: Duration = Duration::from_millis(1);
 
 /// A run as seen from outside, now and then.
 #[derive(Clone, Copy, Debug)]
@@ -124,9 +126,6 @@ fn spawn<L: Load>(
     let progress: Vec<Progress> = threads.iter().map(|_| Progress::default()).collect();
     let sleeps = plan.completion != CompletionMode::Poll;
     let choose_sample = plan.latency_sample.is_none();
-    if plan.ramp_time.is_zero() && plan.number_ios.is_none() {
-        phase.run();
-    }
     thread::scope(|scope| {
         let mut handles = Vec::new();
         for (index, (lanes, progress)) in threads.iter_mut().zip(&progress).enumerate() {
@@ -135,9 +134,8 @@ fn spawn<L: Load>(
                 cpu.map_or(Ok(()), job::pin)?;
                 job::run(lanes, sleeps, choose_sample, phase, progress)
             };
-            let spawned =
-                thread::Builder::new().name(format!("job{index}")).spawn_scoped(scope, work);
-            match spawned {
+            let name = format!("job{index}");
+            match thread::Builder::new().name(name).spawn_scoped(scope, work) {
                 Ok(handle) => handles.push(handle),
                 Err(error) => {
                     phase.stop();
@@ -145,47 +143,9 @@ fn spawn<L: Load>(
                 }
             }
         }
-        let began = Instant::now();
-        let whole = plan.ramp_time + plan.runtime;
-        let mut last = (began, 0);
-        loop {
-            if handles.iter().all(thread::ScopedJoinHandle::is_finished) {
-                break;
-            }
-            let elapsed = began.elapsed();
-            if plan.number_ios.is_none() {
-                if elapsed >= plan.ramp_time {
-                    phase.run();
-                }
-                if elapsed >= whole {
-                    break;
-                }
-            }
-            // A thread that is done early has failed, unless the number of I/Os was set: then the
-            // others have nothing to go on for.
-            if plan.number_ios.is_none()
-                && handles.iter().any(thread::ScopedJoinHandle::is_finished)
-            {
-                break;
-            }
-            let next = if elapsed < plan.ramp_time { plan.ramp_time } else { whole };
-            let nap = if plan.number_ios.is_some() { TICK } else { TICK.min(next - elapsed) };
-            // The last of several threads wakes us by ending only indirectly; be there soon.
-            thread::park_timeout(nap.min(if plan.number_ios.is_some() { TICK / 20 } else { TICK }));
-            let (now, commands) = (Instant::now(), progress.iter().map(Progress::get).sum::<u64>());
-            if now - last.0 >= TICK {
-                let iops = (commands - last.1) as f64 / (now - last.0).as_secs_f64();
-                let done = match plan.number_ios {
-                    None => began.elapsed().as_secs_f64() / whole.as_secs_f64(),
-                    Some(ios) => commands as f64 / (ios.saturating_mul(plan.numjobs.into())) as f64,
-                };
-                watch(Tick { done: done.min(1.0), iops });
-                last = (now, commands);
-            }
-        }
-        if plan.number_ios.is_none() {
-            phase.stop();
-        }
+        let ended = || handles.iter().filter(|handle| handle.is_finished()).count();
+        let commands = || progress.iter().map(Progress::get).sum();
+        conduct(plan, phase, &ended, &commands, watch);
         let mut reports = Vec::new();
         let mut failure = None;
         for handle in handles {
@@ -197,6 +157,66 @@ fn spawn<L: Load>(
         }
         failure.map_or(Ok(reports), Err)
     })
+}
+
+/// Has the threads ramp up, measure and stop at their times; or only watches, if they stop by
+/// themselves.
+fn conduct(
+    plan: &Plan,
+    phase: &Phase,
+    ended: &dyn Fn() -> usize,
+    commands: &dyn Fn() -> u64,
+    watch: &mut dyn FnMut(Tick),
+) {
+    let threads = usize::from(plan.threads);
+    let began = Instant::now();
+    // When what was waited for began: the ramp, then measuring.
+    let (mut ramp, mut run) = (None, None);
+    let mut last = (began, 0);
+    loop {
+        let ended = ended();
+        let now = Instant::now();
+        let (wait, done) = if let Some(ios) = plan.number_ios {
+            if ended == threads {
+                return;
+            }
+            let whole = ios.saturating_mul(plan.numjobs.into());
+            (LOOK, commands() as f64 / whole as f64)
+        } else {
+            // One that ends by itself has failed.
+            if ended != 0 {
+                break;
+            }
+            if ramp.is_none() && phase.seen() >= threads {
+                ramp = Some(now);
+            }
+            if ramp.is_some_and(|ramp| now - ramp >= plan.ramp_time) {
+                phase.run();
+            }
+            if run.is_none() && phase.seen() >= 2 * threads {
+                run = Some(now);
+            }
+            let left = |since: Instant, time: Duration| time.saturating_sub(now - since);
+            match (ramp, run) {
+                (_, Some(run)) if left(run, plan.runtime).is_zero() => break,
+                (_, Some(run)) => {
+                    let done = (now - run).as_secs_f64() / plan.runtime.as_secs_f64();
+                    (left(run, plan.runtime), done)
+                }
+                (Some(ramp), None) => (left(ramp, plan.ramp_time).max(LOOK), 0.0),
+                (None, None) => (LOOK, 0.0),
+            }
+        };
+        let now = Instant::now();
+        if now - last.0 >= TICK {
+            let count = commands();
+            let iops = (count - last.1) as f64 / (now - last.0).as_secs_f64();
+            watch(Tick { done: done.min(1.0), iops });
+            last = (now, count);
+        }
+        thread::sleep(wait.min(TICK));
+    }
+    phase.stop();
 }
 
 fn summarise(session: &Session, plan: &Plan, reports: Vec<JobReport>) -> anyhow::Result<Outcome> {

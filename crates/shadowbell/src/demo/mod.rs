@@ -44,7 +44,10 @@ pub struct Args {
 }
 
 /// The disk in memory is namespace 1, the one that keeps nothing is namespace 2.
-const DISKS: [&str; 2] = ["mem:256MiB", "null:1TiB"];
+const DISKS: [&str; 2] = ["mem:64MiB", "null:1TiB"];
+/// Bytes of the disk in memory, and of each I/O that fills it.
+const MEMORY: u64 = 64 << 20;
+const FILL: u32 = 1 << 20;
 
 /// What is measured for a table: the namespace, how many jobs, and how many I/Os each has in flight.
 const TABLES: [(&str, u32, u16, &[u32]); 3] =
@@ -71,6 +74,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if !args.json {
         demo.introduce(out)?;
     }
+    demo.fill()?;
     let mut rows = Vec::new();
     for (table, nsid, jobs, depths) in TABLES {
         let first = rows.len();
@@ -152,6 +156,23 @@ impl Demo {
             )?;
         }
         writeln!(out)
+    }
+
+    /// Writes the disk in memory once. Memory that nobody has written to is one page for all of it,
+    /// and reading that is no reading.
+    fn fill(&self) -> anyhow::Result<()> {
+        let plan = Plan {
+            rw: Workload::Write,
+            bs: FILL,
+            iodepth: 4,
+            number_ios: Some(MEMORY / u64::from(FILL)),
+            completion: CompletionMode::Adaptive,
+            ..Plan::default()
+        };
+        let target = Target::VfioUser { socket: self.server.socket(), nsid: 1 };
+        let mut session = target.attach(&plan.attach_options())?;
+        bench::measure(&mut session, &plan, &mut |_| ())?;
+        session.detach()
     }
 
     fn measure(

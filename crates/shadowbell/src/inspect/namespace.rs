@@ -5,6 +5,7 @@ use super::{Args, attach, show};
 use crate::exit;
 use anyhow::anyhow;
 use driver::Namespace;
+use spec::Status;
 use spec::identify::IdentifyNamespace;
 use std::process::ExitCode;
 
@@ -15,11 +16,17 @@ use std::process::ExitCode;
 pub fn id_ns(args: &Args) -> anyhow::Result<ExitCode> {
     let session = attach(&args.target)?;
     let nsid = args.target.nsid();
-    let identity = session.controller.admin().identify_namespace(nsid)?;
-    if identity.nsze == 0 {
-        let error = anyhow!("{}: namespace {nsid} is not active", args.target);
-        return Err(exit::bad_input(error));
-    }
+    let missing = |what| exit::bad_input(anyhow!("{}: namespace {nsid} {what}", args.target));
+    let identity = match session.controller.admin().identify_namespace(nsid) {
+        Ok(identity) if identity.nsze == 0 => return Err(missing("is not active")),
+        Ok(identity) => identity,
+        Err(error)
+            if error.status().map(Status::code) == Some(Status::INVALID_NAMESPACE_OR_FORMAT) =>
+        {
+            return Err(missing("does not exist"));
+        }
+        Err(error) => return Err(error.into()),
+    };
     let mut fields = fields(&identity);
     if let Some(uuid) = session.controller.namespace(nsid).and_then(Namespace::uuid) {
         fields.bytes("uuid", &uuid);

@@ -1,0 +1,180 @@
+//! `bench --verify` against disks that lose, tear, misplace and spoil what is written to them.
+
+use disk::{Disk, DiskError, Info, MemDisk, Op, Queue, Request, Submitted};
+use memory::Segments;
+use shadowbell::bench::{Outcome, Plan, Workload, measure};
+use shadowbell::target::Session;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const BS: u32 = 4096;
+const BLOCKS: u64 = 64;
+
+/// What the disk does wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Defect {
+    None,
+    /// The write never happens.
+    Lost,
+    /// It goes to the next block.
+    Misplaced,
+    /// Only its first half happens.
+    Torn,
+    /// A part of it is zeroes afterwards.
+    Spoiled,
+}
+
+/// Memory with a defect in its `at`th write.
+#[derive(Debug)]
+struct BadDisk {
+    memory: MemDisk,
+    defect: Defect,
+    at: u64,
+    writes: Arc<AtomicU64>,
+}
+
+struct BadQueue {
+    memory: Box<dyn Queue>,
+    defect: Defect,
+    at: u64,
+    writes: Arc<AtomicU64>,
+}
+
+impl Disk for BadDisk {
+    fn info(&self) -> Info {
+        self.memory.info()
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn Queue>> {
+        let (defect, at, writes) = (self.defect, self.at, Arc::clone(&self.writes));
+        Ok(Box::new(BadQueue { memory: self.memory.queue()?, defect, at, writes }))
+    }
+
+    fn name(&self) -> String {
+        format!("{:?}", self.defect)
+    }
+}
+
+impl Queue for BadQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        let is_write = matches!(request.op, Op::Write { .. });
+        if !is_write || self.writes.fetch_add(1, Ordering::Relaxed) != self.at {
+            return self.memory.submit(tag, request, data);
+        }
+        let Request { op, offset, len } = *request;
+        match self.defect {
+            Defect::None => self.memory.submit(tag, request, data),
+            Defect::Lost => Submitted::Done(Ok(())),
+            Defect::Misplaced => {
+                self.memory.submit(tag, &Request { op, offset: offset + len, len }, data)
+            }
+            Defect::Torn => self.memory.submit(tag, &Request { op, offset, len: len / 2 }, data),
+            Defect::Spoiled => {
+                let written = self.memory.submit(tag, request, data);
+                let op = Op::WriteZeroes { deallocate: false, fua: false };
+                let spoil = Request { op, offset: offset + 1024, len: 512 };
+                assert_eq!(
+                    self.memory.submit(tag, &spoil, &mut Segments::default()),
+                    Submitted::Done(Ok::<(), DiskError>(()))
+                );
+                written
+            }
+        }
+    }
+}
+
+/// Writes every block `passes` times in order, with `defect` in write `at`, and reads all back.
+fn run(defect: Defect, at: u64, passes: u64) -> Outcome {
+    let plan = Plan {
+        rw: Workload::Write,
+        bs: BS,
+        // One at a time, so that the order of the writes is known.
+        iodepth: 1,
+        number_ios: Some(BLOCKS * passes),
+        verify: true,
+        ..Plan::default()
+    };
+    let memory = MemDisk::new(BLOCKS * u64::from(BS) / 512, 512).unwrap();
+    let disk = Arc::new(BadDisk { memory, defect, at, writes: Arc::default() });
+    let transport = shadowbell::local::connect(disk, false).unwrap();
+    let target = "local:bad".parse().unwrap();
+    let mut session = Session::over(target, transport, &plan.attach_options()).unwrap();
+    let outcome = measure(&mut session, &plan, &mut |_| ()).unwrap();
+    session.detach().unwrap();
+    assert_eq!(outcome.row.verified_blocks, Some(BLOCKS), "{defect:?}");
+    outcome
+}
+
+#[track_caller]
+fn finds(defect: Defect, at: u64, passes: u64, errors: u64, words: &[&str]) {
+    let outcome = run(defect, at, passes);
+    assert_eq!(outcome.row.verify_errors, Some(errors), "{:?}", outcome.bad_blocks);
+    let all = outcome.bad_blocks.join("; ");
+    assert!(words.iter().all(|word| all.contains(word)), "{all}");
+}
+
+#[test]
+fn a_good_disk_is_good() {
+    finds(Defect::None, 0, 2, 0, &[]);
+}
+
+#[test]
+fn a_lost_write_is_found() {
+    // The first to its block: nothing of ours is there.
+    finds(Defect::Lost, 5, 1, 1, &["byte 20480", "nothing that --verify has written"]);
+    // The second: there is what the first has left.
+    finds(Defect::Lost, BLOCKS + 5, 2, 1, &["byte 20480", "holds write 1", "was 2"]);
+}
+
+#[test]
+fn a_misplaced_write_is_found() {
+    // The last of all, so that nothing covers it up: it should have gone to block 62.
+    finds(
+        Defect::Misplaced,
+        2 * BLOCKS - 2,
+        2,
+        1,
+        &["byte 253952", "holds write 1, and the last that completed was 2"],
+    );
+    // The last block of the first pass lands past the end of what is left alone.
+    let outcome = run_misplaced_over_a_finished_block();
+    assert_eq!(outcome.row.verify_errors, Some(2), "{:?}", outcome.bad_blocks);
+    assert!(
+        outcome.bad_blocks.iter().any(|bad| bad.contains("misplaced")),
+        "{:?}",
+        outcome.bad_blocks
+    );
+}
+
+/// One pass and a half: a write of the second half-pass lands on a block that is written no more.
+fn run_misplaced_over_a_finished_block() -> Outcome {
+    let plan = Plan {
+        rw: Workload::Write,
+        bs: BS,
+        iodepth: 1,
+        number_ios: Some(BLOCKS + BLOCKS / 2),
+        verify: true,
+        ..Plan::default()
+    };
+    let memory = MemDisk::new(BLOCKS * u64::from(BS) / 512, 512).unwrap();
+    // The very last write, to block 31, goes to block 32.
+    let at = BLOCKS + BLOCKS / 2 - 1;
+    let disk = Arc::new(BadDisk { memory, defect: Defect::Misplaced, at, writes: Arc::default() });
+    let transport = shadowbell::local::connect(disk, false).unwrap();
+    let target = "local:bad".parse().unwrap();
+    let mut session = Session::over(target, transport, &plan.attach_options()).unwrap();
+    let outcome = measure(&mut session, &plan, &mut |_| ()).unwrap();
+    session.detach().unwrap();
+    outcome
+}
+
+#[test]
+fn a_torn_write_is_found() {
+    finds(Defect::Torn, BLOCKS + 5, 2, 1, &["byte 22528", "torn", "write 1", "write 2"]);
+}
+
+#[test]
+fn a_spoiled_block_is_found() {
+    finds(Defect::Spoiled, 5, 1, 1, &["byte 21504", "nothing that --verify has written"]);
+}

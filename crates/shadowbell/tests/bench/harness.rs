@@ -1,0 +1,114 @@
+//! The program, a server of it, and what they print.
+
+use assert_cmd::Command;
+use serde_json::Value;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// The longest that any one run of the program may take before it counts as hanging.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+
+/// The program with these arguments.
+pub(crate) fn shadowbell<S: AsRef<std::ffi::OsStr>>(
+    arguments: impl IntoIterator<Item = S>,
+) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_shadowbell"));
+    command.args(arguments).timeout(PATIENCE).env_remove("RUST_LOG");
+    command
+}
+
+/// The program with the words of `line` as arguments.
+pub(crate) fn line(line: &str) -> Command {
+    shadowbell(line.split_whitespace())
+}
+
+/// What it prints, if it ends with success.
+pub(crate) fn output(command: &mut Command) -> String {
+    let assert = command.assert().success();
+    String::from_utf8(assert.get_output().stdout.clone()).unwrap()
+}
+
+/// The one line of JSON that it prints last.
+pub(crate) fn json(command: &mut Command) -> Value {
+    let text = output(command);
+    serde_json::from_str(text.lines().last().unwrap_or_default()).expect(&text)
+}
+
+/// What it complains about, if it ends with `status`.
+pub(crate) fn complaint(command: &mut Command, status: i32) -> String {
+    let assert = command.assert().code(status);
+    let text = String::from_utf8(assert.get_output().stderr.clone()).unwrap();
+    assert!(!text.contains("panicked"), "{text}");
+    text
+}
+
+/// `shadowbell serve` in a temporary directory. Killed when dropped.
+pub(crate) struct Server {
+    child: Child,
+    pub(crate) directory: TempDir,
+}
+
+impl Server {
+    pub(crate) fn start(arguments: &[&str]) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("vm0.sock");
+        let log = File::create(directory.path().join("log")).unwrap();
+        let child = std::process::Command::new(env!("CARGO_BIN_EXE_shadowbell"))
+            .arg("serve")
+            .args(arguments)
+            .arg("--socket")
+            .arg(&socket)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().unwrap())
+            .stderr(log)
+            .spawn()
+            .unwrap();
+        let server = Self { child, directory };
+        let deadline = Instant::now() + PATIENCE;
+        while !server.socket().exists() {
+            assert!(Instant::now() < deadline, "no socket: {}", server.log());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        server
+    }
+
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.directory.path().join("vm0.sock")
+    }
+
+    /// Namespace `nsid` as a TARGET.
+    pub(crate) fn target(&self, nsid: u32) -> String {
+        format!("vfio-user:{}/{nsid}", self.socket().display())
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.directory.path().join("log")).unwrap_or_default()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Bytes that are all different from their neighbours, and the same in each run.
+pub(crate) fn bytes(len: usize) -> Vec<u8> {
+    let mut state = 1u32;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 24) as u8
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+/// A file of these bytes.
+pub(crate) fn file(directory: &Path, name: &str, bytes: &[u8]) -> String {
+    let path = directory.join(name);
+    std::fs::write(&path, bytes).unwrap();
+    path.to_str().unwrap().to_owned()
+}

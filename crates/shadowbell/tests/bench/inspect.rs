@@ -1,0 +1,116 @@
+//! `list`, `id-ctrl`, `id-ns`, `smart-log`, `error-log`, `get-feature`.
+
+use crate::harness::{Server, complaint, json, line, output};
+
+#[test]
+fn namespaces_are_listed() {
+    let server = Server::start(&["mem:1MiB", "null:1TiB?block-size=4096", "--serial", "BENCH1"]);
+    let report = json(&mut line(&format!("list {} local:mem:2MiB --json", server.target(1))));
+    let devices = report["Devices"].as_array().unwrap();
+    assert_eq!(devices.len(), 3);
+    assert_eq!(devices[0]["Target"], server.target(1));
+    assert_eq!(devices[0]["SerialNumber"], "BENCH1");
+    assert_eq!(devices[0]["PhysicalSize"], 1 << 20);
+    assert_eq!(devices[1]["Target"], server.target(2));
+    assert_eq!((&devices[1]["NameSpace"], &devices[1]["SectorSize"]), (&2.into(), &4096.into()));
+    assert_eq!(devices[2]["Target"], "local:mem:2MiB");
+
+    // The path of a socket will do.
+    let text = output(&mut line(&format!("list {}", server.socket().display())));
+    assert_eq!(text.lines().count(), 3, "{text}");
+    for words in ["Target", "Serial", "BENCH1", "512 B + 0 B", "4096 B + 0 B", "1.1 TB"] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+}
+
+#[test]
+fn a_controller_is_identified() {
+    let controller = json(&mut line("id-ctrl local:mem:1MiB --json"));
+    assert_eq!(controller["mdts"], 8);
+    assert_eq!(controller["cntrltype"], 1);
+    assert!(controller["oacs"].as_u64().unwrap() & 1 << 8 != 0, "shadow doorbells");
+    let text = output(&mut line("id-ctrl local:mem:1MiB"));
+    for words in
+        ["vid ", "sn ", "mn ", "mdts ", "(1024 KiB)", "(shadow doorbells)", "subnqn", "ps0"]
+    {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+}
+
+#[test]
+fn a_namespace_is_identified() {
+    let namespace = json(&mut line("id-ns local:mem:1MiB?block-size=4096 --json"));
+    assert_eq!(namespace["nsze"], 256);
+    assert_eq!(namespace["uuid"].as_str().unwrap().len(), 32);
+    let text = output(&mut line("id-ns local:mem:1MiB?read-only=on"));
+    for words in ["(1048576 bytes)", "(write protected)", "512 byte blocks", "(in use)"] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    let server = Server::start(&["mem:1MiB"]);
+    let text = complaint(&mut line(&format!("id-ns {}", server.target(3))), 2);
+    assert!(text.contains("namespace 3"), "{text}");
+}
+
+#[test]
+fn health_counts_what_was_done() {
+    let server = Server::start(&["mem:4MiB"]);
+    let target = server.target(1);
+    let reads = || {
+        let log = json(&mut line(&format!("smart-log {target} --json")));
+        assert_eq!(log["critical_warning"], 0);
+        log["host_read_commands"].as_u64().unwrap()
+    };
+    let before = reads();
+    json(&mut line(&format!("bench {target} --rw read --number-ios 100 --json")));
+    assert_eq!(reads(), before + 100);
+    let text = output(&mut line(&format!("smart-log {target}")));
+    for words in ["critical_warning", "temperature", "degrees Celsius", "data_units_read"] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+}
+
+#[test]
+fn errors_are_remembered() {
+    let server = Server::start(&["mem:1MiB"]);
+    let target = server.target(1);
+    // A feature that nobody has.
+    let text = complaint(&mut line(&format!("get-feature {target} -f 0xc5")), 2);
+    assert!(text.contains("0xc5"), "{text}");
+    let log = json(&mut line(&format!("error-log {target} --json")));
+    let errors = log["errors"].as_array().unwrap();
+    assert!(!errors.is_empty());
+    assert!(errors[0]["error_count"].as_u64().unwrap() > 0, "{log}");
+    assert_eq!(errors[0]["sqid"], 0);
+    let text = output(&mut line(&format!("error-log {target} -e 1")));
+    for words in ["Entry[ 0]", "status_field", "Invalid Field in Command"] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+}
+
+#[test]
+fn features_are_shown() {
+    let feature = json(&mut line("get-feature local:mem:1MiB -f 7 --json"));
+    assert_eq!(feature["features"][0]["name"], "Number of Queues");
+    assert!(feature["features"][0]["nsq"].as_u64().unwrap() >= 1);
+    let all = json(&mut line("get-feature local:mem:1MiB --json"));
+    let all = all["features"].as_array().unwrap();
+    for name in ["Arbitration", "Temperature Threshold", "Timestamp", "Number of Queues"] {
+        assert!(all.iter().any(|feature| feature["name"] == name), "{name}: {all:?}");
+    }
+    let text = output(&mut line("get-feature local:mem:1MiB -f 0x01 -s supported"));
+    assert!(text.contains("Arbitration") && text.contains("changeable"), "{text}");
+    let text = output(&mut line("get-feature local:mem:1MiB"));
+    assert!(text.contains("get-feature: 0x01 (Arbitration), current value: 0x"), "{text}");
+    let text = complaint(&mut line("get-feature local:mem:1MiB -f 0x100"), 2);
+    assert!(text.contains("too large"), "{text}");
+}
+
+#[test]
+fn nobody_there_is_told() {
+    for verb in ["list", "id-ctrl", "id-ns", "smart-log", "error-log", "get-feature"] {
+        let text = complaint(&mut line(&format!("{verb} vfio-user:/nowhere/vm0.sock")), 2);
+        assert!(text.contains("/nowhere/vm0.sock"), "{text}");
+        let text = complaint(&mut line(&format!("{verb} nvme://0000:01:00.0/1")), 2);
+        assert!(text.contains("not built into this version yet"), "{text}");
+    }
+}

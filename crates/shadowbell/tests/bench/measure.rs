@@ -1,0 +1,183 @@
+//! `bench`.
+
+use crate::harness::{Server, complaint, json, line, output};
+use serde_json::Value;
+
+fn row(report: &Value) -> &Value {
+    let rows = report["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 1);
+    &rows[0]
+}
+
+#[test]
+fn a_row_has_the_agreed_names_and_adds_up() {
+    let report = json(&mut line(
+        "bench local:mem:16MiB --rw randread --bs 4k --iodepth 8 --numjobs 2 --number-ios 2000 --json",
+    ));
+    let row = row(&report);
+    for (name, value) in [
+        ("table", "bench"),
+        ("device", "shadowbell"),
+        ("doorbells", "shadow"),
+        ("completion", "poll"),
+        ("rw", "randread"),
+    ] {
+        assert_eq!(row[name], value, "{name}");
+    }
+    for (name, value) in
+        [("bs", 4096), ("iodepth", 8), ("numjobs", 2), ("threads", 2), ("commands", 4000)]
+    {
+        assert_eq!(row[name], value, "{name}");
+    }
+    for name in [
+        "iops",
+        "bandwidth_bytes",
+        "doorbell_mmio_writes",
+        "mmio_per_io",
+        "interrupts_per_io",
+        "cpu_ns_per_io",
+        "seconds",
+    ] {
+        assert!(row[name].is_number(), "{name}: {row}");
+    }
+    let latency = &row["latency_ns"];
+    let [p50, p99, p999] = ["p50", "p99", "p999"].map(|name| latency[name].as_u64().unwrap());
+    assert!(0 < p50 && p50 <= p99 && p99 <= p999, "{latency}");
+    assert!(latency["mean"].as_f64().unwrap() > 0.0);
+    // Without a time to choose a sample from, every I/O is timed.
+    assert_eq!(latency["samples"], 4000);
+    let number = |name: &str| row[name].as_f64().unwrap();
+    assert!((number("iops") * 4096.0 - number("bandwidth_bytes")).abs() < 1.0);
+    assert!((number("mmio_per_io") * 4000.0 - number("doorbell_mmio_writes")).abs() < 1e-6);
+    assert!(row.get("syscalls_per_io").is_none(), "what was not counted is not there");
+}
+
+#[test]
+fn without_shadow_doorbells_every_io_rings() {
+    let report = json(&mut line(
+        "bench local:null:1TiB --iodepth 4 --doorbells mmio --number-ios 1000 --json",
+    ));
+    let row = row(&report);
+    assert_eq!(row["doorbells"], "mmio");
+    // The tail for each, and the head of the completion queue now and then.
+    let writes = row["doorbell_mmio_writes"].as_u64().unwrap();
+    assert!((1000..1500).contains(&writes), "{writes}");
+    let report = json(&mut line(
+        "bench local:null:1TiB --iodepth 32 --iodepth_batch 0 --doorbells mmio --number-ios 1000 --json",
+    ));
+    let batched = report["rows"][0]["doorbell_mmio_writes"].as_u64().unwrap();
+    assert!(batched < writes, "{batched} for batches, {writes} for one at a time");
+}
+
+#[test]
+fn every_way_of_ringing_and_of_finding_completions_works() {
+    for doorbells in ["auto", "shadow", "mmio", "mapped"] {
+        for completion in ["poll", "interrupt", "adaptive"] {
+            let report = json(&mut line(&format!(
+                "bench null:1GiB --doorbells {doorbells} --completion {completion} --rw rw \
+                 --iodepth 4 --number-ios 300 --json",
+            )));
+            let row = row(&report);
+            assert_eq!(row["commands"], 300, "{doorbells} {completion}");
+            assert_eq!(row["completion"], completion);
+            if doorbells != "auto" {
+                assert_eq!(row["doorbells"], doorbells);
+            }
+        }
+    }
+}
+
+#[test]
+fn one_thread_can_drive_several_jobs() {
+    let report = json(&mut line(
+        "bench null:1GiB --numjobs 4 --threads 1 --iodepth 16 --number-ios 500 --json",
+    ));
+    let row = row(&report);
+    assert_eq!((&row["numjobs"], &row["threads"]), (&4.into(), &1.into()));
+    assert_eq!(row["commands"], 2000);
+}
+
+#[test]
+fn a_time_ends_a_run_too() {
+    let report =
+        json(&mut line("bench mem:1MiB --runtime 50ms --ramp_time 10ms --iodepth 2 --json"));
+    let row = row(&report);
+    assert!(row["commands"].as_u64().unwrap() > 0);
+    assert!(row["seconds"].as_f64().unwrap() > 0.0);
+}
+
+#[test]
+fn people_are_told_in_words() {
+    let text = output(&mut line("bench mem:1MiB --rw write --number-ios 10 --iodepth 2"));
+    for words in ["write of 4096 bytes", "IOPS=", "latency: mean", "doorbell MMIO writes"] {
+        assert!(text.contains(words), "{text}");
+    }
+}
+
+#[test]
+fn content_is_checked() {
+    for rw in ["write", "randwrite", "rw", "randrw"] {
+        let report = json(&mut line(&format!(
+            "bench mem:4MiB --rw {rw} --bs 8k --iodepth 16 --numjobs 2 --number-ios 700 --verify \
+             crc32c --json",
+        )));
+        let row = row(&report);
+        assert!(row["verified_blocks"].as_u64().unwrap() > 100, "{rw}: {row}");
+        assert_eq!(row["verify_errors"], 0, "{rw}");
+    }
+}
+
+#[test]
+fn a_served_controller_is_measured_and_its_content_stays() {
+    let server = Server::start(&["mem:4MiB", "null:1GiB"]);
+    let mem = server.target(1);
+    let common = "--bs 4k --iodepth 8 --verify on --number-ios 1024 --json";
+    let report = json(&mut line(&format!("bench {mem} --rw write {common}")));
+    let written = row(&report);
+    assert_eq!((&written["verified_blocks"], &written["verify_errors"]), (&1024.into(), &0.into()));
+    assert_eq!(written["doorbells"], "shadow");
+    // Another connection finds what the first one left.
+    let report = json(&mut line(&format!("bench {mem} --rw randread {common}")));
+    let read = row(&report);
+    assert_eq!((&read["verified_blocks"], &read["verify_errors"]), (&1024.into(), &0.into()));
+    // With another seed it is somebody else's.
+    let text = complaint(&mut line(&format!("bench {mem} --rw read --seed 9 {common}")), 1);
+    assert!(text.contains("another --seed"), "{text}");
+
+    let mut null = line(&format!(
+        "bench {} --doorbells mmio --completion interrupt --number-ios 200 --iodepth 1 --json",
+        server.target(2)
+    ));
+    let report = json(&mut null);
+    let null = row(&report);
+    assert_eq!((&null["commands"], &null["doorbells"]), (&200.into(), &"mmio".into()));
+}
+
+#[test]
+fn what_can_not_be_measured_is_refused_with_the_reason() {
+    for (arguments, words) in [
+        ("bench nvme://0000:01:00.0/1", "not built into this version yet"),
+        ("bench vfio-user:/nowhere/vm0.sock", "/nowhere/vm0.sock"),
+        ("bench missing.img", "missing.img"),
+        ("bench qcow3:x", "no kind of disk called"),
+        ("bench mem:1MiB --bs 1000", "multiple of the block size"),
+        ("bench mem:1MiB --bs 2m --number-ios 1", "no room"),
+        ("bench mem:64MiB --bs 32m --number-ios 1", "more than one command moves"),
+        ("bench mem:1MiB --offset 2m", "past the end"),
+        ("bench mem:1MiB --size 2m", "past the end"),
+        ("bench mem:1MiB?read-only=on --rw write", "read-only"),
+        ("bench mem:16KiB --verify on --rw write", "--verify"),
+        ("bench null:1TiB --numjobs 100", "queue pairs"),
+        ("bench null:1TiB --iodepth 5000", "--iodepth"),
+        ("bench null:1TiB --iodepth 0", "--iodepth"),
+        ("bench null:1TiB --rw trim", "trim"),
+        ("bench null:1TiB --pin 4000 --number-ios 1", "processor 4000"),
+    ] {
+        let status = if arguments.contains("--pin") { 1 } else { 2 };
+        let text = complaint(&mut line(arguments), status);
+        assert!(text.contains(words), "{arguments}: {text}");
+    }
+    let server = Server::start(&["mem:1MiB"]);
+    let text = complaint(&mut line(&format!("bench {} --number-ios 1", server.target(7))), 2);
+    assert!(text.contains("no namespace 7"), "{text}");
+}

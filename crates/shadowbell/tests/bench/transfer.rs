@@ -1,0 +1,97 @@
+//! `read`, `write` and `copy`.
+
+use crate::harness::{Server, bytes, complaint, file, line, shadowbell};
+use std::fs;
+
+#[test]
+fn what_was_written_is_read() {
+    let server = Server::start(&["mem:8MiB", "mem:8MiB?block-size=4096"]);
+    let directory = server.directory.path();
+    // More than one request, and odd at both ends.
+    let content = bytes(3_000_001);
+    for nsid in [1, 2] {
+        let target = server.target(nsid);
+        let input = file(directory, "in", &content);
+        line(&format!("write {target} --offset 12345 -i {input}")).assert().success();
+        let read =
+            line(&format!("read {target} --offset 12345 --length 3000001")).assert().success();
+        assert!(read.get_output().stdout == content, "namespace {nsid}");
+        let output = directory.join("out");
+        line(&format!("read {target} -o {}", output.display())).assert().success();
+        let all = fs::read(output).unwrap();
+        assert_eq!(all.len(), 8 << 20);
+        assert!(all[12_345..12_345 + content.len()] == content);
+        // The rest of the blocks at both ends is as it was.
+        assert!(all[..12_345].iter().all(|byte| *byte == 0));
+        assert!(all[12_345 + content.len()..].iter().all(|byte| *byte == 0));
+    }
+}
+
+#[test]
+fn a_few_bytes_in_a_block_leave_the_rest_alone() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = file(directory.path(), "disk.img", &[b'.'; 4096]);
+    let mut write = line(&format!("write {image} --offset 1000"));
+    write.write_stdin("a few bytes").assert().success();
+    let mut expected = [b'.'; 4096];
+    expected[1000..1011].copy_from_slice(b"a few bytes");
+    assert!(fs::read(&image).unwrap() == expected);
+    let read = line(&format!("read {image} --offset 1002 --length 3")).assert().success();
+    assert_eq!(read.get_output().stdout, b"few");
+    let mut write = line(&format!("write {image} --length 2"));
+    write.write_stdin("only two of these").assert().success();
+    assert!(fs::read(&image).unwrap().starts_with(b"on.."));
+    // Nothing at all is not much, but possible.
+    line(&format!("write {image}")).write_stdin("").assert().success();
+    let read = line(&format!("read {image} --offset 4096")).assert().success();
+    assert!(read.get_output().stdout.is_empty());
+}
+
+#[test]
+fn disks_are_copied() {
+    let server = Server::start(&["mem:4MiB", "mem:5MiB"]);
+    let directory = server.directory.path();
+    let content = bytes(4 << 20);
+    let image = file(directory, "disk.img", &content);
+    let [one, two] = [server.target(1), server.target(2)];
+    line(&format!("copy {image} {one}")).assert().success();
+    // Between two namespaces of a controller, which has one host at a time.
+    line(&format!("copy {one} {two}")).assert().success();
+    // Into a file that is made for it.
+    let backup = directory.join("backup.img");
+    line(&format!("copy {two} {}", backup.display())).assert().success();
+    let copied = fs::read(&backup).unwrap();
+    assert_eq!(copied.len(), 5 << 20);
+    assert!(copied.starts_with(&content));
+    assert!(copied[content.len()..].iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn what_can_not_be_moved_is_refused_with_the_reason() {
+    let directory = tempfile::tempdir().unwrap();
+    let small = file(directory.path(), "small.img", &[0; 4096]);
+    let large = file(directory.path(), "large.img", &[1; 8192]);
+    let path = directory.path().display();
+    for (arguments, words) in [
+        (format!("read {small} --offset 5000"), "past the end"),
+        (format!("read {small} --offset 4000 --length 97"), "past the end"),
+        (format!("read {small} -o {path}/no/file"), "no/file"),
+        (format!("write {small} -i {large}"), "do not fit"),
+        (format!("write {small} -i {path}/missing"), "missing"),
+        (format!("write {small} -i {path}"), "is a directory"),
+        (format!("write {small}?read-only=on -i {small}"), "read-only"),
+        (format!("copy {large} {small}"), "room for 4096 only"),
+        (format!("copy {small} {small}"), "the source and the destination"),
+        (format!("copy {path}/missing {small}"), "missing"),
+        (format!("copy {small} {path}/no/new.img"), "new.img"),
+        (format!("read {small} --length lots"), "no size"),
+    ] {
+        let text = complaint(&mut line(&arguments), 2);
+        assert!(text.contains(words), "{arguments}: {text}");
+    }
+    assert_eq!(fs::read(&small).unwrap(), [0; 4096], "nothing was written");
+    // A stream whose length nobody knows is found out about on the way.
+    let mut write = shadowbell(["write", &small]);
+    let text = complaint(write.write_stdin(vec![2; 5000]), 1);
+    assert!(text.contains("full after 4096 bytes"), "{text}");
+}
