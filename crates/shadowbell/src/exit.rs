@@ -55,14 +55,11 @@ pub fn status(error: &anyhow::Error) -> u8 {
 }
 
 /// Whoever reads our output wants no more of it (`shadowbell trace FILE | head`), which is no
-/// failure.
+/// failure. A pipe that breaks further down (the socket of a server that died) is one: only an
+/// error that began as one of output counts.
 #[must_use]
 pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    error.chain().any(|cause| {
-        cause
-            .downcast_ref::<io::Error>()
-            .is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
-    })
+    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
 }
 
 /// Says what went wrong, on standard error, and gives the exit status.
@@ -104,5 +101,11 @@ mod tests {
         let error =
             anyhow::Error::new(io::Error::from(io::ErrorKind::BrokenPipe)).context("printing");
         assert_eq!(status(&error), FINE);
+        let error = driver::TransportError::Gone {
+            device: "vm0".into(),
+            doing: "ringing a doorbell",
+            source: io::Error::from(io::ErrorKind::BrokenPipe).into(),
+        };
+        assert_eq!(status(&anyhow::Error::new(error).context("vm0")), FAILED);
     }
 }

@@ -2,7 +2,7 @@
 
 use super::lane::{Lane, histogram};
 use super::load::{Load, Verdict};
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use hdrhistogram::Histogram;
 use rustix::thread::CpuSet;
 use rustix::time::{ClockId, clock_gettime};
@@ -29,6 +29,7 @@ pub(super) struct Phase {
 const RAMP: u8 = 0;
 const RUN: u8 = 1;
 const STOP: u8 = 2;
+const ABANDON: u8 = 3;
 
 impl Phase {
     pub(super) fn ramp() -> Self {
@@ -43,6 +44,11 @@ impl Phase {
     /// Nothing more is submitted.
     pub(super) fn stop(&self) {
         self.now.store(STOP, Ordering::Relaxed);
+    }
+
+    /// What is in flight will never complete.
+    pub(super) fn abandon(&self) {
+        self.now.store(ABANDON, Ordering::Relaxed);
     }
 
     /// How often a thread has begun to work, or to measure. On a machine that has other things to
@@ -139,6 +145,9 @@ pub(super) fn run<L: Load>(
         let now = phase.get();
         if now != last {
             last = now;
+            if now == ABANDON {
+                return Err(abandoned());
+            }
             if now == RUN {
                 let ramp = std::mem::replace(&mut begin, Snapshot::take(lanes));
                 let every = choose_sample.then(|| sample_every(&ramp, &begin));
@@ -169,20 +178,28 @@ pub(super) fn run<L: Load>(
     for lane in &*lanes {
         latencies.add(lane.latencies()).context("adding up the latencies")?;
     }
-    read_back(lanes, sleeps, progress)?;
+    read_back(lanes, sleeps, phase, progress)?;
     let mut verdict: Option<Verdict> = None;
     for lane in &*lanes {
         if let Some(of_lane) = lane.verdict() {
             verdict.get_or_insert_default().add(of_lane);
         }
     }
+    for lane in &*lanes {
+        tracing::debug!("{:?}", lane.stats());
+    }
     let mmio_writes = Snapshot::take(lanes).mmio_writes;
     Ok(JobReport { begin, end, latencies, mmio_writes, verdict })
+}
+
+fn abandoned() -> anyhow::Error {
+    anyhow!("the controller is gone")
 }
 
 fn read_back<L: Load>(
     lanes: &mut [Lane<L>],
     sleeps: bool,
+    phase: &Phase,
     progress: &Progress,
 ) -> anyhow::Result<()> {
     let mut any = false;
@@ -202,8 +219,8 @@ fn read_back<L: Load>(
         if found != 0 {
             idle.reset();
             progress.0.store(progress.get() + found, Ordering::Relaxed);
-        } else {
-            idle.look(lanes)?;
+        } else if idle.look(lanes)? && phase.get() == ABANDON {
+            return Err(abandoned());
         }
     }
     Ok(())

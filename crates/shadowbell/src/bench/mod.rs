@@ -5,7 +5,8 @@
 //! | module | what it is |
 //! |---|---|
 //! | `args` | the options, fio's where fio has them, and the [`Plan`] that they come to |
-//! | `run` | [`measure`]: attaches jobs to threads, tells them when to start and stop, adds up |
+//! | `run` | [`measure`]: gives the jobs to threads, and adds up |
+//! | `conduct` | when they measure and when they stop |
 //! | `job` | a thread's loop over its jobs |
 //! | `lane` | a job: a queue pair that is kept full, and the latencies of its I/Os |
 //! | `load` | what a job does to the content of its blocks |
@@ -30,6 +31,7 @@
 //! fio's job files, rate limits, mixed block sizes and trims.
 
 mod args;
+mod conduct;
 mod content;
 mod job;
 mod lane;
@@ -38,13 +40,19 @@ mod pattern;
 mod run;
 
 pub use args::{Args, CompletionMode, DoorbellMode, Plan, Verify, Workload};
-pub use run::{Outcome, Tick, measure};
+pub use conduct::{Tick, Watch};
+pub use run::{Outcome, measure};
 
 use crate::exit;
 use crate::report::{self, Row};
 use indicatif::{ProgressBar, ProgressStyle};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
 use std::io::{self, IsTerminal, Write};
+use std::ops::ControlFlow;
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Runs the verb.
 ///
@@ -52,11 +60,23 @@ use std::process::ExitCode;
 /// See [`measure`].
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let plan = args.plan()?;
+    let interrupted = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        // The first one ends the run, with the figures so far; the second one everything.
+        let status = i32::from(exit::FAILED);
+        flag::register_conditional_shutdown(signal, status, Arc::clone(&interrupted))?;
+        flag::register(signal, Arc::clone(&interrupted))?;
+    }
     let mut session = args.target.attach(&plan.attach_options())?;
     let bar = progress(io::stderr().is_terminal());
     let outcome = measure(&mut session, &plan, &mut |tick| {
         bar.set_position((tick.done * 1000.0) as u64);
         bar.set_message(format!("{} IOPS", report::count(tick.iops)));
+        if interrupted.load(Ordering::Relaxed) {
+            ControlFlow::Break(())
+        } else {
+            ControlFlow::Continue(())
+        }
     });
     bar.finish_and_clear();
     let Outcome { mut row, bad_blocks } = outcome?;

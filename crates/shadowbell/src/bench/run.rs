@@ -1,6 +1,7 @@
 //! A run: jobs on their threads, and what they came to.
 
 use super::args::{CompletionMode, Plan, Slice, doorbells_name};
+use super::conduct::{Stage, Watch, conduct};
 use super::job::{self, JobReport, Phase, Progress};
 use super::lane::{Lane, histogram};
 use super::load::{Checked, Load, Plain, Verdict};
@@ -8,24 +9,11 @@ use super::pattern::Pattern;
 use crate::exit;
 use crate::report::{Latency, Row};
 use crate::target::Session;
-use anyhow::{Context, anyhow};
+use anyhow::{Context, anyhow, bail};
+use driver::Controller;
 use hdrhistogram::Histogram;
 use std::thread;
-use std::time::{Duration, Instant};
-
-/// How often whoever watches is told.
-const TICK: Duration = Duration::from_millis(100);
-/// How often to look whether the threads have got somewhere.
-const LOOK: Duration = Duration::from_millis(1);
-
-/// A run as seen from outside, now and then.
-#[derive(Clone, Copy, Debug)]
-pub struct Tick {
-    /// How much of it is over, from 0 to 1.
-    pub done: f64,
-    /// I/Os a second since the last tick.
-    pub iops: f64,
-}
+use std::time::Duration;
 
 /// What a run came to.
 #[derive(Clone, Debug)]
@@ -36,7 +24,7 @@ pub struct Outcome {
     pub bad_blocks: Vec<String>,
 }
 
-/// Runs `plan` on the namespace of `session`, and calls `watch` now and then.
+/// Runs `plan` on the namespace of `session`, and calls `watch` now and then, which may end it early.
 ///
 /// # Errors
 /// With exit status [`exit::BAD_INPUT`] if the plan does not fit the namespace; the driver's; or an
@@ -44,7 +32,7 @@ pub struct Outcome {
 pub fn measure(
     session: &mut Session,
     plan: &Plan,
-    watch: &mut dyn FnMut(Tick),
+    watch: &mut Watch<'_>,
 ) -> anyhow::Result<Outcome> {
     let slice = check(session, plan).map_err(exit::bad_input)?;
     let only_reads = plan.rw.percent_read(plan.rwmixread) == 100;
@@ -97,7 +85,7 @@ fn run<L: Load>(
     plan: &Plan,
     slice: Slice,
     load: impl Fn(u16) -> L,
-    watch: &mut dyn FnMut(Tick),
+    watch: &mut Watch<'_>,
 ) -> anyhow::Result<Outcome> {
     let mut threads: Vec<Vec<Lane<L>>> = (0..plan.threads).map(|_| Vec::new()).collect();
     for job in 0..plan.numjobs {
@@ -111,7 +99,7 @@ fn run<L: Load>(
             lanes.push(lane);
         }
     }
-    let reports = spawn(&mut threads, plan, watch)?;
+    let reports = spawn(&mut threads, plan, &session.controller, watch)?;
     drop(threads);
     summarise(session, plan, reports)
 }
@@ -120,7 +108,8 @@ fn run<L: Load>(
 fn spawn<L: Load>(
     threads: &mut [Vec<Lane<L>>],
     plan: &Plan,
-    watch: &mut dyn FnMut(Tick),
+    controller: &Controller,
+    watch: &mut Watch<'_>,
 ) -> anyhow::Result<Vec<JobReport>> {
     let phase = &Phase::ramp();
     let progress: Vec<Progress> = threads.iter().map(|_| Progress::default()).collect();
@@ -143,11 +132,16 @@ fn spawn<L: Load>(
                 }
             }
         }
-        let ended = || handles.iter().filter(|handle| handle.is_finished()).count();
-        let commands = || progress.iter().map(Progress::get).sum();
-        conduct(plan, phase, &ended, &commands, watch);
+        let stage = Stage {
+            plan,
+            phase,
+            ended: &|| handles.iter().filter(|handle| handle.is_finished()).count(),
+            commands: &|| progress.iter().map(Progress::get).sum(),
+            is_alive: &|| is_alive(controller),
+        };
+        let gone = conduct(&stage, watch);
         let mut reports = Vec::new();
-        let mut failure = None;
+        let mut failure = gone.err();
         for handle in handles {
             match handle.join() {
                 Ok(Ok(report)) => reports.push(report),
@@ -159,64 +153,13 @@ fn spawn<L: Load>(
     })
 }
 
-/// Has the threads ramp up, measure and stop at their times; or only watches, if they stop by
-/// themselves.
-fn conduct(
-    plan: &Plan,
-    phase: &Phase,
-    ended: &dyn Fn() -> usize,
-    commands: &dyn Fn() -> u64,
-    watch: &mut dyn FnMut(Tick),
-) {
-    let threads = usize::from(plan.threads);
-    let began = Instant::now();
-    // When what was waited for began: the ramp, then measuring.
-    let (mut ramp, mut run) = (None, None);
-    let mut last = (began, 0);
-    loop {
-        let ended = ended();
-        let now = Instant::now();
-        let (wait, done) = if let Some(ios) = plan.number_ios {
-            if ended == threads {
-                return;
-            }
-            let whole = ios.saturating_mul(plan.numjobs.into());
-            (LOOK, commands() as f64 / whole as f64)
-        } else {
-            // One that ends by itself has failed.
-            if ended != 0 {
-                break;
-            }
-            if ramp.is_none() && phase.seen() >= threads {
-                ramp = Some(now);
-            }
-            if ramp.is_some_and(|ramp| now - ramp >= plan.ramp_time) {
-                phase.run();
-            }
-            if run.is_none() && phase.seen() >= 2 * threads {
-                run = Some(now);
-            }
-            let left = |since: Instant, time: Duration| time.saturating_sub(now - since);
-            match (ramp, run) {
-                (_, Some(run)) if left(run, plan.runtime).is_zero() => break,
-                (_, Some(run)) => {
-                    let done = (now - run).as_secs_f64() / plan.runtime.as_secs_f64();
-                    (left(run, plan.runtime), done)
-                }
-                (Some(ramp), None) => (left(ramp, plan.ramp_time).max(LOOK), 0.0),
-                (None, None) => (LOOK, 0.0),
-            }
-        };
-        let now = Instant::now();
-        if now - last.0 >= TICK {
-            let count = commands();
-            let iops = (count - last.1) as f64 / (now - last.0).as_secs_f64();
-            watch(Tick { done: done.min(1.0), iops });
-            last = (now, count);
-        }
-        thread::sleep(wait.min(TICK));
+/// Whether the controller still answers, and works.
+fn is_alive(controller: &Controller) -> anyhow::Result<()> {
+    let registers = controller.registers()?;
+    if registers.csts.cfs() || !registers.csts.rdy() {
+        bail!("{} has failed (CSTS {:#x})", controller.name(), registers.csts.into_bits());
     }
-    phase.stop();
+    Ok(())
 }
 
 fn summarise(session: &Session, plan: &Plan, reports: Vec<JobReport>) -> anyhow::Result<Outcome> {

@@ -21,8 +21,9 @@ use driver::Doorbells;
 use indicatif::ProgressBar;
 use processors::Processors;
 use server::Server;
-use signal_hook::consts::{SIGHUP, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use std::io::{self, IsTerminal, Write};
+use std::ops::ControlFlow;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -59,8 +60,8 @@ const TABLES: [(&str, u32, u16, &[u32]); 3] =
 /// The server or the driver fail, or their counts do not agree.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let stop = Arc::new(AtomicBool::new(false));
-    for signal in [SIGTERM, SIGHUP] {
-        // Ends us between two measurements, with the server.
+    for signal in [SIGINT, SIGTERM, SIGHUP] {
+        // Ends the measurement, and with us the server.
         signal_hook::flag::register(signal, Arc::clone(&stop))?;
     }
     let processors = Processors::divide()?;
@@ -171,7 +172,7 @@ impl Demo {
         };
         let target = Target::VfioUser { socket: self.server.socket(), nsid: 1 };
         let mut session = target.attach(&plan.attach_options())?;
-        bench::measure(&mut session, &plan, &mut |_| ())?;
+        bench::measure(&mut session, &plan, &mut |_| ControlFlow::Continue(()))?;
         session.detach()
     }
 
@@ -183,9 +184,6 @@ impl Demo {
         iodepth: u32,
         doorbells: Doorbells,
     ) -> anyhow::Result<Row> {
-        if self.stop.load(Ordering::Relaxed) {
-            bail!("ended by a signal");
-        }
         let polls = self.processors.are_enough();
         let plan = Plan {
             rw: Workload::RandRead,
@@ -212,10 +210,18 @@ impl Demo {
             let iops = report::count(tick.iops);
             bar.set_message(format!("{table}, iodepth {iodepth}: {iops} IOPS"));
             bar.tick();
+            if self.stop.load(Ordering::Relaxed) {
+                ControlFlow::Break(())
+            } else {
+                ControlFlow::Continue(())
+            }
         });
         bar.finish_and_clear();
         let Outcome { mut row, .. } = outcome?;
         session.detach()?;
+        if self.stop.load(Ordering::Relaxed) {
+            bail!("ended by a signal");
+        }
         // The doorbells of before the detaching came through the same socket, in front of it.
         row.controller_mmio_writes = Some(self.server.doorbell_writes()?.saturating_sub(before));
         row.table = table.to_owned();

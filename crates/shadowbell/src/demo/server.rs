@@ -6,6 +6,7 @@ use serde_json::Value;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -37,6 +38,8 @@ impl Server {
         command.arg("--socket").arg(directory.path().join("socket"));
         command.arg("--stats-json").arg(directory.path().join("stats.json"));
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        // What ends us by the keyboard shall not end it first: we end it, when we are done with it.
+        command.process_group(0);
         let child = command.spawn().context("the server does not start")?;
         let mut server = Self { child, directory };
         let deadline = Instant::now() + PATIENCE;

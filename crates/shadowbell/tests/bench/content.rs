@@ -5,6 +5,7 @@ use memory::Segments;
 use shadowbell::bench::{Outcome, Plan, Workload, measure};
 use shadowbell::target::Session;
 use std::io;
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -100,7 +101,7 @@ fn run(defect: Defect, at: u64, passes: u64) -> Outcome {
     let transport = shadowbell::local::connect(disk, false).unwrap();
     let target = "local:bad".parse().unwrap();
     let mut session = Session::over(target, transport, &plan.attach_options()).unwrap();
-    let outcome = measure(&mut session, &plan, &mut |_| ()).unwrap();
+    let outcome = measure(&mut session, &plan, &mut |_| ControlFlow::Continue(())).unwrap();
     session.detach().unwrap();
     assert_eq!(outcome.row.verified_blocks, Some(BLOCKS), "{defect:?}");
     outcome
@@ -164,7 +165,7 @@ fn run_misplaced_over_a_finished_block() -> Outcome {
     let transport = shadowbell::local::connect(disk, false).unwrap();
     let target = "local:bad".parse().unwrap();
     let mut session = Session::over(target, transport, &plan.attach_options()).unwrap();
-    let outcome = measure(&mut session, &plan, &mut |_| ()).unwrap();
+    let outcome = measure(&mut session, &plan, &mut |_| ControlFlow::Continue(())).unwrap();
     session.detach().unwrap();
     outcome
 }

@@ -84,6 +84,15 @@ impl Server {
         format!("vfio-user:{}/{nsid}", self.socket().display())
     }
 
+    /// Waits until the server has said this.
+    pub(crate) fn until_it_says(&self, words: &str) {
+        let deadline = Instant::now() + PATIENCE;
+        while !self.log().contains(words) {
+            assert!(Instant::now() < deadline, "it never said {words:?}: {}", self.log());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
     fn log(&self) -> String {
         std::fs::read_to_string(self.directory.path().join("log")).unwrap_or_default()
     }

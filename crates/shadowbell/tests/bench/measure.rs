@@ -181,3 +181,35 @@ fn what_can_not_be_measured_is_refused_with_the_reason() {
     let text = complaint(&mut line(&format!("bench {} --number-ios 1", server.target(7))), 2);
     assert!(text.contains("no namespace 7"), "{text}");
 }
+
+#[test]
+fn a_server_that_dies_ends_the_run_with_an_error() {
+    let server = Server::start(&["mem:1MiB"]);
+    let bench = format!("bench {} --runtime 1h", server.target(1));
+    std::thread::scope(|scope| {
+        let bench = scope.spawn(|| complaint(&mut line(&bench), 1));
+        server.until_it_says("shadow doorbells");
+        drop(server);
+        let text = bench.join().unwrap();
+        assert!(text.contains("vm0.sock"), "{text}");
+    });
+}
+
+#[test]
+fn an_interrupted_run_tells_what_it_has() {
+    let server = Server::start(&["mem:1MiB"]);
+    let mut bench = std::process::Command::new(env!("CARGO_BIN_EXE_shadowbell"))
+        .args(["bench", &server.target(1), "--runtime", "1h", "--json"])
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    server.until_it_says("shadow doorbells");
+    // Whoever attaches has prepared for signals before.
+    let id = rustix::process::Pid::from_child(&bench);
+    rustix::process::kill_process(id, rustix::process::Signal::INT).unwrap();
+    let mut text = String::new();
+    std::io::Read::read_to_string(&mut bench.stdout.take().unwrap(), &mut text).unwrap();
+    assert!(bench.wait().unwrap().success());
+    let report: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+    assert_eq!(row(&report)["table"], "bench");
+}
