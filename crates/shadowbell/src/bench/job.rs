@@ -9,8 +9,10 @@ use rustix::time::{ClockId, clock_gettime};
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Empty looks between two that also look at the clock and leave the processor to others.
-const LOOKS: u32 = 4096;
+/// Looks for a completion in a row, with nothing in between.
+const LOOKS: u32 = 64;
+/// So many times that in vain, and it is time to look at the clock and leave the processor to others.
+const ROUNDS: u32 = 64;
 /// A device that completes nothing for so long is given up.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// The longest sleep: a job that is told to stop hears of it after that at the latest.
@@ -240,36 +242,42 @@ fn sample_every(ramp: &Snapshot, now: &Snapshot) -> u32 {
 /// What a thread does when there is nothing to do.
 struct Idle {
     sleeps: bool,
-    looks: u32,
+    rounds: u32,
     since: Option<Instant>,
 }
 
 impl Idle {
     fn new(sleeps: bool) -> Self {
-        Self { sleeps, looks: 0, since: None }
+        Self { sleeps, rounds: 0, since: None }
     }
 
     #[inline]
     fn reset(&mut self) {
-        self.looks = 0;
+        self.rounds = 0;
         self.since = None;
     }
 
-    /// Nothing was found. True now and then, when it is time to ask whether that will stay so.
+    /// Nothing was found: looks for a while, or sleeps. True if there still is nothing, and it is
+    /// time to ask whether that will stay so.
     #[inline]
     fn look<L: Load>(&mut self, lanes: &mut [Lane<L>]) -> anyhow::Result<bool> {
-        self.looks = self.looks.wrapping_add(1);
         if self.sleeps {
             self.sleep(lanes)?;
             return Ok(true);
         }
-        std::hint::spin_loop();
-        if self.looks.is_multiple_of(LOOKS) {
+        for _ in 0..LOOKS {
+            if lanes.iter().any(Lane::is_ready) {
+                return Ok(false);
+            }
+            std::hint::spin_loop();
+        }
+        self.rounds = self.rounds.wrapping_add(1);
+        if self.rounds.is_multiple_of(ROUNDS) {
             self.check(lanes)?;
             // Where the controller has no processor of its own, this is what lets it work.
             std::thread::yield_now();
         }
-        Ok(self.looks.is_multiple_of(64))
+        Ok(true)
     }
 
     #[cold]

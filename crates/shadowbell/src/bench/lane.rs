@@ -3,9 +3,10 @@
 use super::args::{Plan, Slice};
 use super::load::{Load, Verdict};
 use super::pattern::Rng;
-use anyhow::{Context, anyhow, bail};
-use driver::{Buffer, Completion, Namespace, QueuePair, QueueStats};
+use anyhow::{Context, bail};
+use driver::{Buffer, Command, Completion, QueuePair, QueueStats};
 use hdrhistogram::Histogram;
+use spec::opcode::NvmOpcode;
 use std::time::Instant;
 
 /// The longest latency that is told from longer ones, in nanoseconds.
@@ -20,10 +21,12 @@ pub(super) fn histogram() -> anyhow::Result<Histogram<u64>> {
 /// once it has started, except that a doorbell may be a message.
 pub(super) struct Lane<L> {
     queue: QueuePair,
-    namespace: Namespace,
+    nsid: u32,
     load: L,
     first_block: u64,
     blocks_per_io: u32,
+    /// Bytes of an I/O.
+    transfer: u32,
     /// Buffers that are not in flight.
     spare: Vec<Buffer>,
     /// I/Os still to be submitted.
@@ -44,7 +47,7 @@ pub(super) struct Lane<L> {
 impl<L: Load> Lane<L> {
     pub(super) fn new(
         queue: QueuePair,
-        namespace: Namespace,
+        nsid: u32,
         load: L,
         buffers: Vec<Buffer>,
         plan: &Plan,
@@ -64,10 +67,11 @@ impl<L: Load> Lane<L> {
         Ok(Self {
             stamps: vec![0; queue.capacity()].into_boxed_slice(),
             queue,
-            namespace,
+            nsid,
             load,
             first_block: slice.of_job(job),
             blocks_per_io: slice.blocks_per_io,
+            transfer: plan.bs,
             spare,
             left: plan.number_ios.unwrap_or(u64::MAX),
             batch: if plan.iodepth_batch == 0 { u32::MAX } else { plan.iodepth_batch },
@@ -82,7 +86,7 @@ impl<L: Load> Lane<L> {
 
     /// Submits as much as there are buffers for, and rings.
     pub(super) fn fill(&mut self) -> anyhow::Result<()> {
-        self.issue()?;
+        self.issue_spare()?;
         self.ring()
     }
 
@@ -95,12 +99,17 @@ impl<L: Load> Lane<L> {
             && let Some(completion) = self.queue.pop()
         {
             found += 1;
-            self.complete(completion)?;
-            if go {
-                self.issue()?;
+            let buffer = self.complete(completion)?;
+            if go && let Some(buffer) = buffer {
+                self.issue(buffer)?;
+            } else {
+                self.spare.extend(buffer);
             }
         }
         if found != 0 {
+            if go && !self.spare.is_empty() {
+                self.issue_spare()?;
+            }
             self.ring()?;
         }
         Ok(found as u64)
@@ -112,8 +121,9 @@ impl<L: Load> Lane<L> {
         Ok(self.queue.ring()?)
     }
 
-    #[inline]
-    fn complete(&mut self, completion: Completion) -> anyhow::Result<()> {
+    /// Takes a completion into account, and gives its buffer back.
+    #[inline(always)]
+    fn complete(&mut self, completion: Completion) -> anyhow::Result<Option<Buffer>> {
         let slot = completion.token.index();
         if !completion.status.is_success() {
             bail!("{}: an I/O ended with: {}", self.queue_name(), completion.status);
@@ -127,39 +137,55 @@ impl<L: Load> Lane<L> {
         }
         self.load.completed(slot, completion.buffer.as_ref());
         self.commands += 1;
-        self.spare.extend(completion.buffer);
-        Ok(())
+        Ok(completion.buffer)
     }
 
-    #[inline]
-    fn issue(&mut self) -> anyhow::Result<()> {
-        while self.left != 0
-            && let Some(mut buffer) = self.spare.pop()
-        {
-            let Some(io) = self.load.next() else {
-                self.spare.push(buffer);
-                break;
-            };
-            let block = self.first_block + io.index * u64::from(self.blocks_per_io);
-            let command = if io.write {
-                self.load.fill(io, &mut buffer);
-                self.namespace.write(block, self.blocks_per_io)?
-            } else {
-                self.namespace.read(block, self.blocks_per_io)?
-            };
-            let token = self.queue.submit(command, Some(buffer)).map_err(|e| anyhow!(e.reason))?;
-            self.load.submitted(token.index(), io);
-            self.left -= 1;
-            self.until_sample -= 1;
-            if self.until_sample == 0 {
-                self.until_sample = self.sample_every;
-                if let Some(stamp) = self.stamps.get_mut(token.index()) {
-                    *stamp = nanoseconds_since(self.epoch);
-                }
+    /// Submits an I/O; the buffer is spare if there is none.
+    #[inline(always)]
+    fn issue(&mut self, mut buffer: Buffer) -> anyhow::Result<bool> {
+        if self.left == 0 {
+            self.spare.push(buffer);
+            return Ok(false);
+        }
+        let Some(io) = self.load.next() else {
+            self.spare.push(buffer);
+            return Ok(false);
+        };
+        // The part of the namespace that is the job's was checked to lie inside of it.
+        let block = self.first_block + io.index * u64::from(self.blocks_per_io);
+        let opcode = if io.write {
+            self.load.fill(io, &mut buffer);
+            NvmOpcode::Write
+        } else {
+            NvmOpcode::Read
+        };
+        let dwords = [block as u32, (block >> 32) as u32, self.blocks_per_io - 1, 0];
+        let command = Command::raw(opcode as u8, self.nsid, dwords, self.transfer);
+        let token = match self.queue.submit(command, Some(buffer)) {
+            Ok(token) => token,
+            Err(refused) => bail!(refused.reason),
+        };
+        self.load.submitted(token.index(), io);
+        self.left -= 1;
+        self.until_sample -= 1;
+        if self.until_sample == 0 {
+            self.until_sample = self.sample_every;
+            if let Some(stamp) = self.stamps.get_mut(token.index()) {
+                *stamp = nanoseconds_since(self.epoch);
             }
-            self.unrung += 1;
-            if self.unrung == self.batch {
-                self.ring()?;
+        }
+        self.unrung += 1;
+        if self.unrung == self.batch {
+            self.ring()?;
+        }
+        Ok(true)
+    }
+
+    /// Submits with the buffers that are spare, as far as the load goes.
+    fn issue_spare(&mut self) -> anyhow::Result<()> {
+        while let Some(buffer) = self.spare.pop() {
+            if !self.issue(buffer)? {
+                break;
             }
         }
         Ok(())
@@ -172,6 +198,12 @@ impl<L: Load> Lane<L> {
     /// Whether all that was to be submitted was, and has completed.
     pub(super) fn is_finished(&self) -> bool {
         self.left == 0 && self.is_empty()
+    }
+
+    /// Whether a completion is there to be taken.
+    #[inline]
+    pub(super) fn is_ready(&self) -> bool {
+        self.queue.is_ready()
     }
 
     /// Whether nothing is in flight.

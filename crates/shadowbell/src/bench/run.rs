@@ -93,8 +93,8 @@ fn run<L: Load>(
             session.controller.take_queue_pair().ok_or_else(|| anyhow!("no queue pair is left"))?;
         let pool = session.controller.buffers(plan.iodepth as usize, plan.bs as usize)?;
         let buffers = std::iter::from_fn(|| pool.take()).take(plan.iodepth as usize).collect();
-        let namespace = session.namespace()?.clone();
-        let lane = Lane::new(queue, namespace, load(job), buffers, plan, slice, job)?;
+        let nsid = session.namespace()?.nsid();
+        let lane = Lane::new(queue, nsid, load(job), buffers, plan, slice, job)?;
         if let Some(lanes) = threads.get_mut(usize::from(job % plan.threads)) {
             lanes.push(lane);
         }

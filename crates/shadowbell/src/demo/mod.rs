@@ -235,13 +235,13 @@ fn print(out: &mut impl Write, name: &str, rows: &[Row]) -> io::Result<()> {
     writeln!(out, "{name}: {what}")?;
     let mut table = Table::new([
         "iodepth",
-        "IOPS trapped",
-        "IOPS shadow",
+        "IOPS: trapped",
+        "shadow",
         "gain",
-        "MMIO/IO trapped",
-        "MMIO/IO shadow",
-        "p50 trapped",
-        "p50 shadow",
+        "MMIO/IO: trapped",
+        "shadow",
+        "p50: trapped",
+        "shadow",
     ]);
     let gain = |without: f64, with: f64| format!("{:.1}x", with / without);
     for pair in rows.chunks_exact(2) {

@@ -6,6 +6,7 @@ use serde_json::Value;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -43,7 +44,8 @@ impl Server {
         let child = command.spawn().context("the server does not start")?;
         let mut server = Self { child, directory };
         let deadline = Instant::now() + PATIENCE;
-        while !server.socket().exists() {
+        // The path is there a moment before somebody listens.
+        while UnixStream::connect(server.socket()).is_err() {
             server.check()?;
             if Instant::now() > deadline {
                 bail!("the server makes no socket: {}", server.log());

@@ -3,6 +3,7 @@
 use assert_cmd::Command;
 use serde_json::Value;
 use std::fs::File;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
@@ -68,7 +69,8 @@ impl Server {
             .unwrap();
         let server = Self { child, directory };
         let deadline = Instant::now() + PATIENCE;
-        while !server.socket().exists() {
+        // The path is there a moment before somebody listens.
+        while UnixStream::connect(server.socket()).is_err() {
             assert!(Instant::now() < deadline, "no socket: {}", server.log());
             std::thread::sleep(Duration::from_millis(5));
         }
