@@ -60,6 +60,8 @@ pub(crate) struct Lab {
     subject: Subject,
     roots: Roots,
     shadowbell: Option<PathBuf>,
+    /// Whether a slow run is a failure. Counts are judged always.
+    pub(crate) judge_speed: bool,
 }
 
 impl Lab {
@@ -89,7 +91,7 @@ impl Lab {
             (Subject::Shadowbell, None) => Some(workspace::build_shadowbell()?),
             (Subject::QemuNvme, None) => None,
         };
-        Ok(Self { subject, roots, shadowbell })
+        Ok(Self { subject, roots, shadowbell, judge_speed: true })
     }
 
     /// Runs one suite on one kernel. What goes wrong is a failed check.

@@ -19,6 +19,7 @@ use crate::report::Report;
 use crate::table::{render, thousands};
 
 const DEPTHS: [u32; 5] = [1, 2, 4, 8, 32];
+/// Rounds of each run when speed counts; one is enough to count doorbells.
 const ROUNDS: usize = 3;
 const TIME: Duration = Duration::from_millis(1500);
 const DISK_BYTES: u64 = 1 << 40;
@@ -110,14 +111,14 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
     }
     let rows = report
         .check("random reads of 4 KiB at every depth, on every disk in turn", |_| {
-            measure(&mut guest, &mut contestants)
+            measure(&mut guest, &mut contestants, if lab.judge_speed { ROUNDS } else { 1 })
         })
         .context("no figures")?;
     print(&rows);
     for row in &rows {
         report.row(row.json(kernel));
     }
-    compare(report, &rows);
+    compare(report, &rows, lab.judge_speed);
     let count = contestants.len();
     report.check("the kernel has nothing to complain of", |_| dmesg::clean(&mut guest, count));
     report.check("the guest powers off", |_| guest.power_off(super::MINUTE));
@@ -127,17 +128,17 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
     Ok(())
 }
 
-fn measure(guest: &mut Guest, contestants: &mut [Contestant]) -> Result<Vec<Row>> {
+fn measure(guest: &mut Guest, contestants: &mut [Contestant], rounds: usize) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     for depth in DEPTHS {
         // In turn, so that what else this machine does falls on all of them.
-        let mut rounds: Vec<Vec<Measured>> = contestants.iter().map(|_| Vec::new()).collect();
-        for _ in 0..ROUNDS {
-            for (contestant, measured) in contestants.iter().zip(&mut rounds) {
+        let mut runs: Vec<Vec<Measured>> = contestants.iter().map(|_| Vec::new()).collect();
+        for _ in 0..rounds {
+            for (contestant, measured) in contestants.iter().zip(&mut runs) {
                 measured.push(random_reads(guest, &contestant.dev, depth, TIME)?);
             }
         }
-        for (contestant, measured) in contestants.iter_mut().zip(rounds) {
+        for (contestant, measured) in contestants.iter_mut().zip(runs) {
             let (commands, doorbell_writes, interrupts) = count(guest, contestant, depth)?;
             rows.push(Row {
                 device: contestant.device,
@@ -183,8 +184,9 @@ fn median(mut runs: Vec<Measured>) -> Option<Measured> {
     runs.into_iter().nth(middle)
 }
 
-/// What the project promises about this table.
-fn compare(report: &mut Report, rows: &[Row]) {
+/// What the project promises about this table. Speed is left out where other work on the machine would
+/// be judged with it.
+fn compare(report: &mut Report, rows: &[Row], judge_speed: bool) {
     let find = |device: &str, depth: u32| {
         rows.iter()
             .find(|row| (row.device, row.doorbells, row.depth) == (device, "shadow", depth))
@@ -280,8 +282,11 @@ mod tests {
         };
         for (ours, doorbells, failed) in [(200.0, 0, 0), (90.0, 0, 0), (200.0, 50, 1)] {
             let mut report = Report::default();
-            compare(&mut report, &rows(ours, doorbells));
+            compare(&mut report, &rows(ours, doorbells), true);
             assert_eq!(report.failed(), failed);
         }
+        let mut report = Report::default();
+        compare(&mut report, &rows(90.0, 50), false);
+        assert_eq!(report.failed(), 1, "doorbells are counted whatever the speed");
     }
 }
