@@ -94,7 +94,8 @@ pub fn write_json(out: &mut impl Write, rows: &[Row]) -> io::Result<()> {
     writeln!(out)
 }
 
-/// Columns of text, as wide as what is in them. The first is set to the left, numbers to the right.
+/// Columns of text, as wide as what is in them. Columns of figures are set to the right, but never
+/// the first.
 #[derive(Clone, Debug, Default)]
 pub struct Table {
     rows: Vec<Vec<String>>,
@@ -120,15 +121,17 @@ impl fmt::Display for Table {
             cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
         };
         let widths: Vec<usize> = (0..columns).map(width).collect();
+        let is_figure =
+            |cell: &String| cell.starts_with(|c: char| c.is_ascii_digit() || "<-".contains(c));
+        let cells = |column: usize| self.rows.iter().skip(1).filter_map(move |row| row.get(column));
+        let figures: Vec<bool> = (0..columns).map(|n| n > 0 && cells(n).all(is_figure)).collect();
         for row in &self.rows {
             let mut line = String::new();
-            for (cell, width) in row.iter().zip(&widths) {
+            for (n, ((cell, width), right)) in row.iter().zip(&widths).zip(&figures).enumerate() {
                 let padding = " ".repeat(width.saturating_sub(cell.chars().count()));
-                if line.is_empty() {
-                    line = format!("{cell}{padding}");
-                } else {
-                    line.push_str(&format!("  {padding}{cell}"));
-                }
+                let gap = if n == 0 { "" } else { "  " };
+                let [before, after] = if *right { [&padding, ""] } else { ["", &padding] };
+                line.extend([gap, before, cell, after]);
             }
             writeln!(f, "{}", line.trim_end())?;
         }
@@ -273,6 +276,9 @@ mod tests {
         table.line(["1", "25.1 K"]);
         table.line(["32", "9"]);
         assert_eq!(table.to_string(), "iodepth    IOPS\n1        25.1 K\n32            9\n");
+        let mut table = Table::new(["Target", "Serial", "Namespace"]);
+        table.line(["a", "SB1", "10"]);
+        assert_eq!(table.to_string(), "Target  Serial  Namespace\na       SB1            10\n");
     }
 
     #[test]

@@ -16,12 +16,12 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// What a TARGET is, for the help text of the verbs that take one.
 pub const HELP: &str = "\
 A TARGET is one of
-  vfio-user:/run/vm0.sock     a controller behind a vfio-user socket; a namespace other than 1 follows
-                              a slash: vfio-user:/run/vm0.sock/2
-  local:disk.img              a controller in this process over a disk, as `serve` takes them:
-                              local:mem:1GiB, local:null:1TiB
-  disk.img, mem:1GiB          the same, for short; the path of a socket is a vfio-user target
-  nvme://0000:01:00.0/1       a PCI device through VFIO: not in this version";
+  vfio-user:/run/vm0.sock  a controller behind a vfio-user socket, namespace 1;
+                           namespace 2 is vfio-user:/run/vm0.sock/2
+  local:disk.img           a controller in this process over a disk, as `serve`
+                           takes them: local:mem:1GiB, local:null:1TiB
+  disk.img, mem:1GiB       the same; the path of a socket is a vfio-user target
+  nvme://0000:01:00.0/1    a PCI device through VFIO: not in this version";
 
 /// A namespace as a person names it. See [`HELP`].
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -10,7 +10,7 @@ use std::time::Duration;
 /// The most blocks that a run with `--verify` keeps account of: 4 bytes each.
 const MAX_VERIFIED: u64 = 1 << 28;
 
-/// Measures what a controller can do.
+/// Measure what a controller can do, under fio's names
 ///
 /// Options are fio's where fio has them. Writing workloads overwrite the target.
 #[derive(Clone, Debug, clap::Args)]

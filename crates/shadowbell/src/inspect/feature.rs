@@ -193,8 +193,8 @@ fn decode(feature: &Got, which: Which) -> Fields {
     let value = *value;
     if which == Which::Supported {
         let may = Capabilities::from_bits(value);
-        f.text("changeable", may.changeable()).text("saveable", may.saveable());
-        f.text("namespace_specific", may.namespace_specific());
+        f.flag("changeable", may.changeable()).flag("saveable", may.saveable());
+        f.flag("namespace_specific", may.namespace_specific());
         return f;
     }
     match *fid {
@@ -215,10 +215,10 @@ fn decode(feature: &Got, which: Which) -> Fields {
         fid::ERROR_RECOVERY => {
             let v = feature::ErrorRecovery::from_bits(value);
             f.number("tler", v.tler()).meaning("units of 100 ms");
-            f.text("dulbe", v.dulbe());
+            f.flag("dulbe", v.dulbe());
         }
         fid::VOLATILE_WRITE_CACHE => {
-            f.text("wce", feature::VolatileWriteCache::from_bits(value).wce());
+            f.flag("wce", feature::VolatileWriteCache::from_bits(value).wce());
         }
         fid::NUMBER_OF_QUEUES => {
             let v = feature::NumberOfQueues::from_bits(value);
@@ -232,20 +232,20 @@ fn decode(feature: &Got, which: Which) -> Fields {
         }
         fid::INTERRUPT_VECTOR_CONFIGURATION => {
             let v = feature::InterruptVectorConfiguration::from_bits(value);
-            f.number("iv", v.iv()).text("cd", v.cd());
+            f.number("iv", v.iv()).flag("cd", v.cd());
         }
         fid::WRITE_ATOMICITY => {
-            f.text("dn", feature::WriteAtomicity::from_bits(value).dn());
+            f.flag("dn", feature::WriteAtomicity::from_bits(value).dn());
         }
         fid::ASYNC_EVENT_CONFIGURATION => {
             let v = feature::AsyncEventConfig::from_bits(value);
-            f.bits("smart", v.smart()).text("nan", v.nan()).text("fan", v.fan());
+            f.bits("smart", v.smart()).flag("nan", v.nan()).flag("fan", v.fan());
         }
         fid::TIMESTAMP => {
             if let Some(bytes) = data.first_chunk() {
                 let v = feature::Timestamp::from_bits(u64::from_le_bytes(*bytes));
                 f.number("timestamp", v.millis()).meaning("milliseconds");
-                f.number("origin", v.origin()).text("synch", v.synch());
+                f.number("origin", v.origin()).flag("synch", v.synch());
             }
         }
         _ => {}
@@ -289,7 +289,7 @@ mod tests {
         assert_eq!(json["timestamp"], 5);
         assert_eq!(json["data"][0], 5);
         let json = to_json(&got(fid::VOLATILE_WRITE_CACHE, 4), Which::Supported);
-        assert_eq!((&json["changeable"], &json["saveable"]), (&"true".into(), &"false".into()));
+        assert_eq!((&json["changeable"], &json["saveable"]), (&true.into(), &false.into()));
     }
 
     #[test]

@@ -10,6 +10,7 @@ enum Shown {
     Text(String),
     Decimal(u128),
     Hexadecimal(u128),
+    Flag(bool),
 }
 
 /// Named values in order.
@@ -39,6 +40,11 @@ impl Fields {
         self.add(name, Shown::Hexadecimal(value.into()))
     }
 
+    /// A yes or a no.
+    pub(super) fn flag(&mut self, name: impl Into<String>, value: bool) -> &mut Self {
+        self.add(name, Shown::Flag(value))
+    }
+
     /// Bytes that are an identifier.
     pub(super) fn bytes(&mut self, name: impl Into<String>, value: &[u8]) -> &mut Self {
         let text = value.iter().fold(String::new(), |mut text, byte| {
@@ -61,6 +67,7 @@ impl Fields {
     pub(super) fn to_json(&self) -> Map<String, Value> {
         let value = |shown: &Shown| match shown {
             Shown::Text(text) => json!(text),
+            Shown::Flag(flag) => json!(flag),
             Shown::Decimal(n) | Shown::Hexadecimal(n) => match u64::try_from(*n) {
                 Ok(n) => json!(n),
                 // Beyond what most readers of JSON keep exactly.
@@ -78,6 +85,7 @@ impl fmt::Display for Fields {
             write!(f, "{name:width$} : ")?;
             match shown {
                 Shown::Text(text) => f.write_str(text)?,
+                Shown::Flag(flag) => write!(f, "{flag}")?,
                 Shown::Decimal(n) => write!(f, "{n}")?,
                 Shown::Hexadecimal(0) => f.write_str("0")?,
                 Shown::Hexadecimal(n) => write!(f, "{n:#x}")?,
@@ -100,6 +108,7 @@ mod tests {
         let mut fields = Fields::default();
         fields.bits("vid", 0x5342u16).number("mdts", 8u8).meaning("1 MiB").text("sn", "A B");
         fields.bytes("eui64", &[0, 0xab]).number("tnvmcap", u128::MAX).bits("cmic", 0u8);
+        fields.flag("wce", true);
         let text = fields.to_string();
         let lines: Vec<_> = text.lines().collect();
         assert_eq!(lines[0], "vid     : 0x5342");
@@ -107,10 +116,12 @@ mod tests {
         assert_eq!(lines[2], "sn      : A B");
         assert_eq!(lines[3], "eui64   : 00ab");
         assert_eq!(lines[5], "cmic    : 0");
+        assert_eq!(lines[6], "wce     : true");
         let json = Value::Object(fields.to_json());
         assert_eq!(json["vid"], 0x5342);
         assert_eq!(json["mdts"], 8);
         assert_eq!(json["sn"], "A B");
+        assert_eq!(json["wce"], true);
         assert_eq!(json["tnvmcap"], u128::MAX.to_string());
     }
 }
