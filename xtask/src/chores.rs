@@ -30,9 +30,10 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
     if with_guest {
         report.begin("guest");
         let lab = report.check("what the guest needs is here", |_| {
-            let lab = Lab::new(Subject::Shadowbell, None, &Kernel::ALL)?;
-            // What else the machine does at the moment is no property of the change under test.
-            Ok(Lab { judge_speed: false, ..lab })
+            let mut lab = Lab::new(Subject::Shadowbell, None, &Kernel::ALL)?;
+            // Speeds are not judged, and doorbells can be counted in one round.
+            lab.rounds = 1;
+            Ok(lab)
         });
         for kernel in Kernel::ALL.into_iter().filter(|_| lab.is_some()) {
             for suite in Suite::value_variants() {

@@ -33,8 +33,8 @@ struct Arguments {
 enum Verb {
     /// Everything that must pass: format, lints, tests, loom models, and the guest suites.
     ///
-    /// All steps run, whatever fails; the last line counts what passed and what failed. Speed is not
-    /// judged, only counts are: `cargo xtask guest s3`, on a machine with nothing else to do, does that.
+    /// All steps run, whatever fails; the last line counts what passed and what failed. Speeds are
+    /// printed and not judged: what else the machine does would decide.
     Test {
         /// Leave the guest out: what needs neither root nor Debian packages.
         #[arg(long)]

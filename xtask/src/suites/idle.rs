@@ -22,11 +22,17 @@ struct Used {
 /// it is still needed, and nobody can tell it not to: one such look is no work of the process.
 const KERNELS_OWN: &str = "iou-wrk-";
 
-/// An error unless the process goes three seconds without using any time.
+/// What was under way a moment ago comes to its end first: a thread that the kernel keeps for
+/// io_uring's slow operations (a flush, a punched hole) leaves after five idle seconds.
+const SETTLE: Duration = Duration::from_secs(7);
+
+/// An error unless the process goes three seconds without using any time, once it has settled.
 pub(super) fn check(process: u32) -> Result<()> {
-    // What was under way a moment ago comes to its end first: a thread that the kernel keeps for
-    // io_uring's slow operations (a flush, a punched hole) leaves after five idle seconds.
-    sleep(Duration::from_secs(7));
+    sleep(SETTLE);
+    idle_now(process)
+}
+
+fn idle_now(process: u32) -> Result<()> {
     let tasks = format!("/proc/{process}/task");
     let before = used(Path::new(&tasks))?;
     sleep(Duration::from_secs(3));
@@ -112,7 +118,9 @@ mod tests {
     fn a_busy_process_is_told_from_an_idle_one() {
         for (script, idle) in [("exec sleep 100", true), ("while sleep 0.05; do :; done", false)] {
             let mut child = Command::new("sh").args(["-c", script]).spawn().unwrap();
-            let result = check(child.id());
+            // Long enough to start the program.
+            sleep(Duration::from_millis(500));
+            let result = idle_now(child.id());
             child.kill().unwrap();
             child.wait().unwrap();
             assert_eq!(result.is_ok(), idle, "{script}: {result:?}");

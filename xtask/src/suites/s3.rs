@@ -19,8 +19,6 @@ use crate::report::Report;
 use crate::table::{render, thousands};
 
 const DEPTHS: [u32; 5] = [1, 2, 4, 8, 32];
-/// Rounds of each run when speed counts; one is enough to count doorbells.
-const ROUNDS: usize = 3;
 const TIME: Duration = Duration::from_millis(1500);
 const DISK_BYTES: u64 = 1 << 40;
 const BLOCK: u32 = 4096;
@@ -111,14 +109,14 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
     }
     let rows = report
         .check("random reads of 4 KiB at every depth, on every disk in turn", |_| {
-            measure(&mut guest, &mut contestants, if lab.judge_speed { ROUNDS } else { 1 })
+            measure(&mut guest, &mut contestants, lab.rounds)
         })
         .context("no figures")?;
     print(&rows);
     for row in &rows {
         report.row(row.json(kernel));
     }
-    compare(report, &rows, lab.judge_speed);
+    compare(report, &rows);
     let count = contestants.len();
     report.check("the kernel has nothing to complain of", |_| dmesg::clean(&mut guest, count));
     report.check("the guest powers off", |_| guest.power_off(super::MINUTE));
@@ -184,9 +182,8 @@ fn median(mut runs: Vec<Measured>) -> Option<Measured> {
     runs.into_iter().nth(middle)
 }
 
-/// What the project promises about this table. Speed is left out where other work on the machine would
-/// be judged with it.
-fn compare(report: &mut Report, rows: &[Row], judge_speed: bool) {
+/// What the project promises about this table.
+fn compare(report: &mut Report, rows: &[Row]) {
     let find = |device: &str, depth: u32| {
         rows.iter()
             .find(|row| (row.device, row.doorbells, row.depth) == (device, "shadow", depth))
@@ -282,11 +279,8 @@ mod tests {
         };
         for (ours, doorbells, failed) in [(200.0, 0, 0), (90.0, 0, 0), (200.0, 50, 1)] {
             let mut report = Report::default();
-            compare(&mut report, &rows(ours, doorbells), true);
+            compare(&mut report, &rows(ours, doorbells));
             assert_eq!(report.failed(), failed);
         }
-        let mut report = Report::default();
-        compare(&mut report, &rows(90.0, 50), false);
-        assert_eq!(report.failed(), 1, "doorbells are counted whatever the speed");
     }
 }
