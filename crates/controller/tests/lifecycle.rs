@@ -305,3 +305,22 @@ fn mapped_doorbells_are_found_without_a_trap() {
         ring(regs::cq_doorbell_offset(1, 0), queue.head);
     }
 }
+
+#[test]
+fn memory_is_there_as_soon_as_it_is_mapped() {
+    // On one processor, so that the worker is often stopped between its messages and its queues.
+    let mut cpus = rustix::thread::CpuSet::new();
+    cpus.set(0);
+    rustix::thread::sched_setaffinity(None, &cpus).unwrap();
+    let mut host = Host::new(&["mem:1MiB"], Polling::Always);
+    assert!(host.configure_shadow(|_, _| 0).is_success());
+    let mut queue = host.create(1, 256, false);
+    let iova = common::BASE + common::MEMORY;
+    for round in 0..400u64 {
+        let fresh = memory::Mapping::shared("fresh", 4096).unwrap().bytes();
+        let at = iova + round * 4096;
+        host.controller.map_dma(at, 4096, &fresh).unwrap();
+        let (status, _) = host.run(&mut queue, Sqe::read(1, 0, 7, 0).with_prps(at, 0));
+        assert!(status.is_success(), "round {round}: {status}");
+    }
+}

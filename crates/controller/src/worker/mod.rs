@@ -284,7 +284,7 @@ impl Worker {
                 }
             }
             for tenant in &mut self.tenants {
-                busy |= tenant.pass(&mut self.trace);
+                busy |= tenant.pass(&self.mailbox, &mut self.trace);
             }
             if !self.watches.is_empty() {
                 self.watches.retain_mut(|watch| match watch.look() {

@@ -5,6 +5,7 @@ use crate::latch::Latch;
 use crate::shared::{DSTRD, Report, Shared};
 use crate::trace::{COMPLETION_QUEUE, Kind, TraceRing};
 use crate::worker::io::{Ended, Engine, Space};
+use crate::worker::mailbox::Mailbox;
 use crate::worker::message::{Reply, Seed, WorkerStats};
 use crate::worker::queue::{Cq, Placement, ShadowCells, Sq};
 use doorbell::{Arming, ControllerStats, Fenced, InvalidDoorbell, Sleeper};
@@ -223,13 +224,13 @@ impl Tenant {
     /// One pass: reaps the disks, fetches and starts commands, posts completions, raises
     /// interrupts. Whether there was anything to do.
     #[inline]
-    pub(crate) fn pass(&mut self, trace: &mut Option<TraceRing>) -> bool {
+    pub(crate) fn pass(&mut self, mailbox: &Mailbox, trace: &mut Option<TraceRing>) -> bool {
         let mut busy = false;
         if self.engine.pending() != 0 {
             busy |= self.reap();
         }
         for index in 0..self.sqs.len() {
-            busy |= self.serve(index, trace);
+            busy |= self.serve(index, mailbox, trace);
         }
         self.engine.commit();
         for cq in self.cqs.iter_mut().flatten() {
@@ -249,7 +250,7 @@ impl Tenant {
     }
 
     #[inline]
-    fn serve(&mut self, index: usize, trace: &mut Option<TraceRing>) -> bool {
+    fn serve(&mut self, index: usize, mailbox: &Mailbox, trace: &mut Option<TraceRing>) -> bool {
         let Some(sq) = &mut self.sqs[index] else { return false };
         if sq.stopped || sq.ring.is_none() {
             return false;
@@ -268,15 +269,21 @@ impl Tenant {
                 tail
             }
         };
+        if self.sqs[index].as_ref().is_none_or(|sq| sq.head == tail) {
+            return false;
+        }
+        // What the host did before it submitted comes first: memory that it has just mapped for
+        // these commands may still be in a message. The tail was loaded with acquire ordering, so a
+        // message that was sent before the host moved it is seen here.
+        if mailbox.has_news() {
+            return true;
+        }
         self.fetch(index, tail, trace)
     }
 
     #[inline]
     fn fetch(&mut self, index: usize, tail: u16, trace: &mut Option<TraceRing>) -> bool {
         let Some(sq) = &mut self.sqs[index] else { return false };
-        if sq.head == tail {
-            return false;
-        }
         let Some(cq) = self.cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return false };
         if cq.ring.is_none() {
             return false;
