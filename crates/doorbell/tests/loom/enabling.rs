@@ -117,7 +117,7 @@ impl OtherHost {
 #[test]
 fn our_host_enables_under_load() {
     for predicate in PREDICATES {
-        explore(Some(3), move || {
+        explore(Some(2), move || {
             let (size, bell, config) = (ring(8), Bell::at(0), Config::new());
             let entries = Entries::new(size);
             let (mut sleeper, bed) = bed();
@@ -192,7 +192,7 @@ fn other_hosts_enable_under_load() {
     for predicate in PREDICATES {
         for old in [Old::Shadow, Old::Private] {
             for initial in [0, 1] {
-                explore(Some(3), move || {
+                explore(Some(2), move || {
                     let (size, bell, config) = (ring(8), Bell::at(0), Config::new());
                     let entries = Entries::new(size);
                     let (mut sleeper, bed) = bed();

@@ -40,7 +40,7 @@ pub(crate) fn submit<H: Fence, S: Fence, W: Fence>(
 fn no_wakeup_is_lost() {
     for predicate in PREDICATES {
         explore(None, move || submit::<FullFence, FullFence, FullFence>(predicate, 8, 0, 1));
-        explore(Some(4), move || submit::<FullFence, FullFence, FullFence>(predicate, 8, 0, 3));
+        explore(Some(3), move || submit::<FullFence, FullFence, FullFence>(predicate, 8, 0, 3));
     }
 }
 
