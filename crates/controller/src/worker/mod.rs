@@ -48,6 +48,9 @@ impl Default for Polling {
 
 /// Idle passes between two looks at the clock.
 const PASSES: u32 = 64;
+/// Idle passes after which a worker gives way to others while it polls: some microseconds, in which
+/// a host that polls as well would have answered.
+const POLITE_AFTER: u32 = 8 * PASSES;
 /// The first window after a sleep that was worth spinning for.
 const FIRST_WINDOW: Duration = Duration::from_micros(8);
 /// A worker with a controller whose doorbells are mapped can not be woken by them: it looks at
@@ -322,6 +325,11 @@ impl Worker {
                     idle_since = now;
                 }
                 if now.duration_since(idle_since) < window {
+                    if idle >= POLITE_AFTER {
+                        // Whoever else wants this processor goes first: on a small host that is the
+                        // VMM's thread with the interrupt that the next command waits for.
+                        std::thread::yield_now();
+                    }
                     continue;
                 }
             }
