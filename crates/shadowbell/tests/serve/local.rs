@@ -84,3 +84,18 @@ fn a_disk_that_is_open_will_do() {
     let controller = Controller::attach(connect(disk, false).unwrap(), &AttachOptions::default());
     assert_eq!(controller.unwrap().namespace(1).unwrap().block_size(), 4096);
 }
+
+#[test]
+fn memory_that_was_just_mapped_can_be_used() {
+    let way = local(&ControllerPlan::of(&["mem:1MiB"]));
+    let transport: Arc<dyn Transport> = way.clone();
+    let mut controller = Controller::attach(transport, &AttachOptions::default()).unwrap();
+    let namespace = controller.namespace(1).unwrap().clone();
+    let mut queue = controller.take_queue_pair().unwrap();
+    for round in 0..20_000 {
+        // The memory comes, and the doorbell is a store that no one waits for.
+        let pool = controller.buffers(1, 4096).unwrap();
+        let done = run(&mut queue, namespace.write(0, 8).unwrap(), pool.take());
+        assert_eq!(done.status, Status::SUCCESS, "round {round}");
+    }
+}
