@@ -28,8 +28,8 @@ impl Ring {
     ///
     /// # Errors
     /// [`Fault`] with the first address that is not mapped as needed, or at which an entry would
-    /// cross from one map to another (entries are aligned to their size, maps to pages: it does
-    /// not happen to an aligned queue).
+    /// cross from one map to another, or lie at an address of this process that is not aligned to 8.
+    /// (Entries are aligned to their size and maps to pages: neither happens to an aligned queue.)
     pub fn resolve(
         table: &DmaTable,
         iova: u64,
@@ -48,7 +48,8 @@ impl Ring {
             let wanted = u64::from(entries - first) * entry_size as u64;
             let bytes = table.bytes_up_to(at, wanted).ok_or(fault)?;
             let count = u32::try_from(bytes.len() / entry_size).map_err(|_| fault)?;
-            if count == 0 || (write && !bytes.is_writable()) {
+            let aligned = bytes.address().is_multiple_of(8);
+            if count == 0 || !aligned || (write && !bytes.is_writable()) {
                 return Err(fault);
             }
             pieces.push(Piece { first, count, bytes });
@@ -163,6 +164,18 @@ mod tests {
         assert_eq!(fault.iova, 0x13000);
         assert!(Ring::resolve(space.table(), u64::MAX - 63, 2, 64, false).is_err());
         assert!(Ring::resolve(space.table(), 0x10fe0, 1, 64, false).is_err(), "crosses maps");
+    }
+
+    #[test]
+    fn a_map_that_puts_entries_at_odd_addresses_is_a_fault() {
+        // A peer chooses both its IOVA and what lies there: a queue that is aligned in its
+        // addresses need not be in ours, and the words of an entry are stored as atomics.
+        let mut space = DmaSpace::default();
+        let memory = Mapping::anonymous(8192).unwrap().bytes();
+        space.map(0x1001, 8191, &memory).unwrap();
+        assert!(Ring::resolve(space.table(), 0x2000, 16, 16, true).is_err());
+        space.map(0x10_0008, 4096, &memory).unwrap();
+        Ring::resolve(space.table(), 0x10_0010, 16, 16, true).unwrap().publish(0, [1, 2]);
     }
 
     #[test]

@@ -11,6 +11,9 @@ use vfio_user::device::{DmaMap, Done};
 /// hundreds; each costs a mapping of the process, which has 65530.
 const MAX_RANGES: usize = 4096;
 
+/// The smallest page of any host, in bytes.
+const PAGE: u64 = 4096;
+
 /// A range that the client shared.
 struct Range {
     len: u64,
@@ -47,6 +50,12 @@ impl Memory {
         let Some(last) = len.checked_sub(1).and_then(|len| iova.checked_add(len)) else {
             return Err(Errno::INVAL);
         };
+        // As every IOMMU has it. What is aligned in the client's addresses, such as a queue, would
+        // otherwise not be aligned in ours.
+        if !iova.is_multiple_of(PAGE) {
+            warn!("a client shares memory at IOVA {iova:#x}, which is no multiple of {PAGE}");
+            return Err(Errno::INVAL);
+        }
         let below = self.ranges.range(..=last).next_back();
         if below.is_some_and(|(start, range)| range.last(*start) >= iova) {
             return Err(Errno::EXIST);

@@ -326,6 +326,7 @@ fn memory_comes_and_goes() {
     refused(guest.client.dma_map(&share(&more, 0x8000)));
     refused(guest.client.dma_map(&share(&more, IOVA - 0x8000)));
     refused(guest.client.dma_map(&share(&more, u64::MAX - 0xffff).with_len(0x10000)));
+    refused(guest.client.dma_map(&share(&more, 0x80_0001)));
     refused(guest.client.dma_unmap(DmaUnmap::Range { iova: 0, len: 0x8000 }));
     refused(guest.client.dma_unmap(DmaUnmap::Range { iova: 0x8000, len: 0x8000 }));
     refused(guest.client.dma_unmap(DmaUnmap::Range { iova: 1 << 20, len: 1 << 16 }));
