@@ -41,4 +41,4 @@ mod worker;
 pub use config::{Config, ConfigError, NamespaceConfig};
 pub use controller::{BAR0_BYTES, Carrier, Controller, Event, NewError};
 pub use stats::Stats;
-pub use worker::{Polling, Pool, PoolOptions};
+pub use worker::{Polling, Pool, PoolOptions, Turns};

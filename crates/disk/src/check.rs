@@ -3,6 +3,24 @@
 use crate::{DiskError, Info, Op, Request};
 use memory::Segments;
 
+/// What requests are checked against, worked out once for each queue.
+#[derive(Clone, Copy, Debug)]
+pub struct Bounds {
+    bytes: u64,
+    /// Bits that an offset or a length may not have.
+    unaligned: u64,
+    read_only: bool,
+}
+
+impl Info {
+    /// What requests to this disk are checked against.
+    #[must_use]
+    pub fn bounds(&self) -> Bounds {
+        let unaligned = u64::from(self.block_size) - 1;
+        Bounds { bytes: self.bytes(), unaligned, read_only: self.read_only }
+    }
+}
+
 impl Request {
     /// Checks the request against the disk that it is for and the buffer that comes with it: the
     /// range lies inside the disk on block boundaries, the disk takes writes if it is one, and the
@@ -12,20 +30,29 @@ impl Request {
     /// # Errors
     /// [`DiskError::OutOfRange`], [`DiskError::ReadOnly`] or [`DiskError::BadBuffer`].
     #[inline]
-    pub fn check(&self, info: &Info, data: &Segments) -> Result<(), DiskError> {
-        if self.op == Op::Flush {
+    pub fn check(&self, bounds: &Bounds, data: &Segments) -> Result<(), DiskError> {
+        let inside = self.offset.checked_add(self.len).is_some_and(|end| end <= bounds.bytes)
+            && (self.offset | self.len) & bounds.unaligned == 0;
+        // What nearly all requests are, at once.
+        if matches!(self.op, Op::Read)
+            && inside
+            && data.len() as u64 >= self.len
+            && data.is_writable()
+        {
             return Ok(());
         }
-        let mask = u64::from(info.block_size) - 1;
-        match self.offset.checked_add(self.len) {
-            Some(end) if end <= info.bytes() && (self.offset | self.len) & mask == 0 => {}
-            _ => return Err(DiskError::OutOfRange),
-        }
+        self.check_any(inside, bounds, data)
+    }
+
+    #[inline(never)]
+    fn check_any(&self, inside: bool, bounds: &Bounds, data: &Segments) -> Result<(), DiskError> {
         let short = (data.len() as u64) < self.len;
         match self.op {
+            Op::Flush => Ok(()),
+            _ if !inside => Err(DiskError::OutOfRange),
             Op::Read if short || !data.is_writable() => Err(DiskError::BadBuffer),
             Op::Compare if short => Err(DiskError::BadBuffer),
-            Op::Write { .. } | Op::WriteZeroes { .. } | Op::Discard if info.read_only => {
+            Op::Write { .. } | Op::WriteZeroes { .. } | Op::Discard if bounds.read_only => {
                 Err(DiskError::ReadOnly)
             }
             Op::Write { .. } if short => Err(DiskError::BadBuffer),
@@ -51,7 +78,7 @@ mod tests {
     }
 
     fn check(info: &Info, op: Op, offset: u64, len: u64, data: &Segments) -> Result<(), DiskError> {
-        Request { op, offset, len }.check(info, data)
+        Request { op, offset, len }.check(&info.bounds(), data)
     }
 
     #[test]

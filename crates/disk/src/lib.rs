@@ -22,6 +22,7 @@ mod null;
 mod sys;
 mod uri;
 
+pub use check::Bounds;
 pub use error::OpenError;
 pub use file::{Direct, FileDisk, FileOptions};
 pub use mem::MemDisk;

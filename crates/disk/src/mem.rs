@@ -1,6 +1,6 @@
 //! A disk that is memory.
 
-use crate::{Disk, DiskError, Info, Op, OpenError, Queue, Request, Submitted};
+use crate::{Bounds, Disk, DiskError, Info, Op, OpenError, Queue, Request, Submitted};
 use memory::{Mapping, Segments, SharedBytes};
 use std::io;
 
@@ -52,10 +52,32 @@ impl MemDisk {
     pub fn bytes(&self) -> &SharedBytes {
         &self.bytes
     }
+}
 
+impl Disk for MemDisk {
+    fn info(&self) -> Info {
+        self.info.clone()
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(MemQueue { bounds: self.info.bounds(), bytes: self.bytes.clone() }))
+    }
+
+    fn name(&self) -> String {
+        format!("mem:{}", crate::uri::format_size(self.info.bytes()))
+    }
+}
+
+/// One thread's way to it.
+struct MemQueue {
+    bounds: Bounds,
+    bytes: SharedBytes,
+}
+
+impl MemQueue {
     #[inline]
     fn run(&self, request: &Request, data: &Segments) -> Result<(), DiskError> {
-        request.check(&self.info, data)?;
+        request.check(&self.bounds, data)?;
         // The range was checked against the disk, which fits the address space.
         let (at, len) = (request.offset as usize, request.len as usize);
         match request.op {
@@ -90,21 +112,7 @@ impl MemDisk {
     }
 }
 
-impl Disk for MemDisk {
-    fn info(&self) -> Info {
-        self.info.clone()
-    }
-
-    fn queue(&self) -> io::Result<Box<dyn Queue>> {
-        Ok(Box::new(self.clone()))
-    }
-
-    fn name(&self) -> String {
-        format!("mem:{}", crate::uri::format_size(self.info.bytes()))
-    }
-}
-
-impl Queue for MemDisk {
+impl Queue for MemQueue {
     #[inline]
     fn submit(&mut self, _tag: u32, request: &Request, data: &mut Segments) -> Submitted {
         Submitted::Done(self.run(request, data))
@@ -133,7 +141,9 @@ mod tests {
             rss.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() / 4
         };
         let before = resident();
-        disk.zero(512, 62 * PAGE).unwrap();
+        MemQueue { bounds: disk.info.bounds(), bytes: disk.bytes.clone() }
+            .zero(512, 62 * PAGE)
+            .unwrap();
         assert_eq!(before - resident(), 61, "the whole pages inside");
         let mut all = vec![9; 64 * PAGE];
         disk.bytes().read_into(0, &mut all).unwrap();

@@ -1,6 +1,6 @@
 //! A disk that keeps nothing.
 
-use crate::{Disk, DiskError, Info, Op, Queue, Request, Submitted};
+use crate::{Bounds, Disk, DiskError, Info, Op, Queue, Request, Submitted};
 use memory::Segments;
 use std::io;
 
@@ -55,7 +55,7 @@ impl Disk for NullDisk {
     }
 
     fn queue(&self) -> io::Result<Box<dyn Queue>> {
-        Ok(Box::new(self.clone()))
+        Ok(Box::new(NullQueue { bounds: self.info.bounds(), read_zeroes: self.read_zeroes }))
     }
 
     fn name(&self) -> String {
@@ -63,10 +63,16 @@ impl Disk for NullDisk {
     }
 }
 
-impl Queue for NullDisk {
+/// One thread's way to it: nothing but what a request is checked against.
+struct NullQueue {
+    bounds: Bounds,
+    read_zeroes: bool,
+}
+
+impl Queue for NullQueue {
     #[inline]
     fn submit(&mut self, _tag: u32, request: &Request, data: &mut Segments) -> Submitted {
-        if let Err(error) = request.check(&self.info, data) {
+        if let Err(error) = request.check(&self.bounds, data) {
             return Submitted::Done(Err(error));
         }
         if self.read_zeroes {
@@ -76,6 +82,7 @@ impl Queue for NullDisk {
     }
 }
 
+#[inline(never)]
 fn zeroes(request: &Request, data: &Segments) -> Result<(), DiskError> {
     let len = usize::try_from(request.len).map_err(|_| DiskError::BadBuffer)?;
     match request.op {

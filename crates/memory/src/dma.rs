@@ -209,7 +209,41 @@ pub struct View(Rc<Inner>);
 #[derive(Debug)]
 struct Inner {
     table: Arc<DmaTable>,
-    last_hit: Cell<usize>,
+    last_hit: Hit,
+}
+
+/// A map that was hit, in few words next to each other.
+#[derive(Debug)]
+struct Hit {
+    start: Cell<u64>,
+    /// 0 before the first hit: no address lies in that.
+    len: Cell<u64>,
+    /// Where `start` is in this process.
+    base: Cell<NonNull<u8>>,
+    writable: Cell<bool>,
+}
+
+impl Hit {
+    fn set(&self, entry: &Entry) {
+        self.start.set(entry.start);
+        // The map of all addresses would be one byte longer than can be said.
+        self.len.set((entry.last - entry.start).saturating_add(1));
+        self.base.set(entry.bytes.base());
+        self.writable.set(entry.bytes.is_writable());
+    }
+
+    /// Where `iova` is, and how many bytes follow it.
+    #[inline]
+    fn find(&self, iova: u64, write: bool) -> Option<(NonNull<u8>, u64)> {
+        let offset = iova.wrapping_sub(self.start.get());
+        let left = self.len.get().checked_sub(offset)?;
+        if left == 0 || write && !self.writable.get() {
+            return None;
+        }
+        // SAFETY: `offset` lies inside the entry's bytes, which `DmaSpace::map` cut to exactly
+        // the length of the range.
+        Some((unsafe { self.base.get().add(offset as usize) }, left))
+    }
 }
 
 /// Tells when every use of a [`View`] has ended.
@@ -228,7 +262,13 @@ impl View {
     /// A fresh handle on `table`.
     #[must_use]
     pub fn new(table: Arc<DmaTable>) -> Self {
-        Self(Rc::new(Inner { table, last_hit: Cell::new(0) }))
+        let last_hit = Hit {
+            start: Cell::new(0),
+            len: Cell::new(0),
+            base: Cell::new(NonNull::dangling()),
+            writable: Cell::new(false),
+        };
+        Self(Rc::new(Inner { table, last_hit }))
     }
 
     /// The snapshot that the view resolves against.
@@ -243,6 +283,25 @@ impl View {
         ViewWatch(Rc::downgrade(&self.0))
     }
 
+    /// Whether `other` is this view or a clone of it.
+    #[inline]
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        Rc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// Where `[iova, iova + len)` is in this process, if all of it lies in the map that was last
+    /// hit, may be used so, and `len` is not 0.
+    #[inline]
+    pub(crate) fn translate_again(
+        &self,
+        iova: u64,
+        len: usize,
+        write: bool,
+    ) -> Option<NonNull<u8>> {
+        let (ptr, left) = self.0.last_hit.find(iova, write)?;
+        ((len as u64).wrapping_sub(1) < left).then_some(ptr)
+    }
+
     /// Where `iova` is in this process, and how many bytes (at most `len`) follow it in its map.
     #[inline]
     pub(crate) fn translate(
@@ -251,24 +310,15 @@ impl View {
         len: usize,
         write: bool,
     ) -> Result<(NonNull<u8>, usize), Fault> {
-        let entries = &self.0.table.entries;
-        let hit = match entries.get(self.0.last_hit.get()) {
-            Some(e) if e.start <= iova && iova <= e.last => e,
-            _ => {
-                let index = self.0.table.find(iova).ok_or(Fault { iova, write })?;
-                self.0.last_hit.set(index);
-                &entries[index]
-            }
-        };
-        if write && !hit.bytes.is_writable() {
-            return Err(Fault { iova, write });
+        let hit = &self.0.last_hit;
+        if let Some((ptr, left)) = hit.find(iova, write) {
+            return Ok((ptr, left.min(len as u64) as usize));
         }
-        let offset = iova - hit.start;
-        let available = (hit.last - iova).saturating_add(1).min(len as u64) as usize;
-        // SAFETY: `offset` lies inside the entry's bytes, which `DmaSpace::map` cut to exactly
-        // the length of the range.
-        let ptr = unsafe { NonNull::new_unchecked(hit.bytes.as_ptr().add(offset as usize)) };
-        Ok((ptr, available))
+        let fault = Fault { iova, write };
+        let index = self.0.table.find(iova).ok_or(fault)?;
+        hit.set(&self.0.table.entries[index]);
+        let (ptr, left) = hit.find(iova, write).ok_or(fault)?;
+        Ok((ptr, left.min(len as u64) as usize))
     }
 
     /// Copies `into.len()` bytes from `iova`, across maps if need be.

@@ -56,8 +56,26 @@ impl View {
     ///
     /// # Errors
     /// [`DataPointerError`]; `into` is then left without data.
-    #[inline]
+    #[inline(always)]
     pub fn resolve_prps(
+        &self,
+        prp1: u64,
+        prp2: u64,
+        len: usize,
+        page: usize,
+        write: bool,
+        into: &mut Segments,
+    ) -> Result<(), DataPointerError> {
+        // A piece of one page, seen before: no list, no second entry.
+        let offset = prp1 as usize & (page - 1);
+        if prp1 & 3 == 0 && len <= page - offset && into.set_whole(self, prp1, len, write) {
+            return Ok(());
+        }
+        self.resolve_any_prps(prp1, prp2, len, page, write, into)
+    }
+
+    #[inline(never)]
+    fn resolve_any_prps(
         &self,
         prp1: u64,
         prp2: u64,
@@ -74,7 +92,6 @@ impl View {
         outcome
     }
 
-    #[inline]
     fn prps(
         &self,
         prp1: u64,

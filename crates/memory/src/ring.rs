@@ -3,16 +3,18 @@
 use crate::{DmaTable, Fault, SharedBytes};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-/// The entries of a physically contiguous queue: contiguous in the peer's addresses, and nearly
-/// always in ours too, though the peer may have mapped neighbouring pages separately.
+/// The entries, of `SIZE` bytes each (a power of two), of a physically contiguous queue: contiguous
+/// in the peer's addresses, and nearly always in ours too, though the peer may have mapped
+/// neighbouring pages separately.
 ///
 /// Indices are the owner's own, kept inside the ring by its arithmetic; one outside is a bug of
 /// ours and not a peer's doing, and panics.
 #[derive(Clone, Debug)]
-pub struct Ring {
-    pieces: Vec<Piece>,
+pub struct Ring<const SIZE: usize> {
+    /// The first piece, and mostly the only one.
+    whole: Piece,
+    others: Vec<Piece>,
     entries: u32,
-    entry_size: usize,
 }
 
 #[derive(Clone, Debug)]
@@ -22,32 +24,27 @@ struct Piece {
     bytes: SharedBytes,
 }
 
-impl Ring {
-    /// Resolves a queue of `entries` entries of `entry_size` bytes at `iova`. The device writes it
-    /// (a completion queue) if `write`.
+impl<const SIZE: usize> Ring<SIZE> {
+    /// Resolves a queue of `entries` entries at `iova`. The device writes it (a completion queue) if
+    /// `write`.
     ///
     /// # Errors
     /// [`Fault`] with the first address that is not mapped as needed, or at which an entry would
     /// cross from one map to another, or lie at an address of this process that is not aligned to 8.
     /// (Entries are aligned to their size and maps to pages: neither happens to an aligned queue.)
-    pub fn resolve(
-        table: &DmaTable,
-        iova: u64,
-        entries: u32,
-        entry_size: usize,
-        write: bool,
-    ) -> Result<Self, Fault> {
+    pub fn resolve(table: &DmaTable, iova: u64, entries: u32, write: bool) -> Result<Self, Fault> {
+        const { assert!(SIZE.is_power_of_two()) };
         let mut pieces: Vec<Piece> = Vec::new();
         let mut first = 0;
         while first < entries {
             let at = (u64::from(first))
-                .checked_mul(entry_size as u64)
+                .checked_mul(SIZE as u64)
                 .and_then(|o| iova.checked_add(o))
                 .ok_or(Fault { iova, write })?;
             let fault = Fault { iova: at, write };
-            let wanted = u64::from(entries - first) * entry_size as u64;
+            let wanted = u64::from(entries - first) * SIZE as u64;
             let bytes = table.bytes_up_to(at, wanted).ok_or(fault)?;
-            let count = u32::try_from(bytes.len() / entry_size).map_err(|_| fault)?;
+            let count = u32::try_from(bytes.len() / SIZE).map_err(|_| fault)?;
             let aligned = bytes.address().is_multiple_of(8);
             if count == 0 || !aligned || (write && !bytes.is_writable()) {
                 return Err(fault);
@@ -55,16 +52,23 @@ impl Ring {
             pieces.push(Piece { first, count, bytes });
             first += count;
         }
-        Ok(Self { pieces, entries, entry_size })
+        let mut pieces = pieces.into_iter();
+        let whole = pieces.next().ok_or(Fault { iova, write })?;
+        Ok(Self { whole, others: pieces.collect(), entries })
     }
 
     /// A ring in the process's own memory: the driver's side.
     ///
-    /// `None` if `bytes` is too short.
+    /// `None` if `bytes` is too short, or not aligned to 8 bytes.
     #[must_use]
-    pub fn over(bytes: &SharedBytes, entries: u32, entry_size: usize) -> Option<Self> {
-        let bytes = bytes.slice(0, (entries as usize).checked_mul(entry_size)?)?;
-        Some(Self { pieces: vec![Piece { first: 0, count: entries, bytes }], entries, entry_size })
+    pub fn over(bytes: &SharedBytes, entries: u32) -> Option<Self> {
+        let bytes = bytes.slice(0, (entries as usize).checked_mul(SIZE)?)?;
+        let whole = Piece { first: 0, count: entries, bytes };
+        whole.bytes.address().is_multiple_of(8).then_some(Self {
+            whole,
+            others: Vec::new(),
+            entries,
+        })
     }
 
     /// How many entries the ring has.
@@ -74,29 +78,38 @@ impl Ring {
         self.entries
     }
 
+    /// The `count` entries from `index` on, as bytes, if they lie in one piece.
+    ///
+    /// Where they start is aligned to 8: `resolve` and `over` saw to that, and `SIZE` keeps it so.
     #[inline]
-    fn slot(&self, index: u32) -> (&SharedBytes, usize) {
-        let mut piece = &self.pieces[0];
-        if index >= piece.count {
-            piece = self
-                .pieces
-                .iter()
-                .find(|p| index >= p.first && index - p.first < p.count)
-                .expect("the index is inside the ring");
+    fn run(&self, index: u32, count: usize) -> Option<(&SharedBytes, usize)> {
+        let (first, past) = (index as usize, self.whole.count as usize);
+        // Nearly every queue lies in one map.
+        if first < past && count <= past - first {
+            return Some((&self.whole.bytes, first * SIZE));
         }
-        (&piece.bytes, (index - piece.first) as usize * self.entry_size)
+        self.run_elsewhere(index, count)
+    }
+
+    #[cold]
+    fn run_elsewhere(&self, index: u32, count: usize) -> Option<(&SharedBytes, usize)> {
+        let inside =
+            |p: &&Piece| index >= p.first && (index - p.first) as usize + count <= p.count as usize;
+        let piece = self.others.iter().find(inside)?;
+        Some((&piece.bytes, (index - piece.first) as usize * SIZE))
     }
 
     /// A copy of entry `index`.
     ///
     /// # Panics
-    /// If `index` is outside of the ring or `T` larger than an entry: bugs of the caller.
+    /// If `index` is outside of the ring: a bug of the caller.
     #[inline]
     #[must_use]
     pub fn read<T: FromBytes>(&self, index: u32) -> T {
-        let (bytes, offset) = self.slot(index);
-        debug_assert!(size_of::<T>() <= self.entry_size);
-        bytes.read(offset).expect("the entry is inside its piece")
+        const { assert!(size_of::<T>() <= SIZE) };
+        let (bytes, offset) = self.run(index, 1).expect("the index is inside the ring");
+        // SAFETY: a run lies inside its bytes, and a `T` in an entry.
+        unsafe { bytes.read_at(offset) }
     }
 
     /// Writes entry `index`.
@@ -105,40 +118,61 @@ impl Ring {
     /// As [`read`](Self::read), or if the memory is read-only.
     #[inline]
     pub fn write<T: IntoBytes + Immutable>(&self, index: u32, value: &T) {
-        let (bytes, offset) = self.slot(index);
-        debug_assert!(size_of::<T>() <= self.entry_size);
-        bytes.write(offset, value).expect("the entry is inside its piece and writable");
+        const { assert!(size_of::<T>() <= SIZE) };
+        let (bytes, offset) = self.run(index, 1).expect("the index is inside the ring");
+        assert!(bytes.is_writable(), "the ring can be written");
+        // SAFETY: a run lies inside its bytes, which can be written, and a `T` in an entry.
+        unsafe { bytes.write_at(offset, value) };
     }
 
     /// Writes a 16-byte entry in two words, the second with release ordering: whoever sees the
     /// second (which holds a completion's phase) sees the first.
     ///
     /// # Panics
-    /// As [`write`](Self::write), or if the queue is not aligned to 8 bytes.
+    /// As [`write`](Self::write).
     #[inline]
     pub fn publish(&self, index: u32, words: [u64; 2]) {
-        let (bytes, offset) = self.slot(index);
-        bytes.write(offset, &words[0]).expect("the entry is inside its piece and writable");
-        bytes.store_u64_release(offset + 8, words[1]).expect("the entry is aligned");
+        self.publish_run(index, &[words], 0);
+    }
+
+    /// [Publishes](Self::publish) `entries` from `index` on, in order, each with the bits `with`
+    /// added to its second word.
+    ///
+    /// # Panics
+    /// As [`publish`](Self::publish); they may not reach past the end of the ring.
+    #[inline]
+    pub fn publish_run(&self, index: u32, entries: &[[u64; 2]], with: u64) {
+        const { assert!(SIZE == 16) };
+        if let Some((bytes, offset)) = self.run(index, entries.len()) {
+            let run = bytes.store_pairs_release(offset, entries, with);
+            return run.expect("the ring can be written");
+        }
+        // They lie in more than one piece.
+        for (index, words) in (index..).zip(entries) {
+            let (bytes, offset) = self.run(index, 1).expect("the index is inside the ring");
+            let done = bytes.store_pairs_release(offset, &[*words], with);
+            done.expect("the ring can be written");
+        }
     }
 
     /// The second word of a 16-byte entry, with acquire ordering: the other side of
     /// [`publish`](Self::publish).
     ///
     /// # Panics
-    /// As [`publish`](Self::publish).
+    /// As [`read`](Self::read).
     #[inline]
     #[must_use]
     pub fn second_word(&self, index: u32) -> u64 {
-        let (bytes, offset) = self.slot(index);
-        bytes.load_u64_acquire(offset + 8).expect("the entry is inside its piece and aligned")
+        const { assert!(SIZE == 16) };
+        let (bytes, offset) = self.run(index, 1).expect("the index is inside the ring");
+        // SAFETY: a run lies inside its bytes and starts at an address that is aligned to 8.
+        unsafe { bytes.load_u64_at(offset + 8) }
     }
 
-    /// Asks the processor to bring entry `index` near.
+    /// Asks the processor to bring entry `index` near, if there is one.
     #[inline]
     pub fn prefetch(&self, index: u32) {
-        let (bytes, offset) = self.slot(index);
-        bytes.prefetch(offset);
+        self.whole.bytes.prefetch(index as usize * SIZE);
     }
 }
 
@@ -154,16 +188,16 @@ mod tests {
         for (i, part) in parts.iter().enumerate() {
             space.map(0x10000 + i as u64 * 4096, 4096, part).unwrap();
         }
-        let ring = Ring::resolve(space.table(), 0x10000, 192, 64, true).unwrap();
+        let ring = Ring::<64>::resolve(space.table(), 0x10000, 192, true).unwrap();
         for i in 0..192u32 {
             ring.write(i, &(u64::from(i) << 32));
             assert_eq!(ring.read::<u64>(i), u64::from(i) << 32);
         }
         assert_eq!(parts[2].read::<u64>(0), Some(128 << 32));
-        let fault = Ring::resolve(space.table(), 0x10000, 193, 64, true).unwrap_err();
+        let fault = Ring::<64>::resolve(space.table(), 0x10000, 193, true).unwrap_err();
         assert_eq!(fault.iova, 0x13000);
-        assert!(Ring::resolve(space.table(), u64::MAX - 63, 2, 64, false).is_err());
-        assert!(Ring::resolve(space.table(), 0x10fe0, 1, 64, false).is_err(), "crosses maps");
+        assert!(Ring::<64>::resolve(space.table(), u64::MAX - 63, 2, false).is_err());
+        assert!(Ring::<64>::resolve(space.table(), 0x10fe0, 1, false).is_err(), "crosses maps");
     }
 
     #[test]
@@ -173,24 +207,24 @@ mod tests {
         let mut space = DmaSpace::default();
         let memory = Mapping::anonymous(8192).unwrap().bytes();
         space.map(0x1001, 8191, &memory).unwrap();
-        assert!(Ring::resolve(space.table(), 0x2000, 16, 16, true).is_err());
+        assert!(Ring::<16>::resolve(space.table(), 0x2000, 16, true).is_err());
         space.map(0x10_0008, 4096, &memory).unwrap();
-        Ring::resolve(space.table(), 0x10_0010, 16, 16, true).unwrap().publish(0, [1, 2]);
+        Ring::<16>::resolve(space.table(), 0x10_0010, 16, true).unwrap().publish(0, [1, 2]);
     }
 
     #[test]
     fn publish_is_seen_by_second_word() {
-        let ring = Ring::over(&Mapping::anonymous(4096).unwrap().bytes(), 4, 16).unwrap();
+        let ring = Ring::<16>::over(&Mapping::anonymous(4096).unwrap().bytes(), 4).unwrap();
         ring.publish(3, [1, 2]);
         assert_eq!(ring.second_word(3), 2);
         assert_eq!(ring.read::<[u64; 2]>(3), [1, 2]);
-        assert!(Ring::over(&Mapping::anonymous(4096).unwrap().bytes(), 257, 16).is_none());
+        assert!(Ring::<16>::over(&Mapping::anonymous(4096).unwrap().bytes(), 257).is_none());
     }
 
     #[test]
     #[should_panic(expected = "inside the ring")]
     fn an_index_outside_is_our_bug() {
-        let ring = Ring::over(&Mapping::anonymous(4096).unwrap().bytes(), 4, 16).unwrap();
+        let ring = Ring::<16>::over(&Mapping::anonymous(4096).unwrap().bytes(), 4).unwrap();
         let _ = ring.second_word(4);
     }
 }

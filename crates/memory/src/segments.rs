@@ -94,6 +94,14 @@ impl Segments {
         self.keep = Keep::Nothing;
     }
 
+    /// Has no data any more, but holds on to the view that they were resolved through, for a next
+    /// command through the same.
+    #[inline]
+    pub fn rewind(&mut self) {
+        self.list.clear();
+        self.total = 0;
+    }
+
     /// The data, taken out of the caller's hands: `self` is left without any.
     #[inline]
     #[must_use]
@@ -103,16 +111,28 @@ impl Segments {
 
     /// Starts over, for data that is to be resolved through `view`; `write` if the device is to
     /// write it (a Read command), in which case every address is checked to be writable.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn start(&mut self, view: &View, write: bool) {
         self.list.clear();
         self.total = 0;
         self.writable = write;
-        self.keep = Keep::View(view.clone());
+        if !matches!(&self.keep, Keep::View(kept) if kept.is(view)) {
+            self.keep = Keep::View(view.clone());
+        }
+    }
+
+    /// One piece, if `[iova, iova + len)` lies in the map that was last hit: what most commands
+    /// come to. `false`, and nothing changed, if not.
+    #[inline(always)]
+    pub(crate) fn set_whole(&mut self, view: &View, iova: u64, len: usize, write: bool) -> bool {
+        let Some(ptr) = view.translate_again(iova, len, write) else { return false };
+        self.start(view, write);
+        self.list.push(Segment { ptr, len });
+        self.total = len;
+        true
     }
 
     /// Adds `[iova, iova + len)`, which may cross maps.
-    #[inline]
     pub(crate) fn push(&mut self, view: &View, iova: u64, len: usize) -> Result<(), Fault> {
         let mut done = 0;
         while done < len {

@@ -1,6 +1,7 @@
 //! A window into memory that a peer may be changing.
 
 use crate::{Mapping, Protection};
+use std::mem::MaybeUninit;
 use std::ops::Deref;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -16,6 +17,8 @@ pub struct SharedBytes {
     mapping: Arc<Mapping>,
     ptr: NonNull<u8>,
     len: usize,
+    /// As the mapping has it, here so that a store does not have to ask there.
+    writable: bool,
 }
 
 // SAFETY: a pointer into a mapping that the value keeps alive; the mapping itself is Send + Sync
@@ -26,10 +29,16 @@ unsafe impl Sync for SharedBytes {}
 
 impl SharedBytes {
     pub(crate) fn whole(mapping: &Arc<Mapping>) -> Self {
-        Self { ptr: mapping.base(), len: mapping.len(), mapping: Arc::clone(mapping) }
+        Self {
+            ptr: mapping.base(),
+            len: mapping.len(),
+            writable: mapping.protection() == Protection::ReadWrite,
+            mapping: Arc::clone(mapping),
+        }
     }
 
     /// The length in bytes.
+    #[inline]
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
@@ -42,9 +51,10 @@ impl SharedBytes {
     }
 
     /// Whether the memory may be written.
+    #[inline]
     #[must_use]
     pub fn is_writable(&self) -> bool {
-        self.mapping.protection() == Protection::ReadWrite
+        self.writable
     }
 
     /// The mapping behind the window.
@@ -70,11 +80,16 @@ impl SharedBytes {
         self.ptr.as_ptr()
     }
 
+    pub(crate) fn base(&self) -> NonNull<u8> {
+        self.ptr
+    }
+
     /// The window's bytes `[offset, offset + len)`, or `None` if it has not that many.
     #[must_use]
     pub fn slice(&self, offset: usize, len: usize) -> Option<Self> {
         let ptr = self.at(offset, len)?;
-        Some(Self { mapping: Arc::clone(&self.mapping), ptr, len })
+        let mapping = Arc::clone(&self.mapping);
+        Some(Self { mapping, ptr, len, writable: self.writable })
     }
 
     #[inline]
@@ -96,10 +111,59 @@ impl SharedBytes {
     #[inline]
     #[must_use]
     pub fn read<T: FromBytes>(&self, offset: usize) -> Option<T> {
-        let ptr = self.at(offset, size_of::<T>())?;
-        // SAFETY: `size_of::<T>()` bytes from `ptr` are mapped and readable, any bytes make a `T`
-        // (FromBytes), and the volatile read keeps the compiler from reading shared memory again.
-        Some(unsafe { ptr.cast::<Unaligned<T>>().as_ptr().read_volatile().0 })
+        self.at(offset, size_of::<T>())?;
+        // SAFETY: the value was just checked to lie inside.
+        Some(unsafe { self.read_at(offset) })
+    }
+
+    /// As [`read`](Self::read), without a check.
+    ///
+    /// # Safety
+    /// `size_of::<T>()` bytes from `offset` lie inside the window.
+    #[inline]
+    pub(crate) unsafe fn read_at<T: FromBytes>(&self, offset: usize) -> T {
+        // SAFETY: the caller vouches for the offset.
+        let from = unsafe { self.ptr.add(offset) }.as_ptr();
+        let mut value = MaybeUninit::<T>::uninit();
+        let into = value.as_mut_ptr().cast::<u8>();
+        // Volatile, so that the compiler can not read shared memory a second time; by units as large
+        // as there are and not as a `T`, because it would be read field by field.
+        let mut at = 0;
+        // SAFETY: `size_of::<T>()` bytes from `from` are mapped and readable, and `into` has as
+        // many; the three calls copy them from the first to the last.
+        unsafe {
+            copy_by::<Wide>(from, into, &mut at, size_of::<T>());
+            copy_by::<u64>(from, into, &mut at, size_of::<T>());
+            copy_by::<u8>(from, into, &mut at, size_of::<T>());
+        }
+        // SAFETY: every byte was written, and any bytes make a `T` (FromBytes).
+        unsafe { value.assume_init() }
+    }
+
+    /// As [`write`](Self::write), without a check.
+    ///
+    /// # Safety
+    /// `size_of::<T>()` bytes from `offset` lie inside the window, which is writable.
+    #[inline]
+    pub(crate) unsafe fn write_at<T: IntoBytes + Immutable>(&self, offset: usize, value: &T) {
+        let from = value.as_bytes();
+        // SAFETY: the caller vouches for the range; no Rust reference points into a mapping, so the
+        // two do not overlap.
+        unsafe {
+            let into = self.ptr.add(offset).as_ptr();
+            std::ptr::copy_nonoverlapping(from.as_ptr(), into, from.len());
+        }
+    }
+
+    /// As [`load_u64_acquire`](Self::load_u64_acquire), without a check.
+    ///
+    /// # Safety
+    /// Eight bytes from `offset` lie inside the window, and there is an address aligned to 8.
+    #[inline]
+    pub(crate) unsafe fn load_u64_at(&self, offset: usize) -> u64 {
+        // SAFETY: the caller vouches for the place; shared memory is only ever accessed as atomics
+        // or by copies.
+        unsafe { self.ptr.add(offset).cast::<AtomicU64>().as_ref() }.load(Ordering::Acquire)
     }
 
     /// Writes `value` at `offset`; `None` if it does not fit or the memory is read-only.
@@ -188,6 +252,26 @@ impl SharedBytes {
         Some(())
     }
 
+    /// Writes pairs of words one after the other from `offset` on, the bits `with` added to the
+    /// second of each, which is stored with release ordering. `None`, and nothing written, if they
+    /// are not all inside, not aligned to 8 bytes, or read-only.
+    #[inline]
+    #[must_use]
+    pub fn store_pairs_release(&self, offset: usize, pairs: &[[u64; 2]], with: u64) -> Option<()> {
+        let at = self.at_for_write(offset, size_of_val(pairs))?.cast::<[AtomicU64; 2]>();
+        if !at.is_aligned() {
+            return None;
+        }
+        for (index, [first, second]) in pairs.iter().enumerate() {
+            // SAFETY: as in `load_u64_acquire`, the memory is writable, and as many pairs as there
+            // are were just checked to fit.
+            let words = unsafe { at.add(index).as_ref() };
+            words[0].store(*first, Ordering::Relaxed);
+            words[1].store(*second | with, Ordering::Release);
+        }
+        Some(())
+    }
+
     /// Asks the processor to bring the cache line at `offset` near. Does nothing outside.
     #[inline]
     pub fn prefetch(&self, offset: usize) {
@@ -202,6 +286,28 @@ impl SharedBytes {
         }
         #[cfg(not(target_arch = "x86_64"))]
         let _ = offset;
+    }
+}
+
+/// The largest unit that memory is read by.
+#[cfg(target_arch = "x86_64")]
+type Wide = std::arch::x86_64::__m128i;
+#[cfg(not(target_arch = "x86_64"))]
+type Wide = u64;
+
+/// Copies as many whole units `U` as there are between `at` and `len`, and moves `at` past them.
+///
+/// # Safety
+/// `len` bytes from `from` can be read and `len` bytes from `into` written, and they do not overlap.
+#[inline(always)]
+unsafe fn copy_by<U: Copy>(from: *const u8, into: *mut u8, at: &mut usize, len: usize) {
+    while *at + size_of::<U>() <= len {
+        // SAFETY: the unit lies inside of both.
+        unsafe {
+            let unit = from.add(*at).cast::<Unaligned<U>>().read_volatile();
+            into.add(*at).cast::<Unaligned<U>>().write(unit);
+        }
+        *at += size_of::<U>();
     }
 }
 

@@ -31,12 +31,14 @@ impl Cqe {
     pub const SIZE: usize = 16;
 
     /// A completion; the phase tag is zero until [`with_phase`](Self::with_phase) sets it.
+    #[inline]
     pub const fn new(cid: u16, sq_id: u16, sq_head: u16, status: Status, dw0: u32) -> Self {
         Self { dw0, dw1: 0, sq_head, sq_id, cid, status: status.bits() << 1 }
     }
 
     /// The phase tag. Base 2.1, 4.2.4 "Phase Tag": flips with every pass through the queue, and is
     /// one in the entries of the first pass.
+    #[inline]
     pub const fn phase(&self) -> bool {
         self.status & 1 != 0
     }
@@ -47,6 +49,7 @@ impl Cqe {
     }
 
     /// The same entry with this phase tag.
+    #[inline]
     #[must_use]
     pub const fn with_phase(mut self, phase: bool) -> Self {
         self.status = self.status & !1 | phase as u16;

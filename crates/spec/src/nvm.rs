@@ -41,6 +41,7 @@ pub struct RwFields {
 
 impl RwFields {
     /// From the command's dwords.
+    #[inline]
     pub const fn decode(sqe: &Sqe) -> Self {
         Self {
             slba: sqe.cdw10_11(),
@@ -78,11 +79,13 @@ impl RwFields {
     }
 
     /// How many logical blocks: 1 to 65536.
+    #[inline]
     pub const fn blocks(&self) -> u32 {
         self.nlb0 as u32 + 1
     }
 
     /// The LBA after the last one, or `None` past the end of 64 bits (LBA Out of Range).
+    #[inline]
     pub const fn end(&self) -> Option<u64> {
         self.slba.checked_add(self.blocks() as u64)
     }
@@ -112,6 +115,7 @@ pub struct DatasetManagement {
 
 impl DatasetManagement {
     /// From the command's dwords.
+    #[inline]
     pub const fn decode(sqe: &Sqe) -> Self {
         Self {
             nr0: sqe.cdw10 as u8,
@@ -188,6 +192,7 @@ pub struct CopyFields {
 
 impl CopyFields {
     /// From the command's dwords.
+    #[inline]
     pub const fn decode(sqe: &Sqe) -> Self {
         Self {
             sdlba: sqe.cdw10_11(),

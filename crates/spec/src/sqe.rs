@@ -78,6 +78,7 @@ impl Sqe {
     pub const SIZE: usize = 64;
 
     /// A command with only an opcode, a command identifier and a namespace.
+    #[inline]
     pub const fn new(opcode: u8, cid: u16, nsid: u32) -> Self {
         Self {
             opcode,
@@ -98,6 +99,7 @@ impl Sqe {
     }
 
     /// FUSE, CDW0 bits 9:8.
+    #[inline]
     pub const fn fuse(&self) -> Fuse {
         match self.flags & 0b11 {
             0b00 => Fuse::Normal,
@@ -108,6 +110,7 @@ impl Sqe {
     }
 
     /// PSDT, CDW0 bits 15:14.
+    #[inline]
     pub const fn psdt(&self) -> Psdt {
         match self.flags >> 6 {
             0b00 => Psdt::Prp,
@@ -118,12 +121,14 @@ impl Sqe {
     }
 
     /// PRP Entry 1: DPTR bytes 0 to 7.
+    #[inline]
     pub const fn prp1(&self) -> u64 {
         // A u128 load and a shift is one move on a little-endian machine, and cannot go wrong.
         u128::from_le_bytes(self.dptr) as u64
     }
 
     /// PRP Entry 2: DPTR bytes 8 to 15.
+    #[inline]
     pub const fn prp2(&self) -> u64 {
         (u128::from_le_bytes(self.dptr) >> 64) as u64
     }
@@ -134,11 +139,13 @@ impl Sqe {
     }
 
     /// The 64-bit value in CDW10 (low half) and CDW11 (high half).
+    #[inline]
     pub const fn cdw10_11(&self) -> u64 {
         self.cdw10 as u64 | (self.cdw11 as u64) << 32
     }
 
     /// The same command with another command identifier.
+    #[inline]
     #[must_use]
     pub const fn with_cid(mut self, cid: u16) -> Self {
         self.cid = cid;
@@ -146,6 +153,7 @@ impl Sqe {
     }
 
     /// The same command with PRPs as its data pointer.
+    #[inline]
     #[must_use]
     pub const fn with_prps(mut self, prp1: u64, prp2: u64) -> Self {
         self.flags &= 0b0011_1111;

@@ -7,10 +7,10 @@ use crate::stats::{CqStats, SqStats};
 use crate::worker::queue::{Cq, Placement, ShadowCells, Sq};
 use doorbell::{InvalidDoorbell, RingSize, Sleeper};
 use memory::{DmaTable, Fault};
-use spec::Sqe;
 use spec::dbbuf::{cq_entry_offset, sq_entry_offset};
 use spec::regs::{Aqa, DoorbellKind};
 use spec::status::Status;
+use spec::{Cqe, Sqe};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
@@ -82,7 +82,8 @@ impl AdminQueue {
     }
 
     pub(crate) fn complete(&mut self, cid: u16, status: Status, dw0: u32) {
-        self.cq.complete(&mut self.sq, cid, status, dw0);
+        self.sq.in_flight = self.sq.in_flight.saturating_sub(1);
+        self.cq.complete(Cqe::new(cid, self.sq.place.qid, self.sq.head, status, dw0));
     }
 
     /// Posts what is complete, as far as there is room, and raises the interrupt.

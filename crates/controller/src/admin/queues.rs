@@ -16,13 +16,12 @@ use std::sync::Arc;
 
 impl Control {
     /// Checks what both kinds of queue have in common.
-    fn place(
+    fn place<const ENTRY: usize>(
         &self,
         sqe: &Sqe,
         (qid, qsize0, contiguous): (u16, u16, bool),
-        entry_size: usize,
     ) -> Result<Placement, Status> {
-        let granted = if entry_size == Cqe::SIZE { self.granted.1 } else { self.granted.0 };
+        let granted = if ENTRY == Cqe::SIZE { self.granted.1 } else { self.granted.0 };
         if qid == 0 || qid > granted {
             return Err(Status::INVALID_QID.with_dnr());
         }
@@ -36,9 +35,9 @@ impl Control {
         if !iova.is_multiple_of(self.page_size() as u64) {
             return Err(Status::PRP_OFFSET_INVALID.with_dnr());
         }
-        let write = entry_size == Cqe::SIZE;
+        let write = ENTRY == Cqe::SIZE;
         let entries = size.entries();
-        Ring::resolve(self.space.table(), iova, entries, entry_size, write).map_err(|fault| {
+        Ring::<ENTRY>::resolve(self.space.table(), iova, entries, write).map_err(|fault| {
             tracing::warn!(qid, %fault, "a queue's memory can not be reached");
             Status::INVALID_FIELD.with_dnr()
         })?;
@@ -55,7 +54,7 @@ impl Control {
             return Err(Status::INVALID_QUEUE_SIZE.with_dnr());
         }
         let shape = (command.qid, command.qsize0, command.pc);
-        let place = self.place(sqe, shape, Cqe::SIZE)?;
+        let place = self.place::<{ Cqe::SIZE }>(sqe, shape)?;
         if command.ien && usize::from(command.iv) >= inner.shared.irqs.len() {
             return Err(Status::INVALID_INTERRUPT_VECTOR.with_dnr());
         }
@@ -119,7 +118,7 @@ impl Control {
             return Err(Status::INVALID_QUEUE_SIZE.with_dnr());
         }
         let shape = (command.qid, command.qsize0, command.pc);
-        let place = self.place(sqe, shape, Sqe::SIZE)?;
+        let place = self.place::<{ Sqe::SIZE }>(sqe, shape)?;
         let (qid, cqid, state) = (command.qid, command.cqid, QueueState::Creating);
         self.sqs.insert(qid, SqRecord { place, cqid, worker, state });
         let (cid, generation, me) = (sqe.cid, self.generation, inner.me.clone());

@@ -9,11 +9,12 @@
 pub(crate) mod io;
 mod mailbox;
 pub(crate) mod message;
+mod pool;
 pub(crate) mod queue;
 mod tenant;
 
 use crate::stats::SleepStats;
-use crate::trace::{Kind, TraceFile, TraceRing};
+use crate::trace::{Kind, TraceRing};
 use doorbell::{FullFence, Sleeper};
 use mailbox::Mailbox;
 use message::{Message, Reply, Seed};
@@ -23,10 +24,11 @@ use spec::status::Status;
 use std::io as stdio;
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
-use std::thread::JoinHandle;
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use tenant::{SleepCell, Tenant};
+
+pub use pool::{Pool, PoolOptions, Turns};
 
 /// When a worker that has found nothing to do goes to sleep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,156 +61,6 @@ const MAPPED_NAP: Duration = Duration::from_micros(250);
 /// A worker on which somebody waits for something that has no bell looks this often.
 const RESTLESS_NAP: Duration = Duration::from_millis(1);
 
-/// The workers of a process, shared by all its controllers.
-#[derive(Clone)]
-pub struct Pool(Arc<Workers>);
-
-struct Workers {
-    handles: Vec<Handle>,
-    /// The control plane's ring of the trace file, if there is one.
-    control_trace: OnceLock<Mutex<TraceRing>>,
-}
-
-struct Handle {
-    mailbox: Arc<Mailbox>,
-    /// Queues that it serves, for placing the next one.
-    load: std::sync::atomic::AtomicUsize,
-    thread: Option<JoinHandle<()>>,
-}
-
-/// How many workers, and how they wait.
-#[derive(Clone, Debug, Default)]
-pub struct PoolOptions {
-    /// Threads; 0 means one for every two processors, at least one.
-    pub workers: usize,
-    /// When they sleep.
-    pub polling: Polling,
-    /// Processors to pin them to, in order; fewer than workers is allowed.
-    pub pin: Vec<usize>,
-}
-
-impl Pool {
-    /// Starts the workers.
-    ///
-    /// # Errors
-    /// The system's, if it has no more threads or descriptors, or no such processor to pin to.
-    pub fn start(options: &PoolOptions) -> stdio::Result<Self> {
-        let count = match options.workers {
-            0 => std::thread::available_parallelism().map_or(1, |n| n.get() / 2).max(1),
-            n => n.min(usize::from(u8::MAX) - 1),
-        };
-        let mut handles = Vec::with_capacity(count);
-        for index in 0..count {
-            let mailbox = Arc::new(Mailbox::new()?);
-            let (pin, polling) = (options.pin.get(index).copied(), options.polling);
-            let (started, outcome) = std::sync::mpsc::channel();
-            let bell = Arc::clone(&mailbox);
-            let thread =
-                std::thread::Builder::new().name(format!("sb-worker{index}")).spawn(move || {
-                    let worker =
-                        pin.map_or(Ok(()), pin_to).and_then(|()| Worker::new(bell, polling));
-                    match worker {
-                        Ok(mut worker) => {
-                            let _ = started.send(Ok(()));
-                            worker.run();
-                        }
-                        Err(error) => {
-                            let _ = started.send(Err(error));
-                        }
-                    }
-                })?;
-            handles.push(Handle { mailbox, load: 0.into(), thread: Some(thread) });
-            outcome.recv().map_err(|_| stdio::Error::other("a worker did not start"))??;
-        }
-        Ok(Self(Arc::new(Workers { handles, control_trace: OnceLock::new() })))
-    }
-
-    /// How many workers there are.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.0.handles.len()
-    }
-
-    /// Never: a pool has at least one worker.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.0.handles.is_empty()
-    }
-
-    /// Records every doorbell decision in `file` from now on. Once in the life of a pool; a second
-    /// call changes nothing.
-    pub fn trace(&self, file: &TraceFile) {
-        let Some(control) = file.control() else { return };
-        if self.0.control_trace.set(Mutex::new(control)).is_ok() {
-            for (handle, ring) in self.0.handles.iter().zip(file.workers()) {
-                handle.mailbox.send(Message::Trace(ring));
-            }
-        }
-    }
-
-    /// Records something that the control plane did.
-    pub(crate) fn note(&self, kind: Kind, controller: u32, qid: u16, value: u32, extra: u32) {
-        if let Some(trace) = self.0.control_trace.get() {
-            let mut trace = trace.lock().unwrap_or_else(PoisonError::into_inner);
-            trace.record(kind, controller as u16, qid, value, extra);
-        }
-    }
-
-    /// The worker with the fewest queues takes another.
-    pub(crate) fn place(&self) -> usize {
-        use std::sync::atomic::Ordering::Relaxed;
-        let loads = self.0.handles.iter().map(|h| h.load.load(Relaxed)).enumerate();
-        let index = loads.min_by_key(|(_, load)| *load).map_or(0, |(index, _)| index);
-        self.0.handles[index].load.fetch_add(1, Relaxed);
-        index
-    }
-
-    /// A queue that [`place`](Self::place) put on `worker` is gone.
-    pub(crate) fn unplace(&self, worker: usize) {
-        use std::sync::atomic::Ordering::Relaxed;
-        if let Some(handle) = self.0.handles.get(worker) {
-            let _ = handle.load.fetch_update(Relaxed, Relaxed, |load| load.checked_sub(1));
-        }
-    }
-
-    pub(crate) fn send(&self, worker: usize, message: Message) {
-        if let Some(handle) = self.0.handles.get(worker) {
-            handle.mailbox.send(message);
-        }
-    }
-
-    pub(crate) fn ring(&self, worker: usize, register: &memory::SharedU32, value: u32) {
-        if let Some(handle) = self.0.handles.get(worker) {
-            handle.mailbox.ring(register, value);
-        }
-    }
-}
-
-impl Drop for Workers {
-    fn drop(&mut self) {
-        for handle in &self.handles {
-            handle.mailbox.send(Message::Stop);
-        }
-        for handle in &mut self.handles {
-            if let Some(thread) = handle.thread.take()
-                && thread.thread().id() != std::thread::current().id()
-            {
-                let _ = thread.join();
-            }
-        }
-    }
-}
-
-fn pin_to(cpu: usize) -> stdio::Result<()> {
-    let mut set = rustix::thread::CpuSet::new();
-    if cpu >= rustix::thread::CpuSet::MAX_CPU {
-        return Err(stdio::Error::other(format!("there is no processor {cpu} to pin to")));
-    }
-    set.set(cpu);
-    rustix::thread::sched_setaffinity(None, &set)?;
-    Ok(())
-}
-
 /// Somebody whose admin queue has to be looked at because its doorbells are mapped.
 pub(crate) trait Service: Send + Sync {
     /// Serves the admin queue, on the calling thread.
@@ -237,6 +89,9 @@ impl Watch {
     }
 }
 
+/// The pool is gone: a worker has no more to do.
+struct Stop;
+
 struct Worker {
     mailbox: Arc<Mailbox>,
     watches: Vec<Watch>,
@@ -249,6 +104,8 @@ struct Worker {
     spurious_wakes: u64,
     asleep: Duration,
     started: Instant,
+    /// It has slept since its last turn.
+    woken: bool,
 }
 
 impl Worker {
@@ -268,46 +125,21 @@ impl Worker {
             spurious_wakes: 0,
             asleep: Duration::ZERO,
             started: Instant::now(),
+            woken: false,
         })
     }
 
     fn run(&mut self) {
         let mut idle = 0u32;
         let mut idle_since = Instant::now();
-        let mut woken = false;
         loop {
-            let mut busy = false;
-            if self.mailbox.has_news() {
-                busy = true;
-                for message in self.mailbox.take() {
-                    if matches!(message, Message::Stop) {
-                        return;
-                    }
-                    self.handle(message);
+            match self.turn() {
+                Err(Stop) => return,
+                Ok(true) => {
+                    idle = 0;
+                    continue;
                 }
-            }
-            for tenant in &mut self.tenants {
-                busy |= tenant.pass(&self.mailbox, &mut self.trace);
-            }
-            if !self.watches.is_empty() {
-                self.watches.retain_mut(|watch| match watch.look() {
-                    Some(news) => {
-                        busy |= news;
-                        true
-                    }
-                    None => false,
-                });
-            }
-            if self.tenants.iter().any(Tenant::is_detached) {
-                self.remove_detached();
-            }
-            if std::mem::take(&mut woken) && !busy {
-                self.spurious_wakes += 1;
-                record(&mut self.trace, Kind::SpuriousWake, 0);
-            }
-            if busy {
-                idle = 0;
-                continue;
+                Ok(false) => {}
             }
             std::hint::spin_loop();
             idle += 1;
@@ -334,8 +166,42 @@ impl Worker {
                 }
             }
             idle = 0;
-            woken = self.sleep();
+            self.sleep();
         }
+    }
+
+    /// Messages, then a pass over all queues. Whether there was anything to do.
+    fn turn(&mut self) -> Result<bool, Stop> {
+        let mut busy = false;
+        if self.mailbox.has_news() {
+            busy = true;
+            for message in self.mailbox.take() {
+                if matches!(message, Message::Stop) {
+                    return Err(Stop);
+                }
+                self.handle(message);
+            }
+        }
+        for tenant in &mut self.tenants {
+            busy |= tenant.pass(&self.mailbox, &mut self.trace);
+        }
+        if !self.watches.is_empty() {
+            self.watches.retain_mut(|watch| match watch.look() {
+                Some(news) => {
+                    busy |= news;
+                    true
+                }
+                None => false,
+            });
+        }
+        if self.tenants.iter().any(Tenant::is_detached) {
+            self.remove_detached();
+        }
+        if std::mem::take(&mut self.woken) && !busy {
+            self.spurious_wakes += 1;
+            record(&mut self.trace, Kind::SpuriousWake, 0);
+        }
+        Ok(busy)
     }
 
     /// Arms, looks once more, and sleeps if there is nothing. Whether it slept.
@@ -379,6 +245,7 @@ impl Worker {
         };
         let Self { tenants, sleeper, .. } = self;
         tenants.iter_mut().for_each(|tenant| tenant.awake(sleeper));
+        self.woken |= slept;
         slept
     }
 

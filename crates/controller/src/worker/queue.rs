@@ -6,7 +6,6 @@ use crate::stats::{CqStats, DoorbellCounts, SqStats};
 use doorbell::{CqHead, InvalidDoorbell, RingSize, SqTail};
 use memory::{DmaTable, Fault, Ring, SharedU32};
 use spec::dbbuf::{cq_entry_offset, sq_entry_offset};
-use spec::status::Status;
 use spec::{Cqe, Sqe};
 use std::time::{Duration, Instant};
 
@@ -46,7 +45,7 @@ impl ShadowCells {
 pub(crate) struct Sq {
     pub(crate) place: Placement,
     /// `None` while its memory is not mapped: it then stands still.
-    pub(crate) ring: Option<Ring>,
+    pub(crate) ring: Option<Ring<{ Sqe::SIZE }>>,
     pub(crate) tail: SqTail<SharedU32>,
     pub(crate) head: u16,
     /// Index of its completion queue in the tenant's list.
@@ -79,7 +78,7 @@ impl Sq {
     pub(crate) fn resolve(&mut self, table: &DmaTable) -> Result<(), Fault> {
         self.ring = None;
         let entries = self.place.size.entries();
-        self.ring = Some(Ring::resolve(table, self.place.iova, entries, Sqe::SIZE, false)?);
+        self.ring = Some(Ring::resolve(table, self.place.iova, entries, false)?);
         Ok(())
     }
 
@@ -104,12 +103,9 @@ impl Sq {
     }
 
     /// The next entry. The caller knows that there is one (`head` is not the tail).
-    #[inline]
     pub(crate) fn fetch(&mut self) -> Option<Sqe> {
-        let ring = self.ring.as_ref()?;
-        let sqe = ring.read(u32::from(self.head));
+        let sqe = self.ring.as_ref()?.read(u32::from(self.head));
         self.head = self.place.size.forward(self.head, 1);
-        ring.prefetch(u32::from(self.place.size.forward(self.head, 1)));
         self.stats.commands += 1;
         Some(sqe)
     }
@@ -127,7 +123,7 @@ impl Sq {
 pub(crate) struct Cq {
     pub(crate) place: Placement,
     /// `None` while its memory is not mapped: completions wait in `staged`.
-    pub(crate) ring: Option<Ring>,
+    pub(crate) ring: Option<Ring<{ Cqe::SIZE }>>,
     pub(crate) head: CqHead<SharedU32>,
     pub(crate) tail: u16,
     /// The phase tag of the entries being posted now.
@@ -136,7 +132,7 @@ pub(crate) struct Cq {
     pub(crate) reserved: u32,
     /// Completions of the batch under way: written together, so that the host, which polls the
     /// same cache line, is not in between.
-    staged: Vec<Cqe>,
+    staged: Vec<[u64; 2]>,
     /// Posted since the head was last looked at.
     unlooked: u32,
     irq: Option<IrqLine>,
@@ -174,7 +170,7 @@ impl Cq {
     pub(crate) fn resolve(&mut self, table: &DmaTable) -> Result<(), Fault> {
         self.ring = None;
         let entries = self.place.size.entries();
-        self.ring = Some(Ring::resolve(table, self.place.iova, entries, Cqe::SIZE, true)?);
+        self.ring = Some(Ring::resolve(table, self.place.iova, entries, true)?);
         Ok(())
     }
 
@@ -223,11 +219,11 @@ impl Cq {
         }
     }
 
-    /// Stages the completion of a command for which an entry was reserved.
+    /// Stages the completion of a command for which an entry was reserved. The phase tag is set
+    /// when it is posted.
     #[inline]
-    pub(crate) fn complete(&mut self, sq: &mut Sq, cid: u16, status: Status, dw0: u32) {
-        sq.in_flight = sq.in_flight.saturating_sub(1);
-        self.staged.push(Cqe::new(cid, sq.place.qid, sq.head, status, dw0));
+    pub(crate) fn complete(&mut self, cqe: Cqe) {
+        self.staged.push(zerocopy::transmute!(cqe));
     }
 
     /// How many completions wait to be posted.
@@ -254,12 +250,21 @@ impl Cq {
             count = count.min(space(self));
         }
         let Some(ring) = &self.ring else { return false };
-        for cqe in self.staged.drain(..count as usize) {
-            let cqe = cqe.with_phase(self.phase);
-            let words: [u64; 2] = zerocopy::transmute!(cqe);
-            ring.publish(u32::from(self.tail), words);
-            self.tail = size.forward(self.tail, 1);
-            self.phase ^= self.tail == 0;
+        // The phase tag is the lowest bit of the status field, and what was staged has none.
+        let tag = |phase: bool| u64::from(phase) << 48;
+        let to_end = (size.entries() - u32::from(self.tail)).min(count);
+        let (now, wrapped) = self.staged[..count as usize].split_at(to_end as usize);
+        ring.publish_run(u32::from(self.tail), now, tag(self.phase));
+        self.tail = size.forward(self.tail, to_end);
+        if self.tail == 0 && to_end != 0 {
+            self.phase = !self.phase;
+            ring.publish_run(0, wrapped, tag(self.phase));
+            self.tail = wrapped.len() as u16;
+        }
+        if count as usize == self.staged.len() {
+            self.staged.clear();
+        } else {
+            self.staged.drain(..count as usize);
         }
         self.reserved = self.reserved.saturating_sub(count);
         self.unannounced += count;

@@ -3,7 +3,7 @@
 use super::Shared;
 use super::task::{BOUNCE, Stage, Step, Task};
 use crate::sys::{Key, Ring};
-use crate::{DiskError, Op, Queue, Request, Submitted, compare};
+use crate::{Bounds, DiskError, Op, Queue, Request, Submitted, compare};
 use memory::{Mapping, Segments, SharedBytes};
 use std::collections::VecDeque;
 use std::io;
@@ -25,6 +25,7 @@ pub(super) struct FileQueue {
     bounces_made: usize,
     /// Completions on their way, kept for its room.
     completions: Vec<(Key, i32)>,
+    bounds: Bounds,
 }
 
 impl FileQueue {
@@ -34,6 +35,7 @@ impl FileQueue {
         let first = Mapping::anonymous(BOUNCE as u64).map_err(io::Error::other)?.bytes();
         Ok(Self {
             ring: Ring::new(Arc::clone(&shared.file))?,
+            bounds: shared.info.bounds(),
             shared,
             waiting: VecDeque::new(),
             cancelled: Vec::new(),
@@ -159,7 +161,7 @@ impl FileQueue {
 
 impl Queue for FileQueue {
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
-        if let Err(error) = request.check(&self.shared.info, data) {
+        if let Err(error) = request.check(&self.bounds, data) {
             return Submitted::Done(Err(error));
         }
         let task = match Task::new(tag, request, data, &self.shared) {

@@ -8,7 +8,7 @@ use crate::error::{QueueError, Refused};
 use crate::prp::PrpLists;
 use crate::transport::TransportError;
 use doorbell::RingSize;
-use memory::SharedBytes;
+use memory::Ring;
 use spec::{Cqe, Sqe, Status};
 use std::sync::Arc;
 
@@ -62,9 +62,9 @@ struct Slot {
 /// What a [`Core`] is made of.
 pub(crate) struct Parts {
     pub(crate) qid: u16,
-    pub(crate) sq: SharedBytes,
+    pub(crate) sq: Ring<{ Sqe::SIZE }>,
     pub(crate) sq_size: RingSize,
-    pub(crate) cq: SharedBytes,
+    pub(crate) cq: Ring<{ Cqe::SIZE }>,
     pub(crate) cq_size: RingSize,
     pub(crate) sq_bell: Bell,
     pub(crate) cq_bell: Bell,
@@ -78,18 +78,15 @@ pub(crate) struct Parts {
 /// a completion that comes twice does not end the slot's next command.
 pub(crate) struct Core {
     qid: u16,
-    /// The submission queue's entries. Contiguous memory of our own, so a position is an offset.
-    sq: SharedBytes,
+    sq: Ring<{ Sqe::SIZE }>,
     sq_size: RingSize,
     sq_tail: u16,
     sq_published: u16,
     /// As the last completion said that was believable.
     sq_head: u16,
-    /// Submission queue identifier and head as the last completion had them: entries of one batch
-    /// have the same, and are not checked again.
-    sq_seen: u32,
-    /// The completion queue's entries.
-    cq: SharedBytes,
+    /// What the last completion said of it, which is checked once for each batch of them.
+    sq_head_said: u16,
+    cq: Ring<{ Cqe::SIZE }>,
     cq_size: RingSize,
     cq_head: u16,
     phase: bool,
@@ -125,7 +122,7 @@ impl Core {
             sq_tail: 0,
             sq_published: 0,
             sq_head: 0,
-            sq_seen: u32::from(parts.qid) << 16,
+            sq_head_said: 0,
             cq: parts.cq,
             cq_size: parts.cq_size,
             cq_head: 0,
@@ -218,10 +215,7 @@ impl Core {
         if let Some((prp1, prp2)) = prps {
             sqe = sqe.with_prps(prp1, prp2);
         }
-        if self.sq.write(usize::from(self.sq_tail) * Sqe::SIZE, &sqe).is_none() {
-            // The tail is a position of the ring, and the ring was cut to its size.
-            unreachable!("a submission queue tail outside of its queue");
-        }
+        self.sq.write(u32::from(self.sq_tail), &sqe);
         self.sq_tail = self.sq_size.forward(self.sq_tail, 1);
         self.stats.submitted += 1;
         Ok(Token { cid, slot })
@@ -289,6 +283,7 @@ impl Core {
     /// head is of no other use to a controller that is not about to interrupt.
     #[inline]
     fn release_if_short(&mut self) -> Result<(), QueueError> {
+        self.check_sq_head();
         let room = self.cq_size.entries() - 1;
         let short = self.cq_unpublished + self.outstanding() as u32 > room;
         if short || self.cq_unpublished >= self.cq_publish_at { self.release() } else { Ok(()) }
@@ -298,9 +293,7 @@ impl Core {
     /// before this word is visible after it.
     #[inline]
     fn second_word(&self) -> u64 {
-        let offset = usize::from(self.cq_head) * Cqe::SIZE + 8;
-        // The head is a position of the ring; no entry would be one with the wrong phase.
-        self.cq.load_u64_acquire(offset).unwrap_or(u64::from(!self.phase) << 48)
+        self.cq.second_word(u32::from(self.cq_head))
     }
 
     #[inline]
@@ -347,7 +340,7 @@ impl Core {
     /// Consumes the entry at the head, of which `word` is the second word.
     #[inline(always)]
     fn consume(&mut self, word: u64) -> Option<Completion> {
-        let first: u64 = self.cq.read(usize::from(self.cq_head) * Cqe::SIZE).unwrap_or_default();
+        let first: u64 = self.cq.read(u32::from(self.cq_head));
         self.cq_head = self.cq_size.forward(self.cq_head, 1);
         self.phase ^= self.cq_head == 0;
         self.cq_unpublished += 1;
@@ -363,8 +356,9 @@ impl Core {
         let buffer = entry.buffer.take();
         self.free.push(slot);
         self.stats.completed += 1;
-        if word as u32 != self.sq_seen {
-            self.check_sq(word as u32);
+        self.sq_head_said = word as u16;
+        if (word >> 16) as u16 != self.qid {
+            self.bad_sq_head(word as u16, (word >> 16) as u16);
         }
         Some(Completion {
             token: Token { cid, slot },
@@ -382,17 +376,21 @@ impl Core {
         if self.cq_unpublished == 0 { Ok(()) } else { self.release_if_short() }
     }
 
-    /// The submission queue head and identifier of an entry. Nothing here relies on either, but a
-    /// device that gets them wrong is not to be trusted with much else.
-    fn check_sq(&mut self, seen: u32) {
-        let (head, sq_id) = (seen as u16, (seen >> 16) as u16);
+    /// Checks the submission queue head that the last completion had. Nothing here relies on it, but
+    /// a device that gets it wrong is not to be trusted with much else.
+    #[inline]
+    fn check_sq_head(&mut self) {
+        let head = self.sq_head_said;
+        if head == self.sq_head {
+            return;
+        }
         let moved = self.sq_size.distance(self.sq_head, head);
         let submitted = self.sq_size.distance(self.sq_head, self.sq_published);
-        if u32::from(head) < self.sq_size.entries() && moved <= submitted && sq_id == self.qid {
+        if u32::from(head) < self.sq_size.entries() && moved <= submitted {
             self.sq_head = head;
-            self.sq_seen = seen;
         } else {
-            self.bad_sq_head(head, sq_id);
+            self.sq_head_said = self.sq_head;
+            self.bad_sq_head(head, self.qid);
         }
     }
 

@@ -6,7 +6,7 @@ use crate::dma::{DmaError, Region};
 use crate::prp::{PrpLists, list_bytes};
 use crate::transport::Transport;
 use doorbell::RingSize;
-use memory::{MapError, SharedBytes};
+use memory::{MapError, Ring, SharedBytes};
 use spec::{Cqe, Sqe};
 use std::sync::Arc;
 
@@ -110,9 +110,9 @@ impl QueueMemory {
         let [sq_bell, cq_bell] = bells;
         let core = Core::new(Parts {
             qid,
-            sq: sq_bytes.slice(0, sq.entries() as usize * Sqe::SIZE)?,
+            sq: Ring::over(&sq_bytes, sq.entries())?,
             sq_size: sq,
-            cq: cq_bytes.slice(0, shape.cq.entries() as usize * Cqe::SIZE)?,
+            cq: Ring::over(&cq_bytes, shape.cq.entries())?,
             cq_size: shape.cq,
             sq_bell,
             cq_bell,

@@ -27,8 +27,8 @@ pub struct QueueStats {
     /// Completion queue entries for commands that are not outstanding: unknown or repeated command
     /// identifiers. They are ignored.
     pub unknown_completions: u64,
-    /// Completion queue entries whose submission queue head or identifier can not be. The fields
-    /// are ignored.
+    /// Completion queue entries whose submission queue identifier can not be, and batches of them
+    /// whose last head can not be. The fields are ignored.
     pub bad_sq_heads: u64,
 }
 

@@ -18,10 +18,10 @@ pub(crate) const BLOCKS: u64 = 2048;
 
 /// A submission queue with its completion queue.
 struct Queue {
-    sq: Ring,
+    sq: Ring<64>,
     head: u32,
     tail: u32,
-    cq: Ring,
+    cq: Ring<16>,
     cq_tail: u32,
     phase: bool,
     vector: Option<u32>,
@@ -70,7 +70,7 @@ pub(crate) struct State {
     acq: u64,
     pub(crate) dma: DmaSpace,
     queues: BTreeMap<u16, Queue>,
-    pending_cqs: BTreeMap<u16, (Ring, Option<u32>)>,
+    pending_cqs: BTreeMap<u16, (Ring<16>, Option<u32>)>,
     shadow: Option<(SharedBytes, SharedBytes)>,
     pub(crate) irqs: BTreeMap<u32, EventFd>,
     pub(crate) held: VecDeque<(u16, Sqe)>,
@@ -190,8 +190,8 @@ impl State {
     fn enable(&mut self) {
         let sq_entries = u32::from(self.aqa.asqs()) + 1;
         let cq_entries = u32::from(self.aqa.acqs()) + 1;
-        let sq = Ring::resolve(self.dma.table(), self.asq, sq_entries, 64, false).unwrap();
-        let cq = Ring::resolve(self.dma.table(), self.acq, cq_entries, 16, true).unwrap();
+        let sq = Ring::resolve(self.dma.table(), self.asq, sq_entries, false).unwrap();
+        let cq = Ring::resolve(self.dma.table(), self.acq, cq_entries, true).unwrap();
         self.queues.insert(0, Queue::new(sq, cq, Some(0)));
         self.csts = self.csts.with_rdy(true);
     }
@@ -394,13 +394,13 @@ impl State {
             AdminOpcode::CreateIoCq => {
                 let cq = CreateIoCq::decode(sqe);
                 let entries = u32::from(cq.qsize0) + 1;
-                let ring = Ring::resolve(&table, sqe.prp1(), entries, 16, true).unwrap();
+                let ring = Ring::resolve(&table, sqe.prp1(), entries, true).unwrap();
                 self.pending_cqs.insert(cq.qid, (ring, cq.ien.then_some(cq.iv.into())));
             }
             AdminOpcode::CreateIoSq => {
                 let sq = CreateIoSq::decode(sqe);
                 let entries = u32::from(sq.qsize0) + 1;
-                let ring = Ring::resolve(&table, sqe.prp1(), entries, 64, false).unwrap();
+                let ring = Ring::resolve(&table, sqe.prp1(), entries, false).unwrap();
                 let (cq, vector) = self.pending_cqs.remove(&sq.cqid).ok_or(Status::CQ_INVALID)?;
                 self.queues.insert(sq.qid, Queue::new(ring, cq, vector));
             }
@@ -454,7 +454,7 @@ impl State {
 }
 
 impl Queue {
-    fn new(sq: Ring, cq: Ring, vector: Option<u32>) -> Self {
+    fn new(sq: Ring<64>, cq: Ring<16>, vector: Option<u32>) -> Self {
         Self { sq, head: 0, tail: 0, cq, cq_tail: 0, phase: true, vector }
     }
 }

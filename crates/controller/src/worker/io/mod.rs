@@ -1,9 +1,11 @@
 //! I/O commands: from a fetched entry to requests of a disk, and back to a status.
 
+mod in_flight;
+
 use crate::namespace::Namespace;
 use crate::stats::IoStats;
-use crate::worker::message::AbortReply;
 use disk::{DiskError, Op, Queue, Request, Submitted};
+use in_flight::{Owner, Slot};
 use memory::{Segments, View};
 use spec::Sqe;
 use spec::nvm::{DSM_MAX_RANGES, DatasetManagement, RwFields};
@@ -31,6 +33,16 @@ impl Space {
         })
     }
 
+    /// The byte range of the disk that `rw` names.
+    #[inline]
+    fn range(&self, rw: &RwFields) -> Result<(u64, u64), Status> {
+        match rw.end() {
+            Some(end) if end <= self.blocks => {}
+            _ => return Err(Status::LBA_OUT_OF_RANGE.with_dnr()),
+        }
+        Ok((rw.slba << self.block_shift, u64::from(rw.blocks()) << self.block_shift))
+    }
+
     pub(crate) fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         self.queue.wake_fd()
     }
@@ -55,36 +67,9 @@ enum Kind {
     Other,
 }
 
-#[derive(Debug)]
-enum Owner {
-    /// The slot is a command of submission queue `sq`.
-    Command { sq: usize, cid: u16 },
-    /// The slot is one of several requests of the command in another slot.
-    Part { parent: u32 },
-    /// The slot is a flush that the controller wants for itself.
-    Internal,
-}
-
-/// A command or a part of one that is under way.
-#[derive(Debug)]
-struct Slot {
-    owner: Owner,
-    space: usize,
-    /// Requests that have not ended yet.
-    left: u32,
-    status: Status,
-    kind: Kind,
-    nsid: u32,
-    lba: u64,
-    abort: Option<AbortReply>,
-    /// Held until an internal request is done.
-    #[allow(dead_code, reason = "dropped with the slot")]
-    latch: Option<crate::latch::Latch>,
-}
-
 /// Everything that executing I/O commands for one controller takes, on one worker.
 pub(crate) struct Engine {
-    pub(crate) view: View,
+    view: View,
     pub(crate) page_size: usize,
     pub(crate) max_transfer: usize,
     write_through: bool,
@@ -117,6 +102,29 @@ fn is_media_error(status: Status) -> bool {
     code == Status::UNRECOVERED_READ || code == Status::WRITE_FAULT
 }
 
+/// Resolves the data pointer of a command, `len` bytes, whatever its flags say that it is.
+#[inline(never)]
+fn resolve_flagged(
+    view: &View,
+    sqe: &Sqe,
+    len: usize,
+    page: usize,
+    write: bool,
+    into: &mut Segments,
+) -> Result<(), Status> {
+    if sqe.fuse() != Fuse::Normal {
+        return Err(Status::INVALID_FIELD.with_dnr());
+    }
+    match sqe.psdt() {
+        Psdt::Prp => view.resolve_prps(sqe.prp1(), sqe.prp2(), len, page, write, into),
+        Psdt::SglContiguousMetadata | Psdt::SglSegmentMetadata => {
+            view.resolve_sgl(&sqe.dptr, len, write, into)
+        }
+        Psdt::Reserved => return Err(Status::INVALID_FIELD.with_dnr()),
+    }
+    .map_err(|e| e.status())
+}
+
 impl Engine {
     pub(crate) fn new(
         view: View,
@@ -138,6 +146,10 @@ impl Engine {
         }
     }
 
+    pub(crate) fn view(&self) -> &View {
+        &self.view
+    }
+
     pub(crate) fn spaces(&self) -> &[Space] {
         &self.spaces
     }
@@ -147,27 +159,40 @@ impl Engine {
         self.slots.len() - self.free.len()
     }
 
-    /// Starts a command; with `write_through` every write is forced to the medium. `Some` if it has ended already; otherwise [`reap`](Self::reap) says when.
+    /// Commands that are started from now on go through `view`. The view until now is given back;
+    /// commands in flight have it still.
+    pub(crate) fn change_view(&mut self, view: View) -> View {
+        self.scratch.clear();
+        std::mem::replace(&mut self.view, view)
+    }
+
+    /// With `write_through`, every write that is started from now on is forced to the medium.
     #[inline]
-    pub(crate) fn start(&mut self, sqe: &Sqe, sq: usize, write_through: bool) -> Option<Ended> {
+    pub(crate) fn set_write_through(&mut self, write_through: bool) {
         self.write_through = write_through;
-        let outcome = match NvmOpcode::try_from(sqe.opcode) {
-            Ok(op @ (NvmOpcode::Read | NvmOpcode::Write)) => self.transfer(op, sqe, sq),
-            Ok(op) => self.less_common(op, sqe, sq),
-            Err(_) => Err(Status::INVALID_OPCODE.with_dnr()),
-        };
-        let status = match outcome {
-            Ok(None) => return None,
-            Ok(Some(status)) | Err(status) => status,
-        };
-        if !status.is_success() {
-            self.count_error(status);
+    }
+
+    /// Starts a command. Whether it has succeeded already; if not, [`reap`](Self::reap) says when
+    /// and how it ends.
+    ///
+    /// # Errors
+    /// It has ended, with this status.
+    #[inline(always)]
+    pub(crate) fn start(&mut self, sqe: &Sqe, sq: usize) -> Result<bool, Status> {
+        const READ: u8 = NvmOpcode::Read as u8;
+        const WRITE: u8 = NvmOpcode::Write as u8;
+        match sqe.opcode {
+            READ => self.transfer(NvmOpcode::Read, sqe, sq),
+            WRITE => self.transfer(NvmOpcode::Write, sqe, sq),
+            _ => self.less_common(sqe, sq).and_then(|ended| match ended {
+                Some(status) if !status.is_success() => Err(status),
+                ended => Ok(ended.is_some()),
+            }),
         }
-        Some(Ended { sq, cid: sqe.cid, status, nsid: sqe.nsid, lba: sqe.cdw10_11() })
     }
 
     #[cold]
-    fn count_error(&mut self, status: Status) {
+    pub(crate) fn count_error(&mut self, status: Status) {
         self.stats.errors += 1;
         self.stats.media_errors += u64::from(is_media_error(status));
     }
@@ -198,80 +223,70 @@ impl Engine {
         }
     }
 
-    /// The byte range of the disk that `rw` names.
-    #[inline]
-    fn range(&self, index: usize, rw: &RwFields) -> Result<(u64, u64), Status> {
-        let space = &self.spaces[index];
-        match rw.end() {
-            Some(end) if end <= space.blocks => {}
-            _ => return Err(Status::LBA_OUT_OF_RANGE.with_dnr()),
-        }
-        Ok((rw.slba << space.block_shift, u64::from(rw.blocks()) << space.block_shift))
-    }
-
-    /// Resolves the data pointer of `sqe`, `len` bytes, into the scratch buffer.
-    #[inline]
-    fn resolve(&mut self, sqe: &Sqe, len: usize, write: bool) -> Result<(), Status> {
-        match sqe.psdt() {
-            Psdt::Prp => self.view.resolve_prps(
-                sqe.prp1(),
-                sqe.prp2(),
-                len,
-                self.page_size,
-                write,
-                &mut self.scratch,
-            ),
-            Psdt::SglContiguousMetadata | Psdt::SglSegmentMetadata => {
-                self.view.resolve_sgl(&sqe.dptr, len, write, &mut self.scratch)
-            }
-            Psdt::Reserved => return Err(Status::INVALID_FIELD.with_dnr()),
-        }
-        .map_err(|e| e.status())
-    }
-
-    /// Read, Write and Compare: one request with data.
-    #[inline]
-    fn transfer(&mut self, op: NvmOpcode, sqe: &Sqe, sq: usize) -> Result<Option<Status>, Status> {
-        let index = self.space(sqe.nsid)?;
-        if sqe.fuse() != Fuse::Normal {
-            return Err(Status::INVALID_FIELD.with_dnr());
-        }
+    /// Read, Write and Compare: one request with data. The way that nearly all commands go, so what
+    /// it needs is looked up once and errors are made elsewhere.
+    #[inline(always)]
+    fn transfer(&mut self, op: NvmOpcode, sqe: &Sqe, sq: usize) -> Result<bool, Status> {
+        let tag = self.next_tag();
+        let index = (sqe.nsid as usize).wrapping_sub(1);
+        let Some(space) = self.spaces.get_mut(index) else {
+            return Err(Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr());
+        };
         let rw = RwFields::decode(sqe);
-        let (offset, len) = self.range(index, &rw)?;
+        let (offset, len) = space.range(&rw)?;
         if len > self.max_transfer as u64 {
             return Err(Status::INVALID_FIELD.with_dnr());
         }
         let (op, kind) = match op {
             NvmOpcode::Read => (Op::Read, Kind::Read(len)),
-            NvmOpcode::Write if self.spaces[index].read_only => {
+            NvmOpcode::Write if space.read_only => {
                 return Err(Status::NAMESPACE_WRITE_PROTECTED.with_dnr());
             }
             NvmOpcode::Write => (Op::Write { fua: rw.fua || self.write_through }, Kind::Write(len)),
             _ => (Op::Compare, Kind::Read(len)),
         };
-        self.resolve(sqe, len as usize, op == Op::Read)?;
-        let outcome = self.submit(index, Request { op, offset, len }, sqe, sq, kind);
-        self.scratch.clear();
-        Ok(outcome)
+        let (view, data) = (&self.view, &mut self.scratch);
+        let (bytes, write) = (len as usize, matches!(op, Op::Read));
+        // No flags: PRPs, and not fused.
+        if sqe.flags == 0 {
+            view.resolve_prps(sqe.prp1(), sqe.prp2(), bytes, self.page_size, write, data)
+                .map_err(|e| e.status())?;
+        } else {
+            resolve_flagged(view, sqe, bytes, self.page_size, write, data)?;
+        }
+        match space.queue.submit(tag, &Request { op, offset, len }, data) {
+            Submitted::Done(Ok(())) => {
+                // The view is kept: the next command comes through the same, most likely.
+                self.scratch.rewind();
+                self.count(kind);
+                Ok(true)
+            }
+            Submitted::Done(Err(error)) => {
+                self.scratch.rewind();
+                Err(status_of(error, matches!(kind, Kind::Read(_))))
+            }
+            Submitted::Pending => {
+                self.keep(tag, index, sqe, sq, kind);
+                Ok(false)
+            }
+        }
     }
 
-    fn less_common(
-        &mut self,
-        op: NvmOpcode,
-        sqe: &Sqe,
-        sq: usize,
-    ) -> Result<Option<Status>, Status> {
-        if sqe.fuse() != Fuse::Normal {
+    #[cold]
+    #[inline(never)]
+    fn less_common(&mut self, sqe: &Sqe, sq: usize) -> Result<Option<Status>, Status> {
+        let op = NvmOpcode::try_from(sqe.opcode).map_err(|_| Status::INVALID_OPCODE.with_dnr())?;
+        if !matches!(sqe.fuse(), Fuse::Normal) {
             return Err(Status::INVALID_FIELD.with_dnr());
         }
         match op {
-            NvmOpcode::Compare => self.transfer(op, sqe, sq),
+            NvmOpcode::Compare => Ok(self.transfer(op, sqe, sq)?.then_some(Status::SUCCESS)),
             NvmOpcode::Flush => self.flush(sqe, sq),
             NvmOpcode::DatasetManagement => self.dataset_management(sqe, sq),
             NvmOpcode::WriteZeroes | NvmOpcode::Verify => {
                 let index = self.space(sqe.nsid)?;
                 let rw = RwFields::decode(sqe);
-                let (offset, len) = self.range(index, &rw)?;
+                let (offset, len) = self.spaces[index].range(&rw)?;
                 let (op, kind) = if op == NvmOpcode::Verify {
                     (Op::Verify, Kind::Read(len))
                 } else if self.spaces[index].read_only {
@@ -303,7 +318,8 @@ impl Engine {
         let index = self.space(sqe.nsid)?;
         let dsm = DatasetManagement::decode(sqe);
         let count = dsm.ranges().min(DSM_MAX_RANGES);
-        self.resolve(sqe, count * 16, false)?;
+        let (view, data) = (&self.view, &mut self.scratch);
+        resolve_flagged(view, sqe, count * 16, self.page_size, false, data)?;
         let mut raw = [0u8; DSM_MAX_RANGES * 16];
         let copied = self.scratch.read_into(0, &mut raw[..count * 16]);
         self.scratch.clear();
@@ -335,8 +351,7 @@ impl Engine {
         Ok(self.submit_parts(parts, Owner::Command { sq, cid: sqe.cid }, sqe.nsid, None))
     }
 
-    /// Hands one request to a disk, with the scratch buffer as its data.
-    #[inline]
+    /// Hands one request without data to a disk.
     fn submit(
         &mut self,
         index: usize,
@@ -355,24 +370,29 @@ impl Engine {
                 Some(status_of(error, !matches!(kind, Kind::Write(_) | Kind::Other)))
             }
             Submitted::Pending => {
-                self.scratch = self.spare.pop().unwrap_or_default();
-                self.occupy(
-                    tag,
-                    Slot {
-                        owner: Owner::Command { sq, cid: sqe.cid },
-                        space: index,
-                        left: 1,
-                        status: Status::SUCCESS,
-                        kind,
-                        nsid: sqe.nsid,
-                        lba: sqe.cdw10_11(),
-                        abort: None,
-                        latch: None,
-                    },
-                );
+                self.keep(tag, index, sqe, sq, kind);
                 None
             }
         }
+    }
+
+    /// Takes note of a command that a disk has in hand now, with its data.
+    fn keep(&mut self, tag: u32, space: usize, sqe: &Sqe, sq: usize, kind: Kind) {
+        self.scratch = self.spare.pop().unwrap_or_default();
+        self.occupy(
+            tag,
+            Slot {
+                owner: Owner::Command { sq, cid: sqe.cid },
+                space,
+                left: 1,
+                status: Status::SUCCESS,
+                kind,
+                nsid: sqe.nsid,
+                lba: sqe.cdw10_11(),
+                abort: None,
+                latch: None,
+            },
+        );
     }
 
     /// A command of several requests: it ends with the last of them, in the first error.
@@ -449,155 +469,6 @@ impl Engine {
             && !status.is_success()
         {
             tracing::warn!(%status, "flush at shutdown failed");
-        }
-    }
-
-    fn next_tag(&mut self) -> u32 {
-        match self.free.last() {
-            Some(tag) => *tag,
-            None => {
-                let tag = self.slots.len() as u32;
-                self.slots.push(None);
-                self.free.push(tag);
-                tag
-            }
-        }
-    }
-
-    fn occupy(&mut self, tag: u32, slot: Slot) {
-        // `next_tag` left it at the end of the free list.
-        debug_assert_eq!(self.free.last(), Some(&tag));
-        self.free.pop();
-        if let Some(place) = self.slots.get_mut(tag as usize) {
-            *place = Some(slot);
-        }
-    }
-
-    fn slot(&mut self, tag: u32) -> Option<&mut Slot> {
-        self.slots.get_mut(tag as usize)?.as_mut()
-    }
-
-    fn release(&mut self, tag: u32) -> Option<Slot> {
-        let slot = self.slots.get_mut(tag as usize)?.take()?;
-        self.free.push(tag);
-        Some(slot)
-    }
-
-    fn fail(&mut self, tag: u32, status: Status) {
-        if let Some(slot) = self.slot(tag)
-            && slot.status.is_success()
-        {
-            slot.status = status;
-        }
-    }
-
-    /// Hands all that was submitted to the system.
-    #[inline]
-    pub(crate) fn commit(&mut self) {
-        if self.pending() != 0 {
-            self.spaces.iter_mut().for_each(|space| space.queue.commit());
-        }
-    }
-
-    /// Calls `ended` for every command that has ended.
-    pub(crate) fn reap(&mut self, mut ended: impl FnMut(Ended)) {
-        let mut spaces = std::mem::take(&mut self.spaces);
-        for space in &mut spaces {
-            if space.queue.pending() == 0 {
-                continue;
-            }
-            space.queue.reap(&mut |tag, outcome, mut data| {
-                data.clear();
-                self.spare.push(data);
-                if let Some(command) = self.end(tag, outcome) {
-                    ended(command);
-                }
-            });
-        }
-        self.spaces = spaces;
-    }
-
-    fn end(&mut self, tag: u32, outcome: Result<(), DiskError>) -> Option<Ended> {
-        if let Err(error) = outcome {
-            let reading = matches!(self.slot(tag)?.kind, Kind::Read(_));
-            self.fail(tag, status_of(error, reading));
-        }
-        let slot = self.slot(tag)?;
-        slot.left = slot.left.saturating_sub(1);
-        if slot.left > 0 {
-            return None;
-        }
-        let slot = self.release(tag)?;
-        if let Some(reply) = slot.abort {
-            reply.answer(slot.status.code() == Status::ABORT_REQUESTED);
-        }
-        match slot.owner {
-            Owner::Part { parent } => {
-                if !slot.status.is_success() {
-                    self.fail(parent, slot.status);
-                }
-                // The parent's own end, which has no outcome of its own.
-                self.end(parent, Ok(()))
-            }
-            Owner::Internal => None,
-            Owner::Command { sq, cid } => {
-                if slot.status.is_success() {
-                    self.count(slot.kind);
-                } else {
-                    self.count_error(slot.status);
-                }
-                Some(Ended { sq, cid, status: slot.status, nsid: slot.nsid, lba: slot.lba })
-            }
-        }
-    }
-
-    /// Asks the disks to give up the command (`sq`, `cid`) soon; `reply` hears whether it was
-    /// aborted.
-    pub(crate) fn abort(&mut self, sq: usize, cid: u16, reply: AbortReply) {
-        let found = self.slots.iter().position(|slot| {
-            matches!(slot, Some(Slot { owner: Owner::Command { sq: s, cid: c }, .. })
-                if (*s, *c) == (sq, cid))
-        });
-        let Some(found) = found else { return reply.answer(false) };
-        self.cancel(|tag, slot| {
-            tag == found || matches!(slot.owner, Owner::Part { parent } if parent as usize == found)
-        });
-        if let Some(slot) = self.slot(found as u32) {
-            slot.abort = Some(reply);
-        }
-    }
-
-    /// Asks the disks to give up every command of submission queue `sq`, or of all queues.
-    pub(crate) fn cancel_all(&mut self, of: Option<usize>) {
-        match of {
-            None => self.cancel(|_, _| true),
-            Some(queue) => {
-                let parents: Vec<bool> = self
-                    .slots
-                    .iter()
-                    .map(|slot| {
-                        matches!(slot, Some(Slot { owner: Owner::Command { sq, .. }, .. })
-                            if *sq == queue)
-                    })
-                    .collect();
-                self.cancel(|_, slot| match slot.owner {
-                    Owner::Command { sq, .. } => sq == queue,
-                    Owner::Part { parent } => {
-                        parents.get(parent as usize).copied().unwrap_or(false)
-                    }
-                    Owner::Internal => false,
-                });
-            }
-        }
-    }
-
-    fn cancel(&mut self, which: impl Fn(usize, &Slot) -> bool) {
-        for (tag, slot) in self.slots.iter().enumerate() {
-            if let Some(slot) = slot
-                && which(tag, slot)
-            {
-                self.spaces[slot.space].queue.cancel(tag as u32);
-            }
         }
     }
 }

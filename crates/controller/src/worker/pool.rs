@@ -1,0 +1,209 @@
+//! The workers of a process, and who sends them what.
+
+use super::Polling;
+use super::Worker;
+use super::mailbox::Mailbox;
+use super::message::Message;
+use crate::trace::{Kind, TraceFile, TraceRing};
+use std::io;
+use std::marker::PhantomData;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread::JoinHandle;
+
+/// The workers of a process, shared by all its controllers.
+#[derive(Clone)]
+pub struct Pool(Arc<Workers>);
+
+struct Workers {
+    handles: Vec<Handle>,
+    /// The control plane's ring of the trace file, if there is one.
+    control_trace: OnceLock<Mutex<TraceRing>>,
+}
+
+struct Handle {
+    mailbox: Arc<Mailbox>,
+    /// Queues that it serves, for placing the next one.
+    load: AtomicUsize,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// How many workers, and how they wait.
+#[derive(Clone, Debug, Default)]
+pub struct PoolOptions {
+    /// Threads; 0 means one for every two processors, at least one.
+    pub workers: usize,
+    /// When they sleep.
+    pub polling: Polling,
+    /// Processors to pin them to, in order; fewer than workers is allowed.
+    pub pin: Vec<usize>,
+}
+
+impl Pool {
+    /// Starts the workers.
+    ///
+    /// # Errors
+    /// The system's, if it has no more threads or descriptors, or no such processor to pin to.
+    pub fn start(options: &PoolOptions) -> io::Result<Self> {
+        let count = match options.workers {
+            0 => std::thread::available_parallelism().map_or(1, |n| n.get() / 2).max(1),
+            n => n.min(usize::from(u8::MAX) - 1),
+        };
+        let mut handles = Vec::with_capacity(count);
+        for index in 0..count {
+            let mailbox = Arc::new(Mailbox::new()?);
+            let (pin, polling) = (options.pin.get(index).copied(), options.polling);
+            let (started, outcome) = std::sync::mpsc::channel();
+            let bell = Arc::clone(&mailbox);
+            let thread =
+                std::thread::Builder::new().name(format!("sb-worker{index}")).spawn(move || {
+                    let worker =
+                        pin.map_or(Ok(()), pin_to).and_then(|()| Worker::new(bell, polling));
+                    match worker {
+                        Ok(mut worker) => {
+                            let _ = started.send(Ok(()));
+                            worker.run();
+                        }
+                        Err(error) => {
+                            let _ = started.send(Err(error));
+                        }
+                    }
+                })?;
+            handles.push(Handle { mailbox, load: 0.into(), thread: Some(thread) });
+            outcome.recv().map_err(|_| io::Error::other("a worker did not start"))??;
+        }
+        Ok(Self(Arc::new(Workers { handles, control_trace: OnceLock::new() })))
+    }
+
+    /// A pool of one worker that has no thread: the caller's turns are all that it does. For a
+    /// program with a loop of its own, and for tests that decide what happens when.
+    ///
+    /// # Errors
+    /// The system's, if it has no more descriptors.
+    pub fn driven() -> io::Result<(Self, Turns)> {
+        let mailbox = Arc::new(Mailbox::new()?);
+        let worker = Worker::new(Arc::clone(&mailbox), Polling::Never)?;
+        let handles = vec![Handle { mailbox, load: 0.into(), thread: None }];
+        let pool = Self(Arc::new(Workers { handles, control_trace: OnceLock::new() }));
+        Ok((pool, Turns { worker, stopped: false, here: PhantomData }))
+    }
+
+    /// How many workers there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.0.handles.len()
+    }
+
+    /// Never: a pool has at least one worker.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.handles.is_empty()
+    }
+
+    /// Records every doorbell decision in `file` from now on. Once in the life of a pool; a second
+    /// call changes nothing.
+    pub fn trace(&self, file: &TraceFile) {
+        let Some(control) = file.control() else { return };
+        if self.0.control_trace.set(Mutex::new(control)).is_ok() {
+            for (handle, ring) in self.0.handles.iter().zip(file.workers()) {
+                handle.mailbox.send(Message::Trace(ring));
+            }
+        }
+    }
+
+    /// Records something that the control plane did.
+    pub(crate) fn note(&self, kind: Kind, controller: u32, qid: u16, value: u32, extra: u32) {
+        if let Some(trace) = self.0.control_trace.get() {
+            let mut trace = trace.lock().unwrap_or_else(PoisonError::into_inner);
+            trace.record(kind, controller as u16, qid, value, extra);
+        }
+    }
+
+    /// The worker with the fewest queues takes another.
+    pub(crate) fn place(&self) -> usize {
+        let loads = self.0.handles.iter().map(|h| h.load.load(Relaxed)).enumerate();
+        let index = loads.min_by_key(|(_, load)| *load).map_or(0, |(index, _)| index);
+        self.0.handles[index].load.fetch_add(1, Relaxed);
+        index
+    }
+
+    /// A queue that [`place`](Self::place) put on `worker` is gone.
+    pub(crate) fn unplace(&self, worker: usize) {
+        if let Some(handle) = self.0.handles.get(worker) {
+            let _ = handle.load.fetch_update(Relaxed, Relaxed, |load| load.checked_sub(1));
+        }
+    }
+
+    pub(crate) fn send(&self, worker: usize, message: Message) {
+        if let Some(handle) = self.0.handles.get(worker) {
+            handle.mailbox.send(message);
+        }
+    }
+
+    pub(crate) fn ring(&self, worker: usize, register: &memory::SharedU32, value: u32) {
+        if let Some(handle) = self.0.handles.get(worker) {
+            handle.mailbox.ring(register, value);
+        }
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        for handle in &self.handles {
+            handle.mailbox.send(Message::Stop);
+        }
+        for handle in &mut self.handles {
+            if let Some(thread) = handle.thread.take()
+                && thread.thread().id() != std::thread::current().id()
+            {
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+/// The worker of [`Pool::driven`], in the hands of the thread that made it.
+///
+/// What the control plane asks of a worker (to create a queue, to let go of memory) happens in a
+/// turn as well: whoever waits for such a thing on the same thread waits for ever.
+pub struct Turns {
+    worker: Worker,
+    stopped: bool,
+    here: PhantomData<*const ()>,
+}
+
+impl Turns {
+    /// Hears messages, then passes once over every queue: fetches, executes, posts, interrupts.
+    /// Whether there was anything to do.
+    pub fn turn(&mut self) -> bool {
+        if self.stopped {
+            return false;
+        }
+        let turn = self.worker.turn();
+        self.stopped = turn.is_err();
+        turn.unwrap_or(false)
+    }
+
+    /// Arms the doorbells and sleeps until one rings, a message comes, or a disk is done. Whether
+    /// it slept; not if there turned out to be something to do, or if the pool is gone.
+    pub fn sleep(&mut self) -> bool {
+        !self.stopped && self.worker.sleep()
+    }
+}
+
+impl std::fmt::Debug for Turns {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Turns").field("stopped", &self.stopped).finish_non_exhaustive()
+    }
+}
+
+fn pin_to(cpu: usize) -> io::Result<()> {
+    let mut set = rustix::thread::CpuSet::new();
+    if cpu >= rustix::thread::CpuSet::MAX_CPU {
+        return Err(io::Error::other(format!("there is no processor {cpu} to pin to")));
+    }
+    set.set(cpu);
+    rustix::thread::sched_setaffinity(None, &set)?;
+    Ok(())
+}
