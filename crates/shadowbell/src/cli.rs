@@ -34,6 +34,8 @@ enum Verb {
     Write(transfer::WriteArgs),
     Copy(transfer::CopyArgs),
     Trace(trace::Args),
+    #[command(hide = true)]
+    Hold(bench::HoldArgs),
 }
 
 impl Verb {
@@ -52,6 +54,7 @@ impl Verb {
             Self::Write(args) => transfer::write(&args),
             Self::Copy(args) => transfer::copy(&args),
             Self::Trace(args) => trace::run(args),
+            Self::Hold(args) => bench::hold(&args),
         }
     }
 }
