@@ -4,7 +4,7 @@
 //!
 //! | module | what it is |
 //! |---|---|
-//! | `transport` | how a controller is reached: [`Transport`], and [`VfioUser`] |
+//! | `transport` | how a controller is reached: [`Transport`], [`VfioUser`] and [`Vfio`] |
 //! | `attach` | from a device in whatever state to a controller with queues |
 //! | [`Controller`] | an attached controller: namespaces, queue pairs, buffers, detaching |
 //! | [`QueuePair`] | an I/O queue pair of one thread: submit, ring, pop; no lock, no allocation |
@@ -67,10 +67,11 @@
 //!
 //! # What it does not implement
 //!
-//! VFIO and recovery (per-command abort, queue and controller reset), splitting of long requests,
+//! Recovery (per-command abort, queue and controller reset), splitting of long requests,
 //! metadata and protection information, SGLs (PRPs do as well for buffers without gaps), and
 //! command sets other than NVM.
-#![forbid(unsafe_code)]
+// Forbidden but for the system calls of VFIO, in a module named `sys`.
+#![deny(unsafe_code)]
 
 mod admin;
 pub mod async_queue;
@@ -101,4 +102,6 @@ pub use events::EventListener;
 pub use namespace::Namespace;
 pub use options::{AttachOptions, Doorbells, Timeouts};
 pub use queue::{Completion, QueuePair, QueueStats, SpinPolicy, Token};
-pub use transport::{BoxError, Transport, TransportError, VfioUser};
+pub use transport::{
+    BoxError, PciAddress, PciFunction, SYSFS, Transport, TransportError, Vfio, VfioError, VfioUser,
+};

@@ -1,6 +1,6 @@
 //! The command line: the verbs, and the options that all of them have.
 
-use crate::{bench, demo, exit, inspect, logging, serve, trace, transfer};
+use crate::{bench, demo, exit, export, inspect, logging, serve, trace, transfer};
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 
@@ -33,7 +33,10 @@ enum Verb {
     Read(transfer::ReadArgs),
     Write(transfer::WriteArgs),
     Copy(transfer::CopyArgs),
+    Export(export::Args),
     Trace(trace::Args),
+    #[command(hide = true)]
+    Hold(bench::HoldArgs),
 }
 
 impl Verb {
@@ -51,7 +54,9 @@ impl Verb {
             Self::Read(args) => transfer::read(&args),
             Self::Write(args) => transfer::write(&args),
             Self::Copy(args) => transfer::copy(&args),
+            Self::Export(args) => export::run(&args),
             Self::Trace(args) => trace::run(args),
+            Self::Hold(args) => bench::hold(&args),
         }
     }
 }

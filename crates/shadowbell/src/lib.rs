@@ -14,6 +14,7 @@
 //! | [`transfer`] | `read`, `write`, `copy` |
 //! | [`bench`] | `bench`: what a controller can do |
 //! | [`serve`] | `serve`: controllers behind vfio-user sockets |
+//! | [`export`] | `export`: a disk for everyone who can not use the driver |
 //! | [`trace`] | `trace`: what `serve --trace` recorded, for a person |
 //! | [`device`] | a controller as a PCI function behind a vfio-user socket |
 //! | [`target`] | TARGETs: namespaces as people write them, and the way to them |
@@ -31,6 +32,7 @@ pub mod config;
 pub mod demo;
 pub mod device;
 pub mod exit;
+pub mod export;
 pub mod inspect;
 pub mod local;
 pub mod logging;

@@ -49,8 +49,20 @@ pub struct Row {
     pub driver_mmio_writes: Option<u64>,
     /// Interrupts that woke a job, for each I/O.
     pub interrupts_per_io: f64,
-    /// Processor time of the driver's threads for each I/O, the generating of the load included.
+    /// Processor time of the driver's threads for each I/O, the generating of the load included;
+    /// but not what a paced load that sleeps spends on waiting for the time of its next I/O.
     pub cpu_ns_per_io: f64,
+    /// The same in percent of one processor.
+    pub cpu_percent: f64,
+    /// Processor time of the process that serves, for each I/O, where it is known which that is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub controller_cpu_ns_per_io: Option<f64>,
+    /// The same in percent of one processor.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub controller_cpu_percent: Option<f64>,
+    /// I/Os that each job was to start in a second, if that was given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rate_iops: Option<u64>,
     /// System calls of the driver's threads for each I/O, where they could be counted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub syscalls_per_io: Option<f64>,

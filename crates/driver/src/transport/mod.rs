@@ -1,8 +1,10 @@
 //! How a controller is reached: the seam between the driver and VFIO, vfio-user or an in-process
 //! controller.
 
+mod vfio;
 mod vfio_user;
 
+pub use vfio::{PciAddress, PciFunction, SYSFS, Vfio, VfioError};
 pub use vfio_user::VfioUser;
 
 use memory::{EventFd, Mapping, SharedBytes};

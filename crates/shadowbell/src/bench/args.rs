@@ -48,6 +48,11 @@ pub struct Args {
     #[arg(long, alias = "number_ios", conflicts_with_all = ["runtime", "ramp_time"])]
     #[arg(value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub number_ios: Option<u64>,
+    /// Start so many I/Os a second in each job, at even distances, and take latency from when each
+    /// was due: what waits for a place in the queue counts as late
+    #[arg(long, alias = "rate_iops", value_name = "N")]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
+    pub rate_iops: Option<u64>,
     /// Of a mixed workload, the percentage that reads
     #[arg(long, default_value_t = 70, value_parser = clap::value_parser!(u8).range(0..=100))]
     #[arg(value_name = "PERCENT")]
@@ -75,6 +80,9 @@ pub struct Args {
     /// Take the latency of one I/O in so many [default: as many as about 20000 a second and thread]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub latency_sample: Option<u32>,
+    /// Account for the processor time of this process too: the one that serves the TARGET
+    #[arg(long, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
+    pub server_pid: Option<u32>,
     /// Seed of everything that is random
     #[arg(long, alias = "randseed", default_value_t = 0x5eed)]
     pub seed: u64,
@@ -250,6 +258,8 @@ pub struct Plan {
     pub ramp_time: Duration,
     /// End each job after so many I/Os instead.
     pub number_ios: Option<u64>,
+    /// Start so many I/Os a second in each job, whatever completes.
+    pub rate_iops: Option<u64>,
     /// How much of the namespace to use, in bytes; `None` for all.
     pub size: Option<u64>,
     /// Where to begin, in bytes.
@@ -264,6 +274,8 @@ pub struct Plan {
     pub pin: Vec<usize>,
     /// Take the latency of one I/O in so many; `None` to choose by the rate.
     pub latency_sample: Option<u32>,
+    /// The process whose processor time is accounted for as the controller's.
+    pub server_pid: Option<u32>,
     /// Seed of everything that is random.
     pub seed: u64,
 }
@@ -282,6 +294,7 @@ impl Default for Plan {
             runtime: Duration::from_secs(2),
             ramp_time: Duration::from_millis(200),
             number_ios: None,
+            rate_iops: None,
             size: None,
             offset: 0,
             verify: false,
@@ -289,6 +302,7 @@ impl Default for Plan {
             completion: CompletionMode::Poll,
             pin: Vec::new(),
             latency_sample: None,
+            server_pid: None,
             seed: 0x5eed,
         }
     }
@@ -336,6 +350,7 @@ impl Args {
             runtime: self.runtime,
             ramp_time: if self.number_ios.is_some() { Duration::ZERO } else { self.ramp_time },
             number_ios: self.number_ios,
+            rate_iops: self.rate_iops,
             size: self.size,
             offset: self.offset,
             verify: self.verify != Verify::Off,
@@ -343,6 +358,7 @@ impl Args {
             completion: self.completion,
             pin: self.pin.clone(),
             latency_sample: self.latency_sample,
+            server_pid: self.server_pid,
             seed: self.seed,
         })
     }
@@ -450,9 +466,10 @@ mod tests {
         let plan = plan(
             "--rw=randrw --bs=8k --iodepth=4 --numjobs=3 --runtime=500ms --ramp_time=1 \
              --rwmixread=30 --size=1m --offset 64k --iodepth_batch 2 --verify=crc32c --seed 7 \
-             --doorbells mmio --completion interrupt --pin 0,1",
+             --doorbells mmio --completion interrupt --pin 0,1 --rate_iops 5000 --server-pid 7",
         )
         .unwrap();
+        assert_eq!((plan.rate_iops, plan.server_pid), (Some(5000), Some(7)));
         assert_eq!((plan.rw, plan.bs, plan.iodepth), (Workload::RandRw, 8192, 4));
         assert_eq!((plan.numjobs, plan.threads, plan.iodepth_batch), (3, 3, 2));
         assert_eq!((plan.runtime.as_millis(), plan.ramp_time.as_secs()), (500, 1));
@@ -493,6 +510,7 @@ mod tests {
             ("--rw append", "append"),
             ("--number-ios 5 --runtime 3", "cannot be used with"),
             ("--number-ios 0", "0"),
+            ("--rate-iops 0", "0"),
         ] {
             let error = plan(options).unwrap_err();
             assert!(error.contains(words), "{options}: {error}");

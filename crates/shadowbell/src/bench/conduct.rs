@@ -2,6 +2,7 @@
 
 use super::args::Plan;
 use super::job::Phase;
+use super::server::ServerMeter;
 use std::ops::ControlFlow;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -55,21 +56,33 @@ enum Part {
 }
 
 /// Has the threads measure and stop at their times, until all have ended.
-pub(super) fn conduct(stage: &Stage<'_>, watch: &mut Watch<'_>) -> anyhow::Result<()> {
+pub(super) fn conduct(
+    stage: &Stage<'_>,
+    watch: &mut Watch<'_>,
+    server: &mut Option<ServerMeter>,
+) -> anyhow::Result<()> {
     let Stage { plan, phase, .. } = *stage;
+    let stop = |server: &mut Option<ServerMeter>| {
+        server.as_mut().map(ServerMeter::end);
+        phase.stop();
+        Part::Ending
+    };
     let threads = usize::from(plan.threads);
     let mut part = if plan.number_ios.is_some() { Part::Ending } else { Part::Starting };
+    if plan.number_ios.is_some() {
+        server.as_mut().map(ServerMeter::begin);
+    }
     let mut ticks = Ticks::new();
     loop {
         let ended = (stage.ended)();
         if ended >= threads {
+            server.as_mut().map(ServerMeter::end);
             return Ok(());
         }
         let now = Instant::now();
         if ended != 0 && plan.number_ios.is_none() {
             // One that ended by itself has failed.
-            phase.stop();
-            part = Part::Ending;
+            part = stop(server);
         }
         let left = |since: Instant, time: Duration| time.saturating_sub(now - since);
         let (mut wait, mut done) = (LOOK, 0.0);
@@ -80,10 +93,12 @@ pub(super) fn conduct(stage: &Stage<'_>, watch: &mut Watch<'_>) -> anyhow::Resul
                 part = Part::Told;
             }
             Part::Ramp { since } => wait = left(since, plan.ramp_time),
-            Part::Told if phase.seen() >= 2 * threads => part = Part::Measuring { since: now },
+            Part::Told if phase.seen() >= 2 * threads => {
+                server.as_mut().map(ServerMeter::begin);
+                part = Part::Measuring { since: now };
+            }
             Part::Measuring { since } if left(since, plan.runtime).is_zero() => {
-                phase.stop();
-                part = Part::Ending;
+                part = stop(server);
             }
             Part::Measuring { since } => {
                 wait = left(since, plan.runtime);
@@ -98,8 +113,7 @@ pub(super) fn conduct(stage: &Stage<'_>, watch: &mut Watch<'_>) -> anyhow::Resul
         if let Some(iops) = ticks.tick(now, stage)?
             && watch(Tick { done: done.min(1.0), iops }).is_break()
         {
-            phase.stop();
-            part = Part::Ending;
+            part = stop(server);
         }
         thread::sleep(wait.min(TICK));
     }

@@ -6,6 +6,7 @@ use anyhow::{Context, anyhow, bail};
 use hdrhistogram::Histogram;
 use rustix::thread::CpuSet;
 use rustix::time::{ClockId, clock_gettime};
+use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -87,6 +88,8 @@ pub(super) struct Snapshot {
     pub(super) at: Instant,
     /// Processor time of the thread.
     pub(super) cpu: Duration,
+    /// How much of it was spent waiting for I/Os to be due.
+    pub(super) paced: Duration,
     pub(super) commands: u64,
     pub(super) mmio_writes: u64,
     pub(super) interrupts: u64,
@@ -99,6 +102,7 @@ impl Snapshot {
         Self {
             at: Instant::now(),
             cpu: Duration::new(cpu.tv_sec.unsigned_abs(), cpu.tv_nsec.unsigned_abs() as u32),
+            paced: lanes.iter().map(Lane::paced).sum(),
             commands: lanes.iter().map(Lane::commands).sum(),
             mmio_writes: stats().map(|s| s.doorbell_mmio_writes()).sum(),
             interrupts: stats().map(|s| s.interrupts_waited()).sum(),
@@ -142,7 +146,7 @@ pub(super) fn run<L: Load>(
     phase.see();
     let mut last = RAMP;
     let mut end = None;
-    let mut idle = Idle::new(sleeps);
+    let mut idle = Idle::new(sleeps, lanes.iter().any(Lane::is_paced));
     loop {
         let now = phase.get();
         if now != last {
@@ -212,7 +216,7 @@ fn read_back<L: Load>(
         return Ok(());
     }
     lanes.iter_mut().try_for_each(Lane::fill)?;
-    let mut idle = Idle::new(sleeps);
+    let mut idle = Idle::new(sleeps, false);
     while !lanes.iter().all(Lane::is_empty) {
         let mut found = 0;
         for lane in &mut *lanes {
@@ -242,13 +246,22 @@ fn sample_every(ramp: &Snapshot, now: &Snapshot) -> u32 {
 /// What a thread does when there is nothing to do.
 struct Idle {
     sleeps: bool,
+    /// Looks in a row: one only if the clock decides when there is something to do.
+    looks: u32,
     rounds: u32,
     since: Option<Instant>,
 }
 
 impl Idle {
-    fn new(sleeps: bool) -> Self {
-        Self { sleeps, rounds: 0, since: None }
+    fn new(sleeps: bool, paced: bool) -> Self {
+        if paced && sleeps {
+            // A thread's timers may be late by 50 us otherwise, which is more than an I/O takes.
+            let slack = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
+            if let Err(errno) = slack {
+                tracing::debug!("timers stay imprecise: {errno}");
+            }
+        }
+        Self { sleeps, looks: if paced { 1 } else { LOOKS }, rounds: 0, since: None }
     }
 
     #[inline]
@@ -265,14 +278,14 @@ impl Idle {
             self.sleep(lanes)?;
             return Ok(true);
         }
-        for _ in 0..LOOKS {
+        for _ in 0..self.looks {
             if lanes.iter().any(Lane::is_ready) {
                 return Ok(false);
             }
             std::hint::spin_loop();
         }
         self.rounds = self.rounds.wrapping_add(1);
-        if self.rounds.is_multiple_of(ROUNDS) {
+        if self.rounds.is_multiple_of(ROUNDS * LOOKS / self.looks) {
             self.check(lanes)?;
             // Where the controller has no processor of its own, this is what lets it work.
             std::thread::yield_now();
@@ -292,11 +305,8 @@ impl Idle {
     fn sleep<L: Load>(&mut self, lanes: &mut [Lane<L>]) -> anyhow::Result<()> {
         self.check(lanes)?;
         match lanes {
-            [lane] if !lane.is_empty() => {
-                lane.wait(Instant::now() + NAP)?;
-            }
-            _ => {}
+            [lane] => lane.wait(NAP),
+            _ => Ok(()),
         }
-        Ok(())
     }
 }

@@ -2,15 +2,19 @@
 
 use super::args::{Plan, Slice};
 use super::load::{Load, Verdict};
+use super::pace::Pace;
 use super::pattern::Rng;
 use anyhow::{Context, bail};
 use driver::{Buffer, Command, Completion, QueuePair, QueueStats};
 use hdrhistogram::Histogram;
 use spec::opcode::NvmOpcode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The longest latency that is told from longer ones, in nanoseconds.
 const LONGEST: u64 = 60_000_000_000;
+/// Nearer to its time than this, the next I/O of a paced job is waited for without sleeping: about
+/// what the system needs to wake a thread, and then some.
+const NEAR: Duration = Duration::from_micros(200);
 
 /// Latencies in nanoseconds, to three digits.
 pub(super) fn histogram() -> anyhow::Result<Histogram<u64>> {
@@ -42,6 +46,10 @@ pub(super) struct Lane<L> {
     sample_every: u32,
     until_sample: u32,
     histogram: Histogram<u64>,
+    /// When to start I/Os; as soon as there is a buffer if `None`.
+    pace: Option<Pace>,
+    /// Processor time that was spent on nothing but waiting for an I/O to be due.
+    paced: Duration,
 }
 
 impl<L: Load> Lane<L> {
@@ -81,12 +89,18 @@ impl<L: Load> Lane<L> {
             sample_every: plan.latency_sample.unwrap_or(1),
             until_sample: 1,
             histogram: histogram()?,
+            pace: plan.rate_iops.map(Pace::new),
+            paced: Duration::ZERO,
         })
     }
 
     /// Submits as much as there are buffers for, and rings.
     pub(super) fn fill(&mut self) -> anyhow::Result<()> {
-        self.issue_spare()?;
+        if self.pace.is_some() {
+            self.issue_due()?;
+        } else {
+            self.issue_spare()?;
+        }
         self.ring()
     }
 
@@ -94,6 +108,9 @@ impl<L: Load> Lane<L> {
     /// How many completions there were.
     #[inline]
     pub(super) fn turn(&mut self, go: bool) -> anyhow::Result<u64> {
+        if self.pace.is_some() {
+            return self.paced_turn(go);
+        }
         let mut found = 0;
         while found < self.stamps.len()
             && let Some(completion) = self.queue.pop()
@@ -113,6 +130,56 @@ impl<L: Load> Lane<L> {
             self.ring()?;
         }
         Ok(found as u64)
+    }
+
+    /// Takes the completions that there are, and if it shall `go` on, starts what is due.
+    #[cold]
+    fn paced_turn(&mut self, go: bool) -> anyhow::Result<u64> {
+        let mut found = 0;
+        while found < self.stamps.len()
+            && let Some(completion) = self.queue.pop()
+        {
+            found += 1;
+            let buffer = self.complete(completion)?;
+            self.spare.extend(buffer);
+        }
+        let started = if go { self.issue_due()? } else { 0 };
+        if found + started != 0 {
+            self.ring()?;
+        }
+        Ok(found as u64)
+    }
+
+    /// Starts the I/Os that are due, as far as there are buffers; how many. What has to wait for a
+    /// buffer is late, and its latency tells.
+    fn issue_due(&mut self) -> anyhow::Result<usize> {
+        let mut started = 0;
+        while self.left != 0
+            && let Some(pace) = &mut self.pace
+        {
+            let now = nanoseconds_since(self.epoch);
+            let due = pace.due(now);
+            if due > now {
+                break;
+            }
+            let Some(buffer) = self.spare.pop() else { break };
+            let Some(slot) = self.start(buffer)? else { break };
+            if let Some(stamp) = self.stamps.get_mut(slot) {
+                *stamp = due;
+            }
+            if let Some(pace) = &mut self.pace {
+                pace.advance();
+            }
+            started += 1;
+        }
+        Ok(started)
+    }
+
+    /// How long it is until the next I/O is due; nothing for a job that is not paced.
+    fn until_due(&mut self) -> Option<Duration> {
+        let now = nanoseconds_since(self.epoch);
+        let due = self.pace.as_mut()?.due(now);
+        Some(Duration::from_nanos(due.saturating_sub(now)))
     }
 
     #[inline]
@@ -140,16 +207,35 @@ impl<L: Load> Lane<L> {
         Ok(completion.buffer)
     }
 
-    /// Submits an I/O; the buffer is spare if there is none.
+    /// Submits an I/O, and times it if it is its turn; the buffer is spare if there is none.
     #[inline(always)]
-    fn issue(&mut self, mut buffer: Buffer) -> anyhow::Result<bool> {
+    fn issue(&mut self, buffer: Buffer) -> anyhow::Result<bool> {
+        let Some(slot) = self.start(buffer)? else { return Ok(false) };
+        self.until_sample -= 1;
+        if self.until_sample == 0 {
+            self.until_sample = self.sample_every;
+            if let Some(stamp) = self.stamps.get_mut(slot) {
+                *stamp = nanoseconds_since(self.epoch);
+            }
+        }
+        self.unrung += 1;
+        if self.unrung == self.batch {
+            self.ring()?;
+        }
+        Ok(true)
+    }
+
+    /// Submits an I/O, and says in which slot of the queue it is; the buffer is spare if there is
+    /// none.
+    #[inline(always)]
+    fn start(&mut self, mut buffer: Buffer) -> anyhow::Result<Option<usize>> {
         if self.left == 0 {
             self.spare.push(buffer);
-            return Ok(false);
+            return Ok(None);
         }
         let Some(io) = self.load.next() else {
             self.spare.push(buffer);
-            return Ok(false);
+            return Ok(None);
         };
         // The part of the namespace that is the job's was checked to lie inside of it.
         let block = self.first_block + io.index * u64::from(self.blocks_per_io);
@@ -167,18 +253,7 @@ impl<L: Load> Lane<L> {
         };
         self.load.submitted(token.index(), io);
         self.left -= 1;
-        self.until_sample -= 1;
-        if self.until_sample == 0 {
-            self.until_sample = self.sample_every;
-            if let Some(stamp) = self.stamps.get_mut(token.index()) {
-                *stamp = nanoseconds_since(self.epoch);
-            }
-        }
-        self.unrung += 1;
-        if self.unrung == self.batch {
-            self.ring()?;
-        }
-        Ok(true)
+        Ok(Some(token.index()))
     }
 
     /// Submits with the buffers that are spare, as far as the load goes.
@@ -211,9 +286,41 @@ impl<L: Load> Lane<L> {
         self.queue.outstanding() == 0
     }
 
-    /// Sleeps until a completion or the deadline.
-    pub(super) fn wait(&mut self, deadline: Instant) -> anyhow::Result<bool> {
-        Ok(self.queue.wait(Some(deadline))?)
+    /// Whether I/Os are started by the clock.
+    pub(super) fn is_paced(&self) -> bool {
+        self.pace.is_some()
+    }
+
+    /// Sleeps until a completion, the time of the next I/O, or for `limit` at most.
+    pub(super) fn wait(&mut self, limit: Duration) -> anyhow::Result<()> {
+        let limit = self.until_due().map_or(limit, |due| due.min(limit));
+        if !self.is_empty() {
+            self.queue.wait(Some(Instant::now() + limit))?;
+        } else if self.is_paced() {
+            self.wait_for_time(limit);
+        }
+        Ok(())
+    }
+
+    /// Nothing is in flight: waits for the time alone. A timer would be late by more than the I/O
+    /// takes, so the last bit is waited for awake, as a program would be that has other things to
+    /// do. That is the load's own, and no processor time of the driver's.
+    fn wait_for_time(&mut self, limit: Duration) {
+        let began = Instant::now();
+        let slept = limit.saturating_sub(NEAR);
+        if !slept.is_zero() {
+            std::thread::sleep(slept);
+        }
+        let awake = Instant::now();
+        while began.elapsed() < limit {
+            std::hint::spin_loop();
+        }
+        self.paced += awake.elapsed();
+    }
+
+    /// Processor time that was spent on nothing but waiting for an I/O to be due.
+    pub(super) fn paced(&self) -> Duration {
+        self.paced
     }
 
     /// I/Os completed so far.
@@ -242,6 +349,7 @@ impl<L: Load> Lane<L> {
 
     /// Begins to read back what was written, if that is what the load is for.
     pub(super) fn read_back(&mut self) -> bool {
+        self.pace = None;
         let begins = self.load.read_back();
         self.left = if begins { u64::MAX } else { 0 };
         begins

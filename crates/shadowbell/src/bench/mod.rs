@@ -9,6 +9,9 @@
 //! | `conduct` | when they measure and when they stop |
 //! | `job` | a thread's loop over its jobs |
 //! | `lane` | a job: a queue pair that is kept full, and the latencies of its I/Os |
+//! | `hold` | many controllers at once, for measuring what they cost when idle |
+//! | `pace` | when the next I/O is due, for a load of so many a second |
+//! | `server` | the processor time of the process at the other end |
 //! | `load` | what a job does to the content of its blocks |
 //! | `pattern` | where the next I/O goes |
 //! | `content` | blocks that tell whether they are the right ones |
@@ -23,24 +26,33 @@
 //! taken of some I/Os only: with `--latency-sample` of one in so many, otherwise of as many as make
 //! about 20000 a second and thread (of all, where there are fewer). A row tells how many were timed.
 //!
+//! With `--rate-iops` the load is an open loop: an I/O is due when its time has come, and its latency
+//! counts from there, however late it could be submitted. All I/Os are timed then. A job that sleeps
+//! for completions still waits awake for the time of an I/O when it is near and nothing is in
+//! flight; that is no processor time of the driver's, and taken off.
+//!
 //! Doorbell writes are counted by the driver, where it writes the register. Interrupts are those
 //! that woke a job. Processor time is that of the threads of the jobs, load generation included.
 //!
 //! # What it does not do
 //!
-//! fio's job files, rate limits, mixed block sizes and trims.
+//! fio's job files, mixed block sizes and trims.
 
 mod args;
 mod conduct;
 mod content;
+mod hold;
 mod job;
 mod lane;
 mod load;
+mod pace;
 mod pattern;
 mod run;
+mod server;
 
 pub use args::{Args, CompletionMode, DoorbellMode, Plan, Verify, Workload};
 pub use conduct::{Tick, Watch};
+pub use hold::{HoldArgs, hold};
 pub use run::{Outcome, measure};
 
 use crate::exit;
@@ -152,6 +164,11 @@ fn print(out: &mut impl Write, row: &Row) -> io::Result<()> {
         report::per_io(row.interrupts_per_io),
         report::nanoseconds(row.cpu_ns_per_io),
     )?;
+    if let (Some(time), Some(percent)) = (row.controller_cpu_ns_per_io, row.controller_cpu_percent)
+    {
+        let time = report::nanoseconds(time);
+        writeln!(out, "  the server: {time} of processor time for each I/O, {percent:.1} %")?;
+    }
     if let (Some(checked), Some(errors)) = (row.verified_blocks, row.verify_errors) {
         writeln!(out, "  verify: {checked} blocks checked, {errors} bad")?;
     }

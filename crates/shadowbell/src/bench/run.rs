@@ -6,6 +6,7 @@ use super::job::{self, JobReport, Phase, Progress};
 use super::lane::{Lane, histogram};
 use super::load::{Checked, Load, Plain, Verdict};
 use super::pattern::Pattern;
+use super::server::ServerMeter;
 use crate::exit;
 use crate::report::{Latency, Row};
 use crate::target::Session;
@@ -99,9 +100,10 @@ fn run<L: Load>(
             lanes.push(lane);
         }
     }
-    let reports = spawn(&mut threads, plan, &session.controller, watch)?;
+    let mut server = plan.server_pid.map(ServerMeter::new).transpose().map_err(exit::bad_input)?;
+    let reports = spawn(&mut threads, plan, &session.controller, watch, &mut server)?;
     drop(threads);
-    summarise(session, plan, reports)
+    summarise(session, plan, reports, server.as_ref().and_then(ServerMeter::share))
 }
 
 /// Runs each part of `threads` on a thread of its own and tells them when to measure and to stop.
@@ -110,6 +112,7 @@ fn spawn<L: Load>(
     plan: &Plan,
     controller: &Controller,
     watch: &mut Watch<'_>,
+    server: &mut Option<ServerMeter>,
 ) -> anyhow::Result<Vec<JobReport>> {
     let phase = &Phase::ramp();
     let progress: Vec<Progress> = threads.iter().map(|_| Progress::default()).collect();
@@ -139,7 +142,7 @@ fn spawn<L: Load>(
             commands: &|| progress.iter().map(Progress::get).sum(),
             is_alive: &|| is_alive(controller),
         };
-        let gone = conduct(&stage, watch);
+        let gone = conduct(&stage, watch, server);
         let mut reports = Vec::new();
         let mut failure = gone.err();
         for handle in handles {
@@ -162,7 +165,13 @@ fn is_alive(controller: &Controller) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn summarise(session: &Session, plan: &Plan, reports: Vec<JobReport>) -> anyhow::Result<Outcome> {
+/// `server_share` is how much of a processor the other end used.
+fn summarise(
+    session: &Session,
+    plan: &Plan,
+    reports: Vec<JobReport>,
+    server_share: Option<f64>,
+) -> anyhow::Result<Outcome> {
     let mut latencies = histogram()?;
     let mut verdict: Option<Verdict> = None;
     let (mut iops, mut seconds, mut cpu) = (0.0, 0f64, Duration::ZERO);
@@ -172,7 +181,8 @@ fn summarise(session: &Session, plan: &Plan, reports: Vec<JobReport>) -> anyhow:
         let count = end.commands - begin.commands;
         iops += if time > 0.0 { count as f64 / time } else { 0.0 };
         seconds = seconds.max(time);
-        cpu += end.cpu.saturating_sub(begin.cpu);
+        let paced = end.paced.saturating_sub(begin.paced);
+        cpu += end.cpu.saturating_sub(begin.cpu).saturating_sub(paced);
         commands += count;
         mmio += end.mmio_writes - begin.mmio_writes;
         interrupts += end.interrupts - begin.interrupts;
@@ -202,6 +212,10 @@ fn summarise(session: &Session, plan: &Plan, reports: Vec<JobReport>) -> anyhow:
         driver_mmio_writes: Some(all_mmio),
         interrupts_per_io: each(interrupts as f64),
         cpu_ns_per_io: each(cpu.as_nanos() as f64),
+        cpu_percent: if seconds > 0.0 { cpu.as_secs_f64() / seconds * 100.0 } else { 0.0 },
+        controller_cpu_ns_per_io: server_share.filter(|_| iops > 0.0).map(|s| s / iops * 1e9),
+        controller_cpu_percent: server_share.map(|share| share * 100.0),
+        rate_iops: plan.rate_iops,
         verified_blocks: verdict.as_ref().map(|v| v.checked),
         verify_errors: verdict.as_ref().map(|v| v.bad),
         seconds,
@@ -211,7 +225,7 @@ fn summarise(session: &Session, plan: &Plan, reports: Vec<JobReport>) -> anyhow:
     Ok(Outcome { row, bad_blocks: described.iter().map(ToString::to_string).collect() })
 }
 
-fn percentiles(latencies: &Histogram<u64>) -> Option<Latency> {
+pub(super) fn percentiles(latencies: &Histogram<u64>) -> Option<Latency> {
     (!latencies.is_empty()).then(|| Latency {
         mean: latencies.mean(),
         p50: latencies.value_at_quantile(0.5),

@@ -99,7 +99,7 @@ fn report(plan: &ServerPlan, service: &Service) {
 
 /// A guest with many queues has a descriptor for each interrupt, and there may be many guests.
 /// Nothing here uses `select`, which is what the low limit is for.
-fn raise_descriptor_limit() {
+pub(crate) fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current != maximum

@@ -81,6 +81,11 @@ impl Server {
         self.directory.path().join("vm0.sock")
     }
 
+    /// Its process id.
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Namespace `nsid` as a TARGET.
     pub(crate) fn target(&self, nsid: u32) -> String {
         format!("vfio-user:{}/{nsid}", self.socket().display())

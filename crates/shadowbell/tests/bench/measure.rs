@@ -213,3 +213,62 @@ fn an_interrupted_run_tells_what_it_has() {
     let report: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
     assert_eq!(row(&report)["table"], "bench");
 }
+
+#[test]
+fn a_paced_load_keeps_to_its_rate() {
+    for completion in ["poll", "interrupt", "adaptive"] {
+        let report = json(&mut line(&format!(
+            "bench null:1GiB --rate_iops 2000 --iodepth 8 --number-ios 400 --completion {completion} \
+             --json",
+        )));
+        let row = row(&report);
+        assert_eq!((&row["commands"], &row["rate_iops"]), (&400.into(), &2000.into()));
+        // All are timed, from when they were due. The last one is due after 399 distances: a load
+        // that did not wait would be over in a few milliseconds.
+        assert_eq!(row["latency_ns"]["samples"], 400, "{completion}");
+        assert!(row["seconds"].as_f64().unwrap() >= 399.0 / 2000.0, "{completion}: {row}");
+    }
+}
+
+#[test]
+fn a_load_that_can_not_keep_up_is_late() {
+    // At a billion a second all are due at once, and each waits for those before.
+    let report =
+        json(&mut line("bench null:1GiB --rate-iops 1000000000 --number-ios 20000 --json"));
+    let latency = &row(&report)["latency_ns"];
+    let (p50, max) = (latency["p50"].as_u64().unwrap(), latency["max"].as_u64().unwrap());
+    let run = row(&report)["seconds"].as_f64().unwrap() * 1e9;
+    assert!(max as f64 > run * 0.8 && p50 as f64 > run * 0.1, "{run}: {latency}");
+}
+
+#[test]
+fn the_servers_processor_time_is_accounted_for() {
+    let server = Server::start(&["null:1GiB", "--poll", "always"]);
+    let command =
+        format!("bench {} --runtime 300ms --json --server-pid {}", server.target(1), server.id());
+    let report = json(&mut line(&command));
+    let row = row(&report);
+    let number = |name: &str| row[name].as_f64().unwrap_or_else(|| panic!("{name}: {row}"));
+    assert!(number("controller_cpu_percent") > 1.0 && number("controller_cpu_ns_per_io") > 1.0);
+    let share = number("cpu_ns_per_io") * number("iops") / 1e7;
+    assert!((share - number("cpu_percent")).abs() < 1.0, "{share}: {row}");
+    let text = complaint(&mut line("bench null:1GiB --number-ios 1 --server-pid 4000000000"), 2);
+    assert!(text.contains("4000000000"), "{text}");
+}
+
+#[test]
+fn many_controllers_are_held_at_once() {
+    let servers = [Server::start(&["null:1GiB"]), Server::start(&["mem:1MiB"])];
+    let [first, second] = servers.each_ref().map(|server| server.target(1));
+    // Nothing comes on standard input, so it is over when the load is.
+    let text =
+        output(&mut line(&format!("hold {first} {second} --queues 3 --rate-iops 100 --ios 20")));
+    let lines: Vec<Value> = text.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    let [attached, loaded] = lines.as_slice() else { panic!("{text}") };
+    assert_eq!((&attached["attached"], &attached["queue_pairs"]), (&2.into(), &6.into()));
+    assert_eq!(attached["attach_ns"]["samples"], 2);
+    assert_eq!((&loaded["commands"], &loaded["latency_ns"]["samples"]), (&20.into(), &20.into()));
+    assert!(loaded["seconds"].as_f64().unwrap() >= 19.0 / 200.0);
+    let text = complaint(&mut line(&format!("hold {first} --queues 200")), 1);
+    assert!(text.contains("queue pairs"), "{text}");
+}

@@ -1,0 +1,157 @@
+//! Buffers that requests take turns with.
+
+use crate::error::BlockError;
+use driver::{Buffer, BufferPool};
+use std::collections::VecDeque;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+
+/// A driver's pool of buffers with a line of those who wait for one, first come, first served.
+pub(crate) struct Buffers {
+    pool: BufferPool,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    free: Vec<Buffer>,
+    /// Leases that there are.
+    leases: usize,
+    waiters: VecDeque<(u64, Waker)>,
+    next: u64,
+}
+
+impl State {
+    /// Who may have a buffer now, or is to hear that there never will be one.
+    fn next(&self) -> Option<Waker> {
+        if self.free.is_empty() && self.leases != 0 {
+            return None;
+        }
+        self.waiters.front().map(|(_, waker)| waker.clone())
+    }
+
+    fn leave(&mut self, ticket: Option<u64>) {
+        if let Some(ticket) = ticket {
+            self.waiters.retain(|(other, _)| *other != ticket);
+        }
+    }
+}
+
+impl Buffers {
+    pub(crate) fn new(pool: BufferPool) -> Arc<Self> {
+        let free = std::iter::from_fn(|| pool.take()).collect();
+        Arc::new(Self { pool, state: Mutex::new(State { free, ..State::default() }) })
+    }
+
+    /// Bytes of each.
+    pub(crate) fn size(&self) -> usize {
+        self.pool.buffer_size()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lease(self: &Arc<Self>, state: &mut State) -> Option<Lease> {
+        // A buffer that a command kept, because it took too long, comes back to the driver's pool.
+        let buffer = state.free.pop().or_else(|| self.pool.take())?;
+        state.leases += 1;
+        Some(Lease { buffers: Arc::clone(self), buffer: Some(buffer) })
+    }
+
+    /// A buffer, if there is one and nobody waits.
+    pub(crate) fn try_take(self: &Arc<Self>) -> Option<Lease> {
+        let mut state = self.state();
+        if state.waiters.is_empty() { self.lease(&mut state) } else { None }
+    }
+
+    /// Waits for a buffer. In line from the first poll on.
+    pub(crate) fn take(self: &Arc<Self>) -> Take {
+        Take { buffers: Arc::clone(self), ticket: None }
+    }
+}
+
+/// A buffer, until this is dropped.
+pub(crate) struct Lease {
+    buffers: Arc<Buffers>,
+    /// Not here while a command has it.
+    pub(crate) buffer: Option<Buffer>,
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let mut state = self.buffers.state();
+        state.leases -= 1;
+        state.free.extend(self.buffer.take());
+        let next = state.next();
+        drop(state);
+        if let Some(next) = next {
+            next.wake();
+        }
+    }
+}
+
+/// Made by [`Buffers::take`].
+pub(crate) struct Take {
+    buffers: Arc<Buffers>,
+    ticket: Option<u64>,
+}
+
+impl Future for Take {
+    type Output = Result<Lease, BlockError>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = &mut *self;
+        let mut state = this.buffers.state();
+        let first = state.waiters.front().map(|(ticket, _)| *ticket);
+        if first.is_none() || first == this.ticket {
+            let outcome = match this.buffers.lease(&mut state) {
+                Some(lease) => Some(Ok(lease)),
+                // Nobody has one who could bring it back.
+                None if state.leases == 0 => Some(Err(BlockError::BuffersLost)),
+                None => None,
+            };
+            if let Some(outcome) = outcome {
+                state.leave(this.ticket.take());
+                let next = state.next();
+                drop(state);
+                if let Some(next) = next {
+                    next.wake();
+                }
+                return Poll::Ready(outcome);
+            }
+        }
+        let waker = context.waker().clone();
+        let known = this
+            .ticket
+            .and_then(|ticket| state.waiters.iter_mut().find(|(other, _)| *other == ticket));
+        let stale = match known {
+            Some((_, old)) => Some(std::mem::replace(old, waker)),
+            None => {
+                let ticket = state.next;
+                state.next += 1;
+                state.waiters.push_back((ticket, waker));
+                this.ticket = Some(ticket);
+                None
+            }
+        };
+        drop(state);
+        drop(stale);
+        Poll::Pending
+    }
+}
+
+impl Drop for Take {
+    fn drop(&mut self) {
+        let Some(ticket) = self.ticket else { return };
+        let mut state = self.buffers.state();
+        state.leave(Some(ticket));
+        let next = state.next();
+        drop(state);
+        if let Some(next) = next {
+            next.wake();
+        }
+    }
+}

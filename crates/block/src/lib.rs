@@ -1,0 +1,65 @@
+//! A block device on the driver's queue pairs: any bytes, of any length.
+//!
+//! # Architecture
+//!
+//! | module | what it is |
+//! |---|---|
+//! | [`BlockDevice`] | a namespace as a disk, with futures for any executor |
+//! | `stream` | a range of blocks as commands: split, with several of them under way |
+//! | `operations` | read, write, compare, write zeroes, discard, flush; parts of blocks |
+//! | `buffers` | the buffers that requests take turns with |
+//! | `locks` | who writes where: what modifies parts of blocks has them to itself |
+//! | `flight` | commands under way, also those that nobody waits for any more |
+//! | [`Blocking`], [`block_on`] | the same for a thread that has nothing else to do |
+//!
+//! ```no_run
+//! use shadowbell_block::{BlockDevice, BlockOptions, block_on};
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # fn attach() -> driver::Controller { unreachable!() }
+//! # let mut controller = attach();
+//! let disk = BlockDevice::open(&mut controller, 1, &BlockOptions::default())?;
+//! block_on(async {
+//!     disk.write(1000, b"any bytes, anywhere", false).await?;
+//!     let mut back = [0; 19];
+//!     disk.read(1000, &mut back).await?;
+//!     disk.flush().await
+//! })?;
+//! drop(disk);
+//! controller.detach()?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Order
+//!
+//! Requests that overlap and are under way at the same time happen in any order, as on every disk;
+//! whoever needs one, waits for the first before making the second. What a request that does not
+//! cover whole blocks must not do is undo others: it has its blocks to itself while it reads,
+//! modifies and writes them. A flush makes durable what was completed before it began, through
+//! whichever queue.
+//!
+//! More requests than there are buffers or places in the queue wait, first come, first served.
+//!
+//! # Dropping a future
+//!
+//! is safe at any time. What was under way then still happens, and a range that it writes stays
+//! locked against those who modify parts of blocks until it has.
+//!
+//! # What it does not implement
+//!
+//! Copy, reservations, and a map of what is allocated (Get LBA Status).
+#![forbid(unsafe_code)]
+
+mod blocking;
+mod buffers;
+mod device;
+mod error;
+mod flight;
+mod locks;
+mod operations;
+mod stream;
+
+pub use blocking::{Blocking, block_on};
+pub use device::{BlockDevice, BlockOptions, Geometry};
+pub use error::{BlockError, OpenError};
+pub use operations::Zeroes;

@@ -1,0 +1,229 @@
+//! Which bytes are being written, so that what reads, modifies and writes blocks does not undo what
+//! others write to the same blocks meanwhile.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+
+/// The ranges that are being written, and those that wait to be.
+///
+/// A writer of whole blocks shares its range with other such writers: a disk promises nothing about
+/// the order of writes that overlap. Whoever modifies part of a block has the block to itself. Those
+/// that can not begin wait in the order in which they came, and nobody overtakes one that waits for
+/// a range that it overlaps, so nothing starves.
+#[derive(Default)]
+pub(crate) struct RangeLocks(Mutex<Table>);
+
+#[derive(Default)]
+struct Table {
+    entries: Vec<Option<Entry>>,
+    free: Vec<usize>,
+    next: u64,
+    /// Entries that are exclusive. While there are none, no shared one has to look at the others.
+    exclusive: usize,
+    waiting: usize,
+}
+
+struct Entry {
+    /// Who came first has the lower number.
+    order: u64,
+    first: u64,
+    end: u64,
+    exclusive: bool,
+    /// There while it waits.
+    waker: Option<Waker>,
+}
+
+impl Entry {
+    fn conflicts(&self, other: &Self) -> bool {
+        (self.exclusive || other.exclusive) && self.first < other.end && other.first < self.end
+    }
+}
+
+impl Table {
+    fn insert(&mut self, entry: Entry) -> usize {
+        self.exclusive += usize::from(entry.exclusive);
+        let index = self.free.pop().unwrap_or_else(|| {
+            self.entries.push(None);
+            self.entries.len() - 1
+        });
+        if let Some(place) = self.entries.get_mut(index) {
+            *place = Some(entry);
+        }
+        index
+    }
+
+    /// Whether somebody who came earlier is in the way of this entry.
+    fn is_blocked(&self, entry: &Entry) -> bool {
+        if self.exclusive == 0 {
+            return false;
+        }
+        let mut others = self.entries.iter().flatten();
+        others.any(|other| other.order < entry.order && other.conflicts(entry))
+    }
+
+    /// Takes an entry out. Who may begin now is to be woken, without the lock.
+    fn remove(&mut self, index: usize) -> Vec<Waker> {
+        let Some(gone) = self.entries.get_mut(index).and_then(Option::take) else {
+            return Vec::new();
+        };
+        self.free.push(index);
+        self.exclusive -= usize::from(gone.exclusive);
+        self.waiting -= usize::from(gone.waker.is_some());
+        if self.waiting == 0 {
+            return Vec::new();
+        }
+        let waiting = self.entries.iter().flatten().filter(|entry| entry.waker.is_some());
+        let free = waiting.filter(|entry| entry.conflicts(&gone) && !self.is_blocked(entry));
+        free.filter_map(|entry| entry.waker.clone()).collect()
+    }
+}
+
+impl RangeLocks {
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until `first..end` may be written. In line from the first poll on.
+    pub(crate) fn acquire(self: &Arc<Self>, first: u64, end: u64, exclusive: bool) -> Acquire {
+        Acquire { locks: Arc::clone(self), first, end, exclusive, index: None }
+    }
+
+    fn remove(&self, index: usize) {
+        let wakers = self.table().remove(index);
+        wakers.into_iter().for_each(Waker::wake);
+    }
+}
+
+/// A range that may be written until this is dropped.
+pub(crate) struct RangeGuard {
+    locks: Arc<RangeLocks>,
+    index: usize,
+}
+
+impl Drop for RangeGuard {
+    fn drop(&mut self) {
+        self.locks.remove(self.index);
+    }
+}
+
+/// Made by [`RangeLocks::acquire`].
+pub(crate) struct Acquire {
+    locks: Arc<RangeLocks>,
+    first: u64,
+    end: u64,
+    exclusive: bool,
+    /// The entry, while it waits.
+    index: Option<usize>,
+}
+
+impl Future for Acquire {
+    type Output = RangeGuard;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<RangeGuard> {
+        let this = &mut *self;
+        let mut table = this.locks.table();
+        let index = match this.index {
+            Some(index) => index,
+            None => {
+                let order = table.next;
+                table.next += 1;
+                let Self { first, end, exclusive, .. } = *this;
+                let index = table.insert(Entry { order, first, end, exclusive, waker: None });
+                this.index = Some(index);
+                index
+            }
+        };
+        let blocked = table.entries.get(index).and_then(Option::as_ref);
+        let blocked = blocked.is_some_and(|entry| table.is_blocked(entry));
+        let waker = blocked.then(|| context.waker().clone());
+        let mut stale = None;
+        if let Some(entry) = table.entries.get_mut(index).and_then(Option::as_mut) {
+            stale = std::mem::replace(&mut entry.waker, waker);
+        }
+        match (stale.is_some(), blocked) {
+            (false, true) => table.waiting += 1,
+            (true, false) => table.waiting -= 1,
+            _ => {}
+        }
+        drop(table);
+        drop(stale);
+        if blocked {
+            return Poll::Pending;
+        }
+        this.index = None;
+        Poll::Ready(RangeGuard { locks: Arc::clone(&this.locks), index })
+    }
+}
+
+impl Drop for Acquire {
+    fn drop(&mut self) {
+        if let Some(index) = self.index {
+            self.locks.remove(index);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn poll(acquire: &mut Acquire) -> Option<RangeGuard> {
+        let mut context = Context::from_waker(Waker::noop());
+        match Pin::new(acquire).poll(&mut context) {
+            Poll::Ready(guard) => Some(guard),
+            Poll::Pending => None,
+        }
+    }
+
+    #[test]
+    fn writers_of_whole_blocks_share_and_those_of_parts_do_not() {
+        let locks = Arc::new(RangeLocks::default());
+        let one = poll(&mut locks.acquire(0, 100, false)).unwrap();
+        let two = poll(&mut locks.acquire(50, 150, false)).unwrap();
+        let mut part = locks.acquire(90, 91, true);
+        assert!(poll(&mut part).is_none());
+        let elsewhere = poll(&mut locks.acquire(150, 151, true)).unwrap();
+        drop(one);
+        assert!(poll(&mut part).is_none());
+        drop(two);
+        let part = poll(&mut part).unwrap();
+        assert!(poll(&mut locks.acquire(90, 91, true)).is_none());
+        assert!(poll(&mut locks.acquire(0, 91, false)).is_none());
+        assert!(poll(&mut locks.acquire(91, 92, true)).is_some());
+        drop((part, elsewhere));
+        let table = locks.table();
+        assert_eq!((table.exclusive, table.waiting, table.free.len()), (0, 0, table.entries.len()));
+    }
+
+    #[test]
+    fn nobody_overtakes_one_that_waits_for_the_same() {
+        let locks = Arc::new(RangeLocks::default());
+        let first = poll(&mut locks.acquire(0, 10, false)).unwrap();
+        let mut second = locks.acquire(0, 10, true);
+        assert!(poll(&mut second).is_none());
+        // Would fit beside the first.
+        let mut third = locks.acquire(5, 6, false);
+        assert!(poll(&mut third).is_none());
+        drop(first);
+        assert!(poll(&mut third).is_none());
+        let second = poll(&mut second).unwrap();
+        assert!(poll(&mut third).is_none());
+        drop(second);
+        assert!(poll(&mut third).is_some());
+    }
+
+    #[test]
+    fn one_that_gives_up_is_in_nobodys_way() {
+        let locks = Arc::new(RangeLocks::default());
+        let _first = poll(&mut locks.acquire(0, 10, false)).unwrap();
+        let mut second = locks.acquire(0, 10, true);
+        assert!(poll(&mut second).is_none());
+        let mut third = locks.acquire(5, 6, false);
+        assert!(poll(&mut third).is_none());
+        drop(second);
+        assert!(poll(&mut third).is_some());
+        assert_eq!(locks.table().waiting, 0);
+    }
+}

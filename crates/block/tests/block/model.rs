@@ -1,0 +1,160 @@
+//! Random requests of several users at once, against an array of bytes.
+
+use crate::common::{TestDisk, attach};
+use driver::AttachOptions;
+use proptest::prelude::*;
+use shadowbell_block::{BlockDevice, BlockOptions, Zeroes, block_on};
+use std::sync::Arc;
+
+const USERS: usize = 4;
+/// Each user has every fourth piece of this many bytes, so blocks are shared and bytes are not.
+const SLICE: u64 = 700;
+const SLICES: u64 = 220;
+
+#[derive(Clone, Debug)]
+enum Step {
+    Write { fua: bool },
+    Zeroes { deallocate: bool },
+    Read,
+    Compare,
+    Flush,
+}
+
+#[derive(Clone, Debug)]
+struct Action {
+    step: Step,
+    slice: u64,
+    from: u64,
+    len: u64,
+    seed: u8,
+}
+
+fn actions() -> impl Strategy<Value = Vec<Action>> {
+    let step = prop_oneof![
+        6 => any::<bool>().prop_map(|fua| Step::Write { fua }),
+        2 => any::<bool>().prop_map(|deallocate| Step::Zeroes { deallocate }),
+        4 => Just(Step::Read),
+        2 => Just(Step::Compare),
+        1 => Just(Step::Flush),
+    ];
+    let action = (step, 0..SLICES / USERS as u64, 0..SLICE, 1..=SLICE, any::<u8>());
+    let action = action.prop_map(|(step, slice, from, len, seed)| Action {
+        step,
+        slice,
+        from,
+        len: len.min(SLICE - from),
+        seed,
+    });
+    prop::collection::vec(action, 1..60)
+}
+
+fn data(seed: u8, len: u64) -> Vec<u8> {
+    (0..len).map(|i| seed.wrapping_add(i as u8).wrapping_mul(31) | 1).collect()
+}
+
+/// One user's requests, one after the other, on bytes that are its own. The bytes as they must be
+/// in the end.
+fn user(disk: &BlockDevice, user: usize, actions: &[Action]) -> Vec<u8> {
+    let mut model = vec![0; (SLICE * SLICES) as usize];
+    block_on(async {
+        for Action { step, slice, from, len, seed } in actions {
+            let at = (slice * USERS as u64 + user as u64) * SLICE + from;
+            let range = at as usize..(at + len) as usize;
+            match step {
+                Step::Write { fua } => {
+                    let data = data(*seed, *len);
+                    disk.write(at, &data, *fua).await.unwrap();
+                    model[range].copy_from_slice(&data);
+                }
+                Step::Zeroes { deallocate } => {
+                    let how = Zeroes { deallocate: *deallocate, ..Zeroes::default() };
+                    disk.write_zeroes(at, *len, how).await.unwrap();
+                    model[range].fill(0);
+                }
+                Step::Read => {
+                    let mut bytes = vec![0xee; *len as usize];
+                    disk.read(at, &mut bytes).await.unwrap();
+                    assert!(bytes == model[range], "{len} bytes at {at}");
+                }
+                Step::Compare => {
+                    let mut with = model[range].to_vec();
+                    assert!(disk.compare(at, &with).await.unwrap());
+                    let last = with.len() - 1;
+                    with[last] ^= 1;
+                    assert!(!disk.compare(at, &with).await.unwrap());
+                }
+                Step::Flush => disk.flush().await.unwrap(),
+            }
+        }
+    });
+    model
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    #[test]
+    fn users_of_one_disk_do_not_undo_each_other(
+        block in prop::sample::select(vec![512u32, 4096]),
+        queues in 1u16..=2,
+        small in 1usize..6,
+        work in prop::collection::vec(actions(), USERS),
+    ) {
+        let bytes = (SLICE * SLICES).next_multiple_of(4096);
+        let medium = TestDisk::new(bytes / u64::from(block), block);
+        let options = AttachOptions { queue_pairs: queues, queue_depth: 4, ..Default::default() };
+        let mut controller = attach(Arc::new(medium.clone()), &options);
+        let options = BlockOptions { small_buffers: small, chunks: 2, chunk_bytes: 8192, ..Default::default() };
+        let disk = BlockDevice::open(&mut controller, 1, &options).unwrap();
+        prop_assert_eq!(disk.queues(), usize::from(queues));
+        let models: Vec<_> = std::thread::scope(|scope| {
+            let users: Vec<_> = work
+                .iter()
+                .enumerate()
+                .map(|(i, actions)| {
+                    let disk = disk.on_queue(i);
+                    scope.spawn(move || user(&disk, i, actions))
+                })
+                .collect();
+            users.into_iter().map(|user| user.join().unwrap()).collect()
+        });
+        let mut bytes = vec![0; (SLICE * SLICES) as usize];
+        medium.mem.bytes().read_into(0, &mut bytes).unwrap();
+        for (at, byte) in bytes.iter().enumerate() {
+            let owner = (at as u64 / SLICE) as usize % USERS;
+            prop_assert_eq!(*byte, models[owner][at], "byte {}", at);
+        }
+        drop(disk);
+        controller.detach().unwrap();
+    }
+}
+
+/// One user alone with requests of any length, also such that are split many times.
+#[test]
+fn long_requests_are_split_and_arrive_whole() {
+    let medium = TestDisk::new(8192, 512);
+    let options =
+        AttachOptions { queue_depth: 8, max_transfer_bytes: 16384, ..AttachOptions::default() };
+    let mut controller = attach(Arc::new(medium.clone()), &options);
+    let options = BlockOptions { chunks: 3, ..BlockOptions::default() };
+    let disk = BlockDevice::open(&mut controller, 1, &options).unwrap();
+    let size = disk.geometry().bytes;
+    assert_eq!(size, 8192 * 512);
+    for (at, len) in [(0, size), (1, size - 2), (511, 1_000_003), (4096, 16384), (512, 16385)] {
+        let bytes = data((at % 251) as u8, len);
+        block_on(disk.write(at, &bytes, false)).unwrap();
+        let mut back = vec![0; len as usize];
+        block_on(disk.read(at, &mut back)).unwrap();
+        assert!(back == bytes, "{len} at {at}");
+        assert!(block_on(disk.compare(at, &bytes)).unwrap());
+        let mut other = bytes.clone();
+        other[(len / 2) as usize] ^= 1;
+        assert!(!block_on(disk.compare(at, &other)).unwrap());
+    }
+    assert!(medium.seen().iter().all(|request| request.len <= 16384));
+    block_on(disk.write_zeroes(1, size - 2, Zeroes::default())).unwrap();
+    let mut back = vec![0; size as usize];
+    block_on(disk.read(0, &mut back)).unwrap();
+    assert_eq!(back.iter().position(|byte| *byte != 0), Some(0));
+    assert_eq!(back.iter().rposition(|byte| *byte != 0), Some(back.len() - 1));
+}

@@ -1,0 +1,16 @@
+//! A block device on the user-space driver, for everyone else.
+//!
+//! # Architecture
+//!
+//! | module | what it is |
+//! |---|---|
+//! | [`nbd`] | the disk behind a socket: QEMU, libnbd's tools, fio, the kernel's NBD client |
+//! | `tasks` | requests under way, as futures in numbered places of the thread that serves them |
+//!
+//! Every way to export has threads of its own, each of which uses one of the disk's queues. What
+//! comes from outside is checked before it gets anywhere near the disk; what the disk says comes
+//! back as the error that the protocol names.
+#![forbid(unsafe_code)]
+
+pub mod nbd;
+mod tasks;

@@ -1,0 +1,295 @@
+//! The server's end of the handshake, without a socket: bytes in, bytes out.
+
+use super::wire::{
+    BASE_ALLOCATION, MAGIC, MAX_PAYLOAD, OPTION_MAGIC, Reader, answer, handshake, info, option,
+    put_answer, put_string, transmission,
+};
+use std::sync::Arc;
+
+/// The longest option that is looked at. Longer ones are refused, and passed over.
+const MAX_OPTION: u32 = 64 << 10;
+/// One that is longer than this ends the session.
+const MAX_SKIPPED: u32 = 16 << 20;
+/// A client that sends more options than this does not want to come to an end.
+const MAX_OPTIONS: u32 = 1024;
+/// The identifier under which replies speak of [`BASE_ALLOCATION`].
+pub const ALLOCATION_CONTEXT: u32 = 1;
+
+/// What is exported.
+#[derive(Clone, Debug)]
+pub struct Export {
+    /// Its name. A client that asks for the name "" gets it too.
+    pub name: String,
+    /// A line about it.
+    pub description: String,
+    /// How many bytes.
+    pub size: u64,
+    /// The size in which requests are best.
+    pub preferred: u32,
+    /// [`transmission`] flags, without those that depend on the client.
+    pub flags: u16,
+}
+
+/// What was agreed on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Agreed {
+    /// Replies are structured.
+    pub structured: bool,
+    /// The client wants to know what is allocated.
+    pub allocation: bool,
+}
+
+/// What a handshake came to, so far.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// More bytes are needed.
+    More,
+    /// Requests follow.
+    Transmission(Agreed),
+    /// It is over, once the answers are sent; with the reason, if that is no good one.
+    Over(Option<String>),
+}
+
+enum State {
+    ClientFlags,
+    Options,
+}
+
+/// A handshake.
+pub struct Handshake {
+    export: Arc<Export>,
+    state: State,
+    no_zeroes: bool,
+    agreed: Agreed,
+    options: u32,
+    /// Bytes of an option that is not looked at.
+    skip: u64,
+}
+
+impl Handshake {
+    /// A handshake about this one export.
+    #[must_use]
+    pub fn new(export: Arc<Export>) -> Self {
+        Self {
+            export,
+            state: State::ClientFlags,
+            no_zeroes: false,
+            agreed: Agreed::default(),
+            options: 0,
+            skip: 0,
+        }
+    }
+
+    /// What the server sends first.
+    #[must_use]
+    pub fn greeting() -> Vec<u8> {
+        let mut out = Vec::new();
+        out.extend(MAGIC.to_be_bytes());
+        out.extend(OPTION_MAGIC.to_be_bytes());
+        out.extend((handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES).to_be_bytes());
+        out
+    }
+
+    /// Room for this many bytes is enough for [`advance`](Self::advance) to advance.
+    pub const LONGEST: usize = MAX_OPTION as usize + 16;
+
+    /// Goes on with what the client sent, appends answers to `out` and tells how many bytes were
+    /// used. To be called again with what follows those, until it says something else than
+    /// [`Step::More`] or uses nothing.
+    pub fn advance(&mut self, input: &[u8], out: &mut Vec<u8>) -> (usize, Step) {
+        if self.skip > 0 {
+            let here = self.skip.min(input.len() as u64);
+            self.skip -= here;
+            return (here as usize, Step::More);
+        }
+        let mut reader = Reader(input);
+        let step = match self.state {
+            State::ClientFlags => self.client_flags(&mut reader),
+            State::Options => self.option(&mut reader, out),
+        };
+        match step {
+            Some(step) => (input.len() - reader.0.len(), step),
+            None => (0, Step::More),
+        }
+    }
+
+    fn client_flags(&mut self, reader: &mut Reader<'_>) -> Option<Step> {
+        let flags = reader.u32()?;
+        let known = u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
+        if flags & !known != 0 {
+            let why = format!("the client wants what nobody offered (flags {flags:#x})");
+            return Some(Step::Over(Some(why)));
+        }
+        self.no_zeroes = flags & u32::from(handshake::NO_ZEROES) != 0;
+        self.state = State::Options;
+        Some(Step::More)
+    }
+
+    fn option(&mut self, reader: &mut Reader<'_>, out: &mut Vec<u8>) -> Option<Step> {
+        let (magic, option, len) = (reader.u64()?, reader.u32()?, reader.u32()?);
+        let over = |why: String| Some(Step::Over(Some(why)));
+        if magic != OPTION_MAGIC {
+            return over(format!("the client does not speak NBD (option magic {magic:#x})"));
+        }
+        self.options += 1;
+        if self.options > MAX_OPTIONS {
+            return over(format!("the client sent more than {MAX_OPTIONS} options"));
+        }
+        if len > MAX_OPTION {
+            if len > MAX_SKIPPED || option == option::EXPORT_NAME {
+                return over(format!("the client sent an option of {len} bytes"));
+            }
+            put_answer(out, option, answer::ERR_TOO_BIG, b"");
+            self.skip = len.into();
+            return Some(Step::More);
+        }
+        let data = reader.bytes(usize::try_from(len).ok()?)?;
+        Some(self.carry_out(option, data, out))
+    }
+
+    fn carry_out(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Step {
+        match option {
+            option::EXPORT_NAME => return self.export_name(data, out),
+            option::ABORT => {
+                put_answer(out, option, answer::ACK, b"");
+                return Step::Over(None);
+            }
+            option::LIST if data.is_empty() => {
+                let mut name = Vec::new();
+                put_string(&mut name, &self.export.name);
+                put_answer(out, option, answer::SERVER, &name);
+                put_answer(out, option, answer::ACK, b"");
+            }
+            option::STRUCTURED_REPLY if data.is_empty() => {
+                self.agreed.structured = true;
+                put_answer(out, option, answer::ACK, b"");
+            }
+            option::LIST | option::STRUCTURED_REPLY => {
+                put_answer(out, option, answer::ERR_INVALID, b"the option takes no data");
+            }
+            option::INFO | option::GO => {
+                let refusal = self.info(option, data, out).err();
+                match refusal {
+                    Some((error, text)) => put_answer(out, option, error, text.as_bytes()),
+                    None => {
+                        put_answer(out, option, answer::ACK, b"");
+                        if option == option::GO {
+                            return Step::Transmission(self.agreed);
+                        }
+                    }
+                }
+            }
+            option::LIST_META_CONTEXT | option::SET_META_CONTEXT => {
+                match self.meta_context(option, data, out) {
+                    Some((error, text)) => put_answer(out, option, error, text.as_bytes()),
+                    None => put_answer(out, option, answer::ACK, b""),
+                }
+            }
+            _ => put_answer(out, option, answer::ERR_UNSUP, b"the option is not known here"),
+        }
+        Step::More
+    }
+
+    fn is_ours(&self, name: &str) -> bool {
+        name.is_empty() || name == self.export.name
+    }
+
+    fn flags(&self) -> u16 {
+        let flags = self.export.flags | transmission::HAS_FLAGS;
+        if self.agreed.structured { flags | transmission::SEND_DF } else { flags }
+    }
+
+    fn export_name(&self, name: &[u8], out: &mut Vec<u8>) -> Step {
+        // There is no way to refuse but to hang up.
+        let Some(name) = std::str::from_utf8(name).ok().filter(|name| self.is_ours(name)) else {
+            return Step::Over(Some("the client wants an export that is not here".into()));
+        };
+        tracing::debug!(name, "chosen by name");
+        out.extend(self.export.size.to_be_bytes());
+        out.extend(self.flags().to_be_bytes());
+        if !self.no_zeroes {
+            out.extend([0; 124]);
+        }
+        Step::Transmission(self.agreed)
+    }
+
+    fn info(&self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Result<(), (u32, String)> {
+        let invalid = || (answer::ERR_INVALID, "the option is not whole".to_owned());
+        let mut reader = Reader(data);
+        let name = reader.string().ok_or_else(invalid)?;
+        let count = reader.u16().ok_or_else(invalid)?;
+        if reader.0.len() != usize::from(count) * 2 {
+            return Err(invalid());
+        }
+        if !self.is_ours(name) {
+            return Err((answer::ERR_UNKNOWN, format!("there is no export named {name:?} here")));
+        }
+        let mut about = info::EXPORT.to_be_bytes().to_vec();
+        about.extend(self.export.size.to_be_bytes());
+        about.extend(self.flags().to_be_bytes());
+        put_answer(out, option, answer::INFO, &about);
+        // Whoever does not want to know passes over it.
+        let mut sizes = info::BLOCK_SIZE.to_be_bytes().to_vec();
+        for size in [1, self.export.preferred, MAX_PAYLOAD] {
+            sizes.extend(size.to_be_bytes());
+        }
+        put_answer(out, option, answer::INFO, &sizes);
+        let mut asked = [false; 2];
+        while let Some(kind) = reader.u16() {
+            asked[0] |= kind == info::NAME;
+            asked[1] |= kind == info::DESCRIPTION;
+        }
+        let texts =
+            [(info::NAME, &self.export.name), (info::DESCRIPTION, &self.export.description)];
+        for ((kind, text), _) in texts.into_iter().zip(asked).filter(|(_, asked)| *asked) {
+            let mut data = kind.to_be_bytes().to_vec();
+            data.extend(text.as_bytes());
+            put_answer(out, option, answer::INFO, &data);
+        }
+        Ok(())
+    }
+
+    /// Answers, or says what is wrong.
+    fn meta_context(
+        &mut self,
+        option: u32,
+        data: &[u8],
+        out: &mut Vec<u8>,
+    ) -> Option<(u32, String)> {
+        let set = option == option::SET_META_CONTEXT;
+        if set {
+            // Whatever comes of it, the choice before does not count any more.
+            self.agreed.allocation = false;
+        }
+        if !self.agreed.structured {
+            return Some((answer::ERR_INVALID, "structured replies come first".into()));
+        }
+        let mut reader = Reader(data);
+        let mut parse = || {
+            let (name, count) = (reader.string()?, reader.u32()?);
+            let mut wanted = count == 0 && !set;
+            // Each takes four bytes at least, so the data bound their number.
+            for _ in 0..count {
+                let query = reader.string()?;
+                wanted |= query == BASE_ALLOCATION || (!set && query == "base:");
+            }
+            reader.0.is_empty().then_some((name, wanted))
+        };
+        let Some((name, wanted)) = parse() else {
+            return Some((answer::ERR_INVALID, "the option is not whole".into()));
+        };
+        if !self.is_ours(name) {
+            return Some((answer::ERR_UNKNOWN, format!("there is no export named {name:?} here")));
+        }
+        if wanted {
+            let mut context = ALLOCATION_CONTEXT.to_be_bytes().to_vec();
+            context.extend(BASE_ALLOCATION.as_bytes());
+            put_answer(out, option, answer::META_CONTEXT, &context);
+            self.agreed.allocation |= set;
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests;

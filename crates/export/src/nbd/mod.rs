@@ -1,0 +1,34 @@
+//! The disk behind NBD: for QEMU, libnbd's tools, fio, and the kernel's own client.
+//!
+//! # Architecture
+//!
+//! | module | what it is |
+//! |---|---|
+//! | [`wire`], [`reply`] | the protocol's numbers and frames, for both ends, without sockets |
+//! | [`handshake`] | the server's end of the handshake, without a socket |
+//! | `request` | what a request asks for, and whether it may |
+//! | `connection` | one client: a thread, its socket and its requests |
+//! | [`Server`] | a socket, and the clients that come to it |
+//! | [`Address`] | where it listens, as people write it |
+//!
+//! # What it implements
+//!
+//! The fixed newstyle handshake with `EXPORT_NAME`, `GO`, `INFO`, `LIST`, `ABORT`,
+//! `STRUCTURED_REPLY` and metadata contexts (`base:allocation`); simple and structured replies; all
+//! requests but resizing. A flush covers what was answered on every connection
+//! (`CAN_MULTI_CONN`): the disk has one write cache, if it has any.
+//!
+//! # What it does not implement
+//!
+//! TLS, and extended headers.
+
+mod address;
+mod connection;
+pub mod handshake;
+pub mod reply;
+mod request;
+mod server;
+pub mod wire;
+
+pub use address::Address;
+pub use server::{Options, Server, StartError};

@@ -1,0 +1,195 @@
+//! Replies to requests, simple and structured, for both ends.
+
+use super::wire::{CHUNK_MAGIC, NbdError, Reader, SIMPLE_REPLY_MAGIC, chunk};
+
+/// The longest text of an error that is sent.
+const MAX_TEXT: usize = 80;
+/// The longest head: that of an error with a text.
+const MAX_HEAD: usize = Chunk::SIZE + 6 + MAX_TEXT;
+
+/// What a reply consists of before its data.
+#[derive(Clone, Copy, Debug)]
+pub struct Head {
+    bytes: [u8; MAX_HEAD],
+    len: usize,
+}
+
+impl Head {
+    fn new() -> Self {
+        Self { bytes: [0; MAX_HEAD], len: 0 }
+    }
+
+    /// Appends as much as there is room for, which is for everything that is made here.
+    fn put(mut self, bytes: &[u8]) -> Self {
+        if let Some(room) = self.bytes.get_mut(self.len..self.len + bytes.len()) {
+            room.copy_from_slice(bytes);
+            self.len += bytes.len();
+        }
+        self
+    }
+
+    fn chunk(cookie: u64, flags: u16, kind: u16, len: u32) -> Self {
+        Self::new()
+            .put(&CHUNK_MAGIC.to_be_bytes())
+            .put(&flags.to_be_bytes())
+            .put(&kind.to_be_bytes())
+            .put(&cookie.to_be_bytes())
+            .put(&len.to_be_bytes())
+    }
+
+    /// The bytes.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        self.bytes.get(..self.len).unwrap_or_default()
+    }
+
+    /// A simple reply; if it is the good one to a read, the data follow.
+    #[must_use]
+    pub fn simple(cookie: u64, outcome: Result<(), NbdError>) -> Self {
+        Self::new()
+            .put(&SIMPLE_REPLY_MAGIC.to_be_bytes())
+            .put(&outcome.err().map_or(0, |error| error as u32).to_be_bytes())
+            .put(&cookie.to_be_bytes())
+    }
+
+    /// A structured reply in one chunk, without data.
+    #[must_use]
+    pub fn done(cookie: u64) -> Self {
+        Self::chunk(cookie, chunk::FLAG_DONE, chunk::NONE, 0)
+    }
+
+    /// A structured reply in one chunk, which `len` bytes of data follow.
+    #[must_use]
+    pub fn data(cookie: u64, offset: u64, len: u32) -> Self {
+        Self::chunk(cookie, chunk::FLAG_DONE, chunk::OFFSET_DATA, len.saturating_add(8))
+            .put(&offset.to_be_bytes())
+    }
+
+    /// A structured reply in one chunk that says what went wrong.
+    #[must_use]
+    pub fn error(cookie: u64, error: NbdError, text: &str) -> Self {
+        let mut end = text.len().min(MAX_TEXT);
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
+        let text = text.get(..end).unwrap_or_default();
+        Self::chunk(cookie, chunk::FLAG_DONE, chunk::ERROR, 6 + text.len() as u32)
+            .put(&(error as u32).to_be_bytes())
+            .put(&(text.len() as u16).to_be_bytes())
+            .put(text.as_bytes())
+    }
+
+    /// A structured reply in one chunk: one extent of `len` bytes in metadata context `context`.
+    #[must_use]
+    pub fn extent(cookie: u64, context: u32, len: u32, flags: u32) -> Self {
+        Self::chunk(cookie, chunk::FLAG_DONE, chunk::BLOCK_STATUS, 12)
+            .put(&context.to_be_bytes())
+            .put(&len.to_be_bytes())
+            .put(&flags.to_be_bytes())
+    }
+}
+
+/// The beginning of a reply, as a client sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Incoming {
+    /// A simple reply. The data follow if it is the answer to a read and there is no error.
+    Simple {
+        /// The request.
+        cookie: u64,
+        /// The error's number; 0 if there is none.
+        error: u32,
+    },
+    /// A chunk of a structured reply. Its payload follows.
+    Chunk(Chunk),
+}
+
+/// The head of a chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Chunk {
+    /// [`chunk::FLAG_DONE`] or nothing.
+    pub flags: u16,
+    /// One of [`chunk`].
+    pub kind: u16,
+    /// The request.
+    pub cookie: u64,
+    /// How many bytes of payload follow.
+    pub len: u32,
+}
+
+impl Chunk {
+    /// Bytes of the head.
+    pub const SIZE: usize = 20;
+}
+
+/// A reply that is none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a reply begins with {magic:#010x}, as no reply does")]
+pub struct BadReply {
+    /// What it begins with.
+    pub magic: u32,
+}
+
+impl Incoming {
+    /// Takes the beginning of a reply off the front of `bytes`, if all of it is there.
+    ///
+    /// # Errors
+    /// [`BadReply`]; nothing that follows can be understood.
+    pub fn decode(bytes: &[u8]) -> Result<Option<(Self, usize)>, BadReply> {
+        let mut reader = Reader(bytes);
+        let mut read = || {
+            Some(match reader.u32()? {
+                SIMPLE_REPLY_MAGIC => {
+                    let (error, cookie) = (reader.u32()?, reader.u64()?);
+                    Ok(Self::Simple { cookie, error })
+                }
+                CHUNK_MAGIC => {
+                    let (flags, kind) = (reader.u16()?, reader.u16()?);
+                    let (cookie, len) = (reader.u64()?, reader.u32()?);
+                    Ok(Self::Chunk(Chunk { flags, kind, cookie, len }))
+                }
+                magic => Err(BadReply { magic }),
+            })
+        };
+        let Some(outcome) = read().transpose()? else { return Ok(None) };
+        Ok(Some((outcome, bytes.len() - reader.0.len())))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn decode(head: &Head) -> (Incoming, usize) {
+        for short in 0..head.bytes().len().min(16) {
+            assert_eq!(Incoming::decode(&head.bytes()[..short]), Ok(None));
+        }
+        Incoming::decode(head.bytes()).unwrap().unwrap()
+    }
+
+    #[test]
+    fn replies_read_as_they_were_written() {
+        let simple = Head::simple(7, Err(NbdError::Io));
+        assert_eq!(decode(&simple), (Incoming::Simple { cookie: 7, error: 5 }, 16));
+        let chunk =
+            |kind, len| Incoming::Chunk(Chunk { flags: chunk::FLAG_DONE, kind, cookie: 9, len });
+        assert_eq!(decode(&Head::done(9)), (chunk(chunk::NONE, 0), 20));
+        assert_eq!(decode(&Head::data(9, 3, 100)), (chunk(chunk::OFFSET_DATA, 108), 20));
+        assert_eq!(decode(&Head::extent(9, 1, 4096, 0)), (chunk(chunk::BLOCK_STATUS, 12), 20));
+        let error = Head::error(9, NbdError::Inval, "what");
+        assert_eq!(decode(&error), (chunk(chunk::ERROR, 10), 20));
+        assert_eq!(&error.bytes()[20..], b"\0\0\0\x16\0\x04what");
+        assert_eq!(Incoming::decode(&[1; 20]), Err(BadReply { magic: 0x0101_0101 }));
+    }
+
+    #[test]
+    fn a_long_text_is_cut_where_a_character_ends() {
+        let head = Head::error(9, NbdError::Io, &"ü".repeat(100));
+        let Ok(Some((Incoming::Chunk(chunk), at))) = Incoming::decode(head.bytes()) else {
+            panic!("no chunk");
+        };
+        assert_eq!(chunk.len as usize, head.bytes().len() - at);
+        assert!(std::str::from_utf8(&head.bytes()[at + 6..]).is_ok());
+        let head = Head::error(9, NbdError::Io, &format!("x{}", "ü".repeat(100)));
+        assert!(std::str::from_utf8(&head.bytes()[26..]).is_ok());
+    }
+}

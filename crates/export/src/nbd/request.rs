@@ -1,0 +1,212 @@
+//! What a request asks for, and whether that can be asked for.
+
+use super::handshake::Agreed;
+use super::wire::{MAX_PAYLOAD, NbdError, Request, command, flag};
+use block::{BlockDevice, BlockError, Geometry, Zeroes};
+
+/// What is to be done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Action {
+    Read,
+    Write {
+        fua: bool,
+    },
+    Flush,
+    Trim,
+    /// There is nowhere to put bytes ahead of time: an SSD is where they are fast already.
+    Cache,
+    WriteZeroes(Zeroes),
+    BlockStatus,
+}
+
+/// A request that makes sense.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Checked {
+    pub(super) action: Action,
+    pub(super) fua: bool,
+    pub(super) offset: u64,
+    pub(super) len: u32,
+}
+
+/// A refusal: the protocol's error, and a line for a person.
+pub(super) type Refusal = (NbdError, &'static str);
+
+/// Looks at everything that a client can get wrong.
+pub(super) fn check(
+    request: &Request,
+    geometry: &Geometry,
+    agreed: Agreed,
+) -> Result<Checked, Refusal> {
+    let Request { flags, command, offset, len, .. } = *request;
+    let fua = flags & flag::FUA != 0;
+    let zeroes = Zeroes {
+        deallocate: flags & flag::NO_HOLE == 0,
+        fua,
+        fast_only: flags & flag::FAST_ZERO != 0,
+    };
+    let (action, allowed) = match command {
+        command::READ => (Action::Read, if agreed.structured { flag::DF } else { 0 }),
+        command::WRITE => (Action::Write { fua }, 0),
+        command::FLUSH => (Action::Flush, 0),
+        command::TRIM => (Action::Trim, 0),
+        command::CACHE => (Action::Cache, 0),
+        command::WRITE_ZEROES => (Action::WriteZeroes(zeroes), flag::NO_HOLE | flag::FAST_ZERO),
+        command::BLOCK_STATUS => (Action::BlockStatus, flag::REQ_ONE),
+        _ => return Err((NbdError::Inval, "there is no such command")),
+    };
+    // Whoever may force some requests may write that on all of them.
+    if flags & !(allowed | flag::FUA) != 0 {
+        return Err((NbdError::Inval, "the command has no such flag"));
+    }
+    let changes = matches!(action, Action::Write { .. } | Action::Trim | Action::WriteZeroes(_));
+    if changes && geometry.read_only {
+        return Err((NbdError::Perm, "the export is read-only"));
+    }
+    match action {
+        Action::Flush => return Ok(Checked { action, fua, offset: 0, len: 0 }),
+        Action::Trim if !geometry.discard => {
+            return Err((NbdError::NotSup, "the disk can not discard"));
+        }
+        Action::BlockStatus if !agreed.allocation => {
+            return Err((NbdError::Inval, "no metadata context was chosen"));
+        }
+        Action::BlockStatus if len == 0 => {
+            return Err((NbdError::Inval, "nothing is asked about"));
+        }
+        Action::Read if len > MAX_PAYLOAD => {
+            return Err((NbdError::Inval, "the request is longer than 32 MiB"));
+        }
+        _ => {}
+    }
+    if offset.checked_add(len.into()).is_none_or(|end| end > geometry.bytes) {
+        let error = match action {
+            Action::Write { .. } | Action::WriteZeroes(_) => NbdError::NoSpc,
+            _ => NbdError::Inval,
+        };
+        return Err((error, "the request reaches past the end"));
+    }
+    Ok(Checked { action, fua, offset, len })
+}
+
+/// A request with its data, or room for them.
+pub(super) struct Job {
+    pub(super) request: Checked,
+    pub(super) data: Vec<u8>,
+}
+
+/// What came of it. The data come back.
+pub(super) struct Ended {
+    pub(super) outcome: Result<(), BlockError>,
+    pub(super) data: Vec<u8>,
+}
+
+/// Does what is asked for.
+pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Ended {
+    let Job { request, mut data } = job;
+    let Checked { action, fua, offset, len } = request;
+    // The data are as long as the request says, or longer.
+    let outcome = match action {
+        Action::Read => disk.read(offset, data.get_mut(..len as usize).unwrap_or_default()).await,
+        Action::Write { fua } => {
+            disk.write(offset, data.get(..len as usize).unwrap_or_default(), fua).await
+        }
+        Action::Flush => disk.flush().await,
+        Action::WriteZeroes(how) => disk.write_zeroes(offset, len.into(), how).await,
+        Action::Trim => match disk.discard(offset, len.into()).await {
+            // Dataset Management has no Force Unit Access.
+            Ok(()) if fua => disk.flush().await,
+            outcome => outcome,
+        },
+        Action::Cache | Action::BlockStatus => Ok(()),
+    };
+    Ended { outcome, data }
+}
+
+/// The protocol's number for what went wrong.
+pub(super) fn number(error: &BlockError) -> NbdError {
+    use rustix::io::Errno;
+    match error.errno() {
+        Errno::PERM => NbdError::Perm,
+        Errno::INVAL => NbdError::Inval,
+        Errno::NOTSUP => NbdError::NotSup,
+        Errno::NOSPC => NbdError::NoSpc,
+        Errno::NOMEM => NbdError::NoMem,
+        _ => NbdError::Io,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SIZE: u64 = 1 << 20;
+
+    fn geometry() -> Geometry {
+        Geometry {
+            bytes: SIZE,
+            block_size: 512,
+            read_only: false,
+            volatile_cache: true,
+            write_zeroes: true,
+            discard: true,
+            compare: true,
+        }
+    }
+
+    fn ask(command: u16, flags: u16, offset: u64, len: u32) -> Request {
+        Request { flags, command, cookie: 1, offset, len }
+    }
+
+    fn error(request: Request, geometry: &Geometry, agreed: Agreed) -> NbdError {
+        check(&request, geometry, agreed).unwrap_err().0
+    }
+
+    #[test]
+    fn what_can_not_be_asked_for_is_refused_as_the_protocol_says() {
+        let plain = Agreed::default();
+        let all = Agreed { structured: true, allocation: true };
+        let g = geometry();
+        use command::*;
+        for (request, agreed, expected) in [
+            (ask(99, 0, 0, 0), all, NbdError::Inval),
+            (ask(READ, 1 << 9, 0, 512), all, NbdError::Inval),
+            (ask(READ, flag::DF, 0, 512), plain, NbdError::Inval),
+            (ask(WRITE, flag::NO_HOLE, 0, 512), all, NbdError::Inval),
+            (ask(READ, 0, SIZE, 1), all, NbdError::Inval),
+            (ask(READ, 0, u64::MAX, 1), all, NbdError::Inval),
+            (ask(READ, 0, 0, MAX_PAYLOAD + 1), all, NbdError::Inval),
+            (ask(WRITE, 0, SIZE - 1, 2), all, NbdError::NoSpc),
+            (ask(WRITE_ZEROES, 0, SIZE - 1, 2), all, NbdError::NoSpc),
+            (ask(TRIM, 0, SIZE - 1, 2), all, NbdError::Inval),
+            (ask(CACHE, 0, SIZE, 1), all, NbdError::Inval),
+            (ask(BLOCK_STATUS, 0, 0, 512), plain, NbdError::Inval),
+            (ask(BLOCK_STATUS, 0, 0, 0), all, NbdError::Inval),
+        ] {
+            assert_eq!(error(request, &g, agreed), expected, "{request:?}");
+        }
+        let read_only = Geometry { read_only: true, ..g };
+        for command in [WRITE, WRITE_ZEROES, TRIM] {
+            assert_eq!(error(ask(command, 0, 0, 512), &read_only, all), NbdError::Perm);
+        }
+        let no_discard = Geometry { discard: false, ..g };
+        assert_eq!(error(ask(TRIM, 0, 0, 512), &no_discard, all), NbdError::NotSup);
+    }
+
+    #[test]
+    fn flags_become_what_they_mean() {
+        let all = Agreed { structured: true, allocation: true };
+        let zeroes = |flags| {
+            let request = ask(command::WRITE_ZEROES, flags, 0, 512);
+            match check(&request, &geometry(), all).unwrap().action {
+                Action::WriteZeroes(zeroes) => zeroes,
+                other => panic!("{other:?}"),
+            }
+        };
+        let how = |deallocate, fua, fast_only| Zeroes { deallocate, fua, fast_only };
+        assert_eq!(zeroes(0), how(true, false, false));
+        assert_eq!(zeroes(flag::NO_HOLE | flag::FUA), how(false, true, false));
+        assert_eq!(zeroes(flag::FAST_ZERO), how(true, false, true));
+        let read = check(&ask(command::READ, flag::FUA | flag::DF, 0, 0), &geometry(), all);
+        assert_eq!(read.unwrap().action, Action::Read);
+    }
+}

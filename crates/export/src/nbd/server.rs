@@ -1,0 +1,317 @@
+//! A socket, and the clients that come to it.
+
+use super::Address;
+use super::connection;
+use super::handshake::Export;
+use super::wire::{MAX_STRING, transmission};
+use block::{BlockDevice, BlockError};
+use memory::EventFd;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::net::{SocketFlags, accept_with};
+use std::collections::BTreeMap;
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+use vfio_user::server::BindError;
+
+/// How long to wait when the system has no descriptor for a client that waits.
+const SHORTAGE: Duration = Duration::from_millis(100);
+
+/// How a disk is served.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The export's name; a client that asks for no name gets it too.
+    pub name: String,
+    /// A line about it.
+    pub description: String,
+    /// The most clients at a time. Further ones are sent away.
+    pub max_clients: usize,
+}
+
+impl Default for Options {
+    /// No name, and 64 clients.
+    fn default() -> Self {
+        Self { name: String::new(), description: String::new(), max_clients: 64 }
+    }
+}
+
+/// Why a server could not be started.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The UNIX socket is not to be had.
+    #[error(transparent)]
+    Unix(#[from] BindError),
+    /// The path is that of a directory.
+    #[error("{0} is a directory: add the name of a socket to it")]
+    Directory(std::path::PathBuf),
+    /// The TCP port is not to be had.
+    #[error("{address} can not be listened on: {source}")]
+    Tcp {
+        /// The address.
+        address: SocketAddr,
+        /// Why not.
+        source: io::Error,
+    },
+    /// The export's name is too long.
+    #[error("an export's name has at most {MAX_STRING} bytes, and this one {len}")]
+    Name {
+        /// Its length in bytes.
+        len: usize,
+    },
+    /// The system has no thread or descriptor.
+    #[error("the server can not be started: {0}")]
+    System(io::Error),
+}
+
+/// What the server and its connections share.
+pub(super) struct Shared {
+    pub(super) export: Arc<Export>,
+    ending: AtomicBool,
+    alarms: Mutex<BTreeMap<u64, EventFd>>,
+    next: AtomicU64,
+    failures: AtomicU64,
+}
+
+/// Takes a connection's alarm away when it ends.
+pub(super) struct Registered {
+    shared: Arc<Shared>,
+    number: u64,
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        self.shared.alarms().remove(&self.number);
+    }
+}
+
+impl Shared {
+    fn alarms(&self) -> MutexGuard<'_, BTreeMap<u64, EventFd>> {
+        self.alarms.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether everybody is to come to an end.
+    pub(super) fn is_ending(&self) -> bool {
+        self.ending.load(Ordering::SeqCst)
+    }
+
+    /// Signals `alarm` when everybody is to come to an end.
+    pub(super) fn register(self: &Arc<Self>, alarm: EventFd) -> Registered {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        self.alarms().insert(number, alarm);
+        Registered { shared: Arc::clone(self), number }
+    }
+
+    /// A request failed, and not for what it was.
+    pub(super) fn failed(&self, error: &BlockError) {
+        if matches!(error, BlockError::Unsupported { .. } | BlockError::OutOfRange { .. }) {
+            return;
+        }
+        // The first one tells; a disk that is gone fails them all.
+        if self.failures.fetch_add(1, Ordering::Relaxed) == 0 {
+            tracing::error!("a request failed, and further failures are only counted: {error}");
+        }
+    }
+
+    fn end(&self) {
+        self.ending.store(true, Ordering::SeqCst);
+        self.alarms().values().for_each(EventFd::signal);
+    }
+}
+
+enum Listener {
+    Unix(vfio_user::Listener),
+    Tcp(TcpListener),
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Unix(listener) => listener.as_fd(),
+            Self::Tcp(listener) => listener.as_fd(),
+        }
+    }
+}
+
+/// An NBD server. Dropping it is [`stop`](Self::stop).
+pub struct Server {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+    address: Address,
+}
+
+impl Server {
+    /// Serves `disk` at `address`.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn start(
+        disk: BlockDevice,
+        address: &Address,
+        options: &Options,
+    ) -> Result<Self, StartError> {
+        if options.name.len() > MAX_STRING {
+            return Err(StartError::Name { len: options.name.len() });
+        }
+        let (listener, address) = listen(address)?;
+        let geometry = disk.geometry();
+        let mut flags = transmission::SEND_FLUSH
+            | transmission::SEND_FUA
+            | transmission::CAN_MULTI_CONN
+            | transmission::SEND_CACHE;
+        if geometry.read_only {
+            flags |= transmission::READ_ONLY;
+        } else {
+            flags |= transmission::SEND_WRITE_ZEROES | transmission::SEND_FAST_ZERO;
+            if geometry.discard {
+                flags |= transmission::SEND_TRIM;
+            }
+        }
+        let export = Export {
+            name: options.name.clone(),
+            description: options.description.clone(),
+            size: geometry.bytes,
+            preferred: geometry.block_size.max(4096),
+            flags,
+        };
+        let shared = Arc::new(Shared {
+            export: Arc::new(export),
+            ending: AtomicBool::new(false),
+            alarms: Mutex::default(),
+            next: AtomicU64::new(0),
+            failures: AtomicU64::new(0),
+        });
+        let event = EventFd::new().map_err(StartError::System)?;
+        let alarm = event.try_clone().map_err(StartError::System)?;
+        let registered = shared.register(alarm);
+        let accept = Accept {
+            listener,
+            event,
+            disk,
+            shared: Arc::clone(&shared),
+            max: options.max_clients.max(1),
+            clients: Vec::new(),
+            count: 0,
+            _registered: registered,
+        };
+        let thread = std::thread::Builder::new()
+            .name("nbd".into())
+            .spawn(move || accept.run())
+            .map_err(StartError::System)?;
+        Ok(Self { shared, thread: Some(thread), address })
+    }
+
+    /// Where it listens: with the port that the system chose, if it was asked to.
+    #[must_use]
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// How many requests failed because the disk did.
+    #[must_use]
+    pub fn failures(&self) -> u64 {
+        self.shared.failures.load(Ordering::Relaxed)
+    }
+
+    /// Takes no more requests, finishes those that were taken, and sends the answers. A client that
+    /// does not take its answers is left after five seconds.
+    pub fn stop(self) {}
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.shared.end();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn listen(address: &Address) -> Result<(Listener, Address), StartError> {
+    match address {
+        Address::Unix(path) => {
+            if path.is_dir() {
+                return Err(StartError::Directory(path.clone()));
+            }
+            Ok((Listener::Unix(vfio_user::Listener::bind(path)?), address.clone()))
+        }
+        Address::Tcp(socket) => {
+            let failed = |source| StartError::Tcp { address: *socket, source };
+            let listener = TcpListener::bind(socket).map_err(failed)?;
+            listener.set_nonblocking(true).map_err(failed)?;
+            let address = Address::Tcp(listener.local_addr().map_err(failed)?);
+            Ok((Listener::Tcp(listener), address))
+        }
+    }
+}
+
+/// The thread that lets clients in.
+struct Accept {
+    listener: Listener,
+    event: EventFd,
+    disk: BlockDevice,
+    shared: Arc<Shared>,
+    max: usize,
+    clients: Vec<JoinHandle<()>>,
+    count: usize,
+    _registered: Registered,
+}
+
+impl Accept {
+    fn run(mut self) {
+        while !self.shared.is_ending() {
+            let mut fds = [
+                PollFd::from_borrowed_fd(self.event.as_fd(), PollFlags::IN),
+                PollFd::from_borrowed_fd(self.listener.as_fd(), PollFlags::IN),
+            ];
+            let _ = poll(&mut fds, None);
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            match accept_with(self.listener.as_fd(), flags) {
+                Ok(socket) => self.admit(socket),
+                Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
+                Err(errno) => {
+                    tracing::warn!("a client could not be let in: {errno}");
+                    // The listener stays ready, so wait for descriptors to come back.
+                    let _ = self.event.wait(Some(SHORTAGE));
+                }
+            }
+        }
+        // Nobody new comes in; the socket's file goes away at once.
+        let Self { listener, clients, .. } = self;
+        drop(listener);
+        for client in clients {
+            let _ = client.join();
+        }
+    }
+
+    fn admit(&mut self, socket: OwnedFd) {
+        self.clients.retain(|client| !client.is_finished());
+        if self.clients.len() >= self.max {
+            tracing::warn!("{} clients are here, and no more are let in", self.clients.len());
+            return;
+        }
+        if matches!(self.listener, Listener::Tcp(_)) {
+            // Answers are sent in batches already.
+            let _ = rustix::net::sockopt::set_tcp_nodelay(&socket, true);
+        }
+        let number = self.count;
+        self.count = self.count.wrapping_add(1);
+        let disk = self.disk.on_queue(number);
+        let shared = Arc::clone(&self.shared);
+        let spawned = std::thread::Builder::new().name(format!("nbd-{number}")).spawn(move || {
+            tracing::debug!(client = number, "connected");
+            match connection::serve(socket, disk, &shared) {
+                Ok(()) => tracing::debug!(client = number, "gone"),
+                Err(why) => tracing::warn!(client = number, "{why}"),
+            }
+        });
+        match spawned {
+            Ok(client) => self.clients.push(client),
+            Err(error) => tracing::warn!("a client could not be let in: {error}"),
+        }
+    }
+}

@@ -1,0 +1,238 @@
+//! Futures in numbered places, run by the thread that owns them: what a connection's requests are
+//! while they are under way.
+//!
+//! A place is used again and again, so a request costs no allocation. Wakers are made once for each
+//! place; they put its number on a list and, if the thread sleeps, signal the descriptor that it
+//! sleeps on.
+
+use memory::EventFd;
+use std::future::Future;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Wake, Waker};
+
+/// What the thread and the wakers share.
+struct Ready {
+    state: Mutex<ReadyState>,
+    event: EventFd,
+}
+
+#[derive(Default)]
+struct ReadyState {
+    list: Vec<usize>,
+    sleeping: bool,
+}
+
+impl Ready {
+    fn state(&self) -> MutexGuard<'_, ReadyState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn push(&self, place: usize) {
+        let mut state = self.state();
+        state.list.push(place);
+        let asleep = std::mem::take(&mut state.sleeping);
+        drop(state);
+        if asleep {
+            self.event.signal();
+        }
+    }
+}
+
+struct PlaceWaker {
+    place: usize,
+    /// It is on the list.
+    listed: AtomicBool,
+    ready: Arc<Ready>,
+}
+
+impl Wake for PlaceWaker {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        if !self.listed.swap(true, Ordering::AcqRel) {
+            self.ready.push(self.place);
+        }
+    }
+}
+
+struct Place<F> {
+    future: Pin<Box<Option<F>>>,
+    waker: Waker,
+    flag: Arc<PlaceWaker>,
+}
+
+/// A number of places for futures.
+pub(crate) struct Tasks<F> {
+    places: Vec<Place<F>>,
+    free: Vec<usize>,
+    ready: Arc<Ready>,
+    batch: Vec<usize>,
+}
+
+impl<F: Future> Tasks<F> {
+    /// As many places as `count`.
+    pub(crate) fn new(count: usize) -> io::Result<Self> {
+        let state = ReadyState { list: Vec::with_capacity(count), sleeping: false };
+        let ready = Arc::new(Ready { state: Mutex::new(state), event: EventFd::new()? });
+        let places = (0..count).map(|place| {
+            let ready = Arc::clone(&ready);
+            let flag = Arc::new(PlaceWaker { place, listed: AtomicBool::new(false), ready });
+            Place { future: Box::pin(None), waker: Waker::from(Arc::clone(&flag)), flag }
+        });
+        Ok(Self {
+            places: places.collect(),
+            free: (0..count).rev().collect(),
+            ready,
+            batch: Vec::with_capacity(count),
+        })
+    }
+
+    /// A place, taken until it is [released](Self::release); nothing if there is none.
+    pub(crate) fn reserve(&mut self) -> Option<usize> {
+        self.free.pop()
+    }
+
+    /// Gives a place back in which nothing runs.
+    pub(crate) fn release(&mut self, place: usize) {
+        self.free.push(place);
+    }
+
+    /// Starts a future in a reserved place. It is polled by the next [`run`](Self::run).
+    pub(crate) fn start(&mut self, place: usize, future: F) {
+        if let Some(there) = self.places.get_mut(place) {
+            there.future.set(Some(future));
+            there.waker.wake_by_ref();
+        }
+    }
+
+    /// How many places are reserved.
+    pub(crate) fn reserved(&self) -> usize {
+        self.places.len() - self.free.len()
+    }
+
+    /// Polls every future that was woken, and hands those to `done` that are: the place stays
+    /// reserved. Whether there was any.
+    pub(crate) fn run(&mut self, mut done: impl FnMut(usize, F::Output)) -> bool {
+        std::mem::swap(&mut self.batch, &mut self.ready.state().list);
+        let any = !self.batch.is_empty();
+        for index in self.batch.drain(..) {
+            let Some(place) = self.places.get_mut(index) else { continue };
+            place.flag.listed.store(false, Ordering::Release);
+            let Some(future) = place.future.as_mut().as_pin_mut() else { continue };
+            if let Poll::Ready(output) = future.poll(&mut Context::from_waker(&place.waker)) {
+                place.future.set(None);
+                done(index, output);
+            }
+        }
+        any
+    }
+
+    /// Whether the thread may sleep on [`event`](Self::event). If so, the next future that is
+    /// woken signals it.
+    pub(crate) fn prepare_sleep(&mut self) -> bool {
+        let mut state = self.ready.state();
+        state.sleeping = state.list.is_empty();
+        state.sleeping
+    }
+
+    /// To be called after a sleep, with whether the event was what ended it.
+    pub(crate) fn awake(&mut self, rang: bool) {
+        self.ready.state().sleeping = false;
+        if rang {
+            self.ready.event.drain();
+        }
+    }
+
+    /// A handle that ends the thread's sleep.
+    pub(crate) fn alarm(&self) -> io::Result<EventFd> {
+        self.ready.event.try_clone()
+    }
+
+    /// What to sleep on.
+    pub(crate) fn event(&self) -> BorrowedFd<'_> {
+        self.ready.event.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::VecDeque;
+    use std::time::Duration;
+
+    /// Is ready when its cell is set, by another thread.
+    #[derive(Clone, Default)]
+    struct Cell(Arc<Mutex<(Option<u32>, Option<Waker>)>>);
+
+    impl Cell {
+        fn set(&self, value: u32) {
+            let mut cell = self.0.lock().unwrap();
+            cell.0 = Some(value);
+            let waker = cell.1.take();
+            drop(cell);
+            waker.into_iter().for_each(Waker::wake);
+        }
+    }
+
+    impl Future for Cell {
+        type Output = u32;
+
+        fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<u32> {
+            let mut cell = self.0.lock().unwrap();
+            cell.1 = Some(context.waker().clone());
+            cell.0.map_or(Poll::Pending, Poll::Ready)
+        }
+    }
+
+    #[test]
+    fn every_future_is_run_to_its_end_and_no_wakeup_is_lost() {
+        const COUNT: u32 = 20_000;
+        let mut tasks = Tasks::new(8).unwrap();
+        let (sender, receiver) = std::sync::mpsc::channel::<(u32, Cell)>();
+        let other = std::thread::spawn(move || {
+            let mut waiting = VecDeque::new();
+            while let Ok(next) = receiver.recv() {
+                let last = next.0 + 1 == COUNT;
+                waiting.push_back(next);
+                if waiting.len() > 5 || last {
+                    for (value, cell) in waiting.drain(..).rev() {
+                        cell.set(value);
+                    }
+                }
+            }
+        });
+        let (mut started, mut sum, mut ended) = (0, 0u64, 0);
+        while ended < COUNT {
+            while started < COUNT
+                && let Some(place) = tasks.reserve()
+            {
+                let cell = Cell::default();
+                tasks.start(place, cell.clone());
+                sender.send((started, cell)).unwrap();
+                started += 1;
+            }
+            let mut free = Vec::new();
+            tasks.run(|place, value| {
+                sum += u64::from(value);
+                free.push(place);
+            });
+            ended += free.len() as u32;
+            free.into_iter().for_each(|place| tasks.release(place));
+            if tasks.reserved() == 8 && tasks.prepare_sleep() {
+                let woken = tasks.ready.event.wait(Some(Duration::from_secs(10))).unwrap();
+                assert!(woken, "a lost wakeup after {ended}");
+                tasks.awake(true);
+            }
+        }
+        assert_eq!(sum, u64::from(COUNT) * u64::from(COUNT - 1) / 2);
+        assert_eq!(tasks.reserved(), 0);
+        drop(sender);
+        other.join().unwrap();
+    }
+}

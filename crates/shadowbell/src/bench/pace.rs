@@ -1,0 +1,67 @@
+//! When a job is to start its I/Os, whatever has become of those before.
+
+/// So many I/Os a second, at even distances. Times are nanoseconds after an epoch of the caller's.
+#[derive(Clone, Debug)]
+pub(super) struct Pace {
+    rate: u64,
+    /// When the next I/O is due; `None` before the first.
+    due: Option<u64>,
+    /// Nanoseconds, times the rate, by which `due` was rounded down.
+    rest: u64,
+}
+
+/// Nanoseconds in a second.
+const SECOND: u64 = 1_000_000_000;
+
+impl Pace {
+    /// `rate` I/Os a second, from 1 to a billion.
+    pub(super) fn new(rate: u64) -> Self {
+        Self { rate: rate.clamp(1, SECOND), due: None, rest: 0 }
+    }
+
+    /// When the next I/O is due: the first one `now`.
+    #[inline]
+    pub(super) fn due(&mut self, now: u64) -> u64 {
+        *self.due.get_or_insert(now)
+    }
+
+    /// That one was started, on time or late: the next is due at its own time all the same.
+    #[inline]
+    pub(super) fn advance(&mut self) {
+        let Some(due) = &mut self.due else { return };
+        *due = due.saturating_add(SECOND / self.rate);
+        self.rest += SECOND % self.rate;
+        if self.rest >= self.rate {
+            self.rest -= self.rate;
+            *due = due.saturating_add(1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_second_has_as_many_as_it_should() {
+        for rate in [1, 3, 7, 30_000, 333_333, 999_999_999, 1_000_000_000] {
+            let mut pace = Pace::new(rate);
+            let first = pace.due(17);
+            let steps = rate.min(2_000_000);
+            for _ in 0..steps {
+                pace.advance();
+            }
+            let expected = u128::from(steps) * u128::from(SECOND) / u128::from(rate);
+            assert_eq!(u128::from(pace.due(0) - first), expected, "{rate}");
+        }
+    }
+
+    #[test]
+    fn being_late_changes_no_time() {
+        let mut pace = Pace::new(1000);
+        assert_eq!(pace.due(5), 5);
+        assert_eq!(pace.due(900), 5);
+        pace.advance();
+        assert_eq!(pace.due(90_000_000), 1_000_005);
+    }
+}

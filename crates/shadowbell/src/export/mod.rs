@@ -1,0 +1,61 @@
+//! `shadowbell export`: a disk on the user-space driver, for everyone who can not use the driver.
+//!
+//! # Architecture
+//!
+//! | module | what it is |
+//! |---|---|
+//! | `service` | what runs: the controller, the disk on it and the ways to it; from start to stop |
+//! | `paste` | the commands by which others use what is exported |
+//! | `signals` | what ends it |
+//!
+//! The protocols are in the crate `export`, and what makes bytes of blocks in the crate `block`.
+
+mod paste;
+mod service;
+mod signals;
+
+use crate::target::{self, Target};
+use ::export::nbd;
+use clap::ArgGroup;
+use service::Service;
+use signals::Ending;
+use std::process::ExitCode;
+use tracing::info;
+
+/// Export a disk: to QEMU and other tools (NBD)
+#[derive(Clone, Debug, clap::Args)]
+#[command(after_help = target::HELP)]
+#[command(group = ArgGroup::new("way").required(true).multiple(true))]
+pub struct Args {
+    /// What to export
+    #[arg(value_name = "TARGET")]
+    pub target: Target,
+    /// Serve it by NBD: unix:/run/disk.sock, tcp:127.0.0.1:10809; can be given more than once
+    #[arg(long, value_name = "unix:PATH|tcp:ADDRESS", group = "way")]
+    pub nbd: Vec<nbd::Address>,
+    /// Refuse everything that changes the disk
+    #[arg(long)]
+    pub read_only: bool,
+    /// The export's name
+    #[arg(long, default_value = "", value_name = "NAME", hide_default_value = true)]
+    pub name: String,
+    /// How many of the controller's queue pairs to use [default: one per processor, up to 4]
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub queues: Option<u16>,
+}
+
+/// Exports until a signal ends it.
+///
+/// # Errors
+/// With exit status [`BAD_INPUT`](crate::exit::BAD_INPUT) what can not be exported like that; the
+/// driver's; and at the end, that something could not be made durable.
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    // Before there is anything that a signal would leave behind.
+    let ending = Ending::on_signals()?;
+    let service = Service::start(args)?;
+    paste::show(&service);
+    ending.wait();
+    service.stop()?;
+    info!("ended");
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,68 @@
+//! The commands by which others use what is exported.
+
+use super::service::Service;
+use crate::logging;
+use ::export::nbd::Address;
+use std::io::Write;
+
+/// Prints, on standard output, what to paste. Says nothing if the person wants to hear nothing.
+pub(super) fn show(service: &Service) {
+    if !logging::is_talkative() {
+        return;
+    }
+    let text: String = service.nbd().map(|address| nbd(address, service.name())).collect();
+    // Whoever closed our output does not want it, which is no reason not to export.
+    let _ = std::io::stdout().lock().write_all(text.as_bytes());
+}
+
+fn nbd(address: &Address, name: &str) -> String {
+    let uri = address.uri(name);
+    let client = match address {
+        Address::Unix(path) => format!("-unix {}", quoted(&path.to_string_lossy())),
+        Address::Tcp(address) if address.ip().is_unspecified() => {
+            format!("localhost {}", address.port())
+        }
+        Address::Tcp(address) => format!("{} {}", address.ip(), address.port()),
+    };
+    let name = if name.is_empty() { String::new() } else { format!(" -N {}", quoted(name)) };
+    let uri = quoted(&uri);
+    format!(
+        "For QEMU, its tools, libnbd's and fio's:\n\n  \
+         qemu-system-x86_64 ... -drive file={uri},format=raw,if=virtio\n  \
+         qemu-img info {uri}\n  \
+         nbdcopy {uri} disk.img\n\n\
+         As a block device of this machine:\n\n  \
+         nbd-client {client}{name} /dev/nbd0\n\n"
+    )
+}
+
+/// As one word of a shell.
+fn quoted(text: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "/:._-+=@".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        return text.to_owned();
+    }
+    format!("'{}'", text.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_printed_can_be_pasted() {
+        let text = nbd(&"unix:/run/disk.sock".parse().unwrap(), "");
+        assert_eq!(
+            text,
+            "For QEMU, its tools, libnbd's and fio's:\n\n  \
+             qemu-system-x86_64 ... -drive file='nbd+unix:///?socket=/run/disk.sock',format=raw,if=virtio\n  \
+             qemu-img info 'nbd+unix:///?socket=/run/disk.sock'\n  \
+             nbdcopy 'nbd+unix:///?socket=/run/disk.sock' disk.img\n\n\
+             As a block device of this machine:\n\n  \
+             nbd-client -unix /run/disk.sock /dev/nbd0\n\n"
+        );
+        let text = nbd(&"tcp::4000".parse().unwrap(), "a disk");
+        assert!(text.contains("nbd-client localhost 4000 -N 'a disk' /dev/nbd0"), "{text}");
+        assert!(text.contains(" nbd://localhost:4000/a%20disk".trim()), "{text}");
+    }
+}
