@@ -2,20 +2,19 @@
 
 mod common;
 
-use common::{Host, config};
-use controller::{Carrier, Controller, Pool};
+use common::{Host, Queue, config};
+use controller::{Carrier, Controller, Polling, Pool, Turns};
 use shadowbell_controller as controller;
 use spec::{Sqe, Status};
+use std::time::{Duration, Instant};
 
-#[test]
-fn nothing_happens_between_turns() {
-    let (pool, mut turns) = Pool::driven().unwrap();
-    let controller = Controller::new(config(&["null:1GiB"]), pool, Carrier::default()).unwrap();
+/// A host with one queue of `entries` entries, attached while the worker takes its turns.
+fn attached(controller: Controller, turns: &mut Turns, entries: u32) -> (Host, Queue) {
     // Creating a queue needs a turn, and whoever creates it waits: so somebody else does.
     let host = std::thread::spawn(move || {
         let mut host = Host::attach(controller);
         host.enable();
-        let queue = host.create(1, 8, true);
+        let queue = host.create(1, entries, true);
         (host, queue)
     });
     while !host.is_finished() {
@@ -23,8 +22,16 @@ fn nothing_happens_between_turns() {
             std::thread::yield_now();
         }
     }
-    let (mut host, mut queue) = host.join().unwrap();
+    let attached = host.join().unwrap();
     while turns.turn() {}
+    attached
+}
+
+#[test]
+fn nothing_happens_between_turns() {
+    let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
+    let controller = Controller::new(config(&["null:1GiB"]), pool, Carrier::default()).unwrap();
+    let (mut host, mut queue) = attached(controller, &mut turns, 8);
 
     let buffer = host.alloc(4096);
     let read = Sqe::read(1, 0, 7, 7).with_prps(buffer, 0);
@@ -44,4 +51,47 @@ fn nothing_happens_between_turns() {
     drop(host);
     while turns.turn() {}
     assert!(!turns.turn());
+}
+
+/// Submits `depth` reads with a turn of the worker after each, as a host does whose processor is
+/// slower than the disk, and takes completions whenever there is an interrupt. How many there were.
+fn burst(host: &mut Host, queue: &mut Queue, turns: &mut Turns, depth: u32, read: &Sqe) -> u32 {
+    let irq = queue.irq.as_ref().unwrap().try_clone().unwrap();
+    let (mut submitted, mut taken, mut interrupts) = (0, 0, 0);
+    while taken < depth {
+        if irq.drain() != 0 {
+            interrupts += 1;
+            while host.reap(queue).is_some() {
+                taken += 1;
+            }
+        }
+        if submitted < depth {
+            host.submit(queue, &read.with_cid(submitted as u16));
+            submitted += 1;
+        }
+        turns.turn();
+    }
+    interrupts
+}
+
+#[test]
+fn completions_that_come_together_share_an_interrupt() {
+    // Long enough that this machine's other business is no grace's end.
+    const GRACE: Duration = Duration::from_millis(100);
+    let (pool, mut turns) = Pool::driven(Polling::Adaptive(GRACE * 10)).unwrap();
+    let controller = Controller::new(config(&["null:1GiB"]), pool, Carrier::default()).unwrap();
+    let (mut host, mut queue) = attached(controller, &mut turns, 64);
+    let read = Sqe::read(1, 0, 7, 0).with_prps(host.alloc(4096), 0);
+    for _ in 0..100 {
+        burst(&mut host, &mut queue, &mut turns, 16, &read);
+    }
+    let mut run = |depth, times| -> u32 {
+        (0..times).map(|_| burst(&mut host, &mut queue, &mut turns, depth, &read)).sum()
+    };
+    let raised = run(16, 50);
+    assert!(raised <= 60, "{raised} interrupts for 800 completions");
+    // One after the other, there is one for each, and no more than one has to wait.
+    let start = Instant::now();
+    assert_eq!(run(1, 7), 7);
+    assert!(start.elapsed() < GRACE * 3, "{:?}", start.elapsed());
 }

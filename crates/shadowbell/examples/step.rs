@@ -9,7 +9,7 @@
 //! I/Os that the program prints.
 
 use controller::config::{Config, NamespaceConfig, uuid_from};
-use controller::{Carrier, Controller, Pool, Turns};
+use controller::{Carrier, Controller, Polling, Pool, Turns};
 use driver::{AttachOptions, Buffer, Command, Completion, QueuePair};
 use shadowbell::local::Local;
 use std::error::Error;
@@ -28,7 +28,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let disk = disk::open("null:1TiB")?;
     let namespace = NamespaceConfig { disk, uuid: uuid_from("step") };
     let config = Config { namespaces: vec![namespace], ..Config::default() };
-    let (pool, mut turns) = Pool::driven()?;
+    let (pool, mut turns) = Pool::driven(Polling::Never)?;
     let controller = Controller::new(config, pool, Carrier::default())?;
     let transport = Arc::new(Local::new(controller, "local:null:1TiB".into()));
     // Whoever attaches waits for what takes turns of the worker to happen.

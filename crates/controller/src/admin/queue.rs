@@ -4,6 +4,7 @@ use crate::controller::Inner;
 use crate::interrupt::IrqLine;
 use crate::shared::{DSTRD, Shared};
 use crate::stats::{CqStats, SqStats};
+use crate::worker::moderation::Patience;
 use crate::worker::queue::{Cq, Placement, ShadowCells, Sq};
 use doorbell::{InvalidDoorbell, RingSize, Sleeper};
 use memory::{DmaTable, Fault};
@@ -39,7 +40,7 @@ impl AdminQueue {
         let cq = Placement { qid: 0, iova: acq, size: size(aqa.acqs()) };
         let irq = IrqLine::new(Arc::clone(&shared.irqs), 0);
         let mut sq = Sq::new(sq, shared.register(0, DoorbellKind::Sq), 0);
-        let mut cq = Cq::new(cq, shared.register(0, DoorbellKind::Cq), Some(irq));
+        let mut cq = Cq::new(cq, shared.register(0, DoorbellKind::Cq), Some(irq), Patience::NONE);
         sq.resolve(table)?;
         cq.resolve(table)?;
         Ok(Self { sq, cq, sleeper: Sleeper::new(Arc::default()) })

@@ -9,6 +9,7 @@
 pub(crate) mod io;
 mod mailbox;
 pub(crate) mod message;
+pub(crate) mod moderation;
 mod pool;
 pub(crate) mod queue;
 mod tenant;
@@ -18,6 +19,7 @@ use crate::trace::{Kind, TraceRing};
 use doorbell::{FullFence, Sleeper};
 use mailbox::Mailbox;
 use message::{Message, Reply, Seed};
+use moderation::Patience;
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use spec::status::Status;
@@ -42,12 +44,26 @@ pub enum Polling {
     Never,
 }
 
-impl Default for Polling {
-    fn default() -> Self {
-        Self::Adaptive(Duration::from_micros(100))
+impl Polling {
+    /// How long interrupts may be held back by a worker that waits so.
+    fn patience(self) -> Patience {
+        match self {
+            Self::Adaptive(most) => Patience::of(most),
+            Self::Always => Patience::of(LONGEST_HOLD),
+            Self::Never => Patience::NONE,
+        }
     }
 }
 
+impl Default for Polling {
+    fn default() -> Self {
+        Self::Adaptive(LONGEST_HOLD)
+    }
+}
+
+/// How long a worker waits for the next command, and with it how long an interrupt is held back, if
+/// nobody says otherwise.
+const LONGEST_HOLD: Duration = Duration::from_micros(100);
 /// Idle passes between two looks at the clock.
 const PASSES: u32 = 64;
 /// Idle passes after which a worker gives way to others while it polls: some microseconds, in which
@@ -165,6 +181,10 @@ impl Worker {
                     continue;
                 }
             }
+            if self.tenants.iter().any(Tenant::is_about_to_announce) {
+                std::thread::yield_now();
+                continue;
+            }
             idle = 0;
             self.sleep();
         }
@@ -271,8 +291,9 @@ impl Worker {
     fn handle(&mut self, message: Message) {
         match message {
             Message::CreateCq { seed, place, vector, reply } => {
+                let patience = self.polling.patience();
                 if let Some((tenant, reply)) = self.find_or_open(&seed, reply) {
-                    tenant.create_cq(place, vector, reply);
+                    tenant.create_cq(place, vector, patience, reply);
                 }
             }
             Message::CreateSq { controller, place, cqid, reply } => match self.tenant(controller) {

@@ -79,11 +79,13 @@ impl Pool {
     /// A pool of one worker that has no thread: the caller's turns are all that it does. For a
     /// program with a loop of its own, and for tests that decide what happens when.
     ///
+    /// What `polling` says is up to the caller here, except for how long interrupts are held back.
+    ///
     /// # Errors
     /// The system's, if it has no more descriptors.
-    pub fn driven() -> io::Result<(Self, Turns)> {
+    pub fn driven(polling: Polling) -> io::Result<(Self, Turns)> {
         let mailbox = Arc::new(Mailbox::new()?);
-        let worker = Worker::new(Arc::clone(&mailbox), Polling::Never)?;
+        let worker = Worker::new(Arc::clone(&mailbox), polling)?;
         let handles = vec![Handle { mailbox, load: 0.into(), thread: None }];
         let pool = Self(Arc::new(Workers { handles, control_trace: OnceLock::new() }));
         Ok((pool, Turns { worker, stopped: false, here: PhantomData }))

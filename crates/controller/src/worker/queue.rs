@@ -3,6 +3,7 @@
 use crate::interrupt::{Coalescing, IrqLine};
 use crate::shared::DSTRD;
 use crate::stats::{CqStats, DoorbellCounts, SqStats};
+use crate::worker::moderation::{Moderation, Patience};
 use doorbell::{CqHead, InvalidDoorbell, RingSize, SqTail};
 use memory::{DmaTable, Fault, Ring, SharedU32};
 use spec::dbbuf::{cq_entry_offset, sq_entry_offset};
@@ -10,7 +11,8 @@ use spec::{Cqe, Sqe};
 use std::time::{Duration, Instant};
 
 /// How long a suppressed interrupt may stay owed while the worker is awake, if the host shows no
-/// sign of consuming what was announced before. (A worker that goes to sleep pays all its debts.)
+/// sign of consuming what was announced before, and the worker does not wait for hosts longer than
+/// that. (A worker that goes to sleep pays all its debts.)
 const OWED_AT_MOST: Duration = Duration::from_micros(100);
 
 /// Where the entries of a queue are, and how many.
@@ -144,14 +146,21 @@ pub(crate) struct Cq {
     owed: Option<Instant>,
     /// When coalescing has to end.
     coalesced: Option<Instant>,
+    moderation: Moderation,
     pub(crate) stats: CqStats,
 }
 
 impl Cq {
-    pub(crate) fn new(place: Placement, register: SharedU32, irq: Option<IrqLine>) -> Self {
+    pub(crate) fn new(
+        place: Placement,
+        register: SharedU32,
+        irq: Option<IrqLine>,
+        patience: Patience,
+    ) -> Self {
         Self {
             place,
             ring: None,
+            moderation: Moderation::new(patience),
             head: CqHead::new(place.size, register),
             tail: 0,
             phase: true,
@@ -303,15 +312,22 @@ impl Cq {
         if self.awaited != 0 {
             self.stats.interrupts_suppressed += 1;
             self.owed.get_or_insert_with(Instant::now);
-            return;
+        } else if self.moderation.add(self.unannounced) {
+            self.raise();
+        } else {
+            self.stats.interrupts_suppressed += 1;
         }
-        self.raise();
     }
 
     /// Whether an interrupt is held back, for whatever reason.
     #[inline]
     pub(crate) fn is_holding(&self) -> bool {
-        self.owed.is_some() || self.coalesced.is_some()
+        self.owed.is_some() || self.coalesced.is_some() || self.moderation.is_holding()
+    }
+
+    /// Whether an interrupt is held back for a moment, for which it is not worth to go to sleep.
+    pub(crate) fn is_about_to_announce(&self) -> bool {
+        self.moderation.is_holding()
     }
 
     /// Looks after interrupts that are held back, while the worker is awake. Only to be called
@@ -321,13 +337,29 @@ impl Cq {
         if self.coalesced.is_some_and(|until| now >= until) {
             self.raise();
         }
-        let Some(since) = self.owed else { return };
+        if !(self.owed.is_some() || self.moderation.is_holding()) {
+            return;
+        }
         let _ = self.look();
-        if self.head.last() == self.tail {
-            // The host has seen everything by itself.
+        // What the host has consumed by itself needs no announcement.
+        let unseen = self.place.size.distance(self.head.last(), self.tail);
+        self.unannounced = self.unannounced.min(unseen);
+        if self.unannounced == 0 {
             self.owed = None;
-            self.unannounced = 0;
-        } else if self.awaited == 0 || now.duration_since(since) >= OWED_AT_MOST {
+            self.moderation.let_go();
+            return;
+        }
+        let due = match self.owed {
+            Some(_) if self.awaited == 0 => {
+                self.owed = None;
+                self.moderation.add(self.unannounced)
+            }
+            Some(since) => {
+                now.duration_since(since) >= self.moderation.patience().most.max(OWED_AT_MOST)
+            }
+            None => self.moderation.is_due(self.unannounced, now),
+        };
+        if due {
             self.raise();
         }
     }
@@ -335,7 +367,7 @@ impl Cq {
     /// Pays what is owed before a sleep. Coalesced interrupts may wait until they are due, which
     /// is then the sleep's deadline.
     pub(crate) fn settle(&mut self) -> Option<Instant> {
-        if self.owed.is_some() {
+        if self.owed.is_some() || self.moderation.is_holding() {
             self.raise();
         }
         self.coalesced
@@ -344,6 +376,7 @@ impl Cq {
     fn raise(&mut self) {
         self.owed = None;
         self.coalesced = None;
+        self.moderation.let_go();
         self.unannounced = 0;
         self.awaited = self.place.size.distance(self.head.last(), self.tail);
         if let Some(irq) = &mut self.irq {

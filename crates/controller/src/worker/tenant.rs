@@ -7,6 +7,7 @@ use crate::trace::{COMPLETION_QUEUE, Kind, TraceRing};
 use crate::worker::io::{Ended, Engine, Space};
 use crate::worker::mailbox::Mailbox;
 use crate::worker::message::{Reply, Seed, WorkerStats};
+use crate::worker::moderation::Patience;
 use crate::worker::queue::{Cq, Placement, ShadowCells, Sq};
 use doorbell::{Arming, ControllerStats, Fenced, InvalidDoorbell, Sleeper};
 use memory::{DmaTable, View, ViewWatch};
@@ -83,10 +84,16 @@ impl Tenant {
         ShadowCells::resolve(&self.table(), self.shadow?, cq_entry_offset(qid, DSTRD))
     }
 
-    pub(crate) fn create_cq(&mut self, place: Placement, vector: Option<u16>, reply: Reply) {
+    pub(crate) fn create_cq(
+        &mut self,
+        place: Placement,
+        vector: Option<u16>,
+        patience: Patience,
+        reply: Reply,
+    ) {
         let register = self.shared.register(place.qid, DoorbellKind::Cq);
         let irq = vector.map(|v| IrqLine::new(Arc::clone(&self.shared.irqs), v));
-        let mut cq = Cq::new(place, register, irq);
+        let mut cq = Cq::new(place, register, irq, patience);
         // Unmapped memory was refused by the control plane; if it went since, the queue waits.
         let _ = cq.resolve(&self.table());
         cq.shadow(self.cq_cells(place.qid));
@@ -174,6 +181,11 @@ impl Tenant {
         }
         self.engine.cancel_all(None);
         self.detaching = Some(latch);
+    }
+
+    /// Whether an interrupt is held back for a moment.
+    pub(crate) fn is_about_to_announce(&self) -> bool {
+        self.cqs.iter().flatten().any(Cq::is_about_to_announce)
     }
 
     /// Whether it is being detached.
