@@ -46,21 +46,61 @@ pub(crate) struct Attached {
     pub(crate) admin_event: Option<EventFd>,
 }
 
+/// Attaches; a second time if the controller goes fatal in the first.
+///
+/// An IOMMU may still have a translation that the driver before us left there, and a controller that
+/// meets it with its first access goes fatal (QEMU's emulated IOMMU serves one right after a device
+/// has changed hands). Once the controller was reset, nothing of that is left.
 pub(crate) fn attach(
     transport: Arc<dyn Transport>,
     options: &AttachOptions,
 ) -> Result<Attached, AttachError> {
     options.check()?;
-    let shared = admin_queue(transport, options)?;
-    let admin = Admin::new(Arc::clone(&shared));
-    let admin_event = admin_interrupt(&shared, options)?;
+    match attempt(&transport, options) {
+        Err(Failure { error, fatal: true }) => {
+            tracing::warn!("{error}; resetting it and trying once more");
+            // Disabling it, which comes first in an attempt, is a reset as well.
+            if let Err(error) = transport.reset() {
+                tracing::debug!("{error}");
+            }
+            attempt(&transport, options).map_err(|failure| failure.error)
+        }
+        outcome => outcome.map_err(|failure| failure.error),
+    }
+}
+
+/// Why an attempt to attach failed, and whether the controller reported a fatal status (CSTS.CFS)
+/// then; once it is disabled again it does not.
+struct Failure {
+    error: AttachError,
+    fatal: bool,
+}
+
+fn attempt(transport: &Arc<dyn Transport>, options: &AttachOptions) -> Result<Attached, Failure> {
+    let shared = admin_queue(Arc::clone(transport), options).map_err(|error| {
+        let fatal = matches!(error, AttachError::Fatal { .. });
+        Failure { error, fatal }
+    })?;
+    set_up(&shared, options).map_err(|error| {
+        let fatal = shared.device.registers().is_ok_and(|registers| {
+            // All ones are no status, but those of a device that is gone.
+            registers.csts.cfs() && registers.csts.into_bits() != u32::MAX
+        });
+        Failure { error, fatal }
+    })
+}
+
+/// From an enabled controller to one with queues.
+fn set_up(shared: &Arc<Shared>, options: &AttachOptions) -> Result<Attached, AttachError> {
+    let admin = Admin::new(Arc::clone(shared));
+    let admin_event = admin_interrupt(shared, options)?;
 
     let at = |step| move |source| AttachError::Command { step, source };
     let identity = admin.identify_controller().map_err(at("Identify Controller"))?;
     let max_transfer = max_transfer(&shared.device, &identity, options.max_transfer_bytes);
     shared.admin.limit_transfer(max_transfer);
     let granted = request_queues(&admin, options.queue_pairs).map_err(at("Number of Queues"))?;
-    let (doorbells, shadow) = configure_doorbells(&shared, &identity, options.doorbells);
+    let (doorbells, shadow) = configure_doorbells(shared, &identity, options.doorbells);
     let namespaces =
         admin.identify_namespaces(&identity, max_transfer).map_err(at("Identify Namespace"))?;
 
@@ -76,10 +116,10 @@ pub(crate) fn attach(
 
     let mut queues = Vec::with_capacity(granted.into());
     for _ in 0..granted {
-        queues.push(create_queue_pair(&shared, largest, options.spin)?);
+        queues.push(create_queue_pair(shared, largest, options.spin)?);
     }
-    listen(&admin, &shared).map_err(at("Asynchronous Event Request"))?;
-    Ok(Attached { shared, namespaces, queues, admin_event })
+    listen(&admin, shared).map_err(at("Asynchronous Event Request"))?;
+    Ok(Attached { shared: Arc::clone(shared), namespaces, queues, admin_event })
 }
 
 /// Disables the controller, and enables it with an admin queue of ours.

@@ -1,4 +1,5 @@
 //! Both ends in one process: a block device on the emulated controller, over a disk of the test's.
+//! The tests of the crate `export` use it, too.
 
 use controller::{Carrier, Config, Controller as Emulated, NamespaceConfig, Pool, PoolOptions};
 use disk::{Disk, DiskError, Info, MemDisk, Op, Queue, Request, Submitted};
@@ -101,6 +102,8 @@ pub(crate) fn attach(disk: Arc<dyn Disk>, options: &AttachOptions) -> Controller
 pub(crate) struct Orders {
     /// Requests wait, for as long as this is so.
     pub(crate) hold: bool,
+    /// Requests at this byte wait, for as long as this is so.
+    pub(crate) hold_at: Option<u64>,
     /// Requests that are neither reads nor flushes fail, or all of them.
     pub(crate) fail: Option<DiskError>,
     /// Every request that came, in order.
@@ -191,7 +194,7 @@ impl Queue for TestQueue {
         let hold = {
             let mut orders = self.disk.orders.lock().unwrap();
             orders.seen.push(*request);
-            orders.hold
+            orders.hold || orders.hold_at == Some(request.offset)
         };
         if hold {
             self.held.push((tag, *request, data.take()));
@@ -202,10 +205,16 @@ impl Queue for TestQueue {
 
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
         self.bell.drain();
-        if self.disk.orders.lock().unwrap().hold {
+        let (hold, hold_at) = {
+            let orders = self.disk.orders.lock().unwrap();
+            (orders.hold, orders.hold_at)
+        };
+        if hold {
             return;
         }
-        for (tag, request, mut data) in std::mem::take(&mut self.held) {
+        let release = |(_, request, _): &mut (_, Request, _)| hold_at != Some(request.offset);
+        let released: Vec<_> = self.held.extract_if(.., release).collect();
+        for (tag, request, mut data) in released {
             let outcome = self.run(tag, &request, &mut data);
             done(tag, outcome, data);
         }

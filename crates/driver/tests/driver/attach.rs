@@ -172,6 +172,27 @@ fn a_controller_that_fails() {
 }
 
 #[test]
+fn a_stale_translation_costs_a_reset_and_nothing_else() {
+    for no_reset in [false, true] {
+        let fake = Fake::new();
+        fake.with(|state| (state.stale, state.no_reset) = (1, no_reset));
+        let controller = Controller::attach(fake.transport(), &options()).unwrap();
+        assert_eq!(fake.state().resets, usize::from(!no_reset));
+        assert_eq!(controller.namespaces().len(), 1);
+        controller.detach().unwrap();
+    }
+}
+
+#[test]
+fn a_controller_that_goes_fatal_twice_is_given_up() {
+    let fake = Fake::new();
+    fake.with(|state| state.stale = 2);
+    let error = fails(&fake, &options());
+    assert!(error.to_string().contains("CSTS.CFS"), "{error}");
+    assert_eq!(fake.state().resets, 1);
+}
+
+#[test]
 fn a_controller_that_is_not_there() {
     let fake = Fake::new();
     fake.with(|state| state.removed = true);

@@ -41,6 +41,9 @@ pub(crate) struct State {
     pub(crate) stuck: bool,
     /// CSTS.CFS comes up when it is enabled.
     pub(crate) fatal: bool,
+    /// So many times that it is enabled, its first access to memory meets a stale translation:
+    /// CSTS.CFS comes up then.
+    pub(crate) stale: usize,
     /// CSTS.SHST never says complete.
     pub(crate) endless_shutdown: bool,
     /// The function can not be reset.
@@ -110,6 +113,7 @@ impl Fake {
             doorbell_page: None,
             stuck: false,
             fatal: false,
+            stale: 0,
             endless_shutdown: false,
             no_reset: false,
             removed: false,
@@ -234,6 +238,13 @@ impl State {
     }
 
     fn run_queue(&mut self, qid: u16) {
+        if self.stale > 0 && qid == 0 && !self.csts.cfs() {
+            self.stale -= 1;
+            self.csts = self.csts.with_cfs(true);
+        }
+        if self.csts.cfs() {
+            return;
+        }
         loop {
             let dstrd = self.cap.dstrd();
             let entry = usize::try_from(dbbuf::sq_entry_offset(qid, dstrd)).unwrap();

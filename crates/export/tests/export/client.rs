@@ -1,0 +1,174 @@
+//! An NBD client on the codec, as simple as it can be.
+
+use shadowbell_export::nbd::handshake::Handshake;
+use shadowbell_export::nbd::reply::Incoming;
+use shadowbell_export::nbd::wire::{
+    Reader, Request, answer, chunk, option, put_option, put_string,
+};
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+/// What a request came to.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Reply {
+    pub(crate) cookie: u64,
+    pub(crate) error: u32,
+    pub(crate) data: Vec<u8>,
+    /// The extents of block status: length and flags.
+    pub(crate) extents: Vec<(u32, u32)>,
+}
+
+pub(crate) struct Client {
+    pub(crate) socket: UnixStream,
+    /// Lengths of the reads under way, which simple replies do not tell.
+    reads: std::collections::BTreeMap<u64, u32>,
+    cookie: u64,
+    pub(crate) size: u64,
+    pub(crate) flags: u16,
+}
+
+impl Client {
+    /// After the greeting, and before any option.
+    pub(crate) fn greeted(path: &Path) -> Self {
+        let socket = UnixStream::connect(path).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let mut client = Self { socket, reads: Default::default(), cookie: 0, size: 0, flags: 0 };
+        let expected = Handshake::greeting();
+        assert_eq!(client.bytes(expected.len()), expected);
+        client.socket.write_all(&3u32.to_be_bytes()).unwrap();
+        client
+    }
+
+    /// Ready for requests.
+    pub(crate) fn connect(path: &Path, structured: bool) -> Self {
+        let mut client = Self::greeted(path);
+        if structured {
+            assert_eq!(client.option(option::STRUCTURED_REPLY, b""), [(answer::ACK, vec![])]);
+            let mut contexts = Vec::new();
+            put_string(&mut contexts, "");
+            contexts.extend(1u32.to_be_bytes());
+            put_string(&mut contexts, "base:allocation");
+            assert_eq!(client.option(option::SET_META_CONTEXT, &contexts).len(), 2);
+        }
+        let answers = client.option(option::GO, &[0; 6]);
+        let mut reader = Reader(&answers[0].1);
+        assert_eq!(reader.u16(), Some(0));
+        client.size = reader.u64().unwrap();
+        client.flags = reader.u16().unwrap();
+        assert_eq!(answers.last().unwrap().0, answer::ACK);
+        client
+    }
+
+    pub(crate) fn bytes(&mut self, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.socket.read_exact(&mut bytes).unwrap();
+        bytes
+    }
+
+    /// Sends an option, and takes its answers up to the last.
+    pub(crate) fn option(&mut self, option: u32, data: &[u8]) -> Vec<(u32, Vec<u8>)> {
+        let mut bytes = Vec::new();
+        put_option(&mut bytes, option, data);
+        self.socket.write_all(&bytes).unwrap();
+        let mut answers = Vec::new();
+        loop {
+            let head = self.bytes(20);
+            let mut reader = Reader(&head[8..]);
+            assert_eq!(reader.u32(), Some(option));
+            let (kind, len) = (reader.u32().unwrap(), reader.u32().unwrap());
+            answers.push((kind, self.bytes(len as usize)));
+            if kind == answer::ACK || kind & answer::ERROR != 0 {
+                return answers;
+            }
+        }
+    }
+
+    /// Sends a request; its cookie.
+    pub(crate) fn ask(
+        &mut self,
+        command: u16,
+        flags: u16,
+        offset: u64,
+        len: u32,
+        data: &[u8],
+    ) -> u64 {
+        self.cookie += 1;
+        let request = Request { flags, command, cookie: self.cookie, offset, len };
+        if command == 0 {
+            self.reads.insert(self.cookie, len);
+        }
+        self.socket.write_all(&request.encode()).unwrap();
+        self.socket.write_all(data).unwrap();
+        self.cookie
+    }
+
+    /// The next reply, whichever it is.
+    pub(crate) fn reply(&mut self) -> Reply {
+        let mut head = self.bytes(16);
+        if Incoming::decode(&head).unwrap().is_none() {
+            head.extend(self.bytes(4));
+        }
+        match Incoming::decode(&head).unwrap().unwrap().0 {
+            Incoming::Simple { cookie, error } => {
+                let len = self.reads.remove(&cookie).filter(|_| error == 0).unwrap_or(0);
+                Reply { cookie, error, data: self.bytes(len as usize), extents: Vec::new() }
+            }
+            Incoming::Chunk(head) => {
+                let cookie = head.cookie;
+                assert_eq!(head.flags, chunk::FLAG_DONE, "this server sends one chunk");
+                let payload = self.bytes(head.len as usize);
+                let mut reader = Reader(&payload);
+                let mut reply = Reply { cookie, error: 0, data: Vec::new(), extents: Vec::new() };
+                match head.kind {
+                    chunk::NONE => assert!(payload.is_empty()),
+                    chunk::OFFSET_DATA => {
+                        reader.u64().unwrap();
+                        reply.data = reader.0.to_vec();
+                    }
+                    chunk::BLOCK_STATUS => {
+                        assert_eq!(reader.u32(), Some(1));
+                        while let (Some(len), Some(flags)) = (reader.u32(), reader.u32()) {
+                            reply.extents.push((len, flags));
+                        }
+                    }
+                    chunk::ERROR => {
+                        reply.error = reader.u32().unwrap();
+                        assert_eq!(reader.u16().unwrap() as usize, reader.0.len());
+                        assert!(!reader.0.is_empty(), "an error without a word");
+                    }
+                    other => panic!("a chunk of type {other}"),
+                }
+                Reply { ..reply }
+            }
+        }
+    }
+
+    /// A request and its reply.
+    pub(crate) fn run(
+        &mut self,
+        command: u16,
+        flags: u16,
+        offset: u64,
+        len: u32,
+        data: &[u8],
+    ) -> Reply {
+        let cookie = self.ask(command, flags, offset, len, data);
+        let reply = self.reply();
+        assert_eq!(reply.cookie, cookie);
+        reply
+    }
+
+    /// Whether the server has hung up.
+    pub(crate) fn is_over(&mut self) -> bool {
+        match self.socket.read(&mut [0; 64]) {
+            Ok(0) => true,
+            Ok(_) => false,
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{error}");
+                true
+            }
+        }
+    }
+}

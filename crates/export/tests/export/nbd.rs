@@ -1,0 +1,512 @@
+//! What an NBD server says to clients of every kind.
+
+use crate::client::Client;
+use crate::common::{TestDisk, attach};
+use disk::{DiskError, Op};
+use driver::{AttachOptions, Controller};
+use proptest::prelude::*;
+use shadowbell_export::nbd::wire::{NbdError, command, flag, option, put_option, transmission};
+use shadowbell_export::nbd::{Address, Options, Server, StartError};
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::net::TcpListener;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+pub(crate) struct Rig {
+    pub(crate) medium: TestDisk,
+    controller: Option<Controller>,
+    server: Option<Server>,
+    directory: TempDir,
+}
+
+impl Rig {
+    pub(crate) fn new(blocks: u64, options: &block::BlockOptions) -> Self {
+        Self::with(blocks, options, &Options::default())
+    }
+
+    fn with(blocks: u64, options: &block::BlockOptions, served: &Options) -> Self {
+        let medium = TestDisk::new(blocks, 512);
+        let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
+        let mut controller = attach(Arc::new(medium.clone()), &attached);
+        let disk = block::BlockDevice::open(&mut controller, 1, options).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let address = Address::Unix(directory.path().join("nbd"));
+        let server = Server::start(disk, &address, served).unwrap();
+        Self { medium, controller: Some(controller), server: Some(server), directory }
+    }
+
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.directory.path().join("nbd")
+    }
+
+    fn client(&self) -> Client {
+        Client::connect(&self.socket(), true)
+    }
+
+    /// Ends the server, and leaves the controller in order.
+    pub(crate) fn end(mut self) {
+        self.server.take().unwrap().stop();
+        assert!(!self.socket().exists(), "the socket's file is gone");
+        self.controller.take().unwrap().detach().unwrap();
+    }
+
+    /// Whether it serves: a client that comes now is served.
+    fn goes_on(&self) {
+        let mut client = self.client();
+        assert_eq!(client.run(command::READ, 0, 0, 512, b"").error, 0);
+    }
+}
+
+fn rig() -> Rig {
+    Rig::new(4096, &block::BlockOptions::default())
+}
+
+const EINVAL: u32 = NbdError::Inval as u32;
+const EIO: u32 = NbdError::Io as u32;
+const EPERM: u32 = NbdError::Perm as u32;
+const ENOSPC: u32 = NbdError::NoSpc as u32;
+
+#[test]
+fn every_request_in_both_kinds_of_reply() {
+    let rig = rig();
+    for structured in [true, false] {
+        let mut client = Client::connect(&rig.socket(), structured);
+        assert_eq!(client.size, 4096 * 512);
+        let expected = transmission::HAS_FLAGS
+            | transmission::SEND_FLUSH
+            | transmission::SEND_FUA
+            | transmission::SEND_TRIM
+            | transmission::SEND_WRITE_ZEROES
+            | transmission::CAN_MULTI_CONN
+            | transmission::SEND_CACHE
+            | transmission::SEND_FAST_ZERO;
+        let df = if structured { transmission::SEND_DF } else { 0 };
+        assert_eq!(client.flags, expected | df);
+        assert_eq!(client.run(command::WRITE, flag::FUA, 1000, 5, b"hello").error, 0);
+        assert_eq!(client.run(command::READ, 0, 999, 7, b"").data, b"\0hello\0");
+        assert_eq!(client.run(command::WRITE_ZEROES, flag::NO_HOLE, 1001, 2, b"").error, 0);
+        assert_eq!(client.run(command::READ, 0, 999, 7, b"").data, b"\0h\0\0lo\0");
+        assert_eq!(client.run(command::WRITE_ZEROES, flag::FAST_ZERO, 0, 4096, b"").error, 0);
+        assert_eq!(client.run(command::READ, 0, 999, 7, b"").data, [0; 7]);
+        assert_eq!(client.run(command::TRIM, flag::FUA, 0, 4096, b"").error, 0);
+        assert_eq!(client.run(command::CACHE, 0, 0, 4096, b"").error, 0);
+        assert_eq!(client.run(command::FLUSH, 0, 0, 0, b"").error, 0);
+        assert_eq!(client.run(command::READ, 0, 4096 * 512, 0, b"").error, 0);
+        assert_eq!(client.run(command::WRITE, 0, 4096 * 512, 0, b"").error, 0);
+        let status = client.run(command::BLOCK_STATUS, 0, 512, 1 << 20, b"");
+        if structured {
+            assert_eq!((status.error, status.extents), (0, vec![(1 << 20, 0)]));
+        } else {
+            assert_eq!(status.error, EINVAL);
+        }
+        let flushes = rig.medium.seen().iter().filter(|seen| seen.op == Op::Flush).count();
+        assert!(flushes >= 2, "of FLUSH, and of TRIM with FUA");
+        client.ask(command::DISC, 0, 0, 0, b"");
+        assert!(client.is_over());
+    }
+    rig.end();
+}
+
+#[test]
+fn what_can_not_be_done_is_refused_and_the_session_goes_on() {
+    let rig = rig();
+    let size = 4096 * 512;
+    for structured in [true, false] {
+        let mut client = Client::connect(&rig.socket(), structured);
+        for (command, flags, offset, len, error) in [
+            (command::READ, 0, size, 1, EINVAL),
+            (command::READ, 0, u64::MAX, 2, EINVAL),
+            (command::READ, 0, 0, u32::MAX, EINVAL),
+            (command::READ, 1 << 14, 0, 512, EINVAL),
+            (command::TRIM, 0, size - 1, 2, EINVAL),
+            (command::WRITE_ZEROES, 0, size - 1, 2, ENOSPC),
+            (command::WRITE_ZEROES, 0, 0, u32::MAX, ENOSPC),
+            (8, 0, 0, 0, EINVAL),
+            (u16::MAX, 0, 0, 0, EINVAL),
+        ] {
+            assert_eq!(client.run(command, flags, offset, len, b"").error, error);
+        }
+        // Its data are passed over.
+        assert_eq!(client.run(command::WRITE, 0, size - 1, 4, b"data").error, ENOSPC);
+        assert_eq!(client.run(command::READ, 0, size - 4, 4, b"").data, [0; 4]);
+    }
+    rig.end();
+}
+
+#[test]
+fn requests_are_answered_as_they_complete() {
+    let rig = rig();
+    let mut client = rig.client();
+    rig.medium.order(|orders| orders.hold_at = Some(8192));
+    let slow = client.ask(command::READ, 0, 8192, 512, b"");
+    let fast: Vec<_> = (0..50).map(|i| client.ask(command::READ, 0, i * 100, 100, b"")).collect();
+    let mut answered: Vec<_> = fast.iter().map(|_| client.reply().cookie).collect();
+    answered.sort_unstable();
+    assert_eq!(answered, fast);
+    rig.medium.order(|orders| orders.hold_at = None);
+    assert_eq!(client.reply().cookie, slow);
+    rig.end();
+}
+
+/// Clients at the same time, each with many requests under way on bytes of its own.
+#[test]
+fn clients_do_not_disturb_each_other() {
+    const CLIENTS: u64 = 4;
+    const SLICE: u64 = 1000;
+    const ROUNDS: u64 = 300;
+    let rig = rig();
+    std::thread::scope(|scope| {
+        for me in 0..CLIENTS {
+            let path = rig.socket();
+            scope.spawn(move || {
+                let mut client = Client::connect(&path, me % 2 == 0);
+                let mut random = 0x1234_5678_9abc_def1u64 ^ me;
+                let mut model: BTreeMap<u64, u8> = BTreeMap::new();
+                let mut under_way: BTreeMap<u64, (u64, u32, Option<u8>)> = BTreeMap::new();
+                for round in 0..ROUNDS {
+                    random ^= random << 13;
+                    random ^= random >> 7;
+                    random ^= random << 17;
+                    let at = (random >> 8) % (2048 / CLIENTS) * CLIENTS * SLICE + me * SLICE;
+                    let len = (random >> 40) % SLICE + 1;
+                    if under_way.values().any(|(other, ..)| *other == at)
+                        || at + SLICE > client.size
+                    {
+                        continue;
+                    }
+                    let cookie = match random % 3 {
+                        0 => {
+                            let byte = round as u8 | 1;
+                            (at..at + len).for_each(|at| drop(model.insert(at, byte)));
+                            client.ask(command::WRITE, 0, at, len as u32, &vec![byte; len as usize])
+                        }
+                        1 => {
+                            (at..at + len).for_each(|at| drop(model.remove(&at)));
+                            client.ask(command::WRITE_ZEROES, 0, at, len as u32, b"")
+                        }
+                        _ => client.ask(command::READ, 0, at, len as u32, b""),
+                    };
+                    let read = (random % 3 == 2).then_some(0);
+                    under_way.insert(cookie, (at, len as u32, read));
+                    while under_way.len() > 20 || (round + 1 == ROUNDS && !under_way.is_empty()) {
+                        take(&mut client, &mut under_way, &model);
+                    }
+                }
+                while !under_way.is_empty() {
+                    take(&mut client, &mut under_way, &model);
+                }
+                let written = model.iter().map(|(at, byte)| {
+                    assert_eq!(client.run(command::READ, 0, *at, 1, b"").data, [*byte]);
+                });
+                written.step_by(97).count();
+            });
+        }
+    });
+    rig.end();
+}
+
+fn take(
+    client: &mut Client,
+    under_way: &mut BTreeMap<u64, (u64, u32, Option<u8>)>,
+    model: &BTreeMap<u64, u8>,
+) {
+    let reply = client.reply();
+    let (at, len, read) = under_way.remove(&reply.cookie).expect("a reply that nobody waits for");
+    assert_eq!(reply.error, 0);
+    if read.is_some() {
+        let expected: Vec<_> =
+            (at..at + u64::from(len)).map(|at| model.get(&at).copied().unwrap_or(0)).collect();
+        assert!(reply.data == expected, "{len} bytes at {at}");
+    }
+}
+
+#[test]
+fn a_client_that_takes_no_answers_is_not_read_from() {
+    let rig = Rig::new(1 << 17, &block::BlockOptions::default());
+    let mut client = rig.client();
+    const REQUESTS: u64 = 300;
+    for _ in 0..REQUESTS {
+        client.ask(command::READ, 0, 0, 1 << 20, b"");
+    }
+    // Wait until nothing happens any more.
+    let mut seen = 0;
+    loop {
+        std::thread::sleep(Duration::from_millis(200));
+        let now = rig.medium.seen().len();
+        if now == seen && now > 0 {
+            break;
+        }
+        seen = now;
+    }
+    let bytes: u64 = rig.medium.seen().iter().map(|seen| seen.len).sum();
+    assert!(bytes <= 66 << 20, "{} MiB are held for one client", bytes >> 20);
+    rig.goes_on();
+    for _ in 0..REQUESTS {
+        assert_eq!(client.reply().data.len(), 1 << 20);
+    }
+    rig.end();
+}
+
+#[test]
+fn more_requests_than_places_wait_and_are_all_answered() {
+    let rig = rig();
+    let mut client = rig.client();
+    rig.medium.order(|orders| orders.hold = true);
+    let mut cookies: Vec<_> =
+        (0..1000).map(|i| client.ask(command::WRITE, 0, i * 512, 512, &[1; 512])).collect();
+    rig.medium.expect(100);
+    rig.medium.order(|orders| orders.hold = false);
+    let mut answered: Vec<_> = cookies.iter().map(|_| client.reply().cookie).collect();
+    answered.sort_unstable();
+    cookies.sort_unstable();
+    assert_eq!(answered, cookies);
+    rig.end();
+}
+
+#[test]
+fn an_export_that_takes_no_writes_says_so() {
+    let options = block::BlockOptions { read_only: true, ..Default::default() };
+    let rig = Rig::new(4096, &options);
+    let mut client = rig.client();
+    assert_ne!(client.flags & transmission::READ_ONLY, 0);
+    assert_eq!(client.flags & (transmission::SEND_TRIM | transmission::SEND_WRITE_ZEROES), 0);
+    assert_eq!(client.run(command::WRITE, 0, 0, 4, b"data").error, EPERM);
+    assert_eq!(client.run(command::WRITE_ZEROES, 0, 0, 512, b"").error, EPERM);
+    assert_eq!(client.run(command::TRIM, 0, 0, 512, b"").error, EPERM);
+    assert_eq!(client.run(command::READ, 0, 0, 4, b"").data, [0; 4]);
+    assert_eq!(client.run(command::FLUSH, 0, 0, 0, b"").error, 0);
+    rig.end();
+}
+
+#[test]
+fn a_disk_that_fails_is_an_error_to_the_client_and_no_end() {
+    let rig = rig();
+    let mut client = rig.client();
+    for (failure, error) in [(DiskError::Io(5), EIO), (DiskError::NoSpace, ENOSPC)] {
+        rig.medium.order(|orders| orders.fail = Some(failure));
+        assert_eq!(client.run(command::WRITE, 0, 0, 512, &[1; 512]).error, error);
+        assert_eq!(client.run(command::WRITE, 0, 1, 100_000, &[1; 100_000]).error, error);
+        rig.medium.order(|orders| orders.fail = None);
+        assert_eq!(client.run(command::WRITE, 0, 1, 100_000, &[1; 100_000]).error, 0);
+    }
+    assert_eq!(rig.server.as_ref().unwrap().failures(), 4);
+    rig.end();
+}
+
+#[test]
+fn a_controller_that_goes_away_is_an_error_and_the_server_ends_all_the_same() {
+    let mut rig = rig();
+    let mut client = rig.client();
+    rig.controller.take().unwrap().detach().unwrap();
+    for _ in 0..300 {
+        assert_eq!(client.run(command::READ, 0, 0, 100_000, b"").error, EIO);
+        assert_eq!(client.run(command::WRITE, 0, 3, 4, b"data").error, EIO);
+        assert_eq!(client.run(command::FLUSH, 0, 0, 0, b"").error, EIO);
+    }
+    rig.server.take().unwrap().stop();
+    assert!(client.is_over());
+}
+
+#[test]
+fn a_stop_finishes_what_was_asked_for() {
+    let mut rig = rig();
+    let mut client = rig.client();
+    rig.medium.order(|orders| orders.hold = true);
+    let cookies: Vec<_> =
+        (0..10).map(|i| client.ask(command::WRITE, 0, i * 512, 512, &[7; 512])).collect();
+    rig.medium.expect(10);
+    // A request of which only a part has come was not asked for.
+    client.socket.write_all(&[0x25, 0x60, 0x95]).unwrap();
+    let server = rig.server.take().unwrap();
+    let stopping = std::thread::spawn(move || server.stop());
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(!stopping.is_finished(), "it waits for the disk");
+    rig.medium.order(|orders| orders.hold = false);
+    for cookie in cookies {
+        let reply = client.reply();
+        assert_eq!((reply.cookie, reply.error), (cookie, 0));
+    }
+    assert!(client.is_over());
+    stopping.join().unwrap();
+    let mut bytes = [0; 5120];
+    rig.medium.mem.bytes().read_into(0, &mut bytes).unwrap();
+    assert_eq!(bytes, [7; 5120]);
+}
+
+#[test]
+fn a_stop_does_not_wait_for_those_who_say_nothing() {
+    let mut rig = rig();
+    let silent = UnixStream::connect(rig.socket()).unwrap();
+    let mut greeted = Client::greeted(&rig.socket());
+    let mut idle = rig.client();
+    let began = Instant::now();
+    rig.server.take().unwrap().stop();
+    // Less than what a client that owes something gets.
+    assert!(began.elapsed() < Duration::from_secs(4));
+    assert!(greeted.is_over() && idle.is_over());
+    drop(silent);
+}
+
+#[test]
+fn clients_that_leave_in_the_middle_leave_nothing_behind() {
+    let rig = rig();
+    for round in 0..40 {
+        let mut client = rig.client();
+        for i in 0..round {
+            client.ask(command::READ, 0, i * 1000, 50_000, b"");
+        }
+        if round % 2 == 0 {
+            let mut write = client.socket.try_clone().unwrap();
+            client.ask(command::READ, 0, 0, 512, b"");
+            // Half of a write.
+            write.write_all(&[0x25, 0x60, 0x95, 0x13, 0, 0, 0, 1]).unwrap();
+        }
+        drop(client);
+    }
+    rig.goes_on();
+    rig.end();
+}
+
+#[test]
+fn more_clients_than_there_may_be_are_sent_away() {
+    let options = Options { max_clients: 2, ..Options::default() };
+    let rig = Rig::with(64, &block::BlockOptions::default(), &options);
+    let clients = [rig.client(), rig.client()];
+    let mut third = UnixStream::connect(rig.socket()).unwrap();
+    assert_eq!(std::io::Read::read(&mut third, &mut [0; 10]).unwrap(), 0);
+    drop(clients);
+    let deadline = Instant::now() + Duration::from_secs(10);
+    loop {
+        let mut one = UnixStream::connect(rig.socket()).unwrap();
+        if matches!(std::io::Read::read(&mut one, &mut [0; 10]), Ok(n) if n > 0) {
+            break;
+        }
+        assert!(Instant::now() < deadline, "nobody is let in any more");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    rig.end();
+}
+
+#[test]
+fn whoever_does_not_speak_the_protocol_is_sent_away_and_the_server_goes_on() {
+    let rig = rig();
+    let mut client = rig.client();
+    client.socket.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
+    assert!(client.is_over());
+    let mut client = rig.client();
+    client.ask(command::WRITE, 0, 0, (32 << 20) + 1, b"");
+    assert!(client.is_over());
+    let mut client = Client::greeted(&rig.socket());
+    let mut option = Vec::new();
+    put_option(&mut option, option::EXPORT_NAME, b"another");
+    client.socket.write_all(&option).unwrap();
+    assert!(client.is_over());
+    rig.goes_on();
+    rig.end();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
+
+    #[test]
+    fn nothing_that_a_client_sends_ends_the_server(
+        frames in prop::collection::vec(
+            (0u16..12, any::<u16>(), prop_oneof![0u64..3_000_000, any::<u64>()],
+             prop_oneof![0u32..200_000, any::<u32>()]), 0..30),
+        garbage in prop::collection::vec(any::<u8>(), 0..300),
+        cut in 0usize..4000,
+    ) {
+        let rig = rig();
+        let mut client = rig.client();
+        let mut bytes = Vec::new();
+        for (command, flags, offset, len) in frames {
+            let request = shadowbell_export::nbd::wire::Request {
+                flags: flags & 0x1f, command, cookie: 7, offset, len: len % 100_000,
+            };
+            bytes.extend(request.encode());
+            bytes.extend(vec![3; request.payload() as usize]);
+        }
+        bytes.extend(&garbage);
+        bytes.truncate(bytes.len().saturating_sub(cut));
+        // The server may hang up at any point.
+        let _ = client.socket.write_all(&bytes);
+        drop(client);
+        rig.goes_on();
+        rig.end();
+    }
+}
+
+fn start(rig: &Rig, address: &Address) -> Result<Server, StartError> {
+    let queues =
+        [driver::AsyncQueue::start(rig.controller.as_ref().unwrap().create_queue_pair(8).unwrap())
+            .unwrap()];
+    let controller = rig.controller.as_ref().unwrap();
+    let disk =
+        block::BlockDevice::over(controller, &queues, 1, &block::BlockOptions::default()).unwrap();
+    Server::start(disk, address, &Options::default())
+}
+
+fn refused(rig: &Rig, address: &Address) -> StartError {
+    match start(rig, address) {
+        Ok(_) => panic!("{address} should not do"),
+        Err(error) => error,
+    }
+}
+
+/// One of the controller's queue pairs is left for `start`.
+fn rig_with_a_queue_left() -> Rig {
+    let medium = TestDisk::new(64, 512);
+    let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
+    let mut controller = attach(Arc::new(medium.clone()), &attached);
+    drop(controller.take_queue_pair());
+    let disk =
+        block::BlockDevice::open(&mut controller, 1, &block::BlockOptions::default()).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let address = Address::Unix(directory.path().join("nbd"));
+    let server = Server::start(disk, &address, &Options::default()).unwrap();
+    Rig { medium, controller: Some(controller), server: Some(server), directory }
+}
+
+#[test]
+fn a_socket_that_lives_is_left_alone_and_a_dead_one_is_replaced() {
+    let rig = rig_with_a_queue_left();
+    let unix = |path: &Path| Address::Unix(path.to_owned());
+    let error = refused(&rig, &unix(&rig.socket()));
+    assert!(error.to_string().contains("in use"), "{error}");
+    rig.goes_on();
+    let error = refused(&rig, &unix(rig.directory.path()));
+    assert!(error.to_string().contains("is a directory"), "{error}");
+    let file = rig.directory.path().join("file");
+    std::fs::write(&file, "not a socket").unwrap();
+    let error = refused(&rig, &unix(&file));
+    assert!(error.to_string().contains("not a socket"), "{error}");
+    assert_eq!(std::fs::read(&file).unwrap(), b"not a socket");
+    let stale = rig.directory.path().join("stale");
+    drop(UnixListener::bind(&stale).unwrap());
+    let server = start(&rig, &unix(&stale)).unwrap();
+    Client::connect(&stale, false);
+    server.stop();
+    assert!(!stale.exists());
+    rig.end();
+}
+
+#[test]
+fn a_port_that_is_taken_is_refused() {
+    let rig = rig_with_a_queue_left();
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = Address::Tcp(taken.local_addr().unwrap());
+    let error = refused(&rig, &address);
+    assert!(error.to_string().contains("can not be listened on"), "{error}");
+    let server = start(&rig, &"tcp:127.0.0.1:0".parse().unwrap()).unwrap();
+    let Address::Tcp(address) = server.address() else { panic!("not TCP") };
+    assert_ne!(address.port(), 0);
+    let mut client = std::net::TcpStream::connect(address).unwrap();
+    let mut greeting = [0; 18];
+    std::io::Read::read_exact(&mut client, &mut greeting).unwrap();
+    server.stop();
+    rig.end();
+}
