@@ -16,7 +16,7 @@ use crate::shared::{Report, Shared};
 use crate::stats::Stats;
 use crate::worker::message::Message;
 use crate::worker::queue::Placement;
-use memory::{DmaError, DmaSpace, SharedBytes};
+use memory::{DmaError, DmaSpace, EventFd, SharedBytes};
 use spec::regs::{self, Aqa, Cap, Cc, Crto, Csts, Vs};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -105,6 +105,8 @@ pub(crate) struct Control {
     pub(crate) parting: Vec<Latch>,
     /// The buffers of Doorbell Buffer Config: Shadow Doorbell and EventIdx.
     pub(crate) shadow: Option<(u64, u64)>,
+    /// By worker, the descriptor that has it look at the doorbells.
+    pub(crate) kicks: BTreeMap<usize, EventFd>,
     /// Who waits for the reset under way.
     waiting: Vec<Latch>,
     /// Registers have to go to their power-on values when the reset under way is over.
@@ -144,6 +146,7 @@ impl Control {
             tenancies: BTreeSet::new(),
             parting: Vec::new(),
             shadow: None,
+            kicks: BTreeMap::new(),
             waiting: Vec::new(),
             full_reset: false,
             identity: Identity::new(config),
@@ -304,6 +307,7 @@ impl Control {
             admin.drop_shadow();
         }
         self.shadow = None;
+        self.kicks.clear();
         self.full_reset |= full;
         if self.phase == Phase::Resetting {
             return;

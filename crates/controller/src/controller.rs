@@ -168,6 +168,10 @@ impl Controller {
         }
     }
 
+    pub(crate) fn inner(&self) -> &Arc<Inner> {
+        &self.0
+    }
+
     /// The page of doorbell registers (BAR0 from 1000h on), backed by a memfd. Only to be mapped
     /// by a host if the controller was made with [`Carrier::mapped_doorbells`].
     #[must_use]

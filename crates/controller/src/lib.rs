@@ -29,6 +29,7 @@ pub mod config;
 mod control;
 mod controller;
 mod interrupt;
+mod kick;
 mod latch;
 mod namespace;
 mod shared;
@@ -40,5 +41,6 @@ mod worker;
 
 pub use config::{Config, ConfigError, NamespaceConfig};
 pub use controller::{BAR0_BYTES, Carrier, Controller, Event, NewError};
+pub use kick::DoorbellEvents;
 pub use stats::Stats;
 pub use worker::{Polling, Pool, PoolOptions, Turns};

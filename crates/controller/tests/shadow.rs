@@ -77,6 +77,41 @@ fn admin_rings(host: &Host) -> u64 {
 }
 
 #[test]
+fn an_event_wakes_as_a_doorbell_does() {
+    for polling in [SLEEPY, Polling::Adaptive(Duration::from_micros(20))] {
+        let mut host = Host::new(&["null:1GiB"], polling);
+        let none = |host: &Host| host.controller.doorbell_events().unwrap().doorbells.is_empty();
+        let plain = host.create(1, 16, false);
+        assert!(none(&host), "the value of a plain doorbell matters");
+        assert!(host.configure_shadow(|_, _| 0).is_success());
+        let mut queue = host.create(2, 16, false);
+        host.kicks = host.controller.doorbell_events().unwrap();
+        assert_eq!((host.kicks.events.len(), host.kicks.doorbells.len()), (1, 4));
+        for depth in [1, 4, 15] {
+            stream(&mut host, &mut queue, depth, 2_000);
+        }
+        assert!(host.rings > 20, "some of that slept");
+        let (sq, cq) = host.controller.stats().io_queues();
+        assert_eq!((sq.commands, sq.doorbell.mmio_writes + cq.doorbell.mmio_writes), (6_000, 0));
+        drop((queue, plain));
+
+        // A reset ends what they stand for; whoever signals them then does no harm.
+        let old = std::mem::take(&mut host.kicks);
+        host.disable();
+        assert!(none(&host));
+        host.enable();
+        host.shadow = None;
+        assert!(none(&host));
+        assert!(host.configure_shadow(|_, _| 0).is_success());
+        let mut queue = host.create(1, 16, false);
+        host.kicks = host.controller.doorbell_events().unwrap();
+        old.events[0].signal();
+        stream(&mut host, &mut queue, 4, 1_000);
+        old.events[0].signal();
+    }
+}
+
+#[test]
 fn plain_doorbells_go_on_working() {
     let mut host = Host::new(&["null:1GiB"], SLEEPY);
     let mut queue = host.create(1, 16, false);

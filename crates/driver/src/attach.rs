@@ -138,7 +138,9 @@ fn admin_queue(
     let shape = PairShape { sq: size, cq: size, max_transfer: ADMIN_TRANSFER, page: device.page };
     let memory = QueueMemory::new(&transport, shape, 1, 2)?;
     let dstrd = device.cap.dstrd();
-    let bell = |offset| Bell::new(Register::Trapped { transport: Arc::clone(&transport), offset });
+    let bell = |offset| {
+        Bell::new(Register::Trapped { transport: Arc::clone(&transport), offset, event: None })
+    };
     // The admin queue is control: it takes the way that can wake a controller, mapped or not.
     let bells = [regs::sq_doorbell_offset(0, dstrd), regs::cq_doorbell_offset(0, dstrd)].map(bell);
     let Pair { core, sq_iova, cq_iova, .. } =
@@ -329,7 +331,19 @@ pub(crate) fn create_queue_pair(
         shared.withdraw_queue_pair(qid, &error);
         return Err(at(error));
     }
-    Ok(QueuePair::new(pair.core, Arc::clone(shared), event, interrupts, spin))
+    let mut core = pair.core;
+    if late.shadow.as_ref().is_some_and(|pages| pages.of(qid).is_some()) {
+        let dstrd = shared.device.cap.dstrd();
+        let offsets = [regs::sq_doorbell_offset(qid, dstrd), regs::cq_doorbell_offset(qid, dstrd)];
+        let events = shared.device.transport.doorbell_events(offsets).unwrap_or_else(|error| {
+            tracing::info!(qid, "doorbells are written, because {error}");
+            [None, None]
+        });
+        let [sq, cq] = events;
+        core.sq_bell.ring_by(sq);
+        core.cq_bell.ring_by(cq);
+    }
+    Ok(QueuePair::new(core, Arc::clone(shared), event, interrupts, spin))
 }
 
 fn zero_based(size: RingSize) -> u16 {

@@ -170,7 +170,7 @@ impl Shared {
                     doorbell::Cell::store_release(&cell, 0);
                     Register::Mapped(cell)
                 }
-                None => Register::Trapped { transport: Arc::clone(transport), offset },
+                None => Register::Trapped { transport: Arc::clone(transport), offset, event: None },
             })
         })
     }

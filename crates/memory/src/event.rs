@@ -87,6 +87,48 @@ impl EventFd {
     }
 }
 
+/// Waits for signals of an [`EventFd`] one by one, without taking its count back to 0: a sleep and a
+/// wakeup are one system call and not two.
+///
+/// Each signal ends one wait, whether it came before it or during it; several that came before count
+/// as one. Whoever polls the descriptor itself is not disturbed.
+#[derive(Debug)]
+pub struct Edges(OwnedFd);
+
+impl Edges {
+    /// Waits for signals of `event` from now on; if it was signalled and not drained, that counts.
+    ///
+    /// # Errors
+    /// The system's, when the process is out of file descriptors.
+    pub fn new(event: &EventFd) -> io::Result<Self> {
+        use rustix::event::epoll::{CreateFlags, EventData, EventFlags, add, create};
+        let epoll = create(CreateFlags::CLOEXEC)?;
+        add(&epoll, event, EventData::new_u64(0), EventFlags::IN | EventFlags::ET)?;
+        Ok(Self(epoll))
+    }
+
+    /// Blocks until signalled or `timeout` has passed; whether it was signalled.
+    ///
+    /// # Errors
+    /// The system's, other than an interruption, which is waited through.
+    pub fn wait(&self, timeout: Option<std::time::Duration>) -> io::Result<bool> {
+        use rustix::event::Timespec;
+        let deadline = timeout.map(|t| std::time::Instant::now() + t);
+        loop {
+            let left = deadline.map(|d| {
+                let left = d.saturating_duration_since(std::time::Instant::now());
+                Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
+            });
+            let mut events = [const { std::mem::MaybeUninit::uninit() }; 1];
+            match rustix::event::epoll::wait(&self.0, &mut events[..], left.as_ref()) {
+                Ok((found, _)) => return Ok(!found.is_empty()),
+                Err(Errno::INTR) => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+    }
+}
+
 impl AsFd for EventFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
@@ -114,6 +156,25 @@ mod tests {
         assert!(event.wait(None).unwrap());
         assert_eq!(event.drain(), 2);
         assert_eq!(event.drain(), 0);
+    }
+
+    #[test]
+    fn each_signal_ends_one_wait() {
+        let event = EventFd::new().unwrap();
+        event.signal();
+        let edges = Edges::new(&event).unwrap();
+        let none = Some(Duration::ZERO);
+        assert!(edges.wait(none).unwrap());
+        assert!(!edges.wait(none).unwrap(), "it is not drained, and yet it was heard");
+        event.signal();
+        event.signal();
+        assert!(edges.wait(none).unwrap());
+        assert!(!edges.wait(none).unwrap());
+        let other = event.try_clone().unwrap();
+        let signaller = std::thread::spawn(move || other.signal());
+        assert!(edges.wait(None).unwrap());
+        signaller.join().unwrap();
+        assert_eq!(event.drain(), 4);
     }
 
     #[test]

@@ -252,10 +252,16 @@ impl Outbox {
         }
     }
 
-    /// Adds the reply to `to`, with a descriptor, unless its sender wants none.
-    pub fn put_reply_with_fd(&mut self, to: &Header, payload: &[&[u8]], fd: OwnedFd) {
+    /// Adds the reply to `to`, with descriptors, unless its sender wants none.
+    pub fn put_reply_with_fds(
+        &mut self,
+        to: &Header,
+        payload: &[&[u8]],
+        fds: impl IntoIterator<Item = OwnedFd>,
+    ) {
         if !to.no_reply() {
-            self.fds.push_back((self.bytes.len(), fd));
+            let at = self.bytes.len();
+            self.fds.extend(fds.into_iter().map(|fd| (at, fd)));
             self.put(reply_header(to), payload);
         }
     }

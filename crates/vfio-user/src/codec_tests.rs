@@ -148,7 +148,7 @@ fn who_wants_no_reply_gets_none() {
     let to = Header { id: 5, command: 6, size: 16, flags: header_flags::NO_REPLY, error: 0 };
     out.put_reply(&to, &[b"x"]);
     out.put_error(&to, Errno::INVAL);
-    out.put_reply_with_fd(&to, &[b"x"], descriptor());
+    out.put_reply_with_fds(&to, &[b"x"], [descriptor()]);
     out.put_reply_filled(&to, b"x", 4, |_| Ok(()));
     out.put_reply_filled(&to, b"x", 4, |_| Err(Errno::IO));
     assert!(out.is_empty());
@@ -175,9 +175,9 @@ fn descriptors_leave_with_the_first_byte_of_their_message() {
     let mut out = Outbox::default();
     let to = Header { id: 5, command: 6, size: 16, flags: 0, error: 0 };
     out.put_reply(&to, &[b"before"]);
-    out.put_reply_with_fd(&to, &[b"with"], descriptor());
+    out.put_reply_with_fds(&to, &[b"with"], [descriptor()]);
     out.put_reply(&to, &[b"after"]);
-    out.put_reply_with_fd(&to, &[b"more"], descriptor());
+    out.put_reply_with_fds(&to, &[b"more"], [descriptor()]);
     let front = |out: &Outbox| {
         let (bytes, fds) = out.front();
         (bytes.len(), fds.count())
@@ -202,7 +202,7 @@ fn a_peer_that_is_always_behind_does_not_make_the_outbox_grow() {
     let to = Header { id: 5, command: 6, size: 16, flags: 0, error: 0 };
     out.put_reply(&to, &[&[1; 1000]]);
     for _ in 0..1000 {
-        out.put_reply_with_fd(&to, &[&[2; 1000]], descriptor());
+        out.put_reply_with_fds(&to, &[&[2; 1000]], [descriptor()]);
         while out.len() > 500 {
             let (bytes, fds) = out.front();
             let (len, with) = (bytes.len().min(700), fds.count());

@@ -92,6 +92,16 @@ pub struct RegionInfo {
     pub mapping: Option<Mapping>,
 }
 
+/// What DEVICE_GET_REGION_IO_FDS answers: eventfds, a signal of which stands for a write to some
+/// part of a region whose value does not matter.
+#[derive(Debug, Default)]
+pub struct IoFds {
+    /// The eventfds. Duplicates for the peer; they travel with the reply and are closed here.
+    pub events: Vec<OwnedFd>,
+    /// Parts of the region, and the index of the eventfd of each.
+    pub areas: Vec<(Area, usize)>,
+}
+
 /// What DEVICE_GET_IRQ_INFO answers. The default is a kind that the device does not have.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct IrqInfo {
@@ -272,6 +282,13 @@ pub trait Device: Send {
 
     /// Answers DEVICE_GET_REGION_INFO, for an index below [`DeviceInfo::regions`].
     fn region_info(&mut self, index: u32) -> Result<RegionInfo, Errno>;
+
+    /// Answers DEVICE_GET_REGION_IO_FDS, for an index below [`DeviceInfo::regions`]. The default has
+    /// none, which the client is told with [`Errno::OPNOTSUPP`]; so is one without areas.
+    fn region_io_fds(&mut self, index: u32) -> Result<IoFds, Errno> {
+        let _ = index;
+        Err(Errno::OPNOTSUPP)
+    }
 
     /// Answers DEVICE_GET_IRQ_INFO, for an index below [`DeviceInfo::irqs`].
     fn irq_info(&mut self, index: u32) -> Result<IrqInfo, Errno>;

@@ -226,6 +226,43 @@ pub struct RegionInfo {
     pub offset: u64,
 }
 
+/// DEVICE_GET_REGION_IO_FDS, command and reply; in the reply `count` times [`IoFd`] follow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct RegionIoFds {
+    /// Largest payload of the reply; in the reply, the size that all of it needs.
+    pub argsz: u32,
+    /// Always 0.
+    pub flags: u32,
+    /// Which region.
+    pub index: u32,
+    /// In the reply, the number of sub-regions.
+    pub count: u32,
+}
+
+/// [`IoFd::kind`]: an eventfd.
+pub const IO_FD_EVENT: u32 = 0;
+
+/// A part of a region, and the descriptor that stands for accesses to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct IoFd {
+    /// Where it begins in the region.
+    pub offset: u64,
+    /// How long it is; 0 if the size of an access does not matter.
+    pub size: u64,
+    /// Which of the descriptors that came along.
+    pub fd_index: u32,
+    /// See [`IO_FD_EVENT`].
+    pub kind: u32,
+    /// `KVM_IOEVENTFD_FLAG_*`.
+    pub flags: u32,
+    /// Padding.
+    pub padding: u32,
+    /// The only value that counts, if `flags` says so.
+    pub datamatch: u64,
+}
+
 /// [`CapabilityHeader::id`] of the list of areas that can be mapped.
 pub const CAPABILITY_SPARSE_MMAP: u16 = 1;
 

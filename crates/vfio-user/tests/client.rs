@@ -58,6 +58,58 @@ fn the_mappable_part_of_a_region_is_the_file_of_the_device() {
 }
 
 #[test]
+fn descriptors_that_stand_for_writes_are_those_of_the_device() {
+    let (_server, client, _shared) = served();
+    // More than fits into the answer at first, and more descriptors than go with it.
+    let found = client.region_io_fds(0).unwrap();
+    assert_eq!((found.events.len(), found.areas.len()), (16, 300));
+    assert!(
+        found.areas.iter().enumerate().all(|(n, (area, event))| {
+            (area.offset, area.len, *event) == (n as u64 * 8, 4, n % 2)
+        })
+    );
+    for nothing in [2, 3] {
+        let error = client.region_io_fds(nothing).unwrap_err();
+        assert!(matches!(error, ClientError::Refused { errno: Errno::OPNOTSUPP, .. }), "{error}");
+    }
+    let error = client.region_io_fds(99).unwrap_err();
+    assert!(matches!(error, ClientError::Refused { errno: Errno::INVAL, .. }), "{error}");
+    client.region_read(0, 0, &mut [0; 4]).unwrap();
+}
+
+#[test]
+fn lists_of_descriptors_that_make_no_sense_are_not_believed() {
+    let entry = |fd_index| wire::IoFd {
+        offset: 0,
+        size: 4,
+        fd_index,
+        kind: wire::IO_FD_EVENT,
+        flags: 0,
+        padding: 0,
+        datamatch: 0,
+    };
+    let list = |argsz, index, count, entries: &[wire::IoFd]| {
+        let info = wire::RegionIoFds { argsz, flags: 0, index, count };
+        [info.as_bytes(), entries.as_bytes()].concat()
+    };
+    for payload in [
+        // Another region, no entries, entries that are too short, too many, or not all there.
+        list(56, 1, 1, &[entry(0)]),
+        list(16, 0, 0, &[]),
+        list(56, 0, 2, &[entry(0)]),
+        list(96, 0, u32::MAX, &[entry(0), entry(0)]),
+        list(96, 0, 2, &[entry(0)]),
+        // No descriptor came along; more than anybody needs.
+        list(56, 0, 1, &[entry(0)]),
+        list(u32::MAX, 0, 1, &[entry(0)]),
+        vec![0; 15],
+    ] {
+        let error = fails(move |to, _| reply(to, 0, &payload), |client| client.region_io_fds(0));
+        assert!(matches!(error, ClientError::BadReply { .. }), "{error}");
+    }
+}
+
+#[test]
 fn registers_are_read_and_written_in_order() {
     let (_server, client, _shared) = served();
     client.region_write(0, 0x10, &[1, 2, 3, 4]).unwrap();

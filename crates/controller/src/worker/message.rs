@@ -8,7 +8,7 @@ use crate::stats::{CqStats, IoStats, SleepStats, SqStats};
 use crate::trace::TraceRing;
 use crate::worker::queue::Placement;
 use crate::worker::{Service, Watch};
-use memory::DmaTable;
+use memory::{DmaTable, EventFd};
 use spec::status::Status;
 use std::fmt;
 use std::sync::{Arc, Mutex, Weak};
@@ -69,6 +69,11 @@ pub(crate) struct WorkerStats {
 }
 
 pub(crate) enum Message {
+    /// From now on, whoever signals `event` wants the controller's doorbells to be looked at.
+    Kick {
+        controller: u32,
+        event: EventFd,
+    },
     CreateCq {
         seed: Box<Seed>,
         place: Placement,

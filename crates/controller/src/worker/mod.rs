@@ -276,6 +276,10 @@ impl Worker {
                 for fd in tenant.spaces().iter().filter_map(io::Space::wake_fd) {
                     let _ = epoll::delete(&self.epoll, fd);
                 }
+                // The host has a duplicate of it, so closing ours would not take it out.
+                for kick in tenant.kicks() {
+                    let _ = epoll::delete(&self.epoll, kick);
+                }
                 tenant.retire();
                 // Dropping it lets its latch go: from here on nothing touches the host's memory.
                 drop(tenant);
@@ -321,6 +325,18 @@ impl Worker {
                 // One that is on its way out holds on to the old map as well.
                 for tenant in self.tenants.iter_mut().filter(|t| t.id() == controller) {
                     tenant.change_table(Arc::clone(&table), latch.clone());
+                }
+            }
+            Message::Kick { controller, event } => {
+                // Edge-triggered as the bell. One that is signalled already counts as an edge.
+                let flags = EventFlags::IN | EventFlags::ET;
+                if self.tenant(controller).is_none() {
+                    return;
+                }
+                if let Err(error) = epoll::add(&self.epoll, &event, EventData::new_u64(2), flags) {
+                    tracing::warn!(%error, "a worker can not wait for a controller's doorbells");
+                } else if let Some(tenant) = self.tenant(controller) {
+                    tenant.keep_kick(event);
                 }
             }
             Message::Flush { controller, latch } => {

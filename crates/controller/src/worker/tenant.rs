@@ -10,7 +10,7 @@ use crate::worker::message::{Reply, Seed, WorkerStats};
 use crate::worker::moderation::Patience;
 use crate::worker::queue::{Cq, Placement, ShadowCells, Sq};
 use doorbell::{Arming, ControllerStats, Fenced, InvalidDoorbell, Sleeper};
-use memory::{DmaTable, View, ViewWatch};
+use memory::{DmaTable, EventFd, View, ViewWatch};
 use spec::dbbuf::{cq_entry_offset, sq_entry_offset};
 use spec::regs::DoorbellKind;
 use spec::status::Status;
@@ -37,6 +37,8 @@ pub(crate) struct Tenant {
     sqs: Vec<Option<Sq>>,
     cqs: Vec<Option<Cq>>,
     shadow: Option<(u64, u64)>,
+    /// Descriptors that have the worker look at this tenant's doorbells.
+    kicks: Vec<EventFd>,
     /// Old DMA maps that commands in flight may still use, with who waits for their end.
     draining: Vec<(ViewWatch, Latch)>,
     /// Submission queues that are to be forgotten once they are empty.
@@ -57,6 +59,7 @@ impl Tenant {
             sqs: Vec::new(),
             cqs: Vec::new(),
             shadow: seed.shadow,
+            kicks: Vec::new(),
             draining: Vec::new(),
             deleting: Vec::new(),
             detaching: None,
@@ -70,6 +73,15 @@ impl Tenant {
 
     pub(crate) fn spaces(&self) -> &[Space] {
         self.engine.spaces()
+    }
+
+    /// Holds on to a descriptor that the worker waits for, until the tenant goes.
+    pub(crate) fn keep_kick(&mut self, event: EventFd) {
+        self.kicks.push(event);
+    }
+
+    pub(crate) fn kicks(&self) -> &[EventFd] {
+        &self.kicks
     }
 
     fn table(&self) -> Arc<DmaTable> {

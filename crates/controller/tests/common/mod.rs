@@ -58,6 +58,8 @@ pub struct Host {
     pub admin: Queue,
     pub shadow: Option<(u64, u64)>,
     pub rings: u64,
+    /// To be signalled instead of writing doorbells, as far as there are any.
+    pub kicks: controller::DoorbellEvents,
     cid: u16,
 }
 
@@ -94,7 +96,8 @@ impl Host {
             irq: None,
         };
         let (next, shadow, rings, cid) = (BASE + 8192, None, 0, 0);
-        Self { controller, memory, next, admin, shadow, rings, cid }
+        let kicks = controller::DoorbellEvents::default();
+        Self { controller, memory, next, admin, shadow, rings, kicks, cid }
     }
 
     pub fn read32(&self, offset: u64) -> u32 {
@@ -211,7 +214,11 @@ impl Host {
             }
         }
         self.rings += 1;
-        self.controller.write_doorbell(offset, new);
+        let kick = self.kicks.doorbells.iter().find(|(doorbell, _)| *doorbell == offset);
+        match kick {
+            Some((_, index)) if shadowed => self.kicks.events[*index].signal(),
+            _ => self.controller.write_doorbell(offset, new),
+        }
     }
 
     /// Puts one entry and rings.

@@ -2,11 +2,10 @@
 
 use crate::transport::{Transport, TransportError};
 use doorbell::{Cell, HostDoorbell};
-use memory::SharedU32;
+use memory::{EventFd, SharedU32};
 use std::sync::Arc;
 
 /// Where a doorbell's value goes when the controller must hear of it.
-#[derive(Clone)]
 pub(crate) enum Register {
     /// Mapped memory that the controller looks at by itself: a plain store.
     Mapped(SharedU32),
@@ -16,6 +15,8 @@ pub(crate) enum Register {
         transport: Arc<dyn Transport>,
         /// Offset in BAR0.
         offset: u64,
+        /// What to signal instead, if the value is in the shadow entry.
+        event: Option<EventFd>,
     },
 }
 
@@ -49,8 +50,17 @@ impl Bell {
         self.host.trust();
     }
 
+    /// From now on `event` stands for a write: the controller looks for the value in the shadow
+    /// entry, which must be trusted.
+    pub(crate) fn ring_by(&mut self, by: Option<EventFd>) {
+        if let Register::Trapped { event, .. } = &mut self.register {
+            *event = by;
+        }
+    }
+
     /// See [`HostDoorbell::forget`].
     pub(crate) fn forget(&mut self) {
+        self.ring_by(None);
         self.host.forget();
     }
 
@@ -71,8 +81,12 @@ impl Bell {
                 cell.store_release(u32::from(value));
                 Ok(())
             }
-            Register::Trapped { transport, offset } => {
+            Register::Trapped { transport, offset, event } => {
                 self.trapped += 1;
+                if let Some(event) = event {
+                    event.signal();
+                    return Ok(());
+                }
                 transport.write_doorbell(*offset, u32::from(value))
             }
         }

@@ -178,6 +178,11 @@ impl Core {
         &mut self.stats
     }
 
+    /// Completions taken so far.
+    pub(crate) fn completed(&self) -> u64 {
+        self.stats.completed
+    }
+
     /// Writes a command into the submission queue. Its identifier and data pointer are set here;
     /// its data are `transfer` bytes at `offset` of `buffer`. The controller hears of it with
     /// [`ring`](Self::ring).

@@ -18,7 +18,7 @@ use crate::command::Command;
 use crate::dma::Buffer;
 use crate::error::{QueueError, Refused};
 use crate::shared::Shared;
-use ::memory::EventFd;
+use ::memory::{Edges, EventFd};
 use std::fmt;
 use std::io;
 use std::sync::Arc;
@@ -50,6 +50,10 @@ pub struct QueuePair {
     core: Core,
     shared: Arc<Shared>,
     event: EventFd,
+    /// To sleep on `event`; made when it is needed first.
+    edges: Option<Edges>,
+    /// How many completions had been taken when an interrupt ended a sleep.
+    heard: Option<u64>,
     interrupts: bool,
     spin: SpinWindow,
 }
@@ -62,7 +66,15 @@ impl QueuePair {
         interrupts: bool,
         spin: SpinPolicy,
     ) -> Self {
-        Self { core, shared, event, interrupts, spin: SpinWindow::new(spin) }
+        Self {
+            core,
+            shared,
+            event,
+            edges: None,
+            heard: None,
+            interrupts,
+            spin: SpinWindow::new(spin),
+        }
     }
 
     /// The identifier of both queues.
@@ -204,12 +216,13 @@ impl QueuePair {
                 idle(looks);
             }
         }
-        self.prepare_sleep()?;
+        self.publish_all()?;
+        self.forget_marks();
         // Armed: whatever comes from here on leaves a mark on the event. What came before is seen
         // by looking once more, the fence keeping the look behind the head that was published.
         fence(Ordering::SeqCst);
         if !self.core.is_ready() {
-            self.block(deadline)?;
+            self.sleep(deadline)?;
         }
         self.spin.waited(began.elapsed());
         Ok(self.core.is_ready())
@@ -218,19 +231,57 @@ impl QueuePair {
     /// Publishes everything, and takes marks of the past off the event. After this and a full
     /// fence, look at the completion queue once more, and then [`block`](Self::block).
     pub(crate) fn prepare_sleep(&mut self) -> Result<(), QueueError> {
-        self.ring()?;
-        // The controller may hold an interrupt back for as long as we have not consumed what the
-        // last one was for.
-        self.core.release()?;
+        self.publish_all()?;
         self.event.drain();
         Ok(())
     }
 
+    fn publish_all(&mut self) -> Result<(), QueueError> {
+        self.ring()?;
+        // The controller may hold an interrupt back for as long as we have not consumed what the
+        // last one was for.
+        self.core.release()
+    }
+
+    /// Takes marks of the past off the event, if there can be any: interrupts whose completions were
+    /// found without them.
+    fn forget_marks(&mut self) {
+        if self.edges.is_none() {
+            self.edges = Edges::new(&self.event).ok();
+        }
+        // An interrupt ended the last sleep, and one completion was taken since: there is none left
+        // that has no completion to be seen. This is what saves whoever waits for one command at a
+        // time a system call.
+        let heard = self.heard.take();
+        if heard.is_some_and(|completed| self.core.completed() == completed + 1) {
+            return;
+        }
+        match &self.edges {
+            Some(edges) => drop(edges.wait(Some(Duration::ZERO))),
+            None => drop(self.event.drain()),
+        }
+    }
+
+    /// Sleeps until the interrupt, a signal or the deadline.
+    fn sleep(&mut self, deadline: Option<Instant>) -> Result<(), QueueError> {
+        let Some(edges) = &self.edges else { return self.block(deadline) };
+        let outcome = edges.wait(left(deadline));
+        if matches!(outcome, Ok(true)) && self.core.is_ready() {
+            self.heard = Some(self.core.completed());
+        }
+        self.slept(outcome)
+    }
+
     /// Sleeps until the interrupt, a signal or the deadline.
     pub(crate) fn block(&mut self, deadline: Option<Instant>) -> Result<(), QueueError> {
-        let timeout = deadline.map(|d| d.saturating_duration_since(Instant::now()));
+        let outcome = self.event.wait(left(deadline));
+        self.slept(outcome)
+    }
+
+    /// After a sleep: whether that is worth another look.
+    fn slept(&mut self, outcome: io::Result<bool>) -> Result<(), QueueError> {
         self.core.stats_mut().sleeps += 1;
-        match self.event.wait(timeout) {
+        match outcome {
             Ok(woken) => self.core.stats_mut().wakeups += u64::from(woken),
             Err(error) => {
                 tracing::warn!(qid = self.qid(), "waiting for an interrupt failed: {error}");
@@ -261,6 +312,11 @@ impl QueuePair {
     pub(crate) fn shared(&self) -> &Arc<Shared> {
         &self.shared
     }
+}
+
+/// The time until `deadline`.
+fn left(deadline: Option<Instant>) -> Option<Duration> {
+    deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()))
 }
 
 /// Leaves the processor to others, the longer the more often.

@@ -55,6 +55,18 @@ pub trait Transport: Send + Sync {
     /// [`TransportError`], when it is certain that the device will not see it.
     fn write_doorbell(&self, offset: u64, value: u32) -> Result<(), TransportError>;
 
+    /// Events that stand for writes to the doorbells at `offsets` of BAR0, as far as there are any.
+    /// Signalling one says that a value was put into the doorbell's shadow entry, which is where the
+    /// device looks for it; it costs the device less than a write. To be asked for when the queues
+    /// exist. The default has none.
+    ///
+    /// # Errors
+    /// [`TransportError`], when the device can not be reached.
+    fn doorbell_events(&self, offsets: [u64; 2]) -> Result<[Option<EventFd>; 2], TransportError> {
+        let _ = offsets;
+        Ok([None, None])
+    }
+
     /// The doorbells as memory, from BAR0 offset 1000h on, if the device lets them be mapped. A
     /// store there is a doorbell that nobody traps.
     fn doorbell_page(&self) -> Option<SharedBytes>;

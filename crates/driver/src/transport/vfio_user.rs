@@ -2,7 +2,7 @@
 
 use super::{Transport, TransportError};
 use ::vfio_user::client::{Client, ClientError, Options, Share};
-use ::vfio_user::device::{DmaUnmap, irq, region};
+use ::vfio_user::device::{DmaUnmap, IoFds, irq, region};
 use memory::{EventFd, Mapping, Protection, SharedBytes};
 use spec::{pci, regs};
 use std::fmt;
@@ -190,6 +190,21 @@ impl Transport for VfioUser {
         self.client
             .region_write_posted(region::BAR0, offset, &value.to_le_bytes())
             .map_err(|e| self.failed("ringing a doorbell", e))
+    }
+
+    fn doorbell_events(&self, offsets: [u64; 2]) -> Result<[Option<EventFd>; 2], TransportError> {
+        const DOING: &str = "asking for descriptors for doorbells";
+        let IoFds { events, areas } = match self.client.region_io_fds(region::BAR0) {
+            Ok(found) => found,
+            Err(ClientError::Refused { .. }) => return Ok([None, None]),
+            Err(error) => return Err(self.failed(DOING, error)),
+        };
+        let of = |offset| {
+            let (_, event) = areas.iter().find(|(area, _)| area.offset == offset)?;
+            let event = events.get(*event)?.try_clone().and_then(EventFd::from_fd);
+            event.inspect_err(|error| tracing::debug!("{DOING}: {error}")).ok()
+        };
+        Ok(offsets.map(of))
     }
 
     fn doorbell_page(&self) -> Option<SharedBytes> {

@@ -37,9 +37,10 @@ use dma::Memory;
 use memory::EventFd;
 use spec::regs::{self, DOORBELLS};
 use std::sync::Arc;
+use tracing::warn;
 use vfio_user::Errno;
 use vfio_user::device::{
-    Area, Device, DmaMap, DmaUnmap, Done, IrqAction, IrqData, IrqInfo, Later, Mapping, Peer,
+    Area, Device, DmaMap, DmaUnmap, Done, IoFds, IrqAction, IrqData, IrqInfo, Later, Mapping, Peer,
     RegionInfo, SetIrqs, irq, region,
 };
 use vfio_user::pci::{CONFIG_SIZE, ConfigSpace, Effects, FunctionError, MsixTable};
@@ -154,6 +155,25 @@ impl Device for ControllerDevice {
             MSIX_BAR => plain(pci::MSIX_BAR_SIZE),
             region::CONFIG => plain(CONFIG_SIZE as u64),
             _ => RegionInfo::default(),
+        })
+    }
+
+    /// A doorbell whose value is in the shadow doorbell buffer is only a wakeup.
+    fn region_io_fds(&mut self, index: u32) -> Result<IoFds, Errno> {
+        if index != region::BAR0 {
+            return Err(Errno::OPNOTSUPP);
+        }
+        let found = self.controller.doorbell_events().map_err(|error| {
+            warn!("a client asked for descriptors for its doorbells: {error}");
+            Errno::MFILE
+        })?;
+        Ok(IoFds {
+            events: found.events.into_iter().map(Into::into).collect(),
+            areas: found
+                .doorbells
+                .into_iter()
+                .map(|(offset, event)| (Area { offset, len: 4 }, event))
+                .collect(),
         })
     }
 

@@ -1,6 +1,7 @@
 //! Who has nothing to do does nothing.
 
 use crate::harness::{Server, run};
+use driver::{AttachOptions, SpinPolicy};
 use spec::Status;
 use std::time::Duration;
 
@@ -69,4 +70,50 @@ fn many_idle_controllers_are_not_many_threads() {
     assert_eq!(threads, 5);
     is_idle(&server);
     drop(attached);
+}
+
+/// Context switches of the threads of a process by the thread's name.
+fn switches_of(pid: u32, name: &str) -> u64 {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let threads = threads.map(|thread| thread.unwrap().path());
+    let named = threads
+        .filter(|thread| std::fs::read_to_string(thread.join("comm")).unwrap().trim_end() == name);
+    named
+        .map(|thread| {
+            let status = std::fs::read_to_string(thread.join("status")).unwrap();
+            let count = status.lines().find_map(|l| l.strip_prefix("voluntary_ctxt_switches:"));
+            count.unwrap().trim().parse::<u64>().unwrap()
+        })
+        .sum()
+}
+
+#[test]
+fn a_sleeping_worker_is_woken_by_nobody_but_the_driver() {
+    // Shadowed doorbells that wake a sleeper go to the worker, not through the reactor's thread.
+    let server = Server::start(&["mem:4MiB"], &["--poll", "never", "--workers", "1"]);
+    let options = AttachOptions { queue_pairs: 1, spin: SpinPolicy::SLEEP, ..Default::default() };
+    let mut controller = server.attach_with(&options);
+    let namespace = controller.namespace(1).unwrap().clone();
+    let mut queue = controller.take_queue_pair().unwrap();
+    let pool = controller.buffers(1, 4096).unwrap();
+    let (reactor, worker) =
+        (switches_of(server.pid(), "sb-reactor"), switches_of(server.pid(), "sb-worker0"));
+    const COMMANDS: u64 = 500;
+    for _ in 0..COMMANDS {
+        let token = queue.submit(namespace.read(0, 8).unwrap(), pool.take()).unwrap();
+        let completion = loop {
+            let deadline = std::time::Instant::now() + crate::harness::PATIENCE;
+            if queue.wait(Some(deadline)).unwrap()
+                && let Some(completion) = queue.pop()
+            {
+                break completion;
+            }
+            assert!(std::time::Instant::now() < deadline, "a lost wakeup");
+        };
+        assert_eq!((completion.token, completion.status), (token, Status::SUCCESS));
+    }
+    let worker = switches_of(server.pid(), "sb-worker0") - worker;
+    assert!(worker >= COMMANDS / 2, "it was to sleep before each: {worker}");
+    let reactor = switches_of(server.pid(), "sb-reactor") - reactor;
+    assert!(reactor <= 10, "{reactor} wakeups of the reactor for {COMMANDS} commands");
 }

@@ -15,6 +15,7 @@
 //! could say which reply belongs to which request any more.
 
 mod connection;
+mod io_fds;
 mod region;
 
 use std::io;
@@ -27,7 +28,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::Errno;
 use crate::capabilities::Capabilities;
-use crate::device::{DeviceInfo, DmaUnmap, IrqAction, IrqInfo};
+use crate::device::{DeviceInfo, DmaUnmap, IoFds, IrqAction, IrqInfo};
 use crate::wire::{self, command};
 use connection::{Connection, Reply};
 
@@ -215,6 +216,15 @@ impl Client {
     /// reply.
     pub fn region_info(&self, index: u32) -> Result<ClientRegion, ClientError> {
         region::ask(&mut self.lock(), index)
+    }
+
+    /// Asks for eventfds that stand for writes to parts of a region.
+    ///
+    /// # Errors
+    ///
+    /// See [`ClientError`]; a server that has none refuses with [`Errno::OPNOTSUPP`].
+    pub fn region_io_fds(&self, index: u32) -> Result<IoFds, ClientError> {
+        io_fds::ask(&mut self.lock(), index)
     }
 
     /// Asks about a kind of interrupt, see [`irq`](crate::device::irq).

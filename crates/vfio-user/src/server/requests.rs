@@ -12,7 +12,7 @@ use crate::Errno;
 use crate::capabilities::Capabilities;
 use crate::codec::{Message, Outbox};
 use crate::device::{
-    Device, DeviceInfo, DmaMap, DmaUnmap, Done, IrqAction, IrqData, Later, Peer, RegionInfo,
+    Device, DeviceInfo, DmaMap, DmaUnmap, Done, IoFds, IrqAction, IrqData, Later, Peer, RegionInfo,
     SetIrqs,
 };
 use crate::wire::{self, Header, command};
@@ -68,6 +68,8 @@ pub(super) struct Link {
 #[derive(Clone, Copy)]
 struct Agreed {
     max_xfer: u32,
+    /// Descriptors that the client takes with one message.
+    max_fds: u32,
     info: DeviceInfo,
 }
 
@@ -183,7 +185,8 @@ impl Link {
             wire::Version { major: theirs.major, minor: theirs.minor.min(wire::VERSION.1) };
         self.out.put_reply(header, &[version.as_bytes(), &ours.to_version_data()]);
         let info = device.info();
-        self.agreed = Some(Agreed { max_xfer: context.limits.max_data_xfer_size, info });
+        let max_fds = proposed.max_msg_fds.min(MAX_MSG_FDS);
+        self.agreed = Some(Agreed { max_xfer: context.limits.max_data_xfer_size, max_fds, info });
         device.connected(&Peer {
             max_msg_fds: proposed.max_msg_fds,
             max_data_xfer_size: proposed.max_data_xfer_size,
@@ -251,6 +254,7 @@ impl Link {
                 Ok(())
             }
             command::DEVICE_GET_REGION_INFO => self.region_info(agreed, header, payload, device),
+            command::DEVICE_GET_REGION_IO_FDS => self.io_fds(agreed, header, payload, device),
             command::DEVICE_GET_IRQ_INFO => {
                 let (asked, _) = split::<wire::IrqInfo>(payload)?;
                 if asked.index >= agreed.info.irqs {
@@ -399,7 +403,51 @@ impl Link {
         if asked.argsz < info.argsz {
             capabilities.clear();
         }
-        self.out.put_reply_with_fd(header, &[info.as_bytes(), &capabilities], mapping.fd);
+        self.out.put_reply_with_fds(header, &[info.as_bytes(), &capabilities], [mapping.fd]);
+        Ok(())
+    }
+
+    fn io_fds(
+        &mut self,
+        agreed: Agreed,
+        header: &Header,
+        payload: &[u8],
+        device: &mut dyn Device,
+    ) -> Result<(), Errno> {
+        let (asked, _) = split::<wire::RegionIoFds>(payload)?;
+        if asked.index >= agreed.info.regions || asked.flags != 0 || asked.count != 0 {
+            return Err(Errno::INVAL);
+        }
+        let IoFds { mut events, areas } = device.region_io_fds(asked.index)?;
+        // What does not travel with one message is left out: a write does as well.
+        events.truncate(usize::try_from(agreed.max_fds).unwrap_or(usize::MAX));
+        let mut list = Vec::new();
+        let mut count = 0;
+        for (area, event) in areas.into_iter().filter(|(_, event)| *event < events.len()) {
+            let entry = wire::IoFd {
+                offset: area.offset,
+                size: area.len,
+                fd_index: u32::try_from(event).map_err(|_| Errno::OVERFLOW)?,
+                kind: wire::IO_FD_EVENT,
+                flags: 0,
+                padding: 0,
+                datamatch: 0,
+            };
+            list.extend_from_slice(entry.as_bytes());
+            count += 1;
+        }
+        if count == 0 {
+            return Err(Errno::OPNOTSUPP);
+        }
+        let size = size_of::<wire::RegionIoFds>() + list.len();
+        let argsz = u32::try_from(size).map_err(|_| Errno::OVERFLOW)?;
+        let info = wire::RegionIoFds { argsz, flags: 0, index: asked.index, count };
+        if asked.argsz < argsz {
+            // The client learns how much room it takes, and asks again.
+            self.out.put_reply(header, &[info.as_bytes()]);
+        } else {
+            self.out.put_reply_with_fds(header, &[info.as_bytes(), &list], events);
+        }
         Ok(())
     }
 }

@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use shadowbell_vfio_user::codec::{Decoder, Outbox};
 use shadowbell_vfio_user::device::{
-    Area, Device, DmaMap, DmaUnmap, Done, IrqData, IrqInfo, Later, Mapping, Peer, RegionInfo,
-    SetIrqs, irq, region,
+    Area, Device, DmaMap, DmaUnmap, Done, IoFds, IrqData, IrqInfo, Later, Mapping, Peer,
+    RegionInfo, SetIrqs, irq, region,
 };
 use shadowbell_vfio_user::pci::{Bar, ConfigSpace, Function, Msix};
 use shadowbell_vfio_user::server::{Handle, Limits, PortId};
@@ -138,6 +138,22 @@ impl Device for Toy {
             region::CONFIG => plain(0x1000),
             _ => RegionInfo::default(),
         })
+    }
+
+    fn region_io_fds(&mut self, index: u32) -> Result<IoFds, Errno> {
+        match index {
+            // One for the first half of every 16 bytes and one for the second, and one that is
+            // more than any client takes.
+            0 => Ok(IoFds {
+                events: (0..100).map(|_| self.bar2.try_clone().unwrap()).collect(),
+                areas: (0..300)
+                    .map(|n| (Area { offset: n * 8, len: 4 }, n as usize % 2))
+                    .chain([(Area { offset: 9999, len: 4 }, 99)])
+                    .collect(),
+            }),
+            2 => Ok(IoFds::default()),
+            _ => Err(Errno::OPNOTSUPP),
+        }
     }
 
     fn irq_info(&mut self, index: u32) -> Result<IrqInfo, Errno> {

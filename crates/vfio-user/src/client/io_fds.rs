@@ -1,0 +1,76 @@
+//! Descriptors that stand for writes to a region, taken apart and checked.
+
+use std::os::fd::OwnedFd;
+
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::connection::{Connection, Reply};
+use super::{ClientError, wire_size};
+use crate::device::{Area, IoFds};
+use crate::wire::{self, command};
+
+/// Room for sub-regions at the first asking.
+const FIRST_SIZE: u32 = 8192;
+
+/// The most that they may take.
+const MAX_SIZE: u32 = 1 << 20;
+
+/// Asks about the region `index`, once more if the answer turns out to be long.
+pub(super) fn ask(connection: &mut Connection, index: u32) -> Result<IoFds, ClientError> {
+    let mut argsz = FIRST_SIZE;
+    loop {
+        let ask = wire::RegionIoFds { argsz, flags: 0, index, count: 0 };
+        let answer = connection.request(
+            command::DEVICE_GET_REGION_IO_FDS,
+            &[ask.as_bytes()],
+            &[],
+            |reply| read(reply, index, argsz),
+        )?;
+        match answer {
+            Answer::Fds(fds) => return Ok(fds),
+            Answer::Needs(size) => argsz = size,
+        }
+    }
+}
+
+enum Answer {
+    Fds(IoFds),
+    /// Nothing yet: the server needs this much room.
+    Needs(u32),
+}
+
+fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String> {
+    let events: Vec<OwnedFd> = std::mem::take(&mut reply.fds);
+    let (info, list) = reply.split::<wire::RegionIoFds>()?;
+    if info.index != index {
+        return Err(format!("it is about region {}", info.index));
+    }
+    if info.argsz > argsz {
+        return match info.argsz <= MAX_SIZE {
+            true => Ok(Answer::Needs(info.argsz)),
+            false => Err(format!("it needs {} bytes to list descriptors", info.argsz)),
+        };
+    }
+    // The specification leaves room for longer entries than are known today.
+    let room = info.argsz.saturating_sub(wire_size::<wire::RegionIoFds>());
+    let each = room.checked_div(info.count).unwrap_or_default();
+    if each < wire_size::<wire::IoFd>() {
+        return Err(format!("{} sub-regions take {room} bytes", info.count));
+    }
+    let mut areas = Vec::new();
+    for at in 0..u64::from(info.count) {
+        let entry = usize::try_from(at * u64::from(each)).ok().and_then(|at| list.get(at..));
+        let (entry, _) = entry
+            .and_then(|entry| wire::IoFd::read_from_prefix(entry).ok())
+            .ok_or_else(|| format!("sub-region {at} is not all there"))?;
+        let event = usize::try_from(entry.fd_index).unwrap_or(usize::MAX);
+        if event >= events.len() {
+            return Err(format!("sub-region {at} has descriptor {event} of {}", events.len()));
+        }
+        // Other kinds, and those that want a certain value, are for others than us.
+        if entry.kind == wire::IO_FD_EVENT && entry.flags == 0 {
+            areas.push((Area { offset: entry.offset, len: entry.size }, event));
+        }
+    }
+    Ok(Answer::Fds(IoFds { events, areas }))
+}
