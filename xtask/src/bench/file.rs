@@ -45,7 +45,7 @@ pub(super) fn run(bench: &Bench) -> Result<Vec<Table>> {
             if fio.is_ok() {
                 let job = Job { file: &image.0, rw: case.rw, bs: 4096, depth: case.depth };
                 let row = fio::run(bench, &job)?;
-                theirs = row.get("iops").and_then(Value::as_f64);
+                theirs = row.get("iops").and_then(Value::as_f64).filter(|iops| *iops > 0.0);
                 case.fio.push(row);
             }
             for (index, waiting) in WAITING.into_iter().enumerate() {
