@@ -1,6 +1,7 @@
 //! `cargo xtask`: every chore has one name.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod chores;
 mod report;
 mod shell;
@@ -47,6 +48,13 @@ enum Verb {
     /// Logs of the last run are kept in target/guest/logs.
     #[command(after_help = GUEST_EXAMPLES)]
     Guest(GuestArguments),
+    /// How fast it is, next to what this machine could do at best.
+    ///
+    /// What is compared is measured in turns, and a figure is the median of several rounds. As root
+    /// on Debian, fio, strace and valgrind are installed if they are missing; otherwise what needs
+    /// them is left out, with a word.
+    #[command(after_help = bench::EXAMPLES)]
+    Bench(bench::Arguments),
     /// Runs commands in a guest with a fresh disk of ours, for a look by hand.
     Shell {
         /// The guest's kernel.
@@ -117,6 +125,7 @@ fn main() -> ExitCode {
         Verb::Test { no_guest } => chores::test(&mut report, !no_guest),
         Verb::Loom => chores::loom(&mut report),
         Verb::Guest(arguments) => guest_suites(&mut report, arguments),
+        Verb::Bench(arguments) => bench::run(arguments),
         Verb::Shell { kernel, device, shadowbell, commands } => {
             Lab::new(device, shadowbell, &[kernel])
                 .and_then(|lab| shell::run(&lab, kernel, commands))

@@ -39,7 +39,7 @@ pub(crate) fn build_shadowbell() -> Result<PathBuf> {
 }
 
 /// The program of this name among cargo's messages.
-fn executable(messages: &str, name: &str) -> Option<PathBuf> {
+pub(crate) fn executable(messages: &str, name: &str) -> Option<PathBuf> {
     messages
         .lines()
         .filter_map(|line| serde_json::from_str::<Value>(line).ok())

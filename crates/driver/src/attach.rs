@@ -48,9 +48,9 @@ pub(crate) struct Attached {
 
 /// Attaches; a second time if the controller goes fatal in the first.
 ///
-/// An IOMMU may still have a translation that the driver before us left there, and a controller that
-/// meets it with its first access goes fatal (QEMU's emulated IOMMU serves one right after a device
-/// has changed hands). Once the controller was reset, nothing of that is left.
+/// Its first access to memory may meet what the driver before us left behind: a translation that an
+/// IOMMU still serves, right after the device has changed hands. Once the controller was reset,
+/// nothing of that is left.
 pub(crate) fn attach(
     transport: Arc<dyn Transport>,
     options: &AttachOptions,

@@ -5,6 +5,7 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`nbd`] | the disk behind a socket: QEMU, libnbd's tools, fio, the kernel's NBD client |
+//! | [`fuse`] | the disk as a file, and through a loop device as a block device |
 //! | `tasks` | requests under way, as futures in numbered places of the thread that serves them |
 //!
 //! Every way to export has threads of its own, each of which uses one of the disk's queues. What
@@ -12,5 +13,6 @@
 //! back as the error that the protocol names.
 #![forbid(unsafe_code)]
 
+pub mod fuse;
 pub mod nbd;
 mod tasks;

@@ -1,6 +1,6 @@
 //! The command line: the verbs, and the options that all of them have.
 
-use crate::{bench, demo, exit, export, inspect, logging, serve, trace, transfer};
+use crate::{bench, bind, demo, exit, export, inspect, logging, serve, trace, transfer};
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 
@@ -34,6 +34,8 @@ enum Verb {
     Write(transfer::WriteArgs),
     Copy(transfer::CopyArgs),
     Export(export::Args),
+    Bind(bind::BindArgs),
+    Unbind(bind::UnbindArgs),
     Trace(trace::Args),
     #[command(hide = true)]
     Hold(bench::HoldArgs),
@@ -55,6 +57,8 @@ impl Verb {
             Self::Write(args) => transfer::write(&args),
             Self::Copy(args) => transfer::copy(&args),
             Self::Export(args) => export::run(&args),
+            Self::Bind(args) => bind::bind(&args),
+            Self::Unbind(args) => bind::unbind(&args),
             Self::Trace(args) => trace::run(args),
             Self::Hold(args) => bench::hold(&args),
         }

@@ -12,7 +12,9 @@
 //! | [`demo`] | `demo`: the tables of shadow doorbells, measured |
 //! | [`inspect`] | `list`, `id-ctrl` and the other verbs of nvme-cli |
 //! | [`transfer`] | `read`, `write`, `copy` |
+//! | [`banner`] | what was attached, for a person |
 //! | [`bench`] | `bench`: what a controller can do |
+//! | [`bind`] | `bind`, `unbind`: who has a PCI device |
 //! | [`serve`] | `serve`: controllers behind vfio-user sockets |
 //! | [`export`] | `export`: a disk for everyone who can not use the driver |
 //! | [`trace`] | `trace`: what `serve --trace` recorded, for a person |
@@ -26,7 +28,9 @@
 //! | [`logging`] | lines for a person, on standard error |
 #![forbid(unsafe_code)]
 
+pub mod banner;
 pub mod bench;
+pub mod bind;
 pub mod cli;
 pub mod config;
 pub mod demo;

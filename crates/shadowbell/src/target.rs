@@ -1,8 +1,10 @@
 //! TARGETs: namespaces as people write them, and the way to them.
 
-use crate::{exit, local};
+use crate::{banner, exit, local};
 use anyhow::{Context, anyhow};
-use driver::{AttachOptions, Controller, Doorbells, Namespace, Transport, VfioUser};
+use driver::{
+    AttachOptions, Controller, Doorbells, Namespace, PciAddress, Transport, Vfio, VfioUser,
+};
 use std::fmt;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -21,7 +23,8 @@ A TARGET is one of
   local:disk.img           a controller in this process over a disk, as `serve`
                            takes them: local:mem:1GiB, local:null:1TiB
   disk.img, mem:1GiB       the same; the path of a socket is a vfio-user target
-  nvme://0000:01:00.0/1    a PCI device through VFIO: not in this version";
+  nvme://0000:01:00.0/1    a PCI device through VFIO, namespace 1; hand the device
+                           over first with `shadowbell bind 0000:01:00.0`";
 
 /// A namespace as a person names it. See [`HELP`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,6 +33,13 @@ pub enum Target {
     VfioUser {
         /// The socket, or a directory with `cntrl` in it.
         socket: PathBuf,
+        /// The namespace.
+        nsid: u32,
+    },
+    /// A PCI device, through VFIO.
+    Vfio {
+        /// Where it is.
+        address: PciAddress,
         /// The namespace.
         nsid: u32,
     },
@@ -51,12 +61,9 @@ impl FromStr for Target {
             }
             return Ok(Self::VfioUser { socket: socket.into(), nsid });
         }
-        if text.starts_with("nvme:") {
-            return Err(
-                "PCI devices through VFIO (`nvme://`) are not built into this version yet; \
-                        what there is: `vfio-user:SOCKET` and `local:DISK`"
-                    .into(),
-            );
+        if let Some(rest) = text.strip_prefix("nvme:") {
+            let (address, nsid) = split_nsid(rest.strip_prefix("//").unwrap_or(rest))?;
+            return Ok(Self::Vfio { address: address.parse()?, nsid });
         }
         let disk = text.strip_prefix("local:").unwrap_or(text);
         if disk.is_empty() {
@@ -95,6 +102,7 @@ impl fmt::Display for Target {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::VfioUser { socket, nsid } => write!(f, "vfio-user:{}/{nsid}", socket.display()),
+            Self::Vfio { address, nsid } => write!(f, "nvme://{address}/{nsid}"),
             Self::Local { disk } => write!(f, "local:{disk}"),
         }
     }
@@ -105,7 +113,7 @@ impl Target {
     #[must_use]
     pub fn nsid(&self) -> u32 {
         match self {
-            Self::VfioUser { nsid, .. } => *nsid,
+            Self::VfioUser { nsid, .. } | Self::Vfio { nsid, .. } => *nsid,
             Self::Local { .. } => 1,
         }
     }
@@ -115,6 +123,7 @@ impl Target {
     pub fn with_nsid(&self, nsid: u32) -> Self {
         match self {
             Self::VfioUser { socket, .. } => Self::VfioUser { socket: socket.clone(), nsid },
+            Self::Vfio { address, .. } => Self::Vfio { address: *address, nsid },
             Self::Local { .. } => self.clone(),
         }
     }
@@ -136,6 +145,7 @@ impl Target {
                     .with_context(|| format!("no controller behind {}", socket.display()))?;
                 Arc::new(transport)
             }
+            Self::Vfio { address, .. } => Arc::new(Vfio::open(*address).map_err(exit::bad_input)?),
             Self::Local { disk } => {
                 let disk = disk::open(disk).map_err(exit::bad_input)?;
                 let mapped = options.doorbells == Doorbells::Mapped;
@@ -149,6 +159,8 @@ impl Target {
 #[derive(Debug)]
 pub struct Session {
     target: Target,
+    /// Queue pairs that were asked for.
+    asked: u16,
     /// The controller.
     pub controller: Controller,
 }
@@ -165,7 +177,17 @@ impl Session {
     ) -> anyhow::Result<Self> {
         let controller =
             Controller::attach(transport, options).with_context(|| target.to_string())?;
-        Ok(Self { target, controller })
+        let session = Self { target, asked: options.queue_pairs, controller };
+        for line in session.banner() {
+            tracing::debug!("{line}");
+        }
+        Ok(session)
+    }
+
+    /// Lines that tell a person what was attached.
+    #[must_use]
+    pub fn banner(&self) -> Vec<String> {
+        banner::banner(&self.controller, self.asked)
     }
 
     /// What was asked for.
@@ -229,6 +251,12 @@ mod tests {
         assert_eq!("vfio-user:/run/vm0.sock/2".parse(), vfio_user("/run/vm0.sock", 2));
         assert_eq!("vfio-user:vm0.sock".parse(), vfio_user("vm0.sock", 1));
         assert_eq!("vfio-user:/run/7/1".parse(), vfio_user("/run/7", 1));
+        let vfio = |address: &str, nsid| {
+            Ok::<_, String>(Target::Vfio { address: address.parse().unwrap(), nsid })
+        };
+        assert_eq!("nvme://0000:01:00.0/1".parse(), vfio("01:00.0", 1));
+        assert_eq!("nvme://01:00.0/3".parse(), vfio("0000:01:00.0", 3));
+        assert_eq!("nvme://0000:01:00.0".parse(), vfio("0000:01:00.0", 1));
         let local = |disk: &str| Ok::<_, String>(Target::Local { disk: disk.into() });
         assert_eq!("local:mem:1GiB".parse(), local("mem:1GiB"));
         assert_eq!("null:1TiB".parse(), local("null:1TiB"));
@@ -239,7 +267,12 @@ mod tests {
 
     #[test]
     fn a_target_reads_as_it_is_written() {
-        for text in ["vfio-user:/run/vm0.sock/3", "local:mem:1GiB", "local:disk.img"] {
+        for text in [
+            "vfio-user:/run/vm0.sock/3",
+            "nvme://0000:01:00.0/2",
+            "local:mem:1GiB",
+            "local:disk.img",
+        ] {
             assert_eq!(text.parse::<Target>().unwrap().to_string(), text);
         }
     }
@@ -254,7 +287,9 @@ mod tests {
             ("vfio-user:/run/vm0.sock/0", "count from 1"),
             ("vfio-user:/run/vm0.sock/4294967295", "count from 1"),
             ("vfio-user:/run/vm0.sock/99999999999", "count from 1"),
-            ("nvme://0000:01:00.0/1", "not built into this version yet"),
+            ("nvme://0000:01:00.0/0", "count from 1"),
+            ("nvme://nvme0n1", "is no PCI address"),
+            ("nvme:", "is no PCI address"),
         ] {
             let error = text.parse::<Target>().unwrap_err();
             assert!(error.contains(words), "{text}: {error}");

@@ -193,6 +193,28 @@ fn more_requests_than_places_are_served_in_turn() {
 }
 
 #[test]
+fn a_queue_full_of_commands_is_served() {
+    for depth in [8, 64, 100, 128] {
+        let medium = TestDisk::new(4096, 512);
+        let attached = AttachOptions { queue_depth: depth, ..AttachOptions::default() };
+        let mut controller = attach(Arc::new(medium.clone()), &attached);
+        let disk = BlockDevice::open(&mut controller, 1, &BlockOptions::default()).unwrap();
+        medium.order(|orders| orders.hold = true);
+        let data = [1; 512];
+        let mut requests: Vec<_> =
+            (0..1000).map(|i| Box::pin(disk.write(i * 512, &data, false))).collect();
+        requests.iter_mut().for_each(begin);
+        medium.expect(depth as usize - 1);
+        medium.order(|orders| orders.hold = false);
+        block_on(async {
+            for request in requests {
+                request.await.unwrap();
+            }
+        });
+    }
+}
+
+#[test]
 fn a_device_that_fails_is_an_error_and_nothing_is_lost() {
     let medium = TestDisk::new(4096, 512);
     let options = BlockOptions { chunk_bytes: 4096, chunks: 4, ..BlockOptions::default() };

@@ -3,5 +3,6 @@
 mod client;
 #[path = "../../../block/tests/block/common.rs"]
 mod common;
+mod fuse;
 mod nbd;
 mod tools;

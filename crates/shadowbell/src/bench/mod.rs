@@ -50,6 +50,7 @@ mod pattern;
 mod run;
 mod server;
 
+pub(crate) use args::doorbells_name;
 pub use args::{Args, CompletionMode, DoorbellMode, Plan, Verify, Workload};
 pub use conduct::{Tick, Watch};
 pub use hold::{HoldArgs, hold};
@@ -80,6 +81,9 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         flag::register(signal, Arc::clone(&interrupted))?;
     }
     let mut session = args.target.attach(&plan.attach_options())?;
+    for line in session.banner() {
+        tracing::info!("{line}");
+    }
     let bar = progress(io::stderr().is_terminal());
     let outcome = measure(&mut session, &plan, &mut |tick| {
         bar.set_position((tick.done * 1000.0) as u64);

@@ -1,0 +1,347 @@
+//! The disk as a file, by the kernel's own FUSE: needs root and /dev/fuse, or is skipped.
+
+use crate::common::{TestDisk, attach};
+use block::{BlockDevice, BlockOptions};
+use disk::{DiskError, Op};
+use driver::{AttachOptions, Controller};
+use rustix::fs::{FallocateFlags, fallocate};
+use rustix::io::Errno;
+use shadowbell_export::fuse::{MountError, Mounted};
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use tempfile::TempDir;
+
+fn is_possible() -> bool {
+    let possible = rustix::process::geteuid().is_root()
+        && OpenOptions::new().read(true).write(true).open("/dev/fuse").is_ok();
+    if !possible {
+        eprintln!("skipped: this takes root and /dev/fuse");
+    }
+    possible
+}
+
+struct Rig {
+    medium: TestDisk,
+    controller: Option<Controller>,
+    mounted: Option<Mounted>,
+    directory: TempDir,
+    ended: Arc<AtomicU32>,
+}
+
+impl Rig {
+    fn new(mebibytes: u64, read_only: bool) -> Self {
+        let medium = TestDisk::new(mebibytes << 11, 512);
+        let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
+        let mut controller = attach(Arc::new(medium.clone()), &attached);
+        let options = BlockOptions { read_only, ..BlockOptions::default() };
+        let disk = BlockDevice::open(&mut controller, 1, &options).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let ended: Arc<AtomicU32> = Arc::default();
+        let count = Arc::clone(&ended);
+        let path = directory.path().join("disk");
+        let mounted = Mounted::start(disk, &path, move || _ = count.fetch_add(1, Ordering::SeqCst));
+        let mounted = Some(mounted.unwrap());
+        Self { medium, controller: Some(controller), mounted, directory, ended }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.directory.path().join("disk")
+    }
+
+    fn open(&self) -> File {
+        OpenOptions::new().read(true).write(true).open(self.path()).unwrap()
+    }
+
+    fn saw(&self, op: impl Fn(&Op) -> bool) -> usize {
+        self.medium.seen().iter().filter(|seen| op(&seen.op)).count()
+    }
+
+    fn end(mut self) {
+        self.mounted.take().unwrap().stop();
+        assert_eq!(self.ended.load(Ordering::SeqCst), 1);
+        assert!(!self.path().exists(), "the file was made for the mount");
+        self.controller.take().unwrap().detach().unwrap();
+    }
+}
+
+fn errno<T>(result: std::io::Result<T>) -> Option<Errno> {
+    Errno::from_io_error(&result.err()?)
+}
+
+#[test]
+fn a_file_reads_and_writes_the_disk() {
+    if !is_possible() {
+        return;
+    }
+    let rig = Rig::new(8, false);
+    let file = rig.open();
+    assert_eq!(file.metadata().unwrap().len(), 8 << 20);
+    file.write_all_at(b"any bytes", 1000).unwrap();
+    let mut bytes = [1; 11];
+    file.read_exact_at(&mut bytes, 999).unwrap();
+    assert_eq!(&bytes, b"\0any bytes\0");
+    rig.medium.mem.bytes().read_into(999, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"\0any bytes\0", "nothing is cached");
+    let long: Vec<u8> = (0..3 << 20).map(|i: u32| (i ^ i >> 8) as u8).collect();
+    file.write_all_at(&long, 12345).unwrap();
+    let mut back = vec![0; long.len()];
+    file.read_exact_at(&mut back, 12345).unwrap();
+    assert!(back == long);
+    // Up to the end, and not past it.
+    assert_eq!(file.read_at(&mut [0; 100], (8 << 20) - 10).unwrap(), 10);
+    assert_eq!(file.read_at(&mut [0; 100], 8 << 20).unwrap(), 0);
+    assert_eq!(file.write_at(&[0; 100], (8 << 20) - 10).unwrap(), 10);
+    assert_eq!(errno(file.write_at(&[0; 100], 8 << 20)), Some(Errno::NOSPC));
+    file.sync_all().unwrap();
+    file.sync_data().unwrap();
+    assert_eq!(rig.saw(|op| *op == Op::Flush), 2);
+    drop(file);
+    rig.end();
+}
+
+#[test]
+fn holes_are_punched_and_sizes_stay() {
+    if !is_possible() {
+        return;
+    }
+    let rig = Rig::new(8, false);
+    let file = rig.open();
+    file.write_all_at(&[7; 100_000], 0).unwrap();
+    let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    fallocate(&file, punch, 1000, 50_000).unwrap();
+    fallocate(&file, FallocateFlags::ZERO_RANGE, 60_000, 10_000).unwrap();
+    fallocate(&file, FallocateFlags::empty(), 0, 8 << 20).unwrap();
+    assert!(rig.saw(|op| matches!(op, Op::WriteZeroes { deallocate: true, .. })) > 0);
+    assert!(rig.saw(|op| matches!(op, Op::WriteZeroes { deallocate: false, .. })) > 0);
+    let mut back = vec![0; 100_000];
+    file.read_exact_at(&mut back, 0).unwrap();
+    for (at, byte) in back.iter().enumerate() {
+        let zero = (1000..51_000).contains(&at) || (60_000..70_000).contains(&at);
+        assert_eq!(*byte == 0, zero, "byte {at}");
+    }
+    let grow = fallocate(&file, FallocateFlags::empty(), 0, (8 << 20) + 1);
+    assert_eq!(grow, Err(Errno::NOSPC));
+    let collapse = fallocate(&file, FallocateFlags::COLLAPSE_RANGE, 0, 4096);
+    assert_eq!(collapse, Err(Errno::OPNOTSUPP));
+    assert_eq!(errno(file.set_len(0)), Some(Errno::PERM));
+    file.set_len(8 << 20).unwrap();
+    drop(file);
+    rig.end();
+}
+
+#[test]
+fn a_disk_that_takes_no_writes_is_a_file_that_takes_none() {
+    if !is_possible() {
+        return;
+    }
+    let rig = Rig::new(8, true);
+    let file = File::open(rig.path()).unwrap();
+    file.read_exact_at(&mut [0; 5], 3).unwrap();
+    let writing = OpenOptions::new().write(true).open(rig.path());
+    assert_eq!(errno(writing), Some(Errno::ROFS));
+    drop(file);
+    rig.end();
+}
+
+#[test]
+fn a_disk_that_fails_is_an_error_to_the_program() {
+    if !is_possible() {
+        return;
+    }
+    let mut rig = Rig::new(8, false);
+    let file = rig.open();
+    rig.medium.order(|orders| orders.fail = Some(DiskError::Io(5)));
+    assert_eq!(errno(file.write_at(&[1; 512], 0)), Some(Errno::IO));
+    assert_eq!(errno(file.write_at(&[1; 512], 10)), Some(Errno::IO));
+    rig.medium.order(|orders| orders.fail = None);
+    file.write_all_at(&[1; 512], 0).unwrap();
+    rig.controller.take().unwrap().detach().unwrap();
+    assert_eq!(errno(file.read_at(&mut [1; 512], 0)), Some(Errno::IO));
+    assert_eq!(errno(file.sync_all()), Some(Errno::IO));
+    drop(file);
+    let mounted = rig.mounted.take().unwrap();
+    assert_eq!(mounted.failures(), 4);
+    mounted.stop();
+}
+
+#[test]
+fn many_threads_find_what_they_wrote() {
+    if !is_possible() {
+        return;
+    }
+    let rig = Rig::new(8, false);
+    let file = rig.open();
+    std::thread::scope(|scope| {
+        for me in 0..8u64 {
+            let file = &file;
+            scope.spawn(move || {
+                for round in 0..60u64 {
+                    // Blocks are shared between threads, and bytes are not.
+                    let at = (round * 8 + me) * 700;
+                    let data = [(round ^ me) as u8; 700];
+                    file.write_all_at(&data, at).unwrap();
+                    let mut back = [0; 700];
+                    file.read_exact_at(&mut back, at).unwrap();
+                    assert_eq!(back, data);
+                }
+            });
+        }
+    });
+    for round in 0..60u64 {
+        for me in 0..8u64 {
+            let mut back = [0; 700];
+            file.read_exact_at(&mut back, (round * 8 + me) * 700).unwrap();
+            assert_eq!(back, [(round ^ me) as u8; 700]);
+        }
+    }
+    drop(file);
+    rig.end();
+}
+
+#[test]
+fn a_user_who_unmounts_ends_it() {
+    if !is_possible() {
+        return;
+    }
+    let rig = Rig::new(8, false);
+    rustix::mount::unmount(rig.path(), rustix::mount::UnmountFlags::empty()).unwrap();
+    while rig.ended.load(Ordering::SeqCst) == 0 {
+        std::thread::yield_now();
+    }
+    rig.end();
+}
+
+#[test]
+fn a_file_that_is_in_use_is_waited_for() {
+    if !is_possible() {
+        return;
+    }
+    let mut rig = Rig::new(8, false);
+    let file = rig.open();
+    let mounted = rig.mounted.take().unwrap();
+    let stopping = std::thread::spawn(move || mounted.stop());
+    // Nobody new finds it.
+    while std::fs::metadata(rig.path()).is_ok_and(|about| about.len() != 0) {
+        std::thread::yield_now();
+    }
+    file.write_all_at(b"late", 100).unwrap();
+    file.sync_all().unwrap();
+    assert!(!stopping.is_finished());
+    drop(file);
+    stopping.join().unwrap();
+    let mut bytes = [0; 4];
+    rig.medium.mem.bytes().read_into(100, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"late");
+}
+
+#[test]
+fn what_can_not_be_mounted_over_is_refused_and_left_alone() {
+    if !is_possible() {
+        return;
+    }
+    let rig = Rig::new(8, false);
+    let mut controller = attach(Arc::new(TestDisk::new(64, 512)), &AttachOptions::default());
+    let disk = BlockDevice::open(&mut controller, 1, &BlockOptions::default()).unwrap();
+    let start = |path: &Path| Mounted::start(disk.clone(), path, || ()).err().unwrap();
+    let error = start(rig.directory.path());
+    assert!(matches!(error, MountError::NotAFile(_)), "{error}");
+    let error = start(&rig.directory.path().join("no/such/directory"));
+    assert!(matches!(error, MountError::File { .. }), "{error}");
+    // A file that is there stays there.
+    let file = rig.directory.path().join("mine");
+    std::fs::write(&file, "mine").unwrap();
+    let mounted = Mounted::start(disk, &file, || ()).unwrap();
+    assert_eq!(std::fs::metadata(&file).unwrap().len(), 64 * 512);
+    mounted.stop();
+    assert_eq!(std::fs::read(&file).unwrap(), b"mine");
+    rig.end();
+}
+
+/// Undoes what a test did, in the reverse order, however the test ends.
+#[derive(Default)]
+struct Undo(Vec<Vec<String>>);
+
+impl Undo {
+    fn later(&mut self, command: &[&str]) {
+        self.0.push(command.iter().map(|word| (*word).to_owned()).collect());
+    }
+}
+
+impl Drop for Undo {
+    fn drop(&mut self) {
+        while let Some(command) = self.0.pop() {
+            if let [program, arguments @ ..] = &command[..] {
+                let _ = Command::new(program).args(arguments).output();
+            }
+        }
+    }
+}
+
+fn run(program: &str, arguments: &[&str]) -> Result<String, String> {
+    let output = Command::new(program).args(arguments).output().map_err(|e| e.to_string())?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+    if output.status.success() {
+        Ok(text(&output.stdout))
+    } else {
+        let (out, err) = (text(&output.stdout), text(&output.stderr));
+        Err(format!("{program} {arguments:?}: {out} {err}"))
+    }
+}
+
+#[test]
+fn a_file_system_on_a_loop_device_survives() {
+    if !is_possible() {
+        return;
+    }
+    for program in ["losetup", "mkfs.ext4", "fsck.ext4"] {
+        let there = ["/sbin", "/usr/sbin", "/bin", "/usr/bin"];
+        if !there.iter().any(|directory| Path::new(directory).join(program).exists()) {
+            eprintln!("skipped: there is no {program} here");
+            return;
+        }
+    }
+    let rig = Rig::new(64, false);
+    let (disk, point) = (rig.path(), rig.directory.path().join("point"));
+    std::fs::create_dir(&point).unwrap();
+    let (disk, point) = (disk.to_str().unwrap(), point.to_str().unwrap());
+    let mut undo = Undo::default();
+    let device = match run("losetup", &["--find", "--show", disk]) {
+        Ok(device) => device,
+        Err(error) => {
+            eprintln!("skipped: no loop device is to be had: {error}");
+            drop(undo);
+            return rig.end();
+        }
+    };
+    undo.later(&["losetup", "-d", &device]);
+    run("mkfs.ext4", &["-q", "-F", &device]).unwrap();
+    let data: Vec<u8> =
+        (0..20u32 << 20).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    for round in 0..2 {
+        run("mount", &["-o", "discard", &device, point]).unwrap();
+        undo.later(&["umount", point]);
+        let copy = Path::new(point).join("copy");
+        if round == 0 {
+            std::fs::write(&copy, &data).unwrap();
+            std::fs::write(Path::new(point).join("gone"), &data[..1 << 20]).unwrap();
+            File::open(&copy).unwrap().sync_all().unwrap();
+            assert!(rig.saw(|op| *op == Op::Flush) > 0);
+            std::fs::remove_file(Path::new(point).join("gone")).unwrap();
+            run("fstrim", &[point]).unwrap();
+            assert!(rig.saw(|op| matches!(op, Op::WriteZeroes { .. })) > 0, "of the trim");
+        } else {
+            assert!(std::fs::read(&copy).unwrap() == data);
+        }
+        run("umount", &[point]).unwrap();
+        undo.0.pop();
+        run("fsck.ext4", &["-f", "-n", &device]).unwrap();
+    }
+    run("losetup", &["-d", &device]).unwrap();
+    undo.0.pop();
+    drop(undo);
+    rig.end();
+}

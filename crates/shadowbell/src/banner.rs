@@ -1,0 +1,100 @@
+//! What a person wants to know of a controller that was attached.
+
+use crate::bench::doorbells_name;
+use driver::Controller;
+use spec::regs::Vs;
+
+/// A few lines: what it is, what it can do, what was asked of it and what it gave, its namespaces.
+/// `asked` is how many queue pairs were wanted.
+#[must_use]
+pub fn banner(controller: &Controller, asked: u16) -> Vec<String> {
+    let (identity, cap) = (controller.identity(), controller.capabilities());
+    let page = |exponent: u8| binary(1u64 << (12 + u32::from(exponent)));
+    let mut lines = vec![
+        format!(
+            "{}: {}, serial {}, firmware {}",
+            controller.name(),
+            identity.model(),
+            identity.serial(),
+            identity.firmware()
+        ),
+        format!(
+            "  NVMe {}, CAP {:#018x}: MQES {}, pages of {} to {}, doorbells every {} bytes; up to {} \
+             a command",
+            version(controller.version()),
+            cap.into_bits(),
+            u32::from(cap.mqes()) + 1,
+            page(cap.mpsmin()),
+            page(cap.mpsmax()),
+            4u32 << cap.dstrd(),
+            binary(controller.max_transfer_bytes())
+        ),
+        format!(
+            "  {asked} queue pair{} asked for, {} got, of {} entries; {}, {} doorbells",
+            if asked == 1 { "" } else { "s" },
+            controller.queue_pairs(),
+            controller.queue_depth(),
+            if controller.has_interrupts() { "interrupts" } else { "polling" },
+            doorbells_name(controller.doorbells())
+        ),
+    ];
+    lines.extend(controller.namespaces().iter().map(|namespace| {
+        format!(
+            "  namespace {}: {}, {} blocks of {} bytes{}{}",
+            namespace.nsid(),
+            bytesize::ByteSize(namespace.bytes()).display().si(),
+            namespace.blocks(),
+            namespace.block_size(),
+            if namespace.is_read_only() { ", read-only" } else { "" },
+            namespace.unusable().map(|what| format!(", unusable: it {what}")).unwrap_or_default()
+        )
+    }));
+    lines
+}
+
+/// `1.4`, `1.3.1`.
+fn version(version: Vs) -> String {
+    match version.ter() {
+        0 => format!("{}.{}", version.mjr(), version.mnr()),
+        ter => format!("{}.{}.{ter}", version.mjr(), version.mnr()),
+    }
+}
+
+fn binary(bytes: u64) -> String {
+    bytesize::ByteSize(bytes).display().iec().to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::target::Target;
+    use driver::AttachOptions;
+
+    #[test]
+    fn a_banner_tells_what_was_found_and_what_was_had() {
+        let target: Target = "local:mem:1MiB?block-size=4096".parse().unwrap();
+        let options = AttachOptions { queue_pairs: 2, queue_depth: 32, ..Default::default() };
+        let session = target.attach(&options).unwrap();
+        let text = session.banner().join("\n");
+        for word in [
+            "local:mem:1MiB",
+            "Shadowbell",
+            "serial ",
+            "NVMe 2.",
+            "CAP 0x",
+            "MQES ",
+            "2 queue pairs asked for, 2 got, of 32 entries; interrupts, shadow doorbells",
+            "namespace 1: 1.0 MB, 256 blocks of 4096 bytes",
+        ] {
+            assert!(text.contains(word), "no `{word}` in:\n{text}");
+        }
+        session.detach().unwrap();
+    }
+
+    #[test]
+    fn versions_are_as_short_as_people_write_them() {
+        assert_eq!(version(Vs::of(1, 4, 0)), "1.4");
+        assert_eq!(version(Vs::of(1, 2, 1)), "1.2.1");
+        assert_eq!(binary(4096), "4.0 KiB");
+    }
+}

@@ -1,0 +1,176 @@
+//! Whether the kernel uses a controller's disks for something.
+
+use super::Places;
+use driver::PciFunction;
+use rustix::fs::{Mode, OFlags};
+use std::collections::BTreeSet;
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+
+/// The block devices of a controller: its namespaces, and the partitions on them.
+pub(super) fn disks(places: &Places, function: &PciFunction) -> io::Result<BTreeSet<String>> {
+    let mut disks = BTreeSet::new();
+    for controller in super::names_in(&function.directory().join("nvme"))? {
+        for name in super::names_in(&function.directory().join("nvme").join(controller))? {
+            if let Some(disk) = disk_name(&name) {
+                disks.insert(disk);
+            }
+        }
+    }
+    let mut all = disks.clone();
+    for disk in disks {
+        for name in super::names_in(&places.block(&disk))? {
+            // A partition has a directory of its own in that of its disk, and its number in there.
+            if name.starts_with(&disk) && places.block(&disk).join(&name).join("partition").exists()
+            {
+                all.insert(name);
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// `nvme0n1`, or what a path of a multipath namespace (`nvme0c1n1`) is a path to. `None` for what
+/// is no namespace.
+fn disk_name(name: &str) -> Option<String> {
+    let number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    let (controller, namespace) = name.strip_prefix("nvme")?.rsplit_once('n')?;
+    let subsystem = match controller.split_once('c') {
+        Some((subsystem, path)) if number(path) => subsystem,
+        Some(_) => return None,
+        None => controller,
+    };
+    (number(subsystem) && number(namespace)).then(|| format!("nvme{subsystem}n{namespace}"))
+}
+
+/// Sentences about what the kernel uses these block devices for; none if for nothing.
+pub(super) fn uses(places: &Places, disks: &BTreeSet<String>) -> io::Result<Vec<String>> {
+    let mut found = Vec::new();
+    let mounts = mounts(&fs::read_to_string(places.proc.join("self/mountinfo"))?);
+    let swaps = swaps(&fs::read_to_string(places.proc.join("swaps"))?);
+    for disk in disks {
+        let numbers = fs::read_to_string(places.block(disk).join("dev")).unwrap_or_default();
+        let path = format!("/dev/{disk}");
+        for mount in &mounts {
+            if mount.source == path || mount.numbers == numbers.trim() {
+                found.push(format!("{disk} is mounted at {}", mount.place));
+            }
+        }
+        if swaps.contains(&path) {
+            found.push(format!("{disk} is active swap space"));
+        }
+        for holder in super::names_in(&places.block(disk).join("holders"))? {
+            let name = fs::read_to_string(places.block(&holder).join("dm/name"));
+            let name = name.map(|name| format!(" ({})", name.trim())).unwrap_or_default();
+            found.push(format!("{disk} is part of {holder}{name}"));
+        }
+    }
+    Ok(found)
+}
+
+/// Takes the block devices for this program alone, so that nobody begins to use one as long as
+/// what this returns lives. The kernel refuses that for whatever is in use in a way that was not
+/// found: mounted in another mount namespace, part of a ZFS pool.
+pub(super) fn claim(
+    places: &Places,
+    disks: &BTreeSet<String>,
+) -> io::Result<Result<Vec<OwnedFd>, String>> {
+    let mut claims = Vec::new();
+    // A disk can not be claimed while somebody has a partition of it; and we, who claim the disk,
+    // could not claim its partitions any more.
+    for disk in disks.iter().filter(|disk| !places.block(disk).join("partition").exists()) {
+        let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        match rustix::fs::open(places.dev.join(disk), flags, Mode::empty()) {
+            Ok(claim) => claims.push(claim),
+            Err(rustix::io::Errno::NOENT | rustix::io::Errno::NXIO) => {}
+            Err(rustix::io::Errno::BUSY) => {
+                return Ok(Err(format!("{disk} is in exclusive use by somebody")));
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(Ok(claims))
+}
+
+/// A line of `/proc/PID/mountinfo`.
+#[derive(Debug, PartialEq, Eq)]
+struct Mount {
+    /// Major and minor number of the file system's device.
+    numbers: String,
+    place: String,
+    source: String,
+}
+
+/// Reads `/proc/PID/mountinfo`; see proc_pid_mountinfo(5).
+fn mounts(text: &str) -> Vec<Mount> {
+    let parse = |line: &str| {
+        let (left, right) = line.split_once(" - ")?;
+        let mut left = left.split(' ').skip(2);
+        let numbers = left.next()?.to_owned();
+        let place = unescape(left.nth(1)?);
+        let source = unescape(right.split(' ').nth(1)?);
+        Some(Mount { numbers, place, source })
+    };
+    text.lines().filter_map(parse).collect()
+}
+
+/// Reads `/proc/swaps`: a heading, and lines that begin with a path.
+fn swaps(text: &str) -> Vec<String> {
+    text.lines().skip(1).filter_map(|line| line.split_whitespace().next()).map(unescape).collect()
+}
+
+/// Blanks and backslashes in paths are written as `\040`: three octal digits.
+fn unescape(text: &str) -> String {
+    let mut bytes = Vec::new();
+    let mut rest = text.as_bytes();
+    while let Some((&first, after)) = rest.split_first() {
+        let value = after.get(..3).filter(|_| first == b'\\').and_then(|digits| {
+            let octal = |value: u32, d: &u8| {
+                (b'0'..=b'7').contains(d).then(|| value * 8 + u32::from(d - b'0'))
+            };
+            u8::try_from(digits.iter().try_fold(0, octal)?).ok()
+        });
+        rest = if value.is_some() { after.get(3..).unwrap_or_default() } else { after };
+        bytes.push(value.unwrap_or(first));
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn namespaces_are_told_from_everything_else() {
+        for (name, disk) in [
+            ("nvme0n1", Some("nvme0n1")),
+            ("nvme12c3n45", Some("nvme12n45")),
+            ("nvme0", None),
+            ("ng0n1", None),
+            ("nvme0n1p1", None),
+            ("nvme0cxn1", None),
+            ("nvmen", None),
+            ("hwmon3", None),
+            ("power", None),
+        ] {
+            assert_eq!(disk_name(name).as_deref(), disk, "{name}");
+        }
+    }
+
+    #[test]
+    fn mounts_and_swaps_are_read_with_blanks_in_them() {
+        let text = "22 1 259:1 / /mnt/my\\040disk rw,relatime shared:1 - ext4 /dev/nvme0n1p1 rw\n\
+                    23 1 0:25 / /home rw - btrfs /dev/nvme0n1p2 rw,subvol=/\n\
+                    nonsense\n24 1 - x\n25 1 0:1 - a\n";
+        let found = mounts(text);
+        assert_eq!(found.len(), 2, "{found:?}");
+        assert_eq!((found[0].numbers.as_str(), found[0].place.as_str()), ("259:1", "/mnt/my disk"));
+        assert_eq!(found[1].source, "/dev/nvme0n1p2");
+        let text = "Filename Type Size Used Priority\n/dev/nvme0n1p3 partition 8 0 -2\n";
+        assert_eq!(swaps(text), ["/dev/nvme0n1p3"]);
+        assert!(swaps("").is_empty());
+        assert_eq!(unescape("a\\134b\\"), "a\\b\\");
+        assert_eq!(unescape("\\999\\777\\0"), "\\999\\777\\0");
+    }
+}

@@ -1,0 +1,247 @@
+//! `bind` and `unbind` in a tree that looks like the kernel's, with a kernel that does what sysfs
+//! is told.
+
+use super::*;
+use std::cell::RefCell;
+use std::os::unix::fs::symlink;
+use tempfile::TempDir;
+
+const ADDRESS: &str = "0000:01:00.0";
+
+/// A machine with an NVMe controller, which has a namespace with two partitions.
+struct Machine {
+    _directory: TempDir,
+    places: Places,
+    /// What was written, and what was loaded.
+    log: RefCell<Vec<String>>,
+    /// vfio-pci takes nothing.
+    stubborn: bool,
+}
+
+impl Kernel for Machine {
+    fn write(&self, path: &Path, text: &str) -> io::Result<()> {
+        let name = path.strip_prefix(&self.places.sys).unwrap().display().to_string();
+        self.log.borrow_mut().push(format!("{name}={}", text.trim()));
+        if name.ends_with("/unbind") {
+            fs::remove_file(self.function().join("driver"))
+        } else if name.ends_with("drivers_probe") {
+            let wanted = fs::read_to_string(self.function().join("driver_override"))?;
+            let driver = if wanted.trim().is_empty() { "nvme" } else { wanted.trim() };
+            if driver == VFIO && self.stubborn { Ok(()) } else { self.attach(driver) }
+        } else {
+            fs::write(path, text)
+        }
+    }
+
+    fn load(&self, module: &str) -> io::Result<()> {
+        self.log.borrow_mut().push(format!("load {module}"));
+        fs::create_dir_all(self.places.driver(module))
+    }
+}
+
+impl Machine {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        let places = Places { sys: at("sys"), proc: at("proc"), dev: at("dev") };
+        let machine =
+            Self { _directory: directory, places, log: RefCell::default(), stubborn: false };
+        let function = machine.function();
+        let nvme = function.join("nvme/nvme0");
+        for (path, text) in [
+            (function.join("class"), "0x010802\n"),
+            (function.join("driver_override"), "(null)\n"),
+            (nvme.join("nvme0n1/size"), "8\n"),
+            (machine.places.sys.join("bus/pci/drivers_probe"), ""),
+            (machine.places.proc.join("self/mountinfo"), "1 0 8:1 / / rw - ext4 /dev/sda1 rw\n"),
+            (machine.places.proc.join("swaps"), "Filename Type\n/dev/sda2 partition\n"),
+        ] {
+            machine.file(&path, text);
+        }
+        for (disk, numbers) in
+            [("nvme0n1", "259:0"), ("nvme0n1p1", "259:1"), ("nvme0n1p2", "259:2")]
+        {
+            machine.file(&machine.places.block(disk).join("dev"), &format!("{numbers}\n"));
+            fs::create_dir_all(machine.places.block(disk).join("holders")).unwrap();
+            machine.file(&machine.places.dev.join(disk), "");
+        }
+        for partition in ["nvme0n1p1", "nvme0n1p2"] {
+            for inside in
+                [machine.places.block("nvme0n1").join(partition), machine.places.block(partition)]
+            {
+                machine.file(&inside.join("partition"), "1\n");
+            }
+        }
+        let group = machine.places.sys.join("kernel/iommu_groups/5");
+        fs::create_dir_all(group.join("devices")).unwrap();
+        symlink(&group, function.join("iommu_group")).unwrap();
+        symlink(&function, group.join("devices").join(ADDRESS)).unwrap();
+        machine.attach("nvme").unwrap();
+        machine
+    }
+
+    fn file(&self, path: &Path, text: &str) {
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    }
+
+    fn function(&self) -> PathBuf {
+        self.places.sys.join("bus/pci/devices").join(ADDRESS)
+    }
+
+    fn attach(&self, driver: &str) -> io::Result<()> {
+        fs::create_dir_all(self.places.driver(driver))?;
+        symlink(self.places.driver(driver), self.function().join("driver"))
+    }
+
+    fn driver(&self) -> Option<String> {
+        self.places.find(address()).unwrap().driver
+    }
+
+    fn run(
+        &self,
+        act: impl Fn(&Places, &dyn Kernel, PciAddress, &mut dyn Write) -> anyhow::Result<()>,
+    ) -> anyhow::Result<String> {
+        let mut out = Vec::new();
+        act(&self.places, self, address(), &mut out)?;
+        Ok(String::from_utf8(out).unwrap())
+    }
+
+    fn refusal(&self) -> String {
+        let error = self.run(take).unwrap_err();
+        assert_eq!(exit::status(&error), exit::BAD_INPUT, "{error:#}");
+        assert_eq!(self.driver().as_deref(), Some("nvme"), "nothing was changed");
+        assert!(self.log.borrow().is_empty(), "nothing was written: {:?}", self.log.borrow());
+        format!("{error:#}")
+    }
+}
+
+fn address() -> PciAddress {
+    ADDRESS.parse().unwrap()
+}
+
+#[test]
+fn a_controller_goes_to_vfio_and_back() {
+    let machine = Machine::new();
+    let said = machine.run(take).unwrap();
+    assert!(said.contains("taken from nvme, with nvme0n1, nvme0n1p1, nvme0n1p2"), "{said}");
+    assert!(said.contains("nvme://0000:01:00.0") && said.contains("/dev/vfio/5"), "{said}");
+    assert_eq!(machine.driver().as_deref(), Some(VFIO));
+    assert_eq!(
+        machine.log.take(),
+        [
+            "load vfio-pci",
+            "bus/pci/devices/0000:01:00.0/driver_override=vfio-pci",
+            "bus/pci/drivers/nvme/unbind=0000:01:00.0",
+            "bus/pci/drivers_probe=0000:01:00.0",
+        ]
+    );
+    let said = machine.run(take).unwrap();
+    assert!(said.contains("already"), "{said}");
+    assert!(machine.log.borrow().is_empty());
+
+    let said = machine.run(give_back).unwrap();
+    assert!(said.contains("given back to nvme"), "{said}");
+    assert_eq!(machine.driver().as_deref(), Some("nvme"));
+    assert_eq!(fs::read_to_string(machine.function().join("driver_override")).unwrap(), "\n");
+    machine.log.take();
+    let said = machine.run(give_back).unwrap();
+    assert!(said.contains("nothing to give back"), "{said}");
+    assert!(machine.log.borrow().is_empty());
+}
+
+#[test]
+fn a_controller_without_a_driver_is_taken_and_given() {
+    let machine = Machine::new();
+    fs::remove_file(machine.function().join("driver")).unwrap();
+    let said = machine.run(take).unwrap();
+    assert!(said.contains("no driver had it"), "{said}");
+    fs::remove_file(machine.function().join("driver")).unwrap();
+    machine.run(give_back).unwrap();
+    assert_eq!(machine.driver().as_deref(), Some("nvme"));
+}
+
+#[test]
+fn a_mounted_file_system_keeps_its_controller() {
+    for line in [
+        "30 1 259:1 / /home rw - ext4 /dev/disk/by-uuid/1234 rw\n",
+        // btrfs has numbers of its own.
+        "30 1 0:44 /@ /home rw - btrfs /dev/nvme0n1p1 rw\n",
+    ] {
+        let machine = Machine::new();
+        machine.file(&machine.places.proc.join("self/mountinfo"), line);
+        let refusal = machine.refusal();
+        assert!(refusal.contains("nvme0n1p1 is mounted at /home"), "{refusal}");
+    }
+}
+
+#[test]
+fn active_swap_keeps_its_controller() {
+    let machine = Machine::new();
+    let swaps = "Filename Type\n/dev/nvme0n1p2 partition 1 0 -2\n";
+    machine.file(&machine.places.proc.join("swaps"), swaps);
+    let refusal = machine.refusal();
+    assert!(refusal.contains("nvme0n1p2 is active swap space"), "{refusal}");
+}
+
+#[test]
+fn what_is_built_on_a_namespace_keeps_its_controller() {
+    let machine = Machine::new();
+    machine.file(&machine.places.block("nvme0n1p2").join("holders/dm-0"), "");
+    machine.file(&machine.places.block("dm-0").join("dm/name"), "vg-root\n");
+    machine.file(&machine.places.block("nvme0n1").join("holders/md127"), "");
+    let refusal = machine.refusal();
+    assert!(refusal.contains("nvme0n1p2 is part of dm-0 (vg-root)"), "{refusal}");
+    assert!(refusal.contains("nvme0n1 is part of md127"), "{refusal}");
+}
+
+#[test]
+fn a_path_of_a_multipath_namespace_counts_as_the_namespace() {
+    let machine = Machine::new();
+    let nvme = machine.function().join("nvme/nvme0");
+    fs::rename(nvme.join("nvme0n1"), nvme.join("nvme0c3n1")).unwrap();
+    let line = "30 1 259:0 / /data rw - xfs /dev/nvme0n1 rw\n";
+    machine.file(&machine.places.proc.join("self/mountinfo"), line);
+    let refusal = machine.refusal();
+    assert!(refusal.contains("nvme0n1 is mounted at /data"), "{refusal}");
+}
+
+#[test]
+fn what_is_no_nvme_controller_is_left_alone() {
+    let machine = Machine::new();
+    machine.file(&machine.function().join("class"), "0x060400\n");
+    let refusal = machine.refusal();
+    assert!(refusal.contains("060400h"), "{refusal}");
+    let nowhere: PciAddress = "0000:09:00.0".parse().unwrap();
+    let error = take(&machine.places, &machine, nowhere, &mut io::sink()).unwrap_err();
+    assert_eq!(exit::status(&error), exit::BAD_INPUT);
+}
+
+#[test]
+fn a_controller_that_vfio_does_not_take_goes_back() {
+    let machine = Machine { stubborn: true, ..Machine::new() };
+    let error = machine.run(take).unwrap_err();
+    assert!(error.to_string().contains("did not take it"), "{error:#}");
+    assert_eq!(machine.driver().as_deref(), Some("nvme"));
+}
+
+#[test]
+fn the_rest_of_the_group_is_named() {
+    let machine = Machine::new();
+    let other = machine.places.sys.join("bus/pci/devices/0000:01:00.1");
+    machine.file(&other.join("class"), "0x010601\n");
+    fs::create_dir_all(machine.places.driver("ahci")).unwrap();
+    symlink(machine.places.driver("ahci"), other.join("driver")).unwrap();
+    let group = machine.places.sys.join("kernel/iommu_groups/5/devices");
+    symlink(&other, group.join("0000:01:00.1")).unwrap();
+    let said = machine.run(take).unwrap();
+    assert!(said.contains("ahci has 0000:01:00.1 of the same IOMMU group"), "{said}");
+}
+
+#[test]
+fn a_target_is_taken_for_its_address() {
+    for text in ["01:00.0", ADDRESS, "nvme://0000:01:00.0", "nvme://0000:01:00.0/1"] {
+        assert_eq!(parse_address(text).unwrap(), address(), "{text}");
+    }
+    assert!(parse_address("/dev/nvme0").is_err());
+}

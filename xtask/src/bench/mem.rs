@@ -1,0 +1,119 @@
+//! The suite `mem`: how close a memory disk comes to the memory.
+
+use anyhow::Result;
+use serde_json::{Value, json};
+
+use super::format::{bandwidth, count, percent, size, time};
+use super::memcpy::Memory;
+use super::ours::Load;
+use super::plot::{Line, Plot};
+use super::samples::{Rounds, Samples};
+use super::{Bench, Table};
+
+const SIZES: [u32; 4] = [4 << 10, 64 << 10, 128 << 10, 1 << 20];
+const DEPTHS: [u32; 2] = [1, 32];
+
+/// One condition, and what was found.
+struct Case {
+    bs: u32,
+    depth: u32,
+    write: bool,
+    ours: Rounds,
+    memcpy: Samples,
+    /// Ours in percent of memcpy, in each round.
+    share: Samples,
+}
+
+pub(super) fn run(bench: &Bench) -> Result<Vec<Table>> {
+    // Several times what the caches hold, where that is not a quick look.
+    let mebibytes: usize = if bench.quick { 64 } else { 256 };
+    let disk = format!("mem:{mebibytes}MiB");
+    let mut memory = Memory::new(mebibytes << 20);
+    let mut cases = Vec::new();
+    for write in [false, true] {
+        for depth in DEPTHS {
+            for bs in bench.some(&SIZES) {
+                let (ours, memcpy, share) = Default::default();
+                cases.push(Case { bs, depth, write, ours, memcpy, share });
+            }
+        }
+    }
+    for _ in 0..bench.rounds {
+        for case in &mut cases {
+            let (block, buffers) = (case.bs as usize, case.depth as usize);
+            let copied = memory.copy(bench.cpus[0], block, buffers, case.write, bench.time / 2)?;
+            let row = case.load(&disk).measure(bench)?;
+            let moved = row.get("bandwidth_bytes").and_then(Value::as_f64).unwrap_or_default();
+            case.memcpy.push(copied);
+            case.share.push(moved / copied * 100.0);
+            case.ours.push(row);
+        }
+    }
+    let mut table = Table {
+        title: format!("Memory disk of {mebibytes} MiB, both sides polling, next to memcpy"),
+        head: vec!["rw", "bs", "iodepth", "bandwidth", "memcpy", "of memcpy", "IOPS", "p50", "p99"],
+        ..Table::default()
+    };
+    for case in &cases {
+        let [copied_min, copied, copied_max] = case.memcpy.point();
+        let mut row = case.ours.row("mem");
+        if let Some(fields) = row.as_object_mut() {
+            fields.insert("memcpy_bytes".into(), json!(copied));
+            fields.insert("memcpy_percent".into(), json!(case.share.median()));
+        }
+        let block = f64::from(case.bs);
+        table.json.push(row);
+        table.json.push(json!({
+            "table": "mem", "device": "memcpy", "rw": case.rw(), "bs": case.bs,
+            "iodepth": case.depth, "numjobs": 1, "iops": copied / block,
+            "iops_min": copied_min / block, "iops_max": copied_max / block,
+            "bandwidth_bytes": copied, "rounds": bench.rounds,
+        }));
+        table.rows.push(vec![
+            case.rw().into(),
+            size(case.bs),
+            case.depth.to_string(),
+            bandwidth(case.ours.median("bandwidth_bytes")),
+            bandwidth(copied),
+            percent(case.share.median()),
+            count(case.ours.median("iops")),
+            time(case.ours.median("latency_ns/p50")),
+            time(case.ours.median("latency_ns/p99")),
+        ]);
+    }
+    table.plots = [false, true].map(|write| plot(&cases, write)).to_vec();
+    Ok(vec![table])
+}
+
+impl Case {
+    fn rw(&self) -> &'static str {
+        if self.write { "randwrite" } else { "randread" }
+    }
+
+    fn load<'a>(&self, disk: &'a str) -> Load<'a> {
+        Load { disk, rw: self.rw(), bs: self.bs, depth: self.depth, fill: true, ..Load::default() }
+    }
+}
+
+fn plot(cases: &[Case], write: bool) -> Plot {
+    let of = |depth: u32| cases.iter().filter(move |c| c.write == write && c.depth == depth);
+    let mut lines = Vec::new();
+    for depth in DEPTHS {
+        let points = |figure: &dyn Fn(&Case) -> Samples| {
+            of(depth).map(|case| Some(figure(case).point())).collect()
+        };
+        let ours = points(&|case| case.ours.samples("bandwidth_bytes"));
+        let memcpy = points(&|case| case.memcpy.clone());
+        lines.push(Line { name: format!("memcpy, {depth} buffers"), points: memcpy });
+        lines.push(Line { name: format!("shadowbell, iodepth {depth}"), points: ours });
+    }
+    let what = if write { "write" } else { "read" };
+    Plot {
+        name: format!("mem-{what}"),
+        title: format!("Memory disk, random {what}"),
+        x: "bytes in each I/O".into(),
+        y: "bytes a second".into(),
+        ticks: of(DEPTHS[0]).map(|case| size(case.bs)).collect(),
+        lines,
+    }
+}

@@ -1,0 +1,233 @@
+//! The suite `sleep`: what it costs to sleep, and what it saves.
+
+use anyhow::Result;
+use serde_json::{Value, json};
+
+use super::format::{count, per_io, percent, time};
+use super::ours::{Load, Waiting};
+use super::plot::{Line, Plot};
+use super::samples::{Rounds, Samples};
+use super::{Bench, Table, machine, syscalls};
+
+const DEPTHS: [u32; 3] = [1, 8, 32];
+const RATES: [u64; 3] = [10_000, 50_000, 200_000];
+const WAITING: [Waiting; 3] = [Waiting::Polling, Waiting::Adaptive, Waiting::Sleeping];
+
+pub(super) fn run(bench: &Bench) -> Result<Vec<Table>> {
+    Ok(vec![sleeping(bench)?, paced(bench)?])
+}
+
+/// As many I/Os as go, by how both sides wait.
+fn sleeping(bench: &Bench) -> Result<Table> {
+    let mut cases: Vec<(u32, Waiting, Rounds)> = Vec::new();
+    for depth in bench.some(&DEPTHS) {
+        cases.extend(WAITING.map(|waiting| (depth, waiting, Rounds::default())));
+    }
+    let load = |depth, waiting| Load { depth, waiting, ..Load::default() };
+    for _ in 0..bench.rounds {
+        for (depth, waiting, rounds) in &mut cases {
+            rounds.push(load(*depth, *waiting).measure(bench)?);
+        }
+    }
+    let mut table = Table {
+        title: "Null disk, 4 KiB random read, by how both sides wait".into(),
+        head: vec![
+            "iodepth",
+            "waiting",
+            "IOPS",
+            "p50",
+            "p99",
+            "MMIO/IO",
+            "interrupts/IO",
+            "syscalls/IO",
+            "driver",
+            "controller",
+        ],
+        ..Table::default()
+    };
+    let counts = machine::need("strace", "strace", !bench.quick);
+    if let Err(why) = &counts {
+        table.notes.push(format!("System calls were not counted: {why}."));
+    }
+    for (depth, waiting, rounds) in &cases {
+        let calls = match counts {
+            Ok(()) => Some(syscalls::count(bench, &load(*depth, *waiting))?),
+            Err(_) => None,
+        };
+        let mut row = rounds.row("sleep");
+        if let Some(fields) = row.as_object_mut() {
+            fields.insert("syscalls_per_io".into(), json!(calls.map(|c| c.driver)));
+            fields.insert("controller_syscalls_per_io".into(), json!(calls.map(|c| c.controller)));
+        }
+        table.rows.push(vec![
+            depth.to_string(),
+            waiting.name().into(),
+            count(rounds.median("iops")),
+            time(rounds.median("latency_ns/p50")),
+            time(rounds.median("latency_ns/p99")),
+            per_io(row.get("mmio_per_io").and_then(Value::as_f64).unwrap_or_default()),
+            per_io(rounds.median("interrupts_per_io")),
+            calls
+                .map_or("-".into(), |c| format!("{} + {}", per_io(c.driver), per_io(c.controller))),
+            percent(rounds.median("cpu_percent")),
+            percent(rounds.median("controller_cpu_percent")),
+        ]);
+        table.json.push(row);
+    }
+    let depths = bench.some(&DEPTHS);
+    table.plots.push(plot(
+        "sleep",
+        "Null disk, 4 KiB random read",
+        "iodepth",
+        "IOPS",
+        &depths,
+        |depth, waiting| {
+            let case = cases.iter().find(|(d, w, _)| *d == depth && *w == waiting);
+            case.map(|(_, _, rounds)| rounds.samples("iops"))
+        },
+    ));
+    Ok(table)
+}
+
+/// A load that is offered at a rate: latency from when each I/O was due, and what it took.
+fn paced(bench: &Bench) -> Result<Table> {
+    let rates = bench.some(&RATES);
+    let mut cases: Vec<(u64, [Rounds; 3])> =
+        rates.iter().map(|rate| (*rate, Default::default())).collect();
+    for _ in 0..bench.rounds {
+        for (rate, rounds) in &mut cases {
+            for (waiting, rounds) in WAITING.into_iter().zip(rounds) {
+                let load = Load { depth: 32, waiting, rate: Some(*rate), ..Load::default() };
+                rounds.push(load.measure(bench)?);
+            }
+        }
+    }
+    let mut table = Table {
+        title: "A paced load of 4 KiB random reads, null disk".into(),
+        head: vec![
+            "offered",
+            "waiting",
+            "IOPS",
+            "p50",
+            "p99",
+            "p99.9",
+            "driver",
+            "controller",
+            "benefit",
+            "of the CPU",
+        ],
+        ..Table::default()
+    };
+    for (rate, rounds) in &cases {
+        let [polling, adaptive, sleeping] = rounds.each_ref();
+        let (benefit, share) = gain(polling, adaptive, sleeping);
+        for (waiting, rounds) in WAITING.into_iter().zip(rounds) {
+            let is_adaptive = waiting == Waiting::Adaptive;
+            let mut row = rounds.row("paced");
+            if let Some(fields) = row.as_object_mut()
+                && is_adaptive
+            {
+                fields.insert("latency_benefit_percent".into(), json!(benefit));
+                fields.insert("cpu_of_polling_percent".into(), json!(share));
+            }
+            let shown = |value: Option<f64>| match value {
+                Some(value) if is_adaptive => percent(value),
+                _ => "-".into(),
+            };
+            table.rows.push(vec![
+                count(*rate as f64),
+                waiting.name().into(),
+                count(rounds.median("iops")),
+                time(rounds.median("latency_ns/p50")),
+                time(rounds.median("latency_ns/p99")),
+                time(rounds.median("latency_ns/p999")),
+                percent(rounds.median("cpu_percent")),
+                percent(rounds.median("controller_cpu_percent")),
+                shown(benefit),
+                shown(Some(share)),
+            ]);
+            table.json.push(row);
+        }
+    }
+    table.notes.push(
+        "benefit: how much of the p50 that polling gains over sleeping; of the CPU: for how much of \
+         the processor time of polling, both sides together."
+            .into(),
+    );
+    for (name, figure, what) in [
+        ("paced-latency", "latency_ns/p50", "p50 in nanoseconds"),
+        ("paced-cpu", "controller_cpu_percent", "controller's processor time in percent"),
+    ] {
+        let title = "A paced load of 4 KiB random reads";
+        table.plots.push(plot(
+            name,
+            title,
+            "I/Os offered a second",
+            what,
+            &rates,
+            |rate, waiting| {
+                let (_, rounds) = cases.iter().find(|(r, _)| *r == rate)?;
+                let index = WAITING.iter().position(|w| *w == waiting)?;
+                Some(rounds.get(index)?.samples(figure))
+            },
+        ));
+    }
+    Ok(table)
+}
+
+/// How much of polling's gain in p50 over sleeping the adaptive way has, and at how much of its
+/// processor time, in percent. No gain where polling has none.
+fn gain(polling: &Rounds, adaptive: &Rounds, sleeping: &Rounds) -> (Option<f64>, f64) {
+    let p50 = |rounds: &Rounds| rounds.median("latency_ns/p50");
+    let cpu =
+        |rounds: &Rounds| rounds.median("cpu_percent") + rounds.median("controller_cpu_percent");
+    let most = p50(sleeping) - p50(polling);
+    let benefit = (most > 0.0).then(|| (p50(sleeping) - p50(adaptive)) / most * 100.0);
+    (benefit, cpu(adaptive) / cpu(polling) * 100.0)
+}
+
+fn plot<T: Copy + ToString>(
+    name: &str,
+    title: &str,
+    x: &str,
+    y: &str,
+    conditions: &[T],
+    figure: impl Fn(T, Waiting) -> Option<Samples>,
+) -> Plot {
+    let line = |waiting: Waiting| Line {
+        name: waiting.name().to_owned(),
+        points: conditions
+            .iter()
+            .map(|condition| figure(*condition, waiting).map(|samples| samples.point()))
+            .collect(),
+    };
+    Plot {
+        name: name.to_owned(),
+        title: title.to_owned(),
+        x: x.to_owned(),
+        y: y.to_owned(),
+        ticks: conditions.iter().map(ToString::to_string).collect(),
+        lines: WAITING.map(line).to_vec(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_adapting_gains_is_between_the_others() {
+        let rounds = |p50: u64, driver: f64, controller: f64| {
+            let mut rounds = Rounds::default();
+            rounds.push(json!({
+                "latency_ns": { "p50": p50 }, "cpu_percent": driver,
+                "controller_cpu_percent": controller,
+            }));
+            rounds
+        };
+        let (polling, sleeping) = (rounds(1000, 100.0, 100.0), rounds(21_000, 10.0, 20.0));
+        let (benefit, share) = gain(&polling, &rounds(2000, 30.0, 40.0), &sleeping);
+        assert_eq!((benefit, share), (Some(95.0), 35.0));
+        assert_eq!(gain(&sleeping, &polling, &polling).0, None);
+    }
+}

@@ -1,0 +1,335 @@
+//! The wire limit: the most that two processors of this machine can say to each other.
+//!
+//! Two pinned threads pass entries of 64 bytes one way and of 16 bytes back, through rings that
+//! both see, by the rules of an NVMe queue pair with shadow doorbells: entries are written whole, a
+//! tail word is stored when there are more of them, the other side takes what there is up to a
+//! burst, writes its answers together, and marks each with a phase bit, last. There is no command
+//! in the entries, nothing is looked up, and no data moves. What is left is what cache lines cost
+//! on their way, and a queue pair can not be faster than that.
+//!
+//! Whether it pays to tell of each entry at once or of all that are there depends on the depth and
+//! on the machine. Both are measured, and the limit is what the better one reaches.
+
+use std::hint::spin_loop;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+use rustix::thread::{CpuSet, sched_setaffinity};
+
+/// Entries of each ring: more than are ever in flight, so that none can overflow.
+const RING: u32 = 256;
+/// The most entries that the answering side takes at once.
+const BURST: u32 = 32;
+/// Answers in a cache line.
+const LINE: u32 = 4;
+/// How long to run before measuring.
+const RAMP: Duration = Duration::from_millis(20);
+/// Words of an entry are a number and their place in it, so that a mix of two is found.
+const PLACES: u64 = 28 << 56;
+
+/// A submission: a cache line.
+#[repr(align(64))]
+#[derive(Default)]
+struct Entry([AtomicU64; 8]);
+
+/// Answers: a cache line of them.
+#[repr(align(64))]
+#[derive(Default)]
+struct Answers([[AtomicU64; 2]; LINE as usize]);
+
+/// A word that does not share its line, nor the one that the hardware fetches with it.
+#[repr(align(128))]
+#[derive(Default)]
+struct Alone<T>(T);
+
+/// What both threads see.
+struct Wire {
+    entries: Box<[Entry; RING as usize]>,
+    answers: Box<[Answers; (RING / LINE) as usize]>,
+    tail: Alone<AtomicU32>,
+    over: Alone<AtomicBool>,
+}
+
+/// When the asking side tells of new entries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Tell {
+    /// Of each at once.
+    Each,
+    /// Of all that took the places of the answers found in one look.
+    Batch,
+}
+
+impl Wire {
+    fn new() -> Result<Self> {
+        let entries: Box<[Entry]> = (0..RING).map(|_| Entry::default()).collect();
+        let answers: Box<[Answers]> = (0..RING / LINE).map(|_| Answers::default()).collect();
+        Ok(Self {
+            entries: entries.try_into().map_err(|_| anyhow!("a ring of another size"))?,
+            answers: answers.try_into().map_err(|_| anyhow!("a ring of another size"))?,
+            tail: Alone::default(),
+            over: Alone::default(),
+        })
+    }
+
+    fn answer(&self, position: u32) -> &[AtomicU64; 2] {
+        let place = position % RING;
+        &self.answers[(place / LINE) as usize].0[(place % LINE) as usize]
+    }
+
+    /// The bit that marks an answer at this position as new.
+    fn phase(position: u32) -> u64 {
+        u64::from((position / RING).is_multiple_of(2))
+    }
+
+    #[inline(always)]
+    fn submit(&self, tail: &mut u32, sequence: &mut u64) {
+        let entry = &self.entries[(*tail % RING) as usize];
+        for (place, word) in (0u64..).zip(&entry.0) {
+            word.store(*sequence | place << 56, Ordering::Relaxed);
+        }
+        *sequence += 1;
+        *tail = tail.wrapping_add(1);
+    }
+
+    /// Keeps `depth` entries in flight for `time`; how many answers came in a second.
+    fn ask(&self, depth: u32, tell: Tell, time: Duration) -> Result<f64> {
+        let (mut tail, mut head) = (0u32, 0u32);
+        let (mut sequence, mut answered) = (0u64, 0u64);
+        for _ in 0..depth {
+            self.submit(&mut tail, &mut sequence);
+        }
+        self.tail.0.store(tail, Ordering::Release);
+        let started = Instant::now();
+        let mut measured: Option<(Instant, u64)> = None;
+        let mut turns = 0u32;
+        loop {
+            let mut found = 0;
+            while found < depth {
+                let answer = self.answer(head);
+                if answer[1].load(Ordering::Acquire) & 1 != Self::phase(head) {
+                    break;
+                }
+                // Every word of every entry arrived, and in order.
+                let sum = answer[0].load(Ordering::Relaxed);
+                if sum != (answered * 8).wrapping_add(PLACES) {
+                    bail!("answer {answered} is to something else");
+                }
+                answered += 1;
+                found += 1;
+                head = head.wrapping_add(1);
+                if tell == Tell::Each {
+                    self.submit(&mut tail, &mut sequence);
+                    self.tail.0.store(tail, Ordering::Release);
+                }
+            }
+            if found == 0 {
+                spin_loop();
+            } else if tell == Tell::Batch {
+                for _ in 0..found {
+                    self.submit(&mut tail, &mut sequence);
+                }
+                self.tail.0.store(tail, Ordering::Release);
+            }
+            turns = turns.wrapping_add(1);
+            if turns.is_multiple_of(1024) {
+                if self.over.0.load(Ordering::Relaxed) {
+                    bail!("nobody answers");
+                }
+                let now = Instant::now();
+                match measured {
+                    None if now - started >= RAMP => measured = Some((now, answered)),
+                    // Where the other side has no processor of its own it may have done nothing yet.
+                    Some((since, before))
+                        if now - since >= time && answered - before >= u64::from(RING) =>
+                    {
+                        return Ok((answered - before) as f64 / (now - since).as_secs_f64());
+                    }
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    /// Answers until it is over.
+    fn serve(&self) {
+        let mut head = 0u32;
+        let mut idle = 0u32;
+        let mut sums = [0u64; BURST as usize];
+        loop {
+            let ready = self.tail.0.load(Ordering::Acquire).wrapping_sub(head);
+            if ready == 0 {
+                spin_loop();
+                idle = idle.wrapping_add(1);
+                if idle.is_multiple_of(256) && self.over.0.load(Ordering::Relaxed) {
+                    return;
+                }
+                continue;
+            }
+            let count = ready.min(BURST);
+            for (n, sum) in (0..count).zip(&mut sums) {
+                let entry = &self.entries[(head.wrapping_add(n) % RING) as usize];
+                let words = entry.0.iter().map(|word| word.load(Ordering::Relaxed));
+                *sum = words.fold(0, u64::wrapping_add);
+            }
+            for (n, sum) in (0..count).zip(&sums) {
+                let position = head.wrapping_add(n);
+                let answer = self.answer(position);
+                answer[0].store(*sum, Ordering::Relaxed);
+                let status = u64::from(position) << 32 | Self::phase(position);
+                answer[1].store(status, Ordering::Release);
+            }
+            head = head.wrapping_add(count);
+        }
+    }
+}
+
+/// Entries a second at this depth, between two processors.
+pub(super) fn limit(cpus: [usize; 2], depth: u32, tell: Tell, time: Duration) -> Result<f64> {
+    if depth == 0 || depth >= RING {
+        bail!("the wire takes 1 to {} entries at once, not {depth}", RING - 1);
+    }
+    let wire = Wire::new()?;
+    pair(
+        cpus,
+        &wire.over.0,
+        || wire.serve(),
+        || {
+            let rate = wire.ask(depth, tell, time);
+            wire.over.0.store(true, Ordering::Relaxed);
+            rate
+        },
+    )?
+}
+
+/// The better of the two ways to tell.
+pub(super) fn best(cpus: [usize; 2], depth: u32, time: Duration) -> Result<(f64, Tell)> {
+    let each = limit(cpus, depth, Tell::Each, time)?;
+    let batch = limit(cpus, depth, Tell::Batch, time)?;
+    Ok(if each > batch { (each, Tell::Each) } else { (batch, Tell::Batch) })
+}
+
+/// Nanoseconds that a word takes from one processor to the other: half of the time in which it
+/// goes there and another one comes back.
+pub(super) fn line_time(cpus: [usize; 2], rounds: u32) -> Result<f64> {
+    let words: [Alone<AtomicU32>; 2] = Default::default();
+    let over = AtomicBool::new(false);
+    let wait = |word: &AtomicU32, value: u32| {
+        while word.load(Ordering::Acquire) != value {
+            if over.load(Ordering::Relaxed) {
+                return false;
+            }
+        }
+        true
+    };
+    pair(
+        cpus,
+        &over,
+        || {
+            for n in 1..=rounds {
+                if !wait(&words[0].0, n) {
+                    return;
+                }
+                words[1].0.store(n, Ordering::Release);
+            }
+        },
+        || {
+            let began = Instant::now();
+            for n in 1..=rounds {
+                words[0].0.store(n, Ordering::Release);
+                if !wait(&words[1].0, n) {
+                    break;
+                }
+            }
+            began.elapsed().as_secs_f64() * 1e9 / f64::from(rounds) / 2.0
+        },
+    )
+}
+
+/// Runs one function on each processor, and gives what the second returns. `over` ends the other if
+/// one can not start.
+fn pair<T: Send>(
+    cpus: [usize; 2],
+    over: &AtomicBool,
+    first: impl FnOnce() + Send,
+    second: impl FnOnce() -> T + Send,
+) -> Result<T> {
+    let start = |cpu| {
+        let pinned = pin(cpu);
+        if pinned.is_err() {
+            over.store(true, Ordering::Relaxed);
+        }
+        pinned
+    };
+    thread::scope(|scope| {
+        let first = scope.spawn(move || start(cpus[0]).map(|()| first()));
+        let second = scope.spawn(move || start(cpus[1]).map(|()| second()));
+        let result = second.join().map_err(|_| anyhow!("the asking thread panicked"))?;
+        if result.is_err() {
+            over.store(true, Ordering::Relaxed);
+        }
+        first.join().map_err(|_| anyhow!("the answering thread panicked"))??;
+        result
+    })
+}
+
+/// Has the calling thread run on this processor alone.
+pub(super) fn pin(cpu: usize) -> Result<()> {
+    let mut set = CpuSet::new();
+    if cpu >= CpuSet::MAX_CPU {
+        bail!("there is no processor {cpu}");
+    }
+    set.set(cpu);
+    sched_setaffinity(None, &set).with_context(|| format!("running on processor {cpu}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two processors that this process may use, or one twice.
+    fn processors() -> [usize; 2] {
+        let mine = rustix::thread::sched_getaffinity(None).unwrap();
+        let mut list = (0..CpuSet::MAX_CPU).filter(|cpu| mine.is_set(*cpu));
+        let first = list.next().unwrap();
+        [first, list.next().unwrap_or(first)]
+    }
+
+    #[test]
+    fn all_entries_arrive_in_order_at_any_depth() {
+        // The rate tells nothing here; that every word was there is checked for each entry, many
+        // times around the rings.
+        for depth in [1, 3, 32, 33, 128, RING - 1] {
+            for tell in [Tell::Each, Tell::Batch] {
+                let rate = limit(processors(), depth, tell, Duration::from_millis(20)).unwrap();
+                assert!(rate > 0.0, "{depth} {tell:?}: {rate}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_torn_entry_is_found() {
+        let wire = Wire::new().unwrap();
+        let (mut tail, mut sequence) = (0, 0);
+        wire.submit(&mut tail, &mut sequence);
+        wire.tail.0.store(tail, Ordering::Release);
+        wire.entries[0].0[5].store(7 << 56, Ordering::Relaxed);
+        thread::scope(|scope| {
+            scope.spawn(|| wire.serve());
+            while wire.answer(0)[1].load(Ordering::Acquire) & 1 == 0 {}
+            wire.over.0.store(true, Ordering::Relaxed);
+        });
+        assert_ne!(wire.answer(0)[0].load(Ordering::Relaxed), PLACES);
+    }
+
+    #[test]
+    fn what_can_not_be_is_refused() {
+        let time = Duration::from_millis(1);
+        assert!(limit(processors(), 0, Tell::Each, time).is_err());
+        assert!(limit(processors(), RING, Tell::Each, time).is_err());
+        assert!(limit([CpuSet::MAX_CPU, 0], 1, Tell::Each, time).is_err());
+        assert!(limit([0, CpuSet::MAX_CPU], 1, Tell::Each, time).is_err());
+        assert!(line_time(processors(), 100).unwrap() > 0.0);
+    }
+}

@@ -1,0 +1,152 @@
+//! `cargo xtask bench --quick`: that every suite works, and what can be counted. Times are for a
+//! machine that does nothing else.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+/// The program, built as the tests are.
+fn shadowbell() -> PathBuf {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let output = Command::new(cargo)
+        .args(["build", "--package", "shadowbell", "--bin", "shadowbell"])
+        .arg("--message-format=json-render-diagnostics")
+        .current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."))
+        .stderr(Stdio::inherit())
+        .output()
+        .unwrap();
+    assert!(output.status.success());
+    String::from_utf8_lossy(&output.stdout)
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line).ok())
+        .filter(|message| message["target"]["name"] == "shadowbell")
+        .find_map(|message| Some(PathBuf::from(message["executable"].as_str()?)))
+        .unwrap()
+}
+
+fn bench(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_xtask")).arg("bench").args(arguments).output().unwrap()
+}
+
+/// Two processors that this process may use, as an argument.
+fn processors() -> Option<[String; 2]> {
+    let mine = rustix::thread::sched_getaffinity(None).unwrap();
+    let mut list = (0..rustix::thread::CpuSet::MAX_CPU).filter(|cpu| mine.is_set(*cpu));
+    Some([list.next()?.to_string(), list.next()?.to_string()])
+}
+
+fn number(row: &Value, name: &str) -> f64 {
+    row[name].as_f64().unwrap_or_else(|| panic!("{name}: {row}"))
+}
+
+#[test]
+fn every_suite_works_and_counts() {
+    let Some(cpus) = processors() else {
+        eprintln!("one processor alone has nobody to talk to");
+        return;
+    };
+    let (program, cpus) = (shadowbell(), cpus.join(","));
+    let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).to_str().unwrap();
+    let output = bench(&[
+        "wire",
+        "null",
+        "mem",
+        "file",
+        "sleep",
+        "growth",
+        "--quick",
+        "--json",
+        "--cpus",
+        &cpus,
+        "--directory",
+        directory,
+        "--shadowbell",
+        program.to_str().unwrap(),
+    ]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    let complaints = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{text}{complaints}");
+    let report: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+    let rows = report["rows"].as_array().unwrap();
+    let of = |table: &str, device: &str| {
+        let found: Vec<&Value> =
+            rows.iter().filter(|row| row["table"] == table && row["device"] == device).collect();
+        assert!(!found.is_empty(), "{table} {device}: {text}");
+        found
+    };
+    let ours = |table: &str| of(table, "shadowbell");
+    for row in of("wire", "wire") {
+        assert!(number(row, "iops") > 0.0 && number(row, "line_ns") > 0.0, "{row}");
+    }
+    for table in ["null", "mem", "file", "sleep", "paced", "growth-queues"] {
+        for row in ours(table) {
+            for name in ["iops", "iops_min", "iops_max", "commands", "bandwidth_bytes", "seconds"] {
+                assert!(number(row, name) > 0.0, "{name}: {row}");
+            }
+            for name in ["cpu_ns_per_io", "controller_cpu_ns_per_io", "interrupts_per_io"] {
+                assert!(number(row, name) >= 0.0, "{name}: {row}");
+            }
+            assert!(row["latency_ns"]["p50"].is_number() && row["rounds"] == 1, "{row}");
+            assert_eq!(row["doorbells"], "shadow");
+        }
+    }
+    // Both sides poll: nobody is interrupted, and no doorbell is rung but the first ones of a queue
+    // pair, while nobody knows yet that its shadow is looked at. (The disk was filled through
+    // another one.)
+    for row in [ours("null"), ours("mem")].concat() {
+        assert!(number(row, "doorbell_mmio_writes") <= 4.0, "{row}");
+        assert!(number(row, "controller_mmio_writes") <= 8.0, "{row}");
+        assert_eq!(row["interrupts_per_io"], 0.0, "{row}");
+    }
+    for row in ours("null") {
+        assert!(number(row, "wire_iops") > 0.0 && number(row, "wire_percent") > 0.0, "{row}");
+    }
+    for row in ours("mem") {
+        assert!(number(row, "memcpy_bytes") > 0.0 && number(row, "memcpy_percent") > 0.0, "{row}");
+    }
+    for row in ours("sleep") {
+        // A doorbell and an interrupt for each I/O at most, and with many in flight far fewer.
+        let most = if number(row, "iodepth") > 1.0 { 0.5 } else { 1.01 };
+        assert!(number(row, "mmio_per_io") <= most, "{row}");
+        assert!(number(row, "interrupts_per_io") <= most, "{row}");
+    }
+    let adaptive: Vec<_> =
+        ours("paced").into_iter().filter(|row| row["poll"] == "adaptive").collect();
+    assert_eq!(adaptive.len(), 2);
+    assert!(adaptive.iter().all(|row| row["cpu_of_polling_percent"].is_number()));
+    for row in ours("growth-controllers") {
+        assert!(number(row, "memory_bytes") > 0.0, "{row}");
+        if number(row, "controllers") > 1.0 {
+            assert!(number(row, "memory_bytes_per_controller") < 96.0 * 1024.0, "{row}");
+        }
+    }
+    assert!(number(ours("growth-queue-memory")[0], "memory_bytes_per_queue") < 16.0 * 1024.0);
+    // A plot for each table, and the image is gone.
+    for plot in ["wire", "null", "mem-read", "file-randread", "sleep", "paced-cpu"] {
+        assert!(text.contains(&format!("{plot}.svg")), "{plot}: {text}");
+    }
+    let left = std::fs::read_dir(directory).unwrap().flatten();
+    let images = left.filter(|entry| entry.path().extension().is_some_and(|name| name == "img"));
+    assert_eq!(images.count(), 0);
+}
+
+#[test]
+fn what_can_not_be_is_refused_with_the_reason() {
+    for (arguments, words) in [
+        (&["wire", "--check"][..], "`instructions`"),
+        (&["wire", "--cpus", "0,0"], "both sides on one"),
+        (&["wire", "--cpus", "0,1,2"], "two processors"),
+        (&["null", "--shadowbell", "/nowhere/shadowbell"], "/nowhere/shadowbell"),
+        (&["instructions", "--check", "--record"], "--record"),
+        (&["wire", "--quick", "--rounds", "3"], "--rounds"),
+        (&["wire", "--quick", "--cpus", "0,1000000"], "1000000"),
+        (&["speed"], "speed"),
+    ] {
+        let output = bench(arguments);
+        assert!(!output.status.success(), "{arguments:?}");
+        let text = String::from_utf8_lossy(&output.stdout).into_owned()
+            + &String::from_utf8_lossy(&output.stderr);
+        assert!(text.contains(words), "{arguments:?}: {text}");
+    }
+}
