@@ -7,6 +7,7 @@ use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use guest::Kernel;
 
+use crate::bench;
 use crate::report::Report;
 use crate::suites::{Lab, Subject, Suite};
 use crate::workspace::{cargo, root};
@@ -28,6 +29,11 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
     step(report, "cargo test", cargo().args(["test", "--workspace", "--no-fail-fast"]));
     loom_models(report);
     if with_guest {
+        // Needs valgrind, which is installed as what the guest needs is.
+        report.begin("instructions");
+        report.check("an I/O costs no more instructions than recorded", |_| {
+            bench::check_instructions()
+        });
         report.begin("guest");
         let lab = report.check("what the guest needs is here", |_| {
             let mut lab = Lab::new(Subject::Shadowbell, None, &Kernel::ALL)?;

@@ -183,8 +183,9 @@ fn controllers(bench: &Bench) -> Result<Table> {
     let per_queue = more / f64::from(MANY_QUEUES - 1);
     let pages = wide.attached.shared as f64 - first.attached.shared as f64;
     table.notes.push(format!(
-        "A queue pair more takes {} of the server's memory; the queues' own pages, which are the \
-         client's, {} each. Light load: {LIGHT} reads a second from each controller.",
+        "A queue pair more takes {} of the server's memory, and while it is idle the server touches \
+         {} of its pages, which are the client's. Light load: {LIGHT} reads a second from each \
+         controller.",
         bytes(per_queue),
         bytes(pages / f64::from(MANY_QUEUES - 1)),
     ));
