@@ -25,8 +25,10 @@ pub struct Row {
     pub numjobs: u32,
     /// Threads that the jobs were spread over.
     pub threads: u32,
-    /// I/Os for which a doorbell was rung at once, at most; 0 if as many as there were.
-    pub iodepth_batch: u32,
+    /// I/Os for which a doorbell was rung at once, at most; 0 if as many as there were, and nothing
+    /// if the driver chose.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub iodepth_batch: Option<u32>,
     /// I/Os a second.
     pub iops: f64,
     /// Bytes a second.

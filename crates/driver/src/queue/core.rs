@@ -12,6 +12,11 @@ use memory::Ring;
 use spec::{Cqe, Sqe, Status};
 use std::sync::Arc;
 
+/// The controller has to be told of commands when they are this part of what it was told of.
+const UNTOLD_PART: u32 = 4;
+/// Or so many.
+const UNTOLD_MOST: u32 = 16;
+
 /// A command that was submitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Token {
@@ -271,6 +276,19 @@ impl Core {
             }
         }
         self.release_if_short()
+    }
+
+    /// Tells the controller, if it has little else to do or if it is worth it by now.
+    #[inline]
+    pub(crate) fn ring_in_time(&mut self) -> Result<bool, QueueError> {
+        let untold = self.sq_size.distance(self.sq_published, self.sq_tail);
+        let told = self.outstanding() as u32 - untold.min(self.outstanding() as u32);
+        if untold >= (told / UNTOLD_PART).min(UNTOLD_MOST) && untold != 0 {
+            self.ring()?;
+            return Ok(true);
+        }
+        self.release_if_short()?;
+        Ok(untold == 0)
     }
 
     /// Tells the controller how far the completion queue was consumed.

@@ -131,6 +131,25 @@ impl QueuePair {
         self.core.ring()
     }
 
+    /// Tells the controller of what was submitted so far, if it is time: at once as long as it has
+    /// little to do, and of several commands at a time while it has enough. Whether it knows of all
+    /// now; if not, [`ring`](Self::ring) has to be called before the program turns to something else,
+    /// or when there are no completions left to take.
+    ///
+    /// What a doorbell costs, even one that is only a store to memory that the controller looks at,
+    /// is the same for one command and for sixteen. A short queue can not wait for the next command
+    /// and a long one does not have to: the controller always has three quarters of it to work on.
+    ///
+    /// # Errors
+    /// As [`ring`](Self::ring).
+    #[inline]
+    pub fn ring_in_time(&mut self) -> Result<bool, QueueError> {
+        if !self.shared.is_live() {
+            return Err(QueueError::Detached { qid: self.qid() });
+        }
+        self.core.ring_in_time()
+    }
+
     /// The next completion, if there is one. After the last, call [`ring`](Self::ring) or
     /// [`settle`](Self::settle): the controller might wait for room.
     #[inline]

@@ -449,3 +449,25 @@ fn a_detached_controller_takes_nothing_more() {
     assert!(matches!(queue.ring(), Err(QueueError::Detached { qid: 1 })));
     assert!(queue.wait(None).is_err());
 }
+
+#[test]
+fn a_long_queue_is_rung_for_several_commands_at_a_time() {
+    let fake = Fake::new();
+    let (controller, mut queue) = one_queue(&fake, &options());
+    fake.with(|state| state.hold = true);
+    let flush = controller.namespace(1).unwrap().flush();
+    let mut told = Vec::new();
+    for _ in 0..15 {
+        queue.submit(flush, None).unwrap();
+        told.push(queue.ring_in_time().unwrap());
+    }
+    // Each at once while one is a quarter of what the controller knows of; from there on two at a
+    // time, then three.
+    assert_eq!(told[..8], [true; 8]);
+    assert_eq!(told[8..], [false, true, false, true, false, false, true]);
+    assert_eq!(queue.stats().batches, 11);
+    queue.submit(flush, None).unwrap_err();
+    queue.ring().unwrap();
+    assert!(queue.ring_in_time().unwrap(), "it knows of all");
+    assert_eq!(queue.stats().batches, 11);
+}

@@ -29,8 +29,9 @@ pub struct Args {
     #[arg(long, default_value_t = 32)]
     pub iodepth: u32,
     /// Ring for so many I/Os at once, at most; 0 for as many as there are
-    #[arg(long, alias = "iodepth_batch", default_value_t = 1, value_name = "N")]
-    pub iodepth_batch: u32,
+    /// [default: at once while the queue is short, for several while it is long]
+    #[arg(long, alias = "iodepth_batch", value_name = "N")]
+    pub iodepth_batch: Option<u32>,
     /// Jobs: each has a queue pair and its own part of the target
     #[arg(long, default_value_t = 1)]
     pub numjobs: u16,
@@ -247,7 +248,7 @@ pub struct Plan {
     /// I/Os that each job keeps in flight.
     pub iodepth: u32,
     /// I/Os to ring for at once, at most; 0 for as many as there are.
-    pub iodepth_batch: u32,
+    pub iodepth_batch: Option<u32>,
     /// Jobs.
     pub numjobs: u16,
     /// Threads that the jobs are spread over.
@@ -288,7 +289,7 @@ impl Default for Plan {
             rwmixread: 70,
             bs: 4096,
             iodepth: 32,
-            iodepth_batch: 1,
+            iodepth_batch: None,
             numjobs: 1,
             threads: 1,
             runtime: Duration::from_secs(2),
@@ -471,7 +472,7 @@ mod tests {
         .unwrap();
         assert_eq!((plan.rate_iops, plan.server_pid), (Some(5000), Some(7)));
         assert_eq!((plan.rw, plan.bs, plan.iodepth), (Workload::RandRw, 8192, 4));
-        assert_eq!((plan.numjobs, plan.threads, plan.iodepth_batch), (3, 3, 2));
+        assert_eq!((plan.numjobs, plan.threads, plan.iodepth_batch), (3, 3, Some(2)));
         assert_eq!((plan.runtime.as_millis(), plan.ramp_time.as_secs()), (500, 1));
         assert_eq!((plan.rwmixread, plan.size, plan.offset), (30, Some(1 << 20), 64 << 10));
         assert!(plan.verify && plan.seed == 7 && plan.pin == [0, 1]);

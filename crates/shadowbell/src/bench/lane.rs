@@ -35,8 +35,9 @@ pub(super) struct Lane<L> {
     spare: Vec<Buffer>,
     /// I/Os still to be submitted.
     left: u64,
-    /// How many are rung for at once.
-    batch: u32,
+    /// How many are rung for at once; as the queue sees fit if that is not said.
+    batch: Option<u32>,
+    /// I/Os that the controller may not know of.
     unrung: u32,
     commands: u64,
     /// By slot of the queue: when the command was submitted, in nanoseconds after `epoch`; 0 for
@@ -82,7 +83,7 @@ impl<L: Load> Lane<L> {
             transfer: plan.bs,
             spare,
             left: plan.number_ios.unwrap_or(u64::MAX),
-            batch: if plan.iodepth_batch == 0 { u32::MAX } else { plan.iodepth_batch },
+            batch: plan.iodepth_batch.map(|batch| if batch == 0 { u32::MAX } else { batch }),
             unrung: 0,
             commands: 0,
             epoch: Instant::now(),
@@ -127,6 +128,12 @@ impl<L: Load> Lane<L> {
             if go && !self.spare.is_empty() {
                 self.issue_spare()?;
             }
+            match self.batch {
+                // If there are more completions by now, the next turn may make it worth it.
+                None if go => self.ring_in_time()?,
+                _ => self.ring()?,
+            }
+        } else if self.unrung != 0 {
             self.ring()?;
         }
         Ok(found as u64)
@@ -183,6 +190,14 @@ impl<L: Load> Lane<L> {
     }
 
     #[inline]
+    fn ring_in_time(&mut self) -> anyhow::Result<()> {
+        if self.queue.ring_in_time()? {
+            self.unrung = 0;
+        }
+        Ok(())
+    }
+
+    #[inline]
     fn ring(&mut self) -> anyhow::Result<()> {
         self.unrung = 0;
         Ok(self.queue.ring()?)
@@ -219,8 +234,10 @@ impl<L: Load> Lane<L> {
             }
         }
         self.unrung += 1;
-        if self.unrung == self.batch {
-            self.ring()?;
+        match self.batch {
+            None => self.ring_in_time()?,
+            Some(batch) if self.unrung == batch => self.ring()?,
+            Some(_) => {}
         }
         Ok(true)
     }

@@ -18,9 +18,10 @@
 //!
 //! # What is measured
 //!
-//! A job submits an I/O for every one that completes, so that `iodepth` are always in flight; it
-//! rings for each at once, as fio does unless it is told otherwise (`--iodepth-batch`). One thread
-//! drives a job, or several if told so (`--threads`).
+//! A job submits an I/O for every one that completes, so that `iodepth` are always in flight. It
+//! rings as the driver thinks best, for each I/O while the queue is short and for several while it
+//! is long; with `--iodepth-batch 1` for each at once, as Linux does. One thread drives a job, or
+//! several if told so (`--threads`).
 //!
 //! Looking at the clock twice for every I/O would be a good part of what is measured, so latency is
 //! taken of some I/Os only: with `--latency-sample` of one in so many, otherwise of as many as make

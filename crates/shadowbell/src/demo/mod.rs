@@ -188,6 +188,8 @@ impl Demo {
         let plan = Plan {
             rw: Workload::RandRead,
             iodepth,
+            // For each at once, as the hosts do that the seeds were measured with.
+            iodepth_batch: Some(1),
             numjobs: jobs,
             // A thread that sleeps can only do so for one queue.
             threads: if polls { self.processors.driver_threads(jobs) } else { jobs },
