@@ -98,13 +98,19 @@ pub struct Config {
     pub devices: Vec<Device>,
     /// How it starts.
     pub firmware: Firmware,
+    /// Whether it has an IOMMU (Intel's, without interrupt remapping), so that its own programs can
+    /// drive devices.
+    pub iommu: bool,
+    /// More of QEMU's arguments, for other devices.
+    pub more: Vec<String>,
 }
 
 impl Config {
     /// A guest of 2 processors and 1 GiB with these controllers.
     pub fn new(kernel: Kernel, devices: Vec<Device>) -> Self {
         let firmware = Firmware::Direct { append: String::new() };
-        Self { kernel, memory_mib: 1024, share: true, cpus: 2, devices, firmware }
+        let (iommu, more) = (false, Vec::new());
+        Self { kernel, memory_mib: 1024, share: true, cpus: 2, devices, firmware, iommu, more }
     }
 }
 
@@ -142,6 +148,10 @@ pub(crate) fn arguments(config: &Config, inside: &Inside) -> Vec<String> {
     // A vfio-user server maps the guest's memory: it needs a descriptor to map.
     add(&["-object", &format!("memory-backend-memfd,id=ram,size={memory}M,share={share}")]);
     add(&["-machine", "q35,memory-backend=ram"]);
+    if config.iommu {
+        // Devices that are served by others learn of mappings only in caching mode.
+        add(&["-device", "intel-iommu,intremap=off,caching-mode=on"]);
+    }
     // Port 0 is the kernel's console, 1 the agent's, 2 takes the writes that were acknowledged.
     add(&["-chardev", &format!("file,id=console,path={FILES}/console.log,append=on")]);
     add(&["-serial", "chardev:console"]);
@@ -199,6 +209,7 @@ pub(crate) fn arguments(config: &Config, inside: &Inside) -> Vec<String> {
         }
         add(&["-device", &device.to_string()]);
     }
+    arguments.extend(config.more.iter().cloned());
     arguments
 }
 

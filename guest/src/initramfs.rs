@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
@@ -36,11 +36,27 @@ const MERGED: &[&str] = &["bin", "sbin", "lib", "lib64"];
 /// Where programs of ours go in the guest.
 const OURS: &str = "usr/sbin";
 
+/// Where kernel modules go in the guest, all in one directory.
+pub const MODULES: &str = "/usr/lib/shadowbell/modules";
+
+/// Where a program's directory appears in the tools root while its libraries are looked for.
+const LOOK: &str = "/run/shadowbell/program";
+
+/// What a guest has beside its programs from Debian.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Extra<'a> {
+    /// Files of the host that go to `/usr/sbin` and need no shared libraries.
+    pub programs: &'a [&'a Path],
+    /// The same with shared libraries, of which Debian's newer ones must do.
+    pub linked: &'a [&'a Path],
+    /// Kernel modules, for [`MODULES`].
+    pub modules: &'a [PathBuf],
+}
+
 /// Packs an uncompressed archive: QEMU copies it into the guest faster than the guest could unpack.
 ///
-/// `programs` are paths of the tools root, `extra` are files of the host that go to `/usr/sbin` and
-/// need no shared libraries.
-pub fn pack(roots: &Roots, programs: &[&str], extra: &[&Path]) -> Result<Vec<u8>> {
+/// `programs` are paths of the tools root.
+pub fn pack(roots: &Roots, programs: &[&str], extra: Extra<'_>) -> Result<Vec<u8>> {
     let tools = roots.tools();
     let mut archive = Archive::new();
     for link in MERGED {
@@ -56,24 +72,44 @@ pub fn pack(roots: &Roots, programs: &[&str], extra: &[&Path]) -> Result<Vec<u8>
     archive.symlink("etc/mtab", "../proc/mounts");
     archive.file("init", 0o755, INIT.as_bytes());
     archive.symlink("usr/bin/sh", "busybox");
-    for path in programs.iter().map(|&p| p.to_owned()).chain(libraries(roots, programs)?) {
+    let mut paths: Vec<String> = programs.iter().map(|&program| program.to_owned()).collect();
+    let mut add = |found: Vec<String>| {
+        paths.extend(found.into_iter().filter(|path| !path.starts_with(LOOK)));
+        paths.sort();
+        paths.dedup();
+    };
+    add(libraries(roots, &[], programs)?);
+    for path in extra.linked {
+        let directory = path.parent().context("a program without a directory")?;
+        let name = path.file_name().context("a program without a name")?.to_string_lossy();
+        add(libraries(roots, &[(directory, LOOK)], &[&format!("{LOOK}/{name}")])?);
+    }
+    for path in paths {
         let name = merged(&path);
         let from = tools.join(&name);
         let content = fs::read(&from).with_context(|| from.display().to_string())?;
         let mode = fs::metadata(&from)?.permissions().mode();
         archive.file(&name, mode, &content);
     }
-    for path in extra {
+    for path in extra.programs.iter().chain(extra.linked) {
         let name = path.file_name().context("a program without a name")?.to_string_lossy();
         let content = fs::read(path).with_context(|| path.display().to_string())?;
         archive.file(&format!("{OURS}/{name}"), 0o755, &content);
+    }
+    if !extra.modules.is_empty() {
+        archive.directory(MODULES.trim_start_matches('/'));
+    }
+    for path in extra.modules {
+        let name = path.file_name().context("a module without a name")?.to_string_lossy();
+        let content = fs::read(path).with_context(|| path.display().to_string())?;
+        archive.file(&format!("{}/{name}", MODULES.trim_start_matches('/')), 0o644, &content);
     }
     Ok(archive.finish())
 }
 
 /// The shared libraries of `programs`, as the root's own loader finds them.
-fn libraries(roots: &Roots, programs: &[&str]) -> Result<Vec<String>> {
-    let output = roots.command(&[], "ldd")?.args(programs).output().context("ldd")?;
+fn libraries(roots: &Roots, binds: &[(&Path, &str)], programs: &[&str]) -> Result<Vec<String>> {
+    let output = roots.command(binds, "ldd")?.args(programs).output().context("ldd")?;
     if !output.status.success() {
         bail!("ldd in the tools root: {}", last_lines(&output.stderr, 3));
     }

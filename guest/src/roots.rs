@@ -43,6 +43,7 @@ const TOOLS: Recipe = Recipe {
         "e2fsprogs",
         "fio",
         "nvme-cli",
+        "qemu-utils",
         "util-linux",
         // a disk that boots
         "binutils",
@@ -127,6 +128,29 @@ impl Roots {
             .chain(beside_modules)
             .find(|path| path.is_file())
             .with_context(|| format!("no kernel image in {}", root.display()))
+    }
+
+    /// The kernel's modules of these names, those that it has: what is missing is built into the kernel
+    /// or of another version of it.
+    pub fn modules(&self, kernel: Kernel, names: &[&str]) -> Vec<PathBuf> {
+        let root = self.directory.join(kernel_recipe(kernel).name);
+        let mut directories = vec![root.join("usr/lib/modules"), root.join("lib/modules")];
+        let mut found = vec![None; names.len()];
+        while let Some(directory) = directories.pop() {
+            for path in files_in(&directory) {
+                let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                let name = file.split(".ko").next().unwrap_or_default();
+                if path.is_dir() && !path.is_symlink() {
+                    directories.push(path);
+                } else if let Some(place) = names.iter().position(|wanted| *wanted == name)
+                    && file.contains(".ko")
+                    && let Some(slot) = found.get_mut(place)
+                {
+                    *slot = Some(path);
+                }
+            }
+        }
+        found.into_iter().flatten().collect()
     }
 
     /// A command inside the tools root, in a mount namespace of its own: `binds` are pairs of a host

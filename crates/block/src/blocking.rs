@@ -4,10 +4,11 @@ use crate::device::{BlockDevice, Geometry};
 use crate::error::BlockError;
 use crate::operations::Zeroes;
 use std::future::Future;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
+use std::time::{Duration, Instant};
 
 struct Unpark(Thread);
 
@@ -27,14 +28,37 @@ thread_local! {
 
 /// Runs a future to its end on this thread, which sleeps while there is nothing to do.
 pub fn block_on<F: Future>(future: F) -> F::Output {
-    let waker = WAKER.with(Waker::clone);
-    let mut context = Context::from_waker(&waker);
     let mut future = pin!(future);
     loop {
-        if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
+        // No deadline: it comes back with an output.
+        if let Some(output) = run(future.as_mut(), None) {
             return output;
         }
-        std::thread::park();
+    }
+}
+
+/// As [`block_on`], but gives up after `patience`.
+pub fn block_on_for<F: Future>(future: F, patience: Duration) -> Option<F::Output> {
+    run(pin!(future), Instant::now().checked_add(patience))
+}
+
+fn run<F: Future>(mut future: Pin<&mut F>, deadline: Option<Instant>) -> Option<F::Output> {
+    let waker = WAKER.with(Waker::clone);
+    let mut context = Context::from_waker(&waker);
+    loop {
+        if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
+            return Some(output);
+        }
+        match deadline {
+            None => std::thread::park(),
+            Some(deadline) => {
+                let left = deadline.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    return None;
+                }
+                std::thread::park_timeout(left);
+            }
+        }
     }
 }
 

@@ -59,7 +59,7 @@ mod locks;
 mod operations;
 mod stream;
 
-pub use blocking::{Blocking, block_on};
+pub use blocking::{Blocking, block_on, block_on_for};
 pub use device::{BlockDevice, BlockOptions, Geometry};
 pub use error::{BlockError, OpenError};
 pub use operations::Zeroes;

@@ -1,7 +1,7 @@
 //! Memory that the device can reach, and the buffers that commands move data with.
 
 use crate::transport::{Transport, TransportError};
-use memory::{MapError, Mapping, SharedBytes};
+use memory::{HUGE_PAGE, MapError, Mapping, SharedBytes};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use thiserror::Error;
@@ -41,7 +41,9 @@ impl Region {
         name: &str,
         len: u64,
     ) -> Result<Arc<Self>, DmaError> {
-        let mapping = Mapping::shared(name, len)?;
+        // Huge pages where there are some, for what fills one: most machines set none aside.
+        let huge = if len >= HUGE_PAGE { Mapping::shared_huge(name, len).ok() } else { None };
+        let mapping = huge.map_or_else(|| Mapping::shared(name, len), Ok)?;
         let iova = transport.map_dma(&mapping)?;
         let region = Self { mapping, iova, transport: Arc::clone(transport) };
         if !iova.is_multiple_of(4096) || iova.checked_add(region.len()).is_none() {

@@ -34,7 +34,7 @@ pub mod sigbus;
 
 pub use dma::{DmaError, DmaSpace, DmaTable, Fault, View, ViewWatch};
 pub use event::{Edges, EventFd};
-pub use mapping::{MapError, Mapping, Protection};
+pub use mapping::{HUGE_PAGE, MapError, Mapping, Protection};
 pub use prp::DataPointerError;
 pub use ring::Ring;
 pub use segments::{Segment, Segments};

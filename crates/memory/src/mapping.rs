@@ -8,6 +8,9 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::{fmt, io, ptr};
 
+/// The size of the pages of [`Mapping::shared_huge`], in bytes.
+pub const HUGE_PAGE: u64 = 2 << 20;
+
 /// What a mapping may be used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protection {
@@ -94,11 +97,35 @@ impl Mapping {
     /// # Errors
     /// [`MapError`], for a bad shape or by the system's refusal.
     pub fn shared(name: &str, len: u64) -> Result<Arc<Self>, MapError> {
-        let len = round_to_page(len)?;
+        Self::memfd(name, round_to_page(len)?, MemfdFlags::empty(), MapFlags::NORESERVE)
+    }
+
+    /// The same in pages of [`HUGE_PAGE`] bytes, where the administrator has set some aside
+    /// (`vm.nr_hugepages`): an IOMMU that maps them needs fewer entries, and so do the processors.
+    /// All of them are reserved now, so touching them later can not fail.
+    ///
+    /// # Errors
+    /// As [`shared`](Self::shared), and where there are not enough of such pages.
+    pub fn shared_huge(name: &str, len: u64) -> Result<Arc<Self>, MapError> {
+        let rounded = len.checked_next_multiple_of(HUGE_PAGE);
+        let len = rounded.filter(|len| *len != 0).ok_or(MapError::Shape {
+            len,
+            offset: 0,
+            why: "the length is 0 or does not fit the address space",
+        })?;
+        Self::memfd(name, len, MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB, MapFlags::empty())
+    }
+
+    fn memfd(
+        name: &str,
+        len: u64,
+        kind: MemfdFlags,
+        flags: MapFlags,
+    ) -> Result<Arc<Self>, MapError> {
         let size = shape(0, len)?;
         let failed = |source: rustix::io::Errno| MapError::System { len, source: source.into() };
-        let fd =
-            memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map_err(failed)?;
+        let fd = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | kind)
+            .map_err(failed)?;
         ftruncate(&fd, len).map_err(failed)?;
         // Nobody who gets the descriptor may take the memory away from under us.
         rustix::fs::fcntl_add_seals(&fd, rustix::fs::SealFlags::SHRINK).map_err(failed)?;
@@ -108,7 +135,7 @@ impl Mapping {
                 ptr::null_mut(),
                 size,
                 ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED | MapFlags::NORESERVE,
+                MapFlags::SHARED | flags,
                 &fd,
                 0,
             )
@@ -305,6 +332,20 @@ mod tests {
         }
         assert!(Mapping::anonymous(0).is_err());
         assert!(Mapping::anonymous(u64::MAX).is_err());
+    }
+
+    #[test]
+    fn huge_pages_come_whole_or_not_at_all() {
+        for len in [0, u64::MAX] {
+            assert!(Mapping::shared_huge("none", len).is_err());
+        }
+        // More than any machine sets aside is refused now, and not when it is touched.
+        assert!(Mapping::shared_huge("all", 1 << 46).is_err());
+        // Whether there is one depends on the machine.
+        if let Ok(mapping) = Mapping::shared_huge("one", 5) {
+            assert_eq!(mapping.len() as u64, HUGE_PAGE);
+            mapping.bytes().fill(0, mapping.len(), 7).unwrap();
+        }
     }
 
     #[test]

@@ -74,6 +74,13 @@ fn sleeping(bench: &Bench) -> Result<Table> {
         ]);
         table.json.push(row);
     }
+    if counts.is_ok() {
+        table.notes.push(
+            "System calls (driver + controller) are counted in a run of their own, which strace \
+             slows down: whoever adapts sleeps more often there than in the run that was timed."
+                .into(),
+        );
+    }
     let depths = bench.some(&DEPTHS);
     table.plots.push(plot(
         "sleep",

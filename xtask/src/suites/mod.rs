@@ -7,6 +7,7 @@ mod fs;
 mod idle;
 mod nvme_cli;
 mod reset;
+mod s2;
 mod s3;
 mod smoke;
 mod writer;
@@ -16,9 +17,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
+use guest::initramfs::{self, Extra};
 use guest::{
-    Config, Device, Drive, Guest, Kernel, Roots, RunDir, Serve, Server, Small, config, initramfs,
-    tool,
+    Config, Device, Drive, Guest, Kernel, Roots, RunDir, Serve, Server, Small, config, tool,
 };
 
 use crate::report::Report;
@@ -35,6 +36,9 @@ pub(crate) enum Suite {
     Reset,
     /// OVMF starts a kernel from our disk.
     Boot,
+    /// The driver through VFIO, inside the guest, and the S2 table: against the kernel's driver and
+    /// QEMU's `nvme://`.
+    S2,
     /// The S3 table: shadow doorbells against trapped ones, ours against QEMU's.
     S3,
 }
@@ -75,9 +79,10 @@ impl Lab {
         let root = workspace::root();
         let roots = Roots::fetch(&root, kernels)?;
         let tool = tool::build(&root, roots.directory())?;
-        for (name, programs, extra) in
+        for (name, programs, ours) in
             [(FULL, initramfs::FULL, &[tool.as_path()][..]), (MINIMAL, initramfs::MINIMAL, &[])]
         {
+            let extra = Extra { programs: ours, ..Extra::default() };
             let archive = initramfs::pack(&roots, programs, extra)?;
             // A run beside this one may be reading the file of that name: it keeps the old one.
             let partial = roots.directory().join(format!("{name}.{}", std::process::id()));
@@ -105,6 +110,7 @@ impl Lab {
                 Suite::Fs => fs::run(self, report, kernel, &run),
                 Suite::Reset => reset::run(self, report, kernel, &run),
                 Suite::Boot => boot::run(self, report, kernel, &run),
+                Suite::S2 => s2::run(self, report, kernel, &run),
                 Suite::S3 => s3::run(self, report, kernel, &run),
             };
             let logs = self.roots.directory().join(format!("logs/{suite_name}-{kernel}-{subject}"));

@@ -5,7 +5,7 @@ use disk::{DiskError, MemDisk, Op};
 use driver::{AsyncQueue, AttachOptions};
 use rustix::io::Errno;
 use shadowbell_block::{
-    BlockDevice, BlockError, BlockOptions, Blocking, OpenError, Zeroes, block_on,
+    BlockDevice, BlockError, BlockOptions, Blocking, OpenError, Zeroes, block_on, block_on_for,
 };
 use std::future::Future;
 use std::pin::Pin;
@@ -86,6 +86,13 @@ fn a_write_of_a_part_waits_for_those_it_shares_a_block_with() {
     let medium = TestDisk::new(64, 512);
     let (_controller, disk) = open(&medium, &BlockOptions::default());
     medium.order(|orders| orders.hold = true);
+    assert!(block_on_for(disk.flush(), Duration::from_millis(5)).is_none());
+    medium.order(|orders| orders.hold = false);
+    assert!(matches!(block_on_for(disk.flush(), Duration::from_secs(10)), Some(Ok(()))));
+    medium.order(|orders| {
+        orders.hold = true;
+        orders.seen.clear();
+    });
     let whole_data = [7; 1024];
     let mut whole = Box::pin(disk.write(0, &whole_data, false));
     begin(&mut whole);

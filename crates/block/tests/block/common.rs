@@ -115,12 +115,15 @@ pub(crate) struct Orders {
 #[derive(Clone, Debug)]
 pub(crate) struct TestDisk {
     pub(crate) mem: MemDisk,
+    /// It says that it has a volatile write cache.
+    pub(crate) cache: bool,
     pub(crate) orders: Arc<Mutex<Orders>>,
 }
 
 impl TestDisk {
     pub(crate) fn new(blocks: u64, block_size: u32) -> Self {
-        Self { mem: MemDisk::new(blocks, block_size).unwrap(), orders: Arc::default() }
+        let mem = MemDisk::new(blocks, block_size).unwrap();
+        Self { mem, cache: false, orders: Arc::default() }
     }
 
     pub(crate) fn order(&self, order: impl FnOnce(&mut Orders)) {
@@ -148,7 +151,7 @@ impl TestDisk {
 
 impl Disk for TestDisk {
     fn info(&self) -> Info {
-        self.mem.info()
+        Info { volatile_cache: self.cache, ..self.mem.info() }
     }
 
     fn queue(&self) -> io::Result<Box<dyn Queue>> {

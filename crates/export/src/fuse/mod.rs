@@ -122,8 +122,14 @@ impl Mounted {
     }
 
     /// Unmounts, and waits until nobody uses the file any more: whoever has it open (a loop device
-    /// with a file system on it) may have more to write.
-    pub fn stop(self) {}
+    /// with a file system on it) may have more to write. How many requests failed because the disk
+    /// did.
+    #[must_use]
+    pub fn stop(self) -> u64 {
+        let failures = Arc::clone(&self.failures);
+        drop(self);
+        failures.load(Ordering::Relaxed)
+    }
 }
 
 impl Drop for Mounted {

@@ -218,8 +218,14 @@ impl Server {
     }
 
     /// Takes no more requests, finishes those that were taken, and sends the answers. A client that
-    /// does not take its answers is left after five seconds.
-    pub fn stop(self) {}
+    /// does not take its answers is left after five seconds. How many requests failed because the
+    /// disk did.
+    #[must_use]
+    pub fn stop(self) -> u64 {
+        let shared = Arc::clone(&self.shared);
+        drop(self);
+        shared.failures.load(Ordering::Relaxed)
+    }
 }
 
 impl Drop for Server {

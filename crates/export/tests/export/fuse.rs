@@ -61,7 +61,7 @@ impl Rig {
     }
 
     fn end(mut self) {
-        self.mounted.take().unwrap().stop();
+        assert_eq!(self.mounted.take().unwrap().stop(), 0);
         assert_eq!(self.ended.load(Ordering::SeqCst), 1);
         assert!(!self.path().exists(), "the file was made for the mount");
         self.controller.take().unwrap().detach().unwrap();
@@ -165,7 +165,7 @@ fn a_disk_that_fails_is_an_error_to_the_program() {
     drop(file);
     let mounted = rig.mounted.take().unwrap();
     assert_eq!(mounted.failures(), 4);
-    mounted.stop();
+    assert_eq!(mounted.stop(), 4);
 }
 
 #[test]
@@ -256,7 +256,7 @@ fn what_can_not_be_mounted_over_is_refused_and_left_alone() {
     std::fs::write(&file, "mine").unwrap();
     let mounted = Mounted::start(disk, &file, || ()).unwrap();
     assert_eq!(std::fs::metadata(&file).unwrap().len(), 64 * 512);
-    mounted.stop();
+    assert_eq!(mounted.stop(), 0);
     assert_eq!(std::fs::read(&file).unwrap(), b"mine");
     rig.end();
 }

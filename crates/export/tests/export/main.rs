@@ -6,3 +6,4 @@ mod common;
 mod fuse;
 mod nbd;
 mod tools;
+mod vhost;

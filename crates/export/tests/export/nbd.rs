@@ -51,7 +51,7 @@ impl Rig {
 
     /// Ends the server, and leaves the controller in order.
     pub(crate) fn end(mut self) {
-        self.server.take().unwrap().stop();
+        let _ = self.server.take().unwrap().stop();
         assert!(!self.socket().exists(), "the socket's file is gone");
         self.controller.take().unwrap().detach().unwrap();
     }
@@ -333,7 +333,7 @@ fn a_controller_that_goes_away_is_an_error_and_the_server_ends_all_the_same() {
         assert_eq!(client.run(command::WRITE, 0, 3, 4, b"data").error, EIO);
         assert_eq!(client.run(command::FLUSH, 0, 0, 0, b"").error, EIO);
     }
-    rig.server.take().unwrap().stop();
+    let _ = rig.server.take().unwrap().stop();
     assert!(client.is_over());
 }
 
@@ -370,7 +370,7 @@ fn a_stop_does_not_wait_for_those_who_say_nothing() {
     let mut greeted = Client::greeted(&rig.socket());
     let mut idle = rig.client();
     let began = Instant::now();
-    rig.server.take().unwrap().stop();
+    let _ = rig.server.take().unwrap().stop();
     // Less than what a client that owes something gets.
     assert!(began.elapsed() < Duration::from_secs(4));
     assert!(greeted.is_over() && idle.is_over());
@@ -515,7 +515,7 @@ fn a_socket_that_lives_is_left_alone_and_a_dead_one_is_replaced() {
     drop(UnixListener::bind(&stale).unwrap());
     let server = start(&rig, &unix(&stale)).unwrap();
     Client::connect(&stale, false);
-    server.stop();
+    assert_eq!(server.stop(), 0);
     assert!(!stale.exists());
     rig.end();
 }
@@ -533,6 +533,6 @@ fn a_port_that_is_taken_is_refused() {
     let mut client = std::net::TcpStream::connect(address).unwrap();
     let mut greeting = [0; 18];
     std::io::Read::read_exact(&mut client, &mut greeting).unwrap();
-    server.stop();
+    assert_eq!(server.stop(), 0);
     rig.end();
 }

@@ -19,10 +19,11 @@ use ::export::nbd;
 use clap::ArgGroup;
 use service::Service;
 use signals::Ending;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use tracing::info;
 
-/// Export a disk: to QEMU and other tools (NBD)
+/// Export a disk: to QEMU and other tools (NBD), as a file (FUSE), to a VM (vhost-user-blk)
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 #[command(group = ArgGroup::new("way").required(true).multiple(true))]
@@ -33,18 +34,29 @@ pub struct Args {
     /// Serve it by NBD: unix:/run/disk.sock, tcp:127.0.0.1:10809; can be given more than once
     #[arg(long, value_name = "unix:PATH|tcp:ADDRESS", group = "way")]
     pub nbd: Vec<nbd::Address>,
+    /// Mount it over FILE as a file, which is made for that if it is not there; for a loop device
+    #[arg(long, value_name = "FILE", group = "way")]
+    pub fuse: Option<PathBuf>,
+    /// Offer it to a VM as a virtio disk, behind this socket
+    #[arg(long, value_name = "PATH", group = "way")]
+    pub vhost_user_blk: Option<PathBuf>,
     /// Refuse everything that changes the disk
     #[arg(long)]
     pub read_only: bool,
-    /// The export's name
+    /// The export's name, and the disk's serial number in a VM
     #[arg(long, default_value = "", value_name = "NAME", hide_default_value = true)]
     pub name: String,
     /// How many of the controller's queue pairs to use [default: one per processor, up to 4]
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub queues: Option<u16>,
+    /// How many seconds a command may take until it has failed
+    #[arg(long, default_value_t = 30, value_name = "SECONDS",
+        value_parser = clap::value_parser!(u16).range(1..=3600))]
+    pub timeout: u16,
 }
 
-/// Exports until a signal ends it.
+/// Exports until a signal ends it, or somebody unmounts the file and there is no other way to the
+/// disk.
 ///
 /// # Errors
 /// With exit status [`BAD_INPUT`](crate::exit::BAD_INPUT) what can not be exported like that; the
@@ -52,7 +64,8 @@ pub struct Args {
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     // Before there is anything that a signal would leave behind.
     let ending = Ending::on_signals()?;
-    let service = Service::start(args)?;
+    let handle = ending.handle();
+    let service = Service::start(args, move || handle.close())?;
     paste::show(&service);
     ending.wait();
     service.stop()?;

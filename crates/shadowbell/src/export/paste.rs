@@ -4,13 +4,16 @@ use super::service::Service;
 use crate::logging;
 use ::export::nbd::Address;
 use std::io::Write;
+use std::path::Path;
 
 /// Prints, on standard output, what to paste. Says nothing if the person wants to hear nothing.
 pub(super) fn show(service: &Service) {
     if !logging::is_talkative() {
         return;
     }
-    let text: String = service.nbd().map(|address| nbd(address, service.name())).collect();
+    let nbd = service.nbd().map(|address| nbd(address, service.name()));
+    let text: String =
+        nbd.chain(service.vhost().map(vhost)).chain(service.fuse().map(fuse)).collect();
     // Whoever closed our output does not want it, which is no reason not to export.
     let _ = std::io::stdout().lock().write_all(text.as_bytes());
 }
@@ -36,9 +39,31 @@ fn nbd(address: &Address, name: &str) -> String {
     )
 }
 
+fn vhost((path, queues): (&Path, usize)) -> String {
+    let path = path.to_string_lossy();
+    let chardev = quoted(&format!("socket,id=disk,path={path}"));
+    let disk = quoted(&format!("vhost_user=true,socket={path},num_queues={queues}"));
+    format!(
+        "For QEMU, with the guest's memory as SIZE:\n\n  \
+         -m SIZE -object memory-backend-memfd,id=mem,size=SIZE,share=on -machine \
+         memory-backend=mem \\\n  \
+         -chardev {chardev} -device vhost-user-blk-pci,chardev=disk,num-queues={queues}\n\n\
+         For Cloud Hypervisor:\n\n  \
+         --memory size=SIZE,shared=on --disk {disk}\n\n"
+    )
+}
+
+fn fuse(path: &Path) -> String {
+    let path = quoted(&path.to_string_lossy());
+    format!(
+        "As a block device of this machine:\n\n  \
+         losetup --find --show {path}\n\n"
+    )
+}
+
 /// As one word of a shell.
 fn quoted(text: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "/:._-+=@".contains(c);
+    let plain = |c: char| c.is_ascii_alphanumeric() || "/:._-+=@,".contains(c);
     if !text.is_empty() && text.chars().all(plain) {
         return text.to_owned();
     }
@@ -63,6 +88,16 @@ mod tests {
         );
         let text = nbd(&"tcp::4000".parse().unwrap(), "a disk");
         assert!(text.contains("nbd-client localhost 4000 -N 'a disk' /dev/nbd0"), "{text}");
-        assert!(text.contains(" nbd://localhost:4000/a%20disk".trim()), "{text}");
+        assert!(text.contains("nbd://localhost:4000/a%20disk"), "{text}");
+        let text = vhost((Path::new("/run/disk.sock"), 2));
+        assert!(
+            text.contains(
+                "-chardev socket,id=disk,path=/run/disk.sock \
+                 -device vhost-user-blk-pci,chardev=disk,num-queues=2\n"
+            ),
+            "{text}"
+        );
+        let text = fuse(Path::new("/run/disk"));
+        assert!(text.ends_with("\n  losetup --find --show /run/disk\n\n"), "{text}");
     }
 }

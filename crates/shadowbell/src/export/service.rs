@@ -3,10 +3,14 @@
 use super::Args;
 use crate::exit;
 use crate::target::Session;
+use ::export::fuse::Mounted;
 use ::export::nbd::{self, Server};
+use ::export::vhost::VhostUserBlk;
 use anyhow::{Context, anyhow};
-use block::{BlockDevice, BlockOptions, block_on};
-use driver::AttachOptions;
+use block::{BlockDevice, BlockOptions, block_on_for};
+use driver::{AttachOptions, Timeouts};
+use std::path::Path;
+use std::time::Duration;
 use tracing::{info, warn};
 
 /// Commands that may be outstanding per queue, and one.
@@ -14,22 +18,34 @@ const QUEUE_DEPTH: u32 = 128;
 /// The most queue pairs that are asked for unless somebody says how many.
 const MOST_QUEUES: u16 = 4;
 
+/// How much longer than any other command the last flush may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+
 /// A disk that is exported.
 pub(super) struct Service {
     session: Session,
     disk: BlockDevice,
+    timeout: Duration,
     nbd: Vec<Server>,
+    fuse: Option<Mounted>,
+    vhost: Option<VhostUserBlk>,
     name: String,
 }
 
 impl Service {
-    /// Attaches to the controller, and serves its namespace in every way that was asked for.
-    pub(super) fn start(args: &Args) -> anyhow::Result<Self> {
+    /// Attaches to the controller, and serves its namespace in every way that was asked for. Calls
+    /// `unused` when nobody can come to the disk any more.
+    pub(super) fn start(
+        args: &Args,
+        unused: impl FnOnce() + Send + 'static,
+    ) -> anyhow::Result<Self> {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let queues = u16::try_from(processors).unwrap_or(MOST_QUEUES).min(MOST_QUEUES);
+        let timeout = Duration::from_secs(args.timeout.into());
         let options = AttachOptions {
             queue_pairs: args.queues.unwrap_or(queues),
             queue_depth: QUEUE_DEPTH,
+            timeouts: Timeouts { io: timeout, ..Timeouts::default() },
             ..AttachOptions::default()
         };
         let mut session = args.target.attach(&options)?;
@@ -37,8 +53,10 @@ impl Service {
         let options = BlockOptions { read_only: args.read_only, ..BlockOptions::default() };
         let disk = BlockDevice::open(&mut session.controller, nsid, &options)
             .with_context(|| args.target.to_string())?;
-        let mut service = Self { session, disk, nbd: Vec::new(), name: args.name.clone() };
-        service.serve(args)?;
+        let name = args.name.clone();
+        let mut service =
+            Self { session, disk, timeout, nbd: Vec::new(), fuse: None, vhost: None, name };
+        service.serve(args, unused)?;
         let geometry = service.disk.geometry();
         info!(
             "exporting {} ({}{})",
@@ -49,7 +67,7 @@ impl Service {
         Ok(service)
     }
 
-    fn serve(&mut self, args: &Args) -> anyhow::Result<()> {
+    fn serve(&mut self, args: &Args, unused: impl FnOnce() + Send + 'static) -> anyhow::Result<()> {
         let options = nbd::Options {
             name: args.name.clone(),
             description: args.target.to_string(),
@@ -59,12 +77,39 @@ impl Service {
             let server = Server::start(self.disk.clone(), address, &options);
             self.nbd.push(server.map_err(exit::bad_input)?);
         }
+        if let Some(path) = &args.vhost_user_blk {
+            let id = if args.name.is_empty() { "shadowbell" } else { &args.name };
+            let offered = VhostUserBlk::start(self.disk.clone(), path, id);
+            self.vhost = Some(offered.map_err(exit::bad_input)?);
+        }
+        if let Some(path) = &args.fuse {
+            let alone = args.nbd.is_empty() && args.vhost_user_blk.is_none();
+            let name = path.display().to_string();
+            let ended = move || {
+                info!("{name} is not mounted any more");
+                if alone {
+                    unused();
+                }
+            };
+            let mounted = Mounted::start(self.disk.clone(), path, ended);
+            self.fuse = Some(mounted.map_err(exit::bad_input)?);
+        }
         Ok(())
     }
 
     /// Where NBD clients find it.
     pub(super) fn nbd(&self) -> impl Iterator<Item = &nbd::Address> {
         self.nbd.iter().map(Server::address)
+    }
+
+    /// The file that is the disk.
+    pub(super) fn fuse(&self) -> Option<&Path> {
+        self.fuse.as_ref().map(Mounted::path)
+    }
+
+    /// Where a VMM finds it, and how many queues there are.
+    pub(super) fn vhost(&self) -> Option<(&Path, usize)> {
+        self.vhost.as_ref().map(|device| (device.path(), self.disk.queues()))
     }
 
     /// The export's name.
@@ -74,14 +119,26 @@ impl Service {
 
     /// Finishes what is under way, makes everything durable and leaves the controller.
     pub(super) fn stop(self) -> anyhow::Result<()> {
-        let Self { session, disk, nbd, .. } = self;
-        let failures: u64 = nbd.iter().map(Server::failures).sum();
-        nbd.into_iter().for_each(Server::stop);
+        let Self { session, disk, timeout, nbd, fuse, vhost, .. } = self;
+        let mut failures = 0;
+        // The file first: who has it open is waited for.
+        if let Some(fuse) = fuse {
+            failures += fuse.stop();
+        }
+        failures += vhost.map_or(0, VhostUserBlk::stop);
+        failures += nbd.into_iter().map(Server::stop).sum::<u64>();
         if failures > 0 {
             warn!("{failures} requests failed");
         }
         let target = session.target().to_string();
-        let flushed = if disk.geometry().read_only { Ok(()) } else { block_on(disk.flush()) };
+        let flushed = match disk.geometry().read_only {
+            true => Ok(()),
+            // A queue that is full of commands which never end has no place for this one either.
+            false => match block_on_for(disk.flush(), timeout + PATIENCE) {
+                Some(flushed) => flushed.map_err(|error| error.to_string()),
+                None => Err("nothing was completed for too long".to_owned()),
+            },
+        };
         drop(disk);
         let detached = session.detach();
         flushed.map_err(|error| {

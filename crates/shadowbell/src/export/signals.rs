@@ -31,7 +31,6 @@ impl Ending {
     }
 
     /// Ends the wait, too.
-    #[allow(dead_code)]
     pub(super) fn handle(&self) -> Handle {
         self.signals.handle()
     }

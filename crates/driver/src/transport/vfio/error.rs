@@ -98,11 +98,13 @@ pub enum VfioError {
     #[error(
         "the kernel refuses {address} to programs because this machine can not remap interrupts; \
          switch interrupt remapping on in the firmware, or if the device is trusted, \
-         `echo 1 >/sys/module/vfio_iommu_type1/parameters/allow_unsafe_interrupts`"
+         `echo 1 >/sys/module/{module}/parameters/allow_unsafe_interrupts`"
     )]
     UnsafeInterrupts {
         /// The function.
         address: PciAddress,
+        /// The kernel module that refuses.
+        module: &'static str,
     },
     /// VFIO is of a kind that this driver does not know.
     #[error("{address} can not be driven: {what}")]

@@ -56,6 +56,17 @@ const COMMAND_ENABLE: u16 = 1 << 1 | 1 << 2;
 /// Registers are loads and stores, and a doorbell is one posted store. Memory is pinned when it is
 /// shared, under an address of the IOMMU's own, and nothing else of the program's memory can be
 /// reached by the device. Interrupts arrive at event descriptors, from the kernel.
+///
+/// ```no_run
+/// use shadowbell_driver::{AttachOptions, Controller, Vfio};
+/// use std::sync::Arc;
+///
+/// fn attach() -> Result<Controller, Box<dyn std::error::Error>> {
+///     // After `shadowbell bind 0000:01:00.0`.
+///     let transport = Vfio::open("0000:01:00.0".parse()?)?;
+///     Ok(Controller::attach(Arc::new(transport), &AttachOptions::default())?)
+/// }
+/// ```
 pub struct Vfio {
     name: String,
     through: String,

@@ -98,7 +98,7 @@ fn by_character_device(
     let failed = |doing| move |source| VfioError::System { address, doing, source };
     sys::bind_iommufd(device.as_fd(), iommufd.as_fd()).map_err(|source| {
         match source.raw_os_error() {
-            Some(libc::EPERM) => VfioError::UnsafeInterrupts { address },
+            Some(libc::EPERM) => VfioError::UnsafeInterrupts { address, module: "iommufd" },
             // In use, or its group is: by another program or by the kernel.
             Some(libc::EBUSY | libc::EINVAL) => not_viable(function)
                 .unwrap_or_else(|| VfioError::Busy { address, path: path.clone() }),
@@ -154,7 +154,7 @@ fn by_group(dev: &Path, function: &PciFunction) -> Result<Opened, VfioError> {
     }
     sys::set_container(group.as_fd(), container.as_fd()).map_err(failed("taking its group"))?;
     sys::set_iommu(container.as_fd(), kind).map_err(|source| match source.raw_os_error() {
-        Some(libc::EPERM) => VfioError::UnsafeInterrupts { address },
+        Some(libc::EPERM) => VfioError::UnsafeInterrupts { address, module: "vfio_iommu_type1" },
         _ => VfioError::System { address, doing: "switching its IOMMU on", source },
     })?;
     let answer = sys::iommu_info(container.as_fd());

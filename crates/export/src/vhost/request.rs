@@ -1,0 +1,184 @@
+//! virtio-blk requests, as they lie in the guest's memory. Virtio 1.2, 5.2.6 "Device Operation".
+
+use block::{BlockDevice, BlockError, Geometry, Zeroes};
+use std::io::{Read as _, Write as _};
+use virtio_queue::DescriptorChain;
+use virtio_queue::desc::split::Descriptor;
+use vm_memory::{GuestMemoryLoadGuard, GuestMemoryMmap};
+
+/// A request's descriptors. They keep the guest's memory as it was when the request was made.
+pub(super) type Chain = DescriptorChain<GuestMemoryLoadGuard<GuestMemoryMmap>>;
+
+/// Bytes of the header: type, a reserved word, sector.
+const HEADER: usize = 16;
+/// The unit of everything, whatever the disk's blocks are.
+pub(super) const SECTOR: u64 = 512;
+/// The most bytes that one request moves.
+pub(super) const MAX_DATA: usize = 32 << 20;
+/// Bytes of the answer to a request for the device's identifier.
+const ID: usize = 20;
+/// Bytes of a range to discard or to make zero: sector, sectors, flags.
+const SEGMENT: usize = 16;
+
+/// How a request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Status {
+    Ok = 0,
+    IoError = 1,
+    Unsupported = 2,
+}
+
+/// What is to be done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Action {
+    Read,
+    Write {
+        fua: bool,
+    },
+    Flush,
+    Discard {
+        len: u64,
+    },
+    WriteZeroes {
+        len: u64,
+        how: Zeroes,
+    },
+    /// Nothing but the answer that is there already.
+    Answer,
+}
+
+/// A request that makes sense, with its data or with room for them.
+#[derive(Debug)]
+pub(super) struct Job {
+    pub(super) action: Action,
+    pub(super) offset: u64,
+    pub(super) data: Vec<u8>,
+}
+
+/// What came of it. The data are the guest's, if the action is one that has some for it.
+pub(super) struct Ended {
+    pub(super) outcome: Result<(), BlockError>,
+    pub(super) data: Vec<u8>,
+    pub(super) for_guest: bool,
+}
+
+/// How a request can not be carried out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Refusal {
+    /// This is what to answer.
+    Status(Status),
+    /// There is nowhere to put an answer.
+    NoRoom,
+}
+
+/// What the guest's driver may rely on.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rules {
+    pub(super) geometry: Geometry,
+    /// The driver does not flush, so every write has to be durable at once.
+    pub(super) write_through: bool,
+}
+
+/// How many bytes of data a request has, at most as many as any may have.
+pub(super) fn data_len(chain: &Chain) -> usize {
+    let total: u64 = chain.clone().map(|descriptor: Descriptor| u64::from(descriptor.len())).sum();
+    usize::try_from(total).unwrap_or(usize::MAX).min(MAX_DATA)
+}
+
+/// Reads a request out of the guest's memory, once, and checks it.
+pub(super) fn parse(chain: &Chain, rules: &Rules, id: &[u8]) -> Result<Job, Refusal> {
+    let memory = chain.memory();
+    let writer = chain.clone().writer(memory).map_err(|_| Refusal::NoRoom)?;
+    // The last byte is for the status.
+    let room = writer.available_bytes().checked_sub(1).ok_or(Refusal::NoRoom)?;
+    let bad = Refusal::Status(Status::IoError);
+    let mut reader = chain.clone().reader(memory).map_err(|_| bad)?;
+    let mut header = [0; HEADER];
+    reader.read_exact(&mut header).map_err(|_| bad)?;
+    let [k0, k1, k2, k3, _, _, _, _, sector @ ..] = header;
+    let kind = u32::from_le_bytes([k0, k1, k2, k3]);
+    let offset = u64::from_le_bytes(sector).checked_mul(SECTOR).ok_or(bad)?;
+    let given = reader.available_bytes();
+    let fits = |len: u64| {
+        let end = offset.checked_add(len);
+        end.is_some_and(|end| end <= rules.geometry.bytes)
+    };
+    let whole = |len: usize| len <= MAX_DATA && len as u64 % SECTOR == 0 && fits(len as u64);
+    let changes = |job| if rules.geometry.read_only { Err(bad) } else { Ok(job) };
+    match kind {
+        0 if whole(room) => Ok(Job { action: Action::Read, offset, data: vec![0; room] }),
+        1 if whole(given) => {
+            let mut data = vec![0; given];
+            reader.read_exact(&mut data).map_err(|_| bad)?;
+            changes(Job { action: Action::Write { fua: rules.write_through }, offset, data })
+        }
+        4 => Ok(Job { action: Action::Flush, offset: 0, data: Vec::new() }),
+        8 => {
+            let mut data = id.get(..ID.min(id.len())).unwrap_or_default().to_vec();
+            data.resize(ID.min(room), 0);
+            Ok(Job { action: Action::Answer, offset: 0, data })
+        }
+        // One range at a time is what the configuration says.
+        11 | 13 if given == SEGMENT => {
+            let mut segment = [0; SEGMENT];
+            reader.read_exact(&mut segment).map_err(|_| bad)?;
+            changes(range(kind == 11, segment, rules)?)
+        }
+        0 | 1 | 11 | 13 => Err(bad),
+        _ => Err(Refusal::Status(Status::Unsupported)),
+    }
+}
+
+fn range(discard: bool, segment: [u8; SEGMENT], rules: &Rules) -> Result<Job, Refusal> {
+    let bad = Refusal::Status(Status::IoError);
+    let [s0, s1, s2, s3, s4, s5, s6, s7, n0, n1, n2, n3, flags @ ..] = segment;
+    let sector = u64::from_le_bytes([s0, s1, s2, s3, s4, s5, s6, s7]);
+    let len = u64::from(u32::from_le_bytes([n0, n1, n2, n3])) * SECTOR;
+    let flags = u32::from_le_bytes(flags);
+    // "unmap" is the only flag that there is, and a discard has none (Virtio 1.2, 5.2.6.2).
+    if flags & !1 != 0 || (discard && flags != 0) || (discard && !rules.geometry.discard) {
+        return Err(Refusal::Status(Status::Unsupported));
+    }
+    let offset = sector.checked_mul(SECTOR).ok_or(bad)?;
+    if offset.checked_add(len).is_none_or(|end| end > rules.geometry.bytes) {
+        return Err(bad);
+    }
+    let action = if discard {
+        Action::Discard { len }
+    } else {
+        let fua = rules.write_through;
+        let how = Zeroes { deallocate: flags & 1 != 0, fua, fast_only: false };
+        Action::WriteZeroes { len, how }
+    };
+    Ok(Job { action, offset, data: Vec::new() })
+}
+
+/// Does what is asked for.
+pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Ended {
+    let Job { action, offset, mut data } = job;
+    let outcome = match action {
+        Action::Read => disk.read(offset, &mut data).await,
+        Action::Write { fua } => disk.write(offset, &data, fua).await,
+        Action::Flush => disk.flush().await,
+        Action::Discard { len } => disk.discard(offset, len).await,
+        Action::WriteZeroes { len, how } => disk.write_zeroes(offset, len, how).await,
+        Action::Answer => Ok(()),
+    };
+    Ended { outcome, data, for_guest: matches!(action, Action::Read | Action::Answer) }
+}
+
+/// Puts data and status into the guest's memory; how many bytes it has to look at.
+pub(super) fn put(chain: &Chain, data: &[u8], status: Status) -> u32 {
+    let Ok(mut writer) = chain.clone().writer(chain.memory()) else { return 0 };
+    let Some(room) = writer.available_bytes().checked_sub(1) else { return 0 };
+    let Ok(mut last) = writer.split_at(room) else { return 0 };
+    let (written, status) = match writer.write_all(data) {
+        Ok(()) => (data.len(), status),
+        Err(_) => (0, Status::IoError),
+    };
+    if last.write_all(&[status as u8]).is_err() {
+        return 0;
+    }
+    u32::try_from(written + 1).unwrap_or(u32::MAX)
+}

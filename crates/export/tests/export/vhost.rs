@@ -1,0 +1,497 @@
+//! A guest's driver, and the frontend of a VMM, on the virtio-blk device.
+
+use crate::common::{TestDisk, attach};
+use block::{BlockDevice, BlockOptions};
+use disk::{DiskError, Op};
+use driver::{AttachOptions, Controller};
+use shadowbell_export::vhost::{StartError, VhostUserBlk};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserProtocolFeatures};
+use vhost::vhost_user::{Frontend, VhostUserFrontend};
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+use vmm_sys_util::eventfd::EventFd;
+
+const QUEUE: u16 = 64;
+/// Requests at a time, of four descriptors each.
+const SLOTS: u16 = QUEUE / 4;
+const RINGS: u64 = 0x10000;
+const HEADERS: u64 = 0x40000;
+const STATUSES: u64 = 0x50000;
+const DATA: u64 = 0x10_0000;
+const ROOM: u64 = 0x10_0000;
+const MEMORY: u64 = 0x200_0000;
+
+const VERSION_1: u64 = 1 << 32;
+const PROTOCOL_FEATURES: u64 = 1 << 30;
+const EVENT_IDX: u64 = 1 << 29;
+const FLUSH: u64 = 1 << 9;
+const MQ: u64 = 1 << 12;
+
+struct Rig {
+    medium: TestDisk,
+    controller: Option<Controller>,
+    device: Option<VhostUserBlk>,
+    directory: TempDir,
+}
+
+impl Rig {
+    fn new(read_only: bool) -> Self {
+        let medium = TestDisk::new(16384, 512);
+        let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
+        let mut controller = attach(Arc::new(medium.clone()), &attached);
+        let options = BlockOptions { read_only, ..BlockOptions::default() };
+        let disk = BlockDevice::open(&mut controller, 1, &options).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let device = VhostUserBlk::start(disk, &directory.path().join("vhost"), "a test").unwrap();
+        Self { medium, controller: Some(controller), device: Some(device), directory }
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.directory.path().join("vhost")
+    }
+
+    fn end(mut self, failures: u64) {
+        assert_eq!(self.device.take().unwrap().stop(), failures);
+        assert!(!self.socket().exists());
+        self.controller.take().unwrap().detach().unwrap();
+    }
+}
+
+/// A virtio queue as its driver sees it.
+struct Ring {
+    memory: GuestMemoryMmap<()>,
+    base: u64,
+    index: u64,
+    kick: EventFd,
+    call: EventFd,
+    submitted: u16,
+    taken: u16,
+}
+
+impl Ring {
+    fn available(&self) -> u64 {
+        self.base + 0x2000
+    }
+
+    fn used(&self) -> u64 {
+        self.base + 0x3000
+    }
+
+    fn write(&self, at: u64, bytes: &[u8]) {
+        self.memory.write_slice(bytes, GuestAddress(at)).unwrap();
+    }
+
+    fn read<const N: usize>(&self, at: u64) -> [u8; N] {
+        let mut bytes = [0; N];
+        self.memory.read_slice(&mut bytes, GuestAddress(at)).unwrap();
+        bytes
+    }
+
+    fn data(&self, slot: u16) -> u64 {
+        DATA + (self.index * u64::from(SLOTS) + u64::from(slot)) % 30 * ROOM
+    }
+
+    fn status(&self, slot: u16) -> u64 {
+        STATUSES + self.index * 0x100 + u64::from(slot)
+    }
+
+    fn descriptor(&self, index: u16, at: u64, len: u32, flags: u16, next: u16) {
+        let mut bytes = at.to_le_bytes().to_vec();
+        bytes.extend(len.to_le_bytes());
+        bytes.extend(flags.to_le_bytes());
+        bytes.extend(next.to_le_bytes());
+        self.write(self.base + u64::from(index) * 16, &bytes);
+    }
+
+    /// Puts a chain that begins at this descriptor into the queue, and kicks.
+    fn offer(&mut self, head: u16) {
+        let at = self.available() + 4 + u64::from(self.submitted % QUEUE) * 2;
+        self.write(at, &head.to_le_bytes());
+        self.submitted = self.submitted.wrapping_add(1);
+        std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+        self.write(self.available() + 2, &self.submitted.to_le_bytes());
+        self.kick.write(1).unwrap();
+    }
+
+    /// Submits a request with the data that `data` has, and room for `room` bytes.
+    fn submit(&mut self, slot: u16, kind: u32, sector: u64, data: &[u8], room: u32) {
+        const NEXT: u16 = 1;
+        const WRITE: u16 = 2;
+        let header = HEADERS + self.index * 0x1000 + u64::from(slot) * 16;
+        let mut bytes = kind.to_le_bytes().to_vec();
+        bytes.extend([0; 4]);
+        bytes.extend(sector.to_le_bytes());
+        self.write(header, &bytes);
+        let head = slot * 4;
+        self.write(self.data(slot), data);
+        self.write(self.status(slot), &[0xff]);
+        let len = if data.is_empty() { room } else { data.len() as u32 };
+        if len == 0 {
+            self.descriptor(head, header, 16, NEXT, head + 2);
+        } else {
+            self.descriptor(head, header, 16, NEXT, head + 1);
+            let flags = if data.is_empty() { NEXT | WRITE } else { NEXT };
+            self.descriptor(head + 1, self.data(slot), len, flags, head + 2);
+        }
+        self.descriptor(head + 2, self.status(slot), 1, WRITE, 0);
+        self.offer(head);
+    }
+
+    /// Waits for the next request that ends: its slot, how much was written, and its status.
+    fn take(&mut self) -> (u16, u32, u8) {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        loop {
+            // With EVENT_IDX: tell us of the very next one.
+            self.write(self.available() + 4 + u64::from(QUEUE) * 2, &self.taken.to_le_bytes());
+            std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+            let index = u16::from_le_bytes(self.read(self.used() + 2));
+            if index != self.taken {
+                let at = self.used() + 4 + u64::from(self.taken % QUEUE) * 8;
+                let head = u32::from_le_bytes(self.read(at)) as u16;
+                let len = u32::from_le_bytes(self.read(at + 4));
+                self.taken = self.taken.wrapping_add(1);
+                let slot = head / 4;
+                return (slot, len, self.read::<1>(self.status(slot))[0]);
+            }
+            while self.call.read().is_err() {
+                assert!(Instant::now() < deadline, "nobody calls");
+                std::thread::sleep(Duration::from_micros(50));
+            }
+        }
+    }
+
+    fn run(&mut self, kind: u32, sector: u64, data: &[u8], room: u32) -> u8 {
+        self.submit(0, kind, sector, data, room);
+        let (slot, _, status) = self.take();
+        assert_eq!(slot, 0);
+        status
+    }
+
+    fn bytes(&self, slot: u16, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.memory.read_slice(&mut bytes, GuestAddress(self.data(slot))).unwrap();
+        bytes
+    }
+}
+
+struct Guest {
+    frontend: Frontend,
+    rings: Vec<Ring>,
+    features: u64,
+    config: Vec<u8>,
+}
+
+impl Guest {
+    fn connect(rig: &Rig, queues: usize, without: u64) -> Self {
+        let mut frontend = Frontend::connect(rig.socket(), queues as u64).unwrap();
+        frontend.set_owner().unwrap();
+        let features = frontend.get_features().unwrap();
+        let wanted = VERSION_1 | PROTOCOL_FEATURES | EVENT_IDX | FLUSH | MQ;
+        assert_eq!(features & wanted, wanted);
+        frontend.set_features(features & wanted & !without).unwrap();
+        let protocol = frontend.get_protocol_features().unwrap();
+        let wanted = VhostUserProtocolFeatures::CONFIG | VhostUserProtocolFeatures::MQ;
+        assert!(protocol.contains(wanted));
+        frontend.set_protocol_features(wanted).unwrap();
+        assert_eq!(frontend.get_queue_num().unwrap(), 2);
+        let flags = VhostUserConfigFlags::WRITABLE;
+        let config = frontend.get_config(0, 60, flags, &[0; 60]).unwrap().1;
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(MEMORY).unwrap();
+        let range = (GuestAddress(0), MEMORY as usize, Some(FileOffset::new(file, 0)));
+        let memory = GuestMemoryMmap::<()>::from_ranges_with_files([range]).unwrap();
+        let regions: Vec<_> = memory
+            .iter()
+            .map(|region| VhostUserMemoryRegionInfo::from_guest_region(region).unwrap())
+            .collect();
+        frontend.set_mem_table(&regions).unwrap();
+        let rings = (0..queues as u64).map(|index| {
+            let ring = Ring {
+                memory: memory.clone(),
+                base: RINGS + index * 0x8000,
+                index,
+                kick: EventFd::new(libc_nonblock()).unwrap(),
+                call: EventFd::new(libc_nonblock()).unwrap(),
+                submitted: 0,
+                taken: 0,
+            };
+            let address = |at| memory.get_host_address(GuestAddress(at)).unwrap() as usize as u64;
+            let config = VringConfigData {
+                queue_max_size: QUEUE,
+                queue_size: QUEUE,
+                flags: 0,
+                desc_table_addr: address(ring.base),
+                used_ring_addr: address(ring.used()),
+                avail_ring_addr: address(ring.available()),
+                log_addr: None,
+            };
+            let index = index as usize;
+            frontend.set_vring_num(index, QUEUE).unwrap();
+            frontend.set_vring_addr(index, &config).unwrap();
+            frontend.set_vring_base(index, 0).unwrap();
+            frontend.set_vring_call(index, &ring.call).unwrap();
+            frontend.set_vring_kick(index, &ring.kick).unwrap();
+            frontend.set_vring_enable(index, true).unwrap();
+            ring
+        });
+        let rings = rings.collect();
+        Self { frontend, rings, features, config }
+    }
+}
+
+fn libc_nonblock() -> i32 {
+    rustix::fs::OFlags::NONBLOCK.bits() as i32
+}
+
+const READ: u32 = 0;
+const WRITE: u32 = 1;
+const FLUSH_REQUEST: u32 = 4;
+const GET_ID: u32 = 8;
+const DISCARD: u32 = 11;
+const WRITE_ZEROES: u32 = 13;
+
+fn segment(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
+    let mut bytes = sector.to_le_bytes().to_vec();
+    bytes.extend(sectors.to_le_bytes());
+    bytes.extend(flags.to_le_bytes());
+    bytes
+}
+
+#[test]
+fn a_guest_finds_its_disk_and_uses_it() {
+    let rig = Rig::new(false);
+    let mut guest = Guest::connect(&rig, 2, 0);
+    assert_eq!(guest.config[..8], 16384u64.to_le_bytes());
+    assert_eq!(guest.config[20..24], 512u32.to_le_bytes());
+    assert_eq!(guest.config[34..36], 2u16.to_le_bytes());
+    for ring in &mut guest.rings {
+        let data: Vec<u8> = (0..300 * 512).map(|i: u32| (i ^ i >> 8) as u8 | 1).collect();
+        assert_eq!(ring.run(WRITE, 7, &data, 0), 0);
+        ring.submit(3, READ, 7, b"", 300 * 512);
+        assert_eq!(ring.take(), (3, 300 * 512 + 1, 0));
+        assert!(ring.bytes(3, 300 * 512) == data);
+        assert_eq!(ring.run(FLUSH_REQUEST, 0, b"", 0), 0);
+        assert_eq!(ring.run(WRITE_ZEROES, 0, &segment(8, 2, 1), 0), 0);
+        assert_eq!(ring.run(DISCARD, 0, &segment(10, 2, 0), 0), 0);
+        assert_eq!(ring.run(READ, 7, b"", 5 * 512), 0);
+        let back = ring.bytes(0, 5 * 512);
+        assert!(back[..512] == data[..512] && back[512..] == [0; 4 * 512]);
+        assert_eq!(ring.run(GET_ID, 0, b"", 20), 0);
+        assert_eq!(&ring.bytes(0, 20), b"a test\0\0\0\0\0\0\0\0\0\0\0\0\0\0");
+    }
+    for op in [Op::Flush, Op::WriteZeroes { deallocate: true, fua: false }, Op::Discard] {
+        assert_eq!(rig.medium.seen().iter().filter(|seen| seen.op == op).count(), 2, "{op:?}");
+    }
+    drop(guest);
+    rig.end(0);
+}
+
+#[test]
+fn queues_are_used_at_the_same_time_and_deeply() {
+    for without in [0, EVENT_IDX] {
+        let rig = Rig::new(false);
+        let guest = Guest::connect(&rig, 2, without);
+        std::thread::scope(|scope| {
+            for mut ring in guest.rings {
+                scope.spawn(move || {
+                    let me = ring.index;
+                    let mut free: Vec<u16> = (0..SLOTS.min(14)).collect();
+                    let mut busy = vec![None; usize::from(SLOTS)];
+                    let (mut submitted, mut done) = (0u64, 0);
+                    while done < 2000 {
+                        while submitted < 2000
+                            && let Some(slot) = free.pop()
+                        {
+                            // Every second sector, so that the queues share nothing.
+                            let sector = (submitted % 500) * 2 + me;
+                            let byte = (sector as u8).wrapping_mul(7) | 1;
+                            if submitted < 500 {
+                                ring.submit(slot, WRITE, sector, &[byte; 512], 0);
+                                busy[usize::from(slot)] = Some(None);
+                            } else {
+                                ring.submit(slot, READ, sector, b"", 512);
+                                busy[usize::from(slot)] = Some(Some(byte));
+                            }
+                            submitted += 1;
+                            if submitted == 500 {
+                                break;
+                            }
+                        }
+                        if submitted == 500 {
+                            // All writes end before the first read begins.
+                            while done < 500 {
+                                let (slot, _, status) = ring.take();
+                                assert_eq!(status, 0);
+                                assert!(busy[usize::from(slot)].take().is_some());
+                                free.push(slot);
+                                done += 1;
+                            }
+                            continue;
+                        }
+                        let (slot, _, status) = ring.take();
+                        assert_eq!(status, 0);
+                        let expected = busy[usize::from(slot)].take().expect("answered twice");
+                        if let Some(byte) = expected {
+                            assert_eq!(ring.bytes(slot, 512), [byte; 512]);
+                        }
+                        free.push(slot);
+                        done += 1;
+                    }
+                });
+            }
+        });
+        rig.end(0);
+    }
+}
+
+#[test]
+fn what_makes_no_sense_is_an_error_to_the_guest_and_no_more() {
+    let rig = Rig::new(false);
+    let mut guest = Guest::connect(&rig, 1, 0);
+    let ring = &mut guest.rings[0];
+    const IOERR: u8 = 1;
+    const UNSUPPORTED: u8 = 2;
+    for (kind, sector, data, room, status) in [
+        (READ, 16384, vec![], 512, IOERR),
+        (READ, u64::MAX, vec![], 512, IOERR),
+        (READ, u64::MAX / 512, vec![], 1024, IOERR),
+        (READ, 0, vec![], 511, IOERR),
+        (WRITE, 16383, vec![1; 1024], 0, IOERR),
+        (WRITE, 0, vec![1; 5], 0, IOERR),
+        (WRITE_ZEROES, 0, segment(16384, 1, 0), 0, IOERR),
+        (WRITE_ZEROES, 0, segment(u64::MAX, u32::MAX, 0), 0, IOERR),
+        (WRITE_ZEROES, 0, segment(0, 1, 2), 0, UNSUPPORTED),
+        (WRITE_ZEROES, 0, vec![0; 15], 0, IOERR),
+        (DISCARD, 0, segment(0, 1, 1), 0, UNSUPPORTED),
+        (DISCARD, 0, [segment(0, 1, 0), segment(1, 1, 0)].concat(), 0, IOERR),
+        (4711, 0, vec![], 512, UNSUPPORTED),
+    ] {
+        assert_eq!(ring.run(kind, sector, &data, room), status, "type {kind} at {sector}");
+    }
+    // A header that is too short.
+    ring.descriptor(0, HEADERS, 8, 1, 2);
+    ring.descriptor(2, ring.status(0), 1, 2, 0);
+    ring.offer(0);
+    assert_eq!(ring.take(), (0, 1, IOERR));
+    // Nowhere to put the status.
+    ring.write(ring.status(0), &[0xff]);
+    ring.descriptor(0, HEADERS, 16, 0, 0);
+    ring.offer(0);
+    assert_eq!(ring.take(), (0, 0, 0xff));
+    // A chain that goes round and round.
+    ring.descriptor(0, HEADERS, 16, 1, 0);
+    ring.offer(0);
+    ring.take();
+    // Data where there is no memory.
+    ring.descriptor(0, HEADERS, 16, 1, 1);
+    ring.descriptor(1, MEMORY + 4096, 512, 3, 2);
+    ring.descriptor(2, ring.status(0), 1, 2, 0);
+    ring.offer(0);
+    ring.take();
+    assert_eq!(ring.run(READ, 0, b"", 512), 0, "it goes on");
+    drop(guest);
+    rig.end(0);
+}
+
+#[test]
+fn a_guest_that_does_not_flush_has_durable_writes() {
+    let mut rig = Rig::new(false);
+    drop(rig.device.take());
+    rig.medium.cache = true;
+    let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
+    let mut controller = attach(Arc::new(rig.medium.clone()), &attached);
+    let disk = BlockDevice::open(&mut controller, 1, &BlockOptions::default()).unwrap();
+    assert!(disk.geometry().volatile_cache);
+    rig.device = Some(VhostUserBlk::start(disk, &rig.socket(), "cached").unwrap());
+    for (without, fua) in [(0, false), (FLUSH, true)] {
+        rig.medium.order(|orders| orders.seen.clear());
+        let mut guest = Guest::connect(&rig, 1, without);
+        assert_eq!(guest.rings[0].run(WRITE, 3, &[5; 512], 0), 0);
+        assert_eq!(guest.rings[0].run(WRITE_ZEROES, 0, &segment(8, 2, 0), 0), 0);
+        let ops: Vec<_> = rig.medium.seen().iter().map(|seen| seen.op).collect();
+        assert_eq!(ops, [Op::Write { fua }, Op::WriteZeroes { deallocate: false, fua }]);
+    }
+    rig.end(0);
+}
+
+#[test]
+fn a_disk_that_takes_no_writes_or_fails() {
+    let rig = Rig::new(true);
+    let mut guest = Guest::connect(&rig, 1, 0);
+    assert_ne!(guest.features & 1 << 5, 0, "VIRTIO_BLK_F_RO");
+    assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 1);
+    assert_eq!(guest.rings[0].run(READ, 0, b"", 512), 0);
+    drop(guest);
+    rig.end(0);
+    let rig = Rig::new(false);
+    let mut guest = Guest::connect(&rig, 1, 0);
+    rig.medium.order(|orders| orders.fail = Some(DiskError::Io(5)));
+    assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 1);
+    rig.medium.order(|orders| orders.fail = None);
+    assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
+    drop(guest);
+    rig.end(1);
+}
+
+#[test]
+fn a_queue_is_stopped_when_what_it_took_is_answered() {
+    let rig = Rig::new(false);
+    let mut guest = Guest::connect(&rig, 1, 0);
+    rig.medium.order(|orders| orders.hold = true);
+    for slot in 0..8 {
+        guest.rings[0].submit(slot, WRITE, slot.into(), &[7; 512], 0);
+    }
+    rig.medium.expect(8);
+    let medium = rig.medium.clone();
+    let release = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(50));
+        medium.order(|orders| orders.hold = false);
+    });
+    assert_eq!(guest.frontend.get_vring_base(0).unwrap(), 8);
+    let index = u16::from_le_bytes(guest.rings[0].read(guest.rings[0].used() + 2));
+    assert_eq!(index, 8, "all of them are answered");
+    release.join().unwrap();
+    drop(guest);
+    rig.end(0);
+}
+
+#[test]
+fn the_next_frontend_comes_after_the_last_and_a_stop_ends_one() {
+    let mut rig = Rig::new(false);
+    for round in 0..5u8 {
+        let mut guest = Guest::connect(&rig, 2, 0);
+        assert_eq!(guest.rings[1].run(WRITE, 0, &[round; 512], 0), 0);
+        if round % 2 == 0 {
+            // With a request under way.
+            guest.rings[0].submit(0, WRITE, 9, &[round; 512], 0);
+        }
+    }
+    // Whoever does not speak the protocol.
+    use std::io::Write;
+    let mut other = std::os::unix::net::UnixStream::connect(rig.socket()).unwrap();
+    let _ = other.write_all(&[0xff; 100]);
+    drop(other);
+    let mut guest = Guest::connect(&rig, 1, 0);
+    assert_eq!(guest.rings[0].run(READ, 0, b"", 512), 0);
+    assert_eq!(guest.rings[0].bytes(0, 512), [4; 512]);
+    assert_eq!(rig.device.take().unwrap().stop(), 0);
+    assert!(guest.frontend.get_features().is_err(), "the server has hung up");
+}
+
+#[test]
+fn a_socket_in_use_is_refused() {
+    let rig = Rig::new(false);
+    let mut controller = attach(Arc::new(TestDisk::new(64, 512)), &AttachOptions::default());
+    let disk = BlockDevice::open(&mut controller, 1, &BlockOptions::default()).unwrap();
+    let Err(error) = VhostUserBlk::start(disk.clone(), &rig.socket(), "") else {
+        panic!("two at one socket");
+    };
+    assert!(error.to_string().contains("in use"), "{error}");
+    let error = VhostUserBlk::start(disk, rig.directory.path(), "").err().unwrap();
+    assert!(matches!(error, StartError::Directory(_)), "{error}");
+    rig.end(0);
+}

@@ -1,0 +1,269 @@
+//! `shadowbell export`, from outside.
+
+use rustix::process::{Pid, Signal, kill_process};
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Write};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// How long to wait for what should happen at once.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// An export that runs. Dropping it kills it.
+struct Export {
+    child: Child,
+    directory: TempDir,
+}
+
+impl Export {
+    /// Runs `shadowbell export` with these arguments, `DIR` in them being a directory of its own.
+    fn run(directory: TempDir, arguments: &[&str]) -> Self {
+        let place = directory.path().to_str().unwrap();
+        let arguments = arguments.iter().map(|argument| argument.replace("DIR", place));
+        let file = |name: &str| File::create(directory.path().join(name)).unwrap();
+        let child = Command::new(env!("CARGO_BIN_EXE_shadowbell"))
+            .arg("export")
+            .args(arguments)
+            .current_dir(directory.path())
+            .env_remove("RUST_LOG")
+            .stdin(Stdio::null())
+            .stdout(file("stdout"))
+            .stderr(file("stderr"))
+            .spawn()
+            .unwrap();
+        Self { child, directory }
+    }
+
+    /// The same, and waits until it exports.
+    fn start(arguments: &[&str]) -> Self {
+        let mut export = Self::run(tempfile::tempdir().unwrap(), arguments);
+        let deadline = Instant::now() + PATIENCE;
+        while !export.stderr().contains("exporting") {
+            let ended = export.child.try_wait().unwrap();
+            assert!(ended.is_none(), "{ended:?}: {}", export.stderr());
+            assert!(Instant::now() < deadline, "it does not start: {}", export.stderr());
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        export
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn stderr(&self) -> String {
+        std::fs::read_to_string(self.path("stderr")).unwrap()
+    }
+
+    fn stdout(&self) -> String {
+        std::fs::read_to_string(self.path("stdout")).unwrap()
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_raw(self.child.id() as i32).unwrap(), signal).unwrap();
+    }
+
+    fn wait(&mut self) -> ExitStatus {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "it does not end: {}", self.stderr());
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    #[track_caller]
+    fn stop(mut self) {
+        self.signal(Signal::TERM);
+        let status = self.wait();
+        assert_eq!(status.code(), Some(0), "{}", self.stderr());
+    }
+
+    /// Runs one that can not start, and checks exit status 2 and what it says.
+    #[track_caller]
+    fn refused(directory: TempDir, arguments: &[&str], words: &str) -> TempDir {
+        let mut export = Self::run(directory, arguments);
+        let status = export.wait();
+        let said = export.stderr();
+        assert_eq!(status.code(), Some(2), "{said}");
+        assert!(said.contains(words), "{said}");
+        let keep = tempfile::tempdir().unwrap();
+        std::mem::replace(&mut export.directory, keep)
+    }
+}
+
+impl Drop for Export {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A greeting, and options, by hand: enough of a client for one write.
+fn write_by_nbd(socket: &Path, offset: u64, data: &[u8]) -> u32 {
+    let mut client = UnixStream::connect(socket).unwrap();
+    client.set_read_timeout(Some(PATIENCE)).unwrap();
+    let mut greeting = [0; 18];
+    client.read_exact(&mut greeting).unwrap();
+    assert_eq!(&greeting[..16], b"NBDMAGICIHAVEOPT");
+    client.write_all(&3u32.to_be_bytes()).unwrap();
+    client.write_all(b"IHAVEOPT\0\0\0\x01\0\0\0\0").unwrap();
+    client.read_exact(&mut [0; 10]).unwrap();
+    let mut request = b"\x25\x60\x95\x13\0\0\0\x01cookie!!".to_vec();
+    request.extend(offset.to_be_bytes());
+    request.extend((data.len() as u32).to_be_bytes());
+    request.extend(data);
+    client.write_all(&request).unwrap();
+    let mut reply = [0; 16];
+    client.read_exact(&mut reply).unwrap();
+    assert_eq!((&reply[..4], &reply[8..]), (&b"\x67\x44\x66\x98"[..], &b"cookie!!"[..]));
+    u32::from_be_bytes(reply[4..8].try_into().unwrap())
+}
+
+#[test]
+fn what_was_written_is_in_the_image_when_it_has_ended() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("disk.img");
+    File::create(&image).unwrap().set_len(1 << 20).unwrap();
+    let target = format!("local:{}", image.display());
+    let export = Export::start(&[&target, "--nbd", "unix:DIR/nbd", "--name", "a disk"]);
+    let printed = export.stdout();
+    assert!(printed.contains("nbdcopy 'nbd+unix:///a%20disk?socket="), "{printed}");
+    assert_eq!(write_by_nbd(&export.path("nbd"), 1000, b"any bytes"), 0);
+    export.stop();
+    let mut bytes = [0; 11];
+    File::open(&image).unwrap().read_exact_at(&mut bytes, 999).unwrap();
+    assert_eq!(&bytes, b"\0any bytes\0");
+}
+
+#[test]
+fn several_ways_at_once_are_ways_to_the_same_disk() {
+    let export = Export::start(&[
+        "mem:8MiB",
+        "--nbd",
+        "unix:DIR/one",
+        "--nbd",
+        "unix:DIR/two",
+        "--queues=1",
+    ]);
+    assert_eq!(write_by_nbd(&export.path("one"), 0, b"one"), 0);
+    assert_eq!(write_by_nbd(&export.path("two"), 8 << 20, b"x"), 28, "ENOSPC");
+    export.stop();
+}
+
+#[test]
+fn a_read_only_export_refuses_writes() {
+    let export = Export::start(&["mem:8MiB", "--nbd", "unix:DIR/nbd", "--read-only"]);
+    assert!(export.stderr().contains("read-only"));
+    assert_eq!(write_by_nbd(&export.path("nbd"), 0, b"data"), 1, "EPERM");
+    export.stop();
+}
+
+#[test]
+fn what_can_not_be_exported_is_refused_with_the_reason() {
+    let refused = |arguments: &[&str], words: &str| {
+        Export::refused(tempfile::tempdir().unwrap(), arguments, words);
+    };
+    refused(&["mem:1MiB"], "required arguments");
+    refused(&["mem:1MiB", "--nbd", "DIR/nbd"], "neither `unix:PATH` nor `tcp:ADDRESS`");
+    refused(&["mem:1MiB", "--nbd", "unix:DIR/no/such/nbd"], "in no directory");
+    refused(&["local:DIR/none", "--nbd", "unix:DIR/nbd"], "none");
+    refused(&["vfio-user:DIR/none", "--nbd", "unix:DIR/nbd"], "no controller behind");
+    refused(&["vfio-user:DIR/none/7", "--nbd", "unix:DIR/nbd"], "no controller behind");
+    refused(&["mem:1MiB", "--nbd", "unix:DIR/nbd", "--queues=0"], "0 is not in 1..=64");
+    refused(&["mem:1MiB", "--fuse", "DIR"], "is not a file");
+    refused(&["mem:1MiB", "--vhost-user-blk", "DIR"], "is a directory");
+}
+
+#[test]
+fn a_socket_in_use_is_left_to_who_uses_it() {
+    let export = Export::start(&["mem:8MiB", "--nbd", "unix:DIR/nbd"]);
+    let address = format!("unix:{}", export.path("nbd").display());
+    Export::refused(tempfile::tempdir().unwrap(), &["mem:1MiB", "--nbd", &address], "in use");
+    assert_eq!(write_by_nbd(&export.path("nbd"), 0, b"data"), 0);
+    export.stop();
+}
+
+#[test]
+fn a_dead_exports_socket_is_replaced() {
+    let mut export = Export::start(&["mem:8MiB", "--nbd", "unix:DIR/nbd"]);
+    export.signal(Signal::KILL);
+    export.wait();
+    assert!(export.path("nbd").exists());
+    let address = format!("unix:{}", export.path("nbd").display());
+    let next = Export::start(&["mem:8MiB", "--nbd", &address]);
+    assert_eq!(write_by_nbd(&export.path("nbd"), 0, b"data"), 0);
+    next.stop();
+    assert!(!export.path("nbd").exists());
+}
+
+#[test]
+fn a_file_is_mounted_and_unmounted() {
+    let fuse = OpenOptions::new().read(true).write(true).open("/dev/fuse");
+    if !rustix::process::geteuid().is_root() || fuse.is_err() {
+        eprintln!("skipped: this takes root and /dev/fuse");
+        return;
+    }
+    let export = Export::start(&["mem:8MiB", "--fuse", "DIR/disk"]);
+    let path = export.path("disk");
+    assert!(export.stdout().contains("losetup --find --show"), "{}", export.stdout());
+    let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+    file.write_all_at(b"any bytes", 777).unwrap();
+    let mut bytes = [0; 9];
+    file.read_exact_at(&mut bytes, 777).unwrap();
+    assert_eq!(&bytes, b"any bytes");
+    drop(file);
+    export.stop();
+    assert!(!path.exists());
+    // Who unmounts it ends it, as there is no other way to it.
+    let mut export = Export::start(&["mem:8MiB", "--fuse", "DIR/disk"]);
+    assert!(Command::new("umount").arg(export.path("disk")).status().unwrap().success());
+    assert_eq!(export.wait().code(), Some(0), "{}", export.stderr());
+}
+
+#[test]
+fn a_virtio_disk_is_offered_and_taken_back() {
+    let export = Export::start(&["mem:8MiB", "--vhost-user-blk", "DIR/vm.sock", "--queues=2"]);
+    let printed = export.stdout();
+    assert!(printed.contains("vhost-user-blk-pci,chardev=disk,num-queues=2"), "{printed}");
+    let path = export.path("vm.sock");
+    let frontend = UnixStream::connect(&path).unwrap();
+    export.stop();
+    assert!(!path.exists());
+    drop(frontend);
+}
+
+#[test]
+fn a_controller_that_dies_is_an_error_to_clients_and_a_failure_at_the_end() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("vm.sock");
+    let mut server = Command::new(env!("CARGO_BIN_EXE_shadowbell"))
+        .args(["serve", "mem:8MiB", "-q", "--socket"])
+        .arg(&socket)
+        .spawn()
+        .unwrap();
+    let deadline = Instant::now() + PATIENCE;
+    while UnixStream::connect(&socket).is_err() {
+        assert!(Instant::now() < deadline, "no server");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let target = format!("vfio-user:{}", socket.display());
+    let mut export =
+        Export::start(&[&target, "--nbd", "unix:DIR/nbd", "--timeout=2", "--queues=1"]);
+    assert_eq!(write_by_nbd(&export.path("nbd"), 0, b"data"), 0);
+    // It may be missed only when a command takes too long.
+    server.kill().unwrap();
+    server.wait().unwrap();
+    assert_eq!(write_by_nbd(&export.path("nbd"), 0, b"data"), 5, "EIO");
+    export.signal(Signal::TERM);
+    let status = export.wait();
+    let said = export.stderr();
+    assert_eq!(status.code(), Some(1), "{said}");
+    assert!(said.contains("may not be durable"), "{said}");
+}
