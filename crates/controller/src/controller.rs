@@ -297,11 +297,13 @@ impl Controller {
             stats.retired_sq = retired.sq.clone();
             stats.retired_cq = retired.cq.clone();
             stats.io.merge(&retired.io);
+            stats.doorbell_events = retired.events;
         });
         for worker in gathered {
             stats.submission_queues.extend(worker.sqs);
             stats.completion_queues.extend(worker.cqs);
             stats.io.merge(&worker.io);
+            stats.doorbell_events += worker.events;
             stats.workers.push(worker.sleep);
         }
         stats

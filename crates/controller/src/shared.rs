@@ -51,6 +51,8 @@ pub(crate) struct Retired {
     pub(crate) sq: SqStats,
     pub(crate) cq: CqStats,
     pub(crate) io: IoStats,
+    /// Doorbells rung by a descriptor.
+    pub(crate) events: u64,
 }
 
 /// What the control plane and the workers of one controller both touch. Nothing in it is touched

@@ -138,6 +138,9 @@ pub struct Stats {
     pub retired_sq: SqStats,
     /// As above.
     pub retired_cq: CqStats,
+    /// Doorbells rung by a descriptor instead of an MMIO write
+    /// ([`Controller::doorbell_events`](crate::Controller::doorbell_events)).
+    pub doorbell_events: u64,
     /// What the commands did.
     pub io: IoStats,
     /// The workers that serve this controller (each may serve others too).

@@ -93,6 +93,8 @@ fn an_event_wakes_as_a_doorbell_does() {
         assert!(host.rings > 20, "some of that slept");
         let (sq, cq) = host.controller.stats().io_queues();
         assert_eq!((sq.commands, sq.doorbell.mmio_writes + cq.doorbell.mmio_writes), (6_000, 0));
+        let rings = host.rings - admin_rings(&host);
+        assert_eq!(host.controller.stats().doorbell_events, rings);
         drop((queue, plain));
 
         // A reset ends what they stand for; whoever signals them then does no harm.

@@ -65,6 +65,8 @@ pub(crate) struct WorkerStats {
     pub(crate) sqs: Vec<SqStats>,
     pub(crate) cqs: Vec<CqStats>,
     pub(crate) io: IoStats,
+    /// Doorbells rung by a descriptor.
+    pub(crate) events: u64,
     pub(crate) sleep: SleepStats,
 }
 

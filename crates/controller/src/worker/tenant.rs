@@ -39,6 +39,8 @@ pub(crate) struct Tenant {
     shadow: Option<(u64, u64)>,
     /// Descriptors that have the worker look at this tenant's doorbells.
     kicks: Vec<EventFd>,
+    /// How often those were signalled, when that was last looked at.
+    kicked: u64,
     /// Old DMA maps that commands in flight may still use, with who waits for their end.
     draining: Vec<(ViewWatch, Latch)>,
     /// Submission queues that are to be forgotten once they are empty.
@@ -60,6 +62,7 @@ impl Tenant {
             cqs: Vec::new(),
             shadow: seed.shadow,
             kicks: Vec::new(),
+            kicked: 0,
             draining: Vec::new(),
             deleting: Vec::new(),
             detaching: None,
@@ -78,6 +81,14 @@ impl Tenant {
     /// Holds on to a descriptor that the worker waits for, until the tenant goes.
     pub(crate) fn keep_kick(&mut self, event: EventFd) {
         self.kicks.push(event);
+    }
+
+    /// How often the host has signalled one of them. The descriptor counts that by itself.
+    fn count_kicks(&mut self) -> u64 {
+        // The worker is awake and about to look at every queue, so no wakeup is lost by this.
+        let kicked = self.kicks.iter().map(EventFd::drain).fold(0, u64::saturating_add);
+        self.kicked = self.kicked.saturating_add(kicked);
+        self.kicked
     }
 
     pub(crate) fn kicks(&self) -> &[EventFd] {
@@ -217,7 +228,11 @@ impl Tenant {
         sqs.iter().for_each(|sq| self.retire_sq(sq));
         cqs.iter().for_each(|cq| self.retire_cq(cq));
         let io = std::mem::take(&mut self.engine.stats);
-        self.shared.retire(|retired| retired.io.merge(&io));
+        let events = self.count_kicks();
+        self.shared.retire(|retired| {
+            retired.io.merge(&io);
+            retired.events = retired.events.saturating_add(events);
+        });
     }
 
     fn retire_sq(&self, sq: &Sq) {
@@ -230,7 +245,8 @@ impl Tenant {
         self.shared.retire(|retired| retired.cq.merge(&stats));
     }
 
-    pub(crate) fn snapshot(&self) -> WorkerStats {
+    pub(crate) fn snapshot(&mut self) -> WorkerStats {
+        let events = self.count_kicks();
         let traps = |qid, kind| self.shared.traps(qid, kind);
         WorkerStats {
             sqs: self
@@ -246,6 +262,7 @@ impl Tenant {
                 .map(|q| q.snapshot(traps(q.place.qid, DoorbellKind::Cq)))
                 .collect(),
             io: self.engine.stats,
+            events,
             sleep: crate::stats::SleepStats::default(),
         }
     }

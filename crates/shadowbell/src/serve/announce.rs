@@ -166,9 +166,8 @@ impl Teller {
 }
 
 fn counts(controller: &Controller) -> Counts {
-    let (sq, cq) = controller.stats().io_queues();
-    Counts {
-        commands: sq.commands,
-        doorbells: sq.doorbell.mmio_writes.saturating_add(cq.doorbell.mmio_writes),
-    }
+    let stats = controller.stats();
+    let (sq, cq) = stats.io_queues();
+    let trapped = sq.doorbell.mmio_writes.saturating_add(cq.doorbell.mmio_writes);
+    Counts { commands: sq.commands, doorbells: trapped.saturating_add(stats.doorbell_events) }
 }

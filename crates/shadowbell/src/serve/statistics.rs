@@ -16,6 +16,8 @@ pub struct Report {
     pub completions: u64,
     /// Doorbell writes that trapped, of both kinds.
     pub doorbell_mmio_writes: u64,
+    /// Doorbells rung by a descriptor instead.
+    pub doorbell_events: u64,
     /// Interrupts raised.
     pub interrupts: u64,
     /// Batches of completions without an interrupt.
@@ -56,6 +58,7 @@ impl Report {
         self.completions += cq.completions;
         self.interrupts += cq.interrupts;
         self.interrupts_suppressed += cq.interrupts_suppressed;
+        self.doorbell_events = self.doorbell_events.saturating_add(stats.doorbell_events);
         for doorbell in [&sq.doorbell, &cq.doorbell] {
             self.doorbell_mmio_writes += doorbell.mmio_writes;
             self.event_idx_armed += doorbell.event_idx_armed;
