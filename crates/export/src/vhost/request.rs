@@ -104,7 +104,8 @@ pub(super) fn parse(chain: &Chain, rules: &Rules, id: &[u8]) -> Result<Job, Refu
         let end = offset.checked_add(len);
         end.is_some_and(|end| end <= rules.geometry.bytes)
     };
-    let whole = |len: usize| len <= MAX_DATA && len as u64 % SECTOR == 0 && fits(len as u64);
+    let whole =
+        |len: usize| len <= MAX_DATA && (len as u64).is_multiple_of(SECTOR) && fits(len as u64);
     let changes = |job| if rules.geometry.read_only { Err(bad) } else { Ok(job) };
     match kind {
         0 if whole(room) => Ok(Job { action: Action::Read, offset, data: vec![0; room] }),
