@@ -169,6 +169,12 @@ impl<const SIZE: usize> Ring<SIZE> {
         unsafe { bytes.load_u64_at(offset + 8) }
     }
 
+    /// Asks the processor to bring entry `index` near for writing, if there is one.
+    #[inline]
+    pub fn prefetch_for_write(&self, index: u32) {
+        self.whole.bytes.prefetch_for_write(index as usize * SIZE);
+    }
+
     /// Asks the processor to bring entry `index` near, if there is one.
     #[inline]
     pub fn prefetch(&self, index: u32) {

@@ -272,6 +272,26 @@ impl SharedBytes {
         Some(())
     }
 
+    /// Asks the processor to bring the cache line at `offset` near for writing, which takes it from
+    /// whoever else has it. Does nothing outside.
+    #[inline]
+    pub fn prefetch_for_write(&self, offset: usize) {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(ptr) = self.at(offset, 1) {
+            // SAFETY: a prefetch has no effect on memory, and the address is mapped. A processor
+            // that does not know this one takes it for a no-operation.
+            unsafe {
+                std::arch::asm!(
+                    "prefetchw byte ptr [{}]",
+                    in(reg) ptr.as_ptr(),
+                    options(nostack, readonly, preserves_flags)
+                );
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = offset;
+    }
+
     /// Asks the processor to bring the cache line at `offset` near. Does nothing outside.
     #[inline]
     pub fn prefetch(&self, offset: usize) {

@@ -25,7 +25,11 @@ const BURST: u32 = 64;
 
 /// How far ahead of the command that is executed entries are brought near: far enough that they
 /// are there in time, near enough that few are fetched in vain from a queue that is short.
-const AHEAD: u32 = 2;
+const AHEAD: u32 = 4;
+
+/// Completions that are posted together while more commands wait to be executed: two cache lines of
+/// them, which the host works on meanwhile.
+const POST_AFTER: u32 = 8;
 
 /// The state cell of a worker's sleeper.
 pub(crate) type SleepCell = Arc<AtomicU32>;
@@ -354,38 +358,49 @@ impl Tenant {
         sq.blocked = false;
         self.engine.set_write_through(self.shared.is_write_through());
         let Some(ring) = &sq.ring else { return false };
-        let (mut head, mut pending) = (sq.head, 0);
+        let (mut head, mut pending, mut posted) = (sq.head, 0, false);
         let fetched = room.min(sq.place.size.distance(head, tail));
-        for _ in 0..fetched {
-            let sqe: Sqe = ring.read(u32::from(head));
-            head = sq.place.size.forward(head, 1);
-            ring.prefetch(u32::from(head) + AHEAD);
-            let status = match self.engine.start(&sqe, index) {
-                Ok(true) => Status::SUCCESS,
-                Ok(false) => {
-                    pending += 1;
-                    continue;
+        // Not further than the host has written: it would have to take the line back.
+        (0..fetched.min(AHEAD)).for_each(|ahead| ring.prefetch(u32::from(head) + ahead));
+        cq.prefetch(fetched);
+        cq.reserved += fetched;
+        let mut done = 0;
+        while done < fetched {
+            let stop = fetched.min(done + POST_AFTER);
+            while done < stop {
+                if done + AHEAD < fetched {
+                    ring.prefetch(u32::from(head) + AHEAD);
                 }
-                Err(status) => {
-                    self.engine.count_error(status);
-                    let (cid, nsid, lba) = (sqe.cid, sqe.nsid, sqe.cdw10_11());
-                    let ended = Ended { sq: index, cid, status, nsid, lba };
-                    report_error(&self.shared, sq.place.qid, &ended);
-                    status
-                }
-            };
-            cq.complete(Cqe::new(sqe.cid, sq.place.qid, head, status, 0));
+                done += 1;
+                let sqe: Sqe = ring.read(u32::from(head));
+                head = sq.place.size.forward(head, 1);
+                let status = match self.engine.start(&sqe, index) {
+                    Ok(true) => Status::SUCCESS,
+                    Ok(false) => {
+                        pending += 1;
+                        continue;
+                    }
+                    Err(status) => {
+                        self.engine.count_error(status);
+                        let (cid, nsid, lba) = (sqe.cid, sqe.nsid, sqe.cdw10_11());
+                        let ended = Ended { sq: index, cid, status, nsid, lba };
+                        report_error(&self.shared, sq.place.qid, &ended);
+                        status
+                    }
+                };
+                cq.complete(Cqe::new(sqe.cid, sq.place.qid, head, status, 0));
+            }
+            posted |= cq.has_staged() && cq.post();
         }
         sq.head = head;
         sq.in_flight += pending;
         sq.stats.commands += u64::from(fetched);
-        cq.reserved += fetched;
         sq.stats.batches += 1;
         sq.stats.largest_batch = sq.stats.largest_batch.max(u64::from(fetched));
         if trace.is_some() {
             note(trace, Kind::Batch, &self.shared, sq.place.qid, u32::from(tail), fetched);
         }
-        if cq.has_staged() && cq.post() {
+        if posted {
             let before = (cq.stats.interrupts, cq.stats.interrupts_suppressed);
             cq.announce(&self.shared.coalescing);
             if trace.is_some() {

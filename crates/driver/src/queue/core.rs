@@ -16,6 +16,8 @@ use std::sync::Arc;
 const UNTOLD_PART: u32 = 4;
 /// Or so many.
 const UNTOLD_MOST: u32 = 16;
+/// How far ahead of the tail entries are brought near.
+const AHEAD: u32 = 4;
 
 /// A command that was submitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -226,6 +228,8 @@ impl Core {
             sqe = sqe.with_prps(prp1, prp2);
         }
         self.sq.write(u32::from(self.sq_tail), &sqe);
+        // The controller has read what lay there a turn ago, so it takes a while to get it back.
+        self.sq.prefetch_for_write(u32::from(self.sq_tail) + AHEAD);
         self.sq_tail = self.sq_size.forward(self.sq_tail, 1);
         self.stats.submitted += 1;
         Ok(Token { cid, slot })
