@@ -5,13 +5,14 @@ use super::request::{
 };
 use crate::tasks::Tasks;
 use block::{BlockDevice, BlockError, Geometry};
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::future::Future;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::{Duration, Instant};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 use vhost_user_backend::{VhostUserBackend, VringRwLock, VringT};
 use virtio_queue::QueueT;
@@ -27,6 +28,9 @@ const PLACES: usize = 128;
 const QUEUE_SIZE: usize = 1024;
 /// Bytes of data of one queue's requests; one request is always taken.
 const MAX_HELD: usize = 64 << 20;
+/// How long a queue that is stopped waits for its requests: longer than the driver waits for a
+/// command unless somebody says otherwise.
+const PATIENCE: Duration = Duration::from_secs(60);
 /// Descriptors for data in a request, as the guest is told.
 const SEG_MAX: u32 = 254;
 
@@ -117,10 +121,11 @@ impl Device {
         Rules { geometry: self.geometry, write_through }
     }
 
-    /// Waits until everything that was taken from the queue is answered.
-    pub(super) fn finish(&self, lane: usize) {
-        let Some(mut lane) = self.lane(lane) else { return };
+    /// Waits until everything that was taken from the queue is answered, or [`PATIENCE`] is over.
+    pub(super) fn finish(&self, index: usize) {
+        let Some(mut lane) = self.lane(index) else { return };
         let Some(vring) = lane.vring.clone() else { return };
+        let deadline = Instant::now() + PATIENCE;
         loop {
             let mut any = false;
             while let Some(chain) = lane.stalled.take() {
@@ -137,9 +142,21 @@ impl Device {
             if lane.tasks.reserved() == 0 && lane.stalled.is_none() {
                 return;
             }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                tracing::warn!(queue = index, "requests of a queue that is stopped do not end");
+                // Their answers would come into memory that is not ours any more.
+                lane.pending.iter_mut().for_each(|pending| *pending = None);
+                (lane.stalled, lane.held) = (None, 0);
+                return;
+            }
             if lane.tasks.prepare_sleep() {
                 let mut fds = [PollFd::from_borrowed_fd(lane.tasks.event(), PollFlags::IN)];
-                let _ = poll(&mut fds, None);
+                let left = Timespec {
+                    tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+                    tv_nsec: left.subsec_nanos().into(),
+                };
+                let _ = poll(&mut fds, Some(&left));
                 lane.tasks.awake(true);
             }
         }

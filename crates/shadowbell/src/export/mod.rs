@@ -49,6 +49,10 @@ pub struct Args {
     /// How many of the controller's queue pairs to use [default: one per processor, up to 4]
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub queues: Option<u16>,
+    /// For how many microseconds to look for completions, at most, before sleeping [default: 50, or
+    /// 0 with up to two processors]
+    #[arg(long, value_name = "MICROSECONDS", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    pub poll_max: Option<u32>,
     /// How many seconds a command may take until it has failed
     #[arg(long, default_value_t = 30, value_name = "SECONDS",
         value_parser = clap::value_parser!(u16).range(1..=3600))]

@@ -8,7 +8,7 @@ use ::export::nbd::{self, Server};
 use ::export::vhost::VhostUserBlk;
 use anyhow::{Context, anyhow};
 use block::{BlockDevice, BlockOptions, block_on_for};
-use driver::{AttachOptions, Timeouts};
+use driver::{AttachOptions, SpinPolicy, Timeouts};
 use std::path::Path;
 use std::time::Duration;
 use tracing::{info, warn};
@@ -18,6 +18,8 @@ const QUEUE_DEPTH: u32 = 128;
 /// The most queue pairs that are asked for unless somebody says how many.
 const MOST_QUEUES: u16 = 4;
 
+/// For how many microseconds a queue looks for completions before it sleeps.
+const POLL_MAX: u32 = 50;
 /// How much longer than any other command the last flush may take.
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -41,10 +43,13 @@ impl Service {
     ) -> anyhow::Result<Self> {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let queues = u16::try_from(processors).unwrap_or(MOST_QUEUES).min(MOST_QUEUES);
+        // Whoever is served, the thread that serves and the queue's are three already.
+        let poll_max = args.poll_max.unwrap_or(if processors <= 2 { 0 } else { POLL_MAX });
         let timeout = Duration::from_secs(args.timeout.into());
         let options = AttachOptions {
             queue_pairs: args.queues.unwrap_or(queues),
             queue_depth: QUEUE_DEPTH,
+            spin: SpinPolicy { max: Duration::from_micros(poll_max.into()), adaptive: true },
             timeouts: Timeouts { io: timeout, ..Timeouts::default() },
             ..AttachOptions::default()
         };

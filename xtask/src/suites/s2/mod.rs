@@ -45,6 +45,10 @@ const SUBJECTS: [Subject; 4] = [
 ];
 
 pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
+    if lab.shadowbell.is_none() {
+        println!("   left out: it is about our driver; give the program with --shadowbell");
+        return Ok(());
+    }
     pack(lab, kernel, run)?;
     driving(lab, report, kernel, run)?;
     table::run(lab, report, kernel, run)

@@ -31,14 +31,16 @@ enum Way {
     LinuxAio,
     IoUring,
     QemuNvme,
+    /// `shadowbell export --nbd`, for a program that knows NBD: here qemu-img again.
+    Nbd,
     Interrupts,
     Polling,
 }
 
 impl Way {
     /// Those that need the kernel's driver come first.
-    const ALL: [Self; 5] =
-        [Self::LinuxAio, Self::IoUring, Self::QemuNvme, Self::Interrupts, Self::Polling];
+    const ALL: [Self; 6] =
+        [Self::LinuxAio, Self::IoUring, Self::QemuNvme, Self::Nbd, Self::Interrupts, Self::Polling];
 
     /// As rows and readers know it.
     fn device(self) -> &'static str {
@@ -46,12 +48,25 @@ impl Way {
             Self::LinuxAio => "linux-aio",
             Self::IoUring => "io_uring",
             Self::QemuNvme => "qemu-nvme",
-            Self::Interrupts | Self::Polling => "shadowbell",
+            Self::Nbd | Self::Interrupts | Self::Polling => "shadowbell",
+        }
+    }
+
+    /// What is between the program that reads and the driver.
+    fn through(self) -> &'static str {
+        match self {
+            Self::LinuxAio | Self::IoUring => "kernel",
+            Self::Nbd => "nbd",
+            Self::QemuNvme | Self::Interrupts | Self::Polling => "none",
         }
     }
 
     fn completion(self) -> &'static str {
-        if self == Self::Polling { "poll" } else { "interrupt" }
+        match self {
+            Self::Polling => "poll",
+            Self::Nbd => "adaptive",
+            _ => "interrupt",
+        }
     }
 
     fn needs_kernel_driver(self) -> bool {
@@ -104,6 +119,7 @@ impl Row {
             "device": self.way.device(),
             "controller": self.controller,
             "completion": self.way.completion(),
+            "through": self.way.through(),
             // QEMU's `nvme://` knows of no other.
             "doorbells": if self.way == Way::QemuNvme { "mmio" } else { "shadow" },
             "kernel": kernel.to_string(),
@@ -251,6 +267,7 @@ fn time(
         // There is no cache to leave out. With `-t none` it would switch the controller's write
         // cache, for a namespace, and QEMU's own controller refuses that.
         Way::QemuNvme => format!("nvme://{}/1", controller.address),
+        Way::Nbd => "'nbd+unix:///?socket=/tmp/nbd.sock'".to_owned(),
         Way::Interrupts | Way::Polling => {
             let command = format!(
                 "bench nvme://{} --rw read --bs {bs} --iodepth {depth} --number-ios {ios} \
@@ -263,7 +280,15 @@ fn time(
             return row["seconds"].as_f64().context("no seconds");
         }
     };
-    let command = format!("qemu-img bench -f raw -c {ios} -d {depth} -s {bs} {image}");
+    let mut command = format!("qemu-img bench -f raw -c {ios} -d {depth} -s {bs} {image}");
+    if way == Way::Nbd {
+        command = format!(
+            "rm -f /tmp/nbd.sock; shadowbell -q export nvme://{} --nbd unix:/tmp/nbd.sock & \
+             for i in $(seq 100); do [ -S /tmp/nbd.sock ] && break; sleep 0.1; done; \
+             {command}; code=$?; kill $!; wait $! || exit 1; exit $code",
+            controller.address
+        );
+    }
     let text = guest.sh(&command, SLACK)?;
     seconds(&text).with_context(|| format!("qemu-img bench: {text:.400}"))
 }
@@ -313,7 +338,7 @@ fn judge(report: &mut Report, rows: &[Row]) {
     };
     report.check("fewer doorbells per I/O than QEMU's nvme://, everywhere", |_| {
         let mut compared = 0;
-        for ours in rows.iter().filter(|row| row.way.device() == "shadowbell") {
+        for ours in rows.iter().filter(|row| matches!(row.way, Way::Interrupts | Way::Polling)) {
             let theirs = find(ours.controller, Way::QemuNvme, ours.depth, ours.bs);
             let Ok(theirs) = theirs else { continue };
             compared += 1;
@@ -326,14 +351,13 @@ fn judge(report: &mut Report, rows: &[Row]) {
     for (depth, bs, ..) in PATTERNS {
         for controller in ["qemu", "shadowbell"] {
             let rate = |way| find(controller, way, depth, bs).map(Row::iops);
-            for ours in [Way::Polling, Way::Interrupts] {
+            for ours in [Way::Polling, Way::Interrupts, Way::Nbd] {
                 let (Ok(mine), Ok(aio)) = (rate(ours), rate(Way::LinuxAio)) else { continue };
                 let nvme = rate(Way::QemuNvme)
                     .map(|nvme| format!(", {:.2} times QEMU's nvme://", mine / nvme))
                     .unwrap_or_default();
                 println!(
-                    "   iodepth {depth}, {bs} bytes, {controller}, {}: {:.2} times linux-aio{nvme}",
-                    ours.completion(),
+                    "   iodepth {depth}, {bs} bytes, {controller}, {ours:?}: {:.2} times linux-aio{nvme}",
                     mine / aio
                 );
             }
@@ -349,7 +373,10 @@ fn print(rows: &[Row]) {
                 row.controller.to_owned(),
                 row.depth.to_string(),
                 row.bs.to_string(),
-                format!("{} {}", row.way.device(), row.way.completion()),
+                match row.way {
+                    Way::Nbd => "shadowbell by nbd".to_owned(),
+                    way => format!("{} {}", way.device(), way.completion()),
+                },
                 format!("{:.3}", row.seconds),
                 thousands(row.iops()),
                 format!("{:.3}", row.per_io(row.doorbells)),
