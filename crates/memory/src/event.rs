@@ -93,25 +93,48 @@ impl EventFd {
 /// Each signal ends one wait, whether it came before it or during it; several that came before count
 /// as one. Whoever polls the descriptor itself is not disturbed.
 #[derive(Debug)]
-pub struct Edges(OwnedFd);
+pub struct Edges {
+    epoll: OwnedFd,
+    /// Held, because a descriptor that is closed is waited for no longer.
+    _hang_up: Option<OwnedFd>,
+}
+
+/// How a wait ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Edge {
+    /// The event was signalled.
+    Signal,
+    /// Whoever would signal it has gone. Told once.
+    HungUp,
+    /// The time has passed.
+    Timeout,
+}
+
+const SIGNAL: u64 = 0;
+const HANG_UP: u64 = 1;
 
 impl Edges {
     /// Waits for signals of `event` from now on; if it was signalled and not drained, that counts.
+    /// If the peer of `hang_up`, a socket, goes away, that ends a wait as well.
     ///
     /// # Errors
     /// The system's, when the process is out of file descriptors.
-    pub fn new(event: &EventFd) -> io::Result<Self> {
+    pub fn new(event: &EventFd, hang_up: Option<OwnedFd>) -> io::Result<Self> {
         use rustix::event::epoll::{CreateFlags, EventData, EventFlags, add, create};
         let epoll = create(CreateFlags::CLOEXEC)?;
-        add(&epoll, event, EventData::new_u64(0), EventFlags::IN | EventFlags::ET)?;
-        Ok(Self(epoll))
+        add(&epoll, event, EventData::new_u64(SIGNAL), EventFlags::IN | EventFlags::ET)?;
+        if let Some(socket) = &hang_up {
+            let flags = EventFlags::RDHUP | EventFlags::ET;
+            add(&epoll, socket, EventData::new_u64(HANG_UP), flags)?;
+        }
+        Ok(Self { epoll, _hang_up: hang_up })
     }
 
-    /// Blocks until signalled or `timeout` has passed; whether it was signalled.
+    /// Blocks until signalled or hung up, or until `timeout` has passed.
     ///
     /// # Errors
     /// The system's, other than an interruption, which is waited through.
-    pub fn wait(&self, timeout: Option<std::time::Duration>) -> io::Result<bool> {
+    pub fn wait(&self, timeout: Option<std::time::Duration>) -> io::Result<Edge> {
         use rustix::event::Timespec;
         let deadline = timeout.map(|t| std::time::Instant::now() + t);
         loop {
@@ -120,8 +143,14 @@ impl Edges {
                 Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
             });
             let mut events = [const { std::mem::MaybeUninit::uninit() }; 1];
-            match rustix::event::epoll::wait(&self.0, &mut events[..], left.as_ref()) {
-                Ok((found, _)) => return Ok(!found.is_empty()),
+            match rustix::event::epoll::wait(&self.epoll, &mut events[..], left.as_ref()) {
+                Ok((found, _)) => {
+                    return Ok(match found.first().map(|event| event.data.u64()) {
+                        Some(HANG_UP) => Edge::HungUp,
+                        Some(_) => Edge::Signal,
+                        None => Edge::Timeout,
+                    });
+                }
                 Err(Errno::INTR) => {}
                 Err(e) => return Err(e.into()),
             }
@@ -162,17 +191,21 @@ mod tests {
     fn each_signal_ends_one_wait() {
         let event = EventFd::new().unwrap();
         event.signal();
-        let edges = Edges::new(&event).unwrap();
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        let edges = Edges::new(&event, Some(ours.into())).unwrap();
         let none = Some(Duration::ZERO);
-        assert!(edges.wait(none).unwrap());
-        assert!(!edges.wait(none).unwrap(), "it is not drained, and yet it was heard");
+        assert_eq!(edges.wait(none).unwrap(), Edge::Signal);
+        assert_eq!(edges.wait(none).unwrap(), Edge::Timeout, "not drained, and yet heard");
         event.signal();
         event.signal();
-        assert!(edges.wait(none).unwrap());
-        assert!(!edges.wait(none).unwrap());
+        assert_eq!(edges.wait(none).unwrap(), Edge::Signal);
+        assert_eq!(edges.wait(none).unwrap(), Edge::Timeout);
         let other = event.try_clone().unwrap();
         let signaller = std::thread::spawn(move || other.signal());
-        assert!(edges.wait(None).unwrap());
+        assert_eq!(edges.wait(None).unwrap(), Edge::Signal);
+        drop(theirs);
+        assert_eq!(edges.wait(None).unwrap(), Edge::HungUp);
+        assert_eq!(edges.wait(none).unwrap(), Edge::Timeout);
         signaller.join().unwrap();
         assert_eq!(event.drain(), 4);
     }

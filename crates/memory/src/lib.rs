@@ -33,7 +33,7 @@ mod shared;
 pub mod sigbus;
 
 pub use dma::{DmaError, DmaSpace, DmaTable, Fault, View, ViewWatch};
-pub use event::{Edges, EventFd};
+pub use event::{Edge, Edges, EventFd};
 pub use mapping::{HUGE_PAGE, MapError, Mapping, Protection};
 pub use prp::DataPointerError;
 pub use ring::Ring;

@@ -454,6 +454,14 @@ impl Core {
         self.failure()
     }
 
+    /// The device at the other end has gone: nothing completes any more.
+    #[cold]
+    pub(crate) fn gone(&mut self, device: &str) -> QueueError {
+        let why = || format!("{device} went away; attach again when it is back").into();
+        self.failed.get_or_insert_with(why);
+        self.failure()
+    }
+
     #[cold]
     fn failure(&self) -> QueueError {
         let why = self.failed.clone().unwrap_or_else(|| "it was closed".into());

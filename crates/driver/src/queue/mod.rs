@@ -18,7 +18,7 @@ use crate::command::Command;
 use crate::dma::Buffer;
 use crate::error::{QueueError, Refused};
 use crate::shared::Shared;
-use ::memory::{Edges, EventFd};
+use ::memory::{Edge, Edges, EventFd};
 use std::fmt;
 use std::io;
 use std::sync::Arc;
@@ -54,6 +54,8 @@ pub struct QueuePair {
     edges: Option<Edges>,
     /// How many completions had been taken when an interrupt ended a sleep.
     heard: Option<u64>,
+    /// The device's other end has hung up.
+    gone: bool,
     interrupts: bool,
     spin: SpinWindow,
 }
@@ -72,6 +74,7 @@ impl QueuePair {
             event,
             edges: None,
             heard: None,
+            gone: false,
             interrupts,
             spin: SpinWindow::new(spin),
         }
@@ -265,9 +268,7 @@ impl QueuePair {
     /// Takes marks of the past off the event, if there can be any: interrupts whose completions were
     /// found without them.
     fn forget_marks(&mut self) {
-        if self.edges.is_none() {
-            self.edges = Edges::new(&self.event).ok();
-        }
+        self.watch();
         // An interrupt ended the last sleep, and one completion was taken since: there is none left
         // that has no completion to be seen. This is what saves whoever waits for one command at a
         // time a system call.
@@ -276,32 +277,56 @@ impl QueuePair {
             return;
         }
         match &self.edges {
-            Some(edges) => drop(edges.wait(Some(Duration::ZERO))),
+            // A device that has gone is told once, so that must not get lost here.
+            Some(edges) => {
+                self.gone |= matches!(edges.wait(Some(Duration::ZERO)), Ok(Edge::HungUp))
+            }
             None => drop(self.event.drain()),
+        }
+    }
+
+    /// Has something to sleep on.
+    fn watch(&mut self) {
+        if self.edges.is_none() {
+            self.edges = Edges::new(&self.event, self.shared.device.transport.hang_up()).ok();
         }
     }
 
     /// Sleeps until the interrupt, a signal or the deadline.
     fn sleep(&mut self, deadline: Option<Instant>) -> Result<(), QueueError> {
-        let Some(edges) = &self.edges else { return self.block(deadline) };
-        let outcome = edges.wait(left(deadline));
-        if matches!(outcome, Ok(true)) && self.core.is_ready() {
+        self.sleep_and_see(deadline)?;
+        if self.core.is_ready() {
             self.heard = Some(self.core.completed());
         }
-        self.slept(outcome)
+        Ok(())
     }
 
     /// Sleeps until the interrupt, a signal or the deadline.
     pub(crate) fn block(&mut self, deadline: Option<Instant>) -> Result<(), QueueError> {
-        let outcome = self.event.wait(left(deadline));
-        self.slept(outcome)
+        self.watch();
+        self.sleep_and_see(deadline)
     }
 
-    /// After a sleep: whether that is worth another look.
-    fn slept(&mut self, outcome: io::Result<bool>) -> Result<(), QueueError> {
+    fn sleep_and_see(&mut self, deadline: Option<Instant>) -> Result<(), QueueError> {
+        let outcome = match &self.edges {
+            _ if self.gone => Ok(Edge::HungUp),
+            Some(edges) => edges.wait(left(deadline)),
+            None => self.event.wait(left(deadline)).map(|woken| match woken {
+                true => Edge::Signal,
+                false => Edge::Timeout,
+            }),
+        };
         self.core.stats_mut().sleeps += 1;
         match outcome {
-            Ok(woken) => self.core.stats_mut().wakeups += u64::from(woken),
+            Ok(Edge::Signal) => self.core.stats_mut().wakeups += 1,
+            Ok(Edge::Timeout) => {}
+            Ok(Edge::HungUp) => {
+                self.gone = true;
+                // What has completed before is still there to be taken.
+                if !self.core.is_ready() {
+                    return Err(self.core.gone(self.shared.name()));
+                }
+            }
             Err(error) => {
                 tracing::warn!(qid = self.qid(), "waiting for an interrupt failed: {error}");
                 idle(u32::MAX);

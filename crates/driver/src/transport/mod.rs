@@ -8,6 +8,7 @@ pub use vfio::{PciAddress, PciFunction, SYSFS, Vfio, VfioError};
 pub use vfio_user::VfioUser;
 
 use memory::{EventFd, Mapping, SharedBytes};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use thiserror::Error;
 
@@ -85,6 +86,12 @@ pub trait Transport: Send + Sync {
     /// # Errors
     /// [`TransportError`], when that is not certain.
     fn unmap_dma(&self, iova: u64, len: u64) -> Result<(), TransportError>;
+
+    /// A socket that hangs up when the device has gone, for those who sleep and would not hear of it
+    /// otherwise. The default has none.
+    fn hang_up(&self) -> Option<OwnedFd> {
+        None
+    }
 
     /// How many interrupt vectors the device has (MSI-X); 0 if it raises none.
     fn irq_vectors(&self) -> u32;

@@ -6,6 +6,7 @@ use ::vfio_user::device::{DmaUnmap, IoFds, irq, region};
 use memory::{EventFd, Mapping, Protection, SharedBytes};
 use spec::{pci, regs};
 use std::fmt;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -205,6 +206,14 @@ impl Transport for VfioUser {
             event.inspect_err(|error| tracing::debug!("{DOING}: {error}")).ok()
         };
         Ok(offsets.map(of))
+    }
+
+    fn hang_up(&self) -> Option<OwnedFd> {
+        self.client
+            .as_fd()
+            .try_clone_to_owned()
+            .inspect_err(|e| tracing::debug!("no descriptor to watch: {e}"))
+            .ok()
     }
 
     fn doorbell_page(&self) -> Option<SharedBytes> {

@@ -1,9 +1,10 @@
 //! Disks that keep what they were given.
 
-use crate::harness::{Server, attach, complete, image, run};
-use driver::{AttachOptions, Doorbells};
+use crate::harness::{PATIENCE, Server, attach, complete, image, run};
+use driver::{AttachOptions, Doorbells, SpinPolicy};
 use spec::Status;
 use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
 
 #[test]
 fn a_file_and_memory_keep_what_is_written() {
@@ -124,4 +125,30 @@ fn a_disk_is_found_again_after_a_restart() {
     let before = identity(disk.to_str().unwrap());
     assert_eq!(identity(&format!("file:{}", disk.display())), before);
     assert_ne!(identity("mem:1MiB"), before);
+}
+
+#[test]
+fn who_sleeps_hears_of_a_server_that_is_gone() {
+    let mut server = Server::start(&["mem:4MiB"], &[]);
+    let options = AttachOptions { spin: SpinPolicy::SLEEP, ..AttachOptions::default() };
+    let mut controller = server.attach_with(&options);
+    let mut queue = controller.take_queue_pair().unwrap();
+    let flush = controller.namespace(1).unwrap().flush();
+    assert_eq!(run(&mut queue, flush, None).status, Status::SUCCESS);
+    let pid = server.pid();
+    let killer = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(100));
+        let pid = rustix::process::Pid::from_raw(pid as i32).unwrap();
+        rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+    });
+    let start = Instant::now();
+    let error = queue.wait(Some(start + PATIENCE)).unwrap_err().to_string();
+    assert!(error.contains("went away"), "{error}");
+    assert!(start.elapsed() < PATIENCE / 2);
+    killer.join().unwrap();
+    // And whoever comes later.
+    let error = queue.submit(flush, None).unwrap_err().reason.to_string();
+    assert!(error.contains("went away"), "{error}");
+    assert!(queue.wait(Some(Instant::now() + PATIENCE)).is_err());
+    server.wait();
 }
