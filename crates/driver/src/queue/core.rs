@@ -13,7 +13,7 @@ use spec::{Cqe, Sqe, Status};
 use std::sync::Arc;
 
 /// The controller has to be told of commands when they are this part of what it was told of.
-const UNTOLD_PART: u32 = 4;
+const UNTOLD_PART: u32 = 2;
 /// Or so many.
 const UNTOLD_MOST: u32 = 16;
 /// How far ahead of the tail entries are brought near.

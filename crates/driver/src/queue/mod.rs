@@ -141,7 +141,7 @@ impl QueuePair {
     ///
     /// What a doorbell costs, even one that is only a store to memory that the controller looks at,
     /// is the same for one command and for sixteen. A short queue can not wait for the next command
-    /// and a long one does not have to: the controller always has three quarters of it to work on.
+    /// and a long one does not have to: the controller always has two thirds of it to work on.
     ///
     /// # Errors
     /// As [`ring`](Self::ring).
