@@ -208,6 +208,19 @@ impl Control {
             regs::INTMS => self.regs.intms |= value,
             regs::INTMC => self.regs.intms &= !value,
             regs::CC => self.write_cc(inner, Cc::from_bits(value), deferred),
+            regs::ACQ | 0x34 if self.regs.cc.en() => {
+                let acq = if offset == regs::ACQ {
+                    low(self.regs.acq) & !0xfff
+                } else {
+                    high(self.regs.acq)
+                };
+                let table = self.space.table();
+                if self.admin.as_mut().is_some_and(|admin| admin.place_cq(table, acq)) {
+                    self.regs.acq = acq;
+                } else {
+                    tracing::debug!(offset, "ignored a write while the controller is enabled");
+                }
+            }
             // The admin queue's place can not change under it.
             regs::AQA | regs::ASQ..=0x37 if self.regs.cc.en() => {
                 tracing::debug!(offset, "ignored a write while the controller is enabled");

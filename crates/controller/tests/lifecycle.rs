@@ -49,6 +49,50 @@ fn registers_are_what_the_specification_asks() {
     }
 }
 
+/// Identify Controller.
+fn identify() -> Sqe {
+    Sqe { cdw10: 1, ..Sqe::new(0x06, 0, 0) }
+}
+
+#[test]
+fn the_admin_completion_queue_may_come_after_the_controller_is_enabled() {
+    let configure = |acq: u64| {
+        let pool = common::pool(ADAPTIVE);
+        let controller =
+            Controller::new(common::config(&["mem:1MiB"]), pool, Carrier::default()).unwrap();
+        let host = Host::attach(controller);
+        host.write32(regs::AQA, Aqa::new().with_asqs(31).with_acqs(31).into_bits());
+        host.controller.write(regs::ASQ, &host.admin.sq.to_le_bytes());
+        host.controller.write(regs::ACQ, &acq.to_le_bytes());
+        host.write32(regs::CC, Cc::new().with_iosqes(6).with_iocqes(4).with_en(true).into_bits());
+        assert!(host.csts().rdy() && !host.csts().cfs(), "nothing needs it yet");
+        host
+    };
+    // One that is nowhere, and one that is left from somebody else.
+    for before in [0, common::BASE + (1 << 20)] {
+        let mut host = configure(before);
+        let acq = host.admin.cq;
+        for (offset, half) in [(0, acq as u32), (4, (acq >> 32) as u32)] {
+            host.write32(regs::ACQ + offset, half);
+        }
+        assert_eq!(host.read64(regs::ACQ), acq);
+        let buffer = host.alloc(4096);
+        host.must(identify().with_prps(buffer, 0));
+        // From here on it stays where it is.
+        host.controller.write(regs::ACQ, &(acq + 4096).to_le_bytes());
+        assert_eq!(host.read64(regs::ACQ), acq);
+        host.must(identify().with_prps(buffer, 0));
+    }
+    // Without one, the first command can not end.
+    let mut host = configure(0);
+    let mut admin = std::mem::replace(&mut host.admin, Queue::none());
+    host.submit(&mut admin, &identify());
+    host.until("fatal status", || host.csts().cfs());
+    host.admin = admin;
+    host.disable();
+    host.enable();
+}
+
 #[test]
 fn impossible_configurations_end_in_fatal_status_until_reset() {
     let cc = Cc::new().with_iosqes(6).with_iocqes(4);

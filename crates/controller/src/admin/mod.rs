@@ -42,6 +42,12 @@ type Executed = Result<Outcome, Status>;
 impl Control {
     /// Serves the admin queue for a turn.
     pub(crate) fn serve_admin(&mut self, inner: &Inner, deferred: &mut Deferred) {
+        if self.admin.as_mut().is_some_and(queue::AdminQueue::lacks_cq) {
+            return self.fail(
+                "the admin completion queue is not in memory that the host shared",
+                deferred,
+            );
+        }
         let mut turn = 0;
         while self.is_ready() && turn < TURN {
             let next = match self.admin.as_mut().map(queue::AdminQueue::next) {

@@ -19,6 +19,8 @@ use std::sync::atomic::AtomicU32;
 pub(crate) struct AdminQueue {
     sq: Sq,
     cq: Cq,
+    /// The completion queue was never in memory that the host shared.
+    acq_due: bool,
     /// Nobody sleeps here, but arming goes through a sleeper's order: publish, fence, look again.
     sleeper: Sleeper<Arc<AtomicU32>>,
 }
@@ -42,8 +44,26 @@ impl AdminQueue {
         let mut sq = Sq::new(sq, shared.register(0, DoorbellKind::Sq), 0);
         let mut cq = Cq::new(cq, shared.register(0, DoorbellKind::Cq), Some(irq), Patience::NONE);
         sq.resolve(table)?;
-        cq.resolve(table)?;
-        Ok(Self { sq, cq, sleeper: Sleeper::new(Arc::default()) })
+        let acq_due = cq.resolve(table).is_err();
+        Ok(Self { sq, cq, acq_due, sleeper: Sleeper::new(Arc::default()) })
+    }
+
+    /// Puts the completion queue elsewhere, as long as no command was fetched. Whether it was.
+    ///
+    /// ACQ has to be written before CC.EN; QEMU's `nvme://` driver, whose compiler knows nothing of
+    /// that, writes it after, and lives with controllers that do not look before the first command.
+    pub(crate) fn place_cq(&mut self, table: &DmaTable, acq: u64) -> bool {
+        if self.sq.stats.commands != 0 {
+            return false;
+        }
+        self.cq.place.iova = acq;
+        self.acq_due = self.cq.resolve(table).is_err();
+        true
+    }
+
+    /// Whether there is a command, and no completion queue yet.
+    pub(crate) fn lacks_cq(&mut self) -> bool {
+        self.acq_due && self.sq.tail.look().is_ok_and(|tail| tail != self.sq.head)
     }
 
     pub(crate) fn enable_shadow(&mut self, table: &DmaTable, pages: (u64, u64)) {
@@ -59,6 +79,7 @@ impl AdminQueue {
     pub(crate) fn remap(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) {
         self.sq.remap(table, pages);
         self.cq.remap(table, pages);
+        self.acq_due &= self.cq.ring.is_none();
     }
 
     /// The next command, if there is one and room for its completion.
@@ -98,7 +119,7 @@ impl AdminQueue {
 
     /// Arms the doorbells and looks once more: whether there is nothing to do.
     pub(crate) fn rest(&mut self) -> Result<bool, InvalidDoorbell> {
-        let Self { sq, cq, sleeper } = self;
+        let Self { sq, cq, sleeper, .. } = self;
         let wait_for_room = sq.blocked || cq.has_staged();
         let mut arming = sleeper.prepare();
         sq.tail.arm(&mut arming);
