@@ -273,39 +273,37 @@ impl SharedBytes {
     }
 
     /// Asks the processor to bring the cache line at `offset` near for writing, which takes it from
-    /// whoever else has it. Does nothing outside.
+    /// whoever else has it. The offset may lie outside: that only takes somebody a line in vain.
     #[inline]
     pub fn prefetch_for_write(&self, offset: usize) {
+        let at = self.ptr.as_ptr().wrapping_add(offset);
         #[cfg(target_arch = "x86_64")]
-        if let Some(ptr) = self.at(offset, 1) {
-            // SAFETY: a prefetch has no effect on memory, and the address is mapped. A processor
-            // that does not know this one takes it for a no-operation.
-            unsafe {
-                std::arch::asm!(
-                    "prefetchw byte ptr [{}]",
-                    in(reg) ptr.as_ptr(),
-                    options(nostack, readonly, preserves_flags)
-                );
-            }
+        // SAFETY: a prefetch has no effect on memory, and one of an address that is not mapped has
+        // none at all. A processor that does not know this one takes it for a no-operation.
+        unsafe {
+            std::arch::asm!(
+                "prefetchw byte ptr [{}]",
+                in(reg) at,
+                options(nostack, readonly, preserves_flags)
+            );
         }
         #[cfg(not(target_arch = "x86_64"))]
-        let _ = offset;
+        let _ = at;
     }
 
-    /// Asks the processor to bring the cache line at `offset` near. Does nothing outside.
+    /// Asks the processor to bring the cache line at `offset` near. The offset may lie outside, as
+    /// with [`prefetch_for_write`](Self::prefetch_for_write).
     #[inline]
     pub fn prefetch(&self, offset: usize) {
+        let at = self.ptr.as_ptr().wrapping_add(offset);
         #[cfg(target_arch = "x86_64")]
-        if let Some(ptr) = self.at(offset, 1) {
-            // SAFETY: a prefetch has no effect on memory, and the address is mapped.
-            unsafe {
-                std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(
-                    ptr.as_ptr().cast(),
-                );
-            }
+        // SAFETY: a prefetch has no effect on memory, and one of an address that is not mapped has
+        // none at all.
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
         }
         #[cfg(not(target_arch = "x86_64"))]
-        let _ = offset;
+        let _ = at;
     }
 }
 

@@ -27,9 +27,9 @@ const BURST: u32 = 64;
 /// are there in time, near enough that few are fetched in vain from a queue that is short.
 const AHEAD: u32 = 4;
 
-/// Completions that are posted together while more commands wait to be executed: two cache lines of
+/// Completions that are posted together while more commands wait to be executed: four cache lines of
 /// them, which the host works on meanwhile.
-const POST_AFTER: u32 = 8;
+const POST_AFTER: u32 = 16;
 
 /// The state cell of a worker's sleeper.
 pub(crate) type SleepCell = Arc<AtomicU32>;
