@@ -95,6 +95,13 @@ fn an_event_wakes_as_a_doorbell_does() {
         assert_eq!((sq.commands, sq.doorbell.mmio_writes + cq.doorbell.mmio_writes), (6_000, 0));
         let rings = host.rings - admin_rings(&host);
         assert_eq!(host.controller.stats().doorbell_events, rings);
+        // Who shares a descriptor with us can make it block. Nobody is to wait for it.
+        let event = &host.kicks.events[0];
+        event.drain();
+        let flags = rustix::fs::fcntl_getfl(event).unwrap();
+        rustix::fs::fcntl_setfl(event, flags - rustix::fs::OFlags::NONBLOCK).unwrap();
+        assert_eq!(host.controller.stats().submission_queues.len(), 3, "the worker answers");
+        stream(&mut host, &mut queue, 4, 1_000);
         drop((queue, plain));
 
         // A reset ends what they stand for; whoever signals them then does no harm.

@@ -3,7 +3,7 @@
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{Errno, read, write};
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 /// A non-blocking event file descriptor: [`signal`](Self::signal) wakes whoever polls it.
 #[derive(Debug)]
@@ -54,6 +54,17 @@ impl EventFd {
                 _ => return 0,
             }
         }
+    }
+
+    /// The count, left as it is; 0 where the system does not tell. For statistics about a descriptor
+    /// that a peer has too: who shares it can make it block, and then reading it is no question of
+    /// ours any more.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        let path = format!("/proc/self/fdinfo/{}", self.0.as_raw_fd());
+        let Ok(text) = std::fs::read_to_string(path) else { return 0 };
+        let count = text.lines().find_map(|line| line.strip_prefix("eventfd-count:"));
+        count.and_then(|count| u64::from_str_radix(count.trim(), 16).ok()).unwrap_or(0)
     }
 
     /// Blocks until signalled or `timeout` has passed; whether it was signalled.
@@ -183,7 +194,9 @@ mod tests {
         event.signal();
         event.try_clone().unwrap().signal();
         assert!(event.wait(None).unwrap());
+        assert_eq!((event.count(), event.count()), (2, 2));
         assert_eq!(event.drain(), 2);
+        assert_eq!(event.count(), 0);
         assert_eq!(event.drain(), 0);
     }
 

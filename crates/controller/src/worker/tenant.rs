@@ -43,8 +43,6 @@ pub(crate) struct Tenant {
     shadow: Option<(u64, u64)>,
     /// Descriptors that have the worker look at this tenant's doorbells.
     kicks: Vec<EventFd>,
-    /// How often those were signalled, when that was last looked at.
-    kicked: u64,
     /// Old DMA maps that commands in flight may still use, with who waits for their end.
     draining: Vec<(ViewWatch, Latch)>,
     /// Submission queues that are to be forgotten once they are empty.
@@ -66,7 +64,6 @@ impl Tenant {
             cqs: Vec::new(),
             shadow: seed.shadow,
             kicks: Vec::new(),
-            kicked: 0,
             draining: Vec::new(),
             deleting: Vec::new(),
             detaching: None,
@@ -87,12 +84,10 @@ impl Tenant {
         self.kicks.push(event);
     }
 
-    /// How often the host has signalled one of them. The descriptor counts that by itself.
-    fn count_kicks(&mut self) -> u64 {
-        // The worker is awake and about to look at every queue, so no wakeup is lost by this.
-        let kicked = self.kicks.iter().map(EventFd::drain).fold(0, u64::saturating_add);
-        self.kicked = self.kicked.saturating_add(kicked);
-        self.kicked
+    /// How often the host has signalled one of them: the descriptors count that by themselves. They
+    /// are not read, because the host shares them and could have a read block.
+    fn count_kicks(&self) -> u64 {
+        self.kicks.iter().map(EventFd::count).fold(0, u64::saturating_add)
     }
 
     pub(crate) fn kicks(&self) -> &[EventFd] {
@@ -249,7 +244,7 @@ impl Tenant {
         self.shared.retire(|retired| retired.cq.merge(&stats));
     }
 
-    pub(crate) fn snapshot(&mut self) -> WorkerStats {
+    pub(crate) fn snapshot(&self) -> WorkerStats {
         let events = self.count_kicks();
         let traps = |qid, kind| self.shared.traps(qid, kind);
         WorkerStats {
