@@ -40,6 +40,7 @@ pub mod export;
 pub mod inspect;
 pub mod local;
 pub mod logging;
+mod nohup;
 pub mod plan;
 pub mod report;
 pub mod serve;

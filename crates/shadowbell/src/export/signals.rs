@@ -17,8 +17,10 @@ impl Ending {
     /// From now on, the signals that end a program end the wait for them; a second one ends the
     /// program at once.
     pub(super) fn on_signals() -> anyhow::Result<Self> {
-        let ends: Vec<_> =
-            [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|s| !is_ignored(*s)).collect();
+        let ends: Vec<_> = [SIGINT, SIGTERM, SIGHUP]
+            .into_iter()
+            .filter(|s| !crate::nohup::is_ignored(*s))
+            .collect();
         let signals = Signals::new(&ends)?;
         let ending = Arc::new(AtomicBool::new(false));
         for signal in ends {
@@ -42,12 +44,4 @@ impl Ending {
         }
         self.ending.store(true, Ordering::Relaxed);
     }
-}
-
-/// Whether whoever started us wants us not to hear this signal (`nohup`).
-fn is_ignored(signal: i32) -> bool {
-    let Ok(status) = std::fs::read_to_string("/proc/self/status") else { return false };
-    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let mask = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
-    mask >> (signal - 1) & 1 == 1
 }

@@ -41,7 +41,8 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let plan = args.plan()?;
     raise_descriptor_limit();
     // Before there is anything that a signal would leave behind.
-    let ends: Vec<_> = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|s| !is_ignored(*s)).collect();
+    let ends: Vec<_> =
+        [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|s| !crate::nohup::is_ignored(*s)).collect();
     let mut signals = Signals::new(ends.iter().chain(&[SIGUSR1]))?;
     let ending = Arc::new(AtomicBool::new(false));
     for signal in ends {
@@ -74,15 +75,6 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     outcome?;
     info!("ended");
     Ok(ExitCode::SUCCESS)
-}
-
-/// Whether whoever started us wants us not to hear this signal (`nohup`, a job in the background of
-/// a script).
-fn is_ignored(signal: i32) -> bool {
-    let Ok(status) = std::fs::read_to_string("/proc/self/status") else { return false };
-    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let mask = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
-    mask >> (signal - 1) & 1 == 1
 }
 
 /// Writes the counters where they were asked for, or else tells of them.

@@ -1,0 +1,384 @@
+//! Our client, with servers that cannot be trusted.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use common::*;
+use proptest::prelude::*;
+use shadowbell_vfio_user::Errno;
+use shadowbell_vfio_user::client::{Client, ClientError, Options, ShortWrite};
+use shadowbell_vfio_user::device::DmaUnmap;
+use shadowbell_vfio_user::wire::{self, Header, command, header_flags, region_flags};
+use zerocopy::IntoBytes;
+
+/// A server that answers VERSION properly and everything else as `answer` says.
+fn impostor(
+    mut answer: impl FnMut(&Header, &[u8]) -> Vec<u8> + Send + 'static,
+) -> (Result<Client, ClientError>, JoinHandle<()>) {
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    let server = std::thread::spawn(move || {
+        let mut header = [0; 16];
+        while theirs.read_exact(&mut header).is_ok() {
+            let header: Header = zerocopy::transmute!(header);
+            let mut payload = vec![0; header.size as usize - 16];
+            theirs.read_exact(&mut payload).unwrap();
+            let bytes = match header.command {
+                command::VERSION => reply(&header, 0, &[0, 0, 1, 0]),
+                _ => answer(&header, &payload),
+            };
+            if bytes.is_empty() || theirs.write_all(&bytes).is_err() {
+                break;
+            }
+        }
+    });
+    let options = Options { timeout: Some(Duration::from_millis(200)) };
+    (Client::from_stream(ours.into(), options), server)
+}
+
+fn reply(to: &Header, error: u32, payload: &[u8]) -> Vec<u8> {
+    let flags = header_flags::REPLY | if error != 0 { header_flags::ERROR } else { 0 };
+    let size = 16 + payload.len() as u32;
+    let header = Header { id: to.id, command: to.command, size, flags, error };
+    [header.as_bytes(), payload].concat()
+}
+
+/// What `request` comes to with a server that answers so, and that the connection has ended.
+fn fails<T: std::fmt::Debug>(
+    answer: impl FnMut(&Header, &[u8]) -> Vec<u8> + Send + 'static,
+    request: impl Fn(&Client) -> Result<T, ClientError>,
+) -> ClientError {
+    let (client, server) = impostor(answer);
+    let client = client.unwrap();
+    let error = request(&client).unwrap_err();
+    assert!(matches!(client.reset(), Err(ClientError::Broken)), "after {error}");
+    drop(client);
+    server.join().unwrap();
+    error
+}
+
+#[test]
+fn replies_that_make_no_sense_are_not_believed() {
+    let bad = |error: ClientError| {
+        assert!(matches!(error, ClientError::BadReply { .. }), "{error}");
+        error.to_string()
+    };
+    let info = |client: &Client| client.device_info();
+    let read = |client: &Client| client.region_read(0, 0, &mut [0; 4]);
+    // The payload is good, but the answer is that to another question.
+    let good = wire::DeviceInfo { argsz: 16, flags: 3, num_regions: 9, num_irqs: 5 };
+    let other_id =
+        move |to: &Header, _: &[u8]| reply(&Header { id: to.id + 1, ..*to }, 0, good.as_bytes());
+    bad(fails(other_id, info));
+    let other_command =
+        move |to: &Header, _: &[u8]| reply(&Header { command: 9, ..*to }, 0, good.as_bytes());
+    bad(fails(other_command, info));
+    bad(fails(|to, _| reply(to, 0, &[0; 15]), info));
+    // Not a PCI device.
+    bad(fails(|to, _| reply(to, 0, &[0; 16]), info));
+    // Too much data, too little, and a count that says otherwise.
+    let short = bad(fails(|to, _| reply(to, 0, &[0; 19]), read));
+    assert_eq!(short, "the server's reply to REGION_READ makes no sense: 3 bytes instead of 4");
+    bad(fails(|to, _| reply(to, 0, &[0; 21]), read));
+    bad(fails(|to, _| reply(to, 0, &[0; 20]), read));
+    bad(fails(|to, _| reply(to, 0, &[0; 16]), |client| client.region_write(0, 0, &[1])));
+    // Not a message at all.
+    bad(fails(|_, _| vec![0; 16], info));
+    bad(fails(|_, _| vec![0xff; 64], info));
+    // Interrupts that were not asked about.
+    bad(fails(|to, _| reply(to, 0, &[9; 16]), |client| client.irq_info(2)));
+}
+
+#[test]
+fn a_server_that_is_silent_slow_or_gone_is_not_waited_for() {
+    let info = |client: &Client| client.device_info();
+    assert!(matches!(fails(|_, _| Vec::new(), info), ClientError::Socket(_)));
+    let mut stuck = None;
+    let silent = move |to: &Header, _: &[u8]| {
+        // The second one, which comes only if the first is answered.
+        stuck.get_or_insert(to.id);
+        std::thread::sleep(Duration::from_millis(400));
+        Vec::new()
+    };
+    assert!(matches!(fails(silent, info), ClientError::Timeout { .. }));
+
+    // Byte by byte, forever.
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    let drip = std::thread::spawn(move || {
+        let header = Header { id: 0, command: 1, size: 1 << 20, flags: 1, error: 0 };
+        for byte in header.as_bytes().iter().chain(std::iter::repeat(&0)) {
+            if theirs.write_all(&[*byte]).is_err() {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    });
+    let started = Instant::now();
+    let options = Options { timeout: Some(Duration::from_millis(100)) };
+    let error = Client::from_stream(ours.into(), options).unwrap_err();
+    assert!(matches!(error, ClientError::Timeout { .. }), "{error}");
+    assert!(started.elapsed() < Duration::from_secs(2));
+    drip.join().unwrap();
+}
+
+#[test]
+fn an_error_without_a_number_is_an_error() {
+    let (client, server) = impostor(|to, _| {
+        let mut bytes = reply(to, 1, &[]);
+        bytes[12..16].fill(if to.id == 1 { 0 } else { 0xff });
+        bytes
+    });
+    let client = client.unwrap();
+    for _ in 0..2 {
+        let error = client.reset().unwrap_err();
+        assert!(matches!(error, ClientError::Refused { errno: Errno::IO, .. }), "{error}");
+    }
+    drop(client);
+    server.join().unwrap();
+}
+
+#[test]
+fn commands_of_the_server_are_refused_and_do_not_confuse() {
+    // The server's own command in front of each reply; and what comes back to it.
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let mut server = Raw::new(theirs);
+    let server = std::thread::spawn(move || {
+        let hello = server.reply();
+        server.send(&reply(&hello.header, 0, &[0, 0, 1, 0]));
+        let asked = server.reply();
+        let dma = server.message(command::DMA_READ, 0, &[&[0; 16]]);
+        server.send(&dma);
+        server.send(&dma);
+        server.send(&reply(&asked.header, 0, &[]));
+        for _ in 0..2 {
+            assert_eq!(server.reply().errno(), Errno::OPNOTSUPP);
+        }
+    });
+    let client = Client::from_stream(ours.into(), Options::default()).unwrap();
+    client.reset().unwrap();
+    server.join().unwrap();
+}
+
+#[test]
+fn a_server_of_another_version_is_not_spoken_to() {
+    for version in [[1, 0, 0, 0], [0, 0, 2, 0]] {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut server = Raw::new(theirs);
+        let server = std::thread::spawn(move || {
+            let hello = server.reply();
+            assert_eq!(hello.payload[..4], [0, 0, 1, 0]);
+            server.send(&reply(&hello.header, 0, &version));
+        });
+        let error = Client::from_stream(ours.into(), Options::default()).unwrap_err();
+        assert!(matches!(error, ClientError::BadReply { .. }), "{error}");
+        server.join().unwrap();
+    }
+}
+
+#[test]
+fn a_server_that_cannot_write_several_gets_them_one_by_one() {
+    let writes = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let seen = Arc::clone(&writes);
+    let (client, server) = impostor(move |to, payload| {
+        seen.lock().unwrap().push((to.command, to.no_reply(), payload.len()));
+        if to.no_reply() { vec![] } else { reply(to, 0, &payload[..16]) }
+    });
+    let client = client.unwrap();
+    assert!(!client.server().write_multiple);
+    let two = [
+        ShortWrite { region: 0, offset: 0, data: &[1; 4] },
+        ShortWrite { region: 0, offset: 8, data: &[1; 8] },
+    ];
+    client.region_write_multi(&two, false).unwrap();
+    client.region_write_multi(&two[..1], true).unwrap();
+    drop(client);
+    server.join().unwrap();
+    let write = command::REGION_WRITE;
+    assert_eq!(
+        *writes.lock().unwrap(),
+        [(write, false, 20), (write, false, 24), (write, true, 20)]
+    );
+}
+
+/// A description of region 2 with these capabilities.
+fn described(
+    argsz: u32,
+    flags: u32,
+    cap_offset: u32,
+    capabilities: &[u8],
+) -> impl FnMut(&Header, &[u8]) -> Vec<u8> + Send + 'static {
+    let info = wire::RegionInfo { argsz, flags, index: 2, cap_offset, size: 0x4000, offset: 0 };
+    let payload = [info.as_bytes(), capabilities].concat();
+    move |to, _| reply(to, 0, &payload)
+}
+
+#[test]
+fn descriptions_that_lead_nowhere_are_not_followed() {
+    let flags = region_flags::MMAP | region_flags::CAPS;
+    let capability = |id: u16, next: u32| {
+        let header = wire::CapabilityHeader { id, version: 1, next };
+        [header.as_bytes(), &[0; 8]].concat()
+    };
+    let cases: Vec<(u32, u32, Vec<u8>)> = vec![
+        // A loop, a step back, a step out, one that begins in the structure, and one cut short.
+        (48, 32, capability(9, 32)),
+        (64, 48, [capability(9, 0), capability(9, 32)].concat()),
+        (48, 32, capability(9, 4711)),
+        (48, 8, capability(1, 0)),
+        (48, u32::MAX, capability(1, 0)),
+        (40, 32, capability(1, 0)[..7].to_vec()),
+        (44, 32, capability(1, 0)[..12].to_vec()),
+        // More areas than there are.
+        (48, 32, [&capability(1, 0)[..8], &u32::MAX.to_ne_bytes(), &[0; 4]].concat()),
+        // An area, but nothing to map it by; and no area at all.
+        (64, 32, [&capability(1, 0)[..8], &[1, 0, 0, 0, 0, 0, 0, 0], &[0; 16]].concat()),
+        (48, 32, capability(1, 0)),
+        // An answer that never fits.
+        (1 << 20, 32, vec![]),
+    ];
+    for (argsz, cap_offset, capabilities) in cases {
+        let answer = described(argsz, flags, cap_offset, &capabilities);
+        let error = fails(answer, |client| client.region_info(2));
+        assert!(matches!(error, ClientError::BadReply { .. }), "{error}");
+    }
+    // Another region than was asked about.
+    let error = fails(described(32, 0, 0, &[]), |client| client.region_info(3));
+    assert!(matches!(error, ClientError::BadReply { .. }), "{error}");
+    // A description that is longer than at first thought is asked for again, with room for it.
+    let mut asked = Vec::new();
+    let (client, server) = impostor(move |to, payload| {
+        let argsz = u32::from_ne_bytes(payload[..4].try_into().unwrap());
+        asked.push(argsz);
+        assert!(asked == [4096] || asked == [4096, 9000]);
+        let info =
+            wire::RegionInfo { argsz: 9000, flags: 3, index: 2, cap_offset: 0, size: 5, offset: 0 };
+        reply(to, 0, info.as_bytes())
+    });
+    let client = client.unwrap();
+    assert_eq!(client.region_info(2).unwrap().size, 5);
+    drop(client);
+    server.join().unwrap();
+}
+
+#[test]
+fn areas_with_a_descriptor_each_or_one_for_all_are_inside_of_the_region() {
+    let areas = |areas: &[(u64, u64)]| {
+        let mut bytes = wire::CapabilityHeader { id: 1, version: 1, next: 0 }.as_bytes().to_vec();
+        bytes.extend((areas.len() as u64).to_ne_bytes());
+        for (offset, size) in areas {
+            bytes.extend(wire::SparseArea { offset: *offset, size: *size }.as_bytes());
+        }
+        bytes
+    };
+    type Areas<'a> = &'a [(u64, u64)];
+    let two = [(0x1000, 0x1000), (0x3000, 0x1000)];
+    let cases: [(Areas<'_>, usize, u64, bool); 9] = [
+        (&two, 2, 0, true),
+        (&two, 1, 0x7000, true),
+        (&two, 3, 0, false),
+        (&two, 0, 0, false),
+        (&two, 1, u64::MAX - 0x3000, false),
+        (&[(0, 0)], 1, 0, false),
+        (&[(0, 0x4001)], 1, 0, false),
+        (&[(0x4000, 1)], 1, 0, false),
+        (&[(u64::MAX, 2)], 1, 0, false),
+    ];
+    for (list, fds, offset, good) in cases {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut server = Raw::new(theirs);
+        let capabilities = areas(list);
+        let server = std::thread::spawn(move || {
+            let hello = server.reply();
+            server.send(&reply(&hello.header, 0, &[0, 0, 1, 0]));
+            let asked = server.reply();
+            let info = wire::RegionInfo {
+                argsz: 32 + capabilities.len() as u32,
+                flags: region_flags::MMAP | region_flags::CAPS,
+                index: 2,
+                cap_offset: 32,
+                size: 0x4000,
+                offset,
+            };
+            let bytes = reply(&asked.header, 0, &[info.as_bytes(), &capabilities].concat());
+            let fds = eventfds(fds);
+            let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+            if fds.is_empty() { server.send(&bytes) } else { server.send_with_fds(&bytes, &fds) }
+        });
+        let client = Client::from_stream(ours.into(), Options::default()).unwrap();
+        let region = client.region_info(2);
+        server.join().unwrap();
+        match region {
+            Ok(region) => {
+                assert!(good, "{list:?} {fds} {offset}");
+                let found: Vec<_> =
+                    region.areas.iter().map(|area| (area.offset, area.len)).collect();
+                assert_eq!(found, list);
+                assert_eq!(region.areas[1].fd_offset, offset + 0x3000);
+            }
+            Err(error) => {
+                assert!(!good && matches!(error, ClientError::BadReply { .. }), "{error}");
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 128, ..ProptestConfig::default() })]
+
+    /// Whatever a server answers, the client says yes or no, and does not fall over.
+    #[test]
+    fn any_answer_is_survived(
+        bytes in prop::collection::vec(any::<u8>(), 0..200), proper: bool, which in 0..5
+    ) {
+        let (client, server) = impostor(move |to, _| {
+            if proper { reply(to, 0, &bytes) } else { [&bytes[..], &[0; 16]].concat() }
+        });
+        let client = client.unwrap();
+        let _ = match which {
+            0 => client.device_info().map(drop),
+            1 => client.region_info(2).map(drop),
+            2 => client.irq_info(2).map(drop),
+            3 => client.region_read(0, 0, &mut [0; 8]),
+            _ => client.dma_unmap(DmaUnmap::All),
+        };
+        drop(client);
+        server.join().unwrap();
+    }
+}
+
+#[test]
+fn lists_of_descriptors_that_make_no_sense_are_not_believed() {
+    let entry = |fd_index| wire::IoFd {
+        offset: 0,
+        size: 4,
+        fd_index,
+        kind: wire::IO_FD_EVENT,
+        flags: 0,
+        padding: 0,
+        datamatch: 0,
+    };
+    let list = |argsz, index, count, entries: &[wire::IoFd]| {
+        let info = wire::RegionIoFds { argsz, flags: 0, index, count };
+        [info.as_bytes(), entries.as_bytes()].concat()
+    };
+    for payload in [
+        // Another region, no entries, entries that are too short, too many, or not all there.
+        list(56, 1, 1, &[entry(0)]),
+        list(16, 0, 0, &[]),
+        list(56, 0, 2, &[entry(0)]),
+        list(96, 0, u32::MAX, &[entry(0), entry(0)]),
+        list(96, 0, 2, &[entry(0)]),
+        // No descriptor came along; more than anybody needs.
+        list(56, 0, 1, &[entry(0)]),
+        list(u32::MAX, 0, 1, &[entry(0)]),
+        vec![0; 15],
+    ] {
+        let error = fails(move |to, _| reply(to, 0, &payload), |client| client.region_io_fds(0));
+        assert!(matches!(error, ClientError::BadReply { .. }), "{error}");
+    }
+}
