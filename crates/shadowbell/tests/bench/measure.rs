@@ -232,13 +232,13 @@ fn a_paced_load_keeps_to_its_rate() {
 
 #[test]
 fn a_load_that_can_not_keep_up_is_late() {
-    // At a billion a second all are due at once, and each waits for those before.
+    // At a billion a second all are due at once, and each waits for those before: half of them for
+    // ten thousand I/Os, of which none takes less than 10 ns anywhere. A load that took the time
+    // from the submission would have waited for the 32 in flight.
     let report =
         json(&mut line("bench null:1GiB --rate-iops 1000000000 --number-ios 20000 --json"));
-    let latency = &row(&report)["latency_ns"];
-    let (p50, max) = (latency["p50"].as_u64().unwrap(), latency["max"].as_u64().unwrap());
-    let run = row(&report)["seconds"].as_f64().unwrap() * 1e9;
-    assert!(max as f64 > run * 0.8 && p50 as f64 > run * 0.1, "{run}: {latency}");
+    let p50 = row(&report)["latency_ns"]["p50"].as_u64().unwrap();
+    assert!(p50 >= 10_000 * 10, "{p50}");
 }
 
 #[test]
