@@ -123,7 +123,7 @@ impl AdminQueue {
         let ticket = loop {
             let mut state = self.lock();
             state.reap();
-            match state.core.submit(sqe, buffer, 0, transfer) {
+            match state.core.submit(zerocopy::transmute!(sqe), buffer, 0, transfer) {
                 Ok(token) => {
                     state.core.ring().map_err(refused)?;
                     break state.own(token);
@@ -254,7 +254,7 @@ impl State {
 
     fn request_event(&mut self) -> Result<(), QueueError> {
         let token =
-            self.core.submit(Sqe::async_event_request(0), None, 0, 0).map_err(|r| r.reason)?;
+            self.core.submit(zerocopy::transmute!(Sqe::async_event_request(0)), None, 0, 0).map_err(|r| r.reason)?;
         if let Some(owner) = self.owners.get_mut(token.index()) {
             *owner = Owner::Event;
         }

@@ -117,9 +117,9 @@ impl QueuePair {
     ///
     /// # Errors
     /// [`Refused`], with the buffer: the queue is full, or the buffer does not fit the command.
-    #[inline]
+    #[inline(always)]
     pub fn submit(&mut self, command: Command, buffer: Option<Buffer>) -> Result<Token, Refused> {
-        self.core.submit(command.sqe(0), buffer, command.offset, command.transfer)
+        self.core.submit(command.words(), buffer, command.offset, command.transfer)
     }
 
     /// Tells the controller of everything submitted so far, with one doorbell or with none.
@@ -155,7 +155,8 @@ impl QueuePair {
 
     /// The next completion, if there is one. After the last, call [`ring`](Self::ring) or
     /// [`settle`](Self::settle): the controller might wait for room.
-    #[inline]
+    // Inlined, so that what it returns need not go through memory: see `Ring::write_words`.
+    #[inline(always)]
     pub fn pop(&mut self) -> Option<Completion> {
         self.core.pop()
     }
