@@ -342,32 +342,23 @@ impl Core {
 
     /// The next completion. Entries that belong to no outstanding command are skipped, at most as
     /// many as the queue has entries.
+    ///
+    /// One completion is made at one place, so that it stays in registers wherever this is inlined.
     #[inline(always)]
     pub(crate) fn pop(&mut self) -> Option<Completion> {
         self.stats.polls += 1;
-        let word = self.second_word();
-        if !self.is_new(word) {
-            self.stats.empty_polls += 1;
-            return None;
-        }
-        let Some(known) = self.consume(word) else {
-            return self.pop_past_unknown();
-        };
-        Some(known)
-    }
-
-    #[cold]
-    fn pop_past_unknown(&mut self) -> Option<Completion> {
-        for _ in 1..self.cq_size.entries() {
+        let mut skipped = 0;
+        loop {
             let word = self.second_word();
-            if !self.is_new(word) {
-                break;
+            if !self.is_new(word) || skipped == self.cq_size.entries() {
+                self.stats.empty_polls += 1;
+                return None;
             }
             if let Some(completion) = self.consume(word) {
                 return Some(completion);
             }
+            skipped += 1;
         }
-        None
     }
 
     /// Consumes the entry at the head, of which `word` is the second word.
