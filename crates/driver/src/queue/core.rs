@@ -289,16 +289,18 @@ impl Core {
     }
 
     /// Tells the controller, if it has little else to do or if it is worth it by now.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn ring_in_time(&mut self) -> Result<bool, QueueError> {
         let untold = self.sq_size.distance(self.sq_published, self.sq_tail);
         let told = self.outstanding() as u32 - untold.min(self.outstanding() as u32);
-        if untold >= (told / UNTOLD_PART).min(UNTOLD_MOST) && untold != 0 {
+        let due = untold >= (told / UNTOLD_PART).min(UNTOLD_MOST) && untold != 0;
+        // The calls return nothing that has to be put together: see `Ring::write_words`.
+        if due {
             self.ring()?;
-            return Ok(true);
+        } else {
+            self.release_if_short()?;
         }
-        self.release_if_short()?;
-        Ok(untold == 0)
+        Ok(due || untold == 0)
     }
 
     /// Tells the controller how far the completion queue was consumed.
@@ -314,7 +316,7 @@ impl Core {
 
     /// The same, but only if the controller might otherwise have no room for a completion. The
     /// head is of no other use to a controller that is not about to interrupt.
-    #[inline]
+    #[inline(always)]
     fn release_if_short(&mut self) -> Result<(), QueueError> {
         self.check_sq_head();
         let room = self.cq_size.entries() - 1;

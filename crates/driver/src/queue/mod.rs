@@ -145,7 +145,7 @@ impl QueuePair {
     ///
     /// # Errors
     /// As [`ring`](Self::ring).
-    #[inline]
+    #[inline(always)]
     pub fn ring_in_time(&mut self) -> Result<bool, QueueError> {
         if !self.shared.is_live() {
             return Err(QueueError::Detached { qid: self.qid() });
