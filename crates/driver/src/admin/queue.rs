@@ -253,8 +253,10 @@ impl State {
     }
 
     fn request_event(&mut self) -> Result<(), QueueError> {
-        let token =
-            self.core.submit(zerocopy::transmute!(Sqe::async_event_request(0)), None, 0, 0).map_err(|r| r.reason)?;
+        let token = self
+            .core
+            .submit(zerocopy::transmute!(Sqe::async_event_request(0)), None, 0, 0)
+            .map_err(|r| r.reason)?;
         if let Some(owner) = self.owners.get_mut(token.index()) {
             *owner = Owner::Event;
         }
