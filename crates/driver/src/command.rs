@@ -19,9 +19,19 @@ pub struct Command {
     pub(crate) transfer: u32,
     /// Where in its buffer they begin.
     pub(crate) offset: u32,
+    /// Never to be submitted again by the driver.
+    pub(crate) once: bool,
 }
 
 impl Command {
+    /// What a slot without a command has.
+    pub(crate) const NONE: Self = Self::raw(0, 0, [0; 4], 0);
+
+    /// What is kept of a command of the control plane, which nobody submits again by itself.
+    pub(crate) const fn admin(transfer: u32) -> Self {
+        Self::raw(0, 0, [0; 4], transfer).once()
+    }
+
     /// A command with its dwords 10 to 13 as they are, which moves `transfer` bytes (0 for a
     /// command without data). Dwords 2, 3, 14 and 15 are zero.
     ///
@@ -38,6 +48,7 @@ impl Command {
             cdw13,
             transfer,
             offset: 0,
+            once: false,
         }
     }
 
@@ -57,6 +68,7 @@ impl Command {
             cdw13: 0,
             transfer,
             offset: 0,
+            once: false,
         }
     }
 
@@ -85,6 +97,36 @@ impl Command {
     pub const fn at(mut self, offset: u32) -> Self {
         self.offset = offset;
         self
+    }
+
+    /// The same command, never to be submitted a second time by the driver: if it is not known how
+    /// it ended, it fails with Command Aborted By Host. For what must happen once at most, and for
+    /// what must not happen after something that another queue does.
+    #[must_use]
+    pub const fn once(mut self) -> Self {
+        self.once = true;
+        self
+    }
+
+    /// Whether the driver may submit the command again when its completion was lost: whether it
+    /// does the same if it has been carried out already, and nothing else was submitted after it
+    /// completed. That is so for Flush, Read, Write, Compare, Verify, Write Zeroes, Write
+    /// Uncorrectable and Dataset Management, unless [`once`](Self::once) forbids it.
+    #[must_use]
+    pub const fn is_repeatable(&self) -> bool {
+        const FLUSH: u8 = NvmOpcode::Flush as u8;
+        const READ: u8 = NvmOpcode::Read as u8;
+        const WRITE: u8 = NvmOpcode::Write as u8;
+        const COMPARE: u8 = NvmOpcode::Compare as u8;
+        const VERIFY: u8 = NvmOpcode::Verify as u8;
+        const ZEROES: u8 = NvmOpcode::WriteZeroes as u8;
+        const UNCORRECTABLE: u8 = NvmOpcode::WriteUncorrectable as u8;
+        const DSM: u8 = NvmOpcode::DatasetManagement as u8;
+        !self.once
+            && matches!(
+                self.opcode,
+                FLUSH | READ | WRITE | COMPARE | VERIFY | ZEROES | UNCORRECTABLE | DSM
+            )
     }
 
     /// How many bytes the command moves.

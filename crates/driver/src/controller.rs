@@ -4,11 +4,12 @@ use crate::admin::Admin;
 use crate::attach::{Attached, attach, create_queue_pair};
 use crate::device::Registers;
 use crate::dma::{BufferPool, DmaError};
-use crate::error::{AttachError, DetachError};
+use crate::error::{AttachError, DetachError, QueueError};
 use crate::events::EventListener;
 use crate::namespace::Namespace;
 use crate::options::{AttachOptions, Doorbells};
 use crate::queue::{QueuePair, SpinPolicy};
+use crate::recovery::RecoveryStats;
 use crate::shared::Shared;
 use crate::transport::{Transport, TransportError};
 use doorbell::RingSize;
@@ -118,6 +119,43 @@ impl Controller {
             .identify_namespaces(&self.identity, self.max_transfer_bytes())
             .map_err(|source| AttachError::Command { step: "Identify Namespace", source })?;
         Ok(())
+    }
+
+    /// Looks at how the controller does, now and not when the keeper does ([`recovery`]), and takes
+    /// over the namespaces, if they were read again because an event said that they changed: whether
+    /// they were.
+    ///
+    /// # Errors
+    /// [`QueueError`], if the controller was given up, or is not there any more.
+    ///
+    /// [`recovery`]: crate::recovery
+    pub fn check(&mut self) -> Result<bool, QueueError> {
+        self.shared.watch();
+        self.shared.hear();
+        self.shared.check(0)?;
+        let news = self.shared.news().take();
+        let changed = news.is_some();
+        if let Some(namespaces) = news {
+            self.namespaces = namespaces;
+        }
+        Ok(changed)
+    }
+
+    /// What was done so far about a controller that did not do what it should.
+    #[must_use]
+    pub fn recovery_stats(&self) -> RecoveryStats {
+        self.shared.counters.snapshot()
+    }
+
+    /// Resets the controller. Its queue pairs stay, and what is outstanding in them is submitted
+    /// again, or ended, as [`recovery`](crate::recovery) has it.
+    ///
+    /// # Errors
+    /// [`QueueError`], if the controller does not work after it.
+    pub fn reset(&self) -> Result<(), QueueError> {
+        self.shared.check(0)?;
+        self.shared.reset(self.shared.generation(), "asked for by the program");
+        self.shared.check(0)
     }
 
     /// What Identify Controller returned when attaching.

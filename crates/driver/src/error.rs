@@ -79,6 +79,9 @@ pub enum AttachError {
     /// The system has no event descriptors left.
     #[error("attach: no event descriptor for an interrupt: {0}; raise the limit of open files")]
     Event(io::Error),
+    /// The system has no thread left to watch the controller with.
+    #[error("attach: no thread to watch the controller with: {0}; or turn recovery off")]
+    Thread(io::Error),
 }
 
 /// Why a command of the control plane failed.

@@ -2,7 +2,9 @@
 //! queues have in common.
 
 use super::bell::Bell;
+use super::rescue::Rescue;
 use super::stats::QueueStats;
+use crate::command::Command;
 use crate::dma::Buffer;
 use crate::error::{QueueError, Refused};
 use crate::prp::PrpLists;
@@ -22,8 +24,8 @@ const AHEAD: u32 = 4;
 /// A command that was submitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Token {
-    cid: u16,
-    slot: u16,
+    pub(super) cid: u16,
+    pub(super) slot: u16,
 }
 
 impl Token {
@@ -58,12 +60,24 @@ pub struct Completion {
     pub buffer: Option<Buffer>,
 }
 
+impl Completion {
+    /// Of a command that the driver has ended, by nobody's token.
+    pub(crate) fn ended() -> Self {
+        let token = Token { cid: u16::MAX, slot: u16::MAX };
+        Self { token, status: Status::ABORTED_BY_HOST, dw0: 0, dw1: 0, buffer: None }
+    }
+}
+
 /// What belongs to an outstanding command.
-struct Slot {
-    buffer: Option<Buffer>,
+pub(super) struct Slot {
+    pub(super) buffer: Option<Buffer>,
+    /// What was submitted, in case that it has to be submitted again.
+    pub(super) command: Command,
     /// The identifier of the command in this slot, or if there is none, of the next one.
-    cid: u16,
-    busy: bool,
+    pub(super) cid: u16,
+    /// 0 if there is no command, or one that the [`Rescue`] has; else one more than the times that
+    /// it was seen outstanding by [`Core::grow_older`].
+    pub(super) age: u8,
 }
 
 /// What a [`Core`] is made of.
@@ -84,32 +98,33 @@ pub(crate) struct Parts {
 /// A command's identifier is its slot in the low bits, and in the rest a count of the slot's uses:
 /// a completion that comes twice does not end the slot's next command.
 pub(crate) struct Core {
-    qid: u16,
-    sq: Ring<{ Sqe::SIZE }>,
-    sq_size: RingSize,
-    sq_tail: u16,
-    sq_published: u16,
+    pub(super) qid: u16,
+    pub(super) sq: Ring<{ Sqe::SIZE }>,
+    pub(super) sq_size: RingSize,
+    pub(super) sq_tail: u16,
+    pub(super) sq_published: u16,
     /// As the last completion said that was believable.
-    sq_head: u16,
+    pub(super) sq_head: u16,
     /// What the last completion said of it, which is checked once for each batch of them.
-    sq_head_said: u16,
-    cq: Ring<{ Cqe::SIZE }>,
-    cq_size: RingSize,
-    cq_head: u16,
-    phase: bool,
+    pub(super) sq_head_said: u16,
+    pub(super) cq: Ring<{ Cqe::SIZE }>,
+    pub(super) cq_size: RingSize,
+    pub(super) cq_head: u16,
+    pub(super) phase: bool,
     /// Entries consumed since the head was published.
-    cq_unpublished: u32,
+    pub(super) cq_unpublished: u32,
     cq_publish_at: u32,
     pub(crate) sq_bell: Bell,
     pub(crate) cq_bell: Bell,
-    slots: Box<[Slot]>,
-    free: Vec<u16>,
-    slot_mask: u16,
-    generation: u16,
+    pub(super) slots: Box<[Slot]>,
+    pub(super) free: Vec<u16>,
+    pub(super) slot_mask: u16,
+    pub(super) generation: u16,
     lists: PrpLists,
     max_transfer: u64,
-    stats: QueueStats,
-    failed: Option<Arc<str>>,
+    pub(super) stats: QueueStats,
+    pub(super) failed: Option<Arc<str>>,
+    pub(super) rescue: Rescue,
 }
 
 impl Core {
@@ -121,7 +136,9 @@ impl Core {
         // Never all ones: FFFFh is no command identifier to use (Base 2.1, 3.3.3.1).
         let bits = u16::BITS - capacity.leading_zeros();
         let slot_mask = 1u16.checked_shl(bits).map_or(u16::MAX, |bit| bit - 1);
-        let slots = (0..capacity).map(|cid| Slot { buffer: None, cid, busy: false }).collect();
+        let slots = (0..capacity)
+            .map(|cid| Slot { buffer: None, command: Command::NONE, cid, age: 0 })
+            .collect();
         Self {
             qid: parts.qid,
             sq: parts.sq,
@@ -146,6 +163,7 @@ impl Core {
             max_transfer: parts.max_transfer,
             stats: QueueStats::default(),
             failed: None,
+            rescue: Rescue::default(),
         }
     }
 
@@ -174,9 +192,11 @@ impl Core {
 
     pub(crate) fn stats(&self) -> QueueStats {
         QueueStats {
-            sq_doorbell_mmio_writes: self.sq_bell.trapped,
-            cq_doorbell_mmio_writes: self.cq_bell.trapped,
-            mmio_saved: self.sq_bell.saved() + self.cq_bell.saved(),
+            // With those of the queue's earlier lives.
+            sq_doorbell_mmio_writes: self.stats.sq_doorbell_mmio_writes + self.sq_bell.trapped,
+            cq_doorbell_mmio_writes: self.stats.cq_doorbell_mmio_writes + self.cq_bell.trapped,
+            mmio_saved: self.stats.mmio_saved + self.sq_bell.saved() + self.cq_bell.saved(),
+            polls: self.stats.completed + self.stats.empty_polls,
             ..self.stats
         }
     }
@@ -191,16 +211,16 @@ impl Core {
     }
 
     /// Writes a command into the submission queue. Its identifier and data pointer are set here;
-    /// its data are `transfer` bytes at `offset` of `buffer`. The controller hears of it with
-    /// [`ring`](Self::ring).
+    /// `command` says what its data are, and is kept in case that it has to be submitted again. The
+    /// controller hears of it with [`ring`](Self::ring).
     #[inline]
     pub(crate) fn submit(
         &mut self,
         sqe: Sqe,
         buffer: Option<Buffer>,
-        offset: u32,
-        transfer: u32,
+        command: Command,
     ) -> Result<Token, Refused> {
+        let Command { offset, transfer, .. } = command;
         let Some(slot) = self.free.last().copied() else {
             return Err(self.refuse_full(buffer));
         };
@@ -221,7 +241,8 @@ impl Core {
         };
         self.free.pop();
         let cid = entry.cid;
-        entry.busy = true;
+        entry.age = 1;
+        entry.command = command;
         entry.buffer = buffer;
         let mut sqe = sqe.with_cid(cid);
         if let Some((prp1, prp2)) = prps {
@@ -236,7 +257,7 @@ impl Core {
     }
 
     #[inline]
-    fn prps(
+    pub(super) fn prps(
         &mut self,
         slot: u16,
         buffer: Option<&Buffer>,
@@ -338,7 +359,6 @@ impl Core {
     /// many as the queue has entries.
     #[inline]
     pub(crate) fn pop(&mut self) -> Option<Completion> {
-        self.stats.polls += 1;
         let word = self.second_word();
         if !self.is_new(word) {
             self.stats.empty_polls += 1;
@@ -366,7 +386,7 @@ impl Core {
 
     /// Consumes the entry at the head, of which `word` is the second word.
     #[inline(always)]
-    fn consume(&mut self, word: u64) -> Option<Completion> {
+    pub(super) fn consume(&mut self, word: u64) -> Option<Completion> {
         let first: u64 = self.cq.read(u32::from(self.cq_head));
         self.cq_head = self.cq_size.forward(self.cq_head, 1);
         self.phase ^= self.cq_head == 0;
@@ -374,11 +394,10 @@ impl Core {
         let cid = (word >> 32) as u16;
         let slot = cid & self.slot_mask;
         let entry = self.slots.get_mut(usize::from(slot));
-        let Some(entry) = entry.filter(|entry| entry.cid == cid && entry.busy) else {
-            self.unknown_completion(cid);
-            return None;
+        let Some(entry) = entry.filter(|entry| entry.cid == cid && entry.age != 0) else {
+            return self.odd_completion(first, word);
         };
-        entry.busy = false;
+        entry.age = 0;
         entry.cid = cid.wrapping_add(self.generation);
         let buffer = entry.buffer.take();
         self.free.push(slot);
@@ -436,7 +455,7 @@ impl Core {
     }
 
     #[cold]
-    fn unknown_completion(&mut self, cid: u16) {
+    pub(super) fn unknown_completion(&mut self, cid: u16) {
         if self.stats.unknown_completions == 0 {
             tracing::warn!(
                 qid = self.qid,
@@ -454,16 +473,8 @@ impl Core {
         self.failure()
     }
 
-    /// The device at the other end has gone: nothing completes any more.
     #[cold]
-    pub(crate) fn gone(&mut self, device: &str) -> QueueError {
-        let why = || format!("{device} went away; attach again when it is back").into();
-        self.failed.get_or_insert_with(why);
-        self.failure()
-    }
-
-    #[cold]
-    fn failure(&self) -> QueueError {
+    pub(crate) fn failure(&self) -> QueueError {
         let why = self.failed.clone().unwrap_or_else(|| "it was closed".into());
         QueueError::Failed { qid: self.qid, why }
     }

@@ -2,7 +2,9 @@
 
 mod bell;
 mod core;
+mod ladder;
 mod memory;
+mod rescue;
 mod spin;
 mod stats;
 
@@ -17,6 +19,7 @@ pub use self::stats::QueueStats;
 use crate::command::Command;
 use crate::dma::Buffer;
 use crate::error::{QueueError, Refused};
+use crate::recovery::Place;
 use crate::shared::Shared;
 use ::memory::{Edge, Edges, EventFd};
 use std::fmt;
@@ -56,27 +59,41 @@ pub struct QueuePair {
     heard: Option<u64>,
     /// The device's other end has hung up.
     gone: bool,
-    interrupts: bool,
+    place: Place,
     spin: SpinWindow,
+    /// The controller's word as it was when this queue looked last: another says that there is
+    /// something to be looked at.
+    seen: u32,
+    /// The word as it was when the ages of the commands were looked at.
+    looked: u32,
+    /// How often the controller had been reset when the queues were created.
+    generation: u32,
+    /// Buffers of commands that were ended while the controller might still write to them.
+    kept: Vec<Buffer>,
 }
 
 impl QueuePair {
     pub(crate) fn new(
         core: Core,
         shared: Arc<Shared>,
+        place: Place,
+        generation: u32,
         event: EventFd,
-        interrupts: bool,
         spin: SpinPolicy,
     ) -> Self {
         Self {
             core,
-            shared,
             event,
             edges: None,
             heard: None,
             gone: false,
-            interrupts,
+            place,
             spin: SpinWindow::new(spin),
+            seen: shared.word(),
+            looked: shared.word(),
+            generation,
+            kept: Vec::new(),
+            shared,
         }
     }
 
@@ -103,7 +120,7 @@ impl QueuePair {
     /// Whether the controller interrupts for this queue: [`wait`](Self::wait) sleeps then.
     #[must_use]
     pub fn has_interrupt(&self) -> bool {
-        self.interrupts
+        self.place.interrupts
     }
 
     /// What the queue did so far.
@@ -119,7 +136,7 @@ impl QueuePair {
     /// [`Refused`], with the buffer: the queue is full, or the buffer does not fit the command.
     #[inline]
     pub fn submit(&mut self, command: Command, buffer: Option<Buffer>) -> Result<Token, Refused> {
-        self.core.submit(command.sqe(0), buffer, command.offset, command.transfer)
+        self.core.submit(command.sqe(0), buffer, command)
     }
 
     /// Tells the controller of everything submitted so far, with one doorbell or with none.
@@ -128,8 +145,8 @@ impl QueuePair {
     /// [`QueueError`], when the controller can not be reached any more, or was detached.
     #[inline]
     pub fn ring(&mut self) -> Result<(), QueueError> {
-        if !self.shared.is_live() {
-            return Err(QueueError::Detached { qid: self.qid() });
+        if self.shared.word() != self.seen {
+            self.attend()?;
         }
         self.core.ring()
     }
@@ -147,8 +164,8 @@ impl QueuePair {
     /// As [`ring`](Self::ring).
     #[inline]
     pub fn ring_in_time(&mut self) -> Result<bool, QueueError> {
-        if !self.shared.is_live() {
-            return Err(QueueError::Detached { qid: self.qid() });
+        if self.shared.word() != self.seen {
+            self.attend()?;
         }
         self.core.ring_in_time()
     }
@@ -157,7 +174,11 @@ impl QueuePair {
     /// [`settle`](Self::settle): the controller might wait for room.
     #[inline]
     pub fn pop(&mut self) -> Option<Completion> {
-        self.core.pop()
+        match self.core.pop() {
+            Some(completion) => Some(completion),
+            None if self.shared.word() == self.seen => None,
+            None => self.pop_ended(),
+        }
     }
 
     /// Hands every completion that is there to `each` (at most as many as the queue can hold), and
@@ -169,7 +190,7 @@ impl QueuePair {
     pub fn poll(&mut self, mut each: impl FnMut(Completion)) -> Result<usize, QueueError> {
         let mut count = 0;
         while count < self.core.capacity()
-            && let Some(completion) = self.core.pop()
+            && let Some(completion) = self.pop()
         {
             each(completion);
             count += 1;
@@ -192,7 +213,7 @@ impl QueuePair {
     #[inline]
     #[must_use]
     pub fn is_ready(&self) -> bool {
-        self.core.is_ready()
+        self.core.is_ready() || self.core.has_ended()
     }
 
     /// Waits for a completion: polls for as long as the [`SpinPolicy`] says, then sleeps until the
@@ -206,7 +227,7 @@ impl QueuePair {
     /// As [`ring`](Self::ring).
     pub fn wait(&mut self, deadline: Option<Instant>) -> Result<bool, QueueError> {
         self.ring()?;
-        if self.core.is_ready() {
+        if self.is_ready() {
             return Ok(true);
         }
         let began = Instant::now();
@@ -225,37 +246,52 @@ impl QueuePair {
                 return Ok(false);
             }
             if now - began >= window {
-                if self.interrupts {
+                if self.has_interrupt() {
                     break;
                 }
                 if self.event.drain() != 0 {
-                    return Ok(self.core.is_ready());
+                    return Ok(self.is_ready());
                 }
-                if !self.shared.is_live() {
-                    return Err(QueueError::Detached { qid: self.qid() });
+                if self.attend_news()? {
+                    return Ok(true);
                 }
                 looks = looks.saturating_add(1);
                 idle(looks);
             }
         }
-        self.publish_all()?;
-        self.forget_marks();
-        // Armed: whatever comes from here on leaves a mark on the event. What came before is seen
-        // by looking once more, the fence keeping the look behind the head that was published.
-        fence(Ordering::SeqCst);
-        if !self.core.is_ready() {
-            self.sleep(deadline)?;
+        loop {
+            self.publish_all()?;
+            self.forget_marks();
+            // Armed: whatever comes from here on leaves a mark on the event. What came before is
+            // seen by looking once more, the fence keeping the look behind the head that was
+            // published.
+            fence(Ordering::SeqCst);
+            let slept = if self.is_ready() { true } else { self.sleep(deadline)? };
+            if self.attend_news()? || slept {
+                break;
+            }
+            // Only to see how old commands are.
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                break;
+            }
         }
         self.spin.waited(began.elapsed());
-        Ok(self.core.is_ready())
+        Ok(self.is_ready())
     }
 
-    /// Publishes everything, and takes marks of the past off the event. After this and a full
-    /// fence, look at the completion queue once more, and then [`block`](Self::block).
+    /// Looks at what is new, if there is anything. Whether there is a completion to be taken.
+    fn attend_news(&mut self) -> Result<bool, QueueError> {
+        if self.shared.word() != self.seen {
+            self.attend()?;
+        }
+        Ok(self.is_ready())
+    }
+
+    /// Publishes everything. After this and a full fence, look at the completion queue once more,
+    /// and then [`block`](Self::block), or wait for the event's next signal in another way. A mark of
+    /// the past may end that at once: taking it off would cost as much.
     pub(crate) fn prepare_sleep(&mut self) -> Result<(), QueueError> {
-        self.publish_all()?;
-        self.event.drain();
-        Ok(())
+        self.publish_all()
     }
 
     fn publish_all(&mut self) -> Result<(), QueueError> {
@@ -263,6 +299,19 @@ impl QueuePair {
         // The controller may hold an interrupt back for as long as we have not consumed what the
         // last one was for.
         self.core.release()
+    }
+
+    /// When a sleep has to end at the latest, so that the ages of commands are looked at.
+    pub(crate) fn next_look(&self) -> Option<Instant> {
+        if self.outstanding() == 0 || !self.shared.recovery.enabled {
+            return None;
+        }
+        Instant::now().checked_add(self.shared.pace.tick)
+    }
+
+    /// Within this time every command ends, one way or another.
+    pub(crate) fn patience(&self) -> Duration {
+        self.shared.pace.patience
     }
 
     /// Takes marks of the past off the event, if there can be any: interrupts whose completions were
@@ -292,26 +341,33 @@ impl QueuePair {
         }
     }
 
-    /// Sleeps until the interrupt, a signal or the deadline.
-    fn sleep(&mut self, deadline: Option<Instant>) -> Result<(), QueueError> {
-        self.sleep_and_see(deadline)?;
+    /// Sleeps until the interrupt, a signal or the deadline; whether it was one of these, or else
+    /// time to look at the ages of commands.
+    fn sleep(&mut self, deadline: Option<Instant>) -> Result<bool, QueueError> {
+        let signalled = self.sleep_and_see(deadline)?;
         if self.core.is_ready() {
             self.heard = Some(self.core.completed());
         }
-        Ok(())
+        Ok(signalled)
     }
 
-    /// Sleeps until the interrupt, a signal or the deadline.
+    /// Sleeps until the interrupt, a signal or the deadline, or until it is time to look at the ages
+    /// of commands, which this does.
     pub(crate) fn block(&mut self, deadline: Option<Instant>) -> Result<(), QueueError> {
         self.watch();
-        self.sleep_and_see(deadline)
+        self.sleep_and_see(deadline)?;
+        self.attend_news().map(drop)
     }
 
-    fn sleep_and_see(&mut self, deadline: Option<Instant>) -> Result<(), QueueError> {
+    fn sleep_and_see(&mut self, deadline: Option<Instant>) -> Result<bool, QueueError> {
+        let until = match (deadline, self.next_look()) {
+            (Some(deadline), Some(look)) => Some(deadline.min(look)),
+            (deadline, look) => deadline.or(look),
+        };
         let outcome = match &self.edges {
             _ if self.gone => Ok(Edge::HungUp),
-            Some(edges) => edges.wait(left(deadline)),
-            None => self.event.wait(left(deadline)).map(|woken| match woken {
+            Some(edges) => edges.wait(left(until)),
+            None => self.event.wait(left(until)).map(|woken| match woken {
                 true => Edge::Signal,
                 false => Edge::Timeout,
             }),
@@ -319,12 +375,15 @@ impl QueuePair {
         self.core.stats_mut().sleeps += 1;
         match outcome {
             Ok(Edge::Signal) => self.core.stats_mut().wakeups += 1,
-            Ok(Edge::Timeout) => {}
+            Ok(Edge::Timeout) => return Ok(false),
             Ok(Edge::HungUp) => {
                 self.gone = true;
                 // What has completed before is still there to be taken.
-                if !self.core.is_ready() {
-                    return Err(self.core.gone(self.shared.name()));
+                if !self.is_ready() {
+                    let device = self.shared.name();
+                    let why = format!("{device} went away; attach again when it is back");
+                    self.shared.went_away(&why);
+                    self.attend()?;
                 }
             }
             Err(error) => {
@@ -332,7 +391,7 @@ impl QueuePair {
                 idle(u32::MAX);
             }
         }
-        if self.shared.is_live() { Ok(()) } else { Err(QueueError::Detached { qid: self.qid() }) }
+        Ok(true)
     }
 
     /// A descriptor whose signal ends a [`wait`](Self::wait), from any thread. It is the one that
@@ -374,7 +433,8 @@ fn idle(looks: u32) {
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
-        let buffers = self.core.take_buffers();
+        let mut buffers = self.core.take_buffers();
+        buffers.append(&mut self.kept);
         let qid = self.qid();
         if self.shared.delete_queue_pair(qid) {
             return;

@@ -9,7 +9,7 @@ mod queue;
 mod vfio_user;
 
 use fake::Fake;
-use shadowbell_driver::{AttachOptions, Controller, Timeouts};
+use shadowbell_driver::{AttachOptions, Controller, Recovery, Timeouts};
 use std::time::Duration;
 
 /// Options that do not make a test wait for long.
@@ -22,6 +22,8 @@ fn options() -> AttachOptions {
             io: Duration::from_millis(80),
             shutdown: Duration::from_millis(50),
         },
+        // Otherwise a fake that holds commands back would not be left alone.
+        recovery: Recovery::OFF,
         ..AttachOptions::default()
     }
 }
