@@ -43,7 +43,8 @@ pub(super) struct Rescue {
     /// By slot; empty until there was one.
     cases: Vec<Option<Case>>,
     count: usize,
-    /// Commands that the driver has ended, for whoever asks for completions.
+    /// Commands that the driver has ended, for whoever asks for completions. Their slots are not free
+    /// before: for whoever submitted them they are outstanding.
     ended: VecDeque<Completion>,
     /// How often a command is submitted again.
     repeats: u8,
@@ -154,6 +155,7 @@ impl Core {
             }
         }
         let buffer = self.close_case(slot);
+        self.free.push(slot);
         self.stats.completed += 1;
         let (dw0, dw1) = (first as u32, (first >> 32) as u32);
         Some(Completion { token: Token { cid: case.token, slot }, status, dw0, dw1, buffer })
@@ -164,16 +166,14 @@ impl Core {
         case.repeats < self.rescue.repeats && command.is_some_and(|c| c.is_repeatable())
     }
 
-    /// Frees the slot of a case. Its buffer.
+    /// Makes the slot of a case ready to be freed. Its buffer.
     fn close_case(&mut self, slot: u16) -> Option<Buffer> {
         self.rescue.close(slot);
         let generation = self.generation;
         let entry = self.slots.get_mut(usize::from(slot))?;
         entry.age = 0;
         entry.cid = entry.cid.wrapping_add(generation);
-        let buffer = entry.buffer.take();
-        self.free.push(slot);
-        buffer
+        entry.buffer.take()
     }
 
     /// Writes the command in `slot` into the submission queue once more, under another identifier:
@@ -301,6 +301,8 @@ impl Core {
                 self.cq_head = self.cq_size.forward(self.cq_head, 1);
                 self.phase ^= self.cq_head == 0;
             } else if let Some(completion) = self.consume(word) {
+                // It has freed its slot.
+                self.free.pop();
                 self.rescue.ended.push_back(completion);
             }
         }
@@ -354,7 +356,9 @@ impl Core {
 
     /// A command that the driver has ended.
     pub(crate) fn take_ended(&mut self) -> Option<Completion> {
-        self.rescue.ended.pop_front()
+        let completion = self.rescue.ended.pop_front()?;
+        self.free.push(completion.token.slot);
+        Some(completion)
     }
 
     /// Whether there is such a command.
