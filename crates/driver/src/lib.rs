@@ -82,6 +82,7 @@ mod device;
 mod dma;
 mod error;
 mod events;
+pub mod guide;
 mod namespace;
 mod options;
 mod prp;

@@ -250,12 +250,11 @@ impl QueuePair {
         Ok(self.core.is_ready())
     }
 
-    /// Publishes everything, and takes marks of the past off the event. After this and a full
-    /// fence, look at the completion queue once more, and then [`block`](Self::block).
+    /// Publishes everything. After this and a full fence, look at the completion queue once more,
+    /// and then [`block`](Self::block), or wait for the event's next signal in another way. A mark of
+    /// the past may end that at once: taking it off would cost as much.
     pub(crate) fn prepare_sleep(&mut self) -> Result<(), QueueError> {
-        self.publish_all()?;
-        self.event.drain();
-        Ok(())
+        self.publish_all()
     }
 
     fn publish_all(&mut self) -> Result<(), QueueError> {
