@@ -296,6 +296,17 @@ pub enum IoErrorKind {
         /// How long was waited.
         waited: Duration,
     },
+    /// The queue had no place for the command in time. It was not submitted.
+    #[error(
+        "{} was not submitted: the queue had no place for it within {waited:?}; reset the \
+         controller", io_name(*opcode)
+    )]
+    NoPlace {
+        /// The command's opcode.
+        opcode: u8,
+        /// How long was waited.
+        waited: Duration,
+    },
     /// There was no memory for the command's own data.
     #[error(transparent)]
     Dma(Arc<DmaError>),

@@ -84,6 +84,7 @@ mod device;
 mod dma;
 mod error;
 mod events;
+pub mod guide;
 mod namespace;
 mod options;
 mod prp;

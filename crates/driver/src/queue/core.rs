@@ -68,7 +68,8 @@ impl Completion {
     }
 }
 
-/// What belongs to an outstanding command.
+/// What belongs to an outstanding command: a cache line.
+#[repr(align(64))]
 pub(super) struct Slot {
     pub(super) buffer: Option<Buffer>,
     /// What was submitted, in case that it has to be submitted again.
@@ -221,29 +222,30 @@ impl Core {
         command: Command,
     ) -> Result<Token, Refused> {
         let Command { offset, transfer, .. } = command;
-        let Some(slot) = self.free.last().copied() else {
+        let Some(slot) = self.free.pop() else {
             return Err(self.refuse_full(buffer));
         };
         let prps = if transfer == 0 {
+            if self.failed.is_some() {
+                return Err(self.refuse(slot, None, buffer));
+            }
             None
         } else {
+            // A queue that failed moves nothing: see `fail`.
             match self.prps(slot, buffer.as_ref(), offset, transfer) {
                 Ok(prps) => Some(prps),
-                Err(reason) => return Err(Refused { reason, buffer }),
+                Err(reason) => return Err(self.refuse(slot, Some(reason), buffer)),
             }
         };
-        if self.failed.is_some() {
-            return Err(Refused { reason: self.failure(), buffer });
-        }
         // `slot` comes from the list of free slots, all of which exist.
         let Some(entry) = self.slots.get_mut(usize::from(slot)) else {
             return Err(self.refuse_full(buffer));
         };
-        self.free.pop();
         let cid = entry.cid;
         entry.age = 1;
         entry.command = command;
-        entry.buffer = buffer;
+        // There was none, so there is none to be dropped.
+        std::mem::forget(std::mem::replace(&mut entry.buffer, buffer));
         let mut sqe = sqe.with_cid(cid);
         if let Some((prp1, prp2)) = prps {
             sqe = sqe.with_prps(prp1, prp2);
@@ -278,6 +280,19 @@ impl Core {
         self.lists
             .prps(usize::from(slot), buffer.iova() + start, bytes)
             .ok_or(QueueError::TooLong { bytes, max: self.max_transfer })
+    }
+
+    /// Gives the slot back.
+    #[cold]
+    fn refuse(
+        &mut self,
+        slot: u16,
+        reason: Option<QueueError>,
+        buffer: Option<Buffer>,
+    ) -> Refused {
+        self.free.push(slot);
+        let reason = reason.filter(|_| self.failed.is_none());
+        Refused { reason: reason.unwrap_or_else(|| self.failure()), buffer }
     }
 
     #[cold]
@@ -359,11 +374,25 @@ impl Core {
     /// many as the queue has entries.
     #[inline]
     pub(crate) fn pop(&mut self) -> Option<Completion> {
-        let word = self.second_word();
-        if !self.is_new(word) {
-            self.stats.empty_polls += 1;
-            return None;
+        match self.pop_word() {
+            Some(word) => self.pop_with(word),
+            None => {
+                self.stats.empty_polls += 1;
+                None
+            }
         }
+    }
+
+    /// The second word of the entry at the head, if there is one.
+    #[inline(always)]
+    pub(crate) fn pop_word(&self) -> Option<u64> {
+        let word = self.second_word();
+        self.is_new(word).then_some(word)
+    }
+
+    /// The completion at the head, whose second word this is.
+    #[inline(always)]
+    pub(crate) fn pop_with(&mut self, word: u64) -> Option<Completion> {
         let Some(known) = self.consume(word) else {
             return self.pop_past_unknown();
         };
@@ -469,8 +498,15 @@ impl Core {
 
     #[cold]
     fn fail(&mut self, error: &TransportError) -> QueueError {
-        self.failed.get_or_insert_with(|| error.to_string().into());
+        self.set_failed(|| error.to_string().into());
         self.failure()
+    }
+
+    /// From here on no command is taken: not one with data, because it would be too long, and not one
+    /// without.
+    pub(super) fn set_failed(&mut self, why: impl FnOnce() -> Arc<str>) {
+        self.failed.get_or_insert_with(why);
+        self.max_transfer = 0;
     }
 
     #[cold]

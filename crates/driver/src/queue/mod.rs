@@ -174,11 +174,17 @@ impl QueuePair {
     /// [`settle`](Self::settle): the controller might wait for room.
     #[inline]
     pub fn pop(&mut self) -> Option<Completion> {
-        match self.core.pop() {
-            Some(completion) => Some(completion),
-            None if self.shared.word() == self.seen => None,
-            None => self.pop_ended(),
+        match self.core.pop_word() {
+            Some(word) => self.core.pop_with(word),
+            None => self.pop_dry(),
         }
+    }
+
+    /// The controller has completed nothing more.
+    #[inline(never)]
+    fn pop_dry(&mut self) -> Option<Completion> {
+        self.core.stats_mut().empty_polls += 1;
+        if self.shared.word() == self.seen { None } else { self.pop_ended() }
     }
 
     /// Hands every completion that is there to `each` (at most as many as the queue can hold), and

@@ -333,7 +333,7 @@ impl Core {
     /// Ends every outstanding command, and the queue. The buffers go back with their commands if the
     /// controller is `quiet`; otherwise it may write to them still, and they are returned to be kept.
     pub(crate) fn end_all(&mut self, why: &str, quiet: bool) -> Vec<Buffer> {
-        self.failed.get_or_insert_with(|| why.into());
+        self.set_failed(|| why.into());
         let mut kept = Vec::new();
         if self.outstanding() == 0 {
             return kept;

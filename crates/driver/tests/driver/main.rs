@@ -3,6 +3,7 @@
 mod admin;
 mod attach;
 mod detach;
+mod driven;
 mod fake;
 mod futures;
 mod queue;
