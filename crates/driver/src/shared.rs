@@ -62,6 +62,8 @@ pub(crate) struct Shared {
     pub(crate) pace: Pace,
     pub(crate) counters: Counters,
     pub(crate) keeper: OnceLock<Keeper>,
+    /// Queues that sleep by themselves, and whether they want to be woken.
+    sleepers: Mutex<Vec<(Arc<AtomicBool>, EventFd)>>,
     /// A queue had something outstanding when it looked last.
     busy: AtomicBool,
     /// CSTS.NSSRO can not be cleared.
@@ -157,6 +159,7 @@ impl Shared {
             over: OnceLock::new(),
             counters: Counters::default(),
             keeper: OnceLock::new(),
+            sleepers: Mutex::default(),
             busy: AtomicBool::new(false),
             nssro_stuck: AtomicBool::new(false),
             admin_event: OnceLock::new(),
@@ -201,6 +204,31 @@ impl Shared {
     fn set_state(&self, state: u32) {
         let change = |word: u32| Some((word & !STATE | state).wrapping_add(NEWS));
         let _ = self.word.fetch_update(Ordering::AcqRel, Ordering::Acquire, change);
+    }
+
+    /// A queue that sleeps on `event` by itself: when this is set, the keeper signals it once.
+    pub(crate) fn add_sleeper(&self, event: EventFd) -> Arc<AtomicBool> {
+        let expects = Arc::new(AtomicBool::new(false));
+        self.sleepers().push((Arc::clone(&expects), event));
+        expects
+    }
+
+    /// That queue is dropped.
+    pub(crate) fn forget_sleeper(&self, expects: &Arc<AtomicBool>) {
+        self.sleepers().retain(|(sleeper, _)| !Arc::ptr_eq(sleeper, expects));
+    }
+
+    fn sleepers(&self) -> MutexGuard<'_, Vec<(Arc<AtomicBool>, EventFd)>> {
+        self.sleepers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Wakes the queues that sleep by themselves with something outstanding.
+    pub(crate) fn wake_sleepers(&self) {
+        for (expects, event) in &*self.sleepers() {
+            if expects.swap(false, Ordering::Relaxed) {
+                event.signal();
+            }
+        }
     }
 
     /// A queue has something outstanding.

@@ -5,8 +5,8 @@ mod direct;
 
 use controller::{Carrier, Config, Controller as Emulated, NamespaceConfig};
 use controller::{Polling, Pool, PoolOptions};
-use disk::{Disk, MemDisk, NullDisk};
 use direct::Direct;
+use disk::{Disk, MemDisk, NullDisk};
 use shadowbell_driver::{
     AsyncQueue, AttachOptions, Controller, Doorbells, IoErrorKind, QueuePair, SpinPolicy,
 };

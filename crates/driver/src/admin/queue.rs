@@ -41,6 +41,8 @@ struct State {
     lost: u64,
     /// An event said that namespaces changed.
     namespaces_changed: bool,
+    /// The most bytes that a command moves.
+    limit: u64,
 }
 
 /// The admin submission and completion queue, shared by whoever has a [`Shared`].
@@ -58,6 +60,7 @@ impl AdminQueue {
         Self {
             state: Mutex::new(State {
                 owners: vec![Owner::Event; core.capacity()].into(),
+                limit: core.max_transfer(),
                 core,
                 tickets: BTreeMap::new(),
                 next_ticket: 0,
@@ -74,11 +77,14 @@ impl AdminQueue {
 
     /// The most bytes that a command moves.
     pub(crate) fn max_transfer(&self) -> u64 {
-        self.lock().core.max_transfer()
+        self.lock().limit
     }
 
     pub(crate) fn limit_transfer(&self, max: u64) {
-        self.lock().core.limit_transfer(max);
+        let mut state = self.lock();
+        state.limit = state.limit.min(max);
+        let limit = state.limit;
+        state.core.limit_transfer(limit);
     }
 
     /// See [`doorbell::HostDoorbell::mirror`].
@@ -233,9 +239,9 @@ impl AdminQueue {
     pub(crate) fn restart(&self, core: Core) {
         let mut state = self.lock();
         state.fail_all();
-        let max = state.core.max_transfer();
+        let limit = state.limit;
         state.core = core;
-        state.core.limit_transfer(max);
+        state.core.limit_transfer(limit);
     }
 
     /// Takes the buffers of commands that never completed.

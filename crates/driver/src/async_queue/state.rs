@@ -118,7 +118,7 @@ impl Inner {
             wishes: AtomicU8::new(0),
             thread: OnceLock::new(),
             capacity,
-            timeout: queue.shared().device.timeouts.io,
+            timeout: queue.patience(),
             shared: Arc::downgrade(queue.shared()),
             qid: queue.qid(),
         })

@@ -284,12 +284,7 @@ impl Core {
 
     /// Gives the slot back.
     #[cold]
-    fn refuse(
-        &mut self,
-        slot: u16,
-        reason: Option<QueueError>,
-        buffer: Option<Buffer>,
-    ) -> Refused {
+    fn refuse(&mut self, slot: u16, reason: Option<QueueError>, buffer: Option<Buffer>) -> Refused {
         self.free.push(slot);
         let reason = reason.filter(|_| self.failed.is_none());
         Refused { reason: reason.unwrap_or_else(|| self.failure()), buffer }

@@ -9,6 +9,7 @@ use crate::shared::{Condition, Control, Shared};
 use spec::Sqe;
 use spec::admin::Abort;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// A word that there never is.
 const NEVER: u32 = u32::MAX;
@@ -74,14 +75,27 @@ impl QueuePair {
         self.core.take_ended().or_else(|| self.core.pop())
     }
 
+    /// Has the keeper signal the queue's event once, when it is time to look at the ages of commands.
+    pub(super) fn expects_keeper(&mut self, expects: bool) {
+        let Self { drowsy, shared, event, .. } = self;
+        if drowsy.is_none() {
+            // Without a descriptor it is looked after by whatever else wakes it.
+            *drowsy = event.try_clone().ok().map(|event| shared.add_sleeper(event));
+        }
+        if let Some(drowsy) = drowsy {
+            drowsy.store(expects, Ordering::Relaxed);
+        }
+    }
+
     /// Ends everything that is under way.
     fn end(&mut self, why: &str, quiet: bool) -> Result<(), QueueError> {
-        let outstanding = self.core.outstanding();
-        if outstanding != 0 {
-            count(&self.shared.counters.ended, outstanding as u64);
-        }
+        let before = self.core.stats().ended;
         let kept = self.core.end_all(why, quiet);
         self.kept.extend(kept);
+        let ended = self.core.stats().ended - before;
+        if ended != 0 {
+            count(&self.shared.counters.ended, ended);
+        }
         Err(self.core.failure())
     }
 

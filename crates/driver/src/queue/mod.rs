@@ -25,7 +25,7 @@ use ::memory::{Edge, Edges, EventFd};
 use std::fmt;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::{Duration, Instant};
 
 /// Spins between two looks at the clock.
@@ -68,6 +68,8 @@ pub struct QueuePair {
     looked: u32,
     /// How often the controller had been reset when the queues were created.
     generation: u32,
+    /// Whether the keeper shall signal `event`; made when it is needed first.
+    drowsy: Option<Arc<AtomicBool>>,
     /// Buffers of commands that were ended while the controller might still write to them.
     kept: Vec<Buffer>,
 }
@@ -92,6 +94,7 @@ impl QueuePair {
             seen: shared.word(),
             looked: shared.word(),
             generation,
+            drowsy: None,
             kept: Vec::new(),
             shared,
         }
@@ -297,7 +300,12 @@ impl QueuePair {
     /// and then [`block`](Self::block), or wait for the event's next signal in another way. A mark of
     /// the past may end that at once: taking it off would cost as much.
     pub(crate) fn prepare_sleep(&mut self) -> Result<(), QueueError> {
-        self.publish_all()
+        self.publish_all()?;
+        // Whoever sleeps by itself has no timer for the ages of commands: the keeper wakes it.
+        if self.core.outstanding() != 0 && self.shared.recovery.enabled {
+            self.expects_keeper(true);
+        }
+        Ok(())
     }
 
     fn publish_all(&mut self) -> Result<(), QueueError> {
@@ -308,7 +316,7 @@ impl QueuePair {
     }
 
     /// When a sleep has to end at the latest, so that the ages of commands are looked at.
-    pub(crate) fn next_look(&self) -> Option<Instant> {
+    fn next_look(&self) -> Option<Instant> {
         if self.outstanding() == 0 || !self.shared.recovery.enabled {
             return None;
         }
@@ -439,6 +447,9 @@ fn idle(looks: u32) {
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
+        if let Some(drowsy) = &self.drowsy {
+            self.shared.forget_sleeper(drowsy);
+        }
         let mut buffers = self.core.take_buffers();
         buffers.append(&mut self.kept);
         let qid = self.qid();

@@ -52,13 +52,17 @@ fn keep(watched: &Weak<Shared>, stop: &Stop, tick: Duration) {
         drop(stopped);
         let Some(shared) = watched.upgrade().filter(|_| !over) else { return };
         shared.tick();
+        shared.wake_sleepers();
         let is_busy = shared.was_busy();
         shared.hear();
-        if (is_busy || looked.elapsed() >= shared.recovery.watch) && {
+        if is_busy || looked.elapsed() >= shared.recovery.watch {
             looked = Instant::now();
-            !shared.watch()
-        } {
-            return;
+            let goes_on = shared.watch();
+            // Whatever was found, nobody sleeps through it.
+            shared.wake_sleepers();
+            if !goes_on {
+                return;
+            }
         }
     }
 }

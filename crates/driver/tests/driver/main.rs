@@ -7,6 +7,7 @@ mod driven;
 mod fake;
 mod futures;
 mod queue;
+mod recovery;
 mod vfio_user;
 
 use fake::Fake;

@@ -8,9 +8,9 @@ mod rungs;
 mod served;
 mod soak;
 
+use ::disk::Disk;
 use controller::faults::{Faults, Injected};
 use controller::{Carrier, Config, Controller as Emulated, NamespaceConfig, Pool, PoolOptions};
-use ::disk::Disk;
 use shadowbell_driver::{AttachOptions, Recovery, Timeouts};
 use std::sync::Arc;
 use std::time::Duration;

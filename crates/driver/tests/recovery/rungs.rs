@@ -2,9 +2,9 @@
 
 use crate::direct::Direct;
 use crate::{emulated, inject, options};
+use ::disk::{Disk, MemDisk};
 use controller::Controller as Emulated;
 use controller::faults::Fault;
-use ::disk::{Disk, MemDisk};
 use shadowbell_driver::{
     AttachOptions, BufferPool, Command, Completion, Controller, Doorbells, QueueError, QueuePair,
     Recovery, RecoveryStats,
