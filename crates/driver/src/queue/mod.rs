@@ -296,10 +296,14 @@ impl QueuePair {
         Ok(self.is_ready())
     }
 
-    /// Publishes everything. After this and a full fence, look at the completion queue once more,
-    /// and then [`block`](Self::block), or wait for the event's next signal in another way. A mark of
-    /// the past may end that at once: taking it off would cost as much.
-    pub(crate) fn prepare_sleep(&mut self) -> Result<(), QueueError> {
+    /// Tells the controller everything that it has to know to interrupt for what completes from now
+    /// on: for those who sleep on [`waker`](Self::waker) by themselves. After this, and a full fence,
+    /// the completion queue has to be looked at once more ([`is_ready`](Self::is_ready)). A mark of
+    /// the past may end the sleep at once.
+    ///
+    /// # Errors
+    /// As [`ring`](Self::ring).
+    pub fn prepare_sleep(&mut self) -> Result<(), QueueError> {
         self.publish_all()?;
         // Whoever sleeps by itself has no timer for the ages of commands: the keeper wakes it.
         if self.core.outstanding() != 0 && self.shared.recovery.enabled {
