@@ -3,27 +3,59 @@
 use crate::device::{BlockDevice, Geometry};
 use crate::error::BlockError;
 use crate::operations::Zeroes;
+use driver::AsyncQueue;
+use driver::async_queue::Driver;
 use std::future::Future;
 use std::pin::{Pin, pin};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
-struct Unpark(Thread);
+/// Wakes a thread that waits for one future.
+struct Sleeping {
+    thread: Thread,
+    woken: AtomicBool,
+    /// The queue that the thread drives meanwhile: it sleeps on that, and not parked.
+    driven: Mutex<Option<AsyncQueue>>,
+}
 
-impl Wake for Unpark {
+impl Sleeping {
+    fn driven(&self) -> MutexGuard<'_, Option<AsyncQueue>> {
+        self.driven.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_woken(&self) -> bool {
+        self.woken.load(Ordering::Acquire)
+    }
+}
+
+impl Wake for Sleeping {
     fn wake(self: Arc<Self>) {
-        self.0.unpark();
+        self.wake_by_ref();
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        self.0.unpark();
+        if self.woken.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        match &*self.driven() {
+            Some(queue) => queue.nudge(),
+            None => self.thread.unpark(),
+        }
     }
 }
 
 thread_local! {
-    static WAKER: Waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+    static OWN: (Arc<Sleeping>, Waker) = {
+        let own = Arc::new(Sleeping {
+            thread: std::thread::current(),
+            woken: AtomicBool::new(false),
+            driven: Mutex::new(None),
+        });
+        (Arc::clone(&own), Waker::from(own))
+    };
 }
 
 /// Runs a future to its end on this thread, which sleeps while there is nothing to do.
@@ -43,26 +75,74 @@ pub fn block_on_for<F: Future>(future: F, patience: Duration) -> Option<F::Outpu
 }
 
 fn run<F: Future>(mut future: Pin<&mut F>, deadline: Option<Instant>) -> Option<F::Output> {
-    let waker = WAKER.with(Waker::clone);
+    let (own, waker) = OWN.with(Clone::clone);
     let mut context = Context::from_waker(&waker);
     loop {
+        own.woken.store(false, Ordering::Release);
         if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
             return Some(output);
         }
-        match deadline {
-            None => std::thread::park(),
-            Some(deadline) => {
-                let left = deadline.saturating_duration_since(Instant::now());
-                if left.is_zero() {
-                    return None;
+        while !own.is_woken() {
+            match deadline {
+                None => std::thread::park(),
+                Some(deadline) => {
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    if left.is_zero() {
+                        return None;
+                    }
+                    std::thread::park_timeout(left);
                 }
-                std::thread::park_timeout(left);
             }
         }
     }
 }
 
-/// A [`BlockDevice`] whose requests are waited for. A clone is another handle on the same disk.
+/// As [`block_on`], for a future whose commands go through `queue`: if nobody drives that, this
+/// thread does it meanwhile, and no command goes to another thread and back.
+fn block_on_queue<F: Future>(queue: &AsyncQueue, future: F) -> F::Output {
+    let mut future = pin!(future);
+    if let Some(driver) = queue.try_drive()
+        && let Some(output) = drive(driver, future.as_mut())
+    {
+        return output;
+    }
+    block_on(future)
+}
+
+/// Drives a queue until the future is ready; nothing, if the queue does not work any more.
+fn drive<F: Future>(mut driver: Driver, mut future: Pin<&mut F>) -> Option<F::Output> {
+    /// The thread sleeps as threads do, whatever happens.
+    struct Reset<'a>(&'a Sleeping);
+    impl Drop for Reset<'_> {
+        fn drop(&mut self) {
+            let queue = self.0.driven().take();
+            drop(queue);
+        }
+    }
+    let (own, waker) = OWN.with(Clone::clone);
+    *own.driven() = Some(driver.queue().clone());
+    let _reset = Reset(&own);
+    let mut context = Context::from_waker(&waker);
+    while !driver.is_over() {
+        own.woken.store(false, Ordering::Release);
+        if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
+            return Some(output);
+        }
+        while !driver.is_over() {
+            driver.step();
+            if own.is_woken() {
+                break;
+            }
+            if !driver.spin(|| own.is_woken()) {
+                driver.sleep(None, || own.is_woken());
+            }
+        }
+    }
+    None
+}
+
+/// A [`BlockDevice`] whose requests are waited for. Who waits drives the disk's queue meanwhile, if
+/// nobody else does. A clone is another handle on the same disk.
 #[derive(Clone, Debug)]
 pub struct Blocking(BlockDevice);
 
@@ -85,12 +165,19 @@ impl Blocking {
         self.0.geometry()
     }
 
+    fn run<F: Future>(&self, future: F) -> F::Output {
+        match self.0.queue() {
+            Some(queue) => block_on_queue(queue, future),
+            None => block_on(future),
+        }
+    }
+
     /// As [`BlockDevice::read`].
     ///
     /// # Errors
     /// [`BlockError`].
     pub fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<(), BlockError> {
-        block_on(self.0.read(offset, into))
+        self.run(self.0.read(offset, into))
     }
 
     /// As [`BlockDevice::write`].
@@ -98,7 +185,7 @@ impl Blocking {
     /// # Errors
     /// [`BlockError`].
     pub fn write_at(&self, offset: u64, from: &[u8], fua: bool) -> Result<(), BlockError> {
-        block_on(self.0.write(offset, from, fua))
+        self.run(self.0.write(offset, from, fua))
     }
 
     /// As [`BlockDevice::write_zeroes`].
@@ -106,7 +193,7 @@ impl Blocking {
     /// # Errors
     /// [`BlockError`].
     pub fn write_zeroes(&self, offset: u64, len: u64, how: Zeroes) -> Result<(), BlockError> {
-        block_on(self.0.write_zeroes(offset, len, how))
+        self.run(self.0.write_zeroes(offset, len, how))
     }
 
     /// As [`BlockDevice::discard`].
@@ -114,7 +201,7 @@ impl Blocking {
     /// # Errors
     /// [`BlockError`].
     pub fn discard(&self, offset: u64, len: u64) -> Result<(), BlockError> {
-        block_on(self.0.discard(offset, len))
+        self.run(self.0.discard(offset, len))
     }
 
     /// As [`BlockDevice::compare`].
@@ -122,7 +209,7 @@ impl Blocking {
     /// # Errors
     /// [`BlockError`].
     pub fn compare(&self, offset: u64, with: &[u8]) -> Result<bool, BlockError> {
-        block_on(self.0.compare(offset, with))
+        self.run(self.0.compare(offset, with))
     }
 
     /// As [`BlockDevice::flush`].
@@ -130,6 +217,6 @@ impl Blocking {
     /// # Errors
     /// [`BlockError`].
     pub fn flush(&self) -> Result<(), BlockError> {
-        block_on(self.0.flush())
+        self.run(self.0.flush())
     }
 }

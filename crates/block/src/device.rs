@@ -169,6 +169,13 @@ impl BlockDevice {
         Self { inner: Arc::clone(&self.inner), lane: queue % self.inner.lanes.len().max(1) }
     }
 
+    /// The queue that this handle uses, for who wants to drive it (see
+    /// [`driver::async_queue`]) while waiting for futures of this disk.
+    #[must_use]
+    pub fn queue(&self) -> Option<&AsyncQueue> {
+        self.inner.lanes.get(self.lane).map(|lane| lane.disk.queue())
+    }
+
     pub(crate) fn inner(&self) -> &Inner {
         &self.inner
     }

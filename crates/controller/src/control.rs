@@ -123,6 +123,8 @@ pub(crate) struct Control {
     pub(crate) power_cycles: u64,
     pub(crate) unsafe_shutdowns: u64,
     pub(crate) since: std::time::Instant,
+    #[cfg(feature = "faults")]
+    pub(crate) overlay: crate::faults::Overlay,
 }
 
 impl Control {
@@ -159,6 +161,8 @@ impl Control {
             power_cycles: 1,
             unsafe_shutdowns: 0,
             since: std::time::Instant::now(),
+            #[cfg(feature = "faults")]
+            overlay: crate::faults::Overlay::default(),
         }
     }
 
@@ -179,6 +183,8 @@ impl Control {
         put(regs::ACQ, &self.regs.acq.to_le_bytes());
         let crto = Crto::new().with_crwmt(READY_TIMEOUT.into());
         put(regs::CRTO, &crto.into_bits().to_le_bytes());
+        #[cfg(feature = "faults")]
+        self.overlay.apply(&mut image);
         if let Some(from) = usize::try_from(offset).ok().and_then(|o| image.get(o..)) {
             let n = from.len().min(data.len());
             data[..n].copy_from_slice(&from[..n]);
@@ -204,6 +210,13 @@ impl Control {
     fn write32(&mut self, inner: &Inner, offset: u64, value: u32, deferred: &mut Deferred) {
         let low = |old: u64| old & !0xffff_ffff | u64::from(value);
         let high = |old: u64| old & 0xffff_ffff | u64::from(value) << 32;
+        #[cfg(feature = "faults")]
+        match offset {
+            _ if self.overlay.is_removed() => return,
+            regs::CSTS => self.overlay.write_csts(value),
+            regs::CC => self.overlay.write_cc(inner, self.regs.cc, Cc::from_bits(value)),
+            _ => {}
+        }
         match offset {
             regs::INTMS => self.regs.intms |= value,
             regs::INTMC => self.regs.intms &= !value,
@@ -315,7 +328,7 @@ impl Control {
 
     /// A Controller Level Reset begins: the shadow pages are dropped before anything else, the
     /// workers give up what is in flight, and the rest follows when they have.
-    fn begin_reset(&mut self, inner: &Inner, full: bool, deferred: &mut Deferred) {
+    pub(crate) fn begin_reset(&mut self, inner: &Inner, full: bool, deferred: &mut Deferred) {
         if let Some(admin) = &mut self.admin {
             admin.drop_shadow();
         }
@@ -370,6 +383,8 @@ impl Control {
         if full {
             self.regs = Registers::default();
         }
+        #[cfg(feature = "faults")]
+        self.recover(inner);
         inner.note(crate::trace::Kind::Reset, 0, 0, 0);
         deferred.event(Event::Disabled);
         deferred.latches.append(&mut self.waiting);
@@ -381,6 +396,8 @@ impl Control {
     /// A reset from outside.
     pub(crate) fn reset(&mut self, inner: &Inner, latch: Latch) -> Deferred {
         let mut deferred = Deferred::default();
+        #[cfg(feature = "faults")]
+        self.overlay.function_reset();
         if self.phase == Phase::Disabled {
             self.regs = Registers::default();
             deferred.latches.push(latch);
@@ -466,6 +483,8 @@ impl Control {
             Report::MemoryLost => {
                 self.fail("memory that the host shared was taken away (truncated)", &mut deferred);
             }
+            #[cfg(feature = "faults")]
+            Report::Fault(fault) => self.suffer(inner, fault, &mut deferred),
         }
         deferred
     }

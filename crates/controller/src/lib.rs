@@ -28,6 +28,8 @@ pub(crate) mod admin;
 pub mod config;
 mod control;
 mod controller;
+#[cfg(feature = "faults")]
+pub mod faults;
 mod interrupt;
 mod kick;
 mod latch;

@@ -38,6 +38,9 @@ pub(crate) enum Report {
     },
     /// Memory of the host was taken away from under us: the controller is in a fatal state.
     MemoryLost,
+    /// A fault of the whole controller was injected.
+    #[cfg(feature = "faults")]
+    Fault(crate::faults::Fault),
 }
 
 /// Takes reports; the control plane implements it.
@@ -74,6 +77,8 @@ pub(crate) struct Shared {
     pub(crate) coalescing: Coalescing,
     pub(crate) retired: Mutex<Retired>,
     reporter: OnceLock<Weak<dyn Reporter>>,
+    #[cfg(feature = "faults")]
+    pub(crate) faults: crate::faults::Armed,
 }
 
 /// The page of doorbells, where it is in BAR0: a client that maps it takes its place in the file to
@@ -102,6 +107,8 @@ impl Shared {
             coalescing: Coalescing::default(),
             retired: Mutex::default(),
             reporter: OnceLock::new(),
+            #[cfg(feature = "faults")]
+            faults: crate::faults::Armed::default(),
         })
     }
 

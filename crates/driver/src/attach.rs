@@ -10,16 +10,19 @@ use crate::dma::BufferPool;
 use crate::error::{AttachError, CommandError};
 use crate::namespace::Namespace;
 use crate::options::{AttachOptions, Doorbells};
-use crate::queue::{Bell, Pair, PairShape, QueueMemory, QueuePair, Register, SpinPolicy};
-use crate::shared::{Late, ShadowPages, Shared};
-use crate::transport::Transport;
+use crate::queue::{Bell, Core, Pair, PairShape, QueueMemory, QueuePair, Register, SpinPolicy};
+use crate::recovery::{Keeper, Place};
+use crate::shared::{Control, Late, ShadowPages, Shared};
+use crate::transport::{Transport, TransportError};
 use doorbell::RingSize;
 use memory::EventFd;
-use spec::admin::{CreateIoCq, CreateIoSq, DoorbellBufferConfig};
+use spec::admin::{CreateIoCq, CreateIoSq, DoorbellBufferConfig, Identify, SetFeatures};
 use spec::feature::{AsyncEventConfig, NumberOfQueues, fid};
-use spec::identify::IdentifyController;
+use spec::identify::{IDENTIFY_SIZE, IdentifyController, cns};
 use spec::{Sqe, dbbuf, regs};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use zerocopy::FromBytes;
 
 /// Entries of the admin queues.
 const ADMIN_ENTRIES: u16 = 64;
@@ -99,7 +102,7 @@ fn set_up(shared: &Arc<Shared>, options: &AttachOptions) -> Result<Attached, Att
     let identity = admin.identify_controller().map_err(at("Identify Controller"))?;
     let max_transfer = max_transfer(&shared.device, &identity, options.max_transfer_bytes);
     shared.admin.limit_transfer(max_transfer);
-    let granted = request_queues(&admin, options.queue_pairs).map_err(at("Number of Queues"))?;
+    let granted = request_queues(shared, options.queue_pairs).map_err(at("Number of Queues"))?;
     let (doorbells, shadow) = configure_doorbells(shared, &identity, options.doorbells);
     let namespaces =
         admin.identify_namespaces(&identity, max_transfer).map_err(at("Identify Namespace"))?;
@@ -118,7 +121,12 @@ fn set_up(shared: &Arc<Shared>, options: &AttachOptions) -> Result<Attached, Att
     for _ in 0..granted {
         queues.push(create_queue_pair(shared, largest, options.spin)?);
     }
-    listen(&admin, shared).map_err(at("Asynchronous Event Request"))?;
+    listen(shared).map_err(at("Asynchronous Event Request"))?;
+    if options.recovery.enabled {
+        let keeper = Keeper::spawn(shared, shared.pace.tick).map_err(AttachError::Thread)?;
+        // As above.
+        let _ = shared.keeper.set(keeper);
+    }
     Ok(Attached { shared: Arc::clone(shared), namespaces, queues, admin_event })
 }
 
@@ -137,30 +145,46 @@ fn admin_queue(
     let size = RingSize::new(ADMIN_ENTRIES.into()).ok_or_else(impossible)?;
     let shape = PairShape { sq: size, cq: size, max_transfer: ADMIN_TRANSFER, page: device.page };
     let memory = QueueMemory::new(&transport, shape, 1, 2)?;
-    let dstrd = device.cap.dstrd();
-    let bell = |offset| {
-        Bell::new(Register::Trapped { transport: Arc::clone(&transport), offset, event: None })
-    };
-    // The admin queue is control: it takes the way that can wake a controller, mapped or not.
-    let bells = [regs::sq_doorbell_offset(0, dstrd), regs::cq_doorbell_offset(0, dstrd)].map(bell);
-    let Pair { core, sq_iova, cq_iova, .. } =
-        memory.pair(0, 0, size, bells).ok_or_else(impossible)?;
+    let AdminPair { core, queues } = admin_pair(&device, &memory).ok_or_else(impossible)?;
     let scratch = BufferPool::new(
         &transport,
         usize::from(ADMIN_ENTRIES),
         spec::identify::IDENTIFY_SIZE,
         device.page as usize,
     )?;
-    let shared = Arc::new(Shared::new(device, AdminQueue::new(core), memory, scratch));
+    let admin = AdminQueue::new(core);
+    let shared = Arc::new(Shared::new(device, admin, memory, scratch, options.recovery));
+    shared.begin();
+    shared.device.enable(queues).map_err(|not| shared.device.attach_error("enabling", not))?;
+    let stuck = shared.device.csts().is_ok_and(|csts| csts.nssro());
+    shared.nssro_stuck.store(stuck, Ordering::Relaxed);
+    Ok(shared)
+}
+
+/// The admin queues, as the controller has not seen them yet.
+pub(crate) struct AdminPair {
+    pub(crate) core: Core,
+    pub(crate) queues: AdminQueues,
+}
+
+/// Admin queues in `memory`, zeroed.
+pub(crate) fn admin_pair(device: &Device, memory: &QueueMemory) -> Option<AdminPair> {
+    let transport = &device.transport;
+    let dstrd = device.cap.dstrd();
+    let bell = |offset| {
+        Bell::new(Register::Trapped { transport: Arc::clone(transport), offset, event: None })
+    };
+    // The admin queue is control: it takes the way that can wake a controller, mapped or not.
+    let bells = [regs::sq_doorbell_offset(0, dstrd), regs::cq_doorbell_offset(0, dstrd)].map(bell);
+    let size = RingSize::new(ADMIN_ENTRIES.into())?;
+    let Pair { core, sq_iova, cq_iova, .. } = memory.pair(0, 0, size, bells)?;
     let queues = AdminQueues {
         asq: sq_iova,
         acq: cq_iova,
         sq_entries: ADMIN_ENTRIES,
         cq_entries: ADMIN_ENTRIES,
     };
-    shared.begin();
-    shared.device.enable(queues).map_err(|not| shared.device.attach_error("enabling", not))?;
-    Ok(shared)
+    Some(AdminPair { core, queues })
 }
 
 fn admin_interrupt(
@@ -176,6 +200,8 @@ fn admin_interrupt(
     }
     let event = EventFd::new().map_err(AttachError::Event)?;
     shared.set_irq(0, &event)?;
+    // After a reset it is set again.
+    let _ = shared.admin_event.set(event.try_clone().map_err(AttachError::Event)?);
     Ok(Some(event))
 }
 
@@ -191,9 +217,9 @@ fn max_transfer(device: &Device, identity: &IdentifyController, wanted: u64) -> 
 }
 
 /// Set Features, Number of Queues (07h): as many pairs as wanted, or as the controller has.
-fn request_queues(admin: &Admin, wanted: u16) -> Result<u16, CommandError> {
+fn request_queues(shared: &Shared, wanted: u16) -> Result<u16, CommandError> {
     let ask = NumberOfQueues::new().with_nsq(wanted - 1).with_ncq(wanted - 1);
-    let answer = admin.set_feature(fid::NUMBER_OF_QUEUES, 0, ask.into_bits())?;
+    let answer = set_feature(shared, fid::NUMBER_OF_QUEUES, ask.into_bits())?;
     let answer = NumberOfQueues::from_bits(answer);
     // 0's based, so one of each at least; and more than were asked for are none of our business.
     let granted = answer.nsq().min(answer.ncq()).saturating_add(1).min(wanted);
@@ -282,6 +308,10 @@ pub(crate) fn create_queue_pair(
     };
     let late = shared.late.get().ok_or_else(|| nonsense("it was not identified"))?;
     let mut control = shared.control();
+    if let Err(source) = shared.usable(0) {
+        let source = CommandError::Queue { command: "Create I/O Completion Queue".into(), source };
+        return Err(AttachError::Command { step, source });
+    }
     let Some(qid) = control.free_qid(late.granted) else {
         return Err(AttachError::Option {
             option: "queue_pairs",
@@ -289,61 +319,69 @@ pub(crate) fn create_queue_pair(
             why: "the controller grants no more, and all are in use",
         });
     };
-    let mut bells = shared.bells(qid, late.doorbells);
-    if let Some([sq, cq]) = late.shadow.as_ref().and_then(|pages| pages.of(qid)) {
-        let [sq_bell, cq_bell] = &mut bells;
-        sq_bell.mirror(sq);
-        cq_bell.mirror(cq);
-        sq_bell.trust();
-        cq_bell.trust();
-    }
-    let pair = late
-        .io_memory
-        .pair(u64::from(qid) - 1, qid, size, bells)
-        .ok_or_else(|| nonsense("its queues have no room in memory"))?;
+    let impossible = || nonsense("its queues have no room in memory");
+    let bells = shared.fresh_bells(qid).ok_or_else(impossible)?;
+    let Pair { mut core, sq, sq_iova, cq, cq_iova } =
+        late.io_memory.pair(u64::from(qid) - 1, qid, size, bells).ok_or_else(impossible)?;
+    core.set_repeats(shared.recovery.repeats);
     let event = EventFd::new().map_err(AttachError::Event)?;
     let interrupts = late.interrupts && u32::from(qid) < shared.device.transport.irq_vectors();
-    if interrupts {
-        shared.device.transport.set_irq(qid.into(), Some(&event))?;
-        control.vectors.insert(qid);
-    } else if late.interrupts {
+    if late.interrupts && !interrupts {
         tracing::info!(qid, "no interrupt vector is left for this queue pair; polling");
     }
+    let place = Place { qid, sq, sq_iova, cq, cq_iova, interrupts };
+    let generation = shared.generation();
+    connect(shared, &mut control, place, &event)?;
+    // Known as created from the first command on: one that timed out may have worked.
+    control.created.insert(qid);
+    let created = create_at(shared, &mut control, place);
+    drop(control);
+    if let Err(error) = created {
+        shared.withdraw_queue_pair(qid, &error);
+        return Err(AttachError::Command { step, source: error });
+    }
+    let [sq, cq] = shared.ringers(qid);
+    core.sq_bell.ring_by(sq);
+    core.cq_bell.ring_by(cq);
+    Ok(QueuePair::new(core, Arc::clone(shared), place, generation, event, spin))
+}
 
+/// Has the interrupt of a queue pair, if it has one, signal `event`.
+pub(crate) fn connect(
+    shared: &Shared,
+    control: &mut Control,
+    place: Place,
+    event: &EventFd,
+) -> Result<(), TransportError> {
+    if place.interrupts {
+        shared.device.transport.set_irq(place.qid.into(), Some(event))?;
+        control.vectors.insert(place.qid);
+    }
+    Ok(())
+}
+
+/// Creates the queues of a pair at the controller. Base 2.1, 5.2.1 and 5.2.2: the completion queue
+/// comes first.
+pub(crate) fn create_at(
+    shared: &Shared,
+    control: &mut Control,
+    place: Place,
+) -> Result<(), CommandError> {
+    let Place { qid, interrupts, .. } = place;
     let cq = CreateIoCq {
         qid,
-        qsize0: zero_based(pair.cq),
+        qsize0: zero_based(place.cq),
         pc: true,
         ien: interrupts,
         iv: if interrupts { qid } else { 0 },
     };
     let sq =
-        CreateIoSq { qid, qsize0: zero_based(pair.sq), pc: true, cqid: qid, ..Default::default() };
+        CreateIoSq { qid, qsize0: zero_based(place.sq), pc: true, cqid: qid, ..Default::default() };
     let limit = shared.device.timeouts.admin;
-    let at = |source| AttachError::Command { step, source };
-    // Known as created from the first command on: one that timed out may have worked.
-    control.created.insert(qid);
-    let created = shared
-        .command(Sqe::create_io_cq(cq, pair.cq_iova, 0), None, 0, limit)
-        .and_then(|_| shared.command(Sqe::create_io_sq(sq, pair.sq_iova, 0), None, 0, limit));
-    drop(control);
-    if let Err(error) = created {
-        shared.withdraw_queue_pair(qid, &error);
-        return Err(at(error));
-    }
-    let mut core = pair.core;
-    if late.shadow.as_ref().is_some_and(|pages| pages.of(qid).is_some()) {
-        let dstrd = shared.device.cap.dstrd();
-        let offsets = [regs::sq_doorbell_offset(qid, dstrd), regs::cq_doorbell_offset(qid, dstrd)];
-        let events = shared.device.transport.doorbell_events(offsets).unwrap_or_else(|error| {
-            tracing::info!(qid, "doorbells are written, because {error}");
-            [None, None]
-        });
-        let [sq, cq] = events;
-        core.sq_bell.ring_by(sq);
-        core.cq_bell.ring_by(cq);
-    }
-    Ok(QueuePair::new(core, Arc::clone(shared), event, interrupts, spin))
+    control.live.insert(qid);
+    shared.command(Sqe::create_io_cq(cq, place.cq_iova, 0), None, 0, limit)?;
+    shared.command(Sqe::create_io_sq(sq, place.sq_iova, 0), None, 0, limit)?;
+    Ok(())
 }
 
 fn zero_based(size: RingSize) -> u16 {
@@ -351,7 +389,7 @@ fn zero_based(size: RingSize) -> u16 {
 }
 
 /// Has the controller tell of what it can tell, and asks it to.
-fn listen(admin: &Admin, shared: &Shared) -> Result<(), CommandError> {
+fn listen(shared: &Shared) -> Result<(), CommandError> {
     let Some(late) = shared.late.get() else { return Ok(()) };
     let oaes = late.identity.oaes;
     let config = AsyncEventConfig::new()
@@ -359,7 +397,7 @@ fn listen(admin: &Admin, shared: &Shared) -> Result<(), CommandError> {
         .with_smart(0x1f)
         .with_nan(oaes.nsan())
         .with_fan(oaes.fan());
-    if let Err(error) = admin.set_feature(fid::ASYNC_EVENT_CONFIGURATION, 0, config.into_bits()) {
+    if let Err(error) = set_feature(shared, fid::ASYNC_EVENT_CONFIGURATION, config.into_bits()) {
         // Mandatory, but not worth a refusal: what the controller tells unasked still arrives.
         tracing::info!("asynchronous events stay as the controller has them: {error}");
     }
@@ -368,4 +406,44 @@ fn listen(admin: &Admin, shared: &Shared) -> Result<(), CommandError> {
         command: "Asynchronous Event Request".into(),
         source,
     })
+}
+
+fn set_feature(shared: &Shared, fid: u8, value: u32) -> Result<u32, CommandError> {
+    let fields = SetFeatures { fid, cdw11: value, ..SetFeatures::default() };
+    let sqe = Sqe::set_features(0, fields, 0);
+    Ok(shared.command(sqe, None, 0, shared.device.timeouts.admin)?.dw0)
+}
+
+/// Configures a controller that was reset as it was: everything but its I/O queues. The reason, if
+/// it is not the controller that it was.
+pub(crate) fn configure_again(shared: &Shared) -> Result<(), String> {
+    let late = shared.late.get().ok_or("it was not identified before")?;
+    let told = |error: CommandError| error.to_string();
+    let identity = identify_again(shared).map_err(told)?;
+    if (identity.sn, identity.mn) != (late.identity.sn, late.identity.mn) {
+        return Err("another controller is in its place".into());
+    }
+    let granted = request_queues(shared, late.granted).map_err(told)?;
+    if granted < late.granted {
+        return Err(format!("it grants {granted} queue pairs, and {} before", late.granted));
+    }
+    if late.shadow.is_some() {
+        shadow_doorbells(shared)?;
+    }
+    listen(shared).map_err(told)
+}
+
+fn identify_again(shared: &Shared) -> Result<IdentifyController, CommandError> {
+    let sqe = Sqe::identify(0, Identify { cns: cns::CONTROLLER, ..Identify::default() }, 0);
+    let nonsense = |what: &str| CommandError::Nonsense {
+        device: shared.name().to_owned(),
+        command: "Identify".into(),
+        what: what.into(),
+    };
+    let buffer = shared.scratch.take().ok_or_else(|| nonsense("there is no buffer for it"))?;
+    let size = IDENTIFY_SIZE;
+    let limit = shared.device.timeouts.admin;
+    let completion = shared.command(sqe, Some(buffer), size as u32, limit)?;
+    let data = completion.buffer.map(|buffer| buffer.to_vec(size)).unwrap_or_default();
+    IdentifyController::read_from_bytes(&data).map_err(|_| nonsense("its data are too short"))
 }

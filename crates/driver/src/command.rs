@@ -19,9 +19,19 @@ pub struct Command {
     pub(crate) transfer: u32,
     /// Where in its buffer they begin.
     pub(crate) offset: u32,
+    /// Never to be submitted again by the driver.
+    pub(crate) once: bool,
 }
 
 impl Command {
+    /// What a slot without a command has.
+    pub(crate) const NONE: Self = Self::raw(0, 0, [0; 4], 0);
+
+    /// What is kept of a command of the control plane, which nobody submits again by itself.
+    pub(crate) const fn admin(transfer: u32) -> Self {
+        Self::raw(0, 0, [0; 4], transfer).once()
+    }
+
     /// A command with its dwords 10 to 13 as they are, which moves `transfer` bytes (0 for a
     /// command without data). Dwords 2, 3, 14 and 15 are zero.
     ///
@@ -38,6 +48,7 @@ impl Command {
             cdw13,
             transfer,
             offset: 0,
+            once: false,
         }
     }
 
@@ -57,6 +68,7 @@ impl Command {
             cdw13: 0,
             transfer,
             offset: 0,
+            once: false,
         }
     }
 
@@ -87,6 +99,36 @@ impl Command {
         self
     }
 
+    /// The same command, never to be submitted a second time by the driver: if it is not known how
+    /// it ended, it fails with Command Aborted By Host. For what must happen once at most, and for
+    /// what must not happen after something that another queue does.
+    #[must_use]
+    pub const fn once(mut self) -> Self {
+        self.once = true;
+        self
+    }
+
+    /// Whether the driver may submit the command again when its completion was lost: whether it
+    /// does the same if it has been carried out already, and nothing else was submitted after it
+    /// completed. That is so for Flush, Read, Write, Compare, Verify, Write Zeroes, Write
+    /// Uncorrectable and Dataset Management, unless [`once`](Self::once) forbids it.
+    #[must_use]
+    pub const fn is_repeatable(&self) -> bool {
+        const FLUSH: u8 = NvmOpcode::Flush as u8;
+        const READ: u8 = NvmOpcode::Read as u8;
+        const WRITE: u8 = NvmOpcode::Write as u8;
+        const COMPARE: u8 = NvmOpcode::Compare as u8;
+        const VERIFY: u8 = NvmOpcode::Verify as u8;
+        const ZEROES: u8 = NvmOpcode::WriteZeroes as u8;
+        const UNCORRECTABLE: u8 = NvmOpcode::WriteUncorrectable as u8;
+        const DSM: u8 = NvmOpcode::DatasetManagement as u8;
+        !self.once
+            && matches!(
+                self.opcode,
+                FLUSH | READ | WRITE | COMPARE | VERIFY | ZEROES | UNCORRECTABLE | DSM
+            )
+    }
+
     /// How many bytes the command moves.
     #[must_use]
     pub const fn transfer_bytes(&self) -> u32 {
@@ -102,7 +144,7 @@ impl Command {
     /// The fields of a command of the Read and Write frame.
     #[must_use]
     pub const fn fields(&self) -> RwFields {
-        RwFields::decode(&zerocopy::transmute!(self.words()))
+        RwFields::decode(&self.sqe(0))
     }
 
     /// The entry of a submission queue, without identifier and data pointer, as eight words: there
@@ -112,5 +154,11 @@ impl Command {
         let first = self.opcode as u64 | (self.nsid as u64) << 32;
         let cdw12_13 = self.cdw12 as u64 | (self.cdw13 as u64) << 32;
         [first, 0, 0, 0, 0, self.cdw10_11, cdw12_13, 0]
+    }
+
+    /// The same as an entry, for where it does not matter.
+    pub(crate) const fn sqe(&self, cid: u16) -> Sqe {
+        let sqe: Sqe = zerocopy::transmute!(self.words());
+        sqe.with_cid(cid)
     }
 }

@@ -3,16 +3,17 @@
 use crate::admin::Admin;
 use crate::attach::{Attached, attach, create_queue_pair};
 use crate::device::Registers;
-use crate::dma::{BufferPool, DmaError};
-use crate::error::{AttachError, DetachError};
+use crate::dma::{BufferPool, DmaError, LentMemory};
+use crate::error::{AttachError, DetachError, QueueError};
 use crate::events::EventListener;
 use crate::namespace::Namespace;
 use crate::options::{AttachOptions, Doorbells};
 use crate::queue::{QueuePair, SpinPolicy};
+use crate::recovery::RecoveryStats;
 use crate::shared::Shared;
 use crate::transport::{Transport, TransportError};
 use doorbell::RingSize;
-use memory::EventFd;
+use memory::{EventFd, Mapping};
 use spec::event::AsyncEvent;
 use spec::identify::IdentifyController;
 use spec::regs::{Cap, Vs};
@@ -120,6 +121,43 @@ impl Controller {
         Ok(())
     }
 
+    /// Looks at how the controller does, now and not when the keeper does ([`recovery`]), and takes
+    /// over the namespaces, if they were read again because an event said that they changed: whether
+    /// they were.
+    ///
+    /// # Errors
+    /// [`QueueError`], if the controller was given up, or is not there any more.
+    ///
+    /// [`recovery`]: crate::recovery
+    pub fn check(&mut self) -> Result<bool, QueueError> {
+        self.shared.watch();
+        self.shared.hear();
+        self.shared.check(0)?;
+        let news = self.shared.news().take();
+        let changed = news.is_some();
+        if let Some(namespaces) = news {
+            self.namespaces = namespaces;
+        }
+        Ok(changed)
+    }
+
+    /// What was done so far about a controller that did not do what it should.
+    #[must_use]
+    pub fn recovery_stats(&self) -> RecoveryStats {
+        self.shared.counters.snapshot()
+    }
+
+    /// Resets the controller. Its queue pairs stay, and what is outstanding in them is submitted
+    /// again, or ended, as [`recovery`](crate::recovery) has it.
+    ///
+    /// # Errors
+    /// [`QueueError`], if the controller does not work after it.
+    pub fn reset(&self) -> Result<(), QueueError> {
+        self.shared.check(0)?;
+        self.shared.reset(self.shared.generation(), "asked for by the program");
+        self.shared.check(0)
+    }
+
     /// What Identify Controller returned when attaching.
     #[must_use]
     pub fn identity(&self) -> &IdentifyController {
@@ -165,6 +203,15 @@ impl Controller {
     pub fn buffers(&self, count: usize, size: usize) -> Result<BufferPool, DmaError> {
         let page = self.shared.device.page as usize;
         BufferPool::new(&self.shared.device.transport, count, size, page)
+    }
+
+    /// Lets the controller reach memory that is there already, without a copy. How much of it there
+    /// may be is the transport's affair: through VFIO all of it is pinned.
+    ///
+    /// # Errors
+    /// [`DmaError`], when the transport can not share this memory.
+    pub fn lend(&self, mapping: &Arc<Mapping>) -> Result<LentMemory, DmaError> {
+        LentMemory::new(&self.shared.device.transport, mapping)
     }
 
     /// Calls `deliver` for each asynchronous event, on a thread of its own, as long as the returned

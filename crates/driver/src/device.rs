@@ -95,7 +95,7 @@ impl Device {
         self.transport.name()
     }
 
-    fn csts(&self) -> Result<Csts, TransportError> {
+    pub(crate) fn csts(&self) -> Result<Csts, TransportError> {
         Ok(Csts::from_bits(self.transport.read32(regs::CSTS)?))
     }
 
@@ -200,7 +200,13 @@ impl Device {
             .with_iosqes(spec::Sqe::SIZE.trailing_zeros() as u8)
             .with_iocqes(spec::Cqe::SIZE.trailing_zeros() as u8);
         self.set_cc(cc)?;
-        self.wait(self.ready_limit, true, |csts| csts.rdy())
+        self.wait(self.ready_limit, true, |csts| csts.rdy())?;
+        // What was reset before is no news: NSSRO is cleared by writing it (Base 2.1, 3.1.4.6).
+        if self.csts().map_err(NotThere::Transport)?.nssro() {
+            let nssro = Csts::new().with_nssro(true);
+            self.transport.write32(regs::CSTS, nssro.into_bits()).map_err(NotThere::Transport)?;
+        }
+        Ok(())
     }
 
     /// Tells the controller to get ready for power off (CC.SHN), and waits until it is. Base 2.1,

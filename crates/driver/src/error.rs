@@ -79,6 +79,9 @@ pub enum AttachError {
     /// The system has no event descriptors left.
     #[error("attach: no event descriptor for an interrupt: {0}; raise the limit of open files")]
     Event(io::Error),
+    /// The system has no thread left to watch the controller with.
+    #[error("attach: no thread to watch the controller with: {0}; or turn recovery off")]
+    Thread(io::Error),
 }
 
 /// Why a command of the control plane failed.
@@ -288,6 +291,17 @@ pub enum IoErrorKind {
     /// There was no completion in time. What the command was to do may still happen.
     #[error("{} was not completed within {waited:?}; reset the controller", io_name(*opcode))]
     TimedOut {
+        /// The command's opcode.
+        opcode: u8,
+        /// How long was waited.
+        waited: Duration,
+    },
+    /// The queue had no place for the command in time. It was not submitted.
+    #[error(
+        "{} was not submitted: the queue had no place for it within {waited:?}; reset the \
+         controller", io_name(*opcode)
+    )]
+    NoPlace {
         /// The command's opcode.
         opcode: u8,
         /// How long was waited.

@@ -11,6 +11,7 @@
 //! | [`Buffer`], [`BufferPool`] | memory that was shared with the device once |
 //! | [`Admin`] | the control plane: Identify, features, log pages, any admin command |
 //! | [`AsyncQueue`] | futures over a queue pair, for any executor |
+//! | [`recovery`] | what is done about a controller that does not do what it should |
 //!
 //! # Reading a block
 //!
@@ -63,13 +64,14 @@
 //!
 //! Completions for commands that are not outstanding, repeated ones, impossible queue heads, lists
 //! out of order and data that contradict themselves are counted, logged once and ignored, or end
-//! what asked for them with an error that says so. Everything that waits has a deadline.
+//! what asked for them with an error that says so. Everything that waits has a deadline, and
+//! commands that are not completed in time lead up a ladder: abort, a new queue pair, a controller
+//! reset, an end ([`recovery`]).
 //!
 //! # What it does not implement
 //!
-//! Recovery (per-command abort, queue and controller reset), splitting of long requests,
-//! metadata and protection information, SGLs (PRPs do as well for buffers without gaps), and
-//! command sets other than NVM.
+//! Splitting of long requests, metadata and protection information, SGLs (PRPs do as well for
+//! buffers without gaps), and command sets other than NVM.
 // Forbidden but for the system calls of VFIO, in a module named `sys`.
 #![deny(unsafe_code)]
 
@@ -82,10 +84,12 @@ mod device;
 mod dma;
 mod error;
 mod events;
+pub mod guide;
 mod namespace;
 mod options;
 mod prp;
 mod queue;
+pub mod recovery;
 mod shared;
 mod transport;
 
@@ -94,7 +98,7 @@ pub use async_queue::{AsyncNamespace, AsyncQueue};
 pub use command::Command;
 pub use controller::Controller;
 pub use device::Registers;
-pub use dma::{Buffer, BufferPool, DmaError};
+pub use dma::{Buffer, BufferPool, DmaError, LentMemory};
 pub use error::{
     AttachError, CommandError, DetachError, IoError, IoErrorKind, QueueError, Refused, RequestError,
 };
@@ -102,6 +106,7 @@ pub use events::EventListener;
 pub use namespace::Namespace;
 pub use options::{AttachOptions, Doorbells, Timeouts};
 pub use queue::{Completion, QueuePair, QueueStats, SpinPolicy, Token};
+pub use recovery::{Recovery, RecoveryStats};
 pub use transport::{
     BoxError, PciAddress, PciFunction, SYSFS, Transport, TransportError, Vfio, VfioError, VfioUser,
 };

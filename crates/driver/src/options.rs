@@ -2,6 +2,7 @@
 
 use crate::error::AttachError;
 use crate::queue::SpinPolicy;
+use crate::recovery::Recovery;
 use std::time::Duration;
 
 /// How the controller learns of new submission queue tails and completion queue heads.
@@ -42,6 +43,8 @@ pub struct AttachOptions {
     pub page_size: Option<u32>,
     /// How long to wait for what.
     pub timeouts: Timeouts,
+    /// What to do about a controller that does not do what it should.
+    pub recovery: Recovery,
 }
 
 impl Default for AttachOptions {
@@ -57,6 +60,7 @@ impl Default for AttachOptions {
             max_transfer_bytes: 1 << 20,
             page_size: None,
             timeouts: Timeouts::default(),
+            recovery: Recovery::default(),
         }
     }
 }
@@ -68,7 +72,7 @@ pub struct Timeouts {
     pub ready: Option<Duration>,
     /// For a command of the control plane.
     pub admin: Duration,
-    /// For an I/O command, in the asynchronous API.
+    /// For an I/O command: after this, [recovery](crate::recovery) begins.
     pub io: Duration,
     /// For a shutdown (CSTS.SHST), at least; longer if the controller says so (RTD3E).
     pub shutdown: Duration,

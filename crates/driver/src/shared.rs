@@ -3,32 +3,75 @@
 use crate::admin::{AdminQueue, admin_name};
 use crate::device::Device;
 use crate::dma::{Buffer, BufferPool, Region};
-use crate::error::{CommandError, DetachError};
+use crate::error::{CommandError, DetachError, QueueError};
+use crate::namespace::Namespace;
 use crate::options::Doorbells;
 use crate::queue::{Bell, Completion, QueueMemory, Register, Shadow};
+use crate::recovery::{Counters, Keeper, Pace, Recovery};
 use ::memory::{EventFd, SharedBytes};
 use doorbell::RingSize;
 use spec::identify::IdentifyController;
 use spec::{Sqe, dbbuf, regs};
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 /// The controller runs for us.
-const LIVE: u8 = 0;
+const LIVE: u32 = 0;
 /// It is being shut down.
-const CLOSING: u8 = 1;
+const CLOSING: u32 = 1;
 /// It is disabled: it touches no memory of ours.
-const QUIET: u8 = 2;
+const QUIET: u32 = 2;
 /// It could not be disabled: it may touch whatever it was given, for ever.
-const LOST: u8 = 3;
+const LOST: u32 = 3;
+/// It is being reset, by whoever holds the control lock.
+const RESETTING: u32 = 4;
+/// It went away.
+const GONE: u32 = 5;
+/// The bits of the word that are one of these.
+const STATE: u32 = 7;
+/// What the word grows by when there is something for every queue to look at.
+const NEWS: u32 = 8;
+
+/// What a queue pair finds when it looks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Condition {
+    /// The controller works for us.
+    Live,
+    /// It will, when the control lock is free.
+    Resetting,
+    /// The program detached it.
+    Detached,
+    /// It went away or was given up. If it is quiet, it touches no memory of ours.
+    Over { quiet: bool },
+}
 
 /// An attached controller. Kept by every handle; with the last of them it is shut down.
 pub(crate) struct Shared {
     pub(crate) device: Device,
     pub(crate) admin: AdminQueue,
-    state: AtomicU8,
+    /// The state, and how often there was something for every queue to look at: the one word that a
+    /// queue pair compares with what it saw last, once for each batch.
+    word: AtomicU32,
+    /// How often the controller was reset.
+    generation: AtomicU32,
+    /// Why the controller is no more, if that is not the program's doing.
+    over: OnceLock<Arc<str>>,
+    pub(crate) recovery: Recovery,
+    pub(crate) pace: Pace,
+    pub(crate) counters: Counters,
+    pub(crate) keeper: OnceLock<Keeper>,
+    /// Queues that sleep by themselves, and whether they want to be woken.
+    sleepers: Mutex<Vec<(Arc<AtomicBool>, EventFd)>>,
+    /// A queue had something outstanding when it looked last.
+    busy: AtomicBool,
+    /// CSTS.NSSRO can not be cleared.
+    pub(crate) nssro_stuck: AtomicBool,
+    /// What vector 0 signals.
+    pub(crate) admin_event: OnceLock<EventFd>,
+    /// The namespaces, if they were read again and nobody has asked for them.
+    pub(crate) news: Mutex<Option<Vec<Namespace>>>,
     /// Held by whoever creates or deletes queues, or shuts down.
     control: Mutex<Control>,
     pub(crate) late: OnceLock<Late>,
@@ -79,10 +122,13 @@ impl ShadowPages {
 /// What the control plane keeps under its lock.
 #[derive(Default)]
 pub(crate) struct Control {
-    /// Queue pairs that exist at the controller.
+    /// Queue pairs that somebody has.
     pub(crate) created: BTreeSet<u16>,
-    /// Queue pairs that it did not confirm to have deleted: their memory is never used again.
-    spoiled: BTreeSet<u16>,
+    /// Those of them that exist at the controller: none after a reset.
+    pub(crate) live: BTreeSet<u16>,
+    /// Queue pairs that it did not confirm to have deleted: their memory is not used again before
+    /// it was reset.
+    pub(crate) spoiled: BTreeSet<u16>,
     /// Vectors with an event.
     pub(crate) vectors: BTreeSet<u16>,
 }
@@ -100,12 +146,24 @@ impl Shared {
         admin: AdminQueue,
         admin_memory: QueueMemory,
         scratch: BufferPool,
+        recovery: Recovery,
     ) -> Self {
         Self {
+            pace: Pace::new(recovery, &device.timeouts),
+            recovery,
             device,
             admin,
             // Nothing to end until the controller is enabled.
-            state: AtomicU8::new(QUIET),
+            word: AtomicU32::new(QUIET),
+            generation: AtomicU32::new(0),
+            over: OnceLock::new(),
+            counters: Counters::default(),
+            keeper: OnceLock::new(),
+            sleepers: Mutex::default(),
+            busy: AtomicBool::new(false),
+            nssro_stuck: AtomicBool::new(false),
+            admin_event: OnceLock::new(),
+            news: Mutex::default(),
             control: Mutex::default(),
             late: OnceLock::new(),
             scratch,
@@ -115,17 +173,125 @@ impl Shared {
 
     /// The controller is about to be enabled: from here on it has to be ended.
     pub(crate) fn begin(&self) {
-        self.state.store(LIVE, Ordering::Release);
+        self.set_state(LIVE);
     }
 
     pub(crate) fn name(&self) -> &str {
         self.device.name()
     }
 
-    /// Whether the controller works for us. One load from a line that never changes under load.
+    /// The word that changes when there is something to look at. One load from a line that is
+    /// written some times a second at most.
     #[inline]
-    pub(crate) fn is_live(&self) -> bool {
-        self.state.load(Ordering::Relaxed) == LIVE
+    pub(crate) fn word(&self) -> u32 {
+        self.word.load(Ordering::Relaxed)
+    }
+
+    /// What the word means, and everything that was done before it was set.
+    pub(crate) fn condition(&self) -> Condition {
+        match (self.state(), self.over.get()) {
+            (LIVE, _) => Condition::Live,
+            (RESETTING, _) => Condition::Resetting,
+            (state, Some(_)) => Condition::Over { quiet: state == QUIET },
+            (_, None) => Condition::Detached,
+        }
+    }
+
+    fn state(&self) -> u32 {
+        self.word.load(Ordering::Acquire) & STATE
+    }
+
+    fn set_state(&self, state: u32) {
+        let change = |word: u32| Some((word & !STATE | state).wrapping_add(NEWS));
+        let _ = self.word.fetch_update(Ordering::AcqRel, Ordering::Acquire, change);
+    }
+
+    /// A queue that sleeps on `event` by itself: when this is set, the keeper signals it once.
+    pub(crate) fn add_sleeper(&self, event: EventFd) -> Arc<AtomicBool> {
+        let expects = Arc::new(AtomicBool::new(false));
+        self.sleepers().push((Arc::clone(&expects), event));
+        expects
+    }
+
+    /// That queue is dropped.
+    pub(crate) fn forget_sleeper(&self, expects: &Arc<AtomicBool>) {
+        self.sleepers().retain(|(sleeper, _)| !Arc::ptr_eq(sleeper, expects));
+    }
+
+    fn sleepers(&self) -> MutexGuard<'_, Vec<(Arc<AtomicBool>, EventFd)>> {
+        self.sleepers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Wakes the queues that sleep by themselves with something outstanding.
+    pub(crate) fn wake_sleepers(&self) {
+        for (expects, event) in &*self.sleepers() {
+            if expects.swap(false, Ordering::Relaxed) {
+                event.signal();
+            }
+        }
+    }
+
+    /// A queue has something outstanding.
+    pub(crate) fn note_busy(&self) {
+        self.busy.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether one had since this was asked last.
+    pub(crate) fn was_busy(&self) -> bool {
+        self.busy.swap(false, Ordering::Relaxed)
+    }
+
+    /// Has every queue look at the ages of its commands.
+    pub(crate) fn tick(&self) {
+        self.word.fetch_add(NEWS, Ordering::AcqRel);
+    }
+
+    /// How often the controller was reset.
+    pub(crate) fn generation(&self) -> u32 {
+        self.generation.load(Ordering::Acquire)
+    }
+
+    /// A reset begins. Called with the control lock held.
+    pub(crate) fn begin_reset(&self) {
+        self.set_state(RESETTING);
+    }
+
+    /// It is over, and the controller works.
+    pub(crate) fn end_reset(&self) {
+        self.generation.fetch_add(1, Ordering::AcqRel);
+        self.set_state(LIVE);
+    }
+
+    /// The controller is given up, disabled if `quiet`.
+    pub(crate) fn give_up(&self, why: &str, quiet: bool) {
+        self.over.get_or_init(|| why.into());
+        self.set_state(if quiet { QUIET } else { LOST });
+    }
+
+    /// The controller went away while it worked, or while it was being reset by the caller. What it
+    /// was given stays given. Whether that is news.
+    pub(crate) fn remove(&self, why: &str, in_reset: bool) -> bool {
+        let from = if in_reset { RESETTING } else { LIVE };
+        if self.state() != from {
+            return false;
+        }
+        self.over.get_or_init(|| why.into());
+        let gone =
+            |word: u32| (word & STATE == from).then_some((word & !STATE | GONE).wrapping_add(NEWS));
+        self.word.fetch_update(Ordering::AcqRel, Ordering::Acquire, gone).is_ok()
+    }
+
+    /// Why the controller is no more.
+    pub(crate) fn why_over(&self) -> Arc<str> {
+        self.over.get().cloned().unwrap_or_else(|| "it was closed".into())
+    }
+
+    /// Whether queue `qid` can be used, after the reset that may be under way.
+    pub(crate) fn check(&self, qid: u16) -> Result<(), QueueError> {
+        if self.condition() == Condition::Resetting {
+            drop(self.control());
+        }
+        self.usable(qid)
     }
 
     pub(crate) fn control(&self) -> MutexGuard<'_, Control> {
@@ -153,6 +319,20 @@ impl Shared {
                 status,
             }),
         }
+    }
+
+    /// Whether queue `qid` can be used now. Who holds the control lock sees no reset.
+    pub(crate) fn usable(&self, qid: u16) -> Result<(), QueueError> {
+        match self.condition() {
+            Condition::Live => Ok(()),
+            Condition::Over { .. } => Err(QueueError::Failed { qid, why: self.why_over() }),
+            Condition::Resetting | Condition::Detached => Err(QueueError::Detached { qid }),
+        }
+    }
+
+    /// The namespaces that were read again, until somebody takes them.
+    pub(crate) fn news(&self) -> MutexGuard<'_, Option<Vec<Namespace>>> {
+        self.news.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The doorbells of queue pair `qid`, as the chosen mode has them.
@@ -189,7 +369,7 @@ impl Shared {
     /// Deletes both queues of a pair. Whether the controller is certainly done with them.
     pub(crate) fn delete_queue_pair(&self, qid: u16) -> bool {
         let mut control = self.control();
-        match self.state.load(Ordering::Acquire) {
+        match self.state() {
             QUIET => true,
             LIVE => self.delete_locked(&mut control, qid),
             _ => false,
@@ -205,9 +385,11 @@ impl Shared {
             let delete = Sqe::delete_io_cq(qid, 0);
             let _ = self.command(delete, None, 0, self.device.timeouts.admin);
             control.created.remove(&qid);
+            control.live.remove(&qid);
         } else {
             // Nobody knows what the controller did; its memory is not used again.
             control.created.remove(&qid);
+            control.live.remove(&qid);
             control.spoiled.insert(qid);
         }
         if control.vectors.remove(&qid) {
@@ -215,14 +397,25 @@ impl Shared {
         }
     }
 
+    /// Deletes both queues at the controller.
+    pub(crate) fn delete_both(&self, control: &mut Control, qid: u16) -> Result<(), CommandError> {
+        let limit = self.device.timeouts.admin;
+        control.live.remove(&qid);
+        self.command(Sqe::delete_io_sq(qid, 0), None, 0, limit)
+            .and_then(|_| self.command(Sqe::delete_io_cq(qid, 0), None, 0, limit))
+            .map(drop)
+    }
+
     fn delete_locked(&self, control: &mut Control, qid: u16) -> bool {
         if !control.created.contains(&qid) {
             return !control.spoiled.contains(&qid);
         }
-        let limit = self.device.timeouts.admin;
-        let deleted = self
-            .command(Sqe::delete_io_sq(qid, 0), None, 0, limit)
-            .and_then(|_| self.command(Sqe::delete_io_cq(qid, 0), None, 0, limit));
+        let deleted = if control.live.contains(&qid) {
+            self.delete_both(control, qid)
+        } else {
+            // A reset has.
+            Ok(())
+        };
         control.created.remove(&qid);
         if control.vectors.remove(&qid)
             && let Err(error) = self.device.transport.set_irq(qid.into(), None)
@@ -230,7 +423,7 @@ impl Shared {
             tracing::debug!(qid, "an interrupt could not be taken down: {error}");
         }
         match deleted {
-            Ok(_) => true,
+            Ok(()) => true,
             Err(error) => {
                 tracing::warn!(qid, "a queue pair was not deleted and is not used again: {error}");
                 control.spoiled.insert(qid);
@@ -243,11 +436,15 @@ impl Shared {
     /// that is complete, disables it. Whatever fails, it ends up disabled or reset if that can be
     /// had at all, because only then memory can be given back.
     pub(crate) fn shut_down(&self) -> Result<(), DetachError> {
-        let mut control = self.control();
-        if self.state.compare_exchange(LIVE, CLOSING, Ordering::AcqRel, Ordering::Acquire).is_err()
-        {
-            return Ok(());
+        if let Some(keeper) = self.keeper.get() {
+            keeper.stop();
         }
+        let mut control = self.control();
+        let state = self.state();
+        if !matches!(state, LIVE | GONE) {
+            return self.outcome(state);
+        }
+        self.set_state(CLOSING);
         let mut complaint = None;
         if let Some(why) = self.device.ailment() {
             complaint = Some(why);
@@ -273,17 +470,27 @@ impl Shared {
         let device = self.name().to_owned();
         match quiet {
             Ok(()) => {
-                self.state.store(QUIET, Ordering::Release);
+                self.set_state(QUIET);
                 match complaint {
                     None => Ok(()),
                     Some(why) => Err(DetachError::Unclean { device, why }),
                 }
             }
             Err(error) => {
-                self.state.store(LOST, Ordering::Release);
+                self.set_state(LOST);
                 Err(DetachError::Lost { device, why: error })
             }
         }
+    }
+
+    /// How a controller was left that was given up before.
+    fn outcome(&self, state: u32) -> Result<(), DetachError> {
+        let (device, Some(why)) = (self.name().to_owned(), self.over.get()) else { return Ok(()) };
+        let why = why.to_string();
+        Err(match state {
+            LOST => DetachError::Lost { device, why },
+            _ => DetachError::Unclean { device, why },
+        })
     }
 
     fn shutdown_limit(&self) -> Duration {
@@ -301,10 +508,15 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        if let Err(error) = self.shut_down() {
-            tracing::warn!("{error}");
+        // One that was given up was told of then.
+        if self.over.get().is_none() {
+            if let Err(error) = self.shut_down() {
+                tracing::warn!("{error}");
+            }
+        } else if let Err(error) = self.shut_down() {
+            tracing::debug!("{error}");
         }
-        if self.state.load(Ordering::Acquire) == LOST {
+        if self.state() == LOST {
             let (regions, buffers) = (self.regions(), self.admin.take_buffers());
             tracing::warn!(
                 "{} may still use its queues, so their memory ({} bytes) is kept",

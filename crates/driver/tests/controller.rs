@@ -1,105 +1,24 @@
 //! Both ends of the wire in one process: this driver on the emulated controller.
 
+#[path = "common/direct.rs"]
+mod direct;
+
 use controller::{Carrier, Config, Controller as Emulated, NamespaceConfig};
 use controller::{Polling, Pool, PoolOptions};
+use direct::Direct;
 use disk::{Disk, MemDisk, NullDisk};
-use memory::{EventFd, Mapping, SharedBytes};
 use shadowbell_driver::{
     AsyncQueue, AttachOptions, Controller, Doorbells, IoErrorKind, QueuePair, SpinPolicy,
-    Transport, TransportError,
 };
 use spec::feature::{Select, fid};
 use spec::nvm::DsmRange;
 use spec::{Sqe, Status, identify::cns};
 use std::future::Future;
 use std::pin::pin;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
-
-/// The controller, without anything in between.
-struct Direct(Emulated);
-
-impl Direct {
-    fn failed(doing: &'static str, why: impl ToString) -> TransportError {
-        let source = why.to_string().into();
-        TransportError::Failed { device: "direct".into(), doing, source }
-    }
-
-    fn wait(doing: &'static str, done: &mpsc::Receiver<()>) -> Result<(), TransportError> {
-        done.recv_timeout(Duration::from_secs(10)).map_err(|e| Self::failed(doing, e))
-    }
-}
-
-impl Transport for Direct {
-    fn name(&self) -> &str {
-        "direct"
-    }
-
-    fn read32(&self, offset: u64) -> Result<u32, TransportError> {
-        let mut data = [0; 4];
-        self.0.read(offset, &mut data);
-        Ok(u32::from_le_bytes(data))
-    }
-
-    fn read64(&self, offset: u64) -> Result<u64, TransportError> {
-        let mut data = [0; 8];
-        self.0.read(offset, &mut data);
-        Ok(u64::from_le_bytes(data))
-    }
-
-    fn write32(&self, offset: u64, value: u32) -> Result<(), TransportError> {
-        self.0.write(offset, &value.to_le_bytes());
-        Ok(())
-    }
-
-    fn write64(&self, offset: u64, value: u64) -> Result<(), TransportError> {
-        self.0.write(offset, &value.to_le_bytes());
-        Ok(())
-    }
-
-    fn write_doorbell(&self, offset: u64, value: u32) -> Result<(), TransportError> {
-        self.0.write_doorbell(offset, value);
-        Ok(())
-    }
-
-    fn doorbell_page(&self) -> Option<SharedBytes> {
-        self.0.has_mapped_doorbells().then(|| self.0.doorbells().clone())
-    }
-
-    fn map_dma(&self, mapping: &Arc<Mapping>) -> Result<u64, TransportError> {
-        let iova = mapping.address() as u64;
-        self.0
-            .map_dma(iova, mapping.len() as u64, &mapping.bytes())
-            .map_err(|error| Self::failed("mapping", error))?;
-        Ok(iova)
-    }
-
-    fn unmap_dma(&self, iova: u64, len: u64) -> Result<(), TransportError> {
-        let (done, wait) = mpsc::channel();
-        self.0
-            .unmap_dma(iova, len, move || done.send(()).unwrap_or_default())
-            .map_err(|error| Self::failed("unmapping", error))?;
-        Self::wait("unmapping", &wait)
-    }
-
-    fn irq_vectors(&self) -> u32 {
-        self.0.vectors() as u32
-    }
-
-    fn set_irq(&self, vector: u32, event: Option<&EventFd>) -> Result<(), TransportError> {
-        let event = event.map(|event| event.try_clone().unwrap());
-        assert!(self.0.set_interrupt(vector as usize, event));
-        Ok(())
-    }
-
-    fn reset(&self) -> Result<(), TransportError> {
-        let (done, wait) = mpsc::channel();
-        self.0.reset(move || done.send(()).unwrap_or_default());
-        Self::wait("resetting", &wait)
-    }
-}
 
 fn emulated(disk: Arc<dyn Disk>, polling: Polling, mapped_doorbells: bool) -> Emulated {
     let pool = Pool::start(&PoolOptions { workers: 1, polling, pin: Vec::new() }).unwrap();

@@ -7,6 +7,7 @@
 //! | [`nbd`] | the disk behind a socket: QEMU, libnbd's tools, fio, the kernel's NBD client |
 //! | [`fuse`] | the disk as a file, and through a loop device as a block device |
 //! | [`vhost`] | the disk as a virtio-blk device: QEMU, Cloud Hypervisor |
+//! | `seat` | a thread's seat at the disk: it drives the queue that its requests go through |
 //! | `tasks` | requests under way, as futures in numbered places of the thread that serves them |
 //!
 //! Every way to export has threads of its own, each of which uses one of the disk's queues. What
@@ -16,5 +17,6 @@
 
 pub mod fuse;
 pub mod nbd;
+mod seat;
 mod tasks;
 pub mod vhost;

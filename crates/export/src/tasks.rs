@@ -17,6 +17,8 @@ use std::task::{Context, Poll, Wake, Waker};
 /// What the thread and the wakers share.
 struct Ready {
     state: Mutex<ReadyState>,
+    /// Whether there is something on the list, to look at without the lock.
+    any: AtomicBool,
     event: EventFd,
 }
 
@@ -34,6 +36,7 @@ impl Ready {
     fn push(&self, place: usize) {
         let mut state = self.state();
         state.list.push(place);
+        self.any.store(true, Ordering::Relaxed);
         let asleep = std::mem::take(&mut state.sleeping);
         drop(state);
         if asleep {
@@ -79,7 +82,8 @@ impl<F: Future> Tasks<F> {
     /// As many places as `count`.
     pub(crate) fn new(count: usize) -> io::Result<Self> {
         let state = ReadyState { list: Vec::with_capacity(count), sleeping: false };
-        let ready = Arc::new(Ready { state: Mutex::new(state), event: EventFd::new()? });
+        let any = AtomicBool::new(false);
+        let ready = Arc::new(Ready { state: Mutex::new(state), any, event: EventFd::new()? });
         let places = (0..count).map(|place| {
             let ready = Arc::clone(&ready);
             let flag = Arc::new(PlaceWaker { place, listed: AtomicBool::new(false), ready });
@@ -119,7 +123,13 @@ impl<F: Future> Tasks<F> {
     /// Polls every future that was woken, and hands those to `done` that are: the place stays
     /// reserved. Whether there was any.
     pub(crate) fn run(&mut self, mut done: impl FnMut(usize, F::Output)) -> bool {
-        std::mem::swap(&mut self.batch, &mut self.ready.state().list);
+        if !self.is_ready() {
+            return false;
+        }
+        let mut state = self.ready.state();
+        self.ready.any.store(false, Ordering::Relaxed);
+        std::mem::swap(&mut self.batch, &mut state.list);
+        drop(state);
         let any = !self.batch.is_empty();
         for index in self.batch.drain(..) {
             let Some(place) = self.places.get_mut(index) else { continue };
@@ -131,6 +141,11 @@ impl<F: Future> Tasks<F> {
             }
         }
         any
+    }
+
+    /// Whether a future was woken and not polled since.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.ready.any.load(Ordering::Relaxed)
     }
 
     /// Whether the thread may sleep on [`event`](Self::event). If so, the next future that is

@@ -106,6 +106,10 @@ impl Control {
     }
 
     fn execute(&mut self, inner: &Inner, sqe: &Sqe, deferred: &mut Deferred) -> Executed {
+        #[cfg(feature = "faults")]
+        if let Some(outcome) = crate::faults::of_admin(inner, sqe) {
+            return outcome;
+        }
         if sqe.fuse() != Fuse::Normal {
             return Err(Status::INVALID_FIELD.with_dnr());
         }

@@ -19,6 +19,10 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::Instant;
 
+#[cfg(feature = "faults")]
+#[path = "../faults/tenant.rs"]
+mod faulty;
+
 /// Commands fetched from one queue before the others get their turn: round robin with a burst
 /// (Base 2.1, "Round Robin Arbitration").
 const BURST: u32 = 64;
@@ -50,6 +54,8 @@ pub(crate) struct Tenant {
     detaching: Option<Latch>,
     /// `memory::sigbus::faults` when it was last looked at.
     faults: u64,
+    #[cfg(feature = "faults")]
+    parked: faulty::Parked,
 }
 
 impl Tenant {
@@ -68,6 +74,8 @@ impl Tenant {
             deleting: Vec::new(),
             detaching: None,
             faults: memory::sigbus::faults(),
+            #[cfg(feature = "faults")]
+            parked: faulty::Parked::default(),
         })
     }
 
@@ -144,6 +152,8 @@ impl Tenant {
             sq.stopped = true;
         }
         self.engine.cancel_all(Some(index));
+        #[cfg(feature = "faults")]
+        self.forget_hung(index);
         self.deleting.push((index, latch));
     }
 
@@ -184,6 +194,11 @@ impl Tenant {
     }
 
     pub(crate) fn abort(&mut self, sqid: u16, cid: u16, reply: crate::worker::message::AbortReply) {
+        #[cfg(feature = "faults")]
+        let Some(reply) = self.abort_hung(self.find_sq(sqid).unwrap_or(usize::MAX), cid, reply)
+        else {
+            return;
+        };
         match self.find_sq(sqid) {
             Some(index) => self.engine.abort(index, cid, reply),
             None => reply.answer(false),
@@ -202,6 +217,8 @@ impl Tenant {
             cq.ring = None;
         }
         self.engine.cancel_all(None);
+        #[cfg(feature = "faults")]
+        self.parked.clear();
         self.detaching = Some(latch);
     }
 
@@ -274,6 +291,10 @@ impl Tenant {
         if self.engine.pending() != 0 {
             busy |= self.reap();
         }
+        #[cfg(feature = "faults")]
+        if self.parked.is_waiting() {
+            self.release_delayed();
+        }
         for index in 0..self.sqs.len() {
             busy |= self.serve(index, mailbox, trace);
         }
@@ -329,6 +350,10 @@ impl Tenant {
     // Not inlined: with the rest of a turn around it, the loop would have no registers left.
     #[inline(never)]
     fn fetch(&mut self, index: usize, tail: u16, trace: &mut Option<TraceRing>) -> bool {
+        #[cfg(feature = "faults")]
+        if let Some(injector) = self.shared.faults.armed() {
+            return self.fetch_faulty(index, tail, trace, &injector);
+        }
         let Some(sq) = &mut self.sqs[index] else { return false };
         let Some(cq) = self.cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return false };
         if cq.ring.is_none() {
@@ -411,6 +436,10 @@ impl Tenant {
     }
 
     fn reap(&mut self) -> bool {
+        #[cfg(feature = "faults")]
+        if let Some(injector) = self.shared.faults.armed() {
+            return self.reap_faulty(&injector);
+        }
         let mut busy = false;
         let Self { engine, sqs, cqs, shared, .. } = self;
         engine.reap(|ended| {
@@ -533,6 +562,10 @@ impl Tenant {
 
     /// Whether somebody waits for something that no bell announces.
     pub(crate) fn is_restless(&self) -> bool {
+        #[cfg(feature = "faults")]
+        if self.parked.is_waiting() {
+            return true;
+        }
         let idle = self.engine.pending() == 0;
         idle && !(self.draining.is_empty() && self.deleting.is_empty())
     }

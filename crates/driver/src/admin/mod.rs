@@ -92,8 +92,7 @@ impl Admin {
         limit: Duration,
     ) -> Result<AdminResult, CommandError> {
         let command = || admin_name(sqe.opcode);
-        if !self.shared.is_live() {
-            let source = QueueError::Detached { qid: 0 };
+        if let Err(source) = self.shared.check(0) {
             return Err(CommandError::Queue { command: command(), source });
         }
         let len = match data {

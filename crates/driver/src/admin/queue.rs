@@ -1,5 +1,6 @@
 //! The admin queue: commands that wait for their completion, and the asynchronous events.
 
+use crate::command::Command;
 use crate::device::Device;
 use crate::dma::Buffer;
 use crate::error::{CommandError, QueueError};
@@ -24,6 +25,8 @@ enum Owner {
     Ticket(u64),
     /// It is an Asynchronous Event Request.
     Event,
+    /// Nobody wants to know.
+    Nobody,
 }
 
 struct State {
@@ -36,6 +39,10 @@ struct State {
     events: VecDeque<AsyncEvent>,
     /// Events that were dropped for want of somebody to take them.
     lost: u64,
+    /// An event said that namespaces changed.
+    namespaces_changed: bool,
+    /// The most bytes that a command moves.
+    limit: u64,
 }
 
 /// The admin submission and completion queue, shared by whoever has a [`Shared`].
@@ -53,11 +60,13 @@ impl AdminQueue {
         Self {
             state: Mutex::new(State {
                 owners: vec![Owner::Event; core.capacity()].into(),
+                limit: core.max_transfer(),
                 core,
                 tickets: BTreeMap::new(),
                 next_ticket: 0,
                 events: VecDeque::new(),
                 lost: 0,
+                namespaces_changed: false,
             }),
         }
     }
@@ -68,11 +77,14 @@ impl AdminQueue {
 
     /// The most bytes that a command moves.
     pub(crate) fn max_transfer(&self) -> u64 {
-        self.lock().core.max_transfer()
+        self.lock().limit
     }
 
     pub(crate) fn limit_transfer(&self, max: u64) {
-        self.lock().core.limit_transfer(max);
+        let mut state = self.lock();
+        state.limit = state.limit.min(max);
+        let limit = state.limit;
+        state.core.limit_transfer(limit);
     }
 
     /// See [`doorbell::HostDoorbell::mirror`].
@@ -123,7 +135,7 @@ impl AdminQueue {
         let ticket = loop {
             let mut state = self.lock();
             state.reap();
-            match state.core.submit(zerocopy::transmute!(sqe), buffer, 0, transfer) {
+            match state.core.submit(zerocopy::transmute!(sqe), buffer, Command::admin(transfer)) {
                 Ok(token) => {
                     state.core.ring().map_err(refused)?;
                     break state.own(token);
@@ -199,6 +211,39 @@ impl AdminQueue {
         let _ = self.lock().core.release();
     }
 
+    /// Sends a command of which nobody waits for the end. Whether it was sent.
+    pub(crate) fn send(&self, sqe: Sqe) -> bool {
+        let mut state = self.lock();
+        state.reap();
+        let Ok(token) = state.submit(sqe) else { return false };
+        if let Some(owner) = state.owners.get_mut(token.index()) {
+            *owner = Owner::Nobody;
+        }
+        state.core.ring().is_ok()
+    }
+
+    /// Looks for completions. Whether an event has said since the last look that namespaces changed.
+    pub(crate) fn look(&self) -> bool {
+        let mut state = self.lock();
+        state.reap();
+        std::mem::take(&mut state.namespaces_changed)
+    }
+
+    /// Tells whoever waits for a command that it will not be completed.
+    pub(crate) fn fail_all(&self) {
+        self.lock().fail_all();
+    }
+
+    /// Begins a new life with another core: the controller is disabled, and touches nothing that the
+    /// old one had.
+    pub(crate) fn restart(&self, core: Core) {
+        let mut state = self.lock();
+        state.fail_all();
+        let limit = state.limit;
+        state.core = core;
+        state.core.limit_transfer(limit);
+    }
+
     /// Takes the buffers of commands that never completed.
     pub(crate) fn take_buffers(&self) -> Vec<Buffer> {
         self.lock().core.take_buffers()
@@ -206,6 +251,12 @@ impl AdminQueue {
 }
 
 impl State {
+    fn fail_all(&mut self) {
+        for outcome in self.tickets.values_mut().filter(|outcome| outcome.is_none()) {
+            *outcome = Some(Completion::ended());
+        }
+    }
+
     /// The command just submitted is waited for, with the ticket that this returns.
     fn own(&mut self, token: Token) -> u64 {
         let ticket = self.next_ticket;
@@ -229,7 +280,7 @@ impl State {
                     }
                 }
                 Some(Owner::Event) => ring |= self.event(&completion),
-                None => {}
+                Some(Owner::Nobody) | None => {}
             }
         }
         // Both say so again to the next command if they fail.
@@ -248,15 +299,19 @@ impl State {
             self.events.pop_front();
             self.lost += 1;
         }
-        self.events.push_back(AsyncEvent::from_dw0(completion.dw0));
+        let event = AsyncEvent::from_dw0(completion.dw0);
+        self.namespaces_changed |= event == AsyncEvent::NAMESPACE_ATTRIBUTE_CHANGED;
+        self.events.push_back(event);
         self.request_event().is_ok()
     }
 
+    fn submit(&mut self, sqe: Sqe) -> Result<Token, QueueError> {
+        let words = zerocopy::transmute!(sqe);
+        self.core.submit(words, None, Command::admin(0)).map_err(|refused| refused.reason)
+    }
+
     fn request_event(&mut self) -> Result<(), QueueError> {
-        let token = self
-            .core
-            .submit(zerocopy::transmute!(Sqe::async_event_request(0)), None, 0, 0)
-            .map_err(|r| r.reason)?;
+        let token = self.submit(Sqe::async_event_request(0))?;
         if let Some(owner) = self.owners.get_mut(token.index()) {
             *owner = Owner::Event;
         }

@@ -73,9 +73,20 @@ impl Io {
         let first = state.waiters.front().map(|waiter| waiter.ticket);
         let place = if first.is_none() || first == ticket { state.free.pop() } else { None };
         let Some(place) = place else {
-            let (ticket, stale) = state.wait(ticket, waker);
+            if state.is_late(ticket) {
+                // Not with the controller: the buffer is ours to give back.
+                let freed = state.leave(ticket);
+                drop(state);
+                freed.pass_on();
+                return Poll::Ready(Err(inner.no_place(command.opcode, buffer)));
+            }
+            let (ticket, stale) = state.wait(ticket, waker, inner.timeout);
+            let is_first = stale.is_none() && state.waiters.len() == 1;
             drop(state);
             drop(stale);
+            if is_first {
+                inner.announce();
+            }
             self.stage = Stage::New { command, buffer, ticket: Some(ticket) };
             return Poll::Pending;
         };

@@ -1,10 +1,41 @@
 //! The asynchronous API: futures over a queue pair, for any executor.
 //!
-//! A queue pair belongs to one thread, so an [`AsyncQueue`] gives it one: the thread submits what
-//! futures leave in its inbox, in batches, and wakes them when their commands complete. It polls
-//! while there is work, for as long as the queue's [`SpinPolicy`](crate::SpinPolicy) says, and then
-//! sleeps on one descriptor, which the controller's interrupt and new work both signal. Nothing
-//! here needs an executor of a certain kind: `std::task::Waker` is all.
+//! A queue pair belongs to one thread at a time: the one that drives it. It submits what futures
+//! leave in the inbox, in batches, and wakes them when their commands complete. It polls while there
+//! is work, for as long as the queue's [`SpinPolicy`](crate::SpinPolicy) says, and then sleeps on one
+//! descriptor, which the controller's interrupt and new work both signal. Nothing here needs an
+//! executor of a certain kind: `std::task::Waker` is all.
+//!
+//! # Who drives
+//!
+//! An [`AsyncQueue`] has a thread of its own for that, so futures get on wherever they are polled.
+//! But a command that goes to another thread and back costs two wakeups, which is more than the
+//! command itself. A thread that polls futures and has nothing better to do than to wait for them
+//! (an event loop, a blocking call) therefore drives the queue itself, as long as it has a [`Driver`]:
+//!
+//! ```no_run
+//! # use shadowbell_driver::AsyncQueue;
+//! # fn poll_futures_that_were_woken() -> bool { false }
+//! # fn serve(queue: &AsyncQueue) {
+//! let Some(mut driver) = queue.try_drive() else { return /* somebody else does */ };
+//! loop {
+//!     // What they submit goes to the controller in one batch, with one doorbell.
+//!     let polled = poll_futures_that_were_woken();
+//!     if driver.step() || polled {
+//!         continue;
+//!     }
+//!     if driver.is_idle() {
+//!         break;
+//!     }
+//!     if !driver.spin(|| false) {
+//!         driver.sleep(None, || false);
+//!     }
+//! }
+//! # }
+//! ```
+//!
+//! Futures of other threads are served as well meanwhile. When the [`Driver`] is dropped, whatever
+//! is under way goes on, by the queue's own thread.
 //!
 //! # Dropping a future
 //!
@@ -12,18 +43,24 @@
 //! submitted yet is forgotten, and its buffer goes back to its pool. One that was submitted runs to
 //! its end: the queue keeps its buffer, and gives it back to its pool with the completion.
 //!
-//! # Order
+//! # Order, and time
 //!
 //! Commands are submitted in the order of the first poll of their futures. A queue that is full has
-//! them wait, first come, first served. The controller may carry commands out in any order.
+//! them wait, first come, first served. The controller may carry commands out in any order. A
+//! command that does not complete in time ([`Timeouts::io`](crate::Timeouts)) fails its future, and
+//! so does one that finds no place for so long.
 
+mod driver;
 mod future;
 mod state;
 mod thread;
+mod worker;
 
+pub use self::driver::Driver;
 pub use self::future::{Done, Io, Transfer, Unit};
 
-use self::state::Inner;
+use self::state::{ASKED, Inner};
+use self::worker::Worker;
 use crate::command::Command;
 use crate::dma::{Buffer, BufferPool, DmaError};
 use crate::error::{IoError, IoErrorKind, RequestError};
@@ -32,6 +69,8 @@ use crate::queue::{QueuePair, QueueStats};
 use spec::nvm::{DSM_MAX_RANGES, DsmRange};
 use std::fmt;
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use zerocopy::IntoBytes;
@@ -59,9 +98,10 @@ impl AsyncQueue {
     /// # Errors
     /// The system's, when there is no thread or descriptor to be had.
     pub fn start(queue: QueuePair) -> io::Result<Self> {
-        let inner = Arc::new(Inner::new(&queue)?);
-        let thread = thread::spawn(queue, Arc::clone(&inner))?;
-        let thread = Mutex::new(Some(thread));
+        let sleeping = Arc::new(AtomicU32::new(0));
+        let inner = Arc::new(Inner::new(&queue, &sleeping)?);
+        inner.park(Box::new(Worker::new(queue, sleeping)));
+        let thread = Mutex::new(Some(thread::spawn(Arc::clone(&inner))?));
         Ok(Self(Arc::new(Handle { inner, thread, ranges: OnceLock::new() })))
     }
 
@@ -77,7 +117,44 @@ impl AsyncQueue {
         Io::new(self.clone(), command, buffer)
     }
 
-    /// What the queue did, as of the last time that its thread had nothing better to do.
+    /// The right to drive this queue, if nobody else has it at the moment.
+    #[must_use]
+    pub fn try_drive(&self) -> Option<Driver> {
+        Driver::new(self.clone())
+    }
+
+    /// The same for an event loop, which comes here again soon: if it is the queue's own thread that
+    /// drives, it lets go, even with commands under way.
+    #[must_use]
+    pub fn ask_to_drive(&self) -> Option<Driver> {
+        let driver = self.try_drive();
+        if driver.is_none() {
+            self.0.inner.wish(ASKED);
+        }
+        driver
+    }
+
+    /// Ends the sleep of whoever drives the queue, or has its thread look at it.
+    pub fn nudge(&self) {
+        self.0.inner.nudge();
+    }
+
+    /// What is signalled, as an eventfd is, while whoever drives the queue sleeps and there is
+    /// something to do. For event loops: edge-triggered, since nobody takes its count back.
+    #[must_use]
+    pub fn event(&self) -> BorrowedFd<'_> {
+        self.0.inner.event().as_fd()
+    }
+
+    /// A socket that hangs up when the device has gone, if it is one that has such a thing: to be
+    /// watched (`EPOLLRDHUP`) together with [`event`](Self::event), and followed by
+    /// [`Driver::check_gone`].
+    #[must_use]
+    pub fn hang_up(&self) -> Option<BorrowedFd<'_>> {
+        self.0.inner.hang_up().map(AsFd::as_fd)
+    }
+
+    /// What the queue did, as of the last time that its driver had nothing better to do.
     #[must_use]
     pub fn stats(&self) -> QueueStats {
         self.0.inner.lock().stats

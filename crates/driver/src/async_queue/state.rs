@@ -1,18 +1,28 @@
-//! What futures and the queue's thread share.
+//! What futures and whoever drives the queue share.
 
+use super::worker::Worker;
 use crate::command::Command;
 use crate::dma::{Buffer, BufferPool, DmaError};
 use crate::error::{IoError, IoErrorKind, QueueError};
 use crate::queue::{Completion, QueuePair, QueueStats};
 use crate::shared::Shared;
-use doorbell::{Sleeper, Waker as Kick};
+use doorbell::Waker as Kick;
 use memory::EventFd;
 use std::collections::VecDeque;
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering, fence};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::task::Waker;
+use std::thread::Thread;
 use std::time::{Duration, Instant};
+
+/// Somebody tried to drive the queue, and goes on without.
+pub(super) const TRIED: u8 = 1 << 0;
+/// Somebody waits to drive the queue.
+pub(super) const ASKED: u8 = 1 << 1;
+/// Either.
+pub(super) const ANY: u8 = TRIED | ASKED;
 
 /// A place for one command, from the first poll of its future until its completion.
 pub(super) struct Op {
@@ -43,6 +53,9 @@ pub(super) enum OpState {
 pub(super) struct Waiter {
     pub(super) ticket: u64,
     pub(super) waker: Waker,
+    pub(super) deadline: Option<Instant>,
+    /// The deadline has passed: the future is to be told.
+    pub(super) late: bool,
 }
 
 pub(super) struct State {
@@ -52,19 +65,28 @@ pub(super) struct State {
     pub(super) waiters: VecDeque<Waiter>,
     pub(super) next_ticket: u64,
     pub(super) closing: bool,
-    /// The queue does not work any more, and its thread has ended.
+    /// The queue does not work any more.
     pub(super) failed: Option<QueueError>,
     pub(super) stats: QueueStats,
 }
 
 pub(crate) struct Inner {
     state: Mutex<State>,
-    /// Whether there is something in the inbox, or the queue is to be closed: for the thread to
-    /// look at without the lock.
+    /// Whether there is something in the inbox, or the queue is to be closed: for who drives the
+    /// queue to look at without the lock.
     news: AtomicBool,
     kick: Kick<Arc<AtomicU32>>,
-    sleeping: Arc<AtomicU32>,
     event: EventFd,
+    /// A socket that hangs up when the device has gone.
+    hang_up: Option<OwnedFd>,
+    /// The worker, while nobody drives the queue.
+    parked: Mutex<Option<Box<Worker>>>,
+    /// Whether it is there, to look at without the lock.
+    idle: AtomicBool,
+    /// What others would like who can not drive the queue at the moment.
+    wishes: AtomicU8,
+    /// The queue's own thread, which drives it if nobody else does.
+    thread: OnceLock<Thread>,
     pub(super) capacity: usize,
     pub(super) timeout: Duration,
     shared: Weak<Shared>,
@@ -72,10 +94,10 @@ pub(crate) struct Inner {
 }
 
 impl Inner {
-    pub(super) fn new(queue: &QueuePair) -> io::Result<Self> {
+    /// What futures share with whoever drives `queue`, which has to be [parked](Self::park) here.
+    pub(super) fn new(queue: &QueuePair, sleeping: &Arc<AtomicU32>) -> io::Result<Self> {
         let capacity = queue.capacity();
         let op = || Op { state: OpState::Free, waker: None, deadline: None, opcode: 0 };
-        let sleeping = Arc::new(AtomicU32::new(0));
         Ok(Self {
             state: Mutex::new(State {
                 ops: (0..capacity).map(|_| op()).collect(),
@@ -88,11 +110,15 @@ impl Inner {
                 stats: queue.stats(),
             }),
             news: AtomicBool::new(false),
-            kick: Kick::new(Arc::clone(&sleeping)),
-            sleeping,
+            kick: Kick::new(Arc::clone(sleeping)),
             event: queue.waker()?,
+            hang_up: queue.shared().device.transport.hang_up(),
+            parked: Mutex::new(None),
+            idle: AtomicBool::new(false),
+            wishes: AtomicU8::new(0),
+            thread: OnceLock::new(),
             capacity,
-            timeout: queue.shared().device.timeouts.io,
+            timeout: queue.patience(),
             shared: Arc::downgrade(queue.shared()),
             qid: queue.qid(),
         })
@@ -100,11 +126,6 @@ impl Inner {
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The thread's end of going to sleep.
-    pub(super) fn sleeper(&self) -> Sleeper<Arc<AtomicU32>> {
-        Sleeper::new(Arc::clone(&self.sleeping))
     }
 
     #[inline]
@@ -119,10 +140,88 @@ impl Inner {
 
     /// Something is in the inbox, put there with the lock held.
     pub(super) fn announce(&self) {
-        self.news.store(true, Ordering::Release);
+        // Whoever set it sees to it that somebody looks, and who looked took it away with the lock
+        // held, so what we put there is seen.
+        if !self.news.load(Ordering::Acquire) {
+            self.news.store(true, Ordering::Release);
+            self.nudge();
+        }
+    }
+
+    /// Has somebody look at the queue soon.
+    pub(super) fn nudge(&self) {
+        // With a full fence in it, which pairs with the one of `lend`.
         if self.kick.kick() {
             self.event.signal();
         }
+        if self.idle.load(Ordering::Relaxed) {
+            self.rouse();
+        }
+    }
+
+    fn rouse(&self) {
+        if let Some(thread) = self.thread.get() {
+            thread.unpark();
+        }
+    }
+
+    /// The queue's own thread is this one.
+    pub(super) fn set_thread(&self, thread: Thread) {
+        let _ = self.thread.set(thread);
+    }
+
+    fn parked(&self) -> MutexGuard<'_, Option<Box<Worker>>> {
+        self.parked.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Nobody drives the queue from here on. If there is something to do, its own thread hears of
+    /// it.
+    pub(super) fn park(&self, worker: Box<Worker>) {
+        if self.lend(worker) {
+            self.rouse();
+        }
+    }
+
+    /// The same, but nobody hears of it. Whether there is something to do.
+    pub(super) fn lend(&self, worker: Box<Worker>) -> bool {
+        let busy = worker.has_work();
+        let mut parked = self.parked();
+        *parked = Some(worker);
+        self.idle.store(true, Ordering::Relaxed);
+        drop(parked);
+        // Pairs with the one of `nudge`: either we see the news, or they see that nobody drives.
+        fence(Ordering::SeqCst);
+        busy || self.has_news()
+    }
+
+    /// Whoever has the worker drives the queue.
+    pub(super) fn unpark(&self) -> Option<Box<Worker>> {
+        let mut parked = self.parked();
+        let worker = parked.take()?;
+        self.idle.store(false, Ordering::Relaxed);
+        Some(worker)
+    }
+
+    /// Somebody else would like to drive the queue.
+    pub(super) fn wish(&self, how: u8) {
+        if self.wishes.load(Ordering::Relaxed) & how == 0 {
+            self.wishes.fetch_or(how, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether anybody wished that since this was asked last.
+    pub(super) fn take_wish(&self, how: u8) -> bool {
+        self.wishes.load(Ordering::Relaxed) & how != 0
+            && self.wishes.swap(0, Ordering::Relaxed) & how != 0
+    }
+
+    /// What the queue's interrupt and new work signal.
+    pub(super) fn event(&self) -> &EventFd {
+        &self.event
+    }
+
+    pub(super) fn hang_up(&self) -> Option<&OwnedFd> {
+        self.hang_up.as_ref()
     }
 
     pub(super) fn close(&self) {
@@ -142,6 +241,10 @@ impl Inner {
     pub(super) fn timed_out(&self, opcode: u8) -> IoError {
         let kind = IoErrorKind::TimedOut { opcode, waited: self.timeout };
         IoError { kind, buffer: None }
+    }
+
+    pub(super) fn no_place(&self, opcode: u8, buffer: Option<Buffer>) -> IoError {
+        IoError { kind: IoErrorKind::NoPlace { opcode, waited: self.timeout }, buffer }
     }
 }
 
@@ -195,16 +298,31 @@ impl State {
     }
 
     /// Waits for a place, with `ticket` if that was given before. Gives the ticket, and a waker to
-    /// be dropped without the lock.
-    pub(super) fn wait(&mut self, ticket: Option<u64>, waker: Waker) -> (u64, Option<Waker>) {
-        if let Some(ticket) = ticket
-            && let Some(waiter) = self.waiters.iter_mut().find(|waiter| waiter.ticket == ticket)
-        {
-            return (ticket, Some(std::mem::replace(&mut waiter.waker, waker)));
+    /// be dropped without the lock. Whoever is the only one to wait has to be announced, so that
+    /// somebody watches the deadlines.
+    pub(super) fn wait(
+        &mut self,
+        ticket: Option<u64>,
+        waker: Waker,
+        timeout: Duration,
+    ) -> (u64, Option<Waker>) {
+        if let Some(waiter) = self.waiter(ticket) {
+            return (waiter.ticket, Some(std::mem::replace(&mut waiter.waker, waker)));
         }
         let ticket = self.next_ticket;
         self.next_ticket = ticket.wrapping_add(1);
-        self.waiters.push_back(Waiter { ticket, waker });
+        let deadline = Instant::now().checked_add(timeout);
+        self.waiters.push_back(Waiter { ticket, waker, deadline, late: false });
         (ticket, None)
+    }
+
+    fn waiter(&mut self, ticket: Option<u64>) -> Option<&mut Waiter> {
+        // Nearly always the first.
+        ticket.and_then(|ticket| self.waiters.iter_mut().find(|waiter| waiter.ticket == ticket))
+    }
+
+    /// Whether the one with this ticket has waited for too long.
+    pub(super) fn is_late(&mut self, ticket: Option<u64>) -> bool {
+        self.waiter(ticket).is_some_and(|waiter| waiter.late)
     }
 }

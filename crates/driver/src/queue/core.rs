@@ -2,7 +2,9 @@
 //! queues have in common.
 
 use super::bell::Bell;
+use super::rescue::Rescue;
 use super::stats::QueueStats;
+use crate::command::Command;
 use crate::dma::Buffer;
 use crate::error::{QueueError, Refused};
 use crate::prp::PrpLists;
@@ -27,8 +29,8 @@ const PSDT: u64 = 0xc000;
 /// A command that was submitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Token {
-    cid: u16,
-    slot: u16,
+    pub(super) cid: u16,
+    pub(super) slot: u16,
 }
 
 impl Token {
@@ -63,12 +65,25 @@ pub struct Completion {
     pub buffer: Option<Buffer>,
 }
 
-/// What belongs to an outstanding command.
-struct Slot {
-    buffer: Option<Buffer>,
+impl Completion {
+    /// Of a command that the driver has ended, by nobody's token.
+    pub(crate) fn ended() -> Self {
+        let token = Token { cid: u16::MAX, slot: u16::MAX };
+        Self { token, status: Status::ABORTED_BY_HOST, dw0: 0, dw1: 0, buffer: None }
+    }
+}
+
+/// What belongs to an outstanding command: a cache line.
+#[repr(align(64))]
+pub(super) struct Slot {
+    pub(super) buffer: Option<Buffer>,
+    /// What was submitted, in case that it has to be submitted again.
+    pub(super) command: Command,
     /// The identifier of the command in this slot, or if there is none, of the next one.
-    cid: u16,
-    busy: bool,
+    pub(super) cid: u16,
+    /// 0 if there is no command, or one that the [`Rescue`] has; else one more than the times that
+    /// it was seen outstanding by [`Core::grow_older`].
+    pub(super) age: u8,
 }
 
 /// What a [`Core`] is made of.
@@ -89,32 +104,33 @@ pub(crate) struct Parts {
 /// A command's identifier is its slot in the low bits, and in the rest a count of the slot's uses:
 /// a completion that comes twice does not end the slot's next command.
 pub(crate) struct Core {
-    qid: u16,
-    sq: Ring<{ Sqe::SIZE }>,
-    sq_size: RingSize,
-    sq_tail: u16,
-    sq_published: u16,
+    pub(super) qid: u16,
+    pub(super) sq: Ring<{ Sqe::SIZE }>,
+    pub(super) sq_size: RingSize,
+    pub(super) sq_tail: u16,
+    pub(super) sq_published: u16,
     /// As the last completion said that was believable.
-    sq_head: u16,
+    pub(super) sq_head: u16,
     /// What the last completion said of it, which is checked once for each batch of them.
-    sq_head_said: u16,
-    cq: Ring<{ Cqe::SIZE }>,
-    cq_size: RingSize,
-    cq_head: u16,
-    phase: bool,
+    pub(super) sq_head_said: u16,
+    pub(super) cq: Ring<{ Cqe::SIZE }>,
+    pub(super) cq_size: RingSize,
+    pub(super) cq_head: u16,
+    pub(super) phase: bool,
     /// Entries consumed since the head was published.
-    cq_unpublished: u32,
+    pub(super) cq_unpublished: u32,
     cq_publish_at: u32,
     pub(crate) sq_bell: Bell,
     pub(crate) cq_bell: Bell,
-    slots: Box<[Slot]>,
-    free: Vec<u16>,
-    slot_mask: u16,
-    generation: u16,
+    pub(super) slots: Box<[Slot]>,
+    pub(super) free: Vec<u16>,
+    pub(super) slot_mask: u16,
+    pub(super) generation: u16,
     lists: PrpLists,
     max_transfer: u64,
-    stats: QueueStats,
-    failed: Option<Arc<str>>,
+    pub(super) stats: QueueStats,
+    pub(super) failed: Option<Arc<str>>,
+    pub(super) rescue: Rescue,
 }
 
 impl Core {
@@ -126,7 +142,9 @@ impl Core {
         // Never all ones: FFFFh is no command identifier to use (Base 2.1, 3.3.3.1).
         let bits = u16::BITS - capacity.leading_zeros();
         let slot_mask = 1u16.checked_shl(bits).map_or(u16::MAX, |bit| bit - 1);
-        let slots = (0..capacity).map(|cid| Slot { buffer: None, cid, busy: false }).collect();
+        let slots = (0..capacity)
+            .map(|cid| Slot { buffer: None, command: Command::NONE, cid, age: 0 })
+            .collect();
         Self {
             qid: parts.qid,
             sq: parts.sq,
@@ -151,6 +169,7 @@ impl Core {
             max_transfer: parts.max_transfer,
             stats: QueueStats::default(),
             failed: None,
+            rescue: Rescue::default(),
         }
     }
 
@@ -179,9 +198,11 @@ impl Core {
 
     pub(crate) fn stats(&self) -> QueueStats {
         QueueStats {
-            sq_doorbell_mmio_writes: self.sq_bell.trapped,
-            cq_doorbell_mmio_writes: self.cq_bell.trapped,
-            mmio_saved: self.sq_bell.saved() + self.cq_bell.saved(),
+            // With those of the queue's earlier lives.
+            sq_doorbell_mmio_writes: self.stats.sq_doorbell_mmio_writes + self.sq_bell.trapped,
+            cq_doorbell_mmio_writes: self.stats.cq_doorbell_mmio_writes + self.cq_bell.trapped,
+            mmio_saved: self.stats.mmio_saved + self.sq_bell.saved() + self.cq_bell.saved(),
+            polls: self.stats.completed + self.stats.empty_polls,
             ..self.stats
         }
     }
@@ -196,38 +217,40 @@ impl Core {
     }
 
     /// Writes a command, the eight words of its entry, into the submission queue. Its identifier and
-    /// data pointer are set here; its data are `transfer` bytes at `offset` of `buffer`. The controller hears of it with
-    /// [`ring`](Self::ring).
+    /// data pointer are set here; `command` says what its data are, and is kept in case that it has to be submitted again. The
+    /// controller hears of it with [`ring`](Self::ring).
     #[inline(always)]
     pub(crate) fn submit(
         &mut self,
         mut words: [u64; 8],
         buffer: Option<Buffer>,
-        offset: u32,
-        transfer: u32,
+        command: Command,
     ) -> Result<Token, Refused> {
-        let Some(slot) = self.free.last().copied() else {
+        let Command { offset, transfer, .. } = command;
+        let Some(slot) = self.free.pop() else {
             return Err(self.refuse_full(buffer));
         };
         let prps = if transfer == 0 {
+            if self.failed.is_some() {
+                return Err(self.refuse(slot, None, buffer));
+            }
             None
         } else {
+            // A queue that failed moves nothing: see `fail`.
             match self.prps(slot, buffer.as_ref(), offset, transfer) {
                 Ok(prps) => Some(prps),
-                Err(reason) => return Err(Refused { reason, buffer }),
+                Err(reason) => return Err(self.refuse(slot, Some(reason), buffer)),
             }
         };
-        if self.failed.is_some() {
-            return Err(Refused { reason: self.failure(), buffer });
-        }
         // `slot` comes from the list of free slots, all of which exist.
         let Some(entry) = self.slots.get_mut(usize::from(slot)) else {
             return Err(self.refuse_full(buffer));
         };
-        self.free.pop();
         let cid = entry.cid;
-        entry.busy = true;
-        entry.buffer = buffer;
+        entry.age = 1;
+        entry.command = command;
+        // There was none, so there is none to be dropped.
+        std::mem::forget(std::mem::replace(&mut entry.buffer, buffer));
         words[0] = words[0] & !CID | u64::from(cid) << CID.trailing_zeros();
         if let Some((prp1, prp2)) = prps {
             words[0] &= !PSDT;
@@ -242,7 +265,7 @@ impl Core {
     }
 
     #[inline]
-    fn prps(
+    pub(super) fn prps(
         &mut self,
         slot: u16,
         buffer: Option<&Buffer>,
@@ -263,6 +286,14 @@ impl Core {
         self.lists
             .prps(usize::from(slot), buffer.iova() + start, bytes)
             .ok_or(QueueError::TooLong { bytes, max: self.max_transfer })
+    }
+
+    /// Gives the slot back.
+    #[cold]
+    fn refuse(&mut self, slot: u16, reason: Option<QueueError>, buffer: Option<Buffer>) -> Refused {
+        self.free.push(slot);
+        let reason = reason.filter(|_| self.failed.is_none());
+        Refused { reason: reason.unwrap_or_else(|| self.failure()), buffer }
     }
 
     #[cold]
@@ -342,44 +373,41 @@ impl Core {
         self.is_new(self.second_word())
     }
 
-    /// The next completion. Entries that belong to no outstanding command are skipped, at most as
-    /// many as the queue has entries.
-    ///
-    /// One completion is made at one place, so that it stays in registers wherever this is inlined.
-    #[inline(always)]
+    /// The next completion, whatever it takes. Entries that belong to no outstanding command are
+    /// skipped, at most as many as the queue has entries.
     pub(crate) fn pop(&mut self) -> Option<Completion> {
-        self.stats.polls += 1;
-        let mut skipped = 0;
-        loop {
-            let word = self.second_word();
-            if !self.is_new(word) || skipped == self.cq_size.entries() {
-                self.stats.empty_polls += 1;
-                return None;
-            }
-            if let Some(completion) = self.consume(word) {
+        for _ in 0..self.cq_size.entries() {
+            let Some(word) = self.pop_word() else { break };
+            if let Some(completion) = self.consume_any(word) {
                 return Some(completion);
             }
-            skipped += 1;
         }
+        self.stats.empty_polls += 1;
+        None
     }
 
-    /// Consumes the entry at the head, of which `word` is the second word.
+    /// The second word of the entry at the head, if there is one.
     #[inline(always)]
-    fn consume(&mut self, word: u64) -> Option<Completion> {
-        let first: u64 = self.cq.read(u32::from(self.cq_head));
-        self.cq_head = self.cq_size.forward(self.cq_head, 1);
-        self.phase ^= self.cq_head == 0;
-        self.cq_unpublished += 1;
+    pub(crate) fn pop_word(&self) -> Option<u64> {
+        let word = self.second_word();
+        self.is_new(word).then_some(word)
+    }
+
+    /// Consumes the entry at the head, of which `word` is the second word, if it completes the
+    /// command that is in its slot; otherwise there is [`consume_any`](Self::consume_any).
+    ///
+    /// A completion is made in one place, from registers, and stays in them wherever this is
+    /// inlined: see [`Ring::write_words`].
+    #[inline(always)]
+    pub(crate) fn consume(&mut self, word: u64) -> Option<Completion> {
         let cid = (word >> 32) as u16;
         let slot = cid & self.slot_mask;
         let entry = self.slots.get_mut(usize::from(slot));
-        let Some(entry) = entry.filter(|entry| entry.cid == cid && entry.busy) else {
-            self.unknown_completion(cid);
-            return None;
-        };
-        entry.busy = false;
+        let entry = entry.filter(|entry| entry.cid == cid && entry.age != 0)?;
+        entry.age = 0;
         entry.cid = cid.wrapping_add(self.generation);
         let buffer = entry.buffer.take();
+        let first = self.advance();
         self.free.push(slot);
         self.stats.completed += 1;
         self.sq_head_said = word as u16;
@@ -393,6 +421,25 @@ impl Core {
             dw1: (first >> 32) as u32,
             buffer,
         })
+    }
+
+    /// The same, and if the entry is an odd one, what is to be made of that.
+    #[cold]
+    pub(super) fn consume_any(&mut self, word: u64) -> Option<Completion> {
+        self.consume(word).or_else(|| {
+            let first = self.advance();
+            self.odd_completion(first, word)
+        })
+    }
+
+    /// Takes the entry at the head; its first word.
+    #[inline(always)]
+    fn advance(&mut self) -> u64 {
+        let first = self.cq.read(u32::from(self.cq_head));
+        self.cq_head = self.cq_size.forward(self.cq_head, 1);
+        self.phase ^= self.cq_head == 0;
+        self.cq_unpublished += 1;
+        first
     }
 
     /// After the completions that there were have been taken: gives their entries back if the
@@ -435,7 +482,7 @@ impl Core {
     }
 
     #[cold]
-    fn unknown_completion(&mut self, cid: u16) {
+    pub(super) fn unknown_completion(&mut self, cid: u16) {
         if self.stats.unknown_completions == 0 {
             tracing::warn!(
                 qid = self.qid,
@@ -449,20 +496,19 @@ impl Core {
 
     #[cold]
     fn fail(&mut self, error: &TransportError) -> QueueError {
-        self.failed.get_or_insert_with(|| error.to_string().into());
+        self.set_failed(|| error.to_string().into());
         self.failure()
     }
 
-    /// The device at the other end has gone: nothing completes any more.
-    #[cold]
-    pub(crate) fn gone(&mut self, device: &str) -> QueueError {
-        let why = || format!("{device} went away; attach again when it is back").into();
+    /// From here on no command is taken: not one with data, because it would be too long, and not one
+    /// without.
+    pub(super) fn set_failed(&mut self, why: impl FnOnce() -> Arc<str>) {
         self.failed.get_or_insert_with(why);
-        self.failure()
+        self.max_transfer = 0;
     }
 
     #[cold]
-    fn failure(&self) -> QueueError {
+    pub(crate) fn failure(&self) -> QueueError {
         let why = self.failed.clone().unwrap_or_else(|| "it was closed".into());
         QueueError::Failed { qid: self.qid, why }
     }

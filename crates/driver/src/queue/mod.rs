@@ -2,7 +2,9 @@
 
 mod bell;
 mod core;
+mod ladder;
 mod memory;
+mod rescue;
 mod spin;
 mod stats;
 
@@ -17,12 +19,13 @@ pub use self::stats::QueueStats;
 use crate::command::Command;
 use crate::dma::Buffer;
 use crate::error::{QueueError, Refused};
+use crate::recovery::Place;
 use crate::shared::Shared;
 use ::memory::{Edge, Edges, EventFd};
 use std::fmt;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::{Duration, Instant};
 
 /// Spins between two looks at the clock.
@@ -56,27 +59,44 @@ pub struct QueuePair {
     heard: Option<u64>,
     /// The device's other end has hung up.
     gone: bool,
-    interrupts: bool,
+    place: Place,
     spin: SpinWindow,
+    /// The controller's word as it was when this queue looked last: another says that there is
+    /// something to be looked at.
+    seen: u32,
+    /// The word as it was when the ages of the commands were looked at.
+    looked: u32,
+    /// How often the controller had been reset when the queues were created.
+    generation: u32,
+    /// Whether the keeper shall signal `event`; made when it is needed first.
+    drowsy: Option<Arc<AtomicBool>>,
+    /// Buffers of commands that were ended while the controller might still write to them.
+    kept: Vec<Buffer>,
 }
 
 impl QueuePair {
     pub(crate) fn new(
         core: Core,
         shared: Arc<Shared>,
+        place: Place,
+        generation: u32,
         event: EventFd,
-        interrupts: bool,
         spin: SpinPolicy,
     ) -> Self {
         Self {
             core,
-            shared,
             event,
             edges: None,
             heard: None,
             gone: false,
-            interrupts,
+            place,
             spin: SpinWindow::new(spin),
+            seen: shared.word(),
+            looked: shared.word(),
+            generation,
+            drowsy: None,
+            kept: Vec::new(),
+            shared,
         }
     }
 
@@ -103,7 +123,7 @@ impl QueuePair {
     /// Whether the controller interrupts for this queue: [`wait`](Self::wait) sleeps then.
     #[must_use]
     pub fn has_interrupt(&self) -> bool {
-        self.interrupts
+        self.place.interrupts
     }
 
     /// What the queue did so far.
@@ -119,7 +139,7 @@ impl QueuePair {
     /// [`Refused`], with the buffer: the queue is full, or the buffer does not fit the command.
     #[inline(always)]
     pub fn submit(&mut self, command: Command, buffer: Option<Buffer>) -> Result<Token, Refused> {
-        self.core.submit(command.words(), buffer, command.offset, command.transfer)
+        self.core.submit(command.words(), buffer, command)
     }
 
     /// Tells the controller of everything submitted so far, with one doorbell or with none.
@@ -128,8 +148,8 @@ impl QueuePair {
     /// [`QueueError`], when the controller can not be reached any more, or was detached.
     #[inline]
     pub fn ring(&mut self) -> Result<(), QueueError> {
-        if !self.shared.is_live() {
-            return Err(QueueError::Detached { qid: self.qid() });
+        if self.shared.word() != self.seen {
+            self.attend()?;
         }
         self.core.ring()
     }
@@ -147,18 +167,34 @@ impl QueuePair {
     /// As [`ring`](Self::ring).
     #[inline(always)]
     pub fn ring_in_time(&mut self) -> Result<bool, QueueError> {
-        if !self.shared.is_live() {
-            return Err(QueueError::Detached { qid: self.qid() });
+        if self.shared.word() != self.seen {
+            self.attend()?;
         }
         self.core.ring_in_time()
     }
 
     /// The next completion, if there is one. After the last, call [`ring`](Self::ring) or
     /// [`settle`](Self::settle): the controller might wait for room.
-    // Inlined, so that what it returns need not go through memory: see `Ring::write_words`.
+    // Inlined, and the usual completion made in one place, so that it need not go through memory: see
+    // `Ring::write_words`.
     #[inline(always)]
     pub fn pop(&mut self) -> Option<Completion> {
-        self.core.pop()
+        if let Some(word) = self.core.pop_word()
+            && let Some(completion) = self.core.consume(word)
+        {
+            return Some(completion);
+        }
+        self.pop_otherwise().map(|completion| *completion)
+    }
+
+    /// The controller has completed nothing more, or nothing that is outstanding. Boxed, because what
+    /// is returned in the caller's memory would keep the usual completion there as well.
+    #[inline(never)]
+    fn pop_otherwise(&mut self) -> Option<Box<Completion>> {
+        if let Some(completion) = self.core.pop() {
+            return Some(Box::new(completion));
+        }
+        if self.shared.word() == self.seen { None } else { self.pop_ended().map(Box::new) }
     }
 
     /// Hands every completion that is there to `each` (at most as many as the queue can hold), and
@@ -170,7 +206,7 @@ impl QueuePair {
     pub fn poll(&mut self, mut each: impl FnMut(Completion)) -> Result<usize, QueueError> {
         let mut count = 0;
         while count < self.core.capacity()
-            && let Some(completion) = self.core.pop()
+            && let Some(completion) = self.pop()
         {
             each(completion);
             count += 1;
@@ -193,7 +229,7 @@ impl QueuePair {
     #[inline]
     #[must_use]
     pub fn is_ready(&self) -> bool {
-        self.core.is_ready()
+        self.core.is_ready() || self.core.has_ended()
     }
 
     /// Waits for a completion: polls for as long as the [`SpinPolicy`] says, then sleeps until the
@@ -207,7 +243,7 @@ impl QueuePair {
     /// As [`ring`](Self::ring).
     pub fn wait(&mut self, deadline: Option<Instant>) -> Result<bool, QueueError> {
         self.ring()?;
-        if self.core.is_ready() {
+        if self.is_ready() {
             return Ok(true);
         }
         let began = Instant::now();
@@ -226,36 +262,60 @@ impl QueuePair {
                 return Ok(false);
             }
             if now - began >= window {
-                if self.interrupts {
+                if self.has_interrupt() {
                     break;
                 }
                 if self.event.drain() != 0 {
-                    return Ok(self.core.is_ready());
+                    return Ok(self.is_ready());
                 }
-                if !self.shared.is_live() {
-                    return Err(QueueError::Detached { qid: self.qid() });
+                if self.attend_news()? {
+                    return Ok(true);
                 }
                 looks = looks.saturating_add(1);
                 idle(looks);
             }
         }
-        self.publish_all()?;
-        self.forget_marks();
-        // Armed: whatever comes from here on leaves a mark on the event. What came before is seen
-        // by looking once more, the fence keeping the look behind the head that was published.
-        fence(Ordering::SeqCst);
-        if !self.core.is_ready() {
-            self.sleep(deadline)?;
+        loop {
+            self.publish_all()?;
+            self.forget_marks();
+            // Armed: whatever comes from here on leaves a mark on the event. What came before is
+            // seen by looking once more, the fence keeping the look behind the head that was
+            // published.
+            fence(Ordering::SeqCst);
+            let slept = if self.is_ready() { true } else { self.sleep(deadline)? };
+            if self.attend_news()? || slept {
+                break;
+            }
+            // Only to see how old commands are.
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                break;
+            }
         }
         self.spin.waited(began.elapsed());
-        Ok(self.core.is_ready())
+        Ok(self.is_ready())
     }
 
-    /// Publishes everything, and takes marks of the past off the event. After this and a full
-    /// fence, look at the completion queue once more, and then [`block`](Self::block).
-    pub(crate) fn prepare_sleep(&mut self) -> Result<(), QueueError> {
+    /// Looks at what is new, if there is anything. Whether there is a completion to be taken.
+    fn attend_news(&mut self) -> Result<bool, QueueError> {
+        if self.shared.word() != self.seen {
+            self.attend()?;
+        }
+        Ok(self.is_ready())
+    }
+
+    /// Tells the controller everything that it has to know to interrupt for what completes from now
+    /// on: for those who sleep on [`waker`](Self::waker) by themselves. After this, and a full fence,
+    /// the completion queue has to be looked at once more ([`is_ready`](Self::is_ready)). A mark of
+    /// the past may end the sleep at once.
+    ///
+    /// # Errors
+    /// As [`ring`](Self::ring).
+    pub fn prepare_sleep(&mut self) -> Result<(), QueueError> {
         self.publish_all()?;
-        self.event.drain();
+        // Whoever sleeps by itself has no timer for the ages of commands: the keeper wakes it.
+        if self.core.outstanding() != 0 && self.shared.recovery.enabled {
+            self.expects_keeper(true);
+        }
         Ok(())
     }
 
@@ -264,6 +324,19 @@ impl QueuePair {
         // The controller may hold an interrupt back for as long as we have not consumed what the
         // last one was for.
         self.core.release()
+    }
+
+    /// When a sleep has to end at the latest, so that the ages of commands are looked at.
+    fn next_look(&self) -> Option<Instant> {
+        if self.outstanding() == 0 || !self.shared.recovery.enabled {
+            return None;
+        }
+        Instant::now().checked_add(self.shared.pace.tick)
+    }
+
+    /// Within this time every command ends, one way or another.
+    pub(crate) fn patience(&self) -> Duration {
+        self.shared.pace.patience
     }
 
     /// Takes marks of the past off the event, if there can be any: interrupts whose completions were
@@ -293,26 +366,33 @@ impl QueuePair {
         }
     }
 
-    /// Sleeps until the interrupt, a signal or the deadline.
-    fn sleep(&mut self, deadline: Option<Instant>) -> Result<(), QueueError> {
-        self.sleep_and_see(deadline)?;
+    /// Sleeps until the interrupt, a signal or the deadline; whether it was one of these, or else
+    /// time to look at the ages of commands.
+    fn sleep(&mut self, deadline: Option<Instant>) -> Result<bool, QueueError> {
+        let signalled = self.sleep_and_see(deadline)?;
         if self.core.is_ready() {
             self.heard = Some(self.core.completed());
         }
-        Ok(())
+        Ok(signalled)
     }
 
-    /// Sleeps until the interrupt, a signal or the deadline.
+    /// Sleeps until the interrupt, a signal or the deadline, or until it is time to look at the ages
+    /// of commands, which this does.
     pub(crate) fn block(&mut self, deadline: Option<Instant>) -> Result<(), QueueError> {
         self.watch();
-        self.sleep_and_see(deadline)
+        self.sleep_and_see(deadline)?;
+        self.attend_news().map(drop)
     }
 
-    fn sleep_and_see(&mut self, deadline: Option<Instant>) -> Result<(), QueueError> {
+    fn sleep_and_see(&mut self, deadline: Option<Instant>) -> Result<bool, QueueError> {
+        let until = match (deadline, self.next_look()) {
+            (Some(deadline), Some(look)) => Some(deadline.min(look)),
+            (deadline, look) => deadline.or(look),
+        };
         let outcome = match &self.edges {
             _ if self.gone => Ok(Edge::HungUp),
-            Some(edges) => edges.wait(left(deadline)),
-            None => self.event.wait(left(deadline)).map(|woken| match woken {
+            Some(edges) => edges.wait(left(until)),
+            None => self.event.wait(left(until)).map(|woken| match woken {
                 true => Edge::Signal,
                 false => Edge::Timeout,
             }),
@@ -320,12 +400,15 @@ impl QueuePair {
         self.core.stats_mut().sleeps += 1;
         match outcome {
             Ok(Edge::Signal) => self.core.stats_mut().wakeups += 1,
-            Ok(Edge::Timeout) => {}
+            Ok(Edge::Timeout) => return Ok(false),
             Ok(Edge::HungUp) => {
                 self.gone = true;
                 // What has completed before is still there to be taken.
-                if !self.core.is_ready() {
-                    return Err(self.core.gone(self.shared.name()));
+                if !self.is_ready() {
+                    let device = self.shared.name();
+                    let why = format!("{device} went away; attach again when it is back");
+                    self.shared.went_away(&why);
+                    self.attend()?;
                 }
             }
             Err(error) => {
@@ -333,7 +416,7 @@ impl QueuePair {
                 idle(u32::MAX);
             }
         }
-        if self.shared.is_live() { Ok(()) } else { Err(QueueError::Detached { qid: self.qid() }) }
+        Ok(true)
     }
 
     /// A descriptor whose signal ends a [`wait`](Self::wait), from any thread. It is the one that
@@ -375,7 +458,11 @@ fn idle(looks: u32) {
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
-        let buffers = self.core.take_buffers();
+        if let Some(drowsy) = &self.drowsy {
+            self.shared.forget_sleeper(drowsy);
+        }
+        let mut buffers = self.core.take_buffers();
+        buffers.append(&mut self.kept);
         let qid = self.qid();
         if self.shared.delete_queue_pair(qid) {
             return;

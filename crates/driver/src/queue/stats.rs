@@ -16,7 +16,7 @@ pub struct QueueStats {
     pub cq_doorbell_mmio_writes: u64,
     /// Doorbells of either kind for which the shadow entry was enough.
     pub mmio_saved: u64,
-    /// Looks at the completion queue.
+    /// Looks at the completion queue, with or without a completion to be found there.
     pub polls: u64,
     /// Looks that found nothing.
     pub empty_polls: u64,
@@ -30,6 +30,13 @@ pub struct QueueStats {
     /// Completion queue entries whose submission queue identifier can not be, and batches of them
     /// whose last head can not be. The fields are ignored.
     pub bad_sq_heads: u64,
+    /// Commands that were not completed within [`Timeouts::io`](crate::Timeouts::io); each time that
+    /// a command is submitted counts.
+    pub late: u64,
+    /// Times that a command was submitted again.
+    pub repeated: u64,
+    /// Commands that the driver ended, with Command Aborted By Host. They count as completed.
+    pub ended: u64,
 }
 
 impl QueueStats {

@@ -44,6 +44,8 @@ pub(crate) struct State {
     /// So many times that it is enabled, its first access to memory meets a stale translation:
     /// CSTS.CFS comes up then.
     pub(crate) stale: usize,
+    /// CSTS.NSSRO can not be cleared.
+    pub(crate) keeps_nssro: bool,
     /// CSTS.SHST never says complete.
     pub(crate) endless_shutdown: bool,
     /// The function can not be reset.
@@ -114,6 +116,7 @@ impl Fake {
             stuck: false,
             fatal: false,
             stale: 0,
+            keeps_nssro: false,
             endless_shutdown: false,
             no_reset: false,
             removed: false,
@@ -483,7 +486,9 @@ impl Transport for Fake {
         Ok(match offset {
             regs::VS => regs::Vs::V1_4.into_bits(),
             regs::CC => state.cc.into_bits(),
-            regs::CSTS => state.csts.into_bits(),
+            regs::CSTS => {
+                state.csts.with_nssro(state.csts.nssro() || state.keeps_nssro).into_bits()
+            }
             _ => 0,
         })
     }
@@ -502,6 +507,9 @@ impl Transport for Fake {
         match offset {
             regs::CC => state.set_cc(Cc::from_bits(value)),
             regs::AQA => state.aqa = Aqa::from_bits(value),
+            regs::CSTS if Csts::from_bits(value).nssro() => {
+                state.csts = state.csts.with_nssro(false);
+            }
             _ => {}
         }
         Ok(())

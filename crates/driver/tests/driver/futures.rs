@@ -17,7 +17,7 @@ use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 /// The smallest executor there is.
-fn block_on<F: Future>(future: F) -> F::Output {
+pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
     struct Unpark(Thread);
     impl Wake for Unpark {
         fn wake(self: Arc<Self>) {

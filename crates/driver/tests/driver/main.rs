@@ -3,13 +3,15 @@
 mod admin;
 mod attach;
 mod detach;
+mod driven;
 mod fake;
 mod futures;
 mod queue;
+mod recovery;
 mod vfio_user;
 
 use fake::Fake;
-use shadowbell_driver::{AttachOptions, Controller, Timeouts};
+use shadowbell_driver::{AttachOptions, Controller, Recovery, Timeouts};
 use std::time::Duration;
 
 /// Options that do not make a test wait for long.
@@ -22,6 +24,8 @@ fn options() -> AttachOptions {
             io: Duration::from_millis(80),
             shutdown: Duration::from_millis(50),
         },
+        // Otherwise a fake that holds commands back would not be left alone.
+        recovery: Recovery::OFF,
         ..AttachOptions::default()
     }
 }

@@ -1,23 +1,24 @@
 //! One client: its handshake, and then its requests, many of them at once.
 //!
-//! One thread, which sleeps in one `poll` on the socket and on whatever completes. Requests are
-//! carried out and answered in whatever order they complete. A client that does not take its answers
-//! is not read from: its requests keep their places, and the memory of their data, until the answer
-//! is sent.
+//! One thread, which reads requests, submits them, takes completions and writes answers, and sleeps
+//! on all of that at once ([`Seat`]). What came with one read goes to the controller with one
+//! doorbell, and what has completed meanwhile is answered with one write. Requests are carried out
+//! and answered in whatever order they complete. A client that does not take its answers is not read
+//! from: its requests keep their places, and the memory of their data, until the answer is sent.
 
 use super::handshake::{ALLOCATION_CONTEXT, Agreed, Export, Handshake, Step};
 use super::reply::Head;
 use super::request::{Action, Checked, Ended, Job, carry_out, check, number};
 use super::server::Shared;
 use super::wire::{MAX_PAYLOAD, NbdError, Request, command};
-use crate::tasks::Tasks;
+use crate::seat::{FIRST, Seat};
 use block::{BlockDevice, BlockError};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::future::Future;
 use std::io::{IoSlice, IoSliceMut};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -35,6 +36,11 @@ const BATCH: usize = 64;
 const HANDSHAKE: Duration = Duration::from_secs(30);
 /// How long a client may take to take its last answers, when the server ends.
 const FAREWELL: Duration = Duration::from_secs(5);
+
+/// The socket, among what a seat watches.
+const SOCKET: u64 = FIRST;
+const HANG_UP: EventFlags = EventFlags::RDHUP.union(EventFlags::HUP).union(EventFlags::ERR);
+const RECEIVE: EventFlags = EventFlags::IN.union(EventFlags::RDHUP);
 
 /// Why a connection ended otherwise than by the client's wish.
 #[derive(Debug, thiserror::Error)]
@@ -117,7 +123,13 @@ struct Connection<F> {
     shared: Arc<Shared>,
     agreed: Agreed,
     input: Input,
-    tasks: Tasks<F>,
+    seat: Seat<F>,
+    /// There may be something to receive.
+    readable: bool,
+    /// The client has said that it sends no more; what it sent before may still be there.
+    closing: bool,
+    /// The socket takes no more at the moment.
+    blocked: bool,
     pending: Vec<Pending>,
     arriving: Option<Arriving>,
     /// A request for which there is no place or no memory at the moment.
@@ -139,15 +151,19 @@ pub(super) fn serve(
     disk: BlockDevice,
     shared: &Arc<Shared>,
 ) -> Result<(), Broken> {
-    let tasks = Tasks::new(PLACES).map_err(Broken::Event)?;
-    let _alarm = shared.register(tasks.alarm().map_err(Broken::Event)?);
+    let seat = Seat::new(&disk, PLACES).map_err(Broken::Event)?;
+    seat.watch(socket.as_fd(), SOCKET, RECEIVE).map_err(Broken::Event)?;
+    let _alarm = shared.register(seat.alarm().map_err(Broken::Event)?);
     let mut connection = Connection {
         socket,
         disk,
         shared: Arc::clone(shared),
         agreed: Agreed::default(),
         input: Input { bytes: vec![0; INPUT].into(), from: 0, to: 0 },
-        tasks,
+        seat,
+        readable: true,
+        closing: false,
+        blocked: false,
         pending: vec![Pending::default(); PLACES],
         arriving: None,
         stalled: None,
@@ -165,32 +181,6 @@ pub(super) fn serve(
     connection.run(carry_out)
 }
 
-/// Waits until the socket is ready for `flags`, or `event` rings, or the time is over. What the
-/// socket is ready for, and whether it rang.
-fn wait(
-    socket: BorrowedFd<'_>,
-    flags: PollFlags,
-    event: BorrowedFd<'_>,
-    timeout: Option<Duration>,
-) -> (PollFlags, bool) {
-    let mut fds =
-        [PollFd::from_borrowed_fd(event, PollFlags::IN), PollFd::from_borrowed_fd(socket, flags)];
-    // A socket that is not asked for anything reports its end for ever.
-    let count = if flags.is_empty() { 1 } else { 2 };
-    let timeout = timeout.map(|timeout| Timespec {
-        tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: timeout.subsec_nanos().into(),
-    });
-    if poll(fds.get_mut(..count).unwrap_or_default(), timeout.as_ref()).is_err() {
-        // A signal: look at everything.
-        return (flags, true);
-    }
-    let [event, socket] = &fds;
-    (socket.revents(), !event.revents().is_empty())
-}
-
-const HANG_UP: PollFlags = PollFlags::HUP.union(PollFlags::ERR);
-
 impl<F: Future<Output = Ended>> Connection<F> {
     /// What was agreed on; nothing if the client left.
     fn handshake(&mut self, export: &Arc<Export>) -> Result<Option<Agreed>, Broken> {
@@ -201,12 +191,19 @@ impl<F: Future<Output = Ended>> Connection<F> {
         loop {
             let sent = match rustix::io::write(&self.socket, &out) {
                 Ok(sent) => sent,
-                Err(Errno::AGAIN | Errno::INTR) => 0,
+                Err(Errno::INTR) => continue,
+                Err(Errno::AGAIN) => {
+                    self.block()?;
+                    0
+                }
                 // Who only wanted to see whether somebody is here does not wait for the answer.
                 Err(Errno::PIPE | Errno::CONNRESET) => return Ok(None),
                 Err(errno) => return Err(Broken::Socket(errno)),
             };
             out.drain(..sent.min(out.len()));
+            if !out.is_empty() && !self.blocked {
+                continue;
+            }
             if out.is_empty() {
                 match over {
                     Some(Step::Transmission(agreed)) => return Ok(Some(agreed)),
@@ -228,66 +225,93 @@ impl<F: Future<Output = Ended>> Connection<F> {
             if self.shared.is_ending() {
                 return Ok(None);
             }
-            let flags = if out.is_empty() { PollFlags::IN } else { PollFlags::OUT };
-            let Some(left) = deadline.checked_duration_since(Instant::now()) else {
+            if Instant::now() >= deadline {
                 return Err(Broken::Slow);
-            };
-            let (ready, rang) = wait(self.socket.as_fd(), flags, self.tasks.event(), Some(left));
-            self.tasks.awake(rang);
-            if ready.intersects(PollFlags::IN | HANG_UP) && out.is_empty() {
+            }
+            if out.is_empty() && self.readable {
                 match rustix::io::read(&self.socket, self.input.room()) {
                     Ok(0) => return Ok(None),
                     Ok(count) => self.input.to += count,
-                    Err(Errno::AGAIN | Errno::INTR) => {}
+                    Err(Errno::AGAIN) => self.readable = false,
+                    Err(Errno::INTR) => {}
                     Err(Errno::CONNRESET) => return Ok(None),
                     Err(errno) => return Err(Broken::Socket(errno)),
                 }
+                continue;
+            }
+            if self.seat.prepare_sleep() {
+                self.wait(Some(deadline))?;
             }
         }
+    }
+
+    /// Waits until there is something to do.
+    fn wait(&mut self, until: Option<Instant>) -> Result<(), Broken> {
+        let Self { seat, readable, closing, blocked, .. } = self;
+        let was_blocked = *blocked;
+        seat.wait(until, |(_, flags)| {
+            *readable |= flags.intersects(EventFlags::IN | HANG_UP);
+            *closing |= flags.intersects(HANG_UP);
+            *blocked &= !flags.intersects(EventFlags::OUT | HANG_UP);
+        });
+        if was_blocked && !self.blocked {
+            let fd = self.socket.as_fd();
+            self.seat.rewatch(fd, SOCKET, RECEIVE).map_err(Broken::Event)?;
+        }
+        Ok(())
+    }
+
+    /// The socket takes no more: waits for it to do so again.
+    fn block(&mut self) -> Result<(), Broken> {
+        self.blocked = true;
+        let fd = self.socket.as_fd();
+        self.seat.rewatch(fd, SOCKET, RECEIVE | EventFlags::OUT).map_err(Broken::Event)
     }
 
     fn run(&mut self, make: impl Fn(BlockDevice, Job) -> F) -> Result<(), Broken> {
         let mut farewell = None;
         loop {
             self.take_requests(&make)?;
-            self.collect();
-            self.send()?;
+            let busy = self.collect();
+            let freed = self.send()?;
             if self.shared.is_ending() && !self.last {
                 self.last = true;
             }
             if self.shared.is_ending() && farewell.is_none() {
                 farewell = Some(Instant::now() + FAREWELL);
             }
+            let under_way = self.seat.tasks().reserved();
             if self.last || self.hung_up {
                 // What a client has sent in part only, it never asked for.
                 let arriving = usize::from(self.arriving.is_some());
-                if self.tasks.reserved() <= arriving && self.answers.is_empty() {
+                if under_way <= arriving && self.answers.is_empty() {
                     return Ok(());
                 }
             }
-            let mut flags = PollFlags::empty();
-            if !self.last && !self.hung_up && self.stalled.is_none() {
-                flags |= PollFlags::IN;
-            }
-            if !self.answers.is_empty() {
-                flags |= PollFlags::OUT;
-            }
-            let left = farewell.map(|at| at.saturating_duration_since(Instant::now()));
-            if left.is_some_and(|left| left.is_zero()) {
+            if farewell.is_some_and(|at| at <= Instant::now()) {
                 return Err(Broken::Stuck);
             }
-            let timeout = if self.tasks.prepare_sleep() { left } else { Some(Duration::ZERO) };
-            let (ready, rang) = wait(self.socket.as_fd(), flags, self.tasks.event(), timeout);
-            self.tasks.awake(rang);
-            if flags.contains(PollFlags::IN) && ready.intersects(PollFlags::IN | HANG_UP) {
-                self.receive()?;
+            if self.stalled.is_some() && freed {
+                continue;
+            }
+            // Who has several requests under way sends the next ones as the answers come in; who
+            // waits for each has not had the time to.
+            let perhaps = self.readable || freed && under_way > 0;
+            let takes = !self.last && !self.hung_up && self.stalled.is_none();
+            if perhaps && takes && self.receive()? {
+                continue;
+            }
+            if !busy && !self.seat.spin() && self.seat.prepare_sleep() {
+                self.wait(farewell)?;
             }
         }
     }
 
     /// Receives what is there: first the rest of the data that are arriving, then what follows.
-    fn receive(&mut self) -> Result<(), Broken> {
+    /// Whether there was anything.
+    fn receive(&mut self) -> Result<bool, Broken> {
         let room = self.input.room();
+        let space = room.len();
         let (outcome, wanted) = match &mut self.arriving {
             Some(write) => {
                 let rest = write.data.get_mut(write.got..write.request.len as usize);
@@ -306,12 +330,18 @@ impl<F: Future<Output = Ended>> Connection<F> {
                     write.got += data;
                 }
                 self.input.to += count - data;
+                // Less than there was room for is all that there is, until we are woken for more.
+                self.readable = count == wanted + space || self.closing;
             }
-            Err(Errno::AGAIN | Errno::INTR) => {}
+            Err(Errno::AGAIN) => {
+                self.readable = false;
+                return Ok(false);
+            }
+            Err(Errno::INTR) => {}
             Err(Errno::CONNRESET | Errno::PIPE) => self.hung_up = true,
             Err(errno) => return Err(Broken::Socket(errno)),
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Begins with every request that is here, for which there is a place.
@@ -364,7 +394,7 @@ impl<F: Future<Output = Ended>> Connection<F> {
                 self.stalled = Some(request);
                 return Ok(());
             }
-            let Some(place) = self.tasks.reserve() else {
+            let Some(place) = self.seat.tasks().reserve() else {
                 self.stalled = Some(request);
                 return Ok(());
             };
@@ -397,7 +427,7 @@ impl<F: Future<Output = Ended>> Connection<F> {
                 if let Some(pending) = self.pending.get_mut(place) {
                     pending.checked = Some(request);
                 }
-                self.tasks.start(place, make(self.disk.clone(), Job { request, data }));
+                self.seat.tasks().start(place, make(self.disk.clone(), Job { request, data }));
             }
             Err((error, text)) => {
                 let head = self.refusal(request.cookie, error, text);
@@ -414,22 +444,23 @@ impl<F: Future<Output = Ended>> Connection<F> {
         }
     }
 
-    /// Takes what has completed.
-    fn collect(&mut self) {
-        let Self { tasks, pending, answers, agreed, shared, .. } = self;
-        tasks.run(|place, Ended { outcome, data }| {
+    /// Submits what was begun with, and takes what has completed. Whether there was anything.
+    fn collect(&mut self) -> bool {
+        let Self { seat, pending, answers, agreed, shared, .. } = self;
+        seat.turn(|place, Ended { outcome, data }| {
             let pending = pending.get(place).copied().unwrap_or_default();
             let (head, len) = answer(&pending, *agreed, &outcome);
             if let Err(error) = &outcome {
                 shared.failed(error);
             }
             answers.push_back(Answer { place, head, data, len });
-        });
+        })
     }
 
-    /// Sends answers, as many as the socket takes.
-    fn send(&mut self) -> Result<(), Broken> {
-        while !self.answers.is_empty() {
+    /// Sends answers, as many as the socket takes. Whether a place has become free.
+    fn send(&mut self) -> Result<bool, Broken> {
+        let mut freed = false;
+        while !self.answers.is_empty() && !self.blocked {
             let mut skip = self.sent;
             let mut parts = [IoSlice::new(&[]); 2 * BATCH];
             let mut used = 0;
@@ -449,7 +480,10 @@ impl<F: Future<Output = Ended>> Connection<F> {
             match rustix::io::writev(&self.socket, parts.get(..used).unwrap_or_default()) {
                 Ok(count) => self.sent += count,
                 Err(Errno::INTR) => continue,
-                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::AGAIN) => {
+                    self.block()?;
+                    return Ok(freed);
+                }
                 Err(Errno::PIPE | Errno::CONNRESET) => {
                     // Nobody is there to take them. What is under way comes to its end.
                     self.hung_up = true;
@@ -457,7 +491,7 @@ impl<F: Future<Output = Ended>> Connection<F> {
                         self.settle(answer);
                     }
                     self.sent = 0;
-                    return Ok(());
+                    return Ok(true);
                 }
                 Err(errno) => return Err(Broken::Socket(errno)),
             }
@@ -467,16 +501,17 @@ impl<F: Future<Output = Ended>> Connection<F> {
             {
                 self.sent -= answer.total();
                 self.settle(answer);
+                freed = true;
             }
         }
-        Ok(())
+        Ok(freed)
     }
 
     /// An answer was sent: its place and its memory are free.
     fn settle(&mut self, answer: Answer) {
         let held = self.pending.get_mut(answer.place).map(std::mem::take);
         self.held = self.held.saturating_sub(held.map_or(0, |pending| pending.held));
-        self.tasks.release(answer.place);
+        self.seat.tasks().release(answer.place);
         if answer.data.capacity() <= KEEP && answer.data.capacity() > 0 {
             self.spare.push(answer.data);
         }

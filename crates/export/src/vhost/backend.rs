@@ -3,12 +3,11 @@
 use super::request::{
     Chain, Ended, Job, MAX_DATA, Refusal, Rules, SECTOR, Status, carry_out, data_len, parse, put,
 };
-use crate::tasks::Tasks;
+use crate::seat::Seat;
 use block::{BlockDevice, BlockError, Geometry};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::future::Future;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
@@ -61,8 +60,12 @@ struct Pending {
 /// A queue, and the thread's place that serves it.
 struct Lane {
     disk: BlockDevice,
-    tasks: Tasks<Work>,
+    seat: Seat<Work>,
     pending: Vec<Option<Pending>>,
+    /// Kept for its capacity.
+    done: Vec<usize>,
+    /// There are answers that the guest was not told of.
+    answered: bool,
     /// A request for which there is no place or no memory at the moment.
     stalled: Option<Chain>,
     held: usize,
@@ -82,10 +85,13 @@ pub(super) struct Device {
 impl Device {
     pub(super) fn new(disk: &BlockDevice, id: &str, failures: Arc<AtomicU64>) -> io::Result<Self> {
         let lane = |queue| {
+            let disk = disk.on_queue(queue);
             Ok(Mutex::new(Lane {
-                disk: disk.on_queue(queue),
-                tasks: Tasks::new(PLACES)?,
+                seat: Seat::new(&disk, PLACES)?,
+                disk,
                 pending: (0..PLACES).map(|_| None).collect(),
+                done: Vec::with_capacity(PLACES),
+                answered: false,
                 stalled: None,
                 held: 0,
                 vring: None,
@@ -107,7 +113,7 @@ impl Device {
 
     /// The descriptor on which the lane's requests are announced when they are done.
     pub(super) fn event(&self, lane: usize) -> Option<i32> {
-        Some(self.lane(lane)?.tasks.event().as_raw_fd())
+        Some(self.lane(lane)?.seat.as_fd().as_raw_fd())
     }
 
     /// The number by which that descriptor's events are known.
@@ -136,10 +142,8 @@ impl Device {
                 any = true;
             }
             any |= self.collect(&mut lane, &vring);
-            if any {
-                signal(&vring);
-            }
-            if lane.tasks.reserved() == 0 && lane.stalled.is_none() {
+            lane.signal(&vring);
+            if lane.seat.tasks().reserved() == 0 && lane.stalled.is_none() {
                 return;
             }
             let left = deadline.saturating_duration_since(Instant::now());
@@ -150,14 +154,8 @@ impl Device {
                 (lane.stalled, lane.held) = (None, 0);
                 return;
             }
-            if lane.tasks.prepare_sleep() {
-                let mut fds = [PollFd::from_borrowed_fd(lane.tasks.event(), PollFlags::IN)];
-                let left = Timespec {
-                    tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
-                    tv_nsec: left.subsec_nanos().into(),
-                };
-                let _ = poll(&mut fds, Some(&left));
-                lane.tasks.awake(true);
+            if !any && lane.seat.prepare_sleep() {
+                lane.seat.wait(Some(deadline), |_| {});
             }
         }
     }
@@ -169,15 +167,19 @@ impl Device {
             vring.disable_notification()?;
             let mut any = self.take(lane, vring);
             any |= self.collect(lane, vring);
+            lane.signal(vring);
             if any {
-                signal(vring);
+                continue;
+            }
+            // The guest need not tell of new requests while we look for ourselves.
+            if lane.seat.spin() {
                 continue;
             }
             // With a request that waits for a place, there is nothing to be told of.
             if lane.stalled.is_none() && vring.enable_notification()? {
                 continue;
             }
-            if lane.tasks.prepare_sleep() {
+            if lane.seat.prepare_timed_sleep() {
                 return Ok(());
             }
         }
@@ -210,32 +212,32 @@ impl Device {
         if lane.held > 0 && lane.held + held > MAX_HELD {
             return Some(chain);
         }
-        let Some(place) = lane.tasks.reserve() else { return Some(chain) };
+        let Some(place) = lane.seat.tasks().reserve() else { return Some(chain) };
         match parse(&chain, &self.rules(), &self.id) {
             Ok(job) => {
                 lane.held += held;
-                lane.tasks.start(place, work(lane.disk.clone(), job));
+                lane.seat.tasks().start(place, work(lane.disk.clone(), job));
                 if let Some(pending) = lane.pending.get_mut(place) {
                     *pending = Some(Pending { chain, held });
                 }
             }
             Err(refusal) => {
-                lane.tasks.release(place);
+                lane.seat.tasks().release(place);
                 let len = match refusal {
                     Refusal::Status(status) => put(&chain, &[], status),
                     Refusal::NoRoom => 0,
                 };
                 answer(vring, &chain, len);
+                lane.answered = true;
             }
         }
         None
     }
 
-    /// Answers what is done. Whether there was anything.
+    /// Submits what was begun with, and answers what is done. Whether there was anything.
     fn collect(&self, lane: &mut Lane, vring: &VringRwLock) -> bool {
-        let Lane { tasks, pending, held, .. } = lane;
-        let mut done = Vec::new();
-        tasks.run(|place, ended| {
+        let Lane { seat, pending, held, done, answered, .. } = lane;
+        let busy = seat.turn(|place, ended| {
             done.push(place);
             let Some(pending) = pending.get_mut(place).and_then(Option::take) else { return };
             *held = held.saturating_sub(pending.held);
@@ -251,9 +253,9 @@ impl Device {
             let data = if for_guest && outcome.is_ok() { data.as_slice() } else { &[] };
             answer(vring, &pending.chain, put(&pending.chain, data, status));
         });
-        let any = !done.is_empty();
-        done.into_iter().for_each(|place| tasks.release(place));
-        any
+        *answered |= !done.is_empty();
+        done.drain(..).for_each(|place| seat.tasks().release(place));
+        busy
     }
 
     fn failed(&self, error: &BlockError) {
@@ -298,13 +300,16 @@ fn answer(vring: &VringRwLock, chain: &Chain, len: u32) {
     }
 }
 
-/// Tells the guest of answers, if it wants to be told.
-fn signal(vring: &VringRwLock) {
-    // When in doubt, it is told.
-    if vring.needs_notification().unwrap_or(true)
-        && let Err(error) = vring.signal_used_queue()
-    {
-        tracing::debug!("the guest could not be told of answers: {error}");
+impl Lane {
+    /// Tells the guest of new answers, if it wants to be told.
+    fn signal(&mut self, vring: &VringRwLock) {
+        // When in doubt, it is told.
+        if std::mem::take(&mut self.answered)
+            && vring.needs_notification().unwrap_or(true)
+            && let Err(error) = vring.signal_used_queue()
+        {
+            tracing::debug!("the guest could not be told of answers: {error}");
+        }
     }
 }
 
@@ -386,7 +391,7 @@ impl VhostUserBackend for Device {
 
     fn handle_event(
         &self,
-        _: u16,
+        number: u16,
         _: EventSet,
         vrings: &[VringRwLock],
         thread: usize,
@@ -395,7 +400,11 @@ impl VhostUserBackend for Device {
             return Ok(());
         };
         // Whatever it is that happened, everything is looked at.
-        lane.tasks.awake(true);
+        if u64::from(number) == self.event_number() {
+            lane.seat.look();
+        } else {
+            lane.seat.awake(false);
+        }
         if lane.vring.is_none() {
             lane.vring = Some(vring.clone());
         }

@@ -4,13 +4,13 @@ use crate::harness::{complete, run};
 use controller::PoolOptions;
 use driver::{AttachOptions, Controller, Doorbells, Transport};
 use memory::{EventFd, Mapping};
-use shadowbell::local::{Local, connect};
+use shadowbell::local::{Local, connect, open};
 use shadowbell::plan::{ControllerPlan, Doorbells as Offered};
 use spec::Status;
 use std::sync::Arc;
 
 fn local(plan: &ControllerPlan) -> Arc<Local> {
-    Arc::new(Local::open(plan, &PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap())
+    Arc::new(open(plan, &PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap())
 }
 
 #[test]

@@ -1,0 +1,167 @@
+//! Who decides what goes wrong when.
+
+use super::{Fault, Faults, Rule, When};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A controller's injector, if it has one. What asks for it asks once for each batch.
+#[derive(Default)]
+pub(crate) struct Armed {
+    on: AtomicBool,
+    injector: Mutex<Option<Arc<Injector>>>,
+    /// No command is fetched any more: the controller is fatal, or gone.
+    dead: AtomicBool,
+}
+
+impl Armed {
+    pub(crate) fn arm(&self, injector: Arc<Injector>) {
+        *self.injector.lock().unwrap_or_else(PoisonError::into_inner) = Some(injector);
+        self.on.store(true, Ordering::Release);
+    }
+
+    /// The injector.
+    #[inline]
+    pub(crate) fn armed(&self) -> Option<Arc<Injector>> {
+        if self.on.load(Ordering::Relaxed) { self.injector() } else { None }
+    }
+
+    #[cold]
+    fn injector(&self) -> Option<Arc<Injector>> {
+        self.injector.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn set_dead(&self, dead: bool) {
+        self.dead.store(dead, Ordering::Release);
+    }
+
+    pub(crate) fn is_dead(&self) -> bool {
+        self.dead.load(Ordering::Acquire)
+    }
+}
+
+#[derive(Debug)]
+struct Watched {
+    rule: Rule,
+    occasions: AtomicU64,
+    injected: AtomicU64,
+    lot: AtomicU64,
+}
+
+/// Decides, and counts.
+#[derive(Debug)]
+pub(crate) struct Injector {
+    rules: Vec<Watched>,
+    noise: AtomicU64,
+}
+
+/// The next of a sequence of numbers that look random (splitmix64).
+fn draw(state: &AtomicU64) -> u64 {
+    let step = 0x9e37_79b9_7f4a_7c15;
+    let mut z = state.fetch_add(step, Ordering::Relaxed).wrapping_add(step);
+    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ z >> 31
+}
+
+impl Injector {
+    pub(super) fn new(faults: Faults) -> Self {
+        let Faults { seed, rules } = faults;
+        let rules = rules.into_iter().zip(1u64..).map(|(rule, n)| Watched {
+            rule,
+            occasions: AtomicU64::new(0),
+            injected: AtomicU64::new(0),
+            lot: AtomicU64::new(seed ^ n << 48),
+        });
+        Self { rules: rules.collect(), noise: AtomicU64::new(!seed) }
+    }
+
+    pub(super) fn counts(&self) -> Vec<(Rule, u64)> {
+        self.rules.iter().map(|w| (w.rule, w.injected.load(Ordering::Relaxed))).collect()
+    }
+
+    /// The first fault of those that `could` be whose time has come. Every rule that could counts
+    /// its occasion.
+    fn decide(&self, could: impl Fn(&Rule) -> bool) -> Option<Fault> {
+        let mut chosen = None;
+        for watched in self.rules.iter().filter(|watched| could(&watched.rule)) {
+            let occasion = watched.occasions.fetch_add(1, Ordering::Relaxed) + 1;
+            let now = match watched.rule.when {
+                When::Every(n) => occasion.is_multiple_of(n.max(1)),
+                When::OneIn(n) => draw(&watched.lot).is_multiple_of(n.max(1)),
+                When::At(n) => occasion == n,
+            };
+            let done = watched.injected.load(Ordering::Relaxed);
+            if now && chosen.is_none() && watched.rule.limit.is_none_or(|limit| done < limit) {
+                watched.injected.fetch_add(1, Ordering::Relaxed);
+                chosen = Some(watched.rule.fault);
+            }
+        }
+        chosen
+    }
+
+    /// What goes wrong with a command of I/O queue `qid`.
+    pub(crate) fn command(&self, qid: u16) -> Option<Fault> {
+        use Fault::{Ignore, NeverDisabled, NeverReady, Refuse};
+        self.decide(|rule| {
+            rule.queue.is_none_or(|queue| queue == qid)
+                && !matches!(rule.fault, Refuse(_) | Ignore(_) | NeverReady | NeverDisabled)
+        })
+    }
+
+    /// What goes wrong with an administrative command.
+    pub(crate) fn admin(&self, opcode: u8) -> Option<Fault> {
+        self.decide(|rule| [Fault::Refuse(opcode), Fault::Ignore(opcode)].contains(&rule.fault))
+    }
+
+    /// Whether `fault`, one of CSTS.RDY, happens.
+    pub(crate) fn ready(&self, fault: Fault) -> bool {
+        self.decide(|rule| rule.fault == fault).is_some()
+    }
+
+    /// Some bits.
+    pub(crate) fn noise(&self) -> u64 {
+        draw(&self.noise)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_nth_once_by_lot_and_no_more_than_the_limit() {
+        let count = |when, limit| {
+            let rule = Rule { limit, ..Rule::new(Fault::Hang, when) };
+            let injector = Injector::new(Faults::new(3, [rule]));
+            let hits: Vec<u32> =
+                (1..=1000).filter(|_| injector.command(1) == Some(Fault::Hang)).collect();
+            assert_eq!(injector.counts()[0].1, hits.len() as u64);
+            hits
+        };
+        assert_eq!(count(When::Every(300), None), [300, 600, 900]);
+        assert_eq!(count(When::Every(300), Some(2)), [300, 600]);
+        assert_eq!(count(When::At(17), None), [17]);
+        let lot = count(When::OneIn(10), None);
+        assert!((60..140).contains(&lot.len()), "{}", lot.len());
+        assert_eq!(lot, count(When::OneIn(10), None), "the same seed, the same lot");
+    }
+
+    #[test]
+    fn a_command_meets_one_fault_and_only_those_of_its_queue() {
+        let elsewhere = Rule { queue: Some(2), ..Rule::new(Fault::Hang, When::Every(1)) };
+        let rules = [
+            elsewhere,
+            Rule::new(Fault::Ignore(8), When::Every(1)),
+            Rule::new(Fault::DropAfter, When::Every(2)),
+            Rule::new(Fault::Duplicate, When::Every(1)),
+        ];
+        let injector = Injector::new(Faults::new(0, rules));
+        let met: Vec<_> = (0..4).map(|_| injector.command(1)).collect();
+        let [drop, twice] = [Some(Fault::DropAfter), Some(Fault::Duplicate)];
+        assert_eq!(met, [twice, drop, twice, drop]);
+        assert_eq!(injector.command(2), Some(Fault::Hang));
+        assert_eq!((injector.admin(8), injector.admin(9)), (Some(Fault::Ignore(8)), None));
+        let counts: Vec<_> = injector.counts().into_iter().map(|(_, n)| n).collect();
+        assert_eq!(counts, [1, 1, 2, 2]);
+    }
+}

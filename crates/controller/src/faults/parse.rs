@@ -1,0 +1,170 @@
+//! Faults as text.
+
+use super::{Fault, Faults, Rule, When};
+use spec::status::Status;
+use std::str::FromStr;
+use std::time::Duration;
+
+/// What can not be understood of a text that describes faults.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BadFaults {
+    /// No such fault.
+    #[error("`{0}` is no fault; write for example drop-after:every=100,hang:rate=1/50")]
+    Fault(String),
+    /// A fault without what it needs, or with what it does not.
+    #[error("`{0}`: {1}")]
+    Argument(String, &'static str),
+    /// A condition that is none.
+    #[error("`{0}` is no condition; there are every=N, rate=1/N, at=N, queue=QID and limit=N")]
+    Condition(String),
+}
+
+fn number(text: &str) -> Option<u64> {
+    let text = text.trim();
+    match text.strip_prefix("0x") {
+        Some(hex) => u64::from_str_radix(hex, 16).ok(),
+        None => text.parse().ok(),
+    }
+}
+
+fn time(text: &str) -> Option<Duration> {
+    let split = text.find(|c: char| !c.is_ascii_digit())?;
+    let (count, unit) = text.split_at_checked(split)?;
+    let count: u64 = count.parse().ok()?;
+    match unit {
+        "us" => Some(Duration::from_micros(count)),
+        "ms" => Some(Duration::from_millis(count)),
+        "s" => Some(Duration::from_secs(count)),
+        _ => None,
+    }
+}
+
+fn fault(text: &str) -> Result<Fault, BadFaults> {
+    let (name, argument) = match text.split_once('=') {
+        Some((name, argument)) => (name, Some(argument)),
+        None => (text, None),
+    };
+    let bad = |why| BadFaults::Argument(text.into(), why);
+    let opcode = || {
+        let opcode = argument.and_then(number).and_then(|n| u8::try_from(n).ok());
+        opcode.ok_or_else(|| bad("give an opcode, as refuse=0x05"))
+    };
+    let plain = match name {
+        "drop-before" => Fault::DropBefore,
+        "drop-after" => Fault::DropAfter,
+        "hang" => Fault::Hang,
+        "duplicate" => Fault::Duplicate,
+        "corrupt" => Fault::Corrupt,
+        "wrong-cid" => Fault::WrongCid,
+        "wrong-phase" => Fault::WrongPhase,
+        "wrong-head" => Fault::WrongHead,
+        "wrong-sq-id" => Fault::WrongSqId,
+        "never-ready" => Fault::NeverReady,
+        "never-disabled" => Fault::NeverDisabled,
+        "fatal" => Fault::Fatal,
+        "subsystem-reset" => Fault::SubsystemReset,
+        "removal" => Fault::Removal,
+        "refuse" => return opcode().map(Fault::Refuse),
+        "ignore" => return opcode().map(Fault::Ignore),
+        "delay" => {
+            let time = argument.and_then(time);
+            return time.map(Fault::Delay).ok_or_else(|| bad("give a time, as delay=500us"));
+        }
+        "status" => {
+            let bits = argument.and_then(number).filter(|bits| (1..0x800).contains(bits));
+            let status = bits.map(|bits| Fault::Status(Status::from_bits(bits as u16)));
+            return status.ok_or_else(|| bad("give a status (SCT and SC), as status=0x006"));
+        }
+        _ => return Err(BadFaults::Fault(text.into())),
+    };
+    if argument.is_some() { Err(bad("it takes no argument")) } else { Ok(plain) }
+}
+
+fn rule(text: &str) -> Result<Rule, BadFaults> {
+    let mut parts = text.split(':').map(str::trim);
+    let mut rule = Rule::new(fault(parts.next().unwrap_or_default())?, When::Every(1));
+    for part in parts {
+        let bad = || BadFaults::Condition(part.into());
+        let (name, value) = part.split_once('=').ok_or_else(bad)?;
+        let count = |text: &str| number(text).filter(|n| *n != 0).ok_or_else(bad);
+        match name {
+            "every" => rule.when = When::Every(count(value)?),
+            "rate" => {
+                let value = value.strip_prefix("1/").ok_or_else(bad)?;
+                rule.when = When::OneIn(count(value)?);
+            }
+            "at" => rule.when = When::At(count(value)?),
+            "queue" => rule.queue = Some(u16::try_from(count(value)?).map_err(|_| bad())?),
+            "limit" => rule.limit = Some(count(value)?),
+            _ => return Err(bad()),
+        }
+    }
+    Ok(rule)
+}
+
+impl FromStr for Faults {
+    type Err = BadFaults;
+
+    fn from_str(text: &str) -> Result<Self, BadFaults> {
+        let mut faults = Self::default();
+        for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
+            match part.strip_prefix("seed=") {
+                Some(seed) => {
+                    let bad = || BadFaults::Argument(part.into(), "give a number, as seed=7");
+                    faults.seed = number(seed).ok_or_else(bad)?;
+                }
+                None => faults.rules.push(rule(part)?),
+            }
+        }
+        Ok(faults)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_fault_and_condition() {
+        let text = "drop-before, drop-after:every=100,hang:rate=1/50:queue=2,delay=2ms:at=9,\
+                    duplicate,corrupt,wrong-cid,wrong-phase,wrong-head,wrong-sq-id,\
+                    status=0x281:limit=3,refuse=5,ignore=0x08,never-ready,never-disabled,fatal,\
+                    subsystem-reset,removal:at=1000,seed=0x11";
+        let faults: Faults = text.parse().unwrap();
+        assert_eq!((faults.seed, faults.rules.len()), (17, 18));
+        let [first, second, third, fourth, ..] = faults.rules[..] else { panic!() };
+        assert_eq!(first, Rule::new(Fault::DropBefore, When::Every(1)));
+        assert_eq!(second, Rule::new(Fault::DropAfter, When::Every(100)));
+        assert_eq!(third, Rule { queue: Some(2), ..Rule::new(Fault::Hang, When::OneIn(50)) });
+        assert_eq!(fourth, Rule::new(Fault::Delay(Duration::from_millis(2)), When::At(9)));
+        let status = Fault::Status(Status::UNRECOVERED_READ);
+        assert_eq!(faults.rules[10], Rule { limit: Some(3), ..Rule::new(status, When::Every(1)) });
+        assert_eq!(faults.rules[11].fault, Fault::Refuse(5));
+        assert_eq!(faults.rules[12].fault, Fault::Ignore(8));
+        assert_eq!("".parse(), Ok(Faults::default()));
+    }
+
+    #[test]
+    fn what_can_not_be_understood_is_named() {
+        for (text, word) in [
+            ("drop", "no fault"),
+            ("hang,:every=1", "no fault"),
+            ("hang=3", "no argument"),
+            ("delay", "delay=500us"),
+            ("delay=5", "delay=500us"),
+            ("delay=5min", "delay=500us"),
+            ("refuse=256", "opcode"),
+            ("ignore", "opcode"),
+            ("status=0", "status=0x006"),
+            ("status=0x800", "status=0x006"),
+            ("hang:often", "no condition"),
+            ("hang:every=0", "no condition"),
+            ("hang:rate=50", "no condition"),
+            ("hang:queue=70000", "no condition"),
+            ("seed=x", "seed=7"),
+        ] {
+            let error = text.parse::<Faults>().unwrap_err().to_string();
+            assert!(error.contains(word), "{text}: {error}");
+        }
+    }
+}

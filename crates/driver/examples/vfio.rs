@@ -1,0 +1,20 @@
+//! Reads the first block of a PCI device of this machine, through Linux VFIO:
+//!
+//!     shadowbell bind 0000:01:00.0
+//!     cargo run -p shadowbell-driver --example vfio -- 0000:01:00.0
+//!
+//! The kernel's driver has to let go of the device first, which is what `bind` does; `unbind` gives
+//! it back. Nothing on the device is changed here.
+
+#[path = "common/tour.rs"]
+mod tour;
+
+use shadowbell_driver::{PciAddress, Vfio};
+use std::error::Error;
+use std::sync::Arc;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let address = std::env::args().nth(1).ok_or("which device? for example 0000:01:00.0")?;
+    let ssd = Vfio::open(address.parse::<PciAddress>()?)?;
+    tour::take(Arc::new(ssd), false)
+}

@@ -1,0 +1,368 @@
+//! What drives the queue pair: takes commands from the inbox, delivers completions, watches the
+//! deadlines. Whoever has the worker drives the queue, one thread at a time.
+
+use super::state::{Freed, Inner, OpState};
+use crate::command::Command;
+use crate::dma::Buffer;
+use crate::error::{IoError, IoErrorKind, QueueError};
+use crate::queue::{Completion, QueuePair};
+use doorbell::Sleeper;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+/// How long a sleep is while commands are outstanding on a queue without an interrupt.
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
+/// Looks between two looks at the clock.
+const LOOKS_PER_CLOCK: u32 = 64;
+
+pub(super) struct Worker {
+    queue: QueuePair,
+    sleeper: Sleeper<Arc<AtomicU32>>,
+    /// The place of the command in each slot.
+    place_of_slot: Box<[u32]>,
+    // Kept for their capacity: a batch allocates nothing.
+    batch: Vec<(u32, Command, Option<Buffer>)>,
+    done: Vec<(u32, Result<Completion, IoError>)>,
+    wakers: Vec<Waker>,
+    dropped: Vec<Result<Completion, IoError>>,
+    freed: Vec<Freed>,
+    next_scan: Option<Instant>,
+    /// Since when the queue is to be closed.
+    closing: Option<Instant>,
+    /// Since when this waits for a completion.
+    waiting: Option<Instant>,
+    /// Futures wait for a place, as of the last look.
+    waiters: bool,
+    /// The queue does not work any more, and everybody has been told.
+    failed: bool,
+}
+
+impl Worker {
+    pub(super) fn new(queue: QueuePair, sleeping: Arc<AtomicU32>) -> Self {
+        let capacity = queue.capacity();
+        Self {
+            queue,
+            sleeper: Sleeper::new(sleeping),
+            place_of_slot: vec![0; capacity].into(),
+            batch: Vec::with_capacity(capacity),
+            done: Vec::with_capacity(capacity),
+            wakers: Vec::with_capacity(capacity),
+            dropped: Vec::new(),
+            freed: Vec::new(),
+            next_scan: None,
+            closing: None,
+            waiting: None,
+            waiters: false,
+            failed: false,
+        }
+    }
+
+    /// Whether there is something to be waited for.
+    pub(super) fn has_work(&self) -> bool {
+        self.failed || self.waiters || self.queue.outstanding() != 0
+    }
+
+    pub(super) fn has_failed(&self) -> bool {
+        self.failed
+    }
+
+    pub(super) fn outstanding(&self) -> usize {
+        self.queue.outstanding()
+    }
+
+    /// Whether the queue is to be closed, and what is outstanding is done or never will be.
+    pub(super) fn is_over(&self, inner: &Inner) -> bool {
+        self.failed
+            || self.closing.is_some_and(|since| {
+                self.queue.outstanding() == 0 || since.elapsed() >= inner.timeout
+            })
+    }
+
+    /// Submits what is in the inbox, and delivers what has completed. Whether there was anything.
+    pub(super) fn step(&mut self, inner: &Inner) -> bool {
+        if self.failed {
+            return false;
+        }
+        self.try_step(inner).unwrap_or_else(|error| self.fail(inner, error))
+    }
+
+    fn try_step(&mut self, inner: &Inner) -> Result<bool, QueueError> {
+        let mut busy = false;
+        if inner.has_news() {
+            busy |= self.take_inbox(inner);
+            self.submit()?;
+        }
+        while self.done.len() < self.queue.capacity()
+            && let Some(completion) = self.queue.pop()
+        {
+            let place = self.place_of_slot.get(completion.token.index()).copied();
+            self.done.push((place.unwrap_or(u32::MAX), Ok(completion)));
+        }
+        self.queue.settle()?;
+        busy |= !self.done.is_empty();
+        self.deliver(inner);
+        self.expire(inner);
+        Ok(busy)
+    }
+
+    fn take_inbox(&mut self, inner: &Inner) -> bool {
+        let now = Instant::now();
+        let deadline = now.checked_add(inner.timeout);
+        let mut state = inner.lock();
+        inner.take_news();
+        if state.closing && self.closing.is_none() {
+            self.closing = Some(now);
+        }
+        while let Some(place) = state.inbox.pop_front() {
+            let Some(op) = state.op(place) else { continue };
+            match std::mem::replace(&mut op.state, OpState::Submitted) {
+                OpState::Queued(command, buffer) => {
+                    op.deadline = deadline;
+                    self.batch.push((place, command, buffer));
+                }
+                // Its future was dropped before it got here.
+                _ => self.freed.push(state.release(place)),
+            }
+        }
+        self.waiters = !state.waiters.is_empty();
+        if self.next_scan.is_none() && (self.waiters || !self.batch.is_empty()) {
+            self.next_scan = now.checked_add(scan_interval(inner));
+        }
+        drop(state);
+        let any = !self.batch.is_empty() || !self.freed.is_empty();
+        self.freed.drain(..).for_each(Freed::pass_on);
+        any
+    }
+
+    fn submit(&mut self) -> Result<(), QueueError> {
+        if self.batch.is_empty() {
+            return Ok(());
+        }
+        for (place, command, buffer) in self.batch.drain(..) {
+            match self.queue.submit(command, buffer) {
+                Ok(token) => {
+                    if let Some(slot) = self.place_of_slot.get_mut(token.index()) {
+                        *slot = place;
+                    }
+                }
+                Err(refused) => {
+                    let kind = IoErrorKind::Queue(refused.reason);
+                    self.done.push((place, Err(IoError { kind, buffer: refused.buffer })));
+                }
+            }
+        }
+        self.queue.ring()
+    }
+
+    fn deliver(&mut self, inner: &Inner) {
+        if self.done.is_empty() {
+            return;
+        }
+        let mut state = inner.lock();
+        for (place, outcome) in self.done.drain(..) {
+            let Some(op) = state.op(place) else { continue };
+            op.deadline = None;
+            match op.state {
+                OpState::Submitted | OpState::Expired => {
+                    op.state = OpState::Done(outcome);
+                    self.wakers.extend(op.waker.take());
+                }
+                // Nobody waits: the buffer goes back to its pool, outside of the lock.
+                _ => {
+                    self.freed.push(state.release(place));
+                    self.dropped.push(outcome);
+                }
+            }
+        }
+        drop(state);
+        self.dropped.clear();
+        self.freed.drain(..).for_each(Freed::pass_on);
+        self.wakers.drain(..).for_each(Waker::wake);
+    }
+
+    /// Tells the futures of commands that take too long, and those that wait for a place too long.
+    fn expire(&mut self, inner: &Inner) {
+        let Some(scan) = self.next_scan else { return };
+        if self.queue.outstanding() == 0 && !self.waiters {
+            self.next_scan = None;
+            return;
+        }
+        let now = Instant::now();
+        if now < scan {
+            return;
+        }
+        let mut state = inner.lock();
+        self.waiters = !state.waiters.is_empty();
+        self.next_scan = now.checked_add(scan_interval(inner));
+        for op in &mut state.ops {
+            if matches!(op.state, OpState::Submitted) && op.deadline.is_some_and(|d| d <= now) {
+                op.state = OpState::Expired;
+                self.wakers.extend(op.waker.take());
+            }
+        }
+        let expired = self.wakers.len();
+        for waiter in &mut state.waiters {
+            if !waiter.late && waiter.deadline.is_some_and(|deadline| deadline <= now) {
+                waiter.late = true;
+                self.wakers.push(waiter.waker.clone());
+            }
+        }
+        drop(state);
+        if !self.wakers.is_empty() {
+            tracing::warn!(
+                qid = inner.qid,
+                "{expired} commands were not completed within {:?}, and {} found no place",
+                inner.timeout,
+                self.wakers.len() - expired
+            );
+        }
+        self.wakers.drain(..).for_each(Waker::wake);
+    }
+
+    /// Polls for as long as the policy says. Whether there is something to do, here or as far as
+    /// `also` knows.
+    pub(super) fn spin(&mut self, inner: &Inner, mut also: impl FnMut() -> bool) -> bool {
+        let began = Instant::now();
+        let window = self.queue.spin_mut().window();
+        loop {
+            for _ in 0..LOOKS_PER_CLOCK {
+                if self.queue.is_ready() || inner.has_news() || also() {
+                    self.waiting = None;
+                    self.queue.spin_mut().waited(began.elapsed());
+                    return true;
+                }
+                std::hint::spin_loop();
+            }
+            if began.elapsed() >= window {
+                self.waiting = Some(began);
+                return false;
+            }
+        }
+    }
+
+    /// From here on the event is signalled for whatever there is to do. Whether there is nothing
+    /// yet; if so, [`awake`](Self::awake) has to follow.
+    pub(super) fn prepare_sleep(&mut self, inner: &Inner) -> bool {
+        inner.lock().stats = self.queue.stats();
+        if let Err(error) = self.queue.prepare_sleep() {
+            self.fail(inner, error);
+        }
+        let mut fenced = self.sleeper.prepare().fence();
+        fenced.note(self.failed || inner.has_news() || self.queue.is_ready());
+        match fenced.settle() {
+            // Awake again with `awake`, and not with a guard: there may be an event loop around us.
+            Some(asleep) => {
+                std::mem::forget(asleep);
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// After a sleep.
+    pub(super) fn awake(&mut self) {
+        // Declares the intention to sleep, and is awake when that is dropped.
+        drop(self.sleeper.prepare());
+        self.count_wait();
+    }
+
+    /// A wait that began with a [spin](Self::spin) in vain is over: what comes of it for the next.
+    pub(super) fn count_wait(&mut self) {
+        if let Some(began) = self.waiting.take() {
+            self.queue.spin_mut().waited(began.elapsed());
+        }
+    }
+
+    /// That wait was not for a completion.
+    pub(super) fn forget_wait(&mut self) {
+        self.waiting = None;
+    }
+
+    /// Sleeps until there is something to do, or until `deadline`; not if there is something to do as
+    /// far as `also` knows.
+    pub(super) fn sleep(
+        &mut self,
+        inner: &Inner,
+        deadline: Option<Instant>,
+        also: impl FnOnce() -> bool,
+    ) {
+        if self.prepare_sleep(inner) {
+            if also() {
+                return self.awake();
+            }
+            let until = match (self.sleep_until(), deadline) {
+                (Some(a), Some(b)) => Some(a.min(b)),
+                (a, b) => a.or(b),
+            };
+            let outcome = self.queue.block(until);
+            self.awake();
+            if let Err(error) = outcome {
+                self.fail(inner, error);
+            }
+        }
+    }
+
+    /// When a sleep has to end.
+    pub(super) fn sleep_until(&self) -> Option<Instant> {
+        if self.queue.outstanding() == 0 || self.queue.has_interrupt() {
+            // Idle: no timer.
+            return self.next_scan.filter(|_| self.has_work());
+        }
+        Instant::now().checked_add(POLL_INTERVAL)
+    }
+
+    /// The device may have gone, as somebody heard who sleeps on more than the queue.
+    pub(super) fn check_gone(&mut self, inner: &Inner) {
+        // The queue's own sleep hears of it, too, but perhaps of a signal first.
+        for _ in 0..3 {
+            if self.failed {
+                return;
+            }
+            if let Err(error) = self.queue.block(Some(Instant::now())) {
+                self.fail(inner, error);
+            }
+        }
+    }
+
+    /// The queue does not work any more. What was not submitted gets its buffer back.
+    fn fail(&mut self, inner: &Inner, error: QueueError) -> bool {
+        self.failed = true;
+        let mut state = inner.lock();
+        state.stats = self.queue.stats();
+        state.failed = Some(error.clone());
+        for (place, _, buffer) in self.batch.drain(..) {
+            if let Some(op) = state.op(place) {
+                let kind = IoErrorKind::Queue(error.clone());
+                op.state = OpState::Done(Err(IoError { kind, buffer }));
+            }
+        }
+        for op in &mut state.ops {
+            self.wakers.extend(op.waker.take());
+        }
+        state.inbox.clear();
+        // Whoever waits for a place hears of it, one after the other.
+        let freed = state.leave(None);
+        drop(state);
+        self.deliver(inner);
+        self.wakers.drain(..).for_each(Waker::wake);
+        freed.pass_on();
+        true
+    }
+
+    /// The last that happens to a queue. Whoever comes late finds one that does not work.
+    pub(super) fn end(self, inner: &Inner) {
+        let mut state = inner.lock();
+        state.stats = self.queue.stats();
+        state.failed.get_or_insert(QueueError::Detached { qid: inner.qid });
+        let freed = state.leave(None);
+        drop(state);
+        freed.pass_on();
+        // The queue pair is dropped here, and with it deleted.
+    }
+}
+
+fn scan_interval(inner: &Inner) -> Duration {
+    inner.timeout / 8
+}

@@ -1,0 +1,68 @@
+//! The thread that watches a controller with or without commands in flight.
+
+use crate::shared::Shared;
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+#[derive(Default)]
+struct Stop {
+    stopped: Mutex<bool>,
+    changed: Condvar,
+}
+
+/// Watches a controller for as long as it lives. It keeps the controller from nothing: it only has a
+/// weak reference while it sleeps.
+pub(crate) struct Keeper {
+    stop: Arc<Stop>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Keeper {
+    /// Watches `shared` every `tick`.
+    pub(crate) fn spawn(shared: &Arc<Shared>, tick: Duration) -> std::io::Result<Self> {
+        let stop = Arc::new(Stop::default());
+        let (watched, stopped) = (Arc::downgrade(shared), Arc::clone(&stop));
+        let thread = std::thread::Builder::new()
+            .name("shadowbell-keeper".into())
+            .spawn(move || keep(&watched, &stopped, tick))?;
+        Ok(Self { stop, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// Has the thread end, and waits for it unless this is it.
+    pub(crate) fn stop(&self) {
+        *self.stop.stopped.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.stop.changed.notify_all();
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread
+            && thread.thread().id() != std::thread::current().id()
+        {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn keep(watched: &Weak<Shared>, stop: &Stop, tick: Duration) {
+    let mut looked = Instant::now();
+    loop {
+        let stopped = stop.stopped.lock().unwrap_or_else(PoisonError::into_inner);
+        let slept = stop.changed.wait_timeout_while(stopped, tick, |stopped| !*stopped);
+        let (stopped, _) = slept.unwrap_or_else(PoisonError::into_inner);
+        let over = *stopped;
+        drop(stopped);
+        let Some(shared) = watched.upgrade().filter(|_| !over) else { return };
+        shared.tick();
+        shared.wake_sleepers();
+        let is_busy = shared.was_busy();
+        shared.hear();
+        if is_busy || looked.elapsed() >= shared.recovery.watch {
+            looked = Instant::now();
+            let goes_on = shared.watch();
+            // Whatever was found, nobody sleeps through it.
+            shared.wake_sleepers();
+            if !goes_on {
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! Recovery of what only a fake can do: a controller that fails while nothing is under way, one that
+//! can not be stopped, one that changes.
+
+use crate::fake::Fake;
+use crate::options;
+use shadowbell_driver::{
+    AsyncQueue, AttachOptions, Controller, IoErrorKind, QueueError, QueuePair, Recovery,
+};
+use spec::Status;
+use spec::event::AsyncEvent;
+use spec::opcode::AdminOpcode;
+use std::time::{Duration, Instant};
+
+fn recovering() -> AttachOptions {
+    let recovery = Recovery { watch: Duration::from_millis(2), ..Recovery::default() };
+    AttachOptions { recovery, ..options() }
+}
+
+fn attach(fake: &Fake) -> (Controller, QueuePair) {
+    let mut controller = Controller::attach(fake.transport(), &recovering()).unwrap();
+    let queue = controller.take_queue_pair().unwrap();
+    (controller, queue)
+}
+
+fn wait_for(mut what: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !what() {
+        assert!(began.elapsed() < Duration::from_secs(10), "it never happened");
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}
+
+#[test]
+fn what_is_wrong_is_seen_without_a_command() {
+    for (csts, reason) in [("cfs", "fatal"), ("nssro", "subsystem"), ("rdy", "disabled")] {
+        let fake = Fake::new();
+        let (controller, mut queue) = attach(&fake);
+        fake.with(|state| match csts {
+            "cfs" => state.csts = state.csts.with_cfs(true),
+            "nssro" => state.csts = state.csts.with_nssro(true),
+            // As a reset by somebody else leaves it.
+            _ => state.reset(),
+        });
+        wait_for(|| controller.recovery_stats().resets == 1);
+        let stats = controller.recovery_stats();
+        let seen = (stats.fatal, stats.subsystem_resets);
+        assert_eq!(seen, (u64::from(csts == "cfs"), u64::from(csts == "nssro")), "{reason}");
+        let flush = controller.namespace(1).unwrap().flush();
+        queue.submit(flush, None).unwrap();
+        queue.ring().unwrap();
+        assert_eq!(queue.pop().unwrap().status, Status::SUCCESS);
+        // And that is that.
+        std::thread::sleep(Duration::from_millis(20));
+        let stats = controller.recovery_stats();
+        assert_eq!((stats.resets, stats.queues_restored), (1, 1), "{stats:?}");
+        drop(queue);
+        controller.detach().unwrap();
+    }
+}
+
+#[test]
+fn a_subsystem_reset_that_can_not_be_cleared_is_told_once() {
+    let fake = Fake::new();
+    fake.with(|state| state.keeps_nssro = true);
+    let (controller, mut queue) = attach(&fake);
+    std::thread::sleep(Duration::from_millis(40));
+    assert_eq!(controller.recovery_stats().resets, 0);
+    queue.submit(controller.namespace(1).unwrap().flush(), None).unwrap();
+    queue.ring().unwrap();
+    assert!(queue.pop().is_some());
+}
+
+#[test]
+fn namespaces_are_read_again_when_they_change() {
+    let fake = Fake::new();
+    let (mut controller, _queue) = attach(&fake);
+    assert!(!controller.check().unwrap());
+    fake.with(|state| {
+        let mut namespace = state.namespaces[&1];
+        namespace.nsze = 77;
+        state.namespaces.insert(2, namespace);
+        state.admin_log.clear();
+    });
+    fake.event(AsyncEvent::NAMESPACE_ATTRIBUTE_CHANGED.dw0());
+    wait_for(|| controller.recovery_stats().namespaces_read == 1);
+    let log = fake.with(|state| state.admin_log.clone());
+    assert!(log.contains(&(AdminOpcode::GetLogPage as u8)), "the event is taken note of");
+    assert_eq!(controller.namespaces().len(), 1, "as it was until the program asks");
+    assert!(controller.check().unwrap());
+    assert_eq!(controller.namespace(2).unwrap().blocks(), 77);
+    assert!(!controller.check().unwrap());
+    // Whoever wants the event still gets it.
+    assert_eq!(controller.admin().take_events(), [AsyncEvent::NAMESPACE_ATTRIBUTE_CHANGED]);
+    // Another kind of event changes nothing.
+    fake.event(AsyncEvent::TEMPERATURE_THRESHOLD.dw0());
+    assert!(!controller.check().unwrap());
+    assert_eq!(controller.recovery_stats().namespaces_read, 1);
+}
+
+#[test]
+fn buffers_are_kept_from_a_controller_that_can_not_be_stopped() {
+    let fake = Fake::new();
+    let (controller, mut queue) = attach(&fake);
+    let pool = controller.buffers(3, 4096).unwrap();
+    fake.with(|state| state.hold = true);
+    let buffer = pool.take().unwrap();
+    let bytes = buffer.bytes().clone();
+    let read = controller.namespace(1).unwrap().read(0, 8).unwrap();
+    queue.submit(read, Some(buffer)).unwrap();
+    queue.ring().unwrap();
+    fake.with(|state| {
+        (state.stuck, state.no_reset) = (true, true);
+        let ignored = [AdminOpcode::Abort, AdminOpcode::DeleteIoSq];
+        state.ignored.extend(ignored.map(|opcode| opcode as u8));
+    });
+    let error = loop {
+        match queue.wait(Some(Instant::now() + Duration::from_secs(20))) {
+            Ok(there) => assert!(there, "it never ends"),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, QueueError::Failed { .. }), "{error}");
+    assert!(error.to_string().contains("given up"), "{error}");
+    let ended = queue.pop().unwrap();
+    assert_eq!(ended.status, Status::ABORTED_BY_HOST);
+    assert!(ended.buffer.is_none(), "the controller may write there");
+    assert!(queue.pop().is_none());
+    let stats = controller.recovery_stats();
+    assert_eq!((stats.aborts, stats.queues_recreated, stats.resets), (1, 1, 1), "{stats:?}");
+    assert_eq!((stats.given_up, stats.ended), (1, 1), "{stats:?}");
+    drop(queue);
+    assert_eq!(pool.available(), 2);
+    let unmaps = fake.state().unmaps;
+    drop(pool);
+    assert_eq!(fake.state().unmaps, unmaps, "what it may write to stays its own");
+    // It does.
+    fake.with(|state| state.medium.fill(0x5a));
+    fake.complete(0);
+    assert_eq!(bytes.read::<u8>(0), Some(0x5a));
+    assert!(controller.detach().unwrap_err().to_string().contains("kept"));
+}
+
+#[test]
+fn a_buffer_stays_with_its_command_until_the_queue_is_deleted() {
+    let fake = Fake::new();
+    let (controller, mut queue) = attach(&fake);
+    let pool = controller.buffers(1, 4096).unwrap();
+    fake.with(|state| {
+        state.hold = true;
+        state.ignored.insert(AdminOpcode::Abort as u8);
+    });
+    let read = controller.namespace(1).unwrap().read(0, 8).unwrap();
+    let token = queue.submit(read.once(), pool.take()).unwrap();
+    let began = Instant::now();
+    queue.ring().unwrap();
+    let ended = loop {
+        assert_eq!(pool.available(), 0);
+        if let Some(ended) = queue.pop() {
+            break ended;
+        }
+        assert!(fake.state().deleted.is_empty(), "what was deleted is told of at once");
+        std::thread::sleep(Duration::from_millis(1));
+        assert!(began.elapsed() < Duration::from_secs(20));
+    };
+    assert_eq!(fake.state().deleted, [1], "not before the queue is deleted");
+    assert!(began.elapsed() >= options().timeouts.io, "{:?}", began.elapsed());
+    assert_eq!((ended.token, ended.status), (token, Status::ABORTED_BY_HOST));
+    drop(ended);
+    assert_eq!(pool.available(), 1);
+}
+
+#[test]
+fn futures_do_not_notice_a_queue_that_is_created_again() {
+    let fake = Fake::new();
+    let (controller, queue) = attach(&fake);
+    let disk = AsyncQueue::start(queue).unwrap().open(controller.namespace(1).unwrap());
+    let pool = controller.buffers(8, 4096).unwrap();
+    fake.with(|state| {
+        state.hold = true;
+        state.medium.fill(0x17);
+    });
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let buffer = pool.take().unwrap();
+                let buffer = crate::futures::block_on(disk.read(0, buffer)).unwrap();
+                assert_eq!(buffer.to_vec(4096), vec![0x17; 4096]);
+            });
+        }
+        wait_for(|| fake.state().held.len() == 4);
+        // The commands are lost with their queue.
+        fake.with(|state| state.hold = false);
+    });
+    let stats = controller.recovery_stats();
+    assert_eq!((stats.queues_recreated, stats.repeated, stats.resets), (1, 4, 0), "{stats:?}");
+    // The end is everybody's.
+    fake.with(|state| {
+        state.hold = true;
+        state.removed = true;
+    });
+    let error = crate::futures::block_on(disk.read(0, pool.take().unwrap())).unwrap_err();
+    assert!(matches!(error.kind, IoErrorKind::Queue(QueueError::Failed { .. })), "{error}");
+}

@@ -1,0 +1,108 @@
+//! A disk with a volatile cache, whose power can be cut.
+
+use disk::{Disk, DiskError, Info, Op, Queue, Request, Submitted};
+use memory::Segments;
+use std::collections::HashSet;
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Bytes of a block.
+pub(crate) const BLOCK: usize = 512;
+
+#[derive(Debug)]
+struct Bytes {
+    cached: Vec<u8>,
+    stable: Vec<u8>,
+    /// Blocks that are in the cache only.
+    dirty: HashSet<usize>,
+}
+
+/// What was written is in a cache until a flush.
+#[derive(Clone, Debug)]
+pub(crate) struct CachedDisk {
+    blocks: u64,
+    bytes: Arc<Mutex<Bytes>>,
+}
+
+impl CachedDisk {
+    pub(crate) fn new(blocks: u64) -> Self {
+        let zeroes = vec![0; blocks as usize * BLOCK];
+        let bytes = Bytes { cached: zeroes.clone(), stable: zeroes, dirty: HashSet::new() };
+        Self { blocks, bytes: Arc::new(Mutex::new(bytes)) }
+    }
+
+    /// What is left when the power is cut.
+    pub(crate) fn stable(&self) -> Vec<u8> {
+        self.bytes.lock().unwrap_or_else(PoisonError::into_inner).stable.clone()
+    }
+}
+
+impl Disk for CachedDisk {
+    fn info(&self) -> Info {
+        Info {
+            block_size: BLOCK as u32,
+            blocks: self.blocks,
+            read_only: false,
+            volatile_cache: true,
+            discard: true,
+            granularity: 1,
+        }
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(CachedQueue(self.clone())))
+    }
+
+    fn name(&self) -> String {
+        "cached".into()
+    }
+}
+
+struct CachedQueue(CachedDisk);
+
+impl CachedQueue {
+    fn run(&self, request: &Request, data: &Segments) -> Result<(), DiskError> {
+        request.check(&self.0.info().bounds(), data)?;
+        let mut bytes = self.0.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        let Bytes { cached, stable, dirty } = &mut *bytes;
+        let (at, len) = (request.offset as usize, request.len as usize);
+        let (range, blocks) = (at..at + len, at / BLOCK..(at + len) / BLOCK);
+        let fua = match request.op {
+            Op::Flush => {
+                for block in dirty.drain() {
+                    let range = block * BLOCK..(block + 1) * BLOCK;
+                    stable[range.clone()].copy_from_slice(&cached[range]);
+                }
+                return Ok(());
+            }
+            Op::Read => return data.write_from(0, &cached[range]).ok_or(DiskError::BadBuffer),
+            Op::Verify => return Ok(()),
+            Op::Compare => return Err(DiskError::Unsupported),
+            Op::Write { fua } => {
+                data.read_into(0, &mut cached[range.clone()]).ok_or(DiskError::BadBuffer)?;
+                fua
+            }
+            Op::WriteZeroes { fua, .. } => {
+                cached[range.clone()].fill(0);
+                fua
+            }
+            Op::Discard => {
+                cached[range.clone()].fill(0);
+                false
+            }
+        };
+        if fua {
+            stable[range.clone()].copy_from_slice(&cached[range]);
+            dirty.retain(|block| !blocks.contains(block));
+        } else {
+            dirty.extend(blocks);
+        }
+        Ok(())
+    }
+}
+
+impl Queue for CachedQueue {
+    fn submit(&mut self, _tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        Submitted::Done(self.run(request, data))
+    }
+}

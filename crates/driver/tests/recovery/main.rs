@@ -1,0 +1,41 @@
+//! The ladder of recovery, against the real controller that does wrong on purpose.
+
+#[path = "../common/direct.rs"]
+mod direct;
+mod disk;
+mod model;
+mod rungs;
+mod served;
+mod soak;
+
+use ::disk::Disk;
+use controller::faults::{Faults, Injected};
+use controller::{Carrier, Config, Controller as Emulated, NamespaceConfig, Pool, PoolOptions};
+use shadowbell_driver::{AttachOptions, Recovery, Timeouts};
+use std::sync::Arc;
+use std::time::Duration;
+
+fn emulated(disk: Arc<dyn Disk>) -> Emulated {
+    let pool = Pool::start(&PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap();
+    let namespace = NamespaceConfig { disk, uuid: controller::config::uuid_from("a test") };
+    let config = Config { namespaces: vec![namespace], io_queues: 4, ..Config::default() };
+    Emulated::new(config, pool, Carrier::default()).unwrap()
+}
+
+/// Options that do not make a test wait for long.
+fn options() -> AttachOptions {
+    AttachOptions {
+        timeouts: Timeouts {
+            ready: Some(Duration::from_millis(100)),
+            admin: Duration::from_millis(500),
+            io: Duration::from_millis(24),
+            shutdown: Duration::from_secs(1),
+        },
+        recovery: Recovery { watch: Duration::from_millis(5), ..Recovery::default() },
+        ..AttachOptions::default()
+    }
+}
+
+fn inject(controller: &Emulated, faults: &str) -> Injected {
+    controller.inject(faults.parse::<Faults>().unwrap())
+}

@@ -1,0 +1,282 @@
+//! A program that keeps a queue full and knows what must be on the disk: every block has its number
+//! and its version in it.
+
+use crate::disk::BLOCK;
+use shadowbell_driver::{Buffer, BufferPool, Command, Completion, Namespace, QueuePair};
+use spec::nvm::DsmRange;
+use std::time::{Duration, Instant};
+use zerocopy::IntoBytes;
+
+/// The most blocks of a command.
+const MOST: u64 = 16;
+/// No command may take longer than this, whatever happens to it.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What a block of this version holds; version 0 is zeroes.
+pub(crate) fn fill(block: u64, version: u64) -> [u8; BLOCK] {
+    let mut bytes = [0; BLOCK];
+    if version != 0 {
+        let seed = (block << 32 ^ version).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        for (i, word) in bytes.chunks_exact_mut(8).enumerate() {
+            let value = match i {
+                0 => block,
+                1 => version,
+                _ => seed.rotate_left(i as u32) ^ i as u64,
+            };
+            word.copy_from_slice(&value.to_le_bytes());
+        }
+    }
+    bytes
+}
+
+/// The version in a block, if it is whole and the right one.
+pub(crate) fn version_of(block: u64, bytes: &[u8]) -> Result<u64, String> {
+    let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
+    let version = if bytes.iter().all(|b| *b == 0) { 0 } else { word(8) };
+    if bytes == fill(block, version) {
+        Ok(version)
+    } else {
+        Err(format!("block {block} has bytes of block {} version {}", word(0), word(8)))
+    }
+}
+
+/// What is to become of blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Read,
+    /// Versions as in the model, written once more if this is not known to be done.
+    Write,
+    Zero,
+    Discard,
+    /// Carries the time of its submission.
+    Flush(u64),
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Op {
+    kind: Kind,
+    lba: u64,
+    blocks: u64,
+    began: Instant,
+}
+
+/// One queue's program, on the blocks from `first` on.
+pub(crate) struct Program {
+    pub(crate) namespace: Namespace,
+    first: u64,
+    /// The version that the last write gave each block, be it done or not.
+    pub(crate) versions: Vec<u64>,
+    /// Versions that are not zeroes, by write: a counter.
+    next_version: u64,
+    busy: Vec<bool>,
+    /// When each block was last changed by a command that has completed, and to which version.
+    changed: Vec<(u64, u64)>,
+    /// The version that must be stable at least, in the order of the changes.
+    pub(crate) durable: Vec<u64>,
+    /// All versions that a block had, with zeroes as version 0, in their order.
+    pub(crate) history: Vec<Vec<u64>>,
+    clock: u64,
+    ops: Vec<Option<Op>>,
+    random: u64,
+    pub(crate) completed: u64,
+    /// Commands that ended badly, and were submitted again by the program.
+    pub(crate) failures: u64,
+    pub(crate) slowest: Duration,
+}
+
+impl Program {
+    pub(crate) fn new(queue: &QueuePair, namespace: &Namespace, first: u64, count: u64) -> Self {
+        let blocks = count as usize;
+        Self {
+            namespace: namespace.clone(),
+            first,
+            versions: vec![0; blocks],
+            next_version: 1,
+            busy: vec![false; blocks],
+            changed: vec![(0, 0); blocks],
+            durable: vec![0; blocks],
+            history: vec![vec![0]; blocks],
+            clock: 0,
+            ops: vec![None; queue.capacity()],
+            random: 0x1234_5678_9abc_def1 ^ first << 7,
+            completed: 0,
+            failures: 0,
+            slowest: Duration::ZERO,
+        }
+    }
+
+    fn draw(&mut self) -> u64 {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        self.random
+    }
+
+    fn range(&self, lba: u64, blocks: u64) -> std::ops::Range<usize> {
+        let start = (lba - self.first) as usize;
+        start..start + blocks as usize
+    }
+
+    /// Decides on an operation that is in nobody's way, and takes note of what it will do.
+    fn choose(&mut self) -> Option<Op> {
+        let random = self.draw();
+        let blocks = [1, 8, 8, 8, MOST][(random >> 8) as usize % 5];
+        let lba = self.first + (random >> 16) % (self.versions.len() as u64 - blocks);
+        let kind = match random % 100 {
+            0..45 => Kind::Read,
+            45..90 => Kind::Write,
+            90..93 => Kind::Zero,
+            93..95 => Kind::Discard,
+            _ => Kind::Flush(self.clock),
+        };
+        let began = Instant::now();
+        if let Kind::Flush(_) = kind {
+            return Some(Op { kind, lba, blocks: 0, began });
+        }
+        let range = self.range(lba, blocks);
+        if self.busy[range.clone()].contains(&true) {
+            return None;
+        }
+        self.busy[range.clone()].fill(true);
+        if kind != Kind::Read {
+            for block in range {
+                let version = if kind == Kind::Write { self.next_version } else { 0 };
+                self.versions[block] = version;
+                self.history[block].push(version);
+            }
+            self.next_version += 1;
+        }
+        Some(Op { kind, lba, blocks, began })
+    }
+
+    fn submit(&mut self, queue: &mut QueuePair, op: Op, mut buffer: Buffer) {
+        let (lba, blocks) = (op.lba, op.blocks as u32);
+        let first = self.first;
+        let command: Command = match op.kind {
+            Kind::Read => {
+                buffer.fill(0x11);
+                self.namespace.read(lba, blocks).unwrap()
+            }
+            Kind::Write => {
+                for (i, block) in (lba..lba + op.blocks).enumerate() {
+                    let data = fill(block, self.versions[(block - first) as usize]);
+                    assert!(buffer.copy_from(i * BLOCK, &data));
+                }
+                let command = self.namespace.write(lba, blocks).unwrap();
+                // Some may not be repeated by the driver, and are by the program.
+                if self.draw().is_multiple_of(8) { command.once() } else { command }
+            }
+            Kind::Zero => self.namespace.write_zeroes(lba, blocks, true).unwrap(),
+            Kind::Discard => {
+                let range = DsmRange { attributes: 0, blocks, slba: lba };
+                assert!(buffer.copy_from(0, range.as_bytes()));
+                self.namespace.deallocate(1).unwrap()
+            }
+            Kind::Flush(_) => self.namespace.flush(),
+        };
+        let token = queue.submit(command, Some(buffer)).unwrap();
+        assert!(self.ops[token.index()].is_none(), "a slot that is in use");
+        self.ops[token.index()] = Some(op);
+    }
+
+    /// Keeps the queue full until `enough` says so, then waits for what is under way.
+    pub(crate) fn run(
+        &mut self,
+        queue: &mut QueuePair,
+        pool: &BufferPool,
+        mut enough: impl FnMut(&Self) -> bool,
+    ) {
+        let mut last = Instant::now();
+        loop {
+            let over = enough(self);
+            let mut tries = 0;
+            while !over && queue.outstanding() < queue.capacity() && tries < 1000 {
+                tries += 1;
+                let Some(op) = self.choose() else { continue };
+                let buffer = pool.take().expect("as many buffers as commands");
+                self.submit(queue, op, buffer);
+            }
+            queue.ring().unwrap();
+            if over && queue.outstanding() == 0 {
+                break;
+            }
+            let _ = queue.wait(Some(Instant::now() + PATIENCE / 2)).unwrap();
+            assert!(last.elapsed() < PATIENCE, "nothing completes: {:?}", queue.stats());
+            while let Some(completion) = queue.pop() {
+                last = Instant::now();
+                self.complete(queue, completion);
+            }
+        }
+        queue.settle().unwrap();
+        assert!(self.ops.iter().all(Option::is_none), "a command that never completed");
+        assert!(self.busy.iter().all(|busy| !busy));
+        assert_eq!(pool.available(), pool.count(), "a buffer that was not given back");
+    }
+
+    fn complete(&mut self, queue: &mut QueuePair, completion: Completion) {
+        let Completion { token, status, buffer, .. } = completion;
+        let op = self.ops[token.index()].take().expect("a completion of a command");
+        self.slowest = self.slowest.max(op.began.elapsed());
+        assert!(op.began.elapsed() < PATIENCE, "it took {:?}", op.began.elapsed());
+        let buffer = buffer.expect("the controller is done with the buffer");
+        if !status.is_success() {
+            // Done or not, nobody knows: once more, before anything else happens to these blocks.
+            self.failures += 1;
+            return self.submit(queue, op, buffer);
+        }
+        self.completed += 1;
+        self.clock += 1;
+        if let Kind::Flush(submitted) = op.kind {
+            for (block, (when, version)) in self.changed.iter().enumerate() {
+                // What had completed before the flush was submitted.
+                if *when <= submitted {
+                    self.durable[block] = *version;
+                }
+            }
+            return;
+        }
+        for (i, block) in (op.lba..op.lba + op.blocks).enumerate() {
+            let index = (block - self.first) as usize;
+            if op.kind == Kind::Read {
+                let mut bytes = [0; BLOCK];
+                assert!(buffer.copy_to(i * BLOCK, &mut bytes));
+                let found = version_of(block, &bytes).unwrap_or_else(|error| panic!("{error}"));
+                assert_eq!(found, self.versions[index], "block {block}: lost or stale data");
+            } else {
+                self.changed[index] = (self.clock, self.history[index].len() as u64 - 1);
+            }
+            self.busy[index] = false;
+        }
+    }
+
+    /// Reads every block once more.
+    pub(crate) fn read_all(&mut self, queue: &mut QueuePair, pool: &BufferPool) {
+        for lba in (self.first..self.first + self.versions.len() as u64).step_by(MOST as usize) {
+            let range = self.range(lba, MOST);
+            self.busy[range].fill(true);
+            let op = Op { kind: Kind::Read, lba, blocks: MOST, began: Instant::now() };
+            self.submit(queue, op, pool.take().expect("a buffer"));
+            while self.ops.iter().any(Option::is_some) {
+                let _ = queue.wait(Some(Instant::now() + PATIENCE)).unwrap();
+                while let Some(completion) = queue.pop() {
+                    self.complete(queue, completion);
+                }
+            }
+        }
+    }
+
+    /// Checks what the power cut has left.
+    pub(crate) fn check_stable(&self, stable: &[u8]) {
+        for (index, history) in self.history.iter().enumerate() {
+            let block = self.first + index as u64;
+            let bytes = &stable[block as usize * BLOCK..][..BLOCK];
+            let found = version_of(block, bytes).unwrap_or_else(|error| panic!("{error}"));
+            let least = self.durable[index] as usize;
+            assert!(
+                history[least..].contains(&found),
+                "block {block}: a flush lost version {}, and left {found}",
+                history[least]
+            );
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! Faults by the thousand, under full load, over vfio-user, with every byte checked.
+
+use crate::disk::CachedDisk;
+use crate::model::Program;
+use crate::served::Server;
+use crate::{emulated, inject, options};
+use shadowbell_driver::{AttachOptions, Controller, Recovery, Timeouts, Transport};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// Everything that can go wrong and be put right, each often.
+const FAULTS: &str = "seed=2604,\
+    fatal:every=20000,subsystem-reset:every=51000,wrong-phase:every=3000,\
+    drop-before:rate=1/150,drop-after:rate=1/150,hang:rate=1/150,wrong-cid:rate=1/300,\
+    duplicate:rate=1/200,corrupt:rate=1/200,delay=1ms:rate=1/300,delay=30ms:rate=1/500,\
+    wrong-head:rate=1/400,wrong-sq-id:rate=1/400,status=0x006:rate=1/400,\
+    refuse=0x00:rate=1/9,refuse=0x04:rate=1/20,refuse=0x05:rate=1/30,refuse=0x01:rate=1/30,\
+    ignore=0x08:rate=1/5,refuse=0x08:rate=1/5,ignore=0x00:rate=1/40,refuse=0x06:rate=1/8,\
+    refuse=0x7c:rate=1/8,never-ready:every=9,never-disabled:every=11";
+
+/// Blocks of each program.
+const BLOCKS: u64 = 8192;
+/// Commands that each keeps on their way.
+const DEPTH: u32 = 128;
+
+/// Until so many faults were injected.
+fn soak(faults: u64) {
+    let disk = CachedDisk::new(2 * BLOCKS);
+    let emulated = emulated(Arc::new(disk.clone()));
+    let server = Server::start(&emulated);
+    let transport: Arc<dyn Transport> = Arc::new(server.connect());
+    let options = AttachOptions {
+        queue_pairs: 2,
+        queue_depth: DEPTH + 1,
+        timeouts: Timeouts {
+            ready: Some(Duration::from_millis(60)),
+            admin: Duration::from_millis(100),
+            io: Duration::from_millis(16),
+            ..Timeouts::default()
+        },
+        recovery: Recovery { repeats: 40, ..options().recovery },
+        ..AttachOptions::default()
+    };
+    let mut controller = Controller::attach(transport, &options).unwrap();
+    let namespace = controller.namespace(1).unwrap().clone();
+    let injected = inject(&emulated, FAULTS);
+    let began = Instant::now();
+    let (commands, failures) = (AtomicU64::new(0), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        for first in [0, BLOCKS] {
+            let mut queue = controller.take_queue_pair().unwrap();
+            assert_eq!(queue.capacity(), DEPTH as usize);
+            let pool = controller.buffers(DEPTH as usize, 8192).unwrap();
+            let mut program = Program::new(&queue, &namespace, first, BLOCKS);
+            let (injected, emulated, disk) = (&injected, &emulated, &disk);
+            let (commands, failures, controller) = (&commands, &failures, &controller);
+            scope.spawn(move || {
+                program.run(&mut queue, &pool, |_| {
+                    if injected.total() < faults {
+                        return false;
+                    }
+                    // What is under way has to come to its end without more of it.
+                    emulated.inject(controller::faults::Faults::default());
+                    true
+                });
+                program.check_stable(&disk.stable());
+                program.read_all(&mut queue, &pool);
+                commands.fetch_add(program.completed, Ordering::Relaxed);
+                failures.fetch_add(program.failures, Ordering::Relaxed);
+                println!(
+                    "queue {}: slowest {:?}, {:?}",
+                    queue.qid(),
+                    program.slowest,
+                    queue.stats()
+                );
+                let _ = controller;
+            });
+        }
+    });
+    let stats = controller.recovery_stats();
+    let (commands, failures) = (commands.into_inner(), failures.into_inner());
+    println!(
+        "{} faults, {commands} commands, {failures} repeated by the program, {:?}: {stats:?}",
+        injected.total(),
+        began.elapsed()
+    );
+    injected.by_rule().iter().for_each(|(rule, n)| println!("{n:6} {:?}", rule.fault));
+    assert!(injected.total() >= faults);
+    assert!(injected.by_rule().iter().all(|(_, n)| *n > 0) || faults < 10_000);
+    assert_eq!((stats.given_up, stats.removed), (0, 0), "{stats:?}");
+    let climbed = [stats.aborts, stats.queues_recreated, stats.resets, stats.queues_restored];
+    assert!(climbed.iter().all(|count| *count > 0), "not every rung was climbed: {stats:?}");
+    assert!(stats.ended > 0 && stats.repeated > 0, "{stats:?}");
+    controller.detach().unwrap();
+}
+
+#[test]
+fn ten_thousand_faults_lose_nothing() {
+    soak(10_000);
+}
