@@ -46,6 +46,8 @@ impl Predicate {
 #[derive(Debug)]
 pub struct HostDoorbell<C, F = FullFence> {
     current: u16,
+    /// The value before the one that was [posted](Self::post), if EventIdx has not been asked yet.
+    unasked: Option<u16>,
     shadow: Option<HostShadow<C>>,
     stats: HostStats,
     fence: PhantomData<fn() -> F>,
@@ -63,7 +65,7 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     #[inline]
     pub const fn new(current: u16) -> Self {
         let stats = HostStats { published: 0, mmio_needed: 0, mmio_saved: 0 };
-        Self { current, shadow: None, stats, fence: PhantomData }
+        Self { current, unasked: None, shadow: None, stats, fence: PhantomData }
     }
 
     /// The last value published.
@@ -105,6 +107,7 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     /// ends the life of both buffers.
     pub fn forget(&mut self) {
         self.shadow = None;
+        self.unasked = None;
     }
 
     /// Publishes `new`; says whether the caller must now write it to the doorbell register too.
@@ -121,25 +124,86 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     #[inline]
     #[must_use = "the controller may be asleep: write the register if this says so"]
     pub fn publish_with(&mut self, predicate: Predicate, new: u16) -> bool {
-        let old = core::mem::replace(&mut self.current, new);
         let mmio = match &self.shadow {
-            None => true,
+            Some(shadow) if shadow.trusted => {
+                // The earlier one by itself: EventIdx keeps out of the way of one update at a time.
+                let earlier = self.ask_with(predicate);
+                self.store(new);
+                self.ask_with(predicate) | earlier
+            }
             Some(shadow) => {
                 shadow.value.store_release(u32::from(new));
-                if shadow.trusted {
-                    // Pairs with the fence between `arm` and `recheck`: either the controller
-                    // sees our value there, or we see its EventIdx here.
-                    F::full();
-                    predicate.needs_mmio(shadow.event_idx.load_relaxed(), old, new)
-                } else {
-                    true
-                }
+                self.current = new;
+                true
+            }
+            None => {
+                self.current = new;
+                true
             }
         };
         self.stats.published += 1;
         self.stats.mmio_needed += u64::from(mmio);
         self.stats.mmio_saved += u64::from(!mmio);
         mmio
+    }
+
+    /// Publishes `new`, and leaves for later whether the controller has to be told of it:
+    /// [`ask`](Self::ask) says that, and must be called before the caller waits for anything that
+    /// the controller does, or turns to something else. Says whether the register has to be written
+    /// now, for what was posted before, or because there is no shadow entry to rely on.
+    ///
+    /// The question takes a full fence, which waits until everything that was written before is
+    /// visible, the entries with it. Asked at the next update, it has nothing left to wait for. A
+    /// controller that sleeps meanwhile is woken as much later, so this is for queues in which it has
+    /// enough to do.
+    #[inline]
+    #[must_use = "the controller may be asleep: write the register if this says so"]
+    pub fn post(&mut self, new: u16) -> bool {
+        if !self.shadow.as_ref().is_some_and(|shadow| shadow.trusted) {
+            return self.publish(new);
+        }
+        let earlier = self.ask();
+        self.store(new);
+        self.stats.published += 1;
+        self.stats.mmio_saved += 1;
+        earlier
+    }
+
+    /// Whether the register has to be written for what was [posted](Self::post). Nothing was, or it
+    /// was asked: then not.
+    #[inline]
+    #[must_use = "the controller may be asleep: write the register if this says so"]
+    pub fn ask(&mut self) -> bool {
+        let mmio = self.ask_with(Predicate::Linux);
+        if mmio {
+            // It was counted as saved when it was posted.
+            self.stats.mmio_needed += 1;
+            self.stats.mmio_saved -= 1;
+        }
+        mmio
+    }
+
+    /// Whether there is something to [ask](Self::ask) for.
+    #[inline]
+    pub fn is_unasked(&self) -> bool {
+        self.unasked.is_some()
+    }
+
+    #[inline]
+    fn store(&mut self, new: u16) {
+        self.unasked = Some(core::mem::replace(&mut self.current, new));
+        if let Some(shadow) = &self.shadow {
+            shadow.value.store_release(u32::from(new));
+        }
+    }
+
+    #[inline]
+    fn ask_with(&mut self, predicate: Predicate) -> bool {
+        let (Some(old), Some(shadow)) = (self.unasked.take(), &self.shadow) else { return false };
+        // Pairs with the fence between `arm` and `recheck`: either the controller sees our value
+        // there, or we see its EventIdx here.
+        F::full();
+        predicate.needs_mmio(shadow.event_idx.load_relaxed(), old, self.current)
     }
 }
 

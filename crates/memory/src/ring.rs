@@ -82,7 +82,7 @@ impl<const SIZE: usize> Ring<SIZE> {
     ///
     /// Where they start is aligned to 8: `resolve` and `over` saw to that, and `SIZE` keeps it so.
     #[inline]
-    fn run(&self, index: u32, count: usize) -> Option<(&SharedBytes, usize)> {
+    pub(crate) fn run(&self, index: u32, count: usize) -> Option<(&SharedBytes, usize)> {
         let (first, past) = (index as usize, self.whole.count as usize);
         // Nearly every queue lies in one map.
         if first < past && count <= past - first {

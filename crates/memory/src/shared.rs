@@ -157,32 +157,24 @@ impl SharedBytes {
 
     /// Writes the eight words of a submission queue entry at `offset`, without a check.
     ///
-    /// From registers and by units as large as there are: a copy of a value that was put together
-    /// on the stack in small pieces makes the processor wait until those have reached the cache,
-    /// behind every entry written before, whose cache lines are still to come from the other side.
-    ///
     /// # Safety
     /// 64 bytes from `offset` lie inside the window, which is writable.
     #[inline(always)]
     pub(crate) unsafe fn write_words_at(&self, offset: usize, words: [u64; 8]) {
         // SAFETY: the caller vouches for the range.
-        let into = unsafe { self.ptr.add(offset) }.as_ptr();
-        let [a, b, c, d, e, f, g, h] = words;
-        for (index, (low, high)) in [(a, b), (c, d), (e, f), (g, h)].into_iter().enumerate() {
-            let into = into.wrapping_add(16 * index);
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: the 16 bytes lie in the range that the caller vouches for, and need not be
-            // aligned; SSE2 is part of the architecture.
-            unsafe {
-                use std::arch::x86_64::{__m128i, _mm_set_epi64x, _mm_storeu_si128};
-                _mm_storeu_si128(into.cast::<__m128i>(), _mm_set_epi64x(high as i64, low as i64));
-            }
-            #[cfg(not(target_arch = "x86_64"))]
-            // SAFETY: the 16 bytes lie in the range that the caller vouches for.
-            unsafe {
-                into.cast::<[u64; 2]>().write_unaligned([low, high]);
-            }
-        }
+        unsafe { store_words(self.ptr.add(offset).as_ptr(), words) };
+    }
+
+    /// Copies `count` cache lines from `lines` to `offset`, in order, without a check.
+    ///
+    /// # Safety
+    /// `count` times 64 bytes can be read at `lines`, and lie inside the window from `offset` on,
+    /// which is writable.
+    #[inline]
+    pub(crate) unsafe fn write_lines_at(&self, offset: usize, lines: *const u8, count: usize) {
+        // SAFETY: the caller vouches for both ranges. One is Rust's and one is a mapping, so they do
+        // not overlap.
+        unsafe { copy_by::<Wide>(lines, self.ptr.add(offset).as_ptr(), &mut 0, count * 64) };
     }
 
     /// As [`load_u64_acquire`](Self::load_u64_acquire), without a check.
@@ -356,6 +348,34 @@ unsafe fn copy_by<U: Copy>(from: *const u8, into: *mut u8, at: &mut usize, len: 
             into.add(*at).cast::<Unaligned<U>>().write(unit);
         }
         *at += size_of::<U>();
+    }
+}
+
+/// Writes the eight words of an entry, from registers and by units as large as there are.
+///
+/// A copy of a value that was put together on the stack in small pieces makes the processor wait until
+/// those have reached the cache, behind every entry written before, whose cache lines are still to
+/// come from the other side.
+///
+/// # Safety
+/// 64 bytes from `into` can be written.
+#[inline(always)]
+pub(crate) unsafe fn store_words(into: *mut u8, words: [u64; 8]) {
+    let [a, b, c, d, e, f, g, h] = words;
+    for (index, (low, high)) in [(a, b), (c, d), (e, f), (g, h)].into_iter().enumerate() {
+        let into = into.wrapping_add(16 * index);
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the 16 bytes lie in the range that the caller vouches for, and need not be aligned;
+        // SSE2 is part of the architecture.
+        unsafe {
+            use std::arch::x86_64::{__m128i, _mm_set_epi64x, _mm_storeu_si128};
+            _mm_storeu_si128(into.cast::<__m128i>(), _mm_set_epi64x(high as i64, low as i64));
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        // SAFETY: the 16 bytes lie in the range that the caller vouches for.
+        unsafe {
+            into.cast::<[u64; 2]>().write_unaligned([low, high]);
+        }
     }
 }
 

@@ -55,6 +55,38 @@ fn no_wakeup_is_lost_where_the_ring_wraps() {
     }
 }
 
+/// The host stores each value and asks about it with the next, and about the last before it waits.
+#[test]
+fn no_wakeup_is_lost_where_the_host_asks_later() {
+    for count in [1, 2, 3] {
+        explore(Some(3), move || {
+            let size = ring(8);
+            let bell = Bell::at(7);
+            let (mut doorbell, mut tail) = in_use::<FullFence>(&bell, size, 0);
+            let memory = Entries::new(size);
+            let (mut sleeper, bed) = bed::<FullFence, FullFence>();
+            let host = {
+                let (bell, memory, bed) = (bell.clone(), memory.clone(), bed.clone());
+                thread::spawn(move || {
+                    for at in 0..count {
+                        memory.write(at);
+                        let mmio = doorbell.post(at + 1);
+                        if mmio {
+                            bed.trap(&bell.register, at + 1);
+                        }
+                    }
+                    let mmio = doorbell.ask();
+                    if mmio {
+                        bed.trap(&bell.register, count);
+                    }
+                })
+            };
+            serve(&mut tail, &memory, count, &mut sleeper, &bed);
+            host.join().unwrap();
+        });
+    }
+}
+
 /// More than one turn of a ring of two: the host waits for room, so every entry is a turn of its
 /// own and EventIdx is always one of the only two values there are.
 #[test]
@@ -106,4 +138,20 @@ fn polling_costs_no_mmio() {
             host.join().unwrap();
         });
     }
+    // Nor if the host asks later.
+    explore(Some(4), move || {
+        let size = ring(16);
+        let bell = Bell::at(14);
+        let (mut doorbell, mut tail) = in_use::<FullFence>(&bell, size, 15);
+        let host = thread::spawn(move || {
+            for at in [0, 1, 2] {
+                assert!(!doorbell.post(at), "an MMIO write for nothing");
+            }
+            assert!(!doorbell.ask(), "an MMIO write for nothing");
+        });
+        for _ in 0..3 {
+            tail.look().unwrap();
+        }
+        host.join().unwrap();
+    });
 }

@@ -75,6 +75,25 @@ impl Bell {
         if self.host.publish(value) { self.write(value) } else { Ok(()) }
     }
 
+    /// Stores `value` where the controller looks, and leaves for later whether it has to be told:
+    /// see [`HostDoorbell::post`].
+    #[inline]
+    pub(crate) fn post(&mut self, value: u16) -> Result<(), TransportError> {
+        if self.host.post(value) { self.write(value) } else { Ok(()) }
+    }
+
+    /// Tells the controller of what was posted, if it has to be told.
+    #[inline]
+    pub(crate) fn ask(&mut self) -> Result<(), TransportError> {
+        if self.host.ask() { self.write(self.host.current()) } else { Ok(()) }
+    }
+
+    /// Whether it is still open if the controller has to be told.
+    #[inline]
+    pub(crate) fn is_unasked(&self) -> bool {
+        self.host.is_unasked()
+    }
+
     fn write(&mut self, value: u16) -> Result<(), TransportError> {
         match &self.register {
             Register::Mapped(cell) => {

@@ -10,7 +10,7 @@ use crate::error::{QueueError, Refused};
 use crate::prp::PrpLists;
 use crate::transport::TransportError;
 use doorbell::RingSize;
-use memory::Ring;
+use memory::{Outbox, Ring};
 use spec::{Cqe, Sqe, Status};
 use std::sync::Arc;
 
@@ -18,8 +18,6 @@ use std::sync::Arc;
 const UNTOLD_PART: u32 = 2;
 /// Or so many.
 const UNTOLD_MOST: u32 = 16;
-/// How far ahead of the tail entries are brought near.
-const AHEAD: u32 = 4;
 
 /// CDW0 bits 31:16, the command identifier, in the first word of an entry.
 const CID: u64 = 0xffff_0000;
@@ -107,8 +105,10 @@ pub(crate) struct Core {
     pub(super) qid: u16,
     pub(super) sq: Ring<{ Sqe::SIZE }>,
     pub(super) sq_size: RingSize,
+    /// Behind what was written last, in the queue or in the outbox.
     pub(super) sq_tail: u16,
     pub(super) sq_published: u16,
+    outbox: Outbox,
     /// As the last completion said that was believable.
     pub(super) sq_head: u16,
     /// What the last completion said of it, which is checked once for each batch of them.
@@ -151,6 +151,7 @@ impl Core {
             sq_size: parts.sq_size,
             sq_tail: 0,
             sq_published: 0,
+            outbox: Outbox::new(),
             sq_head: 0,
             sq_head_said: 0,
             cq: parts.cq,
@@ -217,8 +218,8 @@ impl Core {
     }
 
     /// Writes a command, the eight words of its entry, into the submission queue. Its identifier and
-    /// data pointer are set here; `command` says what its data are, and is kept in case that it has to be submitted again. The
-    /// controller hears of it with [`ring`](Self::ring).
+    /// data pointer are set here; `command` says what its data are, and is kept in case that it has to be submitted
+    /// again. The controller hears of it with [`ring`](Self::ring).
     #[inline(always)]
     pub(crate) fn submit(
         &mut self,
@@ -256,12 +257,28 @@ impl Core {
             words[0] &= !PSDT;
             (words[3], words[4]) = (prp1, prp2);
         }
-        self.sq.write_words(u32::from(self.sq_tail), words);
-        // The controller has read what lay there a turn ago, so it takes a while to get it back.
-        self.sq.prefetch_for_write(u32::from(self.sq_tail) + AHEAD);
-        self.sq_tail = self.sq_size.forward(self.sq_tail, 1);
+        self.put(words);
         self.stats.submitted += 1;
         Ok(Token { cid, slot })
+    }
+
+    /// Takes an entry for the place at the tail.
+    #[inline(always)]
+    pub(super) fn put(&mut self, words: [u64; 8]) {
+        if self.outbox.is_full() {
+            self.deliver();
+        }
+        self.outbox.push(words);
+        self.sq_tail = self.sq_size.forward(self.sq_tail, 1);
+    }
+
+    /// Writes the entries that were taken into the queue.
+    #[inline]
+    pub(super) fn deliver(&mut self) {
+        let held = self.outbox.held() as u32;
+        if held != 0 {
+            self.outbox.flush(&self.sq, u32::from(self.sq_size.back(self.sq_tail, held)));
+        }
     }
 
     #[inline]
@@ -309,29 +326,49 @@ impl Core {
     /// Tells the controller of all commands submitted so far.
     #[inline]
     pub(crate) fn ring(&mut self) -> Result<(), QueueError> {
-        if self.sq_tail != self.sq_published {
+        let outcome = if self.sq_tail != self.sq_published {
+            self.deliver();
             self.sq_published = self.sq_tail;
             self.stats.batches += 1;
-            if let Err(error) = self.sq_bell.publish(self.sq_tail) {
-                return Err(self.fail(&error));
-            }
+            self.sq_bell.publish(self.sq_tail)
+        } else {
+            self.sq_bell.ask()
+        };
+        if let Err(error) = outcome {
+            return Err(self.fail(&error));
         }
         self.release_if_short()
     }
 
-    /// Tells the controller, if it has little else to do or if it is worth it by now.
+    /// Puts all commands submitted so far where the controller looks, which has enough to do to look
+    /// there by itself; whether it has to be told is asked with the next, or by [`ring`](Self::ring).
+    #[inline]
+    fn post(&mut self) -> Result<(), QueueError> {
+        self.deliver();
+        self.sq_published = self.sq_tail;
+        self.stats.batches += 1;
+        if let Err(error) = self.sq_bell.post(self.sq_tail) {
+            return Err(self.fail(&error));
+        }
+        self.release_if_short()
+    }
+
+    /// Tells the controller, if it has little else to do or if it is worth it by now. Whether there is
+    /// nothing left that it has to be told by [`ring`](Self::ring).
     #[inline(always)]
     pub(crate) fn ring_in_time(&mut self) -> Result<bool, QueueError> {
         let untold = self.sq_size.distance(self.sq_published, self.sq_tail);
         let told = self.outstanding() as u32 - untold.min(self.outstanding() as u32);
         let due = untold >= (told / UNTOLD_PART).min(UNTOLD_MOST) && untold != 0;
-        // The calls return nothing that has to be put together: see `Ring::write_words`.
-        if due {
-            self.ring()?;
-        } else {
+        // The calls return nothing that has to be put together: see `memory::Outbox`.
+        if !due {
             self.release_if_short()?;
+        } else if told >= UNTOLD_MOST {
+            self.post()?;
+        } else {
+            self.ring()?;
         }
-        Ok(due || untold == 0)
+        Ok((due || untold == 0) && !self.sq_bell.is_unasked())
     }
 
     /// Tells the controller how far the completion queue was consumed.
@@ -397,7 +434,7 @@ impl Core {
     /// command that is in its slot; otherwise there is [`consume_any`](Self::consume_any).
     ///
     /// A completion is made in one place, from registers, and stays in them wherever this is
-    /// inlined: see [`Ring::write_words`].
+    /// inlined: see [`Outbox`].
     #[inline(always)]
     pub(crate) fn consume(&mut self, word: u64) -> Option<Completion> {
         let cid = (word >> 32) as u16;

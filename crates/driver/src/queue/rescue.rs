@@ -208,14 +208,14 @@ impl Core {
         // What went in once goes in again.
         let Some((prp1, prp2)) = prps else { return false };
         let sqe = command.sqe(cid).with_prps(prp1, prp2);
-        self.sq.write(u32::from(self.sq_tail), &sqe);
-        self.sq_tail = self.sq_size.forward(self.sq_tail, 1);
+        self.put(zerocopy::transmute!(sqe));
         true
     }
 
     /// How far before the tail each slot's outstanding command is in the submission queue; 0 if there
     /// is none, and more than the queue has entries if it is not there any more.
-    fn places(&self) -> Vec<u32> {
+    fn places(&mut self) -> Vec<u32> {
+        self.deliver();
         let entries = self.sq_size.entries();
         let mut cases = self.rescue.cases.iter().map(Option::is_some);
         let mut places: Vec<u32> = self

@@ -1,0 +1,164 @@
+//! Submission queue entries on their way into their queue.
+
+use crate::ring::Ring;
+use crate::shared::store_words;
+
+/// Entries that are written, and will be in their queue together.
+///
+/// The cache line of each has to come from the other side, which has read what was there a turn of
+/// the ring ago, and a processor's stores reach the cache in order. A program that writes an entry
+/// into the queue, goes on to other work with stores of its own, writes the next and so on, has one
+/// or two such lines on their way at a time, and waits for each in full as soon as its store buffer
+/// is full of what is behind. Sixteen entries in a row are on their way at once.
+#[derive(Debug)]
+pub struct Outbox {
+    lines: Box<[Line; Self::ROOM]>,
+    held: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+struct Line([u64; 8]);
+
+impl Outbox {
+    /// How many entries it holds: as many as there are stores of 16 bytes in the store buffer of a
+    /// processor of today.
+    pub const ROOM: usize = 16;
+
+    /// With nothing in it.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { lines: Box::new([Line([0; 8]); Self::ROOM]), held: 0 }
+    }
+
+    /// How many entries are in it.
+    #[inline]
+    #[must_use]
+    pub fn held(&self) -> usize {
+        self.held
+    }
+
+    /// Whether there is no room for another one.
+    #[inline]
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        self.held >= Self::ROOM
+    }
+
+    /// Takes the eight words of an entry.
+    ///
+    /// # Panics
+    /// If it is full.
+    #[inline(always)]
+    pub fn push(&mut self, words: [u64; 8]) {
+        let line: *mut Line = &mut self.lines[self.held];
+        self.held += 1;
+        // SAFETY: a line has 64 bytes.
+        unsafe { store_words(line.cast(), words) };
+    }
+
+    /// Writes what is in it into `ring`, from entry `first` on and round its end.
+    ///
+    /// # Panics
+    /// If `first` is outside of the ring, or the memory is read-only.
+    #[inline]
+    pub fn flush(&mut self, ring: &Ring<64>, first: u32) {
+        let held = std::mem::take(&mut self.held).min(Self::ROOM);
+        let to_end = ring.entries().saturating_sub(first) as usize;
+        self.write(ring, first, 0, held.min(to_end));
+        if held > to_end {
+            self.write(ring, 0, to_end, held - to_end);
+        }
+    }
+
+    /// Writes `count` lines from `line` on to entry `at` and what follows.
+    #[inline]
+    fn write(&self, ring: &Ring<64>, at: u32, line: usize, count: usize) {
+        let lines = &self.lines[line..line + count];
+        match ring.run(at, count) {
+            Some((bytes, offset)) => {
+                assert!(bytes.is_writable(), "the ring can be written");
+                // SAFETY: there are so many lines, and a run lies inside its bytes, which can be
+                // written.
+                unsafe { bytes.write_lines_at(offset, lines.as_ptr().cast(), count) };
+            }
+            // They lie in more than one piece.
+            None => {
+                for (at, line) in (at..).zip(lines) {
+                    ring.write_words(at, line.0);
+                }
+            }
+        }
+    }
+
+    /// Forgets what is in it.
+    pub fn clear(&mut self) {
+        self.held = 0;
+    }
+}
+
+impl Default for Outbox {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DmaSpace, Mapping};
+
+    fn words(n: u64) -> [u64; 8] {
+        std::array::from_fn(|i| n << 8 | i as u64)
+    }
+
+    #[test]
+    fn what_was_pushed_is_in_the_ring_after_a_flush() {
+        let ring = Ring::<64>::over(&Mapping::anonymous(4096).unwrap().bytes(), 64).unwrap();
+        let mut outbox = Outbox::new();
+        let mut next = 0;
+        // Round the end many times, at all places and with all lengths.
+        for n in 0..1000u64 {
+            let count = n % (Outbox::ROOM as u64 + 1);
+            for i in 0..count {
+                assert!(!outbox.is_full());
+                outbox.push(words(n << 16 | i));
+            }
+            assert_eq!(outbox.held() as u64, count);
+            outbox.flush(&ring, next);
+            assert_eq!(outbox.held(), 0);
+            for i in 0..count {
+                let at = (next + i as u32) % 64;
+                assert_eq!(ring.read::<[u64; 8]>(at), words(n << 16 | i), "{n} {i}");
+            }
+            next = (next + count as u32) % 64;
+        }
+        outbox.push(words(7));
+        outbox.clear();
+        let before: [u64; 8] = ring.read(0);
+        outbox.flush(&ring, 0);
+        assert_eq!(ring.read::<[u64; 8]>(0), before, "what was forgotten is not written");
+    }
+
+    #[test]
+    fn a_ring_in_pieces_gets_it_too() {
+        let mut space = DmaSpace::default();
+        for i in 0..2 {
+            let part = Mapping::anonymous(4096).unwrap().bytes();
+            space.map(0x10000 + i * 4096, 4096, &part).unwrap();
+        }
+        let ring = Ring::<64>::resolve(space.table(), 0x10000, 128, true).unwrap();
+        let mut outbox = Outbox::new();
+        (0..16).for_each(|n| outbox.push(words(n)));
+        assert!(outbox.is_full());
+        outbox.flush(&ring, 56);
+        (0..16).for_each(|n| assert_eq!(ring.read::<[u64; 8]>(56 + n), words(u64::from(n))));
+    }
+
+    #[test]
+    #[should_panic(expected = "out of bounds")]
+    fn too_many_are_our_bug() {
+        let mut outbox = Outbox::new();
+        (0..17).for_each(|n| outbox.push(words(n)));
+    }
+}
