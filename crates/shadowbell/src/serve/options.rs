@@ -50,6 +50,10 @@ pub struct Args {
     /// Write counters to this file, at the end and on SIGUSR1
     #[arg(long, value_name = "FILE")]
     stats_json: Option<PathBuf>,
+
+    #[cfg(feature = "faults")]
+    #[command(flatten)]
+    pub(super) faults: super::faults::FaultArgs,
 }
 
 const AFTER_HELP: &str = "\

@@ -3,6 +3,8 @@
 mod bad_input;
 mod clients;
 mod config;
+#[cfg(feature = "faults")]
+mod faults;
 mod function;
 mod harness;
 mod idle;
