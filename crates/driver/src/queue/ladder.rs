@@ -111,8 +111,10 @@ impl QueuePair {
         if self.core.outstanding() == 0 {
             return Ok(true);
         }
-        shared.note_busy();
         let ages = self.core.grow_older(shared.pace.limit, shared.pace.grace);
+        if ages.lasting {
+            shared.note_waiting();
+        }
         if !ages.late.is_empty() {
             count(&shared.counters.late, ages.late.len() as u64);
             let acl = shared.late.get().map_or(0, |late| usize::from(late.identity.acl));

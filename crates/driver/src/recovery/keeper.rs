@@ -53,9 +53,9 @@ fn keep(watched: &Weak<Shared>, stop: &Stop, tick: Duration) {
         let Some(shared) = watched.upgrade().filter(|_| !over) else { return };
         shared.tick();
         shared.wake_sleepers();
-        let is_busy = shared.was_busy();
+        let waits = shared.was_waiting();
         shared.hear();
-        if is_busy || looked.elapsed() >= shared.recovery.watch {
+        if waits || looked.elapsed() >= shared.recovery.watch {
             looked = Instant::now();
             let goes_on = shared.watch();
             // Whatever was found, nobody sleeps through it.
