@@ -29,7 +29,7 @@ pub use mem::MemDisk;
 pub use null::NullDisk;
 pub use uri::{open, parse_size};
 
-use memory::Segments;
+use memory::{DmaTable, Segments};
 use std::os::fd::BorrowedFd;
 use std::{fmt, io};
 
@@ -123,6 +123,10 @@ pub enum DiskError {
     /// The request was cancelled before it took effect.
     #[error("the request was cancelled")]
     Cancelled,
+    /// The disk is a namespace of an NVMe device, which ended the request with this status: the
+    /// fifteen bits of a completion above its phase tag.
+    #[error("the device below failed with NVMe status {0:#06x}")]
+    Device(u16),
     /// The medium could not be read or written; the system's error number.
     #[error("the storage below failed with error {0}")]
     Io(i32),
@@ -173,6 +177,12 @@ pub trait Queue {
         let _ = tag;
     }
 
+    /// The host's memory is what `table` says from now on. Whatever the queue remembers of other
+    /// memory, apart from the buffers of pending requests, is to be forgotten.
+    fn memory_changed(&mut self, table: &DmaTable) {
+        let _ = table;
+    }
+
     /// How many requests are pending.
     fn pending(&self) -> usize {
         0
@@ -185,5 +195,11 @@ pub trait Queue {
     /// a completion to a thread that sleeps.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         None
+    }
+
+    /// Whether that descriptor becomes readable again and again without ever ceasing to be, so that
+    /// it has to be watched for that (`EPOLLET`).
+    fn wakes_by_edges(&self) -> bool {
+        false
     }
 }

@@ -3,7 +3,7 @@
 use crate::admin::Admin;
 use crate::attach::{Attached, attach, create_queue_pair};
 use crate::device::Registers;
-use crate::dma::{BufferPool, DmaError};
+use crate::dma::{BufferPool, DmaError, LentMemory};
 use crate::error::{AttachError, DetachError, QueueError};
 use crate::events::EventListener;
 use crate::namespace::Namespace;
@@ -13,7 +13,7 @@ use crate::recovery::RecoveryStats;
 use crate::shared::Shared;
 use crate::transport::{Transport, TransportError};
 use doorbell::RingSize;
-use memory::EventFd;
+use memory::{EventFd, Mapping};
 use spec::event::AsyncEvent;
 use spec::identify::IdentifyController;
 use spec::regs::{Cap, Vs};
@@ -203,6 +203,15 @@ impl Controller {
     pub fn buffers(&self, count: usize, size: usize) -> Result<BufferPool, DmaError> {
         let page = self.shared.device.page as usize;
         BufferPool::new(&self.shared.device.transport, count, size, page)
+    }
+
+    /// Lets the controller reach memory that is there already, without a copy. How much of it there
+    /// may be is the transport's affair: through VFIO all of it is pinned.
+    ///
+    /// # Errors
+    /// [`DmaError`], when the transport can not share this memory.
+    pub fn lend(&self, mapping: &Arc<Mapping>) -> Result<LentMemory, DmaError> {
+        LentMemory::new(&self.shared.device.transport, mapping)
     }
 
     /// Calls `deliver` for each asynchronous event, on a thread of its own, as long as the returned

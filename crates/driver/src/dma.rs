@@ -44,6 +44,11 @@ impl Region {
         // Huge pages where there are some, for what fills one: most machines set none aside.
         let huge = if len >= HUGE_PAGE { Mapping::shared_huge(name, len).ok() } else { None };
         let mapping = huge.map_or_else(|| Mapping::shared(name, len), Ok)?;
+        Self::over(transport, mapping)
+    }
+
+    /// Shares memory that is there.
+    fn over(transport: &Arc<dyn Transport>, mapping: Arc<Mapping>) -> Result<Arc<Self>, DmaError> {
         let iova = transport.map_dma(&mapping)?;
         let region = Self { mapping, iova, transport: Arc::clone(transport) };
         if !iova.is_multiple_of(4096) || iova.checked_add(region.len()).is_none() {
@@ -178,6 +183,45 @@ impl fmt::Debug for Buffer {
             .field("iova", &format_args!("{:#x}", self.iova()))
             .field("len", &self.len())
             .finish()
+    }
+}
+
+/// Memory that the program has for other reasons, and that the device may reach for as long as this
+/// or a buffer in it lives: for commands that move data from or to where they belong, without a copy.
+///
+/// The device may write to all of it at any time, as a device that misbehaves may to every buffer.
+#[derive(Debug)]
+pub struct LentMemory(Arc<Region>);
+
+impl LentMemory {
+    pub(crate) fn new(
+        transport: &Arc<dyn Transport>,
+        mapping: &Arc<Mapping>,
+    ) -> Result<Self, DmaError> {
+        Region::over(transport, Arc::clone(mapping)).map(Self)
+    }
+
+    /// The memory.
+    #[must_use]
+    pub fn mapping(&self) -> &Arc<Mapping> {
+        &self.0.mapping
+    }
+
+    /// `len` bytes (not 0) from `offset` on as the buffer of a command; nothing if they are not all
+    /// there. `used`, a buffer of lent memory that nobody needs any more, saves an allocation.
+    #[must_use]
+    pub fn buffer(&self, offset: usize, len: usize, used: Option<Buffer>) -> Option<Buffer> {
+        let bytes = self.0.bytes().slice(offset, len).filter(|_| len != 0)?;
+        let iova = self.0.iova().checked_add(offset as u64)?;
+        let chunk = Chunk { bytes, iova, _region: Arc::clone(&self.0), pool: Weak::new() };
+        if let Some(mut used) = used
+            && used.0.pool.strong_count() == 0
+            && let Some(place) = Arc::get_mut(&mut used.0)
+        {
+            *place = chunk;
+            return Some(used);
+        }
+        Some(Buffer(Arc::new(chunk)))
     }
 }
 

@@ -98,7 +98,7 @@ pub use async_queue::{AsyncNamespace, AsyncQueue};
 pub use command::Command;
 pub use controller::Controller;
 pub use device::Registers;
-pub use dma::{Buffer, BufferPool, DmaError};
+pub use dma::{Buffer, BufferPool, DmaError, LentMemory};
 pub use error::{
     AttachError, CommandError, DetachError, IoError, IoErrorKind, QueueError, Refused, RequestError,
 };

@@ -1,6 +1,6 @@
 //! What the peer mapped where: I/O virtual addresses to bytes of this process.
 
-use crate::SharedBytes;
+use crate::{Mapping, SharedBytes};
 use std::cell::Cell;
 use std::ptr::NonNull;
 use std::rc::{Rc, Weak};
@@ -98,6 +98,11 @@ impl DmaTable {
     #[must_use]
     pub fn is_poisoned(&self) -> bool {
         self.entries.iter().any(|e| e.bytes.mapping().is_poisoned())
+    }
+
+    /// The memory behind the ranges; one mapping may be behind several.
+    pub fn mappings(&self) -> impl Iterator<Item = &Arc<Mapping>> + '_ {
+        self.entries.iter().map(|e| e.bytes.mapping())
     }
 
     /// The mapped ranges as (first IOVA, length in bytes), in order.

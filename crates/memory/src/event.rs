@@ -1,13 +1,22 @@
 //! An eventfd, the one thing that both sides of a sleep know.
 
+use crate::notifier::Notifier;
 use rustix::event::{EventfdFlags, eventfd};
-use rustix::io::{Errno, read, write};
-use std::io;
+use rustix::io::{Errno, ReadWriteFlags, preadv2, read, write};
+use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
-/// A non-blocking event file descriptor: [`signal`](Self::signal) wakes whoever polls it.
+/// An event file descriptor: [`signal`](Self::signal) wakes whoever polls it.
+///
+/// Neither signalling nor draining one ever blocks. For one of our own that goes without saying; one
+/// that a peer has as well it can make blocking at any moment, because the flag belongs to both.
 #[derive(Debug)]
-pub struct EventFd(OwnedFd);
+pub struct EventFd {
+    fd: OwnedFd,
+    /// How it is signalled if a peer made it.
+    notifier: Option<Arc<Notifier>>,
+}
 
 impl EventFd {
     /// Makes a new one, closed on exec, with its count at 0.
@@ -15,19 +24,29 @@ impl EventFd {
     /// # Errors
     /// The system's, when the process is out of file descriptors or memory.
     pub fn new() -> io::Result<Self> {
-        Ok(Self(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
+        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self { fd, notifier: None })
     }
 
-    /// Takes a descriptor that a peer sent. Nothing is assumed of it: if it is not an eventfd,
-    /// signalling it does nothing useful and nothing harmful, except that a blocking descriptor
-    /// could stall its signaller, so it is made non-blocking here.
+    /// Takes an eventfd that a peer sent, of which nothing else is assumed. A write to it could
+    /// stall its signaller for good (a blocking descriptor, a full count), so it is signalled by a
+    /// way that can not; where the kernel has none, or does not let this process use it, by a write
+    /// to a descriptor that is made non-blocking here and stays so as long as the peer is honest.
     ///
     /// # Errors
-    /// The system's, when the descriptor's flags can not be changed.
+    /// `EINVAL` if it is no eventfd; the system's, when the process is out of file descriptors or
+    /// memory.
     pub fn from_fd(fd: OwnedFd) -> io::Result<Self> {
-        let flags = rustix::fs::fcntl_getfl(&fd)?;
-        rustix::fs::fcntl_setfl(&fd, flags | rustix::fs::OFlags::NONBLOCK)?;
-        Ok(Self(fd))
+        let notifier = match Notifier::new(fd.as_fd()) {
+            Ok(notifier) => Some(Arc::new(notifier)),
+            Err(error) if crate::notifier::is_unavailable(&error) => {
+                let flags = rustix::fs::fcntl_getfl(&fd)?;
+                rustix::fs::fcntl_setfl(&fd, flags | rustix::fs::OFlags::NONBLOCK)?;
+                None
+            }
+            Err(error) => return Err(error),
+        };
+        Ok(Self { fd, notifier })
     }
 
     /// Adds one to the count and so makes the descriptor readable.
@@ -36,8 +55,16 @@ impl EventFd {
     /// first means that the other side has a wakeup pending anyway, the second that it wants none.
     #[inline]
     pub fn signal(&self) {
+        match &self.notifier {
+            Some(notifier) => notifier.notify(),
+            None => self.write(),
+        }
+    }
+
+    #[inline]
+    fn write(&self) {
         loop {
-            match write(&self.0, &1u64.to_ne_bytes()) {
+            match write(&self.fd, &1u64.to_ne_bytes()) {
                 Err(Errno::INTR) => {}
                 _ => return,
             }
@@ -48,7 +75,18 @@ impl EventFd {
     pub fn drain(&self) -> u64 {
         let mut count = [0; 8];
         loop {
-            match read(&self.0, &mut count) {
+            let outcome = preadv2(
+                &self.fd,
+                &mut [IoSliceMut::new(&mut count)],
+                NOWHERE,
+                ReadWriteFlags::NOWAIT,
+            );
+            let outcome = match outcome {
+                // Before Linux 5.8.
+                Err(Errno::OPNOTSUPP | Errno::NOSYS) => read(&self.fd, &mut count),
+                outcome => outcome,
+            };
+            match outcome {
                 Ok(8) => return u64::from_ne_bytes(count),
                 Err(Errno::INTR) => {}
                 _ => return 0,
@@ -61,7 +99,7 @@ impl EventFd {
     /// ours any more.
     #[must_use]
     pub fn count(&self) -> u64 {
-        let path = format!("/proc/self/fdinfo/{}", self.0.as_raw_fd());
+        let path = format!("/proc/self/fdinfo/{}", self.fd.as_raw_fd());
         let Ok(text) = std::fs::read_to_string(path) else { return 0 };
         let count = text.lines().find_map(|line| line.strip_prefix("eventfd-count:"));
         count.and_then(|count| u64::from_str_radix(count.trim(), 16).ok()).unwrap_or(0)
@@ -79,7 +117,7 @@ impl EventFd {
                 let left = d.saturating_duration_since(std::time::Instant::now());
                 Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
             });
-            let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
+            let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
             match poll(&mut fds, left.as_ref()) {
                 Ok(0) => return Ok(false),
                 Ok(_) => return Ok(true),
@@ -94,9 +132,12 @@ impl EventFd {
     /// # Errors
     /// The system's, when the process is out of file descriptors.
     pub fn try_clone(&self) -> io::Result<Self> {
-        Ok(Self(self.0.try_clone()?))
+        Ok(Self { fd: self.fd.try_clone()?, notifier: self.notifier.clone() })
     }
 }
+
+/// The offset of what has none, as preadv2 wants it.
+const NOWHERE: u64 = u64::MAX;
 
 /// Waits for signals of an [`EventFd`] one by one, without taking its count back to 0: a sleep and a
 /// wakeup are one system call and not two.
@@ -171,13 +212,13 @@ impl Edges {
 
 impl AsFd for EventFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        self.fd.as_fd()
     }
 }
 
 impl From<EventFd> for OwnedFd {
     fn from(event: EventFd) -> Self {
-        event.0
+        event.fd
     }
 }
 
@@ -224,12 +265,45 @@ mod tests {
     }
 
     #[test]
-    fn a_descriptor_that_is_no_eventfd_does_no_harm() {
+    fn a_descriptor_that_is_no_eventfd_is_refused() {
         let (reader, writer) = rustix::pipe::pipe().unwrap();
-        let event = EventFd::from_fd(writer).unwrap();
-        for _ in 0..100_000 {
-            event.signal(); // a full pipe must not block
-        }
+        assert!(EventFd::from_fd(writer).is_err());
         drop(reader);
+    }
+
+    /// The peer has the same open file: it makes it blocking and fills the count, or empties it.
+    #[test]
+    fn a_peer_that_makes_its_descriptor_blocking_stalls_nobody() {
+        let block = |fd: &OwnedFd| {
+            let flags = rustix::fs::fcntl_getfl(fd).unwrap();
+            rustix::fs::fcntl_setfl(fd, flags & !rustix::fs::OFlags::NONBLOCK).unwrap();
+        };
+        let theirs: OwnedFd = EventFd::new().unwrap().into();
+        let ours = EventFd::from_fd(theirs.try_clone().unwrap()).unwrap();
+        ours.signal();
+        assert_eq!(ours.try_clone().unwrap().drain(), 1);
+        block(&theirs);
+        assert_eq!(ours.drain(), 0, "with nothing there");
+        write(&theirs, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        for _ in 0..10 {
+            ours.signal();
+        }
+        assert_eq!(ours.drain() | 1, u64::MAX, "full is all that it can be");
+        ours.signal();
+        assert_eq!(ours.drain(), 1, "and it still works");
+    }
+
+    #[test]
+    fn many_threads_signal_a_peer() {
+        let theirs = EventFd::new().unwrap();
+        let fd = theirs.try_clone().unwrap().into();
+        let ours = Arc::new(EventFd::from_fd(fd).unwrap());
+        let signal = |event: &Arc<EventFd>| {
+            let event = Arc::clone(event);
+            std::thread::spawn(move || (0..1000).for_each(|_| event.signal()))
+        };
+        let threads: Vec<_> = (0..4).map(|_| signal(&ours)).collect();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        assert_eq!(theirs.drain(), 4000);
     }
 }

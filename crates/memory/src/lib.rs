@@ -25,6 +25,7 @@
 mod dma;
 mod event;
 mod mapping;
+mod notifier;
 mod prp;
 mod ring;
 mod segments;

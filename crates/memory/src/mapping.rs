@@ -193,6 +193,12 @@ impl Mapping {
         self.len == 0
     }
 
+    /// Whether the byte at `address` of this process is in it.
+    #[must_use]
+    pub fn holds(&self, address: usize) -> bool {
+        address.checked_sub(self.ptr.as_ptr() as usize).is_some_and(|offset| offset < self.len)
+    }
+
     /// What the mapping may be used for.
     #[must_use]
     pub fn protection(&self) -> Protection {

@@ -125,6 +125,20 @@ impl<const SIZE: usize> Ring<SIZE> {
         unsafe { bytes.write_at(offset, value) };
     }
 
+    /// Writes the eight words of entry `index` of a submission queue, the way that is quickest if
+    /// they are in registers.
+    ///
+    /// # Panics
+    /// As [`write`](Self::write).
+    #[inline(always)]
+    pub fn write_words(&self, index: u32, words: [u64; 8]) {
+        const { assert!(SIZE == 64) };
+        let (bytes, offset) = self.run(index, 1).expect("the index is inside the ring");
+        assert!(bytes.is_writable(), "the ring can be written");
+        // SAFETY: a run lies inside its bytes, which can be written.
+        unsafe { bytes.write_words_at(offset, words) };
+    }
+
     /// Writes a 16-byte entry in two words, the second with release ordering: whoever sees the
     /// second (which holds a completion's phase) sees the first.
     ///

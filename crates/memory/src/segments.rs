@@ -1,7 +1,8 @@
 //! A command's data, as pieces of host memory.
 
-use crate::{Fault, SharedBytes, View};
+use crate::{Fault, Mapping, SharedBytes, View};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 /// A contiguous piece of host memory: what an `iovec` says.
 ///
@@ -166,6 +167,18 @@ impl Segments {
     #[must_use]
     pub fn pieces(&self) -> &[Segment] {
         &self.list
+    }
+
+    /// The mapping in which the byte at `address` of this process lies, if it is among those that the
+    /// data can be in. Whoever hands the data to a device knows by that whether the device can reach
+    /// it.
+    #[must_use]
+    pub fn mapping_at(&self, address: usize) -> Option<&Arc<Mapping>> {
+        match &self.keep {
+            Keep::Nothing => None,
+            Keep::View(view) => view.table().mappings().find(|mapping| mapping.holds(address)),
+            Keep::Bytes(bytes) => Some(bytes.mapping()).filter(|mapping| mapping.holds(address)),
+        }
     }
 
     /// The length of the data in bytes.

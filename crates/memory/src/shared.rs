@@ -155,6 +155,36 @@ impl SharedBytes {
         }
     }
 
+    /// Writes the eight words of a submission queue entry at `offset`, without a check.
+    ///
+    /// From registers and by units as large as there are: a copy of a value that was put together
+    /// on the stack in small pieces makes the processor wait until those have reached the cache,
+    /// behind every entry written before, whose cache lines are still to come from the other side.
+    ///
+    /// # Safety
+    /// 64 bytes from `offset` lie inside the window, which is writable.
+    #[inline(always)]
+    pub(crate) unsafe fn write_words_at(&self, offset: usize, words: [u64; 8]) {
+        // SAFETY: the caller vouches for the range.
+        let into = unsafe { self.ptr.add(offset) }.as_ptr();
+        let [a, b, c, d, e, f, g, h] = words;
+        for (index, (low, high)) in [(a, b), (c, d), (e, f), (g, h)].into_iter().enumerate() {
+            let into = into.wrapping_add(16 * index);
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the 16 bytes lie in the range that the caller vouches for, and need not be
+            // aligned; SSE2 is part of the architecture.
+            unsafe {
+                use std::arch::x86_64::{__m128i, _mm_set_epi64x, _mm_storeu_si128};
+                _mm_storeu_si128(into.cast::<__m128i>(), _mm_set_epi64x(high as i64, low as i64));
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            // SAFETY: the 16 bytes lie in the range that the caller vouches for.
+            unsafe {
+                into.cast::<[u64; 2]>().write_unaligned([low, high]);
+            }
+        }
+    }
+
     /// As [`load_u64_acquire`](Self::load_u64_acquire), without a check.
     ///
     /// # Safety

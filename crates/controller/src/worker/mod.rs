@@ -386,8 +386,12 @@ impl Worker {
     fn find_or_open(&mut self, seed: &Seed, reply: Reply) -> Option<(&mut Tenant, Reply)> {
         if self.tenant(seed.shared.id).is_none() {
             let opened = Tenant::new(seed).and_then(|tenant| {
-                for fd in tenant.spaces().iter().filter_map(io::Space::wake_fd) {
-                    epoll::add(&self.epoll, fd, EventData::new_u64(1), EventFlags::IN)?;
+                for space in tenant.spaces() {
+                    let Some(fd) = space.wake_fd() else { continue };
+                    let edges =
+                        if space.wakes_by_edges() { EventFlags::ET } else { EventFlags::empty() };
+                    let flags = EventFlags::IN | edges;
+                    epoll::add(&self.epoll, fd, EventData::new_u64(1), flags)?;
                 }
                 Ok(tenant)
             });

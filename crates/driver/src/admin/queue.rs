@@ -135,7 +135,7 @@ impl AdminQueue {
         let ticket = loop {
             let mut state = self.lock();
             state.reap();
-            match state.core.submit(sqe, buffer, Command::admin(transfer)) {
+            match state.core.submit(zerocopy::transmute!(sqe), buffer, Command::admin(transfer)) {
                 Ok(token) => {
                     state.core.ring().map_err(refused)?;
                     break state.own(token);
@@ -306,7 +306,8 @@ impl State {
     }
 
     fn submit(&mut self, sqe: Sqe) -> Result<Token, QueueError> {
-        self.core.submit(sqe, None, Command::admin(0)).map_err(|refused| refused.reason)
+        let words = zerocopy::transmute!(sqe);
+        self.core.submit(words, None, Command::admin(0)).map_err(|refused| refused.reason)
     }
 
     fn request_event(&mut self) -> Result<(), QueueError> {

@@ -21,6 +21,11 @@ const UNTOLD_MOST: u32 = 16;
 /// How far ahead of the tail entries are brought near.
 const AHEAD: u32 = 4;
 
+/// CDW0 bits 31:16, the command identifier, in the first word of an entry.
+const CID: u64 = 0xffff_0000;
+/// CDW0 bits 15:14, what the data pointer is: 0 for PRPs.
+const PSDT: u64 = 0xc000;
+
 /// A command that was submitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Token {
@@ -211,13 +216,13 @@ impl Core {
         self.stats.completed
     }
 
-    /// Writes a command into the submission queue. Its identifier and data pointer are set here;
-    /// `command` says what its data are, and is kept in case that it has to be submitted again. The
+    /// Writes a command, the eight words of its entry, into the submission queue. Its identifier and
+    /// data pointer are set here; `command` says what its data are, and is kept in case that it has to be submitted again. The
     /// controller hears of it with [`ring`](Self::ring).
-    #[inline]
+    #[inline(always)]
     pub(crate) fn submit(
         &mut self,
-        sqe: Sqe,
+        mut words: [u64; 8],
         buffer: Option<Buffer>,
         command: Command,
     ) -> Result<Token, Refused> {
@@ -246,11 +251,12 @@ impl Core {
         entry.command = command;
         // There was none, so there is none to be dropped.
         std::mem::forget(std::mem::replace(&mut entry.buffer, buffer));
-        let mut sqe = sqe.with_cid(cid);
+        words[0] = words[0] & !CID | u64::from(cid) << CID.trailing_zeros();
         if let Some((prp1, prp2)) = prps {
-            sqe = sqe.with_prps(prp1, prp2);
+            words[0] &= !PSDT;
+            (words[3], words[4]) = (prp1, prp2);
         }
-        self.sq.write(u32::from(self.sq_tail), &sqe);
+        self.sq.write_words(u32::from(self.sq_tail), words);
         // The controller has read what lay there a turn ago, so it takes a while to get it back.
         self.sq.prefetch_for_write(u32::from(self.sq_tail) + AHEAD);
         self.sq_tail = self.sq_size.forward(self.sq_tail, 1);
@@ -314,16 +320,18 @@ impl Core {
     }
 
     /// Tells the controller, if it has little else to do or if it is worth it by now.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn ring_in_time(&mut self) -> Result<bool, QueueError> {
         let untold = self.sq_size.distance(self.sq_published, self.sq_tail);
         let told = self.outstanding() as u32 - untold.min(self.outstanding() as u32);
-        if untold >= (told / UNTOLD_PART).min(UNTOLD_MOST) && untold != 0 {
+        let due = untold >= (told / UNTOLD_PART).min(UNTOLD_MOST) && untold != 0;
+        // The calls return nothing that has to be put together: see `Ring::write_words`.
+        if due {
             self.ring()?;
-            return Ok(true);
+        } else {
+            self.release_if_short()?;
         }
-        self.release_if_short()?;
-        Ok(untold == 0)
+        Ok(due || untold == 0)
     }
 
     /// Tells the controller how far the completion queue was consumed.
@@ -339,7 +347,7 @@ impl Core {
 
     /// The same, but only if the controller might otherwise have no room for a completion. The
     /// head is of no other use to a controller that is not about to interrupt.
-    #[inline]
+    #[inline(always)]
     fn release_if_short(&mut self) -> Result<(), QueueError> {
         self.check_sq_head();
         let room = self.cq_size.entries() - 1;
@@ -365,17 +373,17 @@ impl Core {
         self.is_new(self.second_word())
     }
 
-    /// The next completion. Entries that belong to no outstanding command are skipped, at most as
-    /// many as the queue has entries.
-    #[inline]
+    /// The next completion, whatever it takes. Entries that belong to no outstanding command are
+    /// skipped, at most as many as the queue has entries.
     pub(crate) fn pop(&mut self) -> Option<Completion> {
-        match self.pop_word() {
-            Some(word) => self.pop_with(word),
-            None => {
-                self.stats.empty_polls += 1;
-                None
+        for _ in 0..self.cq_size.entries() {
+            let Some(word) = self.pop_word() else { break };
+            if let Some(completion) = self.consume_any(word) {
+                return Some(completion);
             }
         }
+        self.stats.empty_polls += 1;
+        None
     }
 
     /// The second word of the entry at the head, if there is one.
@@ -385,45 +393,21 @@ impl Core {
         self.is_new(word).then_some(word)
     }
 
-    /// The completion at the head, whose second word this is.
+    /// Consumes the entry at the head, of which `word` is the second word, if it completes the
+    /// command that is in its slot; otherwise there is [`consume_any`](Self::consume_any).
+    ///
+    /// A completion is made in one place, from registers, and stays in them wherever this is
+    /// inlined: see [`Ring::write_words`].
     #[inline(always)]
-    pub(crate) fn pop_with(&mut self, word: u64) -> Option<Completion> {
-        let Some(known) = self.consume(word) else {
-            return self.pop_past_unknown();
-        };
-        Some(known)
-    }
-
-    #[cold]
-    fn pop_past_unknown(&mut self) -> Option<Completion> {
-        for _ in 1..self.cq_size.entries() {
-            let word = self.second_word();
-            if !self.is_new(word) {
-                break;
-            }
-            if let Some(completion) = self.consume(word) {
-                return Some(completion);
-            }
-        }
-        None
-    }
-
-    /// Consumes the entry at the head, of which `word` is the second word.
-    #[inline(always)]
-    pub(super) fn consume(&mut self, word: u64) -> Option<Completion> {
-        let first: u64 = self.cq.read(u32::from(self.cq_head));
-        self.cq_head = self.cq_size.forward(self.cq_head, 1);
-        self.phase ^= self.cq_head == 0;
-        self.cq_unpublished += 1;
+    pub(crate) fn consume(&mut self, word: u64) -> Option<Completion> {
         let cid = (word >> 32) as u16;
         let slot = cid & self.slot_mask;
         let entry = self.slots.get_mut(usize::from(slot));
-        let Some(entry) = entry.filter(|entry| entry.cid == cid && entry.age != 0) else {
-            return self.odd_completion(first, word);
-        };
+        let entry = entry.filter(|entry| entry.cid == cid && entry.age != 0)?;
         entry.age = 0;
         entry.cid = cid.wrapping_add(self.generation);
         let buffer = entry.buffer.take();
+        let first = self.advance();
         self.free.push(slot);
         self.stats.completed += 1;
         self.sq_head_said = word as u16;
@@ -437,6 +421,25 @@ impl Core {
             dw1: (first >> 32) as u32,
             buffer,
         })
+    }
+
+    /// The same, and if the entry is an odd one, what is to be made of that.
+    #[cold]
+    pub(super) fn consume_any(&mut self, word: u64) -> Option<Completion> {
+        self.consume(word).or_else(|| {
+            let first = self.advance();
+            self.odd_completion(first, word)
+        })
+    }
+
+    /// Takes the entry at the head; its first word.
+    #[inline(always)]
+    fn advance(&mut self) -> u64 {
+        let first = self.cq.read(u32::from(self.cq_head));
+        self.cq_head = self.cq_size.forward(self.cq_head, 1);
+        self.phase ^= self.cq_head == 0;
+        self.cq_unpublished += 1;
+        first
     }
 
     /// After the completions that there were have been taken: gives their entries back if the

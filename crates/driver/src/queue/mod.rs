@@ -137,9 +137,9 @@ impl QueuePair {
     ///
     /// # Errors
     /// [`Refused`], with the buffer: the queue is full, or the buffer does not fit the command.
-    #[inline]
+    #[inline(always)]
     pub fn submit(&mut self, command: Command, buffer: Option<Buffer>) -> Result<Token, Refused> {
-        self.core.submit(command.sqe(0), buffer, command)
+        self.core.submit(command.words(), buffer, command)
     }
 
     /// Tells the controller of everything submitted so far, with one doorbell or with none.
@@ -165,7 +165,7 @@ impl QueuePair {
     ///
     /// # Errors
     /// As [`ring`](Self::ring).
-    #[inline]
+    #[inline(always)]
     pub fn ring_in_time(&mut self) -> Result<bool, QueueError> {
         if self.shared.word() != self.seen {
             self.attend()?;
@@ -175,19 +175,26 @@ impl QueuePair {
 
     /// The next completion, if there is one. After the last, call [`ring`](Self::ring) or
     /// [`settle`](Self::settle): the controller might wait for room.
-    #[inline]
+    // Inlined, and the usual completion made in one place, so that it need not go through memory: see
+    // `Ring::write_words`.
+    #[inline(always)]
     pub fn pop(&mut self) -> Option<Completion> {
-        match self.core.pop_word() {
-            Some(word) => self.core.pop_with(word),
-            None => self.pop_dry(),
+        if let Some(word) = self.core.pop_word()
+            && let Some(completion) = self.core.consume(word)
+        {
+            return Some(completion);
         }
+        self.pop_otherwise().map(|completion| *completion)
     }
 
-    /// The controller has completed nothing more.
+    /// The controller has completed nothing more, or nothing that is outstanding. Boxed, because what
+    /// is returned in the caller's memory would keep the usual completion there as well.
     #[inline(never)]
-    fn pop_dry(&mut self) -> Option<Completion> {
-        self.core.stats_mut().empty_polls += 1;
-        if self.shared.word() == self.seen { None } else { self.pop_ended() }
+    fn pop_otherwise(&mut self) -> Option<Box<Completion>> {
+        if let Some(completion) = self.core.pop() {
+            return Some(Box::new(completion));
+        }
+        if self.shared.word() == self.seen { None } else { self.pop_ended().map(Box::new) }
     }
 
     /// Hands every completion that is there to `each` (at most as many as the queue can hold), and
@@ -296,10 +303,14 @@ impl QueuePair {
         Ok(self.is_ready())
     }
 
-    /// Publishes everything. After this and a full fence, look at the completion queue once more,
-    /// and then [`block`](Self::block), or wait for the event's next signal in another way. A mark of
-    /// the past may end that at once: taking it off would cost as much.
-    pub(crate) fn prepare_sleep(&mut self) -> Result<(), QueueError> {
+    /// Tells the controller everything that it has to know to interrupt for what completes from now
+    /// on: for those who sleep on [`waker`](Self::waker) by themselves. After this, and a full fence,
+    /// the completion queue has to be looked at once more ([`is_ready`](Self::is_ready)). A mark of
+    /// the past may end the sleep at once.
+    ///
+    /// # Errors
+    /// As [`ring`](Self::ring).
+    pub fn prepare_sleep(&mut self) -> Result<(), QueueError> {
         self.publish_all()?;
         // Whoever sleeps by itself has no timer for the ages of commands: the keeper wakes it.
         if self.core.outstanding() != 0 && self.shared.recovery.enabled {

@@ -304,7 +304,7 @@ impl Core {
             if Status::from_bits((word >> 49) as u16).code() == Status::ABORTED_SQ_DELETION {
                 self.cq_head = self.cq_size.forward(self.cq_head, 1);
                 self.phase ^= self.cq_head == 0;
-            } else if let Some(completion) = self.consume(word) {
+            } else if let Some(completion) = self.consume_any(word) {
                 // It has freed its slot.
                 self.free.pop();
                 self.rescue.ended.push_back(completion);

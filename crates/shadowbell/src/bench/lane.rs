@@ -189,7 +189,7 @@ impl<L: Load> Lane<L> {
         Some(Duration::from_nanos(due.saturating_sub(now)))
     }
 
-    #[inline]
+    #[inline(always)]
     fn ring_in_time(&mut self) -> anyhow::Result<()> {
         if self.queue.ring_in_time()? {
             self.unrung = 0;

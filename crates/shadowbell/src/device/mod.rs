@@ -282,7 +282,11 @@ impl Device for ControllerDevice {
             }),
             IrqData::Eventfds(fds) => {
                 let events: Result<Vec<_>, _> = fds.into_iter().map(EventFd::from_fd).collect();
-                for (vector, event) in vectors.zip(events.map_err(|_| Errno::BADF)?) {
+                // What is no eventfd is refused; running out of descriptors is no fault of theirs.
+                let errno = |e: std::io::Error| {
+                    e.raw_os_error().map_or(Errno::BADF, Errno::from_raw_os_error)
+                };
+                for (vector, event) in vectors.zip(events.map_err(errno)?) {
                     self.controller.set_interrupt(vector, Some(event));
                 }
             }

@@ -46,6 +46,10 @@ impl Space {
     pub(crate) fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         self.queue.wake_fd()
     }
+
+    pub(crate) fn wakes_by_edges(&self) -> bool {
+        self.queue.wakes_by_edges()
+    }
 }
 
 /// A command that ended: which one, and how.
@@ -92,6 +96,7 @@ fn status_of(error: DiskError, reading: bool) -> Status {
         DiskError::BadBuffer => Status::INTERNAL,
         DiskError::Unsupported => Status::INVALID_OPCODE.with_dnr(),
         DiskError::Cancelled => Status::ABORT_REQUESTED,
+        DiskError::Device(bits) => Status::from_bits(bits),
         DiskError::Io(_) if reading => Status::UNRECOVERED_READ,
         DiskError::Io(_) => Status::WRITE_FAULT,
     }
@@ -163,6 +168,7 @@ impl Engine {
     /// commands in flight have it still.
     pub(crate) fn change_view(&mut self, view: View) -> View {
         self.scratch.clear();
+        self.spaces.iter_mut().for_each(|space| space.queue.memory_changed(view.table()));
         std::mem::replace(&mut self.view, view)
     }
 
