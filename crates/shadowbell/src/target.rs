@@ -43,7 +43,8 @@ pub enum Target {
         /// The namespace.
         nsid: u32,
     },
-    /// On a controller in this process, over the disk that this names (see [`disk::open`]).
+    /// On a controller in this process, over the disk that this names (see
+    /// [`medium::open`](crate::medium::open)).
     Local {
         /// The disk.
         disk: String,
@@ -137,7 +138,11 @@ impl Target {
         Session::over(self.clone(), self.transport(options)?, options)
     }
 
-    fn transport(&self, options: &AttachOptions) -> anyhow::Result<Arc<dyn Transport>> {
+    /// The way to the controller that has this namespace.
+    ///
+    /// # Errors
+    /// As [`attach`](Self::attach).
+    pub fn transport(&self, options: &AttachOptions) -> anyhow::Result<Arc<dyn Transport>> {
         Ok(match self {
             Self::VfioUser { socket, .. } => {
                 let transport = VfioUser::connect(socket, CONNECT_TIMEOUT)
@@ -147,7 +152,7 @@ impl Target {
             }
             Self::Vfio { address, .. } => Arc::new(Vfio::open(*address).map_err(exit::bad_input)?),
             Self::Local { disk } => {
-                let disk = disk::open(disk).map_err(exit::bad_input)?;
+                let disk = crate::medium::open(disk).map_err(crate::plan::PlanError::into_error)?;
                 let mapped = options.doorbells == Doorbells::Mapped;
                 local::connect(disk, mapped)?
             }

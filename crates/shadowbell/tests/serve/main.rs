@@ -11,4 +11,5 @@ mod idle;
 mod io;
 mod local;
 mod medium;
+mod stacked;
 mod telling;
