@@ -3,7 +3,8 @@
 use crate::{banner, exit, local};
 use anyhow::{Context, anyhow};
 use driver::{
-    AttachOptions, Controller, Doorbells, Namespace, PciAddress, Transport, Vfio, VfioUser,
+    AttachOptions, Controller, Doorbells, Namespace, PciAddress, QueueMap, Steered, Transport,
+    Vfio, VfioUser, steer_interrupts,
 };
 use std::fmt;
 use std::os::unix::fs::FileTypeExt;
@@ -166,6 +167,8 @@ pub struct Session {
     target: Target,
     /// Queue pairs that were asked for.
     asked: u16,
+    /// What came of its interrupts, if they are the kernel's to send.
+    steered: Option<Steered>,
     /// The controller.
     pub controller: Controller,
 }
@@ -182,7 +185,14 @@ impl Session {
     ) -> anyhow::Result<Self> {
         let controller =
             Controller::attach(transport, options).with_context(|| target.to_string())?;
-        let session = Self { target, asked: options.queue_pairs, controller };
+        let steered = match &target {
+            Target::Vfio { address, .. } if controller.has_interrupts() => {
+                let map = QueueMap::of_this_machine(controller.queue_pairs());
+                Some(steer_interrupts(*address, &map))
+            }
+            _ => None,
+        };
+        let session = Self { target, asked: options.queue_pairs, steered, controller };
         for line in session.banner() {
             tracing::debug!("{line}");
         }
@@ -192,7 +202,7 @@ impl Session {
     /// Lines that tell a person what was attached.
     #[must_use]
     pub fn banner(&self) -> Vec<String> {
-        banner::banner(&self.controller, self.asked)
+        banner::banner(&self.controller, self.asked, self.steered.as_ref())
     }
 
     /// What was asked for.
