@@ -11,8 +11,9 @@ use guest::trace::Stretch;
 use guest::{Device, Drive, Guest, Kernel, RunDir, Server, config};
 use serde_json::{Value, json};
 
+use super::super::vfio::{MODULES, allow_unsafe_interrupts, boot, json_of, load, shadowbell};
 use super::super::{Lab, MINUTE, names};
-use super::{SLACK, allow_unsafe_interrupts, boot, json_of, load_vfio, shadowbell};
+use super::SLACK;
 use crate::report::Report;
 use crate::table::{render, thousands};
 
@@ -151,7 +152,7 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
         vec![Device::QemuNvme { drive: Drive::Null(DISK_BYTES), dbcs: true }, disk.device.clone()];
     // One processor for the guest leaves the other for the device, which is where it would be.
     let mut guest = boot(lab, run, kernel, devices, |config| config.cpus = 1)?;
-    load_vfio(&mut guest)?;
+    load(&mut guest, MODULES)?;
     allow_unsafe_interrupts(&mut guest)?;
     let mut controllers = Vec::new();
     for (index, (name, server)) in
