@@ -6,9 +6,9 @@ use crate::options;
 use shadowbell_driver::{
     AsyncQueue, AttachOptions, Controller, IoErrorKind, QueueError, QueuePair, Recovery,
 };
-use spec::Status;
 use spec::event::AsyncEvent;
 use spec::opcode::AdminOpcode;
+use spec::{Cqe, Status};
 use std::time::{Duration, Instant};
 
 fn recovering() -> AttachOptions {
@@ -167,6 +167,36 @@ fn a_buffer_stays_with_its_command_until_the_queue_is_deleted() {
     assert_eq!((ended.token, ended.status), (token, Status::ABORTED_BY_HOST));
     drop(ended);
     assert_eq!(pool.available(), 1);
+}
+
+#[test]
+fn what_completes_twice_does_not_end_the_repetition() {
+    let fake = Fake::new();
+    let (controller, mut queue) = attach(&fake);
+    fake.with(|state| state.hold = true);
+    let flush = controller.namespace(1).unwrap().flush();
+    let token = queue.submit(flush, None).unwrap();
+    queue.ring().unwrap();
+    // Once it is late, it is aborted.
+    let abort = AdminOpcode::Abort as u8;
+    while !fake.with(|state| state.admin_log.contains(&abort)) {
+        assert!(queue.pop().is_none());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let aborted = Cqe::new(token.cid(), 1, 0, Status::ABORT_REQUESTED, 0);
+    fake.post(1, aborted, 1, None);
+    assert!(queue.pop().is_none(), "it is submitted again");
+    assert_eq!(fake.state().held.len(), 2);
+    let unknown = queue.stats().unknown_completions;
+    for status in [Status::SUCCESS, Status::ABORT_REQUESTED] {
+        fake.post(1, aborted.with_status(status), 1, None);
+        assert!(queue.pop().is_none(), "a completion of its first life");
+    }
+    assert_eq!(queue.stats().unknown_completions, unknown + 2);
+    fake.complete(1);
+    let completion = queue.pop().unwrap();
+    assert_eq!((completion.token, completion.status), (token, Status::SUCCESS));
+    assert_eq!((queue.stats().repeated, queue.outstanding()), (1, 0));
 }
 
 #[test]

@@ -208,6 +208,29 @@ fn a_completion_after_its_abort_was_sent_is_a_completion() {
 }
 
 #[test]
+fn a_command_that_stalls_has_no_effect_after_it_was_given_up() {
+    // Aborted, and when nobody hears of the abort, with its queue.
+    for faults in ["stall=1s:at=1", "stall=1s:at=1,ignore=0x08"] {
+        let mut rig = rig();
+        inject(&rig.emulated, faults);
+        let mut buffer = rig.pool.take().unwrap();
+        buffer.fill(1);
+        rig.queue.submit(rig.write(0).once(), Some(buffer)).unwrap();
+        let mut ended = next(&mut rig.queue);
+        let status = ended.status.code();
+        assert!([Status::ABORT_REQUESTED, Status::ABORTED_BY_HOST].contains(&status), "{status}");
+        ended.buffer.as_mut().unwrap().fill(2);
+        rig.queue.submit(rig.write(0), ended.buffer).unwrap();
+        assert_eq!(next(&mut rig.queue).status, Status::SUCCESS);
+        // Until it would have been carried out.
+        std::thread::sleep(Duration::from_millis(1100));
+        let read = rig.controller.namespace(1).unwrap().read(0, 8).unwrap();
+        rig.queue.submit(read, rig.pool.take()).unwrap();
+        assert_eq!(next(&mut rig.queue).buffer.unwrap().to_vec(4096), vec![2; 4096], "{faults}");
+    }
+}
+
+#[test]
 fn a_queue_that_is_not_deleted_or_not_created_costs_a_reset() {
     for (opcode, how) in [
         (AdminOpcode::DeleteIoSq, "refuse"),
@@ -335,7 +358,7 @@ fn a_controller_that_can_not_be_reset_is_given_up_and_gives_its_buffers_back() {
     drop(ended);
     assert_eq!(rig.pool.available(), 64);
     let stats = rig.stats();
-    assert_eq!((stats.given_up, stats.reset_tries), (1, 3), "{stats:?}");
+    assert_eq!((stats.given_up, stats.reset_tries), (1, 5), "{stats:?}");
     let refused = rig.queue.submit(rig.write(0), rig.pool.take()).unwrap_err();
     assert!(refused.to_string().contains("given up"), "{refused}");
     assert!(rig.controller.admin().identify_controller().is_err());

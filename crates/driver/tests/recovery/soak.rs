@@ -9,15 +9,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Everything that can go wrong and be put right, each often.
+/// Everything that can go wrong and be put right, each often. What happens in a reset happens so
+/// seldom each that some try must succeed.
 const FAULTS: &str = "seed=2604,\
     fatal:every=20000,subsystem-reset:every=51000,wrong-phase:every=3000,\
     drop-before:rate=1/150,drop-after:rate=1/150,hang:rate=1/150,wrong-cid:rate=1/300,\
-    duplicate:rate=1/200,corrupt:rate=1/200,delay=1ms:rate=1/300,delay=30ms:rate=1/500,\
+    duplicate:rate=1/200,corrupt:rate=1/200,delay=1ms:rate=1/300,delay=30ms:rate=1/500,stall=25ms:rate=1/300,\
     wrong-head:rate=1/400,wrong-sq-id:rate=1/400,status=0x006:rate=1/400,\
-    refuse=0x00:rate=1/9,refuse=0x04:rate=1/20,refuse=0x05:rate=1/30,refuse=0x01:rate=1/30,\
-    ignore=0x08:rate=1/5,refuse=0x08:rate=1/5,ignore=0x00:rate=1/40,refuse=0x06:rate=1/8,\
-    refuse=0x7c:rate=1/8,never-ready:every=9,never-disabled:every=11";
+    refuse=0x00:every=9,refuse=0x04:every=17,refuse=0x05:every=23,refuse=0x01:every=29,\
+    ignore=0x08:every=5,refuse=0x08:every=7,ignore=0x00:every=31,refuse=0x06:every=7,\
+    refuse=0x7c:every=8,never-ready:every=9,never-disabled:every=11";
 
 /// Blocks of each program.
 const BLOCKS: u64 = 8192;
