@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Attaches, tells what was found, and reads the first block; with `write`, writes it before.
-pub fn take(ssd: Arc<dyn Transport>, write: bool) -> Result<(), Box<dyn Error>> {
+pub(crate) fn take(ssd: Arc<dyn Transport>, write: bool) -> Result<(), Box<dyn Error>> {
     let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
     println!(
         "{}: {}, {:?} doorbells",
