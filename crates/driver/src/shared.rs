@@ -483,6 +483,18 @@ impl Shared {
         }
     }
 
+    /// Called by a handle that is being dropped: if it is the last, the controller is shut down here
+    /// and now, and not when the keeper, who may be looking at it, lets go of it.
+    pub(crate) fn let_go(self: &Arc<Self>) {
+        let Some(keeper) = self.keeper.get() else { return };
+        let Some(_held) = keeper.hold() else { return };
+        if Arc::strong_count(self) == 1
+            && let Err(error) = self.shut_down()
+        {
+            tracing::warn!("{error}");
+        }
+    }
+
     /// How a controller was left that was given up before.
     fn outcome(&self, state: u32) -> Result<(), DetachError> {
         let (device, Some(why)) = (self.name().to_owned(), self.over.get()) else { return Ok(()) };

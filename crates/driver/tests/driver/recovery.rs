@@ -231,3 +231,20 @@ fn futures_do_not_notice_a_queue_that_is_created_again() {
     let error = crate::futures::block_on(disk.read(0, pool.take().unwrap())).unwrap_err();
     assert!(matches!(error.kind, IoErrorKind::Queue(QueueError::Failed { .. })), "{error}");
 }
+
+#[test]
+fn the_last_handle_shuts_the_controller_down_before_it_is_gone() {
+    for round in 0..60 {
+        let fake = Fake::new();
+        let (controller, queue) = attach(&fake);
+        let admin = controller.admin();
+        // While the keeper looks at it every now and then.
+        std::thread::sleep(Duration::from_micros(500 * (round % 5)));
+        drop(controller);
+        drop(admin);
+        assert!(fake.state().csts.rdy(), "the queue pair still needs it");
+        drop(queue);
+        assert!(!fake.state().csts.rdy());
+        assert_eq!(fake.state().deleted, [1]);
+    }
+}
