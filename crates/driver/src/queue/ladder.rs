@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering;
 /// A word that there never is.
 const NEVER: u32 = u32::MAX;
 /// How often a queue that can not be created again has its controller reset.
-const TRIES: u32 = 3;
+const TRIES: u32 = 6;
 /// The most commands that are aborted at a time, where the controller takes as many (ACL).
 const ABORTS: usize = 4;
 

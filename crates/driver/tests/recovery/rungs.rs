@@ -7,7 +7,7 @@ use controller::Controller as Emulated;
 use controller::faults::Fault;
 use shadowbell_driver::{
     AttachOptions, BufferPool, Command, Completion, Controller, Doorbells, QueueError, QueuePair,
-    Recovery, RecoveryStats,
+    Recovery, RecoveryStats, Timeouts,
 };
 use spec::Status;
 use spec::opcode::AdminOpcode;
@@ -182,7 +182,8 @@ fn a_command_that_is_lost_every_time_ends() {
 
 #[test]
 fn completions_that_are_late_or_come_twice_or_are_odd_need_no_ladder() {
-    let mut rig = rig();
+    let timeouts = Timeouts { io: Duration::from_secs(10), ..options().timeouts };
+    let mut rig = rig_with(&AttachOptions { timeouts, ..options() });
     let faults = "duplicate:every=2,wrong-head:every=3,wrong-sq-id:every=5,delay=2ms:every=7";
     let faults = inject(&rig.emulated, faults);
     for _ in 0..8 {
@@ -197,7 +198,7 @@ fn completions_that_are_late_or_come_twice_or_are_odd_need_no_ladder() {
 #[test]
 fn a_completion_after_its_abort_was_sent_is_a_completion() {
     let mut rig = rig();
-    inject(&rig.emulated, "delay=27ms:at=1");
+    inject(&rig.emulated, "delay=200ms:at=1");
     rig.queue.submit(rig.write(0), rig.pool.take()).unwrap();
     let completion = next(&mut rig.queue);
     assert_eq!(completion.status, Status::SUCCESS);
@@ -414,7 +415,7 @@ fn without_recovery_nothing_is_done() {
     let mut rig = rig_with(&AttachOptions { recovery: Recovery::OFF, ..options() });
     inject(&rig.emulated, "drop-after:limit=1");
     rig.queue.submit(rig.write(0), rig.pool.take()).unwrap();
-    assert!(!rig.queue.wait(Some(Instant::now() + Duration::from_millis(200))).unwrap());
+    assert!(!rig.queue.wait(Some(Instant::now() + Duration::from_millis(600))).unwrap());
     assert_eq!((rig.queue.outstanding(), rig.stats()), (1, RecoveryStats::default()));
     // But what the program asks for is done.
     rig.controller.reset().unwrap();

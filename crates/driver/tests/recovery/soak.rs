@@ -4,6 +4,7 @@ use crate::disk::CachedDisk;
 use crate::model::Program;
 use crate::served::Server;
 use crate::{emulated, inject, options};
+use controller::faults::Fault;
 use shadowbell_driver::{AttachOptions, Controller, Recovery, Timeouts, Transport};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,6 +25,11 @@ const FAULTS: &str = "seed=2604,\
 const BLOCKS: u64 = 8192;
 /// Commands that each keeps on their way.
 const DEPTH: u32 = 128;
+
+/// How often the upper rungs are climbed at least.
+const CLIMBED: u64 = 12;
+/// After this no more faults are waited for, and the test fails for want of them.
+const LIMIT: Duration = Duration::from_secs(40);
 
 /// Until so many faults were injected.
 fn soak(faults: u64) {
@@ -48,9 +54,10 @@ fn soak(faults: u64) {
     let injected = inject(&emulated, FAULTS);
     let began = Instant::now();
     let (commands, failures) = (AtomicU64::new(0), AtomicU64::new(0));
+    let queues = [(); 2].map(|()| controller.take_queue_pair().unwrap());
+    let controller = controller;
     std::thread::scope(|scope| {
-        for first in [0, BLOCKS] {
-            let mut queue = controller.take_queue_pair().unwrap();
+        for (first, mut queue) in [0, BLOCKS].into_iter().zip(queues) {
             assert_eq!(queue.capacity(), DEPTH as usize);
             let pool = controller.buffers(DEPTH as usize, 8192).unwrap();
             let mut program = Program::new(&queue, &namespace, first, BLOCKS);
@@ -58,7 +65,9 @@ fn soak(faults: u64) {
             let (commands, failures, controller) = (&commands, &failures, &controller);
             scope.spawn(move || {
                 program.run(&mut queue, &pool, |_| {
-                    if injected.total() < faults {
+                    let stats = controller.recovery_stats();
+                    let climbed = stats.queues_recreated >= CLIMBED && stats.resets >= CLIMBED;
+                    if (injected.total() < faults || !climbed) && began.elapsed() < LIMIT {
                         return false;
                     }
                     // What is under way has to come to its end without more of it.
@@ -75,7 +84,6 @@ fn soak(faults: u64) {
                     program.slowest,
                     queue.stats()
                 );
-                let _ = controller;
             });
         }
     });
@@ -88,10 +96,18 @@ fn soak(faults: u64) {
     );
     injected.by_rule().iter().for_each(|(rule, n)| println!("{n:6} {:?}", rule.fault));
     assert!(injected.total() >= faults);
-    assert!(injected.by_rule().iter().all(|(_, n)| *n > 0) || faults < 10_000);
+    let of_commands = |fault| {
+        !matches!(
+            fault,
+            Fault::Refuse(_) | Fault::Ignore(_) | Fault::NeverReady | Fault::NeverDisabled
+        )
+    };
+    for (rule, count) in injected.by_rule() {
+        assert!(count > 0 || !of_commands(rule.fault), "there was no {:?}", rule.fault);
+    }
     assert_eq!((stats.given_up, stats.removed), (0, 0), "{stats:?}");
     let climbed = [stats.aborts, stats.queues_recreated, stats.resets, stats.queues_restored];
-    assert!(climbed.iter().all(|count| *count > 0), "not every rung was climbed: {stats:?}");
+    assert!(climbed.iter().all(|n| *n >= CLIMBED), "not every rung was climbed: {stats:?}");
     assert!(stats.ended > 0 && stats.repeated > 0, "{stats:?}");
     controller.detach().unwrap();
 }
