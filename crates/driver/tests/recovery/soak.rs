@@ -60,8 +60,8 @@ fn soak(faults: u64) {
         for (first, mut queue) in [0, BLOCKS].into_iter().zip(queues) {
             assert_eq!(queue.capacity(), DEPTH as usize);
             let pool = controller.buffers(DEPTH as usize, 8192).unwrap();
-            let mut program = Program::new(&queue, &namespace, first, BLOCKS);
-            let (injected, emulated, disk) = (&injected, &emulated, &disk);
+            let mut program = Program::new(&queue, (&namespace, &disk), (first, BLOCKS));
+            let (injected, emulated) = (&injected, &emulated);
             let (commands, failures, controller) = (&commands, &failures, &controller);
             scope.spawn(move || {
                 program.run(&mut queue, &pool, |_| {
@@ -74,7 +74,7 @@ fn soak(faults: u64) {
                     emulated.inject(controller::faults::Faults::default());
                     true
                 });
-                program.check_stable(&disk.stable());
+                program.check_all_stable();
                 program.read_all(&mut queue, &pool);
                 commands.fetch_add(program.completed, Ordering::Relaxed);
                 failures.fetch_add(program.failures, Ordering::Relaxed);
