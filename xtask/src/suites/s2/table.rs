@@ -19,7 +19,7 @@ use crate::table::{render, thousands};
 
 const DISK_BYTES: u64 = 1 << 40;
 /// Depth, bytes of each read, how many, and how many where each is traced.
-const PATTERNS: [(u32, u32, u64, u64); 4] = [
+pub(super) const PATTERNS: [(u32, u32, u64, u64); 4] = [
     (1, 4096, 4000, 1000),
     (1, 65_536, 2000, 500),
     (64, 4096, 20_000, 4000),
@@ -295,7 +295,7 @@ fn time(
 }
 
 /// `Run completed in 1.234 seconds.`
-fn seconds(text: &str) -> Option<f64> {
+pub(super) fn seconds(text: &str) -> Option<f64> {
     text.split_once("completed in ")?.1.split(' ').next()?.parse().ok()
 }
 
