@@ -9,7 +9,7 @@ use serde_json::json;
 /// Where the run's large files appear inside QEMU's root.
 pub(crate) const FILES: &str = "/run/shadowbell/files";
 /// Where the run's sockets appear inside QEMU's root.
-pub(crate) const SOCKETS: &str = "/run/shadowbell/sockets";
+pub const SOCKETS: &str = "/run/shadowbell/sockets";
 
 /// The guest kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

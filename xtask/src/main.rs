@@ -92,6 +92,10 @@ struct GuestArguments {
     /// A shadowbell program that is built already, instead of building one.
     #[arg(long, value_name = "PATH")]
     shadowbell: Option<PathBuf>,
+    /// How often a speed is measured before the median is taken; once is a short look, for which s4
+    /// measures one of its two controllers.
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=99))]
+    rounds: u8,
     /// End with one line of JSON: {"rows": [...]}.
     #[arg(long)]
     json: bool,
@@ -144,7 +148,8 @@ fn guest_suites(report: &mut Report, arguments: GuestArguments) -> Result<()> {
         named => named.to_vec(),
     };
     let kernels = arguments.kernel.list();
-    let lab = Lab::new(arguments.device, arguments.shadowbell, &kernels)?;
+    let mut lab = Lab::new(arguments.device, arguments.shadowbell, &kernels)?;
+    lab.rounds = arguments.rounds.into();
     for kernel in kernels {
         for &suite in &suites {
             lab.run(report, suite, kernel);

@@ -10,9 +10,14 @@ mod tour;
 
 use local::Local;
 use std::error::Error;
+use std::process::ExitCode;
 use std::sync::Arc;
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> ExitCode {
+    tour::end(run())
+}
+
+fn run() -> Result<(), Box<dyn Error>> {
     let disk = std::env::args().nth(1).unwrap_or_else(|| "mem:64MiB".to_owned());
     let ssd = Local::over(disk::open(&disk)?)?;
     // Only a disk of our own making is written to.

@@ -11,9 +11,14 @@ mod tour;
 
 use shadowbell_driver::{PciAddress, Vfio};
 use std::error::Error;
+use std::process::ExitCode;
 use std::sync::Arc;
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> ExitCode {
+    tour::end(run())
+}
+
+fn run() -> Result<(), Box<dyn Error>> {
     let address = std::env::args().nth(1).ok_or("which device? for example 0000:01:00.0")?;
     let ssd = Vfio::open(address.parse::<PciAddress>()?)?;
     tour::take(Arc::new(ssd), false)

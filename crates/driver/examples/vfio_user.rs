@@ -10,10 +10,15 @@ mod tour;
 
 use shadowbell_driver::VfioUser;
 use std::error::Error;
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> ExitCode {
+    tour::end(run())
+}
+
+fn run() -> Result<(), Box<dyn Error>> {
     let socket = std::env::args().nth(1).ok_or("which socket? for example /run/vm0.sock")?;
     let ssd = VfioUser::connect(&socket, Duration::from_secs(5))?;
     tour::take(Arc::new(ssd), false)

@@ -87,6 +87,7 @@ mod events;
 pub mod guide;
 mod namespace;
 mod options;
+mod processors;
 mod prp;
 mod queue;
 pub mod recovery;
@@ -105,6 +106,7 @@ pub use error::{
 pub use events::EventListener;
 pub use namespace::Namespace;
 pub use options::{AttachOptions, Doorbells, Timeouts};
+pub use processors::{QueueMap, Steered, steer_interrupts};
 pub use queue::{Completion, QueuePair, QueueStats, SpinPolicy, Token};
 pub use recovery::{Recovery, RecoveryStats};
 pub use transport::{

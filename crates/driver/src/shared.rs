@@ -64,8 +64,8 @@ pub(crate) struct Shared {
     pub(crate) keeper: OnceLock<Keeper>,
     /// Queues that sleep by themselves, and whether they want to be woken.
     sleepers: Mutex<Vec<(Arc<AtomicBool>, EventFd)>>,
-    /// A queue had something outstanding when it looked last.
-    busy: AtomicBool,
+    /// A queue had something outstanding for long when it looked last.
+    waiting: AtomicBool,
     /// CSTS.NSSRO can not be cleared.
     pub(crate) nssro_stuck: AtomicBool,
     /// What vector 0 signals.
@@ -160,7 +160,7 @@ impl Shared {
             counters: Counters::default(),
             keeper: OnceLock::new(),
             sleepers: Mutex::default(),
-            busy: AtomicBool::new(false),
+            waiting: AtomicBool::new(false),
             nssro_stuck: AtomicBool::new(false),
             admin_event: OnceLock::new(),
             news: Mutex::default(),
@@ -231,14 +231,14 @@ impl Shared {
         }
     }
 
-    /// A queue has something outstanding.
-    pub(crate) fn note_busy(&self) {
-        self.busy.store(true, Ordering::Relaxed);
+    /// A queue has something outstanding for long.
+    pub(crate) fn note_waiting(&self) {
+        self.waiting.store(true, Ordering::Relaxed);
     }
 
     /// Whether one had since this was asked last.
-    pub(crate) fn was_busy(&self) -> bool {
-        self.busy.swap(false, Ordering::Relaxed)
+    pub(crate) fn was_waiting(&self) -> bool {
+        self.waiting.swap(false, Ordering::Relaxed)
     }
 
     /// Has every queue look at the ages of its commands.
@@ -480,6 +480,18 @@ impl Shared {
                 self.set_state(LOST);
                 Err(DetachError::Lost { device, why: error })
             }
+        }
+    }
+
+    /// Called by a handle that is being dropped: if it is the last, the controller is shut down here
+    /// and now, and not when the keeper, who may be looking at it, lets go of it.
+    pub(crate) fn let_go(self: &Arc<Self>) {
+        let Some(keeper) = self.keeper.get() else { return };
+        let Some(_held) = keeper.hold() else { return };
+        if Arc::strong_count(self) == 1
+            && let Err(error) = self.shut_down()
+        {
+            tracing::warn!("{error}");
         }
     }
 

@@ -91,6 +91,24 @@ impl Mapping {
         Self::adopt(ptr, size, protection, None, offset, true)
     }
 
+    /// The same, and keeps the descriptor: the memory can be handed on ([`fd`](Self::fd)).
+    ///
+    /// # Errors
+    /// As [`from_fd`](Self::from_fd).
+    pub fn from_own_fd(
+        fd: OwnedFd,
+        offset: u64,
+        len: u64,
+        protection: Protection,
+    ) -> Result<Arc<Self>, MapError> {
+        let mut mapping = Self::from_fd(&fd, offset, len, protection)?;
+        // Nobody else has it yet.
+        if let Some(mapping) = Arc::get_mut(&mut mapping) {
+            mapping.fd = Some(fd);
+        }
+        Ok(mapping)
+    }
+
     /// Makes a memfd of `len` bytes (rounded up to whole pages) and maps it, readable and
     /// writable: memory that can be handed to another process by its descriptor.
     ///
@@ -205,7 +223,8 @@ impl Mapping {
         self.protection
     }
 
-    /// The descriptor behind memory made by [`Mapping::shared`], to hand to a peer.
+    /// The descriptor behind memory made by [`Mapping::shared`] or [`Mapping::from_own_fd`], to hand
+    /// to a peer.
     #[must_use]
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.fd.as_ref().map(AsFd::as_fd)

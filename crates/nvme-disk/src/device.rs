@@ -1,7 +1,7 @@
 //! The controller that the driver owns, and the namespace of it that is a disk.
 
 use crate::lent::Loans;
-use crate::queue::NvmeQueue;
+use crate::queue::{NoDevice, NvmeQueue};
 use crate::watch::Watch;
 use disk::{Disk, Info, Queue};
 use driver::{AttachError, AttachOptions, Controller, Namespace, SpinPolicy, Transport};
@@ -171,9 +171,16 @@ impl Disk for NvmeDisk {
     fn queue(&self) -> io::Result<Box<dyn Queue>> {
         let mut controller = self.0.controller();
         let pair = match controller.take_queue_pair() {
+            _ if self.0.watch.is_gone() => return Ok(Box::new(NoDevice)),
             Some(pair) => pair,
             // In the place of one whose user has gone.
-            None => controller.create_queue_pair(self.0.depth).map_err(io::Error::other)?,
+            None => match controller.create_queue_pair(self.0.depth) {
+                Ok(pair) => pair,
+                // The controller with this namespace may have others that are well, and a guest that
+                // comes back to them.
+                Err(_) if controller.check().is_err() => return Ok(Box::new(NoDevice)),
+                Err(error) => return Err(io::Error::other(error)),
+            },
         };
         drop(controller);
         Ok(Box::new(NvmeQueue::new(Arc::clone(&self.0), pair)?))

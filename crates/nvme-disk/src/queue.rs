@@ -255,6 +255,15 @@ fn straight(
     lent.buffer(offset, whole, used.pop())
 }
 
+/// A way to an SSD that has gone.
+pub(crate) struct NoDevice;
+
+impl Queue for NoDevice {
+    fn submit(&mut self, _: u32, _: &Request, _: &mut Segments) -> Submitted {
+        Submitted::Done(Err(no_device()))
+    }
+}
+
 impl Queue for NvmeQueue {
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
         if let Err(error) = request.check(&self.bounds, data) {

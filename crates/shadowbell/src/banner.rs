@@ -1,13 +1,14 @@
 //! What a person wants to know of a controller that was attached.
 
 use crate::bench::doorbells_name;
-use driver::Controller;
+use driver::{Controller, QueueMap, Steered};
 use spec::regs::Vs;
 
-/// A few lines: what it is, what it can do, what was asked of it and what it gave, its namespaces.
-/// `asked` is how many queue pairs were wanted.
+/// A few lines: what it is, what it can do, what was asked of it and what it gave, which processors are
+/// to use which queue pair, its namespaces. `asked` is how many queue pairs were wanted, and `steered`
+/// what came of the interrupts that are the kernel's to send.
 #[must_use]
-pub fn banner(controller: &Controller, asked: u16) -> Vec<String> {
+pub fn banner(controller: &Controller, asked: u16, steered: Option<&Steered>) -> Vec<String> {
     let (identity, cap) = (controller.identity(), controller.capabilities());
     let page = |exponent: u8| binary(1u64 << (12 + u32::from(exponent)));
     let mut lines = vec![
@@ -38,6 +39,8 @@ pub fn banner(controller: &Controller, asked: u16) -> Vec<String> {
             doorbells_name(controller.doorbells())
         ),
     ];
+    let map = QueueMap::of_this_machine(controller.queue_pairs());
+    lines.push(format!("  queue map: {map}{}", interrupts(steered)));
     lines.extend(controller.namespaces().iter().map(|namespace| {
         format!(
             "  namespace {}: {}, {} blocks of {} bytes{}{}",
@@ -50,6 +53,18 @@ pub fn banner(controller: &Controller, asked: u16) -> Vec<String> {
         )
     }));
     lines
+}
+
+/// Where the interrupts go, if anybody can say.
+fn interrupts(steered: Option<&Steered>) -> String {
+    match steered {
+        None | Some(Steered::All(0)) => String::new(),
+        Some(Steered::All(1)) => "; its interrupt goes there".into(),
+        Some(Steered::All(_)) => "; their interrupts go there".into(),
+        Some(Steered::Refused { path, source }) => {
+            format!("; interrupts stay where the kernel sends them: {}: {source}", path.display())
+        }
+    }
 }
 
 /// `1.4`, `1.3.1`.
@@ -85,10 +100,22 @@ mod tests {
             "MQES ",
             "2 queue pairs asked for, 2 got, of 32 entries; interrupts, shadow doorbells",
             "namespace 1: 1.0 MB, 256 blocks of 4096 bytes",
+            "queue map: 1",
         ] {
             assert!(text.contains(word), "no `{word}` in:\n{text}");
         }
+        assert!(!text.contains("interrupts go"), "nothing of the kernel's is in this: {text}");
         session.detach().unwrap();
+    }
+
+    #[test]
+    fn interrupts_that_stay_where_they_are_are_told_of() {
+        assert_eq!(interrupts(None), "");
+        assert_eq!(interrupts(Some(&Steered::All(2))), "; their interrupts go there");
+        let source = std::io::ErrorKind::PermissionDenied.into();
+        let refused = Steered::Refused { path: "/proc/irq/25/smp_affinity_list".into(), source };
+        let text = interrupts(Some(&refused));
+        assert!(text.contains("stay") && text.contains("/proc/irq/25"), "{text}");
     }
 
     #[test]

@@ -22,6 +22,7 @@
 //! | [`target`] | TARGETs: namespaces as people write them, and the way to them |
 //! | [`report`] | measurements, for machines and for people |
 //! | [`local`] | a controller in this process, as the driver reaches it |
+//! | [`medium`] | what a namespace keeps its bytes in, as people write it |
 //! | [`plan`] | from what a person asked for to a controller's configuration |
 //! | [`config`] | the file of `serve --config` |
 //! | [`exit`] | what the program's exit status means |
@@ -40,6 +41,7 @@ pub mod export;
 pub mod inspect;
 pub mod local;
 pub mod logging;
+pub mod medium;
 mod nohup;
 pub mod plan;
 pub mod report;

@@ -1,6 +1,6 @@
 //! From what a person asked for to a controller's configuration.
 
-use crate::exit;
+use crate::{exit, medium};
 use controller::config::{Config, ConfigError, NamespaceConfig, uuid_from};
 use disk::{Disk, OpenError};
 use serde::Deserialize;
@@ -24,7 +24,7 @@ pub enum Doorbells {
 /// A controller as a person asked for it. `None` stands for a default that depends on others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ControllerPlan {
-    /// The disks, as [`disk::open`] takes them, in the order of their namespaces.
+    /// The disks, as [`medium::open`] takes them, in the order of their namespaces.
     pub disks: Vec<DiskPlan>,
     /// Serial number.
     pub serial: Option<String>,
@@ -45,7 +45,7 @@ pub struct ControllerPlan {
 /// A namespace as a person asked for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskPlan {
-    /// The disk, as [`disk::open`] takes it.
+    /// The disk, as [`medium::open`] takes it.
     pub disk: String,
     /// Its UUID; if there is none, one that stays the same as long as the names do.
     pub uuid: Option<[u8; 16]>,
@@ -57,6 +57,9 @@ pub enum PlanError {
     /// A disk can not be opened.
     #[error(transparent)]
     Disk(#[from] OpenError),
+    /// A controller whose namespace was to be the disk can not be had.
+    #[error("{0:#}")]
+    Device(anyhow::Error),
     /// The disk was asked to be writable and not to be.
     #[error(
         "the disk `{0}` is asked to be writable by its own `read-only=off`, and read-only by the \
@@ -75,6 +78,9 @@ impl PlanError {
     /// For the exit status: whether something else was to be asked for, or the system is to blame.
     #[must_use]
     pub fn is_bad_input(&self) -> bool {
+        if let Self::Device(error) = self {
+            return exit::status(error) == exit::BAD_INPUT;
+        }
         !matches!(
             self,
             Self::Disk(
@@ -86,7 +92,11 @@ impl PlanError {
     /// As an error for `main`.
     #[must_use]
     pub fn into_error(self) -> anyhow::Error {
-        if self.is_bad_input() { exit::bad_input(self) } else { self.into() }
+        match self {
+            Self::Device(error) => error,
+            error if error.is_bad_input() => exit::bad_input(error),
+            error => error.into(),
+        }
     }
 }
 
@@ -194,9 +204,9 @@ fn open_disk(spec: &str, read_only: bool) -> Result<Arc<dyn Disk>, PlanError> {
     });
     let disk = if read_only && !asked {
         let joint = if spec.contains('?') { '&' } else { '?' };
-        disk::open(&format!("{spec}{joint}read-only=on"))?
+        medium::open(&format!("{spec}{joint}read-only=on"))?
     } else {
-        disk::open(spec)?
+        medium::open(spec)?
     };
     if read_only && !disk.info().read_only {
         return Err(PlanError::Writable(spec.to_owned()));

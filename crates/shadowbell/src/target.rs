@@ -3,7 +3,8 @@
 use crate::{banner, exit, local};
 use anyhow::{Context, anyhow};
 use driver::{
-    AttachOptions, Controller, Doorbells, Namespace, PciAddress, Transport, Vfio, VfioUser,
+    AttachOptions, Controller, Doorbells, Namespace, PciAddress, QueueMap, Steered, Transport,
+    Vfio, VfioUser, steer_interrupts,
 };
 use std::fmt;
 use std::os::unix::fs::FileTypeExt;
@@ -43,7 +44,8 @@ pub enum Target {
         /// The namespace.
         nsid: u32,
     },
-    /// On a controller in this process, over the disk that this names (see [`disk::open`]).
+    /// On a controller in this process, over the disk that this names (see
+    /// [`medium::open`](crate::medium::open)).
     Local {
         /// The disk.
         disk: String,
@@ -137,7 +139,11 @@ impl Target {
         Session::over(self.clone(), self.transport(options)?, options)
     }
 
-    fn transport(&self, options: &AttachOptions) -> anyhow::Result<Arc<dyn Transport>> {
+    /// The way to the controller that has this namespace.
+    ///
+    /// # Errors
+    /// As [`attach`](Self::attach).
+    pub fn transport(&self, options: &AttachOptions) -> anyhow::Result<Arc<dyn Transport>> {
         Ok(match self {
             Self::VfioUser { socket, .. } => {
                 let transport = VfioUser::connect(socket, CONNECT_TIMEOUT)
@@ -147,7 +153,7 @@ impl Target {
             }
             Self::Vfio { address, .. } => Arc::new(Vfio::open(*address).map_err(exit::bad_input)?),
             Self::Local { disk } => {
-                let disk = disk::open(disk).map_err(exit::bad_input)?;
+                let disk = crate::medium::open(disk).map_err(crate::plan::PlanError::into_error)?;
                 let mapped = options.doorbells == Doorbells::Mapped;
                 local::connect(disk, mapped)?
             }
@@ -161,6 +167,8 @@ pub struct Session {
     target: Target,
     /// Queue pairs that were asked for.
     asked: u16,
+    /// What came of its interrupts, if they are the kernel's to send.
+    steered: Option<Steered>,
     /// The controller.
     pub controller: Controller,
 }
@@ -177,7 +185,14 @@ impl Session {
     ) -> anyhow::Result<Self> {
         let controller =
             Controller::attach(transport, options).with_context(|| target.to_string())?;
-        let session = Self { target, asked: options.queue_pairs, controller };
+        let steered = match &target {
+            Target::Vfio { address, .. } if controller.has_interrupts() => {
+                let map = QueueMap::of_this_machine(controller.queue_pairs());
+                Some(steer_interrupts(*address, &map))
+            }
+            _ => None,
+        };
+        let session = Self { target, asked: options.queue_pairs, steered, controller };
         for line in session.banner() {
             tracing::debug!("{line}");
         }
@@ -187,7 +202,7 @@ impl Session {
     /// Lines that tell a person what was attached.
     #[must_use]
     pub fn banner(&self) -> Vec<String> {
-        banner::banner(&self.controller, self.asked)
+        banner::banner(&self.controller, self.asked, self.steered.as_ref())
     }
 
     /// What was asked for.

@@ -2,7 +2,7 @@
 //!
 //! # Architecture
 //!
-//! * A suite is a file: [`wire`], [`null`], [`mem`], [`file`], [`sleep`], [`growth`],
+//! * A suite is a file: [`wire`], [`null`], [`mem`], [`file`], [`readers`], [`sleep`], [`growth`],
 //!   [`instructions`]. It returns tables; this module prints them, draws their plots and ends with
 //!   the rows as JSON.
 //! * [`ours`] measures the program as a user would run it: `shadowbell serve` in a process pinned to
@@ -29,6 +29,7 @@ mod null;
 mod ours;
 mod plot;
 mod process;
+mod readers;
 mod samples;
 mod server;
 mod sleep;
@@ -103,6 +104,8 @@ enum Suite {
     Mem,
     /// A file, next to fio with io_uring.
     File,
+    /// Sequential readers of a disk and of files on it, through FUSE and a loop device (S4).
+    Readers,
     /// Sleeping sides, and a paced load: polling, adaptive and sleeping.
     Sleep,
     /// Many queue pairs, many controllers.
@@ -200,6 +203,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<()> {
             Suite::Null => null::run(&bench),
             Suite::Mem => mem::run(&bench),
             Suite::File => file::run(&bench),
+            Suite::Readers => readers::run(&bench),
             Suite::Sleep => sleep::run(&bench),
             Suite::Growth => growth::run(&bench),
             Suite::Instructions => instructions::run(quick, recorded),

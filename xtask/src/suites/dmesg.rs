@@ -8,18 +8,21 @@ use guest::{Guest, config};
 fn complaints(log: &str, addresses: &[String]) -> Vec<String> {
     log.lines()
         .filter(|line| {
-            // The number is facility * 8 + level; 4 is a warning, less is worse.
-            let level = line
-                .strip_prefix('<')
-                .and_then(|rest| rest.split_once('>'))
-                .and_then(|(number, _)| number.parse::<u32>().ok())
-                .map_or(7, |number| number & 7);
             let ours = line.to_lowercase().contains("nvme")
                 || addresses.iter().any(|address| line.contains(address.as_str()));
-            level <= 4 && ours
+            level(line) <= 4 && ours
         })
         .map(str::to_owned)
         .collect()
+}
+
+/// A line's level: 4 is a warning, less is worse.
+pub(super) fn level(line: &str) -> u32 {
+    // The number in front is facility * 8 + level.
+    line.strip_prefix('<')
+        .and_then(|rest| rest.split_once('>'))
+        .and_then(|(number, _)| number.parse::<u32>().ok())
+        .map_or(7, |number| number & 7)
 }
 
 /// An error with the kernel's complaints, if it has any about the first `devices` controllers.

@@ -36,6 +36,14 @@ pub(super) fn random_reads(
     parse(&text).with_context(|| format!("fio's output: {text:.400}"))
 }
 
+/// Reads as these words of fio's say, which name jobs at their end, for about that long; several jobs
+/// count as one.
+pub(super) fn run(guest: &mut Guest, rw: &str, words: &str, time: Duration) -> Result<Measured> {
+    let command = format!("fio --rw={rw} --thread --group_reporting --output-format=json {words}");
+    let text = guest.sh(&command, time + Duration::from_secs(120))?;
+    parse(&text).with_context(|| format!("fio's output: {text:.400}"))
+}
+
 /// Reads fio's JSON; lines before it (warnings) are passed over.
 fn parse(text: &str) -> Result<Measured> {
     let start = text.find('{').context("no JSON")?;

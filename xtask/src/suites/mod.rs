@@ -9,7 +9,9 @@ mod nvme_cli;
 mod reset;
 mod s2;
 mod s3;
+mod s4;
 mod smoke;
+mod vfio;
 mod writer;
 
 use std::path::{Path, PathBuf};
@@ -41,6 +43,8 @@ pub(crate) enum Suite {
     S2,
     /// The S3 table: shadow doorbells against trapped ones, ours against QEMU's.
     S3,
+    /// Our disk as a block device (ublk) inside the guest, and the S4 table: readers, one and many.
+    S4,
 }
 
 /// The controller under test.
@@ -112,6 +116,7 @@ impl Lab {
                 Suite::Boot => boot::run(self, report, kernel, &run),
                 Suite::S2 => s2::run(self, report, kernel, &run),
                 Suite::S3 => s3::run(self, report, kernel, &run),
+                Suite::S4 => s4::run(self, report, kernel, &run),
             };
             let logs = self.roots.directory().join(format!("logs/{suite_name}-{kernel}-{subject}"));
             run.keep_logs(&logs)?;

@@ -15,6 +15,7 @@
 //! | `drop-before` | a command is not carried out, and not completed |
 //! | `drop-after` | it is carried out, and not completed |
 //! | `hang` | neither, until it is aborted or its queue deleted |
+//! | `stall=TIME` | it is carried out that much later, unless it is aborted or its queue deleted |
 //! | `delay=TIME` | it is completed that much later: `delay=2ms`, `delay=500us` |
 //! | `duplicate` | it is completed twice |
 //! | `corrupt` | some bits of its completion are flipped: results, status, queue head and identifier |
@@ -66,6 +67,8 @@ pub enum Fault {
     DropAfter,
     /// A command stays until it is aborted.
     Hang,
+    /// A command is carried out late, with the memory as it is then.
+    Stall(Duration),
     /// A completion comes late.
     Delay(Duration),
     /// A completion comes twice.

@@ -70,6 +70,10 @@ fn fault(text: &str) -> Result<Fault, BadFaults> {
             let time = argument.and_then(time);
             return time.map(Fault::Delay).ok_or_else(|| bad("give a time, as delay=500us"));
         }
+        "stall" => {
+            let time = argument.and_then(time);
+            return time.map(Fault::Stall).ok_or_else(|| bad("give a time, as stall=20ms"));
+        }
         "status" => {
             let bits = argument.and_then(number).filter(|bits| (1..0x800).contains(bits));
             let status = bits.map(|bits| Fault::Status(Status::from_bits(bits as u16)));
@@ -129,9 +133,9 @@ mod tests {
         let text = "drop-before, drop-after:every=100,hang:rate=1/50:queue=2,delay=2ms:at=9,\
                     duplicate,corrupt,wrong-cid,wrong-phase,wrong-head,wrong-sq-id,\
                     status=0x281:limit=3,refuse=5,ignore=0x08,never-ready,never-disabled,fatal,\
-                    subsystem-reset,removal:at=1000,seed=0x11";
+                    subsystem-reset,removal:at=1000,seed=0x11,stall=20ms";
         let faults: Faults = text.parse().unwrap();
-        assert_eq!((faults.seed, faults.rules.len()), (17, 18));
+        assert_eq!((faults.seed, faults.rules.len()), (17, 19));
         let [first, second, third, fourth, ..] = faults.rules[..] else { panic!() };
         assert_eq!(first, Rule::new(Fault::DropBefore, When::Every(1)));
         assert_eq!(second, Rule::new(Fault::DropAfter, When::Every(100)));
@@ -153,6 +157,7 @@ mod tests {
             ("delay", "delay=500us"),
             ("delay=5", "delay=500us"),
             ("delay=5min", "delay=500us"),
+            ("stall=x", "stall=20ms"),
             ("refuse=256", "opcode"),
             ("ignore", "opcode"),
             ("status=0", "status=0x006"),

@@ -7,8 +7,8 @@ use crate::trace::TraceRing;
 use crate::worker::io::Ended;
 use crate::worker::message::AbortReply;
 use crate::worker::queue::{Cq, Sq};
-use spec::Cqe;
 use spec::status::Status;
+use spec::{Cqe, Sqe};
 use std::time::Instant;
 
 /// What is not done with yet.
@@ -18,18 +18,21 @@ pub(super) struct Parked {
     delayed: Vec<(Instant, usize, Cqe)>,
     /// Commands that wait to be aborted: submission queue and command identifier.
     hung: Vec<(usize, u16)>,
+    /// Commands that wait to be carried out, by submission queue.
+    stalled: Vec<(Instant, usize, Sqe)>,
     /// Commands that a disk has in hand, and what will go wrong at their end.
     marked: Vec<(usize, u16, Fault)>,
 }
 
 impl Parked {
     pub(super) fn is_waiting(&self) -> bool {
-        !self.delayed.is_empty()
+        !(self.delayed.is_empty() && self.stalled.is_empty())
     }
 
     pub(super) fn clear(&mut self) {
         self.delayed.clear();
         self.hung.clear();
+        self.stalled.clear();
         self.marked.clear();
     }
 
@@ -135,6 +138,12 @@ impl Tenant {
                     parked.hung.push((index, sqe.cid));
                     continue;
                 }
+                Some(Fault::Stall(time)) => {
+                    cq.reserved += 1;
+                    sq.in_flight += 1;
+                    parked.stalled.push((Instant::now() + time, index, sqe));
+                    continue;
+                }
                 Some(Fault::Status(status)) => {
                     cq.reserved += 1;
                     cq.complete(success.with_status(status));
@@ -212,6 +221,31 @@ impl Tenant {
             }
             false
         });
+        self.carry_out_stalled(now);
+    }
+
+    /// Carries out what is due, as if it had just been fetched.
+    fn carry_out_stalled(&mut self, now: Instant) {
+        let Self { sqs, cqs, engine, shared, parked, .. } = self;
+        parked.stalled.retain(|(due, index, sqe)| {
+            let Some(sq) = sqs.get_mut(*index).and_then(Option::as_mut) else { return false };
+            if now < *due {
+                return true;
+            }
+            let status = match engine.start(sqe, *index) {
+                Ok(true) => Status::SUCCESS,
+                Ok(false) => return false,
+                Err(status) => status,
+            };
+            sq.in_flight = sq.in_flight.saturating_sub(1);
+            if let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) {
+                cq.complete(Cqe::new(sqe.cid, sq.place.qid, sq.head, status, 0));
+                if cq.post() {
+                    cq.announce(&shared.coalescing);
+                }
+            }
+            false
+        });
     }
 
     /// An Abort; the reply, if it is not for a command that hangs.
@@ -222,10 +256,12 @@ impl Tenant {
         reply: AbortReply,
     ) -> Option<AbortReply> {
         let Self { sqs, cqs, shared, parked, .. } = self;
-        let Some(at) = parked.hung.iter().position(|hung| *hung == (index, cid)) else {
+        let before = parked.hung.len() + parked.stalled.len();
+        parked.hung.retain(|hung| *hung != (index, cid));
+        parked.stalled.retain(|(_, sq, sqe)| (*sq, sqe.cid) != (index, cid));
+        if parked.hung.len() + parked.stalled.len() == before {
             return Some(reply);
-        };
-        parked.hung.swap_remove(at);
+        }
         let Some(sq) = sqs.get_mut(index).and_then(Option::as_mut) else { return Some(reply) };
         let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return Some(reply) };
         sq.in_flight = sq.in_flight.saturating_sub(1);
@@ -240,9 +276,10 @@ impl Tenant {
     /// A submission queue is being deleted: what hangs in it ends without a word.
     pub(super) fn forget_hung(&mut self, index: usize) {
         let Self { sqs, cqs, parked, .. } = self;
-        let before = parked.hung.len();
+        let before = parked.hung.len() + parked.stalled.len();
         parked.hung.retain(|(sq, _)| *sq != index);
-        let forgotten = (before - parked.hung.len()) as u32;
+        parked.stalled.retain(|(_, sq, _)| *sq != index);
+        let forgotten = (before - parked.hung.len() - parked.stalled.len()) as u32;
         if let Some(sq) = sqs.get_mut(index).and_then(Option::as_mut) {
             sq.in_flight = sq.in_flight.saturating_sub(forgotten);
             if let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) {

@@ -10,6 +10,7 @@ pub(crate) mod io;
 mod mailbox;
 pub(crate) mod message;
 pub(crate) mod moderation;
+mod notes;
 mod pool;
 pub(crate) mod queue;
 mod tenant;

@@ -8,8 +8,9 @@ use crate::worker::io::{Ended, Engine, Space};
 use crate::worker::mailbox::Mailbox;
 use crate::worker::message::{Reply, Seed, WorkerStats};
 use crate::worker::moderation::Patience;
+use crate::worker::notes::{note, note_look, report_error};
 use crate::worker::queue::{Cq, Placement, ShadowCells, Sq};
-use doorbell::{Arming, ControllerStats, Fenced, InvalidDoorbell, Sleeper};
+use doorbell::{Arming, Fenced, InvalidDoorbell, Sleeper};
 use memory::{DmaTable, EventFd, View, ViewWatch};
 use spec::dbbuf::{cq_entry_offset, sq_entry_offset};
 use spec::regs::DoorbellKind;
@@ -576,46 +577,5 @@ fn insert<T>(list: &mut Vec<Option<T>>, item: T) {
     match list.iter_mut().find(|slot| slot.is_none()) {
         Some(slot) => *slot = Some(item),
         None => list.push(Some(item)),
-    }
-}
-
-#[cold]
-fn report_error(shared: &Shared, sqid: u16, ended: &Ended) {
-    shared.report(Report::CommandError {
-        sqid,
-        cid: ended.cid,
-        status: ended.status,
-        nsid: ended.nsid,
-        lba: ended.lba,
-    });
-}
-
-#[cold]
-fn note_look(
-    trace: &mut Option<TraceRing>,
-    shared: &Shared,
-    sq: &Sq,
-    (last, before): (u16, ControllerStats),
-) {
-    let (now, qid, at) = (sq.tail.stats(), sq.place.qid, u32::from(sq.tail.last()));
-    if now.found_new != before.found_new {
-        note(trace, Kind::ShadowNew, shared, qid, at, last.into());
-    }
-    if now.event_idx_moved != before.event_idx_moved {
-        note(trace, Kind::EventIdxMoved, shared, qid, at, 0);
-    }
-}
-
-#[cold]
-fn note(
-    trace: &mut Option<TraceRing>,
-    kind: Kind,
-    shared: &Shared,
-    qid: u16,
-    value: u32,
-    extra: u32,
-) {
-    if let Some(trace) = trace {
-        trace.record(kind, shared.id as u16, qid, value, extra);
     }
 }

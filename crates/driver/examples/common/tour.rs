@@ -2,11 +2,23 @@
 
 use shadowbell_driver::{AttachOptions, Buffer, Command, Controller, QueuePair, Transport};
 use std::error::Error;
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// How an example ends: what went wrong is said in a sentence.
+pub(crate) fn end(outcome: Result<(), Box<dyn Error>>) -> ExitCode {
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
 /// Attaches, tells what was found, and reads the first block; with `write`, writes it before.
-pub fn take(ssd: Arc<dyn Transport>, write: bool) -> Result<(), Box<dyn Error>> {
+pub(crate) fn take(ssd: Arc<dyn Transport>, write: bool) -> Result<(), Box<dyn Error>> {
     let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
     println!(
         "{}: {}, {:?} doorbells",

@@ -241,6 +241,12 @@ impl Admin {
     }
 }
 
+impl Drop for Admin {
+    fn drop(&mut self) {
+        self.shared.let_go();
+    }
+}
+
 impl fmt::Debug for Admin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Admin").field("device", &self.shared.name()).finish_non_exhaustive()

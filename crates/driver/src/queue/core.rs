@@ -218,8 +218,8 @@ impl Core {
     }
 
     /// Writes a command, the eight words of its entry, into the submission queue. Its identifier and
-    /// data pointer are set here; `command` says what its data are, and is kept in case that it has to be submitted
-    /// again. The controller hears of it with [`ring`](Self::ring).
+    /// data pointer are set here; `command` says what its data are, and is kept in case that it has
+    /// to be submitted again. The controller hears of it with [`ring`](Self::ring).
     #[inline(always)]
     pub(crate) fn submit(
         &mut self,

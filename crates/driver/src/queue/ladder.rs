@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering;
 /// A word that there never is.
 const NEVER: u32 = u32::MAX;
 /// How often a queue that can not be created again has its controller reset.
-const TRIES: u32 = 3;
+const TRIES: u32 = 6;
 /// The most commands that are aborted at a time, where the controller takes as many (ACL).
 const ABORTS: usize = 4;
 
@@ -111,8 +111,10 @@ impl QueuePair {
         if self.core.outstanding() == 0 {
             return Ok(true);
         }
-        shared.note_busy();
         let ages = self.core.grow_older(shared.pace.limit, shared.pace.grace);
+        if ages.lasting {
+            shared.note_waiting();
+        }
         if !ages.late.is_empty() {
             count(&shared.counters.late, ages.late.len() as u64);
             let acl = shared.late.get().map_or(0, |late| usize::from(late.identity.acl));

@@ -465,9 +465,8 @@ impl Drop for QueuePair {
         buffers.append(&mut self.kept);
         let qid = self.qid();
         if self.shared.delete_queue_pair(qid) {
-            return;
-        }
-        if !buffers.is_empty() {
+            drop(buffers);
+        } else if !buffers.is_empty() {
             tracing::warn!(
                 qid,
                 buffers = buffers.len(),
@@ -477,6 +476,7 @@ impl Drop for QueuePair {
             );
             std::mem::forget(buffers);
         }
+        self.shared.let_go();
     }
 }
 

@@ -78,6 +78,8 @@ impl Rescue {
 pub(crate) struct Ages {
     /// Commands that are late as of now, by the identifiers that the controller knows.
     pub(crate) late: Vec<u16>,
+    /// A command was outstanding at the last look already: the controller is worth a look, too.
+    pub(crate) lasting: bool,
     /// A command was late for so long that there is no hope for an abort.
     pub(crate) overdue: bool,
 }
@@ -107,6 +109,7 @@ impl Core {
             let Some(entry) = self.slots.get_mut(usize::from(slot)) else { break };
             if entry.age != 0 {
                 entry.age = entry.age.saturating_add(1);
+                ages.lasting |= entry.age > 2;
                 if entry.age > limit.saturating_add(1) {
                     let cid = entry.cid;
                     entry.age = 0;
@@ -119,6 +122,7 @@ impl Core {
                 && let Some(case) = self.rescue.case(slot)
             {
                 case.age = case.age.saturating_add(1);
+                ages.lasting = true;
                 match case.stage {
                     Stage::Repeated if case.age > limit => {
                         (case.stage, case.age) = (Stage::Aborting, 0);

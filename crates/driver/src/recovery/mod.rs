@@ -33,8 +33,8 @@
 //! # Who does it
 //!
 //! A keeper thread, one for each controller, sleeps for [`Timeouts::io`] / 8 (a second at most) at a
-//! time; then it changes one word that every queue pair compares once for each batch, and if
-//! something was outstanding ([`Recovery::watch`] if not) reads CSTS. The queue pair's own thread then looks at the ages of its commands. A queue that has
+//! time; then it changes one word that every queue pair compares once for each batch, and reads CSTS
+//! if a command was outstanding for two such looks, or if [`Recovery::watch`] has passed. The queue pair's own thread then looks at the ages of its commands. A queue that has
 //! nothing outstanding notices a reset when it is used next.
 //!
 //! [`Timeouts::io`]: crate::Timeouts::io
@@ -58,9 +58,9 @@ pub struct Recovery {
     pub enabled: bool,
     /// How often a command is submitted again before it is given up.
     pub repeats: u8,
-    /// How often the controller's status is looked at while nothing is outstanding. (While something
-    /// is, it is looked at as often as the ages of commands are.) Each look may wake somebody at the
-    /// other end.
+    /// How often the controller's status is looked at while commands complete, or there are none.
+    /// (While one does not complete, it is looked at as often as the ages of commands are.) Each look
+    /// may wake somebody at the other end.
     pub watch: Duration,
 }
 
@@ -70,7 +70,7 @@ impl Recovery {
 }
 
 impl Default for Recovery {
-    /// Enabled; a command is submitted again 3 times at most, and an idle controller is looked at
+    /// Enabled; a command is submitted again 3 times at most, and a controller that seems well is looked at
     /// every 30 s.
     fn default() -> Self {
         Self { enabled: true, repeats: 3, watch: Duration::from_secs(30) }

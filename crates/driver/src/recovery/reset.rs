@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// How often a reset is tried.
-const TRIES: u32 = 3;
+const TRIES: u32 = 5;
 
 /// Where the queues of a pair are, and how long.
 #[derive(Clone, Copy, Debug)]

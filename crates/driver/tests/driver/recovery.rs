@@ -6,9 +6,9 @@ use crate::options;
 use shadowbell_driver::{
     AsyncQueue, AttachOptions, Controller, IoErrorKind, QueueError, QueuePair, Recovery,
 };
-use spec::Status;
 use spec::event::AsyncEvent;
 use spec::opcode::AdminOpcode;
+use spec::{Cqe, Status};
 use std::time::{Duration, Instant};
 
 fn recovering() -> AttachOptions {
@@ -170,6 +170,36 @@ fn a_buffer_stays_with_its_command_until_the_queue_is_deleted() {
 }
 
 #[test]
+fn what_completes_twice_does_not_end_the_repetition() {
+    let fake = Fake::new();
+    let (controller, mut queue) = attach(&fake);
+    fake.with(|state| state.hold = true);
+    let flush = controller.namespace(1).unwrap().flush();
+    let token = queue.submit(flush, None).unwrap();
+    queue.ring().unwrap();
+    // Once it is late, it is aborted.
+    let abort = AdminOpcode::Abort as u8;
+    while !fake.with(|state| state.admin_log.contains(&abort)) {
+        assert!(queue.pop().is_none());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let aborted = Cqe::new(token.cid(), 1, 0, Status::ABORT_REQUESTED, 0);
+    fake.post(1, aborted, 1, None);
+    assert!(queue.pop().is_none(), "it is submitted again");
+    assert_eq!(fake.state().held.len(), 2);
+    let unknown = queue.stats().unknown_completions;
+    for status in [Status::SUCCESS, Status::ABORT_REQUESTED] {
+        fake.post(1, aborted.with_status(status), 1, None);
+        assert!(queue.pop().is_none(), "a completion of its first life");
+    }
+    assert_eq!(queue.stats().unknown_completions, unknown + 2);
+    fake.complete(1);
+    let completion = queue.pop().unwrap();
+    assert_eq!((completion.token, completion.status), (token, Status::SUCCESS));
+    assert_eq!((queue.stats().repeated, queue.outstanding()), (1, 0));
+}
+
+#[test]
 fn futures_do_not_notice_a_queue_that_is_created_again() {
     let fake = Fake::new();
     let (controller, queue) = attach(&fake);
@@ -200,4 +230,21 @@ fn futures_do_not_notice_a_queue_that_is_created_again() {
     });
     let error = crate::futures::block_on(disk.read(0, pool.take().unwrap())).unwrap_err();
     assert!(matches!(error.kind, IoErrorKind::Queue(QueueError::Failed { .. })), "{error}");
+}
+
+#[test]
+fn the_last_handle_shuts_the_controller_down_before_it_is_gone() {
+    for round in 0..60 {
+        let fake = Fake::new();
+        let (controller, queue) = attach(&fake);
+        let admin = controller.admin();
+        // While the keeper looks at it every now and then.
+        std::thread::sleep(Duration::from_micros(500 * (round % 5)));
+        drop(controller);
+        drop(admin);
+        assert!(fake.state().csts.rdy(), "the queue pair still needs it");
+        drop(queue);
+        assert!(!fake.state().csts.rdy());
+        assert_eq!(fake.state().deleted, [1]);
+    }
 }

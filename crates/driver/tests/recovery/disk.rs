@@ -31,9 +31,10 @@ impl CachedDisk {
         Self { blocks, bytes: Arc::new(Mutex::new(bytes)) }
     }
 
-    /// What is left when the power is cut.
-    pub(crate) fn stable(&self) -> Vec<u8> {
-        self.bytes.lock().unwrap_or_else(PoisonError::into_inner).stable.clone()
+    /// What is left of a block when the power is cut now.
+    pub(crate) fn stable(&self, block: u64) -> [u8; BLOCK] {
+        let bytes = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        bytes.stable[block as usize * BLOCK..][..BLOCK].try_into().unwrap()
     }
 }
 

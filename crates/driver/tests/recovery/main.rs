@@ -22,13 +22,14 @@ fn emulated(disk: Arc<dyn Disk>) -> Emulated {
     Emulated::new(config, pool, Carrier::default()).unwrap()
 }
 
-/// Options that do not make a test wait for long.
+/// Options that do not make a test wait for long, but long enough that a controller which is not run
+/// for a while, on a busy machine, is not taken for one that does wrong.
 fn options() -> AttachOptions {
     AttachOptions {
         timeouts: Timeouts {
             ready: Some(Duration::from_millis(100)),
             admin: Duration::from_millis(500),
-            io: Duration::from_millis(24),
+            io: Duration::from_millis(160),
             shutdown: Duration::from_secs(1),
         },
         recovery: Recovery { watch: Duration::from_millis(5), ..Recovery::default() },

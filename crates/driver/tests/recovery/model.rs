@@ -1,7 +1,7 @@
 //! A program that keeps a queue full and knows what must be on the disk: every block has its number
 //! and its version in it.
 
-use crate::disk::BLOCK;
+use crate::disk::{BLOCK, CachedDisk};
 use shadowbell_driver::{Buffer, BufferPool, Command, Completion, Namespace, QueuePair};
 use spec::nvm::DsmRange;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ const MOST: u64 = 16;
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What a block of this version holds; version 0 is zeroes.
-pub(crate) fn fill(block: u64, version: u64) -> [u8; BLOCK] {
+fn fill(block: u64, version: u64) -> [u8; BLOCK] {
     let mut bytes = [0; BLOCK];
     if version != 0 {
         let seed = (block << 32 ^ version).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -30,7 +30,7 @@ pub(crate) fn fill(block: u64, version: u64) -> [u8; BLOCK] {
 }
 
 /// The version in a block, if it is whole and the right one.
-pub(crate) fn version_of(block: u64, bytes: &[u8]) -> Result<u64, String> {
+fn version_of(block: u64, bytes: &[u8]) -> Result<u64, String> {
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
     let version = if bytes.iter().all(|b| *b == 0) { 0 } else { word(8) };
     if bytes == fill(block, version) {
@@ -62,19 +62,21 @@ struct Op {
 
 /// One queue's program, on the blocks from `first` on.
 pub(crate) struct Program {
-    pub(crate) namespace: Namespace,
+    namespace: Namespace,
+    /// What is at the other end.
+    disk: CachedDisk,
     first: u64,
     /// The version that the last write gave each block, be it done or not.
-    pub(crate) versions: Vec<u64>,
+    versions: Vec<u64>,
     /// Versions that are not zeroes, by write: a counter.
     next_version: u64,
     busy: Vec<bool>,
     /// When each block was last changed by a command that has completed, and to which version.
     changed: Vec<(u64, u64)>,
     /// The version that must be stable at least, in the order of the changes.
-    pub(crate) durable: Vec<u64>,
+    durable: Vec<u64>,
     /// All versions that a block had, with zeroes as version 0, in their order.
-    pub(crate) history: Vec<Vec<u64>>,
+    history: Vec<Vec<u64>>,
     clock: u64,
     ops: Vec<Option<Op>>,
     random: u64,
@@ -85,10 +87,15 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    pub(crate) fn new(queue: &QueuePair, namespace: &Namespace, first: u64, count: u64) -> Self {
+    pub(crate) fn new(
+        queue: &QueuePair,
+        (namespace, disk): (&Namespace, &CachedDisk),
+        (first, count): (u64, u64),
+    ) -> Self {
         let blocks = count as usize;
         Self {
             namespace: namespace.clone(),
+            disk: disk.clone(),
             first,
             versions: vec![0; blocks],
             next_version: 1,
@@ -227,10 +234,12 @@ impl Program {
         self.completed += 1;
         self.clock += 1;
         if let Kind::Flush(submitted) = op.kind {
-            for (block, (when, version)) in self.changed.iter().enumerate() {
+            for block in 0..self.changed.len() {
+                let (when, version) = self.changed[block];
                 // What had completed before the flush was submitted.
-                if *when <= submitted {
-                    self.durable[block] = *version;
+                if when <= submitted && self.durable[block] < version {
+                    self.durable[block] = version;
+                    self.check_stable(block);
                 }
             }
             return;
@@ -265,18 +274,20 @@ impl Program {
         }
     }
 
-    /// Checks what the power cut has left.
-    pub(crate) fn check_stable(&self, stable: &[u8]) {
-        for (index, history) in self.history.iter().enumerate() {
-            let block = self.first + index as u64;
-            let bytes = &stable[block as usize * BLOCK..][..BLOCK];
-            let found = version_of(block, bytes).unwrap_or_else(|error| panic!("{error}"));
-            let least = self.durable[index] as usize;
-            assert!(
-                history[least..].contains(&found),
-                "block {block}: a flush lost version {}, and left {found}",
-                history[least]
-            );
-        }
+    /// Checks what is left of every block when the power is cut.
+    pub(crate) fn check_all_stable(&self) {
+        (0..self.versions.len()).for_each(|index| self.check_stable(index));
+    }
+
+    fn check_stable(&self, index: usize) {
+        let block = self.first + index as u64;
+        let bytes = self.disk.stable(block);
+        let found = version_of(block, &bytes).unwrap_or_else(|error| panic!("{error}"));
+        let (history, least) = (&self.history[index], self.durable[index] as usize);
+        assert!(
+            history[least..].contains(&found),
+            "block {block}: a flush lost version {}, and left {found}",
+            history[least]
+        );
     }
 }

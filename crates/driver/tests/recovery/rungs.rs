@@ -7,7 +7,7 @@ use controller::Controller as Emulated;
 use controller::faults::Fault;
 use shadowbell_driver::{
     AttachOptions, BufferPool, Command, Completion, Controller, Doorbells, QueueError, QueuePair,
-    Recovery, RecoveryStats,
+    Recovery, RecoveryStats, Timeouts,
 };
 use spec::Status;
 use spec::opcode::AdminOpcode;
@@ -182,7 +182,8 @@ fn a_command_that_is_lost_every_time_ends() {
 
 #[test]
 fn completions_that_are_late_or_come_twice_or_are_odd_need_no_ladder() {
-    let mut rig = rig();
+    let timeouts = Timeouts { io: Duration::from_secs(10), ..options().timeouts };
+    let mut rig = rig_with(&AttachOptions { timeouts, ..options() });
     let faults = "duplicate:every=2,wrong-head:every=3,wrong-sq-id:every=5,delay=2ms:every=7";
     let faults = inject(&rig.emulated, faults);
     for _ in 0..8 {
@@ -197,7 +198,7 @@ fn completions_that_are_late_or_come_twice_or_are_odd_need_no_ladder() {
 #[test]
 fn a_completion_after_its_abort_was_sent_is_a_completion() {
     let mut rig = rig();
-    inject(&rig.emulated, "delay=27ms:at=1");
+    inject(&rig.emulated, "delay=200ms:at=1");
     rig.queue.submit(rig.write(0), rig.pool.take()).unwrap();
     let completion = next(&mut rig.queue);
     assert_eq!(completion.status, Status::SUCCESS);
@@ -205,6 +206,29 @@ fn a_completion_after_its_abort_was_sent_is_a_completion() {
     assert!(stats.late <= 1 && stats.queues_recreated <= 1 && stats.resets == 0, "{stats:?}");
     drop(completion);
     rig.exercise(false);
+}
+
+#[test]
+fn a_command_that_stalls_has_no_effect_after_it_was_given_up() {
+    // Aborted, and when nobody hears of the abort, with its queue.
+    for faults in ["stall=1s:at=1", "stall=1s:at=1,ignore=0x08"] {
+        let mut rig = rig();
+        inject(&rig.emulated, faults);
+        let mut buffer = rig.pool.take().unwrap();
+        buffer.fill(1);
+        rig.queue.submit(rig.write(0).once(), Some(buffer)).unwrap();
+        let mut ended = next(&mut rig.queue);
+        let status = ended.status.code();
+        assert!([Status::ABORT_REQUESTED, Status::ABORTED_BY_HOST].contains(&status), "{status}");
+        ended.buffer.as_mut().unwrap().fill(2);
+        rig.queue.submit(rig.write(0), ended.buffer).unwrap();
+        assert_eq!(next(&mut rig.queue).status, Status::SUCCESS);
+        // Until it would have been carried out.
+        std::thread::sleep(Duration::from_millis(1100));
+        let read = rig.controller.namespace(1).unwrap().read(0, 8).unwrap();
+        rig.queue.submit(read, rig.pool.take()).unwrap();
+        assert_eq!(next(&mut rig.queue).buffer.unwrap().to_vec(4096), vec![2; 4096], "{faults}");
+    }
 }
 
 #[test]
@@ -335,7 +359,7 @@ fn a_controller_that_can_not_be_reset_is_given_up_and_gives_its_buffers_back() {
     drop(ended);
     assert_eq!(rig.pool.available(), 64);
     let stats = rig.stats();
-    assert_eq!((stats.given_up, stats.reset_tries), (1, 3), "{stats:?}");
+    assert_eq!((stats.given_up, stats.reset_tries), (1, 5), "{stats:?}");
     let refused = rig.queue.submit(rig.write(0), rig.pool.take()).unwrap_err();
     assert!(refused.to_string().contains("given up"), "{refused}");
     assert!(rig.controller.admin().identify_controller().is_err());
@@ -391,7 +415,7 @@ fn without_recovery_nothing_is_done() {
     let mut rig = rig_with(&AttachOptions { recovery: Recovery::OFF, ..options() });
     inject(&rig.emulated, "drop-after:limit=1");
     rig.queue.submit(rig.write(0), rig.pool.take()).unwrap();
-    assert!(!rig.queue.wait(Some(Instant::now() + Duration::from_millis(200))).unwrap());
+    assert!(!rig.queue.wait(Some(Instant::now() + Duration::from_millis(600))).unwrap());
     assert_eq!((rig.queue.outstanding(), rig.stats()), (1, RecoveryStats::default()));
     // But what the program asks for is done.
     rig.controller.reset().unwrap();

@@ -218,6 +218,46 @@ fn clients_do_not_disturb_each_other() {
     rig.end();
 }
 
+/// A connection drives the queue that its requests go through, until another wants to.
+#[test]
+fn a_connection_that_has_nothing_to_do_leaves_the_queue_to_others() {
+    let medium = TestDisk::new(4096, 512);
+    let mut controller = attach(Arc::new(medium), &AttachOptions::default());
+    let options = block::BlockOptions::default();
+    let disk = block::BlockDevice::open(&mut controller, 1, &options).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let address = Address::Unix(directory.path().join("nbd"));
+    let server = Server::start(disk.clone(), &address, &Options::default()).unwrap();
+    let mut client = Client::connect(&directory.path().join("nbd"), true);
+    assert_eq!(client.run(command::READ, 0, 0, 512, b"").error, 0);
+    // The queue's own thread would have let go of it by now.
+    std::thread::sleep(Duration::from_millis(50));
+    let queue = disk.queue().unwrap();
+    assert!(queue.try_drive().is_none(), "the connection has it");
+    let deadline = Instant::now() + Duration::from_secs(10);
+    let driver = loop {
+        // It hears of the wish when it has next come to an end of its work.
+        assert_eq!(client.run(command::READ, 0, 0, 512, b"").error, 0);
+        std::thread::sleep(Duration::from_millis(1));
+        if let Some(driver) = queue.try_drive() {
+            break driver;
+        }
+        assert!(Instant::now() < deadline, "it keeps the queue");
+    };
+    drop(driver);
+    // Others' requests and its own: everybody is served, whoever drives.
+    let blocking = block::Blocking::new(disk.clone());
+    for round in 0..200u8 {
+        assert_eq!(client.run(command::WRITE, 0, 1024, 512, &[round; 512]).error, 0);
+        let mut back = [0; 512];
+        blocking.read_at(1024, &mut back).unwrap();
+        assert_eq!(back, [round; 512]);
+    }
+    drop((blocking, disk));
+    assert_eq!(server.stop(), 0);
+    controller.detach().unwrap();
+}
+
 fn take(
     client: &mut Client,
     under_way: &mut BTreeMap<u64, (u64, u32, Option<u8>)>,

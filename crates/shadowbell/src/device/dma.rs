@@ -11,6 +11,10 @@ use vfio_user::device::{DmaMap, Done};
 /// hundreds; each costs a mapping of the process, which has 65530.
 const MAX_RANGES: usize = 4096;
 
+/// Ranges whose descriptors are kept, for a disk that is another controller: it may be given the
+/// memory, too. So many descriptors a client can make us hold.
+const MAX_KEPT: usize = 64;
+
 /// The smallest page of any host, in bytes.
 const PAGE: u64 = 4096;
 
@@ -71,7 +75,11 @@ impl Memory {
                 None
             }
             Some(fd) => {
-                let mapping = Mapping::from_fd(&fd, fd_offset, len, protection);
+                let mapping = if self.ranges.len() < MAX_KEPT {
+                    Mapping::from_own_fd(fd, fd_offset, len, protection)
+                } else {
+                    Mapping::from_fd(&fd, fd_offset, len, protection)
+                };
                 let mapping = mapping.map_err(|error| {
                     warn!("memory that the client shares at IOVA {iova:#x}: {error}");
                     Errno::INVAL

@@ -21,11 +21,12 @@ use service::Service;
 use signals::Ending;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::LazyLock;
 use tracing::info;
 
-/// Export a disk: to QEMU and other tools (NBD), as a file (FUSE), to a VM (vhost-user-blk)
+/// Export a disk: as a block device (ublk) or a file (FUSE), to tools (NBD), to a VM (vhost-user-blk)
 #[derive(Clone, Debug, clap::Args)]
-#[command(after_help = target::HELP)]
+#[command(after_help = target::HELP, after_long_help = LONG_HELP.as_str())]
 #[command(group = ArgGroup::new("way").required(true).multiple(true))]
 pub struct Args {
     /// What to export
@@ -40,6 +41,22 @@ pub struct Args {
     /// Offer it to a VM as a virtio disk, behind this socket
     #[arg(long, value_name = "PATH", group = "way")]
     pub vhost_user_blk: Option<PathBuf>,
+    /// Make it a block device of this machine, /dev/ublkbN
+    ///
+    /// Takes root, and the kernel's module: `modprobe ublk_drv` (Linux 6.4 or later). The end of this
+    /// program removes the device, once nobody has it mounted or open any more.
+    #[arg(long, group = "way")]
+    pub ublk: bool,
+    /// The N in /dev/ublkbN [default: the first that is free]
+    #[arg(long, value_name = "N", requires = "ublk",
+        value_parser = clap::value_parser!(u32).range(0..1 << 20))]
+    pub ublk_id: Option<u32>,
+    /// Take /dev/ublkbN over if a server left it behind that was killed
+    ///
+    /// Whoever uses the device waits meanwhile, and what was not answered is done once more. A device
+    /// that is not there is made, so that one command line serves every start.
+    #[arg(long, requires = "ublk_id")]
+    pub recover: bool,
     /// Refuse everything that changes the disk
     #[arg(long)]
     pub read_only: bool,
@@ -59,8 +76,26 @@ pub struct Args {
     pub timeout: u16,
 }
 
-/// Exports until a signal ends it, or somebody unmounts the file and there is no other way to the
-/// disk.
+/// What the long help ends with.
+static LONG_HELP: LazyLock<String> = LazyLock::new(|| {
+    format!(
+        "{}
+
+Examples:
+  shadowbell export nvme://0000:01:00.0 --ublk
+      a block device on the user-space driver: mkfs, mount, fio
+  shadowbell export disk.img --ublk --ublk-id 7 --recover
+      /dev/ublkb7, which goes on where it was if this command is killed and run again
+  shadowbell export vfio-user:/run/vm0.sock --fuse /run/disk
+      the same without ublk: `losetup --find --show /run/disk`
+  shadowbell export nvme://0000:01:00.0 --nbd unix:/run/disk.sock --read-only
+      for qemu-img, nbdcopy, fio; several ways to one disk can be given at once",
+        target::HELP
+    )
+});
+
+/// Exports until a signal ends it, or somebody else removes the file or the device, and there is no
+/// other way to the disk.
 ///
 /// # Errors
 /// With exit status [`BAD_INPUT`](crate::exit::BAD_INPUT) what can not be exported like that; the

@@ -12,8 +12,9 @@ pub(super) fn show(service: &Service) {
         return;
     }
     let nbd = service.nbd().map(|address| nbd(address, service.name()));
+    let ublk = service.ublk().map(|(path, id)| ublk(path, id, &service.target().to_string()));
     let text: String =
-        nbd.chain(service.vhost().map(vhost)).chain(service.fuse().map(fuse)).collect();
+        nbd.chain(service.vhost().map(vhost)).chain(ublk).chain(service.fuse().map(fuse)).collect();
     // Whoever closed our output does not want it, which is no reason not to export.
     let _ = std::io::stdout().lock().write_all(text.as_bytes());
 }
@@ -50,6 +51,17 @@ fn vhost((path, queues): (&Path, usize)) -> String {
          -chardev {chardev} -device vhost-user-blk-pci,chardev=disk,num-queues={queues}\n\n\
          For Cloud Hypervisor:\n\n  \
          --memory size=SIZE,shared=on --disk {disk}\n\n"
+    )
+}
+
+fn ublk(path: &Path, id: u32, target: &str) -> String {
+    let path = path.display();
+    let target = quoted(target);
+    format!(
+        "As a block device of this machine:\n\n  \
+         {path}\n\n\
+         Should this program be killed, whoever uses the device waits for\n\n  \
+         shadowbell export {target} --ublk --ublk-id {id} --recover\n\n"
     )
 }
 
@@ -97,6 +109,10 @@ mod tests {
             ),
             "{text}"
         );
+        let text = ublk(Path::new("/dev/ublkb3"), 3, "local:my disk.img");
+        assert!(text.contains("\n  /dev/ublkb3\n\n"), "{text}");
+        let again = "shadowbell export 'local:my disk.img' --ublk --ublk-id 3 --recover\n";
+        assert!(text.contains(again), "{text}");
         let text = fuse(Path::new("/run/disk"));
         assert!(text.ends_with("\n  losetup --find --show /run/disk\n\n"), "{text}");
     }

@@ -2,14 +2,17 @@
 
 use super::Args;
 use crate::exit;
-use crate::target::Session;
+use crate::target::{Session, Target};
 use ::export::fuse::Mounted;
 use ::export::nbd::{self, Server};
+use ::export::ublk::{self, Ublk};
 use ::export::vhost::VhostUserBlk;
 use anyhow::{Context, anyhow};
 use block::{BlockDevice, BlockOptions, block_on_for};
 use driver::{AttachOptions, SpinPolicy, Timeouts};
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tracing::{info, warn};
 
@@ -31,6 +34,7 @@ pub(super) struct Service {
     nbd: Vec<Server>,
     fuse: Option<Mounted>,
     vhost: Option<VhostUserBlk>,
+    ublk: Option<Ublk>,
     name: String,
 }
 
@@ -39,8 +43,11 @@ impl Service {
     /// `unused` when nobody can come to the disk any more.
     pub(super) fn start(
         args: &Args,
-        unused: impl FnOnce() + Send + 'static,
+        unused: impl Fn() + Clone + Send + 'static,
     ) -> anyhow::Result<Self> {
+        if args.ublk {
+            ublk::promise_progress();
+        }
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let queues = u16::try_from(processors).unwrap_or(MOST_QUEUES).min(MOST_QUEUES);
         // Whoever is served, the thread that serves and the queue's are three already.
@@ -59,8 +66,16 @@ impl Service {
         let disk = BlockDevice::open(&mut session.controller, nsid, &options)
             .with_context(|| args.target.to_string())?;
         let name = args.name.clone();
-        let mut service =
-            Self { session, disk, timeout, nbd: Vec::new(), fuse: None, vhost: None, name };
+        let mut service = Self {
+            session,
+            disk,
+            timeout,
+            nbd: Vec::new(),
+            fuse: None,
+            vhost: None,
+            ublk: None,
+            name,
+        };
         service.serve(args, unused)?;
         let geometry = service.disk.geometry();
         info!(
@@ -72,7 +87,11 @@ impl Service {
         Ok(service)
     }
 
-    fn serve(&mut self, args: &Args, unused: impl FnOnce() + Send + 'static) -> anyhow::Result<()> {
+    fn serve(
+        &mut self,
+        args: &Args,
+        unused: impl Fn() + Clone + Send + 'static,
+    ) -> anyhow::Result<()> {
         let options = nbd::Options {
             name: args.name.clone(),
             description: args.target.to_string(),
@@ -87,15 +106,38 @@ impl Service {
             let offered = VhostUserBlk::start(self.disk.clone(), path, id);
             self.vhost = Some(offered.map_err(exit::bad_input)?);
         }
-        if let Some(path) = &args.fuse {
-            let alone = args.nbd.is_empty() && args.vhost_user_blk.is_none();
-            let name = path.display().to_string();
-            let ended = move || {
-                info!("{name} is not mounted any more");
-                if alone {
+        let ways = args.nbd.len()
+            + usize::from(args.vhost_user_blk.is_some())
+            + usize::from(args.fuse.is_some())
+            + usize::from(args.ublk);
+        // Who hears that a way to the disk is no more; the last one ends the program.
+        let ways = Arc::new(AtomicUsize::new(ways));
+        let gone = |what: String| {
+            let (ways, unused) = (Arc::clone(&ways), unused.clone());
+            move || {
+                info!("{what}");
+                if ways.fetch_sub(1, Ordering::AcqRel) == 1 {
                     unused();
                 }
-            };
+            }
+        };
+        if args.ublk {
+            if args.recover && is_forgetful(&args.target) {
+                return Err(exit::bad_input(anyhow!(
+                    "{}: what it held was lost with the process that is to be taken over from",
+                    args.target
+                )));
+            }
+            let options = ublk::Options { id: args.ublk_id, recover: args.recover };
+            let ended = gone("the block device was removed by somebody else".into());
+            let device = Ublk::start(&self.disk, options, ended).map_err(exit::bad_input)?;
+            if device.was_taken_over() {
+                info!("{} goes on where it was", device.path().display());
+            }
+            self.ublk = Some(device);
+        }
+        if let Some(path) = &args.fuse {
+            let ended = gone(format!("{} is not mounted any more", path.display()));
             let mounted = Mounted::start(self.disk.clone(), path, ended);
             self.fuse = Some(mounted.map_err(exit::bad_input)?);
         }
@@ -117,6 +159,16 @@ impl Service {
         self.vhost.as_ref().map(|device| (device.path(), self.disk.queues()))
     }
 
+    /// The block device, and its number.
+    pub(super) fn ublk(&self) -> Option<(&Path, u32)> {
+        self.ublk.as_ref().map(|device| (device.path(), device.id()))
+    }
+
+    /// What is exported.
+    pub(super) fn target(&self) -> &Target {
+        self.session.target()
+    }
+
     /// The export's name.
     pub(super) fn name(&self) -> &str {
         &self.name
@@ -124,9 +176,10 @@ impl Service {
 
     /// Finishes what is under way, makes everything durable and leaves the controller.
     pub(super) fn stop(self) -> anyhow::Result<()> {
-        let Self { session, disk, timeout, nbd, fuse, vhost, .. } = self;
+        let Self { session, disk, timeout, nbd, fuse, vhost, ublk, .. } = self;
         let mut failures = 0;
-        // The file first: who has it open is waited for.
+        // The device and the file first: who has them open is waited for.
+        failures += ublk.map_or(0, Ublk::stop);
         if let Some(fuse) = fuse {
             failures += fuse.stop();
         }
@@ -151,4 +204,9 @@ impl Service {
         })?;
         detached
     }
+}
+
+/// Whether what the target keeps is gone with the process that serves it.
+fn is_forgetful(target: &Target) -> bool {
+    matches!(target, Target::Local { disk } if disk.starts_with("mem:"))
 }

@@ -16,6 +16,8 @@
 //! None of them ticks.
 
 mod announce;
+#[cfg(feature = "faults")]
+pub mod faults;
 pub mod options;
 mod paste;
 mod service;
@@ -38,6 +40,8 @@ use tracing::{debug, error, info};
 /// # Errors
 /// What was asked for can not be served; or the service came to an end by itself.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    #[cfg(feature = "faults")]
+    let faults = args.faults.clone();
     let plan = args.plan()?;
     raise_descriptor_limit();
     // Before there is anything that a signal would leave behind.
@@ -55,6 +59,8 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     signal_hook::flag::register(SIGXFSZ, Arc::default())?;
     let handle = signals.handle();
     let mut service = Service::start(&plan, move || handle.close())?;
+    #[cfg(feature = "faults")]
+    let wrongs = faults.begin(&service);
     let announcer = Announcer::start(&mut service)?;
     paste::show(&plan);
 
@@ -71,6 +77,8 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     let outcome = service.stop();
     drop(announcer);
     report(&plan, &service);
+    #[cfg(feature = "faults")]
+    wrongs.report();
     service.flush();
     outcome?;
     info!("ended");

@@ -20,7 +20,8 @@ pub const TRACE_RECORDS: u32 = 1 << 18;
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = AFTER_HELP)]
 pub struct Args {
-    /// A namespace each: disk.img, /dev/sdb, mem:1GiB, null:1TiB; options as in
+    /// A namespace each: disk.img, /dev/sdb, mem:1GiB, null:1TiB, or one of another controller,
+    /// nvme://0000:01:00.0/1, vfio-user:/run/ssd.sock/1; options as in
     /// `disk.img?block-size=4096&read-only=on`
     #[arg(value_name = "DISK", required_unless_present = "config")]
     disks: Vec<String>,
@@ -50,6 +51,10 @@ pub struct Args {
     /// Write counters to this file, at the end and on SIGUSR1
     #[arg(long, value_name = "FILE")]
     stats_json: Option<PathBuf>,
+
+    #[cfg(feature = "faults")]
+    #[command(flatten)]
+    pub(super) faults: super::faults::FaultArgs,
 }
 
 const AFTER_HELP: &str = "\

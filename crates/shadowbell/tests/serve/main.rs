@@ -3,10 +3,13 @@
 mod bad_input;
 mod clients;
 mod config;
+#[cfg(feature = "faults")]
+mod faults;
 mod function;
 mod harness;
 mod idle;
 mod io;
 mod local;
 mod medium;
+mod stacked;
 mod telling;

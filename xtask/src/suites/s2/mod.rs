@@ -2,28 +2,21 @@
 //!
 //! Four controllers are driven: QEMU's own with and without shadow doorbells, ours over vfio-user,
 //! and ours with blocks of 4096 bytes; two more sit in one IOMMU group. Then a second guest is
-//! measured: the S2 table.
+//! measured: the S2 table; and a third, whose disk is virtio on our driver outside.
 
 mod refusals;
 mod table;
+mod vhost;
 
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use guest::initramfs::{self, Extra};
-use guest::{Config, Device, Drive, Firmware, Guest, Kernel, Output, RunDir, config, tool};
-use serde_json::{Value, json};
+use guest::{Device, Drive, Guest, Kernel, RunDir, config};
+use serde_json::json;
 
+use super::vfio::{MODULES, allow_unsafe_interrupts, boot, json_of, load, pack, shadowbell};
 use super::{Lab, MINUTE, names};
 use crate::report::Report;
-
-/// The guest's archive, in the run's directory of files.
-const ARCHIVE: &str = "initramfs-s2.cpio";
-/// VFIO, each module after those that it needs. Not every kernel has all of them.
-const MODULES: &[&str] =
-    &["irqbypass", "vfio", "vfio_virqfd", "vfio_iommu_type1", "vfio-pci-core", "vfio-pci"];
-/// The IOMMU on, but out of the way of the kernel's own drivers.
-const IOMMU: &str = "intel_iommu=on iommu=pt";
 
 const SIZE: u64 = 256 << 20;
 /// The functions that share an IOMMU group.
@@ -49,69 +42,11 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
         println!("   left out: it is about our driver; give the program with --shadowbell");
         return Ok(());
     }
-    pack(lab, kernel, run)?;
+    let modules: Vec<_> = MODULES.iter().copied().chain([vhost::MODULE]).collect();
+    pack(lab, kernel, run, &["/usr/bin/qemu-img"], &modules)?;
     driving(lab, report, kernel, run)?;
-    table::run(lab, report, kernel, run)
-}
-
-/// A guest with VFIO's modules, qemu-img and the program under test.
-fn pack(lab: &Lab, kernel: Kernel, run: &RunDir) -> Result<()> {
-    let shadowbell = lab.shadowbell.as_deref().context("this needs the shadowbell program")?;
-    let tool = lab.directory().join(tool::NAME);
-    let modules = lab.roots.modules(kernel, MODULES);
-    let extra = Extra { programs: &[&tool], linked: &[shadowbell], modules: &modules };
-    let programs: Vec<_> = initramfs::FULL.iter().copied().chain(["/usr/bin/qemu-img"]).collect();
-    std::fs::write(run.file(ARCHIVE), initramfs::pack(&lab.roots, &programs, extra)?)
-        .context("the initramfs")
-}
-
-fn boot(
-    lab: &Lab,
-    run: &RunDir,
-    kernel: Kernel,
-    devices: Vec<Device>,
-    adjust: impl FnOnce(&mut Config),
-) -> Result<Guest> {
-    let mut config = Config::new(kernel, devices);
-    config.iommu = true;
-    config.firmware = Firmware::Direct { append: IOMMU.into() };
-    adjust(&mut config);
-    Guest::boot(&lab.roots, run, &config, ARCHIVE)
-}
-
-/// Loads VFIO, without trust in devices that could raise each other's interrupts: this IOMMU does
-/// not remap them.
-fn load_vfio(guest: &mut Guest) -> Result<()> {
-    let names = MODULES.join(" ");
-    let directory = initramfs::MODULES;
-    guest.sh(
-        &format!(
-            "cd {directory} && for name in {names}; do \
-                for file in $name.ko*; do [ -f $file ] || continue; \
-                    case $file in *.xz) xzcat $file >/tmp/$name.ko;; *) cp $file /tmp/$name.ko;; esac; \
-                    insmod /tmp/$name.ko || exit 1; \
-                done; done; [ -d /sys/bus/pci/drivers/vfio-pci ]"
-        ),
-        MINUTE,
-    )?;
-    Ok(())
-}
-
-/// Trusts the devices.
-fn allow_unsafe_interrupts(guest: &mut Guest) -> Result<()> {
-    let file = "/sys/module/vfio_iommu_type1/parameters/allow_unsafe_interrupts";
-    guest.sh(&format!("echo 1 >{file}"), MINUTE).map(drop)
-}
-
-fn shadowbell(guest: &mut Guest, arguments: &str) -> Result<Output> {
-    guest.run(&format!("shadowbell {arguments}"), 3 * MINUTE)
-}
-
-/// The last line of JSON that the program prints.
-fn json_of(guest: &mut Guest, arguments: &str) -> Result<Value> {
-    let text = guest.sh(&format!("shadowbell {arguments} --json"), 3 * MINUTE)?;
-    let line = text.lines().rev().find(|line| line.starts_with('{')).context("no JSON")?;
-    serde_json::from_str(line).with_context(|| format!("the output: {text:.600}"))
+    table::run(lab, report, kernel, run)?;
+    vhost::run(lab, report, kernel, run)
 }
 
 fn target(index: usize) -> String {
@@ -137,7 +72,7 @@ fn driving(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) -> Resu
         names(&mut guest, index)?;
     }
     report.check("VFIO's modules load, and there is an IOMMU", |_| {
-        load_vfio(&mut guest)?;
+        load(&mut guest, MODULES)?;
         guest.sh("ls -d /sys/kernel/iommu_groups/0 && [ -c /dev/vfio/vfio ]", MINUTE)
     });
     refusals::while_bound(report, &mut guest);

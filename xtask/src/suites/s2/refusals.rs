@@ -3,8 +3,9 @@
 use anyhow::{Result, ensure};
 use guest::{Guest, config};
 
+use super::super::vfio::shadowbell;
 use super::super::{MINUTE, names};
-use super::{TOGETHER, shadowbell, target};
+use super::{TOGETHER, target};
 use crate::report::Report;
 
 /// A refusal: exit status 2, and one line with all of these words.

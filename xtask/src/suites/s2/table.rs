@@ -11,14 +11,15 @@ use guest::trace::Stretch;
 use guest::{Device, Drive, Guest, Kernel, RunDir, Server, config};
 use serde_json::{Value, json};
 
+use super::super::vfio::{MODULES, allow_unsafe_interrupts, boot, json_of, load, shadowbell};
 use super::super::{Lab, MINUTE, names};
-use super::{SLACK, allow_unsafe_interrupts, boot, json_of, load_vfio, shadowbell};
+use super::SLACK;
 use crate::report::Report;
 use crate::table::{render, thousands};
 
 const DISK_BYTES: u64 = 1 << 40;
 /// Depth, bytes of each read, how many, and how many where each is traced.
-const PATTERNS: [(u32, u32, u64, u64); 4] = [
+pub(super) const PATTERNS: [(u32, u32, u64, u64); 4] = [
     (1, 4096, 4000, 1000),
     (1, 65_536, 2000, 500),
     (64, 4096, 20_000, 4000),
@@ -151,7 +152,7 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
         vec![Device::QemuNvme { drive: Drive::Null(DISK_BYTES), dbcs: true }, disk.device.clone()];
     // One processor for the guest leaves the other for the device, which is where it would be.
     let mut guest = boot(lab, run, kernel, devices, |config| config.cpus = 1)?;
-    load_vfio(&mut guest)?;
+    load(&mut guest, MODULES)?;
     allow_unsafe_interrupts(&mut guest)?;
     let mut controllers = Vec::new();
     for (index, (name, server)) in
@@ -294,7 +295,7 @@ fn time(
 }
 
 /// `Run completed in 1.234 seconds.`
-fn seconds(text: &str) -> Option<f64> {
+pub(super) fn seconds(text: &str) -> Option<f64> {
     text.split_once("completed in ")?.1.split(' ').next()?.parse().ok()
 }
 

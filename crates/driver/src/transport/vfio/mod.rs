@@ -14,8 +14,7 @@
 //!
 //! # What it doesn't do
 //!
-//! Devices without an IOMMU (VFIO's "noiommu" mode), several devices in one I/O address space, and
-//! moving an interrupt between processors: the kernel's irqbalance or `/proc/irq` do that.
+//! Devices without an IOMMU (VFIO's "noiommu" mode), and several devices in one I/O address space.
 
 mod address;
 mod bar;

@@ -1,0 +1,235 @@
+//! Which processors use which queue pair, and where a function's interrupts go.
+
+use crate::transport::PciAddress;
+use rustix::thread::{CpuSet, sched_getaffinity};
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Which processors use which queue pair: each its own while there are enough, and neighbours share
+/// one otherwise.
+///
+/// Queue pairs are counted from 1, as the controller counts them (a queue identifier, and here the
+/// number of its interrupt vector).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct QueueMap {
+    /// In ascending order.
+    processors: Vec<usize>,
+    queues: u16,
+}
+
+impl QueueMap {
+    /// The map of these processors to `queues` queue pairs; no queue pair counts as one.
+    #[must_use]
+    pub fn new(processors: impl IntoIterator<Item = usize>, queues: u16) -> Self {
+        let mut processors: Vec<_> = processors.into_iter().collect();
+        processors.sort_unstable();
+        processors.dedup();
+        Self { processors, queues: queues.max(1) }
+    }
+
+    /// The map of the processors that this thread may run on.
+    #[must_use]
+    pub fn of_this_machine(queues: u16) -> Self {
+        let allowed = sched_getaffinity(None).unwrap_or_default();
+        Self::new((0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)), queues)
+    }
+
+    /// The queue pair of a processor, if it is in the map.
+    #[must_use]
+    pub fn queue_of(&self, processor: usize) -> Option<u16> {
+        let index = self.processors.binary_search(&processor).ok()?;
+        let queues = usize::from(self.queues).min(self.processors.len());
+        u16::try_from(index * queues / self.processors.len() + 1).ok()
+    }
+
+    /// The processors of a queue pair; none for one that is more than there are processors.
+    #[must_use]
+    pub fn processors_of(&self, queue: u16) -> Vec<usize> {
+        let of = |cpu: &usize| self.queue_of(*cpu) == Some(queue);
+        self.processors.iter().copied().filter(of).collect()
+    }
+
+    /// How many queue pairs there are.
+    #[must_use]
+    pub fn queues(&self) -> u16 {
+        self.queues
+    }
+}
+
+/// `1 (processors 0-1), 2 (processor 2), 3 (spare)`; alike neighbours are not listed one by one:
+/// `each processor its own`.
+impl fmt::Display for QueueMap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (queues, processors) = (usize::from(self.queues), self.processors.len());
+        if queues >= processors && processors > 1 {
+            let first = self.processors.first().copied().unwrap_or_default();
+            let last = self.processors.last().copied().unwrap_or_default();
+            if last - first + 1 == processors {
+                write!(f, "1 to {processors} (processors {first} to {last}, each its own)")?;
+                return if queues > processors {
+                    write!(f, ", {} to {queues} (spare)", processors + 1)
+                } else {
+                    Ok(())
+                };
+            }
+        }
+        for queue in 1..=self.queues {
+            let of = self.processors_of(queue);
+            let comma = if queue == 1 { "" } else { ", " };
+            match of.as_slice() {
+                [] if queue == self.queues => write!(f, "{comma}{queue} (spare)")?,
+                [] => {
+                    return write!(f, "{comma}{queue} to {queues} (spare)");
+                }
+                [one] => write!(f, "{comma}{queue} (processor {one})")?,
+                of => write!(f, "{comma}{queue} (processors {})", list(of))?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// As the kernel lists processors: `0-3,8`.
+fn list(processors: &[usize]) -> String {
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for &processor in processors {
+        match runs.last_mut() {
+            Some((_, last)) if *last + 1 == processor => *last = processor,
+            _ => runs.push((processor, processor)),
+        }
+    }
+    let run = |&(first, last): &(usize, usize)| {
+        if first == last { first.to_string() } else { format!("{first}-{last}") }
+    };
+    runs.iter().map(run).collect::<Vec<_>>().join(",")
+}
+
+/// What came of [`steer_interrupts`].
+#[derive(Debug)]
+pub enum Steered {
+    /// So many interrupts go to the processors of their queue pairs.
+    All(usize),
+    /// They stay where the kernel put them, or some of them do.
+    Refused {
+        /// The file that could not be written.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+}
+
+/// Has the interrupts of a PCI function in VFIO's hands go to the processors that use their queue
+/// pairs: vector N is queue pair N's; vector 0, the control plane's, stays where it is. They can only
+/// be steered by who may write `/proc/irq`, and an irqbalance daemon may move them again.
+#[must_use]
+pub fn steer_interrupts(address: PciAddress, map: &QueueMap) -> Steered {
+    steer(Path::new("/proc"), address, map)
+}
+
+fn steer(proc: &Path, address: PciAddress, map: &QueueMap) -> Steered {
+    let path = proc.join("interrupts");
+    let text = match std::fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(source) => return Steered::Refused { path, source },
+    };
+    let mut moved = 0;
+    for (irq, vector) in vectors(&text, address) {
+        let processors = u16::try_from(vector).map(|queue| map.processors_of(queue));
+        let processors = processors.unwrap_or_default();
+        if vector == 0 || processors.is_empty() {
+            continue;
+        }
+        let path = proc.join(format!("irq/{irq}/smp_affinity_list"));
+        match std::fs::write(&path, list(&processors)) {
+            Ok(()) => moved += 1,
+            Err(source) => return Steered::Refused { path, source },
+        }
+    }
+    Steered::All(moved)
+}
+
+/// The interrupts of a function in VFIO's hands: their numbers, and of which vector each is. VFIO calls
+/// them `vfio-msix[2](0000:00:04.0)`.
+fn vectors(interrupts: &str, address: PciAddress) -> Vec<(u32, u32)> {
+    let end = format!("]({address})");
+    let parse = |line: &str| {
+        let (irq, rest) = line.trim_start().split_once(':')?;
+        let name = rest.split_whitespace().last()?.strip_suffix(&end)?;
+        let vector = name.strip_prefix("vfio-msix[")?;
+        Some((irq.parse().ok()?, vector.parse().ok()?))
+    };
+    interrupts.lines().filter_map(parse).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_processor_has_a_queue_and_every_queue_its_share() {
+        for processors in 1..20 {
+            for queues in 1..24u16 {
+                let map = QueueMap::new(0..processors, queues);
+                let shares: Vec<_> = (1..=queues).map(|q| map.processors_of(q).len()).collect();
+                assert_eq!(shares.iter().sum::<usize>(), processors);
+                let used = shares.iter().filter(|share| **share > 0);
+                let (least, most) = (used.clone().min().unwrap(), used.clone().max().unwrap());
+                assert!(most - least <= 1, "{processors} on {queues}: {shares:?}");
+                assert_eq!(used.count(), processors.min(queues.into()));
+            }
+        }
+        assert_eq!(QueueMap::new([0, 2], 1).queue_of(1), None);
+        assert_eq!(QueueMap::new([], 3).queue_of(0), None);
+    }
+
+    #[test]
+    fn a_map_is_printed_for_people() {
+        for (processors, queues, want) in [
+            (vec![0], 1, "1 (processor 0)"),
+            (vec![0, 1], 1, "1 (processors 0-1)"),
+            (vec![0, 1, 2, 3], 4, "1 to 4 (processors 0 to 3, each its own)"),
+            (vec![0, 1], 4, "1 to 2 (processors 0 to 1, each its own), 3 to 4 (spare)"),
+            (vec![0, 1, 2, 3], 2, "1 (processors 0-1), 2 (processors 2-3)"),
+            (vec![0, 2, 3, 7], 2, "1 (processors 0,2), 2 (processors 3,7)"),
+            (vec![1, 3], 3, "1 (processor 1), 2 (processor 3), 3 (spare)"),
+            (vec![0], 3, "1 (processor 0), 2 to 3 (spare)"),
+        ] {
+            assert_eq!(QueueMap::new(processors, queues).to_string(), want);
+        }
+    }
+
+    const INTERRUPTS: &str = "            CPU0       CPU1       \n\
+        \x20  9:          0          0  IO-APIC   9-fasteoi   acpi\n\
+        \x20 24:          3          0  PCI-MSIX-0000:00:04.0   0-edge      vfio-msix[0](0000:00:04.0)\n\
+        \x20 25:          7          0  PCI-MSIX-0000:00:04.0   1-edge      vfio-msix[1](0000:00:04.0)\n\
+        \x20 31:          7          0  PCI-MSIX-0000:00:04.0   2-edge      vfio-msix[2](0000:00:04.0)\n\
+        \x20 26:          7          0  PCI-MSIX-0000:00:05.0   1-edge      vfio-msix[1](0000:00:05.0)\n\
+        \x20 27:          7          0  PCI-MSIX-0000:00:06.0   1-edge      nvme0q1\n\
+        NMI:          0          0   Non-maskable interrupts\n";
+
+    #[test]
+    fn interrupts_go_to_the_processors_of_their_queues() {
+        let address: PciAddress = "0000:00:04.0".parse().unwrap();
+        assert_eq!(vectors(INTERRUPTS, address), [(24, 0), (25, 1), (31, 2)]);
+        let proc = tempfile::tempdir().unwrap();
+        std::fs::write(proc.path().join("interrupts"), INTERRUPTS).unwrap();
+        for irq in [24, 25, 31] {
+            std::fs::create_dir_all(proc.path().join(format!("irq/{irq}"))).unwrap();
+        }
+        let map = QueueMap::new(0..4, 2);
+        assert!(matches!(steer(proc.path(), address, &map), Steered::All(2)));
+        let at =
+            |irq| std::fs::read_to_string(proc.path().join(format!("irq/{irq}/smp_affinity_list")));
+        assert_eq!((at(25).unwrap(), at(31).unwrap()), ("0-1".into(), "2-3".into()));
+        assert!(at(24).is_err(), "the control plane's interrupt stays");
+        // Where they are not ours to steer, that is said.
+        std::fs::remove_dir_all(proc.path().join("irq/31")).unwrap();
+        let refused = steer(proc.path(), address, &map);
+        assert!(
+            matches!(&refused, Steered::Refused { path, .. } if path.ends_with("31/smp_affinity_list"))
+        );
+        std::fs::remove_file(proc.path().join("interrupts")).unwrap();
+        assert!(matches!(steer(proc.path(), address, &map), Steered::Refused { .. }));
+    }
+}

@@ -1,0 +1,144 @@
+//! Why there is no device, in sentences.
+
+use rustix::io::Errno;
+use std::io;
+
+/// Why a disk could not be made a block device.
+#[derive(Debug, thiserror::Error)]
+pub enum UblkError {
+    /// The driver is not there.
+    #[error(
+        "there is no /dev/ublk-control: `modprobe ublk_drv` (a kernel without that module can \
+        have the disk by --fuse and a loop device)"
+    )]
+    NoDriver,
+    /// The kernel is older than what is used here.
+    #[error(
+        "Linux {release} is too old for --ublk, which takes 6.4 or later; --fuse and a loop \
+        device make a block device of the disk, too"
+    )]
+    TooOld {
+        /// The kernel's release.
+        release: String,
+    },
+    /// Not for us.
+    #[error("block devices are made by root (CAP_SYS_ADMIN): /dev/ublk-control: {0}")]
+    Denied(io::Error),
+    /// The process may not use io_uring.
+    #[error("the system lets this program have no io_uring, which ublk works through: {0}")]
+    NoRing(io::Error),
+    /// There is a device of that number already.
+    #[error("/dev/ublkb{id} is there already: choose another --ublk-id")]
+    Taken {
+        /// Its number.
+        id: u32,
+    },
+    /// There is one, whose server died.
+    #[error(
+        "/dev/ublkb{id} is there already, and waits for a server: add --recover to go on with it"
+    )]
+    Orphan {
+        /// Its number.
+        id: u32,
+    },
+    /// There is one, with its server.
+    #[error("/dev/ublkb{id} is served by process {pid}")]
+    Served {
+        /// Its number.
+        id: u32,
+        /// The server.
+        pid: i32,
+    },
+    /// It can not be gone on with.
+    #[error("/dev/ublkb{id} can not be taken over: {why}")]
+    Different {
+        /// Its number.
+        id: u32,
+        /// What is not the same.
+        why: String,
+    },
+    /// The driver refused something.
+    #[error("ublk: {doing} failed: {source}")]
+    Driver {
+        /// What.
+        doing: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// The system has no thread.
+    #[error("the device can not be served: {0}")]
+    System(io::Error),
+}
+
+impl UblkError {
+    /// Why the control device could not be opened.
+    pub(super) fn of_open(error: io::Error) -> Self {
+        let release = release();
+        match errno(&error) {
+            Some(Errno::NOENT | Errno::NXIO | Errno::NODEV) if !is_recent(&release) => {
+                Self::TooOld { release }
+            }
+            Some(Errno::NOENT | Errno::NXIO | Errno::NODEV) => Self::NoDriver,
+            Some(Errno::ACCESS | Errno::PERM) => Self::Denied(error),
+            _ => Self::Driver { doing: "opening /dev/ublk-control", source: error },
+        }
+    }
+
+    /// Why a command failed.
+    pub(super) fn of_command(doing: &'static str, error: io::Error) -> Self {
+        let release = release();
+        match errno(&error) {
+            Some(Errno::PERM | Errno::ACCESS) => Self::Denied(error),
+            _ if !is_recent(&release) => Self::TooOld { release },
+            _ => Self::Driver { doing, source: error },
+        }
+    }
+}
+
+fn errno(error: &io::Error) -> Option<Errno> {
+    error.raw_os_error().map(Errno::from_raw_os_error)
+}
+
+fn release() -> String {
+    rustix::system::uname().release().to_string_lossy().into_owned()
+}
+
+/// Whether the kernel knows the commands as they are numbered since 6.4.
+fn is_recent(release: &str) -> bool {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
+    match (numbers.next(), numbers.next()) {
+        (Some(Ok(major)), Some(Ok(minor))) => (major, minor) >= (6, 4),
+        _ => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernels_age_is_read_off_its_release() {
+        for (release, recent) in [
+            ("6.1.0-50-cloud-amd64", false),
+            ("5.15.0", false),
+            ("6.4", true),
+            ("6.18.44-fc", true),
+            ("7.2.12+deb13-cloud-amd64", true),
+            ("10.0", true),
+            ("unheard of", true),
+        ] {
+            assert_eq!(is_recent(release), recent, "{release}");
+        }
+    }
+
+    #[test]
+    fn errors_say_what_to_do() {
+        let of = |errno: Errno| UblkError::of_open(errno.into()).to_string();
+        if is_recent(&release()) {
+            assert!(of(Errno::NOENT).contains("modprobe ublk_drv"));
+        }
+        assert!(of(Errno::ACCESS).contains("root"));
+        let error = UblkError::of_command("adding a device", Errno::PERM.into());
+        assert!(error.to_string().contains("CAP_SYS_ADMIN"), "{error}");
+    }
+}

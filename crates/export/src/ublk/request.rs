@@ -1,0 +1,150 @@
+//! Requests, as the kernel's driver describes them.
+
+use super::wire::{Descriptor, SECTOR, operation};
+use block::{BlockDevice, BlockError, Geometry, Zeroes};
+use rustix::io::Errno;
+
+/// What is to be done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Action {
+    Read { len: usize },
+    Write { len: usize, fua: bool },
+    Flush,
+    Discard { len: u64 },
+    WriteZeroes { len: u64, how: Zeroes },
+}
+
+/// A request that makes sense, with the buffer of its tag.
+#[derive(Debug)]
+pub(super) struct Job {
+    pub(super) action: Action,
+    /// In bytes.
+    pub(super) offset: u64,
+    pub(super) buffer: Vec<u8>,
+}
+
+/// What came of it.
+#[derive(Debug)]
+pub(super) struct Ended {
+    /// How many bytes were moved, or a negative error number, as the driver wants it.
+    pub(super) result: i32,
+    /// What the disk said.
+    pub(super) error: Option<BlockError>,
+    pub(super) buffer: Vec<u8>,
+}
+
+/// Checks a request against the disk and the length of the buffer: what to do, and where.
+///
+/// # Errors
+/// The number to answer.
+pub(super) fn parse(
+    descriptor: &Descriptor,
+    geometry: &Geometry,
+    room: usize,
+) -> Result<(Action, u64), Errno> {
+    let operation = descriptor.op_flags as u8;
+    if operation == operation::FLUSH {
+        // It is of no place: what its descriptor names is none.
+        return Ok((Action::Flush, 0));
+    }
+    let bytes = u64::from(descriptor.sectors) * SECTOR;
+    let offset = descriptor.start.checked_mul(SECTOR).ok_or(Errno::INVAL)?;
+    let fits = || offset.checked_add(bytes).is_some_and(|end| end <= geometry.bytes);
+    let data = || match usize::try_from(bytes) {
+        Ok(len) if fits() && len <= room => Ok(len),
+        _ => Err(Errno::INVAL),
+    };
+    let has = |flag| descriptor.op_flags & flag != 0;
+    let fua = has(operation::FUA);
+    let action = match operation {
+        operation::READ => Action::Read { len: data()? },
+        operation::WRITE => Action::Write { len: data()?, fua },
+        operation::DISCARD if fits() => Action::Discard { len: bytes },
+        operation::WRITE_ZEROES if fits() => {
+            let deallocate = !has(operation::NO_UNMAP);
+            let how = Zeroes { deallocate, fua, fast_only: false };
+            Action::WriteZeroes { len: bytes, how }
+        }
+        operation::DISCARD | operation::WRITE_ZEROES => return Err(Errno::INVAL),
+        _ => return Err(Errno::OPNOTSUPP),
+    };
+    Ok((action, offset))
+}
+
+/// Does what is asked for.
+pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Ended {
+    let Job { action, offset, mut buffer } = job;
+    let moved = match action {
+        Action::Read { len } | Action::Write { len, .. } => len,
+        _ => 0,
+    };
+    let outcome = match action {
+        Action::Read { len } => disk.read(offset, buffer.get_mut(..len).unwrap_or_default()).await,
+        Action::Write { len, fua } => {
+            disk.write(offset, buffer.get(..len).unwrap_or_default(), fua).await
+        }
+        Action::Flush => disk.flush().await,
+        Action::Discard { len } => disk.discard(offset, len).await,
+        Action::WriteZeroes { len, how } => disk.write_zeroes(offset, len, how).await,
+    };
+    let (result, error) = match outcome {
+        Ok(()) => (i32::try_from(moved).unwrap_or(i32::MAX), None),
+        Err(error) => (-error.errno().raw_os_error(), Some(error)),
+    };
+    Ended { result, error, buffer }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GEOMETRY: Geometry = Geometry {
+        bytes: 1 << 20,
+        block_size: 512,
+        read_only: false,
+        volatile_cache: true,
+        write_zeroes: true,
+        discard: true,
+        compare: true,
+    };
+
+    fn request(op_flags: u32, start: u64, sectors: u32) -> Result<(Action, u64), Errno> {
+        parse(&Descriptor { op_flags, sectors, start, addr: 0 }, &GEOMETRY, 65_536)
+    }
+
+    #[test]
+    fn requests_are_what_the_driver_asks_for() {
+        assert_eq!(request(0, 3, 8), Ok((Action::Read { len: 4096 }, 1536)));
+        assert_eq!(request(1, 0, 1), Ok((Action::Write { len: 512, fua: false }, 0)));
+        assert_eq!(request(1 | 1 << 13, 0, 1), Ok((Action::Write { len: 512, fua: true }, 0)));
+        // As the kernel asks for it.
+        assert_eq!(request(2 | 1 << 11, u64::MAX, 0), Ok((Action::Flush, 0)));
+        assert_eq!(request(3, 8, 2040), Ok((Action::Discard { len: 2040 * 512 }, 4096)));
+        let how = |deallocate| Zeroes { deallocate, fua: false, fast_only: false };
+        let zeroes = |deallocate| Ok((Action::WriteZeroes { len: 512, how: how(deallocate) }, 512));
+        assert_eq!(request(5, 1, 1), zeroes(true));
+        assert_eq!(request(5 | 1 << 15, 1, 1), zeroes(false));
+        // Hints are no business of ours.
+        assert_eq!(request(1 << 8 | 1 << 11, 0, 1), Ok((Action::Read { len: 512 }, 0)));
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused() {
+        for (op, start, sectors) in [
+            (0, 2048, 1),
+            (1, 2047, 2),
+            (0, u64::MAX, 1),
+            (1, u64::MAX / 512, 8),
+            (3, 2048, 1),
+            (5, 0, 2049),
+            // More than the buffer takes.
+            (0, 0, 129),
+            (1, 0, u32::MAX),
+        ] {
+            assert_eq!(request(op, start, sectors), Err(Errno::INVAL), "{op} {start} {sectors}");
+        }
+        for op in [4, 6, 13, 18, 255] {
+            assert_eq!(request(op, 0, 1), Err(Errno::OPNOTSUPP), "{op}");
+        }
+    }
+}

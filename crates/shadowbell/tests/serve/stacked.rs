@@ -1,0 +1,118 @@
+//! A controller whose namespace is one of another controller, which another server serves.
+
+use crate::harness::{Server, finish, program, run, until};
+use driver::{AttachOptions, Controller, QueuePair};
+use spec::Status;
+
+fn ssd(disk: &str) -> (Server, String) {
+    let server = Server::start(&[disk], &[]);
+    let uri = format!("vfio-user:{}/1", server.socket().display());
+    (server, uri)
+}
+
+fn attach(server: &Server) -> (Controller, QueuePair) {
+    let mut controller = server.attach();
+    let queue = controller.take_queue_pair().unwrap();
+    (controller, queue)
+}
+
+#[test]
+fn every_command_reaches_the_other_controller() {
+    for options in ["", "?zero-copy=off"] {
+        let (mut below, uri) = ssd("mem:64MiB");
+        let mut server = Server::start(&[&format!("{uri}{options}")], &["-v"]);
+        let (controller, mut queue) = attach(&server);
+        let namespace = controller.namespace(1).unwrap().clone();
+        assert_eq!(namespace.bytes(), 64 << 20);
+        let len = 512 << 10;
+        let pool = controller.buffers(2, len).unwrap();
+        let mut buffer = pool.take().unwrap();
+        let data: Vec<u8> = (0..len).map(|at| (at % 251) as u8).collect();
+        assert!(buffer.copy_from(0, &data));
+        let mut ok = |command, buffer| {
+            let done = run(&mut queue, command, buffer);
+            assert_eq!(done.status, Status::SUCCESS);
+            done.buffer
+        };
+        let buffer = ok(namespace.write(1000, 1024).unwrap(), Some(buffer));
+        ok(namespace.compare(1000, 1024).unwrap(), buffer);
+        ok(namespace.flush(), None);
+        ok(namespace.write_zeroes(1001, 1, false).unwrap(), None);
+        let mut ranges = pool.take().unwrap();
+        // Attributes, length in blocks, first block. NVM 1.1, "Dataset Management".
+        let range = [&0u32.to_le_bytes()[..], &1u32.to_le_bytes(), &1003u64.to_le_bytes()].concat();
+        assert!(ranges.copy_from(0, &range));
+        ok(namespace.deallocate(1).unwrap(), Some(ranges));
+        let read = ok(namespace.read(1000, 1024).unwrap(), pool.take()).unwrap().to_vec(len);
+        let mut expected = data;
+        expected[512..1024].fill(0);
+        expected[1536..2048].fill(0);
+        assert!(read == expected);
+        drop((queue, pool));
+        controller.detach().unwrap();
+        // Three processes share the guest's memory, or two.
+        assert_eq!(server.stderr().contains("reaches a guest's memory"), options.is_empty());
+        // What the guest wrote is there when the server in between has ended.
+        assert!(server.stop().success());
+        let (controller, mut queue) = attach(&below);
+        let pool = controller.buffers(1, len).unwrap();
+        let namespace = controller.namespace(1).unwrap();
+        let read = run(&mut queue, namespace.read(1000, 1024).unwrap(), pool.take());
+        assert!(read.buffer.unwrap().to_vec(len) == expected);
+        drop((queue, pool));
+        controller.detach().unwrap();
+        assert!(below.stop().success());
+    }
+}
+
+#[test]
+fn a_controller_below_that_goes_away_is_an_error_to_the_guest_and_no_end() {
+    let (below, uri) = ssd("mem:64MiB");
+    let mut server = Server::start(&[&uri, "mem:1MiB"], &[]);
+    let (controller, mut queue) = attach(&server);
+    let (gone, there) =
+        (controller.namespace(1).unwrap().clone(), controller.namespace(2).unwrap().clone());
+    let pool = controller.buffers(1, 4096).unwrap();
+    let read = gone.read(0, 8).unwrap();
+    assert_eq!(run(&mut queue, read, pool.take()).status, Status::SUCCESS);
+    drop(below);
+    until("an error", || !run(&mut queue, read, pool.take()).status.is_success());
+    assert!(!run(&mut queue, gone.flush(), None).status.is_success());
+    let fine = run(&mut queue, there.read(0, 8).unwrap(), pool.take()).status;
+    assert_eq!(fine, Status::SUCCESS, "the other namespace is none the worse for it");
+    drop((queue, pool));
+    controller.detach().unwrap();
+    // A guest that comes back finds the same, and the server ends when it is told to.
+    let (controller, mut queue) = attach(&server);
+    let pool = controller.buffers(1, 4096).unwrap();
+    assert!(!run(&mut queue, read, pool.take()).status.is_success());
+    drop((queue, pool));
+    controller.detach().unwrap();
+    server.stop();
+}
+
+#[test]
+fn writes_are_refused_where_they_are_not_wanted() {
+    let (_below, uri) = ssd("mem:1MiB");
+    let server = Server::start(&[&uri], &["--read-only"]);
+    let controller = server.attach_with(&AttachOptions::default());
+    assert!(controller.namespace(1).unwrap().is_read_only());
+}
+
+#[test]
+fn what_is_not_there_is_said_and_is_a_bad_input() {
+    let (_below, uri) = ssd("mem:1MiB");
+    let directory = tempfile::tempdir().unwrap();
+    let other = uri.strip_suffix("/1").unwrap().to_owned() + "/2";
+    for (disk, words) in [
+        ("vfio-user:/nonexistent/ssd.sock/1", "no controller behind /nonexistent/ssd.sock"),
+        (other.as_str(), "there is no namespace 2"),
+        ("nvme://0000:ff:1f.7/1", "0000:ff:1f.7"),
+    ] {
+        let mut command = program();
+        command.args(["serve", disk, "--socket"]).arg(directory.path().join("vm.sock"));
+        let (status, _, errors) = finish(command);
+        assert_eq!(status, Some(2), "{disk}: {errors}");
+        assert!(errors.contains(words), "{disk}: {errors}");
+    }
+}
