@@ -7,8 +7,8 @@
 //! in the entries, nothing is looked up, and no data moves. What is left is what cache lines cost
 //! on their way, and a queue pair can not be faster than that.
 //!
-//! Whether it pays to tell of each entry at once or of all that are there depends on the depth and
-//! on the machine. Both are measured, and the limit is what the better one reaches.
+//! Whether it pays to tell of each entry at once, of all that are there or of some at a time depends
+//! on the depth and on the machine. All are measured, and the limit is what the best one reaches.
 
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -59,6 +59,31 @@ pub(super) enum Tell {
     Each,
     /// Of all that took the places of the answers found in one look.
     Batch,
+    /// The same, but of no more than so many at a time, while there are more answers to be taken.
+    Few,
+}
+
+impl Tell {
+    /// All there are.
+    pub(super) const ALL: [Self; 3] = [Self::Each, Self::Batch, Self::Few];
+
+    /// The most entries that are written before the other side is told.
+    fn most(self) -> u32 {
+        match self {
+            Self::Each => 1,
+            Self::Batch => u32::MAX,
+            Self::Few => 16,
+        }
+    }
+
+    /// What it is called.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Each => "each",
+            Self::Batch => "batch",
+            Self::Few => "few",
+        }
+    }
 }
 
 impl Wire {
@@ -93,6 +118,15 @@ impl Wire {
         *tail = tail.wrapping_add(1);
     }
 
+    /// Writes as many entries, and tells of them.
+    #[inline(always)]
+    fn submit_all(&self, tail: &mut u32, sequence: &mut u64, count: &mut u32) {
+        for _ in 0..std::mem::take(count) {
+            self.submit(tail, sequence);
+        }
+        self.tail.0.store(*tail, Ordering::Release);
+    }
+
     /// Keeps `depth` entries in flight for `time`; how many answers came in a second.
     fn ask(&self, depth: u32, tell: Tell, time: Duration) -> Result<f64> {
         let (mut tail, mut head) = (0u32, 0u32);
@@ -105,7 +139,7 @@ impl Wire {
         let mut measured: Option<(Instant, u64)> = None;
         let mut turns = 0u32;
         loop {
-            let mut found = 0;
+            let (mut found, mut untold) = (0, 0);
             while found < depth {
                 let answer = self.answer(head);
                 if answer[1].load(Ordering::Acquire) & 1 != Self::phase(head) {
@@ -119,18 +153,15 @@ impl Wire {
                 answered += 1;
                 found += 1;
                 head = head.wrapping_add(1);
-                if tell == Tell::Each {
-                    self.submit(&mut tail, &mut sequence);
-                    self.tail.0.store(tail, Ordering::Release);
+                untold += 1;
+                if untold == tell.most() {
+                    self.submit_all(&mut tail, &mut sequence, &mut untold);
                 }
             }
             if found == 0 {
                 spin_loop();
-            } else if tell == Tell::Batch {
-                for _ in 0..found {
-                    self.submit(&mut tail, &mut sequence);
-                }
-                self.tail.0.store(tail, Ordering::Release);
+            } else if untold != 0 {
+                self.submit_all(&mut tail, &mut sequence, &mut untold);
             }
             turns = turns.wrapping_add(1);
             if turns.is_multiple_of(1024) {
@@ -203,11 +234,16 @@ pub(super) fn limit(cpus: [usize; 2], depth: u32, tell: Tell, time: Duration) ->
     )?
 }
 
-/// The better of the two ways to tell.
+/// The best of the ways to tell.
 pub(super) fn best(cpus: [usize; 2], depth: u32, time: Duration) -> Result<(f64, Tell)> {
-    let each = limit(cpus, depth, Tell::Each, time)?;
-    let batch = limit(cpus, depth, Tell::Batch, time)?;
-    Ok(if each > batch { (each, Tell::Each) } else { (batch, Tell::Batch) })
+    let mut best = (0.0, Tell::Each);
+    for tell in Tell::ALL {
+        let rate = limit(cpus, depth, tell, time)?;
+        if rate > best.0 {
+            best = (rate, tell);
+        }
+    }
+    Ok(best)
 }
 
 /// Nanoseconds that a word takes from one processor to the other: half of the time in which it
@@ -301,7 +337,7 @@ mod tests {
         // The rate tells nothing here; that every word was there is checked for each entry, many
         // times around the rings.
         for depth in [1, 3, 32, 33, 128, RING - 1] {
-            for tell in [Tell::Each, Tell::Batch] {
+            for tell in Tell::ALL {
                 let rate = limit(processors(), depth, tell, Duration::from_millis(20)).unwrap();
                 assert!(rate > 0.0, "{depth} {tell:?}: {rate}");
             }
