@@ -19,8 +19,7 @@
 //!
 //! The device stays, and whoever uses it waits. The next server that [takes it
 //! over](Options::recover) gets the requests that were not answered once more: reads and writes
-//! of the same bytes to the same places, which can be done twice. (Not for devices of Linux before
-//! 6.1.)
+//! of the same bytes to the same places, which can be done twice.
 //!
 //! # What it does not implement
 //!
