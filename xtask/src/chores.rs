@@ -15,6 +15,9 @@ use crate::workspace::{cargo, root};
 /// The seconds after which a step is taken for hung.
 const STEP_LIMIT: &str = "1500";
 
+/// The program as it is tested: it can also serve a controller that misbehaves on purpose.
+const FAULTS: [&str; 2] = ["--features", "shadowbell/faults"];
+
 /// Everything that must pass, whatever fails on the way. The report ends with the counts.
 pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
     report.begin("format");
@@ -23,10 +26,17 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
     step(
         report,
         "cargo clippy -D warnings",
-        cargo().args(["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"]),
+        cargo()
+            .args(["clippy", "--workspace", "--all-targets", "--quiet"])
+            .args(FAULTS)
+            .args(["--", "-D", "warnings"]),
     );
     report.begin("tests");
-    step(report, "cargo test", cargo().args(["test", "--workspace", "--no-fail-fast"]));
+    step(
+        report,
+        "cargo test",
+        cargo().args(["test", "--workspace", "--no-fail-fast"]).args(FAULTS),
+    );
     loom_models(report);
     if with_guest {
         // Needs valgrind, which is installed as what the guest needs is.
