@@ -172,9 +172,14 @@ impl SharedBytes {
     /// which is writable.
     #[inline]
     pub(crate) unsafe fn write_lines_at(&self, offset: usize, lines: *const u8, count: usize) {
-        // SAFETY: the caller vouches for both ranges. One is Rust's and one is a mapping, so they do
-        // not overlap.
-        unsafe { copy_by::<Wide>(lines, self.ptr.add(offset).as_ptr(), &mut 0, count * 64) };
+        let into = self.ptr.as_ptr().wrapping_add(offset);
+        for line in 0..count {
+            // SAFETY: the caller vouches for both ranges. One is Rust's and one is a mapping, so they
+            // do not overlap.
+            unsafe {
+                copy_by::<Wide>(lines.add(64 * line), into.wrapping_add(64 * line), &mut 0, 64);
+            }
+        }
     }
 
     /// As [`load_u64_acquire`](Self::load_u64_acquire), without a check.
