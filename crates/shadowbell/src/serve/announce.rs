@@ -50,7 +50,8 @@ impl Drop for Announcer {
 /// What was told of a guest.
 struct Guest {
     name: String,
-    /// Counters when it came.
+    /// Counters when the one before it left. (When it came is heard of late, perhaps after its first
+    /// commands; and without a client nothing is counted.)
     before: Counts,
     /// Queues of which it was told.
     queues: usize,
@@ -117,7 +118,7 @@ impl Teller {
             return;
         }
         self.settle(|other, _| other == index);
-        let counts = matches!(news, News::Visit(Visit::Attached | Visit::Left))
+        let counts = matches!(news, News::Visit(Visit::Left))
             .then(|| self.controllers.get(index).map(counts))
             .flatten()
             .unwrap_or_default();
@@ -125,7 +126,6 @@ impl Teller {
         let name = &guest.name;
         match news {
             News::Visit(Visit::Attached) => {
-                guest.before = counts;
                 guest.queues = 0;
                 info!("{name}: a client is attached");
             }
@@ -136,6 +136,7 @@ impl Teller {
                     "{name}: the client has left, after {commands} I/O commands with {doorbells} \
                      doorbell writes"
                 );
+                guest.before = counts;
             }
             News::Visit(Visit::NoSharedMemory) => warn!(
                 "{name}: the guest's memory is not shared, so no command can be read: give QEMU \
