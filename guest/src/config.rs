@@ -16,7 +16,8 @@ pub const SOCKETS: &str = "/run/shadowbell/sockets";
 pub enum Kernel {
     /// Debian 12's.
     V6_1,
-    /// Debian 13's, from its backports.
+    /// Debian 13's, from its backports: 7.2 at first, and later what they have by then
+    /// ([`Roots::release`](crate::Roots::release)).
     V7_2,
 }
 

@@ -130,6 +130,18 @@ impl Roots {
             .with_context(|| format!("no kernel image in {}", root.display()))
     }
 
+    /// What the kernel calls itself, `uname -r`. Debian's backports move on, so it may be newer than
+    /// its name here.
+    pub fn release(&self, kernel: Kernel) -> Result<String> {
+        let root = self.directory.join(kernel_recipe(kernel).name);
+        ["usr/lib/modules", "lib/modules"]
+            .into_iter()
+            .flat_map(|directory| files_in(&root.join(directory)))
+            .find(|path| path.is_dir())
+            .and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()))
+            .with_context(|| format!("no kernel's modules in {}", root.display()))
+    }
+
     /// The kernel's modules of these names, those that it has: what is missing is built into the kernel
     /// or of another version of it.
     pub fn modules(&self, kernel: Kernel, names: &[&str]) -> Vec<PathBuf> {

@@ -25,8 +25,9 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
         .ok_or_else(|| anyhow::anyhow!("there is no guest to go on with"))?;
     report.check("it is the kernel from the disk", |_| {
         let line = guest.sh("cat /proc/cmdline; ls -d /sys/firmware/efi; uname -r", MINUTE)?;
-        if !line.contains(&word) || !line.contains(&format!("\n{kernel}.")) {
-            bail!("not ours: {line}");
+        let release = lab.roots.release(kernel)?;
+        if !line.contains(&word) || line.lines().last().map(str::trim) != Some(&release) {
+            bail!("not ours, which is {release}: {line}");
         }
         Ok(())
     });

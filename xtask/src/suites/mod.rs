@@ -106,7 +106,8 @@ impl Lab {
     /// Runs one suite on one kernel. What goes wrong is a failed check.
     pub(crate) fn run(&self, report: &mut Report, suite: Suite, kernel: Kernel) {
         let (suite_name, subject) = (name_of(&suite), name_of(&self.subject));
-        report.begin(&format!("guest {suite_name}, Linux {kernel}, {subject}"));
+        let release = self.roots.release(kernel).unwrap_or_else(|_| kernel.to_string());
+        report.begin(&format!("guest {suite_name}, Linux {release}, {subject}"));
         report.check(&format!("{suite_name} ran to its end"), |report| {
             let run = RunDir::new(self.roots.directory())?;
             let result = match suite {
