@@ -48,31 +48,12 @@ impl Outbox {
     /// Takes the eight words of an entry. There has to be room for it: otherwise entries are lost.
     #[inline(always)]
     pub fn push(&mut self, words: [u64; 8]) {
-        let line = self.next();
-        // SAFETY: a line has 64 bytes.
-        unsafe { store_words(line, words) };
-    }
-
-    /// Takes the eight words of an entry, or if it is to be written `directly`, puts them into entry
-    /// `at` of `ring`; one after the other, with what is in the outbox in between, is the caller's
-    /// to see to.
-    ///
-    /// # Panics
-    /// If `at` is outside of the ring, or the memory is read-only.
-    #[inline(always)]
-    pub fn put(&mut self, ring: &Ring<64>, at: u32, directly: bool, words: [u64; 8]) {
-        let line = if directly { ring.entry_for_write(at) } else { self.next() };
-        // SAFETY: both have 64 bytes.
-        unsafe { store_words(line, words) };
-    }
-
-    #[inline(always)]
-    fn next(&mut self) -> *mut u8 {
         debug_assert!(!self.is_full(), "there is room in the outbox");
         // The remainder is for the compiler, which then sees that there is such a line.
         let line: *mut Line = &mut self.lines[self.held % Self::ROOM];
         self.held += 1;
-        line.cast()
+        // SAFETY: a line has 64 bytes.
+        unsafe { store_words(line.cast(), words) };
     }
 
     /// Writes what is in it into `ring`, from entry `first` on and round its end.
@@ -156,18 +137,6 @@ mod tests {
         let before: [u64; 8] = ring.read(0);
         outbox.flush(&ring, 0);
         assert_eq!(ring.read::<[u64; 8]>(0), before, "what was forgotten is not written");
-    }
-
-    #[test]
-    fn what_is_put_is_there_at_once_or_after_a_flush() {
-        let ring = Ring::<64>::over(&Mapping::anonymous(4096).unwrap().bytes(), 64).unwrap();
-        let mut outbox = Outbox::new();
-        outbox.put(&ring, 63, true, words(1));
-        assert_eq!((outbox.held(), ring.read::<[u64; 8]>(63)), (0, words(1)));
-        outbox.put(&ring, 0, false, words(2));
-        assert_eq!((outbox.held(), ring.read::<[u64; 8]>(0)), (1, [0; 8]));
-        outbox.flush(&ring, 0);
-        assert_eq!(ring.read::<[u64; 8]>(0), words(2));
     }
 
     #[test]

@@ -1,6 +1,5 @@
 //! A queue's memory.
 
-use crate::shared::store_words;
 use crate::{DmaTable, Fault, SharedBytes};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
@@ -126,14 +125,6 @@ impl<const SIZE: usize> Ring<SIZE> {
         unsafe { bytes.write_at(offset, value) };
     }
 
-    /// Where entry `index` is; `SIZE` bytes, which can be written.
-    #[inline(always)]
-    pub(crate) fn entry_for_write(&self, index: u32) -> *mut u8 {
-        let (bytes, offset) = self.run(index, 1).expect("the index is inside the ring");
-        assert!(bytes.is_writable(), "the ring can be written");
-        bytes.pointer_at(offset)
-    }
-
     /// Writes the eight words of entry `index` of a submission queue, the way that is quickest if
     /// they are in registers.
     ///
@@ -142,8 +133,10 @@ impl<const SIZE: usize> Ring<SIZE> {
     #[inline(always)]
     pub fn write_words(&self, index: u32, words: [u64; 8]) {
         const { assert!(SIZE == 64) };
-        // SAFETY: so many bytes can be written there.
-        unsafe { store_words(self.entry_for_write(index), words) };
+        let (bytes, offset) = self.run(index, 1).expect("the index is inside the ring");
+        assert!(bytes.is_writable(), "the ring can be written");
+        // SAFETY: a run lies inside its bytes, which can be written.
+        unsafe { bytes.write_words_at(offset, words) };
     }
 
     /// Writes a 16-byte entry in two words, the second with release ordering: whoever sees the

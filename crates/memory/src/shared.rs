@@ -155,10 +155,14 @@ impl SharedBytes {
         }
     }
 
-    /// The address of `offset`, which may lie anywhere.
-    #[inline]
-    pub(crate) fn pointer_at(&self, offset: usize) -> *mut u8 {
-        self.ptr.as_ptr().wrapping_add(offset)
+    /// Writes the eight words of a submission queue entry at `offset`, without a check.
+    ///
+    /// # Safety
+    /// 64 bytes from `offset` lie inside the window, which is writable.
+    #[inline(always)]
+    pub(crate) unsafe fn write_words_at(&self, offset: usize, words: [u64; 8]) {
+        // SAFETY: the caller vouches for the range.
+        unsafe { store_words(self.ptr.add(offset).as_ptr(), words) };
     }
 
     /// Copies `count` cache lines from `lines` to `offset`, in order, without a check.

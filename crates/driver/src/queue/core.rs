@@ -19,8 +19,6 @@ const UNTOLD_PART: u32 = 2;
 /// Or so many.
 const UNTOLD_MOST: u32 = 16;
 
-/// From this many entries in a batch on, those of the next are collected first.
-const COLLECTED: u32 = 4;
 /// CDW0 bits 31:16, the command identifier, in the first word of an entry.
 const CID: u64 = 0xffff_0000;
 /// CDW0 bits 15:14, what the data pointer is: 0 for PRPs.
@@ -74,13 +72,17 @@ impl Completion {
 }
 
 /// What belongs to an outstanding command: a cache line.
-#[repr(align(64))]
+///
+/// In this order, because the identifier is read right after the age is written. Side by side they
+/// would be read at once, and a load that is wider than the store before it waits until that has
+/// reached the cache: see [`Outbox`].
+#[repr(C, align(64))]
 pub(super) struct Slot {
     pub(super) buffer: Option<Buffer>,
-    /// What was submitted, in case that it has to be submitted again.
-    pub(super) command: Command,
     /// The identifier of the command in this slot, or if there is none, of the next one.
     pub(super) cid: u16,
+    /// What was submitted, in case that it has to be submitted again.
+    pub(super) command: Command,
     /// 0 if there is no command, or one that the [`Rescue`] has; else one more than the times that
     /// it was seen outstanding by [`Core::grow_older`].
     pub(super) age: u8,
@@ -111,8 +113,6 @@ pub(crate) struct Core {
     pub(super) sq_tail: u16,
     pub(super) sq_published: u16,
     outbox: Outbox,
-    /// Entries are written where they belong at once: the last batch was a small one.
-    direct: bool,
     /// As the last completion said that was believable.
     pub(super) sq_head: u16,
     /// What the last completion said of it, which is checked once for each batch of them.
@@ -121,8 +121,8 @@ pub(crate) struct Core {
     pub(super) cq_size: RingSize,
     pub(super) cq_head: u16,
     pub(super) phase: bool,
-    /// The head that was published last.
-    pub(super) cq_released: u16,
+    /// Entries consumed since the head was published.
+    pub(super) cq_unpublished: u32,
     cq_publish_at: u32,
     pub(crate) sq_bell: Bell,
     pub(crate) cq_bell: Bell,
@@ -156,14 +156,13 @@ impl Core {
             sq_tail: 0,
             sq_published: 0,
             outbox: Outbox::new(),
-            direct: true,
             sq_head: 0,
             sq_head_said: 0,
             cq: parts.cq,
             cq_size: parts.cq_size,
             cq_head: 0,
             phase: true,
-            cq_released: 0,
+            cq_unpublished: 0,
             cq_publish_at: (parts.cq_size.entries() / 4).max(1),
             sq_bell: parts.sq_bell,
             cq_bell: parts.cq_bell,
@@ -209,9 +208,6 @@ impl Core {
             cq_doorbell_mmio_writes: self.stats.cq_doorbell_mmio_writes + self.cq_bell.trapped,
             mmio_saved: self.stats.mmio_saved + self.sq_bell.saved() + self.cq_bell.saved(),
             polls: self.stats.completed + self.stats.empty_polls,
-            // What the driver has ended is counted among the former, and still has its slot.
-            submitted: self.stats.completed
-                + self.outstanding().saturating_sub(self.rescue.ended()) as u64,
             ..self.stats
         }
     }
@@ -266,6 +262,7 @@ impl Core {
             (words[3], words[4]) = (prp1, prp2);
         }
         self.put(words);
+        self.stats.submitted += 1;
         Ok(Token { cid, slot })
     }
 
@@ -275,7 +272,7 @@ impl Core {
         if self.outbox.is_full() {
             self.deliver();
         }
-        self.outbox.put(&self.sq, u32::from(self.sq_tail), self.direct, words);
+        self.outbox.push(words);
         self.sq_tail = self.sq_size.forward(self.sq_tail, 1);
     }
 
@@ -335,7 +332,6 @@ impl Core {
     pub(crate) fn ring(&mut self) -> Result<(), QueueError> {
         let outcome = if self.sq_tail != self.sq_published {
             self.deliver();
-            self.direct = self.sq_size.distance(self.sq_published, self.sq_tail) < COLLECTED;
             self.sq_published = self.sq_tail;
             self.stats.batches += 1;
             self.sq_bell.publish(self.sq_tail)
@@ -353,7 +349,6 @@ impl Core {
     #[inline]
     fn post(&mut self) -> Result<(), QueueError> {
         self.deliver();
-        self.direct = false;
         self.sq_published = self.sq_tail;
         self.stats.batches += 1;
         if let Err(error) = self.sq_bell.post(self.sq_tail) {
@@ -367,27 +362,23 @@ impl Core {
     #[inline(always)]
     pub(crate) fn ring_in_time(&mut self) -> Result<bool, QueueError> {
         let untold = self.sq_size.distance(self.sq_published, self.sq_tail);
-        let told = (self.outstanding() as u32).saturating_sub(untold);
-        if untold != 0 && untold < (told / UNTOLD_PART).min(UNTOLD_MOST) {
-            // What else there is to be told goes with it, at the latest when there is no completion
-            // left to take.
-            return Ok(false);
-        }
+        let told = self.outstanding() as u32 - untold.min(self.outstanding() as u32);
+        let due = untold >= (told / UNTOLD_PART).min(UNTOLD_MOST) && untold != 0;
         // The calls return nothing that has to be put together: see `memory::Outbox`.
-        if untold == 0 {
+        if !due {
             self.release_if_short()?;
         } else if told >= UNTOLD_MOST {
             self.post()?;
         } else {
             self.ring()?;
         }
-        Ok(!self.sq_bell.is_unasked())
+        Ok((due || untold == 0) && !self.sq_bell.is_unasked())
     }
 
     /// Tells the controller how far the completion queue was consumed.
     pub(crate) fn release(&mut self) -> Result<(), QueueError> {
-        if self.cq_released != self.cq_head {
-            self.cq_released = self.cq_head;
+        if self.cq_unpublished != 0 {
+            self.cq_unpublished = 0;
             if let Err(error) = self.cq_bell.publish(self.cq_head) {
                 return Err(self.fail(&error));
             }
@@ -401,9 +392,8 @@ impl Core {
     fn release_if_short(&mut self) -> Result<(), QueueError> {
         self.check_sq_head();
         let room = self.cq_size.entries() - 1;
-        let consumed = self.cq_size.distance(self.cq_released, self.cq_head);
-        let short = consumed + self.outstanding() as u32 > room;
-        if short || consumed >= self.cq_publish_at { self.release() } else { Ok(()) }
+        let short = self.cq_unpublished + self.outstanding() as u32 > room;
+        if short || self.cq_unpublished >= self.cq_publish_at { self.release() } else { Ok(()) }
     }
 
     /// The word of a completion queue entry with its phase tag. Acquires: what the controller wrote
@@ -489,6 +479,7 @@ impl Core {
         let first = self.cq.read(u32::from(self.cq_head));
         self.cq_head = self.cq_size.forward(self.cq_head, 1);
         self.phase ^= self.cq_head == 0;
+        self.cq_unpublished += 1;
         first
     }
 
@@ -496,7 +487,7 @@ impl Core {
     /// controller needs them.
     #[inline]
     pub(crate) fn settle(&mut self) -> Result<(), QueueError> {
-        if self.cq_released == self.cq_head { Ok(()) } else { self.release_if_short() }
+        if self.cq_unpublished == 0 { Ok(()) } else { self.release_if_short() }
     }
 
     /// Checks the submission queue head that the last completion had. Nothing here relies on it, but

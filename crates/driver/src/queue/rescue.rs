@@ -55,11 +55,6 @@ impl Rescue {
         self.cases.get_mut(usize::from(slot))?.as_mut()
     }
 
-    /// Commands that were ended, and wait for whoever asks for completions.
-    pub(super) fn ended(&self) -> usize {
-        self.ended.len()
-    }
-
     fn open(&mut self, slot: u16, slots: usize, case: Case) {
         if self.cases.is_empty() {
             self.cases = vec![None; slots];
@@ -263,7 +258,7 @@ impl Core {
         (0..self.sq_size.entries()).for_each(|at| self.sq.write(at, &[0u8; Sqe::SIZE]));
         (0..self.cq_size.entries()).for_each(|at| self.cq.write(at, &[0u8; Cqe::SIZE]));
         (self.sq_tail, self.sq_published, self.sq_head, self.sq_head_said) = (0, 0, 0, 0);
-        (self.cq_head, self.phase, self.cq_released) = (0, true, 0);
+        (self.cq_head, self.phase, self.cq_unpublished) = (0, true, 0);
 
         let mut order: Vec<(u32, u16)> =
             places.into_iter().zip(0u16..).filter(|(place, _)| *place != 0).collect();
