@@ -119,7 +119,12 @@ fn a_stopped_server_lets_its_client_go() {
 #[test]
 fn interrupt_ends_it_like_terminate() {
     for signal in [Signal::INT, Signal::HUP] {
-        let mut server = Server::start(&["mem:4MiB"], &[]);
+        // Whoever runs this test may ignore them, as a shell does for what it starts with `&`.
+        let mut command = Command::new("env");
+        command.arg("--default-signal=INT,HUP").arg(env!("CARGO_BIN_EXE_shadowbell"));
+        command.args(["serve", "mem:4MiB", "--socket", "vm.sock"]);
+        let directory = tempfile::tempdir().unwrap();
+        let mut server = Server::spawn(command, directory, &["vm.sock"]);
         server.signal(signal);
         assert!(server.wait().success());
         assert!(!server.socket().exists());
