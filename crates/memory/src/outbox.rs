@@ -89,11 +89,6 @@ impl Outbox {
             }
         }
     }
-
-    /// Forgets what is in it.
-    pub fn clear(&mut self) {
-        self.held = 0;
-    }
 }
 
 impl Default for Outbox {
@@ -132,11 +127,6 @@ mod tests {
             }
             next = (next + count as u32) % 64;
         }
-        outbox.push(words(7));
-        outbox.clear();
-        let before: [u64; 8] = ring.read(0);
-        outbox.flush(&ring, 0);
-        assert_eq!(ring.read::<[u64; 8]>(0), before, "what was forgotten is not written");
     }
 
     #[test]
