@@ -163,6 +163,17 @@ pub trait Queue {
     /// back at [`reap`](Self::reap) and is the caller's own, unique among its pending requests.
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted;
 
+    /// Whether the queue gains by [`tell`](Self::tell).
+    fn is_told_ahead(&self) -> bool {
+        false
+    }
+
+    /// A request from byte `offset` of the disk will be submitted soon, most likely: what it needs
+    /// can be brought near. A hint, of which nothing has been checked.
+    fn tell(&self, offset: u64, write: bool) {
+        let _ = (offset, write);
+    }
+
     /// Hands what was submitted to the system, in one call.
     fn commit(&mut self) {}
 

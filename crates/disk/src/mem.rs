@@ -7,6 +7,10 @@ use std::io;
 /// A disk whose blocks are memory of this process, taken from the system as they are first
 /// written and given back by discards. Its content is gone with the disk.
 ///
+/// Where the system has huge pages (`/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` or
+/// `always`), it is made of them: the first write to any of 2 MiB takes all of it, and in exchange
+/// a random access costs one miss less.
+///
 /// Every operation completes inline. Two threads that access the same blocks at once get what
 /// they would get from a real disk: a mix of both.
 #[derive(Clone, Debug)]
@@ -34,6 +38,7 @@ impl MemDisk {
         };
         let refused = |source| OpenError::Memory { bytes: info.bytes(), source };
         let mapping = Mapping::anonymous(info.bytes()).map_err(refused)?;
+        mapping.prefer_huge_pages();
         // The mapping is rounded up to whole pages; the disk is not.
         let len = usize::try_from(info.bytes()).unwrap_or(usize::MAX).min(mapping.len());
         let bytes = mapping.bytes().slice(0, len).unwrap_or_else(|| mapping.bytes());
@@ -112,7 +117,29 @@ impl MemQueue {
     }
 }
 
+/// How many cache lines of a block are brought near in advance. The processor sees where a copy is
+/// going and gets the others by itself.
+const FIRST_LINES: usize = 4;
+
 impl Queue for MemQueue {
+    fn is_told_ahead(&self) -> bool {
+        true
+    }
+
+    #[inline]
+    fn tell(&self, offset: u64, write: bool) {
+        // What does not fit the address space is outside of the disk, too, and of no effect.
+        let offset = usize::try_from(offset).unwrap_or(usize::MAX);
+        for line in 0..FIRST_LINES {
+            let at = offset.saturating_add(line * 64);
+            if write {
+                self.bytes.prefetch_for_write(at);
+            } else {
+                self.bytes.prefetch(at);
+            }
+        }
+    }
+
     #[inline]
     fn submit(&mut self, _tag: u32, request: &Request, data: &mut Segments) -> Submitted {
         Submitted::Done(self.run(request, data))
@@ -162,6 +189,20 @@ mod tests {
         let mut queue = disk.queue().unwrap();
         let done = queue.submit(1, &request, &mut data);
         assert_eq!(done, Submitted::Done(Err(DiskError::OutOfRange)));
+    }
+
+    #[test]
+    fn being_told_of_anything_does_nothing_that_can_be_seen() {
+        let disk = MemDisk::new(9, 512).unwrap();
+        let queue = disk.queue().unwrap();
+        assert!(queue.is_told_ahead());
+        for offset in [0, 8 * 512, 9 * 512, 1 << 40, u64::MAX] {
+            queue.tell(offset, false);
+            queue.tell(offset, true);
+        }
+        let mut all = vec![9; 9 * 512];
+        disk.bytes().read_into(0, &mut all).unwrap();
+        assert!(all.iter().all(|byte| *byte == 0));
     }
 
     #[test]

@@ -112,6 +112,19 @@ impl<const SIZE: usize> Ring<SIZE> {
         unsafe { bytes.read_at(offset) }
     }
 
+    /// A copy of the `T` at byte `offset` of entry `index`; `None` past the end of the ring or of the
+    /// entry.
+    #[inline]
+    #[must_use]
+    pub fn peek<T: FromBytes>(&self, index: u32, offset: usize) -> Option<T> {
+        if offset > SIZE || size_of::<T>() > SIZE - offset {
+            return None;
+        }
+        let (bytes, entry) = self.run(index, 1)?;
+        // SAFETY: a run lies inside its bytes, and the value in an entry.
+        Some(unsafe { bytes.read_at(entry + offset) })
+    }
+
     /// Writes entry `index`.
     ///
     /// # Panics
@@ -239,6 +252,16 @@ mod tests {
         assert_eq!(ring.second_word(3), 2);
         assert_eq!(ring.read::<[u64; 2]>(3), [1, 2]);
         assert!(Ring::<16>::over(&Mapping::anonymous(4096).unwrap().bytes(), 257).is_none());
+    }
+
+    #[test]
+    fn a_peek_stays_inside_the_entry_and_the_ring() {
+        let ring = Ring::<16>::over(&Mapping::anonymous(4096).unwrap().bytes(), 4).unwrap();
+        ring.publish(3, [1, 2]);
+        assert_eq!(ring.peek::<u64>(3, 8), Some(2));
+        assert_eq!(ring.peek::<u8>(4, 0), None);
+        assert_eq!(ring.peek::<u64>(3, 9), None);
+        assert_eq!(ring.peek::<u8>(0, usize::MAX), None);
     }
 
     #[test]

@@ -28,7 +28,7 @@ pub(super) fn run(bench: &Bench) -> Result<Vec<Table>> {
     // Several times what the caches hold, where that is not a quick look.
     let mebibytes: usize = if bench.quick { 64 } else { 256 };
     let disk = format!("mem:{mebibytes}MiB");
-    let mut memory = Memory::new(mebibytes << 20);
+    let memory = Memory::new(mebibytes << 20)?;
     let mut cases = Vec::new();
     for write in [false, true] {
         for depth in DEPTHS {

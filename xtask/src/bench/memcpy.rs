@@ -3,13 +3,16 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, anyhow, bail};
+use ::memory::{Mapping, SharedBytes};
+use anyhow::{Context, Result, anyhow, bail};
 
 use super::wire::pin;
 
 /// A disk's worth of memory, and the memory of a host that copies from and to it.
+///
+/// The disk's memory is of the same kind as a memory disk's.
 pub(super) struct Memory {
-    disk: Vec<u8>,
+    disk: SharedBytes,
 }
 
 /// Bytes between two looks at the clock.
@@ -17,14 +20,21 @@ const CHUNK: usize = 1 << 20;
 
 impl Memory {
     /// With a disk of so many bytes, all of which are there.
-    pub(super) fn new(bytes: usize) -> Self {
-        Self { disk: vec![0xa5; bytes] }
+    ///
+    /// # Errors
+    /// The system has not got that much.
+    pub(super) fn new(bytes: usize) -> Result<Self> {
+        let mapping = Mapping::anonymous(bytes as u64)?;
+        mapping.prefer_huge_pages();
+        let disk = mapping.bytes();
+        disk.fill(0, bytes, 0xa5).context("the memory is smaller than was asked for")?;
+        Ok(Self { disk })
     }
 
     /// Copies blocks from random places of the disk into the host's buffers in turn (or the other
     /// way, for a write) on this processor for `time`; how many bytes a second.
     pub(super) fn copy(
-        &mut self,
+        &self,
         cpu: usize,
         block: usize,
         buffers: usize,
@@ -35,7 +45,7 @@ impl Memory {
         if block == 0 || buffers == 0 || blocks == 0 {
             bail!("nothing to copy: {buffers} buffers of {block} bytes");
         }
-        let disk = &mut self.disk;
+        let disk = &self.disk;
         let work = move || -> Result<f64> {
             pin(cpu)?;
             let mut host = vec![0x5au8; block * buffers];
@@ -49,14 +59,14 @@ impl Memory {
                     let at = ((u128::from(state) * blocks as u128) >> 64) as usize * block;
                     let from = turn * block;
                     turn = if turn + 1 < buffers { turn + 1 } else { 0 };
-                    let (place, buffer) =
-                        (&mut disk[at..at + block], &mut host[from..from + block]);
-                    if write {
-                        place.copy_from_slice(buffer);
+                    let buffer = &mut host[from..from + block];
+                    let done = if write {
+                        disk.write_from(at, buffer)
                     } else {
-                        buffer.copy_from_slice(place);
-                    }
-                    black_box((place, buffer));
+                        disk.read_into(at, buffer)
+                    };
+                    done.context("a block lies outside of the disk")?;
+                    black_box(buffer);
                     copied += block as u64;
                 }
                 let elapsed = began.elapsed();
@@ -78,13 +88,18 @@ mod tests {
     fn bytes_go_the_right_way() {
         let mine = rustix::thread::sched_getaffinity(None).unwrap();
         let cpu = (0..).find(|cpu| mine.is_set(*cpu)).unwrap();
-        let mut memory = Memory::new(1 << 16);
+        let memory = Memory::new(1 << 16).unwrap();
+        let all = |byte: u8| {
+            let mut bytes = vec![0; 1 << 16];
+            memory.disk.read_into(0, &mut bytes).unwrap();
+            bytes.iter().all(|b| *b == byte)
+        };
         let time = Duration::from_millis(5);
         assert!(memory.copy(cpu, 4096, 3, false, time).unwrap() > 0.0);
-        assert!(memory.disk.iter().all(|byte| *byte == 0xa5));
+        assert!(all(0xa5));
         // Thousands of blocks to 16 places: every one is written.
         assert!(memory.copy(cpu, 4096, 3, true, time).unwrap() > 0.0);
-        assert!(memory.disk.iter().all(|byte| *byte == 0x5a));
+        assert!(all(0x5a));
         for (block, buffers) in [(0, 1), (4096, 0), (1 << 20, 1)] {
             assert!(memory.copy(cpu, block, buffers, false, time).is_err(), "{block} {buffers}");
         }

@@ -6,7 +6,7 @@ use crate::namespace::Namespace;
 use crate::stats::IoStats;
 use disk::{DiskError, Op, Queue, Request, Submitted};
 use in_flight::{Owner, Slot};
-use memory::{Segments, View};
+use memory::{Ring, Segments, View};
 use spec::Sqe;
 use spec::nvm::{DSM_MAX_RANGES, DatasetManagement, RwFields};
 use spec::opcode::NvmOpcode;
@@ -77,6 +77,8 @@ pub(crate) struct Engine {
     pub(crate) page_size: usize,
     pub(crate) max_transfer: usize,
     write_through: bool,
+    /// Whether a disk wants to be told of requests before they come.
+    told_ahead: bool,
     spaces: Vec<Space>,
     slots: Vec<Option<Slot>>,
     free: Vec<u32>,
@@ -137,7 +139,9 @@ impl Engine {
         max_transfer: usize,
         spaces: Vec<Space>,
     ) -> Self {
+        let told_ahead = spaces.iter().any(|space| space.queue.is_told_ahead());
         Self {
+            told_ahead,
             view,
             page_size,
             max_transfer,
@@ -176,6 +180,27 @@ impl Engine {
     #[inline]
     pub(crate) fn set_write_through(&mut self, write_through: bool) {
         self.write_through = write_through;
+    }
+
+    /// Whether [`tell`](Self::tell) is of use.
+    #[inline]
+    pub(crate) fn is_told_ahead(&self) -> bool {
+        self.told_ahead
+    }
+
+    /// Tells a disk of the command in entry `index`, which is to be started soon (and read again
+    /// then), if there is one: nothing about it is known to be right yet.
+    #[inline]
+    pub(crate) fn tell(&self, ring: &Ring<{ Sqe::SIZE }>, index: u32) {
+        const WRITE: u8 = NvmOpcode::Write as u8;
+        let Some(opcode) = ring.peek::<u8>(index, 0) else { return };
+        let Some(nsid) = ring.peek::<u32>(index, 4) else { return };
+        let Some(slba) = ring.peek::<u64>(index, 40) else { return };
+        if let Some(space) = self.spaces.get((nsid as usize).wrapping_sub(1))
+            && slba < space.blocks
+        {
+            space.queue.tell(slba << space.block_shift, opcode == WRITE);
+        }
     }
 
     /// Starts a command. Whether it has succeeded already; if not, [`reap`](Self::reap) says when
