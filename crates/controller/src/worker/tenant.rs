@@ -522,7 +522,8 @@ impl Tenant {
     ) -> Option<Instant> {
         let mut invalid = Vec::new();
         let mut deadline: Option<Instant> = None;
-        let Self { sqs, cqs, .. } = self;
+        let Self { sqs, cqs, engine, .. } = self;
+        fenced.note(engine.can_advance_copies());
         for sq in sqs.iter_mut().flatten().filter(|sq| !sq.stopped) {
             if !sq.blocked {
                 if let Err(error) = sq.tail.recheck(fenced) {

@@ -241,9 +241,13 @@ impl Engine {
             }
             false
         });
-        let more = list.iter().any(|copy| self.copies.can_advance(copy));
         self.copies.list = list;
-        more
+        self.can_advance_copies()
+    }
+
+    /// Whether a stride can be taken without waiting for anybody.
+    pub(crate) fn can_advance_copies(&self) -> bool {
+        self.copies.list.iter().any(|copy| self.copies.can_advance(copy))
     }
 
     /// Submits the requests of the copy's next stride. How many bytes were moved at once.

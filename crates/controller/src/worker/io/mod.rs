@@ -384,9 +384,7 @@ impl Engine {
                 self.count(kind);
                 Some(Status::SUCCESS)
             }
-            Submitted::Done(Err(error)) => {
-                Some(status_of(error, matches!(kind, Kind::Read(_))))
-            }
+            Submitted::Done(Err(error)) => Some(status_of(error, matches!(kind, Kind::Read(_)))),
             Submitted::Pending => {
                 self.keep(tag, index, sqe, sq, kind);
                 None
