@@ -8,6 +8,12 @@ use std::sync::Arc;
 /// "locally administered", so it is nobody's.
 pub(crate) const IEEE_OUI: [u8; 3] = [0x02, 0x53, 0x42];
 
+/// What one Copy command copies at most (MCL, MSSRL), in bytes: as much as the shortest transfer limit
+/// that a controller may have, because a worker keeps that much in a buffer.
+pub(crate) const COPY_BYTES: usize = 1 << 20;
+/// How many source ranges it may have (MSRC): as many as a page holds.
+pub(crate) const COPY_RANGES: usize = 128;
+
 /// A namespace, as the control plane and the workers know it.
 #[derive(Clone, Debug)]
 pub(crate) struct Namespace {

@@ -88,12 +88,16 @@ pub struct IoStats {
     pub reads: u64,
     /// Write commands completed.
     pub writes: u64,
+    /// Copy commands completed.
+    pub copies: u64,
     /// Other I/O commands completed.
     pub others: u64,
     /// Bytes read (Compare and Verify included).
     pub bytes_read: u64,
     /// Bytes written.
     pub bytes_written: u64,
+    /// Bytes that Copy commands copied, which are neither of the above.
+    pub bytes_copied: u64,
     /// Commands that ended in an error.
     pub errors: u64,
     /// Those of them that the medium is to blame for.
@@ -170,9 +174,11 @@ impl IoStats {
     pub(crate) fn merge(&mut self, o: &Self) {
         self.reads += o.reads;
         self.writes += o.writes;
+        self.copies += o.copies;
         self.others += o.others;
         self.bytes_read += o.bytes_read;
         self.bytes_written += o.bytes_written;
+        self.bytes_copied += o.bytes_copied;
         self.errors += o.errors;
         self.media_errors += o.media_errors;
     }

@@ -155,6 +155,12 @@ pub trait Disk: Send + Sync + fmt::Debug {
 
     /// What to call the disk in a message to a person: `disk.img`, `mem:1GiB`.
     fn name(&self) -> String;
+
+    /// What the disk has counted of how it works, by name, for an operator. The default counts
+    /// nothing.
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        Vec::new()
+    }
 }
 
 /// One thread's way to a disk.

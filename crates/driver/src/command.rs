@@ -48,7 +48,8 @@ impl Command {
             cdw13,
             transfer,
             offset: 0,
-            once: false,
+            // What it does depends on what its buffer says.
+            once: opcode == NvmOpcode::Copy as u8,
         }
     }
 
@@ -111,7 +112,8 @@ impl Command {
     /// Whether the driver may submit the command again when its completion was lost: whether it
     /// does the same if it has been carried out already, and nothing else was submitted after it
     /// completed. That is so for Flush, Read, Write, Compare, Verify, Write Zeroes, Write
-    /// Uncorrectable and Dataset Management, unless [`once`](Self::once) forbids it.
+    /// Uncorrectable and Dataset Management, unless [`once`](Self::once) forbids it, and for a Copy of
+    /// [`Namespace::copy`](crate::Namespace::copy) whose destination overlaps none of its sources.
     #[must_use]
     pub const fn is_repeatable(&self) -> bool {
         const FLUSH: u8 = NvmOpcode::Flush as u8;
@@ -121,11 +123,12 @@ impl Command {
         const VERIFY: u8 = NvmOpcode::Verify as u8;
         const ZEROES: u8 = NvmOpcode::WriteZeroes as u8;
         const UNCORRECTABLE: u8 = NvmOpcode::WriteUncorrectable as u8;
+        const COPY: u8 = NvmOpcode::Copy as u8;
         const DSM: u8 = NvmOpcode::DatasetManagement as u8;
         !self.once
             && matches!(
                 self.opcode,
-                FLUSH | READ | WRITE | COMPARE | VERIFY | ZEROES | UNCORRECTABLE | DSM
+                FLUSH | READ | WRITE | COMPARE | VERIFY | ZEROES | UNCORRECTABLE | DSM | COPY
             )
     }
 

@@ -1,5 +1,6 @@
 //! What can go wrong, in sentences.
 
+use crate::copy::CopyLimits;
 use crate::dma::{Buffer, DmaError};
 use crate::transport::TransportError;
 use spec::Status;
@@ -258,6 +259,25 @@ pub enum RequestError {
         /// How many.
         ranges: usize,
     },
+    /// The controller has no Copy command, or none with source range entries of format 0h.
+    #[error("the controller has no Copy command")]
+    NoCopy,
+    /// A copy of nothing, or of more than one command copies
+    /// ([`Namespace::copy_limits`](crate::Namespace::copy_limits)).
+    #[error(
+        "a copy of {blocks} blocks in {ranges} ranges of up to {longest}, where one command copies 1 \
+         to {} in up to {} of up to {}", limits.blocks, limits.ranges, limits.range_blocks
+    )]
+    CopyTooLong {
+        /// How many source ranges.
+        ranges: usize,
+        /// Blocks of the longest of them.
+        longest: u32,
+        /// Blocks of all of them.
+        blocks: u64,
+        /// What there may be.
+        limits: CopyLimits,
+    },
 }
 
 /// An I/O command that failed, with its buffer if the device is done with it.
@@ -287,6 +307,8 @@ pub enum IoErrorKind {
         opcode: u8,
         /// The status of its completion.
         status: Status,
+        /// Command specific result, dword 0: of a Copy, the lowest source range that was not copied.
+        dw0: u32,
     },
     /// There was no completion in time. What the command was to do may still happen.
     #[error("{} was not completed within {waited:?}; reset the controller", io_name(*opcode))]

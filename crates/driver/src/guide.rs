@@ -119,6 +119,35 @@
 //! # }
 //! ```
 //!
+//! # Copies that never come here
+//!
+//! A controller with a Copy command moves blocks to another place by itself; all that is sent is where
+//! they are:
+//!
+//! ```
+//! # use shadowbell_driver::{AttachOptions, Controller};
+//! # use spec::nvm::CopyRange;
+//! # use std::sync::Arc;
+//! # use zerocopy::IntoBytes;
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let ssd = Arc::new(local::Local::over(disk::open("mem:64MiB")?)?);
+//! # let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
+//! # let namespace = controller.namespace(1).ok_or("there is no namespace 1")?.clone();
+//! # let mut queue = controller.take_queue_pair().ok_or("there is no queue pair")?;
+//! let limits = namespace.copy_limits().ok_or("there is no Copy command")?;
+//! // 1000 blocks from block 0 on, in as many ranges as it takes.
+//! let sources: Vec<CopyRange> = limits.split(0, 1000).collect();
+//! let mut buffer = controller.buffers(1, 4096)?.take().ok_or("all buffers are in use")?;
+//! assert!(buffer.copy_from(0, sources.as_bytes()));
+//! queue.submit(namespace.copy(5000, &sources)?, Some(buffer))?;
+//! queue.wait(None)?;
+//! let completion = queue.pop().ok_or("the controller went away")?;
+//! completion.status.into_result()?;
+//! # drop((completion, queue));
+//! # Ok(controller.detach()?)
+//! # }
+//! ```
+//!
 //! For bytes instead of blocks, of any length and at any place, there is the crate
 //! `shadowbell-block` on top of this.
 //!

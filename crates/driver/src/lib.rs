@@ -80,6 +80,7 @@ pub mod async_queue;
 mod attach;
 mod command;
 mod controller;
+mod copy;
 mod device;
 mod dma;
 mod error;
@@ -98,6 +99,7 @@ pub use admin::{Admin, AdminData, AdminResult, LogRequest};
 pub use async_queue::{AsyncNamespace, AsyncQueue};
 pub use command::Command;
 pub use controller::Controller;
+pub use copy::CopyLimits;
 pub use device::Registers;
 pub use dma::{Buffer, BufferPool, DmaError, LentMemory};
 pub use error::{

@@ -1,6 +1,7 @@
 //! A namespace: what it is, and the commands on it.
 
 use crate::command::Command;
+use crate::copy::CopyLimits;
 use crate::error::RequestError;
 use spec::identify::{IdentifyController, IdentifyNamespace, NamespaceId, NamespaceIds, Oncs};
 use spec::nvm::DSM_MAX_RANGES;
@@ -22,6 +23,7 @@ pub struct Namespace {
     max_transfer: u64,
     read_only: bool,
     oncs: Oncs,
+    pub(crate) copies: Option<CopyLimits>,
     volatile_cache: bool,
     unusable: Option<&'static str>,
     nguid: Option<[u8; 16]>,
@@ -60,6 +62,7 @@ impl Namespace {
             // Bit 0: the namespace is write protected (NVM 1.1, NSATTR).
             read_only: identity.nsattr & 1 != 0,
             oncs: controller.oncs,
+            copies: CopyLimits::of(controller, &identity),
             volatile_cache: controller.vwc.vwcp(),
             unusable,
             nguid: Some(identity.nguid).filter(|id| *id != [0; 16]),

@@ -6,12 +6,13 @@ mod direct;
 use controller::{Carrier, Config, Controller as Emulated, NamespaceConfig};
 use controller::{Polling, Pool, PoolOptions};
 use direct::Direct;
-use disk::{Disk, MemDisk, NullDisk};
+use disk::{Disk, DiskError, Info, MemDisk, NullDisk, Op, Request, Submitted};
 use shadowbell_driver::{
-    AsyncQueue, AttachOptions, Controller, Doorbells, IoErrorKind, QueuePair, SpinPolicy,
+    AsyncQueue, AttachOptions, Controller, Doorbells, IoErrorKind, QueuePair, RequestError,
+    SpinPolicy,
 };
 use spec::feature::{Select, fid};
-use spec::nvm::DsmRange;
+use spec::nvm::{CopyRange, DsmRange};
 use spec::{Sqe, Status, identify::cns};
 use std::future::Future;
 use std::pin::pin;
@@ -315,6 +316,84 @@ fn futures_on_a_real_controller() {
         drop(disk);
         controller.detach().unwrap();
     }
+}
+
+/// Memory that takes no writes at block 102.
+#[derive(Debug)]
+struct Worn(MemDisk);
+
+struct WornQueue(Box<dyn disk::Queue>);
+
+impl Disk for Worn {
+    fn info(&self) -> Info {
+        self.0.info()
+    }
+
+    fn queue(&self) -> std::io::Result<Box<dyn disk::Queue>> {
+        Ok(Box::new(WornQueue(self.0.queue()?)))
+    }
+
+    fn name(&self) -> String {
+        "worn".into()
+    }
+}
+
+impl disk::Queue for WornQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut memory::Segments) -> Submitted {
+        if request.op != Op::Read && request.offset == 102 * 512 {
+            return Submitted::Done(Err(DiskError::Io(5)));
+        }
+        self.0.submit(tag, request, data)
+    }
+}
+
+#[test]
+fn copies_by_a_real_controller() {
+    let disk = MemDisk::new(16384, 512).unwrap();
+    for block in 0..2048u64 {
+        disk.bytes().write(block as usize * 512, &(block + 1)).unwrap();
+    }
+    let mark = |block: usize| disk.bytes().read::<u64>(block * 512).unwrap();
+    let emulated = emulated(Arc::new(Worn(disk.clone())), Polling::default(), false);
+    let mut controller = attach(&emulated, &AttachOptions::default());
+    let queue = AsyncQueue::start(controller.take_queue_pair().unwrap()).unwrap();
+    let namespace = controller.namespace(1).unwrap();
+    let limits = namespace.copy_limits().unwrap();
+    assert_eq!((limits.ranges, limits.range_blocks, limits.blocks), (128, 2048, 2048));
+    let on = queue.open(namespace);
+    drop(queue);
+    let range =
+        |slba, blocks: u32| CopyRange { slba, nlb0: (blocks - 1) as u16, ..Default::default() };
+    block_on(async {
+        // Discards share the buffers of copies, which are longer.
+        on.discard(&[DsmRange { attributes: 0, blocks: 1, slba: 9000 }]).await.unwrap();
+        let all: Vec<_> = limits.split(0, limits.most()).collect();
+        on.copy(4096, &all).await.unwrap();
+        on.copy(8000, &[range(7, 1); 128]).await.unwrap();
+        on.copy(1, &[range(0, 100)]).await.unwrap();
+        let error = on.copy(5000, &[range(0, 1); 129]).await.unwrap_err();
+        let kind = IoErrorKind::Request(RequestError::CopyTooLong {
+            ranges: 129,
+            longest: 1,
+            blocks: 129,
+            limits,
+        });
+        assert_eq!(error.kind.to_string(), kind.to_string());
+        // Which range is to blame is in the completion.
+        let error = on.copy(100, &[range(500, 1); 4]).await.unwrap_err();
+        let status = Status::WRITE_FAULT;
+        assert!(
+            matches!(error.kind, IoErrorKind::Status { status: s, dw0: 2, opcode: 0x19 } if s.code() == status),
+            "{error}"
+        );
+    });
+    assert!((0..2048).all(|block| mark(4096 + block) == block as u64 + 1));
+    assert!((0..128).all(|block| mark(8000 + block) == 8));
+    assert!(
+        (0..100).all(|block| mark(1 + block) == [block as u64 + 1, 501][usize::from(block == 99)])
+    );
+    drop(on);
+    controller.detach().unwrap();
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! The controller that the driver owns, and the namespace of it that is a disk.
 
+use crate::counts::Totals;
 use crate::lent::Loans;
 use crate::queue::{NoDevice, NvmeQueue};
 use crate::watch::Watch;
@@ -73,6 +74,7 @@ pub(crate) struct Shared {
     pub(crate) zero_copy: bool,
     pub(crate) name: String,
     pub(crate) loans: Loans,
+    pub(crate) counts: Totals,
     pub(crate) watch: Watch,
     depth: u32,
     controller: Mutex<Controller>,
@@ -138,6 +140,7 @@ impl NvmeDisk {
             watch: Watch::start(transport.hang_up()).map_err(OpenError::System)?,
             name: name.to_owned(),
             loans: Loans::default(),
+            counts: Totals::default(),
             depth: options.queue_depth,
             controller: Mutex::new(controller),
         })))
@@ -188,6 +191,16 @@ impl Disk for NvmeDisk {
 
     fn name(&self) -> String {
         self.0.name.clone()
+    }
+
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        let ways = self.0.counts.sum();
+        let recovery = self.0.controller().recovery_stats();
+        vec![
+            ("commands_in_place", ways.in_place),
+            ("commands_copied", ways.copied),
+            ("resets", recovery.resets),
+        ]
     }
 }
 

@@ -10,6 +10,7 @@
 //! | `task` | a request as commands, and what their statuses mean |
 //! | `watch` | who hears that the SSD has gone, while nothing completes |
 //! | `lent` | the guest's memory, as far as the SSD may reach it by itself |
+//! | `counts` | which way the data went |
 //!
 //! # The way of the data
 //!
@@ -31,6 +32,7 @@
 //! those that the SSD has.
 #![forbid(unsafe_code)]
 
+mod counts;
 mod device;
 mod lent;
 mod queue;

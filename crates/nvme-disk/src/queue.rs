@@ -1,5 +1,6 @@
 //! A worker's way to the namespace: a queue pair of its own.
 
+use crate::counts::{Counts, Ways};
 use crate::device::Shared;
 use crate::lent::Lender;
 use crate::task::{Next, Task, outcome};
@@ -50,6 +51,8 @@ pub(crate) struct NvmeQueue {
     parts: Box<[Part]>,
     /// The device has gone.
     gone: bool,
+    ways: Ways,
+    counts: Arc<Counts>,
 }
 
 impl NvmeQueue {
@@ -78,6 +81,8 @@ impl NvmeQueue {
             waiting: VecDeque::new(),
             over: Vec::new(),
             gone: false,
+            ways: Ways::default(),
+            counts: shared.counts.join(),
             shared,
         })
     }
@@ -99,7 +104,7 @@ impl NvmeQueue {
 
     /// Submits commands of a task. Whether all of them were; if not, there is no room now.
     fn start(&mut self, key: u32) -> bool {
-        let Self { shared, pair, small, large, lender, used, tasks, parts, .. } = self;
+        let Self { shared, pair, small, large, lender, used, tasks, parts, ways, .. } = self;
         let (small, large) = (&*small, &*large);
         let namespace = &shared.namespace;
         let size = namespace.block_size();
@@ -140,6 +145,8 @@ impl NvmeQueue {
             match pair.submit(command, buffer) {
                 Ok(token) => {
                     let at = task.began(len);
+                    ways.in_place += u64::from(lent);
+                    ways.copied += u64::from(!lent && matches!(next, Next::Data { .. }));
                     if let Some(part) = parts.get_mut(token.index()) {
                         *part = Part { task: key, at, len, lent };
                     }
@@ -292,6 +299,7 @@ impl Queue for NvmeQueue {
             return;
         }
         self.start_waiting();
+        self.counts.put(self.ways);
         // Rings, and has somebody look after the commands if the worker sleeps now.
         if let Err(error) = self.pair.prepare_sleep() {
             self.fail(&error);
@@ -318,6 +326,7 @@ impl Queue for NvmeQueue {
             }
             // What completes from here on interrupts; what did before is seen by looking again.
             self.start_waiting();
+            self.counts.put(self.ways);
             if let Err(error) = self.pair.prepare_sleep() {
                 self.fail(&error);
             }

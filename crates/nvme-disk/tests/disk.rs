@@ -70,6 +70,7 @@ impl Queue for SpyQueue {
 
 struct Rig {
     spy: Spy,
+    disk: NvmeDisk,
     controller: Controller,
     namespace: Namespace,
     queue: QueuePair,
@@ -78,11 +79,11 @@ struct Rig {
 fn rig_over(spy: Spy, options: &Options) -> Rig {
     let ssd = Arc::new(Local::over(Arc::new(spy.clone())).unwrap());
     let disk = NvmeDisk::open(ssd, 1, "an SSD", options).unwrap();
-    let virtual_one = Arc::new(Local::over(Arc::new(disk)).unwrap());
+    let virtual_one = Arc::new(Local::over(Arc::new(disk.clone())).unwrap());
     let mut controller = Controller::attach(virtual_one, &AttachOptions::default()).unwrap();
     let namespace = controller.namespace(1).unwrap().clone();
     let queue = controller.take_queue_pair().unwrap();
-    Rig { spy, controller, namespace, queue }
+    Rig { spy, disk, controller, namespace, queue }
 }
 
 fn options(zero_copy: bool) -> Options {
@@ -251,6 +252,11 @@ fn what_the_ssd_can_reach_is_not_copied() {
             assert_eq!(seen[0].0.len, 64 << 10);
             assert_eq!(seen[0].1 == [(address, 64 << 10)], zero_copy, "{seen:?}");
         }
+        let counters = rig.disk.counters();
+        let counted = |name| counters.iter().find(|(n, _)| *n == name).map(|(_, count)| *count);
+        let (in_place, copied) = if zero_copy { (2, 0) } else { (0, 2) };
+        assert_eq!(counted("commands_in_place"), Some(in_place), "{counters:?}");
+        assert_eq!(counted("commands_copied"), Some(copied), "{counters:?}");
     }
 }
 

@@ -1,6 +1,6 @@
 //! The command line: the verbs, and the options that all of them have.
 
-use crate::{bench, bind, demo, exit, export, inspect, logging, serve, trace, transfer};
+use crate::{bench, bind, demo, exit, export, inspect, logging, serve, trace, transfer, verify};
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 
@@ -21,6 +21,7 @@ enum Verb {
     Serve(serve::Args),
     Demo(demo::Args),
     Bench(bench::Args),
+    Verify(verify::Args),
     List(inspect::ListArgs),
     /// Show what a controller says of itself
     IdCtrl(inspect::Args),
@@ -47,6 +48,7 @@ impl Verb {
             Self::Serve(args) => serve::run(args),
             Self::Demo(args) => demo::run(&args),
             Self::Bench(args) => bench::run(&args),
+            Self::Verify(args) => verify::run(&args),
             Self::List(args) => inspect::list(&args),
             Self::IdCtrl(args) => inspect::id_ctrl(&args),
             Self::IdNs(args) => inspect::id_ns(&args),

@@ -14,6 +14,7 @@
 //! | [`transfer`] | `read`, `write`, `copy` |
 //! | [`banner`] | what was attached, for a person |
 //! | [`bench`] | `bench`: what a controller can do |
+//! | [`verify`] | `verify`: whether a controller keeps what it is given |
 //! | [`bind`] | `bind`, `unbind`: who has a PCI device |
 //! | [`serve`] | `serve`: controllers behind vfio-user sockets |
 //! | [`export`] | `export`: a disk for everyone who can not use the driver |
@@ -49,3 +50,4 @@ pub mod serve;
 pub mod target;
 pub mod trace;
 pub mod transfer;
+pub mod verify;

@@ -10,6 +10,7 @@ use std::os::fd::OwnedFd;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::Errno;
+use crate::descriptor::Descriptor;
 use crate::wire::{HEADER_LEN, Header, header_flags};
 
 /// How many descriptors one message may bring. More than is ever advertised: Cloud Hypervisor
@@ -59,14 +60,14 @@ pub struct Message<'a> {
     /// What follows the header.
     pub payload: &'a [u8],
     /// The descriptors that came with it; those that are not taken out are closed with it.
-    pub fds: Vec<OwnedFd>,
+    pub fds: Vec<Descriptor>,
 }
 
 /// Descriptors, and how far the stream had come when they arrived.
 #[derive(Debug)]
 struct Batch {
     end: u64,
-    fds: Vec<OwnedFd>,
+    fds: Vec<Descriptor>,
 }
 
 /// Puts messages together from what a socket delivers.
@@ -130,7 +131,7 @@ impl Decoder {
     ///
     /// Call it once per receive: the descriptors of one receive belong to the message that its last
     /// byte belongs to, because the kernel ends a receive after data that has descriptors.
-    pub fn advance(&mut self, len: usize, fds: Vec<OwnedFd>) {
+    pub fn advance(&mut self, len: usize, fds: Vec<Descriptor>) {
         self.end = self.end.saturating_add(len).min(self.buffer.len());
         if fds.is_empty() {
             return;
@@ -193,7 +194,7 @@ impl Decoder {
 
     /// The descriptors that arrived with bytes before the current position. A batch that ends
     /// inside a later message is that message's.
-    fn take_fds(&mut self) -> Vec<OwnedFd> {
+    fn take_fds(&mut self) -> Vec<Descriptor> {
         let mut fds = Vec::new();
         while self.batches.front().is_some_and(|batch| batch.end <= self.position) {
             if let Some(batch) = self.batches.pop_front() {

@@ -22,7 +22,8 @@ fn feed(decoder: &mut Decoder, mut bytes: &[u8], fds: Vec<OwnedFd>) {
         let len = space.len().min(bytes.len());
         space[..len].copy_from_slice(&bytes[..len]);
         let last = len == bytes.len();
-        decoder.advance(len, if last { fds.take().unwrap_or_default() } else { Vec::new() });
+        let fds = if last { fds.take().unwrap_or_default() } else { Vec::new() };
+        decoder.advance(len, fds.into_iter().map(Descriptor::Event).collect());
         bytes = &bytes[len..];
     }
 }
@@ -89,7 +90,8 @@ fn descriptors_go_to_the_message_that_the_receive_ended_with() {
     assert!(decoder.decode().unwrap().is_none());
     feed(&mut decoder, &with[20..], vec![three]);
     let message = decoder.decode().unwrap().unwrap();
-    assert_eq!(fd_numbers(&message.fds), expected);
+    let fds: Vec<_> = message.fds.into_iter().filter_map(Descriptor::into_fd).collect();
+    assert_eq!(fd_numbers(&fds), expected);
 }
 
 #[test]

@@ -11,6 +11,7 @@
 //! | [`wire`] | the header and the payload of every command, as they lie in memory |
 //! | [`capabilities`] | the JSON that version negotiation exchanges |
 //! | [`codec`] | bytes and descriptors in, whole messages out; no sockets |
+//! | [`descriptor`] | what a descriptor is that a peer sent, and closing what nobody should wait for |
 //! | [`device`] | the [`Device`] trait: what a server asks of the device it serves |
 //! | [`server`] | listening sockets and a reactor, one thread for any number of devices |
 //! | [`client`] | the other end: a blocking client that any number of threads may share |
@@ -42,12 +43,13 @@
 //! Migration (DEVICE_FEATURE, MIG_DATA_READ and MIG_DATA_WRITE), dirty page tracking, twin
 //! sockets, and DMA by message (DMA_READ, DMA_WRITE): a server hands a map without a descriptor
 //! to its device, and the device decides. Commands that are not implemented get EOPNOTSUPP.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod address;
 pub mod capabilities;
 pub mod client;
 pub mod codec;
+pub mod descriptor;
 pub mod device;
 pub mod pci;
 pub mod server;

@@ -12,6 +12,7 @@ use rustix::net::{
 
 use crate::Errno;
 use crate::codec::Decoder;
+use crate::descriptor::Entrance;
 
 /// The most descriptors that Linux passes in one message (`SCM_MAX_FD`).
 const SCM_MAX_FD: usize = 253;
@@ -29,8 +30,13 @@ pub(crate) enum Received {
     FdsLost,
 }
 
-/// Receives whatever is there into `decoder`.
-pub(crate) fn receive(socket: BorrowedFd<'_>, decoder: &mut Decoder) -> Result<Received, Errno> {
+/// Receives whatever is there into `decoder`, descriptors by way of `entrance`.
+pub(crate) fn receive(
+    socket: BorrowedFd<'_>,
+    decoder: &mut Decoder,
+    entrance: &mut Entrance,
+) -> Result<Received, Errno> {
+    // Room for all that the kernel lets through at once: what it has to leave out, it closes here.
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(SCM_MAX_FD))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let space_for_bytes = decoder.space();
@@ -48,6 +54,7 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, decoder: &mut Decoder) -> Result<R
             fds.extend(rights);
         }
     }
+    let fds = entrance.admit(fds);
     if received.flags.contains(ReturnFlags::CTRUNC) {
         return Ok(Received::FdsLost);
     }

@@ -65,6 +65,45 @@ fn a_stale_file_is_replaced() {
     drop(listener);
 }
 
+/// Whoever waits for the file and connects then.
+#[test]
+fn whoever_sees_the_file_can_connect() {
+    use std::io::ErrorKind;
+    let directory = tempfile::tempdir().unwrap();
+    for round in 0..300 {
+        let path = directory.path().join(format!("socket{round}"));
+        let seen = path.clone();
+        let impatient = std::thread::spawn(move || {
+            loop {
+                match std::os::unix::net::UnixStream::connect(&seen) {
+                    Ok(_) => return Ok(()),
+                    Err(error) if error.kind() == ErrorKind::NotFound => {}
+                    Err(error) => return Err(error),
+                }
+            }
+        });
+        let listener = Listener::bind(&path).unwrap();
+        impatient.join().unwrap().unwrap();
+        let names: Vec<_> = std::fs::read_dir(directory.path()).unwrap().collect();
+        assert_eq!(names.len(), 1, "{names:?}");
+        drop(listener);
+    }
+}
+
+#[test]
+fn a_name_without_room_for_a_longer_one_will_do() {
+    let directory = tempfile::tempdir().unwrap();
+    let room = 107 - directory.path().as_os_str().len() - 1;
+    for len in [room - 8, room - 4, room - 1, room] {
+        let path = directory.path().join("y".repeat(len));
+        let listener = Listener::bind(&path).unwrap();
+        assert_eq!(listener.path(), path);
+        std::os::unix::net::UnixStream::connect(&path).unwrap();
+        drop(listener);
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
+}
+
 #[test]
 fn of_many_that_find_a_stale_file_one_gets_it() {
     let directory = tempfile::tempdir().unwrap();

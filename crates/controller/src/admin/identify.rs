@@ -5,7 +5,7 @@ use super::events::MAX_REQUESTS;
 use super::features::{CRITICAL_TEMPERATURE, WARNING_TEMPERATURE};
 use super::logs::ERROR_LOG_ENTRIES;
 use crate::config::{Config, PCI_VENDOR_ID};
-use crate::namespace::{IEEE_OUI, Namespace};
+use crate::namespace::{COPY_BYTES, COPY_RANGES, IEEE_OUI, Namespace};
 use spec::admin::Identify;
 use spec::identify::{
     ControllerType, Dlfeat, EntrySizes, Frmw, IDENTIFY_SIZE, IdentifyController,
@@ -191,7 +191,10 @@ fn controller(config: &Config) -> IdentifyController {
             .with_write_zeroes(true)
             .with_save_and_select(true)
             .with_timestamp(true)
-            .with_verify(true),
+            .with_verify(true)
+            .with_copy(true),
+        // Source range entries of format 0h.
+        ocfs: 1,
         // A Flush of all namespaces (FFFFFFFFh) is supported, with a cache or without.
         vwc: Vwc::new().with_vwcp(volatile_cache).with_fb(0b11),
         sgls: Sgls::new().with_support(0b01).with_longer_than_data(true),
@@ -225,6 +228,9 @@ fn identify_namespace(namespace: &Namespace) -> IdentifyNamespace {
         nsattr: if namespace.read_only() { NSATTR_WRITE_PROTECTED } else { 0 },
         nguid: namespace.nguid(),
         eui64: namespace.eui64(),
+        mssrl: (COPY_BYTES >> namespace.block_shift()) as u16,
+        mcl: (COPY_BYTES >> namespace.block_shift()) as u32,
+        msrc: (COPY_RANGES - 1) as u8,
         ..IdentifyNamespace::default()
     };
     let granularity0 = info.granularity.saturating_sub(1);

@@ -306,6 +306,7 @@ const IO_COMMANDS: &[(NvmOpcode, bool)] = &[
     (NvmOpcode::WriteZeroes, true),
     (NvmOpcode::DatasetManagement, true),
     (NvmOpcode::Verify, false),
+    (NvmOpcode::Copy, true),
 ];
 
 fn commands(shadow_doorbells: bool) -> CommandsSupportedEffects {

@@ -166,7 +166,8 @@ impl Tenant {
                 Err(status) => {
                     engine.count_error(status);
                     let (cid, nsid, lba) = (sqe.cid, sqe.nsid, sqe.cdw10_11());
-                    report_error(shared, qid, &Ended { sq: index, cid, status, nsid, lba });
+                    let ended = Ended { sq: index, cid, status, nsid, lba, dw0: 0 };
+                    report_error(shared, qid, &ended);
                     cq.complete(success.with_status(status));
                 }
             }
@@ -184,7 +185,7 @@ impl Tenant {
     pub(super) fn reap_faulty(&mut self, injector: &Injector) -> bool {
         let mut busy = false;
         let Self { engine, sqs, cqs, shared, parked, .. } = self;
-        engine.reap(|ended| {
+        let more = engine.reap(|ended| {
             busy = true;
             let Some(sq) = sqs.get_mut(ended.sq).and_then(Option::as_mut) else { return };
             let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return };
@@ -196,11 +197,11 @@ impl Tenant {
             if !status.is_success() {
                 report_error(shared, sq.place.qid, &ended);
             }
-            let cqe = Cqe::new(ended.cid, sq.place.qid, sq.head, status, 0);
+            let cqe = Cqe::new(ended.cid, sq.place.qid, sq.head, status, ended.dw0);
             let fault = parked.mark_of(ended.sq, ended.cid);
             finish((ended.sq, sq), cq, parked, injector, cqe, fault);
         });
-        busy
+        busy | more
     }
 
     /// Completes what is due.

@@ -424,7 +424,7 @@ impl Tenant {
                     Err(status) => {
                         self.engine.count_error(status);
                         let (cid, nsid, lba) = (sqe.cid, sqe.nsid, sqe.cdw10_11());
-                        let ended = Ended { sq: index, cid, status, nsid, lba };
+                        let ended = Ended { sq: index, cid, status, nsid, lba, dw0: 0 };
                         report_error(&self.shared, sq.place.qid, &ended);
                         status
                     }
@@ -463,7 +463,7 @@ impl Tenant {
         }
         let mut busy = false;
         let Self { engine, sqs, cqs, shared, .. } = self;
-        engine.reap(|ended| {
+        let more = engine.reap(|ended| {
             busy = true;
             let Some(sq) = sqs.get_mut(ended.sq).and_then(Option::as_mut) else { return };
             let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return };
@@ -472,12 +472,12 @@ impl Tenant {
                 _ => ended.status,
             };
             sq.in_flight = sq.in_flight.saturating_sub(1);
-            cq.complete(Cqe::new(ended.cid, sq.place.qid, sq.head, status, 0));
+            cq.complete(Cqe::new(ended.cid, sq.place.qid, sq.head, status, ended.dw0));
             if !status.is_success() {
                 report_error(shared, sq.place.qid, &ended);
             }
         });
-        busy
+        busy | more
     }
 
     /// `qid` says with [`COMPLETION_QUEUE`] which of the two doorbells it was.
@@ -542,7 +542,8 @@ impl Tenant {
     ) -> Option<Instant> {
         let mut invalid = Vec::new();
         let mut deadline: Option<Instant> = None;
-        let Self { sqs, cqs, .. } = self;
+        let Self { sqs, cqs, engine, .. } = self;
+        fenced.note(engine.can_advance_copies());
         for sq in sqs.iter_mut().flatten().filter(|sq| !sq.stopped) {
             if !sq.blocked {
                 if let Err(error) = sq.tail.recheck(fenced) {

@@ -175,7 +175,7 @@ fn finish(opcode: u8, completion: Completion) -> Result<Done, IoError> {
     let Completion { status, dw0, buffer, .. } = completion;
     match status.into_result() {
         Ok(()) => Ok(Done { dw0, buffer }),
-        Err(status) => Err(IoError { kind: IoErrorKind::Status { opcode, status }, buffer }),
+        Err(status) => Err(IoError { kind: IoErrorKind::Status { opcode, status, dw0 }, buffer }),
     }
 }
 

@@ -66,7 +66,7 @@ use crate::dma::{Buffer, BufferPool, DmaError};
 use crate::error::{IoError, IoErrorKind, RequestError};
 use crate::namespace::Namespace;
 use crate::queue::{QueuePair, QueueStats};
-use spec::nvm::{DSM_MAX_RANGES, DsmRange};
+use spec::nvm::{CopyRange, DsmRange};
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -75,8 +75,10 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use zerocopy::IntoBytes;
 
-/// Buffers for the ranges of Dataset Management commands.
+/// Buffers for the ranges of Dataset Management and Copy commands.
 const RANGE_BUFFERS: usize = 8;
+/// Bytes of each: 256 ranges of the longer kind.
+const RANGE_BYTES: usize = 256 * size_of::<CopyRange>();
 
 /// A queue pair with a thread of its own, for futures of any executor. A clone is another handle on
 /// the same queue.
@@ -171,8 +173,7 @@ impl AsyncQueue {
     }
 
     fn range_buffer(&self, len: usize) -> Result<Buffer, DmaError> {
-        let make =
-            |count| self.0.inner.pool(count, len.max(DSM_MAX_RANGES * size_of::<DsmRange>()));
+        let make = |count| self.0.inner.pool(count, len.max(RANGE_BYTES));
         let pool = match self.0.ranges.get() {
             Some(pool) => pool,
             None => {
@@ -270,14 +271,24 @@ impl AsyncNamespace {
     /// Tells the controller that nobody needs the data of these ranges (1 to 256) any more: Dataset
     /// Management, Deallocate. What they read as afterwards is the controller's choice.
     pub fn discard(&self, ranges: &[DsmRange]) -> Unit {
-        let command = match self.namespace.deallocate(ranges.len()) {
+        self.with_ranges(self.namespace.deallocate(ranges.len()), ranges.as_bytes())
+    }
+
+    /// Has the controller copy the blocks of `sources`, one range after the other, to `to` and what
+    /// follows: see [`Namespace::copy`].
+    pub fn copy(&self, to: u64, sources: &[CopyRange]) -> Unit {
+        self.with_ranges(self.namespace.copy(to, sources), sources.as_bytes())
+    }
+
+    fn with_ranges(&self, command: Result<Command, RequestError>, ranges: &[u8]) -> Unit {
+        let command = match command {
             Ok(command) => command,
             Err(error) => return self.unit(Err(error)),
         };
-        match self.queue.range_buffer(ranges.as_bytes().len()) {
+        match self.queue.range_buffer(ranges.len()) {
             Ok(mut buffer) => {
                 // It has room for the most ranges that there may be.
-                let _ = buffer.copy_from(0, ranges.as_bytes());
+                let _ = buffer.copy_from(0, ranges);
                 Unit(self.queue.submit(command, Some(buffer)))
             }
             Err(error) => {

@@ -103,7 +103,7 @@ fn every_command() {
             let error = disk.compare(0, buffer).await.unwrap_err();
             assert!(matches!(
                 error.kind,
-                IoErrorKind::Status { status: Status::COMPARE_FAILURE, opcode: 5 }
+                IoErrorKind::Status { status: Status::COMPARE_FAILURE, opcode: 5, .. }
             ));
             assert!(error.buffer.is_some(), "the device is done with it");
         });

@@ -10,9 +10,11 @@ use shadowbell_driver::{
     Recovery, RecoveryStats, Timeouts,
 };
 use spec::Status;
+use spec::nvm::CopyRange;
 use spec::opcode::AdminOpcode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use zerocopy::IntoBytes;
 
 /// A controller with its host.
 struct Rig {
@@ -162,6 +164,46 @@ fn what_must_not_be_repeated_ends_with_an_error_and_its_buffer() {
         assert_eq!((stats.ended, stats.repeated), (3, 0), "{stats:?}");
         assert_eq!(rig.queue.stats().ended, 3);
         assert_eq!(rig.exercise(false), 0, "the queue works");
+    }
+}
+
+/// A source that its own destination overlaps is another one the second time.
+#[test]
+fn copies_are_repeated_if_they_may_be() {
+    for fault in ["drop-before:at=1", "drop-after:at=1", "hang:at=1", "hang:at=1,ignore=0x08"] {
+        for (to, overlaps) in [(100, false), (4, true)] {
+            let mut rig = rig();
+            for block in 0..16u8 {
+                let mut buffer = rig.pool.take().unwrap();
+                buffer.fill(block + 1);
+                let namespace = rig.controller.namespace(1).unwrap();
+                let write = namespace.write(block.into(), 1).unwrap();
+                rig.queue.submit(write, Some(buffer)).unwrap();
+                assert_eq!(next(&mut rig.queue).status, Status::SUCCESS);
+            }
+            let sources = [CopyRange { slba: 0, nlb0: 7, ..CopyRange::default() }];
+            let mut buffer = rig.pool.take().unwrap();
+            assert!(buffer.copy_from(0, sources.as_bytes()));
+            let copy = rig.controller.namespace(1).unwrap().copy(to, &sources).unwrap();
+            assert_eq!(copy.is_repeatable(), !overlaps);
+            inject(&rig.emulated, fault);
+            rig.queue.submit(copy, Some(buffer)).unwrap();
+            let completion = next(&mut rig.queue);
+            assert!(completion.buffer.is_some());
+            let ended = [Status::ABORT_REQUESTED, Status::ABORTED_BY_HOST];
+            match completion.status {
+                Status::SUCCESS => assert!(!overlaps, "{fault}"),
+                status => assert!(overlaps && ended.contains(&status.code()), "{fault}: {status}"),
+            }
+            assert_eq!(rig.queue.stats().repeated, u64::from(!overlaps), "{fault}");
+            let read = rig.controller.namespace(1).unwrap().read(to, 8).unwrap();
+            rig.queue.submit(read, rig.pool.take()).unwrap();
+            let data = next(&mut rig.queue).buffer.unwrap().to_vec(4096);
+            let marks: Vec<u8> = data.chunks(512).map(|block| block[0]).collect();
+            let copied = marks == [1, 2, 3, 4, 5, 6, 7, 8];
+            let untouched = marks == [5, 6, 7, 8, 9, 10, 11, 12];
+            assert!(copied || overlaps && untouched, "{fault}: {marks:?}");
+        }
     }
 }
 

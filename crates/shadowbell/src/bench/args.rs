@@ -211,16 +211,16 @@ impl CompletionMode {
 }
 
 /// A size in bytes: binary units, as fio has them.
-fn parse_bytes(text: &str) -> Result<u64, String> {
+pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
     disk::parse_size(text)
 }
 
-fn parse_offset(text: &str) -> Result<u64, String> {
+pub(crate) fn parse_offset(text: &str) -> Result<u64, String> {
     if text.bytes().all(|b| b == b'0') && !text.is_empty() { Ok(0) } else { parse_bytes(text) }
 }
 
 /// A time: seconds, or with a unit.
-fn parse_time(text: &str) -> Result<Duration, String> {
+pub(crate) fn parse_time(text: &str) -> Result<Duration, String> {
     let bad = || format!("`{text}` is no time; write for example `10`, `500ms` or `2m`");
     let unit = text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.');
     let value = text.strip_suffix(unit).unwrap_or(text);

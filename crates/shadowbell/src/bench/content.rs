@@ -20,7 +20,7 @@ const RANDOM_AT: usize = 24;
 
 /// What is wrong with a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Fault {
+pub(crate) enum Fault {
     /// It was never written by a run like this.
     Foreign,
     /// It is from a run with another seed.
@@ -37,10 +37,10 @@ pub(super) enum Fault {
 
 /// A block that is not what it has to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct BadBlock {
+pub(crate) struct BadBlock {
     /// The byte of the namespace at which the first bad cell begins.
-    pub(super) place: u64,
-    pub(super) fault: Fault,
+    pub(crate) place: u64,
+    pub(crate) fault: Fault,
 }
 
 impl fmt::Display for BadBlock {
@@ -74,7 +74,7 @@ fn put<const N: usize>(cell: &mut [u8], at: usize, bytes: [u8; N]) {
 }
 
 /// Fills `block`, which is to be written to byte `place`, for write number `sequence` of the block.
-pub(super) fn fill(block: &mut [u8], place: u64, sequence: u32, seed: u32) {
+pub(crate) fn fill(block: &mut [u8], place: u64, sequence: u32, seed: u32) {
     for (n, cell) in block.chunks_exact_mut(CELL).enumerate() {
         let place = place + (n * CELL) as u64;
         put(cell, MAGIC_AT, MAGIC.to_le_bytes());
@@ -93,7 +93,7 @@ pub(super) fn fill(block: &mut [u8], place: u64, sequence: u32, seed: u32) {
 
 /// Whether `block`, read from byte `place`, is in one piece, at its place, and of write number
 /// `expected` of the block, if that is known.
-pub(super) fn check(
+pub(crate) fn check(
     block: &[u8],
     place: u64,
     expected: Option<u32>,

@@ -41,18 +41,18 @@
 
 mod args;
 mod conduct;
-mod content;
+pub(crate) mod content;
 mod hold;
 mod job;
 mod lane;
 mod load;
 mod pace;
-mod pattern;
+pub(crate) mod pattern;
 mod run;
 mod server;
 
-pub(crate) use args::doorbells_name;
 pub use args::{Args, CompletionMode, DoorbellMode, Plan, Verify, Workload};
+pub(crate) use args::{doorbells_name, parse_bytes, parse_offset, parse_time};
 pub use conduct::{Tick, Watch};
 pub use hold::{HoldArgs, hold};
 pub use run::{Outcome, measure};

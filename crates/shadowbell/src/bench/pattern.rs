@@ -2,11 +2,11 @@
 
 /// A xorshift64* generator: a few instructions a number, and good enough to spread I/Os.
 #[derive(Clone, Debug)]
-pub(super) struct Rng(u64);
+pub(crate) struct Rng(u64);
 
 impl Rng {
     /// Any seed will do; each gives another sequence.
-    pub(super) fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         // The steps of splitmix64: seeds that differ in a bit end up far apart. A state of zero
         // would stay zero.
         let mut z = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -26,7 +26,7 @@ impl Rng {
 
     /// A number below `bound`, without a division.
     #[inline]
-    pub(super) fn below(&mut self, bound: u64) -> u64 {
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
         ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
     }
 }

@@ -1,8 +1,9 @@
 //! The counters of what is served, as JSON.
 
 use super::service::ServedController;
-use controller::Stats;
+use controller::{Config, Stats};
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io::{self, Write};
 use std::path::Path;
@@ -37,21 +38,44 @@ pub struct ControllerReport {
     pub socket: String,
     /// Its serial number.
     pub serial: String,
+    /// What its disks counted of how they work, where they do.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<DiskReport>,
     /// All that it counted.
     #[serde(flatten)]
     pub stats: Stats,
+}
+
+/// The counters of a disk.
+#[derive(Debug, Serialize)]
+pub struct DiskReport {
+    /// What it is called.
+    pub disk: String,
+    /// By name.
+    #[serde(flatten)]
+    pub counters: BTreeMap<&'static str, u64>,
+}
+
+/// Of the disks of a controller that count something.
+fn disks(config: &Config) -> Vec<DiskReport> {
+    let reports = config.namespaces.iter().map(|namespace| {
+        let disk = &namespace.disk;
+        DiskReport { disk: disk.name(), counters: disk.counters().into_iter().collect() }
+    });
+    reports.filter(|report| !report.counters.is_empty()).collect()
 }
 
 impl Report {
     pub(super) fn of(served: &[ServedController]) -> Self {
         let mut report = Self::default();
         for ServedController { name, controller, .. } in served {
-            report.add(name, &controller.config().serial, controller.stats());
+            let config = controller.config();
+            report.add(name, &config.serial, controller.stats(), disks(config));
         }
         report
     }
 
-    fn add(&mut self, socket: &str, serial: &str, stats: Stats) {
+    fn add(&mut self, socket: &str, serial: &str, stats: Stats, disks: Vec<DiskReport>) {
         let (sq, cq) = stats.io_queues();
         self.commands += sq.commands;
         self.batches += sq.batches;
@@ -64,7 +88,7 @@ impl Report {
             self.event_idx_armed += doorbell.event_idx_armed;
         }
         let (socket, serial) = (socket.to_owned(), serial.to_owned());
-        self.controllers.push(ControllerReport { socket, serial, stats });
+        self.controllers.push(ControllerReport { socket, serial, disks, stats });
     }
 }
 
@@ -123,8 +147,8 @@ mod tests {
             ..Stats::default()
         };
         let mut report = Report::default();
-        report.add("a", "A", stats());
-        report.add("b", "B", stats());
+        report.add("a", "A", stats(), Vec::new());
+        report.add("b", "B", stats(), Vec::new());
         assert_eq!((report.commands, report.completions), (222, 222));
         assert_eq!(report.doorbell_mmio_writes, 2 * (3 + 20));
         assert_eq!(report.interrupts, 8);

@@ -14,7 +14,7 @@ const BLOCKS: u64 = 64;
 
 /// What the disk does wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Defect {
+pub(crate) enum Defect {
     None,
     /// The write never happens.
     Lost,
@@ -28,11 +28,11 @@ enum Defect {
 
 /// Memory with a defect in its `at`th write.
 #[derive(Debug)]
-struct BadDisk {
-    memory: MemDisk,
-    defect: Defect,
-    at: u64,
-    writes: Arc<AtomicU64>,
+pub(crate) struct BadDisk {
+    pub(crate) memory: MemDisk,
+    pub(crate) defect: Defect,
+    pub(crate) at: u64,
+    pub(crate) writes: Arc<AtomicU64>,
 }
 
 struct BadQueue {

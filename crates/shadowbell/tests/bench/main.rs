@@ -7,3 +7,4 @@ mod harness;
 mod inspect;
 mod measure;
 mod transfer;
+mod verify;

@@ -13,6 +13,7 @@ use zerocopy::IntoBytes;
 use super::ClientError;
 use crate::Errno;
 use crate::codec::{Decoder, MAX_MESSAGE_FDS, Message, Outbox};
+use crate::descriptor::{Descriptor, Entrance};
 use crate::socket::{Received, receive, send};
 use crate::wire::{HEADER_LEN, Header, header_flags};
 
@@ -23,13 +24,14 @@ const MAX_STRAY: u32 = 1024;
 /// The payload of a good reply, and what came with it.
 pub(super) struct Reply<'a> {
     pub(super) payload: &'a [u8],
-    pub(super) fds: Vec<OwnedFd>,
+    pub(super) fds: Vec<Descriptor>,
 }
 
 /// A socket with a server at the other end.
 #[derive(Debug)]
 pub(super) struct Connection {
     socket: Arc<OwnedFd>,
+    entrance: Entrance,
     decoder: Decoder,
     next_id: u16,
     timeout: Option<Duration>,
@@ -59,6 +61,7 @@ impl Connection {
         set_socket_timeout(&socket, Timeout::Send, limit(timeout)).map_err(failed)?;
         Ok(Self {
             socket: Arc::new(socket),
+            entrance: Entrance::new(Arc::default()),
             decoder: Decoder::new(max_data_xfer_size as usize),
             next_id: 0,
             timeout,
@@ -221,7 +224,7 @@ impl Connection {
                 Err(errno) => return Err(ClientError::Socket(errno.into())),
             }
         }
-        match receive(self.socket.as_fd(), &mut self.decoder) {
+        match receive(self.socket.as_fd(), &mut self.decoder, &mut self.entrance) {
             Ok(Received::Bytes { .. }) => Ok(()),
             Ok(Received::Closed) | Err(Errno::CONNRESET) => Err(gone()),
             Ok(Received::FdsLost) => Err(ClientError::Socket(Errno::MFILE.into())),

@@ -6,6 +6,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::connection::{Connection, Reply};
 use super::{ClientError, wire_size};
+use crate::descriptor::Descriptor;
 use crate::device::{Area, IoFds};
 use crate::wire::{self, command};
 
@@ -40,7 +41,11 @@ enum Answer {
 }
 
 fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String> {
-    let events: Vec<OwnedFd> = std::mem::take(&mut reply.fds);
+    let events = std::mem::take(&mut reply.fds).into_iter().map(|fd| match fd {
+        Descriptor::Event(fd) => Ok(fd),
+        _ => Err("a descriptor is no eventfd".to_owned()),
+    });
+    let events = events.collect::<Result<Vec<OwnedFd>, _>>()?;
     let (info, list) = reply.split::<wire::RegionIoFds>()?;
     if info.index != index {
         return Err(format!("it is about region {}", info.index));

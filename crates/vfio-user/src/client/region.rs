@@ -6,6 +6,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::connection::{Connection, Reply};
 use super::{ClientError, wire_size};
+use crate::descriptor::Descriptor;
 use crate::device::Area;
 use crate::wire::{self, command, region_flags};
 
@@ -66,7 +67,11 @@ enum Answer {
 }
 
 fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String> {
-    let fds = std::mem::take(&mut reply.fds);
+    let fds = std::mem::take(&mut reply.fds).into_iter().map(|fd| match fd {
+        Descriptor::Memory(fd) => Ok(fd),
+        _ => Err("a descriptor is of no memory and no local file".to_owned()),
+    });
+    let fds = fds.collect::<Result<Vec<_>, _>>()?;
     let (info, _) = reply.split::<wire::RegionInfo>()?;
     if info.index != index {
         return Err(format!("it is about region {}", info.index));

@@ -7,12 +7,13 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FlockOperation, Mode, OFlags, flock, open};
+use rustix::fs::{CWD, FlockOperation, Mode, OFlags, RenameFlags, flock, open, renameat_with};
 use rustix::net::{
-    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen,
-    socket_with,
+    AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect,
+    listen, shutdown, socket_with,
 };
 
+use crate::descriptor::Stream;
 use crate::{Errno, address};
 
 /// Clients that may wait while one is attached.
@@ -89,7 +90,9 @@ pub struct Listener {
 impl Listener {
     /// Listens at `path`, or if that is a directory, at `cntrl` in there, where SPDK's client looks.
     ///
-    /// A file that a dead server has left is replaced.
+    /// A file that a dead server has left is replaced. Whoever sees the file can connect: the socket
+    /// listens before it gets its name. (Until then it is called `.NAME.PID`, and so it is in lists of
+    /// sockets.)
     ///
     /// # Errors
     ///
@@ -117,13 +120,27 @@ impl Listener {
         let _lock = lock_directory(&directory);
         remove_stale(&path, &address)?;
         let socket = new_socket().map_err(system("listened on"))?;
-        bind(&socket, &address).map_err(|errno| match errno {
-            Errno::ADDRINUSE => BindError::InUse { path: path.clone() },
+        let in_use = |errno: Errno| match errno {
+            Errno::ADDRINUSE | Errno::EXIST => BindError::InUse { path: path.clone() },
             other => system("created")(other),
-        })?;
-        let file = fs::symlink_metadata(&path).ok().map(|file| (file.dev(), file.ino()));
-        let listener = Self { socket, path: path.clone(), file };
+        };
+        // Until it listens, a connect fails.
+        let hidden = hidden_name(&path);
+        let hidden_address = hidden.as_ref().and_then(|name| SocketAddrUnix::new(name).ok());
+        let first = match (&hidden, &hidden_address) {
+            (Some(name), Some(_)) => name,
+            // A long name leaves no room for a longer one: then whoever comes too early tries again.
+            _ => &path,
+        };
+        bind(&socket, hidden_address.as_ref().unwrap_or(&address)).map_err(in_use)?;
+        let file = fs::symlink_metadata(first).ok().map(|file| (file.dev(), file.ino()));
+        // Whatever fails from here on removes it.
+        let mut listener = Self { socket, path: first.clone(), file };
         listen(&listener.socket, BACKLOG).map_err(system("listened on"))?;
+        if *first != path {
+            rename_new(first, &path).map_err(in_use)?;
+            listener.path = path.clone();
+        }
         Ok(listener)
     }
 
@@ -170,6 +187,43 @@ impl Drop for Listener {
         if there.is_ok_and(|there| there == ours) {
             let _ = fs::remove_file(&self.path);
         }
+        // Who still waits may have sent something already, even descriptors, and closing the socket
+        // would close that.
+        let _ = shutdown(&self.socket, Shutdown::Both);
+        let closer = std::sync::Arc::default();
+        while let Ok(Some(stream)) = self.accept() {
+            drop(Stream::new(stream, std::sync::Arc::clone(&closer)));
+        }
+    }
+}
+
+/// A name in the directory of `path` that nobody looks for, if there is room for one in a socket's
+/// address.
+fn hidden_name(path: &Path) -> Option<PathBuf> {
+    let mut name = std::ffi::OsString::from(".");
+    name.push(path.file_name()?);
+    name.push(format!(".{}", std::process::id()));
+    let hidden = path.with_file_name(name);
+    if address::len(&hidden) > address::MAX_PATH {
+        return None;
+    }
+    // Left by a process that had our number, and died between two system calls.
+    let left = fs::symlink_metadata(&hidden).is_ok_and(|file| file.file_type().is_socket());
+    if left {
+        let _ = fs::remove_file(&hidden);
+    }
+    Some(hidden)
+}
+
+/// Gives `from` the name `to`, which must not be there.
+fn rename_new(from: &Path, to: &Path) -> Result<(), Errno> {
+    match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
+        // Not every file system has it.
+        Err(Errno::INVAL | Errno::NOSYS) => {
+            rustix::fs::link(from, to)?;
+            rustix::fs::unlink(from)
+        }
+        outcome => outcome,
     }
 }
 

@@ -23,6 +23,12 @@
 //! ([`Device::disconnected`](crate::Device::disconnected)), and the next one is accepted. While
 //! replies wait to be read, no further requests of that peer are looked at, so what is kept for it
 //! is bounded.
+//!
+//! A request with a descriptor that could make us wait for somebody (see
+//! [`descriptor`](crate::descriptor)) is refused with EINVAL and a line in the log. Nothing here ever
+//! maps such a descriptor, asks it for anything or closes it: a thread of that device's own does the
+//! closing. A client that brings more of them than that thread gets rid of is dropped, and the next
+//! one is let in at that socket when most of them are gone.
 
 mod inbox;
 mod listener;

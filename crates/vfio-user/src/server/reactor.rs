@@ -18,9 +18,11 @@ use super::listener::Listener;
 use super::requests::Context;
 use super::session::{Ended, Session, Turn};
 use crate::Errno;
+use crate::descriptor::{Closer, Entrance, Stream};
 use crate::device::Device;
 
-/// How long to wait after a client could not be accepted for want of descriptors or memory.
+/// How long to wait after a client could not be accepted for want of descriptors or memory, or was
+/// not to be because too many that an earlier one sent are still being closed.
 const RETRY_ACCEPT: Duration = Duration::from_secs(1);
 
 /// Epoll events that one wait fetches.
@@ -43,6 +45,9 @@ struct Port {
     gone: Vec<SyncSender<()>>,
     /// Counts the completion handles given out.
     sequence: u64,
+    /// Closes what clients bring that may take its time.
+    closer: Arc<Closer>,
+    /// When to try again to let somebody in.
     retry: Option<Instant>,
     /// The entry in the reactor's timers.
     timer: Option<Instant>,
@@ -253,6 +258,7 @@ impl Reactor {
             closing: false,
             gone: Vec::new(),
             sequence: 0,
+            closer: Arc::default(),
             retry: None,
             timer: None,
         };
@@ -283,6 +289,11 @@ impl Reactor {
             }
             let Some(listener) = &port.listener else { return };
             port.retry = None;
+            if port.closer.is_overdone() {
+                debug!(port = id.0, "the next client waits until descriptors are closed");
+                port.retry = Some(Instant::now() + RETRY_ACCEPT);
+                return self.set_timer(id);
+            }
             match listener.accept() {
                 Ok(Some(stream)) => {
                     if let Err(errno) = self.attach(id, stream) {
@@ -302,11 +313,12 @@ impl Reactor {
     }
 
     fn attach(&mut self, id: PortId, stream: OwnedFd) -> Result<(), Errno> {
+        let Some(port) = self.ports.get_mut(&id) else { return Ok(()) };
+        let stream = Stream::new(stream, Arc::clone(&port.closer));
         epoll::add(&self.epoll, &stream, session_token(id), session_watch(false))?;
-        if let Some(port) = self.ports.get_mut(&id) {
-            port.state = State::Attached(Box::new(Session::new(stream, &self.limits)));
-            debug!(port = id.0, "a client has connected");
-        }
+        let entrance = Entrance::new(Arc::clone(&port.closer));
+        port.state = State::Attached(Box::new(Session::new(stream, entrance, &self.limits)));
+        debug!(port = id.0, "a client has connected");
         self.queue(id);
         self.set_timer(id);
         Ok(())
@@ -389,6 +401,8 @@ impl Reactor {
         }
         let awaited = session.link.awaits();
         let agreed = session.link.is_agreed();
+        // It may take its time to be closed, and is not to be heard of meanwhile.
+        let _ = epoll::delete(&self.epoll, session.socket());
         drop(session);
         match awaited {
             Some(sequence) => {

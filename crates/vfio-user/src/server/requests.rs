@@ -1,6 +1,5 @@
 //! From a message to a call of the device, and from its answer to the reply.
 
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use tracing::debug;
@@ -11,6 +10,7 @@ use super::{Limits, MAX_MSG_FDS};
 use crate::Errno;
 use crate::capabilities::Capabilities;
 use crate::codec::{Message, Outbox};
+use crate::descriptor::Descriptor;
 use crate::device::{
     Device, DeviceInfo, DmaMap, DmaUnmap, Done, IoFds, IrqAction, IrqData, Later, Peer, RegionInfo,
     SetIrqs,
@@ -199,7 +199,7 @@ impl Link {
         agreed: Agreed,
         header: &Header,
         payload: &[u8],
-        fds: Vec<OwnedFd>,
+        fds: Vec<Descriptor>,
         device: &mut dyn Device,
         context: &mut Context<'_>,
     ) -> Result<(), Errno> {
@@ -488,7 +488,7 @@ fn region_write(
     Ok(taken)
 }
 
-fn dma_map(payload: &[u8], mut fds: Vec<OwnedFd>) -> Result<DmaMap, Errno> {
+fn dma_map(payload: &[u8], mut fds: Vec<Descriptor>) -> Result<DmaMap, Errno> {
     let (map, _) = split::<wire::DmaMap>(payload)?;
     if map.size == 0
         || map.address.checked_add(map.size).is_none()
@@ -497,12 +497,17 @@ fn dma_map(payload: &[u8], mut fds: Vec<OwnedFd>) -> Result<DmaMap, Errno> {
     {
         return Err(Errno::INVAL);
     }
+    let fd = match fds.pop() {
+        None => None,
+        Some(Descriptor::Memory(fd)) => Some(fd),
+        Some(_) => return Err(Errno::INVAL),
+    };
     Ok(DmaMap {
         iova: map.address,
         len: map.size,
         readable: map.flags & wire::dma_map_flags::READ != 0,
         writable: map.flags & wire::dma_map_flags::WRITE != 0,
-        fd: fds.pop(),
+        fd,
         fd_offset: map.offset,
     })
 }
@@ -523,7 +528,7 @@ fn dma_unmap(unmap: &wire::DmaUnmap) -> Result<DmaUnmap, Errno> {
     Ok(DmaUnmap::Range { iova: unmap.address, len: unmap.size })
 }
 
-fn set_irqs(agreed: Agreed, payload: &[u8], fds: Vec<OwnedFd>) -> Result<SetIrqs, Errno> {
+fn set_irqs(agreed: Agreed, payload: &[u8], fds: Vec<Descriptor>) -> Result<SetIrqs, Errno> {
     use wire::set_irqs_flags as flags;
     let (set, rest) = split::<wire::SetIrqs>(payload)?;
     if set.index >= agreed.info.irqs || set.start.checked_add(set.count).is_none() {
@@ -542,7 +547,13 @@ fn set_irqs(agreed: Agreed, payload: &[u8], fds: Vec<OwnedFd>) -> Result<SetIrqs
             let bytes = rest.get(..count).ok_or(Errno::INVAL)?;
             IrqData::Bools(bytes.iter().map(|byte| *byte != 0).collect())
         }
-        flags::DATA_EVENTFD if fds.is_empty() || fds.len() == count => IrqData::Eventfds(fds),
+        flags::DATA_EVENTFD if fds.is_empty() || fds.len() == count => {
+            let events = fds.into_iter().map(|fd| match fd {
+                Descriptor::Event(fd) => Ok(fd),
+                _ => Err(Errno::INVAL),
+            });
+            IrqData::Eventfds(events.collect::<Result<_, _>>()?)
+        }
         _ => return Err(Errno::INVAL),
     };
     Ok(SetIrqs { index: set.index, start: set.start, count: set.count, action, data })

@@ -1,12 +1,13 @@
 //! One connection: reads, handles, writes, and knows what its peer owes.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Instant;
 
 use super::Limits;
 use super::requests::{Context, Link, Violation};
 use crate::Errno;
 use crate::codec::{DecodeError, Decoder};
+use crate::descriptor::{Entrance, Stream};
 use crate::device::Device;
 use crate::socket::{Received, receive, send_owned};
 
@@ -30,6 +31,8 @@ pub(super) enum Ended {
     Violation(#[from] Violation),
     #[error("its descriptors could not be received: too many are open in this process")]
     FdsLost,
+    #[error("it keeps sending descriptors that take their time to be closed")]
+    FdsStuck,
     #[error("its socket failed: {0}")]
     Socket(#[from] Errno),
     #[error("it did not agree on a version in time")]
@@ -64,7 +67,8 @@ enum Debt {
 
 /// A connection.
 pub(super) struct Session {
-    socket: OwnedFd,
+    socket: Stream,
+    entrance: Entrance,
     decoder: Decoder,
     pub(super) link: Link,
     readable: bool,
@@ -76,10 +80,11 @@ pub(super) struct Session {
 }
 
 impl Session {
-    pub(super) fn new(socket: OwnedFd, limits: &Limits) -> Self {
+    pub(super) fn new(socket: Stream, entrance: Entrance, limits: &Limits) -> Self {
         let max = usize::try_from(limits.max_data_xfer_size).unwrap_or(usize::MAX);
         Self {
             socket,
+            entrance,
             decoder: Decoder::new(max),
             link: Link::default(),
             // Its first message may well be there already.
@@ -149,7 +154,11 @@ impl Session {
                 return Ok(Turn::Rest);
             }
             left -= 1;
-            match receive(self.socket.as_fd(), &mut self.decoder) {
+            let received = receive(self.socket.as_fd(), &mut self.decoder, &mut self.entrance);
+            if self.entrance.closer().is_overdone() {
+                return Err(Ended::FdsStuck);
+            }
+            match received {
                 // A hang-up is announced only once: then read on until it shows.
                 Ok(Received::Bytes { drained }) => self.readable = !drained || self.hung_up,
                 Ok(Received::Closed) if self.decoder.is_partial() => {

@@ -145,7 +145,7 @@ impl Device for Toy {
             // One for the first half of every 16 bytes and one for the second, and one that is
             // more than any client takes.
             0 => Ok(IoFds {
-                events: (0..100).map(|_| self.bar2.try_clone().unwrap()).collect(),
+                events: eventfds(100),
                 areas: (0..300)
                     .map(|n| (Area { offset: n * 8, len: 4 }, n as usize % 2))
                     .chain([(Area { offset: 9999, len: 4 }, 99)])
@@ -312,6 +312,14 @@ impl Reply {
     pub(crate) fn ok(self) -> Vec<u8> {
         assert_eq!(self.header.flags, header_flags::REPLY, "{:?}", self.header);
         self.payload
+    }
+
+    /// Whether it is a good one.
+    pub(crate) fn errno_or_ok(self) -> Result<(), Errno> {
+        match self.header.flags & header_flags::ERROR {
+            0 => Ok(()),
+            _ => Err(self.errno()),
+        }
     }
 
     /// The errno of an error reply, which has nothing but a header.

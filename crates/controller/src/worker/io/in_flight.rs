@@ -11,6 +11,8 @@ pub(super) enum Owner {
     Command { sq: usize, cid: u16 },
     /// The slot is one of several requests of the command in another slot.
     Part { parent: u32 },
+    /// The slot reads or writes source range `range` of the Copy command in another slot.
+    Range { copy: u32, range: u32 },
     /// The slot is a flush that the controller wants for itself.
     Internal,
 }
@@ -86,8 +88,9 @@ impl Engine {
         }
     }
 
-    /// Calls `ended` for every command that has ended.
-    pub(crate) fn reap(&mut self, mut ended: impl FnMut(Ended)) {
+    /// Calls `ended` for every command that has ended. Whether there is more to do at once, which no
+    /// disk announces.
+    pub(crate) fn reap(&mut self, mut ended: impl FnMut(Ended)) -> bool {
         let mut spaces = std::mem::take(&mut self.spaces);
         for space in &mut spaces {
             if space.queue.pending() == 0 {
@@ -102,6 +105,7 @@ impl Engine {
             });
         }
         self.spaces = spaces;
+        !self.copies.is_empty() && self.advance_copies(&mut ended)
     }
 
     pub(super) fn end(&mut self, tag: u32, outcome: Result<(), DiskError>) -> Option<Ended> {
@@ -126,6 +130,10 @@ impl Engine {
                 // The parent's own end, which has no outcome of its own.
                 self.end(parent, Ok(()))
             }
+            Owner::Range { copy, range } => {
+                self.copies.range_ended(copy, range, slot.status);
+                None
+            }
             Owner::Internal => None,
             Owner::Command { sq, cid } => {
                 if slot.status.is_success() {
@@ -133,7 +141,8 @@ impl Engine {
                 } else {
                     self.count_error(slot.status);
                 }
-                Some(Ended { sq, cid, status: slot.status, nsid: slot.nsid, lba: slot.lba })
+                let Slot { status, nsid, lba, .. } = slot;
+                Some(Ended { sq, cid, status, nsid, lba, dw0: 0 })
             }
         }
     }
@@ -147,8 +156,11 @@ impl Engine {
         });
         let Some(found) = found else { return reply.answer(false) };
         self.cancel(|tag, slot| {
-            tag == found || matches!(slot.owner, Owner::Part { parent } if parent as usize == found)
+            tag == found
+                || matches!(slot.owner, Owner::Part { parent: of } | Owner::Range { copy: of, .. }
+                    if of as usize == found)
         });
+        self.copies.cancel(|copy| copy.parent as usize == found);
         if let Some(slot) = self.slot(found as u32) {
             slot.abort = Some(reply);
         }
@@ -169,13 +181,14 @@ impl Engine {
                     .collect();
                 self.cancel(|_, slot| match slot.owner {
                     Owner::Command { sq, .. } => sq == queue,
-                    Owner::Part { parent } => {
-                        parents.get(parent as usize).copied().unwrap_or(false)
+                    Owner::Part { parent: of } | Owner::Range { copy: of, .. } => {
+                        parents.get(of as usize).copied().unwrap_or(false)
                     }
                     Owner::Internal => false,
                 });
             }
         }
+        self.copies.cancel(|copy| of.is_none_or(|queue| copy.sq == queue));
     }
 
     fn cancel(&mut self, which: impl Fn(usize, &Slot) -> bool) {

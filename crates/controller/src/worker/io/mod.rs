@@ -1,9 +1,11 @@
 //! I/O commands: from a fetched entry to requests of a disk, and back to a status.
 
+mod copy;
 mod in_flight;
 
 use crate::namespace::Namespace;
 use crate::stats::IoStats;
+use copy::Copies;
 use disk::{DiskError, Op, Queue, Request, Submitted};
 use in_flight::{Owner, Slot};
 use memory::{Ring, Segments, View};
@@ -61,6 +63,8 @@ pub(crate) struct Ended {
     pub(crate) status: Status,
     pub(crate) nsid: u32,
     pub(crate) lba: u64,
+    /// Command specific result, dword 0.
+    pub(crate) dw0: u32,
 }
 
 /// What kind of command a slot belongs to, for the statistics.
@@ -68,6 +72,7 @@ pub(crate) struct Ended {
 enum Kind {
     Read(u64),
     Write(u64),
+    Copy(u64),
     Other,
 }
 
@@ -85,6 +90,7 @@ pub(crate) struct Engine {
     scratch: Segments,
     /// Emptied buffers, kept for their room.
     spare: Vec<Segments>,
+    copies: Copies,
     pub(crate) stats: IoStats,
 }
 
@@ -151,6 +157,7 @@ impl Engine {
             free: Vec::new(),
             scratch: Segments::new(),
             spare: Vec::new(),
+            copies: Copies::default(),
             stats: IoStats::default(),
         }
     }
@@ -239,6 +246,10 @@ impl Engine {
                 self.stats.writes += 1;
                 self.stats.bytes_written += bytes;
             }
+            Kind::Copy(bytes) => {
+                self.stats.copies += 1;
+                self.stats.bytes_copied += bytes;
+            }
             Kind::Other => self.stats.others += 1,
         }
     }
@@ -314,6 +325,7 @@ impl Engine {
             NvmOpcode::Compare => Ok(self.transfer(op, sqe, sq)?.then_some(Status::SUCCESS)),
             NvmOpcode::Flush => self.flush(sqe, sq),
             NvmOpcode::DatasetManagement => self.dataset_management(sqe, sq),
+            NvmOpcode::Copy => self.copy(sqe, sq).map(|()| None),
             NvmOpcode::WriteZeroes | NvmOpcode::Verify => {
                 let index = self.space(sqe.nsid)?;
                 let rw = RwFields::decode(sqe);
@@ -397,9 +409,7 @@ impl Engine {
                 self.count(kind);
                 Some(Status::SUCCESS)
             }
-            Submitted::Done(Err(error)) => {
-                Some(status_of(error, !matches!(kind, Kind::Write(_) | Kind::Other)))
-            }
+            Submitted::Done(Err(error)) => Some(status_of(error, matches!(kind, Kind::Read(_)))),
             Submitted::Pending => {
                 self.keep(tag, index, sqe, sq, kind);
                 None

@@ -1,0 +1,630 @@
+//! The Copy command: what is where afterwards, what is refused, and what happens when something
+//! comes in between.
+
+mod common;
+
+use common::{Host, Queue, slow_host};
+use disk::{Disk, DiskError, Info, MemDisk, Op, Request, Submitted};
+use memory::{EventFd, Segments};
+use proptest::prelude::*;
+use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool};
+use spec::identify::{IDENTIFY_SIZE, IdentifyController, IdentifyNamespace, cns};
+use spec::nvm::{CopyFields, CopyRange};
+use spec::regs::{self, Cc};
+use spec::sqe::NSID_ALL;
+use spec::{Sqe, Status};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use zerocopy::{FromBytes, IntoBytes};
+
+const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
+/// Blocks that one command copies at most, of 512 bytes.
+const MOST: u64 = (1 << 20) / 512;
+
+/// What a [`Held`] disk has been told to do, and what it saw.
+#[derive(Debug, Default)]
+struct Orders {
+    hold: bool,
+    /// Requests that begin at this byte fail.
+    fail_at: Option<u64>,
+    seen: Vec<Request>,
+    cancelled: usize,
+    bells: Vec<EventFd>,
+}
+
+/// Memory that keeps its requests waiting for as long as it is told to.
+#[derive(Clone, Debug)]
+struct Held {
+    mem: MemDisk,
+    orders: Arc<Mutex<Orders>>,
+}
+
+impl Held {
+    fn new(blocks: u64) -> Self {
+        Self { mem: MemDisk::new(blocks, 512).unwrap(), orders: Arc::default() }
+    }
+
+    fn order(&self, order: impl FnOnce(&mut Orders)) {
+        let mut orders = self.orders.lock().unwrap();
+        order(&mut orders);
+        orders.bells.iter().for_each(EventFd::signal);
+    }
+
+    fn seen(&self) -> Vec<Request> {
+        self.orders.lock().unwrap().seen.clone()
+    }
+
+    fn cancelled(&self) -> usize {
+        self.orders.lock().unwrap().cancelled
+    }
+
+    /// Its blocks, each as the number that it begins with.
+    fn marks(&self, first: u64, count: u64) -> Vec<u64> {
+        let read = |block| self.mem.bytes().read::<u64>((block * 512) as usize).unwrap();
+        (first..first + count).map(read).collect()
+    }
+
+    /// Every block holds its own number.
+    fn mark(&self) {
+        for block in 0..self.mem.info().blocks {
+            let at = (block * 512) as usize;
+            (0..64).for_each(|word| self.mem.bytes().write(at + word * 8, &block).unwrap());
+        }
+    }
+}
+
+impl Disk for Held {
+    fn info(&self) -> Info {
+        self.mem.info()
+    }
+
+    fn queue(&self) -> std::io::Result<Box<dyn disk::Queue>> {
+        let bell = EventFd::new()?;
+        self.orders.lock().unwrap().bells.push(bell.try_clone()?);
+        let inner = self.mem.queue()?;
+        Ok(Box::new(HeldQueue { disk: self.clone(), inner, bell, held: Vec::new() }))
+    }
+
+    fn name(&self) -> String {
+        "held".into()
+    }
+}
+
+struct HeldQueue {
+    disk: Held,
+    inner: Box<dyn disk::Queue>,
+    bell: EventFd,
+    held: Vec<(u32, Request, Segments)>,
+}
+
+impl disk::Queue for HeldQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        self.disk.orders.lock().unwrap().seen.push(*request);
+        self.held.push((tag, *request, data.take()));
+        self.bell.signal();
+        Submitted::Pending
+    }
+
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        self.bell.drain();
+        let fail_at = match &*self.disk.orders.lock().unwrap() {
+            orders if orders.hold => return,
+            orders => orders.fail_at,
+        };
+        // Not in the order in which they came.
+        while let Some((tag, request, mut data)) = self.held.pop() {
+            let outcome = match self.inner.submit(tag, &request, &mut data) {
+                _ if fail_at == Some(request.offset) => Err(DiskError::Io(5)),
+                Submitted::Done(outcome) => outcome,
+                Submitted::Pending => panic!("memory does not wait"),
+            };
+            done(tag, outcome, data);
+        }
+    }
+
+    fn cancel(&mut self, _: u32) {
+        // It ends as it would have.
+        self.disk.orders.lock().unwrap().cancelled += 1;
+    }
+
+    fn pending(&self) -> usize {
+        self.held.len()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.bell.as_fd())
+    }
+}
+
+fn held_host(blocks: u64) -> (Host, Held) {
+    let held = Held::new(blocks);
+    held.mark();
+    let disk: Arc<dyn Disk> = Arc::new(held.clone());
+    let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
+    (Host::with(Config { namespaces, ..Config::default() }, ADAPTIVE), held)
+}
+
+/// The descriptors of these ranges (first block, number of blocks).
+fn entries(ranges: &[(u64, u64)]) -> Vec<u8> {
+    let entry =
+        |(slba, blocks): (u64, u64)| CopyRange { slba, nlb0: (blocks - 1) as u16, ..zero() };
+    let entries: Vec<CopyRange> = ranges.iter().copied().map(entry).collect();
+    entries.as_bytes().to_vec()
+}
+
+fn zero() -> CopyRange {
+    CopyRange::default()
+}
+
+fn command(host: &mut Host, nsid: u32, to: u64, ranges: &[(u64, u64)]) -> Sqe {
+    let at = host.alloc(8192);
+    host.poke(at, &entries(ranges));
+    let nr0 = (ranges.len() - 1) as u8;
+    let fields = CopyFields { sdlba: to, nr0, ..CopyFields::default() };
+    Sqe::copy(nsid, fields, 0).with_prps(at, at + 4096)
+}
+
+fn copy(host: &mut Host, queue: &mut Queue, to: u64, ranges: &[(u64, u64)]) -> (Status, u32) {
+    let sqe = command(host, 1, to, ranges);
+    host.run(queue, sqe)
+}
+
+/// What block numbers are where after a copy, if the sources are read first.
+fn model(blocks: &mut [u64], to: u64, ranges: &[(u64, u64)]) {
+    let sources = ranges.iter().flat_map(|(first, count)| *first..first + count);
+    let copied: Vec<u64> = sources.map(|block| blocks[block as usize]).collect();
+    blocks[to as usize..][..copied.len()].copy_from_slice(&copied);
+}
+
+#[test]
+fn the_controller_says_what_it_can() {
+    let mut host = Host::new(&["mem:8MiB", "mem:8MiB?block-size=4096"], ADAPTIVE);
+    let identify = |cns, nsid| {
+        let fields = spec::admin::Identify { cns, ..Default::default() };
+        Sqe::identify(nsid, fields, 0)
+    };
+    let page = host.page(identify(cns::CONTROLLER, 0)).unwrap();
+    let controller = IdentifyController::read_from_bytes(&page[..IDENTIFY_SIZE]).unwrap();
+    assert!(controller.oncs.copy() && !controller.oncs.copy_atomicity());
+    assert_eq!(controller.ocfs, 1);
+    for (nsid, most) in [(1, 2048), (2, 256)] {
+        let page = host.page(identify(cns::NAMESPACE, nsid)).unwrap();
+        let namespace = IdentifyNamespace::read_from_bytes(&page[..IDENTIFY_SIZE]).unwrap();
+        assert_eq!((namespace.mssrl, namespace.mcl, namespace.msrc), (most, most.into(), 127));
+    }
+}
+
+#[test]
+fn blocks_arrive_in_the_order_of_the_ranges() {
+    for uri in ["mem:16MiB", "mem:16MiB?block-size=4096"] {
+        let mut host = Host::new(&[uri], ADAPTIVE);
+        let mut queue = host.create(1, 64, false);
+        let size = if uri.contains("4096") { 4096 } else { 512 };
+        let page = host.alloc(65536);
+        for block in 0..100u64 {
+            host.poke(page, &vec![block as u8 + 1; size]);
+            let write = Sqe::write(1, block, 0, 0).with_prps(page, 0);
+            assert!(host.run(&mut queue, write).0.is_success());
+        }
+        let (status, _) = copy(&mut host, &mut queue, 1000, &[(90, 3), (0, 2), (50, 1), (91, 2)]);
+        assert_eq!(status, Status::SUCCESS);
+        for (block, mark) in [91, 92, 93, 1, 2, 51, 92, 93, 0].into_iter().enumerate() {
+            let read = Sqe::read(1, 1000 + block as u64, 0, 0).with_prps(page, 0);
+            assert!(host.run(&mut queue, read).0.is_success());
+            assert_eq!(host.peek(page, size), vec![mark; size], "block {block}");
+        }
+        let io = host.controller.stats().io;
+        assert_eq!((io.copies, io.bytes_copied), (1, 8 * size as u64));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
+
+    /// On memory, which answers at once, and on a disk that answers late and out of order.
+    #[test]
+    fn sources_are_read_before_the_destination_is_written(
+        late in any::<bool>(),
+        copies in prop::collection::vec(
+            (0u64..900, prop::collection::vec((0u64..960, 1u64..40), 1..8)), 1..12
+        ),
+    ) {
+        let held = Held::new(4096);
+        held.mark();
+        let disk: Arc<dyn Disk> = match late {
+            true => Arc::new(held.clone()),
+            false => Arc::new(held.mem.clone()),
+        };
+        let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
+        let mut host = Host::with(Config { namespaces, ..Config::default() }, ADAPTIVE);
+        let mut queue = host.create(1, 16, false);
+        let mut blocks: Vec<u64> = (0..4096).collect();
+        for (to, ranges) in &copies {
+            prop_assert_eq!(copy(&mut host, &mut queue, *to, ranges), (Status::SUCCESS, 0));
+            model(&mut blocks, *to, ranges);
+            prop_assert!(held.marks(0, 1300) == blocks[..1300]);
+        }
+    }
+}
+
+#[test]
+fn two_blocks_change_places() {
+    let (mut host, held) = held_host(64);
+    let mut queue = host.create(1, 16, false);
+    assert_eq!(copy(&mut host, &mut queue, 10, &[(11, 1), (10, 1)]), (Status::SUCCESS, 0));
+    assert_eq!(held.marks(9, 4), [9, 11, 10, 12]);
+}
+
+#[test]
+fn limits_are_kept() {
+    let (mut host, held) = held_host(4 * MOST);
+    let mut queue = host.create(1, 16, false);
+    let blocks = 4 * MOST;
+    let most = vec![(5, MOST / 128); 128];
+    for (to, ranges, expected) in [
+        (MOST, vec![(0, MOST)], Status::SUCCESS),
+        (blocks - 1, vec![(blocks - 1, 1)], Status::SUCCESS),
+        (MOST, most.clone(), Status::SUCCESS),
+        (0, vec![(0, MOST + 1)], Status::COMMAND_SIZE_LIMIT_EXCEEDED),
+        (0, vec![(0, 65536)], Status::COMMAND_SIZE_LIMIT_EXCEEDED),
+        (0, vec![(0, MOST / 2), (0, MOST / 2 + 1)], Status::COMMAND_SIZE_LIMIT_EXCEEDED),
+        (0, vec![(0, 1); 129], Status::COMMAND_SIZE_LIMIT_EXCEEDED),
+        (0, vec![(0, 65536); 128], Status::COMMAND_SIZE_LIMIT_EXCEEDED),
+        (0, vec![(0, 1); 256], Status::COMMAND_SIZE_LIMIT_EXCEEDED),
+        (0, vec![(0, 1), (blocks, 1)], Status::LBA_OUT_OF_RANGE),
+        (0, vec![(blocks - 1, 2)], Status::LBA_OUT_OF_RANGE),
+        (0, vec![(u64::MAX, 1)], Status::LBA_OUT_OF_RANGE),
+        (0, vec![(u64::MAX - 3, 8), (0, 1)], Status::LBA_OUT_OF_RANGE),
+        (blocks, vec![(0, 1)], Status::LBA_OUT_OF_RANGE),
+        (blocks - 3, vec![(0, 2), (9, 2)], Status::LBA_OUT_OF_RANGE),
+        (u64::MAX, vec![(0, 1)], Status::LBA_OUT_OF_RANGE),
+    ] {
+        let before = held.seen().len();
+        let (status, dw0) = copy(&mut host, &mut queue, to, &ranges);
+        assert_eq!((status.code(), dw0), (expected, 0), "{to} {ranges:?}");
+        if expected != Status::SUCCESS {
+            assert!(status.dnr());
+            assert_eq!(held.seen().len(), before, "nothing is done");
+        }
+    }
+    let marks = held.marks(MOST, MOST);
+    assert_eq!(marks[..18], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 5, 6]);
+}
+
+#[test]
+fn every_bad_copy_ends_in_its_status() {
+    let mut host = Host::new(&["mem:8MiB"], ADAPTIVE);
+    let mut queue = host.create(1, 16, false);
+    let good = command(&mut host, 1, 100, &[(0, 1)]);
+    let format = |desfmt| CopyFields { desfmt, ..CopyFields::decode(&good) }.encode(good);
+    for (sqe, expected) in [
+        (format(1), Status::INVALID_FIELD),
+        (format(2), Status::INVALID_FIELD),
+        (format(15), Status::INVALID_FIELD),
+        (Sqe { flags: 1, ..good }, Status::INVALID_FIELD),
+        (Sqe { flags: 0xc0, ..good }, Status::INVALID_FIELD),
+        (Sqe { nsid: 0, ..good }, Status::INVALID_NAMESPACE_OR_FORMAT),
+        (Sqe { nsid: 2, ..good }, Status::INVALID_NAMESPACE_OR_FORMAT),
+        (Sqe { nsid: NSID_ALL, ..good }, Status::INVALID_NAMESPACE_OR_FORMAT),
+        (good.with_prps(0, 0), Status::DATA_XFER_ERROR),
+        (good.with_prps(good.prp1() + 1, 0), Status::PRP_OFFSET_INVALID),
+        (good, Status::SUCCESS),
+    ] {
+        assert_eq!(host.run(&mut queue, sqe).0.code(), expected, "{sqe:?}");
+    }
+    let disk = disk::open("mem:1MiB?read-only=on").unwrap();
+    let namespaces = vec![NamespaceConfig { disk, uuid: [1; 16] }];
+    let mut host = Host::with(Config { namespaces, ..Config::default() }, ADAPTIVE);
+    let mut queue = host.create(1, 16, false);
+    for (to, expected) in [(9, Status::NAMESPACE_WRITE_PROTECTED), (2048, Status::LBA_OUT_OF_RANGE)]
+    {
+        assert_eq!(copy(&mut host, &mut queue, to, &[(0, 1)]).0.code(), expected);
+    }
+}
+
+#[test]
+fn random_descriptors_never_stop_the_queue() {
+    use proptest::strategy::ValueTree;
+    use proptest::test_runner::TestRunner;
+    let (mut host, _held) = held_host(4096);
+    let mut queue = host.create(1, 16, false);
+    let at = host.alloc(8192);
+    let mut runner = TestRunner::deterministic();
+    let bytes = proptest::collection::vec(any::<u8>(), 8192);
+    let mut copied = 0;
+    for round in 0..500u64 {
+        let mut bytes = bytes.new_tree(&mut runner).unwrap().current();
+        for entry in bytes.chunks_exact_mut(32).take(if round % 2 == 0 { 256 } else { 0 }) {
+            entry[10..16].fill(0);
+            entry[9] &= 0xf;
+            entry[17] = 0;
+        }
+        host.poke(at, &bytes);
+        let nr0 = if round % 4 == 0 { (round / 4 % 6) as u8 } else { bytes[0] };
+        let fields = CopyFields { sdlba: round, nr0, ..CopyFields::default() };
+        let sqe = Sqe::copy(1, fields, 0).with_prps(at, at + 4096);
+        copied += u32::from(host.run(&mut queue, sqe).0.is_success());
+    }
+    assert!(copied > 20, "{copied}");
+}
+
+#[test]
+fn fua_is_for_the_destination() {
+    let (mut host, held) = held_host(64);
+    let mut queue = host.create(1, 16, false);
+    for fua in [false, true] {
+        let sqe = command(&mut host, 1, 30, &[(0, 2), (8, 1)]);
+        let sqe = if fua { sqe.with_fua() } else { sqe };
+        assert!(host.run(&mut queue, sqe).0.is_success());
+        let seen = held.seen();
+        let request =
+            |op, block: u64, blocks: u64| Request { op, offset: block * 512, len: blocks * 512 };
+        let write = Op::Write { fua };
+        let expected = [
+            request(Op::Read, 0, 2),
+            request(Op::Read, 8, 1),
+            request(write, 30, 2),
+            request(write, 32, 1),
+        ];
+        assert_eq!(seen[seen.len() - 4..], expected);
+    }
+}
+
+#[test]
+fn what_failed_is_told_by_its_range() {
+    let (mut host, held) = held_host(256);
+    let mut queue = host.create(1, 16, false);
+    let ranges = [(0, 4), (10, 4), (20, 4), (30, 4)];
+    // A source that can not be read: nothing is written.
+    held.order(|orders| orders.fail_at = Some(20 * 512));
+    let (status, dw0) = copy(&mut host, &mut queue, 100, &ranges);
+    assert_eq!((status.code(), dw0), (Status::UNRECOVERED_READ, 0));
+    assert!(held.seen().iter().all(|request| request.op == Op::Read));
+    assert_eq!(held.marks(100, 16), (100..116).collect::<Vec<_>>());
+    // A part of the destination that can not be written.
+    for (range, block) in [(0, 100), (2, 108), (3, 112)] {
+        held.order(|orders| orders.fail_at = Some(block * 512));
+        let (status, dw0) = copy(&mut host, &mut queue, 100, &ranges);
+        assert_eq!((status.code(), dw0), (Status::WRITE_FAULT, range));
+    }
+    let io = host.controller.stats().io;
+    assert_eq!((io.errors, io.media_errors, io.copies), (4, 4, 0));
+    held.order(|orders| orders.fail_at = None);
+    assert_eq!(copy(&mut host, &mut queue, 100, &ranges), (Status::SUCCESS, 0));
+}
+
+#[test]
+fn errors_of_disks_that_answer_at_once_are_told_as_well() {
+    /// Fails writes at block 101.
+    #[derive(Debug)]
+    struct Worn(MemDisk);
+    struct WornQueue(Box<dyn disk::Queue>);
+    impl Disk for Worn {
+        fn info(&self) -> Info {
+            self.0.info()
+        }
+        fn queue(&self) -> std::io::Result<Box<dyn disk::Queue>> {
+            Ok(Box::new(WornQueue(self.0.queue()?)))
+        }
+        fn name(&self) -> String {
+            "worn".into()
+        }
+    }
+    impl disk::Queue for WornQueue {
+        fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+            if request.op != Op::Read && request.offset == 101 * 512 {
+                return Submitted::Done(Err(DiskError::NoSpace));
+            }
+            self.0.submit(tag, request, data)
+        }
+    }
+    let disk: Arc<dyn Disk> = Arc::new(Worn(MemDisk::new(256, 512).unwrap()));
+    let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
+    let mut host = Host::with(Config { namespaces, ..Config::default() }, ADAPTIVE);
+    let mut queue = host.create(1, 16, false);
+    let (status, dw0) = copy(&mut host, &mut queue, 100, &[(0, 1), (1, 1), (2, 1)]);
+    assert_eq!((status.code(), dw0), (Status::CAPACITY_EXCEEDED, 1));
+}
+
+/// More than there are buffers, with other commands among them.
+#[test]
+fn copies_wait_for_each_other_and_nobody_waits_for_them() {
+    for polling in [Polling::Never, ADAPTIVE, Polling::Always] {
+        let held = Held::new(65536);
+        held.mark();
+        let disks: [Arc<dyn Disk>; 2] = [Arc::new(held.clone()), disk::open("mem:64MiB").unwrap()];
+        let named = disks.into_iter().zip(1..);
+        let namespaces =
+            named.map(|(disk, n)| NamespaceConfig { disk, uuid: [n; 16] }).collect::<Vec<_>>();
+        let mut host = Host::with(Config { namespaces, ..Config::default() }, polling);
+        let mut queue = host.create(1, 256, false);
+        let page = host.alloc(4096);
+        held.order(|orders| orders.hold = true);
+        // Of both kinds of disk.
+        for cid in 0..100u16 {
+            let to = 32768 + u64::from(cid) * 16;
+            let sqe = command(&mut host, 1 + u32::from(cid % 2), to, &[(u64::from(cid), 16)]);
+            host.submit(&mut queue, &sqe.with_cid(cid));
+        }
+        host.submit(&mut queue, &Sqe::read(2, 0, 7, 200).with_prps(page, 0));
+        let mut done: Vec<u16> = Vec::new();
+        // Copies of the second disk wait for buffers that those of the first one have; reads do not.
+        while !done.contains(&200) {
+            let (cid, status, _) = host.wait(&mut queue);
+            assert!(status.is_success());
+            done.push(cid);
+        }
+        assert!(held.seen().len() <= 4, "{}", held.seen().len());
+        held.order(|orders| orders.hold = false);
+        while done.len() < 101 {
+            let (cid, status, _) = host.wait(&mut queue);
+            assert!(status.is_success());
+            done.push(cid);
+        }
+        done.sort_unstable();
+        assert!(done.iter().copied().eq((0..100).chain([200])));
+        for cid in (0..100u64).step_by(2) {
+            assert_eq!(held.marks(32768 + cid * 16, 16), (cid..cid + 16).collect::<Vec<_>>());
+        }
+        let io = host.controller.stats().io;
+        assert_eq!((io.copies, io.bytes_copied), (100, 100 * 16 * 512));
+    }
+}
+
+#[test]
+fn long_copies_from_memory_leave_turns_for_others() {
+    let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
+    let config = common::config(&["mem:64MiB"]);
+    let controller = Controller::new(config, pool, Carrier::default()).unwrap();
+    // Creating a queue needs turns, and whoever creates it waits: so somebody else does.
+    let host = std::thread::spawn(move || {
+        let mut host = Host::attach(controller);
+        host.enable();
+        let queues = (host.create(1, 64, false), host.create(2, 16, false));
+        (host, queues)
+    });
+    while !host.is_finished() {
+        turns.turn();
+    }
+    let (mut host, (mut copying, mut reading)) = host.join().unwrap();
+    while turns.turn() {}
+    let page = host.alloc(4096);
+    let sqe = command(&mut host, 1, 65536, &[(0, MOST)]);
+    for cid in 0..8 {
+        host.put(&mut copying, &sqe.with_cid(cid));
+    }
+    host.ring(&copying, 0);
+    assert!(turns.turn());
+    // Two strides for each.
+    for cid in 0..16 {
+        host.submit(&mut reading, &Sqe::read(1, 0, 7, cid).with_prps(page, 0));
+        assert!(!turns.sleep(), "there is something to do");
+        assert!(turns.turn());
+        assert_eq!(host.reap(&mut reading).map(|done| done.0), Some(cid), "in the same turn");
+        // The one who has a buffer goes first.
+        assert!(host.reap(&mut copying).is_none_or(|done| done.0 <= cid / 2));
+    }
+    while turns.turn() {}
+    while host.reap(&mut copying).is_some() {}
+    assert_eq!(copying.head, 8);
+}
+
+#[test]
+fn an_abort_stops_a_copy() {
+    let (mut host, held) = held_host(256);
+    let mut queue = host.create(1, 16, false);
+    held.order(|orders| orders.hold = true);
+    for cid in 0..6 {
+        let sqe = command(&mut host, 1, 100 + u64::from(cid) * 10, &[(0, 2), (4, 2)]);
+        host.submit(&mut queue, &sqe.with_cid(cid));
+    }
+    host.until("the reads of four", || held.seen().len() == 8);
+    let abort = |cid| Sqe::abort(spec::admin::Abort { sqid: 1, cid }, 0);
+    // One that waits for a buffer ends at once.
+    assert_eq!(host.must(abort(5)) & 1, 0, "aborted");
+    let (cid, status, dw0) = host.wait(&mut queue);
+    assert_eq!((cid, status.code(), dw0), (5, Status::ABORT_REQUESTED, 0));
+    // One whose sources are being read ends when that has come to its end.
+    let mut admin = std::mem::replace(&mut host.admin, Queue::none());
+    host.submit(&mut admin, &abort(1).with_cid(70));
+    host.until("the reads of the others", || {
+        held.order(|orders| orders.hold = false);
+        held.order(|orders| orders.hold = orders.seen.len() >= 10);
+        held.seen().len() >= 10
+    });
+    held.order(|orders| orders.hold = false);
+    let mut ended = std::collections::BTreeMap::new();
+    while ended.len() < 5 {
+        let (cid, status, _) = host.wait(&mut queue);
+        ended.insert(cid, status.code());
+    }
+    let aborted = host.wait(&mut admin).2 & 1 == 0;
+    assert_eq!(ended[&1] == Status::ABORT_REQUESTED, aborted);
+    if aborted {
+        assert_eq!(held.marks(110, 4), [110, 111, 112, 113], "not written");
+    }
+    for cid in [0, 2, 3, 4] {
+        assert_eq!(ended[&cid], Status::SUCCESS);
+        assert_eq!(held.marks(100 + u64::from(cid) * 10, 4), [0, 1, 4, 5]);
+    }
+    assert_eq!(host.reap(&mut queue), None, "each command completes once");
+}
+
+#[test]
+fn an_abort_that_the_disk_heeds_is_told_with_the_range() {
+    let (mut host, gate) = slow_host(ADAPTIVE);
+    let mut queue = host.create(1, 16, false);
+    let sqe = command(&mut host, 1, 100, &[(0, 1), (1, 1), (2, 1)]);
+    host.submit(&mut queue, &sqe.with_cid(9));
+    host.until("the reads", || gate.waiting() == 3);
+    (0..3).for_each(|_| gate.end(Ok(())));
+    host.until("the writes", || gate.waiting() == 3 && gate.release.lock().unwrap().is_empty());
+    gate.end(Ok(()));
+    host.until("the first write", || gate.waiting() == 2);
+    gate.heed_cancel.store(true, std::sync::atomic::Ordering::Relaxed);
+    assert_eq!(host.must(Sqe::abort(spec::admin::Abort { sqid: 1, cid: 9 }, 0)) & 1, 0);
+    let (cid, status, dw0) = host.wait(&mut queue);
+    assert_eq!((cid, status.code(), dw0), (9, Status::ABORT_REQUESTED, 1));
+}
+
+#[test]
+fn nothing_is_written_after_a_reset() {
+    let (mut host, held) = held_host(4096);
+    let mut queue = host.create(1, 64, false);
+    held.order(|orders| orders.hold = true);
+    for cid in 0..20 {
+        let sqe = command(&mut host, 1, 2000 + u64::from(cid) * 32, &[(0, 16), (64, 16)]);
+        host.submit(&mut queue, &sqe.with_cid(cid));
+    }
+    host.until("the reads of four", || held.seen().len() == 8);
+    let cc = Cc::from_bits(host.read32(regs::CC));
+    host.write32(regs::CC, cc.with_en(false).into_bits());
+    host.until("the reset to be heard of", || held.cancelled() > 0);
+    assert!(host.csts().rdy(), "the disk still reads");
+    held.order(|orders| orders.hold = false);
+    host.until("the end of the reset", || !host.csts().rdy());
+    assert_eq!(held.seen().len(), 8, "no stride was begun");
+    assert_eq!(held.marks(2000, 1000), (2000..3000).collect::<Vec<_>>());
+    assert!(host.peek(queue.cq, 256).iter().all(|b| *b == 0), "no completion");
+    // And all is well afterwards, with buffers for everybody.
+    host.enable();
+    let mut queue = host.create(1, 64, false);
+    for cid in 0..20u64 {
+        let to = 2000 + cid * 32;
+        assert_eq!(copy(&mut host, &mut queue, to, &[(0, 16), (64, 16)]), (Status::SUCCESS, 0));
+    }
+}
+
+#[test]
+fn a_deleted_queue_takes_its_copies_along() {
+    let (mut host, held) = held_host(4096);
+    let (mut queue, mut other) = (host.create(1, 64, false), host.create(2, 64, false));
+    held.order(|orders| orders.hold = true);
+    for cid in 0..8 {
+        let sqe = command(&mut host, 1, 2000 + u64::from(cid) * 32, &[(0, 16)]);
+        host.submit(&mut queue, &sqe.with_cid(cid));
+        let sqe = command(&mut host, 1, 3000 + u64::from(cid) * 32, &[(0, 16)]);
+        host.submit(&mut other, &sqe.with_cid(cid));
+    }
+    host.until("the reads of four", || held.seen().len() == 4);
+    let mut admin = std::mem::replace(&mut host.admin, Queue::none());
+    host.submit(&mut admin, &Sqe::delete_io_sq(1, 5));
+    host.until("the deletion to be heard of", || held.cancelled() > 0);
+    assert_eq!(host.reap(&mut admin), None, "the disk still reads for it");
+    held.order(|orders| orders.hold = false);
+    assert_eq!(host.wait(&mut admin).1, Status::SUCCESS);
+    let mut ended = 0;
+    while let Some((_, status, _)) = host.reap(&mut queue) {
+        assert_eq!(status.code(), Status::ABORTED_SQ_DELETION);
+        ended += 1;
+    }
+    assert!(ended <= 8);
+    assert_eq!(held.marks(2000, 256), (2000..2256).collect::<Vec<_>>(), "nothing was written");
+    for _ in 0..8 {
+        assert!(host.wait(&mut other).1.is_success());
+    }
+    for cid in 0..8 {
+        assert_eq!(held.marks(3000 + cid * 32, 16), (0..16).collect::<Vec<_>>());
+    }
+}

@@ -1,0 +1,110 @@
+//! `verify` on good disks, on bad ones, and on a controller that does wrong.
+
+use crate::content::{BadDisk, Defect};
+use crate::harness::{complaint, json, line, output};
+use clap::Parser;
+use disk::MemDisk;
+use shadowbell::target::Session;
+use shadowbell::verify::{Args, verify};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+#[derive(Debug, Parser)]
+struct Line {
+    #[command(flatten)]
+    args: Args,
+}
+
+/// Verifies 64 KiB of memory with `defect` in write `at`: bad blocks, and what is said of them.
+fn run(defect: Defect, at: u64) -> (u64, String) {
+    let words = "verify local:bad --number-ios 3000 --iodepth 4 --max-bs 4k --size 64k --numjobs 2";
+    let args = Line::parse_from(words.split_whitespace()).args;
+    let memory = MemDisk::new(128, 512).unwrap();
+    let disk = Arc::new(BadDisk { memory, defect, at, writes: Arc::default() });
+    let transport = shadowbell::local::connect(disk, false).unwrap();
+    let options = driver::AttachOptions { queue_pairs: 2, ..Default::default() };
+    let mut session = Session::over(args.target.clone(), transport, &options).unwrap();
+    let account = verify(&mut session, &args, &AtomicBool::new(false)).unwrap();
+    let row = account.json(&args);
+    assert!(row["verified_blocks"].as_u64() > Some(1000), "{row}");
+    assert!(row["commands"].as_u64() >= Some(5900), "{row}");
+    session.detach().unwrap();
+    (account.bad_blocks(), account.described().join("; "))
+}
+
+#[test]
+fn a_good_disk_is_good_and_bad_ones_are_found() {
+    assert_eq!(run(Defect::None, 0), (0, String::new()));
+    // In the middle of a run, which does not stop for it. What is written again before anybody looks
+    // is not found, and need not be.
+    for defect in [Defect::Lost, Defect::Misplaced, Defect::Torn, Defect::Spoiled] {
+        let found = (1000..1010).map(|at| run(defect, at)).find(|(bad, _)| *bad != 0);
+        let (_, words) = found.unwrap_or_else(|| panic!("{defect:?} was never found"));
+        assert!(words.starts_with("byte ") || words.contains("Compare"), "{defect:?}: {words}");
+    }
+}
+
+#[test]
+fn every_kind_of_command_is_used_and_counted() {
+    let row =
+        json(&mut line("verify mem:16MiB --number-ios 5000 --numjobs 2 --json"))["rows"][0].take();
+    for kind in ["read", "write", "write-zeroes", "deallocate", "compare", "flush"] {
+        assert!(row["by_kind"][kind].as_u64() > Some(50), "{kind}: {row}");
+    }
+    assert_eq!(
+        (&row["verify_errors"], &row["failed"], &row["retried"]),
+        (&0.into(), &0.into(), &0.into())
+    );
+    assert_eq!(row["recovery"]["late"], 0);
+    let text =
+        output(&mut line("verify mem:16MiB?block-size=4096 --runtime 300ms --completion poll"));
+    assert!(text.contains(" 0 bad") && text.contains("write-zeroes"), "{text}");
+}
+
+#[test]
+fn what_can_not_be_verified_is_refused_with_the_reason() {
+    for (words, reason) in [
+        ("mem:16MiB?read-only=on", "read-only"),
+        ("mem:16MiB --max-bs 100", "multiple of 512"),
+        ("mem:16MiB --size 17m", "reaches past the end"),
+        ("mem:16MiB --size 64k --numjobs 2", "room for two commands"),
+        ("mem:16MiB --offset 16m", "past the end"),
+    ] {
+        let text = complaint(&mut line(&format!("verify {words}")), 2);
+        assert!(text.contains(reason), "{words}: {text}");
+    }
+}
+
+/// Only in a build that can do wrong.
+#[cfg(feature = "faults")]
+mod faults {
+    use super::*;
+    use crate::harness::Server;
+
+    const QUICK: &str = "--timeout 40ms --admin-timeout 200ms --repeats 20 --retries 50";
+
+    #[test]
+    fn every_rung_is_climbed_and_nothing_is_lost() {
+        let faults = "hang:rate=1/150,drop-after:rate=1/150,drop-before:rate=1/200,\
+            duplicate:rate=1/200,wrong-cid:rate=1/400,wrong-phase:every=1500,fatal:every=1200,\
+            refuse=0x08:every=4,corrupt:rate=1/300";
+        let server = Server::start(&["mem:64MiB", "--faults", faults]);
+        let target = server.target(1);
+        let row =
+            json(&mut line(&format!("verify {target} --number-ios 5000 {QUICK} --json")))["rows"]
+                [0]
+            .take();
+        assert_eq!((&row["verify_errors"], &row["failed"]), (&0.into(), &0.into()), "{row}");
+        for step in ["aborts", "queues_recreated", "resets", "repeated"] {
+            assert!(row["recovery"][step].as_u64() > Some(1), "{step}: {row}");
+        }
+        assert_eq!(row["recovery"]["given_up"], 0);
+    }
+
+    #[test]
+    fn a_controller_that_is_beyond_help_ends_it_with_a_sentence() {
+        let server = Server::start(&["mem:64MiB", "--faults", "removal:at=500"]);
+        let text = complaint(&mut line(&format!("verify {} {QUICK}", server.target(1))), 1);
+        assert!(text.contains("all ones") || text.contains("went away"), "{text}");
+    }
+}
