@@ -249,6 +249,12 @@ impl Cq {
         self.staged.push(zerocopy::transmute!(cqe));
     }
 
+    /// Notes that the host has submitted commands that complete here.
+    #[inline]
+    pub(crate) fn feed(&mut self) {
+        self.moderation.feed();
+    }
+
     /// How many completions wait to be posted.
     pub(crate) fn staged(&self) -> u32 {
         self.staged.len() as u32
@@ -326,7 +332,7 @@ impl Cq {
         if self.awaited != 0 {
             self.stats.interrupts_suppressed += 1;
             self.owed.get_or_insert_with(Instant::now);
-        } else if self.moderation.add(self.unannounced) {
+        } else if self.moderation.add(self.unannounced, Instant::now()) {
             self.raise();
         } else {
             self.stats.interrupts_suppressed += 1;
@@ -366,12 +372,12 @@ impl Cq {
         let due = match self.owed {
             Some(_) if self.awaited == 0 => {
                 self.owed = None;
-                self.moderation.add(self.unannounced)
+                self.moderation.add(self.unannounced, now)
             }
             Some(since) => {
                 now.duration_since(since) >= self.moderation.patience().most.max(OWED_AT_MOST)
             }
-            None => self.moderation.is_due(self.unannounced, now),
+            None => self.moderation.is_due(now),
         };
         if due {
             self.raise();

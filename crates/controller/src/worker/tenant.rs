@@ -397,6 +397,7 @@ impl Tenant {
         // Not further than the host has written: it would have to take the line back.
         (0..fetched.min(AHEAD)).for_each(|ahead| ring.prefetch(u32::from(head) + ahead));
         cq.prefetch(fetched);
+        cq.feed();
         cq.reserved += fetched;
         if TELL {
             (1..fetched.min(TOLD_AHEAD))
