@@ -10,8 +10,8 @@ use std::io;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-/// Ranges that can be guarded at once: a VM has a few dozen maps, and 256 of them fit well.
-const SLOTS: usize = 16_384;
+/// Ranges that can be guarded at once: about as many as a process may have mappings.
+const SLOTS: usize = 65_536;
 
 struct Slot {
     /// 0: free; 1: being filled or emptied; otherwise the first address of a guarded range.
