@@ -12,6 +12,7 @@ mod s2;
 mod s3;
 mod s4;
 mod smoke;
+mod verdict;
 mod vfio;
 mod writer;
 
