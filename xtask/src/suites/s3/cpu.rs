@@ -7,7 +7,7 @@ use std::io::Write;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail};
 use guest::{Device, Drive, Guest, Kernel, RunDir, Server};
 use serde_json::{Value, json};
 
@@ -23,6 +23,8 @@ const TIME: Duration = Duration::from_millis(2000);
 /// beyond that counts.
 const SHORT: Duration = Duration::from_millis(200);
 const MIB: u64 = 128;
+/// How often a turn is tried.
+const TRIES: usize = 3;
 
 struct Contestant {
     device: &'static str,
@@ -144,12 +146,20 @@ fn measure(guest: &mut Guest, contestants: &[Contestant], turns: usize) -> Resul
 
 /// What a run costs beyond a short one.
 fn cost(guest: &mut Guest, contestant: &Contestant, depth: u32) -> Result<Cost> {
-    let short = timed(guest, contestant, depth, SHORT)?;
-    let run = timed(guest, contestant, depth, TIME)?;
-    let ios = run.0.total.saturating_sub(short.0.total);
-    ensure!(ios > 100, "{ios} I/Os only");
-    let each = |of: fn(&(Measured, f64, f64)) -> f64| (of(&run) - of(&short)) / ios as f64 * 1e6;
-    Ok(Cost { iops: run.0.iops, qemu: each(|r| r.1), server: each(|r| r.2) })
+    for _ in 0..TRIES {
+        let short = timed(guest, contestant, depth, SHORT)?;
+        let run = timed(guest, contestant, depth, TIME)?;
+        let ios = run.0.total.saturating_sub(short.0.total);
+        let each = |of: fn(&(Measured, f64, f64)) -> f64| {
+            (of(&run) - of(&short)) / ios.max(1) as f64 * 1e6
+        };
+        let cost = Cost { iops: run.0.iops, qemu: each(|r| r.1), server: each(|r| r.2) };
+        // A machine that stood still meanwhile says nothing.
+        if ios > 100 && cost.qemu > 0.0 {
+            return Ok(cost);
+        }
+    }
+    bail!("{}, iodepth {depth}: {TRIES} times nothing that could be measured", contestant.device)
 }
 
 /// A run, and the seconds of processor time that QEMU and the server used meanwhile.
