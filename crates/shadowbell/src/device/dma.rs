@@ -1,6 +1,6 @@
 //! The client's memory, and when the controller may have it.
 
-use super::files::{Bytes, Files};
+use super::files::{Bytes, Files, Parting};
 use controller::Controller;
 use memory::{DmaError, Protection};
 use std::collections::BTreeMap;
@@ -104,30 +104,41 @@ impl Memory {
         if inside.is_empty() {
             return done.complete(Err(Errno::NOENT));
         }
-        let mut mapped = false;
-        for start in inside {
-            mapped |= self.ranges.remove(&start).is_some_and(|range| range.bytes.is_some());
-        }
-        if !(mapped && self.given) {
+        let removed = inside.iter().filter_map(|start| self.ranges.remove(start));
+        let parting: Parting = removed.filter_map(|range| range.bytes).collect();
+        if parting.is_empty() || !self.given {
             return done.ok();
         }
         let shared = share(done);
         let ok = shared.clone();
-        if let Err(error) = self.controller.unmap_dma(iova, len, move || ok(Ok(()))) {
+        let gone = move || {
+            ok(Ok(()));
+            drop(parting);
+        };
+        if let Err(error) = self.controller.unmap_dma(iova, len, gone) {
             shared(Err(errno(&error)));
         }
     }
 
     /// The client takes everything back.
     pub(super) fn unmap_all(&mut self, done: Done) {
-        self.ranges.clear();
-        self.controller.unmap_all(move || done.ok());
+        let parting = self.part();
+        self.controller.unmap_all(move || {
+            done.ok();
+            drop(parting);
+        });
     }
 
-    /// The client is gone; the controller is told otherwise.
-    pub(super) fn forget(&mut self) {
-        self.ranges.clear();
+    /// The client is gone; the controller is told otherwise. What is returned is to be held until it
+    /// has let go.
+    #[must_use]
+    pub(super) fn forget(&mut self) -> Parting {
         self.given = false;
+        self.part()
+    }
+
+    fn part(&mut self) -> Parting {
+        std::mem::take(&mut self.ranges).into_values().filter_map(|range| range.bytes).collect()
     }
 
     pub(super) fn is_given(&self) -> bool {

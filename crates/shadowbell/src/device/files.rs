@@ -36,6 +36,43 @@ impl Bytes {
     }
 }
 
+/// Memory that is given back: it is unmapped when this is dropped.
+///
+/// Whoever lets go of a file last frees its pages, and when a machine has ended that is us: a tenth of
+/// a second and more for each GiB. Nobody is to wait for that, so a thread of its own does it.
+pub(super) struct Parting(Vec<Bytes>);
+
+/// What is unmapped in no time, in bytes.
+const SMALL: usize = 16 << 20;
+
+impl Parting {
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+impl FromIterator<Bytes> for Parting {
+    fn from_iter<T: IntoIterator<Item = Bytes>>(bytes: T) -> Self {
+        Self(bytes.into_iter().collect())
+    }
+}
+
+impl Drop for Parting {
+    fn drop(&mut self) {
+        let bytes = std::mem::take(&mut self.0);
+        let freed = |bytes: &Bytes| match Arc::strong_count(bytes.shared.mapping()) {
+            // With this page the whole file goes.
+            1 => bytes.shared.mapping().len(),
+            _ => bytes.shared.len(),
+        };
+        if bytes.iter().map(freed).fold(0, usize::saturating_add) > SMALL {
+            // Without a thread it happens here.
+            let thread = std::thread::Builder::new().name("unmap".into());
+            let _ = thread.spawn(move || drop(bytes));
+        }
+    }
+}
+
 /// Why memory can not be had.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum FileError {
@@ -215,6 +252,27 @@ mod tests {
         map(&mut files, &memory, 0).unwrap();
         assert_eq!(Arc::strong_count(&files.singles), 1);
         assert!(files.whole.iter().all(|(_, mapping)| mapping.strong_count() == 0));
+    }
+
+    #[test]
+    fn what_parts_is_unmapped_sooner_or_later() {
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
+        for len in [PAGE, 3 * SMALL as u64] {
+            let fd = memfd_create("parting-from-its-client", MemfdFlags::CLOEXEC).unwrap();
+            ftruncate(&fd, len).unwrap();
+            let mut files = Files::default();
+            let parts = [(0, len), (0, PAGE)].map(|(offset, len)| {
+                let fd = fd.try_clone().unwrap();
+                files.map(fd, offset, len, Protection::ReadWrite).unwrap()
+            });
+            let maps = || std::fs::read_to_string("/proc/self/maps").unwrap();
+            assert!(maps().contains("/memfd:parting-from-its-client"));
+            drop(parts.into_iter().collect::<Parting>());
+            while maps().contains("/memfd:parting-from-its-client") {
+                assert!(std::time::Instant::now() < until);
+                std::thread::yield_now();
+            }
+        }
     }
 
     #[test]

@@ -199,11 +199,12 @@ impl Device for ControllerDevice {
     fn disconnected(&mut self, done: Done) {
         self.config.reset();
         self.msix.reset();
-        self.memory.forget();
+        let parting = self.memory.forget();
         let visitors = Arc::clone(&self.visitors);
         self.controller.disconnect(move || {
             visitors(Visit::Left);
             done.ok();
+            drop(parting);
         });
     }
 
