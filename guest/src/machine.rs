@@ -96,6 +96,11 @@ impl Guest {
         self.run(command, timeout)?.success().with_context(|| format!("in the guest: {command}"))
     }
 
+    /// QEMU's process id.
+    pub fn id(&self) -> u32 {
+        self.process.id()
+    }
+
     /// Sends a command that the guest does not come back from.
     pub fn send(&mut self, command: &str) -> Result<()> {
         self.agent.send(command).map(drop)

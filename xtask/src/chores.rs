@@ -55,7 +55,8 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
             for suite in Suite::value_variants() {
                 // Minutes long, and what they are about is the driver's end: the newer kernel is
                 // enough. `cargo xtask guest s2` runs it with both.
-                if matches!(suite, Suite::S2 | Suite::S4) && kernel != Kernel::V7_2 {
+                if matches!(suite, Suite::S2 | Suite::Recover | Suite::S4) && kernel != Kernel::V7_2
+                {
                     continue;
                 }
                 if let Some(lab) = &lab {

@@ -25,8 +25,20 @@ pub(crate) fn cargo() -> Command {
 /// Builds the program as a user would, and says where it is.
 pub(crate) fn build_shadowbell() -> Result<PathBuf> {
     eprintln!("building shadowbell ...");
+    build(&["--release", "--package", "shadowbell", "--bin", "shadowbell"])
+}
+
+/// Builds the program so that it can also do wrong on purpose, as it is built for the tests: nothing
+/// is measured with it, and then it is there already.
+pub(crate) fn build_faulty() -> Result<PathBuf> {
+    eprintln!("building shadowbell with faults ...");
+    build(&["--workspace", "--bin", "shadowbell", "--features", "shadowbell/faults"])
+}
+
+fn build(arguments: &[&str]) -> Result<PathBuf> {
     let output = cargo()
-        .args(["build", "--release", "--package", "shadowbell", "--bin", "shadowbell"])
+        .arg("build")
+        .args(arguments)
         .arg("--message-format=json-render-diagnostics")
         .stderr(Stdio::inherit())
         .output()

@@ -212,6 +212,14 @@ impl Blocking {
         self.run(self.0.compare(offset, with))
     }
 
+    /// As [`BlockDevice::copy`].
+    ///
+    /// # Errors
+    /// [`BlockError`].
+    pub fn copy(&self, from: u64, to: u64, len: u64) -> Result<(), BlockError> {
+        self.run(self.0.copy(from, to, len))
+    }
+
     /// As [`BlockDevice::flush`].
     ///
     /// # Errors

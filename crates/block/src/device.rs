@@ -51,6 +51,8 @@ pub struct Geometry {
     pub discard: bool,
     /// Whether there is a Compare command; without, the data are read.
     pub compare: bool,
+    /// Whether there is a Copy command; without, the data are read and written.
+    pub copy: bool,
 }
 
 /// One queue, with the buffers of those who use it through this disk.
@@ -68,6 +70,8 @@ pub(crate) struct Inner {
     pub(crate) orphans: Arc<Orphans>,
     /// The controller has a Write Zeroes command, and has not refused one yet.
     pub(crate) zeroes: AtomicBool,
+    /// The same of Copy.
+    pub(crate) copies: AtomicBool,
     admin: Admin,
 }
 
@@ -144,6 +148,7 @@ impl BlockDevice {
                 locks: Arc::default(),
                 orphans: Orphans::new(),
                 zeroes: AtomicBool::new(geometry.write_zeroes),
+                copies: AtomicBool::new(geometry.copy),
                 admin: controller.admin(),
             }),
             lane: 0,
@@ -233,6 +238,7 @@ impl Geometry {
             write_zeroes: has.write_zeroes(),
             discard: has.dataset_management(),
             compare: has.compare(),
+            copy: namespace.copy_limits().is_some(),
         }
     }
 }

@@ -7,6 +7,7 @@
 //! | [`BlockDevice`] | a namespace as a disk, with futures for any executor |
 //! | `stream` | a range of blocks as commands: split, with several of them under way |
 //! | `operations` | read, write, compare, write zeroes, discard, flush; parts of blocks |
+//! | `copy` | bytes from one place of the disk to another, by the controller where it can |
 //! | `buffers` | the buffers that requests take turns with |
 //! | `locks` | who writes where: what modifies parts of blocks has them to itself |
 //! | `flight` | commands under way, also those that nobody waits for any more |
@@ -47,11 +48,12 @@
 //!
 //! # What it does not implement
 //!
-//! Copy, reservations, and a map of what is allocated (Get LBA Status).
+//! Reservations, and a map of what is allocated (Get LBA Status).
 #![forbid(unsafe_code)]
 
 mod blocking;
 mod buffers;
+mod copy;
 mod device;
 mod error;
 mod flight;

@@ -150,7 +150,7 @@ impl BlockDevice {
     }
 
     /// The blocks that these bytes touch.
-    fn range(&self, offset: u64, len: u64) -> Result<Range, BlockError> {
+    pub(crate) fn range(&self, offset: u64, len: u64) -> Result<Range, BlockError> {
         let geometry = self.geometry();
         let size = geometry.bytes;
         match offset.checked_add(len) {
@@ -160,12 +160,12 @@ impl BlockDevice {
     }
 
     /// The same for those that are to be changed.
-    fn change(&self, offset: u64, len: u64) -> Result<Range, BlockError> {
+    pub(crate) fn change(&self, offset: u64, len: u64) -> Result<Range, BlockError> {
         if self.geometry().read_only { Err(BlockError::ReadOnly) } else { self.range(offset, len) }
     }
 
     /// Waits until the range may be written; nothing if there is nothing in it.
-    async fn lock(&self, range: &Range) -> Option<Arc<RangeGuard>> {
+    pub(crate) async fn lock(&self, range: &Range) -> Option<Arc<RangeGuard>> {
         if range.start == range.end {
             return None;
         }
@@ -174,7 +174,7 @@ impl BlockDevice {
     }
 
     /// Changes a part of a block, which nobody else writes meanwhile.
-    async fn modify(
+    pub(crate) async fn modify(
         &self,
         edge: Edge,
         data: &[u8],
@@ -201,14 +201,14 @@ impl BlockDevice {
 
 /// A range of bytes, and the blocks that it touches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Range {
+pub(crate) struct Range {
     /// The first byte of the first block.
     start: u64,
     /// The byte after the last block.
     end: u64,
     /// The whole blocks in the range: its first byte, or where they end if there are none.
-    first_whole: u64,
-    end_whole: u64,
+    pub(crate) first_whole: u64,
+    pub(crate) end_whole: u64,
     block: u64,
     offset: u64,
     offset_end: u64,
@@ -216,13 +216,13 @@ struct Range {
 
 /// A part of a block that is not the whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Edge {
+pub(crate) struct Edge {
     /// The first byte of the block.
     block: u64,
     /// The first byte of the part.
-    at: u64,
+    pub(crate) at: u64,
     /// How many bytes.
-    len: usize,
+    pub(crate) len: usize,
 }
 
 impl Range {
@@ -249,7 +249,7 @@ impl Range {
     }
 
     /// The parts of blocks at both ends.
-    fn edges(&self) -> impl Iterator<Item = Edge> + use<> {
+    pub(crate) fn edges(&self) -> impl Iterator<Item = Edge> + use<> {
         let Self { start, block, offset, offset_end, first_whole, end_whole, .. } = *self;
         let edge = |block, from: u64, to: u64| Edge { block, at: from, len: (to - from) as usize };
         let head = (start < first_whole)
@@ -259,13 +259,13 @@ impl Range {
     }
 }
 
-fn put(lease: &mut Lease, bytes: &[u8]) -> Result<(), BlockError> {
+pub(crate) fn put(lease: &mut Lease, bytes: &[u8]) -> Result<(), BlockError> {
     let buffer = lease.buffer.as_mut().ok_or(BlockError::Buffer)?;
     if buffer.copy_from(0, bytes) { Ok(()) } else { Err(BlockError::Buffer) }
 }
 
 /// Whether the controller does not do this at all, or not that much at once.
-fn is_refusal(error: &BlockError) -> bool {
+pub(crate) fn is_refusal(error: &BlockError) -> bool {
     matches!(
         error.status().map(Status::code),
         Some(Status::INVALID_OPCODE | Status::INVALID_FIELD | Status::COMMAND_SIZE_LIMIT_EXCEEDED)
@@ -302,10 +302,10 @@ impl Parts for Read<'_> {
 }
 
 /// Whole blocks.
-struct Write<'a> {
-    offset: u64,
-    from: &'a [u8],
-    fua: bool,
+pub(crate) struct Write<'a> {
+    pub(crate) offset: u64,
+    pub(crate) from: &'a [u8],
+    pub(crate) fua: bool,
 }
 
 impl Parts for Write<'_> {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 /// The most blocks that a command without data names here, below the 65536 that it could: a
 /// controller that has a lot to do with them gets it in parts.
-const MAX_BLOCKS: u64 = 1 << 15;
+pub(crate) const MAX_BLOCKS: u64 = 1 << 15;
 
 /// What is done with each part of a range that moves data.
 pub(crate) trait Parts {

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Host, PATIENCE, Queue};
-use shadowbell_controller::{Config, Polling};
+use shadowbell_controller::{Carrier, Config, Controller, Polling};
 use spec::{Sqe, Status};
 use std::time::{Duration, Instant};
 
@@ -118,6 +118,31 @@ fn an_event_wakes_as_a_doorbell_does() {
         stream(&mut host, &mut queue, 4, 1_000);
         old.events[0].signal();
     }
+}
+
+#[test]
+fn events_are_in_the_trace() {
+    use shadowbell_controller::trace::{Kind, TraceFile, read_trace};
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("trace");
+    let pool = common::pool(SLEEPY);
+    let file = TraceFile::create(&path, 1, 1 << 12).unwrap();
+    pool.trace(&file);
+    let config = common::config(&["null:1GiB"]);
+    let controller = Controller::new(config, pool, Carrier::default()).unwrap();
+    let mut host = Host::attach(controller);
+    host.enable();
+    assert!(host.configure_shadow(|_, _| 0).is_success());
+    let mut queue = host.create(1, 16, false);
+    host.kicks = host.controller.doorbell_events().unwrap();
+    stream(&mut host, &mut queue, 1, 50);
+    let rings = host.controller.stats().doorbell_events;
+    let records = read_trace(&path).unwrap();
+    let of_events: Vec<_> = records.filter(|record| record.kind == Kind::DoorbellEvent).collect();
+    // Several that came while it was awake are one.
+    assert!((1..=rings).contains(&(of_events.len() as u64)), "{} of {rings}", of_events.len());
+    assert!(of_events.iter().all(|record| (record.worker, record.qid) == (Some(0), 0)));
+    assert!(of_events.iter().all(|record| record.controller != 0));
 }
 
 #[test]

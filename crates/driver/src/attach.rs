@@ -271,13 +271,15 @@ fn shadow_doorbells(shared: &Shared) -> Result<ShadowPages, String> {
     let (event_idxs, event_idx) = memory.page(SHADOW_EVENT_IDXS).ok_or_else(no_page)?;
     let pages = ShadowPages { values, event_idxs, dstrd };
     let [sq, cq] = pages.of(0).ok_or_else(no_page)?;
-    // The admin queue is shadowed as well (Base 2.1, "Doorbell Buffer Config command"). Until the
-    // command has completed, its doorbells are written both ways.
+    // The admin queue is shadowed as well (Base 2.1, "Doorbell Buffer Config command"), and there are
+    // controllers that leave it out, SPDK's for one. Its doorbells are written both ways for good.
     shared.admin.mirror(sq, cq);
     let config = Sqe::dbbuf_config(DoorbellBufferConfig { shadow, event_idx }, 0);
     let outcome = shared.command(config, None, 0, shared.device.timeouts.admin);
-    shared.admin.trust(outcome.is_ok());
-    outcome.map(|_| pages).map_err(|error| error.to_string())
+    outcome.map(|_| pages).map_err(|error| {
+        shared.admin.forget_shadow();
+        error.to_string()
+    })
 }
 
 fn io_shape(device: &Device, options: &AttachOptions, max_transfer: u64) -> (RingSize, PairShape) {

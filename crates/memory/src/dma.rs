@@ -75,61 +75,133 @@ struct Entry {
     bytes: SharedBytes,
 }
 
+/// Most maps in a chunk of a table, and how many two neighbours have together when they become one.
+const CHUNK: usize = 512;
+const FEW: usize = CHUNK / 4;
+
 /// An immutable snapshot of all maps, sorted by address.
+///
+/// Snapshots share what is the same in them: a change copies one chunk of the maps, and the list of
+/// the chunks. With a guest's IOMMU in between there are tens of thousands of maps, and they change
+/// all the time.
 #[derive(Clone, Debug, Default)]
 pub struct DmaTable {
-    entries: Vec<Entry>,
+    /// None of them is empty.
+    chunks: Vec<Arc<Vec<Entry>>>,
 }
 
 impl DmaTable {
     /// How many ranges are mapped.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.entries.len()
+        self.chunks.iter().map(|chunk| chunk.len()).sum()
     }
 
     /// Whether nothing is mapped.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.entries.is_empty()
+        self.chunks.is_empty()
+    }
+
+    fn entries(&self) -> impl Iterator<Item = &Entry> + '_ {
+        self.chunks.iter().flat_map(|chunk| chunk.iter())
     }
 
     /// Whether the memory behind some range was lost to a truncation (see [`crate::sigbus`]).
     #[must_use]
     pub fn is_poisoned(&self) -> bool {
-        self.entries.iter().any(|e| e.bytes.mapping().is_poisoned())
+        self.entries().any(|e| e.bytes.mapping().is_poisoned())
     }
 
     /// The memory behind the ranges; one mapping may be behind several.
     pub fn mappings(&self) -> impl Iterator<Item = &Arc<Mapping>> + '_ {
-        self.entries.iter().map(|e| e.bytes.mapping())
+        self.entries().map(|e| e.bytes.mapping())
     }
 
     /// The mapped ranges as (first IOVA, length in bytes), in order.
     pub fn ranges(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
-        self.entries.iter().map(|e| (e.start, e.last - e.start + 1))
+        self.entries().map(|e| (e.start, e.last - e.start + 1))
     }
 
     /// The bytes at `[iova, iova + len)` if one map holds them all.
     #[must_use]
     pub fn bytes(&self, iova: u64, len: u64) -> Option<SharedBytes> {
-        let entry = &self.entries[self.find(iova)?];
+        let entry = self.find(iova)?;
         let offset = usize::try_from(iova - entry.start).ok()?;
         entry.bytes.slice(offset, usize::try_from(len).ok()?)
     }
 
     /// The bytes from `iova` to the end of its map, at most `len`; `None` if it is not mapped.
     pub(crate) fn bytes_up_to(&self, iova: u64, len: u64) -> Option<SharedBytes> {
-        let entry = &self.entries[self.find(iova)?];
+        let entry = self.find(iova)?;
         let len = len.min((entry.last - iova).saturating_add(1));
         let offset = usize::try_from(iova - entry.start).ok()?;
         entry.bytes.slice(offset, usize::try_from(len).ok()?)
     }
 
-    fn find(&self, iova: u64) -> Option<usize> {
-        let after = self.entries.partition_point(|e| e.start <= iova);
-        let index = after.checked_sub(1)?;
-        (iova <= self.entries[index].last).then_some(index)
+    fn find(&self, iova: u64) -> Option<&Entry> {
+        let chunk = self.chunks.get(self.chunk_of(iova))?;
+        let after = chunk.partition_point(|e| e.start <= iova);
+        let entry = &chunk[after.checked_sub(1)?];
+        (iova <= entry.last).then_some(entry)
+    }
+
+    /// The chunk in which a map of `iova` is, if there is one, and belongs otherwise.
+    fn chunk_of(&self, iova: u64) -> usize {
+        let begins_above = |chunk: &Arc<Vec<Entry>>| chunk.first().is_some_and(|e| e.start <= iova);
+        self.chunks.partition_point(begins_above).saturating_sub(1)
+    }
+
+    /// The maps that have an address in `[first, last]`.
+    fn overlapping(&self, first: u64, last: u64) -> impl Iterator<Item = &Entry> {
+        self.chunks[self.chunk_of(first)..]
+            .iter()
+            .flat_map(|chunk| chunk.iter())
+            .skip_while(move |e| e.last < first)
+            .take_while(move |e| e.start <= last)
+    }
+
+    fn insert(&mut self, entry: Entry) {
+        let index = self.chunk_of(entry.start);
+        let Some(chunk) = self.chunks.get_mut(index) else {
+            return self.chunks.push(Arc::new(vec![entry]));
+        };
+        let chunk = Arc::make_mut(chunk);
+        let at = chunk.partition_point(|e| e.start < entry.start);
+        chunk.insert(at, entry);
+        if chunk.len() > CHUNK {
+            let rest = chunk.split_off(CHUNK / 2);
+            self.chunks.insert(index + 1, Arc::new(rest));
+        }
+    }
+
+    /// Takes the maps inside `[first, last]` out.
+    fn remove(&mut self, first: u64, last: u64) {
+        let from = self.chunk_of(first);
+        let mut index = from;
+        while let Some(chunk) = self.chunks.get_mut(index) {
+            if chunk.first().is_some_and(|e| e.start > last) {
+                break;
+            }
+            let stays = |e: &Entry| e.start < first || e.last > last;
+            if !chunk.iter().all(stays) {
+                Arc::make_mut(chunk).retain(stays);
+            }
+            if chunk.is_empty() {
+                self.chunks.remove(index);
+            } else {
+                index += 1;
+            }
+        }
+        // Chunks of a few maps each would make the list of them long.
+        for index in [from, from.saturating_sub(1)] {
+            if let Some([one, two]) = self.chunks.get_mut(index..index + 2)
+                && one.len() + two.len() <= FEW
+            {
+                Arc::make_mut(one).extend_from_slice(two);
+                self.chunks.remove(index + 1);
+            }
+        }
     }
 }
 
@@ -153,7 +225,7 @@ impl DmaSpace {
     /// [`DmaError`] if the range is bad, overlaps another map, or is longer than the memory.
     pub fn map(&mut self, iova: u64, len: u64, bytes: &SharedBytes) -> Result<(), DmaError> {
         let last = last_address(iova, len)?;
-        if let Some(other) = self.overlapping(iova, last).next() {
+        if let Some(other) = self.table.overlapping(iova, last).next() {
             return Err(DmaError::Overlap { iova, len, other: other.start });
         }
         let have = bytes.len() as u64;
@@ -161,10 +233,8 @@ impl DmaSpace {
             .ok()
             .and_then(|len| bytes.slice(0, len))
             .ok_or(DmaError::Short { iova, len, have })?;
-        let mut entries = self.table.entries.clone();
-        let at = entries.partition_point(|e| e.start < iova);
-        entries.insert(at, Entry { start: iova, last, bytes });
-        self.table = Arc::new(DmaTable { entries });
+        // Copied if a snapshot of it is out, which is nearly always so.
+        Arc::make_mut(&mut self.table).insert(Entry { start: iova, last, bytes });
         Ok(())
     }
 
@@ -177,25 +247,20 @@ impl DmaSpace {
     /// [`DmaError`] if the range is bad, holds no map, or would split one.
     pub fn unmap(&mut self, iova: u64, len: u64) -> Result<(), DmaError> {
         let last = last_address(iova, len)?;
-        if let Some(e) = self.overlapping(iova, last).find(|e| e.start < iova || e.last > last) {
+        let sticks_out = |e: &&Entry| e.start < iova || e.last > last;
+        if let Some(e) = self.table.overlapping(iova, last).find(sticks_out) {
             return Err(DmaError::Split { iova, len, other: e.start });
         }
-        let mut entries = self.table.entries.clone();
-        entries.retain(|e| e.start < iova || e.last > last);
-        if entries.len() == self.table.entries.len() {
+        if self.table.overlapping(iova, last).next().is_none() {
             return Err(DmaError::NotMapped { iova, len });
         }
-        self.table = Arc::new(DmaTable { entries });
+        Arc::make_mut(&mut self.table).remove(iova, last);
         Ok(())
     }
 
     /// Takes away every map.
     pub fn clear(&mut self) {
         self.table = Arc::default();
-    }
-
-    fn overlapping(&self, first: u64, last: u64) -> impl Iterator<Item = &Entry> {
-        self.table.entries.iter().filter(move |e| e.start <= last && e.last >= first)
     }
 }
 
@@ -320,8 +385,7 @@ impl View {
             return Ok((ptr, left.min(len as u64) as usize));
         }
         let fault = Fault { iova, write };
-        let index = self.0.table.find(iova).ok_or(fault)?;
-        hit.set(&self.0.table.entries[index]);
+        hit.set(self.0.table.find(iova).ok_or(fault)?);
         let (ptr, left) = hit.find(iova, write).ok_or(fault)?;
         Ok((ptr, left.min(len as u64) as usize))
     }
@@ -392,6 +456,65 @@ mod tests {
         space.map(0, 4096, &m).unwrap();
         space.map(u64::MAX - 4095, 4096, &m).unwrap(); // up to the last address
         assert_eq!(space.table().len(), 4);
+    }
+
+    /// As many as a guest's IOMMU makes, in no order, against a map that can not be wrong.
+    #[test]
+    fn tens_of_thousands_of_maps_are_found_and_taken_away() {
+        use std::collections::BTreeMap;
+        const COUNT: u64 = 40_000;
+        let memory = memory(3 * 4096);
+        let (mut space, mut model) = (DmaSpace::default(), BTreeMap::new());
+        // Each number below COUNT comes once, far from the one before it.
+        let scattered = |n: u64| n * 25_583 % COUNT;
+        let check = |space: &DmaSpace, model: &BTreeMap<u64, u64>| {
+            let table = space.table();
+            assert!(table.ranges().eq(model.iter().map(|(start, len)| (*start, *len))));
+            assert_eq!((table.len(), table.is_empty()), (model.len(), model.is_empty()));
+            assert!(table.chunks.iter().all(|chunk| !chunk.is_empty() && chunk.len() <= CHUNK));
+            let worst = model.len() * 2 / FEW + 3;
+            assert!(table.chunks.len() <= worst, "{} for {}", table.chunks.len(), model.len());
+        };
+        for n in (0..COUNT).map(scattered) {
+            let (start, len) = (n * 4 * 4096, 4096 * (n % 3 + 1));
+            space.map(start, len, &memory).unwrap();
+            model.insert(start, len);
+        }
+        check(&space, &model);
+        let before = Arc::clone(space.table());
+        for n in (0..COUNT).map(scattered) {
+            let (start, len) = (n * 4 * 4096, 4096 * (n % 3 + 1));
+            let table = space.table();
+            for (at, there) in [(start, true), (start + len - 1, true), (start + len, false)] {
+                assert_eq!(table.find(at).is_some(), there, "{at:#x}");
+            }
+            assert!(matches!(
+                space.map(start + len - 1, 4096, &memory),
+                Err(DmaError::Overlap { other, .. }) if other == start
+            ));
+            if n % 10 < 7 {
+                space.unmap(start, len).unwrap();
+                model.remove(&start);
+                assert!(matches!(space.unmap(start, len), Err(DmaError::NotMapped { .. })));
+            }
+            if n % 2000 == 0 {
+                check(&space, &model);
+                // What is left of a part of it goes at once.
+                let part = n * 4 * 4096..(n + 1000) * 4 * 4096;
+                if model.range(part.clone()).next().is_some() {
+                    space.unmap(part.start, part.end - part.start).unwrap();
+                    model.retain(|start, _| !part.contains(start));
+                }
+                for n in n..n + 1000 {
+                    space.map(n * 4 * 4096, 4096 * (n % 3 + 1), &memory).unwrap();
+                    model.insert(n * 4 * 4096, 4096 * (n % 3 + 1));
+                }
+                check(&space, &model);
+            }
+        }
+        assert_eq!(before.len(), COUNT as usize, "a snapshot stays as it was");
+        space.unmap(0, u64::MAX).unwrap();
+        assert!(space.table().is_empty());
     }
 
     #[test]

@@ -51,6 +51,8 @@ pub enum MapError {
 pub struct Mapping {
     ptr: NonNull<u8>,
     len: usize,
+    /// How much of the address space it takes: whole pages of its file.
+    taken: usize,
     protection: Protection,
     fd: Option<OwnedFd>,
     fd_offset: u64,
@@ -79,6 +81,7 @@ impl Mapping {
         protection: Protection,
     ) -> Result<Arc<Self>, MapError> {
         let size = shape(offset, len)?;
+        let page = page_size_of(&fd);
         let prot = match protection {
             Protection::Read => ProtFlags::READ,
             Protection::ReadWrite => ProtFlags::READ | ProtFlags::WRITE,
@@ -88,7 +91,7 @@ impl Mapping {
         let ptr = unsafe {
             mmap(ptr::null_mut(), size, prot, MapFlags::SHARED | MapFlags::NORESERVE, fd, offset)
         };
-        Self::adopt(ptr, size, protection, None, offset, true)
+        Self::adopt(ptr, size, protection, None, offset, Some(page))
     }
 
     /// The same, and keeps the descriptor: the memory can be handed on ([`fd`](Self::fd)).
@@ -158,7 +161,7 @@ impl Mapping {
                 0,
             )
         };
-        Self::adopt(ptr, size, Protection::ReadWrite, Some(fd), 0, false)
+        Self::adopt(ptr, size, Protection::ReadWrite, Some(fd), 0, None)
     }
 
     /// Maps `len` bytes (rounded up to whole pages) of private zeroes, taken from the system only
@@ -177,24 +180,27 @@ impl Mapping {
                 MapFlags::PRIVATE | MapFlags::NORESERVE,
             )
         };
-        Self::adopt(ptr, size, Protection::ReadWrite, None, 0, false)
+        Self::adopt(ptr, size, Protection::ReadWrite, None, 0, None)
     }
 
+    /// Takes what was mapped; memory of a peer, in pages of that size, is guarded.
     fn adopt(
         ptr: rustix::io::Result<*mut core::ffi::c_void>,
         len: usize,
         protection: Protection,
         fd: Option<OwnedFd>,
         fd_offset: u64,
-        guarded: bool,
+        peers: Option<usize>,
     ) -> Result<Arc<Self>, MapError> {
         let system = |source: io::Error| MapError::System { len: len as u64, source };
         let ptr = ptr.map_err(|e| system(e.into()))?;
         let ptr = NonNull::new(ptr.cast::<u8>())
             .ok_or_else(|| system(io::Error::other("mapped at address 0")))?;
-        let mut mapping = Self { ptr, len, protection, fd, fd_offset, guard: None };
-        if guarded {
-            mapping.guard = Some(sigbus::guard(ptr.as_ptr() as usize, len).map_err(system)?);
+        let taken = len.next_multiple_of(peers.unwrap_or(1));
+        let mut mapping = Self { ptr, len, taken, protection, fd, fd_offset, guard: None };
+        if let Some(page) = peers {
+            let guard = sigbus::guard(ptr.as_ptr() as usize, len, page);
+            mapping.guard = Some(guard.map_err(system)?);
         }
         Ok(Arc::new(mapping))
     }
@@ -304,7 +310,7 @@ impl Drop for Mapping {
         self.guard = None;
         // SAFETY: the range was mapped by us, and every `SharedBytes` into it holds an `Arc` of
         // this value, so nothing can touch it any more.
-        let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.len) };
+        let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.taken) };
     }
 }
 
@@ -320,6 +326,25 @@ impl fmt::Debug for Mapping {
 /// The size of a page of this machine's memory, in bytes.
 pub(crate) fn page_size() -> usize {
     rustix::param::page_size()
+}
+
+/// The size of the pages that a file is mapped in, in bytes.
+///
+/// Asks the file system only if that is the kernel's own memory, which alone has seals: a
+/// file system of somebody else's may take its time.
+fn page_size_of(fd: impl AsFd) -> usize {
+    /// `HUGETLBFS_MAGIC`.
+    const HUGETLBFS: u64 = 0x9584_58f6;
+    if rustix::fs::fcntl_get_seals(&fd).is_err() {
+        return page_size();
+    }
+    match rustix::fs::fstatfs(&fd) {
+        Ok(found) if found.f_type as u64 & 0xffff_ffff == HUGETLBFS => {
+            usize::try_from(found.f_bsize).ok().filter(|size| size.is_power_of_two())
+        }
+        _ => None,
+    }
+    .unwrap_or_else(page_size)
 }
 
 fn round_to_page(len: u64) -> Result<u64, MapError> {

@@ -10,18 +10,25 @@ use std::io;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-/// Ranges that can be guarded at once: a VM has a few dozen maps, and 256 of them fit well.
-const SLOTS: usize = 16_384;
+/// Ranges that can be guarded at once: about as many as a process may have mappings.
+const SLOTS: usize = 65_536;
 
 struct Slot {
     /// 0: free; 1: being filled or emptied; otherwise the first address of a guarded range.
     start: AtomicUsize,
     len: AtomicUsize,
+    /// The size of its pages, a power of two: none can be replaced in part.
+    page: AtomicUsize,
     poisoned: AtomicBool,
 }
 
 static REGISTRY: [Slot; SLOTS] = [const {
-    Slot { start: AtomicUsize::new(0), len: AtomicUsize::new(0), poisoned: AtomicBool::new(false) }
+    Slot {
+        start: AtomicUsize::new(0),
+        len: AtomicUsize::new(0),
+        page: AtomicUsize::new(0),
+        poisoned: AtomicBool::new(false),
+    }
 }; SLOTS];
 /// One more than the highest slot ever used, so that the handler's search stays short.
 static USED: AtomicUsize = AtomicUsize::new(0);
@@ -59,7 +66,8 @@ pub fn faults() -> u64 {
     FAULTS.load(Ordering::Relaxed)
 }
 
-pub(crate) fn guard(start: usize, len: usize) -> io::Result<Guard> {
+/// Guards `len` bytes at `start`, in pages of `page` bytes.
+pub(crate) fn guard(start: usize, len: usize, page: usize) -> io::Result<Guard> {
     if let Err(errno) = INSTALLED.get_or_init(install) {
         return Err(io::Error::from_raw_os_error(*errno));
     }
@@ -68,6 +76,7 @@ pub(crate) fn guard(start: usize, len: usize) -> io::Result<Guard> {
             && slot.start.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_ok()
         {
             slot.poisoned.store(false, Ordering::Relaxed);
+            slot.page.store(page, Ordering::Relaxed);
             slot.len.store(len, Ordering::Release);
             slot.start.store(start, Ordering::Release);
             USED.fetch_max(index + 1, Ordering::AcqRel);
@@ -105,15 +114,17 @@ extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut l
         let start = slot.start.load(Ordering::Acquire);
         let len = slot.len.load(Ordering::Acquire);
         if start > 1 && address >= start && address - start < len {
-            let page = address & !4095;
-            // SAFETY: the page lies in a range that its owner mapped and still holds (a guard
-            // leaves the registry before its range is unmapped), so MAP_FIXED replaces only it.
+            let size = slot.page.load(Ordering::Relaxed);
+            let page = address & !(size - 1);
+            // SAFETY: the page lies in a range that its owner mapped, in such pages, and still holds
+            // (a guard leaves the registry before its range is unmapped), so MAP_FIXED replaces only
+            // it.
             let mapped = unsafe {
                 libc::mmap(
                     page as *mut libc::c_void,
-                    4096,
+                    size,
                     libc::PROT_READ | libc::PROT_WRITE,
-                    libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED,
+                    libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED,
                     -1,
                     0,
                 )
@@ -171,5 +182,36 @@ mod tests {
         assert!(!untouched.is_poisoned());
         assert!(super::faults() > before);
         mapping.bytes().fill(4096, 4096, 1).unwrap(); // and can be written without harm
+    }
+    /// A page of them can not be put in place of a part of a huge one, and none of those have to be
+    /// set aside for a peer to make such a file.
+    #[test]
+    fn huge_pages_that_are_not_there_read_as_zeroes() {
+        let fd = memfd_create("huge", MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB).unwrap();
+        ftruncate(&fd, 8 << 20).unwrap();
+        let mapping = Mapping::from_fd(&fd, 0, 6 << 20, Protection::ReadWrite).unwrap();
+        ftruncate(&fd, 0).unwrap();
+        for at in [(4 << 20) + 8, 0, (6 << 20) - 8, 5] {
+            assert_eq!(mapping.bytes().read::<u32>(at), Some(0));
+        }
+        assert!(mapping.is_poisoned());
+        mapping.bytes().fill(0, 6 << 20, 7).unwrap();
+        assert_eq!(mapping.bytes().read::<u32>(4096), Some(0x0707_0707));
+    }
+
+    /// However little of it was asked for, what is mapped is whole huge pages.
+    #[test]
+    fn part_of_a_huge_page_is_unmapped_with_all_of_it() {
+        let mapped = || {
+            let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+            maps.contains("/memfd:part-of-a-huge-page")
+        };
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB;
+        let fd = memfd_create("part-of-a-huge-page", flags).unwrap();
+        ftruncate(&fd, 4 << 20).unwrap();
+        let mapping = Mapping::from_fd(&fd, 0, 4096, Protection::ReadWrite).unwrap();
+        assert!(mapped());
+        drop(mapping);
+        assert!(!mapped());
     }
 }

@@ -76,7 +76,12 @@ fn kind(text: &str) -> Result<Kind, String> {
 fn is_of_queue(kind: Kind) -> bool {
     !matches!(
         kind,
-        Kind::Sleep | Kind::Wake | Kind::SpuriousWake | Kind::Reset | Kind::ShadowConfigured
+        Kind::Sleep
+            | Kind::Wake
+            | Kind::SpuriousWake
+            | Kind::Reset
+            | Kind::ShadowConfigured
+            | Kind::DoorbellEvent
     )
 }
 

@@ -8,8 +8,12 @@ pub const DEFAULT_MAX_MSG_FDS: u32 = 1;
 /// How many bytes an end takes in one data transfer if it does not say.
 pub const DEFAULT_MAX_DATA_XFER_SIZE: u64 = 1 << 20;
 
+/// How many ranges of memory may be shared at once if a server does not say, and the most that QEMU
+/// lets one say.
+pub const DEFAULT_MAX_DMA_MAPS: u32 = 65_535;
+
 /// The capabilities of one end. What the other end sends and this crate has no use for
-/// (`pgsizes`, `max_dma_maps`, `migration`, `twin_socket`) is passed over.
+/// (`pgsizes`, `migration`, `twin_socket`) is passed over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Capabilities {
@@ -19,6 +23,8 @@ pub struct Capabilities {
     pub max_msg_fds: u32,
     /// How many bytes the sender takes in one data transfer, in either direction.
     pub max_data_xfer_size: u64,
+    /// How many ranges of memory may be shared (DMA_MAP) at once.
+    pub max_dma_maps: u32,
     /// REGION_WRITE_MULTI is understood.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub write_multiple: bool,
@@ -30,6 +36,7 @@ impl Default for Capabilities {
         Self {
             max_msg_fds: DEFAULT_MAX_MSG_FDS,
             max_data_xfer_size: DEFAULT_MAX_DATA_XFER_SIZE,
+            max_dma_maps: DEFAULT_MAX_DMA_MAPS,
             write_multiple: false,
         }
     }
@@ -87,11 +94,16 @@ mod tests {
         let said =
             br#"{"capabilities": {"migration": {"pgsize": 4096, "max_bitmap_size": 268435456},
             "max_msg_fds": 8, "max_data_xfer_size": 1048576, "pgsizes": 4096,
-            "max_dma_maps": 65535, "write_multiple": true}}"#;
+            "max_dma_maps": 1000, "write_multiple": true}}"#;
         let capabilities = Capabilities::from_version_data(said).unwrap();
         assert_eq!(
             capabilities,
-            Capabilities { max_msg_fds: 8, max_data_xfer_size: 1 << 20, write_multiple: true }
+            Capabilities {
+                max_msg_fds: 8,
+                max_data_xfer_size: 1 << 20,
+                max_dma_maps: 1000,
+                write_multiple: true
+            }
         );
     }
 
@@ -101,7 +113,7 @@ mod tests {
         assert_eq!(
             said.to_version_data(),
             b"{\"capabilities\":{\"max_msg_fds\":16,\"max_data_xfer_size\":1048576,\
-              \"write_multiple\":true}}\0"
+              \"max_dma_maps\":65535,\"write_multiple\":true}}\0"
         );
         assert_eq!(Capabilities::from_version_data(&said.to_version_data()).unwrap(), said);
     }

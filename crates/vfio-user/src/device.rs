@@ -4,6 +4,7 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 
 use crate::Errno;
+use crate::capabilities::DEFAULT_MAX_DMA_MAPS;
 
 /// Indexes of the regions of a PCI device (`VFIO_PCI_*_REGION_INDEX` of `<linux/vfio.h>`).
 pub mod region {
@@ -128,7 +129,8 @@ pub struct DmaMap {
     pub readable: bool,
     /// The device may write it.
     pub writable: bool,
-    /// The file to map. Without one the memory can only be reached by messages, which a device
+    /// The file to map; mapping it and closing it wait for nobody (see
+    /// [`descriptor`](crate::descriptor)). Without one the memory can only be reached by messages, which a device
     /// that wants mapped memory should refuse with [`Errno::OPNOTSUPP`] and a clear log line:
     /// it is what a QEMU without `share=on` sends.
     pub fd: Option<OwnedFd>,
@@ -169,7 +171,7 @@ pub enum IrqData {
     None,
     /// One flag per interrupt of the range: the action is for those that are set.
     Bools(Vec<bool>),
-    /// One eventfd per interrupt of the range, or none at all, which takes the eventfds of the
+    /// One eventfd per interrupt of the range (they are eventfds, that was looked at), or none at all, which takes the eventfds of the
     /// range away.
     Eventfds(Vec<OwnedFd>),
 }
@@ -278,6 +280,12 @@ pub trait Device: Send {
     /// Answers DEVICE_GET_INFO. Asked once for each client, before anything else.
     fn info(&mut self) -> DeviceInfo {
         DeviceInfo::default()
+    }
+
+    /// How many ranges of memory a client may share at once; it is told during version negotiation,
+    /// and no more is done about it: [`dma_map`](Self::dma_map) is to refuse what is too much.
+    fn max_dma_maps(&self) -> u32 {
+        DEFAULT_MAX_DMA_MAPS
     }
 
     /// Answers DEVICE_GET_REGION_INFO, for an index below [`DeviceInfo::regions`].

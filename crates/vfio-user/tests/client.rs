@@ -254,3 +254,33 @@ fn a_backlog_that_is_full_is_not_waited_for_forever() {
     assert!(matches!(error, ClientError::Connect { .. }), "{error}");
     assert!(started.elapsed() >= Duration::from_millis(50));
 }
+
+#[test]
+fn more_memory_than_the_server_takes_is_not_even_asked_for() {
+    let (_server, path, shared) = Server::with_toy(Limits::default());
+    let client = Client::connect(&path, Options::default()).unwrap();
+    assert_eq!(client.server().max_dma_maps, MAX_MAPS);
+    let memory = memfd(0x1000);
+    let map = |iova| {
+        let fd = Some(memory.as_fd());
+        let (readable, writable) = (true, true);
+        client.dma_map(&Share { iova, len: 0x1000, readable, writable, fd, fd_offset: 0 })
+    };
+    for n in 0..u64::from(MAX_MAPS) {
+        map(n << 12).unwrap();
+    }
+    let error = map(0x9000).unwrap_err();
+    assert!(matches!(error, ClientError::TooManyMaps { max: MAX_MAPS }), "{error}");
+    assert!(error.to_string().contains("5 ranges"), "{error}");
+    assert_eq!(shared.maps.lock().unwrap().len(), MAX_MAPS as usize);
+    // Two of them go, and there is room for two; all of them go, and there is room for all.
+    client.dma_unmap(DmaUnmap::Range { iova: 0x1000, len: 0x2000 }).unwrap();
+    map(0x1000).unwrap();
+    map(0x2000).unwrap();
+    map(0x9000).unwrap_err();
+    client.dma_unmap(DmaUnmap::All).unwrap();
+    for n in 0..u64::from(MAX_MAPS) {
+        map(n << 12).unwrap();
+    }
+    map(0x9000).unwrap_err();
+}

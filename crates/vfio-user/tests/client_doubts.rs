@@ -367,9 +367,8 @@ fn lists_of_descriptors_that_make_no_sense_are_not_believed() {
         [info.as_bytes(), entries.as_bytes()].concat()
     };
     for payload in [
-        // Another region, no entries, entries that are too short, too many, or not all there.
+        // Another region, entries that are too short, too many, or not all there.
         list(56, 1, 1, &[entry(0)]),
-        list(16, 0, 0, &[]),
         list(56, 0, 2, &[entry(0)]),
         list(96, 0, u32::MAX, &[entry(0), entry(0)]),
         list(96, 0, 2, &[entry(0)]),
@@ -381,4 +380,17 @@ fn lists_of_descriptors_that_make_no_sense_are_not_believed() {
         let error = fails(move |to, _| reply(to, 0, &payload), |client| client.region_io_fds(0));
         assert!(matches!(error, ClientError::BadReply { .. }), "{error}");
     }
+}
+
+#[test]
+fn a_region_without_descriptors_may_have_an_empty_list() {
+    // As libvfio-user answers; others refuse.
+    let none = wire::RegionIoFds { argsz: 16, flags: 0, index: 0, count: 0 };
+    let (client, server) = impostor(move |to, _| reply(to, 0, none.as_bytes()));
+    let client = client.unwrap();
+    let found = client.region_io_fds(0).unwrap();
+    assert!(found.events.is_empty() && found.areas.is_empty());
+    client.reset().expect("the connection goes on");
+    drop(client);
+    server.join().unwrap();
 }

@@ -25,7 +25,8 @@ fn a_version_without_json_is_answered_in_full() {
     assert_eq!((reply.header.id, reply.header.size as usize), (0, 16 + reply.payload.len()));
     let payload = reply.ok();
     assert_eq!(payload[..4], [0, 0, 1, 0]);
-    let json = b"{\"capabilities\":{\"max_msg_fds\":16,\"max_data_xfer_size\":1048576}}\0";
+    let json = b"{\"capabilities\":{\"max_msg_fds\":16,\"max_data_xfer_size\":1048576,\
+        \"max_dma_maps\":5}}\0";
     assert_eq!(&payload[4..], json);
     shared.wait_log("connected, 1 fds");
 }

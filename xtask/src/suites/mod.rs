@@ -6,15 +6,18 @@ mod fio;
 mod fs;
 mod idle;
 mod nvme_cli;
+mod recover;
 mod reset;
 mod s2;
 mod s3;
 mod s4;
 mod smoke;
+mod verdict;
 mod vfio;
 mod writer;
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -43,6 +46,9 @@ pub(crate) enum Suite {
     S2,
     /// The S3 table: shadow doorbells against trapped ones, ours against QEMU's.
     S3,
+    /// The driver through VFIO on controllers that do wrong on purpose: every rung of recovery, with
+    /// every byte checked; and a disk on an SSD whose data nobody copies.
+    Recover,
     /// Our disk as a block device (ublk) inside the guest, and the S4 table: readers, one and many.
     S4,
 }
@@ -116,6 +122,7 @@ impl Lab {
                 Suite::Reset => reset::run(self, report, kernel, &run),
                 Suite::Boot => boot::run(self, report, kernel, &run),
                 Suite::S2 => s2::run(self, report, kernel, &run),
+                Suite::Recover => recover::run(self, report, kernel, &run),
                 Suite::S3 => s3::run(self, report, kernel, &run),
                 Suite::S4 => s4::run(self, report, kernel, &run),
             };
@@ -123,6 +130,18 @@ impl Lab {
             run.keep_logs(&logs)?;
             result.with_context(|| format!("logs are in {}", logs.display()))
         });
+    }
+
+    /// A program whose `serve` can do wrong on purpose: the one under test if it can.
+    fn faulty(&self) -> Result<PathBuf> {
+        if let Some(program) = &self.shadowbell {
+            let help = Command::new(program).args(["serve", "--help"]).output();
+            let help = help.with_context(|| program.display().to_string())?;
+            if String::from_utf8_lossy(&help.stdout).contains("--faults") {
+                return Ok(program.clone());
+            }
+        }
+        workspace::build_faulty()
     }
 
     /// Where everything is kept between runs.

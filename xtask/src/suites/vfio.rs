@@ -13,7 +13,7 @@ const ARCHIVE: &str = "initramfs-vfio.cpio";
 pub(super) const MODULES: &[&str] =
     &["irqbypass", "vfio", "vfio_virqfd", "vfio_iommu_type1", "vfio-pci-core", "vfio-pci"];
 /// The IOMMU on, but out of the way of the kernel's own drivers.
-const IOMMU: &str = "intel_iommu=on iommu=pt";
+pub(super) const IOMMU: &str = "intel_iommu=on iommu=pt";
 
 /// A guest with these modules, these programs beside the usual ones, and the program under test.
 pub(super) fn pack(

@@ -89,12 +89,18 @@ impl Transport for Direct {
 
 /// A driver on a controller of its own over `disk`.
 pub(crate) fn attach(disk: Arc<dyn Disk>, options: &AttachOptions) -> Controller {
+    attach_to(disk, options).0
+}
+
+/// The same, and the controller itself.
+pub(crate) fn attach_to(disk: Arc<dyn Disk>, options: &AttachOptions) -> (Controller, Emulated) {
     let pool = Pool::start(&PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap();
     let uuid = controller::config::uuid_from("a test");
     let namespaces = vec![NamespaceConfig { disk, uuid }];
     let config = Config { namespaces, io_queues: 4, ..Config::default() };
     let emulated = Emulated::new(config, pool, Carrier::default()).unwrap();
-    Controller::attach(Arc::new(Direct(emulated)), options).unwrap()
+    let controller = Controller::attach(Arc::new(Direct(emulated.clone())), options).unwrap();
+    (controller, emulated)
 }
 
 /// What a [`TestDisk`] has been told to do, and what it saw.

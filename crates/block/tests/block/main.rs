@@ -2,4 +2,5 @@
 
 mod behaviour;
 mod common;
+mod copy;
 mod model;

@@ -13,11 +13,19 @@ const SLICES: u64 = 220;
 
 #[derive(Clone, Debug)]
 enum Step {
-    Write { fua: bool },
-    Zeroes { deallocate: bool },
+    Write {
+        fua: bool,
+    },
+    Zeroes {
+        deallocate: bool,
+    },
     Read,
     Compare,
     Flush,
+    /// From another slice of the same user's.
+    Copy {
+        from: u64,
+    },
 }
 
 #[derive(Clone, Debug)]
@@ -36,6 +44,7 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
         4 => Just(Step::Read),
         2 => Just(Step::Compare),
         1 => Just(Step::Flush),
+        3 => (0..SLICES / USERS as u64).prop_map(|from| Step::Copy { from }),
     ];
     let action = (step, 0..SLICES / USERS as u64, 0..SLICE, 1..=SLICE, any::<u8>());
     let action = action.prop_map(|(step, slice, from, len, seed)| Action {
@@ -84,6 +93,14 @@ fn user(disk: &BlockDevice, user: usize, actions: &[Action]) -> Vec<u8> {
                     assert!(!disk.compare(at, &with).await.unwrap());
                 }
                 Step::Flush => disk.flush().await.unwrap(),
+                Step::Copy { from: slice } => {
+                    // Not always as far into its slice, so that blocks do not always go to blocks.
+                    let skip = if seed % 2 == 0 { *from } else { (SLICE - len).min(*seed as u64) };
+                    let source = (slice * USERS as u64 + user as u64) * SLICE + skip;
+                    disk.copy(source, at, *len).await.unwrap();
+                    let source = source as usize;
+                    model.copy_within(source..source + *len as usize, at as usize);
+                }
             }
         }
     });

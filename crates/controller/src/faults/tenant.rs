@@ -189,15 +189,10 @@ impl Tenant {
             busy = true;
             let Some(sq) = sqs.get_mut(ended.sq).and_then(Option::as_mut) else { return };
             let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return };
-            let status = match ended.status.code() {
-                Status::ABORT_REQUESTED if sq.stopped => Status::ABORTED_SQ_DELETION,
-                _ => ended.status,
-            };
-            sq.in_flight = sq.in_flight.saturating_sub(1);
-            if !status.is_success() {
+            let cqe = sq.end(&ended);
+            if !cqe.status().is_success() {
                 report_error(shared, sq.place.qid, &ended);
             }
-            let cqe = Cqe::new(ended.cid, sq.place.qid, sq.head, status, ended.dw0);
             let fault = parked.mark_of(ended.sq, ended.cid);
             finish((ended.sq, sq), cq, parked, injector, cqe, fault);
         });

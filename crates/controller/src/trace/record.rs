@@ -94,6 +94,9 @@ kinds! {
     QueueCreated = 15, "queue created";
     /// A queue was deleted.
     QueueDeleted = 16, "queue deleted";
+    /// A worker that went to sleep found that an eventfd which stands for a controller's doorbells
+    /// was signalled, then or since it slept last.
+    DoorbellEvent = 17, "doorbell eventfd signalled";
 }
 
 /// What a kind of record is about.
@@ -113,7 +116,8 @@ impl Kind {
             | Self::Wake
             | Self::SpuriousWake
             | Self::Reset
-            | Self::ShadowConfigured => Subject::Whole,
+            | Self::ShadowConfigured
+            | Self::DoorbellEvent => Subject::Whole,
             Self::InterruptRaised | Self::InterruptSuppressed | Self::CqFull => {
                 Subject::CompletionQueue
             }
@@ -201,7 +205,8 @@ impl fmt::Display for Record {
             | Kind::SpuriousWake
             | Kind::Reset
             | Kind::ShadowConfigured
-            | Kind::QueueDeleted => Ok(()),
+            | Kind::QueueDeleted
+            | Kind::DoorbellEvent => Ok(()),
         }
     }
 }

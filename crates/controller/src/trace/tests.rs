@@ -172,6 +172,10 @@ fn lines_for_people() {
         (line(Kind::QueueCreated, None, 3, 64, 1), "SQ 3   queue created: 64 entries, CQ 1"),
         (line(Kind::QueueCreated, None, cq, 64, 1), "CQ 3   queue created: 64 entries, vector 1"),
         (line(Kind::QueueDeleted, None, cq, 0, 0), "CQ 3   queue deleted"),
+        (
+            line(Kind::DoorbellEvent, Some(0), 0, 0, 0),
+            "controller 2           doorbell eventfd signalled",
+        ),
     ] {
         assert!(text.starts_with("    12.000345678  "), "{text}");
         assert!(text.ends_with(expected), "{text:?} does not end with {expected:?}");

@@ -253,7 +253,7 @@ impl Worker {
                     (Some(a), Some(b)) => Some(a.min(b)),
                     (a, b) => a.or(b),
                 };
-                wait(&self.epoll, timeout);
+                wait(&self.epoll, timeout, &mut self.trace);
                 drop(asleep);
                 let slept = before.elapsed();
                 self.asleep += slept;
@@ -334,7 +334,8 @@ impl Worker {
                 if self.tenant(controller).is_none() {
                     return;
                 }
-                if let Err(error) = epoll::add(&self.epoll, &event, EventData::new_u64(2), flags) {
+                let data = EventData::new_u64(KICK | u64::from(controller) << 8);
+                if let Err(error) = epoll::add(&self.epoll, &event, data, flags) {
                     tracing::warn!(%error, "a worker can not wait for a controller's doorbells");
                 } else if let Some(tenant) = self.tenant(controller) {
                     tenant.keep_kick(event);
@@ -408,6 +409,9 @@ impl Worker {
     }
 }
 
+/// What epoll says of an eventfd that stands for doorbells; above it, of which controller.
+const KICK: u64 = 2;
+
 fn record(trace: &mut Option<TraceRing>, kind: Kind, value: u32) {
     if let Some(trace) = trace {
         trace.record(kind, 0, 0, value, 0);
@@ -426,14 +430,23 @@ fn adapt(window: Duration, slept: Duration, most: Duration) -> Duration {
     }
 }
 
-fn wait(epoll: &OwnedFd, timeout: Option<Duration>) {
+fn wait(epoll: &OwnedFd, timeout: Option<Duration>, trace: &mut Option<TraceRing>) {
     let timeout = timeout.map(|t| Timespec {
         tv_sec: t.as_secs().min(i64::MAX as u64) as i64,
         tv_nsec: t.subsec_nanos().into(),
     });
     let mut events = [const { MaybeUninit::uninit() }; 8];
     // Whatever wakes us, an error or a signal to the process too, the next pass looks everywhere.
-    let _ = epoll::wait(epoll, &mut events[..], timeout.as_ref());
+    let woken = epoll::wait(epoll, &mut events[..], timeout.as_ref());
+    if let Some(trace) = trace
+        && let Ok((events, _)) = woken
+    {
+        for data in events.iter().map(|event| event.data.u64()) {
+            if data & 0xff == KICK {
+                trace.record(Kind::DoorbellEvent, (data >> 8) as u16, 0, 0, 0);
+            }
+        }
+    }
 }
 
 #[cfg(test)]

@@ -3,10 +3,12 @@
 use crate::interrupt::{Coalescing, IrqLine};
 use crate::shared::DSTRD;
 use crate::stats::{CqStats, DoorbellCounts, SqStats};
+use crate::worker::io::Ended;
 use crate::worker::moderation::{Moderation, Patience};
 use doorbell::{CqHead, InvalidDoorbell, RingSize, SqTail};
 use memory::{DmaTable, Fault, Ring, SharedU32};
 use spec::dbbuf::{cq_entry_offset, sq_entry_offset};
+use spec::status::Status;
 use spec::{Cqe, Sqe};
 use std::time::{Duration, Instant};
 
@@ -77,6 +79,18 @@ impl Sq {
             stopped: false,
             stats: SqStats { qid: place.qid, ..SqStats::default() },
         }
+    }
+
+    /// A command that a disk had pending has ended: its completion.
+    #[inline]
+    pub(crate) fn end(&mut self, ended: &Ended) -> Cqe {
+        let status = match ended.status.code() {
+            // Nobody asked for that: the deletion of the queue ends it.
+            Status::ABORT_REQUESTED if self.stopped => Status::ABORTED_SQ_DELETION,
+            _ => ended.status,
+        };
+        self.in_flight = self.in_flight.saturating_sub(1);
+        Cqe::new(ended.cid, self.place.qid, self.head, status, ended.dw0)
     }
 
     /// Finds the queue's memory in `table`.

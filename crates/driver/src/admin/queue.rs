@@ -94,17 +94,11 @@ impl AdminQueue {
         state.core.cq_bell.mirror(cq);
     }
 
-    /// See [`doorbell::HostDoorbell::trust`] and [`doorbell::HostDoorbell::forget`].
-    pub(crate) fn trust(&self, trusted: bool) {
+    /// See [`doorbell::HostDoorbell::forget`].
+    pub(crate) fn forget_shadow(&self) {
         let mut state = self.lock();
-        let State { core, .. } = &mut *state;
-        for bell in [&mut core.sq_bell, &mut core.cq_bell] {
-            if trusted {
-                bell.trust();
-            } else {
-                bell.forget();
-            }
-        }
+        state.core.sq_bell.forget();
+        state.core.cq_bell.forget();
     }
 
     pub(crate) fn stats(&self) -> crate::QueueStats {

@@ -13,8 +13,10 @@ use std::time::Duration;
 
 /// Offset of the Command register in configuration space. PCI Local Bus 3.0, 6.2.2.
 const PCI_COMMAND: u64 = 0x04;
-/// Command register: Memory Space, Bus Master.
-const COMMAND_ENABLE: u16 = 1 << 1 | 1 << 2;
+/// Command register: Memory Space, Bus Master, Interrupt Disable. The pin is never used, and a
+/// server may look at that bit: SPDK's raises an interrupt for each admin completion while neither
+/// the pin is off nor MSI-X on, and one that goes nowhere makes it fail the controller.
+const COMMAND_SET: u16 = 1 << 1 | 1 << 2 | 1 << 10;
 /// Offset of the Status register; bit 4 says that there is a list of capabilities.
 const PCI_STATUS: u64 = 0x06;
 const STATUS_CAPABILITIES: u16 = 1 << 4;
@@ -41,7 +43,7 @@ pub struct VfioUser {
 
 impl VfioUser {
     /// Connects to the server at `path`, or if that is a directory, at `cntrl` in there; enables
-    /// memory accesses and bus mastering of the device.
+    /// memory accesses and bus mastering of the device, and turns its interrupt pin off.
     ///
     /// A server whose device is in use by somebody else is waited for until `timeout`, and so is
     /// every answer.
@@ -95,7 +97,7 @@ impl VfioUser {
             .transpose()?;
         let transport =
             Self { client, name: name.clone(), doorbells, vectors, resettable: info.resettable };
-        transport.enable_bus_mastering()?;
+        transport.set_command()?;
         Ok(transport)
     }
 
@@ -124,9 +126,9 @@ impl VfioUser {
             .map_err(|e| self.failed("writing configuration space", e))
     }
 
-    fn enable_bus_mastering(&self) -> Result<(), TransportError> {
+    fn set_command(&self) -> Result<(), TransportError> {
         let command = self.config16(PCI_COMMAND)?;
-        self.set_config16(PCI_COMMAND, command | COMMAND_ENABLE)
+        self.set_config16(PCI_COMMAND, command | COMMAND_SET)
     }
 
     /// Sets MSI-X Enable. With eventfds in place some servers raise interrupts without it, those
@@ -271,7 +273,7 @@ impl Transport for VfioUser {
         }
         self.client.reset().map_err(|e| self.failed("resetting the device", e))?;
         // A reset clears the Command register.
-        self.enable_bus_mastering()
+        self.set_command()
     }
 }
 

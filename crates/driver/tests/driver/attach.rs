@@ -52,6 +52,22 @@ fn a_controller_that_behaves() {
 }
 
 #[test]
+fn a_controller_may_look_for_admin_commands_in_either_place() {
+    for (admin_by_register, polling) in [(false, false), (false, true), (true, false)] {
+        let fake = Fake::new();
+        fake.with(|state| {
+            state.admin_by_register = admin_by_register;
+            state.polling = polling;
+        });
+        let mut options = options();
+        options.timeouts.admin = Duration::from_millis(200);
+        let controller = Controller::attach(fake.transport(), &options).unwrap();
+        assert_eq!(controller.doorbells(), Doorbells::Shadow);
+        controller.detach().unwrap();
+    }
+}
+
+#[test]
 fn fewer_queue_pairs_than_asked_for_are_enough() {
     let fake = Fake::new();
     fake.with(|state| state.granted = 2);

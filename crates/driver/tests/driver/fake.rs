@@ -66,6 +66,8 @@ pub(crate) struct State {
     pub(crate) identify_lies: BTreeMap<u8, Vec<u8>>,
     /// With shadow doorbells: do not ask to be told.
     pub(crate) polling: bool,
+    /// With shadow doorbells: the admin queue's registers are looked at all the same.
+    pub(crate) admin_by_register: bool,
 
     // What happened.
     pub(crate) cc: Cc,
@@ -127,6 +129,7 @@ impl Fake {
             io_status: Status::SUCCESS,
             identify_lies: BTreeMap::new(),
             polling: false,
+            admin_by_register: false,
             cc: Cc::new(),
             csts: Csts::new(),
             aqa: Aqa::new(),
@@ -251,7 +254,8 @@ impl State {
         loop {
             let dstrd = self.cap.dstrd();
             let entry = usize::try_from(dbbuf::sq_entry_offset(qid, dstrd)).unwrap();
-            let shadow = self.shadow.as_ref().and_then(|(values, event_idxs)| {
+            let shadowed = self.shadow.as_ref().filter(|_| qid != 0 || !self.admin_by_register);
+            let shadow = shadowed.and_then(|(values, event_idxs)| {
                 Some((values.cell(entry)?, event_idxs.cell(entry)?))
             });
             let Some(queue) = self.queues.get_mut(&qid) else { return };

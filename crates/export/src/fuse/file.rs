@@ -2,9 +2,9 @@
 
 use block::{BlockDevice, BlockError, Blocking, Zeroes};
 use fuser::{
-    Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, INodeNo, InitFlags,
-    KernelConfig, LockOwner, OpenAccMode, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyEntry,
-    ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, Request, TimeOrNow, WriteFlags,
+    CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, INodeNo,
+    InitFlags, KernelConfig, LockOwner, OpenAccMode, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty,
+    ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, Request, TimeOrNow, WriteFlags,
 };
 use std::cell::RefCell;
 use std::ffi::OsStr;
@@ -17,6 +17,8 @@ use std::time::{Duration, SystemTime};
 const REMEMBER: Duration = Duration::from_secs(3600);
 /// The most bytes of a request: 256 pages, what the kernel allows.
 const MAX_REQUEST: u32 = 1 << 20;
+/// The most bytes of a copy, which goes on until it is done: whoever wants more asks again.
+const MAX_COPY: u64 = 64 << 20;
 /// Asynchronous requests that the kernel may have under way.
 const BACKGROUND: u16 = 256;
 
@@ -266,6 +268,32 @@ impl Filesystem for DiskFile {
             SEEK_DATA => reply.offset(offset),
             SEEK_HOLE => reply.offset(size),
             _ => reply.error(Errno::EINVAL),
+        }
+    }
+
+    fn copy_file_range(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        from: u64,
+        _: INodeNo,
+        _: FileHandle,
+        to: u64,
+        len: u64,
+        _: CopyFileRangeFlags,
+        reply: ReplyWrite,
+    ) {
+        // There is no other file. Past the end of the disk there is nothing to be read, and no room for
+        // anything to be written.
+        let there = self.clip(from, len);
+        let len = self.clip(to, there).min(MAX_COPY);
+        if len == 0 {
+            return if there == 0 { reply.written(0) } else { reply.error(Errno::ENOSPC) };
+        }
+        match self.with(|disk, _| disk.copy(from, to, len)) {
+            Ok(()) => reply.written(u32::try_from(len).unwrap_or(u32::MAX)),
+            Err(error) => reply.error(self.errno(&error)),
         }
     }
 

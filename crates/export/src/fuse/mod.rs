@@ -8,6 +8,9 @@
 //! losetup --find --show --direct-io=on /run/disk
 //! ```
 //!
+//! A program that copies within the file by `copy_file_range(2)` has the controller do it, if that has a
+//! Copy command: the data do not come here.
+//!
 //! What the file can not do: change its size (open it without truncating: `dd conv=notrunc`), its
 //! owner or its mode.
 

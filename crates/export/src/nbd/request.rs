@@ -150,6 +150,7 @@ mod tests {
             write_zeroes: true,
             discard: true,
             compare: true,
+            copy: true,
         }
     }
 

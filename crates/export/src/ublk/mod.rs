@@ -526,6 +526,7 @@ mod tests {
         write_zeroes: true,
         discard: false,
         compare: false,
+        copy: false,
     };
 
     #[test]

@@ -106,6 +106,7 @@ mod tests {
         write_zeroes: true,
         discard: true,
         compare: true,
+        copy: true,
     };
 
     fn request(op_flags: u32, start: u64, sectors: u32) -> Result<(Action, u64), Errno> {

@@ -1,10 +1,11 @@
 //! The disk as a file, by the kernel's own FUSE: needs root and /dev/fuse, or is skipped.
 
-use crate::common::{TestDisk, attach};
+use crate::common::{TestDisk, attach, attach_to};
 use block::{BlockDevice, BlockOptions};
+use controller::Controller as Emulated;
 use disk::{DiskError, Op};
 use driver::{AttachOptions, Controller};
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::fs::{FallocateFlags, copy_file_range, fallocate};
 use rustix::io::Errno;
 use shadowbell_export::fuse::{MountError, Mounted};
 use std::fs::{File, OpenOptions};
@@ -26,6 +27,7 @@ fn is_possible() -> bool {
 
 struct Rig {
     medium: TestDisk,
+    emulated: Emulated,
     controller: Option<Controller>,
     mounted: Option<Mounted>,
     directory: TempDir,
@@ -36,7 +38,7 @@ impl Rig {
     fn new(mebibytes: u64, read_only: bool) -> Self {
         let medium = TestDisk::new(mebibytes << 11, 512);
         let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
-        let mut controller = attach(Arc::new(medium.clone()), &attached);
+        let (mut controller, emulated) = attach_to(Arc::new(medium.clone()), &attached);
         let options = BlockOptions { read_only, ..BlockOptions::default() };
         let disk = BlockDevice::open(&mut controller, 1, &options).unwrap();
         let directory = tempfile::tempdir().unwrap();
@@ -45,7 +47,8 @@ impl Rig {
         let path = directory.path().join("disk");
         let mounted = Mounted::start(disk, &path, move || _ = count.fetch_add(1, Ordering::SeqCst));
         let mounted = Some(mounted.unwrap());
-        Self { medium, controller: Some(controller), mounted, directory, ended }
+        let controller = Some(controller);
+        Self { medium, emulated, controller, mounted, directory, ended }
     }
 
     fn path(&self) -> PathBuf {
@@ -131,6 +134,78 @@ fn holes_are_punched_and_sizes_stay() {
     file.set_len(8 << 20).unwrap();
     drop(file);
     rig.end();
+}
+
+/// By the kernel's own copy_file_range(2): as much as it does at once, until all is done.
+fn copy_within(file: &File, mut from: u64, mut to: u64, mut len: u64) -> Result<(), Errno> {
+    while len > 0 {
+        match copy_file_range(file, Some(&mut from), file, Some(&mut to), len as usize)? {
+            0 => panic!("{len} bytes from {from} on are not there"),
+            copied => len -= copied as u64,
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn copies_within_the_file_are_the_controllers() {
+    if !is_possible() {
+        return;
+    }
+    const MIB: u64 = 1 << 20;
+    let rig = Rig::new(160, false);
+    let file = rig.open();
+    let mut model: Vec<u8> =
+        (0..160 * MIB as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    rig.medium.mem.bytes().write_from(0, &model).unwrap();
+    let mut copy = |from: u64, to: u64, len: u64| {
+        copy_within(&file, from, to, len).unwrap();
+        model.copy_within(from as usize..(from + len) as usize, to as usize);
+        let mut bytes = vec![0; model.len()];
+        rig.medium.mem.bytes().read_into(0, &mut bytes).unwrap();
+        assert!(bytes == model, "{len} bytes from {from} to {to}");
+    };
+    // The data never come to the host, also of more than one request of the kernel's.
+    copy(0, 80 * MIB, 70 * MIB);
+    let io = rig.emulated.stats().io;
+    assert_eq!((io.bytes_copied, io.bytes_read, io.bytes_written), (70 * MIB, 0, 0));
+    assert_eq!(io.copies, 70);
+    // Parts of blocks, and what goes to other places in its blocks.
+    copy(700, 9 * MIB + 188, 3 * MIB);
+    assert_eq!(rig.emulated.stats().io.copies, 73);
+    copy(701, 9 * MIB, 3 * MIB);
+    copy(5, 1000, 3);
+    assert_eq!(rig.emulated.stats().io.copies, 73);
+    // At the end.
+    copy(100, 160 * MIB - 5000, 5000);
+    let at = |mut from: u64, mut to: u64, len| {
+        copy_file_range(&file, Some(&mut from), &file, Some(&mut to), len)
+    };
+    assert_eq!(at(160 * MIB - 10, 0, 4096), Ok(10));
+    assert_eq!(at(160 * MIB, 0, 4096), Ok(0));
+    assert_eq!(at(0, 160 * MIB - 7, 4096), Ok(7));
+    assert_eq!(at(0, 160 * MIB, 4096), Err(Errno::NOSPC));
+    drop(file);
+    rig.end();
+}
+
+#[test]
+fn copies_that_fail_are_errors_to_the_program() {
+    if !is_possible() {
+        return;
+    }
+    let mut rig = Rig::new(8, false);
+    let file = rig.open();
+    rig.medium.order(|orders| orders.fail = Some(DiskError::Io(5)));
+    assert_eq!(copy_within(&file, 0, 1 << 20, 1 << 19), Err(Errno::IO));
+    assert_eq!(copy_within(&file, 1, 1 << 20, 1 << 19), Err(Errno::IO));
+    rig.medium.order(|orders| orders.fail = Some(DiskError::NoSpace));
+    assert_eq!(copy_within(&file, 0, 1 << 20, 1 << 19), Err(Errno::NOSPC));
+    rig.medium.order(|orders| orders.fail = None);
+    copy_within(&file, 0, 1 << 20, 1 << 19).unwrap();
+    drop(file);
+    assert_eq!(rig.mounted.take().unwrap().stop(), 2);
+    rig.controller.take().unwrap().detach().unwrap();
 }
 
 #[test]

@@ -11,8 +11,8 @@ use std::os::fd::OwnedFd;
 /// The block devices of a controller: its namespaces, and the partitions on them.
 pub(super) fn disks(places: &Places, function: &PciFunction) -> io::Result<BTreeSet<String>> {
     let mut disks = BTreeSet::new();
-    for controller in super::names_in(&function.directory().join("nvme"))? {
-        for name in super::names_in(&function.directory().join("nvme").join(controller))? {
+    for controller in PciFunction::names_in(&function.directory().join("nvme"))? {
+        for name in PciFunction::names_in(&function.directory().join("nvme").join(controller))? {
             if let Some(disk) = disk_name(&name) {
                 disks.insert(disk);
             }
@@ -20,7 +20,7 @@ pub(super) fn disks(places: &Places, function: &PciFunction) -> io::Result<BTree
     }
     let mut all = disks.clone();
     for disk in disks {
-        for name in super::names_in(&places.block(&disk))? {
+        for name in PciFunction::names_in(&places.block(&disk))? {
             // A partition has a directory of its own in that of its disk, and its number in there.
             if name.starts_with(&disk) && places.block(&disk).join(&name).join("partition").exists()
             {
@@ -60,7 +60,7 @@ pub(super) fn uses(places: &Places, disks: &BTreeSet<String>) -> io::Result<Vec<
         if swaps.contains(&path) {
             found.push(format!("{disk} is active swap space"));
         }
-        for holder in super::names_in(&places.block(disk).join("holders"))? {
+        for holder in PciFunction::names_in(&places.block(disk).join("holders"))? {
             let name = fs::read_to_string(places.block(&holder).join("dm/name"));
             let name = name.map(|name| format!(" ({})", name.trim())).unwrap_or_default();
             found.push(format!("{disk} is part of {holder}{name}"));

@@ -247,19 +247,5 @@ fn give_back(
     Ok(())
 }
 
-/// The names in a directory; none if there is no such directory.
-fn names_in(directory: &Path) -> io::Result<Vec<String>> {
-    let entries = match fs::read_dir(directory) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(error),
-    };
-    let mut names = Vec::new();
-    for entry in entries {
-        names.push(entry?.file_name().to_string_lossy().into_owned());
-    }
-    Ok(names)
-}
-
 #[cfg(test)]
 mod tests;

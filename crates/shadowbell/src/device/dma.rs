@@ -1,19 +1,16 @@
 //! The client's memory, and when the controller may have it.
 
+use super::files::{Bytes, Files, Parting};
 use controller::Controller;
-use memory::{DmaError, Mapping, Protection, SharedBytes};
+use memory::{DmaError, Protection};
 use std::collections::BTreeMap;
 use tracing::{debug, warn};
 use vfio_user::Errno;
 use vfio_user::device::{DmaMap, Done};
 
-/// Most ranges that a client may share. A machine has a few dozen, with an emulated IOMMU some
-/// hundreds; each costs a mapping of the process, which has 65530.
-const MAX_RANGES: usize = 4096;
-
-/// Ranges whose descriptors are kept, for a disk that is another controller: it may be given the
-/// memory, too. So many descriptors a client can make us hold.
-const MAX_KEPT: usize = 64;
+/// Most ranges that a client may share. A machine has a few dozen; with an emulated IOMMU a guest's
+/// kernel shares page by page. As many as VFIO's own IOMMU driver takes.
+pub(super) const MAX_RANGES: u32 = 65_535;
 
 /// The smallest page of any host, in bytes.
 const PAGE: u64 = 4096;
@@ -22,7 +19,7 @@ const PAGE: u64 = 4096;
 struct Range {
     len: u64,
     /// Its bytes; `None` if it came without a descriptor, so that it can not be mapped.
-    bytes: Option<SharedBytes>,
+    bytes: Option<Bytes>,
 }
 
 impl Range {
@@ -35,19 +32,20 @@ impl Range {
 pub(super) struct Memory {
     controller: Controller,
     ranges: BTreeMap<u64, Range>,
+    files: Files,
     /// The controller has all ranges that can be mapped.
     given: bool,
 }
 
 impl Memory {
     pub(super) fn new(controller: Controller) -> Self {
-        Self { controller, ranges: BTreeMap::new(), given: false }
+        Self { controller, ranges: BTreeMap::new(), files: Files::default(), given: false }
     }
 
     /// The client shares a range.
     pub(super) fn map(&mut self, map: DmaMap) -> Result<(), Errno> {
         let DmaMap { iova, len, readable, writable, fd, fd_offset } = map;
-        if self.ranges.len() >= MAX_RANGES {
+        if self.ranges.len() >= MAX_RANGES as usize {
             warn!("a client shares more than {MAX_RANGES} ranges of memory, which is refused");
             return Err(Errno::NOSPC);
         }
@@ -75,20 +73,15 @@ impl Memory {
                 None
             }
             Some(fd) => {
-                let mapping = if self.ranges.len() < MAX_KEPT {
-                    Mapping::from_own_fd(fd, fd_offset, len, protection)
-                } else {
-                    Mapping::from_fd(&fd, fd_offset, len, protection)
-                };
-                let mapping = mapping.map_err(|error| {
+                let bytes = self.files.map(fd, fd_offset, len, protection);
+                Some(bytes.map_err(|error| {
                     warn!("memory that the client shares at IOVA {iova:#x}: {error}");
-                    Errno::INVAL
-                })?;
-                Some(mapping.bytes())
+                    error.errno()
+                })?)
             }
         };
         if let Some(bytes) = bytes.as_ref().filter(|_| self.given) {
-            self.controller.map_dma(iova, len, bytes).map_err(|error| errno(&error))?;
+            self.controller.map_dma(iova, len, bytes.shared()).map_err(|error| errno(&error))?;
         }
         self.ranges.insert(iova, Range { len, bytes });
         Ok(())
@@ -111,30 +104,41 @@ impl Memory {
         if inside.is_empty() {
             return done.complete(Err(Errno::NOENT));
         }
-        let mut mapped = false;
-        for start in inside {
-            mapped |= self.ranges.remove(&start).is_some_and(|range| range.bytes.is_some());
-        }
-        if !(mapped && self.given) {
+        let removed = inside.iter().filter_map(|start| self.ranges.remove(start));
+        let parting: Parting = removed.filter_map(|range| range.bytes).collect();
+        if parting.is_empty() || !self.given {
             return done.ok();
         }
         let shared = share(done);
         let ok = shared.clone();
-        if let Err(error) = self.controller.unmap_dma(iova, len, move || ok(Ok(()))) {
+        let gone = move || {
+            ok(Ok(()));
+            drop(parting);
+        };
+        if let Err(error) = self.controller.unmap_dma(iova, len, gone) {
             shared(Err(errno(&error)));
         }
     }
 
     /// The client takes everything back.
     pub(super) fn unmap_all(&mut self, done: Done) {
-        self.ranges.clear();
-        self.controller.unmap_all(move || done.ok());
+        let parting = self.part();
+        self.controller.unmap_all(move || {
+            done.ok();
+            drop(parting);
+        });
     }
 
-    /// The client is gone; the controller is told otherwise.
-    pub(super) fn forget(&mut self) {
-        self.ranges.clear();
+    /// The client is gone; the controller is told otherwise. What is returned is to be held until it
+    /// has let go.
+    #[must_use]
+    pub(super) fn forget(&mut self) -> Parting {
         self.given = false;
+        self.part()
+    }
+
+    fn part(&mut self) -> Parting {
+        std::mem::take(&mut self.ranges).into_values().filter_map(|range| range.bytes).collect()
     }
 
     pub(super) fn is_given(&self) -> bool {
@@ -148,7 +152,7 @@ impl Memory {
         }
         for (iova, range) in &self.ranges {
             let Some(bytes) = &range.bytes else { continue };
-            if let Err(error) = self.controller.map_dma(*iova, range.len, bytes) {
+            if let Err(error) = self.controller.map_dma(*iova, range.len, bytes.shared()) {
                 warn!("memory at IOVA {iova:#x} can not be used: {error}");
             }
         }
@@ -177,7 +181,7 @@ impl Memory {
         let Some(bytes) = &range.bytes else { return false };
         let Ok(offset) = usize::try_from(iova - start) else { return false };
         let mut copy = vec![0xff; len];
-        bytes.read_into(offset, &mut copy).is_some() && copy.iter().all(|byte| *byte == 0)
+        bytes.shared().read_into(offset, &mut copy).is_some() && copy.iter().all(|byte| *byte == 0)
     }
 }
 

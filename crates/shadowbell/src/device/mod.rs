@@ -27,6 +27,7 @@
 //! D3hot keeps the registers accessible, and the interrupt pin does not exist.
 
 mod dma;
+mod files;
 mod pci;
 
 pub use pci::{BAR0_SIZE, MSIX_BAR};
@@ -148,6 +149,10 @@ impl ControllerDevice {
 }
 
 impl Device for ControllerDevice {
+    fn max_dma_maps(&self) -> u32 {
+        dma::MAX_RANGES
+    }
+
     fn region_info(&mut self, index: u32) -> Result<RegionInfo, Errno> {
         let plain = |size| RegionInfo { size, readable: true, writable: true, mapping: None };
         Ok(match index {
@@ -194,11 +199,12 @@ impl Device for ControllerDevice {
     fn disconnected(&mut self, done: Done) {
         self.config.reset();
         self.msix.reset();
-        self.memory.forget();
+        let parting = self.memory.forget();
         let visitors = Arc::clone(&self.visitors);
         self.controller.disconnect(move || {
             visitors(Visit::Left);
             done.ok();
+            drop(parting);
         });
     }
 

@@ -27,6 +27,8 @@ const ENTRIES: u16 = 16;
 struct Guest {
     client: Client,
     memory: Arc<Mapping>,
+    /// Where Identify puts what it has to say.
+    data: u64,
     tail: u16,
     head: u16,
     phase: bool,
@@ -36,7 +38,7 @@ impl Guest {
     fn new(server: &Server) -> Self {
         let client = Client::connect(server.socket(), Options { timeout: Some(PATIENCE) }).unwrap();
         let memory = Mapping::shared("guest", LEN).unwrap();
-        Self { client, memory, tail: 0, head: 0, phase: true }
+        Self { client, memory, data: DATA, tail: 0, head: 0, phase: true }
     }
 
     /// One whose memory is shared, and whose admin queue works.
@@ -90,7 +92,7 @@ impl Guest {
 
     /// Rings for an Identify Controller.
     fn ring(&mut self) {
-        let mut sqe = Sqe::new(AdminOpcode::Identify as u8, self.tail, 0).with_prps(DATA, 0);
+        let mut sqe = Sqe::new(AdminOpcode::Identify as u8, self.tail, 0).with_prps(self.data, 0);
         sqe.cdw10 = 1;
         let at = usize::from(self.tail) * Sqe::SIZE;
         self.bytes().write(at, &sqe).unwrap();
@@ -407,4 +409,41 @@ fn a_guest_whose_memory_file_is_private_is_told_which_option_is_missing() {
     // What the guest writes goes to pages of its own, and the file stays empty.
     guest.write(regs::DOORBELLS, &1u32.to_le_bytes());
     server.says("`share=on` is missing");
+}
+
+/// As a kernel shares its memory with an emulated IOMMU in between. Alone, a mapping each would be
+/// nearly all that the process can have.
+#[test]
+fn a_guest_behind_an_iommu_shares_page_by_page() {
+    const PAGE: u64 = 4096;
+    const PAGES: u64 = 30_000;
+    let server = Server::start(&["mem:1MiB"], &[]);
+    let mut guest = Guest::enabled(&server);
+    assert_eq!(guest.client.server().max_dma_maps, 65_535);
+    let memory = Mapping::shared("guest-pages", PAGES * PAGE).unwrap();
+    // Each bus address is far from the one before it.
+    let iova = |n: u64| (1 << 40) + n * 7919 % PAGES * 2 * PAGE;
+    let page = |n: u64| Share { fd_offset: n * PAGE, ..share(&memory, iova(n)).with_len(PAGE) };
+    for n in 0..PAGES {
+        guest.client.dma_map(&page(n)).unwrap();
+    }
+    let maps = std::fs::read_to_string(format!("/proc/{}/maps", server.pid())).unwrap();
+    let mapped = maps.lines().filter(|line| line.contains("guest-pages")).count();
+    assert!((1..=257).contains(&mapped), "{mapped} mappings");
+    // The data goes to the last page, and nowhere else.
+    for n in [PAGES - 1, 0, 12_345] {
+        guest.data = iova(n);
+        guest.ring();
+        assert_eq!(guest.completion(PATIENCE), Some(Status::SUCCESS));
+        assert_ne!(memory.bytes().read::<u16>((n * PAGE) as usize), Some(0));
+    }
+    let touched = |n: &u64| memory.bytes().read::<u64>((n * PAGE) as usize) != Some(0);
+    assert_eq!((0..PAGES).filter(touched).count(), 3);
+    // What is taken back is gone.
+    let range = DmaUnmap::Range { iova: iova(12_345), len: PAGE };
+    guest.client.dma_unmap(range).unwrap();
+    guest.ring();
+    assert_ne!(guest.completion(PATIENCE), Some(Status::SUCCESS));
+    guest.data = DATA;
+    guest.works();
 }

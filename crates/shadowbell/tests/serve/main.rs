@@ -12,4 +12,7 @@ mod io;
 mod local;
 mod medium;
 mod stacked;
+#[path = "../../../vfio-user/tests/stalled/mod.rs"]
+mod stalled;
+mod stalling;
 mod telling;

@@ -1,5 +1,6 @@
 //! One socket, and the exchange of one request for one reply over it.
 
+use std::collections::BTreeSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
@@ -35,6 +36,8 @@ pub(super) struct Connection {
     decoder: Decoder,
     next_id: u16,
     timeout: Option<Duration>,
+    /// First addresses of the ranges of memory that are shared.
+    pub(super) maps: BTreeSet<u64>,
     /// Set while an exchange is under way, and left set if it did not end well.
     broken: bool,
 }
@@ -65,6 +68,7 @@ impl Connection {
             decoder: Decoder::new(max_data_xfer_size as usize),
             next_id: 0,
             timeout,
+            maps: BTreeSet::new(),
             broken: false,
         })
     }

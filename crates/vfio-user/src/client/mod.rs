@@ -67,6 +67,13 @@ pub enum ClientError {
         /// What is wrong with it.
         why: &'static str,
     },
+    /// So many ranges of memory are shared already, and more the server does not take. Nothing was
+    /// sent.
+    #[error("the server takes {max} ranges of memory at once, and so many are shared already")]
+    TooManyMaps {
+        /// How many it takes.
+        max: u32,
+    },
     /// No reply came in time. The connection has ended.
     #[error("no reply to {} within {limit:?}", command::name(*.command))]
     Timeout {
@@ -169,6 +176,8 @@ impl Client {
             max_msg_fds: MAX_REPLY_FDS,
             max_data_xfer_size: MAX_DATA_XFER_SIZE.into(),
             write_multiple: true,
+            // Of ours there are none.
+            ..Capabilities::default()
         };
         let version = wire::Version { major: wire::VERSION.0, minor: wire::VERSION.1 };
         let payload = [version.as_bytes(), &ours.to_version_data()];
@@ -368,7 +377,14 @@ impl Client {
             size: share.len,
         };
         let fds: &[BorrowedFd<'_>] = share.fd.as_slice();
-        self.lock().request(command::DMA_MAP, &[map.as_bytes()], fds, |_| Ok(()))
+        let mut connection = self.lock();
+        let max = self.server.max_dma_maps;
+        if connection.maps.len() >= usize::try_from(max).unwrap_or(usize::MAX) {
+            return Err(ClientError::TooManyMaps { max });
+        }
+        connection.request(command::DMA_MAP, &[map.as_bytes()], fds, |_| Ok(()))?;
+        connection.maps.insert(share.iova);
+        Ok(())
     }
 
     /// Takes memory back. When this returns, the device does not touch it any more.
@@ -383,7 +399,19 @@ impl Client {
         };
         let argsz = wire_size::<wire::DmaUnmap>();
         let unmap = wire::DmaUnmap { argsz, flags, address, size };
-        self.lock().request(command::DMA_UNMAP, &[unmap.as_bytes()], &[], |_| Ok(()))
+        let mut connection = self.lock();
+        connection.request(command::DMA_UNMAP, &[unmap.as_bytes()], &[], |_| Ok(()))?;
+        match range {
+            DmaUnmap::All => connection.maps.clear(),
+            DmaUnmap::Range { iova, len } => {
+                let last = iova.saturating_add(len.saturating_sub(1));
+                let mut after = connection.maps.split_off(&iova);
+                if let Some(next) = last.checked_add(1) {
+                    connection.maps.append(&mut after.split_off(&next));
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Has interrupts `start..start + eventfds.len()` of a kind signalled through eventfds. More

@@ -178,6 +178,7 @@ impl Link {
         let ours = Capabilities {
             max_msg_fds: MAX_MSG_FDS,
             max_data_xfer_size: context.limits.max_data_xfer_size.into(),
+            max_dma_maps: device.max_dma_maps(),
             // Only what was proposed may be agreed to.
             write_multiple: proposed.write_multiple,
         };

@@ -34,6 +34,8 @@ pub(crate) const AREA: Area = Area { offset: 0x1000, len: 0x2000 };
 pub(crate) const BAR2_FILE_OFFSET: u64 = 0x1000;
 pub(crate) const BAR2_SIZE: u64 = 0x4000;
 pub(crate) const VECTORS: u32 = 33;
+/// What it says of the ranges of memory that it takes.
+pub(crate) const MAX_MAPS: u32 = 5;
 
 /// What a test sees of a device.
 #[derive(Default)]
@@ -122,6 +124,10 @@ impl Toy {
 }
 
 impl Device for Toy {
+    fn max_dma_maps(&self) -> u32 {
+        MAX_MAPS
+    }
+
     fn region_info(&mut self, index: u32) -> Result<RegionInfo, Errno> {
         let plain = |size| RegionInfo { size, readable: true, writable: true, mapping: None };
         Ok(match index {

@@ -34,6 +34,19 @@ impl Export {
         Ok(Self { disk: format!("ublkb{number}"), number })
     }
 
+    /// How often the server's threads have slept so far.
+    pub(super) fn sleeps(&self, guest: &mut Guest) -> Result<u64> {
+        let text = guest.sh(
+            &format!(
+                "sed -n 's/^voluntary_ctxt_switches:[[:space:]]*//p' \
+                 /proc/$(cat /tmp/pid{})/task/*/status",
+                self.number
+            ),
+            MINUTE,
+        )?;
+        text.split_whitespace().map(|n| n.parse::<u64>().context("a count of sleeps")).sum()
+    }
+
     fn signal(&self, guest: &mut Guest, signal: &str) -> Result<()> {
         guest.sh(&format!("kill -{signal} $(cat /tmp/pid{})", self.number), MINUTE).map(drop)
     }

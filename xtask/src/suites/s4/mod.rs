@@ -52,6 +52,19 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
     // Where speed is not judged, one of them is enough.
     let measured =
         if lab.rounds == 1 { std::slice::from_ref(ours_driven) } else { &controllers[..] };
+    report.check("every block is written before one is read", |_| {
+        for controller in measured {
+            guest.sh(
+                &format!(
+                    "fio --name=fill --filename=/dev/{} --rw=write --bs=1m --direct=1 \
+                     --ioengine=psync --output-format=terse",
+                    controller.disk
+                ),
+                2 * MINUTE,
+            )?;
+        }
+        Ok(())
+    });
     let mut rows = report
         .check("random and sequential reads by the kernel's driver", |_| {
             table::by_the_kernel(&mut guest, measured, lab.rounds)

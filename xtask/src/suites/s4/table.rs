@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 
 use super::super::MINUTE;
 use super::super::fio::{self, Measured};
+use super::super::verdict::{MISSED, OPEN, REACHED, Verdict};
 use super::super::vfio::json_of;
 use super::device::Export;
 use super::{Controller, SIZE};
@@ -24,8 +25,8 @@ const LARGE: u32 = 128 << 10;
 const RAW: [u16; 2] = [1, 5];
 /// Through a file system, each with a file of its own.
 const FILES: [u16; 2] = [1, 2];
-/// How long random reads are measured.
-const TIME: Duration = Duration::from_millis(1000);
+/// How long random reads are measured in one turn: short, and there are many.
+const TIME: Duration = Duration::from_millis(500);
 /// Bytes that sequential readers read, together from the raw disk, and each from its file.
 const RAW_BYTES: u64 = 320 << 20;
 const FILE_BYTES: u64 = 128 << 20;
@@ -44,10 +45,12 @@ pub(super) struct Row {
     iops: f64,
     bandwidth: f64,
     commands: u64,
+    /// The rate of each turn, in their order.
+    turns: Vec<f64>,
 }
 
 impl Row {
-    fn of(controller: &Controller, what: What, figures: &Figures) -> Self {
+    fn of(controller: &Controller, what: What, figures: &Figures, turns: Vec<f64>) -> Self {
         let What { device, through, file_system, rw, bs, readers } = what;
         let Figures { iops, bandwidth, commands } = *figures;
         let controller = controller.name;
@@ -62,6 +65,7 @@ impl Row {
             iops,
             bandwidth,
             commands,
+            turns,
         }
     }
 
@@ -79,6 +83,7 @@ impl Row {
             "iops": self.iops,
             "bandwidth_bytes": self.bandwidth,
             "commands": self.commands,
+            "iops_of_turns": self.turns,
         });
         if let (Some(name), Some(row)) = (self.file_system, row.as_object_mut()) {
             row.insert("file_system".into(), name.into());
@@ -128,21 +133,51 @@ fn median(mut rounds: Vec<Figures>) -> Result<Figures> {
     Ok(middle)
 }
 
-/// Measures one thing on every controller in turn, so that what else this machine does falls on all.
+/// Measures things on every controller in turn, so that what else this machine does falls on all, and
+/// every other time the other way round, so that what the one leaves behind does.
 fn in_turn<'a>(
     controllers: &'a [Controller],
-    rounds: usize,
-    what: What,
-    mut measure: impl FnMut(&'a Controller) -> Result<Figures>,
+    turns: usize,
+    things: &[What],
+    mut measure: impl FnMut(&'a Controller, What) -> Result<Figures>,
 ) -> Result<Vec<Row>> {
-    let mut found: Vec<Vec<Figures>> = controllers.iter().map(|_| Vec::new()).collect();
-    for _ in 0..rounds {
-        for (controller, found) in controllers.iter().zip(&mut found) {
-            found.push(measure(controller)?);
+    let all = things.iter().flat_map(|what| controllers.iter().map(|c| (c, *what)));
+    let mut found: Vec<_> = all.map(|(controller, what)| (controller, what, Vec::new())).collect();
+    for turn in 0..turns {
+        let mut measure = |(controller, what, figures): &mut (&'a Controller, What, Vec<_>)| {
+            figures.push(measure(controller, *what)?);
+            anyhow::Ok(())
+        };
+        if turn % 2 == 0 {
+            found.iter_mut().try_for_each(&mut measure)?;
+        } else {
+            found.iter_mut().rev().try_for_each(&mut measure)?;
         }
     }
-    let rows = controllers.iter().zip(found);
-    rows.map(|(controller, found)| Ok(Row::of(controller, what, &median(found)?))).collect()
+    let rows = found.into_iter().map(|(controller, what, figures)| {
+        let turns = figures.iter().map(|turn| turn.iops).collect();
+        Ok(Row::of(controller, what, &median(figures)?, turns))
+    });
+    rows.collect()
+}
+
+/// What is compared, and so measured together: the sizes of random reads.
+fn together(things: impl Iterator<Item = What>) -> Vec<Vec<What>> {
+    let mut groups: Vec<Vec<What>> = Vec::new();
+    for what in things {
+        match groups.last_mut() {
+            Some(group) if group.iter().all(|g| (g.rw, g.readers) == (what.rw, what.readers)) => {
+                group.push(what);
+            }
+            _ => groups.push(vec![what]),
+        }
+    }
+    groups
+}
+
+/// How often a group is measured: what lasts half a second only, more often.
+fn turns(group: &[What], rounds: usize) -> usize {
+    if group.iter().all(|what| what.rw == "randread") { 2 * rounds + 1 } else { rounds }
 }
 
 /// fio's words for so many readers of a raw disk.
@@ -176,8 +211,8 @@ pub(super) fn by_the_kernel(
     rounds: usize,
 ) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
-    for what in raw("linux", "kernel") {
-        rows.extend(in_turn(controllers, rounds, what, |controller| {
+    for group in together(raw("linux", "kernel")) {
+        rows.extend(in_turn(controllers, turns(&group, rounds), &group, |controller, what| {
             Ok(fio::run(guest, what.rw, &raw_readers(&controller.disk, what), TIME)?.into())
         })?);
     }
@@ -190,12 +225,13 @@ pub(super) fn by_our_driver(
     rounds: usize,
 ) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
-    for what in raw("shadowbell", "none") {
-        let length = match what.rw {
-            "randread" => format!("--runtime {}ms --ramp-time 100ms", TIME.as_millis()),
-            _ => format!("--number-ios {}", RAW_BYTES / u64::from(LARGE) / u64::from(what.readers)),
-        };
-        rows.extend(in_turn(controllers, rounds, what, |controller| {
+    for group in together(raw("shadowbell", "none")) {
+        rows.extend(in_turn(controllers, turns(&group, rounds), &group, |controller, what| {
+            let ios = RAW_BYTES / u64::from(LARGE) / u64::from(what.readers);
+            let length = match what.rw {
+                "randread" => format!("--runtime {}ms --ramp-time 100ms", TIME.as_millis()),
+                _ => format!("--number-ios {ios}"),
+            };
             let command = format!(
                 "bench {} --rw {} --bs {} --numjobs {} --iodepth 1 --completion adaptive {length}",
                 controller.target(),
@@ -219,7 +255,7 @@ pub(super) fn through_ublk(
     rounds: usize,
 ) -> Result<Vec<Row>> {
     let export = Export::start(guest, &controller.target(), "")?;
-    let rows = through(guest, controller, rounds, &export.disk);
+    let rows = through(guest, controller, rounds, &export);
     // Whatever went wrong, the controller is free for what follows.
     guest.sh("! grep -q ' /mnt ' /proc/mounts || umount /mnt", MINUTE)?;
     let stopped = export.stop(guest);
@@ -230,15 +266,28 @@ fn through(
     guest: &mut Guest,
     controller: &Controller,
     rounds: usize,
-    disk: &str,
+    export: &Export,
 ) -> Result<Vec<Row>> {
+    let disk = &export.disk;
     let one = std::slice::from_ref(controller);
     let mut rows = Vec::new();
     // Small reads are what the driver's own readers show; here it is one size, and the large ones.
     for what in raw("shadowbell", "ublk").filter(|what| what.bs != 4096) {
-        rows.extend(in_turn(one, rounds, what, |_| {
+        let turns = turns(&[what], rounds);
+        let asleep = export.sleeps(guest)?;
+        let row = in_turn(one, turns, &[what], |_, what| {
             Ok(fio::run(guest, what.rw, &raw_readers(disk, what), TIME)?.into())
-        })?);
+        })?;
+        if (what.rw, what.readers) == ("randread", 1) {
+            // About as many in each turn as in the one of middle speed.
+            let reads = row.iter().map(|row| row.commands).sum::<u64>() * turns as u64;
+            let each = export.sleeps(guest)?.saturating_sub(asleep) as f64 / reads.max(1) as f64;
+            println!(
+                "   {}: one reader through ublk, {each:.2} sleeps of its server for each read",
+                controller.name
+            );
+        }
+        rows.extend(row);
     }
     guest.sh(&format!("mkfs.ext4 -q -F /dev/{disk} && mount /dev/{disk} /mnt"), MINUTE)?;
     for file in FILES.into_iter().enumerate().map(|(index, _)| index) {
@@ -250,7 +299,7 @@ fn through(
         let file_system = Some("ext4");
         let (device, through, rw, bs) = ("shadowbell", "ublk", "read", LARGE);
         let what = What { device, through, file_system, rw, bs, readers };
-        rows.extend(in_turn(one, rounds, what, |_| {
+        rows.extend(in_turn(one, rounds, &[what], |_, _| {
             let mount = "umount /mnt && echo 3 >/proc/sys/vm/drop_caches";
             guest.sh(&format!("{mount} && mount /dev/{disk} /mnt"), MINUTE)?;
             let mut words = format!("--bs={bs} --direct=0 --ioengine=psync --size={FILE_BYTES}");
@@ -284,29 +333,69 @@ pub(super) fn judge(report: &mut Report, rows: &[Row], controllers: usize) {
                 && row.file_system == file_system
         })
     };
+    let mut verdicts = Vec::new();
     for row in rows {
-        let who = format!("{} {}, {}", row.controller, row.device, row.place());
         let other = match (row.rw, row.bs, row.readers, row.file_system) {
             ("randread", 512, readers, None) => find(row, 4096, readers, None),
             ("read", bs, 5, None) | ("read", bs, 1 | 2, Some(_)) => find(row, bs, 1, None),
             _ => None,
         };
         let Some(other) = other else { continue };
-        match (row.rw, row.file_system) {
-            ("randread", _) => println!(
-                "   {who}, {} readers: 512 bytes at {:.2} times the rate of 4 KiB",
-                row.readers,
-                row.iops / other.iops
-            ),
-            (_, None) => {
-                println!("   {who}: five readers {:.2} times one", row.bandwidth / other.bandwidth)
-            }
-            (_, Some(_)) => println!(
-                "   {who}, {} readers: {:.0} % of one on the raw disk",
-                row.readers,
-                row.bandwidth / other.bandwidth * 100.0
-            ),
-        }
+        let target = match (row.rw, row.file_system) {
+            ("randread", _) => Target::SMALL,
+            (_, None) => Target::FIVE,
+            (_, Some(_)) => Target::FILES,
+        };
+        let verdict = target.judge(row, other);
+        println!(
+            "   {} {}, {}, {} readers: {:.2} times {} ({:.2} to {:.2} in {} turns): {}",
+            row.controller,
+            row.device,
+            row.place(),
+            row.readers,
+            verdict.ratio,
+            target.of,
+            verdict.least,
+            verdict.most,
+            row.turns.len(),
+            verdict.words()
+        );
+        verdicts.push((target, verdict));
+    }
+    for target in [Target::SMALL, Target::FIVE, Target::FILES] {
+        let of = |words: &str| {
+            let these = verdicts.iter().filter(|(t, v)| *t == target && v.words() == words);
+            these.count()
+        };
+        println!(
+            "   {}, at least {:.1} times {}: reached {} times, open {}, missed {}",
+            target.what,
+            target.least,
+            target.of,
+            of(REACHED),
+            of(OPEN),
+            of(MISSED)
+        );
+    }
+}
+
+/// What the project promises.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Target {
+    what: &'static str,
+    of: &'static str,
+    least: f64,
+}
+
+impl Target {
+    const SMALL: Self =
+        Self { what: "random reads of 512 bytes", of: "the rate of 4 KiB", least: 1.0 };
+    const FIVE: Self = Self { what: "five sequential readers", of: "one", least: 1.5 };
+    const FILES: Self =
+        Self { what: "sequential readers of files", of: "one on the raw disk", least: 0.8 };
+
+    fn judge(self, row: &Row, other: &Row) -> Verdict {
+        Verdict::of(&row.turns, &other.turns, self.least)
     }
 }
 
@@ -350,7 +439,7 @@ mod tests {
     fn rows_have_the_names_that_other_tools_read() {
         let controller = Controller { name: "qemu", address: String::new(), disk: String::new() };
         let figures = Figures { iops: 2.0, bandwidth: 1024.0, commands: 7 };
-        let mut row = Row::of(&controller, what("read", 512, 5), &figures);
+        let mut row = Row::of(&controller, what("read", 512, 5), &figures, vec![2.0]);
         let json = row.json(Kernel::V7_2);
         assert_eq!((&json["table"], &json["device"]), (&json!("S4"), &json!("shadowbell")));
         assert_eq!((&json["bandwidth_bytes"], &json["numjobs"]), (&json!(1024.0), &json!(5)));
@@ -366,6 +455,27 @@ mod tests {
         assert_eq!(median(rounds).unwrap().commands, 2);
         assert!(median(Vec::new()).is_err());
         assert!(median(vec![figures(0.0)]).is_err());
+    }
+
+    #[test]
+    fn what_is_compared_is_measured_together_and_in_alternating_order() {
+        let groups = together(raw("linux", "kernel"));
+        let sizes: Vec<usize> = groups.iter().map(Vec::len).collect();
+        assert_eq!(sizes, [2, 2, 2, 1, 1]);
+        assert_eq!((turns(&groups[0], 3), turns(&groups[4], 3)), (7, 3));
+        let controllers =
+            ["a", "b"].map(|name| Controller { name, address: String::new(), disk: String::new() });
+        let mut order = Vec::new();
+        let rows = in_turn(&controllers, 2, &groups[0], |controller, what| {
+            order.push(format!("{}{}", controller.name, what.bs));
+            Ok(Figures { iops: order.len() as f64, bandwidth: 1.0, commands: 1 })
+        });
+        assert_eq!(order.join(" "), "a512 b512 a4096 b4096 b4096 a4096 b512 a512");
+        let rows = rows.unwrap();
+        assert_eq!(
+            rows.iter().map(|row| row.turns.clone()).collect::<Vec<_>>(),
+            [[1.0, 8.0], [2.0, 7.0], [3.0, 6.0], [4.0, 5.0]]
+        );
     }
 
     #[test]

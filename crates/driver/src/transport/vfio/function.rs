@@ -44,10 +44,28 @@ impl PciFunction {
             class,
             driver: link_name(&directory.join("driver"))?,
             group: link_name(&directory.join("iommu_group"))?.and_then(|name| name.parse().ok()),
-            cdev: names_in(&directory.join("vfio-dev"))?.into_iter().next(),
+            cdev: Self::names_in(&directory.join("vfio-dev"))?.into_iter().next(),
             directory,
             sysfs: sysfs.to_owned(),
         }))
+    }
+
+    /// The names in a directory of sysfs, sorted; none if there is no such directory.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn names_in(directory: &Path) -> io::Result<Vec<String>> {
+        let entries = match fs::read_dir(directory) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(error),
+        };
+        let mut names = Vec::new();
+        for entry in entries {
+            names.push(entry?.file_name().to_string_lossy().into_owned());
+        }
+        names.sort();
+        Ok(names)
     }
 
     /// The function's directory in sysfs.
@@ -77,7 +95,7 @@ impl PciFunction {
         let Some(group) = self.group else { return Ok(Vec::new()) };
         let members = self.sysfs.join(format!("kernel/iommu_groups/{group}/devices"));
         let mut found = Vec::new();
-        for name in names_in(&members)? {
+        for name in Self::names_in(&members)? {
             if name == self.address.to_string() {
                 continue;
             }
@@ -112,21 +130,6 @@ fn link_name(link: &Path) -> io::Result<Option<String>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
     }
-}
-
-/// The names in a directory, sorted; none if there is no such directory.
-fn names_in(directory: &Path) -> io::Result<Vec<String>> {
-    let entries = match fs::read_dir(directory) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(error),
-    };
-    let mut names = Vec::new();
-    for entry in entries {
-        names.push(entry?.file_name().to_string_lossy().into_owned());
-    }
-    names.sort();
-    Ok(names)
 }
 
 #[cfg(test)]

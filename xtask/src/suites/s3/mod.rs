@@ -1,10 +1,14 @@
-//! The S3 table: what shadow doorbells save, ours against QEMU's own controller, four disks in one
+//! The S3 tables: what shadow doorbells save, ours against QEMU's own controller, four disks in one
 //! guest, measured in turn.
 //!
 //! Nothing is behind any of the disks: ours is `null:`, QEMU's is on its `null-co` block driver, so
 //! what is left is the way of a command. Each figure of IOPS is the median of several rounds; doorbells
 //! and interrupts are counted in a run of their own, because QEMU's trace takes time for each. Both
 //! devices are counted from their own side and divided by the I/Os that fio did.
+//!
+//! A second table has a file behind both, and says what an I/O costs this machine: see `cpu`.
+
+mod cpu;
 
 use std::time::Duration;
 
@@ -122,6 +126,10 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
     report.check("the guest powers off", |_| guest.power_off(super::MINUTE));
     for server in contestants.into_iter().filter_map(|contestant| contestant.server) {
         report.check("the server leaves cleanly", |_| server.stop());
+    }
+    // Where speed is not judged, one of the kernels is enough.
+    if lab.subject == Subject::Shadowbell && (lab.rounds > 1 || kernel == Kernel::V7_2) {
+        cpu::run(lab, report, kernel, run)?;
     }
     Ok(())
 }

@@ -1,0 +1,80 @@
+//! A client whose memory and eventfds are files of its own file system, which never answers, and the
+//! client next to it.
+
+use crate::harness::{PATIENCE, Server, attach, program, run};
+use crate::stalled::{Mount, be_the_daemon};
+use driver::AttachOptions;
+use spec::Status;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+use vfio_user::client::{ClientError, Options, Share};
+use vfio_user::device::irq;
+use vfio_user::{Client, Errno};
+
+#[test]
+fn the_daemon() {
+    be_the_daemon();
+}
+
+#[test]
+fn the_io_of_others_goes_on() {
+    let directory = tempfile::tempdir().unwrap();
+    let config = directory.path().join("both.toml");
+    std::fs::write(
+        &config,
+        "workers = 1\n\
+         [[controller]]\nsocket = \"good.sock\"\ndisks = [\"mem:1MiB\"]\n\
+         [[controller]]\nsocket = \"bad.sock\"\ndisks = [\"mem:1MiB\"]\n",
+    )
+    .unwrap();
+    let mut command = program();
+    command.arg("serve").arg("--config").arg(&config);
+    let mut server = Server::spawn(command, directory, &["good.sock", "bad.sock"]);
+    let Some(mount) = Mount::new("stalling::the_daemon") else { return };
+    // Closing it here would wait as well.
+    let file = std::mem::ManuallyDrop::new(mount.open());
+
+    let good = server.directory().join("good.sock");
+    let mut controller = attach(&good, &AttachOptions::default());
+    let namespace = controller.namespace(1).unwrap().clone();
+    let mut queue = controller.take_queue_pair().unwrap();
+    let pool = controller.buffers(1, 4096).unwrap();
+    let mut check = |value: u8| {
+        let begun = Instant::now();
+        let mut buffer = pool.take().unwrap();
+        assert!(buffer.copy_from(0, &[value; 4096]));
+        let written = run(&mut queue, namespace.write(0, 1).unwrap(), Some(buffer));
+        assert_eq!(written.status, Status::SUCCESS);
+        drop(written);
+        let read = run(&mut queue, namespace.read(0, 1).unwrap(), pool.take());
+        assert_eq!(read.status, Status::SUCCESS);
+        let mut data = [0; 4096];
+        assert!(read.buffer.unwrap().copy_to(0, &mut data));
+        assert_eq!(data, [value; 4096]);
+        // And its registers, which the reactor looks after.
+        controller.registers().unwrap();
+        assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
+    };
+    check(1);
+    let bad = server.directory().join("bad.sock");
+    let client = Client::connect(bad, Options { timeout: Some(PATIENCE) }).unwrap();
+    let fd = Some(file.as_fd());
+    let share = Share { iova: 0, len: 4096, readable: true, writable: true, fd, fd_offset: 0 };
+    let inval = |outcome| match outcome {
+        Err(ClientError::Refused { errno, .. }) => assert_eq!(errno, Errno::INVAL),
+        other => panic!("{other:?}"),
+    };
+    for value in 2..6 {
+        inval(client.dma_map(&share));
+        check(value);
+        inval(client.set_irq_eventfds(irq::MSIX, 0, &[file.as_fd()]));
+        check(value);
+    }
+    assert!(server.stderr().contains("file system type fuse"), "{}", server.stderr());
+    drop(client);
+    check(6);
+    drop((queue, controller));
+    // What it could not close does not keep it from ending, once the daemon is gone.
+    drop(mount);
+    assert!(server.stop().success());
+}
