@@ -191,14 +191,16 @@ impl Moderation {
 
     /// There were only `count`.
     fn late(&mut self, count: u32) {
-        if self.until_probe == 0 && count <= self.target {
-            // The attempt was in vain.
+        let in_vain = self.until_probe == 0 && count <= self.target;
+        if in_vain {
             self.probe_after = (self.probe_after * 2).min(PROBE_AFTER.1);
         } else if count > self.target {
             self.probe_after = PROBE_AFTER.0;
         }
-        // While each is announced alone, there is nothing to tell runs by.
-        let run = if self.target > 1 { self.announced.saturating_add(count) } else { count };
+        // While each is announced alone, there is nothing to tell runs by; and an attempt in vain
+        // has shown how far this one goes.
+        let alone = self.target == 1 || in_vain;
+        let run = if alone { count } else { self.announced.saturating_add(count) };
         // A host that was late once, because something kept it from its work, is not given up at once.
         self.target = run.max(self.target * 3 / 4).clamp(1, MOST);
         self.until_probe = self.probe_after;
