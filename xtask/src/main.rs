@@ -76,6 +76,7 @@ Examples:
   cargo xtask guest                             all suites, both kernels
   cargo xtask guest smoke --kernel 7.2          one suite, one kernel
   cargo xtask guest s3 --json                   the S3 table; the last line is JSON
+  cargo xtask guest recover --kernel 7.2        our driver, and controllers that do wrong
   cargo xtask guest fs --device qemu-nvme       the same checks on QEMU's own controller";
 
 #[derive(clap::Args)]
