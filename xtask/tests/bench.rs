@@ -141,6 +141,9 @@ fn what_can_not_be_is_refused_with_the_reason() {
         (&["instructions", "--check", "--record"], "--record"),
         (&["wire", "--quick", "--rounds", "3"], "--rounds"),
         (&["wire", "--quick", "--cpus", "0,1000000"], "1000000"),
+        (&["spdk"], "--spdk DIR"),
+        (&["spdk", "--spdk", "/nowhere"], "/nowhere/build/bin/nvmf_tgt is not there"),
+        (&["wire", "--spdk", "/nowhere"], "about the suite `spdk`"),
         (&["speed"], "speed"),
     ] {
         let output = bench(arguments);

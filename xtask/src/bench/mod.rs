@@ -3,8 +3,8 @@
 //! # Architecture
 //!
 //! * A suite is a file: [`wire`], [`null`], [`mem`], [`file`], [`readers`], [`sleep`], [`growth`],
-//!   [`instructions`]. It returns tables; this module prints them, draws their plots and ends with
-//!   the rows as JSON.
+//!   [`instructions`], [`spdk`]. It returns tables; this module prints them, draws their plots and
+//!   ends with the rows as JSON.
 //! * [`ours`] measures the program as a user would run it: `shadowbell serve` in a process pinned to
 //!   one processor, `shadowbell bench` in another on another. [`server`] runs processes, [`process`]
 //!   looks at them, [`syscalls`] counts.
@@ -33,6 +33,7 @@ mod readers;
 mod samples;
 mod server;
 mod sleep;
+mod spdk;
 mod syscalls;
 mod wire;
 mod wire_suite;
@@ -73,6 +74,9 @@ pub(crate) struct Arguments {
     /// A shadowbell program that is built already, instead of building one.
     #[arg(long, value_name = "PATH")]
     shadowbell: Option<PathBuf>,
+    /// A built tree of SPDK for the suite `spdk`: configured `--with-vfio-user`, made.
+    #[arg(long, value_name = "DIR")]
+    spdk: Option<PathBuf>,
     /// Fail if the suite `instructions` finds more than xtask/instructions.json allows.
     #[arg(long, conflicts_with = "record")]
     check: bool,
@@ -89,6 +93,7 @@ Examples:
   cargo xtask bench                            everything; takes about half an hour
   cargo xtask bench wire null --json           IOPS next to the wire limit; the last line is JSON
   cargo xtask bench instructions --check       what a change may not make worse
+  cargo xtask bench spdk --spdk ~/spdk         ours and SPDK's, each with each
   cargo xtask bench --quick                    whether everything works, in a minute
 
 Each table is also a plot, target/bench/NAME.svg. Leave the machine alone meanwhile.";
@@ -112,6 +117,9 @@ enum Suite {
     Growth,
     /// Instructions per I/O of each side, by callgrind: the same in every run.
     Instructions,
+    /// SPDK's client and target next to our driver and controller, each with each; needs --spdk and
+    /// huge pages, which it sets aside if it may.
+    Spdk,
 }
 
 /// What all suites share.
@@ -164,6 +172,13 @@ pub(crate) fn run(arguments: Arguments) -> Result<()> {
     if first == second {
         bail!("--cpus takes two processors: both sides on one would measure the scheduler");
     }
+    let tree = match &arguments.spdk {
+        Some(_) if !suites.contains(&Suite::Spdk) => bail!("--spdk is about the suite `spdk`"),
+        Some(directory) => Some(spdk::Tree::new(directory)?),
+        // Whoever asks for all gets what there is.
+        None if arguments.suites.contains(&Suite::Spdk) => bail!("no tree of SPDK: {}", spdk::HOW),
+        None => None,
+    };
     let needs_program = suites.iter().any(|s| !matches!(s, Suite::Wire | Suite::Instructions));
     let binary = match arguments.shadowbell {
         Some(path) => path.canonicalize().with_context(|| path.display().to_string())?,
@@ -207,6 +222,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<()> {
             Suite::Sleep => sleep::run(&bench),
             Suite::Growth => growth::run(&bench),
             Suite::Instructions => instructions::run(quick, recorded),
+            Suite::Spdk => spdk::run(&bench, tree.as_ref()),
         };
         // The others may be of use all the same.
         match tables {

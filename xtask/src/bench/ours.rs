@@ -138,11 +138,14 @@ impl Load<'_> {
         Ok(server)
     }
 
-    /// Measures for as long as a round takes: the row of `bench`, with what the server counted.
-    pub(super) fn measure(&self, bench: &Bench) -> Result<Value> {
-        let server = self.serve(bench)?;
+    /// The driver with a controller that somebody else started: the row of `bench`.
+    pub(super) fn measure_at(&self, bench: &Bench, target: &str) -> Result<Value> {
+        self.drive(bench, target, None)
+    }
+
+    fn drive(&self, bench: &Bench, target: &str, server: Option<u32>) -> Result<Value> {
         let mut command = child(&bench.binary);
-        command.args(["bench", &server.target(0)]).args(self.bench_options(bench));
+        command.args(["bench", target]).args(self.bench_options(bench));
         if bench.quick {
             // However busy the machine is, there will be something to count.
             command.arg(format!("--number-ios={}", self.few()));
@@ -150,10 +153,15 @@ impl Load<'_> {
             command.arg(format!("--runtime={}ms", bench.time.as_millis()));
             command.arg(format!("--ramp_time={}ms", bench.ramp.as_millis()));
         }
-        command.arg(format!("--server-pid={}", server.id()));
+        command.args(server.map(|id| format!("--server-pid={id}")));
         let limit = bench.time + bench.ramp + Duration::from_secs(60);
-        let text = output("shadowbell bench", command, limit)?;
-        let mut row = row(&text)?;
+        row(&output("shadowbell bench", command, limit)?)
+    }
+
+    /// Measures for as long as a round takes: the row of `bench`, with what the server counted.
+    pub(super) fn measure(&self, bench: &Bench) -> Result<Value> {
+        let server = self.serve(bench)?;
+        let mut row = self.drive(bench, &server.target(0), Some(server.id()))?;
         let counted = server.stop()?;
         // Of the whole run, its beginning and its end included: both are divided by the same.
         let number = |name: &str| counted.get(name).and_then(Value::as_u64);
