@@ -310,7 +310,8 @@ impl<L: Load> Lane<L> {
 
     /// Sleeps until a completion, the time of the next I/O, or for `limit` at most.
     pub(super) fn wait(&mut self, limit: Duration) -> anyhow::Result<()> {
-        let limit = self.until_due().map_or(limit, |due| due.min(limit));
+        let may_start = self.left != 0 && !self.spare.is_empty();
+        let limit = longest_wait(limit, may_start, self.until_due());
         if !self.is_empty() {
             self.queue.wait(Some(Instant::now() + limit))?;
         } else if self.is_paced() {
@@ -379,6 +380,29 @@ impl<L: Load> Lane<L> {
 }
 
 /// At least 1, because 0 stands for an I/O that is not timed.
+/// How long to wait for a completion: at most `limit`, and until the next I/O is due if it may be
+/// started then. One that is overdue for want of a buffer is no reason to stay awake.
+fn longest_wait(limit: Duration, may_start: bool, due: Option<Duration>) -> Duration {
+    due.filter(|_| may_start).map_or(limit, |due| due.min(limit))
+}
+
 fn nanoseconds_since(epoch: Instant) -> u64 {
     u64::try_from(epoch.elapsed().as_nanos()).unwrap_or(u64::MAX).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::longest_wait;
+    use std::time::Duration;
+
+    #[test]
+    fn an_io_that_has_to_wait_for_a_buffer_keeps_nobody_awake() {
+        let limit = Duration::from_millis(100);
+        let due = |us| Some(Duration::from_micros(us));
+        assert_eq!(longest_wait(limit, false, due(0)), limit, "overdue, and no buffer");
+        assert_eq!(longest_wait(limit, true, due(0)), Duration::ZERO);
+        assert_eq!(longest_wait(limit, true, due(20)), Duration::from_micros(20));
+        assert_eq!(longest_wait(limit, true, due(1 << 30)), limit);
+        assert_eq!(longest_wait(limit, true, None), limit, "not paced");
+    }
 }
