@@ -8,6 +8,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use common::*;
+use shadowbell_vfio_user::Client;
 use shadowbell_vfio_user::server::Limits;
 use shadowbell_vfio_user::wire::{self, command, header_flags};
 use stalled::Mount;
@@ -168,4 +169,45 @@ fn each_kind_is_taken_for_what_it_is() {
         Ok(()) => assert_eq!(shared.maps.lock().unwrap().len(), 2),
         Err(errno) => assert_eq!(errno, inval),
     }
+}
+
+/// A server that hands out what stalls is not believed, and its client goes on.
+#[test]
+fn a_client_does_not_wait_for_a_daemon_either() {
+    use shadowbell_vfio_user::client::{ClientError, Options};
+    let Some(mount) = mount() else { return };
+    let file = trap(&mount);
+    let begun = Instant::now();
+    for count in [1, 40] {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        let mut server = Raw::new(theirs);
+        let server = std::thread::spawn(move || {
+            for fds in [0, count] {
+                let to = server.reply().header;
+                let flags = header_flags::REPLY;
+                let header = wire::Header { id: to.id, command: to.command, flags, ..to };
+                let info = wire::RegionInfo {
+                    argsz: 32,
+                    flags: wire::region_flags::MMAP,
+                    index: 0,
+                    cap_offset: 0,
+                    size: 0x1000,
+                    offset: 0,
+                };
+                let mut out = shadowbell_vfio_user::codec::Outbox::default();
+                match fds {
+                    0 => out.put(header, &[&[0, 0, 1, 0]]),
+                    _ => out.put(header, &[info.as_bytes()]),
+                }
+                let (bytes, _) = out.front();
+                server.send_with_fds(bytes, &vec![file; fds]);
+            }
+        });
+        let client = Client::from_stream(ours.into(), Options::default()).unwrap();
+        let error = client.region_info(0).unwrap_err();
+        assert!(matches!(error, ClientError::BadReply { .. }), "{error}");
+        drop(client);
+        server.join().unwrap();
+    }
+    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
 }

@@ -228,7 +228,12 @@ impl Connection {
                 Err(errno) => return Err(ClientError::Socket(errno.into())),
             }
         }
-        match receive(self.socket.as_fd(), &mut self.decoder, &mut self.entrance) {
+        let received = receive(self.socket.as_fd(), &mut self.decoder, &mut self.entrance);
+        if self.entrance.closer().is_overdone() {
+            let why = "it keeps sending descriptors that take their time to be closed".to_owned();
+            return Err(ClientError::BadReply { command, why });
+        }
+        match received {
             Ok(Received::Bytes { .. }) => Ok(()),
             Ok(Received::Closed) | Err(Errno::CONNRESET) => Err(gone()),
             Ok(Received::FdsLost) => Err(ClientError::Socket(Errno::MFILE.into())),

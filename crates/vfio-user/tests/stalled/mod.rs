@@ -5,8 +5,8 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use fuser::{
@@ -141,7 +141,12 @@ pub(crate) fn be_the_daemon() {
 pub(crate) struct Mount {
     daemon: Child,
     directory: tempfile::TempDir,
+    _alone: MutexGuard<'static, ()>,
 }
+
+/// One mount at a time: a process that is started while a file of one is open has that, too, and
+/// closes it before it becomes the next daemon. Until then it also has everybody's sockets.
+static ALONE: Mutex<()> = Mutex::new(());
 
 impl Mount {
     /// Mounts it, where that is possible. `test` is the name of a test that calls
@@ -151,6 +156,7 @@ impl Mount {
             eprintln!("skipped: it takes /dev/fuse, and root");
             return None;
         }
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let directory = tempfile::tempdir().unwrap();
         let daemon = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", test, "--nocapture", "--test-threads=1"])
@@ -158,7 +164,7 @@ impl Mount {
             .stdout(std::process::Stdio::null())
             .spawn()
             .unwrap();
-        let mut mount = Self { daemon, directory };
+        let mut mount = Self { daemon, directory, _alone: alone };
         let until = Instant::now() + Duration::from_secs(20);
         while !mount.path().exists() {
             assert!(mount.daemon.try_wait().unwrap().is_none(), "the daemon has ended");
