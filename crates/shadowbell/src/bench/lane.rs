@@ -379,13 +379,13 @@ impl<L: Load> Lane<L> {
     }
 }
 
-/// At least 1, because 0 stands for an I/O that is not timed.
 /// How long to wait for a completion: at most `limit`, and until the next I/O is due if it may be
 /// started then. One that is overdue for want of a buffer is no reason to stay awake.
 fn longest_wait(limit: Duration, may_start: bool, due: Option<Duration>) -> Duration {
     due.filter(|_| may_start).map_or(limit, |due| due.min(limit))
 }
 
+/// At least 1, because 0 stands for an I/O that is not timed.
 fn nanoseconds_since(epoch: Instant) -> u64 {
     u64::try_from(epoch.elapsed().as_nanos()).unwrap_or(u64::MAX).max(1)
 }
