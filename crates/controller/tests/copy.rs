@@ -2,10 +2,13 @@
 //! comes in between.
 
 mod common;
+#[path = "common/held.rs"]
+mod held;
 
 use common::{Host, Queue, slow_host};
 use disk::{Disk, DiskError, Info, MemDisk, Op, Request, Submitted};
-use memory::{EventFd, Segments};
+use held::Held;
+use memory::Segments;
 use proptest::prelude::*;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool};
 use spec::identify::{IDENTIFY_SIZE, IdentifyController, IdentifyNamespace, cns};
@@ -13,129 +16,13 @@ use spec::nvm::{CopyFields, CopyRange};
 use spec::regs::{self, Cc};
 use spec::sqe::NSID_ALL;
 use spec::{Sqe, Status};
-use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 use zerocopy::{FromBytes, IntoBytes};
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
 /// Blocks that one command copies at most, of 512 bytes.
 const MOST: u64 = (1 << 20) / 512;
-
-/// What a [`Held`] disk has been told to do, and what it saw.
-#[derive(Debug, Default)]
-struct Orders {
-    hold: bool,
-    /// Requests that begin at this byte fail.
-    fail_at: Option<u64>,
-    seen: Vec<Request>,
-    cancelled: usize,
-    bells: Vec<EventFd>,
-}
-
-/// Memory that keeps its requests waiting for as long as it is told to.
-#[derive(Clone, Debug)]
-struct Held {
-    mem: MemDisk,
-    orders: Arc<Mutex<Orders>>,
-}
-
-impl Held {
-    fn new(blocks: u64) -> Self {
-        Self { mem: MemDisk::new(blocks, 512).unwrap(), orders: Arc::default() }
-    }
-
-    fn order(&self, order: impl FnOnce(&mut Orders)) {
-        let mut orders = self.orders.lock().unwrap();
-        order(&mut orders);
-        orders.bells.iter().for_each(EventFd::signal);
-    }
-
-    fn seen(&self) -> Vec<Request> {
-        self.orders.lock().unwrap().seen.clone()
-    }
-
-    fn cancelled(&self) -> usize {
-        self.orders.lock().unwrap().cancelled
-    }
-
-    /// Its blocks, each as the number that it begins with.
-    fn marks(&self, first: u64, count: u64) -> Vec<u64> {
-        let read = |block| self.mem.bytes().read::<u64>((block * 512) as usize).unwrap();
-        (first..first + count).map(read).collect()
-    }
-
-    /// Every block holds its own number.
-    fn mark(&self) {
-        for block in 0..self.mem.info().blocks {
-            let at = (block * 512) as usize;
-            (0..64).for_each(|word| self.mem.bytes().write(at + word * 8, &block).unwrap());
-        }
-    }
-}
-
-impl Disk for Held {
-    fn info(&self) -> Info {
-        self.mem.info()
-    }
-
-    fn queue(&self) -> std::io::Result<Box<dyn disk::Queue>> {
-        let bell = EventFd::new()?;
-        self.orders.lock().unwrap().bells.push(bell.try_clone()?);
-        let inner = self.mem.queue()?;
-        Ok(Box::new(HeldQueue { disk: self.clone(), inner, bell, held: Vec::new() }))
-    }
-
-    fn name(&self) -> String {
-        "held".into()
-    }
-}
-
-struct HeldQueue {
-    disk: Held,
-    inner: Box<dyn disk::Queue>,
-    bell: EventFd,
-    held: Vec<(u32, Request, Segments)>,
-}
-
-impl disk::Queue for HeldQueue {
-    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
-        self.disk.orders.lock().unwrap().seen.push(*request);
-        self.held.push((tag, *request, data.take()));
-        self.bell.signal();
-        Submitted::Pending
-    }
-
-    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
-        self.bell.drain();
-        let fail_at = match &*self.disk.orders.lock().unwrap() {
-            orders if orders.hold => return,
-            orders => orders.fail_at,
-        };
-        // Not in the order in which they came.
-        while let Some((tag, request, mut data)) = self.held.pop() {
-            let outcome = match self.inner.submit(tag, &request, &mut data) {
-                _ if fail_at == Some(request.offset) => Err(DiskError::Io(5)),
-                Submitted::Done(outcome) => outcome,
-                Submitted::Pending => panic!("memory does not wait"),
-            };
-            done(tag, outcome, data);
-        }
-    }
-
-    fn cancel(&mut self, _: u32) {
-        // It ends as it would have.
-        self.disk.orders.lock().unwrap().cancelled += 1;
-    }
-
-    fn pending(&self) -> usize {
-        self.held.len()
-    }
-
-    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.bell.as_fd())
-    }
-}
 
 fn held_host(blocks: u64) -> (Host, Held) {
     let held = Held::new(blocks);
