@@ -206,7 +206,8 @@ impl Namespace {
         self.without_data(NvmOpcode::Verify, lba, blocks)
     }
 
-    /// Make `blocks` blocks from `lba` zero, and let the controller deallocate them if `deallocate`.
+    /// Make `blocks` blocks from `lba` zero, and let the controller deallocate them if `deallocate`
+    /// and it knows how (DLFEAT, bit 3): SPDK's target refuses the wish otherwise.
     ///
     /// # Errors
     /// As [`verify`](Self::verify).
@@ -217,6 +218,7 @@ impl Namespace {
         deallocate: bool,
     ) -> Result<Command, RequestError> {
         let mut command = self.without_data(NvmOpcode::WriteZeroes, lba, blocks)?;
+        let deallocate = deallocate && self.identity.dlfeat.wzds();
         command.cdw12 |= u32::from(deallocate) << 25;
         Ok(command)
     }
@@ -288,5 +290,23 @@ impl Namespace {
             };
         }
         RequestError::TooLong { bytes: count << self.block_shift, max: self.max_transfer }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use spec::identify::Dlfeat;
+
+    #[test]
+    fn zeroes_are_deallocated_only_where_that_is_understood() {
+        for understood in [true, false] {
+            let mut identity = IdentifyNamespace { nsze: 8, ..IdentifyNamespace::default() };
+            identity.lbaf[0].lbads = 9;
+            identity.dlfeat = Dlfeat::new().with_wzds(understood);
+            let namespace = Namespace::new(1, &IdentifyController::default(), identity, None, 4096);
+            let bit = |wanted| namespace.write_zeroes(0, 8, wanted).unwrap().cdw12 >> 25 & 1;
+            assert_eq!((bit(false), bit(true)), (0, u32::from(understood)));
+        }
     }
 }
