@@ -267,8 +267,8 @@ impl Mapping {
 
     /// Asks the system to make up the mapping from huge pages, as it is touched and where it has
     /// any: for memory of which much is accessed here and there. A virtual machine's processor
-    /// looks for an address in two page tables, one inside the other, and with small pages that
-    /// takes longer than the access.
+    /// looks for an address in two page tables, one inside the other, which every access to
+    /// another small page has to wait for.
     ///
     /// Memory then comes, and goes back, in larger pieces than it is asked for.
     pub fn prefer_huge_pages(&self) {

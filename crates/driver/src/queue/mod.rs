@@ -156,8 +156,8 @@ impl QueuePair {
 
     /// Tells the controller of what was submitted so far, if it is time: at once as long as it has
     /// little to do, and of several commands at a time while it has enough. Whether it knows of all
-    /// now, and needs no wakeup; if not, [`ring`](Self::ring) has to be called before the program turns to something else,
-    /// or when there are no completions left to take.
+    /// now, and needs no wakeup; if not, [`ring`](Self::ring) has to be called before the program
+    /// turns to something else, or when there are no completions left to take.
     ///
     /// What a doorbell costs, even one that is only a store to memory that the controller looks at,
     /// is the same for one command and for sixteen. A short queue can not wait for the next command

@@ -6,6 +6,7 @@
 //! of huge pages, of which the kernel does not map parts. A client has [`MAX_MAPPINGS`] in all.
 
 use memory::{MapError, Mapping, Protection, SharedBytes};
+use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Weak};
 use vfio_user::Errno;
@@ -57,15 +58,24 @@ impl FromIterator<Bytes> for Parting {
     }
 }
 
+/// How many bytes are unmapped with these: of a mapping that nobody else has a part of, all of it,
+/// however small the parts are.
+fn unmapped_with(bytes: &[Bytes]) -> usize {
+    let mut mappings = HashMap::new();
+    for Bytes { shared, .. } in bytes {
+        let of = mappings.entry(shared.mapping().address()).or_insert((shared.mapping(), 0, 0));
+        *of = (of.0, of.1 + 1, of.2 + shared.len());
+    }
+    let unmapped = mappings.into_values().map(|(mapping, parts, len)| {
+        if Arc::strong_count(mapping) == parts { mapping.len() } else { len }
+    });
+    unmapped.fold(0, usize::saturating_add)
+}
+
 impl Drop for Parting {
     fn drop(&mut self) {
         let bytes = std::mem::take(&mut self.0);
-        let freed = |bytes: &Bytes| match Arc::strong_count(bytes.shared.mapping()) {
-            // With this page the whole file goes.
-            1 => bytes.shared.mapping().len(),
-            _ => bytes.shared.len(),
-        };
-        if bytes.iter().map(freed).fold(0, usize::saturating_add) > SMALL {
+        if unmapped_with(&bytes) > SMALL {
             // Without a thread it happens here.
             let thread = std::thread::Builder::new().name("unmap".into());
             let _ = thread.spawn(move || drop(bytes));
@@ -273,6 +283,24 @@ mod tests {
                 std::thread::yield_now();
             }
         }
+    }
+
+    #[test]
+    fn the_last_parts_of_a_file_count_as_all_of_it() {
+        let len = 3 * SMALL;
+        let fd = file(MemfdFlags::empty(), len as u64);
+        let whole = Mapping::from_fd(&fd, 0, len as u64, Protection::ReadWrite).unwrap();
+        let page = PAGE as usize;
+        let part = |n: usize| Bytes {
+            shared: whole.bytes().slice(n * page, page).unwrap(),
+            _single: None,
+        };
+        let (some, others) = (vec![part(0), part(7)], vec![part(100)]);
+        drop(whole);
+        assert_eq!(unmapped_with(&some), 2 * page, "another part is there still");
+        drop(others);
+        assert_eq!(unmapped_with(&some), len);
+        assert_eq!(unmapped_with(&[]), 0);
     }
 
     #[test]
