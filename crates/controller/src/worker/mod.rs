@@ -118,7 +118,8 @@ impl Worker {
                 Ok(false) => {}
             }
             std::hint::spin_loop();
-            match self.window.next() {
+            let Self { window, tenants, .. } = self;
+            match window.next(|| tenants.iter().any(Tenant::is_pending)) {
                 Next::Look => continue,
                 Next::Yield => {
                     std::thread::yield_now();
@@ -130,8 +131,8 @@ impl Worker {
                 std::thread::yield_now();
                 continue;
             }
-            self.window.restart();
             self.sleep();
+            self.window.restart();
         }
     }
 

@@ -174,12 +174,10 @@ impl Tenant {
         self.shadow = Some(pages);
         let table = self.table();
         for sq in self.sqs.iter_mut().flatten() {
-            let offset = sq_entry_offset(sq.place.qid, DSTRD);
-            sq.shadow(ShadowCells::resolve(&table, pages, offset));
+            sq.shadow(ShadowCells::resolve(&table, pages, sq_entry_offset(sq.place.qid, DSTRD)));
         }
         for cq in self.cqs.iter_mut().flatten() {
-            let offset = cq_entry_offset(cq.place.qid, DSTRD);
-            cq.shadow(ShadowCells::resolve(&table, pages, offset));
+            cq.shadow(ShadowCells::resolve(&table, pages, cq_entry_offset(cq.place.qid, DSTRD)));
         }
     }
 
@@ -232,6 +230,11 @@ impl Tenant {
         self.cqs.iter().flatten().any(Cq::is_about_to_announce)
     }
 
+    /// Whether its disks have something in hand.
+    pub(crate) fn is_pending(&self) -> bool {
+        self.engine.pending() != 0
+    }
+
     /// Whether it is being detached.
     pub(crate) fn is_leaving(&self) -> bool {
         self.detaching.is_some()
@@ -249,10 +252,9 @@ impl Tenant {
         sqs.iter().for_each(|sq| self.retire_sq(sq));
         cqs.iter().for_each(|cq| self.retire_cq(cq));
         let io = std::mem::take(&mut self.engine.stats);
-        let events = self.count_kicks();
         self.shared.retire(|retired| {
             retired.io.merge(&io);
-            retired.events = retired.events.saturating_add(events);
+            retired.events = retired.events.saturating_add(self.count_kicks());
         });
     }
 
@@ -267,7 +269,6 @@ impl Tenant {
     }
 
     pub(crate) fn snapshot(&self) -> WorkerStats {
-        let events = self.count_kicks();
         let traps = |qid, kind| self.shared.traps(qid, kind);
         WorkerStats {
             sqs: self
@@ -283,7 +284,7 @@ impl Tenant {
                 .map(|q| q.snapshot(traps(q.place.qid, DoorbellKind::Cq)))
                 .collect(),
             io: self.engine.stats,
-            events,
+            events: self.count_kicks(),
             sleep: crate::stats::SleepStats::default(),
         }
     }
