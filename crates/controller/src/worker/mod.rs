@@ -15,13 +15,13 @@ mod notes;
 mod pool;
 pub(crate) mod queue;
 mod tenant;
+mod window;
 
 use crate::stats::SleepStats;
 use crate::trace::{Kind, TraceRing};
 use doorbell::{FullFence, Sleeper};
 use mailbox::Mailbox;
 use message::{Message, Reply, Seed};
-use moderation::Patience;
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use spec::status::Status;
@@ -31,48 +31,11 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use tenant::{SleepCell, Tenant};
+use window::{Next, Window};
 
 pub use pool::{Pool, PoolOptions, Turns};
+pub use window::Polling;
 
-/// When a worker that has found nothing to do goes to sleep.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Polling {
-    /// After a window that grows while work returns soon after it went to sleep and shrinks while
-    /// it does not, up to this long.
-    Adaptive(Duration),
-    /// Never: a processor per worker, and no doorbell ever rings.
-    Always,
-    /// At once.
-    Never,
-}
-
-impl Polling {
-    /// How long interrupts may be held back by a worker that waits so.
-    fn patience(self) -> Patience {
-        match self {
-            Self::Adaptive(most) => Patience::of(most),
-            Self::Always => Patience::of(LONGEST_HOLD),
-            Self::Never => Patience::NONE,
-        }
-    }
-}
-
-impl Default for Polling {
-    fn default() -> Self {
-        Self::Adaptive(LONGEST_HOLD)
-    }
-}
-
-/// How long a worker waits for the next command, and with it how long an interrupt is held back, if
-/// nobody says otherwise.
-const LONGEST_HOLD: Duration = Duration::from_micros(100);
-/// Idle passes between two looks at the clock.
-const PASSES: u32 = 64;
-/// Idle passes after which a worker gives way to others while it polls: some microseconds, in which
-/// a host that polls as well would have answered.
-const POLITE_AFTER: u32 = 8 * PASSES;
-/// The first window after a sleep that was worth spinning for.
-const FIRST_WINDOW: Duration = Duration::from_micros(8);
 /// A worker with a controller whose doorbells are mapped can not be woken by them: it looks at
 /// least this often.
 const MAPPED_NAP: Duration = Duration::from_micros(250);
@@ -116,8 +79,7 @@ struct Worker {
     sleeper: Sleeper<SleepCell, FullFence>,
     tenants: Vec<Tenant>,
     epoll: OwnedFd,
-    polling: Polling,
-    window: Duration,
+    window: Window,
     trace: Option<TraceRing>,
     spurious_wakes: u64,
     asleep: Duration,
@@ -137,8 +99,7 @@ impl Worker {
             tenants: Vec::new(),
             watches: Vec::new(),
             epoll,
-            polling,
-            window: Duration::ZERO,
+            window: Window::new(polling),
             trace: None,
             spurious_wakes: 0,
             asleep: Duration::ZERO,
@@ -148,46 +109,29 @@ impl Worker {
     }
 
     fn run(&mut self) {
-        let mut idle = 0u32;
-        let mut idle_since = Instant::now();
         loop {
             match self.turn() {
                 Err(Stop) => return,
                 Ok(true) => {
-                    idle = 0;
+                    self.window.restart();
                     continue;
                 }
                 Ok(false) => {}
             }
             std::hint::spin_loop();
-            idle += 1;
-            let window = match self.polling {
-                Polling::Always => continue,
-                Polling::Never => Duration::ZERO,
-                Polling::Adaptive(_) => self.window,
-            };
-            if !window.is_zero() {
-                if !idle.is_multiple_of(PASSES) {
+            match self.window.next() {
+                Next::Look => continue,
+                Next::Yield => {
+                    std::thread::yield_now();
                     continue;
                 }
-                let now = Instant::now();
-                if idle == PASSES {
-                    idle_since = now;
-                }
-                if now.duration_since(idle_since) < window {
-                    if idle >= POLITE_AFTER {
-                        // Whoever else wants this processor goes first: on a small host that is the
-                        // VMM's thread with the interrupt that the next command waits for.
-                        std::thread::yield_now();
-                    }
-                    continue;
-                }
+                Next::Sleep => {}
             }
             if self.tenants.iter().any(Tenant::is_about_to_announce) {
                 std::thread::yield_now();
                 continue;
             }
-            idle = 0;
+            self.window.restart();
             self.sleep();
         }
     }
@@ -259,9 +203,7 @@ impl Worker {
                 let slept = before.elapsed();
                 self.asleep += slept;
                 record(&mut self.trace, Kind::Wake, slept.as_micros().min(u32::MAX.into()) as u32);
-                if let Polling::Adaptive(most) = self.polling {
-                    self.window = adapt(self.window, slept, most);
-                }
+                self.window.slept(slept);
                 true
             }
         };
@@ -297,7 +239,7 @@ impl Worker {
     fn handle(&mut self, message: Message) {
         match message {
             Message::CreateCq { seed, place, vector, reply } => {
-                let patience = self.polling.patience();
+                let patience = self.window.polling().patience();
                 if let Some((tenant, reply)) = self.find_or_open(&seed, reply) {
                     tenant.create_cq(place, vector, patience, reply);
                 }
@@ -419,18 +361,6 @@ fn record(trace: &mut Option<TraceRing>, kind: Kind, value: u32) {
     }
 }
 
-/// The next window, after a sleep of `slept`. As KVM's haltpoll does it: grow when spinning a bit
-/// longer would have saved the sleep, shrink when it would have been in vain.
-fn adapt(window: Duration, slept: Duration, most: Duration) -> Duration {
-    if slept < most {
-        (window * 2).max(FIRST_WINDOW).min(most)
-    } else if window <= FIRST_WINDOW {
-        Duration::ZERO
-    } else {
-        window / 2
-    }
-}
-
 fn wait(epoll: &OwnedFd, timeout: Option<Duration>, trace: &mut Option<TraceRing>) {
     let timeout = timeout.map(|t| Timespec {
         tv_sec: t.as_secs().min(i64::MAX as u64) as i64,
@@ -447,24 +377,5 @@ fn wait(epoll: &OwnedFd, timeout: Option<Duration>, trace: &mut Option<TraceRing
                 trace.record(Kind::DoorbellEvent, (data >> 8) as u16, 0, 0, 0);
             }
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_window_follows_the_load() {
-        let most = Duration::from_micros(100);
-        let mut window = Duration::ZERO;
-        for _ in 0..10 {
-            window = adapt(window, Duration::from_micros(20), most);
-        }
-        assert_eq!(window, most);
-        for _ in 0..10 {
-            window = adapt(window, Duration::from_secs(1), most);
-        }
-        assert_eq!(window, Duration::ZERO);
     }
 }
