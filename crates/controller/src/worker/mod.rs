@@ -6,6 +6,7 @@
 //! arms every doorbell's EventIdx, passes a full fence, looks once more and sleeps in one wait on
 //! everything: the bell that trapped doorbells and messages ring, and the disks.
 
+mod ahead;
 pub(crate) mod io;
 mod mailbox;
 pub(crate) mod message;
