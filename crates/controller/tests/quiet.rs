@@ -392,6 +392,27 @@ fn nobody_rings_for_a_worker_that_always_polls() {
     assert_eq!(rings(&house), before);
 }
 
+/// Each worker has to look by itself, not only the one that has the admin queue.
+#[test]
+fn mapped_doorbells_are_found_by_every_worker() {
+    for polling in [Polling::Never, ADAPTIVE] {
+        let options = PoolOptions { workers: 2, polling, pin: Vec::new() };
+        let pool = Pool::start(&options).unwrap();
+        let carrier = Carrier { mapped_doorbells: true, listener: None };
+        let controller = Controller::new(config(&["null:1GiB"]), pool, carrier).unwrap();
+        let (mut host, first) = plug_in(controller, Bell::Mapped);
+        let second = host.create(2, 8, false);
+        let buffer = host.alloc(4096);
+        for mut queue in [first, second] {
+            for _ in 0..20 {
+                std::thread::sleep(Duration::from_millis(1));
+                let read = Sqe::read(1, 0, 7, 0).with_prps(buffer, 0);
+                assert!(host.run(&mut queue, read).0.is_success());
+            }
+        }
+    }
+}
+
 /// Hosts of all kinds that do something now and then, sometimes a lot, on few workers.
 #[test]
 fn no_command_is_lost_among_many() {

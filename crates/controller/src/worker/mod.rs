@@ -198,6 +198,9 @@ impl Worker {
             if let Some(until) = tenant.recheck(&mut fenced, &mut self.trace) {
                 deadline = Some(deadline.map_or(until, |d| d.min(until)));
             }
+            if tenant.is_mapped() {
+                nap = Some(MAPPED_NAP);
+            }
             if tenant.is_restless() {
                 nap = nap.or(Some(RESTLESS_NAP));
             }
