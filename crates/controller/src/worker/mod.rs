@@ -7,6 +7,7 @@
 //! everything: the bell that trapped doorbells and messages ring, and the disks. Controllers that
 //! have been quiet for a while are left out of all that until they ring (see `roster`).
 
+mod ahead;
 pub(crate) mod io;
 mod mailbox;
 pub(crate) mod message;
@@ -127,7 +128,8 @@ impl Worker {
                 Ok(false) => {}
             }
             std::hint::spin_loop();
-            match self.window.next() {
+            let Self { window, tenants, .. } = self;
+            match window.next(|| tenants.iter().any(Tenant::is_pending)) {
                 Next::Look => continue,
                 Next::Yield => {
                     std::thread::yield_now();
@@ -139,8 +141,8 @@ impl Worker {
                 std::thread::yield_now();
                 continue;
             }
-            self.window.restart();
             self.sleep();
+            self.window.restart();
         }
     }
 

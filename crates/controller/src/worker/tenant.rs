@@ -4,6 +4,7 @@ use crate::interrupt::IrqLine;
 use crate::latch::Latch;
 use crate::shared::{DSTRD, Report, Shared};
 use crate::trace::{COMPLETION_QUEUE, Kind, TraceRing};
+use crate::worker::ahead::{self, Ahead};
 use crate::worker::io::{Ended, Engine, Space};
 use crate::worker::mailbox::Mailbox;
 use crate::worker::message::{Reply, Seed, WorkerStats};
@@ -31,10 +32,6 @@ const BURST: u32 = 64;
 /// How far ahead of the command that is executed entries are brought near: far enough that they
 /// are there in time, near enough that few are fetched in vain from a queue that is short.
 const AHEAD: u32 = 4;
-
-/// How many commands ahead a disk is told what it will have to do, if it wants to know. The copy of
-/// one block of 4 KiB takes about as long as memory takes to answer; with two there is time left.
-const TOLD_AHEAD: u32 = 2;
 
 /// Completions that are posted together while more commands wait to be executed: four cache lines of
 /// them, which the host works on meanwhile.
@@ -171,12 +168,10 @@ impl Tenant {
         self.shadow = Some(pages);
         let table = self.table();
         for sq in self.sqs.iter_mut().flatten() {
-            let offset = sq_entry_offset(sq.place.qid, DSTRD);
-            sq.shadow(ShadowCells::resolve(&table, pages, offset));
+            sq.shadow(ShadowCells::resolve(&table, pages, sq_entry_offset(sq.place.qid, DSTRD)));
         }
         for cq in self.cqs.iter_mut().flatten() {
-            let offset = cq_entry_offset(cq.place.qid, DSTRD);
-            cq.shadow(ShadowCells::resolve(&table, pages, offset));
+            cq.shadow(ShadowCells::resolve(&table, pages, cq_entry_offset(cq.place.qid, DSTRD)));
         }
     }
 
@@ -229,6 +224,11 @@ impl Tenant {
         self.cqs.iter().flatten().any(Cq::is_about_to_announce)
     }
 
+    /// Whether its disks have something in hand.
+    pub(crate) fn is_pending(&self) -> bool {
+        self.engine.pending() != 0
+    }
+
     /// Whether it is being detached.
     pub(crate) fn is_leaving(&self) -> bool {
         self.detaching.is_some()
@@ -246,10 +246,9 @@ impl Tenant {
         sqs.iter().for_each(|sq| self.retire_sq(sq));
         cqs.iter().for_each(|cq| self.retire_cq(cq));
         let io = std::mem::take(&mut self.engine.stats);
-        let events = self.count_kicks();
         self.shared.retire(|retired| {
             retired.io.merge(&io);
-            retired.events = retired.events.saturating_add(events);
+            retired.events = retired.events.saturating_add(self.count_kicks());
         });
     }
 
@@ -264,7 +263,6 @@ impl Tenant {
     }
 
     pub(crate) fn snapshot(&self) -> WorkerStats {
-        let events = self.count_kicks();
         let traps = |qid, kind| self.shared.traps(qid, kind);
         WorkerStats {
             sqs: self
@@ -280,7 +278,7 @@ impl Tenant {
                 .map(|q| q.snapshot(traps(q.place.qid, DoorbellKind::Cq)))
                 .collect(),
             io: self.engine.stats,
-            events,
+            events: self.count_kicks(),
             sleep: crate::stats::SleepStats::default(),
         }
     }
@@ -393,19 +391,17 @@ impl Tenant {
         cq.prefetch(fetched);
         cq.feed();
         cq.reserved += fetched;
-        if TELL {
-            (1..fetched.min(TOLD_AHEAD))
-                .for_each(|ahead| self.engine.tell(ring, u32::from(head) + ahead));
-        }
+        let mut ahead = Ahead::of(fetched, sq.told);
         let mut done = 0;
         while done < fetched {
-            let stop = fetched.min(done + POST_AFTER);
+            let stop = fetched.min(done + if TELL { ahead::POST_AFTER } else { POST_AFTER });
             while done < stop {
                 if done + AHEAD < fetched {
                     ring.prefetch(u32::from(head) + AHEAD);
                 }
-                if TELL && done + TOLD_AHEAD < fetched {
-                    self.engine.tell(ring, u32::from(head) + TOLD_AHEAD);
+                if TELL {
+                    let waiting = || sq.place.size.distance(head, sq.tail.glance());
+                    ahead.tell(&self.engine, ring, head, done, waiting);
                 }
                 done += 1;
                 let sqe: Sqe = ring.read(u32::from(head));
@@ -429,6 +425,9 @@ impl Tenant {
             posted |= cq.has_staged() && cq.post();
         }
         sq.head = head;
+        if TELL {
+            sq.told = ahead.end(fetched);
+        }
         sq.in_flight += pending;
         sq.stats.commands += u64::from(fetched);
         sq.stats.batches += 1;

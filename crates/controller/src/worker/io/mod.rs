@@ -195,18 +195,18 @@ impl Engine {
         self.told_ahead
     }
 
-    /// Tells a disk of the command in entry `index`, which is to be started soon (and read again
-    /// then), if there is one: nothing about it is known to be right yet.
+    /// Tells a disk of the command in entry `index`, which is to be started after `ahead - 1` others
+    /// (and read again then), if there is one: nothing about it is known to be right yet.
     #[inline]
-    pub(crate) fn tell(&self, ring: &Ring<{ Sqe::SIZE }>, index: u32) {
-        const WRITE: u8 = NvmOpcode::Write as u8;
-        let Some(opcode) = ring.peek::<u8>(index, 0) else { return };
+    pub(crate) fn tell(&self, ring: &Ring<{ Sqe::SIZE }>, index: u32, ahead: u32) {
         let Some(nsid) = ring.peek::<u32>(index, 4) else { return };
         let Some(slba) = ring.peek::<u64>(index, 40) else { return };
+        let Some(nlb) = ring.peek::<u16>(index, 48) else { return };
         if let Some(space) = self.spaces.get((nsid as usize).wrapping_sub(1))
             && slba < space.blocks
         {
-            space.queue.tell(slba << space.block_shift, opcode == WRITE);
+            let len = (usize::from(nlb) + 1) << space.block_shift;
+            space.queue.tell(slba << space.block_shift, len, ahead);
         }
     }
 
