@@ -128,8 +128,8 @@ impl Worker {
                 Ok(false) => {}
             }
             std::hint::spin_loop();
-            let Self { window, tenants, .. } = self;
-            match window.next(|| tenants.iter().any(Tenant::is_pending)) {
+            let Self { window, roster, .. } = self;
+            match window.next(|| roster.active.iter().any(|seat| seat.tenant.is_pending())) {
                 Next::Look => continue,
                 Next::Yield => {
                     std::thread::yield_now();

@@ -213,6 +213,14 @@ impl Roster {
         if memory::sigbus::faults() != self.faults {
             self.check_memory();
         }
+        if self.active.len() <= 1 && self.ringing_by_kick == 0 && self.dormant.is_empty() {
+            return 0;
+        }
+        self.tend_several(work, mailbox, trace)
+    }
+
+    #[inline(never)]
+    fn tend_several(&mut self, work: u32, mailbox: &Mailbox, trace: &mut Option<TraceRing>) -> u32 {
         if self.active.len() > 1 {
             self.passes += 1;
             if self.passes >= REVIEW {
@@ -236,6 +244,7 @@ impl Roster {
         self.unheard = if all { 0 } else { HEAR };
     }
 
+    #[cold]
     fn check_memory(&mut self) {
         self.faults = memory::sigbus::faults();
         let seats = self.active.iter().chain(&self.dormant).chain(self.parked.values());
