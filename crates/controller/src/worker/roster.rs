@@ -41,8 +41,8 @@ const LULLS: u32 = 8;
 const LULL: Duration = Duration::from_millis(10);
 /// Passes between two looks at the clock for that.
 const REVIEW: u32 = 1024;
-/// Commands in the time of which a dormant tenant is visited: about 2 % of a worker's time.
-const VISIT: u32 = 16;
+/// Commands in the time of which a dormant tenant is visited: some percent of a worker's time.
+const VISIT: u32 = 32;
 /// What a pass counts for in this, and how many in a row that found nothing make it a whole visit:
 /// the worker then has nothing better to do.
 const VISIT_PER_PASS: u32 = 2;
