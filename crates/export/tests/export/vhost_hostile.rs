@@ -7,10 +7,11 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 use std::fs::File;
 use std::io::{IoSlice, Read};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 use vhost::VhostBackend;
+use vmm_sys_util::eventfd::EventFd;
 
 const SET_MEM_TABLE: u32 = 5;
 const SET_VRING_CALL: u32 = 13;
@@ -209,8 +210,9 @@ fn a_queue_that_promises_more_than_it_has_keeps_no_thread_busy() {
     assert_served(rig);
 }
 
-fn event_fd(event: &vmm_sys_util::eventfd::EventFd) -> BorrowedFd<'_> {
-    use std::os::fd::AsRawFd;
-    // SAFETY: it is open as long as the event is borrowed.
-    unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) }
+/// One more descriptor for it.
+fn event_fd(event: &EventFd) -> OwnedFd {
+    use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
+    let this = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
+    pidfd_getfd(this, event.as_raw_fd(), PidfdGetfdFlags::empty()).unwrap()
 }
