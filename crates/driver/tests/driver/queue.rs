@@ -291,7 +291,9 @@ fn heads_are_right_however_much_was_taken_between_two_rings() {
     fake.with(|state| state.hold = true);
     let flush = controller.namespace(1).unwrap().flush();
     let submit = |queue: &mut QueuePair, count: usize| {
-        (0..count).for_each(|_| drop(queue.submit(flush, None).unwrap()));
+        for _ in 0..count {
+            queue.submit(flush, None).unwrap();
+        }
         queue.ring().unwrap();
     };
     // Of 16 entries.

@@ -115,6 +115,9 @@ struct Key {
     protection: Protection,
 }
 
+/// A file that is mapped as a whole.
+type Whole = (Arc<Mapping>, Arc<Share>);
+
 /// A client's files.
 pub(super) struct Files {
     /// Those that are mapped as a whole, while any range of them is there.
@@ -191,7 +194,7 @@ impl Files {
         offset: u64,
         len: u64,
         protection: Protection,
-    ) -> Result<Option<(Arc<Mapping>, Arc<Share>)>, FileError> {
+    ) -> Result<Option<Whole>, FileError> {
         let Ok(stat) = rustix::fs::fstat(fd) else { return Ok(None) };
         let size = u64::try_from(stat.st_size).unwrap_or(0);
         let end = offset.saturating_add(len);
