@@ -73,7 +73,16 @@ enum Kind {
     Read(u64),
     Write(u64),
     Copy(u64),
+    /// Reads for the disk alone: no command that a host reads with.
+    Verify(u64),
     Other,
+}
+
+impl Kind {
+    /// Whether an error of the medium is one of reading.
+    fn is_reading(self) -> bool {
+        matches!(self, Self::Read(_) | Self::Verify(_))
+    }
 }
 
 /// Everything that executing I/O commands for one controller takes, on one worker.
@@ -250,6 +259,10 @@ impl Engine {
                 self.stats.copies += 1;
                 self.stats.bytes_copied += bytes;
             }
+            Kind::Verify(bytes) => {
+                self.stats.others += 1;
+                self.stats.bytes_read += bytes;
+            }
             Kind::Other => self.stats.others += 1,
         }
     }
@@ -305,7 +318,7 @@ impl Engine {
             }
             Submitted::Done(Err(error)) => {
                 self.scratch.rewind();
-                Err(status_of(error, matches!(kind, Kind::Read(_))))
+                Err(status_of(error, kind.is_reading()))
             }
             Submitted::Pending => {
                 self.keep(tag, index, sqe, sq, kind);
@@ -331,7 +344,7 @@ impl Engine {
                 let rw = RwFields::decode(sqe);
                 let (offset, len) = self.spaces[index].range(&rw)?;
                 let (op, kind) = if op == NvmOpcode::Verify {
-                    (Op::Verify, Kind::Read(len))
+                    (Op::Verify, Kind::Verify(len))
                 } else if self.spaces[index].read_only {
                     return Err(Status::NAMESPACE_WRITE_PROTECTED.with_dnr());
                 } else {
@@ -409,7 +422,7 @@ impl Engine {
                 self.count(kind);
                 Some(Status::SUCCESS)
             }
-            Submitted::Done(Err(error)) => Some(status_of(error, matches!(kind, Kind::Read(_)))),
+            Submitted::Done(Err(error)) => Some(status_of(error, kind.is_reading())),
             Submitted::Pending => {
                 self.keep(tag, index, sqe, sq, kind);
                 None
