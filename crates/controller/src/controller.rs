@@ -99,7 +99,7 @@ impl Controller {
             .map(|(index, ns)| Namespace::new(index as u32 + 1, ns))
             .collect();
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        let shared = Arc::new(Shared::new(id, carrier.mapped_doorbells)?);
+        let shared = Arc::new(Shared::new(id, carrier.mapped_doorbells, pool.len())?);
         let control = Control::new(&config);
         let inner = Arc::new_cyclic(|me| Inner {
             me: me.clone(),
@@ -155,14 +155,14 @@ impl Controller {
         }
         let Some(worker) = worker else { return inner.invalid_register() };
         match doorbell.kind {
-            DoorbellKind::Sq => inner.pool.ring(worker, &register, value),
+            DoorbellKind::Sq => inner.pool.ring(worker, &inner.shared, &register, value),
             DoorbellKind::Cq => {
                 doorbell::Cell::store_release(&register, value);
                 // Pairs with the sleeper's fence, which follows its `want_head`: either it sees
                 // the head in its last look, or we see here that it wants to be told.
                 fence(Ordering::SeqCst);
                 if inner.shared.is_head_wanted(doorbell.qid) {
-                    inner.pool.ring(worker, &register, value);
+                    inner.pool.ring(worker, &inner.shared, &register, value);
                 }
             }
         }

@@ -5,7 +5,7 @@ use crate::stats::{CqStats, IoStats, SqStats};
 use memory::{Mapping, SharedBytes, SharedU32};
 use spec::regs::{DoorbellKind, cq_doorbell_offset, sq_doorbell_offset};
 use spec::status::Status;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 /// Doorbell stride (CAP.DSTRD): doorbells are 4 bytes apart, as on every PCIe controller.
@@ -67,6 +67,8 @@ pub(crate) struct Shared {
     traps: Vec<AtomicU64>,
     /// Which worker serves a queue: its index + 1, by register index; 0 for nobody.
     owners: Vec<AtomicU8>,
+    /// By worker: whether the controller is parked there, for whoever delivers a doorbell write.
+    bells: Vec<Arc<AtomicU32>>,
     /// Whether a sleeping worker waits for this completion queue's head, by queue identifier.
     head_wanted: Vec<AtomicBool>,
     /// The volatile write cache is switched off (feature 06h): every write is forced to the medium.
@@ -94,12 +96,13 @@ fn index(qid: u16, kind: DoorbellKind) -> usize {
 }
 
 impl Shared {
-    pub(crate) fn new(id: u32, mapped: bool) -> Result<Self, memory::MapError> {
+    pub(crate) fn new(id: u32, mapped: bool, workers: usize) -> Result<Self, memory::MapError> {
         Ok(Self {
             id,
             doorbells: doorbell_page()?,
             traps: (0..MAX_QUEUES * 2).map(|_| AtomicU64::new(0)).collect(),
             owners: (0..MAX_QUEUES * 2).map(|_| AtomicU8::new(0)).collect(),
+            bells: (0..workers).map(|_| Arc::default()).collect(),
             head_wanted: (0..MAX_QUEUES).map(|_| AtomicBool::new(false)).collect(),
             write_through: AtomicBool::new(false),
             mapped,
@@ -147,6 +150,11 @@ impl Shared {
     /// The same, starting over: the queue is deleted.
     pub(crate) fn take_traps(&self, qid: u16, kind: DoorbellKind) -> u64 {
         self.traps.get(index(qid, kind)).map_or(0, |c| c.swap(0, Ordering::Relaxed))
+    }
+
+    /// The state cell of the controller's part of `worker`.
+    pub(crate) fn bell(&self, worker: usize) -> Option<&Arc<AtomicU32>> {
+        self.bells.get(worker)
     }
 
     pub(crate) fn set_owner(&self, qid: u16, kind: DoorbellKind, worker: Option<usize>) {

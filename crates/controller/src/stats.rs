@@ -84,13 +84,13 @@ pub struct CqStats {
 /// What the commands did to the namespaces.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct IoStats {
-    /// Read, Compare and Verify commands completed.
+    /// Read and Compare commands completed.
     pub reads: u64,
     /// Write commands completed.
     pub writes: u64,
     /// Copy commands completed.
     pub copies: u64,
-    /// Other I/O commands completed.
+    /// Other I/O commands completed (Verify among them, with which a host reads nothing).
     pub others: u64,
     /// Bytes read (Compare and Verify included).
     pub bytes_read: u64,

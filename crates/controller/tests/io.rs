@@ -84,7 +84,12 @@ fn zeroes_deallocation_verify_and_flush() {
         let expected = if [1, 3, 5, 6].contains(&block) { 0 } else { 0xaa };
         assert!(chunk.iter().all(|b| *b == expected), "block {block}");
     }
+    // The data units read of the SMART log have it, the host read commands have not.
+    let before = host.controller.stats().io;
     assert!(host.run(&mut queue, Sqe::verify(1, 0, 100, 0)).0.is_success());
+    let io = host.controller.stats().io;
+    assert_eq!((io.reads - before.reads, io.others - before.others), (0, 1));
+    assert_eq!(io.bytes_read - before.bytes_read, 101 * 512);
     assert!(host.run(&mut queue, Sqe::flush(1, 0)).0.is_success());
     assert!(host.run(&mut queue, Sqe::flush(NSID_ALL, 0)).0.is_success());
     // Ranges outside the namespace.

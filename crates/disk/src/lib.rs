@@ -174,10 +174,11 @@ pub trait Queue {
         false
     }
 
-    /// A request from byte `offset` of the disk will be submitted soon, most likely: what it needs
-    /// can be brought near. A hint, of which nothing has been checked.
-    fn tell(&self, offset: u64, write: bool) {
-        let _ = (offset, write);
+    /// A request for `len` bytes from byte `offset` of the disk is `ahead` requests away (2, and
+    /// then 1), most likely: what it needs can be brought near. A hint, of which nothing has been
+    /// checked.
+    fn tell(&self, offset: u64, len: usize, ahead: u32) {
+        let _ = (offset, len, ahead);
     }
 
     /// Hands what was submitted to the system, in one call.

@@ -117,9 +117,12 @@ impl MemQueue {
     }
 }
 
-/// How many cache lines of a block are brought near in advance. The processor sees where a copy is
-/// going and gets the others by itself.
-const FIRST_LINES: usize = 4;
+/// How much of a block is brought near in advance, in bytes: a page. From page to page of a longer
+/// block the processor gets the lines by itself.
+const TOLD: usize = PAGE;
+/// How much of it at a time. The processor has so many places for lines on their way: with all of a
+/// page at once the last ones are dropped, and a copy that meets lines which are not there waits.
+const AT_ONCE: usize = TOLD / 2;
 
 impl Queue for MemQueue {
     fn is_told_ahead(&self) -> bool {
@@ -127,16 +130,14 @@ impl Queue for MemQueue {
     }
 
     #[inline]
-    fn tell(&self, offset: u64, write: bool) {
+    fn tell(&self, offset: u64, len: usize, ahead: u32) {
         // What does not fit the address space is outside of the disk, too, and of no effect.
         let offset = usize::try_from(offset).unwrap_or(usize::MAX);
-        for line in 0..FIRST_LINES {
-            let at = offset.saturating_add(line * 64);
-            if write {
-                self.bytes.prefetch_for_write(at);
-            } else {
-                self.bytes.prefetch(at);
-            }
+        // Lines to be written are fetched in the same way: nobody else has them, so they are ours.
+        if ahead > 1 {
+            self.bytes.prefetch_range(offset, len.min(AT_ONCE));
+        } else if len > AT_ONCE {
+            self.bytes.prefetch_range(offset.saturating_add(AT_ONCE), len.min(TOLD) - AT_ONCE);
         }
     }
 
@@ -197,8 +198,8 @@ mod tests {
         let queue = disk.queue().unwrap();
         assert!(queue.is_told_ahead());
         for offset in [0, 8 * 512, 9 * 512, 1 << 40, u64::MAX] {
-            queue.tell(offset, false);
-            queue.tell(offset, true);
+            queue.tell(offset, usize::MAX, 2);
+            queue.tell(offset, usize::MAX, 1);
         }
         let mut all = vec![9; 9 * 512];
         disk.bytes().read_into(0, &mut all).unwrap();

@@ -359,6 +359,22 @@ impl<R: Cell, S: Cell> SqTail<R, S> {
         self.doorbell.look(RingSize::MAX)
     }
 
+    /// What [`look`](Self::look) would find now, without finding it: nothing may be fetched for it
+    /// yet, but it can be prepared for. What `look` found last if there is nothing better.
+    #[inline]
+    pub fn glance(&self) -> u16 {
+        let doorbell = &self.doorbell;
+        let value = match (&doorbell.shadow, doorbell.state.truth) {
+            (Some(shadow), Truth::Shadow) => shadow.value.load_acquire(),
+            (None, Truth::Register) => doorbell.register.load_acquire(),
+            _ => return self.last(),
+        };
+        match u16::try_from(value) {
+            Ok(value) if u32::from(value) < doorbell.size.entries() => value,
+            _ => self.last(),
+        }
+    }
+
     /// The second half of going to sleep: looks once more, now that EventIdx is known to be
     /// visible.
     ///

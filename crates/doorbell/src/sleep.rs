@@ -55,6 +55,12 @@ impl<C: Cell, F: Fence> Sleeper<C, F> {
         self.state.store_release(SLEEPING);
         Arming { doze: Doze(self), armed: 0 }
     }
+
+    /// Awake again after [`Asleep::stay`].
+    #[inline]
+    pub fn rise(&mut self) {
+        self.state.store_release(AWAKE);
+    }
 }
 
 /// Declared asleep; awake again when dropped, on whichever path.
@@ -129,7 +135,7 @@ impl<'a, C: Cell, F: Fence> Fenced<'a, C, F> {
             None
         } else {
             stats.slept += 1;
-            Some(Asleep { _doze: self.doze })
+            Some(Asleep { doze: self.doze })
         }
     }
 }
@@ -143,7 +149,19 @@ impl<'a, C: Cell, F: Fence> Fenced<'a, C, F> {
 #[derive(Debug)]
 #[must_use = "this is the permit to block; dropping it declares the thread awake"]
 pub struct Asleep<'a, C: Cell, F = FullFence> {
-    _doze: Doze<'a, C, F>,
+    doze: Doze<'a, C, F>,
+}
+
+impl<C: Cell, F> Asleep<'_, C, F> {
+    /// Sleeps on beyond this call, until [`Sleeper::rise`]: for a sleeper that is not a thread but
+    /// a part of what a thread looks after, which can be left alone until somebody rings for it.
+    ///
+    /// Its kickers' signal is whatever tells the thread which part it was, and may come from a kick
+    /// before the last `rise`; so it makes the thread look, whatever it believes of that part.
+    #[inline]
+    pub fn stay(self) {
+        core::mem::forget(self.doze);
+    }
 }
 
 /// A thread that may have to wake a [`Sleeper`]: the one that traps doorbell writes, or one that

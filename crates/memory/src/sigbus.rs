@@ -2,7 +2,7 @@
 //!
 //! Touching a mapped page beyond the end of its file raises SIGBUS, which by default ends the
 //! process and with it every other guest's disk. The handler here knows the ranges that peers
-//! gave us: for a fault inside one of them it puts a page of zeroes in place, marks the range as
+//! gave us: for a fault inside one of them it puts zeroes in place of the rest of it, marks it as
 //! poisoned and lets the access go on; its owner then fails the controller that used it. A fault
 //! anywhere else is handed to whatever handled SIGBUS before.
 
@@ -58,7 +58,7 @@ impl Drop for Guard {
     }
 }
 
-/// How often a fault was turned into a page of zeroes since the process started: one relaxed load
+/// How often a fault was turned into zeroes since the process started: one relaxed load
 /// tells a worker that there may be a poisoned mapping to look for.
 #[inline]
 #[must_use]
@@ -116,13 +116,16 @@ extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut l
         if start > 1 && address >= start && address - start < len {
             let size = slot.page.load(Ordering::Relaxed);
             let page = address & !(size - 1);
-            // SAFETY: the page lies in a range that its owner mapped, in such pages, and still holds
+            // All that is behind it as well, which a truncation took too: a page here and a page there
+            // would be two mappings each, of which a process has 65530, and then this fails.
+            let rest = (start + len - page).next_multiple_of(size);
+            // SAFETY: the pages lie in a range that its owner mapped, in such pages, and still holds
             // (a guard leaves the registry before its range is unmapped), so MAP_FIXED replaces only
-            // it.
+            // those.
             let mapped = unsafe {
                 libc::mmap(
                     page as *mut libc::c_void,
-                    size,
+                    rest,
                     libc::PROT_READ | libc::PROT_WRITE,
                     libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED,
                     -1,
@@ -183,6 +186,25 @@ mod tests {
         assert!(super::faults() > before);
         mapping.bytes().fill(4096, 4096, 1).unwrap(); // and can be written without harm
     }
+
+    /// Mappings are few: a peer must not be able to use them up.
+    #[test]
+    fn however_much_is_lost_it_is_one_mapping() {
+        const PAGES: usize = 4096;
+        let fd = memfd_create("holes", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&fd, PAGES as u64 * 4096).unwrap();
+        let mapping = Mapping::from_fd(&fd, 0, PAGES as u64 * 4096, Protection::ReadWrite).unwrap();
+        ftruncate(&fd, 0).unwrap();
+        let maps = || std::fs::read_to_string("/proc/self/maps").unwrap().lines().count();
+        let before = maps();
+        for page in (0..PAGES).step_by(2).chain((0..PAGES).rev().step_by(2)) {
+            assert_eq!(mapping.bytes().read::<u32>(page * 4096), Some(0));
+        }
+        assert!(maps() < before + 100);
+        drop(mapping);
+        assert!(maps() < before + 100);
+    }
+
     /// A page of them can not be put in place of a part of a huge one, and none of those have to be
     /// set aside for a peer to make such a file.
     #[test]

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::PipeWriter;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -21,6 +22,8 @@ use super::{Bench, Table};
 
 const QUEUES: [u16; 6] = [1, 2, 4, 8, 16, 32];
 const CONTROLLERS: [usize; 4] = [1, 8, 64, 256];
+/// Idle controllers next to a busy one.
+const NEIGHBOURS: [usize; 3] = [0, 63, 255];
 /// I/Os that each queue pair has in flight.
 const DEPTH: u32 = 4;
 /// Queue pairs of the controller that tells what one of them costs.
@@ -29,7 +32,7 @@ const MANY_QUEUES: u16 = 32;
 const LIGHT: u64 = 10;
 
 pub(super) fn run(bench: &Bench) -> Result<Vec<Table>> {
-    Ok(vec![queues(bench)?, controllers(bench)?])
+    Ok(vec![queues(bench)?, controllers(bench)?, neighbours(bench)?])
 }
 
 /// One worker polls; two of them share the processors with the driver, and sleep when they can.
@@ -207,8 +210,65 @@ fn controllers(bench: &Bench) -> Result<Table> {
     Ok(table)
 }
 
+/// One controller that is kept busy, and so many that are attached and idle, on one worker.
+fn neighbours(bench: &Bench) -> Result<Table> {
+    let idle = if bench.quick { vec![0, 7] } else { NEIGHBOURS.to_vec() };
+    let mut cases: Vec<(Waiting, u32, usize, Rounds)> = Vec::new();
+    for waiting in [Waiting::Polling, Waiting::Adaptive] {
+        for depth in [1, 32] {
+            cases.extend(idle.iter().map(|idle| (waiting, depth, *idle, Rounds::default())));
+        }
+    }
+    for _ in 0..bench.rounds {
+        for (waiting, depth, idle, rounds) in &mut cases {
+            let server = serve_with(bench, *idle + 1, waiting.poll())?;
+            // The first is the busy one.
+            let mut held = match *idle {
+                0 => None,
+                _ => Some(Held::start(bench, &server, 1..*idle + 1, &[])?),
+            };
+            if let Some(held) = &mut held {
+                held.line(0)?;
+                // What attaching has left behind comes to rest.
+                sleep(Duration::from_millis(if bench.quick { 10 } else { 500 }));
+            }
+            let load = Load { depth: *depth, waiting: *waiting, ..Load::default() };
+            rounds.push(load.measure_at(bench, &server.target(0))?);
+            held.map_or(Ok(()), Held::end)?;
+            server.stop()?;
+        }
+    }
+    let mut table = Table {
+        title: "One busy controller next to idle ones, null disk, 4 KiB random read".into(),
+        head: vec!["waiting", "iodepth", "idle controllers", "IOPS", "p50", "p99", "MMIO/IO"],
+        ..Table::default()
+    };
+    for (waiting, depth, idle, rounds) in &cases {
+        let mut row = rounds.row("growth-neighbours");
+        table.rows.push(vec![
+            waiting.name().into(),
+            depth.to_string(),
+            idle.to_string(),
+            count(rounds.median("iops")),
+            time(rounds.median("latency_ns/p50")),
+            time(rounds.median("latency_ns/p99")),
+            per_io(row.get("mmio_per_io").and_then(Value::as_f64).unwrap_or_default()),
+        ]);
+        if let Some(fields) = row.as_object_mut() {
+            fields.insert("poll".into(), waiting.poll().into());
+            fields.insert("idle_controllers".into(), json!(idle));
+        }
+        table.json.push(row);
+    }
+    Ok(table)
+}
+
 fn serve(bench: &Bench, count: usize) -> Result<Server> {
-    let head = format!("workers = 1\npin = [{}]\npoll = \"adaptive\"", bench.cpus[0]);
+    serve_with(bench, count, "adaptive")
+}
+
+fn serve_with(bench: &Bench, count: usize, poll: &str) -> Result<Server> {
+    let head = format!("workers = 1\npin = [{}]\npoll = {poll:?}", bench.cpus[0]);
     Server::start_many(&bench.binary, "null:1GiB", count, &head)
 }
 
@@ -216,7 +276,7 @@ fn serve(bench: &Bench, count: usize) -> Result<Server> {
 fn idle(bench: &Bench, count: usize, queues: u16, found: &mut Found) -> Result<()> {
     let server = serve(bench, count)?;
     found.served = memory(server.id())?;
-    let mut held = Held::start(bench, &server, count, &[format!("--queues={queues}")])?;
+    let mut held = Held::start(bench, &server, 0..count, &[format!("--queues={queues}")])?;
     let attached = held.line(0)?;
     let figure = |name: &str| attached.pointer(name).and_then(Value::as_f64).context("attach_ns");
     found.attach_ns.push(figure("/attach_ns/p50")?);
@@ -240,7 +300,7 @@ fn light(bench: &Bench, count: usize, found: &mut Found) -> Result<()> {
     let server = serve(bench, count)?;
     let ios = (bench.time.as_secs_f64() * (LIGHT * count as u64) as f64).ceil().max(5.0) as u64;
     let options = [format!("--rate-iops={LIGHT}"), format!("--ios={ios}")];
-    let mut held = Held::start(bench, &server, count, &options)?;
+    let mut held = Held::start(bench, &server, 0..count, &options)?;
     held.line(0)?;
     let before = used(server.id())?;
     let loaded = held.line(1)?;
@@ -264,11 +324,16 @@ struct Held {
 }
 
 impl Held {
-    fn start(bench: &Bench, server: &Server, count: usize, options: &[String]) -> Result<Self> {
+    fn start(
+        bench: &Bench,
+        server: &Server,
+        which: Range<usize>,
+        options: &[String],
+    ) -> Result<Self> {
         let directory = tempfile::tempdir()?;
         let (reader, input) = std::io::pipe()?;
         let mut command = child(&bench.binary);
-        command.arg("hold").args((0..count).map(|n| server.target(n))).args(options);
+        command.arg("hold").args(which.map(|n| server.target(n))).args(options);
         command.stdin(reader).stdout(File::create(directory.path().join("out"))?);
         command.stderr(File::create(directory.path().join("err"))?);
         let process = Process::spawn("shadowbell hold", &mut command)?;

@@ -106,20 +106,20 @@ impl Tenant {
         tail: u16,
         trace: &mut Option<TraceRing>,
         injector: &Injector,
-    ) -> bool {
+    ) -> u32 {
         if self.shared.faults.is_dead() {
-            return false;
+            return 0;
         }
         let Self { sqs, cqs, engine, shared, parked, .. } = self;
-        let Some(sq) = sqs.get_mut(index).and_then(Option::as_mut) else { return false };
-        let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return false };
+        let Some(sq) = sqs.get_mut(index).and_then(Option::as_mut) else { return 0 };
+        let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return 0 };
         if cq.ring.is_none() {
-            return false;
+            return 0;
         }
         if cq.look().is_err() || cq.free() == 0 {
             // The host hears of a bad head when there are no faults.
             sq.blocked = true;
-            return false;
+            return 0;
         }
         sq.blocked = false;
         engine.set_write_through(shared.is_write_through());
@@ -178,7 +178,7 @@ impl Tenant {
             cq.announce(&shared.coalescing);
         }
         let _ = trace;
-        fetched != 0
+        fetched
     }
 
     /// The same for commands that the disks have ended.

@@ -36,9 +36,12 @@ impl Mailbox {
         }
     }
 
-    /// A trapped doorbell write.
-    pub(crate) fn ring(&self, register: &impl Cell, value: u32) {
-        if self.waker().ring(register, value) {
+    /// A trapped doorbell write of a controller that has this `bell` at the worker. If it is parked,
+    /// the worker has to hear whose doorbell it was; if not, only that it must not sleep.
+    pub(crate) fn ring(&self, controller: u32, bell: &AtomicU32, register: &impl Cell, value: u32) {
+        if Waker::<_, FullFence>::new(bell).ring(register, value) {
+            self.send(Message::Rung { controller });
+        } else if self.waker().kick() {
             self.event.signal();
         }
     }

@@ -71,6 +71,10 @@ pub(crate) struct WorkerStats {
 }
 
 pub(crate) enum Message {
+    /// A doorbell was rung of a controller that is parked (see `roster`).
+    Rung {
+        controller: u32,
+    },
     /// From now on, whoever signals `event` wants the controller's doorbells to be looked at.
     Kick {
         controller: u32,

@@ -1,11 +1,13 @@
 //! Workers: the threads that serve I/O queues.
 //!
 //! A worker owns its submission queues, the completion queues that they feed and its way to the
-//! disks; nobody else touches them. It passes over all of them as long as there is work, goes on
-//! doing so for a while when there is none (the window adapts to how soon work comes back), then
+//! disks; nobody else touches them. It passes over all that are active as long as there is work, goes
+//! on doing so for a while when there is none (the window adapts to how soon work comes back), then
 //! arms every doorbell's EventIdx, passes a full fence, looks once more and sleeps in one wait on
-//! everything: the bell that trapped doorbells and messages ring, and the disks.
+//! everything: the bell that trapped doorbells and messages ring, and the disks. Controllers that
+//! have been quiet for a while are left out of all that until they ring (see `roster`).
 
+mod ahead;
 pub(crate) mod io;
 mod mailbox;
 pub(crate) mod message;
@@ -13,14 +15,16 @@ pub(crate) mod moderation;
 mod notes;
 mod pool;
 pub(crate) mod queue;
+mod roster;
 mod tenant;
+mod window;
 
 use crate::stats::SleepStats;
 use crate::trace::{Kind, TraceRing};
 use doorbell::{FullFence, Sleeper};
 use mailbox::Mailbox;
 use message::{Message, Reply, Seed};
-use moderation::Patience;
+use roster::{Roster, Seat};
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use spec::status::Status;
@@ -30,48 +34,11 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use tenant::{SleepCell, Tenant};
+use window::{Next, Window};
 
 pub use pool::{Pool, PoolOptions, Turns};
+pub use window::Polling;
 
-/// When a worker that has found nothing to do goes to sleep.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Polling {
-    /// After a window that grows while work returns soon after it went to sleep and shrinks while
-    /// it does not, up to this long.
-    Adaptive(Duration),
-    /// Never: a processor per worker, and no doorbell ever rings.
-    Always,
-    /// At once.
-    Never,
-}
-
-impl Polling {
-    /// How long interrupts may be held back by a worker that waits so.
-    fn patience(self) -> Patience {
-        match self {
-            Self::Adaptive(most) => Patience::of(most),
-            Self::Always => Patience::of(LONGEST_HOLD),
-            Self::Never => Patience::NONE,
-        }
-    }
-}
-
-impl Default for Polling {
-    fn default() -> Self {
-        Self::Adaptive(LONGEST_HOLD)
-    }
-}
-
-/// How long a worker waits for the next command, and with it how long an interrupt is held back, if
-/// nobody says otherwise.
-const LONGEST_HOLD: Duration = Duration::from_micros(100);
-/// Idle passes between two looks at the clock.
-const PASSES: u32 = 64;
-/// Idle passes after which a worker gives way to others while it polls: some microseconds, in which
-/// a host that polls as well would have answered.
-const POLITE_AFTER: u32 = 8 * PASSES;
-/// The first window after a sleep that was worth spinning for.
-const FIRST_WINDOW: Duration = Duration::from_micros(8);
 /// A worker with a controller whose doorbells are mapped can not be woken by them: it looks at
 /// least this often.
 const MAPPED_NAP: Duration = Duration::from_micros(250);
@@ -113,10 +80,13 @@ struct Worker {
     mailbox: Arc<Mailbox>,
     watches: Vec<Watch>,
     sleeper: Sleeper<SleepCell, FullFence>,
-    tenants: Vec<Tenant>,
+    /// Its number in the pool.
+    index: usize,
+    roster: Roster,
+    /// Whose descriptors were heard, for a moment.
+    rung: Vec<u32>,
     epoll: OwnedFd,
-    polling: Polling,
-    window: Duration,
+    window: Window,
     trace: Option<TraceRing>,
     spurious_wakes: u64,
     asleep: Duration,
@@ -126,18 +96,19 @@ struct Worker {
 }
 
 impl Worker {
-    fn new(mailbox: Arc<Mailbox>, polling: Polling) -> stdio::Result<Self> {
+    fn new(index: usize, mailbox: Arc<Mailbox>, polling: Polling) -> stdio::Result<Self> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         // Edge-triggered: a signal wakes us once, and need not be read away.
         epoll::add(&epoll, &mailbox.event, EventData::new_u64(0), EventFlags::IN | EventFlags::ET)?;
         Ok(Self {
             sleeper: Sleeper::new(Arc::clone(&mailbox.state)),
             mailbox,
-            tenants: Vec::new(),
+            index,
+            roster: Roster::new(polling == Polling::Always),
+            rung: Vec::new(),
             watches: Vec::new(),
             epoll,
-            polling,
-            window: Duration::ZERO,
+            window: Window::new(polling),
             trace: None,
             spurious_wakes: 0,
             asleep: Duration::ZERO,
@@ -147,53 +118,40 @@ impl Worker {
     }
 
     fn run(&mut self) {
-        let mut idle = 0u32;
-        let mut idle_since = Instant::now();
         loop {
             match self.turn() {
                 Err(Stop) => return,
                 Ok(true) => {
-                    idle = 0;
+                    self.window.restart();
                     continue;
                 }
                 Ok(false) => {}
             }
             std::hint::spin_loop();
-            idle += 1;
-            let window = match self.polling {
-                Polling::Always => continue,
-                Polling::Never => Duration::ZERO,
-                Polling::Adaptive(_) => self.window,
-            };
-            if !window.is_zero() {
-                if !idle.is_multiple_of(PASSES) {
+            let Self { window, roster, .. } = self;
+            match window.next(|| roster.active.iter().any(|seat| seat.tenant.is_pending())) {
+                Next::Look => continue,
+                Next::Yield => {
+                    std::thread::yield_now();
                     continue;
                 }
-                let now = Instant::now();
-                if idle == PASSES {
-                    idle_since = now;
-                }
-                if now.duration_since(idle_since) < window {
-                    if idle >= POLITE_AFTER {
-                        // Whoever else wants this processor goes first: on a small host that is the
-                        // VMM's thread with the interrupt that the next command waits for.
-                        std::thread::yield_now();
-                    }
-                    continue;
-                }
+                Next::Sleep => {}
             }
-            if self.tenants.iter().any(Tenant::is_about_to_announce) {
+            if self.roster.active.iter().any(|seat| seat.tenant.is_about_to_announce()) {
                 std::thread::yield_now();
                 continue;
             }
-            idle = 0;
             self.sleep();
+            self.window.restart();
         }
     }
 
-    /// Messages, then a pass over all queues. Whether there was anything to do.
+    /// Messages, then a pass over the queues of all active tenants. Whether there was anything to do.
     fn turn(&mut self) -> Result<bool, Stop> {
         let mut busy = false;
+        if self.roster.is_hard_of_hearing() {
+            self.hear();
+        }
         if self.mailbox.has_news() {
             busy = true;
             for message in self.mailbox.take() {
@@ -203,9 +161,12 @@ impl Worker {
                 self.handle(message);
             }
         }
-        for tenant in &mut self.tenants {
-            busy |= tenant.pass(&self.mailbox, &mut self.trace);
+        let mut work = 0;
+        for seat in &mut self.roster.active {
+            work += seat.tenant.pass(&self.mailbox, &mut self.trace);
         }
+        work += self.roster.tend(work, &self.mailbox, &mut self.trace);
+        busy |= work != 0;
         if !self.watches.is_empty() {
             self.watches.retain_mut(|watch| match watch.look() {
                 Some(news) => {
@@ -215,8 +176,8 @@ impl Worker {
                 None => false,
             });
         }
-        if self.tenants.iter().any(Tenant::is_detached) {
-            self.remove_detached();
+        if self.roster.active.iter().any(|seat| seat.tenant.is_detached()) {
+            self.roster.remove_detached(&self.epoll);
         }
         if std::mem::take(&mut self.woken) && !busy {
             self.spurious_wakes += 1;
@@ -227,16 +188,20 @@ impl Worker {
 
     /// Arms, looks once more, and sleeps if there is nothing. Whether it slept.
     fn sleep(&mut self) -> bool {
+        self.roster.retire_to_bed(&mut self.trace);
         let mut arming = self.sleeper.prepare();
-        for tenant in &mut self.tenants {
-            tenant.arm(&mut arming, &mut self.trace);
+        for seat in &mut self.roster.active {
+            seat.tenant.arm(&mut arming, &mut self.trace);
         }
         let mut fenced = arming.fence();
         let mut deadline: Option<Instant> = None;
         let mut nap = (!self.watches.is_empty()).then_some(MAPPED_NAP);
-        for tenant in &mut self.tenants {
+        for Seat { tenant, .. } in self.roster.active.iter_mut().map(|seat| &mut **seat) {
             if let Some(until) = tenant.recheck(&mut fenced, &mut self.trace) {
                 deadline = Some(deadline.map_or(until, |d| d.min(until)));
+            }
+            if tenant.is_mapped() {
+                nap = Some(MAPPED_NAP);
             }
             if tenant.is_restless() {
                 nap = nap.or(Some(RESTLESS_NAP));
@@ -244,7 +209,7 @@ impl Worker {
         }
         fenced.note(self.mailbox.has_news());
         let slept = match fenced.settle() {
-            None => false,
+            None => None,
             Some(asleep) => {
                 record(&mut self.trace, Kind::Sleep, 0);
                 let before = Instant::now();
@@ -253,50 +218,44 @@ impl Worker {
                     (Some(a), Some(b)) => Some(a.min(b)),
                     (a, b) => a.or(b),
                 };
-                wait(&self.epoll, timeout, &mut self.trace);
+                let all = wait(&self.epoll, timeout, &mut self.trace, &mut self.rung);
                 drop(asleep);
                 let slept = before.elapsed();
                 self.asleep += slept;
                 record(&mut self.trace, Kind::Wake, slept.as_micros().min(u32::MAX.into()) as u32);
-                if let Polling::Adaptive(most) = self.polling {
-                    self.window = adapt(self.window, slept, most);
-                }
-                true
+                self.window.slept(slept);
+                Some(all)
             }
         };
-        let Self { tenants, sleeper, .. } = self;
-        tenants.iter_mut().for_each(|tenant| tenant.awake(sleeper));
-        self.woken |= slept;
-        slept
+        let Self { roster, sleeper, .. } = self;
+        roster.active.iter_mut().for_each(|seat| seat.tenant.awake(sleeper));
+        if let Some(all) = slept {
+            self.heard(all);
+            self.woken = true;
+        }
+        slept.is_some()
     }
 
-    fn remove_detached(&mut self) {
-        for index in (0..self.tenants.len()).rev() {
-            if self.tenants[index].is_detached() {
-                let mut tenant = self.tenants.swap_remove(index);
-                for fd in tenant.spaces().iter().filter_map(io::Space::wake_fd) {
-                    let _ = epoll::delete(&self.epoll, fd);
-                }
-                // The host has a duplicate of it, so closing ours would not take it out.
-                for kick in tenant.kicks() {
-                    let _ = epoll::delete(&self.epoll, kick);
-                }
-                tenant.retire();
-                // Dropping it lets its latch go: from here on nothing touches the host's memory.
-                drop(tenant);
-            }
-        }
+    /// Hears the descriptors that have rung for tenants while the worker was awake.
+    #[cold]
+    fn hear(&mut self) {
+        let all = wait(&self.epoll, Some(Duration::ZERO), &mut self.trace, &mut self.rung);
+        self.heard(all);
+    }
+
+    fn heard(&mut self, all: bool) {
+        self.rung.drain(..).for_each(|controller| self.roster.rung(controller));
+        self.roster.heard(all);
     }
 
     fn tenant(&mut self, id: u32) -> Option<&mut Tenant> {
-        // The newest: an old one of the same controller may still be on its way out.
-        self.tenants.iter_mut().rev().find(|t| t.id() == id && !t.is_leaving())
+        self.roster.activate(id)
     }
 
     fn handle(&mut self, message: Message) {
         match message {
             Message::CreateCq { seed, place, vector, reply } => {
-                let patience = self.polling.patience();
+                let patience = self.window.polling().patience();
                 if let Some((tenant, reply)) = self.find_or_open(&seed, reply) {
                     tenant.create_cq(place, vector, patience, reply);
                 }
@@ -323,11 +282,14 @@ impl Worker {
                 drop(latch);
             }
             Message::Table { controller, table, latch } => {
+                self.roster.activate(controller);
                 // One that is on its way out holds on to the old map as well.
-                for tenant in self.tenants.iter_mut().filter(|t| t.id() == controller) {
+                let tenants = self.roster.active.iter_mut().map(|seat| &mut seat.tenant);
+                for tenant in tenants.filter(|t| t.id() == controller) {
                     tenant.change_table(Arc::clone(&table), latch.clone());
                 }
             }
+            Message::Rung { controller } => self.roster.rung(controller),
             Message::Kick { controller, event } => {
                 // Edge-triggered as the bell. One that is signalled already counts as an edge.
                 let flags = EventFlags::IN | EventFlags::ET;
@@ -358,7 +320,7 @@ impl Worker {
                     self.spurious_wakes,
                     awake.as_nanos().min(u64::MAX.into()) as u64,
                 );
-                if let Some(tenant) = self.tenant(controller) {
+                if let Some(tenant) = self.roster.find(controller) {
                     let mut stats = tenant.snapshot();
                     stats.sleep = sleep;
                     gather.lock().unwrap_or_else(PoisonError::into_inner).push(stats);
@@ -397,7 +359,10 @@ impl Worker {
                 Ok(tenant)
             });
             match opened {
-                Ok(tenant) => self.tenants.push(tenant),
+                Ok(tenant) => {
+                    let bell = seed.shared.bell(self.index).map(Arc::clone);
+                    self.roster.add(tenant, bell.unwrap_or_default());
+                }
                 Err(error) => {
                     tracing::error!(%error, "a worker can not open a namespace's disk");
                     reply(Err(Status::INTERNAL));
@@ -418,52 +383,32 @@ fn record(trace: &mut Option<TraceRing>, kind: Kind, value: u32) {
     }
 }
 
-/// The next window, after a sleep of `slept`. As KVM's haltpoll does it: grow when spinning a bit
-/// longer would have saved the sleep, shrink when it would have been in vain.
-fn adapt(window: Duration, slept: Duration, most: Duration) -> Duration {
-    if slept < most {
-        (window * 2).max(FIRST_WINDOW).min(most)
-    } else if window <= FIRST_WINDOW {
-        Duration::ZERO
-    } else {
-        window / 2
-    }
-}
+/// Descriptors that are heard at once; if more have rung, the rest is heard after the next pass.
+const EVENTS: usize = 64;
 
-fn wait(epoll: &OwnedFd, timeout: Option<Duration>, trace: &mut Option<TraceRing>) {
+/// Waits for whatever wakes the worker; adds the controllers for which a descriptor has rung to
+/// `rung`, and says whether that were all.
+fn wait(
+    epoll: &OwnedFd,
+    timeout: Option<Duration>,
+    trace: &mut Option<TraceRing>,
+    rung: &mut Vec<u32>,
+) -> bool {
     let timeout = timeout.map(|t| Timespec {
         tv_sec: t.as_secs().min(i64::MAX as u64) as i64,
         tv_nsec: t.subsec_nanos().into(),
     });
-    let mut events = [const { MaybeUninit::uninit() }; 8];
-    // Whatever wakes us, an error or a signal to the process too, the next pass looks everywhere.
-    let woken = epoll::wait(epoll, &mut events[..], timeout.as_ref());
-    if let Some(trace) = trace
-        && let Ok((events, _)) = woken
-    {
-        for data in events.iter().map(|event| event.data.u64()) {
-            if data & 0xff == KICK {
-                trace.record(Kind::DoorbellEvent, (data >> 8) as u16, 0, 0, 0);
-            }
+    let mut events = [const { MaybeUninit::uninit() }; EVENTS];
+    // An error or a signal to the process wakes us too, and takes nothing from what has rung.
+    let Ok((events, rest)) = epoll::wait(epoll, &mut events[..], timeout.as_ref()) else {
+        return true;
+    };
+    for data in events.iter().map(|event| event.data.u64()).filter(|data| data & 0xff == KICK) {
+        let controller = (data >> 8) as u32;
+        rung.push(controller);
+        if let Some(trace) = trace {
+            trace.record(Kind::DoorbellEvent, controller as u16, 0, 0, 0);
         }
     }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_window_follows_the_load() {
-        let most = Duration::from_micros(100);
-        let mut window = Duration::ZERO;
-        for _ in 0..10 {
-            window = adapt(window, Duration::from_micros(20), most);
-        }
-        assert_eq!(window, most);
-        for _ in 0..10 {
-            window = adapt(window, Duration::from_secs(1), most);
-        }
-        assert_eq!(window, Duration::ZERO);
-    }
+    !rest.is_empty()
 }

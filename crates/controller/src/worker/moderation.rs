@@ -12,8 +12,11 @@
 //! Two things keep a host that submits many commands, one by one, from being taken for one of few:
 //! * The pace of its submissions is learnt as well, and while they keep coming at that pace, the host
 //!   is busy with them and not waiting: an interrupt would only stop it in its work.
-//! * What is left at the end of such a run is fewer than an interrupt is worth, and says nothing: the
-//!   whole run counts, however many interrupts were raised during it.
+//! * What is left at the end of such a run is fewer than an interrupt is worth, and says nothing: it
+//!   counts together with what was announced before it.
+//!
+//! And a host is kept from its work now and then, by its own interrupts or by whatever else wants its
+//! processor. That looks like the end of a run, so it takes two in a row to be believed.
 //!
 //! This is the controller's own choice, where the host has not made one: Interrupt Coalescing
 //! (feature 08h), if the host sets it, is obeyed as it is.
@@ -25,14 +28,16 @@ const MOST: u32 = 64;
 /// Interrupts between two attempts at more, at first and at most.
 const PROBE_AFTER: (u32, u32) = (8, 1024);
 /// A host that has not submitted anything for so many times its usual pace has come to an end.
-const PACES: u32 = 8;
+const PACES: u32 = 12;
+/// How many times as long a host is held off that is still submitting, and so not waiting.
+const BUSY: u32 = 2;
 
 /// How long interrupts may be held back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Patience {
     /// After the last completion.
     pub(crate) grace: Duration,
-    /// After the first.
+    /// After the first, if the host is not seen to be busy.
     pub(crate) most: Duration,
 }
 
@@ -57,14 +62,16 @@ pub(crate) struct Moderation {
     until_probe: u32,
     /// Interrupts between two such attempts.
     probe_after: u32,
-    /// Completions announced during the run under way, each time because there were enough.
+    /// Completions that were announced last during the run under way, because there were enough.
     announced: u32,
-    /// When that was done last.
+    /// When that was done.
     announced_at: Option<Instant>,
     /// The host has submitted commands since the clock was looked at.
     fed: bool,
     /// The usual time between two submissions during a run; zero while that is not known.
     pace: Duration,
+    /// How far the last run went, if there was less than was waited for.
+    missed: Option<u32>,
     held: Option<Held>,
 }
 
@@ -93,6 +100,7 @@ impl Moderation {
             announced_at: None,
             fed: false,
             pace: Duration::ZERO,
+            missed: None,
             held: None,
         }
     }
@@ -136,7 +144,7 @@ impl Moderation {
         }
         if count >= self.wanted() {
             self.see_submissions(now);
-            self.announced = self.announced.saturating_add(count);
+            self.announced = count;
             self.announced_at = Some(now);
             self.reached();
             return true;
@@ -152,7 +160,8 @@ impl Moderation {
         self.see_submissions(now);
         let Some(held) = self.held else { return false };
         let busy = held.fed.is_some_and(|fed| now.duration_since(fed) < self.run_ends_after());
-        let due = now.duration_since(held.since) >= self.patience.most
+        let most = if busy { self.patience.most * BUSY } else { self.patience.most };
+        let due = now.duration_since(held.since) >= most
             || !busy && now.duration_since(held.grown) >= self.patience.grace;
         if due {
             self.late(held.peak);
@@ -179,6 +188,7 @@ impl Moderation {
     }
 
     fn reached(&mut self) {
+        self.missed = None;
         if self.until_probe == 0 {
             // There were more, so there may be still more.
             self.target = self.wanted();
@@ -201,8 +211,15 @@ impl Moderation {
         // has shown how far this one goes.
         let alone = self.target == 1 || in_vain;
         let run = if alone { count } else { self.announced.saturating_add(count) };
-        // A host that was late once, because something kept it from its work, is not given up at once.
-        self.target = run.max(self.target * 3 / 4).clamp(1, MOST);
+        let kept = match self.missed.take() {
+            // A host that was late once, because something kept it from its work, is not given up.
+            None => {
+                self.missed = Some(run);
+                self.target * 7 / 8
+            }
+            Some(before) => before,
+        };
+        self.target = run.max(kept).clamp(1, MOST);
         self.until_probe = self.probe_after;
         self.announced = 0;
     }
@@ -253,11 +270,14 @@ mod tests {
         let (sizes, waits) = bursts(&mut moderation, 32, 1000);
         assert!(sizes.iter().all(|size| *size == 32));
         assert!(waits < 20, "{waits}");
-        // Where it is not deep any more, that is believed step by step: a short wait for each.
+        // Where it is not deep any more, that is believed the second time, a short wait for each; what
+        // was announced before the first of them counted with it.
+        assert_eq!(bursts(&mut moderation, 1, 4), (vec![1; 4], 4));
+        assert_eq!(bursts(&mut moderation, 1, 7), (vec![1; 7], 0));
         let (sizes, waits) = bursts(&mut moderation, 1, 1000);
         assert!(sizes.iter().all(|size| *size == 1));
-        // Some fifteen steps, and the attempts of any host that waits for each.
-        assert!(waits < 30, "{waits}");
+        // The attempts of any host that waits for each.
+        assert!(waits <= 8, "{waits}");
     }
 
     #[test]
@@ -278,11 +298,26 @@ mod tests {
         assert!(moderation.add(2, Instant::now()));
     }
 
+    /// What a run of a guest came to.
+    struct Outcome {
+        interrupts: u32,
+        completions: u32,
+        /// Microseconds from a submission to when the guest has its completion in hand.
+        p99: u64,
+    }
+
+    impl Outcome {
+        fn each(&self) -> f64 {
+            f64::from(self.interrupts) / f64::from(self.completions)
+        }
+    }
+
     /// A guest with one processor that keeps `depth` commands in flight on a disk that answers at
-    /// once: it takes 50 us to submit one (now and then much longer), is stopped by every interrupt
-    /// for 25 us and 4 us a completion, and submits as many as it has been told of. Microseconds of
-    /// virtual time. Interrupts and completions.
-    fn guest(moderation: &mut Moderation, depth: u32) -> (u32, u32) {
+    /// once: it takes `least` and a little to submit one, now and then much longer (as Linux with fio
+    /// does under emulation: one time in a hundred a third of a millisecond, one in a thousand more
+    /// than one), is stopped by every interrupt for 40 us and 4 us a completion, and submits as many
+    /// as it has been told of. Microseconds of virtual time.
+    fn guest(moderation: &mut Moderation, depth: u32, least: u64, stolen: u64) -> Outcome {
         let start = Instant::now();
         let at = |time: u64| start + Duration::from_micros(time);
         let (mut time, mut seed) = (0u64, 0x9e37_79b9_7f4a_7c15u64);
@@ -292,15 +327,23 @@ mod tests {
             seed ^= seed << 17;
             (seed >> 33) % below
         };
+        let mut submission = move || {
+            least
+                + match random(1000) {
+                    0..700 => random(4),
+                    700..880 => 4 + random(14),
+                    880..940 => 15 + random(40),
+                    940..980 => 40 + random(90),
+                    rare if rare < 996 - stolen => 100 + random(400),
+                    _ => 500 + random(1200),
+                }
+        };
+        let mut in_flight = std::collections::VecDeque::new();
         let (mut unannounced, mut known, mut to_submit) = (0u32, 0u32, depth);
-        let (mut interrupts, mut completions) = (0u32, 0u32);
+        let (mut interrupts, mut completions, mut latencies) = (0, 0, Vec::new());
         while completions < 30_000 {
-            let end = if to_submit == 0 {
-                // Nothing to do but to wait.
-                u64::MAX
-            } else {
-                time + 35 + random(30) + if random(50) == 0 { 100 + random(300) } else { 0 }
-            };
+            // If nothing is to be submitted, it can only wait.
+            let end = if to_submit == 0 { u64::MAX } else { time + submission() };
             // The controller looks about once in a microsecond.
             let mut raised = false;
             while time < end && !raised {
@@ -311,6 +354,7 @@ mod tests {
             if !raised {
                 to_submit -= 1;
                 unannounced += 1;
+                in_flight.push_back(time);
                 moderation.feed();
                 raised = moderation.add(unannounced, at(time));
             }
@@ -318,28 +362,35 @@ mod tests {
                 moderation.let_go();
                 interrupts += 1;
                 completions += unannounced;
-                time += 25 + 4 * u64::from(unannounced);
+                time += 40 + 4 * u64::from(unannounced);
                 known += std::mem::take(&mut unannounced);
             }
             if to_submit == 0 {
-                time += 40;
+                time += 40 + 3 * u64::from(known);
+                latencies.extend(in_flight.drain(..known as usize).map(|since| time - since));
                 to_submit = std::mem::take(&mut known);
             }
         }
-        (interrupts, completions)
+        latencies.sort_unstable();
+        Outcome { interrupts, completions, p99: latencies[latencies.len() * 99 / 100] }
     }
 
     #[test]
     fn a_slow_guest_is_not_stopped_in_its_work() {
-        for (depth, at_most) in [(2, 0.6), (4, 0.35), (8, 0.2), (32, 0.1)] {
-            let mut moderation = Moderation::new(Patience::of(Duration::from_millis(1)));
-            let (interrupts, completions) = guest(&mut moderation, depth);
-            let each = f64::from(interrupts) / f64::from(completions);
-            assert!(each <= at_most, "iodepth {depth}: {each:.3} interrupts per I/O");
+        let patient = || Moderation::new(Patience::of(Duration::from_millis(1)));
+        // Doorbells in memory, and trapped ones; a machine for itself, and one with others on it.
+        for (least, stolen) in [(20, 0), (20, 8), (38, 0), (38, 8)] {
+            for (depth, at_most) in [(2, 0.6), (4, 0.35), (8, 0.2), (32, 0.065)] {
+                let each = guest(&mut patient(), depth, least, stolen).each();
+                assert!(each <= at_most, "{least}, {stolen}, iodepth {depth}: {each:.3} per I/O");
+            }
+            let (with, without) = (&mut patient(), &mut Moderation::new(Patience::NONE));
+            let (with, without) =
+                (guest(with, 32, least, stolen).p99, guest(without, 32, least, stolen).p99);
+            assert!(with < without * 3 / 4, "latency with {with} us, without {without} us");
+            let one = guest(&mut patient(), 1, least, stolen);
+            assert_eq!(one.interrupts, one.completions, "one that waits for each is told of each");
         }
-        let mut moderation = Moderation::new(Patience::of(Duration::from_millis(1)));
-        let (interrupts, completions) = guest(&mut moderation, 1);
-        assert_eq!(interrupts, completions, "one that waits for each is told of each");
     }
 
     #[test]

@@ -4,7 +4,9 @@ use super::Polling;
 use super::Worker;
 use super::mailbox::Mailbox;
 use super::message::Message;
+use crate::shared::Shared;
 use crate::trace::{Kind, TraceFile, TraceRing};
+use memory::SharedU32;
 use std::io;
 use std::marker::PhantomData;
 use std::sync::atomic::AtomicUsize;
@@ -59,7 +61,7 @@ impl Pool {
             let thread =
                 std::thread::Builder::new().name(format!("sb-worker{index}")).spawn(move || {
                     let worker =
-                        pin.map_or(Ok(()), pin_to).and_then(|()| Worker::new(bell, polling));
+                        pin.map_or(Ok(()), pin_to).and_then(|()| Worker::new(index, bell, polling));
                     match worker {
                         Ok(mut worker) => {
                             let _ = started.send(Ok(()));
@@ -85,7 +87,7 @@ impl Pool {
     /// The system's, if it has no more descriptors.
     pub fn driven(polling: Polling) -> io::Result<(Self, Turns)> {
         let mailbox = Arc::new(Mailbox::new()?);
-        let worker = Worker::new(Arc::clone(&mailbox), polling)?;
+        let worker = Worker::new(0, Arc::clone(&mailbox), polling)?;
         let handles = vec![Handle { mailbox, load: 0.into(), thread: None }];
         let pool = Self(Arc::new(Workers { handles, control_trace: OnceLock::new() }));
         Ok((pool, Turns { worker, stopped: false, here: PhantomData }))
@@ -143,9 +145,12 @@ impl Pool {
         }
     }
 
-    pub(crate) fn ring(&self, worker: usize, register: &memory::SharedU32, value: u32) {
-        if let Some(handle) = self.0.handles.get(worker) {
-            handle.mailbox.ring(register, value);
+    /// A trapped write of a doorbell of a queue that `worker` serves.
+    pub(crate) fn ring(&self, worker: usize, shared: &Shared, register: &SharedU32, value: u32) {
+        if let Some(handle) = self.0.handles.get(worker)
+            && let Some(bell) = shared.bell(worker)
+        {
+            handle.mailbox.ring(shared.id, bell, register, value);
         }
     }
 }

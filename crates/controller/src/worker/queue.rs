@@ -3,6 +3,7 @@
 use crate::interrupt::{Coalescing, IrqLine};
 use crate::shared::DSTRD;
 use crate::stats::{CqStats, DoorbellCounts, SqStats};
+use crate::worker::ahead::Told;
 use crate::worker::io::Ended;
 use crate::worker::moderation::{Moderation, Patience};
 use doorbell::{CqHead, InvalidDoorbell, RingSize, SqTail};
@@ -63,6 +64,8 @@ pub(crate) struct Sq {
     pub(crate) blocked: bool,
     /// Being deleted: nothing more is fetched.
     pub(crate) stopped: bool,
+    /// What the disk has been told of the entries that wait.
+    pub(crate) told: Told,
     pub(crate) stats: SqStats,
 }
 
@@ -77,6 +80,7 @@ impl Sq {
             in_flight: 0,
             blocked: false,
             stopped: false,
+            told: Told::default(),
             stats: SqStats { qid: place.qid, ..SqStats::default() },
         }
     }

@@ -4,13 +4,14 @@ use crate::interrupt::IrqLine;
 use crate::latch::Latch;
 use crate::shared::{DSTRD, Report, Shared};
 use crate::trace::{COMPLETION_QUEUE, Kind, TraceRing};
+use crate::worker::ahead::{self, Ahead};
 use crate::worker::io::{Ended, Engine, Space};
 use crate::worker::mailbox::Mailbox;
 use crate::worker::message::{Reply, Seed, WorkerStats};
 use crate::worker::moderation::Patience;
 use crate::worker::notes::{note, note_look, report_error};
 use crate::worker::queue::{Cq, Placement, ShadowCells, Sq};
-use doorbell::{Arming, Fenced, InvalidDoorbell, Sleeper};
+use doorbell::InvalidDoorbell;
 use memory::{DmaTable, EventFd, View, ViewWatch};
 use spec::dbbuf::{cq_entry_offset, sq_entry_offset};
 use spec::regs::DoorbellKind;
@@ -18,11 +19,11 @@ use spec::status::Status;
 use spec::{Cqe, Sqe};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
-use std::time::Instant;
 
 #[cfg(feature = "faults")]
 #[path = "../faults/tenant.rs"]
 mod faulty;
+mod rest;
 
 /// Commands fetched from one queue before the others get their turn: round robin with a burst
 /// (Base 2.1, "Round Robin Arbitration").
@@ -31,10 +32,6 @@ const BURST: u32 = 64;
 /// How far ahead of the command that is executed entries are brought near: far enough that they
 /// are there in time, near enough that few are fetched in vain from a queue that is short.
 const AHEAD: u32 = 4;
-
-/// How many commands ahead a disk is told what it will have to do, if it wants to know. The copy of
-/// one block of 4 KiB takes about as long as memory takes to answer; with two there is time left.
-const TOLD_AHEAD: u32 = 2;
 
 /// Completions that are posted together while more commands wait to be executed: four cache lines of
 /// them, which the host works on meanwhile.
@@ -57,8 +54,6 @@ pub(crate) struct Tenant {
     /// Submission queues that are to be forgotten once they are empty.
     deleting: Vec<(usize, Latch)>,
     detaching: Option<Latch>,
-    /// `memory::sigbus::faults` when it was last looked at.
-    faults: u64,
     #[cfg(feature = "faults")]
     parked: faulty::Parked,
 }
@@ -78,7 +73,6 @@ impl Tenant {
             draining: Vec::new(),
             deleting: Vec::new(),
             detaching: None,
-            faults: memory::sigbus::faults(),
             #[cfg(feature = "faults")]
             parked: faulty::Parked::default(),
         })
@@ -174,12 +168,10 @@ impl Tenant {
         self.shadow = Some(pages);
         let table = self.table();
         for sq in self.sqs.iter_mut().flatten() {
-            let offset = sq_entry_offset(sq.place.qid, DSTRD);
-            sq.shadow(ShadowCells::resolve(&table, pages, offset));
+            sq.shadow(ShadowCells::resolve(&table, pages, sq_entry_offset(sq.place.qid, DSTRD)));
         }
         for cq in self.cqs.iter_mut().flatten() {
-            let offset = cq_entry_offset(cq.place.qid, DSTRD);
-            cq.shadow(ShadowCells::resolve(&table, pages, offset));
+            cq.shadow(ShadowCells::resolve(&table, pages, cq_entry_offset(cq.place.qid, DSTRD)));
         }
     }
 
@@ -232,6 +224,11 @@ impl Tenant {
         self.cqs.iter().flatten().any(Cq::is_about_to_announce)
     }
 
+    /// Whether its disks have something in hand.
+    pub(crate) fn is_pending(&self) -> bool {
+        self.engine.pending() != 0
+    }
+
     /// Whether it is being detached.
     pub(crate) fn is_leaving(&self) -> bool {
         self.detaching.is_some()
@@ -249,10 +246,9 @@ impl Tenant {
         sqs.iter().for_each(|sq| self.retire_sq(sq));
         cqs.iter().for_each(|cq| self.retire_cq(cq));
         let io = std::mem::take(&mut self.engine.stats);
-        let events = self.count_kicks();
         self.shared.retire(|retired| {
             retired.io.merge(&io);
-            retired.events = retired.events.saturating_add(events);
+            retired.events = retired.events.saturating_add(self.count_kicks());
         });
     }
 
@@ -267,7 +263,6 @@ impl Tenant {
     }
 
     pub(crate) fn snapshot(&self) -> WorkerStats {
-        let events = self.count_kicks();
         let traps = |qid, kind| self.shared.traps(qid, kind);
         WorkerStats {
             sqs: self
@@ -283,25 +278,26 @@ impl Tenant {
                 .map(|q| q.snapshot(traps(q.place.qid, DoorbellKind::Cq)))
                 .collect(),
             io: self.engine.stats,
-            events,
+            events: self.count_kicks(),
             sleep: crate::stats::SleepStats::default(),
         }
     }
 
     /// One pass: reaps the disks, fetches and starts commands, posts completions, raises
-    /// interrupts. Whether there was anything to do.
-    #[inline]
-    pub(crate) fn pass(&mut self, mailbox: &Mailbox, trace: &mut Option<TraceRing>) -> bool {
-        let mut busy = false;
+    /// interrupts. How much there was to do, in commands.
+    // In the worker's loop, where nearly all passes are made, without a call.
+    #[inline(always)]
+    pub(crate) fn pass(&mut self, mailbox: &Mailbox, trace: &mut Option<TraceRing>) -> u32 {
+        let mut work = 0;
         if self.engine.pending() != 0 {
-            busy |= self.reap();
+            work += u32::from(self.reap());
         }
         #[cfg(feature = "faults")]
         if self.parked.is_waiting() {
             self.release_delayed();
         }
         for index in 0..self.sqs.len() {
-            busy |= self.serve(index, mailbox, trace);
+            work += self.serve(index, mailbox, trace);
         }
         self.engine.commit();
         for cq in self.cqs.iter_mut().flatten() {
@@ -314,17 +310,14 @@ impl Tenant {
         if !(self.draining.is_empty() && self.deleting.is_empty()) {
             self.finish();
         }
-        if memory::sigbus::faults() != self.faults {
-            self.check_memory();
-        }
-        busy
+        work
     }
 
     #[inline]
-    fn serve(&mut self, index: usize, mailbox: &Mailbox, trace: &mut Option<TraceRing>) -> bool {
-        let Some(sq) = &mut self.sqs[index] else { return false };
+    fn serve(&mut self, index: usize, mailbox: &Mailbox, trace: &mut Option<TraceRing>) -> u32 {
+        let Some(sq) = &mut self.sqs[index] else { return 0 };
         if sq.stopped || sq.ring.is_none() {
-            return false;
+            return 0;
         }
         let before = trace.is_some().then(|| (sq.tail.last(), sq.tail.stats()));
         let tail = match sq.tail.look() {
@@ -341,13 +334,13 @@ impl Tenant {
             }
         };
         if self.sqs[index].as_ref().is_none_or(|sq| sq.head == tail) {
-            return false;
+            return 0;
         }
         // What the host did before it submitted comes first: memory that it has just mapped for
         // these commands may still be in a message. The tail was loaded with acquire ordering, so a
         // message that was sent before the host moved it is seen here.
         if mailbox.has_news() {
-            return true;
+            return 1;
         }
         if self.engine.is_told_ahead() {
             self.fetch::<true>(index, tail, trace)
@@ -363,22 +356,22 @@ impl Tenant {
         index: usize,
         tail: u16,
         trace: &mut Option<TraceRing>,
-    ) -> bool {
+    ) -> u32 {
         #[cfg(feature = "faults")]
         if let Some(injector) = self.shared.faults.armed() {
             return self.fetch_faulty(index, tail, trace, &injector);
         }
-        let Some(sq) = &mut self.sqs[index] else { return false };
-        let Some(cq) = self.cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return false };
+        let Some(sq) = &mut self.sqs[index] else { return 0 };
+        let Some(cq) = self.cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return 0 };
         if cq.ring.is_none() {
-            return false;
+            return 0;
         }
         let mut room = cq.free().min(BURST);
         if room == 0 || room < BURST && room < sq.place.size.distance(sq.head, tail) {
             if let Err(error) = cq.look() {
                 let qid = cq.place.qid | COMPLETION_QUEUE;
                 self.invalid(qid, error, trace);
-                return false;
+                return 0;
             }
             room = cq.free().min(BURST);
         }
@@ -387,11 +380,11 @@ impl Tenant {
                 sq.stats.blocked += 1;
                 note(trace, Kind::CqFull, &self.shared, cq.place.qid, u32::from(cq.tail), 0);
             }
-            return false;
+            return 0;
         }
         sq.blocked = false;
         self.engine.set_write_through(self.shared.is_write_through());
-        let Some(ring) = &sq.ring else { return false };
+        let Some(ring) = &sq.ring else { return 0 };
         let (mut head, mut pending, mut posted) = (sq.head, 0, false);
         let fetched = room.min(sq.place.size.distance(head, tail));
         // Not further than the host has written: it would have to take the line back.
@@ -399,19 +392,17 @@ impl Tenant {
         cq.prefetch(fetched);
         cq.feed();
         cq.reserved += fetched;
-        if TELL {
-            (1..fetched.min(TOLD_AHEAD))
-                .for_each(|ahead| self.engine.tell(ring, u32::from(head) + ahead));
-        }
+        let mut ahead = Ahead::of(fetched, sq.told);
         let mut done = 0;
         while done < fetched {
-            let stop = fetched.min(done + POST_AFTER);
+            let stop = fetched.min(done + if TELL { ahead::POST_AFTER } else { POST_AFTER });
             while done < stop {
                 if done + AHEAD < fetched {
                     ring.prefetch(u32::from(head) + AHEAD);
                 }
-                if TELL && done + TOLD_AHEAD < fetched {
-                    self.engine.tell(ring, u32::from(head) + TOLD_AHEAD);
+                if TELL {
+                    let waiting = || sq.place.size.distance(head, sq.tail.glance());
+                    ahead.tell(&self.engine, ring, head, done, waiting);
                 }
                 done += 1;
                 let sqe: Sqe = ring.read(u32::from(head));
@@ -435,6 +426,9 @@ impl Tenant {
             posted |= cq.has_staged() && cq.post();
         }
         sq.head = head;
+        if TELL {
+            sq.told = ahead.end(fetched);
+        }
         sq.in_flight += pending;
         sq.stats.commands += u64::from(fetched);
         sq.stats.batches += 1;
@@ -454,7 +448,7 @@ impl Tenant {
                 }
             }
         }
-        fetched != 0
+        fetched
     }
 
     fn reap(&mut self) -> bool {
@@ -484,9 +478,9 @@ impl Tenant {
         self.shared.report(Report::InvalidDoorbell { qid: qid & !COMPLETION_QUEUE });
     }
 
+    /// Somebody's memory was lost: whether it is this one's.
     #[cold]
-    fn check_memory(&mut self) {
-        self.faults = memory::sigbus::faults();
+    pub(crate) fn check_memory(&self) {
         if self.engine.view().table().is_poisoned() {
             self.shared.report(Report::MemoryLost);
         }
@@ -507,86 +501,6 @@ impl Tenant {
                 index += 1;
             }
         }
-    }
-
-    /// The first half of going to sleep: arms what should wake us.
-    pub(crate) fn arm(
-        &mut self,
-        arming: &mut Arming<'_, SleepCell>,
-        trace: &mut Option<TraceRing>,
-    ) {
-        let Self { sqs, cqs, shared, .. } = self;
-        for sq in sqs.iter_mut().flatten().filter(|sq| !sq.stopped) {
-            if !sq.blocked {
-                let before = sq.tail.stats().event_idx_armed;
-                sq.tail.arm(arming);
-                if trace.is_some() && sq.tail.stats().event_idx_armed != before {
-                    let at = u32::from(sq.tail.last());
-                    note(trace, Kind::EventIdxArmed, shared, sq.place.qid, at, 0);
-                }
-            } else if let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) {
-                shared.want_head(cq.place.qid, true);
-                cq.head.arm(arming);
-            }
-        }
-    }
-
-    /// The second half: looks once more. When the sleep has to end, for an interrupt's sake.
-    pub(crate) fn recheck(
-        &mut self,
-        fenced: &mut Fenced<'_, SleepCell>,
-        trace: &mut Option<TraceRing>,
-    ) -> Option<Instant> {
-        let mut invalid = Vec::new();
-        let mut deadline: Option<Instant> = None;
-        let Self { sqs, cqs, engine, .. } = self;
-        fenced.note(engine.can_advance_copies());
-        for sq in sqs.iter_mut().flatten().filter(|sq| !sq.stopped) {
-            if !sq.blocked {
-                if let Err(error) = sq.tail.recheck(fenced) {
-                    invalid.push((sq.place.qid, error));
-                }
-                // More than a burst may be left.
-                let reachable =
-                    cqs.get(sq.cq).and_then(Option::as_ref).is_some_and(|cq| cq.ring.is_some());
-                fenced.note(reachable && sq.ring.is_some() && sq.head != sq.tail.last());
-            } else if let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) {
-                let before = cq.head.last();
-                if let Err(error) = cq.head.recheck(fenced, cq.tail) {
-                    invalid.push((cq.place.qid | COMPLETION_QUEUE, error));
-                }
-                cq.moved_from(before);
-            }
-        }
-        for cq in cqs.iter_mut().flatten() {
-            deadline = match (deadline, cq.settle()) {
-                (Some(a), Some(b)) => Some(a.min(b)),
-                (a, b) => a.or(b),
-            };
-        }
-        for (qid, error) in invalid {
-            self.invalid(qid, error, trace);
-        }
-        deadline
-    }
-
-    /// Awake again: takes back what was asked for while asleep.
-    pub(crate) fn awake(&mut self, sleeper: &Sleeper<SleepCell>) {
-        self.sqs.iter_mut().flatten().for_each(|sq| sq.tail.disarm(sleeper));
-        for cq in self.cqs.iter_mut().flatten() {
-            self.shared.want_head(cq.place.qid, false);
-            cq.head.disarm(sleeper);
-        }
-    }
-
-    /// Whether somebody waits for something that no bell announces.
-    pub(crate) fn is_restless(&self) -> bool {
-        #[cfg(feature = "faults")]
-        if self.parked.is_waiting() {
-            return true;
-        }
-        let idle = self.engine.pending() == 0;
-        idle && !(self.draining.is_empty() && self.deleting.is_empty())
     }
 }
 

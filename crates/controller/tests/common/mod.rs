@@ -60,6 +60,8 @@ pub struct Host {
     pub rings: u64,
     /// To be signalled instead of writing doorbells, as far as there are any.
     pub kicks: controller::DoorbellEvents,
+    /// Whether it writes the page of doorbells itself.
+    pub mapped: bool,
     cid: u16,
 }
 
@@ -97,7 +99,8 @@ impl Host {
         };
         let (next, shadow, rings, cid) = (BASE + 8192, None, 0, 0);
         let kicks = controller::DoorbellEvents::default();
-        Self { controller, memory, next, admin, shadow, rings, kicks, cid }
+        let mapped = controller.has_mapped_doorbells();
+        Self { controller, memory, next, admin, shadow, rings, kicks, mapped, cid }
     }
 
     pub fn read32(&self, offset: u64) -> u32 {
@@ -217,6 +220,10 @@ impl Host {
         let kick = self.kicks.doorbells.iter().find(|(doorbell, _)| *doorbell == offset);
         match kick {
             Some((_, index)) if shadowed => self.kicks.events[*index].signal(),
+            _ if self.mapped => {
+                let at = (offset - regs::DOORBELLS) as usize;
+                self.controller.doorbells().cell(at).unwrap().store(new, Ordering::Release);
+            }
             _ => self.controller.write_doorbell(offset, new),
         }
     }

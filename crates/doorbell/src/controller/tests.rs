@@ -284,3 +284,30 @@ fn an_entry_out_of_reach_at_first_is_enabled_when_it_comes() {
     cells.shadow(3);
     assert_eq!(tail.look(), Ok(3));
 }
+
+#[test]
+fn a_glance_sees_what_a_look_would_find_and_finds_nothing() {
+    let cells = Cells::default();
+    let mut tail: SqTail<_> = SqTail::new(size(8), &cells.register);
+    cells.ring(5);
+    assert_eq!((tail.glance(), tail.last()), (5, 0));
+    assert_eq!(tail.look(), Ok(5));
+    // As long as nobody knows where the truth is: what was found last.
+    cells.shadow(3);
+    tail.enable(&cells.shadow, &cells.event_idx);
+    cells.ring(6);
+    assert_eq!(tail.glance(), 5);
+
+    let mut tail = departed(&cells, 8, 2);
+    cells.shadow(7);
+    let (looks, event_idx) = (tail.stats().looks, cells.event_idx());
+    assert_eq!((tail.glance(), tail.last()), (7, 2));
+    assert_eq!((tail.stats().looks, cells.event_idx()), (looks, event_idx));
+    // What a look would refuse.
+    for invalid in [8, 0x1_0003, u32::MAX] {
+        cells.shadow(invalid);
+        assert_eq!((tail.glance(), tail.last()), (2, 2), "{invalid:#x}");
+    }
+    cells.shadow(7);
+    assert_eq!(tail.look(), Ok(7));
+}

@@ -81,3 +81,17 @@ fn only_a_sleeper_is_signalled_and_only_once() {
     let _asleep = sleeper.prepare().fence().settle();
     assert!(waker.kick(), "a new sleep, a new signal");
 }
+
+#[test]
+fn who_stays_asleep_is_signalled_until_it_rises() {
+    let state = AtomicU32::new(0);
+    let mut sleeper: Sleeper<_> = Sleeper::new(&state);
+    let waker = Waker::<_, FullFence>::new(&state);
+    sleeper.prepare().fence().settle().expect("no news").stay();
+    assert_eq!(state.load(Ordering::Relaxed), SLEEPING);
+    assert!(waker.kick());
+    assert!(!waker.kick(), "somebody is on the way already");
+    sleeper.rise();
+    assert_eq!(state.load(Ordering::Relaxed), AWAKE);
+    assert!(!waker.kick());
+}

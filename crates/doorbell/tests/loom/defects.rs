@@ -5,6 +5,7 @@ use loom::thread;
 use shadowbell_doorbell::{Cell, FullFence, Predicate, Sleeper, SqTail};
 
 use crate::full::{Ask, full};
+use crate::park::{Without, parked};
 use crate::rig::{Bed, Bell, NoFence, Word, bed, explore, in_use, ring, sleep_on, word};
 use crate::submit::submit;
 use crate::trap::{posted, trapped};
@@ -119,5 +120,45 @@ fn the_trap_writes_the_shadow_entry() {
             bell.shadow.store_release(value.into());
             bed.trap(&bell.register, value);
         });
+    });
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn the_host_does_not_fence_for_a_parked_queue() {
+    explore(Some(3), || {
+        parked::<NoFence, FullFence, FullFence>(Predicate::Linux, 2, Without::Nothing);
+    });
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn the_controller_does_not_fence_when_it_parks() {
+    explore(Some(3), || {
+        parked::<FullFence, NoFence, FullFence>(Predicate::Linux, 2, Without::Nothing);
+    });
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn the_trap_does_not_say_which_queue_rang() {
+    explore(Some(3), || {
+        parked::<FullFence, FullFence, FullFence>(Predicate::Linux, 2, Without::Message);
+    });
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn the_trap_leaves_a_message_and_lets_the_thread_sleep() {
+    explore(Some(3), || {
+        parked::<FullFence, FullFence, FullFence>(Predicate::Linux, 2, Without::Kick);
+    });
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn the_trap_wakes_only_for_parked_queues() {
+    explore(Some(3), || {
+        parked::<FullFence, FullFence, FullFence>(Predicate::Linux, 2, Without::Thread);
     });
 }

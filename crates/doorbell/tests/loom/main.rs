@@ -11,6 +11,7 @@
 mod defects;
 mod enabling;
 mod full;
+mod park;
 mod rig;
 mod submit;
 mod trap;

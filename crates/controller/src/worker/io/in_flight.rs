@@ -110,7 +110,7 @@ impl Engine {
 
     pub(super) fn end(&mut self, tag: u32, outcome: Result<(), DiskError>) -> Option<Ended> {
         if let Err(error) = outcome {
-            let reading = matches!(self.slot(tag)?.kind, Kind::Read(_));
+            let reading = self.slot(tag)?.kind.is_reading();
             self.fail(tag, status_of(error, reading));
         }
         let slot = self.slot(tag)?;

@@ -73,7 +73,16 @@ enum Kind {
     Read(u64),
     Write(u64),
     Copy(u64),
+    /// Reads for the disk alone: no command that a host reads with.
+    Verify(u64),
     Other,
+}
+
+impl Kind {
+    /// Whether an error of the medium is one of reading.
+    fn is_reading(self) -> bool {
+        matches!(self, Self::Read(_) | Self::Verify(_))
+    }
 }
 
 /// Everything that executing I/O commands for one controller takes, on one worker.
@@ -195,18 +204,18 @@ impl Engine {
         self.told_ahead
     }
 
-    /// Tells a disk of the command in entry `index`, which is to be started soon (and read again
-    /// then), if there is one: nothing about it is known to be right yet.
+    /// Tells a disk of the command in entry `index`, which is to be started after `ahead - 1` others
+    /// (and read again then), if there is one: nothing about it is known to be right yet.
     #[inline]
-    pub(crate) fn tell(&self, ring: &Ring<{ Sqe::SIZE }>, index: u32) {
-        const WRITE: u8 = NvmOpcode::Write as u8;
-        let Some(opcode) = ring.peek::<u8>(index, 0) else { return };
+    pub(crate) fn tell(&self, ring: &Ring<{ Sqe::SIZE }>, index: u32, ahead: u32) {
         let Some(nsid) = ring.peek::<u32>(index, 4) else { return };
         let Some(slba) = ring.peek::<u64>(index, 40) else { return };
+        let Some(nlb) = ring.peek::<u16>(index, 48) else { return };
         if let Some(space) = self.spaces.get((nsid as usize).wrapping_sub(1))
             && slba < space.blocks
         {
-            space.queue.tell(slba << space.block_shift, opcode == WRITE);
+            let len = (usize::from(nlb) + 1) << space.block_shift;
+            space.queue.tell(slba << space.block_shift, len, ahead);
         }
     }
 
@@ -249,6 +258,10 @@ impl Engine {
             Kind::Copy(bytes) => {
                 self.stats.copies += 1;
                 self.stats.bytes_copied += bytes;
+            }
+            Kind::Verify(bytes) => {
+                self.stats.others += 1;
+                self.stats.bytes_read += bytes;
             }
             Kind::Other => self.stats.others += 1,
         }
@@ -305,7 +318,7 @@ impl Engine {
             }
             Submitted::Done(Err(error)) => {
                 self.scratch.rewind();
-                Err(status_of(error, matches!(kind, Kind::Read(_))))
+                Err(status_of(error, kind.is_reading()))
             }
             Submitted::Pending => {
                 self.keep(tag, index, sqe, sq, kind);
@@ -331,7 +344,7 @@ impl Engine {
                 let rw = RwFields::decode(sqe);
                 let (offset, len) = self.spaces[index].range(&rw)?;
                 let (op, kind) = if op == NvmOpcode::Verify {
-                    (Op::Verify, Kind::Read(len))
+                    (Op::Verify, Kind::Verify(len))
                 } else if self.spaces[index].read_only {
                     return Err(Status::NAMESPACE_WRITE_PROTECTED.with_dnr());
                 } else {
@@ -409,7 +422,7 @@ impl Engine {
                 self.count(kind);
                 Some(Status::SUCCESS)
             }
-            Submitted::Done(Err(error)) => Some(status_of(error, matches!(kind, Kind::Read(_)))),
+            Submitted::Done(Err(error)) => Some(status_of(error, kind.is_reading())),
             Submitted::Pending => {
                 self.keep(tag, index, sqe, sq, kind);
                 None

@@ -1,0 +1,287 @@
+//! How long a worker that has found nothing to do goes on looking before it sleeps.
+
+use crate::worker::moderation::Patience;
+use std::time::{Duration, Instant};
+
+/// When a worker that has found nothing to do goes to sleep.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Polling {
+    /// After a window that grows while work returns soon after it went to sleep and shrinks while
+    /// it does not, up to this long.
+    Adaptive(Duration),
+    /// Never: a processor per worker, and no doorbell ever rings.
+    Always,
+    /// At once.
+    Never,
+}
+
+impl Polling {
+    /// How long interrupts may be held back by a worker that waits so.
+    pub(super) fn patience(self) -> Patience {
+        match self {
+            Self::Adaptive(most) => Patience::of(most),
+            Self::Always => Patience::of(LONGEST_HOLD),
+            Self::Never => Patience::NONE,
+        }
+    }
+}
+
+impl Default for Polling {
+    fn default() -> Self {
+        Self::Adaptive(LONGEST_HOLD)
+    }
+}
+
+/// How long a worker waits for the next command, and with it how long an interrupt is held back, if
+/// nobody says otherwise.
+const LONGEST_HOLD: Duration = Duration::from_micros(100);
+/// Idle passes between two looks at the clock.
+const PASSES: u32 = 64;
+/// Idle passes after which a worker gives way to others while it polls: some microseconds, in which
+/// a host that polls as well would have answered.
+const POLITE_AFTER: u32 = 8 * PASSES;
+/// The first window after a sleep that was worth spinning for.
+const FIRST_WINDOW: Duration = Duration::from_micros(8);
+
+/// What a worker does after a pass that found nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Next {
+    /// It looks again.
+    Look,
+    /// It looks again, and whoever else wants this processor goes first: on a small host that is the
+    /// VMM's thread with the interrupt that the next command waits for.
+    Yield,
+    /// It goes to sleep.
+    Sleep,
+}
+
+/// How often in a row a worker has to have waited for nothing but its disks until a host is taken for
+/// one that keeps them busy.
+const BUSY_AFTER: u32 = 64;
+
+/// The polling of one worker.
+///
+/// A host's next command and a disk's answer take their own times, and each is learnt where it shows:
+/// the host's while nothing is pending at any disk, the disks' while something is. To wait for a disk
+/// by polling pays for a host that is as quick: it has its answer sooner by a wakeup. One that
+/// takes longer than the longest window over its next command would not notice, and then the processor
+/// does better with something else; unless it keeps several commands in flight, and the disks busy.
+#[derive(Debug)]
+pub(super) struct Window {
+    polling: Polling,
+    /// While nothing is pending.
+    host: Duration,
+    /// While a disk has something in hand.
+    disk: Duration,
+    /// How often it has waited since it last waited for a host alone.
+    busy: u32,
+    /// Passes in a row that found nothing.
+    idle: u32,
+    /// Whether a disk has something in hand since then.
+    pending: bool,
+    /// When they began, or nearly.
+    since: Instant,
+}
+
+impl Window {
+    pub(super) fn new(polling: Polling) -> Self {
+        let none = Duration::ZERO;
+        let since = Instant::now();
+        Self { polling, host: none, disk: none, busy: 0, idle: 0, pending: false, since }
+    }
+
+    pub(super) fn polling(&self) -> Polling {
+        self.polling
+    }
+
+    /// A pass has found something, or the worker has slept.
+    #[inline]
+    pub(super) fn restart(&mut self) {
+        self.idle = 0;
+    }
+
+    /// A pass has found nothing. `pending` says whether a disk has something in hand, which does not
+    /// change until a pass finds something.
+    #[inline]
+    pub(super) fn next(&mut self, pending: impl FnOnce() -> bool) -> Next {
+        self.next_by(Instant::now, pending)
+    }
+
+    #[inline]
+    fn next_by(&mut self, clock: impl FnOnce() -> Instant, pending: impl FnOnce() -> bool) -> Next {
+        match self.polling {
+            Polling::Always => return Next::Look,
+            Polling::Never => return Next::Sleep,
+            Polling::Adaptive(_) => {}
+        }
+        self.idle = self.idle.wrapping_add(1);
+        if self.idle == 1 {
+            self.pending = pending();
+            self.busy = if self.pending { self.busy.saturating_add(1) } else { 0 };
+        }
+        let width = self.width();
+        if width.is_zero() {
+            return Next::Sleep;
+        }
+        if !self.idle.is_multiple_of(PASSES) {
+            return Next::Look;
+        }
+        let now = clock();
+        if self.idle == PASSES {
+            self.since = now;
+        }
+        if now.duration_since(self.since) >= width {
+            Next::Sleep
+        } else if self.idle >= POLITE_AFTER {
+            Next::Yield
+        } else {
+            Next::Look
+        }
+    }
+
+    /// How long it looks this time.
+    fn width(&self) -> Duration {
+        if !self.pending {
+            self.host
+        } else if self.host.is_zero() && self.busy < BUSY_AFTER {
+            Duration::ZERO
+        } else {
+            self.disk
+        }
+    }
+
+    /// The worker has slept for so long.
+    pub(super) fn slept(&mut self, slept: Duration) {
+        let Polling::Adaptive(most) = self.polling else { return };
+        let width = if self.pending { &mut self.disk } else { &mut self.host };
+        *width = adapt(*width, slept, most);
+    }
+}
+
+/// The next window, after a sleep of `slept`. As KVM's haltpoll does it: grow when spinning a bit
+/// longer would have saved the sleep, shrink when it would have been in vain.
+fn adapt(window: Duration, slept: Duration, most: Duration) -> Duration {
+    if slept < most {
+        (window * 2).max(FIRST_WINDOW).min(most)
+    } else if window <= FIRST_WINDOW {
+        Duration::ZERO
+    } else {
+        window / 2
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MOST: Duration = Duration::from_micros(100);
+    /// What a pass takes that finds nothing.
+    const PASS: Duration = Duration::from_nanos(50);
+
+    /// A worker in virtual time.
+    struct Worker {
+        window: Window,
+        now: Instant,
+        polled: Duration,
+        sleeps: u32,
+    }
+
+    impl Worker {
+        fn new() -> Self {
+            let window = Window::new(Polling::Adaptive(MOST));
+            Self { window, now: Instant::now(), polled: Duration::ZERO, sleeps: 0 }
+        }
+
+        /// Nothing is to be done for so many microseconds.
+        fn waits(&mut self, pending: bool, micros: u64) {
+            let end = self.now + Duration::from_micros(micros);
+            while self.now < end {
+                let now = self.now;
+                match self.window.next_by(|| now, || pending) {
+                    Next::Look | Next::Yield => {
+                        self.now += PASS;
+                        self.polled += PASS;
+                    }
+                    Next::Sleep => {
+                        self.sleeps += 1;
+                        self.window.slept(end - now);
+                        self.now = end;
+                    }
+                }
+            }
+            self.window.restart();
+        }
+
+        /// The commands of a host that has one at a time in flight: the shares of the time that the
+        /// worker waited awake, and the sleeps a command.
+        fn serves(&mut self, commands: u32, host: u64, disk: u64) -> (f64, f64) {
+            // What it was used to does not count.
+            (0..100).for_each(|_| {
+                self.waits(false, host);
+                self.waits(true, disk);
+            });
+            (self.polled, self.sleeps) = (Duration::ZERO, 0);
+            let start = self.now;
+            (0..commands).for_each(|_| {
+                self.waits(false, host);
+                self.waits(true, disk);
+            });
+            let whole = (self.now - start).as_secs_f64();
+            (self.polled.as_secs_f64() / whole, f64::from(self.sleeps) / f64::from(commands))
+        }
+    }
+
+    #[test]
+    fn the_window_follows_the_load() {
+        let mut window = Duration::ZERO;
+        for _ in 0..10 {
+            window = adapt(window, Duration::from_micros(20), MOST);
+        }
+        assert_eq!(window, MOST);
+        for _ in 0..10 {
+            window = adapt(window, Duration::from_secs(1), MOST);
+        }
+        assert_eq!(window, Duration::ZERO);
+    }
+
+    #[test]
+    fn a_host_that_takes_its_time_is_not_polled_for_nor_its_disk() {
+        let mut worker = Worker::new();
+        assert_eq!(worker.serves(1000, 400, 60), (0.0, 2.0));
+        // And one that answers at once is: nobody sleeps.
+        let (awake, sleeps) = worker.serves(1000, 15, 60);
+        assert!(awake > 0.99 && sleeps == 0.0, "{awake} {sleeps}");
+        // And back.
+        assert_eq!(worker.serves(1000, 400, 60), (0.0, 2.0));
+    }
+
+    #[test]
+    fn a_disk_that_takes_its_time_is_not_polled() {
+        let mut worker = Worker::new();
+        let (awake, sleeps) = worker.serves(1000, 15, 300);
+        assert!((0.04..0.05).contains(&awake), "the host's part of the time: {awake}");
+        assert_eq!(sleeps, 1.0, "while the disk works");
+    }
+
+    #[test]
+    fn disks_that_are_kept_busy_are_polled_whatever_the_host_did_before() {
+        let mut worker = Worker::new();
+        worker.serves(100, 400, 60);
+        (0..BUSY_AFTER + 10).for_each(|_| worker.waits(true, 20));
+        worker.sleeps = 0;
+        (0..1000).for_each(|_| worker.waits(true, 20));
+        assert_eq!(worker.sleeps, 0);
+    }
+
+    #[test]
+    fn nothing_is_learnt_where_nothing_is_to_be() {
+        let mut window = Window::new(Polling::Always);
+        assert!((0..10_000).all(|_| window.next(|| true) == Next::Look));
+        let mut window = Window::new(Polling::Never);
+        for _ in 0..100 {
+            assert_eq!(window.next(|| false), Next::Sleep);
+            window.slept(Duration::from_micros(1));
+            window.restart();
+        }
+    }
+}

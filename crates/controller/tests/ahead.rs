@@ -1,0 +1,149 @@
+//! A disk that wants to know what comes: it is told of each command twice, before its turn.
+
+mod common;
+
+use common::Host;
+use disk::{Disk, Info, Queue, Request, Submitted};
+use memory::{Segments, SharedBytes};
+use shadowbell_controller::{Config, NamespaceConfig, Polling};
+use spec::regs::{self, sq_doorbell_offset};
+use spec::{Sqe, Status};
+use std::sync::{Arc, Mutex};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Seen {
+    /// Block, bytes, how far ahead.
+    Told(u64, usize, u32),
+    Started(u64),
+}
+use Seen::{Started, Told};
+
+#[derive(Debug, Default)]
+struct Log {
+    seen: Vec<Seen>,
+    /// What the host does while the first command is executed: another tail.
+    meanwhile: Option<(SharedBytes, usize, u32)>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Curious(Arc<Mutex<Log>>);
+
+impl Disk for Curious {
+    fn info(&self) -> Info {
+        Info {
+            block_size: 512,
+            blocks: 1 << 10,
+            read_only: false,
+            volatile_cache: false,
+            discard: false,
+            granularity: 1,
+        }
+    }
+
+    fn queue(&self) -> std::io::Result<Box<dyn Queue>> {
+        Ok(Box::new(self.clone()))
+    }
+
+    fn name(&self) -> String {
+        "curious".into()
+    }
+}
+
+impl Queue for Curious {
+    fn is_told_ahead(&self) -> bool {
+        true
+    }
+
+    fn tell(&self, offset: u64, len: usize, ahead: u32) {
+        self.0.lock().unwrap().seen.push(Told(offset / 512, len, ahead));
+    }
+
+    fn submit(&mut self, _: u32, request: &Request, _: &mut Segments) -> Submitted {
+        let mut log = self.0.lock().unwrap();
+        log.seen.push(Started(request.offset / 512));
+        if let Some((memory, at, tail)) = log.meanwhile.take() {
+            memory.write(at, &tail).unwrap();
+        }
+        Submitted::Done(Ok(()))
+    }
+}
+
+/// Six reads of blocks 10 to 15, of which the host submits so many at once and the others, if it
+/// has shadow doorbells, while the first is executed.
+fn reads(at_once: u32, shadow: bool) -> Vec<Seen> {
+    let curious = Curious::default();
+    let disk: Arc<dyn Disk> = Arc::new(curious.clone());
+    let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
+    // A worker that always looks has seen the shadow entry depart before the six.
+    let config = Config { namespaces, ..Config::default() };
+    let mut host = Host::with(config, Polling::Always);
+    if shadow {
+        assert!(host.configure_shadow(|_, _| 0).is_success());
+    }
+    let mut queue = host.create(1, 16, false);
+    let at = host.alloc(4096);
+    for _ in 0..2 {
+        let done = host.run(&mut queue, Sqe::read(1, 1, 0, 0).with_prps(at, 0));
+        assert_eq!(done.0, Status::SUCCESS);
+    }
+    let old = queue.tail;
+    for block in 10..16 {
+        let cid = host.next_cid();
+        let sqe = Sqe::read(1, block, 3, 0).with_prps(at, 0);
+        host.put(&mut queue, &sqe.with_cid(cid));
+    }
+    let all = queue.tail;
+    {
+        let mut log = curious.0.lock().unwrap();
+        log.seen.clear();
+        if let Some((pages, _)) = host.shadow {
+            let entry = sq_doorbell_offset(1, 0) - regs::DOORBELLS;
+            let offset = (pages + entry - common::BASE) as usize;
+            log.meanwhile = Some((host.memory.clone(), offset, all));
+        }
+    }
+    queue.tail = old + at_once;
+    host.ring(&queue, old);
+    queue.tail = all;
+    (0..6).for_each(|_| assert_eq!(host.wait(&mut queue).1, Status::SUCCESS));
+    curious.0.lock().unwrap().seen.clone()
+}
+
+#[test]
+fn every_command_but_the_first_is_told_twice_before_its_turn() {
+    let mut expected = vec![Told(11, 2048, 2)];
+    for block in 10..16 {
+        expected.extend((block + 2 < 16).then_some(Told(block + 2, 2048, 2)));
+        expected.extend((block + 1 < 16).then_some(Told(block + 1, 2048, 1)));
+        expected.push(Started(block));
+    }
+    assert_eq!(reads(6, false), expected);
+}
+
+#[test]
+fn what_the_host_submits_meanwhile_is_told_of_in_the_burst_before() {
+    for at_once in [2, 3, 4] {
+        let seen = reads(at_once, true);
+        let place = |what| {
+            let mut places = (0..seen.len()).filter(|i| seen[*i] == what);
+            (places.next(), places.next())
+        };
+        for block in 11..16 {
+            let (first, again) = place(Told(block, 2048, 2));
+            let (second, twice) = place(Told(block, 2048, 1));
+            let started = place(Started(block)).0;
+            assert!(
+                first.is_some() && first < second && second < started,
+                "block {block} of {at_once}: {seen:?}"
+            );
+            assert_eq!((again, twice), (None, None), "block {block} of {at_once}: {seen:?}");
+        }
+    }
+}
+
+#[test]
+fn a_command_that_comes_alone_has_nobody_to_speak_of_it() {
+    let seen = reads(1, true);
+    assert_eq!(seen[..1], [Started(10)], "{seen:?}");
+    assert_eq!(seen.iter().filter(|s| matches!(s, Started(_))).count(), 6);
+}

@@ -1,0 +1,207 @@
+//! A queue that sleeps by itself while its thread looks after others: its bell is a message to the
+//! thread, which may sleep as well.
+
+use loom::sync::Mutex;
+use loom::sync::atomic::Ordering;
+use loom::thread;
+use shadowbell_doorbell::{Fence, FullFence, HostDoorbell, Predicate, Sleeper, SqTail};
+use std::sync::Arc;
+
+use crate::rig::{Bed, Bell, PREDICATES, Word, bed, explore, in_use, is_set, ring, word};
+
+/// Where the host's ring goes: to the queue's own sleeper, and by a message to the thread's.
+struct Parking<F> {
+    queue: Bed<F>,
+    thread: Bed,
+    /// Messages that the queue was rung for, and whether there are any.
+    messages: Arc<Mutex<u32>>,
+    news: Word,
+}
+
+impl<F> Clone for Parking<F> {
+    fn clone(&self) -> Self {
+        Self {
+            queue: self.queue.clone(),
+            thread: self.thread.clone(),
+            messages: self.messages.clone(),
+            news: self.news.clone(),
+        }
+    }
+}
+
+/// What is left out, to see that it is needed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Without {
+    Nothing,
+    /// The message is left, and its recipient not woken.
+    Kick,
+    /// A ring for a queue that is parked wakes the thread, which does not hear for whom.
+    Message,
+    /// A ring for a queue that is not parked goes unheard.
+    Thread,
+}
+
+impl<F: Fence> Parking<F> {
+    fn new(queue: Bed<F>, thread: Bed) -> Self {
+        Self { queue, thread, messages: Arc::default(), news: word(0) }
+    }
+
+    /// Whether there was a message.
+    fn is_rung(&self) -> bool {
+        if !is_set(&self.news) {
+            return false;
+        }
+        // First the flag, then the messages: one that comes in between is found again.
+        self.news.store(0, Ordering::Release);
+        std::mem::take(&mut *self.messages.lock().unwrap()) != 0
+    }
+
+    fn trap(&self, register: &Word, value: u16, without: Without) {
+        if self.queue.waker.ring(register, u32::from(value)) {
+            if without != Without::Message {
+                *self.messages.lock().unwrap() += 1;
+                self.news.store(1, Ordering::Release);
+            }
+            if without != Without::Kick {
+                self.thread.kick();
+            }
+        } else if without != Without::Thread {
+            // Not parked: the thread looks at it, or sleeps with its doorbell armed.
+            self.thread.kick();
+        }
+    }
+}
+
+/// The thread: sleeps with the queue's doorbell armed, once; then it parks the queue when it finds
+/// nothing, and sleeps because there is nothing else.
+fn tend(
+    tail: &mut SqTail<Word>,
+    own: &mut Sleeper<Word, impl Fence>,
+    sleeper: &mut Sleeper<Word>,
+    park: &Parking<impl Fence>,
+    end: u16,
+) {
+    let (mut parked, mut slept) = (false, false);
+    loop {
+        if park.is_rung() && parked {
+            own.rise();
+            tail.disarm(sleeper);
+            parked = false;
+        }
+        if !parked {
+            let before = tail.last();
+            if tail.look() == Ok(end) {
+                return;
+            }
+            if tail.last() != before {
+                continue;
+            }
+        }
+        if !parked && slept {
+            let mut arming = own.prepare();
+            tail.arm(&mut arming);
+            let mut fenced = arming.fence();
+            tail.recheck(&mut fenced).unwrap();
+            let Some(asleep) = fenced.settle() else { continue };
+            asleep.stay();
+            parked = true;
+        }
+        let mut arming = sleeper.prepare();
+        if !parked {
+            tail.arm(&mut arming);
+        }
+        let mut fenced = arming.fence();
+        if !parked {
+            tail.recheck(&mut fenced).unwrap();
+        }
+        fenced.note(is_set(&park.news));
+        if let Some(_asleep) = fenced.settle() {
+            park.thread.event.wait();
+        }
+        slept = true;
+    }
+}
+
+/// The host moves its tail `count` times meanwhile.
+pub(crate) fn parked<H, S, W>(predicate: Predicate, count: u16, without: Without)
+where
+    H: Fence,
+    S: Fence,
+    W: Fence,
+{
+    let (bell, size) = (Bell::at(0), ring(8));
+    let (mut doorbell, mut tail): (HostDoorbell<Word, H>, _) = in_use(&bell, size, 1);
+    let (mut own, queue) = bed::<S, W>();
+    let (mut sleeper, thread) = bed::<FullFence, FullFence>();
+    let park = Parking::new(queue, thread);
+    let host = {
+        let park = park.clone();
+        thread::spawn(move || {
+            for at in 2..2 + count {
+                if doorbell.publish_with(predicate, at) {
+                    park.trap(&bell.register, at, without);
+                }
+            }
+        })
+    };
+    tend(&mut tail, &mut own, &mut sleeper, &park, 1 + count);
+    host.join().unwrap();
+}
+
+#[test]
+fn a_parked_queue_is_heard() {
+    for predicate in PREDICATES {
+        explore(None, move || {
+            parked::<FullFence, FullFence, FullFence>(predicate, 1, Without::Nothing);
+        });
+        explore(Some(3), move || {
+            parked::<FullFence, FullFence, FullFence>(predicate, 3, Without::Nothing);
+        });
+    }
+}
+
+/// Two who ring, of whom one may leave the message to the other, and a queue that has got up and
+/// lain down again between the two.
+#[test]
+fn two_who_ring_for_a_parked_queue_lose_nothing() {
+    explore(Some(2), || {
+        let (size, registers) = (ring(8), [word(0), word(0)]);
+        let (mut own, queue) = bed::<FullFence, FullFence>();
+        let (mut sleeper, thread) = bed::<FullFence, FullFence>();
+        let park = Parking::new(queue, thread);
+        let mut tails = registers.clone().map(|r| SqTail::<Word>::new(size, r));
+        let vcpus = registers.map(|register| {
+            let park = park.clone();
+            thread::spawn(move || park.trap(&register, 1, Without::Nothing))
+        });
+        let mut is_parked = false;
+        loop {
+            if park.is_rung() && is_parked {
+                own.rise();
+                is_parked = false;
+            }
+            if !is_parked {
+                if tails.each_mut().map(|tail| tail.look().unwrap()) == [1, 1] {
+                    break;
+                }
+                let mut arming = own.prepare();
+                tails.iter_mut().for_each(|tail| tail.arm(&mut arming));
+                let mut fenced = arming.fence();
+                tails.iter_mut().for_each(|tail| {
+                    tail.recheck(&mut fenced).unwrap();
+                });
+                let Some(asleep) = fenced.settle() else { continue };
+                asleep.stay();
+                is_parked = true;
+            }
+            let mut fenced = sleeper.prepare().fence();
+            fenced.note(is_set(&park.news));
+            if let Some(_asleep) = fenced.settle() {
+                park.thread.event.wait();
+            }
+        }
+        for vcpu in vcpus {
+            vcpu.join().unwrap();
+        }
+    });
+}
