@@ -4,20 +4,55 @@ use crate::buffers::Lease;
 use crate::error::BlockError;
 use crate::locks::RangeGuard;
 use driver::async_queue::Io;
-use driver::{AsyncQueue, Command};
+use driver::{AsyncQueue, Command, IoErrorKind};
+use spec::Status;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 
+/// How often a command is submitted once more that failed, and need not.
+const RETRIES: u8 = 3;
+
+/// Whether the same command may yet succeed: the controller has not set Do Not Retry, and does not say
+/// that the command is wrong, which it will be the next time as well. Base 2.1, 4.2.3.
+///
+/// One that was aborted is not among them: the driver has done what can be done about that.
+fn may_succeed(status: Status) -> bool {
+    const PATH: u8 = 3;
+    !status.dnr()
+        && (status.sct() == PATH
+            || matches!(
+                status.code(),
+                Status::DATA_XFER_ERROR
+                    | Status::INTERNAL
+                    | Status::COMMAND_INTERRUPTED
+                    | Status::TRANSIENT_TRANSPORT_ERROR
+                    | Status::NAMESPACE_NOT_READY
+                    | Status::INSUFFICIENT_RESOURCES
+                    | Status::WRITE_FAULT
+                    | Status::UNRECOVERED_READ
+            ))
+}
+
+fn is_passing(error: &IoErrorKind) -> bool {
+    matches!(error, IoErrorKind::Status { status, .. } if may_succeed(*status))
+}
+
 /// A command with the buffer that it uses and the range that it writes.
+///
+/// If it fails and the controller does not rule out that it succeeds, it is submitted again, at once: a
+/// delay (CRD) is only given to hosts that have asked for it (ACRE), which the driver does not. What it
+/// writes is locked meanwhile, so that doing it twice is doing it once.
 ///
 /// If it is dropped while it is under way, it runs to its end all the same: its range stays locked
 /// until then, and its buffer comes back.
 #[must_use = "nothing is submitted until the future is polled"]
 pub(crate) struct Flight {
     io: Option<Io>,
+    command: Command,
+    retries: u8,
     lease: Option<Lease>,
     guard: Option<Arc<RangeGuard>>,
     orphans: Arc<Orphans>,
@@ -36,7 +71,8 @@ impl Flight {
     ) -> Self {
         let buffer = lease.as_mut().and_then(|lease| lease.buffer.take());
         let io = Some(queue.submit(command, buffer));
-        Self { io, lease, guard, orphans: Arc::clone(orphans), polled: false, early: None }
+        let orphans = Arc::clone(orphans);
+        Self { io, command, retries: RETRIES, lease, guard, orphans, polled: false, early: None }
     }
 
     /// Submits the command, without waiting for it.
@@ -59,9 +95,20 @@ impl Future for Flight {
         if let Some(outcome) = this.early.take() {
             return Poll::Ready(outcome);
         }
-        let Some(io) = this.io.as_mut() else { return Poll::Ready(Err(BlockError::Buffer)) };
-        this.polled = true;
-        let Poll::Ready(outcome) = Pin::new(io).poll(context) else { return Poll::Pending };
+        let outcome = loop {
+            let Some(io) = this.io.as_mut() else { return Poll::Ready(Err(BlockError::Buffer)) };
+            this.polled = true;
+            let Poll::Ready(outcome) = Pin::new(&mut *io).poll(context) else {
+                return Poll::Pending;
+            };
+            match outcome {
+                Err(error) if this.retries > 0 && is_passing(&error.kind) => {
+                    this.retries -= 1;
+                    *io = io.another(this.command, error.buffer);
+                }
+                outcome => break outcome,
+            }
+        };
         this.io = None;
         this.guard = None;
         let mut lease = this.lease.take();

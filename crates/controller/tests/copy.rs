@@ -11,7 +11,9 @@ use held::Held;
 use memory::Segments;
 use proptest::prelude::*;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool};
+use spec::admin::GetLogPage;
 use spec::identify::{IDENTIFY_SIZE, IdentifyController, IdentifyNamespace, cns};
+use spec::log::{SmartHealth, lid};
 use spec::nvm::{CopyFields, CopyRange};
 use spec::regs::{self, Cc};
 use spec::sqe::NSID_ALL;
@@ -104,6 +106,24 @@ fn blocks_arrive_in_the_order_of_the_ranges() {
         let io = host.controller.stats().io;
         assert_eq!((io.copies, io.bytes_copied), (1, 8 * size as u64));
     }
+}
+
+/// NVM Command Set 1.2, 1.4.2.7 to 1.4.2.10: a Copy is a host's read and a host's write, and its blocks
+/// are units written, but not units read.
+#[test]
+fn the_health_log_counts_copies() {
+    let mut host = Host::new(&["mem:16MiB"], ADAPTIVE);
+    let mut queue = host.create(1, 64, false);
+    let page = host.alloc(4096);
+    let write = Sqe::write(1, 0, 0, 0).with_prps(page, 0);
+    assert!(host.run(&mut queue, write).0.is_success());
+    assert_eq!(copy(&mut host, &mut queue, 4096, &[(0, 1000), (1, 1000)]).0, Status::SUCCESS);
+    let fields = GetLogPage { lid: lid::SMART_HEALTH, numd0: 127, ..GetLogPage::default() };
+    let page = host.page(Sqe::get_log_page(NSID_ALL, fields, 0)).unwrap();
+    let health = SmartHealth::read_from_bytes(&page[..512]).unwrap();
+    // In thousands of 512 bytes, rounded up: 1 + 2000 blocks.
+    assert_eq!((health.data_units_read.get(), health.data_units_written.get()), (0, 3));
+    assert_eq!((health.host_read_commands.get(), health.host_write_commands.get()), (1, 2));
 }
 
 proptest! {

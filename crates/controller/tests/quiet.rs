@@ -8,7 +8,7 @@ use common::{Host, PATIENCE, Queue, config};
 use controller::{Carrier, Controller, Polling, Pool, PoolOptions, Stats, Turns};
 use shadowbell_controller as controller;
 use spec::{Sqe, regs};
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(100));
@@ -61,6 +61,20 @@ fn boot(host: &mut Host, bell: Bell) -> Queue {
     queue
 }
 
+/// Sleeps; a sleep that nothing ends is the end of the test.
+fn sleep(turns: &mut Turns) -> bool {
+    let (awake, asleep) = mpsc::channel::<()>();
+    std::thread::spawn(move || {
+        if asleep.recv_timeout(PATIENCE) == Err(mpsc::RecvTimeoutError::Timeout) {
+            eprintln!("a sleep does not end: whoever rang was not heard");
+            std::process::exit(101);
+        }
+    });
+    let slept = turns.sleep();
+    drop(awake);
+    slept
+}
+
 /// Hosts of one worker, with a buffer each.
 struct House {
     turns: Turns,
@@ -101,7 +115,7 @@ impl House {
     /// A command of which the worker hears as it goes to sleep or asleep.
     fn disturb(&mut self, who: usize) {
         self.submit(who);
-        self.turns.sleep();
+        sleep(&mut self.turns);
         self.turns.turn();
         assert!(self.reap(who));
     }
@@ -179,7 +193,7 @@ fn who_is_parked_is_heard_asleep_and_awake() {
             assert_eq!(house.hosts[quiet].0.rings, rings + 1, "{bell:?}: it must ring");
             if round == 0 {
                 // The sleep ends, or does not begin.
-                house.turns.sleep();
+                sleep(&mut house.turns);
                 house.turns.turn();
             } else {
                 // Nobody sleeps: the other one is busy all the time, or there is nothing to do.
@@ -207,7 +221,7 @@ fn everybody_who_rings_is_heard() {
     let quiet: Vec<_> = (0..100).map(|_| house.move_in(Bell::Event)).collect();
     house.lull(busy);
     quiet.iter().for_each(|who| house.submit(*who));
-    assert!(house.turns.sleep());
+    assert!(sleep(&mut house.turns));
     for _ in 0..4 {
         house.turns.turn();
     }
@@ -259,7 +273,7 @@ fn a_queue_that_waits_for_room_is_parked_as_well() {
         house.lull(busy);
         assert_eq!(house.looks(quiet), before, "{bell:?}: it is parked");
         assert!(house.reap(quiet));
-        house.turns.sleep();
+        sleep(&mut house.turns);
         while house.turns.turn() {}
         for taken in 1..8 {
             assert!(house.reap(quiet), "{bell:?}: {taken}");
@@ -287,7 +301,7 @@ fn what_the_control_plane_does_finds_the_parked() {
         meanwhile(&mut house.turns, {
             let controller = controller.clone();
             move || {
-                let (sent, done) = std::sync::mpsc::channel();
+                let (sent, done) = mpsc::channel();
                 controller.unmap_dma(1 << 40, 1 << 20, move || sent.send(()).unwrap()).unwrap();
                 done.recv_timeout(PATIENCE).unwrap();
             }
@@ -348,7 +362,7 @@ fn a_disk_that_works_is_waited_for() {
     house.lull(busy);
     assert_eq!(gate.waiting(), 1);
     gate.end(Ok(()));
-    house.turns.sleep();
+    sleep(&mut house.turns);
     house.turns.turn();
     assert!(house.reap(quiet));
     house.lull(busy);

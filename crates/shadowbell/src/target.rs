@@ -7,7 +7,9 @@ use driver::{
     Vfio, VfioUser, steer_interrupts,
 };
 use std::fmt;
+use std::io::ErrorKind;
 use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -146,9 +148,11 @@ impl Target {
     pub fn transport(&self, options: &AttachOptions) -> anyhow::Result<Arc<dyn Transport>> {
         Ok(match self {
             Self::VfioUser { socket, .. } => {
-                let transport = VfioUser::connect(socket, CONNECT_TIMEOUT)
-                    .map_err(exit::bad_input)
-                    .with_context(|| format!("no controller behind {}", socket.display()))?;
+                let transport = VfioUser::connect(socket, CONNECT_TIMEOUT).map_err(|error| {
+                    let why = nobody_at(socket).unwrap_or_else(|| error.to_string());
+                    let error = anyhow!("no controller behind {}: {why}", socket.display());
+                    exit::bad_input(error)
+                })?;
                 Arc::new(transport)
             }
             Self::Vfio { address, .. } => Arc::new(Vfio::open(*address).map_err(exit::bad_input)?),
@@ -158,6 +162,25 @@ impl Target {
                 local::connect(disk, mapped)?
             }
         })
+    }
+}
+
+/// Why nobody answers at a path, and what to do about it, if it is one of the plain reasons.
+fn nobody_at(path: &Path) -> Option<String> {
+    let path = if path.is_dir() { path.join("cntrl") } else { path.to_owned() };
+    let serve = format!("`shadowbell serve DISK --socket {}`", path.display());
+    match std::fs::metadata(&path) {
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            Some(format!("there is no such socket; {serve} makes one"))
+        }
+        Ok(file) if !file.file_type().is_socket() => Some("it is no socket".into()),
+        Ok(_) => match UnixStream::connect(&path) {
+            Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
+                Some(format!("its server has ended; start it again, for example by {serve}"))
+            }
+            _ => None,
+        },
+        Err(_) => None,
     }
 }
 
@@ -257,6 +280,26 @@ mod tests {
 
     fn vfio_user(socket: &str, nsid: u32) -> Result<Target, String> {
         Ok(Target::VfioUser { socket: socket.into(), nsid })
+    }
+
+    #[test]
+    fn who_does_not_answer_is_missed_in_a_sentence() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        std::fs::write(path("file"), "").unwrap();
+        drop(std::os::unix::net::UnixListener::bind(path("ended")).unwrap());
+        for (name, words) in [
+            ("none", "there is no such socket; `shadowbell serve DISK --socket "),
+            ("file/none", "there is no such socket"),
+            ("", "/cntrl` makes one"),
+            ("file", "it is no socket"),
+            ("ended", "its server has ended; start it again"),
+        ] {
+            let target = Target::VfioUser { socket: path(name), nsid: 1 };
+            let Err(error) = target.attach(&AttachOptions::default()) else { panic!("{name}") };
+            assert_eq!(exit::status(&error), exit::BAD_INPUT);
+            assert!(error.to_string().contains(words), "{name}: {error}");
+        }
     }
 
     #[test]

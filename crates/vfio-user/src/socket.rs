@@ -15,7 +15,7 @@ use crate::codec::Decoder;
 use crate::descriptor::Entrance;
 
 /// The most descriptors that Linux passes in one message (`SCM_MAX_FD`).
-const SCM_MAX_FD: usize = 253;
+pub(crate) const SCM_MAX_FD: usize = 253;
 
 /// What a receive came to.
 pub(crate) enum Received {

@@ -7,6 +7,7 @@ use rustix::io::Errno;
 use shadowbell_block::{
     BlockDevice, BlockError, BlockOptions, Blocking, OpenError, Zeroes, block_on, block_on_for,
 };
+use spec::Status;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -246,6 +247,40 @@ fn a_device_that_fails_is_an_error_and_nothing_is_lost() {
     let error = block_on(disk.write(100, &[1; 100_000], false)).unwrap_err();
     assert_eq!(error.errno(), Errno::IO, "{error}");
     assert!(matches!(block_on(disk.flush()), Err(BlockError::Command(_))));
+}
+
+#[test]
+fn what_may_succeed_the_next_time_is_tried_again_and_not_for_ever() {
+    let medium = TestDisk::new(64, 512);
+    let (_controller, disk) = open(&medium, &BlockOptions::default());
+    let (internal, is_final) = (Status::INTERNAL.bits(), Status::INTERNAL.with_dnr().bits());
+    let (invalid, path) = (Status::INVALID_FIELD.bits(), Status::new(3, 0x60).bits());
+    for (error, failures, attempts) in [
+        (DiskError::Io(5), 1, 2),
+        (DiskError::Io(5), 3, 4),
+        // Up to here it succeeds.
+        (DiskError::Io(5), 4, 4),
+        (DiskError::Device(internal), 2, 3),
+        (DiskError::Device(path), 1, 2),
+        (DiskError::Device(is_final), 1, 1),
+        (DiskError::Device(invalid), 1, 1),
+        (DiskError::Cancelled, 1, 1),
+        (DiskError::NoSpace, 1, 1),
+    ] {
+        medium.order(|orders| {
+            orders.seen.clear();
+            (orders.fail, orders.failures) = (Some(error), Some(failures));
+        });
+        let outcome = block_on(disk.write(512, &[failures as u8; 512], false));
+        assert_eq!(outcome.is_ok(), attempts > failures, "{error:?} {failures} times: {outcome:?}");
+        assert_eq!(medium.seen().len() as u32, attempts, "{error:?} {failures} times");
+        medium.order(|orders| (orders.fail, orders.failures) = (None, None));
+        if outcome.is_ok() {
+            let mut data = [0; 512];
+            block_on(disk.read(512, &mut data)).unwrap();
+            assert_eq!(data, [failures as u8; 512]);
+        }
+    }
 }
 
 #[test]

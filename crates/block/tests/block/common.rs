@@ -112,6 +112,8 @@ pub(crate) struct Orders {
     pub(crate) hold_at: Option<u64>,
     /// Requests that are neither reads nor flushes fail, or all of them.
     pub(crate) fail: Option<DiskError>,
+    /// Only so many of them.
+    pub(crate) failures: Option<u32>,
     /// Every request that came, in order.
     pub(crate) seen: Vec<Request>,
     bells: Vec<EventFd>,
@@ -185,11 +187,13 @@ struct TestQueue {
 
 impl TestQueue {
     fn run(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Result<(), DiskError> {
-        let fail = self.disk.orders.lock().unwrap().fail;
-        if let Some(error) = fail
-            && !matches!(request.op, Op::Read | Op::Flush)
-        {
-            return Err(error);
+        if !matches!(request.op, Op::Read | Op::Flush) {
+            let mut orders = self.disk.orders.lock().unwrap();
+            let left = orders.failures;
+            if let Some(error) = orders.fail.filter(|_| left != Some(0)) {
+                orders.failures = left.map(|left| left - 1);
+                return Err(error);
+            }
         }
         match self.inner.submit(tag, request, data) {
             Submitted::Done(outcome) => outcome,

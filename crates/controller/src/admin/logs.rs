@@ -79,13 +79,14 @@ impl ErrorLog {
 /// What the SMART / Health Information log page tells, in the units in which it is counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Health {
-    /// Bytes that Read, Compare and Verify commands read.
+    /// Bytes that Read, Compare and Verify commands read. What a Copy command reads is no Data Unit
+    /// Read (NVM Command Set 1.2, 1.4.2.7).
     pub(crate) bytes_read: u64,
-    /// Bytes that Write commands wrote.
+    /// Bytes that Write and Copy commands wrote (NVM Command Set 1.2, 1.4.2.10).
     pub(crate) bytes_written: u64,
-    /// Read, Compare and Verify commands completed.
+    /// Read, Compare and Copy commands completed (NVM Command Set 1.2, 1.4.2.8).
     pub(crate) host_reads: u64,
-    /// Write commands completed.
+    /// Write and Copy commands completed.
     pub(crate) host_writes: u64,
     /// How long commands were being worked on.
     pub(crate) busy: Duration,

@@ -284,9 +284,9 @@ impl Control {
         }
         Health {
             bytes_read: io.bytes_read,
-            bytes_written: io.bytes_written,
-            host_reads: io.reads,
-            host_writes: io.writes,
+            bytes_written: io.bytes_written + io.bytes_copied,
+            host_reads: io.reads + io.copies,
+            host_writes: io.writes + io.copies,
             media_errors: io.media_errors,
             busy,
             powered: self.since.elapsed(),

@@ -48,6 +48,11 @@ impl Io {
         Self { queue, stage: Stage::New { command, buffer, ticket: None } }
     }
 
+    /// Another command for the same queue.
+    pub fn another(&self, command: Command, buffer: Option<Buffer>) -> Self {
+        Self::new(self.queue.clone(), command, buffer)
+    }
+
     pub(super) fn refused(queue: AsyncQueue, error: IoError) -> Self {
         Self { queue, stage: Stage::Refused(error) }
     }

@@ -330,6 +330,7 @@ impl Core {
     /// Tells the controller of all commands submitted so far.
     #[inline]
     pub(crate) fn ring(&mut self) -> Result<(), QueueError> {
+        self.check_sq_head();
         let outcome = if self.sq_tail != self.sq_published {
             self.deliver();
             self.sq_published = self.sq_tail;
@@ -341,20 +342,21 @@ impl Core {
         if let Err(error) = outcome {
             return Err(self.fail(&error));
         }
-        self.release_if_short()
+        self.give_back_if_short()
     }
 
     /// Puts all commands submitted so far where the controller looks, which has enough to do to look
     /// there by itself; whether it has to be told is asked with the next, or by [`ring`](Self::ring).
     #[inline]
     fn post(&mut self) -> Result<(), QueueError> {
+        self.check_sq_head();
         self.deliver();
         self.sq_published = self.sq_tail;
         self.stats.batches += 1;
         if let Err(error) = self.sq_bell.post(self.sq_tail) {
             return Err(self.fail(&error));
         }
-        self.release_if_short()
+        self.give_back_if_short()
     }
 
     /// Tells the controller, if it has little else to do or if it is worth it by now. Whether there is
@@ -391,6 +393,11 @@ impl Core {
     #[inline(always)]
     fn release_if_short(&mut self) -> Result<(), QueueError> {
         self.check_sq_head();
+        self.give_back_if_short()
+    }
+
+    #[inline(always)]
+    fn give_back_if_short(&mut self) -> Result<(), QueueError> {
         let room = self.cq_size.entries() - 1;
         let short = self.cq_unpublished + self.outstanding() as u32 > room;
         if short || self.cq_unpublished >= self.cq_publish_at { self.release() } else { Ok(()) }
@@ -491,7 +498,9 @@ impl Core {
     }
 
     /// Checks the submission queue head that the last completion had. Nothing here relies on it, but
-    /// a device that gets it wrong is not to be trusted with much else.
+    /// a device that gets it wrong is not to be trusted with much else. Always before the tail that was
+    /// told moves on: what was consumed is part of what was told before, and both are less than the
+    /// queue ahead of the head that is known.
     #[inline]
     fn check_sq_head(&mut self) {
         let head = self.sq_head_said;

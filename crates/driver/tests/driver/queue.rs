@@ -283,6 +283,35 @@ fn queue_heads_that_can_not_be_do_no_harm() {
     assert_eq!(queue.stats().bad_sq_heads, 4);
 }
 
+/// What is taken and submitted again before the controller is told may go once around the queue.
+#[test]
+fn heads_are_right_however_much_was_taken_between_two_rings() {
+    let fake = Fake::new();
+    let (controller, mut queue) = one_queue(&fake, &options());
+    fake.with(|state| state.hold = true);
+    let flush = controller.namespace(1).unwrap().flush();
+    let submit = |queue: &mut QueuePair, count: usize| {
+        for _ in 0..count {
+            queue.submit(flush, None).unwrap();
+        }
+        queue.ring().unwrap();
+    };
+    // Of 16 entries.
+    for batch in [8, 9, 15, 1, 12, 15, 15] {
+        submit(&mut queue, batch);
+        for _ in 0..3 {
+            for _ in 0..batch {
+                fake.complete(0);
+                assert!(queue.pop().is_some());
+            }
+            submit(&mut queue, batch);
+        }
+        (0..batch).for_each(|_| fake.complete(0));
+        assert_eq!(queue.poll(|_| {}).unwrap(), batch);
+    }
+    assert_eq!(queue.stats().bad_sq_heads, 0);
+}
+
 #[test]
 fn a_bad_status_is_the_callers() {
     let fake = Fake::new();

@@ -1,21 +1,24 @@
 //! The device that a frontend drives: its features, its configuration, and its queues.
 
+use super::memory::{Current, Guarded, guard, is_poisoned};
 use super::request::{
     Chain, Ended, Job, MAX_DATA, Refusal, Rules, SECTOR, Status, carry_out, data_len, parse, put,
 };
+use super::ring::Ring;
 use crate::seat::Seat;
 use block::{BlockDevice, BlockError, Geometry};
 use std::future::Future;
 use std::io;
+use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::net::UnixStream;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
-use vhost_user_backend::{VhostUserBackend, VringRwLock, VringT};
+use vhost_user_backend::{VhostUserBackend, VringT};
 use virtio_queue::QueueT;
-use vm_memory::{GuestAddressSpace, GuestMemoryAtomic, GuestMemoryMmap};
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::event::{
     EventConsumer, EventFlag, EventNotifier, new_event_consumer_and_notifier,
@@ -69,7 +72,11 @@ struct Lane {
     /// A request for which there is no place or no memory at the moment.
     stalled: Option<Chain>,
     held: usize,
-    vring: Option<VringRwLock>,
+    /// [`memory::sigbus::faults`] when it was last looked at.
+    faults: u64,
+    vring: Option<Ring>,
+    /// That its queue makes no sense was said.
+    complained: bool,
 }
 
 /// A virtio-blk device.
@@ -77,13 +84,21 @@ pub(super) struct Device {
     lanes: Vec<Mutex<Lane>>,
     geometry: Geometry,
     id: Vec<u8>,
-    memory: RwLock<Option<GuestMemoryAtomic<GuestMemoryMmap>>>,
+    memory: RwLock<Option<Current>>,
     acked: AtomicU64,
     failures: Arc<AtomicU64>,
+    /// The frontend's, to hang up.
+    socket: UnixStream,
 }
 
 impl Device {
-    pub(super) fn new(disk: &BlockDevice, id: &str, failures: Arc<AtomicU64>) -> io::Result<Self> {
+    /// For the frontend at the other end of `socket`.
+    pub(super) fn new(
+        disk: &BlockDevice,
+        id: &str,
+        failures: Arc<AtomicU64>,
+        socket: UnixStream,
+    ) -> io::Result<Self> {
         let lane = |queue| {
             let disk = disk.on_queue(queue);
             Ok(Mutex::new(Lane {
@@ -94,7 +109,9 @@ impl Device {
                 answered: false,
                 stalled: None,
                 held: 0,
+                faults: ::memory::sigbus::faults(),
                 vring: None,
+                complained: false,
             }))
         };
         Ok(Self {
@@ -104,6 +121,7 @@ impl Device {
             memory: RwLock::default(),
             acked: AtomicU64::new(0),
             failures,
+            socket,
         })
     }
 
@@ -162,13 +180,19 @@ impl Device {
 
     /// Takes what is new, begins with it, answers what is done; until there is nothing left to do
     /// but to wait.
-    fn serve(&self, lane: &mut Lane, vring: &VringRwLock) -> Result<(), virtio_queue::Error> {
+    fn serve(&self, lane: &mut Lane, vring: &Ring) -> Result<(), virtio_queue::Error> {
+        // The queue said that there is a request.
+        let mut promised = false;
         loop {
             vring.disable_notification()?;
             let mut any = self.take(lane, vring);
             any |= self.collect(lane, vring);
             lane.signal(vring);
+            if self.has_lost_memory(lane) {
+                return Ok(());
+            }
             if any {
+                promised = false;
                 continue;
             }
             // The guest need not tell of new requests while we look for ourselves.
@@ -177,6 +201,10 @@ impl Device {
             }
             // With a request that waits for a place, there is nothing to be told of.
             if lane.stalled.is_none() && vring.enable_notification()? {
+                // An index that is no queue's can promise requests for ever.
+                if std::mem::replace(&mut promised, true) {
+                    return Err(virtio_queue::Error::InvalidAvailRingIndex);
+                }
                 continue;
             }
             if lane.seat.prepare_timed_sleep() {
@@ -186,16 +214,15 @@ impl Device {
     }
 
     /// Takes requests from the queue, as many as there are places for. Whether there was any.
-    fn take(&self, lane: &mut Lane, vring: &VringRwLock) -> bool {
-        let memory = self.memory.read().unwrap_or_else(PoisonError::into_inner).clone();
-        let Some(memory) = memory else { return false };
+    fn take(&self, lane: &mut Lane, vring: &Ring) -> bool {
+        let memory = vring.memory();
         let mut any = false;
         // No more than there can be, whatever the guest does to its ring meanwhile.
         for _ in 0..QUEUE_SIZE {
             let next = lane
                 .stalled
                 .take()
-                .or_else(|| vring.get_mut().get_queue_mut().pop_descriptor_chain(memory.memory()));
+                .or_else(|| vring.get_mut().get_queue_mut().pop_descriptor_chain(memory.clone()));
             let Some(chain) = next else { break };
             if let Some(chain) = self.begin(lane, vring, chain) {
                 lane.stalled = Some(chain);
@@ -207,7 +234,7 @@ impl Device {
     }
 
     /// Begins with a request, or gives it back if there is no place for it.
-    fn begin(&self, lane: &mut Lane, vring: &VringRwLock, chain: Chain) -> Option<Chain> {
+    fn begin(&self, lane: &mut Lane, vring: &Ring, chain: Chain) -> Option<Chain> {
         let held = data_len(&chain);
         if lane.held > 0 && lane.held + held > MAX_HELD {
             return Some(chain);
@@ -235,7 +262,7 @@ impl Device {
     }
 
     /// Submits what was begun with, and answers what is done. Whether there was anything.
-    fn collect(&self, lane: &mut Lane, vring: &VringRwLock) -> bool {
+    fn collect(&self, lane: &mut Lane, vring: &Ring) -> bool {
         let Lane { seat, pending, held, done, answered, .. } = lane;
         let busy = seat.turn(|place, ended| {
             done.push(place);
@@ -256,6 +283,27 @@ impl Device {
         *answered |= !done.is_empty();
         done.drain(..).for_each(|place| seat.tasks().release(place));
         busy
+    }
+
+    /// Whether the guest's memory is not there any more: what is in its place is nobody's. Then its
+    /// frontend is hung up on.
+    fn has_lost_memory(&self, lane: &mut Lane) -> bool {
+        let faults = ::memory::sigbus::faults();
+        if faults == lane.faults {
+            return false;
+        }
+        let memory = self.memory.read().unwrap_or_else(PoisonError::into_inner);
+        let lost = memory.as_ref().is_some_and(is_poisoned);
+        if lost {
+            tracing::error!(
+                "memory of the guest is gone (its file was truncated, or there are no huge pages for \
+                 it), so its frontend is sent away"
+            );
+            let _ = self.socket.shutdown(Shutdown::Both);
+        } else {
+            lane.faults = faults;
+        }
+        lost
     }
 
     fn failed(&self, error: &BlockError) {
@@ -294,7 +342,7 @@ fn work(disk: BlockDevice, job: Job) -> Work {
     Box::pin(carry_out(disk, job))
 }
 
-fn answer(vring: &VringRwLock, chain: &Chain, len: u32) {
+fn answer(vring: &Ring, chain: &Chain, len: u32) {
     if let Err(error) = vring.add_used(chain.head_index(), len) {
         tracing::warn!("an answer does not fit into the guest's queue: {error}");
     }
@@ -302,7 +350,7 @@ fn answer(vring: &VringRwLock, chain: &Chain, len: u32) {
 
 impl Lane {
     /// Tells the guest of new answers, if it wants to be told.
-    fn signal(&mut self, vring: &VringRwLock) {
+    fn signal(&mut self, vring: &Ring) {
         // When in doubt, it is told.
         if std::mem::take(&mut self.answered)
             && vring.needs_notification().unwrap_or(true)
@@ -314,8 +362,8 @@ impl Lane {
 }
 
 impl VhostUserBackend for Device {
-    type Bitmap = ();
-    type Vring = VringRwLock;
+    type Bitmap = Guarded;
+    type Vring = Ring;
 
     fn num_queues(&self) -> usize {
         self.lanes.len()
@@ -368,9 +416,12 @@ impl VhostUserBackend for Device {
         bytes.get(offset as usize..end).unwrap_or_default().to_vec()
     }
 
-    fn update_memory(&self, memory: GuestMemoryAtomic<GuestMemoryMmap>) -> io::Result<()> {
+    fn update_memory(&self, memory: Current) -> io::Result<()> {
+        let outcome = guard(&memory).inspect_err(|error| {
+            tracing::warn!("the guest's memory can not be had: {error}");
+        });
         *self.memory.write().unwrap_or_else(PoisonError::into_inner) = Some(memory);
-        Ok(())
+        outcome
     }
 
     fn queues_per_thread(&self) -> Vec<u64> {
@@ -393,7 +444,7 @@ impl VhostUserBackend for Device {
         &self,
         number: u16,
         _: EventSet,
-        vrings: &[VringRwLock],
+        vrings: &[Ring],
         thread: usize,
     ) -> io::Result<()> {
         let (Some(mut lane), Some(vring)) = (self.lane(thread), vrings.first()) else {
@@ -413,7 +464,11 @@ impl VhostUserBackend for Device {
         }
         if let Err(error) = self.serve(&mut lane, vring) {
             // An error here would end the thread, and with it the queue for good.
-            tracing::warn!(queue = thread, "the guest's queue makes no sense: {error}");
+            if std::mem::replace(&mut lane.complained, true) {
+                tracing::debug!(queue = thread, "the guest's queue makes no sense: {error}");
+            } else {
+                tracing::warn!(queue = thread, "the guest's queue makes no sense: {error}");
+            }
         }
         Ok(())
     }

@@ -4,28 +4,47 @@
 //! the socket to itself; when it leaves, the next one may come (a guest that is started again).
 //! Each virtio queue has a thread and one of the disk's queues.
 //!
+//! # Trust
+//!
+//! The frontend and its guest are untrusted. What they share passes the `doorman` first; the guest's
+//! `memory` may be truncated at any moment, and the eventfds of a `ring` may be full or empty, without
+//! a thread of this process dying of it or waiting for it.
+//!
 //! # What it does not implement
 //!
 //! Migration (dirty logging), in-flight tracking across a crash of this process, and zoned disks.
 
 mod backend;
+mod doorman;
+mod memory;
 mod request;
+mod ring;
+#[allow(unsafe_code)]
+mod sys;
 
+use ::memory::EventFd;
 use backend::Device;
 use block::BlockDevice;
-use memory::EventFd;
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::net::{SocketFlags, accept_with};
 use std::io;
+use std::net::Shutdown;
 use std::os::fd::AsFd;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
+use vfio_user::descriptor::{Channel, Closer};
 use vfio_user::server::BindError;
-use vhost_user_backend::{ShutdownHandle, VhostUserDaemon};
-use vm_memory::{GuestMemoryAtomic, GuestMemoryMmap};
+use vhost_user_backend::VhostUserDaemon;
 use vmm_sys_util::epoll::EventSet;
+
+/// How long to wait after a frontend could not be let in for want of descriptors, memory or threads,
+/// or was not to be because files that an earlier one sent are still being closed.
+const RETRY: Duration = Duration::from_secs(1);
 
 /// Why a device could not be offered.
 #[derive(Debug, thiserror::Error)]
@@ -44,21 +63,21 @@ pub enum StartError {
 struct Shared {
     ending: AtomicBool,
     event: EventFd,
-    frontend: Mutex<Option<(ShutdownHandle, Arc<Device>)>>,
+    /// The socket of the one that is there.
+    frontend: Mutex<Option<UnixStream>>,
     failures: Arc<AtomicU64>,
 }
 
 impl Shared {
-    fn frontend(&self) -> MutexGuard<'_, Option<(ShutdownHandle, Arc<Device>)>> {
+    fn frontend(&self) -> MutexGuard<'_, Option<UnixStream>> {
         self.frontend.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn end(&self) {
         self.ending.store(true, Ordering::SeqCst);
         self.event.signal();
-        let frontend = self.frontend().take();
-        if let Some((shutdown, _)) = frontend {
-            shutdown.shutdown();
+        if let Some(socket) = self.frontend().take() {
+            let _ = socket.shutdown(Shutdown::Both);
         }
     }
 }
@@ -121,6 +140,7 @@ impl Drop for VhostUserBlk {
 
 /// Serves one frontend after the other.
 fn accept(listener: &vfio_user::Listener, disk: &BlockDevice, id: &str, shared: &Shared) {
+    let closer = Arc::default();
     loop {
         let mut fds = [
             PollFd::from_borrowed_fd(shared.event.as_fd(), PollFlags::IN),
@@ -133,7 +153,21 @@ fn accept(listener: &vfio_user::Listener, disk: &BlockDevice, id: &str, shared: 
         if fds.last().is_none_or(|fd| fd.revents().is_empty()) {
             continue;
         }
-        match serve(listener, disk, id, shared) {
+        let outcome = if Closer::is_overdone(&closer) {
+            Err("files that an earlier one sent are still being closed".into())
+        } else {
+            enter(listener, disk, id, shared, &closer)
+        };
+        let visit = match outcome {
+            Ok(None) => continue,
+            Ok(Some(visit)) => visit,
+            Err(error) => {
+                tracing::warn!("a frontend can not be let in, trying again: {error}");
+                let _ = shared.event.wait(Some(RETRY));
+                continue;
+            }
+        };
+        match visit.serve(shared) {
             Ok(()) => tracing::debug!("the frontend is gone"),
             Err(error) => tracing::warn!("a frontend was sent away: {error}"),
         }
@@ -142,36 +176,94 @@ fn accept(listener: &vfio_user::Listener, disk: &BlockDevice, id: &str, shared: 
 
 type Failed = Box<dyn std::error::Error + Send + Sync>;
 
-fn serve(
+/// A frontend that is there.
+struct Visit {
+    device: Arc<Device>,
+    daemon: VhostUserDaemon<Arc<Device>>,
+    frontend: Channel,
+    /// The frontend's socket once more.
+    socket: UnixStream,
+    /// Where its messages go.
+    inside: UnixStream,
+}
+
+/// Lets the next frontend in, if there is one.
+fn enter(
     listener: &vfio_user::Listener,
     disk: &BlockDevice,
     id: &str,
     shared: &Shared,
-) -> Result<(), Failed> {
-    let device = Arc::new(Device::new(disk, id, Arc::clone(&shared.failures))?);
-    let memory = GuestMemoryAtomic::new(GuestMemoryMmap::<()>::new());
+    closer: &Arc<Closer>,
+) -> Result<Option<Visit>, Failed> {
+    let socket = match accept_with(listener, SocketFlags::CLOEXEC) {
+        Ok(socket) => socket,
+        Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Ok(None),
+        Err(errno) => return Err(errno.into()),
+    };
+    let frontend = Channel::new(socket, Arc::clone(closer));
+    let socket = UnixStream::from(frontend.as_fd().try_clone_to_owned()?);
+    let failures = Arc::clone(&shared.failures);
+    let device = Arc::new(Device::new(disk, id, failures, socket.try_clone()?)?);
+    let memory = memory::Current::new(memory::Memory::new());
     let mut daemon = VhostUserDaemon::new("vhost-user".into(), Arc::clone(&device), memory)
         .map_err(|error| error.to_string())?;
-    let handlers = daemon.get_epoll_handlers();
-    for (lane, handler) in handlers.iter().enumerate() {
+    for (lane, handler) in daemon.get_epoll_handlers().iter().enumerate() {
         if let Some(event) = device.event(lane) {
             handler.register_listener(event, EventSet::IN, device.event_number())?;
         }
     }
-    // The same socket; the file belongs to our listener.
-    let socket = UnixListener::from(listener.as_fd().try_clone_to_owned()?);
-    daemon.start(&mut socket.into()).map_err(|error| error.to_string())?;
-    if let Some(handle) = daemon.shutdown_handle() {
-        *shared.frontend() = Some((handle, Arc::clone(&device)));
+    let inside = doorman::inside(listener.path(), |path| {
+        daemon.start_client(path).map_err(|error| error.to_string())
+    })?;
+    Ok(Some(Visit { device, daemon, frontend, socket, inside }))
+}
+
+impl Visit {
+    fn serve(self, shared: &Shared) -> Result<(), Failed> {
+        let Self { device, mut daemon, mut frontend, socket, inside } = self;
+        *shared.frontend() = Some(socket.try_clone()?);
+        if shared.ending.load(Ordering::SeqCst) {
+            shared.end();
+        }
+        let answers = (inside.try_clone()?, socket.try_clone()?);
+        let answers =
+            std::thread::Builder::new().name("vhost-answers".into()).spawn(move || {
+                let (mut inside, mut socket) = answers;
+                let _ = io::copy(&mut inside, &mut socket);
+                // One of them is gone, and the other is not to wait for it.
+                let _ = (inside.shutdown(Shutdown::Both), socket.shutdown(Shutdown::Both));
+            })?;
+        let passed = doorman::pass(&mut frontend, &inside);
+        let _ = socket.shutdown(Shutdown::Both);
+        // What was sent is still read, and then it is over.
+        let _ = inside.shutdown(Shutdown::Write);
+        let handled = daemon.wait();
+        let _ = inside.shutdown(Shutdown::Both);
+        let _ = answers.join();
+        shared.frontend().take();
+        // What was taken is carried out, even if nobody waits for the answer any more.
+        (0..daemon.get_epoll_handlers().len()).for_each(|lane| device.finish(lane));
+        // Ends the threads of the queues.
+        drop(daemon);
+        passed?;
+        match handled {
+            Err(vhost_user_backend::Error::HandleRequest(error)) if !is_end(&error) => {
+                Err(error.to_string().into())
+            }
+            _ => Ok(()),
+        }
     }
-    if shared.ending.load(Ordering::SeqCst) {
-        shared.end();
-    }
-    let outcome = daemon.wait();
-    shared.frontend().take();
-    // What was taken is carried out, even if nobody waits for the answer any more.
-    (0..handlers.len()).for_each(|lane| device.finish(lane));
-    // Ends the threads of the queues.
-    drop(daemon);
-    outcome.map_err(|error| error.to_string().into())
+}
+
+/// Whether that is how a connection ends that is shut.
+fn is_end(error: &vhost::vhost_user::Error) -> bool {
+    use vhost::vhost_user::Error;
+    matches!(
+        error,
+        Error::Disconnected
+            | Error::PartialMessage
+            | Error::SocketBroken(_)
+            | Error::SocketError(_)
+            | Error::SocketRetry(_)
+    )
 }

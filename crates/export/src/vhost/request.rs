@@ -1,13 +1,13 @@
 //! virtio-blk requests, as they lie in the guest's memory. Virtio 1.2, 5.2.6 "Device Operation".
 
+use super::memory::Snapshot;
 use block::{BlockDevice, BlockError, Geometry, Zeroes};
 use std::io::{Read as _, Write as _};
 use virtio_queue::DescriptorChain;
 use virtio_queue::desc::split::Descriptor;
-use vm_memory::{GuestMemoryLoadGuard, GuestMemoryMmap};
 
 /// A request's descriptors. They keep the guest's memory as it was when the request was made.
-pub(super) type Chain = DescriptorChain<GuestMemoryLoadGuard<GuestMemoryMmap>>;
+pub(super) type Chain = DescriptorChain<Snapshot>;
 
 /// Bytes of the header: type, a reserved word, sector.
 const HEADER: usize = 16;

@@ -5,5 +5,8 @@ mod client;
 mod common;
 mod fuse;
 mod nbd;
+#[path = "../../../vfio-user/tests/stalled/mod.rs"]
+mod stalled;
 mod tools;
 mod vhost;
+mod vhost_hostile;

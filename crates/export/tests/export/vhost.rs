@@ -5,6 +5,7 @@ use block::{BlockDevice, BlockOptions};
 use disk::{DiskError, Op};
 use driver::{AttachOptions, Controller};
 use shadowbell_export::vhost::{StartError, VhostUserBlk};
+use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,23 +24,23 @@ const HEADERS: u64 = 0x40000;
 const STATUSES: u64 = 0x50000;
 const DATA: u64 = 0x10_0000;
 const ROOM: u64 = 0x10_0000;
-const MEMORY: u64 = 0x200_0000;
+pub(crate) const MEMORY: u64 = 0x200_0000;
 
 const VERSION_1: u64 = 1 << 32;
 const PROTOCOL_FEATURES: u64 = 1 << 30;
-const EVENT_IDX: u64 = 1 << 29;
+pub(crate) const EVENT_IDX: u64 = 1 << 29;
 const FLUSH: u64 = 1 << 9;
 const MQ: u64 = 1 << 12;
 
-struct Rig {
-    medium: TestDisk,
+pub(crate) struct Rig {
+    pub(crate) medium: TestDisk,
     controller: Option<Controller>,
     device: Option<VhostUserBlk>,
     directory: TempDir,
 }
 
 impl Rig {
-    fn new(read_only: bool) -> Self {
+    pub(crate) fn new(read_only: bool) -> Self {
         let medium = TestDisk::new(16384, 512);
         let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
         let mut controller = attach(Arc::new(medium.clone()), &attached);
@@ -50,11 +51,11 @@ impl Rig {
         Self { medium, controller: Some(controller), device: Some(device), directory }
     }
 
-    fn socket(&self) -> PathBuf {
+    pub(crate) fn socket(&self) -> PathBuf {
         self.directory.path().join("vhost")
     }
 
-    fn end(mut self, failures: u64) {
+    pub(crate) fn end(mut self, failures: u64) {
         assert_eq!(self.device.take().unwrap().stop(), failures);
         assert!(!self.socket().exists());
         self.controller.take().unwrap().detach().unwrap();
@@ -62,12 +63,12 @@ impl Rig {
 }
 
 /// A virtio queue as its driver sees it.
-struct Ring {
+pub(crate) struct Ring {
     memory: GuestMemoryMmap<()>,
     base: u64,
     index: u64,
-    kick: EventFd,
-    call: EventFd,
+    pub(crate) kick: EventFd,
+    pub(crate) call: EventFd,
     submitted: u16,
     taken: u16,
 }
@@ -91,7 +92,7 @@ impl Ring {
         bytes
     }
 
-    fn data(&self, slot: u16) -> u64 {
+    pub(crate) fn data(&self, slot: u16) -> u64 {
         DATA + (self.index * u64::from(SLOTS) + u64::from(slot)) % 30 * ROOM
     }
 
@@ -117,8 +118,14 @@ impl Ring {
         self.kick.write(1).unwrap();
     }
 
+    /// Says that there are so many requests by now.
+    pub(crate) fn promise(&mut self, count: u16) {
+        self.write(self.available() + 2, &count.to_le_bytes());
+        self.kick.write(1).unwrap();
+    }
+
     /// Submits a request with the data that `data` has, and room for `room` bytes.
-    fn submit(&mut self, slot: u16, kind: u32, sector: u64, data: &[u8], room: u32) {
+    pub(crate) fn submit(&mut self, slot: u16, kind: u32, sector: u64, data: &[u8], room: u32) {
         const NEXT: u16 = 1;
         const WRITE: u16 = 2;
         let header = HEADERS + self.index * 0x1000 + u64::from(slot) * 16;
@@ -142,7 +149,7 @@ impl Ring {
     }
 
     /// Waits for the next request that ends: its slot, how much was written, and its status.
-    fn take(&mut self) -> (u16, u32, u8) {
+    pub(crate) fn take(&mut self) -> (u16, u32, u8) {
         let deadline = Instant::now() + Duration::from_secs(20);
         loop {
             // With EVENT_IDX: tell us of the very next one.
@@ -164,7 +171,7 @@ impl Ring {
         }
     }
 
-    fn run(&mut self, kind: u32, sector: u64, data: &[u8], room: u32) -> u8 {
+    pub(crate) fn run(&mut self, kind: u32, sector: u64, data: &[u8], room: u32) -> u8 {
         self.submit(0, kind, sector, data, room);
         let (slot, _, status) = self.take();
         assert_eq!(slot, 0);
@@ -178,15 +185,22 @@ impl Ring {
     }
 }
 
-struct Guest {
-    frontend: Frontend,
-    rings: Vec<Ring>,
+pub(crate) struct Guest {
+    pub(crate) frontend: Frontend,
+    pub(crate) rings: Vec<Ring>,
     features: u64,
     config: Vec<u8>,
 }
 
 impl Guest {
-    fn connect(rig: &Rig, queues: usize, without: u64) -> Self {
+    pub(crate) fn connect(rig: &Rig, queues: usize, without: u64) -> Self {
+        let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, MEMORY).unwrap();
+        Self::connect_with(rig, queues, without, file.into())
+    }
+
+    /// With this for memory.
+    pub(crate) fn connect_with(rig: &Rig, queues: usize, without: u64, file: File) -> Self {
         let mut frontend = Frontend::connect(rig.socket(), queues as u64).unwrap();
         frontend.set_owner().unwrap();
         let features = frontend.get_features().unwrap();
@@ -200,8 +214,6 @@ impl Guest {
         assert_eq!(frontend.get_queue_num().unwrap(), 2);
         let flags = VhostUserConfigFlags::WRITABLE;
         let config = frontend.get_config(0, 60, flags, &[0; 60]).unwrap().1;
-        let file = tempfile::tempfile().unwrap();
-        file.set_len(MEMORY).unwrap();
         let range = (GuestAddress(0), MEMORY as usize, Some(FileOffset::new(file, 0)));
         let memory = GuestMemoryMmap::<()>::from_ranges_with_files([range]).unwrap();
         let regions: Vec<_> = memory
@@ -247,8 +259,8 @@ fn libc_nonblock() -> i32 {
     rustix::fs::OFlags::NONBLOCK.bits() as i32
 }
 
-const READ: u32 = 0;
-const WRITE: u32 = 1;
+pub(crate) const READ: u32 = 0;
+pub(crate) const WRITE: u32 = 1;
 const FLUSH_REQUEST: u32 = 4;
 const GET_ID: u32 = 8;
 const DISCARD: u32 = 11;

@@ -3,8 +3,10 @@
 //! A range is mapped by itself, as long as there are few. But a process can have 65530 mappings, for
 //! all of its clients, and a guest with an IOMMU in between shares its memory page by page. Beyond
 //! [`SINGLE`] of them, the whole file is mapped at once and the pages are parts of that; so is a file
-//! of huge pages, of which the kernel does not map parts. A client has [`MAX_MAPPINGS`] in all.
+//! of huge pages, of which the kernel does not map parts. A client has [`MAX_MAPPINGS`] in all, and no
+//! more of the address space than its [`Account`] has.
 
+use super::budget::{Account, Budget, NoRoom, Share};
 use memory::{MapError, Mapping, Protection, SharedBytes};
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -29,6 +31,8 @@ pub(super) struct Bytes {
     shared: SharedBytes,
     /// Held by each range that is mapped by itself.
     _single: Option<Arc<()>>,
+    /// Of the mapping, by all of its parts. Given back when it is unmapped, and not before.
+    _share: Arc<Share>,
 }
 
 impl Bytes {
@@ -90,13 +94,15 @@ pub(super) enum FileError {
     Map(#[from] MapError),
     #[error("it is in more files than the {MAX_MAPPINGS} that are taken of one client")]
     TooMany,
+    #[error(transparent)]
+    NoRoom(#[from] NoRoom),
 }
 
 impl FileError {
     pub(super) fn errno(&self) -> Errno {
         match self {
             Self::Map(_) => Errno::INVAL,
-            Self::TooMany => Errno::NOSPC,
+            Self::TooMany | Self::NoRoom(_) => Errno::NOSPC,
         }
     }
 }
@@ -109,21 +115,29 @@ struct Key {
     protection: Protection,
 }
 
+/// A file that is mapped as a whole.
+type Whole = (Arc<Mapping>, Arc<Share>);
+
 /// A client's files.
 pub(super) struct Files {
     /// Those that are mapped as a whole, while any range of them is there.
-    whole: Vec<(Key, Weak<Mapping>)>,
+    whole: Vec<(Key, Weak<Mapping>, Weak<Share>)>,
     /// Counts the ranges that are mapped by themselves.
     singles: Arc<()>,
+    account: Account,
 }
 
 impl Default for Files {
     fn default() -> Self {
-        Self { whole: Vec::new(), singles: Arc::new(()) }
+        Self::new(Budget::of_process())
     }
 }
 
 impl Files {
+    fn new(budget: Arc<Budget>) -> Self {
+        Self { whole: Vec::new(), singles: Arc::new(()), account: Account::new(budget) }
+    }
+
     /// Maps `len` bytes at `offset` of a file that waits for nobody.
     pub(super) fn map(
         &mut self,
@@ -136,22 +150,23 @@ impl Files {
         if singles < SINGLE {
             match self.map_single(&fd, offset, len, protection) {
                 // It may be part of a huge page.
-                Err(MapError::System { .. }) => {}
-                outcome => return Ok(outcome?),
+                Err(FileError::Map(MapError::System { .. })) => {}
+                outcome => return outcome,
             }
         }
         let shape = || usize::try_from(offset).ok().zip(usize::try_from(len).ok());
         if let Some((offset, len)) = shape()
-            && let Some(mapping) = self.whole(&fd, offset as u64, len as u64, protection)?
+            && let Some((mapping, share)) =
+                self.whole(&fd, offset as u64, len as u64, protection)?
             && let Some(shared) = mapping.bytes().slice(offset, len)
         {
-            return Ok(Bytes { shared, _single: None });
+            return Ok(Bytes { shared, _single: None, _share: share });
         }
         // Part of it is beyond the end of the file, or the file is too large.
         if singles + self.whole.len() >= MAX_MAPPINGS {
             return Err(FileError::TooMany);
         }
-        Ok(self.map_single(&fd, offset, len, protection)?)
+        self.map_single(&fd, offset, len, protection)
     }
 
     fn map_single(
@@ -160,14 +175,16 @@ impl Files {
         offset: u64,
         len: u64,
         protection: Protection,
-    ) -> Result<Bytes, MapError> {
+    ) -> Result<Bytes, FileError> {
+        let share = Arc::new(self.account.take(len)?);
         let kept = Arc::strong_count(&self.singles) <= MAX_KEPT;
         let own = kept.then(|| fd.try_clone().ok()).flatten();
         let mapping = match own {
             Some(fd) => Mapping::from_own_fd(fd, offset, len, protection),
             None => Mapping::from_fd(fd, offset, len, protection),
         }?;
-        Ok(Bytes { shared: mapping.bytes(), _single: Some(Arc::clone(&self.singles)) })
+        let single = Some(Arc::clone(&self.singles));
+        Ok(Bytes { shared: mapping.bytes(), _single: single, _share: share })
     }
 
     /// All of the file, if it reaches that far and can be mapped.
@@ -177,37 +194,42 @@ impl Files {
         offset: u64,
         len: u64,
         protection: Protection,
-    ) -> Result<Option<Arc<Mapping>>, FileError> {
+    ) -> Result<Option<Whole>, FileError> {
         let Ok(stat) = rustix::fs::fstat(fd) else { return Ok(None) };
         let size = u64::try_from(stat.st_size).unwrap_or(0);
         let end = offset.saturating_add(len);
         if end > size || size > MAX_WHOLE {
             return Ok(None);
         }
-        self.whole.retain(|(_, mapping)| mapping.strong_count() > 0);
+        self.whole.retain(|(_, mapping, _)| mapping.strong_count() > 0);
         let key = Key { device: stat.st_dev, inode: stat.st_ino, protection };
-        let known = self.whole.iter().filter(|(other, _)| *other == key);
-        let mut known = known.filter_map(|(_, mapping)| mapping.upgrade());
+        let known = self.whole.iter().filter(|(other, ..)| *other == key);
+        let mut known =
+            known.filter_map(|(_, mapping, share)| mapping.upgrade().zip(share.upgrade()));
         // The file may have grown since.
-        if let Some(mapping) = known.find(|mapping| end <= mapping.len() as u64) {
-            return Ok(Some(mapping));
+        if let Some(known) = known.find(|(mapping, _)| end <= mapping.len() as u64) {
+            return Ok(Some(known));
         }
         if self.whole.len() + Arc::strong_count(&self.singles) > MAX_MAPPINGS {
             return Err(FileError::TooMany);
         }
+        // There may be room for the part of it that was asked for.
+        let Ok(share) = self.account.take(size) else { return Ok(None) };
+        let share = Arc::new(share);
         let own = (self.whole.len() < MAX_KEPT).then(|| fd.try_clone().ok()).flatten();
         let mapping = match own {
             Some(fd) => Mapping::from_own_fd(fd, 0, size, protection),
             None => Mapping::from_fd(fd.as_fd(), 0, size, protection),
         };
         let mapping = mapping?;
-        self.whole.push((key, Arc::downgrade(&mapping)));
-        Ok(Some(mapping))
+        self.whole.push((key, Arc::downgrade(&mapping), Arc::downgrade(&share)));
+        Ok(Some((mapping, share)))
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::budget::Room;
     use super::*;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
@@ -261,7 +283,7 @@ mod tests {
         drop((pages, read, there));
         map(&mut files, &memory, 0).unwrap();
         assert_eq!(Arc::strong_count(&files.singles), 1);
-        assert!(files.whole.iter().all(|(_, mapping)| mapping.strong_count() == 0));
+        assert!(files.whole.iter().all(|(_, mapping, _)| mapping.strong_count() == 0));
     }
 
     #[test]
@@ -291,9 +313,12 @@ mod tests {
         let fd = file(MemfdFlags::empty(), len as u64);
         let whole = Mapping::from_fd(&fd, 0, len as u64, Protection::ReadWrite).unwrap();
         let page = PAGE as usize;
+        let account = Account::new(Budget::new(Room { bytes: u64::MAX, mappings: 2 }));
+        let share = Arc::new(account.take(len as u64).unwrap());
         let part = |n: usize| Bytes {
             shared: whole.bytes().slice(n * page, page).unwrap(),
             _single: None,
+            _share: Arc::clone(&share),
         };
         let (some, others) = (vec![part(0), part(7)], vec![part(100)]);
         drop(whole);
@@ -318,6 +343,44 @@ mod tests {
         assert!(matches!(beyond, Err(FileError::TooMany)));
         drop(held);
         map(&mut files, &file(MemfdFlags::empty(), PAGE), 0).unwrap();
+    }
+
+    #[test]
+    fn a_client_that_fills_the_address_space_leaves_room_for_others() {
+        let budget = Budget::new(Room { bytes: 1024 * PAGE, mappings: 1 << 20 });
+        let [mut one, mut two] = [(); 2].map(|()| Files::new(Arc::clone(&budget)));
+        let large = file(MemfdFlags::empty(), 1 << 60);
+        let take = |files: &mut Files, pages: u64| {
+            files.map(large.try_clone().unwrap(), 0, pages * PAGE, Protection::ReadWrite)
+        };
+        let held = take(&mut one, 512).unwrap();
+        let error = take(&mut one, 1).err().unwrap();
+        assert_eq!(error.errno(), Errno::NOSPC);
+        assert!(error.to_string().contains("half of what the others leave"), "{error}");
+        let other = take(&mut two, 256).unwrap();
+        assert!(take(&mut two, 1).is_err());
+        drop((held, other));
+    }
+
+    #[test]
+    fn parts_of_a_mapping_take_its_room_once_until_the_last_of_them_goes() {
+        let budget = Budget::new(Room { bytes: 2048 * PAGE, mappings: 1 << 20 });
+        let mut files = Files::new(budget);
+        let small = file(MemfdFlags::empty(), 400 * PAGE);
+        let mut pages: Vec<_> =
+            (0..400).map(|n| map(&mut files, &small, n * PAGE).unwrap()).collect();
+        let other = file(MemfdFlags::empty(), 1 << 60);
+        let mut take = |pages: u64| {
+            files.map(other.try_clone().unwrap(), 0, pages * PAGE, Protection::ReadWrite)
+        };
+        let rest = take(1024 - SINGLE as u64 - 400).unwrap();
+        pages.truncate(SINGLE + 1);
+        assert!(take(1).is_err());
+        pages.truncate(SINGLE);
+        let more = take(400).unwrap();
+        assert!(take(1).is_err());
+        drop((rest, more, pages));
+        take(1024).unwrap();
     }
 
     #[test]

@@ -26,6 +26,7 @@
 //!
 //! D3hot keeps the registers accessible, and the interrupt pin does not exist.
 
+mod budget;
 mod dma;
 mod files;
 mod pci;

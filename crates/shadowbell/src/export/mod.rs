@@ -39,6 +39,9 @@ pub struct Args {
     #[arg(long, value_name = "FILE", group = "way")]
     pub fuse: Option<PathBuf>,
     /// Offer it to a VM as a virtio disk, behind this socket
+    ///
+    /// The VMM's memory for the guest has to be shared, and in a memfd or a file of tmpfs, hugetlbfs or a
+    /// local disk; a VMM that shares anything else is sent away. One VMM at a time.
     #[arg(long, value_name = "PATH", group = "way")]
     pub vhost_user_blk: Option<PathBuf>,
     /// Make it a block device of this machine, /dev/ublkbN

@@ -21,7 +21,7 @@ const PATIENCE: usize = 16;
 
 /// Closes descriptors, one after the other, without its user waiting for it.
 #[derive(Default)]
-pub(crate) struct Closer(Mutex<State>);
+pub struct Closer(Mutex<State>);
 
 #[derive(Default)]
 struct State {
@@ -46,8 +46,8 @@ impl Closer {
         self.start(&mut state);
     }
 
-    /// Whether more of them wait than is put up with.
-    pub(crate) fn is_overdone(self: &Arc<Self>) -> bool {
+    /// Whether more of them wait than is put up with: the next client had better do so, too.
+    pub fn is_overdone(self: &Arc<Self>) -> bool {
         let mut state = self.lock();
         self.start(&mut state);
         state.count() > PATIENCE

@@ -20,6 +20,7 @@
 //! (whose layers may be of those) and mounts of other namespaces. Without `/proc`, only memory passes,
 //! so that no interrupts can be set up.
 
+mod channel;
 mod closer;
 mod kind;
 #[allow(unsafe_code)]
@@ -30,7 +31,9 @@ use std::sync::Arc;
 
 use tracing::{debug, warn};
 
-pub(crate) use closer::{Closer, Stream};
+pub use channel::Channel;
+pub use closer::Closer;
+pub(crate) use closer::Stream;
 use kind::{Kind, kind};
 
 /// A descriptor that a peer sent.
@@ -74,11 +77,23 @@ impl Entrance {
     /// Looks at descriptors that came together.
     pub(crate) fn admit(&mut self, fds: Vec<OwnedFd>) -> Vec<Descriptor> {
         // Looking for a mount takes its time where there are thousands; no request has two files.
+        self.look_at(fds, false)
+    }
+
+    /// The same, where any number of them may be files on disks: nobody else waits for that.
+    fn admit_files(&mut self, fds: Vec<OwnedFd>) -> Vec<Descriptor> {
+        self.look_at(fds, true)
+    }
+
+    fn look_at(&mut self, fds: Vec<OwnedFd>, files: bool) -> Vec<Descriptor> {
         let mut may_search = true;
         fds.into_iter()
             .map(|fd| match kind(fd.as_fd(), &mut may_search) {
                 Ok(Kind::Event) => Descriptor::Event(fd),
-                Ok(Kind::Memory) => Descriptor::Memory(fd),
+                Ok(Kind::Memory) => {
+                    may_search |= files;
+                    Descriptor::Memory(fd)
+                }
                 Err(what) => {
                     if std::mem::replace(&mut self.told, true) {
                         debug!("the peer sent {what}");

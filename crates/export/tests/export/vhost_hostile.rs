@@ -1,0 +1,218 @@
+//! Frontends that mean no good, and those that come after them or stand next to them.
+
+use crate::stalled::{self, Mount};
+use crate::vhost::{EVENT_IDX, Guest, MEMORY, READ, Rig, WRITE};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use std::fs::File;
+use std::io::{IoSlice, Read};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+use vhost::VhostBackend;
+use vmm_sys_util::eventfd::EventFd;
+
+const SET_MEM_TABLE: u32 = 5;
+const SET_VRING_CALL: u32 = 13;
+const SET_LOG_FD: u32 = 7;
+const REM_MEM_REG: u32 = 38;
+
+#[test]
+fn the_daemon() {
+    stalled::be_the_daemon();
+}
+
+/// What `work` returns, if it does so soon.
+fn soon<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
+    let (done, is_done) = std::sync::mpsc::channel();
+    std::thread::spawn(move || done.send(work()));
+    is_done.recv_timeout(Duration::from_secs(20)).unwrap_or_else(|_| panic!("stalled: {what}"))
+}
+
+/// The disk still serves whoever comes next, and can be stopped.
+fn assert_served(rig: Rig) {
+    soon("the next frontend", move || {
+        let mut guest = Guest::connect(&rig, 2, 0);
+        for ring in &mut guest.rings {
+            assert_eq!(ring.run(WRITE, 1, &[3; 512], 0), 0);
+            assert_eq!(ring.run(READ, 1, b"", 512), 0);
+        }
+        drop(guest);
+        rig.end(0);
+    });
+}
+
+/// A message of the protocol with descriptors.
+fn send(socket: &UnixStream, request: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) {
+    let mut bytes = Vec::new();
+    for word in [request, 1, payload.len() as u32] {
+        bytes.extend(word.to_ne_bytes());
+    }
+    bytes.extend(payload);
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(32))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
+    sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL).unwrap();
+}
+
+/// The payload of a memory table with one region.
+fn table(len: u64) -> Vec<u8> {
+    let mut payload = 1u32.to_ne_bytes().to_vec();
+    payload.extend(0u32.to_ne_bytes());
+    // Guest's address, length, frontend's address, offset in the file.
+    for word in [0, len, 0x1000_0000, 0] {
+        payload.extend(word.to_ne_bytes());
+    }
+    payload
+}
+
+fn assert_sent_away(mut socket: UnixStream) {
+    soon("a frontend that is to be sent away", move || {
+        assert!(matches!(socket.read(&mut [0; 64]), Ok(0) | Err(_)));
+    });
+}
+
+/// A file whose every use waits for its daemon, which never answers.
+#[test]
+fn a_file_of_the_frontends_own_file_system_stalls_nobody() {
+    let rig = Rig::new(false);
+    // Ends before the rig does: what is stalled after all is let go then.
+    let Some(mount) = Mount::new("vhost_hostile::the_daemon") else { return };
+    // Closing it would wait here, too.
+    let file: &'static OwnedFd = Box::leak(Box::new(mount.open()));
+    let connect = || UnixStream::connect(rig.socket()).unwrap();
+    for (request, payload) in [
+        (SET_MEM_TABLE, table(0x10000)),
+        (SET_VRING_CALL, 0u64.to_ne_bytes().to_vec()),
+        (SET_LOG_FD, Vec::new()),
+        (4711, vec![7; 100]),
+    ] {
+        let socket = connect();
+        send(&socket, request, &payload, &[file.as_fd()]);
+        assert_sent_away(socket);
+    }
+    // Where it is to be ignored, in the middle of a message, and without waiting for what comes of it.
+    let socket = connect();
+    send(&socket, REM_MEM_REG, &table(0x10000)[8..], &[file.as_fd()]);
+    drop(socket);
+    let socket = connect();
+    let (header, rest) = ([SET_MEM_TABLE, 1, 40].map(u32::to_ne_bytes).concat(), [0; 5]);
+    std::io::Write::write_all(&mut &socket, &header).unwrap();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = [file.as_fd()];
+    assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+    sendmsg(&socket, &[IoSlice::new(&rest)], &mut control, SendFlags::NOSIGNAL).unwrap();
+    assert_sent_away(socket);
+    assert_served(rig);
+}
+
+/// What is touched where a file has been cut off kills a process that does not look out.
+#[test]
+fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
+    let (rig, other) = (Rig::new(false), Rig::new(false));
+    let mut neighbour = Guest::connect(&other, 1, 0);
+    // Data of a request, its rings, all of it before there is a queue.
+    for left in [1 << 20, 4096, 0] {
+        let file = memfd_create("cut", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&file, MEMORY).unwrap();
+        let theirs = File::from(file.try_clone().unwrap());
+        let mut guest = Guest::connect_with(&rig, 1, 0, theirs);
+        assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
+        if left == 1 << 20 {
+            // The request is there; what it reads into is not. Nothing is asked of the ring here.
+            rig.medium.order(|orders| orders.hold = true);
+            guest.rings[0].submit(1, READ, 0, b"", 512);
+            rig.medium.expect(2);
+        }
+        ftruncate(&file, left).unwrap();
+        rig.medium.order(|orders| orders.hold = false);
+        if left != 1 << 20 {
+            guest.rings[0].kick.write(1).unwrap();
+        }
+        rig.medium.order(|orders| orders.seen.clear());
+        let frontend = guest.frontend.clone();
+        soon("a frontend without memory", move || {
+            while frontend.get_features().is_ok() {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        });
+        assert_eq!(neighbour.rings[0].run(WRITE, 1, &[3; 512], 0), 0);
+    }
+    drop(neighbour);
+    other.end(0);
+    assert_served(rig);
+}
+
+/// A file of huge pages of which there are none: it can be mapped, and not touched.
+#[test]
+fn huge_pages_that_are_not_there_cost_a_frontend_its_connection() {
+    let rig = Rig::new(false);
+    let file = memfd_create("huge", MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB).unwrap();
+    ftruncate(&file, 1 << 40).unwrap();
+    let socket = UnixStream::connect(rig.socket()).unwrap();
+    let payload = table(1 << 40);
+    send(&socket, SET_MEM_TABLE, &payload, &[file.as_fd()]);
+    // Its first queue's rings are in there: they are looked at when it is told where they are.
+    let mut rings = vec![0; 8];
+    for word in [0x1000_0000u64, 0x1000_3000, 0x1000_2000, 0] {
+        rings.extend(word.to_ne_bytes());
+    }
+    const SET_VRING_ADDR: u32 = 9;
+    send_plain(&socket, SET_VRING_ADDR, &rings);
+    drop(socket);
+    assert_served(rig);
+}
+
+fn send_plain(socket: &UnixStream, request: u32, payload: &[u8]) {
+    let mut bytes: Vec<u8> = [request, 1, payload.len() as u32].map(u32::to_ne_bytes).concat();
+    bytes.extend(payload);
+    let _ = std::io::Write::write_all(&mut &*socket, &bytes);
+}
+
+/// A write to it waits until somebody reads, and a read until somebody writes.
+#[test]
+fn an_eventfd_that_is_full_or_empty_stalls_nobody() {
+    let rig = Rig::new(false);
+    // Told of each answer, and not only of those that it asks for.
+    let mut guest = Guest::connect(&rig, 1, EVENT_IDX);
+    assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
+    for event in [&guest.rings[0].call, &guest.rings[0].kick] {
+        rustix::io::ioctl_fionbio(event_fd(event), false).unwrap();
+    }
+    guest.rings[0].call.write(u64::MAX - 1).unwrap();
+    for slot in 0..8 {
+        guest.rings[0].submit(slot, READ, 0, b"", 512);
+    }
+    rig.medium.expect(9);
+    drop(guest);
+    assert_served(rig);
+}
+
+/// A guest can do this by itself.
+#[test]
+fn a_queue_that_promises_more_than_it_has_keeps_no_thread_busy() {
+    let rig = Rig::new(false);
+    let mut guest = Guest::connect(&rig, 1, 0);
+    assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
+    guest.rings[0].promise(20_000);
+    drop(guest);
+    assert_served(rig);
+    // And one that thinks better of it goes on.
+    let rig = Rig::new(false);
+    let mut guest = Guest::connect(&rig, 1, 0);
+    guest.rings[0].promise(20_000);
+    std::thread::sleep(Duration::from_millis(20));
+    guest.rings[0].promise(0);
+    assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
+    drop(guest);
+    assert_served(rig);
+}
+
+/// One more descriptor for it.
+fn event_fd(event: &EventFd) -> OwnedFd {
+    use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
+    let this = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
+    pidfd_getfd(this, event.as_raw_fd(), PidfdGetfdFlags::empty()).unwrap()
+}

@@ -1,0 +1,153 @@
+//! How much of this process's address space its clients may fill.
+//!
+//! Mapping memory costs a client nothing: a file can be of any size without a page in it. But a process
+//! has 128 TiB of addresses and 65530 mappings (`vm.max_map_count`), and one that has run out of either
+//! gets no memory, no threads and no further clients. So clients share less than that, and each of them
+//! can have at most **half of what the others leave**: the first a lot, and after any number of them
+//! there is still something left for the next. (An honest machine takes as many addresses as it has
+//! memory, and a few dozen mappings.)
+
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+
+/// Addresses for all clients, in bytes: half of what there is on x86-64.
+const BYTES: u64 = 64 << 40;
+
+/// Mappings that a process can have unless the administrator says otherwise.
+const MAX_MAP_COUNT: u64 = 65_530;
+
+/// An amount of address space.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Room {
+    pub(super) bytes: u64,
+    pub(super) mappings: u64,
+}
+
+/// What all clients of a process share.
+#[derive(Debug)]
+pub(super) struct Budget {
+    total: Room,
+    used: Mutex<Room>,
+}
+
+static PROCESS: LazyLock<Arc<Budget>> = LazyLock::new(|| {
+    let count = std::fs::read_to_string("/proc/sys/vm/max_map_count");
+    let count = count.ok().and_then(|count| count.trim().parse().ok()).unwrap_or(MAX_MAP_COUNT);
+    // The rest is for what this process maps for itself, and for what memory falls into that is lost.
+    Budget::new(Room { bytes: BYTES, mappings: count / 4 * 3 })
+});
+
+impl Budget {
+    pub(super) fn new(total: Room) -> Arc<Self> {
+        Arc::new(Self { total, used: Mutex::default() })
+    }
+
+    /// That of this process.
+    pub(super) fn of_process() -> Arc<Self> {
+        Arc::clone(&PROCESS)
+    }
+
+    fn used(&self) -> MutexGuard<'_, Room> {
+        self.used.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What one client has of it.
+#[derive(Clone, Debug)]
+pub(super) struct Account {
+    budget: Arc<Budget>,
+    /// Changed under the lock of what all have.
+    own: Arc<Mutex<Room>>,
+}
+
+/// A mapping's share, until it is dropped.
+#[derive(Debug)]
+pub(super) struct Share {
+    account: Account,
+    bytes: u64,
+}
+
+/// A client wants more than its part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "it would fill {} GiB and {} mappings of the address space, and a client can have half of what \
+     the others leave, which is {} GiB and {} mappings",
+    .wanted.bytes.div_ceil(1 << 30), .wanted.mappings, .most.bytes >> 30, .most.mappings
+)]
+pub(super) struct NoRoom {
+    pub(super) wanted: Room,
+    pub(super) most: Room,
+}
+
+impl Account {
+    pub(super) fn new(budget: Arc<Budget>) -> Self {
+        Self { budget, own: Arc::default() }
+    }
+
+    fn own(&self) -> MutexGuard<'_, Room> {
+        self.own.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes room for a mapping of so many bytes.
+    pub(super) fn take(&self, bytes: u64) -> Result<Share, NoRoom> {
+        let (mut all, mut own) = (self.budget.used(), self.own());
+        let most = |total: u64, all: u64, own: u64| total.saturating_sub(all - own) / 2;
+        let most = Room {
+            bytes: most(self.budget.total.bytes, all.bytes, own.bytes),
+            mappings: most(self.budget.total.mappings, all.mappings, own.mappings),
+        };
+        let wanted = Room { bytes: own.bytes.saturating_add(bytes), mappings: own.mappings + 1 };
+        if wanted.bytes > most.bytes || wanted.mappings > most.mappings {
+            return Err(NoRoom { wanted, most });
+        }
+        all.bytes += bytes;
+        all.mappings += 1;
+        *own = wanted;
+        Ok(Share { account: self.clone(), bytes })
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        let (mut all, mut own) = (self.account.budget.used(), self.account.own());
+        for room in [&mut *all, &mut *own] {
+            room.bytes -= self.bytes;
+            room.mappings -= 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_client_has_half_of_what_the_others_leave() {
+        let budget = Budget::new(Room { bytes: 1024, mappings: 40 });
+        let [one, two, three] = [(); 3].map(|()| Account::new(Arc::clone(&budget)));
+        let all = one.take(512).unwrap();
+        let error = one.take(1).unwrap_err();
+        let most = Room { bytes: 512, mappings: 20 };
+        assert_eq!(error, NoRoom { wanted: Room { bytes: 513, mappings: 2 }, most });
+        let half = two.take(256).unwrap();
+        assert!(two.take(1).is_err());
+        assert!(three.take(129).is_err());
+        let rest = three.take(128).unwrap();
+        drop(all);
+        // Now there is more for those who are left.
+        let more = two.take((1024 - 128) / 2 - 256).unwrap();
+        assert!(two.take(1).is_err());
+        drop((half, rest, more));
+        assert_eq!(*budget.used(), Room::default());
+        assert_eq!(*two.own(), Room::default());
+        assert!(one.take(u64::MAX).is_err());
+    }
+
+    #[test]
+    fn mappings_count_however_small_they_are() {
+        let budget = Budget::new(Room { bytes: 1 << 40, mappings: 40 });
+        let [one, two] = [(); 2].map(|()| Account::new(Arc::clone(&budget)));
+        let held: Vec<_> = std::iter::from_fn(|| one.take(1).ok()).collect();
+        let others: Vec<_> = std::iter::from_fn(|| two.take(1).ok()).collect();
+        assert_eq!((held.len(), others.len()), (20, 10));
+    }
+}
