@@ -144,8 +144,13 @@ impl View {
             let mut raw = [[0u8; 8]; CHUNK];
             let entries = &mut raw[..take];
             self.read(at, entries.as_flattened_mut())?;
+            // Pages that follow on each other, as most do, are looked up as one.
+            let (mut start, mut run) = (0u64, 0);
             for (index, entry) in entries.iter().enumerate() {
                 let entry = u64::from_le_bytes(*entry);
+                if run > 0 && start.checked_add(run as u64) != Some(entry) {
+                    into.push(self, start, std::mem::take(&mut run))?;
+                }
                 if entry & mask != 0 {
                     return Err(DataPointerError::PrpOffset(entry));
                 }
@@ -153,9 +158,15 @@ impl View {
                     at = entry;
                 } else {
                     let n = left.min(page);
-                    into.push(self, entry, n)?;
+                    if run == 0 {
+                        start = entry;
+                    }
+                    run += n;
                     left -= n;
                 }
+            }
+            if run > 0 {
+                into.push(self, start, run)?;
             }
             if left == 0 {
                 return Ok(());
