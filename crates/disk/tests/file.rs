@@ -41,7 +41,7 @@ fn files_that_are_no_disks_are_refused_with_a_sentence() {
     says(&error, directory.path(), &["it is a directory", "raw image"]);
 
     let under_a_file = image(directory.path(), MIB).join("x");
-    says(&refused(&under_a_file, ""), &under_a_file, &["opening it failed", "directory"]);
+    says(&refused(&under_a_file, ""), &under_a_file, &["it is below a file", "raw image"]);
 
     says(&refused("/dev/zero".as_ref(), ""), "/dev/zero".as_ref(), &["a character device"]);
     let socket = directory.path().join("socket");

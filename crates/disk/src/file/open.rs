@@ -113,7 +113,8 @@ fn look_at(path: &Path) -> Result<Metadata, OpenError> {
 
 fn refused(path: String, source: io::Error) -> OpenError {
     match source.kind() {
-        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => OpenError::Missing { path },
+        io::ErrorKind::NotFound => OpenError::Missing { path },
+        io::ErrorKind::NotADirectory => OpenError::NoFile { path, what: "below a file" },
         io::ErrorKind::PermissionDenied => OpenError::Unreadable { path, source },
         io::ErrorKind::IsADirectory => OpenError::NoFile { path, what: "a directory" },
         _ => OpenError::System { path, what: "opening it", source },
