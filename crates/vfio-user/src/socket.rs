@@ -30,18 +30,21 @@ pub(crate) enum Received {
     FdsLost,
 }
 
-/// Receives whatever is there into `decoder`, descriptors by way of `entrance`.
-pub(crate) fn receive(
-    socket: BorrowedFd<'_>,
-    decoder: &mut Decoder,
-    entrance: &mut Entrance,
-) -> Result<Received, Errno> {
+/// What one call has received.
+pub(crate) struct Arrival {
+    pub(crate) bytes: usize,
+    /// Nobody has looked at them.
+    pub(crate) fds: Vec<OwnedFd>,
+    /// Others were lost: this process has too many open.
+    pub(crate) fds_lost: bool,
+}
+
+/// Receives some bytes, and the descriptors that came with them; no bytes are the end.
+pub(crate) fn receive_some(socket: BorrowedFd<'_>, into: &mut [u8]) -> Result<Arrival, Errno> {
     // Room for all that the kernel lets through at once: what it has to leave out, it closes here.
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(SCM_MAX_FD))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    let space_for_bytes = decoder.space();
-    let room = space_for_bytes.len();
-    let mut buffers = [IoSliceMut::new(space_for_bytes)];
+    let mut buffers = [IoSliceMut::new(into)];
     let received = loop {
         match recvmsg(socket, &mut buffers, &mut control, RecvFlags::CMSG_CLOEXEC) {
             Err(Errno::INTR) => continue,
@@ -54,8 +57,21 @@ pub(crate) fn receive(
             fds.extend(rights);
         }
     }
-    let fds = entrance.admit(fds);
-    if received.flags.contains(ReturnFlags::CTRUNC) {
+    let fds_lost = received.flags.contains(ReturnFlags::CTRUNC);
+    Ok(Arrival { bytes: received.bytes, fds, fds_lost })
+}
+
+/// Receives whatever is there into `decoder`, descriptors by way of `entrance`.
+pub(crate) fn receive(
+    socket: BorrowedFd<'_>,
+    decoder: &mut Decoder,
+    entrance: &mut Entrance,
+) -> Result<Received, Errno> {
+    let space = decoder.space();
+    let room = space.len();
+    let received = receive_some(socket, space)?;
+    let fds = entrance.admit(received.fds);
+    if received.fds_lost {
         return Ok(Received::FdsLost);
     }
     if received.bytes == 0 {

@@ -1,16 +1,12 @@
 //! A socket of a peer that speaks another protocol.
 
-use std::io::IoSliceMut;
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use rustix::cmsg_space;
 use rustix::io::Errno;
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg};
 
 use super::{Closer, Descriptor, Entrance, Stream};
-use crate::socket::SCM_MAX_FD;
+use crate::socket::receive_some;
 
 /// A connected socket whose descriptors are looked at as they arrive, for a protocol other than
 /// vfio-user. Closing it waits for nobody, whatever its peer has sent.
@@ -32,27 +28,12 @@ impl Channel {
     ///
     /// The socket's. `EMFILE` if descriptors were lost because this process has too many open.
     pub fn receive(&mut self, into: &mut [u8]) -> Result<(usize, Vec<Descriptor>), Errno> {
-        // Room for all that the kernel lets through at once: what it has to leave out, it closes here.
-        let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(SCM_MAX_FD))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut buffers = [IoSliceMut::new(into)];
-        let received = loop {
-            match recvmsg(&self.socket, &mut buffers, &mut control, RecvFlags::CMSG_CLOEXEC) {
-                Err(Errno::INTR) => continue,
-                other => break other?,
-            }
-        };
-        let mut fds: Vec<OwnedFd> = Vec::new();
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(rights) = message {
-                fds.extend(rights);
-            }
-        }
-        let fds = self.entrance.admit_files(fds);
-        if received.flags.contains(ReturnFlags::CTRUNC) {
+        let arrival = receive_some(self.socket.as_fd(), into)?;
+        let fds = self.entrance.admit_files(arrival.fds);
+        if arrival.fds_lost {
             return Err(Errno::MFILE);
         }
-        Ok((received.bytes, fds))
+        Ok((arrival.bytes, fds))
     }
 }
 
