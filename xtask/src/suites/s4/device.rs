@@ -279,7 +279,7 @@ fn killed(guest: &mut Guest, controller: &Controller) -> Result<()> {
         &format!(
             "(fio --name=killed --filename=/dev/{disk} --rw=randwrite --bs=4k-64k --size=48m \
               --verify=crc32c --verify_fatal=1 --do_verify=1 --iodepth=32 --fsync=64 \
-              --direct=1 --ioengine=libaio --rate=6m --output-format=terse; echo ended $?) \
+              --direct=1 --ioengine=libaio --rate=3m --output-format=terse; echo ended $?) \
               >/tmp/fio 2>&1 &"
         ),
         MINUTE,
