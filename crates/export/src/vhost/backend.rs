@@ -240,7 +240,7 @@ impl Device {
             return Some(chain);
         }
         let Some(place) = lane.seat.tasks().reserve() else { return Some(chain) };
-        match parse(&chain, &self.rules(), &self.id) {
+        match parse(&chain, &self.rules(), &self.id, held) {
             Ok(job) => {
                 lane.held += held;
                 lane.seat.tasks().start(place, work(lane.disk.clone(), job));
