@@ -12,6 +12,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 
 /// Ranges that can be guarded at once: about as many as a process may have mappings.
 const SLOTS: usize = 65_536;
+/// The same: how many mappings of peers' memory there can be.
+pub const MOST: u64 = SLOTS as u64;
 
 struct Slot {
     /// Odd while what follows is being changed, and another number afterwards: what is read between two
