@@ -5,10 +5,11 @@ mod common;
 use common::{Host, Queue, config};
 use controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
 use disk::{Disk, Info, Request, Submitted};
-use memory::{Segments, SharedBytes};
+use memory::{DmaError, DmaTable, Mapping, Segments, SharedBytes};
 use shadowbell_controller as controller;
 use spec::regs::{self, cq_doorbell_offset, sq_doorbell_offset};
 use spec::{Sqe, Status};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -99,9 +100,10 @@ fn completions_that_come_together_share_an_interrupt() {
     assert_eq!(run(1, 7), 7);
 }
 
-/// A disk of which block 0 takes for ever. What the host writes at the end of a batch.
+/// A disk of which block 0 takes for ever. What the host writes at the end of a batch, and how often
+/// its memory was said to have changed.
 #[derive(Clone, Debug, Default)]
-struct Meanwhile(Arc<Mutex<Option<(SharedBytes, usize, u32)>>>);
+struct Meanwhile(Arc<Mutex<Option<(SharedBytes, usize, u32)>>>, Arc<AtomicUsize>);
 
 impl Disk for Meanwhile {
     fn info(&self) -> Info {
@@ -139,6 +141,10 @@ impl disk::Queue for MeanwhileQueue {
         if let Some((memory, at, value)) = self.0.0.lock().unwrap().take() {
             memory.write(at, &value).unwrap();
         }
+    }
+
+    fn memory_changed(&mut self, _: &DmaTable) {
+        self.0.1.fetch_add(1, Ordering::Relaxed);
     }
 
     fn pending(&self) -> usize {
@@ -185,4 +191,30 @@ fn a_queue_does_not_sleep_over_room_that_was_seen_in_passing() {
     rescuer.join().unwrap();
     turns.turn();
     assert_eq!(host.reap(&mut queue), Some((4, Status::SUCCESS, 0)));
+}
+
+/// With an IOMMU in between there are tens of thousands, and whoever shares a worker waits for each.
+#[test]
+fn ranges_that_come_together_are_one_change() {
+    let disk = Meanwhile::default();
+    let namespaces = vec![NamespaceConfig { disk: Arc::new(disk.clone()), uuid: [7; 16] }];
+    let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
+    let config = Config { namespaces, ..Config::default() };
+    let controller = Controller::new(config, pool, Carrier::default()).unwrap();
+    let (mut host, mut queue) = attached(controller, &mut turns, 4);
+    let before = disk.1.load(Ordering::Relaxed);
+    let page = Mapping::anonymous(4096).unwrap().bytes();
+    let ranges = (0..1000u64).map(|n| ((1 << 40) + (n * 4096), 4096, &page));
+    let mut refused = Vec::new();
+    let odd = [(common::BASE, 4096, &page), (1 << 50, 8192, &page)];
+    host.controller.map_dma_all(ranges.chain(odd), |iova, error| refused.push((iova, error)));
+    assert!(matches!(
+        refused[..],
+        [(common::BASE, DmaError::Overlap { .. }), (_, DmaError::Short { .. })]
+    ));
+    while turns.turn() {}
+    assert_eq!(disk.1.load(Ordering::Relaxed), before + 1);
+    host.submit(&mut queue, &Sqe::read(1, 8, 0, 9).with_prps((1 << 40) + 999 * 4096, 0));
+    turns.turn();
+    assert_eq!(host.reap(&mut queue), Some((9, Status::SUCCESS, 0)));
 }
