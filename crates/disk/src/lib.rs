@@ -23,7 +23,7 @@ mod sys;
 mod uri;
 
 pub use check::Bounds;
-pub use error::OpenError;
+pub use error::{FITS_MEMORY, OpenError};
 pub use file::{Direct, FileDisk, FileOptions};
 pub use mem::MemDisk;
 pub use null::NullDisk;
