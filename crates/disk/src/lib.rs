@@ -181,7 +181,7 @@ pub trait Queue {
         let _ = (offset, len, ahead);
     }
 
-    /// Hands what was submitted to the system, in one call.
+    /// Hands what was submitted and is not under way yet to the system, in one call.
     fn commit(&mut self) {}
 
     /// Calls `done` for each request that has ended, with its buffer. Does not wait.

@@ -171,6 +171,8 @@ impl Queue for FileQueue {
         let key = self.ring.insert(task, data.take());
         if !self.waiting.is_empty() || !self.start(key) {
             self.waiting.push_back(key);
+        } else {
+            self.ring.submit_in_time();
         }
         Submitted::Pending
     }

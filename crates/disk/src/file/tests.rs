@@ -122,6 +122,18 @@ fn short_reads_are_continued() {
 }
 
 #[test]
+fn a_disk_with_nothing_to_do_does_not_wait_for_the_rest_of_a_batch() {
+    let (mut queue, mut writer) = pipe();
+    writer.write_all(&[1; 1024]).unwrap();
+    for tag in [3, 4] {
+        let (_, mut data) = buffer(512);
+        assert_eq!(queue.submit(tag, &read(0, 512), &mut data), Submitted::Pending);
+        wait(&*queue);
+        assert_eq!(reap(&mut *queue), [(tag, Ok(()))]);
+    }
+}
+
+#[test]
 fn the_wake_descriptor_works_with_epoll() {
     let (mut queue, mut writer) = pipe();
     let set = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
