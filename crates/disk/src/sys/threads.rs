@@ -127,7 +127,11 @@ impl Threads {
     fn start(&self) -> bool {
         let common = Arc::clone(&self.common);
         let thread = std::thread::Builder::new().name("sb-file".into()).stack_size(STACK);
-        thread.spawn(move || common.serve()).is_ok()
+        let run = move || {
+            unpin();
+            common.serve();
+        };
+        thread.spawn(run).is_ok()
     }
 
     /// So many threads were not to be had. If there are none at all, this one does their work.
@@ -282,6 +286,14 @@ impl Common {
     }
 }
 
+/// Lets this thread run wherever its process may. It has come from a worker that may be pinned to a
+/// processor, which it needs for itself.
+fn unpin() {
+    let process = Some(rustix::process::getpid());
+    let _ = rustix::thread::sched_getaffinity(process)
+        .and_then(|all| rustix::thread::sched_setaffinity(None, &all));
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -303,6 +315,27 @@ mod tests {
         threads.collect(|id, result| ended.push((id, result)));
         ended.sort_unstable();
         ended
+    }
+
+    #[test]
+    fn they_are_not_pinned_to_where_their_queue_is() {
+        let processors = || rustix::thread::sched_getaffinity(None).unwrap();
+        let all = rustix::thread::sched_getaffinity(Some(rustix::process::getpid())).unwrap();
+        std::thread::spawn(move || {
+            let mut one = rustix::thread::CpuSet::new();
+            one.set((0..).find(|n| all.is_set(*n)).unwrap());
+            rustix::thread::sched_setaffinity(None, &one).unwrap();
+            assert!(processors() == one);
+            std::thread::spawn(move || {
+                assert!(processors() == one, "a thread begins where the one is that made it");
+                unpin();
+                assert!(processors() == all);
+            })
+            .join()
+            .unwrap();
+        })
+        .join()
+        .unwrap();
     }
 
     #[test]
