@@ -101,10 +101,11 @@ pub enum OpenError {
         /// What stands against it.
         why: String,
     },
-    /// The process may not use io_uring.
+    /// io_uring was demanded, and the process may not use it.
     #[error(
-        "{path}: files need io_uring, which the system refuses ({source}); needed are Linux 5.6 or \
-         later, `sysctl kernel.io_uring_disabled=0`, and no container profile that forbids it"
+        "{path}: io_uring is demanded, and the system refuses it ({source}); it needs Linux 5.6 or later, \
+         `sysctl kernel.io_uring_disabled=0`, and no container profile that forbids it; or leave \
+         out `aio=io_uring`"
     )]
     Ring {
         /// The file.
