@@ -40,8 +40,8 @@ pub use pool::{Pool, PoolOptions, Turns};
 pub use window::Polling;
 
 /// A worker with a controller whose doorbells are mapped can not be woken by them: it looks at
-/// least this often.
-const MAPPED_NAP: Duration = Duration::from_micros(250);
+/// least this often. A wait is one of whole milliseconds, and a timer takes some 20 us of a processor.
+const MAPPED_NAP: Duration = Duration::from_millis(1);
 /// A worker on which somebody waits for something that has no bell looks this often.
 const RESTLESS_NAP: Duration = Duration::from_millis(1);
 
@@ -122,14 +122,15 @@ impl Worker {
             match self.turn() {
                 Err(Stop) => return,
                 Ok(true) => {
-                    self.window.restart();
+                    let Self { window, roster, .. } = self;
+                    window.found(|| roster.ended());
                     continue;
                 }
                 Ok(false) => {}
             }
             std::hint::spin_loop();
             let Self { window, roster, .. } = self;
-            match window.next(|| roster.active.iter().any(|seat| seat.tenant.is_pending())) {
+            match window.next(|| (roster.is_pending(), roster.ended())) {
                 Next::Look => continue,
                 Next::Yield => {
                     std::thread::yield_now();
@@ -142,7 +143,7 @@ impl Worker {
                 continue;
             }
             self.sleep();
-            self.window.restart();
+            self.window.risen();
         }
     }
 

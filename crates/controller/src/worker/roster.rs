@@ -170,6 +170,16 @@ impl Roster {
         seats.map(|seat| &seat.tenant).find(|t| t.id() == id && !t.is_leaving())
     }
 
+    /// Whether any disk has something in hand.
+    pub(super) fn is_pending(&self) -> bool {
+        self.active.iter().any(|seat| seat.tenant.is_pending())
+    }
+
+    /// How many requests have ended at the disks of those that are active.
+    pub(super) fn ended(&self) -> u64 {
+        self.active.iter().map(|seat| seat.tenant.ended()).fold(0, u64::wrapping_add)
+    }
+
     /// Somebody has rung for a controller.
     pub(super) fn rung(&mut self, id: u32) {
         if let Some(mut seat) = self.parked.remove(&id) {

@@ -229,6 +229,11 @@ impl Tenant {
         self.engine.pending() != 0
     }
 
+    /// How many requests have ended at its disks.
+    pub(crate) fn ended(&self) -> u64 {
+        self.engine.ended()
+    }
+
     /// Whether it is being detached.
     pub(crate) fn is_leaving(&self) -> bool {
         self.detaching.is_some()

@@ -59,6 +59,54 @@ pub(super) enum Next {
 /// one that keeps them busy.
 const BUSY_AFTER: u32 = 64;
 
+/// Polls in a row that ended in a sleep until polling is given up for a while. A window grows to its
+/// longest in half as many.
+const VAIN: u32 = 8;
+/// How many waits that while is at first, and at most.
+const PAUSE: (u32, u32) = (64, 4096);
+
+/// Polls for one kind of thing, and what came of them.
+///
+/// A sleep that was short speaks for a longer window; but what takes a bit longer than the longest is
+/// never caught by it. And a disk may be slow *because* it is polled for: the kernel may end its
+/// requests in a thread of the processor that the worker does not leave, each time until just after it
+/// does.
+#[derive(Debug, Default)]
+struct Polls {
+    /// In vain, since the last that was not.
+    vain: u32,
+    /// Waits that are left without any, and how many they were.
+    left: u32,
+    pause: u32,
+}
+
+impl Polls {
+    /// A wait begins.
+    fn begin(&mut self) {
+        self.left = self.left.saturating_sub(1);
+    }
+
+    /// What is polled for has come.
+    fn pay(&mut self) {
+        *self = Self::default();
+    }
+
+    /// It has not.
+    fn fail(&mut self) {
+        self.vain += 1;
+        if self.vain >= VAIN {
+            // Half as many decide whether it is still so.
+            self.vain = VAIN / 2;
+            self.pause = (self.pause * 2).clamp(PAUSE.0, PAUSE.1);
+            self.left = self.pause;
+        }
+    }
+
+    fn is_paused(&self) -> bool {
+        self.left != 0
+    }
+}
+
 /// The polling of one worker.
 ///
 /// A host's next command and a disk's answer take their own times, and each is learnt where it shows:
@@ -71,14 +119,17 @@ pub(super) struct Window {
     polling: Polling,
     /// While nothing is pending.
     host: Duration,
+    host_polls: Polls,
     /// While a disk has something in hand.
     disk: Duration,
+    disk_polls: Polls,
     /// How often it has waited since it last waited for a host alone.
     busy: u32,
     /// Passes in a row that found nothing.
     idle: u32,
-    /// Whether a disk has something in hand since then.
+    /// Whether a disk has something in hand since then, and how many requests had ended before.
     pending: bool,
+    ended: u64,
     /// When they began, or nearly.
     since: Instant,
 }
@@ -87,28 +138,51 @@ impl Window {
     pub(super) fn new(polling: Polling) -> Self {
         let none = Duration::ZERO;
         let since = Instant::now();
-        Self { polling, host: none, disk: none, busy: 0, idle: 0, pending: false, since }
+        Self {
+            polling,
+            host: none,
+            host_polls: Polls::default(),
+            disk: none,
+            disk_polls: Polls::default(),
+            busy: 0,
+            idle: 0,
+            pending: false,
+            ended: 0,
+            since,
+        }
     }
 
     pub(super) fn polling(&self) -> Polling {
         self.polling
     }
 
-    /// A pass has found something, or the worker has slept.
+    /// A pass has found something. `ended` says how many requests have ended at the disks so far.
     #[inline]
-    pub(super) fn restart(&mut self) {
-        self.idle = 0;
+    pub(super) fn found(&mut self, ended: impl FnOnce() -> u64) {
+        if self.idle != 0 {
+            self.idle = 0;
+            if !self.pending {
+                self.host_polls.pay();
+            } else if ended() != self.ended {
+                // And not only the host's next command.
+                self.disk_polls.pay();
+            }
+        }
     }
 
     /// A pass has found nothing. `pending` says whether a disk has something in hand, which does not
-    /// change until a pass finds something.
+    /// change until a pass finds something, and how many requests have ended at the disks so far.
     #[inline]
-    pub(super) fn next(&mut self, pending: impl FnOnce() -> bool) -> Next {
+    pub(super) fn next(&mut self, pending: impl FnOnce() -> (bool, u64)) -> Next {
         self.next_by(Instant::now, pending)
     }
 
     #[inline]
-    fn next_by(&mut self, clock: impl FnOnce() -> Instant, pending: impl FnOnce() -> bool) -> Next {
+    fn next_by(
+        &mut self,
+        clock: impl FnOnce() -> Instant,
+        pending: impl FnOnce() -> (bool, u64),
+    ) -> Next {
         match self.polling {
             Polling::Always => return Next::Look,
             Polling::Never => return Next::Sleep,
@@ -116,7 +190,9 @@ impl Window {
         }
         self.idle = self.idle.wrapping_add(1);
         if self.idle == 1 {
-            self.pending = pending();
+            (self.pending, self.ended) = pending();
+            let polls = if self.pending { &mut self.disk_polls } else { &mut self.host_polls };
+            polls.begin();
             self.busy = if self.pending { self.busy.saturating_add(1) } else { 0 };
         }
         let width = self.width();
@@ -141,9 +217,10 @@ impl Window {
 
     /// How long it looks this time.
     fn width(&self) -> Duration {
+        let host = if self.host_polls.is_paused() { Duration::ZERO } else { self.host };
         if !self.pending {
-            self.host
-        } else if self.host.is_zero() && self.busy < BUSY_AFTER {
+            host
+        } else if self.disk_polls.is_paused() || host.is_zero() && self.busy < BUSY_AFTER {
             Duration::ZERO
         } else {
             self.disk
@@ -153,8 +230,21 @@ impl Window {
     /// The worker has slept for so long.
     pub(super) fn slept(&mut self, slept: Duration) {
         let Polling::Adaptive(most) = self.polling else { return };
-        let width = if self.pending { &mut self.disk } else { &mut self.host };
+        let in_vain = !self.width().is_zero();
+        let (width, polls) = if self.pending {
+            (&mut self.disk, &mut self.disk_polls)
+        } else {
+            (&mut self.host, &mut self.host_polls)
+        };
         *width = adapt(*width, slept, most);
+        if in_vain {
+            polls.fail();
+        }
+    }
+
+    /// It has been to bed, asleep or not, and begins to wait anew.
+    pub(super) fn risen(&mut self) {
+        self.idle = 0;
     }
 }
 
@@ -184,20 +274,21 @@ mod tests {
         now: Instant,
         polled: Duration,
         sleeps: u32,
+        ended: u64,
     }
 
     impl Worker {
         fn new() -> Self {
             let window = Window::new(Polling::Adaptive(MOST));
-            Self { window, now: Instant::now(), polled: Duration::ZERO, sleeps: 0 }
+            Self { window, now: Instant::now(), polled: Duration::ZERO, sleeps: 0, ended: 0 }
         }
 
         /// Nothing is to be done for so many microseconds.
         fn waits(&mut self, pending: bool, micros: u64) {
             let end = self.now + Duration::from_micros(micros);
             while self.now < end {
-                let now = self.now;
-                match self.window.next_by(|| now, || pending) {
+                let (now, ended) = (self.now, self.ended);
+                match self.window.next_by(|| now, || (pending, ended)) {
                     Next::Look | Next::Yield => {
                         self.now += PASS;
                         self.polled += PASS;
@@ -205,11 +296,58 @@ mod tests {
                     Next::Sleep => {
                         self.sleeps += 1;
                         self.window.slept(end - now);
+                        self.window.risen();
                         self.now = end;
                     }
                 }
             }
-            self.window.restart();
+            self.finds(pending);
+        }
+
+        /// The host's next command comes, while the disk is at work.
+        fn waits_for_command(&mut self, micros: u64) {
+            let end = self.now + Duration::from_micros(micros);
+            while self.now < end {
+                let (now, ended) = (self.now, self.ended);
+                match self.window.next_by(|| now, || (true, ended)) {
+                    Next::Look | Next::Yield => {
+                        self.now += PASS;
+                        self.polled += PASS;
+                    }
+                    Next::Sleep => {
+                        self.window.slept(end - now);
+                        self.window.risen();
+                        self.now = end;
+                    }
+                }
+            }
+            self.finds(false);
+        }
+
+        fn finds(&mut self, of_disk: bool) {
+            self.ended += u64::from(of_disk);
+            let ended = self.ended;
+            self.window.found(|| ended);
+        }
+
+        /// A disk that ends nothing before the worker has slept for so many microseconds.
+        fn starves(&mut self, micros: u64) {
+            loop {
+                let (now, ended) = (self.now, self.ended);
+                match self.window.next_by(|| now, || (true, ended)) {
+                    Next::Look | Next::Yield => {
+                        self.now += PASS;
+                        self.polled += PASS;
+                    }
+                    Next::Sleep => {
+                        self.sleeps += 1;
+                        self.window.slept(Duration::from_micros(micros));
+                        self.window.risen();
+                        self.now += Duration::from_micros(micros);
+                        return self.finds(true);
+                    }
+                }
+            }
         }
 
         /// The commands of a host that has one at a time in flight: the shares of the time that the
@@ -264,6 +402,43 @@ mod tests {
     }
 
     #[test]
+    fn what_takes_a_bit_longer_than_the_longest_window_is_not_polled_for_ever() {
+        // Each sleep is short, so the window stays at its longest.
+        for (host, disk) in [(110, 20), (20, 110)] {
+            let mut worker = Worker::new();
+            worker.serves(100, 20, 20);
+            worker.serves(2000, host, disk);
+            let (awake, sleeps) = worker.serves(10_000, host, disk);
+            let rest = 20.0 / 130.0;
+            assert!(awake < rest + 0.02, "{host} and {disk}: awake {awake}");
+            assert!((0.9..=2.0).contains(&sleeps), "{host} and {disk}: {sleeps} sleeps");
+            // And polling comes back with what it is good for.
+            worker.serves(5000, 20, 20);
+            let (awake, sleeps) = worker.serves(1000, 20, 20);
+            assert!(awake > 0.99 && sleeps == 0.0, "{awake} {sleeps}");
+        }
+    }
+
+    #[test]
+    fn a_disk_that_is_slow_because_it_is_polled_for_is_left_alone() {
+        let mut worker = Worker::new();
+        (0..BUSY_AFTER + 10).for_each(|_| worker.waits(true, 20));
+        let turns = |worker: &mut Worker| {
+            let polled = worker.polled;
+            for _ in 0..1000 {
+                // What it answers has the host submit the next at once, which is found by polling.
+                worker.starves(5);
+                worker.finds(false);
+                worker.waits_for_command(3);
+            }
+            (worker.polled - polled).as_micros() / 1000
+        };
+        turns(&mut worker);
+        let polled = turns(&mut worker);
+        assert!(polled < 5, "{polled} us of each turn");
+    }
+
+    #[test]
     fn disks_that_are_kept_busy_are_polled_whatever_the_host_did_before() {
         let mut worker = Worker::new();
         worker.serves(100, 400, 60);
@@ -276,12 +451,12 @@ mod tests {
     #[test]
     fn nothing_is_learnt_where_nothing_is_to_be() {
         let mut window = Window::new(Polling::Always);
-        assert!((0..10_000).all(|_| window.next(|| true) == Next::Look));
+        assert!((0..10_000).all(|_| window.next(|| (true, 0)) == Next::Look));
         let mut window = Window::new(Polling::Never);
         for _ in 0..100 {
-            assert_eq!(window.next(|| false), Next::Sleep);
+            assert_eq!(window.next(|| (false, 0)), Next::Sleep);
             window.slept(Duration::from_micros(1));
-            window.restart();
+            window.risen();
         }
     }
 }

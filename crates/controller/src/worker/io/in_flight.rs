@@ -69,6 +69,7 @@ impl Engine {
     pub(super) fn release(&mut self, tag: u32) -> Option<Slot> {
         let slot = self.slots.get_mut(tag as usize)?.take()?;
         self.free.push(tag);
+        self.ended = self.ended.wrapping_add(1);
         Some(slot)
     }
 

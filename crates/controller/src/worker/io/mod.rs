@@ -96,6 +96,8 @@ pub(crate) struct Engine {
     spaces: Vec<Space>,
     slots: Vec<Option<Slot>>,
     free: Vec<u32>,
+    /// Commands that were under way and have ended.
+    ended: u64,
     scratch: Segments,
     /// Emptied buffers, kept for their room.
     spare: Vec<Segments>,
@@ -164,6 +166,7 @@ impl Engine {
             spaces,
             slots: Vec::new(),
             free: Vec::new(),
+            ended: 0,
             scratch: Segments::new(),
             spare: Vec::new(),
             copies: Copies::default(),
@@ -182,6 +185,11 @@ impl Engine {
     /// How many requests the disks have in hand.
     pub(crate) fn pending(&self) -> usize {
         self.slots.len() - self.free.len()
+    }
+
+    /// How many commands that were under way have ended.
+    pub(crate) fn ended(&self) -> u64 {
+        self.ended
     }
 
     /// Commands that are started from now on go through `view`. The view until now is given back;
