@@ -33,6 +33,8 @@
 mod inbox;
 mod listener;
 mod loan;
+#[cfg(test)]
+mod loan_model;
 mod reactor;
 mod requests;
 mod session;
