@@ -307,24 +307,31 @@ fn a_device_is_removed_and_a_server_stopped_while_a_client_is_lent() {
     assert_eq!(shared.log().last().unwrap(), "disconnected");
 }
 
+/// Keeps the reactor in the device of `raw` until the other end says something, or goes.
+fn detain(raw: &mut Raw, shared: &Shared) -> std::sync::mpsc::Sender<()> {
+    let (go, gone) = std::sync::mpsc::channel();
+    *shared.hook.lock().unwrap() = Some(Box::new(move || drop(gone.recv())));
+    let access = access(0, HOOK, 1);
+    let payload = [access.as_bytes(), &[1]];
+    let message = raw.message(command::REGION_WRITE, header_flags::NO_REPLY, &payload);
+    raw.send(&message);
+    eventually("the reactor is busy", || shared.hook.lock().unwrap().is_none());
+    go
+}
+
 #[test]
 fn a_bell_between_the_reactors_last_look_and_its_rest_is_not_lost() {
-    let (_server, _path, shared, mut raw, listener) = lent(Limits::default());
-    let mut other = Raw::new(raw.stream.try_clone().unwrap());
-    let (done, heard) = std::sync::mpsc::channel();
-    let bed = Arc::clone(&listener.bed);
-    // While the reactor is in the device it has read all that there was, and will not look again.
-    *shared.hook.lock().unwrap() = Some(Box::new(move || {
-        let before = bed.heard.lock().unwrap().len();
-        ring(&mut other, 5);
-        eventually("the listener was woken", || bed.heard.lock().unwrap().len() > before);
-        done.send(()).unwrap();
-    }));
-    let hook = access(0, HOOK, 1);
-    let message =
-        raw.message(command::REGION_WRITE, header_flags::NO_REPLY, &[hook.as_bytes(), &[1]]);
-    raw.send(&message);
-    heard.recv().unwrap();
+    let (_server, _path, shared, mut raw, mut listener) = lent(Limits::default());
+    let hearing = listener.stop();
+    // The reactor has read all that there is, and will not look again by itself.
+    let go = detain(&mut raw, &shared);
+    let epoll = Arc::clone(&listener.epoll);
+    epoll::delete(&epoll, &listener.stop).unwrap();
+    let listener = Listener::start(epoll, hearing, &shared);
+    ring(&mut raw, 5);
+    eventually("the listener was woken", || !listener.heard().is_empty());
+    assert_eq!(listener.heard(), [Heard { writes: 0, all: false }]);
+    go.send(()).unwrap();
     assert_eq!(wait_rung(&shared, 1), [(5, true)]);
 }
 
@@ -333,20 +340,15 @@ fn a_bell_that_rings_for_one_who_has_stopped_to_listen_is_not_lost() {
     let (server, _path, shared, mut raw, mut listener) = lent(Limits::default());
     let hearing = listener.stop().unwrap();
     let epoll = Arc::clone(&listener.epoll);
+    epoll::delete(&epoll, &listener.stop).unwrap();
     // It sleeps on in the same place, for other things.
-    let deaf = Listener::start(Listener::epoll(), None, &shared);
-    epoll::add(&deaf.epoll, &epoll, EventData::new_u64(TOKEN), EventFlags::IN).unwrap();
+    let deaf = Listener::start(epoll, None, &shared);
     let (path, other, _) = server.add("other");
     let mut second = Raw::attach(&path);
-    let (go, gone) = std::sync::mpsc::channel();
-    *other.hook.lock().unwrap() = Some(Box::new(move || gone.recv().unwrap()));
-    let hook = access(0, HOOK, 1);
-    let message =
-        second.message(command::REGION_WRITE, header_flags::NO_REPLY, &[hook.as_bytes(), &[1]]);
-    second.send(&message);
-    eventually("the reactor is busy", || other.hook.lock().unwrap().is_none());
+    let go = detain(&mut second, &other);
     drop(hearing);
     ring(&mut raw, 6);
+    eventually("it was woken", || !deaf.heard().is_empty());
     go.send(()).unwrap();
     assert_eq!(wait_rung(&shared, 1), [(6, true)]);
     // From here on the reactor hears alone.
@@ -354,6 +356,7 @@ fn a_bell_that_rings_for_one_who_has_stopped_to_listen_is_not_lost() {
         ring(&mut raw, value);
     }
     assert!(wait_rung(&shared, 21).iter().all(|(_, by_reactor)| *by_reactor));
+    assert_eq!(deaf.heard().len(), 1);
 }
 
 /// Numbers that look random (SplitMix64).
