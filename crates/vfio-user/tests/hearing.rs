@@ -50,8 +50,7 @@ impl Listener {
         let bed = Arc::<Bed>::default();
         let (shared, ours, waits) = (Arc::clone(shared), Arc::clone(&bed), Arc::clone(&epoll));
         let thread = std::thread::spawn(move || {
-            ours.thread
-                .store(rustix::thread::gettid().as_raw_nonzero().get() as u32, Ordering::SeqCst);
+            ours.thread.store(gettid(), Ordering::SeqCst);
             loop {
                 ours.down.store(true, Ordering::SeqCst);
                 let tokens = wait(&waits, true);
@@ -75,10 +74,7 @@ impl Listener {
 
     fn wait_asleep(&self) {
         eventually("the listener sleeps", || {
-            let thread = self.bed.thread.load(Ordering::SeqCst);
-            let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat"));
-            self.bed.down.load(Ordering::SeqCst)
-                && stat.is_ok_and(|stat| stat.rsplit(')').next().unwrap().starts_with(" S"))
+            self.bed.down.load(Ordering::SeqCst) && sleeps(self.bed.thread.load(Ordering::SeqCst))
         });
     }
 
@@ -150,11 +146,16 @@ fn lent(limits: Limits) -> (Server, PathBuf, Arc<Shared>, Raw, Listener) {
     let epoll = Listener::epoll();
     hearing.watch(&epoll, TOKEN).unwrap();
     let listener = Listener::start(epoll, Some(hearing), &shared);
-    // With the first message, the reactor steps back: it has, when it has answered another one.
-    raw.read(0, 1).ok();
-    raw.read(0, 1).ok();
-    listener.wait_asleep();
+    // The reactor has stepped back when it sleeps again.
+    settle(&server, &listener);
     (server, path, shared, raw, listener)
+}
+
+/// Waits until nobody has anything to do: they may have left each other notes.
+fn settle(server: &Server, listener: &Listener) {
+    listener.wait_asleep();
+    eventually("the reactor sleeps", || sleeps(server.tid));
+    listener.wait_asleep();
 }
 
 fn rung(shared: &Shared) -> Vec<(u8, bool)> {
@@ -168,14 +169,15 @@ fn wait_rung(shared: &Shared, count: usize) -> Vec<(u8, bool)> {
 
 #[test]
 fn who_sleeps_is_woken_and_the_reactor_is_not() {
-    let (_server, _path, shared, mut raw, listener) = lent(Limits::default());
+    let (server, _path, shared, mut raw, listener) = lent(Limits::default());
     for value in 0..50 {
         ring(&mut raw, value);
         wait_rung(&shared, usize::from(value) + 1);
-        listener.wait_asleep();
+        settle(&server, &listener);
     }
     assert!(rung(&shared).iter().all(|(_, by_reactor)| !by_reactor), "{:?}", rung(&shared));
     let all = Heard { writes: 1, all: true };
+    settle(&server, &listener);
     assert_eq!(listener.heard().iter().filter(|heard| **heard == all).count(), 50);
     // One that wants a reply gets it.
     let bytes = bell(&mut raw, 50, 0);
@@ -215,7 +217,8 @@ fn what_is_no_bell_is_the_reactors_and_so_is_all_that_follows() {
     }
     assert_eq!(rung(&shared), [(1, false), (2, false), (3, true)]);
     assert_eq!(raw.read(16, 1).ok()[16..], [77]);
-    assert!(listener.heard().contains(&Heard { writes: 2, all: false }));
+    let both = Heard { writes: 2, all: false };
+    eventually("it was heard so", || listener.heard().contains(&both));
 }
 
 #[test]
@@ -234,7 +237,7 @@ fn descriptors_are_not_for_others_to_look_at() {
 
 #[test]
 fn a_half_is_waited_for_by_the_reactor() {
-    let (_server, _path, shared, mut raw, listener) = lent(impatient());
+    let (server, _path, shared, mut raw, listener) = lent(impatient());
     let bytes = bell(&mut raw, 1, header_flags::NO_REPLY);
     let (first, second) = bytes.split_at(7);
     let before = listener.heard().len();
@@ -243,9 +246,9 @@ fn a_half_is_waited_for_by_the_reactor() {
     assert_eq!(listener.heard().last(), Some(&Heard { writes: 0, all: false }));
     raw.send(second);
     assert_eq!(wait_rung(&shared, 1), [(1, true)]);
-    listener.wait_asleep();
+    settle(&server, &listener);
     ring(&mut raw, 2);
-    wait_rung(&shared, 2);
+    assert_eq!(wait_rung(&shared, 2), [(1, true), (2, false)]);
     // And not for ever.
     let bytes = bell(&mut raw, 3, header_flags::NO_REPLY);
     raw.send(&bytes[..20]);

@@ -254,6 +254,10 @@ impl Hearing {
         let socket = slot.socket.as_ref().ok_or_else(busy)?;
         epoll::add(epoll, socket, EventData::new_u64(token), SHARED_WATCH)?;
         slot.first = Some(Arc::clone(epoll));
+        drop(slot);
+        // So that the reactor steps back. By itself it would only with a message that it is quick
+        // enough to find, and be woken for all those that it is not.
+        self.0.leave_note();
         Ok(())
     }
 

@@ -166,7 +166,7 @@ impl State {
         match self.other {
             Other::Out => {
                 let first_marked = self.in_socket != 0;
-                vec![Self { first: true, first_marked, ..to(Other::Busy) }]
+                vec![Self { first: true, first_marked, ..noted(Other::Busy) }]
             }
             Other::Waits if self.first_marked => {
                 let heard = if self.in_socket != 0 { Other::Tries } else { Other::Waits };

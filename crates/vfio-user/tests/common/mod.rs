@@ -279,6 +279,8 @@ impl Device for Toy {
 pub(crate) struct Server {
     pub(crate) handle: Handle,
     pub(crate) directory: tempfile::TempDir,
+    /// The reactor's thread, as the kernel calls it.
+    pub(crate) tid: u32,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -289,9 +291,14 @@ impl Server {
         let mut reactor = Reactor::new(Limits { stop, ..limits }).unwrap();
         let handle = reactor.handle();
         let thread = std::thread::Builder::new().name("reactor".into());
-        let thread = thread.spawn(move || reactor.run().unwrap()).unwrap();
+        let (started, tid) = std::sync::mpsc::channel();
+        let thread = thread.spawn(move || {
+            started.send(gettid()).unwrap();
+            reactor.run().unwrap();
+        });
         let directory = tempfile::tempdir().unwrap();
-        Self { handle, directory, thread: Some(thread) }
+        let tid = tid.recv().unwrap();
+        Self { handle, directory, tid, thread: Some(thread.unwrap()) }
     }
 
     /// A server with one toy.
@@ -482,6 +489,17 @@ pub(crate) fn eventually(what: &str, mut so: impl FnMut() -> bool) {
         assert!(Instant::now() < until, "it never came to pass that {what}");
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// The calling thread, as the kernel calls it.
+pub(crate) fn gettid() -> u32 {
+    rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs()
+}
+
+/// Whether a thread of this process sleeps.
+pub(crate) fn sleeps(tid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/self/task/{tid}/stat"));
+    stat.is_ok_and(|stat| stat.rsplit(')').next().unwrap().starts_with(" S"))
 }
 
 pub(crate) fn eventfds(count: usize) -> Vec<OwnedFd> {
