@@ -225,6 +225,23 @@ impl Controller {
         Ok(())
     }
 
+    /// Makes many ranges reachable at once, each of them `(iova, len, memory)`: the workers take over
+    /// one other map, and not as many as there are ranges. Those that can not be had go to `refused`,
+    /// which must not call this controller.
+    pub fn map_dma_all<'a>(
+        &self,
+        ranges: impl IntoIterator<Item = (u64, u64, &'a SharedBytes)>,
+        mut refused: impl FnMut(u64, DmaError),
+    ) {
+        let mut control = self.0.lock();
+        for (iova, len, memory) in ranges {
+            if let Err(error) = control.map(iova, len, memory) {
+                refused(iova, error);
+            }
+        }
+        control.publish_table(&self.0, &Latch::new(|| ()));
+    }
+
     /// Takes a range away. `done` runs, on any thread, when no command in flight can touch it any
     /// more; that may be before this returns.
     ///

@@ -3,9 +3,14 @@
 mod common;
 
 use common::{Host, Queue, config};
-use controller::{Carrier, Controller, Polling, Pool, Turns};
+use controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
+use disk::{Disk, Info, Request, Submitted};
+use memory::{DmaError, DmaTable, Mapping, Segments, SharedBytes};
 use shadowbell_controller as controller;
+use spec::regs::{self, cq_doorbell_offset, sq_doorbell_offset};
 use spec::{Sqe, Status};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// A host with one queue of `entries` entries, attached while the worker takes its turns.
@@ -93,4 +98,123 @@ fn completions_that_come_together_share_an_interrupt() {
     assert!(raised <= 200, "{raised} interrupts for 800 completions");
     // One after the other, there is one for each.
     assert_eq!(run(1, 7), 7);
+}
+
+/// A disk of which block 0 takes for ever. What the host writes at the end of a batch, and how often
+/// its memory was said to have changed.
+#[derive(Clone, Debug, Default)]
+struct Meanwhile(Arc<Mutex<Option<(SharedBytes, usize, u32)>>>, Arc<AtomicUsize>);
+
+impl Disk for Meanwhile {
+    fn info(&self) -> Info {
+        Info {
+            block_size: 512,
+            blocks: 1 << 10,
+            read_only: false,
+            volatile_cache: false,
+            discard: false,
+            granularity: 1,
+        }
+    }
+
+    fn queue(&self) -> std::io::Result<Box<dyn disk::Queue>> {
+        Ok(Box::new(MeanwhileQueue(self.clone(), Vec::new())))
+    }
+
+    fn name(&self) -> String {
+        "meanwhile".into()
+    }
+}
+
+struct MeanwhileQueue(Meanwhile, Vec<Segments>);
+
+impl disk::Queue for MeanwhileQueue {
+    fn submit(&mut self, _: u32, request: &Request, data: &mut Segments) -> Submitted {
+        if request.offset != 0 {
+            return Submitted::Done(Ok(()));
+        }
+        self.1.push(data.take());
+        Submitted::Pending
+    }
+
+    fn commit(&mut self) {
+        if let Some((memory, at, value)) = self.0.0.lock().unwrap().take() {
+            memory.write(at, &value).unwrap();
+        }
+    }
+
+    fn memory_changed(&mut self, _: &DmaTable) {
+        self.0.1.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn pending(&self) -> usize {
+        self.1.len()
+    }
+}
+
+/// Of room in a completion queue that was seen on another occasion nobody is told any more: the host
+/// has made it, and waits.
+#[test]
+fn a_queue_does_not_sleep_over_room_that_was_seen_in_passing() {
+    let disk = Meanwhile::default();
+    let namespaces = vec![NamespaceConfig { disk: Arc::new(disk.clone()), uuid: [7; 16] }];
+    let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
+    let config = Config { namespaces, ..Config::default() };
+    let controller = Controller::new(config, pool, Carrier::default()).unwrap();
+    let (mut host, mut queue) = attached(controller, &mut turns, 4);
+    let buffer = host.alloc(4096);
+    let read = |lba, cid| Sqe::read(1, lba, 0, cid).with_prps(buffer, 0);
+    // One is pending, one is announced, and one suppressed for that: the completion queue is full.
+    host.put(&mut queue, &read(0, 1));
+    host.submit(&mut queue, &read(8, 2));
+    turns.turn();
+    host.submit(&mut queue, &read(8, 3));
+    turns.turn();
+    host.submit(&mut queue, &read(8, 4));
+    // After the look for room for the next, and before that for the interrupt, the host takes both.
+    let doorbells = host.controller.doorbells().clone();
+    let head = (cq_doorbell_offset(1, 0) - regs::DOORBELLS) as usize;
+    *disk.0.lock().unwrap() = Some((doorbells, head, 2));
+    assert!(!turns.turn(), "there was room for it at the first look");
+    assert!(disk.0.lock().unwrap().is_none());
+    host.controller.write_doorbell(cq_doorbell_offset(1, 0), 2);
+    (queue.head, queue.phase) = (2, true);
+    let (answered, patience) = std::sync::mpsc::channel::<()>();
+    let controller = host.controller.clone();
+    let rescuer = std::thread::spawn(move || {
+        if patience.recv_timeout(common::PATIENCE).is_err() {
+            controller.write_doorbell(sq_doorbell_offset(1, 0), 0);
+        }
+    });
+    assert!(!turns.sleep(), "nobody would have rung");
+    answered.send(()).unwrap();
+    rescuer.join().unwrap();
+    turns.turn();
+    assert_eq!(host.reap(&mut queue), Some((4, Status::SUCCESS, 0)));
+}
+
+/// With an IOMMU in between there are tens of thousands, and whoever shares a worker waits for each.
+#[test]
+fn ranges_that_come_together_are_one_change() {
+    let disk = Meanwhile::default();
+    let namespaces = vec![NamespaceConfig { disk: Arc::new(disk.clone()), uuid: [7; 16] }];
+    let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
+    let config = Config { namespaces, ..Config::default() };
+    let controller = Controller::new(config, pool, Carrier::default()).unwrap();
+    let (mut host, mut queue) = attached(controller, &mut turns, 4);
+    let before = disk.1.load(Ordering::Relaxed);
+    let page = Mapping::anonymous(4096).unwrap().bytes();
+    let ranges = (0..1000u64).map(|n| ((1 << 40) + (n * 4096), 4096, &page));
+    let mut refused = Vec::new();
+    let odd = [(common::BASE, 4096, &page), (1 << 50, 8192, &page)];
+    host.controller.map_dma_all(ranges.chain(odd), |iova, error| refused.push((iova, error)));
+    assert!(matches!(
+        refused[..],
+        [(common::BASE, DmaError::Overlap { .. }), (_, DmaError::Short { .. })]
+    ));
+    while turns.turn() {}
+    assert_eq!(disk.1.load(Ordering::Relaxed), before + 1);
+    host.submit(&mut queue, &Sqe::read(1, 8, 0, 9).with_prps((1 << 40) + 999 * 4096, 0));
+    turns.turn();
+    assert_eq!(host.reap(&mut queue), Some((9, Status::SUCCESS, 0)));
 }

@@ -2,6 +2,10 @@
 
 use std::io;
 
+/// What fits an address space in one piece, in bytes: there are 128 TiB on x86-64, with the program and
+/// its libraries in between.
+pub const FITS_MEMORY: u64 = 64 << 40;
+
 /// Why a disk could not be opened. Each message says what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -16,8 +20,13 @@ pub enum OpenError {
     },
     /// The memory for a disk in memory is not to be had.
     #[error(
-        "a disk of {} does not fit this process's memory; choose a smaller one",
-        crate::uri::format_size(*.bytes)
+        "a disk of {} does not fit this process's memory; choose {}",
+        crate::uri::format_size(*.bytes),
+        if *.bytes > FITS_MEMORY {
+            "one of at most 64TiB"
+        } else {
+            "a smaller one, or allow the process more addresses (`ulimit -v`)"
+        }
     )]
     Memory {
         /// The size asked for, in bytes.
@@ -92,10 +101,11 @@ pub enum OpenError {
         /// What stands against it.
         why: String,
     },
-    /// The process may not use io_uring.
+    /// io_uring was demanded, and the process may not use it.
     #[error(
-        "{path}: files need io_uring, which the system refuses ({source}); needed are Linux 5.6 or \
-         later, `sysctl kernel.io_uring_disabled=0`, and no container profile that forbids it"
+        "{path}: io_uring is demanded, and the system refuses it ({source}); it needs Linux 5.6 or later, \
+         `sysctl kernel.io_uring_disabled=0`, and no container profile that forbids it; or leave \
+         out `aio=io_uring`"
     )]
     Ring {
         /// The file.

@@ -1,9 +1,9 @@
-//! A disk that is a file or a block device, through io_uring.
+//! A disk that is a file or a block device, through io_uring or, where there is none, threads.
 //!
 //! # Architecture
 //!
 //! [`FileDisk::open`] finds out what the file is and what its file system can do; nothing of that
-//! is tried again under load. Each thread's [`Queue`] has a ring of its own: requests are prepared
+//! is tried again under load. Each thread's [`Queue`] has a ring of its own (or threads of its own): requests are prepared
 //! as they are submitted, one system call a batch hands them over, and completions are read from
 //! shared memory. A request is a small state machine ([`task`]) that goes through one or more
 //! calls; short transfers are continued, interrupted ones repeated. The memory that the kernel
@@ -30,6 +30,7 @@ mod task;
 #[cfg(test)]
 mod tests;
 
+use crate::sys::Means;
 use crate::{Disk, DiskError, Info, OpenError, Queue};
 use memory::SharedBytes;
 use std::fs::File;
@@ -47,6 +48,20 @@ pub struct FileOptions {
     pub read_only: bool,
     /// Whether to bypass the page cache.
     pub direct: Direct,
+    /// How the system is called.
+    pub aio: Aio,
+}
+
+/// How the system is called, so that many requests are under way at once.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Aio {
+    /// Through io_uring, or by threads if the system refuses it.
+    #[default]
+    Auto,
+    /// Through io_uring, or do not open at all.
+    IoUring,
+    /// By threads: up to 64 for each queue.
+    Threads,
 }
 
 /// Whether to bypass the page cache.
@@ -78,6 +93,9 @@ struct Shared {
     info: Info,
     /// The alignments of direct I/O; `None` if the page cache is used.
     direct: Option<Alignment>,
+    means: Means,
+    /// Why it is threads, though nobody asked for them.
+    no_uring: Option<String>,
     /// The file is a regular one, whose end can move.
     regular: bool,
     /// The end of what can still be read, in bytes; less than the disk once it shrank.
@@ -126,6 +144,16 @@ impl Disk for FileDisk {
 
     fn name(&self) -> String {
         self.path.display().to_string()
+    }
+
+    fn remark(&self) -> Option<String> {
+        let why = self.shared.no_uring.as_ref()?;
+        Some(format!(
+            "{}: read and written by threads, which takes more processor time: the system refuses \
+             io_uring ({why}); it needs Linux 5.6 or later, `sysctl kernel.io_uring_disabled=0`, and no \
+             container profile that forbids it. With `aio=threads` nothing is said",
+            self.path.display()
+        ))
     }
 }
 

@@ -8,7 +8,7 @@
 //!
 //! * [`NullDisk`] keeps nothing: what is measured on it is everything but the disk;
 //! * [`MemDisk`] keeps its blocks in memory, for as long as the process lives;
-//! * [`FileDisk`] is a raw image or a block device, through io_uring;
+//! * [`FileDisk`] is a raw image or a block device, through io_uring or threads;
 //! * [`open`] opens any of them by what a person writes: `disk.img`, `mem:1GiB`, `null:1TiB`.
 #![deny(unsafe_code)]
 
@@ -23,8 +23,8 @@ mod sys;
 mod uri;
 
 pub use check::Bounds;
-pub use error::OpenError;
-pub use file::{Direct, FileDisk, FileOptions};
+pub use error::{FITS_MEMORY, OpenError};
+pub use file::{Aio, Direct, FileDisk, FileOptions};
 pub use mem::MemDisk;
 pub use null::NullDisk;
 pub use uri::{open, parse_size};
@@ -156,6 +156,12 @@ pub trait Disk: Send + Sync + fmt::Debug {
     /// What to call the disk in a message to a person: `disk.img`, `mem:1GiB`.
     fn name(&self) -> String;
 
+    /// What is not as it should be with the disk, though it works: a sentence for an operator. The
+    /// default has nothing to say.
+    fn remark(&self) -> Option<String> {
+        None
+    }
+
     /// What the disk has counted of how it works, by name, for an operator. The default counts
     /// nothing.
     fn counters(&self) -> Vec<(&'static str, u64)> {
@@ -181,7 +187,7 @@ pub trait Queue {
         let _ = (offset, len, ahead);
     }
 
-    /// Hands what was submitted to the system, in one call.
+    /// Hands what was submitted and is not under way yet to the system, in one call.
     fn commit(&mut self) {}
 
     /// Calls `done` for each request that has ended, with its buffer. Does not wait.

@@ -1,6 +1,6 @@
 //! Disks as people write them.
 
-use crate::{Direct, Disk, FileDisk, FileOptions, MemDisk, NullDisk, OpenError};
+use crate::{Aio, Direct, Disk, FileDisk, FileOptions, MemDisk, NullDisk, OpenError};
 use bytesize::ByteSize;
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
@@ -22,6 +22,7 @@ use std::sync::Arc;
 /// | `block-size` | all | `512` or `4096` | `512`; a block device's own |
 /// | `read-only` | all | `on`, `off` | `off`; `on` for a file that we may not write |
 /// | `direct` | file | `on`: bypass the page cache or fail; `off`: use it; `auto`: bypass it if the file system and the block size allow | `auto` |
+/// | `aio` | file | `io_uring`: by it or fail; `threads`; `auto`: by threads if the system refuses io_uring | `auto` |
 /// | `read-zeroes` | null | `on`, `off`: leave the read buffer as it was | `off` |
 ///
 /// Sizes take a unit: `512MiB`, `1.5TiB`, `1G` (binary, as the tools around disks have it), `1GB`
@@ -87,7 +88,17 @@ fn parse(spec: &str) -> Result<Parsed, String> {
                     ));
                 }
             };
-            Parsed::File { path, options: FileOptions { block_size, read_only, direct } }
+            let aio = match options.take("aio") {
+                None | Some("auto") => Aio::Auto,
+                Some("io_uring") => Aio::IoUring,
+                Some("threads") => Aio::Threads,
+                Some(other) => {
+                    return Err(format!(
+                        "the option `aio` is `io_uring`, `threads` or `auto`, not `{other}`"
+                    ));
+                }
+            };
+            Parsed::File { path, options: FileOptions { block_size, read_only, direct, aio } }
         }
     };
     options.none_left(scheme)?;
@@ -251,7 +262,7 @@ impl<'a> Options<'a> {
         let known = match scheme {
             "null" => "`block-size`, `read-only`, `read-zeroes`",
             "mem" => "`block-size`, `read-only`",
-            _ => "`block-size`, `read-only`, `direct`",
+            _ => "`block-size`, `read-only`, `direct`, `aio`",
         };
         match self.0.first() {
             None => Ok(()),
@@ -300,9 +311,17 @@ mod tests {
 
     #[test]
     fn options_are_understood() {
-        let options = FileOptions { block_size: Some(4096), read_only: true, direct: Direct::Off };
-        let spec = "disk.img?block-size=4096&read-only=on&direct=off";
+        let options = FileOptions {
+            block_size: Some(4096),
+            read_only: true,
+            direct: Direct::Off,
+            aio: Aio::Threads,
+        };
+        let spec = "disk.img?block-size=4096&read-only=on&direct=off&aio=threads";
         assert_eq!(parse(spec), file("disk.img", options));
+        let options = FileOptions { aio: Aio::IoUring, ..FileOptions::default() };
+        assert_eq!(parse("disk.img?aio=io_uring"), file("disk.img", options));
+        assert_eq!(parse("disk.img?aio=auto"), file("disk.img", FileOptions::default()));
         let options = FileOptions { direct: Direct::On, ..FileOptions::default() };
         assert_eq!(parse("file:a%3Fb?direct=on&read-only=off"), file("a?b", options));
         assert_eq!(
@@ -353,6 +372,7 @@ mod tests {
             ("disk.img?read-zeroes=on", "no option `read-zeroes`"),
             ("disk.img?size=1", "no option `size`"),
             ("disk.img?direct=perhaps", "`on`, `off` or `auto`, not `perhaps`"),
+            ("disk.img?aio=native", "`io_uring`, `threads` or `auto`, not `native`"),
             ("disk.img?read-only=1", "`on` or `off`, not `1`"),
             ("disk.img?read-only", "no option; options are written"),
             ("disk.img?", "no option; options are written"),

@@ -313,6 +313,16 @@ fn file_buffered_4096() {
     on_files(40, "?direct=off&block-size=4096");
 }
 
+#[test]
+fn file_direct_by_threads() {
+    on_files(40, "?direct=on&aio=threads");
+}
+
+#[test]
+fn file_buffered_by_threads() {
+    on_files(40, "?direct=off&aio=threads");
+}
+
 /// A file system without ZERO_RANGE, and without a device below.
 #[test]
 fn file_on_tmpfs() {

@@ -118,6 +118,18 @@ impl DmaTable {
         self.entries().map(|e| e.bytes.mapping())
     }
 
+    /// The memory behind the range in which `iova` lies.
+    #[must_use]
+    pub fn mapping_at(&self, iova: u64) -> Option<&Arc<Mapping>> {
+        self.find(iova).map(|e| e.bytes.mapping())
+    }
+
+    /// The first address of a range that `mapping` is behind. Looks at one after the other.
+    #[must_use]
+    pub fn iova_of(&self, mapping: &Arc<Mapping>) -> Option<u64> {
+        self.entries().find(|e| Arc::ptr_eq(e.bytes.mapping(), mapping)).map(|e| e.start)
+    }
+
     /// The mapped ranges as (first IOVA, length in bytes), in order.
     pub fn ranges(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.entries().map(|e| (e.start, e.last - e.start + 1))
@@ -515,6 +527,19 @@ mod tests {
         assert_eq!(before.len(), COUNT as usize, "a snapshot stays as it was");
         space.unmap(0, u64::MAX).unwrap();
         assert!(space.table().is_empty());
+    }
+
+    #[test]
+    fn memory_is_found_by_its_address_and_its_address_by_the_memory() {
+        let mut space = DmaSpace::default();
+        let (one, two) = (memory(8192), memory(4096));
+        space.map(0x1000, 4096, &one).unwrap();
+        space.map(0x4000, 8192, &one).unwrap();
+        let table = space.table();
+        assert_eq!(table.iova_of(one.mapping()), Some(0x1000));
+        assert!(table.mapping_at(0x5fff).is_some_and(|found| Arc::ptr_eq(found, one.mapping())));
+        assert!(table.mapping_at(0x2000).is_none());
+        assert_eq!(table.iova_of(two.mapping()), None);
     }
 
     #[test]

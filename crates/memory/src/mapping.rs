@@ -211,6 +211,12 @@ impl Mapping {
         self.len
     }
 
+    /// How much of the address space it takes, in bytes: whole pages of its file, which may be huge.
+    #[must_use]
+    pub fn taken(&self) -> usize {
+        self.taken
+    }
+
     /// Never: a mapping has at least one page. Here because [`len`](Self::len) is.
     #[must_use]
     pub fn is_empty(&self) -> bool {

@@ -8,12 +8,17 @@
 
 use std::io;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 
 /// Ranges that can be guarded at once: about as many as a process may have mappings.
 const SLOTS: usize = 65_536;
+/// The same: how many mappings of peers' memory there can be.
+pub const MOST: u64 = SLOTS as u64;
 
 struct Slot {
+    /// Odd while what follows is being changed, and another number afterwards: what is read between two
+    /// looks that find the same even number belongs together.
+    version: AtomicUsize,
     /// 0: free; 1: being filled or emptied; otherwise the first address of a guarded range.
     start: AtomicUsize,
     len: AtomicUsize,
@@ -24,6 +29,7 @@ struct Slot {
 
 static REGISTRY: [Slot; SLOTS] = [const {
     Slot {
+        version: AtomicUsize::new(0),
         start: AtomicUsize::new(0),
         len: AtomicUsize::new(0),
         page: AtomicUsize::new(0),
@@ -34,6 +40,36 @@ static REGISTRY: [Slot; SLOTS] = [const {
 static USED: AtomicUsize = AtomicUsize::new(0);
 static FAULTS: AtomicU64 = AtomicU64::new(0);
 static INSTALLED: OnceLock<Result<Previous, i32>> = OnceLock::new();
+
+/// A range that is guarded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Range {
+    start: usize,
+    len: usize,
+    page: usize,
+}
+
+impl Slot {
+    /// Changes what it says, which is its owner's business alone: of a slot whose `start` is 1.
+    fn set(&self, Range { start, len, page }: Range) {
+        self.version.fetch_add(1, Ordering::Relaxed);
+        fence(Ordering::Release);
+        self.page.store(page, Ordering::Relaxed);
+        self.len.store(len, Ordering::Relaxed);
+        self.start.store(start, Ordering::Relaxed);
+        self.version.fetch_add(1, Ordering::Release);
+    }
+
+    /// The range, unless it is just being changed. Nobody changes one that is being accessed.
+    fn get(&self) -> Option<Range> {
+        let version = self.version.load(Ordering::Acquire);
+        let (start, len) = (self.start.load(Ordering::Relaxed), self.len.load(Ordering::Relaxed));
+        let page = self.page.load(Ordering::Relaxed);
+        fence(Ordering::Acquire);
+        let is_whole = version.is_multiple_of(2) && self.version.load(Ordering::Relaxed) == version;
+        (is_whole && start > 1).then_some(Range { start, len, page })
+    }
+}
 
 struct Previous(libc::sigaction);
 // SAFETY: a `sigaction` is plain data (a function address, a mask and flags).
@@ -52,18 +88,17 @@ impl Guard {
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        self.0.start.store(1, Ordering::Release);
-        self.0.len.store(0, Ordering::Release);
+        self.0.set(Range { start: 1, len: 0, page: 1 });
         self.0.start.store(0, Ordering::Release);
     }
 }
 
-/// How often a fault was turned into zeroes since the process started: one relaxed load
+/// How often a fault was turned into zeroes since the process started: one load
 /// tells a worker that there may be a poisoned mapping to look for.
 #[inline]
 #[must_use]
 pub fn faults() -> u64 {
-    FAULTS.load(Ordering::Relaxed)
+    FAULTS.load(Ordering::Acquire)
 }
 
 /// Guards `len` bytes at `start`, in pages of `page` bytes.
@@ -76,9 +111,7 @@ pub(crate) fn guard(start: usize, len: usize, page: usize) -> io::Result<Guard> 
             && slot.start.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_ok()
         {
             slot.poisoned.store(false, Ordering::Relaxed);
-            slot.page.store(page, Ordering::Relaxed);
-            slot.len.store(len, Ordering::Release);
-            slot.start.store(start, Ordering::Release);
+            slot.set(Range { start, len, page });
             USED.fetch_max(index + 1, Ordering::AcqRel);
             return Ok(Guard(slot));
         }
@@ -111,10 +144,8 @@ extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut l
     let address = unsafe { (*info).si_addr() } as usize;
     let used = USED.load(Ordering::Acquire);
     for slot in &REGISTRY[..used] {
-        let start = slot.start.load(Ordering::Acquire);
-        let len = slot.len.load(Ordering::Acquire);
-        if start > 1 && address >= start && address - start < len {
-            let size = slot.page.load(Ordering::Relaxed);
+        let Some(Range { start, len, page: size }) = slot.get() else { continue };
+        if address >= start && address - start < len {
             let page = address & !(size - 1);
             // All that is behind it as well, which a truncation took too: a page here and a page there
             // would be two mappings each, of which a process has 65530, and then this fails.
@@ -134,7 +165,8 @@ extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut l
             };
             if mapped != libc::MAP_FAILED {
                 slot.poisoned.store(true, Ordering::Relaxed);
-                FAULTS.fetch_add(1, Ordering::Relaxed);
+                // Who has counted it finds who it was.
+                FAULTS.fetch_add(1, Ordering::Release);
                 return;
             }
         }
@@ -166,6 +198,7 @@ extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut l
 
 #[cfg(test)]
 mod tests {
+    use super::{Range, Slot};
     use crate::{Mapping, Protection};
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
@@ -185,6 +218,30 @@ mod tests {
         assert!(!untouched.is_poisoned());
         assert!(super::faults() > before);
         mapping.bytes().fill(4096, 4096, 1).unwrap(); // and can be written without harm
+    }
+
+    /// A slot has one range after the other, of peers who come and go while another's fault is looked
+    /// up. A beginning of one with the length of the other would be memory of somebody else's.
+    #[test]
+    fn a_range_is_never_made_up_of_two() {
+        use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+        let new = || AtomicUsize::new(0);
+        let poisoned = AtomicBool::new(false);
+        let slot = Slot { version: new(), start: new(), len: new(), page: new(), poisoned };
+        let ranges = [4096, 1 << 30].map(|len| Range { start: len * 2, len, page: len });
+        slot.set(ranges[0]);
+        let (slot, over) = (&slot, &AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                for turn in 0..2_000_000 {
+                    slot.set(ranges[turn % 2]);
+                }
+                over.store(true, Ordering::Relaxed);
+            });
+            while !over.load(Ordering::Relaxed) {
+                assert!(slot.get().is_none_or(|range| ranges.contains(&range)));
+            }
+        });
     }
 
     /// Mappings are few: a peer must not be able to use them up.

@@ -58,9 +58,33 @@ impl Shared {
 /// What one queue remembers of it.
 pub(crate) struct Lender {
     shared: Arc<Shared>,
-    lent: Vec<Arc<LentMemory>>,
+    lent: Vec<Known<Arc<LentMemory>>>,
     /// Mappings that the SSD can not have.
-    refused: Vec<Arc<Mapping>>,
+    refused: Vec<Known<Arc<Mapping>>>,
+}
+
+/// Memory, and where the guest had it when it was last looked for.
+struct Known<T> {
+    memory: T,
+    iova: u64,
+}
+
+impl<T> Known<T> {
+    fn new(memory: T) -> Self {
+        Self { memory, iova: 0 }
+    }
+
+    /// Whether `mapping`, which is the memory's, is in `table` still. There can be tens of thousands of
+    /// ranges, which change all the time, so it is looked for where it was first.
+    fn is_in(&mut self, table: &DmaTable, mapping: impl Fn(&T) -> &Arc<Mapping>) -> bool {
+        let mapping = mapping(&self.memory);
+        if table.mapping_at(self.iova).is_some_and(|other| Arc::ptr_eq(mapping, other)) {
+            return true;
+        }
+        let found = table.iova_of(mapping);
+        self.iova = found.unwrap_or(0);
+        found.is_some()
+    }
 }
 
 impl Lender {
@@ -74,13 +98,15 @@ impl Lender {
         if !self.shared.zero_copy {
             return None;
         }
-        let known = self.lent.iter().position(|lent| lent.mapping().holds(address));
+        let known = self.lent.iter().position(|lent| lent.memory.mapping().holds(address));
         let index = match known {
             Some(index) => index,
-            None if self.refused.iter().any(|refused| refused.holds(address)) => return None,
+            None if self.refused.iter().any(|refused| refused.memory.holds(address)) => {
+                return None;
+            }
             None => self.learn(data.mapping_at(address)?)?,
         };
-        let lent = self.lent.get(index)?;
+        let lent = &self.lent.get(index)?.memory;
         Some((lent, address - lent.mapping().address()))
     }
 
@@ -88,11 +114,11 @@ impl Lender {
     fn learn(&mut self, mapping: &Arc<Mapping>) -> Option<usize> {
         match self.shared.lend(mapping) {
             Some(lent) => {
-                self.lent.push(lent);
+                self.lent.push(Known::new(lent));
                 Some(self.lent.len() - 1)
             }
             None => {
-                self.refused.push(Arc::clone(mapping));
+                self.refused.push(Known::new(Arc::clone(mapping)));
                 None
             }
         }
@@ -100,9 +126,7 @@ impl Lender {
 
     /// Forgets memory that is not in `table`.
     pub(crate) fn keep(&mut self, table: &DmaTable) {
-        let is_there =
-            |mapping: &Arc<Mapping>| table.mappings().any(|other| Arc::ptr_eq(mapping, other));
-        self.lent.retain(|lent| is_there(lent.mapping()));
-        self.refused.retain(is_there);
+        self.lent.retain_mut(|lent| lent.is_in(table, |memory| memory.mapping()));
+        self.refused.retain_mut(|refused| refused.is_in(table, |memory| memory));
     }
 }

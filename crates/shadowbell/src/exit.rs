@@ -66,19 +66,23 @@ pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
 #[must_use]
 pub fn report(error: &anyhow::Error) -> ExitCode {
     if !is_broken_pipe(error) {
-        let mut line = error.to_string();
-        for cause in error.chain().skip(1) {
-            let cause = cause.to_string();
-            // Many errors already say what their source says.
-            if !line.ends_with(&cause) {
-                line.push_str(": ");
-                line.push_str(&cause);
-            }
-        }
         // Nothing can be done if this one fails too.
-        let _ = io::Write::write_fmt(&mut io::stderr(), format_args!("shadowbell: {line}\n"));
+        let text = format_args!("shadowbell: {}\n", line(error));
+        let _ = io::Write::write_fmt(&mut io::stderr(), text);
     }
     ExitCode::from(status(error))
+}
+
+/// An error with its causes. Many already say what their source says.
+fn line(error: &anyhow::Error) -> String {
+    let mut line = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !line.contains(&cause) {
+            line.push_str(": ");
+            line.push_str(&cause);
+        }
+    }
+    line
 }
 
 #[cfg(test)]
@@ -94,6 +98,16 @@ mod tests {
         assert_eq!(status(&error), BAD_INPUT);
         assert_eq!(format!("{error:#}"), "controller vm0: no such disk");
         assert_eq!(status(&anyhow::anyhow!("no more memory")), FAILED);
+    }
+
+    #[test]
+    fn what_an_error_says_of_its_source_is_not_said_again() {
+        let source = || io::Error::from_raw_os_error(1);
+        let error =
+            anyhow::Error::new(source()).context(format!("refused ({}); do this", source()));
+        assert_eq!(line(&error), format!("refused ({}); do this", source()));
+        let error = anyhow::Error::new(source()).context("refused");
+        assert_eq!(line(&error), format!("refused: {}", source()));
     }
 
     #[test]

@@ -28,7 +28,11 @@ use std::sync::Arc;
 /// [`PlanError`], in a sentence for the person who wrote the specification.
 pub fn open(spec: &str) -> Result<Arc<dyn Disk>, PlanError> {
     if !["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme)) {
-        return Ok(disk::open(spec)?);
+        let disk = disk::open(spec)?;
+        if let Some(remark) = disk.remark() {
+            tracing::warn!("{remark}");
+        }
+        return Ok(disk);
     }
     let wrong =
         |why: String| PlanError::Device(exit::bad_input(anyhow!("`{spec}` names no disk: {why}")));

@@ -81,12 +81,11 @@ impl PlanError {
         if let Self::Device(error) = self {
             return exit::status(error) == exit::BAD_INPUT;
         }
-        !matches!(
-            self,
-            Self::Disk(
-                OpenError::System { .. } | OpenError::Ring { .. } | OpenError::Memory { .. }
-            )
-        )
+        match self {
+            Self::Disk(OpenError::Memory { bytes, .. }) => *bytes > disk::FITS_MEMORY,
+            Self::Disk(OpenError::System { .. } | OpenError::Ring { .. }) => false,
+            _ => true,
+        }
     }
 
     /// As an error for `main`.

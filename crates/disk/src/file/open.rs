@@ -1,7 +1,8 @@
 //! Finding out what a file is, and what its file system can do.
 
-use super::{Alignment, Direct, FileDisk, FileOptions, Shared};
-use crate::{Info, OpenError, sys};
+use super::{Aio, Alignment, Direct, FileDisk, FileOptions, Shared};
+use crate::sys::{self, Means};
+use crate::{Info, OpenError};
 use memory::Mapping;
 use rustix::fs::{AtFlags, FallocateFlags, OFlags, StatxFlags};
 use rustix::io::Errno;
@@ -55,7 +56,8 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileDisk, OpenE
         return Err(OpenError::NotBlockMultiple { path: name(), size, block_size });
     }
 
-    sys::available().map_err(|source| OpenError::Ring { path: name(), source })?;
+    let (means, no_uring) = means(options.aio, sys::available)
+        .map_err(|source| OpenError::Ring { path: name(), source })?;
     let direct = match options.direct {
         Direct::Off => None,
         Direct::Auto => bypass_cache(&file, size, block_size).ok(),
@@ -82,6 +84,8 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileDisk, OpenE
             granularity: cluster / block_size,
         },
         direct,
+        means,
+        no_uring,
         regular: !is_block,
         end: AtomicU64::new(size),
         no_zero_range: AtomicBool::new(false),
@@ -89,6 +93,21 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileDisk, OpenE
         zeroes,
     };
     Ok(FileDisk { shared: Arc::new(shared), path: path.to_owned() })
+}
+
+/// How the system is called; and why by threads, if that was not asked for.
+pub(super) fn means(
+    aio: Aio,
+    uring: impl FnOnce() -> io::Result<()>,
+) -> io::Result<(Means, Option<String>)> {
+    if aio == Aio::Threads {
+        return Ok((Means::Threads, None));
+    }
+    match uring() {
+        Ok(()) => Ok((Means::Uring, None)),
+        Err(why) if aio == Aio::Auto => Ok((Means::Threads, Some(why.to_string()))),
+        Err(why) => Err(why),
+    }
 }
 
 /// What is known of the block device or regular file at `path`; an error if it is neither. Asked

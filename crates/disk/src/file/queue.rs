@@ -34,7 +34,7 @@ impl FileQueue {
         // for a bounce buffer waits for somebody who has one.
         let first = Mapping::anonymous(BOUNCE as u64).map_err(io::Error::other)?.bytes();
         Ok(Self {
-            ring: Ring::new(Arc::clone(&shared.file))?,
+            ring: Ring::new(Arc::clone(&shared.file), shared.means)?,
             bounds: shared.info.bounds(),
             shared,
             waiting: VecDeque::new(),
@@ -171,6 +171,8 @@ impl Queue for FileQueue {
         let key = self.ring.insert(task, data.take());
         if !self.waiting.is_empty() || !self.start(key) {
             self.waiting.push_back(key);
+        } else {
+            self.ring.submit_in_time();
         }
         Submitted::Pending
     }

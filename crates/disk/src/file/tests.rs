@@ -5,10 +5,16 @@ use super::*;
 use crate::{Op, Request, Submitted};
 use memory::{DmaSpace, Mapping, Segments, View};
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
+use std::cell::Cell;
 use std::io::Write as _;
 use std::os::fd::AsFd;
 
 const MIB: u64 = 1 << 20;
+
+thread_local! {
+    /// How the disks of this test call the system.
+    static MEANS: Cell<Means> = const { Cell::new(Means::Uring) };
+}
 
 fn shared(file: impl Into<File>, bytes: u64) -> Shared {
     Shared {
@@ -22,6 +28,8 @@ fn shared(file: impl Into<File>, bytes: u64) -> Shared {
             granularity: 1,
         },
         direct: None,
+        means: MEANS.get(),
+        no_uring: None,
         regular: false,
         end: AtomicU64::new(bytes),
         no_zero_range: AtomicBool::new(false),
@@ -118,6 +126,18 @@ fn short_reads_are_continued() {
         [(0, 100u8), (99, 100), (100, 23), (122, 23), (123, 132), (1022, 132), (1023, 1)]
     {
         assert_eq!(bytes.read::<u8>(at), Some(byte), "at {at}");
+    }
+}
+
+#[test]
+fn a_disk_with_nothing_to_do_does_not_wait_for_the_rest_of_a_batch() {
+    let (mut queue, mut writer) = pipe();
+    writer.write_all(&[1; 1024]).unwrap();
+    for tag in [3, 4] {
+        let (_, mut data) = buffer(512);
+        assert_eq!(queue.submit(tag, &read(0, 512), &mut data), Submitted::Pending);
+        wait(&*queue);
+        assert_eq!(reap(&mut *queue), [(tag, Ok(()))]);
     }
 }
 
@@ -430,4 +450,94 @@ fn memory_that_direct_io_refuses_goes_through_a_bounce_buffer() {
     let mut back = vec![0; odd.len()];
     odd.read_into(0, &mut back).unwrap();
     assert!(back.iter().all(|b| *b == 0x5a));
+}
+
+/// What does not need a pipe, again with threads: those read from a place in a file, which a pipe has
+/// none of.
+mod by_threads {
+    use super::*;
+
+    macro_rules! again {
+        ($($test:ident)*) => {$(
+            #[test]
+            fn $test() {
+                MEANS.set(Means::Threads);
+                super::$test();
+            }
+        )*};
+    }
+
+    again! {
+        a_full_disk_is_no_space_and_a_broken_one_its_error
+        an_end_that_should_not_be_there_is_an_error
+        zeroes_are_written_where_the_file_system_has_nothing_better
+        the_zeroes_that_are_written_stay_zeroes
+        what_can_not_be_discarded_is_left_alone
+        many_bounced_requests_share_few_buffers
+        a_thread_can_have_many_queues_and_a_disk_many_threads
+        memory_that_direct_io_refuses_goes_through_a_bounce_buffer
+    }
+
+    #[test]
+    fn the_wake_descriptor_is_readable_while_there_is_something_to_reap_and_not_after() {
+        MEANS.set(Means::Threads);
+        let mut queue = disk(shared(memfd(MIB), MIB)).queue().unwrap();
+        let is_readable = |queue: &dyn Queue| {
+            let fd = queue.wake_fd().unwrap();
+            let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+            let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+            poll(&mut fds, Some(&now)).unwrap() == 1
+        };
+        for tag in 0..100 {
+            assert!(!is_readable(&*queue));
+            let (_, mut data) = buffer(512);
+            assert_eq!(queue.submit(tag, &read(0, 512), &mut data), Submitted::Pending);
+            queue.commit();
+            wait(&*queue);
+            assert!(is_readable(&*queue), "until somebody reaps");
+            assert_eq!(reap(&mut *queue), [(tag, Ok(()))]);
+        }
+        assert!(!is_readable(&*queue));
+    }
+
+    #[test]
+    fn more_requests_than_threads_end_all_and_with_their_own_data() {
+        MEANS.set(Means::Threads);
+        const REQUESTS: u32 = 3000;
+        let len = u64::from(REQUESTS) * 512;
+        let file = memfd(len);
+        let content: Vec<u8> = (0..len).map(|at| (at / 512 % 251) as u8).collect();
+        std::os::unix::fs::FileExt::write_all_at(&file, &content, 0).unwrap();
+        let mut queue = disk(shared(file, len)).queue().unwrap();
+        let (bytes, _) = buffer(len);
+        for tag in 0..REQUESTS {
+            let at = u64::from(tag) * 512;
+            let mut data = Segments::from_bytes(&bytes.slice(at as usize, 512).unwrap());
+            assert_eq!(queue.submit(tag, &read(at, 512), &mut data), Submitted::Pending);
+        }
+        let mut ended = drain(&mut *queue);
+        ended.sort_by_key(|(tag, _)| *tag);
+        assert!(ended.iter().map(|(tag, _)| *tag).eq(0..REQUESTS));
+        assert!(ended.iter().all(|(_, result)| result.is_ok()));
+        let mut read = vec![0; len as usize];
+        bytes.read_into(0, &mut read).unwrap();
+        assert!(read == content);
+    }
+
+    #[test]
+    fn they_are_taken_where_io_uring_is_refused_unless_somebody_insists() {
+        let refused = || Err(io::Error::from_raw_os_error(libc::EPERM));
+        let (means, why) = open::means(Aio::Auto, refused).unwrap();
+        assert_eq!(means, Means::Threads);
+        let mut shared = shared(memfd(512), 512);
+        shared.no_uring = why;
+        let remark = disk(shared).remark().unwrap();
+        for words in ["test: read and written by threads", "not permitted", "io_uring_disabled=0"] {
+            assert!(remark.contains(words), "{remark}");
+        }
+        assert_eq!(open::means(Aio::Threads, refused).unwrap(), (Means::Threads, None));
+        assert_eq!(open::means(Aio::Auto, || Ok(())).unwrap(), (Means::Uring, None));
+        let error = open::means(Aio::IoUring, refused).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EPERM));
+    }
 }

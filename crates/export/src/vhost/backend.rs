@@ -6,6 +6,7 @@ use super::request::{
 };
 use super::ring::Ring;
 use crate::seat::Seat;
+use ::memory::EventFd;
 use block::{BlockDevice, BlockError, Geometry};
 use std::future::Future;
 use std::io;
@@ -13,16 +14,13 @@ use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 use vhost_user_backend::{VhostUserBackend, VringT};
 use virtio_queue::QueueT;
 use vmm_sys_util::epoll::EventSet;
-use vmm_sys_util::event::{
-    EventConsumer, EventFlag, EventNotifier, new_event_consumer_and_notifier,
-};
 
 /// Requests of one queue that are under way.
 const PLACES: usize = 128;
@@ -89,6 +87,10 @@ pub(super) struct Device {
     failures: Arc<AtomicU64>,
     /// The frontend's, to hang up.
     socket: UnixStream,
+    /// The frontend has gone, and the threads of the queues are to end.
+    over: AtomicBool,
+    /// Wakes each of them.
+    alarms: Vec<EventFd>,
 }
 
 impl Device {
@@ -114,8 +116,13 @@ impl Device {
                 complained: false,
             }))
         };
+        let lanes: Vec<_> = (0..disk.queues().min(64)).map(lane).collect::<io::Result<_>>()?;
+        let alarm =
+            |lane: &Mutex<Lane>| lane.lock().unwrap_or_else(PoisonError::into_inner).seat.alarm();
         Ok(Self {
-            lanes: (0..disk.queues().min(64)).map(lane).collect::<io::Result<_>>()?,
+            alarms: lanes.iter().map(alarm).collect::<io::Result<_>>()?,
+            over: AtomicBool::new(false),
+            lanes,
             geometry: *disk.geometry(),
             id: id.as_bytes().to_vec(),
             memory: RwLock::default(),
@@ -137,6 +144,22 @@ impl Device {
     /// The number by which that descriptor's events are known.
     pub(super) fn event_number(&self) -> u64 {
         self.lanes.len() as u64 + 1
+    }
+
+    /// Ends the threads of the queues. Their guest has shared its memory, and may go on without the
+    /// frontend for ever.
+    pub(super) fn leave(&self) {
+        self.over.store(true, Ordering::SeqCst);
+        self.alarms.iter().for_each(EventFd::signal);
+    }
+
+    /// An error, which ends a queue's thread, if it is to end. rust-vmm has a descriptor for that, and
+    /// does not close it.
+    fn check_over(&self) -> io::Result<()> {
+        if self.over.load(Ordering::SeqCst) {
+            return Err(io::ErrorKind::ConnectionAborted.into());
+        }
+        Ok(())
     }
 
     fn rules(&self) -> Rules {
@@ -188,7 +211,9 @@ impl Device {
             let mut any = self.take(lane, vring);
             any |= self.collect(lane, vring);
             lane.signal(vring);
-            if self.has_lost_memory(lane) {
+            // A guest that asks faster than it is answered would keep us here.
+            let is_over = self.check_over().is_err() || !vring.get_ref().get_queue().ready();
+            if is_over || self.has_lost_memory(lane) {
                 return Ok(());
             }
             if any {
@@ -240,7 +265,7 @@ impl Device {
             return Some(chain);
         }
         let Some(place) = lane.seat.tasks().reserve() else { return Some(chain) };
-        match parse(&chain, &self.rules(), &self.id) {
+        match parse(&chain, &self.rules(), &self.id, held) {
             Ok(job) => {
                 lane.held += held;
                 lane.seat.tasks().start(place, work(lane.disk.clone(), job));
@@ -428,13 +453,6 @@ impl VhostUserBackend for Device {
         (0..self.lanes.len()).map(|queue| 1 << queue).collect()
     }
 
-    fn exit_event(&self, _: usize) -> Option<(EventConsumer, EventNotifier)> {
-        let flags = EventFlag::NONBLOCK | EventFlag::CLOEXEC;
-        new_event_consumer_and_notifier(flags)
-            .inspect_err(|error| tracing::warn!("a queue's thread can not be ended: {error}"))
-            .ok()
-    }
-
     fn stop_vring(&self, queue: u32) -> io::Result<()> {
         self.finish(queue as usize);
         Ok(())
@@ -447,6 +465,7 @@ impl VhostUserBackend for Device {
         vrings: &[Ring],
         thread: usize,
     ) -> io::Result<()> {
+        self.check_over()?;
         let (Some(mut lane), Some(vring)) = (self.lane(thread), vrings.first()) else {
             return Ok(());
         };
@@ -470,6 +489,7 @@ impl VhostUserBackend for Device {
                 tracing::warn!(queue = thread, "the guest's queue makes no sense: {error}");
             }
         }
-        Ok(())
+        // What woke it may have come while it was awake.
+        self.check_over()
     }
 }

@@ -176,10 +176,46 @@ fn accept(listener: &vfio_user::Listener, disk: &BlockDevice, id: &str, shared: 
 
 type Failed = Box<dyn std::error::Error + Send + Sync>;
 
-/// A frontend that is there.
-struct Visit {
+/// rust-vmm's side of the protocol, with a thread for each queue, which ends with it.
+struct Daemon {
     device: Arc<Device>,
     daemon: VhostUserDaemon<Arc<Device>>,
+}
+
+impl Daemon {
+    fn new(device: Arc<Device>) -> Result<Self, Failed> {
+        let memory = memory::Current::new(memory::Memory::new());
+        let daemon = VhostUserDaemon::new("vhost-user".into(), Arc::clone(&device), memory);
+        Ok(Self { daemon: daemon.map_err(|error| error.to_string())?, device })
+    }
+
+    /// Has each queue's thread wake for the lane's own affairs.
+    fn listen(&self, shared: &Shared) -> Result<(), Failed> {
+        let device = &self.device;
+        for (lane, handler) in self.daemon.get_epoll_handlers().iter().enumerate() {
+            let Some(event) = device.event(lane) else { continue };
+            // Without it there is no way to end the thread.
+            while let Err(error) =
+                handler.register_listener(event, EventSet::IN, device.event_number())
+            {
+                tracing::warn!("a queue can not be watched, trying again: {error}");
+                let _ = shared.event.wait(Some(RETRY));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // The threads are waited for then.
+        self.device.leave();
+    }
+}
+
+/// A frontend that is there.
+struct Visit {
+    daemon: Daemon,
     frontend: Channel,
     /// The frontend's socket once more.
     socket: UnixStream,
@@ -204,23 +240,17 @@ fn enter(
     let socket = UnixStream::from(frontend.as_fd().try_clone_to_owned()?);
     let failures = Arc::clone(&shared.failures);
     let device = Arc::new(Device::new(disk, id, failures, socket.try_clone()?)?);
-    let memory = memory::Current::new(memory::Memory::new());
-    let mut daemon = VhostUserDaemon::new("vhost-user".into(), Arc::clone(&device), memory)
-        .map_err(|error| error.to_string())?;
-    for (lane, handler) in daemon.get_epoll_handlers().iter().enumerate() {
-        if let Some(event) = device.event(lane) {
-            handler.register_listener(event, EventSet::IN, device.event_number())?;
-        }
-    }
+    let mut daemon = Daemon::new(device)?;
+    daemon.listen(shared)?;
     let inside = doorman::inside(listener.path(), |path| {
-        daemon.start_client(path).map_err(|error| error.to_string())
+        daemon.daemon.start_client(path).map_err(|error| error.to_string())
     })?;
-    Ok(Some(Visit { device, daemon, frontend, socket, inside }))
+    Ok(Some(Visit { daemon, frontend, socket, inside }))
 }
 
 impl Visit {
     fn serve(self, shared: &Shared) -> Result<(), Failed> {
-        let Self { device, mut daemon, mut frontend, socket, inside } = self;
+        let Self { mut daemon, mut frontend, socket, inside } = self;
         *shared.frontend() = Some(socket.try_clone()?);
         if shared.ending.load(Ordering::SeqCst) {
             shared.end();
@@ -237,13 +267,14 @@ impl Visit {
         let _ = socket.shutdown(Shutdown::Both);
         // What was sent is still read, and then it is over.
         let _ = inside.shutdown(Shutdown::Write);
-        let handled = daemon.wait();
+        daemon.device.leave();
+        let handled = daemon.daemon.wait();
         let _ = inside.shutdown(Shutdown::Both);
         let _ = answers.join();
         shared.frontend().take();
         // What was taken is carried out, even if nobody waits for the answer any more.
-        (0..daemon.get_epoll_handlers().len()).for_each(|lane| device.finish(lane));
-        // Ends the threads of the queues.
+        let queues = daemon.daemon.get_epoll_handlers().len();
+        (0..queues).for_each(|lane| daemon.device.finish(lane));
         drop(daemon);
         passed?;
         match handled {

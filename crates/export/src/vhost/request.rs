@@ -86,8 +86,9 @@ pub(super) fn data_len(chain: &Chain) -> usize {
     usize::try_from(total).unwrap_or(usize::MAX).min(MAX_DATA)
 }
 
-/// Reads a request out of the guest's memory, once, and checks it.
-pub(super) fn parse(chain: &Chain, rules: &Rules, id: &[u8]) -> Result<Job, Refusal> {
+/// Reads a request out of the guest's memory, once, and checks it. Its data are `most` bytes, as
+/// [`data_len`] has found, or the guest has changed its mind since.
+pub(super) fn parse(chain: &Chain, rules: &Rules, id: &[u8], most: usize) -> Result<Job, Refusal> {
     let memory = chain.memory();
     let writer = chain.clone().writer(memory).map_err(|_| Refusal::NoRoom)?;
     // The last byte is for the status.
@@ -104,8 +105,9 @@ pub(super) fn parse(chain: &Chain, rules: &Rules, id: &[u8]) -> Result<Job, Refu
         let end = offset.checked_add(len);
         end.is_some_and(|end| end <= rules.geometry.bytes)
     };
-    let whole =
-        |len: usize| len <= MAX_DATA && (len as u64).is_multiple_of(SECTOR) && fits(len as u64);
+    let whole = |len: usize| {
+        len <= most.min(MAX_DATA) && (len as u64).is_multiple_of(SECTOR) && fits(len as u64)
+    };
     let changes = |job| if rules.geometry.read_only { Err(bad) } else { Ok(job) };
     match kind {
         0 if whole(room) => Ok(Job { action: Action::Read, offset, data: vec![0; room] }),
@@ -182,4 +184,76 @@ pub(super) fn put(chain: &Chain, data: &[u8], status: Status) -> u32 {
         return 0;
     }
     u32::try_from(written + 1).unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::memory::{Current, Memory};
+    use super::*;
+    use virtio_queue::{Queue, QueueT};
+    use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
+
+    const SIZE: u64 = 1 << 20;
+
+    /// A guest with one request, to read so many bytes.
+    struct Guest(Current);
+
+    impl Guest {
+        fn new(room: u32) -> Self {
+            let memory = Memory::from_ranges(&[(GuestAddress(0), SIZE as usize)]).unwrap();
+            let guest = Self(Current::new(memory));
+            guest.descriptor(0, 0x8000, 16, 1, 1);
+            guest.ask_for(room);
+            guest.descriptor(2, 0x9000, 1, 2, 0);
+            guest.write(0x2002, &1u16.to_le_bytes());
+            guest
+        }
+
+        fn write(&self, at: u64, bytes: &[u8]) {
+            self.0.memory().write_slice(bytes, GuestAddress(at)).unwrap();
+        }
+
+        fn descriptor(&self, index: u64, at: u64, len: u32, flags: u16, next: u16) {
+            let mut bytes = at.to_le_bytes().to_vec();
+            bytes.extend(len.to_le_bytes());
+            bytes.extend([flags, next].map(u16::to_le_bytes).concat());
+            self.write(0x1000 + 16 * index, &bytes);
+        }
+
+        fn ask_for(&self, room: u32) {
+            self.descriptor(1, 0x10000, room, 1 | 2, 2);
+        }
+
+        fn chain(&self) -> Chain {
+            let mut queue = Queue::new(16).unwrap();
+            queue.set_desc_table_address(Some(0x1000), Some(0));
+            queue.set_avail_ring_address(Some(0x2000), Some(0));
+            queue.set_used_ring_address(Some(0x3000), Some(0));
+            queue.set_ready(true);
+            queue.pop_descriptor_chain(self.0.memory()).unwrap()
+        }
+    }
+
+    #[test]
+    fn a_request_that_grows_while_it_is_looked_at_is_refused() {
+        let geometry = Geometry {
+            block_size: 512,
+            bytes: 1 << 30,
+            read_only: false,
+            volatile_cache: false,
+            write_zeroes: true,
+            discard: true,
+            compare: true,
+            copy: true,
+        };
+        let rules = Rules { geometry, write_through: false };
+        let guest = Guest::new(4096);
+        let chain = guest.chain();
+        let held = data_len(&chain);
+        assert_eq!(parse(&chain, &rules, b"", held).unwrap().data.len(), 4096);
+        guest.ask_for(64 << 10);
+        assert_eq!(parse(&chain, &rules, b"", held).unwrap_err(), Refusal::Status(Status::IoError));
+        guest.ask_for(512);
+        assert_eq!(parse(&chain, &rules, b"", held).unwrap().data.len(), 512);
+    }
 }

@@ -8,6 +8,7 @@ use shadowbell_export::vhost::{StartError, VhostUserBlk};
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserProtocolFeatures};
@@ -17,6 +18,8 @@ use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemory
 use vmm_sys_util::eventfd::EventFd;
 
 const QUEUE: u16 = 64;
+/// Entries of a queue of which few descriptors are used.
+pub(crate) const LONG_QUEUE: u16 = 1024;
 /// Requests at a time, of four descriptors each.
 const SLOTS: u16 = QUEUE / 4;
 const RINGS: u64 = 0x10000;
@@ -124,6 +127,35 @@ impl Ring {
         self.kick.write(1).unwrap();
     }
 
+    /// Asks for the device's identifier again and again, more often than it is told, until somebody
+    /// has had enough.
+    pub(crate) fn never_stop(&mut self, began: impl FnOnce(), enough: &AtomicBool) {
+        let mut began = Some(began);
+        let mut asked = 0;
+        self.submit(0, GET_ID, 0, b"", 20);
+        // Many places for it, so that it takes longer to answer than to ask.
+        for index in 2..500 {
+            self.descriptor(index, self.data(0), 1, 1 | 2, index + 1);
+        }
+        self.descriptor(500, self.status(0), 1, 2, 0);
+        for entry in 0..u64::from(LONG_QUEUE) {
+            self.write(self.available() + 4 + entry * 2, &[0; 2]);
+        }
+        while !enough.load(std::sync::atomic::Ordering::Relaxed) {
+            if asked > 4 * u32::from(LONG_QUEUE)
+                && let Some(began) = began.take()
+            {
+                began();
+            }
+            let used = u16::from_le_bytes(self.read(self.used() + 2));
+            let room = LONG_QUEUE - self.submitted.wrapping_sub(used);
+            self.submitted = self.submitted.wrapping_add(room);
+            asked += u32::from(room);
+            self.write(self.available() + 2, &self.submitted.to_le_bytes());
+            let _ = self.kick.write(1);
+        }
+    }
+
     /// Submits a request with the data that `data` has, and room for `room` bytes.
     pub(crate) fn submit(&mut self, slot: u16, kind: u32, sector: u64, data: &[u8], room: u32) {
         const NEXT: u16 = 1;
@@ -196,11 +228,17 @@ impl Guest {
     pub(crate) fn connect(rig: &Rig, queues: usize, without: u64) -> Self {
         let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, MEMORY).unwrap();
-        Self::connect_with(rig, queues, without, file.into())
+        Self::connect_with(rig, queues, without, file.into(), QUEUE)
     }
 
-    /// With this for memory.
-    pub(crate) fn connect_with(rig: &Rig, queues: usize, without: u64, file: File) -> Self {
+    /// With this for memory, and so many entries of each queue.
+    pub(crate) fn connect_with(
+        rig: &Rig,
+        queues: usize,
+        without: u64,
+        file: File,
+        size: u16,
+    ) -> Self {
         let mut frontend = Frontend::connect(rig.socket(), queues as u64).unwrap();
         frontend.set_owner().unwrap();
         let features = frontend.get_features().unwrap();
@@ -233,8 +271,8 @@ impl Guest {
             };
             let address = |at| memory.get_host_address(GuestAddress(at)).unwrap() as usize as u64;
             let config = VringConfigData {
-                queue_max_size: QUEUE,
-                queue_size: QUEUE,
+                queue_max_size: size,
+                queue_size: size,
                 flags: 0,
                 desc_table_addr: address(ring.base),
                 used_ring_addr: address(ring.used()),
@@ -242,7 +280,7 @@ impl Guest {
                 log_addr: None,
             };
             let index = index as usize;
-            frontend.set_vring_num(index, QUEUE).unwrap();
+            frontend.set_vring_num(index, size).unwrap();
             frontend.set_vring_addr(index, &config).unwrap();
             frontend.set_vring_base(index, 0).unwrap();
             frontend.set_vring_call(index, &ring.call).unwrap();

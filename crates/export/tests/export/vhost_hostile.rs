@@ -1,7 +1,7 @@
 //! Frontends that mean no good, and those that come after them or stand next to them.
 
 use crate::stalled::{self, Mount};
-use crate::vhost::{EVENT_IDX, Guest, MEMORY, READ, Rig, WRITE};
+use crate::vhost::{EVENT_IDX, Guest, LONG_QUEUE, MEMORY, READ, Rig, WRITE};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use std::fs::File;
@@ -9,8 +9,10 @@ use std::io::{IoSlice, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use vhost::VhostBackend;
+use vhost::vhost_user::Frontend;
 use vmm_sys_util::eventfd::EventFd;
 
 const SET_MEM_TABLE: u32 = 5;
@@ -28,6 +30,24 @@ fn soon<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static
     let (done, is_done) = std::sync::mpsc::channel();
     std::thread::spawn(move || done.send(work()));
     is_done.recv_timeout(Duration::from_secs(20)).unwrap_or_else(|_| panic!("stalled: {what}"))
+}
+
+/// The same within a scope; whether it did.
+fn soon_in<'scope>(
+    scope: &'scope std::thread::Scope<'scope, '_>,
+    what: &str,
+    work: impl FnOnce() + Send + 'scope,
+) -> bool {
+    let (done, is_done) = std::sync::mpsc::channel();
+    scope.spawn(move || {
+        work();
+        let _ = done.send(());
+    });
+    let outcome = is_done.recv_timeout(Duration::from_secs(20));
+    if outcome.is_err() {
+        println!("stalled: {what}");
+    }
+    outcome.is_ok()
 }
 
 /// The disk still serves whoever comes next, and can be stopped.
@@ -118,7 +138,7 @@ fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
         let file = memfd_create("cut", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&file, MEMORY).unwrap();
         let theirs = File::from(file.try_clone().unwrap());
-        let mut guest = Guest::connect_with(&rig, 1, 0, theirs);
+        let mut guest = Guest::connect_with(&rig, 1, 0, theirs, 64);
         assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
         if left == 1 << 20 {
             // The request is there; what it reads into is not. Nothing is asked of the ring here.
@@ -207,6 +227,47 @@ fn a_queue_that_promises_more_than_it_has_keeps_no_thread_busy() {
     guest.rings[0].promise(0);
     assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
     drop(guest);
+    assert_served(rig);
+}
+
+/// The memory is shared with whoever it came from, whether its frontend is there or not.
+#[test]
+fn a_guest_that_never_stops_keeps_nobody_out() {
+    let rig = Rig::new(false);
+    let file = memfd_create("endless", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&file, MEMORY).unwrap();
+    let guest = Guest::connect_with(&rig, 1, 0, file.into(), LONG_QUEUE);
+    let Guest { frontend, mut rings, .. } = guest;
+    let enough = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let (ring, enough) = (&mut rings[0], &enough);
+        let (begin, began) = std::sync::mpsc::channel();
+        scope.spawn(move || ring.never_stop(|| begin.send(()).unwrap(), enough));
+        began.recv().unwrap();
+        let served = soon_in(scope, "queues that are stopped", move || {
+            // It is stopped, and begins again.
+            frontend.get_vring_base(0).unwrap();
+            drop(frontend);
+        });
+        let served = served && soon_in(scope, "the next one", || assert_served(rig));
+        enough.store(true, Ordering::Relaxed);
+        assert!(served);
+    });
+}
+
+/// Ten thousand frontends are a year of a guest that is started again every hour.
+#[test]
+fn frontends_that_have_gone_leave_nothing_behind() {
+    let rig = Rig::new(false);
+    let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let before = open();
+    for _ in 0..300 {
+        let frontend = Frontend::from_stream(UnixStream::connect(rig.socket()).unwrap(), 2);
+        frontend.get_features().unwrap();
+    }
+    // Others have some as well meanwhile.
+    let after = open();
+    assert!(after < before + 300, "{before} descriptors, and then {after}");
     assert_served(rig);
 }
 

@@ -32,9 +32,16 @@ pub(super) struct Budget {
 static PROCESS: LazyLock<Arc<Budget>> = LazyLock::new(|| {
     let count = std::fs::read_to_string("/proc/sys/vm/max_map_count");
     let count = count.ok().and_then(|count| count.trim().parse().ok()).unwrap_or(MAX_MAP_COUNT);
-    // The rest is for what this process maps for itself, and for what memory falls into that is lost.
-    Budget::new(Room { bytes: BYTES, mappings: count / 4 * 3 })
+    Budget::new(Room { bytes: BYTES, mappings: mappings(count) })
 });
+
+/// How many mappings are for clients, of so many that the process can have. One of which part is lost
+/// becomes two, and a process that can not have them dies of it; so two are set aside for each, of
+/// three quarters. The rest is for what this process maps for itself.
+fn mappings(count: u64) -> u64 {
+    // More than that can not be guarded, whatever the administrator says.
+    count.min(memory::sigbus::MOST) / 4 * 3 / 2
+}
 
 impl Budget {
     pub(super) fn new(total: Room) -> Arc<Self> {
@@ -57,6 +64,16 @@ pub(super) struct Account {
     budget: Arc<Budget>,
     /// Changed under the lock of what all have.
     own: Arc<Mutex<Room>>,
+}
+
+impl Share {
+    /// The mapping takes so many bytes, as has turned out.
+    pub(super) fn grow(&mut self, bytes: u64) -> Result<(), NoRoom> {
+        let more = bytes.saturating_sub(self.bytes);
+        self.account.charge(Room { bytes: more, mappings: 0 })?;
+        self.bytes += more;
+        Ok(())
+    }
 }
 
 /// A mapping's share, until it is dropped.
@@ -89,20 +106,28 @@ impl Account {
 
     /// Takes room for a mapping of so many bytes.
     pub(super) fn take(&self, bytes: u64) -> Result<Share, NoRoom> {
+        self.charge(Room { bytes, mappings: 1 })?;
+        Ok(Share { account: self.clone(), bytes })
+    }
+
+    fn charge(&self, more: Room) -> Result<(), NoRoom> {
         let (mut all, mut own) = (self.budget.used(), self.own());
         let most = |total: u64, all: u64, own: u64| total.saturating_sub(all - own) / 2;
         let most = Room {
             bytes: most(self.budget.total.bytes, all.bytes, own.bytes),
             mappings: most(self.budget.total.mappings, all.mappings, own.mappings),
         };
-        let wanted = Room { bytes: own.bytes.saturating_add(bytes), mappings: own.mappings + 1 };
+        let wanted = Room {
+            bytes: own.bytes.saturating_add(more.bytes),
+            mappings: own.mappings + more.mappings,
+        };
         if wanted.bytes > most.bytes || wanted.mappings > most.mappings {
             return Err(NoRoom { wanted, most });
         }
-        all.bytes += bytes;
-        all.mappings += 1;
+        all.bytes += more.bytes;
+        all.mappings += more.mappings;
         *own = wanted;
-        Ok(Share { account: self.clone(), bytes })
+        Ok(())
     }
 }
 
@@ -140,6 +165,15 @@ mod tests {
         assert_eq!(*budget.used(), Room::default());
         assert_eq!(*two.own(), Room::default());
         assert!(one.take(u64::MAX).is_err());
+    }
+
+    #[test]
+    fn all_mappings_can_be_lost() {
+        for count in [65_530, 1 << 20, 1000] {
+            let most = mappings(count);
+            assert!(most * 2 < count && most < memory::sigbus::MOST, "{most} of {count}");
+            assert!(most > count.min(MAX_MAP_COUNT) / 3, "{most} of {count}");
+        }
     }
 
     #[test]

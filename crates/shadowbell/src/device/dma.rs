@@ -150,12 +150,13 @@ impl Memory {
         if std::mem::replace(&mut self.given, true) {
             return;
         }
-        for (iova, range) in &self.ranges {
-            let Some(bytes) = &range.bytes else { continue };
-            if let Err(error) = self.controller.map_dma(*iova, range.len, bytes.shared()) {
-                warn!("memory at IOVA {iova:#x} can not be used: {error}");
-            }
-        }
+        let ranges = self.ranges.iter().filter_map(|(iova, range)| {
+            let bytes = range.bytes.as_ref()?;
+            Some((*iova, range.len, bytes.shared()))
+        });
+        self.controller.map_dma_all(ranges, |iova, error| {
+            warn!("memory at IOVA {iova:#x} can not be used: {error}");
+        });
     }
 
     /// Takes it away again: `done` when nothing touches it.

@@ -176,15 +176,17 @@ impl Files {
         len: u64,
         protection: Protection,
     ) -> Result<Bytes, FileError> {
-        let share = Arc::new(self.account.take(len)?);
+        let mut share = self.account.take(len)?;
         let kept = Arc::strong_count(&self.singles) <= MAX_KEPT;
         let own = kept.then(|| fd.try_clone().ok()).flatten();
         let mapping = match own {
             Some(fd) => Mapping::from_own_fd(fd, offset, len, protection),
             None => Mapping::from_fd(fd, offset, len, protection),
         }?;
+        // However little is asked for of a huge page, it is mapped as a whole.
+        share.grow(mapping.taken() as u64)?;
         let single = Some(Arc::clone(&self.singles));
-        Ok(Bytes { shared: mapping.bytes(), _single: single, _share: share })
+        Ok(Bytes { shared: mapping.bytes(), _single: single, _share: Arc::new(share) })
     }
 
     /// All of the file, if it reaches that far and can be mapped.
@@ -206,8 +208,9 @@ impl Files {
         let known = self.whole.iter().filter(|(other, ..)| *other == key);
         let mut known =
             known.filter_map(|(_, mapping, share)| mapping.upgrade().zip(share.upgrade()));
-        // The file may have grown since.
-        if let Some(known) = known.find(|(mapping, _)| end <= mapping.len() as u64) {
+        // The file may have grown since, or have been cut off and then grown again.
+        let serves = |mapping: &Mapping| end <= mapping.len() as u64 && !mapping.is_poisoned();
+        if let Some(known) = known.find(|(mapping, _)| serves(mapping)) {
             return Ok(Some(known));
         }
         if self.whole.len() + Arc::strong_count(&self.singles) > MAX_MAPPINGS {
@@ -390,6 +393,33 @@ mod tests {
         let page = map(&mut files, &huge, (2 << 20) + 3 * PAGE).unwrap();
         assert_eq!(page.shared().len() as u64, PAGE);
         assert_eq!(page.shared().offset_in_mapping() as u64, (2 << 20) + 3 * PAGE);
+    }
+
+    #[test]
+    fn a_page_of_a_huge_page_takes_the_room_of_all_of_it() {
+        let budget = Budget::new(Room { bytes: 16 << 20, mappings: 1 << 20 });
+        let mut files = Files::new(budget);
+        let huge = file(MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB, 64 << 20);
+        let held: Vec<_> =
+            std::iter::from_fn(|| map(&mut files, &huge, (2 << 20) * 3).ok()).take(100).collect();
+        assert_eq!(held.len(), 4, "half of 16 MiB");
+        drop(held);
+        map(&mut files, &huge, 0).unwrap();
+    }
+
+    #[test]
+    fn what_was_lost_is_mapped_anew() {
+        let mut files = Files::default();
+        let memory = file(MemfdFlags::empty(), 1000 * PAGE);
+        let mut pages: Vec<_> =
+            (0..SINGLE as u64 + 2).map(|n| map(&mut files, &memory, n * PAGE).unwrap()).collect();
+        let last = pages.last().unwrap().shared().clone();
+        ftruncate(&memory, 0).unwrap();
+        assert_eq!(last.read::<u64>(0), Some(0));
+        assert!(last.mapping().is_poisoned());
+        ftruncate(&memory, 1000 * PAGE).unwrap();
+        pages.push(map(&mut files, &memory, 300 * PAGE).unwrap());
+        assert!(!pages.last().unwrap().shared().mapping().is_poisoned());
     }
 
     #[test]

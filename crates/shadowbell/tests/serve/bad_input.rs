@@ -36,6 +36,7 @@ fn images_that_are_none() {
         ("qcow3:x", ["no kind of disk called `qcow3`", "file:"]),
         ("mem:0", ["size is zero", "mem:0"]),
         ("mem:100", ["no multiple", "512"]),
+        ("mem:200TiB", ["a disk of 200TiB does not fit", "one of at most 64TiB"]),
     ] {
         refused(at, &[disk, "--socket", "vm.sock"], &words);
         // One that is good does not help the one that is not.

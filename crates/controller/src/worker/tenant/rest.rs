@@ -54,6 +54,9 @@ impl Tenant {
                     invalid.push((cq.place.qid | COMPLETION_QUEUE, error));
                 }
                 cq.moved_from(before);
+                // The head may have been seen to move on another occasion: for an interrupt's sake.
+                let reachable = sq.ring.is_some() && cq.ring.is_some();
+                fenced.note(reachable && cq.free() != 0 && sq.head != sq.tail.last());
             }
         }
         for cq in cqs.iter_mut().flatten() {

@@ -1,0 +1,34 @@
+//! What an engine is given, and what it gives back.
+
+/// What is to be done with the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Read,
+    /// With flags as `pwritev2` has them.
+    Write {
+        flags: i32,
+    },
+    /// What was written onto stable storage, with what it takes to find it again.
+    Sync,
+    /// With a mode as `fallocate` has it.
+    Allocate {
+        mode: i32,
+    },
+}
+
+/// A call: `len` bytes of the file from `offset`; or of the pieces, where there are any.
+pub(super) struct Prepared<'a> {
+    /// Names it in its completion.
+    pub(super) id: u64,
+    pub(super) kind: Kind,
+    pub(super) iovecs: &'a [libc::iovec],
+    pub(super) offset: u64,
+    pub(super) len: u64,
+}
+
+/// The completion of a call without a slot (a cancellation, a wake-up).
+pub(super) const NO_SLOT: u64 = u64::MAX;
+
+/// There is no way left to learn when calls have ended.
+#[derive(Debug)]
+pub(super) struct Stuck;

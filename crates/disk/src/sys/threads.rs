@@ -1,0 +1,397 @@
+//! Calls by threads: for systems that have no io_uring, or do not let this process use it, as the
+//! usual profiles of containers do. A call then costs two wakeups and a system call of its own, and
+//! as many are under way as there are threads.
+
+use super::call::{Kind, Prepared, Stuck};
+use rustix::event::EventfdFlags;
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// The most threads of a queue: as many calls are under way at most.
+const MOST: usize = 64;
+/// How long a thread without work stays.
+const STAY: Duration = Duration::from_secs(5);
+/// They call the system and nothing else.
+const STACK: usize = 128 * 1024;
+
+pub(super) struct Threads {
+    common: Arc<Common>,
+    /// Calls that are prepared, and not handed over yet.
+    prepared: Vec<Job>,
+    /// The most threads that there may be.
+    most: usize,
+}
+
+/// A call, and the memory that it needs.
+struct Job {
+    id: u64,
+    kind: Kind,
+    iovecs: *const libc::iovec,
+    count: i32,
+    offset: u64,
+    len: u64,
+}
+
+// SAFETY: the pointer is to a list that does not change and does not go until the job's completion
+// was collected (see `Threads::push`), and only the thread that has the job uses it before.
+unsafe impl Send for Job {}
+
+/// What a queue and its threads share.
+struct Common {
+    file: Arc<File>,
+    work: Mutex<Work>,
+    /// Rings for threads that wait for work.
+    bell: Condvar,
+    ended: Mutex<Vec<(u64, i32)>>,
+    /// Rings for who waits in [`Threads::wait`].
+    over: Condvar,
+    /// Rings for who waits for the last thread.
+    gone: Condvar,
+    /// There is something in `ended`, or somebody is to be woken.
+    news: AtomicBool,
+    /// Readable as long as there are news.
+    event: OwnedFd,
+}
+
+#[derive(Default)]
+struct Work {
+    jobs: VecDeque<Job>,
+    threads: usize,
+    /// Those of them that wait for work.
+    idle: usize,
+    /// The queue is gone.
+    over: bool,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Threads {
+    /// # Errors
+    /// There is no more descriptor.
+    pub(super) fn new(file: Arc<File>) -> io::Result<Self> {
+        let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let common = Common {
+            file,
+            work: Mutex::default(),
+            bell: Condvar::new(),
+            ended: Mutex::default(),
+            over: Condvar::new(),
+            gone: Condvar::new(),
+            news: AtomicBool::new(false),
+            event,
+        };
+        Ok(Self { common: Arc::new(common), prepared: Vec::new(), most: MOST })
+    }
+
+    /// Takes a call.
+    ///
+    /// # Safety
+    /// The list of pieces, and the memory that it names, stay until the call's completion was
+    /// collected.
+    pub(super) unsafe fn push(&mut self, call: &Prepared<'_>) -> bool {
+        let Prepared { id, kind, iovecs, offset, len } = *call;
+        let count = i32::try_from(iovecs.len()).unwrap_or(0);
+        self.prepared.push(Job { id, kind, iovecs: iovecs.as_ptr(), count, offset, len });
+        true
+    }
+
+    pub(super) fn prepared(&self) -> usize {
+        self.prepared.len()
+    }
+
+    /// Hands over what was prepared.
+    pub(super) fn enter(&mut self) {
+        if self.prepared.is_empty() {
+            return;
+        }
+        let mut work = lock(&self.common.work);
+        work.jobs.extend(self.prepared.drain(..));
+        let wake = work.idle.min(work.jobs.len());
+        let more = (work.jobs.len() - wake).min(self.most.saturating_sub(work.threads));
+        work.threads += more;
+        drop(work);
+        (0..wake).for_each(|_| self.common.bell.notify_one());
+        let started = (0..more).take_while(|_| self.start()).count();
+        if started < more || more == 0 {
+            self.make_do(more - started);
+        }
+    }
+
+    fn start(&self) -> bool {
+        let common = Arc::clone(&self.common);
+        let thread = std::thread::Builder::new().name("sb-file".into()).stack_size(STACK);
+        let run = move || {
+            unpin();
+            common.serve();
+        };
+        thread.spawn(run).is_ok()
+    }
+
+    /// So many threads were not to be had. If there are none at all, this one does their work.
+    fn make_do(&self, missing: usize) {
+        let mut work = lock(&self.common.work);
+        work.threads -= missing;
+        if work.threads != 0 {
+            return;
+        }
+        let jobs = std::mem::take(&mut work.jobs);
+        drop(work);
+        for job in jobs {
+            let result = self.common.call(&job);
+            self.common.end(job.id, result);
+        }
+    }
+
+    /// A call that no thread has begun yet ends as if it had been cancelled; the others end as they
+    /// would have.
+    pub(super) fn cancel(&mut self, id: u64) {
+        self.enter();
+        let mut work = lock(&self.common.work);
+        let Some(index) = work.jobs.iter().position(|job| job.id == id) else { return };
+        work.jobs.remove(index);
+        drop(work);
+        self.common.end(id, -libc::ECANCELED);
+    }
+
+    pub(super) fn wake(&self) {
+        let _ended = lock(&self.common.ended);
+        self.common.tell();
+    }
+
+    /// The completions of this moment: whose, and the result.
+    pub(super) fn collect(&mut self, mut each: impl FnMut(u64, i32)) {
+        // Only a hint: who is about to set it makes the descriptor readable as well.
+        if !self.common.news.load(Ordering::Relaxed) {
+            return;
+        }
+        let mut ended = lock(&self.common.ended);
+        self.common.news.store(false, Ordering::Relaxed);
+        let mut count = [0; 8];
+        // It does not block, and what it says is known.
+        let _ = rustix::io::read(&self.common.event, &mut count);
+        ended.drain(..).for_each(|(id, result)| each(id, result));
+    }
+
+    /// Waits until a call has ended.
+    pub(super) fn wait(&mut self) -> Result<(), Stuck> {
+        self.enter();
+        let mut ended = lock(&self.common.ended);
+        while ended.is_empty() {
+            ended = self.common.over.wait(ended).unwrap_or_else(PoisonError::into_inner);
+        }
+        Ok(())
+    }
+
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        self.common.event.as_fd()
+    }
+}
+
+impl Drop for Threads {
+    /// Waits until the threads are gone, which have nothing to do any more: they have the file open,
+    /// and a block device could not be opened again.
+    fn drop(&mut self) {
+        let mut work = lock(&self.common.work);
+        work.over = true;
+        self.common.bell.notify_all();
+        while work.threads != 0 {
+            work = self.common.gone.wait(work).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+impl Common {
+    /// What a thread does.
+    fn serve(&self) {
+        let mut work = lock(&self.work);
+        loop {
+            if let Some(job) = work.jobs.pop_front() {
+                drop(work);
+                let result = self.call(&job);
+                self.end(job.id, result);
+                work = lock(&self.work);
+                continue;
+            }
+            if work.over {
+                break;
+            }
+            work.idle += 1;
+            let (guard, outcome) =
+                self.bell.wait_timeout(work, STAY).unwrap_or_else(PoisonError::into_inner);
+            work = guard;
+            work.idle -= 1;
+            if outcome.timed_out() && work.jobs.is_empty() {
+                break;
+            }
+        }
+        work.threads -= 1;
+        self.gone.notify_all();
+    }
+
+    /// The result, as io_uring has it.
+    fn call(&self, job: &Job) -> i32 {
+        match job.kind {
+            // Files of a kind that takes no flags: the same in two steps.
+            Kind::Write { flags } if flags != 0 => match self.make(job, job.kind) {
+                refused if refused == -libc::EOPNOTSUPP => {
+                    let moved = self.make(job, Kind::Write { flags: 0 });
+                    let synced = if moved > 0 { self.make(job, Kind::Sync) } else { 0 };
+                    if synced < 0 { synced } else { moved }
+                }
+                result => result,
+            },
+            kind => self.make(job, kind),
+        }
+    }
+
+    fn make(&self, job: &Job, kind: Kind) -> i32 {
+        let fd = self.file.as_raw_fd();
+        let (offset, len) = (job.offset as libc::off_t, job.len as libc::off_t);
+        // SAFETY: the list and the memory that it names are there, see `Threads::push`; the file is
+        // open as long as this is.
+        let result = unsafe {
+            match kind {
+                Kind::Read => libc::preadv2(fd, job.iovecs, job.count, offset, 0),
+                Kind::Write { flags } => libc::pwritev2(fd, job.iovecs, job.count, offset, flags),
+                Kind::Sync => libc::fdatasync(fd) as isize,
+                Kind::Allocate { mode } => libc::fallocate(fd, mode, offset, len) as isize,
+            }
+        };
+        if result < 0 {
+            return -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
+        }
+        // A call moves MAX_BYTES at most.
+        i32::try_from(result).unwrap_or(i32::MAX)
+    }
+
+    fn end(&self, id: u64, result: i32) {
+        let mut ended = lock(&self.ended);
+        ended.push((id, result));
+        self.tell();
+        self.over.notify_one();
+    }
+
+    /// With `ended` locked.
+    fn tell(&self) {
+        if !self.news.swap(true, Ordering::Relaxed) {
+            let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
+        }
+    }
+}
+
+/// Lets this thread run wherever its process may. It has come from a worker that may be pinned to a
+/// processor, which it needs for itself.
+fn unpin() {
+    let process = Some(rustix::process::getpid());
+    let _ = rustix::thread::sched_getaffinity(process)
+        .and_then(|all| rustix::thread::sched_setaffinity(None, &all));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file() -> Arc<File> {
+        let fd = rustix::fs::memfd_create("disk", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, 4096).unwrap();
+        Arc::new(fd.into())
+    }
+
+    fn sync(threads: &mut Threads, id: u64) {
+        let call = Prepared { id, kind: Kind::Sync, iovecs: &[], offset: 0, len: 0 };
+        // SAFETY: it has no memory.
+        assert!(unsafe { threads.push(&call) });
+    }
+
+    fn collect(threads: &mut Threads) -> Vec<(u64, i32)> {
+        let mut ended = Vec::new();
+        threads.collect(|id, result| ended.push((id, result)));
+        ended.sort_unstable();
+        ended
+    }
+
+    #[test]
+    fn they_are_not_pinned_to_where_their_queue_is() {
+        let processors = || rustix::thread::sched_getaffinity(None).unwrap();
+        let all = rustix::thread::sched_getaffinity(Some(rustix::process::getpid())).unwrap();
+        std::thread::spawn(move || {
+            let mut one = rustix::thread::CpuSet::new();
+            one.set((0..).find(|n| all.is_set(*n)).unwrap());
+            rustix::thread::sched_setaffinity(None, &one).unwrap();
+            assert!(processors() == one);
+            std::thread::spawn(move || {
+                assert!(processors() == one, "a thread begins where the one is that made it");
+                unpin();
+                assert!(processors() == all);
+            })
+            .join()
+            .unwrap();
+        })
+        .join()
+        .unwrap();
+    }
+
+    #[test]
+    fn what_nobody_has_begun_is_cancelled() {
+        let mut threads = Threads::new(file()).unwrap();
+        // As many as there may be, and all of them are busy.
+        lock(&threads.common.work).threads = MOST;
+        for id in 0..3 {
+            sync(&mut threads, id);
+        }
+        threads.enter();
+        assert_eq!(collect(&mut threads), []);
+        threads.cancel(1);
+        threads.cancel(7);
+        assert_eq!(collect(&mut threads), [(1, -libc::ECANCELED)]);
+        // One has time.
+        let common = Arc::clone(&threads.common);
+        let thread = std::thread::spawn(move || common.serve());
+        let mut ended = Vec::new();
+        while ended.len() < 2 {
+            threads.wait().unwrap();
+            ended.extend(collect(&mut threads));
+        }
+        ended.sort_unstable();
+        assert_eq!(ended, [(0, 0), (2, 0)]);
+        lock(&threads.common.work).threads = 1;
+        drop(threads);
+        thread.join().unwrap();
+    }
+
+    #[test]
+    fn without_any_thread_the_calls_are_made_all_the_same() {
+        let mut threads = Threads::new(file()).unwrap();
+        threads.most = 0;
+        sync(&mut threads, 3);
+        sync(&mut threads, 4);
+        threads.enter();
+        assert_eq!(collect(&mut threads), [(3, 0), (4, 0)]);
+    }
+
+    #[test]
+    fn threads_stay_for_a_while_and_go_with_their_queue() {
+        let file = file();
+        let mut threads = Threads::new(Arc::clone(&file)).unwrap();
+        for id in 0..200 {
+            sync(&mut threads, id);
+            threads.enter();
+            threads.wait().unwrap();
+            collect(&mut threads);
+        }
+        assert!(lock(&threads.common.work).threads <= 200.min(MOST));
+        assert!(lock(&threads.common.work).threads > 0);
+        drop(threads);
+        // The last of them has said that it goes, and may still be on its way.
+        while Arc::strong_count(&file) != 1 {
+            std::thread::yield_now();
+        }
+    }
+}

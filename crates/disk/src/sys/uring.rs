@@ -1,0 +1,246 @@
+//! Calls through io_uring.
+
+use super::call::{Kind, NO_SLOT, Prepared, Stuck};
+use io_uring::squeue::Entry;
+use io_uring::{EnterFlags, IoUring, opcode, types};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Calls that can be handed over at once; more just need another system call.
+const SUBMISSIONS: u32 = 128;
+/// How often the kernel is asked again when it has no memory for a call, a millisecond apart.
+const PATIENCE: u32 = 100;
+
+pub(super) struct Uring {
+    uring: IoUring,
+    /// The file is registered with the ring, which saves a look-up for each call.
+    registered: bool,
+    file: Arc<File>,
+}
+
+impl Uring {
+    /// Opens a ring for calls on `file`, to be used by this thread alone, with room for so many
+    /// completions.
+    pub(super) fn new(file: Arc<File>, completions: u32) -> io::Result<Self> {
+        let uring = build(SUBMISSIONS, completions)?;
+        let registered = uring.submitter().register_files(&[file.as_raw_fd()]).is_ok();
+        Ok(Self { uring, registered, file })
+    }
+
+    /// Takes a call, if there is room in the submission queue; if not, [`enter`](Self::enter) makes
+    /// some.
+    ///
+    /// # Safety
+    /// The list of pieces, and the memory that it names, stay until the call's completion was
+    /// collected.
+    pub(super) unsafe fn push(&mut self, call: &Prepared<'_>) -> bool {
+        let entry = if self.registered {
+            entry(call, types::Fixed(0))
+        } else {
+            entry(call, types::Fd(self.file.as_raw_fd()))
+        };
+        // SAFETY: what the entry points to stays, as the caller has promised. The file is open as
+        // long as the ring is.
+        unsafe { self.uring.submission().push(&entry.user_data(call.id)) }.is_ok()
+    }
+
+    pub(super) fn cancel(&mut self, id: u64) {
+        self.push_control(&opcode::AsyncCancel::new(id).build());
+    }
+
+    pub(super) fn wake(&mut self) {
+        self.push_control(&opcode::Nop::new().build());
+    }
+
+    fn push_control(&mut self, entry: &Entry) {
+        let entry = entry.clone().user_data(NO_SLOT);
+        for _ in 0..2 {
+            // SAFETY: neither a cancellation nor a no-op has memory.
+            if unsafe { self.uring.submission().push(&entry) }.is_ok() {
+                self.enter();
+                return;
+            }
+            self.enter();
+        }
+    }
+
+    /// How many calls are prepared, and not handed over yet.
+    pub(super) fn prepared(&mut self) -> usize {
+        self.uring.submission().len()
+    }
+
+    /// Hands everything that was prepared to the kernel, in one system call, which also brings in
+    /// what has ended. When the kernel has no memory for a call, it is asked again for a while; what
+    /// it still does not take stays prepared.
+    pub(super) fn enter(&mut self) {
+        for _ in 0..PATIENCE {
+            match self.enter_once(0) {
+                Ok(_) if self.uring.submission().is_empty() => return,
+                Ok(_) => {}
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => std::thread::sleep(Duration::from_millis(1)),
+            }
+        }
+    }
+
+    fn enter_once(&mut self, wait: u32) -> io::Result<usize> {
+        let prepared = self.uring.submission().len() as u32;
+        let flags = EnterFlags::GETEVENTS.bits();
+        // SAFETY: no argument structure is passed, and what the prepared entries point to is kept
+        // as `push` says.
+        unsafe { self.uring.submitter().enter::<libc::sigset_t>(prepared, wait, flags, None) }
+    }
+
+    /// Waits until a call has ended.
+    pub(super) fn wait(&mut self) -> Result<(), Stuck> {
+        match self.enter_once(1).map_err(|e| e.raw_os_error()) {
+            Ok(_) | Err(Some(libc::EINTR)) => Ok(()),
+            Err(Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM)) => {
+                std::thread::sleep(Duration::from_millis(1));
+                Ok(())
+            }
+            Err(_) => Err(Stuck),
+        }
+    }
+
+    /// The completions of this moment: whose, and the result.
+    pub(super) fn collect(&mut self, mut each: impl FnMut(u64, i32)) {
+        if self.uring.completion().is_empty() {
+            let submission = self.uring.submission();
+            // What has ended while this thread ran becomes visible when it enters the kernel.
+            let due = submission.taskrun() || submission.cq_overflow();
+            drop(submission);
+            if !due {
+                return;
+            }
+            self.enter();
+        }
+        for completion in self.uring.completion() {
+            each(completion.user_data(), completion.result());
+        }
+    }
+
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        self.uring.as_fd()
+    }
+
+    /// Lets go of the file. The ring itself is taken apart later, by a kernel thread; the file is not
+    /// to stay open for as long, since that keeps a block device from being opened again.
+    pub(super) fn close(&mut self) {
+        if self.registered {
+            let _ = self.uring.submitter().unregister_files();
+        }
+    }
+}
+
+/// A file, by its number or by its place in the ring's table.
+trait Target {
+    fn read(self, iovecs: &[libc::iovec], offset: u64) -> Entry;
+    fn write(self, iovecs: &[libc::iovec], offset: u64, flags: i32) -> Entry;
+    fn sync(self) -> Entry;
+    fn fallocate(self, mode: i32, offset: u64, len: u64) -> Entry;
+}
+
+fn entry(call: &Prepared<'_>, file: impl Target) -> Entry {
+    let Prepared { iovecs, offset, len, .. } = *call;
+    match call.kind {
+        Kind::Read => file.read(iovecs, offset),
+        Kind::Write { flags } => file.write(iovecs, offset, flags),
+        Kind::Sync => file.sync(),
+        Kind::Allocate { mode } => file.fallocate(mode, offset, len),
+    }
+}
+
+macro_rules! target {
+    ($kind:ty) => {
+        impl Target for $kind {
+            fn read(self, iovecs: &[libc::iovec], offset: u64) -> Entry {
+                // One piece needs no list, and saves the kernel a copy of it.
+                if let [one] = iovecs {
+                    return opcode::Read::new(self, one.iov_base.cast(), one.iov_len as u32)
+                        .offset(offset)
+                        .build();
+                }
+                opcode::Readv::new(self, iovecs.as_ptr(), iovecs.len() as u32)
+                    .offset(offset)
+                    .build()
+            }
+            fn write(self, iovecs: &[libc::iovec], offset: u64, flags: i32) -> Entry {
+                if let [one] = iovecs {
+                    return opcode::Write::new(self, one.iov_base.cast(), one.iov_len as u32)
+                        .offset(offset)
+                        .rw_flags(flags)
+                        .build();
+                }
+                opcode::Writev::new(self, iovecs.as_ptr(), iovecs.len() as u32)
+                    .offset(offset)
+                    .rw_flags(flags)
+                    .build()
+            }
+            fn sync(self) -> Entry {
+                opcode::Fsync::new(self).flags(types::FsyncFlags::DATASYNC).build()
+            }
+            fn fallocate(self, mode: i32, offset: u64, len: u64) -> Entry {
+                opcode::Fallocate::new(self, len).offset(offset).mode(mode).build()
+            }
+        }
+    };
+}
+target!(types::Fixed);
+target!(types::Fd);
+
+/// Makes a ring with the best that the kernel has: completions that do not interrupt this thread
+/// while it runs (5.19) and one submitter only (6.0), or plain.
+///
+/// Not `IORING_SETUP_DEFER_TASKRUN`: such a ring's descriptor does not wake who sleeps on it in
+/// `poll` or `epoll_wait` (seen with 6.18: only commits to the completion queue wake them, and
+/// those are what is deferred).
+fn build(submissions: u32, completions: u32) -> io::Result<IoUring> {
+    let mut plain = IoUring::builder();
+    plain.setup_cqsize(completions);
+    let mut good = plain.clone();
+    good.setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
+    let mut best = good.clone();
+    best.setup_single_issuer();
+    let mut outcome = Err(io::ErrorKind::Unsupported.into());
+    for builder in [best, good, plain] {
+        outcome = builder.build(submissions);
+        match &outcome {
+            Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {}
+            _ => break,
+        }
+    }
+    let uring = outcome?;
+    if !uring.params().is_feature_nodrop() {
+        // Before 5.5 completions could be lost.
+        return Err(io::Error::from_raw_os_error(libc::ENOSYS));
+    }
+    Ok(uring)
+}
+
+/// Whether this process may use io_uring, and the kernel has the calls that are needed.
+///
+/// # Errors
+/// The system's refusal; `ENOSYS` for a kernel that lacks a call.
+pub(crate) fn available() -> io::Result<()> {
+    let uring = build(4, 8)?;
+    let mut probe = io_uring::Probe::new();
+    uring.submitter().register_probe(&mut probe)?;
+    let needed = [
+        opcode::Read::CODE,
+        opcode::Readv::CODE,
+        opcode::Write::CODE,
+        opcode::Writev::CODE,
+        opcode::Fsync::CODE,
+        opcode::Fallocate::CODE,
+        opcode::AsyncCancel::CODE,
+    ];
+    if needed.iter().all(|code| probe.is_supported(*code)) {
+        Ok(())
+    } else {
+        Err(io::Error::from_raw_os_error(libc::ENOSYS))
+    }
+}
