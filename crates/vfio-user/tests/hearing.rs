@@ -142,7 +142,7 @@ fn lend(path: &Path, shared: &Shared) -> (Raw, Hearing) {
 /// A client that is heard by a sleeping thread first, and then by the reactor.
 fn lent(limits: Limits) -> (Server, PathBuf, Arc<Shared>, Raw, Listener) {
     let (server, path, shared) = Server::with_toy(limits);
-    let (mut raw, hearing) = lend(&path, &shared);
+    let (raw, hearing) = lend(&path, &shared);
     let epoll = Listener::epoll();
     hearing.watch(&epoll, TOKEN).unwrap();
     let listener = Listener::start(epoll, Some(hearing), &shared);
@@ -313,7 +313,9 @@ fn a_device_is_removed_and_a_server_stopped_while_a_client_is_lent() {
 /// Keeps the reactor in the device of `raw` until the other end says something, or goes.
 fn detain(raw: &mut Raw, shared: &Shared) -> std::sync::mpsc::Sender<()> {
     let (go, gone) = std::sync::mpsc::channel();
-    *shared.hook.lock().unwrap() = Some(Box::new(move || drop(gone.recv())));
+    *shared.hook.lock().unwrap() = Some(Box::new(move || {
+        let _ = gone.recv();
+    }));
     let access = access(0, HOOK, 1);
     let payload = [access.as_bytes(), &[1]];
     let message = raw.message(command::REGION_WRITE, header_flags::NO_REPLY, &payload);
