@@ -113,7 +113,9 @@ fn admit(request: u32, fds: Vec<Descriptor>) -> Result<Vec<OwnedFd>, Refusal> {
         return Ok(Vec::new());
     }
     let fds = fds.into_iter().map(|fd| match (request, fd) {
-        (request::SET_MEM_TABLE | request::ADD_MEM_REG, Descriptor::Memory(fd)) => Ok(fd),
+        (request::SET_MEM_TABLE | request::ADD_MEM_REG, Descriptor::Memory(file)) => {
+            Ok(file.keep())
+        }
         (
             request::SET_VRING_KICK | request::SET_VRING_CALL | request::SET_VRING_ERR,
             Descriptor::Event(fd),

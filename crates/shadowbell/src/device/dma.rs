@@ -44,7 +44,16 @@ impl Memory {
 
     /// The client shares a range.
     pub(super) fn map(&mut self, map: DmaMap) -> Result<(), Errno> {
-        let DmaMap { iova, len, readable, writable, fd, fd_offset } = map;
+        let outcome = self.try_map(&map);
+        if let Some(fd) = map.fd.filter(|_| outcome.is_err()) {
+            // Nobody else may have it.
+            vfio_user::descriptor::let_go(fd);
+        }
+        outcome
+    }
+
+    fn try_map(&mut self, map: &DmaMap) -> Result<(), Errno> {
+        let DmaMap { iova, len, readable, writable, ref fd, fd_offset } = *map;
         if self.ranges.len() >= MAX_RANGES as usize {
             warn!("a client shares more than {MAX_RANGES} ranges of memory, which is refused");
             return Err(Errno::NOSPC);

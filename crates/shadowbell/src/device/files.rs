@@ -141,14 +141,14 @@ impl Files {
     /// Maps `len` bytes at `offset` of a file that waits for nobody.
     pub(super) fn map(
         &mut self,
-        fd: OwnedFd,
+        fd: &OwnedFd,
         offset: u64,
         len: u64,
         protection: Protection,
     ) -> Result<Bytes, FileError> {
         let singles = Arc::strong_count(&self.singles) - 1;
         if singles < SINGLE {
-            match self.map_single(&fd, offset, len, protection) {
+            match self.map_single(fd, offset, len, protection) {
                 // It may be part of a huge page.
                 Err(FileError::Map(MapError::System { .. })) => {}
                 outcome => return outcome,
@@ -156,8 +156,7 @@ impl Files {
         }
         let shape = || usize::try_from(offset).ok().zip(usize::try_from(len).ok());
         if let Some((offset, len)) = shape()
-            && let Some((mapping, share)) =
-                self.whole(&fd, offset as u64, len as u64, protection)?
+            && let Some((mapping, share)) = self.whole(fd, offset as u64, len as u64, protection)?
             && let Some(shared) = mapping.bytes().slice(offset, len)
         {
             return Ok(Bytes { shared, _single: None, _share: share });
@@ -166,7 +165,7 @@ impl Files {
         if singles + self.whole.len() >= MAX_MAPPINGS {
             return Err(FileError::TooMany);
         }
-        self.map_single(&fd, offset, len, protection)
+        self.map_single(fd, offset, len, protection)
     }
 
     fn map_single(
@@ -245,7 +244,7 @@ mod tests {
     }
 
     fn map(files: &mut Files, fd: &OwnedFd, offset: u64) -> Result<Bytes, FileError> {
-        files.map(fd.try_clone().unwrap(), offset, PAGE, Protection::ReadWrite)
+        files.map(fd, offset, PAGE, Protection::ReadWrite)
     }
 
     #[test]
@@ -273,7 +272,7 @@ mod tests {
         assert!(pages.iter().all(|page| page.shared().len() as u64 == PAGE));
         // What may only be read is not part of what may be written.
         let fd = memory.try_clone().unwrap();
-        let read = files.map(fd, 0, PAGE, Protection::Read).unwrap();
+        let read = files.map(&fd, 0, PAGE, Protection::Read).unwrap();
         assert!(!read.shared().is_writable());
         // Another file is another file, and one that has grown is mapped anew.
         let other = file(MemfdFlags::empty(), PAGE);
@@ -296,10 +295,8 @@ mod tests {
             let fd = memfd_create("parting-from-its-client", MemfdFlags::CLOEXEC).unwrap();
             ftruncate(&fd, len).unwrap();
             let mut files = Files::default();
-            let parts = [(0, len), (0, PAGE)].map(|(offset, len)| {
-                let fd = fd.try_clone().unwrap();
-                files.map(fd, offset, len, Protection::ReadWrite).unwrap()
-            });
+            let parts = [(0, len), (0, PAGE)]
+                .map(|(offset, len)| files.map(&fd, offset, len, Protection::ReadWrite).unwrap());
             let maps = || std::fs::read_to_string("/proc/self/maps").unwrap();
             assert!(maps().contains("/memfd:parting-from-its-client"));
             drop(parts.into_iter().collect::<Parting>());
@@ -354,7 +351,7 @@ mod tests {
         let [mut one, mut two] = [(); 2].map(|()| Files::new(Arc::clone(&budget)));
         let large = file(MemfdFlags::empty(), 1 << 60);
         let take = |files: &mut Files, pages: u64| {
-            files.map(large.try_clone().unwrap(), 0, pages * PAGE, Protection::ReadWrite)
+            files.map(&large, 0, pages * PAGE, Protection::ReadWrite)
         };
         let held = take(&mut one, 512).unwrap();
         let error = take(&mut one, 1).err().unwrap();
@@ -373,9 +370,7 @@ mod tests {
         let mut pages: Vec<_> =
             (0..400).map(|n| map(&mut files, &small, n * PAGE).unwrap()).collect();
         let other = file(MemfdFlags::empty(), 1 << 60);
-        let mut take = |pages: u64| {
-            files.map(other.try_clone().unwrap(), 0, pages * PAGE, Protection::ReadWrite)
-        };
+        let mut take = |pages: u64| files.map(&other, 0, pages * PAGE, Protection::ReadWrite);
         let rest = take(1024 - SINGLE as u64 - 400).unwrap();
         pages.truncate(SINGLE + 1);
         assert!(take(1).is_err());
@@ -431,6 +426,6 @@ mod tests {
             assert_eq!(error.errno(), Errno::INVAL, "{error}");
         }
         let event = memory::EventFd::new().unwrap();
-        assert!(files.map(event.into(), 0, PAGE, Protection::Read).is_err());
+        assert!(files.map(&event.into(), 0, PAGE, Protection::Read).is_err());
     }
 }

@@ -68,7 +68,7 @@ enum Answer {
 
 fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String> {
     let fds = std::mem::take(&mut reply.fds).into_iter().map(|fd| match fd {
-        Descriptor::Memory(fd) => Ok(fd),
+        Descriptor::Memory(file) => Ok(file.keep()),
         _ => Err("a descriptor is of no memory and no local file".to_owned()),
     });
     let fds = fds.collect::<Result<Vec<_>, _>>()?;

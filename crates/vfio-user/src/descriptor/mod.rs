@@ -22,6 +22,7 @@
 
 mod channel;
 mod closer;
+mod file;
 mod kind;
 #[allow(unsafe_code)]
 mod sys;
@@ -34,6 +35,7 @@ use tracing::{debug, warn};
 pub use channel::Channel;
 pub use closer::Closer;
 pub(crate) use closer::Stream;
+pub use file::{PeerFile, let_go};
 use kind::{Kind, kind};
 
 /// A descriptor that a peer sent.
@@ -42,7 +44,7 @@ pub enum Descriptor {
     /// An eventfd.
     Event(OwnedFd),
     /// A file that answers: memory, or a file on a local disk.
-    Memory(OwnedFd),
+    Memory(PeerFile),
     /// Something else. It is being closed already.
     Foreign,
 }
@@ -51,7 +53,8 @@ impl Descriptor {
     /// The descriptor, whatever it is good for.
     pub fn into_fd(self) -> Option<OwnedFd> {
         match self {
-            Self::Event(fd) | Self::Memory(fd) => Some(fd),
+            Self::Event(fd) => Some(fd),
+            Self::Memory(file) => Some(file.keep()),
             Self::Foreign => None,
         }
     }
@@ -92,7 +95,7 @@ impl Entrance {
                 Ok(Kind::Event) => Descriptor::Event(fd),
                 Ok(Kind::Memory) => {
                     may_search |= files;
-                    Descriptor::Memory(fd)
+                    Descriptor::Memory(PeerFile::new(fd))
                 }
                 Err(what) => {
                     if std::mem::replace(&mut self.told, true) {

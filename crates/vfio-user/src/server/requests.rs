@@ -528,7 +528,7 @@ fn dma_map(payload: &[u8], mut fds: Vec<Descriptor>) -> Result<DmaMap, Errno> {
     }
     let fd = match fds.pop() {
         None => None,
-        Some(Descriptor::Memory(fd)) => Some(fd),
+        Some(Descriptor::Memory(file)) => Some(file.keep()),
         Some(_) => return Err(Errno::INVAL),
     };
     Ok(DmaMap {
