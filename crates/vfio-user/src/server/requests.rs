@@ -136,14 +136,9 @@ impl Link {
         payload: &[u8],
         write: &mut dyn FnMut(u32, u64, &[u8]) -> bool,
     ) -> bool {
-        if header.is_reply() || header.command != command::REGION_WRITE {
-            return false;
-        }
-        let (Some(agreed), Ok((access, rest))) =
-            (self.agreed, split::<wire::RegionAccess>(payload))
-        else {
-            return false;
-        };
+        let is_write = !header.is_reply() && header.command == command::REGION_WRITE;
+        let access = split::<wire::RegionAccess>(payload).ok().filter(|_| is_write);
+        let (Some(agreed), Some((access, rest))) = (self.agreed, access) else { return false };
         let data = agreed.check(&access).ok().and_then(|len| rest.get(..len));
         let taken = data.is_some_and(|data| write(access.region, access.offset, data));
         if taken {
