@@ -138,12 +138,14 @@ impl Controller {
         self.0.run(deferred);
     }
 
-    /// A trapped write of a doorbell: `offset` is the one in BAR0.
-    pub fn write_doorbell(&self, offset: u64, value: u32) {
+    /// A trapped write of a doorbell: `offset` is the one in BAR0. Which worker this has woken, if it
+    /// has woken one.
+    pub fn write_doorbell(&self, offset: u64, value: u32) -> Option<usize> {
         let inner = &self.0;
         let doorbell = decode_doorbell(offset, DSTRD);
         let Some(doorbell) = doorbell.filter(|d| usize::from(d.qid) < MAX_QUEUES) else {
-            return inner.invalid_register();
+            inner.invalid_register();
+            return None;
         };
         let worker = inner.shared.trap(doorbell.qid, doorbell.kind);
         let side = if doorbell.kind == DoorbellKind::Cq { COMPLETION_QUEUE } else { 0 };
@@ -151,21 +153,25 @@ impl Controller {
         let register = inner.shared.register(doorbell.qid, doorbell.kind);
         if doorbell.qid == 0 {
             doorbell::Cell::store_release(&register, value);
-            return inner.service();
+            inner.service();
+            return None;
         }
-        let Some(worker) = worker else { return inner.invalid_register() };
-        match doorbell.kind {
+        let Some(worker) = worker else {
+            inner.invalid_register();
+            return None;
+        };
+        let woken = match doorbell.kind {
             DoorbellKind::Sq => inner.pool.ring(worker, &inner.shared, &register, value),
             DoorbellKind::Cq => {
                 doorbell::Cell::store_release(&register, value);
                 // Pairs with the sleeper's fence, which follows its `want_head`: either it sees
                 // the head in its last look, or we see here that it wants to be told.
                 fence(Ordering::SeqCst);
-                if inner.shared.is_head_wanted(doorbell.qid) {
-                    inner.pool.ring(worker, &inner.shared, &register, value);
-                }
+                inner.shared.is_head_wanted(doorbell.qid)
+                    && inner.pool.ring(worker, &inner.shared, &register, value)
             }
-        }
+        };
+        woken.then_some(worker)
     }
 
     pub(crate) fn inner(&self) -> &Arc<Inner> {

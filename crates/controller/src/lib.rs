@@ -28,6 +28,7 @@ pub(crate) mod admin;
 pub mod config;
 mod control;
 mod controller;
+mod ear;
 #[cfg(feature = "faults")]
 pub mod faults;
 mod interrupt;
@@ -43,6 +44,7 @@ mod worker;
 
 pub use config::{Config, ConfigError, NamespaceConfig};
 pub use controller::{BAR0_BYTES, Carrier, Controller, Event, NewError};
+pub use ear::{Ear, Heard};
 pub use kick::DoorbellEvents;
 pub use stats::Stats;
 pub use worker::{Polling, Pool, PoolOptions, Turns};

@@ -139,7 +139,13 @@ impl Shared {
     pub(crate) fn trap(&self, qid: u16, kind: DoorbellKind) -> Option<usize> {
         let index = index(qid, kind);
         self.traps.get(index)?.fetch_add(1, Ordering::Relaxed);
-        usize::from(self.owners.get(index)?.load(Ordering::Acquire)).checked_sub(1)
+        self.owner(qid, kind)
+    }
+
+    /// Which worker serves the queue, if any does.
+    pub(crate) fn owner(&self, qid: u16, kind: DoorbellKind) -> Option<usize> {
+        let owner = self.owners.get(index(qid, kind))?.load(Ordering::Acquire);
+        usize::from(owner).checked_sub(1)
     }
 
     /// How many writes were trapped on this doorbell since [`take_traps`](Self::take_traps).

@@ -213,6 +213,26 @@ fn who_is_parked_is_heard_asleep_and_awake() {
     }
 }
 
+#[test]
+fn who_is_parked_is_heard_by_an_ear() {
+    let mut house = House::new(ADAPTIVE);
+    let busy = house.move_in(Bell::Shadow);
+    let quiet = house.move_in(Bell::Trap);
+    let (wire, ear) = common::wire::Wire::new();
+    house.hosts[quiet].0.controller.lend_ear(0, ear);
+    for _ in 0..3 {
+        house.lull(busy);
+        assert!(wire.is_heard());
+        let (host, queue, buffer) = &mut house.hosts[quiet];
+        let read = Sqe::read(1, 0, 7, host.next_cid()).with_prps(*buffer, 0);
+        host.put(queue, &read);
+        wire.write(regs::sq_doorbell_offset(queue.qid, 0), queue.tail);
+        assert!(sleep(&mut house.turns));
+        house.turns.turn();
+        assert!(house.reap(quiet));
+    }
+}
+
 /// A hundred eventfds at once are more than are heard at once.
 #[test]
 fn everybody_who_rings_is_heard() {
@@ -242,9 +262,10 @@ fn a_ring_without_a_command_is_not_the_last() {
                 let (host, queue, _) = &house.hosts[quiet];
                 match host.kicks.events.first() {
                     Some(event) => event.signal(),
-                    None => host
-                        .controller
-                        .write_doorbell(regs::sq_doorbell_offset(queue.qid, 0), queue.tail),
+                    None => {
+                        let offset = regs::sq_doorbell_offset(queue.qid, 0);
+                        host.controller.write_doorbell(offset, queue.tail);
+                    }
                 }
                 house.disturb(busy);
             }

@@ -177,6 +177,18 @@ impl Decoder {
         Ok(Some(Message { header, payload, fds }))
     }
 
+    /// The message that [`decode`](Self::decode) would return, if there is one and it has no
+    /// descriptors: its header and its payload.
+    pub fn peek(&self) -> Option<(Header, &[u8])> {
+        let header = self.header()?;
+        let payload = self.buffer.get(self.start..self.end)?.get(HEADER_LEN..header.size as usize);
+        let is_sound = self.failed.is_none()
+            && header.size as usize <= self.max_message
+            && header.flags & header_flags::TYPE_MASK <= header_flags::REPLY
+            && self.batches.is_empty();
+        Some((header, payload?)).filter(|_| is_sound)
+    }
+
     /// A message has begun and is not complete (or [`decode`](Self::decode) was not asked yet).
     pub fn is_partial(&self) -> bool {
         self.start != self.end

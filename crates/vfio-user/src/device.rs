@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 
 use crate::Errno;
 use crate::capabilities::DEFAULT_MAX_DMA_MAPS;
+use crate::server::Hearing;
 
 /// Indexes of the regions of a PCI device (`VFIO_PCI_*_REGION_INDEX` of `<linux/vfio.h>`).
 pub mod region {
@@ -326,6 +327,19 @@ pub trait Device: Send {
         data: &[u8],
         later: &mut Later<'_>,
     ) -> Result<(), Errno>;
+
+    /// Whether another thread of the device's is to hear this client's messages as well, because it
+    /// sleeps while most of what comes are writes that only wake it. Asked whenever the client has
+    /// nothing more to say, unless somebody has its [`Hearing`].
+    fn wants_hearing(&mut self) -> bool {
+        false
+    }
+
+    /// Takes what it [wanted](Self::wants_hearing). From the thread that makes use of it, writes
+    /// reach the device by other ways than [`region_write`](Self::region_write).
+    fn take_hearing(&mut self, hearing: Hearing) {
+        drop(hearing);
+    }
 
     /// Sets up, takes down, masks or raises interrupts.
     fn set_irqs(&mut self, request: SetIrqs) -> Result<(), Errno>;

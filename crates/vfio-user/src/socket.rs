@@ -31,12 +31,22 @@ pub(crate) enum Received {
 }
 
 /// What one call has received.
+#[derive(Debug)]
 pub(crate) struct Arrival {
     pub(crate) bytes: usize,
+    /// There was room for more.
+    pub(crate) is_short: bool,
     /// Nobody has looked at them.
     pub(crate) fds: Vec<OwnedFd>,
     /// Others were lost: this process has too many open.
     pub(crate) fds_lost: bool,
+}
+
+impl Arrival {
+    /// It is bytes and nothing else.
+    pub(crate) fn is_plain(&self) -> bool {
+        self.bytes != 0 && self.fds.is_empty() && !self.fds_lost
+    }
 }
 
 /// Receives some bytes, and the descriptors that came with them; no bytes are the end.
@@ -44,6 +54,7 @@ pub(crate) fn receive_some(socket: BorrowedFd<'_>, into: &mut [u8]) -> Result<Ar
     // Room for all that the kernel lets through at once: what it has to leave out, it closes here.
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(SCM_MAX_FD))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
+    let room = into.len();
     let mut buffers = [IoSliceMut::new(into)];
     let received = loop {
         match recvmsg(socket, &mut buffers, &mut control, RecvFlags::CMSG_CLOEXEC) {
@@ -58,7 +69,7 @@ pub(crate) fn receive_some(socket: BorrowedFd<'_>, into: &mut [u8]) -> Result<Ar
         }
     }
     let fds_lost = received.flags.contains(ReturnFlags::CTRUNC);
-    Ok(Arrival { bytes: received.bytes, fds, fds_lost })
+    Ok(Arrival { bytes: received.bytes, is_short: received.bytes < room, fds, fds_lost })
 }
 
 /// Receives whatever is there into `decoder`, descriptors by way of `entrance`.
@@ -67,20 +78,27 @@ pub(crate) fn receive(
     decoder: &mut Decoder,
     entrance: &mut Entrance,
 ) -> Result<Received, Errno> {
-    let space = decoder.space();
-    let room = space.len();
-    let received = receive_some(socket, space)?;
-    let fds = entrance.admit(received.fds);
-    if received.fds_lost {
-        return Ok(Received::FdsLost);
+    let arrival = receive_some(socket, decoder.space())?;
+    Ok(take_in(arrival, decoder, entrance))
+}
+
+/// Takes in what was received into the decoder's space.
+pub(crate) fn take_in(
+    arrival: Arrival,
+    decoder: &mut Decoder,
+    entrance: &mut Entrance,
+) -> Received {
+    let fds = entrance.admit(arrival.fds);
+    if arrival.fds_lost {
+        return Received::FdsLost;
     }
-    if received.bytes == 0 {
-        return Ok(Received::Closed);
+    if arrival.bytes == 0 {
+        return Received::Closed;
     }
     // With descriptors, the kernel stops at their message whatever there is behind it.
-    let drained = received.bytes < room && fds.is_empty();
-    decoder.advance(received.bytes, fds);
-    Ok(Received::Bytes { drained })
+    let drained = arrival.is_short && fds.is_empty();
+    decoder.advance(arrival.bytes, fds);
+    Received::Bytes { drained }
 }
 
 /// Sends some of `bytes`, with `fds` beside the first of them; returns how many. At most as many

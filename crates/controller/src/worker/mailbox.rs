@@ -27,23 +27,35 @@ impl Mailbox {
         })
     }
 
-    /// Leaves a message, and wakes the worker if it sleeps.
-    pub(crate) fn send(&self, message: Message) {
+    /// Leaves a message, and wakes the worker if it sleeps: whether it did.
+    pub(crate) fn send(&self, message: Message) -> bool {
         self.messages.lock().unwrap_or_else(PoisonError::into_inner).push_back(message);
         self.news.store(true, Ordering::Release);
-        if self.waker().kick() {
+        let asleep = self.waker().kick();
+        if asleep {
             self.event.signal();
         }
+        asleep
     }
 
     /// A trapped doorbell write of a controller that has this `bell` at the worker. If it is parked,
-    /// the worker has to hear whose doorbell it was; if not, only that it must not sleep.
-    pub(crate) fn ring(&self, controller: u32, bell: &AtomicU32, register: &impl Cell, value: u32) {
+    /// the worker has to hear whose doorbell it was; if not, only that it must not sleep. Whether this
+    /// has woken it.
+    pub(crate) fn ring(
+        &self,
+        controller: u32,
+        bell: &AtomicU32,
+        register: &impl Cell,
+        value: u32,
+    ) -> bool {
         if Waker::<_, FullFence>::new(bell).ring(register, value) {
-            self.send(Message::Rung { controller });
-        } else if self.waker().kick() {
+            return self.send(Message::Rung { controller });
+        }
+        let asleep = self.waker().kick();
+        if asleep {
             self.event.signal();
         }
+        asleep
     }
 
     fn waker(&self) -> Waker<&AtomicU32, FullFence> {

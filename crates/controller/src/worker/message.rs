@@ -1,6 +1,7 @@
 //! What the control plane tells a worker. A worker reads its messages between two passes over its
 //! queues, so no lock is ever taken while commands are served.
 
+use crate::ear::Ear;
 use crate::latch::Latch;
 use crate::namespace::Namespace;
 use crate::shared::Shared;
@@ -79,6 +80,11 @@ pub(crate) enum Message {
     Kick {
         controller: u32,
         event: EventFd,
+    },
+    /// From now on, the worker hears the controller's host by itself.
+    Ear {
+        controller: u32,
+        ear: Box<dyn Ear>,
     },
     CreateCq {
         seed: Box<Seed>,

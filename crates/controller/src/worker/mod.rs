@@ -8,6 +8,7 @@
 //! have been quiet for a while are left out of all that until they ring (see `roster`).
 
 mod ahead;
+mod ears;
 pub(crate) mod io;
 mod mailbox;
 pub(crate) mod message;
@@ -22,6 +23,7 @@ mod window;
 use crate::stats::SleepStats;
 use crate::trace::{Kind, TraceRing};
 use doorbell::{FullFence, Sleeper};
+use ears::Ears;
 use mailbox::Mailbox;
 use message::{Message, Reply, Seed};
 use roster::{Roster, Seat};
@@ -83,9 +85,11 @@ struct Worker {
     /// Its number in the pool.
     index: usize,
     roster: Roster,
-    /// Whose descriptors were heard, for a moment.
-    rung: Vec<u32>,
-    epoll: OwnedFd,
+    /// Hosts that it hears by itself.
+    ears: Ears,
+    /// What was heard, for a moment.
+    rung: Vec<u64>,
+    epoll: Arc<OwnedFd>,
     window: Window,
     trace: Option<TraceRing>,
     spurious_wakes: u64,
@@ -97,7 +101,7 @@ struct Worker {
 
 impl Worker {
     fn new(index: usize, mailbox: Arc<Mailbox>, polling: Polling) -> stdio::Result<Self> {
-        let epoll = epoll::create(CreateFlags::CLOEXEC)?;
+        let epoll = Arc::new(epoll::create(CreateFlags::CLOEXEC)?);
         // Edge-triggered: a signal wakes us once, and need not be read away.
         epoll::add(&epoll, &mailbox.event, EventData::new_u64(0), EventFlags::IN | EventFlags::ET)?;
         Ok(Self {
@@ -105,6 +109,7 @@ impl Worker {
             mailbox,
             index,
             roster: Roster::new(polling == Polling::Always),
+            ears: Ears::default(),
             rung: Vec::new(),
             watches: Vec::new(),
             epoll,
@@ -245,7 +250,13 @@ impl Worker {
     }
 
     fn heard(&mut self, all: bool) {
-        self.rung.drain(..).for_each(|controller| self.roster.rung(controller));
+        for token in self.rung.drain(..) {
+            let controller = (token >> 8) as u32;
+            self.roster.rung(controller);
+            if token & 0xff == EAR {
+                self.ears.listen(controller, self.index, &mut self.trace);
+            }
+        }
         self.roster.heard(all);
     }
 
@@ -304,6 +315,13 @@ impl Worker {
                     tenant.keep_kick(event);
                 }
             }
+            Message::Ear { controller, ear } => {
+                let Self { roster, ears, epoll, .. } = self;
+                if let Some(tenant) = roster.activate(controller) {
+                    let token = EAR | u64::from(controller) << 8;
+                    ears.take(ear, tenant.shared(), epoll, token);
+                }
+            }
             Message::Flush { controller, latch } => {
                 if let Some(tenant) = self.tenant(controller) {
                     tenant.flush(latch);
@@ -329,6 +347,7 @@ impl Worker {
                 drop(latch);
             }
             Message::Detach { controller, latch } => {
+                self.ears.give_back(controller);
                 if let Some(tenant) = self.tenant(controller) {
                     tenant.detach(latch);
                 }
@@ -377,6 +396,8 @@ impl Worker {
 
 /// What epoll says of an eventfd that stands for doorbells; above it, of which controller.
 const KICK: u64 = 2;
+/// The same of an ear.
+const EAR: u64 = 3;
 
 fn record(trace: &mut Option<TraceRing>, kind: Kind, value: u32) {
     if let Some(trace) = trace {
@@ -387,13 +408,13 @@ fn record(trace: &mut Option<TraceRing>, kind: Kind, value: u32) {
 /// Descriptors that are heard at once; if more have rung, the rest is heard after the next pass.
 const EVENTS: usize = 64;
 
-/// Waits for whatever wakes the worker; adds the controllers for which a descriptor has rung to
+/// Waits for whatever wakes the worker; adds the descriptors that have rung for a controller to
 /// `rung`, and says whether that were all.
 fn wait(
     epoll: &OwnedFd,
     timeout: Option<Duration>,
     trace: &mut Option<TraceRing>,
-    rung: &mut Vec<u32>,
+    rung: &mut Vec<u64>,
 ) -> bool {
     let timeout = timeout.map(|t| Timespec {
         tv_sec: t.as_secs().min(i64::MAX as u64) as i64,
@@ -404,11 +425,15 @@ fn wait(
     let Ok((events, rest)) = epoll::wait(epoll, &mut events[..], timeout.as_ref()) else {
         return true;
     };
-    for data in events.iter().map(|event| event.data.u64()).filter(|data| data & 0xff == KICK) {
-        let controller = (data >> 8) as u32;
-        rung.push(controller);
-        if let Some(trace) = trace {
-            trace.record(Kind::DoorbellEvent, controller as u16, 0, 0, 0);
+    for data in events.iter().map(|event| event.data.u64()) {
+        if !matches!(data & 0xff, KICK | EAR) {
+            continue;
+        }
+        rung.push(data);
+        if data & 0xff == KICK
+            && let Some(trace) = trace
+        {
+            trace.record(Kind::DoorbellEvent, (data >> 8) as u16, 0, 0, 0);
         }
     }
     !rest.is_empty()

@@ -145,13 +145,20 @@ impl Pool {
         }
     }
 
-    /// A trapped write of a doorbell of a queue that `worker` serves.
-    pub(crate) fn ring(&self, worker: usize, shared: &Shared, register: &SharedU32, value: u32) {
+    /// A trapped write of a doorbell of a queue that `worker` serves. Whether this has woken it.
+    pub(crate) fn ring(
+        &self,
+        worker: usize,
+        shared: &Shared,
+        register: &SharedU32,
+        value: u32,
+    ) -> bool {
         if let Some(handle) = self.0.handles.get(worker)
             && let Some(bell) = shared.bell(worker)
         {
-            handle.mailbox.ring(shared.id, bell, register, value);
+            return handle.mailbox.ring(shared.id, bell, register, value);
         }
+        false
     }
 }
 

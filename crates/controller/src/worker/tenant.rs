@@ -82,6 +82,10 @@ impl Tenant {
         self.shared.id
     }
 
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
     pub(crate) fn spaces(&self) -> &[Space] {
         self.engine.spaces()
     }

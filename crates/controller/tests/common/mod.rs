@@ -3,6 +3,8 @@
 #![allow(dead_code, reason = "every test file uses its own part of it")]
 #![allow(unreachable_pub, reason = "a module of tests")]
 
+pub mod wire;
+
 use controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions};
 use memory::{EventFd, Mapping, SharedBytes};
 use shadowbell_controller as controller;
@@ -224,7 +226,7 @@ impl Host {
                 let at = (offset - regs::DOORBELLS) as usize;
                 self.controller.doorbells().cell(at).unwrap().store(new, Ordering::Release);
             }
-            _ => self.controller.write_doorbell(offset, new),
+            _ => drop(self.controller.write_doorbell(offset, new)),
         }
     }
 

@@ -29,6 +29,7 @@
 mod budget;
 mod dma;
 mod files;
+mod hearing;
 mod pci;
 
 pub use pci::{BAR0_SIZE, MSIX_BAR};
@@ -36,6 +37,7 @@ pub use pci::{BAR0_SIZE, MSIX_BAR};
 use controller::Controller;
 use controller::config::PCI_VENDOR_ID;
 use dma::Memory;
+use hearing::{ClientEar, Rings};
 use memory::EventFd;
 use spec::regs::{self, DOORBELLS};
 use std::sync::Arc;
@@ -46,6 +48,7 @@ use vfio_user::device::{
     RegionInfo, SetIrqs, irq, region,
 };
 use vfio_user::pci::{CONFIG_SIZE, ConfigSpace, Effects, FunctionError, MsixTable};
+use vfio_user::server::Hearing;
 
 /// What happens to the device that its owner may want to tell a person.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,6 +78,8 @@ pub struct ControllerDevice {
     told: bool,
     /// The admin queue was seen to work, or to be empty, since the controller was enabled.
     looked: bool,
+    /// What the client's doorbell writes did.
+    rings: Rings,
 }
 
 impl ControllerDevice {
@@ -93,6 +98,7 @@ impl ControllerDevice {
             visitors,
             told: false,
             looked: false,
+            rings: Rings::default(),
         })
     }
 
@@ -210,6 +216,7 @@ impl Device for ControllerDevice {
     }
 
     fn region_read(&mut self, index: u32, offset: u64, data: &mut [u8]) -> Result<(), Errno> {
+        self.rings.forget();
         match index {
             region::BAR0 => {
                 inside(offset, data.len(), BAR0_SIZE)?;
@@ -237,7 +244,7 @@ impl Device for ControllerDevice {
                         self.check_memory(offset);
                     }
                     if let Ok(value) = data.try_into().map(u32::from_le_bytes) {
-                        self.controller.write_doorbell(offset, value);
+                        self.rings.count(self.controller.write_doorbell(offset, value));
                     }
                     return Ok(());
                 }
@@ -256,6 +263,17 @@ impl Device for ControllerDevice {
             }
             _ => Err(Errno::INVAL),
         }
+    }
+
+    fn wants_hearing(&mut self) -> bool {
+        self.rings.worker().is_some()
+    }
+
+    fn take_hearing(&mut self, hearing: Hearing) {
+        if let Some(worker) = self.rings.worker() {
+            self.controller.lend_ear(worker, Box::new(ClientEar(hearing)));
+        }
+        self.rings.forget();
     }
 
     fn set_irqs(&mut self, request: SetIrqs) -> Result<(), Errno> {

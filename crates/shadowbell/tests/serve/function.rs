@@ -1,6 +1,7 @@
 //! The PCI function: regions, interrupts, memory, resets; and a guest whose memory is not shared.
 
-use crate::harness::{PATIENCE, Server};
+use crate::harness::{PATIENCE, Server, until};
+use crate::idle::{sleeps_of, status_of};
 use memory::{EventFd, Mapping, SharedBytes};
 use spec::opcode::AdminOpcode;
 use spec::{Cqe, Sqe, Status, regs};
@@ -94,6 +95,10 @@ impl Guest {
     fn ring(&mut self) {
         let mut sqe = Sqe::new(AdminOpcode::Identify as u8, self.tail, 0).with_prps(self.data, 0);
         sqe.cdw10 = 1;
+        self.submit(sqe);
+    }
+
+    fn submit(&mut self, sqe: Sqe) {
         let at = usize::from(self.tail) * Sqe::SIZE;
         self.bytes().write(at, &sqe).unwrap();
         self.tail = (self.tail + 1) % ENTRIES;
@@ -310,6 +315,53 @@ fn resets_leave_nothing_behind() {
         guest.works();
         assert!(event.wait(Some(PATIENCE)).unwrap());
     }
+}
+
+/// A guest whose doorbell writes come as messages, and wake a worker that sleeps: it hears them by
+/// itself, and the thread that carries the messages sleeps on.
+#[test]
+fn a_sleeping_worker_is_woken_by_the_guest_and_nobody_else() {
+    const COMMANDS: u16 = 200;
+    let server = Server::start(&["mem:4MiB"], &["--poll", "never", "--workers", "1"]);
+    let mut guest = Guest::enabled(&server);
+    let (sq, cq) = (0x2_0000, 0x3_0000);
+    for (opcode, at, flags) in
+        [(AdminOpcode::CreateIoCq, cq, 1), (AdminOpcode::CreateIoSq, sq, 1 | 1 << 16)]
+    {
+        let mut sqe = Sqe::new(opcode as u8, guest.tail, 0).with_prps(IOVA + at as u64, 0);
+        (sqe.cdw10, sqe.cdw11) = (255 << 16 | 1, flags);
+        guest.submit(sqe);
+        assert_eq!(guest.completion(PATIENCE), Some(Status::SUCCESS));
+    }
+    let sleeps = || ["sb-reactor", "sb-worker0"].map(|name| sleeps_of(server.pid(), name));
+    let mut before = sleeps();
+    for n in 0..COMMANDS {
+        until("the worker sleeps", || {
+            status_of(server.pid(), "sb-worker0", "State").starts_with('S')
+        });
+        // Until then the server learns who sleeps.
+        if n == 20 {
+            before = sleeps();
+        }
+        let read = Sqe::read(1, 0, 7, n).with_prps(DATA, 0);
+        guest.bytes().write(sq + usize::from(n) * Sqe::SIZE, &read).unwrap();
+        let tail = u32::from(n + 1).to_le_bytes();
+        guest.client.region_write_posted(region::BAR0, regs::DOORBELLS + 8, &tail).unwrap();
+        until("the completion", || {
+            let cqe: Cqe = guest.bytes().read(cq + usize::from(n) * Cqe::SIZE).unwrap();
+            cqe.phase() && cqe.cid == n && cqe.status() == Status::SUCCESS
+        });
+    }
+    let after = sleeps();
+    let [reactor, worker] = [after[0] - before[0], after[1] - before[1]];
+    assert!(worker >= u64::from(COMMANDS) - 22, "it was to sleep before each: {worker}");
+    assert!(reactor <= 20, "{reactor} wakeups of the reactor for {COMMANDS} commands");
+    // Whatever else it has to say is heard as before.
+    guest.works();
+    guest.write(regs::CC, &0_u32.to_le_bytes());
+    until("CSTS.RDY to go", || guest.read32(regs::CSTS) & 1 == 0);
+    guest.enable();
+    guest.works();
 }
 
 #[test]

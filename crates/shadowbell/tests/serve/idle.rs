@@ -73,7 +73,7 @@ fn many_idle_controllers_are_not_many_threads() {
 }
 
 /// What the kernel says of the only thread of a process with this name.
-fn status_of(pid: u32, name: &str, key: &str) -> String {
+pub(crate) fn status_of(pid: u32, name: &str, key: &str) -> String {
     let mut threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let thread = threads.find_map(|thread| {
         let path = thread.unwrap().path();
@@ -86,7 +86,7 @@ fn status_of(pid: u32, name: &str, key: &str) -> String {
 }
 
 /// How often it has slept.
-fn sleeps_of(pid: u32, name: &str) -> u64 {
+pub(crate) fn sleeps_of(pid: u32, name: &str) -> u64 {
     status_of(pid, name, "voluntary_ctxt_switches").parse().unwrap()
 }
 

@@ -25,10 +25,25 @@ pub(super) enum Source {
 
 /// What is asked of a reactor.
 pub(super) enum Control {
-    Add { port: PortId, source: Source, device: Box<dyn Device> },
-    Remove { port: PortId, gone: SyncSender<()> },
+    Add {
+        port: PortId,
+        source: Source,
+        device: Box<dyn Device>,
+    },
+    Remove {
+        port: PortId,
+        gone: SyncSender<()>,
+    },
     Stop,
-    Completed { port: PortId, sequence: u64, outcome: Result<(), Errno> },
+    Completed {
+        port: PortId,
+        sequence: u64,
+        outcome: Result<(), Errno>,
+    },
+    /// There is, or was, something to be read from the client.
+    Look {
+        port: PortId,
+    },
 }
 
 struct Queue {

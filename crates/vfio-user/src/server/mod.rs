@@ -32,12 +32,16 @@
 
 mod inbox;
 mod listener;
+mod loan;
+#[cfg(test)]
+mod loan_model;
 mod reactor;
 mod requests;
 mod session;
 
 pub use inbox::{Handle, PortId};
 pub use listener::{BindError, Listener};
+pub use loan::{Heard, Hearing};
 pub use reactor::Reactor;
 
 use std::time::Duration;

@@ -15,6 +15,7 @@ use tracing::{debug, warn};
 use super::Limits;
 use super::inbox::{Control, Handle, Inbox, PortId, Source};
 use super::listener::Listener;
+use super::loan::Attachment;
 use super::requests::Context;
 use super::session::{Ended, Session, Turn};
 use crate::Errno;
@@ -57,7 +58,7 @@ enum State {
     /// No client.
     Free,
     /// There is one.
-    Attached(Box<Session>),
+    Attached(Box<Attachment>),
     /// It is gone, but a request of it is not finished.
     Unfinished { sequence: u64 },
     /// It is gone, and the device is letting go of it.
@@ -68,7 +69,7 @@ enum State {
 ///
 /// Dropping it drops all devices without a [`Device::disconnected`]; [`Handle::stop`] does better.
 pub struct Reactor {
-    epoll: OwnedFd,
+    epoll: Arc<OwnedFd>,
     inbox: Arc<Inbox>,
     limits: Limits,
     ports: BTreeMap<PortId, Port>,
@@ -87,7 +88,7 @@ impl Reactor {
     ///
     /// The system has no more descriptors or memory.
     pub fn new(limits: Limits) -> io::Result<Self> {
-        let epoll = epoll::create(CreateFlags::CLOEXEC)?;
+        let epoll = Arc::new(epoll::create(CreateFlags::CLOEXEC)?);
         let inbox = Arc::new(Inbox::new()?);
         epoll::add(&epoll, inbox.wake_fd(), EventData::new_u64(WAKE), EventFlags::IN)?;
         Ok(Self {
@@ -210,7 +211,9 @@ impl Reactor {
             } else {
                 debug!(port = id.0, "a client waits until the one that is attached has left");
             }
-        } else if let State::Attached(session) = &mut port.state {
+        } else if let State::Attached(attachment) = &mut port.state
+            && let Some(session) = attachment.hold()
+        {
             session.notify(
                 flags.contains(EventFlags::IN),
                 flags.contains(EventFlags::OUT),
@@ -240,6 +243,8 @@ impl Reactor {
                 Control::Completed { port, sequence, outcome } => {
                     self.completed(port, sequence, outcome);
                 }
+                // It is told as what an event of its socket would tell.
+                Control::Look { port } => self.notify(port.0 << 1 | 1, EventFlags::IN),
             }
         }
         self.controls = controls;
@@ -315,9 +320,9 @@ impl Reactor {
     fn attach(&mut self, id: PortId, stream: OwnedFd) -> Result<(), Errno> {
         let Some(port) = self.ports.get_mut(&id) else { return Ok(()) };
         let stream = Stream::new(stream, Arc::clone(&port.closer));
-        epoll::add(&self.epoll, &stream, session_token(id), session_watch(false))?;
         let entrance = Entrance::new(Arc::clone(&port.closer));
-        port.state = State::Attached(Box::new(Session::new(stream, entrance, &self.limits)));
+        let session = Session::new(stream, entrance, &self.limits);
+        port.state = State::Attached(Box::new(Attachment::new(id, &self.epoll, session)?));
         debug!(port = id.0, "a client has connected");
         self.queue(id);
         self.set_timer(id);
@@ -336,26 +341,23 @@ impl Reactor {
     fn turn(&mut self, id: PortId) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         port.queued = false;
-        let State::Attached(session) = &mut port.state else { return };
-        let watched = session.full;
+        let State::Attached(attachment) = &mut port.state else { return };
+        let Some(session) = attachment.hold() else { return };
         let mut context = Context {
             inbox: &self.inbox,
             port: id,
             limits: &self.limits,
             sequence: &mut port.sequence,
         };
-        let turn = session.turn(&mut *port.device, &mut context);
-        if !matches!(turn, Turn::End(_)) && session.full != watched {
-            // Watched only when it matters: otherwise each reply that is read would wake us.
-            let watch = session_watch(session.full);
-            let outcome = epoll::modify(&self.epoll, session.socket(), session_token(id), watch);
-            if let Err(errno) = outcome {
-                self.end(id, errno.into());
-                return;
-            }
-        }
+        let turn = match session.turn(&mut *port.device, &mut context) {
+            Turn::End(why) => Turn::End(why),
+            turn => attachment.watch().map_or_else(|errno| Turn::End(errno.into()), |()| turn),
+        };
         match turn {
-            Turn::Rest => self.set_timer(id),
+            Turn::Rest => {
+                attachment.rest(&mut *port.device, &self.inbox);
+                self.set_timer(id);
+            }
             Turn::Again => {
                 self.queue(id);
                 self.set_timer(id);
@@ -368,7 +370,11 @@ impl Reactor {
     fn completed(&mut self, id: PortId, sequence: u64, outcome: Result<(), Errno>) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         match &mut port.state {
-            State::Attached(session) if session.link.awaits() == Some(sequence) => {
+            State::Attached(attachment) => {
+                let session = attachment.held();
+                let Some(session) = session.filter(|s| s.link.awaits() == Some(sequence)) else {
+                    return;
+                };
                 let mut context = Context {
                     inbox: &self.inbox,
                     port: id,
@@ -392,17 +398,16 @@ impl Reactor {
     /// Closes the connection of a port.
     fn end(&mut self, id: PortId, why: Ended) {
         let Some(port) = self.ports.get_mut(&id) else { return };
-        let State::Attached(session) = std::mem::replace(&mut port.state, State::Free) else {
+        let State::Attached(attachment) = std::mem::replace(&mut port.state, State::Free) else {
             return;
         };
+        let Some(session) = attachment.close() else { return };
         match why {
             Ended::Left | Ended::Dropped => debug!(port = id.0, "the client is gone: {why}"),
             _ => warn!(port = id.0, "the client is dropped: {why}"),
         }
         let awaited = session.link.awaits();
         let agreed = session.link.is_agreed();
-        // It may take its time to be closed, and is not to be heard of meanwhile.
-        let _ = epoll::delete(&self.epoll, session.socket());
         drop(session);
         match awaited {
             Some(sequence) => {
@@ -470,8 +475,8 @@ impl Reactor {
 
     fn set_timer(&mut self, id: PortId) {
         let Some(port) = self.ports.get_mut(&id) else { return };
-        let timer = match &port.state {
-            State::Attached(session) => session.deadline(),
+        let timer = match &mut port.state {
+            State::Attached(attachment) => attachment.held().and_then(|s| s.deadline()),
             _ => port.retry,
         };
         if port.timer != timer {
@@ -496,10 +501,11 @@ impl Reactor {
             self.timers.pop_first();
             let Some(port) = self.ports.get_mut(&id) else { continue };
             port.timer = None;
-            match &port.state {
-                State::Attached(session) => {
-                    let why = session.overdue();
-                    self.end(id, why);
+            match &mut port.state {
+                State::Attached(attachment) => {
+                    if let Some(why) = attachment.held().map(|session| session.overdue()) {
+                        self.end(id, why);
+                    }
                 }
                 _ => self.accept(id),
             }
@@ -514,15 +520,6 @@ impl Reactor {
     fn stopped(&self) -> bool {
         self.stop.is_some() && self.ports.is_empty()
     }
-}
-
-fn session_token(id: PortId) -> EventData {
-    EventData::new_u64(id.0 << 1 | 1)
-}
-
-fn session_watch(full: bool) -> EventFlags {
-    let watch = EventFlags::IN | EventFlags::RDHUP | EventFlags::ET;
-    if full { watch | EventFlags::OUT } else { watch }
 }
 
 impl std::fmt::Debug for Reactor {

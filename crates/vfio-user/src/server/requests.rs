@@ -95,6 +95,11 @@ impl Link {
         self.waiting.as_ref().map(|waiting| waiting.sequence)
     }
 
+    /// Nothing is to be sent or awaited, and what comes are requests.
+    pub(super) fn is_at_rest(&self) -> bool {
+        self.agreed.is_some() && self.waiting.is_none() && self.out.is_empty()
+    }
+
     /// Handles one message. Afterwards there may be something to send, or to wait for.
     pub(super) fn handle(
         &mut self,
@@ -122,6 +127,24 @@ impl Link {
             self.refuse(&header, errno);
         }
         Ok(())
+    }
+
+    /// Handles a message that is a write which `write` takes; false if it is not, and nothing is done.
+    pub(super) fn handle_write(
+        &mut self,
+        header: &Header,
+        payload: &[u8],
+        write: &mut dyn FnMut(u32, u64, &[u8]) -> bool,
+    ) -> bool {
+        let is_write = !header.is_reply() && header.command == command::REGION_WRITE;
+        let access = split::<wire::RegionAccess>(payload).ok().filter(|_| is_write);
+        let (Some(agreed), Some((access, rest))) = (self.agreed, access) else { return false };
+        let data = agreed.check(&access).ok().and_then(|len| rest.get(..len));
+        let taken = data.is_some_and(|data| write(access.region, access.offset, data));
+        if taken {
+            self.out.put_reply(header, &[access.as_bytes()]);
+        }
+        taken
     }
 
     /// The [`Done`] that was awaited has come.

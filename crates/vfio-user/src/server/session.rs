@@ -4,15 +4,19 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Instant;
 
 use super::Limits;
+use super::loan::Heard;
 use super::requests::{Context, Link, Violation};
 use crate::Errno;
 use crate::codec::{DecodeError, Decoder};
 use crate::descriptor::{Entrance, Stream};
 use crate::device::Device;
-use crate::socket::{Received, receive, send_owned};
+use crate::socket::{Arrival, Received, receive, receive_some, send_owned, take_in};
 
 /// Messages and receives of one connection before the others get their turn.
 const TURN: u32 = 64;
+
+/// Messages and receives of one connection that somebody other than the reactor looks at.
+const LISTEN: u32 = 16;
 
 /// No requests are looked at while more than this waits to be sent, so that the queue never holds
 /// more than this and one reply.
@@ -70,6 +74,8 @@ pub(super) struct Session {
     socket: Stream,
     entrance: Entrance,
     decoder: Decoder,
+    /// What was received by somebody other than the reactor and is not for them to look at.
+    arrival: Option<Arrival>,
     pub(super) link: Link,
     readable: bool,
     hung_up: bool,
@@ -86,6 +92,7 @@ impl Session {
             socket,
             entrance,
             decoder: Decoder::new(max),
+            arrival: None,
             link: Link::default(),
             // Its first message may well be there already.
             readable: true,
@@ -154,7 +161,11 @@ impl Session {
                 return Ok(Turn::Rest);
             }
             left -= 1;
-            let received = receive(self.socket.as_fd(), &mut self.decoder, &mut self.entrance);
+            let (decoder, entrance) = (&mut self.decoder, &mut self.entrance);
+            let received = match self.arrival.take() {
+                Some(arrival) => Ok(take_in(arrival, decoder, entrance)),
+                None => receive(self.socket.as_fd(), decoder, entrance),
+            };
             if self.entrance.closer().is_overdone() {
                 return Err(Ended::FdsStuck);
             }
@@ -171,6 +182,49 @@ impl Session {
                 Err(errno) => return Err(errno.into()),
             }
         }
+    }
+
+    /// Nothing is received, sent, awaited or owed by halves.
+    pub(super) fn is_at_rest(&self) -> bool {
+        let moving = self.readable || self.hung_up || self.full || self.arrival.is_some();
+        !moving && self.debt.is_none() && self.link.is_at_rest() && !self.decoder.is_partial()
+    }
+
+    /// Takes what comes in as far as it is nothing but writes that `write` takes, on a thread that is
+    /// not the reactor's. What else there is stays, for a [turn](Self::turn).
+    pub(super) fn listen(&mut self, write: &mut dyn FnMut(u32, u64, &[u8]) -> bool) -> Heard {
+        let (mut writes, mut drained) = (0, false);
+        for _ in 0..LISTEN {
+            if let Some((header, payload)) = self.decoder.peek() {
+                if !self.link.handle_write(&header, payload, write) {
+                    break;
+                }
+                writes += 1;
+                // It is that one, and good.
+                let _ = self.decoder.decode();
+            } else if self.decoder.is_partial() || drained {
+                break;
+            } else {
+                match receive_some(self.socket.as_fd(), self.decoder.space()) {
+                    Ok(arrival) if arrival.is_plain() => {
+                        drained = arrival.is_short;
+                        self.decoder.advance(arrival.bytes, Vec::new());
+                    }
+                    Ok(arrival) => {
+                        self.arrival = Some(arrival);
+                        break;
+                    }
+                    Err(errno) => {
+                        drained = errno == Errno::AGAIN;
+                        break;
+                    }
+                }
+            }
+        }
+        // Whatever this comes to, it comes to it again in a turn.
+        let sent = self.flush().is_ok() && self.link.out.is_empty();
+        let all = drained && sent && self.arrival.is_none() && !self.decoder.is_partial();
+        Heard { writes, all }
     }
 
     /// Handles messages; true if no whole one is left.

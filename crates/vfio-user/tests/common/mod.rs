@@ -17,7 +17,7 @@ use shadowbell_vfio_user::device::{
     RegionInfo, SetIrqs, irq, region,
 };
 use shadowbell_vfio_user::pci::{Bar, ConfigSpace, Function, Msix};
-use shadowbell_vfio_user::server::{Handle, Limits, PortId};
+use shadowbell_vfio_user::server::{Handle, Hearing, Limits, PortId};
 use shadowbell_vfio_user::wire::{self, Header, command, header_flags};
 use shadowbell_vfio_user::{Errno, Listener, Reactor};
 use zerocopy::IntoBytes;
@@ -28,6 +28,8 @@ pub(crate) const BAR0_SIZE: u64 = 0x1_0000;
 pub(crate) const SLOW: u64 = 0x8000;
 /// An offset in BAR0 at which a write calls [`Shared::hook`].
 pub(crate) const HOOK: u64 = 0x9000;
+/// An offset in BAR0 at which a write of a byte is kept in [`Shared::rung`].
+pub(crate) const BELL: u64 = 0xa000;
 /// BAR2 is a file, of which this part can be mapped.
 pub(crate) const AREA: Area = Area { offset: 0x1000, len: 0x2000 };
 /// Where BAR2 begins in its file.
@@ -47,6 +49,11 @@ pub(crate) struct Shared {
     pub(crate) held: Mutex<Vec<Done>>,
     /// Called, once, by a write at [`HOOK`].
     pub(crate) hook: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+    /// Writes at [`BELL`], and whether it was the reactor that delivered them.
+    pub(crate) rung: Mutex<Vec<(u8, bool)>>,
+    /// Somebody else is to hear the client as well.
+    pub(crate) wants: AtomicBool,
+    pub(crate) hearings: Mutex<Vec<Hearing>>,
     pub(crate) eventfds: Mutex<Vec<OwnedFd>>,
     pub(crate) maps: Mutex<Vec<OwnedFd>>,
 }
@@ -203,6 +210,9 @@ impl Device for Toy {
             region::CONFIG => drop(self.config.write(offset, data)?),
             _ => return Err(Errno::NXIO),
         }
+        if (region, offset) == (region::BAR0, BELL) {
+            self.shared.rung.lock().unwrap().push((data[0], true));
+        }
         if offset == HOOK {
             let hook = self.shared.hook.lock().unwrap().take();
             hook.unwrap()();
@@ -214,6 +224,14 @@ impl Device for Toy {
             self.shared.done(done);
         }
         Ok(())
+    }
+
+    fn wants_hearing(&mut self) -> bool {
+        self.shared.wants.swap(false, Ordering::SeqCst)
+    }
+
+    fn take_hearing(&mut self, hearing: Hearing) {
+        self.shared.hearings.lock().unwrap().push(hearing);
     }
 
     fn set_irqs(&mut self, set: SetIrqs) -> Result<(), Errno> {
@@ -261,6 +279,8 @@ impl Device for Toy {
 pub(crate) struct Server {
     pub(crate) handle: Handle,
     pub(crate) directory: tempfile::TempDir,
+    /// The reactor's thread, as the kernel calls it.
+    pub(crate) tid: u32,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -271,9 +291,14 @@ impl Server {
         let mut reactor = Reactor::new(Limits { stop, ..limits }).unwrap();
         let handle = reactor.handle();
         let thread = std::thread::Builder::new().name("reactor".into());
-        let thread = thread.spawn(move || reactor.run().unwrap()).unwrap();
+        let (started, tid) = std::sync::mpsc::channel();
+        let thread = thread.spawn(move || {
+            started.send(gettid()).unwrap();
+            reactor.run().unwrap();
+        });
         let directory = tempfile::tempdir().unwrap();
-        Self { handle, directory, thread: Some(thread) }
+        let tid = tid.recv().unwrap();
+        Self { handle, directory, tid, thread: Some(thread.unwrap()) }
     }
 
     /// A server with one toy.
@@ -464,6 +489,17 @@ pub(crate) fn eventually(what: &str, mut so: impl FnMut() -> bool) {
         assert!(Instant::now() < until, "it never came to pass that {what}");
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// The calling thread, as the kernel calls it.
+pub(crate) fn gettid() -> u32 {
+    rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs()
+}
+
+/// Whether a thread of this process sleeps.
+pub(crate) fn sleeps(tid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/self/task/{tid}/stat"));
+    stat.is_ok_and(|stat| stat.rsplit(')').next().unwrap().starts_with(" S"))
 }
 
 pub(crate) fn eventfds(count: usize) -> Vec<OwnedFd> {

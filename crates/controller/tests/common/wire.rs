@@ -1,0 +1,73 @@
+//! A wire by which a test's doorbell writes reach a worker that listens.
+
+use memory::EventFd;
+use rustix::event::epoll::{self, EventData, EventFlags};
+use shadowbell_controller::{Ear, Heard};
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// What is on it.
+pub struct Wire {
+    bell: EventFd,
+    writes: Mutex<VecDeque<(u64, u32)>>,
+    /// Somebody listens.
+    pub heard: AtomicBool,
+}
+
+/// The worker's end.
+pub struct Far(Arc<Wire>);
+
+impl Wire {
+    pub fn new() -> (Arc<Self>, Box<Far>) {
+        let bell = EventFd::new().unwrap();
+        let wire = Arc::new(Self { bell, writes: Mutex::default(), heard: false.into() });
+        (Arc::clone(&wire), Box::new(Far(wire)))
+    }
+
+    /// Puts a doorbell write on it.
+    pub fn write(&self, offset: u64, value: u32) {
+        self.writes.lock().unwrap().push_back((offset, value));
+        self.bell.signal();
+    }
+
+    /// Takes what nobody has taken.
+    pub fn take(&self) -> Vec<(u64, u32)> {
+        self.writes.lock().unwrap().drain(..).collect()
+    }
+
+    pub fn is_heard(&self) -> bool {
+        self.heard.load(Ordering::SeqCst)
+    }
+}
+
+impl Ear for Far {
+    fn watch(&mut self, epoll: &Arc<OwnedFd>, token: u64) -> io::Result<()> {
+        let flags = EventFlags::IN | EventFlags::ET;
+        epoll::add(epoll, &self.0.bell, EventData::new_u64(token), flags)?;
+        self.0.heard.store(true, Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn listen(&mut self, ring: &mut dyn FnMut(u64, u32) -> bool) -> Heard {
+        self.0.bell.drain();
+        let mut writes = self.0.writes.lock().unwrap();
+        let mut rings = 0;
+        while let Some((offset, value)) = writes.front().copied() {
+            if !ring(offset, value) {
+                return Heard { rings, all: false };
+            }
+            writes.pop_front();
+            rings += 1;
+        }
+        Heard { rings, all: true }
+    }
+}
+
+impl Drop for Far {
+    fn drop(&mut self) {
+        self.0.heard.store(false, Ordering::SeqCst);
+    }
+}

@@ -1,0 +1,177 @@
+//! A worker that hears its hosts by itself while it sleeps.
+
+mod common;
+
+use common::wire::Wire;
+use common::{Host, Queue, config, pool};
+use controller::{Carrier, Controller, Polling, Pool, Turns};
+use shadowbell_controller as controller;
+use spec::regs::{self, cq_doorbell_offset, sq_doorbell_offset};
+use spec::{Sqe, Status};
+
+/// A host with one queue, attached while the worker takes its turns.
+fn attached(pool: &Pool, turns: &mut Turns) -> (Host, Queue) {
+    let config = controller::Config { io_queues: 2, ..config(&["null:1GiB"]) };
+    let controller = Controller::new(config, pool.clone(), Carrier::default()).unwrap();
+    meanwhile(turns, move || {
+        let mut host = Host::attach(controller);
+        host.enable();
+        let queue = host.create(1, 8, false);
+        (host, queue)
+    })
+}
+
+/// Takes turns while somebody else does something that needs them.
+fn meanwhile<T: Send + 'static>(turns: &mut Turns, what: impl FnOnce() -> T + Send + 'static) -> T {
+    let other = std::thread::spawn(what);
+    while !other.is_finished() {
+        if !turns.turn() {
+            std::thread::yield_now();
+        }
+    }
+    while turns.turn() {}
+    other.join().unwrap()
+}
+
+/// Puts a command in the queue's memory; the tail that would tell of it.
+fn put(host: &mut Host, queue: &mut Queue) -> u32 {
+    let buffer = host.alloc(4096);
+    let cid = host.next_cid();
+    host.put(queue, &Sqe::read(1, 0, 7, cid).with_prps(buffer, 0));
+    queue.tail
+}
+
+#[test]
+fn a_sleeping_worker_takes_doorbells_by_itself() {
+    let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
+    let (mut host, mut queue) = attached(&pool, &mut turns);
+    let (wire, ear) = Wire::new();
+    host.controller.lend_ear(0, ear);
+    assert!(turns.turn());
+    assert!(wire.is_heard());
+    while turns.turn() {}
+    for _ in 0..20 {
+        let tail = put(&mut host, &mut queue);
+        wire.write(sq_doorbell_offset(1, 0), tail);
+        wire.write(cq_doorbell_offset(1, 0), queue.head);
+        assert!(turns.sleep(), "there is nothing to do but what is on the wire");
+        assert_eq!(wire.take(), []);
+        assert!(turns.turn());
+        let (_, status, _) = host.reap(&mut queue).expect("it was told");
+        assert_eq!(status, Status::SUCCESS);
+    }
+    let controller = host.controller.clone();
+    let stats = meanwhile(&mut turns, move || controller.stats());
+    let (sq, cq) = stats.io_queues();
+    // The host's own head writes come on top.
+    assert_eq!((sq.commands, sq.doorbell.mmio_writes, cq.doorbell.mmio_writes), (20, 20, 40));
+    let spurious: u64 = stats.workers.iter().map(|worker| worker.spurious_wakes).sum();
+    assert_eq!(spurious, 0);
+}
+
+#[test]
+fn what_is_not_the_workers_stays_where_it_is() {
+    let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
+    let (mut host, mut queue) = attached(&pool, &mut turns);
+    let (wire, ear) = Wire::new();
+    host.controller.lend_ear(0, ear);
+    while turns.turn() {}
+    for offset in [
+        regs::CC,
+        sq_doorbell_offset(0, 0),
+        cq_doorbell_offset(0, 0),
+        // A queue that does not exist, one that can not, no doorbell, and nothing at all.
+        sq_doorbell_offset(2, 0),
+        sq_doorbell_offset(65, 0),
+        sq_doorbell_offset(1, 0) + 2,
+        u64::MAX,
+    ] {
+        let tail = put(&mut host, &mut queue);
+        wire.write(sq_doorbell_offset(1, 0), tail);
+        wire.write(offset, 1);
+        wire.write(sq_doorbell_offset(1, 0), 999);
+        turns.sleep();
+        assert_eq!(wire.take(), [(offset, 1), (sq_doorbell_offset(1, 0), 999)]);
+        turns.turn();
+        assert!(host.reap(&mut queue).is_some());
+        while turns.turn() {}
+    }
+    assert!(host.csts().rdy() && !host.csts().cfs());
+    // To be woken for nothing else has an end.
+    for _ in 0..7 {
+        wire.write(regs::CC, 0);
+        turns.sleep();
+        wire.take();
+        turns.turn();
+    }
+    assert!(wire.is_heard());
+    wire.write(regs::CC, 0);
+    turns.sleep();
+    assert!(!wire.is_heard());
+}
+
+#[test]
+fn a_value_that_can_not_be_is_told_as_one_that_was_trapped() {
+    let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
+    let (host, _queue) = attached(&pool, &mut turns);
+    let (wire, ear) = Wire::new();
+    host.controller.lend_ear(0, ear);
+    while turns.turn() {}
+    wire.write(sq_doorbell_offset(1, 0), 4711);
+    turns.sleep();
+    while turns.turn() {}
+    let controller = host.controller.clone();
+    let stats = meanwhile(&mut turns, move || controller.stats());
+    assert_eq!(stats.io_queues().0.doorbell.invalid, 1);
+}
+
+#[test]
+fn a_reset_ends_it_and_so_does_another_ear() {
+    let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
+    let (host, _queue) = attached(&pool, &mut turns);
+    let (first, ear) = Wire::new();
+    host.controller.lend_ear(0, ear);
+    while turns.turn() {}
+    let (second, ear) = Wire::new();
+    host.controller.lend_ear(0, ear);
+    while turns.turn() {}
+    assert!(!first.is_heard() && second.is_heard());
+    let controller = host.controller.clone();
+    meanwhile(&mut turns, move || host.disable());
+    assert!(!second.is_heard());
+    // What was signalled before is of no consequence, and there is nobody to listen.
+    second.write(sq_doorbell_offset(1, 0), 1);
+    let (third, ear) = Wire::new();
+    controller.lend_ear(0, ear);
+    while turns.turn() {}
+    assert!(!third.is_heard());
+    assert_eq!(second.take(), [(sq_doorbell_offset(1, 0), 1)]);
+    // Nor does the ear outlive the worker.
+    drop((pool, controller));
+}
+
+#[test]
+fn the_ear_goes_with_its_worker() {
+    let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
+    let (host, _queue) = attached(&pool, &mut turns);
+    let (wire, ear) = Wire::new();
+    host.controller.lend_ear(0, ear);
+    while turns.turn() {}
+    drop(turns);
+    assert!(!wire.is_heard());
+}
+
+#[test]
+fn a_write_says_whom_it_has_woken() {
+    let controller =
+        Controller::new(config(&["null:1GiB"]), pool(Polling::Never), Carrier::default()).unwrap();
+    let mut host = Host::attach(controller);
+    host.enable();
+    let mut queue = host.create(1, 8, false);
+    let offset = sq_doorbell_offset(1, 0);
+    host.until("the worker sleeps", || host.controller.write_doorbell(offset, 0) == Some(0));
+    // It can not sleep while it never does.
+    assert!(host.run(&mut queue, Sqe::flush(1, 0)).0.is_success());
+    assert_eq!(host.controller.write_doorbell(sq_doorbell_offset(0, 0), host.admin.tail), None);
+    assert_eq!(host.controller.write_doorbell(sq_doorbell_offset(2, 0), 0), None);
+}

@@ -1,0 +1,61 @@
+//! Lets a sleeping worker hear the client's doorbell writes by itself.
+//!
+//! A guest that waits for each command writes a doorbell for each, as a message; with nobody but the
+//! server's thread to hear it, two threads are woken. After several writes in a row that each woke
+//! the same worker, that worker is given the server's [`Hearing`] of this client.
+
+use controller::{Ear, Heard};
+use spec::regs::DOORBELLS;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use vfio_user::device::region;
+use vfio_user::server::Hearing;
+
+/// How many writes in a row have to wake a worker.
+const RINGS: u32 = 8;
+
+/// Doorbell writes that woke the same worker, one after the other.
+#[derive(Debug, Default)]
+pub(super) struct Rings {
+    worker: usize,
+    count: u32,
+}
+
+impl Rings {
+    /// A write woke `worker`, or nobody. One that wakes nobody says nothing: a guest without shadow
+    /// doorbells also writes how far it has read.
+    pub(super) fn count(&mut self, woken: Option<usize>) {
+        let Some(worker) = woken else { return };
+        self.count = if worker == self.worker { self.count.saturating_add(1) } else { 1 };
+        self.worker = worker;
+    }
+
+    /// The client does something else.
+    pub(super) fn forget(&mut self) {
+        self.count = 0;
+    }
+
+    /// The worker that is to hear by itself.
+    pub(super) fn worker(&self) -> Option<usize> {
+        (self.count >= RINGS).then_some(self.worker)
+    }
+}
+
+/// A client, as a worker hears it.
+pub(super) struct ClientEar(pub(super) Hearing);
+
+impl Ear for ClientEar {
+    fn watch(&mut self, epoll: &Arc<OwnedFd>, token: u64) -> io::Result<()> {
+        self.0.watch(epoll, token)
+    }
+
+    fn listen(&mut self, ring: &mut dyn FnMut(u64, u32) -> bool) -> Heard {
+        let heard = self.0.listen(&mut |index, offset, data| {
+            let is_doorbell = index == region::BAR0 && offset >= DOORBELLS;
+            let value = data.try_into().map(u32::from_le_bytes);
+            is_doorbell && value.is_ok_and(|value| ring(offset, value))
+        });
+        Heard { rings: heard.writes, all: heard.all }
+    }
+}
