@@ -62,8 +62,9 @@ const BUSY_AFTER: u32 = 64;
 /// Polls in a row that ended in a sleep until polling is given up for a while. A window grows to its
 /// longest in half as many.
 const VAIN: u32 = 8;
-/// How many waits that while is at first, and at most.
-const PAUSE: (u32, u32) = (64, 4096);
+/// How many waits that while is at first, and at most: who becomes quick is noticed after some
+/// hundredths of a second, and what is polled in vain until then is a microsecond a wait.
+const PAUSE: (u32, u32) = (64, 512);
 
 /// Polls for one kind of thing, and what came of them.
 ///

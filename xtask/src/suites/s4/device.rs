@@ -287,6 +287,8 @@ fn killed(guest: &mut Guest, controller: &Controller) -> Result<()> {
     for _ in 0..3 {
         guest.sh("sleep 0.7; ! grep ended /tmp/fio", MINUTE).context("fio was too fast")?;
         export.signal(guest, "KILL")?;
+        // A process that was killed has the controller until its memory is taken apart.
+        export.ended(guest)?;
         // Without --recover nothing happens to it.
         refused(guest, &format!("{target} --ublk --ublk-id 0"), &["--recover"]).or_else(
             |error| {
