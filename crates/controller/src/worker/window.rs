@@ -284,71 +284,56 @@ mod tests {
             Self { window, now: Instant::now(), polled: Duration::ZERO, sleeps: 0, ended: 0 }
         }
 
-        /// Nothing is to be done for so many microseconds.
-        fn waits(&mut self, pending: bool, micros: u64) {
+        /// Finds nothing for so many microseconds.
+        fn looks(&mut self, pending: bool, micros: u64) {
             let end = self.now + Duration::from_micros(micros);
             while self.now < end {
-                let (now, ended) = (self.now, self.ended);
-                match self.window.next_by(|| now, || (pending, ended)) {
-                    Next::Look | Next::Yield => {
-                        self.now += PASS;
-                        self.polled += PASS;
-                    }
-                    Next::Sleep => {
-                        self.sleeps += 1;
-                        self.window.slept(end - now);
-                        self.window.risen();
-                        self.now = end;
-                    }
+                if self.step(pending) == Next::Sleep {
+                    self.sleeps(end - self.now);
                 }
             }
+        }
+
+        fn step(&mut self, pending: bool) -> Next {
+            let (now, ended) = (self.now, self.ended);
+            let next = self.window.next_by(|| now, || (pending, ended));
+            if next != Next::Sleep {
+                self.now += PASS;
+                self.polled += PASS;
+            }
+            next
+        }
+
+        fn sleeps(&mut self, slept: Duration) {
+            self.sleeps += 1;
+            self.window.slept(slept);
+            self.window.risen();
+            self.now += slept;
+        }
+
+        /// Nothing is to be done for so many microseconds, and then there is what was waited for.
+        fn waits(&mut self, pending: bool, micros: u64) {
+            self.looks(pending, micros);
             self.finds(pending);
         }
 
         /// The host's next command comes, while the disk is at work.
         fn waits_for_command(&mut self, micros: u64) {
-            let end = self.now + Duration::from_micros(micros);
-            while self.now < end {
-                let (now, ended) = (self.now, self.ended);
-                match self.window.next_by(|| now, || (true, ended)) {
-                    Next::Look | Next::Yield => {
-                        self.now += PASS;
-                        self.polled += PASS;
-                    }
-                    Next::Sleep => {
-                        self.window.slept(end - now);
-                        self.window.risen();
-                        self.now = end;
-                    }
-                }
-            }
+            self.looks(true, micros);
             self.finds(false);
+        }
+
+        /// A disk that ends nothing before the worker has slept for so many microseconds.
+        fn starves(&mut self, micros: u64) {
+            while self.step(true) != Next::Sleep {}
+            self.sleeps(Duration::from_micros(micros));
+            self.finds(true);
         }
 
         fn finds(&mut self, of_disk: bool) {
             self.ended += u64::from(of_disk);
             let ended = self.ended;
             self.window.found(|| ended);
-        }
-
-        /// A disk that ends nothing before the worker has slept for so many microseconds.
-        fn starves(&mut self, micros: u64) {
-            loop {
-                let (now, ended) = (self.now, self.ended);
-                match self.window.next_by(|| now, || (true, ended)) {
-                    Next::Look | Next::Yield => {
-                        self.now += PASS;
-                        self.polled += PASS;
-                    }
-                    Next::Sleep => {
-                        self.sleeps += 1;
-                        self.window.slept(Duration::from_micros(micros));
-                        self.window.risen();
-                        self.now += Duration::from_micros(micros);
-                        return self.finds(true);
-                    }
-                }
-            }
         }
 
         /// The commands of a host that has one at a time in flight: the shares of the time that the
