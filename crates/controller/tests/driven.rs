@@ -152,16 +152,19 @@ impl disk::Queue for MeanwhileQueue {
     }
 }
 
+fn over(disk: &Meanwhile, pool: Pool) -> Controller {
+    let namespaces = vec![NamespaceConfig { disk: Arc::new(disk.clone()), uuid: [7; 16] }];
+    let config = Config { namespaces, ..Config::default() };
+    Controller::new(config, pool, Carrier::default()).unwrap()
+}
+
 /// Of room in a completion queue that was seen on another occasion nobody is told any more: the host
 /// has made it, and waits.
 #[test]
 fn a_queue_does_not_sleep_over_room_that_was_seen_in_passing() {
     let disk = Meanwhile::default();
-    let namespaces = vec![NamespaceConfig { disk: Arc::new(disk.clone()), uuid: [7; 16] }];
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
-    let config = Config { namespaces, ..Config::default() };
-    let controller = Controller::new(config, pool, Carrier::default()).unwrap();
-    let (mut host, mut queue) = attached(controller, &mut turns, 4);
+    let (mut host, mut queue) = attached(over(&disk, pool), &mut turns, 4);
     let buffer = host.alloc(4096);
     let read = |lba, cid| Sqe::read(1, lba, 0, cid).with_prps(buffer, 0);
     // One is pending, one is announced, and one suppressed for that: the completion queue is full.
@@ -197,11 +200,8 @@ fn a_queue_does_not_sleep_over_room_that_was_seen_in_passing() {
 #[test]
 fn ranges_that_come_together_are_one_change() {
     let disk = Meanwhile::default();
-    let namespaces = vec![NamespaceConfig { disk: Arc::new(disk.clone()), uuid: [7; 16] }];
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
-    let config = Config { namespaces, ..Config::default() };
-    let controller = Controller::new(config, pool, Carrier::default()).unwrap();
-    let (mut host, mut queue) = attached(controller, &mut turns, 4);
+    let (mut host, mut queue) = attached(over(&disk, pool), &mut turns, 4);
     let before = disk.1.load(Ordering::Relaxed);
     let page = Mapping::anonymous(4096).unwrap().bytes();
     let ranges = (0..1000u64).map(|n| ((1 << 40) + (n * 4096), 4096, &page));
