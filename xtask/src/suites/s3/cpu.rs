@@ -1,8 +1,10 @@
 //! What an I/O on a file costs this machine: processor time of QEMU, guest included, and of the server if
 //! there is one. Ours over vfio-user against QEMU's own controller with shadow doorbells, each on an image
-//! of its own, past the page cache and through io_uring both, in one guest and in turn.
+//! of its own, past the page cache and through io_uring both, in one guest and in turn. And the same with
+//! all of them on one processor: a thread that wakes another one there has no halted processor to rouse,
+//! which is most of what a wakeup costs under some hypervisors.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 use std::time::Duration;
@@ -14,10 +16,10 @@ use serde_json::{Value, json};
 use super::super::fio::{Measured, random_reads};
 use super::super::verdict::Verdict;
 use super::super::{Lab, MINUTE, names};
+use super::usage::{Usage, confine};
 use crate::report::Report;
 use crate::table::{render, thousands};
 
-const DEPTHS: [u32; 2] = [1, 32];
 const TIME: Duration = Duration::from_millis(2000);
 /// The beginning and the end of fio, which are a good part of a second here, and little else: what is
 /// beyond that counts.
@@ -33,18 +35,60 @@ struct Contestant {
     dev: String,
 }
 
+impl Contestant {
+    fn server(&self) -> Option<u32> {
+        self.server.as_ref().map(Server::id)
+    }
+}
+
+/// What a process has to do for each I/O.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Share {
+    micros: f64,
+    sleeps: f64,
+}
+
 /// Of one run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Cost {
     iops: f64,
-    /// Microseconds of each I/O: QEMU's, and the server's.
-    qemu: f64,
-    server: f64,
+    qemu: Share,
+    server: Share,
 }
 
 impl Cost {
     fn both(&self) -> f64 {
-        self.qemu + self.server
+        self.qemu.micros + self.server.micros
+    }
+}
+
+/// Where QEMU and the server run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Place {
+    Anywhere,
+    OneProcessor,
+}
+
+impl Place {
+    fn depths(self) -> &'static [u32] {
+        match self {
+            Self::Anywhere => &[1, 32],
+            Self::OneProcessor => &[1],
+        }
+    }
+
+    fn table(self) -> &'static str {
+        match self {
+            Self::Anywhere => "S3",
+            Self::OneProcessor => "S3, one processor",
+        }
+    }
+
+    fn words(self) -> &'static str {
+        match self {
+            Self::Anywhere => "",
+            Self::OneProcessor => ", all on one processor",
+        }
     }
 }
 
@@ -62,10 +106,10 @@ impl Row {
         turns.get(turns.len() / 2).copied().context("no turns")
     }
 
-    fn json(&self, kernel: Kernel) -> Result<Value> {
+    fn json(&self, kernel: Kernel, place: Place) -> Result<Value> {
         let cost = self.median()?;
         Ok(json!({
-            "table": "S3",
+            "table": place.table(),
             "device": self.device,
             "doorbells": "shadow",
             "kernel": kernel.to_string(),
@@ -76,8 +120,10 @@ impl Row {
             "bs": super::BLOCK,
             "iops": cost.iops,
             "host_cpu_ns_per_io": cost.both() * 1000.0,
-            "qemu_cpu_ns_per_io": cost.qemu * 1000.0,
-            "server_cpu_ns_per_io": cost.server * 1000.0,
+            "qemu_cpu_ns_per_io": cost.qemu.micros * 1000.0,
+            "server_cpu_ns_per_io": cost.server.micros * 1000.0,
+            "qemu_sleeps_per_io": cost.qemu.sleeps,
+            "server_sleeps_per_io": cost.server.sleeps,
         }))
     }
 }
@@ -99,13 +145,20 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
         let scheduler = format!("echo none >/sys/block/{}/queue/scheduler", contestant.dev);
         guest.sh(&scheduler, MINUTE)?;
     }
-    let rows = report.check("processor time of random reads of 4 KiB from a file, in turn", |_| {
-        measure(&mut guest, &contestants, 2 * lab.rounds + 1)
-    });
-    if let Some(rows) = rows {
-        print(&rows)?;
-        for row in &rows {
-            report.row(row.json(kernel)?);
+    for place in [Place::Anywhere, Place::OneProcessor] {
+        let of = "processor time of random reads of 4 KiB from a file, in turn";
+        let rows = report.check(&format!("{of}{}", place.words()), |_| {
+            if place == Place::OneProcessor {
+                confine(guest.id())?;
+                contestants.iter().filter_map(Contestant::server).try_for_each(confine)?;
+            }
+            measure(&mut guest, &contestants, place.depths(), 2 * lab.rounds + 1)
+        });
+        if let Some(rows) = rows {
+            print(&rows, place)?;
+            for row in &rows {
+                report.row(row.json(kernel, place)?);
+            }
         }
     }
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
@@ -127,9 +180,14 @@ fn fill(path: &Path) -> Result<()> {
     file.sync_all().with_context(context)
 }
 
-fn measure(guest: &mut Guest, contestants: &[Contestant], turns: usize) -> Result<Vec<Row>> {
+fn measure(
+    guest: &mut Guest,
+    contestants: &[Contestant],
+    depths: &[u32],
+    turns: usize,
+) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
-    for depth in DEPTHS {
+    for &depth in depths {
         let mut costs: Vec<Vec<Cost>> = contestants.iter().map(|_| Vec::new()).collect();
         for _ in 0..turns {
             for (contestant, costs) in contestants.iter().zip(&mut costs) {
@@ -150,51 +208,39 @@ fn cost(guest: &mut Guest, contestant: &Contestant, depth: u32) -> Result<Cost> 
         let short = timed(guest, contestant, depth, SHORT)?;
         let run = timed(guest, contestant, depth, TIME)?;
         let ios = run.0.total.saturating_sub(short.0.total);
-        let each = |of: fn(&(Measured, f64, f64)) -> f64| {
-            (of(&run) - of(&short)) / ios.max(1) as f64 * 1e6
+        let each = |run: Usage, short: Usage| {
+            let Usage { seconds, sleeps } = run.since(short);
+            let ios = ios.max(1) as f64;
+            Share { micros: seconds / ios * 1e6, sleeps: sleeps / ios }
         };
-        let cost = Cost { iops: run.0.iops, qemu: each(|r| r.1), server: each(|r| r.2) };
+        let (qemu, server) = (each(run.1, short.1), each(run.2, short.2));
         // A machine that stood still meanwhile says nothing.
-        if ios > 100 && cost.qemu > 0.0 {
-            return Ok(cost);
+        if ios > 100 && qemu.micros > 0.0 {
+            return Ok(Cost { iops: run.0.iops, qemu, server });
         }
     }
     bail!("{}, iodepth {depth}: {TRIES} times nothing that could be measured", contestant.device)
 }
 
-/// A run, and the seconds of processor time that QEMU and the server used meanwhile.
+/// A run, and what QEMU and the server used meanwhile.
 fn timed(
     guest: &mut Guest,
     contestant: &Contestant,
     depth: u32,
     time: Duration,
-) -> Result<(Measured, f64, f64)> {
-    let (qemu, server) = (guest.id(), contestant.server.as_ref().map(Server::id));
-    let used = || Ok::<_, anyhow::Error>((seconds(qemu)?, server.map_or(Ok(0.0), seconds)?));
+) -> Result<(Measured, Usage, Usage)> {
+    let (qemu, server) = (guest.id(), contestant.server());
+    let used = || {
+        let server = server.map_or(Ok(Usage::default()), Usage::of)?;
+        Ok::<_, anyhow::Error>((Usage::of(qemu)?, server))
+    };
     let before = used()?;
     let measured = random_reads(guest, &contestant.dev, depth, time)?;
     let after = used()?;
-    Ok((measured, after.0 - before.0, after.1 - before.1))
+    Ok((measured, after.0.since(before.0), after.1.since(before.1)))
 }
 
-/// The processor time of a process so far, in the kernel and outside, threads that have ended included.
-fn seconds(process: u32) -> Result<f64> {
-    let path = format!("/proc/{process}/stat");
-    let text = fs::read_to_string(&path).context(path)?;
-    let ticks = ticks(&text).context("no times in /proc/PID/stat")?;
-    Ok(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
-}
-
-/// The fields 14 and 15, of which the second, a name in parentheses, may contain anything.
-fn ticks(stat: &str) -> Option<u64> {
-    let (_, rest) = stat.rsplit_once(')')?;
-    let mut fields = rest.split_whitespace().skip(11);
-    let user: u64 = fields.next()?.parse().ok()?;
-    let system: u64 = fields.next()?.parse().ok()?;
-    Some(user + system)
-}
-
-fn print(rows: &[Row]) -> Result<()> {
+fn print(rows: &[Row], place: Place) -> Result<()> {
     let mut cells = Vec::new();
     for row in rows {
         let cost = row.median()?;
@@ -203,21 +249,31 @@ fn print(rows: &[Row]) -> Result<()> {
             row.device.to_owned(),
             thousands(cost.iops),
             format!("{:.1}", cost.both()),
-            format!("{:.1}", cost.qemu),
-            format!("{:.1}", cost.server),
+            format!("{:.1}", cost.qemu.micros),
+            format!("{:.1}", cost.server.micros),
+            format!("{:.2} + {:.2}", cost.qemu.sleeps, cost.server.sleeps),
         ]);
     }
-    let head = ["iodepth", "device", "IOPS", "us of CPU/IO", "of QEMU and guest", "of the server"];
+    let head = [
+        "iodepth",
+        "device",
+        "IOPS",
+        "us of CPU/IO",
+        "of QEMU and guest",
+        "of the server",
+        "sleeps/IO",
+    ];
     println!("\n{}", render(&head, &cells));
-    for depth in DEPTHS {
+    for &depth in place.depths() {
         let turns = |device| -> Vec<f64> {
             let row = rows.iter().find(|row| (row.device, row.depth) == (device, depth));
             row.into_iter().flat_map(|row| row.turns.iter().map(Cost::both)).collect()
         };
         let verdict = Verdict::of(&turns("qemu"), &turns("shadowbell"), 1.0);
         println!(
-            "   iodepth {depth}: with QEMU's own controller an I/O costs {:.2} times the processor time \
+            "   iodepth {depth}{}: with QEMU's own controller an I/O costs {:.2} times the processor time \
              ({:.2} to {:.2} in {} turns); at least as much: {}",
+            place.words(),
             verdict.ratio,
             verdict.least,
             verdict.most,
@@ -233,20 +289,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_found_behind_any_name() {
-        let stat = "7 (a) b (c) S 1 2 3 4 5 6 7 8 9 10 140 15 16 17";
-        assert_eq!(ticks(stat), Some(155));
-        assert_eq!(ticks("7 (a) S 1"), None);
-        assert!(seconds(std::process::id()).unwrap() >= 0.0);
-    }
-
-    #[test]
     fn the_row_is_the_turn_in_the_middle() {
-        let cost = |qemu| Cost { iops: 1.0, qemu, server: 1.0 };
+        let share = |micros| Share { micros, sleeps: 2.0 };
+        let cost = |qemu| Cost { iops: 1.0, qemu: share(qemu), server: share(1.0) };
         let turns = [3.0, 1.0, 2.0].map(cost).to_vec();
         let row = Row { device: "qemu", depth: 1, turns };
         assert_eq!(row.median().unwrap(), cost(2.0));
-        assert_eq!(row.json(Kernel::V7_2).unwrap()["host_cpu_ns_per_io"], 3000.0);
+        let json = row.json(Kernel::V7_2, Place::Anywhere).unwrap();
+        assert_eq!(json["host_cpu_ns_per_io"], 3000.0);
+        assert_eq!(json["server_sleeps_per_io"], 2.0);
         assert!(Row { turns: Vec::new(), ..row }.median().is_err());
     }
 }

@@ -9,6 +9,7 @@
 //! A second table has a file behind both, and says what an I/O costs this machine: see `cpu`.
 
 mod cpu;
+mod usage;
 
 use std::time::Duration;
 

@@ -1,0 +1,139 @@
+//! What a process of this machine has used so far, and where it may run.
+
+use std::fs;
+use std::io::ErrorKind;
+
+use anyhow::{Context, Result};
+use rustix::process::Pid;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+/// What a process has used since it began.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Usage {
+    /// Of processor time, in the kernel and outside, threads that have ended included.
+    pub(super) seconds: f64,
+    /// How often a thread of it went to sleep, those that have ended not included.
+    pub(super) sleeps: f64,
+}
+
+impl Usage {
+    pub(super) fn of(process: u32) -> Result<Self> {
+        let path = format!("/proc/{process}/stat");
+        let text = fs::read_to_string(&path).context(path)?;
+        let ticks = ticks(&text).context("no times in /proc/PID/stat")?;
+        let mut sleeps = 0;
+        for thread in threads(process)? {
+            let path = format!("/proc/{process}/task/{thread}/status");
+            match fs::read_to_string(&path) {
+                Ok(text) => sleeps += switches(&text).context("no switches in its status")?,
+                // It has ended meanwhile.
+                Err(error) if is_gone(&error) => {}
+                Err(error) => return Err(error).context(path),
+            }
+        }
+        let per_second = rustix::param::clock_ticks_per_second() as f64;
+        Ok(Self { seconds: ticks as f64 / per_second, sleeps: sleeps as f64 })
+    }
+
+    pub(super) fn since(self, before: Self) -> Self {
+        Self {
+            seconds: self.seconds - before.seconds,
+            sleeps: (self.sleeps - before.sleeps).max(0.0),
+        }
+    }
+}
+
+/// Lets all threads that `process` has now, and those that they start, run on one processor only: the
+/// last one that we may use ourselves.
+pub(super) fn confine(process: u32) -> Result<()> {
+    let ours = sched_getaffinity(None).context("asking where we may run")?;
+    let last = (0..CpuSet::MAX_CPU).rfind(|cpu| ours.is_set(*cpu)).context("nowhere to run")?;
+    let mut one = CpuSet::new();
+    one.set(last);
+    for thread in threads(process)? {
+        match sched_setaffinity(Pid::from_raw(thread), &one) {
+            Ok(()) | Err(rustix::io::Errno::SRCH) => {}
+            Err(errno) => return Err(errno).with_context(|| format!("confining thread {thread}")),
+        }
+    }
+    Ok(())
+}
+
+fn threads(process: u32) -> Result<Vec<i32>> {
+    let path = format!("/proc/{process}/task");
+    let entries = fs::read_dir(&path).context(path)?;
+    entries.map(|entry| Ok(entry?.file_name().to_string_lossy().parse()?)).collect()
+}
+
+fn is_gone(error: &std::io::Error) -> bool {
+    let gone = rustix::io::Errno::SRCH.raw_os_error();
+    error.kind() == ErrorKind::NotFound || error.raw_os_error() == Some(gone)
+}
+
+/// The fields 14 and 15, of which the second, a name in parentheses, may contain anything.
+fn ticks(stat: &str) -> Option<u64> {
+    let (_, rest) = stat.rsplit_once(')')?;
+    let mut fields = rest.split_whitespace().skip(11);
+    let user: u64 = fields.next()?.parse().ok()?;
+    let system: u64 = fields.next()?.parse().ok()?;
+    Some(user + system)
+}
+
+/// How often a thread gave its processor away to wait for something.
+fn switches(status: &str) -> Option<u64> {
+    let value = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"))?;
+    value.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+
+    #[test]
+    fn times_are_found_behind_any_name() {
+        let stat = "7 (a) b (c) S 1 2 3 4 5 6 7 8 9 10 140 15 16 17";
+        assert_eq!(ticks(stat), Some(155));
+        assert_eq!(ticks("7 (a) S 1"), None);
+        assert!(Usage::of(std::process::id()).unwrap().seconds >= 0.0);
+    }
+
+    #[test]
+    fn only_switches_of_its_own_will_are_sleeps() {
+        let status = "Name:\tx\nnonvoluntary_ctxt_switches:\t3\nvoluntary_ctxt_switches:\t17\n";
+        assert_eq!(switches(status), Some(17));
+        assert_eq!(switches("nonvoluntary_ctxt_switches:\t3\n"), None);
+    }
+
+    #[test]
+    fn the_sleeps_of_every_thread_are_counted() {
+        let before = Usage::of(std::process::id()).unwrap();
+        let (to, from) = mpsc::channel::<mpsc::Sender<()>>();
+        let thread = std::thread::spawn(move || {
+            for _ in 0..50 {
+                std::thread::sleep(std::time::Duration::from_micros(100));
+            }
+            // It lives until it was counted.
+            from.recv().unwrap().send(()).unwrap();
+        });
+        std::thread::sleep(std::time::Duration::from_millis(1));
+        while Usage::of(std::process::id()).unwrap().since(before).sleeps < 50.0 {
+            std::thread::yield_now();
+        }
+        let (done, wait) = mpsc::channel();
+        to.send(done).unwrap();
+        wait.recv().unwrap();
+        thread.join().unwrap();
+    }
+
+    #[test]
+    fn a_confined_process_has_one_processor() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        confine(child.id()).unwrap();
+        let set = sched_getaffinity(Pid::from_raw(child.id() as i32)).unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(set.count(), 1);
+        assert!(confine(child.id()).is_err(), "nobody is left");
+    }
+}
