@@ -31,7 +31,7 @@ mod task;
 mod tests;
 
 use crate::sys::Means;
-use crate::{Disk, DiskError, Info, OpenError, Queue};
+use crate::{Disk, DiskError, Info, Op, OpenError, Queue, Request};
 use memory::SharedBytes;
 use std::fs::File;
 use std::io;
@@ -104,6 +104,9 @@ struct Shared {
     no_zero_range: AtomicBool,
     /// The file system has no way to punch a hole.
     no_punch: AtomicBool,
+    /// The byte of the disk that was last refused for want of room, and one; 0 if none, or if it has
+    /// been taken since.
+    full: AtomicU64,
     /// Zeroes to write where nothing better works. Never written, so they take no memory.
     zeroes: SharedBytes,
 }
@@ -146,6 +149,10 @@ impl Disk for FileDisk {
         self.path.display().to_string()
     }
 
+    fn is_full(&self) -> bool {
+        self.shared.full.load(Ordering::Relaxed) != 0
+    }
+
     fn remark(&self) -> Option<String> {
         let why = self.shared.no_uring.as_ref()?;
         Some(format!(
@@ -182,6 +189,28 @@ impl Shared {
             self.end.fetch_min(now, Ordering::Relaxed);
         }
         !self.reaches(self.info.bytes())
+    }
+
+    /// Remembers where there was no room, until the same is written with success. Only that shows that
+    /// there is room again: a write elsewhere may be to blocks that the file has.
+    fn note_room(&self, request: &Request, result: Result<(), DiskError>) {
+        // What was written before the end of a flush had no place of its own, and counts as the end.
+        let at = if request.op == Op::Flush { self.info.bytes() } else { request.offset };
+        match result {
+            Err(DiskError::NoSpace) => self.full.store(at + 1, Ordering::Relaxed),
+            Ok(()) => {
+                let full = self.full.load(Ordering::Relaxed);
+                let covers = at < full && full - 1 < at.saturating_add(request.len.max(1));
+                let writes = matches!(
+                    request.op,
+                    Op::Write { .. } | Op::WriteZeroes { deallocate: false, .. } | Op::Flush
+                );
+                if covers && writes {
+                    self.full.store(0, Ordering::Relaxed);
+                }
+            }
+            Err(_) => {}
+        }
     }
 
     /// What a failed call means for the request.

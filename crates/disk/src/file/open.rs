@@ -88,6 +88,7 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileDisk, OpenE
         no_uring,
         regular: !is_block,
         end: AtomicU64::new(size),
+        full: AtomicU64::new(0),
         no_zero_range: AtomicBool::new(false),
         no_punch: AtomicBool::new(false),
         zeroes,

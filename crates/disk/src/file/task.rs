@@ -93,6 +93,10 @@ impl Task {
         Ok(task)
     }
 
+    pub(super) fn request(&self) -> &Request {
+        &self.request
+    }
+
     pub(super) fn op(&self) -> Op {
         self.request.op
     }
