@@ -5,7 +5,7 @@ use crate::serve::options::check_processors;
 use crate::target::{self, Target};
 use anyhow::{anyhow, bail};
 use clap::ValueEnum;
-use driver::{AttachOptions, Doorbells, SpinPolicy};
+use driver::{AttachOptions, Doorbells, SpinPolicy, Timeouts};
 use std::time::Duration;
 
 /// The most blocks that a run with `--verify` keeps account of: 4 bytes each.
@@ -76,6 +76,10 @@ pub struct Args {
     /// How to find completions
     #[arg(long, value_enum, default_value_t = CompletionMode::Poll)]
     pub completion: CompletionMode,
+    /// A command that is not completed after this time is aborted; then its queue is created again,
+    /// then the controller is reset
+    #[arg(long, default_value = "30", value_parser = parse_time, value_name = "TIME")]
+    pub timeout: Duration,
     /// Processors to run the threads on: 0,2
     #[arg(long, value_delimiter = ',', value_name = "CPU", value_parser = processor)]
     pub pin: Vec<usize>,
@@ -279,6 +283,8 @@ pub struct Plan {
     pub doorbells: Doorbells,
     /// How to find completions.
     pub completion: CompletionMode,
+    /// When recovery begins.
+    pub timeout: Duration,
     /// Processors to run the threads on.
     pub pin: Vec<usize>,
     /// Take the latency of one I/O in so many; `None` to choose by the rate.
@@ -309,6 +315,7 @@ impl Default for Plan {
             verify: false,
             doorbells: Doorbells::Auto,
             completion: CompletionMode::Poll,
+            timeout: Timeouts::default().io,
             pin: Vec::new(),
             latency_sample: None,
             server_pid: None,
@@ -365,6 +372,7 @@ impl Args {
             verify: self.verify != Verify::Off,
             doorbells: self.doorbells.into(),
             completion: self.completion,
+            timeout: self.timeout,
             pin: self.pin.clone(),
             latency_sample: self.latency_sample,
             server_pid: self.server_pid,
@@ -388,8 +396,15 @@ impl Plan {
                 _ => SpinPolicy::default(),
             },
             max_transfer_bytes: u64::from(self.bs).max(1 << 20),
+            timeouts: Timeouts { io: self.timeout, ..Timeouts::default() },
             ..AttachOptions::default()
         }
+    }
+
+    /// How long a device may complete nothing: recovery ends what it can not save, and takes its time.
+    pub(super) fn patience(&self) -> Duration {
+        let Timeouts { io, admin, .. } = self.attach_options().timeouts;
+        io.saturating_add(admin).saturating_mul(4).max(Duration::from_secs(30))
     }
 
     /// The part of a namespace of `bytes` bytes, in blocks of `block_size`, that each job gets:
