@@ -20,6 +20,14 @@
 //! was there is lost. A write that comes before either makes the file longer again, as the
 //! system's writes do; nobody can tell that from a hole.
 //!
+//! # When the system can not write back
+//!
+//! Through the page cache, a write that has completed may still fail. The system tells whoever syncs
+//! next, once, and forgets the data: the sync after that succeeds. A host that is told to try again
+//! would take that for success. So a sync that has failed goes on failing until the disk is opened
+//! again; writes that are durable by themselves do not, and neither does direct I/O, where nothing is
+//! forgotten.
+//!
 //! # What it does not do
 //!
 //! Verify reads through the page cache if the disk uses it; only direct I/O reaches the medium.
@@ -37,7 +45,7 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 
 /// How to open a file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -100,6 +108,8 @@ struct Shared {
     regular: bool,
     /// The end of what can still be read, in bytes; less than the disk once it shrank.
     end: AtomicU64,
+    /// The error number of the first sync that has failed through the page cache, or 0.
+    unsynced: AtomicI32,
     /// The file system has no way to zero a range and keep its blocks.
     no_zero_range: AtomicBool,
     /// The file system has no way to punch a hole.
@@ -210,6 +220,23 @@ impl Shared {
                 }
             }
             Err(_) => {}
+        }
+    }
+
+    /// A sync has failed: what was written before may be lost, and the next would succeed.
+    fn note_unsynced(&self, errno: i32) {
+        let passing = matches!(errno, libc::EINTR | libc::EAGAIN | libc::ECANCELED);
+        if self.direct.is_none() && !passing {
+            let relaxed = Ordering::Relaxed;
+            let _ = self.unsynced.compare_exchange(0, errno, relaxed, relaxed);
+        }
+    }
+
+    /// Why nothing can be said of what was written, if nothing can.
+    fn unsynced(&self) -> Option<DiskError> {
+        match self.unsynced.load(Ordering::Relaxed) {
+            0 => None,
+            errno => Some(self.error(errno)),
         }
     }
 

@@ -1,6 +1,7 @@
 //! What may follow `bench`, under the names that fio has for it, and what it comes to.
 
 use crate::exit;
+use crate::serve::options::check_processors;
 use crate::target::{self, Target};
 use anyhow::{anyhow, bail};
 use clap::ValueEnum;
@@ -80,7 +81,7 @@ pub struct Args {
     #[arg(long, default_value = "30", value_parser = parse_time, value_name = "TIME")]
     pub timeout: Duration,
     /// Processors to run the threads on: 0,2
-    #[arg(long, value_delimiter = ',', value_name = "CPU")]
+    #[arg(long, value_delimiter = ',', value_name = "CPU", value_parser = processor)]
     pub pin: Vec<usize>,
     /// Take the latency of one I/O in so many [default: as many as about 20000 a second and thread]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
@@ -221,6 +222,13 @@ pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
 
 pub(crate) fn parse_offset(text: &str) -> Result<u64, String> {
     if text.bytes().all(|b| b == b'0') && !text.is_empty() { Ok(0) } else { parse_bytes(text) }
+}
+
+/// A processor of this process.
+fn processor(text: &str) -> Result<usize, String> {
+    let cpu = text.trim().parse();
+    let cpu = cpu.map_err(|_| format!("`{text}` is no processor; write for example 0,2"))?;
+    check_processors(&[cpu]).map(|()| cpu)
 }
 
 /// A time: seconds, or with a unit.
@@ -482,7 +490,7 @@ mod tests {
         let plan = plan(
             "--rw=randrw --bs=8k --iodepth=4 --numjobs=3 --runtime=500ms --ramp_time=1 \
              --rwmixread=30 --size=1m --offset 64k --iodepth_batch 2 --verify=crc32c --seed 7 \
-             --doorbells mmio --completion interrupt --pin 0,1 --rate_iops 5000 --server-pid 7",
+             --doorbells mmio --completion interrupt --pin 0,0 --rate_iops 5000 --server-pid 7",
         )
         .unwrap();
         assert_eq!((plan.rate_iops, plan.server_pid), (Some(5000), Some(7)));
@@ -490,7 +498,7 @@ mod tests {
         assert_eq!((plan.numjobs, plan.threads, plan.iodepth_batch), (3, 3, Some(2)));
         assert_eq!((plan.runtime.as_millis(), plan.ramp_time.as_secs()), (500, 1));
         assert_eq!((plan.rwmixread, plan.size, plan.offset), (30, Some(1 << 20), 64 << 10));
-        assert!(plan.verify && plan.seed == 7 && plan.pin == [0, 1]);
+        assert!(plan.verify && plan.seed == 7 && plan.pin == [0, 0]);
         assert_eq!(plan.doorbells, Doorbells::Mmio);
         let options = plan.attach_options();
         assert!(options.interrupts && options.spin == SpinPolicy::SLEEP);
