@@ -18,6 +18,7 @@ use crate::worker::message::Message;
 use crate::worker::queue::Placement;
 use memory::{DmaError, DmaSpace, EventFd, SharedBytes};
 use spec::regs::{self, Aqa, Cap, Cc, Crto, Csts, Vs};
+use spec::status::Status;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -119,6 +120,8 @@ pub(crate) struct Control {
     pub(crate) events: AsyncEvents,
     /// Changed Attached Namespace List (log page 04h).
     pub(crate) changed: ChangedList,
+    /// Whom of full storage was told.
+    pub(crate) full_told: crate::admin::full::Told,
     pub(crate) aborts: u32,
     pub(crate) power_cycles: u64,
     pub(crate) unsafe_shutdowns: u64,
@@ -157,6 +160,7 @@ impl Control {
             errors: ErrorLog::default(),
             events: AsyncEvents::default(),
             changed: ChangedList::default(),
+            full_told: crate::admin::full::Told::default(),
             aborts: 0,
             power_cycles: 1,
             unsafe_shutdowns: 0,
@@ -479,6 +483,9 @@ impl Control {
             }
             Report::CommandError { sqid, cid, status, nsid, lba } => {
                 self.log_error(sqid, cid, status, nsid, lba);
+                if status.code() == Status::CAPACITY_EXCEEDED {
+                    self.no_room(inner, nsid, &mut deferred);
+                }
             }
             Report::MemoryLost => {
                 self.fail("memory that the host shared was taken away (truncated)", &mut deferred);

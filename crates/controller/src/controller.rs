@@ -28,6 +28,8 @@ pub enum Event {
     ShadowDoorbells,
     /// The host created its first I/O queue, or another one: how many submission queues exist.
     QueueCreated(usize),
+    /// A write found no room on the storage of this namespace: told once in a while.
+    Full(u32),
     /// The host has shut the controller down.
     Shutdown,
     /// The controller was reset; no command is in flight any more.

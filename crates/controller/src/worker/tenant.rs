@@ -17,6 +17,7 @@ use spec::dbbuf::{cq_entry_offset, sq_entry_offset};
 use spec::regs::DoorbellKind;
 use spec::status::Status;
 use spec::{Cqe, Sqe};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
@@ -49,8 +50,9 @@ pub(crate) struct Tenant {
     shadow: Option<(u64, u64)>,
     /// Descriptors that have the worker look at this tenant's doorbells.
     kicks: Vec<EventFd>,
-    /// Old DMA maps that commands in flight may still use, with who waits for their end.
-    draining: Vec<(ViewWatch, Latch)>,
+    /// Old DMA maps that commands in flight may still use, with who waits for their end: and for that of
+    /// all before, because what is in one map may have been in those, too.
+    draining: VecDeque<(ViewWatch, Latch)>,
     /// Submission queues that are to be forgotten once they are empty.
     deleting: Vec<(usize, Latch)>,
     detaching: Option<Latch>,
@@ -70,7 +72,7 @@ impl Tenant {
             cqs: Vec::new(),
             shadow: seed.shadow,
             kicks: Vec::new(),
-            draining: Vec::new(),
+            draining: VecDeque::new(),
             deleting: Vec::new(),
             detaching: None,
             #[cfg(feature = "faults")]
@@ -183,7 +185,7 @@ impl Tenant {
     /// has them; a shadow entry is kept as it is (its state survives the remapping).
     pub(crate) fn change_table(&mut self, table: Arc<DmaTable>, latch: Latch) {
         let old = self.engine.change_view(View::new(Arc::clone(&table)));
-        self.draining.push((old.watch(), latch));
+        self.draining.push_back((old.watch(), latch));
         drop(old);
         let pages = self.shadow;
         self.sqs.iter_mut().flatten().for_each(|sq| sq.remap(&table, pages));
@@ -497,7 +499,9 @@ impl Tenant {
 
     /// Lets those go who wait for something that has come to its end.
     fn finish(&mut self) {
-        self.draining.retain(|(watch, _)| !watch.is_idle());
+        while self.draining.front().is_some_and(|(watch, _)| watch.is_idle()) {
+            self.draining.pop_front();
+        }
         let mut index = 0;
         while index < self.deleting.len() {
             let sq = self.deleting[index].0;

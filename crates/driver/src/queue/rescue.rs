@@ -148,8 +148,7 @@ impl Core {
         };
         self.sq_head_said = word as u16;
         let status = Status::from_bits((word >> 49) as u16);
-        let aborted = case.stage == Stage::Aborting && status.code() == Status::ABORT_REQUESTED;
-        if aborted && self.may_repeat(slot, case) {
+        if self.is_to_be_repeated(slot, case, status) {
             let case = Case { repeats: case.repeats + 1, ..case };
             self.stats.repeated += 1;
             if self.write_again(slot, case) {
@@ -163,6 +162,12 @@ impl Core {
         self.stats.completed += 1;
         let (dw0, dw1) = (first as u32, (first >> 32) as u32);
         Some(Completion { token: Token { cid: case.token, slot }, status, dw0, dw1, buffer })
+    }
+
+    /// Whether the command in `slot` was aborted because it was late, and is now to be submitted again.
+    fn is_to_be_repeated(&self, slot: u16, case: Case, status: Status) -> bool {
+        let aborted = case.stage == Stage::Aborting && status.code() == Status::ABORT_REQUESTED;
+        aborted && self.may_repeat(slot, case)
     }
 
     fn may_repeat(&self, slot: u16, case: Case) -> bool {
@@ -294,14 +299,20 @@ impl Core {
     }
 
     /// Takes the completions that are there, for whoever asks next. Commands that the deletion of
-    /// their queue has ended are outstanding still.
+    /// their queue has ended are outstanding still, and so are those that were aborted to be submitted
+    /// again: there is no queue for them before the new one, whose doorbells are not to be rung yet.
     fn drain(&mut self) {
         for _ in 0..self.cq_size.entries() {
             let word = self.cq.second_word(u32::from(self.cq_head));
             if (word >> 48 & 1 != 0) != self.phase {
                 return;
             }
-            if Status::from_bits((word >> 49) as u16).code() == Status::ABORTED_SQ_DELETION {
+            let (cid, status) = ((word >> 32) as u16, Status::from_bits((word >> 49) as u16));
+            let slot = cid & self.slot_mask;
+            let case = self.rescue.case(slot).filter(|case| case.cid == cid).copied();
+            if status.code() == Status::ABORTED_SQ_DELETION
+                || case.is_some_and(|case| self.is_to_be_repeated(slot, case, status))
+            {
                 self.cq_head = self.cq_size.forward(self.cq_head, 1);
                 self.phase ^= self.cq_head == 0;
             } else if let Some(completion) = self.consume_any(word) {

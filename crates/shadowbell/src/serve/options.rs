@@ -59,6 +59,8 @@ pub struct Args {
 
 const AFTER_HELP: &str = "\
 SIGINT and SIGTERM end the service; a second one does not wait for the guests. \
+One of them that whoever starts it has set to be ignored stays so, as SIGINT is in a script's \
+`shadowbell serve ... &`, and SIGHUP under nohup: SIGTERM is what ends it then. \
 SIGUSR1 writes the counters.
 
 A configuration file:

@@ -177,7 +177,13 @@ fn the_exit_statuses_are_in_the_help() {
     command.args(["serve", "--help"]);
     let (status, help, _) = finish(command);
     assert_eq!(status, Some(0));
-    for words in ["Exit status:", "0  ended by a signal", "[[controller]]", "SIGUSR1"] {
+    for words in [
+        "Exit status:",
+        "0  ended by a signal",
+        "[[controller]]",
+        "SIGUSR1",
+        "stays so, as SIGINT is",
+    ] {
         assert!(help.contains(words), "{help}");
     }
 }

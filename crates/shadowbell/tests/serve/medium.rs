@@ -1,8 +1,9 @@
 //! Storage that gives way under a guest: the guest is told, and the server lives.
 
-use crate::harness::{Server, image, run};
+use crate::harness::{Server, image, run, until};
 use driver::{Controller, QueuePair};
 use spec::Status;
+use spec::event::AsyncEvent;
 use std::process::Command;
 use tempfile::TempDir;
 
@@ -95,6 +96,11 @@ fn a_full_disk_under_the_image() {
     let server = serve_through(command, directory, Some(script));
     let mut controller = server.attach();
     let mut queue = controller.take_queue_pair().unwrap();
+    let health = |controller: &Controller| {
+        let log = controller.admin().smart_log().unwrap();
+        (log.critical_warning.spare(), log.available_spare)
+    };
+    assert_eq!(health(&controller), (false, 100));
     let mut refused = 0;
     for n in 0..128 {
         let (write, read) = write_and_read(&controller, &mut queue, n * 64);
@@ -104,9 +110,20 @@ fn a_full_disk_under_the_image() {
         refused += u32::from(is_full);
     }
     assert!((64..128).contains(&refused), "{refused} writes were refused");
+    // The guest is told, if it likes, and the one who can do something about it: once, and what.
+    assert_eq!(health(&controller), (true, 0));
+    let mut events = Vec::new();
+    until("the event", || {
+        events.extend(controller.admin().take_events());
+        events.contains(&AsyncEvent::SPARE_BELOW_THRESHOLD)
+    });
+    server.says("there is no room left for namespace 1, disk.img");
+    assert_eq!(server.stderr().matches("there is no room left").count(), 1);
+    assert!(server.stderr().contains("Make room on its file system"));
     // Room again: writes succeed again.
     let namespace = controller.namespace(1).unwrap().clone();
     let zeroes = namespace.write_zeroes(0, 1 << 13, true).unwrap();
     assert_eq!(run(&mut queue, zeroes, None).status, Status::SUCCESS);
     assert_eq!(write_and_read(&controller, &mut queue, 127 * 64).0, Status::SUCCESS);
+    assert_eq!(health(&controller), (false, 100));
 }
