@@ -117,16 +117,22 @@ impl Server {
     }
 
     fn ask(&mut self) -> anyhow::Result<Snapshot> {
-        self.0.get_mut().write_all(QUESTION)?;
-        let mut line = String::new();
-        if self.0.by_ref().take(MAX_ANSWER).read_line(&mut line)? == 0 {
-            return Err(anyhow!("it has hung up"));
-        }
+        // As a sentence: a pipe that breaks here is not that of our own output (see `exit`).
+        let line = self.exchange().map_err(|error| anyhow!("{error}"))?;
         let snapshot: Snapshot = serde_json::from_str(&line)?;
         if snapshot.version != VERSION {
             return Err(anyhow!("the server is of another version"));
         }
         Ok(snapshot)
+    }
+
+    fn exchange(&mut self) -> io::Result<String> {
+        self.0.get_mut().write_all(QUESTION)?;
+        let mut line = String::new();
+        match self.0.by_ref().take(MAX_ANSWER).read_line(&mut line)? {
+            0 => Err(io::Error::other("it has hung up")),
+            _ => Ok(line),
+        }
     }
 }
 
