@@ -85,10 +85,10 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     report(&plan, &service);
     #[cfg(feature = "faults")]
     wrongs.report();
-    service.flush();
+    let is_kept = service.flush();
     outcome?;
     info!("ended");
-    Ok(ExitCode::SUCCESS)
+    Ok(if is_kept { ExitCode::SUCCESS } else { ExitCode::from(exit::FAILED) })
 }
 
 /// Writes the counters where they were asked for, or else tells of them.

@@ -94,7 +94,7 @@ A configuration file:
 
 Exit status:
   0  ended by a signal
-  1  it can not go on
+  1  it can not go on, or a disk may have lost what it was given
   2  it can not be served as asked: the command line, the file, a disk or a path";
 
 /// What a controller is like.
