@@ -52,6 +52,10 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     stats_json: Option<PathBuf>,
 
+    /// Let `shadowbell top` of the same user look at the counters, over a socket here
+    #[arg(long, value_name = "PATH")]
+    stats_socket: Option<PathBuf>,
+
     #[cfg(feature = "faults")]
     #[command(flatten)]
     pub(super) faults: super::faults::FaultArgs,
@@ -67,6 +71,7 @@ A configuration file:
 
   trace = \"/var/tmp/shadowbell.trace\"        # all of these lines may be left out
   stats-json = \"/run/shadowbell.json\"
+  stats-socket = \"/run/shadowbell.stats\"    # for `shadowbell top`
   workers = 2                                # threads that do the I/O
   pin = [2, 3]                               # processors to pin them to
   poll = \"adaptive\"                          # or \"always\", \"never\"
@@ -89,7 +94,7 @@ A configuration file:
 
 Exit status:
   0  ended by a signal
-  1  it can not go on
+  1  it can not go on, or a disk may have lost what it was given
   2  it can not be served as asked: the command line, the file, a disk or a path";
 
 /// What a controller is like.
@@ -178,6 +183,8 @@ pub struct ServerPlan {
     pub trace: Option<(PathBuf, u32)>,
     /// Where to write counters.
     pub stats_json: Option<PathBuf>,
+    /// Where `top` may ask for them.
+    pub stats_socket: Option<PathBuf>,
 }
 
 /// A controller and its socket.
@@ -222,10 +229,12 @@ impl Args {
                 pool: self.pool.options()?,
                 trace: None,
                 stats_json: None,
+                stats_socket: None,
             },
         };
         plan.trace = trace.or(plan.trace);
         plan.stats_json = self.stats_json.or(plan.stats_json);
+        plan.stats_socket = self.stats_socket.or(plan.stats_socket);
         if let Some(path) = &plan.stats_json {
             check_output(path).context("--stats-json").map_err(bad_input)?;
         }

@@ -40,6 +40,9 @@ fn an_image_that_shrinks() {
     controller.detach().unwrap();
     assert!(server.is_alive());
     drop(server.attach());
+    // Whoever has started it is told, too.
+    assert_eq!(server.stop().code(), Some(1));
+    assert!(server.stderr().contains("disk.img can not be flushed"), "{}", server.stderr());
 }
 
 /// Attaches to a server whose storage takes the first half of the disk at most.
