@@ -3,7 +3,7 @@
 mod common;
 
 use common::Host;
-use disk::{Disk, Info, Queue, Request, Submitted};
+use disk::{Disk, Info, Op, Queue, Request, Submitted};
 use memory::{Segments, SharedBytes};
 use shadowbell_controller::{Config, NamespaceConfig, Polling};
 use spec::regs::{self, sq_doorbell_offset};
@@ -54,7 +54,8 @@ impl Queue for Curious {
         true
     }
 
-    fn tell(&self, offset: u64, len: usize, ahead: u32) {
+    fn tell(&self, op: Op, offset: u64, len: usize, ahead: u32) {
+        assert_eq!(op, Op::Read);
         self.0.lock().unwrap().seen.push(Told(offset / 512, len, ahead));
     }
 

@@ -186,11 +186,11 @@ pub trait Queue {
         false
     }
 
-    /// A request for `len` bytes from byte `offset` of the disk is `ahead` requests away (2, and
-    /// then 1), most likely: what it needs can be brought near. A hint, of which nothing has been
-    /// checked.
-    fn tell(&self, offset: u64, len: usize, ahead: u32) {
-        let _ = (offset, len, ahead);
+    /// A request to do `op`, a read or a write, with `len` bytes from byte `offset` of the disk is
+    /// `ahead` requests away (2, and then 1), most likely: what it needs can be brought near. A hint,
+    /// of which nothing has been checked.
+    fn tell(&self, op: Op, offset: u64, len: usize, ahead: u32) {
+        let _ = (op, offset, len, ahead);
     }
 
     /// Hands what was submitted and is not under way yet to the system, in one call.

@@ -65,7 +65,7 @@ impl Disk for MemDisk {
     }
 
     fn queue(&self) -> io::Result<Box<dyn Queue>> {
-        Ok(Box::new(MemQueue { bounds: self.info.bounds(), bytes: self.bytes.clone() }))
+        Ok(Box::new(MemQueue::new(self.info.bounds(), self.bytes.clone())))
     }
 
     fn name(&self) -> String {
@@ -73,20 +73,35 @@ impl Disk for MemDisk {
     }
 }
 
+/// From how many bytes on a disk is taken for too large for the processor's caches, so that what is
+/// written to it is best not brought there. Of a smaller one most is found there again.
+const LARGE: usize = 64 << 20;
+
 /// One thread's way to it.
 struct MemQueue {
     bounds: Bounds,
+    is_large: bool,
     bytes: SharedBytes,
 }
 
 impl MemQueue {
+    fn new(bounds: Bounds, bytes: SharedBytes) -> Self {
+        Self { bounds, is_large: bytes.len() >= LARGE, bytes }
+    }
+
     #[inline]
     fn run(&self, request: &Request, data: &Segments) -> Result<(), DiskError> {
         request.check(&self.bounds, data)?;
         // The range was checked against the disk, which fits the address space.
         let (at, len) = (request.offset as usize, request.len as usize);
         match request.op {
+            Op::Read if self.is_large => {
+                data.copy_from_large(0, &self.bytes, at, len).ok_or(DiskError::BadBuffer)
+            }
             Op::Read => data.copy_from(0, &self.bytes, at, len).ok_or(DiskError::BadBuffer),
+            Op::Write { .. } if self.is_large => {
+                data.copy_to_large(0, &self.bytes, at, len).ok_or(DiskError::BadBuffer)
+            }
             Op::Write { .. } => data.copy_to(0, &self.bytes, at, len).ok_or(DiskError::BadBuffer),
             Op::Flush | Op::Verify => Ok(()),
             Op::WriteZeroes { .. } | Op::Discard => self.zero(at, len),
@@ -130,10 +145,14 @@ impl Queue for MemQueue {
     }
 
     #[inline]
-    fn tell(&self, offset: u64, len: usize, ahead: u32) {
+    fn tell(&self, op: Op, offset: u64, len: usize, ahead: u32) {
+        if op != Op::Read && self.is_large && memory::goes_past_caches(len) {
+            return;
+        }
         // What does not fit the address space is outside of the disk, too, and of no effect.
         let offset = usize::try_from(offset).unwrap_or(usize::MAX);
-        // Lines to be written are fetched in the same way: nobody else has them, so they are ours.
+        // Lines to be written in part are fetched in the same way: nobody else has them, so they are
+        // ours.
         if ahead > 1 {
             self.bytes.prefetch_range(offset, len.min(AT_ONCE));
         } else if len > AT_ONCE {
@@ -169,9 +188,7 @@ mod tests {
             rss.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() / 4
         };
         let before = resident();
-        MemQueue { bounds: disk.info.bounds(), bytes: disk.bytes.clone() }
-            .zero(512, 62 * PAGE)
-            .unwrap();
+        MemQueue::new(disk.info.bounds(), disk.bytes.clone()).zero(512, 62 * PAGE).unwrap();
         assert_eq!(before - resident(), 61, "the whole pages inside");
         let mut all = vec![9; 64 * PAGE];
         disk.bytes().read_into(0, &mut all).unwrap();
@@ -193,13 +210,42 @@ mod tests {
     }
 
     #[test]
+    fn blocks_of_any_length_come_back_from_small_and_large_disks() {
+        let memory = Mapping::anonymous(1 << 20).unwrap().bytes();
+        for bytes in [LARGE - 512, LARGE] {
+            let disk = MemDisk::new(bytes as u64 / 512, 512).unwrap();
+            let mut queue = disk.queue().unwrap();
+            for len in [512, 4096, 8192, 8192 + 512, 128 << 10, (1 << 20) - 8] {
+                let len = len / 512 * 512;
+                // Buffers need not begin at a line.
+                let mut data = Segments::from_bytes(&memory.slice(4, len).unwrap());
+                let pattern: Vec<u8> = (0..len).map(|n| (n % 251) as u8).collect();
+                data.write_from(0, &pattern).unwrap();
+                let offset = (bytes - len) as u64;
+                for op in [Op::Write { fua: false }, Op::Read] {
+                    let request = Request { op, offset, len: len as u64 };
+                    assert_eq!(queue.submit(1, &request, &mut data), Submitted::Done(Ok(())));
+                    let mut found = vec![0; len];
+                    data.read_into(0, &mut found).unwrap();
+                    assert!(found == pattern, "{len} bytes, {op:?}");
+                    data.fill(0, len, 0).unwrap();
+                }
+            }
+        }
+    }
+
+    #[test]
     fn being_told_of_anything_does_nothing_that_can_be_seen() {
         let disk = MemDisk::new(9, 512).unwrap();
         let queue = disk.queue().unwrap();
         assert!(queue.is_told_ahead());
         for offset in [0, 8 * 512, 9 * 512, 1 << 40, u64::MAX] {
-            queue.tell(offset, usize::MAX, 2);
-            queue.tell(offset, usize::MAX, 1);
+            for op in [Op::Read, Op::Write { fua: false }] {
+                for len in [512, usize::MAX] {
+                    queue.tell(op, offset, len, 2);
+                    queue.tell(op, offset, len, 1);
+                }
+            }
         }
         let mut all = vec![9; 9 * 512];
         disk.bytes().read_into(0, &mut all).unwrap();

@@ -22,6 +22,7 @@
 //! a peer does to shared memory while we copy it can make the *values* arbitrary, never the
 //! program's behaviour: everything is copied out once and checked afterwards.
 
+mod copy;
 mod dma;
 mod event;
 mod mapping;
@@ -34,6 +35,7 @@ mod sgl;
 mod shared;
 pub mod sigbus;
 
+pub use copy::goes_past_caches;
 pub use dma::{DmaError, DmaSpace, DmaTable, Fault, View, ViewWatch};
 pub use event::{Edge, Edges, EventFd};
 pub use mapping::{HUGE_PAGE, MapError, Mapping, Protection};

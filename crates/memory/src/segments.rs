@@ -1,6 +1,6 @@
 //! A command's data, as pieces of host memory.
 
-use crate::{Fault, Mapping, SharedBytes, View};
+use crate::{Fault, Mapping, SharedBytes, View, copy};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -295,14 +295,41 @@ impl Segments {
         to_offset: usize,
         len: usize,
     ) -> Option<()> {
+        self.copy_to_by(std::ptr::copy, offset, to, to_offset, len)
+    }
+
+    /// The same for a disk that is much larger than the processor's caches: what is long goes past them,
+    /// and does not push out what else is there.
+    #[must_use]
+    pub fn copy_to_large(
+        &self,
+        offset: usize,
+        to: &SharedBytes,
+        to_offset: usize,
+        len: usize,
+    ) -> Option<()> {
+        self.copy_to_by(copy::to_disk, offset, to, to_offset, len)
+    }
+
+    /// `copy` needs no more than that it can read as many bytes from the first place as it is told, and
+    /// write them to the second.
+    #[inline(always)]
+    fn copy_to_by(
+        &self,
+        copy: unsafe fn(*const u8, *mut u8, usize),
+        offset: usize,
+        to: &SharedBytes,
+        to_offset: usize,
+        len: usize,
+    ) -> Option<()> {
         if !to.is_writable() || to_offset > to.len() || len > to.len() - to_offset {
             return None;
         }
         let mut at = to_offset;
         self.for_range(offset, len, |ptr, n| {
-            // SAFETY: both ranges are mapped and checked; `copy` allows that they overlap, as an
-            // in-process peer's could.
-            unsafe { std::ptr::copy(ptr.as_ptr(), to.as_ptr().add(at), n) };
+            // SAFETY: both ranges are mapped and checked, and `to` can be written. They may overlap, as
+            // an in-process peer's could.
+            unsafe { copy(ptr.as_ptr(), to.as_ptr().add(at), n) };
             at += n;
         })
     }
@@ -318,13 +345,39 @@ impl Segments {
         from_offset: usize,
         len: usize,
     ) -> Option<()> {
+        self.copy_from_by(std::ptr::copy, offset, from, from_offset, len)
+    }
+
+    /// The same for a disk that is much larger than the processor's caches: what is long is asked for
+    /// ahead of the copy.
+    #[must_use]
+    pub fn copy_from_large(
+        &self,
+        offset: usize,
+        from: &SharedBytes,
+        from_offset: usize,
+        len: usize,
+    ) -> Option<()> {
+        self.copy_from_by(copy::from_disk, offset, from, from_offset, len)
+    }
+
+    /// As [`copy_to_by`](Self::copy_to_by), the other way round.
+    #[inline(always)]
+    fn copy_from_by(
+        &self,
+        copy: unsafe fn(*const u8, *mut u8, usize),
+        offset: usize,
+        from: &SharedBytes,
+        from_offset: usize,
+        len: usize,
+    ) -> Option<()> {
         if !self.writable || from_offset > from.len() || len > from.len() - from_offset {
             return None;
         }
         let mut at = from_offset;
         self.for_range(offset, len, |ptr, n| {
-            // SAFETY: as in `copy_to`.
-            unsafe { std::ptr::copy(from.as_ptr().add(at), ptr.as_ptr(), n) };
+            // SAFETY: as in `copy_to_by`.
+            unsafe { copy(from.as_ptr().add(at), ptr.as_ptr(), n) };
             at += n;
         })
     }
@@ -356,14 +409,26 @@ mod tests {
         segments.read_into(5000, &mut back).unwrap();
         assert_eq!(back, data[5000..]);
         assert!(segments.read_into(5001, &mut back).is_none());
+        type To = fn(&Segments, usize, &SharedBytes, usize, usize) -> Option<()>;
+        let ways: [(To, To); 2] = [
+            (Segments::copy_to, Segments::copy_from),
+            (Segments::copy_to_large, Segments::copy_from_large),
+        ];
+        for (to, from) in ways {
+            segments.write_from(0, &data).unwrap();
+            let other = Mapping::anonymous(16384).unwrap().bytes();
+            to(&segments, 10, &other, 20, 11990).unwrap();
+            segments.fill(0, 12000, 0).unwrap();
+            from(&segments, 10, &other, 20, 11990).unwrap();
+            let mut back = vec![9; 12000];
+            segments.read_into(0, &mut back).unwrap();
+            assert_eq!(back[..10], [0; 10]);
+            assert_eq!(back[10..], data[10..]);
+            assert!(to(&segments, 0, &other, 16384 - 11, 12).is_none());
+            assert!(to(&segments, 1, &other, 0, 12000).is_none());
+            assert!(from(&segments, 0, &other, usize::MAX, 12).is_none());
+        }
         let other = Mapping::anonymous(16384).unwrap().bytes();
-        segments.copy_to(10, &other, 20, 11990).unwrap();
-        segments.fill(0, 12000, 0).unwrap();
-        segments.copy_from(10, &other, 20, 11990).unwrap();
-        let mut back = vec![9; 12000];
-        segments.read_into(0, &mut back).unwrap();
-        assert_eq!(back[..10], [0; 10]);
-        assert_eq!(back[10..], data[10..]);
         assert!(segments.copy_to(0, &other, 16384 - 11, 12).is_none());
         assert!(segments.copy_from(0, &other, usize::MAX, 12).is_none());
         assert!(segments.push(&view, 12287, 2).is_err());

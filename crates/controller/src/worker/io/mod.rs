@@ -17,6 +17,9 @@ use spec::status::Status;
 use std::io;
 use std::os::fd::BorrowedFd;
 
+const READ: u8 = NvmOpcode::Read as u8;
+const WRITE: u8 = NvmOpcode::Write as u8;
+
 /// One worker's part of a namespace.
 pub(crate) struct Space {
     blocks: u64,
@@ -216,6 +219,11 @@ impl Engine {
     /// (and read again then), if there is one: nothing about it is known to be right yet.
     #[inline]
     pub(crate) fn tell(&self, ring: &Ring<{ Sqe::SIZE }>, index: u32, ahead: u32) {
+        let op = match ring.peek::<u8>(index, 0) {
+            Some(READ) => Op::Read,
+            Some(WRITE) => Op::Write { fua: false },
+            _ => return,
+        };
         let Some(nsid) = ring.peek::<u32>(index, 4) else { return };
         let Some(slba) = ring.peek::<u64>(index, 40) else { return };
         let Some(nlb) = ring.peek::<u16>(index, 48) else { return };
@@ -223,7 +231,7 @@ impl Engine {
             && slba < space.blocks
         {
             let len = (usize::from(nlb) + 1) << space.block_shift;
-            space.queue.tell(slba << space.block_shift, len, ahead);
+            space.queue.tell(op, slba << space.block_shift, len, ahead);
         }
     }
 
@@ -234,8 +242,6 @@ impl Engine {
     /// It has ended, with this status.
     #[inline(always)]
     pub(crate) fn start(&mut self, sqe: &Sqe, sq: usize) -> Result<bool, Status> {
-        const READ: u8 = NvmOpcode::Read as u8;
-        const WRITE: u8 = NvmOpcode::Write as u8;
         match sqe.opcode {
             READ => self.transfer(NvmOpcode::Read, sqe, sq),
             WRITE => self.transfer(NvmOpcode::Write, sqe, sq),
