@@ -426,16 +426,17 @@ impl Control {
     }
 
     /// Gives everybody the DMA map as it is now. `latch` is let go by each when nothing of it uses
-    /// the old one any more.
-    pub(crate) fn publish_table(&mut self, inner: &Inner, latch: &Latch) {
+    /// the old one any more. Whether the admin queue has to be served: it stood still for want of
+    /// memory that is there now, and nobody rings again for what was rung meanwhile.
+    pub(crate) fn publish_table(&mut self, inner: &Inner, latch: &Latch) -> bool {
         let table = Arc::clone(self.space.table());
-        if let Some(admin) = &mut self.admin {
-            admin.remap(&table, self.shadow);
-        }
+        let shadow = self.shadow;
+        let is_back = self.admin.as_mut().is_some_and(|admin| admin.remap(&table, shadow));
         for worker in self.workers() {
             let (controller, table, latch) = (inner.shared.id, Arc::clone(&table), latch.clone());
             inner.pool.send(worker, Message::Table { controller, table, latch });
         }
+        is_back
     }
 
     /// The workers that serve this controller's queues.

@@ -221,7 +221,7 @@ impl Controller {
     pub fn map_dma(&self, iova: u64, len: u64, memory: &SharedBytes) -> Result<(), DmaError> {
         let mut control = self.0.lock();
         control.map(iova, len, memory)?;
-        control.publish_table(&self.0, &Latch::new(|| ()));
+        self.0.mapped(control);
         Ok(())
     }
 
@@ -239,7 +239,7 @@ impl Controller {
                 refused(iova, error);
             }
         }
-        control.publish_table(&self.0, &Latch::new(|| ()));
+        self.0.mapped(control);
     }
 
     /// Takes a range away. `done` runs, on any thread, when no command in flight can touch it any
@@ -346,6 +346,15 @@ impl Inner {
     pub(crate) fn lock(&self) -> MutexGuard<'_, Control> {
         // A panic while the lock was held is a bug, but one controller's, and the others go on.
         self.control.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells everybody of memory that was mapped.
+    fn mapped(&self, mut control: MutexGuard<'_, Control>) {
+        let is_back = control.publish_table(self, &Latch::new(|| ()));
+        drop(control);
+        if is_back {
+            self.service();
+        }
     }
 
     /// Does what has to be done after the lock was let go.
