@@ -131,7 +131,7 @@ pub(crate) struct Control {
 }
 
 impl Control {
-    pub(crate) fn new(config: &Config) -> Self {
+    pub(crate) fn new(config: &Config, id: u32) -> Self {
         let cap = Cap::new()
             .with_mqes((config.max_queue_entries - 1) as u16)
             .with_cqr(true)
@@ -144,7 +144,7 @@ impl Control {
             regs: Registers::default(),
             phase: Phase::Disabled,
             generation: 0,
-            space: DmaSpace::default(),
+            space: DmaSpace::of_peer(id),
             admin: None,
             sqs: BTreeMap::new(),
             cqs: BTreeMap::new(),

@@ -102,7 +102,7 @@ impl Controller {
             .collect();
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
         let shared = Arc::new(Shared::new(id, carrier.mapped_doorbells, pool.len())?);
-        let control = Control::new(&config);
+        let control = Control::new(&config, id);
         let inner = Arc::new_cyclic(|me| Inner {
             me: me.clone(),
             config,
