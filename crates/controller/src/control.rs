@@ -429,16 +429,17 @@ impl Control {
         self.space.clear();
     }
 
-    /// Gives everybody the DMA map as it is now. `latch` is let go by each when nothing of it uses
-    /// the old one any more.
-    pub(crate) fn publish_table(&mut self, inner: &Inner, latch: &Latch) {
+    /// Gives everybody the DMA map as it is now. `latch`, if somebody waits, is let go by each when nothing
+    /// of it uses the old one any more.
+    pub(crate) fn publish_table(&mut self, inner: &Inner, latch: Option<&Latch>) {
         let table = Arc::clone(self.space.table());
         if let Some(admin) = &mut self.admin {
             admin.remap(&table, self.shadow);
         }
         for worker in self.workers() {
-            let (controller, table, latch) = (inner.shared.id, Arc::clone(&table), latch.clone());
-            inner.pool.send(worker, Message::Table { controller, table, latch });
+            let (controller, table) = (inner.shared.id, Arc::clone(&table));
+            let latches = latch.into_iter().cloned().collect();
+            inner.pool.send(worker, Message::Table { controller, table, latches });
         }
     }
 

@@ -223,7 +223,7 @@ impl Controller {
     pub fn map_dma(&self, iova: u64, len: u64, memory: &SharedBytes) -> Result<(), DmaError> {
         let mut control = self.0.lock();
         control.map(iova, len, memory)?;
-        control.publish_table(&self.0, &Latch::new(|| ()));
+        control.publish_table(&self.0, None);
         Ok(())
     }
 
@@ -241,7 +241,7 @@ impl Controller {
                 refused(iova, error);
             }
         }
-        control.publish_table(&self.0, &Latch::new(|| ()));
+        control.publish_table(&self.0, None);
     }
 
     /// Takes a range away. `done` runs, on any thread, when no command in flight can touch it any
@@ -259,7 +259,7 @@ impl Controller {
             let mut control = self.0.lock();
             control.unmap(iova, len)?;
             let latch = Latch::new(done);
-            control.publish_table(&self.0, &latch);
+            control.publish_table(&self.0, Some(&latch));
             latch
         };
         drop(latch); // outside of the lock: it may run `done` here
@@ -271,7 +271,7 @@ impl Controller {
         let latch = Latch::new(done);
         let mut control = self.0.lock();
         control.unmap_all();
-        control.publish_table(&self.0, &latch);
+        control.publish_table(&self.0, Some(&latch));
         drop(control);
     }
 
@@ -291,7 +291,7 @@ impl Controller {
             let latch = Latch::new(done);
             let mut control = inner.lock();
             control.unmap_all();
-            control.publish_table(&inner, &latch);
+            control.publish_table(&inner, Some(&latch));
             drop(control);
             drop(latch);
         });

@@ -52,7 +52,7 @@ pub(crate) struct Tenant {
     kicks: Vec<EventFd>,
     /// Old DMA maps that commands in flight may still use, with who waits for their end: and for that of
     /// all before, because what is in one map may have been in those, too.
-    draining: VecDeque<(ViewWatch, Latch)>,
+    draining: VecDeque<(ViewWatch, Vec<Latch>)>,
     /// Submission queues that are to be forgotten once they are empty.
     deleting: Vec<(usize, Latch)>,
     detaching: Option<Latch>,
@@ -190,10 +190,10 @@ impl Tenant {
 
     /// Takes over another DMA map. Queues are found again in it, or stand still until a map that
     /// has them; a shadow entry is kept as it is (its state survives the remapping).
-    pub(crate) fn change_table(&mut self, table: Arc<DmaTable>, latch: Latch) {
+    pub(crate) fn change_table(&mut self, table: Arc<DmaTable>, latches: Vec<Latch>) {
         let old = self.engine.change_view(View::new(Arc::clone(&table)));
         self.lost = false;
-        self.draining.push_back((old.watch(), latch));
+        self.draining.push_back((old.watch(), latches));
         drop(old);
         let pages = self.shadow;
         self.sqs.iter_mut().flatten().for_each(|sq| sq.remap(&table, pages));
