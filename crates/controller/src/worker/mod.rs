@@ -341,7 +341,8 @@ impl Worker {
                 );
                 if let Some(tenant) = self.roster.find(controller) {
                     let mut stats = tenant.snapshot();
-                    stats.sleep = sleep;
+                    let parked = self.roster.is_left_out(controller);
+                    stats.sleep = SleepStats { worker: self.index, parked, ..sleep };
                     gather.lock().unwrap_or_else(PoisonError::into_inner).push(stats);
                 }
                 drop(latch);

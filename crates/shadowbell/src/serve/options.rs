@@ -53,6 +53,10 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     stats_json: Option<PathBuf>,
 
+    /// Let `shadowbell top` of the same user look at the counters, over a socket here
+    #[arg(long, value_name = "PATH")]
+    stats_socket: Option<PathBuf>,
+
     #[cfg(feature = "faults")]
     #[command(flatten)]
     pub(super) faults: super::faults::FaultArgs,
@@ -68,6 +72,7 @@ A configuration file:
 
   trace = \"/var/tmp/shadowbell.trace\"        # all of these lines may be left out
   stats-json = \"/run/shadowbell.json\"
+  stats-socket = \"/run/shadowbell.stats\"    # for `shadowbell top`
   workers = 2                                # threads that do the I/O
   pin = [2, 3]                               # processors to pin them to
   poll = \"adaptive\"                          # or \"always\", \"never\"
@@ -179,6 +184,8 @@ pub struct ServerPlan {
     pub trace: Option<(PathBuf, u32)>,
     /// Where to write counters.
     pub stats_json: Option<PathBuf>,
+    /// Where `top` may ask for them.
+    pub stats_socket: Option<PathBuf>,
 }
 
 /// A controller and its socket.
@@ -223,10 +230,12 @@ impl Args {
                 pool: self.pool.options()?,
                 trace: None,
                 stats_json: None,
+                stats_socket: None,
             },
         };
         plan.trace = trace.or(plan.trace);
         plan.stats_json = self.stats_json.or(plan.stats_json);
+        plan.stats_socket = self.stats_socket.or(plan.stats_socket);
         if let Some(path) = &plan.stats_json {
             let checked = check_output(path).and_then(|()| statistics::check(path));
             checked.context("--stats-json").map_err(bad_input)?;
