@@ -118,12 +118,10 @@ fn create(path: &Path) -> anyhow::Result<File> {
     let file = File::options().write(true).create(true).truncate(false).open(path);
     let file = file.map_err(exit::bad_input).with_context(name)?;
     // Disks are locked. What can not be locked is none.
-    match fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Err(Errno::AGAIN | Errno::ACCESS) => {
-            let what = "is a disk that is in use; give the path of another file";
-            return Err(exit::bad_input(anyhow!("{} {what}", name())));
-        }
-        _ => {}
+    let locked = fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive);
+    if matches!(locked, Err(Errno::AGAIN | Errno::ACCESS)) {
+        let what = "is a disk that is in use; give the path of another file";
+        return Err(exit::bad_input(anyhow!("{} {what}", name())));
     }
     if file.metadata().is_ok_and(|about| about.is_file()) {
         file.set_len(0).with_context(name)?;
