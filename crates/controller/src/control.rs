@@ -122,6 +122,8 @@ pub(crate) struct Control {
     pub(crate) changed: ChangedList,
     /// Whom of full storage was told.
     pub(crate) full_told: crate::admin::full::Told,
+    /// And of losses.
+    pub(crate) loss_told: crate::admin::full::Told,
     pub(crate) aborts: u32,
     pub(crate) power_cycles: u64,
     pub(crate) unsafe_shutdowns: u64,
@@ -161,6 +163,7 @@ impl Control {
             events: AsyncEvents::default(),
             changed: ChangedList::default(),
             full_told: crate::admin::full::Told::default(),
+            loss_told: crate::admin::full::Told::default(),
             aborts: 0,
             power_cycles: 1,
             unsafe_shutdowns: 0,
@@ -486,6 +489,8 @@ impl Control {
                 self.log_error(sqid, cid, status, nsid, lba);
                 if status.code() == Status::CAPACITY_EXCEEDED {
                     self.no_room(inner, nsid, &mut deferred);
+                } else if status.code() == Status::WRITE_FAULT {
+                    self.tell_losses(inner, &mut deferred);
                 }
             }
             Report::MemoryLost => {

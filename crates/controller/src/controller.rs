@@ -30,6 +30,8 @@ pub enum Event {
     QueueCreated(usize),
     /// A write found no room on the storage of this namespace: told once in a while.
     Full(u32),
+    /// Data that were written to this namespace may be lost: told once in a while.
+    Lost(u32),
     /// The host has shut the controller down.
     Shutdown,
     /// The controller was reset; no command is in flight any more.
