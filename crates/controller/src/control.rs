@@ -18,6 +18,7 @@ use crate::worker::message::Message;
 use crate::worker::queue::Placement;
 use memory::{DmaError, DmaSpace, EventFd, SharedBytes};
 use spec::regs::{self, Aqa, Cap, Cc, Crto, Csts, Vs};
+use spec::status::Status;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -119,6 +120,10 @@ pub(crate) struct Control {
     pub(crate) events: AsyncEvents,
     /// Changed Attached Namespace List (log page 04h).
     pub(crate) changed: ChangedList,
+    /// Whom of full storage was told.
+    pub(crate) full_told: crate::admin::full::Told,
+    /// And of losses.
+    pub(crate) loss_told: crate::admin::full::Told,
     pub(crate) aborts: u32,
     pub(crate) power_cycles: u64,
     pub(crate) unsafe_shutdowns: u64,
@@ -128,7 +133,7 @@ pub(crate) struct Control {
 }
 
 impl Control {
-    pub(crate) fn new(config: &Config) -> Self {
+    pub(crate) fn new(config: &Config, id: u32) -> Self {
         let cap = Cap::new()
             .with_mqes((config.max_queue_entries - 1) as u16)
             .with_cqr(true)
@@ -141,7 +146,7 @@ impl Control {
             regs: Registers::default(),
             phase: Phase::Disabled,
             generation: 0,
-            space: DmaSpace::default(),
+            space: DmaSpace::of_peer(id),
             admin: None,
             sqs: BTreeMap::new(),
             cqs: BTreeMap::new(),
@@ -157,6 +162,8 @@ impl Control {
             errors: ErrorLog::default(),
             events: AsyncEvents::default(),
             changed: ChangedList::default(),
+            full_told: crate::admin::full::Told::default(),
+            loss_told: crate::admin::full::Told::default(),
             aborts: 0,
             power_cycles: 1,
             unsafe_shutdowns: 0,
@@ -425,16 +432,17 @@ impl Control {
         self.space.clear();
     }
 
-    /// Gives everybody the DMA map as it is now. `latch` is let go by each when nothing of it uses
-    /// the old one any more. Whether the admin queue has to be served: it stood still for want of
-    /// memory that is there now, and nobody rings again for what was rung meanwhile.
-    pub(crate) fn publish_table(&mut self, inner: &Inner, latch: &Latch) -> bool {
+    /// Gives everybody the DMA map as it is now. `latch`, if somebody waits, is let go by each when nothing
+    /// of it uses the old one any more. Whether the admin queue has to be served: it stood still for
+    /// want of memory that is there now, and nobody rings again for what was rung meanwhile.
+    pub(crate) fn publish_table(&mut self, inner: &Inner, latch: Option<&Latch>) -> bool {
         let table = Arc::clone(self.space.table());
         let shadow = self.shadow;
         let is_back = self.admin.as_mut().is_some_and(|admin| admin.remap(&table, shadow));
         for worker in self.workers() {
-            let (controller, table, latch) = (inner.shared.id, Arc::clone(&table), latch.clone());
-            inner.pool.send(worker, Message::Table { controller, table, latch });
+            let (controller, table) = (inner.shared.id, Arc::clone(&table));
+            let latches = latch.into_iter().cloned().collect();
+            inner.pool.send(worker, Message::Table { controller, table, latches });
         }
         is_back
     }
@@ -480,6 +488,11 @@ impl Control {
             }
             Report::CommandError { sqid, cid, status, nsid, lba } => {
                 self.log_error(sqid, cid, status, nsid, lba);
+                if status.code() == Status::CAPACITY_EXCEEDED {
+                    self.no_room(inner, nsid, &mut deferred);
+                } else if status.code() == Status::WRITE_FAULT {
+                    self.tell_losses(inner, &mut deferred);
+                }
             }
             Report::MemoryLost => {
                 self.fail("memory that the host shared was taken away (truncated)", &mut deferred);

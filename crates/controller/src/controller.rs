@@ -28,6 +28,10 @@ pub enum Event {
     ShadowDoorbells,
     /// The host created its first I/O queue, or another one: how many submission queues exist.
     QueueCreated(usize),
+    /// A write found no room on the storage of this namespace: told once in a while.
+    Full(u32),
+    /// Data that were written to this namespace may be lost: told once in a while.
+    Lost(u32),
     /// The host has shut the controller down.
     Shutdown,
     /// The controller was reset; no command is in flight any more.
@@ -100,7 +104,7 @@ impl Controller {
             .collect();
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
         let shared = Arc::new(Shared::new(id, carrier.mapped_doorbells, pool.len())?);
-        let control = Control::new(&config);
+        let control = Control::new(&config, id);
         let inner = Arc::new_cyclic(|me| Inner {
             me: me.clone(),
             config,
@@ -257,7 +261,7 @@ impl Controller {
             let mut control = self.0.lock();
             control.unmap(iova, len)?;
             let latch = Latch::new(done);
-            control.publish_table(&self.0, &latch);
+            control.publish_table(&self.0, Some(&latch));
             latch
         };
         drop(latch); // outside of the lock: it may run `done` here
@@ -269,7 +273,7 @@ impl Controller {
         let latch = Latch::new(done);
         let mut control = self.0.lock();
         control.unmap_all();
-        control.publish_table(&self.0, &latch);
+        control.publish_table(&self.0, Some(&latch));
         drop(control);
     }
 
@@ -289,7 +293,7 @@ impl Controller {
             let latch = Latch::new(done);
             let mut control = inner.lock();
             control.unmap_all();
-            control.publish_table(&inner, &latch);
+            control.publish_table(&inner, Some(&latch));
             drop(control);
             drop(latch);
         });
@@ -350,7 +354,7 @@ impl Inner {
 
     /// Tells everybody of memory that was mapped.
     fn mapped(&self, mut control: MutexGuard<'_, Control>) {
-        let is_back = control.publish_table(self, &Latch::new(|| ()));
+        let is_back = control.publish_table(self, None);
         drop(control);
         if is_back {
             self.service();

@@ -117,6 +117,10 @@ pub struct SleepStats {
     pub spurious_wakes: u64,
     /// Nanoseconds spent awake.
     pub awake_ns: u64,
+    /// Which worker it is, from 0.
+    pub worker: usize,
+    /// Whether it leaves the controller that was asked for out of its passes until that rings.
+    pub parked: bool,
 }
 
 impl SleepStats {
@@ -127,6 +131,7 @@ impl SleepStats {
             sleeps: s.slept,
             spurious_wakes,
             awake_ns,
+            ..Self::default()
         }
     }
 }

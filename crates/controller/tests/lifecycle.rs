@@ -152,6 +152,31 @@ fn a_reset_waits_for_what_is_in_flight_and_writes_nothing_after() {
     assert!(host.run(&mut queue, Sqe::read(1, 0, 0, 0).with_prps(page, 0)).0.is_success());
 }
 
+/// The map has been another one since the command was fetched, so that the one which the unmap
+/// replaces is not what the command has.
+#[test]
+fn unmapping_waits_for_what_is_in_flight_since_an_earlier_map() {
+    let (mut host, gate) = slow_host(ADAPTIVE);
+    let mut queue = host.create(1, 16, true);
+    let other = memory::Mapping::anonymous(4096).unwrap().bytes();
+    let iova = 1 << 40;
+    host.controller.map_dma(iova, 4096, &other).unwrap();
+    host.submit(&mut queue, &Sqe::read(1, 0, 7, 5).with_prps(iova, 0));
+    host.until("the request", || gate.waiting() == 1);
+    let another = memory::Mapping::anonymous(4096).unwrap().bytes();
+    host.controller.map_dma(iova + 8192, 4096, &another).unwrap();
+    // An answer by the worker: it has taken over that map.
+    let _ = host.controller.stats();
+    let (sent, unmapped) = mpsc::channel();
+    host.controller.unmap_dma(iova, 4096, move || sent.send(()).unwrap()).unwrap();
+    assert!(unmapped.recv_timeout(Duration::from_millis(50)).is_err(), "still in flight");
+    assert_eq!(other.read::<u8>(0), Some(0));
+    gate.end(Ok(()));
+    assert_eq!(host.wait(&mut queue).1, Status::SUCCESS);
+    unmapped.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(other.read::<u8>(0), Some(0xee), "it ended before the unmap did");
+}
+
 #[test]
 fn unmapping_waits_for_what_is_in_flight() {
     let (mut host, gate) = slow_host(ADAPTIVE);

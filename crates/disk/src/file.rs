@@ -20,6 +20,14 @@
 //! was there is lost. A write that comes before either makes the file longer again, as the
 //! system's writes do; nobody can tell that from a hole.
 //!
+//! # When the system can not write back
+//!
+//! Through the page cache, a write that has completed may still fail. The system tells whoever syncs
+//! next, once, and forgets the data: the sync after that succeeds. A host that is told to try again
+//! would take that for success. So a sync that has failed goes on failing until the disk is opened
+//! again; writes that are durable by themselves do not, and neither does direct I/O, where nothing is
+//! forgotten.
+//!
 //! # What it does not do
 //!
 //! Verify reads through the page cache if the disk uses it; only direct I/O reaches the medium.
@@ -31,13 +39,13 @@ mod task;
 mod tests;
 
 use crate::sys::Means;
-use crate::{Disk, DiskError, Info, OpenError, Queue};
+use crate::{Disk, DiskError, Info, Op, OpenError, Queue, Request};
 use memory::SharedBytes;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 
 /// How to open a file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -100,10 +108,15 @@ struct Shared {
     regular: bool,
     /// The end of what can still be read, in bytes; less than the disk once it shrank.
     end: AtomicU64,
+    /// The error number of the first sync that has failed through the page cache, or 0.
+    unsynced: AtomicI32,
     /// The file system has no way to zero a range and keep its blocks.
     no_zero_range: AtomicBool,
     /// The file system has no way to punch a hole.
     no_punch: AtomicBool,
+    /// The byte of the disk that was last refused for want of room, and one; 0 if none, or if it has
+    /// been taken since.
+    full: AtomicU64,
     /// Zeroes to write where nothing better works. Never written, so they take no memory.
     zeroes: SharedBytes,
 }
@@ -146,6 +159,14 @@ impl Disk for FileDisk {
         self.path.display().to_string()
     }
 
+    fn has_lost(&self) -> bool {
+        self.shared.unsynced().is_some()
+    }
+
+    fn is_full(&self) -> bool {
+        self.shared.full.load(Ordering::Relaxed) != 0
+    }
+
     fn remark(&self) -> Option<String> {
         let why = self.shared.no_uring.as_ref()?;
         Some(format!(
@@ -182,6 +203,45 @@ impl Shared {
             self.end.fetch_min(now, Ordering::Relaxed);
         }
         !self.reaches(self.info.bytes())
+    }
+
+    /// Remembers where there was no room, until the same is written with success. Only that shows that
+    /// there is room again: a write elsewhere may be to blocks that the file has.
+    fn note_room(&self, request: &Request, result: Result<(), DiskError>) {
+        // What was written before the end of a flush had no place of its own, and counts as the end.
+        let at = if request.op == Op::Flush { self.info.bytes() } else { request.offset };
+        match result {
+            Err(DiskError::NoSpace) => self.full.store(at + 1, Ordering::Relaxed),
+            Ok(()) => {
+                let full = self.full.load(Ordering::Relaxed);
+                let covers = at < full && full - 1 < at.saturating_add(request.len.max(1));
+                let writes = matches!(
+                    request.op,
+                    Op::Write { .. } | Op::WriteZeroes { deallocate: false, .. } | Op::Flush
+                );
+                if covers && writes {
+                    self.full.store(0, Ordering::Relaxed);
+                }
+            }
+            Err(_) => {}
+        }
+    }
+
+    /// A sync has failed: what was written before may be lost, and the next would succeed.
+    fn note_unsynced(&self, errno: i32) {
+        let passing = matches!(errno, libc::EINTR | libc::EAGAIN | libc::ECANCELED);
+        if self.direct.is_none() && !passing {
+            let relaxed = Ordering::Relaxed;
+            let _ = self.unsynced.compare_exchange(0, errno, relaxed, relaxed);
+        }
+    }
+
+    /// Why nothing can be said of what was written, if nothing can.
+    fn unsynced(&self) -> Option<DiskError> {
+        match self.unsynced.load(Ordering::Relaxed) {
+            0 => None,
+            errno => Some(self.error(errno)),
+        }
     }
 
     /// What a failed call means for the request.

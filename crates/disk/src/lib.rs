@@ -162,6 +162,18 @@ pub trait Disk: Send + Sync + fmt::Debug {
         None
     }
 
+    /// Whether the storage below has refused a write for want of room, and has not taken it since. Asked
+    /// under locks: it must not wait for anything. The default never lacks room.
+    fn is_full(&self) -> bool {
+        false
+    }
+
+    /// Whether data that were written may be lost, because the system could not write them back: then
+    /// every flush fails until the disk is opened again. Must not wait, either. The default loses nothing.
+    fn has_lost(&self) -> bool {
+        false
+    }
+
     /// What the disk has counted of how it works, by name, for an operator. The default counts
     /// nothing.
     fn counters(&self) -> Vec<(&'static str, u64)> {

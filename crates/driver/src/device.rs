@@ -10,6 +10,10 @@ use std::time::{Duration, Instant};
 /// CAP.TO and CRTO count in these. Base 2.1, 3.1.4.1.
 const READY_UNIT: Duration = Duration::from_millis(500);
 
+/// The largest memory page that is used unasked, in bytes. Every queue takes two at least, and a
+/// controller can claim that it knows none below 128 MiB.
+const LARGEST_PAGE: u64 = 1 << 20;
+
 /// The registers that say what a controller is and how it does. See [`Admin::registers`].
 ///
 /// [`Admin::registers`]: crate::Admin::registers
@@ -77,6 +81,12 @@ impl Device {
         if page < min || page > max {
             return Err(unsupported(format!(
                 "supports memory pages of {min} to {max} bytes and not of {page} (CAP.MPSMIN)"
+            )));
+        }
+        if page_size.is_none() && page > LARGEST_PAGE {
+            return Err(unsupported(format!(
+                "supports no memory pages below {page} bytes (CAP.MPSMIN), of which every queue takes \
+                 two; set `page_size` if that is meant so"
             )));
         }
         if cap.mqes() == 0 {

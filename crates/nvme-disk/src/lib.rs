@@ -30,6 +30,12 @@
 //!
 //! Ending a command early: an Abort of the guest's takes requests back that wait, and waits for
 //! those that the SSD has.
+//!
+//! A worker waits for the SSD's admin queue: when it opens or closes its queue pair, and while a
+//! command that is late climbs the driver's [ladder](driver::recovery). An SSD that does not answer
+//! there (a vfio-user server that is stopped) holds up the other controllers of that worker for as
+//! long, ten seconds for each command. Who serves disks of SSDs that may hang had best give each a
+//! process of its own.
 #![forbid(unsafe_code)]
 
 mod counts;

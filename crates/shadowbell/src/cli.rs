@@ -1,6 +1,8 @@
 //! The command line: the verbs, and the options that all of them have.
 
-use crate::{bench, bind, demo, exit, export, inspect, logging, serve, trace, transfer, verify};
+use crate::{
+    bench, bind, demo, exit, export, inspect, logging, serve, top, trace, transfer, verify,
+};
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 
@@ -37,6 +39,7 @@ enum Verb {
     Export(export::Args),
     Bind(bind::BindArgs),
     Unbind(bind::UnbindArgs),
+    Top(top::Args),
     Trace(trace::Args),
     #[command(hide = true)]
     Hold(bench::HoldArgs),
@@ -61,6 +64,7 @@ impl Verb {
             Self::Export(args) => export::run(&args),
             Self::Bind(args) => bind::bind(&args),
             Self::Unbind(args) => bind::unbind(&args),
+            Self::Top(args) => top::run(&args),
             Self::Trace(args) => trace::run(args),
             Self::Hold(args) => bench::hold(&args),
         }

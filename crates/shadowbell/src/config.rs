@@ -24,6 +24,7 @@ struct File {
     trace: Option<PathBuf>,
     trace_records: Option<Spanned<u32>>,
     stats_json: Option<PathBuf>,
+    stats_socket: Option<PathBuf>,
     workers: Option<Spanned<u16>>,
     pin: Option<Spanned<Vec<usize>>>,
     poll: Option<Spanned<Poll>>,
@@ -204,6 +205,7 @@ impl Check<'_> {
             pool,
             trace: file.trace.map(|path| (path, records.unwrap_or(TRACE_RECORDS))),
             stats_json: file.stats_json,
+            stats_socket: file.stats_socket,
         }
     }
 

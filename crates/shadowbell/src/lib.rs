@@ -18,6 +18,7 @@
 //! | [`bind`] | `bind`, `unbind`: who has a PCI device |
 //! | [`serve`] | `serve`: controllers behind vfio-user sockets |
 //! | [`export`] | `export`: a disk for everyone who can not use the driver |
+//! | [`top`] | `top`: what the controllers of a running `serve` do |
 //! | [`trace`] | `trace`: what `serve --trace` recorded, for a person |
 //! | [`device`] | a controller as a PCI function behind a vfio-user socket |
 //! | [`target`] | TARGETs: namespaces as people write them, and the way to them |
@@ -48,6 +49,7 @@ pub mod plan;
 pub mod report;
 pub mod serve;
 pub mod target;
+pub mod top;
 pub mod trace;
 pub mod transfer;
 pub mod verify;

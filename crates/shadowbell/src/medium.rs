@@ -3,7 +3,7 @@
 
 use crate::exit;
 use crate::plan::PlanError;
-use crate::target::Target;
+use crate::target::{Target, not_a_disk};
 use anyhow::anyhow;
 use disk::Disk;
 use driver::AttachOptions;
@@ -28,7 +28,13 @@ use std::sync::Arc;
 /// [`PlanError`], in a sentence for the person who wrote the specification.
 pub fn open(spec: &str) -> Result<Arc<dyn Disk>, PlanError> {
     if !["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme)) {
-        let disk = disk::open(spec)?;
+        let disk = disk::open(spec).map_err(|error| match &error {
+            disk::OpenError::NoFile { path, .. } => match not_a_disk(path) {
+                Some(why) => PlanError::Device(exit::bad_input(anyhow!(why))),
+                None => error.into(),
+            },
+            _ => error.into(),
+        })?;
         if let Some(remark) = disk.remark() {
             tracing::warn!("{remark}");
         }

@@ -1,7 +1,9 @@
 //! TARGETs: namespaces as people write them, and the way to them.
 
+use crate::plan::PlanError;
 use crate::{banner, exit, local};
 use anyhow::{Context, anyhow};
+use disk::OpenError;
 use driver::{
     AttachOptions, Controller, Doorbells, Namespace, PciAddress, QueueMap, Steered, Transport,
     Vfio, VfioUser, steer_interrupts,
@@ -75,15 +77,54 @@ impl FromStr for Target {
                         `local:mem:1GiB`"
                 .into());
         }
-        if disk == text && is_socket(Path::new(text)) {
-            return Ok(Self::VfioUser { socket: text.into(), nsid: 1 });
+        if disk == text
+            && let Some((socket, nsid)) = socket_in(text)
+        {
+            return Ok(Self::VfioUser { socket: socket.into(), nsid });
         }
         Ok(Self::Local { disk: disk.to_owned() })
     }
 }
 
+/// The socket of which `text` is the path, if there is one, and the namespace that may follow it.
+fn socket_in(text: &str) -> Option<(&str, u32)> {
+    if is_socket(Path::new(text)) {
+        return Some((text, 1));
+    }
+    split_nsid(text).ok().filter(|(path, _)| is_socket(Path::new(path)))
+}
+
 fn is_socket(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|about| about.file_type().is_socket())
+}
+
+/// What to write instead of `path`, which is to be a disk, if it leads to a socket.
+pub(crate) fn not_a_disk(path: &str) -> Option<String> {
+    let (socket, nsid) = socket_in(path)?;
+    Some(if socket == path {
+        format!("{path}: it is a socket; the controller behind it is `vfio-user:{socket}`")
+    } else {
+        format!(
+            "{path}: {socket} is a socket; namespace {nsid} of the controller behind it is \
+             `vfio-user:{socket}/{nsid}`"
+        )
+    })
+}
+
+/// What to say of a TARGET that is no more than a path where nothing is.
+fn nothing_at(path: &str) -> String {
+    let looks_like_socket =
+        Path::new(path).extension().is_some_and(|end| end == "sock" || end == "socket");
+    let make = if looks_like_socket {
+        format!("`shadowbell serve DISK --socket {path}` makes such a socket")
+    } else {
+        format!("`truncate -s 10G {path}` makes an image of zeroes")
+    };
+    format!(
+        "{path}: there is no such file; a TARGET is a disk (disk.img, /dev/sdb, mem:1GiB), \
+         vfio-user:PATH for a controller behind a socket, or nvme://0000:01:00.0 for a PCI device; \
+         {make}"
+    )
 }
 
 /// Takes a namespace identifier off the end: `/run/vm0.sock/2`.
@@ -157,7 +198,12 @@ impl Target {
             }
             Self::Vfio { address, .. } => Arc::new(Vfio::open(*address).map_err(exit::bad_input)?),
             Self::Local { disk } => {
-                let disk = crate::medium::open(disk).map_err(crate::plan::PlanError::into_error)?;
+                let disk = crate::medium::open(disk).map_err(|error| match error {
+                    PlanError::Disk(OpenError::Missing { path }) => {
+                        exit::bad_input(anyhow!(nothing_at(&path)))
+                    }
+                    error => error.into_error(),
+                })?;
                 let mapped = options.doorbells == Doorbells::Mapped;
                 local::connect(disk, mapped)?
             }

@@ -394,3 +394,43 @@ fn a_region_without_descriptors_may_have_an_empty_list() {
     drop(client);
     server.join().unwrap();
 }
+
+#[test]
+fn a_server_that_talks_of_other_things_is_not_waited_for() {
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    let talk = std::thread::spawn(move || {
+        let command = Header { id: 7, command: command::DMA_READ, size: 16, flags: 0, error: 0 };
+        let mut said = 0;
+        while theirs.write_all(command.as_bytes()).is_ok() {
+            said += 1;
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        said
+    });
+    let options = Options { timeout: Some(Duration::from_millis(100)) };
+    let error = Client::from_stream(ours.into(), options).unwrap_err();
+    assert!(matches!(error, ClientError::Timeout { .. }), "{error}");
+    let said = talk.join().unwrap();
+    assert!(said < 500, "{said} commands, and more of them would be a flood");
+}
+
+#[test]
+fn an_answer_that_grows_is_asked_for_once_more_at_most() {
+    for io_fds in [false, true] {
+        let asked = Arc::new(std::sync::atomic::AtomicU32::new(0));
+        let count = Arc::clone(&asked);
+        let grows = move |to: &Header, payload: &[u8]| {
+            count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            let mut info = payload.to_vec();
+            let argsz = u32::from_ne_bytes(payload[..4].try_into().unwrap());
+            info[..4].copy_from_slice(&(argsz + 1).to_ne_bytes());
+            reply(to, 0, &info)
+        };
+        let error = fails(grows, |client| match io_fds {
+            false => client.region_info(2).map(drop),
+            true => client.region_io_fds(2).map(drop),
+        });
+        assert!(matches!(error, ClientError::BadReply { .. }), "{error}");
+        assert_eq!(asked.load(std::sync::atomic::Ordering::Relaxed), 2);
+    }
+}

@@ -2,6 +2,7 @@
 
 pub(crate) mod events;
 pub(crate) mod features;
+pub(crate) mod full;
 pub(crate) mod identify;
 pub(crate) mod logs;
 pub(crate) mod queue;
@@ -200,6 +201,9 @@ impl Control {
                 }
                 // What is the case already when the host asks to hear of it is news to the host.
                 self.check_temperature(inner);
+                if full::is_any_full(inner) {
+                    self.raise(inner, AsyncEvent::SPARE_BELOW_THRESHOLD);
+                }
             }
             Effect::NumberOfQueues { submission, completion } => {
                 self.granted = (submission, completion);
@@ -294,6 +298,7 @@ impl Control {
             unsafe_shutdowns: self.unsafe_shutdowns,
             error_log_entries: self.errors.count(),
             warning: CriticalWarning::new()
+                .with_spare(full::is_any_full(inner))
                 .with_temperature(self.features.temperature_warning(logs::TEMPERATURE)),
             ..Health::default()
         }

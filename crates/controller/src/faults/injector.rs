@@ -131,10 +131,10 @@ mod tests {
     #[test]
     fn every_nth_once_by_lot_and_no_more_than_the_limit() {
         let count = |when, limit| {
-            let rule = Rule { limit, ..Rule::new(Fault::Hang, when) };
+            let rule = Rule { limit, ..Rule::new(Fault::Hang(None), when) };
             let injector = Injector::new(Faults::new(3, [rule]));
             let hits: Vec<u32> =
-                (1..=1000).filter(|_| injector.command(1) == Some(Fault::Hang)).collect();
+                (1..=1000).filter(|_| injector.command(1) == Some(Fault::Hang(None))).collect();
             assert_eq!(injector.counts()[0].1, hits.len() as u64);
             hits
         };
@@ -148,7 +148,7 @@ mod tests {
 
     #[test]
     fn a_command_meets_one_fault_and_only_those_of_its_queue() {
-        let elsewhere = Rule { queue: Some(2), ..Rule::new(Fault::Hang, When::Every(1)) };
+        let elsewhere = Rule { queue: Some(2), ..Rule::new(Fault::Hang(None), When::Every(1)) };
         let rules = [
             elsewhere,
             Rule::new(Fault::Ignore(8), When::Every(1)),
@@ -159,7 +159,7 @@ mod tests {
         let met: Vec<_> = (0..4).map(|_| injector.command(1)).collect();
         let [drop, twice] = [Some(Fault::DropAfter), Some(Fault::Duplicate)];
         assert_eq!(met, [twice, drop, twice, drop]);
-        assert_eq!(injector.command(2), Some(Fault::Hang));
+        assert_eq!(injector.command(2), Some(Fault::Hang(None)));
         assert_eq!((injector.admin(8), injector.admin(9)), (Some(Fault::Ignore(8)), None));
         let counts: Vec<_> = injector.counts().into_iter().map(|(_, n)| n).collect();
         assert_eq!(counts, [1, 1, 2, 2]);

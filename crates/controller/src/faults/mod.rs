@@ -15,6 +15,7 @@
 //! | `drop-before` | a command is not carried out, and not completed |
 //! | `drop-after` | it is carried out, and not completed |
 //! | `hang` | neither, until it is aborted or its queue deleted |
+//! | `hang=TIME` | the same, but after that time it ends with Internal Error |
 //! | `stall=TIME` | it is carried out that much later, unless it is aborted or its queue deleted |
 //! | `delay=TIME` | it is completed that much later: `delay=2ms`, `delay=500us` |
 //! | `duplicate` | it is completed twice |
@@ -65,8 +66,8 @@ pub enum Fault {
     DropBefore,
     /// A command's completion vanishes.
     DropAfter,
-    /// A command stays until it is aborted.
-    Hang,
+    /// A command stays until it is aborted, or for so long: then it ends with an error.
+    Hang(Option<Duration>),
     /// A command is carried out late, with the memory as it is then.
     Stall(Duration),
     /// A completion comes late.

@@ -27,16 +27,20 @@ fn number(text: &str) -> Option<u64> {
     }
 }
 
+/// The longest time that can be asked for: beyond it nobody waits, and clocks end some day.
+const LONGEST: Duration = Duration::from_secs(24 * 3600);
+
 fn time(text: &str) -> Option<Duration> {
     let split = text.find(|c: char| !c.is_ascii_digit())?;
     let (count, unit) = text.split_at_checked(split)?;
     let count: u64 = count.parse().ok()?;
-    match unit {
-        "us" => Some(Duration::from_micros(count)),
-        "ms" => Some(Duration::from_millis(count)),
-        "s" => Some(Duration::from_secs(count)),
-        _ => None,
-    }
+    let time = match unit {
+        "us" => Duration::from_micros(count),
+        "ms" => Duration::from_millis(count),
+        "s" => Duration::from_secs(count),
+        _ => return None,
+    };
+    (time <= LONGEST).then_some(time)
 }
 
 fn fault(text: &str) -> Result<Fault, BadFaults> {
@@ -52,7 +56,6 @@ fn fault(text: &str) -> Result<Fault, BadFaults> {
     let plain = match name {
         "drop-before" => Fault::DropBefore,
         "drop-after" => Fault::DropAfter,
-        "hang" => Fault::Hang,
         "duplicate" => Fault::Duplicate,
         "corrupt" => Fault::Corrupt,
         "wrong-cid" => Fault::WrongCid,
@@ -66,6 +69,11 @@ fn fault(text: &str) -> Result<Fault, BadFaults> {
         "removal" => Fault::Removal,
         "refuse" => return opcode().map(Fault::Refuse),
         "ignore" => return opcode().map(Fault::Ignore),
+        "hang" => {
+            let Some(argument) = argument else { return Ok(Fault::Hang(None)) };
+            let time = time(argument).map(|time| Fault::Hang(Some(time)));
+            return time.ok_or_else(|| bad("give no time, or one, as hang=5s"));
+        }
         "delay" => {
             let time = argument.and_then(time);
             return time.map(Fault::Delay).ok_or_else(|| bad("give a time, as delay=500us"));
@@ -133,18 +141,20 @@ mod tests {
         let text = "drop-before, drop-after:every=100,hang:rate=1/50:queue=2,delay=2ms:at=9,\
                     duplicate,corrupt,wrong-cid,wrong-phase,wrong-head,wrong-sq-id,\
                     status=0x281:limit=3,refuse=5,ignore=0x08,never-ready,never-disabled,fatal,\
-                    subsystem-reset,removal:at=1000,seed=0x11,stall=20ms";
+                    subsystem-reset,removal:at=1000,seed=0x11,stall=20ms,hang=5s:at=2";
         let faults: Faults = text.parse().unwrap();
-        assert_eq!((faults.seed, faults.rules.len()), (17, 19));
+        assert_eq!((faults.seed, faults.rules.len()), (17, 20));
         let [first, second, third, fourth, ..] = faults.rules[..] else { panic!() };
         assert_eq!(first, Rule::new(Fault::DropBefore, When::Every(1)));
         assert_eq!(second, Rule::new(Fault::DropAfter, When::Every(100)));
-        assert_eq!(third, Rule { queue: Some(2), ..Rule::new(Fault::Hang, When::OneIn(50)) });
+        assert_eq!(third, Rule { queue: Some(2), ..Rule::new(Fault::Hang(None), When::OneIn(50)) });
         assert_eq!(fourth, Rule::new(Fault::Delay(Duration::from_millis(2)), When::At(9)));
         let status = Fault::Status(Status::UNRECOVERED_READ);
         assert_eq!(faults.rules[10], Rule { limit: Some(3), ..Rule::new(status, When::Every(1)) });
         assert_eq!(faults.rules[11].fault, Fault::Refuse(5));
         assert_eq!(faults.rules[12].fault, Fault::Ignore(8));
+        let hang = Fault::Hang(Some(Duration::from_secs(5)));
+        assert_eq!(faults.rules[19], Rule::new(hang, When::At(2)));
         assert_eq!("".parse(), Ok(Faults::default()));
     }
 
@@ -153,11 +163,13 @@ mod tests {
         for (text, word) in [
             ("drop", "no fault"),
             ("hang,:every=1", "no fault"),
-            ("hang=3", "no argument"),
+            ("hang=3", "hang=5s"),
+            ("duplicate=3", "no argument"),
             ("delay", "delay=500us"),
             ("delay=5", "delay=500us"),
             ("delay=5min", "delay=500us"),
             ("stall=x", "stall=20ms"),
+            ("stall=18446744073709551615s", "stall=20ms"),
             ("refuse=256", "opcode"),
             ("ignore", "opcode"),
             ("status=0", "status=0x006"),

@@ -16,8 +16,9 @@ use std::time::Instant;
 pub(super) struct Parked {
     /// Completions that come late, with their completion queue's index and their queue's.
     delayed: Vec<(Instant, usize, Cqe)>,
-    /// Commands that wait to be aborted: submission queue and command identifier.
-    hung: Vec<(usize, u16)>,
+    /// Commands that wait to be aborted: submission queue and command identifier. And until when, if
+    /// not for ever.
+    hung: Vec<(Option<Instant>, usize, u16)>,
     /// Commands that wait to be carried out, by submission queue.
     stalled: Vec<(Instant, usize, Sqe)>,
     /// Commands that a disk has in hand, and what will go wrong at their end.
@@ -26,7 +27,8 @@ pub(super) struct Parked {
 
 impl Parked {
     pub(super) fn is_waiting(&self) -> bool {
-        !(self.delayed.is_empty() && self.stalled.is_empty())
+        let hangs_for_a_time = self.hung.iter().any(|(until, ..)| until.is_some());
+        hangs_for_a_time || !(self.delayed.is_empty() && self.stalled.is_empty())
     }
 
     pub(super) fn clear(&mut self) {
@@ -132,10 +134,10 @@ impl Tenant {
             let success = Cqe::new(sqe.cid, qid, sq.head, Status::SUCCESS, 0);
             match fault {
                 Some(Fault::DropBefore) => continue,
-                Some(Fault::Hang) => {
+                Some(Fault::Hang(time)) => {
                     cq.reserved += 1;
                     sq.in_flight += 1;
-                    parked.hung.push((index, sqe.cid));
+                    parked.hung.push((time.map(|time| Instant::now() + time), index, sqe.cid));
                     continue;
                 }
                 Some(Fault::Stall(time)) => {
@@ -218,6 +220,27 @@ impl Tenant {
             false
         });
         self.carry_out_stalled(now);
+        self.end_hung(now);
+    }
+
+    /// Ends what has hung for as long as it was to, without having carried it out.
+    fn end_hung(&mut self, now: Instant) {
+        let Self { sqs, cqs, shared, parked, .. } = self;
+        parked.hung.retain(|(until, index, cid)| {
+            if until.is_none_or(|until| now < until) {
+                return true;
+            }
+            if let Some(sq) = sqs.get_mut(*index).and_then(Option::as_mut)
+                && let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut)
+            {
+                sq.in_flight = sq.in_flight.saturating_sub(1);
+                cq.complete(Cqe::new(*cid, sq.place.qid, sq.head, Status::INTERNAL, 0));
+                if cq.post() {
+                    cq.announce(&shared.coalescing);
+                }
+            }
+            false
+        });
     }
 
     /// Carries out what is due, as if it had just been fetched.
@@ -253,7 +276,7 @@ impl Tenant {
     ) -> Option<AbortReply> {
         let Self { sqs, cqs, shared, parked, .. } = self;
         let before = parked.hung.len() + parked.stalled.len();
-        parked.hung.retain(|hung| *hung != (index, cid));
+        parked.hung.retain(|(_, sq, hung)| (*sq, *hung) != (index, cid));
         parked.stalled.retain(|(_, sq, sqe)| (*sq, sqe.cid) != (index, cid));
         if parked.hung.len() + parked.stalled.len() == before {
             return Some(reply);
@@ -273,7 +296,7 @@ impl Tenant {
     pub(super) fn forget_hung(&mut self, index: usize) {
         let Self { sqs, cqs, parked, .. } = self;
         let before = parked.hung.len() + parked.stalled.len();
-        parked.hung.retain(|(sq, _)| *sq != index);
+        parked.hung.retain(|(_, sq, _)| *sq != index);
         parked.stalled.retain(|(_, sq, _)| *sq != index);
         let forgotten = (before - parked.hung.len() - parked.stalled.len()) as u32;
         if let Some(sq) = sqs.get_mut(index).and_then(Option::as_mut) {

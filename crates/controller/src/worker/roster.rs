@@ -170,6 +170,12 @@ impl Roster {
         seats.map(|seat| &seat.tenant).find(|t| t.id() == id && !t.is_leaving())
     }
 
+    /// Whether it is parked or dormant.
+    pub(super) fn is_left_out(&self, id: u32) -> bool {
+        let mut dormant = self.dormant.iter();
+        self.parked.contains_key(&id) || dormant.any(|seat| seat.tenant.id() == id)
+    }
+
     /// Whether any disk has something in hand.
     pub(super) fn is_pending(&self) -> bool {
         self.active.iter().any(|seat| seat.tenant.is_pending())
@@ -257,7 +263,8 @@ impl Roster {
     #[cold]
     fn check_memory(&mut self) {
         self.faults = memory::sigbus::faults();
-        let seats = self.active.iter().chain(&self.dormant).chain(self.parked.values());
+        let left_out = self.dormant.iter_mut().chain(self.parked.values_mut());
+        let seats = self.active.iter_mut().chain(left_out);
         seats.for_each(|seat| seat.tenant.check_memory());
     }
 

@@ -17,6 +17,7 @@ use spec::dbbuf::{cq_entry_offset, sq_entry_offset};
 use spec::regs::DoorbellKind;
 use spec::status::Status;
 use spec::{Cqe, Sqe};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
@@ -49,11 +50,17 @@ pub(crate) struct Tenant {
     shadow: Option<(u64, u64)>,
     /// Descriptors that have the worker look at this tenant's doorbells.
     kicks: Vec<EventFd>,
-    /// Old DMA maps that commands in flight may still use, with who waits for their end.
-    draining: Vec<(ViewWatch, Latch)>,
+    /// Old DMA maps that commands in flight may still use, with who waits for their end: and for that of
+    /// all before, because what is in one map may have been in those, too.
+    draining: VecDeque<(ViewWatch, Vec<Latch>)>,
     /// Submission queues that are to be forgotten once they are empty.
     deleting: Vec<(usize, Latch)>,
     detaching: Option<Latch>,
+    /// `memory::sigbus::losses` when it was last looked at: what was lost before this tenant came is
+    /// still in its map.
+    losses: u64,
+    /// The loss of something in the present map has been reported.
+    lost: bool,
     #[cfg(feature = "faults")]
     parked: faulty::Parked,
 }
@@ -70,9 +77,11 @@ impl Tenant {
             cqs: Vec::new(),
             shadow: seed.shadow,
             kicks: Vec::new(),
-            draining: Vec::new(),
+            draining: VecDeque::new(),
             deleting: Vec::new(),
             detaching: None,
+            losses: 0,
+            lost: false,
             #[cfg(feature = "faults")]
             parked: faulty::Parked::default(),
         })
@@ -181,9 +190,10 @@ impl Tenant {
 
     /// Takes over another DMA map. Queues are found again in it, or stand still until a map that
     /// has them; a shadow entry is kept as it is (its state survives the remapping).
-    pub(crate) fn change_table(&mut self, table: Arc<DmaTable>, latch: Latch) {
+    pub(crate) fn change_table(&mut self, table: Arc<DmaTable>, latches: Vec<Latch>) {
         let old = self.engine.change_view(View::new(Arc::clone(&table)));
-        self.draining.push((old.watch(), latch));
+        self.lost = false;
+        self.draining.push_back((old.watch(), latches));
         drop(old);
         let pages = self.shadow;
         self.sqs.iter_mut().flatten().for_each(|sq| sq.remap(&table, pages));
@@ -487,17 +497,25 @@ impl Tenant {
         self.shared.report(Report::InvalidDoorbell { qid: qid & !COMPLETION_QUEUE });
     }
 
-    /// Somebody's memory was lost: whether it is this one's.
+    /// Somebody's memory was lost: whether it is this one's. A host that loses a piece in each of its
+    /// tens of thousands of maps is looked through once for each map that it has, not for each piece.
     #[cold]
-    pub(crate) fn check_memory(&self) {
+    pub(crate) fn check_memory(&mut self) {
+        let losses = memory::sigbus::losses(self.shared.id);
+        if std::mem::replace(&mut self.losses, losses) == losses || self.lost {
+            return;
+        }
         if self.engine.view().table().is_poisoned() {
+            self.lost = true;
             self.shared.report(Report::MemoryLost);
         }
     }
 
     /// Lets those go who wait for something that has come to its end.
     fn finish(&mut self) {
-        self.draining.retain(|(watch, _)| !watch.is_idle());
+        while self.draining.front().is_some_and(|(watch, _)| watch.is_idle()) {
+            self.draining.pop_front();
+        }
         let mut index = 0;
         while index < self.deleting.len() {
             let sq = self.deleting[index].0;

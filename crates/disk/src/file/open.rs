@@ -11,7 +11,7 @@ use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64};
 use std::time::{Duration, Instant};
 
 /// How long somebody else may still have the file: a server that was just killed and is started
@@ -88,6 +88,8 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileDisk, OpenE
         no_uring,
         regular: !is_block,
         end: AtomicU64::new(size),
+        full: AtomicU64::new(0),
+        unsynced: AtomicI32::new(0),
         no_zero_range: AtomicBool::new(false),
         no_punch: AtomicBool::new(false),
         zeroes,

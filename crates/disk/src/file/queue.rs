@@ -9,6 +9,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// Bounce buffers that a queue has at most; requests that find none wait for one.
 const BOUNCES: usize = 32;
@@ -132,7 +133,12 @@ impl FileQueue {
             };
         }
         match step {
-            Step::End(result) => Some(result),
+            Step::End(result) => {
+                if result == Err(DiskError::NoSpace) || shared.full.load(Ordering::Relaxed) != 0 {
+                    shared.note_room(task.request(), result);
+                }
+                Some(result)
+            }
             Step::Call | Step::Piece => {
                 if !self.start(key) {
                     // Ahead of those that have not begun.

@@ -72,7 +72,10 @@ impl Task {
             Op::Flush if shared.info.read_only => return Err(Ok(())),
             // The end of the image has moved: what it held is not on stable storage.
             Op::Flush if shared.has_shrunk() => return Err(Err(DiskError::Io(libc::EIO))),
-            Op::Flush => Stage::Sync,
+            Op::Flush => match shared.unsynced() {
+                None => Stage::Sync,
+                Some(error) => return Err(Err(error)),
+            },
             _ if request.len == 0 => return Err(Ok(())),
             _ if !shared.reaches(request.offset + request.len) => {
                 return Err(Err(DiskError::OutOfRange));
@@ -91,6 +94,10 @@ impl Task {
             task.next_piece();
         }
         Ok(task)
+    }
+
+    pub(super) fn request(&self) -> &Request {
+        &self.request
     }
 
     pub(super) fn op(&self) -> Op {
@@ -172,7 +179,15 @@ impl Task {
             (libc::EINVAL, Stage::Punch | Stage::ZeroRange) => self.stage = Stage::Zeroes,
             // The device is pickier about memory than the system said.
             (libc::EINVAL, Stage::Straight) if shared.direct.is_some() => self.next_piece(),
-            _ => return Step::End(Err(shared.error(errno))),
+            _ => {
+                // A write that syncs fails in its first half as well, where the storage is full.
+                let syncs =
+                    matches!(self.request.op, Op::Write { fua: true }) && errno == libc::EIO;
+                if syncs || self.stage == Stage::Sync {
+                    shared.note_unsynced(errno);
+                }
+                return Step::End(Err(shared.error(errno)));
+            }
         }
         self.go_on(Step::Call)
     }

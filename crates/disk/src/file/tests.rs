@@ -32,6 +32,8 @@ fn shared(file: impl Into<File>, bytes: u64) -> Shared {
         no_uring: None,
         regular: false,
         end: AtomicU64::new(bytes),
+        full: AtomicU64::new(0),
+        unsynced: AtomicI32::new(0),
         no_zero_range: AtomicBool::new(false),
         no_punch: AtomicBool::new(false),
         zeroes: Mapping::anonymous(MIB).unwrap().bytes(),
@@ -264,9 +266,12 @@ fn a_dropped_queue_lets_no_write_into_memory_that_is_gone() {
 #[test]
 fn a_full_disk_is_no_space_and_a_broken_one_its_error() {
     let full = File::options().read(true).write(true).open("/dev/full").unwrap();
-    let mut queue = disk(shared(full, MIB)).queue().unwrap();
+    let disk_of_full = disk(shared(full, MIB));
+    let mut queue = disk_of_full.queue().unwrap();
+    assert!(!disk_of_full.is_full());
     assert_eq!(run(&mut *queue, Op::Write { fua: false }, 4096), Err(DiskError::NoSpace));
     assert_eq!(run(&mut *queue, Op::Write { fua: true }, 4096), Err(DiskError::NoSpace));
+    assert!(disk_of_full.is_full());
     // Address 0 of this process is not mapped.
     let broken = File::open("/proc/self/mem").unwrap();
     let mut queue = disk(shared(broken, MIB)).queue().unwrap();
@@ -280,6 +285,58 @@ fn a_full_disk_is_no_space_and_a_broken_one_its_error() {
     ] {
         assert_eq!(shared(memfd(512), 512).error(errno), error);
     }
+}
+
+/// The system tells of data that it could not write back once, and forgets them.
+#[test]
+fn a_sync_that_has_failed_is_not_made_good_by_the_next() {
+    let (flush, fua) = (Op::Flush, Op::Write { fua: true });
+    let broken = Err(DiskError::Io(libc::EIO));
+    for (direct, op, result, then) in [
+        (false, flush, -libc::EIO, broken),
+        (true, flush, -libc::EIO, Ok(())),
+        (false, flush, -libc::ENOSPC, Err(DiskError::NoSpace)),
+        // Found by a write of something else; the next was not even begun.
+        (false, fua, -libc::EIO, broken),
+        (false, fua, -libc::ENOSPC, Ok(())),
+    ] {
+        let mut shared = shared(memfd(4096), 4096);
+        shared.direct = direct.then_some(Alignment { memory: 1, offset: 1 });
+        let request = Request { op, offset: 0, len: 512 };
+        let task = task::Task::new(1, &request, &buffer(512).1, &shared);
+        assert!(matches!(task.unwrap().outcome(result, &shared), task::Step::End(Err(_))));
+        let queue = &mut *disk(shared).queue().unwrap();
+        assert_eq!([(); 2].map(|()| run(queue, flush, 0)), [then; 2], "{op:?} {result}");
+        assert_eq!(run(queue, fua, 512), Ok(()));
+    }
+}
+
+#[test]
+fn there_is_room_again_when_what_was_refused_is_taken() {
+    let disk = disk(shared(memfd(MIB), MIB));
+    let mut queue = disk.queue().unwrap();
+    let mut ask = |op, offset, len| {
+        let (_, mut data) = buffer(len);
+        assert_eq!(run_at(&mut *queue, Request { op, offset, len }, &mut data), Ok(()));
+        disk.is_full()
+    };
+    let request = |op, offset| Request { op, offset, len: 4096 };
+    let write = Op::Write { fua: false };
+    for op in [write, Op::WriteZeroes { deallocate: false, fua: false }] {
+        disk.shared.note_room(&request(op, 8192), Err(DiskError::NoSpace));
+        assert!(ask(write, 0, 8192), "before it");
+        assert!(ask(write, 12288, 4096), "behind it");
+        assert!(ask(Op::Read, 0, 65536), "reads need no room");
+        assert!(ask(Op::Discard, 8192, 4096), "nor does a hole");
+        assert!(ask(Op::WriteZeroes { deallocate: true, fua: false }, 8192, 4096));
+        assert!(ask(Op::Flush, 0, 512));
+        disk.shared.note_room(&request(write, 0), Err(DiskError::Io(5)));
+        assert!(!ask(op, 4096, 8192));
+    }
+    let flush = Request { op: Op::Flush, offset: 0, len: 0 };
+    disk.shared.note_room(&flush, Err(DiskError::NoSpace));
+    assert!(ask(write, 0, MIB));
+    assert!(!ask(Op::Flush, 0, 512));
 }
 
 #[test]

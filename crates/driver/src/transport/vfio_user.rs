@@ -104,7 +104,9 @@ impl VfioUser {
     fn failed(&self, doing: &'static str, source: ClientError) -> TransportError {
         let device = self.name.clone();
         match source {
-            ClientError::Refused { .. } | ClientError::Unsendable { .. } => {
+            ClientError::Refused { .. }
+            | ClientError::Unsendable { .. }
+            | ClientError::TooManyMaps { .. } => {
                 TransportError::Failed { device, doing, source: source.into() }
             }
             // Everything else ends the connection, and with it the device.

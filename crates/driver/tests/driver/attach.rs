@@ -340,6 +340,19 @@ fn large_memory_pages_and_another_stride() {
 }
 
 #[test]
+fn memory_pages_that_would_take_all_memory_are_not_used_unasked() {
+    let fake = Fake::new();
+    fake.with(|state| state.cap = state.cap.with_mpsmin(15).with_mpsmax(15));
+    let error = Controller::attach(fake.transport(), &options()).unwrap_err();
+    assert!(matches!(error, AttachError::Unsupported { .. }), "{error}");
+    assert!(error.to_string().contains("134217728 bytes (CAP.MPSMIN)"), "{error}");
+    fake.with(|state| state.cap = state.cap.with_mpsmin(9).with_mpsmax(9));
+    assert!(Controller::attach(fake.transport(), &options()).is_err());
+    let asked = AttachOptions { page_size: Some(2 << 20), ..options() };
+    Controller::attach(fake.transport(), &asked).unwrap();
+}
+
+#[test]
 fn transfers_are_limited_by_whoever_takes_less() {
     let fake = Fake::new();
     fake.with(|state| state.identity.mdts = 0);

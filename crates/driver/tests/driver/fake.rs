@@ -421,6 +421,7 @@ impl State {
                 let ring = Ring::resolve(&table, sqe.prp1(), entries, false).unwrap();
                 let (cq, vector) = self.pending_cqs.remove(&sq.cqid).ok_or(Status::CQ_INVALID)?;
                 self.queues.insert(sq.qid, Queue::new(ring, cq, vector));
+                self.run_queue(sq.qid);
             }
             AdminOpcode::DeleteIoSq => {
                 let qid = sqe.cdw10 as u16;

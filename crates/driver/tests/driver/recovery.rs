@@ -199,6 +199,46 @@ fn what_completes_twice_does_not_end_the_repetition() {
     assert_eq!((queue.stats().repeated, queue.outstanding()), (1, 0));
 }
 
+/// The controller aborts its late commands in the moment in which their queue is deleted: they are found
+/// in the completion queue when there is no submission queue any more to submit them to again.
+#[test]
+fn what_is_aborted_with_its_queue_is_submitted_to_the_new_one() {
+    let fake = Fake::new();
+    let (controller, mut queue) = attach(&fake);
+    fake.with(|state| state.hold = true);
+    let flush = controller.namespace(1).unwrap().flush();
+    let tokens = [(); 3].map(|()| queue.submit(flush, None).unwrap());
+    queue.ring().unwrap();
+    let is_in_log =
+        |opcode: AdminOpcode| fake.with(|state| state.admin_log.contains(&(opcode as u8)));
+    wait_for(|| {
+        queue.ring().unwrap();
+        is_in_log(AdminOpcode::Abort)
+    });
+    for token in tokens {
+        let aborted = Cqe::new(token.cid(), 1, 0, Status::ABORT_REQUESTED, 0);
+        fake.post(1, aborted, 3, None);
+    }
+    fake.with(|state| state.doorbell_writes.clear());
+    // Nobody takes completions meanwhile.
+    wait_for(|| {
+        queue.ring().unwrap();
+        is_in_log(AdminOpcode::DeleteIoSq)
+    });
+    let held: Vec<_> = fake.state().held.iter().map(|(_, sqe)| sqe.cid).collect();
+    assert_eq!(held.len(), 3, "each once, and nothing else: {held:?}");
+    let rings = fake.state().doorbell_writes.iter().filter(|(at, _)| *at == 0x1008).count();
+    assert_eq!(rings, 1, "none of a queue that does not exist");
+    for token in tokens {
+        fake.complete(0);
+        let completion = queue.pop().unwrap();
+        assert_eq!((completion.token, completion.status), (token, Status::SUCCESS));
+    }
+    let stats = controller.recovery_stats();
+    assert_eq!((stats.queues_recreated, stats.resets, stats.ended), (1, 0, 0), "{stats:?}");
+    assert_eq!((queue.stats().repeated, queue.outstanding()), (3, 0));
+}
+
 #[test]
 fn futures_do_not_notice_a_queue_that_is_created_again() {
     let fake = Fake::new();

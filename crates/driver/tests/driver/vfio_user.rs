@@ -10,7 +10,7 @@ use ::vfio_user::server::{Handle, Limits};
 use ::vfio_user::{Device, Done, Errno, Listener, Reactor};
 use memory::{EventFd, Mapping, Protection};
 use shadowbell_driver::{
-    AttachOptions, Controller, Doorbells, SpinPolicy, Transport, TransportError, VfioUser,
+    AttachOptions, Controller, DmaError, Doorbells, SpinPolicy, Transport, TransportError, VfioUser,
 };
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -25,6 +25,7 @@ struct Board {
     doorbells: Option<Arc<Mapping>>,
     resettable: bool,
     bar0: u64,
+    max_dma_maps: u32,
 }
 
 struct Served {
@@ -36,6 +37,10 @@ impl Device for Served {
     fn info(&mut self) -> DeviceInfo {
         let resettable = self.board.lock().unwrap().resettable;
         DeviceInfo { resettable, ..DeviceInfo::default() }
+    }
+
+    fn max_dma_maps(&self) -> u32 {
+        self.board.lock().unwrap().max_dma_maps
     }
 
     fn region_info(&mut self, index: u32) -> Result<RegionInfo, Errno> {
@@ -198,7 +203,33 @@ fn board() -> Board {
     config[0x34] = 0x40;
     config[0x40..0x44].copy_from_slice(&[0x01, 0x50, 0, 0]);
     config[0x50..0x54].copy_from_slice(&[0x11, 0x00, 0x0f, 0x40]);
-    Board { config, doorbells: None, resettable: true, bar0: 0x4000 }
+    Board { config, doorbells: None, resettable: true, bar0: 0x4000, max_dma_maps: 65535 }
+}
+
+#[test]
+fn a_server_that_takes_no_more_memory_has_not_gone() {
+    let server = Server::start(Board { max_dma_maps: 4, ..board() });
+    let transport = Arc::new(server.connect().unwrap());
+    let mut controller = Controller::attach(transport, &options()).unwrap();
+    let mut pools = Vec::new();
+    let error = loop {
+        match controller.buffers(1, 4096) {
+            Ok(pool) => pools.push(pool),
+            Err(error) => break error,
+        }
+    };
+    let failed = DmaError::Transport(TransportError::Failed {
+        device: controller.name().to_owned(),
+        doing: "sharing memory",
+        source: "the server takes 4 ranges of memory at once, and so many are shared already"
+            .into(),
+    });
+    assert_eq!(error.to_string(), failed.to_string());
+    pools.pop().expect("one was taken");
+    controller.buffers(1, 4096).unwrap();
+    let mut queue = controller.take_queue_pair().unwrap();
+    queue.submit(controller.namespace(1).unwrap().flush(), None).unwrap();
+    assert!(queue.wait(None).unwrap() && queue.pop().unwrap().status.is_success());
 }
 
 #[test]

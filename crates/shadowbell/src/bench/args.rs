@@ -1,10 +1,11 @@
 //! What may follow `bench`, under the names that fio has for it, and what it comes to.
 
 use crate::exit;
+use crate::serve::options::check_processors;
 use crate::target::{self, Target};
 use anyhow::{anyhow, bail};
 use clap::ValueEnum;
-use driver::{AttachOptions, Doorbells, SpinPolicy};
+use driver::{AttachOptions, Doorbells, SpinPolicy, Timeouts};
 use std::time::Duration;
 
 /// The most blocks that a run with `--verify` keeps account of: 4 bytes each.
@@ -75,8 +76,12 @@ pub struct Args {
     /// How to find completions
     #[arg(long, value_enum, default_value_t = CompletionMode::Poll)]
     pub completion: CompletionMode,
+    /// A command that is not completed after this time is aborted; then its queue is created again,
+    /// then the controller is reset
+    #[arg(long, default_value = "30", value_parser = parse_time, value_name = "TIME")]
+    pub timeout: Duration,
     /// Processors to run the threads on: 0,2
-    #[arg(long, value_delimiter = ',', value_name = "CPU")]
+    #[arg(long, value_delimiter = ',', value_name = "CPU", value_parser = processor)]
     pub pin: Vec<usize>,
     /// Take the latency of one I/O in so many [default: as many as about 20000 a second and thread]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
@@ -219,6 +224,13 @@ pub(crate) fn parse_offset(text: &str) -> Result<u64, String> {
     if text.bytes().all(|b| b == b'0') && !text.is_empty() { Ok(0) } else { parse_bytes(text) }
 }
 
+/// A processor of this process.
+fn processor(text: &str) -> Result<usize, String> {
+    let cpu = text.trim().parse();
+    let cpu = cpu.map_err(|_| format!("`{text}` is no processor; write for example 0,2"))?;
+    check_processors(&[cpu]).map(|()| cpu)
+}
+
 /// A time: seconds, or with a unit.
 pub(crate) fn parse_time(text: &str) -> Result<Duration, String> {
     let bad = || format!("`{text}` is no time; write for example `10`, `500ms` or `2m`");
@@ -271,6 +283,8 @@ pub struct Plan {
     pub doorbells: Doorbells,
     /// How to find completions.
     pub completion: CompletionMode,
+    /// When recovery begins.
+    pub timeout: Duration,
     /// Processors to run the threads on.
     pub pin: Vec<usize>,
     /// Take the latency of one I/O in so many; `None` to choose by the rate.
@@ -301,6 +315,7 @@ impl Default for Plan {
             verify: false,
             doorbells: Doorbells::Auto,
             completion: CompletionMode::Poll,
+            timeout: Timeouts::default().io,
             pin: Vec::new(),
             latency_sample: None,
             server_pid: None,
@@ -357,6 +372,7 @@ impl Args {
             verify: self.verify != Verify::Off,
             doorbells: self.doorbells.into(),
             completion: self.completion,
+            timeout: self.timeout,
             pin: self.pin.clone(),
             latency_sample: self.latency_sample,
             server_pid: self.server_pid,
@@ -380,8 +396,15 @@ impl Plan {
                 _ => SpinPolicy::default(),
             },
             max_transfer_bytes: u64::from(self.bs).max(1 << 20),
+            timeouts: Timeouts { io: self.timeout, ..Timeouts::default() },
             ..AttachOptions::default()
         }
+    }
+
+    /// How long a device may complete nothing: recovery ends what it can not save, and takes its time.
+    pub(super) fn patience(&self) -> Duration {
+        let Timeouts { io, admin, .. } = self.attach_options().timeouts;
+        io.saturating_add(admin).saturating_mul(4).max(Duration::from_secs(30))
     }
 
     /// The part of a namespace of `bytes` bytes, in blocks of `block_size`, that each job gets:
@@ -467,7 +490,7 @@ mod tests {
         let plan = plan(
             "--rw=randrw --bs=8k --iodepth=4 --numjobs=3 --runtime=500ms --ramp_time=1 \
              --rwmixread=30 --size=1m --offset 64k --iodepth_batch 2 --verify=crc32c --seed 7 \
-             --doorbells mmio --completion interrupt --pin 0,1 --rate_iops 5000 --server-pid 7",
+             --doorbells mmio --completion interrupt --pin 0,0 --rate_iops 5000 --server-pid 7",
         )
         .unwrap();
         assert_eq!((plan.rate_iops, plan.server_pid), (Some(5000), Some(7)));
@@ -475,7 +498,7 @@ mod tests {
         assert_eq!((plan.numjobs, plan.threads, plan.iodepth_batch), (3, 3, Some(2)));
         assert_eq!((plan.runtime.as_millis(), plan.ramp_time.as_secs()), (500, 1));
         assert_eq!((plan.rwmixread, plan.size, plan.offset), (30, Some(1 << 20), 64 << 10));
-        assert!(plan.verify && plan.seed == 7 && plan.pin == [0, 1]);
+        assert!(plan.verify && plan.seed == 7 && plan.pin == [0, 0]);
         assert_eq!(plan.doorbells, Doorbells::Mmio);
         let options = plan.attach_options();
         assert!(options.interrupts && options.spin == SpinPolicy::SLEEP);

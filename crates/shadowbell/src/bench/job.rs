@@ -14,8 +14,6 @@ use std::time::{Duration, Instant};
 const LOOKS: u32 = 64;
 /// So many times that in vain, and it is time to look at the clock and leave the processor to others.
 const ROUNDS: u32 = 64;
-/// A device that completes nothing for so long is given up.
-const PATIENCE: Duration = Duration::from_secs(30);
 /// The longest sleep: a job that is told to stop hears of it after that at the latest.
 const NAP: Duration = Duration::from_secs(1);
 /// Latencies that are taken in a second, about.
@@ -25,6 +23,8 @@ const SAMPLES: f64 = 20_000.0;
 #[derive(Debug)]
 pub(super) struct Phase {
     now: AtomicU8,
+    /// A device that completes nothing for so long is given up.
+    patience: Duration,
     /// Jobs that have taken notice: of the start, and of measuring.
     seen: AtomicU32,
 }
@@ -35,8 +35,8 @@ const STOP: u8 = 2;
 const ABANDON: u8 = 3;
 
 impl Phase {
-    pub(super) fn ramp() -> Self {
-        Self { now: AtomicU8::new(RAMP), seen: AtomicU32::new(0) }
+    pub(super) fn ramp(patience: Duration) -> Self {
+        Self { now: AtomicU8::new(RAMP), patience, seen: AtomicU32::new(0) }
     }
 
     /// What comes from now on is measured.
@@ -146,7 +146,7 @@ pub(super) fn run<L: Load>(
     phase.see();
     let mut last = RAMP;
     let mut end = None;
-    let mut idle = Idle::new(sleeps, lanes.iter().any(Lane::is_paced));
+    let mut idle = Idle::new(sleeps, lanes.iter().any(Lane::is_paced), phase.patience);
     loop {
         let now = phase.get();
         if now != last {
@@ -216,7 +216,7 @@ fn read_back<L: Load>(
         return Ok(());
     }
     lanes.iter_mut().try_for_each(Lane::fill)?;
-    let mut idle = Idle::new(sleeps, false);
+    let mut idle = Idle::new(sleeps, false, phase.patience);
     while !lanes.iter().all(Lane::is_empty) {
         let mut found = 0;
         for lane in &mut *lanes {
@@ -250,10 +250,11 @@ struct Idle {
     looks: u32,
     rounds: u32,
     since: Option<Instant>,
+    patience: Duration,
 }
 
 impl Idle {
-    fn new(sleeps: bool, paced: bool) -> Self {
+    fn new(sleeps: bool, paced: bool, patience: Duration) -> Self {
         if paced && sleeps {
             // A thread's timers may be late by 50 us otherwise, which is more than an I/O takes.
             let slack = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
@@ -261,7 +262,7 @@ impl Idle {
                 tracing::debug!("timers stay imprecise: {errno}");
             }
         }
-        Self { sleeps, looks: if paced { 1 } else { LOOKS }, rounds: 0, since: None }
+        Self { sleeps, looks: if paced { 1 } else { LOOKS }, rounds: 0, since: None, patience }
     }
 
     #[inline]
@@ -296,8 +297,8 @@ impl Idle {
     #[cold]
     fn check<L: Load>(&mut self, lanes: &[Lane<L>]) -> anyhow::Result<()> {
         let since = *self.since.get_or_insert_with(Instant::now);
-        if since.elapsed() > PATIENCE && !lanes.iter().all(Lane::is_empty) {
-            bail!("the controller has completed nothing for {} s", PATIENCE.as_secs());
+        if since.elapsed() > self.patience && !lanes.iter().all(Lane::is_empty) {
+            bail!("the controller has completed nothing for {} s", self.patience.as_secs());
         }
         Ok(())
     }

@@ -114,7 +114,7 @@ fn spawn<L: Load>(
     watch: &mut Watch<'_>,
     server: &mut Option<ServerMeter>,
 ) -> anyhow::Result<Vec<JobReport>> {
-    let phase = &Phase::ramp();
+    let phase = &Phase::ramp(plan.patience());
     let progress: Vec<Progress> = threads.iter().map(|_| Progress::default()).collect();
     let sleeps = plan.completion != CompletionMode::Poll;
     let choose_sample = plan.latency_sample.is_none();

@@ -112,6 +112,13 @@ impl Teller {
         });
     }
 
+    /// What a namespace is on.
+    fn disk(&self, index: usize, nsid: u32) -> Option<String> {
+        let at = usize::try_from(nsid.checked_sub(1)?).ok()?;
+        let config = self.controllers.get(index)?.config();
+        config.namespaces.get(at).map(|namespace| namespace.disk.name())
+    }
+
     fn hear(&mut self, index: usize, news: News) {
         if let News::Event(Event::QueueCreated(queues)) = news {
             self.settling.insert(index, (queues, Instant::now() + QUEUES_SETTLE));
@@ -122,6 +129,10 @@ impl Teller {
             .then(|| self.controllers.get(index).map(counts))
             .flatten()
             .unwrap_or_default();
+        let disk = match news {
+            News::Event(Event::Full(nsid) | Event::Lost(nsid)) => self.disk(index, nsid),
+            _ => None,
+        };
         let Some(guest) = self.guests.get_mut(index) else { return };
         let name = &guest.name;
         match news {
@@ -152,6 +163,18 @@ impl Teller {
             News::Event(Event::ShadowDoorbells) => {
                 info!("{name}: the guest has set up shadow doorbells");
             }
+            News::Event(Event::Full(nsid)) => warn!(
+                "{name}: there is no room left for namespace {nsid}, {}: the guest's writes that need \
+                 more of it fail (Capacity Exceeded). Make room on its file system, or raise the quota \
+                 or the limit on the size of files that stands against it; nothing has to be started again",
+                disk.unwrap_or_default()
+            ),
+            News::Event(Event::Lost(nsid)) => error!(
+                "{name}: the system could not bring to {} what the guest has written to namespace {nsid}, \
+                 and some of it may be lost: its flushes fail (Write Fault) until the disk is served \
+                 anew. Look after its storage, and at the system's log, first",
+                disk.unwrap_or_default()
+            ),
             News::Event(Event::Shutdown) => info!("{name}: the guest has shut the controller down"),
             News::Event(Event::Disabled) => {
                 guest.queues = 0;

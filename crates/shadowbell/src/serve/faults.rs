@@ -7,8 +7,16 @@ use tracing::{info, warn};
 /// What is to go wrong.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct FaultArgs {
-    /// Do wrong on purpose, to test hosts: `drop-after:every=100,delay=2ms:rate=1/50,seed=7`; the
-    /// documentation of the controller crate's module `faults` has them all
+    /// Do wrong on purpose, to test hosts: `drop-after:every=100,delay=2ms:rate=1/50,seed=7`
+    #[doc = ""]
+    #[doc = "Rules are separated by commas. Each is a fault, and then `:every=N`, `:rate=1/N` or `:at=N` \
+             (all, if none is given), `:queue=QID` and `:limit=N`. Faults of I/O commands: drop-before, \
+             drop-after, hang (until it is aborted), hang=TIME (or for that time, after which it ends \
+             with Internal Error), stall=TIME, delay=TIME, duplicate, corrupt, wrong-cid, wrong-phase, \
+             wrong-head, wrong-sq-id, status=STATUS, fatal, subsystem-reset, removal. Of administrative \
+             commands: refuse=OPCODE, ignore=OPCODE. Of the controller: never-ready, never-disabled. \
+             A TIME is 500us, 20ms or 5s. How long the host waits for a command that never ends is \
+             its own choice: `--timeout` of `bench` and `verify`, 30 s in the Linux driver."]
     #[arg(long = "faults", value_name = "SPEC")]
     faults: Option<Faults>,
 }

@@ -10,14 +10,17 @@
 //! | `announce` | tells a person what guests do |
 //! | `paste` | the arguments to give to QEMU and Cloud Hypervisor |
 //! | [`statistics`] | the counters, as JSON |
+//! | [`live`] | the same for `top`, while it runs |
 //!
 //! Threads: the workers, one reactor for all sockets, one that talks to the person (so that a
-//! terminal that blocks can not hold up a guest), and the main thread, which waits for signals.
+//! terminal that blocks can not hold up a guest), one that answers `top` if it may ask, and the main
+//! thread, which waits for signals.
 //! None of them ticks.
 
 mod announce;
 #[cfg(feature = "faults")]
 pub mod faults;
+pub mod live;
 pub mod options;
 mod paste;
 mod service;
@@ -58,10 +61,12 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     // A limit on the size of files (`ulimit -f`) is a full disk to the guest, no reason to end.
     signal_hook::flag::register(SIGXFSZ, Arc::default())?;
     let handle = signals.handle();
+    let asked = plan.stats_socket.as_deref().map(live::listen).transpose()?;
     let mut service = Service::start(&plan, move || handle.close())?;
     #[cfg(feature = "faults")]
     let wrongs = faults.begin(&service);
     let announcer = Announcer::start(&mut service)?;
+    let live = asked.map(|socket| live::Live::start(socket, &service)).transpose()?;
     paste::show(&plan);
 
     for signal in signals.forever() {
@@ -74,15 +79,16 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
             }
         }
     }
+    drop(live);
     let outcome = service.stop();
     drop(announcer);
     report(&plan, &service);
     #[cfg(feature = "faults")]
     wrongs.report();
-    service.flush();
+    let is_kept = service.flush();
     outcome?;
     info!("ended");
-    Ok(ExitCode::SUCCESS)
+    Ok(if is_kept { ExitCode::SUCCESS } else { ExitCode::from(exit::FAILED) })
 }
 
 /// Writes the counters where they were asked for, or else tells of them.

@@ -2,6 +2,7 @@
 
 use crate::exit::bad_input;
 use crate::plan::{ControllerPlan, DiskPlan, Doorbells};
+use crate::serve::statistics;
 use anyhow::{Context, anyhow};
 use controller::{Polling, PoolOptions};
 use serde::Deserialize;
@@ -52,6 +53,10 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     stats_json: Option<PathBuf>,
 
+    /// Let `shadowbell top` of the same user look at the counters, over a socket here
+    #[arg(long, value_name = "PATH")]
+    stats_socket: Option<PathBuf>,
+
     #[cfg(feature = "faults")]
     #[command(flatten)]
     pub(super) faults: super::faults::FaultArgs,
@@ -59,12 +64,15 @@ pub struct Args {
 
 const AFTER_HELP: &str = "\
 SIGINT and SIGTERM end the service; a second one does not wait for the guests. \
+One of them that whoever starts it has set to be ignored stays so, as SIGINT is in a script's \
+`shadowbell serve ... &`, and SIGHUP under nohup: SIGTERM is what ends it then. \
 SIGUSR1 writes the counters.
 
 A configuration file:
 
   trace = \"/var/tmp/shadowbell.trace\"        # all of these lines may be left out
   stats-json = \"/run/shadowbell.json\"
+  stats-socket = \"/run/shadowbell.stats\"    # for `shadowbell top`
   workers = 2                                # threads that do the I/O
   pin = [2, 3]                               # processors to pin them to
   poll = \"adaptive\"                          # or \"always\", \"never\"
@@ -87,7 +95,7 @@ A configuration file:
 
 Exit status:
   0  ended by a signal
-  1  it can not go on
+  1  it can not go on, or a disk may have lost what it was given
   2  it can not be served as asked: the command line, the file, a disk or a path";
 
 /// What a controller is like.
@@ -176,6 +184,8 @@ pub struct ServerPlan {
     pub trace: Option<(PathBuf, u32)>,
     /// Where to write counters.
     pub stats_json: Option<PathBuf>,
+    /// Where `top` may ask for them.
+    pub stats_socket: Option<PathBuf>,
 }
 
 /// A controller and its socket.
@@ -220,12 +230,15 @@ impl Args {
                 pool: self.pool.options()?,
                 trace: None,
                 stats_json: None,
+                stats_socket: None,
             },
         };
         plan.trace = trace.or(plan.trace);
         plan.stats_json = self.stats_json.or(plan.stats_json);
+        plan.stats_socket = self.stats_socket.or(plan.stats_socket);
         if let Some(path) = &plan.stats_json {
-            check_output(path).context("--stats-json").map_err(bad_input)?;
+            let checked = check_output(path).and_then(|()| statistics::check(path));
+            checked.context("--stats-json").map_err(bad_input)?;
         }
         if let Some((path, _)) = &plan.trace {
             check_output(path).context("--trace").map_err(bad_input)?;

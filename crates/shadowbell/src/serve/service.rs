@@ -165,14 +165,18 @@ impl Service {
         }
     }
 
-    /// Has the disks keep what they were given.
-    pub(super) fn flush(&self) {
+    /// Has the disks keep what they were given. Whether all of them do.
+    #[must_use]
+    pub(super) fn flush(&self) -> bool {
         let namespaces = self.controllers.iter().flat_map(|s| &s.controller.config().namespaces);
+        let mut all = true;
         for namespace in namespaces {
             if let Err(error) = flush(&*namespace.disk) {
                 error!("{} can not be flushed: {error}", namespace.disk.name());
+                all = false;
             }
         }
+        all
     }
 }
 

@@ -1,6 +1,6 @@
 //! `list`, `id-ctrl`, `id-ns`, `smart-log`, `error-log`, `get-feature`.
 
-use crate::harness::{Server, complaint, json, line, output};
+use crate::harness::{Server, complaint, json, line, output, shadowbell};
 
 #[test]
 fn namespaces_are_listed() {
@@ -113,4 +113,55 @@ fn nobody_there_is_told() {
         let text = complaint(&mut line(&format!("{verb} nvme://ffff:ff:1f.7/1")), 2);
         assert!(text.contains("no PCI device ffff:ff:1f.7"), "{text}");
     }
+}
+
+/// What a path that is no disk may have been meant to be is told, and not how to make a disk of it.
+#[test]
+fn a_path_that_is_no_target_is_told_what_one_is() {
+    let directory = tempfile::tempdir().unwrap();
+    let complaint =
+        |arguments: &[&str]| complaint(shadowbell(arguments).current_dir(directory.path()), 2);
+    for verb in ["list", "id-ctrl", "id-ns", "smart-log", "error-log", "get-feature", "bench"] {
+        let text = complaint(&[verb, "nosuch.sock"]);
+        for words in [
+            "nosuch.sock: there is no such file",
+            "a TARGET is",
+            "vfio-user:PATH",
+            "`shadowbell serve DISK --socket nosuch.sock`",
+        ] {
+            assert!(text.contains(words), "{verb}: {words}: {text}");
+        }
+        assert!(!text.contains("truncate"), "{verb}: {text}");
+    }
+    let text = complaint(&["smart-log", "nosuch.img"]);
+    for words in
+        ["nosuch.img: there is no such file", "a TARGET is", "`truncate -s 10G nosuch.img`"]
+    {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    // Where a DISK is asked for, that is what is advised.
+    let text = complaint(&["serve", "nosuch.img", "--socket", "vm.sock"]);
+    assert!(text.contains("truncate") && !text.contains("TARGET"), "{text}");
+}
+
+#[test]
+fn a_socket_that_was_taken_for_a_disk_is_called_one() {
+    let server = Server::start(&["mem:1MiB", "mem:2MiB"]);
+    let socket = server.socket().display().to_string();
+    // Namespaces of a controller whose socket is named without a scheme.
+    let namespace = json(&mut shadowbell(["id-ns", &format!("{socket}/2"), "--json"]));
+    assert_eq!(namespace["nsze"], 4096);
+    let local = format!("local:{socket}");
+    let other = server.directory.path().join("other.sock").display().to_string();
+    for arguments in [&["smart-log", &local][..], &["serve", &socket, "--socket", &other]] {
+        let text = complaint(&mut shadowbell(arguments), 2);
+        let words =
+            format!("{socket}: it is a socket; the controller behind it is `vfio-user:{socket}`");
+        assert!(text.contains(&words), "{text}");
+    }
+    let text = complaint(&mut shadowbell(["serve", &format!("{socket}/2"), "--socket", &other]), 2);
+    let words = format!(
+        "{socket} is a socket; namespace 2 of the controller behind it is `vfio-user:{socket}/2`"
+    );
+    assert!(text.contains(&words), "{text}");
 }

@@ -173,8 +173,7 @@ fn what_can_not_be_measured_is_refused_with_the_reason() {
         ("bench null:1TiB --rw trim", "trim"),
         ("bench null:1TiB --pin 4000 --number-ios 1", "processor 4000"),
     ] {
-        let status = if arguments.contains("--pin") { 1 } else { 2 };
-        let text = complaint(&mut line(arguments), status);
+        let text = complaint(&mut line(arguments), 2);
         assert!(text.contains(words), "{arguments}: {text}");
     }
     let server = Server::start(&["mem:1MiB"]);

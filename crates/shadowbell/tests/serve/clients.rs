@@ -144,6 +144,20 @@ fn who_is_told_to_ignore_a_hangup_does() {
     assert!(server.stop().success());
 }
 
+/// As a shell without job control has it for what it starts with `&`.
+#[test]
+fn who_is_told_to_ignore_an_interrupt_is_ended_by_terminate() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut command = Command::new("sh");
+    command.args(["-c", "trap '' INT; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_shadowbell")]);
+    command.args(["serve", "mem:4MiB", "--socket", "vm.sock"]);
+    let mut server = Server::spawn(command, directory, &["vm.sock"]);
+    server.says("serving");
+    server.signal(Signal::INT);
+    works(&server.attach());
+    assert!(server.stop().success());
+}
+
 #[test]
 fn nonsense_does_not_keep_the_next_client_out() {
     let mut server = Server::start(&["mem:4MiB"], &[]);

@@ -1,7 +1,7 @@
 //! A server that does wrong on purpose, and a driver that copes with it. Only in a build that can:
 //! `cargo test -p shadowbell --features faults`.
 
-use crate::harness::{PATIENCE, Server};
+use crate::harness::{PATIENCE, Server, run};
 use driver::{AttachOptions, Timeouts};
 use spec::Status;
 use std::time::{Duration, Instant};
@@ -33,6 +33,49 @@ fn a_driver_copes_with_a_server_that_does_wrong() {
     assert!(queue.stats().unknown_completions > 0);
     drop(queue);
     controller.detach().unwrap();
+}
+
+/// What hangs for a time ends by itself, without having been carried out: nobody has to abort it.
+#[test]
+fn what_hangs_for_a_time_ends_with_an_error() {
+    let server = Server::start(&["mem:4MiB"], &["--faults", "hang=20ms:every=4"]);
+    let mut controller = server.attach();
+    let namespace = controller.namespace(1).unwrap().clone();
+    let mut queue = controller.take_queue_pair().unwrap();
+    let pool = controller.buffers(1, 4096).unwrap();
+    for n in 1..=12u64 {
+        let mut buffer = pool.take().unwrap();
+        buffer.fill(n as u8);
+        let status = run(&mut queue, namespace.write(n * 8, 8).unwrap(), Some(buffer)).status;
+        let expected = if n % 4 == 0 { Status::INTERNAL } else { Status::SUCCESS };
+        assert_eq!(status, expected, "{n}");
+    }
+    let stats = controller.recovery_stats();
+    assert_eq!((stats.aborts, stats.queues_recreated), (0, 0), "{stats:?}");
+    let read = run(&mut queue, namespace.read(4 * 8, 8).unwrap(), pool.take());
+    assert_eq!(read.status, Status::SUCCESS);
+    assert!(read.buffer.unwrap().to_vec(4096).iter().all(|b| *b == 0), "it was not carried out");
+    drop(queue);
+    controller.detach().unwrap();
+}
+
+/// How long a host waits is the host's choice: `bench` does not wait half a minute for what was lost.
+#[test]
+fn bench_recovers_when_it_is_told_to() {
+    let server = Server::start(&["mem:4MiB"], &["--faults", "hang:every=50"]);
+    let socket = format!("vfio-user:{}", server.socket().display());
+    let mut command = crate::harness::program();
+    command.args(["bench", &socket, "--number-ios", "1000", "--timeout", "50ms", "--json"]);
+    let begin = Instant::now();
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    // By default, the twenty take ten minutes.
+    assert!(begin.elapsed() < PATIENCE, "{:?}", begin.elapsed());
+    let help = crate::harness::program().args(["serve", "--help"]).output().unwrap();
+    let help = String::from_utf8_lossy(&help.stdout).into_owned();
+    for words in ["drop-before", "hang=TIME", "status=STATUS", "`--timeout` of `bench`"] {
+        assert!(help.contains(words), "{words}: {help}");
+    }
 }
 
 #[test]

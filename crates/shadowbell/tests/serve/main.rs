@@ -16,3 +16,4 @@ mod stacked;
 mod stalled;
 mod stalling;
 mod telling;
+mod top;

@@ -131,7 +131,7 @@ impl Connection {
             // The lock is held: what comes is the reply, or a command of the server.
             let Some(message) = self.decoder.decode().map_err(|error| bad(error.to_string()))?
             else {
-                self.receive(command, started)?;
+                self.receive(command, started, strays != 0)?;
                 continue;
             };
             let Message { header, payload, fds } = message;
@@ -208,14 +208,20 @@ impl Connection {
         }
     }
 
-    fn receive(&mut self, command: u16, started: Instant) -> Result<(), ClientError> {
+    fn receive(
+        &mut self,
+        command: u16,
+        started: Instant,
+        strayed: bool,
+    ) -> Result<(), ClientError> {
         let gone = || ClientError::Socket(std::io::ErrorKind::ConnectionReset.into());
-        if self.decoder.is_partial()
+        let is_partial = self.decoder.is_partial();
+        if (is_partial || strayed)
             && let Some(limit) = self.timeout
         {
             // The socket's own timeout starts anew with each receive; a server that sends byte by
-            // byte must not get around it.
-            let end = limit.saturating_mul(2);
+            // byte, or one thing after the other that is no reply, must not get around it.
+            let end = if is_partial { limit.saturating_mul(2) } else { limit };
             let left = end.saturating_sub(started.elapsed());
             let time = Timespec {
                 tv_sec: left.as_secs().try_into().unwrap_or(i64::MAX),

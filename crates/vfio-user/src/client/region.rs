@@ -77,8 +77,9 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String>
         return Err(format!("it is about region {}", info.index));
     }
     if info.argsz > argsz {
-        return match info.argsz <= MAX_SIZE {
+        return match info.argsz <= MAX_SIZE && argsz == FIRST_SIZE {
             true => Ok(Answer::Needs(info.argsz)),
+            // Too many; or more than it needed when it was asked before.
             false => Err(format!("it needs {} bytes to describe a region", info.argsz)),
         };
     }

@@ -1,0 +1,181 @@
+//! `shadowbell top`, and the socket that it asks.
+
+use crate::harness::{Server, finish, program, run, until};
+use serde_json::Value;
+use spec::Status;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Stdio};
+
+const STATS: &str = "vm.stats";
+
+fn server(disks: &[&str]) -> (Server, PathBuf) {
+    let directory = tempfile::tempdir().unwrap();
+    let stats = directory.path().join(STATS);
+    let option = stats.to_str().unwrap().to_owned();
+    (Server::start_in(directory, disks, &["--stats-socket", &option]), stats)
+}
+
+/// `top`, which goes on until it is told otherwise.
+struct Top(Child, BufReader<ChildStdout>);
+
+impl Top {
+    fn start(stats: &Path, arguments: &[&str]) -> Self {
+        let mut command = program();
+        command.arg("top").arg(stats).args(["--interval", "50ms"]).args(arguments);
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap());
+        Self(child, lines)
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.1.read_line(&mut line).unwrap();
+        line
+    }
+
+    fn controller(&mut self) -> Value {
+        let line = self.line();
+        let report: Value = serde_json::from_str(&line).expect(&line);
+        report["controllers"][0].clone()
+    }
+
+    /// Waits for a look at a controller in this state.
+    #[track_caller]
+    fn until(&mut self, state: &str) -> Value {
+        let mut found = Value::Null;
+        until(state, || {
+            found = self.controller();
+            found["state"] == state
+        });
+        found
+    }
+}
+
+impl Drop for Top {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn what_a_guest_does_is_seen() {
+    let (mut server, stats) = server(&["mem:4MiB"]);
+    let mut top = Top::start(&stats, &["--json"]);
+    let row = top.until("off");
+    assert_eq!((&row["queues"], &row["iops"]), (&0.into(), &0.0.into()));
+    assert_eq!((&row["rings_per_io"], &row["doorbells_saved"]), (&Value::Null, &Value::Null));
+
+    let mut controller = server.attach();
+    let namespace = controller.namespace(1).unwrap().clone();
+    let mut queue = controller.take_queue_pair().unwrap();
+    let row = top.until("idle");
+    assert_eq!((&row["queues"], &row["workers"]), (&2.into(), &serde_json::json!([0])));
+    assert_eq!(row["socket"], server.socket().display().to_string());
+
+    let pool = controller.buffers(1, 4096).unwrap();
+    for _ in 0..100 {
+        let done = run(&mut queue, namespace.read(0, 8).unwrap(), pool.take());
+        assert_eq!(done.status, Status::SUCCESS);
+    }
+    let row = top.until("busy");
+    let figure = |name: &str| row[name].as_f64().unwrap();
+    assert!(figure("iops") > 0.0);
+    // All in the same look: 4 KiB for each, and nothing written.
+    assert_eq!((figure("read_bytes_per_second") / figure("iops")).round(), 4096.0);
+    assert_eq!((figure("written_bytes_per_second"), &row["errors"]), (0.0, &0.into()));
+    assert!((0.0..=1.0).contains(&figure("doorbells_saved")), "{row}");
+
+    drop((queue, pool));
+    controller.detach().unwrap();
+    top.until("off");
+    assert!(server.stop().success());
+    assert!(!stats.exists());
+    assert_eq!(top.0.wait().unwrap().code(), Some(1));
+    let mut complaint = String::new();
+    top.0.stderr.take().unwrap().read_to_string(&mut complaint).unwrap();
+    assert!(complaint.contains("the server has ended"), "{complaint}");
+}
+
+#[test]
+fn a_person_gets_a_table_and_its_headings_once() {
+    let (server, stats) = server(&["mem:4MiB"]);
+    let mut command = program();
+    command.arg("top").arg(&stats).args(["--interval", "50ms", "--count", "3"]);
+    let (status, text, complaint) = finish(command);
+    assert_eq!((status, complaint.as_str()), (Some(0), ""));
+    let lines: Vec<_> = text.lines().collect();
+    assert_eq!(lines.len(), 4, "{text}");
+    assert!(lines[0].starts_with("Controller") && lines[0].contains("IOPS"), "{text}");
+    let name = server.socket().display().to_string();
+    assert!(
+        lines[1..].iter().all(|line| line.starts_with(&name) && line.contains("off")),
+        "{text}"
+    );
+    assert!(!text.contains('\x1b'), "{text:?}");
+}
+
+#[test]
+fn what_is_no_socket_of_counters_is_told() {
+    let (server, _) = server(&["mem:4MiB"]);
+    let top = |path: &Path| {
+        let mut command = program();
+        command.arg("top").arg(path);
+        let (status, _, complaint) = finish(command);
+        assert_eq!(status, Some(2), "{complaint}");
+        complaint
+    };
+    let complaint = top(Path::new("/nowhere/stats"));
+    assert!(complaint.contains("there is no such socket; `shadowbell serve"), "{complaint}");
+    let complaint = top(&server.socket());
+    assert!(complaint.contains("it is no socket of counters"), "{complaint}");
+    let complaint = top(&server.directory().join("stderr"));
+    assert!(complaint.contains("stderr: "), "{complaint}");
+    drop(server.attach());
+
+    let mut command = program();
+    command.args([
+        "serve",
+        "mem:1MiB",
+        "--socket",
+        "other.sock",
+        "--stats-socket",
+        "/nowhere/stats",
+    ]);
+    command.current_dir(server.directory());
+    let (status, _, complaint) = finish(command);
+    assert_eq!(status, Some(2), "{complaint}");
+    assert!(
+        complaint.contains("--stats-socket") && complaint.contains("no directory"),
+        "{complaint}"
+    );
+    assert!(!server.directory().join("other.sock").exists());
+}
+
+/// Nobody who asks, or does not, keeps the server from anything.
+#[test]
+fn clients_that_misbehave_are_hung_up_on() {
+    let (mut server, stats) = server(&["mem:4MiB"]);
+    let connect = || UnixStream::connect(&stats).unwrap();
+    // One that asks for ever and never reads.
+    let mut greedy = connect();
+    greedy.set_nonblocking(true).unwrap();
+    until("the end of its patience", || match greedy.write(&[b'\n'; 4096]) {
+        Err(error) => error.kind() == std::io::ErrorKind::BrokenPipe,
+        Ok(_) => false,
+    });
+    // Some that say nothing, and leave room for one.
+    let silent: Vec<_> = (0..7).map(|_| connect()).collect();
+    Top::start(&stats, &["--json"]).until("off");
+    // One too many.
+    let eighth = connect();
+    let mut ninth = connect();
+    assert_eq!(ninth.read(&mut [0; 16]).unwrap_or(0), 0);
+    drop(server.attach());
+    assert!(server.is_alive());
+    drop((silent, eighth));
+    Top::start(&stats, &["--json"]).until("off");
+    assert!(server.stop().success());
+}
