@@ -3,6 +3,7 @@
 
 mod bench;
 mod chores;
+mod fuzz;
 mod report;
 mod shell;
 mod suites;
@@ -55,6 +56,13 @@ enum Verb {
     /// them is left out, with a word.
     #[command(after_help = bench::EXAMPLES)]
     Bench(bench::Arguments),
+    /// Looks for inputs that break what untrusted peers can reach: libFuzzer with the address sanitizer.
+    ///
+    /// Needs nightly Rust; cargo-fuzz is installed if it is missing. Ends by itself, with an exit
+    /// status that is not 0 if something was found, and says where the input is. What was learnt is
+    /// kept in fuzz/corpus for the next run.
+    #[command(after_help = fuzz::EXAMPLES)]
+    Fuzz(fuzz::Arguments),
     /// Runs commands in a guest with a fresh disk of ours, for a look by hand.
     Shell {
         /// The guest's kernel.
@@ -131,6 +139,7 @@ fn main() -> ExitCode {
         Verb::Loom => chores::loom(&mut report),
         Verb::Guest(arguments) => guest_suites(&mut report, arguments),
         Verb::Bench(arguments) => bench::run(arguments),
+        Verb::Fuzz(arguments) => fuzz::run(&mut report, &arguments),
         Verb::Shell { kernel, device, shadowbell, commands } => {
             Lab::new(device, shadowbell, &[kernel])
                 .and_then(|lab| shell::run(&lab, kernel, commands))

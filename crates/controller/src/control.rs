@@ -122,6 +122,8 @@ pub(crate) struct Control {
     pub(crate) changed: ChangedList,
     /// Whom of full storage was told.
     pub(crate) full_told: crate::admin::full::Told,
+    /// And of losses.
+    pub(crate) loss_told: crate::admin::full::Told,
     pub(crate) aborts: u32,
     pub(crate) power_cycles: u64,
     pub(crate) unsafe_shutdowns: u64,
@@ -131,7 +133,7 @@ pub(crate) struct Control {
 }
 
 impl Control {
-    pub(crate) fn new(config: &Config) -> Self {
+    pub(crate) fn new(config: &Config, id: u32) -> Self {
         let cap = Cap::new()
             .with_mqes((config.max_queue_entries - 1) as u16)
             .with_cqr(true)
@@ -144,7 +146,7 @@ impl Control {
             regs: Registers::default(),
             phase: Phase::Disabled,
             generation: 0,
-            space: DmaSpace::default(),
+            space: DmaSpace::of_peer(id),
             admin: None,
             sqs: BTreeMap::new(),
             cqs: BTreeMap::new(),
@@ -161,6 +163,7 @@ impl Control {
             events: AsyncEvents::default(),
             changed: ChangedList::default(),
             full_told: crate::admin::full::Told::default(),
+            loss_told: crate::admin::full::Told::default(),
             aborts: 0,
             power_cycles: 1,
             unsafe_shutdowns: 0,
@@ -429,17 +432,19 @@ impl Control {
         self.space.clear();
     }
 
-    /// Gives everybody the DMA map as it is now. `latch` is let go by each when nothing of it uses
-    /// the old one any more.
-    pub(crate) fn publish_table(&mut self, inner: &Inner, latch: &Latch) {
+    /// Gives everybody the DMA map as it is now. `latch`, if somebody waits, is let go by each when nothing
+    /// of it uses the old one any more. Whether the admin queue has to be served: it stood still for
+    /// want of memory that is there now, and nobody rings again for what was rung meanwhile.
+    pub(crate) fn publish_table(&mut self, inner: &Inner, latch: Option<&Latch>) -> bool {
         let table = Arc::clone(self.space.table());
-        if let Some(admin) = &mut self.admin {
-            admin.remap(&table, self.shadow);
-        }
+        let shadow = self.shadow;
+        let is_back = self.admin.as_mut().is_some_and(|admin| admin.remap(&table, shadow));
         for worker in self.workers() {
-            let (controller, table, latch) = (inner.shared.id, Arc::clone(&table), latch.clone());
-            inner.pool.send(worker, Message::Table { controller, table, latch });
+            let (controller, table) = (inner.shared.id, Arc::clone(&table));
+            let latches = latch.into_iter().cloned().collect();
+            inner.pool.send(worker, Message::Table { controller, table, latches });
         }
+        is_back
     }
 
     /// The workers that serve this controller's queues.
@@ -485,6 +490,8 @@ impl Control {
                 self.log_error(sqid, cid, status, nsid, lba);
                 if status.code() == Status::CAPACITY_EXCEEDED {
                     self.no_room(inner, nsid, &mut deferred);
+                } else if status.code() == Status::WRITE_FAULT {
+                    self.tell_losses(inner, &mut deferred);
                 }
             }
             Report::MemoryLost => {

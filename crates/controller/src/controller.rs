@@ -30,6 +30,8 @@ pub enum Event {
     QueueCreated(usize),
     /// A write found no room on the storage of this namespace: told once in a while.
     Full(u32),
+    /// Data that were written to this namespace may be lost: told once in a while.
+    Lost(u32),
     /// The host has shut the controller down.
     Shutdown,
     /// The controller was reset; no command is in flight any more.
@@ -102,7 +104,7 @@ impl Controller {
             .collect();
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
         let shared = Arc::new(Shared::new(id, carrier.mapped_doorbells, pool.len())?);
-        let control = Control::new(&config);
+        let control = Control::new(&config, id);
         let inner = Arc::new_cyclic(|me| Inner {
             me: me.clone(),
             config,
@@ -223,7 +225,7 @@ impl Controller {
     pub fn map_dma(&self, iova: u64, len: u64, memory: &SharedBytes) -> Result<(), DmaError> {
         let mut control = self.0.lock();
         control.map(iova, len, memory)?;
-        control.publish_table(&self.0, &Latch::new(|| ()));
+        self.0.mapped(control);
         Ok(())
     }
 
@@ -241,7 +243,7 @@ impl Controller {
                 refused(iova, error);
             }
         }
-        control.publish_table(&self.0, &Latch::new(|| ()));
+        self.0.mapped(control);
     }
 
     /// Takes a range away. `done` runs, on any thread, when no command in flight can touch it any
@@ -259,7 +261,7 @@ impl Controller {
             let mut control = self.0.lock();
             control.unmap(iova, len)?;
             let latch = Latch::new(done);
-            control.publish_table(&self.0, &latch);
+            control.publish_table(&self.0, Some(&latch));
             latch
         };
         drop(latch); // outside of the lock: it may run `done` here
@@ -271,7 +273,7 @@ impl Controller {
         let latch = Latch::new(done);
         let mut control = self.0.lock();
         control.unmap_all();
-        control.publish_table(&self.0, &latch);
+        control.publish_table(&self.0, Some(&latch));
         drop(control);
     }
 
@@ -291,7 +293,7 @@ impl Controller {
             let latch = Latch::new(done);
             let mut control = inner.lock();
             control.unmap_all();
-            control.publish_table(&inner, &latch);
+            control.publish_table(&inner, Some(&latch));
             drop(control);
             drop(latch);
         });
@@ -348,6 +350,15 @@ impl Inner {
     pub(crate) fn lock(&self) -> MutexGuard<'_, Control> {
         // A panic while the lock was held is a bug, but one controller's, and the others go on.
         self.control.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells everybody of memory that was mapped.
+    fn mapped(&self, mut control: MutexGuard<'_, Control>) {
+        let is_back = control.publish_table(self, None);
+        drop(control);
+        if is_back {
+            self.service();
+        }
     }
 
     /// Does what has to be done after the lock was let go.

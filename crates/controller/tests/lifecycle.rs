@@ -393,3 +393,34 @@ fn memory_is_there_as_soon_as_it_is_mapped() {
         assert!(status.is_success(), "round {round}: {status}");
     }
 }
+
+/// As VMMs do while a guest boots: nobody rings again for what was rung while its memory was away.
+#[test]
+fn the_admin_queue_goes_on_when_its_memory_comes_back() {
+    let (mut host, gate) = slow_host(ADAPTIVE);
+    let mut queue = host.create(1, 16, false);
+    let mut admin = std::mem::replace(&mut host.admin, Queue::none());
+    let away = |host: &Host| {
+        let (sent, gone) = mpsc::channel();
+        host.controller.unmap_all(move || sent.send(()).unwrap());
+        gone
+    };
+    let back = |host: &Host, gone: mpsc::Receiver<()>| {
+        gone.recv_timeout(PATIENCE).unwrap();
+        host.controller.map_dma(common::BASE, common::MEMORY, &host.memory).unwrap();
+    };
+    // A command that came meanwhile.
+    let gone = away(&host);
+    host.submit(&mut admin, &Sqe::abort(spec::admin::Abort { sqid: 1, cid: 9 }, 70));
+    back(&host, gone);
+    assert_eq!(host.wait(&mut admin).0, 70);
+    // One whose end came meanwhile: it waits for a read, which the disk ends only now.
+    let data = host.alloc(4096);
+    host.submit(&mut queue, &Sqe::read(1, 0, 0, 1).with_prps(data, 0));
+    host.until("the request", || gate.waiting() == 1);
+    host.submit(&mut admin, &Sqe::delete_io_sq(1, 71));
+    let gone = away(&host);
+    gate.end(Ok(()));
+    back(&host, gone);
+    assert_eq!(host.wait(&mut admin).0, 71);
+}

@@ -159,6 +159,10 @@ impl Disk for FileDisk {
         self.path.display().to_string()
     }
 
+    fn has_lost(&self) -> bool {
+        self.shared.unsynced().is_some()
+    }
+
     fn is_full(&self) -> bool {
         self.shared.full.load(Ordering::Relaxed) != 0
     }

@@ -168,6 +168,12 @@ pub trait Disk: Send + Sync + fmt::Debug {
         false
     }
 
+    /// Whether data that were written may be lost, because the system could not write them back: then
+    /// every flush fails until the disk is opened again. Must not wait, either. The default loses nothing.
+    fn has_lost(&self) -> bool {
+        false
+    }
+
     /// What the disk has counted of how it works, by name, for an operator. The default counts
     /// nothing.
     fn counters(&self) -> Vec<(&'static str, u64)> {

@@ -254,6 +254,13 @@ impl Mapping {
         self.guard.as_ref().is_some_and(sigbus::Guard::is_poisoned)
     }
 
+    /// It is the memory of this peer: see [`sigbus::losses`].
+    pub(crate) fn claim(&self, peer: u32) {
+        if let Some(guard) = &self.guard {
+            guard.claim(peer);
+        }
+    }
+
     /// The whole mapping as bytes.
     #[must_use]
     pub fn bytes(self: &Arc<Self>) -> SharedBytes {

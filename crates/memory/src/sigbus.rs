@@ -25,7 +25,15 @@ struct Slot {
     /// The size of its pages, a power of two: none can be replaced in part.
     page: AtomicUsize,
     poisoned: AtomicBool,
+    /// Whose it is: 0 for nobody's, [`SHARED`] for that of several, and otherwise one more than the number
+    /// of a peer.
+    owner: AtomicUsize,
 }
+
+/// The owner of what several peers have.
+const SHARED: usize = usize::MAX;
+/// Peers that are told apart: those whose numbers leave the same rest look after each other.
+const PEERS: usize = 1024;
 
 static REGISTRY: [Slot; SLOTS] = [const {
     Slot {
@@ -34,11 +42,14 @@ static REGISTRY: [Slot; SLOTS] = [const {
         len: AtomicUsize::new(0),
         page: AtomicUsize::new(0),
         poisoned: AtomicBool::new(false),
+        owner: AtomicUsize::new(0),
     }
 }; SLOTS];
 /// One more than the highest slot ever used, so that the handler's search stays short.
 static USED: AtomicUsize = AtomicUsize::new(0);
 static FAULTS: AtomicU64 = AtomicU64::new(0);
+/// The same by peer.
+static LOSSES: [AtomicU64; PEERS] = [const { AtomicU64::new(0) }; PEERS];
 static INSTALLED: OnceLock<Result<Previous, i32>> = OnceLock::new();
 
 /// A range that is guarded.
@@ -84,6 +95,16 @@ impl Guard {
     pub(crate) fn is_poisoned(&self) -> bool {
         self.0.poisoned.load(Ordering::Relaxed)
     }
+
+    /// It is the memory of this peer, perhaps among others.
+    pub(crate) fn claim(&self, peer: u32) {
+        let mine = peer as usize + 1;
+        let relaxed = Ordering::Relaxed;
+        let _ = self.0.owner.fetch_update(relaxed, relaxed, |owner| match owner {
+            0 => Some(mine),
+            owner => (owner != mine).then_some(SHARED),
+        });
+    }
 }
 
 impl Drop for Guard {
@@ -101,6 +122,27 @@ pub fn faults() -> u64 {
     FAULTS.load(Ordering::Acquire)
 }
 
+/// How many of them may have been in memory of this peer (see [`DmaSpace::of_peer`](crate::DmaSpace)), so
+/// that who notices one does not have to look through everybody's. Never less than there were.
+#[must_use]
+pub fn losses(peer: u32) -> u64 {
+    LOSSES[peer as usize % PEERS].load(Ordering::Acquire)
+}
+
+/// A fault in memory of `owner`.
+fn count(owner: usize) {
+    let lost = match owner {
+        0 => &[],
+        SHARED => &LOSSES[..],
+        owner => &LOSSES[(owner - 1) % PEERS..][..1],
+    };
+    lost.iter().for_each(|losses| {
+        losses.fetch_add(1, Ordering::Release);
+    });
+    // Who has counted it finds who it was.
+    FAULTS.fetch_add(1, Ordering::Release);
+}
+
 /// Guards `len` bytes at `start`, in pages of `page` bytes.
 pub(crate) fn guard(start: usize, len: usize, page: usize) -> io::Result<Guard> {
     if let Err(errno) = INSTALLED.get_or_init(install) {
@@ -111,6 +153,7 @@ pub(crate) fn guard(start: usize, len: usize, page: usize) -> io::Result<Guard> 
             && slot.start.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_ok()
         {
             slot.poisoned.store(false, Ordering::Relaxed);
+            slot.owner.store(0, Ordering::Relaxed);
             slot.set(Range { start, len, page });
             USED.fetch_max(index + 1, Ordering::AcqRel);
             return Ok(Guard(slot));
@@ -165,8 +208,7 @@ extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut l
             };
             if mapped != libc::MAP_FAILED {
                 slot.poisoned.store(true, Ordering::Relaxed);
-                // Who has counted it finds who it was.
-                FAULTS.fetch_add(1, Ordering::Release);
+                count(slot.owner.load(Ordering::Relaxed));
                 return;
             }
         }
@@ -198,8 +240,8 @@ extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut l
 
 #[cfg(test)]
 mod tests {
-    use super::{Range, Slot};
-    use crate::{Mapping, Protection};
+    use super::{Range, Slot, losses};
+    use crate::{DmaSpace, Mapping, Protection};
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
     #[test]
@@ -220,6 +262,29 @@ mod tests {
         mapping.bytes().fill(4096, 4096, 1).unwrap(); // and can be written without harm
     }
 
+    /// Whoever notices that something was lost looks through the maps of those only who may have lost it.
+    #[test]
+    fn losses_are_counted_by_peer() {
+        let lose = |peers: &[u32]| {
+            let fd = memfd_create("lost", MemfdFlags::CLOEXEC).unwrap();
+            ftruncate(&fd, 4096).unwrap();
+            let bytes = Mapping::from_fd(&fd, 0, 4096, Protection::ReadWrite).unwrap().bytes();
+            for peer in peers {
+                DmaSpace::of_peer(*peer).map(0, 4096, &bytes).unwrap();
+            }
+            ftruncate(&fd, 0).unwrap();
+            let before = [700, 701, 702].map(losses);
+            assert_eq!(bytes.read::<u32>(0), Some(0));
+            let after = [700, 701, 702].map(losses);
+            [0, 1, 2].map(|n| after[n] - before[n])
+        };
+        assert_eq!(lose(&[700]), [1, 0, 0]);
+        assert_eq!(lose(&[701, 701]), [0, 1, 0]);
+        assert_eq!(lose(&[702 + 1024]), [0, 0, 1], "as good as the same");
+        assert_eq!(lose(&[]), [0, 0, 0]);
+        assert_eq!(lose(&[700, 702]), [1, 1, 1], "of several: everybody looks");
+    }
+
     /// A slot has one range after the other, of peers who come and go while another's fault is looked
     /// up. A beginning of one with the length of the other would be memory of somebody else's.
     #[test]
@@ -227,7 +292,8 @@ mod tests {
         use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
         let new = || AtomicUsize::new(0);
         let poisoned = AtomicBool::new(false);
-        let slot = Slot { version: new(), start: new(), len: new(), page: new(), poisoned };
+        let slot =
+            Slot { version: new(), start: new(), len: new(), page: new(), poisoned, owner: new() };
         let ranges = [4096, 1 << 30].map(|len| Range { start: len * 2, len, page: len });
         slot.set(ranges[0]);
         let (slot, over) = (&slot, &AtomicBool::new(false));

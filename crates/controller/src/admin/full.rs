@@ -5,7 +5,7 @@
 //! no Available Spare and the critical warning that belongs to it, and hosts that asked for that get the
 //! asynchronous event (Base 2.1, 5.1.12.1.3, "Available Spare", and 5.1.2, "Spare Below Threshold"). The
 //! specification has no other word for a namespace below which the storage is full. Whoever owns the
-//! storage is told in the log.
+//! storage is told in the log; so is that of one whose data could not be written back.
 
 use super::{Control, Deferred};
 use crate::controller::{Event, Inner};
@@ -43,6 +43,18 @@ impl Control {
         }
         if self.full_told.is_news(nsid, Instant::now()) {
             deferred.event(Event::Full(nsid));
+        }
+    }
+}
+
+impl Control {
+    /// A write or a flush has failed: says which disks have lost what they were given.
+    pub(crate) fn tell_losses(&mut self, inner: &Inner, deferred: &mut Deferred) {
+        let now = Instant::now();
+        for namespace in inner.namespaces.iter().filter(|ns| ns.disk().has_lost()) {
+            if self.loss_told.is_news(namespace.nsid(), now) {
+                deferred.event(Event::Lost(namespace.nsid()));
+            }
         }
     }
 }

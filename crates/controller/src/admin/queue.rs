@@ -76,10 +76,14 @@ impl AdminQueue {
         self.cq.shadow(None);
     }
 
-    pub(crate) fn remap(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) {
+    /// Finds everything again in another DMA map. Whether the queues are within reach that were not.
+    pub(crate) fn remap(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) -> bool {
+        let is_away = |queue: &Self| queue.sq.ring.is_none() || queue.cq.ring.is_none();
+        let was_away = is_away(self);
         self.sq.remap(table, pages);
         self.cq.remap(table, pages);
         self.acq_due &= self.cq.ring.is_none();
+        was_away && !is_away(self)
     }
 
     /// The next command, if there is one and room for its completion.

@@ -2,11 +2,39 @@
 
 use crate::worker::message::Message;
 use doorbell::{Cell, FullFence, Waker};
-use memory::EventFd;
+use memory::{DmaTable, EventFd};
 use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+
+/// How many messages are looked through for one of the same kind.
+const NEAR: usize = 16;
+
+/// Adds a message. A DMA map that has not been read yet gives way to the next of the same controller: to
+/// find every queue again takes longer than to send a map, and a client that sends them without a pause
+/// would have the worker do nothing else. Who waits for the end of the old ones waits for that of the map
+/// that the worker has. Returns what is to be dropped without the lock: memory, perhaps.
+fn add(messages: &mut VecDeque<Message>, message: Message) -> Option<Arc<DmaTable>> {
+    let Message::Table { controller, table, mut latches } = message else {
+        messages.push_back(message);
+        return None;
+    };
+    for earlier in messages.iter_mut().rev().take(NEAR) {
+        match earlier {
+            Message::Table { controller: of, table: old, latches: all } if *of == controller => {
+                all.append(&mut latches);
+                return Some(std::mem::replace(old, table));
+            }
+            // The order of these does not matter to it.
+            Message::Table { .. } | Message::Rung { .. } => {}
+            // A queue or a reset in between has to find the maps as they were.
+            _ => break,
+        }
+    }
+    messages.push_back(Message::Table { controller, table, latches });
+    None
+}
 
 /// A worker's mailbox and its bell.
 pub(crate) struct Mailbox {
@@ -29,7 +57,9 @@ impl Mailbox {
 
     /// Leaves a message, and wakes the worker if it sleeps: whether it did.
     pub(crate) fn send(&self, message: Message) -> bool {
-        self.messages.lock().unwrap_or_else(PoisonError::into_inner).push_back(message);
+        let parting =
+            add(&mut self.messages.lock().unwrap_or_else(PoisonError::into_inner), message);
+        drop(parting);
         self.news.store(true, Ordering::Release);
         let asleep = self.waker().kick();
         if asleep {
@@ -72,5 +102,82 @@ impl Mailbox {
         // First the flag, then the messages: one that comes in between is found again.
         self.news.store(false, Ordering::Release);
         std::mem::take(&mut *self.messages.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::latch::Latch;
+    use memory::{DmaSpace, Mapping};
+    use std::sync::atomic::AtomicUsize;
+
+    /// A map of so many ranges, for which as many wait as are in `latches`.
+    fn table(controller: u32, ranges: u64, latches: Vec<Latch>) -> Message {
+        let bytes = Mapping::anonymous(4096).unwrap().bytes();
+        let mut space = DmaSpace::default();
+        (0..ranges).for_each(|n| space.map(n * 4096, 4096, &bytes).unwrap());
+        Message::Table { controller, table: Arc::clone(space.table()), latches }
+    }
+
+    /// What is taken: (controller, ranges, who waits), or `None` for something else.
+    fn taken(mailbox: &Mailbox) -> Vec<Option<(u32, usize, usize)>> {
+        let of = |message: &Message| match message {
+            Message::Table { controller, table, latches } => {
+                Some((*controller, table.len(), latches.len()))
+            }
+            _ => None,
+        };
+        mailbox.take().iter().map(of).collect()
+    }
+
+    #[test]
+    fn only_the_newest_map_of_a_controller_is_taken() {
+        let mailbox = Mailbox::new().unwrap();
+        let done = Arc::new(AtomicUsize::new(0));
+        let latch = || {
+            let done = Arc::clone(&done);
+            Latch::new(move || {
+                done.fetch_add(1, Ordering::Relaxed);
+            })
+        };
+        for round in 0..1000 {
+            mailbox.send(table(1, round % 7, vec![latch()]));
+            mailbox.send(table(2, 3, Vec::new()));
+            mailbox.send(Message::Rung { controller: 3 });
+        }
+        assert!(mailbox.has_news());
+        // The ring of every round is a message; behind sixteen of them a map is no longer looked for.
+        let all = taken(&mailbox);
+        let maps: Vec<_> = all.iter().flatten().collect();
+        let waiting: usize = maps.iter().map(|(.., waiting)| waiting).sum();
+        assert_eq!((all.len() - maps.len(), waiting), (1000, 1000));
+        assert!(maps.len() < 300, "{}", maps.len());
+        assert_eq!(maps.last().map(|map| (map.0, map.1)), Some((2, 3)));
+        assert!(!mailbox.has_news());
+
+        for round in 0..1000 {
+            mailbox.send(table(1, round % 7, vec![latch()]));
+            mailbox.send(table(2, 3, Vec::new()));
+        }
+        let before = done.load(Ordering::Relaxed);
+        let messages = mailbox.take();
+        assert_eq!(messages.len(), 2);
+        assert_eq!(done.load(Ordering::Relaxed), before, "nobody is told before the worker is");
+        drop(messages);
+        assert_eq!(done.load(Ordering::Relaxed), before + 1000);
+    }
+
+    #[test]
+    fn what_comes_between_two_maps_finds_the_first() {
+        let mailbox = Mailbox::new().unwrap();
+        mailbox.send(table(1, 1, Vec::new()));
+        mailbox.send(Message::Detach { controller: 1, latch: Latch::new(|| ()) });
+        mailbox.send(table(1, 2, Vec::new()));
+        mailbox.send(table(1, 3, Vec::new()));
+        assert_eq!(taken(&mailbox), [Some((1, 1, 0)), None, Some((1, 3, 0))]);
+        // What has been taken does not come back.
+        mailbox.send(table(1, 4, Vec::new()));
+        assert_eq!(taken(&mailbox), [Some((1, 4, 0))]);
     }
 }

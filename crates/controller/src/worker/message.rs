@@ -115,11 +115,11 @@ pub(crate) enum Message {
         pages: (u64, u64),
         latch: Latch,
     },
-    /// Another DMA map; the latch is dropped once nothing uses the old one.
+    /// Another DMA map; the latches are dropped once nothing uses the old one.
     Table {
         controller: u32,
         table: Arc<DmaTable>,
-        latch: Latch,
+        latches: Vec<Latch>,
     },
     /// Flush every namespace.
     Flush {

@@ -293,12 +293,12 @@ impl Worker {
                 }
                 drop(latch);
             }
-            Message::Table { controller, table, latch } => {
+            Message::Table { controller, table, latches } => {
                 self.roster.activate(controller);
                 // One that is on its way out holds on to the old map as well.
                 let tenants = self.roster.active.iter_mut().map(|seat| &mut seat.tenant);
                 for tenant in tenants.filter(|t| t.id() == controller) {
-                    tenant.change_table(Arc::clone(&table), latch.clone());
+                    tenant.change_table(Arc::clone(&table), latches.clone());
                 }
             }
             Message::Rung { controller } => self.roster.rung(controller),

@@ -263,7 +263,8 @@ impl Roster {
     #[cold]
     fn check_memory(&mut self) {
         self.faults = memory::sigbus::faults();
-        let seats = self.active.iter().chain(&self.dormant).chain(self.parked.values());
+        let left_out = self.dormant.iter_mut().chain(self.parked.values_mut());
+        let seats = self.active.iter_mut().chain(left_out);
         seats.for_each(|seat| seat.tenant.check_memory());
     }
 

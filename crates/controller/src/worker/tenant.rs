@@ -52,10 +52,15 @@ pub(crate) struct Tenant {
     kicks: Vec<EventFd>,
     /// Old DMA maps that commands in flight may still use, with who waits for their end: and for that of
     /// all before, because what is in one map may have been in those, too.
-    draining: VecDeque<(ViewWatch, Latch)>,
+    draining: VecDeque<(ViewWatch, Vec<Latch>)>,
     /// Submission queues that are to be forgotten once they are empty.
     deleting: Vec<(usize, Latch)>,
     detaching: Option<Latch>,
+    /// `memory::sigbus::losses` when it was last looked at: what was lost before this tenant came is
+    /// still in its map.
+    losses: u64,
+    /// The loss of something in the present map has been reported.
+    lost: bool,
     #[cfg(feature = "faults")]
     parked: faulty::Parked,
 }
@@ -75,6 +80,8 @@ impl Tenant {
             draining: VecDeque::new(),
             deleting: Vec::new(),
             detaching: None,
+            losses: 0,
+            lost: false,
             #[cfg(feature = "faults")]
             parked: faulty::Parked::default(),
         })
@@ -183,9 +190,10 @@ impl Tenant {
 
     /// Takes over another DMA map. Queues are found again in it, or stand still until a map that
     /// has them; a shadow entry is kept as it is (its state survives the remapping).
-    pub(crate) fn change_table(&mut self, table: Arc<DmaTable>, latch: Latch) {
+    pub(crate) fn change_table(&mut self, table: Arc<DmaTable>, latches: Vec<Latch>) {
         let old = self.engine.change_view(View::new(Arc::clone(&table)));
-        self.draining.push_back((old.watch(), latch));
+        self.lost = false;
+        self.draining.push_back((old.watch(), latches));
         drop(old);
         let pages = self.shadow;
         self.sqs.iter_mut().flatten().for_each(|sq| sq.remap(&table, pages));
@@ -489,10 +497,16 @@ impl Tenant {
         self.shared.report(Report::InvalidDoorbell { qid: qid & !COMPLETION_QUEUE });
     }
 
-    /// Somebody's memory was lost: whether it is this one's.
+    /// Somebody's memory was lost: whether it is this one's. A host that loses a piece in each of its
+    /// tens of thousands of maps is looked through once for each map that it has, not for each piece.
     #[cold]
-    pub(crate) fn check_memory(&self) {
+    pub(crate) fn check_memory(&mut self) {
+        let losses = memory::sigbus::losses(self.shared.id);
+        if std::mem::replace(&mut self.losses, losses) == losses || self.lost {
+            return;
+        }
         if self.engine.view().table().is_poisoned() {
+            self.lost = true;
             self.shared.report(Report::MemoryLost);
         }
     }

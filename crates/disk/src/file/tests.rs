@@ -290,40 +290,24 @@ fn a_full_disk_is_no_space_and_a_broken_one_its_error() {
 /// The system tells of data that it could not write back once, and forgets them.
 #[test]
 fn a_sync_that_has_failed_is_not_made_good_by_the_next() {
-    const FLUSH: Op = Op::Flush;
-    const FUA: Op = Op::Write { fua: true };
-    const ZEROES: Op = Op::WriteZeroes { deallocate: false, fua: true };
-    let (full, broken) = (DiskError::NoSpace, DiskError::Io(libc::EIO));
-    for (op, results, then) in [
-        (FLUSH, vec![0], Ok(())),
-        (FLUSH, vec![-libc::EIO], Err(broken)),
-        (FLUSH, vec![-libc::ENOSPC], Err(full)),
-        (ZEROES, vec![0, -libc::EIO], Err(broken)),
-        // Found by a write of something else.
-        (FUA, vec![-libc::EIO], Err(broken)),
-        // That one was not even begun.
-        (FUA, vec![-libc::ENOSPC], Ok(())),
-        (Op::Write { fua: false }, vec![-libc::EIO], Ok(())),
+    let (flush, fua) = (Op::Flush, Op::Write { fua: true });
+    let broken = Err(DiskError::Io(libc::EIO));
+    for (direct, op, result, then) in [
+        (false, flush, -libc::EIO, broken),
+        (true, flush, -libc::EIO, Ok(())),
+        (false, flush, -libc::ENOSPC, Err(DiskError::NoSpace)),
+        // Found by a write of something else; the next was not even begun.
+        (false, fua, -libc::EIO, broken),
+        (false, fua, -libc::ENOSPC, Ok(())),
     ] {
         let mut shared = shared(memfd(4096), 4096);
-        for alignment in [None, Some(Alignment { memory: 1, offset: 1 })] {
-            shared.direct = alignment;
-            let (_, data) = buffer(512);
-            let request = Request { op, offset: 0, len: 512 };
-            let mut task = task::Task::new(1, &request, &data, &shared).unwrap();
-            let steps: Vec<_> =
-                results.iter().map(|result| task.outcome(*result, &shared)).collect();
-            let ended = steps.last() != Some(&task::Step::Call);
-            assert!(ended, "{op:?} {results:?}: {steps:?}");
-            let queue = &mut *disk(std::mem::replace(&mut shared, self::shared(memfd(4096), 4096)))
-                .queue()
-                .unwrap();
-            let then = if alignment.is_some() { Ok(()) } else { then };
-            for _ in 0..2 {
-                assert_eq!(run(queue, Op::Flush, 0), then, "{op:?} {results:?}");
-            }
-            assert_eq!(run(queue, Op::Write { fua: true }, 512), Ok(()));
-        }
+        shared.direct = direct.then_some(Alignment { memory: 1, offset: 1 });
+        let request = Request { op, offset: 0, len: 512 };
+        let task = task::Task::new(1, &request, &buffer(512).1, &shared);
+        assert!(matches!(task.unwrap().outcome(result, &shared), task::Step::End(Err(_))));
+        let queue = &mut *disk(shared).queue().unwrap();
+        assert_eq!([(); 2].map(|()| run(queue, flush, 0)), [then; 2], "{op:?} {result}");
+        assert_eq!(run(queue, fua, 512), Ok(()));
     }
 }
 

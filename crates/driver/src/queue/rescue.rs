@@ -350,7 +350,8 @@ impl Core {
     pub(crate) fn end_all(&mut self, why: &str, quiet: bool) -> Vec<Buffer> {
         self.set_failed(|| why.into());
         let mut kept = Vec::new();
-        if self.outstanding() == 0 {
+        // The rest has ended, and was not asked for yet.
+        if self.outstanding() == self.rescue.ended.len() {
             return kept;
         }
         let places = self.places();
@@ -380,5 +381,64 @@ impl Core {
     #[inline]
     pub(crate) fn has_ended(&self) -> bool {
         !self.rescue.ended.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::command::Command;
+    use crate::prp::PrpLists;
+    use crate::queue::bell::Register;
+    use crate::queue::core::Parts;
+    use doorbell::RingSize;
+    use memory::{Mapping, Protection, Ring};
+    use std::fs::File;
+
+    const ENTRIES: u32 = 16;
+
+    /// A queue whose submission queue lies in the file.
+    fn core(file: &File) -> (Core, std::sync::Arc<Mapping>) {
+        let page = || Mapping::anonymous(4096).unwrap().bytes();
+        let sq = Mapping::from_fd(file, 0, 4096, Protection::ReadWrite).unwrap();
+        let size = RingSize::new(ENTRIES).unwrap();
+        let bell = || Bell::new(Register::Mapped(page().cell(0).unwrap()));
+        let core = Core::new(Parts {
+            qid: 1,
+            sq: Ring::over(&sq.bytes(), ENTRIES).unwrap(),
+            sq_size: size,
+            cq: Ring::over(&page(), ENTRIES).unwrap(),
+            cq_size: size,
+            sq_bell: bell(),
+            cq_bell: bell(),
+            lists: PrpLists::new(page(), 0, ENTRIES as usize - 1, 4096, 4096).unwrap(),
+            max_transfer: 4096,
+        });
+        (core, sq)
+    }
+
+    /// Whoever asks for completions comes by for each of them: a look through the whole queue each time
+    /// takes half a minute for a long one.
+    #[test]
+    fn a_queue_that_has_ended_is_not_looked_through_again() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(4096).unwrap();
+        let (mut core, sq) = core(&file);
+        let flush = Command::flush(1);
+        for _ in 0..core.capacity() {
+            core.submit(flush.words(), None, flush).unwrap();
+        }
+        core.ring().unwrap();
+        assert!(core.end_all("it is gone", true).is_empty());
+        // Whoever looks there now, loses it.
+        file.set_len(0).unwrap();
+        for taken in 1..=core.capacity() {
+            assert!(core.end_all("it is gone", true).is_empty());
+            let ended = core.take_ended().unwrap();
+            assert_eq!(ended.status, Status::ABORTED_BY_HOST);
+            assert_eq!(core.outstanding(), core.capacity() - taken);
+        }
+        assert!(core.take_ended().is_none());
+        assert!(!sq.is_poisoned());
     }
 }

@@ -15,6 +15,7 @@ use crate::seat::{FIRST, Seat};
 use block::{BlockDevice, BlockError};
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 use std::collections::VecDeque;
 use std::future::Future;
 use std::io::{IoSlice, IoSliceMut};
@@ -36,6 +37,9 @@ const BATCH: usize = 64;
 const HANDSHAKE: Duration = Duration::from_secs(30);
 /// How long a client may take to take its last answers, when the server ends.
 const FAREWELL: Duration = Duration::from_secs(5);
+
+/// Not every program ignores SIGPIPE.
+const NO_SIGNAL: SendFlags = SendFlags::NOSIGNAL;
 
 /// The socket, among what a seat watches.
 const SOCKET: u64 = FIRST;
@@ -189,7 +193,7 @@ impl<F: Future<Output = Ended>> Connection<F> {
         let mut out = Handshake::greeting();
         let mut over: Option<Step> = None;
         loop {
-            let sent = match rustix::io::write(&self.socket, &out) {
+            let sent = match rustix::net::send(&self.socket, &out, NO_SIGNAL) {
                 Ok(sent) => sent,
                 Err(Errno::INTR) => continue,
                 Err(Errno::AGAIN) => {
@@ -477,7 +481,8 @@ impl<F: Future<Output = Ended>> Connection<F> {
                     }
                 }
             }
-            match rustix::io::writev(&self.socket, parts.get(..used).unwrap_or_default()) {
+            let parts = parts.get(..used).unwrap_or_default();
+            match sendmsg(&self.socket, parts, &mut SendAncillaryBuffer::default(), NO_SIGNAL) {
                 Ok(count) => self.sent += count,
                 Err(Errno::INTR) => continue,
                 Err(Errno::AGAIN) => {

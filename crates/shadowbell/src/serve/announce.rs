@@ -130,7 +130,7 @@ impl Teller {
             .flatten()
             .unwrap_or_default();
         let disk = match news {
-            News::Event(Event::Full(nsid)) => self.disk(index, nsid),
+            News::Event(Event::Full(nsid) | Event::Lost(nsid)) => self.disk(index, nsid),
             _ => None,
         };
         let Some(guest) = self.guests.get_mut(index) else { return };
@@ -167,6 +167,12 @@ impl Teller {
                 "{name}: there is no room left for namespace {nsid}, {}: the guest's writes that need \
                  more of it fail (Capacity Exceeded). Make room on its file system, or raise the quota \
                  or the limit on the size of files that stands against it; nothing has to be started again",
+                disk.unwrap_or_default()
+            ),
+            News::Event(Event::Lost(nsid)) => error!(
+                "{name}: the system could not bring to {} what the guest has written to namespace {nsid}, \
+                 and some of it may be lost: its flushes fail (Write Fault) until the disk is served \
+                 anew. Look after its storage, and at the system's log, first",
                 disk.unwrap_or_default()
             ),
             News::Event(Event::Shutdown) => info!("{name}: the guest has shut the controller down"),

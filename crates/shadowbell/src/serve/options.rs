@@ -2,6 +2,7 @@
 
 use crate::exit::bad_input;
 use crate::plan::{ControllerPlan, DiskPlan, Doorbells};
+use crate::serve::statistics;
 use anyhow::{Context, anyhow};
 use controller::{Polling, PoolOptions};
 use serde::Deserialize;
@@ -236,7 +237,8 @@ impl Args {
         plan.stats_json = self.stats_json.or(plan.stats_json);
         plan.stats_socket = self.stats_socket.or(plan.stats_socket);
         if let Some(path) = &plan.stats_json {
-            check_output(path).context("--stats-json").map_err(bad_input)?;
+            let checked = check_output(path).and_then(|()| statistics::check(path));
+            checked.context("--stats-json").map_err(bad_input)?;
         }
         if let Some((path, _)) = &plan.trace {
             check_output(path).context("--trace").map_err(bad_input)?;

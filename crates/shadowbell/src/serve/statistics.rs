@@ -1,11 +1,14 @@
 //! The counters of what is served, as JSON.
 
 use super::service::ServedController;
+use anyhow::bail;
 use controller::{Config, Stats};
+use rustix::fs::OFlags;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 /// Sums over the I/O queues of all controllers, present and past, and the counters of each.
@@ -102,24 +105,43 @@ impl fmt::Display for Report {
     }
 }
 
-/// Writes a report, so that a reader of `path` finds a whole one at any time.
+/// Writes a report, so that a reader of `path` finds a whole one at any time. What is there and is no
+/// file (a link, a pipe, `/dev/stdout`) stays what it is, and is written to.
 ///
 /// # Errors
-/// The system's; the file is as it was then.
+/// The system's; a file is as it was then.
 pub fn write(path: &Path, report: &Report) -> io::Result<()> {
+    let mut json = serde_json::to_vec_pretty(report)?;
+    json.push(b'\n');
+    if std::fs::symlink_metadata(path).is_ok_and(|about| !about.is_file()) {
+        let mut options = std::fs::File::options();
+        // Nobody waits for a pipe's reader.
+        let nonblock = OFlags::NONBLOCK.bits().cast_signed();
+        let file = options.write(true).truncate(true).custom_flags(nonblock).open(path);
+        return file?.write_all(&json);
+    }
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(format!(".{}.tmp", std::process::id()));
     let draft = path.with_file_name(name);
-    let written = std::fs::File::create(&draft).and_then(|mut file| {
-        let mut json = serde_json::to_vec_pretty(report)?;
-        json.push(b'\n');
-        file.write_all(&json)
-    });
+    let written = std::fs::File::create(&draft).and_then(|mut file| file.write_all(&json));
     let outcome = written.and_then(|()| std::fs::rename(&draft, path));
     if outcome.is_err() {
         let _ = std::fs::remove_file(&draft);
     }
     outcome
+}
+
+/// Whether a report may take the place of what is at `path`: of nothing, or of an earlier one. A disk
+/// whose path slipped in here would be lost.
+///
+/// # Errors
+/// A sentence that says why not.
+pub fn check(path: &Path) -> anyhow::Result<()> {
+    let mut first = [0];
+    if path.is_file() && std::fs::File::open(path)?.read(&mut first)? != 0 && first != *b"{" {
+        bail!("{} exists and holds no counters; it is left alone", path.display());
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -168,5 +190,21 @@ mod tests {
         assert_eq!(json["commands"], 7);
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1, "no draft is left");
         assert!(write(&directory.path().join("no/stats.json"), &Report::default()).is_err());
+    }
+
+    #[test]
+    fn what_is_no_file_is_written_to_and_not_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        let [file, link, fifo] = ["file", "link", "fifo"].map(|name| directory.path().join(name));
+        std::fs::write(&file, "{ a longer report }".repeat(9999)).unwrap();
+        std::os::unix::fs::symlink(&file, &link).unwrap();
+        write(&link, &Report::default()).unwrap();
+        assert!(link.is_symlink());
+        serde_json::from_slice::<serde_json::Value>(&std::fs::read(&file).unwrap()).unwrap();
+        let mode = rustix::fs::Mode::RWXU;
+        rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        // Without anybody who reads it, it would wait.
+        write(&fifo, &Report::default()).unwrap_err();
+        assert!(!std::fs::symlink_metadata(&fifo).unwrap().is_file());
     }
 }

@@ -12,6 +12,8 @@ use anyhow::{Context, anyhow, bail};
 use disk::{DEPTH, DiskReader, DiskWriter};
 use driver::{AttachOptions, Namespace};
 use indicatif::{ProgressBar, ProgressStyle};
+use rustix::fs::{FlockOperation, fcntl_lock};
+use rustix::io::Errno;
 use std::fs::{self, File};
 use std::io::{self, IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
@@ -93,13 +95,7 @@ pub fn read(args: &ReadArgs) -> anyhow::Result<ExitCode> {
     }
     let mut reader = DiskReader::open(&mut session, namespace, args.offset, length)?;
     let (mut out, name): (Box<dyn Write>, String) = match &args.output {
-        Some(path) => {
-            let file = File::create(path).map_err(exit::bad_input);
-            (
-                Box::new(file.with_context(|| path.display().to_string())?),
-                path.display().to_string(),
-            )
-        }
+        Some(path) => (Box::new(create(path)?), path.display().to_string()),
         None => (Box::new(io::stdout().lock()), "standard output".to_owned()),
     };
     let bar = progress(Some(length));
@@ -113,6 +109,24 @@ pub fn read(args: &ReadArgs) -> anyhow::Result<ExitCode> {
     session.detach()?;
     tracing::info!("read {length} bytes of {}", args.target);
     Ok(ExitCode::SUCCESS)
+}
+
+/// An empty file, or what it was if that is no file: a pipe, a device. Not a disk that somebody uses,
+/// which may be this program itself.
+fn create(path: &Path) -> anyhow::Result<File> {
+    let name = || path.display().to_string();
+    let file = File::options().write(true).create(true).truncate(false).open(path);
+    let file = file.map_err(exit::bad_input).with_context(name)?;
+    // Disks are locked. What can not be locked is none.
+    let locked = fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive);
+    if matches!(locked, Err(Errno::AGAIN | Errno::ACCESS)) {
+        let what = "is a disk that is in use; give the path of another file";
+        return Err(exit::bad_input(anyhow!("{} {what}", name())));
+    }
+    if file.metadata().is_ok_and(|about| about.is_file()) {
+        file.set_len(0).with_context(name)?;
+    }
+    Ok(file)
 }
 
 /// Runs `write`.

@@ -90,6 +90,18 @@ fn what_can_not_be_moved_is_refused_with_the_reason() {
         assert!(text.contains(words), "{arguments}: {text}");
     }
     assert_eq!(fs::read(&small).unwrap(), [0; 4096], "nothing was written");
+    // A disk that is in use does not become the output: not that of this program, by whatever name,
+    // and not that of another.
+    let link = directory.path().join("link.img");
+    fs::hard_link(&large, &link).unwrap();
+    let server = Server::start(&[&small]);
+    for (from, output) in [(&*large, &*large), (&large, link.to_str().unwrap()), (&large, &small)] {
+        let text = complaint(&mut line(&format!("read {from} -o {output}")), 2);
+        assert!(text.contains(&format!("{output} is a disk that is in use")), "{text}");
+    }
+    assert_eq!(fs::read(&large).unwrap(), [1; 8192]);
+    assert_eq!(fs::read(&small).unwrap(), [0; 4096]);
+    drop(server);
     // A stream whose length nobody knows is found out about on the way.
     let mut write = shadowbell(["write", &small]);
     let text = complaint(write.write_stdin(vec![2; 5000]), 1);

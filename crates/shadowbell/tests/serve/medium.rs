@@ -4,6 +4,7 @@ use crate::harness::{Server, image, run, until};
 use driver::{Controller, QueuePair};
 use spec::Status;
 use spec::event::AsyncEvent;
+use std::path::Path;
 use std::process::Command;
 use tempfile::TempDir;
 
@@ -129,4 +130,71 @@ fn a_full_disk_under_the_image() {
     assert_eq!(run(&mut queue, zeroes, None).status, Status::SUCCESS);
     assert_eq!(write_and_read(&controller, &mut queue, 127 * 64).0, Status::SUCCESS);
     assert_eq!(health(&controller), (false, 100));
+}
+
+/// A loop device, until dropped.
+struct Loop(String);
+
+impl Loop {
+    /// That whose name is in a file in `directory`.
+    fn named_in(directory: &Path) -> Option<Self> {
+        let name = std::fs::read_to_string(directory.join("loop")).ok()?;
+        Some(Self(name.trim().to_owned())).filter(|device| !device.0.is_empty())
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["-d", &self.0]).status();
+    }
+}
+
+/// A block device that takes writes, and can not keep them: the system tells of that once.
+#[test]
+fn data_that_can_not_be_written_back_stay_lost() {
+    let directory = tempfile::tempdir().unwrap();
+    let script = "mount -t tmpfs -o size=1m tmpfs fs && truncate -s 64M fs/disk.img && \
+                  losetup -f --show fs/disk.img > loop && ln -s $(cat loop) disk.img";
+    std::fs::create_dir(directory.path().join("fs")).unwrap();
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", &format!("{script} && exec \"$@\""), "sh"]);
+    let mut probe = Command::new("unshare");
+    probe.args(["--mount", "sh", "-c", script]).current_dir(directory.path());
+    let is_possible = probe.output().is_ok_and(|output| output.status.success());
+    drop(Loop::named_in(directory.path()));
+    if !is_possible {
+        eprintln!("not tried: this system gives us no loop device");
+        return;
+    }
+    std::fs::remove_file(directory.path().join("disk.img")).unwrap();
+    command.arg(env!("CARGO_BIN_EXE_shadowbell")).args([
+        "serve",
+        "disk.img?direct=off",
+        "--socket",
+        "vm.sock",
+    ]);
+    let mut server = Server::spawn(command, directory, &["vm.sock"]);
+    let device = Loop::named_in(server.directory());
+    assert!(device.is_some());
+    let mut controller = server.attach();
+    let mut queue = controller.take_queue_pair().unwrap();
+    let namespace = controller.namespace(1).unwrap().clone();
+    assert_eq!(run(&mut queue, namespace.flush(), None).status, Status::SUCCESS);
+    let pool = controller.buffers(1, 1 << 20).unwrap();
+    let blocks = (1 << 20) / namespace.block_size();
+    for n in 0..4 {
+        let write = namespace.write(n * u64::from(blocks), blocks).unwrap();
+        assert_eq!(run(&mut queue, write, pool.take()).status, Status::SUCCESS);
+    }
+    // A host that is told to try again is not told that all is well then.
+    for _ in 0..3 {
+        let status = run(&mut queue, namespace.flush(), None).status;
+        assert_eq!(status.code(), Status::WRITE_FAULT);
+    }
+    server.says("some of it may be lost");
+    assert_eq!(server.stderr().matches("may be lost").count(), 1);
+    drop((queue, pool));
+    controller.detach().unwrap();
+    assert_eq!(server.stop().code(), Some(1));
+    drop(device);
 }

@@ -1,0 +1,57 @@
+//! A client that hangs up is no reason for a signal: not every program ignores SIGPIPE.
+//!
+//! Alone in its process, because signals are the whole process's.
+
+#[allow(dead_code)]
+#[path = "export/client.rs"]
+mod client;
+#[allow(dead_code)]
+#[path = "../../block/tests/block/common.rs"]
+mod common;
+
+use client::Client;
+use common::{TestDisk, attach};
+use driver::AttachOptions;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use shadowbell_export::nbd::wire::{command, option, put_option};
+use shadowbell_export::nbd::{Address, Options, Server};
+use signal_hook::consts::SIGPIPE;
+use std::io::Write;
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Until the server, which has tried to answer, has closed its end.
+fn until_hung_up(socket: &UnixStream) {
+    let mut fds = [PollFd::new(socket, PollFlags::empty())];
+    let patience = Timespec { tv_sec: 20, tv_nsec: 0 };
+    assert_eq!(poll(&mut fds, Some(&patience)), Ok(1));
+}
+
+#[test]
+fn a_client_that_hears_nothing_more_is_no_signal() {
+    let signalled = Arc::new(AtomicBool::new(false));
+    signal_hook::flag::register(SIGPIPE, Arc::clone(&signalled)).unwrap();
+    let medium = Arc::new(TestDisk::new(4096, 512));
+    let mut controller = attach(medium, &AttachOptions::default());
+    let disk = block::BlockDevice::open(&mut controller, 1, &block::BlockOptions::default());
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("nbd");
+    let address = Address::Unix(path.clone());
+    let server = Server::start(disk.unwrap(), &address, &Options::default()).unwrap();
+    let mut client = Client::connect(&path, false);
+    client.socket.shutdown(Shutdown::Read).unwrap();
+    client.ask(command::READ, 0, 0, 512, b"");
+    until_hung_up(&client.socket);
+    // One that has got no further than to the options.
+    let mut client = Client::greeted(&path);
+    client.socket.shutdown(Shutdown::Read).unwrap();
+    let mut list = Vec::new();
+    put_option(&mut list, option::LIST, b"");
+    client.socket.write_all(&list).unwrap();
+    until_hung_up(&client.socket);
+    let _ = server.stop();
+    controller.detach().unwrap();
+    assert!(!signalled.load(Ordering::SeqCst));
+}

@@ -1,0 +1,405 @@
+//! A guest that does anything: registers, doorbells, commands, lists and shadow doorbells of any
+//! content, over memory that comes and goes and a disk that takes its time or fails.
+//!
+//! What is checked, besides that nothing panics or goes on for ever: memory that is not shared, or
+//! shared for reading only, is never written; what was taken back is not written after that was
+//! confirmed; and from the end of a reset to the next enable nothing is written at all.
+
+use crate::command::{self, BASE, PAGE, PAGES};
+use crate::medium::{self, Medium};
+use crate::source::Source;
+use controller::config::uuid_from;
+use controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
+use memory::{EventFd, Mapping, Protection, SharedBytes};
+use spec::regs;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use zerocopy::IntoBytes;
+
+const ACTIONS: usize = 128;
+/// Turns that anything has to be done in.
+const TURNS: usize = 20_000;
+/// What a page that is not shared is full of.
+const GUARD: u8 = 0xa5;
+/// Pages behind the guest's memory that are never shared.
+const GUARDS: u64 = 4;
+/// The parts in which memory is shared and taken back: first page, pages.
+const PARTS: [(u64, u64); 4] = [(0, 12), (12, 2), (14, 10), (24, 8)];
+
+/// Carries out a program.
+pub fn run(input: &[u8]) {
+    let mut source = Source::new(input);
+    let mut guest = Guest::new(&mut source);
+    if !source.rarely(8) {
+        guest.enable();
+        guest.create_queues(&mut source);
+    }
+    for _ in 0..ACTIONS {
+        if source.is_empty() {
+            break;
+        }
+        guest.act(&mut source);
+        guest.check();
+    }
+    guest.finish();
+}
+
+/// A part of the guest's memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Part {
+    Shared,
+    SharedToRead,
+    /// It was taken back, and that was confirmed.
+    Away,
+}
+
+struct Guest {
+    controller: Controller,
+    turns: Turns,
+    medium: Medium,
+    memory: SharedBytes,
+    /// The same memory, mapped for reading.
+    to_read: SharedBytes,
+    parts: [Part; PARTS.len()],
+    /// What memory that nobody may write held when it became so.
+    image: Vec<u8>,
+    /// From the end of a reset to what may enable the controller.
+    frozen: bool,
+    tails: [u32; 4],
+    irq: EventFd,
+}
+
+impl Guest {
+    fn new(source: &mut Source<'_>) -> Self {
+        let polling = source.of(&[Polling::Never, Polling::Always, Polling::default()]);
+        let (pool, turns) = Pool::driven(polling).expect("a worker");
+        let medium = Medium::default();
+        let disks = [medium.clone(), medium.clone()];
+        let namespaces = disks.into_iter().enumerate().map(|(n, disk)| NamespaceConfig {
+            disk: Arc::new(disk),
+            uuid: uuid_from(&n.to_string()),
+        });
+        let config = Config {
+            namespaces: namespaces.collect(),
+            io_queues: 4,
+            max_queue_entries: 64,
+            shadow_doorbells: !source.rarely(16),
+            ..Config::default()
+        };
+        let carrier = Carrier { mapped_doorbells: source.rarely(8), listener: None };
+        let controller = Controller::new(config, pool, carrier).expect("a controller");
+        let len = (PAGES + GUARDS) * PAGE;
+        let mapping = Mapping::shared("guest", len).expect("memory");
+        let memory = mapping.bytes();
+        memory.fill((PAGES * PAGE) as usize, (GUARDS * PAGE) as usize, GUARD).expect("guards");
+        let fd = mapping.fd().expect("a file").try_clone_to_owned().expect("a descriptor");
+        let to_read = Mapping::from_fd(&fd, 0, len, Protection::Read).expect("memory").bytes();
+        let mut guest = Self {
+            controller,
+            turns,
+            medium,
+            memory,
+            to_read,
+            parts: [Part::Away; PARTS.len()],
+            image: Vec::new(),
+            frozen: true,
+            tails: [0; 4],
+            irq: EventFd::new().expect("an eventfd"),
+        };
+        guest.image = guest.all();
+        for part in 0..PARTS.len() {
+            guest.share(part, true);
+        }
+        guest
+    }
+
+    fn all(&self) -> Vec<u8> {
+        let mut all = vec![0; self.memory.len()];
+        self.memory.read_into(0, &mut all).expect("all of it");
+        all
+    }
+
+    fn share(&mut self, part: usize, writable: bool) {
+        let (first, pages) = PARTS[part];
+        let memory = if writable { &self.memory } else { &self.to_read };
+        let bytes = memory.slice((first * PAGE) as usize, (pages * PAGE) as usize);
+        let bytes = bytes.expect("a part");
+        let outcome = self.controller.map_dma(command::page(first), pages * PAGE, &bytes);
+        assert_eq!(outcome.is_ok(), self.parts[part] == Part::Away, "{outcome:?}");
+        if outcome.is_ok() {
+            self.parts[part] = if writable { Part::Shared } else { Part::SharedToRead };
+            self.remember();
+        }
+    }
+
+    fn take_back(&mut self, part: usize) {
+        let (first, pages) = PARTS[part];
+        let done = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&done);
+        let outcome = self.controller.unmap_dma(command::page(first), pages * PAGE, move || {
+            flag.store(true, Ordering::SeqCst);
+        });
+        assert_eq!(outcome.is_ok(), self.parts[part] != Part::Away, "{outcome:?}");
+        if outcome.is_ok() {
+            self.until(&done, "memory is not given back");
+            self.parts[part] = Part::Away;
+            self.remember();
+        }
+    }
+
+    /// What may not be written is to stay as it is now.
+    fn remember(&mut self) {
+        self.image = self.all();
+    }
+
+    /// Compares all that may not be written with what it held.
+    fn check(&self) {
+        let now = self.all();
+        let same = |first: u64, pages: u64, why: &str| {
+            let range = (first * PAGE) as usize..((first + pages) * PAGE) as usize;
+            assert!(now[range.clone()] == self.image[range], "page {first} and on: {why}");
+        };
+        same(PAGES, GUARDS, "memory that was never shared was written");
+        for (part, (first, pages)) in self.parts.iter().zip(PARTS) {
+            match part {
+                Part::Away => same(first, pages, "memory that was taken back was written"),
+                Part::SharedToRead => same(first, pages, "memory for reading was written"),
+                Part::Shared if self.frozen => {
+                    same(first, pages, "memory was written after a reset");
+                }
+                Part::Shared => {}
+            }
+        }
+    }
+
+    /// Writes the guest's memory.
+    fn poke(&mut self, iova: u64, bytes: &[u8]) {
+        let at = iova.wrapping_sub(BASE);
+        if at.saturating_add(bytes.len() as u64) <= PAGES * PAGE {
+            let at = at as usize;
+            self.memory.write_from(at, bytes).expect("it is in range");
+            self.image[at..at + bytes.len()].copy_from_slice(bytes);
+        }
+    }
+
+    /// Lets the worker do what it can, until there is nothing more.
+    fn settle(&mut self) {
+        for _ in 0..TURNS {
+            if !self.turns.turn() {
+                return;
+            }
+        }
+        panic!("there is always something to do");
+    }
+
+    fn until(&mut self, done: &AtomicBool, what: &str) {
+        for _ in 0..4 {
+            self.settle();
+            if done.load(Ordering::SeqCst) {
+                return;
+            }
+            // It may wait for the disk, which may not be asked to hurry.
+            self.medium.state().end_all();
+        }
+        panic!("{what}");
+    }
+
+    fn write32(&mut self, offset: u64, value: u32) {
+        self.write(offset, &value.to_le_bytes());
+    }
+
+    fn write(&mut self, offset: u64, data: &[u8]) {
+        if offset < regs::DOORBELLS {
+            self.frozen = false;
+        }
+        self.controller.write(offset, data);
+    }
+
+    fn csts(&self) -> regs::Csts {
+        let mut bytes = [0; 4];
+        self.controller.read(regs::CSTS, &mut bytes);
+        regs::Csts::from_bits(u32::from_le_bytes(bytes))
+    }
+
+    fn enable(&mut self) {
+        let aqa = (command::ADMIN_ENTRIES - 1) * 0x1_0001;
+        self.write32(regs::AQA, aqa);
+        self.write(regs::ASQ, &command::ASQ.to_le_bytes());
+        self.write(regs::ACQ, &command::ACQ.to_le_bytes());
+        self.write32(regs::CC, 0x0046_0001);
+        self.tails = [0; 4];
+    }
+
+    /// Queue pairs 1 and 2, and shadow doorbells, as most guests have.
+    fn create_queues(&mut self, source: &mut Source<'_>) {
+        let shadow = source.bool();
+        for qid in 1..=2u16 {
+            let size = u32::from(source.of(&[3u16, 1, 7, 15, 63])) << 16;
+            let mut cq = spec::Sqe::new(0x05, qid, 0).with_prps(command::cq_at(qid), 0);
+            (cq.cdw10, cq.cdw11) = (size | u32::from(qid), 3 | u32::from(qid) << 16);
+            self.put(0, &cq);
+            self.ring(0, false);
+            self.settle();
+            let mut sq = spec::Sqe::new(0x01, qid, 0).with_prps(command::sq_at(qid), 0);
+            (sq.cdw10, sq.cdw11) = (size | u32::from(qid), 1 | u32::from(qid) << 16);
+            self.put(0, &sq);
+            self.ring(0, false);
+            self.settle();
+        }
+        if shadow {
+            let sqe = spec::Sqe::new(0x7c, 9, 0).with_prps(command::SHADOW, command::EVENT_IDX);
+            self.put(0, &sqe);
+            self.ring(0, false);
+            self.settle();
+        }
+    }
+
+    /// Puts a command where the next one of this queue might be.
+    fn put(&mut self, qid: u16, sqe: &spec::Sqe) {
+        let tail = self.tails[usize::from(qid)];
+        self.poke(command::sq_at(qid) + u64::from(tail) * 64, sqe.as_bytes());
+        // Nobody knows how long the queue is; 16 entries is what some of them have.
+        self.tails[usize::from(qid)] = (tail + 1) % command::ADMIN_ENTRIES;
+    }
+
+    fn ring(&mut self, qid: u16, quietly: bool) {
+        let tail = self.tails[usize::from(qid)];
+        let bell = regs::sq_doorbell_offset(qid, 0);
+        self.poke(command::SHADOW + bell - regs::DOORBELLS, &tail.to_le_bytes());
+        if !quietly {
+            self.controller.write_doorbell(bell, tail);
+        }
+    }
+
+    fn act(&mut self, source: &mut Source<'_>) {
+        match source.below(24) {
+            0..=7 => {
+                let qid = source.of(&[0, 1, 1, 1, 2, 3]);
+                for _ in 0..1 + source.below(4) {
+                    let sqe = command::command(source, qid == 0);
+                    self.put(qid, &sqe);
+                }
+                self.ring(qid, source.rarely(4));
+            }
+            8 => {
+                let (list, at) = (command::list(source), command::address(source));
+                self.poke(at, &list);
+            }
+            9 => {
+                let (bytes, at) = (source.bytes(64), command::address(source));
+                self.poke(at, &bytes);
+            }
+            10 => {
+                // The buffers of Doorbell Buffer Config, both of them.
+                let entry = u64::from(source.u8() % 12) * 4;
+                let at = source.of(&[command::SHADOW, command::EVENT_IDX]);
+                let value = source.near(&[0, 1, 3, 15, 63, 64, 0xffff, 0x1_0000]) as u32;
+                self.poke(at + entry, &value.to_le_bytes());
+            }
+            11 | 12 => {
+                let bell = regs::DOORBELLS + u64::from(source.u8() % 12) * 4;
+                let value = source.near(&[0, 1, 2, 3, 15, 16, 63, 64]) as u32;
+                self.controller.write_doorbell(bell, value);
+            }
+            13 => {
+                let offset = source.near(&[0x14, 0x14, 0x1c, 0x24, 0x28, 0x30, 0x0c, 0x20, 0xe04]);
+                let len = source.of(&[4, 8, 4, 2, 16]);
+                let value = source.near(&[0x0046_0001, 0x0046_0000, 0x0046_4001, 0, 0x4e56_4d65]);
+                let mut data = value.to_le_bytes().to_vec();
+                data.resize(len, 0);
+                if offset < regs::DOORBELLS + 0x1000 {
+                    self.write(offset, &data);
+                }
+            }
+            14 => {
+                let len = source.of(&[4, 8, 1, 64, 0]);
+                let mut data = vec![0; len];
+                self.controller.read(source.near(&[0, 0x1c, 0x38, 0x1000]), &mut data);
+            }
+            15 => self.take_back(source.below(PARTS.len())),
+            16 => {
+                let part = source.below(PARTS.len());
+                let writable = !source.rarely(4);
+                if self.parts[part] == Part::Away {
+                    self.share(part, writable);
+                }
+            }
+            17 => self.reset(source.below(3)),
+            18 => {
+                self.enable();
+                self.create_queues(source);
+            }
+            19 => {
+                let mut state = self.medium.state();
+                (state.hold, state.heed) = (source.bool(), source.bool());
+            }
+            20 => {
+                let error = medium::error(source);
+                self.medium.state().fail.push_back(error);
+            }
+            21 => {
+                let mut state = self.medium.state();
+                let n = source.below(state.held().max(1));
+                state.end(n);
+            }
+            22 => {
+                let vector = source.below(6);
+                let event = source.bool().then(|| self.irq.try_clone().expect("an eventfd"));
+                self.controller.set_interrupt(vector, event);
+                self.controller.trigger_interrupt(source.below(6));
+            }
+            _ => {
+                self.turns.turn();
+            }
+        }
+        if !source.rarely(3) {
+            self.settle();
+        }
+        let csts = self.csts();
+        assert!(!csts.rdy() || !self.frozen, "it was reset, and is ready: {csts:?}");
+    }
+
+    /// A reset of some kind, to its end.
+    fn reset(&mut self, kind: usize) {
+        let done = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&done);
+        let then = move || flag.store(true, Ordering::SeqCst);
+        match kind {
+            0 => self.controller.reset(then),
+            1 => self.controller.disconnect(then),
+            _ => {
+                let cc = {
+                    let mut bytes = [0; 4];
+                    self.controller.read(regs::CC, &mut bytes);
+                    u32::from_le_bytes(bytes)
+                };
+                self.write32(regs::CC, cc & !1);
+                for _ in 0..4 {
+                    self.settle();
+                    if !self.csts().rdy() {
+                        done.store(true, Ordering::SeqCst);
+                        break;
+                    }
+                    self.medium.state().end_all();
+                }
+            }
+        }
+        self.until(&done, "a reset does not end");
+        if kind == 1 {
+            self.parts = [Part::Away; PARTS.len()];
+        }
+        self.frozen = true;
+        self.remember();
+        self.settle();
+        self.check();
+        if kind == 1 {
+            (0..PARTS.len()).for_each(|part| self.share(part, true));
+        }
+    }
+
+    fn finish(&mut self) {
+        self.reset(1);
+        self.check();
+        assert_eq!(self.medium.state().held(), 0, "the disk has requests of nobody");
+    }
+}

@@ -1,0 +1,148 @@
+//! Structures off the wire, of any content: what the specification's decoders make of them, and the
+//! vfio-user codec of a stream that arrives in pieces.
+
+use crate::source::Source;
+use spec::Sqe;
+use spec::identify::{
+    ControllerList, IdentifyController, IdentifyNamespace, NamespaceId, NamespaceIds, NamespaceList,
+};
+use spec::log::{ChangedNamespaces, ErrorLogEntry, SmartHealth};
+use vfio_user::capabilities::Capabilities;
+use vfio_user::codec::{Decoder, MESSAGE_OVERHEAD};
+use vfio_user::wire::{HEADER_LEN, header_flags};
+use zerocopy::{FromBytes, IntoBytes};
+
+/// Carries out a program.
+pub fn run(input: &[u8]) {
+    let mut source = Source::new(input);
+    match source.below(4) {
+        0 => identify(&source.exactly(4096)),
+        1 => command(&source.exactly(Sqe::SIZE), &mut source),
+        2 => {
+            let _ = Capabilities::from_version_data(&source.bytes(4096));
+        }
+        _ => stream(&mut source),
+    }
+}
+
+fn identify(page: &[u8]) {
+    if let Ok(controller) = IdentifyController::read_from_bytes(page) {
+        let words = [
+            controller.serial().to_string(),
+            controller.model().to_string(),
+            controller.firmware().to_string(),
+            controller.qualified_name().to_string(),
+        ];
+        assert!(words.iter().all(|word| word.len() <= 4096));
+        for mpsmin in 0..16 {
+            let _ = controller.max_transfer(mpsmin);
+        }
+    }
+    if let Ok(namespace) = IdentifyNamespace::read_from_bytes(page) {
+        let _ = namespace.format();
+    }
+    if let Ok(ids) = NamespaceIds::read_from_bytes(page) {
+        let all: Vec<NamespaceId<'_>> = ids.iter().collect();
+        assert!(all.len() <= 4096 / 5, "more than there is room for");
+    }
+    if let Ok(list) = NamespaceList::read_from_bytes(page) {
+        assert!(list.iter().count() <= 1024);
+    }
+    if let Ok(list) = ControllerList::read_from_bytes(page) {
+        assert!(list.iter().count() <= 2047);
+    }
+    if let Ok(changed) = ChangedNamespaces::read_from_bytes(page) {
+        assert!(changed.iter().count() <= 1024);
+    }
+    let _ = SmartHealth::read_from_prefix(page).map(|(log, _)| format!("{log:?}"));
+    let _ = ErrorLogEntry::read_from_prefix(page).map(|(entry, _)| format!("{entry:?}"));
+}
+
+/// What a command's fields are decoded to is encoded to the same.
+fn command(bytes: &[u8], source: &mut Source<'_>) {
+    use spec::admin::{
+        Abort, CreateIoCq, CreateIoSq, DeleteIoQueue, GetFeatures, GetLogPage, SetFeatures,
+    };
+    let Ok(sqe) = Sqe::read_from_bytes(bytes) else { return };
+    assert_eq!(sqe.as_bytes(), bytes);
+    let _ = (sqe.fuse(), sqe.psdt(), sqe.sgl1(), format!("{sqe:?}"));
+    macro_rules! there_and_back {
+        ($($name:path),*) => {
+            $({
+                let fields = <$name>::decode(&sqe);
+                assert_eq!(<$name>::decode(&fields.encode(Sqe::new(sqe.opcode, 0, 0))), fields);
+            })*
+        };
+    }
+    there_and_back!(
+        CreateIoCq,
+        CreateIoSq,
+        DeleteIoQueue,
+        Abort,
+        GetLogPage,
+        GetFeatures,
+        SetFeatures,
+        spec::nvm::RwFields,
+        spec::nvm::DatasetManagement,
+        spec::nvm::CopyFields
+    );
+    let _ = spec::nvm::RwFields::decode(&sqe).end();
+    let _ = spec::regs::decode_doorbell(source.u64(), source.u8() & 15);
+    let _ = format!("{:?}", spec::event::AsyncEvent::from_dw0(source.u32()));
+    let status = spec::Status::from_bits(source.u16());
+    let _ = (status.name(), status.to_string(), status.code_type());
+}
+
+/// The messages of a stream do not depend on the pieces in which it arrives, and no message is longer
+/// than what was agreed to.
+fn stream(source: &mut Source<'_>) {
+    let most = source.of(&[0, 64, 4096]);
+    let pieces = source.of(&[1usize, 7, 100, 5000]);
+    let mut bytes = Vec::new();
+    for _ in 0..source.below(12) {
+        let payload = source.bytes(200);
+        let real = (HEADER_LEN + payload.len()) as u64;
+        let size = if source.rarely(6) { source.near(&[real, 16, 4096]) } else { real } as u32;
+        let flags = if source.rarely(8) { source.u32() } else { u32::from(source.bool()) };
+        bytes.extend([source.u16(), source.u16()].as_bytes());
+        bytes.extend([size, flags, source.u32()].as_bytes());
+        bytes.extend(payload);
+    }
+    let whole = messages(&bytes, usize::MAX, most);
+    assert_eq!(whole, messages(&bytes, pieces, most), "it depends on how the bytes arrive");
+    for (_, payload) in &whole.0 {
+        assert!(payload.len() + HEADER_LEN <= most + MESSAGE_OVERHEAD);
+    }
+}
+
+type Messages = (Vec<(u16, Vec<u8>)>, bool);
+
+/// The commands and payloads of a stream, and whether it makes no sense from there on.
+fn messages(mut bytes: &[u8], piece: usize, most: usize) -> Messages {
+    let mut decoder = Decoder::new(most);
+    let mut found = Vec::new();
+    loop {
+        loop {
+            match decoder.decode() {
+                Ok(Some(message)) => {
+                    assert!(message.header.flags & header_flags::TYPE_MASK <= header_flags::REPLY);
+                    found.push((message.header.command, message.payload.to_vec()));
+                }
+                Ok(None) => break,
+                Err(error) => {
+                    assert_eq!(decoder.decode().err(), Some(error), "an error stays");
+                    return (found, true);
+                }
+            }
+        }
+        if bytes.is_empty() {
+            return (found, false);
+        }
+        let space = decoder.space();
+        let len = space.len().min(piece).min(bytes.len());
+        assert!(len > 0, "no room for more");
+        space[..len].copy_from_slice(&bytes[..len]);
+        decoder.advance(len, Vec::new());
+        bytes = &bytes[len..];
+    }
+}

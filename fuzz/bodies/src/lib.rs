@@ -1,0 +1,34 @@
+//! What the fuzz targets do with their bytes.
+//!
+//! Each module has a `run`, which takes any bytes and must come to its end: a panic is a finding, and
+//! so is a hang. The bytes are a *program* for the untrusted side (a host, a VMM, a controller, a
+//! client), which is carried out against the real code, on one thread and by turns where that is
+//! possible, so that an input does the same each time.
+//!
+//! | target | the untrusted side | what it is set upon |
+//! |---|---|---|
+//! | [`session`] | a VMM: messages, descriptors, memory | the vfio-user server with a controller behind it |
+//! | [`chaos`] | a guest that does anything | the controller's registers, queues and DMA |
+//! | [`queues`] | a guest that keeps to the rules, over a disk that need not | the same, against a model of what must come of each command |
+//! | [`driver`] | a controller that does anything | the driver: attach, queues, recovery |
+//! | [`client`] | a vfio-user server | the client |
+//! | [`nbd`] | an NBD client, and a server | the server; the decoder of replies |
+//! | [`decode`] | whoever sends structures | the decoders of the specification and of the protocol |
+//! | [`text`] | whoever writes a URI, a size or a configuration | their parsers |
+//!
+//! `cargo xtask fuzz` runs them under libFuzzer. The tests of this crate replay the seeds and some
+//! thousand pseudo-random programs on any toolchain.
+#![forbid(unsafe_code)]
+
+pub mod chaos;
+pub mod client;
+pub mod decode;
+pub mod driver;
+pub mod nbd;
+pub mod queues;
+pub mod session;
+pub mod text;
+
+mod command;
+mod medium;
+mod source;

@@ -1,0 +1,261 @@
+//! An NBD client that sends anything to the server, and a server that sends anything to the decoder of
+//! replies.
+//!
+//! Checked: the handshake comes to the same however its bytes arrive; each request is answered at most
+//! once, and what is answered was asked; and a client that has said that it sends no more is let go.
+
+use crate::source::Source;
+use block::{BlockDevice, BlockOptions};
+use export::nbd::handshake::{Export, Handshake, Step};
+use export::nbd::reply::Incoming;
+use export::nbd::wire::{self, Request};
+use export::nbd::{Address, Options, Server};
+use rustix::net::SendFlags;
+use std::io::Read;
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+const BYTES: u64 = 1 << 20;
+const REQUESTS: usize = 32;
+
+/// Carries out a program.
+pub fn run(input: &[u8]) {
+    let mut source = Source::new(input);
+    match source.below(4) {
+        0 => handshake(&mut source),
+        1 => replies(&source.bytes(4096)),
+        _ => converse(&mut source),
+    }
+}
+
+/// A server's replies, which a client takes off the front.
+fn replies(mut bytes: &[u8]) {
+    while let Ok(Some((reply, used))) = Incoming::decode(bytes) {
+        assert!(used > 0 && used <= bytes.len(), "{reply:?} of {used} bytes");
+        bytes = &bytes[used..];
+    }
+}
+
+/// The same bytes at once and in pieces.
+fn handshake(source: &mut Source<'_>) {
+    let bytes = options(source);
+    let whole = negotiate(&[&bytes]);
+    let at = source.below(bytes.len() + 1);
+    let (front, back) = bytes.split_at(at);
+    let apart = negotiate(&[front, back]);
+    assert_eq!(whole, apart, "it depends on how the bytes arrive");
+    let single: Vec<&[u8]> = bytes.chunks(1).collect();
+    assert_eq!(whole, negotiate(&single), "it depends on how the bytes arrive");
+}
+
+/// What a handshake came to, what was answered, and how many bytes it took.
+fn negotiate(parts: &[&[u8]]) -> (Step, Vec<u8>, usize) {
+    let export = Export {
+        name: "disk".into(),
+        description: "fuzz".into(),
+        size: BYTES,
+        preferred: 4096,
+        flags: 0x6d,
+    };
+    let mut handshake = Handshake::new(Arc::new(export));
+    let (mut input, mut out, mut taken) = (Vec::new(), Vec::new(), 0);
+    for part in parts {
+        input.extend_from_slice(part);
+        loop {
+            let (used, step) = handshake.advance(&input, &mut out);
+            assert!(used <= input.len());
+            input.drain(..used);
+            taken += used;
+            if step != Step::More {
+                return (step, out, taken);
+            }
+            if used == 0 {
+                assert!(input.len() < Handshake::LONGEST, "it never gets on");
+                break;
+            }
+        }
+    }
+    (Step::More, out, taken)
+}
+
+/// What a client sends before its requests.
+fn options(source: &mut Source<'_>) -> Vec<u8> {
+    let flags = if source.rarely(8) { source.u32() } else { 3 };
+    let mut bytes = flags.to_be_bytes().to_vec();
+    for _ in 0..source.below(8) {
+        let mut data = Vec::new();
+        let option = source.of(&[7u32, 8, 3, 6, 10, 9, 1, 2, 5, 99]);
+        match option {
+            6 | 7 => {
+                wire::put_string(&mut data, source.of(&["", "disk", "another"]));
+                let count = source.below(4) as u16;
+                let stated = if source.rarely(6) { source.u16() } else { count };
+                data.extend(stated.to_be_bytes());
+                data.extend((0..count).flat_map(|n| n.to_be_bytes()));
+            }
+            9 | 10 => {
+                wire::put_string(&mut data, source.of(&["", "disk"]));
+                let count = source.below(3) as u32;
+                let stated = if source.rarely(6) { source.u32() } else { count };
+                data.extend(stated.to_be_bytes());
+                for _ in 0..count {
+                    let name = source.of(&["base:allocation", "base:", "qemu:", "base:allocatio"]);
+                    wire::put_string(&mut data, name);
+                }
+            }
+            1 => data.extend(source.of(&["", "disk", "x"]).bytes()),
+            99 => data = source.bytes(40),
+            _ => {}
+        }
+        if source.rarely(8) {
+            data.truncate(source.below(data.len() + 1));
+        }
+        let begin = bytes.len();
+        wire::put_option(&mut bytes, option, &data);
+        if source.rarely(10) {
+            let at = begin + source.below(16);
+            bytes[at] ^= source.u8();
+        }
+    }
+    bytes
+}
+
+/// A server with a disk in this process, for all programs.
+fn server() -> &'static PathBuf {
+    static SERVER: OnceLock<(Server, tempfile::TempDir, PathBuf)> = OnceLock::new();
+    let (.., path) = SERVER.get_or_init(|| {
+        let disk = disk::open(&format!("mem:{BYTES}")).expect("a disk");
+        let ssd = Arc::new(local::Local::over(disk).expect("a controller"));
+        let options = ::driver::AttachOptions::default();
+        let mut controller = ::driver::Controller::attach(ssd, &options).expect("to attach");
+        let device =
+            BlockDevice::open(&mut controller, 1, &BlockOptions::default()).expect("a disk");
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("nbd");
+        let options = Options { name: "disk".into(), ..Options::default() };
+        let server = Server::start(device, &Address::Unix(path.clone()), &options);
+        (server.expect("a server"), directory, path)
+    });
+    path
+}
+
+/// A whole visit.
+fn converse(source: &mut Source<'_>) {
+    let stream = UnixStream::connect(server()).expect("to be let in");
+    let patience = Some(Duration::from_secs(10));
+    stream.set_read_timeout(patience).expect("a timeout");
+    stream.set_write_timeout(patience).expect("a timeout");
+    // Straight to the requests most of the time; then it is known what may come.
+    let known = !source.rarely(4);
+    let structured = source.bool();
+    let mut bytes = Vec::new();
+    if known {
+        bytes.extend(3u32.to_be_bytes());
+        if structured {
+            wire::put_option(&mut bytes, wire::option::STRUCTURED_REPLY, &[]);
+            let mut data = Vec::new();
+            wire::put_string(&mut data, "disk");
+            data.extend(1u32.to_be_bytes());
+            wire::put_string(&mut data, "base:allocation");
+            wire::put_option(&mut bytes, wire::option::SET_META_CONTEXT, &data);
+        }
+        let mut data = Vec::new();
+        wire::put_string(&mut data, "");
+        data.extend([0, 0]);
+        wire::put_option(&mut bytes, wire::option::GO, &data);
+    } else {
+        bytes = options(source);
+    }
+    let mut asked = Vec::new();
+    for cookie in 0..source.below(REQUESTS) as u64 {
+        let len = source.near(&[4096, 512, 1, 0, 8192, 1 << 16]) as u32;
+        let request = Request {
+            flags: source.of(&[0, 0, 0, 1, 2, 4, 8, 16, 0xffff]),
+            command: source.of(&[0, 1, 0, 1, 3, 4, 6, 7, 5, 8]),
+            cookie,
+            offset: source.near(&[0, 512, 4096, BYTES, BYTES - 4096, 1]),
+            // A long one would be waited for.
+            len: if source.rarely(16) { len } else { len & 0x1_ffff },
+        };
+        asked.push((request.command, request.len));
+        bytes.extend(request.encode());
+        if request.payload() as usize <= 1 << 18 {
+            bytes.extend(source.pattern(request.payload() as usize));
+        }
+        if source.rarely(32) {
+            bytes.extend(source.bytes(40));
+        }
+    }
+    if source.rarely(4) {
+        bytes.truncate(source.below(bytes.len() + 1));
+    }
+    // Whoever goes away does not read to the end.
+    let mut reader = stream.try_clone().expect("a descriptor");
+    let hurry = source.rarely(4);
+    let answers = std::thread::spawn(move || {
+        let mut answers = Vec::new();
+        if !hurry {
+            reader.read_to_end(&mut answers).map_err(|error| error.kind()).err();
+        }
+        answers
+    });
+    let mut rest = &bytes[..];
+    // Not by `write`: that would be a signal, under libFuzzer a deadly one, where the server hangs up.
+    while let Ok(len @ 1..) = rustix::net::send(&stream, rest, SendFlags::NOSIGNAL) {
+        rest = &rest[len..];
+    }
+    let _ = stream.shutdown(if hurry { Shutdown::Both } else { Shutdown::Write });
+    let answers = answers.join().expect("the reader");
+    if known && !hurry {
+        check(&answers, structured, &asked);
+    }
+}
+
+/// Takes the answers apart.
+fn check(answers: &[u8], structured: bool, asked: &[(u16, u32)]) {
+    // The greeting, and then replies to options, up to that to the last: an ACK of GO.
+    let Some(mut rest) = answers.get(18..) else { return };
+    loop {
+        let mut reader = wire::Reader(rest);
+        let (Some(_), Some(option), Some(answer), Some(len)) =
+            (reader.u64(), reader.u32(), reader.u32(), reader.u32())
+        else {
+            return;
+        };
+        let Some(_) = reader.bytes(len as usize) else { return };
+        rest = reader.0;
+        if (option, answer) == (wire::option::GO, wire::answer::ACK) {
+            break;
+        }
+    }
+    let mut answered = vec![false; asked.len()];
+    let mut once = |cookie: u64| {
+        let answered = answered.get_mut(cookie as usize).expect("what is answered was asked");
+        assert!(!std::mem::replace(answered, true), "request {cookie} is answered twice");
+    };
+    loop {
+        let reply = Incoming::decode(rest).expect("a reply begins as one");
+        let Some((reply, used)) = reply else { return };
+        rest = &rest[used..];
+        let payload = match reply {
+            Incoming::Simple { cookie, error } => {
+                once(cookie);
+                let (command, len) = asked[cookie as usize];
+                assert!(!structured || command != 0, "a read has a structured reply");
+                if command == 0 && error == 0 { len as usize } else { 0 }
+            }
+            Incoming::Chunk(chunk) => {
+                assert!(structured, "nobody asked for structured replies");
+                if chunk.flags & wire::chunk::FLAG_DONE != 0 {
+                    once(chunk.cookie);
+                }
+                chunk.len as usize
+            }
+        };
+        let Some(next) = rest.get(payload..) else { return };
+        rest = next;
+    }
+}

@@ -1,0 +1,104 @@
+//! What comes to an end: memory that is taken back, everything that is outstanding, a controller that is
+//! reset.
+
+use super::{BASE, BYTES, Host, Kind, QUEUE_PAGES, QUEUES, TURNS};
+use crate::command::PAGE;
+use spec::regs;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+impl Host {
+    fn until(&mut self, done: &AtomicBool, what: &str) {
+        for _ in 0..4 {
+            self.settle();
+            if done.load(Ordering::SeqCst) {
+                return;
+            }
+            self.medium.state().end_all();
+        }
+        panic!("{what}");
+    }
+
+    fn unmap(&mut self, at: u64, len: u64) {
+        let done = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&done);
+        let then = move || flag.store(true, Ordering::SeqCst);
+        self.controller.unmap_dma(BASE + at, len, then).expect("it was mapped");
+        self.until(&done, "memory is not given back");
+    }
+
+    /// Takes the memory for data away for a while.
+    pub(in crate::queues) fn unmap_data(&mut self) {
+        let (at, len) = (QUEUE_PAGES * PAGE, BYTES as u64 - QUEUE_PAGES * PAGE);
+        self.trouble = true;
+        self.unmap(at, len);
+        let before = self.image[at as usize..].to_vec();
+        self.medium.state().end_all();
+        self.settle();
+        assert!(self.image[at as usize..] == before, "memory is written that was given back");
+        self.map(at, len);
+    }
+
+    /// The same with the queues, as VMMs do while a guest boots.
+    pub(in crate::queues) fn unmap_queues(&mut self) {
+        let len = QUEUE_PAGES * PAGE;
+        self.unmap(0, len);
+        let before = self.image[..len as usize].to_vec();
+        self.medium.state().end_all();
+        self.settle();
+        assert!(self.image[..len as usize] == before, "memory is written that was given back");
+        self.map(0, len);
+    }
+
+    /// Has everything come to its end.
+    pub(in crate::queues) fn quiesce(&mut self) {
+        self.medium.state().hold = false;
+        for _ in 0..TURNS {
+            self.medium.state().end_all();
+            self.settle();
+            for qid in 0..=QUEUES {
+                self.ring_sq(qid);
+                self.consume(qid, usize::MAX);
+            }
+            self.settle();
+            let all = self.sqs.values().flat_map(|sq| sq.commands.values());
+            let outstanding = all.filter(|command| !matches!(command.kind, Kind::Event)).count();
+            let consumed = self.cqs.values().all(|cq| cq.head == cq.next);
+            if outstanding == 0 && consumed {
+                return;
+            }
+        }
+        panic!("commands do not come to their end");
+    }
+
+    /// A reset of some kind.
+    pub(in crate::queues) fn reset(&mut self, kind: usize) {
+        let done = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&done);
+        if kind == 0 {
+            let cc = self.read32(regs::CC);
+            self.write32(regs::CC, cc & !1);
+            for _ in 0..4 {
+                self.settle();
+                if self.read32(regs::CSTS) & 1 == 0 {
+                    flag.store(true, Ordering::SeqCst);
+                    break;
+                }
+                self.medium.state().end_all();
+            }
+        } else {
+            self.controller.reset(move || flag.store(true, Ordering::SeqCst));
+        }
+        self.until(&done, "a reset does not end");
+        // From here on nobody may write anything.
+        self.sqs.clear();
+        self.cqs.clear();
+        (self.shadow, self.trouble) = (false, false);
+        self.settle();
+        let mut state = self.medium.state();
+        assert_eq!(state.held(), 0, "the disk has requests of nobody");
+        state.fail.clear();
+        drop(state);
+        self.enable();
+    }
+}

@@ -1,0 +1,390 @@
+//! A VMM that sends anything: messages of every kind with any fields, cut short and run together, with
+//! descriptors of all sorts, to the vfio-user server with a real controller behind it.
+//!
+//! One thread: the reactor, the worker and the client take turns. What is checked, besides that
+//! nothing panics: a whole message that wants a reply gets exactly one, in order, with its id and
+//! command, and an errno that is not 0 if it failed; a client that has kept the protocol's framing is
+//! not dropped; and when the client is gone, no descriptor of it is left.
+
+mod frames;
+mod messages;
+
+use crate::command::{self, BASE, PAGE, PAGES};
+use crate::source::Source;
+use controller::config::uuid_from;
+use controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
+use disk::MemDisk;
+use frames::Frames;
+use memory::{EventFd, Mapping, Protection, SharedBytes};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix,
+    SocketFlags, SocketType,
+};
+use shadowbell::device::ControllerDevice;
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use vfio_user::wire::command as verb;
+use vfio_user::{Listener, Reactor};
+use zerocopy::IntoBytes;
+
+/// Actions of one program.
+const ACTIONS: usize = 64;
+/// Turns that anything has to be done in.
+const TURNS: usize = 2000;
+/// The most descriptors that are sent with one message.
+const MOST_FDS: usize = 70;
+
+/// Carries out a program.
+pub fn run(input: &[u8]) {
+    let before = descriptors();
+    let mut source = Source::new(input);
+    let mut visit = Visit::new(&mut source);
+    if !source.rarely(8) {
+        visit.introduce();
+    }
+    if !source.rarely(4) {
+        visit.enable();
+    }
+    for _ in 0..ACTIONS {
+        if source.is_empty() {
+            break;
+        }
+        visit.act(&mut source);
+    }
+    visit.finish();
+    drop(visit);
+    // What only a thread of its own may close is closed a little later.
+    let until = Instant::now() + Duration::from_secs(10);
+    while descriptors() > before {
+        assert!(Instant::now() < until, "descriptors are left: {before} and now {}", descriptors());
+        std::thread::yield_now();
+    }
+}
+
+/// How many descriptors this process has. The first run leaves some for good (a ring to signal
+/// eventfds with), so they are made before.
+fn descriptors() -> usize {
+    static WARM: std::sync::Once = std::sync::Once::new();
+    WARM.call_once(|| {
+        // The first eventfd of a process that is signalled, and the first mapping of a file.
+        let event = EventFd::new().expect("an eventfd");
+        event.signal();
+        drop(Mapping::shared("warm", PAGE));
+    });
+    std::fs::read_dir("/proc/self/fd").expect("/proc").count()
+}
+
+/// A controller behind a socket, and whoever is at the other end.
+struct Visit {
+    turns: Turns,
+    reactor: Reactor,
+    listener: OwnedFd,
+    /// Our end of the connection.
+    socket: Option<OwnedFd>,
+    /// What we have sent, what has to come of it, and what has come.
+    frames: Frames,
+    /// Replies are left unread.
+    deaf: bool,
+    /// The memory that is shared at [`BASE`], and its file.
+    file: OwnedFd,
+    memory: SharedBytes,
+    /// Somebody cut the file off, or it was never as it should be.
+    cut: bool,
+    tails: [u32; 4],
+}
+
+impl Visit {
+    fn new(source: &mut Source<'_>) -> Self {
+        let (pool, turns) = Pool::driven(Polling::Never).expect("a worker");
+        let disk = Arc::new(MemDisk::new(128, 512).expect("a disk"));
+        let namespaces = vec![NamespaceConfig { disk, uuid: uuid_from("fuzz") }];
+        let io_queues = source.of(&[4, 1, 64]);
+        let config = Config { namespaces, io_queues, ..Config::default() };
+        let carrier = Carrier { mapped_doorbells: source.rarely(4), listener: None };
+        let controller = Controller::new(config, pool, carrier).expect("a controller");
+        let device = ControllerDevice::new(controller, Arc::new(|_| ())).expect("a function");
+        let mut reactor = Reactor::new(vfio_user::server::Limits::default()).expect("a reactor");
+        let listener = listen();
+        let theirs = Listener::from_fd(listener.try_clone().expect("a descriptor"), "fuzz");
+        reactor.add(theirs.expect("a listener"), Box::new(device)).expect("a port");
+        let file = memfd_create("fuzz", MemfdFlags::CLOEXEC).expect("a memfd");
+        ftruncate(&file, PAGE * PAGES).expect("memory");
+        let memory = Mapping::from_fd(&file, 0, PAGE * PAGES, Protection::ReadWrite);
+        let mut visit = Self {
+            turns,
+            reactor,
+            listener,
+            socket: None,
+            frames: Frames::default(),
+            deaf: false,
+            file,
+            memory: memory.expect("a mapping").bytes(),
+            cut: false,
+            tails: [0; 4],
+        };
+        visit.connect();
+        visit
+    }
+
+    fn connect(&mut self) {
+        let address =
+            SocketAddrUnix::try_from(rustix::net::getsockname(&self.listener).expect("an address"));
+        let socket = new_socket();
+        rustix::net::connect(&socket, &address.expect("a UNIX socket")).expect("a connection");
+        self.socket = Some(socket);
+        self.frames = Frames::default();
+        self.deaf = false;
+        self.pump();
+    }
+
+    /// Leaves, and waits until the server has noticed.
+    fn leave(&mut self) {
+        self.socket = None;
+        for _ in 0..64 {
+            self.step();
+        }
+    }
+
+    /// Lets the server do what it can.
+    fn step(&mut self) -> bool {
+        let alive = self.reactor.poll_once(Some(Duration::ZERO)).expect("the reactor goes on");
+        assert!(alive, "nobody stopped it");
+        self.turns.turn()
+    }
+
+    /// Lets everybody do what they can, until there is nothing more.
+    fn pump(&mut self) {
+        let mut quiet = 0;
+        for _ in 0..TURNS {
+            let busy = self.step() | self.hear();
+            quiet = if busy { 0 } else { quiet + 1 };
+            if quiet == 4 {
+                return;
+            }
+        }
+        panic!("there is always something to do");
+    }
+
+    /// Reads replies; whether there were any. Descriptors that come along are closed by the kernel.
+    fn hear(&mut self) -> bool {
+        let Some(socket) = self.socket.as_ref().filter(|_| !self.deaf) else { return false };
+        let mut bytes = [0u8; 4096];
+        match rustix::io::read(socket, &mut bytes) {
+            Ok(0) | Err(Errno::CONNRESET) => {
+                self.frames.dropped();
+                self.socket = None;
+                true
+            }
+            Ok(len) => {
+                self.frames.heard(&bytes[..len]);
+                true
+            }
+            Err(Errno::AGAIN) => false,
+            Err(errno) => panic!("{errno}"),
+        }
+    }
+
+    /// Sends bytes with descriptors; in `parts` of which each but the last has none.
+    fn send(&mut self, bytes: &[u8], fds: &[OwnedFd], parts: usize) {
+        let chunk = bytes.len().div_ceil(parts.max(1)).max(1);
+        let chunks: Vec<_> = bytes.chunks(chunk).collect();
+        let last = chunks.len().saturating_sub(1);
+        for (n, part) in chunks.into_iter().enumerate() {
+            let fds = if n == last { fds } else { &[] };
+            self.send_all(part, fds);
+            if n != last {
+                self.pump();
+            }
+        }
+    }
+
+    fn send_all(&mut self, mut bytes: &[u8], mut fds: &[OwnedFd]) {
+        for _ in 0..TURNS {
+            let Some(socket) = &self.socket else { return };
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+            if !borrowed.is_empty() {
+                assert!(control.push(SendAncillaryMessage::ScmRights(&borrowed)));
+            }
+            let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+            match rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags) {
+                Ok(len) => {
+                    self.frames.sent(&bytes[..len], fds.len());
+                    (bytes, fds) = (&bytes[len..], &[]);
+                    if bytes.is_empty() {
+                        return;
+                    }
+                }
+                // It waits for us to read.
+                Err(Errno::AGAIN) => self.deaf = false,
+                Err(Errno::PIPE | Errno::CONNRESET) => {
+                    self.hear();
+                    self.socket = None;
+                    return;
+                }
+                Err(errno) => panic!("{errno}"),
+            }
+            self.pump();
+        }
+        panic!("the server takes no more bytes");
+    }
+
+    /// One whole message of the usual form.
+    fn tell(&mut self, command: u16, payload: &[&[u8]], fds: &[OwnedFd]) {
+        self.send(&messages::message(command, 0, payload), fds, 1);
+        self.pump();
+    }
+
+    fn introduce(&mut self) {
+        let json = br#"{"capabilities":{"max_msg_fds":16,"write_multiple":true}}"#;
+        self.tell(verb::VERSION, &[&[0, 0, 1, 0], json, &[0]], &[]);
+    }
+
+    /// Shares the memory, turns bus mastering on and enables the controller, as a guest does.
+    fn enable(&mut self) {
+        let file = self.file.try_clone().expect("a descriptor");
+        self.tell(verb::DMA_MAP, &[&messages::dma_map(BASE, PAGES * PAGE, 0, 3)], &[file]);
+        self.write(7, 4, &6u16.to_le_bytes());
+        let aqa = (command::ADMIN_ENTRIES - 1) * 0x1_0001;
+        self.write(0, spec::regs::AQA, &aqa.to_le_bytes());
+        self.write(0, spec::regs::ASQ, &command::ASQ.to_le_bytes());
+        self.write(0, spec::regs::ACQ, &command::ACQ.to_le_bytes());
+        self.write(0, spec::regs::CC, &0x0046_0001u32.to_le_bytes());
+        self.tails = [0; 4];
+    }
+
+    fn write(&mut self, region: u32, offset: u64, data: &[u8]) {
+        let access = messages::access(region, offset, data.len() as u32);
+        self.tell(verb::REGION_WRITE, &[&access, data], &[]);
+    }
+
+    fn act(&mut self, source: &mut Source<'_>) {
+        match source.below(20) {
+            0..=5 => self.submit(source),
+            6..=12 => self.say(source),
+            13 => self.scribble(source),
+            14 => {
+                let bytes = source.bytes(64);
+                self.send(&bytes, &[], 1);
+            }
+            15 => self.deaf = source.bool(),
+            16 => {
+                // As long as it was meant to be, or shorter, or longer.
+                let len = source.of(&[PAGES, 0, 1, PAGES / 2, PAGES + 1]) * PAGE;
+                self.cut |= len < PAGES * PAGE;
+                ftruncate(&self.file, len + u64::from(source.u8())).expect("memory");
+            }
+            17 => {
+                if let Some(socket) = &self.socket {
+                    let _ = rustix::net::shutdown(
+                        socket,
+                        source.of(&[Shutdown::Write, Shutdown::Both, Shutdown::Read]),
+                    );
+                    self.frames.forfeit();
+                }
+            }
+            18 => {
+                self.leave();
+                self.connect();
+                self.introduce();
+            }
+            _ => self.enable(),
+        }
+        if !source.rarely(4) {
+            self.pump();
+        }
+        if self.socket.is_none() {
+            self.leave();
+            self.connect();
+            self.introduce();
+        }
+    }
+
+    /// A message with descriptors, whole or not.
+    fn say(&mut self, source: &mut Source<'_>) {
+        let (mut bytes, fds, odd) = messages::any(source, &self.file);
+        if odd {
+            self.frames.forfeit();
+        }
+        if source.rarely(6) {
+            messages::mangle(source, &mut bytes);
+        }
+        let parts = if source.rarely(6) { 1 + source.below(6) } else { 1 };
+        self.send(&bytes, &fds, parts);
+    }
+
+    /// Puts a command in a queue, and rings.
+    fn submit(&mut self, source: &mut Source<'_>) {
+        let qid = source.of(&[0u16, 0, 1, 1, 2, 3]);
+        let sqe = command::command(source, qid == 0);
+        let entries = if qid == 0 { command::ADMIN_ENTRIES } else { source.of(&[4, 8, 16, 64]) };
+        let tail = &mut self.tails[usize::from(qid)];
+        let at = command::sq_at(qid) - BASE + u64::from(*tail % entries) * 64;
+        *tail = (*tail + 1) % entries;
+        let tail = *tail;
+        self.poke(at, sqe.as_bytes());
+        if source.rarely(3) {
+            let list = command::list(source);
+            let at = command::address(source).wrapping_sub(BASE);
+            self.poke(at, &list);
+        }
+        let bell = spec::regs::sq_doorbell_offset(qid, 0);
+        self.poke(command::SHADOW - BASE + bell - spec::regs::DOORBELLS, &tail.to_le_bytes());
+        let access = messages::access(0, bell, 4);
+        let flags = if source.bool() { 0x10 } else { 0 };
+        let value = tail.to_le_bytes();
+        let bytes = messages::message_with(verb::REGION_WRITE, 1, flags, &[&access, &value]);
+        self.send(&bytes, &[], 1);
+    }
+
+    fn scribble(&mut self, source: &mut Source<'_>) {
+        let at = source.below((PAGE * PAGES) as usize) as u64;
+        let bytes = source.bytes(128);
+        self.poke(at, &bytes);
+    }
+
+    /// Writes the memory, as far as there is any.
+    fn poke(&mut self, at: u64, bytes: &[u8]) {
+        if !self.cut
+            && let Ok(at) = usize::try_from(at)
+        {
+            let _ = self.memory.write_from(at, bytes);
+        }
+    }
+
+    /// Nobody is left without an answer.
+    fn finish(&mut self) {
+        self.deaf = false;
+        self.pump();
+        // The last one's descriptors may still be being closed, by a thread, before we are let in.
+        let until = Instant::now() + Duration::from_secs(10);
+        while self.socket.is_some() && !self.frames.is_answered() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+            self.pump();
+        }
+        if self.socket.is_some() {
+            self.frames.check_answered();
+        }
+        self.leave();
+    }
+}
+
+fn new_socket() -> OwnedFd {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+        .expect("a socket")
+}
+
+/// A listening socket with a name that nobody else has.
+fn listen() -> OwnedFd {
+    let socket = new_socket();
+    rustix::net::bind(&socket, &SocketAddrUnix::new_unnamed()).expect("a name");
+    rustix::net::listen(&socket, 4).expect("to listen");
+    socket
+}

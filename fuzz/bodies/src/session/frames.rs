@@ -1,0 +1,101 @@
+//! What a client has sent, as the protocol frames it, and the replies that it is owed for that.
+
+use std::collections::VecDeque;
+use vfio_user::codec::{MAX_MESSAGE_FDS, MESSAGE_OVERHEAD};
+use vfio_user::wire::{HEADER_LEN, Header, command, header_flags};
+use zerocopy::FromBytes;
+
+/// The most bytes of a message: what the server says of data transfers, and some more.
+const LONGEST: usize = (1 << 20) + MESSAGE_OVERHEAD;
+
+#[derive(Default)]
+pub(super) struct Frames {
+    out: Vec<u8>,
+    /// Descriptors that went out with what is in `out`.
+    fds: usize,
+    inward: Vec<u8>,
+    owed: VecDeque<Header>,
+    /// The first message went out.
+    introduced: bool,
+    /// It may be a version that can not be agreed to.
+    unsure: bool,
+    /// The stream makes no sense any more, and nothing comes of what follows.
+    broken: bool,
+    /// The server may have had enough of this client.
+    forfeit: bool,
+}
+
+impl Frames {
+    /// Bytes are on their way.
+    pub(super) fn sent(&mut self, bytes: &[u8], fds: usize) {
+        self.out.extend_from_slice(bytes);
+        self.fds += fds;
+        // More than any message may have.
+        self.forfeit |= self.fds > MAX_MESSAGE_FDS;
+        while let Ok((header, _)) = Header::read_from_prefix(&self.out) {
+            let size = header.size as usize;
+            let kind = header.flags & header_flags::TYPE_MASK;
+            let is_sound = (HEADER_LEN..=LONGEST).contains(&size) && kind == header_flags::COMMAND;
+            self.broken |= !is_sound;
+            if self.broken {
+                return;
+            }
+            if self.out.len() < size {
+                return;
+            }
+            self.out.drain(..size);
+            self.fds = 0;
+            if !std::mem::replace(&mut self.introduced, true) {
+                // Whether the version can be agreed to, the answer says.
+                self.unsure = header.command == command::VERSION && !header.no_reply();
+                self.forfeit |= !self.unsure;
+            }
+            if !header.no_reply() {
+                self.owed.push_back(header);
+            }
+        }
+    }
+
+    /// Bytes have come.
+    pub(super) fn heard(&mut self, bytes: &[u8]) {
+        self.inward.extend_from_slice(bytes);
+        while let Ok((header, _)) = Header::read_from_prefix(&self.inward) {
+            let size = header.size as usize;
+            assert!((HEADER_LEN..=LONGEST).contains(&size), "a reply of {size} bytes");
+            if self.inward.len() < size {
+                return;
+            }
+            let owed = self.owed.pop_front().expect("a reply that nobody is owed");
+            assert_eq!((header.id, header.command), (owed.id, owed.command), "another's reply");
+            assert!(header.is_reply(), "no reply: {header:?}");
+            let failed = header.flags & header_flags::ERROR != 0;
+            assert_eq!(failed, header.error != 0, "{header:?}");
+            if failed {
+                assert_eq!(size, HEADER_LEN, "an error reply has no payload");
+                self.forfeit |= self.unsure;
+            }
+            self.unsure = false;
+            self.inward.drain(..size);
+        }
+    }
+
+    /// We shut our end down, or sent descriptors that the server would rather not close.
+    pub(super) fn forfeit(&mut self) {
+        self.forfeit = true;
+    }
+
+    /// The server has closed the connection.
+    pub(super) fn dropped(&self) {
+        let may = self.forfeit || self.unsure || self.broken;
+        assert!(may, "the server drops a client that kept to the protocol");
+    }
+
+    pub(super) fn is_answered(&self) -> bool {
+        self.forfeit || self.broken || self.owed.is_empty()
+    }
+
+    pub(super) fn check_answered(&self) {
+        assert!(self.is_answered(), "no answer to {:?}", self.owed);
+        assert!(self.inward.is_empty() || self.forfeit || self.broken, "half a reply");
+    }
+}

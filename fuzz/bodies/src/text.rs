@@ -1,0 +1,72 @@
+//! What people write: sizes, disks, targets, command lines, a configuration file. Each is understood or
+//! refused with words.
+
+use crate::source::Source;
+use clap::Parser;
+use rustix::fs::{MemfdFlags, memfd_create};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::PathBuf;
+
+/// `shadowbell bench`, with whatever follows.
+#[derive(Parser)]
+struct Bench {
+    #[command(flatten)]
+    args: shadowbell::bench::Args,
+}
+
+/// Carries out a program.
+pub fn run(input: &[u8]) {
+    let mut source = Source::new(input);
+    let kind = source.below(6);
+    let text = String::from_utf8_lossy(&source.bytes(4096)).into_owned();
+    match kind {
+        0 => {
+            if let Ok(size) = disk::parse_size(&text) {
+                assert!(!text.trim().is_empty(), "nothing is {size} bytes");
+            }
+        }
+        1 => {
+            // Not files: a name could be that of anything.
+            for scheme in ["null:", "mem:"] {
+                let spec = format!("{scheme}{text}");
+                if let Ok(disk) = disk::open(&spec) {
+                    let info = disk.info();
+                    assert!(info.blocks > 0 && [512, 4096].contains(&info.block_size), "{info:?}");
+                }
+            }
+        }
+        2 => {
+            if let Ok(target) = text.parse::<shadowbell::target::Target>() {
+                // What was understood can be written, and reads the same.
+                let again = target.to_string().parse::<shadowbell::target::Target>();
+                let again = again.unwrap_or_else(|error| panic!("{target}: {error}"));
+                assert_eq!(again.to_string(), target.to_string());
+            }
+        }
+        3 => {
+            let words = text.split(['\n', ' ']).filter(|word| !word.is_empty());
+            let bench = Bench::try_parse_from(["bench"].into_iter().chain(words));
+            if let Some(Ok(plan)) = bench.ok().map(|bench| bench.args.plan()) {
+                let _ = plan.attach_options();
+            }
+        }
+        4 => with_file(text.as_bytes(), |path| drop(shadowbell::config::read(path))),
+        _ => with_file(&source.bytes(1 << 16), |path| {
+            let Ok(records) = controller::trace::read_trace(path) else { return };
+            for record in records.take(100_000) {
+                let _ = format!("{record:?}");
+            }
+        }),
+    }
+}
+
+/// A file that holds this, while `look` looks at it.
+fn with_file(bytes: &[u8], look: impl FnOnce(&std::path::Path)) {
+    let fd: OwnedFd = memfd_create("text", MemfdFlags::CLOEXEC).expect("a memfd");
+    let mut rest = bytes;
+    while !rest.is_empty() {
+        let len = rustix::io::write(&fd, rest).expect("room");
+        rest = &rest[len..];
+    }
+    look(&PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd())));
+}

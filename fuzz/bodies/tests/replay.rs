@@ -1,0 +1,58 @@
+//! The bodies on any toolchain: what is in `seeds`, and some thousand programs of pseudo-random bytes.
+//! It finds less than libFuzzer does, and keeps the bodies from rotting.
+
+use shadowbell_fuzz_bodies as bodies;
+use std::path::Path;
+
+/// Xorshift64*: the same programs on every machine.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+}
+
+/// Runs the seeds of `target`, and `programs` others of up to `len` bytes.
+fn replay(target: &str, run: fn(&[u8]), programs: u64, len: u64) {
+    let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../seeds").join(target);
+    for seed in std::fs::read_dir(seeds).into_iter().flatten().flatten() {
+        println!("{}", seed.path().display());
+        run(&std::fs::read(seed.path()).expect("a seed"));
+    }
+    // To try many more: BODIES_FROM=1000000 BODIES_TIMES=100.
+    let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+    let first = number("BODIES_FROM").unwrap_or(0);
+    for program in first..first + programs * number("BODIES_TIMES").unwrap_or(1) {
+        // What was printed last is the one that failed.
+        println!("{target} {program}");
+        let mut random = Random((program + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let len = random.next() % len;
+        let bytes: Vec<u8> = (0..len).map(|_| random.next() as u8).collect();
+        run(&bytes);
+    }
+}
+
+macro_rules! targets {
+    ($($name:ident: $programs:literal of $len:literal;)*) => {
+        $(#[test]
+        fn $name() {
+            replay(stringify!($name), bodies::$name::run, $programs, $len);
+        })*
+    };
+}
+
+// So many that all of them together take some seconds.
+targets! {
+    session: 500 of 2000;
+    chaos: 1000 of 2000;
+    queues: 600 of 2000;
+    driver: 200 of 1000;
+    client: 1000 of 1000;
+    nbd: 500 of 1000;
+    decode: 3000 of 5000;
+    text: 3000 of 300;
+}

@@ -1,0 +1,225 @@
+//! `cargo xtask fuzz`: the bodies in `fuzz/bodies` under libFuzzer and the address sanitizer.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+use crate::report::Report;
+use crate::workspace::root;
+
+/// Programs that a target begins with when there are none from runs before, and their bytes.
+const FIRST: u64 = 64;
+const FIRST_BYTES: u64 = 1500;
+/// The longest programs.
+const LONGEST: u32 = 4096;
+/// Seconds after which one program is taken for hung. Some run for milliseconds; a machine can be
+/// busy, and a laptop's lid closed.
+const HUNG: u32 = 100;
+
+pub(crate) const EXAMPLES: &str = "\
+Examples:
+  cargo xtask fuzz                              every target for a minute
+  cargo xtask fuzz session queues --seconds 600
+  cargo xtask fuzz queues --input fuzz/artifacts/queues/crash-1234";
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// Which targets (files of fuzz/targets); all of them, one after the other, when none is named.
+    targets: Vec<String>,
+    /// For how long each.
+    #[arg(long, default_value_t = 60)]
+    seconds: u32,
+    /// Run this input once, and nothing else.
+    #[arg(long, value_name = "FILE")]
+    input: Option<PathBuf>,
+}
+
+pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
+    let all = targets()?;
+    let wanted = if arguments.targets.is_empty() { &all } else { &arguments.targets };
+    if let Some(unknown) = wanted.iter().find(|name| !all.contains(name)) {
+        bail!("there is no target {unknown}: there are {}", all.join(", "));
+    }
+    let input = arguments.input.as_ref().map(std::fs::canonicalize).transpose();
+    let input = input.context("the input")?;
+    if input.is_some() && wanted.len() != 1 {
+        bail!("name the target that the input is for");
+    }
+    prepare()?;
+    report.begin("fuzz");
+    for target in wanted {
+        let name = match &input {
+            Some(input) => format!("{target} on {}", input.display()),
+            None => format!("{target} for {} s", arguments.seconds),
+        };
+        report.check(&name, |_| match &input {
+            Some(input) => once(target, input),
+            None => search(target, arguments.seconds),
+        });
+    }
+    report.summary();
+    Ok(())
+}
+
+/// The targets, by their files.
+fn targets() -> Result<Vec<String>> {
+    let files = std::fs::read_dir(root().join("fuzz/targets")).context("fuzz/targets")?;
+    let names = files.flatten().filter_map(|file| {
+        let path = file.path();
+        let name = path.file_stem()?.to_str()?.to_owned();
+        path.extension().is_some_and(|extension| extension == "rs").then_some(name)
+    });
+    let mut names: Vec<_> = names.collect();
+    names.sort();
+    Ok(names)
+}
+
+/// The toolchain's own launcher, which knows toolchains; what cargo says of itself to us is one of them.
+fn nightly() -> Command {
+    let mut command = Command::new("cargo");
+    command.arg("+nightly").current_dir(root()).stdin(Stdio::null());
+    for name in ["CARGO", "RUSTUP_TOOLCHAIN", "RUSTC", "CARGO_MANIFEST_DIR", "RUSTFLAGS"] {
+        command.env_remove(name);
+    }
+    command
+}
+
+/// Sees to it that what fuzzing needs is there.
+fn prepare() -> Result<()> {
+    let works = |arguments: &[&str]| {
+        let output = nightly().args(arguments).stderr(Stdio::null()).stdout(Stdio::null()).status();
+        output.is_ok_and(|status| status.success())
+    };
+    if !works(&["--version"]) {
+        bail!("fuzzing needs nightly Rust: rustup toolchain install nightly");
+    }
+    if !works(&["fuzz", "--version"]) {
+        eprintln!("installing cargo-fuzz ...");
+        let installed = nightly().args(["install", "--locked", "cargo-fuzz"]).status();
+        if !installed.is_ok_and(|status| status.success()) {
+            bail!("fuzzing needs cargo-fuzz, which can not be installed: cargo install cargo-fuzz");
+        }
+    }
+    Ok(())
+}
+
+/// Looks for inputs that fail.
+fn search(target: &str, seconds: u32) -> Result<()> {
+    let corpus = root().join("fuzz/corpus").join(target);
+    begin(&corpus)?;
+    let mut command = nightly();
+    command.args(["fuzz", "run", "--sanitizer", "address", target]).arg(&corpus);
+    let seeds = root().join("fuzz/seeds").join(target);
+    if seeds.is_dir() {
+        command.arg(seeds);
+    }
+    command.arg("--").arg(format!("-max_total_time={seconds}")).args(limits());
+    command.args(["-len_control=0".into(), format!("-max_len={LONGEST}")]);
+    watch(target, &mut command)
+}
+
+/// Runs one input.
+fn once(target: &str, input: &Path) -> Result<()> {
+    let mut command = nightly();
+    command.args(["fuzz", "run", "--sanitizer", "address", target]).arg(input);
+    command.arg("--").args(limits());
+    watch(target, &mut command)
+}
+
+/// The driver keeps memory for good that a controller may still write to, so leaks are no finding there.
+fn sanitizer(target: &str) -> &'static str {
+    if target == "driver" { "detect_leaks=0" } else { "detect_leaks=1" }
+}
+
+fn limits() -> [String; 3] {
+    [format!("-timeout={HUNG}"), "-rss_limit_mb=4096".into(), "-print_final_stats=1".into()]
+}
+
+/// Something to begin with, if there is nothing: programs of pseudo-random bytes.
+fn begin(corpus: &Path) -> Result<()> {
+    std::fs::create_dir_all(corpus).with_context(|| corpus.display().to_string())?;
+    if std::fs::read_dir(corpus)?.next().is_some() {
+        return Ok(());
+    }
+    let mut state = 0x9e37_79b9_7f4a_7c15u64;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    for number in 0..FIRST {
+        let len = 50 + next() % FIRST_BYTES;
+        let bytes: Vec<u8> = (0..len).map(|_| (next() >> 32) as u8).collect();
+        std::fs::write(corpus.join(format!("first-{number}")), bytes)?;
+    }
+    Ok(())
+}
+
+/// Runs it, and shows what is worth it of what it says.
+fn watch(target: &str, command: &mut Command) -> Result<()> {
+    command.env("ASAN_OPTIONS", sanitizer(target));
+    let mut child = command.stderr(Stdio::piped()).spawn().context("cargo fuzz")?;
+    let mut found = None;
+    for line in BufReader::new(child.stderr.take().context("no output")?).split(b'\n') {
+        let line = String::from_utf8_lossy(&line?).into_owned();
+        if let Some((_, path)) = line.split_once("Test unit written to ") {
+            found = Some(path.trim().to_owned());
+        }
+        if is_news(&line) {
+            eprintln!("{line}");
+        }
+    }
+    if child.wait()?.success() {
+        return Ok(());
+    }
+    match found {
+        Some(path) => bail!(
+            "{target} fails; the input is {path}, and this runs it again:\n\
+             cargo xtask fuzz {target} --input {path}"
+        ),
+        None => bail!("{target} fails, or does not build"),
+    }
+}
+
+/// Whether a line of libFuzzer's is for people: not one for each new path or word that it has found.
+fn is_news(line: &str) -> bool {
+    let chatter =
+        line.starts_with('#') && ["NEW", "REDUCE", "RELOAD"].iter().any(|w| line.contains(w));
+    !chatter && !line.trim_start().starts_with("NEW_FUNC") && !line.starts_with('"')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_target_is_known_to_all() {
+        let read = |path: &str| std::fs::read_to_string(root().join(path)).unwrap();
+        let manifest = read("fuzz/Cargo.toml");
+        let (bodies, replay) =
+            (read("fuzz/bodies/src/lib.rs"), read("fuzz/bodies/tests/replay.rs"));
+        let targets = targets().unwrap();
+        assert!(targets.contains(&"session".to_owned()));
+        for name in &targets {
+            assert!(manifest.contains(&format!("path = \"targets/{name}.rs\"")), "{name}");
+            assert!(bodies.contains(&format!("pub mod {name};")), "{name}");
+            assert!(replay.contains(&format!("    {name}: ")), "{name}");
+            let wrapper = read(&format!("fuzz/targets/{name}.rs"));
+            assert!(wrapper.contains(&format!("bodies::{name}::run")), "{name}");
+        }
+        assert_eq!(manifest.matches("[[bin]]").count(), targets.len());
+        assert_eq!(bodies.matches("pub mod ").count(), targets.len());
+    }
+
+    #[test]
+    fn a_line_for_each_path_is_no_news() {
+        assert!(!is_news("#7\tNEW    cov: 12 ft: 12 corp: 2/2b"));
+        assert!(!is_news("\tNEW_FUNC[1/2]: 0x55 in f"));
+        assert!(!is_news("\"\\001\" # Uses: 9"));
+        assert!(is_news("#65536\tpulse  cov: 12"));
+        assert!(is_news("thread panicked"));
+    }
+}
