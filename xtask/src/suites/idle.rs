@@ -73,7 +73,7 @@ fn used(tasks: &Path) -> Result<BTreeMap<OsString, Used>> {
 
 /// utime and stime of `/proc/PID/stat`: the fields 14 and 15, counted after the name, which may hold
 /// anything and ends with the last parenthesis.
-fn ticks(stat: &str) -> Option<u64> {
+pub(super) fn ticks(stat: &str) -> Option<u64> {
     let (_, fields) = stat.rsplit_once(") ")?;
     let mut fields = fields.split(' ').skip(11);
     Some(fields.next()?.parse::<u64>().ok()? + fields.next()?.parse::<u64>().ok()?)
