@@ -424,3 +424,23 @@ fn the_admin_queue_goes_on_when_its_memory_comes_back() {
     back(&host, gone);
     assert_eq!(host.wait(&mut admin).0, 71);
 }
+
+/// Three pages are asked for, so PRP2 is a list; the log page has one, which lies across two.
+#[test]
+fn a_log_page_shorter_than_asked_for_is_not_written_over_the_prp_list() {
+    let mut host = Host::new(&["mem:16MiB"], ADAPTIVE);
+    let data = host.alloc(3 * 4096);
+    let list = host.alloc(4096);
+    for (n, page) in [data + 4096, data + 8192].into_iter().enumerate() {
+        host.memory.write((list - common::BASE) as usize + 8 * n, &page).unwrap();
+    }
+    let fields = spec::admin::GetLogPage {
+        lid: spec::log::lid::CHANGED_ATTACHED_NAMESPACES,
+        numd0: 0x2dac / 4 - 1,
+        ..Default::default()
+    };
+    let before = host.peek(list, 4096);
+    let sqe = Sqe::get_log_page(spec::sqe::NSID_ALL, fields, 0);
+    assert!(host.admin(sqe.with_prps(data + 0xb0, list)).0.is_success());
+    assert_eq!(host.peek(list, 4096), before);
+}

@@ -318,8 +318,11 @@ impl Control {
             shadow_doorbells: inner.config.shadow_doorbells,
             volatile_cache: inner.namespaces.iter().any(|ns| ns.info().volatile_cache),
         };
-        let data = logs::read(command, sqe.nsid, &mut context)?;
-        self.give(sqe, &data)?;
+        let page = logs::read(command, sqe.nsid, &mut context)?;
+        // The page may be shorter than what was asked for. Whether PRP2 is a page or a list of pages
+        // depends on what was asked for (Base 2.1, 4.3.1): a short page must not end up in the list.
+        let data = self.data(sqe, command.length() as usize, true)?;
+        data.write_from(0, &page).ok_or(Status::INTERNAL)?;
         if let Some(done) = self.events.log_read(command.lid, command.rae) {
             self.complete(inner, done.cid, Status::SUCCESS, done.dw0);
         }
