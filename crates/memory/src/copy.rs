@@ -45,7 +45,8 @@ pub(crate) unsafe fn from_disk(from: *const u8, into: *mut u8, len: usize) {
     unsafe { copy(from, into, len) }
 }
 
-/// Copies `len` bytes of a buffer to a disk that is too large for the caches. The two may overlap. What is stored afterwards is seen afterwards, as with any other copy.
+/// Copies `len` bytes of a buffer to a disk that is too large for the caches. The two may overlap. What
+/// is stored afterwards is seen afterwards, as with any other copy.
 ///
 /// # Safety
 /// `len` bytes from `from` can be read, and `len` bytes from `into` written.

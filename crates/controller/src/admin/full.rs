@@ -45,9 +45,7 @@ impl Control {
             deferred.event(Event::Full(nsid));
         }
     }
-}
 
-impl Control {
     /// A write or a flush has failed: says which disks have lost what they were given.
     pub(crate) fn tell_losses(&mut self, inner: &Inner, deferred: &mut Deferred) {
         let now = Instant::now();
