@@ -3,8 +3,8 @@
 use crate::device::{BlockDevice, Geometry};
 use crate::error::BlockError;
 use crate::operations::Zeroes;
-use driver::AsyncQueue;
-use driver::async_queue::Driver;
+use shadowbell_driver::AsyncQueue;
+use shadowbell_driver::async_queue::Driver;
 use std::future::Future;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,7 +1,7 @@
 //! Buffers that requests take turns with.
 
 use crate::error::BlockError;
-use driver::{Buffer, BufferPool};
+use shadowbell_driver::{Buffer, BufferPool};
 use std::collections::VecDeque;
 use std::future::Future;
 use std::pin::Pin;

@@ -4,8 +4,8 @@ use crate::buffers::Buffers;
 use crate::error::{BlockError, OpenError};
 use crate::flight::Orphans;
 use crate::locks::RangeLocks;
-use driver::{Admin, AsyncNamespace, AsyncQueue, Controller, Namespace};
-use spec::feature::{Select, fid};
+use shadowbell_driver::{Admin, AsyncNamespace, AsyncQueue, Controller, Namespace};
+use shadowbell_spec::feature::{Select, fid};
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -175,7 +175,7 @@ impl BlockDevice {
     }
 
     /// The queue that this handle uses, for who wants to drive it (see
-    /// [`driver::async_queue`]) while waiting for futures of this disk.
+    /// [`shadowbell_driver::async_queue`]) while waiting for futures of this disk.
     #[must_use]
     pub fn queue(&self) -> Option<&AsyncQueue> {
         self.inner.lanes.get(self.lane).map(|lane| lane.disk.queue())

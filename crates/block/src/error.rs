@@ -1,8 +1,8 @@
 //! What can go wrong with a block device, in sentences.
 
-use driver::{CommandError, DmaError, IoErrorKind, RequestError};
 use rustix::io::Errno;
-use spec::Status;
+use shadowbell_driver::{CommandError, DmaError, IoErrorKind, RequestError};
+use shadowbell_spec::Status;
 use std::io;
 use std::sync::Arc;
 use thiserror::Error;

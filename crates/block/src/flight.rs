@@ -3,9 +3,9 @@
 use crate::buffers::Lease;
 use crate::error::BlockError;
 use crate::locks::RangeGuard;
-use driver::async_queue::Io;
-use driver::{AsyncQueue, Command, IoErrorKind};
-use spec::Status;
+use shadowbell_driver::async_queue::Io;
+use shadowbell_driver::{AsyncQueue, Command, IoErrorKind};
+use shadowbell_spec::Status;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};

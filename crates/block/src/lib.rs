@@ -16,7 +16,7 @@
 //! ```no_run
 //! use shadowbell_block::{BlockDevice, BlockOptions, block_on};
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! # fn attach() -> driver::Controller { unreachable!() }
+//! # fn attach() -> shadowbell_driver::Controller { unreachable!() }
 //! # let mut controller = attach();
 //! let disk = BlockDevice::open(&mut controller, 1, &BlockOptions::default())?;
 //! block_on(async {

@@ -4,7 +4,7 @@ use crate::device::BlockDevice;
 use crate::error::BlockError;
 use crate::flight::Flight;
 use crate::locks::RangeGuard;
-use driver::{Buffer, Command, Namespace, RequestError};
+use shadowbell_driver::{Buffer, Command, Namespace, RequestError};
 use std::collections::VecDeque;
 use std::sync::Arc;
 

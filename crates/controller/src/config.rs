@@ -1,6 +1,6 @@
 //! What a controller is, before anybody has attached to it.
 
-use disk::Disk;
+use shadowbell_backend::Disk;
 use std::sync::Arc;
 
 /// The PCI vendor and subsystem vendor identifier that the controller reports, in Identify and in

@@ -16,9 +16,9 @@ use crate::shared::{Report, Shared};
 use crate::stats::Stats;
 use crate::worker::message::Message;
 use crate::worker::queue::Placement;
-use memory::{DmaError, DmaSpace, EventFd, SharedBytes};
-use spec::regs::{self, Aqa, Cap, Cc, Crto, Csts, Vs};
-use spec::status::Status;
+use shadowbell_memory::{DmaError, DmaSpace, EventFd, SharedBytes};
+use shadowbell_spec::regs::{self, Aqa, Cap, Cc, Crto, Csts, Vs};
+use shadowbell_spec::status::Status;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -470,7 +470,7 @@ impl Control {
     pub(crate) fn invalid_doorbell_register(&mut self, inner: &Inner) -> Deferred {
         let mut deferred = Deferred::default();
         if self.is_ready() {
-            self.raise(inner, spec::event::AsyncEvent::INVALID_DOORBELL_REGISTER);
+            self.raise(inner, shadowbell_spec::event::AsyncEvent::INVALID_DOORBELL_REGISTER);
         }
         self.serve_admin(inner, &mut deferred);
         deferred
@@ -483,7 +483,7 @@ impl Control {
             Report::InvalidDoorbell { qid } => {
                 tracing::debug!(qid, "invalid doorbell value");
                 if self.is_ready() {
-                    self.raise(inner, spec::event::AsyncEvent::INVALID_DOORBELL_VALUE);
+                    self.raise(inner, shadowbell_spec::event::AsyncEvent::INVALID_DOORBELL_VALUE);
                 }
             }
             Report::CommandError { sqid, cid, status, nsid, lba } => {

@@ -9,8 +9,8 @@ use crate::stats::Stats;
 use crate::trace::{COMPLETION_QUEUE, Kind};
 use crate::worker::message::Message;
 use crate::worker::{Pool, Service};
-use memory::{DmaError, EventFd, SharedBytes};
-use spec::regs::{DOORBELLS, DoorbellKind, decode_doorbell};
+use shadowbell_memory::{DmaError, EventFd, SharedBytes};
+use shadowbell_spec::regs::{DOORBELLS, DoorbellKind, decode_doorbell};
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -50,7 +50,7 @@ pub enum NewError {
     Config(#[from] ConfigError),
     /// There was no memory for the doorbells.
     #[error(transparent)]
-    Memory(#[from] memory::MapError),
+    Memory(#[from] shadowbell_memory::MapError),
 }
 
 /// How a controller is carried to its host.
@@ -156,7 +156,7 @@ impl Controller {
         inner.note(Kind::MmioWrite, doorbell.qid | side, value, 0);
         let register = inner.shared.register(doorbell.qid, doorbell.kind);
         if doorbell.qid == 0 {
-            doorbell::Cell::store_release(&register, value);
+            shadowbell_doorbell::Cell::store_release(&register, value);
             inner.service();
             return None;
         }
@@ -167,7 +167,7 @@ impl Controller {
         let woken = match doorbell.kind {
             DoorbellKind::Sq => inner.pool.ring(worker, &inner.shared, &register, value),
             DoorbellKind::Cq => {
-                doorbell::Cell::store_release(&register, value);
+                shadowbell_doorbell::Cell::store_release(&register, value);
                 // Pairs with the sleeper's fence, which follows its `want_head`: either it sees
                 // the head in its last look, or we see here that it wants to be told.
                 fence(Ordering::SeqCst);

@@ -1,6 +1,6 @@
 //! Message-signalled interrupts: eventfds that the VMM or the driver gave us.
 
-use memory::EventFd;
+use shadowbell_memory::EventFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 

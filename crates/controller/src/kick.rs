@@ -11,8 +11,8 @@ use crate::control::{Control, QueueState};
 use crate::controller::Controller;
 use crate::shared::DSTRD;
 use crate::worker::message::Message;
-use memory::EventFd;
-use spec::regs::{cq_doorbell_offset, sq_doorbell_offset};
+use shadowbell_memory::EventFd;
+use shadowbell_spec::regs::{cq_doorbell_offset, sq_doorbell_offset};
 use std::collections::BTreeMap;
 use std::io;
 

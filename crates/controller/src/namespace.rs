@@ -1,7 +1,7 @@
 //! A namespace of a controller: a disk with an identifier, and names for ever.
 
 use crate::config::NamespaceConfig;
-use disk::{Disk, Info};
+use shadowbell_backend::{Disk, Info};
 use std::sync::Arc;
 
 /// The IEEE OUI of the identifiers that are made here, big-endian: with the bit set that says

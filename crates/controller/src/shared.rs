@@ -2,9 +2,9 @@
 
 use crate::interrupt::{Coalescing, IrqTable};
 use crate::stats::{CqStats, IoStats, SqStats};
-use memory::{Mapping, SharedBytes, SharedU32};
-use spec::regs::{DoorbellKind, cq_doorbell_offset, sq_doorbell_offset};
-use spec::status::Status;
+use shadowbell_memory::{Mapping, SharedBytes, SharedU32};
+use shadowbell_spec::regs::{DoorbellKind, cq_doorbell_offset, sq_doorbell_offset};
+use shadowbell_spec::status::Status;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
@@ -85,9 +85,11 @@ pub(crate) struct Shared {
 
 /// The page of doorbells, where it is in BAR0: a client that maps it takes its place in the file to
 /// be the same as its place in the region.
-fn doorbell_page() -> Result<SharedBytes, memory::MapError> {
-    let bar = Mapping::shared("shadowbell-doorbells", spec::regs::DOORBELLS + DOORBELL_BYTES)?;
-    let page = bar.bytes().slice(spec::regs::DOORBELLS as usize, DOORBELL_BYTES as usize);
+fn doorbell_page() -> Result<SharedBytes, shadowbell_memory::MapError> {
+    let bar =
+        Mapping::shared("shadowbell-doorbells", shadowbell_spec::regs::DOORBELLS + DOORBELL_BYTES)?;
+    let page =
+        bar.bytes().slice(shadowbell_spec::regs::DOORBELLS as usize, DOORBELL_BYTES as usize);
     Ok(page.unwrap_or_else(|| bar.bytes()))
 }
 
@@ -96,7 +98,11 @@ fn index(qid: u16, kind: DoorbellKind) -> usize {
 }
 
 impl Shared {
-    pub(crate) fn new(id: u32, mapped: bool, workers: usize) -> Result<Self, memory::MapError> {
+    pub(crate) fn new(
+        id: u32,
+        mapped: bool,
+        workers: usize,
+    ) -> Result<Self, shadowbell_memory::MapError> {
         Ok(Self {
             id,
             doorbells: doorbell_page()?,
@@ -131,7 +137,7 @@ impl Shared {
             DoorbellKind::Sq => sq_doorbell_offset(qid, DSTRD),
             DoorbellKind::Cq => cq_doorbell_offset(qid, DSTRD),
         };
-        let offset = (offset - spec::regs::DOORBELLS) as usize;
+        let offset = (offset - shadowbell_spec::regs::DOORBELLS) as usize;
         self.doorbells.cell(offset).expect("queue identifiers are at most 64")
     }
 

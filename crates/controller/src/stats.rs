@@ -1,7 +1,7 @@
 //! What happened, counted where it happened.
 
-use doorbell::{ControllerStats, SleeperStats};
 use serde::Serialize;
+use shadowbell_doorbell::{ControllerStats, SleeperStats};
 
 /// One end of a queue as the controller saw its doorbell.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]

@@ -1,6 +1,6 @@
 //! A disk for tests: what it says of itself is all there is to it.
 
-use disk::{Disk, Info, Queue};
+use shadowbell_backend::{Disk, Info, Queue};
 use std::io;
 use std::sync::Arc;
 

@@ -3,11 +3,11 @@
 mod common;
 
 use common::Host;
-use disk::{Disk, Info, Op, Queue, Request, Submitted};
-use memory::{Segments, SharedBytes};
+use shadowbell_backend::{Disk, Info, Op, Queue, Request, Submitted};
 use shadowbell_controller::{Config, NamespaceConfig, Polling};
-use spec::regs::{self, sq_doorbell_offset};
-use spec::{Sqe, Status};
+use shadowbell_memory::{Segments, SharedBytes};
+use shadowbell_spec::regs::{self, sq_doorbell_offset};
+use shadowbell_spec::{Sqe, Status};
 use std::sync::{Arc, Mutex};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,18 +6,18 @@ mod common;
 mod held;
 
 use common::{Host, Queue, slow_host};
-use disk::{Disk, DiskError, Info, MemDisk, Op, Request, Submitted};
 use held::Held;
-use memory::Segments;
 use proptest::prelude::*;
+use shadowbell_backend::{Disk, DiskError, Info, MemDisk, Op, Request, Submitted};
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool};
-use spec::admin::GetLogPage;
-use spec::identify::{IDENTIFY_SIZE, IdentifyController, IdentifyNamespace, cns};
-use spec::log::{SmartHealth, lid};
-use spec::nvm::{CopyFields, CopyRange};
-use spec::regs::{self, Cc};
-use spec::sqe::NSID_ALL;
-use spec::{Sqe, Status};
+use shadowbell_memory::Segments;
+use shadowbell_spec::admin::GetLogPage;
+use shadowbell_spec::identify::{IDENTIFY_SIZE, IdentifyController, IdentifyNamespace, cns};
+use shadowbell_spec::log::{SmartHealth, lid};
+use shadowbell_spec::nvm::{CopyFields, CopyRange};
+use shadowbell_spec::regs::{self, Cc};
+use shadowbell_spec::sqe::NSID_ALL;
+use shadowbell_spec::{Sqe, Status};
 use std::sync::Arc;
 use std::time::Duration;
 use zerocopy::{FromBytes, IntoBytes};
@@ -70,7 +70,7 @@ fn model(blocks: &mut [u64], to: u64, ranges: &[(u64, u64)]) {
 fn the_controller_says_what_it_can() {
     let mut host = Host::new(&["mem:8MiB", "mem:8MiB?block-size=4096"], ADAPTIVE);
     let identify = |cns, nsid| {
-        let fields = spec::admin::Identify { cns, ..Default::default() };
+        let fields = shadowbell_spec::admin::Identify { cns, ..Default::default() };
         Sqe::identify(nsid, fields, 0)
     };
     let page = host.page(identify(cns::CONTROLLER, 0)).unwrap();
@@ -220,7 +220,7 @@ fn every_bad_copy_ends_in_its_status() {
     ] {
         assert_eq!(host.run(&mut queue, sqe).0.code(), expected, "{sqe:?}");
     }
-    let disk = disk::open("mem:1MiB?read-only=on").unwrap();
+    let disk = shadowbell_backend::open("mem:1MiB?read-only=on").unwrap();
     let namespaces = vec![NamespaceConfig { disk, uuid: [1; 16] }];
     let mut host = Host::with(Config { namespaces, ..Config::default() }, ADAPTIVE);
     let mut queue = host.create(1, 16, false);
@@ -306,19 +306,19 @@ fn errors_of_disks_that_answer_at_once_are_told_as_well() {
     /// Fails writes at block 101.
     #[derive(Debug)]
     struct Worn(MemDisk);
-    struct WornQueue(Box<dyn disk::Queue>);
+    struct WornQueue(Box<dyn shadowbell_backend::Queue>);
     impl Disk for Worn {
         fn info(&self) -> Info {
             self.0.info()
         }
-        fn queue(&self) -> std::io::Result<Box<dyn disk::Queue>> {
+        fn queue(&self) -> std::io::Result<Box<dyn shadowbell_backend::Queue>> {
             Ok(Box::new(WornQueue(self.0.queue()?)))
         }
         fn name(&self) -> String {
             "worn".into()
         }
     }
-    impl disk::Queue for WornQueue {
+    impl shadowbell_backend::Queue for WornQueue {
         fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
             if request.op != Op::Read && request.offset == 101 * 512 {
                 return Submitted::Done(Err(DiskError::NoSpace));
@@ -340,7 +340,8 @@ fn copies_wait_for_each_other_and_nobody_waits_for_them() {
     for polling in [Polling::Never, ADAPTIVE, Polling::Always] {
         let held = Held::new(65536);
         held.mark();
-        let disks: [Arc<dyn Disk>; 2] = [Arc::new(held.clone()), disk::open("mem:64MiB").unwrap()];
+        let disks: [Arc<dyn Disk>; 2] =
+            [Arc::new(held.clone()), shadowbell_backend::open("mem:64MiB").unwrap()];
         let named = disks.into_iter().zip(1..);
         let namespaces =
             named.map(|(disk, n)| NamespaceConfig { disk, uuid: [n; 16] }).collect::<Vec<_>>();
@@ -427,7 +428,7 @@ fn an_abort_stops_a_copy() {
         host.submit(&mut queue, &sqe.with_cid(cid));
     }
     host.until("the reads of four", || held.seen().len() == 8);
-    let abort = |cid| Sqe::abort(spec::admin::Abort { sqid: 1, cid }, 0);
+    let abort = |cid| Sqe::abort(shadowbell_spec::admin::Abort { sqid: 1, cid }, 0);
     // One that waits for a buffer ends at once.
     assert_eq!(host.must(abort(5)) & 1, 0, "aborted");
     let (cid, status, dw0) = host.wait(&mut queue);
@@ -470,7 +471,7 @@ fn an_abort_that_the_disk_heeds_is_told_with_the_range() {
     gate.end(Ok(()));
     host.until("the first write", || gate.waiting() == 2);
     gate.heed_cancel.store(true, std::sync::atomic::Ordering::Relaxed);
-    assert_eq!(host.must(Sqe::abort(spec::admin::Abort { sqid: 1, cid: 9 }, 0)) & 1, 0);
+    assert_eq!(host.must(Sqe::abort(shadowbell_spec::admin::Abort { sqid: 1, cid: 9 }, 0)) & 1, 0);
     let (cid, status, dw0) = host.wait(&mut queue);
     assert_eq!((cid, status.code(), dw0), (9, Status::ABORT_REQUESTED, 1));
 }

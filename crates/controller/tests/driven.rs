@@ -4,11 +4,11 @@ mod common;
 
 use common::{Host, Queue, config};
 use controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
-use disk::{Disk, Info, Request, Submitted};
-use memory::{DmaError, DmaTable, Mapping, Segments, SharedBytes};
+use shadowbell_backend::{Disk, Info, Request, Submitted};
 use shadowbell_controller as controller;
-use spec::regs::{self, cq_doorbell_offset, sq_doorbell_offset};
-use spec::{Sqe, Status};
+use shadowbell_memory::{DmaError, DmaTable, Mapping, Segments, SharedBytes};
+use shadowbell_spec::regs::{self, cq_doorbell_offset, sq_doorbell_offset};
+use shadowbell_spec::{Sqe, Status};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -117,7 +117,7 @@ impl Disk for Meanwhile {
         }
     }
 
-    fn queue(&self) -> std::io::Result<Box<dyn disk::Queue>> {
+    fn queue(&self) -> std::io::Result<Box<dyn shadowbell_backend::Queue>> {
         Ok(Box::new(MeanwhileQueue(self.clone(), Vec::new())))
     }
 
@@ -128,7 +128,7 @@ impl Disk for Meanwhile {
 
 struct MeanwhileQueue(Meanwhile, Vec<Segments>);
 
-impl disk::Queue for MeanwhileQueue {
+impl shadowbell_backend::Queue for MeanwhileQueue {
     fn submit(&mut self, _: u32, request: &Request, data: &mut Segments) -> Submitted {
         if request.offset != 0 {
             return Submitted::Done(Ok(()));

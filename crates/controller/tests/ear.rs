@@ -6,8 +6,8 @@ use common::wire::Wire;
 use common::{Host, Queue, config, pool};
 use controller::{Carrier, Controller, Polling, Pool, Turns};
 use shadowbell_controller as controller;
-use spec::regs::{self, cq_doorbell_offset, sq_doorbell_offset};
-use spec::{Sqe, Status};
+use shadowbell_spec::regs::{self, cq_doorbell_offset, sq_doorbell_offset};
+use shadowbell_spec::{Sqe, Status};
 
 /// A host with one queue, attached while the worker takes its turns.
 fn attached(pool: &Pool, turns: &mut Turns) -> (Host, Queue) {

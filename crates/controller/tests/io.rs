@@ -4,11 +4,11 @@ mod common;
 
 use common::{Host, Queue, slow_host};
 use shadowbell_controller::{NamespaceConfig, Polling};
-use spec::nvm::{DatasetManagement, RwFields};
-use spec::opcode::NvmOpcode;
-use spec::regs::{self, Cc};
-use spec::sqe::NSID_ALL;
-use spec::{Sqe, Status};
+use shadowbell_spec::nvm::{DatasetManagement, RwFields};
+use shadowbell_spec::opcode::NvmOpcode;
+use shadowbell_spec::regs::{self, Cc};
+use shadowbell_spec::sqe::NSID_ALL;
+use shadowbell_spec::{Sqe, Status};
 use std::time::Duration;
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
@@ -196,7 +196,7 @@ fn a_4096_byte_namespace_and_larger_host_pages() {
 
 #[test]
 fn a_write_protected_namespace_refuses_every_change() {
-    let disk = disk::open("mem:1MiB?read-only=on").unwrap();
+    let disk = shadowbell_backend::open("mem:1MiB?read-only=on").unwrap();
     let namespaces = vec![NamespaceConfig { disk, uuid: [1; 16] }];
     let config = shadowbell_controller::Config { namespaces, ..Default::default() };
     let mut host = Host::with(config, ADAPTIVE);
@@ -226,7 +226,7 @@ fn an_abort_aborts() {
     }
     host.until("three requests", || gate.waiting() == 3);
     gate.heed_cancel.store(true, std::sync::atomic::Ordering::Relaxed);
-    let abort = |cid| Sqe::abort(spec::admin::Abort { sqid: 1, cid }, 0);
+    let abort = |cid| Sqe::abort(shadowbell_spec::admin::Abort { sqid: 1, cid }, 0);
     assert_eq!(host.must(abort(11)) & 1, 0, "aborted");
     let (cid, status, _) = host.wait(&mut queue);
     assert_eq!((cid, status.code()), (11, Status::ABORT_REQUESTED));
@@ -240,7 +240,7 @@ fn an_abort_aborts() {
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
     host.submit(&mut admin, &Sqe::async_event_request(77));
     let cid = 78;
-    host.submit(&mut admin, &Sqe::abort(spec::admin::Abort { sqid: 0, cid: 77 }, cid));
+    host.submit(&mut admin, &Sqe::abort(shadowbell_spec::admin::Abort { sqid: 0, cid: 77 }, cid));
     let mut done = [host.wait(&mut admin), host.wait(&mut admin)];
     done.sort_by_key(|d| d.0);
     assert_eq!((done[0].0, done[0].1.code()), (77, Status::ABORT_REQUESTED));
@@ -250,7 +250,7 @@ fn an_abort_aborts() {
 
 #[test]
 fn media_errors_and_a_full_storage_have_their_statuses() {
-    use disk::DiskError;
+    use shadowbell_backend::DiskError;
     let (mut host, gate) = slow_host(ADAPTIVE);
     let mut queue = host.create(1, 16, false);
     let page = host.alloc(4096);

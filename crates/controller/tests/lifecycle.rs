@@ -4,8 +4,8 @@ mod common;
 
 use common::{Host, PATIENCE, Queue, slow_host};
 use shadowbell_controller::{Carrier, Controller, Event, Polling};
-use spec::regs::{self, Aqa, Cc, Csts};
-use spec::{Sqe, Status};
+use shadowbell_spec::regs::{self, Aqa, Cc, Csts};
+use shadowbell_spec::{Sqe, Status};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
@@ -158,12 +158,12 @@ fn a_reset_waits_for_what_is_in_flight_and_writes_nothing_after() {
 fn unmapping_waits_for_what_is_in_flight_since_an_earlier_map() {
     let (mut host, gate) = slow_host(ADAPTIVE);
     let mut queue = host.create(1, 16, true);
-    let other = memory::Mapping::anonymous(4096).unwrap().bytes();
+    let other = shadowbell_memory::Mapping::anonymous(4096).unwrap().bytes();
     let iova = 1 << 40;
     host.controller.map_dma(iova, 4096, &other).unwrap();
     host.submit(&mut queue, &Sqe::read(1, 0, 7, 5).with_prps(iova, 0));
     host.until("the request", || gate.waiting() == 1);
-    let another = memory::Mapping::anonymous(4096).unwrap().bytes();
+    let another = shadowbell_memory::Mapping::anonymous(4096).unwrap().bytes();
     host.controller.map_dma(iova + 8192, 4096, &another).unwrap();
     // An answer by the worker: it has taken over that map.
     let _ = host.controller.stats();
@@ -181,7 +181,7 @@ fn unmapping_waits_for_what_is_in_flight_since_an_earlier_map() {
 fn unmapping_waits_for_what_is_in_flight() {
     let (mut host, gate) = slow_host(ADAPTIVE);
     let mut queue = host.create(1, 16, false);
-    let other = memory::Mapping::shared("other", 4096).unwrap().bytes();
+    let other = shadowbell_memory::Mapping::shared("other", 4096).unwrap().bytes();
     let iova = common::BASE + common::MEMORY;
     host.controller.map_dma(iova, 4096, &other).unwrap();
     host.submit(&mut queue, &Sqe::read(1, 0, 0, 1).with_prps(iova, 0));
@@ -330,8 +330,13 @@ fn lost_memory_is_fatal_and_not_the_end_of_the_process() {
             .unwrap();
     let file = rustix::fs::memfd_create("host", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, common::MEMORY).unwrap();
-    let map =
-        memory::Mapping::from_fd(&file, 0, common::MEMORY, memory::Protection::ReadWrite).unwrap();
+    let map = shadowbell_memory::Mapping::from_fd(
+        &file,
+        0,
+        common::MEMORY,
+        shadowbell_memory::Protection::ReadWrite,
+    )
+    .unwrap();
     let mut host = Host::attach(controller.clone());
     let (sent, gone) = mpsc::channel();
     controller.unmap_all(move || sent.send(()).unwrap());
@@ -386,7 +391,7 @@ fn memory_is_there_as_soon_as_it_is_mapped() {
     let mut queue = host.create(1, 256, false);
     let iova = common::BASE + common::MEMORY;
     for round in 0..400u64 {
-        let fresh = memory::Mapping::shared("fresh", 4096).unwrap().bytes();
+        let fresh = shadowbell_memory::Mapping::shared("fresh", 4096).unwrap().bytes();
         let at = iova + round * 4096;
         host.controller.map_dma(at, 4096, &fresh).unwrap();
         let (status, _) = host.run(&mut queue, Sqe::read(1, 0, 7, 0).with_prps(at, 0));
@@ -411,7 +416,7 @@ fn the_admin_queue_goes_on_when_its_memory_comes_back() {
     };
     // A command that came meanwhile.
     let gone = away(&host);
-    host.submit(&mut admin, &Sqe::abort(spec::admin::Abort { sqid: 1, cid: 9 }, 70));
+    host.submit(&mut admin, &Sqe::abort(shadowbell_spec::admin::Abort { sqid: 1, cid: 9 }, 70));
     back(&host, gone);
     assert_eq!(host.wait(&mut admin).0, 70);
     // One whose end came meanwhile: it waits for a read, which the disk ends only now.
@@ -434,13 +439,13 @@ fn a_log_page_shorter_than_asked_for_is_not_written_over_the_prp_list() {
     for (n, page) in [data + 4096, data + 8192].into_iter().enumerate() {
         host.memory.write((list - common::BASE) as usize + 8 * n, &page).unwrap();
     }
-    let fields = spec::admin::GetLogPage {
-        lid: spec::log::lid::CHANGED_ATTACHED_NAMESPACES,
+    let fields = shadowbell_spec::admin::GetLogPage {
+        lid: shadowbell_spec::log::lid::CHANGED_ATTACHED_NAMESPACES,
         numd0: 0x2dac / 4 - 1,
         ..Default::default()
     };
     let before = host.peek(list, 4096);
-    let sqe = Sqe::get_log_page(spec::sqe::NSID_ALL, fields, 0);
+    let sqe = Sqe::get_log_page(shadowbell_spec::sqe::NSID_ALL, fields, 0);
     assert!(host.admin(sqe.with_prps(data + 0xb0, list)).0.is_success());
     assert_eq!(host.peek(list, 4096), before);
 }

@@ -7,7 +7,7 @@ use common::slow::{Gate, Slow};
 use common::{Host, PATIENCE, Queue, config};
 use controller::{Carrier, Controller, Polling, Pool, PoolOptions, Stats, Turns};
 use shadowbell_controller as controller;
-use spec::{Sqe, regs};
+use shadowbell_spec::{Sqe, regs};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
@@ -312,7 +312,7 @@ fn what_the_control_plane_does_finds_the_parked() {
         house.lull(busy);
         // Another map of the host's memory: what it had before is let go.
         let controller = house.hosts[quiet].0.controller.clone();
-        let other = memory::Mapping::shared("other", 1 << 20).unwrap().bytes();
+        let other = shadowbell_memory::Mapping::shared("other", 1 << 20).unwrap().bytes();
         let gone = Arc::downgrade(other.mapping());
         meanwhile(&mut house.turns, {
             let controller = controller.clone();

@@ -4,7 +4,7 @@ mod common;
 
 use common::{Host, PATIENCE, Queue};
 use shadowbell_controller::{Carrier, Config, Controller, Polling};
-use spec::{Sqe, Status};
+use shadowbell_spec::{Sqe, Status};
 use std::time::{Duration, Instant};
 
 const SLEEPY: Polling = Polling::Never;
@@ -251,15 +251,15 @@ fn values_outside_the_ring_are_refused_with_the_event() {
         let mut admin = std::mem::replace(&mut host.admin, Queue::none());
         host.submit(&mut admin, &Sqe::async_event_request(99));
         for value in [16, 17, 0xffff, 0x1_0001, u32::MAX] {
-            host.doorbell(shadowed, spec::regs::sq_doorbell_offset(1, 0), 0, value);
-            host.controller.write_doorbell(spec::regs::sq_doorbell_offset(1, 0), value);
+            host.doorbell(shadowed, shadowbell_spec::regs::sq_doorbell_offset(1, 0), 0, value);
+            host.controller.write_doorbell(shadowbell_spec::regs::sq_doorbell_offset(1, 0), value);
         }
         let (cid, status, dw0) = host.wait(&mut admin);
         assert_eq!((cid, status), (99, Status::SUCCESS));
         assert_eq!(dw0 & 0xffff, 0x0100, "error, invalid doorbell write value");
         host.admin = admin;
         // The queue goes on from where it was.
-        host.doorbell(shadowed, spec::regs::sq_doorbell_offset(1, 0), 0, 0);
+        host.doorbell(shadowed, shadowbell_spec::regs::sq_doorbell_offset(1, 0), 0, 0);
         stream(&mut host, &mut queue, 8, 100);
     }
 }
@@ -269,7 +269,7 @@ fn a_doorbell_that_no_queue_has_is_reported() {
     let mut host = Host::new(&["null:1GiB"], SLEEPY);
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
     host.submit(&mut admin, &Sqe::async_event_request(7));
-    host.controller.write_doorbell(spec::regs::sq_doorbell_offset(3, 0), 1);
+    host.controller.write_doorbell(shadowbell_spec::regs::sq_doorbell_offset(3, 0), 1);
     let (cid, _, dw0) = host.wait(&mut admin);
     assert_eq!((cid, dw0 & 0xffff), (7, 0x0000), "error, write to invalid doorbell register");
     for offset in [0x1000 + 65 * 8, 0x1ffc, 0x1003, u64::MAX] {
@@ -301,7 +301,7 @@ fn bad_buffers_and_a_controller_without_it_refuse() {
     let mut host = Host::new(&["null:1GiB"], SLEEPY);
     let good = host.alloc(4096);
     let config = |shadow, event_idx| {
-        Sqe::dbbuf_config(spec::admin::DoorbellBufferConfig { shadow, event_idx }, 0)
+        Sqe::dbbuf_config(shadowbell_spec::admin::DoorbellBufferConfig { shadow, event_idx }, 0)
     };
     for (a, b) in [(good + 4, good), (good, good + 8), (0, good), (good, !4095)] {
         assert_eq!(host.admin(config(a, b)).0.code(), Status::INVALID_FIELD, "{a:#x} {b:#x}");

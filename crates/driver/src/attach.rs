@@ -14,12 +14,12 @@ use crate::queue::{Bell, Core, Pair, PairShape, QueueMemory, QueuePair, Register
 use crate::recovery::{Keeper, Place};
 use crate::shared::{Control, Late, ShadowPages, Shared};
 use crate::transport::{Transport, TransportError};
-use doorbell::RingSize;
-use memory::EventFd;
-use spec::admin::{CreateIoCq, CreateIoSq, DoorbellBufferConfig, Identify, SetFeatures};
-use spec::feature::{AsyncEventConfig, NumberOfQueues, fid};
-use spec::identify::{IDENTIFY_SIZE, IdentifyController, cns};
-use spec::{Sqe, dbbuf, regs};
+use shadowbell_doorbell::RingSize;
+use shadowbell_memory::EventFd;
+use shadowbell_spec::admin::{CreateIoCq, CreateIoSq, DoorbellBufferConfig, Identify, SetFeatures};
+use shadowbell_spec::feature::{AsyncEventConfig, NumberOfQueues, fid};
+use shadowbell_spec::identify::{IDENTIFY_SIZE, IdentifyController, cns};
+use shadowbell_spec::{Sqe, dbbuf, regs};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use zerocopy::FromBytes;
@@ -149,7 +149,7 @@ fn admin_queue(
     let scratch = BufferPool::new(
         &transport,
         usize::from(ADMIN_ENTRIES),
-        spec::identify::IDENTIFY_SIZE,
+        shadowbell_spec::identify::IDENTIFY_SIZE,
         device.page as usize,
     )?;
     let admin = AdminQueue::new(core);

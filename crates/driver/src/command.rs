@@ -1,8 +1,8 @@
 //! I/O commands, as small as they can be until they are written into their queue.
 
-use spec::Sqe;
-use spec::nvm::{DatasetManagement, DsmRange, RwFields};
-use spec::opcode::{DataTransfer, NvmOpcode, data_transfer};
+use shadowbell_spec::Sqe;
+use shadowbell_spec::nvm::{DatasetManagement, DsmRange, RwFields};
+use shadowbell_spec::opcode::{DataTransfer, NvmOpcode, data_transfer};
 
 /// An I/O command without its buffer: a few words that fit into registers.
 ///

@@ -3,9 +3,9 @@
 use crate::command::Command;
 use crate::error::RequestError;
 use crate::namespace::Namespace;
-use spec::Sqe;
-use spec::identify::{IdentifyController, IdentifyNamespace};
-use spec::nvm::{CopyFields, CopyRange};
+use shadowbell_spec::Sqe;
+use shadowbell_spec::identify::{IdentifyController, IdentifyNamespace};
+use shadowbell_spec::nvm::{CopyFields, CopyRange};
 
 /// What one Copy command of a namespace may be (Identify Namespace).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,7 +121,7 @@ impl Namespace {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use spec::identify::{LbaFormat, Oncs};
+    use shadowbell_spec::identify::{LbaFormat, Oncs};
 
     fn namespace(limits: CopyLimits) -> Namespace {
         let controller = IdentifyController {

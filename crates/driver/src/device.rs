@@ -3,7 +3,7 @@
 use crate::error::AttachError;
 use crate::options::Timeouts;
 use crate::transport::{Transport, TransportError};
-use spec::regs::{self, Aqa, Cap, Cc, Crto, Csts, Vs};
+use shadowbell_spec::regs::{self, Aqa, Cap, Cc, Crto, Csts, Vs};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -207,8 +207,8 @@ impl Device {
             .with_en(true)
             .with_css(regs::CC_CSS_NVM)
             .with_mps((self.page.trailing_zeros() - 12) as u8)
-            .with_iosqes(spec::Sqe::SIZE.trailing_zeros() as u8)
-            .with_iocqes(spec::Cqe::SIZE.trailing_zeros() as u8);
+            .with_iosqes(shadowbell_spec::Sqe::SIZE.trailing_zeros() as u8)
+            .with_iocqes(shadowbell_spec::Cqe::SIZE.trailing_zeros() as u8);
         self.set_cc(cc)?;
         self.wait(self.ready_limit, true, |csts| csts.rdy())?;
         // What was reset before is no news: NSSRO is cleared by writing it (Base 2.1, 3.1.4.6).

@@ -1,7 +1,7 @@
 //! Memory that the device can reach, and the buffers that commands move data with.
 
 use crate::transport::{Transport, TransportError};
-use memory::{HUGE_PAGE, MapError, Mapping, SharedBytes};
+use shadowbell_memory::{HUGE_PAGE, MapError, Mapping, SharedBytes};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use thiserror::Error;

@@ -3,8 +3,8 @@
 use crate::copy::CopyLimits;
 use crate::dma::{Buffer, DmaError};
 use crate::transport::TransportError;
-use spec::Status;
-use spec::opcode::NvmOpcode;
+use shadowbell_spec::Status;
+use shadowbell_spec::opcode::NvmOpcode;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,8 +1,8 @@
 //! Asynchronous events, delivered by a thread that sleeps until there are some.
 
 use crate::shared::Shared;
-use memory::EventFd;
-use spec::event::AsyncEvent;
+use shadowbell_memory::EventFd;
+use shadowbell_spec::event::AsyncEvent;
 use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};

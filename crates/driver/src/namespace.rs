@@ -3,9 +3,11 @@
 use crate::command::Command;
 use crate::copy::CopyLimits;
 use crate::error::RequestError;
-use spec::identify::{IdentifyController, IdentifyNamespace, NamespaceId, NamespaceIds, Oncs};
-use spec::nvm::DSM_MAX_RANGES;
-use spec::opcode::NvmOpcode;
+use shadowbell_spec::identify::{
+    IdentifyController, IdentifyNamespace, NamespaceId, NamespaceIds, Oncs,
+};
+use shadowbell_spec::nvm::DSM_MAX_RANGES;
+use shadowbell_spec::opcode::NvmOpcode;
 
 /// The most blocks that one command can name. NVM 1.1, "Read command" (NLB is 16 bits, 0's based).
 const MAX_BLOCKS: u64 = 1 << 16;
@@ -230,7 +232,7 @@ impl Namespace {
     }
 
     /// Dataset Management, Deallocate: the buffer begins with `ranges` (1 to 256)
-    /// [`DsmRange`](spec::nvm::DsmRange)s.
+    /// [`DsmRange`](shadowbell_spec::nvm::DsmRange)s.
     ///
     /// # Errors
     /// [`RequestError::Ranges`].
@@ -296,7 +298,7 @@ impl Namespace {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use spec::identify::Dlfeat;
+    use shadowbell_spec::identify::Dlfeat;
 
     #[test]
     fn zeroes_are_deallocated_only_where_that_is_understood() {

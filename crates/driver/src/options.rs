@@ -97,7 +97,7 @@ impl AttachOptions {
         if self.queue_pairs == 0 || self.queue_pairs == u16::MAX {
             return bad("queue_pairs", self.queue_pairs.into(), "it has to be 1 to 65534");
         }
-        if doorbell::RingSize::new(self.queue_depth).is_none() {
+        if shadowbell_doorbell::RingSize::new(self.queue_depth).is_none() {
             return bad("queue_depth", self.queue_depth.into(), "it has to be 2 to 65536");
         }
         if self.max_transfer_bytes < 4096 || self.max_transfer_bytes > u64::from(u32::MAX) {

@@ -4,7 +4,7 @@
 //! gap, its PRPs are arithmetic; only the list of a transfer of more than two pages lies in memory,
 //! in a place that belongs to the command's slot.
 
-use memory::SharedBytes;
+use shadowbell_memory::SharedBytes;
 
 /// The bytes that the PRP list of a transfer of `max_bytes` may need, chain entries included, with
 /// a first page that is entered anywhere.
@@ -133,8 +133,8 @@ impl PrpLists {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use memory::{DmaSpace, Mapping, Segments, View};
     use proptest::prelude::*;
+    use shadowbell_memory::{DmaSpace, Mapping, Segments, View};
 
     const DATA: u64 = 0x1_0000_0000;
     const LISTS: u64 = 0x8000_0000;

@@ -8,10 +8,10 @@ use crate::namespace::Namespace;
 use crate::options::Doorbells;
 use crate::queue::{Bell, Completion, QueueMemory, Register, Shadow};
 use crate::recovery::{Counters, Keeper, Pace, Recovery};
-use ::memory::{EventFd, SharedBytes};
-use doorbell::RingSize;
-use spec::identify::IdentifyController;
-use spec::{Sqe, dbbuf, regs};
+use ::shadowbell_memory::{EventFd, SharedBytes};
+use shadowbell_doorbell::RingSize;
+use shadowbell_spec::identify::IdentifyController;
+use shadowbell_spec::{Sqe, dbbuf, regs};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -347,7 +347,7 @@ impl Shared {
             });
             Bell::new(match cell {
                 Some(cell) => {
-                    doorbell::Cell::store_release(&cell, 0);
+                    shadowbell_doorbell::Cell::store_release(&cell, 0);
                     Register::Mapped(cell)
                 }
                 None => Register::Trapped { transport: Arc::clone(transport), offset, event: None },

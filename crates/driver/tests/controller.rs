@@ -3,17 +3,17 @@
 #[path = "common/direct.rs"]
 mod direct;
 
-use controller::{Carrier, Config, Controller as Emulated, NamespaceConfig};
-use controller::{Polling, Pool, PoolOptions};
 use direct::Direct;
-use disk::{Disk, DiskError, Info, MemDisk, NullDisk, Op, Request, Submitted};
+use shadowbell_backend::{Disk, DiskError, Info, MemDisk, NullDisk, Op, Request, Submitted};
+use shadowbell_controller::{Carrier, Config, Controller as Emulated, NamespaceConfig};
+use shadowbell_controller::{Polling, Pool, PoolOptions};
 use shadowbell_driver::{
     AsyncQueue, AttachOptions, Controller, Doorbells, IoErrorKind, QueuePair, RequestError,
     SpinPolicy,
 };
-use spec::feature::{Select, fid};
-use spec::nvm::{CopyRange, DsmRange};
-use spec::{Sqe, Status, identify::cns};
+use shadowbell_spec::feature::{Select, fid};
+use shadowbell_spec::nvm::{CopyRange, DsmRange};
+use shadowbell_spec::{Sqe, Status, identify::cns};
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
@@ -23,7 +23,8 @@ use std::time::{Duration, Instant};
 
 fn emulated(disk: Arc<dyn Disk>, polling: Polling, mapped_doorbells: bool) -> Emulated {
     let pool = Pool::start(&PoolOptions { workers: 1, polling, pin: Vec::new() }).unwrap();
-    let namespace = NamespaceConfig { disk, uuid: controller::config::uuid_from("a test") };
+    let namespace =
+        NamespaceConfig { disk, uuid: shadowbell_controller::config::uuid_from("a test") };
     let config = Config { namespaces: vec![namespace], io_queues: 4, ..Config::default() };
     let carrier = Carrier { mapped_doorbells, ..Carrier::default() };
     Emulated::new(config, pool, carrier).unwrap()
@@ -234,16 +235,17 @@ fn the_control_plane_of_a_real_controller() {
     let controller = attach(&emulated, &AttachOptions::default());
     let admin = controller.admin();
     let identity = controller.identity();
-    assert_eq!(spec::identify::Text::new(&identity.sn).to_string(), "SHADOWBELL0");
+    assert_eq!(shadowbell_spec::identify::Text::new(&identity.sn).to_string(), "SHADOWBELL0");
     assert_eq!(controller.version().mjr(), 2);
     let namespace = controller.namespace(1).unwrap();
     assert_eq!((namespace.blocks(), namespace.block_size()), (16384, 512));
-    assert_eq!(namespace.uuid(), Some(controller::config::uuid_from("a test")));
+    assert_eq!(namespace.uuid(), Some(shadowbell_controller::config::uuid_from("a test")));
     assert!(controller.max_transfer_bytes() >= 1 << 20);
     assert!(admin.registers().unwrap().csts.rdy());
     assert!(admin.smart_log().unwrap().temperature.get() > 200, "kelvins");
     // An error leaves an entry in the log.
-    let fields = spec::admin::Identify { cns: cns::PRIMARY_CONTROLLER, ..Default::default() };
+    let fields =
+        shadowbell_spec::admin::Identify { cns: cns::PRIMARY_CONTROLLER, ..Default::default() };
     let error = admin.identify(0, fields).unwrap_err();
     assert_eq!(error.status().map(Status::code), Some(Status::INVALID_FIELD));
     assert_eq!(admin.error_log(8).unwrap().len(), 1);
@@ -254,7 +256,8 @@ fn the_control_plane_of_a_real_controller() {
         admin.get_feature(fid::INTERRUPT_COALESCING, 0, Select::Default).unwrap(),
         coalescing
     );
-    let queues = spec::admin::CreateIoCq { qid: 9, qsize0: 7, pc: true, ..Default::default() };
+    let queues =
+        shadowbell_spec::admin::CreateIoCq { qid: 9, qsize0: 7, pc: true, ..Default::default() };
     let sqe = Sqe::create_io_cq(queues, 0, 0);
     let data = shadowbell_driver::AdminData::None;
     let result = admin.execute(sqe, data, Duration::from_secs(5)).unwrap();
@@ -322,14 +325,14 @@ fn futures_on_a_real_controller() {
 #[derive(Debug)]
 struct Worn(MemDisk);
 
-struct WornQueue(Box<dyn disk::Queue>);
+struct WornQueue(Box<dyn shadowbell_backend::Queue>);
 
 impl Disk for Worn {
     fn info(&self) -> Info {
         self.0.info()
     }
 
-    fn queue(&self) -> std::io::Result<Box<dyn disk::Queue>> {
+    fn queue(&self) -> std::io::Result<Box<dyn shadowbell_backend::Queue>> {
         Ok(Box::new(WornQueue(self.0.queue()?)))
     }
 
@@ -338,8 +341,13 @@ impl Disk for Worn {
     }
 }
 
-impl disk::Queue for WornQueue {
-    fn submit(&mut self, tag: u32, request: &Request, data: &mut memory::Segments) -> Submitted {
+impl shadowbell_backend::Queue for WornQueue {
+    fn submit(
+        &mut self,
+        tag: u32,
+        request: &Request,
+        data: &mut shadowbell_memory::Segments,
+    ) -> Submitted {
         if request.op != Op::Read && request.offset == 102 * 512 {
             return Submitted::Done(Err(DiskError::Io(5)));
         }
@@ -421,7 +429,7 @@ fn two_controllers_of_one_pool() {
     let pool = Pool::start(&PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap();
     let controllers: Vec<_> = (0..2)
         .map(|i| {
-            let uuid = controller::config::uuid_from(&format!("disk {i}"));
+            let uuid = shadowbell_controller::config::uuid_from(&format!("disk {i}"));
             let namespaces = vec![NamespaceConfig { disk: mem(), uuid }];
             let config = Config { namespaces, ..Config::default() };
             Emulated::new(config, pool.clone(), Carrier::default()).unwrap()

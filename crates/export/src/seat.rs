@@ -5,16 +5,16 @@
 //! one doorbell, and then takes whatever has completed, to be answered together.
 
 use crate::tasks::Tasks;
-use block::BlockDevice;
-use driver::AsyncQueue;
-use driver::async_queue::Driver;
-use memory::EventFd;
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::io::Errno;
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
 };
+use shadowbell_block::BlockDevice;
+use shadowbell_driver::AsyncQueue;
+use shadowbell_driver::async_queue::Driver;
+use shadowbell_memory::EventFd;
 use std::future::Future;
 use std::io;
 use std::mem::MaybeUninit;

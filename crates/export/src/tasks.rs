@@ -5,7 +5,7 @@
 //! place; they put its number on a list and, if the thread sleeps, signal the descriptor that it
 //! sleeps on.
 
-use memory::EventFd;
+use shadowbell_memory::EventFd;
 use std::future::Future;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};

@@ -11,8 +11,8 @@ mod common;
 
 use client::Client;
 use common::{TestDisk, attach};
-use driver::AttachOptions;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use shadowbell_driver::AttachOptions;
 use shadowbell_export::nbd::wire::{command, option, put_option};
 use shadowbell_export::nbd::{Address, Options, Server};
 use signal_hook::consts::SIGPIPE;
@@ -35,7 +35,11 @@ fn a_client_that_hears_nothing_more_is_no_signal() {
     signal_hook::flag::register(SIGPIPE, Arc::clone(&signalled)).unwrap();
     let medium = Arc::new(TestDisk::new(4096, 512));
     let mut controller = attach(medium, &AttachOptions::default());
-    let disk = block::BlockDevice::open(&mut controller, 1, &block::BlockOptions::default());
+    let disk = shadowbell_block::BlockDevice::open(
+        &mut controller,
+        1,
+        &shadowbell_block::BlockOptions::default(),
+    );
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("nbd");
     let address = Address::Unix(path.clone());

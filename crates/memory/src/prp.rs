@@ -1,7 +1,7 @@
 //! Physical Region Pages (Base 2.1, "PRP Entry and List Layout").
 
 use crate::{Fault, Segments, View};
-use spec::status::Status;
+use shadowbell_spec::status::Status;
 
 /// A data pointer that can not be used. [`status`](Self::status) is what the specification gives
 /// the command for it.

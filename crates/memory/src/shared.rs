@@ -434,20 +434,20 @@ impl Deref for SharedU32 {
     }
 }
 
-impl doorbell::Cell for SharedU32 {
+impl shadowbell_doorbell::Cell for SharedU32 {
     #[inline]
     fn load_relaxed(&self) -> u32 {
-        doorbell::Cell::load_relaxed(&**self)
+        shadowbell_doorbell::Cell::load_relaxed(&**self)
     }
 
     #[inline]
     fn load_acquire(&self) -> u32 {
-        doorbell::Cell::load_acquire(&**self)
+        shadowbell_doorbell::Cell::load_acquire(&**self)
     }
 
     #[inline]
     fn store_release(&self, value: u32) {
-        doorbell::Cell::store_release(&**self, value);
+        shadowbell_doorbell::Cell::store_release(&**self, value);
     }
 }
 

@@ -5,7 +5,7 @@ mod common;
 use common::{Access, BASE, GRANULE, Peer, Stretch, check, stretches};
 use proptest::prelude::*;
 use shadowbell_memory::{DataPointerError, Segments, View};
-use spec::status::Status;
+use shadowbell_spec::status::Status;
 use std::time::{Duration, Instant};
 
 const PAGES: [usize; 5] = [4096, 8192, 16384, 32768, 65536];

@@ -8,10 +8,10 @@
 //! collects what the controller does (`*driver_side*`: the driver), to be divided by the number of
 //! I/Os that the program prints.
 
-use controller::config::{Config, NamespaceConfig, uuid_from};
-use controller::{Carrier, Controller, Polling, Pool, Turns};
-use driver::{AttachOptions, Buffer, Command, Completion, QueuePair};
 use shadowbell::local::Local;
+use shadowbell_controller::config::{Config, NamespaceConfig, uuid_from};
+use shadowbell_controller::{Carrier, Controller, Polling, Pool, Turns};
+use shadowbell_driver::{AttachOptions, Buffer, Command, Completion, QueuePair};
 use std::error::Error;
 use std::hint::black_box;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut number = |default| args.next().map_or(Ok(default), |arg| arg.parse::<usize>());
     let (rounds, depth) = (number(1000)?, number(32)?);
 
-    let disk = disk::open("null:1TiB")?;
+    let disk = shadowbell_backend::open("null:1TiB")?;
     let namespace = NamespaceConfig { disk, uuid: uuid_from("step") };
     let config = Config { namespaces: vec![namespace], ..Config::default() };
     let (pool, mut turns) = Pool::driven(Polling::Never)?;
@@ -33,7 +33,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let transport = Arc::new(Local::new(controller, "local:null:1TiB".into()));
     // Whoever attaches waits for what takes turns of the worker to happen.
     let options = AttachOptions { queue_pairs: 1, interrupts: false, ..AttachOptions::default() };
-    let attaching = std::thread::spawn(move || driver::Controller::attach(transport, &options));
+    let attaching =
+        std::thread::spawn(move || shadowbell_driver::Controller::attach(transport, &options));
     while !attaching.is_finished() {
         if !turns.turn() {
             std::thread::sleep(std::time::Duration::from_millis(1));

@@ -1,8 +1,8 @@
 //! What a person wants to know of a controller that was attached.
 
 use crate::bench::doorbells_name;
-use driver::{Controller, QueueMap, Steered};
-use spec::regs::Vs;
+use shadowbell_driver::{Controller, QueueMap, Steered};
+use shadowbell_spec::regs::Vs;
 
 /// A few lines: what it is, what it can do, what was asked of it and what it gave, which processors are
 /// to use which queue pair, its namespaces. `asked` is how many queue pairs were wanted, and `steered`
@@ -83,7 +83,7 @@ fn binary(bytes: u64) -> String {
 mod tests {
     use super::*;
     use crate::target::Target;
-    use driver::AttachOptions;
+    use shadowbell_driver::AttachOptions;
 
     #[test]
     fn a_banner_tells_what_was_found_and_what_was_had() {

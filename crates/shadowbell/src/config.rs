@@ -162,7 +162,7 @@ impl Check<'_> {
         let pool = pool(workers, pin, poll, poll_max).unwrap_or_else(|why| {
             let line = poll_line.or(pin_line).or(workers_line).unwrap_or(1);
             self.wrong.push((line, why));
-            controller::PoolOptions::default()
+            shadowbell_controller::PoolOptions::default()
         });
         let mut controllers = Vec::with_capacity(file.controller.len());
         let mut sockets: HashMap<PathBuf, usize> = HashMap::new();
@@ -215,7 +215,7 @@ impl Check<'_> {
         }
         let disks = table.disks.into_inner().into_iter().map(|entry| self.disk(entry)).collect();
         let max_transfer = table.max_transfer.and_then(|value| {
-            let size = disk::parse_size(value.get_ref());
+            let size = shadowbell_backend::parse_size(value.get_ref());
             size.map_err(|why| self.refuse(&value, format!("`max-transfer`: {why}"))).ok()
         });
         ControllerPlan {

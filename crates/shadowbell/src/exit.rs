@@ -115,7 +115,7 @@ mod tests {
         let error =
             anyhow::Error::new(io::Error::from(io::ErrorKind::BrokenPipe)).context("printing");
         assert_eq!(status(&error), FINE);
-        let error = driver::TransportError::Gone {
+        let error = shadowbell_driver::TransportError::Gone {
             device: "vm0".into(),
             doing: "ringing a doorbell",
             source: io::Error::from(io::ErrorKind::BrokenPipe).into(),

@@ -1,13 +1,13 @@
 //! A controller in this very process: what `local:` in front of a disk means.
 
 use crate::plan::{ControllerPlan, Doorbells, PlanError};
-use ::local::StartError;
-use controller::{Carrier, Config, PoolOptions};
-use disk::Disk;
-use driver::Transport;
+use ::shadowbell_frontend::StartError;
+use shadowbell_backend::Disk;
+use shadowbell_controller::{Carrier, Config, PoolOptions};
+use shadowbell_driver::Transport;
 use std::sync::Arc;
 
-pub use ::local::Local;
+pub use ::shadowbell_frontend::Local;
 
 /// The way to a controller in this process over `disk`; with `mapped`, its doorbells are memory.
 ///

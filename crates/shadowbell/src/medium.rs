@@ -5,12 +5,12 @@ use crate::exit;
 use crate::plan::PlanError;
 use crate::target::{Target, not_a_disk};
 use anyhow::anyhow;
-use disk::Disk;
-use driver::AttachOptions;
-use nvme_disk::{NvmeDisk, OpenError, Options};
+use shadowbell_backend::Disk;
+use shadowbell_backend_nvme::{NvmeDisk, OpenError, Options};
+use shadowbell_driver::AttachOptions;
 use std::sync::Arc;
 
-/// Opens the disk that `spec` names: all that [`disk::open`] takes, and
+/// Opens the disk that `spec` names: all that [`shadowbell_backend::open`] takes, and
 ///
 /// | `spec` | the disk |
 /// |---|---|
@@ -28,8 +28,8 @@ use std::sync::Arc;
 /// [`PlanError`], in a sentence for the person who wrote the specification.
 pub fn open(spec: &str) -> Result<Arc<dyn Disk>, PlanError> {
     if !["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme)) {
-        let disk = disk::open(spec).map_err(|error| match &error {
-            disk::OpenError::NoFile { path, .. } => match not_a_disk(path) {
+        let disk = shadowbell_backend::open(spec).map_err(|error| match &error {
+            shadowbell_backend::OpenError::NoFile { path, .. } => match not_a_disk(path) {
                 Some(why) => PlanError::Device(exit::bad_input(anyhow!(why))),
                 None => error.into(),
             },

@@ -1,9 +1,9 @@
 //! From what a person asked for to a controller's configuration.
 
 use crate::{exit, medium};
-use controller::config::{Config, ConfigError, NamespaceConfig, uuid_from};
-use disk::{Disk, OpenError};
 use serde::Deserialize;
+use shadowbell_backend::{Disk, OpenError};
+use shadowbell_controller::config::{Config, ConfigError, NamespaceConfig, uuid_from};
 use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
@@ -82,7 +82,7 @@ impl PlanError {
             return exit::status(error) == exit::BAD_INPUT;
         }
         match self {
-            Self::Disk(OpenError::Memory { bytes, .. }) => *bytes > disk::FITS_MEMORY,
+            Self::Disk(OpenError::Memory { bytes, .. }) => *bytes > shadowbell_backend::FITS_MEMORY,
             Self::Disk(OpenError::System { .. } | OpenError::Ring { .. }) => false,
             _ => true,
         }
@@ -193,7 +193,8 @@ impl<'a> Uuids<'a> {
 /// MDTS for a largest transfer in bytes: a power of two of pages of 4096 bytes.
 fn mdts(bytes: u64) -> Option<u8> {
     let mdts = bytes.checked_ilog2()?.checked_sub(12)? as u8;
-    let possible = controller::config::MDTS_RANGE.contains(&mdts) && bytes.is_power_of_two();
+    let possible =
+        shadowbell_controller::config::MDTS_RANGE.contains(&mdts) && bytes.is_power_of_two();
     possible.then_some(mdts)
 }
 

@@ -3,8 +3,8 @@
 use crate::plan::PlanError;
 use crate::{banner, exit, local};
 use anyhow::{Context, anyhow};
-use disk::OpenError;
-use driver::{
+use shadowbell_backend::OpenError;
+use shadowbell_driver::{
     AttachOptions, Controller, Doorbells, Namespace, PciAddress, QueueMap, Steered, Transport,
     Vfio, VfioUser, steer_interrupts,
 };

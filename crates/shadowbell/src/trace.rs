@@ -2,7 +2,7 @@
 
 use crate::exit::bad_input;
 use anyhow::anyhow;
-use controller::trace::{COMPLETION_QUEUE, Kind, Record, TraceError, read_trace};
+use shadowbell_controller::trace::{COMPLETION_QUEUE, Kind, Record, TraceError, read_trace};
 use std::collections::BTreeMap;
 use std::io::{self, BufWriter, Write};
 use std::path::PathBuf;

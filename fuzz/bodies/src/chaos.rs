@@ -8,10 +8,10 @@
 use crate::command::{self, BASE, PAGE, PAGES};
 use crate::medium::{self, Medium};
 use crate::source::Source;
-use controller::config::uuid_from;
-use controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
-use memory::{EventFd, Mapping, Protection, SharedBytes};
-use spec::regs;
+use shadowbell_controller::config::uuid_from;
+use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
+use shadowbell_memory::{EventFd, Mapping, Protection, SharedBytes};
+use shadowbell_spec::regs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use zerocopy::IntoBytes;
@@ -235,19 +235,20 @@ impl Guest {
         let shadow = source.bool();
         for qid in 1..=2u16 {
             let size = u32::from(source.of(&[3u16, 1, 7, 15, 63])) << 16;
-            let mut cq = spec::Sqe::new(0x05, qid, 0).with_prps(command::cq_at(qid), 0);
+            let mut cq = shadowbell_spec::Sqe::new(0x05, qid, 0).with_prps(command::cq_at(qid), 0);
             (cq.cdw10, cq.cdw11) = (size | u32::from(qid), 3 | u32::from(qid) << 16);
             self.put(0, &cq);
             self.ring(0, false);
             self.settle();
-            let mut sq = spec::Sqe::new(0x01, qid, 0).with_prps(command::sq_at(qid), 0);
+            let mut sq = shadowbell_spec::Sqe::new(0x01, qid, 0).with_prps(command::sq_at(qid), 0);
             (sq.cdw10, sq.cdw11) = (size | u32::from(qid), 1 | u32::from(qid) << 16);
             self.put(0, &sq);
             self.ring(0, false);
             self.settle();
         }
         if shadow {
-            let sqe = spec::Sqe::new(0x7c, 9, 0).with_prps(command::SHADOW, command::EVENT_IDX);
+            let sqe = shadowbell_spec::Sqe::new(0x7c, 9, 0)
+                .with_prps(command::SHADOW, command::EVENT_IDX);
             self.put(0, &sqe);
             self.ring(0, false);
             self.settle();
@@ -255,7 +256,7 @@ impl Guest {
     }
 
     /// Puts a command where the next one of this queue might be.
-    fn put(&mut self, qid: u16, sqe: &spec::Sqe) {
+    fn put(&mut self, qid: u16, sqe: &shadowbell_spec::Sqe) {
         let tail = self.tails[usize::from(qid)];
         self.poke(command::sq_at(qid) + u64::from(tail) * 64, sqe.as_bytes());
         // Nobody knows how long the queue is; 16 entries is what some of them have.

@@ -7,14 +7,14 @@ use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketFlags,
     SocketType, sendmsg, shutdown, socketpair,
 };
+use shadowbell_vfio_user::Client;
+use shadowbell_vfio_user::client::{Options, Share, ShortWrite};
+use shadowbell_vfio_user::device::DmaUnmap;
+use shadowbell_vfio_user::wire::{self, Header, command as verb};
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
-use vfio_user::Client;
-use vfio_user::client::{Options, Share, ShortWrite};
-use vfio_user::device::DmaUnmap;
-use vfio_user::wire::{self, Header, command as verb};
 use zerocopy::IntoBytes;
 
 const QUESTIONS: usize = 24;

@@ -2,9 +2,9 @@
 //! somewhere, and now and then anything.
 
 use crate::source::Source;
-use spec::Sqe;
-use spec::sgl::SglDescriptor;
-use spec::sqe::NSID_ALL;
+use shadowbell_spec::Sqe;
+use shadowbell_spec::sgl::SglDescriptor;
+use shadowbell_spec::sqe::NSID_ALL;
 use zerocopy::IntoBytes;
 
 /// Where a guest's memory begins in the controller's eyes.
@@ -184,7 +184,7 @@ pub(crate) fn list(source: &mut Source<'_>) -> Vec<u8> {
                 bytes.extend(source.near(&[0, 1, 64, 127, 128]).to_le_bytes());
             }
             _ => {
-                let range = spec::nvm::CopyRange {
+                let range = shadowbell_spec::nvm::CopyRange {
                     reserved0: 0,
                     slba: source.near(&[0, 1, 64, 127]),
                     nlb0: source.near(&[0, 7, 63, 0xffff]) as u16,

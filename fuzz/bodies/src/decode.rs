@@ -2,14 +2,14 @@
 //! vfio-user codec of a stream that arrives in pieces.
 
 use crate::source::Source;
-use spec::Sqe;
-use spec::identify::{
+use shadowbell_spec::Sqe;
+use shadowbell_spec::identify::{
     ControllerList, IdentifyController, IdentifyNamespace, NamespaceId, NamespaceIds, NamespaceList,
 };
-use spec::log::{ChangedNamespaces, ErrorLogEntry, SmartHealth};
-use vfio_user::capabilities::Capabilities;
-use vfio_user::codec::{Decoder, MESSAGE_OVERHEAD};
-use vfio_user::wire::{HEADER_LEN, header_flags};
+use shadowbell_spec::log::{ChangedNamespaces, ErrorLogEntry, SmartHealth};
+use shadowbell_vfio_user::capabilities::Capabilities;
+use shadowbell_vfio_user::codec::{Decoder, MESSAGE_OVERHEAD};
+use shadowbell_vfio_user::wire::{HEADER_LEN, header_flags};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// Carries out a program.
@@ -60,7 +60,7 @@ fn identify(page: &[u8]) {
 
 /// What a command's fields are decoded to is encoded to the same.
 fn command(bytes: &[u8], source: &mut Source<'_>) {
-    use spec::admin::{
+    use shadowbell_spec::admin::{
         Abort, CreateIoCq, CreateIoSq, DeleteIoQueue, GetFeatures, GetLogPage, SetFeatures,
     };
     let Ok(sqe) = Sqe::read_from_bytes(bytes) else { return };
@@ -82,14 +82,14 @@ fn command(bytes: &[u8], source: &mut Source<'_>) {
         GetLogPage,
         GetFeatures,
         SetFeatures,
-        spec::nvm::RwFields,
-        spec::nvm::DatasetManagement,
-        spec::nvm::CopyFields
+        shadowbell_spec::nvm::RwFields,
+        shadowbell_spec::nvm::DatasetManagement,
+        shadowbell_spec::nvm::CopyFields
     );
-    let _ = spec::nvm::RwFields::decode(&sqe).end();
-    let _ = spec::regs::decode_doorbell(source.u64(), source.u8() & 15);
-    let _ = format!("{:?}", spec::event::AsyncEvent::from_dw0(source.u32()));
-    let status = spec::Status::from_bits(source.u16());
+    let _ = shadowbell_spec::nvm::RwFields::decode(&sqe).end();
+    let _ = shadowbell_spec::regs::decode_doorbell(source.u64(), source.u8() & 15);
+    let _ = format!("{:?}", shadowbell_spec::event::AsyncEvent::from_dw0(source.u32()));
+    let status = shadowbell_spec::Status::from_bits(source.u16());
     let _ = (status.name(), status.to_string(), status.code_type());
 }
 

@@ -9,9 +9,11 @@
 mod device;
 
 use crate::source::Source;
-use ::driver::{AttachOptions, Controller, Doorbells, QueuePair, Recovery, SpinPolicy, Timeouts};
+use ::shadowbell_driver::{
+    AttachOptions, Controller, Doorbells, QueuePair, Recovery, SpinPolicy, Timeouts,
+};
 use device::Device;
-use spec::regs::{Cap, Csts};
+use shadowbell_spec::regs::{Cap, Csts};
 use std::sync::Arc;
 use std::time::Duration;
 

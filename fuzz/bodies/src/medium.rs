@@ -2,8 +2,8 @@
 //! so what a read has to bring is known; what is written is noted.
 
 use crate::source::Source;
-use disk::{Disk, DiskError, Info, Op, Queue, Request, Submitted};
-use memory::Segments;
+use shadowbell_backend::{Disk, DiskError, Info, Op, Queue, Request, Submitted};
+use shadowbell_memory::Segments;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -5,12 +5,12 @@
 //! once, and what is answered was asked; and a client that has said that it sends no more is let go.
 
 use crate::source::Source;
-use block::{BlockDevice, BlockOptions};
-use export::nbd::handshake::{Export, Handshake, Step};
-use export::nbd::reply::Incoming;
-use export::nbd::wire::{self, Request};
-use export::nbd::{Address, Options, Server};
 use rustix::net::SendFlags;
+use shadowbell_block::{BlockDevice, BlockOptions};
+use shadowbell_export::nbd::handshake::{Export, Handshake, Step};
+use shadowbell_export::nbd::reply::Incoming;
+use shadowbell_export::nbd::wire::{self, Request};
+use shadowbell_export::nbd::{Address, Options, Server};
 use std::io::Read;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -127,10 +127,11 @@ fn options(source: &mut Source<'_>) -> Vec<u8> {
 fn server() -> &'static PathBuf {
     static SERVER: OnceLock<(Server, tempfile::TempDir, PathBuf)> = OnceLock::new();
     let (.., path) = SERVER.get_or_init(|| {
-        let disk = disk::open(&format!("mem:{BYTES}")).expect("a disk");
-        let ssd = Arc::new(local::Local::over(disk).expect("a controller"));
-        let options = ::driver::AttachOptions::default();
-        let mut controller = ::driver::Controller::attach(ssd, &options).expect("to attach");
+        let disk = shadowbell_backend::open(&format!("mem:{BYTES}")).expect("a disk");
+        let ssd = Arc::new(shadowbell_frontend::Local::over(disk).expect("a controller"));
+        let options = ::shadowbell_driver::AttachOptions::default();
+        let mut controller =
+            ::shadowbell_driver::Controller::attach(ssd, &options).expect("to attach");
         let device =
             BlockDevice::open(&mut controller, 1, &BlockOptions::default()).expect("a disk");
         let directory = tempfile::tempdir().expect("a directory");

@@ -22,8 +22,8 @@ use crate::medium::{self, BLOCK, BLOCKS};
 use crate::source::Source;
 use data::{MOST, Pointer};
 use host::{Command, Expect, Host, Kind, QUEUES};
-use spec::Sqe;
-use spec::nvm::{CopyRange, DsmRange};
+use shadowbell_spec::Sqe;
+use shadowbell_spec::nvm::{CopyRange, DsmRange};
 use zerocopy::IntoBytes;
 
 const ACTIONS: usize = 160;

@@ -11,11 +11,7 @@ mod messages;
 
 use crate::command::{self, BASE, PAGE, PAGES};
 use crate::source::Source;
-use controller::config::uuid_from;
-use controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
-use disk::MemDisk;
 use frames::Frames;
-use memory::{EventFd, Mapping, Protection, SharedBytes};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::io::Errno;
 use rustix::net::{
@@ -23,13 +19,17 @@ use rustix::net::{
     SocketFlags, SocketType,
 };
 use shadowbell::device::ControllerDevice;
+use shadowbell_backend::MemDisk;
+use shadowbell_controller::config::uuid_from;
+use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
+use shadowbell_memory::{EventFd, Mapping, Protection, SharedBytes};
+use shadowbell_vfio_user::wire::command as verb;
+use shadowbell_vfio_user::{Listener, Reactor};
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use vfio_user::wire::command as verb;
-use vfio_user::{Listener, Reactor};
 use zerocopy::IntoBytes;
 
 /// Actions of one program.
@@ -108,7 +108,8 @@ impl Visit {
         let carrier = Carrier { mapped_doorbells: source.rarely(4), listener: None };
         let controller = Controller::new(config, pool, carrier).expect("a controller");
         let device = ControllerDevice::new(controller, Arc::new(|_| ())).expect("a function");
-        let mut reactor = Reactor::new(vfio_user::server::Limits::default()).expect("a reactor");
+        let mut reactor =
+            Reactor::new(shadowbell_vfio_user::server::Limits::default()).expect("a reactor");
         let listener = listen();
         let theirs = Listener::from_fd(listener.try_clone().expect("a descriptor"), "fuzz");
         reactor.add(theirs.expect("a listener"), Box::new(device)).expect("a port");
@@ -252,10 +253,10 @@ impl Visit {
         self.tell(verb::DMA_MAP, &[&messages::dma_map(BASE, PAGES * PAGE, 0, 3)], &[file]);
         self.write(7, 4, &6u16.to_le_bytes());
         let aqa = (command::ADMIN_ENTRIES - 1) * 0x1_0001;
-        self.write(0, spec::regs::AQA, &aqa.to_le_bytes());
-        self.write(0, spec::regs::ASQ, &command::ASQ.to_le_bytes());
-        self.write(0, spec::regs::ACQ, &command::ACQ.to_le_bytes());
-        self.write(0, spec::regs::CC, &0x0046_0001u32.to_le_bytes());
+        self.write(0, shadowbell_spec::regs::AQA, &aqa.to_le_bytes());
+        self.write(0, shadowbell_spec::regs::ASQ, &command::ASQ.to_le_bytes());
+        self.write(0, shadowbell_spec::regs::ACQ, &command::ACQ.to_le_bytes());
+        self.write(0, shadowbell_spec::regs::CC, &0x0046_0001u32.to_le_bytes());
         self.tails = [0; 4];
     }
 
@@ -334,8 +335,11 @@ impl Visit {
             let at = command::address(source).wrapping_sub(BASE);
             self.poke(at, &list);
         }
-        let bell = spec::regs::sq_doorbell_offset(qid, 0);
-        self.poke(command::SHADOW - BASE + bell - spec::regs::DOORBELLS, &tail.to_le_bytes());
+        let bell = shadowbell_spec::regs::sq_doorbell_offset(qid, 0);
+        self.poke(
+            command::SHADOW - BASE + bell - shadowbell_spec::regs::DOORBELLS,
+            &tail.to_le_bytes(),
+        );
         let access = messages::access(0, bell, 4);
         let flags = if source.bool() { 0x10 } else { 0 };
         let value = tail.to_le_bytes();

@@ -21,7 +21,7 @@ pub fn run(input: &[u8]) {
     let text = String::from_utf8_lossy(&source.bytes(4096)).into_owned();
     match kind {
         0 => {
-            if let Ok(size) = disk::parse_size(&text) {
+            if let Ok(size) = shadowbell_backend::parse_size(&text) {
                 assert!(!text.trim().is_empty(), "nothing is {size} bytes");
             }
         }
@@ -29,7 +29,7 @@ pub fn run(input: &[u8]) {
             // Not files: a name could be that of anything.
             for scheme in ["null:", "mem:"] {
                 let spec = format!("{scheme}{text}");
-                if let Ok(disk) = disk::open(&spec) {
+                if let Ok(disk) = shadowbell_backend::open(&spec) {
                     let info = disk.info();
                     assert!(info.blocks > 0 && [512, 4096].contains(&info.block_size), "{info:?}");
                 }
@@ -52,7 +52,7 @@ pub fn run(input: &[u8]) {
         }
         4 => with_file(text.as_bytes(), |path| drop(shadowbell::config::read(path))),
         _ => with_file(&source.bytes(1 << 16), |path| {
-            let Ok(records) = controller::trace::read_trace(path) else { return };
+            let Ok(records) = shadowbell_controller::trace::read_trace(path) else { return };
             for record in records.take(100_000) {
                 let _ = format!("{record:?}");
             }

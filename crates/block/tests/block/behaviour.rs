@@ -1,13 +1,13 @@
 //! What a disk does when something is out of the ordinary.
 
 use crate::common::{TestDisk, attach};
-use disk::{DiskError, MemDisk, Op};
-use driver::{AsyncQueue, AttachOptions};
 use rustix::io::Errno;
+use shadowbell_backend::{DiskError, MemDisk, Op};
 use shadowbell_block::{
     BlockDevice, BlockError, BlockOptions, Blocking, OpenError, Zeroes, block_on, block_on_for,
 };
-use spec::Status;
+use shadowbell_driver::{AsyncQueue, AttachOptions};
+use shadowbell_spec::Status;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-fn open(medium: &TestDisk, options: &BlockOptions) -> (driver::Controller, BlockDevice) {
+fn open(medium: &TestDisk, options: &BlockOptions) -> (shadowbell_driver::Controller, BlockDevice) {
     let attached = AttachOptions { queue_pairs: 2, queue_depth: 8, ..AttachOptions::default() };
     let mut controller = attach(Arc::new(medium.clone()), &attached);
     let disk = BlockDevice::open(&mut controller, 1, options).unwrap();
@@ -361,7 +361,7 @@ fn the_write_cache_can_be_turned_off_where_there_is_one() {
     assert_eq!(disk.set_write_cache(false).unwrap_err().errno(), Errno::NOTSUP);
     let path = std::env::temp_dir().join(format!("shadowbell-block-{}", std::process::id()));
     std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
-    let file = disk::open(path.to_str().unwrap()).unwrap();
+    let file = shadowbell_backend::open(path.to_str().unwrap()).unwrap();
     let mut controller = attach(file, &AttachOptions::default());
     std::fs::remove_file(&path).unwrap();
     let disk = BlockDevice::open(&mut controller, 1, &BlockOptions::default()).unwrap();

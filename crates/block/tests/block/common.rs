@@ -1,10 +1,12 @@
 //! Both ends in one process: a block device on the emulated controller, over a disk of the test's.
 //! The tests of the crate `export` use it, too.
 
-use controller::{Carrier, Config, Controller as Emulated, NamespaceConfig, Pool, PoolOptions};
-use disk::{Disk, DiskError, Info, MemDisk, Op, Queue, Request, Submitted};
-use driver::{AttachOptions, Controller, Transport, TransportError};
-use memory::{EventFd, Mapping, Segments, SharedBytes};
+use shadowbell_backend::{Disk, DiskError, Info, MemDisk, Op, Queue, Request, Submitted};
+use shadowbell_controller::{
+    Carrier, Config, Controller as Emulated, NamespaceConfig, Pool, PoolOptions,
+};
+use shadowbell_driver::{AttachOptions, Controller, Transport, TransportError};
+use shadowbell_memory::{EventFd, Mapping, Segments, SharedBytes};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, mpsc};
@@ -95,7 +97,7 @@ pub(crate) fn attach(disk: Arc<dyn Disk>, options: &AttachOptions) -> Controller
 /// The same, and the controller itself.
 pub(crate) fn attach_to(disk: Arc<dyn Disk>, options: &AttachOptions) -> (Controller, Emulated) {
     let pool = Pool::start(&PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap();
-    let uuid = controller::config::uuid_from("a test");
+    let uuid = shadowbell_controller::config::uuid_from("a test");
     let namespaces = vec![NamespaceConfig { disk, uuid }];
     let config = Config { namespaces, io_queues: 4, ..Config::default() };
     let emulated = Emulated::new(config, pool, Carrier::default()).unwrap();

@@ -2,13 +2,13 @@
 //! other.
 
 use crate::common::{TestDisk, attach_to};
-use controller::Controller as Emulated;
-use controller::faults::Faults;
-use disk::{DiskError, Op};
-use driver::{AttachOptions, Controller, Recovery, Timeouts};
 use proptest::prelude::*;
 use rustix::io::Errno;
+use shadowbell_backend::{DiskError, Op};
 use shadowbell_block::{BlockDevice, BlockOptions, Blocking, block_on};
+use shadowbell_controller::Controller as Emulated;
+use shadowbell_controller::faults::Faults;
+use shadowbell_driver::{AttachOptions, Controller, Recovery, Timeouts};
 use std::future::Future;
 use std::sync::Arc;
 use std::task::{Context, Waker};

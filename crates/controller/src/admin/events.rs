@@ -5,10 +5,10 @@
 //! more (Base 2.1, 5.1.2 "Asynchronous Event Request command"), so a host that does not care is
 //! not flooded, whatever happens.
 
-use spec::Status;
-use spec::event::{AsyncEvent, TYPE_ERROR, TYPE_NOTICE, TYPE_SMART};
-use spec::feature::AsyncEventConfig;
-use spec::log::CriticalWarning;
+use shadowbell_spec::Status;
+use shadowbell_spec::event::{AsyncEvent, TYPE_ERROR, TYPE_NOTICE, TYPE_SMART};
+use shadowbell_spec::feature::AsyncEventConfig;
+use shadowbell_spec::log::CriticalWarning;
 use std::collections::VecDeque;
 
 /// How many requests may be outstanding: AERL + 1 of Identify Controller.
@@ -130,7 +130,7 @@ impl AsyncEvents {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use spec::log::lid;
+    use shadowbell_spec::log::lid;
 
     const REGISTER: AsyncEvent = AsyncEvent::INVALID_DOORBELL_REGISTER;
     const VALUE: AsyncEvent = AsyncEvent::INVALID_DOORBELL_VALUE;

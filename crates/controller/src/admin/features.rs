@@ -1,14 +1,14 @@
 //! Get Features and Set Features. Base 2.1, 5.1.11 and 5.1.25.
 
-use spec::admin::{GetFeatures, SetFeatures};
-use spec::feature::{
+use shadowbell_spec::admin::{GetFeatures, SetFeatures};
+use shadowbell_spec::feature::{
     Arbitration, AsyncEventConfig, Capabilities, ErrorRecovery, InterruptCoalescing,
     InterruptVectorConfiguration, IoCommandSetProfile, NumberOfQueues, PowerManagement, Select,
     TemperatureThreshold, Timestamp, VolatileWriteCache, WriteAtomicity, fid,
 };
-use spec::log::{CommandEffects, FeatureEffects};
-use spec::sqe::NSID_ALL;
-use spec::status::Status;
+use shadowbell_spec::log::{CommandEffects, FeatureEffects};
+use shadowbell_spec::sqe::NSID_ALL;
+use shadowbell_spec::status::Status;
 use std::collections::{BTreeMap, BTreeSet};
 use zerocopy::{FromBytes, IntoBytes};
 

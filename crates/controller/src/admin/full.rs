@@ -9,7 +9,7 @@
 
 use super::{Control, Deferred};
 use crate::controller::{Event, Inner};
-use spec::event::AsyncEvent;
+use shadowbell_spec::event::AsyncEvent;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 

@@ -6,16 +6,16 @@ use super::features::{CRITICAL_TEMPERATURE, WARNING_TEMPERATURE};
 use super::logs::ERROR_LOG_ENTRIES;
 use crate::config::{Config, PCI_VENDOR_ID};
 use crate::namespace::{COPY_BYTES, COPY_RANGES, IEEE_OUI, Namespace};
-use spec::admin::Identify;
-use spec::identify::{
+use shadowbell_spec::admin::Identify;
+use shadowbell_spec::identify::{
     ControllerType, Dlfeat, EntrySizes, Frmw, IDENTIFY_SIZE, IdentifyController,
     IdentifyIndependentNamespace, IdentifyNamespace, IdentifyNvmController, IdentifyNvmNamespace,
     IoCommandSets, LbaFormat, Lpa, NamespaceId, NamespaceIds, NamespaceList, Nsfeat, Oacs, Oaes,
     Oncs, Sgls, Vwc, ascii_field, cns, csi, nqn_field,
 };
-use spec::regs::Vs;
-use spec::sqe::NSID_ALL;
-use spec::status::Status;
+use shadowbell_spec::regs::Vs;
+use shadowbell_spec::sqe::NSID_ALL;
+use shadowbell_spec::status::Status;
 use zerocopy::IntoBytes;
 
 /// The version of the specification that the controller complies with: VS and VER.

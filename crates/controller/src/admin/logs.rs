@@ -2,16 +2,16 @@
 
 use super::features;
 use crate::admin::identify::FIRMWARE_REVISION;
-use spec::admin::GetLogPage;
-use spec::identify::csi;
-use spec::log::{
+use shadowbell_spec::admin::GetLogPage;
+use shadowbell_spec::identify::csi;
+use shadowbell_spec::log::{
     Afi, ChangedNamespaces, CommandEffects, CommandsSupportedEffects, CriticalWarning,
     ErrorLogEntry, FeaturesSupportedEffects, FirmwareSlot, LogPageSupport, ParameterLocation,
     SmartHealth, SupportedLogPages, lid,
 };
-use spec::opcode::{AdminOpcode, NvmOpcode};
-use spec::sqe::NSID_ALL;
-use spec::status::Status;
+use shadowbell_spec::opcode::{AdminOpcode, NvmOpcode};
+use shadowbell_spec::sqe::NSID_ALL;
+use shadowbell_spec::status::Status;
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 use zerocopy::{FromZeros, IntoBytes};

@@ -13,14 +13,14 @@ use crate::controller::{Event, Inner};
 use crate::worker::message::{AbortReply, Message};
 use features::Effect;
 use logs::{ErrorRecord, Health, LogContext};
-use memory::{Segments, View};
-use spec::Sqe;
-use spec::admin as decode;
-use spec::event::AsyncEvent;
-use spec::log::CriticalWarning;
-use spec::opcode::AdminOpcode;
-use spec::sqe::{Fuse, Psdt};
-use spec::status::Status;
+use shadowbell_memory::{Segments, View};
+use shadowbell_spec::Sqe;
+use shadowbell_spec::admin as decode;
+use shadowbell_spec::event::AsyncEvent;
+use shadowbell_spec::log::CriticalWarning;
+use shadowbell_spec::opcode::AdminOpcode;
+use shadowbell_spec::sqe::{Fuse, Psdt};
+use shadowbell_spec::status::Status;
 use std::sync::Arc;
 
 /// Commands served in one turn, so that a host which never stops can not keep the thread that
@@ -245,7 +245,7 @@ impl Control {
             return Err(Status::INVALID_FIELD.with_dnr());
         }
         // Counters come from the workers, who answer when they get to it.
-        if command.lid != spec::log::lid::SMART_HEALTH {
+        if command.lid != shadowbell_spec::log::lid::SMART_HEALTH {
             self.give_log(inner, sqe, &command, &Health::default())?;
             return Ok(Outcome::Done(0));
         }

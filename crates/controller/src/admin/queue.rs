@@ -6,12 +6,12 @@ use crate::shared::{DSTRD, Shared};
 use crate::stats::{CqStats, SqStats};
 use crate::worker::moderation::Patience;
 use crate::worker::queue::{Cq, Placement, ShadowCells, Sq};
-use doorbell::{InvalidDoorbell, RingSize, Sleeper};
-use memory::{DmaTable, Fault};
-use spec::dbbuf::{cq_entry_offset, sq_entry_offset};
-use spec::regs::{Aqa, DoorbellKind};
-use spec::status::Status;
-use spec::{Cqe, Sqe};
+use shadowbell_doorbell::{InvalidDoorbell, RingSize, Sleeper};
+use shadowbell_memory::{DmaTable, Fault};
+use shadowbell_spec::dbbuf::{cq_entry_offset, sq_entry_offset};
+use shadowbell_spec::regs::{Aqa, DoorbellKind};
+use shadowbell_spec::status::Status;
+use shadowbell_spec::{Cqe, Sqe};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 

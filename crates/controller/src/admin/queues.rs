@@ -6,12 +6,12 @@ use crate::controller::{Event, Inner};
 use crate::trace::{COMPLETION_QUEUE, Kind};
 use crate::worker::message::{Message, Reply, Seed};
 use crate::worker::queue::Placement;
-use doorbell::RingSize;
-use memory::Ring;
-use spec::admin::{CreateIoCq, CreateIoSq, DeleteIoQueue};
-use spec::regs::DoorbellKind;
-use spec::status::Status;
-use spec::{Cqe, Sqe};
+use shadowbell_doorbell::RingSize;
+use shadowbell_memory::Ring;
+use shadowbell_spec::admin::{CreateIoCq, CreateIoSq, DeleteIoQueue};
+use shadowbell_spec::regs::DoorbellKind;
+use shadowbell_spec::status::Status;
+use shadowbell_spec::{Cqe, Sqe};
 use std::sync::Arc;
 
 impl Control {
@@ -218,5 +218,5 @@ impl Control {
 
 /// The next queue of this identifier starts at 0.
 fn clear_register(inner: &Inner, qid: u16, kind: DoorbellKind) {
-    doorbell::Cell::store_release(&inner.shared.register(qid, kind), 0);
+    shadowbell_doorbell::Cell::store_release(&inner.shared.register(qid, kind), 0);
 }

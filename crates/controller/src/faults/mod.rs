@@ -54,8 +54,8 @@ pub(crate) use self::registers::Overlay;
 
 use crate::admin::Outcome;
 use crate::controller::{Controller, Inner};
-use spec::Sqe;
-use spec::status::Status;
+use shadowbell_spec::Sqe;
+use shadowbell_spec::status::Status;
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -1,7 +1,7 @@
 //! Faults as text.
 
 use super::{Fault, Faults, Rule, When};
-use spec::status::Status;
+use shadowbell_spec::status::Status;
 use std::str::FromStr;
 use std::time::Duration;
 

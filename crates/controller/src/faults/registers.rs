@@ -3,7 +3,7 @@
 use super::Fault;
 use crate::control::{Control, Deferred};
 use crate::controller::Inner;
-use spec::regs::{self, Cc, Csts};
+use shadowbell_spec::regs::{self, Cc, Csts};
 
 /// What of the registers is not as it should be.
 #[derive(Debug, Default)]

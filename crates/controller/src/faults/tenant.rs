@@ -7,8 +7,8 @@ use crate::trace::TraceRing;
 use crate::worker::io::Ended;
 use crate::worker::message::AbortReply;
 use crate::worker::queue::{Cq, Sq};
-use spec::status::Status;
-use spec::{Cqe, Sqe};
+use shadowbell_spec::status::Status;
+use shadowbell_spec::{Cqe, Sqe};
 use std::time::Instant;
 
 /// What is not done with yet.

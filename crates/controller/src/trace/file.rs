@@ -2,8 +2,8 @@
 
 use super::record::{Kind, RECORD_BYTES, RawRecord};
 use super::{HEADER_BYTES, Header, Layout, MAGIC, PAGE, VERSION};
-use memory::{Mapping, Protection, SharedBytes};
 use rustix::fs::{FallocateFlags, fallocate};
+use shadowbell_memory::{Mapping, Protection, SharedBytes};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};

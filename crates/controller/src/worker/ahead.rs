@@ -5,8 +5,8 @@
 //! ahead and again one ahead, because a processor takes only so many requests for lines at a time.
 
 use super::io::Engine;
-use memory::Ring;
-use spec::Sqe;
+use shadowbell_memory::Ring;
+use shadowbell_spec::Sqe;
 
 /// How many commands ahead a disk is told for the first time. The copy of a block of 4 KiB takes
 /// about as long as memory takes to answer; with two there is time left.

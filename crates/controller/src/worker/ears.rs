@@ -3,7 +3,7 @@
 use crate::ear::{Ear, Heard};
 use crate::shared::{DSTRD, MAX_QUEUES, Shared};
 use crate::trace::{COMPLETION_QUEUE, Kind, TraceRing};
-use spec::regs::{DoorbellKind, decode_doorbell};
+use shadowbell_spec::regs::{DoorbellKind, decode_doorbell};
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -62,7 +62,7 @@ impl Ears {
                 let side = if kind == DoorbellKind::Cq { COMPLETION_QUEUE } else { 0 };
                 trace.record(Kind::MmioWrite, controller as u16, qid | side, value, 0);
             }
-            doorbell::Cell::store_release(&shared.register(qid, kind), value);
+            shadowbell_doorbell::Cell::store_release(&shared.register(qid, kind), value);
             true
         });
         *vain = if rings == 0 && !all { *vain + 1 } else { 0 };

@@ -1,8 +1,8 @@
 //! How others reach a worker.
 
 use crate::worker::message::Message;
-use doorbell::{Cell, FullFence, Waker};
-use memory::{DmaTable, EventFd};
+use shadowbell_doorbell::{Cell, FullFence, Waker};
+use shadowbell_memory::{DmaTable, EventFd};
 use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -109,7 +109,7 @@ impl Mailbox {
 mod tests {
     use super::*;
     use crate::latch::Latch;
-    use memory::{DmaSpace, Mapping};
+    use shadowbell_memory::{DmaSpace, Mapping};
     use std::sync::atomic::AtomicUsize;
 
     /// A map of so many ranges, for which as many wait as are in `latches`.

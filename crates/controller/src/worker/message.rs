@@ -9,8 +9,8 @@ use crate::stats::{CqStats, IoStats, SleepStats, SqStats};
 use crate::trace::TraceRing;
 use crate::worker::queue::Placement;
 use crate::worker::{Service, Watch};
-use memory::{DmaTable, EventFd};
-use spec::status::Status;
+use shadowbell_memory::{DmaTable, EventFd};
+use shadowbell_spec::status::Status;
 use std::fmt;
 use std::sync::{Arc, Mutex, Weak};
 

@@ -22,14 +22,14 @@ mod window;
 
 use crate::stats::SleepStats;
 use crate::trace::{Kind, TraceRing};
-use doorbell::{FullFence, Sleeper};
 use ears::Ears;
 use mailbox::Mailbox;
 use message::{Message, Reply, Seed};
 use roster::{Roster, Seat};
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
-use spec::status::Status;
+use shadowbell_doorbell::{FullFence, Sleeper};
+use shadowbell_spec::status::Status;
 use std::io as stdio;
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
@@ -55,8 +55,8 @@ pub(crate) trait Service: Send + Sync {
 
 /// The admin doorbells of a controller whose doorbells are mapped.
 pub(crate) struct Watch {
-    pub(crate) tail: memory::SharedU32,
-    pub(crate) head: memory::SharedU32,
+    pub(crate) tail: shadowbell_memory::SharedU32,
+    pub(crate) head: shadowbell_memory::SharedU32,
     pub(crate) seen: (u32, u32),
     pub(crate) service: Weak<dyn Service>,
 }

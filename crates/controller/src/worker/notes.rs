@@ -4,7 +4,7 @@ use crate::shared::{Report, Shared};
 use crate::trace::{Kind, TraceRing};
 use crate::worker::io::Ended;
 use crate::worker::queue::Sq;
-use doorbell::ControllerStats;
+use shadowbell_doorbell::ControllerStats;
 
 #[cold]
 pub(super) fn report_error(shared: &Shared, sqid: u16, ended: &Ended) {

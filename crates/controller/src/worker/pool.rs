@@ -6,7 +6,7 @@ use super::mailbox::Mailbox;
 use super::message::Message;
 use crate::shared::Shared;
 use crate::trace::{Kind, TraceFile, TraceRing};
-use memory::SharedU32;
+use shadowbell_memory::SharedU32;
 use std::io;
 use std::marker::PhantomData;
 use std::sync::atomic::AtomicUsize;

@@ -6,11 +6,11 @@ use crate::stats::{CqStats, DoorbellCounts, SqStats};
 use crate::worker::ahead::Told;
 use crate::worker::io::Ended;
 use crate::worker::moderation::{Moderation, Patience};
-use doorbell::{CqHead, InvalidDoorbell, RingSize, SqTail};
-use memory::{DmaTable, Fault, Ring, SharedU32};
-use spec::dbbuf::{cq_entry_offset, sq_entry_offset};
-use spec::status::Status;
-use spec::{Cqe, Sqe};
+use shadowbell_doorbell::{CqHead, InvalidDoorbell, RingSize, SqTail};
+use shadowbell_memory::{DmaTable, Fault, Ring, SharedU32};
+use shadowbell_spec::dbbuf::{cq_entry_offset, sq_entry_offset};
+use shadowbell_spec::status::Status;
+use shadowbell_spec::{Cqe, Sqe};
 use std::time::{Duration, Instant};
 
 /// How long a suppressed interrupt may stay owed while the worker is awake, if the host shows no

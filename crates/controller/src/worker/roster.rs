@@ -27,8 +27,8 @@ use super::io::Space;
 use super::mailbox::Mailbox;
 use super::tenant::Tenant;
 use crate::trace::TraceRing;
-use doorbell::Sleeper;
 use rustix::event::epoll;
+use shadowbell_doorbell::Sleeper;
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -126,7 +126,7 @@ pub(super) struct Roster {
     /// Passes since the last look at the clock, and the last review.
     passes: u32,
     reviewed: Instant,
-    /// `memory::sigbus::faults` when it was last looked at.
+    /// `shadowbell_memory::sigbus::faults` when it was last looked at.
     faults: u64,
 }
 
@@ -143,7 +143,7 @@ impl Roster {
             still: 0,
             passes: 0,
             reviewed: Instant::now(),
-            faults: memory::sigbus::faults(),
+            faults: shadowbell_memory::sigbus::faults(),
         }
     }
 
@@ -226,7 +226,7 @@ impl Roster {
         mailbox: &Mailbox,
         trace: &mut Option<TraceRing>,
     ) -> u32 {
-        if memory::sigbus::faults() != self.faults {
+        if shadowbell_memory::sigbus::faults() != self.faults {
             self.check_memory();
         }
         if self.active.len() <= 1 && self.ringing_by_kick == 0 && self.dormant.is_empty() {
@@ -262,7 +262,7 @@ impl Roster {
 
     #[cold]
     fn check_memory(&mut self) {
-        self.faults = memory::sigbus::faults();
+        self.faults = shadowbell_memory::sigbus::faults();
         let left_out = self.dormant.iter_mut().chain(self.parked.values_mut());
         let seats = self.active.iter_mut().chain(left_out);
         seats.for_each(|seat| seat.tenant.check_memory());

@@ -11,12 +11,12 @@ use crate::worker::message::{Reply, Seed, WorkerStats};
 use crate::worker::moderation::Patience;
 use crate::worker::notes::{note, note_look, report_error};
 use crate::worker::queue::{Cq, Placement, ShadowCells, Sq};
-use doorbell::InvalidDoorbell;
-use memory::{DmaTable, EventFd, View, ViewWatch};
-use spec::dbbuf::{cq_entry_offset, sq_entry_offset};
-use spec::regs::DoorbellKind;
-use spec::status::Status;
-use spec::{Cqe, Sqe};
+use shadowbell_doorbell::InvalidDoorbell;
+use shadowbell_memory::{DmaTable, EventFd, View, ViewWatch};
+use shadowbell_spec::dbbuf::{cq_entry_offset, sq_entry_offset};
+use shadowbell_spec::regs::DoorbellKind;
+use shadowbell_spec::status::Status;
+use shadowbell_spec::{Cqe, Sqe};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
@@ -56,7 +56,7 @@ pub(crate) struct Tenant {
     /// Submission queues that are to be forgotten once they are empty.
     deleting: Vec<(usize, Latch)>,
     detaching: Option<Latch>,
-    /// `memory::sigbus::losses` when it was last looked at: what was lost before this tenant came is
+    /// `shadowbell_memory::sigbus::losses` when it was last looked at: what was lost before this tenant came is
     /// still in its map.
     losses: u64,
     /// The loss of something in the present map has been reported.
@@ -501,7 +501,7 @@ impl Tenant {
     /// tens of thousands of maps is looked through once for each map that it has, not for each piece.
     #[cold]
     pub(crate) fn check_memory(&mut self) {
-        let losses = memory::sigbus::losses(self.shared.id);
+        let losses = shadowbell_memory::sigbus::losses(self.shared.id);
         if std::mem::replace(&mut self.losses, losses) == losses || self.lost {
             return;
         }

@@ -1,8 +1,8 @@
 //! Memory that keeps its requests waiting for as long as a test likes, and answers out of order.
 #![allow(unreachable_pub, reason = "a module of tests")]
 
-use disk::{Disk, DiskError, Info, MemDisk, Request, Submitted};
-use memory::{EventFd, Segments};
+use shadowbell_backend::{Disk, DiskError, Info, MemDisk, Request, Submitted};
+use shadowbell_memory::{EventFd, Segments};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex};
 
@@ -63,7 +63,7 @@ impl Disk for Held {
         self.mem.info()
     }
 
-    fn queue(&self) -> std::io::Result<Box<dyn disk::Queue>> {
+    fn queue(&self) -> std::io::Result<Box<dyn shadowbell_backend::Queue>> {
         let bell = EventFd::new()?;
         self.orders.lock().unwrap().bells.push(bell.try_clone()?);
         let inner = self.mem.queue()?;
@@ -77,12 +77,12 @@ impl Disk for Held {
 
 struct HeldQueue {
     disk: Held,
-    inner: Box<dyn disk::Queue>,
+    inner: Box<dyn shadowbell_backend::Queue>,
     bell: EventFd,
     held: Vec<(u32, Request, Segments)>,
 }
 
-impl disk::Queue for HeldQueue {
+impl shadowbell_backend::Queue for HeldQueue {
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
         self.disk.orders.lock().unwrap().seen.push(*request);
         self.held.push((tag, *request, data.take()));

@@ -6,11 +6,11 @@
 pub mod wire;
 
 use controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions};
-use memory::{EventFd, Mapping, SharedBytes};
 use shadowbell_controller as controller;
-use spec::admin::DoorbellBufferConfig;
-use spec::regs::{self, Aqa, Cap, Cc, Csts, cq_doorbell_offset, sq_doorbell_offset};
-use spec::{Cqe, Sqe, Status};
+use shadowbell_memory::{EventFd, Mapping, SharedBytes};
+use shadowbell_spec::admin::DoorbellBufferConfig;
+use shadowbell_spec::regs::{self, Aqa, Cap, Cc, Csts, cq_doorbell_offset, sq_doorbell_offset};
+use shadowbell_spec::{Cqe, Sqe, Status};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
@@ -31,7 +31,7 @@ pub fn config(disks: &[&str]) -> Config {
         .iter()
         .enumerate()
         .map(|(i, uri)| NamespaceConfig {
-            disk: disk::open(uri).unwrap(),
+            disk: shadowbell_backend::open(uri).unwrap(),
             uuid: controller::config::uuid_from(&format!("test-{i}")),
         })
         .collect();
@@ -365,21 +365,21 @@ impl Queue {
 }
 
 pub fn create_cq(qid: u16, qsize0: u16, iv: Option<u16>, at: u64) -> Sqe {
-    use spec::admin::CreateIoCq;
+    use shadowbell_spec::admin::CreateIoCq;
     let command = CreateIoCq { qid, qsize0, pc: true, ien: iv.is_some(), iv: iv.unwrap_or(0) };
     command.encode(Sqe::new(0x05, 0, 0)).with_prps(at, 0)
 }
 
 pub fn create_sq(qid: u16, qsize0: u16, cqid: u16, at: u64) -> Sqe {
-    use spec::admin::CreateIoSq;
+    use shadowbell_spec::admin::CreateIoSq;
     let command = CreateIoSq { qid, qsize0, pc: true, qprio: 0, cqid, nvmsetid: 0 };
     command.encode(Sqe::new(0x01, 0, 0)).with_prps(at, 0)
 }
 
 /// A disk that lets a test decide when and how each request ends.
 pub mod slow {
-    use disk::{Disk, DiskError, Info, Queue, Request, Submitted};
-    use memory::{EventFd, Segments};
+    use shadowbell_backend::{Disk, DiskError, Info, Queue, Request, Submitted};
+    use shadowbell_memory::{EventFd, Segments};
     use std::collections::VecDeque;
     use std::os::fd::{AsFd, BorrowedFd};
     use std::sync::{Arc, Mutex};
@@ -453,7 +453,7 @@ pub mod slow {
             self.event.drain();
             let mut end = |held: (u32, Request, Segments), outcome: Result<(), DiskError>| {
                 self.gate.pending.lock().unwrap().retain(|t| *t != held.0);
-                if outcome.is_ok() && held.1.op == disk::Op::Read {
+                if outcome.is_ok() && held.1.op == shadowbell_backend::Op::Read {
                     held.2.fill(0, held.1.len as usize, 0xee).unwrap();
                 }
                 done(held.0, outcome, held.2);
@@ -490,7 +490,7 @@ pub mod slow {
 /// A host over a [`slow::Slow`] disk.
 pub fn slow_host(polling: Polling) -> (Host, Arc<slow::Gate>) {
     let gate = Arc::new(slow::Gate::default());
-    let disk: Arc<dyn disk::Disk> = Arc::new(slow::Slow(Arc::clone(&gate)));
+    let disk: Arc<dyn shadowbell_backend::Disk> = Arc::new(slow::Slow(Arc::clone(&gate)));
     let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
     (Host::with(Config { namespaces, ..Config::default() }, polling), gate)
 }

@@ -1,8 +1,8 @@
 //! A wire by which a test's doorbell writes reach a worker that listens.
 
-use memory::EventFd;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use shadowbell_controller::{Ear, Heard};
+use shadowbell_memory::EventFd;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;

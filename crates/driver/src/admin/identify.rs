@@ -3,12 +3,12 @@
 use super::{Admin, AdminData};
 use crate::error::CommandError;
 use crate::namespace::Namespace;
-use spec::Sqe;
-use spec::admin::Identify;
-use spec::identify::{
+use shadowbell_spec::Sqe;
+use shadowbell_spec::admin::Identify;
+use shadowbell_spec::identify::{
     IDENTIFY_SIZE, IdentifyController, IdentifyNamespace, NamespaceIds, NamespaceList, cns,
 };
-use spec::regs::Vs;
+use shadowbell_spec::regs::Vs;
 use zerocopy::{FromBytes, Immutable, KnownLayout};
 
 /// The most namespaces that are looked at: a controller that claims more is not believed.

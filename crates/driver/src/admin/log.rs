@@ -2,10 +2,10 @@
 
 use super::{Admin, AdminData};
 use crate::error::CommandError;
-use spec::Sqe;
-use spec::admin::GetLogPage;
-use spec::log::{ErrorLogEntry, SmartHealth, lid};
-use spec::sqe::NSID_ALL;
+use shadowbell_spec::Sqe;
+use shadowbell_spec::admin::GetLogPage;
+use shadowbell_spec::log::{ErrorLogEntry, SmartHealth, lid};
+use shadowbell_spec::sqe::NSID_ALL;
 use zerocopy::FromBytes;
 
 /// What to read of a log page.

@@ -13,10 +13,10 @@ use crate::error::{CommandError, QueueError};
 use crate::queue::{Completion, QueueStats};
 use crate::shared::Shared;
 use crate::transport::TransportError;
-use spec::admin::{Abort, GetFeatures, SetFeatures};
-use spec::event::AsyncEvent;
-use spec::feature::Select;
-use spec::{Sqe, Status};
+use shadowbell_spec::admin::{Abort, GetFeatures, SetFeatures};
+use shadowbell_spec::event::AsyncEvent;
+use shadowbell_spec::feature::Select;
+use shadowbell_spec::{Sqe, Status};
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -142,7 +142,7 @@ impl Admin {
         let page = self.shared.device.page as usize;
         let pool = BufferPool::new(&self.shared.device.transport, 1, len, page)?;
         // A pool that was just made has all of its one buffer.
-        pool.take().ok_or(crate::DmaError::Map(memory::MapError::Shape {
+        pool.take().ok_or(crate::DmaError::Map(shadowbell_memory::MapError::Shape {
             len: len as u64,
             offset: 0,
             why: "the pool has no buffer",

@@ -5,9 +5,9 @@ use crate::device::Device;
 use crate::dma::Buffer;
 use crate::error::{CommandError, QueueError};
 use crate::queue::{Completion, Core, Shadow, Token};
-use spec::event::AsyncEvent;
-use spec::opcode::AdminOpcode;
-use spec::{Sqe, Status};
+use shadowbell_spec::event::AsyncEvent;
+use shadowbell_spec::opcode::AdminOpcode;
+use shadowbell_spec::{Sqe, Status};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -87,14 +87,14 @@ impl AdminQueue {
         state.core.limit_transfer(limit);
     }
 
-    /// See [`doorbell::HostDoorbell::mirror`].
+    /// See [`shadowbell_doorbell::HostDoorbell::mirror`].
     pub(crate) fn mirror(&self, sq: Shadow, cq: Shadow) {
         let mut state = self.lock();
         state.core.sq_bell.mirror(sq);
         state.core.cq_bell.mirror(cq);
     }
 
-    /// See [`doorbell::HostDoorbell::forget`].
+    /// See [`shadowbell_doorbell::HostDoorbell::forget`].
     pub(crate) fn forget_shadow(&self) {
         let mut state = self.lock();
         state.core.sq_bell.forget();

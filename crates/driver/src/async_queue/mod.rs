@@ -66,7 +66,7 @@ use crate::dma::{Buffer, BufferPool, DmaError};
 use crate::error::{IoError, IoErrorKind, RequestError};
 use crate::namespace::Namespace;
 use crate::queue::{QueuePair, QueueStats};
-use spec::nvm::{CopyRange, DsmRange};
+use shadowbell_spec::nvm::{CopyRange, DsmRange};
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -185,7 +185,7 @@ impl AsyncQueue {
             return Ok(buffer);
         }
         // A pool that was just made has its one buffer.
-        make(1)?.take().ok_or(DmaError::Map(memory::MapError::Shape {
+        make(1)?.take().ok_or(DmaError::Map(shadowbell_memory::MapError::Shape {
             len: len as u64,
             offset: 0,
             why: "the pool has no buffer",

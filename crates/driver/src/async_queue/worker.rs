@@ -6,7 +6,7 @@ use crate::command::Command;
 use crate::dma::Buffer;
 use crate::error::{IoError, IoErrorKind, QueueError};
 use crate::queue::{Completion, QueuePair};
-use doorbell::Sleeper;
+use shadowbell_doorbell::Sleeper;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::task::Waker;

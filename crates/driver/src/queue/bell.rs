@@ -1,8 +1,8 @@
 //! A doorbell of a queue: the shadow entry, if there is one, and the register behind it.
 
 use crate::transport::{Transport, TransportError};
-use doorbell::{Cell, HostDoorbell};
-use memory::{EventFd, SharedU32};
+use shadowbell_doorbell::{Cell, HostDoorbell};
+use shadowbell_memory::{EventFd, SharedU32};
 use std::sync::Arc;
 
 /// Where a doorbell's value goes when the controller must hear of it.

@@ -9,9 +9,9 @@ use crate::dma::Buffer;
 use crate::error::{QueueError, Refused};
 use crate::prp::PrpLists;
 use crate::transport::TransportError;
-use doorbell::RingSize;
-use memory::{Outbox, Ring};
-use spec::{Cqe, Sqe, Status};
+use shadowbell_doorbell::RingSize;
+use shadowbell_memory::{Outbox, Ring};
+use shadowbell_spec::{Cqe, Sqe, Status};
 use std::sync::Arc;
 
 /// The controller has to be told of commands when they are this part of what it was told of.
@@ -366,7 +366,7 @@ impl Core {
         let untold = self.sq_size.distance(self.sq_published, self.sq_tail);
         let told = self.outstanding() as u32 - untold.min(self.outstanding() as u32);
         let due = untold >= (told / UNTOLD_PART).min(UNTOLD_MOST) && untold != 0;
-        // The calls return nothing that has to be put together: see `memory::Outbox`.
+        // The calls return nothing that has to be put together: see `shadowbell_memory::Outbox`.
         if !due {
             self.release_if_short()?;
         } else if told >= UNTOLD_MOST {

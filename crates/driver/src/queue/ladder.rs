@@ -6,8 +6,8 @@ use crate::attach::{connect, create_at};
 use crate::error::QueueError;
 use crate::recovery::count;
 use crate::shared::{Condition, Control, Shared};
-use spec::Sqe;
-use spec::admin::Abort;
+use shadowbell_spec::Sqe;
+use shadowbell_spec::admin::Abort;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 

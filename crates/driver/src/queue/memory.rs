@@ -5,9 +5,9 @@ use super::core::{Core, Parts};
 use crate::dma::{DmaError, Region};
 use crate::prp::{PrpLists, list_bytes};
 use crate::transport::Transport;
-use doorbell::RingSize;
-use memory::{MapError, Ring, SharedBytes};
-use spec::{Cqe, Sqe};
+use shadowbell_doorbell::RingSize;
+use shadowbell_memory::{MapError, Ring, SharedBytes};
+use shadowbell_spec::{Cqe, Sqe};
 use std::sync::Arc;
 
 /// The shape of a queue pair.

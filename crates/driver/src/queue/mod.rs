@@ -21,7 +21,7 @@ use crate::dma::Buffer;
 use crate::error::{QueueError, Refused};
 use crate::recovery::Place;
 use crate::shared::Shared;
-use ::memory::{Edge, Edges, EventFd};
+use ::shadowbell_memory::{Edge, Edges, EventFd};
 use std::fmt;
 use std::io;
 use std::sync::Arc;
@@ -176,7 +176,7 @@ impl QueuePair {
     /// The next completion, if there is one. After the last, call [`ring`](Self::ring) or
     /// [`settle`](Self::settle): the controller might wait for room.
     // Inlined, and the usual completion made in one place, so that it need not go through memory: see
-    // `memory::Outbox`.
+    // `shadowbell_memory::Outbox`.
     #[inline(always)]
     pub fn pop(&mut self) -> Option<Completion> {
         if let Some(word) = self.core.pop_word()

@@ -11,7 +11,7 @@ use super::Token;
 use super::bell::Bell;
 use super::core::Core;
 use crate::dma::Buffer;
-use spec::{Cqe, Sqe, Status};
+use shadowbell_spec::{Cqe, Sqe, Status};
 use std::collections::VecDeque;
 
 /// What became of the command in a slot that was late.
@@ -391,8 +391,8 @@ mod tests {
     use crate::prp::PrpLists;
     use crate::queue::bell::Register;
     use crate::queue::core::Parts;
-    use doorbell::RingSize;
-    use memory::{Mapping, Protection, Ring};
+    use shadowbell_doorbell::RingSize;
+    use shadowbell_memory::{Mapping, Protection, Ring};
     use std::fs::File;
 
     const ENTRIES: u32 = 16;

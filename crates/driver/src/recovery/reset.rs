@@ -8,10 +8,10 @@ use crate::error::CommandError;
 use crate::queue::Bell;
 use crate::shared::{Condition, Control, Shared};
 use crate::transport::TransportError;
-use doorbell::RingSize;
-use memory::EventFd;
-use spec::log::{ChangedNamespaces, lid};
-use spec::regs;
+use shadowbell_doorbell::RingSize;
+use shadowbell_memory::EventFd;
+use shadowbell_spec::log::{ChangedNamespaces, lid};
+use shadowbell_spec::regs;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 

@@ -7,7 +7,7 @@ mod vfio_user;
 pub use vfio::{PciAddress, PciFunction, SYSFS, Vfio, VfioError};
 pub use vfio_user::VfioUser;
 
-use memory::{EventFd, Mapping, SharedBytes};
+use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use thiserror::Error;

@@ -1,10 +1,10 @@
 //! A controller behind a vfio-user socket.
 
 use super::{Transport, TransportError};
-use ::vfio_user::client::{Client, ClientError, Options, Share};
-use ::vfio_user::device::{DmaUnmap, IoFds, irq, region};
-use memory::{EventFd, Mapping, Protection, SharedBytes};
-use spec::{pci, regs};
+use ::shadowbell_vfio_user::client::{Client, ClientError, Options, Share};
+use ::shadowbell_vfio_user::device::{DmaUnmap, IoFds, irq, region};
+use shadowbell_memory::{EventFd, Mapping, Protection, SharedBytes};
+use shadowbell_spec::{pci, regs};
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;

@@ -1,8 +1,8 @@
 //! A way to a controller in the same process.
 
-use controller::Controller as Emulated;
-use memory::{EventFd, Mapping, SharedBytes};
+use shadowbell_controller::Controller as Emulated;
 use shadowbell_driver::{Transport, TransportError};
+use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 

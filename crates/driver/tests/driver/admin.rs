@@ -3,10 +3,10 @@
 use crate::fake::Fake;
 use crate::{attach, options};
 use shadowbell_driver::{AdminData, AttachOptions, CommandError, Controller, LogRequest};
-use spec::event::AsyncEvent;
-use spec::feature::{Select, fid};
-use spec::opcode::AdminOpcode;
-use spec::{Cqe, Sqe, Status};
+use shadowbell_spec::event::AsyncEvent;
+use shadowbell_spec::feature::{Select, fid};
+use shadowbell_spec::opcode::AdminOpcode;
+use shadowbell_spec::{Cqe, Sqe, Status};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 

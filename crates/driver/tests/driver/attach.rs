@@ -2,11 +2,11 @@
 
 use crate::fake::{BLOCKS, Fake};
 use crate::{attach, options};
-use memory::Mapping;
 use shadowbell_driver::{AttachError, AttachOptions, Controller, Doorbells, RequestError};
-use spec::Status;
-use spec::identify::cns;
-use spec::opcode::AdminOpcode;
+use shadowbell_memory::Mapping;
+use shadowbell_spec::Status;
+use shadowbell_spec::identify::cns;
+use shadowbell_spec::opcode::AdminOpcode;
 use std::time::{Duration, Instant};
 
 fn fails(fake: &Fake, options: &AttachOptions) -> AttachError {

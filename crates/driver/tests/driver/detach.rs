@@ -3,7 +3,7 @@
 use crate::fake::Fake;
 use crate::{attach, options};
 use shadowbell_driver::{Controller, DetachError};
-use spec::regs;
+use shadowbell_spec::regs;
 
 fn is_clean(fake: &Fake) {
     fake.with(|state| {

@@ -2,14 +2,16 @@
 //!
 //! It works on the thread that rings a doorbell, so that nothing depends on time.
 
-use memory::{DmaSpace, EventFd, Mapping, Ring, Segments, SharedBytes, View};
 use shadowbell_driver::{Transport, TransportError};
-use spec::admin::{CreateIoCq, CreateIoSq, GetLogPage, Identify};
-use spec::identify::{IdentifyController, IdentifyNamespace, NamespaceId, NamespaceIds, cns};
-use spec::nvm::RwFields;
-use spec::opcode::{AdminOpcode, NvmOpcode};
-use spec::regs::{self, Aqa, Cap, Cc, Csts};
-use spec::{Cqe, Sqe, Status, dbbuf};
+use shadowbell_memory::{DmaSpace, EventFd, Mapping, Ring, Segments, SharedBytes, View};
+use shadowbell_spec::admin::{CreateIoCq, CreateIoSq, GetLogPage, Identify};
+use shadowbell_spec::identify::{
+    IdentifyController, IdentifyNamespace, NamespaceId, NamespaceIds, cns,
+};
+use shadowbell_spec::nvm::RwFields;
+use shadowbell_spec::opcode::{AdminOpcode, NvmOpcode};
+use shadowbell_spec::regs::{self, Aqa, Cap, Cc, Csts};
+use shadowbell_spec::{Cqe, Sqe, Status, dbbuf};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use zerocopy::{FromZeros, IntoBytes};
@@ -260,7 +262,7 @@ impl State {
             });
             let Some(queue) = self.queues.get_mut(&qid) else { return };
             if let Some((value, event_idx)) = shadow {
-                use doorbell::Cell;
+                use shadowbell_doorbell::Cell;
                 queue.tail = value.load_acquire();
                 let idx = if self.polling { queue.tail.wrapping_sub(1) } else { queue.tail };
                 event_idx.store_release(idx & 0xffff);

@@ -6,8 +6,8 @@ use shadowbell_driver::{
     AsyncNamespace, AsyncQueue, AttachOptions, BufferPool, Controller, IoErrorKind, QueueError,
     RequestError, SpinPolicy,
 };
-use spec::Status;
-use spec::nvm::DsmRange;
+use shadowbell_spec::Status;
+use shadowbell_spec::nvm::DsmRange;
 use std::future::Future;
 use std::pin::{Pin, pin};
 use std::sync::Arc;

@@ -6,7 +6,7 @@ use shadowbell_driver::{
     AttachOptions, Buffer, Command, Controller, Doorbells, QueueError, QueuePair, RequestError,
     Token,
 };
-use spec::{Cqe, Status};
+use shadowbell_spec::{Cqe, Status};
 use std::time::{Duration, Instant};
 
 /// A controller with its only queue pair.
@@ -149,7 +149,7 @@ fn a_batch_is_one_doorbell_and_shadow_doorbells_make_it_none() {
 #[test]
 fn mapped_doorbells_are_stores() {
     let fake = Fake::new();
-    let page = memory::Mapping::anonymous(4096).unwrap().bytes();
+    let page = shadowbell_memory::Mapping::anonymous(4096).unwrap().bytes();
     fake.with(|state| state.doorbell_page = Some(page.clone()));
     let options = AttachOptions { doorbells: Doorbells::Mapped, ..options() };
     let (controller, mut queue) = one_queue(&fake, &options);

@@ -6,9 +6,9 @@ use crate::options;
 use shadowbell_driver::{
     AsyncQueue, AttachOptions, Controller, IoErrorKind, QueueError, QueuePair, Recovery,
 };
-use spec::event::AsyncEvent;
-use spec::opcode::AdminOpcode;
-use spec::{Cqe, Status};
+use shadowbell_spec::event::AsyncEvent;
+use shadowbell_spec::opcode::AdminOpcode;
+use shadowbell_spec::{Cqe, Status};
 use std::time::{Duration, Instant};
 
 fn recovering() -> AttachOptions {

@@ -2,16 +2,16 @@
 
 use crate::fake::Fake;
 use crate::options;
-use ::vfio_user::device::{
+use ::shadowbell_vfio_user::device::{
     Area, DeviceInfo, DmaMap, DmaUnmap, IrqData, IrqInfo, Later, Mapping as RegionMapping,
     RegionInfo, SetIrqs, irq, region,
 };
-use ::vfio_user::server::{Handle, Limits};
-use ::vfio_user::{Device, Done, Errno, Listener, Reactor};
-use memory::{EventFd, Mapping, Protection};
+use ::shadowbell_vfio_user::server::{Handle, Limits};
+use ::shadowbell_vfio_user::{Device, Done, Errno, Listener, Reactor};
 use shadowbell_driver::{
     AttachOptions, Controller, DmaError, Doorbells, SpinPolicy, Transport, TransportError, VfioUser,
 };
+use shadowbell_memory::{EventFd, Mapping, Protection};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -105,7 +105,7 @@ impl Device for Served {
         let done = match *data {
             [a, b, c, d] => {
                 let value = u32::from_le_bytes([a, b, c, d]);
-                if offset >= spec::regs::DOORBELLS {
+                if offset >= shadowbell_spec::regs::DOORBELLS {
                     self.fake.write_doorbell(offset, value)
                 } else {
                     self.fake.write32(offset, value)

@@ -1,7 +1,7 @@
 //! A disk with a volatile cache, whose power can be cut.
 
-use disk::{Disk, DiskError, Info, Op, Queue, Request, Submitted};
-use memory::Segments;
+use shadowbell_backend::{Disk, DiskError, Info, Op, Queue, Request, Submitted};
+use shadowbell_memory::Segments;
 use std::collections::HashSet;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};

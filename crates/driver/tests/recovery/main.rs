@@ -8,16 +8,19 @@ mod rungs;
 mod served;
 mod soak;
 
-use ::disk::Disk;
-use controller::faults::{Faults, Injected};
-use controller::{Carrier, Config, Controller as Emulated, NamespaceConfig, Pool, PoolOptions};
+use ::shadowbell_backend::Disk;
+use shadowbell_controller::faults::{Faults, Injected};
+use shadowbell_controller::{
+    Carrier, Config, Controller as Emulated, NamespaceConfig, Pool, PoolOptions,
+};
 use shadowbell_driver::{AttachOptions, Recovery, Timeouts};
 use std::sync::Arc;
 use std::time::Duration;
 
 fn emulated(disk: Arc<dyn Disk>) -> Emulated {
     let pool = Pool::start(&PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap();
-    let namespace = NamespaceConfig { disk, uuid: controller::config::uuid_from("a test") };
+    let namespace =
+        NamespaceConfig { disk, uuid: shadowbell_controller::config::uuid_from("a test") };
     let config = Config { namespaces: vec![namespace], io_queues: 4, ..Config::default() };
     Emulated::new(config, pool, Carrier::default()).unwrap()
 }

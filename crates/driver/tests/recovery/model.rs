@@ -3,7 +3,7 @@
 
 use crate::disk::{BLOCK, CachedDisk};
 use shadowbell_driver::{Buffer, BufferPool, Command, Completion, Namespace, QueuePair};
-use spec::nvm::DsmRange;
+use shadowbell_spec::nvm::DsmRange;
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
 

@@ -2,16 +2,16 @@
 
 use crate::direct::Direct;
 use crate::{emulated, inject, options};
-use ::disk::{Disk, MemDisk};
-use controller::Controller as Emulated;
-use controller::faults::Fault;
+use ::shadowbell_backend::{Disk, MemDisk};
+use shadowbell_controller::Controller as Emulated;
+use shadowbell_controller::faults::Fault;
 use shadowbell_driver::{
     AttachOptions, BufferPool, Command, Completion, Controller, Doorbells, QueueError, QueuePair,
     Recovery, RecoveryStats, Timeouts,
 };
-use spec::Status;
-use spec::nvm::CopyRange;
-use spec::opcode::AdminOpcode;
+use shadowbell_spec::Status;
+use shadowbell_spec::nvm::CopyRange;
+use shadowbell_spec::opcode::AdminOpcode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;

@@ -1,13 +1,13 @@
 //! The real controller behind a real vfio-user socket.
 
-use ::vfio_user::device::{
+use ::shadowbell_vfio_user::device::{
     DeviceInfo, DmaMap, DmaUnmap, IrqData, IrqInfo, Later, RegionInfo, SetIrqs, irq, region,
 };
-use ::vfio_user::server::{Handle, Limits};
-use ::vfio_user::{Device, Done, Errno, Listener, Reactor};
-use controller::{BAR0_BYTES, Controller as Emulated};
-use memory::{EventFd, Mapping, Protection};
+use ::shadowbell_vfio_user::server::{Handle, Limits};
+use ::shadowbell_vfio_user::{Device, Done, Errno, Listener, Reactor};
+use shadowbell_controller::{BAR0_BYTES, Controller as Emulated};
 use shadowbell_driver::VfioUser;
+use shadowbell_memory::{EventFd, Mapping, Protection};
 use std::thread::JoinHandle;
 use std::time::Duration;
 

@@ -4,7 +4,7 @@ use crate::disk::CachedDisk;
 use crate::model::Program;
 use crate::served::Server;
 use crate::{emulated, inject, options};
-use controller::faults::Fault;
+use shadowbell_controller::faults::Fault;
 use shadowbell_driver::{AttachOptions, Controller, Recovery, Timeouts, Transport};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -71,7 +71,7 @@ fn soak(faults: u64) {
                         return false;
                     }
                     // What is under way has to come to its end without more of it.
-                    emulated.inject(controller::faults::Faults::default());
+                    emulated.inject(shadowbell_controller::faults::Faults::default());
                     true
                 });
                 program.check_all_stable();

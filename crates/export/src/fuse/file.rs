@@ -1,11 +1,11 @@
 //! The one file, as the kernel asks for it.
 
-use block::{BlockDevice, BlockError, Blocking, Zeroes};
 use fuser::{
     CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, INodeNo,
     InitFlags, KernelConfig, LockOwner, OpenAccMode, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty,
     ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, Request, TimeOrNow, WriteFlags,
 };
+use shadowbell_block::{BlockDevice, BlockError, Blocking, Zeroes};
 use std::cell::RefCell;
 use std::ffi::OsStr;
 use std::io;

@@ -16,11 +16,11 @@
 
 mod file;
 
-use block::BlockDevice;
 use file::DiskFile;
 use fuser::{BackgroundSession, Config, MountOption, Session, SessionACL};
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
+use shadowbell_block::BlockDevice;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};

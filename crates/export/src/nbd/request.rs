@@ -2,7 +2,7 @@
 
 use super::handshake::Agreed;
 use super::wire::{MAX_PAYLOAD, NbdError, Request, command, flag};
-use block::{BlockDevice, BlockError, Geometry, Zeroes};
+use shadowbell_block::{BlockDevice, BlockError, Geometry, Zeroes};
 
 /// What is to be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,11 +4,12 @@ use super::Address;
 use super::connection;
 use super::handshake::Export;
 use super::wire::{MAX_STRING, transmission};
-use block::{BlockDevice, BlockError};
-use memory::EventFd;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
+use shadowbell_block::{BlockDevice, BlockError};
+use shadowbell_memory::EventFd;
+use shadowbell_vfio_user::server::BindError;
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -17,7 +18,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use vfio_user::server::BindError;
 
 /// How long to wait when the system has no descriptor for a client that waits.
 const SHORTAGE: Duration = Duration::from_millis(100);
@@ -124,7 +124,7 @@ impl Shared {
 }
 
 enum Listener {
-    Unix(vfio_user::Listener),
+    Unix(shadowbell_vfio_user::Listener),
     Tcp(TcpListener),
 }
 
@@ -243,7 +243,7 @@ fn listen(address: &Address) -> Result<(Listener, Address), StartError> {
             if path.is_dir() {
                 return Err(StartError::Directory(path.clone()));
             }
-            Ok((Listener::Unix(vfio_user::Listener::bind(path)?), address.clone()))
+            Ok((Listener::Unix(shadowbell_vfio_user::Listener::bind(path)?), address.clone()))
         }
         Address::Tcp(socket) => {
             let failed = |source| StartError::Tcp { address: *socket, source };

@@ -36,11 +36,11 @@ mod wire;
 
 pub use error::UblkError;
 
-use block::{BlockDevice, Geometry};
-use memory::EventFd;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use serve::Notes;
+use shadowbell_block::{BlockDevice, Geometry};
+use shadowbell_memory::EventFd;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};

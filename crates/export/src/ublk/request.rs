@@ -1,8 +1,8 @@
 //! Requests, as the kernel's driver describes them.
 
 use super::wire::{Descriptor, SECTOR, operation};
-use block::{BlockDevice, BlockError, Geometry, Zeroes};
 use rustix::io::Errno;
+use shadowbell_block::{BlockDevice, BlockError, Geometry, Zeroes};
 
 /// What is to be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

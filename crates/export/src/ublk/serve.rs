@@ -7,9 +7,9 @@
 use super::request::{Ended, Job, carry_out, parse};
 use super::sys::{Device, Event, Queue};
 use crate::seat::Seat;
-use block::{BlockDevice, BlockError};
-use memory::EventFd;
 use rustix::io::Errno;
+use shadowbell_block::{BlockDevice, BlockError};
+use shadowbell_memory::EventFd;
 use std::future::Future;
 use std::io;
 use std::os::fd::AsFd;

@@ -10,7 +10,7 @@ use super::wire::{
 };
 use io_uring::squeue::Entry128;
 use io_uring::{EnterFlags, IoUring, cqueue, opcode, types};
-use memory::{Mapping, Protection, SharedBytes};
+use shadowbell_memory::{Mapping, Protection, SharedBytes};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -152,7 +152,7 @@ impl Queue {
         let (offset, len) = descriptors(queue, depth, page);
         let mapping = Mapping::from_fd(&device.file, offset, len, Protection::Read);
         let mapping = mapping.map_err(|error| match error {
-            memory::MapError::System { source, .. } => source,
+            shadowbell_memory::MapError::System { source, .. } => source,
             error => io::Error::other(error),
         })?;
         let ring = build(u32::from(depth) + 2)?;

@@ -6,8 +6,8 @@ use super::request::{
 };
 use super::ring::Ring;
 use crate::seat::Seat;
-use ::memory::EventFd;
-use block::{BlockDevice, BlockError, Geometry};
+use ::shadowbell_memory::EventFd;
+use shadowbell_block::{BlockDevice, BlockError, Geometry};
 use std::future::Future;
 use std::io;
 use std::net::Shutdown;
@@ -70,7 +70,7 @@ struct Lane {
     /// A request for which there is no place or no memory at the moment.
     stalled: Option<Chain>,
     held: usize,
-    /// [`memory::sigbus::faults`] when it was last looked at.
+    /// [`shadowbell_memory::sigbus::faults`] when it was last looked at.
     faults: u64,
     vring: Option<Ring>,
     /// That its queue makes no sense was said.
@@ -111,7 +111,7 @@ impl Device {
                 answered: false,
                 stalled: None,
                 held: 0,
-                faults: ::memory::sigbus::faults(),
+                faults: ::shadowbell_memory::sigbus::faults(),
                 vring: None,
                 complained: false,
             }))
@@ -313,7 +313,7 @@ impl Device {
     /// Whether the guest's memory is not there any more: what is in its place is nobody's. Then its
     /// frontend is hung up on.
     fn has_lost_memory(&self, lane: &mut Lane) -> bool {
-        let faults = ::memory::sigbus::faults();
+        let faults = ::shadowbell_memory::sigbus::faults();
         if faults == lane.faults {
             return false;
         }

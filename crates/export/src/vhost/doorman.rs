@@ -9,13 +9,13 @@
 use rustix::cmsg_space;
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use shadowbell_vfio_user::descriptor::{Channel, Descriptor};
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
-use vfio_user::descriptor::{Channel, Descriptor};
 
 /// Bytes of a header: request, flags, length of the payload.
 const HEADER: usize = 12;

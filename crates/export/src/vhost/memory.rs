@@ -6,7 +6,7 @@
 //! memory waits.
 
 use super::sys;
-use ::memory::{Mapping, Protection};
+use ::shadowbell_memory::{Mapping, Protection};
 use std::io;
 use std::sync::Arc;
 use vhost_user_backend::bitmap::BitmapReplace;

@@ -22,12 +22,14 @@ mod ring;
 #[allow(unsafe_code)]
 mod sys;
 
-use ::memory::EventFd;
+use ::shadowbell_memory::EventFd;
 use backend::Device;
-use block::BlockDevice;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
+use shadowbell_block::BlockDevice;
+use shadowbell_vfio_user::descriptor::{Channel, Closer};
+use shadowbell_vfio_user::server::BindError;
 use std::io;
 use std::net::Shutdown;
 use std::os::fd::AsFd;
@@ -37,8 +39,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use vfio_user::descriptor::{Channel, Closer};
-use vfio_user::server::BindError;
 use vhost_user_backend::VhostUserDaemon;
 use vmm_sys_util::epoll::EventSet;
 
@@ -99,7 +99,7 @@ impl VhostUserBlk {
         if path.is_dir() {
             return Err(StartError::Directory(path.to_owned()));
         }
-        let listener = vfio_user::Listener::bind(path)?;
+        let listener = shadowbell_vfio_user::Listener::bind(path)?;
         let shared = Arc::new(Shared {
             ending: AtomicBool::new(false),
             event: EventFd::new()?,
@@ -139,7 +139,12 @@ impl Drop for VhostUserBlk {
 }
 
 /// Serves one frontend after the other.
-fn accept(listener: &vfio_user::Listener, disk: &BlockDevice, id: &str, shared: &Shared) {
+fn accept(
+    listener: &shadowbell_vfio_user::Listener,
+    disk: &BlockDevice,
+    id: &str,
+    shared: &Shared,
+) {
     let closer = Arc::default();
     loop {
         let mut fds = [
@@ -225,7 +230,7 @@ struct Visit {
 
 /// Lets the next frontend in, if there is one.
 fn enter(
-    listener: &vfio_user::Listener,
+    listener: &shadowbell_vfio_user::Listener,
     disk: &BlockDevice,
     id: &str,
     shared: &Shared,

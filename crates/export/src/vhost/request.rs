@@ -1,7 +1,7 @@
 //! virtio-blk requests, as they lie in the guest's memory. Virtio 1.2, 5.2.6 "Device Operation".
 
 use super::memory::Snapshot;
-use block::{BlockDevice, BlockError, Geometry, Zeroes};
+use shadowbell_block::{BlockDevice, BlockError, Geometry, Zeroes};
 use std::io::{Read as _, Write as _};
 use virtio_queue::DescriptorChain;
 use virtio_queue::desc::split::Descriptor;

@@ -2,7 +2,7 @@
 //! needs to trust.
 
 use super::memory::{Current, Snapshot, look};
-use ::memory::EventFd;
+use ::shadowbell_memory::EventFd;
 use std::fs::File;
 use std::io;
 use std::sync::atomic::Ordering;

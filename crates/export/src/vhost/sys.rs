@@ -1,7 +1,7 @@
 //! A mapping of ours, as rust-vmm's memory takes it.
 
 use super::memory::Guarded;
-use ::memory::Mapping;
+use ::shadowbell_memory::Mapping;
 use std::sync::Arc;
 use vm_memory::MmapRegion;
 use vm_memory::mmap::{MmapRegionBuilder, MmapRegionError};

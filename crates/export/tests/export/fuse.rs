@@ -1,12 +1,12 @@
 //! The disk as a file, by the kernel's own FUSE: needs root and /dev/fuse, or is skipped.
 
 use crate::common::{TestDisk, attach, attach_to};
-use block::{BlockDevice, BlockOptions};
-use controller::Controller as Emulated;
-use disk::{DiskError, Op};
-use driver::{AttachOptions, Controller};
 use rustix::fs::{FallocateFlags, copy_file_range, fallocate};
 use rustix::io::Errno;
+use shadowbell_backend::{DiskError, Op};
+use shadowbell_block::{BlockDevice, BlockOptions};
+use shadowbell_controller::Controller as Emulated;
+use shadowbell_driver::{AttachOptions, Controller};
 use shadowbell_export::fuse::{MountError, Mounted};
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;

@@ -2,9 +2,9 @@
 
 use crate::client::Client;
 use crate::common::{TestDisk, attach};
-use disk::{DiskError, Op};
-use driver::{AttachOptions, Controller};
 use proptest::prelude::*;
+use shadowbell_backend::{DiskError, Op};
+use shadowbell_driver::{AttachOptions, Controller};
 use shadowbell_export::nbd::wire::{
     NbdError, Request, command, flag, option, put_option, transmission,
 };
@@ -26,15 +26,15 @@ pub(crate) struct Rig {
 }
 
 impl Rig {
-    pub(crate) fn new(blocks: u64, options: &block::BlockOptions) -> Self {
+    pub(crate) fn new(blocks: u64, options: &shadowbell_block::BlockOptions) -> Self {
         Self::with(blocks, options, &Options::default())
     }
 
-    fn with(blocks: u64, options: &block::BlockOptions, served: &Options) -> Self {
+    fn with(blocks: u64, options: &shadowbell_block::BlockOptions, served: &Options) -> Self {
         let medium = TestDisk::new(blocks, 512);
         let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
         let mut controller = attach(Arc::new(medium.clone()), &attached);
-        let disk = block::BlockDevice::open(&mut controller, 1, options).unwrap();
+        let disk = shadowbell_block::BlockDevice::open(&mut controller, 1, options).unwrap();
         let directory = tempfile::tempdir().unwrap();
         let address = Address::Unix(directory.path().join("nbd"));
         let server = Server::start(disk, &address, served).unwrap();
@@ -71,7 +71,7 @@ impl Drop for Rig {
 }
 
 fn rig() -> Rig {
-    Rig::new(4096, &block::BlockOptions::default())
+    Rig::new(4096, &shadowbell_block::BlockOptions::default())
 }
 
 const EINVAL: u32 = NbdError::Inval as u32;
@@ -223,8 +223,8 @@ fn clients_do_not_disturb_each_other() {
 fn a_connection_that_has_nothing_to_do_leaves_the_queue_to_others() {
     let medium = TestDisk::new(4096, 512);
     let mut controller = attach(Arc::new(medium), &AttachOptions::default());
-    let options = block::BlockOptions::default();
-    let disk = block::BlockDevice::open(&mut controller, 1, &options).unwrap();
+    let options = shadowbell_block::BlockOptions::default();
+    let disk = shadowbell_block::BlockDevice::open(&mut controller, 1, &options).unwrap();
     let directory = tempfile::tempdir().unwrap();
     let address = Address::Unix(directory.path().join("nbd"));
     let server = Server::start(disk.clone(), &address, &Options::default()).unwrap();
@@ -246,7 +246,7 @@ fn a_connection_that_has_nothing_to_do_leaves_the_queue_to_others() {
     };
     drop(driver);
     // Others' requests and its own: everybody is served, whoever drives.
-    let blocking = block::Blocking::new(disk.clone());
+    let blocking = shadowbell_block::Blocking::new(disk.clone());
     for round in 0..200u8 {
         assert_eq!(client.run(command::WRITE, 0, 1024, 512, &[round; 512]).error, 0);
         let mut back = [0; 512];
@@ -275,7 +275,7 @@ fn take(
 
 #[test]
 fn a_client_that_takes_no_answers_is_not_read_from() {
-    let rig = Rig::new(1 << 17, &block::BlockOptions::default());
+    let rig = Rig::new(1 << 17, &shadowbell_block::BlockOptions::default());
     let mut client = rig.client();
     const REQUESTS: u64 = 300;
     for _ in 0..REQUESTS {
@@ -335,7 +335,7 @@ fn more_requests_than_places_wait_and_are_all_answered() {
 
 #[test]
 fn an_export_that_takes_no_writes_says_so() {
-    let options = block::BlockOptions { read_only: true, ..Default::default() };
+    let options = shadowbell_block::BlockOptions { read_only: true, ..Default::default() };
     let rig = Rig::new(4096, &options);
     let mut client = rig.client();
     assert_ne!(client.flags & transmission::READ_ONLY, 0);
@@ -440,7 +440,7 @@ fn clients_that_leave_in_the_middle_leave_nothing_behind() {
 #[test]
 fn more_clients_than_there_may_be_are_sent_away() {
     let options = Options { max_clients: 2, ..Options::default() };
-    let rig = Rig::with(64, &block::BlockOptions::default(), &options);
+    let rig = Rig::with(64, &shadowbell_block::BlockOptions::default(), &options);
     let clients = [rig.client(), rig.client()];
     let mut third = UnixStream::connect(rig.socket()).unwrap();
     assert_eq!(std::io::Read::read(&mut third, &mut [0; 10]).unwrap(), 0);
@@ -507,12 +507,18 @@ proptest! {
 }
 
 fn start(rig: &Rig, address: &Address) -> Result<Server, StartError> {
-    let queues =
-        [driver::AsyncQueue::start(rig.controller.as_ref().unwrap().create_queue_pair(8).unwrap())
-            .unwrap()];
+    let queues = [shadowbell_driver::AsyncQueue::start(
+        rig.controller.as_ref().unwrap().create_queue_pair(8).unwrap(),
+    )
+    .unwrap()];
     let controller = rig.controller.as_ref().unwrap();
-    let disk =
-        block::BlockDevice::over(controller, &queues, 1, &block::BlockOptions::default()).unwrap();
+    let disk = shadowbell_block::BlockDevice::over(
+        controller,
+        &queues,
+        1,
+        &shadowbell_block::BlockOptions::default(),
+    )
+    .unwrap();
     Server::start(disk, address, &Options::default())
 }
 
@@ -529,8 +535,12 @@ fn rig_with_a_queue_left() -> Rig {
     let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
     let mut controller = attach(Arc::new(medium.clone()), &attached);
     drop(controller.take_queue_pair());
-    let disk =
-        block::BlockDevice::open(&mut controller, 1, &block::BlockOptions::default()).unwrap();
+    let disk = shadowbell_block::BlockDevice::open(
+        &mut controller,
+        1,
+        &shadowbell_block::BlockOptions::default(),
+    )
+    .unwrap();
     let directory = tempfile::tempdir().unwrap();
     let address = Address::Unix(directory.path().join("nbd"));
     let server = Server::start(disk, &address, &Options::default()).unwrap();

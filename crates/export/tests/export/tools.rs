@@ -1,7 +1,7 @@
 //! Other people's clients, if they are installed (as root, they are installed).
 
 use crate::nbd::Rig;
-use block::BlockOptions;
+use shadowbell_block::BlockOptions;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Once;

@@ -1,9 +1,9 @@
 //! A guest's driver, and the frontend of a VMM, on the virtio-blk device.
 
 use crate::common::{TestDisk, attach};
-use block::{BlockDevice, BlockOptions};
-use disk::{DiskError, Op};
-use driver::{AttachOptions, Controller};
+use shadowbell_backend::{DiskError, Op};
+use shadowbell_block::{BlockDevice, BlockOptions};
+use shadowbell_driver::{AttachOptions, Controller};
 use shadowbell_export::vhost::{StartError, VhostUserBlk};
 use std::fs::File;
 use std::path::PathBuf;

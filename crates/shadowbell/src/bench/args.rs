@@ -5,7 +5,7 @@ use crate::serve::options::check_processors;
 use crate::target::{self, Target};
 use anyhow::{anyhow, bail};
 use clap::ValueEnum;
-use driver::{AttachOptions, Doorbells, SpinPolicy, Timeouts};
+use shadowbell_driver::{AttachOptions, Doorbells, SpinPolicy, Timeouts};
 use std::time::Duration;
 
 /// The most blocks that a run with `--verify` keeps account of: 4 bytes each.
@@ -217,7 +217,7 @@ impl CompletionMode {
 
 /// A size in bytes: binary units, as fio has them.
 pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
-    disk::parse_size(text)
+    shadowbell_backend::parse_size(text)
 }
 
 pub(crate) fn parse_offset(text: &str) -> Result<u64, String> {

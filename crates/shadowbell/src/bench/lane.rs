@@ -5,9 +5,9 @@ use super::load::{Load, Verdict};
 use super::pace::Pace;
 use super::pattern::Rng;
 use anyhow::{Context, bail};
-use driver::{Buffer, Command, Completion, QueuePair, QueueStats};
 use hdrhistogram::Histogram;
-use spec::opcode::NvmOpcode;
+use shadowbell_driver::{Buffer, Command, Completion, QueuePair, QueueStats};
+use shadowbell_spec::opcode::NvmOpcode;
 use std::time::{Duration, Instant};
 
 /// The longest latency that is told from longer ones, in nanoseconds.

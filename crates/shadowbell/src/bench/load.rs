@@ -2,7 +2,7 @@
 
 use super::content::{self, BadBlock};
 use super::pattern::{Io, Pattern};
-use driver::Buffer;
+use shadowbell_driver::Buffer;
 
 /// The most bad blocks that are described; all are counted.
 const DESCRIBED: usize = 8;

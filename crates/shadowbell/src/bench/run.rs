@@ -11,8 +11,8 @@ use crate::exit;
 use crate::report::{Latency, Row};
 use crate::target::Session;
 use anyhow::{Context, anyhow, bail};
-use driver::Controller;
 use hdrhistogram::Histogram;
+use shadowbell_driver::Controller;
 use std::thread;
 use std::time::Duration;
 

@@ -1,8 +1,8 @@
 //! Whether the kernel uses a controller's disks for something.
 
 use super::Places;
-use driver::PciFunction;
 use rustix::fs::{Mode, OFlags};
+use shadowbell_driver::PciFunction;
 use std::collections::BTreeSet;
 use std::fs;
 use std::io;

@@ -8,7 +8,7 @@ mod in_use;
 
 use crate::exit;
 use anyhow::{Context, anyhow, bail};
-use driver::{PciAddress, PciFunction, SYSFS};
+use shadowbell_driver::{PciAddress, PciFunction, SYSFS};
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};

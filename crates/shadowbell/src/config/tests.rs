@@ -1,5 +1,5 @@
 use super::*;
-use controller::Polling;
+use shadowbell_controller::Polling;
 
 fn wrong(text: &str) -> String {
     parse(text, "vms.toml").map(|_| ()).unwrap_err()

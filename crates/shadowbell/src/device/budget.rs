@@ -40,7 +40,7 @@ static PROCESS: LazyLock<Arc<Budget>> = LazyLock::new(|| {
 /// three quarters. The rest is for what this process maps for itself.
 fn mappings(count: u64) -> u64 {
     // More than that can not be guarded, whatever the administrator says.
-    count.min(memory::sigbus::MOST) / 4 * 3 / 2
+    count.min(shadowbell_memory::sigbus::MOST) / 4 * 3 / 2
 }
 
 impl Budget {
@@ -171,7 +171,10 @@ mod tests {
     fn all_mappings_can_be_lost() {
         for count in [65_530, 1 << 20, 1000] {
             let most = mappings(count);
-            assert!(most * 2 < count && most < memory::sigbus::MOST, "{most} of {count}");
+            assert!(
+                most * 2 < count && most < shadowbell_memory::sigbus::MOST,
+                "{most} of {count}"
+            );
             assert!(most > count.min(MAX_MAP_COUNT) / 3, "{most} of {count}");
         }
     }

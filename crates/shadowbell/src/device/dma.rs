@@ -1,12 +1,12 @@
 //! The client's memory, and when the controller may have it.
 
 use super::files::{Bytes, Files, Parting};
-use controller::Controller;
-use memory::{DmaError, Protection};
+use shadowbell_controller::Controller;
+use shadowbell_memory::{DmaError, Protection};
+use shadowbell_vfio_user::Errno;
+use shadowbell_vfio_user::device::{DmaMap, Done};
 use std::collections::BTreeMap;
 use tracing::{debug, warn};
-use vfio_user::Errno;
-use vfio_user::device::{DmaMap, Done};
 
 /// Most ranges that a client may share. A machine has a few dozen; with an emulated IOMMU a guest's
 /// kernel shares page by page. As many as VFIO's own IOMMU driver takes.
@@ -47,7 +47,7 @@ impl Memory {
         let outcome = self.try_map(&map);
         if let Some(fd) = map.fd.filter(|_| outcome.is_err()) {
             // Nobody else may have it.
-            vfio_user::descriptor::let_go(fd);
+            shadowbell_vfio_user::descriptor::let_go(fd);
         }
         outcome
     }

@@ -7,11 +7,11 @@
 //! more of the address space than its [`Account`] has.
 
 use super::budget::{Account, Budget, NoRoom, Share};
-use memory::{MapError, Mapping, Protection, SharedBytes};
+use shadowbell_memory::{MapError, Mapping, Protection, SharedBytes};
+use shadowbell_vfio_user::Errno;
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Weak};
-use vfio_user::Errno;
 
 /// Ranges of a client that are mapped one by one.
 const SINGLE: usize = 256;
@@ -425,7 +425,7 @@ mod tests {
             let error = map(&mut files, &memory, offset).err().unwrap();
             assert_eq!(error.errno(), Errno::INVAL, "{error}");
         }
-        let event = memory::EventFd::new().unwrap();
+        let event = shadowbell_memory::EventFd::new().unwrap();
         assert!(files.map(&event.into(), 0, PAGE, Protection::Read).is_err());
     }
 }

@@ -4,13 +4,13 @@
 //! server's thread to hear it, two threads are woken. After several writes in a row that each woke
 //! the same worker, that worker is given the server's [`Hearing`] of this client.
 
-use controller::{Ear, Heard};
-use spec::regs::DOORBELLS;
+use shadowbell_controller::{Ear, Heard};
+use shadowbell_spec::regs::DOORBELLS;
+use shadowbell_vfio_user::device::region;
+use shadowbell_vfio_user::server::Hearing;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use vfio_user::device::region;
-use vfio_user::server::Hearing;
 
 /// How many writes in a row have to wake a worker.
 const RINGS: u32 = 8;

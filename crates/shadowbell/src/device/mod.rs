@@ -9,7 +9,7 @@
 //! |---|---|
 //! | BAR0, 16 KiB | registers from 0, doorbells from 1000h; the page of doorbells can be mapped if the controller is made for that |
 //! | BAR4, 4 KiB | the MSI-X table, and from 800h its pending bits |
-//! | configuration | [`vfio_user::pci`]: power management, MSI-X, PCI Express with function level reset |
+//! | configuration | [`shadowbell_vfio_user::pci`]: power management, MSI-X, PCI Express with function level reset |
 //!
 //! Interrupts are eventfds, one for each MSI-X vector; whether a vector is masked is the VMM's
 //! affair, which takes the eventfd away or holds the interrupt back.
@@ -34,21 +34,21 @@ mod pci;
 
 pub use pci::{BAR0_SIZE, MSIX_BAR};
 
-use controller::Controller;
-use controller::config::PCI_VENDOR_ID;
 use dma::Memory;
 use hearing::{ClientEar, Rings};
-use memory::EventFd;
-use spec::regs::{self, DOORBELLS};
-use std::sync::Arc;
-use tracing::warn;
-use vfio_user::Errno;
-use vfio_user::device::{
+use shadowbell_controller::Controller;
+use shadowbell_controller::config::PCI_VENDOR_ID;
+use shadowbell_memory::EventFd;
+use shadowbell_spec::regs::{self, DOORBELLS};
+use shadowbell_vfio_user::Errno;
+use shadowbell_vfio_user::device::{
     Area, Device, DmaMap, DmaUnmap, Done, IoFds, IrqAction, IrqData, IrqInfo, Later, Mapping, Peer,
     RegionInfo, SetIrqs, irq, region,
 };
-use vfio_user::pci::{CONFIG_SIZE, ConfigSpace, Effects, FunctionError, MsixTable};
-use vfio_user::server::Hearing;
+use shadowbell_vfio_user::pci::{CONFIG_SIZE, ConfigSpace, Effects, FunctionError, MsixTable};
+use shadowbell_vfio_user::server::Hearing;
+use std::sync::Arc;
+use tracing::warn;
 
 /// What happens to the device that its owner may want to tell a person.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -147,7 +147,7 @@ impl ControllerDevice {
             // No driver begins with a command of 64 zeroes (Delete I/O Submission Queue 0). What
             // reads as that is memory that the VMM keeps to itself though it gave us a file: with
             // `share=off` the file stays as it was.
-            if self.memory.is_zero(u64::from_le_bytes(asq) & !0xfff, spec::Sqe::SIZE) {
+            if self.memory.is_zero(u64::from_le_bytes(asq) & !0xfff, shadowbell_spec::Sqe::SIZE) {
                 self.told = true;
                 (self.visitors)(Visit::MemoryNotShared);
             }

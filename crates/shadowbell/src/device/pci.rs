@@ -1,13 +1,13 @@
 //! What the function looks like on the bus.
 
-use spec::pci::CLASS_CODE;
-use vfio_user::Errno;
-use vfio_user::pci::{Bar, Function, Msix, MsixTable};
+use shadowbell_spec::pci::CLASS_CODE;
+use shadowbell_vfio_user::Errno;
+use shadowbell_vfio_user::pci::{Bar, Function, Msix, MsixTable};
 
 /// Size of BAR0: registers and doorbells are 8 KiB, and the other half is room that a page of
 /// doorbells with a larger stride would need.
 pub const BAR0_SIZE: u64 = 16 << 10;
-const _: () = assert!(BAR0_SIZE >= controller::BAR0_BYTES);
+const _: () = assert!(BAR0_SIZE >= shadowbell_controller::BAR0_BYTES);
 
 /// The base address register of the MSI-X structures. They have one of their own, because a VMM
 /// keeps the pages that they are in for itself, and the doorbells must not be among them.
@@ -67,7 +67,7 @@ pub(super) fn write_msix(table: &mut MsixTable, offset: u64, data: &[u8]) -> Res
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vfio_user::pci::ConfigSpace;
+    use shadowbell_vfio_user::pci::ConfigSpace;
 
     #[test]
     fn the_function_is_a_possible_one() {

@@ -15,7 +15,7 @@ mod service;
 mod signals;
 
 use crate::target::{self, Target};
-use ::export::nbd;
+use ::shadowbell_export::nbd;
 use clap::ArgGroup;
 use service::Service;
 use signals::Ending;

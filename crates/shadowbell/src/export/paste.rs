@@ -2,7 +2,7 @@
 
 use super::service::Service;
 use crate::logging;
-use ::export::nbd::Address;
+use ::shadowbell_export::nbd::Address;
 use std::io::Write;
 use std::path::Path;
 

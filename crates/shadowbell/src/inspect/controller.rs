@@ -2,7 +2,7 @@
 
 use super::fields::Fields;
 use super::{Args, attach, show};
-use spec::identify::IdentifyController;
+use shadowbell_spec::identify::IdentifyController;
 use std::process::ExitCode;
 
 /// Runs the verb.
@@ -117,7 +117,7 @@ mod tests {
     fn an_identity_is_shown_field_by_field() {
         let mut id =
             IdentifyController { vid: 0x1b36, ver: 0x2_0000, mdts: 8, ..Default::default() };
-        id.sn = spec::identify::ascii_field("SN 1");
+        id.sn = shadowbell_spec::identify::ascii_field("SN 1");
         let fields = fields(&id, 0);
         let text = fields.to_string();
         assert!(text.contains("vid") && text.contains(": 0x1b36\n"), "{text}");

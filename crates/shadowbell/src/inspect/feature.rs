@@ -6,9 +6,9 @@ use crate::exit;
 use crate::target::{self, Target};
 use anyhow::anyhow;
 use clap::ValueEnum;
-use driver::{Admin, CommandError};
 use serde_json::{Map, Value, json};
-use spec::feature::{self, Capabilities, Select, fid};
+use shadowbell_driver::{Admin, CommandError};
+use shadowbell_spec::feature::{self, Capabilities, Select, fid};
 use std::io::{self, Write};
 use std::process::ExitCode;
 

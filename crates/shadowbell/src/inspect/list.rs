@@ -3,8 +3,8 @@
 use super::attach;
 use crate::report::Table;
 use crate::target::{self, Session, Target};
-use driver::Namespace;
 use serde_json::{Map, Value, json};
+use shadowbell_driver::Namespace;
 use std::io::{self, Write};
 use std::process::ExitCode;
 

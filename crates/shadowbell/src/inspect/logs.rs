@@ -5,8 +5,8 @@ use super::fields::Fields;
 use super::{Args, attach, show, show_json};
 use crate::target::{self, Target};
 use serde_json::{Map, Value};
-use spec::Status;
-use spec::log::{ErrorLogEntry, SmartHealth};
+use shadowbell_spec::Status;
+use shadowbell_spec::log::{ErrorLogEntry, SmartHealth};
 use std::io::{self, Write};
 use std::process::ExitCode;
 
@@ -120,7 +120,7 @@ fn entry(error: &ErrorLogEntry) -> Fields {
     f.bits("status_field", error.status >> 1).meaning(Status::from_bits(error.status >> 1));
     f.number("phase_tag", error.status & 1);
     f.bits("parm_err_loc", error.parameter.into_bits());
-    if error.parameter != spec::log::ParameterLocation::NONE {
+    if error.parameter != shadowbell_spec::log::ParameterLocation::NONE {
         f.meaning(format!("byte {}, bit {}", error.parameter.byte(), error.parameter.bit()));
     }
     f.bits("lba", error.lba).bits("nsid", error.nsid).number("vs", error.vendor_lid);
@@ -137,7 +137,7 @@ fn entry(error: &ErrorLogEntry) -> Fields {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use spec::log::{CriticalWarning, ParameterLocation};
+    use shadowbell_spec::log::{CriticalWarning, ParameterLocation};
 
     #[test]
     fn health_is_shown_with_its_units() {

@@ -18,9 +18,9 @@ pub use logs::{ErrorLogArgs, error_log, smart_log};
 pub use namespace::id_ns;
 
 use crate::target::{self, Session, Target};
-use driver::AttachOptions;
 use fields::Fields;
 use serde_json::{Map, Value};
+use shadowbell_driver::AttachOptions;
 use std::io::{self, Write};
 
 /// What the verbs that look at one target take.

@@ -4,9 +4,9 @@ use super::fields::Fields;
 use super::{Args, attach, show};
 use crate::exit;
 use anyhow::anyhow;
-use driver::Namespace;
-use spec::Status;
-use spec::identify::IdentifyNamespace;
+use shadowbell_driver::Namespace;
+use shadowbell_spec::Status;
+use shadowbell_spec::identify::IdentifyNamespace;
 use std::process::ExitCode;
 
 /// Runs the verb.
@@ -84,7 +84,7 @@ fn fields(ns: &IdentifyNamespace) -> Fields {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use spec::identify::LbaFormat;
+    use shadowbell_spec::identify::LbaFormat;
 
     #[test]
     fn a_namespace_is_shown_field_by_field() {

@@ -5,7 +5,7 @@
 
 use super::service::{News, NewsReceiver, NewsSender, Service};
 use crate::device::Visit;
-use controller::{Controller, Event};
+use shadowbell_controller::{Controller, Event};
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::mpsc::RecvTimeoutError;

@@ -1,7 +1,7 @@
 //! A server that does wrong on purpose: `--faults`, in a build with the cargo feature `faults`.
 
 use super::service::Service;
-use controller::faults::{Faults, Injected};
+use shadowbell_controller::faults::{Faults, Injected};
 use tracing::{info, warn};
 
 /// What is to go wrong.

@@ -9,12 +9,14 @@
 
 use super::service::{ServedController, Service};
 use crate::exit::bad_input;
-use controller::{Controller, Stats};
-use memory::EventFd;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SocketFlags, accept_with, recv, sockopt};
 use serde::{Deserialize, Serialize};
+use shadowbell_controller::{Controller, Stats};
+use shadowbell_memory::EventFd;
+use shadowbell_vfio_user::Listener;
+use shadowbell_vfio_user::server::BindError;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -22,8 +24,6 @@ use std::path::Path;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tracing::{debug, warn};
-use vfio_user::Listener;
-use vfio_user::server::BindError;
 
 /// The form of what is told, for whoever reads it later.
 pub const VERSION: u32 = 1;
@@ -231,7 +231,7 @@ fn is_ours(stream: &OwnedFd) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use controller::stats::{CqStats, DoorbellCounts, SleepStats, SqStats};
+    use shadowbell_controller::stats::{CqStats, DoorbellCounts, SleepStats, SqStats};
 
     #[test]
     fn a_row_is_of_all_io_queues_and_parked_only_by_all_workers() {

@@ -4,8 +4,8 @@ use crate::exit::bad_input;
 use crate::plan::{ControllerPlan, DiskPlan, Doorbells};
 use crate::serve::statistics;
 use anyhow::{Context, anyhow};
-use controller::{Polling, PoolOptions};
 use serde::Deserialize;
+use shadowbell_controller::{Polling, PoolOptions};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -356,7 +356,7 @@ pub fn check_processors(list: &[usize]) -> Result<(), String> {
 
 /// Reads a size.
 fn size(text: &str) -> Result<u64, String> {
-    disk::parse_size(text)
+    shadowbell_backend::parse_size(text)
 }
 
 /// Whether a file can be created at `path`, as far as that can be known without doing it.

@@ -7,17 +7,17 @@ use crate::exit::bad_input;
 use crate::plan::Doorbells;
 use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
-use controller::trace::TraceFile;
-use controller::{Carrier, Config, Controller, Event, Pool};
-use disk::{Disk, Op, Request, Submitted};
-use memory::Segments;
+use shadowbell_backend::{Disk, Op, Request, Submitted};
+use shadowbell_controller::trace::TraceFile;
+use shadowbell_controller::{Carrier, Config, Controller, Event, Pool};
+use shadowbell_memory::Segments;
+use shadowbell_vfio_user::server::{BindError, Handle, Limits, Listener, Reactor};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use tracing::{error, info};
-use vfio_user::server::{BindError, Handle, Limits, Listener, Reactor};
 
 /// Things that may have happened and not be told yet, before one is lost.
 const NEWS: usize = 1024;

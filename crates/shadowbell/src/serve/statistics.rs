@@ -2,9 +2,9 @@
 
 use super::service::ServedController;
 use anyhow::bail;
-use controller::{Config, Stats};
 use rustix::fs::OFlags;
 use serde::Serialize;
+use shadowbell_controller::{Config, Stats};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -147,7 +147,7 @@ pub fn check(path: &Path) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use controller::stats::{CqStats, DoorbellCounts, SqStats};
+    use shadowbell_controller::stats::{CqStats, DoorbellCounts, SqStats};
 
     #[test]
     fn totals_are_of_io_queues_present_and_past() {

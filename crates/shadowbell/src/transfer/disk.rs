@@ -2,7 +2,7 @@
 
 use crate::target::Session;
 use anyhow::{Context, anyhow, bail};
-use driver::{Buffer, Command, Controller, Namespace, QueuePair};
+use shadowbell_driver::{Buffer, Command, Controller, Namespace, QueuePair};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 

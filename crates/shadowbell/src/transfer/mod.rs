@@ -10,10 +10,10 @@ use crate::exit;
 use crate::target::{self, Session, Target};
 use anyhow::{Context, anyhow, bail};
 use disk::{DEPTH, DiskReader, DiskWriter};
-use driver::{AttachOptions, Namespace};
 use indicatif::{ProgressBar, ProgressStyle};
 use rustix::fs::{FlockOperation, fcntl_lock};
 use rustix::io::Errno;
+use shadowbell_driver::{AttachOptions, Namespace};
 use std::fs::{self, File};
 use std::io::{self, IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
@@ -68,7 +68,7 @@ pub struct CopyArgs {
 }
 
 fn parse_bytes(text: &str) -> Result<u64, String> {
-    if text == "0" { Ok(0) } else { ::disk::parse_size(text) }
+    if text == "0" { Ok(0) } else { ::shadowbell_backend::parse_size(text) }
 }
 
 /// Runs `read`.

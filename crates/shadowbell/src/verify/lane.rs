@@ -3,9 +3,11 @@
 
 use super::ledger::{DESCRIBED, Kind, Ledger, Op};
 use anyhow::{anyhow, bail};
-use driver::{Buffer, BufferPool, Command, Completion, Namespace, QueuePair, QueueStats};
-use spec::Status;
-use spec::nvm::DsmRange;
+use shadowbell_driver::{
+    Buffer, BufferPool, Command, Completion, Namespace, QueuePair, QueueStats,
+};
+use shadowbell_spec::Status;
+use shadowbell_spec::nvm::DsmRange;
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
 

@@ -2,7 +2,7 @@
 
 use crate::bench::content;
 use crate::bench::pattern::Rng;
-use driver::Buffer;
+use shadowbell_driver::Buffer;
 
 /// The most bad blocks that are described; all are counted.
 pub(super) const DESCRIBED: usize = 8;

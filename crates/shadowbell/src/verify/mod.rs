@@ -16,7 +16,7 @@
 //! read is compared with the last write that completed, byte by byte, in the end of all blocks once
 //! more. Every command must complete, and complete once.
 //!
-//! A command that the driver could not bring to its end (see `driver::recovery`) or that ended with
+//! A command that the driver could not bring to its end (see `shadowbell_driver::recovery`) or that ended with
 //! an error is submitted again `--retries` times, before anything else happens to its blocks. One
 //! that fails for good is told of, and so is everything that recovery has done meanwhile.
 //!
@@ -34,10 +34,10 @@ use crate::exit;
 use crate::report;
 use crate::target::{self, Session, Target};
 use anyhow::{Context, anyhow};
-use driver::{AttachOptions, QueueStats, Recovery, RecoveryStats, SpinPolicy, Timeouts};
 use lane::{Found, Lane, Rules};
 use ledger::{DESCRIBED, Kind, Ledger, Shape};
 use serde_json::{Value, json};
+use shadowbell_driver::{AttachOptions, QueueStats, Recovery, RecoveryStats, SpinPolicy, Timeouts};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 use std::io::{self, Write};

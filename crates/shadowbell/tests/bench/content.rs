@@ -1,9 +1,9 @@
 //! `bench --verify` against disks that lose, tear, misplace and spoil what is written to them.
 
-use disk::{Disk, DiskError, Info, MemDisk, Op, Queue, Request, Submitted};
-use memory::Segments;
 use shadowbell::bench::{Outcome, Plan, Workload, measure};
 use shadowbell::target::Session;
+use shadowbell_backend::{Disk, DiskError, Info, MemDisk, Op, Queue, Request, Submitted};
+use shadowbell_memory::Segments;
 use std::io;
 use std::ops::ControlFlow;
 use std::sync::Arc;

@@ -3,9 +3,9 @@
 use crate::content::{BadDisk, Defect};
 use crate::harness::{complaint, json, line, output};
 use clap::Parser;
-use disk::MemDisk;
 use shadowbell::target::Session;
 use shadowbell::verify::{Args, verify};
+use shadowbell_backend::MemDisk;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -22,7 +22,7 @@ fn run(defect: Defect, at: u64) -> (u64, String) {
     let memory = MemDisk::new(128, 512).unwrap();
     let disk = Arc::new(BadDisk { memory, defect, at, writes: Arc::default() });
     let transport = shadowbell::local::connect(disk, false).unwrap();
-    let options = driver::AttachOptions { queue_pairs: 2, ..Default::default() };
+    let options = shadowbell_driver::AttachOptions { queue_pairs: 2, ..Default::default() };
     let mut session = Session::over(args.target.clone(), transport, &options).unwrap();
     let account = verify(&mut session, &args, &AtomicBool::new(false)).unwrap();
     let row = account.json(&args);

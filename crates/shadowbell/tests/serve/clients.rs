@@ -1,9 +1,9 @@
 //! Clients that die, that talk nonsense, and those that come after them.
 
 use crate::harness::{PATIENCE, Server, attach, image, run};
-use driver::{AttachOptions, Controller};
 use rustix::process::Signal;
-use spec::Status;
+use shadowbell_driver::{AttachOptions, Controller};
+use shadowbell_spec::Status;
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;

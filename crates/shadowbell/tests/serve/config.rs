@@ -1,7 +1,7 @@
 //! Many controllers in one process, and files that are refused as a whole.
 
 use crate::harness::{Server, attach, finish, image, program};
-use driver::{AttachOptions, Doorbells};
+use shadowbell_driver::{AttachOptions, Doorbells};
 use std::path::Path;
 
 #[test]

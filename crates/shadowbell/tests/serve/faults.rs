@@ -2,8 +2,8 @@
 //! `cargo test -p shadowbell --features faults`.
 
 use crate::harness::{PATIENCE, Server, run};
-use driver::{AttachOptions, Timeouts};
-use spec::Status;
+use shadowbell_driver::{AttachOptions, Timeouts};
+use shadowbell_spec::Status;
 use std::time::{Duration, Instant};
 
 #[test]

@@ -2,14 +2,14 @@
 
 use crate::harness::{PATIENCE, Server, until};
 use crate::idle::{sleeps_of, status_of};
-use memory::{EventFd, Mapping, SharedBytes};
-use spec::opcode::AdminOpcode;
-use spec::{Cqe, Sqe, Status, regs};
+use shadowbell_memory::{EventFd, Mapping, SharedBytes};
+use shadowbell_spec::opcode::AdminOpcode;
+use shadowbell_spec::{Cqe, Sqe, Status, regs};
+use shadowbell_vfio_user::Client;
+use shadowbell_vfio_user::client::{ClientError, Options, Share};
+use shadowbell_vfio_user::device::{DmaUnmap, IrqAction, irq, region};
 use std::sync::Arc;
 use std::time::Duration;
-use vfio_user::Client;
-use vfio_user::client::{ClientError, Options, Share};
-use vfio_user::device::{DmaUnmap, IrqAction, irq, region};
 
 /// The Command register, and its bits Memory Space and Bus Master.
 const COMMAND: u64 = 4;
@@ -173,14 +173,18 @@ fn it_looks_like_an_nvme_controller() {
     while at != 0 && found.len() < 16 {
         let [id, next] = guest.config::<2>(at);
         found.push(id);
-        if id == spec::pci::CAP_ID_EXPRESS {
+        if id == shadowbell_spec::pci::CAP_ID_EXPRESS {
             let capabilities = u32::from_le_bytes(guest.config::<4>(at + 4));
             assert_ne!(capabilities & 1 << 28, 0, "function level reset");
         }
         at = next.into();
     }
     found.sort_unstable();
-    let expected = [spec::pci::CAP_ID_PM, spec::pci::CAP_ID_EXPRESS, spec::pci::CAP_ID_MSIX];
+    let expected = [
+        shadowbell_spec::pci::CAP_ID_PM,
+        shadowbell_spec::pci::CAP_ID_EXPRESS,
+        shadowbell_spec::pci::CAP_ID_MSIX,
+    ];
     assert_eq!(found, expected);
 }
 
@@ -285,7 +289,7 @@ fn resets_leave_nothing_behind() {
     guest.client.set_irq_eventfds(irq::MSIX, 0, &[&event]).unwrap();
     let express = {
         let mut at = u64::from(guest.config::<1>(0x34)[0]);
-        while guest.config::<1>(at) != [spec::pci::CAP_ID_EXPRESS] {
+        while guest.config::<1>(at) != [shadowbell_spec::pci::CAP_ID_EXPRESS] {
             at = guest.config::<1>(at + 1)[0].into();
         }
         at

@@ -1,6 +1,8 @@
 //! A `shadowbell serve` in a process of its own, and a driver for it.
 
-use driver::{AttachOptions, Command as NvmCommand, Completion, Controller, QueuePair, VfioUser};
+use shadowbell_driver::{
+    AttachOptions, Command as NvmCommand, Completion, Controller, QueuePair, VfioUser,
+};
 use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -158,7 +160,7 @@ impl Drop for Server {
 pub(crate) fn run(
     queue: &mut QueuePair,
     command: NvmCommand,
-    buffer: Option<driver::Buffer>,
+    buffer: Option<shadowbell_driver::Buffer>,
 ) -> Completion {
     queue.submit(command, buffer).unwrap();
     queue.ring().unwrap();

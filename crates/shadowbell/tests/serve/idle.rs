@@ -1,8 +1,8 @@
 //! Who has nothing to do does nothing.
 
 use crate::harness::{Server, run};
-use driver::{AttachOptions, SpinPolicy};
-use spec::Status;
+use shadowbell_driver::{AttachOptions, SpinPolicy};
+use shadowbell_spec::Status;
 use std::time::Duration;
 
 /// Context switches of all threads of a process.
@@ -61,7 +61,7 @@ fn many_idle_controllers_are_not_many_threads() {
     let mut command = crate::harness::program();
     command.args(["serve", "--config"]).arg(&file);
     let server = Server::spawn(command, directory, &["vm0.sock", "vm63.sock"]);
-    let options = driver::AttachOptions::default();
+    let options = shadowbell_driver::AttachOptions::default();
     let attached: Vec<_> = (0..64)
         .map(|n| crate::harness::attach(&server.directory().join(format!("vm{n}.sock")), &options))
         .collect();

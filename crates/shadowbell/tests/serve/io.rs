@@ -1,8 +1,8 @@
 //! Disks that keep what they were given.
 
 use crate::harness::{PATIENCE, Server, attach, complete, image, run};
-use driver::{AttachOptions, Doorbells, SpinPolicy};
-use spec::Status;
+use shadowbell_driver::{AttachOptions, Doorbells, SpinPolicy};
+use shadowbell_spec::Status;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 

@@ -1,12 +1,12 @@
 //! The controller in this very process, as the driver reaches it.
 
 use crate::harness::{complete, run};
-use controller::PoolOptions;
-use driver::{AttachOptions, Controller, Doorbells, Transport};
-use memory::{EventFd, Mapping};
 use shadowbell::local::{Local, connect, open};
 use shadowbell::plan::{ControllerPlan, Doorbells as Offered};
-use spec::Status;
+use shadowbell_controller::PoolOptions;
+use shadowbell_driver::{AttachOptions, Controller, Doorbells, Transport};
+use shadowbell_memory::{EventFd, Mapping};
+use shadowbell_spec::Status;
 use std::sync::Arc;
 
 fn local(plan: &ControllerPlan) -> Arc<Local> {
@@ -80,7 +80,7 @@ fn a_controller_can_be_attached_to_again() {
 
 #[test]
 fn a_disk_that_is_open_will_do() {
-    let disk = disk::open("mem:1MiB?block-size=4096").unwrap();
+    let disk = shadowbell_backend::open("mem:1MiB?block-size=4096").unwrap();
     let controller = Controller::attach(connect(disk, false).unwrap(), &AttachOptions::default());
     assert_eq!(controller.unwrap().namespace(1).unwrap().block_size(), 4096);
 }

@@ -1,9 +1,9 @@
 //! Storage that gives way under a guest: the guest is told, and the server lives.
 
 use crate::harness::{Server, image, run, until};
-use driver::{Controller, QueuePair};
-use spec::Status;
-use spec::event::AsyncEvent;
+use shadowbell_driver::{Controller, QueuePair};
+use shadowbell_spec::Status;
+use shadowbell_spec::event::AsyncEvent;
 use std::path::Path;
 use std::process::Command;
 use tempfile::TempDir;

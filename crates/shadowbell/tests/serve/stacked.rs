@@ -1,8 +1,8 @@
 //! A controller whose namespace is one of another controller, which another server serves.
 
 use crate::harness::{Server, finish, program, run, until};
-use driver::{AttachOptions, Controller, QueuePair};
-use spec::Status;
+use shadowbell_driver::{AttachOptions, Controller, QueuePair};
+use shadowbell_spec::Status;
 
 fn ssd(disk: &str) -> (Server, String) {
     let server = Server::start(&[disk], &[]);

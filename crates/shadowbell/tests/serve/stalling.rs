@@ -3,13 +3,13 @@
 
 use crate::harness::{PATIENCE, Server, attach, program, run};
 use crate::stalled::{Mount, be_the_daemon};
-use driver::AttachOptions;
-use spec::Status;
+use shadowbell_driver::AttachOptions;
+use shadowbell_spec::Status;
+use shadowbell_vfio_user::client::{ClientError, Options, Share};
+use shadowbell_vfio_user::device::irq;
+use shadowbell_vfio_user::{Client, Errno};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
-use vfio_user::client::{ClientError, Options, Share};
-use vfio_user::device::irq;
-use vfio_user::{Client, Errno};
 
 #[test]
 fn the_daemon() {

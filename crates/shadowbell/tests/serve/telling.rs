@@ -1,10 +1,10 @@
 //! What a person and a script learn of a server: lines, arguments to paste, counters, traces.
 
 use crate::harness::{Server, finish, program, run, until};
-use driver::{AttachOptions, Controller};
 use rustix::process::Signal;
 use serde_json::Value;
-use spec::Status;
+use shadowbell_driver::{AttachOptions, Controller};
+use shadowbell_spec::Status;
 
 /// Reads `count` times one block, one after the other.
 fn read_blocks(controller: &mut Controller, count: u64) {
@@ -18,11 +18,11 @@ fn read_blocks(controller: &mut Controller, count: u64) {
 }
 
 trait Queues {
-    fn create_or_take(&mut self) -> driver::QueuePair;
+    fn create_or_take(&mut self) -> shadowbell_driver::QueuePair;
 }
 
 impl Queues for Controller {
-    fn create_or_take(&mut self) -> driver::QueuePair {
+    fn create_or_take(&mut self) -> shadowbell_driver::QueuePair {
         self.take_queue_pair().unwrap_or_else(|| self.create_queue_pair(64).unwrap())
     }
 }

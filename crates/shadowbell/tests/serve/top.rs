@@ -2,7 +2,7 @@
 
 use crate::harness::{Server, finish, program, run, until};
 use serde_json::Value;
-use spec::Status;
+use shadowbell_spec::Status;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};

@@ -1,11 +1,11 @@
 //! A controller that works as it should until its script says otherwise. It works on the thread that
 //! rings a doorbell.
 
-use ::driver::{Transport, TransportError};
-use memory::{DmaSpace, EventFd, Mapping, Segments, SharedBytes, View};
-use spec::identify::{IdentifyController, IdentifyNamespace, cns};
-use spec::regs::{self, Aqa, Cap, Cc, Csts};
-use spec::{Cqe, Sqe, Status, dbbuf};
+use ::shadowbell_driver::{Transport, TransportError};
+use shadowbell_memory::{DmaSpace, EventFd, Mapping, Segments, SharedBytes, View};
+use shadowbell_spec::identify::{IdentifyController, IdentifyNamespace, cns};
+use shadowbell_spec::regs::{self, Aqa, Cap, Cc, Csts};
+use shadowbell_spec::{Cqe, Sqe, Status, dbbuf};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use zerocopy::{FromZeros, IntoBytes};

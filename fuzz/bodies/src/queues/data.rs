@@ -2,7 +2,7 @@
 
 use crate::command::{PAGE, descriptor};
 use crate::source::Source;
-use spec::Sqe;
+use shadowbell_spec::Sqe;
 
 /// Pages of a slot: two for lists, and then those for data.
 pub(super) const SLOT_PAGES: u64 = 2 + DATA_PAGES;

@@ -1,8 +1,8 @@
 //! What a client has sent, as the protocol frames it, and the replies that it is owed for that.
 
+use shadowbell_vfio_user::codec::{MAX_MESSAGE_FDS, MESSAGE_OVERHEAD};
+use shadowbell_vfio_user::wire::{HEADER_LEN, Header, command, header_flags};
 use std::collections::VecDeque;
-use vfio_user::codec::{MAX_MESSAGE_FDS, MESSAGE_OVERHEAD};
-use vfio_user::wire::{HEADER_LEN, Header, command, header_flags};
 use zerocopy::FromBytes;
 
 /// The most bytes of a message: what the server says of data transfers, and some more.

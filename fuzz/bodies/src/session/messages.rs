@@ -3,8 +3,8 @@
 use crate::command::{self, BASE, PAGE, PAGES};
 use crate::source::Source;
 use rustix::fs::{MemfdFlags, Mode, OFlags, memfd_create};
+use shadowbell_vfio_user::wire::{self, Header, command as verb};
 use std::os::fd::OwnedFd;
-use vfio_user::wire::{self, Header, command as verb};
 use zerocopy::IntoBytes;
 
 pub(super) fn message(command: u16, id: u16, payload: &[&[u8]]) -> Vec<u8> {

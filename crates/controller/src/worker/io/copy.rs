@@ -13,11 +13,11 @@
 use super::in_flight::{Owner, Slot};
 use super::{Ended, Engine, Kind, resolve_flagged, status_of};
 use crate::namespace::{COPY_BYTES, COPY_RANGES};
-use disk::{Op, Request, Submitted};
-use memory::{Mapping, Segments, SharedBytes};
-use spec::nvm::{CopyFields, CopyRange};
-use spec::sqe::Sqe;
-use spec::status::Status;
+use shadowbell_backend::{Op, Request, Submitted};
+use shadowbell_memory::{Mapping, Segments, SharedBytes};
+use shadowbell_spec::nvm::{CopyFields, CopyRange};
+use shadowbell_spec::sqe::Sqe;
+use shadowbell_spec::status::Status;
 use zerocopy::FromBytes;
 
 /// Buffers that a worker has for one controller, at most: copies that are under way at once.

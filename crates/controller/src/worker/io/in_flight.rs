@@ -2,8 +2,8 @@
 
 use super::{Ended, Engine, Kind, status_of};
 use crate::worker::message::AbortReply;
-use disk::DiskError;
-use spec::status::Status;
+use shadowbell_backend::DiskError;
+use shadowbell_spec::status::Status;
 
 #[derive(Debug)]
 pub(super) enum Owner {

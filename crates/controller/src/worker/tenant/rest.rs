@@ -3,7 +3,7 @@
 use super::{SleepCell, Tenant, note};
 use crate::trace::{COMPLETION_QUEUE, Kind, TraceRing};
 use crate::worker::queue::Cq;
-use doorbell::{Arming, Fenced, Sleeper};
+use shadowbell_doorbell::{Arming, Fenced, Sleeper};
 use std::time::Instant;
 
 impl Tenant {

@@ -2,8 +2,8 @@
 
 use super::info::RegionInfo;
 use super::sys;
-use memory::{MapError, Mapping, Protection, SharedBytes, SharedU32};
-use spec::regs;
+use shadowbell_memory::{MapError, Mapping, Protection, SharedBytes, SharedU32};
+use shadowbell_spec::regs;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering;

@@ -77,7 +77,7 @@ impl PciFunction {
     /// Whether it is an NVMe I/O controller.
     #[must_use]
     pub fn is_nvme(&self) -> bool {
-        self.class == spec::pci::CLASS_CODE
+        self.class == shadowbell_spec::pci::CLASS_CODE
     }
 
     /// Whether a driver of the VFIO family has it, which hands it to programs.

@@ -6,7 +6,7 @@
 //! what [`Mapping`] is made for (access by copies and atomics), and the kernel pins its pages, so
 //! the device can not reach anything else even after the mapping is gone.
 
-use memory::Mapping;
+use shadowbell_memory::Mapping;
 use std::ffi::{CStr, c_int, c_ulong};
 use std::io;
 use std::mem::size_of;

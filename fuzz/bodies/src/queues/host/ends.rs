@@ -3,7 +3,7 @@
 
 use super::{BASE, BYTES, Host, Kind, QUEUE_PAGES, QUEUES, TURNS};
 use crate::command::PAGE;
-use spec::regs;
+use shadowbell_spec::regs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -1,0 +1,369 @@
+//! A worker's way to the namespace: a queue pair of its own.
+
+use crate::counts::{Counts, Ways};
+use crate::device::Shared;
+use crate::lent::Lender;
+use crate::task::{Next, Task, outcome};
+use rustix::io::Errno;
+use shadowbell_backend::{Bounds, DiskError, Queue, Request, Submitted};
+use shadowbell_driver::{Buffer, BufferPool, Completion, QueuePair};
+use shadowbell_memory::{DmaTable, EventFd, Segments};
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+
+/// Bytes of a small buffer: what most requests are.
+const SMALL: u64 = 4096;
+/// Bytes of a large one, and so of the longest command whose data are copied.
+const LARGE: u64 = 128 << 10;
+/// Large buffers.
+const LARGE_COUNT: usize = 16;
+/// A request of more pieces than this is copied: each piece would be a command.
+const PIECES: usize = 8;
+/// The command in a slot of the queue pair.
+#[derive(Clone, Copy, Default)]
+struct Part {
+    task: u32,
+    at: u64,
+    len: u64,
+    /// Its buffer is the guest's memory.
+    lent: bool,
+}
+
+pub(crate) struct NvmeQueue {
+    shared: Arc<Shared>,
+    bounds: Bounds,
+    pair: QueuePair,
+    event: Arc<EventFd>,
+    small: BufferPool,
+    large: BufferPool,
+    lender: Lender,
+    /// Buffers in lent memory that were used, to be made others of.
+    used: Vec<Buffer>,
+    tasks: Vec<Option<Task>>,
+    free: Vec<u32>,
+    /// Tasks that have more to submit, in the order in which they came.
+    waiting: VecDeque<u32>,
+    /// Tasks that are over, for the next [`reap`](Queue::reap).
+    over: Vec<u32>,
+    parts: Box<[Part]>,
+    /// The device has gone.
+    gone: bool,
+    ways: Ways,
+    counts: Arc<Counts>,
+}
+
+impl NvmeQueue {
+    pub(crate) fn new(shared: Arc<Shared>, pair: QueuePair) -> io::Result<Self> {
+        let event = Arc::new(pair.waker()?);
+        shared.watch.add(&event);
+        let block = u64::from(shared.info.block_size);
+        let most = shared.namespace.max_transfer_bytes().max(block);
+        let buffers = |count, size: u64| {
+            let pool = shared.controller().buffers(count, size as usize);
+            pool.map_err(io::Error::other)
+        };
+        let small = buffers(pair.capacity(), SMALL.min(most))?;
+        let large = buffers(LARGE_COUNT, LARGE.min(most / block * block))?;
+        Ok(Self {
+            bounds: shared.info.bounds(),
+            parts: vec![Part::default(); pair.capacity()].into(),
+            pair,
+            event,
+            small,
+            large,
+            lender: Lender::new(Arc::clone(&shared)),
+            used: Vec::new(),
+            tasks: Vec::new(),
+            free: Vec::new(),
+            waiting: VecDeque::new(),
+            over: Vec::new(),
+            gone: false,
+            ways: Ways::default(),
+            counts: shared.counts.join(),
+            shared,
+        })
+    }
+
+    fn insert(&mut self, task: Task) -> u32 {
+        match self.free.pop() {
+            Some(key) => {
+                if let Some(place) = self.tasks.get_mut(key as usize) {
+                    *place = Some(task);
+                }
+                key
+            }
+            None => {
+                self.tasks.push(Some(task));
+                (self.tasks.len() - 1) as u32
+            }
+        }
+    }
+
+    /// Submits commands of a task. Whether all of them were; if not, there is no room now.
+    fn start(&mut self, key: u32) -> bool {
+        let Self { shared, pair, small, large, lender, used, tasks, parts, ways, .. } = self;
+        let (small, large) = (&*small, &*large);
+        let namespace = &shared.namespace;
+        let size = namespace.block_size();
+        let Some(task) = tasks.get_mut(key as usize).and_then(Option::as_mut) else { return true };
+        loop {
+            if pair.outstanding() >= pair.capacity() {
+                return task.next() == Next::Nothing;
+            }
+            let next = task.next();
+            let (len, own) = match next {
+                Next::Nothing => return true,
+                Next::Bare => (u64::MAX, None),
+                Next::Own { left } => (left.min(task.most(large.buffer_size() as u64, size)), None),
+                Next::Data { at, left } => match straight(lender, used, task, at, left, shared) {
+                    Some(buffer) => (buffer.len() as u64, Some(buffer)),
+                    None => ((left as u64).min(large.buffer_size() as u64), None),
+                },
+            };
+            let lent = own.is_some();
+            let mut buffer = own;
+            if !lent && next != Next::Bare {
+                let needs = task.needs(len);
+                let pool = if needs <= small.buffer_size() as u64 { small } else { large };
+                let Some(mut taken) = pool.take() else { return false };
+                if let Err(error) = task.fill(&mut taken, len, size) {
+                    task.outcome = Err(error);
+                    return true;
+                }
+                buffer = Some(taken);
+            }
+            let (command, len) = match task.command(namespace, len) {
+                Ok(command) => command,
+                Err(error) => {
+                    task.outcome = Err(error);
+                    return true;
+                }
+            };
+            match pair.submit(command, buffer) {
+                Ok(token) => {
+                    let at = task.began(len);
+                    ways.in_place += u64::from(lent);
+                    ways.copied += u64::from(!lent && matches!(next, Next::Data { .. }));
+                    if let Some(part) = parts.get_mut(token.index()) {
+                        *part = Part { task: key, at, len, lent };
+                    }
+                }
+                Err(refused) => {
+                    tracing::debug!("{}: {}", shared.name, refused.reason);
+                    task.outcome = Err(DiskError::Io(Errno::IO.raw_os_error()));
+                    return true;
+                }
+            }
+        }
+    }
+
+    fn start_waiting(&mut self) {
+        while let Some(key) = self.waiting.front().copied() {
+            if !self.start(key) {
+                return;
+            }
+            self.waiting.pop_front();
+            self.check_over(key);
+        }
+    }
+
+    /// A task that was given up before the SSD had any of it ends without a completion.
+    fn check_over(&mut self, key: u32) {
+        let task = self.tasks.get(key as usize).and_then(Option::as_ref);
+        if task.is_some_and(Task::is_over) {
+            self.over.push(key);
+            // It ends in `reap`, so somebody has to be told that there is a reason to call it.
+            self.event.signal();
+        }
+    }
+
+    /// Takes a completion. The task, if it is over with it.
+    fn complete(&mut self, completion: Completion) -> Option<u32> {
+        let Completion { token, status, buffer, .. } = completion;
+        let part = self.parts.get(token.index()).copied()?;
+        let task = self.tasks.get_mut(part.task as usize)?.as_mut()?;
+        let mut outcome = outcome(status);
+        if part.lent {
+            // As many as can be in use at the same time.
+            if let Some(buffer) = buffer
+                && self.used.len() < self.parts.len()
+            {
+                self.used.push(buffer);
+            }
+        } else if outcome.is_ok()
+            && let Some(buffer) = buffer
+        {
+            outcome = task.take(part.at, part.len, buffer.bytes());
+        }
+        task.ended(outcome);
+        task.is_over().then_some(part.task)
+    }
+
+    /// Hands a task back.
+    fn finish(&mut self, key: u32, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        let Some(task) = self.tasks.get_mut(key as usize).and_then(Option::take) else { return };
+        self.free.push(key);
+        done(task.tag, task.outcome, task.data);
+    }
+
+    /// The device has gone: nothing will be completed any more.
+    fn fail(&mut self, why: &dyn std::fmt::Display) {
+        if !std::mem::replace(&mut self.gone, true) {
+            tracing::error!("{}: {why}", self.shared.name);
+        }
+        self.waiting.clear();
+        self.over.clear();
+        for (key, task) in self.tasks.iter_mut().enumerate() {
+            if let Some(task) = task {
+                task.outcome = Err(no_device());
+                self.over.push(key as u32);
+            }
+        }
+    }
+}
+
+fn no_device() -> DiskError {
+    DiskError::Io(Errno::NODEV.raw_os_error())
+}
+
+/// The data of a task from `at` on as far as the SSD can reach them where they are, in one piece.
+fn straight(
+    lender: &mut Lender,
+    used: &mut Vec<Buffer>,
+    task: &Task,
+    at: usize,
+    left: usize,
+    shared: &Shared,
+) -> Option<Buffer> {
+    let pieces = task.data.pieces();
+    if !shared.zero_copy || pieces.len() > PIECES {
+        return None;
+    }
+    let mut skip = at;
+    let piece = pieces.iter().find(|piece| {
+        let here = skip < piece.len();
+        if !here {
+            skip -= piece.len();
+        }
+        here
+    })?;
+    let address = piece.address() + skip;
+    let (lent, offset) = lender.find(address, &task.data)?;
+    let most = usize::try_from(shared.namespace.max_transfer_bytes()).unwrap_or(usize::MAX);
+    let len = (piece.len() - skip).min(left).min(lent.mapping().len() - offset).min(most);
+    // A data pointer begins at a multiple of four bytes, and a command moves whole blocks.
+    let whole = len - len % shared.info.block_size as usize;
+    if whole == 0 || !address.is_multiple_of(4) {
+        return None;
+    }
+    lent.buffer(offset, whole, used.pop())
+}
+
+/// A way to an SSD that has gone.
+pub(crate) struct NoDevice;
+
+impl Queue for NoDevice {
+    fn submit(&mut self, _: u32, _: &Request, _: &mut Segments) -> Submitted {
+        Submitted::Done(Err(no_device()))
+    }
+}
+
+impl Queue for NvmeQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        if let Err(error) = request.check(&self.bounds, data) {
+            return Submitted::Done(Err(error));
+        }
+        if self.gone {
+            return Submitted::Done(Err(no_device()));
+        }
+        let Shared { namespace, info, .. } = &*self.shared;
+        let mut task = match Task::new(tag, request, namespace, info.volatile_cache) {
+            Ok(task) => task,
+            Err(result) => return Submitted::Done(result),
+        };
+        task.data = data.take();
+        let key = self.insert(task);
+        if !self.waiting.is_empty() || !self.start(key) {
+            self.waiting.push_back(key);
+        } else {
+            self.check_over(key);
+        }
+        Submitted::Pending
+    }
+
+    fn commit(&mut self) {
+        if self.gone {
+            return;
+        }
+        self.start_waiting();
+        self.counts.put(self.ways);
+        // Rings, and has somebody look after the commands if the worker sleeps now.
+        if let Err(error) = self.pair.prepare_sleep() {
+            self.fail(&error);
+            self.event.signal();
+        }
+    }
+
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        while !self.gone {
+            let mut any = false;
+            for _ in 0..self.parts.len() {
+                let Some(completion) = self.pair.pop() else { break };
+                any = true;
+                if let Some(key) = self.complete(completion) {
+                    self.finish(key, done);
+                }
+            }
+            if !any {
+                // What had completed before it went away was taken.
+                if self.shared.watch.is_gone() {
+                    self.fail(&"the device went away; serve again when it is back");
+                }
+                break;
+            }
+            // What completes from here on interrupts; what did before is seen by looking again.
+            self.start_waiting();
+            self.counts.put(self.ways);
+            if let Err(error) = self.pair.prepare_sleep() {
+                self.fail(&error);
+            }
+            fence(Ordering::SeqCst);
+        }
+        while let Some(key) = self.over.pop() {
+            self.finish(key, done);
+        }
+    }
+
+    fn cancel(&mut self, tag: u32) {
+        let of = |task: &Option<Task>| task.as_ref().is_some_and(|task| task.tag == tag);
+        let Some(key) = self.tasks.iter().position(of) else { return };
+        let Some(task) = self.tasks.get_mut(key).and_then(Option::as_mut) else { return };
+        // What the SSD has, it finishes; no more of it is begun.
+        if task.next() == Next::Nothing {
+            return;
+        }
+        task.outcome = Err(DiskError::Cancelled);
+        self.waiting.retain(|other| *other as usize != key);
+        self.check_over(key as u32);
+    }
+
+    fn memory_changed(&mut self, table: &DmaTable) {
+        self.used.clear();
+        self.lender.keep(table);
+    }
+
+    fn pending(&self) -> usize {
+        self.tasks.len() - self.free.len()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.event.as_fd())
+    }
+
+    fn wakes_by_edges(&self) -> bool {
+        true
+    }
+}

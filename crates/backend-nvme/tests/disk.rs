@@ -1,0 +1,360 @@
+//! Three ends in one process: a driver, on a virtual controller, on an SSD, which is an emulated
+//! controller over a disk that this test looks into.
+
+use shadowbell_backend::{Disk, DiskError, Info, MemDisk, Op, Queue, Request, Submitted};
+use shadowbell_backend_nvme::{NvmeDisk, OpenError, Options};
+use shadowbell_driver::{
+    AttachOptions, Command, Completion, Controller, Namespace, QueuePair, Transport,
+};
+use shadowbell_frontend::Local;
+use shadowbell_memory::Segments;
+use shadowbell_spec::Status;
+use shadowbell_spec::nvm::DsmRange;
+use std::io;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use zerocopy::IntoBytes;
+
+/// What the disk of the SSD has seen, and how it fails.
+#[derive(Debug, Default)]
+struct Seen {
+    /// The requests, each with where in this process its data were.
+    requests: Vec<(Request, Vec<(usize, usize)>)>,
+    fail: Option<DiskError>,
+}
+
+#[derive(Clone, Debug)]
+struct Spy {
+    mem: MemDisk,
+    seen: Arc<Mutex<Seen>>,
+}
+
+impl Spy {
+    fn new(blocks: u64, block_size: u32) -> Self {
+        Self { mem: MemDisk::new(blocks, block_size).unwrap(), seen: Arc::default() }
+    }
+
+    fn take(&self) -> Vec<(Request, Vec<(usize, usize)>)> {
+        std::mem::take(&mut self.seen.lock().unwrap().requests)
+    }
+}
+
+impl Disk for Spy {
+    fn info(&self) -> Info {
+        Info { volatile_cache: true, ..self.mem.info() }
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(SpyQueue { queue: self.mem.queue()?, seen: Arc::clone(&self.seen) }))
+    }
+
+    fn name(&self) -> String {
+        "spy".into()
+    }
+}
+
+struct SpyQueue {
+    queue: Box<dyn Queue>,
+    seen: Arc<Mutex<Seen>>,
+}
+
+impl Queue for SpyQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        let mut seen = self.seen.lock().unwrap();
+        let pieces = data.pieces().iter().map(|piece| (piece.address(), piece.len())).collect();
+        seen.requests.push((*request, pieces));
+        match seen.fail {
+            Some(error) => Submitted::Done(Err(error)),
+            None => self.queue.submit(tag, request, data),
+        }
+    }
+}
+
+struct Rig {
+    spy: Spy,
+    disk: NvmeDisk,
+    controller: Controller,
+    namespace: Namespace,
+    queue: QueuePair,
+}
+
+fn rig_over(spy: Spy, options: &Options) -> Rig {
+    let ssd = Arc::new(Local::over(Arc::new(spy.clone())).unwrap());
+    let disk = NvmeDisk::open(ssd, 1, "an SSD", options).unwrap();
+    let virtual_one = Arc::new(Local::over(Arc::new(disk.clone())).unwrap());
+    let mut controller = Controller::attach(virtual_one, &AttachOptions::default()).unwrap();
+    let namespace = controller.namespace(1).unwrap().clone();
+    let queue = controller.take_queue_pair().unwrap();
+    Rig { spy, disk, controller, namespace, queue }
+}
+
+fn options(zero_copy: bool) -> Options {
+    // Short, so that requests wait for places.
+    Options { zero_copy, queue_pairs: 2, queue_depth: 16, ..Options::default() }
+}
+
+fn next(queue: &mut QueuePair) -> Completion {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !queue.wait(Some(deadline)).unwrap() {
+        assert!(Instant::now() < deadline, "nothing completes");
+    }
+    let completion = queue.pop().unwrap();
+    queue.settle().unwrap();
+    completion
+}
+
+impl Rig {
+    fn run(&mut self, command: Command, buffer: Option<shadowbell_driver::Buffer>) -> Completion {
+        self.queue.submit(command, buffer).unwrap();
+        next(&mut self.queue)
+    }
+}
+
+/// A generator of numbers, the same in every run.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % n
+    }
+}
+
+#[test]
+fn what_is_written_is_what_is_read_by_any_command_of_any_length() {
+    for (zero_copy, block) in [(true, 512u32), (false, 512), (true, 4096), (false, 4096)] {
+        let bytes = 4u64 << 20;
+        let blocks = bytes / u64::from(block);
+        let mut rig = rig_over(Spy::new(blocks, block), &options(zero_copy));
+        assert_eq!((rig.namespace.blocks(), rig.namespace.block_size()), (blocks, block));
+        let mut model = vec![0u8; bytes as usize];
+        let longest = rig.namespace.max_transfer_bytes();
+        let pool = rig.controller.buffers(2, longest as usize).unwrap();
+        let mut dice = Dice(7);
+        for round in 0..300u32 {
+            // Mostly short, at times as long as can be.
+            let most = if dice.below(4) == 0 { longest } else { 32 << 10 } / u64::from(block);
+            let lba = dice.below(blocks);
+            let count = (1 + dice.below(most)).min(blocks - lba);
+            let range =
+                (lba * u64::from(block)) as usize..((lba + count) * u64::from(block)) as usize;
+            let len = range.len();
+            let mut buffer = pool.take().unwrap();
+            let namespace = rig.namespace.clone();
+            match dice.below(7) {
+                0 | 1 => {
+                    let data: Vec<u8> =
+                        (0..len).map(|at| (at as u32 ^ round.wrapping_mul(0x9e37)) as u8).collect();
+                    assert!(buffer.copy_from(0, &data));
+                    let write = namespace.write(lba, count as u32).unwrap();
+                    let write = if round % 2 == 0 { write.with_fua() } else { write };
+                    rig.run(write, Some(buffer)).status.into_result().unwrap();
+                    model[range].copy_from_slice(&data);
+                }
+                2 | 3 => {
+                    buffer.fill(0xaa);
+                    let read = namespace.read(lba, count as u32).unwrap();
+                    let done = rig.run(read, Some(buffer));
+                    done.status.into_result().unwrap();
+                    assert!(done.buffer.unwrap().to_vec(len) == model[range], "round {round}");
+                }
+                4 => {
+                    let how = dice.below(2) == 0;
+                    let zeroes = namespace.write_zeroes(lba, count as u32, how).unwrap();
+                    rig.run(zeroes, None).status.into_result().unwrap();
+                    model[range].fill(0);
+                }
+                5 => {
+                    assert!(buffer.copy_from(0, &model[range.clone()]));
+                    let differs = dice.below(2) == 0;
+                    if differs {
+                        let at = dice.below(len as u64) as usize;
+                        assert!(buffer.copy_from(at, &[!model[range.start + at]]));
+                    }
+                    let compare = namespace.compare(lba, count as u32).unwrap();
+                    let status = rig.run(compare, Some(buffer)).status.code();
+                    let expected = if differs { Status::COMPARE_FAILURE } else { Status::SUCCESS };
+                    assert_eq!(status, expected);
+                }
+                _ => {
+                    let part = DsmRange { attributes: 0, blocks: count as u32, slba: lba };
+                    assert!(buffer.copy_from(0, part.as_bytes()));
+                    let discard = namespace.deallocate(1).unwrap();
+                    rig.run(discard, Some(buffer)).status.into_result().unwrap();
+                    model[range].fill(0);
+                    let verify = namespace.verify(lba, count as u32).unwrap();
+                    rig.run(verify, None).status.into_result().unwrap();
+                    rig.run(namespace.flush(), None).status.into_result().unwrap();
+                }
+            }
+        }
+        assert_eq!(pool.available(), 2);
+    }
+}
+
+#[test]
+fn more_requests_than_the_ssd_takes_wait_and_none_is_lost() {
+    for zero_copy in [true, false] {
+        let mut rig = rig_over(Spy::new(8 << 10, 512), &options(zero_copy));
+        let pool = rig.controller.buffers(100, 16 << 10).unwrap();
+        let (mut submitted, mut done) = (0u64, 0u64);
+        let mut slots = vec![0u64; rig.queue.capacity()];
+        while done < 4000 {
+            while submitted < 4000
+                && let Some(mut buffer) = pool.take()
+            {
+                buffer.fill(0);
+                assert!(buffer.copy_from(0, &submitted.to_le_bytes()));
+                let lba = submitted % 256 * 32;
+                let command = match submitted / 256 % 2 {
+                    0 => rig.namespace.write(lba, 32),
+                    _ => rig.namespace.read(lba, 32),
+                };
+                let token = rig.queue.submit(command.unwrap(), Some(buffer)).unwrap();
+                slots[token.index()] = submitted;
+                submitted += 1;
+                // Reads come after the writes of the same place.
+                if submitted.is_multiple_of(256) {
+                    break;
+                }
+            }
+            let wait = if submitted.is_multiple_of(256) || submitted == 4000 {
+                submitted
+            } else {
+                done + 1
+            };
+            while done < wait {
+                let completion = next(&mut rig.queue);
+                completion.status.into_result().unwrap();
+                let number = slots[completion.token.index()];
+                if number / 256 % 2 == 1 {
+                    let first = completion.buffer.unwrap().to_vec(8);
+                    assert_eq!(u64::from_le_bytes(first.try_into().unwrap()), number - 256);
+                }
+                done += 1;
+            }
+        }
+        assert_eq!(pool.available(), 100);
+    }
+}
+
+#[test]
+fn what_the_ssd_can_reach_is_not_copied() {
+    for zero_copy in [true, false] {
+        let mut rig = rig_over(Spy::new(4096, 512), &options(zero_copy));
+        let pool = rig.controller.buffers(1, 64 << 10).unwrap();
+        for command in [rig.namespace.write(8, 128).unwrap(), rig.namespace.read(8, 128).unwrap()] {
+            rig.spy.take();
+            let buffer = pool.take().unwrap();
+            let address = buffer.bytes().address();
+            rig.run(command, Some(buffer)).status.into_result().unwrap();
+            let seen = rig.spy.take();
+            assert_eq!(seen.len(), 1, "one command for one command: {seen:?}");
+            assert_eq!(seen[0].0.len, 64 << 10);
+            assert_eq!(seen[0].1 == [(address, 64 << 10)], zero_copy, "{seen:?}");
+        }
+        let counters = rig.disk.counters();
+        let counted = |name| counters.iter().find(|(n, _)| *n == name).map(|(_, count)| *count);
+        let (in_place, copied) = if zero_copy { (2, 0) } else { (0, 2) };
+        assert_eq!(counted("commands_in_place"), Some(in_place), "{counters:?}");
+        assert_eq!(counted("commands_copied"), Some(copied), "{counters:?}");
+    }
+}
+
+#[test]
+fn memory_that_the_guest_takes_back_the_ssd_loses() {
+    let mut rig = rig_over(Spy::new(4096, 512), &options(true));
+    let pool = rig.controller.buffers(1, 4096).unwrap();
+    let buffer = pool.take().unwrap();
+    let mapping = Arc::downgrade(buffer.bytes().mapping());
+    rig.run(rig.namespace.read(0, 8).unwrap(), Some(buffer)).status.into_result().unwrap();
+    drop(pool);
+    // An unmap is complete when nobody reaches the memory any more, the SSD's workers included.
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while mapping.upgrade().is_some() {
+        assert!(Instant::now() < deadline, "the SSD keeps it");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let pool = rig.controller.buffers(1, 4096).unwrap();
+    rig.run(rig.namespace.read(0, 8).unwrap(), pool.take()).status.into_result().unwrap();
+}
+
+#[test]
+fn the_guest_gets_the_status_that_the_ssd_gave() {
+    for (error, read, write) in [
+        (DiskError::Io(5), Status::UNRECOVERED_READ, Status::WRITE_FAULT),
+        (DiskError::NoSpace, Status::CAPACITY_EXCEEDED, Status::CAPACITY_EXCEEDED),
+        (DiskError::Device(Status::INTERNAL.bits()), Status::INTERNAL, Status::INTERNAL),
+    ] {
+        for zero_copy in [true, false] {
+            let mut rig = rig_over(Spy::new(4096, 512), &options(zero_copy));
+            let pool = rig.controller.buffers(1, 1 << 20).unwrap();
+            rig.spy.seen.lock().unwrap().fail = Some(error);
+            let namespace = rig.namespace.clone();
+            // Longer than a buffer of the queue's: several commands, one status.
+            let status = rig.run(namespace.read(0, 1024).unwrap(), pool.take()).status;
+            assert_eq!(status.code(), read);
+            let status = rig.run(namespace.write(0, 1024).unwrap(), pool.take()).status;
+            assert_eq!(status.code(), write);
+            assert!(!rig.run(namespace.flush(), None).status.is_success());
+            assert!(
+                !rig.run(namespace.write_zeroes(0, 8, true).unwrap(), None).status.is_success()
+            );
+            rig.spy.seen.lock().unwrap().fail = None;
+            rig.run(namespace.read(0, 8).unwrap(), pool.take()).status.into_result().unwrap();
+        }
+    }
+}
+
+#[test]
+fn what_a_guest_is_told_is_what_the_ssd_is() {
+    let ssd = || Arc::new(Local::over(Arc::new(Spy::new(100, 4096))).unwrap());
+    let disk = NvmeDisk::open(ssd(), 1, "nvme://0000:01:00.0/1", &Options::default()).unwrap();
+    let info = disk.info();
+    assert_eq!((info.blocks, info.block_size), (100, 4096));
+    assert!(info.volatile_cache && info.discard && !info.read_only);
+    assert_eq!(disk.name(), "nvme://0000:01:00.0/1");
+    let read_only = Options { read_only: true, ..Options::default() };
+    assert!(NvmeDisk::open(ssd(), 1, "x", &read_only).unwrap().info().read_only);
+    let error = NvmeDisk::open(ssd(), 7, "x", &Options::default()).unwrap_err();
+    assert!(matches!(error, OpenError::NoNamespace { nsid: 7, .. }));
+    assert!(error.to_string().contains("active are: 1"), "{error}");
+}
+
+#[test]
+fn as_many_workers_as_there_are_queue_pairs_and_each_place_is_used_again() {
+    let ssd: Arc<dyn Transport> = Arc::new(Local::over(Arc::new(Spy::new(100, 512))).unwrap());
+    let disk = NvmeDisk::open(ssd, 1, "an SSD", &options(true)).unwrap();
+    let queues = [disk.queue().unwrap(), disk.queue().unwrap()];
+    assert!(disk.queue().is_err());
+    drop(queues);
+    for _ in 0..5 {
+        disk.queue().unwrap();
+    }
+}
+
+#[test]
+fn a_request_that_waits_can_be_taken_back() {
+    let ssd: Arc<dyn Transport> = Arc::new(Local::over(Arc::new(Spy::new(4096, 512))).unwrap());
+    let disk = NvmeDisk::open(ssd, 1, "an SSD", &options(true)).unwrap();
+    let mut queue = disk.queue().unwrap();
+    let request = Request { op: Op::Verify, offset: 0, len: 512 };
+    for tag in 0..40 {
+        assert_eq!(queue.submit(tag, &request, &mut Segments::new()), Submitted::Pending);
+    }
+    queue.cancel(39);
+    queue.cancel(0);
+    let mut ended = Vec::new();
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while queue.pending() > 0 {
+        queue.commit();
+        queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
+        assert!(Instant::now() < deadline);
+    }
+    ended.sort_by_key(|(tag, _)| *tag);
+    assert_eq!(ended.len(), 40);
+    assert_eq!(ended[39], (39, Err(DiskError::Cancelled)));
+    // The SSD had the first one already.
+    assert!(ended[..39].iter().all(|(_, outcome)| outcome.is_ok()), "{ended:?}");
+}

@@ -1,0 +1,33 @@
+//! The comparison of a command's data with a disk's.
+
+use crate::DiskError;
+use shadowbell_memory::{Segments, SharedBytes};
+
+/// How much is copied out of both sides at once: both are memory that others may change, so they
+/// are compared as copies.
+const PIECE: usize = 4096;
+
+/// Whether `len` bytes of `data` from `offset` are those of `disk` from `at`.
+///
+/// # Errors
+/// [`DiskError::CompareFailed`] if they differ, [`DiskError::BadBuffer`] if either is too short.
+pub(crate) fn equal(
+    data: &Segments,
+    offset: usize,
+    disk: &SharedBytes,
+    at: usize,
+    len: usize,
+) -> Result<(), DiskError> {
+    let (mut ours, mut theirs) = ([0; PIECE], [0; PIECE]);
+    let mut done = 0;
+    while done < len {
+        let n = (len - done).min(PIECE);
+        data.read_into(offset + done, &mut theirs[..n]).ok_or(DiskError::BadBuffer)?;
+        disk.read_into(at + done, &mut ours[..n]).ok_or(DiskError::BadBuffer)?;
+        if ours[..n] != theirs[..n] {
+            return Err(DiskError::CompareFailed);
+        }
+        done += n;
+    }
+    Ok(())
+}

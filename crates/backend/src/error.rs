@@ -1,0 +1,126 @@
+//! Why a disk could not be opened, in sentences for the person who named it.
+
+use std::io;
+
+/// What fits an address space in one piece, in bytes: there are 128 TiB on x86-64, with the program and
+/// its libraries in between.
+pub const FITS_MEMORY: u64 = 64 << 40;
+
+/// Why a disk could not be opened. Each message says what is wrong, where, and what to do.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// The specification makes no sense.
+    #[error("`{spec}` names no disk: {why}")]
+    Spec {
+        /// What was written.
+        spec: String,
+        /// What is wrong with it, and what may be written instead.
+        why: String,
+    },
+    /// The memory for a disk in memory is not to be had.
+    #[error(
+        "a disk of {} does not fit this process's memory; choose {}",
+        crate::uri::format_size(*.bytes),
+        if *.bytes > FITS_MEMORY {
+            "one of at most 64TiB"
+        } else {
+            "a smaller one, or allow the process more addresses (`ulimit -v`)"
+        }
+    )]
+    Memory {
+        /// The size asked for, in bytes.
+        bytes: u64,
+        /// The reason.
+        source: shadowbell_memory::MapError,
+    },
+    /// There is no such file.
+    #[error(
+        "{path}: there is no such file; correct the path, or make an image of zeroes with \
+         `truncate -s 10G {path}`"
+    )]
+    Missing {
+        /// The file.
+        path: String,
+    },
+    /// The file may not be read by this user.
+    #[error("{path}: this user may not read it ({source}); change its owner or its permissions")]
+    Unreadable {
+        /// The file.
+        path: String,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// The path leads to something that is no disk.
+    #[error("{path}: it is {what}; give the path of a raw image or of a block device")]
+    NoFile {
+        /// The file.
+        path: String,
+        /// What it is: a directory, a socket...
+        what: &'static str,
+    },
+    /// The file has no bytes.
+    #[error("{path}: it is empty; give it a size with `truncate -s 10G {path}`")]
+    Empty {
+        /// The file.
+        path: String,
+    },
+    /// The size of the file is not one of a disk.
+    #[error(
+        "{path}: its {size} bytes are no multiple of the block size of {block_size} bytes; round \
+         it up with `truncate -s %{block_size} {path}`{}",
+        if *.block_size == 4096 && size.is_multiple_of(512) {
+            ", or use it with `block-size=512`"
+        } else {
+            ""
+        }
+    )]
+    NotBlockMultiple {
+        /// The file.
+        path: String,
+        /// Its size in bytes.
+        size: u64,
+        /// The logical block size in bytes.
+        block_size: u32,
+    },
+    /// Somebody else uses the file.
+    #[error("{path}: {what}; stop what uses it{}", if *.writable { ", or open it `read-only=on`" } else { "" })]
+    Busy {
+        /// The file.
+        path: String,
+        /// Who has it, as far as the system says.
+        what: &'static str,
+        /// It was to be written.
+        writable: bool,
+    },
+    /// Direct I/O was demanded, and is not to be had.
+    #[error("{path}: direct I/O is not possible: {why}; leave out `direct=on`")]
+    NotDirect {
+        /// The file.
+        path: String,
+        /// What stands against it.
+        why: String,
+    },
+    /// io_uring was demanded, and the process may not use it.
+    #[error(
+        "{path}: io_uring is demanded, and the system refuses it ({source}); it needs Linux 5.6 or later, \
+         `sysctl kernel.io_uring_disabled=0`, and no container profile that forbids it; or leave \
+         out `aio=io_uring`"
+    )]
+    Ring {
+        /// The file.
+        path: String,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// The system refused something that has no case of its own.
+    #[error("{path}: {what} failed: {source}")]
+    System {
+        /// The file.
+        path: String,
+        /// What was tried.
+        what: &'static str,
+        /// The system's reason.
+        source: io::Error,
+    },
+}

@@ -1,0 +1,228 @@
+//! One thread's queue on a file.
+
+use super::Shared;
+use super::task::{BOUNCE, Stage, Step, Task};
+use crate::sys::{Key, Ring};
+use crate::{Bounds, DiskError, Op, Queue, Request, Submitted, compare};
+use shadowbell_memory::{Mapping, Segments, SharedBytes};
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Bounce buffers that a queue has at most; requests that find none wait for one.
+const BOUNCES: usize = 32;
+
+pub(super) struct FileQueue {
+    ring: Ring<Task>,
+    shared: Arc<Shared>,
+    /// Requests that wait for room in the ring or for a bounce buffer, in order.
+    waiting: VecDeque<Key>,
+    /// Requests that were cancelled while they waited.
+    cancelled: Vec<Key>,
+    /// Bounce buffers that nobody uses. They are made as they are needed first.
+    bounces: Vec<SharedBytes>,
+    bounces_made: usize,
+    /// Completions on their way, kept for its room.
+    completions: Vec<(Key, i32)>,
+    bounds: Bounds,
+}
+
+impl FileQueue {
+    pub(super) fn new(shared: Arc<Shared>) -> io::Result<Self> {
+        // One is there from the start (its pages come with its first use), so that whoever waits
+        // for a bounce buffer waits for somebody who has one.
+        let first = Mapping::anonymous(BOUNCE as u64).map_err(io::Error::other)?.bytes();
+        Ok(Self {
+            ring: Ring::new(Arc::clone(&shared.file), shared.means)?,
+            bounds: shared.info.bounds(),
+            shared,
+            waiting: VecDeque::new(),
+            cancelled: Vec::new(),
+            bounces: vec![first],
+            bounces_made: 1,
+            completions: Vec::new(),
+        })
+    }
+
+    /// Prepares the task's next call. `false` if it has to wait for something.
+    fn start(&mut self, key: Key) -> bool {
+        if !self.ring.has_room() || !self.equip(key) {
+            return false;
+        }
+        let Some((task, ..)) = self.ring.get(key) else {
+            return true; // gone: nothing to wait for
+        };
+        let plan = task.call();
+        self.ring.prepare(key, plan.call, plan.skip, plan.offset, plan.len)
+    }
+
+    /// Sees to it that the task has the buffer of the queue's that its stage needs, filled if the
+    /// piece is to be written. `false` if there is none now.
+    fn equip(&mut self, key: Key) -> bool {
+        let Some((task, data, own)) = self.ring.get(key) else {
+            return true;
+        };
+        match task.stage {
+            Stage::Bounced { piece, moved } => {
+                let fill = matches!(task.op(), Op::Write { .. }) && moved == 0;
+                let (at, _) = task.piece();
+                if let Some(own) = own {
+                    return !fill || data.copy_to(at, own, 0, piece).is_some();
+                }
+                let Some(bounce) = self.bounce() else {
+                    return false;
+                };
+                self.ring.lend(key, bounce);
+                self.equip(key)
+            }
+            Stage::Zeroes if own.is_none() => {
+                self.ring.lend(key, self.shared.zeroes.clone());
+                true
+            }
+            _ => true,
+        }
+    }
+
+    fn bounce(&mut self) -> Option<SharedBytes> {
+        if let Some(bounce) = self.bounces.pop() {
+            return Some(bounce);
+        }
+        if self.bounces_made == BOUNCES {
+            return None;
+        }
+        let bounce = Mapping::anonymous(BOUNCE as u64).ok()?.bytes();
+        self.bounces_made += 1;
+        Some(bounce)
+    }
+}
+
+impl FileQueue {
+    /// Starts what waits, as far as there is room.
+    fn start_waiting(&mut self) {
+        while let Some(key) = self.waiting.front().copied() {
+            if !self.start(key) {
+                // The submission queue may be all that is full.
+                self.ring.submit();
+                if !self.start(key) {
+                    return;
+                }
+            }
+            self.waiting.pop_front();
+        }
+    }
+
+    /// Goes on with a task whose call has ended. The result, if the request has ended with it.
+    fn advance(&mut self, key: Key, result: i32) -> Option<Result<(), DiskError>> {
+        let shared = Arc::clone(&self.shared);
+        let (task, data, own) = self.ring.get(key)?;
+        let mut step = task.outcome(result, &shared);
+        if step == Step::Piece {
+            let (at, len) = task.piece();
+            let used = match (task.op(), own) {
+                (Op::Read, Some(own)) => {
+                    data.copy_from(at, own, 0, len).ok_or(DiskError::BadBuffer)
+                }
+                (Op::Compare, Some(own)) => compare::equal(data, at, own, 0, len),
+                _ => Ok(()),
+            };
+            step = match used {
+                Ok(()) => task.piece_done(),
+                Err(error) => Step::End(Err(error)),
+            };
+        }
+        match step {
+            Step::End(result) => {
+                if result == Err(DiskError::NoSpace) || shared.full.load(Ordering::Relaxed) != 0 {
+                    shared.note_room(task.request(), result);
+                }
+                Some(result)
+            }
+            Step::Call | Step::Piece => {
+                if !self.start(key) {
+                    // Ahead of those that have not begun.
+                    self.waiting.push_front(key);
+                }
+                None
+            }
+        }
+    }
+
+    /// Hands an ended request back.
+    fn finish(
+        &mut self,
+        key: Key,
+        result: Result<(), DiskError>,
+        done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments),
+    ) {
+        if let Some(taken) = self.ring.remove(key) {
+            if let (Some(own), true) = (taken.own, taken.task.may_bounce()) {
+                self.bounces.push(own);
+            }
+            done(taken.task.tag, result, taken.data);
+        }
+    }
+}
+
+impl Queue for FileQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        if let Err(error) = request.check(&self.bounds, data) {
+            return Submitted::Done(Err(error));
+        }
+        let task = match Task::new(tag, request, data, &self.shared) {
+            Ok(task) => task,
+            Err(result) => return Submitted::Done(result),
+        };
+        let key = self.ring.insert(task, data.take());
+        if !self.waiting.is_empty() || !self.start(key) {
+            self.waiting.push_back(key);
+        } else {
+            self.ring.submit_in_time();
+        }
+        Submitted::Pending
+    }
+
+    fn commit(&mut self) {
+        self.start_waiting();
+        self.ring.submit();
+    }
+
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        let mut completions = std::mem::take(&mut self.completions);
+        self.ring.collect(&mut completions);
+        for (key, result) in completions.drain(..) {
+            if let Some(result) = self.advance(key, result) {
+                self.finish(key, result, done);
+            }
+        }
+        self.completions = completions;
+        while let Some(key) = self.cancelled.pop() {
+            self.finish(key, Err(DiskError::Cancelled), done);
+        }
+        self.commit();
+    }
+
+    fn cancel(&mut self, tag: u32) {
+        let Some((key, task)) = self.ring.tasks().find(|(_, task)| task.tag == tag) else {
+            return;
+        };
+        task.cancelled = true;
+        if self.ring.is_busy(key) {
+            self.ring.cancel(key);
+        } else if let Some(index) = self.waiting.iter().position(|k| *k == key) {
+            self.waiting.remove(index);
+            self.cancelled.push(key);
+            // It ends in `reap`, so somebody has to be told that there is a reason to call it.
+            self.ring.wake();
+        }
+    }
+
+    fn pending(&self) -> usize {
+        self.ring.len()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.ring.fd())
+    }
+}

@@ -1,0 +1,294 @@
+//! A request on its way through the kernel: which call is next, and what its result means.
+
+use super::Shared;
+use crate::sys::{Call, Memory};
+use crate::{DiskError, Op, Request};
+use shadowbell_memory::Segments;
+use std::sync::atomic::Ordering;
+
+/// The size of a bounce buffer, and so the most that goes through it in one call.
+pub(super) const BOUNCE: usize = 256 * 1024;
+
+/// How often one call is repeated when the system says "again" without any progress.
+const RETRIES: u8 = 64;
+
+/// What is being done for a request now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// The device works on the command's own memory.
+    Straight,
+    /// `moved` of the `piece` bytes in the bounce buffer are through.
+    Bounced { piece: usize, moved: usize },
+    /// A hole for the range.
+    Punch,
+    /// Zeroes for the range, by the file system.
+    ZeroRange,
+    /// Zeroes for the range, written.
+    Zeroes,
+    /// What was written onto stable storage.
+    Sync,
+}
+
+/// What comes next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// The call that [`Task::call`] describes.
+    Call,
+    /// A piece has gone through the bounce buffer: [`Task::piece_done`].
+    Piece,
+    /// The request has ended.
+    End(Result<(), DiskError>),
+}
+
+#[derive(Debug)]
+pub(super) struct Task {
+    pub(super) tag: u32,
+    pub(super) stage: Stage,
+    /// The host wants it ended.
+    pub(super) cancelled: bool,
+    request: Request,
+    /// Bytes of the range that are done.
+    done: u64,
+    retries: u8,
+}
+
+/// The call of a task: the buffer is used from `skip`, the file from `offset`.
+pub(super) struct Planned {
+    pub(super) call: Call,
+    pub(super) skip: usize,
+    pub(super) offset: u64,
+    pub(super) len: u64,
+}
+
+impl Task {
+    /// A task for a request that was checked, or the result if there is nothing to do.
+    pub(super) fn new(
+        tag: u32,
+        request: &Request,
+        data: &Segments,
+        shared: &Shared,
+    ) -> Result<Self, Result<(), DiskError>> {
+        let stage = match request.op {
+            Op::Flush if shared.info.read_only => return Err(Ok(())),
+            // The end of the image has moved: what it held is not on stable storage.
+            Op::Flush if shared.has_shrunk() => return Err(Err(DiskError::Io(libc::EIO))),
+            Op::Flush => match shared.unsynced() {
+                None => Stage::Sync,
+                Some(error) => return Err(Err(error)),
+            },
+            _ if request.len == 0 => return Err(Ok(())),
+            _ if !shared.reaches(request.offset + request.len) => {
+                return Err(Err(DiskError::OutOfRange));
+            }
+            Op::Read | Op::Write { .. } if straight(data, request.len, shared) => Stage::Straight,
+            Op::Read | Op::Write { .. } | Op::Compare | Op::Verify => {
+                Stage::Bounced { piece: 0, moved: 0 }
+            }
+            Op::Discard if !shared.info.discard => return Err(Ok(())),
+            Op::Discard => zeroing(true, shared),
+            Op::WriteZeroes { deallocate, .. } => zeroing(deallocate, shared),
+        };
+        let mut task =
+            Self { tag, stage, cancelled: false, request: *request, done: 0, retries: 0 };
+        if matches!(stage, Stage::Bounced { .. }) {
+            task.next_piece();
+        }
+        Ok(task)
+    }
+
+    pub(super) fn request(&self) -> &Request {
+        &self.request
+    }
+
+    pub(super) fn op(&self) -> Op {
+        self.request.op
+    }
+
+    /// Whether the queue's buffer that the task has, if any, is a bounce buffer.
+    pub(super) fn may_bounce(&self) -> bool {
+        matches!(self.request.op, Op::Read | Op::Write { .. } | Op::Compare | Op::Verify)
+    }
+
+    /// Where in the data the present piece is, and how long it is.
+    pub(super) fn piece(&self) -> (usize, usize) {
+        match self.stage {
+            Stage::Bounced { piece, .. } => (self.done as usize, piece),
+            _ => (0, 0),
+        }
+    }
+
+    fn left(&self) -> u64 {
+        self.request.len - self.done
+    }
+
+    fn next_piece(&mut self) {
+        let piece = self.left().min(BOUNCE as u64) as usize;
+        self.stage = Stage::Bounced { piece, moved: 0 };
+    }
+
+    /// The call to make now.
+    pub(super) fn call(&self) -> Planned {
+        let offset = self.request.offset + self.done;
+        let rest = |call| Planned { call, skip: 0, offset, len: self.left() };
+        let transfer = |memory| match self.request.op {
+            Op::Write { fua } => Call::Write { from: memory, dsync: fua },
+            _ => Call::Read(memory),
+        };
+        match self.stage {
+            // The check has seen that the data is as long as the range: `done` fits a usize.
+            Stage::Straight => Planned { skip: self.done as usize, ..rest(transfer(Memory::Data)) },
+            Stage::Bounced { piece, moved } => Planned {
+                call: transfer(Memory::Own),
+                skip: moved,
+                offset: offset + moved as u64,
+                len: (piece - moved) as u64,
+            },
+            Stage::Punch => rest(Call::Punch),
+            Stage::ZeroRange => rest(Call::ZeroRange),
+            Stage::Zeroes => rest(Call::Write { from: Memory::Own, dsync: false }),
+            Stage::Sync => Planned { call: Call::Sync, skip: 0, offset: 0, len: 0 },
+        }
+    }
+
+    /// What the result of a call means: the bytes it moved, or a negative error number.
+    pub(super) fn outcome(&mut self, result: i32, shared: &Shared) -> Step {
+        match u32::try_from(result) {
+            Ok(moved) => self.moved(u64::from(moved), shared),
+            Err(_) => self.failed(-result, shared),
+        }
+    }
+
+    fn failed(&mut self, errno: i32, shared: &Shared) -> Step {
+        match (errno, self.stage) {
+            (libc::EINTR | libc::EAGAIN | libc::ECANCELED, _) if self.cancelled => {
+                return Step::End(Err(DiskError::Cancelled));
+            }
+            (libc::EINTR | libc::EAGAIN, _) if self.retries < RETRIES => {
+                self.retries += 1;
+                return Step::Call;
+            }
+            (libc::EOPNOTSUPP | libc::ENOSYS, Stage::Punch) => {
+                shared.no_punch.store(true, Ordering::Relaxed);
+                self.stage = zeroing(true, shared);
+            }
+            (libc::EOPNOTSUPP | libc::ENOSYS, Stage::ZeroRange) => {
+                shared.no_zero_range.store(true, Ordering::Relaxed);
+                self.stage = Stage::Zeroes;
+            }
+            // A block device refuses ranges that its own blocks do not divide.
+            (libc::EINVAL, Stage::Punch | Stage::ZeroRange) => self.stage = Stage::Zeroes,
+            // The device is pickier about memory than the system said.
+            (libc::EINVAL, Stage::Straight) if shared.direct.is_some() => self.next_piece(),
+            _ => {
+                // A write that syncs fails in its first half as well, where the storage is full.
+                let syncs =
+                    matches!(self.request.op, Op::Write { fua: true }) && errno == libc::EIO;
+                if syncs || self.stage == Stage::Sync {
+                    shared.note_unsynced(errno);
+                }
+                return Step::End(Err(shared.error(errno)));
+            }
+        }
+        self.go_on(Step::Call)
+    }
+
+    fn moved(&mut self, moved: u64, shared: &Shared) -> Step {
+        let (progress, wanted) = match self.stage {
+            Stage::Straight | Stage::Zeroes => {
+                let progress = whole(moved, self.left(), shared);
+                self.done += progress;
+                (progress, self.left() + progress)
+            }
+            Stage::Bounced { piece, moved: before } => {
+                let wanted = (piece - before) as u64;
+                let progress = whole(moved, wanted, shared);
+                let now = before + progress as usize;
+                self.stage = Stage::Bounced { piece, moved: now };
+                if now == piece {
+                    return Step::Piece;
+                }
+                (progress, wanted)
+            }
+            Stage::Punch | Stage::ZeroRange => {
+                self.done = self.request.len;
+                (self.request.len, self.request.len)
+            }
+            Stage::Sync => return Step::End(Ok(())),
+        };
+        if progress == wanted {
+            return self.range_done();
+        }
+        if progress > 0 {
+            self.retries = 0;
+            return self.go_on(Step::Call);
+        }
+        // Nothing moved: a read at the end of the file, or a write that the system did not do.
+        let reads = matches!(self.request.op, Op::Read | Op::Compare | Op::Verify);
+        Step::End(Err(if reads && shared.has_shrunk() {
+            DiskError::OutOfRange
+        } else {
+            DiskError::Io(libc::EIO)
+        }))
+    }
+
+    /// The piece in the bounce buffer has been dealt with.
+    pub(super) fn piece_done(&mut self) -> Step {
+        if let Stage::Bounced { piece, .. } = self.stage {
+            self.done += piece as u64;
+            self.retries = 0;
+        }
+        if self.left() == 0 {
+            return self.range_done();
+        }
+        self.next_piece();
+        self.go_on(Step::Call)
+    }
+
+    fn range_done(&mut self) -> Step {
+        match self.request.op {
+            Op::WriteZeroes { fua: true, .. } => {
+                self.stage = Stage::Sync;
+                self.go_on(Step::Call)
+            }
+            _ => Step::End(Ok(())),
+        }
+    }
+
+    /// `step`, unless the host does not want it any more.
+    fn go_on(&self, step: Step) -> Step {
+        if self.cancelled { Step::End(Err(DiskError::Cancelled)) } else { step }
+    }
+}
+
+/// Whether the device can work on the first `len` bytes of the data as they are.
+fn straight(data: &Segments, len: u64, shared: &Shared) -> bool {
+    let Some(align) = shared.direct else {
+        return true;
+    };
+    let mut left = len as usize;
+    data.pieces().iter().all(|piece| {
+        let used = piece.len().min(left);
+        left -= used;
+        used == 0 || (piece.address() & (align.memory - 1) | used & (align.offset - 1)) == 0
+    })
+}
+
+/// The best way to zero a range.
+fn zeroing(deallocate: bool, shared: &Shared) -> Stage {
+    if deallocate && !shared.no_punch.load(Ordering::Relaxed) {
+        Stage::Punch
+    } else if !shared.no_zero_range.load(Ordering::Relaxed) {
+        Stage::ZeroRange
+    } else {
+        Stage::Zeroes
+    }
+}
+
+/// How much of a transfer counts: all of it if it is complete, else what direct I/O can go on
+/// from.
+fn whole(moved: u64, wanted: u64, shared: &Shared) -> u64 {
+    match shared.direct {
+        Some(align) if moved < wanted => moved & !(align.offset as u64 - 1),
+        _ => moved.min(wanted),
+    }
+}

@@ -1,0 +1,600 @@
+//! The queue on files that behave in ways that an image on a good day does not: pipes (slow,
+//! short), devices that are full or broken, file systems that lack calls.
+
+use super::*;
+use crate::{Op, Request, Submitted};
+use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
+use shadowbell_memory::{DmaSpace, Mapping, Segments, View};
+use std::cell::Cell;
+use std::io::Write as _;
+use std::os::fd::AsFd;
+
+const MIB: u64 = 1 << 20;
+
+thread_local! {
+    /// How the disks of this test call the system.
+    static MEANS: Cell<Means> = const { Cell::new(Means::Uring) };
+}
+
+fn shared(file: impl Into<File>, bytes: u64) -> Shared {
+    Shared {
+        file: Arc::new(file.into()),
+        info: Info {
+            block_size: 512,
+            blocks: bytes / 512,
+            read_only: false,
+            volatile_cache: true,
+            discard: true,
+            granularity: 1,
+        },
+        direct: None,
+        means: MEANS.get(),
+        no_uring: None,
+        regular: false,
+        end: AtomicU64::new(bytes),
+        full: AtomicU64::new(0),
+        unsynced: AtomicI32::new(0),
+        no_zero_range: AtomicBool::new(false),
+        no_punch: AtomicBool::new(false),
+        zeroes: Mapping::anonymous(MIB).unwrap().bytes(),
+    }
+}
+
+fn disk(shared: Shared) -> FileDisk {
+    FileDisk { shared: Arc::new(shared), path: "test".into() }
+}
+
+/// A disk that answers a read when somebody writes into the other end.
+fn pipe() -> (Box<dyn Queue>, File) {
+    let (reader, writer) = rustix::pipe::pipe().unwrap();
+    (disk(shared(reader, 1 << 30)).queue().unwrap(), writer.into())
+}
+
+fn memfd(bytes: u64) -> File {
+    let fd = rustix::fs::memfd_create("disk", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&fd, bytes).unwrap();
+    fd.into()
+}
+
+fn buffer(len: u64) -> (SharedBytes, Segments) {
+    let bytes = Mapping::anonymous(len).unwrap().bytes().slice(0, len as usize).unwrap();
+    let data = Segments::from_bytes(&bytes);
+    (bytes, data)
+}
+
+fn read(offset: u64, len: u64) -> Request {
+    Request { op: Op::Read, offset, len }
+}
+
+/// Waits for the wake descriptor; panics after some seconds without it.
+fn wait(queue: &dyn Queue) {
+    let fd = queue.wake_fd().unwrap();
+    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+    let patience = Timespec { tv_sec: 20, tv_nsec: 0 };
+    // A lost wake-up shows at the end of a wait that nobody ended, as a descriptor that was ready.
+    let since = std::time::Instant::now();
+    let ready = rustix::io::retry_on_intr(|| poll(&mut fds, Some(&patience))).unwrap();
+    assert!(ready == 1 && since.elapsed().as_secs() < 15, "the wake descriptor stays silent");
+}
+
+fn reap(queue: &mut dyn Queue) -> Vec<(u32, Result<(), DiskError>)> {
+    let mut ended = Vec::new();
+    queue.reap(&mut |tag, result, _| ended.push((tag, result)));
+    ended
+}
+
+/// Waits until nothing is pending.
+fn drain(queue: &mut dyn Queue) -> Vec<(u32, Result<(), DiskError>)> {
+    queue.commit();
+    let mut ended = Vec::new();
+    while queue.pending() > 0 {
+        wait(queue);
+        ended.append(&mut reap(queue));
+    }
+    ended
+}
+
+fn run(queue: &mut dyn Queue, op: Op, len: u64) -> Result<(), DiskError> {
+    let (_, mut data) = buffer(len.max(512));
+    run_at(queue, Request { op, offset: 0, len }, &mut data)
+}
+
+fn run_at(queue: &mut dyn Queue, request: Request, data: &mut Segments) -> Result<(), DiskError> {
+    match queue.submit(7, &request, data) {
+        Submitted::Done(result) => result,
+        Submitted::Pending => match drain(queue)[..] {
+            [(7, result)] => result,
+            ref other => panic!("{other:?}"),
+        },
+    }
+}
+
+#[test]
+fn short_reads_are_continued() {
+    let (mut queue, mut writer) = pipe();
+    let (bytes, mut data) = buffer(1024);
+    assert_eq!(queue.submit(3, &read(0, 1024), &mut data), Submitted::Pending);
+    assert_eq!(data.len(), 0, "the queue has the buffer");
+    queue.commit();
+    for part in [100, 23, 900] {
+        assert_eq!(reap(&mut *queue), []);
+        writer.write_all(&vec![part as u8; part]).unwrap();
+        wait(&*queue);
+        assert_eq!(reap(&mut *queue), []);
+    }
+    writer.write_all(&[1]).unwrap();
+    assert_eq!(drain(&mut *queue), [(3, Ok(()))]);
+    for (at, byte) in
+        [(0, 100u8), (99, 100), (100, 23), (122, 23), (123, 132), (1022, 132), (1023, 1)]
+    {
+        assert_eq!(bytes.read::<u8>(at), Some(byte), "at {at}");
+    }
+}
+
+#[test]
+fn a_disk_with_nothing_to_do_does_not_wait_for_the_rest_of_a_batch() {
+    let (mut queue, mut writer) = pipe();
+    writer.write_all(&[1; 1024]).unwrap();
+    for tag in [3, 4] {
+        let (_, mut data) = buffer(512);
+        assert_eq!(queue.submit(tag, &read(0, 512), &mut data), Submitted::Pending);
+        wait(&*queue);
+        assert_eq!(reap(&mut *queue), [(tag, Ok(()))]);
+    }
+}
+
+#[test]
+fn the_wake_descriptor_works_with_epoll() {
+    let (mut queue, mut writer) = pipe();
+    let set = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
+    let fd = queue.wake_fd().unwrap();
+    epoll::add(&set, fd, epoll::EventData::new_u64(5), epoll::EventFlags::IN).unwrap();
+    let mut events =
+        [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }];
+    let mut ready = |millis: i64| {
+        let timeout = Timespec { tv_sec: 0, tv_nsec: millis * 1_000_000 };
+        rustix::io::retry_on_intr(|| epoll::wait(&set, &mut events, Some(&timeout))).unwrap()
+    };
+    for round in 0..3 {
+        let (_, mut data) = buffer(512);
+        assert_eq!(queue.submit(round, &read(0, 512), &mut data), Submitted::Pending);
+        queue.commit();
+        assert_eq!(reap(&mut *queue), []);
+        assert_eq!(ready(10), 0, "nothing has ended");
+        let mut late = writer.try_clone().unwrap();
+        let thread = std::thread::spawn(move || {
+            std::thread::sleep(std::time::Duration::from_millis(30));
+            late.write_all(&[1; 512]).unwrap();
+        });
+        assert_eq!(ready(900), 1, "the sleeper is woken");
+        assert_eq!(ready(0), 1, "and again, until it has reaped");
+        assert_eq!(reap(&mut *queue), [(round, Ok(()))]);
+        assert_eq!(ready(0), 0);
+        thread.join().unwrap();
+    }
+    writer.flush().unwrap();
+}
+
+#[test]
+fn pending_requests_are_cancelled() {
+    let (mut queue, _writer) = pipe();
+    for tag in 0..3 {
+        let (_, mut data) = buffer(512);
+        assert_eq!(queue.submit(tag, &read(0, 512), &mut data), Submitted::Pending);
+    }
+    queue.commit();
+    queue.cancel(1);
+    queue.cancel(99);
+    wait(&*queue);
+    assert_eq!(reap(&mut *queue), [(1, Err(DiskError::Cancelled))]);
+    assert_eq!(queue.pending(), 2);
+    // One that was not even committed.
+    let (_, mut data) = buffer(512);
+    assert_eq!(queue.submit(8, &read(0, 512), &mut data), Submitted::Pending);
+    queue.cancel(8);
+    wait(&*queue);
+    assert_eq!(reap(&mut *queue), [(8, Err(DiskError::Cancelled))]);
+    assert_eq!(queue.pending(), 2);
+}
+
+#[test]
+fn a_cancelled_request_does_not_go_on_after_a_short_transfer() {
+    let (mut queue, mut writer) = pipe();
+    let (_, mut data) = buffer(1024);
+    assert_eq!(queue.submit(1, &read(0, 1024), &mut data), Submitted::Pending);
+    queue.commit();
+    writer.write_all(&[1; 512]).unwrap();
+    wait(&*queue);
+    queue.cancel(1); // its call has ended, short, before it was asked to
+    assert_eq!(drain(&mut *queue), [(1, Err(DiskError::Cancelled))]);
+}
+
+#[test]
+fn requests_beyond_the_ring_wait_in_order() {
+    const MANY: u32 = 5000;
+    let (mut queue, mut writer) = pipe();
+    let whole = Mapping::anonymous(u64::from(MANY) * 512).unwrap().bytes();
+    for tag in 0..MANY {
+        let mut data = Segments::from_bytes(&whole.slice(tag as usize * 512, 512).unwrap());
+        assert_eq!(queue.submit(tag, &read(0, 512), &mut data), Submitted::Pending);
+    }
+    queue.commit();
+    assert_eq!(queue.pending(), MANY as usize);
+    // Deep in the line, far from the kernel.
+    queue.cancel(MANY - 1);
+    wait(&*queue);
+    assert_eq!(reap(&mut *queue), [(MANY - 1, Err(DiskError::Cancelled))]);
+    let feeder = std::thread::spawn(move || {
+        for tag in 0..MANY - 1 {
+            writer.write_all(&[tag as u8; 512]).unwrap();
+        }
+        writer
+    });
+    let ended = drain(&mut *queue);
+    let mut tags: Vec<u32> = ended.iter().map(|(tag, _)| *tag).collect();
+    assert!(ended.iter().all(|(_, result)| result.is_ok()));
+    tags.sort_unstable();
+    assert!(tags.into_iter().eq(0..MANY - 1));
+    feeder.join().unwrap();
+}
+
+#[test]
+fn a_dropped_queue_lets_no_write_into_memory_that_is_gone() {
+    let (mut queue, mut writer) = pipe();
+    let bytes = Mapping::anonymous(4096).unwrap().bytes();
+    let mut space = DmaSpace::default();
+    space.map(0, 4096, &bytes).unwrap();
+    let view = View::new(Arc::clone(space.table()));
+    let watch = view.watch();
+    for tag in 0..3000 {
+        let mut data = Segments::new();
+        view.resolve_prps(0, 0, 512, 4096, true, &mut data).unwrap();
+        assert_eq!(queue.submit(tag, &read(0, 512), &mut data), Submitted::Pending);
+        if tag == 2000 {
+            queue.commit(); // some of them in the kernel, some prepared, some waiting
+        }
+    }
+    drop(view);
+    assert!(!watch.is_idle());
+    drop(queue);
+    assert!(watch.is_idle());
+    // Whatever the kernel still held would take this (an error only says that nobody does).
+    let _ = writer.write_all(&[0xee; 512]);
+    assert_eq!(bytes.read::<u64>(0), Some(0));
+}
+
+#[test]
+fn a_full_disk_is_no_space_and_a_broken_one_its_error() {
+    let full = File::options().read(true).write(true).open("/dev/full").unwrap();
+    let disk_of_full = disk(shared(full, MIB));
+    let mut queue = disk_of_full.queue().unwrap();
+    assert!(!disk_of_full.is_full());
+    assert_eq!(run(&mut *queue, Op::Write { fua: false }, 4096), Err(DiskError::NoSpace));
+    assert_eq!(run(&mut *queue, Op::Write { fua: true }, 4096), Err(DiskError::NoSpace));
+    assert!(disk_of_full.is_full());
+    // Address 0 of this process is not mapped.
+    let broken = File::open("/proc/self/mem").unwrap();
+    let mut queue = disk(shared(broken, MIB)).queue().unwrap();
+    for op in [Op::Read, Op::Compare, Op::Verify] {
+        assert_eq!(run(&mut *queue, op, 4096), Err(DiskError::Io(libc::EIO)), "{op:?}");
+    }
+    for (errno, error) in [
+        (libc::EDQUOT, DiskError::NoSpace),
+        (libc::EFBIG, DiskError::NoSpace),
+        (libc::EROFS, DiskError::Io(libc::EROFS)),
+    ] {
+        assert_eq!(shared(memfd(512), 512).error(errno), error);
+    }
+}
+
+/// The system tells of data that it could not write back once, and forgets them.
+#[test]
+fn a_sync_that_has_failed_is_not_made_good_by_the_next() {
+    let (flush, fua) = (Op::Flush, Op::Write { fua: true });
+    let broken = Err(DiskError::Io(libc::EIO));
+    for (direct, op, result, then) in [
+        (false, flush, -libc::EIO, broken),
+        (true, flush, -libc::EIO, Ok(())),
+        (false, flush, -libc::ENOSPC, Err(DiskError::NoSpace)),
+        // Found by a write of something else; the next was not even begun.
+        (false, fua, -libc::EIO, broken),
+        (false, fua, -libc::ENOSPC, Ok(())),
+    ] {
+        let mut shared = shared(memfd(4096), 4096);
+        shared.direct = direct.then_some(Alignment { memory: 1, offset: 1 });
+        let request = Request { op, offset: 0, len: 512 };
+        let task = task::Task::new(1, &request, &buffer(512).1, &shared);
+        assert!(matches!(task.unwrap().outcome(result, &shared), task::Step::End(Err(_))));
+        let queue = &mut *disk(shared).queue().unwrap();
+        assert_eq!([(); 2].map(|()| run(queue, flush, 0)), [then; 2], "{op:?} {result}");
+        assert_eq!(run(queue, fua, 512), Ok(()));
+    }
+}
+
+#[test]
+fn there_is_room_again_when_what_was_refused_is_taken() {
+    let disk = disk(shared(memfd(MIB), MIB));
+    let mut queue = disk.queue().unwrap();
+    let mut ask = |op, offset, len| {
+        let (_, mut data) = buffer(len);
+        assert_eq!(run_at(&mut *queue, Request { op, offset, len }, &mut data), Ok(()));
+        disk.is_full()
+    };
+    let request = |op, offset| Request { op, offset, len: 4096 };
+    let write = Op::Write { fua: false };
+    for op in [write, Op::WriteZeroes { deallocate: false, fua: false }] {
+        disk.shared.note_room(&request(op, 8192), Err(DiskError::NoSpace));
+        assert!(ask(write, 0, 8192), "before it");
+        assert!(ask(write, 12288, 4096), "behind it");
+        assert!(ask(Op::Read, 0, 65536), "reads need no room");
+        assert!(ask(Op::Discard, 8192, 4096), "nor does a hole");
+        assert!(ask(Op::WriteZeroes { deallocate: true, fua: false }, 8192, 4096));
+        assert!(ask(Op::Flush, 0, 512));
+        disk.shared.note_room(&request(write, 0), Err(DiskError::Io(5)));
+        assert!(!ask(op, 4096, 8192));
+    }
+    let flush = Request { op: Op::Flush, offset: 0, len: 0 };
+    disk.shared.note_room(&flush, Err(DiskError::NoSpace));
+    assert!(ask(write, 0, MIB));
+    assert!(!ask(Op::Flush, 0, 512));
+}
+
+#[test]
+fn an_end_that_should_not_be_there_is_an_error() {
+    // A file of a kind whose end can not move, and which has one all the same.
+    let mut queue = disk(shared(memfd(4096), MIB)).queue().unwrap();
+    assert_eq!(run(&mut *queue, Op::Read, 4096), Ok(()));
+    assert_eq!(run(&mut *queue, Op::Read, 8192), Err(DiskError::Io(libc::EIO)));
+}
+
+#[test]
+fn zeroes_are_written_where_the_file_system_has_nothing_better() {
+    // A memfd punches holes, but has no ZERO_RANGE.
+    for (no_punch, op) in [
+        (false, Op::WriteZeroes { deallocate: false, fua: false }),
+        (false, Op::WriteZeroes { deallocate: true, fua: true }),
+        (true, Op::WriteZeroes { deallocate: true, fua: true }),
+        (false, Op::Discard),
+        (true, Op::Discard),
+    ] {
+        let mut file = memfd(4 * MIB);
+        file.write_all(&vec![7; 4 * MIB as usize]).unwrap();
+        let mut shared = shared(file.try_clone().unwrap(), 4 * MIB);
+        shared.no_punch = AtomicBool::new(no_punch);
+        let disk = disk(shared);
+        let mut queue = disk.queue().unwrap();
+        let (start, len) = (512, 3 * MIB + 512); // in more than one write
+        let request = Request { op, offset: start, len };
+        assert_eq!(run_at(&mut *queue, request, &mut Segments::new()), Ok(()));
+        let mut content = Vec::new();
+        file = {
+            use std::io::Seek as _;
+            file.rewind().unwrap();
+            file
+        };
+        std::io::Read::read_to_end(&mut file, &mut content).unwrap();
+        let (start, end) = (start as usize, (start + len) as usize);
+        assert!(content[..start].iter().all(|b| *b == 7), "{op:?}");
+        assert!(content[start..end].iter().all(|b| *b == 0), "{op:?}");
+        assert!(content[end..].iter().all(|b| *b == 7), "{op:?}");
+        assert_eq!(content.len() as u64, 4 * MIB);
+        let keeps = matches!(op, Op::WriteZeroes { deallocate: false, .. });
+        let no_zero_range = disk.shared.no_zero_range.load(Ordering::Relaxed);
+        assert_eq!(no_zero_range, keeps || no_punch, "it is not tried again");
+        let blocks = std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap()) * 512;
+        assert_eq!(blocks < 2 * MIB, !keeps && !no_punch, "{op:?} leaves {blocks} bytes");
+    }
+}
+
+#[test]
+fn the_zeroes_that_are_written_stay_zeroes() {
+    let mut queue = disk(shared(memfd(MIB), MIB)).queue().unwrap();
+    let (bytes, _) = buffer(4096);
+    let request = |op| Request { op, offset: 0, len: 4096 };
+    for op in [Op::Write { fua: false }, Op::Compare, Op::Verify] {
+        let zeroes = request(Op::WriteZeroes { deallocate: false, fua: false });
+        assert_eq!(run_at(&mut *queue, zeroes, &mut Segments::new()), Ok(()));
+        let read = request(Op::Read);
+        assert_eq!(run_at(&mut *queue, read, &mut Segments::from_bytes(&bytes)), Ok(()));
+        assert_eq!(bytes.read::<[u8; 4096]>(0), Some([0; 4096]), "before {op:?}");
+        // None of these may get the buffer of zeroes to put something into.
+        bytes.fill(0, 4096, 7).unwrap();
+        for op in [Op::Write { fua: false }, op] {
+            let data = &mut Segments::from_bytes(&bytes);
+            assert_eq!(run_at(&mut *queue, request(op), data), Ok(()));
+        }
+    }
+}
+
+#[test]
+fn what_can_not_be_discarded_is_left_alone() {
+    let mut shared = shared(memfd(4096), 4096);
+    shared.info.discard = false;
+    shared.file.as_ref().write_all(&[7; 4096]).unwrap();
+    let file = Arc::clone(&shared.file);
+    let mut queue = disk(shared).queue().unwrap();
+    let discard = Request { op: Op::Discard, offset: 0, len: 4096 };
+    let done = queue.submit(0, &discard, &mut Segments::new());
+    assert_eq!(done, Submitted::Done(Ok(())));
+    let mut content = [0; 4096];
+    std::os::unix::fs::FileExt::read_exact_at(&*file, &mut content, 0).unwrap();
+    assert_eq!(content, [7; 4096]);
+}
+
+#[test]
+fn many_bounced_requests_share_few_buffers() {
+    let mut queue = disk(shared(memfd(64 * MIB), 64 * MIB)).queue().unwrap();
+    for tag in 0..500 {
+        // Pieces of more than one bounce buffer, so that buffers are held across calls.
+        let request = Request { op: Op::Verify, offset: u64::from(tag) * 512, len: MIB };
+        assert_eq!(queue.submit(tag, &request, &mut Segments::new()), Submitted::Pending);
+    }
+    let ended = drain(&mut *queue);
+    assert_eq!(ended.len(), 500);
+    assert!(ended.iter().all(|(_, result)| result.is_ok()));
+}
+
+#[test]
+fn a_thread_can_have_many_queues_and_a_disk_many_threads() {
+    let disk = disk(shared(memfd(MIB), MIB));
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let mut queues: Vec<_> = (0..4).map(|_| disk.queue().unwrap()).collect();
+                for queue in &mut queues {
+                    assert_eq!(run(&mut **queue, Op::Read, 4096), Ok(()));
+                    assert_eq!(run(&mut **queue, Op::Flush, 0), Ok(()));
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn force_unit_access_reaches_the_call() {
+    let shared = shared(memfd(4096), 4096);
+    let (_, data) = buffer(512);
+    for fua in [false, true] {
+        let request = Request { op: Op::Write { fua }, offset: 0, len: 512 };
+        let task = task::Task::new(0, &request, &data, &shared).unwrap();
+        let from = crate::sys::Memory::Data;
+        assert_eq!(task.call().call, crate::sys::Call::Write { from, dsync: fua });
+        let request = Request { op: Op::WriteZeroes { deallocate: true, fua }, ..request };
+        let mut task = task::Task::new(0, &request, &data, &shared).unwrap();
+        let next = task.outcome(0, &shared);
+        assert_eq!(next == task::Step::Call && task.call().call == crate::sys::Call::Sync, fua);
+        assert_eq!(next == task::Step::End(Ok(())), !fua);
+    }
+}
+
+#[test]
+fn interrupted_calls_are_repeated_but_not_for_ever() {
+    let shared = shared(memfd(4096), 4096);
+    let (_, data) = buffer(512);
+    let mut task = task::Task::new(0, &read(0, 512), &data, &shared).unwrap();
+    let mut times = 0;
+    while task.outcome(-libc::EINTR, &shared) == task::Step::Call {
+        times += 1;
+        assert!(times < 1000);
+    }
+    assert!(times > 10);
+    let mut task = task::Task::new(0, &read(0, 512), &data, &shared).unwrap();
+    assert_eq!(task.outcome(-libc::EAGAIN, &shared), task::Step::Call);
+    assert_eq!(task.outcome(512, &shared), task::Step::End(Ok(())));
+}
+
+#[test]
+fn memory_that_direct_io_refuses_goes_through_a_bounce_buffer() {
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(MIB).unwrap();
+    let flags = rustix::fs::fcntl_getfl(file.as_fd()).unwrap();
+    if rustix::fs::fcntl_setfl(file.as_fd(), flags | rustix::fs::OFlags::DIRECT).is_err() {
+        eprintln!("skipped: no direct I/O on the file system of temporary files");
+        return;
+    }
+    // The system is taken to be content with any address, which it is not.
+    let mut shared = shared(file, MIB);
+    shared.direct = Some(Alignment { memory: 1, offset: 512 });
+    let mut queue = disk(shared).queue().unwrap();
+    let bytes = Mapping::anonymous(MIB).unwrap().bytes();
+    let odd = bytes.slice(1, 600 * 1024).unwrap();
+    odd.fill(0, odd.len(), 0x5a).unwrap();
+    let request = Request { op: Op::Write { fua: false }, offset: 512, len: 600 * 1024 };
+    assert_eq!(run_at(&mut *queue, request, &mut Segments::from_bytes(&odd)), Ok(()));
+    odd.fill(0, odd.len(), 0).unwrap();
+    let request = Request { op: Op::Read, ..request };
+    assert_eq!(run_at(&mut *queue, request, &mut Segments::from_bytes(&odd)), Ok(()));
+    let mut back = vec![0; odd.len()];
+    odd.read_into(0, &mut back).unwrap();
+    assert!(back.iter().all(|b| *b == 0x5a));
+}
+
+/// What does not need a pipe, again with threads: those read from a place in a file, which a pipe has
+/// none of.
+mod by_threads {
+    use super::*;
+
+    macro_rules! again {
+        ($($test:ident)*) => {$(
+            #[test]
+            fn $test() {
+                MEANS.set(Means::Threads);
+                super::$test();
+            }
+        )*};
+    }
+
+    again! {
+        a_full_disk_is_no_space_and_a_broken_one_its_error
+        an_end_that_should_not_be_there_is_an_error
+        zeroes_are_written_where_the_file_system_has_nothing_better
+        the_zeroes_that_are_written_stay_zeroes
+        what_can_not_be_discarded_is_left_alone
+        many_bounced_requests_share_few_buffers
+        a_thread_can_have_many_queues_and_a_disk_many_threads
+        memory_that_direct_io_refuses_goes_through_a_bounce_buffer
+    }
+
+    #[test]
+    fn the_wake_descriptor_is_readable_while_there_is_something_to_reap_and_not_after() {
+        MEANS.set(Means::Threads);
+        let mut queue = disk(shared(memfd(MIB), MIB)).queue().unwrap();
+        let is_readable = |queue: &dyn Queue| {
+            let fd = queue.wake_fd().unwrap();
+            let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+            let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+            poll(&mut fds, Some(&now)).unwrap() == 1
+        };
+        for tag in 0..100 {
+            assert!(!is_readable(&*queue));
+            let (_, mut data) = buffer(512);
+            assert_eq!(queue.submit(tag, &read(0, 512), &mut data), Submitted::Pending);
+            queue.commit();
+            wait(&*queue);
+            assert!(is_readable(&*queue), "until somebody reaps");
+            assert_eq!(reap(&mut *queue), [(tag, Ok(()))]);
+        }
+        assert!(!is_readable(&*queue));
+    }
+
+    #[test]
+    fn more_requests_than_threads_end_all_and_with_their_own_data() {
+        MEANS.set(Means::Threads);
+        const REQUESTS: u32 = 3000;
+        let len = u64::from(REQUESTS) * 512;
+        let file = memfd(len);
+        let content: Vec<u8> = (0..len).map(|at| (at / 512 % 251) as u8).collect();
+        std::os::unix::fs::FileExt::write_all_at(&file, &content, 0).unwrap();
+        let mut queue = disk(shared(file, len)).queue().unwrap();
+        let (bytes, _) = buffer(len);
+        for tag in 0..REQUESTS {
+            let at = u64::from(tag) * 512;
+            let mut data = Segments::from_bytes(&bytes.slice(at as usize, 512).unwrap());
+            assert_eq!(queue.submit(tag, &read(at, 512), &mut data), Submitted::Pending);
+        }
+        let mut ended = drain(&mut *queue);
+        ended.sort_by_key(|(tag, _)| *tag);
+        assert!(ended.iter().map(|(tag, _)| *tag).eq(0..REQUESTS));
+        assert!(ended.iter().all(|(_, result)| result.is_ok()));
+        let mut read = vec![0; len as usize];
+        bytes.read_into(0, &mut read).unwrap();
+        assert!(read == content);
+    }
+
+    #[test]
+    fn they_are_taken_where_io_uring_is_refused_unless_somebody_insists() {
+        let refused = || Err(io::Error::from_raw_os_error(libc::EPERM));
+        let (means, why) = open::means(Aio::Auto, refused).unwrap();
+        assert_eq!(means, Means::Threads);
+        let mut shared = shared(memfd(512), 512);
+        shared.no_uring = why;
+        let remark = disk(shared).remark().unwrap();
+        for words in ["test: read and written by threads", "not permitted", "io_uring_disabled=0"] {
+            assert!(remark.contains(words), "{remark}");
+        }
+        assert_eq!(open::means(Aio::Threads, refused).unwrap(), (Means::Threads, None));
+        assert_eq!(open::means(Aio::Auto, || Ok(())).unwrap(), (Means::Uring, None));
+        let error = open::means(Aio::IoUring, refused).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EPERM));
+    }
+}

@@ -1,0 +1,260 @@
+//! A disk that is memory.
+
+use crate::{Bounds, Disk, DiskError, Info, Op, OpenError, Queue, Request, Submitted};
+use shadowbell_memory::{Mapping, Segments, SharedBytes};
+use std::io;
+
+/// A disk whose blocks are memory of this process, taken from the system as they are first
+/// written and given back by discards. Its content is gone with the disk.
+///
+/// Where the system has huge pages (`/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` or
+/// `always`), it is made of them: the first write to any of 2 MiB takes all of it, and in exchange
+/// a random access costs one miss less.
+///
+/// Every operation completes inline. Two threads that access the same blocks at once get what
+/// they would get from a real disk: a mix of both.
+#[derive(Clone, Debug)]
+pub struct MemDisk {
+    info: Info,
+    bytes: SharedBytes,
+}
+
+/// The unit in which memory is given back.
+const PAGE: usize = 4096;
+
+impl MemDisk {
+    /// A disk of `blocks` logical blocks of `block_size` bytes (512 or 4096), all zeroes.
+    ///
+    /// # Errors
+    /// [`OpenError::Memory`] if the system refuses that much address space.
+    pub fn new(blocks: u64, block_size: u32) -> Result<Self, OpenError> {
+        let info = Info {
+            block_size,
+            blocks,
+            read_only: false,
+            volatile_cache: false,
+            discard: true,
+            granularity: (PAGE as u32 / block_size).max(1),
+        };
+        let refused = |source| OpenError::Memory { bytes: info.bytes(), source };
+        let mapping = Mapping::anonymous(info.bytes()).map_err(refused)?;
+        mapping.prefer_huge_pages();
+        // The mapping is rounded up to whole pages; the disk is not.
+        let len = usize::try_from(info.bytes()).unwrap_or(usize::MAX).min(mapping.len());
+        let bytes = mapping.bytes().slice(0, len).unwrap_or_else(|| mapping.bytes());
+        Ok(Self { info, bytes })
+    }
+
+    /// Whether writes are refused.
+    #[must_use]
+    pub fn with_read_only(mut self, read_only: bool) -> Self {
+        self.info.read_only = read_only;
+        self
+    }
+
+    /// The disk's content, for whoever wants to fill or look at it from this process.
+    #[must_use]
+    pub fn bytes(&self) -> &SharedBytes {
+        &self.bytes
+    }
+}
+
+impl Disk for MemDisk {
+    fn info(&self) -> Info {
+        self.info.clone()
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(MemQueue::new(self.info.bounds(), self.bytes.clone())))
+    }
+
+    fn name(&self) -> String {
+        format!("mem:{}", crate::uri::format_size(self.info.bytes()))
+    }
+}
+
+/// From how many bytes on a disk is taken for too large for the processor's caches, so that what is
+/// written to it is best not brought there. Of a smaller one most is found there again.
+const LARGE: usize = 64 << 20;
+
+/// One thread's way to it.
+struct MemQueue {
+    bounds: Bounds,
+    is_large: bool,
+    bytes: SharedBytes,
+}
+
+impl MemQueue {
+    fn new(bounds: Bounds, bytes: SharedBytes) -> Self {
+        Self { bounds, is_large: bytes.len() >= LARGE, bytes }
+    }
+
+    #[inline]
+    fn run(&self, request: &Request, data: &Segments) -> Result<(), DiskError> {
+        request.check(&self.bounds, data)?;
+        // The range was checked against the disk, which fits the address space.
+        let (at, len) = (request.offset as usize, request.len as usize);
+        match request.op {
+            Op::Read if self.is_large => {
+                data.copy_from_large(0, &self.bytes, at, len).ok_or(DiskError::BadBuffer)
+            }
+            Op::Read => data.copy_from(0, &self.bytes, at, len).ok_or(DiskError::BadBuffer),
+            Op::Write { .. } if self.is_large => {
+                data.copy_to_large(0, &self.bytes, at, len).ok_or(DiskError::BadBuffer)
+            }
+            Op::Write { .. } => data.copy_to(0, &self.bytes, at, len).ok_or(DiskError::BadBuffer),
+            Op::Flush | Op::Verify => Ok(()),
+            Op::WriteZeroes { .. } | Op::Discard => self.zero(at, len),
+            Op::Compare => crate::compare::equal(data, 0, &self.bytes, at, len),
+        }
+    }
+
+    /// Gives back the whole pages of the range and zeroes what is left of it.
+    fn zero(&self, at: usize, len: usize) -> Result<(), DiskError> {
+        let end = at + len;
+        let first = at.next_multiple_of(PAGE);
+        let last = end / PAGE * PAGE;
+        let fill = |from: usize, to: usize| {
+            self.bytes.fill(from, to - from, 0).ok_or(DiskError::OutOfRange)
+        };
+        if first >= last {
+            return fill(at, end);
+        }
+        fill(at, first)?;
+        fill(last, end)?;
+        // Memory that can not be given back (it may be locked) is at least zeroes.
+        if PAGE.is_multiple_of(rustix::param::page_size())
+            && self.bytes.mapping().discard(first, last - first).is_ok()
+        {
+            return Ok(());
+        }
+        fill(first, last)
+    }
+}
+
+/// How much of a block is brought near in advance, in bytes: a page. From page to page of a longer
+/// block the processor gets the lines by itself.
+const TOLD: usize = PAGE;
+/// How much of it at a time. The processor has so many places for lines on their way: with all of a
+/// page at once the last ones are dropped, and a copy that meets lines which are not there waits.
+const AT_ONCE: usize = TOLD / 2;
+
+impl Queue for MemQueue {
+    fn is_told_ahead(&self) -> bool {
+        true
+    }
+
+    #[inline]
+    fn tell(&self, op: Op, offset: u64, len: usize, ahead: u32) {
+        if op != Op::Read && self.is_large && shadowbell_memory::goes_past_caches(len) {
+            return;
+        }
+        // What does not fit the address space is outside of the disk, too, and of no effect.
+        let offset = usize::try_from(offset).unwrap_or(usize::MAX);
+        // Lines to be written in part are fetched in the same way: nobody else has them, so they are
+        // ours.
+        if ahead > 1 {
+            self.bytes.prefetch_range(offset, len.min(AT_ONCE));
+        } else if len > AT_ONCE {
+            self.bytes.prefetch_range(offset.saturating_add(AT_ONCE), len.min(TOLD) - AT_ONCE);
+        }
+    }
+
+    #[inline]
+    fn submit(&mut self, _tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        Submitted::Done(self.run(request, data))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn discarded_memory_goes_back_to_the_system() {
+        let disk = MemDisk::new(64 * 8, 512).unwrap();
+        disk.bytes().fill(0, 64 * PAGE, 1).unwrap();
+        let resident = || {
+            let address = disk.bytes().address();
+            let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+            let mut lines = smaps.lines().skip_while(|l| {
+                let range = l.split(' ').next().and_then(|r| r.split_once('-'));
+                range.is_none_or(|(from, to)| {
+                    let parse = |s| usize::from_str_radix(s, 16).unwrap_or(0);
+                    address < parse(from) || address >= parse(to)
+                })
+            });
+            let rss = lines.find(|l| l.starts_with("Rss:")).unwrap();
+            rss.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() / 4
+        };
+        let before = resident();
+        MemQueue::new(disk.info.bounds(), disk.bytes.clone()).zero(512, 62 * PAGE).unwrap();
+        assert_eq!(before - resident(), 61, "the whole pages inside");
+        let mut all = vec![9; 64 * PAGE];
+        disk.bytes().read_into(0, &mut all).unwrap();
+        assert!(all[..512].iter().all(|b| *b == 1));
+        assert!(all[512..512 + 62 * PAGE].iter().all(|b| *b == 0));
+        assert!(all[512 + 62 * PAGE..].iter().all(|b| *b == 1));
+    }
+
+    #[test]
+    fn a_size_that_is_no_page_multiple_ends_where_it_should() {
+        let disk = MemDisk::new(9, 512).unwrap();
+        assert_eq!(disk.info().bytes(), 9 * 512);
+        assert_eq!(disk.bytes().len(), 9 * 512);
+        let mut data = Segments::from_bytes(&Mapping::anonymous(4096).unwrap().bytes());
+        let request = Request { op: Op::Read, offset: 8 * 512, len: 1024 };
+        let mut queue = disk.queue().unwrap();
+        let done = queue.submit(1, &request, &mut data);
+        assert_eq!(done, Submitted::Done(Err(DiskError::OutOfRange)));
+    }
+
+    #[test]
+    fn blocks_of_any_length_come_back_from_small_and_large_disks() {
+        let memory = Mapping::anonymous(1 << 20).unwrap().bytes();
+        for bytes in [LARGE - 512, LARGE] {
+            let disk = MemDisk::new(bytes as u64 / 512, 512).unwrap();
+            let mut queue = disk.queue().unwrap();
+            for len in [512, 4096, 8192, 8192 + 512, 128 << 10, (1 << 20) - 8] {
+                let len = len / 512 * 512;
+                // Buffers need not begin at a line.
+                let mut data = Segments::from_bytes(&memory.slice(4, len).unwrap());
+                let pattern: Vec<u8> = (0..len).map(|n| (n % 251) as u8).collect();
+                data.write_from(0, &pattern).unwrap();
+                let offset = (bytes - len) as u64;
+                for op in [Op::Write { fua: false }, Op::Read] {
+                    let request = Request { op, offset, len: len as u64 };
+                    assert_eq!(queue.submit(1, &request, &mut data), Submitted::Done(Ok(())));
+                    let mut found = vec![0; len];
+                    data.read_into(0, &mut found).unwrap();
+                    assert!(found == pattern, "{len} bytes, {op:?}");
+                    data.fill(0, len, 0).unwrap();
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn being_told_of_anything_does_nothing_that_can_be_seen() {
+        let disk = MemDisk::new(9, 512).unwrap();
+        let queue = disk.queue().unwrap();
+        assert!(queue.is_told_ahead());
+        for offset in [0, 8 * 512, 9 * 512, 1 << 40, u64::MAX] {
+            for op in [Op::Read, Op::Write { fua: false }] {
+                for len in [512, usize::MAX] {
+                    queue.tell(op, offset, len, 2);
+                    queue.tell(op, offset, len, 1);
+                }
+            }
+        }
+        let mut all = vec![9; 9 * 512];
+        disk.bytes().read_into(0, &mut all).unwrap();
+        assert!(all.iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    fn more_memory_than_there_are_addresses_is_refused() {
+        let error = MemDisk::new(1 << 54, 512).unwrap_err();
+        assert!(error.to_string().contains("8EiB"), "{error}");
+    }
+}

@@ -1,0 +1,152 @@
+//! A disk that keeps nothing.
+
+use crate::{Bounds, Disk, DiskError, Info, Op, Queue, Request, Submitted};
+use shadowbell_memory::Segments;
+use std::io;
+
+/// A disk of any size that keeps nothing and answers at once: what is measured on it is
+/// everything but the disk.
+///
+/// As with the null devices that people know, a read leaves the data buffer as it was. The
+/// buffer is the host's own memory, so nobody learns anything by it that was not theirs. A
+/// compare and a verify succeed. With `read_zeroes` the disk reads as zeroes instead, which costs
+/// a memory write of the data's length, and a compare succeeds against zeroes only.
+#[derive(Clone, Debug)]
+pub struct NullDisk {
+    info: Info,
+    read_zeroes: bool,
+}
+
+impl NullDisk {
+    /// A disk of `blocks` logical blocks of `block_size` bytes (512 or 4096).
+    #[must_use]
+    pub fn new(blocks: u64, block_size: u32) -> Self {
+        Self {
+            info: Info {
+                block_size,
+                blocks,
+                read_only: false,
+                volatile_cache: false,
+                discard: true,
+                granularity: 1,
+            },
+            read_zeroes: false,
+        }
+    }
+
+    /// Whether reads fill the buffer with zeroes instead of leaving it as it was.
+    #[must_use]
+    pub fn with_read_zeroes(mut self, read_zeroes: bool) -> Self {
+        self.read_zeroes = read_zeroes;
+        self
+    }
+
+    /// Whether writes are refused.
+    #[must_use]
+    pub fn with_read_only(mut self, read_only: bool) -> Self {
+        self.info.read_only = read_only;
+        self
+    }
+}
+
+impl Disk for NullDisk {
+    fn info(&self) -> Info {
+        self.info.clone()
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(NullQueue { bounds: self.info.bounds(), read_zeroes: self.read_zeroes }))
+    }
+
+    fn name(&self) -> String {
+        format!("null:{}", crate::uri::format_size(self.info.bytes()))
+    }
+}
+
+/// One thread's way to it: nothing but what a request is checked against.
+struct NullQueue {
+    bounds: Bounds,
+    read_zeroes: bool,
+}
+
+impl Queue for NullQueue {
+    #[inline]
+    fn submit(&mut self, _tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        if let Err(error) = request.check(&self.bounds, data) {
+            return Submitted::Done(Err(error));
+        }
+        if self.read_zeroes {
+            return Submitted::Done(zeroes(request, data));
+        }
+        Submitted::Done(Ok(()))
+    }
+}
+
+#[inline(never)]
+fn zeroes(request: &Request, data: &Segments) -> Result<(), DiskError> {
+    let len = usize::try_from(request.len).map_err(|_| DiskError::BadBuffer)?;
+    match request.op {
+        Op::Read => data.fill(0, len, 0).ok_or(DiskError::BadBuffer),
+        Op::Compare => {
+            let mut piece = [0; 4096];
+            let mut done = 0;
+            while done < len {
+                let n = (len - done).min(piece.len());
+                data.read_into(done, &mut piece[..n]).ok_or(DiskError::BadBuffer)?;
+                if piece[..n].iter().any(|b| *b != 0) {
+                    return Err(DiskError::CompareFailed);
+                }
+                done += n;
+            }
+            Ok(())
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_memory::Mapping;
+
+    fn run(disk: &NullDisk, op: Op, data: &mut Segments) -> Result<(), DiskError> {
+        let mut queue = disk.queue().unwrap();
+        match queue.submit(0, &Request { op, offset: 4096, len: 4096 }, data) {
+            Submitted::Done(result) => result,
+            Submitted::Pending => panic!("a null disk leaves nothing pending"),
+        }
+    }
+
+    #[test]
+    fn reads_leave_the_buffer_alone_unless_asked_for_zeroes() {
+        let bytes = Mapping::anonymous(4096).unwrap().bytes();
+        bytes.fill(0, 4096, 7).unwrap();
+        let mut data = Segments::from_bytes(&bytes);
+        let disk = NullDisk::new(1 << 31, 512);
+        assert_eq!(disk.name(), "null:1TiB");
+        assert_eq!(run(&disk, Op::Read, &mut data), Ok(()));
+        assert_eq!(run(&disk, Op::Compare, &mut data), Ok(()));
+        assert_eq!(bytes.read::<u8>(4095), Some(7));
+        let disk = disk.with_read_zeroes(true);
+        assert_eq!(run(&disk, Op::Compare, &mut data), Err(DiskError::CompareFailed));
+        assert_eq!(run(&disk, Op::Write { fua: true }, &mut data), Ok(()));
+        assert_eq!(run(&disk, Op::Read, &mut data), Ok(()));
+        assert_eq!(bytes.read::<u8>(4095), Some(0));
+        assert_eq!(run(&disk, Op::Compare, &mut data), Ok(()));
+        bytes.write(4095, &1u8).unwrap();
+        assert_eq!(run(&disk, Op::Compare, &mut data), Err(DiskError::CompareFailed));
+    }
+
+    #[test]
+    fn every_operation_is_checked() {
+        let disk = NullDisk::new(1, 4096);
+        let mut data = Segments::from_bytes(&Mapping::anonymous(4096).unwrap().bytes());
+        assert_eq!(run(&disk, Op::Read, &mut data), Err(DiskError::OutOfRange));
+        let disk = NullDisk::new(2, 4096);
+        assert_eq!(run(&disk, Op::Read, &mut data), Ok(()));
+        assert_eq!(run(&disk, Op::Read, &mut Segments::new()), Err(DiskError::BadBuffer));
+        assert_eq!(run(&disk, Op::Flush, &mut Segments::new()), Ok(()));
+        let disk = disk.with_read_only(true);
+        assert_eq!(run(&disk, Op::Discard, &mut data), Err(DiskError::ReadOnly));
+    }
+}

@@ -1,0 +1,386 @@
+//! One queue's calls, and the memory that the kernel works on.
+//!
+//! The kernel reads and writes memory behind the compiler's back from the moment that a call is
+//! handed over until its completion is collected. So the ring owns that memory for as long: each
+//! call belongs to a slot that holds the data buffer, the bounce buffer and the iovecs, a busy
+//! slot gives none of them away, and a ring that is dropped waits for every busy slot first.
+//! What is forgotten instead of dropped is never freed either.
+
+use super::call::{Kind, NO_SLOT, Prepared, Stuck};
+use super::threads::Threads;
+use super::uring::Uring;
+use shadowbell_memory::{Segments, SharedBytes};
+use std::fs::File;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+/// Calls that can be under way at once; what is more waits in this process, in order. The kernel's
+/// queue has twice the room, so that cancellations never fill it.
+const COMPLETIONS: u32 = 1024;
+/// The most pieces that the kernel takes in one call (UIO_MAXIOV). A transfer of more ends short,
+/// and is continued.
+const MAX_IOVECS: usize = 1024;
+/// The most bytes in one call: what the kernel's 32-bit length holds, in whole pages.
+const MAX_BYTES: u64 = 1 << 30;
+
+/// What the kernel is to do with the file, at an offset that comes with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Call {
+    /// File to memory.
+    Read(Memory),
+    /// Memory to file; with `dsync`, onto stable storage.
+    Write {
+        from: Memory,
+        dsync: bool,
+    },
+    Sync,
+    /// Takes the range's blocks out of the file.
+    Punch,
+    /// Makes the range zeroes and keeps its blocks.
+    ZeroRange,
+}
+
+/// Which of a slot's buffers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Memory {
+    /// The command's data.
+    Data,
+    /// The queue's own buffer, lent to the slot.
+    Own,
+}
+
+/// Names a slot, and the use that is made of it now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Key {
+    index: u32,
+    generation: u32,
+}
+
+impl Key {
+    fn user_data(self) -> u64 {
+        u64::from(self.generation) << 32 | u64::from(self.index)
+    }
+}
+
+/// What a slot held.
+pub(crate) struct Taken<T> {
+    pub(crate) task: T,
+    pub(crate) data: Segments,
+    pub(crate) own: Option<SharedBytes>,
+}
+
+struct Slot<T> {
+    generation: u32,
+    /// The kernel may be using what is in here.
+    busy: bool,
+    task: Option<T>,
+    data: Segments,
+    own: Option<SharedBytes>,
+    iovecs: Vec<libc::iovec>,
+}
+
+/// How calls are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Means {
+    /// By the kernel, through an io_uring.
+    Uring,
+    /// By threads of this process.
+    Threads,
+}
+
+#[allow(clippy::large_enum_variant, reason = "there is one for each queue")]
+enum Engine {
+    Uring(Uring),
+    Threads(Threads),
+}
+
+/// Runs an expression with whichever engine there is.
+macro_rules! with {
+    ($engine:expr, $it:ident => $what:expr) => {
+        match $engine {
+            Engine::Uring($it) => $what,
+            Engine::Threads($it) => $what,
+        }
+    };
+}
+
+/// A queue of calls with its slots; `T` is what the owner remembers of each.
+pub(crate) struct Ring<T> {
+    engine: Engine,
+    slots: Vec<Slot<T>>,
+    free: Vec<u32>,
+    busy: usize,
+}
+
+impl<T> Ring<T> {
+    /// Opens a queue for calls on `file`, to be used by this thread alone.
+    pub(crate) fn new(file: Arc<File>, means: Means) -> io::Result<Self> {
+        let engine = match means {
+            Means::Uring => Engine::Uring(Uring::new(file, 2 * COMPLETIONS)?),
+            Means::Threads => Engine::Threads(Threads::new(file)?),
+        };
+        Ok(Self { engine, slots: Vec::new(), free: Vec::new(), busy: 0 })
+    }
+
+    /// Puts a task and its data into a slot.
+    pub(crate) fn insert(&mut self, task: T, data: Segments) -> Key {
+        let index = self.free.pop().unwrap_or_else(|| {
+            let index = u32::try_from(self.slots.len()).expect("fewer than 2^32 requests pend");
+            self.slots.push(Slot {
+                generation: 0,
+                busy: false,
+                task: None,
+                data: Segments::new(),
+                own: None,
+                iovecs: Vec::new(),
+            });
+            index
+        });
+        let slot = &mut self.slots[index as usize];
+        slot.task = Some(task);
+        slot.data = data;
+        Key { index, generation: slot.generation }
+    }
+
+    /// Takes everything out of a slot that is not busy.
+    pub(crate) fn remove(&mut self, key: Key) -> Option<Taken<T>> {
+        let slot = self.slots.get_mut(key.index as usize)?;
+        if slot.busy || slot.generation != key.generation {
+            return None;
+        }
+        let task = slot.task.take()?;
+        slot.generation = slot.generation.wrapping_add(1);
+        self.free.push(key.index);
+        Some(Taken { task, data: slot.data.take(), own: slot.own.take() })
+    }
+
+    /// The tasks in all slots.
+    pub(crate) fn tasks(&mut self) -> impl Iterator<Item = (Key, &mut T)> {
+        (0..).zip(&mut self.slots).filter_map(|(index, slot)| {
+            let key = Key { index, generation: slot.generation };
+            Some((key, slot.task.as_mut()?))
+        })
+    }
+
+    /// How many slots are in use.
+    pub(crate) fn len(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
+    fn slot(&mut self, key: Key) -> Option<&mut Slot<T>> {
+        self.slots.get_mut(key.index as usize).filter(|s| s.generation == key.generation)
+    }
+
+    /// A slot's task, data and own buffer.
+    pub(crate) fn get(&mut self, key: Key) -> Option<(&mut T, &Segments, Option<&SharedBytes>)> {
+        let slot = self.slot(key)?;
+        Some((slot.task.as_mut()?, &slot.data, slot.own.as_ref()))
+    }
+
+    /// Lends `own` to a slot that is not busy and has none.
+    pub(crate) fn lend(&mut self, key: Key, own: SharedBytes) {
+        if let Some(slot) = self.slot(key).filter(|s| !s.busy) {
+            slot.own = Some(own);
+        }
+    }
+
+    /// Whether the kernel may have been given the slot's call.
+    pub(crate) fn is_busy(&mut self, key: Key) -> bool {
+        self.slot(key).is_some_and(|s| s.busy)
+    }
+
+    /// Whether one more call can be under way.
+    pub(crate) fn has_room(&self) -> bool {
+        self.busy < COMPLETIONS as usize
+    }
+
+    /// Prepares a call for the slot: `len` bytes of the file from `offset`; its buffer is used
+    /// from `skip`. It may move fewer bytes. Returns whether there was room in the submission
+    /// queue; if not, [`enter`](Self::enter) makes some.
+    pub(crate) fn prepare(
+        &mut self,
+        key: Key,
+        call: Call,
+        skip: usize,
+        offset: u64,
+        len: u64,
+    ) -> bool {
+        let Some(slot) =
+            self.slots.get_mut(key.index as usize).filter(|s| s.generation == key.generation)
+        else {
+            return false;
+        };
+        assert!(!slot.busy, "a slot has one call at a time");
+        let kind = slot.gather_for(call, skip, len);
+        let call = Prepared { id: key.user_data(), kind, iovecs: &slot.iovecs, offset, len };
+        // SAFETY: the call points to memory that the slot holds (its iovecs, and the mappings behind
+        // its data and own buffer). The slot is marked busy, and so neither changes nor frees any of
+        // it before the call's completion has been collected; see the module's documentation.
+        slot.busy = unsafe { with!(&mut self.engine, it => it.push(&call)) };
+        self.busy += usize::from(slot.busy);
+        slot.busy
+    }
+
+    /// Asks that the slot's call ends early.
+    pub(crate) fn cancel(&mut self, key: Key) {
+        with!(&mut self.engine, it => it.cancel(key.user_data()));
+    }
+
+    /// Makes the ring's descriptor readable, though no call has ended.
+    pub(crate) fn wake(&mut self) {
+        with!(&mut self.engine, it => it.wake());
+    }
+
+    /// Hands over everything that was prepared, in one go, which also brings in what has ended.
+    /// Without anything prepared, no call.
+    pub(crate) fn submit(&mut self) {
+        with!(&mut self.engine, it => if it.prepared() != 0 { it.enter() });
+    }
+
+    /// As [`submit`](Self::submit), once as much is prepared as the kernel has in hand.
+    ///
+    /// What is handed over together reaches the device together, when the last call of it has been
+    /// made ready; each takes the kernel some microseconds, in which a device that has run dry does
+    /// nothing. So it gets the first call at once, then one, two, four and so on: it has work for as
+    /// long as the next are made ready, and a queue of n costs log n system calls.
+    pub(crate) fn submit_in_time(&mut self) {
+        let prepared = with!(&mut self.engine, it => it.prepared());
+        if prepared != 0 && prepared >= self.busy.saturating_sub(prepared) {
+            with!(&mut self.engine, it => it.enter());
+        }
+    }
+
+    /// Moves the completions of this moment to `into`: which slot, and the call's result (a
+    /// negative error number, or the bytes that it moved).
+    pub(crate) fn collect(&mut self, into: &mut Vec<(Key, i32)>) {
+        let Self { engine, slots, busy, .. } = self;
+        let each = |data, result| {
+            let key = Key { index: data as u32, generation: (data >> 32) as u32 };
+            if data != NO_SLOT
+                && let Some(slot) = slots.get_mut(key.index as usize)
+                && slot.generation == key.generation
+                && slot.busy
+            {
+                slot.busy = false;
+                *busy -= 1;
+                into.push((key, result));
+            }
+        };
+        with!(engine, it => it.collect(each));
+    }
+
+    /// A descriptor: readable when [`collect`](Self::collect) has something to do.
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        with!(&self.engine, it => it.fd())
+    }
+}
+
+impl<T> Slot<T> {
+    /// Lists the pieces that `call` works on, and says what it is to the system.
+    fn gather_for(&mut self, call: Call, skip: usize, len: u64) -> Kind {
+        match call {
+            Call::Read(memory) => {
+                self.gather(memory, skip, len, true);
+                return Kind::Read;
+            }
+            Call::Write { from, dsync } => {
+                self.gather(from, skip, len, false);
+                return Kind::Write { flags: if dsync { libc::RWF_DSYNC } else { 0 } };
+            }
+            _ => self.iovecs.clear(),
+        }
+        let keep = libc::FALLOC_FL_KEEP_SIZE;
+        match call {
+            Call::Punch => Kind::Allocate { mode: libc::FALLOC_FL_PUNCH_HOLE | keep },
+            Call::ZeroRange => Kind::Allocate { mode: libc::FALLOC_FL_ZERO_RANGE | keep },
+            _ => Kind::Sync,
+        }
+    }
+
+    /// Lists the pieces of the buffer from `skip`, `len` bytes at most. A buffer that the kernel
+    /// is to write and may not, or that is missing, has none.
+    fn gather(&mut self, memory: Memory, skip: usize, len: u64, write: bool) {
+        self.iovecs.clear();
+        let mut left = len.min(MAX_BYTES) as usize;
+        let mut skip = skip;
+        let mut add = |address: usize, len: usize| {
+            if skip >= len {
+                skip -= len;
+            } else if left > 0 && self.iovecs.len() < MAX_IOVECS {
+                let n = (len - skip).min(left);
+                let iov_base = std::ptr::with_exposed_provenance_mut(address + skip);
+                self.iovecs.push(libc::iovec { iov_base, iov_len: n });
+                skip = 0;
+                left -= n;
+            }
+        };
+        match memory {
+            Memory::Data if !write || self.data.is_writable() => {
+                for piece in self.data.pieces() {
+                    add(piece.address(), piece.len());
+                }
+            }
+            Memory::Own => {
+                if let Some(own) = self.own.as_ref().filter(|o| !write || o.is_writable()) {
+                    add(own.address(), own.len());
+                }
+            }
+            Memory::Data => {}
+        }
+    }
+}
+
+impl<T> Drop for Ring<T> {
+    /// Waits until the kernel is done with the memory of every slot. Calls that can be cancelled
+    /// are; storage that never answers holds this up for as long.
+    fn drop(&mut self) {
+        let busy: Vec<Key> = (0..)
+            .zip(&self.slots)
+            .filter(|(_, slot)| slot.busy)
+            .map(|(index, slot)| Key { index, generation: slot.generation })
+            .collect();
+        for key in busy {
+            self.cancel(key);
+        }
+        let mut ended = Vec::new();
+        while self.busy > 0 {
+            self.collect(&mut ended);
+            ended.clear();
+            if self.busy == 0 {
+                break;
+            }
+            if let Err(Stuck) = with!(&mut self.engine, it => it.wait()) {
+                // Rather than free memory under the kernel, keep that memory for good.
+                std::mem::forget(std::mem::take(&mut self.slots));
+                return;
+            }
+        }
+        if let Engine::Uring(uring) = &mut self.engine {
+            uring.close();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_memory::Mapping;
+
+    #[test]
+    fn a_kernel_that_has_little_in_hand_gets_more_at_once() {
+        // Of an empty pipe, which answers nobody.
+        let (reader, _writer) = rustix::pipe::pipe().unwrap();
+        let mut ring: Ring<()> = Ring::new(Arc::new(File::from(reader)), Means::Uring).unwrap();
+        let bytes = Mapping::anonymous(4096).unwrap().bytes();
+        let calls: Vec<usize> = (1..=64)
+            .filter(|_| {
+                let key = ring.insert((), Segments::from_bytes(&bytes));
+                assert!(ring.prepare(key, Call::Read(Memory::Data), 0, 0, 512));
+                ring.submit_in_time();
+                with!(&mut ring.engine, it => it.prepared()) == 0
+            })
+            .collect();
+        assert_eq!(calls, [1, 2, 4, 8, 16, 32, 64]);
+    }
+}

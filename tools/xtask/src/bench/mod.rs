@@ -1,0 +1,282 @@
+//! `cargo xtask bench`: how fast it is, next to what this machine could do at best.
+//!
+//! # Architecture
+//!
+//! * A suite is a file: [`wire`], [`null`], [`mem`], [`file`], [`readers`], [`sleep`], [`growth`],
+//!   [`instructions`], [`spdk`]. It returns tables; this module prints them, draws their plots and
+//!   ends with the rows as JSON.
+//! * [`ours`] measures the program as a user would run it: `shadowbell serve` in a process pinned to
+//!   one processor, `shadowbell bench` in another on another. [`server`] runs processes, [`process`]
+//!   looks at them, [`syscalls`] counts.
+//! * [`memcpy`] and [`fio`] are the yardsticks of memory and of files, as [`wire`] is that of queues.
+//! * [`samples`] makes one figure of several rounds, [`format`] and [`plot`] show it.
+//!
+//! # Rounds
+//!
+//! What is compared is measured in turns: all contestants under one condition, then the next
+//! condition, then all of it again. So a machine that gets slower does so for all of them. A figure
+//! is the median of the rounds, and a ratio is the median of the ratios within a round.
+
+mod file;
+mod fio;
+mod format;
+mod growth;
+mod instructions;
+mod machine;
+mod mem;
+mod memcpy;
+mod null;
+mod ours;
+mod plot;
+mod process;
+mod readers;
+mod samples;
+mod server;
+mod sleep;
+mod spdk;
+mod syscalls;
+mod wire;
+mod wire_suite;
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use clap::ValueEnum;
+use serde_json::{Value, json};
+
+use crate::{table, workspace};
+use instructions::Recorded;
+use plot::Plot;
+
+/// What may follow `bench`.
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// Which suites; all of them when none is named.
+    #[arg(value_enum)]
+    suites: Vec<Suite>,
+    /// How often everything is measured before the median is taken.
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: u32,
+    /// How long one measurement takes, in milliseconds.
+    #[arg(long, default_value_t = 1000, value_name = "MS")]
+    #[arg(value_parser = clap::value_parser!(u64).range(10..=3_600_000))]
+    time: u64,
+    /// See that everything works: one short round of a few conditions. The figures mean nothing.
+    #[arg(long, conflicts_with_all = ["rounds", "time"])]
+    quick: bool,
+    /// The processors of the controller and of the driver.
+    #[arg(long, value_delimiter = ',', default_values_t = [0, 1], value_name = "CPU,CPU")]
+    cpus: Vec<usize>,
+    /// Where the image of the suite `file` is made: on the file system that is to be measured.
+    #[arg(long, value_name = "PATH", default_value_os_t = output_directory())]
+    directory: PathBuf,
+    /// A shadowbell program that is built already, instead of building one.
+    #[arg(long, value_name = "PATH")]
+    shadowbell: Option<PathBuf>,
+    /// A built tree of SPDK for the suite `spdk`: configured `--with-vfio-user`, made.
+    #[arg(long, value_name = "DIR")]
+    spdk: Option<PathBuf>,
+    /// Fail if the suite `instructions` finds more than tools/xtask/instructions.json allows.
+    #[arg(long, conflicts_with = "record")]
+    check: bool,
+    /// Keep what the suite `instructions` finds in tools/xtask/instructions.json.
+    #[arg(long)]
+    record: bool,
+    /// End with one line of JSON: {"rows": [...]}.
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) const EXAMPLES: &str = "\
+Examples:
+  cargo xtask bench                            everything; takes about half an hour
+  cargo xtask bench wire null --json           IOPS next to the wire limit; the last line is JSON
+  cargo xtask bench instructions --check       what a change may not make worse
+  cargo xtask bench spdk --spdk ~/spdk         ours and SPDK's, each with each
+  cargo xtask bench --quick                    whether everything works, in a minute
+
+Each table is also a plot, target/bench/NAME.svg. Leave the machine alone meanwhile.";
+
+/// The suites, by their names on the command line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Suite {
+    /// The most that two processors of this machine can say to each other.
+    Wire,
+    /// Null disk, polling: IOPS, latency, and what an I/O costs, next to the wire limit.
+    Null,
+    /// Memory disk: bandwidth next to memcpy's.
+    Mem,
+    /// A file, next to fio with io_uring.
+    File,
+    /// Sequential readers of a disk and of files on it, through FUSE and a loop device (S4).
+    Readers,
+    /// Sleeping sides, and a paced load: polling, adaptive and sleeping.
+    Sleep,
+    /// Many queue pairs, many controllers.
+    Growth,
+    /// Instructions per I/O of each side, by callgrind: the same in every run.
+    Instructions,
+    /// SPDK's client and target next to our driver and controller, each with each; needs --spdk and
+    /// huge pages, which it sets aside if it may.
+    Spdk,
+}
+
+/// What all suites share.
+struct Bench {
+    /// The built program.
+    binary: PathBuf,
+    /// The controller's processor and the driver's.
+    cpus: [usize; 2],
+    rounds: u32,
+    /// How long one measurement takes, and how long it runs before.
+    time: Duration,
+    ramp: Duration,
+    quick: bool,
+    /// Where large files go.
+    directory: PathBuf,
+}
+
+impl Bench {
+    /// Conditions: all of them, or in a quick run the first and the last.
+    fn some<T: Copy>(&self, all: &[T]) -> Vec<T> {
+        match all {
+            [first, .., last] if self.quick => vec![*first, *last],
+            all => all.to_vec(),
+        }
+    }
+}
+
+/// What a suite found: rows for people, rows for machines, plots.
+#[derive(Debug, Default)]
+struct Table {
+    title: String,
+    head: Vec<&'static str>,
+    rows: Vec<Vec<String>>,
+    json: Vec<Value>,
+    /// Sentences below the table.
+    notes: Vec<String>,
+    plots: Vec<Plot>,
+}
+
+/// Runs the suites and shows what they found.
+pub(crate) fn run(arguments: Arguments) -> Result<()> {
+    let suites = match arguments.suites.as_slice() {
+        [] => Suite::value_variants().to_vec(),
+        named => named.to_vec(),
+    };
+    if (arguments.check || arguments.record) && !suites.contains(&Suite::Instructions) {
+        bail!("--check and --record are about the suite `instructions`");
+    }
+    let &[first, second] = arguments.cpus.as_slice() else { bail!("--cpus takes two processors") };
+    if first == second {
+        bail!("--cpus takes two processors: both sides on one would measure the scheduler");
+    }
+    let tree = match &arguments.spdk {
+        Some(_) if !suites.contains(&Suite::Spdk) => bail!("--spdk is about the suite `spdk`"),
+        Some(directory) => Some(spdk::Tree::new(directory)?),
+        // Whoever asks for all gets what there is.
+        None if arguments.suites.contains(&Suite::Spdk) => bail!("no tree of SPDK: {}", spdk::HOW),
+        None => None,
+    };
+    let needs_program = suites.iter().any(|s| !matches!(s, Suite::Wire | Suite::Instructions));
+    let binary = match arguments.shadowbell {
+        Some(path) => path.canonicalize().with_context(|| path.display().to_string())?,
+        None if needs_program => workspace::build_shadowbell()?,
+        None => PathBuf::new(),
+    };
+    let quick = arguments.quick;
+    let bench = Bench {
+        binary,
+        cpus: [first, second],
+        rounds: if quick { 1 } else { arguments.rounds },
+        time: Duration::from_millis(if quick { 60 } else { arguments.time }),
+        ramp: Duration::from_millis(if quick { 20 } else { 200 }),
+        quick,
+        directory: arguments.directory,
+    };
+    let recorded = match (arguments.check, arguments.record) {
+        (true, _) => Recorded::Check,
+        (_, true) => Recorded::Replace,
+        _ => Recorded::Show,
+    };
+    let output = output_directory();
+    for directory in [&output, &bench.directory] {
+        std::fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
+    }
+    machine::describe(bench.cpus).iter().for_each(|line| println!("{line}"));
+    if quick {
+        println!("a quick run: the figures mean nothing");
+    }
+    let mut rows = Vec::new();
+    let mut failures = Vec::new();
+    for suite in suites {
+        let began = (Instant::now(), machine::stolen());
+        let name = suite.to_possible_value().map_or(String::new(), |v| v.get_name().to_owned());
+        let tables = match suite {
+            Suite::Wire => wire_suite::run(&bench),
+            Suite::Null => null::run(&bench),
+            Suite::Mem => mem::run(&bench),
+            Suite::File => file::run(&bench),
+            Suite::Readers => readers::run(&bench),
+            Suite::Sleep => sleep::run(&bench),
+            Suite::Growth => growth::run(&bench),
+            Suite::Instructions => instructions::run(quick, recorded),
+            Suite::Spdk => spdk::run(&bench, tree.as_ref()),
+        };
+        // The others may be of use all the same.
+        match tables {
+            Ok(tables) => {
+                for table in tables {
+                    show(&table, &output)?;
+                    rows.extend(table.json);
+                }
+            }
+            Err(error) => {
+                println!("\n{name}: {error:#}");
+                failures.push(name.clone());
+            }
+        }
+        println!("{name}: {:.0} s{}", began.0.elapsed().as_secs_f64(), stolen_since(began.1));
+    }
+    if arguments.json {
+        println!("{}", json!({ "rows": rows }));
+    }
+    if !failures.is_empty() {
+        bail!("failed: {}", failures.join(", "));
+    }
+    Ok(())
+}
+
+/// An error if an I/O costs a side more instructions than is recorded: what is measured of speed and
+/// is the same on every machine.
+pub(crate) fn check_instructions() -> Result<()> {
+    let output = output_directory();
+    std::fs::create_dir_all(&output).with_context(|| output.display().to_string())?;
+    instructions::run(true, Recorded::Check)?.iter().try_for_each(|table| show(table, &output))
+}
+
+fn show(table: &Table, output: &std::path::Path) -> Result<()> {
+    println!("\n== {}\n", table.title);
+    print!("{}", table::render(&table.head, &table.rows));
+    table.notes.iter().for_each(|note| println!("{note}"));
+    for plot in &table.plots {
+        let path = output.join(format!("{}.svg", plot.name));
+        plot::draw(plot, &path)?;
+        println!("plot: {}", path.display());
+    }
+    Ok(())
+}
+
+/// Where plots go.
+fn output_directory() -> PathBuf {
+    workspace::root().join("target/bench")
+}
+
+/// Says what the hypervisor took away meanwhile, if that was worth mentioning.
+fn stolen_since(before: Option<(u64, u64)>) -> String {
+    let (Some(before), Some(now)) = (before, machine::stolen()) else { return String::new() };
+    let all = now.1.saturating_sub(before.1).max(1) as f64;
+    let share = now.0.saturating_sub(before.0) as f64 / all * 100.0;
+    if share < 0.5 { String::new() } else { format!(", {share:.1} % of it stolen by the host") }
+}

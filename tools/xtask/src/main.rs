@@ -1,0 +1,184 @@
+//! `cargo xtask`: every chore has one name.
+#![forbid(unsafe_code)]
+
+mod bench;
+mod chores;
+mod fuzz;
+mod report;
+mod shell;
+mod suites;
+mod table;
+mod workspace;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand, ValueEnum};
+use report::Report;
+use shadowbell_guest::Kernel;
+use suites::{Lab, Subject, Suite};
+
+/// Every chore of the Shadowbell workspace has one name.
+///
+/// On Debian 12 and later, as root, what is missing is installed (mmdebstrap) or fetched once and
+/// kept under target/guest (QEMU, the guest's programs and kernels); otherwise one line says what to
+/// install.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", max_term_width = 100)]
+struct Arguments {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Subcommand)]
+enum Verb {
+    /// Everything that must pass: format, lints, tests, loom models, and the guest suites.
+    ///
+    /// All steps run, whatever fails; the last line counts what passed and what failed. Speeds are
+    /// printed and not judged: what else the machine does would decide.
+    Test {
+        /// Leave the guest out: what needs neither root nor Debian packages.
+        #[arg(long)]
+        no_guest: bool,
+    },
+    /// The models of the shadow doorbell protocol, explored by loom.
+    Loom,
+    /// Boots a Linux guest under QEMU and works one of our disks in it.
+    ///
+    /// Logs of the last run are kept in target/guest/logs.
+    #[command(after_help = GUEST_EXAMPLES)]
+    Guest(GuestArguments),
+    /// How fast it is, next to what this machine could do at best.
+    ///
+    /// What is compared is measured in turns, and a figure is the median of several rounds. As root
+    /// on Debian, fio, strace and valgrind are installed if they are missing; otherwise what needs
+    /// them is left out, with a word.
+    #[command(after_help = bench::EXAMPLES)]
+    Bench(bench::Arguments),
+    /// Looks for inputs that break what untrusted peers can reach: libFuzzer with the address sanitizer.
+    ///
+    /// Needs nightly Rust; cargo-fuzz is installed if it is missing. Ends by itself, with an exit
+    /// status that is not 0 if something was found, and says where the input is. What was learnt is
+    /// kept in fuzz/corpus for the next run.
+    #[command(after_help = fuzz::EXAMPLES)]
+    Fuzz(fuzz::Arguments),
+    /// Runs commands in a guest with a fresh disk of ours, for a look by hand.
+    Shell {
+        /// The guest's kernel.
+        #[arg(long, default_value_t = Kernel::V7_2)]
+        kernel: Kernel,
+        /// The controller.
+        #[arg(long, value_enum, default_value_t = Subject::Shadowbell)]
+        device: Subject,
+        /// A shadowbell program that is built already, instead of building one.
+        #[arg(long, value_name = "PATH")]
+        shadowbell: Option<PathBuf>,
+        /// Shell commands, one argument each; the lines of standard input when there are none.
+        commands: Vec<String>,
+    },
+}
+
+const GUEST_EXAMPLES: &str = "\
+Examples:
+  cargo xtask guest                             all suites, both kernels
+  cargo xtask guest smoke --kernel 7.2          one suite, one kernel
+  cargo xtask guest s3 --json                   the S3 table; the last line is JSON
+  cargo xtask guest recover --kernel 7.2        our driver, and controllers that do wrong
+  cargo xtask guest fs --device qemu-nvme       the same checks on QEMU's own controller";
+
+#[derive(clap::Args)]
+struct GuestArguments {
+    /// Which suites; all of them when none is named.
+    #[arg(value_enum)]
+    suites: Vec<Suite>,
+    /// The guest's kernel.
+    #[arg(long, value_enum, default_value_t = Kernels::All)]
+    kernel: Kernels,
+    /// The controller under test. With ours, s3 measures QEMU's own beside it.
+    #[arg(long, value_enum, default_value_t = Subject::Shadowbell)]
+    device: Subject,
+    /// A shadowbell program that is built already, instead of building one.
+    #[arg(long, value_name = "PATH")]
+    shadowbell: Option<PathBuf>,
+    /// How often a speed is measured before the median is taken; once is a short look, for which s4
+    /// measures one of its two controllers.
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=99))]
+    rounds: u8,
+    /// End with one line of JSON: {"rows": [...]}.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Kernels {
+    /// Debian 12's.
+    #[value(name = "6.1")]
+    V6_1,
+    /// Debian 13's, from backports.
+    #[value(name = "7.2")]
+    V7_2,
+    /// One after the other.
+    All,
+}
+
+impl Kernels {
+    fn list(self) -> Vec<Kernel> {
+        match self {
+            Self::V6_1 => vec![Kernel::V6_1],
+            Self::V7_2 => vec![Kernel::V7_2],
+            Self::All => Kernel::ALL.to_vec(),
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    let mut report = Report::default();
+    let result = match Arguments::parse().verb {
+        Verb::Test { no_guest } => chores::test(&mut report, !no_guest),
+        Verb::Loom => chores::loom(&mut report),
+        Verb::Guest(arguments) => guest_suites(&mut report, arguments),
+        Verb::Bench(arguments) => bench::run(arguments),
+        Verb::Fuzz(arguments) => fuzz::run(&mut report, &arguments),
+        Verb::Shell { kernel, device, shadowbell, commands } => {
+            Lab::new(device, shadowbell, &[kernel])
+                .and_then(|lab| shell::run(&lab, kernel, commands))
+        }
+    };
+    if let Err(error) = result {
+        eprintln!("error: {error:#}");
+        return ExitCode::FAILURE;
+    }
+    if report.failed() == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn guest_suites(report: &mut Report, arguments: GuestArguments) -> Result<()> {
+    let suites = match arguments.suites.as_slice() {
+        [] => Suite::value_variants().to_vec(),
+        named => named.to_vec(),
+    };
+    let kernels = arguments.kernel.list();
+    let mut lab = Lab::new(arguments.device, arguments.shadowbell, &kernels)?;
+    lab.rounds = arguments.rounds.into();
+    for kernel in kernels {
+        for &suite in &suites {
+            lab.run(report, suite, kernel);
+        }
+    }
+    report.summary();
+    if arguments.json {
+        println!("{}", report.json());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_sound() {
+        use clap::CommandFactory;
+        Arguments::command().debug_assert();
+    }
+}

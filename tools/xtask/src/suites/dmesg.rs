@@ -1,0 +1,56 @@
+//! Reads the guest kernel's log.
+
+use anyhow::{Result, bail};
+use shadowbell_guest::{Guest, config};
+
+/// The lines about NVMe, or about the controllers' PCI functions, at the level of a warning or worse.
+/// The log has numeric levels in front, as `dmesg -r` prints them.
+fn complaints(log: &str, addresses: &[String]) -> Vec<String> {
+    log.lines()
+        .filter(|line| {
+            let ours = line.to_lowercase().contains("nvme")
+                || addresses.iter().any(|address| line.contains(address.as_str()));
+            level(line) <= 4 && ours
+        })
+        .map(str::to_owned)
+        .collect()
+}
+
+/// A line's level: 4 is a warning, less is worse.
+pub(super) fn level(line: &str) -> u32 {
+    // The number in front is facility * 8 + level.
+    line.strip_prefix('<')
+        .and_then(|rest| rest.split_once('>'))
+        .and_then(|(number, _)| number.parse::<u32>().ok())
+        .map_or(7, |number| number & 7)
+}
+
+/// An error with the kernel's complaints, if it has any about the first `devices` controllers.
+pub(super) fn clean(guest: &mut Guest, devices: usize) -> Result<()> {
+    let addresses: Vec<_> = (0..devices).map(config::pci_address).collect();
+    let found = complaints(&guest.dmesg()?, &addresses);
+    if !found.is_empty() {
+        bail!("the kernel complains:\n{}", found.join("\n"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn warnings_about_the_disk_are_found_and_others_are_not() {
+        let log = "<6>[    1.0] nvme nvme0: pci function 0000:00:04.0\n\
+                   <4>[    1.1] nvme nvme0: I/O tag 1 timeout, aborting\n\
+                   <4>[    1.2] clocksource: something\n\
+                   <27>[    1.3] nvme nvme0: Device not ready\n\
+                   <3>[    1.4] pci 0000:00:04.0: BAR 0: no space\n\
+                   <5>[    1.5] NVMe note\n\
+                   nvme without a level\n";
+        let found = complaints(log, &["0000:00:04.0".to_owned()]);
+        assert_eq!(found.len(), 3, "{found:#?}");
+        assert!(found[0].contains("timeout") && found[1].contains("ready"));
+        assert!(found[2].contains("BAR"));
+    }
+}

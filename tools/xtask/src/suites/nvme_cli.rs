@@ -1,0 +1,78 @@
+//! nvme-cli in the guest.
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+use shadowbell_guest::Guest;
+
+use super::MINUTE;
+
+/// Runs `nvme ARGUMENTS` and takes what it prints.
+pub(super) fn nvme(guest: &mut Guest, arguments: &str) -> Result<String> {
+    guest.sh(&format!("nvme {arguments}"), MINUTE)
+}
+
+/// Runs `nvme ARGUMENTS -o json`.
+pub(super) fn json(guest: &mut Guest, arguments: &str) -> Result<Value> {
+    let text = nvme(guest, &format!("{arguments} -o json"))?;
+    let start = text.find(['{', '[']).with_context(|| format!("no JSON: {text}"))?;
+    serde_json::from_str(text.get(start..).unwrap_or_default())
+        .with_context(|| format!("nvme {arguments}: {text}"))
+}
+
+/// A number of an answer.
+pub(super) fn number(json: &Value, name: &str) -> Result<u64> {
+    json.get(name).and_then(Value::as_u64).with_context(|| format!("no {name}"))
+}
+
+/// A text of an answer, without the blanks that NVMe pads with; it must hold something.
+pub(super) fn text(json: &Value, name: &str) -> Result<String> {
+    let text = json.get(name).and_then(Value::as_str).unwrap_or_default().trim();
+    if text.is_empty() {
+        bail!("{name} is empty");
+    }
+    Ok(text.to_owned())
+}
+
+/// A command that the controller must refuse, with one of these statuses (status code type and status
+/// code, without the bits that say more about them).
+pub(super) fn refused(guest: &mut Guest, arguments: &str, statuses: &[u16]) -> Result<()> {
+    let output = guest.run(&format!("nvme {arguments}"), MINUTE)?;
+    if output.code == 0 {
+        bail!("nvme {arguments} was carried out: {}", output.text);
+    }
+    match status(&output.text) {
+        Some(status) if statuses.contains(&status) => Ok(()),
+        Some(status) => bail!("nvme {arguments}: status {status:#05x}, not {statuses:#05x?}"),
+        None => bail!("nvme {arguments}: no status in: {}", output.text),
+    }
+}
+
+/// The status in `NVMe status: Invalid Field in Command: ...(0x4002)`.
+fn status(text: &str) -> Option<u16> {
+    let (_, rest) = text.split_once("NVMe status: ")?;
+    let (_, digits) = rest.lines().next()?.rsplit_once("(0x")?;
+    let number = u16::from_str_radix(digits.trim_end().strip_suffix(')')?, 16).ok()?;
+    // Above are Do Not Retry, More and the retry delay.
+    Some(number & 0x7ff)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_status_is_read_without_its_flags() {
+        let text = "warning\nNVMe status: LBA Out of Range: The (first) command(0x4080)\n";
+        assert_eq!(status(text), Some(0x080));
+        assert_eq!(status("NVMe status: Compare Failure(0x285)"), Some(0x285));
+        assert_eq!(status("read: Success"), None);
+        assert_eq!(status("NVMe status: nothing"), None);
+    }
+
+    #[test]
+    fn padded_texts_are_trimmed_and_empty_ones_refused() {
+        let json = serde_json::json!({ "sn": "abc   ", "mn": "   " });
+        assert_eq!(text(&json, "sn").unwrap(), "abc");
+        assert!(text(&json, "mn").is_err() && text(&json, "fr").is_err());
+    }
+}

@@ -1,0 +1,148 @@
+//! Resets, reboots and a killed QEMU while a writer is at work: no acknowledged write is lost, and
+//! nothing is written into memory that the guest has taken back.
+
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use serde_json::json;
+use shadowbell_guest::{Guest, Kernel, RunDir, config};
+
+use super::writer::{SLOTS, Writer, patrol};
+use super::{Lab, MINUTE, dmesg, finish, names};
+use crate::report::Report;
+
+const SIZE: u64 = 256 << 20;
+
+/// Large reads beyond the writer's slots: there is always DMA towards the guest in flight. The
+/// failures of a disk that goes away are expected.
+fn start_reads(guest: &mut Guest, dev: &str) -> Result<()> {
+    guest
+        .sh(
+            &format!(
+                "fio --name=reads --filename=/dev/{dev} --rw=randread --bs=128k --offset=64m \
+                 --iodepth=16 --direct=1 --ioengine=libaio --time_based --runtime=600 \
+                 >/tmp/reads.out 2>&1 &"
+            ),
+            MINUTE,
+        )
+        .map(drop)
+}
+
+fn stop_reads(guest: &mut Guest) -> Result<()> {
+    let stop = "killall fio; for try in $(seq 300); do pidof fio >/dev/null || exit 0; sleep 0.1; \
+                done; echo fio does not end; exit 1";
+    guest.sh(stop, MINUTE).map(drop)
+}
+
+pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
+    let image = run.image("disk.img", SIZE)?;
+    let mut disk = lab.disk(run, &image)?;
+    let mut writer = Writer::new(run, &image);
+    let mut guest = lab.boot(run, kernel, vec![disk.device.clone()], |_| {})?;
+    let (controller, mut dev) = names(&mut guest, 0)?;
+    let address = config::pci_address(0);
+
+    for (what, trigger) in [
+        ("controller reset", format!("/sys/class/nvme/{controller}/reset_controller")),
+        ("function level reset", format!("/sys/bus/pci/devices/{address}/reset")),
+    ] {
+        report.check(&format!("{what}, eight times under load"), |_| {
+            start_reads(&mut guest, &dev)?;
+            writer.start(&mut guest, &dev, 8)?;
+            guest.sh(
+                &format!(
+                    "for i in 1 2 3 4 5 6 7 8; do echo 1 >{trigger} || exit 1; sleep 0.4; done"
+                ),
+                MINUTE,
+            )?;
+            writer.join(&mut guest)?;
+            stop_reads(&mut guest)?;
+            patrol(&mut guest)?;
+            writer.verify()
+        });
+    }
+    report.check("resets leave no complaint in the kernel's log", |_| dmesg::clean(&mut guest, 1));
+
+    report.check("driver unbound under load and bound again", |_| {
+        start_reads(&mut guest, &dev)?;
+        writer.start(&mut guest, &dev, 2)?;
+        writer.join(&mut guest)?;
+        guest.sh(&format!("echo {address} >/sys/bus/pci/drivers/nvme/unbind"), MINUTE)?;
+        // Reads that were in flight have come to an end, well or badly, and their memory is free.
+        stop_reads(&mut guest)?;
+        patrol(&mut guest)?;
+        writer.verify()?;
+        guest.sh(&format!("echo {address} >/sys/bus/pci/drivers/nvme/bind"), MINUTE)?;
+        dev = names(&mut guest, 0)?.1;
+        writer.start(&mut guest, &dev, 2)?;
+        writer.join(&mut guest)?;
+        writer.verify()
+    });
+
+    report.check("the guest reboots in mid-I/O, the server stays", |_| {
+        start_reads(&mut guest, &dev)?;
+        writer.start(&mut guest, &dev, 60)?;
+        guest.send("reboot -f")?;
+        back_again(&mut guest, &mut dev)?;
+        disk.check()?;
+        patrol(&mut guest)?;
+        writer.verify()
+    });
+    report.check("the machine is reset in mid-I/O, without a word to the guest", |_| {
+        start_reads(&mut guest, &dev)?;
+        writer.start(&mut guest, &dev, 60)?;
+        guest.qmp("system_reset", json!({}))?;
+        back_again(&mut guest, &mut dev)?;
+        disk.check()?;
+        patrol(&mut guest)?;
+        writer.verify()
+    });
+
+    let mut guest = report
+        .check("QEMU is killed in mid-I/O, and a new one attached", |_| {
+            start_reads(&mut guest, &dev)?;
+            writer.start(&mut guest, &dev, 60)?;
+            guest.kill();
+            disk.check()?;
+            let mut guest = lab.boot(run, kernel, vec![disk.device.clone()], |_| {})?;
+            dev = names(&mut guest, 0)?.1;
+            Ok(guest)
+        })
+        .ok_or_else(|| anyhow::anyhow!("there is no guest to go on with"))?;
+    report.check("nothing that was acknowledged is lost", |_| writer.verify());
+    report.check("the new guest reads what the image holds", |_| {
+        let theirs = guest.sh(
+            &format!("dd if=/dev/{dev} bs=4k count={SLOTS} iflag=direct 2>/dev/null | md5sum"),
+            MINUTE,
+        )?;
+        let ours = std::process::Command::new("sh")
+            .args(["-c", &format!("head -c {} \"$1\" | md5sum", SLOTS * 4096), "sh"])
+            .arg(&image)
+            .output()?;
+        if theirs.trim() != String::from_utf8_lossy(&ours.stdout).trim() {
+            bail!("the guest reads something else");
+        }
+        Ok(())
+    });
+    report.check("and writes on", |_| {
+        writer.start(&mut guest, &dev, 2)?;
+        writer.join(&mut guest)?;
+        writer.verify()
+    });
+    report.check("the kernel has nothing to complain of", |_| dmesg::clean(&mut guest, 1));
+    finish(report, guest, disk);
+    report.check("after all of it, nothing is lost", |_| writer.verify());
+    Ok(())
+}
+
+/// Waits for the next boot of the same QEMU. The disk may have another name then.
+fn back_again(guest: &mut Guest, dev: &mut String) -> Result<()> {
+    guest.wait_reboot()?;
+    *dev = names(guest, 0)?.1;
+    // A disk that answers, not one that is only there.
+    guest
+        .sh(&format!("dd if=/dev/{dev} of=/dev/null bs=4k count=1 iflag=direct"), MINUTE)
+        .map(drop)?;
+    std::thread::sleep(Duration::from_millis(100));
+    Ok(())
+}

@@ -1,0 +1,434 @@
+//! The S2 table: a controller driven by the kernel and reached through linux-aio and io_uring, driven
+//! by QEMU's `nvme://`, and driven by ours, polling and with interrupts. One guest, two controllers
+//! with nothing behind them, the same sequential reads for all.
+//!
+//! The time is `qemu-img bench`'s own, and `shadowbell bench`'s: both leave out what it takes to start
+//! and to attach. Doorbells and interrupts are counted at the device, in a run of their own, because
+//! QEMU's trace takes time for each.
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+use shadowbell_guest::trace::Stretch;
+use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, Server, config};
+
+use super::super::vfio::{MODULES, allow_unsafe_interrupts, boot, json_of, load, shadowbell};
+use super::super::{Lab, MINUTE, names};
+use super::SLACK;
+use crate::report::Report;
+use crate::table::{render, thousands};
+
+const DISK_BYTES: u64 = 1 << 40;
+/// Depth, bytes of each read, how many, and how many where each is traced.
+pub(super) const PATTERNS: [(u32, u32, u64, u64); 4] = [
+    (1, 4096, 4000, 1000),
+    (1, 65_536, 2000, 500),
+    (64, 4096, 20_000, 4000),
+    (64, 65_536, 4000, 1000),
+];
+
+/// How a controller is reached.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Way {
+    LinuxAio,
+    IoUring,
+    QemuNvme,
+    /// `shadowbell export --nbd`, for a program that knows NBD: here qemu-img again.
+    Nbd,
+    Interrupts,
+    Polling,
+}
+
+impl Way {
+    /// Those that need the kernel's driver come first.
+    const ALL: [Self; 6] =
+        [Self::LinuxAio, Self::IoUring, Self::QemuNvme, Self::Nbd, Self::Interrupts, Self::Polling];
+
+    /// As rows and readers know it.
+    fn device(self) -> &'static str {
+        match self {
+            Self::LinuxAio => "linux-aio",
+            Self::IoUring => "io_uring",
+            Self::QemuNvme => "qemu-nvme",
+            Self::Nbd | Self::Interrupts | Self::Polling => "shadowbell",
+        }
+    }
+
+    /// What is between the program that reads and the driver.
+    fn through(self) -> &'static str {
+        match self {
+            Self::LinuxAio | Self::IoUring => "kernel",
+            Self::Nbd => "nbd",
+            Self::QemuNvme | Self::Interrupts | Self::Polling => "none",
+        }
+    }
+
+    fn completion(self) -> &'static str {
+        match self {
+            Self::Polling => "poll",
+            Self::Nbd => "adaptive",
+            _ => "interrupt",
+        }
+    }
+
+    fn needs_kernel_driver(self) -> bool {
+        matches!(self, Self::LinuxAio | Self::IoUring)
+    }
+}
+
+/// One of the two controllers.
+struct Controller {
+    name: &'static str,
+    address: String,
+    /// Its block device, while the kernel has it.
+    disk: String,
+    server: Option<Server>,
+    /// Whether QEMU's `nvme://` can drive it.
+    nvme: bool,
+}
+
+/// One figure.
+struct Row {
+    controller: &'static str,
+    way: Way,
+    depth: u32,
+    bs: u32,
+    ios: u64,
+    seconds: f64,
+    /// Of the run in which they were counted.
+    counted: u64,
+    doorbells: u64,
+    interrupts: u64,
+}
+
+impl Row {
+    fn iops(&self) -> f64 {
+        self.ios as f64 / self.seconds.max(1e-9)
+    }
+
+    fn per_io(&self, count: u64) -> f64 {
+        count as f64 / self.counted.max(1) as f64
+    }
+
+    /// QEMU's `nvme://` has one vector for all of its queues, the admin queue's, which is not counted.
+    fn interrupts_per_io(&self) -> Option<f64> {
+        (self.way != Way::QemuNvme).then(|| self.per_io(self.interrupts))
+    }
+
+    fn json(&self, kernel: Kernel) -> Value {
+        let mut row = json!({
+            "table": "S2",
+            "device": self.way.device(),
+            "controller": self.controller,
+            "completion": self.way.completion(),
+            "through": self.way.through(),
+            // QEMU's `nvme://` knows of no other.
+            "doorbells": if self.way == Way::QemuNvme { "mmio" } else { "shadow" },
+            "kernel": kernel.to_string(),
+            "backing": "null",
+            "rw": "read",
+            "iodepth": self.depth,
+            "numjobs": 1,
+            "bs": self.bs,
+            "commands": self.ios,
+            "seconds": self.seconds,
+            "iops": self.iops(),
+            "bandwidth_bytes": self.iops() * f64::from(self.bs),
+            "doorbell_mmio_writes": self.doorbells,
+            "mmio_per_io": self.per_io(self.doorbells),
+        });
+        // What was not measured is left out.
+        if let (Some(each), Some(row)) = (self.interrupts_per_io(), row.as_object_mut()) {
+            row.insert("interrupts_per_io".into(), each.into());
+        }
+        row
+    }
+}
+
+pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
+    // A long look before a worker sleeps, as in S3: the guest is emulated.
+    let disk =
+        lab.serve(run, "s2", &[format!("null:{DISK_BYTES}")], &["--poll-max", "1000"], None)?;
+    let devices =
+        vec![Device::QemuNvme { drive: Drive::Null(DISK_BYTES), dbcs: true }, disk.device.clone()];
+    // One processor for the guest leaves the other for the device, which is where it would be.
+    let mut guest = boot(lab, run, kernel, devices, |config| config.cpus = 1)?;
+    load(&mut guest, MODULES)?;
+    allow_unsafe_interrupts(&mut guest)?;
+    let mut controllers = Vec::new();
+    for (index, (name, server)) in
+        [("qemu", None), ("shadowbell", disk.server)].into_iter().enumerate()
+    {
+        let disk = names(&mut guest, index)?.1;
+        guest.sh(&format!("echo none >/sys/block/{disk}/queue/scheduler"), MINUTE)?;
+        controllers.push(Controller {
+            name,
+            address: config::pci_address(index),
+            disk,
+            server,
+            nvme: false,
+        });
+    }
+    let rows = report
+        .check("sequential reads, by every way, on both controllers in turn", |_| {
+            measure(&mut guest, &mut controllers, lab.rounds)
+        })
+        .context("no figures")?;
+    print(&rows);
+    for row in &rows {
+        report.row(row.json(kernel));
+    }
+    judge(report, &rows);
+    report.check("the guest powers off", |_| guest.power_off(MINUTE));
+    for server in controllers.into_iter().filter_map(|controller| controller.server) {
+        report.check("the server leaves cleanly", |_| server.stop());
+    }
+    Ok(())
+}
+
+fn measure(guest: &mut Guest, controllers: &mut [Controller], rounds: usize) -> Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    let mut bound = true;
+    for way in Way::ALL {
+        if bound && !way.needs_kernel_driver() {
+            let addresses: Vec<_> = controllers.iter().map(|c| c.address.as_str()).collect();
+            shadowbell(guest, &format!("bind {}", addresses.join(" ")))?.success()?;
+            bound = false;
+            for controller in &mut *controllers {
+                controller.nvme = can_be_driven_by_qemu(guest, controller)?;
+            }
+        }
+        for (depth, bs, ios, counted) in PATTERNS {
+            let mut times: Vec<Vec<f64>> = controllers.iter().map(|_| Vec::new()).collect();
+            for _ in 0..rounds {
+                // In turn, so that what else this machine does falls on both.
+                for (controller, times) in controllers.iter().zip(&mut times) {
+                    if way == Way::QemuNvme && !controller.nvme {
+                        continue;
+                    }
+                    times.push(time(guest, controller, way, depth, bs, ios)?);
+                }
+            }
+            for (controller, mut times) in controllers.iter_mut().zip(times) {
+                if times.is_empty() {
+                    continue;
+                }
+                let (doorbells, interrupts) = count(guest, controller, way, depth, bs, counted)?;
+                times.sort_by(f64::total_cmp);
+                let seconds = *times.get(times.len() / 2).context("no rounds")?;
+                let controller = controller.name;
+                rows.push(Row {
+                    controller,
+                    way,
+                    depth,
+                    bs,
+                    ios,
+                    seconds,
+                    counted,
+                    doorbells,
+                    interrupts,
+                });
+            }
+        }
+    }
+    Ok(rows)
+}
+
+/// Whether QEMU's `nvme://` gets as far as a read. As Debian's QEMU 11.1 is compiled, it writes ACQ
+/// only after CC.EN, which the specification does not allow (Base 2.1, 3.5.1): the controller's
+/// completions go wherever ACQ pointed before. QEMU's own controller keeps ACQ over a function
+/// level reset, so after one attempt that hangs the next finds its own address there.
+fn can_be_driven_by_qemu(guest: &mut Guest, controller: &Controller) -> Result<bool> {
+    let command =
+        format!("timeout 10 qemu-img bench -f raw -c 1 -s 4096 nvme://{}/1", controller.address);
+    for _ in 0..2 {
+        if guest.run(&command, MINUTE)?.code == 0 {
+            return Ok(true);
+        }
+    }
+    println!(
+        "   QEMU's nvme:// enables a controller before it writes ACQ, which that of `{}` does not \
+         put up with: no such rows",
+        controller.name
+    );
+    Ok(false)
+}
+
+/// The seconds that so many reads took.
+fn time(
+    guest: &mut Guest,
+    controller: &Controller,
+    way: Way,
+    depth: u32,
+    bs: u32,
+    ios: u64,
+) -> Result<f64> {
+    let image = match way {
+        Way::LinuxAio => format!("-t none -i native -n /dev/{}", controller.disk),
+        Way::IoUring => format!("-t none -i io_uring -n /dev/{}", controller.disk),
+        // There is no cache to leave out. With `-t none` it would switch the controller's write
+        // cache, for a namespace, and QEMU's own controller refuses that.
+        Way::QemuNvme => format!("nvme://{}/1", controller.address),
+        Way::Nbd => "'nbd+unix:///?socket=/tmp/nbd.sock'".to_owned(),
+        Way::Interrupts | Way::Polling => {
+            let command = format!(
+                "bench nvme://{} --rw read --bs {bs} --iodepth {depth} --number-ios {ios} \
+                 --completion {} --latency-sample 1000000",
+                controller.address,
+                way.completion()
+            );
+            let row = json_of(guest, &command)?["rows"][0].take();
+            ensure!(row["commands"] == ios && row["doorbells"] == "shadow", "{row}");
+            return row["seconds"].as_f64().context("no seconds");
+        }
+    };
+    let mut command = format!("qemu-img bench -f raw -c {ios} -d {depth} -s {bs} {image}");
+    if way == Way::Nbd {
+        command = format!(
+            "rm -f /tmp/nbd.sock; shadowbell -q export nvme://{} --nbd unix:/tmp/nbd.sock & \
+             for i in $(seq 100); do [ -S /tmp/nbd.sock ] && break; sleep 0.1; done; \
+             {command}; code=$?; kill $!; wait $! || exit 1; exit $code",
+            controller.address
+        );
+    }
+    let text = guest.sh(&command, SLACK)?;
+    seconds(&text).with_context(|| format!("qemu-img bench: {text:.400}"))
+}
+
+/// `Run completed in 1.234 seconds.`
+pub(super) fn seconds(text: &str) -> Option<f64> {
+    text.split_once("completed in ")?.1.split(' ').next()?.parse().ok()
+}
+
+/// Trapped doorbell writes and interrupts of so many reads.
+fn count(
+    guest: &mut Guest,
+    controller: &mut Controller,
+    way: Way,
+    depth: u32,
+    bs: u32,
+    ios: u64,
+) -> Result<(u64, u64)> {
+    let Some(server) = &mut controller.server else {
+        let stretch = Stretch::begin(guest)?;
+        let timed = time(guest, controller, way, depth, bs, ios);
+        let counts = stretch.end(guest)?;
+        timed?;
+        return Ok((counts.sq_doorbells + counts.cq_doorbells, counts.interrupts));
+    };
+    let before = server.stats()?;
+    let timed = time(guest, controller, way, depth, bs, ios);
+    let Some(server) = &mut controller.server else { bail!("the server is gone") };
+    let after = server.stats()?;
+    timed?;
+    let grown = |name: &str| {
+        let of = |stats: &Value| stats.get(name).and_then(Value::as_u64).context(name.to_owned());
+        Ok::<u64, anyhow::Error>(of(&after)?.saturating_sub(of(&before)?))
+    };
+    Ok((grown("doorbell_mmio_writes")?, grown("interrupts")?))
+}
+
+/// What the project promises of this table. What is counted is judged; a speed is printed, because
+/// what else this machine does would decide.
+fn judge(report: &mut Report, rows: &[Row]) {
+    let find = |controller: &str, way: Way, depth: u32, bs: u32| {
+        rows.iter()
+            .find(|row| {
+                (row.controller, row.way, row.depth, row.bs) == (controller, way, depth, bs)
+            })
+            .with_context(|| format!("no row of {controller} by {way:?} at {depth}"))
+    };
+    report.check("fewer doorbells per I/O than QEMU's nvme://, everywhere", |_| {
+        let mut compared = 0;
+        for ours in rows.iter().filter(|row| matches!(row.way, Way::Interrupts | Way::Polling)) {
+            let theirs = find(ours.controller, Way::QemuNvme, ours.depth, ours.bs);
+            let Ok(theirs) = theirs else { continue };
+            compared += 1;
+            let (a, b) = (ours.per_io(ours.doorbells), theirs.per_io(theirs.doorbells));
+            ensure!(a < b, "{} at {}: ours {a:.3}, nvme:// {b:.3}", ours.controller, ours.depth);
+        }
+        ensure!(compared > 0, "there is nothing to compare with");
+        Ok(())
+    });
+    for (depth, bs, ..) in PATTERNS {
+        for controller in ["qemu", "shadowbell"] {
+            let rate = |way| find(controller, way, depth, bs).map(Row::iops);
+            for ours in [Way::Polling, Way::Interrupts, Way::Nbd] {
+                let (Ok(mine), Ok(aio)) = (rate(ours), rate(Way::LinuxAio)) else { continue };
+                let nvme = rate(Way::QemuNvme)
+                    .map(|nvme| format!(", {:.2} times QEMU's nvme://", mine / nvme))
+                    .unwrap_or_default();
+                println!(
+                    "   iodepth {depth}, {bs} bytes, {controller}, {ours:?}: {:.2} times linux-aio{nvme}",
+                    mine / aio
+                );
+            }
+        }
+    }
+}
+
+fn print(rows: &[Row]) {
+    let cells: Vec<Vec<String>> = rows
+        .iter()
+        .map(|row| {
+            vec![
+                row.controller.to_owned(),
+                row.depth.to_string(),
+                row.bs.to_string(),
+                match row.way {
+                    Way::Nbd => "shadowbell by nbd".to_owned(),
+                    way => format!("{} {}", way.device(), way.completion()),
+                },
+                format!("{:.3}", row.seconds),
+                thousands(row.iops()),
+                format!("{:.3}", row.per_io(row.doorbells)),
+                row.interrupts_per_io().map_or("-".to_owned(), |each| format!("{each:.3}")),
+            ]
+        })
+        .collect();
+    let head =
+        ["controller", "iodepth", "bytes", "way", "seconds", "IOPS", "MMIO/IO", "interrupts/IO"];
+    println!("\n{}", render(&head, &cells));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_is_read_where_qemu_img_says_it() {
+        let text = "Sending 75000 read requests, 4096 bytes each, 64 in parallel\n\
+                    Run completed in 1.234 seconds.\n";
+        assert_eq!(seconds(text), Some(1.234));
+        assert_eq!(seconds("qemu-img: Could not open"), None);
+        assert_eq!(seconds("completed in a while"), None);
+    }
+
+    fn row(way: Way, doorbells: u64) -> Row {
+        let (controller, depth, bs) = ("qemu", 1, 4096);
+        let (ios, seconds, counted, interrupts) = (1000, 0.5, 100, 50);
+        Row { controller, way, depth, bs, ios, seconds, counted, doorbells, interrupts }
+    }
+
+    #[test]
+    fn rows_have_the_names_that_other_tools_read() {
+        let json = row(Way::Polling, 25).json(Kernel::V7_2);
+        assert_eq!((&json["table"], &json["device"]), (&json!("S2"), &json!("shadowbell")));
+        assert_eq!((&json["iops"], &json["mmio_per_io"]), (&json!(2000.0), &json!(0.25)));
+        assert_eq!((&json["completion"], &json["seconds"]), (&json!("poll"), &json!(0.5)));
+        let theirs = row(Way::QemuNvme, 1).json(Kernel::V6_1);
+        assert_eq!((&theirs["doorbells"], theirs.get("interrupts_per_io")), (&json!("mmio"), None));
+        assert_eq!(json["interrupts_per_io"], 0.5);
+    }
+
+    #[test]
+    fn a_promise_that_is_not_kept_fails() {
+        for (ours, failed) in [(10, 0), (200, 1), (300, 1)] {
+            let mut report = Report::default();
+            judge(&mut report, &[row(Way::QemuNvme, 200), row(Way::Polling, ours)]);
+            assert_eq!(report.failed(), failed);
+        }
+        let mut report = Report::default();
+        judge(&mut report, &[row(Way::Polling, 0)]);
+        assert_eq!(report.failed(), 1, "nothing to compare with is no success");
+    }
+}

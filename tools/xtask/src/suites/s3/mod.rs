@@ -1,0 +1,295 @@
+//! The S3 tables: what shadow doorbells save, ours against QEMU's own controller, four disks in one
+//! guest, measured in turn.
+//!
+//! Nothing is behind any of the disks: ours is `null:`, QEMU's is on its `null-co` block driver, so
+//! what is left is the way of a command. Each figure of IOPS is the median of several rounds; doorbells
+//! and interrupts are counted in a run of their own, because QEMU's trace takes time for each. Both
+//! devices are counted from their own side and divided by the I/Os that fio did.
+//!
+//! A second table has a file behind both, and says what an I/O costs this machine: see `cpu`.
+
+mod cpu;
+mod usage;
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+use shadowbell_guest::trace::Stretch;
+use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, Server};
+
+use super::fio::{Measured, random_reads};
+use super::{Lab, Subject, dmesg, names};
+use crate::report::Report;
+use crate::table::{render, thousands};
+
+const DEPTHS: [u32; 5] = [1, 2, 4, 8, 32];
+const TIME: Duration = Duration::from_millis(1500);
+const DISK_BYTES: u64 = 1 << 40;
+const BLOCK: u32 = 4096;
+/// Microseconds.
+const POLL_MAX: &str = "1000";
+
+/// One of the disks that are compared.
+struct Contestant {
+    device: &'static str,
+    doorbells: &'static str,
+    server: Option<Server>,
+    /// Its name in the guest.
+    dev: String,
+}
+
+/// What was measured of one contestant at one depth.
+struct Row {
+    device: &'static str,
+    doorbells: &'static str,
+    depth: u32,
+    fio: Measured,
+    commands: u64,
+    doorbell_writes: u64,
+    interrupts: u64,
+}
+
+impl Row {
+    fn per_io(&self, count: u64) -> f64 {
+        count as f64 / (self.commands.max(1)) as f64
+    }
+
+    fn mmio_per_io(&self) -> f64 {
+        self.per_io(self.doorbell_writes)
+    }
+
+    fn json(&self, kernel: Kernel) -> Value {
+        let [mean, p50, p99, p999] = self.fio.latency;
+        json!({
+            "table": "S3",
+            "device": self.device,
+            "doorbells": self.doorbells,
+            "kernel": kernel.to_string(),
+            "backing": "null",
+            "iodepth": self.depth,
+            "numjobs": 1,
+            "bs": BLOCK,
+            "iops": self.fio.iops,
+            "bandwidth_bytes": self.fio.bandwidth,
+            "latency_ns": { "mean": mean, "p50": p50, "p99": p99, "p999": p999 },
+            "commands": self.commands,
+            "doorbell_mmio_writes": self.doorbell_writes,
+            "mmio_per_io": self.mmio_per_io(),
+            "interrupts_per_io": self.per_io(self.interrupts),
+        })
+    }
+}
+
+pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
+    let mut contestants = Vec::new();
+    let mut devices = Vec::new();
+    let mut add = |device, doorbells, server, of_guest| {
+        contestants.push(Contestant { device, doorbells, server, dev: String::new() });
+        devices.push(of_guest);
+    };
+    if lab.subject == Subject::Shadowbell {
+        // Emulated, the guest takes about ten times as long over an I/O as a real one, so the longest
+        // time that a worker waits for the next one is tenfold as well.
+        let shadow = &["--poll-max", POLL_MAX][..];
+        let mmio = &["--poll-max", POLL_MAX, "--no-shadow-doorbells"][..];
+        for (doorbells, options) in [("shadow", shadow), ("mmio", mmio)] {
+            let disks = [format!("null:{DISK_BYTES}")];
+            let disk = lab.serve(run, doorbells, &disks, options, None)?;
+            add("shadowbell", doorbells, disk.server, disk.device);
+        }
+    }
+    for (doorbells, dbcs) in [("shadow", true), ("mmio", false)] {
+        let drive = Drive::Null(DISK_BYTES);
+        add("qemu", doorbells, None, Device::QemuNvme { drive, dbcs });
+    }
+    // One processor for the guest leaves the other for the device, which is where it would be.
+    let mut guest = lab.boot(run, kernel, devices, |config| config.cpus = 1)?;
+    for (index, contestant) in contestants.iter_mut().enumerate() {
+        contestant.dev = names(&mut guest, index)?.1;
+        guest.sh(
+            &format!("echo none >/sys/block/{}/queue/scheduler", contestant.dev),
+            super::MINUTE,
+        )?;
+    }
+    let rows = report
+        .check("random reads of 4 KiB at every depth, on every disk in turn", |_| {
+            measure(&mut guest, &mut contestants, lab.rounds)
+        })
+        .context("no figures")?;
+    print(&rows);
+    for row in &rows {
+        report.row(row.json(kernel));
+    }
+    compare(report, &rows);
+    let count = contestants.len();
+    report.check("the kernel has nothing to complain of", |_| dmesg::clean(&mut guest, count));
+    report.check("the guest powers off", |_| guest.power_off(super::MINUTE));
+    for server in contestants.into_iter().filter_map(|contestant| contestant.server) {
+        report.check("the server leaves cleanly", |_| server.stop());
+    }
+    // Where speed is not judged, one of the kernels is enough.
+    if lab.subject == Subject::Shadowbell && (lab.rounds > 1 || kernel == Kernel::V7_2) {
+        cpu::run(lab, report, kernel, run)?;
+    }
+    Ok(())
+}
+
+fn measure(guest: &mut Guest, contestants: &mut [Contestant], rounds: usize) -> Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    for depth in DEPTHS {
+        // In turn, so that what else this machine does falls on all of them.
+        let mut runs: Vec<Vec<Measured>> = contestants.iter().map(|_| Vec::new()).collect();
+        for _ in 0..rounds {
+            for (contestant, measured) in contestants.iter().zip(&mut runs) {
+                measured.push(random_reads(guest, &contestant.dev, depth, TIME)?);
+            }
+        }
+        for (contestant, measured) in contestants.iter_mut().zip(runs) {
+            let (commands, doorbell_writes, interrupts) = count(guest, contestant, depth)?;
+            rows.push(Row {
+                device: contestant.device,
+                doorbells: contestant.doorbells,
+                depth,
+                fio: median(measured).context("no rounds")?,
+                commands,
+                doorbell_writes,
+                interrupts,
+            });
+        }
+    }
+    Ok(rows)
+}
+
+/// I/Os, trapped doorbell writes and interrupts of one run.
+fn count(guest: &mut Guest, contestant: &mut Contestant, depth: u32) -> Result<(u64, u64, u64)> {
+    let Some(server) = &mut contestant.server else {
+        let stretch = Stretch::begin(guest)?;
+        let measured = random_reads(guest, &contestant.dev, depth, TIME);
+        let counts = stretch.end(guest)?;
+        let total = measured?.total;
+        return Ok((total, counts.sq_doorbells + counts.cq_doorbells, counts.interrupts));
+    };
+    let before = server.stats()?;
+    let total = random_reads(guest, &contestant.dev, depth, TIME)?.total;
+    let after = server.stats()?;
+    let grown = |name: &str| {
+        let of = |stats: &Value| stats.get(name).and_then(Value::as_u64).context(name.to_owned());
+        Ok::<u64, anyhow::Error>(of(&after)?.saturating_sub(of(&before)?))
+    };
+    let commands = grown("commands")?;
+    // The kernel may look at the disk beside fio, but only a little.
+    let close = commands >= total && commands <= total + total / 50 + 20;
+    ensure!(close, "the server counted {commands} commands where fio did {total} I/Os");
+    Ok((total, grown("doorbell_mmio_writes")?, grown("interrupts")?))
+}
+
+/// The run of middle speed.
+fn median(mut runs: Vec<Measured>) -> Option<Measured> {
+    runs.sort_by(|a, b| a.iops.total_cmp(&b.iops));
+    let middle = runs.len() / 2;
+    runs.into_iter().nth(middle)
+}
+
+/// What the project promises about this table.
+fn compare(report: &mut Report, rows: &[Row]) {
+    let find = |device: &str, depth: u32| {
+        rows.iter()
+            .find(|row| (row.device, row.doorbells, row.depth) == (device, "shadow", depth))
+            .with_context(|| format!("no row of {device} at {depth}"))
+    };
+    if find("shadowbell", 1).is_err() {
+        return;
+    }
+    report.check("fewer doorbells per I/O than QEMU with dbcs=on, at each depth", |_| {
+        for depth in DEPTHS {
+            let (ours, theirs) =
+                (find("shadowbell", depth)?.mmio_per_io(), find("qemu", depth)?.mmio_per_io());
+            ensure!(ours < theirs, "iodepth {depth}: ours {ours:.3}, QEMU's {theirs:.3}");
+        }
+        Ok(())
+    });
+    // A speed is printed and not judged: what else this machine does would decide.
+    for depth in DEPTHS {
+        if let (Ok(ours), Ok(theirs)) = (find("shadowbell", depth), find("qemu", depth)) {
+            println!(
+                "   iodepth {depth}: {:.2} times the IOPS of QEMU with dbcs=on",
+                ours.fio.iops / theirs.fio.iops
+            );
+        }
+    }
+}
+
+fn print(rows: &[Row]) {
+    let cells: Vec<Vec<String>> = rows
+        .iter()
+        .map(|row| {
+            vec![
+                row.depth.to_string(),
+                row.device.to_owned(),
+                row.doorbells.to_owned(),
+                thousands(row.fio.iops),
+                format!("{:.3}", row.mmio_per_io()),
+                format!("{:.3}", row.per_io(row.interrupts)),
+                format!("{:.0}", row.fio.latency[1] / 1000.0),
+            ]
+        })
+        .collect();
+    let head = ["iodepth", "device", "doorbells", "IOPS", "MMIO/IO", "interrupts/IO", "p50 us"];
+    println!("\n{}", render(&head, &cells));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn measured(iops: f64) -> Measured {
+        Measured { iops, bandwidth: iops * 4096.0, total: 100, latency: [1.0, 2.0, 3.0, 4.0] }
+    }
+
+    #[test]
+    fn the_median_is_in_the_middle() {
+        let runs = [3.0, 1.0, 2.0].map(measured).to_vec();
+        assert!((median(runs).unwrap().iops - 2.0).abs() < f64::EPSILON);
+        assert_eq!(median(Vec::new()), None);
+    }
+
+    fn row(device: &'static str, depth: u32, iops: f64, doorbell_writes: u64) -> Row {
+        let fio = measured(iops);
+        Row {
+            device,
+            doorbells: "shadow",
+            depth,
+            fio,
+            commands: 100,
+            doorbell_writes,
+            interrupts: 9,
+        }
+    }
+
+    #[test]
+    fn rows_have_the_names_that_other_tools_read() {
+        let json = row("qemu", 8, 50.0, 46).json(Kernel::V7_2);
+        assert_eq!(json["mmio_per_io"], 0.46);
+        assert_eq!(json["interrupts_per_io"], 0.09);
+        assert_eq!((&json["iodepth"], &json["bs"]), (&json!(8), &json!(4096)));
+        assert_eq!(json["latency_ns"]["p999"], 4.0);
+    }
+
+    #[test]
+    fn a_promise_that_is_not_kept_fails() {
+        let rows = |ours: f64, doorbells: u64| {
+            DEPTHS
+                .iter()
+                .flat_map(|&depth| {
+                    [row("qemu", depth, 100.0, 50), row("shadowbell", depth, ours, doorbells)]
+                })
+                .collect::<Vec<_>>()
+        };
+        for (ours, doorbells, failed) in [(200.0, 0, 0), (90.0, 0, 0), (200.0, 50, 1)] {
+            let mut report = Report::default();
+            compare(&mut report, &rows(ours, doorbells));
+            assert_eq!(report.failed(), failed);
+        }
+    }
+}

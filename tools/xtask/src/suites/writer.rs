@@ -1,0 +1,102 @@
+//! The writer in the guest that reports every acknowledged write; see [`shadowbell_guest::ack`].
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use shadowbell_guest::ack::Promises;
+use shadowbell_guest::{Guest, RunDir, tool};
+
+use super::MINUTE;
+
+/// Slots of 4 KiB that are overwritten, from the start of the disk.
+pub(super) const SLOTS: u64 = 2048;
+/// Marks the writes of this program.
+const SEED: u64 = 0x5bac_ced0;
+/// No session writes one slot this often.
+const GENERATIONS: u64 = 1 << 32;
+
+/// The sessions of the writer on one image.
+pub(super) struct Writer {
+    image: PathBuf,
+    log: PathBuf,
+    sessions: u64,
+}
+
+impl Writer {
+    /// For this image, which the guest's disk keeps its bytes in.
+    pub(super) fn new(run: &RunDir, image: &Path) -> Self {
+        Self { image: image.to_owned(), log: run.file("ack.log"), sessions: 0 }
+    }
+
+    /// Starts a session in the background and waits until writes are being acknowledged.
+    pub(super) fn start(&mut self, guest: &mut Guest, disk: &str, seconds: u64) -> Result<()> {
+        let before = self.promises()?.writes;
+        // Later generations than every session before: a stale write is recognised by an older one.
+        let generation = self.sessions * GENERATIONS;
+        self.sessions += 1;
+        guest.sh(
+            &format!(
+                "rm -f /tmp/writer.done; \
+                 ({} write device=/dev/{disk} slots={SLOTS} threads=8 seconds={seconds} seed={SEED} \
+                  generation={generation} acknowledge=/dev/ttyS2 >/tmp/writer.out 2>&1; \
+                  echo $? >/tmp/writer.done) &",
+                tool::NAME
+            ),
+            MINUTE,
+        )?;
+        let deadline = Instant::now() + MINUTE;
+        while self.promises()?.writes < before + 50 {
+            if Instant::now() > deadline {
+                let said = guest.sh("cat /tmp/writer.out", MINUTE)?;
+                bail!("no write was acknowledged within a minute; the writer said: {said}");
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Ok(())
+    }
+
+    /// Waits for the end of the session: no write and no read may have failed.
+    pub(super) fn join(&mut self, guest: &mut Guest) -> Result<()> {
+        let wait = "for try in $(seq 1200); do [ -e /tmp/writer.done ] && break; sleep 0.1; done; \
+                    cat /tmp/writer.out; exit $(cat /tmp/writer.done || echo 99)";
+        guest.sh(wait, Duration::from_secs(150)).context("the writer failed").map(drop)
+    }
+
+    /// Compares the image with everything that was acknowledged so far, in all sessions. How many
+    /// writes that were.
+    pub(super) fn verify(&self) -> Result<u64> {
+        let promises = self.promises()?;
+        if promises.slots.is_empty() {
+            bail!("no write was ever acknowledged");
+        }
+        if !promises.failures.is_empty() {
+            bail!("in the guest: {}", promises.failures.join("; "));
+        }
+        let broken = promises.broken(&self.image, SEED)?;
+        if !broken.is_empty() {
+            let some = broken.iter().take(8).cloned().collect::<Vec<_>>().join("\n");
+            bail!("{} of {} slots are broken:\n{some}", broken.len(), promises.slots.len());
+        }
+        Ok(promises.writes)
+    }
+
+    /// What was acknowledged so far.
+    fn promises(&self) -> Result<Promises> {
+        let log = match fs::read(&self.log) {
+            Ok(log) => log,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
+            Err(error) => return Err(error).with_context(|| self.log.display().to_string()),
+        };
+        Ok(Promises::parse(&String::from_utf8_lossy(&log)))
+    }
+}
+
+/// Fills memory that has just become free and watches it: no device may still write there.
+pub(super) fn patrol(guest: &mut Guest) -> Result<()> {
+    guest
+        .sh(&format!("{} patrol mib=384 seconds=3", tool::NAME), MINUTE)
+        .context("a stale write into the guest's memory")
+        .map(drop)
+}
