@@ -187,15 +187,15 @@ pub trait Queue {
     /// back at [`reap`](Self::reap) and is the caller's own, unique among its pending requests.
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted;
 
-    /// Whether the queue gains by [`tell`](Self::tell).
-    fn is_told_ahead(&self) -> bool {
+    /// Whether the queue gains by [`tell`](Self::prefetch_hint).
+    fn wants_prefetch_hints(&self) -> bool {
         false
     }
 
     /// A request to do `op`, a read or a write, with `len` bytes from byte `offset` of the disk is
     /// `ahead` requests away (2, and then 1), most likely: what it needs can be brought near. A hint,
     /// of which nothing has been checked.
-    fn tell(&self, op: Op, offset: u64, len: usize, ahead: u32) {
+    fn prefetch_hint(&self, op: Op, offset: u64, len: usize, ahead: u32) {
         let _ = (op, offset, len, ahead);
     }
 

@@ -140,12 +140,12 @@ const TOLD: usize = PAGE;
 const AT_ONCE: usize = TOLD / 2;
 
 impl Queue for MemQueue {
-    fn is_told_ahead(&self) -> bool {
+    fn wants_prefetch_hints(&self) -> bool {
         true
     }
 
     #[inline]
-    fn tell(&self, op: Op, offset: u64, len: usize, ahead: u32) {
+    fn prefetch_hint(&self, op: Op, offset: u64, len: usize, ahead: u32) {
         if op != Op::Read && self.is_large && shadowbell_memory::goes_past_caches(len) {
             return;
         }
@@ -238,12 +238,12 @@ mod tests {
     fn being_told_of_anything_does_nothing_that_can_be_seen() {
         let disk = MemDisk::new(9, 512).unwrap();
         let queue = disk.queue().unwrap();
-        assert!(queue.is_told_ahead());
+        assert!(queue.wants_prefetch_hints());
         for offset in [0, 8 * 512, 9 * 512, 1 << 40, u64::MAX] {
             for op in [Op::Read, Op::Write { fua: false }] {
                 for len in [512, usize::MAX] {
-                    queue.tell(op, offset, len, 2);
-                    queue.tell(op, offset, len, 1);
+                    queue.prefetch_hint(op, offset, len, 2);
+                    queue.prefetch_hint(op, offset, len, 1);
                 }
             }
         }

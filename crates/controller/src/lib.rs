@@ -28,7 +28,7 @@ pub(crate) mod admin;
 pub mod config;
 mod control;
 mod controller;
-mod ear;
+mod doorbell_source;
 #[cfg(feature = "faults")]
 pub mod faults;
 mod interrupt;
@@ -44,7 +44,7 @@ mod worker;
 
 pub use config::{Config, ConfigError, NamespaceConfig};
 pub use controller::{BAR0_BYTES, Carrier, Controller, Event, NewError};
-pub use ear::{Ear, Heard};
+pub use doorbell_source::{DoorbellSource, Polled};
 pub use kick::DoorbellEvents;
 pub use stats::Stats;
 pub use worker::{Polling, Pool, PoolOptions, Turns};

@@ -50,11 +50,11 @@ impl Disk for Curious {
 }
 
 impl Queue for Curious {
-    fn is_told_ahead(&self) -> bool {
+    fn wants_prefetch_hints(&self) -> bool {
         true
     }
 
-    fn tell(&self, op: Op, offset: u64, len: usize, ahead: u32) {
+    fn prefetch_hint(&self, op: Op, offset: u64, len: usize, ahead: u32) {
         assert_eq!(op, Op::Read);
         self.0.lock().unwrap().seen.push(Told(offset / 512, len, ahead));
     }

@@ -219,7 +219,7 @@ fn who_is_parked_is_heard_by_an_ear() {
     let busy = house.move_in(Bell::Shadow);
     let quiet = house.move_in(Bell::Trap);
     let (wire, ear) = common::wire::Wire::new();
-    house.hosts[quiet].0.controller.lend_ear(0, ear);
+    house.hosts[quiet].0.controller.add_doorbell_source(0, ear);
     for _ in 0..3 {
         house.lull(busy);
         assert!(wire.is_heard());

@@ -46,8 +46,8 @@ impl Predicate {
 #[derive(Debug)]
 pub struct HostDoorbell<C, F = FullFence> {
     current: u16,
-    /// The value before the one that was [posted](Self::post), if EventIdx has not been asked yet.
-    unasked: Option<u16>,
+    /// The value before the one that was [published](Self::publish_deferred), if EventIdx has not been asked yet.
+    deferred: Option<u16>,
     shadow: Option<HostShadow<C>>,
     stats: HostStats,
     fence: PhantomData<fn() -> F>,
@@ -65,7 +65,7 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     #[inline]
     pub const fn new(current: u16) -> Self {
         let stats = HostStats { published: 0, mmio_needed: 0, mmio_saved: 0 };
-        Self { current, unasked: None, shadow: None, stats, fence: PhantomData }
+        Self { current, deferred: None, shadow: None, stats, fence: PhantomData }
     }
 
     /// The last value published.
@@ -107,7 +107,7 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     /// ends the life of both buffers.
     pub fn forget(&mut self) {
         self.shadow = None;
-        self.unasked = None;
+        self.deferred = None;
     }
 
     /// Publishes `new`; says whether the caller must now write it to the doorbell register too.
@@ -148,7 +148,7 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     }
 
     /// Publishes `new`, and leaves for later whether the controller has to be told of it:
-    /// [`ask`](Self::ask) says that, and must be called before the caller waits for anything that
+    /// [`needs_notification`](Self::needs_notification) says that, and must be called before the caller waits for anything that
     /// the controller does, or turns to something else. Says whether the register has to be written
     /// now, for what was posted before, or because there is no shadow entry to rely on.
     ///
@@ -158,22 +158,22 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     /// enough to do.
     #[inline]
     #[must_use = "the controller may be asleep: write the register if this says so"]
-    pub fn post(&mut self, new: u16) -> bool {
+    pub fn publish_deferred(&mut self, new: u16) -> bool {
         if !self.shadow.as_ref().is_some_and(|shadow| shadow.trusted) {
             return self.publish(new);
         }
-        let earlier = self.ask();
+        let earlier = self.needs_notification();
         self.store(new);
         self.stats.published += 1;
         self.stats.mmio_saved += 1;
         earlier
     }
 
-    /// Whether the register has to be written for what was [posted](Self::post). Nothing was, or it
+    /// Whether the register has to be written for what was [published](Self::publish_deferred). Nothing was, or it
     /// was asked: then not.
     #[inline]
     #[must_use = "the controller may be asleep: write the register if this says so"]
-    pub fn ask(&mut self) -> bool {
+    pub fn needs_notification(&mut self) -> bool {
         let mmio = self.ask_with(Predicate::Linux);
         if mmio {
             // It was counted as saved when it was posted.
@@ -183,15 +183,15 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
         mmio
     }
 
-    /// Whether there is something to [ask](Self::ask) for.
+    /// Whether there is something to ask ([`needs_notification`](Self::needs_notification)) for.
     #[inline]
-    pub fn is_unasked(&self) -> bool {
-        self.unasked.is_some()
+    pub fn has_deferred(&self) -> bool {
+        self.deferred.is_some()
     }
 
     #[inline]
     fn store(&mut self, new: u16) {
-        self.unasked = Some(core::mem::replace(&mut self.current, new));
+        self.deferred = Some(core::mem::replace(&mut self.current, new));
         if let Some(shadow) = &self.shadow {
             shadow.value.store_release(u32::from(new));
         }
@@ -199,7 +199,7 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
 
     #[inline]
     fn ask_with(&mut self, predicate: Predicate) -> bool {
-        let (Some(old), Some(shadow)) = (self.unasked.take(), &self.shadow) else { return false };
+        let (Some(old), Some(shadow)) = (self.deferred.take(), &self.shadow) else { return false };
         // Pairs with the fence between `arm` and `recheck`: either the controller sees our value
         // there, or we see its EventIdx here.
         F::full();

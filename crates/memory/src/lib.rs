@@ -14,7 +14,7 @@
 //!   ([`View::resolve_sgl`]) to host memory. It holds its view, so memory can not go away while a
 //!   command that uses it is in flight: unmapping replaces the snapshot, and is done when every
 //!   view of the old one is dropped ([`ViewWatch`]);
-//! * [`Ring`] is a queue's memory, entry by entry, and [`Outbox`] what will be in one together;
+//! * [`Ring`] is a queue's memory, entry by entry, and [`SqeBatch`] what will be in one together;
 //! * [`EventFd`] wakes a sleeper, and [`sigbus`] turns the loss of the memory behind a mapping
 //!   into a flag.
 //!
@@ -27,20 +27,20 @@ mod dma;
 mod event;
 mod mapping;
 mod notifier;
-mod outbox;
 mod prp;
 mod ring;
 mod segments;
 mod sgl;
 mod shared;
 pub mod sigbus;
+mod sqe_batch;
 
 pub use copy::goes_past_caches;
 pub use dma::{DmaError, DmaSpace, DmaTable, Fault, View, ViewWatch};
 pub use event::{Edge, Edges, EventFd};
 pub use mapping::{HUGE_PAGE, MapError, Mapping, Protection};
-pub use outbox::Outbox;
 pub use prp::DataPointerError;
 pub use ring::Ring;
 pub use segments::{Segment, Segments};
 pub use shared::{SharedBytes, SharedU32};
+pub use sqe_batch::SqeBatch;

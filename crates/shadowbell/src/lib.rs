@@ -20,7 +20,6 @@
 //! | [`export`] | `export`: a disk for everyone who can not use the driver |
 //! | [`top`] | `top`: what the controllers of a running `serve` do |
 //! | [`trace`] | `trace`: what `serve --trace` recorded, for a person |
-//! | [`device`] | a controller as a PCI function behind a vfio-user socket |
 //! | [`target`] | TARGETs: namespaces as people write them, and the way to them |
 //! | [`report`] | measurements, for machines and for people |
 //! | [`local`] | a controller in this process, as the driver reaches it |
@@ -37,7 +36,6 @@ pub mod bind;
 pub mod cli;
 pub mod config;
 pub mod demo;
-pub mod device;
 pub mod exit;
 pub mod export;
 pub mod inspect;

@@ -1,7 +1,7 @@
 //! Bytes and descriptors in, whole messages out, and back; without a socket.
 //!
 //! A stream of bytes has no message boundaries, and descriptors arrive beside it. [`Decoder`] puts
-//! both together again, in bounded memory, whatever a peer sends. [`Outbox`] holds what is to be
+//! both together again, in bounded memory, whatever a peer sends. [`SendQueue`] holds what is to be
 //! sent until the socket has taken it.
 
 use std::collections::VecDeque;
@@ -230,14 +230,14 @@ impl Decoder {
 
 /// What waits to be sent, with the descriptors that go along.
 #[derive(Debug, Default)]
-pub struct Outbox {
+pub struct SendQueue {
     bytes: Vec<u8>,
     sent: usize,
     /// Descriptors, and the offset in `bytes` of the message that they go with.
     fds: VecDeque<(usize, OwnedFd)>,
 }
 
-impl Outbox {
+impl SendQueue {
     /// Nothing waits.
     pub fn is_empty(&self) -> bool {
         self.sent == self.bytes.len()

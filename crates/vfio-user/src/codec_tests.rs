@@ -7,7 +7,7 @@ use super::*;
 use crate::wire::command;
 
 fn message(id: u16, flags: u32, payload: &[u8]) -> Vec<u8> {
-    let mut out = Outbox::default();
+    let mut out = SendQueue::default();
     let header = Header { id, command: command::REGION_WRITE, size: 0, flags, error: 0 };
     out.put(header, &[payload]);
     out.bytes
@@ -130,7 +130,7 @@ fn a_hoard_of_descriptors_is_an_error() {
 
 #[test]
 fn an_error_reply_has_a_number_and_nothing_else() {
-    let mut out = Outbox::default();
+    let mut out = SendQueue::default();
     let to = Header { id: 5, command: 6, size: 16, flags: 0, error: 0 };
     out.put_error(&to, Errno::IO);
     out.put_error(&to, Errno::EXIST);
@@ -146,7 +146,7 @@ fn an_error_reply_has_a_number_and_nothing_else() {
 
 #[test]
 fn who_wants_no_reply_gets_none() {
-    let mut out = Outbox::default();
+    let mut out = SendQueue::default();
     let to = Header { id: 5, command: 6, size: 16, flags: header_flags::NO_REPLY, error: 0 };
     out.put_reply(&to, &[b"x"]);
     out.put_error(&to, Errno::INVAL);
@@ -158,7 +158,7 @@ fn who_wants_no_reply_gets_none() {
 
 #[test]
 fn a_reply_that_cannot_be_filled_becomes_an_error() {
-    let mut out = Outbox::default();
+    let mut out = SendQueue::default();
     let to = Header { id: 5, command: 6, size: 16, flags: 0, error: 0 };
     out.put_reply_filled(&to, b"head", 4, |data| {
         data.copy_from_slice(b"data");
@@ -174,13 +174,13 @@ fn a_reply_that_cannot_be_filled_becomes_an_error() {
 
 #[test]
 fn descriptors_leave_with_the_first_byte_of_their_message() {
-    let mut out = Outbox::default();
+    let mut out = SendQueue::default();
     let to = Header { id: 5, command: 6, size: 16, flags: 0, error: 0 };
     out.put_reply(&to, &[b"before"]);
     out.put_reply_with_fds(&to, &[b"with"], [descriptor()]);
     out.put_reply(&to, &[b"after"]);
     out.put_reply_with_fds(&to, &[b"more"], [descriptor()]);
-    let front = |out: &Outbox| {
+    let front = |out: &SendQueue| {
         let (bytes, fds) = out.front();
         (bytes.len(), fds.count())
     };
@@ -199,8 +199,8 @@ fn descriptors_leave_with_the_first_byte_of_their_message() {
 }
 
 #[test]
-fn a_peer_that_is_always_behind_does_not_make_the_outbox_grow() {
-    let mut out = Outbox::default();
+fn a_peer_that_is_always_behind_does_not_make_the_send_queue_grow() {
+    let mut out = SendQueue::default();
     let to = Header { id: 5, command: 6, size: 16, flags: 0, error: 0 };
     out.put_reply(&to, &[&[1; 1000]]);
     for _ in 0..1000 {

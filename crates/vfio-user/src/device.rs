@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 
 use crate::Errno;
 use crate::capabilities::DEFAULT_MAX_DMA_MAPS;
-use crate::server::Hearing;
+use crate::server::SharedSocket;
 
 /// Indexes of the regions of a PCI device (`VFIO_PCI_*_REGION_INDEX` of `<linux/vfio.h>`).
 pub mod region {
@@ -330,15 +330,15 @@ pub trait Device: Send {
 
     /// Whether another thread of the device's is to hear this client's messages as well, because it
     /// sleeps while most of what comes are writes that only wake it. Asked whenever the client has
-    /// nothing more to say, unless somebody has its [`Hearing`].
+    /// nothing more to say, unless somebody has its [`SharedSocket`].
     fn wants_hearing(&mut self) -> bool {
         false
     }
 
     /// Takes what it [wanted](Self::wants_hearing). From the thread that makes use of it, writes
     /// reach the device by other ways than [`region_write`](Self::region_write).
-    fn take_hearing(&mut self, hearing: Hearing) {
-        drop(hearing);
+    fn share_socket(&mut self, socket: SharedSocket) {
+        drop(socket);
     }
 
     /// Sets up, takes down, masks or raises interrupts.

@@ -194,7 +194,7 @@ fn a_client_does_not_wait_for_a_daemon_either() {
                     size: 0x1000,
                     offset: 0,
                 };
-                let mut out = shadowbell_vfio_user::codec::Outbox::default();
+                let mut out = shadowbell_vfio_user::codec::SendQueue::default();
                 match fds {
                     0 => out.put(header, &[&[0, 0, 1, 0]]),
                     _ => out.put(header, &[info.as_bytes()]),

@@ -18,10 +18,10 @@ use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix,
     SocketFlags, SocketType,
 };
-use shadowbell::device::ControllerDevice;
 use shadowbell_backend::MemDisk;
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
+use shadowbell_frontend::ControllerDevice;
 use shadowbell_memory::{EventFd, Mapping, Protection, SharedBytes};
 use shadowbell_vfio_user::wire::command as verb;
 use shadowbell_vfio_user::{Listener, Reactor};

@@ -42,7 +42,7 @@ impl Ahead {
     /// Tells of the commands behind the one at `head`, which is number `done` of its burst. `waiting`
     /// counts those that wait by now, from `head` on; it is asked if the burst is nearly over.
     #[inline]
-    pub(crate) fn tell(
+    pub(crate) fn prefetch_hint(
         &mut self,
         engine: &Engine,
         ring: &Ring<{ Sqe::SIZE }>,
@@ -58,7 +58,8 @@ impl Ahead {
         for (told, ahead) in [(once, FIRST), (twice, 1)] {
             let from = (*told).max(done + 1);
             *told = from.max(self.known.min(done + 1 + ahead));
-            (from..*told).for_each(|n| engine.tell(ring, u32::from(head) + n - done, ahead));
+            (from..*told)
+                .for_each(|n| engine.prefetch_hint(ring, u32::from(head) + n - done, ahead));
         }
     }
 

@@ -1,7 +1,7 @@
 //! What the control plane tells a worker. A worker reads its messages between two passes over its
 //! queues, so no lock is ever taken while commands are served.
 
-use crate::ear::Ear;
+use crate::doorbell_source::DoorbellSource;
 use crate::latch::Latch;
 use crate::namespace::Namespace;
 use crate::shared::Shared;
@@ -82,9 +82,9 @@ pub(crate) enum Message {
         event: EventFd,
     },
     /// From now on, the worker hears the controller's host by itself.
-    Ear {
+    DoorbellSource {
         controller: u32,
-        ear: Box<dyn Ear>,
+        source: Box<dyn DoorbellSource>,
     },
     CreateCq {
         seed: Box<Seed>,

@@ -8,7 +8,7 @@
 //! have been quiet for a while are left out of all that until they ring (see `roster`).
 
 mod ahead;
-mod ears;
+mod doorbell_sources;
 pub(crate) mod io;
 mod mailbox;
 pub(crate) mod message;
@@ -22,7 +22,7 @@ mod window;
 
 use crate::stats::SleepStats;
 use crate::trace::{Kind, TraceRing};
-use ears::Ears;
+use doorbell_sources::DoorbellSources;
 use mailbox::Mailbox;
 use message::{Message, Reply, Seed};
 use roster::{Roster, Seat};
@@ -86,7 +86,7 @@ struct Worker {
     index: usize,
     roster: Roster,
     /// Hosts that it hears by itself.
-    ears: Ears,
+    sources: DoorbellSources,
     /// What was heard, for a moment.
     rung: Vec<u64>,
     epoll: Arc<OwnedFd>,
@@ -109,7 +109,7 @@ impl Worker {
             mailbox,
             index,
             roster: Roster::new(polling == Polling::Always),
-            ears: Ears::default(),
+            sources: DoorbellSources::default(),
             rung: Vec::new(),
             watches: Vec::new(),
             epoll,
@@ -253,8 +253,8 @@ impl Worker {
         for token in self.rung.drain(..) {
             let controller = (token >> 8) as u32;
             self.roster.rung(controller);
-            if token & 0xff == EAR {
-                self.ears.listen(controller, self.index, &mut self.trace);
+            if token & 0xff == DOORBELL_SOURCE {
+                self.sources.poll_doorbells(controller, self.index, &mut self.trace);
             }
         }
         self.roster.heard(all);
@@ -315,11 +315,11 @@ impl Worker {
                     tenant.keep_kick(event);
                 }
             }
-            Message::Ear { controller, ear } => {
-                let Self { roster, ears, epoll, .. } = self;
+            Message::DoorbellSource { controller, source } => {
+                let Self { roster, sources, epoll, .. } = self;
                 if let Some(tenant) = roster.activate(controller) {
-                    let token = EAR | u64::from(controller) << 8;
-                    ears.take(ear, tenant.shared(), epoll, token);
+                    let token = DOORBELL_SOURCE | u64::from(controller) << 8;
+                    sources.take(source, tenant.shared(), epoll, token);
                 }
             }
             Message::Flush { controller, latch } => {
@@ -348,7 +348,7 @@ impl Worker {
                 drop(latch);
             }
             Message::Detach { controller, latch } => {
-                self.ears.give_back(controller);
+                self.sources.give_back(controller);
                 if let Some(tenant) = self.tenant(controller) {
                     tenant.detach(latch);
                 }
@@ -397,8 +397,8 @@ impl Worker {
 
 /// What epoll says of an eventfd that stands for doorbells; above it, of which controller.
 const KICK: u64 = 2;
-/// The same of an ear.
-const EAR: u64 = 3;
+/// The same of an source.
+const DOORBELL_SOURCE: u64 = 3;
 
 fn record(trace: &mut Option<TraceRing>, kind: Kind, value: u32) {
     if let Some(trace) = trace {
@@ -427,7 +427,7 @@ fn wait(
         return true;
     };
     for data in events.iter().map(|event| event.data.u64()) {
-        if !matches!(data & 0xff, KICK | EAR) {
+        if !matches!(data & 0xff, KICK | DOORBELL_SOURCE) {
             continue;
         }
         rung.push(data);

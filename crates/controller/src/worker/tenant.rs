@@ -361,7 +361,7 @@ impl Tenant {
         if mailbox.has_news() {
             return 1;
         }
-        if self.engine.is_told_ahead() {
+        if self.engine.wants_prefetch_hints() {
             self.fetch::<true>(index, tail, trace)
         } else {
             self.fetch::<false>(index, tail, trace)
@@ -421,7 +421,7 @@ impl Tenant {
                 }
                 if TELL {
                     let waiting = || sq.place.size.distance(head, sq.tail.glance());
-                    ahead.tell(&self.engine, ring, head, done, waiting);
+                    ahead.prefetch_hint(&self.engine, ring, head, done, waiting);
                 }
                 done += 1;
                 let sqe: Sqe = ring.read(u32::from(head));

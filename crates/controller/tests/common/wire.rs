@@ -1,7 +1,7 @@
 //! A wire by which a test's doorbell writes reach a worker that listens.
 
 use rustix::event::epoll::{self, EventData, EventFlags};
-use shadowbell_controller::{Ear, Heard};
+use shadowbell_controller::{DoorbellSource, Polled};
 use shadowbell_memory::EventFd;
 use std::collections::VecDeque;
 use std::io;
@@ -43,7 +43,7 @@ impl Wire {
     }
 }
 
-impl Ear for Far {
+impl DoorbellSource for Far {
     fn watch(&mut self, epoll: &Arc<OwnedFd>, token: u64) -> io::Result<()> {
         let flags = EventFlags::IN | EventFlags::ET;
         epoll::add(epoll, &self.0.bell, EventData::new_u64(token), flags)?;
@@ -51,18 +51,18 @@ impl Ear for Far {
         Ok(())
     }
 
-    fn listen(&mut self, ring: &mut dyn FnMut(u64, u32) -> bool) -> Heard {
+    fn poll_doorbells(&mut self, ring: &mut dyn FnMut(u64, u32) -> bool) -> Polled {
         self.0.bell.drain();
-        let mut writes = self.0.writes.lock().unwrap();
-        let mut rings = 0;
-        while let Some((offset, value)) = writes.front().copied() {
+        let mut waiting = self.0.writes.lock().unwrap();
+        let mut writes = 0;
+        while let Some((offset, value)) = waiting.front().copied() {
             if !ring(offset, value) {
-                return Heard { rings, all: false };
+                return Polled { writes, all: false };
             }
-            writes.pop_front();
-            rings += 1;
+            waiting.pop_front();
+            writes += 1;
         }
-        Heard { rings, all: true }
+        Polled { writes, all: true }
     }
 }
 

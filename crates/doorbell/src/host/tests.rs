@@ -74,34 +74,34 @@ fn a_controller_that_writes_the_shadow_entry_confuses_only_itself() {
 fn what_was_posted_is_asked_for_later_and_once() {
     let (shadow, event_idx) = <(AtomicU32, AtomicU32)>::default();
     let mut host: Host<'_> = HostDoorbell::new(0);
-    assert!(host.post(1), "a plain doorbell is written");
+    assert!(host.publish_deferred(1), "a plain doorbell is written");
     host.mirror(&shadow, &event_idx);
-    assert!(host.post(2), "and so is one that is not relied upon yet");
-    assert!(!host.is_unasked() && !host.ask());
+    assert!(host.publish_deferred(2), "and so is one that is not relied upon yet");
+    assert!(!host.has_deferred() && !host.needs_notification());
     host.trust();
 
-    assert!(!host.post(4));
-    assert_eq!((load(&shadow), host.is_unasked()), (4, true), "it is there at once");
+    assert!(!host.publish_deferred(4));
+    assert_eq!((load(&shadow), host.has_deferred()), (4, true), "it is there at once");
     event_idx.store(3, Ordering::Relaxed);
-    assert!(host.ask(), "stepped over 3");
-    assert!(!host.is_unasked() && !host.ask(), "once");
+    assert!(host.needs_notification(), "stepped over 3");
+    assert!(!host.has_deferred() && !host.needs_notification(), "once");
 
     // Asked by the next update, which is another question.
-    assert!(!host.post(5));
+    assert!(!host.publish_deferred(5));
     event_idx.store(4, Ordering::Relaxed);
-    assert!(host.post(6), "the one before stepped over 4");
-    assert!(!host.ask());
-    assert!(!host.post(7));
+    assert!(host.publish_deferred(6), "the one before stepped over 4");
+    assert!(!host.needs_notification());
+    assert!(!host.publish_deferred(7));
     event_idx.store(6, Ordering::Relaxed);
     assert!(host.publish(8), "the one before stepped over 6");
-    assert!(!host.is_unasked());
-    assert!(!host.post(9));
+    assert!(!host.has_deferred());
+    assert!(!host.publish_deferred(9));
     event_idx.store(9, Ordering::Relaxed);
     assert!(host.publish(10), "this one stepped over 9");
 
-    assert!(!host.post(11));
+    assert!(!host.publish_deferred(11));
     host.forget();
-    assert!(!host.ask(), "there is nothing to ask any more");
+    assert!(!host.needs_notification(), "there is nothing to ask any more");
     let stats = host.stats();
     assert_eq!((stats.published, stats.mmio_needed + stats.mmio_saved), (10, 10));
 }

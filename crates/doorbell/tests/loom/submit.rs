@@ -70,12 +70,12 @@ fn no_wakeup_is_lost_where_the_host_asks_later() {
                 thread::spawn(move || {
                     for at in 0..count {
                         memory.write(at);
-                        let mmio = doorbell.post(at + 1);
+                        let mmio = doorbell.publish_deferred(at + 1);
                         if mmio {
                             bed.trap(&bell.register, at + 1);
                         }
                     }
-                    let mmio = doorbell.ask();
+                    let mmio = doorbell.needs_notification();
                     if mmio {
                         bed.trap(&bell.register, count);
                     }
@@ -145,9 +145,9 @@ fn polling_costs_no_mmio() {
         let (mut doorbell, mut tail) = in_use::<FullFence>(&bell, size, 15);
         let host = thread::spawn(move || {
             for at in [0, 1, 2] {
-                assert!(!doorbell.post(at), "an MMIO write for nothing");
+                assert!(!doorbell.publish_deferred(at), "an MMIO write for nothing");
             }
-            assert!(!doorbell.ask(), "an MMIO write for nothing");
+            assert!(!doorbell.needs_notification(), "an MMIO write for nothing");
         });
         for _ in 0..3 {
             tail.look().unwrap();

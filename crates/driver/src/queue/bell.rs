@@ -76,22 +76,22 @@ impl Bell {
     }
 
     /// Stores `value` where the controller looks, and leaves for later whether it has to be told:
-    /// see [`HostDoorbell::post`].
+    /// see [`HostDoorbell::publish_deferred`].
     #[inline]
-    pub(crate) fn post(&mut self, value: u16) -> Result<(), TransportError> {
-        if self.host.post(value) { self.write(value) } else { Ok(()) }
+    pub(crate) fn publish_deferred(&mut self, value: u16) -> Result<(), TransportError> {
+        if self.host.publish_deferred(value) { self.write(value) } else { Ok(()) }
     }
 
     /// Tells the controller of what was posted, if it has to be told.
     #[inline]
-    pub(crate) fn ask(&mut self) -> Result<(), TransportError> {
-        if self.host.ask() { self.write(self.host.current()) } else { Ok(()) }
+    pub(crate) fn needs_notification(&mut self) -> Result<(), TransportError> {
+        if self.host.needs_notification() { self.write(self.host.current()) } else { Ok(()) }
     }
 
     /// Whether it is still open if the controller has to be told.
     #[inline]
-    pub(crate) fn is_unasked(&self) -> bool {
-        self.host.is_unasked()
+    pub(crate) fn has_deferred(&self) -> bool {
+        self.host.has_deferred()
     }
 
     fn write(&mut self, value: u16) -> Result<(), TransportError> {

@@ -10,7 +10,7 @@ use crate::error::{QueueError, Refused};
 use crate::prp::PrpLists;
 use crate::transport::TransportError;
 use shadowbell_doorbell::RingSize;
-use shadowbell_memory::{Outbox, Ring};
+use shadowbell_memory::{Ring, SqeBatch};
 use shadowbell_spec::{Cqe, Sqe, Status};
 use std::sync::Arc;
 
@@ -75,7 +75,7 @@ impl Completion {
 ///
 /// In this order, because the identifier is read right after the age is written. Side by side they
 /// would be read at once, and a load that is wider than the store before it waits until that has
-/// reached the cache: see [`Outbox`].
+/// reached the cache: see [`SqeBatch`].
 #[repr(C, align(64))]
 pub(super) struct Slot {
     pub(super) buffer: Option<Buffer>,
@@ -109,10 +109,10 @@ pub(crate) struct Core {
     pub(super) qid: u16,
     pub(super) sq: Ring<{ Sqe::SIZE }>,
     pub(super) sq_size: RingSize,
-    /// Behind what was written last, in the queue or in the outbox.
+    /// Behind what was written last, in the queue or in the sqe_batch.
     pub(super) sq_tail: u16,
     pub(super) sq_published: u16,
-    outbox: Outbox,
+    sqe_batch: SqeBatch,
     /// As the last completion said that was believable.
     pub(super) sq_head: u16,
     /// What the last completion said of it, which is checked once for each batch of them.
@@ -155,7 +155,7 @@ impl Core {
             sq_size: parts.sq_size,
             sq_tail: 0,
             sq_published: 0,
-            outbox: Outbox::new(),
+            sqe_batch: SqeBatch::new(),
             sq_head: 0,
             sq_head_said: 0,
             cq: parts.cq,
@@ -269,19 +269,19 @@ impl Core {
     /// Takes an entry for the place at the tail.
     #[inline(always)]
     pub(super) fn put(&mut self, words: [u64; 8]) {
-        if self.outbox.is_full() {
+        if self.sqe_batch.is_full() {
             self.deliver();
         }
-        self.outbox.push(words);
+        self.sqe_batch.push(words);
         self.sq_tail = self.sq_size.forward(self.sq_tail, 1);
     }
 
     /// Writes the entries that were taken into the queue.
     #[inline]
     pub(super) fn deliver(&mut self) {
-        let held = self.outbox.held() as u32;
+        let held = self.sqe_batch.held() as u32;
         if held != 0 {
-            self.outbox.flush(&self.sq, u32::from(self.sq_size.back(self.sq_tail, held)));
+            self.sqe_batch.flush(&self.sq, u32::from(self.sq_size.back(self.sq_tail, held)));
         }
     }
 
@@ -337,7 +337,7 @@ impl Core {
             self.stats.batches += 1;
             self.sq_bell.publish(self.sq_tail)
         } else {
-            self.sq_bell.ask()
+            self.sq_bell.needs_notification()
         };
         if let Err(error) = outcome {
             return Err(self.fail(&error));
@@ -353,7 +353,7 @@ impl Core {
         self.deliver();
         self.sq_published = self.sq_tail;
         self.stats.batches += 1;
-        if let Err(error) = self.sq_bell.post(self.sq_tail) {
+        if let Err(error) = self.sq_bell.publish_deferred(self.sq_tail) {
             return Err(self.fail(&error));
         }
         self.give_back_if_short()
@@ -366,7 +366,7 @@ impl Core {
         let untold = self.sq_size.distance(self.sq_published, self.sq_tail);
         let told = self.outstanding() as u32 - untold.min(self.outstanding() as u32);
         let due = untold >= (told / UNTOLD_PART).min(UNTOLD_MOST) && untold != 0;
-        // The calls return nothing that has to be put together: see `shadowbell_memory::Outbox`.
+        // The calls return nothing that has to be put together: see `shadowbell_memory::SqeBatch`.
         if !due {
             self.release_if_short()?;
         } else if told >= UNTOLD_MOST {
@@ -374,7 +374,7 @@ impl Core {
         } else {
             self.ring()?;
         }
-        Ok((due || untold == 0) && !self.sq_bell.is_unasked())
+        Ok((due || untold == 0) && !self.sq_bell.has_deferred())
     }
 
     /// Tells the controller how far the completion queue was consumed.
@@ -445,7 +445,7 @@ impl Core {
     /// command that is in its slot; otherwise there is [`consume_any`](Self::consume_any).
     ///
     /// A completion is made in one place, from registers, and stays in them wherever this is
-    /// inlined: see [`Outbox`].
+    /// inlined: see [`SqeBatch`].
     #[inline(always)]
     pub(crate) fn consume(&mut self, word: u64) -> Option<Completion> {
         let cid = (word >> 32) as u16;

@@ -176,7 +176,7 @@ impl QueuePair {
     /// The next completion, if there is one. After the last, call [`ring`](Self::ring) or
     /// [`settle`](Self::settle): the controller might wait for room.
     // Inlined, and the usual completion made in one place, so that it need not go through memory: see
-    // `shadowbell_memory::Outbox`.
+    // `shadowbell_memory::SqeBatch`.
     #[inline(always)]
     pub fn pop(&mut self) -> Option<Completion> {
         if let Some(word) = self.core.pop_word()

@@ -4,8 +4,8 @@
 //! or a log that takes no more. So they leave it in a short queue, and a thread of its own writes.
 
 use super::service::{News, NewsReceiver, NewsSender, Service};
-use crate::device::Visit;
 use shadowbell_controller::{Controller, Event};
+use shadowbell_frontend::vfio_user::Visit;
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::mpsc::RecvTimeoutError;

@@ -2,7 +2,6 @@
 
 use super::ServerPlan;
 use super::options::Served;
-use crate::device::{ControllerDevice, Visit, Visitors};
 use crate::exit::bad_input;
 use crate::plan::Doorbells;
 use anyhow::{Context, anyhow};
@@ -10,6 +9,7 @@ use bytesize::ByteSize;
 use shadowbell_backend::{Disk, Op, Request, Submitted};
 use shadowbell_controller::trace::TraceFile;
 use shadowbell_controller::{Carrier, Config, Controller, Event, Pool};
+use shadowbell_frontend::vfio_user::{ControllerDevice, Visit, Visitors};
 use shadowbell_memory::Segments;
 use shadowbell_vfio_user::server::{BindError, Handle, Limits, Listener, Reactor};
 use std::io;

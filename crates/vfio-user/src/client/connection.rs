@@ -13,7 +13,7 @@ use zerocopy::IntoBytes;
 
 use super::ClientError;
 use crate::Errno;
-use crate::codec::{Decoder, MAX_MESSAGE_FDS, Message, Outbox};
+use crate::codec::{Decoder, MAX_MESSAGE_FDS, Message, SendQueue};
 use crate::descriptor::{Descriptor, Entrance};
 use crate::socket::{Received, receive, send};
 use crate::wire::{HEADER_LEN, Header, header_flags};
@@ -260,7 +260,7 @@ fn limit(timeout: Option<Duration>) -> Option<Duration> {
 
 /// Says to the server that its commands (DMA by message) are not supported here.
 fn refuse(socket: &OwnedFd, to: &Header) -> Result<(), ClientError> {
-    let mut out = Outbox::default();
+    let mut out = SendQueue::default();
     out.put_error(to, Errno::OPNOTSUPP);
     while !out.is_empty() {
         let (bytes, _) = out.front();

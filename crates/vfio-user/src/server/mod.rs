@@ -32,17 +32,17 @@
 
 mod inbox;
 mod listener;
-mod loan;
-#[cfg(test)]
-mod loan_model;
 mod reactor;
 mod requests;
 mod session;
+mod shared_socket;
+#[cfg(test)]
+mod shared_socket_model;
 
 pub use inbox::{Handle, PortId};
 pub use listener::{BindError, Listener};
-pub use loan::{Heard, Hearing};
 pub use reactor::Reactor;
+pub use shared_socket::{PolledWrites, SharedSocket};
 
 use std::time::Duration;
 

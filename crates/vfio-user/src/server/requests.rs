@@ -9,7 +9,7 @@ use super::inbox::{self, Inbox, PortId};
 use super::{Limits, MAX_MSG_FDS};
 use crate::Errno;
 use crate::capabilities::Capabilities;
-use crate::codec::{Message, Outbox};
+use crate::codec::{Message, SendQueue};
 use crate::descriptor::Descriptor;
 use crate::device::{
     Device, DeviceInfo, DmaMap, DmaUnmap, Done, IoFds, IrqAction, IrqData, Later, Peer, RegionInfo,
@@ -60,7 +60,7 @@ enum Then {
 /// The protocol's side of a connection: what has been agreed, what is to be sent, what is awaited.
 #[derive(Default)]
 pub(super) struct Link {
-    pub(super) out: Outbox,
+    pub(super) out: SendQueue,
     agreed: Option<Agreed>,
     waiting: Option<Waiting>,
 }

@@ -4,8 +4,8 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Instant;
 
 use super::Limits;
-use super::loan::Heard;
 use super::requests::{Context, Link, Violation};
+use super::shared_socket::PolledWrites;
 use crate::Errno;
 use crate::codec::{DecodeError, Decoder};
 use crate::descriptor::{Entrance, Stream};
@@ -192,7 +192,10 @@ impl Session {
 
     /// Takes what comes in as far as it is nothing but writes that `write` takes, on a thread that is
     /// not the reactor's. What else there is stays, for a [turn](Self::turn).
-    pub(super) fn listen(&mut self, write: &mut dyn FnMut(u32, u64, &[u8]) -> bool) -> Heard {
+    pub(super) fn poll_writes(
+        &mut self,
+        write: &mut dyn FnMut(u32, u64, &[u8]) -> bool,
+    ) -> PolledWrites {
         let (mut writes, mut drained) = (0, false);
         for _ in 0..LISTEN {
             if let Some((header, payload)) = self.decoder.peek() {
@@ -224,7 +227,7 @@ impl Session {
         // Whatever this comes to, it comes to it again in a turn.
         let sent = self.flush().is_ok() && self.link.out.is_empty();
         let all = drained && sent && self.arrival.is_none() && !self.decoder.is_partial();
-        Heard { writes, all }
+        PolledWrites { writes, all }
     }
 
     /// Handles messages; true if no whole one is left.

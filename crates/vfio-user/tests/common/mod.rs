@@ -11,13 +11,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use shadowbell_vfio_user::codec::{Decoder, Outbox};
+use shadowbell_vfio_user::codec::{Decoder, SendQueue};
 use shadowbell_vfio_user::device::{
     Area, Device, DmaMap, DmaUnmap, Done, IoFds, IrqData, IrqInfo, Later, Mapping, Peer,
     RegionInfo, SetIrqs, irq, region,
 };
 use shadowbell_vfio_user::pci::{Bar, ConfigSpace, Function, Msix};
-use shadowbell_vfio_user::server::{Handle, Hearing, Limits, PortId};
+use shadowbell_vfio_user::server::{Handle, Limits, PortId, SharedSocket};
 use shadowbell_vfio_user::wire::{self, Header, command, header_flags};
 use shadowbell_vfio_user::{Errno, Listener, Reactor};
 use zerocopy::IntoBytes;
@@ -53,7 +53,7 @@ pub(crate) struct Shared {
     pub(crate) rung: Mutex<Vec<(u8, bool)>>,
     /// Somebody else is to hear the client as well.
     pub(crate) wants: AtomicBool,
-    pub(crate) hearings: Mutex<Vec<Hearing>>,
+    pub(crate) shared_sockets: Mutex<Vec<SharedSocket>>,
     pub(crate) eventfds: Mutex<Vec<OwnedFd>>,
     pub(crate) maps: Mutex<Vec<OwnedFd>>,
 }
@@ -230,8 +230,8 @@ impl Device for Toy {
         self.shared.wants.swap(false, Ordering::SeqCst)
     }
 
-    fn take_hearing(&mut self, hearing: Hearing) {
-        self.shared.hearings.lock().unwrap().push(hearing);
+    fn share_socket(&mut self, socket: SharedSocket) {
+        self.shared.shared_sockets.lock().unwrap().push(socket);
     }
 
     fn set_irqs(&mut self, set: SetIrqs) -> Result<(), Errno> {
@@ -395,7 +395,7 @@ impl Raw {
     pub(crate) fn message(&mut self, command: u16, flags: u32, payload: &[&[u8]]) -> Vec<u8> {
         self.next_id += 1;
         let header = Header { id: self.next_id, command, size: 0, flags, error: 0 };
-        let mut out = Outbox::default();
+        let mut out = SendQueue::default();
         out.put(header, payload);
         out.front().0.to_vec()
     }

@@ -95,7 +95,7 @@ pub(crate) struct Engine {
     pub(crate) max_transfer: usize,
     write_through: bool,
     /// Whether a disk wants to be told of requests before they come.
-    told_ahead: bool,
+    wants_hints: bool,
     spaces: Vec<Space>,
     slots: Vec<Option<Slot>>,
     free: Vec<u32>,
@@ -159,9 +159,9 @@ impl Engine {
         max_transfer: usize,
         spaces: Vec<Space>,
     ) -> Self {
-        let told_ahead = spaces.iter().any(|space| space.queue.is_told_ahead());
+        let wants_hints = spaces.iter().any(|space| space.queue.wants_prefetch_hints());
         Self {
-            told_ahead,
+            wants_hints,
             view,
             page_size,
             max_transfer,
@@ -209,16 +209,16 @@ impl Engine {
         self.write_through = write_through;
     }
 
-    /// Whether [`tell`](Self::tell) is of use.
+    /// Whether [`tell`](Self::prefetch_hint) is of use.
     #[inline]
-    pub(crate) fn is_told_ahead(&self) -> bool {
-        self.told_ahead
+    pub(crate) fn wants_prefetch_hints(&self) -> bool {
+        self.wants_hints
     }
 
     /// Tells a disk of the command in entry `index`, which is to be started after `ahead - 1` others
     /// (and read again then), if there is one: nothing about it is known to be right yet.
     #[inline]
-    pub(crate) fn tell(&self, ring: &Ring<{ Sqe::SIZE }>, index: u32, ahead: u32) {
+    pub(crate) fn prefetch_hint(&self, ring: &Ring<{ Sqe::SIZE }>, index: u32, ahead: u32) {
         let op = match ring.peek::<u8>(index, 0) {
             Some(READ) => Op::Read,
             Some(WRITE) => Op::Write { fua: false },
@@ -231,7 +231,7 @@ impl Engine {
             && slba < space.blocks
         {
             let len = (usize::from(nlb) + 1) << space.block_shift;
-            space.queue.tell(op, slba << space.block_shift, len, ahead);
+            space.queue.prefetch_hint(op, slba << space.block_shift, len, ahead);
         }
     }
 

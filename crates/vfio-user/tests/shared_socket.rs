@@ -13,7 +13,7 @@ use common::*;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{EventfdFlags, eventfd};
 use shadowbell_vfio_user::Errno;
-use shadowbell_vfio_user::server::{Heard, Hearing, Limits};
+use shadowbell_vfio_user::server::{Limits, PolledWrites, SharedSocket};
 use shadowbell_vfio_user::wire::{self, command, header_flags};
 use zerocopy::IntoBytes;
 
@@ -27,7 +27,7 @@ struct Bed {
     down: AtomicBool,
     thread: AtomicU32,
     /// What it has heard, each time.
-    heard: Mutex<Vec<Heard>>,
+    heard: Mutex<Vec<PolledWrites>>,
 }
 
 /// A thread that sleeps until it hears something.
@@ -35,7 +35,7 @@ struct Listener {
     epoll: Arc<OwnedFd>,
     stop: OwnedFd,
     bed: Arc<Bed>,
-    thread: Option<JoinHandle<Option<Hearing>>>,
+    thread: Option<JoinHandle<Option<SharedSocket>>>,
 }
 
 impl Listener {
@@ -43,8 +43,8 @@ impl Listener {
         Arc::new(epoll::create(CreateFlags::CLOEXEC).unwrap())
     }
 
-    /// Sleeps in `epoll`; takes writes at [`BELL`] that come by `hearing`, if it is not told to be deaf.
-    fn start(epoll: Arc<OwnedFd>, hearing: Option<Hearing>, shared: &Arc<Shared>) -> Self {
+    /// Sleeps in `epoll`; takes writes at [`BELL`] that come by `socket`, if it is not told to be deaf.
+    fn start(epoll: Arc<OwnedFd>, socket: Option<SharedSocket>, shared: &Arc<Shared>) -> Self {
         let stop = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
         epoll::add(&epoll, &stop, EventData::new_u64(STOP), EventFlags::IN).unwrap();
         let bed = Arc::<Bed>::default();
@@ -56,13 +56,15 @@ impl Listener {
                 let tokens = wait(&waits, true);
                 ours.down.store(false, Ordering::SeqCst);
                 for token in tokens {
-                    match &hearing {
-                        _ if token == STOP => return hearing,
-                        Some(hearing) => {
-                            let heard = listen(hearing, &shared);
+                    match &socket {
+                        _ if token == STOP => return socket,
+                        Some(socket) => {
+                            let heard = poll_writes(socket, &shared);
                             ours.heard.lock().unwrap().push(heard);
                         }
-                        None => ours.heard.lock().unwrap().push(Heard { writes: 0, all: true }),
+                        None => {
+                            ours.heard.lock().unwrap().push(PolledWrites { writes: 0, all: true })
+                        }
                     }
                 }
             }
@@ -78,11 +80,11 @@ impl Listener {
         });
     }
 
-    fn heard(&self) -> Vec<Heard> {
+    fn heard(&self) -> Vec<PolledWrites> {
         self.bed.heard.lock().unwrap().clone()
     }
 
-    fn stop(&mut self) -> Option<Hearing> {
+    fn stop(&mut self) -> Option<SharedSocket> {
         rustix::io::write(&self.stop, &1u64.to_ne_bytes()).unwrap();
         self.thread.take()?.join().unwrap()
     }
@@ -105,8 +107,8 @@ fn wait(epoll: &OwnedFd, blocks: bool) -> Vec<u64> {
     }
 }
 
-fn listen(hearing: &Hearing, shared: &Shared) -> Heard {
-    hearing.listen(&mut |region, offset, data| {
+fn poll_writes(socket: &SharedSocket, shared: &Shared) -> PolledWrites {
+    socket.poll_writes(&mut |region, offset, data| {
         if (region, offset) != (0, BELL) {
             return false;
         }
@@ -126,26 +128,26 @@ fn ring(raw: &mut Raw, value: u8) {
     raw.send(&bytes);
 }
 
-/// A client, and the hearing of it.
-fn lend(path: &Path, shared: &Shared) -> (Raw, Hearing) {
+/// A client, and the socket of it.
+fn lend(path: &Path, shared: &Shared) -> (Raw, SharedSocket) {
     let mut raw = Raw::attach(path);
     shared.wants.store(true, Ordering::SeqCst);
     raw.read(0, 1).ok();
-    let mut hearing = None;
-    eventually("the hearing is lent", || {
-        hearing = shared.hearings.lock().unwrap().pop();
-        hearing.is_some()
+    let mut socket = None;
+    eventually("the socket is lent", || {
+        socket = shared.shared_sockets.lock().unwrap().pop();
+        socket.is_some()
     });
-    (raw, hearing.unwrap())
+    (raw, socket.unwrap())
 }
 
 /// A client that is heard by a sleeping thread first, and then by the reactor.
 fn lent(limits: Limits) -> (Server, PathBuf, Arc<Shared>, Raw, Listener) {
     let (server, path, shared) = Server::with_toy(limits);
-    let (raw, hearing) = lend(&path, &shared);
+    let (raw, socket) = lend(&path, &shared);
     let epoll = Listener::epoll();
-    hearing.watch(&epoll, TOKEN).unwrap();
-    let listener = Listener::start(epoll, Some(hearing), &shared);
+    socket.watch(&epoll, TOKEN).unwrap();
+    let listener = Listener::start(epoll, Some(socket), &shared);
     // The reactor has stepped back when it sleeps again.
     settle(&server, &listener);
     (server, path, shared, raw, listener)
@@ -176,7 +178,7 @@ fn who_sleeps_is_woken_and_the_reactor_is_not() {
         settle(&server, &listener);
     }
     assert!(rung(&shared).iter().all(|(_, by_reactor)| !by_reactor), "{:?}", rung(&shared));
-    let all = Heard { writes: 1, all: true };
+    let all = PolledWrites { writes: 1, all: true };
     settle(&server, &listener);
     assert_eq!(listener.heard().iter().filter(|heard| **heard == all).count(), 50);
     // One that wants a reply gets it.
@@ -189,7 +191,7 @@ fn who_sleeps_is_woken_and_the_reactor_is_not() {
 #[test]
 fn who_is_awake_leaves_it_to_the_reactor() {
     let (_server, _path, shared, mut raw, mut listener) = lent(Limits::default());
-    let hearing = listener.stop().unwrap();
+    let socket = listener.stop().unwrap();
     for value in 0..50 {
         ring(&mut raw, value);
         wait_rung(&shared, usize::from(value) + 1);
@@ -197,7 +199,7 @@ fn who_is_awake_leaves_it_to_the_reactor() {
     assert!(rung(&shared).iter().all(|(_, by_reactor)| *by_reactor));
     // What has been read is not reported any more; nor is there anything.
     assert_eq!(wait(&listener.epoll, false), [STOP]);
-    assert_eq!(listen(&hearing, &shared), Heard { writes: 0, all: true });
+    assert_eq!(poll_writes(&socket, &shared), PolledWrites { writes: 0, all: true });
 }
 
 #[test]
@@ -217,7 +219,7 @@ fn what_is_no_bell_is_the_reactors_and_so_is_all_that_follows() {
     }
     assert_eq!(rung(&shared), [(1, false), (2, false), (3, true)]);
     assert_eq!(raw.read(16, 1).ok()[16..], [77]);
-    let both = Heard { writes: 2, all: false };
+    let both = PolledWrites { writes: 2, all: false };
     eventually("it was heard so", || listener.heard().contains(&both));
 }
 
@@ -243,7 +245,7 @@ fn a_half_is_waited_for_by_the_reactor() {
     let before = listener.heard().len();
     raw.send(first);
     eventually("it was heard", || listener.heard().len() > before);
-    assert_eq!(listener.heard().last(), Some(&Heard { writes: 0, all: false }));
+    assert_eq!(listener.heard().last(), Some(&PolledWrites { writes: 0, all: false }));
     raw.send(second);
     assert_eq!(wait_rung(&shared, 1), [(1, true)]);
     settle(&server, &listener);
@@ -283,14 +285,14 @@ fn who_leaves_is_seen_to_leave_and_the_next_one_is_let_in() {
     drop(raw);
     shared.wait_log("disconnected");
     assert_eq!(rung(&shared).len(), 1, "what it said before counts");
-    // The hearing of one that is gone is of no use, and of no harm to the next.
-    let (mut next, hearing) = lend(&path, &shared);
+    // The socket of one that is gone is of no use, and of no harm to the next.
+    let (mut next, socket) = lend(&path, &shared);
     let old = listener.stop().unwrap();
     assert!(old.watch(&listener.epoll, TOKEN).is_err());
-    assert_eq!(listen(&old, &shared), Heard { writes: 0, all: false });
+    assert_eq!(poll_writes(&old, &shared), PolledWrites { writes: 0, all: false });
     drop(old);
     assert_eq!(next.read(0, 4).ok().len(), 20);
-    hearing.watch(&listener.epoll, TOKEN).unwrap();
+    socket.watch(&listener.epoll, TOKEN).unwrap();
     assert_eq!(next.read(0, 4).ok().len(), 20);
 }
 
@@ -298,9 +300,9 @@ fn who_leaves_is_seen_to_leave_and_the_next_one_is_let_in() {
 fn a_device_is_removed_and_a_server_stopped_while_a_client_is_lent() {
     let (server, _path, shared, mut raw, _listener) = lent(Limits::default());
     let (path, other, port) = server.add("other");
-    let (mut second, hearing) = lend(&path, &other);
+    let (mut second, socket) = lend(&path, &other);
     let epoll = Listener::epoll();
-    hearing.watch(&epoll, TOKEN).unwrap();
+    socket.watch(&epoll, TOKEN).unwrap();
     let _ = server.handle.remove(port).recv();
     second.assert_closed();
     assert_eq!(other.log().last().unwrap(), "disconnected");
@@ -327,15 +329,15 @@ fn detain(raw: &mut Raw, shared: &Shared) -> std::sync::mpsc::Sender<()> {
 #[test]
 fn a_bell_between_the_reactors_last_look_and_its_rest_is_not_lost() {
     let (_server, _path, shared, mut raw, mut listener) = lent(Limits::default());
-    let hearing = listener.stop();
+    let socket = listener.stop();
     // The reactor has read all that there is, and will not look again by itself.
     let go = detain(&mut raw, &shared);
     let epoll = Arc::clone(&listener.epoll);
     epoll::delete(&epoll, &listener.stop).unwrap();
-    let listener = Listener::start(epoll, hearing, &shared);
+    let listener = Listener::start(epoll, socket, &shared);
     ring(&mut raw, 5);
     eventually("the listener was woken", || !listener.heard().is_empty());
-    assert_eq!(listener.heard(), [Heard { writes: 0, all: false }]);
+    assert_eq!(listener.heard(), [PolledWrites { writes: 0, all: false }]);
     go.send(()).unwrap();
     assert_eq!(wait_rung(&shared, 1), [(5, true)]);
 }
@@ -343,7 +345,7 @@ fn a_bell_between_the_reactors_last_look_and_its_rest_is_not_lost() {
 #[test]
 fn a_bell_that_rings_for_one_who_has_stopped_to_listen_is_not_lost() {
     let (server, _path, shared, mut raw, mut listener) = lent(Limits::default());
-    let hearing = listener.stop().unwrap();
+    let socket = listener.stop().unwrap();
     let epoll = Arc::clone(&listener.epoll);
     epoll::delete(&epoll, &listener.stop).unwrap();
     // It sleeps on in the same place, for other things.
@@ -351,7 +353,7 @@ fn a_bell_that_rings_for_one_who_has_stopped_to_listen_is_not_lost() {
     let (path, other, _) = server.add("other");
     let mut second = Raw::attach(&path);
     let go = detain(&mut second, &other);
-    drop(hearing);
+    drop(socket);
     ring(&mut raw, 6);
     eventually("it was woken", || !deaf.heard().is_empty());
     go.send(()).unwrap();
@@ -381,10 +383,10 @@ fn whatever_happens_when_every_message_counts_once_and_in_its_order() {
     for seed in 0..12 {
         let mut dice = Dice(seed);
         let (_server, path, shared) = Server::with_toy(Limits::default());
-        let (mut raw, hearing) = lend(&path, &shared);
+        let (mut raw, socket) = lend(&path, &shared);
         let epoll = Listener::epoll();
-        hearing.watch(&epoll, TOKEN).unwrap();
-        let mut listener = Listener::start(epoll, Some(hearing), &shared);
+        socket.watch(&epoll, TOKEN).unwrap();
+        let mut listener = Listener::start(epoll, Some(socket), &shared);
         let mut rings = 0_u8;
         for _ in 0..200 {
             let mut bytes = Vec::new();
@@ -419,12 +421,12 @@ fn whatever_happens_when_every_message_counts_once_and_in_its_order() {
             match dice.roll(40) {
                 // Awake for a while, or no more interested.
                 0 => {
-                    let hearing = listener.stop();
+                    let socket = listener.stop();
                     let (epoll, kept) = (Arc::clone(&listener.epoll), dice.roll(2) == 0);
                     epoll::delete(&epoll, &listener.stop).unwrap();
                     ring(&mut raw, rings);
                     rings = rings.wrapping_add(1);
-                    listener = Listener::start(epoll, hearing.filter(|_| kept), &shared);
+                    listener = Listener::start(epoll, socket.filter(|_| kept), &shared);
                 }
                 1 => listener.wait_asleep(),
                 _ => {}

@@ -1,6 +1,6 @@
 //! Hosts that a worker hears by itself while it sleeps.
 
-use crate::ear::{Ear, Heard};
+use crate::doorbell_source::{DoorbellSource, Polled};
 use crate::shared::{DSTRD, MAX_QUEUES, Shared};
 use crate::trace::{COMPLETION_QUEUE, Kind, TraceRing};
 use shadowbell_spec::regs::{DoorbellKind, decode_doorbell};
@@ -11,43 +11,48 @@ use std::sync::Arc;
 /// How often in a row it is woken for nothing that it could take, until it no longer listens.
 const VAIN: u32 = 8;
 
-struct Lent {
-    ear: Box<dyn Ear>,
+struct Registered {
+    source: Box<dyn DoorbellSource>,
     shared: Arc<Shared>,
     vain: u32,
 }
 
-/// The ears that a worker has, by controller.
+/// The sources that a worker has, by controller.
 #[derive(Default)]
-pub(super) struct Ears(HashMap<u32, Lent>);
+pub(super) struct DoorbellSources(HashMap<u32, Registered>);
 
-impl Ears {
-    /// Takes an ear, reported as `token`.
+impl DoorbellSources {
+    /// Takes an source, reported as `token`.
     pub(super) fn take(
         &mut self,
-        mut ear: Box<dyn Ear>,
+        mut source: Box<dyn DoorbellSource>,
         shared: &Arc<Shared>,
         epoll: &Arc<OwnedFd>,
         token: u64,
     ) {
-        match ear.watch(epoll, token) {
+        match source.watch(epoll, token) {
             Ok(()) => {
-                let lent = Lent { ear, shared: Arc::clone(shared), vain: 0 };
-                self.0.insert(shared.id, lent);
+                let registered = Registered { source, shared: Arc::clone(shared), vain: 0 };
+                self.0.insert(shared.id, registered);
             }
             Err(error) => tracing::debug!(%error, "a worker can not hear a host by itself"),
         }
     }
 
-    /// Gives the ear of a controller back, if there is one.
+    /// Gives the source of a controller back, if there is one.
     pub(super) fn give_back(&mut self, controller: u32) {
         self.0.remove(&controller);
     }
 
-    /// An ear was reported: takes the doorbell writes of queues that `worker`, which is awake, serves.
-    pub(super) fn listen(&mut self, controller: u32, worker: usize, trace: &mut Option<TraceRing>) {
-        let Some(Lent { ear, shared, vain }) = self.0.get_mut(&controller) else { return };
-        let Heard { rings, all } = ear.listen(&mut |offset, value| {
+    /// An source was reported: takes the doorbell writes of queues that `worker`, which is awake, serves.
+    pub(super) fn poll_doorbells(
+        &mut self,
+        controller: u32,
+        worker: usize,
+        trace: &mut Option<TraceRing>,
+    ) {
+        let Some(Registered { source, shared, vain }) = self.0.get_mut(&controller) else { return };
+        let Polled { writes, all } = source.poll_doorbells(&mut |offset, value| {
             let doorbell = decode_doorbell(offset, DSTRD);
             let Some(doorbell) = doorbell.filter(|d| d.qid != 0 && usize::from(d.qid) < MAX_QUEUES)
             else {
@@ -65,7 +70,7 @@ impl Ears {
             shadowbell_doorbell::Cell::store_release(&shared.register(qid, kind), value);
             true
         });
-        *vain = if rings == 0 && !all { *vain + 1 } else { 0 };
+        *vain = if writes == 0 && !all { *vain + 1 } else { 0 };
         if *vain >= VAIN {
             self.give_back(controller);
         }

@@ -4,7 +4,7 @@
 //!
 //! A guest that wakes a sleeping queue writes a doorbell, which comes as a message. If only the
 //! reactor heard it, two threads would have to be woken one after the other for each such ring: the
-//! reactor to read what it says, and whoever sleeps. So a device can ask for the [`Hearing`] of a
+//! reactor to read what it says, and whoever sleeps. So a device can ask for the [`SharedSocket`] of a
 //! connection and give it to that sleeper, who reads the message by itself.
 //!
 //! # Who is woken
@@ -137,7 +137,7 @@ impl Attachment {
                 port: self.port,
             });
             self.loan = Some(Arc::clone(&loan));
-            device.take_hearing(Hearing(loan));
+            device.share_socket(SharedSocket(loan));
         } else {
             self.session = Some(session);
         }
@@ -229,20 +229,20 @@ impl Loan {
 
 /// What came of listening.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Heard {
+pub struct PolledWrites {
     /// Writes that were taken.
     pub writes: u32,
     /// There was no more. Otherwise the reactor sees to the rest.
     pub all: bool,
 }
 
-/// The hearing of a connection: lets a thread that sleeps in an epoll instance of its own wake up at
-/// the client's messages, and take those that are only meant to wake it. See [`Device::take_hearing`].
+/// The socket of a connection: lets a thread that sleeps in an epoll instance of its own wake up at
+/// the client's messages, and take those that are only meant to wake it. See [`Device::share_socket`].
 ///
 /// Dropping it gives it back. It is of no use any more when the client has left.
-pub struct Hearing(Arc<Loan>);
+pub struct SharedSocket(Arc<Loan>);
 
-impl Hearing {
+impl SharedSocket {
     /// Reports messages to `epoll` as `token` from now on, edge-triggered. Once.
     ///
     /// # Errors
@@ -264,12 +264,12 @@ impl Hearing {
     /// To be called for each such report: offers `write` the writes that have come, a few of them, by
     /// region, offset and data. It is to carry one out and return true, or to leave it alone and
     /// return false: that one, and all that follows, is the reactor's.
-    pub fn listen(&self, write: &mut dyn FnMut(u32, u64, &[u8]) -> bool) -> Heard {
+    pub fn poll_writes(&self, write: &mut dyn FnMut(u32, u64, &[u8]) -> bool) -> PolledWrites {
         let heard = match self.0.try_lock() {
-            Some(mut slot) => slot.session.as_mut().map(|session| session.listen(write)),
+            Some(mut slot) => slot.session.as_mut().map(|session| session.poll_writes(write)),
             None => None,
         };
-        let heard = heard.unwrap_or(Heard { writes: 0, all: false });
+        let heard = heard.unwrap_or(PolledWrites { writes: 0, all: false });
         if !heard.all {
             self.0.leave_note();
         }
@@ -277,7 +277,7 @@ impl Hearing {
     }
 }
 
-impl Drop for Hearing {
+impl Drop for SharedSocket {
     fn drop(&mut self) {
         if !self.0.over.swap(true, Ordering::AcqRel) {
             self.0.leave_note();
@@ -285,9 +285,9 @@ impl Drop for Hearing {
     }
 }
 
-impl std::fmt::Debug for Hearing {
+impl std::fmt::Debug for SharedSocket {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Hearing").field("port", &self.0.port).finish_non_exhaustive()
+        f.debug_struct("SharedSocket").field("port", &self.0.port).finish_non_exhaustive()
     }
 }
 

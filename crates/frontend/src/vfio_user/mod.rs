@@ -29,13 +29,12 @@
 mod budget;
 mod dma;
 mod files;
-mod hearing;
 mod pci;
+mod shared_socket;
 
 pub use pci::{BAR0_SIZE, MSIX_BAR};
 
 use dma::Memory;
-use hearing::{ClientEar, Rings};
 use shadowbell_controller::Controller;
 use shadowbell_controller::config::PCI_VENDOR_ID;
 use shadowbell_memory::EventFd;
@@ -46,7 +45,8 @@ use shadowbell_vfio_user::device::{
     RegionInfo, SetIrqs, irq, region,
 };
 use shadowbell_vfio_user::pci::{CONFIG_SIZE, ConfigSpace, Effects, FunctionError, MsixTable};
-use shadowbell_vfio_user::server::Hearing;
+use shadowbell_vfio_user::server::SharedSocket;
+use shared_socket::{ClientSocket, WakingWrites};
 use std::sync::Arc;
 use tracing::warn;
 
@@ -79,7 +79,7 @@ pub struct ControllerDevice {
     /// The admin queue was seen to work, or to be empty, since the controller was enabled.
     looked: bool,
     /// What the client's doorbell writes did.
-    rings: Rings,
+    rings: WakingWrites,
 }
 
 impl ControllerDevice {
@@ -98,7 +98,7 @@ impl ControllerDevice {
             visitors,
             told: false,
             looked: false,
-            rings: Rings::default(),
+            rings: WakingWrites::default(),
         })
     }
 
@@ -269,9 +269,9 @@ impl Device for ControllerDevice {
         self.rings.worker().is_some()
     }
 
-    fn take_hearing(&mut self, hearing: Hearing) {
+    fn share_socket(&mut self, socket: SharedSocket) {
         if let Some(worker) = self.rings.worker() {
-            self.controller.lend_ear(worker, Box::new(ClientEar(hearing)));
+            self.controller.add_doorbell_source(worker, Box::new(ClientSocket(socket)));
         }
         self.rings.forget();
     }

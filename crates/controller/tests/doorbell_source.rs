@@ -45,8 +45,8 @@ fn put(host: &mut Host, queue: &mut Queue) -> u32 {
 fn a_sleeping_worker_takes_doorbells_by_itself() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (mut host, mut queue) = attached(&pool, &mut turns);
-    let (wire, ear) = Wire::new();
-    host.controller.lend_ear(0, ear);
+    let (wire, source) = Wire::new();
+    host.controller.add_doorbell_source(0, source);
     assert!(turns.turn());
     assert!(wire.is_heard());
     while turns.turn() {}
@@ -73,8 +73,8 @@ fn a_sleeping_worker_takes_doorbells_by_itself() {
 fn what_is_not_the_workers_stays_where_it_is() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (mut host, mut queue) = attached(&pool, &mut turns);
-    let (wire, ear) = Wire::new();
-    host.controller.lend_ear(0, ear);
+    let (wire, source) = Wire::new();
+    host.controller.add_doorbell_source(0, source);
     while turns.turn() {}
     for offset in [
         regs::CC,
@@ -114,8 +114,8 @@ fn what_is_not_the_workers_stays_where_it_is() {
 fn a_value_that_can_not_be_is_told_as_one_that_was_trapped() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (host, _queue) = attached(&pool, &mut turns);
-    let (wire, ear) = Wire::new();
-    host.controller.lend_ear(0, ear);
+    let (wire, source) = Wire::new();
+    host.controller.add_doorbell_source(0, source);
     while turns.turn() {}
     wire.write(sq_doorbell_offset(1, 0), 4711);
     turns.sleep();
@@ -129,11 +129,11 @@ fn a_value_that_can_not_be_is_told_as_one_that_was_trapped() {
 fn a_reset_ends_it_and_so_does_another_ear() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (host, _queue) = attached(&pool, &mut turns);
-    let (first, ear) = Wire::new();
-    host.controller.lend_ear(0, ear);
+    let (first, source) = Wire::new();
+    host.controller.add_doorbell_source(0, source);
     while turns.turn() {}
-    let (second, ear) = Wire::new();
-    host.controller.lend_ear(0, ear);
+    let (second, source) = Wire::new();
+    host.controller.add_doorbell_source(0, source);
     while turns.turn() {}
     assert!(!first.is_heard() && second.is_heard());
     let controller = host.controller.clone();
@@ -141,12 +141,12 @@ fn a_reset_ends_it_and_so_does_another_ear() {
     assert!(!second.is_heard());
     // What was signalled before is of no consequence, and there is nobody to listen.
     second.write(sq_doorbell_offset(1, 0), 1);
-    let (third, ear) = Wire::new();
-    controller.lend_ear(0, ear);
+    let (third, source) = Wire::new();
+    controller.add_doorbell_source(0, source);
     while turns.turn() {}
     assert!(!third.is_heard());
     assert_eq!(second.take(), [(sq_doorbell_offset(1, 0), 1)]);
-    // Nor does the ear outlive the worker.
+    // Nor does the source outlive the worker.
     drop((pool, controller));
 }
 
@@ -154,8 +154,8 @@ fn a_reset_ends_it_and_so_does_another_ear() {
 fn the_ear_goes_with_its_worker() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (host, _queue) = attached(&pool, &mut turns);
-    let (wire, ear) = Wire::new();
-    host.controller.lend_ear(0, ear);
+    let (wire, source) = Wire::new();
+    host.controller.add_doorbell_source(0, source);
     while turns.turn() {}
     drop(turns);
     assert!(!wire.is_heard());

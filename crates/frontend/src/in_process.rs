@@ -1,0 +1,197 @@
+//! The emulated controller in this very process, as the driver reaches it.
+//!
+//! The driver's commands reach it by function calls and its memory is the driver's own, so what is
+//! measured or tested there is the two ends and nothing between.
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let ssd = Arc::new(shadowbell_frontend::Local::over(shadowbell_backend::open("mem:1MiB")?)?);
+//! let controller = shadowbell_driver::Controller::attach(ssd, &shadowbell_driver::AttachOptions::default())?;
+//! assert_eq!(controller.namespace(1).map(|namespace| namespace.bytes()), Some(1 << 20));
+//! # Ok(())
+//! # }
+//! ```
+
+use shadowbell_backend::Disk;
+use shadowbell_controller::config::{Config, NamespaceConfig, uuid_from};
+use shadowbell_controller::{Carrier, Controller, NewError, Pool, PoolOptions};
+use shadowbell_driver::{Transport, TransportError};
+use shadowbell_memory::{EventFd, Mapping, SharedBytes};
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::sync_channel;
+use std::time::Duration;
+
+/// How long to wait for the controller to let go of memory. Its workers wait for disks to do so.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Why there is no controller in this process.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The system has no more threads or descriptors.
+    #[error("the workers can not be started: {0}")]
+    Workers(io::Error),
+    /// The controller can not be like that.
+    #[error(transparent)]
+    Controller(#[from] NewError),
+}
+
+/// A [`Transport`] to a controller in this process. Dropping it resets the controller and takes all
+/// memory away from it.
+#[derive(Debug)]
+pub struct Local {
+    controller: Controller,
+    name: String,
+}
+
+impl Local {
+    /// A controller of its own over `disk`, as namespace 1, with shadow doorbells and a worker
+    /// thread: a whole SSD for a test, an example, or a program that wants a queue to try.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn over(disk: Arc<dyn Disk>) -> Result<Self, StartError> {
+        let name = format!("local:{}", disk.name());
+        let namespaces = vec![NamespaceConfig { uuid: uuid_from(&name), disk }];
+        let config = Config { namespaces, ..Config::default() };
+        let pool = PoolOptions { workers: 1, ..PoolOptions::default() };
+        Self::start(config, Carrier::default(), &pool, name)
+    }
+
+    /// A controller with workers of its own; `name` is what a person calls it.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub fn start(
+        config: Config,
+        carrier: Carrier,
+        pool: &PoolOptions,
+        name: String,
+    ) -> Result<Self, StartError> {
+        let pool = Pool::start(pool).map_err(StartError::Workers)?;
+        Ok(Self::new(Controller::new(config, pool, carrier)?, name))
+    }
+
+    /// The way to `controller`, which nobody else may have.
+    #[must_use]
+    pub fn new(controller: Controller, name: String) -> Self {
+        Self { controller, name }
+    }
+
+    /// The controller at the other end, for its counters.
+    #[must_use]
+    pub fn controller(&self) -> &Controller {
+        &self.controller
+    }
+
+    fn failed(
+        &self,
+        doing: &'static str,
+        source: impl Into<shadowbell_driver::BoxError>,
+    ) -> TransportError {
+        TransportError::Failed { device: self.name.clone(), doing, source: source.into() }
+    }
+
+    /// Waits for what `start` starts.
+    fn wait(
+        &self,
+        doing: &'static str,
+        start: impl FnOnce(Box<dyn FnOnce() + Send>) -> Result<(), TransportError>,
+    ) -> Result<(), TransportError> {
+        let (sender, receiver) = sync_channel(1);
+        start(Box::new(move || {
+            let _ = sender.send(());
+        }))?;
+        receiver.recv_timeout(PATIENCE).map_err(|_| TransportError::Gone {
+            device: self.name.clone(),
+            doing,
+            source: "what is in flight does not end".into(),
+        })
+    }
+}
+
+impl Transport for Local {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn read32(&self, offset: u64) -> Result<u32, TransportError> {
+        let mut bytes = [0; 4];
+        self.controller.read(offset, &mut bytes);
+        Ok(u32::from_le_bytes(bytes))
+    }
+
+    fn read64(&self, offset: u64) -> Result<u64, TransportError> {
+        let mut bytes = [0; 8];
+        self.controller.read(offset, &mut bytes);
+        Ok(u64::from_le_bytes(bytes))
+    }
+
+    fn write32(&self, offset: u64, value: u32) -> Result<(), TransportError> {
+        self.controller.write(offset, &value.to_le_bytes());
+        Ok(())
+    }
+
+    fn write64(&self, offset: u64, value: u64) -> Result<(), TransportError> {
+        self.controller.write(offset, &value.to_le_bytes());
+        Ok(())
+    }
+
+    fn write_doorbell(&self, offset: u64, value: u32) -> Result<(), TransportError> {
+        self.controller.write_doorbell(offset, value);
+        Ok(())
+    }
+
+    fn doorbell_page(&self) -> Option<SharedBytes> {
+        self.controller.has_mapped_doorbells().then(|| self.controller.doorbells().clone())
+    }
+
+    fn map_dma(&self, mapping: &Arc<Mapping>) -> Result<u64, TransportError> {
+        // No two mappings of a process have an address in common.
+        let iova = mapping.address() as u64;
+        let mapped = self.controller.map_dma(iova, mapping.len() as u64, &mapping.bytes());
+        mapped.map(|()| iova).map_err(|error| self.failed("sharing memory", error))
+    }
+
+    fn unmap_dma(&self, iova: u64, len: u64) -> Result<(), TransportError> {
+        const DOING: &str = "taking memory back";
+        self.wait(DOING, |done| {
+            let unmapped = self.controller.unmap_dma(iova, len, done);
+            unmapped.map_err(|error| self.failed(DOING, error))
+        })
+    }
+
+    fn irq_vectors(&self) -> u32 {
+        u32::try_from(self.controller.vectors()).unwrap_or(u32::MAX)
+    }
+
+    fn set_irq(&self, vector: u32, event: Option<&EventFd>) -> Result<(), TransportError> {
+        const DOING: &str = "setting up an interrupt";
+        let event = event.map(EventFd::try_clone).transpose();
+        let event = event.map_err(|error| self.failed(DOING, error))?;
+        if self.controller.set_interrupt(vector as usize, event) {
+            Ok(())
+        } else {
+            let why = io::Error::new(io::ErrorKind::InvalidInput, "there is no such vector");
+            Err(self.failed(DOING, why))
+        }
+    }
+
+    fn reset(&self) -> Result<(), TransportError> {
+        self.wait("resetting the controller", |done| {
+            self.controller.reset(done);
+            Ok(())
+        })
+    }
+}
+
+impl Drop for Local {
+    fn drop(&mut self) {
+        let _ = self.wait("letting go", |done| {
+            self.controller.disconnect(done);
+            Ok(())
+        });
+    }
+}
