@@ -1,7 +1,7 @@
 //! The guest's memory, as far as the SSD may reach it by itself.
 
 use crate::device::Shared;
-use shadowbell_driver::LentMemory;
+use shadowbell_driver::SharedMemory;
 use shadowbell_memory::{DmaTable, Mapping, Segments};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -11,7 +11,7 @@ pub(crate) struct Loans(Mutex<List>);
 
 #[derive(Default)]
 struct List {
-    lent: Vec<Weak<LentMemory>>,
+    lent: Vec<Weak<SharedMemory>>,
     /// What the SSD can not have.
     refused: Vec<Weak<Mapping>>,
 }
@@ -24,7 +24,7 @@ impl Loans {
 
 impl Shared {
     /// Has the SSD reach a mapping, if it can. Takes its time the first time.
-    fn lend(&self, mapping: &Arc<Mapping>) -> Option<Arc<LentMemory>> {
+    fn lend(&self, mapping: &Arc<Mapping>) -> Option<Arc<SharedMemory>> {
         // Held while the memory is shared, so that two queues do not share it twice.
         let mut list = self.loans.list();
         list.lent.retain(|lent| lent.strong_count() != 0);
@@ -37,7 +37,7 @@ impl Shared {
         if list.refused.iter().any(|refused| refused.as_ptr() == Arc::as_ptr(mapping)) {
             return None;
         }
-        match self.controller().lend(mapping) {
+        match self.controller().share_memory(mapping) {
             Ok(lent) => {
                 tracing::debug!(len = mapping.len(), "{} reaches a guest's memory", self.name);
                 let lent = Arc::new(lent);
@@ -58,7 +58,7 @@ impl Shared {
 /// What one queue remembers of it.
 pub(crate) struct Lender {
     shared: Arc<Shared>,
-    lent: Vec<Known<Arc<LentMemory>>>,
+    lent: Vec<Known<Arc<SharedMemory>>>,
     /// Mappings that the SSD can not have.
     refused: Vec<Known<Arc<Mapping>>>,
 }
@@ -94,7 +94,7 @@ impl Lender {
 
     /// The memory with the byte at `address`, which is one of `data`, if the SSD can reach it: and
     /// where in the memory the byte is.
-    pub(crate) fn find(&mut self, address: usize, data: &Segments) -> Option<(&LentMemory, usize)> {
+    pub(crate) fn find(&mut self, address: usize, data: &Segments) -> Option<(&SharedMemory, usize)> {
         if !self.shared.zero_copy {
             return None;
         }

@@ -1,10 +1,10 @@
 //! What can go wrong, in sentences.
 
-use crate::copy::CopyLimits;
+use crate::copy_limits::CopyLimits;
 use crate::dma::{Buffer, DmaError};
 use crate::transport::TransportError;
 use shadowbell_spec::Status;
-use shadowbell_spec::opcode::NvmOpcode;
+use shadowbell_spec::opcode::{AdminOpcode, NvmOpcode};
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -137,6 +137,14 @@ pub enum CommandError {
 }
 
 impl CommandError {
+    pub(crate) fn not_submitted(opcode: u8, source: QueueError) -> Self {
+        Self::Queue { command: admin_name(opcode), source }
+    }
+
+    pub(crate) fn nonsense(device: &str, command: &str, what: impl Into<String>) -> Self {
+        Self::Nonsense { device: device.to_owned(), command: command.to_owned(), what: what.into() }
+    }
+
     /// The status, if it is the controller that refused.
     #[must_use]
     pub fn status(&self) -> Option<Status> {
@@ -318,12 +326,12 @@ pub enum IoErrorKind {
         /// How long was waited.
         waited: Duration,
     },
-    /// The queue had no place for the command in time. It was not submitted.
+    /// The queue was full for too long. The command was not submitted.
     #[error(
-        "{} was not submitted: the queue had no place for it within {waited:?}; reset the \
-         controller", io_name(*opcode)
+        "{} was not submitted: the queue was full for {waited:?}; reset the controller",
+        io_name(*opcode)
     )]
-    NoPlace {
+    QueueFull {
         /// The command's opcode.
         opcode: u8,
         /// How long was waited.
@@ -335,6 +343,12 @@ pub enum IoErrorKind {
     /// The command completed without its buffer: a defect of this driver.
     #[error("the command completed without its buffer, which is a defect of the driver")]
     NoBuffer,
+}
+
+/// What the specification calls the admin command.
+pub(crate) fn admin_name(opcode: u8) -> String {
+    AdminOpcode::try_from(opcode)
+        .map_or_else(|unknown| unknown.to_string(), |opcode| opcode.name().to_owned())
 }
 
 /// What the specification calls the I/O command.
@@ -358,7 +372,7 @@ pub enum DetachError {
     /// It could not be disabled. The memory that it was given is kept until the process ends,
     /// because it may still write there.
     #[error(
-        "{device} could not be disabled ({why}); the memory that it was lent is kept; \
+        "{device} could not be disabled ({why}); the memory that was shared with it is kept; \
          reset the device before it is used again"
     )]
     Lost {

@@ -78,30 +78,38 @@
 mod admin;
 pub mod async_queue;
 mod attach;
+mod attached;
 mod command;
+mod completion;
+mod configure;
 mod controller;
-mod copy;
+mod controller_info;
+mod controller_state;
+mod copy_limits;
 mod device;
 mod dma;
+mod enabled;
 mod error;
 mod events;
 pub mod guide;
+mod io_queues;
 mod namespace;
 mod options;
 mod processors;
 mod prp;
 mod queue;
+mod queue_pair;
 pub mod recovery;
-mod shared;
 mod transport;
 
 pub use admin::{Admin, AdminData, AdminResult, LogRequest};
 pub use async_queue::{AsyncNamespace, AsyncQueue};
 pub use command::Command;
+pub use completion::{Completion, Token};
 pub use controller::Controller;
-pub use copy::CopyLimits;
+pub use copy_limits::CopyLimits;
 pub use device::Registers;
-pub use dma::{Buffer, BufferPool, DmaError, LentMemory};
+pub use dma::{Buffer, BufferPool, DmaError, SharedMemory};
 pub use error::{
     AttachError, CommandError, DetachError, IoError, IoErrorKind, QueueError, Refused, RequestError,
 };
@@ -109,7 +117,8 @@ pub use events::EventListener;
 pub use namespace::Namespace;
 pub use options::{AttachOptions, Doorbells, Timeouts};
 pub use processors::{QueueMap, Steered, steer_interrupts};
-pub use queue::{Completion, QueuePair, QueueStats, SpinPolicy, Token};
+pub use queue::{QueueStats, SpinPolicy};
+pub use queue_pair::QueuePair;
 pub use recovery::{Recovery, RecoveryStats};
 pub use transport::{
     BoxError, PciAddress, PciFunction, SYSFS, Transport, TransportError, Vfio, VfioError, VfioUser,

@@ -294,7 +294,7 @@ fn who_finds_no_place_in_time_hears_of_it_and_gets_the_buffer_back() {
         });
         assert!(began.elapsed() >= Duration::from_millis(80));
         let error = outcome.unwrap();
-        assert!(matches!(error.kind, IoErrorKind::NoPlace { opcode: 2, .. }), "{error}");
+        assert!(matches!(error.kind, IoErrorKind::QueueFull { opcode: 2, .. }), "{error}");
         assert!(error.to_string().starts_with("Read was not submitted"), "{error}");
         assert!(error.buffer.is_some());
         wait_for(|| matches!(poll_once(&mut waits_too), Poll::Ready(Err(_))));

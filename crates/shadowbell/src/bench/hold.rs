@@ -152,7 +152,7 @@ impl Held {
             }
             queue.wait(Some(deadline))?;
         };
-        queue.settle()?;
+        queue.ring_cq_doorbell_if_needed()?;
         if !completion.status.is_success() {
             bail!("{}: a read ended with: {}", self.session.target(), completion.status);
         }

@@ -30,10 +30,11 @@ pub use address::PciAddress;
 pub use error::VfioError;
 pub use function::{PciFunction, SYSFS};
 
-use super::{Transport, TransportError};
+use super::interface::{Transport, TransportError};
 use bar::{Bar, Window, is_gone};
 use error::explain_map;
 use iova::IovaSpace;
+use parking_lot::Mutex;
 use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use shadowbell_spec::pci;
 use space::{Opened, Space};
@@ -41,8 +42,8 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use vfio_bindings::bindings::vfio;
 
 /// Offset of the Command register in configuration space. PCI Local Bus 3.0, 6.2.2.
@@ -225,7 +226,7 @@ impl Transport for Vfio {
 
     fn map_dma(&self, mapping: &Arc<Mapping>) -> Result<u64, TransportError> {
         let len = mapping.len() as u64;
-        let mut iova = self.iova.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut iova = self.iova.lock();
         let address = iova.take(len).ok_or_else(|| {
             let left = iova.available();
             let why =
@@ -244,7 +245,7 @@ impl Transport for Vfio {
 
     fn unmap_dma(&self, iova: u64, len: u64) -> Result<(), TransportError> {
         const DOING: &str = "taking memory back";
-        let mut space = self.iova.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut space = self.iova.lock();
         let gone = self.space.unmap(iova, len).map_err(|e| self.failed(DOING, e))?;
         if gone != len {
             // The address is not used again.
@@ -261,7 +262,7 @@ impl Transport for Vfio {
 
     fn set_irq(&self, vector: u32, event: Option<&EventFd>) -> Result<(), TransportError> {
         const DOING: &str = "setting up an interrupt";
-        let mut enabled = self.msix.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut enabled = self.msix.lock();
         if vector >= self.irq_vectors() {
             let why = format!("there is no vector {vector}");
             return Err(self.failed(DOING, io::Error::new(io::ErrorKind::InvalidInput, why)));
