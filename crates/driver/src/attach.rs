@@ -1,8 +1,9 @@
 //! From a device in whatever state to a controller with queues.
 //!
-//! Base 2.1, 3.5.1 "Memory-based Controller Initialization". Each stage owns what the one before has
-//! made: a [`Device`](crate::device::Device) with its registers, an [`EnabledController`] with an
-//! admin queue, [`ControllerInfo`] from Identify, an [`AttachedController`] with I/O queue pairs.
+//! Base 2.1, 3.5.1 "Memory-based Controller Initialization". Each stage owns what the one before
+//! has made: a [`Device`](crate::device::Device) with its registers, an [`EnabledController`] with
+//! an admin queue, [`ControllerInfo`] from Identify, an [`AttachedController`] with I/O queue
+//! pairs.
 
 use crate::admin::{identify_controller, identify_namespaces};
 use crate::attached::AttachedController;

@@ -80,8 +80,8 @@ impl AttachedController {
         let _ = self.watchdog.set(watchdog);
     }
 
-    /// A queue that sleeps on `event` by itself: when the returned flag is set, the watchdog signals
-    /// the event once.
+    /// A queue that sleeps on `event` by itself: when the returned flag is set, the watchdog
+    /// signals the event once.
     pub(crate) fn add_sleeper(&self, event: EventFd) -> Arc<AtomicBool> {
         let wants_wakeup = Arc::new(AtomicBool::new(false));
         self.sleepers.lock().push((Arc::clone(&wants_wakeup), event));
@@ -131,8 +131,8 @@ impl AttachedController {
         self.enabled.shut_down(self.info.shutdown_limit(least))
     }
 
-    /// Called by a handle that is being dropped: if it is the last, the controller is shut down here
-    /// and now, and not when the watchdog, which may have a reference, drops that.
+    /// Called by a handle that is being dropped: if it is the last, the controller is shut down
+    /// here and now, and not when the watchdog, which may have a reference, drops that.
     pub(crate) fn release(this: &Arc<Self>) {
         let Some(watchdog) = this.watchdog.get() else { return };
         let Some(_paused) = watchdog.pause() else { return };

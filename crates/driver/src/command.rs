@@ -112,8 +112,9 @@ impl Command {
     /// Whether the driver may submit the command again when its completion was lost: whether it
     /// does the same if it has been carried out already, and nothing else was submitted after it
     /// completed. That is so for Flush, Read, Write, Compare, Verify, Write Zeroes, Write
-    /// Uncorrectable and Dataset Management, unless [`once`](Self::once) forbids it, and for a Copy of
-    /// [`Namespace::copy`](crate::Namespace::copy) whose destination overlaps none of its sources.
+    /// Uncorrectable and Dataset Management, unless [`once`](Self::once) forbids it, and for a Copy
+    /// of [`Namespace::copy`](crate::Namespace::copy) whose destination overlaps none of its
+    /// sources.
     #[must_use]
     pub const fn is_repeatable(&self) -> bool {
         const FLUSH: u8 = NvmOpcode::Flush as u8;

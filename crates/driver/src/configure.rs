@@ -1,8 +1,8 @@
-//! What a controller is set up with between being enabled and its first I/O queue, when attaching and
-//! after a reset.
+//! What a controller is set up with between being enabled and its first I/O queue, when attaching
+//! and after a reset.
 //!
-//! Doorbell Buffer Config comes before the first I/O queue is created, so that no queue changes from
-//! plain to shadow doorbells with commands in flight.
+//! Doorbell Buffer Config comes before the first I/O queue is created, so that no queue changes
+//! from plain to shadow doorbells with commands in flight.
 
 use crate::admin::{AdminCommands, AdminData, AdminPlane, identify_controller};
 use crate::controller_info::ControllerInfo;

@@ -77,7 +77,7 @@ impl Controller {
         self.attached.info.largest.entries()
     }
 
-    /// How the doorbells are rung: what came of the wish in [`AttachOptions::doorbells`].
+    /// How the doorbells are rung: what came of [`AttachOptions::doorbells`].
     #[must_use]
     pub fn doorbells(&self) -> Doorbells {
         self.attached.info.doorbells
@@ -120,8 +120,8 @@ impl Controller {
     }
 
     /// Reads the controller's status, now and not when the watchdog does ([`recovery`]), and takes
-    /// over the namespaces, if they were read again because an event said that they changed: whether
-    /// they were.
+    /// over the namespaces, if they were read again because an event said that they changed:
+    /// whether they were.
     ///
     /// # Errors
     /// [`QueueError`], if the controller was given up, or is not there any more.

@@ -40,7 +40,7 @@ const PHASE: u32 = 7;
 /// What the state epoch grows by when there is something for every queue to look at.
 const EPOCH: u32 = 8;
 
-/// What a queue pair finds when it looks.
+/// The state of a controller, as far as a queue pair is concerned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Condition {
     /// The controller works for us.

@@ -38,8 +38,8 @@ impl CopyLimits {
         self.blocks.min(self.range_blocks.saturating_mul(ranges))
     }
 
-    /// The source ranges for `blocks` blocks from `lba` on: at most as many as there may be, so that
-    /// not all of the blocks are among them if they are more than [`most`](Self::most).
+    /// The source ranges for `blocks` blocks from `lba` on: at most as many as there may be, so
+    /// that not all of the blocks are among them if they are more than [`most`](Self::most).
     pub fn split(&self, lba: u64, blocks: u32) -> impl Iterator<Item = CopyRange> + use<> {
         let step = self.range_blocks.clamp(1, 1 << 16);
         let left = blocks.min(self.most());

@@ -202,7 +202,8 @@ impl Device {
             .with_iocqes(shadowbell_spec::Cqe::SIZE.trailing_zeros() as u8);
         self.set_cc(cc)?;
         self.wait(self.ready_limit, true, |csts| csts.rdy())?;
-        // What was reset before does not matter: NSSRO is cleared by writing it (Base 2.1, 3.1.4.6).
+        // What was reset before does not matter: NSSRO is cleared by writing it (Base 2.1,
+        // 3.1.4.6).
         if self.csts().map_err(StateError::Transport)?.nssro() {
             let nssro = Csts::new().with_nssro(true);
             self.transport.write32(regs::CSTS, nssro.into_bits()).map_err(StateError::Transport)?;

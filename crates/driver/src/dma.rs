@@ -9,6 +9,7 @@ use thiserror::Error;
 
 /// Why there is no memory to share with the device.
 #[derive(Debug, Error)]
+#[non_exhaustive]
 pub enum DmaError {
     /// The system has none, or the length is impossible.
     #[error("no memory to share with the device: {0}")]
@@ -188,7 +189,8 @@ impl fmt::Debug for Buffer {
 }
 
 /// Memory that the program has for other reasons, and that the device may reach for as long as this
-/// or a buffer in it lives: for commands that move data from or to where they belong, without a copy.
+/// or a buffer in it lives: for commands that move data from or to where they belong, without a
+/// copy.
 ///
 /// The device may write to all of it at any time, as a device that misbehaves may to every buffer.
 #[derive(Debug)]

@@ -93,9 +93,9 @@ impl EnabledController {
         }
     }
 
-    /// Ends the controller's work: deletes the queues, notifies it of the shutdown, waits until that
-    /// is complete, `limit` at most, and disables it. Whatever fails, it ends up disabled or reset if
-    /// that can be had at all, because only then memory can be given back.
+    /// Ends the controller's work: deletes the queues, notifies it of the shutdown, waits until
+    /// that is complete, `limit` at most, and disables it. Whatever fails, it ends up disabled or
+    /// reset if that can be had at all, because only then memory can be given back.
     pub(crate) fn shut_down(&self, limit: Duration) -> Result<(), DetachError> {
         let mut io_queues = self.io_queues();
         let (admin, phase) = (&self.admin, self.state.phase());

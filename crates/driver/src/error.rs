@@ -12,6 +12,7 @@ use thiserror::Error;
 
 /// Why the driver could not attach to a controller.
 #[derive(Debug, Error)]
+#[non_exhaustive]
 pub enum AttachError {
     /// The device can not be reached.
     #[error("attach: {0}")]
@@ -87,6 +88,7 @@ pub enum AttachError {
 
 /// Why a command of the control plane failed.
 #[derive(Debug, Error)]
+#[non_exhaustive]
 pub enum CommandError {
     /// The controller says so.
     #[error("{device} ended {command} with: {status}")]
@@ -157,6 +159,7 @@ impl CommandError {
 
 /// Why a queue does not take a command, or does not work any more.
 #[derive(Clone, Debug, Error)]
+#[non_exhaustive]
 pub enum QueueError {
     /// As many commands as the queue can hold are outstanding.
     #[error("queue {qid} is full with {outstanding} commands; poll for completions first")]
@@ -218,6 +221,7 @@ pub struct Refused {
 
 /// Why a request can not be made into a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum RequestError {
     /// A request of no blocks, or of more than the 65536 that a command can name.
     #[error("{blocks} blocks are not 1 to 65536, what one command can name")]
@@ -301,6 +305,7 @@ pub struct IoError {
 
 /// Why an I/O command failed.
 #[derive(Clone, Debug, Error)]
+#[non_exhaustive]
 pub enum IoErrorKind {
     /// It could not be made.
     #[error(transparent)]
@@ -315,7 +320,8 @@ pub enum IoErrorKind {
         opcode: u8,
         /// The status of its completion.
         status: Status,
-        /// Command specific result, dword 0: of a Copy, the lowest source range that was not copied.
+        /// Command specific result, dword 0: of a Copy, the lowest source range that was not
+        /// copied.
         dw0: u32,
     },
     /// There was no completion in time. What the command was to do may still happen.
@@ -359,6 +365,7 @@ fn io_name(opcode: u8) -> String {
 
 /// Why a controller was not left as it should be.
 #[derive(Debug, Error)]
+#[non_exhaustive]
 pub enum DetachError {
     /// It is disabled and touches no memory any more, but did not say that everything it held is
     /// on the medium.

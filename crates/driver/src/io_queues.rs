@@ -26,11 +26,11 @@ const SMALLEST: RingSize = match RingSize::new(RingSize::MIN) {
 const STEP: &str = "creating an I/O queue pair";
 const CREATE: &str = "Create I/O Completion Queue";
 
-/// Which I/O queues and interrupt vectors are in use. Its lock is held by whoever creates or deletes
-/// queues, resets the controller or shuts it down.
+/// Which I/O queues and interrupt vectors are in use. Its lock is held by whoever creates or
+/// deletes queues, resets the controller or shuts it down.
 #[derive(Default)]
 pub(crate) struct IoQueueTable {
-    /// Queue pairs that somebody has.
+    /// Queue pairs that exist here.
     created: BTreeSet<u16>,
     /// Those of them that exist at the controller: none after a reset.
     live: BTreeSet<u16>,

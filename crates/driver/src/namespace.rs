@@ -13,7 +13,7 @@ use shadowbell_spec::opcode::NvmOpcode;
 /// The most blocks that one command can name. NVM 1.1, "Read command" (NLB is 16 bits, 0's based).
 const MAX_BLOCKS: u64 = 1 << 16;
 
-/// A namespace as Identify told of it, and the way to make commands on it.
+/// A namespace as Identify described it, and the way to make commands on it.
 ///
 /// Blocks are the namespace's logical blocks, of [`block_size`](Self::block_size) bytes.
 #[derive(Clone, Debug)]
@@ -210,7 +210,7 @@ impl Namespace {
     }
 
     /// Make `blocks` blocks from `lba` zero, and let the controller deallocate them if `deallocate`
-    /// and it knows how (DLFEAT, bit 3): SPDK's target refuses the wish otherwise.
+    /// and it knows how (DLFEAT, bit 3): SPDK's target refuses the command otherwise.
     ///
     /// # Errors
     /// As [`verify`](Self::verify).
@@ -252,13 +252,13 @@ impl Namespace {
         self.copies.filter(|_| self.unusable().is_none())
     }
 
-    /// Copy the blocks of `sources`, one range after the other, to `to` and what follows. The buffer
-    /// begins with the same [`CopyRange`]s.
+    /// Copy the blocks of `sources`, one range after the other, to `to` and what follows. The
+    /// buffer begins with the same [`CopyRange`]s.
     ///
     /// Whether the driver may submit the command again if it is not known how it ended depends on
-    /// them: the second time, a source that overlaps the destination would be another. Such a copy is
-    /// submitted [`once`](Command::once), and fails then. What it does is the controller's choice: the
-    /// specification leaves to it in which order it reads and writes.
+    /// them: the second time, a source that overlaps the destination would be another. Such a copy
+    /// is submitted [`once`](Command::once), and fails then. What it does is the controller's
+    /// choice: the specification leaves to it in which order it reads and writes.
     ///
     /// If the command fails, dword 0 of its completion is the lowest source range that was not
     /// copied.

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `data` | what goes with an admin command, and what comes of it |
 //! | `queue` | the admin queue pair, shared by threads |
-//! | `plane` | the registers and the admin queue: all that there is of a controller before Identify |
+//! | `plane` | the registers and the admin queue: what there is before Identify |
 //! | `identify`, `log` | Identify and Get Log Page |
 //! | `handle` | [`Admin`], the program's handle on an attached controller |
 

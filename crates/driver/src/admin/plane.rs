@@ -83,8 +83,8 @@ impl AdminPlane {
         Ok((Self { device, queue: AdminQueue::new(core), scratch, memory }, layout))
     }
 
-    /// New admin queues in the old memory: the controller is disabled, and is to be enabled with the
-    /// layout.
+    /// New admin queues in the old memory: the controller is disabled, and is to be enabled with
+    /// the layout.
     pub(crate) fn restart(&self) -> Option<QueueLayout> {
         let (core, layout) = queue_pair(&self.device, &self.memory)?;
         self.queue.restart(core);

@@ -28,7 +28,7 @@ enum Owner {
     Ticket(u64),
     /// It is an Asynchronous Event Request.
     Event,
-    /// Nobody wants to know.
+    /// Nobody waits for it.
     Nobody,
 }
 
@@ -40,7 +40,7 @@ struct AdminQueueState {
     tickets: BTreeMap<u64, Option<Completion>>,
     next_ticket: u64,
     events: VecDeque<AsyncEvent>,
-    /// Events that were dropped for want of somebody to take them.
+    /// Events that were dropped because nobody took them.
     lost: u64,
     /// An event said that namespaces changed.
     namespaces_changed: bool,
@@ -224,7 +224,7 @@ impl AdminQueue {
         std::mem::take(&mut state.namespaces_changed)
     }
 
-    /// Ends every command that somebody waits for.
+    /// Ends every command that a thread waits for.
     pub(crate) fn fail_all(&self) {
         self.lock().fail_all();
     }

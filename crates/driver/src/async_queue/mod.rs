@@ -1,17 +1,18 @@
 //! The asynchronous API: futures over a queue pair, for any executor.
 //!
 //! A queue pair belongs to one thread at a time: the one that drives it. It submits what futures
-//! leave in the inbox, in batches, and wakes them when their commands complete. It polls while there
-//! is work, for as long as the queue's [`SpinPolicy`](crate::SpinPolicy) says, and then sleeps on one
-//! descriptor, which the controller's interrupt and new work both signal. Nothing here needs an
-//! executor of a certain kind: `std::task::Waker` is all.
+//! leave in the inbox, in batches, and wakes them when their commands complete. It polls while
+//! there is work, for as long as the queue's [`SpinPolicy`](crate::SpinPolicy) says, and then
+//! sleeps on one descriptor, which the controller's interrupt and new work both signal. Nothing
+//! here needs an executor of a certain kind: `std::task::Waker` is all.
 //!
 //! # Who drives
 //!
 //! An [`AsyncQueue`] has a thread of its own for that, so futures get on wherever they are polled.
 //! But a command that goes to another thread and back costs two wakeups, which is more than the
 //! command itself. A thread that polls futures and has nothing better to do than to wait for them
-//! (an event loop, a blocking call) therefore drives the queue itself, as long as it has a [`Driver`]:
+//! (an event loop, a blocking call) therefore drives the queue itself, as long as it has a
+//! [`Driver`]:
 //!
 //! ```no_run
 //! # use shadowbell_driver::AsyncQueue;

@@ -74,8 +74,8 @@ impl AsyncNamespace {
         self.unit(self.namespace.write_zeroes(lba, blocks, deallocate))
     }
 
-    /// Tells the controller that nobody needs the data of these ranges (1 to 256) any more: Dataset
-    /// Management, Deallocate. What they read as afterwards is the controller's choice.
+    /// Dataset Management, Deallocate: the data of these ranges (1 to 256) are not needed any more.
+    /// What they read as afterwards is the controller's choice.
     pub fn discard(&self, ranges: &[DsmRange]) -> Unit {
         self.with_ranges(self.namespace.deallocate(ranges.len()), ranges.as_bytes())
     }

@@ -44,7 +44,7 @@ impl AsyncQueue {
     }
 
     /// The right to drive this queue, for an event loop, which comes here again soon: if it is the
-    /// queue's own thread that drives, it lets go, even with commands under way.
+    /// queue's own thread that drives, it stops, even with commands under way.
     #[must_use]
     pub fn ask_to_drive(&self) -> Option<Driver> {
         let driver = self.try_drive();
@@ -146,8 +146,8 @@ impl Driver {
         self.worker.as_ref().map_or(0, |worker| worker.outstanding())
     }
 
-    /// Whether nothing is under way, and nobody waits for a free slot. If so, whoever drives has nothing
-    /// to do for the queue.
+    /// Whether nothing is under way, and nobody waits for a free slot. If so, whoever drives has
+    /// nothing to do for the queue.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.worker.as_ref().is_none_or(|worker| !worker.has_work()) && !self.has_inbox()
@@ -158,8 +158,8 @@ impl Driver {
         self.worker.is_some() && self.queue.shared().has_inbox()
     }
 
-    /// Whether somebody else has tried to drive the queue since this was called last. Who has nothing
-    /// under way had best let go then.
+    /// Whether somebody else has tried to drive the queue since this was called last. Who has
+    /// nothing under way had best drop this then.
     #[must_use]
     pub fn is_wanted(&self) -> bool {
         self.queue.shared().take_request(ANY)
@@ -172,8 +172,8 @@ impl Driver {
         worker.spin(self.queue.shared(), also)
     }
 
-    /// To be called before sleeping on [`AsyncQueue::event`]: whether there is nothing to do yet. If
-    /// so, the event will be signalled for whatever comes, the sleep must not last longer than
+    /// To be called before sleeping on [`AsyncQueue::event`]: whether there is nothing to do yet.
+    /// If so, the event will be signalled for whatever comes, the sleep must not last longer than
     /// [`sleep_until`](Self::sleep_until), and [`awake`](Self::awake) has to follow it.
     #[must_use]
     pub fn prepare_sleep(&mut self) -> bool {
@@ -196,8 +196,8 @@ impl Driver {
         }
     }
 
-    /// Sleeps until there is something to do for the queue, or until `deadline`. Not at all if there
-    /// is something to do as far as `also` knows; what makes that change later has to
+    /// Sleeps until there is something to do for the queue, or until `deadline`. Not at all if
+    /// there is something to do as far as `also` knows; what makes that change later has to
     /// [nudge](AsyncQueue::nudge) the queue.
     pub fn sleep(&mut self, deadline: Option<Instant>, also: impl FnOnce() -> bool) {
         if let Some(worker) = &mut self.worker {

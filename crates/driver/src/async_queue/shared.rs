@@ -270,8 +270,8 @@ impl AsyncState {
         Freed { next: self.next_waiter(), stale }
     }
 
-    /// Waits for an [`Op`], with `ticket` if that was given before. Gives the ticket, and a waker to
-    /// be dropped without the lock. Whoever is the only one to wait has to call
+    /// Waits for an [`Op`], with `ticket` if that was given before. Gives the ticket, and a waker
+    /// to be dropped without the lock. Whoever is the only one to wait has to call
     /// [`notify_inbox`](AsyncShared::notify_inbox), so that somebody watches the deadlines.
     pub(super) fn wait(
         &mut self,

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// How long somebody who wanted to drive the queue may take to do so.
+/// How long whoever asked to drive the queue may take to do so.
 const HANDOVER: Duration = Duration::from_millis(1);
 
 pub(super) fn spawn(parking: Arc<WorkerParking>) -> io::Result<JoinHandle<()>> {
@@ -45,9 +45,9 @@ fn run(parking: &WorkerParking) {
 enum Turn {
     /// The queue is to be closed, or does not work any more.
     Over,
-    /// There is nothing to do until somebody says so.
+    /// There is nothing to do.
     Idle,
-    /// Somebody else is about to go on.
+    /// Somebody else has asked to drive the queue.
     Requested,
 }
 

@@ -256,7 +256,8 @@ impl Worker {
         let asleep = fenced.settle();
         let sleeps = asleep.is_some();
         if let Some(asleep) = asleep {
-            // Awake again with `wake_up`, and not with a guard: there may be an event loop around us.
+            // Awake again with `wake_up`, and not with a guard: there may be an event loop around
+            // us.
             asleep.stay();
         }
         sleeps
@@ -280,8 +281,8 @@ impl Worker {
         self.waiting = None;
     }
 
-    /// Sleeps until there is something to do, or until `deadline`; not if there is something to do as
-    /// far as `also` knows.
+    /// Sleeps until there is something to do, or until `deadline`; not if there is something to do
+    /// as far as `also` knows.
     pub(super) fn sleep(
         &mut self,
         shared: &AsyncShared,

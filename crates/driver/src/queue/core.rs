@@ -173,9 +173,9 @@ impl Core {
         self.stats.completed
     }
 
-    /// Writes a command, the eight words of its entry, into the submission queue. Its identifier and
-    /// data pointer are set here; `command` says what its data are, and is kept in case that it has
-    /// to be submitted again. The controller is notified by [`ring`](Self::ring).
+    /// Writes a command, the eight words of its entry, into the submission queue. Its identifier
+    /// and data pointer are set here; `command` says what its data are, and is kept in case that it
+    /// has to be submitted again. The controller is notified by [`ring`](Self::ring).
     #[inline(always)]
     pub(crate) fn submit(
         &mut self,
@@ -448,10 +448,10 @@ impl Core {
         if self.cq_unpublished == 0 { Ok(()) } else { self.ring_cq_doorbell_if_short() }
     }
 
-    /// Checks SQHD of the last completion. Nothing here relies on it, but a device that gets it wrong
-    /// is not to be trusted with much else. Always before the published tail moves on: what was
-    /// consumed is part of what was published before, and both are less than the queue ahead of the
-    /// head that is known.
+    /// Checks SQHD of the last completion. Nothing here relies on it, but a device that gets it
+    /// wrong is not to be trusted with much else. Always before the published tail moves on: what
+    /// was consumed is part of what was published before, and both are less than the queue ahead of
+    /// the head that is known.
     #[inline]
     fn check_sq_head(&mut self) {
         let head = self.reported_sq_head;

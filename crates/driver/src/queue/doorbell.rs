@@ -9,7 +9,7 @@ use std::sync::Arc;
 pub(crate) enum Register {
     /// Mapped memory that the controller looks at by itself: a plain store.
     Mapped(SharedU32),
-    /// A write that somebody at the other end handles.
+    /// A write that traps, or that a server handles.
     Trapped {
         /// The way there.
         transport: Arc<dyn Transport>,
@@ -31,7 +31,7 @@ pub(crate) struct ShadowCells {
 pub(crate) struct Doorbell {
     host: HostDoorbell<SharedU32>,
     register: Register,
-    /// Writes that somebody had to handle.
+    /// Register writes.
     pub(crate) trapped: u64,
 }
 

@@ -84,8 +84,8 @@ impl QueueMemory {
         Some((bytes, iova))
     }
 
-    /// Queue pair `index`, zeroed, as `qid` with at most `sq` entries, which the controller does not
-    /// know of yet. No two uses of one index may be alive at once, at either end.
+    /// Queue pair `index`, zeroed, as `qid` with at most `sq` entries, which the controller does
+    /// not know of yet. No two uses of one index may be alive at once, at either end.
     pub(crate) fn pair(
         &self,
         index: u64,

@@ -58,7 +58,7 @@ pub(crate) struct RetryTable {
 
 /// What [`RetryTable::tick_timeouts`] found.
 #[derive(Debug, Default)]
-pub(crate) struct Timeouts {
+pub(crate) struct TimedOut {
     /// Commands that are late as of now, by the identifiers that the controller knows.
     pub(crate) late: Vec<u16>,
     /// A command was outstanding at the last tick already: the controller's status is to be read.
@@ -108,44 +108,44 @@ impl RetryTable {
 
     /// Counts one tick for every outstanding command. Those that were outstanding for more than
     /// `limit` ticks are late, and overdue when they have been so for `grace`.
-    pub(crate) fn tick_timeouts(&mut self, core: &mut Core, limit: u8, grace: u8) -> Timeouts {
-        let mut timeouts = Timeouts::default();
+    pub(crate) fn tick_timeouts(&mut self, core: &mut Core, limit: u8, grace: u8) -> TimedOut {
+        let mut timed_out = TimedOut::default();
         if core.outstanding() == 0 {
-            return timeouts;
+            return timed_out;
         }
         let count = core.slots.len();
         for slot in 0..count as u16 {
             let Some(entry) = core.slots.get_mut(usize::from(slot)) else { break };
             if entry.ticks != 0 {
                 entry.ticks = entry.ticks.saturating_add(1);
-                timeouts.lasting |= entry.ticks > 2;
+                timed_out.lasting |= entry.ticks > 2;
                 if entry.ticks > limit.saturating_add(1) {
                     let cid = entry.cid;
                     entry.ticks = 0;
                     self.insert(slot, count, LateCommand::new(cid, LateState::Aborting));
-                    timeouts.late.push(cid);
+                    timed_out.late.push(cid);
                 }
             } else if self.late_count != 0
                 && let Some(late) = self.late(slot)
             {
                 late.ticks = late.ticks.saturating_add(1);
-                timeouts.lasting = true;
+                timed_out.lasting = true;
                 match late.state {
                     LateState::Resubmitted if late.ticks > limit => {
                         (late.state, late.ticks) = (LateState::Aborting, 0);
-                        timeouts.late.push(late.cid);
+                        timed_out.late.push(late.cid);
                     }
-                    LateState::Aborting if late.ticks > grace => timeouts.overdue = true,
+                    LateState::Aborting if late.ticks > grace => timed_out.overdue = true,
                     _ => {}
                 }
             }
         }
-        core.stats.late += timeouts.late.len() as u64;
-        timeouts
+        core.stats.late += timed_out.late.len() as u64;
+        timed_out
     }
 
-    /// The next completion, of a late command too. Entries that belong to no outstanding command are
-    /// skipped, at most as many as the queue has entries.
+    /// The next completion, of a late command too. Entries that belong to no outstanding command
+    /// are skipped, at most as many as the queue has entries.
     pub(crate) fn pop(&mut self, core: &mut Core) -> Option<Completion> {
         for _ in 0..core.cq_size.entries() {
             let Some(word) = core.pop_word() else { break };
@@ -232,8 +232,8 @@ impl RetryTable {
     }
 
     /// The slots of the outstanding commands, the oldest first. With each, how far before the tail
-    /// its entry is in the submission queue: as much as the queue has entries if it is not there any
-    /// more.
+    /// its entry is in the submission queue: as much as the queue has entries if it is not there
+    /// any more.
     fn oldest_first(&self, core: &mut Core) -> Vec<(u32, u16)> {
         core.flush();
         let entries = core.sq_size.entries();
@@ -261,10 +261,10 @@ impl RetryTable {
         order
     }
 
-    /// Begins again: the controller has deleted the queues, or was reset, and is certain not to touch
-    /// them or the buffers of their commands. They are made as new, with these doorbells, and commands
-    /// that may be repeated are written again, in their old order; the others are ended. The caller
-    /// creates the queues, and then [rings](Core::ring).
+    /// Begins again: the controller has deleted the queues, or was reset, and is certain not to
+    /// touch them or the buffers of their commands. They are made as new, with these doorbells, and
+    /// commands that may be repeated are written again, in their old order; the others are ended.
+    /// The caller creates the queues, and then [rings](Core::ring).
     pub(crate) fn restart(&mut self, core: &mut Core, doorbells: [Doorbell; 2]) -> Restarted {
         self.drain(core);
         let order = self.oldest_first(core);
@@ -299,9 +299,9 @@ impl RetryTable {
     }
 
     /// Takes the completions that are there, to be handed out later. Commands that the deletion of
-    /// their queue has ended are outstanding still, and so are those that were aborted to be submitted
-    /// again: the queue that they are written to does not exist yet, and its doorbells must not be
-    /// rung.
+    /// their queue has ended are outstanding still, and so are those that were aborted to be
+    /// submitted again: the queue that they are written to does not exist yet, and its doorbells
+    /// must not be rung.
     fn drain(&mut self, core: &mut Core) {
         for _ in 0..core.cq_size.entries() {
             let Some(word) = core.pop_word() else { return };
@@ -342,8 +342,9 @@ impl RetryTable {
         core.stats.completed += 1;
     }
 
-    /// Ends every outstanding command, and the queue. The buffers go back with their commands if the
-    /// controller is `quiet`; otherwise it may write to them still, and they are returned to be kept.
+    /// Ends every outstanding command, and the queue. The buffers go back with their commands if
+    /// the controller is `quiet`; otherwise it may write to them still, and they are returned to be
+    /// kept.
     pub(crate) fn end_all(&mut self, core: &mut Core, why: &str, quiet: bool) -> Vec<Buffer> {
         core.set_failed(|| why.into());
         let mut kept = Vec::new();

@@ -39,10 +39,11 @@ const SPINS_PER_LOOK: u32 = 64;
 ///
 /// # Dropping it
 ///
-/// Dropping a queue pair deletes both queues at the controller, which ends what is outstanding there (Base 2.1, 3.3.1.3:
-/// no command of a deleted queue is completed or moves data afterwards), and then gives the buffers
-/// back to their pools. If the controller does not confirm the deletion, the buffers are kept for
-/// as long as the process lives, because the device may still write to them.
+/// Dropping a queue pair deletes both queues at the controller, which ends what is outstanding
+/// there (Base 2.1, 3.3.1.3: no command of a deleted queue is completed or moves data afterwards),
+/// and then gives the buffers back to their pools. If the controller does not confirm the deletion,
+/// the buffers are kept for as long as the process lives, because the device may still write to
+/// them.
 pub struct QueuePair {
     queue: RecoverableQueue,
     controller: Arc<AttachedController>,
@@ -110,7 +111,7 @@ impl QueuePair {
         self.queue.core.stats()
     }
 
-    /// Writes a command into the submission queue. The controller hears of it with the next
+    /// Writes a command into the submission queue. The controller is notified of it by the next
     /// [`ring`](Self::ring).
     ///
     /// # Errors
@@ -120,7 +121,7 @@ impl QueuePair {
         self.queue.core.submit(command.words(), buffer, command)
     }
 
-    /// Tells the controller of everything submitted so far, with one doorbell or with none.
+    /// Publishes everything submitted so far to the controller, with one doorbell or with none.
     ///
     /// # Errors
     /// [`QueueError`], when the controller can not be reached any more, or was detached.
@@ -132,10 +133,10 @@ impl QueuePair {
         self.queue.core.ring()
     }
 
-    /// Tells the controller of what was submitted so far, if it is time: at once as long as it has
-    /// little to do, and of several commands at a time while it has enough. Whether it knows of all
-    /// now, and needs no wakeup; if not, [`ring`](Self::ring) has to be called before the program
-    /// turns to something else, or when there are no completions left to take.
+    /// Publishes what was submitted so far, if it is time: at once as long as the controller has
+    /// little to do, and several commands at a time while it has enough. Whether all are published
+    /// and no wakeup is due; if not, [`ring`](Self::ring) has to be called before the program turns
+    /// to something else, or when there are no completions left to take.
     ///
     /// What a doorbell costs, even one that is only a store to memory that the controller looks at,
     /// is the same for one command and for sixteen. A short queue can not wait for the next command
@@ -152,10 +153,10 @@ impl QueuePair {
     }
 
     /// The next completion, if there is one. After the last, call [`ring`](Self::ring) or
-    /// [`ring_cq_doorbell_if_needed`](Self::ring_cq_doorbell_if_needed): the controller might wait for
-    /// room.
-    // Inlined, and the usual completion made in one place, so that it need not go through memory: see
-    // `shadowbell_memory::SqeBatch`.
+    /// [`ring_cq_doorbell_if_needed`](Self::ring_cq_doorbell_if_needed): the controller might wait
+    /// for room.
+    // Inlined, and the usual completion made in one place, so that it need not go through memory:
+    // see `shadowbell_memory::SqeBatch`.
     #[inline(always)]
     pub fn pop(&mut self) -> Option<Completion> {
         if let Some(word) = self.queue.core.pop_word()
@@ -166,8 +167,8 @@ impl QueuePair {
         self.pop_otherwise().map(|completion| *completion)
     }
 
-    /// The controller has completed nothing more, or nothing that is outstanding. Boxed, because what
-    /// is returned in the caller's memory would keep the usual completion there as well.
+    /// The controller has completed nothing more, or nothing that is outstanding. Boxed, because
+    /// what is returned in the caller's memory would keep the usual completion there as well.
     #[inline(never)]
     fn pop_otherwise(&mut self) -> Option<Box<Completion>> {
         if let Some(completion) = self.queue.pop() {
@@ -285,8 +286,8 @@ impl QueuePair {
         self.queue.handle_state_change(&self.controller)
     }
 
-    /// Handles a change of the controller's state, if there is one. Whether there is a completion to
-    /// be taken.
+    /// Handles a change of the controller's state, if there is one. Whether there is a completion
+    /// to be taken.
     fn handle_new_state(&mut self) -> Result<bool, QueueError> {
         if self.controller.state().epoch() != self.queue.handled_epoch {
             self.handle_state_change()?;
@@ -294,16 +295,17 @@ impl QueuePair {
         Ok(self.is_ready())
     }
 
-    /// Tells the controller everything that it has to know to interrupt for what completes from now
-    /// on: for those who sleep on [`waker`](Self::waker) by themselves. After this, and a full fence,
-    /// the completion queue has to be looked at once more ([`is_ready`](Self::is_ready)). A signal of
-    /// the past may end the sleep at once.
+    /// Publishes both doorbells, so that the controller interrupts for what completes from now on:
+    /// for those who sleep on [`waker`](Self::waker) by themselves. After this, and a full fence,
+    /// the completion queue has to be looked at once more ([`is_ready`](Self::is_ready)). A signal
+    /// of the past may end the sleep at once.
     ///
     /// # Errors
     /// As [`ring`](Self::ring).
     pub fn prepare_sleep(&mut self) -> Result<(), QueueError> {
         self.publish_all()?;
-        // Whoever sleeps by itself has no timer for the ticks of commands: the watchdog wakes it.
+        // A thread that sleeps by itself has no timer for the ticks of commands: the watchdog wakes
+        // it.
         if self.queue.core.outstanding() != 0 && self.controller.recovery.enabled {
             self.request_wakeup();
         }

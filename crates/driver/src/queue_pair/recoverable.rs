@@ -1,5 +1,5 @@
-//! What a queue pair does when the state epoch says that there is something to look at: ticks of its
-//! commands, a reset that somebody made, the end. See [`recovery`](crate::recovery).
+//! What a queue pair does when the state epoch says that there is something to look at: ticks of
+//! its commands, a reset, the end. See [`recovery`](crate::recovery).
 
 use crate::admin::AdminCommands;
 use crate::attached::AttachedController;
@@ -167,29 +167,29 @@ impl RecoverableQueue {
             return Ok(true);
         }
         let ticks = controller.ticks;
-        let timeouts = self.retries.tick_timeouts(&mut self.core, ticks.limit, ticks.grace);
-        if timeouts.lasting {
+        let timed_out = self.retries.tick_timeouts(&mut self.core, ticks.limit, ticks.grace);
+        if timed_out.lasting {
             controller.note_lasting();
         }
-        if !timeouts.late.is_empty() {
-            count(&controller.counters.late, timeouts.late.len() as u64);
+        if !timed_out.late.is_empty() {
+            count(&controller.counters.late, timed_out.late.len() as u64);
             let acl = usize::from(controller.info.identity.acl);
-            let most = timeouts.late.len().min(ABORTS).min(acl + 1);
+            let most = timed_out.late.len().min(ABORTS).min(acl + 1);
             let sqid = self.core.qid();
             tracing::warn!(
                 qid = sqid,
                 "{}: {} commands were not completed within {:?}; aborting {most} of them",
                 controller.name(),
-                timeouts.late.len(),
+                timed_out.late.len(),
                 controller.plane().device.timeouts.io
             );
-            for cid in timeouts.late.into_iter().take(most) {
+            for cid in timed_out.late.into_iter().take(most) {
                 if controller.plane().queue.send(Sqe::abort(Abort { sqid, cid }, 0)) {
                     count(&controller.counters.aborts, 1);
                 }
             }
         }
-        if timeouts.overdue { self.recreate(controller) } else { Ok(true) }
+        if timed_out.overdue { self.recreate(controller) } else { Ok(true) }
     }
 
     /// Deletes the queues and creates them again, because late commands were not aborted.

@@ -1,14 +1,15 @@
 //! What the driver does when a controller does not do what it should.
 //!
-//! # The ladder
+//! # The steps
 //!
-//! | what happens | what the driver does |
-//! |---|---|
-//! | a command is not completed within [`Timeouts::io`] | it sends Abort; if the controller aborts it, it is submitted again |
-//! | a quarter of that time later it still is not | deletes the queue pair and creates it again |
-//! | the controller does not, or CSTS.CFS or CSTS.NSSRO come up, or it is found disabled | resets the controller, and every queue pair is created again |
-//! | the controller can not be reset in some tries | gives it up: everything ends with an error |
-//! | its registers read as all ones, or the way to it breaks | the same at once |
+//! 1. A command is not completed within [`Timeouts::io`]: the driver sends Abort. If the controller
+//!    aborts the command, it is submitted again.
+//! 2. A quarter of that time later it still is not completed: the driver deletes the queue pair and
+//!    creates it again.
+//! 3. The controller does not delete it, or CSTS.CFS or CSTS.NSSRO come up, or it is found disabled:
+//!    the driver resets the controller, and creates every queue pair again.
+//! 4. The controller can not be reset in some tries: the driver gives it up, and everything ends with
+//!    an error. So it does at once if the registers read as all ones, or the way to them breaks.
 //!
 //! Every step is one line in the log, and is counted: see [`RecoveryStats`].
 //!
@@ -26,16 +27,24 @@
 //! must come after it was not submitted yet. A flush covers what had completed before it was
 //! submitted; that is in the controller, and is when the flush is repeated.
 //!
-//! A buffer is handed back only when the controller is certain not to write to it any more: with its
-//! completion, when its queue is confirmed to be deleted, or when the controller is confirmed to be
-//! disabled or reset. Otherwise it is kept for as long as the process lives.
+//! A buffer is handed back only when the controller is certain not to write to it any more: with
+//! its completion, when its queue is confirmed to be deleted, or when the controller is confirmed
+//! to be disabled or reset. Otherwise it is kept for as long as the process lives.
 //!
 //! # Who does it
 //!
-//! A keeper thread, one for each controller, sleeps for [`Timeouts::io`] / 8 (a second at most) at a
-//! time; then it changes one word that every queue pair compares once for each batch, and reads CSTS
-//! if a command was outstanding for two such looks, or if [`Recovery::watch`] has passed. The queue pair's own thread then looks at the ages of its commands. A queue that has
-//! nothing outstanding notices a reset when it is used next.
+//! A watchdog thread, one for each controller, sleeps for a tick at a time: [`Timeouts::io`] / 8, a
+//! second at most. Then it changes the state epoch, a word that every queue pair compares once for
+//! each batch, and the queue pair's own thread counts the tick for its commands. The watchdog reads
+//! CSTS if a command was outstanding for two ticks, or if [`Recovery::watch`] has passed. A queue
+//! that has nothing outstanding notices a reset when it is used next.
+//!
+//! | module | what it is |
+//! |---|---|
+//! | `policy`, `ticks`, `stats` | what is allowed, when, and how often it was done |
+//! | `watchdog` | the thread, over whatever is to be watched |
+//! | `reset` | resetting a controller, and giving it up |
+//! | `watch` | what the watchdog does for an attached controller |
 //!
 //! [`Timeouts::io`]: crate::Timeouts::io
 

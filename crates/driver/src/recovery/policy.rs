@@ -11,9 +11,9 @@ pub struct Recovery {
     pub enabled: bool,
     /// How often a command is submitted again before it is given up.
     pub repeats: u8,
-    /// How often the controller's status is looked at while commands complete, or there are none.
-    /// (While one does not complete, it is looked at as often as the ages of commands are.) Each look
-    /// may wake somebody at the other end.
+    /// How often the controller's status is read while commands complete, or there are none.
+    /// (While one does not complete, it is read with every tick.) Each read may wake a process that
+    /// emulates the controller.
     pub watch: Duration,
 }
 
@@ -23,8 +23,8 @@ impl Recovery {
 }
 
 impl Default for Recovery {
-    /// Enabled; a command is submitted again 3 times at most, and a controller that seems well is looked at
-    /// every 30 s.
+    /// Enabled; a command is submitted again 3 times at most, and the status of a controller that
+    /// seems well is read every 30 s.
     fn default() -> Self {
         Self { enabled: true, repeats: 3, watch: Duration::from_secs(30) }
     }

@@ -26,7 +26,7 @@ impl Watched for AttachedController {
     }
 }
 
-/// Reads CSTS, and does about it what has to be done. Whether the controller is worth another look.
+/// Reads CSTS, and does about it what has to be done. Whether to go on watching.
 pub(crate) fn check_status(controller: &AttachedController) -> bool {
     let state = controller.state();
     let generation = state.generation();

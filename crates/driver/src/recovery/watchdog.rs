@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 /// What is watched.
 pub(crate) trait Watched: Send + Sync {
-    /// Called for every tick. Whether a command was outstanding for long, so that the status is to be
-    /// checked.
+    /// Called for every tick. Whether a command was outstanding for long, so that the status is to
+    /// be checked.
     fn tick(&self) -> bool;
 
     /// Checks the status, and does about it what has to be done. Whether to go on watching.
@@ -32,8 +32,8 @@ struct WatchdogControl {
     watching: Mutex<()>,
 }
 
-/// Watches for as long as it lives. It has only a weak reference while it sleeps, so that it does not
-/// keep what it watches.
+/// Watches for as long as it lives. It has only a weak reference while it sleeps, so that it does
+/// not keep what it watches.
 pub(crate) struct Watchdog {
     control: Arc<WatchdogControl>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -79,8 +79,8 @@ fn watch(watched: &Weak<dyn Watched>, control: &WatchdogControl, intervals: Watc
             return;
         }
         drop(stopped);
-        // Whoever holds this may be about to drop the last handle; the next tick is soon enough. The
-        // guard outlives the reference.
+        // Whoever holds this may be about to drop the last handle; the next tick is soon enough.
+        // The guard outlives the reference.
         let Some(_watching) = control.watching.try_lock() else { continue };
         let Some(watched) = watched.upgrade() else { return };
         let is_due = watched.tick();

@@ -50,9 +50,9 @@ pub trait Transport: Send + Sync {
     fn write_doorbell(&self, offset: u64, value: u32) -> Result<(), TransportError>;
 
     /// Events that stand for writes to the doorbells at `offsets` of BAR0, as far as there are any.
-    /// Signalling one says that a value was put into the doorbell's shadow entry, which is where the
-    /// device looks for it; it costs the device less than a write. To be asked for when the queues
-    /// exist. The default has none.
+    /// Signalling one says that a value was put into the doorbell's shadow entry, which is where
+    /// the device looks for it; it costs the device less than a write. To be asked for when the
+    /// queues exist. The default has none.
     ///
     /// # Errors
     /// [`TransportError`], when the device can not be reached.
@@ -80,7 +80,7 @@ pub trait Transport: Send + Sync {
     /// [`TransportError`], when that is not certain.
     fn unmap_dma(&self, iova: u64, len: u64) -> Result<(), TransportError>;
 
-    /// A socket that hangs up when the device has gone, for those who sleep and would not hear of it
+    /// A socket that hangs up when the device has gone, for those who sleep and would not notice it
     /// otherwise. The default has none.
     fn hang_up(&self) -> Option<OwnedFd> {
         None
@@ -105,6 +105,7 @@ pub trait Transport: Send + Sync {
 
 /// Why a device could not be reached.
 #[derive(Debug, Error)]
+#[non_exhaustive]
 pub enum TransportError {
     /// Nothing will work any more until the program attaches again.
     #[error("{device} went away during {doing}: {source}; attach again when it is back")]

@@ -1,9 +1,13 @@
 //! How a controller is reached: VFIO, vfio-user, or whatever else implements [`Transport`].
 
 mod interface;
+#[cfg(feature = "vfio")]
 mod vfio;
+#[cfg(feature = "vfio-user")]
 mod vfio_user;
 
 pub use interface::{BoxError, Transport, TransportError};
-pub use vfio::{PciAddress, PciFunction, SYSFS, Vfio, VfioError};
+#[cfg(feature = "vfio")]
+pub use vfio::{PciAddress, PciFunction, SYSFS, Steered, Vfio, VfioError, steer_interrupts};
+#[cfg(feature = "vfio-user")]
 pub use vfio_user::VfioUser;

@@ -4,12 +4,13 @@
 //!
 //! | module | what it is |
 //! |---|---|
-//! | `address`, `function` | a PCI function, and what sysfs tells of it |
+//! | `address`, `function` | a PCI function, and what sysfs says of it |
 //! | `space` | opening it, by its group or by its character device, and mapping memory for it |
 //! | `iova` | which I/O virtual addresses are taken |
 //! | `bar` | registers and doorbells: stores and loads where they can be mapped |
 //! | `info` | the kernel's answers of variable length |
 //! | `error` | what went wrong, in sentences |
+//! | `steer` | interrupts to the processors that use their queue pairs |
 //! | `sys` | the ioctls |
 //!
 //! # What it doesn't do
@@ -23,12 +24,14 @@ mod function;
 mod info;
 mod iova;
 mod space;
+mod steer;
 #[allow(unsafe_code)]
 mod sys;
 
 pub use address::PciAddress;
 pub use error::VfioError;
 pub use function::{PciFunction, SYSFS};
+pub use steer::{Steered, steer_interrupts};
 
 use super::interface::{Transport, TransportError};
 use bar::{Bar, Window, is_gone};
