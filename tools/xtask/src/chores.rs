@@ -5,12 +5,12 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
+use shadowbell_bench as bench;
+use shadowbell_bench::workspace::{cargo, root};
 use shadowbell_guest::Kernel;
 
-use crate::bench;
 use crate::report::Report;
-use crate::suites::{Lab, Subject, Suite};
-use crate::workspace::{cargo, root};
+use crate::suites::{ControllerKind, Setup, Suite};
 
 /// The seconds after which a step is taken for hung.
 const STEP_LIMIT: &str = "1500";
@@ -45,13 +45,13 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
             bench::check_instructions()
         });
         report.begin("guest");
-        let lab = report.check("what the guest needs is here", |_| {
-            let mut lab = Lab::new(Subject::Shadowbell, None, &Kernel::ALL)?;
+        let setup = report.check("what the guest needs is here", |_| {
+            let mut setup = Setup::new(ControllerKind::Shadowbell, None, &Kernel::ALL)?;
             // Speeds are not judged, and doorbells can be counted in one round.
-            lab.rounds = 1;
-            Ok(lab)
+            setup.rounds = 1;
+            Ok(setup)
         });
-        for kernel in Kernel::ALL.into_iter().filter(|_| lab.is_some()) {
+        for kernel in Kernel::ALL.into_iter().filter(|_| setup.is_some()) {
             for suite in Suite::value_variants() {
                 // Minutes long, and what they are about is the driver's end: the newer kernel is
                 // enough. `cargo xtask guest s2` runs it with both.
@@ -59,8 +59,8 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
                 {
                     continue;
                 }
-                if let Some(lab) = &lab {
-                    lab.run(report, *suite, kernel);
+                if let Some(setup) = &setup {
+                    suite.run(setup, report, kernel);
                 }
             }
         }
@@ -135,7 +135,8 @@ struct Counts {
 }
 
 impl Counts {
-    /// Takes `test NAME ... FAILED` and the closing `test result: ...; N passed; ...` of each runner.
+    /// Takes `test NAME ... FAILED` and the closing `test result: ...; N passed; ...` of each
+    /// runner.
     fn read(&mut self, line: &str) {
         if let Some(name) = line.strip_prefix("test ").and_then(|l| l.strip_suffix(" ... FAILED")) {
             self.failed.push(name.to_owned());

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
+use shadowbell_bench::workspace::root;
 
 use crate::report::Report;
-use crate::workspace::root;
 
 /// Programs that a target begins with when there are none from runs before, and their bytes.
 const FIRST: u64 = 64;
@@ -76,7 +76,8 @@ fn targets() -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The toolchain's own launcher, which knows toolchains; what cargo says of itself to us is one of them.
+/// The toolchain's own launcher, which knows toolchains; what cargo says of itself to us is one of
+/// them.
 fn nightly() -> Command {
     let mut command = Command::new("cargo");
     command.arg("+nightly").current_dir(root()).stdin(Stdio::null());
@@ -128,7 +129,8 @@ fn once(target: &str, input: &Path) -> Result<()> {
     watch(target, &mut command)
 }
 
-/// The driver keeps memory for good that a controller may still write to, so leaks are no finding there.
+/// The driver keeps memory for good that a controller may still write to, so leaks are no finding
+/// there.
 fn sanitizer(target: &str) -> &'static str {
     if target == "driver" { "detect_leaks=0" } else { "detect_leaks=1" }
 }
@@ -184,7 +186,8 @@ fn watch(target: &str, command: &mut Command) -> Result<()> {
     }
 }
 
-/// Whether a line of libFuzzer's is for people: not one for each new path or word that it has found.
+/// Whether a line of libFuzzer's is for people: not one for each new path or word that it has
+/// found.
 fn is_news(line: &str) -> bool {
     let chatter =
         line.starts_with('#') && ["NEW", "REDUCE", "RELOAD"].iter().any(|w| line.contains(w));

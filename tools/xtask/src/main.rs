@@ -1,15 +1,12 @@
 //! `cargo xtask`: every chore has one name.
 #![forbid(unsafe_code)]
 
-mod bench;
 mod chores;
 mod fuzz;
+mod guest_shell;
 mod report;
-mod shell;
 mod structure;
 mod suites;
-mod table;
-mod workspace;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -17,14 +14,15 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Parser, Subcommand, ValueEnum};
 use report::Report;
+use shadowbell_bench as bench;
 use shadowbell_guest::Kernel;
-use suites::{Lab, Subject, Suite};
+use suites::{ControllerKind, Setup, Suite};
 
 /// Every chore of the Shadowbell workspace has one name.
 ///
 /// On Debian 12 and later, as root, what is missing is installed (mmdebstrap) or fetched once and
-/// kept under target/guest (QEMU, the guest's programs and kernels); otherwise one line says what to
-/// install.
+/// kept under target/guest (QEMU, the guest's programs and kernels); otherwise one line says what
+/// to install.
 #[derive(Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask", max_term_width = 100)]
 struct Arguments {
@@ -45,7 +43,7 @@ enum Verb {
     },
     /// The models of the shadow doorbell protocol, explored by loom.
     Loom,
-    /// Boots a Linux guest under QEMU and works one of our disks in it.
+    /// Boots a Linux guest under QEMU and works a disk under test in it.
     ///
     /// Logs of the last run are kept in target/guest/logs.
     #[command(after_help = GUEST_EXAMPLES)]
@@ -57,7 +55,8 @@ enum Verb {
     /// them is left out, with a word.
     #[command(after_help = bench::EXAMPLES)]
     Bench(bench::Arguments),
-    /// Looks for inputs that break what untrusted peers can reach: libFuzzer with the address sanitizer.
+    /// Looks for inputs that break what untrusted peers can reach: libFuzzer with the address
+    /// sanitizer.
     ///
     /// Needs nightly Rust; cargo-fuzz is installed if it is missing. Ends by itself, with an exit
     /// status that is not 0 if something was found, and says where the input is. What was learnt is
@@ -70,14 +69,14 @@ enum Verb {
     /// is re-exported counts for the file that defines it.
     #[command(after_help = structure::EXAMPLES)]
     Structure(structure::Arguments),
-    /// Runs commands in a guest with a fresh disk of ours, for a look by hand.
+    /// Runs commands in a guest with a fresh disk, for a look by hand.
     Shell {
         /// The guest's kernel.
         #[arg(long, default_value_t = Kernel::V7_2)]
         kernel: Kernel,
         /// The controller.
-        #[arg(long, value_enum, default_value_t = Subject::Shadowbell)]
-        device: Subject,
+        #[arg(long, value_enum, default_value_t = ControllerKind::Shadowbell)]
+        device: ControllerKind,
         /// A shadowbell program that is built already, instead of building one.
         #[arg(long, value_name = "PATH")]
         shadowbell: Option<PathBuf>,
@@ -91,7 +90,7 @@ Examples:
   cargo xtask guest                             all suites, both kernels
   cargo xtask guest smoke --kernel 7.2          one suite, one kernel
   cargo xtask guest s3 --json                   the S3 table; the last line is JSON
-  cargo xtask guest recover --kernel 7.2        our driver, and controllers that do wrong
+  cargo xtask guest recover --kernel 7.2        the driver, and controllers that do wrong
   cargo xtask guest fs --device qemu-nvme       the same checks on QEMU's own controller";
 
 #[derive(clap::Args)]
@@ -102,9 +101,9 @@ struct GuestArguments {
     /// The guest's kernel.
     #[arg(long, value_enum, default_value_t = Kernels::All)]
     kernel: Kernels,
-    /// The controller under test. With ours, s3 measures QEMU's own beside it.
-    #[arg(long, value_enum, default_value_t = Subject::Shadowbell)]
-    device: Subject,
+    /// The controller under test. With shadowbell's, s3 measures QEMU's own beside it.
+    #[arg(long, value_enum, default_value_t = ControllerKind::Shadowbell)]
+    device: ControllerKind,
     /// A shadowbell program that is built already, instead of building one.
     #[arg(long, value_name = "PATH")]
     shadowbell: Option<PathBuf>,
@@ -149,8 +148,8 @@ fn main() -> ExitCode {
         Verb::Fuzz(arguments) => fuzz::run(&mut report, &arguments),
         Verb::Structure(arguments) => structure::run(&arguments),
         Verb::Shell { kernel, device, shadowbell, commands } => {
-            Lab::new(device, shadowbell, &[kernel])
-                .and_then(|lab| shell::run(&lab, kernel, commands))
+            Setup::new(device, shadowbell, &[kernel])
+                .and_then(|setup| guest_shell::run(&setup, kernel, commands))
         }
     };
     if let Err(error) = result {
@@ -166,11 +165,11 @@ fn guest_suites(report: &mut Report, arguments: GuestArguments) -> Result<()> {
         named => named.to_vec(),
     };
     let kernels = arguments.kernel.list();
-    let mut lab = Lab::new(arguments.device, arguments.shadowbell, &kernels)?;
-    lab.rounds = arguments.rounds.into();
+    let mut setup = Setup::new(arguments.device, arguments.shadowbell, &kernels)?;
+    setup.rounds = arguments.rounds.into();
     for kernel in kernels {
         for &suite in &suites {
-            lab.run(report, suite, kernel);
+            suite.run(&setup, report, kernel);
         }
     }
     report.summary();
