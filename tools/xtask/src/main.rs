@@ -4,7 +4,10 @@
 mod chores;
 mod fuzz;
 mod guest_shell;
+mod outsider;
+mod package;
 mod report;
+mod step;
 mod structure;
 mod suites;
 
@@ -32,7 +35,8 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Verb {
-    /// Everything that must pass: format, lints, tests, loom models, and the guest suites.
+    /// Everything that must pass: format, structure, lints, docs, packages, tests, loom models, and
+    /// the guest suites.
     ///
     /// All steps run, whatever fails; the last line counts what passed and what failed. Speeds are
     /// printed and not judged: what else the machine does would decide.
@@ -43,6 +47,11 @@ enum Verb {
     },
     /// The models of the shadow doorbell protocol, explored by loom.
     Loom,
+    /// Packages every crate that is published, and builds each from its package alone.
+    ///
+    /// What is not committed yet is packaged as well; nothing is uploaded. `cargo xtask test` packages
+    /// without building.
+    Package,
     /// Boots a Linux guest under QEMU and works a disk under test in it.
     ///
     /// Logs of the last run are kept in target/guest/logs.
@@ -143,6 +152,7 @@ fn main() -> ExitCode {
     let result = match Arguments::parse().verb {
         Verb::Test { no_guest } => chores::test(&mut report, !no_guest),
         Verb::Loom => chores::loom(&mut report),
+        Verb::Package => package::run(&mut report, true),
         Verb::Guest(arguments) => guest_suites(&mut report, arguments),
         Verb::Bench(arguments) => bench::run(arguments),
         Verb::Fuzz(arguments) => fuzz::run(&mut report, &arguments),
