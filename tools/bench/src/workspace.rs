@@ -28,11 +28,15 @@ pub fn build_shadowbell() -> Result<PathBuf> {
     build(&["--release", "--package", "shadowbell", "--bin", "shadowbell"])
 }
 
-/// Builds the program so that it can also do wrong on purpose, as it is built for the tests:
-/// nothing is measured with it, and then it is there already.
-pub fn build_faulty() -> Result<PathBuf> {
+/// Builds the program as `cargo xtask test` builds it for the tests, so that nothing is built twice: it
+/// can also do wrong on purpose. Nothing is to be measured with it.
+pub fn build_for_tests() -> Result<PathBuf> {
     eprintln!("building shadowbell with faults ...");
-    build(&["--workspace", "--bin", "shadowbell", "--features", "shadowbell/faults"])
+    let faults = ["--features", "shadowbell/faults"];
+    // With an example cargo chooses the features of dependencies as it does for tests. Without one
+    // half of the crates would be built anew.
+    let example = ["--workspace", "--bin", "shadowbell", "--example", "step"];
+    build(&[&example[..], &faults].concat())
 }
 
 fn build(arguments: &[&str]) -> Result<PathBuf> {

@@ -47,6 +47,10 @@ enum Verb {
     },
     /// The models of the shadow doorbell protocol, explored by loom.
     Loom,
+    /// Compiles the programs of the guides in a package of its own, as somebody who copied them would.
+    ///
+    /// The guides are README.md, the crates' README.md and the docs at the top of their lib.rs.
+    Outsider,
     /// Packages every crate that is published, and builds each from its package alone.
     ///
     /// What is not committed yet is packaged as well; nothing is uploaded. `cargo xtask test` packages
@@ -152,6 +156,7 @@ fn main() -> ExitCode {
     let result = match Arguments::parse().verb {
         Verb::Test { no_guest } => chores::test(&mut report, !no_guest),
         Verb::Loom => chores::loom(&mut report),
+        Verb::Outsider => outsider::check(),
         Verb::Package => package::run(&mut report, true),
         Verb::Guest(arguments) => guest_suites(&mut report, arguments),
         Verb::Bench(arguments) => bench::run(arguments),

@@ -1,29 +1,11 @@
 //! `cargo xtask bench --quick`: that every suite works, and what can be counted. Times are for a
 //! machine that does nothing else.
 
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::path::Path;
+use std::process::{Command, Output};
 
 use serde_json::Value;
-
-/// The program, built as the tests are.
-fn shadowbell() -> PathBuf {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let output = Command::new(cargo)
-        .args(["build", "--package", "shadowbell", "--bin", "shadowbell"])
-        .arg("--message-format=json-render-diagnostics")
-        .current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("../.."))
-        .stderr(Stdio::inherit())
-        .output()
-        .unwrap();
-    assert!(output.status.success());
-    String::from_utf8_lossy(&output.stdout)
-        .lines()
-        .filter_map(|line| serde_json::from_str::<Value>(line).ok())
-        .filter(|message| message["target"]["name"] == "shadowbell")
-        .find_map(|message| Some(PathBuf::from(message["executable"].as_str()?)))
-        .unwrap()
-}
+use shadowbell_bench::workspace::build_for_tests;
 
 fn bench(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_xtask")).arg("bench").args(arguments).output().unwrap()
@@ -46,7 +28,7 @@ fn every_suite_works_and_counts() {
         eprintln!("one processor alone has nobody to talk to");
         return;
     };
-    let (program, cpus) = (shadowbell(), cpus.join(","));
+    let (program, cpus) = (build_for_tests().unwrap(), cpus.join(","));
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).to_str().unwrap();
     let output = bench(&[
         "wire",

@@ -81,7 +81,7 @@ impl Setup {
                 return Ok(program.clone());
             }
         }
-        workspace::build_faulty()
+        workspace::build_for_tests()
     }
 
     /// Where everything is kept between runs.
