@@ -160,7 +160,7 @@ fn begin(corpus: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Runs it, and shows what is worth it of what it says.
+/// Runs it, and shows those lines of its output that are for people.
 fn watch(target: &str, command: &mut Command) -> Result<()> {
     command.env("ASAN_OPTIONS", sanitizer(target));
     let mut child = command.stderr(Stdio::piped()).spawn().context("cargo fuzz")?;
@@ -170,7 +170,7 @@ fn watch(target: &str, command: &mut Command) -> Result<()> {
         if let Some((_, path)) = line.split_once("Test unit written to ") {
             found = Some(path.trim().to_owned());
         }
-        if is_news(&line) {
+        if is_worth_showing(&line) {
             eprintln!("{line}");
         }
     }
@@ -188,7 +188,7 @@ fn watch(target: &str, command: &mut Command) -> Result<()> {
 
 /// Whether a line of libFuzzer's is for people: not one for each new path or word that it has
 /// found.
-fn is_news(line: &str) -> bool {
+fn is_worth_showing(line: &str) -> bool {
     let chatter =
         line.starts_with('#') && ["NEW", "REDUCE", "RELOAD"].iter().any(|w| line.contains(w));
     !chatter && !line.trim_start().starts_with("NEW_FUNC") && !line.starts_with('"')
@@ -218,11 +218,11 @@ mod tests {
     }
 
     #[test]
-    fn a_line_for_each_path_is_no_news() {
-        assert!(!is_news("#7\tNEW    cov: 12 ft: 12 corp: 2/2b"));
-        assert!(!is_news("\tNEW_FUNC[1/2]: 0x55 in f"));
-        assert!(!is_news("\"\\001\" # Uses: 9"));
-        assert!(is_news("#65536\tpulse  cov: 12"));
-        assert!(is_news("thread panicked"));
+    fn a_line_for_each_new_path_is_not_shown() {
+        assert!(!is_worth_showing("#7\tNEW    cov: 12 ft: 12 corp: 2/2b"));
+        assert!(!is_worth_showing("\tNEW_FUNC[1/2]: 0x55 in f"));
+        assert!(!is_worth_showing("\"\\001\" # Uses: 9"));
+        assert!(is_worth_showing("#65536\tpulse  cov: 12"));
+        assert!(is_worth_showing("thread panicked"));
     }
 }
