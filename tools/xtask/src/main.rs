@@ -47,14 +47,15 @@ enum Verb {
     },
     /// The models of the shadow doorbell protocol, explored by loom.
     Loom,
-    /// Compiles the programs of the guides in a package of its own, as somebody who copied them would.
+    /// Compiles the programs of the guides in a package of its own, as somebody who copied them
+    /// would.
     ///
     /// The guides are README.md, the crates' README.md and the docs at the top of their lib.rs.
     Outsider,
     /// Packages every crate that is published, and builds each from its package alone.
     ///
-    /// What is not committed yet is packaged as well; nothing is uploaded. `cargo xtask test` packages
-    /// without building.
+    /// What is not committed yet is packaged as well; nothing is uploaded. `cargo xtask test`
+    /// packages without building.
     Package,
     /// Boots a Linux guest under QEMU and works a disk under test in it.
     ///
@@ -78,8 +79,8 @@ enum Verb {
     Fuzz(fuzz::Arguments),
     /// Whether files and crates import one way only: no cycle in a crate, no crate that looks up.
     ///
-    /// A file imports another when it names what that one defines, in code that is not for tests. What
-    /// is re-exported counts for the file that defines it.
+    /// A file imports another when it names what that one defines, in code that is not for tests.
+    /// What is re-exported counts for the file that defines it.
     #[command(after_help = structure::EXAMPLES)]
     Structure(structure::Arguments),
     /// Runs commands in a guest with a fresh disk, for a look by hand.

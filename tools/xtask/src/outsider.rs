@@ -1,8 +1,8 @@
-//! Whether somebody outside of the workspace can copy the programs of the guides: those of README.md,
-//! of the crates' README.md and of the docs at the top of their lib.rs.
+//! Whether somebody outside of the workspace can copy the programs of the guides: those of
+//! README.md, of the crates' README.md and of the docs at the top of their lib.rs.
 //!
-//! Each program becomes a binary of a package of its own under target/outsider, which depends on the
-//! crates by their published names, and on nothing else.
+//! Each program becomes a binary of a package of its own under target/outsider, which depends on
+//! the crates by their published names, and on nothing else.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
