@@ -28,8 +28,8 @@ pub fn build_shadowbell() -> Result<PathBuf> {
     build(&["--release", "--package", "shadowbell", "--bin", "shadowbell"])
 }
 
-/// Builds the program as `cargo xtask test` builds it for the tests, so that nothing is built twice: it
-/// can also do wrong on purpose. Nothing is to be measured with it.
+/// Builds the program as `cargo xtask test` builds it for the tests, so that nothing is built
+/// twice: it can also do wrong on purpose. Nothing is to be measured with it.
 pub fn build_for_tests() -> Result<PathBuf> {
     eprintln!("building shadowbell with faults ...");
     let faults = ["--features", "shadowbell/faults"];

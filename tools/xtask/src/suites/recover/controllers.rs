@@ -2,9 +2,9 @@
 
 use shadowbell_guest::config;
 
-/// Everything that can go wrong and be put right, each often. A command that hangs takes an abort; one
-/// that vanishes or whose completion can not be seen takes a new queue; where the controller refuses
-/// that, or is fatal, it takes a reset.
+/// Everything that can go wrong and be put right, each often. A command that hangs takes an abort;
+/// one that vanishes or whose completion can not be seen takes a new queue; where the controller
+/// refuses that, or is fatal, it takes a reset.
 const FAULTS: &str = "seed=2604,fatal:every=4000,subsystem-reset:every=9000,\
     wrong-phase:every=2500,hang:rate=1/250,drop-before:rate=1/400,drop-after:rate=1/400,\
     stall=25ms:rate=1/300,delay=20ms:rate=1/300,duplicate:rate=1/200,corrupt:rate=1/200,\
