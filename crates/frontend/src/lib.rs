@@ -9,5 +9,5 @@
 pub mod in_process;
 pub mod vfio_user;
 
-pub use in_process::{Local, StartError};
+pub use in_process::{InProcess, StartError};
 pub use vfio_user::ControllerDevice;

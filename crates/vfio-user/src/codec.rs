@@ -353,5 +353,4 @@ fn reply_header(to: &Header) -> Header {
 }
 
 #[cfg(test)]
-#[path = "codec_tests.rs"]
 mod tests;

@@ -53,6 +53,7 @@ pub mod descriptor;
 pub mod device;
 pub mod pci;
 pub mod server;
+mod shared_socket;
 mod socket;
 pub mod wire;
 
@@ -60,3 +61,4 @@ pub use client::Client;
 pub use device::{Device, Done};
 pub use rustix::io::Errno;
 pub use server::{Listener, Reactor};
+pub use shared_socket::{PolledWrites, SharedSocket};

@@ -1,17 +1,16 @@
 //! Descriptors of what a client can stall, and the clients next to it.
 
 mod common;
-mod stalled;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use common::*;
+use shadowbell_testing::stalled::{self, Mount};
 use shadowbell_vfio_user::Client;
 use shadowbell_vfio_user::server::Limits;
 use shadowbell_vfio_user::wire::{self, command, header_flags};
-use stalled::Mount;
 use zerocopy::IntoBytes;
 
 /// Long enough for whatever does not wait for the daemon.

@@ -23,93 +23,14 @@
 mod channel;
 mod closer;
 mod file;
+mod inspector;
 mod kind;
 #[allow(unsafe_code)]
 mod sys;
 
-use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
-
-use tracing::{debug, warn};
-
 pub use channel::Channel;
 pub use closer::Closer;
 pub(crate) use closer::Stream;
-pub use file::{PeerFile, let_go};
-use kind::{Kind, kind};
-
-/// A descriptor that a peer sent.
-#[derive(Debug)]
-pub enum Descriptor {
-    /// An eventfd.
-    Event(OwnedFd),
-    /// A file that answers: memory, or a file on a local disk.
-    Memory(PeerFile),
-    /// Something else. It is being closed already.
-    Foreign,
-}
-
-impl Descriptor {
-    /// The descriptor, whatever it is good for.
-    pub fn into_fd(self) -> Option<OwnedFd> {
-        match self {
-            Self::Event(fd) => Some(fd),
-            Self::Memory(file) => Some(file.keep()),
-            Self::Foreign => None,
-        }
-    }
-}
-
-/// Looks at what one peer sends.
-#[derive(Debug)]
-pub(crate) struct Entrance {
-    closer: Arc<Closer>,
-    /// A foreign one was told of, which need not be repeated for each.
-    told: bool,
-}
-
-impl Entrance {
-    pub(crate) fn new(closer: Arc<Closer>) -> Self {
-        Self { closer, told: false }
-    }
-
-    pub(crate) fn closer(&self) -> &Arc<Closer> {
-        &self.closer
-    }
-
-    /// Looks at descriptors that came together.
-    pub(crate) fn admit(&mut self, fds: Vec<OwnedFd>) -> Vec<Descriptor> {
-        // Looking for a mount takes its time where there are thousands; no request has two files.
-        self.look_at(fds, false)
-    }
-
-    /// The same, where any number of them may be files on disks: nobody else waits for that.
-    fn admit_files(&mut self, fds: Vec<OwnedFd>) -> Vec<Descriptor> {
-        self.look_at(fds, true)
-    }
-
-    fn look_at(&mut self, fds: Vec<OwnedFd>, files: bool) -> Vec<Descriptor> {
-        let mut may_search = true;
-        fds.into_iter()
-            .map(|fd| match kind(fd.as_fd(), &mut may_search) {
-                Ok(Kind::Event) => Descriptor::Event(fd),
-                Ok(Kind::Memory) => {
-                    may_search |= files;
-                    Descriptor::Memory(PeerFile::new(fd))
-                }
-                Err(what) => {
-                    if std::mem::replace(&mut self.told, true) {
-                        debug!("the peer sent {what}");
-                    } else {
-                        warn!(
-                            "the peer sent {what}, which is refused: what it shares has to be a \
-                             memfd, or a file of tmpfs, hugetlbfs or a local disk"
-                        );
-                    }
-                    self.closer.close(fd);
-                    Descriptor::Foreign
-                }
-            })
-            .collect()
-    }
-}
+pub use file::{PeerFile, close_file};
+pub use inspector::Descriptor;
+pub(crate) use inspector::Inspector;

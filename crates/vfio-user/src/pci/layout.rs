@@ -1,6 +1,7 @@
 //! Where the registers are, what they hold after power-on, and which bits can be written.
 
-use super::CONFIG_SIZE;
+/// Size of the configuration space in bytes (PCI Express Base Specification, 7.2).
+pub const CONFIG_SIZE: usize = 4096;
 
 /// Offsets in the type 0 header (PCI Express Base Specification, 7.5.1).
 pub(super) mod offset {
