@@ -24,6 +24,7 @@
 
 mod copy;
 mod dma;
+mod error;
 mod event;
 mod mapping;
 mod notifier;
@@ -36,10 +37,10 @@ pub mod sigbus;
 mod sqe_batch;
 
 pub use copy::goes_past_caches;
-pub use dma::{DmaError, DmaSpace, DmaTable, Fault, View, ViewWatch};
+pub use dma::{DmaSpace, DmaTable, View, ViewWatch};
+pub use error::{DataPointerError, DmaError, Fault};
 pub use event::{Edge, Edges, EventFd};
 pub use mapping::{HUGE_PAGE, MapError, Mapping, Protection};
-pub use prp::DataPointerError;
 pub use ring::Ring;
 pub use segments::{Segment, Segments};
 pub use shared::{SharedBytes, SharedU32};

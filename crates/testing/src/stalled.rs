@@ -136,8 +136,8 @@ pub fn be_the_daemon() {
     std::process::exit(i32::from(outcome.is_err()));
 }
 
-/// A mount of it. Its daemon is a process of its own: what waits for it goes on when that is killed,
-/// and without that not even this process could end.
+/// A mount of it. Its daemon is a process of its own: what waits for it goes on when that is
+/// killed, and without that not even this process could end.
 pub struct Mount {
     daemon: Child,
     directory: tempfile::TempDir,
@@ -149,8 +149,8 @@ pub struct Mount {
 static ALONE: Mutex<()> = Mutex::new(());
 
 impl Mount {
-    /// Mounts it; nothing where there is no `/dev/fuse`, or this is not root. `test` is the full name
-    /// of a test of the same program that calls [`be_the_daemon`].
+    /// Mounts it; nothing where there is no `/dev/fuse`, or this is not root. `test` is the full
+    /// name of a test of the same program that calls [`be_the_daemon`].
     ///
     /// # Panics
     /// If nothing is mounted.

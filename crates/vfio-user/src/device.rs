@@ -283,8 +283,9 @@ pub trait Device: Send {
         DeviceInfo::default()
     }
 
-    /// How many ranges of memory a client may share at once; the server advertises it during version
-    /// negotiation, and does no more about it: [`dma_map`](Self::dma_map) is to refuse what is too much.
+    /// How many ranges of memory a client may share at once; the server advertises it during
+    /// version negotiation, and does no more about it: [`dma_map`](Self::dma_map) is to refuse what
+    /// is too much.
     fn max_dma_maps(&self) -> u32 {
         DEFAULT_MAX_DMA_MAPS
     }
@@ -292,8 +293,8 @@ pub trait Device: Send {
     /// Answers DEVICE_GET_REGION_INFO, for an index below [`DeviceInfo::regions`].
     fn region_info(&mut self, index: u32) -> Result<RegionInfo, Errno>;
 
-    /// Answers DEVICE_GET_REGION_IO_FDS, for an index below [`DeviceInfo::regions`]. The default has
-    /// none, and the client gets [`Errno::OPNOTSUPP`]; so it does where there are no areas.
+    /// Answers DEVICE_GET_REGION_IO_FDS, for an index below [`DeviceInfo::regions`]. The default
+    /// has none, and the client gets [`Errno::OPNOTSUPP`]; so it does where there are no areas.
     fn region_io_fds(&mut self, index: u32) -> Result<IoFds, Errno> {
         let _ = index;
         Err(Errno::OPNOTSUPP)

@@ -110,7 +110,8 @@ fn who_brings_more_than_can_be_closed_waits_outside_and_alone() {
     again.write(0, &[1]).ok();
 }
 
-/// A client that was thrown out has sent more than was looked at, and a client that was never let in.
+/// A client that was thrown out has sent more than was looked at, and a client that was never let
+/// in.
 #[test]
 fn what_nobody_has_received_stalls_nobody() {
     let (mut server, path, _shared) = Server::with_toy(Limits::default());

@@ -1,11 +1,11 @@
 //! How much of this process's address space its clients may fill.
 //!
-//! Mapping memory costs a client nothing: a file can be of any size without a page in it. But a process
-//! has 128 TiB of addresses and 65530 mappings (`vm.max_map_count`), and one that has run out of either
-//! gets no memory, no threads and no further clients. So clients share less than that, and each of them
-//! can have at most **half of what the others leave**: the first a lot, and after any number of them
-//! there is still something left for the next. (An honest machine takes as many addresses as it has
-//! memory, and a few dozen mappings.)
+//! Mapping memory costs a client nothing: a file can be of any size without a page in it. But a
+//! process has 128 TiB of addresses and 65530 mappings (`vm.max_map_count`), and one that has run
+//! out of either gets no memory, no threads and no further clients. So clients share less than
+//! that, and each of them can have at most **half of what the others leave**: the first a lot, and
+//! after any number of them there is still something left for the next. (An honest machine takes as
+//! many addresses as it has memory, and a few dozen mappings.)
 
 use parking_lot::Mutex;
 use std::sync::{Arc, LazyLock};
@@ -37,8 +37,8 @@ static PROCESS: LazyLock<Arc<Budget>> = LazyLock::new(|| {
 });
 
 /// How many mappings are for clients, of so many that the process can have. One of which part is
-/// lost becomes two, and a process that can not have them dies of it; so two are set aside for each,
-/// of three quarters. The last quarter is for what this process maps for itself.
+/// lost becomes two, and a process that can not have them dies of it; so two are set aside for
+/// each, of three quarters. The last quarter is for what this process maps for itself.
 fn mappings(count: u64) -> u64 {
     // More than that can not be guarded, whatever the administrator says.
     count.min(shadowbell_memory::sigbus::MOST) / 4 * 3 / 2

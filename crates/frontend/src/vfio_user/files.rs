@@ -1,10 +1,10 @@
 //! The files that a client's memory is in, mapped.
 //!
-//! A range is mapped by itself, as long as there are few. But a process can have 65530 mappings, for
-//! all of its clients, and a guest with an IOMMU in between shares its memory page by page. Beyond
-//! [`SINGLE`] of them, the whole file is mapped at once and the pages are parts of that; so is a file
-//! of huge pages, of which the kernel does not map parts. A client has [`MAX_MAPPINGS`] in all, and no
-//! more of the address space than its [`Account`] has.
+//! A range is mapped by itself, as long as there are few. But a process can have 65530 mappings,
+//! for all of its clients, and a guest with an IOMMU in between shares its memory page by page.
+//! Beyond [`SINGLE`] of them, the whole file is mapped at once and the pages are parts of that; so
+//! is a file of huge pages, of which the kernel does not map parts. A client has [`MAX_MAPPINGS`]
+//! in all, and no more of the address space than its [`Account`] has.
 
 use super::budget::{Account, Budget, OverBudget, Reservation};
 use shadowbell_memory::{MapError, Mapping, Protection, SharedBytes};

@@ -140,8 +140,8 @@ impl Memory {
         });
     }
 
-    /// The client is gone. The controller does not learn it from here; what is returned is to be held
-    /// until it no longer touches the memory.
+    /// The client is gone. The controller does not learn it from here; what is returned is to be
+    /// held until it no longer touches the memory.
     #[must_use]
     pub(super) fn clear(&mut self) -> Released {
         self.is_granted = false;
@@ -175,8 +175,8 @@ impl Memory {
         self.revoke_later()(done);
     }
 
-    /// What takes the memory away from the controller when it is called. From now on, ranges that the
-    /// client shares are not mapped for the controller any more.
+    /// What takes the memory away from the controller when it is called. From now on, ranges that
+    /// the client shares are not mapped for the controller any more.
     pub(super) fn revoke_later(&mut self) -> impl FnOnce(Done) + Send + 'static {
         self.is_granted = false;
         let controller = self.controller.clone();

@@ -129,8 +129,9 @@ impl ControllerDevice {
         self.controller.reset(move || revoke(done));
     }
 
-    /// Reports what is wrong with the client's memory, once, at the first sign that a guest uses the
-    /// controller. A map without a descriptor alone is no such sign: QEMU's video memory is one.
+    /// Reports what is wrong with the client's memory, once, at the first sign that a guest uses
+    /// the controller. A map without a descriptor alone is no such sign: QEMU's video memory is
+    /// one.
     fn check_memory(&mut self, offset: u64) {
         if self.has_reported {
             return;

@@ -175,7 +175,8 @@ impl Client {
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]; a server that has none refuses with [`Errno::OPNOTSUPP`](crate::Errno::OPNOTSUPP).
+    /// See [`ClientError`]; a server that has none refuses with
+    /// [`Errno::OPNOTSUPP`](crate::Errno::OPNOTSUPP).
     pub fn region_io_fds(&self, index: u32) -> Result<IoFds, ClientError> {
         io_fds::ask(&mut self.connection.lock(), index)
     }

@@ -1,12 +1,12 @@
 //! Closing what may take forever to be closed.
 //!
 //! `close` gives the number of the descriptor back at once, and then waits for whoever has to
-//! answer it (FUSE's FLUSH). So it happens on a thread that comes and goes with the need for it. There is
-//! one for each device that is served and no more: a client that brings descriptors which can not be
-//! closed holds up that thread and no other, and the descriptors that wait for it are counted. With
-//! more than [`MAX_WAITING`] of them the client is dropped, and no other is let in at that socket until
-//! there are fewer. Thus a client's descriptors cost the process no more than a thread, that many
-//! descriptors, and those of one more message.
+//! answer it (FUSE's FLUSH). So it happens on a thread that comes and goes with the need for it.
+//! There is one for each device that is served and no more: a client that brings descriptors which
+//! can not be closed holds up that thread and no other, and the descriptors that wait for it are
+//! counted. With more than [`MAX_WAITING`] of them the client is dropped, and no other is let in at
+//! that socket until there are fewer. Thus a client's descriptors cost the process no more than a
+//! thread, that many descriptors, and those of one more message.
 
 use std::collections::VecDeque;
 use std::fmt;

@@ -31,8 +31,8 @@ impl Drop for PeerFile {
 
 /// Closes a file that a peer sent, and that answers. Whether a thread of its own does so.
 ///
-/// Whoever closes a file last frees what is in it, which takes a tenth of a second and more for each
-/// GiB; and a peer can see to it that that is us. Nobody is to wait for that.
+/// Whoever closes a file last frees what is in it, which takes a tenth of a second and more for
+/// each GiB; and a peer can see to it that that is us. Nobody is to wait for that.
 pub fn close_file(fd: OwnedFd) -> bool {
     let is_large = holds(fd.as_fd()) > SMALL;
     if is_large {

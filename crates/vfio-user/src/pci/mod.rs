@@ -8,8 +8,8 @@
 //! after a write, and returned in [`Effects`].
 //!
 //! The capabilities, in the order of the list: Power Management (D0 and D3hot), MSI-X, PCI Express
-//! (endpoint, function level reset). In the extended space there is a Device Serial Number if one is
-//! given, and otherwise the empty list.
+//! (endpoint, function level reset). In the extended space there is a Device Serial Number if one
+//! is given, and otherwise the empty list.
 //!
 //! # What it does not implement
 //!

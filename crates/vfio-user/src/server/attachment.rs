@@ -16,32 +16,34 @@
 //! * it is awake, busy or stuck: the reactor is woken, as if nothing was shared.
 //!
 //! So nothing is handed over, and the other thread never delays a message that it does not wait
-//! for. It is what makes this cheap, and not relied on for more: either or both may be woken, at any
-//! time, and without a reason.
+//! for. It is what makes this cheap, and not relied on for more: either or both may be woken, at
+//! any time, and without a reason.
 //!
 //! # Who reads
 //!
 //! The session lies in the slot of its [`Share`] while the connection is idle: nothing is half
 //! received, half sent or awaited. The reactor takes it out for its turns. The other thread does
 //! not: it works on it where it lies, under the slot's lock, on a few messages at a time, and only
-//! on writes that it knows to be doorbells. What is something else, has descriptors, is not there as
-//! a whole or makes no sense stays as it is, and the reactor's next turn begins with it. So messages
-//! count in their order, and the other thread calls no device, maps, opens and closes nothing, and
-//! waits for nobody: where the lock is taken or the slot empty, the reactor is at work on it.
+//! on writes that it knows to be doorbells. What is something else, has descriptors, is not there
+//! as a whole or makes no sense stays as it is, and the reactor's next turn begins with it. So
+//! messages count in their order, and the other thread calls no device, maps, opens and closes
+//! nothing, and waits for nobody: where the lock is taken or the slot empty, the reactor is at work
+//! on it.
 //!
 //! # Why no message is lost
 //!
-//! A message that arrives wakes one who sleeps, and is reported by the next wait of each who is awake
-//! unless it has been read until then. Whoever it is reported to does one of these:
+//! A message that arrives wakes one who sleeps, and is reported by the next wait of each who is
+//! awake unless it has been read until then. Whoever it is reported to does one of these:
 //!
 //! * the reactor takes the session and reads until there is no more;
 //! * the other thread, if the session is in the slot, reads until there is no more, or asks the
 //!   reactor for a turn ([`Request::Turn`]);
 //! * if the session is not in the slot, or the lock taken, it asks for a turn as well: the reactor
-//!   may have read all that there was before the message came, and be about to put the session back;
-//! * one that no longer polls has asked for a turn *after* it marked the share as ended. The reactor
-//!   looks at the mark in the turn that follows, takes the other's epoll instance off the socket, and
-//!   has its own watch it again for bytes, which reports those that are there already.
+//!   may have read all that there was before the message came, and be about to put the session
+//!   back;
+//! * one that no longer polls has asked for a turn *after* it marked the share as ended. The
+//!   reactor looks at the mark in the turn that follows, takes the other's epoll instance off the
+//!   socket, and has its own watch it again for bytes, which reports those that are there already.
 //!
 //! A request reaches a reactor that sleeps or is about to (see the inbox).
 
@@ -189,8 +191,8 @@ struct Share {
 struct Slot {
     /// While it is idle.
     session: Option<Box<Session>>,
-    /// A duplicate: an epoll instance takes a descriptor once, and the reactor waits for two kinds of
-    /// things, in two ways. Gone when the share has ended.
+    /// A duplicate: an epoll instance takes a descriptor once, and the reactor waits for two kinds
+    /// of things, in two ways. Gone when the share has ended.
     socket: Option<OwnedFd>,
     /// The other's epoll instance, which the kernel asks first.
     first: Option<Arc<OwnedFd>>,

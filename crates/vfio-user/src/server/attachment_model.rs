@@ -1,10 +1,10 @@
 //! Every order in which the steps of a shared connection can happen.
 //!
 //! The kernel's part is two epoll items on one socket: an arriving message marks the other thread's
-//! item, and wakes it if it sleeps; if not, it marks the reactor's. A wait reports a marked item only
-//! if there is something to read by then. The rest is `attachment.rs`, step by step. In the end, when
-//! nobody can go on, every message must have been read. With one of the defects, some order must be
-//! found in which one is not.
+//! item, and wakes it if it sleeps; if not, it marks the reactor's. A wait reports a marked item
+//! only if there is something to read by then. The rest is `attachment.rs`, step by step. In the
+//! end, when nobody can go on, every message must have been read. With one of the defects, some
+//! order must be found in which one is not.
 
 use std::collections::HashSet;
 

@@ -134,8 +134,8 @@ impl Handle {
     }
 
     /// Ends the service of a device: its client is dropped, the device lets go of it, the socket's
-    /// file is removed and the device dropped. The channel gets a message, or is closed, when that has
-    /// happened; do not wait for it on the reactor's own thread.
+    /// file is removed and the device dropped. The channel gets a message, or is closed, when that
+    /// has happened; do not wait for it on the reactor's own thread.
     pub fn remove(&self, port: PortId) -> Receiver<()> {
         let (gone, receiver) = sync_channel(1);
         self.0.push(Request::Remove { port, gone });

@@ -12,8 +12,8 @@
 //! A client that connects while another one is attached is left in the socket's backlog: its
 //! connect succeeds and its first message waits. It is served as soon as the device is free, which
 //! is when the first one is gone and nothing of the device touches its memory any more. A client
-//! that leaves and comes back at once (SPDK's does, and so does a VMM that restarts) thus never sees
-//! a refusal that depends on who was faster. Refusing it would need the same accept, and would
+//! that leaves and comes back at once (SPDK's does, and so does a VMM that restarts) thus never
+//! sees a refusal that depends on who was faster. Refusing it would need the same accept, and would
 //! make such a client retry in a loop.
 //!
 //! # Bad peers
@@ -25,10 +25,10 @@
 //! is bounded.
 //!
 //! A request with a descriptor that could make us wait for somebody (see
-//! [`descriptor`](crate::descriptor)) is refused with EINVAL and a line in the log. Nothing here ever
-//! maps such a descriptor, asks it for anything or closes it: a thread of that device's own does the
-//! closing. A client that brings more of them than that thread gets rid of is dropped, and the next
-//! one is let in at that socket when most of them are gone.
+//! [`descriptor`](crate::descriptor)) is refused with EINVAL and a line in the log. Nothing here
+//! ever maps such a descriptor, asks it for anything or closes it: a thread of that device's own
+//! does the closing. A client that brings more of them than that thread gets rid of is dropped, and
+//! the next one is let in at that socket when most of them are gone.
 
 mod attachment;
 #[cfg(test)]

@@ -141,7 +141,8 @@ impl Reactor {
         Ok(())
     }
 
-    /// Waits for something to do, at most for `timeout`, and does it. False once a stop is complete.
+    /// Waits for something to do, at most for `timeout`, and does it. False once a stop is
+    /// complete.
     ///
     /// # Errors
     ///
@@ -269,7 +270,8 @@ impl Reactor {
         };
         match source {
             Source::Listener(listener) => {
-                // Reported once for each newcomer: one that has to wait must not keep the reactor busy.
+                // Reported once for each newcomer: one that has to wait must not keep the reactor
+                // busy.
                 let watch = EventFlags::IN | EventFlags::ET;
                 epoll::add(&self.epoll, &listener, EventData::new_u64(id.0 << 1), watch)?;
                 port.listener = Some(listener);

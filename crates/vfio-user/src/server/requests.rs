@@ -129,7 +129,8 @@ impl Link {
         Ok(())
     }
 
-    /// Handles a message that is a write which `write` takes; false if it is not, and nothing is done.
+    /// Handles a message that is a write which `write` takes; false if it is not, and nothing is
+    /// done.
     pub(super) fn handle_write(
         &mut self,
         header: &Header,

@@ -194,8 +194,8 @@ impl Session {
         !moving && self.expected.is_none() && self.link.is_idle() && !self.decoder.is_partial()
     }
 
-    /// Takes what comes in as far as it is nothing but writes that `write` takes, on a thread that is
-    /// not the reactor's. What else there is stays, for a [turn](Self::turn).
+    /// Takes what comes in as far as it is nothing but writes that `write` takes, on a thread that
+    /// is not the reactor's. What else there is stays, for a [turn](Self::turn).
     pub(super) fn poll_writes(
         &mut self,
         write: &mut dyn FnMut(u32, u64, &[u8]) -> bool,
