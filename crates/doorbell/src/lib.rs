@@ -157,6 +157,10 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(not(any(test, loom)), no_std)]
 
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}
+
 extern crate alloc;
 
 mod cell;

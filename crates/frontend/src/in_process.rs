@@ -1,14 +1,13 @@
-//! The emulated controller in this very process, as the driver reaches it.
+//! A transport for the driver to a controller in the same process.
 //!
-//! The driver's commands reach it by function calls and its memory is the driver's own, so what is
-//! measured or tested there is the two ends and nothing between.
+//! Registers are function calls and memory is the driver's own, so a test or a measurement sees the
+//! two ends and nothing between.
 //!
 //! ```
+//! use shadowbell_driver::{AttachOptions, Controller};
 //! use std::sync::Arc;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! use shadowbell_driver::{AttachOptions, Controller};
-//!
 //! let ssd = shadowbell_frontend::InProcess::over(shadowbell_backend::open("mem:1MiB")?)?;
 //! let controller = Controller::attach(Arc::new(ssd), &AttachOptions::default())?;
 //! assert_eq!(controller.namespace(1).map(|namespace| namespace.bytes()), Some(1 << 20));

@@ -22,6 +22,10 @@
 //! a peer does to shared memory while we copy it can make the *values* arbitrary, never the
 //! program's behaviour: everything is copied out once and checked afterwards.
 
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}
+
 mod copy;
 mod dma;
 mod error;

@@ -45,6 +45,10 @@
 //! to its device, and the device decides. Commands that are not implemented get EOPNOTSUPP.
 #![deny(unsafe_code)]
 
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}
+
 mod address;
 pub mod capabilities;
 pub mod client;

@@ -147,7 +147,7 @@ fn our_host_enables_under_load() {
     }
 }
 
-/// The same, around a ring so small that the first values published under the new rule are the
+/// Our own host changes over in the middle of submissions, around a ring so small that the first values published under the new rule are the
 /// very one that the shadow entry held when the command was executed.
 #[test]
 fn our_host_comes_round_to_the_snapshot() {

@@ -233,7 +233,7 @@ pub(crate) fn in_use<F: Fence>(
     (host, tail)
 }
 
-/// The same for a completion queue.
+/// A completion queue that has been in use for a while, as [`in_use`] has a submission queue.
 pub(crate) fn in_use_head<F: Fence>(
     cells: &DoorbellCells,
     size: RingSize,

@@ -20,17 +20,6 @@ pub enum Descriptor {
     Foreign,
 }
 
-impl Descriptor {
-    /// The descriptor, whatever it is good for.
-    pub fn into_fd(self) -> Option<OwnedFd> {
-        match self {
-            Self::Event(fd) => Some(fd),
-            Self::Memory(file) => Some(file.keep()),
-            Self::Foreign => None,
-        }
-    }
-}
-
 /// Looks at what one peer sends.
 #[derive(Debug)]
 pub(crate) struct Inspector {

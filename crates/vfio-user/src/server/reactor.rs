@@ -270,7 +270,7 @@ impl Reactor {
         };
         match source {
             Source::Listener(listener) => {
-                // Reported once for each newcomer: one that has to wait must not keep the reactor
+                // Reported once for each new client: one that has to wait must not keep the reactor
                 // busy.
                 let watch = EventFlags::IN | EventFlags::ET;
                 epoll::add(&self.epoll, &listener, EventData::new_u64(id.0 << 1), watch)?;
