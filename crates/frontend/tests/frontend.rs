@@ -23,7 +23,7 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 fn controller(mapped_doorbells: bool) -> Controller {
     let disk = Arc::new(MemDisk::new(8192, 512).unwrap());
     let namespaces = vec![NamespaceConfig { uuid: uuid_from("a test"), disk }];
-    let config = Config { namespaces, ..Config::default() };
+    let config = Config { namespaces, shadow_doorbells: !mapped_doorbells, ..Config::default() };
     let pool = Pool::start(&PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap();
     Controller::new(config, pool, Carrier { mapped_doorbells, ..Carrier::default() }).unwrap()
 }

@@ -165,6 +165,7 @@ impl Msix {
 
 /// Why a [`Function`] is impossible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum FunctionError {
     /// A base address register is not where a 64-bit one can be, or is there twice.
     #[error("base address register {0} is not one of 0, 2 and 4, or there twice")]

@@ -13,7 +13,7 @@ pub struct Limits {
     pub message: Duration,
     /// Time that a peer may leave replies unread once the socket is full.
     pub unread_replies: Duration,
-    /// Time that [`Handle::stop`] gives devices to let go of their clients.
+    /// Time that [`Handle::stop`](super::Handle::stop) gives devices to let go of their clients.
     pub stop: Duration,
 }
 

@@ -24,6 +24,7 @@ const DIRECTORY_LOCK: Duration = Duration::from_secs(1);
 
 /// Why no socket could be made.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum BindError {
     /// The path does not fit into a socket address.
     #[error(
