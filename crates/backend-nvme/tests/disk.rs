@@ -6,7 +6,7 @@ use shadowbell_backend_nvme::{NvmeDisk, OpenError, Options};
 use shadowbell_driver::{
     AttachOptions, Command, Completion, Controller, Namespace, QueuePair, Transport,
 };
-use shadowbell_frontend::Local;
+use shadowbell_frontend::InProcess;
 use shadowbell_memory::Segments;
 use shadowbell_spec::Status;
 use shadowbell_spec::nvm::DsmRange;
@@ -79,9 +79,9 @@ struct Rig {
 }
 
 fn rig_over(spy: Spy, options: &Options) -> Rig {
-    let ssd = Arc::new(Local::over(Arc::new(spy.clone())).unwrap());
+    let ssd = Arc::new(InProcess::over(Arc::new(spy.clone())).unwrap());
     let disk = NvmeDisk::open(ssd, 1, "an SSD", options).unwrap();
-    let virtual_one = Arc::new(Local::over(Arc::new(disk.clone())).unwrap());
+    let virtual_one = Arc::new(InProcess::over(Arc::new(disk.clone())).unwrap());
     let mut controller = Controller::attach(virtual_one, &AttachOptions::default()).unwrap();
     let namespace = controller.namespace(1).unwrap().clone();
     let queue = controller.take_queue_pair().unwrap();
@@ -309,7 +309,7 @@ fn the_guest_gets_the_status_that_the_ssd_gave() {
 
 #[test]
 fn what_a_guest_is_told_is_what_the_ssd_is() {
-    let ssd = || Arc::new(Local::over(Arc::new(Spy::new(100, 4096))).unwrap());
+    let ssd = || Arc::new(InProcess::over(Arc::new(Spy::new(100, 4096))).unwrap());
     let disk = NvmeDisk::open(ssd(), 1, "nvme://0000:01:00.0/1", &Options::default()).unwrap();
     let info = disk.info();
     assert_eq!((info.blocks, info.block_size), (100, 4096));
@@ -324,7 +324,7 @@ fn what_a_guest_is_told_is_what_the_ssd_is() {
 
 #[test]
 fn as_many_workers_as_there_are_queue_pairs_and_each_place_is_used_again() {
-    let ssd: Arc<dyn Transport> = Arc::new(Local::over(Arc::new(Spy::new(100, 512))).unwrap());
+    let ssd: Arc<dyn Transport> = Arc::new(InProcess::over(Arc::new(Spy::new(100, 512))).unwrap());
     let disk = NvmeDisk::open(ssd, 1, "an SSD", &options(true)).unwrap();
     let queues = [disk.queue().unwrap(), disk.queue().unwrap()];
     assert!(disk.queue().is_err());
@@ -336,7 +336,7 @@ fn as_many_workers_as_there_are_queue_pairs_and_each_place_is_used_again() {
 
 #[test]
 fn a_request_that_waits_can_be_taken_back() {
-    let ssd: Arc<dyn Transport> = Arc::new(Local::over(Arc::new(Spy::new(4096, 512))).unwrap());
+    let ssd: Arc<dyn Transport> = Arc::new(InProcess::over(Arc::new(Spy::new(4096, 512))).unwrap());
     let disk = NvmeDisk::open(ssd, 1, "an SSD", &options(true)).unwrap();
     let mut queue = disk.queue().unwrap();
     let request = Request { op: Op::Verify, offset: 0, len: 512 };

@@ -5,16 +5,13 @@
 #[allow(dead_code)]
 #[path = "export/client.rs"]
 mod client;
-#[allow(dead_code)]
-#[path = "../../block/tests/block/common.rs"]
-mod common;
 
 use client::Client;
-use common::{TestDisk, attach};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_driver::AttachOptions;
 use shadowbell_export::nbd::wire::{command, option, put_option};
 use shadowbell_export::nbd::{Address, Options, Server};
+use shadowbell_testing::block_device::{TestDisk, attach};
 use signal_hook::consts::SIGPIPE;
 use std::io::Write;
 use std::net::Shutdown;

@@ -128,7 +128,7 @@ fn server() -> &'static PathBuf {
     static SERVER: OnceLock<(Server, tempfile::TempDir, PathBuf)> = OnceLock::new();
     let (.., path) = SERVER.get_or_init(|| {
         let disk = shadowbell_backend::open(&format!("mem:{BYTES}")).expect("a disk");
-        let ssd = Arc::new(shadowbell_frontend::Local::over(disk).expect("a controller"));
+        let ssd = Arc::new(shadowbell_frontend::InProcess::over(disk).expect("a controller"));
         let options = ::shadowbell_driver::AttachOptions::default();
         let mut controller =
             ::shadowbell_driver::Controller::attach(ssd, &options).expect("to attach");

@@ -1,6 +1,5 @@
 //! What a disk does when something is out of the ordinary.
 
-use crate::common::{TestDisk, attach};
 use rustix::io::Errno;
 use shadowbell_backend::{DiskError, MemDisk, Op};
 use shadowbell_block::{
@@ -8,6 +7,7 @@ use shadowbell_block::{
 };
 use shadowbell_driver::{AsyncQueue, AttachOptions};
 use shadowbell_spec::Status;
+use shadowbell_testing::block_device::{TestDisk, attach};
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;

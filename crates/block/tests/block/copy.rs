@@ -1,7 +1,6 @@
 //! Copies from one place of the disk to another: by the controller, by hand, and from the one to the
 //! other.
 
-use crate::common::{TestDisk, attach_to};
 use proptest::prelude::*;
 use rustix::io::Errno;
 use shadowbell_backend::{DiskError, Op};
@@ -9,6 +8,7 @@ use shadowbell_block::{BlockDevice, BlockOptions, Blocking, block_on};
 use shadowbell_controller::Controller as Emulated;
 use shadowbell_controller::faults::Faults;
 use shadowbell_driver::{AttachOptions, Controller, Recovery, Timeouts};
+use shadowbell_testing::block_device::{TestDisk, attach_to};
 use std::future::Future;
 use std::sync::Arc;
 use std::task::{Context, Waker};

@@ -1,9 +1,9 @@
 //! Random requests of several users at once, against an array of bytes.
 
-use crate::common::{TestDisk, attach};
 use proptest::prelude::*;
 use shadowbell_block::{BlockDevice, BlockOptions, Zeroes, block_on};
 use shadowbell_driver::AttachOptions;
+use shadowbell_testing::block_device::{TestDisk, attach};
 use std::sync::Arc;
 
 const USERS: usize = 4;

@@ -251,7 +251,7 @@ impl Worker {
         }
         let mut fenced = self.sleeper.prepare().fence();
         fenced.note(self.failed || inner.has_news() || self.queue.is_ready());
-        match fenced.settle() {
+        match fenced.try_sleep() {
             // Awake again with `awake`, and not with a guard: there may be an event loop around us.
             Some(asleep) => {
                 std::mem::forget(asleep);

@@ -158,7 +158,7 @@ fn accept(
         if fds.last().is_none_or(|fd| fd.revents().is_empty()) {
             continue;
         }
-        let outcome = if Closer::is_overdone(&closer) {
+        let outcome = if Closer::is_overloaded(&closer) {
             Err("files that an earlier one sent are still being closed".into())
         } else {
             enter(listener, disk, id, shared, &closer)

@@ -1,6 +1,5 @@
 //! The disk as a file, by the kernel's own FUSE: needs root and /dev/fuse, or is skipped.
 
-use crate::common::{TestDisk, attach, attach_to};
 use rustix::fs::{FallocateFlags, copy_file_range, fallocate};
 use rustix::io::Errno;
 use shadowbell_backend::{DiskError, Op};
@@ -8,6 +7,7 @@ use shadowbell_block::{BlockDevice, BlockOptions};
 use shadowbell_controller::Controller as Emulated;
 use shadowbell_driver::{AttachOptions, Controller};
 use shadowbell_export::fuse::{MountError, Mounted};
+use shadowbell_testing::block_device::{TestDisk, attach, attach_to};
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};

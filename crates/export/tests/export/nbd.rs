@@ -1,7 +1,6 @@
 //! What an NBD server says to clients of every kind.
 
 use crate::client::Client;
-use crate::common::{TestDisk, attach};
 use proptest::prelude::*;
 use shadowbell_backend::{DiskError, Op};
 use shadowbell_driver::{AttachOptions, Controller};
@@ -9,6 +8,7 @@ use shadowbell_export::nbd::wire::{
     NbdError, Request, command, flag, option, put_option, transmission,
 };
 use shadowbell_export::nbd::{Address, Options, Server, StartError};
+use shadowbell_testing::block_device::{TestDisk, attach};
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::net::TcpListener;

@@ -1,10 +1,10 @@
 //! A guest's driver, and the frontend of a VMM, on the virtio-blk device.
 
-use crate::common::{TestDisk, attach};
 use shadowbell_backend::{DiskError, Op};
 use shadowbell_block::{BlockDevice, BlockOptions};
 use shadowbell_driver::{AttachOptions, Controller};
 use shadowbell_export::vhost::{StartError, VhostUserBlk};
+use shadowbell_testing::block_device::{TestDisk, attach};
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,9 +1,9 @@
 //! Frontends that mean no good, and those that come after them or stand next to them.
 
-use crate::stalled::{self, Mount};
 use crate::vhost::{EVENT_IDX, Guest, LONG_QUEUE, MEMORY, READ, Rig, WRITE};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use shadowbell_testing::stalled::{self, Mount};
 use std::fs::File;
 use std::io::{IoSlice, Read};
 use std::mem::MaybeUninit;

@@ -9,7 +9,7 @@ use super::modules::Target;
 
 /// The directories below `crates/`, bottom up: a crate builds only on what stands before it here.
 /// What is elsewhere in the workspace (tests, tools) builds on anything, and none of these on it.
-pub(super) const LAYERS: [&str; 12] = [
+pub(super) const LAYERS: [&str; 13] = [
     "spec",
     "doorbell",
     "memory",
@@ -18,6 +18,7 @@ pub(super) const LAYERS: [&str; 12] = [
     "controller",
     "driver",
     "frontend",
+    "testing",
     "backend-nvme",
     "block",
     "export",

@@ -1,13 +1,13 @@
-//! Lets a sleeping worker hear the client's doorbell writes by itself.
+//! A client's socket as a controller's doorbell source: a sleeping worker polls it by itself.
 //!
-//! A guest that waits for each command writes a doorbell for each, as a message; with nobody but the
-//! server's thread to hear it, two threads are woken. After several writes in a row that each woke
-//! the same worker, that worker is given the server's [`SharedSocket`] of this client.
+//! A guest that waits for each command writes a doorbell for each, as a message; if only the
+//! server's thread polled for it, two threads would be woken per command. After several writes in a
+//! row that each woke the same worker, that worker is given the client's [`SharedSocket`].
 
 use shadowbell_controller::{DoorbellSource, Polled};
 use shadowbell_spec::regs::DOORBELLS;
+use shadowbell_vfio_user::SharedSocket;
 use shadowbell_vfio_user::device::region;
-use shadowbell_vfio_user::server::SharedSocket;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -32,30 +32,30 @@ impl WakingWrites {
     }
 
     /// The client does something else.
-    pub(super) fn forget(&mut self) {
+    pub(super) fn reset(&mut self) {
         self.count = 0;
     }
 
-    /// The worker that is to hear by itself.
+    /// The worker that is to poll the socket by itself.
     pub(super) fn worker(&self) -> Option<usize> {
         (self.count >= WAKES).then_some(self.worker)
     }
 }
 
-/// A client, as a worker hears it.
-pub(super) struct ClientSocket(pub(super) SharedSocket);
+/// The doorbell writes among what a client sends.
+pub(super) struct SocketDoorbells(pub(super) SharedSocket);
 
-impl DoorbellSource for ClientSocket {
+impl DoorbellSource for SocketDoorbells {
     fn watch(&mut self, epoll: &Arc<OwnedFd>, token: u64) -> io::Result<()> {
         self.0.watch(epoll, token)
     }
 
     fn poll_doorbells(&mut self, ring: &mut dyn FnMut(u64, u32) -> bool) -> Polled {
-        let heard = self.0.poll_writes(&mut |index, offset, data| {
+        let polled = self.0.poll_writes(&mut |index, offset, data| {
             let is_doorbell = index == region::BAR0 && offset >= DOORBELLS;
             let value = data.try_into().map(u32::from_le_bytes);
             is_doorbell && value.is_ok_and(|value| ring(offset, value))
         });
-        Polled { writes: heard.writes, all: heard.all }
+        Polled { writes: polled.writes, all: polled.all }
     }
 }

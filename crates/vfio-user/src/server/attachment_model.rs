@@ -1,10 +1,10 @@
-//! Every order in which the steps of a lent connection can happen.
+//! Every order in which the steps of a shared connection can happen.
 //!
 //! The kernel's part is two epoll items on one socket: an arriving message marks the other thread's
-//! item, and wakes it if it sleeps; if not, it marks the reactor's. A wait reports a marked item only
-//! if there is something to read by then. The rest is `shared_socket.rs`, step by step. In the end, when
-//! nobody can go on, every message must have been read. With one of the defects, some order must be
-//! found in which one is not.
+//! item, and wakes it if it sleeps; if not, it marks the reactor's. A wait reports a marked item
+//! only if there is something to read by then. The rest is `attachment.rs`, step by step. In the
+//! end, when nobody can go on, every message must have been read. With one of the defects, some
+//! order must be found in which one is not.
 
 use std::collections::HashSet;
 
@@ -12,18 +12,18 @@ use std::collections::HashSet;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Defect {
     None,
-    /// No note if the session is not in the slot.
-    NoNoteIfHeld,
-    /// No note of what is not for the other thread.
-    NoNoteOfRest,
-    /// Nor when it no longer listens.
-    NoNoteOnLeaving,
-    /// A note, but before the mark.
-    NoteBeforeMark,
-    /// The reactor obeys a note without reading.
-    NoteWithoutReading,
+    /// No request for a turn if the session is not in the slot.
+    NoRequestIfTaken,
+    /// No request for what is not for the other thread.
+    NoRequestForRest,
+    /// None when it no longer polls.
+    NoRequestOnLeaving,
+    /// A request, but before the mark.
+    RequestBeforeMark,
+    /// The reactor takes a turn without reading.
+    TurnWithoutReading,
     /// The reactor goes on waiting as the second of two.
-    RecallWithoutWatching,
+    EndWithoutWatching,
     /// The reactor puts up with being second before the other has begun.
     SecondBeforeFirst,
 }
@@ -37,7 +37,7 @@ enum Reactor {
     Marks,
     /// Has taken the other's item away, not yet watched again.
     Watches,
-    Rests,
+    PutsBack,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -49,11 +49,11 @@ enum Other {
     Tries,
     /// Has the lock.
     Reads,
-    Notes,
+    Requests,
     /// Two halves of leaving.
     Leaves,
-    /// Sleeps in the same epoll instance, and does not listen.
-    Deaf,
+    /// Sleeps in the same epoll instance, and does not poll.
+    Stopped,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -70,8 +70,8 @@ struct State {
     reactor_marked: bool,
     in_slot: bool,
     reads: bool,
-    over: bool,
-    notes: bool,
+    ended: bool,
+    requested: bool,
     reactor: Reactor,
     other: Other,
 }
@@ -90,8 +90,8 @@ impl State {
             reactor_marked: false,
             in_slot: true,
             reads: false,
-            over: false,
-            notes: false,
+            ended: false,
+            requested: false,
             reactor: Reactor::Waits,
             other: Other::Out,
         }
@@ -104,7 +104,7 @@ impl State {
         let mut kept = false;
         if self.first {
             self.first_marked = true;
-            kept = matches!(self.other, Other::Waits | Other::Deaf);
+            kept = matches!(self.other, Other::Waits | Other::Stopped);
         }
         if self.alone || (self.second && !kept) {
             self.reactor_marked = true;
@@ -116,11 +116,11 @@ impl State {
         match self.reactor {
             Reactor::Waits => {
                 let event = std::mem::take(&mut self.reactor_marked) && self.in_socket != 0;
-                let note = std::mem::take(&mut self.notes);
-                if !event && !note {
+                let requested = std::mem::take(&mut self.requested);
+                if !event && !requested {
                     return None;
                 }
-                self.reads = event || defect != Defect::NoteWithoutReading;
+                self.reads = event || defect != Defect::TurnWithoutReading;
                 self.reactor = Reactor::Takes;
             }
             // The lock is the other's while it reads.
@@ -137,8 +137,8 @@ impl State {
                 self.reactor = Reactor::Marks;
             }
             Reactor::Marks => {
-                self.reactor = Reactor::Rests;
-                if self.over && (self.first || self.second) {
+                self.reactor = Reactor::PutsBack;
+                if self.ended && (self.first || self.second) {
                     (self.first, self.first_marked, self.second) = (false, false, false);
                     self.reactor = Reactor::Watches;
                 } else if self.first && !self.second {
@@ -148,11 +148,11 @@ impl State {
                 }
             }
             Reactor::Watches => {
-                self.alone = defect != Defect::RecallWithoutWatching;
+                self.alone = defect != Defect::EndWithoutWatching;
                 self.reactor_marked = self.alone && self.in_socket != 0;
-                self.reactor = Reactor::Rests;
+                self.reactor = Reactor::PutsBack;
             }
-            Reactor::Rests => {
+            Reactor::PutsBack => {
                 self.in_slot = true;
                 self.reactor = Reactor::Waits;
             }
@@ -162,40 +162,40 @@ impl State {
 
     fn other_steps(self, defect: Defect) -> Vec<Self> {
         let to = |other| Self { other, ..self };
-        let noted = |other| Self { other, notes: true, ..self };
+        let requesting = |other| Self { other, requested: true, ..self };
         match self.other {
             Other::Out => {
                 let first_marked = self.in_socket != 0;
-                vec![Self { first: true, first_marked, ..noted(Other::Busy) }]
+                vec![Self { first: true, first_marked, ..requesting(Other::Busy) }]
             }
             Other::Waits if self.first_marked => {
-                let heard = if self.in_socket != 0 { Other::Tries } else { Other::Waits };
-                vec![Self { first_marked: false, ..to(heard) }]
+                let next = if self.in_socket != 0 { Other::Tries } else { Other::Waits };
+                vec![Self { first_marked: false, ..to(next) }]
             }
             // It may be woken by anything else.
             Other::Waits => vec![to(Other::Busy)],
-            Other::Busy if defect == Defect::NoteBeforeMark => {
-                vec![to(Other::Waits), noted(Other::Leaves)]
+            Other::Busy if defect == Defect::RequestBeforeMark => {
+                vec![to(Other::Waits), requesting(Other::Leaves)]
             }
-            Other::Busy => vec![to(Other::Waits), Self { over: true, ..to(Other::Leaves) }],
+            Other::Busy => vec![to(Other::Waits), Self { ended: true, ..to(Other::Leaves) }],
             Other::Tries if self.in_slot => vec![to(Other::Reads)],
-            Other::Tries if defect == Defect::NoNoteIfHeld => vec![to(Other::Busy)],
-            Other::Tries => vec![to(Other::Notes)],
+            Other::Tries if defect == Defect::NoRequestIfTaken => vec![to(Other::Busy)],
+            Other::Tries => vec![to(Other::Requests)],
             Other::Reads => {
                 let read = Self { in_socket: 0, ..self };
-                let rest = Self { left: self.in_socket, other: Other::Notes, ..read };
+                let rest = Self { left: self.in_socket, other: Other::Requests, ..read };
                 vec![Self { other: Other::Busy, ..read }, rest]
             }
-            Other::Notes if defect == Defect::NoNoteOfRest && self.left != 0 => {
+            Other::Requests if defect == Defect::NoRequestForRest && self.left != 0 => {
                 vec![to(Other::Busy)]
             }
-            Other::Notes => vec![noted(Other::Busy)],
-            Other::Leaves if defect == Defect::NoNoteOnLeaving => vec![to(Other::Deaf)],
-            Other::Leaves if defect == Defect::NoteBeforeMark => {
-                vec![Self { over: true, ..to(Other::Deaf) }]
+            Other::Requests => vec![requesting(Other::Busy)],
+            Other::Leaves if defect == Defect::NoRequestOnLeaving => vec![to(Other::Stopped)],
+            Other::Leaves if defect == Defect::RequestBeforeMark => {
+                vec![Self { ended: true, ..to(Other::Stopped) }]
             }
-            Other::Leaves => vec![noted(Other::Deaf)],
-            Other::Deaf => Vec::new(),
+            Other::Leaves => vec![requesting(Other::Stopped)],
+            Other::Stopped => Vec::new(),
         }
     }
 }
@@ -211,10 +211,10 @@ fn lost(defect: Defect) -> Option<State> {
         let sent = state.sends();
         let reacted = state.reactor_steps(defect);
         let done = sent.is_none() && reacted.is_none();
-        // Whoever is asleep, or will be for ever, does not come to the rescue.
+        // Whoever is asleep, or will be for ever, does not read it.
         let sleeps = match state.other {
             Other::Waits => !state.first_marked || state.in_socket == 0,
-            other => other == Other::Deaf,
+            other => other == Other::Stopped,
         };
         if done && sleeps && (state.in_socket != 0 || state.left != 0) {
             return Some(state);
@@ -235,12 +235,12 @@ fn no_order_loses_a_message() {
 #[test]
 fn every_defect_loses_one() {
     for defect in [
-        Defect::NoNoteIfHeld,
-        Defect::NoNoteOfRest,
-        Defect::NoNoteOnLeaving,
-        Defect::NoteBeforeMark,
-        Defect::NoteWithoutReading,
-        Defect::RecallWithoutWatching,
+        Defect::NoRequestIfTaken,
+        Defect::NoRequestForRest,
+        Defect::NoRequestOnLeaving,
+        Defect::RequestBeforeMark,
+        Defect::TurnWithoutReading,
+        Defect::EndWithoutWatching,
     ] {
         assert!(lost(defect).is_some(), "{defect:?}");
     }

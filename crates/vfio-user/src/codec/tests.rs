@@ -90,7 +90,12 @@ fn descriptors_go_to_the_message_that_the_receive_ended_with() {
     assert!(decoder.decode().unwrap().is_none());
     feed(&mut decoder, &with[20..], vec![three]);
     let message = decoder.decode().unwrap().unwrap();
-    let fds: Vec<_> = message.fds.into_iter().filter_map(Descriptor::into_fd).collect();
+    let fds = message.fds.into_iter().filter_map(|fd| match fd {
+        Descriptor::Event(fd) => Some(fd),
+        Descriptor::Memory(file) => Some(file.keep()),
+        Descriptor::Foreign => None,
+    });
+    let fds: Vec<_> = fds.collect();
     assert_eq!(fd_numbers(&fds), expected);
 }
 

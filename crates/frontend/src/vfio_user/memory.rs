@@ -1,11 +1,13 @@
-//! The client's memory, and when the controller may have it.
+//! The client's memory, and when the controller may use it.
 
-use super::files::{Bytes, Files, Parting};
+use super::files::{Bytes, Files, Released};
+use parking_lot::Mutex;
 use shadowbell_controller::Controller;
 use shadowbell_memory::{DmaError, Protection};
 use shadowbell_vfio_user::Errno;
 use shadowbell_vfio_user::device::{DmaMap, Done};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use tracing::{debug, warn};
 
 /// Most ranges that a client may share. A machine has a few dozen; with an emulated IOMMU a guest's
@@ -28,18 +30,18 @@ impl Range {
     }
 }
 
-/// The client's memory. The controller has it while bus mastering is on.
+/// The client's memory. The controller may use it while bus mastering is on.
 pub(super) struct Memory {
     controller: Controller,
     ranges: BTreeMap<u64, Range>,
     files: Files,
-    /// The controller has all ranges that can be mapped.
-    given: bool,
+    /// The controller may use all ranges that can be mapped.
+    is_granted: bool,
 }
 
 impl Memory {
     pub(super) fn new(controller: Controller) -> Self {
-        Self { controller, ranges: BTreeMap::new(), files: Files::default(), given: false }
+        Self { controller, ranges: BTreeMap::new(), files: Files::default(), is_granted: false }
     }
 
     /// The client shares a range.
@@ -47,7 +49,7 @@ impl Memory {
         let outcome = self.try_map(&map);
         if let Some(fd) = map.fd.filter(|_| outcome.is_err()) {
             // Nobody else may have it.
-            shadowbell_vfio_user::descriptor::let_go(fd);
+            shadowbell_vfio_user::descriptor::close_file(fd);
         }
         outcome
     }
@@ -89,7 +91,7 @@ impl Memory {
                 })?)
             }
         };
-        if let Some(bytes) = bytes.as_ref().filter(|_| self.given) {
+        if let Some(bytes) = bytes.as_ref().filter(|_| self.is_granted) {
             self.controller.map_dma(iova, len, bytes.shared()).map_err(|error| errno(&error))?;
         }
         self.ranges.insert(iova, Range { len, bytes });
@@ -114,15 +116,15 @@ impl Memory {
             return done.complete(Err(Errno::NOENT));
         }
         let removed = inside.iter().filter_map(|start| self.ranges.remove(start));
-        let parting: Parting = removed.filter_map(|range| range.bytes).collect();
-        if parting.is_empty() || !self.given {
+        let released: Released = removed.filter_map(|range| range.bytes).collect();
+        if released.is_empty() || !self.is_granted {
             return done.ok();
         }
         let shared = share(done);
         let ok = shared.clone();
         let gone = move || {
             ok(Ok(()));
-            drop(parting);
+            drop(released);
         };
         if let Err(error) = self.controller.unmap_dma(iova, len, gone) {
             shared(Err(errno(&error)));
@@ -131,32 +133,32 @@ impl Memory {
 
     /// The client takes everything back.
     pub(super) fn unmap_all(&mut self, done: Done) {
-        let parting = self.part();
+        let released = self.take_ranges();
         self.controller.unmap_all(move || {
             done.ok();
-            drop(parting);
+            drop(released);
         });
     }
 
-    /// The client is gone; the controller is told otherwise. What is returned is to be held until it
-    /// has let go.
+    /// The client is gone. The controller does not learn it from here; what is returned is to be
+    /// held until it no longer touches the memory.
     #[must_use]
-    pub(super) fn forget(&mut self) -> Parting {
-        self.given = false;
-        self.part()
+    pub(super) fn clear(&mut self) -> Released {
+        self.is_granted = false;
+        self.take_ranges()
     }
 
-    fn part(&mut self) -> Parting {
+    fn take_ranges(&mut self) -> Released {
         std::mem::take(&mut self.ranges).into_values().filter_map(|range| range.bytes).collect()
     }
 
-    pub(super) fn is_given(&self) -> bool {
-        self.given
+    pub(super) fn is_granted(&self) -> bool {
+        self.is_granted
     }
 
-    /// Lets the controller have the memory.
-    pub(super) fn give(&mut self) {
-        if std::mem::replace(&mut self.given, true) {
+    /// Lets the controller use the memory.
+    pub(super) fn grant(&mut self) {
+        if std::mem::replace(&mut self.is_granted, true) {
             return;
         }
         let ranges = self.ranges.iter().filter_map(|(iova, range)| {
@@ -168,14 +170,15 @@ impl Memory {
         });
     }
 
-    /// Takes it away again: `done` when nothing touches it.
-    pub(super) fn take(&mut self, done: Done) {
-        self.take_later()(done);
+    /// Takes the memory away from the controller: `done` when nothing touches it.
+    pub(super) fn revoke(&mut self, done: Done) {
+        self.revoke_later()(done);
     }
 
-    /// The same, for later; from now on the controller counts as not having it.
-    pub(super) fn take_later(&mut self) -> impl FnOnce(Done) + Send + 'static {
-        self.given = false;
+    /// What takes the memory away from the controller when it is called. From now on, ranges that
+    /// the client shares are not mapped for the controller any more.
+    pub(super) fn revoke_later(&mut self) -> impl FnOnce(Done) + Send + 'static {
+        self.is_granted = false;
         let controller = self.controller.clone();
         move |done| controller.unmap_all(move || done.ok())
     }
@@ -195,11 +198,11 @@ impl Memory {
     }
 }
 
-/// The same end of a request for two, of whom only one gets to use it.
+/// The [`Done`] of a request for two, of which the first to use it completes it.
 fn share(done: Done) -> impl Fn(Result<(), Errno>) + Clone + Send + 'static {
-    let done = std::sync::Arc::new(std::sync::Mutex::new(Some(done)));
+    let done = Arc::new(Mutex::new(Some(done)));
     move |outcome| {
-        let done = done.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+        let done = done.lock().take();
         if let Some(done) = done {
             done.complete(outcome);
         }

@@ -1,4 +1,4 @@
-//! A file system of a client's own that answers when it likes, which is never.
+//! A file system of a client's own (FUSE) that does not answer: to see who waits for it.
 
 use std::ffi::OsStr;
 use std::io;
@@ -6,7 +6,6 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use fuser::{
@@ -14,6 +13,7 @@ use fuser::{
     LockOwner, MountOption, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyEntry, ReplyOpen,
     ReplyPoll, Request, Session,
 };
+use parking_lot::{Mutex, MutexGuard};
 
 /// Where the daemon is to mount; set in the process that is it.
 const MOUNT_AT: &str = "STALLED_MOUNT_AT";
@@ -32,7 +32,7 @@ struct Stalled {
 
 impl Stalled {
     fn keep(&self, reply: impl Send + 'static) {
-        self.unanswered.lock().unwrap().push(Box::new(reply));
+        self.unanswered.lock().push(Box::new(reply));
     }
 }
 
@@ -127,7 +127,7 @@ impl Filesystem for Stalled {
 }
 
 /// The daemon, if this process was started to be it; then it ends here.
-pub(crate) fn be_the_daemon() {
+pub fn be_the_daemon() {
     let Some(path) = std::env::var_os(MOUNT_AT) else { return };
     let mut config = Config::default();
     config.mount_options = vec![MountOption::FSName("stalled".into())];
@@ -136,9 +136,9 @@ pub(crate) fn be_the_daemon() {
     std::process::exit(i32::from(outcome.is_err()));
 }
 
-/// A mount of it. Its daemon is a process of its own: what waits for it goes on when that is killed,
-/// and without that not even this process could end.
-pub(crate) struct Mount {
+/// A mount of it. Its daemon is a process of its own: what waits for it goes on when that is
+/// killed, and without that not even this process could end.
+pub struct Mount {
     daemon: Child,
     directory: tempfile::TempDir,
     _alone: MutexGuard<'static, ()>,
@@ -149,14 +149,18 @@ pub(crate) struct Mount {
 static ALONE: Mutex<()> = Mutex::new(());
 
 impl Mount {
-    /// Mounts it, where that is possible. `test` is the name of a test that calls
-    /// [`be_the_daemon`].
-    pub(crate) fn new(test: &str) -> Option<Self> {
+    /// Mounts it; nothing where there is no `/dev/fuse`, or this is not root. `test` is the full
+    /// name of a test of the same program that calls [`be_the_daemon`].
+    ///
+    /// # Panics
+    /// If nothing is mounted.
+    #[must_use]
+    pub fn new(test: &str) -> Option<Self> {
         if !Path::new("/dev/fuse").exists() || !rustix::process::geteuid().is_root() {
             eprintln!("skipped: it takes /dev/fuse, and root");
             return None;
         }
-        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let alone = ALONE.lock();
         let directory = tempfile::tempdir().unwrap();
         let daemon = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", test, "--nocapture", "--test-threads=1"])
@@ -179,13 +183,17 @@ impl Mount {
     }
 
     /// The file, open. It must not be closed, nor asked for anything, while the daemon lives.
-    pub(crate) fn open(&self) -> OwnedFd {
+    ///
+    /// # Panics
+    /// If it can not be opened.
+    #[must_use]
+    pub fn open(&self) -> OwnedFd {
         let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC;
         rustix::fs::open(self.path(), flags, rustix::fs::Mode::empty()).unwrap()
     }
 
     /// Ends the daemon: all that wait for it go on.
-    pub(crate) fn end(&mut self) {
+    pub fn end(&mut self) {
         let _ = self.daemon.kill();
         let _ = self.daemon.wait();
     }
