@@ -2,7 +2,7 @@
 //! so what a read has to bring is known; what is written is noted.
 
 use crate::source::Source;
-use shadowbell_backend::{Disk, DiskError, Info, Op, Queue, Request, Submitted};
+use shadowbell_backend::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted};
 use shadowbell_memory::Segments;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -118,15 +118,11 @@ impl std::fmt::Debug for Medium {
 }
 
 impl Disk for Medium {
-    fn info(&self) -> Info {
-        Info {
-            block_size: BLOCK as u32,
-            blocks: BLOCKS,
-            read_only: false,
-            volatile_cache: true,
-            discard: true,
-            granularity: 1,
-        }
+    fn info(&self) -> DiskInfo {
+        let mut info = DiskInfo::new(BLOCK as u32, BLOCKS);
+        info.volatile_cache = true;
+        info.discard = true;
+        info
     }
 
     fn queue(&self) -> std::io::Result<Box<dyn Queue>> {

@@ -1,7 +1,7 @@
 //! Both ends in one process: a block device on the emulated controller, over a disk of the test's.
 //! The tests of the crate `export` use it, too.
 
-use shadowbell_backend::{Disk, DiskError, Info, MemDisk, Op, Queue, Request, Submitted};
+use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Queue, Request, Submitted};
 use shadowbell_controller::{
     Carrier, Config, Controller as Emulated, NamespaceConfig, Pool, PoolOptions,
 };
@@ -160,8 +160,10 @@ impl TestDisk {
 }
 
 impl Disk for TestDisk {
-    fn info(&self) -> Info {
-        Info { volatile_cache: self.cache, ..self.mem.info() }
+    fn info(&self) -> DiskInfo {
+        let mut info = self.mem.info();
+        info.volatile_cache = self.cache;
+        info
     }
 
     fn queue(&self) -> io::Result<Box<dyn Queue>> {

@@ -1,6 +1,6 @@
 //! A disk with a volatile cache, whose power can be cut.
 
-use shadowbell_backend::{Disk, DiskError, Info, Op, Queue, Request, Submitted};
+use shadowbell_backend::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted};
 use shadowbell_memory::Segments;
 use std::collections::HashSet;
 use std::io;
@@ -39,15 +39,11 @@ impl CachedDisk {
 }
 
 impl Disk for CachedDisk {
-    fn info(&self) -> Info {
-        Info {
-            block_size: BLOCK as u32,
-            blocks: self.blocks,
-            read_only: false,
-            volatile_cache: true,
-            discard: true,
-            granularity: 1,
-        }
+    fn info(&self) -> DiskInfo {
+        let mut info = DiskInfo::new(BLOCK as u32, self.blocks);
+        info.volatile_cache = true;
+        info.discard = true;
+        info
     }
 
     fn queue(&self) -> io::Result<Box<dyn Queue>> {
