@@ -106,8 +106,8 @@ pub enum OpenError {
     },
     /// io_uring was demanded, and the process may not use it.
     #[error(
-        "{path}: io_uring is demanded, and the system refuses it ({source}); it needs Linux 5.6 or later, \
-         `sysctl kernel.io_uring_disabled=0`, and no container profile that forbids it; or leave \
+        "{path}: io_uring is demanded, and the system refuses it ({source}); it needs Linux 5.6 or \
+         later, `sysctl kernel.io_uring_disabled=0`, and no container profile that forbids it; or leave \
          out `aio=io_uring`"
     )]
     Ring {

@@ -63,8 +63,8 @@ impl Disk for FileDisk {
         let why = self.shared.no_uring.as_ref()?;
         Some(format!(
             "{}: read and written by threads, which takes more processor time: the system refuses \
-             io_uring ({why}); it needs Linux 5.6 or later, `sysctl kernel.io_uring_disabled=0`, and no \
-             container profile that forbids it. With `aio=threads` nothing is said",
+             io_uring ({why}); it needs Linux 5.6 or later, `sysctl kernel.io_uring_disabled=0`, \
+             and no container profile that forbids it. With `aio=threads` nothing is said",
             self.path.display()
         ))
     }

@@ -74,7 +74,6 @@ impl CachedQueue {
             }
             Op::Read => return data.write_from(0, &cached[range]).ok_or(DiskError::BadBuffer),
             Op::Verify => return Ok(()),
-            Op::Compare => return Err(DiskError::Unsupported),
             Op::Write { fua } => {
                 data.read_into(0, &mut cached[range.clone()]).ok_or(DiskError::BadBuffer)?;
                 fua
@@ -87,6 +86,7 @@ impl CachedQueue {
                 cached[range.clone()].fill(0);
                 false
             }
+            _ => return Err(DiskError::Unsupported),
         };
         if fua {
             stable[range.clone()].copy_from_slice(&cached[range]);

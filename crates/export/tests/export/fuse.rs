@@ -39,7 +39,8 @@ impl Rig {
         let medium = TestDisk::new(mebibytes << 11, 512);
         let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
         let (mut controller, emulated) = attach_to(Arc::new(medium.clone()), &attached);
-        let options = BlockOptions { read_only, ..BlockOptions::default() };
+        let mut options = BlockOptions::default();
+        options.read_only = read_only;
         let disk = BlockDevice::open(&mut controller, 1, &options).unwrap();
         let directory = tempfile::tempdir().unwrap();
         let ended: Arc<AtomicU32> = Arc::default();

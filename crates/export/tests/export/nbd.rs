@@ -335,7 +335,8 @@ fn more_requests_than_places_wait_and_are_all_answered() {
 
 #[test]
 fn an_export_that_takes_no_writes_says_so() {
-    let options = shadowbell_block::BlockOptions { read_only: true, ..Default::default() };
+    let mut options = shadowbell_block::BlockOptions::default();
+    options.read_only = true;
     let rig = Rig::new(4096, &options);
     let mut client = rig.client();
     assert_ne!(client.flags & transmission::READ_ONLY, 0);

@@ -47,7 +47,8 @@ impl Rig {
         let medium = TestDisk::new(16384, 512);
         let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
         let mut controller = attach(Arc::new(medium.clone()), &attached);
-        let options = BlockOptions { read_only, ..BlockOptions::default() };
+        let mut options = BlockOptions::default();
+        options.read_only = read_only;
         let disk = BlockDevice::open(&mut controller, 1, &options).unwrap();
         let directory = tempfile::tempdir().unwrap();
         let device = VhostUserBlk::start(disk, &directory.path().join("vhost"), "a test").unwrap();

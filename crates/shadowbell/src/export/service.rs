@@ -62,7 +62,8 @@ impl Service {
         };
         let mut session = args.target.attach(&options)?;
         let nsid = session.namespace()?.nsid();
-        let options = BlockOptions { read_only: args.read_only, ..BlockOptions::default() };
+        let mut options = BlockOptions::default();
+        options.read_only = args.read_only;
         let disk = BlockDevice::open(&mut session.controller, nsid, &options)
             .with_context(|| args.target.to_string())?;
         let name = args.name.clone();
