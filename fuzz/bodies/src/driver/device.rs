@@ -1,5 +1,5 @@
-//! A controller that works as it should until its script says otherwise. It works on the thread that
-//! rings a doorbell.
+//! A controller that works as it should until its script says otherwise. It works on the thread
+//! that rings a doorbell.
 
 use ::shadowbell_driver::{Transport, TransportError};
 use parking_lot::{Mutex, MutexGuard};
@@ -268,7 +268,7 @@ impl State {
         }
     }
 
-    /// An asynchronous event, if somebody asked for one.
+    /// An asynchronous event, if a request for one is outstanding.
     pub(super) fn event(&mut self) {
         if let Some(cid) = self.requests.pop_front() {
             let dw0 = self.script.u64() as u32;
