@@ -32,7 +32,7 @@ impl QueueTransfers {
 pub(crate) struct Transfers {
     /// From or to the guest's memory, by the SSD itself.
     pub(crate) in_place: u64,
-    /// Through a buffer, from which somebody copied.
+    /// Through a buffer, with a copy.
     pub(crate) copied: u64,
 }
 

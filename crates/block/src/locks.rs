@@ -10,7 +10,7 @@ use std::task::{Context, Poll, Waker};
 /// The ranges that are being written, and those that wait to be.
 ///
 /// A writer of whole blocks shares its range with other such writers: a disk promises nothing about
-/// the order of writes that overlap. Whoever modifies part of a block has the block to itself.
+/// the order of writes that overlap. A change of part of a block has the block to itself.
 /// Those that can not begin wait in the order in which they came, and none overtakes one that waits
 /// for a range that it overlaps, so nothing starves.
 #[derive(Default)]

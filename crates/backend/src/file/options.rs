@@ -33,8 +33,8 @@ pub enum Direct {
     /// If the file system allows it for requests of one logical block.
     #[default]
     Auto,
-    /// Or do not open at all.
+    /// Bypass it, or do not open at all.
     On,
-    /// Do not.
+    /// Use it.
     Off,
 }

@@ -53,7 +53,7 @@ fn disk(shared: FileShared) -> FileDisk {
     FileDisk { shared: Arc::new(shared), path: "test".into() }
 }
 
-/// A disk that answers a read when somebody writes into the other end.
+/// A disk that answers a read when the other end is written to.
 fn pipe() -> (Box<dyn Queue>, File) {
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     (disk(shared(reader, 1 << 30)).queue().unwrap(), writer.into())
@@ -80,7 +80,7 @@ fn wait(queue: &dyn Queue) {
     let fd = queue.wake_fd().unwrap();
     let mut fds = [PollFd::new(&fd, PollFlags::IN)];
     let timeout = Timespec { tv_sec: 20, tv_nsec: 0 };
-    // A lost wake-up shows at the end of a wait that nobody ended, as a descriptor that was ready.
+    // A lost wake-up shows at the end of a wait that nothing ended, as a descriptor that was ready.
     let since = std::time::Instant::now();
     let ready = rustix::io::retry_on_intr(|| poll(&mut fds, Some(&timeout))).unwrap();
     assert!(ready == 1 && since.elapsed().as_secs() < 15, "the wake descriptor stays silent");
@@ -267,7 +267,7 @@ fn a_dropped_queue_lets_no_write_into_memory_that_is_gone() {
     assert!(!watch.is_idle());
     drop(queue);
     assert!(watch.is_idle());
-    // Whatever the kernel still held would take this (an error only says that nobody does).
+    // Whatever the kernel still held would take this (an error only says that nothing does).
     let _ = writer.write_all(&[0xee; 512]);
     assert_eq!(bytes.read::<u64>(0), Some(0));
 }
@@ -560,7 +560,7 @@ mod by_threads {
             assert_eq!(queue.submit(tag, &read(0, 512), &mut data), Submitted::Pending);
             queue.commit();
             wait(&*queue);
-            assert!(is_readable(&*queue), "until somebody reaps");
+            assert!(is_readable(&*queue), "until it is reaped");
             assert_eq!(reap(&mut *queue), [(tag, Ok(()))]);
         }
         assert!(!is_readable(&*queue));
@@ -591,7 +591,7 @@ mod by_threads {
     }
 
     #[test]
-    fn they_are_taken_where_io_uring_is_refused_unless_somebody_insists() {
+    fn they_are_taken_where_io_uring_is_refused_unless_io_uring_is_demanded() {
         let refused = || Err(io::Error::from_raw_os_error(libc::EPERM));
         let (engine, why) = open::engine(Aio::Auto, refused).unwrap();
         assert_eq!(engine, EngineKind::Threads);

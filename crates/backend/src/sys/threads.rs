@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_has_begun_is_cancelled() {
+    fn what_no_thread_has_begun_is_cancelled() {
         let mut threads = Threads::new(file()).unwrap();
         // As many as there may be, and all of them are busy.
         threads.shared.work.lock().threads = MAX_THREADS;

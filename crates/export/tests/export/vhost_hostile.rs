@@ -32,7 +32,7 @@ fn soon<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static
     is_done.recv_timeout(Duration::from_secs(20)).unwrap_or_else(|_| panic!("stalled: {what}"))
 }
 
-/// The same within a scope; whether it did.
+/// Whether `work`, on a thread of `scope`, returns soon.
 fn soon_in<'scope>(
     scope: &'scope std::thread::Scope<'scope, '_>,
     what: &str,
