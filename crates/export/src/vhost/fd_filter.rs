@@ -1,10 +1,11 @@
-//! Who stands between a frontend and rust-vmm's side of the protocol.
+//! Which descriptors get from a frontend to rust-vmm's side of the protocol.
 //!
-//! That side takes the descriptors that come with a message as they are: it maps and closes files of
-//! whatever file system, whose daemon may be the frontend's own and never answer. Then the thread that
-//! serves the socket is lost, and with it the disk for every frontend after this one. So messages pass
-//! through here, one by one, and with them only what is needed and answers by itself: memory and files
-//! of local disks where memory is shared, and eventfds where a queue gets its eventfds.
+//! That side takes the descriptors that come with a message as they are: it maps and closes files
+//! of whatever file system, whose daemon may be the frontend's own and never answer. Then the
+//! thread that serves the socket is lost, and with it the disk for every frontend after this one.
+//! So messages pass through here, one by one, and with them only what is needed and depends on no
+//! other process: memory and files of local disks where memory is shared, and eventfds where a
+//! queue gets its eventfds.
 
 use rustix::cmsg_space;
 use rustix::io::Errno;
@@ -50,8 +51,8 @@ pub(super) enum Refusal {
     Socket(#[from] Errno),
 }
 
-/// Passes messages on until the frontend leaves, or `inside` is closed.
-pub(super) fn pass(frontend: &mut Channel, inside: &UnixStream) -> Result<(), Refusal> {
+/// Passes messages on until the frontend leaves, or `daemon` is closed.
+pub(super) fn pass(frontend: &mut Channel, daemon: &UnixStream) -> Result<(), Refusal> {
     loop {
         let mut message = [0; HEADER + MAX_PAYLOAD];
         let (header, payload) = message.split_at_mut(HEADER);
@@ -59,27 +60,27 @@ pub(super) fn pass(frontend: &mut Channel, inside: &UnixStream) -> Result<(), Re
         if !fill(frontend, header, Some(&mut fds))? {
             return Ok(());
         }
-        let word = |at: usize| {
+        let field = |at: usize| {
             let bytes = header.get(at..at + 4).and_then(|bytes| bytes.try_into().ok());
             bytes.map(u32::from_ne_bytes).unwrap_or_default()
         };
-        let (request, len) = (word(0), word(8) as usize);
+        let (request, len) = (field(0), field(8) as usize);
         let payload = payload.get_mut(..len).ok_or(Refusal::Length(len))?;
-        let fds = admit(request, fds)?;
+        let fds = allowed(request, fds)?;
         if !fill(frontend, payload, None)? {
             return Ok(());
         }
-        match send(inside, message.get(..HEADER + len).unwrap_or_default(), &fds) {
+        match send(daemon, message.get(..HEADER + len).unwrap_or_default(), &fds) {
             Ok(()) => {}
-            // The other side has had enough, and says why.
+            // The other side has closed it, and says why.
             Err(Errno::PIPE | Errno::CONNRESET) => return Ok(()),
             Err(errno) => return Err(errno.into()),
         }
     }
 }
 
-/// Receives all of `into`; whether there was that much. Descriptors come only where there is a place
-/// for them.
+/// Receives all of `into`; whether there was that much. Descriptors may only come if `fds` is
+/// given.
 fn fill(
     frontend: &mut Channel,
     into: &mut [u8],
@@ -104,7 +105,7 @@ fn fill(
 }
 
 /// The descriptors that may come with a request.
-fn admit(request: u32, fds: Vec<Descriptor>) -> Result<Vec<OwnedFd>, Refusal> {
+fn allowed(request: u32, fds: Vec<Descriptor>) -> Result<Vec<OwnedFd>, Refusal> {
     if fds.len() > MAX_FDS {
         return Err(Refusal::Descriptors);
     }
@@ -125,7 +126,7 @@ fn admit(request: u32, fds: Vec<Descriptor>) -> Result<Vec<OwnedFd>, Refusal> {
     fds.collect()
 }
 
-fn send(inside: &UnixStream, bytes: &[u8], fds: &[OwnedFd]) -> Result<(), Errno> {
+fn send(daemon: &UnixStream, bytes: &[u8], fds: &[OwnedFd]) -> Result<(), Errno> {
     let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
@@ -134,7 +135,7 @@ fn send(inside: &UnixStream, bytes: &[u8], fds: &[OwnedFd]) -> Result<(), Errno>
     }
     let mut sent = 0;
     while let Some(rest) = bytes.get(sent..).filter(|rest| !rest.is_empty()) {
-        match sendmsg(inside, &[IoSlice::new(rest)], &mut control, SendFlags::NOSIGNAL) {
+        match sendmsg(daemon, &[IoSlice::new(rest)], &mut control, SendFlags::NOSIGNAL) {
             Ok(more) => {
                 sent += more;
                 // They went with the first bytes.
@@ -147,9 +148,9 @@ fn send(inside: &UnixStream, bytes: &[u8], fds: &[OwnedFd]) -> Result<(), Errno>
     Ok(())
 }
 
-/// A connection to rust-vmm's side, which only connects to what has a path. `connect` is told one, in
+/// A connection to rust-vmm's side, which only connects to what has a path. `connect` gets one, in
 /// the directory of the socket `beside`.
-pub(super) fn inside<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
+pub(super) fn connect_daemon<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
     beside: &Path,
     connect: impl FnOnce(&str) -> Result<(), E>,
 ) -> Result<UnixStream, Box<dyn std::error::Error + Send + Sync>> {
@@ -164,7 +165,7 @@ pub(super) fn inside<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
     let connected = connect(&path).map_err(Into::into);
     let _ = std::fs::remove_file(&path);
     connected?;
-    // Somebody else may have found it meanwhile.
+    // Another process may have found it meanwhile.
     loop {
         let (stream, _) = listener.accept()?;
         let peer = rustix::net::sockopt::socket_peercred(&stream).map_err(io::Error::from)?;

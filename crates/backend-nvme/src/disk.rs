@@ -1,17 +1,20 @@
-//! The controller that the driver owns, and the namespace of it that is a disk.
+//! A namespace of a controller that the driver owns, as a disk.
 
-use crate::counts::Totals;
-use crate::lent::Loans;
+use crate::dma_share::DmaShares;
+use crate::hang_up::HangUpMonitor;
 use crate::queue::{NoDevice, NvmeQueue};
-use crate::watch::Watch;
-use shadowbell_backend::{Disk, Info, Queue};
+use crate::shared::NvmeDiskShared;
+use crate::transfers::DiskTransfers;
+use parking_lot::Mutex;
+use shadowbell_backend::{Disk, DiskInfo, Queue};
 use shadowbell_driver::{AttachError, AttachOptions, Controller, Namespace, SpinPolicy, Transport};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::{fmt, io};
 use thiserror::Error;
 
 /// How a namespace is used as a disk.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Options {
     /// Refuse everything that changes the disk.
     pub read_only: bool,
@@ -32,6 +35,7 @@ impl Default for Options {
 
 /// Why a namespace is no disk.
 #[derive(Debug, Error)]
+#[non_exhaustive]
 pub enum OpenError {
     /// The controller could not be taken over.
     #[error(transparent)]
@@ -63,27 +67,8 @@ pub enum OpenError {
         size: u32,
     },
     /// The system has no thread or descriptor.
-    #[error("the device can not be watched: {0}")]
+    #[error("the device can not be monitored: {0}")]
     System(io::Error),
-}
-
-/// What is shared by all queues.
-pub(crate) struct Shared {
-    pub(crate) namespace: Namespace,
-    pub(crate) info: Info,
-    pub(crate) zero_copy: bool,
-    pub(crate) name: String,
-    pub(crate) loans: Loans,
-    pub(crate) counts: Totals,
-    pub(crate) watch: Watch,
-    depth: u32,
-    controller: Mutex<Controller>,
-}
-
-impl Shared {
-    pub(crate) fn controller(&self) -> MutexGuard<'_, Controller> {
-        self.controller.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// A namespace of an NVMe controller, which the driver has to itself, as a disk.
@@ -91,11 +76,11 @@ impl Shared {
 /// With the last handle on it, the queues of its users included, the controller is shut down in
 /// order.
 #[derive(Clone)]
-pub struct NvmeDisk(Arc<Shared>);
+pub struct NvmeDisk(Arc<NvmeDiskShared>);
 
 impl NvmeDisk {
-    /// Attaches to the controller at the other end of `transport`; `name` is what a person calls the
-    /// disk.
+    /// Attaches to the controller at the other end of `transport`; `name` is what a person calls
+    /// the disk.
     ///
     /// # Errors
     /// [`OpenError`].
@@ -108,7 +93,7 @@ impl NvmeDisk {
         let attach = AttachOptions {
             queue_pairs: options.queue_pairs.max(1),
             queue_depth: options.queue_depth,
-            // Workers have a way of their own to wait.
+            // Workers wait by themselves.
             spin: SpinPolicy::SLEEP,
             ..AttachOptions::default()
         };
@@ -133,16 +118,18 @@ impl NvmeDisk {
             return Err(OpenError::BlockSize { nsid, size });
         }
         let info = info(&namespace, options.read_only);
-        Ok(Self(Arc::new(Shared {
+        let hang_up = HangUpMonitor::start(transport.hang_up()).map_err(OpenError::System)?;
+        let controller = Arc::new(Mutex::new(controller));
+        let shares = DmaShares::new(Arc::clone(&controller), name);
+        Ok(Self(Arc::new(NvmeDiskShared {
             namespace,
             info,
-            zero_copy: options.zero_copy,
-            watch: Watch::start(transport.hang_up()).map_err(OpenError::System)?,
+            shares: options.zero_copy.then(|| Arc::new(shares)),
+            hang_up,
             name: name.to_owned(),
-            loans: Loans::default(),
-            counts: Totals::default(),
+            transfers: DiskTransfers::default(),
             depth: options.queue_depth,
-            controller: Mutex::new(controller),
+            controller,
         })))
     }
 
@@ -153,34 +140,31 @@ impl NvmeDisk {
     }
 }
 
-fn info(namespace: &Namespace, read_only: bool) -> Info {
-    let granularity = namespace.identity().npdg;
-    Info {
-        block_size: namespace.block_size(),
-        blocks: namespace.blocks(),
-        read_only: read_only || namespace.is_read_only(),
-        volatile_cache: namespace.has_volatile_cache(),
-        discard: crate::task::discards(namespace),
-        // 0's based; what is beyond reason is not believed.
-        granularity: u32::from(granularity).min(0x7ff).saturating_add(1),
-    }
+fn info(namespace: &Namespace, read_only: bool) -> DiskInfo {
+    let mut info = DiskInfo::new(namespace.block_size(), namespace.blocks());
+    info.read_only = read_only || namespace.is_read_only();
+    info.volatile_cache = namespace.has_volatile_cache();
+    info.discard = crate::task::discards(namespace);
+    // NPDG is 0's based; a value beyond reason is not believed.
+    info.granularity = u32::from(namespace.identity().npdg).min(0x7ff).saturating_add(1);
+    info
 }
 
 impl Disk for NvmeDisk {
-    fn info(&self) -> Info {
+    fn info(&self) -> DiskInfo {
         self.0.info.clone()
     }
 
     fn queue(&self) -> io::Result<Box<dyn Queue>> {
-        let mut controller = self.0.controller();
+        let mut controller = self.0.controller.lock();
         let pair = match controller.take_queue_pair() {
-            _ if self.0.watch.is_gone() => return Ok(Box::new(NoDevice)),
+            _ if self.0.hang_up.is_gone() => return Ok(Box::new(NoDevice)),
             Some(pair) => pair,
             // In the place of one whose user has gone.
             None => match controller.create_queue_pair(self.0.depth) {
                 Ok(pair) => pair,
-                // The controller with this namespace may have others that are well, and a guest that
-                // comes back to them.
+                // The controller with this namespace may have others that are well, and a guest
+                // that comes back to them.
                 Err(_) if controller.check().is_err() => return Ok(Box::new(NoDevice)),
                 Err(error) => return Err(io::Error::other(error)),
             },
@@ -194,11 +178,11 @@ impl Disk for NvmeDisk {
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {
-        let ways = self.0.counts.sum();
-        let recovery = self.0.controller().recovery_stats();
+        let transfers = self.0.transfers.sum();
+        let recovery = self.0.controller.lock().recovery_stats();
         vec![
-            ("commands_in_place", ways.in_place),
-            ("commands_copied", ways.copied),
+            ("commands_in_place", transfers.in_place),
+            ("commands_copied", transfers.copied),
             ("resets", recovery.resets),
         ]
     }

@@ -1,6 +1,7 @@
 //! What every disk checks of a request before it does anything.
 
-use crate::{DiskError, Info, Op, Request};
+use crate::info::DiskInfo;
+use crate::request::{DiskError, Op, Request};
 use shadowbell_memory::Segments;
 
 /// What requests are checked against, worked out once for each queue.
@@ -12,7 +13,7 @@ pub struct Bounds {
     read_only: bool,
 }
 
-impl Info {
+impl DiskInfo {
     /// What requests to this disk are checked against.
     #[must_use]
     pub fn bounds(&self) -> Bounds {
@@ -66,8 +67,8 @@ mod tests {
     use super::*;
     use shadowbell_memory::Mapping;
 
-    fn info(read_only: bool) -> Info {
-        Info {
+    fn info(read_only: bool) -> DiskInfo {
+        DiskInfo {
             block_size: 4096,
             blocks: 16,
             read_only,
@@ -77,7 +78,13 @@ mod tests {
         }
     }
 
-    fn check(info: &Info, op: Op, offset: u64, len: u64, data: &Segments) -> Result<(), DiskError> {
+    fn check(
+        info: &DiskInfo,
+        op: Op,
+        offset: u64,
+        len: u64,
+        data: &Segments,
+    ) -> Result<(), DiskError> {
         Request { op, offset, len }.check(&info.bounds(), data)
     }
 

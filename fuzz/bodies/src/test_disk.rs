@@ -1,11 +1,12 @@
-//! A disk that does what a program says: at once or later, well or badly. What it holds never changes,
-//! so what a read has to bring is known; what is written is noted.
+//! A disk that does what a program says: at once or later, with success or not. Its content never
+//! changes, so what a read has to bring is known; what is written is recorded.
 
 use crate::source::Source;
-use shadowbell_backend::{Disk, DiskError, Info, Op, Queue, Request, Submitted};
+use parking_lot::{Mutex, MutexGuard};
+use shadowbell_backend::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted};
 use shadowbell_memory::Segments;
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// Logical blocks of 512 bytes.
 pub(crate) const BLOCKS: u64 = 128;
@@ -22,38 +23,38 @@ pub(crate) fn contents(offset: u64, len: u64) -> Vec<u8> {
 }
 
 #[derive(Default)]
-pub(crate) struct State {
+pub(crate) struct TestDiskState {
     /// Requests are left pending.
-    pub(crate) hold: bool,
+    pub(crate) defer: bool,
     /// Requests end when they are cancelled.
-    pub(crate) heed: bool,
+    pub(crate) cancellable: bool,
     /// The next ones fail.
     pub(crate) fail: VecDeque<DiskError>,
-    /// What was written, until somebody takes it: where, and what.
+    /// What was written since it was last taken: where, and what.
     pub(crate) written: Vec<(u64, Vec<u8>)>,
     /// The requests that are pending, oldest first: queue and tag.
-    held: VecDeque<(usize, u32)>,
+    deferred: VecDeque<(usize, u32)>,
     /// Those that are to end, and whether they were cancelled.
     ending: Vec<(usize, u32, bool)>,
     queues: usize,
 }
 
-impl State {
+impl TestDiskState {
     /// How many requests are pending.
-    pub(crate) fn held(&self) -> usize {
-        self.held.len()
+    pub(crate) fn deferred(&self) -> usize {
+        self.deferred.len()
     }
 
     /// Ends the `n`th of the pending requests.
     pub(crate) fn end(&mut self, n: usize) {
-        if let Some((queue, tag)) = self.held.remove(n) {
+        if let Some((queue, tag)) = self.deferred.remove(n) {
             self.ending.push((queue, tag, false));
         }
     }
 
     /// Ends everything.
     pub(crate) fn end_all(&mut self) {
-        while !self.held.is_empty() {
+        while !self.deferred.is_empty() {
             self.end(0);
         }
     }
@@ -81,7 +82,7 @@ impl State {
                 }
                 self.written.push((offset, bytes));
             }
-            Op::Flush | Op::WriteZeroes { .. } | Op::Discard | Op::Verify => {}
+            _ => {}
         }
         Ok(())
     }
@@ -103,87 +104,83 @@ pub(crate) fn error(source: &mut Source<'_>) -> DiskError {
 }
 
 #[derive(Clone, Default)]
-pub(crate) struct Medium(Arc<Mutex<State>>);
+pub(crate) struct TestDisk(Arc<Mutex<TestDiskState>>);
 
-impl Medium {
-    pub(crate) fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+impl TestDisk {
+    pub(crate) fn state(&self) -> MutexGuard<'_, TestDiskState> {
+        self.0.lock()
     }
 }
 
-impl std::fmt::Debug for Medium {
+impl std::fmt::Debug for TestDisk {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Medium")
+        f.write_str("TestDisk")
     }
 }
 
-impl Disk for Medium {
-    fn info(&self) -> Info {
-        Info {
-            block_size: BLOCK as u32,
-            blocks: BLOCKS,
-            read_only: false,
-            volatile_cache: true,
-            discard: true,
-            granularity: 1,
-        }
+impl Disk for TestDisk {
+    fn info(&self) -> DiskInfo {
+        let mut info = DiskInfo::new(BLOCK as u32, BLOCKS);
+        info.volatile_cache = true;
+        info.discard = true;
+        info
     }
 
     fn queue(&self) -> std::io::Result<Box<dyn Queue>> {
         let mut state = self.state();
         state.queues += 1;
         let number = state.queues;
-        Ok(Box::new(Way { medium: self.clone(), number, pending: Vec::new() }))
+        Ok(Box::new(TestQueue { disk: self.clone(), number, pending: Vec::new() }))
     }
 
     fn name(&self) -> String {
-        "medium".into()
+        "test".into()
     }
 }
 
 /// A queue.
-struct Way {
-    medium: Medium,
+struct TestQueue {
+    disk: TestDisk,
     number: usize,
     pending: Vec<(u32, Request, Segments)>,
 }
 
-impl Queue for Way {
+impl Queue for TestQueue {
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
         assert!(!self.pending.iter().any(|(other, ..)| *other == tag), "tag {tag} is in use");
-        let mut state = self.medium.state();
-        if !state.hold {
+        let mut state = self.disk.state();
+        if !state.defer {
             return Submitted::Done(state.carry_out(request, data));
         }
-        state.held.push_back((self.number, tag));
+        state.deferred.push_back((self.number, tag));
         self.pending.push((tag, *request, data.take()));
         Submitted::Pending
     }
 
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
-        let ending = std::mem::take(&mut self.medium.state().ending);
+        let ending = std::mem::take(&mut self.disk.state().ending);
         let (ours, others): (Vec<_>, _) =
             ending.into_iter().partition(|(queue, ..)| *queue == self.number);
-        self.medium.state().ending = others;
+        self.disk.state().ending = others;
         for (_, tag, cancelled) in ours {
             let at = self.pending.iter().position(|(other, ..)| *other == tag);
             let (_, request, data) = self.pending.remove(at.expect("a pending request"));
             let outcome = if cancelled {
                 Err(DiskError::Cancelled)
             } else {
-                self.medium.state().carry_out(&request, &data)
+                self.disk.state().carry_out(&request, &data)
             };
             done(tag, outcome, data);
         }
     }
 
     fn cancel(&mut self, tag: u32) {
-        let mut state = self.medium.state();
+        let mut state = self.disk.state();
         let ours = (self.number, tag);
-        if state.heed
-            && let Some(at) = state.held.iter().position(|held| *held == ours)
+        if state.cancellable
+            && let Some(at) = state.deferred.iter().position(|deferred| *deferred == ours)
         {
-            state.held.remove(at);
+            state.deferred.remove(at);
             state.ending.push((self.number, tag, true));
         }
     }
@@ -193,7 +190,7 @@ impl Queue for Way {
     }
 }
 
-impl Drop for Way {
+impl Drop for TestQueue {
     fn drop(&mut self) {
         assert!(self.pending.is_empty(), "dropped under I/O");
     }

@@ -1,42 +1,37 @@
-//! Who hears that the SSD has gone, while nothing completes that would tell.
+//! Detects that the SSD has gone, while no completion would say so.
 
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, poll};
 use shadowbell_memory::EventFd;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 
 /// Waits for the other end of a socket to hang up, if the SSD is reached by one.
-pub(crate) struct Watch {
-    state: Arc<State>,
+pub(crate) struct HangUpMonitor {
+    state: Arc<HangUpState>,
     stop: EventFd,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Default)]
-struct State {
+struct HangUpState {
     gone: AtomicBool,
     /// What the workers of the disk's queues sleep on.
-    bells: Mutex<Vec<Weak<EventFd>>>,
+    events: Mutex<Vec<Weak<EventFd>>>,
 }
 
-impl State {
-    fn bells(&self) -> MutexGuard<'_, Vec<Weak<EventFd>>> {
-        self.bells.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Watch {
+impl HangUpMonitor {
     pub(crate) fn start(socket: Option<OwnedFd>) -> io::Result<Self> {
-        let state = Arc::new(State::default());
+        let state = Arc::new(HangUpState::default());
         let stop = EventFd::new()?;
         let thread = match socket {
             None => None,
             Some(socket) => {
                 let (state, stop) = (Arc::clone(&state), stop.try_clone()?);
-                let name = "nvme-disk-watch".to_owned();
+                let name = "nvme-hang-up".to_owned();
                 let run = move || wait(&socket, &stop, &state);
                 Some(std::thread::Builder::new().name(name).spawn(run)?)
             }
@@ -44,11 +39,11 @@ impl Watch {
         Ok(Self { state, stop, thread })
     }
 
-    /// Signals `bell` when the SSD has gone, if it is still there.
-    pub(crate) fn add(&self, bell: &Arc<EventFd>) {
-        let mut bells = self.state.bells();
-        bells.retain(|bell| bell.strong_count() != 0);
-        bells.push(Arc::downgrade(bell));
+    /// Signals `event` when the SSD has gone, if it is still there.
+    pub(crate) fn add(&self, event: &Arc<EventFd>) {
+        let mut events = self.state.events.lock();
+        events.retain(|event| event.strong_count() != 0);
+        events.push(Arc::downgrade(event));
     }
 
     pub(crate) fn is_gone(&self) -> bool {
@@ -56,7 +51,7 @@ impl Watch {
     }
 }
 
-impl Drop for Watch {
+impl Drop for HangUpMonitor {
     fn drop(&mut self) {
         self.stop.signal();
         if let Some(thread) = self.thread.take() {
@@ -65,7 +60,7 @@ impl Drop for Watch {
     }
 }
 
-fn wait(socket: &OwnedFd, stop: &EventFd, state: &State) {
+fn wait(socket: &OwnedFd, stop: &EventFd, state: &HangUpState) {
     let ended = PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL | PollFlags::RDHUP;
     loop {
         let mut fds = [
@@ -79,7 +74,12 @@ fn wait(socket: &OwnedFd, stop: &EventFd, state: &State) {
         }
         if socket.revents().intersects(ended) {
             state.gone.store(true, Ordering::Release);
-            return state.bells().iter().filter_map(Weak::upgrade).for_each(|bell| bell.signal());
+            return state
+                .events
+                .lock()
+                .iter()
+                .filter_map(Weak::upgrade)
+                .for_each(|event| event.signal());
         }
     }
 }

@@ -1,8 +1,8 @@
-//! A thread's seat at the disk: its requests under way, the queue that they go through, which it
-//! drives itself if it may, and what it sleeps on.
+//! What a thread that serves requests has: the requests in flight, the queue that they go through,
+//! which it drives itself if it may, and the epoll set that it sleeps on.
 //!
-//! A turn polls what was woken, so that everything that came in together goes to the controller with
-//! one doorbell, and then takes whatever has completed, to be answered together.
+//! A round polls what was woken, so that everything that came in together goes to the controller
+//! with one doorbell, and then takes whatever has completed, to be answered together.
 
 use crate::tasks::Tasks;
 use rustix::event::Timespec;
@@ -21,21 +21,21 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// Something of the seat's own has happened.
-const NEWS: u64 = 0;
+/// A request was woken, the queue has completions, or the timer went off.
+const OWN_EVENT: u64 = 0;
 /// The queue's device may have gone.
 const HANG_UP: u64 = 1;
 /// The first number for others.
 pub(crate) const FIRST: u64 = 2;
-/// Descriptors of which a wait can tell at once.
+/// Descriptors that one wait can report.
 const EVENTS: usize = 4;
 
-/// What ended a wait, apart from the seat's own affairs: the number that belongs to a descriptor, and
-/// what it is ready for.
+/// What ended a wait, apart from the thread's own events: the number that belongs to a descriptor,
+/// and what it is ready for.
 pub(crate) type Readiness = (u64, EventFlags);
 
-/// See the [module](self).
-pub(crate) struct Seat<F> {
+/// The state of a thread that serves requests; see the [module](self).
+pub(crate) struct IoThread<F> {
     tasks: Tasks<F>,
     queue: Option<AsyncQueue>,
     driver: Option<Driver>,
@@ -45,7 +45,7 @@ pub(crate) struct Seat<F> {
     epoll: OwnedFd,
 }
 
-/// Ends the sleeps of event loops that keep no time.
+/// Ends the sleeps of event loops that have no timeout of their own.
 #[derive(Default)]
 struct Timer {
     fd: Option<OwnedFd>,
@@ -63,7 +63,7 @@ impl Timer {
         if self.fd.is_none() {
             let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
             let fd = timerfd_create(TimerfdClockId::Monotonic, flags)?;
-            epoll::add(epoll, &fd, EventData::new_u64(NEWS), EventFlags::IN | EventFlags::ET)?;
+            epoll::add(epoll, &fd, EventData::new_u64(OWN_EVENT), EventFlags::IN | EventFlags::ET)?;
             self.fd = Some(fd);
         }
         let Some(fd) = &self.fd else { return Ok(()) };
@@ -83,13 +83,13 @@ fn timespec(time: Duration) -> Timespec {
     }
 }
 
-impl<F: Future> Seat<F> {
-    /// A seat for `places` requests to `disk`.
-    pub(crate) fn new(disk: &BlockDevice, places: usize) -> io::Result<Self> {
-        let tasks = Tasks::new(places)?;
+impl<F: Future> IoThread<F> {
+    /// For `slots` requests to `disk` at a time.
+    pub(crate) fn new(disk: &BlockDevice, slots: usize) -> io::Result<Self> {
+        let tasks = Tasks::new(slots)?;
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         let flags = EventFlags::IN | EventFlags::ET;
-        epoll::add(&epoll, tasks.event(), EventData::new_u64(NEWS), flags)?;
+        epoll::add(&epoll, tasks.event(), EventData::new_u64(OWN_EVENT), flags)?;
         let timer = Timer::default();
         Ok(Self { tasks, queue: disk.queue().cloned(), driver: None, asleep: false, timer, epoll })
     }
@@ -99,14 +99,14 @@ impl<F: Future> Seat<F> {
         &mut self.tasks
     }
 
-    /// A handle that ends the thread's sleep.
-    pub(crate) fn alarm(&self) -> io::Result<EventFd> {
-        self.tasks.alarm()
+    /// An event that ends the thread's sleep.
+    pub(crate) fn waker(&self) -> io::Result<EventFd> {
+        self.tasks.waker()
     }
 
     /// Also wakes for `fd`, each time that it becomes ready for `flags`, under a number from
     /// [`FIRST`] on.
-    pub(crate) fn watch(
+    pub(crate) fn add_fd(
         &self,
         fd: BorrowedFd<'_>,
         number: u64,
@@ -115,8 +115,8 @@ impl<F: Future> Seat<F> {
         Ok(epoll::add(&self.epoll, fd, EventData::new_u64(number), flags | EventFlags::ET)?)
     }
 
-    /// Changes what a descriptor is watched for.
-    pub(crate) fn rewatch(
+    /// Changes for what a descriptor wakes.
+    pub(crate) fn modify_fd(
         &self,
         fd: BorrowedFd<'_>,
         number: u64,
@@ -127,10 +127,10 @@ impl<F: Future> Seat<F> {
 
     /// Begins with what was started, submits, takes what has completed, and hands the futures that
     /// are ready to `done`. Whether there was anything.
-    pub(crate) fn turn(&mut self, mut done: impl FnMut(usize, F::Output)) -> bool {
+    pub(crate) fn run_once(&mut self, mut done: impl FnMut(usize, F::Output)) -> bool {
         let mut busy = self.tasks.run(&mut done);
         if self.driver.is_none() && self.tasks.reserved() > 0 {
-            self.take_over();
+            self.start_driving();
         }
         if let Some(driver) = &mut self.driver {
             busy |= driver.step();
@@ -140,23 +140,23 @@ impl<F: Future> Seat<F> {
     }
 
     /// Drives the queue, if that can be had.
-    fn take_over(&mut self) {
+    fn start_driving(&mut self) {
         let Some(queue) = &self.queue else { return };
         let Some(driver) = queue.ask_to_drive() else { return };
         self.driver = Some(driver);
-        let news = (queue.event(), NEWS, EventFlags::IN);
+        let completions = (queue.event(), OWN_EVENT, EventFlags::IN);
         let hang_up = queue.hang_up().map(|socket| (socket, HANG_UP, EventFlags::RDHUP));
-        let watched = [Some(news), hang_up].into_iter().flatten();
-        let mut watched = watched.map(|(fd, number, flags)| self.watch(fd, number, flags));
-        if let Some(error) = watched.find_map(Result::err) {
-            tracing::debug!("a queue can not be watched, so its own thread drives it: {error}");
-            drop(watched);
-            self.let_go();
+        let fds = [Some(completions), hang_up].into_iter().flatten();
+        let mut added = fds.map(|(fd, number, flags)| self.add_fd(fd, number, flags));
+        if let Some(error) = added.find_map(Result::err) {
+            tracing::debug!("a queue can not be waited for, so its own thread drives it: {error}");
+            drop(added);
+            self.stop_driving();
         }
     }
 
     /// Leaves the queue to others.
-    fn let_go(&mut self) {
+    fn stop_driving(&mut self) {
         if self.driver.take().is_some()
             && let Some(queue) = &self.queue
         {
@@ -175,21 +175,21 @@ impl<F: Future> Seat<F> {
         }
     }
 
-    /// Whether there is nothing to do, and the thread may sleep on this: by [`wait`](Self::wait), or
-    /// in an event loop that is not ours, which comes back to [`look`](Self::look).
+    /// Whether there is nothing to do, and the thread may sleep on this: by [`wait`](Self::wait),
+    /// or in another event loop, which calls [`take_events`](Self::take_events) then.
     pub(crate) fn prepare_sleep(&mut self) -> bool {
         let may = self.prepare();
         if !may {
-            self.awake(false);
+            self.after_sleep(false);
         }
         may
     }
 
     fn prepare(&mut self) -> bool {
         if let Some(driver) = &mut self.driver {
-            // Nobody wakes us for others' commands if others can have the queue.
+            // Another thread's commands do not wake this one if that thread can drive the queue.
             if driver.is_over() || driver.is_idle() && driver.is_wanted() {
-                self.let_go();
+                self.stop_driving();
             }
         }
         if !self.tasks.prepare_sleep() {
@@ -202,7 +202,7 @@ impl<F: Future> Seat<F> {
         true
     }
 
-    /// As [`prepare_sleep`](Self::prepare_sleep), for an event loop that keeps no time.
+    /// As [`prepare_sleep`](Self::prepare_sleep), for an event loop that has no timeout.
     pub(crate) fn prepare_timed_sleep(&mut self) -> bool {
         if !self.prepare_sleep() {
             return false;
@@ -210,13 +210,13 @@ impl<F: Future> Seat<F> {
         if let Some(until) = self.sleep_until()
             && let Err(errno) = self.timer.set(&self.epoll, until)
         {
-            tracing::debug!("the deadlines of commands are not watched: {errno}");
+            tracing::debug!("the deadlines of commands are not kept: {errno}");
         }
         true
     }
 
-    /// After a sleep in an event loop that is not ours, if it was this that ended it.
-    pub(crate) fn look(&mut self) {
+    /// After a sleep in another event loop, if this descriptor ended it.
+    pub(crate) fn take_events(&mut self) {
         self.wait(Some(Instant::now()), |_| {});
     }
 
@@ -225,7 +225,7 @@ impl<F: Future> Seat<F> {
         self.driver.as_ref().and_then(Driver::sleep_until)
     }
 
-    /// Waits until there is something to do, or `until`. What others' descriptors are ready for goes
+    /// Waits until there is something to do, or `until`. What added descriptors are ready for goes
     /// to `ready`.
     pub(crate) fn wait(&mut self, until: Option<Instant>, mut ready: impl FnMut(Readiness)) {
         let until = match (self.sleep_until(), until) {
@@ -247,17 +247,17 @@ impl<F: Future> Seat<F> {
         let mut gone = false;
         for event in found {
             match event.data.u64() {
-                NEWS => {}
+                OWN_EVENT => {}
                 HANG_UP => gone = true,
                 number => ready((number, event.flags)),
             }
         }
-        self.awake(gone);
+        self.after_sleep(gone);
     }
 
     /// After a sleep, or one that did not come about.
-    pub(crate) fn awake(&mut self, gone: bool) {
-        self.tasks.awake(false);
+    pub(crate) fn after_sleep(&mut self, gone: bool) {
+        self.tasks.after_sleep();
         if let Some(driver) = &mut self.driver {
             if std::mem::take(&mut self.asleep) {
                 driver.awake();
@@ -269,9 +269,9 @@ impl<F: Future> Seat<F> {
     }
 }
 
-impl<F> AsFd for Seat<F> {
-    /// Readable when there is something to do: for an event loop that is not ours, together with
-    /// [`Seat::wait`] without sleeping.
+impl<F> AsFd for IoThread<F> {
+    /// Readable when there is something to do: for another event loop, together with
+    /// [`IoThread::take_events`].
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }
