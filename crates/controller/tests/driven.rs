@@ -4,7 +4,7 @@ mod common;
 
 use common::{Host, Queue, config};
 use controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
-use shadowbell_backend::{Disk, Info, Request, Submitted};
+use shadowbell_backend::{Disk, DiskInfo, Request, Submitted};
 use shadowbell_controller as controller;
 use shadowbell_memory::{DmaError, DmaTable, Mapping, Segments, SharedBytes};
 use shadowbell_spec::regs::{self, cq_doorbell_offset, sq_doorbell_offset};
@@ -106,15 +106,8 @@ fn completions_that_come_together_share_an_interrupt() {
 struct Meanwhile(Arc<Mutex<Option<(SharedBytes, usize, u32)>>>, Arc<AtomicUsize>);
 
 impl Disk for Meanwhile {
-    fn info(&self) -> Info {
-        Info {
-            block_size: 512,
-            blocks: 1 << 10,
-            read_only: false,
-            volatile_cache: false,
-            discard: false,
-            granularity: 1,
-        }
+    fn info(&self) -> DiskInfo {
+        DiskInfo::new(512, 1 << 10)
     }
 
     fn queue(&self) -> std::io::Result<Box<dyn shadowbell_backend::Queue>> {

@@ -362,7 +362,7 @@ impl<R: Cell, S: Cell> SqTail<R, S> {
     /// What [`look`](Self::look) would find now, without finding it: nothing may be fetched for it
     /// yet, but it can be prepared for. What `look` found last if there is nothing better.
     #[inline]
-    pub fn glance(&self) -> u16 {
+    pub fn peek(&self) -> u16 {
         let doorbell = &self.doorbell;
         let value = match (&doorbell.shadow, doorbell.state.truth) {
             (Some(shadow), Truth::Shadow) => shadow.value.load_acquire(),

@@ -46,7 +46,8 @@ impl Predicate {
 #[derive(Debug)]
 pub struct HostDoorbell<C, F = FullFence> {
     current: u16,
-    /// The value before the one that was [published](Self::publish_deferred), if EventIdx has not been asked yet.
+    /// The value before the one that was [published](Self::publish_deferred), if EventIdx has not
+    /// been looked at yet.
     deferred: Option<u16>,
     shadow: Option<HostShadow<C>>,
     stats: HostStats,
@@ -93,7 +94,7 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     }
 
     /// Doorbell Buffer Config has completed with success: from here on the controller reads the
-    /// shadow entry, and EventIdx says when it wants to be told. Without a [`mirror`] this does
+    /// shadow entry, and EventIdx says when it wants to be notified. Without a [`mirror`] this does
     /// nothing.
     ///
     /// [`mirror`]: Self::mirror
@@ -127,9 +128,9 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
         let mmio = match &self.shadow {
             Some(shadow) if shadow.trusted => {
                 // The earlier one by itself: EventIdx keeps out of the way of one update at a time.
-                let earlier = self.ask_with(predicate);
+                let earlier = self.notification_needed(predicate);
                 self.store(new);
-                self.ask_with(predicate) | earlier
+                self.notification_needed(predicate) | earlier
             }
             Some(shadow) => {
                 shadow.value.store_release(u32::from(new));
@@ -147,15 +148,16 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
         mmio
     }
 
-    /// Publishes `new`, and leaves for later whether the controller has to be told of it:
-    /// [`needs_notification`](Self::needs_notification) says that, and must be called before the caller waits for anything that
-    /// the controller does, or turns to something else. Says whether the register has to be written
-    /// now, for what was posted before, or because there is no shadow entry to rely on.
+    /// Publishes `new`, and leaves for later whether the controller has to be notified:
+    /// [`needs_notification`](Self::needs_notification) says that, and must be called before the
+    /// caller waits for anything that the controller does, or turns to something else. Says whether
+    /// the register has to be written now, for what was published before, or because there is no
+    /// shadow entry to rely on.
     ///
     /// The question takes a full fence, which waits until everything that was written before is
     /// visible, the entries with it. Asked at the next update, it has nothing left to wait for. A
-    /// controller that sleeps meanwhile is woken as much later, so this is for queues in which it has
-    /// enough to do.
+    /// controller that sleeps meanwhile is woken as much later, so this is for queues in which it
+    /// has enough to do.
     #[inline]
     #[must_use = "the controller may be asleep: write the register if this says so"]
     pub fn publish_deferred(&mut self, new: u16) -> bool {
@@ -169,21 +171,22 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
         earlier
     }
 
-    /// Whether the register has to be written for what was [published](Self::publish_deferred). Nothing was, or it
-    /// was asked: then not.
+    /// Whether the register has to be written for what was
+    /// [published](Self::publish_deferred). Not if nothing was, or if this was asked before.
     #[inline]
     #[must_use = "the controller may be asleep: write the register if this says so"]
     pub fn needs_notification(&mut self) -> bool {
-        let mmio = self.ask_with(Predicate::Linux);
+        let mmio = self.notification_needed(Predicate::Linux);
         if mmio {
-            // It was counted as saved when it was posted.
+            // It was counted as saved when it was published.
             self.stats.mmio_needed += 1;
             self.stats.mmio_saved -= 1;
         }
         mmio
     }
 
-    /// Whether there is something to ask ([`needs_notification`](Self::needs_notification)) for.
+    /// Whether something was [published](Self::publish_deferred), and
+    /// [`needs_notification`](Self::needs_notification) not called for it yet.
     #[inline]
     pub fn has_deferred(&self) -> bool {
         self.deferred.is_some()
@@ -198,7 +201,7 @@ impl<C: Cell, F: Fence> HostDoorbell<C, F> {
     }
 
     #[inline]
-    fn ask_with(&mut self, predicate: Predicate) -> bool {
+    fn notification_needed(&mut self, predicate: Predicate) -> bool {
         let (Some(old), Some(shadow)) = (self.deferred.take(), &self.shadow) else { return false };
         // Pairs with the fence between `arm` and `recheck`: either the controller sees our value
         // there, or we see its EventIdx here.

@@ -1,6 +1,6 @@
 //! The NVMe shadow doorbell protocol (Doorbell Buffer Config), both ends, model-checked.
 //!
-//! A host tells an NVMe controller that it has submitted commands, or consumed completions, by
+//! A host notifies an NVMe controller that it has submitted commands, or consumed completions, by
 //! writing a position to a *doorbell register*. If the controller is emulated, that write traps:
 //! it costs the host a trip out of its virtual machine, per command, and it is most of the price of
 //! an emulated disk. With the Doorbell Buffer Config command (NVMe Base 2.0, 5.8 and B.5) the host
@@ -19,14 +19,14 @@
 //! be woken. A controller that polls keeps EventIdx out of the host's way, and nothing traps at
 //! all.
 //!
-//! So much fits on half a page of the specification. The rest of this crate is what that page does
-//! not say, and what shipping products had to find out.
+//! So much fits on half a page of the specification. What else is in this crate is what that page
+//! does not say, and what shipping products had to find out.
 //!
 //! | | |
 //! |---|---|
 //! | [`SqTail`], [`CqHead`] | the controller's end of one doorbell |
 //! | [`HostDoorbell`] | the host's end of one doorbell, and the [`Predicate`]s that are in the wild |
-//! | [`Sleeper`], [`Waker`] | going to sleep without missing the bell |
+//! | [`Sleeper`], [`Waker`] | going to sleep without missing a doorbell |
 //! | [`RingSize`] | positions in a queue, and where they wrap |
 //! | [`Cell`], [`Fence`] | all that is needed of the machine; loom puts its own underneath |
 //!
@@ -56,7 +56,7 @@
 //! tail.arm(&mut arming);
 //! let mut fenced = arming.fence();
 //! assert_eq!(tail.recheck(&mut fenced), Ok(0));
-//! let asleep = fenced.settle().expect("no news");
+//! let asleep = fenced.try_sleep().expect("nothing new");
 //!
 //! // The host submits: it must ring, and the trap must signal.
 //! let waker: Waker<&AtomicU32> = Waker::new(&state);
@@ -86,10 +86,10 @@
 //! **One truth per doorbell.** Linux and SPDK do not shadow the admin queue, against the letter of
 //! the specification; other hosts do, and commands may be in flight when the buffers come. So the
 //! register stays the truth until the shadow entry has been seen to *depart* from what it held when
-//! the buffers came; from then on the entry is the truth for as long as the queue lives, and a ring
-//! only a bell. A host cannot come round to the old value unseen: it would have to submit a whole
-//! turn of the ring, and before that the controller must have fetched, thus looked. (For that, a
-//! look reads the register first and the entry second.)
+//! the buffers came; from then on the entry is the truth for as long as the queue lives, and a
+//! write of the register only wakes. A host cannot come round to the old value unseen: it would
+//! have to submit a whole turn of the ring, and before that the controller must have fetched, thus
+//! looked. (For that, a look reads the register first and the entry second.)
 //!
 //! **Never write the shadow entry.** It is tempting to copy every trapped value there, so that
 //! there is one place to look. But doorbell writes can be posted, and the entry may be two updates
@@ -106,9 +106,8 @@
 //! **A full completion queue arms its head.** A controller that has completions and no room waits
 //! for the host's *head* to move. Propolis left that EventIdx at the tail, which the host steps
 //! over only after it has consumed everything and more was posted: commands hung, shadow doorbells
-//! were not advertised for a while (#1008, #1023), and have rung more than they need to since
-//! (#1026,
-//! #1043). Arm it while a submission queue waits for room, and only then.
+//! were not advertised for a while (#1008, #1023), and have notified more than they need to since
+//! (#1026, #1043). Arm it while a submission queue waits for room, and only then.
 //!
 //! **The buffers die with the reset.** OpenVMM went on writing to them after a Controller Level
 //! Reset, when they were the memory of the next kernel (#4011, #4080). Drop the cells
@@ -145,8 +144,8 @@
 //!   that set the entries first, as [`HostDoorbell::mirror`] does, or that have the buffers before
 //!   the queues, as Linux and SPDK do, cannot get there.
 //! - A submission queue's tail that overtakes its head, or that is set to zero while the queue is
-//!   alive, looks like a full queue of commands. Nothing in the protocol tells them apart. A
-//!   completion queue's head past what was posted is told apart, and refused.
+//!   alive, looks like a full queue of commands. Nothing in the protocol distinguishes the
+//!   two. A completion queue's head past what was posted is recognized, and refused.
 //!
 //! # How it is checked
 //!
@@ -157,6 +156,10 @@
 //! rule away at a time and asserts that it then finds the lost wakeup.
 #![forbid(unsafe_code)]
 #![cfg_attr(not(any(test, loom)), no_std)]
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}
 
 extern crate alloc;
 

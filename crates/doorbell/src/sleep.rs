@@ -1,4 +1,4 @@
-//! Going to sleep without missing the bell.
+//! Going to sleep without missing a doorbell.
 
 use core::marker::PhantomData;
 
@@ -15,18 +15,18 @@ const WAKING: u32 = 2;
 ///
 /// ```text
 /// let mut arming = sleeper.prepare();         // "I am going to sleep"
-/// for q in &mut queues { q.arm(&mut arming) } // "... so ring for anything from here on"
+/// for q in &mut queues { q.arm(&mut arming) } // "... so wake me for anything new"
 /// let mut fenced = arming.fence();            // one full fence for all of it
 /// for q in &mut queues { q.recheck(&mut fenced)? }
-/// if let Some(asleep) = fenced.settle() {     // nothing new anywhere, and nothing forgotten
-///     block();                                // on the eventfd that a kicker signals
+/// if let Some(asleep) = fenced.try_sleep() {  // nothing new anywhere, and nothing forgotten
+///     block();                                // on the eventfd that a waker signals
 ///     drop(asleep);                           // awake again
 /// }
 /// ```
 ///
 /// The order is in the types: arming takes the token that the fence consumes, a recheck takes the
 /// token that only the fence gives, and the permit to block is given only if every doorbell that
-/// was armed has been rechecked and none had news.
+/// was armed has been rechecked and none had a new value.
 #[derive(Debug)]
 pub struct Sleeper<C: Cell, F = FullFence> {
     state: C,
@@ -35,7 +35,7 @@ pub struct Sleeper<C: Cell, F = FullFence> {
 }
 
 impl<C: Cell, F: Fence> Sleeper<C, F> {
-    /// A sleeper, awake, whose state its kickers read from `state`.
+    /// A sleeper, awake, whose state its wakers read from `state`.
     #[inline]
     pub fn new(state: C) -> Self {
         state.store_release(AWAKE);
@@ -48,12 +48,12 @@ impl<C: Cell, F: Fence> Sleeper<C, F> {
         self.stats
     }
 
-    /// Declares the intention to sleep. From here on kickers signal.
+    /// Declares the intention to sleep. From here on wakers signal.
     #[inline]
     pub fn prepare(&mut self) -> Arming<'_, C, F> {
         self.stats.rounds += 1;
         self.state.store_release(SLEEPING);
-        Arming { doze: Doze(self), armed: 0 }
+        Arming { declared: Declared(self), armed: 0 }
     }
 
     /// Awake again after [`Asleep::stay`].
@@ -65,9 +65,9 @@ impl<C: Cell, F: Fence> Sleeper<C, F> {
 
 /// Declared asleep; awake again when dropped, on whichever path.
 #[derive(Debug)]
-struct Doze<'a, C: Cell, F>(&'a mut Sleeper<C, F>);
+struct Declared<'a, C: Cell, F>(&'a mut Sleeper<C, F>);
 
-impl<C: Cell, F> Drop for Doze<'_, C, F> {
+impl<C: Cell, F> Drop for Declared<'_, C, F> {
     #[inline]
     fn drop(&mut self) {
         self.0.state.store_release(AWAKE);
@@ -78,7 +78,7 @@ impl<C: Cell, F> Drop for Doze<'_, C, F> {
 #[derive(Debug)]
 #[must_use = "arm every doorbell, then pass the fence"]
 pub struct Arming<'a, C: Cell, F = FullFence> {
-    doze: Doze<'a, C, F>,
+    declared: Declared<'a, C, F>,
     armed: u32,
 }
 
@@ -94,32 +94,32 @@ impl<'a, C: Cell, F: Fence> Arming<'a, C, F> {
     #[inline]
     pub fn fence(self) -> Fenced<'a, C, F> {
         F::full();
-        Fenced { doze: self.doze, unchecked: self.armed, news: false }
+        Fenced { declared: self.declared, unchecked: self.armed, found_work: false }
     }
 }
 
 /// The second half of a round: look at everything once more.
 #[derive(Debug)]
-#[must_use = "recheck every doorbell, then settle"]
+#[must_use = "recheck every doorbell, then try to sleep"]
 pub struct Fenced<'a, C: Cell, F = FullFence> {
-    doze: Doze<'a, C, F>,
+    declared: Declared<'a, C, F>,
     unchecked: u32,
-    news: bool,
+    found_work: bool,
 }
 
 impl<'a, C: Cell, F: Fence> Fenced<'a, C, F> {
     /// Counts a doorbell that was rechecked.
     #[inline]
-    pub(crate) fn rechecked(&mut self, news: bool) {
+    pub(crate) fn rechecked(&mut self, found: bool) {
         self.unchecked = self.unchecked.saturating_sub(1);
-        self.news |= news;
+        self.found_work |= found;
     }
 
     /// Notes the result of looking at something that is not a doorbell of this crate: a mailbox,
     /// the backend, a deadline. With `true` this round will not end in sleep.
     #[inline]
-    pub fn note(&mut self, news: bool) {
-        self.news |= news;
+    pub fn note(&mut self, found: bool) {
+        self.found_work |= found;
     }
 
     /// The permit to block, or nothing if there is work to do first.
@@ -128,39 +128,40 @@ impl<'a, C: Cell, F: Fence> Fenced<'a, C, F> {
     /// thread awake, where everyone can see it, instead of losing a wakeup once a month.
     #[inline]
     #[must_use = "without the permit there is work to do"]
-    pub fn settle(self) -> Option<Asleep<'a, C, F>> {
-        let stats = &mut self.doze.0.stats;
-        if self.news || self.unchecked != 0 {
+    pub fn try_sleep(self) -> Option<Asleep<'a, C, F>> {
+        let stats = &mut self.declared.0.stats;
+        if self.found_work || self.unchecked != 0 {
             stats.stayed_awake += 1;
             None
         } else {
             stats.slept += 1;
-            Some(Asleep { doze: self.doze })
+            Some(Asleep { declared: self.declared })
         }
     }
 }
 
 /// The permit to block. Dropping it is waking up.
 ///
-/// The caller blocks on what its [`Waker`]s signal, with a timeout or other sources if it likes, and
-/// after the drop looks at everything as if all of it had news. A signal must stick until somebody
-/// waits for it, as an eventfd's does, and must be consumed outside of the rounds only: a kicker
-/// that relies on the signal of another would otherwise wait for one that is gone.
+/// The caller blocks on what its [`Waker`]s signal, with a timeout or other sources if it likes,
+/// and after the drop looks at everything as if all of it had changed. A signal must stick until
+/// somebody waits for it, as an eventfd's does, and must be consumed outside of the rounds only: a
+/// waker that relies on the signal of another would otherwise wait for one that is gone.
 #[derive(Debug)]
 #[must_use = "this is the permit to block; dropping it declares the thread awake"]
 pub struct Asleep<'a, C: Cell, F = FullFence> {
-    doze: Doze<'a, C, F>,
+    declared: Declared<'a, C, F>,
 }
 
 impl<C: Cell, F> Asleep<'_, C, F> {
     /// Sleeps on beyond this call, until [`Sleeper::rise`]: for a sleeper that is not a thread but
-    /// a part of what a thread looks after, which can be left alone until somebody rings for it.
+    /// a part of what a thread looks after, which can be left alone until a doorbell of its is
+    /// written.
     ///
-    /// Its kickers' signal is whatever tells the thread which part it was, and may come from a kick
-    /// before the last `rise`; so it makes the thread look, whatever it believes of that part.
+    /// Its wakers' signal is whatever says to the thread which part it was, and may come from a
+    /// kick before the last `rise`; so it makes the thread look, whatever it believes of that part.
     #[inline]
     pub fn stay(self) {
-        core::mem::forget(self.doze);
+        core::mem::forget(self.declared);
     }
 }
 
@@ -202,13 +203,13 @@ impl<C: Cell, F: Fence> Waker<C, F> {
     #[inline]
     #[must_use = "signal the sleeper if this says so"]
     pub fn kick(&self) -> bool {
-        // Pairs with `Arming::fence`: either the sleeper sees our news in its last look, or we see
-        // here that it sleeps.
+        // Pairs with `Arming::fence`: either the sleeper sees what we stored in its last look, or
+        // we see here that it sleeps.
         F::full();
         let asleep = self.state.load_acquire() == SLEEPING;
         if asleep {
-            // Our signal follows, so others may leave it to us. If the sleeper got up and lay down
-            // again meanwhile, our signal still follows, and it will look at their news as well.
+            // Our signal follows, so others may leave it to us. If the sleeper was woken and sleeps
+            // again meanwhile, our signal still follows, and it will look at theirs as well.
             self.state.store_release(WAKING);
         }
         asleep

@@ -50,13 +50,13 @@ fn an_event_idx_outside_the_ring_rings_once_per_turn() {
     for entries in [2u32, 3, 100, 1024, 65535] {
         for event_idx in [entries, 65535] {
             let size = ring(entries);
-            let rung = (0..entries)
+            let notified = (0..entries)
                 .filter(|&at| {
                     let (old, new) = (at as u16, size.forward(at as u16, 1));
                     Predicate::Linux.needs_mmio(event_idx, old, new)
                 })
                 .collect::<Vec<_>>();
-            assert_eq!(rung, [entries - 1]);
+            assert_eq!(notified, [entries - 1]);
         }
     }
 }

@@ -77,7 +77,7 @@ struct Host {
     predicate: Predicate,
     submitted: u64,
     completed: u64,
-    rung: Vec<u16>,
+    register_writes: Vec<u16>,
     signalled: bool,
 }
 
@@ -91,14 +91,14 @@ impl Host {
         self.submitted += u64::from(count);
         let new = self.size.forward(self.doorbell.current(), count);
         if self.doorbell.publish_with(self.predicate, new) {
-            self.rung.push(new);
+            self.register_writes.push(new);
             self.signalled |= self.waker.ring(&self.register, u32::from(new));
         }
     }
 }
 
-/// The example in the documentation of the crate, which is only compiled there: it would need a model
-/// around it when the crate is built for loom.
+/// The example in the documentation of the crate, which is only compiled there: it would need a
+/// model around it when the crate is built for loom.
 #[test]
 fn a_doorbells_life() {
     let (register, shadow, event_idx) = <(AtomicU32, AtomicU32, AtomicU32)>::default();
@@ -118,7 +118,7 @@ fn a_doorbells_life() {
     tail.arm(&mut arming);
     let mut fenced = arming.fence();
     assert_eq!(tail.recheck(&mut fenced), Ok(0));
-    let asleep = fenced.settle().expect("no news");
+    let asleep = fenced.try_sleep().expect("nothing new");
 
     // The host submits: it must ring, and the trap must signal.
     let waker: Waker<&AtomicU32> = Waker::new(&state);
@@ -155,7 +155,7 @@ proptest! {
             predicate,
             submitted: 0,
             completed: 0,
-            rung: Vec::new(),
+            register_writes: Vec::new(),
             signalled: false,
         }));
         let mut tail = SqTail::new(size, register);
@@ -186,7 +186,7 @@ proptest! {
                     // Late is possible only for a host that no longer lives by the register.
                     let host = host.borrow();
                     if tail.state().truth == shadowbell_doorbell::Truth::Shadow
-                        && let Some(&old) = host.rung.first()
+                        && let Some(&old) = host.register_writes.first()
                     {
                         let _ = host.waker.ring(&register, u32::from(old));
                     }
@@ -204,7 +204,7 @@ proptest! {
                     tail.arm(&mut arming);
                     let mut fenced = arming.fence();
                     tail.recheck(&mut fenced).unwrap();
-                    let slept = fenced.settle().is_some();
+                    let slept = fenced.try_sleep().is_some();
                     let host = host.borrow();
                     let behind = size.distance(tail.last(), host.doorbell.current());
                     prop_assert!(!slept || behind == 0 || host.signalled, "slept through {behind}");
@@ -217,7 +217,7 @@ proptest! {
                 tail.arm(&mut arming);
                 let mut fenced = arming.fence();
                 tail.recheck(&mut fenced).unwrap();
-                if let Some(_asleep) = fenced.settle() {
+                if let Some(_asleep) = fenced.try_sleep() {
                     let mut host = host.borrow_mut();
                     let submitted = host.submitted;
                     host.signalled = false;

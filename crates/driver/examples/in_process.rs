@@ -8,7 +8,7 @@
 #[path = "common/tour.rs"]
 mod tour;
 
-use shadowbell_frontend::Local;
+use shadowbell_frontend::InProcess;
 use std::error::Error;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ fn main() -> ExitCode {
 
 fn run() -> Result<(), Box<dyn Error>> {
     let disk = std::env::args().nth(1).unwrap_or_else(|| "mem:64MiB".to_owned());
-    let ssd = Local::over(shadowbell_backend::open(&disk)?)?;
+    let ssd = InProcess::over(shadowbell_backend::open(&disk)?)?;
     // Only a disk of our own making is written to.
     tour::take(Arc::new(ssd), disk.starts_with("mem:"))
 }

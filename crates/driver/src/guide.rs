@@ -11,7 +11,7 @@
 //!
 //! fn main() -> Result<(), Box<dyn std::error::Error>> {
 //!     // The way to the controller: here one in this process, over a disk in memory.
-//!     let ssd = Arc::new(shadowbell_frontend::Local::over(shadowbell_backend::open("mem:64MiB")?)?);
+//!     let ssd = Arc::new(shadowbell_frontend::InProcess::over(shadowbell_backend::open("mem:64MiB")?)?);
 //!     // Takes the controller over: resets and enables it, makes queues, asks what it is.
 //!     let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
 //!     let namespace = controller.namespace(1).ok_or("there is no namespace 1")?.clone();
@@ -50,7 +50,7 @@
 //! # use shadowbell_driver::{AttachOptions, Controller};
 //! # use std::sync::Arc;
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! # let ssd = Arc::new(shadowbell_frontend::Local::over(shadowbell_backend::open("mem:64MiB")?)?);
+//! # let ssd = Arc::new(shadowbell_frontend::InProcess::over(shadowbell_backend::open("mem:64MiB")?)?);
 //! # let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
 //! # let namespace = controller.namespace(1).ok_or("there is no namespace 1")?.clone();
 //! # let mut queue = controller.take_queue_pair().ok_or("there is no queue pair")?;
@@ -101,7 +101,7 @@
 //! #     }
 //! # }
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! # let ssd = Arc::new(shadowbell_frontend::Local::over(shadowbell_backend::open("mem:64MiB")?)?);
+//! # let ssd = Arc::new(shadowbell_frontend::InProcess::over(shadowbell_backend::open("mem:64MiB")?)?);
 //! # let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
 //! let queue = AsyncQueue::start(controller.take_queue_pair().ok_or("there is no queue pair")?)?;
 //! let disk = queue.open(controller.namespace(1).ok_or("there is no namespace 1")?);
@@ -130,7 +130,7 @@
 //! # use std::sync::Arc;
 //! # use zerocopy::IntoBytes;
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! # let ssd = Arc::new(shadowbell_frontend::Local::over(shadowbell_backend::open("mem:64MiB")?)?);
+//! # let ssd = Arc::new(shadowbell_frontend::InProcess::over(shadowbell_backend::open("mem:64MiB")?)?);
 //! # let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
 //! # let namespace = controller.namespace(1).ok_or("there is no namespace 1")?.clone();
 //! # let mut queue = controller.take_queue_pair().ok_or("there is no queue pair")?;

@@ -5,16 +5,13 @@
 #[allow(dead_code)]
 #[path = "export/client.rs"]
 mod client;
-#[allow(dead_code)]
-#[path = "../../block/tests/block/common.rs"]
-mod common;
 
 use client::Client;
-use common::{TestDisk, attach};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_driver::AttachOptions;
 use shadowbell_export::nbd::wire::{command, option, put_option};
 use shadowbell_export::nbd::{Address, Options, Server};
+use shadowbell_testing::block_device::{TestDisk, attach};
 use signal_hook::consts::SIGPIPE;
 use std::io::Write;
 use std::net::Shutdown;
@@ -25,16 +22,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Until the server, which has tried to answer, has closed its end.
 fn until_hung_up(socket: &UnixStream) {
     let mut fds = [PollFd::new(socket, PollFlags::empty())];
-    let patience = Timespec { tv_sec: 20, tv_nsec: 0 };
-    assert_eq!(poll(&mut fds, Some(&patience)), Ok(1));
+    let timeout = Timespec { tv_sec: 20, tv_nsec: 0 };
+    assert_eq!(poll(&mut fds, Some(&timeout)), Ok(1));
 }
 
 #[test]
 fn a_client_that_hears_nothing_more_is_no_signal() {
     let signalled = Arc::new(AtomicBool::new(false));
     signal_hook::flag::register(SIGPIPE, Arc::clone(&signalled)).unwrap();
-    let medium = Arc::new(TestDisk::new(4096, 512));
-    let mut controller = attach(medium, &AttachOptions::default());
+    let backing = Arc::new(TestDisk::new(4096, 512));
+    let mut controller = attach(backing, &AttachOptions::default());
     let disk = shadowbell_block::BlockDevice::open(
         &mut controller,
         1,

@@ -1,14 +1,15 @@
-//! The emulated controller in this very process, as the driver reaches it.
+//! A transport for the driver to a controller in the same process.
 //!
-//! The driver's commands reach it by function calls and its memory is the driver's own, so what is
-//! measured or tested there is the two ends and nothing between.
+//! Registers are function calls and memory is the driver's own, so a test or a measurement sees the
+//! two ends and nothing between.
 //!
 //! ```
+//! use shadowbell_driver::{AttachOptions, Controller};
 //! use std::sync::Arc;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let ssd = Arc::new(shadowbell_frontend::Local::over(shadowbell_backend::open("mem:1MiB")?)?);
-//! let controller = shadowbell_driver::Controller::attach(ssd, &shadowbell_driver::AttachOptions::default())?;
+//! let ssd = shadowbell_frontend::InProcess::over(shadowbell_backend::open("mem:1MiB")?)?;
+//! let controller = Controller::attach(Arc::new(ssd), &AttachOptions::default())?;
 //! assert_eq!(controller.namespace(1).map(|namespace| namespace.bytes()), Some(1 << 20));
 //! # Ok(())
 //! # }
@@ -24,11 +25,12 @@ use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 
-/// How long to wait for the controller to let go of memory. Its workers wait for disks to do so.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// How long to wait until the controller touches memory no more. Its workers wait for disks first.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Why there is no controller in this process.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum StartError {
     /// The system has no more threads or descriptors.
     #[error("the workers can not be started: {0}")]
@@ -41,12 +43,12 @@ pub enum StartError {
 /// A [`Transport`] to a controller in this process. Dropping it resets the controller and takes all
 /// memory away from it.
 #[derive(Debug)]
-pub struct Local {
+pub struct InProcess {
     controller: Controller,
     name: String,
 }
 
-impl Local {
+impl InProcess {
     /// A controller of its own over `disk`, as namespace 1, with shadow doorbells and a worker
     /// thread: a whole SSD for a test, an example, or a program that wants a queue to try.
     ///
@@ -104,7 +106,7 @@ impl Local {
         start(Box::new(move || {
             let _ = sender.send(());
         }))?;
-        receiver.recv_timeout(PATIENCE).map_err(|_| TransportError::Gone {
+        receiver.recv_timeout(RELEASE_TIMEOUT).map_err(|_| TransportError::Gone {
             device: self.name.clone(),
             doing,
             source: "what is in flight does not end".into(),
@@ -112,7 +114,7 @@ impl Local {
     }
 }
 
-impl Transport for Local {
+impl Transport for InProcess {
     fn name(&self) -> &str {
         &self.name
     }
@@ -187,9 +189,9 @@ impl Transport for Local {
     }
 }
 
-impl Drop for Local {
+impl Drop for InProcess {
     fn drop(&mut self) {
-        let _ = self.wait("letting go", |done| {
+        let _ = self.wait("disconnecting", |done| {
             self.controller.disconnect(done);
             Ok(())
         });

@@ -1,15 +1,16 @@
 //! Long copies between the data of a command and a disk that is memory.
 //!
-//! Such a disk is larger than the processor's caches, so a copy of many pages waits for memory all the
-//! time, and it depends on who asks for what and when. The system's `memmove` copies long blocks by
-//! `rep movsb`. Of blocks of 128 KiB between 32 buffers in a row and random places of 256 MiB (an AMD
-//! EPYC of the third generation under a hypervisor, loops of copies alone, medians of five, in turn):
+//! Such a disk is larger than the processor's caches, so a copy of many pages waits for memory all
+//! the time, and it depends on who asks for what and when. The system's `memmove` copies long
+//! blocks by `rep movsb`. Of blocks of 128 KiB between 32 buffers in a row and random places of 256
+//! MiB (an AMD EPYC of the third generation under a hypervisor, loops of copies alone, medians of
+//! five, in turn):
 //!
 //! * from the disk to the buffers 19.4 GB/s, and 21.6 with every line of the disk asked for 6 KiB
 //!   ahead, into the second level of the cache (19 at 12 KiB, 17 into the first level);
-//! * from the buffers to the disk 18.1 GB/s, and 26.0 by stores that go past the caches: the lines need
-//!   not be fetched to be overwritten, and what was in the cache stays there. Whether all of them have
-//!   arrived has to be waited for, though, which takes longer than a page does.
+//! * from the buffers to the disk 18.1 GB/s, and 26.0 by stores that go past the caches: the lines
+//!   need not be fetched to be overwritten, and what was in the cache stays there. Whether all of
+//!   them have arrived has to be waited for, though, which takes longer than a page does.
 //!
 //! A single page of the disk is better asked for before its turn, as a whole
 //! ([`SharedBytes::prefetch_range`](crate::SharedBytes::prefetch_range)).
@@ -37,16 +38,16 @@ pub fn goes_past_caches(len: usize) -> bool {
 pub(crate) unsafe fn from_disk(from: *const u8, into: *mut u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
     if len >= LONG && can_be_ours(from, into, len) {
-        // SAFETY: the caller vouches for the ranges, they were seen to be disjoint, and the processor
-        // to have AVX2.
+        // SAFETY: the caller vouches for the ranges, they were seen to be disjoint, and the
+        // processor to have AVX2.
         return unsafe { x86_64::ask_ahead(from, into, len) };
     }
     // SAFETY: the caller vouches for the ranges.
     unsafe { copy(from, into, len) }
 }
 
-/// Copies `len` bytes of a buffer to a disk that is too large for the caches. The two may overlap. What
-/// is stored afterwards is seen afterwards, as with any other copy.
+/// Copies `len` bytes of a buffer to a disk that is too large for the caches. The two may overlap.
+/// What is stored afterwards is seen afterwards, as with any other copy.
 ///
 /// # Safety
 /// `len` bytes from `from` can be read, and `len` bytes from `into` written.
@@ -152,8 +153,8 @@ mod x86_64 {
         [unit(0), unit(1), unit(2), unit(3), unit(4), unit(5), unit(6), unit(7)]
     }
 
-    /// Copies all of it: whole turns from the first line of `into` on by `turn`, and what is before and
-    /// behind as usual.
+    /// Copies all of it: whole turns from the first line of `into` on by `turn`, and what is before
+    /// and behind as usual.
     ///
     /// # Safety
     /// `len` bytes from `from` can be read and `len` bytes from `into` written, and they do not

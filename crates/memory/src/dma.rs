@@ -1,10 +1,8 @@
 //! What the peer mapped where: I/O virtual addresses to bytes of this process.
 
-mod error;
-
-pub use error::{DmaError, Fault};
-
-use crate::{Mapping, SharedBytes};
+use crate::error::{DmaError, Fault};
+use crate::mapping::Mapping;
+use crate::shared::SharedBytes;
 use std::cell::Cell;
 use std::ptr::NonNull;
 use std::rc::{Rc, Weak};
@@ -237,12 +235,12 @@ fn last_address(iova: u64, len: u64) -> Result<u64, DmaError> {
 /// the last map that was hit tried first.
 ///
 /// Cloning it is a plain increment: every command in flight holds one (in its
-/// [`Segments`](crate::Segments)), so that [`ViewWatch`] can tell when the last is gone.
+/// [`Segments`](crate::Segments)), so that [`ViewWatch`] shows when the last is gone.
 #[derive(Clone, Debug)]
-pub struct View(Rc<Inner>);
+pub struct View(Rc<ViewShared>);
 
 #[derive(Debug)]
-struct Inner {
+struct ViewShared {
     table: Arc<DmaTable>,
     last_hit: Hit,
 }
@@ -281,9 +279,9 @@ impl Hit {
     }
 }
 
-/// Tells when every use of a [`View`] has ended.
+/// Shows when every use of a [`View`] has ended.
 #[derive(Clone, Debug)]
-pub struct ViewWatch(Weak<Inner>);
+pub struct ViewWatch(Weak<ViewShared>);
 
 impl ViewWatch {
     /// Whether the view and all its clones, those held by commands in flight among them, are gone.
@@ -303,7 +301,7 @@ impl View {
             base: Cell::new(NonNull::dangling()),
             writable: Cell::new(false),
         };
-        Self(Rc::new(Inner { table, last_hit }))
+        Self(Rc::new(ViewShared { table, last_hit }))
     }
 
     /// The snapshot that the view resolves against.

@@ -9,8 +9,9 @@ use std::sync::Arc;
 
 /// An event file descriptor: [`signal`](Self::signal) wakes whoever polls it.
 ///
-/// Neither signalling nor draining one ever blocks. For one of our own that goes without saying; one
-/// that a peer has as well it can make blocking at any moment, because the flag belongs to both.
+/// Neither signalling nor draining one ever blocks. For one of our own that goes without saying;
+/// one that a peer has as well it can make blocking at any moment, because the flag belongs to
+/// both.
 #[derive(Debug)]
 pub struct EventFd {
     fd: OwnedFd,
@@ -94,7 +95,7 @@ impl EventFd {
         }
     }
 
-    /// The count, left as it is; 0 where the system does not tell. For statistics about a descriptor
+    /// The count, left as it is; 0 where the system does not say. For statistics about a descriptor
     /// that a peer has too: who shares it can make it block, and then reading it is no question of
     /// ours any more.
     #[must_use]
@@ -139,11 +140,11 @@ impl EventFd {
 /// The offset of what has none, as preadv2 wants it.
 const NOWHERE: u64 = u64::MAX;
 
-/// Waits for signals of an [`EventFd`] one by one, without taking its count back to 0: a sleep and a
-/// wakeup are one system call and not two.
+/// Waits for signals of an [`EventFd`] one by one, without taking its count back to 0: a sleep and
+/// a wakeup are one system call and not two.
 ///
-/// Each signal ends one wait, whether it came before it or during it; several that came before count
-/// as one. Whoever polls the descriptor itself is not disturbed.
+/// Each signal ends one wait, whether it came before it or during it; several that came before
+/// count as one. Whoever polls the descriptor itself is not disturbed.
 #[derive(Debug)]
 pub struct Edges {
     epoll: OwnedFd,
@@ -156,7 +157,7 @@ pub struct Edges {
 pub enum Edge {
     /// The event was signalled.
     Signal,
-    /// Whoever would signal it has gone. Told once.
+    /// Whoever would signal it has gone. Reported once.
     HungUp,
     /// The time has passed.
     Timeout,
@@ -249,7 +250,7 @@ mod tests {
         let edges = Edges::new(&event, Some(ours.into())).unwrap();
         let none = Some(Duration::ZERO);
         assert_eq!(edges.wait(none).unwrap(), Edge::Signal);
-        assert_eq!(edges.wait(none).unwrap(), Edge::Timeout, "not drained, and yet heard");
+        assert_eq!(edges.wait(none).unwrap(), Edge::Timeout, "not drained, and yet reported");
         event.signal();
         event.signal();
         assert_eq!(edges.wait(none).unwrap(), Edge::Signal);

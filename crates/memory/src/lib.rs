@@ -22,8 +22,13 @@
 //! a peer does to shared memory while we copy it can make the *values* arbitrary, never the
 //! program's behaviour: everything is copied out once and checked afterwards.
 
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}
+
 mod copy;
 mod dma;
+mod error;
 mod event;
 mod mapping;
 mod notifier;
@@ -36,10 +41,10 @@ pub mod sigbus;
 mod sqe_batch;
 
 pub use copy::goes_past_caches;
-pub use dma::{DmaError, DmaSpace, DmaTable, Fault, View, ViewWatch};
+pub use dma::{DmaSpace, DmaTable, View, ViewWatch};
+pub use error::{DataPointerError, DmaError, Fault};
 pub use event::{Edge, Edges, EventFd};
 pub use mapping::{HUGE_PAGE, MapError, Mapping, Protection};
-pub use prp::DataPointerError;
 pub use ring::Ring;
 pub use segments::{Segment, Segments};
 pub use shared::{SharedBytes, SharedU32};

@@ -1,6 +1,6 @@
 //! One `mmap`, owned.
 
-use crate::{SharedBytes, sigbus};
+use crate::sigbus;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -22,6 +22,7 @@ pub enum Protection {
 
 /// Why memory could not be mapped.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum MapError {
     /// A length of 0, one that does not fit the address space, or an offset that is no multiple
     /// of the page size.
@@ -47,7 +48,7 @@ pub enum MapError {
 /// A range of this process's address space that is mapped as long as the value lives.
 ///
 /// The memory may be shared with a peer (by file descriptor) who can change it at any time, so
-/// there is no way to a `&[u8]` into it; access goes through [`SharedBytes`].
+/// there is no way to a `&[u8]` into it; access goes through [`SharedBytes`](crate::SharedBytes).
 pub struct Mapping {
     ptr: NonNull<u8>,
     len: usize,
@@ -94,7 +95,8 @@ impl Mapping {
         Self::adopt(ptr, size, protection, None, offset, Some(page))
     }
 
-    /// The same, and keeps the descriptor: the memory can be handed on ([`fd`](Self::fd)).
+    /// Maps `len` bytes of the file `fd` from `offset` as [`from_fd`](Self::from_fd) does, and
+    /// keeps the descriptor: the memory can be handed on ([`fd`](Self::fd)).
     ///
     /// # Errors
     /// As [`from_fd`](Self::from_fd).
@@ -121,9 +123,10 @@ impl Mapping {
         Self::memfd(name, round_to_page(len)?, MemfdFlags::empty(), MapFlags::NORESERVE)
     }
 
-    /// The same in pages of [`HUGE_PAGE`] bytes, where the administrator has set some aside
-    /// (`vm.nr_hugepages`): an IOMMU that maps them needs fewer entries, and so do the processors.
-    /// All of them are reserved now, so touching them later can not fail.
+    /// Makes a memfd of `len` bytes (rounded up) in pages of [`HUGE_PAGE`] bytes and maps it, where
+    /// the administrator has set some aside (`vm.nr_hugepages`): an IOMMU that maps them needs
+    /// fewer entries, and so do the processors. All of them are reserved now, so touching them
+    /// later can not fail.
     ///
     /// # Errors
     /// As [`shared`](Self::shared), and where there are not enough of such pages.
@@ -211,7 +214,8 @@ impl Mapping {
         self.len
     }
 
-    /// How much of the address space it takes, in bytes: whole pages of its file, which may be huge.
+    /// How much of the address space it takes, in bytes: whole pages of its file, which may be
+    /// huge.
     #[must_use]
     pub fn taken(&self) -> usize {
         self.taken
@@ -235,8 +239,8 @@ impl Mapping {
         self.protection
     }
 
-    /// The descriptor behind memory made by [`Mapping::shared`] or [`Mapping::from_own_fd`], to hand
-    /// to a peer.
+    /// The descriptor behind memory made by [`Mapping::shared`] or [`Mapping::from_own_fd`], to
+    /// hand to a peer.
     #[must_use]
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.fd.as_ref().map(AsFd::as_fd)
@@ -259,12 +263,6 @@ impl Mapping {
         if let Some(guard) = &self.guard {
             guard.claim(peer);
         }
-    }
-
-    /// The whole mapping as bytes.
-    #[must_use]
-    pub fn bytes(self: &Arc<Self>) -> SharedBytes {
-        SharedBytes::whole(self)
     }
 
     /// The address of the first byte in this process. A driver over `vfio` or an in-process

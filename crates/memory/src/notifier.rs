@@ -11,15 +11,15 @@
 //! on an AMD EPYC of 2023), which is why one's own eventfds are written to.
 
 use io_uring::{IoUring, opcode};
+use parking_lot::Mutex;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::sync::{Mutex, PoisonError};
 
 /// An io_uring that signals one eventfd whenever something completes in it.
 pub(crate) struct Notifier(Mutex<IoUring>);
 
 /// How often a system call is repeated that says that the kernel is out of memory for now.
-const PATIENCE: u32 = 100;
+const RETRIES: u32 = 100;
 
 impl Notifier {
     /// # Errors
@@ -33,11 +33,11 @@ impl Notifier {
 
     /// Signals the eventfd.
     pub(crate) fn notify(&self) {
-        let mut ring = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut ring = self.0.lock();
         // SAFETY: an operation that does nothing has no memory that would have to outlive it.
         // If there is no place for it, then an earlier one has not gone out yet, and does now.
         let _ = unsafe { ring.submission().push(&opcode::Nop::new().build()) };
-        for _ in 0..PATIENCE {
+        for _ in 0..RETRIES {
             let outcome = ring.submit();
             // What completes has to be taken, or the next has no place.
             ring.completion().for_each(drop);

@@ -1,47 +1,8 @@
 //! Physical Region Pages (Base 2.1, "PRP Entry and List Layout").
 
-use crate::{Fault, Segments, View};
-use shadowbell_spec::status::Status;
-
-/// A data pointer that can not be used. [`status`](Self::status) is what the specification gives
-/// the command for it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum DataPointerError {
-    /// An address that is not mapped, or not for this direction.
-    #[error(transparent)]
-    Fault(#[from] Fault),
-    /// A PRP entry with an offset where none may be, or one that is not aligned to a dword (PRP 1)
-    /// or a qword (the list pointer).
-    #[error("PRP entry {0:#x} has an invalid offset")]
-    PrpOffset(u64),
-    /// An SGL segment descriptor where none may be, or with a length that holds no descriptor.
-    #[error("invalid SGL segment descriptor")]
-    SglSegment,
-    /// More descriptors than the controller takes, or a Last Segment that is none.
-    #[error("invalid number of SGL descriptors")]
-    SglCount,
-    /// The descriptors hold less data than the command moves.
-    #[error("the SGL is shorter than the data")]
-    SglLength,
-    /// A descriptor of a type or sub type that this controller does not support here.
-    #[error("SGL descriptor type {0:#04x} is not supported")]
-    SglType(u8),
-}
-
-impl DataPointerError {
-    /// The status that the command ends in.
-    #[must_use]
-    pub fn status(&self) -> Status {
-        match self {
-            Self::Fault(_) => Status::DATA_XFER_ERROR,
-            Self::PrpOffset(_) => Status::PRP_OFFSET_INVALID.with_dnr(),
-            Self::SglSegment => Status::SGL_INVALID_SEGMENT_DESCRIPTOR.with_dnr(),
-            Self::SglCount => Status::SGL_INVALID_NUMBER_OF_DESCRIPTORS.with_dnr(),
-            Self::SglLength => Status::SGL_DATA_LENGTH_INVALID.with_dnr(),
-            Self::SglType(_) => Status::SGL_DESCRIPTOR_TYPE_INVALID.with_dnr(),
-        }
-    }
-}
+use crate::dma::View;
+use crate::error::DataPointerError;
+use crate::segments::Segments;
 
 /// Entries that are fetched from a PRP list at once: half a kilobyte, copied before it is checked.
 const CHUNK: usize = 64;

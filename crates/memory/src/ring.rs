@@ -1,6 +1,8 @@
 //! A queue's memory.
 
-use crate::{DmaTable, Fault, SharedBytes};
+use crate::dma::DmaTable;
+use crate::error::Fault;
+use crate::shared::SharedBytes;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 /// The entries, of `SIZE` bytes each (a power of two), of a physically contiguous queue: contiguous
@@ -25,13 +27,14 @@ struct Piece {
 }
 
 impl<const SIZE: usize> Ring<SIZE> {
-    /// Resolves a queue of `entries` entries at `iova`. The device writes it (a completion queue) if
-    /// `write`.
+    /// Resolves a queue of `entries` entries at `iova`. The device writes it (a completion queue)
+    /// if `write`.
     ///
     /// # Errors
     /// [`Fault`] with the first address that is not mapped as needed, or at which an entry would
-    /// cross from one map to another, or lie at an address of this process that is not aligned to 8.
-    /// (Entries are aligned to their size and maps to pages: neither happens to an aligned queue.)
+    /// cross from one map to another, or lie at an address of this process that is not aligned to
+    /// 8. (Entries are aligned to their size and maps to pages: neither happens to an aligned
+    /// queue.)
     pub fn resolve(table: &DmaTable, iova: u64, entries: u32, write: bool) -> Result<Self, Fault> {
         const { assert!(SIZE.is_power_of_two()) };
         let mut pieces: Vec<Piece> = Vec::new();
@@ -112,8 +115,8 @@ impl<const SIZE: usize> Ring<SIZE> {
         unsafe { bytes.read_at(offset) }
     }
 
-    /// A copy of the `T` at byte `offset` of entry `index`; `None` past the end of the ring or of the
-    /// entry.
+    /// A copy of the `T` at byte `offset` of entry `index`; `None` past the end of the ring or of
+    /// the entry.
     #[inline]
     #[must_use]
     pub fn peek<T: FromBytes>(&self, index: u32, offset: usize) -> Option<T> {

@@ -1,6 +1,10 @@
 //! A command's data, as pieces of host memory.
 
-use crate::{Fault, Mapping, SharedBytes, View, copy};
+use crate::copy;
+use crate::dma::View;
+use crate::error::Fault;
+use crate::mapping::Mapping;
+use crate::shared::SharedBytes;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -169,9 +173,9 @@ impl Segments {
         &self.list
     }
 
-    /// The mapping in which the byte at `address` of this process lies, if it is among those that the
-    /// data can be in. Whoever hands the data to a device knows by that whether the device can reach
-    /// it.
+    /// The mapping in which the byte at `address` of this process lies, if it is among those that
+    /// the data can be in. Whoever hands the data to a device knows by that whether the device can
+    /// reach it.
     #[must_use]
     pub fn mapping_at(&self, address: usize) -> Option<&Arc<Mapping>> {
         match &self.keep {
@@ -298,8 +302,8 @@ impl Segments {
         self.copy_to_by(std::ptr::copy, offset, to, to_offset, len)
     }
 
-    /// The same for a disk that is much larger than the processor's caches: what is long goes past them,
-    /// and does not push out what else is there.
+    /// Copies as [`copy_to`](Self::copy_to) does, to a disk that is much larger than the
+    /// processor's caches: what is long goes past them, and does not push out what else is there.
     #[must_use]
     pub fn copy_to_large(
         &self,
@@ -311,8 +315,8 @@ impl Segments {
         self.copy_to_by(copy::to_disk, offset, to, to_offset, len)
     }
 
-    /// `copy` needs no more than that it can read as many bytes from the first place as it is told, and
-    /// write them to the second.
+    /// `copy` reads as many bytes from its first argument as its third says, and writes them to its
+    /// second; it needs no more than that.
     #[inline(always)]
     fn copy_to_by(
         &self,
@@ -327,8 +331,8 @@ impl Segments {
         }
         let mut at = to_offset;
         self.for_range(offset, len, |ptr, n| {
-            // SAFETY: both ranges are mapped and checked, and `to` can be written. They may overlap, as
-            // an in-process peer's could.
+            // SAFETY: both ranges are mapped and checked, and `to` can be written. They may
+            // overlap, as an in-process peer's could.
             unsafe { copy(ptr.as_ptr(), to.as_ptr().add(at), n) };
             at += n;
         })
@@ -348,8 +352,8 @@ impl Segments {
         self.copy_from_by(std::ptr::copy, offset, from, from_offset, len)
     }
 
-    /// The same for a disk that is much larger than the processor's caches: what is long is asked for
-    /// ahead of the copy.
+    /// Copies as [`copy_from`](Self::copy_from) does, from a disk that is much larger than the
+    /// processor's caches: what is long is asked for ahead of the copy.
     #[must_use]
     pub fn copy_from_large(
         &self,

@@ -1,6 +1,8 @@
 //! Scatter Gather Lists (Base 2.1, "Scatter Gather List (SGL)").
 
-use crate::{DataPointerError, Segments, View};
+use crate::dma::View;
+use crate::error::{DataPointerError, Fault};
+use crate::segments::Segments;
 
 /// The most descriptors that one command may have, over all its segments: a host's list of 1 MiB
 /// in the smallest useful pieces fits, and a list that points at itself ends.
@@ -100,7 +102,7 @@ impl View {
                 let at = segment
                     .address
                     .checked_add((done * DESCRIPTOR) as u64)
-                    .ok_or(crate::Fault { iova: u64::MAX, write: false })?;
+                    .ok_or(Fault { iova: u64::MAX, write: false })?;
                 self.read(at, descriptors.as_flattened_mut())?;
                 for (index, raw) in descriptors.iter().enumerate() {
                     let descriptor = Descriptor::decode(raw);

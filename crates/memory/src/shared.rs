@@ -1,6 +1,6 @@
 //! A window into memory that a peer may be changing.
 
-use crate::{Mapping, Protection};
+use crate::mapping::{Mapping, Protection};
 use std::mem::MaybeUninit;
 use std::ops::Deref;
 use std::ptr::NonNull;
@@ -27,8 +27,16 @@ unsafe impl Send for SharedBytes {}
 // SAFETY: as above.
 unsafe impl Sync for SharedBytes {}
 
+impl Mapping {
+    /// The whole mapping as bytes. (Here, because a mapping knows nothing of windows.)
+    #[must_use]
+    pub fn bytes(self: &Arc<Self>) -> SharedBytes {
+        SharedBytes::whole(self)
+    }
+}
+
 impl SharedBytes {
-    pub(crate) fn whole(mapping: &Arc<Mapping>) -> Self {
+    fn whole(mapping: &Arc<Mapping>) -> Self {
         Self {
             ptr: mapping.base(),
             len: mapping.len(),
@@ -126,8 +134,8 @@ impl SharedBytes {
         let from = unsafe { self.ptr.add(offset) }.as_ptr();
         let mut value = MaybeUninit::<T>::uninit();
         let into = value.as_mut_ptr().cast::<u8>();
-        // Volatile, so that the compiler can not read shared memory a second time; by units as large
-        // as there are and not as a `T`, because it would be read field by field.
+        // Volatile, so that the compiler can not read shared memory a second time; by units as
+        // large as there are and not as a `T`, because it would be read field by field.
         let mut at = 0;
         // SAFETY: `size_of::<T>()` bytes from `from` are mapped and readable, and `into` has as
         // many; the three calls copy them from the first to the last.
@@ -174,8 +182,8 @@ impl SharedBytes {
     pub(crate) unsafe fn write_lines_at(&self, offset: usize, lines: *const u8, count: usize) {
         let into = self.ptr.as_ptr().wrapping_add(offset);
         for line in 0..count {
-            // SAFETY: the caller vouches for both ranges. One is Rust's and one is a mapping, so they
-            // do not overlap.
+            // SAFETY: the caller vouches for both ranges. One is Rust's and one is a mapping, so
+            // they do not overlap.
             unsafe {
                 copy_by::<Wide>(lines.add(64 * line), into.wrapping_add(64 * line), &mut 0, 64);
             }
@@ -365,7 +373,8 @@ type Wide = u64;
 /// Copies as many whole units `U` as there are between `at` and `len`, and moves `at` past them.
 ///
 /// # Safety
-/// `len` bytes from `from` can be read and `len` bytes from `into` written, and they do not overlap.
+/// `len` bytes from `from` can be read and `len` bytes from `into` written, and they do not
+/// overlap.
 #[inline(always)]
 unsafe fn copy_by<U: Copy>(from: *const u8, into: *mut u8, at: &mut usize, len: usize) {
     while *at + size_of::<U>() <= len {
@@ -380,9 +389,9 @@ unsafe fn copy_by<U: Copy>(from: *const u8, into: *mut u8, at: &mut usize, len: 
 
 /// Writes the eight words of an entry, from registers and by units as large as there are.
 ///
-/// A copy of a value that was put together on the stack in small pieces makes the processor wait until
-/// those have reached the cache, behind every entry written before, whose cache lines are still to
-/// come from the other side.
+/// A copy of a value that was put together on the stack in small pieces makes the processor wait
+/// until those have reached the cache, behind every entry written before, whose cache lines are
+/// still to come from the other side.
 ///
 /// # Safety
 /// 64 bytes from `into` can be written.
@@ -392,8 +401,8 @@ pub(crate) unsafe fn store_words(into: *mut u8, words: [u64; 8]) {
     for (index, (low, high)) in [(a, b), (c, d), (e, f), (g, h)].into_iter().enumerate() {
         let into = into.wrapping_add(16 * index);
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the 16 bytes lie in the range that the caller vouches for, and need not be aligned;
-        // SSE2 is part of the architecture.
+        // SAFETY: the 16 bytes lie in the range that the caller vouches for, and need not be
+        // aligned; SSE2 is part of the architecture.
         unsafe {
             use std::arch::x86_64::{__m128i, _mm_set_epi64x, _mm_storeu_si128};
             _mm_storeu_si128(into.cast::<__m128i>(), _mm_set_epi64x(high as i64, low as i64));

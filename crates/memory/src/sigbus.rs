@@ -12,12 +12,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 
 /// Ranges that can be guarded at once: about as many as a process may have mappings.
 const SLOTS: usize = 65_536;
-/// The same: how many mappings of peers' memory there can be.
+/// How many mappings of peers' memory can be guarded at once.
 pub const MOST: u64 = SLOTS as u64;
 
 struct Slot {
-    /// Odd while what follows is being changed, and another number afterwards: what is read between two
-    /// looks that find the same even number belongs together.
+    /// Odd while what follows is being changed, and another number afterwards: what is read between
+    /// two looks that find the same even number belongs together.
     version: AtomicUsize,
     /// 0: free; 1: being filled or emptied; otherwise the first address of a guarded range.
     start: AtomicUsize,
@@ -25,14 +25,14 @@ struct Slot {
     /// The size of its pages, a power of two: none can be replaced in part.
     page: AtomicUsize,
     poisoned: AtomicBool,
-    /// Whose it is: 0 for nobody's, [`SHARED`] for that of several, and otherwise one more than the number
-    /// of a peer.
+    /// Whose it is: 0 for nobody's, [`SHARED`] for that of several, and otherwise one more than the
+    /// number of a peer.
     owner: AtomicUsize,
 }
 
 /// The owner of what several peers have.
 const SHARED: usize = usize::MAX;
-/// Peers that are told apart: those whose numbers leave the same rest look after each other.
+/// Peers that are counted one by one: those whose numbers leave the same remainder share a count.
 const PEERS: usize = 1024;
 
 static REGISTRY: [Slot; SLOTS] = [const {
@@ -48,7 +48,7 @@ static REGISTRY: [Slot; SLOTS] = [const {
 /// One more than the highest slot ever used, so that the handler's search stays short.
 static USED: AtomicUsize = AtomicUsize::new(0);
 static FAULTS: AtomicU64 = AtomicU64::new(0);
-/// The same by peer.
+/// Faults by peer.
 static LOSSES: [AtomicU64; PEERS] = [const { AtomicU64::new(0) }; PEERS];
 static INSTALLED: OnceLock<Result<Previous, i32>> = OnceLock::new();
 
@@ -115,15 +115,16 @@ impl Drop for Guard {
 }
 
 /// How often a fault was turned into zeroes since the process started: one load
-/// tells a worker that there may be a poisoned mapping to look for.
+/// shows a worker that there may be a poisoned mapping to look for.
 #[inline]
 #[must_use]
 pub fn faults() -> u64 {
     FAULTS.load(Ordering::Acquire)
 }
 
-/// How many of them may have been in memory of this peer (see [`DmaSpace::of_peer`](crate::DmaSpace)), so
-/// that who notices one does not have to look through everybody's. Never less than there were.
+/// How many of them may have been in memory of this peer (see
+/// [`DmaSpace::of_peer`](crate::DmaSpace)), so that who notices one does not have to look through
+/// everybody's. Never less than there were.
 #[must_use]
 pub fn losses(peer: u32) -> u64 {
     LOSSES[peer as usize % PEERS].load(Ordering::Acquire)
@@ -190,12 +191,12 @@ extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut l
         let Some(Range { start, len, page: size }) = slot.get() else { continue };
         if address >= start && address - start < len {
             let page = address & !(size - 1);
-            // All that is behind it as well, which a truncation took too: a page here and a page there
-            // would be two mappings each, of which a process has 65530, and then this fails.
+            // All that is behind it as well, which a truncation took too: a page here and a page
+            // there would be two mappings each, of which a process has 65530, and then this fails.
             let rest = (start + len - page).next_multiple_of(size);
-            // SAFETY: the pages lie in a range that its owner mapped, in such pages, and still holds
-            // (a guard leaves the registry before its range is unmapped), so MAP_FIXED replaces only
-            // those.
+            // SAFETY: the pages lie in a range that its owner mapped, in such pages, and still
+            // holds (a guard leaves the registry before its range is unmapped), so MAP_FIXED
+            // replaces only those.
             let mapped = unsafe {
                 libc::mmap(
                     page as *mut libc::c_void,
@@ -262,7 +263,8 @@ mod tests {
         mapping.bytes().fill(4096, 4096, 1).unwrap(); // and can be written without harm
     }
 
-    /// Whoever notices that something was lost looks through the maps of those only who may have lost it.
+    /// Whoever notices that something was lost looks through the maps of those only who may have
+    /// lost it.
     #[test]
     fn losses_are_counted_by_peer() {
         let lose = |peers: &[u32]| {
@@ -285,8 +287,9 @@ mod tests {
         assert_eq!(lose(&[700, 702]), [1, 1, 1], "of several: everybody looks");
     }
 
-    /// A slot has one range after the other, of peers who come and go while another's fault is looked
-    /// up. A beginning of one with the length of the other would be memory of somebody else's.
+    /// A slot has one range after the other, of peers who come and go while another's fault is
+    /// looked up. A beginning of one with the length of the other would be memory of somebody
+    /// else's.
     #[test]
     fn a_range_is_never_made_up_of_two() {
         use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

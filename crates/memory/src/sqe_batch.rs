@@ -48,7 +48,7 @@ impl SqeBatch {
     /// Takes the eight words of an entry. There has to be room for it: otherwise entries are lost.
     #[inline(always)]
     pub fn push(&mut self, words: [u64; 8]) {
-        debug_assert!(!self.is_full(), "there is room in the sqe_batch");
+        debug_assert!(!self.is_full(), "there is room in the batch");
         // The remainder is for the compiler, which then sees that there is such a line.
         let line: *mut Line = &mut self.lines[self.held % Self::ROOM];
         self.held += 1;
@@ -109,18 +109,18 @@ mod tests {
     #[test]
     fn what_was_pushed_is_in_the_ring_after_a_flush() {
         let ring = Ring::<64>::over(&Mapping::anonymous(4096).unwrap().bytes(), 64).unwrap();
-        let mut sqe_batch = SqeBatch::new();
+        let mut batch = SqeBatch::new();
         let mut next = 0;
         // Round the end many times, at all places and with all lengths.
         for n in 0..1000u64 {
             let count = n % (SqeBatch::ROOM as u64 + 1);
             for i in 0..count {
-                assert!(!sqe_batch.is_full());
-                sqe_batch.push(words(n << 16 | i));
+                assert!(!batch.is_full());
+                batch.push(words(n << 16 | i));
             }
-            assert_eq!(sqe_batch.held() as u64, count);
-            sqe_batch.flush(&ring, next);
-            assert_eq!(sqe_batch.held(), 0);
+            assert_eq!(batch.held() as u64, count);
+            batch.flush(&ring, next);
+            assert_eq!(batch.held(), 0);
             for i in 0..count {
                 let at = (next + i as u32) % 64;
                 assert_eq!(ring.read::<[u64; 8]>(at), words(n << 16 | i), "{n} {i}");
@@ -137,10 +137,10 @@ mod tests {
             space.map(0x10000 + i * 4096, 4096, &part).unwrap();
         }
         let ring = Ring::<64>::resolve(space.table(), 0x10000, 128, true).unwrap();
-        let mut sqe_batch = SqeBatch::new();
-        (0..16).for_each(|n| sqe_batch.push(words(n)));
-        assert!(sqe_batch.is_full());
-        sqe_batch.flush(&ring, 56);
+        let mut batch = SqeBatch::new();
+        (0..16).for_each(|n| batch.push(words(n)));
+        assert!(batch.is_full());
+        batch.flush(&ring, 56);
         (0..16).for_each(|n| assert_eq!(ring.read::<[u64; 8]>(56 + n), words(u64::from(n))));
     }
 
@@ -148,7 +148,7 @@ mod tests {
     #[should_panic(expected = "there is room")]
     #[cfg(debug_assertions)]
     fn too_many_are_our_bug() {
-        let mut sqe_batch = SqeBatch::new();
-        (0..17).for_each(|n| sqe_batch.push(words(n)));
+        let mut batch = SqeBatch::new();
+        (0..17).for_each(|n| batch.push(words(n)));
     }
 }

@@ -188,7 +188,7 @@ proptest! {
         agree(&peer, prps, plan.len, plan.page, write)?;
     }
 
-    /// The same over memory without holes, so that nearly all of them are good.
+    /// Lists over memory without holes resolve as the model says; nearly all of them are good.
     #[test]
     fn lists_over_split_maps_resolve(plan in plan(), mut stretches in stretches(GRANULES), write: bool) {
         for stretch in &mut stretches {

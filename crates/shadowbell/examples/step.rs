@@ -8,7 +8,7 @@
 //! collects what the controller does (`*driver_side*`: the driver), to be divided by the number of
 //! I/Os that the program prints.
 
-use shadowbell::local::Local;
+use shadowbell::local::InProcess;
 use shadowbell_controller::config::{Config, NamespaceConfig, uuid_from};
 use shadowbell_controller::{Carrier, Controller, Polling, Pool, Turns};
 use shadowbell_driver::{AttachOptions, Buffer, Command, Completion, QueuePair};
@@ -30,7 +30,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let config = Config { namespaces: vec![namespace], ..Config::default() };
     let (pool, mut turns) = Pool::driven(Polling::Never)?;
     let controller = Controller::new(config, pool, Carrier::default())?;
-    let transport = Arc::new(Local::new(controller, "local:null:1TiB".into()));
+    let transport = Arc::new(InProcess::new(controller, "local:null:1TiB".into()));
     // Whoever attaches waits for what takes turns of the worker to happen.
     let options = AttachOptions { queue_pairs: 1, interrupts: false, ..AttachOptions::default() };
     let attaching =

@@ -7,7 +7,7 @@ use shadowbell_controller::{Carrier, Config, PoolOptions};
 use shadowbell_driver::Transport;
 use std::sync::Arc;
 
-pub use ::shadowbell_frontend::Local;
+pub use ::shadowbell_frontend::InProcess;
 
 /// The way to a controller in this process over `disk`; with `mapped`, its doorbells are memory.
 ///
@@ -25,7 +25,7 @@ pub fn connect(disk: Arc<dyn Disk>, mapped: bool) -> anyhow::Result<Arc<dyn Tran
 ///
 /// # Errors
 /// The plan can not be carried out, or the system has no more threads.
-pub fn open(plan: &ControllerPlan, pool: &PoolOptions) -> anyhow::Result<Local> {
+pub fn open(plan: &ControllerPlan, pool: &PoolOptions) -> anyhow::Result<InProcess> {
     let disks: Vec<_> = plan.disks.iter().map(|plan| plan.disk.as_str()).collect();
     let name = format!("local:{}", disks.join(","));
     let config = plan.open(&name).map_err(PlanError::into_error)?;
@@ -37,8 +37,8 @@ fn start(
     doorbells: Doorbells,
     pool: &PoolOptions,
     name: String,
-) -> Result<Local, StartError> {
+) -> Result<InProcess, StartError> {
     let mapped_doorbells = doorbells == Doorbells::Mapped;
     let carrier = Carrier { mapped_doorbells, ..Carrier::default() };
-    Local::start(config, carrier, pool, name)
+    InProcess::start(config, carrier, pool, name)
 }

@@ -82,7 +82,7 @@ impl PlanError {
             return exit::status(error) == exit::BAD_INPUT;
         }
         match self {
-            Self::Disk(OpenError::Memory { bytes, .. }) => *bytes > shadowbell_backend::FITS_MEMORY,
+            Self::Disk(OpenError::Memory { bytes, .. }) => *bytes > shadowbell_backend::MAX_MEMORY,
             Self::Disk(OpenError::System { .. } | OpenError::Ring { .. }) => false,
             _ => true,
         }

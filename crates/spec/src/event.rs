@@ -3,7 +3,7 @@
 
 use crate::log::lid;
 
-/// What happened, and which log page tells more: dword 0 of the completion.
+/// What happened, and which log page has more: dword 0 of the completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AsyncEvent {
     /// Asynchronous Event Type, 3 bits: one of the `TYPE_` constants.

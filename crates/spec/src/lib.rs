@@ -39,6 +39,10 @@
 #[cfg(not(target_endian = "little"))]
 compile_error!("NVMe structures are little-endian, and this crate lays them over native integers");
 
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}
+
 pub mod admin;
 pub mod build;
 pub mod cqe;

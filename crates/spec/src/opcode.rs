@@ -21,7 +21,7 @@ pub enum DataTransfer {
     Bidirectional,
 }
 
-/// The data transfer direction that the two low bits of `opcode` tell.
+/// The data transfer direction that the two low bits of `opcode` give.
 pub const fn data_transfer(opcode: u8) -> DataTransfer {
     match opcode & 0b11 {
         0b00 => DataTransfer::None,

@@ -88,7 +88,7 @@ pub struct Cap {
     /// NVM Subsystem Reset Supported.
     pub nssrs: bool,
     /// Command Sets Supported: bit 0 the NVM command set, bit 6 one or more I/O command sets
-    /// (Identify tells which), bit 7 no I/O command set. See [`CAP_CSS_NVM`].
+    /// (Identify names them), bit 7 no I/O command set. See [`CAP_CSS_NVM`].
     pub css: u8,
     /// Boot Partition Support.
     pub bps: bool,
@@ -390,10 +390,10 @@ mod tests {
 
         #[test]
         fn any_offset_decodes(offset: u64, dstrd: u8) {
-            if let Some(bell) = decode_doorbell(offset, dstrd) {
-                let back = match bell.kind {
-                    DoorbellKind::Sq => sq_doorbell_offset(bell.qid, dstrd),
-                    DoorbellKind::Cq => cq_doorbell_offset(bell.qid, dstrd),
+            if let Some(doorbell) = decode_doorbell(offset, dstrd) {
+                let back = match doorbell.kind {
+                    DoorbellKind::Sq => sq_doorbell_offset(doorbell.qid, dstrd),
+                    DoorbellKind::Cq => cq_doorbell_offset(doorbell.qid, dstrd),
                 };
                 prop_assert_eq!(back, offset);
             }

@@ -26,6 +26,7 @@ const BUFFER_LEN: usize = 16 * 1024;
 
 /// A stream that cannot be understood any further. The connection is of no use after it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum DecodeError {
     /// The size in a header is less than that of the header.
     #[error("a message of {size} bytes is shorter than its own header")]
@@ -353,5 +354,4 @@ fn reply_header(to: &Header) -> Header {
 }
 
 #[cfg(test)]
-#[path = "codec_tests.rs"]
 mod tests;

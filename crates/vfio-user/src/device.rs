@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 
 use crate::Errno;
 use crate::capabilities::DEFAULT_MAX_DMA_MAPS;
-use crate::server::SharedSocket;
+use crate::shared_socket::SharedSocket;
 
 /// Indexes of the regions of a PCI device (`VFIO_PCI_*_REGION_INDEX` of `<linux/vfio.h>`).
 pub mod region {
@@ -131,9 +131,9 @@ pub struct DmaMap {
     /// The device may write it.
     pub writable: bool,
     /// The file to map; mapping it and closing it wait for nobody (see
-    /// [`descriptor`](crate::descriptor)). Without one the memory can only be reached by messages, which a device
-    /// that wants mapped memory should refuse with [`Errno::OPNOTSUPP`] and a clear log line:
-    /// it is what a QEMU without `share=on` sends.
+    /// [`descriptor`](crate::descriptor)). Without one the memory can only be reached by messages,
+    /// which a device that wants mapped memory should refuse with [`Errno::OPNOTSUPP`] and a clear
+    /// log line: it is what a QEMU without `share=on` sends.
     pub fd: Option<OwnedFd>,
     /// Offset of the range in the file, in bytes.
     pub fd_offset: u64,
@@ -172,8 +172,8 @@ pub enum IrqData {
     None,
     /// One flag per interrupt of the range: the action is for those that are set.
     Bools(Vec<bool>),
-    /// One eventfd per interrupt of the range (they are eventfds, that was looked at), or none at all, which takes the eventfds of the
-    /// range away.
+    /// One eventfd per interrupt of the range (that they are eventfds was checked), or none at all,
+    /// which takes the eventfds of the range away.
     Eventfds(Vec<OwnedFd>),
 }
 
@@ -193,7 +193,7 @@ pub struct SetIrqs {
     pub data: IrqData,
 }
 
-/// What version negotiation told of the client.
+/// What the client stated during version negotiation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Peer {
     /// How many descriptors it takes with one message.
@@ -283,8 +283,9 @@ pub trait Device: Send {
         DeviceInfo::default()
     }
 
-    /// How many ranges of memory a client may share at once; it is told during version negotiation,
-    /// and no more is done about it: [`dma_map`](Self::dma_map) is to refuse what is too much.
+    /// How many ranges of memory a client may share at once; the server advertises it during
+    /// version negotiation, and does no more about it: [`dma_map`](Self::dma_map) is to refuse what
+    /// is too much.
     fn max_dma_maps(&self) -> u32 {
         DEFAULT_MAX_DMA_MAPS
     }
@@ -292,8 +293,8 @@ pub trait Device: Send {
     /// Answers DEVICE_GET_REGION_INFO, for an index below [`DeviceInfo::regions`].
     fn region_info(&mut self, index: u32) -> Result<RegionInfo, Errno>;
 
-    /// Answers DEVICE_GET_REGION_IO_FDS, for an index below [`DeviceInfo::regions`]. The default has
-    /// none, which the client is told with [`Errno::OPNOTSUPP`]; so is one without areas.
+    /// Answers DEVICE_GET_REGION_IO_FDS, for an index below [`DeviceInfo::regions`]. The default
+    /// has none, and the client gets [`Errno::OPNOTSUPP`]; so it does where there are no areas.
     fn region_io_fds(&mut self, index: u32) -> Result<IoFds, Errno> {
         let _ = index;
         Err(Errno::OPNOTSUPP)
@@ -328,15 +329,15 @@ pub trait Device: Send {
         later: &mut Later<'_>,
     ) -> Result<(), Errno>;
 
-    /// Whether another thread of the device's is to hear this client's messages as well, because it
-    /// sleeps while most of what comes are writes that only wake it. Asked whenever the client has
-    /// nothing more to say, unless somebody has its [`SharedSocket`].
-    fn wants_hearing(&mut self) -> bool {
+    /// Whether another thread of the device's is to poll this client's socket as well, because it
+    /// sleeps while most of what comes are writes that only wake it. Asked whenever no message is
+    /// left to handle, unless somebody has the client's [`SharedSocket`].
+    fn wants_shared_socket(&mut self) -> bool {
         false
     }
 
-    /// Takes what it [wanted](Self::wants_hearing). From the thread that makes use of it, writes
-    /// reach the device by other ways than [`region_write`](Self::region_write).
+    /// Takes the socket that it [asked for](Self::wants_shared_socket). From the thread that polls
+    /// it, writes reach the device by other ways than [`region_write`](Self::region_write).
     fn share_socket(&mut self, socket: SharedSocket) {
         drop(socket);
     }

@@ -45,6 +45,10 @@
 //! to its device, and the device decides. Commands that are not implemented get EOPNOTSUPP.
 #![deny(unsafe_code)]
 
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}
+
 mod address;
 pub mod capabilities;
 pub mod client;
@@ -53,6 +57,7 @@ pub mod descriptor;
 pub mod device;
 pub mod pci;
 pub mod server;
+mod shared_socket;
 mod socket;
 pub mod wire;
 
@@ -60,3 +65,4 @@ pub use client::Client;
 pub use device::{Device, Done};
 pub use rustix::io::Errno;
 pub use server::{Listener, Reactor};
+pub use shared_socket::{PolledWrites, SharedSocket};

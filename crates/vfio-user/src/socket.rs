@@ -12,7 +12,7 @@ use rustix::net::{
 
 use crate::Errno;
 use crate::codec::Decoder;
-use crate::descriptor::Entrance;
+use crate::descriptor::Inspector;
 
 /// The most descriptors that Linux passes in one message (`SCM_MAX_FD`).
 pub(crate) const SCM_MAX_FD: usize = 253;
@@ -72,23 +72,23 @@ pub(crate) fn receive_some(socket: BorrowedFd<'_>, into: &mut [u8]) -> Result<Ar
     Ok(Arrival { bytes: received.bytes, is_short: received.bytes < room, fds, fds_lost })
 }
 
-/// Receives whatever is there into `decoder`, descriptors by way of `entrance`.
+/// Receives whatever is there into `decoder`, descriptors by way of `inspector`.
 pub(crate) fn receive(
     socket: BorrowedFd<'_>,
     decoder: &mut Decoder,
-    entrance: &mut Entrance,
+    inspector: &mut Inspector,
 ) -> Result<Received, Errno> {
     let arrival = receive_some(socket, decoder.space())?;
-    Ok(take_in(arrival, decoder, entrance))
+    Ok(take_in(arrival, decoder, inspector))
 }
 
 /// Takes in what was received into the decoder's space.
 pub(crate) fn take_in(
     arrival: Arrival,
     decoder: &mut Decoder,
-    entrance: &mut Entrance,
+    inspector: &mut Inspector,
 ) -> Received {
-    let fds = entrance.admit(arrival.fds);
+    let fds = inspector.inspect(arrival.fds);
     if arrival.fds_lost {
         return Received::FdsLost;
     }

@@ -11,6 +11,11 @@ pub const VERSION: (u16, u16) = (0, 1);
 /// Size of the header of every message, in bytes.
 pub const HEADER_LEN: usize = size_of::<Header>();
 
+/// Size of a structure of the protocol in bytes, as its `argsz` fields have it.
+pub(crate) const fn wire_size<T>() -> u32 {
+    size_of::<T>() as u32
+}
+
 /// Commands.
 pub mod command {
     /// Agree on a version and on capabilities; the first message of a connection.

@@ -70,7 +70,7 @@ fn who_leaves_in_the_middle_of_a_message_leaves() {
         raw.send(&message[..len]);
     };
     for len in [1, 8, 15, 16, 20, 35] {
-        // It closes its end for writing, and hears that it is over.
+        // It closes its end for writing, and sees that it is over.
         let mut raw = Raw::attach(&path);
         half(&mut raw, len);
         raw.stream.shutdown(std::net::Shutdown::Write).unwrap();
@@ -114,7 +114,7 @@ fn who_says_nothing_or_half_of_it_is_dropped_in_time() {
         raw.send(&message[20..]);
         raw.reply().ok();
     }
-    // Silence between messages is no debt.
+    // Nothing is expected of a client between messages.
     std::thread::sleep(Duration::from_millis(300));
     raw.write(0, &[1]).ok();
     raw.send(&message[..20]);
@@ -181,9 +181,9 @@ fn who_has_much_to_say_is_interrupted_by_who_has_little() {
     let mut other = Raw::attach(&other_path);
     let reset = other.message(command::DEVICE_RESET, 0, &[]);
     // While the first of many messages is handled, the other client has something to say; while the
-    // last of them is, we look whether it was heard.
-    let heard = Arc::new(AtomicBool::new(false));
-    let (hooks, note) = (Arc::clone(&shared), Arc::clone(&heard));
+    // last of them is, we look whether it arrived.
+    let arrived = Arc::new(AtomicBool::new(false));
+    let (hooks, note) = (Arc::clone(&shared), Arc::clone(&arrived));
     *shared.hook.lock().unwrap() = Some(Box::new(move || {
         other.send(&reset);
         *hooks.hook.lock().unwrap() = Some(Box::new(move || {
@@ -201,7 +201,7 @@ fn who_has_much_to_say_is_interrupted_by_who_has_little() {
     stream.extend(write(HOOK));
     raw.send(&stream);
     raw.read(0, 1).ok();
-    assert!(heard.load(Ordering::SeqCst));
+    assert!(arrived.load(Ordering::SeqCst));
 }
 
 #[test]

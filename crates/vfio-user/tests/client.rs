@@ -15,7 +15,7 @@ use shadowbell_vfio_user::server::Limits;
 use shadowbell_vfio_user::wire::command;
 use shadowbell_vfio_user::{Errno, Listener};
 
-fn served() -> (Server, Client, Arc<Shared>) {
+fn served() -> (Server, Client, Arc<ToyShared>) {
     let (server, path, shared) = Server::with_toy(Limits::default());
     let client = Client::connect(&path, Options::default()).unwrap();
     (server, client, shared)

@@ -1,17 +1,16 @@
 //! Descriptors of what a client can stall, and the clients next to it.
 
 mod common;
-mod stalled;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use common::*;
+use shadowbell_testing::stalled::{self, Mount};
 use shadowbell_vfio_user::Client;
 use shadowbell_vfio_user::server::Limits;
 use shadowbell_vfio_user::wire::{self, command, header_flags};
-use stalled::Mount;
 use zerocopy::IntoBytes;
 
 /// Long enough for whatever does not wait for the daemon.
@@ -111,7 +110,8 @@ fn who_brings_more_than_can_be_closed_waits_outside_and_alone() {
     again.write(0, &[1]).ok();
 }
 
-/// A client that was thrown out has sent more than was looked at, and a client that was never let in.
+/// A client that was thrown out has sent more than was looked at, and a client that was never let
+/// in.
 #[test]
 fn what_nobody_has_received_stalls_nobody() {
     let (mut server, path, _shared) = Server::with_toy(Limits::default());

@@ -40,7 +40,7 @@ fn the_client_of_cloud_hypervisor_is_served() {
 
         let info = client.get_irq_info(2).unwrap();
         assert_eq!((info.index, info.count, info.flags & 1), (2, VECTORS, 1));
-        // It sends 16 at once, whatever it was told.
+        // It sends 16 at once, whatever was advertised.
         let fds = eventfds(16);
         let numbers: Vec<_> = fds.iter().map(AsRawFd::as_raw_fd).collect();
         client.set_irqs(2, 4 | 32, 0, 16, &numbers).unwrap();

@@ -1,4 +1,4 @@
-//! Somebody other than the reactor hears a client as well, for what only wakes it.
+//! A thread other than the reactor polls a client's socket as well, for what only wakes it.
 
 mod common;
 
@@ -12,76 +12,78 @@ use std::thread::JoinHandle;
 use common::*;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{EventfdFlags, eventfd};
-use shadowbell_vfio_user::Errno;
-use shadowbell_vfio_user::server::{Limits, PolledWrites, SharedSocket};
+use shadowbell_vfio_user::server::Limits;
 use shadowbell_vfio_user::wire::{self, command, header_flags};
+use shadowbell_vfio_user::{Errno, PolledWrites, SharedSocket};
 use zerocopy::IntoBytes;
 
 const TOKEN: u64 = 7;
 const STOP: u64 = 8;
 
-/// What a sleeper and its test share.
+/// What a [`Poller`] and its test share.
 #[derive(Default)]
-struct Bed {
+struct PollerState {
     /// It is about to wait, or waits.
-    down: AtomicBool,
+    waits: AtomicBool,
     thread: AtomicU32,
-    /// What it has heard, each time.
-    heard: Mutex<Vec<PolledWrites>>,
+    /// What it has polled, each time.
+    polled: Mutex<Vec<PolledWrites>>,
 }
 
-/// A thread that sleeps until it hears something.
-struct Listener {
+/// A thread that sleeps until its epoll instance reports something.
+struct Poller {
     epoll: Arc<OwnedFd>,
     stop: OwnedFd,
-    bed: Arc<Bed>,
+    state: Arc<PollerState>,
     thread: Option<JoinHandle<Option<SharedSocket>>>,
 }
 
-impl Listener {
+impl Poller {
     fn epoll() -> Arc<OwnedFd> {
         Arc::new(epoll::create(CreateFlags::CLOEXEC).unwrap())
     }
 
-    /// Sleeps in `epoll`; takes writes at [`BELL`] that come by `socket`, if it is not told to be deaf.
-    fn start(epoll: Arc<OwnedFd>, socket: Option<SharedSocket>, shared: &Arc<Shared>) -> Self {
+    /// Sleeps in `epoll`; takes writes at [`DOORBELL`] that come by `socket`, if there is one.
+    fn start(epoll: Arc<OwnedFd>, socket: Option<SharedSocket>, shared: &Arc<ToyShared>) -> Self {
         let stop = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
         epoll::add(&epoll, &stop, EventData::new_u64(STOP), EventFlags::IN).unwrap();
-        let bed = Arc::<Bed>::default();
-        let (shared, ours, waits) = (Arc::clone(shared), Arc::clone(&bed), Arc::clone(&epoll));
+        let state = Arc::<PollerState>::default();
+        let (shared, ours, sleeps_in) =
+            (Arc::clone(shared), Arc::clone(&state), Arc::clone(&epoll));
         let thread = std::thread::spawn(move || {
             ours.thread.store(gettid(), Ordering::SeqCst);
             loop {
-                ours.down.store(true, Ordering::SeqCst);
-                let tokens = wait(&waits, true);
-                ours.down.store(false, Ordering::SeqCst);
+                ours.waits.store(true, Ordering::SeqCst);
+                let tokens = wait(&sleeps_in, true);
+                ours.waits.store(false, Ordering::SeqCst);
                 for token in tokens {
                     match &socket {
                         _ if token == STOP => return socket,
                         Some(socket) => {
-                            let heard = poll_writes(socket, &shared);
-                            ours.heard.lock().unwrap().push(heard);
+                            let polled = poll_writes(socket, &shared);
+                            ours.polled.lock().unwrap().push(polled);
                         }
                         None => {
-                            ours.heard.lock().unwrap().push(PolledWrites { writes: 0, all: true })
+                            ours.polled.lock().unwrap().push(PolledWrites { writes: 0, all: true })
                         }
                     }
                 }
             }
         });
-        let listener = Self { epoll, stop, bed, thread: Some(thread) };
-        listener.wait_asleep();
-        listener
+        let poller = Self { epoll, stop, state, thread: Some(thread) };
+        poller.wait_asleep();
+        poller
     }
 
     fn wait_asleep(&self) {
-        eventually("the listener sleeps", || {
-            self.bed.down.load(Ordering::SeqCst) && sleeps(self.bed.thread.load(Ordering::SeqCst))
+        eventually("the poller sleeps", || {
+            self.state.waits.load(Ordering::SeqCst)
+                && sleeps(self.state.thread.load(Ordering::SeqCst))
         });
     }
 
-    fn heard(&self) -> Vec<PolledWrites> {
-        self.bed.heard.lock().unwrap().clone()
+    fn polled(&self) -> Vec<PolledWrites> {
+        self.state.polled.lock().unwrap().clone()
     }
 
     fn stop(&mut self) -> Option<SharedSocket> {
@@ -90,7 +92,7 @@ impl Listener {
     }
 }
 
-impl Drop for Listener {
+impl Drop for Poller {
     fn drop(&mut self) {
         self.stop();
     }
@@ -107,109 +109,113 @@ fn wait(epoll: &OwnedFd, blocks: bool) -> Vec<u64> {
     }
 }
 
-fn poll_writes(socket: &SharedSocket, shared: &Shared) -> PolledWrites {
+fn poll_writes(socket: &SharedSocket, shared: &ToyShared) -> PolledWrites {
     socket.poll_writes(&mut |region, offset, data| {
-        if (region, offset) != (0, BELL) {
+        if (region, offset) != (0, DOORBELL) {
             return false;
         }
-        shared.rung.lock().unwrap().push((data[0], false));
+        shared.doorbell_writes.lock().unwrap().push((data[0], false));
         true
     })
 }
 
-/// A write of `value` at [`BELL`].
-fn bell(raw: &mut Raw, value: u8, flags: u32) -> Vec<u8> {
-    let access = access(0, BELL, 1);
+/// A write of `value` at [`DOORBELL`].
+fn doorbell(raw: &mut Raw, value: u8, flags: u32) -> Vec<u8> {
+    let access = access(0, DOORBELL, 1);
     raw.message(command::REGION_WRITE, flags, &[access.as_bytes(), &[value]])
 }
 
 fn ring(raw: &mut Raw, value: u8) {
-    let bytes = bell(raw, value, header_flags::NO_REPLY);
+    let bytes = doorbell(raw, value, header_flags::NO_REPLY);
     raw.send(&bytes);
 }
 
-/// A client, and the socket of it.
-fn lend(path: &Path, shared: &Shared) -> (Raw, SharedSocket) {
+/// A client, and its socket, which the device has been given.
+fn share(path: &Path, shared: &ToyShared) -> (Raw, SharedSocket) {
     let mut raw = Raw::attach(path);
     shared.wants.store(true, Ordering::SeqCst);
     raw.read(0, 1).ok();
     let mut socket = None;
-    eventually("the socket is lent", || {
+    eventually("the socket is shared", || {
         socket = shared.shared_sockets.lock().unwrap().pop();
         socket.is_some()
     });
     (raw, socket.unwrap())
 }
 
-/// A client that is heard by a sleeping thread first, and then by the reactor.
-fn lent(limits: Limits) -> (Server, PathBuf, Arc<Shared>, Raw, Listener) {
+/// A client whose socket a sleeping thread polls first, and then the reactor.
+fn shared_with_poller(limits: Limits) -> (Server, PathBuf, Arc<ToyShared>, Raw, Poller) {
     let (server, path, shared) = Server::with_toy(limits);
-    let (raw, socket) = lend(&path, &shared);
-    let epoll = Listener::epoll();
+    let (raw, socket) = share(&path, &shared);
+    let epoll = Poller::epoll();
     socket.watch(&epoll, TOKEN).unwrap();
-    let listener = Listener::start(epoll, Some(socket), &shared);
+    let poller = Poller::start(epoll, Some(socket), &shared);
     // The reactor has stepped back when it sleeps again.
-    settle(&server, &listener);
-    (server, path, shared, raw, listener)
+    wait_idle(&server, &poller);
+    (server, path, shared, raw, poller)
 }
 
-/// Waits until nobody has anything to do: they may have left each other notes.
-fn settle(server: &Server, listener: &Listener) {
-    listener.wait_asleep();
+/// Waits until neither has anything to do: one may have asked the other for a turn.
+fn wait_idle(server: &Server, poller: &Poller) {
+    poller.wait_asleep();
     eventually("the reactor sleeps", || sleeps(server.tid));
-    listener.wait_asleep();
+    poller.wait_asleep();
 }
 
-fn rung(shared: &Shared) -> Vec<(u8, bool)> {
-    shared.rung.lock().unwrap().clone()
+fn doorbell_writes(shared: &ToyShared) -> Vec<(u8, bool)> {
+    shared.doorbell_writes.lock().unwrap().clone()
 }
 
-fn wait_rung(shared: &Shared, count: usize) -> Vec<(u8, bool)> {
-    eventually("all was rung", || rung(shared).len() >= count);
-    rung(shared)
+fn wait_doorbell_writes(shared: &ToyShared, count: usize) -> Vec<(u8, bool)> {
+    eventually("all doorbell writes arrived", || doorbell_writes(shared).len() >= count);
+    doorbell_writes(shared)
 }
 
 #[test]
-fn who_sleeps_is_woken_and_the_reactor_is_not() {
-    let (server, _path, shared, mut raw, listener) = lent(Limits::default());
+fn a_poller_that_sleeps_is_woken_and_the_reactor_is_not() {
+    let (server, _path, shared, mut raw, poller) = shared_with_poller(Limits::default());
     for value in 0..50 {
         ring(&mut raw, value);
-        wait_rung(&shared, usize::from(value) + 1);
-        settle(&server, &listener);
+        wait_doorbell_writes(&shared, usize::from(value) + 1);
+        wait_idle(&server, &poller);
     }
-    assert!(rung(&shared).iter().all(|(_, by_reactor)| !by_reactor), "{:?}", rung(&shared));
+    assert!(
+        doorbell_writes(&shared).iter().all(|(_, by_reactor)| !by_reactor),
+        "{:?}",
+        doorbell_writes(&shared)
+    );
     let all = PolledWrites { writes: 1, all: true };
-    settle(&server, &listener);
-    assert_eq!(listener.heard().iter().filter(|heard| **heard == all).count(), 50);
+    wait_idle(&server, &poller);
+    assert_eq!(poller.polled().iter().filter(|polled| **polled == all).count(), 50);
     // One that wants a reply gets it.
-    let bytes = bell(&mut raw, 50, 0);
+    let bytes = doorbell(&mut raw, 50, 0);
     raw.send(&bytes);
-    assert_eq!(raw.reply().ok(), access(0, BELL, 1).as_bytes());
-    assert_eq!(rung(&shared).last(), Some(&(50, false)));
+    assert_eq!(raw.reply().ok(), access(0, DOORBELL, 1).as_bytes());
+    assert_eq!(doorbell_writes(&shared).last(), Some(&(50, false)));
 }
 
 #[test]
-fn who_is_awake_leaves_it_to_the_reactor() {
-    let (_server, _path, shared, mut raw, mut listener) = lent(Limits::default());
-    let socket = listener.stop().unwrap();
+fn a_poller_that_is_awake_leaves_it_to_the_reactor() {
+    let (_server, _path, shared, mut raw, mut poller) = shared_with_poller(Limits::default());
+    let socket = poller.stop().unwrap();
     for value in 0..50 {
         ring(&mut raw, value);
-        wait_rung(&shared, usize::from(value) + 1);
+        wait_doorbell_writes(&shared, usize::from(value) + 1);
     }
-    assert!(rung(&shared).iter().all(|(_, by_reactor)| *by_reactor));
+    assert!(doorbell_writes(&shared).iter().all(|(_, by_reactor)| *by_reactor));
     // What has been read is not reported any more; nor is there anything.
-    assert_eq!(wait(&listener.epoll, false), [STOP]);
+    assert_eq!(wait(&poller.epoll, false), [STOP]);
     assert_eq!(poll_writes(&socket, &shared), PolledWrites { writes: 0, all: true });
 }
 
 #[test]
-fn what_is_no_bell_is_the_reactors_and_so_is_all_that_follows() {
-    let (_server, _path, shared, mut raw, listener) = lent(Limits::default());
-    let mut stream = bell(&mut raw, 1, 0);
-    stream.extend(bell(&mut raw, 2, 0));
+fn what_is_no_doorbell_write_is_the_reactors_and_so_is_all_that_follows() {
+    let (_server, _path, shared, mut raw, poller) = shared_with_poller(Limits::default());
+    let mut stream = doorbell(&mut raw, 1, 0);
+    stream.extend(doorbell(&mut raw, 2, 0));
     let access = access(0, 16, 1);
     stream.extend(raw.message(command::REGION_WRITE, 0, &[access.as_bytes(), &[77]]));
-    stream.extend(bell(&mut raw, 3, 0));
+    stream.extend(doorbell(&mut raw, 3, 0));
     raw.send(&stream);
     let mut last = raw.reply().header.id;
     for _ in 0..3 {
@@ -217,42 +223,42 @@ fn what_is_no_bell_is_the_reactors_and_so_is_all_that_follows() {
         assert_eq!(id, last + 1);
         last = id;
     }
-    assert_eq!(rung(&shared), [(1, false), (2, false), (3, true)]);
+    assert_eq!(doorbell_writes(&shared), [(1, false), (2, false), (3, true)]);
     assert_eq!(raw.read(16, 1).ok()[16..], [77]);
     let both = PolledWrites { writes: 2, all: false };
-    eventually("it was heard so", || listener.heard().contains(&both));
+    eventually("it was polled so", || poller.polled().contains(&both));
 }
 
 #[test]
 fn descriptors_are_not_for_others_to_look_at() {
-    let (_server, _path, shared, mut raw, _listener) = lent(Limits::default());
+    let (_server, _path, shared, mut raw, _listener) = shared_with_poller(Limits::default());
     let map = wire::DmaMap { argsz: 32, flags: 3, offset: 0, address: 0x1000, size: 0x1000 };
     raw.request_with_fds(command::DMA_MAP, &[map.as_bytes()], &[memfd(0x1000)]).ok();
     assert_eq!(shared.log().last().unwrap(), "map 0x1000+0x1000 rw at 0x0");
-    // Nor are they beside a bell.
-    let bytes = bell(&mut raw, 9, 0);
+    // Nor are they beside a doorbell write.
+    let bytes = doorbell(&mut raw, 9, 0);
     let file = memfd(1);
     raw.send_with_fds(&bytes, &[std::os::fd::AsFd::as_fd(&file)]);
     raw.reply().ok();
-    assert_eq!(rung(&shared), [(9, true)]);
+    assert_eq!(doorbell_writes(&shared), [(9, true)]);
 }
 
 #[test]
 fn a_half_is_waited_for_by_the_reactor() {
-    let (server, _path, shared, mut raw, listener) = lent(impatient());
-    let bytes = bell(&mut raw, 1, header_flags::NO_REPLY);
+    let (server, _path, shared, mut raw, poller) = shared_with_poller(impatient());
+    let bytes = doorbell(&mut raw, 1, header_flags::NO_REPLY);
     let (first, second) = bytes.split_at(7);
-    let before = listener.heard().len();
+    let before = poller.polled().len();
     raw.send(first);
-    eventually("it was heard", || listener.heard().len() > before);
-    assert_eq!(listener.heard().last(), Some(&PolledWrites { writes: 0, all: false }));
+    eventually("it was polled", || poller.polled().len() > before);
+    assert_eq!(poller.polled().last(), Some(&PolledWrites { writes: 0, all: false }));
     raw.send(second);
-    assert_eq!(wait_rung(&shared, 1), [(1, true)]);
-    settle(&server, &listener);
+    assert_eq!(wait_doorbell_writes(&shared, 1), [(1, true)]);
+    wait_idle(&server, &poller);
     ring(&mut raw, 2);
-    assert_eq!(wait_rung(&shared, 2), [(1, true), (2, false)]);
+    assert_eq!(wait_doorbell_writes(&shared, 2), [(1, true), (2, false)]);
     // And not for ever.
-    let bytes = bell(&mut raw, 3, header_flags::NO_REPLY);
+    let bytes = doorbell(&mut raw, 3, header_flags::NO_REPLY);
     raw.send(&bytes[..20]);
     raw.assert_closed();
     shared.wait_log("disconnected");
@@ -260,18 +266,18 @@ fn a_half_is_waited_for_by_the_reactor() {
 
 #[test]
 fn a_flood_is_taken_in_small_parts() {
-    let (_server, _path, shared, mut raw, listener) = lent(Limits::default());
+    let (_server, _path, shared, mut raw, poller) = shared_with_poller(Limits::default());
     let mut flood = Vec::new();
-    (0..=255).for_each(|value| flood.extend(bell(&mut raw, value, header_flags::NO_REPLY)));
+    (0..=255).for_each(|value| flood.extend(doorbell(&mut raw, value, header_flags::NO_REPLY)));
     raw.send(&flood);
-    let rung = wait_rung(&shared, 256);
-    assert!(rung.iter().map(|(value, _)| *value).eq(0..=255), "in order: {rung:?}");
-    assert!(listener.heard().iter().all(|heard| heard.writes <= 16), "{:?}", listener.heard());
+    let writes = wait_doorbell_writes(&shared, 256);
+    assert!(writes.iter().map(|(value, _)| *value).eq(0..=255), "in order: {writes:?}");
+    assert!(poller.polled().iter().all(|polled| polled.writes <= 16), "{:?}", poller.polled());
 }
 
 #[test]
-fn nonsense_ends_the_connection_whoever_hears_it() {
-    let (_server, path, shared, mut raw, _listener) = lent(Limits::default());
+fn nonsense_ends_the_connection_whoever_polls_it() {
+    let (_server, path, shared, mut raw, _listener) = shared_with_poller(Limits::default());
     raw.send(&[0xff; 64]);
     raw.assert_closed();
     shared.wait_log("disconnected");
@@ -279,29 +285,29 @@ fn nonsense_ends_the_connection_whoever_hears_it() {
 }
 
 #[test]
-fn who_leaves_is_seen_to_leave_and_the_next_one_is_let_in() {
-    let (_server, path, shared, mut raw, mut listener) = lent(Limits::default());
+fn a_client_that_leaves_is_seen_to_leave_and_the_next_one_is_let_in() {
+    let (_server, path, shared, mut raw, mut poller) = shared_with_poller(Limits::default());
     ring(&mut raw, 1);
     drop(raw);
     shared.wait_log("disconnected");
-    assert_eq!(rung(&shared).len(), 1, "what it said before counts");
+    assert_eq!(doorbell_writes(&shared).len(), 1, "what it wrote before counts");
     // The socket of one that is gone is of no use, and of no harm to the next.
-    let (mut next, socket) = lend(&path, &shared);
-    let old = listener.stop().unwrap();
-    assert!(old.watch(&listener.epoll, TOKEN).is_err());
+    let (mut next, socket) = share(&path, &shared);
+    let old = poller.stop().unwrap();
+    assert!(old.watch(&poller.epoll, TOKEN).is_err());
     assert_eq!(poll_writes(&old, &shared), PolledWrites { writes: 0, all: false });
     drop(old);
     assert_eq!(next.read(0, 4).ok().len(), 20);
-    socket.watch(&listener.epoll, TOKEN).unwrap();
+    socket.watch(&poller.epoll, TOKEN).unwrap();
     assert_eq!(next.read(0, 4).ok().len(), 20);
 }
 
 #[test]
-fn a_device_is_removed_and_a_server_stopped_while_a_client_is_lent() {
-    let (server, _path, shared, mut raw, _listener) = lent(Limits::default());
+fn a_device_is_removed_and_a_server_stopped_while_a_client_is_shared() {
+    let (server, _path, shared, mut raw, _listener) = shared_with_poller(Limits::default());
     let (path, other, port) = server.add("other");
-    let (mut second, socket) = lend(&path, &other);
-    let epoll = Listener::epoll();
+    let (mut second, socket) = share(&path, &other);
+    let epoll = Poller::epoll();
     socket.watch(&epoll, TOKEN).unwrap();
     let _ = server.handle.remove(port).recv();
     second.assert_closed();
@@ -312,8 +318,8 @@ fn a_device_is_removed_and_a_server_stopped_while_a_client_is_lent() {
     assert_eq!(shared.log().last().unwrap(), "disconnected");
 }
 
-/// Keeps the reactor in the device of `raw` until the other end says something, or goes.
-fn detain(raw: &mut Raw, shared: &Shared) -> std::sync::mpsc::Sender<()> {
+/// Keeps the reactor in the device of `raw` until the channel gets a message, or is dropped.
+fn detain(raw: &mut Raw, shared: &ToyShared) -> std::sync::mpsc::Sender<()> {
     let (go, gone) = std::sync::mpsc::channel();
     *shared.hook.lock().unwrap() = Some(Box::new(move || {
         let _ = gone.recv();
@@ -327,43 +333,43 @@ fn detain(raw: &mut Raw, shared: &Shared) -> std::sync::mpsc::Sender<()> {
 }
 
 #[test]
-fn a_bell_between_the_reactors_last_look_and_its_rest_is_not_lost() {
-    let (_server, _path, shared, mut raw, mut listener) = lent(Limits::default());
-    let socket = listener.stop();
+fn a_doorbell_write_between_the_reactors_last_read_and_its_sleep_is_not_lost() {
+    let (_server, _path, shared, mut raw, mut poller) = shared_with_poller(Limits::default());
+    let socket = poller.stop();
     // The reactor has read all that there is, and will not look again by itself.
     let go = detain(&mut raw, &shared);
-    let epoll = Arc::clone(&listener.epoll);
-    epoll::delete(&epoll, &listener.stop).unwrap();
-    let listener = Listener::start(epoll, socket, &shared);
+    let epoll = Arc::clone(&poller.epoll);
+    epoll::delete(&epoll, &poller.stop).unwrap();
+    let poller = Poller::start(epoll, socket, &shared);
     ring(&mut raw, 5);
-    eventually("the listener was woken", || !listener.heard().is_empty());
-    assert_eq!(listener.heard(), [PolledWrites { writes: 0, all: false }]);
+    eventually("the poller was woken", || !poller.polled().is_empty());
+    assert_eq!(poller.polled(), [PolledWrites { writes: 0, all: false }]);
     go.send(()).unwrap();
-    assert_eq!(wait_rung(&shared, 1), [(5, true)]);
+    assert_eq!(wait_doorbell_writes(&shared, 1), [(5, true)]);
 }
 
 #[test]
-fn a_bell_that_rings_for_one_who_has_stopped_to_listen_is_not_lost() {
-    let (server, _path, shared, mut raw, mut listener) = lent(Limits::default());
-    let socket = listener.stop().unwrap();
-    let epoll = Arc::clone(&listener.epoll);
-    epoll::delete(&epoll, &listener.stop).unwrap();
+fn a_doorbell_write_that_wakes_a_poller_that_has_stopped_is_not_lost() {
+    let (server, _path, shared, mut raw, mut poller) = shared_with_poller(Limits::default());
+    let socket = poller.stop().unwrap();
+    let epoll = Arc::clone(&poller.epoll);
+    epoll::delete(&epoll, &poller.stop).unwrap();
     // It sleeps on in the same place, for other things.
-    let deaf = Listener::start(epoll, None, &shared);
+    let stopped = Poller::start(epoll, None, &shared);
     let (path, other, _) = server.add("other");
     let mut second = Raw::attach(&path);
     let go = detain(&mut second, &other);
     drop(socket);
     ring(&mut raw, 6);
-    eventually("it was woken", || !deaf.heard().is_empty());
+    eventually("it was woken", || !stopped.polled().is_empty());
     go.send(()).unwrap();
-    assert_eq!(wait_rung(&shared, 1), [(6, true)]);
-    // From here on the reactor hears alone.
+    assert_eq!(wait_doorbell_writes(&shared, 1), [(6, true)]);
+    // From here on the reactor polls alone.
     for value in 0..20 {
         ring(&mut raw, value);
     }
-    assert!(wait_rung(&shared, 21).iter().all(|(_, by_reactor)| *by_reactor));
-    assert_eq!(deaf.heard().len(), 1);
+    assert!(wait_doorbell_writes(&shared, 21).iter().all(|(_, by_reactor)| *by_reactor));
+    assert_eq!(stopped.polled().len(), 1);
 }
 
 /// Numbers that look random (SplitMix64).
@@ -377,16 +383,16 @@ impl Dice {
     }
 }
 
-/// Nothing is lost, repeated or out of order, whoever hears it and whenever.
+/// Nothing is lost, repeated or out of order, whoever polls it and whenever.
 #[test]
 fn whatever_happens_when_every_message_counts_once_and_in_its_order() {
     for seed in 0..12 {
         let mut dice = Dice(seed);
         let (_server, path, shared) = Server::with_toy(Limits::default());
-        let (mut raw, socket) = lend(&path, &shared);
-        let epoll = Listener::epoll();
+        let (mut raw, socket) = share(&path, &shared);
+        let epoll = Poller::epoll();
         socket.watch(&epoll, TOKEN).unwrap();
-        let mut listener = Listener::start(epoll, Some(socket), &shared);
+        let mut poller = Poller::start(epoll, Some(socket), &shared);
         let mut rings = 0_u8;
         for _ in 0..200 {
             let mut bytes = Vec::new();
@@ -400,12 +406,12 @@ fn whatever_happens_when_every_message_counts_once_and_in_its_order() {
                         replies += 1;
                     }
                     1 => {
-                        bytes.extend(bell(&mut raw, rings, 0));
+                        bytes.extend(doorbell(&mut raw, rings, 0));
                         replies += 1;
                         rings = rings.wrapping_add(1);
                     }
                     _ => {
-                        bytes.extend(bell(&mut raw, rings, header_flags::NO_REPLY));
+                        bytes.extend(doorbell(&mut raw, rings, header_flags::NO_REPLY));
                         rings = rings.wrapping_add(1);
                     }
                 }
@@ -421,20 +427,20 @@ fn whatever_happens_when_every_message_counts_once_and_in_its_order() {
             match dice.roll(40) {
                 // Awake for a while, or no more interested.
                 0 => {
-                    let socket = listener.stop();
-                    let (epoll, kept) = (Arc::clone(&listener.epoll), dice.roll(2) == 0);
-                    epoll::delete(&epoll, &listener.stop).unwrap();
+                    let socket = poller.stop();
+                    let (epoll, kept) = (Arc::clone(&poller.epoll), dice.roll(2) == 0);
+                    epoll::delete(&epoll, &poller.stop).unwrap();
                     ring(&mut raw, rings);
                     rings = rings.wrapping_add(1);
-                    listener = Listener::start(epoll, socket.filter(|_| kept), &shared);
+                    poller = Poller::start(epoll, socket.filter(|_| kept), &shared);
                 }
-                1 => listener.wait_asleep(),
+                1 => poller.wait_asleep(),
                 _ => {}
             }
         }
         raw.read(0, 1).ok();
-        let rung: Vec<_> = rung(&shared).iter().map(|(value, _)| *value).collect();
-        assert_eq!(rung.last(), Some(&rings.wrapping_sub(1)), "seed {seed}");
-        assert!(rung.windows(2).all(|w| w[0].wrapping_add(1) == w[1]), "seed {seed}: {rung:?}");
+        let values: Vec<_> = doorbell_writes(&shared).iter().map(|(value, _)| *value).collect();
+        assert_eq!(values.last(), Some(&rings.wrapping_sub(1)), "seed {seed}");
+        assert!(values.windows(2).all(|w| w[0].wrapping_add(1) == w[1]), "seed {seed}: {values:?}");
     }
 }

@@ -1,6 +1,5 @@
 //! The block device on the emulated controller, both ends in one process.
 
 mod behaviour;
-mod common;
 mod copy;
 mod model;

@@ -133,7 +133,7 @@ impl AdminQueue {
         let mut fenced = arming.fence();
         let tail = sq.tail.recheck(&mut fenced);
         let head = if wait_for_room { cq.head.recheck(&mut fenced, cq.tail) } else { Ok(0) };
-        let idle = fenced.settle().is_some();
+        let idle = fenced.try_sleep().is_some();
         tail?;
         head?;
         Ok(idle)

@@ -214,7 +214,7 @@ impl Worker {
             }
         }
         fenced.note(self.mailbox.has_news());
-        let slept = match fenced.settle() {
+        let slept = match fenced.try_sleep() {
             None => None,
             Some(asleep) => {
                 record(&mut self.trace, Kind::Sleep, 0);

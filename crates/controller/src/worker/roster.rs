@@ -88,7 +88,7 @@ impl Seat {
         // At rest, there are no interrupts to be paid.
         let due = self.tenant.recheck(&mut fenced, trace);
         fenced.note(due.is_some());
-        if let Some(asleep) = fenced.settle() {
+        if let Some(asleep) = fenced.try_sleep() {
             asleep.stay();
             return true;
         }

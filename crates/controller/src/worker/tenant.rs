@@ -420,7 +420,7 @@ impl Tenant {
                     ring.prefetch(u32::from(head) + AHEAD);
                 }
                 if TELL {
-                    let waiting = || sq.place.size.distance(head, sq.tail.glance());
+                    let waiting = || sq.place.size.distance(head, sq.tail.peek());
                     ahead.prefetch_hint(&self.engine, ring, head, done, waiting);
                 }
                 done += 1;

@@ -378,7 +378,7 @@ pub fn create_sq(qid: u16, qsize0: u16, cqid: u16, at: u64) -> Sqe {
 
 /// A disk that lets a test decide when and how each request ends.
 pub mod slow {
-    use shadowbell_backend::{Disk, DiskError, Info, Queue, Request, Submitted};
+    use shadowbell_backend::{Disk, DiskError, DiskInfo, Queue, Request, Submitted};
     use shadowbell_memory::{EventFd, Segments};
     use std::collections::VecDeque;
     use std::os::fd::{AsFd, BorrowedFd};
@@ -414,15 +414,11 @@ pub mod slow {
     pub struct Slow(pub Arc<Gate>);
 
     impl Disk for Slow {
-        fn info(&self) -> Info {
-            Info {
-                block_size: 512,
-                blocks: 1 << 20,
-                read_only: false,
-                volatile_cache: true,
-                discard: true,
-                granularity: 1,
-            }
+        fn info(&self) -> DiskInfo {
+            let mut info = DiskInfo::new(512, 1 << 20);
+            info.volatile_cache = true;
+            info.discard = true;
+            info
         }
 
         fn queue(&self) -> std::io::Result<Box<dyn Queue>> {

@@ -21,7 +21,7 @@ struct State {
     unseen: u32,
     /// From the EventIdx that the host can see to the last value seen.
     visible: u32,
-    /// The same for the EventIdx published.
+    /// From the EventIdx published to the last value seen.
     published: u32,
     /// How far the host's unfinished update moved the tail; 0 for none.
     unfinished: u32,

@@ -170,7 +170,7 @@ fn arming_sets_event_idx_and_disarming_takes_it_back() {
     assert_eq!(tail.recheck(&mut fenced), Ok(1));
     // A look more does no harm within the round.
     assert_eq!((tail.look(), cells.event_idx()), (Ok(1), 1));
-    let asleep = fenced.settle();
+    let asleep = fenced.try_sleep();
     assert!(asleep.is_some());
     drop(asleep);
     tail.disarm(&sleeper);
@@ -203,14 +203,14 @@ fn an_entry_that_has_not_departed_is_not_disarmed() {
 fn a_recheck_with_news_prevents_sleep() {
     let cells = Cells::default();
     let mut sleeper: Sleeper<_> = Sleeper::new(AtomicU32::new(0));
-    for news in [2, 99] {
+    for value in [2, 99] {
         let mut tail = departed(&cells, 8, 1);
         let mut arming = sleeper.prepare();
         tail.arm(&mut arming);
         let mut fenced = arming.fence();
-        cells.shadow(news);
-        assert_eq!(tail.recheck(&mut fenced).is_ok(), news == 2);
-        assert!(fenced.settle().is_none());
+        cells.shadow(value);
+        assert_eq!(tail.recheck(&mut fenced).is_ok(), value == 2);
+        assert!(fenced.try_sleep().is_none());
     }
     assert_eq!(sleeper.stats().stayed_awake, 2);
 }
@@ -286,27 +286,27 @@ fn an_entry_out_of_reach_at_first_is_enabled_when_it_comes() {
 }
 
 #[test]
-fn a_glance_sees_what_a_look_would_find_and_finds_nothing() {
+fn a_peek_sees_what_a_look_would_find_and_finds_nothing() {
     let cells = Cells::default();
     let mut tail: SqTail<_> = SqTail::new(size(8), &cells.register);
     cells.ring(5);
-    assert_eq!((tail.glance(), tail.last()), (5, 0));
+    assert_eq!((tail.peek(), tail.last()), (5, 0));
     assert_eq!(tail.look(), Ok(5));
     // As long as nobody knows where the truth is: what was found last.
     cells.shadow(3);
     tail.enable(&cells.shadow, &cells.event_idx);
     cells.ring(6);
-    assert_eq!(tail.glance(), 5);
+    assert_eq!(tail.peek(), 5);
 
     let mut tail = departed(&cells, 8, 2);
     cells.shadow(7);
     let (looks, event_idx) = (tail.stats().looks, cells.event_idx());
-    assert_eq!((tail.glance(), tail.last()), (7, 2));
+    assert_eq!((tail.peek(), tail.last()), (7, 2));
     assert_eq!((tail.stats().looks, cells.event_idx()), (looks, event_idx));
     // What a look would refuse.
     for invalid in [8, 0x1_0003, u32::MAX] {
         cells.shadow(invalid);
-        assert_eq!((tail.glance(), tail.last()), (2, 2), "{invalid:#x}");
+        assert_eq!((tail.peek(), tail.last()), (2, 2), "{invalid:#x}");
     }
     cells.shadow(7);
     assert_eq!(tail.look(), Ok(7));

@@ -19,7 +19,7 @@ fn a_round_that_finds_nothing_ends_in_sleep() {
     let mut fenced = arming.fence();
     tail.recheck(&mut fenced).unwrap();
     fenced.note(false);
-    let asleep = fenced.settle();
+    let asleep = fenced.try_sleep();
     assert!(asleep.is_some());
     assert_eq!(state.load(Ordering::Relaxed), SLEEPING);
     drop(asleep);
@@ -39,7 +39,7 @@ fn a_forgotten_recheck_prevents_sleep() {
     }
     let mut fenced = arming.fence();
     tails[0].recheck(&mut fenced).unwrap();
-    assert!(fenced.settle().is_none());
+    assert!(fenced.try_sleep().is_none());
     assert_eq!(state.load(Ordering::Relaxed), AWAKE);
     assert_eq!(sleeper.stats().stayed_awake, 1);
 }
@@ -50,7 +50,7 @@ fn other_news_prevents_sleep() {
     let mut fenced = sleeper.prepare().fence();
     fenced.note(true);
     fenced.note(false);
-    assert!(fenced.settle().is_none());
+    assert!(fenced.try_sleep().is_none());
 }
 
 #[test]
@@ -71,14 +71,14 @@ fn only_a_sleeper_is_signalled_and_only_once() {
     let waker = Waker::<_, FullFence>::new(&state);
     assert!(!waker.ring(&&register, 3), "awake: it will look by itself");
     assert_eq!(register.load(Ordering::Relaxed), 3);
-    let asleep = sleeper.prepare().fence().settle();
+    let asleep = sleeper.prepare().fence().try_sleep();
     assert!(waker.clone().ring(&&register, 4));
     assert_eq!(state.load(Ordering::Relaxed), WAKING);
     assert!(!waker.kick(), "somebody is on the way already");
     assert_eq!(register.load(Ordering::Relaxed), 4);
     drop(asleep);
     assert!(!waker.kick());
-    let _asleep = sleeper.prepare().fence().settle();
+    let _asleep = sleeper.prepare().fence().try_sleep();
     assert!(waker.kick(), "a new sleep, a new signal");
 }
 
@@ -87,7 +87,7 @@ fn who_stays_asleep_is_signalled_until_it_rises() {
     let state = AtomicU32::new(0);
     let mut sleeper: Sleeper<_> = Sleeper::new(&state);
     let waker = Waker::<_, FullFence>::new(&state);
-    sleeper.prepare().fence().settle().expect("no news").stay();
+    sleeper.prepare().fence().try_sleep().expect("nothing new").stay();
     assert_eq!(state.load(Ordering::Relaxed), SLEEPING);
     assert!(waker.kick());
     assert!(!waker.kick(), "somebody is on the way already");

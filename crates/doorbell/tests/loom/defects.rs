@@ -6,7 +6,9 @@ use shadowbell_doorbell::{Cell, FullFence, Predicate, Sleeper, SqTail};
 
 use crate::full::{Ask, full};
 use crate::park::{Without, parked};
-use crate::rig::{Bed, Bell, NoFence, Word, bed, explore, in_use, ring, sleep_on, word};
+use crate::rig::{
+    DoorbellCells, NoFence, Wake, Word, explore, in_use, ring, sleep_on, sleep_pair, word,
+};
 use crate::submit::submit;
 use crate::trap::{posted, trapped};
 
@@ -50,18 +52,18 @@ fn the_sleeper_does_not_fence() {
 /// One update by the host, after the controller polled for a while; `round` is how the controller
 /// goes to sleep.
 fn after_polling(
-    round: impl Fn(&mut SqTail<Word>, &mut Sleeper<Word>, &Bed) + Sync + Send + Copy + 'static,
+    round: impl Fn(&mut SqTail<Word>, &mut Sleeper<Word>, &Wake) + Sync + Send + Copy + 'static,
 ) {
     explore(None, move || {
-        let (bell, size) = (Bell::at(0), ring(8));
-        let (mut doorbell, mut tail) = in_use::<FullFence>(&bell, size, 1);
-        let (mut sleeper, bed) = bed();
+        let (cells, size) = (DoorbellCells::at(0), ring(8));
+        let (mut doorbell, mut tail) = in_use::<FullFence>(&cells, size, 1);
+        let (mut sleeper, wake) = sleep_pair();
         let host = {
-            let (bell, bed) = (bell.clone(), bed.clone());
-            thread::spawn(move || bed.update(&mut doorbell, Predicate::Linux, &bell.register, 2))
+            let (cells, wake) = (cells.clone(), wake.clone());
+            thread::spawn(move || wake.update(&mut doorbell, Predicate::Linux, &cells.register, 2))
         };
         while tail.look() == Ok(1) {
-            round(&mut tail, &mut sleeper, &bed);
+            round(&mut tail, &mut sleeper, &wake);
         }
         host.join().unwrap();
     });
@@ -78,13 +80,13 @@ fn nothing_is_wrong() {
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_controller_looks_before_it_arms() {
-    after_polling(|tail, sleeper, bed| {
+    after_polling(|tail, sleeper, wake| {
         let mut accomplice = Sleeper::<_, FullFence>::new(word(0));
         let mut fenced = sleeper.prepare().fence();
         tail.recheck(&mut fenced).unwrap();
         tail.arm(&mut accomplice.prepare());
-        if let Some(_asleep) = fenced.settle() {
-            bed.event.wait();
+        if let Some(_asleep) = fenced.try_sleep() {
+            wake.event.wait();
         }
     });
 }
@@ -93,11 +95,11 @@ fn the_controller_looks_before_it_arms() {
 #[test]
 #[should_panic(expected = "deadlock")]
 fn the_controller_does_not_arm() {
-    after_polling(|tail, sleeper, bed| {
+    after_polling(|tail, sleeper, wake| {
         let mut fenced = sleeper.prepare().fence();
         tail.recheck(&mut fenced).unwrap();
-        if let Some(_asleep) = fenced.settle() {
-            bed.event.wait();
+        if let Some(_asleep) = fenced.try_sleep() {
+            wake.event.wait();
         }
     });
 }
@@ -116,9 +118,9 @@ fn the_controller_waits_for_room_with_event_idx_at_the_tail() {
 #[should_panic(expected = "deadlock")]
 fn the_trap_writes_the_shadow_entry() {
     explore(Some(3), || {
-        posted(|bell, bed, value| {
-            bell.shadow.store_release(value.into());
-            bed.trap(&bell.register, value);
+        posted(|cells, wake, value| {
+            cells.shadow.store_release(value.into());
+            wake.trap(&cells.register, value);
         });
     });
 }

@@ -8,7 +8,8 @@ use shadowbell_doorbell::{
 use std::sync::Arc;
 
 use crate::rig::{
-    Bed, Bell, Entries, Event, PREDICATES, Word, bed, by_register, explore, is_set, ring, word,
+    DoorbellCells, Entries, Event, PREDICATES, Wake, Word, by_register, explore, is_set, ring,
+    sleep_pair, word,
 };
 
 /// The command, as two flags: submitted by the host, completed by the controller.
@@ -23,16 +24,16 @@ impl Config {
         Self { submitted: word(0), completed: word(0) }
     }
 
-    fn submit(&self, bed: &Bed) {
+    fn submit(&self, wake: &Wake) {
         self.submitted.store(1, Ordering::Release);
-        bed.kick();
+        wake.kick();
     }
 }
 
 /// The controller: fetches `count` entries from `from` on, and executes the command when it
 /// comes; calls `progress` with what it has fetched so far and whether the command is done.
 struct Controller {
-    bell: Bell,
+    cells: DoorbellCells,
     size: RingSize,
     from: u16,
     count: u32,
@@ -41,14 +42,14 @@ struct Controller {
 }
 
 impl Controller {
-    fn run(self, sleeper: &mut Sleeper<Word>, bed: &Bed, progress: impl Fn(u32, bool)) {
-        let Self { bell, size, from, count, config, entries } = self;
-        let register = bell.register.clone();
+    fn run(self, sleeper: &mut Sleeper<Word>, wake: &Wake, progress: impl Fn(u32, bool)) {
+        let Self { cells, size, from, count, config, entries } = self;
+        let register = cells.register.clone();
         let mut tail = SqTail::resume(size, register, by_register(from)).unwrap();
         let (mut at, mut left, mut enabled) = (from, count, false);
         loop {
             if !enabled && is_set(&config.submitted) {
-                tail.enable(bell.shadow.clone(), bell.event_idx.clone());
+                tail.enable(cells.shadow.clone(), cells.event_idx.clone());
                 enabled = true;
                 config.completed.store(1, Ordering::Release);
             }
@@ -67,8 +68,8 @@ impl Controller {
                 let mut fenced = arming.fence();
                 fenced.note(!enabled && is_set(&config.submitted));
                 tail.recheck(&mut fenced).unwrap();
-                if let Some(_asleep) = fenced.settle() {
-                    bed.event.wait();
+                if let Some(_asleep) = fenced.try_sleep() {
+                    wake.event.wait();
                 }
             }
         }
@@ -86,8 +87,8 @@ enum Old {
 
 /// Another host than ours: it touches the shadow entry only once it trusts it.
 struct OtherHost {
-    bell: Bell,
-    bed: Bed,
+    cells: DoorbellCells,
+    wake: Wake,
     predicate: Predicate,
     old: Old,
     current: u16,
@@ -100,15 +101,15 @@ impl OtherHost {
         let mut mmio = true;
         if self.trusted {
             let old = match self.old {
-                Old::Shadow => self.bell.shadow.load_relaxed() as u16,
+                Old::Shadow => self.cells.shadow.load_relaxed() as u16,
                 Old::Private => private,
             };
-            self.bell.shadow.store_release(new.into());
+            self.cells.shadow.store_release(new.into());
             FullFence::full();
-            mmio = self.predicate.needs_mmio(self.bell.event_idx.load_relaxed(), old, new);
+            mmio = self.predicate.needs_mmio(self.cells.event_idx.load_relaxed(), old, new);
         }
         if mmio {
-            self.bed.trap(&self.bell.register, new);
+            self.wake.trap(&self.cells.register, new);
         }
     }
 }
@@ -118,66 +119,66 @@ impl OtherHost {
 fn our_host_enables_under_load() {
     for predicate in PREDICATES {
         explore(Some(2), move || {
-            let (size, bell, config) = (ring(8), Bell::at(0), Config::new());
+            let (size, cells, config) = (ring(8), DoorbellCells::at(0), Config::new());
             let entries = Entries::new(size);
-            let (mut sleeper, bed) = bed();
+            let (mut sleeper, wake) = sleep_pair();
             entries.write(0);
-            bell.register.store(1, Ordering::Relaxed);
+            cells.register.store(1, Ordering::Relaxed);
             let host = {
-                let (bell, entries) = (bell.clone(), entries.clone());
-                let (config, bed) = (config.clone(), bed.clone());
+                let (cells, entries) = (cells.clone(), entries.clone());
+                let (config, wake) = (config.clone(), wake.clone());
                 thread::spawn(move || {
                     let mut doorbell: HostDoorbell<Word> = HostDoorbell::new(1);
-                    doorbell.mirror(bell.shadow.clone(), bell.event_idx.clone());
-                    config.submit(&bed);
+                    doorbell.mirror(cells.shadow.clone(), cells.event_idx.clone());
+                    config.submit(&wake);
                     for at in 1..3 {
                         entries.write(at);
-                        bed.update(&mut doorbell, predicate, &bell.register, at + 1);
+                        wake.update(&mut doorbell, predicate, &cells.register, at + 1);
                         if is_set(&config.completed) {
                             doorbell.trust();
                         }
                     }
                 })
             };
-            let controller = Controller { bell, size, from: 0, count: 3, config, entries };
-            controller.run(&mut sleeper, &bed, |_, _| ());
+            let controller = Controller { cells, size, from: 0, count: 3, config, entries };
+            controller.run(&mut sleeper, &wake, |_, _| ());
             host.join().unwrap();
         });
     }
 }
 
-/// The same, around a ring so small that the first values published under the new rule are the
+/// Our own host changes over in the middle of submissions, around a ring so small that the first values published under the new rule are the
 /// very one that the shadow entry held when the command was executed.
 #[test]
 fn our_host_comes_round_to_the_snapshot() {
     for predicate in PREDICATES {
         explore(Some(3), move || {
-            let (size, bell, config) = (ring(3), Bell::at(0), Config::new());
+            let (size, cells, config) = (ring(3), DoorbellCells::at(0), Config::new());
             let entries = Entries::new(size);
             let room = Arc::new(Event::default());
-            let (mut sleeper, bed) = bed();
+            let (mut sleeper, wake) = sleep_pair();
             let host = {
-                let (bell, entries, room) = (bell.clone(), entries.clone(), room.clone());
-                let (config, bed) = (config.clone(), bed.clone());
+                let (cells, entries, room) = (cells.clone(), entries.clone(), room.clone());
+                let (config, wake) = (config.clone(), wake.clone());
                 thread::spawn(move || {
                     let mut doorbell: HostDoorbell<Word> = HostDoorbell::new(0);
-                    doorbell.mirror(bell.shadow.clone(), bell.event_idx.clone());
-                    config.submit(&bed);
+                    doorbell.mirror(cells.shadow.clone(), cells.event_idx.clone());
+                    config.submit(&wake);
                     entries.write(0);
-                    bed.update(&mut doorbell, predicate, &bell.register, 1);
+                    wake.update(&mut doorbell, predicate, &cells.register, 1);
                     room.wait();
                     doorbell.trust();
                     for at in [1, 2] {
                         entries.write(at);
                         let next = size.forward(at, 1);
-                        bed.update(&mut doorbell, predicate, &bell.register, next);
+                        wake.update(&mut doorbell, predicate, &cells.register, next);
                     }
                 })
             };
-            let told = std::cell::Cell::new(false);
-            let controller = Controller { bell, size, from: 0, count: 3, config, entries };
-            controller.run(&mut sleeper, &bed, |fetched, enabled| {
-                if fetched >= 1 && enabled && !told.replace(true) {
+            let is_trusted = std::cell::Cell::new(false);
+            let controller = Controller { cells, size, from: 0, count: 3, config, entries };
+            controller.run(&mut sleeper, &wake, |fetched, enabled| {
+                if fetched >= 1 && enabled && !is_trusted.replace(true) {
                     room.signal();
                 }
             });
@@ -193,19 +194,25 @@ fn other_hosts_enable_under_load() {
         for old in [Old::Shadow, Old::Private] {
             for initial in [0, 1] {
                 explore(Some(2), move || {
-                    let (size, bell, config) = (ring(8), Bell::at(0), Config::new());
+                    let (size, cells, config) = (ring(8), DoorbellCells::at(0), Config::new());
                     let entries = Entries::new(size);
-                    let (mut sleeper, bed) = bed();
+                    let (mut sleeper, wake) = sleep_pair();
                     entries.write(0);
-                    bell.register.store(1, Ordering::Relaxed);
-                    bell.shadow.store(initial, Ordering::Relaxed);
+                    cells.register.store(1, Ordering::Relaxed);
+                    cells.shadow.store(initial, Ordering::Relaxed);
                     let host = {
-                        let (bell, entries) = (bell.clone(), entries.clone());
-                        let (config, bed) = (config.clone(), bed.clone());
+                        let (cells, entries) = (cells.clone(), entries.clone());
+                        let (config, wake) = (config.clone(), wake.clone());
                         thread::spawn(move || {
-                            config.submit(&bed);
-                            let mut host =
-                                OtherHost { bell, bed, predicate, old, current: 1, trusted: false };
+                            config.submit(&wake);
+                            let mut host = OtherHost {
+                                cells,
+                                wake,
+                                predicate,
+                                old,
+                                current: 1,
+                                trusted: false,
+                            };
                             for at in 1..3 {
                                 entries.write(at);
                                 host.update(at + 1);
@@ -213,8 +220,8 @@ fn other_hosts_enable_under_load() {
                             }
                         })
                     };
-                    let controller = Controller { bell, size, from: 0, count: 3, config, entries };
-                    controller.run(&mut sleeper, &bed, |_, _| ());
+                    let controller = Controller { cells, size, from: 0, count: 3, config, entries };
+                    controller.run(&mut sleeper, &wake, |_, _| ());
                     host.join().unwrap();
                 });
             }
@@ -228,20 +235,20 @@ fn other_hosts_enable_under_load() {
 fn the_first_update_lands_on_a_stale_zero() {
     for predicate in PREDICATES {
         explore(Some(3), move || {
-            let (size, bell, config) = (ring(4), Bell::at(2), Config::new());
+            let (size, cells, config) = (ring(4), DoorbellCells::at(2), Config::new());
             let entries = Entries::new(size);
             let fetched_one = Arc::new(Event::default());
-            let (mut sleeper, bed) = bed();
-            bell.shadow.store(0, Ordering::Relaxed);
+            let (mut sleeper, wake) = sleep_pair();
+            cells.shadow.store(0, Ordering::Relaxed);
             let host = {
-                let (bell, entries) = (bell.clone(), entries.clone());
-                let (config, bed) = (config.clone(), bed.clone());
+                let (cells, entries) = (cells.clone(), entries.clone());
+                let (config, wake) = (config.clone(), wake.clone());
                 let fetched_one = fetched_one.clone();
                 thread::spawn(move || {
-                    config.submit(&bed);
+                    config.submit(&wake);
                     let old = Old::Private;
                     let mut host =
-                        OtherHost { bell, bed, predicate, old, current: 2, trusted: false };
+                        OtherHost { cells, wake, predicate, old, current: 2, trusted: false };
                     entries.write(2);
                     host.update(3);
                     fetched_one.wait();
@@ -250,10 +257,10 @@ fn the_first_update_lands_on_a_stale_zero() {
                     host.update(0);
                 })
             };
-            let told = std::cell::Cell::new(false);
-            let controller = Controller { bell, size, from: 2, count: 2, config, entries };
-            controller.run(&mut sleeper, &bed, |fetched, enabled| {
-                if enabled && fetched >= 1 && !told.replace(true) {
+            let is_trusted = std::cell::Cell::new(false);
+            let controller = Controller { cells, size, from: 2, count: 2, config, entries };
+            controller.run(&mut sleeper, &wake, |fetched, enabled| {
+                if enabled && fetched >= 1 && !is_trusted.replace(true) {
                     fetched_one.signal();
                 }
             });
@@ -267,23 +274,23 @@ fn the_first_update_lands_on_a_stale_zero() {
 fn a_host_that_never_shadows_the_queue() {
     for initial in [0, 2] {
         explore(Some(3), move || {
-            let (size, bell, config) = (ring(4), Bell::at(2), Config::new());
+            let (size, cells, config) = (ring(4), DoorbellCells::at(2), Config::new());
             let entries = Entries::new(size);
-            let (mut sleeper, bed) = bed();
-            bell.shadow.store(initial, Ordering::Relaxed);
+            let (mut sleeper, wake) = sleep_pair();
+            cells.shadow.store(initial, Ordering::Relaxed);
             let host = {
-                let (bell, entries) = (bell.clone(), entries.clone());
-                let (config, bed) = (config.clone(), bed.clone());
+                let (cells, entries) = (cells.clone(), entries.clone());
+                let (config, wake) = (config.clone(), wake.clone());
                 thread::spawn(move || {
-                    config.submit(&bed);
+                    config.submit(&wake);
                     for at in [2, 3, 0] {
                         entries.write(at);
-                        bed.trap(&bell.register, size.forward(at, 1));
+                        wake.trap(&cells.register, size.forward(at, 1));
                     }
                 })
             };
-            let controller = Controller { bell, size, from: 2, count: 3, config, entries };
-            controller.run(&mut sleeper, &bed, |_, _| ());
+            let controller = Controller { cells, size, from: 2, count: 3, config, entries };
+            controller.run(&mut sleeper, &wake, |_, _| ());
             host.join().unwrap();
         });
     }

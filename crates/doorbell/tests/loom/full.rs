@@ -3,7 +3,7 @@
 use loom::thread;
 use shadowbell_doorbell::{Fence, FullFence, Predicate};
 
-use crate::rig::{Bell, PREDICATES, bed, explore, in_use, in_use_head, ring};
+use crate::rig::{DoorbellCells, PREDICATES, explore, in_use, in_use_head, ring, sleep_pair};
 
 /// How the controller asks for the wakeup that it needs.
 #[derive(Clone, Copy, PartialEq)]
@@ -24,15 +24,15 @@ pub(crate) fn full<H: Fence, S: Fence>(
     ask: Ask,
 ) {
     let size = ring(entries);
-    let bell = Bell::at(size.back(head, 1));
-    let (mut doorbell, mut heads) = in_use_head::<H>(&bell, size, head);
-    let (mut sleeper, bed) = bed::<S, FullFence>();
+    let cells = DoorbellCells::at(size.back(head, 1));
+    let (mut doorbell, mut heads) = in_use_head::<H>(&cells, size, head);
+    let (mut sleeper, wake) = sleep_pair::<S, FullFence>();
     let mut tail = size.back(head, 1);
     let host = {
-        let (bell, bed) = (bell.clone(), bed.clone());
+        let (cells, wake) = (cells.clone(), wake.clone());
         thread::spawn(move || {
             for i in 1..=count {
-                bed.update(&mut doorbell, predicate, &bell.register, size.forward(head, i));
+                wake.update(&mut doorbell, predicate, &cells.register, size.forward(head, i));
             }
         })
     };
@@ -49,13 +49,13 @@ pub(crate) fn full<H: Fence, S: Fence>(
         match ask {
             Ask::Arm => heads.arm(&mut arming),
             Ask::AtTheTail => {
-                shadowbell_doorbell::Cell::store_release(&bell.event_idx, tail.into())
+                shadowbell_doorbell::Cell::store_release(&cells.event_idx, tail.into())
             }
         }
         let mut fenced = arming.fence();
         heads.recheck(&mut fenced, tail).unwrap();
-        if let Some(_asleep) = fenced.settle() {
-            bed.event.wait();
+        if let Some(_asleep) = fenced.try_sleep() {
+            wake.event.wait();
         }
     }
     host.join().unwrap();
@@ -78,15 +78,15 @@ fn one_fence_serves_both_queues() {
     for predicate in PREDICATES {
         explore(Some(3), move || {
             let size = ring(2);
-            let (sq, cq) = (Bell::at(0), Bell::at(1));
+            let (sq, cq) = (DoorbellCells::at(0), DoorbellCells::at(1));
             let (mut sq_host, mut tail) = in_use::<FullFence>(&sq, size, 1);
             let (mut cq_host, mut head) = in_use_head::<FullFence>(&cq, size, 0);
-            let (mut sleeper, bed) = bed::<FullFence, FullFence>();
+            let (mut sleeper, wake) = sleep_pair::<FullFence, FullFence>();
             let host = {
-                let (sq, cq, bed) = (sq.clone(), cq.clone(), bed.clone());
+                let (sq, cq, wake) = (sq.clone(), cq.clone(), wake.clone());
                 thread::spawn(move || {
-                    bed.update(&mut sq_host, predicate, &sq.register, 0);
-                    bed.update(&mut cq_host, predicate, &cq.register, 1);
+                    wake.update(&mut sq_host, predicate, &sq.register, 0);
+                    wake.update(&mut cq_host, predicate, &cq.register, 1);
                 })
             };
             // The completion queue of two is full, with its tail at 1. A command is executed when
@@ -103,8 +103,8 @@ fn one_fence_serves_both_queues() {
                 let mut fenced = arming.fence();
                 tail.recheck(&mut fenced).unwrap();
                 head.recheck(&mut fenced, 1).unwrap();
-                if let Some(_asleep) = fenced.settle() {
-                    bed.event.wait();
+                if let Some(_asleep) = fenced.try_sleep() {
+                    wake.event.wait();
                 }
             }
             host.join().unwrap();

@@ -1,5 +1,5 @@
-//! A queue that sleeps by itself while its thread looks after others: its bell is a message to the
-//! thread, which may sleep as well.
+//! A queue that sleeps by itself while its thread looks after others: a doorbell write for it is a
+//! message to the thread, which may sleep as well.
 
 use loom::sync::Mutex;
 use loom::sync::atomic::Ordering;
@@ -7,15 +7,17 @@ use loom::thread;
 use shadowbell_doorbell::{Fence, FullFence, HostDoorbell, Predicate, Sleeper, SqTail};
 use std::sync::Arc;
 
-use crate::rig::{Bed, Bell, PREDICATES, Word, bed, explore, in_use, is_set, ring, word};
+use crate::rig::{
+    DoorbellCells, PREDICATES, Wake, Word, explore, in_use, is_set, ring, sleep_pair, word,
+};
 
 /// Where the host's ring goes: to the queue's own sleeper, and by a message to the thread's.
 struct Parking<F> {
-    queue: Bed<F>,
-    thread: Bed,
-    /// Messages that the queue was rung for, and whether there are any.
+    queue: Wake<F>,
+    thread: Wake,
+    /// Doorbell writes for the queue, and whether there are any.
     messages: Arc<Mutex<u32>>,
-    news: Word,
+    pending: Word,
 }
 
 impl<F> Clone for Parking<F> {
@@ -24,7 +26,7 @@ impl<F> Clone for Parking<F> {
             queue: self.queue.clone(),
             thread: self.thread.clone(),
             messages: self.messages.clone(),
-            news: self.news.clone(),
+            pending: self.pending.clone(),
         }
     }
 }
@@ -35,24 +37,24 @@ pub(crate) enum Without {
     Nothing,
     /// The message is left, and its recipient not woken.
     Kick,
-    /// A ring for a queue that is parked wakes the thread, which does not hear for whom.
+    /// A ring for a queue that is parked wakes the thread, which does not learn which queue it was.
     Message,
-    /// A ring for a queue that is not parked goes unheard.
+    /// A ring for a queue that is not parked wakes nobody.
     Thread,
 }
 
 impl<F: Fence> Parking<F> {
-    fn new(queue: Bed<F>, thread: Bed) -> Self {
-        Self { queue, thread, messages: Arc::default(), news: word(0) }
+    fn new(queue: Wake<F>, thread: Wake) -> Self {
+        Self { queue, thread, messages: Arc::default(), pending: word(0) }
     }
 
     /// Whether there was a message.
-    fn is_rung(&self) -> bool {
-        if !is_set(&self.news) {
+    fn take_messages(&self) -> bool {
+        if !is_set(&self.pending) {
             return false;
         }
         // First the flag, then the messages: one that comes in between is found again.
-        self.news.store(0, Ordering::Release);
+        self.pending.store(0, Ordering::Release);
         std::mem::take(&mut *self.messages.lock().unwrap()) != 0
     }
 
@@ -60,7 +62,7 @@ impl<F: Fence> Parking<F> {
         if self.queue.waker.ring(register, u32::from(value)) {
             if without != Without::Message {
                 *self.messages.lock().unwrap() += 1;
-                self.news.store(1, Ordering::Release);
+                self.pending.store(1, Ordering::Release);
             }
             if without != Without::Kick {
                 self.thread.kick();
@@ -83,7 +85,7 @@ fn tend(
 ) {
     let (mut parked, mut slept) = (false, false);
     loop {
-        if park.is_rung() && parked {
+        if park.take_messages() && parked {
             own.rise();
             tail.disarm(sleeper);
             parked = false;
@@ -102,7 +104,7 @@ fn tend(
             tail.arm(&mut arming);
             let mut fenced = arming.fence();
             tail.recheck(&mut fenced).unwrap();
-            let Some(asleep) = fenced.settle() else { continue };
+            let Some(asleep) = fenced.try_sleep() else { continue };
             asleep.stay();
             parked = true;
         }
@@ -114,8 +116,8 @@ fn tend(
         if !parked {
             tail.recheck(&mut fenced).unwrap();
         }
-        fenced.note(is_set(&park.news));
-        if let Some(_asleep) = fenced.settle() {
+        fenced.note(is_set(&park.pending));
+        if let Some(_asleep) = fenced.try_sleep() {
             park.thread.event.wait();
         }
         slept = true;
@@ -129,17 +131,17 @@ where
     S: Fence,
     W: Fence,
 {
-    let (bell, size) = (Bell::at(0), ring(8));
-    let (mut doorbell, mut tail): (HostDoorbell<Word, H>, _) = in_use(&bell, size, 1);
-    let (mut own, queue) = bed::<S, W>();
-    let (mut sleeper, thread) = bed::<FullFence, FullFence>();
+    let (cells, size) = (DoorbellCells::at(0), ring(8));
+    let (mut doorbell, mut tail): (HostDoorbell<Word, H>, _) = in_use(&cells, size, 1);
+    let (mut own, queue) = sleep_pair::<S, W>();
+    let (mut sleeper, thread) = sleep_pair::<FullFence, FullFence>();
     let park = Parking::new(queue, thread);
     let host = {
         let park = park.clone();
         thread::spawn(move || {
             for at in 2..2 + count {
                 if doorbell.publish_with(predicate, at) {
-                    park.trap(&bell.register, at, without);
+                    park.trap(&cells.register, at, without);
                 }
             }
         })
@@ -149,7 +151,7 @@ where
 }
 
 #[test]
-fn a_parked_queue_is_heard() {
+fn a_parked_queue_is_woken() {
     for predicate in PREDICATES {
         explore(None, move || {
             parked::<FullFence, FullFence, FullFence>(predicate, 1, Without::Nothing);
@@ -160,14 +162,14 @@ fn a_parked_queue_is_heard() {
     }
 }
 
-/// Two who ring, of whom one may leave the message to the other, and a queue that has got up and
-/// lain down again between the two.
+/// Two doorbell writes at once, of which one may leave the message to the other, and a queue that
+/// was woken and parked again between the two.
 #[test]
-fn two_who_ring_for_a_parked_queue_lose_nothing() {
+fn two_doorbell_writes_for_a_parked_queue_lose_nothing() {
     explore(Some(2), || {
         let (size, registers) = (ring(8), [word(0), word(0)]);
-        let (mut own, queue) = bed::<FullFence, FullFence>();
-        let (mut sleeper, thread) = bed::<FullFence, FullFence>();
+        let (mut own, queue) = sleep_pair::<FullFence, FullFence>();
+        let (mut sleeper, thread) = sleep_pair::<FullFence, FullFence>();
         let park = Parking::new(queue, thread);
         let mut tails = registers.clone().map(|r| SqTail::<Word>::new(size, r));
         let vcpus = registers.map(|register| {
@@ -176,7 +178,7 @@ fn two_who_ring_for_a_parked_queue_lose_nothing() {
         });
         let mut is_parked = false;
         loop {
-            if park.is_rung() && is_parked {
+            if park.take_messages() && is_parked {
                 own.rise();
                 is_parked = false;
             }
@@ -190,13 +192,13 @@ fn two_who_ring_for_a_parked_queue_lose_nothing() {
                 tails.iter_mut().for_each(|tail| {
                     tail.recheck(&mut fenced).unwrap();
                 });
-                let Some(asleep) = fenced.settle() else { continue };
+                let Some(asleep) = fenced.try_sleep() else { continue };
                 asleep.stay();
                 is_parked = true;
             }
             let mut fenced = sleeper.prepare().fence();
-            fenced.note(is_set(&park.news));
-            if let Some(_asleep) = fenced.settle() {
+            fenced.note(is_set(&park.pending));
+            if let Some(_asleep) = fenced.try_sleep() {
                 park.thread.event.wait();
             }
         }

@@ -91,14 +91,14 @@ pub(crate) fn by_register(at: u16) -> DoorbellState {
 
 /// The three cells of one doorbell.
 #[derive(Clone)]
-pub(crate) struct Bell {
+pub(crate) struct DoorbellCells {
     pub(crate) register: Word,
     pub(crate) shadow: Word,
     pub(crate) event_idx: Word,
 }
 
-impl Bell {
-    /// A doorbell at rest, wholly at `value`.
+impl DoorbellCells {
+    /// A doorbell all of whose cells are at `value`.
     pub(crate) fn at(value: u16) -> Self {
         let value = u32::from(value);
         Self { register: word(value), shadow: word(value), event_idx: word(value) }
@@ -128,25 +128,25 @@ impl Bell {
 }
 
 /// The thread that sleeps, seen from the threads that wake it.
-pub(crate) struct Bed<F = FullFence> {
+pub(crate) struct Wake<F = FullFence> {
     pub(crate) waker: Waker<Word, F>,
     pub(crate) event: Arc<Event>,
 }
 
-impl<F> Clone for Bed<F> {
+impl<F> Clone for Wake<F> {
     fn clone(&self) -> Self {
         Self { waker: self.waker.clone(), event: self.event.clone() }
     }
 }
 
-/// A sleeper with its fence and the bed with its kickers' fence.
-pub(crate) fn bed<S: Fence, W: Fence>() -> (Sleeper<Word, S>, Bed<W>) {
+/// A sleeper with its fence, and what wakes it with the wakers' fence.
+pub(crate) fn sleep_pair<S: Fence, W: Fence>() -> (Sleeper<Word, S>, Wake<W>) {
     let state = word(0);
     let sleeper = Sleeper::new(state.clone());
-    (sleeper, Bed { waker: Waker::new(state), event: Arc::default() })
+    (sleeper, Wake { waker: Waker::new(state), event: Arc::default() })
 }
 
-impl<F: Fence> Bed<F> {
+impl<F: Fence> Wake<F> {
     /// A trapped doorbell write.
     pub(crate) fn trap(&self, register: &Word, value: u16) {
         if self.waker.ring(register, u32::from(value)) {
@@ -154,7 +154,7 @@ impl<F: Fence> Bed<F> {
         }
     }
 
-    /// News that is not a doorbell.
+    /// Something new that is not a doorbell.
     pub(crate) fn kick(&self) {
         if self.waker.kick() {
             self.event.signal();
@@ -207,14 +207,14 @@ impl Entries {
 pub(crate) fn sleep_on<F: Fence, W: Fence>(
     tail: &mut SqTail<Word>,
     sleeper: &mut Sleeper<Word, F>,
-    bed: &Bed<W>,
+    wake: &Wake<W>,
 ) {
     let mut arming = sleeper.prepare();
     tail.arm(&mut arming);
     let mut fenced = arming.fence();
     tail.recheck(&mut fenced).unwrap();
-    if let Some(_asleep) = fenced.settle() {
-        bed.event.wait();
+    if let Some(_asleep) = fenced.try_sleep() {
+        wake.event.wait();
     }
 }
 
@@ -222,25 +222,25 @@ pub(crate) fn sleep_on<F: Fence, W: Fence>(
 /// position `at` - 1, so that EventIdx is left behind and asks for nothing. Neither end has any
 /// luck with a value that happens to be right already.
 pub(crate) fn in_use<F: Fence>(
-    bell: &Bell,
+    cells: &DoorbellCells,
     size: RingSize,
     at: u16,
 ) -> (HostDoorbell<Word, F>, SqTail<Word>) {
     let before = size.back(at, 1);
-    let (mut host, mut tail) = (bell.host(before), bell.tail(size, before));
+    let (mut host, mut tail) = (cells.host(before), cells.tail(size, before));
     assert!(host.publish(at), "the first update after Doorbell Buffer Config rings");
     assert_eq!(tail.look(), Ok(at));
     (host, tail)
 }
 
-/// The same for a completion queue.
+/// A completion queue that has been in use for a while, as [`in_use`] has a submission queue.
 pub(crate) fn in_use_head<F: Fence>(
-    bell: &Bell,
+    cells: &DoorbellCells,
     size: RingSize,
     at: u16,
 ) -> (HostDoorbell<Word, F>, CqHead<Word>) {
     let before = size.back(at, 1);
-    let (mut host, mut head) = (bell.host(before), bell.head(size, before));
+    let (mut host, mut head) = (cells.host(before), cells.head(size, before));
     assert!(host.publish(at), "the first update after Doorbell Buffer Config rings");
     assert_eq!(head.look(at), Ok(at));
     (host, head)
@@ -253,7 +253,7 @@ pub(crate) fn serve<F: Fence, W: Fence>(
     entries: &Entries,
     end: u16,
     sleeper: &mut Sleeper<Word, F>,
-    bed: &Bed<W>,
+    wake: &Wake<W>,
 ) {
     let size = tail.size();
     let mut at = tail.last();
@@ -262,7 +262,7 @@ pub(crate) fn serve<F: Fence, W: Fence>(
         assert!(size.distance(at, seen) <= size.distance(at, end), "the tail moved backwards");
         entries.fetch(size, at, seen);
         if seen == at {
-            sleep_on(tail, sleeper, bed);
+            sleep_on(tail, sleeper, wake);
         }
         at = seen;
     }

@@ -4,7 +4,9 @@ use loom::thread;
 use shadowbell_doorbell::{Fence, FullFence, Predicate};
 use std::sync::Arc;
 
-use crate::rig::{Bell, Entries, Event, PREDICATES, bed, explore, in_use, ring, serve};
+use crate::rig::{
+    DoorbellCells, Entries, Event, PREDICATES, explore, in_use, ring, serve, sleep_pair,
+};
 
 /// A host that submits `count` entries one by one from position `from` on, and a controller that
 /// sleeps whenever there is nothing to fetch.
@@ -15,24 +17,24 @@ pub(crate) fn submit<H: Fence, S: Fence, W: Fence>(
     count: u32,
 ) {
     let size = ring(entries);
-    let bell = Bell::at(size.back(from, 1));
-    let (mut doorbell, mut tail) = in_use::<H>(&bell, size, from);
+    let cells = DoorbellCells::at(size.back(from, 1));
+    let (mut doorbell, mut tail) = in_use::<H>(&cells, size, from);
     let memory = Entries::new(size);
-    let (mut sleeper, bed) = bed::<S, W>();
+    let (mut sleeper, wake) = sleep_pair::<S, W>();
     let end = size.forward(from, count);
 
     let host = {
-        let (bell, memory, bed) = (bell.clone(), memory.clone(), bed.clone());
+        let (cells, memory, wake) = (cells.clone(), memory.clone(), wake.clone());
         thread::spawn(move || {
             for i in 0..count {
                 let at = size.forward(from, i);
                 memory.write(at);
-                bed.update(&mut doorbell, predicate, &bell.register, size.forward(at, 1));
+                wake.update(&mut doorbell, predicate, &cells.register, size.forward(at, 1));
             }
         })
     };
 
-    serve(&mut tail, &memory, end, &mut sleeper, &bed);
+    serve(&mut tail, &memory, end, &mut sleeper, &wake);
     host.join().unwrap();
 }
 
@@ -61,27 +63,27 @@ fn no_wakeup_is_lost_where_the_host_asks_later() {
     for count in [1, 2, 3] {
         explore(Some(3), move || {
             let size = ring(8);
-            let bell = Bell::at(7);
-            let (mut doorbell, mut tail) = in_use::<FullFence>(&bell, size, 0);
+            let cells = DoorbellCells::at(7);
+            let (mut doorbell, mut tail) = in_use::<FullFence>(&cells, size, 0);
             let memory = Entries::new(size);
-            let (mut sleeper, bed) = bed::<FullFence, FullFence>();
+            let (mut sleeper, wake) = sleep_pair::<FullFence, FullFence>();
             let host = {
-                let (bell, memory, bed) = (bell.clone(), memory.clone(), bed.clone());
+                let (cells, memory, wake) = (cells.clone(), memory.clone(), wake.clone());
                 thread::spawn(move || {
                     for at in 0..count {
                         memory.write(at);
                         let mmio = doorbell.publish_deferred(at + 1);
                         if mmio {
-                            bed.trap(&bell.register, at + 1);
+                            wake.trap(&cells.register, at + 1);
                         }
                     }
                     let mmio = doorbell.needs_notification();
                     if mmio {
-                        bed.trap(&bell.register, count);
+                        wake.trap(&cells.register, count);
                     }
                 })
             };
-            serve(&mut tail, &memory, count, &mut sleeper, &bed);
+            serve(&mut tail, &memory, count, &mut sleeper, &wake);
             host.join().unwrap();
         });
     }
@@ -94,24 +96,24 @@ fn no_wakeup_is_lost_over_several_turns() {
     for predicate in PREDICATES {
         explore(Some(3), move || {
             let size = ring(2);
-            let bell = Bell::at(0);
-            let (mut doorbell, mut tail) = in_use::<FullFence>(&bell, size, 1);
+            let cells = DoorbellCells::at(0);
+            let (mut doorbell, mut tail) = in_use::<FullFence>(&cells, size, 1);
             let memory = Entries::new(size);
             let room = Arc::new(Event::default());
-            let (mut sleeper, bed) = bed::<FullFence, FullFence>();
+            let (mut sleeper, wake) = sleep_pair::<FullFence, FullFence>();
             let host = {
-                let (bell, memory, bed) = (bell.clone(), memory.clone(), bed.clone());
+                let (cells, memory, wake) = (cells.clone(), memory.clone(), wake.clone());
                 let room = room.clone();
                 thread::spawn(move || {
                     for at in [1, 0, 1] {
                         memory.write(at);
-                        bed.update(&mut doorbell, predicate, &bell.register, size.forward(at, 1));
+                        wake.update(&mut doorbell, predicate, &cells.register, size.forward(at, 1));
                         room.wait();
                     }
                 })
             };
             for end in [0, 1, 0] {
-                serve(&mut tail, &memory, end, &mut sleeper, &bed);
+                serve(&mut tail, &memory, end, &mut sleeper, &wake);
                 room.signal();
             }
             host.join().unwrap();
@@ -125,8 +127,8 @@ fn polling_costs_no_mmio() {
     for predicate in PREDICATES {
         explore(Some(4), move || {
             let size = ring(16);
-            let bell = Bell::at(14);
-            let (mut doorbell, mut tail) = in_use::<FullFence>(&bell, size, 15);
+            let cells = DoorbellCells::at(14);
+            let (mut doorbell, mut tail) = in_use::<FullFence>(&cells, size, 15);
             let host = thread::spawn(move || {
                 for at in [0, 1, 2] {
                     assert!(!doorbell.publish_with(predicate, at), "an MMIO write for nothing");
@@ -141,8 +143,8 @@ fn polling_costs_no_mmio() {
     // Nor if the host asks later.
     explore(Some(4), move || {
         let size = ring(16);
-        let bell = Bell::at(14);
-        let (mut doorbell, mut tail) = in_use::<FullFence>(&bell, size, 15);
+        let cells = DoorbellCells::at(14);
+        let (mut doorbell, mut tail) = in_use::<FullFence>(&cells, size, 15);
         let host = thread::spawn(move || {
             for at in [0, 1, 2] {
                 assert!(!doorbell.publish_deferred(at), "an MMIO write for nothing");

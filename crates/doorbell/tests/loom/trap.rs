@@ -5,25 +5,27 @@ use loom::thread;
 use shadowbell_doorbell::{Fence, FullFence, SqTail};
 use std::sync::Arc;
 
-use crate::rig::{Bed, Bell, Bus, Entries, Word, bed, explore, in_use, is_set, ring, serve, word};
+use crate::rig::{
+    Bus, DoorbellCells, Entries, Wake, Word, explore, in_use, is_set, ring, serve, sleep_pair, word,
+};
 
 /// One queue, `count` trapped writes.
 pub(crate) fn trapped<S: Fence, W: Fence>(count: u16) {
     let size = ring(8);
     let memory = Entries::new(size);
     let register = word(0);
-    let (mut sleeper, bed) = bed::<S, W>();
+    let (mut sleeper, wake) = sleep_pair::<S, W>();
     let mut tail: SqTail<Word> = SqTail::new(size, register.clone());
     let vcpu = {
-        let (memory, bed) = (memory.clone(), bed.clone());
+        let (memory, wake) = (memory.clone(), wake.clone());
         thread::spawn(move || {
             for at in 0..count {
                 memory.write(at);
-                bed.trap(&register, at + 1);
+                wake.trap(&register, at + 1);
             }
         })
     };
-    serve(&mut tail, &memory, count, &mut sleeper, &bed);
+    serve(&mut tail, &memory, count, &mut sleeper, &wake);
     vcpu.join().unwrap();
 }
 
@@ -33,17 +35,17 @@ fn no_trapped_doorbell_is_slept_through() {
     explore(Some(3), || trapped::<FullFence, FullFence>(3));
 }
 
-/// Two kickers at once, of which one may leave the signal to the other; and two rounds of sleep,
-/// into the second of which a late kicker of the first may fall.
+/// Two wakers at once, of which one may leave the signal to the other; and two rounds of sleep,
+/// into the second of which a late waker of the first may fall.
 #[test]
 fn two_kickers_share_a_signal_and_lose_nothing() {
     explore(Some(3), || {
         let (size, registers) = (ring(8), [word(0), word(0)]);
-        let (mut sleeper, bed) = bed::<FullFence, FullFence>();
+        let (mut sleeper, wake) = sleep_pair::<FullFence, FullFence>();
         let mut tails = registers.clone().map(|r| SqTail::<Word>::new(size, r));
         let vcpus = registers.map(|register| {
-            let bed = bed.clone();
-            thread::spawn(move || bed.trap(&register, 1))
+            let wake = wake.clone();
+            thread::spawn(move || wake.trap(&register, 1))
         });
         loop {
             let seen = tails.each_mut().map(|tail| tail.look().unwrap());
@@ -58,8 +60,8 @@ fn two_kickers_share_a_signal_and_lose_nothing() {
             for tail in &mut tails {
                 tail.recheck(&mut fenced).unwrap();
             }
-            if let Some(_asleep) = fenced.settle() {
-                bed.event.wait();
+            if let Some(_asleep) = fenced.try_sleep() {
+                wake.event.wait();
             }
         }
         for vcpu in vcpus {
@@ -73,19 +75,19 @@ fn two_kickers_share_a_signal_and_lose_nothing() {
 fn a_message_wakes_too() {
     explore(None, || {
         let mailbox = word(0);
-        let (mut sleeper, bed) = bed::<FullFence, FullFence>();
+        let (mut sleeper, wake) = sleep_pair::<FullFence, FullFence>();
         let sender = {
-            let (mailbox, bed) = (mailbox.clone(), bed.clone());
+            let (mailbox, wake) = (mailbox.clone(), wake.clone());
             thread::spawn(move || {
                 mailbox.store(1, Ordering::Release);
-                bed.kick();
+                wake.kick();
             })
         };
         while !is_set(&mailbox) {
             let mut fenced = sleeper.prepare().fence();
             fenced.note(is_set(&mailbox));
-            if let Some(_asleep) = fenced.settle() {
-                bed.event.wait();
+            if let Some(_asleep) = fenced.try_sleep() {
+                wake.event.wait();
             }
         }
         sender.join().unwrap();
@@ -96,16 +98,16 @@ fn a_message_wakes_too() {
 /// nothing.
 #[test]
 fn a_late_posted_write_moves_nothing_back() {
-    explore(Some(3), || posted(|bell, bed, value| bed.trap(&bell.register, value)));
+    explore(Some(3), || posted(|cells, wake, value| wake.trap(&cells.register, value)));
 }
 
 /// A host whose MMIO writes are delivered by another thread, whenever it likes, by `deliver`.
-pub(crate) fn posted(deliver: impl Fn(&Bell, &Bed, u16) + Send + 'static) {
+pub(crate) fn posted(deliver: impl Fn(&DoorbellCells, &Wake, u16) + Send + 'static) {
     let size = ring(8);
-    let bell = Bell::at(7);
-    let (mut doorbell, mut tail) = in_use::<FullFence>(&bell, size, 0);
+    let cells = DoorbellCells::at(7);
+    let (mut doorbell, mut tail) = in_use::<FullFence>(&cells, size, 0);
     let memory = Entries::new(size);
-    let (mut sleeper, bed) = bed::<FullFence, FullFence>();
+    let (mut sleeper, wake) = sleep_pair::<FullFence, FullFence>();
     let bus = Arc::new(Bus::default());
     let host = {
         let (memory, bus) = (memory.clone(), bus.clone());
@@ -120,14 +122,14 @@ pub(crate) fn posted(deliver: impl Fn(&Bell, &Bed, u16) + Send + 'static) {
         })
     };
     let bus = {
-        let (bell, bed) = (bell.clone(), bed.clone());
+        let (cells, wake) = (cells.clone(), wake.clone());
         thread::spawn(move || {
             while let Some(value) = bus.next() {
-                deliver(&bell, &bed, value);
+                deliver(&cells, &wake, value);
             }
         })
     };
-    serve(&mut tail, &memory, 2, &mut sleeper, &bed);
+    serve(&mut tail, &memory, 2, &mut sleeper, &wake);
     host.join().unwrap();
     bus.join().unwrap();
     // Everything has arrived by now, and the tail is where it was.

@@ -253,11 +253,10 @@ impl Worker {
         }
         let mut fenced = self.sleeper.prepare().fence();
         fenced.note(self.failed || shared.has_inbox() || self.queue.is_ready());
-        let asleep = fenced.settle();
+        let asleep = fenced.try_sleep();
         let sleeps = asleep.is_some();
         if let Some(asleep) = asleep {
-            // Awake again with `wake_up`, and not with a guard: there may be an event loop around
-            // us.
+            // Awake again with `wake_up`, and not with a guard: an event loop may be around us.
             asleep.stay();
         }
         sleeps

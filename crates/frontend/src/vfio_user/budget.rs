@@ -1,13 +1,14 @@
 //! How much of this process's address space its clients may fill.
 //!
-//! Mapping memory costs a client nothing: a file can be of any size without a page in it. But a process
-//! has 128 TiB of addresses and 65530 mappings (`vm.max_map_count`), and one that has run out of either
-//! gets no memory, no threads and no further clients. So clients share less than that, and each of them
-//! can have at most **half of what the others leave**: the first a lot, and after any number of them
-//! there is still something left for the next. (An honest machine takes as many addresses as it has
-//! memory, and a few dozen mappings.)
+//! Mapping memory costs a client nothing: a file can be of any size without a page in it. But a
+//! process has 128 TiB of addresses and 65530 mappings (`vm.max_map_count`), and one that has run
+//! out of either gets no memory, no threads and no further clients. So clients share less than
+//! that, and each of them can have at most **half of what the others leave**: the first a lot, and
+//! after any number of them there is still something left for the next. (An honest machine takes as
+//! many addresses as it has memory, and a few dozen mappings.)
 
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use parking_lot::Mutex;
+use std::sync::{Arc, LazyLock};
 
 /// Addresses for all clients, in bytes: half of what there is on x86-64.
 const BYTES: u64 = 64 << 40;
@@ -15,9 +16,9 @@ const BYTES: u64 = 64 << 40;
 /// Mappings that a process can have unless the administrator says otherwise.
 const MAX_MAP_COUNT: u64 = 65_530;
 
-/// An amount of address space.
+/// An amount of address space: bytes, and mappings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Room {
+pub(super) struct AddressSpace {
     pub(super) bytes: u64,
     pub(super) mappings: u64,
 }
@@ -25,62 +26,58 @@ pub(super) struct Room {
 /// What all clients of a process share.
 #[derive(Debug)]
 pub(super) struct Budget {
-    total: Room,
-    used: Mutex<Room>,
+    total: AddressSpace,
+    used: Mutex<AddressSpace>,
 }
 
 static PROCESS: LazyLock<Arc<Budget>> = LazyLock::new(|| {
     let count = std::fs::read_to_string("/proc/sys/vm/max_map_count");
     let count = count.ok().and_then(|count| count.trim().parse().ok()).unwrap_or(MAX_MAP_COUNT);
-    Budget::new(Room { bytes: BYTES, mappings: mappings(count) })
+    Budget::new(AddressSpace { bytes: BYTES, mappings: mappings(count) })
 });
 
-/// How many mappings are for clients, of so many that the process can have. One of which part is lost
-/// becomes two, and a process that can not have them dies of it; so two are set aside for each, of
-/// three quarters. The rest is for what this process maps for itself.
+/// How many mappings are for clients, of so many that the process can have. One of which part is
+/// lost becomes two, and a process that can not have them dies of it; so two are set aside for
+/// each, of three quarters. The last quarter is for what this process maps for itself.
 fn mappings(count: u64) -> u64 {
     // More than that can not be guarded, whatever the administrator says.
     count.min(shadowbell_memory::sigbus::MOST) / 4 * 3 / 2
 }
 
 impl Budget {
-    pub(super) fn new(total: Room) -> Arc<Self> {
+    pub(super) fn new(total: AddressSpace) -> Arc<Self> {
         Arc::new(Self { total, used: Mutex::default() })
     }
 
-    /// That of this process.
+    /// The one of this process.
     pub(super) fn of_process() -> Arc<Self> {
         Arc::clone(&PROCESS)
     }
-
-    fn used(&self) -> MutexGuard<'_, Room> {
-        self.used.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
-/// What one client has of it.
+/// What one client has of a [`Budget`].
 #[derive(Clone, Debug)]
 pub(super) struct Account {
     budget: Arc<Budget>,
     /// Changed under the lock of what all have.
-    own: Arc<Mutex<Room>>,
+    own: Arc<Mutex<AddressSpace>>,
 }
 
-impl Share {
+/// What a mapping takes of an [`Account`], until this is dropped.
+#[derive(Debug)]
+pub(super) struct Reservation {
+    account: Account,
+    bytes: u64,
+}
+
+impl Reservation {
     /// The mapping takes so many bytes, as has turned out.
-    pub(super) fn grow(&mut self, bytes: u64) -> Result<(), NoRoom> {
+    pub(super) fn grow(&mut self, bytes: u64) -> Result<(), OverBudget> {
         let more = bytes.saturating_sub(self.bytes);
-        self.account.charge(Room { bytes: more, mappings: 0 })?;
+        self.account.charge(AddressSpace { bytes: more, mappings: 0 })?;
         self.bytes += more;
         Ok(())
     }
-}
-
-/// A mapping's share, until it is dropped.
-#[derive(Debug)]
-pub(super) struct Share {
-    account: Account,
-    bytes: u64,
 }
 
 /// A client wants more than its part.
@@ -90,9 +87,9 @@ pub(super) struct Share {
      the others leave, which is {} GiB and {} mappings",
     .wanted.bytes.div_ceil(1 << 30), .wanted.mappings, .most.bytes >> 30, .most.mappings
 )]
-pub(super) struct NoRoom {
-    pub(super) wanted: Room,
-    pub(super) most: Room,
+pub(super) struct OverBudget {
+    pub(super) wanted: AddressSpace,
+    pub(super) most: AddressSpace,
 }
 
 impl Account {
@@ -100,29 +97,25 @@ impl Account {
         Self { budget, own: Arc::default() }
     }
 
-    fn own(&self) -> MutexGuard<'_, Room> {
-        self.own.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Takes room for a mapping of so many bytes.
-    pub(super) fn take(&self, bytes: u64) -> Result<Share, NoRoom> {
-        self.charge(Room { bytes, mappings: 1 })?;
-        Ok(Share { account: self.clone(), bytes })
+    pub(super) fn take(&self, bytes: u64) -> Result<Reservation, OverBudget> {
+        self.charge(AddressSpace { bytes, mappings: 1 })?;
+        Ok(Reservation { account: self.clone(), bytes })
     }
 
-    fn charge(&self, more: Room) -> Result<(), NoRoom> {
-        let (mut all, mut own) = (self.budget.used(), self.own());
+    fn charge(&self, more: AddressSpace) -> Result<(), OverBudget> {
+        let (mut all, mut own) = (self.budget.used.lock(), self.own.lock());
         let most = |total: u64, all: u64, own: u64| total.saturating_sub(all - own) / 2;
-        let most = Room {
+        let most = AddressSpace {
             bytes: most(self.budget.total.bytes, all.bytes, own.bytes),
             mappings: most(self.budget.total.mappings, all.mappings, own.mappings),
         };
-        let wanted = Room {
+        let wanted = AddressSpace {
             bytes: own.bytes.saturating_add(more.bytes),
             mappings: own.mappings + more.mappings,
         };
         if wanted.bytes > most.bytes || wanted.mappings > most.mappings {
-            return Err(NoRoom { wanted, most });
+            return Err(OverBudget { wanted, most });
         }
         all.bytes += more.bytes;
         all.mappings += more.mappings;
@@ -131,12 +124,12 @@ impl Account {
     }
 }
 
-impl Drop for Share {
+impl Drop for Reservation {
     fn drop(&mut self) {
-        let (mut all, mut own) = (self.account.budget.used(), self.account.own());
-        for room in [&mut *all, &mut *own] {
-            room.bytes -= self.bytes;
-            room.mappings -= 1;
+        let (mut all, mut own) = (self.account.budget.used.lock(), self.account.own.lock());
+        for total in [&mut *all, &mut *own] {
+            total.bytes -= self.bytes;
+            total.mappings -= 1;
         }
     }
 }
@@ -147,23 +140,23 @@ mod tests {
 
     #[test]
     fn a_client_has_half_of_what_the_others_leave() {
-        let budget = Budget::new(Room { bytes: 1024, mappings: 40 });
+        let budget = Budget::new(AddressSpace { bytes: 1024, mappings: 40 });
         let [one, two, three] = [(); 3].map(|()| Account::new(Arc::clone(&budget)));
         let all = one.take(512).unwrap();
         let error = one.take(1).unwrap_err();
-        let most = Room { bytes: 512, mappings: 20 };
-        assert_eq!(error, NoRoom { wanted: Room { bytes: 513, mappings: 2 }, most });
+        let most = AddressSpace { bytes: 512, mappings: 20 };
+        assert_eq!(error, OverBudget { wanted: AddressSpace { bytes: 513, mappings: 2 }, most });
         let half = two.take(256).unwrap();
         assert!(two.take(1).is_err());
         assert!(three.take(129).is_err());
-        let rest = three.take(128).unwrap();
+        let small = three.take(128).unwrap();
         drop(all);
         // Now there is more for those who are left.
         let more = two.take((1024 - 128) / 2 - 256).unwrap();
         assert!(two.take(1).is_err());
-        drop((half, rest, more));
-        assert_eq!(*budget.used(), Room::default());
-        assert_eq!(*two.own(), Room::default());
+        drop((half, small, more));
+        assert_eq!(*budget.used.lock(), AddressSpace::default());
+        assert_eq!(*two.own.lock(), AddressSpace::default());
         assert!(one.take(u64::MAX).is_err());
     }
 
@@ -181,7 +174,7 @@ mod tests {
 
     #[test]
     fn mappings_count_however_small_they_are() {
-        let budget = Budget::new(Room { bytes: 1 << 40, mappings: 40 });
+        let budget = Budget::new(AddressSpace { bytes: 1 << 40, mappings: 40 });
         let [one, two] = [(); 2].map(|()| Account::new(Arc::clone(&budget)));
         let held: Vec<_> = std::iter::from_fn(|| one.take(1).ok()).collect();
         let others: Vec<_> = std::iter::from_fn(|| two.take(1).ok()).collect();

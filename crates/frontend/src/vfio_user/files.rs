@@ -1,12 +1,12 @@
 //! The files that a client's memory is in, mapped.
 //!
-//! A range is mapped by itself, as long as there are few. But a process can have 65530 mappings, for
-//! all of its clients, and a guest with an IOMMU in between shares its memory page by page. Beyond
-//! [`SINGLE`] of them, the whole file is mapped at once and the pages are parts of that; so is a file
-//! of huge pages, of which the kernel does not map parts. A client has [`MAX_MAPPINGS`] in all, and no
-//! more of the address space than its [`Account`] has.
+//! A range is mapped by itself, as long as there are few. But a process can have 65530 mappings,
+//! for all of its clients, and a guest with an IOMMU in between shares its memory page by page.
+//! Beyond [`SINGLE`] of them, the whole file is mapped at once and the pages are parts of that; so
+//! is a file of huge pages, of which the kernel does not map parts. A client has [`MAX_MAPPINGS`]
+//! in all, and no more of the address space than its [`Account`] has.
 
-use super::budget::{Account, Budget, NoRoom, Share};
+use super::budget::{Account, Budget, OverBudget, Reservation};
 use shadowbell_memory::{MapError, Mapping, Protection, SharedBytes};
 use shadowbell_vfio_user::Errno;
 use std::collections::HashMap;
@@ -32,7 +32,7 @@ pub(super) struct Bytes {
     /// Held by each range that is mapped by itself.
     _single: Option<Arc<()>>,
     /// Of the mapping, by all of its parts. Given back when it is unmapped, and not before.
-    _share: Arc<Share>,
+    _reservation: Arc<Reservation>,
 }
 
 impl Bytes {
@@ -41,22 +41,22 @@ impl Bytes {
     }
 }
 
-/// Memory that is given back: it is unmapped when this is dropped.
+/// Memory that the client took back: it is unmapped when this is dropped.
 ///
-/// Whoever lets go of a file last frees its pages, and when a machine has ended that is us: a tenth of
+/// Whoever closes a file last frees its pages, and when a machine has ended that is us: a tenth of
 /// a second and more for each GiB. Nobody is to wait for that, so a thread of its own does it.
-pub(super) struct Parting(Vec<Bytes>);
+pub(super) struct Released(Vec<Bytes>);
 
 /// What is unmapped in no time, in bytes.
 const SMALL: usize = 16 << 20;
 
-impl Parting {
+impl Released {
     pub(super) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 }
 
-impl FromIterator<Bytes> for Parting {
+impl FromIterator<Bytes> for Released {
     fn from_iter<T: IntoIterator<Item = Bytes>>(bytes: T) -> Self {
         Self(bytes.into_iter().collect())
     }
@@ -76,7 +76,7 @@ fn unmapped_with(bytes: &[Bytes]) -> usize {
     unmapped.fold(0, usize::saturating_add)
 }
 
-impl Drop for Parting {
+impl Drop for Released {
     fn drop(&mut self) {
         let bytes = std::mem::take(&mut self.0);
         if unmapped_with(&bytes) > SMALL {
@@ -95,14 +95,14 @@ pub(super) enum FileError {
     #[error("it is in more files than the {MAX_MAPPINGS} that are taken of one client")]
     TooMany,
     #[error(transparent)]
-    NoRoom(#[from] NoRoom),
+    OverBudget(#[from] OverBudget),
 }
 
 impl FileError {
     pub(super) fn errno(&self) -> Errno {
         match self {
             Self::Map(_) => Errno::INVAL,
-            Self::TooMany | Self::NoRoom(_) => Errno::NOSPC,
+            Self::TooMany | Self::OverBudget(_) => Errno::NOSPC,
         }
     }
 }
@@ -116,12 +116,12 @@ struct Key {
 }
 
 /// A file that is mapped as a whole.
-type Whole = (Arc<Mapping>, Arc<Share>);
+type Whole = (Arc<Mapping>, Arc<Reservation>);
 
 /// A client's files.
 pub(super) struct Files {
     /// Those that are mapped as a whole, while any range of them is there.
-    whole: Vec<(Key, Weak<Mapping>, Weak<Share>)>,
+    whole: Vec<(Key, Weak<Mapping>, Weak<Reservation>)>,
     /// Counts the ranges that are mapped by themselves.
     singles: Arc<()>,
     account: Account,
@@ -156,10 +156,11 @@ impl Files {
         }
         let shape = || usize::try_from(offset).ok().zip(usize::try_from(len).ok());
         if let Some((offset, len)) = shape()
-            && let Some((mapping, share)) = self.whole(fd, offset as u64, len as u64, protection)?
+            && let Some((mapping, reservation)) =
+                self.whole(fd, offset as u64, len as u64, protection)?
             && let Some(shared) = mapping.bytes().slice(offset, len)
         {
-            return Ok(Bytes { shared, _single: None, _share: share });
+            return Ok(Bytes { shared, _single: None, _reservation: reservation });
         }
         // Part of it is beyond the end of the file, or the file is too large.
         if singles + self.whole.len() >= MAX_MAPPINGS {
@@ -175,7 +176,7 @@ impl Files {
         len: u64,
         protection: Protection,
     ) -> Result<Bytes, FileError> {
-        let mut share = self.account.take(len)?;
+        let mut reservation = self.account.take(len)?;
         let kept = Arc::strong_count(&self.singles) <= MAX_KEPT;
         let own = kept.then(|| fd.try_clone().ok()).flatten();
         let mapping = match own {
@@ -183,9 +184,9 @@ impl Files {
             None => Mapping::from_fd(fd, offset, len, protection),
         }?;
         // However little is asked for of a huge page, it is mapped as a whole.
-        share.grow(mapping.taken() as u64)?;
+        reservation.grow(mapping.taken() as u64)?;
         let single = Some(Arc::clone(&self.singles));
-        Ok(Bytes { shared: mapping.bytes(), _single: single, _share: Arc::new(share) })
+        Ok(Bytes { shared: mapping.bytes(), _single: single, _reservation: Arc::new(reservation) })
     }
 
     /// All of the file, if it reaches that far and can be mapped.
@@ -205,8 +206,8 @@ impl Files {
         self.whole.retain(|(_, mapping, _)| mapping.strong_count() > 0);
         let key = Key { device: stat.st_dev, inode: stat.st_ino, protection };
         let known = self.whole.iter().filter(|(other, ..)| *other == key);
-        let mut known =
-            known.filter_map(|(_, mapping, share)| mapping.upgrade().zip(share.upgrade()));
+        let mut known = known
+            .filter_map(|(_, mapping, reservation)| mapping.upgrade().zip(reservation.upgrade()));
         // The file may have grown since, or have been cut off and then grown again.
         let serves = |mapping: &Mapping| end <= mapping.len() as u64 && !mapping.is_poisoned();
         if let Some(known) = known.find(|(mapping, _)| serves(mapping)) {
@@ -216,22 +217,22 @@ impl Files {
             return Err(FileError::TooMany);
         }
         // There may be room for the part of it that was asked for.
-        let Ok(share) = self.account.take(size) else { return Ok(None) };
-        let share = Arc::new(share);
+        let Ok(reservation) = self.account.take(size) else { return Ok(None) };
+        let reservation = Arc::new(reservation);
         let own = (self.whole.len() < MAX_KEPT).then(|| fd.try_clone().ok()).flatten();
         let mapping = match own {
             Some(fd) => Mapping::from_own_fd(fd, 0, size, protection),
             None => Mapping::from_fd(fd.as_fd(), 0, size, protection),
         };
         let mapping = mapping?;
-        self.whole.push((key, Arc::downgrade(&mapping), Arc::downgrade(&share)));
-        Ok(Some((mapping, share)))
+        self.whole.push((key, Arc::downgrade(&mapping), Arc::downgrade(&reservation)));
+        Ok(Some((mapping, reservation)))
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::budget::Room;
+    use super::super::budget::AddressSpace;
     use super::*;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
@@ -289,18 +290,18 @@ mod tests {
     }
 
     #[test]
-    fn what_parts_is_unmapped_sooner_or_later() {
+    fn what_is_released_is_unmapped_sooner_or_later() {
         let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
         for len in [PAGE, 3 * SMALL as u64] {
-            let fd = memfd_create("parting-from-its-client", MemfdFlags::CLOEXEC).unwrap();
+            let fd = memfd_create("released-by-its-client", MemfdFlags::CLOEXEC).unwrap();
             ftruncate(&fd, len).unwrap();
             let mut files = Files::default();
             let parts = [(0, len), (0, PAGE)]
                 .map(|(offset, len)| files.map(&fd, offset, len, Protection::ReadWrite).unwrap());
             let maps = || std::fs::read_to_string("/proc/self/maps").unwrap();
-            assert!(maps().contains("/memfd:parting-from-its-client"));
-            drop(parts.into_iter().collect::<Parting>());
-            while maps().contains("/memfd:parting-from-its-client") {
+            assert!(maps().contains("/memfd:released-by-its-client"));
+            drop(parts.into_iter().collect::<Released>());
+            while maps().contains("/memfd:released-by-its-client") {
                 assert!(std::time::Instant::now() < until);
                 std::thread::yield_now();
             }
@@ -313,12 +314,12 @@ mod tests {
         let fd = file(MemfdFlags::empty(), len as u64);
         let whole = Mapping::from_fd(&fd, 0, len as u64, Protection::ReadWrite).unwrap();
         let page = PAGE as usize;
-        let account = Account::new(Budget::new(Room { bytes: u64::MAX, mappings: 2 }));
-        let share = Arc::new(account.take(len as u64).unwrap());
+        let account = Account::new(Budget::new(AddressSpace { bytes: u64::MAX, mappings: 2 }));
+        let reservation = Arc::new(account.take(len as u64).unwrap());
         let part = |n: usize| Bytes {
             shared: whole.bytes().slice(n * page, page).unwrap(),
             _single: None,
-            _share: Arc::clone(&share),
+            _reservation: Arc::clone(&reservation),
         };
         let (some, others) = (vec![part(0), part(7)], vec![part(100)]);
         drop(whole);
@@ -347,7 +348,7 @@ mod tests {
 
     #[test]
     fn a_client_that_fills_the_address_space_leaves_room_for_others() {
-        let budget = Budget::new(Room { bytes: 1024 * PAGE, mappings: 1 << 20 });
+        let budget = Budget::new(AddressSpace { bytes: 1024 * PAGE, mappings: 1 << 20 });
         let [mut one, mut two] = [(); 2].map(|()| Files::new(Arc::clone(&budget)));
         let large = file(MemfdFlags::empty(), 1 << 60);
         let take = |files: &mut Files, pages: u64| {
@@ -363,21 +364,21 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_a_mapping_take_its_room_once_until_the_last_of_them_goes() {
-        let budget = Budget::new(Room { bytes: 2048 * PAGE, mappings: 1 << 20 });
+    fn parts_of_a_mapping_take_its_address_space_once_until_the_last_of_them_goes() {
+        let budget = Budget::new(AddressSpace { bytes: 2048 * PAGE, mappings: 1 << 20 });
         let mut files = Files::new(budget);
         let small = file(MemfdFlags::empty(), 400 * PAGE);
         let mut pages: Vec<_> =
             (0..400).map(|n| map(&mut files, &small, n * PAGE).unwrap()).collect();
         let other = file(MemfdFlags::empty(), 1 << 60);
         let mut take = |pages: u64| files.map(&other, 0, pages * PAGE, Protection::ReadWrite);
-        let rest = take(1024 - SINGLE as u64 - 400).unwrap();
+        let most = take(1024 - SINGLE as u64 - 400).unwrap();
         pages.truncate(SINGLE + 1);
         assert!(take(1).is_err());
         pages.truncate(SINGLE);
         let more = take(400).unwrap();
         assert!(take(1).is_err());
-        drop((rest, more, pages));
+        drop((most, more, pages));
         take(1024).unwrap();
     }
 
@@ -391,8 +392,8 @@ mod tests {
     }
 
     #[test]
-    fn a_page_of_a_huge_page_takes_the_room_of_all_of_it() {
-        let budget = Budget::new(Room { bytes: 16 << 20, mappings: 1 << 20 });
+    fn a_page_of_a_huge_page_takes_the_address_space_of_all_of_it() {
+        let budget = Budget::new(AddressSpace { bytes: 16 << 20, mappings: 1 << 20 });
         let mut files = Files::new(budget);
         let huge = file(MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB, 64 << 20);
         let held: Vec<_> =

@@ -20,52 +20,51 @@
 //! Specification, 7.5.1.1.3). That bit is the last thing that stands between a kernel that takes
 //! over after a crash and what the one before has left in flight, so it is meant here as written:
 //! the controller has the client's memory only while the bit is 1, and the write that clears it is
-//! answered when nothing touches that memory any more. See [`dma`].
+//! answered when nothing touches that memory any more. See `memory.rs`.
 //!
 //! # What it does not do
 //!
 //! D3hot keeps the registers accessible, and the interrupt pin does not exist.
 
 mod budget;
-mod dma;
+mod doorbell_source;
 mod files;
+mod memory;
 mod pci;
-mod shared_socket;
 
 pub use pci::{BAR0_SIZE, MSIX_BAR};
 
-use dma::Memory;
+use doorbell_source::{SocketDoorbells, WakingWrites};
+use memory::Memory;
 use shadowbell_controller::Controller;
 use shadowbell_controller::config::PCI_VENDOR_ID;
 use shadowbell_memory::EventFd;
 use shadowbell_spec::regs::{self, DOORBELLS};
-use shadowbell_vfio_user::Errno;
 use shadowbell_vfio_user::device::{
     Area, Device, DmaMap, DmaUnmap, Done, IoFds, IrqAction, IrqData, IrqInfo, Later, Mapping, Peer,
     RegionInfo, SetIrqs, irq, region,
 };
 use shadowbell_vfio_user::pci::{CONFIG_SIZE, ConfigSpace, Effects, FunctionError, MsixTable};
-use shadowbell_vfio_user::server::SharedSocket;
-use shared_socket::{ClientSocket, WakingWrites};
+use shadowbell_vfio_user::{Errno, SharedSocket};
 use std::sync::Arc;
 use tracing::warn;
 
-/// What happens to the device that its owner may want to tell a person.
+/// What a client did, or has done wrong: for the device's owner to log or to count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Visit {
+pub enum ClientEvent {
     /// A client is attached.
     Attached,
     /// The client is gone, and nothing touches its memory any more.
-    Left,
+    Detached,
     /// The guest has begun to use the controller, and none of its memory can be mapped.
     NoSharedMemory,
-    /// The guest has rung the admin queue's doorbell, and in the memory that is shared with us
+    /// The guest has written the admin queue's doorbell, and in the memory that is shared with us
     /// there is no command.
     MemoryNotShared,
 }
 
-/// Hears of visits, on the server's thread or a worker's. Must not block.
-pub type Visitors = Arc<dyn Fn(Visit) + Send + Sync>;
+/// Is called with each [`ClientEvent`], on the server's thread or a worker's. Must not block.
+pub type ClientEventHandler = Arc<dyn Fn(ClientEvent) + Send + Sync>;
 
 /// A controller that a vfio-user server can serve.
 pub struct ControllerDevice {
@@ -73,13 +72,13 @@ pub struct ControllerDevice {
     config: ConfigSpace,
     msix: MsixTable,
     memory: Memory,
-    visitors: Visitors,
-    /// What is wrong with this client's memory was told.
-    told: bool,
+    handler: ClientEventHandler,
+    /// What is wrong with this client's memory was reported.
+    has_reported: bool,
     /// The admin queue was seen to work, or to be empty, since the controller was enabled.
-    looked: bool,
+    has_checked: bool,
     /// What the client's doorbell writes did.
-    rings: WakingWrites,
+    doorbell_writes: WakingWrites,
 }
 
 impl ControllerDevice {
@@ -87,7 +86,7 @@ impl ControllerDevice {
     ///
     /// # Errors
     /// [`FunctionError`], if the controller has a number of interrupt vectors that no function has.
-    pub fn new(controller: Controller, visitors: Visitors) -> Result<Self, FunctionError> {
+    pub fn new(controller: Controller, handler: ClientEventHandler) -> Result<Self, FunctionError> {
         let vectors = u16::try_from(controller.vectors()).unwrap_or(u16::MAX);
         let config = ConfigSpace::new(&pci::function(PCI_VENDOR_ID, vectors))?;
         Ok(Self {
@@ -95,10 +94,10 @@ impl ControllerDevice {
             controller,
             config,
             msix: MsixTable::new(vectors),
-            visitors,
-            told: false,
-            looked: false,
-            rings: WakingWrites::default(),
+            handler,
+            has_reported: false,
+            has_checked: false,
+            doorbell_writes: WakingWrites::default(),
         })
     }
 
@@ -112,9 +111,9 @@ impl ControllerDevice {
             return self.restart(later.done().unwrap_or_else(|| Done::new(|_| ())));
         }
         match effects.command.map(|command| command.bus_master) {
-            Some(true) => self.memory.give(),
-            Some(false) if self.memory.is_given() => {
-                self.memory.take(later.done().unwrap_or_else(|| Done::new(|_| ())));
+            Some(true) => self.memory.grant(),
+            Some(false) if self.memory.is_granted() => {
+                self.memory.revoke(later.done().unwrap_or_else(|| Done::new(|_| ())));
             }
             _ => {}
         }
@@ -124,32 +123,33 @@ impl ControllerDevice {
     fn restart(&mut self, done: Done) {
         self.config.reset();
         self.msix.reset();
-        self.looked = false;
+        self.has_checked = false;
         // The controller first: what it does at its end may need the memory.
-        let take = self.memory.take_later();
-        self.controller.reset(move || take(done));
+        let revoke = self.memory.revoke_later();
+        self.controller.reset(move || revoke(done));
     }
 
-    /// Says what is wrong with the client's memory, once, at the first sign that a guest uses the
-    /// controller. A map without a descriptor alone is no such sign: QEMU's video memory is one.
+    /// Reports what is wrong with the client's memory, once, at the first sign that a guest uses
+    /// the controller. A map without a descriptor alone is no such sign: QEMU's video memory is
+    /// one.
     fn check_memory(&mut self, offset: u64) {
-        if self.told {
+        if self.has_reported {
             return;
         }
         if self.memory.is_all_unusable() {
-            self.told = true;
-            return (self.visitors)(Visit::NoSharedMemory);
+            self.has_reported = true;
+            return (self.handler)(ClientEvent::NoSharedMemory);
         }
-        if offset == DOORBELLS && !self.looked {
-            self.looked = true;
+        if offset == DOORBELLS && !self.has_checked {
+            self.has_checked = true;
             let mut asq = [0; 8];
             self.controller.read(regs::ASQ, &mut asq);
             // No driver begins with a command of 64 zeroes (Delete I/O Submission Queue 0). What
             // reads as that is memory that the VMM keeps to itself though it gave us a file: with
             // `share=off` the file stays as it was.
             if self.memory.is_zero(u64::from_le_bytes(asq) & !0xfff, shadowbell_spec::Sqe::SIZE) {
-                self.told = true;
-                (self.visitors)(Visit::MemoryNotShared);
+                self.has_reported = true;
+                (self.handler)(ClientEvent::MemoryNotShared);
             }
         }
     }
@@ -157,7 +157,7 @@ impl ControllerDevice {
 
 impl Device for ControllerDevice {
     fn max_dma_maps(&self) -> u32 {
-        dma::MAX_RANGES
+        memory::MAX_RANGES
     }
 
     fn region_info(&mut self, index: u32) -> Result<RegionInfo, Errno> {
@@ -198,28 +198,28 @@ impl Device for ControllerDevice {
     }
 
     fn connected(&mut self, _peer: &Peer) {
-        self.told = false;
-        self.looked = false;
-        (self.visitors)(Visit::Attached);
+        self.has_reported = false;
+        self.has_checked = false;
+        (self.handler)(ClientEvent::Attached);
     }
 
     fn disconnected(&mut self, done: Done) {
         self.config.reset();
         self.msix.reset();
-        let parting = self.memory.forget();
-        let visitors = Arc::clone(&self.visitors);
+        let released = self.memory.clear();
+        let handler = Arc::clone(&self.handler);
         self.controller.disconnect(move || {
-            visitors(Visit::Left);
+            handler(ClientEvent::Detached);
             done.ok();
-            drop(parting);
+            drop(released);
         });
     }
 
     fn region_read(&mut self, index: u32, offset: u64, data: &mut [u8]) -> Result<(), Errno> {
-        self.rings.forget();
+        self.doorbell_writes.reset();
         match index {
             region::BAR0 => {
-                inside(offset, data.len(), BAR0_SIZE)?;
+                pci::inside(offset, data.len(), BAR0_SIZE)?;
                 self.controller.read(offset, data);
                 Ok(())
             }
@@ -238,18 +238,18 @@ impl Device for ControllerDevice {
     ) -> Result<(), Errno> {
         match index {
             region::BAR0 => {
-                inside(offset, data.len(), BAR0_SIZE)?;
+                pci::inside(offset, data.len(), BAR0_SIZE)?;
                 if offset >= DOORBELLS {
-                    if !self.looked {
+                    if !self.has_checked {
                         self.check_memory(offset);
                     }
                     if let Ok(value) = data.try_into().map(u32::from_le_bytes) {
-                        self.rings.count(self.controller.write_doorbell(offset, value));
+                        self.doorbell_writes.count(self.controller.write_doorbell(offset, value));
                     }
                     return Ok(());
                 }
                 if offset == regs::CC {
-                    self.looked = false;
+                    self.has_checked = false;
                     self.check_memory(offset);
                 }
                 self.controller.write(offset, data);
@@ -265,15 +265,15 @@ impl Device for ControllerDevice {
         }
     }
 
-    fn wants_hearing(&mut self) -> bool {
-        self.rings.worker().is_some()
+    fn wants_shared_socket(&mut self) -> bool {
+        self.doorbell_writes.worker().is_some()
     }
 
     fn share_socket(&mut self, socket: SharedSocket) {
-        if let Some(worker) = self.rings.worker() {
-            self.controller.add_doorbell_source(worker, Box::new(ClientSocket(socket)));
+        if let Some(worker) = self.doorbell_writes.worker() {
+            self.controller.add_doorbell_source(worker, Box::new(SocketDoorbells(socket)));
         }
-        self.rings.forget();
+        self.doorbell_writes.reset();
     }
 
     fn set_irqs(&mut self, request: SetIrqs) -> Result<(), Errno> {
@@ -358,12 +358,5 @@ impl std::fmt::Debug for ControllerDevice {
             .field("controller", &self.controller)
             .field("config", &self.config)
             .finish_non_exhaustive()
-    }
-}
-
-fn inside(offset: u64, len: usize, size: u64) -> Result<(), Errno> {
-    match offset.checked_add(len as u64) {
-        Some(end) if end <= size => Ok(()),
-        _ => Err(Errno::INVAL),
     }
 }

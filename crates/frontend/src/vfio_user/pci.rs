@@ -42,7 +42,7 @@ pub(super) fn function(vendor: u16, vectors: u16) -> Function {
 
 /// Reads from the BAR of the MSI-X structures. What is not part of either reads as zeroes.
 pub(super) fn read_msix(table: &MsixTable, offset: u64, data: &mut [u8]) -> Result<(), Errno> {
-    super::inside(offset, data.len(), MSIX_BAR_SIZE)?;
+    inside(offset, data.len(), MSIX_BAR_SIZE)?;
     data.fill(0);
     let outcome = match offset.checked_sub(PENDING) {
         Some(offset) => table.read_pending(offset, data),
@@ -56,12 +56,20 @@ pub(super) fn read_msix(table: &MsixTable, offset: u64, data: &mut [u8]) -> Resu
 
 /// Writes to the BAR of the MSI-X structures: only the table takes it.
 pub(super) fn write_msix(table: &mut MsixTable, offset: u64, data: &[u8]) -> Result<(), Errno> {
-    super::inside(offset, data.len(), MSIX_BAR_SIZE)?;
+    inside(offset, data.len(), MSIX_BAR_SIZE)?;
     if offset < PENDING {
         // Beyond the table there is nothing that would keep it.
         let _ = table.write_table(offset, data);
     }
     Ok(())
+}
+
+/// Whether an access of `len` bytes at `offset` lies inside of a region of `size` bytes.
+pub(super) fn inside(offset: u64, len: usize, size: u64) -> Result<(), Errno> {
+    match offset.checked_add(len as u64) {
+        Some(end) if end <= size => Ok(()),
+        _ => Err(Errno::INVAL),
+    }
 }
 
 #[cfg(test)]

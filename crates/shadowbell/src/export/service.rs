@@ -62,7 +62,8 @@ impl Service {
         };
         let mut session = args.target.attach(&options)?;
         let nsid = session.namespace()?.nsid();
-        let options = BlockOptions { read_only: args.read_only, ..BlockOptions::default() };
+        let mut options = BlockOptions::default();
+        options.read_only = args.read_only;
         let disk = BlockDevice::open(&mut session.controller, nsid, &options)
             .with_context(|| args.target.to_string())?;
         let name = args.name.clone();
@@ -92,11 +93,9 @@ impl Service {
         args: &Args,
         unused: impl Fn() + Clone + Send + 'static,
     ) -> anyhow::Result<()> {
-        let options = nbd::Options {
-            name: args.name.clone(),
-            description: args.target.to_string(),
-            ..nbd::Options::default()
-        };
+        let mut options = nbd::Options::default();
+        options.name.clone_from(&args.name);
+        options.description = args.target.to_string();
         for address in &args.nbd {
             let server = Server::start(self.disk.clone(), address, &options);
             self.nbd.push(server.map_err(exit::bad_input)?);
@@ -128,7 +127,8 @@ impl Service {
                     args.target
                 )));
             }
-            let options = ublk::Options { id: args.ublk_id, recover: args.recover };
+            let mut options = ublk::Options::default();
+            (options.id, options.recover) = (args.ublk_id, args.recover);
             let ended = gone("the block device was removed by somebody else".into());
             let device = Ublk::start(&self.disk, options, ended).map_err(exit::bad_input)?;
             if device.was_taken_over() {

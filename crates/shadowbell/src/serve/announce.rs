@@ -5,7 +5,7 @@
 
 use super::service::{News, NewsReceiver, NewsSender, Service};
 use shadowbell_controller::{Controller, Event};
-use shadowbell_frontend::vfio_user::Visit;
+use shadowbell_frontend::vfio_user::ClientEvent;
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::mpsc::RecvTimeoutError;
@@ -125,7 +125,7 @@ impl Teller {
             return;
         }
         self.settle(|other, _| other == index);
-        let counts = matches!(news, News::Visit(Visit::Left))
+        let counts = matches!(news, News::Client(ClientEvent::Detached))
             .then(|| self.controllers.get(index).map(counts))
             .flatten()
             .unwrap_or_default();
@@ -136,11 +136,11 @@ impl Teller {
         let Some(guest) = self.guests.get_mut(index) else { return };
         let name = &guest.name;
         match news {
-            News::Visit(Visit::Attached) => {
+            News::Client(ClientEvent::Attached) => {
                 guest.queues = 0;
                 info!("{name}: a client is attached");
             }
-            News::Visit(Visit::Left) => {
+            News::Client(ClientEvent::Detached) => {
                 let commands = counts.commands.saturating_sub(guest.before.commands);
                 let doorbells = counts.doorbells.saturating_sub(guest.before.doorbells);
                 info!(
@@ -149,12 +149,12 @@ impl Teller {
                 );
                 guest.before = counts;
             }
-            News::Visit(Visit::NoSharedMemory) => warn!(
+            News::Client(ClientEvent::NoSharedMemory) => warn!(
                 "{name}: the guest's memory is not shared, so no command can be read: give QEMU \
                  `-object memory-backend-memfd,id=mem,size=SIZE,share=on -machine \
                  memory-backend=mem`, or Cloud Hypervisor `--memory size=SIZE,shared=on`"
             ),
-            News::Visit(Visit::MemoryNotShared) => warn!(
+            News::Client(ClientEvent::MemoryNotShared) => warn!(
                 "{name}: the guest has rung its admin queue, which is empty here: its memory backend \
                  keeps the guest's writes to itself; `share=on` is missing in QEMU's `-object \
                  memory-backend-...,id=mem,size=SIZE,share=on`"

@@ -9,7 +9,7 @@ use bytesize::ByteSize;
 use shadowbell_backend::{Disk, Op, Request, Submitted};
 use shadowbell_controller::trace::TraceFile;
 use shadowbell_controller::{Carrier, Config, Controller, Event, Pool};
-use shadowbell_frontend::vfio_user::{ControllerDevice, Visit, Visitors};
+use shadowbell_frontend::vfio_user::{ClientEvent, ClientEventHandler, ControllerDevice};
 use shadowbell_memory::Segments;
 use shadowbell_vfio_user::server::{BindError, Handle, Limits, Listener, Reactor};
 use std::io;
@@ -26,7 +26,7 @@ const NEWS: usize = 1024;
 #[derive(Clone, Debug)]
 pub(super) enum News {
     /// To the device around it.
-    Visit(Visit),
+    Client(ClientEvent),
     /// To itself.
     Event(Event),
     /// Something that could not be kept.
@@ -101,8 +101,9 @@ impl Service {
                 listener: Some(Box::new(move |event| events.tell(News::Event(*event)))),
             };
             let controller = Controller::new(config, pool.clone(), carrier)?;
-            let visitors: Visitors = Arc::new(move |visit| reporter.tell(News::Visit(visit)));
-            devices.push(ControllerDevice::new(controller.clone(), visitors)?);
+            let handler: ClientEventHandler =
+                Arc::new(move |event| reporter.tell(News::Client(event)));
+            devices.push(ControllerDevice::new(controller.clone(), handler)?);
             let name = served.socket.display().to_string();
             controllers.push(ServedController { name, controller });
         }

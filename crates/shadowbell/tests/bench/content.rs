@@ -2,7 +2,7 @@
 
 use shadowbell::bench::{Outcome, Plan, Workload, measure};
 use shadowbell::target::Session;
-use shadowbell_backend::{Disk, DiskError, Info, MemDisk, Op, Queue, Request, Submitted};
+use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Queue, Request, Submitted};
 use shadowbell_memory::Segments;
 use std::io;
 use std::ops::ControlFlow;
@@ -43,7 +43,7 @@ struct BadQueue {
 }
 
 impl Disk for BadDisk {
-    fn info(&self) -> Info {
+    fn info(&self) -> DiskInfo {
         self.memory.info()
     }
 

@@ -1,7 +1,7 @@
 //! The controller in this very process, as the driver reaches it.
 
 use crate::harness::{complete, run};
-use shadowbell::local::{Local, connect, open};
+use shadowbell::local::{InProcess, connect, open};
 use shadowbell::plan::{ControllerPlan, Doorbells as Offered};
 use shadowbell_controller::PoolOptions;
 use shadowbell_driver::{AttachOptions, Controller, Doorbells, Transport};
@@ -9,7 +9,7 @@ use shadowbell_memory::{EventFd, Mapping};
 use shadowbell_spec::Status;
 use std::sync::Arc;
 
-fn local(plan: &ControllerPlan) -> Arc<Local> {
+fn local(plan: &ControllerPlan) -> Arc<InProcess> {
     Arc::new(open(plan, &PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap())
 }
 

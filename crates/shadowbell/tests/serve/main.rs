@@ -12,8 +12,6 @@ mod io;
 mod local;
 mod medium;
 mod stacked;
-#[path = "../../../vfio-user/tests/stalled/mod.rs"]
-mod stalled;
 mod stalling;
 mod telling;
 mod top;

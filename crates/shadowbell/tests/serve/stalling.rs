@@ -2,9 +2,9 @@
 //! client next to it.
 
 use crate::harness::{PATIENCE, Server, attach, program, run};
-use crate::stalled::{Mount, be_the_daemon};
 use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
+use shadowbell_testing::stalled::{Mount, be_the_daemon};
 use shadowbell_vfio_user::client::{ClientError, Options, Share};
 use shadowbell_vfio_user::device::irq;
 use shadowbell_vfio_user::{Client, Errno};

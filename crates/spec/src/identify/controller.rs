@@ -1,4 +1,4 @@
-//! What Identify tells of a controller.
+//! What Identify reports of a controller.
 
 use super::{
     Cmic, Ctratt, EntrySizes, Fna, Frmw, Lpa, Oacs, Oaes, Oncs, PowerState, Sgls, Text, Vwc,
@@ -111,7 +111,7 @@ pub struct IdentifyController {
     pub edstt: u16,
     /// Device Self-test Options.
     pub dsto: u8,
-    /// Firmware Update Granularity, in units of 4 KiB; 0 not told, FFh no restriction.
+    /// Firmware Update Granularity, in units of 4 KiB; 0 not reported, FFh no restriction.
     pub fwug: u8,
     /// Keep Alive Support: granularity in units of 100 ms; 0 for no keep alive.
     pub kas: u16,
@@ -165,7 +165,7 @@ pub struct IdentifyController {
     pub sqes: EntrySizes,
     /// Completion Queue Entry Size.
     pub cqes: EntrySizes,
-    /// Maximum Outstanding Commands per queue; 0 not told.
+    /// Maximum Outstanding Commands per queue; 0 not reported.
     pub maxcmd: u16,
     /// Number of Namespaces: the greatest valid namespace identifier.
     pub nn: u32,
@@ -194,11 +194,11 @@ pub struct IdentifyController {
     pub sgls: Sgls,
     /// Maximum Number of Allowed Namespaces; 0 for as many as `nn`.
     pub mnan: u32,
-    /// Maximum Domain Namespace Attachments; 0 not told.
+    /// Maximum Domain Namespace Attachments; 0 not reported.
     pub maxdna: U128,
-    /// Maximum I/O Controller Namespace Attachments; 0 not told.
+    /// Maximum I/O Controller Namespace Attachments; 0 not reported.
     pub maxcna: u32,
-    /// Optimal Aggregated Queue Depth; 0 not told.
+    /// Optimal Aggregated Queue Depth; 0 not reported.
     pub oaqd: u32,
     /// Recommended Host-Initiated Refresh Interval.
     pub rhiri: u8,

@@ -262,7 +262,7 @@ pub struct Fna {
 pub struct Vwc {
     /// Present: Flush matters, and the Volatile Write Cache feature exists.
     pub vwcp: bool,
-    /// Flush with NSID FFFFFFFFh: 00b not told (older than 1.4), 10b no, 11b yes.
+    /// Flush with NSID FFFFFFFFh: 00b not reported (older than 1.4), 10b no, 11b yes.
     #[bits(2)]
     pub fb: u8,
     #[bits(5)]
@@ -280,7 +280,7 @@ pub struct Sgls {
     pub keyed: bool,
     #[bits(5)]
     __: u8,
-    /// SGL Descriptor Threshold: the recommended most descriptors of a command; 0 not told.
+    /// SGL Descriptor Threshold: the recommended most descriptors of a command; 0 not reported.
     pub threshold: u8,
     /// SGL Bit Bucket descriptors.
     pub bit_bucket: bool,

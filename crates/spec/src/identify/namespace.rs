@@ -1,4 +1,4 @@
-//! What Identify tells of a namespace.
+//! What Identify reports of a namespace.
 
 use crate::layout::zero_default;
 use bitfield_struct::bitfield;
@@ -110,7 +110,7 @@ pub struct Nmic {
 #[bitfield(u8)]
 #[derive(PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct Dlfeat {
-    /// What a deallocated block reads as: 0 not told, 1 zeroes, 2 bytes of FFh.
+    /// What a deallocated block reads as: 0 not reported, 1 zeroes, 2 bytes of FFh.
     #[bits(3)]
     pub drb: u8,
     /// The Deallocate bit of Write Zeroes is supported.
@@ -186,7 +186,7 @@ pub struct IdentifyNamespace {
     pub nabo: u16,
     /// Namespace Atomic Boundary Size Power Fail in logical blocks, 0's based.
     pub nabspf: u16,
-    /// Namespace Optimal I/O Boundary in logical blocks; 0 not told.
+    /// Namespace Optimal I/O Boundary in logical blocks; 0 not reported.
     pub noiob: u16,
     /// NVM Capacity in bytes.
     pub nvmcap: U128,

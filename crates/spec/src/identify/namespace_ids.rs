@@ -1,7 +1,7 @@
 //! Namespace identification descriptors: what a namespace is called, for ever and everywhere.
 //! Base 2.1, 5.1.13, "Namespace Identification Descriptor list (CNS 03h)".
 
-use super::IDENTIFY_SIZE;
+use super::codes::IDENTIFY_SIZE;
 use crate::layout::zero_default;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 

@@ -21,7 +21,7 @@ pub struct PowerFlags {
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
 pub struct PowerState {
-    /// Maximum Power, in the unit that the flags tell.
+    /// Maximum Power, in the unit that the flags give.
     pub mp: u16,
     /// Reserved.
     pub reserved2: u8,
@@ -39,13 +39,13 @@ pub struct PowerState {
     pub rwt: u8,
     /// Relative Write Latency, 5 bits; 0 is best.
     pub rwl: u8,
-    /// Idle Power, in the unit that `ips` tells.
+    /// Idle Power, in the unit that `ips` gives.
     pub idlp: u16,
     /// Idle Power Scale in bits 7:6: 0 not reported, 1 0.0001 W, 2 0.01 W.
     pub ips: u8,
     /// Reserved.
     pub reserved19: u8,
-    /// Active Power, in the unit that `apws` tells.
+    /// Active Power, in the unit that `apws` gives.
     pub actp: u16,
     /// Active Power Workload in bits 2:0, Active Power Scale in bits 7:6.
     pub apws: u8,

@@ -147,7 +147,7 @@ pub struct Afi {
     pub active: u8,
     #[bits(1)]
     __: u8,
-    /// The slot that the next Controller Level Reset activates; 0 not told.
+    /// The slot that the next Controller Level Reset activates; 0 not reported.
     #[bits(3)]
     pub next: u8,
     #[bits(1)]
@@ -193,7 +193,7 @@ impl ChangedNamespaces {
         page
     }
 
-    /// Whether more than 1024 namespaces changed, so that the page cannot tell which.
+    /// Whether more than 1024 namespaces changed, so that the page cannot name them.
     pub const fn overflowed(&self) -> bool {
         self.nsids[0] == crate::sqe::NSID_ALL
     }

@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
-use zerocopy::IntoBytes;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use super::ClientError;
+use super::error::ClientError;
 use crate::Errno;
 use crate::codec::{Decoder, MAX_MESSAGE_FDS, Message, SendQueue};
-use crate::descriptor::{Descriptor, Entrance};
+use crate::descriptor::{Descriptor, Inspector};
 use crate::socket::{Received, receive, send};
 use crate::wire::{HEADER_LEN, Header, header_flags};
 
@@ -28,11 +28,22 @@ pub(super) struct Reply<'a> {
     pub(super) fds: Vec<Descriptor>,
 }
 
+impl Reply<'_> {
+    /// The structure that the payload begins with, and what follows it.
+    pub(super) fn split<T>(&self) -> Result<(T, &[u8]), String>
+    where
+        T: FromBytes + KnownLayout + Immutable,
+    {
+        T::read_from_prefix(self.payload)
+            .map_err(|_| format!("its payload has only {} bytes", self.payload.len()))
+    }
+}
+
 /// A socket with a server at the other end.
 #[derive(Debug)]
 pub(super) struct Connection {
     socket: Arc<OwnedFd>,
-    entrance: Entrance,
+    inspector: Inspector,
     decoder: Decoder,
     next_id: u16,
     timeout: Option<Duration>,
@@ -64,7 +75,7 @@ impl Connection {
         set_socket_timeout(&socket, Timeout::Send, limit(timeout)).map_err(failed)?;
         Ok(Self {
             socket: Arc::new(socket),
-            entrance: Entrance::new(Arc::default()),
+            inspector: Inspector::new(Arc::default()),
             decoder: Decoder::new(max_data_xfer_size as usize),
             next_id: 0,
             timeout,
@@ -234,8 +245,8 @@ impl Connection {
                 Err(errno) => return Err(ClientError::Socket(errno.into())),
             }
         }
-        let received = receive(self.socket.as_fd(), &mut self.decoder, &mut self.entrance);
-        if self.entrance.closer().is_overdone() {
+        let received = receive(self.socket.as_fd(), &mut self.decoder, &mut self.inspector);
+        if self.inspector.closer().is_overloaded() {
             let why = "it keeps sending descriptors that take their time to be closed".to_owned();
             return Err(ClientError::BadReply { command, why });
         }

@@ -5,10 +5,10 @@ use std::os::fd::OwnedFd;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::connection::{Connection, Reply};
-use super::{ClientError, wire_size};
+use super::error::ClientError;
 use crate::descriptor::Descriptor;
 use crate::device::{Area, IoFds};
-use crate::wire::{self, command};
+use crate::wire::{self, command, wire_size};
 
 /// Room for sub-regions at the first asking.
 const FIRST_SIZE: u32 = 8192;

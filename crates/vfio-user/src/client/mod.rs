@@ -15,23 +15,24 @@
 //! could say which reply belongs to which request any more.
 
 mod connection;
+mod error;
 mod io_fds;
 mod region;
 
-use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+use parking_lot::Mutex;
+use zerocopy::IntoBytes;
 
-use crate::Errno;
 use crate::capabilities::Capabilities;
 use crate::device::{DeviceInfo, DmaUnmap, IoFds, IrqAction, IrqInfo};
-use crate::wire::{self, command};
-use connection::{Connection, Reply};
+use crate::wire::{self, command, wire_size};
+use connection::Connection;
 
+pub use error::ClientError;
 pub use region::{ClientRegion, MappableArea};
 
 /// Descriptors that this client takes with one reply.
@@ -39,64 +40,6 @@ const MAX_REPLY_FDS: u32 = 16;
 
 /// Bytes that this client takes in one data transfer.
 const MAX_DATA_XFER_SIZE: u32 = 1 << 20;
-
-/// Why a request failed.
-#[derive(Debug, thiserror::Error)]
-pub enum ClientError {
-    /// Nobody serves at that path.
-    #[error("cannot connect to {}: {source}", path.display())]
-    Connect {
-        /// The path of the socket.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
-    /// The server said no. The connection goes on.
-    #[error("the server refused {}: {errno}", command::name(*.command))]
-    Refused {
-        /// The command.
-        command: u16,
-        /// The server's reason.
-        errno: Errno,
-    },
-    /// The request exceeds what was agreed, or makes no sense. Nothing was sent.
-    #[error("{} cannot be sent: {why}", command::name(*.command))]
-    Unsendable {
-        /// The command.
-        command: u16,
-        /// What is wrong with it.
-        why: &'static str,
-    },
-    /// So many ranges of memory are shared already, and more the server does not take. Nothing was
-    /// sent.
-    #[error("the server takes {max} ranges of memory at once, and so many are shared already")]
-    TooManyMaps {
-        /// How many it takes.
-        max: u32,
-    },
-    /// No reply came in time. The connection has ended.
-    #[error("no reply to {} within {limit:?}", command::name(*.command))]
-    Timeout {
-        /// The command.
-        command: u16,
-        /// How long was waited.
-        limit: Duration,
-    },
-    /// The server's answer makes no sense. The connection has ended.
-    #[error("the server's reply to {} makes no sense: {why}", command::name(*.command))]
-    BadReply {
-        /// The command.
-        command: u16,
-        /// What is wrong with it.
-        why: String,
-    },
-    /// The server is gone, or the socket failed. The connection has ended.
-    #[error("the connection failed: {0}")]
-    Socket(#[from] io::Error),
-    /// The connection had ended before.
-    #[error("the connection has ended after an earlier failure")]
-    Broken,
-}
 
 /// How a client behaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -143,6 +86,7 @@ pub struct Share<'a> {
 /// A connection to a server.
 #[derive(Debug)]
 pub struct Client {
+    /// One that a panic left halfway marks itself as broken.
     connection: Mutex<Connection>,
     /// The same socket, to be watched without the lock.
     socket: Arc<OwnedFd>,
@@ -204,7 +148,7 @@ impl Client {
     pub fn device_info(&self) -> Result<DeviceInfo, ClientError> {
         let size = wire_size::<wire::DeviceInfo>();
         let ask = wire::DeviceInfo { argsz: size, flags: 0, num_regions: 0, num_irqs: 0 };
-        self.lock().request(command::DEVICE_GET_INFO, &[ask.as_bytes()], &[], |reply| {
+        self.connection.lock().request(command::DEVICE_GET_INFO, &[ask.as_bytes()], &[], |reply| {
             let (info, _) = reply.split::<wire::DeviceInfo>()?;
             if info.flags & wire::device_flags::PCI == 0 {
                 return Err("it is not a PCI device".into());
@@ -224,16 +168,17 @@ impl Client {
     /// See [`ClientError`]; areas outside of the region, or without a descriptor to map, are a bad
     /// reply.
     pub fn region_info(&self, index: u32) -> Result<ClientRegion, ClientError> {
-        region::ask(&mut self.lock(), index)
+        region::ask(&mut self.connection.lock(), index)
     }
 
     /// Asks for eventfds that stand for writes to parts of a region.
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]; a server that has none refuses with [`Errno::OPNOTSUPP`].
+    /// See [`ClientError`]; a server that has none refuses with
+    /// [`Errno::OPNOTSUPP`](crate::Errno::OPNOTSUPP).
     pub fn region_io_fds(&self, index: u32) -> Result<IoFds, ClientError> {
-        io_fds::ask(&mut self.lock(), index)
+        io_fds::ask(&mut self.connection.lock(), index)
     }
 
     /// Asks about a kind of interrupt, see [`irq`](crate::device::irq).
@@ -245,19 +190,24 @@ impl Client {
         use wire::irq_info_flags as flags;
         let size = wire_size::<wire::IrqInfo>();
         let ask = wire::IrqInfo { argsz: size, flags: 0, index, count: 0 };
-        self.lock().request(command::DEVICE_GET_IRQ_INFO, &[ask.as_bytes()], &[], |reply| {
-            let (info, _) = reply.split::<wire::IrqInfo>()?;
-            if info.index != index {
-                return Err(format!("it is about interrupt kind {}", info.index));
-            }
-            Ok(IrqInfo {
-                count: info.count,
-                eventfd: info.flags & flags::EVENTFD != 0,
-                maskable: info.flags & flags::MASKABLE != 0,
-                automasked: info.flags & flags::AUTOMASKED != 0,
-                noresize: info.flags & flags::NORESIZE != 0,
-            })
-        })
+        self.connection.lock().request(
+            command::DEVICE_GET_IRQ_INFO,
+            &[ask.as_bytes()],
+            &[],
+            |reply| {
+                let (info, _) = reply.split::<wire::IrqInfo>()?;
+                if info.index != index {
+                    return Err(format!("it is about interrupt kind {}", info.index));
+                }
+                Ok(IrqInfo {
+                    count: info.count,
+                    eventfd: info.flags & flags::EVENTFD != 0,
+                    maskable: info.flags & flags::MASKABLE != 0,
+                    automasked: info.flags & flags::AUTOMASKED != 0,
+                    noresize: info.flags & flags::NORESIZE != 0,
+                })
+            },
+        )
     }
 
     /// Reads `data.len()` bytes of a region, at most the server's `max_data_xfer_size`.
@@ -272,7 +222,7 @@ impl Client {
         data: &mut [u8],
     ) -> Result<(), ClientError> {
         let access = self.access(command::REGION_READ, region, offset, data.len())?;
-        self.lock().request(command::REGION_READ, &[access.as_bytes()], &[], |reply| {
+        self.connection.lock().request(command::REGION_READ, &[access.as_bytes()], &[], |reply| {
             let (echo, read) = reply.split::<wire::RegionAccess>()?;
             if echo.count != access.count || read.len() != data.len() {
                 return Err(format!("{} bytes instead of {}", read.len(), data.len()));
@@ -290,7 +240,7 @@ impl Client {
     pub fn region_write(&self, region: u32, offset: u64, data: &[u8]) -> Result<(), ClientError> {
         let access = self.access(command::REGION_WRITE, region, offset, data.len())?;
         let payload = [access.as_bytes(), data];
-        self.lock().request(command::REGION_WRITE, &payload, &[], |reply| {
+        self.connection.lock().request(command::REGION_WRITE, &payload, &[], |reply| {
             let (echo, _) = reply.split::<wire::RegionAccess>()?;
             if echo.count != access.count {
                 return Err(format!("{} bytes written instead of {}", echo.count, access.count));
@@ -312,7 +262,7 @@ impl Client {
         data: &[u8],
     ) -> Result<(), ClientError> {
         let access = self.access(command::REGION_WRITE, region, offset, data.len())?;
-        self.lock().post(command::REGION_WRITE, &[access.as_bytes(), data])
+        self.connection.lock().post(command::REGION_WRITE, &[access.as_bytes(), data])
     }
 
     /// Writes several times, in this order, with one message if the server can. With `posted`, does
@@ -350,9 +300,9 @@ impl Client {
         let multi = wire::WriteMulti { count: entries.len() as u64 };
         let payload = [multi.as_bytes(), entries.as_bytes()];
         if posted {
-            return self.lock().post(command, &payload);
+            return self.connection.lock().post(command, &payload);
         }
-        self.lock().request(command, &payload, &[], |reply| {
+        self.connection.lock().request(command, &payload, &[], |reply| {
             let (echo, _) = reply.split::<wire::WriteMulti>()?;
             if echo != multi {
                 return Err(format!("{} writes done instead of {}", echo.count, multi.count));
@@ -377,7 +327,7 @@ impl Client {
             size: share.len,
         };
         let fds: &[BorrowedFd<'_>] = share.fd.as_slice();
-        let mut connection = self.lock();
+        let mut connection = self.connection.lock();
         let max = self.server.max_dma_maps;
         if connection.maps.len() >= usize::try_from(max).unwrap_or(usize::MAX) {
             return Err(ClientError::TooManyMaps { max });
@@ -399,7 +349,7 @@ impl Client {
         };
         let argsz = wire_size::<wire::DmaUnmap>();
         let unmap = wire::DmaUnmap { argsz, flags, address, size };
-        let mut connection = self.lock();
+        let mut connection = self.connection.lock();
         connection.request(command::DMA_UNMAP, &[unmap.as_bytes()], &[], |_| Ok(()))?;
         match range {
             DmaUnmap::All => connection.maps.clear(),
@@ -503,7 +453,7 @@ impl Client {
     ///
     /// See [`ClientError`].
     pub fn reset(&self) -> Result<(), ClientError> {
-        self.lock().request(command::DEVICE_RESET, &[], &[], |_| Ok(()))
+        self.connection.lock().request(command::DEVICE_RESET, &[], &[], |_| Ok(()))
     }
 
     fn set_irqs(
@@ -521,7 +471,7 @@ impl Client {
         }
         let argsz = wire_size::<wire::SetIrqs>().saturating_add(data.len() as u32);
         let set = wire::SetIrqs { argsz, flags, index, start, count };
-        self.lock().request(command, &[set.as_bytes(), data], fds, |_| Ok(()))
+        self.connection.lock().request(command, &[set.as_bytes(), data], fds, |_| Ok(()))
     }
 
     fn access(
@@ -542,11 +492,6 @@ impl Client {
             }),
         }
     }
-
-    fn lock(&self) -> MutexGuard<'_, Connection> {
-        // A connection that a panic left halfway marks itself as broken.
-        self.connection.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl AsFd for Client {
@@ -562,18 +507,5 @@ fn action_flag(action: IrqAction) -> u32 {
         IrqAction::Mask => wire::set_irqs_flags::ACTION_MASK,
         IrqAction::Unmask => wire::set_irqs_flags::ACTION_UNMASK,
         IrqAction::Trigger => wire::set_irqs_flags::ACTION_TRIGGER,
-    }
-}
-
-/// Size of a structure of the protocol; all are small.
-const fn wire_size<T>() -> u32 {
-    size_of::<T>() as u32
-}
-
-impl Reply<'_> {
-    /// The structure that the payload begins with, and what follows it.
-    fn split<T: FromBytes + KnownLayout + Immutable>(&self) -> Result<(T, &[u8]), String> {
-        T::read_from_prefix(self.payload)
-            .map_err(|_| format!("its payload has only {} bytes", self.payload.len()))
     }
 }

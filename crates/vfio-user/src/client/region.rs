@@ -5,10 +5,10 @@ use std::os::fd::OwnedFd;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::connection::{Connection, Reply};
-use super::{ClientError, wire_size};
+use super::error::ClientError;
 use crate::descriptor::Descriptor;
 use crate::device::Area;
-use crate::wire::{self, command, region_flags};
+use crate::wire::{self, command, region_flags, wire_size};
 
 /// Room for the capabilities of a region at the first asking.
 const FIRST_SIZE: u32 = 4096;

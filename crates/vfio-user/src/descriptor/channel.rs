@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 
-use super::{Closer, Descriptor, Entrance, Stream};
+use super::closer::{Closer, Stream};
+use super::inspector::{Descriptor, Inspector};
 use crate::socket::receive_some;
 
 /// A connected socket whose descriptors are looked at as they arrive, for a protocol other than
@@ -13,13 +14,13 @@ use crate::socket::receive_some;
 #[derive(Debug)]
 pub struct Channel {
     socket: Stream,
-    entrance: Entrance,
+    inspector: Inspector,
 }
 
 impl Channel {
     /// Receives from `socket`; what is not to be waited for is left to `closer`.
     pub fn new(socket: OwnedFd, closer: Arc<Closer>) -> Self {
-        Self { socket: Stream::new(socket, Arc::clone(&closer)), entrance: Entrance::new(closer) }
+        Self { socket: Stream::new(socket, Arc::clone(&closer)), inspector: Inspector::new(closer) }
     }
 
     /// Receives some bytes, and the descriptors that came with them; no bytes are the end.
@@ -29,7 +30,7 @@ impl Channel {
     /// The socket's. `EMFILE` if descriptors were lost because this process has too many open.
     pub fn receive(&mut self, into: &mut [u8]) -> Result<(usize, Vec<Descriptor>), Errno> {
         let arrival = receive_some(self.socket.as_fd(), into)?;
-        let fds = self.entrance.admit_files(arrival.fds);
+        let fds = self.inspector.inspect_files(arrival.fds);
         if arrival.fds_lost {
             return Err(Errno::MFILE);
         }

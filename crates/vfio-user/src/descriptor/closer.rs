@@ -1,30 +1,31 @@
 //! Closing what may take forever to be closed.
 //!
-//! `close` gives the number of the descriptor back at once, and then waits for whoever wants to be
-//! told (FUSE's FLUSH). So it happens on a thread that comes and goes with the need for it. There is
-//! one for each device that is served and no more: a client that brings descriptors which can not be
-//! closed holds up that thread and no other, and the descriptors that wait for it are counted. With
-//! more than [`PATIENCE`] of them the client is dropped, and no other is let in at that socket until
-//! there are fewer. Thus a client's descriptors cost the process no more than a thread, that many
-//! descriptors, and those of one more message.
+//! `close` gives the number of the descriptor back at once, and then waits for whoever has to
+//! answer it (FUSE's FLUSH). So it happens on a thread that comes and goes with the need for it.
+//! There is one for each device that is served and no more: a client that brings descriptors which
+//! can not be closed holds up that thread and no other, and the descriptors that wait for it are
+//! counted. With more than [`MAX_WAITING`] of them the client is dropped, and no other is let in at
+//! that socket until there are fewer. Thus a client's descriptors cost the process no more than a
+//! thread, that many descriptors, and those of one more message.
 
 use std::collections::VecDeque;
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use rustix::net::{Shutdown, shutdown};
 use tracing::warn;
 
 /// So many descriptors of a device's clients may wait to be closed.
-const PATIENCE: usize = 16;
+const MAX_WAITING: usize = 16;
 
 /// Closes descriptors, one after the other, without its user waiting for it.
 #[derive(Default)]
-pub struct Closer(Mutex<State>);
+pub struct Closer(Mutex<CloserState>);
 
 #[derive(Default)]
-struct State {
+struct CloserState {
     waiting: VecDeque<OwnedFd>,
     /// A thread is at it.
     at_work: bool,
@@ -32,7 +33,7 @@ struct State {
     closing: bool,
 }
 
-impl State {
+impl CloserState {
     fn count(&self) -> usize {
         self.waiting.len() + usize::from(self.closing)
     }
@@ -41,19 +42,19 @@ impl State {
 impl Closer {
     /// Closes `fd` some time.
     pub(crate) fn close(self: &Arc<Self>, fd: OwnedFd) {
-        let mut state = self.lock();
+        let mut state = self.0.lock();
         state.waiting.push_back(fd);
         self.start(&mut state);
     }
 
-    /// Whether more of them wait than is put up with: the next client had better do so, too.
-    pub fn is_overdone(self: &Arc<Self>) -> bool {
-        let mut state = self.lock();
+    /// Whether more of them wait than is allowed: then the next client has to wait, too.
+    pub fn is_overloaded(self: &Arc<Self>) -> bool {
+        let mut state = self.0.lock();
         self.start(&mut state);
-        state.count() > PATIENCE
+        state.count() > MAX_WAITING
     }
 
-    fn start(self: &Arc<Self>, state: &mut State) {
+    fn start(self: &Arc<Self>, state: &mut CloserState) {
         if state.at_work || state.waiting.is_empty() {
             return;
         }
@@ -67,26 +68,21 @@ impl Closer {
     }
 
     fn work(&self) {
-        let mut state = self.lock();
+        let mut state = self.0.lock();
         while let Some(fd) = state.waiting.pop_front() {
             state.closing = true;
             drop(state);
             drop(fd);
-            state = self.lock();
+            state = self.0.lock();
             state.closing = false;
         }
         state.at_work = false;
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing is ever half done under this lock.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl fmt::Debug for Closer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let count = self.lock().count();
+        let count = self.0.lock().count();
         f.debug_struct("Closer").field("count", &count).finish_non_exhaustive()
     }
 }

@@ -7,7 +7,7 @@ const SMALL: u64 = 16 << 20;
 /// The unit of `st_blocks`, in bytes.
 const BLOCK: u64 = 512;
 
-/// A file that a peer sent. If it is not wanted, it is closed as by [`let_go`].
+/// A file that a peer sent. If it is not wanted, it is closed as by [`close_file`].
 #[derive(Debug)]
 pub struct PeerFile(Option<OwnedFd>);
 
@@ -25,19 +25,19 @@ impl PeerFile {
 
 impl Drop for PeerFile {
     fn drop(&mut self) {
-        self.0.take().map(let_go);
+        self.0.take().map(close_file);
     }
 }
 
 /// Closes a file that a peer sent, and that answers. Whether a thread of its own does so.
 ///
-/// Whoever closes a file last frees what is in it, which takes a tenth of a second and more for each
-/// GiB; and a peer can see to it that that is us. Nobody is to wait for that.
-pub fn let_go(fd: OwnedFd) -> bool {
+/// Whoever closes a file last frees what is in it, which takes a tenth of a second and more for
+/// each GiB; and a peer can see to it that that is us. Nobody is to wait for that.
+pub fn close_file(fd: OwnedFd) -> bool {
     let is_large = holds(fd.as_fd()) > SMALL;
     if is_large {
         // Without a thread it happens here.
-        let thread = std::thread::Builder::new().name("let-go".into());
+        let thread = std::thread::Builder::new().name("close-file".into());
         let _ = thread.spawn(move || drop(fd));
     }
     is_large
@@ -64,8 +64,8 @@ mod tests {
             }
             fd
         };
-        assert!(!let_go(file(1 << 40, 0)), "there is nothing in it");
-        assert!(!let_go(file(1 << 40, SMALL)));
-        assert!(let_go(file(SMALL + 4096, SMALL + 4096)));
+        assert!(!close_file(file(1 << 40, 0)), "there is nothing in it");
+        assert!(!close_file(file(1 << 40, SMALL)));
+        assert!(close_file(file(SMALL + 4096, SMALL + 4096)));
     }
 }

@@ -13,8 +13,8 @@ pub(super) enum Kind {
     Memory,
 }
 
-/// File systems in this kernel's memory or on its own disks. No network, no daemon, and nothing that
-/// lies above other file systems.
+/// File systems in this kernel's memory or on its own disks. No network, no daemon, and nothing
+/// that lies above other file systems.
 const LOCAL: [&str; 12] = [
     "tmpfs",
     "devtmpfs",

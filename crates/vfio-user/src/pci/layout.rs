@@ -1,6 +1,7 @@
 //! Where the registers are, what they hold after power-on, and which bits can be written.
 
-use super::CONFIG_SIZE;
+/// Size of the configuration space in bytes (PCI Express Base Specification, 7.2).
+pub const CONFIG_SIZE: usize = 4096;
 
 /// Offsets in the type 0 header (PCI Express Base Specification, 7.5.1).
 pub(super) mod offset {
@@ -164,6 +165,7 @@ impl Msix {
 
 /// Why a [`Function`] is impossible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum FunctionError {
     /// A base address register is not where a 64-bit one can be, or is there twice.
     #[error("base address register {0} is not one of 0, 2 and 4, or there twice")]

@@ -5,11 +5,11 @@
 //! [`ConfigSpace`] is 4096 bytes and, for each of them, a mask of the bits that a write may change.
 //! That is all that most registers are: a base address register sizes itself, because the bits
 //! below its size are not writable. What means more than storage is found by comparing before and
-//! after a write, and told in [`Effects`].
+//! after a write, and returned in [`Effects`].
 //!
 //! The capabilities, in the order of the list: Power Management (D0 and D3hot), MSI-X, PCI Express
-//! (endpoint, function level reset). In the extended space there is a Device Serial Number if one is
-//! given, and otherwise the empty list.
+//! (endpoint, function level reset). In the extended space there is a Device Serial Number if one
+//! is given, and otherwise the empty list.
 //!
 //! # What it does not implement
 //!
@@ -20,14 +20,11 @@
 mod layout;
 mod msix;
 
-pub use layout::{Bar, Function, FunctionError, Msix};
+pub use layout::{Bar, CONFIG_SIZE, Function, FunctionError, Msix};
 pub use msix::MsixTable;
 
 use crate::Errno;
 use layout::{msix_cap, offset, pcie_cap, pm_cap};
-
-/// Size of the configuration space in bytes (PCI Express Base Specification, 7.2).
-pub const CONFIG_SIZE: usize = 4096;
 
 /// Bits of the command register (PCI Express Base Specification, 7.5.1.1.3).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -71,7 +68,7 @@ pub struct Effects {
     /// A base address register has a new value.
     pub bars: bool,
     /// Initiate Function Level Reset was written (PCI Express Base Specification, 6.6.2). The
-    /// configuration space is reset already, which the other members tell of; the rest of the
+    /// configuration space is reset already, which the other members show; the rest of the
     /// function is left to do.
     pub function_level_reset: bool,
 }

@@ -1,10 +1,11 @@
 //! What other threads want of a reactor, and how they wake it.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::listener::Listener;
@@ -24,7 +25,7 @@ pub(super) enum Source {
 }
 
 /// What is asked of a reactor.
-pub(super) enum Control {
+pub(super) enum Request {
     Add {
         port: PortId,
         source: Source,
@@ -41,20 +42,20 @@ pub(super) enum Control {
         outcome: Result<(), Errno>,
     },
     /// There is, or was, something to be read from the client.
-    Look {
+    Turn {
         port: PortId,
     },
 }
 
-struct Queue {
-    waiting: Vec<Control>,
+struct RequestQueue {
+    waiting: Vec<Request>,
     /// The reactor sleeps, or is about to, and has to be woken.
     sleeping: bool,
 }
 
-/// Shared between a reactor and all that have something to tell it.
+/// Shared between a reactor and all that ask something of it.
 pub(super) struct Inbox {
-    queue: Mutex<Queue>,
+    queue: Mutex<RequestQueue>,
     wake: OwnedFd,
     next_port: AtomicU64,
 }
@@ -62,7 +63,7 @@ pub(super) struct Inbox {
 impl Inbox {
     pub(super) fn new() -> Result<Self, Errno> {
         Ok(Self {
-            queue: Mutex::new(Queue { waiting: Vec::new(), sleeping: false }),
+            queue: Mutex::new(RequestQueue { waiting: Vec::new(), sleeping: false }),
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             next_port: AtomicU64::new(1),
         })
@@ -77,9 +78,9 @@ impl Inbox {
         PortId(self.next_port.fetch_add(1, Ordering::Relaxed))
     }
 
-    pub(super) fn push(&self, control: Control) {
-        let mut queue = self.lock();
-        queue.waiting.push(control);
+    pub(super) fn push(&self, request: Request) {
+        let mut queue = self.queue.lock();
+        queue.waiting.push(request);
         if std::mem::take(&mut queue.sleeping) {
             // It can only fail when the counter is full, and then the reactor is awake.
             let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
@@ -87,34 +88,29 @@ impl Inbox {
     }
 
     /// Moves what waits into `into`.
-    pub(super) fn take(&self, into: &mut Vec<Control>) {
-        let mut queue = self.lock();
+    pub(super) fn take(&self, into: &mut Vec<Request>) {
+        let mut queue = self.queue.lock();
         queue.sleeping = false;
         into.append(&mut queue.waiting);
     }
 
     /// From now on whoever pushes has to wake the reactor; false if something waits already.
     pub(super) fn may_sleep(&self) -> bool {
-        let mut queue = self.lock();
+        let mut queue = self.queue.lock();
         queue.sleeping = queue.waiting.is_empty();
         queue.sleeping
     }
 
-    /// Takes the wake-up back.
+    /// Takes the signal back.
     pub(super) fn woken(&self) {
         let _ = rustix::io::read(&self.wake, &mut [0; 8]);
     }
-
-    fn lock(&self) -> MutexGuard<'_, Queue> {
-        // Nothing is ever half done under this lock.
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
-/// A [`Done`] that tells the reactor behind `inbox`.
+/// A [`Done`] that reports to the reactor behind `inbox`.
 pub(super) fn done(inbox: &Arc<Inbox>, port: PortId, sequence: u64) -> Done {
     let inbox = Arc::clone(inbox);
-    Done::new(move |outcome| inbox.push(Control::Completed { port, sequence, outcome }))
+    Done::new(move |outcome| inbox.push(Request::Completed { port, sequence, outcome }))
 }
 
 /// Reaches a [`Reactor`](super::Reactor) from any thread.
@@ -125,7 +121,7 @@ impl Handle {
     /// Serves `device` at `listener` from now on.
     pub fn add(&self, listener: Listener, device: Box<dyn Device>) -> PortId {
         let port = self.0.new_port();
-        self.0.push(Control::Add { port, source: Source::Listener(listener), device });
+        self.0.push(Request::Add { port, source: Source::Listener(listener), device });
         port
     }
 
@@ -133,23 +129,23 @@ impl Handle {
     /// When it leaves, the device is dropped.
     pub fn add_stream(&self, stream: OwnedFd, device: Box<dyn Device>) -> PortId {
         let port = self.0.new_port();
-        self.0.push(Control::Add { port, source: Source::Stream(stream), device });
+        self.0.push(Request::Add { port, source: Source::Stream(stream), device });
         port
     }
 
     /// Ends the service of a device: its client is dropped, the device lets go of it, the socket's
-    /// file is removed and the device dropped. The channel gets a word, or is closed, when that has
-    /// happened; do not wait for it on the reactor's own thread.
+    /// file is removed and the device dropped. The channel gets a message, or is closed, when that
+    /// has happened; do not wait for it on the reactor's own thread.
     pub fn remove(&self, port: PortId) -> Receiver<()> {
         let (gone, receiver) = sync_channel(1);
-        self.0.push(Control::Remove { port, gone });
+        self.0.push(Request::Remove { port, gone });
         receiver
     }
 
     /// Makes [`run`](super::Reactor::run) return: all clients are dropped, their devices let go of
     /// them, all devices and listeners are dropped.
     pub fn stop(&self) {
-        self.0.push(Control::Stop);
+        self.0.push(Request::Stop);
     }
 }
 

@@ -24,6 +24,7 @@ const DIRECTORY_LOCK: Duration = Duration::from_secs(1);
 
 /// Why no socket could be made.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum BindError {
     /// The path does not fit into a socket address.
     #[error(
@@ -88,11 +89,12 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens at `path`, or if that is a directory, at `cntrl` in there, where SPDK's client looks.
+    /// Listens at `path`, or if that is a directory, at `cntrl` in there, where SPDK's client
+    /// looks.
     ///
-    /// A file that a dead server has left is replaced. Whoever sees the file can connect: the socket
-    /// listens before it gets its name. (Until then it is called `.NAME.PID`, and so it is in lists of
-    /// sockets.)
+    /// A file that a dead server has left is replaced. Whoever sees the file can connect: the
+    /// socket listens before it gets its name. (Until then it is called `.NAME.PID`, and so it is
+    /// in lists of sockets.)
     ///
     /// # Errors
     ///
@@ -129,7 +131,8 @@ impl Listener {
         let hidden_address = hidden.as_ref().and_then(|name| SocketAddrUnix::new(name).ok());
         let first = match (&hidden, &hidden_address) {
             (Some(name), Some(_)) => name,
-            // A long name leaves no room for a longer one: then whoever comes too early tries again.
+            // A long name leaves no room for a longer one: then whoever comes too early tries
+            // again.
             _ => &path,
         };
         bind(&socket, hidden_address.as_ref().unwrap_or(&address)).map_err(in_use)?;

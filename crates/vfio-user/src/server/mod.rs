@@ -4,75 +4,43 @@
 //!
 //! A [`Reactor`] is one thread, the caller's, in one `epoll_wait`. Behind each [`Listener`] there
 //! is one [`Device`](crate::Device), and one client of it at a time. Nothing ticks: a reactor whose
-//! clients are silent sleeps until one of them is not. A deadline exists only while somebody owes
-//! something: the first message, the rest of a message, or the reading of replies.
+//! clients are silent sleeps until one of them is not. A deadline exists only while something
+//! is expected of a client: its first message, the end of a message, or that it reads its replies.
 //!
 //! # Who comes second
 //!
 //! A client that connects while another one is attached is left in the socket's backlog: its
 //! connect succeeds and its first message waits. It is served as soon as the device is free, which
 //! is when the first one is gone and nothing of the device touches its memory any more. A client
-//! that leaves and comes back at once (SPDK's does, and so does a VMM that restarts) thus never sees
-//! a refusal that depends on who was faster. Refusing it would need the same accept, and would
+//! that leaves and comes back at once (SPDK's does, and so does a VMM that restarts) thus never
+//! sees a refusal that depends on who was faster. Refusing it would need the same accept, and would
 //! make such a client retry in a loop.
 //!
 //! # Bad peers
 //!
 //! A request that makes no sense gets an error reply. A stream that makes no sense, a peer that
-//! leaves a message unfinished or does not read its replies, is dropped: its device is told
-//! ([`Device::disconnected`](crate::Device::disconnected)), and the next one is accepted. While
+//! leaves a message unfinished or does not read its replies, is dropped: its device learns it by
+//! [`Device::disconnected`](crate::Device::disconnected), and the next one is accepted. While
 //! replies wait to be read, no further requests of that peer are looked at, so what is kept for it
 //! is bounded.
 //!
 //! A request with a descriptor that could make us wait for somebody (see
-//! [`descriptor`](crate::descriptor)) is refused with EINVAL and a line in the log. Nothing here ever
-//! maps such a descriptor, asks it for anything or closes it: a thread of that device's own does the
-//! closing. A client that brings more of them than that thread gets rid of is dropped, and the next
-//! one is let in at that socket when most of them are gone.
+//! [`descriptor`](crate::descriptor)) is refused with EINVAL and a line in the log. Nothing here
+//! ever maps such a descriptor, asks it for anything or closes it: a thread of that device's own
+//! does the closing. A client that brings more of them than that thread gets rid of is dropped, and
+//! the next one is let in at that socket when most of them are gone.
 
+mod attachment;
+#[cfg(test)]
+mod attachment_model;
 mod inbox;
+mod limits;
 mod listener;
 mod reactor;
 mod requests;
 mod session;
-mod shared_socket;
-#[cfg(test)]
-mod shared_socket_model;
 
 pub use inbox::{Handle, PortId};
+pub use limits::{Limits, MAX_MSG_FDS};
 pub use listener::{BindError, Listener};
 pub use reactor::Reactor;
-pub use shared_socket::{PolledWrites, SharedSocket};
-
-use std::time::Duration;
-
-/// What a server allows its clients.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limits {
-    /// Most bytes in one data transfer; advertised.
-    pub max_data_xfer_size: u32,
-    /// Time from connect to a complete VERSION message.
-    pub negotiation: Duration,
-    /// Time from the first byte of a message to its last.
-    pub message: Duration,
-    /// Time that a peer may leave replies unread once the socket is full.
-    pub unread_replies: Duration,
-    /// Time that [`Handle::stop`] gives devices to let go of their clients.
-    pub stop: Duration,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self {
-            max_data_xfer_size: 1 << 20,
-            negotiation: Duration::from_secs(10),
-            message: Duration::from_secs(10),
-            unread_replies: Duration::from_secs(10),
-            stop: Duration::from_secs(5),
-        }
-    }
-}
-
-/// How many descriptors a client may send with one message; advertised. QEMU splits larger sets of
-/// eventfds by it, and refuses a server that says more than 16.
-pub const MAX_MSG_FDS: u32 = 16;

@@ -12,14 +12,14 @@ use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{Timespec, epoll::Event};
 use tracing::{debug, warn};
 
-use super::Limits;
-use super::inbox::{Control, Handle, Inbox, PortId, Source};
+use super::attachment::Attachment;
+use super::inbox::{Handle, Inbox, PortId, Request, Source};
+use super::limits::Limits;
 use super::listener::Listener;
 use super::requests::Context;
-use super::session::{Ended, Session, Turn};
-use super::shared_socket::Attachment;
+use super::session::{EndReason, Session, Turn};
 use crate::Errno;
-use crate::descriptor::{Closer, Entrance, Stream};
+use crate::descriptor::{Closer, Inspector, Stream};
 use crate::device::Device;
 
 /// How long to wait after a client could not be accepted for want of descriptors or memory, or was
@@ -38,7 +38,7 @@ struct Port {
     listener: Option<Listener>,
     state: State,
     /// Somebody may wait in the backlog.
-    knocked: bool,
+    has_backlog: bool,
     /// Waits for its turn.
     queued: bool,
     /// No more clients; and who wants to know when it is over.
@@ -76,8 +76,8 @@ pub struct Reactor {
     /// Ports whose connection may have something to do.
     ready: VecDeque<PortId>,
     timers: BTreeSet<(Instant, PortId)>,
-    controls: Vec<Control>,
-    /// Set by a stop: when patience with the devices ends.
+    requests: Vec<Request>,
+    /// Set by a stop: until when the devices have time to let go of their clients.
     stop: Option<Instant>,
 }
 
@@ -98,7 +98,7 @@ impl Reactor {
             ports: BTreeMap::new(),
             ready: VecDeque::new(),
             timers: BTreeSet::new(),
-            controls: Vec::new(),
+            requests: Vec::new(),
             stop: None,
         })
     }
@@ -141,14 +141,15 @@ impl Reactor {
         Ok(())
     }
 
-    /// Waits for something to do, at most for `timeout`, and does it. False once a stop is complete.
+    /// Waits for something to do, at most for `timeout`, and does it. False once a stop is
+    /// complete.
     ///
     /// # Errors
     ///
     /// Waiting for events failed.
     pub fn poll_once(&mut self, timeout: Option<Duration>) -> io::Result<bool> {
         self.wait(timeout)?;
-        self.obey();
+        self.handle_requests();
         for _ in 0..self.ready.len() {
             if let Some(port) = self.ready.pop_front() {
                 self.turn(port);
@@ -205,14 +206,14 @@ impl Reactor {
         let id = PortId(token >> 1);
         let Some(port) = self.ports.get_mut(&id) else { return };
         if token & 1 == 0 {
-            port.knocked = true;
+            port.has_backlog = true;
             if matches!(port.state, State::Free) {
                 self.accept(id);
             } else {
                 debug!(port = id.0, "a client waits until the one that is attached has left");
             }
         } else if let State::Attached(attachment) = &mut port.state
-            && let Some(session) = attachment.hold()
+            && let Some(session) = attachment.take_session()
         {
             session.notify(
                 flags.contains(EventFlags::IN),
@@ -224,30 +225,30 @@ impl Reactor {
     }
 
     /// Does what other threads have asked for.
-    fn obey(&mut self) {
-        let mut controls = std::mem::take(&mut self.controls);
-        self.inbox.take(&mut controls);
-        for control in controls.drain(..) {
-            match control {
-                Control::Add { port, source, device } => {
+    fn handle_requests(&mut self) {
+        let mut requests = std::mem::take(&mut self.requests);
+        self.inbox.take(&mut requests);
+        for request in requests.drain(..) {
+            match request {
+                Request::Add { port, source, device } => {
                     if let Err(error) = self.insert(port, source, device) {
                         warn!(port = port.0, "a device cannot be served: {error}");
                     }
                 }
-                Control::Remove { port, gone } => self.close(port, Some(gone)),
-                Control::Stop => {
+                Request::Remove { port, gone } => self.close(port, Some(gone)),
+                Request::Stop => {
                     self.stop.get_or_insert_with(|| Instant::now() + self.limits.stop);
                     let all: Vec<_> = self.ports.keys().copied().collect();
                     all.into_iter().for_each(|port| self.close(port, None));
                 }
-                Control::Completed { port, sequence, outcome } => {
+                Request::Completed { port, sequence, outcome } => {
                     self.completed(port, sequence, outcome);
                 }
-                // It is told as what an event of its socket would tell.
-                Control::Look { port } => self.notify(port.0 << 1 | 1, EventFlags::IN),
+                // As if its socket had reported it.
+                Request::Turn { port } => self.notify(port.0 << 1 | 1, EventFlags::IN),
             }
         }
-        self.controls = controls;
+        self.requests = requests;
     }
 
     fn insert(&mut self, id: PortId, source: Source, device: Box<dyn Device>) -> Result<(), Errno> {
@@ -258,7 +259,7 @@ impl Reactor {
             device,
             listener: None,
             state: State::Free,
-            knocked: false,
+            has_backlog: false,
             queued: false,
             closing: false,
             gone: Vec::new(),
@@ -269,7 +270,8 @@ impl Reactor {
         };
         match source {
             Source::Listener(listener) => {
-                // Told once for each newcomer: one that has to wait must not keep the reactor busy.
+                // Reported once for each new client: one that has to wait must not keep the reactor
+                // busy.
                 let watch = EventFlags::IN | EventFlags::ET;
                 epoll::add(&self.epoll, &listener, EventData::new_u64(id.0 << 1), watch)?;
                 port.listener = Some(listener);
@@ -289,12 +291,12 @@ impl Reactor {
     fn accept(&mut self, id: PortId) {
         loop {
             let Some(port) = self.ports.get_mut(&id) else { return };
-            if !matches!(port.state, State::Free) || port.closing || !port.knocked {
+            if !matches!(port.state, State::Free) || port.closing || !port.has_backlog {
                 return;
             }
             let Some(listener) = &port.listener else { return };
             port.retry = None;
-            if port.closer.is_overdone() {
+            if port.closer.is_overloaded() {
                 debug!(port = id.0, "the next client waits until descriptors are closed");
                 port.retry = Some(Instant::now() + RETRY_ACCEPT);
                 return self.set_timer(id);
@@ -306,7 +308,7 @@ impl Reactor {
                         continue;
                     }
                 }
-                Ok(None) => port.knocked = false,
+                Ok(None) => port.has_backlog = false,
                 Err(errno) => {
                     warn!(port = id.0, "a client cannot be accepted, trying again: {errno}");
                     port.retry = Some(Instant::now() + RETRY_ACCEPT);
@@ -320,8 +322,8 @@ impl Reactor {
     fn attach(&mut self, id: PortId, stream: OwnedFd) -> Result<(), Errno> {
         let Some(port) = self.ports.get_mut(&id) else { return Ok(()) };
         let stream = Stream::new(stream, Arc::clone(&port.closer));
-        let entrance = Entrance::new(Arc::clone(&port.closer));
-        let session = Session::new(stream, entrance, &self.limits);
+        let inspector = Inspector::new(Arc::clone(&port.closer));
+        let session = Session::new(stream, inspector, &self.limits);
         port.state = State::Attached(Box::new(Attachment::new(id, &self.epoll, session)?));
         debug!(port = id.0, "a client has connected");
         self.queue(id);
@@ -342,7 +344,7 @@ impl Reactor {
         let Some(port) = self.ports.get_mut(&id) else { return };
         port.queued = false;
         let State::Attached(attachment) = &mut port.state else { return };
-        let Some(session) = attachment.hold() else { return };
+        let Some(session) = attachment.take_session() else { return };
         let mut context = Context {
             inbox: &self.inbox,
             port: id,
@@ -354,8 +356,8 @@ impl Reactor {
             turn => attachment.watch().map_or_else(|errno| Turn::End(errno.into()), |()| turn),
         };
         match turn {
-            Turn::Rest => {
-                attachment.rest(&mut *port.device, &self.inbox);
+            Turn::Wait => {
+                attachment.share_if_idle(&mut *port.device, &self.inbox);
                 self.set_timer(id);
             }
             Turn::Again => {
@@ -371,7 +373,7 @@ impl Reactor {
         let Some(port) = self.ports.get_mut(&id) else { return };
         match &mut port.state {
             State::Attached(attachment) => {
-                let session = attachment.held();
+                let session = attachment.busy_session();
                 let Some(session) = session.filter(|s| s.link.awaits() == Some(sequence)) else {
                     return;
                 };
@@ -396,14 +398,16 @@ impl Reactor {
     }
 
     /// Closes the connection of a port.
-    fn end(&mut self, id: PortId, why: Ended) {
+    fn end(&mut self, id: PortId, why: EndReason) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         let State::Attached(attachment) = std::mem::replace(&mut port.state, State::Free) else {
             return;
         };
         let Some(session) = attachment.close() else { return };
         match why {
-            Ended::Left | Ended::Dropped => debug!(port = id.0, "the client is gone: {why}"),
+            EndReason::Left | EndReason::Dropped => {
+                debug!(port = id.0, "the client is gone: {why}")
+            }
             _ => warn!(port = id.0, "the client is dropped: {why}"),
         }
         let awaited = session.link.awaits();
@@ -468,7 +472,7 @@ impl Reactor {
         port.gone.extend(gone);
         match port.state {
             State::Free => self.forget(id),
-            State::Attached(_) => self.end(id, Ended::Dropped),
+            State::Attached(_) => self.end(id, EndReason::Dropped),
             State::Unfinished { .. } | State::Leaving { .. } => {}
         }
     }
@@ -476,7 +480,7 @@ impl Reactor {
     fn set_timer(&mut self, id: PortId) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         let timer = match &mut port.state {
-            State::Attached(attachment) => attachment.held().and_then(|s| s.deadline()),
+            State::Attached(attachment) => attachment.busy_session().and_then(|s| s.deadline()),
             _ => port.retry,
         };
         if port.timer != timer {
@@ -503,7 +507,7 @@ impl Reactor {
             port.timer = None;
             match &mut port.state {
                 State::Attached(attachment) => {
-                    if let Some(why) = attachment.held().map(|session| session.overdue()) {
+                    if let Some(why) = attachment.busy_session().map(|session| session.overdue()) {
                         self.end(id, why);
                     }
                 }

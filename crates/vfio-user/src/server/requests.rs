@@ -6,7 +6,7 @@ use tracing::debug;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::inbox::{self, Inbox, PortId};
-use super::{Limits, MAX_MSG_FDS};
+use super::limits::{Limits, MAX_MSG_FDS};
 use crate::Errno;
 use crate::capabilities::Capabilities;
 use crate::codec::{Message, SendQueue};
@@ -15,7 +15,7 @@ use crate::device::{
     Device, DeviceInfo, DmaMap, DmaUnmap, Done, IoFds, IrqAction, IrqData, Later, Peer, RegionInfo,
     SetIrqs,
 };
-use crate::wire::{self, Header, command};
+use crate::wire::{self, Header, command, wire_size};
 
 /// Regions beyond those that a device has, about which a client may ask in vain without being
 /// refused. SPDK's client gives up if any of ten cannot be described.
@@ -96,7 +96,7 @@ impl Link {
     }
 
     /// Nothing is to be sent or awaited, and what comes are requests.
-    pub(super) fn is_at_rest(&self) -> bool {
+    pub(super) fn is_idle(&self) -> bool {
         self.agreed.is_some() && self.waiting.is_none() && self.out.is_empty()
     }
 
@@ -129,7 +129,8 @@ impl Link {
         Ok(())
     }
 
-    /// Handles a message that is a write which `write` takes; false if it is not, and nothing is done.
+    /// Handles a message that is a write which `write` takes; false if it is not, and nothing is
+    /// done.
     pub(super) fn handle_write(
         &mut self,
         header: &Header,
@@ -590,9 +591,4 @@ fn split<T: FromBytes + KnownLayout + Immutable>(payload: &[u8]) -> Result<(T, &
 
 fn flag(set: bool, bit: u32) -> u32 {
     if set { bit } else { 0 }
-}
-
-/// Size of a structure of the protocol; all are small.
-const fn wire_size<T>() -> u32 {
-    size_of::<T>() as u32
 }

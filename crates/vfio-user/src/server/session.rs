@@ -1,22 +1,22 @@
-//! One connection: reads, handles, writes, and knows what its peer owes.
+//! One connection: reads, handles, writes, and knows what its peer has to do until when.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Instant;
 
-use super::Limits;
+use super::limits::Limits;
 use super::requests::{Context, Link, Violation};
-use super::shared_socket::PolledWrites;
 use crate::Errno;
 use crate::codec::{DecodeError, Decoder};
-use crate::descriptor::{Entrance, Stream};
+use crate::descriptor::{Inspector, Stream};
 use crate::device::Device;
+use crate::shared_socket::PolledWrites;
 use crate::socket::{Arrival, Received, receive, receive_some, send_owned, take_in};
 
 /// Messages and receives of one connection before the others get their turn.
 const TURN: u32 = 64;
 
-/// Messages and receives of one connection that somebody other than the reactor looks at.
-const LISTEN: u32 = 16;
+/// Messages and receives that one call of [`Session::poll_writes`] handles.
+const POLL: u32 = 16;
 
 /// No requests are looked at while more than this waits to be sent, so that the queue never holds
 /// more than this and one reply.
@@ -24,7 +24,7 @@ const HIGH_WATER: usize = 64 * 1024;
 
 /// Why a connection ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub(super) enum Ended {
+pub(super) enum EndReason {
     #[error("it left")]
     Left,
     #[error("it left in the middle of a message")]
@@ -51,17 +51,17 @@ pub(super) enum Ended {
 
 /// What to do with a connection after its turn.
 pub(super) enum Turn {
-    /// Nothing, until its socket or its device says something.
-    Rest,
+    /// Nothing, until its socket or its device reports something.
+    Wait,
     /// Give it another one soon.
     Again,
     /// Close it.
-    End(Ended),
+    End(EndReason),
 }
 
-/// What a peer owes. Two that are equal are the same debt, which does not get a new deadline.
+/// What a peer has to do next. The same expectation again does not get a new deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Debt {
+enum Expected {
     Version,
     /// The rest of the message at this position of the stream.
     Message(u64),
@@ -72,9 +72,9 @@ enum Debt {
 /// A connection.
 pub(super) struct Session {
     socket: Stream,
-    entrance: Entrance,
+    inspector: Inspector,
     decoder: Decoder,
-    /// What was received by somebody other than the reactor and is not for them to look at.
+    /// What [`Session::poll_writes`] received and leaves to the next turn.
     arrival: Option<Arrival>,
     pub(super) link: Link,
     readable: bool,
@@ -82,15 +82,15 @@ pub(super) struct Session {
     /// The socket is full. The reactor watches for it to drain while this is so.
     pub(super) full: bool,
     sent: u64,
-    debt: Option<(Debt, Instant)>,
+    expected: Option<(Expected, Instant)>,
 }
 
 impl Session {
-    pub(super) fn new(socket: Stream, entrance: Entrance, limits: &Limits) -> Self {
+    pub(super) fn new(socket: Stream, inspector: Inspector, limits: &Limits) -> Self {
         let max = usize::try_from(limits.max_data_xfer_size).unwrap_or(usize::MAX);
         Self {
             socket,
-            entrance,
+            inspector,
             decoder: Decoder::new(max),
             arrival: None,
             link: Link::default(),
@@ -99,7 +99,7 @@ impl Session {
             hung_up: false,
             full: false,
             sent: 0,
-            debt: Some((Debt::Version, Instant::now() + limits.negotiation)),
+            expected: Some((Expected::Version, Instant::now() + limits.negotiation)),
         }
     }
 
@@ -107,7 +107,7 @@ impl Session {
         self.socket.as_fd()
     }
 
-    /// The socket said something.
+    /// The socket reported something.
     pub(super) fn notify(&mut self, readable: bool, writable: bool, hung_up: bool) {
         self.readable |= readable || hung_up;
         self.hung_up |= hung_up;
@@ -116,17 +116,17 @@ impl Session {
         }
     }
 
-    /// When the peer's time is up, if it owes something.
+    /// When the peer's time is up, if something is expected of it.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.debt.map(|(_, until)| until)
+        self.expected.map(|(_, until)| until)
     }
 
-    /// What it has become guilty of.
-    pub(super) fn overdue(&self) -> Ended {
-        match self.debt {
-            Some((Debt::Message(_), _)) => Ended::MessageOverdue,
-            Some((Debt::Reading(_), _)) => Ended::RepliesUnread,
-            _ => Ended::NegotiationOverdue,
+    /// Why the connection ends now that the time is up.
+    pub(super) fn overdue(&self) -> EndReason {
+        match self.expected {
+            Some((Expected::Message(_), _)) => EndReason::MessageOverdue,
+            Some((Expected::Reading(_), _)) => EndReason::RepliesUnread,
+            _ => EndReason::NegotiationOverdue,
         }
     }
 
@@ -134,14 +134,18 @@ impl Session {
     pub(super) fn turn(&mut self, device: &mut dyn Device, context: &mut Context<'_>) -> Turn {
         match self.work(device, context) {
             Ok(turn) => {
-                self.settle(context.limits);
+                self.set_deadline(context.limits);
                 turn
             }
             Err(ended) => Turn::End(ended),
         }
     }
 
-    fn work(&mut self, device: &mut dyn Device, context: &mut Context<'_>) -> Result<Turn, Ended> {
+    fn work(
+        &mut self,
+        device: &mut dyn Device,
+        context: &mut Context<'_>,
+    ) -> Result<Turn, EndReason> {
         let mut left = TURN;
         loop {
             let outcome = self.handle_all(&mut left, device, context);
@@ -149,7 +153,7 @@ impl Session {
             self.flush()?;
             let emptied = outcome?;
             if self.link.awaits().is_some() || self.link.out.len() > HIGH_WATER {
-                return Ok(Turn::Rest);
+                return Ok(Turn::Wait);
             }
             if left == 0 {
                 return Ok(Turn::Again);
@@ -158,46 +162,46 @@ impl Session {
                 continue;
             }
             if !self.readable {
-                return Ok(Turn::Rest);
+                return Ok(Turn::Wait);
             }
             left -= 1;
-            let (decoder, entrance) = (&mut self.decoder, &mut self.entrance);
+            let (decoder, inspector) = (&mut self.decoder, &mut self.inspector);
             let received = match self.arrival.take() {
-                Some(arrival) => Ok(take_in(arrival, decoder, entrance)),
-                None => receive(self.socket.as_fd(), decoder, entrance),
+                Some(arrival) => Ok(take_in(arrival, decoder, inspector)),
+                None => receive(self.socket.as_fd(), decoder, inspector),
             };
-            if self.entrance.closer().is_overdone() {
-                return Err(Ended::FdsStuck);
+            if self.inspector.closer().is_overloaded() {
+                return Err(EndReason::FdsStuck);
             }
             match received {
                 // A hang-up is announced only once: then read on until it shows.
                 Ok(Received::Bytes { drained }) => self.readable = !drained || self.hung_up,
                 Ok(Received::Closed) if self.decoder.is_partial() => {
-                    return Err(Ended::LeftHalfway);
+                    return Err(EndReason::LeftHalfway);
                 }
-                Ok(Received::Closed) => return Err(Ended::Left),
-                Ok(Received::FdsLost) => return Err(Ended::FdsLost),
+                Ok(Received::Closed) => return Err(EndReason::Left),
+                Ok(Received::FdsLost) => return Err(EndReason::FdsLost),
                 Err(Errno::AGAIN) => self.readable = false,
-                Err(Errno::CONNRESET) => return Err(Ended::Left),
+                Err(Errno::CONNRESET) => return Err(EndReason::Left),
                 Err(errno) => return Err(errno.into()),
             }
         }
     }
 
-    /// Nothing is received, sent, awaited or owed by halves.
-    pub(super) fn is_at_rest(&self) -> bool {
+    /// Nothing is half received, half sent or awaited.
+    pub(super) fn is_idle(&self) -> bool {
         let moving = self.readable || self.hung_up || self.full || self.arrival.is_some();
-        !moving && self.debt.is_none() && self.link.is_at_rest() && !self.decoder.is_partial()
+        !moving && self.expected.is_none() && self.link.is_idle() && !self.decoder.is_partial()
     }
 
-    /// Takes what comes in as far as it is nothing but writes that `write` takes, on a thread that is
-    /// not the reactor's. What else there is stays, for a [turn](Self::turn).
+    /// Takes what comes in as far as it is nothing but writes that `write` takes, on a thread that
+    /// is not the reactor's. What else there is stays, for a [turn](Self::turn).
     pub(super) fn poll_writes(
         &mut self,
         write: &mut dyn FnMut(u32, u64, &[u8]) -> bool,
     ) -> PolledWrites {
         let (mut writes, mut drained) = (0, false);
-        for _ in 0..LISTEN {
+        for _ in 0..POLL {
             if let Some((header, payload)) = self.decoder.peek() {
                 if !self.link.handle_write(&header, payload, write) {
                     break;
@@ -236,7 +240,7 @@ impl Session {
         left: &mut u32,
         device: &mut dyn Device,
         context: &mut Context<'_>,
-    ) -> Result<bool, Ended> {
+    ) -> Result<bool, EndReason> {
         while *left > 0 && self.link.awaits().is_none() && self.link.out.len() <= HIGH_WATER {
             let Some(message) = self.decoder.decode()? else { return Ok(true) };
             *left -= 1;
@@ -245,7 +249,7 @@ impl Session {
         Ok(false)
     }
 
-    fn flush(&mut self) -> Result<(), Ended> {
+    fn flush(&mut self) -> Result<(), EndReason> {
         while !self.full && !self.link.out.is_empty() {
             let (bytes, fds) = self.link.out.front();
             match send_owned(self.socket.as_fd(), bytes, fds) {
@@ -254,26 +258,26 @@ impl Session {
                     self.sent += len as u64;
                 }
                 Err(Errno::AGAIN) => self.full = true,
-                Err(Errno::PIPE | Errno::CONNRESET) => return Err(Ended::Left),
+                Err(Errno::PIPE | Errno::CONNRESET) => return Err(EndReason::Left),
                 Err(errno) => return Err(errno.into()),
             }
         }
         Ok(())
     }
 
-    fn settle(&mut self, limits: &Limits) {
-        let (debt, time) = if !self.link.out.is_empty() {
-            (Debt::Reading(self.sent), limits.unread_replies)
+    fn set_deadline(&mut self, limits: &Limits) {
+        let (expected, time) = if !self.link.out.is_empty() {
+            (Expected::Reading(self.sent), limits.unread_replies)
         } else if !self.link.is_agreed() {
-            (Debt::Version, limits.negotiation)
+            (Expected::Version, limits.negotiation)
         } else if self.link.awaits().is_none() && !self.readable && self.decoder.is_partial() {
-            (Debt::Message(self.decoder.position()), limits.message)
+            (Expected::Message(self.decoder.position()), limits.message)
         } else {
-            self.debt = None;
+            self.expected = None;
             return;
         };
-        if self.debt.is_none_or(|(known, _)| known != debt) {
-            self.debt = Some((debt, Instant::now() + time));
+        if self.expected.is_none_or(|(known, _)| known != expected) {
+            self.expected = Some((expected, Instant::now() + time));
         }
     }
 }

@@ -17,19 +17,19 @@ use shadowbell_vfio_user::device::{
     RegionInfo, SetIrqs, irq, region,
 };
 use shadowbell_vfio_user::pci::{Bar, ConfigSpace, Function, Msix};
-use shadowbell_vfio_user::server::{Handle, Limits, PortId, SharedSocket};
+use shadowbell_vfio_user::server::{Handle, Limits, PortId};
 use shadowbell_vfio_user::wire::{self, Header, command, header_flags};
-use shadowbell_vfio_user::{Errno, Listener, Reactor};
+use shadowbell_vfio_user::{Errno, Listener, Reactor, SharedSocket};
 use zerocopy::IntoBytes;
 
 /// Size of BAR0, which is plain memory.
 pub(crate) const BAR0_SIZE: u64 = 0x1_0000;
-/// An offset in BAR0 at which a write takes its time while [`Shared::hold`] is set.
+/// An offset in BAR0 at which a write takes its time while [`ToyShared::hold`] is set.
 pub(crate) const SLOW: u64 = 0x8000;
-/// An offset in BAR0 at which a write calls [`Shared::hook`].
+/// An offset in BAR0 at which a write calls [`ToyShared::hook`].
 pub(crate) const HOOK: u64 = 0x9000;
-/// An offset in BAR0 at which a write of a byte is kept in [`Shared::rung`].
-pub(crate) const BELL: u64 = 0xa000;
+/// An offset in BAR0 at which a write of a byte is kept in [`ToyShared::doorbell_writes`].
+pub(crate) const DOORBELL: u64 = 0xa000;
 /// BAR2 is a file, of which this part can be mapped.
 pub(crate) const AREA: Area = Area { offset: 0x1000, len: 0x2000 };
 /// Where BAR2 begins in its file.
@@ -41,7 +41,7 @@ pub(crate) const MAX_MAPS: u32 = 5;
 
 /// What a test sees of a device.
 #[derive(Default)]
-pub(crate) struct Shared {
+pub(crate) struct ToyShared {
     /// What was asked, in words.
     pub(crate) log: Mutex<Vec<String>>,
     /// Keep completion handles instead of completing them.
@@ -49,16 +49,16 @@ pub(crate) struct Shared {
     pub(crate) held: Mutex<Vec<Done>>,
     /// Called, once, by a write at [`HOOK`].
     pub(crate) hook: Mutex<Option<Box<dyn FnOnce() + Send>>>,
-    /// Writes at [`BELL`], and whether it was the reactor that delivered them.
-    pub(crate) rung: Mutex<Vec<(u8, bool)>>,
-    /// Somebody else is to hear the client as well.
+    /// Writes at [`DOORBELL`], and whether it was the reactor that delivered them.
+    pub(crate) doorbell_writes: Mutex<Vec<(u8, bool)>>,
+    /// Somebody else is to poll the client's socket as well.
     pub(crate) wants: AtomicBool,
     pub(crate) shared_sockets: Mutex<Vec<SharedSocket>>,
     pub(crate) eventfds: Mutex<Vec<OwnedFd>>,
     pub(crate) maps: Mutex<Vec<OwnedFd>>,
 }
 
-impl Shared {
+impl ToyShared {
     pub(crate) fn log(&self) -> Vec<String> {
         self.log.lock().unwrap().clone()
     }
@@ -96,15 +96,15 @@ impl Shared {
 
 /// A device of memory.
 pub(crate) struct Toy {
-    shared: Arc<Shared>,
+    shared: Arc<ToyShared>,
     bar0: Vec<u8>,
     bar2: OwnedFd,
     config: ConfigSpace,
 }
 
 impl Toy {
-    pub(crate) fn new() -> (Box<Self>, Arc<Shared>) {
-        let shared = Arc::new(Shared::default());
+    pub(crate) fn new() -> (Box<Self>, Arc<ToyShared>) {
+        let shared = Arc::new(ToyShared::default());
         let bar2 = rustix::fs::memfd_create("toy", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&bar2, BAR2_FILE_OFFSET + BAR2_SIZE).unwrap();
         let config = ConfigSpace::new(&Function {
@@ -210,8 +210,8 @@ impl Device for Toy {
             region::CONFIG => drop(self.config.write(offset, data)?),
             _ => return Err(Errno::NXIO),
         }
-        if (region, offset) == (region::BAR0, BELL) {
-            self.shared.rung.lock().unwrap().push((data[0], true));
+        if (region, offset) == (region::BAR0, DOORBELL) {
+            self.shared.doorbell_writes.lock().unwrap().push((data[0], true));
         }
         if offset == HOOK {
             let hook = self.shared.hook.lock().unwrap().take();
@@ -226,7 +226,7 @@ impl Device for Toy {
         Ok(())
     }
 
-    fn wants_hearing(&mut self) -> bool {
+    fn wants_shared_socket(&mut self) -> bool {
         self.shared.wants.swap(false, Ordering::SeqCst)
     }
 
@@ -302,13 +302,13 @@ impl Server {
     }
 
     /// A server with one toy.
-    pub(crate) fn with_toy(limits: Limits) -> (Self, PathBuf, Arc<Shared>) {
+    pub(crate) fn with_toy(limits: Limits) -> (Self, PathBuf, Arc<ToyShared>) {
         let server = Self::start(limits);
         let (path, shared, _) = server.add("toy");
         (server, path, shared)
     }
 
-    pub(crate) fn add(&self, name: &str) -> (PathBuf, Arc<Shared>, PortId) {
+    pub(crate) fn add(&self, name: &str) -> (PathBuf, Arc<ToyShared>, PortId) {
         let path = self.directory.path().join(name);
         let (toy, shared) = Toy::new();
         let port = self.handle.add(Listener::bind(&path).unwrap(), toy);
@@ -361,7 +361,7 @@ impl Reply {
     }
 }
 
-/// A client that sends what a test tells it to.
+/// A client that sends whatever a test wants.
 pub(crate) struct Raw {
     pub(crate) stream: UnixStream,
     decoder: Decoder,

@@ -121,6 +121,7 @@ fn status_of(error: DiskError, reading: bool) -> Status {
         DiskError::Device(bits) => Status::from_bits(bits),
         DiskError::Io(_) if reading => Status::UNRECOVERED_READ,
         DiskError::Io(_) => Status::WRITE_FAULT,
+        _ => Status::INTERNAL,
     }
 }
 

@@ -1,0 +1,174 @@
+//! A controller as an integrator embeds it: with nothing but this crate and those that it names.
+
+use shadowbell_backend::MemDisk;
+use shadowbell_controller::config::uuid_from;
+use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Pool, PoolOptions};
+use shadowbell_driver::{AttachOptions, Controller as Driver, Doorbells, Transport, VfioUser};
+use shadowbell_frontend::vfio_user::ClientEvent;
+use shadowbell_frontend::{ControllerDevice, InProcess};
+use shadowbell_memory::{EventFd, Mapping};
+use shadowbell_spec::{Status, regs};
+use shadowbell_vfio_user::client::{Options, Share};
+use shadowbell_vfio_user::device::region;
+use shadowbell_vfio_user::server::Handle;
+use shadowbell_vfio_user::{Client, Listener, Reactor};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+
+fn controller(mapped_doorbells: bool) -> Controller {
+    let disk = Arc::new(MemDisk::new(8192, 512).unwrap());
+    let namespaces = vec![NamespaceConfig { uuid: uuid_from("a test"), disk }];
+    let config = Config { namespaces, shadow_doorbells: !mapped_doorbells, ..Config::default() };
+    let pool = Pool::start(&PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap();
+    Controller::new(config, pool, Carrier { mapped_doorbells, ..Carrier::default() }).unwrap()
+}
+
+/// A controller behind a socket, until it is dropped.
+struct Server {
+    handle: Handle,
+    thread: Option<JoinHandle<()>>,
+    events: Receiver<ClientEvent>,
+    directory: tempfile::TempDir,
+}
+
+impl Server {
+    fn start(controller: Controller) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let (sender, events) = channel();
+        let handler = Arc::new(move |event| sender.send(event).unwrap_or_default());
+        let device = ControllerDevice::new(controller, handler).unwrap();
+        let mut reactor = Reactor::new(Default::default()).unwrap();
+        let listener = Listener::bind(directory.path().join("socket")).unwrap();
+        reactor.add(listener, Box::new(device)).unwrap();
+        let handle = reactor.handle();
+        let thread = std::thread::spawn(move || reactor.run().unwrap());
+        Self { handle, thread: Some(thread), events, directory }
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.directory.path().join("socket")
+    }
+
+    #[track_caller]
+    fn expect(&self, event: ClientEvent) {
+        assert_eq!(self.events.recv_timeout(TIMEOUT), Ok(event));
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.handle.stop();
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+/// Writes a block and reads it back.
+fn block_comes_back(transport: Arc<dyn Transport>, doorbells: Doorbells) {
+    let mut controller = Driver::attach(transport, &AttachOptions::default()).unwrap();
+    assert_eq!(controller.doorbells(), doorbells);
+    let namespace = controller.namespace(1).unwrap().clone();
+    let buffers = controller.buffers(1, 512).unwrap();
+    let mut queue = controller.take_queue_pair().unwrap();
+    let mut run = |command, buffer| {
+        queue.submit(command, Some(buffer)).unwrap();
+        let deadline = Instant::now() + TIMEOUT;
+        while !queue.wait(Some(deadline)).unwrap() {
+            assert!(Instant::now() < deadline, "nothing completes");
+        }
+        let completion = queue.pop().unwrap();
+        assert_eq!(completion.status, Status::SUCCESS);
+        completion.buffer.unwrap()
+    };
+    let mut buffer = buffers.take().unwrap();
+    assert!(buffer.copy_from(0, b"there and back"));
+    let mut buffer = run(namespace.write(100, 1).unwrap(), buffer);
+    assert!(buffer.copy_from(0, &[0; 14]));
+    let buffer = run(namespace.read(100, 1).unwrap(), buffer);
+    assert_eq!(buffer.to_vec(14), b"there and back");
+    drop(buffer);
+    drop(queue);
+    controller.detach().unwrap();
+}
+
+#[test]
+fn a_block_comes_back_over_a_socket() {
+    for (mapped, doorbells) in [(false, Doorbells::Shadow), (true, Doorbells::Mapped)] {
+        let server = Server::start(controller(mapped));
+        for _ in 0..2 {
+            let transport = VfioUser::connect(server.socket(), TIMEOUT).unwrap();
+            server.expect(ClientEvent::Attached);
+            block_comes_back(Arc::new(transport), doorbells);
+            server.expect(ClientEvent::Detached);
+        }
+    }
+}
+
+#[test]
+fn a_block_comes_back_in_the_same_process() {
+    for (mapped, doorbells) in [(false, Doorbells::Shadow), (true, Doorbells::Mapped)] {
+        let transport = Arc::new(InProcess::new(controller(mapped), "a test".into()));
+        for _ in 0..2 {
+            block_comes_back(transport.clone(), doorbells);
+        }
+        assert!(transport.controller().stats().io_queues().0.commands >= 4);
+    }
+}
+
+#[test]
+fn what_is_wrong_with_a_clients_memory_is_reported_once_and_to_the_next_one_again() {
+    let server = Server::start(controller(false));
+    for _ in 0..2 {
+        let client = Client::connect(server.socket(), Options::default()).unwrap();
+        server.expect(ClientEvent::Attached);
+        let memory =
+            Share { iova: 0, len: 1 << 20, readable: true, writable: true, fd: None, fd_offset: 0 };
+        client.dma_map(&memory).unwrap();
+        assert!(server.events.try_recv().is_err(), "not before a guest uses the controller");
+        for enable in [1_u32, 0, 1] {
+            client.region_write(region::BAR0, regs::CC, &enable.to_le_bytes()).unwrap();
+        }
+        server.expect(ClientEvent::NoSharedMemory);
+        drop(client);
+        server.expect(ClientEvent::Detached);
+    }
+}
+
+#[test]
+fn a_memory_file_that_stays_empty_is_reported() {
+    let server = Server::start(controller(false));
+    let client = Client::connect(server.socket(), Options::default()).unwrap();
+    server.expect(ClientEvent::Attached);
+    let file = Mapping::shared("guest", 1 << 20).unwrap();
+    let memory = Share {
+        iova: 0,
+        len: 1 << 20,
+        readable: true,
+        writable: true,
+        fd: file.fd(),
+        fd_offset: 0,
+    };
+    client.dma_map(&memory).unwrap();
+    client.region_write(region::BAR0, regs::DOORBELLS, &1_u32.to_le_bytes()).unwrap();
+    server.expect(ClientEvent::MemoryNotShared);
+}
+
+#[test]
+fn memory_and_interrupts_in_the_same_process_are_checked() {
+    let transport = InProcess::new(controller(false), "a test".into());
+    let event = EventFd::new().unwrap();
+    let vectors = transport.irq_vectors();
+    transport.set_irq(vectors - 1, Some(&event)).unwrap();
+    let error = transport.set_irq(vectors, Some(&event)).unwrap_err();
+    assert!(error.to_string().contains("no such vector"), "{error}");
+    let memory = Mapping::anonymous(4096).unwrap();
+    let iova = transport.map_dma(&memory).unwrap();
+    assert!(transport.map_dma(&memory).is_err(), "twice");
+    transport.unmap_dma(iova, 4096).unwrap();
+    assert!(transport.unmap_dma(iova, 4096).is_err());
+    transport.reset().unwrap();
+}

@@ -1,0 +1,193 @@
+//! Both ends in one process: a driver on an emulated controller, over a disk of the test's.
+
+use parking_lot::Mutex;
+use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Queue, Request, Submitted};
+use shadowbell_controller::{
+    Carrier, Config, Controller as Emulated, NamespaceConfig, Pool, PoolOptions,
+};
+use shadowbell_driver::{AttachOptions, Controller};
+use shadowbell_frontend::InProcess;
+use shadowbell_memory::{EventFd, Segments};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A driver on a controller of its own over `disk`.
+///
+/// # Panics
+/// If it can not be attached.
+#[must_use]
+pub fn attach(disk: Arc<dyn Disk>, options: &AttachOptions) -> Controller {
+    attach_to(disk, options).0
+}
+
+/// A driver on a controller of its own over `disk`, and that controller.
+///
+/// # Panics
+/// If it can not be attached.
+#[must_use]
+pub fn attach_to(disk: Arc<dyn Disk>, options: &AttachOptions) -> (Controller, Emulated) {
+    let pool = Pool::start(&PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap();
+    let uuid = shadowbell_controller::config::uuid_from("a test");
+    let namespaces = vec![NamespaceConfig { disk, uuid }];
+    let config = Config { namespaces, io_queues: 4, ..Config::default() };
+    let emulated = Emulated::new(config, pool, Carrier::default()).unwrap();
+    let transport = InProcess::new(emulated.clone(), "test".into());
+    let controller = Controller::attach(Arc::new(transport), options).unwrap();
+    (controller, emulated)
+}
+
+/// What a [`TestDisk`] has to do, and what it saw.
+#[derive(Debug, Default)]
+pub struct Orders {
+    /// Requests wait, for as long as this is so.
+    pub hold: bool,
+    /// Requests at this byte wait, for as long as this is so.
+    pub hold_at: Option<u64>,
+    /// Requests that are neither reads nor flushes fail, or all of them.
+    pub fail: Option<DiskError>,
+    /// Only so many of them.
+    pub failures: Option<u32>,
+    /// Every request that came, in order.
+    pub seen: Vec<Request>,
+    wakes: Vec<EventFd>,
+}
+
+/// Memory that does what a test orders.
+#[derive(Clone, Debug)]
+pub struct TestDisk {
+    /// What it holds.
+    pub mem: MemDisk,
+    /// It says that it has a volatile write cache.
+    pub cache: bool,
+    /// What it has to do, and what it saw.
+    pub orders: Arc<Mutex<Orders>>,
+}
+
+impl TestDisk {
+    /// A disk of zeroes.
+    ///
+    /// # Panics
+    /// If there is no disk of that shape.
+    #[must_use]
+    pub fn new(blocks: u64, block_size: u32) -> Self {
+        let mem = MemDisk::new(blocks, block_size).unwrap();
+        Self { mem, cache: false, orders: Arc::default() }
+    }
+
+    /// Changes what it has to do; requests that waited go on if they may.
+    pub fn order(&self, order: impl FnOnce(&mut Orders)) {
+        let mut orders = self.orders.lock();
+        order(&mut orders);
+        for wake in &orders.wakes {
+            wake.signal();
+        }
+    }
+
+    /// Every request that came, in order.
+    #[must_use]
+    pub fn seen(&self) -> Vec<Request> {
+        self.orders.lock().seen.clone()
+    }
+
+    /// Waits until this many requests have come.
+    ///
+    /// # Panics
+    /// If they do not come in ten seconds.
+    #[track_caller]
+    pub fn expect(&self, count: usize) {
+        let began = std::time::Instant::now();
+        while self.seen().len() < count {
+            assert!(began.elapsed() < Duration::from_secs(10), "{:?}", self.seen());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+impl Disk for TestDisk {
+    fn info(&self) -> DiskInfo {
+        let mut info = self.mem.info();
+        info.volatile_cache = self.cache;
+        info
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn Queue>> {
+        let wake = EventFd::new()?;
+        self.orders.lock().wakes.push(wake.try_clone()?);
+        Ok(Box::new(TestQueue {
+            disk: self.clone(),
+            inner: self.mem.queue()?,
+            wake,
+            held: Vec::new(),
+        }))
+    }
+
+    fn name(&self) -> String {
+        "test".into()
+    }
+}
+
+struct TestQueue {
+    disk: TestDisk,
+    inner: Box<dyn Queue>,
+    wake: EventFd,
+    held: Vec<(u32, Request, Segments)>,
+}
+
+impl TestQueue {
+    fn run(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Result<(), DiskError> {
+        if !matches!(request.op, Op::Read | Op::Flush) {
+            let mut orders = self.disk.orders.lock();
+            let left = orders.failures;
+            if let Some(error) = orders.fail.filter(|_| left != Some(0)) {
+                orders.failures = left.map(|left| left - 1);
+                return Err(error);
+            }
+        }
+        match self.inner.submit(tag, request, data) {
+            Submitted::Done(outcome) => outcome,
+            Submitted::Pending => panic!("memory does not wait"),
+        }
+    }
+}
+
+impl Queue for TestQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        let hold = {
+            let mut orders = self.disk.orders.lock();
+            orders.seen.push(*request);
+            orders.hold || orders.hold_at == Some(request.offset)
+        };
+        if hold {
+            self.held.push((tag, *request, data.take()));
+            return Submitted::Pending;
+        }
+        Submitted::Done(self.run(tag, request, data))
+    }
+
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        self.wake.drain();
+        let (hold, hold_at) = {
+            let orders = self.disk.orders.lock();
+            (orders.hold, orders.hold_at)
+        };
+        if hold {
+            return;
+        }
+        let release = |(_, request, _): &mut (_, Request, _)| hold_at != Some(request.offset);
+        let released: Vec<_> = self.held.extract_if(.., release).collect();
+        for (tag, request, mut data) in released {
+            let outcome = self.run(tag, &request, &mut data);
+            done(tag, outcome, data);
+        }
+    }
+
+    fn pending(&self) -> usize {
+        self.held.len()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.wake.as_fd())
+    }
+}

@@ -1,0 +1,13 @@
+//! What the tests of several crates need. It is a dev-dependency of theirs by its path alone, so it
+//! is not published, and what they publish does not name it.
+//!
+//! | module | feature | what it is |
+//! |---|---|---|
+//! | `block_device` | `block-device` | a driver on an emulated controller, over a disk that does as it is ordered |
+//! | `stalled` | `stalled` | a FUSE file system that does not answer |
+#![forbid(unsafe_code)]
+
+#[cfg(feature = "block-device")]
+pub mod block_device;
+#[cfg(feature = "stalled")]
+pub mod stalled;

@@ -1,0 +1,249 @@
+//! Every order in which the steps of a shared connection can happen.
+//!
+//! The kernel's part is two epoll items on one socket: an arriving message marks the other thread's
+//! item, and wakes it if it sleeps; if not, it marks the reactor's. A wait reports a marked item
+//! only if there is something to read by then. The rest is `attachment.rs`, step by step. In the
+//! end, when nobody can go on, every message must have been read. With one of the defects, some
+//! order must be found in which one is not.
+
+use std::collections::HashSet;
+
+/// Something that is done wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Defect {
+    None,
+    /// No request for a turn if the session is not in the slot.
+    NoRequestIfTaken,
+    /// No request for what is not for the other thread.
+    NoRequestForRest,
+    /// None when it no longer polls.
+    NoRequestOnLeaving,
+    /// A request, but before the mark.
+    RequestBeforeMark,
+    /// The reactor takes a turn without reading.
+    TurnWithoutReading,
+    /// The reactor goes on waiting as the second of two.
+    EndWithoutWatching,
+    /// The reactor puts up with being second before the other has begun.
+    SecondBeforeFirst,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Reactor {
+    Waits,
+    Takes,
+    Reads,
+    /// Looks at the mark.
+    Marks,
+    /// Has taken the other's item away, not yet watched again.
+    Watches,
+    PutsBack,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Other {
+    /// Has not begun.
+    Out,
+    Waits,
+    Busy,
+    Tries,
+    /// Has the lock.
+    Reads,
+    Requests,
+    /// Two halves of leaving.
+    Leaves,
+    /// Sleeps in the same epoll instance, and does not poll.
+    Stopped,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct State {
+    to_send: u8,
+    in_socket: u8,
+    /// Read by the other thread and left for the reactor.
+    left: u8,
+    /// Items, and whether they are marked.
+    first: bool,
+    first_marked: bool,
+    second: bool,
+    alone: bool,
+    reactor_marked: bool,
+    in_slot: bool,
+    reads: bool,
+    ended: bool,
+    requested: bool,
+    reactor: Reactor,
+    other: Other,
+}
+
+impl State {
+    fn start(defect: Defect, to_send: u8) -> Self {
+        let early = defect == Defect::SecondBeforeFirst;
+        Self {
+            to_send,
+            in_socket: 0,
+            left: 0,
+            first: false,
+            first_marked: false,
+            second: early,
+            alone: !early,
+            reactor_marked: false,
+            in_slot: true,
+            reads: false,
+            ended: false,
+            requested: false,
+            reactor: Reactor::Waits,
+            other: Other::Out,
+        }
+    }
+
+    fn sends(mut self) -> Option<Self> {
+        self.to_send = self.to_send.checked_sub(1)?;
+        self.in_socket += 1;
+        // The exclusive ones in their order; who sleeps keeps it for itself.
+        let mut kept = false;
+        if self.first {
+            self.first_marked = true;
+            kept = matches!(self.other, Other::Waits | Other::Stopped);
+        }
+        if self.alone || (self.second && !kept) {
+            self.reactor_marked = true;
+        }
+        Some(self)
+    }
+
+    fn reactor_steps(mut self, defect: Defect) -> Option<Self> {
+        match self.reactor {
+            Reactor::Waits => {
+                let event = std::mem::take(&mut self.reactor_marked) && self.in_socket != 0;
+                let requested = std::mem::take(&mut self.requested);
+                if !event && !requested {
+                    return None;
+                }
+                self.reads = event || defect != Defect::TurnWithoutReading;
+                self.reactor = Reactor::Takes;
+            }
+            // The lock is the other's while it reads.
+            Reactor::Takes if self.other == Other::Reads => return None,
+            Reactor::Takes => {
+                self.in_slot = false;
+                self.left = 0;
+                self.reactor = Reactor::Reads;
+            }
+            Reactor::Reads => {
+                if self.reads {
+                    (self.reads, self.in_socket) = (false, 0);
+                }
+                self.reactor = Reactor::Marks;
+            }
+            Reactor::Marks => {
+                self.reactor = Reactor::PutsBack;
+                if self.ended && (self.first || self.second) {
+                    (self.first, self.first_marked, self.second) = (false, false, false);
+                    self.reactor = Reactor::Watches;
+                } else if self.first && !self.second {
+                    self.second = true;
+                    self.alone = false;
+                    self.reactor_marked = self.in_socket != 0;
+                }
+            }
+            Reactor::Watches => {
+                self.alone = defect != Defect::EndWithoutWatching;
+                self.reactor_marked = self.alone && self.in_socket != 0;
+                self.reactor = Reactor::PutsBack;
+            }
+            Reactor::PutsBack => {
+                self.in_slot = true;
+                self.reactor = Reactor::Waits;
+            }
+        }
+        Some(self)
+    }
+
+    fn other_steps(self, defect: Defect) -> Vec<Self> {
+        let to = |other| Self { other, ..self };
+        let requesting = |other| Self { other, requested: true, ..self };
+        match self.other {
+            Other::Out => {
+                let first_marked = self.in_socket != 0;
+                vec![Self { first: true, first_marked, ..requesting(Other::Busy) }]
+            }
+            Other::Waits if self.first_marked => {
+                let next = if self.in_socket != 0 { Other::Tries } else { Other::Waits };
+                vec![Self { first_marked: false, ..to(next) }]
+            }
+            // It may be woken by anything else.
+            Other::Waits => vec![to(Other::Busy)],
+            Other::Busy if defect == Defect::RequestBeforeMark => {
+                vec![to(Other::Waits), requesting(Other::Leaves)]
+            }
+            Other::Busy => vec![to(Other::Waits), Self { ended: true, ..to(Other::Leaves) }],
+            Other::Tries if self.in_slot => vec![to(Other::Reads)],
+            Other::Tries if defect == Defect::NoRequestIfTaken => vec![to(Other::Busy)],
+            Other::Tries => vec![to(Other::Requests)],
+            Other::Reads => {
+                let read = Self { in_socket: 0, ..self };
+                let rest = Self { left: self.in_socket, other: Other::Requests, ..read };
+                vec![Self { other: Other::Busy, ..read }, rest]
+            }
+            Other::Requests if defect == Defect::NoRequestForRest && self.left != 0 => {
+                vec![to(Other::Busy)]
+            }
+            Other::Requests => vec![requesting(Other::Busy)],
+            Other::Leaves if defect == Defect::NoRequestOnLeaving => vec![to(Other::Stopped)],
+            Other::Leaves if defect == Defect::RequestBeforeMark => {
+                vec![Self { ended: true, ..to(Other::Stopped) }]
+            }
+            Other::Leaves => vec![requesting(Other::Stopped)],
+            Other::Stopped => Vec::new(),
+        }
+    }
+}
+
+/// A state in which nobody but one who may leave can go on, and a message was not read.
+fn lost(defect: Defect) -> Option<State> {
+    let mut seen = HashSet::new();
+    let mut left = vec![State::start(defect, 3)];
+    while let Some(state) = left.pop() {
+        if !seen.insert(state) {
+            continue;
+        }
+        let sent = state.sends();
+        let reacted = state.reactor_steps(defect);
+        let done = sent.is_none() && reacted.is_none();
+        // Whoever is asleep, or will be for ever, does not read it.
+        let sleeps = match state.other {
+            Other::Waits => !state.first_marked || state.in_socket == 0,
+            other => other == Other::Stopped,
+        };
+        if done && sleeps && (state.in_socket != 0 || state.left != 0) {
+            return Some(state);
+        }
+        left.extend(sent);
+        left.extend(reacted);
+        left.extend(state.other_steps(defect));
+    }
+    assert!(seen.len() > 300, "{} states are not all", seen.len());
+    None
+}
+
+#[test]
+fn no_order_loses_a_message() {
+    assert_eq!(lost(Defect::None), None);
+}
+
+#[test]
+fn every_defect_loses_one() {
+    for defect in [
+        Defect::NoRequestIfTaken,
+        Defect::NoRequestForRest,
+        Defect::NoRequestOnLeaving,
+        Defect::RequestBeforeMark,
+        Defect::TurnWithoutReading,
+        Defect::EndWithoutWatching,
+    ] {
+        assert!(lost(defect).is_some(), "{defect:?}");
+    }
+    // It only costs: whoever is woken first, the message is read.
+    assert_eq!(lost(Defect::SecondBeforeFirst), None);
+}

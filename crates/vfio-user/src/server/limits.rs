@@ -1,0 +1,34 @@
+//! What a server allows its clients.
+
+use std::time::Duration;
+
+/// What a server allows its clients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Most bytes in one data transfer; advertised.
+    pub max_data_xfer_size: u32,
+    /// Time from connect to a complete VERSION message.
+    pub negotiation: Duration,
+    /// Time from the first byte of a message to its last.
+    pub message: Duration,
+    /// Time that a peer may leave replies unread once the socket is full.
+    pub unread_replies: Duration,
+    /// Time that [`Handle::stop`](super::Handle::stop) gives devices to let go of their clients.
+    pub stop: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            max_data_xfer_size: 1 << 20,
+            negotiation: Duration::from_secs(10),
+            message: Duration::from_secs(10),
+            unread_replies: Duration::from_secs(10),
+            stop: Duration::from_secs(5),
+        }
+    }
+}
+
+/// How many descriptors a client may send with one message; advertised. QEMU splits larger sets of
+/// eventfds by it, and refuses a server that says more than 16.
+pub const MAX_MSG_FDS: u32 = 16;
