@@ -133,7 +133,7 @@ impl AttachedController {
 
     /// Called by a handle that is being dropped: if it is the last, the controller is shut down
     /// here and now, and not when the watchdog, which may have a reference, drops that.
-    pub(crate) fn release(this: &Arc<Self>) {
+    pub(crate) fn shut_down_if_last(this: &Arc<Self>) {
         let Some(watchdog) = this.watchdog.get() else { return };
         let Some(_paused) = watchdog.pause() else { return };
         if Arc::strong_count(this) == 1

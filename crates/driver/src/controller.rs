@@ -239,7 +239,7 @@ impl Controller {
 impl Drop for Controller {
     fn drop(&mut self) {
         self.ready.clear();
-        AttachedController::release(&self.attached);
+        AttachedController::shut_down_if_last(&self.attached);
     }
 }
 

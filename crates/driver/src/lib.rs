@@ -87,6 +87,10 @@
 // Forbidden but for the system calls of VFIO, in a module named `sys`.
 #![deny(unsafe_code)]
 
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}
+
 mod admin;
 pub mod async_queue;
 mod attach;

@@ -226,7 +226,7 @@ impl Admin {
 
 impl Drop for Admin {
     fn drop(&mut self) {
-        AttachedController::release(&self.controller);
+        AttachedController::shut_down_if_last(&self.controller);
     }
 }
 

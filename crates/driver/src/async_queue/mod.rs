@@ -40,16 +40,17 @@
 //!
 //! # Dropping a future
 //!
-//! never touches the device and never frees memory that the device may use. A command that was not
-//! submitted yet is forgotten, and its buffer goes back to its pool. One that was submitted runs to
-//! its end: the queue keeps its buffer, and gives it back to its pool with the completion.
+//! Dropping a future never touches the device and never frees memory that the device may use. A
+//! command that was not submitted yet is forgotten, and its buffer goes back to its pool. One that
+//! was submitted runs to its end: the queue keeps its buffer until the completion, with which it
+//! goes back to its pool.
 //!
 //! # Order, and time
 //!
 //! Commands are submitted in the order of the first poll of their futures. A queue that is full has
 //! them wait, first come, first served. The controller may carry commands out in any order. A
 //! command that does not complete in time ([`Timeouts::io`](crate::Timeouts)) fails its future, and
-//! so does one that finds no place for so long.
+//! so does one that waits for a full queue for so long.
 
 mod future;
 mod handle;

@@ -451,7 +451,7 @@ impl Drop for QueuePair {
             );
             std::mem::forget(buffers);
         }
-        AttachedController::release(&self.controller);
+        AttachedController::shut_down_if_last(&self.controller);
     }
 }
 

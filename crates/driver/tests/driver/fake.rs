@@ -2,6 +2,7 @@
 //!
 //! It works on the thread that rings a doorbell, so that nothing depends on time.
 
+use parking_lot::{Mutex, MutexGuard};
 use shadowbell_driver::{Transport, TransportError};
 use shadowbell_memory::{DmaSpace, EventFd, Mapping, Ring, Segments, SharedBytes, View};
 use shadowbell_spec::admin::{CreateIoCq, CreateIoSq, GetLogPage, Identify};
@@ -13,7 +14,7 @@ use shadowbell_spec::opcode::{AdminOpcode, NvmOpcode};
 use shadowbell_spec::regs::{self, Aqa, Cap, Cc, Csts};
 use shadowbell_spec::{Cqe, Sqe, Status, dbbuf};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use zerocopy::{FromZeros, IntoBytes};
 
 pub(crate) const BLOCKS: u64 = 2048;
@@ -159,7 +160,7 @@ impl Fake {
     }
 
     pub(crate) fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     pub(crate) fn with<T>(&self, f: impl FnOnce(&mut State) -> T) -> T {
