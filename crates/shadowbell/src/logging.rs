@@ -11,7 +11,7 @@ use tracing_subscriber::registry::LookupSpan;
 
 /// How much is told.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
-pub struct Args {
+pub(crate) struct Args {
     /// Tell more: -v what happens on the control plane, -vv everything
     #[arg(short, long, action = clap::ArgAction::Count, global = true)]
     verbose: u8,
@@ -34,13 +34,13 @@ impl Args {
 
 /// Whether the person wants to be told what goes well.
 #[must_use]
-pub fn is_talkative() -> bool {
+pub(crate) fn is_talkative() -> bool {
     tracing::enabled!(Level::INFO)
 }
 
 /// Starts logging. `RUST_LOG` says what is told, if it is set; it takes what
 /// [`EnvFilter`] takes, such as `shadowbell_vfio_user=trace`.
-pub fn start(args: &Args) {
+pub(crate) fn start(args: &Args) {
     let filter = match std::env::var("RUST_LOG") {
         Ok(directives) if !directives.is_empty() => EnvFilter::builder().parse_lossy(directives),
         _ => EnvFilter::new(args.level()),

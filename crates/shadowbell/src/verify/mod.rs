@@ -4,8 +4,8 @@
 //!
 //! | module | what it is |
 //! |---|---|
-//! | `ledger` | what every block has to hold, and who is at it |
-//! | `lane` | a queue pair that is kept full of commands, and what they came to |
+//! | `expected_data` | what every block has to hold |
+//! | `job` | a queue pair that is kept full of commands, and what they came to |
 //!
 //! # What is verified
 //!
@@ -16,38 +16,33 @@
 //! read is compared with the last write that completed, byte by byte, in the end of all blocks once
 //! more. Every command must complete, and complete once.
 //!
-//! A command that the driver could not bring to its end (see `shadowbell_driver::recovery`) or that ended with
-//! an error is submitted again `--retries` times, before anything else happens to its blocks. One
-//! that fails for good is told of, and so is everything that recovery has done meanwhile.
+//! A command that the driver could not bring to its end (see `shadowbell_driver::recovery`) or that
+//! ended with an error is submitted again `--retries` times, before anything else happens to its
+//! blocks. One that fails for good is reported, and so is what recovery has done meanwhile.
 //!
 //! # What it does not do
 //!
 //! Cut the power: what a flush has made durable is read back from the controller that still has it.
 
-mod lane;
-mod ledger;
+mod expected_data;
+mod job;
 
-use crate::bench::{
-    CompletionMode, DoorbellMode, doorbells_name, parse_bytes, parse_offset, parse_time,
-};
-use crate::exit;
-use crate::report;
-use crate::target::{self, Session, Target};
+use crate::queue_options::{CompletionMode, DoorbellMode, attach_options, doorbells_name};
+use crate::session::Session;
+use crate::target::{self, Target};
+use crate::{exit, parse, signals, units};
 use anyhow::{Context, anyhow};
-use lane::{Found, Lane, Rules};
-use ledger::{DESCRIBED, Kind, Ledger, Shape};
+use expected_data::{DESCRIBED, ExpectedData, Kind, Shape};
+use job::{Job, JobLimits, JobResult};
 use serde_json::{Value, json};
-use shadowbell_driver::{AttachOptions, QueueStats, Recovery, RecoveryStats, SpinPolicy, Timeouts};
-use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::flag;
+use shadowbell_driver::{AttachOptions, QueueStats, Recovery, RecoveryStats, Timeouts};
 use std::io::{self, Write};
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The most blocks that a run keeps account of: 4 bytes each.
+/// The most blocks that a run keeps the expected content of: 4 bytes each.
 const MOST_BLOCKS: u64 = 1 << 28;
 /// Used if nothing is said: enough not to fit a cache, and little enough to be written often.
 const USUAL_SIZE: u64 = 256 << 20;
@@ -63,7 +58,7 @@ pub struct Args {
     #[arg(value_name = "TARGET")]
     pub target: Target,
     /// How long: 10, 500ms, 2m
-    #[arg(long, default_value = "10", value_parser = parse_time, value_name = "TIME")]
+    #[arg(long, default_value = "10", value_parser = parse::time, value_name = "TIME")]
     pub runtime: Duration,
     /// End each job after so many commands, instead of after a time
     #[arg(long, alias = "number_ios", conflicts_with = "runtime", value_name = "N")]
@@ -76,16 +71,16 @@ pub struct Args {
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     pub numjobs: u16,
     /// Bytes of the longest command; the shortest is one block
-    #[arg(long, default_value = "64k", value_parser = parse_bytes, value_name = "BYTES")]
+    #[arg(long, default_value = "64k", value_parser = parse::size, value_name = "BYTES")]
     pub max_bs: u64,
     /// The percentage of reads and compares
     #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u8).range(0..=100))]
     pub rwmixread: u8,
     /// Use so much of the target [default: 256 MiB, or what there is]
-    #[arg(long, value_parser = parse_bytes, value_name = "BYTES")]
+    #[arg(long, value_parser = parse::size, value_name = "BYTES")]
     pub size: Option<u64>,
     /// Where to begin
-    #[arg(long, default_value = "0", value_parser = parse_offset, value_name = "BYTES")]
+    #[arg(long, default_value = "0", value_parser = parse::offset, value_name = "BYTES")]
     pub offset: u64,
     /// How to ring: `auto` takes the best that the controller has
     #[arg(long, value_enum, default_value_t = DoorbellMode::Auto)]
@@ -95,10 +90,10 @@ pub struct Args {
     pub completion: CompletionMode,
     /// A command that is not completed after this time is aborted; then its queue is created again,
     /// then the controller is reset
-    #[arg(long, default_value = "30", value_parser = parse_time, value_name = "TIME")]
+    #[arg(long, default_value = "30", value_parser = parse::time, value_name = "TIME")]
     pub timeout: Duration,
     /// The same for an administrative command
-    #[arg(long, default_value = "10", value_parser = parse_time, value_name = "TIME")]
+    #[arg(long, default_value = "10", value_parser = parse::time, value_name = "TIME")]
     pub admin_timeout: Duration,
     /// How often the driver submits a command again that recovery took back
     #[arg(long, default_value_t = 3, value_name = "N")]
@@ -116,16 +111,8 @@ pub struct Args {
 
 impl Args {
     fn attach_options(&self) -> AttachOptions {
+        let iodepth = self.iodepth.into();
         AttachOptions {
-            queue_pairs: self.numjobs,
-            // One entry of a ring stays empty.
-            queue_depth: (u32::from(self.iodepth) + 1).next_power_of_two().clamp(64, 65_536),
-            doorbells: self.doorbells.into(),
-            interrupts: self.completion != CompletionMode::Poll,
-            spin: match self.completion {
-                CompletionMode::Interrupt => SpinPolicy::SLEEP,
-                _ => SpinPolicy::default(),
-            },
             max_transfer_bytes: self.max_bs.clamp(1 << 20, u64::from(u32::MAX)),
             timeouts: Timeouts {
                 io: self.timeout,
@@ -133,17 +120,17 @@ impl Args {
                 ..Timeouts::default()
             },
             recovery: Recovery { repeats: self.repeats, ..Recovery::default() },
-            ..AttachOptions::default()
+            ..attach_options(self.numjobs, iodepth, 64, self.doorbells.into(), self.completion)
         }
     }
 
-    fn rules(&self) -> Rules {
-        Rules {
+    fn limits(&self) -> JobLimits {
+        JobLimits {
             depth: self.iodepth.into(),
             commands: self.number_ios,
             retries: self.retries,
             // Recovery ends what it can not save, and takes its time: this is for what it does not see.
-            patience: (self.timeout + self.admin_timeout)
+            stall_timeout: (self.timeout + self.admin_timeout)
                 .saturating_mul(8 * (u32::from(self.repeats) + 1))
                 .max(Duration::from_secs(60)),
         }
@@ -225,28 +212,24 @@ fn parts(args: &Args, session: &Session) -> anyhow::Result<Vec<Part>> {
 /// # Errors
 /// With exit status [`exit::BAD_INPUT`] what the target or the controller does not have room for, and
 /// the driver's.
-pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM] {
-        // The first one ends the run, and reads back what was written; the second one everything.
-        flag::register_conditional_shutdown(signal, exit::FAILED.into(), Arc::clone(&stop))?;
-        flag::register(signal, Arc::clone(&stop))?;
-    }
-    let mut session = args.target.attach(&args.attach_options())?;
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    // The first signal ends the run, and reads back what was written.
+    let stop = signals::stop_flag()?;
+    let mut session = Session::attach(&args.target, &args.attach_options())?;
     for line in session.banner() {
         tracing::info!("{line}");
     }
-    let account = verify(&mut session, args, &stop)?;
-    for line in account.described() {
+    let report = verify(&mut session, args, &stop)?;
+    for line in report.described() {
         tracing::error!("{line}");
     }
     let out = &mut io::stdout().lock();
     if args.json {
-        writeln!(out, "{}", json!({ "rows": [account.json(args)] }))?;
+        writeln!(out, "{}", json!({ "rows": [report.json(args)] }))?;
     } else {
-        account.print(out)?;
+        report.print(out)?;
     }
-    let Account { outcome, found, .. } = account;
+    let VerifyReport { outcome, found, .. } = report;
     outcome.with_context(|| args.target.to_string())?;
     session.detach()?;
     let fine = found.bad == 0 && found.failed == 0;
@@ -258,16 +241,20 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
 /// # Errors
 /// With exit status [`exit::BAD_INPUT`] what the controller does not have room for, and the driver's
 /// as long as nothing was submitted.
-pub fn verify(session: &mut Session, args: &Args, stop: &AtomicBool) -> anyhow::Result<Account> {
+pub fn verify(
+    session: &mut Session,
+    args: &Args,
+    stop: &AtomicBool,
+) -> anyhow::Result<VerifyReport> {
     let parts = parts(args, session).map_err(exit::bad_input)?;
-    let lanes = lanes(args, session, parts)?;
+    let jobs = jobs(args, session, parts)?;
     let began = Instant::now();
     let enough = || {
         stop.load(Ordering::Relaxed)
             || (args.number_ios.is_none() && began.elapsed() >= args.runtime)
     };
-    let (found, outcome) = work(lanes, &enough)?;
-    Ok(Account {
+    let (found, outcome) = work(jobs, &enough)?;
+    Ok(VerifyReport {
         seconds: began.elapsed().as_secs_f64(),
         recovery: session.controller.recovery_stats(),
         doorbells: doorbells_name(session.controller.doorbells()),
@@ -277,31 +264,31 @@ pub fn verify(session: &mut Session, args: &Args, stop: &AtomicBool) -> anyhow::
     })
 }
 
-fn lanes(args: &Args, session: &mut Session, parts: Vec<Part>) -> anyhow::Result<Vec<Lane>> {
-    let mut lanes = Vec::new();
+fn jobs(args: &Args, session: &mut Session, parts: Vec<Part>) -> anyhow::Result<Vec<Job>> {
+    let mut jobs = Vec::new();
     for Part { first_block, shape } in parts {
         let queue = session.controller.take_queue_pair().context("no queue pair is left")?;
         let bytes = usize::try_from(args.max_bs).context("--max-bs")?;
         let pool = session.controller.buffers(args.iodepth.into(), bytes)?;
         let namespace = session.namespace()?.clone();
-        let ledger = Ledger::new(shape);
-        lanes.push(Lane::new(queue, namespace, first_block, ledger, pool, args.rules()));
+        let expected = ExpectedData::new(shape);
+        jobs.push(Job::new(queue, namespace, first_block, expected, pool, args.limits()));
     }
-    Ok(lanes)
+    Ok(jobs)
 }
 
-/// Runs every lane on a thread of its own. One that has failed ends the others as well.
+/// Runs every job on a thread of its own. One that has failed ends the others as well.
 fn work(
-    lanes: Vec<Lane>,
+    jobs: Vec<Job>,
     enough: &(dyn Fn() -> bool + Sync),
-) -> anyhow::Result<(Found, anyhow::Result<()>)> {
+) -> anyhow::Result<(JobResult, anyhow::Result<()>)> {
     let failed = AtomicBool::new(false);
     thread::scope(|scope| {
         let mut handles = Vec::new();
-        for (index, lane) in lanes.into_iter().enumerate() {
+        for (index, job) in jobs.into_iter().enumerate() {
             let failed = &failed;
             let run = move || {
-                let (found, outcome) = lane.run(&|| enough() || failed.load(Ordering::Relaxed));
+                let (found, outcome) = job.run(&|| enough() || failed.load(Ordering::Relaxed));
                 failed.fetch_or(outcome.is_err(), Ordering::Relaxed);
                 (found, outcome)
             };
@@ -314,7 +301,7 @@ fn work(
                 }
             }
         }
-        let (mut sum, mut outcome) = (Found::default(), Ok(()));
+        let (mut sum, mut outcome) = (JobResult::default(), Ok(()));
         for handle in handles {
             match handle.join() {
                 Ok((found, ended)) => {
@@ -328,7 +315,7 @@ fn work(
     })
 }
 
-fn add(sum: &mut Found, found: Found) {
+fn add(sum: &mut JobResult, found: JobResult) {
     for (sum, count) in sum.commands.iter_mut().zip(found.commands) {
         *sum += count;
     }
@@ -346,17 +333,17 @@ fn add(sum: &mut Found, found: Found) {
 }
 
 /// What a run came to.
-pub struct Account {
+pub struct VerifyReport {
     seconds: f64,
     recovery: RecoveryStats,
     doorbells: &'static str,
     device: String,
-    found: Found,
+    found: JobResult,
     /// Why it ended early, if it did.
     outcome: anyhow::Result<()>,
 }
 
-impl Account {
+impl VerifyReport {
     /// What was wrong, in words: some of it, if there was a lot.
     #[must_use]
     pub fn described(&self) -> &[String] {
@@ -429,7 +416,7 @@ impl Account {
             out,
             "{total} commands in {:.2} s, the slowest took {}; {} doorbell MMIO writes",
             self.seconds,
-            report::nanoseconds(found.slowest.as_nanos() as f64),
+            units::nanoseconds(found.slowest.as_nanos() as f64),
             found.queue.doorbell_mmio_writes()
         )?;
         let kinds = Kind::ALL.iter().zip(found.commands).filter(|(_, count)| *count != 0);

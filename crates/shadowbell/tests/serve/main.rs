@@ -3,6 +3,7 @@
 mod bad_input;
 mod clients;
 mod config;
+mod failing_storage;
 #[cfg(feature = "faults")]
 mod faults;
 mod function;
@@ -10,10 +11,9 @@ mod harness;
 mod idle;
 mod io;
 mod local;
-mod medium;
+mod output;
 mod stacked;
 #[path = "../../../vfio-user/tests/stalled/mod.rs"]
 mod stalled;
 mod stalling;
-mod telling;
 mod top;
