@@ -73,7 +73,8 @@ fn store<const N: usize>(cell: &mut [u8], at: usize, bytes: [u8; N]) {
     }
 }
 
-/// Fills `block`, which is to be written to byte `offset`, for write number `sequence` of the block.
+/// Fills `block`, which is to be written to byte `offset`, for write number `sequence` of the
+/// block.
 pub(crate) fn fill(block: &mut [u8], offset: u64, sequence: u32, seed: u32) {
     for (n, cell) in block.chunks_exact_mut(CELL).enumerate() {
         let offset = offset + (n * CELL) as u64;

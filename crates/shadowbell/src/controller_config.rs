@@ -12,7 +12,7 @@ use std::sync::Arc;
 /// How the doorbells of a controller come to it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum OfferedDoorbells {
+pub(crate) enum OfferedDoorbells {
     /// Offer shadow doorbells (Doorbell Buffer Config); a guest that does not use them traps
     #[default]
     Shadow,
@@ -24,7 +24,7 @@ pub enum OfferedDoorbells {
 
 /// A controller as a person asked for it. `None` stands for a default that depends on others.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ControllerConfig {
+pub(crate) struct ControllerConfig {
     /// The disks, as [`disk_spec::open`] takes them, in the order of their namespaces.
     pub disks: Vec<DiskConfig>,
     /// Serial number.
@@ -45,7 +45,7 @@ pub struct ControllerConfig {
 
 /// A namespace as a person asked for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DiskConfig {
+pub(crate) struct DiskConfig {
     /// The disk, as [`disk_spec::open`] takes it.
     pub disk: String,
     /// Its UUID; if there is none, one that stays the same as long as the names do.
@@ -54,7 +54,7 @@ pub struct DiskConfig {
 
 /// Why there can be no such controller.
 #[derive(Debug, thiserror::Error)]
-pub enum ConfigureError {
+pub(crate) enum ConfigureError {
     /// A disk can not be opened.
     #[error(transparent)]
     Disk(#[from] DiskSpecError),
@@ -64,7 +64,7 @@ pub enum ConfigureError {
          controller's option: leave one of them out"
     )]
     Writable(String),
-    /// The largest transfer is not one that MDTS can tell.
+    /// The largest transfer is not one that MDTS can express.
     #[error("the largest transfer is a power of two from 1 MiB to 16 MiB, not {0} bytes")]
     MaxTransfer(u64),
     /// The controller is impossible.
@@ -75,7 +75,7 @@ pub enum ConfigureError {
 impl ConfigureError {
     /// As an error for `main`: with exit status [`exit::BAD_INPUT`], unless the system is to blame.
     #[must_use]
-    pub fn into_error(self) -> anyhow::Error {
+    pub(crate) fn into_error(self) -> anyhow::Error {
         match self {
             Self::Disk(error) => error.into_error(),
             error => exit::bad_input(error),
@@ -85,31 +85,31 @@ impl ConfigureError {
 
 impl ControllerConfig {
     /// A controller with these disks, and defaults for everything else.
-    #[must_use]
-    pub fn of(disks: &[&str]) -> Self {
+    #[cfg(test)]
+    pub(crate) fn of(disks: &[&str]) -> Self {
         let disks = disks.iter().map(|disk| DiskConfig { disk: (*disk).into(), uuid: None });
         Self { disks: disks.collect(), ..Self::default() }
     }
 
     /// Opens the disks, which takes their locks, and checks everything. Creates nothing.
     ///
-    /// `place` tells this controller from others, such as the path of its socket; the serial number
-    /// is made from it if none was asked for.
+    /// `location` names this controller and no other, such as the path of its socket; the serial
+    /// number is made from it if none was asked for.
     ///
     /// # Errors
     /// [`ConfigureError`], in a sentence for the person who asked.
-    pub fn open(&self, place: &str) -> Result<Config, ConfigureError> {
+    pub(crate) fn open(&self, location: &str) -> Result<Config, ConfigureError> {
         let disks = self.disks.iter().map(|config| open_disk(&config.disk, self.read_only));
-        self.configure(place, disks.collect::<Result<_, _>>()?)
+        self.configure(location, disks.collect::<Result<_, _>>()?)
     }
 
     /// Checks everything, over disks that are open: `self.disks` only gives their UUIDs.
     ///
     /// # Errors
     /// As [`open`](Self::open).
-    pub fn configure(
+    pub(crate) fn configure(
         &self,
-        place: &str,
+        location: &str,
         disks: Vec<Arc<dyn Disk>>,
     ) -> Result<Config, ConfigureError> {
         let default = Config::default();
@@ -117,7 +117,7 @@ impl ControllerConfig {
             None => default.mdts,
             Some(bytes) => mdts(bytes).ok_or(ConfigureError::MaxTransfer(bytes))?,
         };
-        let serial = self.serial.clone().unwrap_or_else(|| serial_from(place));
+        let serial = self.serial.clone().unwrap_or_else(|| serial_from(location));
         let mut uuids = Uuids::new(&serial);
         let given = self.disks.iter().map(|config| config.uuid).chain(std::iter::repeat(None));
         let namespaces = disks
@@ -155,7 +155,7 @@ impl<'a> Uuids<'a> {
     fn of(&mut self, disk: &dyn Disk, given: Option<[u8; 16]>) -> [u8; 16] {
         let uuid = given.unwrap_or_else(|| {
             let name = identity(disk);
-            // Two disks in memory have the same name; their order tells them apart.
+            // Two disks in memory have the same name; their order distinguishes them.
             (0u32..)
                 .map(|n| match n {
                     0 => uuid_from(&format!("{}/{name}", self.serial)),
@@ -203,10 +203,10 @@ fn identity(disk: &dyn Disk) -> String {
     }
 }
 
-/// A serial number that is always the same for the same place, and another for another.
-fn serial_from(place: &str) -> String {
+/// A serial number that is always the same for the same location, and another for another.
+fn serial_from(location: &str) -> String {
     // The last seven bytes have no fixed bits; with two letters it fits the field.
-    let uuid = uuid_from(place);
+    let uuid = uuid_from(location);
     let digits: String = uuid.iter().skip(9).take(7).map(|byte| format!("{byte:02X}")).collect();
     format!("SB{digits}")
 }
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_told_apart() {
+    fn bad_input_is_an_exit_status_of_its_own() {
         let refused = |config: ControllerConfig| config.open("x").unwrap_err();
         let missing = refused(ControllerConfig::of(&["/nonexistent/disk.img"])).into_error();
         assert_eq!(exit::status(&missing), exit::BAD_INPUT, "{missing}");

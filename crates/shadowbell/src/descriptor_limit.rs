@@ -4,8 +4,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::debug;
 
 /// Raises the limit of open files as far as the system allows. A guest with many queues has a
-/// descriptor for each interrupt, and there may be many guests. Nothing here uses `select`, which is
-/// what the low limit is for.
+/// descriptor for each interrupt, and there may be many guests. Nothing here uses `select`, which
+/// is what the low limit is for.
 pub(crate) fn raise() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current != maximum

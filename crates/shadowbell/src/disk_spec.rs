@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 /// Why there is no such disk, in a sentence for the person who wrote the specification.
 #[derive(Debug, thiserror::Error)]
-pub enum DiskSpecError {
+pub(crate) enum DiskSpecError {
     /// A disk can not be opened.
     #[error(transparent)]
     Disk(#[from] shadowbell_backend::OpenError),
@@ -22,7 +22,7 @@ pub enum DiskSpecError {
 impl DiskSpecError {
     /// As an error for `main`: with exit status [`exit::BAD_INPUT`], unless the system is to blame.
     #[must_use]
-    pub fn into_error(self) -> anyhow::Error {
+    pub(crate) fn into_error(self) -> anyhow::Error {
         use shadowbell_backend::{FITS_MEMORY, OpenError};
         match self {
             Self::Device(error) => error,

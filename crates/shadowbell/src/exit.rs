@@ -9,7 +9,7 @@ pub(crate) const FINE: u8 = 0;
 /// It could be asked for, but something went wrong while it was done.
 pub(crate) const FAILED: u8 = 1;
 /// It can not be asked for like that: the command line, a configuration file, a disk or a path
-/// that it names. The same that the parser of the command line ends with.
+/// that it names. The parser of the command line ends with this status too.
 pub(crate) const BAD_INPUT: u8 = 2;
 
 /// The exit statuses, for the help text.

@@ -86,8 +86,15 @@ pub mod testing {
     pub use crate::bench::Args as BenchArgs;
     pub use crate::load::{LoadConfig, Outcome, Workload, measure};
     pub use crate::local::connect;
-    pub use crate::serve::read_config_file;
     pub use crate::session::Session;
     pub use crate::target::Target;
     pub use crate::verify::{Args as VerifyArgs, verify};
+
+    /// Reads a file as `serve --config` does, and forgets it.
+    ///
+    /// # Errors
+    /// All that is wrong with it.
+    pub fn check_config_file(path: &std::path::Path) -> anyhow::Result<()> {
+        crate::serve::read_config_file(path).map(drop)
+    }
 }

@@ -40,7 +40,7 @@ pub struct Row {
     pub commands: u64,
     /// Doorbell registers that the driver wrote, of I/O queues: each is a message or a trap.
     pub doorbell_mmio_writes: u64,
-    /// The same for each I/O.
+    /// Doorbell registers that the driver wrote, for each I/O.
     pub mmio_per_io: f64,
     /// Doorbell writes that the controller received from attaching the queues to deleting them,
     /// where the controller's own counters are within reach.
@@ -54,12 +54,12 @@ pub struct Row {
     /// Processor time of the driver's threads for each I/O, the generating of the load included;
     /// but not what a paced load that sleeps spends on waiting for the time of its next I/O.
     pub cpu_ns_per_io: f64,
-    /// The same in percent of one processor.
+    /// Processor time of the driver's threads, in percent of one processor.
     pub cpu_percent: f64,
     /// Processor time of the process that serves, for each I/O, where it is known which that is.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub controller_cpu_ns_per_io: Option<f64>,
-    /// The same in percent of one processor.
+    /// Processor time of the process that serves, in percent of one processor.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub controller_cpu_percent: Option<f64>,
     /// I/Os that each job was to start in a second, if that was given.

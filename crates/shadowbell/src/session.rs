@@ -70,7 +70,7 @@ impl Session {
         Ok(session)
     }
 
-    /// Lines that tell a person what was attached.
+    /// Lines for a person about what was attached.
     #[must_use]
     pub fn banner(&self) -> Vec<String> {
         banner::banner(&self.controller, self.asked, self.steered.as_ref())

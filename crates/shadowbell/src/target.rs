@@ -133,7 +133,7 @@ impl Target {
         }
     }
 
-    /// The same controller, another namespace.
+    /// Another namespace of this controller.
     #[must_use]
     pub fn with_nsid(&self, nsid: u32) -> Self {
         match self {

@@ -22,10 +22,11 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Show what the controllers of a running server do, and go on showing it
 ///
-/// A line for each controller: whether its guest is busy, idle, or so quiet that the workers leave it
-/// out (parked); the workers that serve it and its I/O queues; commands and bytes a second; doorbells
-/// that rang for each command; of the new doorbell values, how many came without ringing; interrupts for
-/// each command; commands that failed. On a terminal the picture is renewed, elsewhere lines are added.
+/// A line for each controller: whether its guest is busy, idle, or so quiet that the workers leave
+/// it out (parked); the workers that serve it and its I/O queues; commands and bytes a second;
+/// doorbells that rang for each command; of the new doorbell values, how many came without ringing;
+/// interrupts for each command; commands that failed. On a terminal the picture is renewed,
+/// elsewhere lines are added.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
     /// The socket of the counters, as `shadowbell serve --stats-socket` has it

@@ -4,7 +4,7 @@
 use crate::source::Source;
 use clap::Parser;
 use rustix::fs::{MemfdFlags, memfd_create};
-use shadowbell::testing::{BenchArgs, Target, read_config_file};
+use shadowbell::testing::{BenchArgs, Target, check_config_file};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
 
@@ -51,7 +51,7 @@ pub fn run(input: &[u8]) {
                 let _ = config.attach_options();
             }
         }
-        4 => with_file(text.as_bytes(), |path| drop(read_config_file(path))),
+        4 => with_file(text.as_bytes(), |path| drop(check_config_file(path))),
         _ => with_file(&source.bytes(1 << 16), |path| {
             let Ok(records) = shadowbell_controller::trace::read_trace(path) else { return };
             for record in records.take(100_000) {

@@ -1,5 +1,5 @@
-//! `bind` and `unbind` in a tree that looks like the kernel's, with a kernel that does what sysfs
-//! is told.
+//! `bind` and `unbind` in a tree that looks like the kernel's, with a kernel that does what is
+//! written to sysfs.
 
 use super::*;
 use std::cell::RefCell;

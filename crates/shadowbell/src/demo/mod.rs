@@ -34,8 +34,8 @@ use std::time::Duration;
 
 /// Show what shadow doorbells are good for, on this machine, in half a minute
 ///
-/// Serves two disks from a second process, attaches the driver, and measures with and without shadow
-/// doorbells. Needs nothing installed and leaves nothing behind.
+/// Serves two disks from a second process, attaches the driver, and measures with and without
+/// shadow doorbells. Needs nothing installed and leaves nothing behind.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
     /// End with one line of JSON, for machines
@@ -53,7 +53,8 @@ const DISKS: [&str; 2] = ["mem:64MiB", "null:1TiB"];
 const MEMORY: u64 = 64 << 20;
 const FILL: u32 = 1 << 20;
 
-/// What is measured for a table: the namespace, how many jobs, and how many I/Os each has in flight.
+/// What is measured for a table: the namespace, how many jobs, and how many I/Os each has in
+/// flight.
 const TABLES: [(&str, u32, u16, &[u32]); 3] =
     [("S0", 1, 1, &[32]), ("S1", 2, 4, &[32]), ("S3", 1, 1, &[1, 2, 4, 8])];
 

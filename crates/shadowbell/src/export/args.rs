@@ -6,7 +6,8 @@ use shadowbell_export::nbd;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
-/// Export a disk: as a block device (ublk) or a file (FUSE), to tools (NBD), to a VM (vhost-user-blk)
+/// Export a disk: as a block device (ublk) or a file (FUSE), to tools (NBD), to a VM
+/// (vhost-user-blk)
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP, after_long_help = LONG_HELP.as_str())]
 #[command(group = ArgGroup::new("way").required(true).multiple(true))]
@@ -22,14 +23,14 @@ pub(crate) struct Args {
     pub fuse: Option<PathBuf>,
     /// Offer it to a VM as a virtio disk, behind this socket
     ///
-    /// The VMM's memory for the guest has to be shared, and in a memfd or a file of tmpfs, hugetlbfs or a
-    /// local disk; a VMM that shares anything else is sent away. One VMM at a time.
+    /// The VMM's memory for the guest has to be shared, and in a memfd or a file of tmpfs,
+    /// hugetlbfs or a local disk; a VMM that shares anything else is sent away. One VMM at a time.
     #[arg(long, value_name = "PATH", group = "way")]
     pub vhost_user_blk: Option<PathBuf>,
     /// Make it a block device of this machine, /dev/ublkbN
     ///
-    /// Takes root, and the kernel's module: `modprobe ublk_drv` (Linux 6.4 or later). The end of this
-    /// program removes the device, once nobody has it mounted or open any more.
+    /// Takes root, and the kernel's module: `modprobe ublk_drv` (Linux 6.4 or later). The end of
+    /// this program removes the device, once nobody has it mounted or open any more.
     #[arg(long, group = "way")]
     pub ublk: bool,
     /// The N in /dev/ublkbN [default: the first that is free]
@@ -38,8 +39,8 @@ pub(crate) struct Args {
     pub ublk_id: Option<u32>,
     /// Take /dev/ublkbN over if a server left it behind that was killed
     ///
-    /// Whoever uses the device waits meanwhile, and what was not answered is done once more. A device
-    /// that is not there is made, so that one command line serves every start.
+    /// Whoever uses the device waits meanwhile, and what was not answered is done once more. A
+    /// device that is not there is made, so that one command line serves every start.
     #[arg(long, requires = "ublk_id")]
     pub recover: bool,
     /// Refuse everything that changes the disk

@@ -1,8 +1,8 @@
 //! What a controller says of itself: nvme-cli's verbs, under its names.
 //!
-//! `list`, `id-ctrl`, `id-ns`, `smart-log`, `error-log` and `get-feature` attach the driver, ask over
-//! the admin queue, and leave. A controller has one host at a time: while a virtual machine has it,
-//! these have to wait, and say so after a while.
+//! `list`, `id-ctrl`, `id-ns`, `smart-log`, `error-log` and `get-feature` attach the driver, ask
+//! over the admin queue, and leave. A controller has one host at a time: while a virtual machine
+//! has it, these have to wait, and say so after a while.
 
 mod controller;
 mod feature;

@@ -1,4 +1,5 @@
-//! What the verbs have in common: their options, the way to a controller, and how answers are shown.
+//! What the verbs have in common: their options, the way to a controller, and how answers are
+//! shown.
 
 use super::fields::Fields;
 use crate::session::Session;

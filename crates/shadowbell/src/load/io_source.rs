@@ -1,5 +1,5 @@
-//! Where a job's I/Os come from, and what it does to the content of their blocks: nothing, or checks
-//! on it.
+//! Where a job's I/Os come from, and what it does to the content of their blocks: nothing, or
+//! checks on it.
 
 use super::pattern::{Io, Pattern};
 use crate::content::{self, BadBlock};
@@ -195,7 +195,7 @@ impl IoSource for Checked {
         }
         let mut io = self.pattern.next();
         let ios = self.last_writes.0.len() as u64;
-        // Two I/Os on a block at once would leave it, or find it, in a state that nobody can tell.
+        // Two I/Os on a block at once would leave it, or find it, in a state that nobody knows.
         // There are at least as many blocks as I/Os in flight, so one is free.
         for _ in 0..=self.in_flight.len() {
             if !self.last_writes.is_busy(io.index) {

@@ -152,7 +152,7 @@ impl<L: IoSource> Job<L> {
     }
 
     /// Starts the I/Os that are due, as far as there are buffers; how many. What has to wait for a
-    /// buffer is late, and its latency tells.
+    /// buffer is late, and its latency shows that.
     fn issue_due(&mut self) -> anyhow::Result<usize> {
         let mut started = 0;
         while self.left != 0

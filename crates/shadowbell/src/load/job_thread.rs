@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 
 /// Polls for a completion in a row, with nothing in between.
 const POLLS: u32 = 64;
-/// So many times that in vain, and it is time to poll at the clock and leave the processor to others.
+/// So many times that in vain, and it is time to look at the clock and leave the processor to
+/// others.
 const ROUNDS: u32 = 64;
 /// The longest sleep: a job notices that it is to stop after that at the latest.
 const LONGEST_SLEEP: Duration = Duration::from_secs(1);

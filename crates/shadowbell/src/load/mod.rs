@@ -26,10 +26,10 @@
 //! taken of some I/Os only: with `--latency-sample` of one in so many, otherwise of as many as make
 //! about 20000 a second and thread (of all, where there are fewer). A row says how many were timed.
 //!
-//! With `--rate-iops` the load is an open loop: an I/O is due when its time has come, and its latency
-//! counts from there, however late it could be submitted. All I/Os are timed then. A job that sleeps
-//! for completions still waits awake for the time of an I/O when it is near and nothing is in
-//! flight; that is no processor time of the driver's, and taken off.
+//! With `--rate-iops` the load is an open loop: an I/O is due when its time has come, and its
+//! latency counts from there, however late it could be submitted. All I/Os are timed then. A job
+//! that sleeps for completions still waits awake for the time of an I/O when it is near and nothing
+//! is in flight; that is no processor time of the driver's, and taken off.
 //!
 //! Doorbell writes are counted by the driver, where it writes the register. Interrupts are those
 //! that woke a job. Processor time is that of the threads of the jobs, load generation included.

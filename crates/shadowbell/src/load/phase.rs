@@ -39,7 +39,7 @@ impl Phase {
     }
 
     /// How often a thread has begun to work, or to measure. On a machine that has other things to
-    /// do that can be long after it was told to.
+    /// do that can be long after the phase has changed.
     pub(super) fn reached(&self) -> usize {
         self.reached.load(Ordering::Acquire) as usize
     }
@@ -55,8 +55,8 @@ impl Phase {
     }
 }
 
-/// How many I/Os a thread has completed, for the schedule. On a cache line of its own: nobody else's
-/// counter makes it wait.
+/// How many I/Os a thread has completed, for the schedule. On a cache line of its own: nobody
+/// else's counter makes it wait.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub(super) struct Progress(AtomicU64);

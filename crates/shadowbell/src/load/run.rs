@@ -27,7 +27,8 @@ pub struct Outcome {
     pub bad_blocks: Vec<String>,
 }
 
-/// Runs `config` on the namespace of `session`, and calls `on_tick` now and then, which may end it early.
+/// Runs `config` on the namespace of `session`, and calls `on_tick` now and then, which may end it
+/// early.
 ///
 /// # Errors
 /// With exit status [`exit::BAD_INPUT`] if the run does not fit the namespace; the driver's; or an

@@ -71,7 +71,7 @@ struct DiskTable {
 ///
 /// # Errors
 /// Everything that is wrong with it, a line each, with the number of the line in the file.
-pub fn read(path: &Path) -> anyhow::Result<ServerConfig> {
+pub(crate) fn read(path: &Path) -> anyhow::Result<ServerConfig> {
     let name = path.display();
     let refuse = |why: fmt::Arguments<'_>| bad_input(anyhow!("{name}: {why}"));
     let metadata = std::fs::metadata(path)

@@ -186,7 +186,7 @@ impl LogWriter {
                 error!("{name}: the controller can not go on until the guest resets it: {why}");
             }
             ServerEvent::Controller(Event::QueueCreated(_)) | ServerEvent::End => {}
-            ServerEvent::Lost => warn!("{name}: more has happened than could be told"),
+            ServerEvent::Lost => warn!("{name}: more has happened than could be logged"),
         }
     }
 }

@@ -16,10 +16,9 @@
 //! | `stats_socket` | the counters for `top`, while the server runs |
 //! | `faults` | `--faults`, in a build with that feature |
 //!
-//! Threads: the workers, one reactor for all sockets, one that writes the log (so that a
-//! terminal that blocks can not hold up a guest), one that answers `top` if it may ask, and the main
-//! thread, which waits for signals.
-//! None of them has a timer.
+//! Threads: the workers, one reactor for all sockets, one that writes the log (so that a terminal
+//! that blocks can not hold up a guest), one that answers `top` if it may ask, and the main thread,
+//! which waits for signals. None of them has a timer.
 
 mod args;
 mod config_file;
@@ -35,7 +34,7 @@ mod stats_file;
 mod stats_socket;
 
 pub(crate) use args::Args;
-pub use config_file::read as read_config_file;
+pub(crate) use config_file::read as read_config_file;
 
 use crate::signals::EndSignals;
 use crate::{descriptor_limit, exit};

@@ -34,8 +34,8 @@ pub(super) struct Server {
 }
 
 impl Server {
-    /// Starts to serve what `config` asks for; all of it, or nothing. `ended` runs when serving came to
-    /// its end, on a thread of its own.
+    /// Starts to serve what `config` asks for; all of it, or nothing. `ended` runs when serving
+    /// came to its end, on a thread of its own.
     ///
     /// # Errors
     /// The first thing that can not be done, with the place where it was asked for.

@@ -16,7 +16,7 @@ pub(super) const TRACE_RECORDS: u32 = 1 << 18;
 
 /// What is to be served, checked as far as that is possible without opening anything.
 #[derive(Debug)]
-pub struct ServerConfig {
+pub(crate) struct ServerConfig {
     /// The controllers.
     pub controllers: Vec<SocketConfig>,
     /// Their workers.
@@ -31,7 +31,7 @@ pub struct ServerConfig {
 
 /// A controller and its socket.
 #[derive(Debug)]
-pub struct SocketConfig {
+pub(crate) struct SocketConfig {
     /// Where it listens, as it was written.
     pub socket: PathBuf,
     /// What it is.
@@ -43,7 +43,7 @@ pub struct SocketConfig {
 impl SocketConfig {
     /// The path of the socket from the root: it names the controller for good.
     #[must_use]
-    pub fn absolute_socket(&self) -> PathBuf {
+    pub(crate) fn absolute_socket(&self) -> PathBuf {
         let path = std::path::absolute(&self.socket).unwrap_or_else(|_| self.socket.clone());
         // Without the symbolic links of the directory, if there is one.
         match (path.parent().map(Path::canonicalize), path.file_name()) {

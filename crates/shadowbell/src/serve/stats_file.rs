@@ -105,8 +105,8 @@ impl fmt::Display for Report {
     }
 }
 
-/// Writes a report, so that a reader of `path` finds a whole one at any time. What is there and is no
-/// file (a link, a pipe, `/dev/stdout`) stays what it is, and is written to.
+/// Writes a report, so that a reader of `path` finds a whole one at any time. What is there and is
+/// no file (a link, a pipe, `/dev/stdout`) stays what it is, and is written to.
 ///
 /// # Errors
 /// The system's; a file is as it was then.
@@ -131,8 +131,8 @@ pub(super) fn write(path: &Path, report: &Report) -> io::Result<()> {
     outcome
 }
 
-/// Whether a report may take the place of what is at `path`: of nothing, or of an earlier one. A disk
-/// whose path slipped in here would be lost.
+/// Whether a report may take the place of what is at `path`: of nothing, or of an earlier one. A
+/// disk whose path slipped in here would be lost.
 ///
 /// # Errors
 /// A sentence that says why not.

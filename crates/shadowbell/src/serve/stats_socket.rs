@@ -1,11 +1,11 @@
 //! The statistics socket (`--stats-socket`), which `shadowbell top` reads: it answers each line,
 //! whatever it says, with one line of JSON, a [`Snapshot`].
 //!
-//! The client sets the pace: there is no timer, and nothing is counted for it. The workers are asked
-//! for what they have counted anyway, by a message that they answer between two passes, at most once
-//! in [`FRESH`]. A client that does not read its answer is disconnected after [`WRITE_TIMEOUT`];
-//! other clients wait meanwhile, and guests do not. Only the user that the server runs as, and root,
-//! are answered.
+//! The client sets the pace: there is no timer, and nothing is counted for it. The workers are
+//! asked for what they have counted anyway, by a message that they answer between two passes, at
+//! most once in [`FRESH`]. A client that does not read its answer is disconnected after
+//! [`WRITE_TIMEOUT`]; other clients wait meanwhile, and guests do not. Only the user that the
+//! server runs as, and root, are answered.
 
 use super::server::{ServedController, Server};
 use crate::exit::bad_input;

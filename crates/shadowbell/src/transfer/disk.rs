@@ -157,8 +157,8 @@ impl DiskReader {
             };
             let at = self.window.front().map(|request| request.offset);
             let (number, buffer) = self.port.wait().with_context(|| context(at))?;
-            let place = number.checked_sub(self.first).and_then(|n| usize::try_from(n).ok());
-            if let Some(request) = place.and_then(|place| self.window.get_mut(place)) {
+            let index = number.checked_sub(self.first).and_then(|n| usize::try_from(n).ok());
+            if let Some(request) = index.and_then(|index| self.window.get_mut(index)) {
                 request.buffer = buffer;
             }
         }

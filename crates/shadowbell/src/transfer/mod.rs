@@ -108,8 +108,8 @@ pub(crate) fn read(args: &ReadArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// An empty file, or what it was if that is no file: a pipe, a device. Not a disk that somebody uses,
-/// which may be this program itself.
+/// An empty file, or what it was if that is no file: a pipe, a device. Not a disk that somebody
+/// uses, which may be this program itself.
 fn create(path: &Path) -> anyhow::Result<File> {
     let name = || path.display().to_string();
     let file = File::options().write(true).create(true).truncate(false).open(path);

@@ -114,8 +114,8 @@ impl ExpectedData {
         self.entries.get_mut(first..end).unwrap_or_default()
     }
 
-    /// A command by lot that is in nobody's way, as good as begun; nothing if the lot fell on blocks
-    /// that somebody is at.
+    /// A random command on blocks that no other command is in flight on; nothing if it fell on
+    /// others
     pub(super) fn draw(&mut self) -> Option<Op> {
         let sizes = u64::from(self.shape.most.ilog2()) + 1;
         let blocks = 1u32 << self.rng.below(sizes);

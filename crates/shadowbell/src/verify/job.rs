@@ -139,7 +139,8 @@ impl Job {
                 return self.is_empty();
             }
             let _ = self.queue.wait(Some(Instant::now() + LONGEST_SLEEP))?;
-            // At most as many as were in flight: one that is submitted again waits for the next turn.
+            // At most as many as were in flight: one that is submitted again waits for the next
+            // turn.
             for _ in 0..self.in_flight.len() {
                 let Some(completion) = self.queue.pop() else { break };
                 last = Instant::now();

@@ -11,10 +11,10 @@
 //!
 //! Each job has a queue pair and its own part of the namespace, and keeps `--iodepth` commands in
 //! flight: reads, writes, flushes, and what the controller has of Write Zeroes, Dataset Management
-//! (where deallocated blocks read as zeroes) and Compare, of one block up to `--max-bs` bytes, at any
-//! block. No two that are in flight name the same block, so what a block has to hold is known: every
-//! read is compared with the last write that completed, byte by byte, in the end of all blocks once
-//! more. Every command must complete, and complete once.
+//! (where deallocated blocks read as zeroes) and Compare, of one block up to `--max-bs` bytes, at
+//! any block. No two that are in flight name the same block, so what a block has to hold is known:
+//! every read is compared with the last write that completed, byte by byte, in the end of all
+//! blocks once more. Every command must complete, and complete once.
 //!
 //! A command that the driver could not bring to its end (see `shadowbell_driver::recovery`) or that
 //! ended with an error is submitted again `--retries` times, before anything else happens to its
@@ -49,8 +49,8 @@ const USUAL_SIZE: u64 = 256 << 20;
 
 /// Verify that a controller keeps what it is given: everything at once, every byte checked
 ///
-/// Overwrites the target. Ends with status 1 if a block did not hold what it had to, or a command was
-/// lost or failed.
+/// Overwrites the target. Ends with status 1 if a block did not hold what it had to, or a command
+/// was lost or failed.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
 pub struct Args {
@@ -129,7 +129,8 @@ impl Args {
             depth: self.iodepth.into(),
             commands: self.number_ios,
             retries: self.retries,
-            // Recovery ends what it can not save, and takes its time: this is for what it does not see.
+            // Recovery ends what it can not save, and takes its time: this is for what it does not
+            // see.
             stall_timeout: (self.timeout + self.admin_timeout)
                 .saturating_mul(8 * (u32::from(self.repeats) + 1))
                 .max(Duration::from_secs(60)),
@@ -210,8 +211,8 @@ fn parts(args: &Args, session: &Session) -> anyhow::Result<Vec<Part>> {
 /// Runs the verb.
 ///
 /// # Errors
-/// With exit status [`exit::BAD_INPUT`] what the target or the controller does not have room for, and
-/// the driver's.
+/// With exit status [`exit::BAD_INPUT`] what the target or the controller does not have room for,
+/// and the driver's.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     // The first signal ends the run, and reads back what was written.
     let stop = signals::stop_flag()?;
@@ -239,8 +240,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 /// Verifies the namespace of `session` as `args` say, until `stop` at most.
 ///
 /// # Errors
-/// With exit status [`exit::BAD_INPUT`] what the controller does not have room for, and the driver's
-/// as long as nothing was submitted.
+/// With exit status [`exit::BAD_INPUT`] what the controller does not have room for, and the
+/// driver's as long as nothing was submitted.
 pub fn verify(
     session: &mut Session,
     args: &Args,

@@ -34,8 +34,8 @@ fn run(defect: Defect, at: u64) -> (u64, String) {
 #[test]
 fn a_good_disk_is_good_and_bad_ones_are_found() {
     assert_eq!(run(Defect::None, 0), (0, String::new()));
-    // In the middle of a run, which does not stop for it. What is written again before anybody looks
-    // is not found, and need not be.
+    // In the middle of a run, which does not stop for it. What is written again before anybody
+    // looks is not found, and need not be.
     for defect in [Defect::Lost, Defect::Misplaced, Defect::Torn, Defect::Zeroed] {
         let found = (1000..1010).map(|at| run(defect, at)).find(|(bad, _)| *bad != 0);
         let (_, words) = found.unwrap_or_else(|| panic!("{defect:?} was never found"));

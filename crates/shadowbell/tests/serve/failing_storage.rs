@@ -1,4 +1,4 @@
-//! Storage that gives way under a guest: the guest is told, and the server lives.
+//! Storage that gives way under a guest: the guest gets an error, and the server lives.
 
 use crate::harness::{Server, image, run, until};
 use shadowbell_driver::{Controller, QueuePair};
@@ -41,7 +41,7 @@ fn an_image_that_shrinks() {
     controller.detach().unwrap();
     assert!(server.is_alive());
     drop(server.attach());
-    // Whoever has started it is told, too.
+    // It is in the log, too.
     assert_eq!(server.stop().code(), Some(1));
     assert!(server.stderr().contains("disk.img can not be flushed"), "{}", server.stderr());
 }
@@ -114,7 +114,8 @@ fn a_full_disk_under_the_image() {
         refused += u32::from(is_full);
     }
     assert!((64..128).contains(&refused), "{refused} writes were refused");
-    // The guest is told, if it likes, and the one who can do something about it: once, and what.
+    // The guest gets an event, if it asked for one, and the log says once what can be done about
+    // it.
     assert_eq!(health(&controller), (true, 0));
     let mut events = Vec::new();
     until("the event", || {
@@ -149,7 +150,7 @@ impl Drop for Loop {
     }
 }
 
-/// A block device that takes writes, and can not keep them: the system tells of that once.
+/// A block device that takes writes, and can not keep them: the system reports that once.
 #[test]
 fn data_that_can_not_be_written_back_stay_lost() {
     let directory = tempfile::tempdir().unwrap();
@@ -186,7 +187,7 @@ fn data_that_can_not_be_written_back_stay_lost() {
         let write = namespace.write(n * u64::from(blocks), blocks).unwrap();
         assert_eq!(run(&mut queue, write, pool.take()).status, Status::SUCCESS);
     }
-    // A host that is told to try again is not told that all is well then.
+    // A host that is asked to try again does not get a success then.
     for _ in 0..3 {
         let status = run(&mut queue, namespace.flush(), None).status;
         assert_eq!(status.code(), Status::WRITE_FAULT);
