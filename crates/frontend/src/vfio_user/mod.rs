@@ -50,9 +50,9 @@ use shared_socket::{ClientSocket, WakingWrites};
 use std::sync::Arc;
 use tracing::warn;
 
-/// What happens to the device that its owner may want to tell a person.
+/// What happens between the device and its client, for a log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Visit {
+pub enum ClientEvent {
     /// A client is attached.
     Attached,
     /// The client is gone, and nothing touches its memory any more.
@@ -64,8 +64,8 @@ pub enum Visit {
     MemoryNotShared,
 }
 
-/// Hears of visits, on the server's thread or a worker's. Must not block.
-pub type Visitors = Arc<dyn Fn(Visit) + Send + Sync>;
+/// Called for each event, on the server's thread or a worker's. Must not block.
+pub type OnClientEvent = Arc<dyn Fn(ClientEvent) + Send + Sync>;
 
 /// A controller that a vfio-user server can serve.
 pub struct ControllerDevice {
@@ -73,7 +73,7 @@ pub struct ControllerDevice {
     config: ConfigSpace,
     msix: MsixTable,
     memory: Memory,
-    visitors: Visitors,
+    on_client_event: OnClientEvent,
     /// What is wrong with this client's memory was told.
     told: bool,
     /// The admin queue was seen to work, or to be empty, since the controller was enabled.
@@ -87,7 +87,10 @@ impl ControllerDevice {
     ///
     /// # Errors
     /// [`FunctionError`], if the controller has a number of interrupt vectors that no function has.
-    pub fn new(controller: Controller, visitors: Visitors) -> Result<Self, FunctionError> {
+    pub fn new(
+        controller: Controller,
+        on_client_event: OnClientEvent,
+    ) -> Result<Self, FunctionError> {
         let vectors = u16::try_from(controller.vectors()).unwrap_or(u16::MAX);
         let config = ConfigSpace::new(&pci::function(PCI_VENDOR_ID, vectors))?;
         Ok(Self {
@@ -95,7 +98,7 @@ impl ControllerDevice {
             controller,
             config,
             msix: MsixTable::new(vectors),
-            visitors,
+            on_client_event,
             told: false,
             looked: false,
             rings: WakingWrites::default(),
@@ -138,7 +141,7 @@ impl ControllerDevice {
         }
         if self.memory.is_all_unusable() {
             self.told = true;
-            return (self.visitors)(Visit::NoSharedMemory);
+            return (self.on_client_event)(ClientEvent::NoSharedMemory);
         }
         if offset == DOORBELLS && !self.looked {
             self.looked = true;
@@ -149,7 +152,7 @@ impl ControllerDevice {
             // `share=off` the file stays as it was.
             if self.memory.is_zero(u64::from_le_bytes(asq) & !0xfff, shadowbell_spec::Sqe::SIZE) {
                 self.told = true;
-                (self.visitors)(Visit::MemoryNotShared);
+                (self.on_client_event)(ClientEvent::MemoryNotShared);
             }
         }
     }
@@ -200,16 +203,16 @@ impl Device for ControllerDevice {
     fn connected(&mut self, _peer: &Peer) {
         self.told = false;
         self.looked = false;
-        (self.visitors)(Visit::Attached);
+        (self.on_client_event)(ClientEvent::Attached);
     }
 
     fn disconnected(&mut self, done: Done) {
         self.config.reset();
         self.msix.reset();
         let parting = self.memory.forget();
-        let visitors = Arc::clone(&self.visitors);
+        let on_client_event = Arc::clone(&self.on_client_event);
         self.controller.disconnect(move || {
-            visitors(Visit::Left);
+            on_client_event(ClientEvent::Left);
             done.ok();
             drop(parting);
         });

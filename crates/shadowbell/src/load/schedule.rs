@@ -15,7 +15,7 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 /// polls memory does not notice that by itself.
 const STALL_CHECK: Duration = Duration::from_secs(1);
 
-/// A run as reached from outside, now and then.
+/// A run as seen from outside, now and then.
 #[derive(Clone, Copy, Debug)]
 pub struct Tick {
     /// How much of it is over, from 0 to 1.

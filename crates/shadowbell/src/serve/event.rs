@@ -4,7 +4,7 @@
 //! that takes no more. So they leave it in a short queue, and a thread of its own writes.
 
 use shadowbell_controller::Event;
-use shadowbell_frontend::vfio_user::Visit;
+use shadowbell_frontend::vfio_user::ClientEvent;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvError, RecvTimeoutError, SyncSender, sync_channel};
@@ -17,7 +17,7 @@ const CAPACITY: usize = 1024;
 #[derive(Clone, Debug)]
 pub(super) enum ServerEvent {
     /// To the device around it.
-    Client(Visit),
+    Client(ClientEvent),
     /// To itself.
     Controller(Event),
     /// Something that the queue had no room for.

@@ -3,7 +3,7 @@
 use super::event::{EventQueue, EventSender, ServerEvent};
 use super::server::Server;
 use shadowbell_controller::{Controller, Event};
-use shadowbell_frontend::vfio_user::Visit;
+use shadowbell_frontend::vfio_user::ClientEvent;
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::mpsc::RecvTimeoutError;
@@ -121,7 +121,7 @@ impl LogWriter {
             return;
         }
         self.log_new_queues(|other, _| other == index);
-        let counts = matches!(event, ServerEvent::Client(Visit::Left))
+        let counts = matches!(event, ServerEvent::Client(ClientEvent::Left))
             .then(|| self.controllers.get(index).map(counts))
             .flatten()
             .unwrap_or_default();
@@ -134,11 +134,11 @@ impl LogWriter {
         let Some(guest) = self.guests.get_mut(index) else { return };
         let name = &guest.name;
         match event {
-            ServerEvent::Client(Visit::Attached) => {
+            ServerEvent::Client(ClientEvent::Attached) => {
                 guest.queues = 0;
                 info!("{name}: a client is attached");
             }
-            ServerEvent::Client(Visit::Left) => {
+            ServerEvent::Client(ClientEvent::Left) => {
                 let commands = counts.commands.saturating_sub(guest.before.commands);
                 let doorbells = counts.doorbells.saturating_sub(guest.before.doorbells);
                 info!(
@@ -147,12 +147,12 @@ impl LogWriter {
                 );
                 guest.before = counts;
             }
-            ServerEvent::Client(Visit::NoSharedMemory) => warn!(
+            ServerEvent::Client(ClientEvent::NoSharedMemory) => warn!(
                 "{name}: the guest's memory is not shared, so no command can be read: give QEMU \
                  `-object memory-backend-memfd,id=mem,size=SIZE,share=on -machine \
                  memory-backend=mem`, or Cloud Hypervisor `--memory size=SIZE,shared=on`"
             ),
-            ServerEvent::Client(Visit::MemoryNotShared) => warn!(
+            ServerEvent::Client(ClientEvent::MemoryNotShared) => warn!(
                 "{name}: the guest has rung its admin queue, which is empty here: its memory backend \
                  keeps the guest's writes to itself; `share=on` is missing in QEMU's `-object \
                  memory-backend-...,id=mem,size=SIZE,share=on`"

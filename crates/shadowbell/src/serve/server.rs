@@ -9,7 +9,7 @@ use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use shadowbell_controller::trace::TraceFile;
 use shadowbell_controller::{Carrier, Config, Controller, Pool};
-use shadowbell_frontend::vfio_user::{ControllerDevice, Visitors};
+use shadowbell_frontend::vfio_user::{ControllerDevice, OnClientEvent};
 use shadowbell_vfio_user::server::{BindError, Handle, Limits, Listener, Reactor};
 use std::io;
 use std::path::Path;
@@ -59,8 +59,9 @@ impl Server {
                 })),
             };
             let controller = Controller::new(controller_config, pool.clone(), carrier)?;
-            let visitors: Visitors = Arc::new(move |event| sender.send(ServerEvent::Client(event)));
-            devices.push(ControllerDevice::new(controller.clone(), visitors)?);
+            let on_client_event: OnClientEvent =
+                Arc::new(move |event| sender.send(ServerEvent::Client(event)));
+            devices.push(ControllerDevice::new(controller.clone(), on_client_event)?);
             let name = served.socket.display().to_string();
             controllers.push(ServedController { name, controller });
         }

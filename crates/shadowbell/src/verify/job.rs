@@ -51,6 +51,26 @@ pub(super) struct JobResult {
     pub(super) queue: QueueStats,
 }
 
+impl JobResult {
+    /// Adds what another job has found.
+    pub(super) fn add(&mut self, other: Self) {
+        for (sum, count) in self.commands.iter_mut().zip(other.commands) {
+            *sum += count;
+        }
+        self.retried += other.retried;
+        self.failed += other.failed;
+        self.checked += other.checked;
+        self.bad += other.bad;
+        self.described.extend(other.described);
+        self.described.truncate(DESCRIBED);
+        self.slowest = self.slowest.max(other.slowest);
+        let QueueStats { sq_doorbell_mmio_writes, cq_doorbell_mmio_writes, .. } = other.queue;
+        self.queue.sq_doorbell_mmio_writes += sq_doorbell_mmio_writes;
+        self.queue.cq_doorbell_mmio_writes += cq_doorbell_mmio_writes;
+        self.queue.unknown_completions += other.queue.unknown_completions;
+    }
+}
+
 pub(super) struct Job {
     queue: QueuePair,
     namespace: Namespace,

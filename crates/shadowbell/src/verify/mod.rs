@@ -4,8 +4,10 @@
 //!
 //! | module | what it is |
 //! |---|---|
+//! | `args` | the command line |
 //! | `expected_data` | what every block has to hold |
 //! | `job` | a queue pair that is kept full of commands, and what they came to |
+//! | `report` | what a run came to, for people and machines |
 //!
 //! # What is verified
 //!
@@ -24,119 +26,31 @@
 //!
 //! Cut the power: what a flush has made durable is read back from the controller that still has it.
 
+mod args;
 mod expected_data;
 mod job;
+mod report;
 
-use crate::queue_options::{CompletionMode, DoorbellMode, attach_options, doorbells_name};
+pub use args::Args;
+
+use crate::queue_options::doorbells_name;
 use crate::session::Session;
-use crate::target::{self, Target};
-use crate::{exit, parse, signals, units};
+use crate::{exit, signals};
 use anyhow::{Context, anyhow};
-use expected_data::{DESCRIBED, ExpectedData, Kind, Shape};
-use job::{Job, JobLimits, JobResult};
-use serde_json::{Value, json};
-use shadowbell_driver::{AttachOptions, QueueStats, Recovery, RecoveryStats, Timeouts};
+use expected_data::{ExpectedData, Shape};
+use job::{Job, JobResult};
+use report::VerifyReport;
+use serde_json::json;
 use std::io::{self, Write};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// The most blocks that a run keeps the expected content of: 4 bytes each.
 const MOST_BLOCKS: u64 = 1 << 28;
 /// Used if nothing is said: enough not to fit a cache, and little enough to be written often.
 const USUAL_SIZE: u64 = 256 << 20;
-
-/// Verify that a controller keeps what it is given: everything at once, every byte checked
-///
-/// Overwrites the target. Ends with status 1 if a block did not hold what it had to, or a command
-/// was lost or failed.
-#[derive(Clone, Debug, clap::Args)]
-#[command(after_help = target::HELP)]
-pub struct Args {
-    /// What to verify
-    #[arg(value_name = "TARGET")]
-    pub target: Target,
-    /// How long: 10, 500ms, 2m
-    #[arg(long, default_value = "10", value_parser = parse::time, value_name = "TIME")]
-    pub runtime: Duration,
-    /// End each job after so many commands, instead of after a time
-    #[arg(long, alias = "number_ios", conflicts_with = "runtime", value_name = "N")]
-    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
-    pub number_ios: Option<u64>,
-    /// Commands that each job keeps in flight
-    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..))]
-    pub iodepth: u16,
-    /// Jobs: each has a thread, a queue pair and its own part of the target
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
-    pub numjobs: u16,
-    /// Bytes of the longest command; the shortest is one block
-    #[arg(long, default_value = "64k", value_parser = parse::size, value_name = "BYTES")]
-    pub max_bs: u64,
-    /// The percentage of reads and compares
-    #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u8).range(0..=100))]
-    pub rwmixread: u8,
-    /// Use so much of the target [default: 256 MiB, or what there is]
-    #[arg(long, value_parser = parse::size, value_name = "BYTES")]
-    pub size: Option<u64>,
-    /// Where to begin
-    #[arg(long, default_value = "0", value_parser = parse::offset, value_name = "BYTES")]
-    pub offset: u64,
-    /// How to ring: `auto` takes the best that the controller has
-    #[arg(long, value_enum, default_value_t = DoorbellMode::Auto)]
-    pub doorbells: DoorbellMode,
-    /// How to find completions
-    #[arg(long, value_enum, default_value_t = CompletionMode::Adaptive)]
-    pub completion: CompletionMode,
-    /// A command that is not completed after this time is aborted; then its queue is created again,
-    /// then the controller is reset
-    #[arg(long, default_value = "30", value_parser = parse::time, value_name = "TIME")]
-    pub timeout: Duration,
-    /// The same for an administrative command
-    #[arg(long, default_value = "10", value_parser = parse::time, value_name = "TIME")]
-    pub admin_timeout: Duration,
-    /// How often the driver submits a command again that recovery took back
-    #[arg(long, default_value_t = 3, value_name = "N")]
-    pub repeats: u8,
-    /// How often a command that ended with an error is submitted again
-    #[arg(long, default_value_t = 0, value_name = "N")]
-    pub retries: u32,
-    /// Seed of everything that is random
-    #[arg(long, alias = "randseed", default_value_t = 0x5eed)]
-    pub seed: u64,
-    /// End with one line of JSON, for machines
-    #[arg(long)]
-    pub json: bool,
-}
-
-impl Args {
-    fn attach_options(&self) -> AttachOptions {
-        let iodepth = self.iodepth.into();
-        AttachOptions {
-            max_transfer_bytes: self.max_bs.clamp(1 << 20, u64::from(u32::MAX)),
-            timeouts: Timeouts {
-                io: self.timeout,
-                admin: self.admin_timeout,
-                ..Timeouts::default()
-            },
-            recovery: Recovery { repeats: self.repeats, ..Recovery::default() },
-            ..attach_options(self.numjobs, iodepth, 64, self.doorbells.into(), self.completion)
-        }
-    }
-
-    fn limits(&self) -> JobLimits {
-        JobLimits {
-            depth: self.iodepth.into(),
-            commands: self.number_ios,
-            retries: self.retries,
-            // Recovery ends what it can not save, and takes its time: this is for what it does not
-            // see.
-            stall_timeout: (self.timeout + self.admin_timeout)
-                .saturating_mul(8 * (u32::from(self.repeats) + 1))
-                .max(Duration::from_secs(60)),
-        }
-    }
-}
 
 /// A job's part of the namespace.
 struct Part {
@@ -306,7 +220,7 @@ fn work(
         for handle in handles {
             match handle.join() {
                 Ok((found, ended)) => {
-                    add(&mut sum, found);
+                    sum.add(found);
                     outcome = outcome.and(ended);
                 }
                 Err(panic) => std::panic::resume_unwind(panic),
@@ -314,127 +228,4 @@ fn work(
         }
         Ok((sum, outcome))
     })
-}
-
-fn add(sum: &mut JobResult, found: JobResult) {
-    for (sum, count) in sum.commands.iter_mut().zip(found.commands) {
-        *sum += count;
-    }
-    sum.retried += found.retried;
-    sum.failed += found.failed;
-    sum.checked += found.checked;
-    sum.bad += found.bad;
-    sum.described.extend(found.described);
-    sum.described.truncate(DESCRIBED);
-    sum.slowest = sum.slowest.max(found.slowest);
-    let QueueStats { sq_doorbell_mmio_writes, cq_doorbell_mmio_writes, .. } = found.queue;
-    sum.queue.sq_doorbell_mmio_writes += sq_doorbell_mmio_writes;
-    sum.queue.cq_doorbell_mmio_writes += cq_doorbell_mmio_writes;
-    sum.queue.unknown_completions += found.queue.unknown_completions;
-}
-
-/// What a run came to.
-pub struct VerifyReport {
-    seconds: f64,
-    recovery: RecoveryStats,
-    doorbells: &'static str,
-    device: String,
-    found: JobResult,
-    /// Why it ended early, if it did.
-    outcome: anyhow::Result<()>,
-}
-
-impl VerifyReport {
-    /// What was wrong, in words: some of it, if there was a lot.
-    #[must_use]
-    pub fn described(&self) -> &[String] {
-        &self.found.described
-    }
-
-    /// Blocks that did not hold what they had to.
-    #[must_use]
-    pub fn bad_blocks(&self) -> u64 {
-        self.found.bad
-    }
-
-    /// What recovery did, by name.
-    fn recovery(&self) -> [(&'static str, u64); 11] {
-        let r = &self.recovery;
-        [
-            ("late", r.late),
-            ("aborts", r.aborts),
-            ("queues_recreated", r.queues_recreated),
-            ("queues_restored", r.queues_restored),
-            ("resets", r.resets),
-            ("reset_tries", r.reset_tries),
-            ("fatal", r.fatal),
-            ("removed", r.removed),
-            ("given_up", r.given_up),
-            ("repeated", r.repeated),
-            ("ended", r.ended),
-        ]
-    }
-
-    fn total(&self) -> u64 {
-        self.found.commands.iter().sum()
-    }
-
-    /// For machines: names that only ever grow.
-    #[must_use]
-    pub fn json(&self, args: &Args) -> Value {
-        let found = &self.found;
-        let by_kind: serde_json::Map<_, _> = Kind::ALL
-            .iter()
-            .zip(found.commands)
-            .map(|(k, n)| (k.name().into(), n.into()))
-            .collect();
-        let recovery: serde_json::Map<_, _> =
-            self.recovery().into_iter().map(|(name, n)| (name.into(), n.into())).collect();
-        json!({
-            "table": "verify",
-            "device": self.device,
-            "doorbells": self.doorbells,
-            "iodepth": args.iodepth,
-            "numjobs": args.numjobs,
-            "seconds": self.seconds,
-            "commands": self.total(),
-            "by_kind": by_kind,
-            "verified_blocks": found.checked,
-            "verify_errors": found.bad,
-            "retried": found.retried,
-            "failed": found.failed,
-            "slowest_ns": u64::try_from(found.slowest.as_nanos()).unwrap_or(u64::MAX),
-            "doorbell_mmio_writes": found.queue.doorbell_mmio_writes(),
-            "unknown_completions": found.queue.unknown_completions,
-            "recovery": recovery,
-        })
-    }
-
-    fn print(&self, out: &mut impl Write) -> io::Result<()> {
-        let found = &self.found;
-        let total = self.total();
-        writeln!(
-            out,
-            "{total} commands in {:.2} s, the slowest took {}; {} doorbell MMIO writes",
-            self.seconds,
-            units::nanoseconds(found.slowest.as_nanos() as f64),
-            found.queue.doorbell_mmio_writes()
-        )?;
-        let kinds = Kind::ALL.iter().zip(found.commands).filter(|(_, count)| *count != 0);
-        let kinds: Vec<_> = kinds.map(|(kind, count)| format!("{} {count}", kind.name())).collect();
-        writeln!(out, "  {}", kinds.join(", "))?;
-        let steps: Vec<_> = self
-            .recovery()
-            .into_iter()
-            .filter(|(_, count)| *count != 0)
-            .map(|(name, count)| format!("{} {count}", name.replace('_', " ")))
-            .collect();
-        if !steps.is_empty() {
-            writeln!(out, "  recovery: {}", steps.join(", "))?;
-        }
-        if found.retried + found.failed != 0 {
-            writeln!(out, "  errors: {} retried, {} for good", found.retried, found.failed)?;
-        }
-        writeln!(out, "  verify: {} blocks checked, {} bad", found.checked, found.bad)
-    }
 }
