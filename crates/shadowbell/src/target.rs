@@ -17,7 +17,7 @@ A TARGET is one of
   nvme://0000:01:00.0/1    a PCI device through VFIO, namespace 1; hand the device
                            over first with `shadowbell bind 0000:01:00.0`";
 
-/// A namespace as a person names it. See [`HELP`].
+/// A namespace as a person names it. See `HELP`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
     /// Behind a vfio-user socket.

@@ -31,7 +31,7 @@ pub struct Outcome {
 /// early.
 ///
 /// # Errors
-/// With exit status [`exit::BAD_INPUT`] if the run does not fit the namespace; the driver's; or an
+/// With exit status `exit::BAD_INPUT` if the run does not fit the namespace; the driver's; or an
 /// I/O that failed. Content that is not right is none, but in the row.
 pub fn measure(
     session: &mut Session,

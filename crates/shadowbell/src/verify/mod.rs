@@ -154,7 +154,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 /// Verifies the namespace of `session` as `args` say, until `stop` at most.
 ///
 /// # Errors
-/// With exit status [`exit::BAD_INPUT`] what the controller does not have room for, and the
+/// With exit status `exit::BAD_INPUT` what the controller does not have room for, and the
 /// driver's as long as nothing was submitted.
 pub fn verify(
     session: &mut Session,
