@@ -1,11 +1,9 @@
 //! The admin queue pair, served under the control plane's lock.
 
-use crate::controller::Inner;
-use crate::interrupt::IrqLine;
-use crate::shared::{DSTRD, Shared};
+use super::{Cq, QueueLayout, ShadowCells, Sq};
+use crate::interrupt::{HoldLimit, IrqLine};
+use crate::shared::{ControllerShared, DSTRD};
 use crate::stats::{CqStats, SqStats};
-use crate::worker::moderation::Patience;
-use crate::worker::queue::{Cq, Placement, ShadowCells, Sq};
 use shadowbell_doorbell::{InvalidDoorbell, RingSize, Sleeper};
 use shadowbell_memory::{DmaTable, Fault};
 use shadowbell_spec::dbbuf::{cq_entry_offset, sq_entry_offset};
@@ -20,7 +18,7 @@ pub(crate) struct AdminQueue {
     sq: Sq,
     cq: Cq,
     /// The completion queue was never in memory that the host shared.
-    acq_due: bool,
+    acq_missing: bool,
     /// Nobody sleeps here, but arming goes through a sleeper's order: publish, fence, look again.
     sleeper: Sleeper<Arc<AtomicU32>>,
 }
@@ -28,7 +26,7 @@ pub(crate) struct AdminQueue {
 impl AdminQueue {
     /// The queues at `asq` and `acq`, of the sizes in `aqa`, which are at least 2.
     pub(crate) fn new(
-        inner: &Inner,
+        shared: &ControllerShared,
         table: &DmaTable,
         aqa: Aqa,
         asq: u64,
@@ -37,15 +35,14 @@ impl AdminQueue {
         let size = |zero_based: u16| {
             RingSize::from_zero_based(zero_based).unwrap_or(RingSize::new(2).expect("2 is a size"))
         };
-        let shared = &inner.shared;
-        let sq = Placement { qid: 0, iova: asq, size: size(aqa.asqs()) };
-        let cq = Placement { qid: 0, iova: acq, size: size(aqa.acqs()) };
+        let sq = QueueLayout { qid: 0, iova: asq, size: size(aqa.asqs()) };
+        let cq = QueueLayout { qid: 0, iova: acq, size: size(aqa.acqs()) };
         let irq = IrqLine::new(Arc::clone(&shared.irqs), 0);
         let mut sq = Sq::new(sq, shared.register(0, DoorbellKind::Sq), 0);
-        let mut cq = Cq::new(cq, shared.register(0, DoorbellKind::Cq), Some(irq), Patience::NONE);
+        let mut cq = Cq::new(cq, shared.register(0, DoorbellKind::Cq), Some(irq), HoldLimit::NONE);
         sq.resolve(table)?;
-        let acq_due = cq.resolve(table).is_err();
-        Ok(Self { sq, cq, acq_due, sleeper: Sleeper::new(Arc::default()) })
+        let acq_missing = cq.resolve(table).is_err();
+        Ok(Self { sq, cq, acq_missing, sleeper: Sleeper::new(Arc::default()) })
     }
 
     /// Puts the completion queue elsewhere, as long as no command was fetched. Whether it was.
@@ -56,14 +53,14 @@ impl AdminQueue {
         if self.sq.stats.commands != 0 {
             return false;
         }
-        self.cq.place.iova = acq;
-        self.acq_due = self.cq.resolve(table).is_err();
+        self.cq.layout.iova = acq;
+        self.acq_missing = self.cq.resolve(table).is_err();
         true
     }
 
     /// Whether there is a command, and no completion queue yet.
     pub(crate) fn lacks_cq(&mut self) -> bool {
-        self.acq_due && self.sq.tail.look().is_ok_and(|tail| tail != self.sq.head)
+        self.acq_missing && self.sq.tail.look().is_ok_and(|tail| tail != self.sq.head)
     }
 
     pub(crate) fn enable_shadow(&mut self, table: &DmaTable, pages: (u64, u64)) {
@@ -82,7 +79,7 @@ impl AdminQueue {
         let was_away = is_away(self);
         self.sq.remap(table, pages);
         self.cq.remap(table, pages);
-        self.acq_due &= self.cq.ring.is_none();
+        self.acq_missing &= self.cq.ring.is_none();
         was_away && !is_away(self)
     }
 
@@ -96,10 +93,10 @@ impl AdminQueue {
             self.sq.blocked = false;
             return Ok(None);
         }
-        if self.cq.free() <= self.cq.staged() {
+        if self.cq.free() == 0 {
             self.cq.look()?;
         }
-        self.sq.blocked = self.cq.free() <= self.cq.staged();
+        self.sq.blocked = self.cq.free() == 0;
         if self.sq.blocked {
             return Ok(None);
         }
@@ -108,21 +105,20 @@ impl AdminQueue {
     }
 
     pub(crate) fn complete(&mut self, cid: u16, status: Status, dw0: u32) {
-        self.sq.in_flight = self.sq.in_flight.saturating_sub(1);
-        self.cq.complete(Cqe::new(cid, self.sq.place.qid, self.sq.head, status, dw0));
+        self.cq.complete_unreserved(Cqe::new(cid, 0, self.sq.head, status, dw0));
     }
 
     /// Posts what is complete, as far as there is room, and raises the interrupt.
-    pub(crate) fn post(&mut self, shared: &Shared) {
+    pub(crate) fn post(&mut self, shared: &ControllerShared) {
         if self.cq.post() {
-            self.cq.announce(&shared.coalescing);
+            self.cq.notify_host(&shared.coalescing);
         }
         // Nobody comes back to look after an interrupt that is held back.
-        self.cq.settle();
+        self.cq.flush_interrupts();
     }
 
     /// Arms the doorbells and looks once more: whether there is nothing to do.
-    pub(crate) fn rest(&mut self) -> Result<bool, InvalidDoorbell> {
+    pub(crate) fn arm(&mut self) -> Result<bool, InvalidDoorbell> {
         let Self { sq, cq, sleeper, .. } = self;
         let wait_for_room = sq.blocked || cq.has_staged();
         let mut arming = sleeper.prepare();
@@ -139,7 +135,7 @@ impl AdminQueue {
         Ok(idle)
     }
 
-    pub(crate) fn snapshot(&self, shared: &Shared) -> (SqStats, CqStats) {
+    pub(crate) fn snapshot(&self, shared: &ControllerShared) -> (SqStats, CqStats) {
         (
             self.sq.snapshot(shared.traps(0, DoorbellKind::Sq)),
             self.cq.snapshot(shared.traps(0, DoorbellKind::Cq)),
@@ -147,7 +143,7 @@ impl AdminQueue {
     }
 
     /// The queue is gone; its doorbell writes are not counted for the next one.
-    pub(crate) fn retire(self, shared: &Shared) {
+    pub(crate) fn retire(self, shared: &ControllerShared) {
         shared.take_traps(0, DoorbellKind::Sq);
         shared.take_traps(0, DoorbellKind::Cq);
     }

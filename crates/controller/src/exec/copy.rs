@@ -10,11 +10,13 @@
 //! answers at once, others' commands get their turn meanwhile; on one that does not, the requests of
 //! a stride are under way at the same time.
 
-use super::in_flight::{Owner, Slot};
-use super::{Ended, Engine, Kind, resolve_flagged, status_of};
+use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
+use super::namespace::{NamespaceQueue, index_of};
+use super::resolve::read_list;
+use super::status::status_of;
 use crate::namespace::{COPY_BYTES, COPY_RANGES};
 use shadowbell_backend::{Op, Request, Submitted};
-use shadowbell_memory::{Mapping, Segments, SharedBytes};
+use shadowbell_memory::{Mapping, Segments, SharedBytes, View};
 use shadowbell_spec::nvm::{CopyFields, CopyRange};
 use shadowbell_spec::sqe::Sqe;
 use shadowbell_spec::status::Status;
@@ -43,11 +45,11 @@ enum Stride {
 /// A Copy command.
 #[derive(Debug)]
 pub(super) struct Copy {
-    /// The command's slot.
+    /// The command's entry.
     pub(super) parent: u32,
     /// Its submission queue.
     pub(super) sq: usize,
-    space: usize,
+    namespace: usize,
     sources: Box<[Source]>,
     /// Where the destination begins, in bytes of the disk.
     to: u64,
@@ -84,6 +86,23 @@ impl Copy {
             (_, None) => (Status::ABORT_REQUESTED, 0),
         }
     }
+}
+
+/// What a Copy command asks for, checked.
+pub(super) struct ParsedCopy {
+    /// Index of the namespace.
+    pub(super) namespace: usize,
+    sources: Box<[Source]>,
+    to: u64,
+    fua: bool,
+}
+
+/// A copy that is over.
+pub(super) struct CopyEnd {
+    /// The command's entry.
+    pub(super) parent: u32,
+    pub(super) status: Status,
+    pub(super) dw0: u32,
 }
 
 /// The copies of one engine.
@@ -130,184 +149,172 @@ impl Copies {
     }
 
     /// Whether something can be done for this copy without waiting for anybody.
-    fn can_advance(&self, copy: &Copy) -> bool {
+    fn is_ready(&self, copy: &Copy) -> bool {
         copy.left == 0 && (copy.is_over() || copy.buffer.is_some() || self.has_buffer())
     }
 }
 
-impl Engine {
-    /// Takes a Copy command on.
-    ///
-    /// # Errors
-    /// It has ended, with this status, and nothing was copied.
-    pub(super) fn copy(&mut self, sqe: &Sqe, sq: usize) -> Result<(), Status> {
-        let index = self.space(sqe.nsid)?;
-        let fields = CopyFields::decode(sqe);
-        if fields.desfmt != 0 {
-            return Err(Status::INVALID_FIELD.with_dnr());
-        }
-        let count = fields.ranges();
-        if count > COPY_RANGES {
+/// Decodes and checks a Copy command; reads its list of source ranges.
+///
+/// # Errors
+/// It has ended, with this status, and nothing was copied.
+pub(super) fn parse_copy(
+    sqe: &Sqe,
+    namespaces: &[NamespaceQueue],
+    (view, page_size): (&View, usize),
+    scratch: &mut Segments,
+) -> Result<(ParsedCopy, Kind), Status> {
+    let index = index_of(namespaces, sqe.nsid)?;
+    let fields = CopyFields::decode(sqe);
+    if fields.desfmt != 0 {
+        return Err(Status::INVALID_FIELD.with_dnr());
+    }
+    let count = fields.ranges();
+    if count > COPY_RANGES {
+        return Err(Status::COMMAND_SIZE_LIMIT_EXCEEDED.with_dnr());
+    }
+    let mut raw = [0; COPY_RANGES * size_of::<CopyRange>()];
+    let raw = raw.get_mut(..count * size_of::<CopyRange>()).ok_or(Status::INTERNAL)?;
+    read_list(view, sqe, page_size, scratch, raw)?;
+
+    let namespace = &namespaces[index];
+    let shift = namespace.block_shift;
+    let most = (COPY_BYTES >> shift) as u64;
+    let (mut total, mut outside) = (0, false);
+    let mut sources = Vec::with_capacity(count);
+    for entry in raw.chunks_exact(size_of::<CopyRange>()) {
+        let range = CopyRange::read_from_bytes(entry).map_err(|_| Status::INTERNAL)?;
+        let blocks = u64::from(range.nlb0) + 1;
+        total += blocks;
+        // MSSRL and MCL are the same, so this is about both.
+        if total > most {
             return Err(Status::COMMAND_SIZE_LIMIT_EXCEEDED.with_dnr());
         }
-        let mut raw = [0; COPY_RANGES * size_of::<CopyRange>()];
-        let raw = raw.get_mut(..count * size_of::<CopyRange>()).ok_or(Status::INTERNAL)?;
-        let data = &mut self.scratch;
-        resolve_flagged(&self.view, sqe, raw.len(), self.page_size, false, data)?;
-        let copied = self.scratch.read_into(0, raw);
-        self.scratch.clear();
-        copied.ok_or(Status::INTERNAL)?;
+        let end = range.slba.checked_add(blocks);
+        if end.is_none_or(|end| end > namespace.blocks) {
+            outside = true;
+            continue;
+        }
+        sources.push(Source { offset: range.slba << shift, len: blocks << shift });
+    }
+    let end = fields.sdlba.checked_add(total);
+    if outside || end.is_none_or(|end| end > namespace.blocks) {
+        return Err(Status::LBA_OUT_OF_RANGE.with_dnr());
+    }
+    if namespace.read_only {
+        return Err(Status::NAMESPACE_WRITE_PROTECTED.with_dnr());
+    }
+    let copy = ParsedCopy {
+        namespace: index,
+        sources: sources.into(),
+        to: fields.sdlba << shift,
+        fua: fields.fua,
+    };
+    Ok((copy, Kind::Copy(total << shift)))
+}
 
-        let space = &self.spaces[index];
-        let most = (COPY_BYTES >> space.block_shift) as u64;
-        let (mut total, mut outside) = (0, false);
-        let mut sources = Vec::with_capacity(count);
-        for entry in raw.chunks_exact(size_of::<CopyRange>()) {
-            let range = CopyRange::read_from_bytes(entry).map_err(|_| Status::INTERNAL)?;
-            let blocks = u64::from(range.nlb0) + 1;
-            total += blocks;
-            // MSSRL and MCL are the same, so this is about both.
-            if total > most {
-                return Err(Status::COMMAND_SIZE_LIMIT_EXCEEDED.with_dnr());
-            }
-            let end = range.slba.checked_add(blocks);
-            if end.is_none_or(|end| end > space.blocks) {
-                outside = true;
-                continue;
-            }
-            let (offset, len) = (range.slba << space.block_shift, blocks << space.block_shift);
-            sources.push(Source { offset, len });
-        }
-        let end = fields.sdlba.checked_add(total);
-        if outside || end.is_none_or(|end| end > space.blocks) {
-            return Err(Status::LBA_OUT_OF_RANGE.with_dnr());
-        }
-        if space.read_only {
-            return Err(Status::NAMESPACE_WRITE_PROTECTED.with_dnr());
-        }
-        let (to, bytes) = (fields.sdlba << space.block_shift, total << space.block_shift);
-        let parent = self.next_tag();
-        self.occupy(
-            parent,
-            Slot {
-                owner: Owner::Command { sq, cid: sqe.cid },
-                space: index,
-                left: 1, // ourselves, until the last stride
-                status: Status::SUCCESS,
-                kind: Kind::Copy(bytes),
-                nsid: sqe.nsid,
-                lba: fields.sdlba,
-                abort: None,
-                latch: None,
-            },
-        );
-        self.copies.list.push(Copy {
+impl Copies {
+    /// Takes a copy on, for the command in entry `parent`, of submission queue `sq`.
+    pub(super) fn push(&mut self, copy: ParsedCopy, parent: u32, sq: usize, write_through: bool) {
+        let ParsedCopy { namespace, sources, to, fua } = copy;
+        self.list.push(Copy {
             parent,
             sq,
-            space: index,
-            sources: sources.into(),
+            namespace,
+            sources,
             to,
-            fua: fields.fua || self.write_through,
+            fua: fua || write_through,
             buffer: None,
             stride: Stride::Waiting,
             left: 0,
             failed: None,
             cancelled: false,
         });
-        Ok(())
-    }
-
-    /// Takes the next strides, about [`COPY_BYTES`] of them, and ends the copies that are over.
-    /// Whether there are more to be taken at once.
-    #[cold]
-    pub(super) fn advance_copies(&mut self, ended: &mut impl FnMut(Ended)) -> bool {
-        let mut list = std::mem::take(&mut self.copies.list);
-        let mut moved = 0;
-        list.retain_mut(|copy| {
-            if moved >= COPY_BYTES as u64 || !self.copies.can_advance(copy) {
-                return true;
-            }
-            if !copy.is_over() {
-                moved += self.stride(copy);
-                return true;
-            }
-            self.copies.buffers.extend(copy.buffer.take());
-            let (status, dw0) = copy.outcome();
-            if !status.is_success() {
-                self.fail(copy.parent, status);
-            }
-            if let Some(end) = self.end(copy.parent, Ok(())) {
-                ended(Ended { dw0, ..end });
-            }
-            false
-        });
-        self.copies.list = list;
-        self.can_advance_copies()
     }
 
     /// Whether a stride can be taken without waiting for anybody.
-    pub(crate) fn can_advance_copies(&self) -> bool {
-        self.copies.list.iter().any(|copy| self.copies.can_advance(copy))
+    pub(super) fn can_advance(&self) -> bool {
+        self.list.iter().any(|copy| self.is_ready(copy))
     }
 
-    /// Submits the requests of the copy's next stride. How many bytes were moved at once.
-    fn stride(&mut self, copy: &mut Copy) -> u64 {
-        if copy.buffer.is_none() {
-            copy.buffer = self.copies.buffer();
-        }
-        let Some(buffer) = copy.buffer.clone() else {
-            copy.fail(0, Status::INTERNAL);
+    /// Takes the next strides, about [`COPY_BYTES`] of them. The copies that are over.
+    pub(super) fn advance(
+        &mut self,
+        namespaces: &mut [NamespaceQueue],
+        in_flight: &mut InFlightTable,
+        spare: &mut Vec<Segments>,
+    ) -> Vec<CopyEnd> {
+        let mut list = std::mem::take(&mut self.list);
+        let (mut moved, mut over) = (0, Vec::new());
+        list.retain_mut(|copy| {
+            if moved >= COPY_BYTES as u64 || !self.is_ready(copy) {
+                return true;
+            }
+            if !copy.is_over() {
+                if copy.buffer.is_none() {
+                    copy.buffer = self.buffer();
+                }
+                moved += copy.stride(&mut namespaces[copy.namespace], in_flight, spare);
+                return true;
+            }
+            self.buffers.extend(copy.buffer.take());
+            let (status, dw0) = copy.outcome();
+            over.push(CopyEnd { parent: copy.parent, status, dw0 });
+            false
+        });
+        self.list = list;
+        over
+    }
+}
+
+impl Copy {
+    /// Submits the requests of the next stride. How many bytes were moved at once.
+    fn stride(
+        &mut self,
+        namespace: &mut NamespaceQueue,
+        in_flight: &mut InFlightTable,
+        spare: &mut Vec<Segments>,
+    ) -> u64 {
+        let Some(buffer) = self.buffer.clone() else {
+            self.fail(0, Status::INTERNAL);
             return 0;
         };
-        copy.stride = match copy.stride {
+        self.stride = match self.stride {
             Stride::Waiting => Stride::Reading,
             Stride::Reading | Stride::Writing => Stride::Writing,
         };
-        let reading = copy.stride == Stride::Reading;
+        let reading = self.stride == Stride::Reading;
         let (mut at, mut moved) = (0, 0);
-        for range in 0..copy.sources.len() {
-            let Source { offset, len } = copy.sources[range];
+        for range in 0..self.sources.len() {
+            let Source { offset, len } = self.sources[range];
             let (request, kind) = if reading {
                 (Request { op: Op::Read, offset, len }, Kind::Read(len))
             } else {
-                let op = Op::Write { fua: copy.fua };
-                (Request { op, offset: copy.to + at, len }, Kind::Write(len))
+                let op = Op::Write { fua: self.fua };
+                (Request { op, offset: self.to + at, len }, Kind::Write(len))
             };
             // The sum of all ranges was checked against the size of the buffer.
             let place = buffer.slice(at as usize, len as usize);
             at += len;
             let range = range as u32;
             let Some(place) = place else {
-                copy.fail(range, Status::INTERNAL);
+                self.fail(range, Status::INTERNAL);
                 break;
             };
             let mut data = Segments::from_bytes(&place);
-            let tag = self.next_tag();
-            match self.spaces[copy.space].queue.submit(tag, &request, &mut data) {
+            let tag = in_flight.next_tag();
+            match namespace.queue.submit(tag, &request, &mut data) {
                 Submitted::Done(Ok(())) => moved += len,
                 Submitted::Done(Err(error)) => {
-                    copy.fail(range, status_of(error, reading));
+                    self.fail(range, status_of(error, reading));
                     break;
                 }
                 Submitted::Pending => {
                     // It comes back among those that are kept for their room.
-                    drop(self.spare.pop());
-                    copy.left += 1;
-                    let owner = Owner::Range { copy: copy.parent, range };
-                    self.occupy(
-                        tag,
-                        Slot {
-                            owner,
-                            space: copy.space,
-                            left: 1,
-                            status: Status::SUCCESS,
-                            kind,
-                            nsid: 0,
-                            lba: 0,
-                            abort: None,
-                            latch: None,
-                        },
-                    );
+                    drop(spare.pop());
+                    self.left += 1;
+                    let owner = Owner::Range { copy: self.parent, range };
+                    in_flight.insert(tag, InFlight::new(owner, self.namespace, kind));
                 }
             }
         }

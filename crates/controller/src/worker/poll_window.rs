@@ -1,6 +1,6 @@
 //! How long a worker that has found nothing to do goes on looking before it sleeps.
 
-use crate::worker::moderation::Patience;
+use crate::interrupt::HoldLimit;
 use std::time::{Duration, Instant};
 
 /// When a worker that has found nothing to do goes to sleep.
@@ -17,11 +17,11 @@ pub enum Polling {
 
 impl Polling {
     /// How long interrupts may be held back by a worker that waits so.
-    pub(super) fn patience(self) -> Patience {
+    pub(super) fn hold_limit(self) -> HoldLimit {
         match self {
-            Self::Adaptive(most) => Patience::of(most),
-            Self::Always => Patience::of(LONGEST_HOLD),
-            Self::Never => Patience::NONE,
+            Self::Adaptive(most) => HoldLimit::of(most),
+            Self::Always => HoldLimit::of(LONGEST_HOLD),
+            Self::Never => HoldLimit::NONE,
         }
     }
 }
@@ -88,7 +88,7 @@ impl Polls {
     }
 
     /// What is polled for has come.
-    fn pay(&mut self) {
+    fn succeed(&mut self) {
         *self = Self::default();
     }
 
@@ -116,7 +116,7 @@ impl Polls {
 /// takes longer than the longest window over its next command would not notice, and then the processor
 /// does better with something else; unless it keeps several commands in flight, and the disks busy.
 #[derive(Debug)]
-pub(super) struct Window {
+pub(super) struct PollWindow {
     polling: Polling,
     /// While nothing is pending.
     host: Duration,
@@ -135,7 +135,7 @@ pub(super) struct Window {
     since: Instant,
 }
 
-impl Window {
+impl PollWindow {
     pub(super) fn new(polling: Polling) -> Self {
         let none = Duration::ZERO;
         let since = Instant::now();
@@ -163,10 +163,10 @@ impl Window {
         if self.idle != 0 {
             self.idle = 0;
             if !self.pending {
-                self.host_polls.pay();
+                self.host_polls.succeed();
             } else if ended() != self.ended {
                 // And not only the host's next command.
-                self.disk_polls.pay();
+                self.disk_polls.succeed();
             }
         }
     }
@@ -243,8 +243,8 @@ impl Window {
         }
     }
 
-    /// It has been to bed, asleep or not, and begins to wait anew.
-    pub(super) fn risen(&mut self) {
+    /// It set out to sleep, whether it slept or not, and begins to wait anew.
+    pub(super) fn restart(&mut self) {
         self.idle = 0;
     }
 }
@@ -271,7 +271,7 @@ mod tests {
 
     /// A worker in virtual time.
     struct Worker {
-        window: Window,
+        window: PollWindow,
         now: Instant,
         polled: Duration,
         sleeps: u32,
@@ -280,7 +280,7 @@ mod tests {
 
     impl Worker {
         fn new() -> Self {
-            let window = Window::new(Polling::Adaptive(MOST));
+            let window = PollWindow::new(Polling::Adaptive(MOST));
             Self { window, now: Instant::now(), polled: Duration::ZERO, sleeps: 0, ended: 0 }
         }
 
@@ -307,7 +307,7 @@ mod tests {
         fn sleeps(&mut self, slept: Duration) {
             self.sleeps += 1;
             self.window.slept(slept);
-            self.window.risen();
+            self.window.restart();
             self.now += slept;
         }
 
@@ -436,13 +436,13 @@ mod tests {
 
     #[test]
     fn nothing_is_learnt_where_nothing_is_to_be() {
-        let mut window = Window::new(Polling::Always);
+        let mut window = PollWindow::new(Polling::Always);
         assert!((0..10_000).all(|_| window.next(|| (true, 0)) == Next::Look));
-        let mut window = Window::new(Polling::Never);
+        let mut window = PollWindow::new(Polling::Never);
         for _ in 0..100 {
             assert_eq!(window.next(|| (false, 0)), Next::Sleep);
             window.slept(Duration::from_micros(1));
-            window.risen();
+            window.restart();
         }
     }
 }

@@ -34,14 +34,14 @@ const BUSY: u32 = 2;
 
 /// How long interrupts may be held back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Patience {
+pub(crate) struct HoldLimit {
     /// After the last completion.
     pub(crate) grace: Duration,
     /// After the first, if the host is not seen to be busy.
     pub(crate) most: Duration,
 }
 
-impl Patience {
+impl HoldLimit {
     /// Every completion is announced at once.
     pub(crate) const NONE: Self = Self { grace: Duration::ZERO, most: Duration::ZERO };
 
@@ -55,7 +55,7 @@ impl Patience {
 /// The interrupts of one completion queue.
 #[derive(Debug)]
 pub(crate) struct Moderation {
-    patience: Patience,
+    limit: HoldLimit,
     /// Completions that are worth an interrupt.
     target: u32,
     /// Interrupts until twice as many are waited for.
@@ -67,7 +67,7 @@ pub(crate) struct Moderation {
     /// When that was done.
     announced_at: Option<Instant>,
     /// The host has submitted commands since the clock was looked at.
-    fed: bool,
+    has_submitted: bool,
     /// The usual time between two submissions during a run; zero while that is not known.
     pace: Duration,
     /// How far the last run went, if there was less than was waited for.
@@ -82,31 +82,31 @@ struct Held {
     /// When the last completion was added to it.
     grown: Instant,
     /// When the host was last seen to submit.
-    fed: Option<Instant>,
+    submitted: Option<Instant>,
     /// The most completions that there were to announce. The host may have found some of them by
     /// itself since.
     peak: u32,
 }
 
 impl Moderation {
-    pub(crate) fn new(patience: Patience) -> Self {
+    pub(crate) fn new(limit: HoldLimit) -> Self {
         let probe_after = PROBE_AFTER.0;
         Self {
-            patience,
+            limit,
             target: 1,
             until_probe: probe_after,
             probe_after,
             announced: 0,
             announced_at: None,
-            fed: false,
+            has_submitted: false,
             pace: Duration::ZERO,
             missed: None,
             held: None,
         }
     }
 
-    pub(crate) fn patience(&self) -> Patience {
-        self.patience
+    pub(crate) fn limit(&self) -> HoldLimit {
+        self.limit
     }
 
     /// Whether an interrupt is held back.
@@ -117,8 +117,8 @@ impl Moderation {
 
     /// The host has submitted commands to a queue whose completions these are.
     #[inline]
-    pub(crate) fn feed(&mut self) {
-        self.fed = true;
+    pub(crate) fn submitted(&mut self) {
+        self.has_submitted = true;
     }
 
     /// How many completions are waited for now.
@@ -129,14 +129,14 @@ impl Moderation {
     /// How long after a submission the host is taken to be about to submit again. One that usually
     /// takes longer than the grace may as well wait for each of its commands.
     fn run_ends_after(&self) -> Duration {
-        let Patience { grace, most } = self.patience;
+        let HoldLimit { grace, most } = self.limit;
         if self.pace <= grace { self.pace.saturating_mul(PACES).clamp(grace, most) } else { grace }
     }
 
     /// There are `count` completions to announce at `now`, some of them new. Whether that is to be
     /// done; if not, ask [`is_due`](Self::is_due) again soon.
     pub(crate) fn add(&mut self, count: u32, now: Instant) -> bool {
-        if self.patience.grace.is_zero() {
+        if self.limit.grace.is_zero() {
             return true;
         }
         if self.announced_at.is_some_and(|at| now.duration_since(at) > self.run_ends_after()) {
@@ -149,7 +149,8 @@ impl Moderation {
             self.reached();
             return true;
         }
-        let held = self.held.get_or_insert(Held { since: now, grown: now, fed: None, peak: 0 });
+        let held =
+            self.held.get_or_insert(Held { since: now, grown: now, submitted: None, peak: 0 });
         held.grown = now;
         held.peak = held.peak.max(count);
         self.is_due(now)
@@ -159,10 +160,10 @@ impl Moderation {
     pub(crate) fn is_due(&mut self, now: Instant) -> bool {
         self.see_submissions(now);
         let Some(held) = self.held else { return false };
-        let busy = held.fed.is_some_and(|fed| now.duration_since(fed) < self.run_ends_after());
-        let most = if busy { self.patience.most * BUSY } else { self.patience.most };
+        let busy = held.submitted.is_some_and(|at| now.duration_since(at) < self.run_ends_after());
+        let most = if busy { self.limit.most * BUSY } else { self.limit.most };
         let due = now.duration_since(held.since) >= most
-            || !busy && now.duration_since(held.grown) >= self.patience.grace;
+            || !busy && now.duration_since(held.grown) >= self.limit.grace;
         if due {
             self.late(held.peak);
         }
@@ -177,12 +178,12 @@ impl Moderation {
     /// Learns the pace of the host. Only while something is held back is the clock looked at often
     /// enough for that, and the host not kept from its work by interrupts.
     fn see_submissions(&mut self, now: Instant) {
-        if !std::mem::take(&mut self.fed) {
+        if !std::mem::take(&mut self.has_submitted) {
             return;
         }
         let Some(held) = &mut self.held else { return };
-        if let Some(before) = held.fed.replace(now) {
-            let sample = now.duration_since(before).min(self.patience.most);
+        if let Some(before) = held.submitted.replace(now) {
+            let sample = now.duration_since(before).min(self.limit.most);
             self.pace = if self.pace.is_zero() { sample } else { (self.pace * 7 + sample) / 8 };
         }
     }
@@ -249,7 +250,7 @@ mod tests {
     }
 
     fn moderation() -> Moderation {
-        Moderation::new(Patience { grace: GRACE, most: GRACE * 10 })
+        Moderation::new(HoldLimit { grace: GRACE, most: GRACE * 10 })
     }
 
     #[test]
@@ -282,7 +283,7 @@ mod tests {
 
     #[test]
     fn nothing_is_held_for_ever() {
-        let mut moderation = Moderation::new(Patience { grace: GRACE, most: GRACE * 2 });
+        let mut moderation = Moderation::new(HoldLimit { grace: GRACE, most: GRACE * 2 });
         bursts(&mut moderation, 32, 100);
         assert!(!moderation.add(1, Instant::now()));
         let start = Instant::now();
@@ -320,12 +321,12 @@ mod tests {
     fn guest(moderation: &mut Moderation, depth: u32, least: u64, stolen: u64) -> Outcome {
         let start = Instant::now();
         let at = |time: u64| start + Duration::from_micros(time);
-        let (mut time, mut seed) = (0u64, 0x9e37_79b9_7f4a_7c15u64);
+        let (mut time, mut context) = (0u64, 0x9e37_79b9_7f4a_7c15u64);
         let mut random = move |below: u64| {
-            seed ^= seed << 13;
-            seed ^= seed >> 7;
-            seed ^= seed << 17;
-            (seed >> 33) % below
+            context ^= context << 13;
+            context ^= context >> 7;
+            context ^= context << 17;
+            (context >> 33) % below
         };
         let mut submission = move || {
             least
@@ -355,7 +356,7 @@ mod tests {
                 to_submit -= 1;
                 unannounced += 1;
                 in_flight.push_back(time);
-                moderation.feed();
+                moderation.submitted();
                 raised = moderation.add(unannounced, at(time));
             }
             if raised {
@@ -377,14 +378,14 @@ mod tests {
 
     #[test]
     fn a_slow_guest_is_not_stopped_in_its_work() {
-        let patient = || Moderation::new(Patience::of(Duration::from_millis(1)));
+        let patient = || Moderation::new(HoldLimit::of(Duration::from_millis(1)));
         // Doorbells in memory, and trapped ones; a machine for itself, and one with others on it.
         for (least, stolen) in [(20, 0), (20, 8), (38, 0), (38, 8)] {
             for (depth, at_most) in [(2, 0.6), (4, 0.35), (8, 0.2), (32, 0.065)] {
                 let each = guest(&mut patient(), depth, least, stolen).each();
                 assert!(each <= at_most, "{least}, {stolen}, iodepth {depth}: {each:.3} per I/O");
             }
-            let (with, without) = (&mut patient(), &mut Moderation::new(Patience::NONE));
+            let (with, without) = (&mut patient(), &mut Moderation::new(HoldLimit::NONE));
             let (with, without) =
                 (guest(with, 32, least, stolen).p99, guest(without, 32, least, stolen).p99);
             assert!(with < without * 3 / 4, "latency with {with} us, without {without} us");
@@ -396,12 +397,12 @@ mod tests {
     #[test]
     fn a_host_slower_than_the_grace_is_not_waited_for() {
         // Commands that come of themselves, each waited for by somebody, 15 us apart.
-        let mut moderation = Moderation::new(Patience::of(Duration::from_micros(100)));
+        let mut moderation = Moderation::new(HoldLimit::of(Duration::from_micros(100)));
         let start = Instant::now();
         let (mut interrupts, mut held_for) = (0, Duration::ZERO);
         for command in 0..10_000u32 {
             let now = start + Duration::from_micros(15) * command;
-            moderation.feed();
+            moderation.submitted();
             let mut due = moderation.add(1, now);
             for later in (0..14).map(|us| now + Duration::from_micros(us)) {
                 due = due || moderation.is_due(later);
@@ -415,8 +416,8 @@ mod tests {
     }
 
     #[test]
-    fn without_patience_every_completion_is_announced() {
-        let mut moderation = Moderation::new(Patience::NONE);
+    fn without_a_limit_every_completion_is_announced() {
+        let mut moderation = Moderation::new(HoldLimit::NONE);
         assert!((0..10_000).all(|_| moderation.add(1, Instant::now())));
         assert!(!moderation.is_holding());
     }
