@@ -6,6 +6,7 @@ mod chores;
 mod fuzz;
 mod report;
 mod shell;
+mod structure;
 mod suites;
 mod table;
 mod workspace;
@@ -63,6 +64,12 @@ enum Verb {
     /// kept in fuzz/corpus for the next run.
     #[command(after_help = fuzz::EXAMPLES)]
     Fuzz(fuzz::Arguments),
+    /// Whether files and crates import one way only: no cycle in a crate, no crate that looks up.
+    ///
+    /// A file imports another when it names what that one defines, in code that is not for tests. What
+    /// is re-exported counts for the file that defines it.
+    #[command(after_help = structure::EXAMPLES)]
+    Structure(structure::Arguments),
     /// Runs commands in a guest with a fresh disk of ours, for a look by hand.
     Shell {
         /// The guest's kernel.
@@ -140,6 +147,7 @@ fn main() -> ExitCode {
         Verb::Guest(arguments) => guest_suites(&mut report, arguments),
         Verb::Bench(arguments) => bench::run(arguments),
         Verb::Fuzz(arguments) => fuzz::run(&mut report, &arguments),
+        Verb::Structure(arguments) => structure::run(&arguments),
         Verb::Shell { kernel, device, shadowbell, commands } => {
             Lab::new(device, shadowbell, &[kernel])
                 .and_then(|lab| shell::run(&lab, kernel, commands))

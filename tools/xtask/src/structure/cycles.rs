@@ -1,0 +1,170 @@
+//! Arrows between files, the cycles among them, and the order when there is none.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+/// Who imports what from whom.
+#[derive(Debug, Default)]
+pub(super) struct Arrows(BTreeMap<String, BTreeMap<String, BTreeSet<String>>>);
+
+impl Arrows {
+    /// Files that import nothing yet.
+    pub(super) fn new(files: &[String]) -> Self {
+        Self(files.iter().map(|file| (file.clone(), BTreeMap::new())).collect())
+    }
+
+    /// `from` takes `name` from `to`. What a file takes from itself does not count.
+    pub(super) fn add(&mut self, from: &str, to: &str, name: String) {
+        if from != to {
+            let arrows = self.0.entry(from.to_owned()).or_default();
+            arrows.entry(to.to_owned()).or_default().insert(name);
+        }
+    }
+
+    pub(super) fn files(&self) -> usize {
+        self.0.len()
+    }
+
+    pub(super) fn count(&self) -> usize {
+        self.0.values().map(BTreeMap::len).sum()
+    }
+
+    fn imports(&self, file: &str) -> impl Iterator<Item = &str> {
+        self.0.get(file).into_iter().flat_map(|to| to.keys().map(String::as_str))
+    }
+
+    /// The shortest way from a file to another, both ends in it; to itself, around a cycle.
+    fn way<'a>(&'a self, from: &'a str, to: &str) -> Option<Vec<&'a str>> {
+        let mut ways = VecDeque::from([vec![from]]);
+        let mut seen = BTreeSet::new();
+        while let Some(way) = ways.pop_front() {
+            for next in self.imports(way[way.len() - 1]) {
+                let longer = || way.iter().copied().chain([next]).collect();
+                if next == to {
+                    return Some(longer());
+                }
+                if seen.insert(next) {
+                    ways.push_back(longer());
+                }
+            }
+        }
+        None
+    }
+
+    /// The sets of files that all import each other, if only by way of others.
+    pub(super) fn cycles(&self) -> Vec<BTreeSet<&str>> {
+        let mut cycles: Vec<BTreeSet<&str>> = Vec::new();
+        for file in self.0.keys() {
+            if cycles.iter().any(|cycle| cycle.contains(file.as_str())) {
+                continue;
+            }
+            let both_ways = |other: &&String| {
+                self.way(file, other).is_some() && self.way(other, file).is_some()
+            };
+            let cycle: BTreeSet<&str> =
+                self.0.keys().filter(both_ways).map(String::as_str).collect();
+            if cycle.len() > 1 {
+                cycles.push(cycle);
+            }
+        }
+        cycles
+    }
+
+    /// A cycle as text: the shortest way around first, then all other arrows in it.
+    pub(super) fn describe(&self, cycle: &BTreeSet<&str>) -> String {
+        let shortest = cycle
+            .iter()
+            .filter_map(|file| self.way(file, file))
+            .min_by_key(Vec::len)
+            .unwrap_or_default();
+        let mut text = String::new();
+        for pair in shortest.windows(2) {
+            text += &self.arrow(pair[0], pair[1]);
+        }
+        let mut rest = String::new();
+        for from in cycle {
+            for to in self.imports(from).filter(|to| cycle.contains(to)) {
+                if !shortest.windows(2).any(|pair| pair == [*from, to]) {
+                    rest += &self.arrow(from, to);
+                }
+            }
+        }
+        if !rest.is_empty() {
+            text += "  and among the same files:\n";
+            text += &rest;
+        }
+        text
+    }
+
+    fn arrow(&self, from: &str, to: &str) -> String {
+        let names = self.0.get(from).and_then(|arrows| arrows.get(to)).into_iter().flatten();
+        let names: Vec<&str> = names.map(String::as_str).collect();
+        format!("  {from} -> {to}: {}\n", names.join(", "))
+    }
+
+    /// Every arrow, for tests.
+    #[cfg(test)]
+    pub(super) fn lines(&self) -> Vec<String> {
+        let pairs = self.0.iter().flat_map(|(from, to)| to.keys().map(move |to| (from, to)));
+        pairs.map(|(from, to)| self.arrow(from, to).trim().to_owned()).collect()
+    }
+
+    /// The files bottom up, each with its height: one above the highest that it imports. The files
+    /// of a cycle have one height.
+    pub(super) fn order(&self) -> Vec<(usize, &str)> {
+        let cycles = self.cycles();
+        let mut heights: BTreeMap<&str, usize> = BTreeMap::new();
+        while heights.len() < self.0.len() {
+            for file in self.0.keys().map(String::as_str) {
+                let alone = BTreeSet::from([file]);
+                let group = cycles.iter().find(|c| c.contains(file)).unwrap_or(&alone);
+                let below: Option<Vec<usize>> = group
+                    .iter()
+                    .flat_map(|member| self.imports(member))
+                    .filter(|below| !group.contains(below))
+                    .map(|below| heights.get(below).copied())
+                    .collect();
+                if let Some(below) = below {
+                    let height = below.into_iter().max().map_or(0, |highest| highest + 1);
+                    heights.extend(group.iter().map(|member| (*member, height)));
+                }
+            }
+        }
+        let mut order: Vec<_> = heights.into_iter().map(|(file, height)| (height, file)).collect();
+        order.sort_unstable();
+        order
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn made_of(pairs: &[(&str, &str)]) -> Arrows {
+        let mut arrows = Arrows::default();
+        for (from, to) in pairs {
+            arrows.add(to, to, String::new());
+            arrows.add(from, to, format!("of_{to}"));
+            arrows.0.entry((*to).to_owned()).or_default();
+        }
+        arrows
+    }
+
+    #[test]
+    fn a_list_has_no_cycle_and_an_order() {
+        let arrows = made_of(&[("a", "b"), ("a", "c"), ("b", "c")]);
+        assert_eq!((arrows.files(), arrows.count()), (3, 3));
+        assert!(arrows.cycles().is_empty());
+        assert_eq!(arrows.order(), [(0, "c"), (1, "b"), (2, "a")]);
+    }
+
+    #[test]
+    fn the_shortest_way_around_comes_first() {
+        let arrows = made_of(&[("a", "b"), ("b", "c"), ("c", "a"), ("b", "a"), ("c", "d")]);
+        let cycles = arrows.cycles();
+        assert_eq!(cycles, [BTreeSet::from(["a", "b", "c"])]);
+        let want = "  a -> b: of_b\n  b -> a: of_a\n  and among the same files:\n  \
+            b -> c: of_c\n  c -> a: of_a\n";
+        assert_eq!(arrows.describe(&cycles[0]), want);
+        assert_eq!(arrows.order(), [(0, "d"), (1, "a"), (1, "b"), (1, "c")]);
+    }
+}

@@ -1,0 +1,156 @@
+//! Where a path leads: through modules and re-exports to the file that defines what it names.
+
+use super::modules::{Binding, Tree};
+use super::syntax::OUTSIDE;
+
+/// What a path, or the start of one, stands for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Meaning {
+    Module(usize),
+    /// Something in a file: what comes after it in a path (a variant, a function) is in it.
+    Item {
+        file: usize,
+        name: String,
+    },
+}
+
+/// The names that are being followed, so that one which leads to itself ends.
+type Trail<'a> = Vec<(usize, &'a str)>;
+
+impl Tree {
+    /// What a path in this module stands for; nothing if that is outside the package.
+    pub(super) fn resolve(&self, module: usize, path: &[String]) -> Vec<Meaning> {
+        self.follow(module, path, &mut Vec::new())
+    }
+
+    /// The macro of this name that a module sees without importing it.
+    pub(super) fn resolve_macro(&self, module: usize, name: &str) -> Option<Meaning> {
+        let mut at = Some(module);
+        while let Some(module) = at {
+            let seen = std::iter::once(module).chain(self.modules[module].lenders.iter().copied());
+            for candidate in seen {
+                let candidate = &self.modules[candidate];
+                if candidate.macros.iter().any(|known| known == name) {
+                    return Some(Meaning::Item { file: candidate.file, name: name.to_owned() });
+                }
+            }
+            at = self.modules[module].parent;
+        }
+        None
+    }
+
+    fn follow<'a>(
+        &'a self,
+        module: usize,
+        path: &'a [String],
+        trail: &mut Trail<'a>,
+    ) -> Vec<Meaning> {
+        let Some((first, rest)) = path.split_first() else { return Vec::new() };
+        let reached = match first.as_str() {
+            "crate" => vec![Meaning::Module(self.modules[module].root)],
+            "self" => vec![Meaning::Module(module)],
+            "super" => self.modules[module].parent.map(Meaning::Module).into_iter().collect(),
+            OUTSIDE => {
+                let Some((first, rest)) = rest.split_first() else { return Vec::new() };
+                return self.steps(self.package(first), rest, trail);
+            }
+            name => {
+                let found = self.look_up(module, name, true, trail);
+                if found.is_empty() { self.package(name) } else { found }
+            }
+        };
+        self.steps(reached, rest, trail)
+    }
+
+    fn steps<'a>(
+        &'a self,
+        mut reached: Vec<Meaning>,
+        rest: &'a [String],
+        trail: &mut Trail<'a>,
+    ) -> Vec<Meaning> {
+        for segment in rest {
+            // A path goes on through the module, not through a function or macro of the same name.
+            if reached.iter().any(|meaning| matches!(meaning, Meaning::Module(_))) {
+                reached.retain(|meaning| matches!(meaning, Meaning::Module(_)));
+            }
+            let mut next = Vec::new();
+            for meaning in reached {
+                match meaning {
+                    Meaning::Module(module) if segment == "super" => {
+                        next.extend(self.modules[module].parent.map(Meaning::Module));
+                    }
+                    Meaning::Module(module) => next.extend(self.member(module, segment, trail)),
+                    item @ Meaning::Item { .. } => next.push(item),
+                }
+            }
+            reached = next;
+        }
+        let mut once = Vec::new();
+        for meaning in reached {
+            if !once.contains(&meaning) {
+                once.push(meaning);
+            }
+        }
+        once
+    }
+
+    /// A name in a module that is named from elsewhere.
+    fn member<'a>(&'a self, module: usize, name: &'a str, trail: &mut Trail<'a>) -> Vec<Meaning> {
+        let found = self.look_up(module, name, false, trail);
+        if found.is_empty() && !self.holds(module, name) {
+            // A macro made it there.
+            let file = self.modules[module].file;
+            return vec![Meaning::Item { file, name: name.to_owned() }];
+        }
+        found
+    }
+
+    /// Whether a module says itself what the name is; if that leads nowhere, it leads outside.
+    fn holds(&self, module: usize, name: &str) -> bool {
+        self.modules[module].names.contains_key(name)
+    }
+
+    fn look_up<'a>(
+        &'a self,
+        module: usize,
+        name: &'a str,
+        within: bool,
+        trail: &mut Trail<'a>,
+    ) -> Vec<Meaning> {
+        if trail.contains(&(module, name)) {
+            return Vec::new();
+        }
+        trail.push((module, name));
+        let mut found = Vec::new();
+        for binding in self.modules[module].names.get(name).into_iter().flatten() {
+            match binding {
+                Binding::Item(file) => {
+                    found.push(Meaning::Item { file: *file, name: name.to_owned() });
+                }
+                Binding::Module(child) => found.push(Meaning::Module(*child)),
+                Binding::Import(path) => found.extend(self.follow(module, path, trail)),
+                Binding::Local(path) if within => found.extend(self.follow(module, path, trail)),
+                Binding::Local(_) => {}
+            }
+        }
+        if found.is_empty() && !self.holds(module, name) {
+            for glob in &self.modules[module].globs {
+                for opened in self.follow(module, glob, trail) {
+                    if let Meaning::Module(opened) = opened {
+                        found.extend(self.look_up(opened, name, false, trail));
+                    }
+                }
+            }
+        }
+        trail.pop();
+        found
+    }
+
+    /// The library of the package, as its programs know it.
+    fn package(&self, name: &str) -> Vec<Meaning> {
+        match &self.library {
+            Some((library, root)) if library == name => vec![Meaning::Module(*root)],
+            _ => Vec::new(),
+        }
+    }
+}

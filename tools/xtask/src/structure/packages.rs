@@ -1,0 +1,157 @@
+//! The packages of the workspace, and which of them may build on which.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use super::modules::Target;
+
+/// The directories below `crates/`, bottom up: a crate builds only on what stands before it here.
+/// What is elsewhere in the workspace (tests, tools) builds on anything, and none of these on it.
+pub(super) const LAYERS: [&str; 12] = [
+    "spec",
+    "doorbell",
+    "memory",
+    "vfio-user",
+    "backend",
+    "controller",
+    "driver",
+    "frontend",
+    "backend-nvme",
+    "block",
+    "export",
+    "shadowbell",
+];
+
+/// A package of the workspace.
+#[derive(Debug)]
+pub(super) struct Package {
+    pub(super) name: String,
+    /// As seen from the workspace's root.
+    pub(super) directory: PathBuf,
+    pub(super) targets: Vec<Target>,
+    /// The directories of the packages that it builds on outside its tests, likewise.
+    builds_on: Vec<PathBuf>,
+}
+
+impl Package {
+    /// Whether a person who says this means this package.
+    pub(super) fn is_called(&self, name: &str) -> bool {
+        self.name == name || self.directory == Path::new(name) || self.directory.ends_with(name)
+    }
+}
+
+/// The packages in what `cargo metadata --no-deps` prints.
+pub(super) fn packages(metadata: &[u8]) -> Result<Vec<Package>> {
+    let metadata: Value = serde_json::from_slice(metadata).context("what cargo metadata prints")?;
+    let root = text(&metadata, "workspace_root")?;
+    let relative = |path: &str| {
+        let path = Path::new(path);
+        path.strip_prefix(root).unwrap_or(path).to_path_buf()
+    };
+    let mut packages = Vec::new();
+    for package in list(&metadata, "packages") {
+        let manifest = relative(text(package, "manifest_path")?);
+        let mut targets = Vec::new();
+        for target in list(package, "targets") {
+            let is = |kind: &str| list(target, "kind").any(|found| found == kind);
+            if ["test", "example", "bench", "custom-build"].into_iter().any(is) {
+                continue;
+            }
+            targets.push(Target {
+                name: text(target, "name")?.replace('-', "_"),
+                library: !is("bin"),
+                path: text(target, "src_path")?.into(),
+            });
+        }
+        let builds_on = list(package, "dependencies")
+            .filter(|dependency| dependency.get("kind").is_none_or(|kind| kind != "dev"))
+            .filter_map(|dependency| Some(relative(dependency.get("path")?.as_str()?)))
+            .collect();
+        packages.push(Package {
+            name: text(package, "name")?.to_owned(),
+            directory: manifest.parent().map(Path::to_path_buf).unwrap_or_default(),
+            targets,
+            builds_on,
+        });
+    }
+    Ok(packages)
+}
+
+fn list<'a>(value: &'a Value, key: &str) -> impl Iterator<Item = &'a Value> {
+    value.get(key).and_then(Value::as_array).into_iter().flatten()
+}
+
+fn text<'a>(value: &'a Value, key: &str) -> Result<&'a str> {
+    let Some(text) = value.get(key).and_then(Value::as_str) else {
+        bail!("cargo metadata printed no {key}");
+    };
+    Ok(text)
+}
+
+/// What is wrong with a package's place among the layers, a sentence each.
+pub(super) fn misplaced(package: &Package) -> Vec<String> {
+    let name = package.directory.display();
+    if !package.directory.starts_with("crates") {
+        return Vec::new();
+    }
+    let Some(own) = layer(&package.directory) else {
+        return vec![format!("{name} is in no layer: add it to LAYERS in xtask/src/structure")];
+    };
+    package
+        .builds_on
+        .iter()
+        .filter(|below| layer(below).is_none_or(|below| below >= own))
+        .map(|below| {
+            let below = below.display();
+            format!("{name} builds on {below}, which is not below it: turn the dependency around")
+        })
+        .collect()
+}
+
+fn layer(directory: &Path) -> Option<usize> {
+    let name = directory.strip_prefix("crates").ok()?;
+    LAYERS.iter().position(|layer| name == Path::new(layer))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn package(directory: &str, builds_on: &[&str]) -> Package {
+        Package {
+            name: directory.replace('/', "-"),
+            directory: directory.into(),
+            targets: Vec::new(),
+            builds_on: builds_on.iter().map(PathBuf::from).collect(),
+        }
+    }
+
+    #[test]
+    fn a_crate_builds_on_lower_ones_only() {
+        assert!(misplaced(&package("crates/memory", &["crates/spec"])).is_empty());
+        let wrong = misplaced(&package("crates/spec", &["crates/memory", "guest"]));
+        assert_eq!(
+            wrong,
+            [
+                "crates/spec builds on crates/memory, which is not below it: \
+                 turn the dependency around",
+                "crates/spec builds on guest, which is not below it: turn the dependency around",
+            ]
+        );
+        assert!(misplaced(&package("xtask", &["guest", "crates/shadowbell"])).is_empty());
+    }
+
+    #[test]
+    fn a_crate_has_a_layer() {
+        assert!(misplaced(&package("crates/new", &[]))[0].starts_with("crates/new is in no layer"));
+    }
+
+    #[test]
+    fn a_package_has_a_short_name_too() {
+        let package = package("fuzz/bodies", &[]);
+        assert!(["fuzz/bodies", "bodies", "fuzz-bodies"].iter().all(|n| package.is_called(n)));
+        assert!(!package.is_called("fuzz"));
+    }
+}
