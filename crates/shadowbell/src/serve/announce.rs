@@ -185,6 +185,8 @@ impl Teller {
             }
             News::Event(Event::QueueCreated(_)) | News::End => {}
             News::Lost => warn!("{name}: more has happened than could be told"),
+            // A kind that came with a later controller is worth a line of its own.
+            News::Event(event) => info!("{name}: {event:?}"),
         }
     }
 }
