@@ -186,6 +186,8 @@ impl LogWriter {
                 error!("{name}: the controller can not go on until the guest resets it: {why}");
             }
             ServerEvent::Controller(Event::QueueCreated(_)) | ServerEvent::End => {}
+            // A kind that came with a later controller is worth a line of its own.
+            ServerEvent::Controller(event) => info!("{name}: {event:?}"),
             ServerEvent::Lost => warn!("{name}: more has happened than could be logged"),
         }
     }
