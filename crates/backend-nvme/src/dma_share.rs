@@ -99,7 +99,11 @@ impl DmaShare {
 
     /// The memory with the byte at `address`, which is one of `data`, if the SSD can reach it: and
     /// where in the memory the byte is.
-    pub(crate) fn find(&mut self, address: usize, data: &Segments) -> Option<(&SharedMemory, usize)> {
+    pub(crate) fn find(
+        &mut self,
+        address: usize,
+        data: &Segments,
+    ) -> Option<(&SharedMemory, usize)> {
         self.shares.as_ref()?;
         let known = self.shared.iter().position(|shared| shared.memory.mapping().holds(address));
         let index = match known {

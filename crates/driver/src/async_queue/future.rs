@@ -20,7 +20,8 @@ pub struct Done {
     pub buffer: Option<Buffer>,
 }
 
-/// An I/O command under way. Made by [`AsyncQueue::submit`].
+/// An I/O command under way. Made by
+/// [`AsyncQueue::submit`](super::AsyncQueue::submit).
 ///
 /// # Panics
 /// If it is polled again after it was ready.

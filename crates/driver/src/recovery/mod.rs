@@ -3,12 +3,14 @@
 //! # The steps
 //!
 //! 1. A command is not completed within [`Timeouts::io`]: the driver sends Abort. If the controller
-//! aborts the command, it is submitted again. 2. A quarter of that time later it still is not
-//! completed: the driver deletes the queue pair and creates it again. 3. The controller does not
-//! delete it, or CSTS.CFS or CSTS.NSSRO come up, or it is found disabled: the driver resets the
-//! controller, and creates every queue pair again. 4. The controller can not be reset in some
-//! tries: the driver gives it up, and everything ends with an error. So it does at once if the
-//! registers read as all ones, or the way to them breaks.
+//!    aborts the command, it is submitted again.
+//! 2. A quarter of that time later it still is not completed: the driver deletes the queue pair and
+//!    creates it again.
+//! 3. The controller does not delete it, or CSTS.CFS or CSTS.NSSRO come up, or it is found
+//!    disabled: the driver resets the controller, and creates every queue pair again.
+//! 4. The controller can not be reset in some tries: the driver gives it up, and everything ends
+//!    with an error. So it does at once if the registers read as all ones, or if the way to the
+//!    controller breaks.
 //!
 //! Every step is one line in the log, and is counted: see [`RecoveryStats`].
 //!
