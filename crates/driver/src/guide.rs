@@ -11,7 +11,8 @@
 //!
 //! fn main() -> Result<(), Box<dyn std::error::Error>> {
 //!     // The way to the controller: here one in this process, over a disk in memory.
-//!     let ssd = Arc::new(shadowbell_frontend::InProcess::over(shadowbell_backend::open("mem:64MiB")?)?);
+//!     let disk = shadowbell_backend::open("mem:64MiB")?;
+//!     let ssd = Arc::new(shadowbell_frontend::InProcess::over(disk)?);
 //!     // Takes the controller over: resets and enables it, makes queues, asks what it is.
 //!     let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
 //!     let namespace = controller.namespace(1).ok_or("there is no namespace 1")?.clone();
@@ -50,7 +51,8 @@
 //! # use shadowbell_driver::{AttachOptions, Controller};
 //! # use std::sync::Arc;
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! # let ssd = Arc::new(shadowbell_frontend::InProcess::over(shadowbell_backend::open("mem:64MiB")?)?);
+//! # let disk = shadowbell_backend::open("mem:64MiB")?;
+//! # let ssd = Arc::new(shadowbell_frontend::InProcess::over(disk)?);
 //! # let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
 //! # let namespace = controller.namespace(1).ok_or("there is no namespace 1")?.clone();
 //! # let mut queue = controller.take_queue_pair().ok_or("there is no queue pair")?;
@@ -101,7 +103,8 @@
 //! #     }
 //! # }
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! # let ssd = Arc::new(shadowbell_frontend::InProcess::over(shadowbell_backend::open("mem:64MiB")?)?);
+//! # let disk = shadowbell_backend::open("mem:64MiB")?;
+//! # let ssd = Arc::new(shadowbell_frontend::InProcess::over(disk)?);
 //! # let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
 //! let queue = AsyncQueue::start(controller.take_queue_pair().ok_or("there is no queue pair")?)?;
 //! let disk = queue.open(controller.namespace(1).ok_or("there is no namespace 1")?);
@@ -130,7 +133,8 @@
 //! # use std::sync::Arc;
 //! # use zerocopy::IntoBytes;
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! # let ssd = Arc::new(shadowbell_frontend::InProcess::over(shadowbell_backend::open("mem:64MiB")?)?);
+//! # let disk = shadowbell_backend::open("mem:64MiB")?;
+//! # let ssd = Arc::new(shadowbell_frontend::InProcess::over(disk)?);
 //! # let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
 //! # let namespace = controller.namespace(1).ok_or("there is no namespace 1")?.clone();
 //! # let mut queue = controller.take_queue_pair().ok_or("there is no queue pair")?;
