@@ -73,7 +73,7 @@ pub(crate) enum Operation {
     Reset,
 }
 
-/// What may befall a controller as a whole. Only a controller that is told to go wrong meets these.
+/// What may befall a controller as a whole. Only a controller with injected faults meets these.
 #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "made by fault injection only"))]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Condition {
