@@ -31,6 +31,7 @@ pub(crate) enum Notice {
     /// Memory of the host was taken away from under us: the controller is in a fatal state.
     MemoryLost,
     /// Something befell the whole controller while its queues were served.
+    #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
     Condition(Condition),
     /// The admin queue has to be looked at.
     AdminDoorbell,
