@@ -1,10 +1,10 @@
-//! Which writes a guest was told are safe, and whether the disk still has them.
+//! Which writes a guest saw acknowledged, and whether the disk still has them.
 //!
 //! A program in the guest overwrites a few thousand slots of the disk again and again, and reports
-//! each write over a serial port of its own *after* the write has returned. QEMU puts that port into a
-//! file, so the list of promises survives whatever happens to the guest. Afterwards the image must
-//! have, in every sector of every promised slot, a whole sector of that slot, and of the promised
-//! write or a later one: an older one is a lost write, or a stale one that landed late.
+//! each write over a serial port of its own *after* the write has returned. QEMU puts that port
+//! into a file, so the list of promises survives whatever happens to the guest. Afterwards the
+//! image must have, in every sector of every promised slot, a whole sector of that slot, and of the
+//! promised write or a later one: an older one is a lost write, or a stale one that landed late.
 
 pub mod sector;
 
@@ -30,8 +30,8 @@ pub struct Promises {
 }
 
 impl Promises {
-    /// Reads the log of acknowledgements: `A <slot> <generation>` for a write that returned,
-    /// `E <words>` for a failure. A line that was cut by a dying guest promises nothing, whether it is
+    /// Reads the log of acknowledgements: `A <slot> <generation>` for a write that returned, `E
+    /// <words>` for a failure. A line that was cut by a dying guest promises nothing, whether it is
     /// the last or the next session has written on in it.
     pub fn parse(log: &str) -> Self {
         let mut promises = Self::default();

@@ -103,9 +103,9 @@ impl Agent {
     ///
     /// # Errors
     ///
-    /// The guest did not answer in time, restarted meanwhile, or QEMU ended. After a command that was
-    /// given up all others fail at once, until the guest has booted again. A command that fails in the
-    /// guest is no error here: see [`Output::success`].
+    /// The guest did not answer in time, restarted meanwhile, or QEMU ended. After a command that
+    /// was given up all others fail at once, until the guest has booted again. A command that fails
+    /// in the guest is no error here: see [`Output::success`].
     pub fn run(
         &mut self,
         command: &str,
@@ -188,8 +188,8 @@ mod tests {
     const SOON: Duration = Duration::from_secs(10);
 
     fn pair() -> (Agent, BufReader<UnixStream>) {
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        (Agent::new(ours).unwrap(), BufReader::new(theirs))
+        let (near, far) = UnixStream::pair().unwrap();
+        (Agent::new(near).unwrap(), BufReader::new(far))
     }
 
     /// Answers each command line with what the closure makes of it.
@@ -256,14 +256,14 @@ mod tests {
             .replace(">&3", "")
             .replace("3>&-", "")
             .replace("/tmp/.agent", &directory.path().join("agent").display().to_string());
-        let (ours, theirs) = UnixStream::pair().unwrap();
+        let (near, far) = UnixStream::pair().unwrap();
         let mut child = Command::new("sh")
             .args(["-c", &script])
-            .stdin(Stdio::from(std::os::fd::OwnedFd::from(theirs.try_clone().unwrap())))
-            .stdout(Stdio::from(std::os::fd::OwnedFd::from(theirs)))
+            .stdin(Stdio::from(std::os::fd::OwnedFd::from(far.try_clone().unwrap())))
+            .stdout(Stdio::from(std::os::fd::OwnedFd::from(far)))
             .spawn()
             .unwrap();
-        let mut agent = Agent::new(ours).unwrap();
+        let mut agent = Agent::new(near).unwrap();
         agent.wait_hello(SOON, &mut || Ok(())).unwrap();
         let mut run = |command: &str| agent.run(command, SOON, &mut || Ok(())).unwrap();
         assert_eq!(run("echo one; echo two >&2; exit 3").text, "one\ntwo\n");

@@ -51,7 +51,7 @@ impl FromStr for Kernel {
 pub enum Drive {
     /// A raw image in the run's directory of files.
     Image(String),
-    /// The same, past the page cache and through io_uring: the least that QEMU can do for it.
+    /// A raw image past the page cache and through io_uring: the least that QEMU can do for it.
     Direct(String),
     /// A disk of this many bytes that reads as zeroes and forgets what is written (`null-co`).
     Null(u64),
@@ -125,9 +125,9 @@ pub fn pci_address(index: usize) -> String {
     format!("0000:00:{:02x}.0", FIRST_SLOT + index)
 }
 
-/// The words that every guest kernel gets. The clock of the processor is declared good, because under
-/// emulation the kernel may doubt it and then read a slow one millions of times; mitigations only cost
-/// time here; a panic restarts at once, which the agent's connection notices.
+/// The words that every guest kernel gets. The clock of the processor is declared good, because
+/// under emulation the kernel may doubt it and then read a slow one millions of times; mitigations
+/// only cost time here; a panic restarts at once, which the agent's connection notices.
 pub const KERNEL_WORDS: &str =
     "console=ttyS0 rdinit=/init quiet panic=-1 tsc=reliable mitigations=off";
 

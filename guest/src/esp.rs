@@ -11,8 +11,9 @@ use crate::host::last_lines;
 use crate::roots::Roots;
 use crate::rundir::RunDir;
 
-/// Builds the image from inside the tools root. Sections of a PE file must not overlap in memory and
-/// stay in the order in which they are appended, so each begins on the page after the one before.
+/// Builds the image from inside the tools root. Sections of a PE file must not overlap in memory
+/// and stay in the order in which they are appended, so each begins on the page after the one
+/// before.
 const SCRIPT: &str = r#"
 set -eu
 cd "$1"; image=$2; size=$3

@@ -8,7 +8,7 @@
 //!
 //! The output is standard output and standard error together. Its length is sent beside it, so a
 //! line that lost bytes is noticed. Lines of any other form are noise (firmware, a boot loader) and
-//! are passed over; a line that begins as ours and does not parse is an error.
+//! are passed over; a line that begins as one of the protocol's and does not parse is an error.
 
 use anyhow::{Context, Result, bail};
 use base64::{Engine, engine::general_purpose::STANDARD};

@@ -33,7 +33,7 @@ pub const FULL: &[&str] = &[
 /// The Debian root's directories that are links into `/usr`.
 const MERGED: &[&str] = &["bin", "sbin", "lib", "lib64"];
 
-/// Where programs of ours go in the guest.
+/// Where our own programs go in the guest.
 const OURS: &str = "usr/sbin";
 
 /// Where kernel modules go in the guest, all in one directory.
@@ -47,7 +47,7 @@ const LOOK: &str = "/run/shadowbell/program";
 pub struct Extra<'a> {
     /// Files of the host that go to `/usr/sbin` and need no shared libraries.
     pub programs: &'a [&'a Path],
-    /// The same with shared libraries, of which Debian's newer ones must do.
+    /// Programs with shared libraries, of which Debian's newer ones must do.
     pub linked: &'a [&'a Path],
     /// Kernel modules, for [`MODULES`].
     pub modules: &'a [PathBuf],

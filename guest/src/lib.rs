@@ -4,17 +4,18 @@
 //!
 //! * [`host`]: what this machine must offer (root, `mmdebstrap`, a Debian mirror), and one clear
 //!   sentence when it does not.
-//! * [`roots`]: what is fetched once and kept under `target/guest/`: a Debian root with QEMU and the
-//!   guest's programs, and the guest kernels.
-//! * [`cpio`], [`initramfs`]: the guest's whole user land, packed from that root in memory. The guest
-//!   has no disk but the ones under test.
-//! * [`frame`], [`agent`]: a command goes in, its exit code and output come back, over a serial port
-//!   that nothing else writes to. The kernel's console is another port.
-//! * [`config`], [`machine`], [`qmp`]: the QEMU command line, the running guest, its control socket.
+//! * [`roots`]: what is fetched once and kept under `target/guest/`: a Debian root with QEMU and
+//!   the guest's programs, and the guest kernels.
+//! * [`cpio`], [`initramfs`]: the guest's whole user land, packed from that root in memory. The
+//!   guest has no disk but the ones under test.
+//! * [`frame`], [`agent`]: a command goes in, its exit code and output come back, over a serial
+//!   port that nothing else writes to. The kernel's console is another port.
+//! * [`config`], [`machine`], [`qmp`]: the QEMU command line, the running guest, its control
+//!   socket.
 //! * [`rundir`], [`process`], [`server`]: the files of one run, a child that cannot outlive us, and
 //!   `shadowbell serve`.
-//! * [`ack`]: which writes a guest was told are safe, and whether the disk still has them.
-//! * [`tool`]: the program of ours that runs inside the guest.
+//! * [`ack`]: which writes a guest saw acknowledged, and whether the disk still has them.
+//! * [`tool`]: the program that runs inside the guest.
 //! * [`esp`]: a disk image that boots through UEFI.
 //! * [`trace`]: counting doorbells and interrupts in QEMU's own trace.
 //!

@@ -38,8 +38,9 @@ pub struct Guest {
 impl Guest {
     /// Starts QEMU and waits until the guest's agent answers.
     ///
-    /// `initramfs` is the archive of [`crate::initramfs::pack`], in the run's directory of files. The
-    /// directory takes one guest at a time; a second one after the first has ended appends to its logs.
+    /// `initramfs` is the archive of [`crate::initramfs::pack`], in the run's directory of files.
+    /// The directory takes one guest at a time; a second one after the first has ended appends to
+    /// its logs.
     ///
     /// # Errors
     ///

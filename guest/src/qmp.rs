@@ -83,9 +83,9 @@ mod tests {
     use super::*;
 
     fn serve(lines: &'static [&'static str]) -> UnixStream {
-        let (ours, theirs) = UnixStream::pair().unwrap();
+        let (near, far) = UnixStream::pair().unwrap();
         std::thread::spawn(move || {
-            let mut port = BufReader::new(theirs);
+            let mut port = BufReader::new(far);
             let mut request = String::new();
             for line in lines {
                 // A line in two pieces, with a pause longer than one read: it must be put together.
@@ -98,7 +98,7 @@ mod tests {
                 }
             }
         });
-        ours
+        near
     }
 
     #[test]

@@ -64,7 +64,8 @@ fn kernel_recipe(kernel: Kernel) -> Recipe {
 }
 
 impl Recipe {
-    /// What the root depends on. Where the packages come from is left out: every mirror has the same.
+    /// What the root depends on. Where the packages come from is left out: every mirror has the
+    /// same.
     fn stamp(&self) -> String {
         format!(
             "{} {} {} {}\n",
@@ -87,8 +88,8 @@ impl Roots {
     ///
     /// # Errors
     ///
-    /// One sentence when this machine may not (see [`host::prepare`]), or the end of the log of what
-    /// failed.
+    /// One sentence when this machine may not (see [`host::prepare`]), or the end of the log of
+    /// what failed.
     pub fn fetch(workspace: &Path, kernels: &[Kernel]) -> Result<Self> {
         let directory = workspace.join("target/guest");
         fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
@@ -130,8 +131,8 @@ impl Roots {
             .with_context(|| format!("no kernel image in {}", root.display()))
     }
 
-    /// What the kernel calls itself, `uname -r`. Debian's backports move on, so it may be newer than
-    /// its name here.
+    /// What the kernel calls itself, `uname -r`. Debian's backports move on, so it may be newer
+    /// than its name here.
     pub fn release(&self, kernel: Kernel) -> Result<String> {
         let root = self.directory.join(kernel_recipe(kernel).name);
         ["usr/lib/modules", "lib/modules"]
@@ -142,8 +143,8 @@ impl Roots {
             .with_context(|| format!("no kernel's modules in {}", root.display()))
     }
 
-    /// The kernel's modules of these names, those that it has: what is missing is built into the kernel
-    /// or of another version of it.
+    /// The kernel's modules of these names, those that it has: what is missing is built into the
+    /// kernel or of another version of it.
     pub fn modules(&self, kernel: Kernel, names: &[&str]) -> Vec<PathBuf> {
         let root = self.directory.join(kernel_recipe(kernel).name);
         let mut directories = vec![root.join("usr/lib/modules"), root.join("lib/modules")];
@@ -165,9 +166,9 @@ impl Roots {
         found.into_iter().flatten().collect()
     }
 
-    /// A command inside the tools root, in a mount namespace of its own: `binds` are pairs of a host
-    /// directory and where it appears inside. Nothing stays mounted when it ends, however it ends.
-    /// It is killed with the thread that started it.
+    /// A command inside the tools root, in a mount namespace of its own: `binds` are pairs of a
+    /// host directory and where it appears inside. Nothing stays mounted when it ends, however it
+    /// ends. It is killed with the thread that started it.
     pub fn command(&self, binds: &[(&Path, &str)], program: &str) -> Result<Command> {
         let tools = self.tools();
         let mut script = String::from("set -e\n");

@@ -31,7 +31,8 @@ truncate -s "$2" "$0/disk.img" && shift 2 && exec "$@""#;
 pub struct Serve<'a> {
     /// The built program.
     pub binary: &'a Path,
-    /// The name of its socket in the run's directory of sockets, and of its log, `serve-<name>.log`.
+    /// The name of its socket in the run's directory of sockets, and of its log,
+    /// `serve-<name>.log`.
     pub name: &'a str,
     /// The disks, as on the command line.
     pub disks: &'a [String],

@@ -14,8 +14,8 @@ pub const NAME: &str = "shadowbell-guest-tool";
 /// Its source files, of this crate.
 const SOURCES: &[&str] = &["src/bin/shadowbell-guest-tool.rs", "src/ack/sector.rs"];
 
-/// Compiles the program, statically, into `directory`, unless it is there and newer than its source.
-/// `workspace` is the root of the repository.
+/// Compiles the program, statically, into `directory`, unless it is there and newer than its
+/// source. `workspace` is the root of the repository.
 pub fn build(workspace: &Path, directory: &Path) -> Result<PathBuf> {
     let binary = directory.join(NAME);
     let sources: Vec<_> = SOURCES.iter().map(|name| workspace.join("guest").join(name)).collect();

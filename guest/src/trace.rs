@@ -1,7 +1,7 @@
 //! Counts what QEMU's own NVMe controller does, in the trace that QEMU writes.
 //!
-//! The events are switched on over QMP just for a measured stretch (a line per doorbell takes time),
-//! and counted between two marks in the log.
+//! The events are switched on over QMP just for a measured stretch (a line per doorbell takes
+//! time), and counted between two marks in the log.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -64,8 +64,8 @@ fn switch(guest: &mut Guest, enable: bool) -> Result<()> {
     Ok(())
 }
 
-/// Counts the events in lines such as `pci_nvme_mmio_doorbell_sq sqid 1 new_tail 12`, with or without
-/// something in front.
+/// Counts the events in lines such as `pci_nvme_mmio_doorbell_sq sqid 1 new_tail 12`, with or
+/// without something in front.
 pub fn count(text: &str) -> Counts {
     let mut counts = Counts::default();
     for line in text.lines() {

@@ -1,9 +1,9 @@
-//! A worker's way to the namespace: a queue pair of its own.
+//! A worker's queue on the namespace: a queue pair of its own.
 
-use crate::counts::{Counts, Ways};
-use crate::device::Shared;
-use crate::lent::Lender;
+use crate::dma_share::DmaShare;
+use crate::shared::NvmeDiskShared;
 use crate::task::{Next, Task, outcome};
+use crate::transfers::{QueueTransfers, Transfers};
 use rustix::io::Errno;
 use shadowbell_backend::{Bounds, DiskError, Queue, Request, Submitted};
 use shadowbell_driver::{Buffer, BufferPool, Completion, QueuePair};
@@ -22,25 +22,26 @@ const LARGE: u64 = 128 << 10;
 const LARGE_COUNT: usize = 16;
 /// A request of more pieces than this is copied: each piece would be a command.
 const PIECES: usize = 8;
+
 /// The command in a slot of the queue pair.
 #[derive(Clone, Copy, Default)]
 struct Part {
     task: u32,
     at: u64,
     len: u64,
-    /// Its buffer is the guest's memory.
-    lent: bool,
+    /// The SSD moves the data in the guest's memory.
+    in_place: bool,
 }
 
 pub(crate) struct NvmeQueue {
-    shared: Arc<Shared>,
+    shared: Arc<NvmeDiskShared>,
     bounds: Bounds,
     pair: QueuePair,
     event: Arc<EventFd>,
     small: BufferPool,
     large: BufferPool,
-    lender: Lender,
-    /// Buffers in lent memory that were used, to be made others of.
+    dma: DmaShare,
+    /// Buffers in the guest's memory that were used, to be made others of.
     used: Vec<Buffer>,
     tasks: Vec<Option<Task>>,
     free: Vec<u32>,
@@ -51,18 +52,18 @@ pub(crate) struct NvmeQueue {
     parts: Box<[Part]>,
     /// The device has gone.
     gone: bool,
-    ways: Ways,
-    counts: Arc<Counts>,
+    transfers: Transfers,
+    published: Arc<QueueTransfers>,
 }
 
 impl NvmeQueue {
-    pub(crate) fn new(shared: Arc<Shared>, pair: QueuePair) -> io::Result<Self> {
+    pub(crate) fn new(shared: Arc<NvmeDiskShared>, pair: QueuePair) -> io::Result<Self> {
         let event = Arc::new(pair.waker()?);
-        shared.watch.add(&event);
+        shared.hang_up.add(&event);
         let block = u64::from(shared.info.block_size);
         let most = shared.namespace.max_transfer_bytes().max(block);
         let buffers = |count, size: u64| {
-            let pool = shared.controller().buffers(count, size as usize);
+            let pool = shared.controller.lock().buffers(count, size as usize);
             pool.map_err(io::Error::other)
         };
         let small = buffers(pair.capacity(), SMALL.min(most))?;
@@ -74,15 +75,15 @@ impl NvmeQueue {
             event,
             small,
             large,
-            lender: Lender::new(Arc::clone(&shared)),
+            dma: DmaShare::new(shared.shares.clone()),
             used: Vec::new(),
             tasks: Vec::new(),
             free: Vec::new(),
             waiting: VecDeque::new(),
             over: Vec::new(),
             gone: false,
-            ways: Ways::default(),
-            counts: shared.counts.join(),
+            transfers: Transfers::default(),
+            published: shared.transfers.join(),
             shared,
         })
     }
@@ -104,7 +105,7 @@ impl NvmeQueue {
 
     /// Submits commands of a task. Whether all of them were; if not, there is no room now.
     fn start(&mut self, key: u32) -> bool {
-        let Self { shared, pair, small, large, lender, used, tasks, parts, ways, .. } = self;
+        let Self { shared, pair, small, large, dma, used, tasks, parts, transfers, .. } = self;
         let (small, large) = (&*small, &*large);
         let namespace = &shared.namespace;
         let size = namespace.block_size();
@@ -118,14 +119,14 @@ impl NvmeQueue {
                 Next::Nothing => return true,
                 Next::Bare => (u64::MAX, None),
                 Next::Own { left } => (left.min(task.most(large.buffer_size() as u64, size)), None),
-                Next::Data { at, left } => match straight(lender, used, task, at, left, shared) {
+                Next::Data { at, left } => match in_place(dma, used, task, at, left, shared) {
                     Some(buffer) => (buffer.len() as u64, Some(buffer)),
                     None => ((left as u64).min(large.buffer_size() as u64), None),
                 },
             };
-            let lent = own.is_some();
+            let in_place = own.is_some();
             let mut buffer = own;
-            if !lent && next != Next::Bare {
+            if !in_place && next != Next::Bare {
                 let needs = task.needs(len);
                 let pool = if needs <= small.buffer_size() as u64 { small } else { large };
                 let Some(mut taken) = pool.take() else { return false };
@@ -145,10 +146,10 @@ impl NvmeQueue {
             match pair.submit(command, buffer) {
                 Ok(token) => {
                     let at = task.began(len);
-                    ways.in_place += u64::from(lent);
-                    ways.copied += u64::from(!lent && matches!(next, Next::Data { .. }));
+                    transfers.in_place += u64::from(in_place);
+                    transfers.copied += u64::from(!in_place && matches!(next, Next::Data { .. }));
                     if let Some(part) = parts.get_mut(token.index()) {
-                        *part = Part { task: key, at, len, lent };
+                        *part = Part { task: key, at, len, in_place };
                     }
                 }
                 Err(refused) => {
@@ -175,7 +176,7 @@ impl NvmeQueue {
         let task = self.tasks.get(key as usize).and_then(Option::as_ref);
         if task.is_some_and(Task::is_over) {
             self.over.push(key);
-            // It ends in `reap`, so somebody has to be told that there is a reason to call it.
+            // It ends in `reap`: the event makes the worker call it.
             self.event.signal();
         }
     }
@@ -186,7 +187,7 @@ impl NvmeQueue {
         let part = self.parts.get(token.index()).copied()?;
         let task = self.tasks.get_mut(part.task as usize)?.as_mut()?;
         let mut outcome = outcome(status);
-        if part.lent {
+        if part.in_place {
             // As many as can be in use at the same time.
             if let Some(buffer) = buffer
                 && self.used.len() < self.parts.len()
@@ -230,16 +231,16 @@ fn no_device() -> DiskError {
 }
 
 /// The data of a task from `at` on as far as the SSD can reach them where they are, in one piece.
-fn straight(
-    lender: &mut Lender,
+fn in_place(
+    dma: &mut DmaShare,
     used: &mut Vec<Buffer>,
     task: &Task,
     at: usize,
     left: usize,
-    shared: &Shared,
+    shared: &NvmeDiskShared,
 ) -> Option<Buffer> {
     let pieces = task.data.pieces();
-    if !shared.zero_copy || pieces.len() > PIECES {
+    if pieces.len() > PIECES {
         return None;
     }
     let mut skip = at;
@@ -251,18 +252,18 @@ fn straight(
         here
     })?;
     let address = piece.address() + skip;
-    let (lent, offset) = lender.find(address, &task.data)?;
+    let (memory, offset) = dma.find(address, &task.data)?;
     let most = usize::try_from(shared.namespace.max_transfer_bytes()).unwrap_or(usize::MAX);
-    let len = (piece.len() - skip).min(left).min(lent.mapping().len() - offset).min(most);
+    let len = (piece.len() - skip).min(left).min(memory.mapping().len() - offset).min(most);
     // A data pointer begins at a multiple of four bytes, and a command moves whole blocks.
     let whole = len - len % shared.info.block_size as usize;
     if whole == 0 || !address.is_multiple_of(4) {
         return None;
     }
-    lent.buffer(offset, whole, used.pop())
+    memory.buffer(offset, whole, used.pop())
 }
 
-/// A way to an SSD that has gone.
+/// A queue of an SSD that has gone.
 pub(crate) struct NoDevice;
 
 impl Queue for NoDevice {
@@ -279,7 +280,7 @@ impl Queue for NvmeQueue {
         if self.gone {
             return Submitted::Done(Err(no_device()));
         }
-        let Shared { namespace, info, .. } = &*self.shared;
+        let NvmeDiskShared { namespace, info, .. } = &*self.shared;
         let mut task = match Task::new(tag, request, namespace, info.volatile_cache) {
             Ok(task) => task,
             Err(result) => return Submitted::Done(result),
@@ -299,8 +300,8 @@ impl Queue for NvmeQueue {
             return;
         }
         self.start_waiting();
-        self.counts.put(self.ways);
-        // Rings, and has somebody look after the commands if the worker sleeps now.
+        self.published.publish(self.transfers);
+        // Rings the doorbell, and has the commands' deadlines watched if the worker sleeps now.
         if let Err(error) = self.pair.prepare_sleep() {
             self.fail(&error);
             self.event.signal();
@@ -319,14 +320,14 @@ impl Queue for NvmeQueue {
             }
             if !any {
                 // What had completed before it went away was taken.
-                if self.shared.watch.is_gone() {
+                if self.shared.hang_up.is_gone() {
                     self.fail(&"the device went away; serve again when it is back");
                 }
                 break;
             }
             // What completes from here on interrupts; what did before is seen by looking again.
             self.start_waiting();
-            self.counts.put(self.ways);
+            self.published.publish(self.transfers);
             if let Err(error) = self.pair.prepare_sleep() {
                 self.fail(&error);
             }
@@ -352,7 +353,7 @@ impl Queue for NvmeQueue {
 
     fn memory_changed(&mut self, table: &DmaTable) {
         self.used.clear();
-        self.lender.keep(table);
+        self.dma.retain(table);
     }
 
     fn pending(&self) -> usize {

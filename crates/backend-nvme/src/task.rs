@@ -1,6 +1,6 @@
 //! A request as commands of the SSD's, and what their statuses mean.
 
-use shadowbell_backend::{DiskError, Op, Request};
+use shadowbell_backend::{DiskError, Op, Request, compare};
 use shadowbell_driver::{Buffer, Command, Namespace, RequestError};
 use shadowbell_memory::{Segments, SharedBytes};
 use shadowbell_spec::Status;
@@ -10,19 +10,17 @@ use zerocopy::IntoBytes;
 /// The most blocks that a command without data names here, below the 65536 that it could: an SSD
 /// that has a lot to do with them gets it in parts.
 const MAX_BLOCKS: u64 = 1 << 15;
-/// How much is compared at once.
-const STEP: usize = 4096;
 
 /// How a request is carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum Action {
     Read,
     Write {
         fua: bool,
     },
     Compare,
-    /// Reads into a buffer that nobody looks at.
-    ReadAway,
+    /// Reads into a buffer and drops the data.
+    ReadAndDrop,
     Verify,
     Flush,
     WriteZeroes {
@@ -36,7 +34,7 @@ enum Way {
     Deallocate,
 }
 
-/// Whether blocks that are discarded read as zeroes, and there is a way to discard them.
+/// Whether blocks can be discarded, and read as zeroes then.
 pub(crate) fn discards(namespace: &Namespace) -> bool {
     deallocates(namespace) || zeroes_deallocate(namespace)
 }
@@ -51,10 +49,10 @@ fn zeroes_deallocate(namespace: &Namespace) -> bool {
     namespace.optional_commands().write_zeroes() && namespace.identity().dlfeat.wzds()
 }
 
-/// A request on its way.
+/// A request on its action.
 pub(crate) struct Task {
     pub(crate) tag: u32,
-    way: Way,
+    action: Action,
     offset: u64,
     len: u64,
     /// Bytes for which there is a command.
@@ -74,7 +72,7 @@ pub(crate) enum Next {
     Bare,
     /// A command that moves the task's own data, from this byte of them on, this many left.
     Data { at: usize, left: usize },
-    /// A command whose data are the queue's affair, of so many bytes.
+    /// A command with a buffer of the queue's, for so many bytes of the disk.
     Own { left: u64 },
 }
 
@@ -87,32 +85,33 @@ impl Task {
         volatile: bool,
     ) -> Result<Self, Result<(), DiskError>> {
         let has = namespace.optional_commands();
-        let way = match request.op {
-            Op::Flush if volatile => Way::Flush,
+        let action = match request.op {
+            Op::Flush if volatile => Action::Flush,
             // What has completed is where it belongs.
             Op::Flush => return Err(Ok(())),
             _ if request.len == 0 => return Err(Ok(())),
-            Op::Read => Way::Read,
-            Op::Write { fua } => Way::Write { fua },
-            Op::Compare => Way::Compare,
-            Op::Verify if has.verify() => Way::Verify,
-            Op::Verify => Way::ReadAway,
+            Op::Read => Action::Read,
+            Op::Write { fua } => Action::Write { fua },
+            Op::Compare => Action::Compare,
+            Op::Verify if has.verify() => Action::Verify,
+            Op::Verify => Action::ReadAndDrop,
             Op::WriteZeroes { deallocate, fua } if has.write_zeroes() => {
-                Way::WriteZeroes { deallocate, fua }
+                Action::WriteZeroes { deallocate, fua }
             }
-            Op::WriteZeroes { fua, .. } => Way::Fill { fua },
-            Op::Discard if deallocates(namespace) => Way::Deallocate,
+            Op::WriteZeroes { fua, .. } => Action::Fill { fua },
+            Op::Discard if deallocates(namespace) => Action::Deallocate,
             Op::Discard if zeroes_deallocate(namespace) => {
-                Way::WriteZeroes { deallocate: true, fua: false }
+                Action::WriteZeroes { deallocate: true, fua: false }
             }
             Op::Discard => return Err(Ok(())),
+            _ => return Err(Err(DiskError::Unsupported)),
         };
         Ok(Self {
             tag,
-            way,
+            action,
             offset: request.offset,
             // A flush has no range; here it is one byte long, for which there is one command.
-            len: if way == Way::Flush { 1 } else { request.len },
+            len: if action == Action::Flush { 1 } else { request.len },
             begun: 0,
             under_way: 0,
             outcome: Ok(()),
@@ -126,12 +125,14 @@ impl Task {
         if left == 0 || self.outcome.is_err() {
             return Next::Nothing;
         }
-        match self.way {
-            Way::Flush | Way::Verify | Way::WriteZeroes { .. } => Next::Bare,
-            Way::Read | Way::Write { .. } => {
+        match self.action {
+            Action::Flush | Action::Verify | Action::WriteZeroes { .. } => Next::Bare,
+            Action::Read | Action::Write { .. } => {
                 Next::Data { at: self.begun as usize, left: left as usize }
             }
-            Way::Compare | Way::ReadAway | Way::Fill { .. } | Way::Deallocate => Next::Own { left },
+            Action::Compare | Action::ReadAndDrop | Action::Fill { .. } | Action::Deallocate => {
+                Next::Own { left }
+            }
         }
     }
 
@@ -153,38 +154,38 @@ impl Task {
         let fua = |command: Command, fua: bool| if fua { command.with_fua() } else { command };
         let data = blocks(u64::from(u32::MAX));
         let bare = blocks(MAX_BLOCKS);
-        let made: Result<(Command, u32), RequestError> = match self.way {
-            Way::Read | Way::Compare | Way::ReadAway => {
+        let made: Result<(Command, u32), RequestError> = match self.action {
+            Action::Read | Action::Compare | Action::ReadAndDrop => {
                 namespace.read(lba, data).map(|command| (command, data))
             }
-            Way::Write { fua: force } | Way::Fill { fua: force } => {
+            Action::Write { fua: force } | Action::Fill { fua: force } => {
                 namespace.write(lba, data).map(|command| (fua(command, force), data))
             }
-            Way::Verify => namespace.verify(lba, bare).map(|command| (command, bare)),
-            Way::WriteZeroes { deallocate, fua: force } => namespace
+            Action::Verify => namespace.verify(lba, bare).map(|command| (command, bare)),
+            Action::WriteZeroes { deallocate, fua: force } => namespace
                 .write_zeroes(lba, bare, deallocate)
                 .map(|command| (fua(command, force), bare)),
-            Way::Deallocate => namespace.deallocate(1).map(|command| (command, data)),
-            Way::Flush => return Ok((namespace.flush(), 1)),
+            Action::Deallocate => namespace.deallocate(1).map(|command| (command, data)),
+            Action::Flush => return Ok((namespace.flush(), 1)),
         };
         // The request was checked against the namespace that it is for.
         let (command, blocks) = made.map_err(|_| DiskError::OutOfRange)?;
         Ok((command, u64::from(blocks) * size))
     }
 
-    /// Whether the commands' buffers hold something that the next `len` bytes have to be written
-    /// from, or need to be of a certain content: puts it there.
+    /// Fills the buffer of the command for the next `len` bytes with what the SSD reads there: the
+    /// task's data, zeroes, or a range. Nothing for a command that does not read its buffer.
     pub(crate) fn fill(&self, buffer: &mut Buffer, len: u64, size: u32) -> Result<(), DiskError> {
-        match self.way {
-            Way::Write { .. } => {
+        match self.action {
+            Action::Write { .. } => {
                 let (at, len) = (self.begun as usize, len as usize);
                 self.data.copy_to(at, buffer.bytes(), 0, len).ok_or(DiskError::BadBuffer)
             }
-            Way::Fill { .. } => {
+            Action::Fill { .. } => {
                 buffer.fill(0);
                 Ok(())
             }
-            Way::Deallocate => {
+            Action::Deallocate => {
                 let size = u64::from(size);
                 let blocks = u32::try_from(len / size).map_err(|_| DiskError::OutOfRange)?;
                 let slba = (self.offset + self.begun) / size;
@@ -196,20 +197,20 @@ impl Task {
         }
     }
 
-    /// The most bytes that one command is for whose data are the queue's affair, out of a buffer of
+    /// The most bytes of the disk that one command with a buffer of the queue's is for, if that has
     /// `buffer` bytes.
     pub(crate) fn most(&self, buffer: u64, size: u32) -> u64 {
-        match self.way {
+        match self.action {
             // One range.
-            Way::Deallocate => MAX_BLOCKS * u64::from(size),
+            Action::Deallocate => MAX_BLOCKS * u64::from(size),
             _ => buffer,
         }
     }
 
     /// Bytes of a buffer that the next command needs for `len` bytes of the task.
     pub(crate) fn needs(&self, len: u64) -> u64 {
-        match self.way {
-            Way::Deallocate => size_of::<DsmRange>() as u64,
+        match self.action {
+            Action::Deallocate => size_of::<DsmRange>() as u64,
             _ => len,
         }
     }
@@ -225,9 +226,9 @@ impl Task {
     /// Takes what a command has read, `len` bytes at `at`, out of the queue's buffer.
     pub(crate) fn take(&self, at: u64, len: u64, buffer: &SharedBytes) -> Result<(), DiskError> {
         let (at, len) = (at as usize, len as usize);
-        match self.way {
-            Way::Read => self.data.copy_from(at, buffer, 0, len).ok_or(DiskError::BadBuffer),
-            Way::Compare => equal(&self.data, at, buffer, len),
+        match self.action {
+            Action::Read => self.data.copy_from(at, buffer, 0, len).ok_or(DiskError::BadBuffer),
+            Action::Compare => compare(&self.data, at, buffer, 0, len),
             _ => Ok(()),
         }
     }
@@ -239,26 +240,9 @@ impl Task {
     }
 }
 
-/// What the SSD said, for whoever asked.
+/// The SSD's status as the result of the request.
 pub(crate) fn outcome(status: Status) -> Result<(), DiskError> {
-    // Whether there is more in a log page, and how long to wait, are of the SSD's own log and clock.
+    // More (M) and the retry delay (CRD) refer to the SSD's own log and clock.
     let kept = if status.dnr() { status.code().with_dnr() } else { status.code() };
     if status.is_success() { Ok(()) } else { Err(DiskError::Device(kept.bits())) }
-}
-
-/// Both are memory that others may change, so they are compared as copies.
-fn equal(data: &Segments, at: usize, buffer: &SharedBytes, len: usize) -> Result<(), DiskError> {
-    let (mut ours, mut theirs) = ([0; STEP], [0; STEP]);
-    let mut done = 0;
-    while done < len {
-        let n = (len - done).min(STEP);
-        let (ours, theirs) = (&mut ours[..n], &mut theirs[..n]);
-        data.read_into(at + done, theirs).ok_or(DiskError::BadBuffer)?;
-        buffer.read_into(done, ours).ok_or(DiskError::BadBuffer)?;
-        if ours != theirs {
-            return Err(DiskError::CompareFailed);
-        }
-        done += n;
-    }
-    Ok(())
 }

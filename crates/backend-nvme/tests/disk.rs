@@ -1,7 +1,7 @@
-//! Three ends in one process: a driver, on a virtual controller, on an SSD, which is an emulated
-//! controller over a disk that this test looks into.
+//! Three layers in one process: a driver, on a virtual controller, on an SSD, which is an emulated
+//! controller over a disk whose requests this test records.
 
-use shadowbell_backend::{Disk, DiskError, Info, MemDisk, Op, Queue, Request, Submitted};
+use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Queue, Request, Submitted};
 use shadowbell_backend_nvme::{NvmeDisk, OpenError, Options};
 use shadowbell_driver::{
     AttachOptions, Command, Completion, Controller, Namespace, QueuePair, Transport,
@@ -15,9 +15,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
 
-/// What the disk of the SSD has seen, and how it fails.
+/// What was asked of the SSD's disk, and how it fails.
 #[derive(Debug, Default)]
-struct Seen {
+struct Recorded {
     /// The requests, each with where in this process its data were.
     requests: Vec<(Request, Vec<(usize, usize)>)>,
     fail: Option<DiskError>,
@@ -26,26 +26,28 @@ struct Seen {
 #[derive(Clone, Debug)]
 struct Spy {
     mem: MemDisk,
-    seen: Arc<Mutex<Seen>>,
+    recorded: Arc<Mutex<Recorded>>,
 }
 
 impl Spy {
     fn new(blocks: u64, block_size: u32) -> Self {
-        Self { mem: MemDisk::new(blocks, block_size).unwrap(), seen: Arc::default() }
+        Self { mem: MemDisk::new(blocks, block_size).unwrap(), recorded: Arc::default() }
     }
 
     fn take(&self) -> Vec<(Request, Vec<(usize, usize)>)> {
-        std::mem::take(&mut self.seen.lock().unwrap().requests)
+        std::mem::take(&mut self.recorded.lock().unwrap().requests)
     }
 }
 
 impl Disk for Spy {
-    fn info(&self) -> Info {
-        Info { volatile_cache: true, ..self.mem.info() }
+    fn info(&self) -> DiskInfo {
+        let mut info = self.mem.info();
+        info.volatile_cache = true;
+        info
     }
 
     fn queue(&self) -> io::Result<Box<dyn Queue>> {
-        Ok(Box::new(SpyQueue { queue: self.mem.queue()?, seen: Arc::clone(&self.seen) }))
+        Ok(Box::new(SpyQueue { queue: self.mem.queue()?, recorded: Arc::clone(&self.recorded) }))
     }
 
     fn name(&self) -> String {
@@ -55,15 +57,15 @@ impl Disk for Spy {
 
 struct SpyQueue {
     queue: Box<dyn Queue>,
-    seen: Arc<Mutex<Seen>>,
+    recorded: Arc<Mutex<Recorded>>,
 }
 
 impl Queue for SpyQueue {
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
-        let mut seen = self.seen.lock().unwrap();
+        let mut recorded = self.recorded.lock().unwrap();
         let pieces = data.pieces().iter().map(|piece| (piece.address(), piece.len())).collect();
-        seen.requests.push((*request, pieces));
-        match seen.fail {
+        recorded.requests.push((*request, pieces));
+        match recorded.fail {
             Some(error) => Submitted::Done(Err(error)),
             None => self.queue.submit(tag, request, data),
         }
@@ -90,7 +92,11 @@ fn rig_over(spy: Spy, options: &Options) -> Rig {
 
 fn options(zero_copy: bool) -> Options {
     // Short, so that requests wait for places.
-    Options { zero_copy, queue_pairs: 2, queue_depth: 16, ..Options::default() }
+    let mut options = Options::default();
+    options.zero_copy = zero_copy;
+    options.queue_pairs = 2;
+    options.queue_depth = 16;
+    options
 }
 
 fn next(queue: &mut QueuePair) -> Completion {
@@ -249,10 +255,10 @@ fn what_the_ssd_can_reach_is_not_copied() {
             let buffer = pool.take().unwrap();
             let address = buffer.bytes().address();
             rig.run(command, Some(buffer)).status.into_result().unwrap();
-            let seen = rig.spy.take();
-            assert_eq!(seen.len(), 1, "one command for one command: {seen:?}");
-            assert_eq!(seen[0].0.len, 64 << 10);
-            assert_eq!(seen[0].1 == [(address, 64 << 10)], zero_copy, "{seen:?}");
+            let recorded = rig.spy.take();
+            assert_eq!(recorded.len(), 1, "one command for one command: {recorded:?}");
+            assert_eq!(recorded[0].0.len, 64 << 10);
+            assert_eq!(recorded[0].1 == [(address, 64 << 10)], zero_copy, "{recorded:?}");
         }
         let counters = rig.disk.counters();
         let counted = |name| counters.iter().find(|(n, _)| *n == name).map(|(_, count)| *count);
@@ -270,7 +276,7 @@ fn memory_that_the_guest_takes_back_the_ssd_loses() {
     let mapping = Arc::downgrade(buffer.bytes().mapping());
     rig.run(rig.namespace.read(0, 8).unwrap(), Some(buffer)).status.into_result().unwrap();
     drop(pool);
-    // An unmap is complete when nobody reaches the memory any more, the SSD's workers included.
+    // An unmap is complete when nothing reaches the memory any more, the SSD's workers included.
     let deadline = Instant::now() + Duration::from_secs(10);
     while mapping.upgrade().is_some() {
         assert!(Instant::now() < deadline, "the SSD keeps it");
@@ -290,7 +296,7 @@ fn the_guest_gets_the_status_that_the_ssd_gave() {
         for zero_copy in [true, false] {
             let mut rig = rig_over(Spy::new(4096, 512), &options(zero_copy));
             let pool = rig.controller.buffers(1, 1 << 20).unwrap();
-            rig.spy.seen.lock().unwrap().fail = Some(error);
+            rig.spy.recorded.lock().unwrap().fail = Some(error);
             let namespace = rig.namespace.clone();
             // Longer than a buffer of the queue's: several commands, one status.
             let status = rig.run(namespace.read(0, 1024).unwrap(), pool.take()).status;
@@ -301,21 +307,22 @@ fn the_guest_gets_the_status_that_the_ssd_gave() {
             assert!(
                 !rig.run(namespace.write_zeroes(0, 8, true).unwrap(), None).status.is_success()
             );
-            rig.spy.seen.lock().unwrap().fail = None;
+            rig.spy.recorded.lock().unwrap().fail = None;
             rig.run(namespace.read(0, 8).unwrap(), pool.take()).status.into_result().unwrap();
         }
     }
 }
 
 #[test]
-fn what_a_guest_is_told_is_what_the_ssd_is() {
+fn the_disk_has_the_properties_of_the_ssd() {
     let ssd = || Arc::new(InProcess::over(Arc::new(Spy::new(100, 4096))).unwrap());
     let disk = NvmeDisk::open(ssd(), 1, "nvme://0000:01:00.0/1", &Options::default()).unwrap();
     let info = disk.info();
     assert_eq!((info.blocks, info.block_size), (100, 4096));
     assert!(info.volatile_cache && info.discard && !info.read_only);
     assert_eq!(disk.name(), "nvme://0000:01:00.0/1");
-    let read_only = Options { read_only: true, ..Options::default() };
+    let mut read_only = Options::default();
+    read_only.read_only = true;
     assert!(NvmeDisk::open(ssd(), 1, "x", &read_only).unwrap().info().read_only);
     let error = NvmeDisk::open(ssd(), 7, "x", &Options::default()).unwrap_err();
     assert!(matches!(error, OpenError::NoNamespace { nsid: 7, .. }));
@@ -323,7 +330,7 @@ fn what_a_guest_is_told_is_what_the_ssd_is() {
 }
 
 #[test]
-fn as_many_workers_as_there_are_queue_pairs_and_each_place_is_used_again() {
+fn as_many_workers_as_there_are_queue_pairs_and_each_pair_is_used_again() {
     let ssd: Arc<dyn Transport> = Arc::new(InProcess::over(Arc::new(Spy::new(100, 512))).unwrap());
     let disk = NvmeDisk::open(ssd, 1, "an SSD", &options(true)).unwrap();
     let queues = [disk.queue().unwrap(), disk.queue().unwrap()];

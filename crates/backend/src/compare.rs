@@ -1,6 +1,6 @@
 //! The comparison of a command's data with a disk's.
 
-use crate::DiskError;
+use crate::request::DiskError;
 use shadowbell_memory::{Segments, SharedBytes};
 
 /// How much is copied out of both sides at once: both are memory that others may change, so they
@@ -11,7 +11,7 @@ const PIECE: usize = 4096;
 ///
 /// # Errors
 /// [`DiskError::CompareFailed`] if they differ, [`DiskError::BadBuffer`] if either is too short.
-pub(crate) fn equal(
+pub fn compare(
     data: &Segments,
     offset: usize,
     disk: &SharedBytes,

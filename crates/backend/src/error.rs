@@ -2,9 +2,9 @@
 
 use std::io;
 
-/// What fits an address space in one piece, in bytes: there are 128 TiB on x86-64, with the program and
-/// its libraries in between.
-pub const FITS_MEMORY: u64 = 64 << 40;
+/// The largest disk in memory, in bytes: what fits an address space in one piece. There are
+/// 128 TiB on x86-64, with the program and its libraries in between.
+pub const MAX_MEMORY: u64 = 64 << 40;
 
 /// Why a disk could not be opened. Each message says what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
@@ -21,8 +21,8 @@ pub enum OpenError {
     /// The memory for a disk in memory is not to be had.
     #[error(
         "a disk of {} does not fit this process's memory; choose {}",
-        crate::uri::format_size(*.bytes),
-        if *.bytes > FITS_MEMORY {
+        crate::size::format_size(*.bytes),
+        if *.bytes > MAX_MEMORY {
             "one of at most 64TiB"
         } else {
             "a smaller one, or allow the process more addresses (`ulimit -v`)"
@@ -83,8 +83,11 @@ pub enum OpenError {
         /// The logical block size in bytes.
         block_size: u32,
     },
-    /// Somebody else uses the file.
-    #[error("{path}: {what}; stop what uses it{}", if *.writable { ", or open it `read-only=on`" } else { "" })]
+    /// Another process uses the file.
+    #[error(
+        "{path}: {what}; stop what uses it{}",
+        if *.writable { ", or open it `read-only=on`" } else { "" }
+    )]
     Busy {
         /// The file.
         path: String,
@@ -103,8 +106,8 @@ pub enum OpenError {
     },
     /// io_uring was demanded, and the process may not use it.
     #[error(
-        "{path}: io_uring is demanded, and the system refuses it ({source}); it needs Linux 5.6 or later, \
-         `sysctl kernel.io_uring_disabled=0`, and no container profile that forbids it; or leave \
+        "{path}: io_uring is demanded, and the system refuses it ({source}); it needs Linux 5.6 or \
+         later, `sysctl kernel.io_uring_disabled=0`, and no container profile that forbids it; or leave \
          out `aio=io_uring`"
     )]
     Ring {

@@ -1,6 +1,12 @@
 //! A disk that is memory.
 
-use crate::{Bounds, Disk, DiskError, Info, Op, OpenError, Queue, Request, Submitted};
+use crate::bounds::Bounds;
+use crate::compare::compare;
+use crate::disk::{Disk, Queue};
+use crate::error::OpenError;
+use crate::info::DiskInfo;
+use crate::request::{DiskError, Op, Request, Submitted};
+use crate::size::format_size;
 use shadowbell_memory::{Mapping, Segments, SharedBytes};
 use std::io;
 
@@ -15,7 +21,7 @@ use std::io;
 /// they would get from a real disk: a mix of both.
 #[derive(Clone, Debug)]
 pub struct MemDisk {
-    info: Info,
+    info: DiskInfo,
     bytes: SharedBytes,
 }
 
@@ -28,7 +34,7 @@ impl MemDisk {
     /// # Errors
     /// [`OpenError::Memory`] if the system refuses that much address space.
     pub fn new(blocks: u64, block_size: u32) -> Result<Self, OpenError> {
-        let info = Info {
+        let info = DiskInfo {
             block_size,
             blocks,
             read_only: false,
@@ -52,7 +58,7 @@ impl MemDisk {
         self
     }
 
-    /// The disk's content, for whoever wants to fill or look at it from this process.
+    /// The disk's content, to be filled or looked at from this process.
     #[must_use]
     pub fn bytes(&self) -> &SharedBytes {
         &self.bytes
@@ -60,7 +66,7 @@ impl MemDisk {
 }
 
 impl Disk for MemDisk {
-    fn info(&self) -> Info {
+    fn info(&self) -> DiskInfo {
         self.info.clone()
     }
 
@@ -69,7 +75,7 @@ impl Disk for MemDisk {
     }
 
     fn name(&self) -> String {
-        format!("mem:{}", crate::uri::format_size(self.info.bytes()))
+        format!("mem:{}", format_size(self.info.bytes()))
     }
 }
 
@@ -105,7 +111,7 @@ impl MemQueue {
             Op::Write { .. } => data.copy_to(0, &self.bytes, at, len).ok_or(DiskError::BadBuffer),
             Op::Flush | Op::Verify => Ok(()),
             Op::WriteZeroes { .. } | Op::Discard => self.zero(at, len),
-            Op::Compare => crate::compare::equal(data, 0, &self.bytes, at, len),
+            Op::Compare => compare(data, 0, &self.bytes, at, len),
         }
     }
 
@@ -132,12 +138,13 @@ impl MemQueue {
     }
 }
 
-/// How much of a block is brought near in advance, in bytes: a page. From page to page of a longer
-/// block the processor gets the lines by itself.
-const TOLD: usize = PAGE;
-/// How much of it at a time. The processor has so many places for lines on their way: with all of a
-/// page at once the last ones are dropped, and a copy that meets lines which are not there waits.
-const AT_ONCE: usize = TOLD / 2;
+/// How much of a block is prefetched, in bytes: a page. From page to page of a longer block the
+/// processor gets the lines by itself.
+const PREFETCH: usize = PAGE;
+/// How much of it at a time, in bytes. The processor has so many places for lines on their way:
+/// with all of a page at once the last ones are dropped, and a copy that meets lines which are not
+/// there waits.
+const AT_ONCE: usize = PREFETCH / 2;
 
 impl Queue for MemQueue {
     fn wants_prefetch_hints(&self) -> bool {
@@ -145,18 +152,18 @@ impl Queue for MemQueue {
     }
 
     #[inline]
-    fn prefetch_hint(&self, op: Op, offset: u64, len: usize, ahead: u32) {
+    fn prefetch_hint(&self, op: Op, offset: u64, len: usize, distance: u32) {
         if op != Op::Read && self.is_large && shadowbell_memory::goes_past_caches(len) {
             return;
         }
         // What does not fit the address space is outside of the disk, too, and of no effect.
         let offset = usize::try_from(offset).unwrap_or(usize::MAX);
-        // Lines to be written in part are fetched in the same way: nobody else has them, so they are
-        // ours.
-        if ahead > 1 {
+        // Lines to be written in part are fetched in the same way: no other processor has them, so
+        // they come as exclusive ones.
+        if distance > 1 {
             self.bytes.prefetch_range(offset, len.min(AT_ONCE));
         } else if len > AT_ONCE {
-            self.bytes.prefetch_range(offset.saturating_add(AT_ONCE), len.min(TOLD) - AT_ONCE);
+            self.bytes.prefetch_range(offset.saturating_add(AT_ONCE), len.min(PREFETCH) - AT_ONCE);
         }
     }
 

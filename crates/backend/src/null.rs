@@ -1,6 +1,10 @@
 //! A disk that keeps nothing.
 
-use crate::{Bounds, Disk, DiskError, Info, Op, Queue, Request, Submitted};
+use crate::bounds::Bounds;
+use crate::disk::{Disk, Queue};
+use crate::info::DiskInfo;
+use crate::request::{DiskError, Op, Request, Submitted};
+use crate::size::format_size;
 use shadowbell_memory::Segments;
 use std::io;
 
@@ -8,12 +12,12 @@ use std::io;
 /// everything but the disk.
 ///
 /// As with the null devices that people know, a read leaves the data buffer as it was. The
-/// buffer is the host's own memory, so nobody learns anything by it that was not theirs. A
+/// buffer is the host's own memory, so it learns nothing by it that was not its own. A
 /// compare and a verify succeed. With `read_zeroes` the disk reads as zeroes instead, which costs
 /// a memory write of the data's length, and a compare succeeds against zeroes only.
 #[derive(Clone, Debug)]
 pub struct NullDisk {
-    info: Info,
+    info: DiskInfo,
     read_zeroes: bool,
 }
 
@@ -22,7 +26,7 @@ impl NullDisk {
     #[must_use]
     pub fn new(blocks: u64, block_size: u32) -> Self {
         Self {
-            info: Info {
+            info: DiskInfo {
                 block_size,
                 blocks,
                 read_only: false,
@@ -50,7 +54,7 @@ impl NullDisk {
 }
 
 impl Disk for NullDisk {
-    fn info(&self) -> Info {
+    fn info(&self) -> DiskInfo {
         self.info.clone()
     }
 
@@ -59,7 +63,7 @@ impl Disk for NullDisk {
     }
 
     fn name(&self) -> String {
-        format!("null:{}", crate::uri::format_size(self.info.bytes()))
+        format!("null:{}", format_size(self.info.bytes()))
     }
 }
 

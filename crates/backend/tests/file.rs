@@ -13,6 +13,12 @@ use std::time::{Duration, Instant};
 const MIB: u64 = 1 << 20;
 const WRITE: Op = Op::Write { fua: false };
 
+fn options(change: impl FnOnce(&mut FileOptions)) -> FileOptions {
+    let mut options = FileOptions::default();
+    change(&mut options);
+    options
+}
+
 fn refused(path: &Path, options: &str) -> OpenError {
     disk::open(&format!("{}{options}", path.display())).expect_err("this must not open")
 }
@@ -383,9 +389,9 @@ fn flushes_and_forced_writes_reach_the_device() {
 fn direct_io_is_used_where_it_can_be_and_explained_where_not() {
     let directory = directory();
     let path = image(directory.path(), MIB);
-    let options = FileOptions { direct: Direct::Off, ..FileOptions::default() };
-    assert!(!FileDisk::open(&path, &options).unwrap().is_direct());
-    let demanded = FileOptions { direct: Direct::On, ..FileOptions::default() };
+    let buffered = options(|o| o.direct = Direct::Off);
+    assert!(!FileDisk::open(&path, &buffered).unwrap().is_direct());
+    let demanded = options(|o| o.direct = Direct::On);
     match FileDisk::open(&path, &demanded) {
         Ok(disk) => assert!(disk.is_direct()),
         Err(error) => says(&error, &path, &["direct I/O is not possible", "leave out `direct=on`"]),
@@ -397,7 +403,7 @@ fn direct_io_is_used_where_it_can_be_and_explained_where_not() {
     };
     let _detach = Undo("losetup", vec!["-d".into(), device.clone()]);
     let device = Path::new(&device);
-    let small = FileOptions { block_size: Some(512), ..FileOptions::default() };
+    let small = options(|o| o.block_size = Some(512));
     assert!(!FileDisk::open(device, &small).unwrap().is_direct());
     let own = FileDisk::open(device, &demanded).unwrap();
     assert!(own.is_direct());

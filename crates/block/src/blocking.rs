@@ -1,14 +1,16 @@
-//! The same disk for a thread that has nothing else to do.
+//! A disk for a thread that has nothing else to do while it waits for a request.
 
-use crate::device::{BlockDevice, Geometry};
+use crate::device::BlockDevice;
 use crate::error::BlockError;
+use crate::geometry::Geometry;
 use crate::operations::Zeroes;
+use parking_lot::Mutex;
 use shadowbell_driver::AsyncQueue;
 use shadowbell_driver::async_queue::Driver;
 use std::future::Future;
 use std::pin::{Pin, pin};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
@@ -22,10 +24,6 @@ struct Sleeping {
 }
 
 impl Sleeping {
-    fn driven(&self) -> MutexGuard<'_, Option<AsyncQueue>> {
-        self.driven.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn is_woken(&self) -> bool {
         self.woken.load(Ordering::Acquire)
     }
@@ -40,7 +38,7 @@ impl Wake for Sleeping {
         if self.woken.swap(true, Ordering::AcqRel) {
             return;
         }
-        match &*self.driven() {
+        match &*self.driven.lock() {
             Some(queue) => queue.nudge(),
             None => self.thread.unpark(),
         }
@@ -69,9 +67,9 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// As [`block_on`], but gives up after `patience`.
-pub fn block_on_for<F: Future>(future: F, patience: Duration) -> Option<F::Output> {
-    run(pin!(future), Instant::now().checked_add(patience))
+/// As [`block_on`], but gives up after `timeout`.
+pub fn block_on_for<F: Future>(future: F, timeout: Duration) -> Option<F::Output> {
+    run(pin!(future), Instant::now().checked_add(timeout))
 }
 
 fn run<F: Future>(mut future: Pin<&mut F>, deadline: Option<Instant>) -> Option<F::Output> {
@@ -97,8 +95,8 @@ fn run<F: Future>(mut future: Pin<&mut F>, deadline: Option<Instant>) -> Option<
     }
 }
 
-/// As [`block_on`], for a future whose commands go through `queue`: if nobody drives that, this
-/// thread does it meanwhile, and no command goes to another thread and back.
+/// As [`block_on`], for a future whose commands go through `queue`: if no other thread drives
+/// that, this one does it meanwhile, and no command goes to another thread and back.
 fn block_on_queue<F: Future>(queue: &AsyncQueue, future: F) -> F::Output {
     let mut future = pin!(future);
     if let Some(driver) = queue.try_drive()
@@ -115,12 +113,12 @@ fn drive<F: Future>(mut driver: Driver, mut future: Pin<&mut F>) -> Option<F::Ou
     struct Reset<'a>(&'a Sleeping);
     impl Drop for Reset<'_> {
         fn drop(&mut self) {
-            let queue = self.0.driven().take();
+            let queue = self.0.driven.lock().take();
             drop(queue);
         }
     }
     let (own, waker) = OWN.with(Clone::clone);
-    *own.driven() = Some(driver.queue().clone());
+    *own.driven.lock() = Some(driver.queue().clone());
     let _reset = Reset(&own);
     let mut context = Context::from_waker(&waker);
     while !driver.is_over() {
@@ -141,8 +139,8 @@ fn drive<F: Future>(mut driver: Driver, mut future: Pin<&mut F>) -> Option<F::Ou
     None
 }
 
-/// A [`BlockDevice`] whose requests are waited for. Who waits drives the disk's queue meanwhile, if
-/// nobody else does. A clone is another handle on the same disk.
+/// A [`BlockDevice`] whose requests are waited for. The thread that waits drives the disk's queue
+/// meanwhile, if no other does. A clone is another handle on the same disk.
 #[derive(Clone, Debug)]
 pub struct Blocking(BlockDevice);
 

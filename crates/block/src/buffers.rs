@@ -1,30 +1,32 @@
 //! Buffers that requests take turns with.
 
 use crate::error::BlockError;
+use parking_lot::Mutex;
 use shadowbell_driver::{Buffer, BufferPool};
 use std::collections::VecDeque;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-/// A driver's pool of buffers with a line of those who wait for one, first come, first served.
+/// A driver's pool of buffers, with a queue of requests that wait for one, first come, first
+/// served.
 pub(crate) struct Buffers {
     pool: BufferPool,
-    state: Mutex<State>,
+    state: Mutex<BuffersState>,
 }
 
 #[derive(Default)]
-struct State {
+struct BuffersState {
     free: Vec<Buffer>,
-    /// Leases that there are.
+    /// How many there are.
     leases: usize,
     waiters: VecDeque<(u64, Waker)>,
     next: u64,
 }
 
-impl State {
-    /// Who may have a buffer now, or is to hear that there never will be one.
+impl BuffersState {
+    /// Whose turn it is: there is a buffer, or there never will be one.
     fn next(&self) -> Option<Waker> {
         if self.free.is_empty() && self.leases != 0 {
             return None;
@@ -42,7 +44,7 @@ impl State {
 impl Buffers {
     pub(crate) fn new(pool: BufferPool) -> Arc<Self> {
         let free = std::iter::from_fn(|| pool.take()).collect();
-        Arc::new(Self { pool, state: Mutex::new(State { free, ..State::default() }) })
+        Arc::new(Self { pool, state: Mutex::new(BuffersState { free, ..BuffersState::default() }) })
     }
 
     /// Bytes of each.
@@ -50,24 +52,20 @@ impl Buffers {
         self.pool.buffer_size()
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn lease(self: &Arc<Self>, state: &mut State) -> Option<Lease> {
+    fn lease(self: &Arc<Self>, state: &mut BuffersState) -> Option<Lease> {
         // A buffer that a command kept, because it took too long, comes back to the driver's pool.
         let buffer = state.free.pop().or_else(|| self.pool.take())?;
         state.leases += 1;
         Some(Lease { buffers: Arc::clone(self), buffer: Some(buffer) })
     }
 
-    /// A buffer, if there is one and nobody waits.
+    /// A buffer, if there is one and no request waits.
     pub(crate) fn try_take(self: &Arc<Self>) -> Option<Lease> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if state.waiters.is_empty() { self.lease(&mut state) } else { None }
     }
 
-    /// Waits for a buffer. In line from the first poll on.
+    /// Waits for a buffer. Its turn counts from the first poll on.
     pub(crate) fn take(self: &Arc<Self>) -> Take {
         Take { buffers: Arc::clone(self), ticket: None }
     }
@@ -82,7 +80,7 @@ pub(crate) struct Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        let mut state = self.buffers.state();
+        let mut state = self.buffers.state.lock();
         state.leases -= 1;
         state.free.extend(self.buffer.take());
         let next = state.next();
@@ -104,12 +102,12 @@ impl Future for Take {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let this = &mut *self;
-        let mut state = this.buffers.state();
+        let mut state = this.buffers.state.lock();
         let first = state.waiters.front().map(|(ticket, _)| *ticket);
         if first.is_none() || first == this.ticket {
             let outcome = match this.buffers.lease(&mut state) {
                 Some(lease) => Some(Ok(lease)),
-                // Nobody has one who could bring it back.
+                // None is in use that could come back.
                 None if state.leases == 0 => Some(Err(BlockError::BuffersLost)),
                 None => None,
             };
@@ -146,7 +144,7 @@ impl Future for Take {
 impl Drop for Take {
     fn drop(&mut self) {
         let Some(ticket) = self.ticket else { return };
-        let mut state = self.buffers.state();
+        let mut state = self.buffers.state.lock();
         state.leave(Some(ticket));
         let next = state.next();
         drop(state);

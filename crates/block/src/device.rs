@@ -1,89 +1,25 @@
-//! A namespace as a disk.
+//! A namespace as a disk of bytes.
 
 use crate::buffers::Buffers;
 use crate::error::{BlockError, OpenError};
-use crate::flight::Orphans;
-use crate::locks::RangeLocks;
-use shadowbell_driver::{Admin, AsyncNamespace, AsyncQueue, Controller, Namespace};
+use crate::geometry::Geometry;
+use crate::in_flight::Abandoned;
+use crate::operations::Zeroes;
+use crate::options::BlockOptions;
+use crate::shared::{DeviceQueue, DeviceShared, Handle};
+use crate::{copy, operations};
+use shadowbell_driver::{AsyncQueue, Controller};
 use shadowbell_spec::feature::{Select, fid};
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-
-/// What a [`BlockDevice`] may use.
-#[derive(Clone, Copy, Debug)]
-pub struct BlockOptions {
-    /// Bytes of a large buffer, and so of the longest command: rounded to whole blocks, and not more
-    /// than the controller takes.
-    pub chunk_bytes: usize,
-    /// Large buffers per queue.
-    pub chunks: usize,
-    /// Buffers per queue for requests of up to 4096 bytes (or one block, where that is more); 0 for
-    /// as many as the queue takes commands.
-    pub small_buffers: usize,
-    /// How many commands of one long request are under way at the same time.
-    pub window: usize,
-    /// Refuse everything that changes the disk.
-    pub read_only: bool,
-}
-
-impl Default for BlockOptions {
-    /// 32 buffers of 256 KiB per queue, eight of them for one request at most.
-    fn default() -> Self {
-        Self { chunk_bytes: 256 << 10, chunks: 32, small_buffers: 0, window: 8, read_only: false }
-    }
-}
-
-/// What a disk is and can do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Geometry {
-    /// How many bytes it has.
-    pub bytes: u64,
-    /// Bytes of a block. Requests of whole blocks are the fast ones.
-    pub block_size: u32,
-    /// Whether it takes no writes.
-    pub read_only: bool,
-    /// Whether a write may be lost with the power until a flush.
-    pub volatile_cache: bool,
-    /// Whether there is a Write Zeroes command; without, zeroes are written.
-    pub write_zeroes: bool,
-    /// Whether blocks can be discarded.
-    pub discard: bool,
-    /// Whether there is a Compare command; without, the data are read.
-    pub compare: bool,
-    /// Whether there is a Copy command; without, the data are read and written.
-    pub copy: bool,
-}
-
-/// One queue, with the buffers of those who use it through this disk.
-pub(crate) struct Lane {
-    pub(crate) disk: AsyncNamespace,
-    pub(crate) small: Arc<Buffers>,
-    pub(crate) large: Arc<Buffers>,
-}
-
-pub(crate) struct Inner {
-    pub(crate) lanes: Vec<Lane>,
-    pub(crate) geometry: Geometry,
-    pub(crate) window: usize,
-    pub(crate) locks: Arc<RangeLocks>,
-    pub(crate) orphans: Arc<Orphans>,
-    /// The controller has a Write Zeroes command, and has not refused one yet.
-    pub(crate) zeroes: AtomicBool,
-    /// The same of Copy.
-    pub(crate) copies: AtomicBool,
-    admin: Admin,
-}
+use std::sync::atomic::AtomicBool;
 
 /// A namespace as a disk of bytes. A clone is another handle on the same disk.
 ///
 /// A handle uses one of the disk's queues: see [`on_queue`](Self::on_queue). When the last handle
 /// and the last future are dropped, the queue pairs that [`open`](Self::open) took are deleted.
 #[derive(Clone)]
-pub struct BlockDevice {
-    inner: Arc<Inner>,
-    lane: usize,
-}
+pub struct BlockDevice(Handle);
 
 impl BlockDevice {
     /// Namespace `nsid` as a disk, on every queue pair that `controller` still has.
@@ -125,13 +61,13 @@ impl BlockDevice {
         let block = namespace.block_size() as usize;
         let most = usize::try_from(namespace.max_transfer_bytes()).unwrap_or(usize::MAX);
         let whole = |bytes: usize| (bytes.min(most) / block).max(1) * block;
-        let mut lanes = Vec::with_capacity(queues.len());
+        let mut device_queues = Vec::with_capacity(queues.len());
         for queue in queues {
             let small = match options.small_buffers {
                 0 => queue.capacity(),
                 count => count,
             };
-            lanes.push(Lane {
+            device_queues.push(DeviceQueue {
                 disk: queue.open(namespace),
                 small: Buffers::new(controller.buffers(small, whole(4096))?),
                 large: Buffers::new(
@@ -140,57 +76,44 @@ impl BlockDevice {
             });
         }
         let geometry = Geometry::of(namespace, options.read_only);
-        Ok(Self {
-            inner: Arc::new(Inner {
-                lanes,
-                geometry,
-                window: options.window.max(1),
-                locks: Arc::default(),
-                orphans: Orphans::new(),
-                zeroes: AtomicBool::new(geometry.write_zeroes),
-                copies: AtomicBool::new(geometry.copy),
-                admin: controller.admin(),
-            }),
-            lane: 0,
-        })
+        let shared = DeviceShared {
+            queues: device_queues,
+            geometry,
+            window: options.window.max(1),
+            locks: Arc::default(),
+            abandoned: Abandoned::new(),
+            write_zeroes: AtomicBool::new(geometry.write_zeroes),
+            copy: AtomicBool::new(geometry.copy),
+            admin: controller.admin(),
+        };
+        Ok(Self(Handle { shared: Arc::new(shared), queue: 0 }))
     }
 
     /// What the disk is and can do.
     #[must_use]
     pub fn geometry(&self) -> &Geometry {
-        &self.inner.geometry
+        self.0.geometry()
     }
 
     /// How many queues there are.
     #[must_use]
     pub fn queues(&self) -> usize {
-        self.inner.lanes.len()
+        self.0.shared.queues.len()
     }
 
-    /// The same disk through another of its queues: `queue` counts round and round. Whoever has a
-    /// thread of its own had best have a queue of its own.
+    /// A handle that uses another of the disk's queues: `queue`, modulo their number. A thread had
+    /// best have a queue of its own.
     #[must_use]
     pub fn on_queue(&self, queue: usize) -> Self {
-        Self { inner: Arc::clone(&self.inner), lane: queue % self.inner.lanes.len().max(1) }
+        let count = self.0.shared.queues.len().max(1);
+        Self(Handle { shared: Arc::clone(&self.0.shared), queue: queue % count })
     }
 
-    /// The queue that this handle uses, for who wants to drive it (see
+    /// The queue that this handle uses, to be driven (see
     /// [`shadowbell_driver::async_queue`]) while waiting for futures of this disk.
     #[must_use]
     pub fn queue(&self) -> Option<&AsyncQueue> {
-        self.inner.lanes.get(self.lane).map(|lane| lane.disk.queue())
-    }
-
-    pub(crate) fn inner(&self) -> &Inner {
-        &self.inner
-    }
-
-    pub(crate) fn lane(&self) -> Result<&Lane, BlockError> {
-        self.inner.lanes.get(self.lane).ok_or(BlockError::BuffersLost)
-    }
-
-    pub(crate) fn namespace(&self) -> Result<&Namespace, BlockError> {
-        Ok(self.lane()?.disk.namespace())
+        Some(self.0.queue().ok()?.disk.queue())
     }
 
     /// Whether the volatile write cache is in use; `None` if the controller has none (Base 2.1,
@@ -199,10 +122,11 @@ impl BlockDevice {
     /// # Errors
     /// [`BlockError::Admin`].
     pub fn write_cache(&self) -> Result<Option<bool>, BlockError> {
-        if !self.inner.geometry.volatile_cache {
+        if !self.0.geometry().volatile_cache {
             return Ok(None);
         }
-        let value = self.inner.admin.get_feature(fid::VOLATILE_WRITE_CACHE, 0, Select::Current)?;
+        let value =
+            self.0.shared.admin.get_feature(fid::VOLATILE_WRITE_CACHE, 0, Select::Current)?;
         Ok(Some(value & 1 != 0))
     }
 
@@ -212,43 +136,89 @@ impl BlockDevice {
     /// # Errors
     /// [`BlockError::Unsupported`] if there is no cache, [`BlockError::Admin`].
     pub fn set_write_cache(&self, enabled: bool) -> Result<(), BlockError> {
-        if !self.inner.geometry.volatile_cache {
+        if !self.0.geometry().volatile_cache {
             return Err(BlockError::Unsupported { command: "Set Features, Volatile Write Cache" });
         }
-        self.inner.admin.set_feature(fid::VOLATILE_WRITE_CACHE, 0, enabled.into())?;
+        self.0.shared.admin.set_feature(fid::VOLATILE_WRITE_CACHE, 0, enabled.into())?;
         Ok(())
     }
 
-    /// The controller refused Write Zeroes: from now on, zeroes are written.
-    pub(crate) fn forget_write_zeroes(&self) {
-        if self.inner.zeroes.swap(false, Ordering::Relaxed) {
-            tracing::warn!("the controller refuses Write Zeroes; zeroes are written instead");
-        }
+    /// Fills `into` with the bytes from `offset` on.
+    ///
+    /// # Errors
+    /// [`BlockError`].
+    pub async fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), BlockError> {
+        operations::read(&self.0, offset, into).await
     }
-}
 
-impl Geometry {
-    fn of(namespace: &Namespace, read_only: bool) -> Self {
-        let has = namespace.optional_commands();
-        Self {
-            bytes: namespace.bytes(),
-            block_size: namespace.block_size(),
-            read_only: read_only || namespace.is_read_only(),
-            volatile_cache: namespace.has_volatile_cache(),
-            write_zeroes: has.write_zeroes(),
-            discard: has.dataset_management(),
-            compare: has.compare(),
-            copy: namespace.copy_limits().is_some(),
-        }
+    /// Writes the bytes of `from` from `offset` on; with `fua`, they are durable when this
+    /// completes.
+    ///
+    /// # Errors
+    /// [`BlockError`]. Some of the bytes may be written then.
+    pub async fn write(&self, offset: u64, from: &[u8], fua: bool) -> Result<(), BlockError> {
+        operations::write(&self.0, offset, from, fua).await
+    }
+
+    /// Makes `len` bytes from `offset` on zero.
+    ///
+    /// # Errors
+    /// [`BlockError`]. Some of the bytes may be zero then.
+    pub async fn write_zeroes(&self, offset: u64, len: u64, how: Zeroes) -> Result<(), BlockError> {
+        operations::write_zeroes(&self.0, offset, len, how).await
+    }
+
+    /// Deallocates `len` bytes from `offset` on, which are not needed any more. What they read as
+    /// afterwards is the controller's choice; blocks that are not covered as a whole are left
+    /// alone.
+    ///
+    /// # Errors
+    /// [`BlockError::Unsupported`] if the controller has no such command, and others.
+    pub async fn discard(&self, offset: u64, len: u64) -> Result<(), BlockError> {
+        operations::discard(&self.0, offset, len).await
+    }
+
+    /// Whether the bytes from `offset` on are those of `with`.
+    ///
+    /// # Errors
+    /// [`BlockError`].
+    pub async fn compare(&self, offset: u64, with: &[u8]) -> Result<bool, BlockError> {
+        operations::compare(&self.0, offset, with).await
+    }
+
+    /// Makes everything durable that was completed before, through any queue.
+    ///
+    /// # Errors
+    /// [`BlockError`].
+    pub async fn flush(&self) -> Result<(), BlockError> {
+        operations::flush(&self.0).await
+    }
+
+    /// Copies `len` bytes from `from` to `to`. The two may overlap: the destination holds
+    /// afterwards what the source held before.
+    ///
+    /// Whole blocks that move by whole blocks are copied by the controller itself, if it can
+    /// ([`Geometry::copy`]); everything else is read and written. Other requests on the source
+    /// happen before or after, block for block, as they would with a read; to others, the
+    /// destination is written.
+    ///
+    /// Each command copies between places that do not overlap, so that the driver may submit it
+    /// again when its completion is lost.
+    ///
+    /// # Errors
+    /// [`BlockError`]. Some of the bytes may be copied then, and of a source that overlaps the
+    /// destination some may be lost.
+    pub async fn copy(&self, from: u64, to: u64, len: u64) -> Result<(), BlockError> {
+        copy::copy(&self.0, from, to, len).await
     }
 }
 
 impl fmt::Debug for BlockDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("BlockDevice")
-            .field("geometry", &self.inner.geometry)
-            .field("queues", &self.inner.lanes.len())
-            .field("queue", &self.lane)
+            .field("geometry", self.0.geometry())
+            .field("queues", &self.queues())
+            .field("queue", &self.0.queue)
             .finish_non_exhaustive()
     }
 }

@@ -9,6 +9,7 @@ use thiserror::Error;
 
 /// Why a block device could not be opened.
 #[derive(Debug, Error)]
+#[non_exhaustive]
 pub enum OpenError {
     /// The controller has no such namespace.
     #[error("there is no namespace {nsid} on {device}")]
@@ -42,6 +43,7 @@ pub enum OpenError {
 
 /// Why a request failed.
 #[derive(Clone, Debug, Error)]
+#[non_exhaustive]
 pub enum BlockError {
     /// The request reaches past the end of the disk.
     #[error("{len} bytes at byte {offset} reach past the disk's {size} bytes")]
@@ -69,7 +71,7 @@ pub enum BlockError {
     #[error("{0}")]
     Admin(Arc<CommandError>),
     /// The device did not give a single buffer back, so there is none for another command.
-    #[error("the device keeps every buffer that it was lent; attach again")]
+    #[error("the device gives no buffer back; attach again")]
     BuffersLost,
     /// A command completed without its buffer, or with a shorter one: a defect of this program.
     #[error("a buffer does not fit its command, which is a defect of the block layer")]

@@ -5,13 +5,15 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`BlockDevice`] | a namespace as a disk, with futures for any executor |
-//! | `stream` | a range of blocks as commands: split, with several of them under way |
+//! | [`Blocking`], [`block_on`] | a disk for a thread that has nothing else to do meanwhile |
 //! | `operations` | read, write, compare, write zeroes, discard, flush; parts of blocks |
 //! | `copy` | bytes from one place of the disk to another, by the controller where it can |
+//! | `stream` | a range of blocks as commands: split, with several of them in flight |
+//! | `shared` | what all handles on a disk share |
+//! | `in_flight` | commands in flight, also those whose futures were dropped |
+//! | `locks` | which ranges are being written: a change of part of a block has it to itself |
 //! | `buffers` | the buffers that requests take turns with |
-//! | `locks` | who writes where: what modifies parts of blocks has them to itself |
-//! | `flight` | commands under way, also those that nobody waits for any more |
-//! | [`Blocking`], [`block_on`] | the same for a thread that has nothing else to do |
+//! | `range` | a range of bytes as whole blocks and parts of blocks |
 //!
 //! ```no_run
 //! use shadowbell_block::{BlockDevice, BlockOptions, block_on};
@@ -34,10 +36,10 @@
 //! # Order
 //!
 //! Requests that overlap and are under way at the same time happen in any order, as on every disk;
-//! whoever needs one, waits for the first before making the second. What a request that does not
-//! cover whole blocks must not do is undo others: it has its blocks to itself while it reads,
-//! modifies and writes them. A flush makes durable what was completed before it began, through
-//! whichever queue.
+//! a program that needs an order waits for the first before it makes the second. What a request
+//! that does not cover whole blocks must not do is undo others: it has its blocks to itself while
+//! it reads, modifies and writes them. A flush makes durable what was completed before it began,
+//! through whichever queue.
 //!
 //! More requests than there are buffers or places in the queue wait, first come, first served.
 //!
@@ -56,12 +58,22 @@ mod buffers;
 mod copy;
 mod device;
 mod error;
-mod flight;
+mod geometry;
+mod in_flight;
 mod locks;
 mod operations;
+mod options;
+mod range;
+mod shared;
 mod stream;
 
 pub use blocking::{Blocking, block_on, block_on_for};
-pub use device::{BlockDevice, BlockOptions, Geometry};
+pub use device::BlockDevice;
 pub use error::{BlockError, OpenError};
+pub use geometry::Geometry;
 pub use operations::Zeroes;
+pub use options::BlockOptions;
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}

@@ -1,17 +1,18 @@
 //! Which bytes are being written, so that what reads, modifies and writes blocks does not undo what
 //! others write to the same blocks meanwhile.
 
+use parking_lot::Mutex;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 /// The ranges that are being written, and those that wait to be.
 ///
 /// A writer of whole blocks shares its range with other such writers: a disk promises nothing about
-/// the order of writes that overlap. Whoever modifies part of a block has the block to itself. Those
-/// that can not begin wait in the order in which they came, and nobody overtakes one that waits for
-/// a range that it overlaps, so nothing starves.
+/// the order of writes that overlap. A change of part of a block has the block to itself.
+/// Those that can not begin wait in the order in which they came, and none overtakes one that waits
+/// for a range that it overlaps, so nothing starves.
 #[derive(Default)]
 pub(crate) struct RangeLocks(Mutex<Table>);
 
@@ -26,7 +27,7 @@ struct Table {
 }
 
 struct Entry {
-    /// Who came first has the lower number.
+    /// The one that came first has the lower number.
     order: u64,
     first: u64,
     end: u64,
@@ -54,7 +55,7 @@ impl Table {
         index
     }
 
-    /// Whether somebody who came earlier is in the way of this entry.
+    /// Whether an entry that came earlier is in the way of this one.
     fn is_blocked(&self, entry: &Entry) -> bool {
         if self.exclusive == 0 {
             return false;
@@ -63,7 +64,7 @@ impl Table {
         others.any(|other| other.order < entry.order && other.conflicts(entry))
     }
 
-    /// Takes an entry out. Who may begin now is to be woken, without the lock.
+    /// Takes an entry out. The result is to be woken, without the lock: those that may begin now.
     fn remove(&mut self, index: usize) -> Vec<Waker> {
         let Some(gone) = self.entries.get_mut(index).and_then(Option::take) else {
             return Vec::new();
@@ -81,17 +82,13 @@ impl Table {
 }
 
 impl RangeLocks {
-    fn table(&self) -> MutexGuard<'_, Table> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Waits until `first..end` may be written. In line from the first poll on.
+    /// Waits until `first..end` may be written. Its turn counts from the first poll on.
     pub(crate) fn acquire(self: &Arc<Self>, first: u64, end: u64, exclusive: bool) -> Acquire {
         Acquire { locks: Arc::clone(self), first, end, exclusive, index: None }
     }
 
     fn remove(&self, index: usize) {
-        let wakers = self.table().remove(index);
+        let wakers = self.0.lock().remove(index);
         wakers.into_iter().for_each(Waker::wake);
     }
 }
@@ -123,7 +120,7 @@ impl Future for Acquire {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<RangeGuard> {
         let this = &mut *self;
-        let mut table = this.locks.table();
+        let mut table = this.locks.0.lock();
         let index = match this.index {
             Some(index) => index,
             None => {
@@ -193,12 +190,12 @@ mod tests {
         assert!(poll(&mut locks.acquire(0, 91, false)).is_none());
         assert!(poll(&mut locks.acquire(91, 92, true)).is_some());
         drop((part, elsewhere));
-        let table = locks.table();
+        let table = locks.0.lock();
         assert_eq!((table.exclusive, table.waiting, table.free.len()), (0, 0, table.entries.len()));
     }
 
     #[test]
-    fn nobody_overtakes_one_that_waits_for_the_same() {
+    fn none_overtakes_one_that_waits_for_the_same() {
         let locks = Arc::new(RangeLocks::default());
         let first = poll(&mut locks.acquire(0, 10, false)).unwrap();
         let mut second = locks.acquire(0, 10, true);
@@ -215,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_gives_up_is_in_nobodys_way() {
+    fn one_that_gives_up_blocks_no_other() {
         let locks = Arc::new(RangeLocks::default());
         let _first = poll(&mut locks.acquire(0, 10, false)).unwrap();
         let mut second = locks.acquire(0, 10, true);
@@ -224,6 +221,6 @@ mod tests {
         assert!(poll(&mut third).is_none());
         drop(second);
         assert!(poll(&mut third).is_some());
-        assert_eq!(locks.table().waiting, 0);
+        assert_eq!(locks.0.lock().waiting, 0);
     }
 }

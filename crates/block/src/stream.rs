@@ -1,9 +1,10 @@
-//! A range of blocks as commands: as many as it takes, several of them under way at once.
+//! A range of blocks as commands: as many as it takes, several of them in flight at once.
 
-use crate::device::BlockDevice;
+use crate::buffers::{Buffers, Lease};
 use crate::error::BlockError;
-use crate::flight::Flight;
+use crate::in_flight::InFlight;
 use crate::locks::RangeGuard;
+use crate::shared::Handle;
 use shadowbell_driver::{Buffer, Command, Namespace, RequestError};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -30,128 +31,152 @@ pub(crate) trait Parts {
     fn drain(&mut self, at: u64, len: usize, buffer: &Buffer) -> Result<(), BlockError>;
 }
 
-impl BlockDevice {
-    /// Runs commands over the bytes from `start` to `end`, which are whole blocks.
-    ///
-    /// Whatever fails, it returns when nothing is under way any more.
-    pub(crate) async fn stream(
-        &self,
-        start: u64,
-        end: u64,
-        guard: Option<&Arc<RangeGuard>>,
-        parts: &mut impl Parts,
-    ) -> Result<(), BlockError> {
-        let lane = self.lane()?;
-        let total = end.saturating_sub(start);
-        let pool = if total <= lane.small.size() as u64 { &lane.small } else { &lane.large };
-        let step = pool.size() as u64;
-        if total <= step {
-            // The usual case takes no memory but the buffer.
-            if total == 0 {
-                return Ok(());
+/// The commands of one long request, oldest first. After a failure no more begin, and those that
+/// are in flight are waited for.
+pub(crate) struct Window {
+    commands: VecDeque<(u64, InFlight)>,
+    limit: usize,
+    /// The first failure.
+    pub(crate) outcome: Result<(), BlockError>,
+}
+
+impl Window {
+    pub(crate) fn new(limit: usize) -> Self {
+        Self { commands: VecDeque::with_capacity(limit), limit, outcome: Ok(()) }
+    }
+
+    /// Whether another command may begin.
+    pub(crate) fn has_room(&self) -> bool {
+        self.outcome.is_ok() && self.commands.len() < self.limit
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.commands.is_empty()
+    }
+
+    /// Submits a command, which is known by `at`.
+    pub(crate) async fn begin(&mut self, at: u64, command: Result<InFlight, BlockError>) {
+        match command {
+            Ok(mut command) => {
+                command.submit().await;
+                self.commands.push_back((at, command));
             }
-            let lease = self.launch(start, end, pool.take().await?, guard, parts)?.await?;
+            Err(error) => self.record(Err(error)),
+        }
+    }
+
+    /// Waits for the oldest command; nothing if none is in flight.
+    pub(crate) async fn oldest(&mut self) -> Option<(u64, Result<Option<Lease>, BlockError>)> {
+        let (at, command) = self.commands.pop_front()?;
+        Some((at, command.await))
+    }
+
+    /// Keeps the first failure.
+    pub(crate) fn record(&mut self, outcome: Result<(), BlockError>) {
+        if self.outcome.is_ok() {
+            self.outcome = outcome;
+        }
+    }
+}
+
+/// A buffer for one more command of a request, which has none in flight if it is `first`. Only then
+/// is it waited for: two requests that hold buffers and wait for more could wait for each other.
+pub(crate) async fn take_buffer(
+    pool: &Arc<Buffers>,
+    first: bool,
+) -> Result<Option<Lease>, BlockError> {
+    match pool.try_take() {
+        None if first => pool.take().await.map(Some),
+        lease => Ok(lease),
+    }
+}
+
+/// Runs commands over the bytes from `start` to `end`, which are whole blocks.
+///
+/// Whatever fails, it returns when nothing is in flight any more.
+pub(crate) async fn transfer(
+    handle: &Handle,
+    start: u64,
+    end: u64,
+    guard: Option<&Arc<RangeGuard>>,
+    parts: &mut impl Parts,
+) -> Result<(), BlockError> {
+    let queue = handle.queue()?;
+    let total = end.saturating_sub(start);
+    let pool = if total <= queue.small.size() as u64 { &queue.small } else { &queue.large };
+    let step = pool.size() as u64;
+    if total <= step {
+        // The usual case takes no memory but the buffer.
+        if total == 0 {
+            return Ok(());
+        }
+        let lease = prepare(handle, start, end, pool.take().await?, guard, parts)?.await?;
+        let buffer = lease.as_ref().and_then(|lease| lease.buffer.as_ref());
+        return parts.drain(start, total as usize, buffer.ok_or(BlockError::Buffer)?);
+    }
+    let mut window = Window::new(handle.shared.window);
+    let mut next = start;
+    loop {
+        while window.has_room() && next < end {
+            let Some(lease) = take_buffer(pool, window.is_empty()).await? else { break };
+            let at = next;
+            next = end.min(at + step);
+            window.begin(at, prepare(handle, at, next, lease, guard, parts)).await;
+        }
+        let Some((at, outcome)) = window.oldest().await else { break };
+        window.record(outcome.and_then(|lease| {
             let buffer = lease.as_ref().and_then(|lease| lease.buffer.as_ref());
-            return parts.drain(start, total as usize, buffer.ok_or(BlockError::Buffer)?);
-        }
-        let mut window: VecDeque<(u64, Flight)> = VecDeque::with_capacity(self.inner().window);
-        let (mut at, mut outcome) = (start, Ok(()));
-        loop {
-            while outcome.is_ok() && at < end && window.len() < self.inner().window {
-                // Whoever holds buffers does not wait for another one: two who did could wait for
-                // each other.
-                let lease = match (pool.try_take(), window.is_empty()) {
-                    (Some(lease), _) => lease,
-                    (None, true) => pool.take().await?,
-                    (None, false) => break,
-                };
-                let next = end.min(at + step);
-                match self.launch(at, next, lease, guard, parts) {
-                    Ok(mut flight) => {
-                        flight.submit().await;
-                        window.push_back((at, flight));
-                    }
-                    Err(error) => outcome = Err(error),
-                }
-                at = next;
-            }
-            let Some((at, flight)) = window.pop_front() else { break };
-            let landed = flight.await.and_then(|lease| {
-                let buffer = lease.as_ref().and_then(|lease| lease.buffer.as_ref());
-                let len = (end.min(at + step) - at) as usize;
-                parts.drain(at, len, buffer.ok_or(BlockError::Buffer)?)
-            });
-            outcome = outcome.and(landed);
-        }
-        outcome
+            let len = (end.min(at + step) - at) as usize;
+            parts.drain(at, len, buffer.ok_or(BlockError::Buffer)?)
+        }));
     }
+    window.outcome
+}
 
-    fn launch(
-        &self,
-        at: u64,
-        end: u64,
-        mut lease: crate::buffers::Lease,
-        guard: Option<&Arc<RangeGuard>>,
-        parts: &mut impl Parts,
-    ) -> Result<Flight, BlockError> {
-        let lane = self.lane()?;
-        let namespace = lane.disk.namespace();
-        let (lba, blocks) = blocks_of(namespace, at, end)?;
-        let command = parts.command(namespace, lba, blocks)?;
-        let buffer = lease.buffer.as_mut().ok_or(BlockError::Buffer)?;
-        parts.fill(at, (end - at) as usize, buffer)?;
-        let orphans = &self.inner().orphans;
-        Ok(Flight::new(lane.disk.queue(), command, Some(lease), guard.cloned(), orphans))
-    }
+/// The command for the bytes from `at` to `end`, with its buffer filled.
+fn prepare(
+    handle: &Handle,
+    at: u64,
+    end: u64,
+    mut lease: Lease,
+    guard: Option<&Arc<RangeGuard>>,
+    parts: &mut impl Parts,
+) -> Result<InFlight, BlockError> {
+    let namespace = handle.namespace()?;
+    let (lba, blocks) = blocks_of(namespace, at, end)?;
+    let command = parts.command(namespace, lba, blocks)?;
+    let buffer = lease.buffer.as_mut().ok_or(BlockError::Buffer)?;
+    parts.fill(at, (end - at) as usize, buffer)?;
+    handle.command(command, Some(lease), guard.cloned())
+}
 
-    /// Runs commands without data over the bytes from `start` to `end`, which are whole blocks.
-    /// As [`stream`](Self::stream), it returns when nothing is under way any more.
-    pub(crate) async fn sweep(
-        &self,
-        start: u64,
-        end: u64,
-        guard: &Arc<RangeGuard>,
-        command: impl Fn(&Namespace, u64, u32) -> Result<Command, RequestError>,
-    ) -> Result<(), BlockError> {
-        let lane = self.lane()?;
-        let namespace = lane.disk.namespace();
-        let step = MAX_BLOCKS * u64::from(namespace.block_size());
-        let mut window: VecDeque<Flight> = VecDeque::with_capacity(self.inner().window);
-        let (mut at, mut outcome) = (start, Ok(()));
-        loop {
-            while outcome.is_ok() && at < end && window.len() < self.inner().window {
-                let next = end.min(at.saturating_add(step));
-                let made = blocks_of(namespace, at, next)
-                    .and_then(|(lba, blocks)| Ok(command(namespace, lba, blocks)?));
-                match made {
-                    Ok(command) => {
-                        let orphans = &self.inner().orphans;
-                        let guard = Some(Arc::clone(guard));
-                        let mut flight =
-                            Flight::new(lane.disk.queue(), command, None, guard, orphans);
-                        flight.submit().await;
-                        window.push_back(flight);
-                    }
-                    Err(error) => outcome = Err(error),
-                }
-                at = next;
-            }
-            let Some(flight) = window.pop_front() else { break };
-            outcome = outcome.and(flight.await.map(drop));
+/// Runs commands without data over the bytes from `start` to `end`, which are whole blocks.
+///
+/// Whatever fails, it returns when nothing is in flight any more.
+pub(crate) async fn run_without_data(
+    handle: &Handle,
+    start: u64,
+    end: u64,
+    guard: &Arc<RangeGuard>,
+    command: impl Fn(&Namespace, u64, u32) -> Result<Command, RequestError>,
+) -> Result<(), BlockError> {
+    let namespace = handle.namespace()?;
+    let step = MAX_BLOCKS * u64::from(namespace.block_size());
+    let mut window = Window::new(handle.shared.window);
+    let mut next = start;
+    loop {
+        while window.has_room() && next < end {
+            let at = next;
+            next = end.min(at.saturating_add(step));
+            let made = blocks_of(namespace, at, next)
+                .and_then(|(lba, blocks)| Ok(command(namespace, lba, blocks)?))
+                .and_then(|command| handle.command(command, None, Some(Arc::clone(guard))));
+            window.begin(at, made).await;
         }
-        outcome
+        let Some((_, outcome)) = window.oldest().await else { break };
+        window.record(outcome.map(drop));
     }
-
-    /// A command on its own.
-    pub(crate) async fn single(
-        &self,
-        command: Command,
-        lease: Option<crate::buffers::Lease>,
-        guard: Option<Arc<RangeGuard>>,
-    ) -> Result<Option<crate::buffers::Lease>, BlockError> {
-        let orphans = &self.inner().orphans;
-        Flight::new(self.lane()?.disk.queue(), command, lease, guard, orphans).await
-    }
+    window.outcome
 }
 
 /// The first block and the number of blocks of a range of bytes.

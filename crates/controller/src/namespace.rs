@@ -1,7 +1,7 @@
 //! A namespace of a controller: a disk with an identifier, and names for ever.
 
 use crate::config::NamespaceConfig;
-use shadowbell_backend::{Disk, Info};
+use shadowbell_backend::{Disk, DiskInfo};
 use std::sync::Arc;
 
 /// The IEEE OUI of the identifiers that are made here, big-endian: with the bit set that says
@@ -19,7 +19,7 @@ pub(crate) const COPY_RANGES: usize = 128;
 pub(crate) struct Namespace {
     nsid: u32,
     disk: Arc<dyn Disk>,
-    info: Info,
+    info: DiskInfo,
     uuid: [u8; 16],
 }
 
@@ -41,7 +41,7 @@ impl Namespace {
     }
 
     /// What the disk was when the namespace was made.
-    pub(crate) fn info(&self) -> &Info {
+    pub(crate) fn info(&self) -> &DiskInfo {
         &self.info
     }
 

@@ -1,12 +1,12 @@
 //! A disk for tests: what it says of itself is all there is to it.
 
-use shadowbell_backend::{Disk, Info, Queue};
+use shadowbell_backend::{Disk, DiskInfo, Queue};
 use std::io;
 use std::sync::Arc;
 
-/// Has an [`Info`] and no queues.
+/// Has a [`DiskInfo`] and no queues.
 #[derive(Debug)]
-pub(crate) struct TestDisk(pub(crate) Info);
+pub(crate) struct TestDisk(pub(crate) DiskInfo);
 
 impl TestDisk {
     /// What it is called.
@@ -14,14 +14,10 @@ impl TestDisk {
 
     /// A writable disk with a write cache and discards.
     pub(crate) fn new(blocks: u64, block_size: u32) -> Self {
-        Self(Info {
-            block_size,
-            blocks,
-            read_only: false,
-            volatile_cache: true,
-            discard: true,
-            granularity: 1,
-        })
+        let mut info = DiskInfo::new(block_size, blocks);
+        info.volatile_cache = true;
+        info.discard = true;
+        Self(info)
     }
 
     /// The same, shared.
@@ -31,7 +27,7 @@ impl TestDisk {
 }
 
 impl Disk for TestDisk {
-    fn info(&self) -> Info {
+    fn info(&self) -> DiskInfo {
         self.0.clone()
     }
 

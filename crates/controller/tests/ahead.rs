@@ -3,7 +3,7 @@
 mod common;
 
 use common::Host;
-use shadowbell_backend::{Disk, Info, Op, Queue, Request, Submitted};
+use shadowbell_backend::{Disk, DiskInfo, Op, Queue, Request, Submitted};
 use shadowbell_controller::{Config, NamespaceConfig, Polling};
 use shadowbell_memory::{Segments, SharedBytes};
 use shadowbell_spec::regs::{self, sq_doorbell_offset};
@@ -29,15 +29,8 @@ struct Log {
 struct Curious(Arc<Mutex<Log>>);
 
 impl Disk for Curious {
-    fn info(&self) -> Info {
-        Info {
-            block_size: 512,
-            blocks: 1 << 10,
-            read_only: false,
-            volatile_cache: false,
-            discard: false,
-            granularity: 1,
-        }
+    fn info(&self) -> DiskInfo {
+        DiskInfo::new(512, 1 << 10)
     }
 
     fn queue(&self) -> std::io::Result<Box<dyn Queue>> {

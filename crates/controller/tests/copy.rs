@@ -8,7 +8,7 @@ mod held;
 use common::{Host, Queue, slow_host};
 use held::Held;
 use proptest::prelude::*;
-use shadowbell_backend::{Disk, DiskError, Info, MemDisk, Op, Request, Submitted};
+use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Request, Submitted};
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool};
 use shadowbell_memory::Segments;
 use shadowbell_spec::admin::GetLogPage;
@@ -308,7 +308,7 @@ fn errors_of_disks_that_answer_at_once_are_told_as_well() {
     struct Worn(MemDisk);
     struct WornQueue(Box<dyn shadowbell_backend::Queue>);
     impl Disk for Worn {
-        fn info(&self) -> Info {
+        fn info(&self) -> DiskInfo {
             self.0.info()
         }
         fn queue(&self) -> std::io::Result<Box<dyn shadowbell_backend::Queue>> {

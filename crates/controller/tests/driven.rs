@@ -4,7 +4,7 @@ mod common;
 
 use common::{Host, Queue, config};
 use controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
-use shadowbell_backend::{Disk, Info, Request, Submitted};
+use shadowbell_backend::{Disk, DiskInfo, Request, Submitted};
 use shadowbell_controller as controller;
 use shadowbell_memory::{DmaError, DmaTable, Mapping, Segments, SharedBytes};
 use shadowbell_spec::regs::{self, cq_doorbell_offset, sq_doorbell_offset};
@@ -106,15 +106,8 @@ fn completions_that_come_together_share_an_interrupt() {
 struct Meanwhile(Arc<Mutex<Option<(SharedBytes, usize, u32)>>>, Arc<AtomicUsize>);
 
 impl Disk for Meanwhile {
-    fn info(&self) -> Info {
-        Info {
-            block_size: 512,
-            blocks: 1 << 10,
-            read_only: false,
-            volatile_cache: false,
-            discard: false,
-            granularity: 1,
-        }
+    fn info(&self) -> DiskInfo {
+        DiskInfo::new(512, 1 << 10)
     }
 
     fn queue(&self) -> std::io::Result<Box<dyn shadowbell_backend::Queue>> {
@@ -182,10 +175,10 @@ fn a_queue_does_not_sleep_over_room_that_was_seen_in_passing() {
     assert!(disk.0.lock().unwrap().is_none());
     host.controller.write_doorbell(cq_doorbell_offset(1, 0), 2);
     (queue.head, queue.phase) = (2, true);
-    let (answered, patience) = std::sync::mpsc::channel::<()>();
+    let (answered, hold_limit) = std::sync::mpsc::channel::<()>();
     let controller = host.controller.clone();
     let rescuer = std::thread::spawn(move || {
-        if patience.recv_timeout(common::PATIENCE).is_err() {
+        if hold_limit.recv_timeout(common::PATIENCE).is_err() {
             controller.write_doorbell(sq_doorbell_offset(1, 0), 0);
         }
     });

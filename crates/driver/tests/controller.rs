@@ -4,7 +4,7 @@
 mod direct;
 
 use direct::Direct;
-use shadowbell_backend::{Disk, DiskError, Info, MemDisk, NullDisk, Op, Request, Submitted};
+use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, NullDisk, Op, Request, Submitted};
 use shadowbell_controller::{Carrier, Config, Controller as Emulated, NamespaceConfig};
 use shadowbell_controller::{Polling, Pool, PoolOptions};
 use shadowbell_driver::{
@@ -328,7 +328,7 @@ struct Worn(MemDisk);
 struct WornQueue(Box<dyn shadowbell_backend::Queue>);
 
 impl Disk for Worn {
-    fn info(&self) -> Info {
+    fn info(&self) -> DiskInfo {
         self.0.info()
     }
 

@@ -8,17 +8,32 @@
 //! | [`fuse`] | the disk as a file, and through a loop device as a block device |
 //! | [`vhost`] | the disk as a virtio-blk device: QEMU, Cloud Hypervisor |
 //! | [`ublk`] | the disk as a block device of this machine, through the kernel's `ublk_drv` |
-//! | `seat` | a thread's seat at the disk: it drives the queue that its requests go through |
-//! | `tasks` | requests under way, as futures in numbered places of the thread that serves them |
+//! | `io_thread` | a thread that serves requests: it drives the queue that they go through |
+//! | `tasks` | requests in flight, as futures in numbered slots of the thread that serves them |
+//! | `failures` | counts requests that failed because the disk did |
 //!
 //! Every way to export has threads of its own, each of which uses one of the disk's queues. What
 //! comes from outside is checked before it gets anywhere near the disk; what the disk says comes
 //! back as the error that the protocol names.
 #![deny(unsafe_code)]
 
+#[cfg(any(feature = "nbd", feature = "fuse", feature = "ublk", feature = "vhost"))]
+mod failures;
+#[cfg(feature = "fuse")]
 pub mod fuse;
+#[cfg(any(feature = "nbd", feature = "ublk", feature = "vhost"))]
+// Some of its methods have one of these users only.
+#[cfg_attr(not(all(feature = "nbd", feature = "vhost")), allow(dead_code))]
+mod io_thread;
+#[cfg(feature = "nbd")]
 pub mod nbd;
-mod seat;
+#[cfg(any(feature = "nbd", feature = "ublk", feature = "vhost"))]
 mod tasks;
+#[cfg(feature = "ublk")]
 pub mod ublk;
+#[cfg(feature = "vhost")]
 pub mod vhost;
+
+#[cfg(all(doctest, feature = "nbd"))]
+#[doc = include_str!("../README.md")]
+mod readme {}

@@ -1,21 +1,22 @@
-//! Futures in numbered places, run by the thread that owns them: what a connection's requests are
-//! while they are under way.
+//! Futures in numbered slots, run by the thread that owns them: what a connection's requests are
+//! while they are in flight.
 //!
-//! A place is used again and again, so a request costs no allocation. Wakers are made once for each
-//! place; they put its number on a list and, if the thread sleeps, signal the descriptor that it
+//! A slot is used again and again, so a request costs no allocation. Wakers are made once for each
+//! slot; they put its number on a list and, if the thread sleeps, signal the descriptor that it
 //! sleeps on.
 
+use parking_lot::Mutex;
 use shadowbell_memory::EventFd;
 use std::future::Future;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 
-/// What the thread and the wakers share.
-struct Ready {
+/// The slots that were woken: what the thread and the wakers share.
+struct ReadyList {
     state: Mutex<ReadyState>,
     /// Whether there is something on the list, to look at without the lock.
     any: AtomicBool,
@@ -28,14 +29,10 @@ struct ReadyState {
     sleeping: bool,
 }
 
-impl Ready {
-    fn state(&self) -> MutexGuard<'_, ReadyState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn push(&self, place: usize) {
-        let mut state = self.state();
-        state.list.push(place);
+impl ReadyList {
+    fn push(&self, slot: usize) {
+        let mut state = self.state.lock();
+        state.list.push(slot);
         self.any.store(true, Ordering::Relaxed);
         let asleep = std::mem::take(&mut state.sleeping);
         drop(state);
@@ -45,98 +42,98 @@ impl Ready {
     }
 }
 
-struct PlaceWaker {
-    place: usize,
+struct SlotWaker {
+    slot: usize,
     /// It is on the list.
     listed: AtomicBool,
-    ready: Arc<Ready>,
+    ready: Arc<ReadyList>,
 }
 
-impl Wake for PlaceWaker {
+impl Wake for SlotWaker {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
         if !self.listed.swap(true, Ordering::AcqRel) {
-            self.ready.push(self.place);
+            self.ready.push(self.slot);
         }
     }
 }
 
-struct Place<F> {
+struct Slot<F> {
     future: Pin<Box<Option<F>>>,
     waker: Waker,
-    flag: Arc<PlaceWaker>,
+    flag: Arc<SlotWaker>,
 }
 
-/// A number of places for futures.
+/// A number of slots for futures.
 pub(crate) struct Tasks<F> {
-    places: Vec<Place<F>>,
+    slots: Vec<Slot<F>>,
     free: Vec<usize>,
-    ready: Arc<Ready>,
+    ready: Arc<ReadyList>,
     batch: Vec<usize>,
 }
 
 impl<F: Future> Tasks<F> {
-    /// As many places as `count`.
+    /// As many slots as `count`.
     pub(crate) fn new(count: usize) -> io::Result<Self> {
         let state = ReadyState { list: Vec::with_capacity(count), sleeping: false };
         let any = AtomicBool::new(false);
-        let ready = Arc::new(Ready { state: Mutex::new(state), any, event: EventFd::new()? });
-        let places = (0..count).map(|place| {
+        let ready = Arc::new(ReadyList { state: Mutex::new(state), any, event: EventFd::new()? });
+        let slots = (0..count).map(|slot| {
             let ready = Arc::clone(&ready);
-            let flag = Arc::new(PlaceWaker { place, listed: AtomicBool::new(false), ready });
-            Place { future: Box::pin(None), waker: Waker::from(Arc::clone(&flag)), flag }
+            let flag = Arc::new(SlotWaker { slot, listed: AtomicBool::new(false), ready });
+            Slot { future: Box::pin(None), waker: Waker::from(Arc::clone(&flag)), flag }
         });
         Ok(Self {
-            places: places.collect(),
+            slots: slots.collect(),
             free: (0..count).rev().collect(),
             ready,
             batch: Vec::with_capacity(count),
         })
     }
 
-    /// A place, taken until it is [released](Self::release); nothing if there is none.
+    /// A slot, taken until it is [released](Self::release); nothing if there is none.
     pub(crate) fn reserve(&mut self) -> Option<usize> {
         self.free.pop()
     }
 
-    /// Gives a place back in which nothing runs.
-    pub(crate) fn release(&mut self, place: usize) {
-        self.free.push(place);
+    /// Gives a slot back in which nothing runs.
+    pub(crate) fn release(&mut self, slot: usize) {
+        self.free.push(slot);
     }
 
-    /// Starts a future in a reserved place. It is polled by the next [`run`](Self::run).
-    pub(crate) fn start(&mut self, place: usize, future: F) {
-        if let Some(there) = self.places.get_mut(place) {
+    /// Starts a future in a reserved slot. It is polled by the next [`run`](Self::run).
+    pub(crate) fn start(&mut self, slot: usize, future: F) {
+        if let Some(there) = self.slots.get_mut(slot) {
             there.future.set(Some(future));
             there.waker.wake_by_ref();
         }
     }
 
-    /// How many places are reserved.
+    /// How many slots are reserved.
     pub(crate) fn reserved(&self) -> usize {
-        self.places.len() - self.free.len()
+        self.slots.len() - self.free.len()
     }
 
-    /// Polls every future that was woken, and hands those to `done` that are: the place stays
+    /// Polls every future that was woken, and hands those to `done` that are: the slot stays
     /// reserved. Whether there was any.
     pub(crate) fn run(&mut self, mut done: impl FnMut(usize, F::Output)) -> bool {
         if !self.is_ready() {
             return false;
         }
-        let mut state = self.ready.state();
+        let mut state = self.ready.state.lock();
         self.ready.any.store(false, Ordering::Relaxed);
         std::mem::swap(&mut self.batch, &mut state.list);
         drop(state);
         let any = !self.batch.is_empty();
         for index in self.batch.drain(..) {
-            let Some(place) = self.places.get_mut(index) else { continue };
-            place.flag.listed.store(false, Ordering::Release);
-            let Some(future) = place.future.as_mut().as_pin_mut() else { continue };
-            if let Poll::Ready(output) = future.poll(&mut Context::from_waker(&place.waker)) {
-                place.future.set(None);
+            let Some(slot) = self.slots.get_mut(index) else { continue };
+            slot.flag.listed.store(false, Ordering::Release);
+            let Some(future) = slot.future.as_mut().as_pin_mut() else { continue };
+            if let Poll::Ready(output) = future.poll(&mut Context::from_waker(&slot.waker)) {
+                slot.future.set(None);
                 done(index, output);
             }
         }
@@ -151,21 +148,18 @@ impl<F: Future> Tasks<F> {
     /// Whether the thread may sleep on [`event`](Self::event). If so, the next future that is
     /// woken signals it.
     pub(crate) fn prepare_sleep(&mut self) -> bool {
-        let mut state = self.ready.state();
+        let mut state = self.ready.state.lock();
         state.sleeping = state.list.is_empty();
         state.sleeping
     }
 
-    /// To be called after a sleep, with whether the event was what ended it.
-    pub(crate) fn awake(&mut self, rang: bool) {
-        self.ready.state().sleeping = false;
-        if rang {
-            self.ready.event.drain();
-        }
+    /// To be called after a sleep.
+    pub(crate) fn after_sleep(&mut self) {
+        self.ready.state.lock().sleeping = false;
     }
 
-    /// A handle that ends the thread's sleep.
-    pub(crate) fn alarm(&self) -> io::Result<EventFd> {
+    /// An event that ends the thread's sleep.
+    pub(crate) fn waker(&self) -> io::Result<EventFd> {
         self.ready.event.try_clone()
     }
 
@@ -187,7 +181,7 @@ mod tests {
 
     impl Cell {
         fn set(&self, value: u32) {
-            let mut cell = self.0.lock().unwrap();
+            let mut cell = self.0.lock();
             cell.0 = Some(value);
             let waker = cell.1.take();
             drop(cell);
@@ -199,7 +193,7 @@ mod tests {
         type Output = u32;
 
         fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<u32> {
-            let mut cell = self.0.lock().unwrap();
+            let mut cell = self.0.lock();
             cell.1 = Some(context.waker().clone());
             cell.0.map_or(Poll::Pending, Poll::Ready)
         }
@@ -225,24 +219,25 @@ mod tests {
         let (mut started, mut sum, mut ended) = (0, 0u64, 0);
         while ended < COUNT {
             while started < COUNT
-                && let Some(place) = tasks.reserve()
+                && let Some(slot) = tasks.reserve()
             {
                 let cell = Cell::default();
-                tasks.start(place, cell.clone());
+                tasks.start(slot, cell.clone());
                 sender.send((started, cell)).unwrap();
                 started += 1;
             }
             let mut free = Vec::new();
-            tasks.run(|place, value| {
+            tasks.run(|slot, value| {
                 sum += u64::from(value);
-                free.push(place);
+                free.push(slot);
             });
             ended += free.len() as u32;
-            free.into_iter().for_each(|place| tasks.release(place));
+            free.into_iter().for_each(|slot| tasks.release(slot));
             if tasks.reserved() == 8 && tasks.prepare_sleep() {
                 let woken = tasks.ready.event.wait(Some(Duration::from_secs(10))).unwrap();
                 assert!(woken, "a lost wakeup after {ended}");
-                tasks.awake(true);
+                tasks.after_sleep();
+                tasks.ready.event.drain();
             }
         }
         assert_eq!(sum, u64::from(COUNT) * u64::from(COUNT - 1) / 2);

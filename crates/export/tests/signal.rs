@@ -22,16 +22,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Until the server, which has tried to answer, has closed its end.
 fn until_hung_up(socket: &UnixStream) {
     let mut fds = [PollFd::new(socket, PollFlags::empty())];
-    let patience = Timespec { tv_sec: 20, tv_nsec: 0 };
-    assert_eq!(poll(&mut fds, Some(&patience)), Ok(1));
+    let timeout = Timespec { tv_sec: 20, tv_nsec: 0 };
+    assert_eq!(poll(&mut fds, Some(&timeout)), Ok(1));
 }
 
 #[test]
 fn a_client_that_hears_nothing_more_is_no_signal() {
     let signalled = Arc::new(AtomicBool::new(false));
     signal_hook::flag::register(SIGPIPE, Arc::clone(&signalled)).unwrap();
-    let medium = Arc::new(TestDisk::new(4096, 512));
-    let mut controller = attach(medium, &AttachOptions::default());
+    let backing = Arc::new(TestDisk::new(4096, 512));
+    let mut controller = attach(backing, &AttachOptions::default());
     let disk = shadowbell_block::BlockDevice::open(
         &mut controller,
         1,

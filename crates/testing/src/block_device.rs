@@ -1,7 +1,7 @@
 //! Both ends in one process: a driver on an emulated controller, over a disk of the test's.
 
 use parking_lot::Mutex;
-use shadowbell_backend::{Disk, DiskError, Info, MemDisk, Op, Queue, Request, Submitted};
+use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Queue, Request, Submitted};
 use shadowbell_controller::{
     Carrier, Config, Controller as Emulated, NamespaceConfig, Pool, PoolOptions,
 };
@@ -106,8 +106,10 @@ impl TestDisk {
 }
 
 impl Disk for TestDisk {
-    fn info(&self) -> Info {
-        Info { volatile_cache: self.cache, ..self.mem.info() }
+    fn info(&self) -> DiskInfo {
+        let mut info = self.mem.info();
+        info.volatile_cache = self.cache;
+        info
     }
 
     fn queue(&self) -> io::Result<Box<dyn Queue>> {

@@ -6,8 +6,8 @@
 //! confirmed; and from the end of a reset to the next enable nothing is written at all.
 
 use crate::command::{self, BASE, PAGE, PAGES};
-use crate::medium::{self, Medium};
 use crate::source::Source;
+use crate::test_disk::{self, TestDisk};
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
 use shadowbell_memory::{EventFd, Mapping, Protection, SharedBytes};
@@ -56,7 +56,7 @@ enum Part {
 struct Guest {
     controller: Controller,
     turns: Turns,
-    medium: Medium,
+    test_disk: TestDisk,
     memory: SharedBytes,
     /// The same memory, mapped for reading.
     to_read: SharedBytes,
@@ -73,8 +73,8 @@ impl Guest {
     fn new(source: &mut Source<'_>) -> Self {
         let polling = source.of(&[Polling::Never, Polling::Always, Polling::default()]);
         let (pool, turns) = Pool::driven(polling).expect("a worker");
-        let medium = Medium::default();
-        let disks = [medium.clone(), medium.clone()];
+        let test_disk = TestDisk::default();
+        let disks = [test_disk.clone(), test_disk.clone()];
         let namespaces = disks.into_iter().enumerate().map(|(n, disk)| NamespaceConfig {
             disk: Arc::new(disk),
             uuid: uuid_from(&n.to_string()),
@@ -97,7 +97,7 @@ impl Guest {
         let mut guest = Self {
             controller,
             turns,
-            medium,
+            test_disk,
             memory,
             to_read,
             parts: [Part::Away; PARTS.len()],
@@ -199,7 +199,7 @@ impl Guest {
                 return;
             }
             // It may wait for the disk, which may not be asked to hurry.
-            self.medium.state().end_all();
+            self.test_disk.state().end_all();
         }
         panic!("{what}");
     }
@@ -331,16 +331,16 @@ impl Guest {
                 self.create_queues(source);
             }
             19 => {
-                let mut state = self.medium.state();
-                (state.hold, state.heed) = (source.bool(), source.bool());
+                let mut state = self.test_disk.state();
+                (state.defer, state.cancellable) = (source.bool(), source.bool());
             }
             20 => {
-                let error = medium::error(source);
-                self.medium.state().fail.push_back(error);
+                let error = test_disk::error(source);
+                self.test_disk.state().fail.push_back(error);
             }
             21 => {
-                let mut state = self.medium.state();
-                let n = source.below(state.held().max(1));
+                let mut state = self.test_disk.state();
+                let n = source.below(state.deferred().max(1));
                 state.end(n);
             }
             22 => {
@@ -381,7 +381,7 @@ impl Guest {
                         done.store(true, Ordering::SeqCst);
                         break;
                     }
-                    self.medium.state().end_all();
+                    self.test_disk.state().end_all();
                 }
             }
         }
@@ -401,6 +401,6 @@ impl Guest {
     fn finish(&mut self) {
         self.reset(1);
         self.check();
-        assert_eq!(self.medium.state().held(), 0, "the disk has requests of nobody");
+        assert_eq!(self.test_disk.state().deferred(), 0, "the disk has requests of nobody");
     }
 }

@@ -1,10 +1,11 @@
-//! A controller that does anything: registers, Identify data, completions and EventIdx of any content,
-//! commands that are never or twice completed. Set upon the driver, which has to end in an error or to
-//! recover.
+//! A controller that does anything: registers, Identify data, completions and EventIdx of any
+//! content, commands that are never or twice completed. Set upon the driver, which has to end in an
+//! error or to recover.
 //!
 //! Checked besides that: the driver's queue entries and data pointers lie in memory that it shares,
-//! whatever it was told; a tail is one that its queue can have; no buffer is handed back, and no memory
-//! taken away, while the controller may still write to it; and there is an end to what it asks.
+//! whatever the device answers; a tail is one that its queue can have; no buffer is handed back,
+//! and no memory taken away, while the controller may still write to it; and there is an end to
+//! what it asks.
 
 mod device;
 

@@ -30,5 +30,5 @@ pub mod session;
 pub mod text;
 
 mod command;
-mod medium;
 mod source;
+mod test_disk;

@@ -1,8 +1,9 @@
-//! An NBD client that sends anything to the server, and a server that sends anything to the decoder of
-//! replies.
+//! An NBD client that sends anything to the server, and a server that sends anything to the decoder
+//! of replies.
 //!
-//! Checked: the handshake comes to the same however its bytes arrive; each request is answered at most
-//! once, and what is answered was asked; and a client that has said that it sends no more is let go.
+//! Checked: the handshake comes to the same however its bytes arrive; each request is answered at
+//! most once, and what is answered was asked; and a client that has said that it sends no more is
+//! let go.
 
 use crate::source::Source;
 use rustix::net::SendFlags;
@@ -136,19 +137,20 @@ fn server() -> &'static PathBuf {
             BlockDevice::open(&mut controller, 1, &BlockOptions::default()).expect("a disk");
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("nbd");
-        let options = Options { name: "disk".into(), ..Options::default() };
+        let mut options = Options::default();
+        options.name = "disk".into();
         let server = Server::start(device, &Address::Unix(path.clone()), &options);
         (server.expect("a server"), directory, path)
     });
     path
 }
 
-/// A whole visit.
+/// A whole connection.
 fn converse(source: &mut Source<'_>) {
     let stream = UnixStream::connect(server()).expect("to be let in");
-    let patience = Some(Duration::from_secs(10));
-    stream.set_read_timeout(patience).expect("a timeout");
-    stream.set_write_timeout(patience).expect("a timeout");
+    let timeout = Some(Duration::from_secs(10));
+    stream.set_read_timeout(timeout).expect("a timeout");
+    stream.set_write_timeout(timeout).expect("a timeout");
     // Straight to the requests most of the time; then it is known what may come.
     let known = !source.rarely(4);
     let structured = source.bool();
@@ -193,7 +195,7 @@ fn converse(source: &mut Source<'_>) {
     if source.rarely(4) {
         bytes.truncate(source.below(bytes.len() + 1));
     }
-    // Whoever goes away does not read to the end.
+    // A client that goes away does not read to the end.
     let mut reader = stream.try_clone().expect("a descriptor");
     let hurry = source.rarely(4);
     let answers = std::thread::spawn(move || {
@@ -204,7 +206,8 @@ fn converse(source: &mut Source<'_>) {
         answers
     });
     let mut rest = &bytes[..];
-    // Not by `write`: that would be a signal, under libFuzzer a deadly one, where the server hangs up.
+    // Not by `write`: that would be a signal, under libFuzzer a deadly one, where the server hangs
+    // up.
     while let Ok(len @ 1..) = rustix::net::send(&stream, rest, SendFlags::NOSIGNAL) {
         rest = &rest[len..];
     }
@@ -249,7 +252,7 @@ fn check(answers: &[u8], structured: bool, asked: &[(u16, u32)]) {
                 if command == 0 && error == 0 { len as usize } else { 0 }
             }
             Incoming::Chunk(chunk) => {
-                assert!(structured, "nobody asked for structured replies");
+                assert!(structured, "structured replies were not asked for");
                 if chunk.flags & wire::chunk::FLAG_DONE != 0 {
                     once(chunk.cookie);
                 }

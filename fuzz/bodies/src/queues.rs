@@ -18,8 +18,8 @@ mod data;
 mod host;
 
 use crate::command::PAGE;
-use crate::medium::{self, BLOCK, BLOCKS};
 use crate::source::Source;
+use crate::test_disk::{self, BLOCK, BLOCKS};
 use data::{MOST, Pointer};
 use host::{Command, Expect, Host, Kind, QUEUES};
 use shadowbell_spec::Sqe;
@@ -76,19 +76,19 @@ fn act(host: &mut Host, source: &mut Source<'_>) {
             }
         }
         12 => {
-            let mut state = host.medium.state();
-            (state.hold, state.heed) = (source.bool(), source.bool());
+            let mut state = host.test_disk.state();
+            (state.defer, state.cancellable) = (source.bool(), source.bool());
         }
         13 | 14 => {
-            let mut state = host.medium.state();
+            let mut state = host.test_disk.state();
             for _ in 0..1 + source.below(4) {
-                let n = source.below(state.held().max(1));
+                let n = source.below(state.deferred().max(1));
                 state.end(n);
             }
         }
         15 => {
-            let error = medium::error(source);
-            host.medium.state().fail.push_back(error);
+            let error = test_disk::error(source);
+            host.test_disk.state().fail.push_back(error);
             host.trouble = true;
         }
         16 => {
@@ -148,7 +148,7 @@ fn submit_io(host: &mut Host, source: &mut Source<'_>, qid: u16) {
             pointer = Pointer::new(source, &mut sqe, at, len);
             let same = opcode == 0x05 && source.bool() && !outside;
             let data = if same {
-                medium::contents(offset, len as u64)
+                test_disk::contents(offset, len as u64)
             } else {
                 // Nobody else's, and not what the disk holds, which has no zeroes.
                 let mut data = source.pattern(len);
@@ -194,7 +194,7 @@ fn submit_io(host: &mut Host, source: &mut Source<'_>, qid: u16) {
                 let slba = source.below((BLOCKS - 8) as usize) as u64;
                 let range = CopyRange { slba, nlb0, ..zero_range() };
                 ranges.extend(range.as_bytes());
-                data.extend(medium::contents(slba * BLOCK, (u64::from(nlb0) + 1) * BLOCK));
+                data.extend(test_disk::contents(slba * BLOCK, (u64::from(nlb0) + 1) * BLOCK));
             }
             let to = source.below((BLOCKS - 32) as usize) as u64;
             (sqe.cdw10, sqe.cdw11, sqe.cdw12) = (to as u32, 0, count as u32 - 1);

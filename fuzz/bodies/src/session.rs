@@ -36,8 +36,6 @@ use zerocopy::IntoBytes;
 const ACTIONS: usize = 64;
 /// Turns that anything has to be done in.
 const TURNS: usize = 2000;
-/// The most descriptors that are sent with one message.
-const MOST_FDS: usize = 70;
 
 /// Carries out a program.
 pub fn run(input: &[u8]) {
@@ -207,7 +205,8 @@ impl Visit {
     fn send_all(&mut self, mut bytes: &[u8], mut fds: &[OwnedFd]) {
         for _ in 0..TURNS {
             let Some(socket) = &self.socket else { return };
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+            let mut space =
+                [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(messages::MOST_FDS))];
             let mut control = SendAncillaryBuffer::new(&mut space);
             let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
             if !borrowed.is_empty() {

@@ -23,8 +23,8 @@ use std::time::{Duration, Instant};
 
 use sector::{PARTS, SECTOR, SLOT, Stamp};
 
-/// `O_DIRECT` of x86: a write that returned has been acknowledged by the disk, and a read comes from
-/// there.
+/// `O_DIRECT` of x86: a write that returned has been acknowledged by the disk, and a read comes
+/// from there.
 const O_DIRECT: i32 = 0o40_000;
 
 const USAGE: &str = "shadowbell-guest-tool write device=PATH slots=N threads=N seconds=N seed=N \
@@ -195,8 +195,9 @@ impl Writer {
     }
 }
 
-/// Fills memory that the kernel has just given out, much of it freed by I/O before, and looks whether
-/// it stays as it is: a device that still writes to a page that it had been given shows here.
+/// Fills memory that the kernel has just given out, much of it freed by I/O before, and looks
+/// whether it stays as it is: a device that still writes to a page that it had been given shows
+/// here.
 fn patrol(options: &HashMap<String, String>) -> Result<String, String> {
     let words = (number(options, "mib")? << 20) / 8;
     let end = Instant::now() + Duration::from_secs(number(options, "seconds")?);

@@ -1,27 +1,27 @@
 //! The chores that need no guest, and all of them together.
 
-use std::io::{BufRead, BufReader};
-use std::process::{Command, Stdio};
-
-use anyhow::{Context, Result, bail};
+use anyhow::Result;
 use clap::ValueEnum;
+use shadowbell_bench::workspace::{cargo, root};
 use shadowbell_guest::Kernel;
 
-use crate::bench;
 use crate::report::Report;
-use crate::suites::{Lab, Subject, Suite};
-use crate::workspace::{cargo, root};
-
-/// The seconds after which a step is taken for hung.
-const STEP_LIMIT: &str = "1500";
+use crate::step::step;
+use crate::suites::{ControllerKind, Setup, Suite};
+use crate::{outsider, package, structure};
 
 /// The program as it is tested: it can also serve a controller that misbehaves on purpose.
 const FAULTS: [&str; 2] = ["--features", "shadowbell/faults"];
 
 /// Everything that must pass, whatever fails on the way. The report ends with the counts.
 pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
+    // What takes seconds comes first.
     report.begin("format");
     step(report, "cargo fmt --check", cargo().args(["fmt", "--all", "--check"]));
+    report.begin("structure");
+    report.check("imports go one way, in every crate and between the crates", |_| {
+        structure::check(&[])
+    });
     report.begin("lints");
     step(
         report,
@@ -31,6 +31,19 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
             .args(FAULTS)
             .args(["--", "-D", "warnings"]),
     );
+    report.begin("docs");
+    // With the features of the lints: what they built of other crates serves here too.
+    step(
+        report,
+        "cargo doc, no warning",
+        cargo()
+            .env("RUSTDOCFLAGS", "-D warnings")
+            .args(["doc", "--workspace", "--no-deps", "--quiet"])
+            .args(FAULTS),
+    );
+    report.check("the guides' programs compile outside of the workspace", |_| outsider::check());
+    // Whether each package builds alone takes minutes: `cargo xtask package` looks.
+    package::check(report, false);
     report.begin("tests");
     step(
         report,
@@ -39,31 +52,7 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
     );
     loom_models(report);
     if with_guest {
-        // Needs valgrind, which is installed as what the guest needs is.
-        report.begin("instructions");
-        report.check("an I/O costs no more instructions than recorded", |_| {
-            bench::check_instructions()
-        });
-        report.begin("guest");
-        let lab = report.check("what the guest needs is here", |_| {
-            let mut lab = Lab::new(Subject::Shadowbell, None, &Kernel::ALL)?;
-            // Speeds are not judged, and doorbells can be counted in one round.
-            lab.rounds = 1;
-            Ok(lab)
-        });
-        for kernel in Kernel::ALL.into_iter().filter(|_| lab.is_some()) {
-            for suite in Suite::value_variants() {
-                // Minutes long, and what they are about is the driver's end: the newer kernel is
-                // enough. `cargo xtask guest s2` runs it with both.
-                if matches!(suite, Suite::S2 | Suite::Recover | Suite::S4) && kernel != Kernel::V7_2
-                {
-                    continue;
-                }
-                if let Some(lab) = &lab {
-                    lab.run(report, *suite, kernel);
-                }
-            }
-        }
+        guest(report);
     }
     report.summary();
     Ok(())
@@ -94,79 +83,30 @@ fn loom_models(report: &mut Report) {
     );
 }
 
-/// Runs a command to its end or its limit and shows its output; takes over the counts of the test
-/// runners in it.
-fn step(report: &mut Report, name: &str, command: &mut Command) {
-    let mut counts = Counts::default();
-    report.check(name, |_| {
-        let mut limited = Command::new("timeout");
-        limited.args(["--kill-after=10", STEP_LIMIT]).arg(command.get_program());
-        limited.args(command.get_args()).stdin(Stdio::null()).stdout(Stdio::piped());
-        if let Some(directory) = command.get_current_dir() {
-            limited.current_dir(directory);
-        }
-        for (key, value) in command.get_envs() {
-            match value {
-                Some(value) => limited.env(key, value),
-                None => limited.env_remove(key),
-            };
-        }
-        let mut child = limited.spawn().context("timeout")?;
-        for line in BufReader::new(child.stdout.take().context("no output")?).lines() {
-            let line = line.context("reading what it prints")?;
-            println!("{line}");
-            counts.read(&line);
-        }
-        let status = child.wait()?;
-        match status.code() {
-            Some(0) => Ok(()),
-            Some(124 | 137) => bail!("did not end within {STEP_LIMIT} s"),
-            _ => bail!("{status}"),
-        }
+/// What needs root and Debian packages: the instruction counts, and the suites on both kernels.
+fn guest(report: &mut Report) {
+    // Needs valgrind, which is installed as what the guest needs is.
+    report.begin("instructions");
+    report.check("an I/O costs no more instructions than recorded", |_| {
+        shadowbell_bench::check_instructions()
     });
-    report.add(counts.passed, &counts.failed);
-}
-
-/// What `cargo test` counted.
-#[derive(Debug, Default, PartialEq, Eq)]
-struct Counts {
-    passed: u64,
-    failed: Vec<String>,
-}
-
-impl Counts {
-    /// Takes `test NAME ... FAILED` and the closing `test result: ...; N passed; ...` of each runner.
-    fn read(&mut self, line: &str) {
-        if let Some(name) = line.strip_prefix("test ").and_then(|l| l.strip_suffix(" ... FAILED")) {
-            self.failed.push(name.to_owned());
+    report.begin("guest");
+    let setup = report.check("what the guest needs is here", |_| {
+        let mut setup = Setup::new(ControllerKind::Shadowbell, None, &Kernel::ALL)?;
+        // Speeds are not judged, and doorbells can be counted in one round.
+        setup.rounds = 1;
+        Ok(setup)
+    });
+    let Some(setup) = setup else { return };
+    for kernel in Kernel::ALL {
+        for suite in Suite::value_variants() {
+            // Minutes long, and what they are about is the driver's end: the newer kernel is
+            // enough. `cargo xtask guest s2` runs it with both.
+            let newer_only = matches!(suite, Suite::S2 | Suite::Recover | Suite::S4);
+            if newer_only && kernel != Kernel::V7_2 {
+                continue;
+            }
+            suite.run(&setup, report, kernel);
         }
-        if let Some(result) = line.strip_prefix("test result: ") {
-            let passed = result.split([';', '.']).find_map(|part| {
-                part.trim().strip_suffix(" passed").and_then(|number| number.trim().parse().ok())
-            });
-            self.passed += passed.unwrap_or(0);
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_runners_counts_are_added_up() {
-        let mut counts = Counts::default();
-        for line in [
-            "running 3 tests",
-            "test a::b ... ok",
-            "test a::c ... FAILED",
-            "test src/lib.rs - x (line 3) ... FAILED",
-            "test result: FAILED. 1 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out",
-            "test result: ok. 12 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out",
-        ] {
-            counts.read(line);
-        }
-        let failed = vec!["a::c".to_owned(), "src/lib.rs - x (line 3)".to_owned()];
-        assert_eq!(counts, Counts { passed: 13, failed });
     }
 }

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
+use shadowbell_bench::workspace::root;
 
 use crate::report::Report;
-use crate::workspace::root;
 
 /// Programs that a target begins with when there are none from runs before, and their bytes.
 const FIRST: u64 = 64;
@@ -76,7 +76,8 @@ fn targets() -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The toolchain's own launcher, which knows toolchains; what cargo says of itself to us is one of them.
+/// The toolchain's own launcher, which knows toolchains; what cargo says of itself to us is one of
+/// them.
 fn nightly() -> Command {
     let mut command = Command::new("cargo");
     command.arg("+nightly").current_dir(root()).stdin(Stdio::null());
@@ -128,7 +129,8 @@ fn once(target: &str, input: &Path) -> Result<()> {
     watch(target, &mut command)
 }
 
-/// The driver keeps memory for good that a controller may still write to, so leaks are no finding there.
+/// The driver keeps memory for good that a controller may still write to, so leaks are no finding
+/// there.
 fn sanitizer(target: &str) -> &'static str {
     if target == "driver" { "detect_leaks=0" } else { "detect_leaks=1" }
 }
@@ -158,7 +160,7 @@ fn begin(corpus: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Runs it, and shows what is worth it of what it says.
+/// Runs it, and shows those lines of its output that are for people.
 fn watch(target: &str, command: &mut Command) -> Result<()> {
     command.env("ASAN_OPTIONS", sanitizer(target));
     let mut child = command.stderr(Stdio::piped()).spawn().context("cargo fuzz")?;
@@ -168,7 +170,7 @@ fn watch(target: &str, command: &mut Command) -> Result<()> {
         if let Some((_, path)) = line.split_once("Test unit written to ") {
             found = Some(path.trim().to_owned());
         }
-        if is_news(&line) {
+        if is_worth_showing(&line) {
             eprintln!("{line}");
         }
     }
@@ -184,8 +186,9 @@ fn watch(target: &str, command: &mut Command) -> Result<()> {
     }
 }
 
-/// Whether a line of libFuzzer's is for people: not one for each new path or word that it has found.
-fn is_news(line: &str) -> bool {
+/// Whether a line of libFuzzer's is for people: not one for each new path or word that it has
+/// found.
+fn is_worth_showing(line: &str) -> bool {
     let chatter =
         line.starts_with('#') && ["NEW", "REDUCE", "RELOAD"].iter().any(|w| line.contains(w));
     !chatter && !line.trim_start().starts_with("NEW_FUNC") && !line.starts_with('"')
@@ -215,11 +218,11 @@ mod tests {
     }
 
     #[test]
-    fn a_line_for_each_path_is_no_news() {
-        assert!(!is_news("#7\tNEW    cov: 12 ft: 12 corp: 2/2b"));
-        assert!(!is_news("\tNEW_FUNC[1/2]: 0x55 in f"));
-        assert!(!is_news("\"\\001\" # Uses: 9"));
-        assert!(is_news("#65536\tpulse  cov: 12"));
-        assert!(is_news("thread panicked"));
+    fn a_line_for_each_new_path_is_not_shown() {
+        assert!(!is_worth_showing("#7\tNEW    cov: 12 ft: 12 corp: 2/2b"));
+        assert!(!is_worth_showing("\tNEW_FUNC[1/2]: 0x55 in f"));
+        assert!(!is_worth_showing("\"\\001\" # Uses: 9"));
+        assert!(is_worth_showing("#65536\tpulse  cov: 12"));
+        assert!(is_worth_showing("thread panicked"));
     }
 }

@@ -1,15 +1,15 @@
 //! `cargo xtask`: every chore has one name.
 #![forbid(unsafe_code)]
 
-mod bench;
 mod chores;
 mod fuzz;
+mod guest_shell;
+mod outsider;
+mod package;
 mod report;
-mod shell;
+mod step;
 mod structure;
 mod suites;
-mod table;
-mod workspace;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -17,14 +17,15 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Parser, Subcommand, ValueEnum};
 use report::Report;
+use shadowbell_bench as bench;
 use shadowbell_guest::Kernel;
-use suites::{Lab, Subject, Suite};
+use suites::{ControllerKind, Setup, Suite};
 
 /// Every chore of the Shadowbell workspace has one name.
 ///
 /// On Debian 12 and later, as root, what is missing is installed (mmdebstrap) or fetched once and
-/// kept under target/guest (QEMU, the guest's programs and kernels); otherwise one line says what to
-/// install.
+/// kept under target/guest (QEMU, the guest's programs and kernels); otherwise one line says what
+/// to install.
 #[derive(Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask", max_term_width = 100)]
 struct Arguments {
@@ -34,7 +35,8 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Verb {
-    /// Everything that must pass: format, lints, tests, loom models, and the guest suites.
+    /// Everything that must pass: format, structure, lints, docs, packages, tests, loom models, and
+    /// the guest suites.
     ///
     /// All steps run, whatever fails; the last line counts what passed and what failed. Speeds are
     /// printed and not judged: what else the machine does would decide.
@@ -45,7 +47,17 @@ enum Verb {
     },
     /// The models of the shadow doorbell protocol, explored by loom.
     Loom,
-    /// Boots a Linux guest under QEMU and works one of our disks in it.
+    /// Compiles the programs of the guides in a package of its own, as somebody who copied them
+    /// would.
+    ///
+    /// The guides are README.md, the crates' README.md and the docs at the top of their lib.rs.
+    Outsider,
+    /// Packages every crate that is published, and builds each from its package alone.
+    ///
+    /// What is not committed yet is packaged as well; nothing is uploaded. `cargo xtask test`
+    /// packages without building.
+    Package,
+    /// Boots a Linux guest under QEMU and works a disk under test in it.
     ///
     /// Logs of the last run are kept in target/guest/logs.
     #[command(after_help = GUEST_EXAMPLES)]
@@ -57,7 +69,8 @@ enum Verb {
     /// them is left out, with a word.
     #[command(after_help = bench::EXAMPLES)]
     Bench(bench::Arguments),
-    /// Looks for inputs that break what untrusted peers can reach: libFuzzer with the address sanitizer.
+    /// Looks for inputs that break what untrusted peers can reach: libFuzzer with the address
+    /// sanitizer.
     ///
     /// Needs nightly Rust; cargo-fuzz is installed if it is missing. Ends by itself, with an exit
     /// status that is not 0 if something was found, and says where the input is. What was learnt is
@@ -66,18 +79,18 @@ enum Verb {
     Fuzz(fuzz::Arguments),
     /// Whether files and crates import one way only: no cycle in a crate, no crate that looks up.
     ///
-    /// A file imports another when it names what that one defines, in code that is not for tests. What
-    /// is re-exported counts for the file that defines it.
+    /// A file imports another when it names what that one defines, in code that is not for tests.
+    /// What is re-exported counts for the file that defines it.
     #[command(after_help = structure::EXAMPLES)]
     Structure(structure::Arguments),
-    /// Runs commands in a guest with a fresh disk of ours, for a look by hand.
+    /// Runs commands in a guest with a fresh disk, for a look by hand.
     Shell {
         /// The guest's kernel.
         #[arg(long, default_value_t = Kernel::V7_2)]
         kernel: Kernel,
         /// The controller.
-        #[arg(long, value_enum, default_value_t = Subject::Shadowbell)]
-        device: Subject,
+        #[arg(long, value_enum, default_value_t = ControllerKind::Shadowbell)]
+        device: ControllerKind,
         /// A shadowbell program that is built already, instead of building one.
         #[arg(long, value_name = "PATH")]
         shadowbell: Option<PathBuf>,
@@ -91,7 +104,7 @@ Examples:
   cargo xtask guest                             all suites, both kernels
   cargo xtask guest smoke --kernel 7.2          one suite, one kernel
   cargo xtask guest s3 --json                   the S3 table; the last line is JSON
-  cargo xtask guest recover --kernel 7.2        our driver, and controllers that do wrong
+  cargo xtask guest recover --kernel 7.2        the driver, and controllers that do wrong
   cargo xtask guest fs --device qemu-nvme       the same checks on QEMU's own controller";
 
 #[derive(clap::Args)]
@@ -102,9 +115,9 @@ struct GuestArguments {
     /// The guest's kernel.
     #[arg(long, value_enum, default_value_t = Kernels::All)]
     kernel: Kernels,
-    /// The controller under test. With ours, s3 measures QEMU's own beside it.
-    #[arg(long, value_enum, default_value_t = Subject::Shadowbell)]
-    device: Subject,
+    /// The controller under test. With shadowbell's, s3 measures QEMU's own beside it.
+    #[arg(long, value_enum, default_value_t = ControllerKind::Shadowbell)]
+    device: ControllerKind,
     /// A shadowbell program that is built already, instead of building one.
     #[arg(long, value_name = "PATH")]
     shadowbell: Option<PathBuf>,
@@ -144,13 +157,15 @@ fn main() -> ExitCode {
     let result = match Arguments::parse().verb {
         Verb::Test { no_guest } => chores::test(&mut report, !no_guest),
         Verb::Loom => chores::loom(&mut report),
+        Verb::Outsider => outsider::check(),
+        Verb::Package => package::run(&mut report, true),
         Verb::Guest(arguments) => guest_suites(&mut report, arguments),
         Verb::Bench(arguments) => bench::run(arguments),
         Verb::Fuzz(arguments) => fuzz::run(&mut report, &arguments),
         Verb::Structure(arguments) => structure::run(&arguments),
         Verb::Shell { kernel, device, shadowbell, commands } => {
-            Lab::new(device, shadowbell, &[kernel])
-                .and_then(|lab| shell::run(&lab, kernel, commands))
+            Setup::new(device, shadowbell, &[kernel])
+                .and_then(|setup| guest_shell::run(&setup, kernel, commands))
         }
     };
     if let Err(error) = result {
@@ -166,11 +181,11 @@ fn guest_suites(report: &mut Report, arguments: GuestArguments) -> Result<()> {
         named => named.to_vec(),
     };
     let kernels = arguments.kernel.list();
-    let mut lab = Lab::new(arguments.device, arguments.shadowbell, &kernels)?;
-    lab.rounds = arguments.rounds.into();
+    let mut setup = Setup::new(arguments.device, arguments.shadowbell, &kernels)?;
+    setup.rounds = arguments.rounds.into();
     for kernel in kernels {
         for &suite in &suites {
-            lab.run(report, suite, kernel);
+            suite.run(&setup, report, kernel);
         }
     }
     report.summary();

@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use anyhow::Result;
-use serde_json::{Value, json};
+use serde_json::Value;
+use shadowbell_bench::table::{Table, json_line};
 
 /// The checks and measurements of one run.
 #[derive(Debug, Default)]
@@ -51,9 +52,10 @@ impl Report {
         self.failures.extend(failed.iter().map(|name| format!("{}: {name}", self.part)));
     }
 
-    /// Adds a measurement.
-    pub(crate) fn row(&mut self, row: Value) {
-        self.rows.push(row);
+    /// Prints a table, and adds its rows to those for programs.
+    pub(crate) fn table(&mut self, table: Table) {
+        println!("{table}");
+        self.rows.extend(table.json);
     }
 
     /// How many checks failed.
@@ -70,9 +72,9 @@ impl Report {
         println!("{} passed, {} failed", self.passed, self.failures.len());
     }
 
-    /// One line for machines.
+    /// One line for programs.
     pub(crate) fn json(&self) -> String {
-        json!({ "rows": self.rows }).to_string()
+        json_line(&self.rows)
     }
 }
 
@@ -83,6 +85,7 @@ fn indent(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use anyhow::bail;
+    use serde_json::json;
 
     use super::*;
 
@@ -92,15 +95,17 @@ mod tests {
         report.begin("part");
         assert_eq!(report.check("good", |_| Ok(3)), Some(3));
         assert_eq!(report.check("bad", |_| -> Result<()> { bail!("why") }), None);
-        report.add(4, &["theirs".to_owned()]);
+        report.add(4, &["other".to_owned()]);
         assert_eq!((report.passed, report.failed()), (5, 2));
-        assert_eq!(report.failures, ["part: bad", "part: theirs"]);
+        assert_eq!(report.failures, ["part: bad", "part: other"]);
     }
 
     #[test]
     fn measurements_are_one_line() {
         let mut report = Report::default();
-        report.row(json!({ "table": "S3", "iops": 1.5 }));
+        let mut table = Table::new("", &["IOPS"]);
+        table.push(vec!["1.5".into()], json!({ "table": "S3", "iops": 1.5 }));
+        report.table(table);
         assert_eq!(report.json(), r#"{"rows":[{"iops":1.5,"table":"S3"}]}"#);
     }
 }

@@ -1,8 +1,10 @@
 //! Finding out what a file is, and what its file system can do.
 
-use super::{Aio, Alignment, Direct, FileDisk, FileOptions, Shared};
-use crate::sys::{self, Means};
-use crate::{Info, OpenError};
+use super::options::{Aio, Direct, FileOptions};
+use super::shared::{Alignment, FileShared};
+use crate::error::OpenError;
+use crate::info::DiskInfo;
+use crate::sys::{self, EngineKind};
 use rustix::fs::{AtFlags, FallocateFlags, OFlags, StatxFlags};
 use rustix::io::Errno;
 use shadowbell_memory::Mapping;
@@ -14,14 +16,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64};
 use std::time::{Duration, Instant};
 
-/// How long somebody else may still have the file: a server that was just killed and is started
+/// How long another process may still have the file: a server that was just killed and is started
 /// again holds it until the kernel has taken its ring apart.
-const PATIENCE: Duration = Duration::from_millis(500);
+const LOCK_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// How much is zeroed by one write where nothing better works.
 const ZEROES: u64 = 1 << 20;
 
-pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileDisk, OpenError> {
+pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, OpenError> {
     let name = || path.display().to_string();
     let system = |what| move |source| OpenError::System { path: name(), what, source };
 
@@ -30,7 +32,7 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileDisk, OpenE
     // The system opens a write-protected device for writing, and refuses the writes.
     let protected = is_block && attribute(&metadata, "ro").is_some_and(|ro| ro != "0");
     let (mut file, read_only) = open_file(path, is_block, options.read_only || protected)?;
-    let locked = patiently(io::ErrorKind::WouldBlock, || sys::lock_image(&file, !read_only));
+    let locked = retry_while(io::ErrorKind::WouldBlock, || sys::lock_image(&file, !read_only));
     locked.map_err(|source| match source.kind() {
         io::ErrorKind::WouldBlock => OpenError::Busy {
             path: name(),
@@ -56,7 +58,7 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileDisk, OpenE
         return Err(OpenError::NotBlockMultiple { path: name(), size, block_size });
     }
 
-    let (means, no_uring) = means(options.aio, sys::available)
+    let (engine, no_uring) = engine(options.aio, sys::available)
         .map_err(|source| OpenError::Ring { path: name(), source })?;
     let direct = match options.direct {
         Direct::Off => None,
@@ -68,14 +70,14 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileDisk, OpenE
     };
 
     let discard = !read_only && if is_block { discards(&metadata) } else { punches(&file, size) };
-    // What the file system allocates at once; a power of two on all of them, but it is their word.
+    // What the file system allocates at once; a power of two on all of them, as far as known.
     let cluster = metadata.blksize().clamp(u64::from(block_size), 1 << 20) as u32;
     let zeroes = Mapping::anonymous(ZEROES)
         .map_err(|source| OpenError::Memory { bytes: ZEROES, source })?
         .bytes();
-    let shared = Shared {
+    Ok(FileShared {
         file: Arc::new(file),
-        info: Info {
+        info: DiskInfo {
             block_size,
             blocks: size / u64::from(block_size),
             read_only,
@@ -84,7 +86,7 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileDisk, OpenE
             granularity: cluster / block_size,
         },
         direct,
-        means,
+        engine,
         no_uring,
         regular: !is_block,
         end: AtomicU64::new(size),
@@ -93,21 +95,20 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileDisk, OpenE
         no_zero_range: AtomicBool::new(false),
         no_punch: AtomicBool::new(false),
         zeroes,
-    };
-    Ok(FileDisk { shared: Arc::new(shared), path: path.to_owned() })
+    })
 }
 
 /// How the system is called; and why by threads, if that was not asked for.
-pub(super) fn means(
+pub(super) fn engine(
     aio: Aio,
     uring: impl FnOnce() -> io::Result<()>,
-) -> io::Result<(Means, Option<String>)> {
+) -> io::Result<(EngineKind, Option<String>)> {
     if aio == Aio::Threads {
-        return Ok((Means::Threads, None));
+        return Ok((EngineKind::Threads, None));
     }
     match uring() {
-        Ok(()) => Ok((Means::Uring, None)),
-        Err(why) if aio == Aio::Auto => Ok((Means::Threads, Some(why.to_string()))),
+        Ok(()) => Ok((EngineKind::Uring, None)),
+        Err(why) if aio == Aio::Auto => Ok((EngineKind::Threads, Some(why.to_string()))),
         Err(why) => Err(why),
     }
 }
@@ -154,7 +155,7 @@ fn open_file(path: &Path, is_block: bool, read_only: bool) -> Result<(File, bool
             // Not while a file system on it is mounted, or it is part of a RAID.
             how.custom_flags(libc::O_EXCL);
         }
-        match patiently(io::ErrorKind::ResourceBusy, || how.open(path)) {
+        match retry_while(io::ErrorKind::ResourceBusy, || how.open(path)) {
             Ok(file) => return Ok((file, false)),
             Err(e) => match e.raw_os_error() {
                 Some(libc::EACCES | libc::EPERM | libc::EROFS) => {}
@@ -181,14 +182,14 @@ fn open_file(path: &Path, is_block: bool, read_only: bool) -> Result<(File, bool
 }
 
 /// What `attempt` comes to, repeated for a while if it fails with `passing`.
-fn patiently<T>(
+fn retry_while<T>(
     passing: io::ErrorKind,
     mut attempt: impl FnMut() -> io::Result<T>,
 ) -> io::Result<T> {
     let since = Instant::now();
     loop {
         match attempt() {
-            Err(e) if e.kind() == passing && since.elapsed() < PATIENCE => {
+            Err(e) if e.kind() == passing && since.elapsed() < LOCK_TIMEOUT => {
                 std::thread::sleep(Duration::from_millis(10));
             }
             outcome => return outcome,

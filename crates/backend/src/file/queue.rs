@@ -1,9 +1,12 @@
 //! One thread's queue on a file.
 
-use super::Shared;
+use super::shared::FileShared;
 use super::task::{BOUNCE, Stage, Step, Task};
+use crate::bounds::Bounds;
+use crate::compare::compare;
+use crate::disk::Queue;
+use crate::request::{DiskError, Op, Request, Submitted};
 use crate::sys::{Key, Ring};
-use crate::{Bounds, DiskError, Op, Queue, Request, Submitted, compare};
 use shadowbell_memory::{Mapping, Segments, SharedBytes};
 use std::collections::VecDeque;
 use std::io;
@@ -16,12 +19,12 @@ const BOUNCES: usize = 32;
 
 pub(super) struct FileQueue {
     ring: Ring<Task>,
-    shared: Arc<Shared>,
+    shared: Arc<FileShared>,
     /// Requests that wait for room in the ring or for a bounce buffer, in order.
     waiting: VecDeque<Key>,
     /// Requests that were cancelled while they waited.
     cancelled: Vec<Key>,
-    /// Bounce buffers that nobody uses. They are made as they are needed first.
+    /// Bounce buffers that are free. They are made when they are first needed.
     bounces: Vec<SharedBytes>,
     bounces_made: usize,
     /// Completions on their way, kept for its room.
@@ -30,12 +33,12 @@ pub(super) struct FileQueue {
 }
 
 impl FileQueue {
-    pub(super) fn new(shared: Arc<Shared>) -> io::Result<Self> {
-        // One is there from the start (its pages come with its first use), so that whoever waits
-        // for a bounce buffer waits for somebody who has one.
+    pub(super) fn new(shared: Arc<FileShared>) -> io::Result<Self> {
+        // One is there from the start (its pages come with its first use), so that a
+        // request that waits for a bounce buffer waits for one that has one.
         let first = Mapping::anonymous(BOUNCE as u64).map_err(io::Error::other)?.bytes();
         Ok(Self {
-            ring: Ring::new(Arc::clone(&shared.file), shared.means)?,
+            ring: Ring::new(Arc::clone(&shared.file), shared.engine)?,
             bounds: shared.info.bounds(),
             shared,
             waiting: VecDeque::new(),
@@ -54,8 +57,8 @@ impl FileQueue {
         let Some((task, ..)) = self.ring.get(key) else {
             return true; // gone: nothing to wait for
         };
-        let plan = task.call();
-        self.ring.prepare(key, plan.call, plan.skip, plan.offset, plan.len)
+        let next = task.call();
+        self.ring.prepare(key, next.call, next.skip, next.offset, next.len)
     }
 
     /// Sees to it that the task has the buffer of the queue's that its stage needs, filled if the
@@ -74,11 +77,11 @@ impl FileQueue {
                 let Some(bounce) = self.bounce() else {
                     return false;
                 };
-                self.ring.lend(key, bounce);
+                self.ring.set_own(key, bounce);
                 self.equip(key)
             }
             Stage::Zeroes if own.is_none() => {
-                self.ring.lend(key, self.shared.zeroes.clone());
+                self.ring.set_own(key, self.shared.zeroes.clone());
                 true
             }
             _ => true,
@@ -124,7 +127,7 @@ impl FileQueue {
                 (Op::Read, Some(own)) => {
                     data.copy_from(at, own, 0, len).ok_or(DiskError::BadBuffer)
                 }
-                (Op::Compare, Some(own)) => compare::equal(data, at, own, 0, len),
+                (Op::Compare, Some(own)) => compare(data, at, own, 0, len),
                 _ => Ok(()),
             };
             step = match used {
@@ -213,7 +216,7 @@ impl Queue for FileQueue {
         } else if let Some(index) = self.waiting.iter().position(|k| *k == key) {
             self.waiting.remove(index);
             self.cancelled.push(key);
-            // It ends in `reap`, so somebody has to be told that there is a reason to call it.
+            // It ends in `reap`: the wake descriptor makes the caller call it.
             self.ring.wake();
         }
     }

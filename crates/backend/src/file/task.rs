@@ -1,8 +1,8 @@
 //! A request on its way through the kernel: which call is next, and what its result means.
 
-use super::Shared;
+use super::shared::FileShared;
+use crate::request::{DiskError, Op, Request};
 use crate::sys::{Call, Memory};
-use crate::{DiskError, Op, Request};
 use shadowbell_memory::Segments;
 use std::sync::atomic::Ordering;
 
@@ -53,7 +53,7 @@ pub(super) struct Task {
 }
 
 /// The call of a task: the buffer is used from `skip`, the file from `offset`.
-pub(super) struct Planned {
+pub(super) struct NextCall {
     pub(super) call: Call,
     pub(super) skip: usize,
     pub(super) offset: u64,
@@ -66,7 +66,7 @@ impl Task {
         tag: u32,
         request: &Request,
         data: &Segments,
-        shared: &Shared,
+        shared: &FileShared,
     ) -> Result<Self, Result<(), DiskError>> {
         let stage = match request.op {
             Op::Flush if shared.info.read_only => return Err(Ok(())),
@@ -127,17 +127,19 @@ impl Task {
     }
 
     /// The call to make now.
-    pub(super) fn call(&self) -> Planned {
+    pub(super) fn call(&self) -> NextCall {
         let offset = self.request.offset + self.done;
-        let rest = |call| Planned { call, skip: 0, offset, len: self.left() };
+        let rest = |call| NextCall { call, skip: 0, offset, len: self.left() };
         let transfer = |memory| match self.request.op {
             Op::Write { fua } => Call::Write { from: memory, dsync: fua },
             _ => Call::Read(memory),
         };
         match self.stage {
             // The check has seen that the data is as long as the range: `done` fits a usize.
-            Stage::Straight => Planned { skip: self.done as usize, ..rest(transfer(Memory::Data)) },
-            Stage::Bounced { piece, moved } => Planned {
+            Stage::Straight => {
+                NextCall { skip: self.done as usize, ..rest(transfer(Memory::Data)) }
+            }
+            Stage::Bounced { piece, moved } => NextCall {
                 call: transfer(Memory::Own),
                 skip: moved,
                 offset: offset + moved as u64,
@@ -146,19 +148,19 @@ impl Task {
             Stage::Punch => rest(Call::Punch),
             Stage::ZeroRange => rest(Call::ZeroRange),
             Stage::Zeroes => rest(Call::Write { from: Memory::Own, dsync: false }),
-            Stage::Sync => Planned { call: Call::Sync, skip: 0, offset: 0, len: 0 },
+            Stage::Sync => NextCall { call: Call::Sync, skip: 0, offset: 0, len: 0 },
         }
     }
 
     /// What the result of a call means: the bytes it moved, or a negative error number.
-    pub(super) fn outcome(&mut self, result: i32, shared: &Shared) -> Step {
+    pub(super) fn outcome(&mut self, result: i32, shared: &FileShared) -> Step {
         match u32::try_from(result) {
             Ok(moved) => self.moved(u64::from(moved), shared),
             Err(_) => self.failed(-result, shared),
         }
     }
 
-    fn failed(&mut self, errno: i32, shared: &Shared) -> Step {
+    fn failed(&mut self, errno: i32, shared: &FileShared) -> Step {
         match (errno, self.stage) {
             (libc::EINTR | libc::EAGAIN | libc::ECANCELED, _) if self.cancelled => {
                 return Step::End(Err(DiskError::Cancelled));
@@ -192,7 +194,7 @@ impl Task {
         self.go_on(Step::Call)
     }
 
-    fn moved(&mut self, moved: u64, shared: &Shared) -> Step {
+    fn moved(&mut self, moved: u64, shared: &FileShared) -> Step {
         let (progress, wanted) = match self.stage {
             Stage::Straight | Stage::Zeroes => {
                 let progress = whole(moved, self.left(), shared);
@@ -261,7 +263,7 @@ impl Task {
 }
 
 /// Whether the device can work on the first `len` bytes of the data as they are.
-fn straight(data: &Segments, len: u64, shared: &Shared) -> bool {
+fn straight(data: &Segments, len: u64, shared: &FileShared) -> bool {
     let Some(align) = shared.direct else {
         return true;
     };
@@ -274,7 +276,7 @@ fn straight(data: &Segments, len: u64, shared: &Shared) -> bool {
 }
 
 /// The best way to zero a range.
-fn zeroing(deallocate: bool, shared: &Shared) -> Stage {
+fn zeroing(deallocate: bool, shared: &FileShared) -> Stage {
     if deallocate && !shared.no_punch.load(Ordering::Relaxed) {
         Stage::Punch
     } else if !shared.no_zero_range.load(Ordering::Relaxed) {
@@ -286,7 +288,7 @@ fn zeroing(deallocate: bool, shared: &Shared) -> Stage {
 
 /// How much of a transfer counts: all of it if it is complete, else what direct I/O can go on
 /// from.
-fn whole(moved: u64, wanted: u64, shared: &Shared) -> u64 {
+fn whole(moved: u64, wanted: u64, shared: &FileShared) -> u64 {
     match shared.direct {
         Some(align) if moved < wanted => moved & !(align.offset as u64 - 1),
         _ => moved.min(wanted),

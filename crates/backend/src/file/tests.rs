@@ -1,25 +1,34 @@
 //! The queue on files that behave in ways that an image on a good day does not: pipes (slow,
 //! short), devices that are full or broken, file systems that lack calls.
 
-use super::*;
-use crate::{Op, Request, Submitted};
+use super::options::Aio;
+use super::shared::{Alignment, FileShared};
+use super::task::{Step, Task};
+use super::{FileDisk, open};
+use crate::disk::{Disk, Queue};
+use crate::info::DiskInfo;
+use crate::request::{DiskError, Op, Request, Submitted};
+use crate::sys::EngineKind;
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
-use shadowbell_memory::{DmaSpace, Mapping, Segments, View};
+use shadowbell_memory::{DmaSpace, Mapping, Segments, SharedBytes, View};
 use std::cell::Cell;
-use std::io::Write as _;
+use std::fs::File;
+use std::io::{self, Write as _};
 use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 
 const MIB: u64 = 1 << 20;
 
 thread_local! {
     /// How the disks of this test call the system.
-    static MEANS: Cell<Means> = const { Cell::new(Means::Uring) };
+    static ENGINE: Cell<EngineKind> = const { Cell::new(EngineKind::Uring) };
 }
 
-fn shared(file: impl Into<File>, bytes: u64) -> Shared {
-    Shared {
+fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
+    FileShared {
         file: Arc::new(file.into()),
-        info: Info {
+        info: DiskInfo {
             block_size: 512,
             blocks: bytes / 512,
             read_only: false,
@@ -28,7 +37,7 @@ fn shared(file: impl Into<File>, bytes: u64) -> Shared {
             granularity: 1,
         },
         direct: None,
-        means: MEANS.get(),
+        engine: ENGINE.get(),
         no_uring: None,
         regular: false,
         end: AtomicU64::new(bytes),
@@ -40,11 +49,11 @@ fn shared(file: impl Into<File>, bytes: u64) -> Shared {
     }
 }
 
-fn disk(shared: Shared) -> FileDisk {
+fn disk(shared: FileShared) -> FileDisk {
     FileDisk { shared: Arc::new(shared), path: "test".into() }
 }
 
-/// A disk that answers a read when somebody writes into the other end.
+/// A disk that answers a read when the other end is written to.
 fn pipe() -> (Box<dyn Queue>, File) {
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     (disk(shared(reader, 1 << 30)).queue().unwrap(), writer.into())
@@ -70,10 +79,10 @@ fn read(offset: u64, len: u64) -> Request {
 fn wait(queue: &dyn Queue) {
     let fd = queue.wake_fd().unwrap();
     let mut fds = [PollFd::new(&fd, PollFlags::IN)];
-    let patience = Timespec { tv_sec: 20, tv_nsec: 0 };
-    // A lost wake-up shows at the end of a wait that nobody ended, as a descriptor that was ready.
+    let timeout = Timespec { tv_sec: 20, tv_nsec: 0 };
+    // A lost wake-up shows at the end of a wait that nothing ended, as a descriptor that was ready.
     let since = std::time::Instant::now();
-    let ready = rustix::io::retry_on_intr(|| poll(&mut fds, Some(&patience))).unwrap();
+    let ready = rustix::io::retry_on_intr(|| poll(&mut fds, Some(&timeout))).unwrap();
     assert!(ready == 1 && since.elapsed().as_secs() < 15, "the wake descriptor stays silent");
 }
 
@@ -258,7 +267,7 @@ fn a_dropped_queue_lets_no_write_into_memory_that_is_gone() {
     assert!(!watch.is_idle());
     drop(queue);
     assert!(watch.is_idle());
-    // Whatever the kernel still held would take this (an error only says that nobody does).
+    // Whatever the kernel still held would take this (an error only says that nothing does).
     let _ = writer.write_all(&[0xee; 512]);
     assert_eq!(bytes.read::<u64>(0), Some(0));
 }
@@ -287,7 +296,7 @@ fn a_full_disk_is_no_space_and_a_broken_one_its_error() {
     }
 }
 
-/// The system tells of data that it could not write back once, and forgets them.
+/// The system reports data that it could not write back once, and forgets them.
 #[test]
 fn a_sync_that_has_failed_is_not_made_good_by_the_next() {
     let (flush, fua) = (Op::Flush, Op::Write { fua: true });
@@ -303,8 +312,8 @@ fn a_sync_that_has_failed_is_not_made_good_by_the_next() {
         let mut shared = shared(memfd(4096), 4096);
         shared.direct = direct.then_some(Alignment { memory: 1, offset: 1 });
         let request = Request { op, offset: 0, len: 512 };
-        let task = task::Task::new(1, &request, &buffer(512).1, &shared);
-        assert!(matches!(task.unwrap().outcome(result, &shared), task::Step::End(Err(_))));
+        let task = Task::new(1, &request, &buffer(512).1, &shared);
+        assert!(matches!(task.unwrap().outcome(result, &shared), Step::End(Err(_))));
         let queue = &mut *disk(shared).queue().unwrap();
         assert_eq!([(); 2].map(|()| run(queue, flush, 0)), [then; 2], "{op:?} {result}");
         assert_eq!(run(queue, fua, 512), Ok(()));
@@ -397,7 +406,7 @@ fn the_zeroes_that_are_written_stay_zeroes() {
         let read = request(Op::Read);
         assert_eq!(run_at(&mut *queue, read, &mut Segments::from_bytes(&bytes)), Ok(()));
         assert_eq!(bytes.read::<[u8; 4096]>(0), Some([0; 4096]), "before {op:?}");
-        // None of these may get the buffer of zeroes to put something into.
+        // None of these may get the buffer of zeroes to write into.
         bytes.fill(0, 4096, 7).unwrap();
         for op in [Op::Write { fua: false }, op] {
             let data = &mut Segments::from_bytes(&bytes);
@@ -456,14 +465,14 @@ fn force_unit_access_reaches_the_call() {
     let (_, data) = buffer(512);
     for fua in [false, true] {
         let request = Request { op: Op::Write { fua }, offset: 0, len: 512 };
-        let task = task::Task::new(0, &request, &data, &shared).unwrap();
+        let task = Task::new(0, &request, &data, &shared).unwrap();
         let from = crate::sys::Memory::Data;
         assert_eq!(task.call().call, crate::sys::Call::Write { from, dsync: fua });
         let request = Request { op: Op::WriteZeroes { deallocate: true, fua }, ..request };
-        let mut task = task::Task::new(0, &request, &data, &shared).unwrap();
+        let mut task = Task::new(0, &request, &data, &shared).unwrap();
         let next = task.outcome(0, &shared);
-        assert_eq!(next == task::Step::Call && task.call().call == crate::sys::Call::Sync, fua);
-        assert_eq!(next == task::Step::End(Ok(())), !fua);
+        assert_eq!(next == Step::Call && task.call().call == crate::sys::Call::Sync, fua);
+        assert_eq!(next == Step::End(Ok(())), !fua);
     }
 }
 
@@ -471,16 +480,16 @@ fn force_unit_access_reaches_the_call() {
 fn interrupted_calls_are_repeated_but_not_for_ever() {
     let shared = shared(memfd(4096), 4096);
     let (_, data) = buffer(512);
-    let mut task = task::Task::new(0, &read(0, 512), &data, &shared).unwrap();
+    let mut task = Task::new(0, &read(0, 512), &data, &shared).unwrap();
     let mut times = 0;
-    while task.outcome(-libc::EINTR, &shared) == task::Step::Call {
+    while task.outcome(-libc::EINTR, &shared) == Step::Call {
         times += 1;
         assert!(times < 1000);
     }
     assert!(times > 10);
-    let mut task = task::Task::new(0, &read(0, 512), &data, &shared).unwrap();
-    assert_eq!(task.outcome(-libc::EAGAIN, &shared), task::Step::Call);
-    assert_eq!(task.outcome(512, &shared), task::Step::End(Ok(())));
+    let mut task = Task::new(0, &read(0, 512), &data, &shared).unwrap();
+    assert_eq!(task.outcome(-libc::EAGAIN, &shared), Step::Call);
+    assert_eq!(task.outcome(512, &shared), Step::End(Ok(())));
 }
 
 #[test]
@@ -509,8 +518,8 @@ fn memory_that_direct_io_refuses_goes_through_a_bounce_buffer() {
     assert!(back.iter().all(|b| *b == 0x5a));
 }
 
-/// What does not need a pipe, again with threads: those read from a place in a file, which a pipe has
-/// none of.
+/// What does not need a pipe, again with threads: those read from a place in a file, which a pipe
+/// has none of.
 mod by_threads {
     use super::*;
 
@@ -518,7 +527,7 @@ mod by_threads {
         ($($test:ident)*) => {$(
             #[test]
             fn $test() {
-                MEANS.set(Means::Threads);
+                ENGINE.set(EngineKind::Threads);
                 super::$test();
             }
         )*};
@@ -537,7 +546,7 @@ mod by_threads {
 
     #[test]
     fn the_wake_descriptor_is_readable_while_there_is_something_to_reap_and_not_after() {
-        MEANS.set(Means::Threads);
+        ENGINE.set(EngineKind::Threads);
         let mut queue = disk(shared(memfd(MIB), MIB)).queue().unwrap();
         let is_readable = |queue: &dyn Queue| {
             let fd = queue.wake_fd().unwrap();
@@ -551,7 +560,7 @@ mod by_threads {
             assert_eq!(queue.submit(tag, &read(0, 512), &mut data), Submitted::Pending);
             queue.commit();
             wait(&*queue);
-            assert!(is_readable(&*queue), "until somebody reaps");
+            assert!(is_readable(&*queue), "until it is reaped");
             assert_eq!(reap(&mut *queue), [(tag, Ok(()))]);
         }
         assert!(!is_readable(&*queue));
@@ -559,7 +568,7 @@ mod by_threads {
 
     #[test]
     fn more_requests_than_threads_end_all_and_with_their_own_data() {
-        MEANS.set(Means::Threads);
+        ENGINE.set(EngineKind::Threads);
         const REQUESTS: u32 = 3000;
         let len = u64::from(REQUESTS) * 512;
         let file = memfd(len);
@@ -582,19 +591,19 @@ mod by_threads {
     }
 
     #[test]
-    fn they_are_taken_where_io_uring_is_refused_unless_somebody_insists() {
+    fn they_are_taken_where_io_uring_is_refused_unless_io_uring_is_demanded() {
         let refused = || Err(io::Error::from_raw_os_error(libc::EPERM));
-        let (means, why) = open::means(Aio::Auto, refused).unwrap();
-        assert_eq!(means, Means::Threads);
+        let (engine, why) = open::engine(Aio::Auto, refused).unwrap();
+        assert_eq!(engine, EngineKind::Threads);
         let mut shared = shared(memfd(512), 512);
         shared.no_uring = why;
         let remark = disk(shared).remark().unwrap();
         for words in ["test: read and written by threads", "not permitted", "io_uring_disabled=0"] {
             assert!(remark.contains(words), "{remark}");
         }
-        assert_eq!(open::means(Aio::Threads, refused).unwrap(), (Means::Threads, None));
-        assert_eq!(open::means(Aio::Auto, || Ok(())).unwrap(), (Means::Uring, None));
-        let error = open::means(Aio::IoUring, refused).unwrap_err();
+        assert_eq!(open::engine(Aio::Threads, refused).unwrap(), (EngineKind::Threads, None));
+        assert_eq!(open::engine(Aio::Auto, || Ok(())).unwrap(), (EngineKind::Uring, None));
+        let error = open::engine(Aio::IoUring, refused).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::EPERM));
     }
 }

@@ -9,7 +9,7 @@ use std::os::fd::AsRawFd;
 /// file description locks on a few bytes), so that the two know of each other.
 ///
 /// # Errors
-/// [`io::ErrorKind::WouldBlock`] if somebody else has it. A file system that has no locks is no
+/// [`io::ErrorKind::WouldBlock`] if another process has it. A file system that has no locks is no
 /// error.
 pub(crate) fn lock_image(file: &File, exclusive: bool) -> io::Result<()> {
     match set(file, if exclusive { libc::F_WRLCK } else { libc::F_RDLCK }) {

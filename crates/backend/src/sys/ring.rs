@@ -46,7 +46,7 @@ pub(crate) enum Call {
 pub(crate) enum Memory {
     /// The command's data.
     Data,
-    /// The queue's own buffer, lent to the slot.
+    /// The queue's own buffer, which the slot has for now.
     Own,
 }
 
@@ -82,7 +82,7 @@ struct Slot<T> {
 
 /// How calls are made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Means {
+pub(crate) enum EngineKind {
     /// By the kernel, through an io_uring.
     Uring,
     /// By threads of this process.
@@ -115,10 +115,10 @@ pub(crate) struct Ring<T> {
 
 impl<T> Ring<T> {
     /// Opens a queue for calls on `file`, to be used by this thread alone.
-    pub(crate) fn new(file: Arc<File>, means: Means) -> io::Result<Self> {
-        let engine = match means {
-            Means::Uring => Engine::Uring(Uring::new(file, 2 * COMPLETIONS)?),
-            Means::Threads => Engine::Threads(Threads::new(file)?),
+    pub(crate) fn new(file: Arc<File>, engine: EngineKind) -> io::Result<Self> {
+        let engine = match engine {
+            EngineKind::Uring => Engine::Uring(Uring::new(file, 2 * COMPLETIONS)?),
+            EngineKind::Threads => Engine::Threads(Threads::new(file)?),
         };
         Ok(Self { engine, slots: Vec::new(), free: Vec::new(), busy: 0 })
     }
@@ -178,8 +178,8 @@ impl<T> Ring<T> {
         Some((slot.task.as_mut()?, &slot.data, slot.own.as_ref()))
     }
 
-    /// Lends `own` to a slot that is not busy and has none.
-    pub(crate) fn lend(&mut self, key: Key, own: SharedBytes) {
+    /// Gives `own` to a slot that is not busy and has none.
+    pub(crate) fn set_own(&mut self, key: Key, own: SharedBytes) {
         if let Some(slot) = self.slot(key).filter(|s| !s.busy) {
             slot.own = Some(own);
         }
@@ -214,9 +214,10 @@ impl<T> Ring<T> {
         assert!(!slot.busy, "a slot has one call at a time");
         let kind = slot.gather_for(call, skip, len);
         let call = Prepared { id: key.user_data(), kind, iovecs: &slot.iovecs, offset, len };
-        // SAFETY: the call points to memory that the slot holds (its iovecs, and the mappings behind
-        // its data and own buffer). The slot is marked busy, and so neither changes nor frees any of
-        // it before the call's completion has been collected; see the module's documentation.
+        // SAFETY: the call points to memory that the slot holds (its iovecs, and the mappings
+        // behind its data and own buffer). The slot is marked busy, and so neither changes nor
+        // frees any of it before the call's completion has been collected; see the module's
+        // documentation.
         slot.busy = unsafe { with!(&mut self.engine, it => it.push(&call)) };
         self.busy += usize::from(slot.busy);
         slot.busy
@@ -242,8 +243,8 @@ impl<T> Ring<T> {
     ///
     /// What is handed over together reaches the device together, when the last call of it has been
     /// made ready; each takes the kernel some microseconds, in which a device that has run dry does
-    /// nothing. So it gets the first call at once, then one, two, four and so on: it has work for as
-    /// long as the next are made ready, and a queue of n costs log n system calls.
+    /// nothing. So it gets the first call at once, then one, two, four and so on: it has work for
+    /// as long as the next are made ready, and a queue of n costs log n system calls.
     pub(crate) fn submit_in_time(&mut self) {
         let prepared = with!(&mut self.engine, it => it.prepared());
         if prepared != 0 && prepared >= self.busy.saturating_sub(prepared) {
@@ -369,9 +370,10 @@ mod tests {
 
     #[test]
     fn a_kernel_that_has_little_in_hand_gets_more_at_once() {
-        // Of an empty pipe, which answers nobody.
+        // Of an empty pipe, which never answers.
         let (reader, _writer) = rustix::pipe::pipe().unwrap();
-        let mut ring: Ring<()> = Ring::new(Arc::new(File::from(reader)), Means::Uring).unwrap();
+        let mut ring: Ring<()> =
+            Ring::new(Arc::new(File::from(reader)), EngineKind::Uring).unwrap();
         let bytes = Mapping::anonymous(4096).unwrap().bytes();
         let calls: Vec<usize> = (1..=64)
             .filter(|_| {

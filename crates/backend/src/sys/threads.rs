@@ -3,24 +3,25 @@
 //! as many are under way as there are threads.
 
 use super::call::{Kind, Prepared, Stuck};
+use parking_lot::{Condvar, Mutex};
 use rustix::event::EventfdFlags;
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// The most threads of a queue: as many calls are under way at most.
-const MOST: usize = 64;
+const MAX_THREADS: usize = 64;
 /// How long a thread without work stays.
-const STAY: Duration = Duration::from_secs(5);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
 /// They call the system and nothing else.
 const STACK: usize = 128 * 1024;
 
 pub(super) struct Threads {
-    common: Arc<Common>,
+    shared: Arc<ThreadsShared>,
     /// Calls that are prepared, and not handed over yet.
     prepared: Vec<Job>,
     /// The most threads that there may be.
@@ -42,19 +43,19 @@ struct Job {
 unsafe impl Send for Job {}
 
 /// What a queue and its threads share.
-struct Common {
+struct ThreadsShared {
     file: Arc<File>,
     work: Mutex<Work>,
-    /// Rings for threads that wait for work.
-    bell: Condvar,
+    /// For threads that wait for work.
+    work_ready: Condvar,
     ended: Mutex<Vec<(u64, i32)>>,
-    /// Rings for who waits in [`Threads::wait`].
-    over: Condvar,
-    /// Rings for who waits for the last thread.
-    gone: Condvar,
-    /// There is something in `ended`, or somebody is to be woken.
-    news: AtomicBool,
-    /// Readable as long as there are news.
+    /// For who waits in [`Threads::wait`].
+    call_done: Condvar,
+    /// For who waits for the last thread.
+    thread_gone: Condvar,
+    /// There is something in `ended`, or the owner of the queue is to be woken.
+    signalled: AtomicBool,
+    /// Readable as long as `signalled` is set.
     event: OwnedFd,
 }
 
@@ -68,26 +69,22 @@ struct Work {
     over: bool,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Threads {
     /// # Errors
     /// There is no more descriptor.
     pub(super) fn new(file: Arc<File>) -> io::Result<Self> {
         let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let common = Common {
+        let shared = ThreadsShared {
             file,
             work: Mutex::default(),
-            bell: Condvar::new(),
+            work_ready: Condvar::new(),
             ended: Mutex::default(),
-            over: Condvar::new(),
-            gone: Condvar::new(),
-            news: AtomicBool::new(false),
+            call_done: Condvar::new(),
+            thread_gone: Condvar::new(),
+            signalled: AtomicBool::new(false),
             event,
         };
-        Ok(Self { common: Arc::new(common), prepared: Vec::new(), most: MOST })
+        Ok(Self { shared: Arc::new(shared), prepared: Vec::new(), most: MAX_THREADS })
     }
 
     /// Takes a call.
@@ -111,32 +108,34 @@ impl Threads {
         if self.prepared.is_empty() {
             return;
         }
-        let mut work = lock(&self.common.work);
+        let mut work = self.shared.work.lock();
         work.jobs.extend(self.prepared.drain(..));
         let wake = work.idle.min(work.jobs.len());
         let more = (work.jobs.len() - wake).min(self.most.saturating_sub(work.threads));
         work.threads += more;
         drop(work);
-        (0..wake).for_each(|_| self.common.bell.notify_one());
+        for _ in 0..wake {
+            self.shared.work_ready.notify_one();
+        }
         let started = (0..more).take_while(|_| self.start()).count();
         if started < more || more == 0 {
-            self.make_do(more - started);
+            self.run_here(more - started);
         }
     }
 
     fn start(&self) -> bool {
-        let common = Arc::clone(&self.common);
+        let shared = Arc::clone(&self.shared);
         let thread = std::thread::Builder::new().name("sb-file".into()).stack_size(STACK);
         let run = move || {
             unpin();
-            common.serve();
+            shared.serve();
         };
         thread.spawn(run).is_ok()
     }
 
     /// So many threads were not to be had. If there are none at all, this one does their work.
-    fn make_do(&self, missing: usize) {
-        let mut work = lock(&self.common.work);
+    fn run_here(&self, missing: usize) {
+        let mut work = self.shared.work.lock();
         work.threads -= missing;
         if work.threads != 0 {
             return;
@@ -144,8 +143,8 @@ impl Threads {
         let jobs = std::mem::take(&mut work.jobs);
         drop(work);
         for job in jobs {
-            let result = self.common.call(&job);
-            self.common.end(job.id, result);
+            let result = self.shared.call(&job);
+            self.shared.end(job.id, result);
         }
     }
 
@@ -153,86 +152,84 @@ impl Threads {
     /// would have.
     pub(super) fn cancel(&mut self, id: u64) {
         self.enter();
-        let mut work = lock(&self.common.work);
+        let mut work = self.shared.work.lock();
         let Some(index) = work.jobs.iter().position(|job| job.id == id) else { return };
         work.jobs.remove(index);
         drop(work);
-        self.common.end(id, -libc::ECANCELED);
+        self.shared.end(id, -libc::ECANCELED);
     }
 
     pub(super) fn wake(&self) {
-        let _ended = lock(&self.common.ended);
-        self.common.tell();
+        let _ended = self.shared.ended.lock();
+        self.shared.signal();
     }
 
     /// The completions of this moment: whose, and the result.
     pub(super) fn collect(&mut self, mut each: impl FnMut(u64, i32)) {
         // Only a hint: who is about to set it makes the descriptor readable as well.
-        if !self.common.news.load(Ordering::Relaxed) {
+        if !self.shared.signalled.load(Ordering::Relaxed) {
             return;
         }
-        let mut ended = lock(&self.common.ended);
-        self.common.news.store(false, Ordering::Relaxed);
+        let mut ended = self.shared.ended.lock();
+        self.shared.signalled.store(false, Ordering::Relaxed);
         let mut count = [0; 8];
         // It does not block, and what it says is known.
-        let _ = rustix::io::read(&self.common.event, &mut count);
+        let _ = rustix::io::read(&self.shared.event, &mut count);
         ended.drain(..).for_each(|(id, result)| each(id, result));
     }
 
     /// Waits until a call has ended.
     pub(super) fn wait(&mut self) -> Result<(), Stuck> {
         self.enter();
-        let mut ended = lock(&self.common.ended);
+        let mut ended = self.shared.ended.lock();
         while ended.is_empty() {
-            ended = self.common.over.wait(ended).unwrap_or_else(PoisonError::into_inner);
+            self.shared.call_done.wait(&mut ended);
         }
         Ok(())
     }
 
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
-        self.common.event.as_fd()
+        self.shared.event.as_fd()
     }
 }
 
 impl Drop for Threads {
-    /// Waits until the threads are gone, which have nothing to do any more: they have the file open,
-    /// and a block device could not be opened again.
+    /// Waits until the threads are gone, which have nothing to do any more: they have the file
+    /// open, and a block device could not be opened again.
     fn drop(&mut self) {
-        let mut work = lock(&self.common.work);
+        let mut work = self.shared.work.lock();
         work.over = true;
-        self.common.bell.notify_all();
+        self.shared.work_ready.notify_all();
         while work.threads != 0 {
-            work = self.common.gone.wait(work).unwrap_or_else(PoisonError::into_inner);
+            self.shared.thread_gone.wait(&mut work);
         }
     }
 }
 
-impl Common {
+impl ThreadsShared {
     /// What a thread does.
     fn serve(&self) {
-        let mut work = lock(&self.work);
+        let mut work = self.work.lock();
         loop {
             if let Some(job) = work.jobs.pop_front() {
                 drop(work);
                 let result = self.call(&job);
                 self.end(job.id, result);
-                work = lock(&self.work);
+                work = self.work.lock();
                 continue;
             }
             if work.over {
                 break;
             }
             work.idle += 1;
-            let (guard, outcome) =
-                self.bell.wait_timeout(work, STAY).unwrap_or_else(PoisonError::into_inner);
-            work = guard;
+            let outcome = self.work_ready.wait_for(&mut work, IDLE_TIMEOUT);
             work.idle -= 1;
             if outcome.timed_out() && work.jobs.is_empty() {
                 break;
             }
         }
         work.threads -= 1;
-        self.gone.notify_all();
+        self.thread_gone.notify_all();
     }
 
     /// The result, as io_uring has it.
@@ -272,15 +269,15 @@ impl Common {
     }
 
     fn end(&self, id: u64, result: i32) {
-        let mut ended = lock(&self.ended);
+        let mut ended = self.ended.lock();
         ended.push((id, result));
-        self.tell();
-        self.over.notify_one();
+        self.signal();
+        self.call_done.notify_one();
     }
 
     /// With `ended` locked.
-    fn tell(&self) {
-        if !self.news.swap(true, Ordering::Relaxed) {
+    fn signal(&self) {
+        if !self.signalled.swap(true, Ordering::Relaxed) {
             let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
         }
     }
@@ -339,10 +336,10 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_has_begun_is_cancelled() {
+    fn what_no_thread_has_begun_is_cancelled() {
         let mut threads = Threads::new(file()).unwrap();
         // As many as there may be, and all of them are busy.
-        lock(&threads.common.work).threads = MOST;
+        threads.shared.work.lock().threads = MAX_THREADS;
         for id in 0..3 {
             sync(&mut threads, id);
         }
@@ -352,8 +349,8 @@ mod tests {
         threads.cancel(7);
         assert_eq!(collect(&mut threads), [(1, -libc::ECANCELED)]);
         // One has time.
-        let common = Arc::clone(&threads.common);
-        let thread = std::thread::spawn(move || common.serve());
+        let shared = Arc::clone(&threads.shared);
+        let thread = std::thread::spawn(move || shared.serve());
         let mut ended = Vec::new();
         while ended.len() < 2 {
             threads.wait().unwrap();
@@ -361,7 +358,7 @@ mod tests {
         }
         ended.sort_unstable();
         assert_eq!(ended, [(0, 0), (2, 0)]);
-        lock(&threads.common.work).threads = 1;
+        threads.shared.work.lock().threads = 1;
         drop(threads);
         thread.join().unwrap();
     }
@@ -386,8 +383,8 @@ mod tests {
             threads.wait().unwrap();
             collect(&mut threads);
         }
-        assert!(lock(&threads.common.work).threads <= 200.min(MOST));
-        assert!(lock(&threads.common.work).threads > 0);
+        assert!(threads.shared.work.lock().threads <= 200.min(MAX_THREADS));
+        assert!(threads.shared.work.lock().threads > 0);
         drop(threads);
         // The last of them has said that it goes, and may still be on its way.
         while Arc::strong_count(&file) != 1 {

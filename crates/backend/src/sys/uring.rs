@@ -12,7 +12,7 @@ use std::time::Duration;
 /// Calls that can be handed over at once; more just need another system call.
 const SUBMISSIONS: u32 = 128;
 /// How often the kernel is asked again when it has no memory for a call, a millisecond apart.
-const PATIENCE: u32 = 100;
+const RETRIES: u32 = 100;
 
 pub(super) struct Uring {
     uring: IoUring,
@@ -73,10 +73,10 @@ impl Uring {
     }
 
     /// Hands everything that was prepared to the kernel, in one system call, which also brings in
-    /// what has ended. When the kernel has no memory for a call, it is asked again for a while; what
-    /// it still does not take stays prepared.
+    /// what has ended. When the kernel has no memory for a call, it is asked again for a while;
+    /// what it still does not take stays prepared.
     pub(super) fn enter(&mut self) {
-        for _ in 0..PATIENCE {
+        for _ in 0..RETRIES {
             match self.enter_once(0) {
                 Ok(_) if self.uring.submission().is_empty() => return,
                 Ok(_) => {}
@@ -127,8 +127,8 @@ impl Uring {
         self.uring.as_fd()
     }
 
-    /// Lets go of the file. The ring itself is taken apart later, by a kernel thread; the file is not
-    /// to stay open for as long, since that keeps a block device from being opened again.
+    /// Lets go of the file. The ring itself is taken apart later, by a kernel thread; the file is
+    /// not to stay open for as long, since that keeps a block device from being opened again.
     pub(super) fn close(&mut self) {
         if self.registered {
             let _ = self.uring.submitter().unregister_files();

@@ -122,7 +122,7 @@ pub(crate) fn open(path: &Path, options: &str) -> Arc<dyn Disk> {
     disk::open(&format!("{}{options}", path.display())).unwrap()
 }
 
-/// Runs a system command that needs root. `None`, with a word, if it may not or is not there.
+/// Runs a system command that needs root. `None`, with a message, if it may not or is not there.
 pub(crate) fn as_root(command: &str, arguments: &[&str]) -> Option<String> {
     if !rustix::process::geteuid().is_root() {
         eprintln!("skipped: `{command}` needs root");

@@ -15,9 +15,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-fn open(medium: &TestDisk, options: &BlockOptions) -> (shadowbell_driver::Controller, BlockDevice) {
+fn open(
+    backing: &TestDisk,
+    options: &BlockOptions,
+) -> (shadowbell_driver::Controller, BlockDevice) {
     let attached = AttachOptions { queue_pairs: 2, queue_depth: 8, ..AttachOptions::default() };
-    let mut controller = attach(Arc::new(medium.clone()), &attached);
+    let mut controller = attach(Arc::new(backing.clone()), &attached);
     let disk = BlockDevice::open(&mut controller, 1, options).unwrap();
     (controller, disk)
 }
@@ -57,7 +60,8 @@ fn a_disk_that_takes_no_writes_says_so() {
     let read_only = MemDisk::new(64, 512).unwrap().with_read_only(true);
     let mut controller = attach(Arc::new(read_only), &AttachOptions::default());
     let protected = BlockDevice::open(&mut controller, 1, &BlockOptions::default()).unwrap();
-    let options = BlockOptions { read_only: true, ..BlockOptions::default() };
+    let mut options = BlockOptions::default();
+    options.read_only = true;
     let (_controller, by_choice) = open(&TestDisk::new(64, 512), &options);
     for disk in [protected, by_choice].map(Blocking::new) {
         assert!(disk.geometry().read_only);
@@ -84,32 +88,32 @@ fn what_can_not_be_opened_is_refused_with_the_reason() {
 
 #[test]
 fn a_write_of_a_part_waits_for_those_it_shares_a_block_with() {
-    let medium = TestDisk::new(64, 512);
-    let (_controller, disk) = open(&medium, &BlockOptions::default());
-    medium.order(|orders| orders.hold = true);
+    let backing = TestDisk::new(64, 512);
+    let (_controller, disk) = open(&backing, &BlockOptions::default());
+    backing.order(|orders| orders.hold = true);
     assert!(block_on_for(disk.flush(), Duration::from_millis(5)).is_none());
-    medium.order(|orders| orders.hold = false);
+    backing.order(|orders| orders.hold = false);
     assert!(matches!(block_on_for(disk.flush(), Duration::from_secs(10)), Some(Ok(()))));
-    medium.order(|orders| {
+    backing.order(|orders| {
         orders.hold = true;
         orders.seen.clear();
     });
     let whole_data = [7; 1024];
     let mut whole = Box::pin(disk.write(0, &whole_data, false));
     begin(&mut whole);
-    medium.expect(1);
+    backing.expect(1);
     // On the other queue, in the second block.
     let other = disk.on_queue(1);
     let mut part = Box::pin(other.write(600, &[9], false));
     begin(&mut part);
     let mut beside = Box::pin(other.write(2000, &[8], false));
     begin(&mut beside);
-    medium.expect(2);
+    backing.expect(2);
     std::thread::sleep(Duration::from_millis(20));
-    let seen = medium.seen();
+    let seen = backing.seen();
     assert_eq!(seen.len(), 2, "{seen:?}");
     assert_eq!((seen[1].op, seen[1].offset), (Op::Read, 1536));
-    medium.order(|orders| orders.hold = false);
+    backing.order(|orders| orders.hold = false);
     block_on(async {
         whole.await.unwrap();
         part.await.unwrap();
@@ -121,26 +125,27 @@ fn a_write_of_a_part_waits_for_those_it_shares_a_block_with() {
 }
 
 #[test]
-fn a_write_that_nobody_waits_for_keeps_its_range_and_its_buffer() {
-    let medium = TestDisk::new(64, 512);
-    let options = BlockOptions { small_buffers: 1, ..BlockOptions::default() };
-    let (controller, disk) = open(&medium, &options);
-    medium.order(|orders| orders.hold = true);
+fn a_write_whose_future_is_dropped_keeps_its_range_and_its_buffer() {
+    let backing = TestDisk::new(64, 512);
+    let mut options = BlockOptions::default();
+    options.small_buffers = 1;
+    let (controller, disk) = open(&backing, &options);
+    backing.order(|orders| orders.hold = true);
     let data = [7; 512];
     let mut whole = Box::pin(disk.write(0, &data, false));
     begin(&mut whole);
-    medium.expect(1);
+    backing.expect(1);
     drop(whole);
     let other = disk.on_queue(1);
     let mut part = Box::pin(other.write(5, &[9], false));
     begin(&mut part);
     std::thread::sleep(Duration::from_millis(20));
-    assert_eq!(medium.seen().len(), 1, "the part waits for what was dropped");
+    assert_eq!(backing.seen().len(), 1, "the part waits for what was dropped");
     let mut buffer = Box::pin(disk.write(1024, &data, false));
     begin(&mut buffer);
     std::thread::sleep(Duration::from_millis(20));
-    assert_eq!(medium.seen().len(), 1, "there is but one buffer");
-    medium.order(|orders| orders.hold = false);
+    assert_eq!(backing.seen().len(), 1, "there is but one buffer");
+    backing.order(|orders| orders.hold = false);
     block_on(async {
         part.await.unwrap();
         buffer.await.unwrap();
@@ -154,17 +159,19 @@ fn a_write_that_nobody_waits_for_keeps_its_range_and_its_buffer() {
 
 #[test]
 fn a_long_write_that_is_dropped_is_forgotten_in_order() {
-    let medium = TestDisk::new(4096, 512);
-    let options = BlockOptions { chunk_bytes: 4096, chunks: 4, ..BlockOptions::default() };
-    let (controller, disk) = open(&medium, &options);
+    let backing = TestDisk::new(4096, 512);
+    let mut options = BlockOptions::default();
+    options.chunk_bytes = 4096;
+    options.chunks = 4;
+    let (controller, disk) = open(&backing, &options);
     let long = vec![7; 1 << 20];
     for round in 0..20 {
-        medium.order(|orders| orders.hold = true);
+        backing.order(|orders| orders.hold = true);
         let mut write = Box::pin(disk.write(1, &long, false));
         begin(&mut write);
-        medium.expect(1);
+        backing.expect(1);
         drop(write);
-        medium.order(|orders| {
+        backing.order(|orders| {
             orders.hold = false;
             orders.seen.clear();
         });
@@ -173,7 +180,7 @@ fn a_long_write_that_is_dropped_is_forgotten_in_order() {
         let mut back = [0; 2000];
         block_on(disk.read(100, &mut back)).unwrap();
         assert_eq!(back, mark);
-        medium.order(|orders| orders.seen.clear());
+        backing.order(|orders| orders.seen.clear());
     }
     drop(disk);
     controller.detach().unwrap();
@@ -182,38 +189,39 @@ fn a_long_write_that_is_dropped_is_forgotten_in_order() {
 #[test]
 fn more_requests_than_places_are_served_in_turn() {
     const REQUESTS: usize = 300;
-    let medium = TestDisk::new(4096, 512);
-    let options = BlockOptions { small_buffers: 3, ..BlockOptions::default() };
-    let (_controller, disk) = open(&medium, &options);
-    medium.order(|orders| orders.hold = true);
+    let backing = TestDisk::new(4096, 512);
+    let mut options = BlockOptions::default();
+    options.small_buffers = 3;
+    let (_controller, disk) = open(&backing, &options);
+    backing.order(|orders| orders.hold = true);
     let data = [1; 512];
     let mut requests: Vec<_> =
         (0..REQUESTS).map(|i| Box::pin(disk.write(i as u64 * 512, &data, false))).collect();
     requests.iter_mut().for_each(begin);
-    medium.order(|orders| orders.hold = false);
+    backing.order(|orders| orders.hold = false);
     block_on(async {
         for request in requests {
             request.await.unwrap();
         }
     });
-    let order: Vec<_> = medium.seen().iter().map(|request| request.offset / 512).collect();
+    let order: Vec<_> = backing.seen().iter().map(|request| request.offset / 512).collect();
     assert_eq!(order, (0..REQUESTS as u64).collect::<Vec<_>>());
 }
 
 #[test]
 fn a_queue_full_of_commands_is_served() {
     for depth in [8, 64, 100, 128] {
-        let medium = TestDisk::new(4096, 512);
+        let backing = TestDisk::new(4096, 512);
         let attached = AttachOptions { queue_depth: depth, ..AttachOptions::default() };
-        let mut controller = attach(Arc::new(medium.clone()), &attached);
+        let mut controller = attach(Arc::new(backing.clone()), &attached);
         let disk = BlockDevice::open(&mut controller, 1, &BlockOptions::default()).unwrap();
-        medium.order(|orders| orders.hold = true);
+        backing.order(|orders| orders.hold = true);
         let data = [1; 512];
         let mut requests: Vec<_> =
             (0..1000).map(|i| Box::pin(disk.write(i * 512, &data, false))).collect();
         requests.iter_mut().for_each(begin);
-        medium.expect(depth as usize - 1);
-        medium.order(|orders| orders.hold = false);
+        backing.expect(depth as usize - 1);
+        backing.order(|orders| orders.hold = false);
         block_on(async {
             for request in requests {
                 request.await.unwrap();
@@ -224,15 +232,17 @@ fn a_queue_full_of_commands_is_served() {
 
 #[test]
 fn a_device_that_fails_is_an_error_and_nothing_is_lost() {
-    let medium = TestDisk::new(4096, 512);
-    let options = BlockOptions { chunk_bytes: 4096, chunks: 4, ..BlockOptions::default() };
-    let (controller, disk) = open(&medium, &options);
+    let backing = TestDisk::new(4096, 512);
+    let mut options = BlockOptions::default();
+    options.chunk_bytes = 4096;
+    options.chunks = 4;
+    let (controller, disk) = open(&backing, &options);
     for (error, errno) in [
         (DiskError::Io(5), Errno::IO),
         (DiskError::NoSpace, Errno::NOSPC),
         (DiskError::ReadOnly, Errno::PERM),
     ] {
-        medium.order(|orders| orders.fail = Some(error));
+        backing.order(|orders| orders.fail = Some(error));
         for _ in 0..20 {
             let error = block_on(disk.write(100, &[1; 100_000], false)).unwrap_err();
             assert_eq!(error.errno(), errno, "{error}");
@@ -240,7 +250,7 @@ fn a_device_that_fails_is_an_error_and_nothing_is_lost() {
             assert!(block_on(disk.write_zeroes(1, 100_000, Zeroes::default())).is_err());
             block_on(disk.read(100, &mut [0; 100_000])).unwrap();
         }
-        medium.order(|orders| orders.fail = None);
+        backing.order(|orders| orders.fail = None);
         block_on(disk.write(100, &[1; 100_000], false)).unwrap();
     }
     controller.detach().unwrap();
@@ -251,8 +261,8 @@ fn a_device_that_fails_is_an_error_and_nothing_is_lost() {
 
 #[test]
 fn what_may_succeed_the_next_time_is_tried_again_and_not_for_ever() {
-    let medium = TestDisk::new(64, 512);
-    let (_controller, disk) = open(&medium, &BlockOptions::default());
+    let backing = TestDisk::new(64, 512);
+    let (_controller, disk) = open(&backing, &BlockOptions::default());
     let (internal, is_final) = (Status::INTERNAL.bits(), Status::INTERNAL.with_dnr().bits());
     let (invalid, path) = (Status::INVALID_FIELD.bits(), Status::new(3, 0x60).bits());
     for (error, failures, attempts) in [
@@ -267,14 +277,14 @@ fn what_may_succeed_the_next_time_is_tried_again_and_not_for_ever() {
         (DiskError::Cancelled, 1, 1),
         (DiskError::NoSpace, 1, 1),
     ] {
-        medium.order(|orders| {
+        backing.order(|orders| {
             orders.seen.clear();
             (orders.fail, orders.failures) = (Some(error), Some(failures));
         });
         let outcome = block_on(disk.write(512, &[failures as u8; 512], false));
         assert_eq!(outcome.is_ok(), attempts > failures, "{error:?} {failures} times: {outcome:?}");
-        assert_eq!(medium.seen().len() as u32, attempts, "{error:?} {failures} times");
-        medium.order(|orders| (orders.fail, orders.failures) = (None, None));
+        assert_eq!(backing.seen().len() as u32, attempts, "{error:?} {failures} times");
+        backing.order(|orders| (orders.fail, orders.failures) = (None, None));
         if outcome.is_ok() {
             let mut data = [0; 512];
             block_on(disk.read(512, &mut data)).unwrap();
@@ -285,9 +295,9 @@ fn what_may_succeed_the_next_time_is_tried_again_and_not_for_ever() {
 
 #[test]
 fn forced_writes_and_flushes_reach_the_device() {
-    let medium = TestDisk::new(64, 512);
-    let (_controller, disk) = open(&medium, &BlockOptions::default());
-    let saw = |op: fn(&Op) -> bool| medium.seen().iter().filter(|seen| op(&seen.op)).count();
+    let backing = TestDisk::new(64, 512);
+    let (_controller, disk) = open(&backing, &BlockOptions::default());
+    let saw = |op: fn(&Op) -> bool| backing.seen().iter().filter(|seen| op(&seen.op)).count();
     block_on(async {
         disk.write(0, &[1; 512], true).await.unwrap();
         disk.write(1000, &[1; 3], true).await.unwrap();
@@ -300,7 +310,7 @@ fn forced_writes_and_flushes_reach_the_device() {
         assert_eq!(saw(|op| *op == Op::Flush), 1);
         disk.discard(1, 1534).await.unwrap();
         assert_eq!(saw(|op| *op == Op::Discard), 1);
-        let seen = medium.seen();
+        let seen = backing.seen();
         let discard = seen.iter().find(|seen| seen.op == Op::Discard).unwrap();
         assert_eq!((discard.offset, discard.len), (512, 512), "whole blocks only");
     });
@@ -308,19 +318,19 @@ fn forced_writes_and_flushes_reach_the_device() {
 
 #[test]
 fn zeroes_are_written_where_the_controller_has_no_command_for_them() {
-    let medium = TestDisk::new(4096, 512);
-    let (_controller, disk) = open(&medium, &BlockOptions::default());
+    let backing = TestDisk::new(4096, 512);
+    let (_controller, disk) = open(&backing, &BlockOptions::default());
     let disk = Blocking::new(disk);
     disk.write_at(0, &[7; 1 << 20], false).unwrap();
-    medium.order(|orders| orders.fail = Some(DiskError::Unsupported));
+    backing.order(|orders| orders.fail = Some(DiskError::Unsupported));
     let fast = Zeroes { fast_only: true, ..Zeroes::default() };
     let error = disk.write_zeroes(0, 1 << 20, fast).unwrap_err();
     assert_eq!(error.errno(), Errno::NOTSUP, "{error}");
-    medium.order(|orders| orders.fail = None);
+    backing.order(|orders| orders.fail = None);
     assert_eq!(disk.write_zeroes(0, 4096, fast).unwrap_err().errno(), Errno::NOTSUP);
-    medium.order(|orders| orders.seen.clear());
+    backing.order(|orders| orders.seen.clear());
     disk.write_zeroes(10, 1_000_000, Zeroes::default()).unwrap();
-    assert!(medium.seen().iter().all(|seen| matches!(seen.op, Op::Read | Op::Write { .. })));
+    assert!(backing.seen().iter().all(|seen| matches!(seen.op, Op::Read | Op::Write { .. })));
     let mut back = vec![1; 1 << 20];
     disk.read_at(0, &mut back).unwrap();
     assert!(back[..10].iter().all(|byte| *byte == 7));
@@ -330,9 +340,9 @@ fn zeroes_are_written_where_the_controller_has_no_command_for_them() {
 
 #[test]
 fn users_of_one_queue_that_know_nothing_of_each_other() {
-    let medium = TestDisk::new(4096, 512);
+    let backing = TestDisk::new(4096, 512);
     let mut controller =
-        attach(Arc::new(medium), &AttachOptions { queue_depth: 8, ..Default::default() });
+        attach(Arc::new(backing), &AttachOptions { queue_depth: 8, ..Default::default() });
     let queue = AsyncQueue::start(controller.take_queue_pair().unwrap()).unwrap();
     let open = || {
         let queues = [queue.clone()];

@@ -1,5 +1,5 @@
-//! Copies from one place of the disk to another: by the controller, by hand, and from the one to the
-//! other.
+//! Copies from one place of the disk to another: by the controller, by hand, and from the one to
+//! the other.
 
 use proptest::prelude::*;
 use rustix::io::Errno;
@@ -17,7 +17,7 @@ use std::time::Duration;
 const MIB: u64 = 1 << 20;
 
 struct Rig {
-    medium: TestDisk,
+    backing: TestDisk,
     emulated: Emulated,
     controller: Controller,
     disk: Blocking,
@@ -26,13 +26,13 @@ struct Rig {
 
 impl Rig {
     fn with(bytes: u64, block: u32, attach: &AttachOptions, options: &BlockOptions) -> Self {
-        let medium = TestDisk::new(bytes / u64::from(block), block);
-        let (mut controller, emulated) = attach_to(Arc::new(medium.clone()), attach);
+        let backing = TestDisk::new(bytes / u64::from(block), block);
+        let (mut controller, emulated) = attach_to(Arc::new(backing.clone()), attach);
         let disk = Blocking::new(BlockDevice::open(&mut controller, 1, options).unwrap());
         let model: Vec<u8> =
             (0..bytes).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect();
-        medium.mem.bytes().write_from(0, &model).unwrap();
-        Self { medium, emulated, controller, disk, model }
+        backing.mem.bytes().write_from(0, &model).unwrap();
+        Self { backing, emulated, controller, disk, model }
     }
 
     fn new(mebibytes: u64) -> Self {
@@ -58,7 +58,7 @@ impl Rig {
     #[track_caller]
     fn verify(&self) {
         let mut bytes = vec![0; self.model.len()];
-        self.medium.mem.bytes().read_into(0, &mut bytes).unwrap();
+        self.backing.mem.bytes().read_into(0, &mut bytes).unwrap();
         let wrong = bytes.iter().zip(&self.model).position(|(is, should)| is != should);
         assert_eq!(wrong, None, "the first byte that is wrong");
     }
@@ -148,13 +148,11 @@ fn limits_of_the_block_layer_are_kept() {
         ..AttachOptions::default()
     };
     for (block, small_buffers, window) in [(512, 1, 1), (512, 2, 8), (4096, 1, 8)] {
-        let options = BlockOptions {
-            small_buffers,
-            window,
-            chunks: 2,
-            chunk_bytes: 8192,
-            ..Default::default()
-        };
+        let mut options = BlockOptions::default();
+        options.small_buffers = small_buffers;
+        options.window = window;
+        options.chunks = 2;
+        options.chunk_bytes = 8192;
         let mut rig = Rig::with(16 * MIB, block, &attach, &options);
         rig.copy(0, 8 * MIB, 8 * MIB);
         rig.copy(MIB, 0, 8 * MIB);
@@ -181,14 +179,15 @@ fn what_is_not_there_is_refused() {
         let error = rig.disk.copy(from, to, len).unwrap_err();
         assert_eq!(error.errno(), Errno::INVAL, "{error}");
     }
-    assert!(rig.medium.seen().is_empty());
+    assert!(rig.backing.seen().is_empty());
     // Nothing, and what is there already.
     rig.disk.copy(MIB, MIB, 0).unwrap();
     rig.disk.copy(0, MIB, 0).unwrap();
     rig.disk.copy(100, 100, 5000).unwrap();
-    assert!(rig.medium.seen().is_empty());
+    assert!(rig.backing.seen().is_empty());
     rig.end();
-    let options = BlockOptions { read_only: true, ..BlockOptions::default() };
+    let mut options = BlockOptions::default();
+    options.read_only = true;
     let rig = Rig::with(MIB, 512, &AttachOptions::default(), &options);
     assert_eq!(rig.disk.copy(0, 512, 512).unwrap_err().errno(), Errno::PERM);
     rig.end();
@@ -217,13 +216,13 @@ fn a_controller_that_refuses_is_not_asked_again() {
 #[test]
 fn errors_of_the_medium_are_told() {
     let rig = Rig::new(8);
-    rig.medium.order(|orders| orders.fail = Some(DiskError::NoSpace));
+    rig.backing.order(|orders| orders.fail = Some(DiskError::NoSpace));
     let error = rig.disk.copy(0, 4 * MIB, 3 * MIB).unwrap_err();
     assert_eq!(error.errno(), Errno::NOSPC, "{error}");
-    rig.medium.order(|orders| orders.fail = Some(DiskError::Io(5)));
+    rig.backing.order(|orders| orders.fail = Some(DiskError::Io(5)));
     assert_eq!(rig.disk.copy(1, 4 * MIB, 3 * MIB).unwrap_err().errno(), Errno::IO);
     rig.verify();
-    rig.medium.order(|orders| orders.fail = None);
+    rig.backing.order(|orders| orders.fail = None);
     let mut rig = rig;
     rig.copy(0, 4 * MIB, 3 * MIB);
     rig.end();
@@ -265,18 +264,18 @@ fn a_copy_that_nobody_waits_for_keeps_its_destination() {
     let rig = Rig::new(8);
     let disk = rig.disk.disk().clone();
     let mut context = Context::from_waker(Waker::noop());
-    rig.medium.order(|orders| orders.hold = true);
+    rig.backing.order(|orders| orders.hold = true);
     let mut copy = Box::pin(disk.copy(0, MIB, 4096));
     assert!(copy.as_mut().poll(&mut context).is_pending());
-    rig.medium.expect(1);
+    rig.backing.expect(1);
     drop(copy);
     // A part of a block of the destination: it is not read before the copy has written it.
     let mut part = Box::pin(disk.write(MIB + 3, b"abc", false));
     assert!(part.as_mut().poll(&mut context).is_pending());
     std::thread::sleep(Duration::from_millis(20));
-    let seen = rig.medium.seen();
+    let seen = rig.backing.seen();
     assert_eq!((seen.len(), seen[0].op, seen[0].len), (1, Op::Read, 4096));
-    rig.medium.order(|orders| orders.hold = false);
+    rig.backing.order(|orders| orders.hold = false);
     block_on(part).unwrap();
     let mut rig = rig;
     rig.model.copy_within(0..4096, MIB as usize);
@@ -295,7 +294,8 @@ proptest! {
         chunk_bytes in prop::sample::select(vec![4096usize, 65536]),
         copies in prop::collection::vec((0u64..3_000_000, 0u64..3_000_000, 0u64..1_100_000, any::<bool>()), 1..10),
     ) {
-        let options = BlockOptions { chunk_bytes, ..BlockOptions::default() };
+        let mut options = BlockOptions::default();
+        options.chunk_bytes = chunk_bytes;
         let mut rig = Rig::with(4 * MIB + 8192, block, &AttachOptions::default(), &options);
         for (from, to, len, aligned) in copies {
             let to = if aligned { to / 4096 * 4096 + from % 4096 } else { to };

@@ -118,10 +118,13 @@ proptest! {
         work in prop::collection::vec(actions(), USERS),
     ) {
         let bytes = (SLICE * SLICES).next_multiple_of(4096);
-        let medium = TestDisk::new(bytes / u64::from(block), block);
+        let backing = TestDisk::new(bytes / u64::from(block), block);
         let options = AttachOptions { queue_pairs: queues, queue_depth: 4, ..Default::default() };
-        let mut controller = attach(Arc::new(medium.clone()), &options);
-        let options = BlockOptions { small_buffers: small, chunks: 2, chunk_bytes: 8192, ..Default::default() };
+        let mut controller = attach(Arc::new(backing.clone()), &options);
+        let mut options = BlockOptions::default();
+        options.small_buffers = small;
+        options.chunks = 2;
+        options.chunk_bytes = 8192;
         let disk = BlockDevice::open(&mut controller, 1, &options).unwrap();
         prop_assert_eq!(disk.queues(), usize::from(queues));
         let models: Vec<_> = std::thread::scope(|scope| {
@@ -136,7 +139,7 @@ proptest! {
             users.into_iter().map(|user| user.join().unwrap()).collect()
         });
         let mut bytes = vec![0; (SLICE * SLICES) as usize];
-        medium.mem.bytes().read_into(0, &mut bytes).unwrap();
+        backing.mem.bytes().read_into(0, &mut bytes).unwrap();
         for (at, byte) in bytes.iter().enumerate() {
             let owner = (at as u64 / SLICE) as usize % USERS;
             prop_assert_eq!(*byte, models[owner][at], "byte {}", at);
@@ -149,11 +152,12 @@ proptest! {
 /// One user alone with requests of any length, also such that are split many times.
 #[test]
 fn long_requests_are_split_and_arrive_whole() {
-    let medium = TestDisk::new(8192, 512);
+    let backing = TestDisk::new(8192, 512);
     let options =
         AttachOptions { queue_depth: 8, max_transfer_bytes: 16384, ..AttachOptions::default() };
-    let mut controller = attach(Arc::new(medium.clone()), &options);
-    let options = BlockOptions { chunks: 3, ..BlockOptions::default() };
+    let mut controller = attach(Arc::new(backing.clone()), &options);
+    let mut options = BlockOptions::default();
+    options.chunks = 3;
     let disk = BlockDevice::open(&mut controller, 1, &options).unwrap();
     let size = disk.geometry().bytes;
     assert_eq!(size, 8192 * 512);
@@ -168,7 +172,7 @@ fn long_requests_are_split_and_arrive_whole() {
         other[(len / 2) as usize] ^= 1;
         assert!(!block_on(disk.compare(at, &other)).unwrap());
     }
-    assert!(medium.seen().iter().all(|request| request.len <= 16384));
+    assert!(backing.seen().iter().all(|request| request.len <= 16384));
     block_on(disk.write_zeroes(1, size - 2, Zeroes::default())).unwrap();
     let mut back = vec![0; size as usize];
     block_on(disk.read(0, &mut back)).unwrap();

@@ -1,7 +1,7 @@
 //! Memory that keeps its requests waiting for as long as a test likes, and answers out of order.
 #![allow(unreachable_pub, reason = "a module of tests")]
 
-use shadowbell_backend::{Disk, DiskError, Info, MemDisk, Request, Submitted};
+use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Request, Submitted};
 use shadowbell_memory::{EventFd, Segments};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex};
@@ -59,7 +59,7 @@ impl Held {
 }
 
 impl Disk for Held {
-    fn info(&self) -> Info {
+    fn info(&self) -> DiskInfo {
         self.mem.info()
     }
 

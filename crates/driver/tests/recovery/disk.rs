@@ -1,6 +1,6 @@
 //! A disk with a volatile cache, whose power can be cut.
 
-use shadowbell_backend::{Disk, DiskError, Info, Op, Queue, Request, Submitted};
+use shadowbell_backend::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted};
 use shadowbell_memory::Segments;
 use std::collections::HashSet;
 use std::io;
@@ -39,15 +39,11 @@ impl CachedDisk {
 }
 
 impl Disk for CachedDisk {
-    fn info(&self) -> Info {
-        Info {
-            block_size: BLOCK as u32,
-            blocks: self.blocks,
-            read_only: false,
-            volatile_cache: true,
-            discard: true,
-            granularity: 1,
-        }
+    fn info(&self) -> DiskInfo {
+        let mut info = DiskInfo::new(BLOCK as u32, self.blocks);
+        info.volatile_cache = true;
+        info.discard = true;
+        info
     }
 
     fn queue(&self) -> io::Result<Box<dyn Queue>> {
@@ -78,7 +74,6 @@ impl CachedQueue {
             }
             Op::Read => return data.write_from(0, &cached[range]).ok_or(DiskError::BadBuffer),
             Op::Verify => return Ok(()),
-            Op::Compare => return Err(DiskError::Unsupported),
             Op::Write { fua } => {
                 data.read_into(0, &mut cached[range.clone()]).ok_or(DiskError::BadBuffer)?;
                 fua
@@ -91,6 +86,7 @@ impl CachedQueue {
                 cached[range.clone()].fill(0);
                 false
             }
+            _ => return Err(DiskError::Unsupported),
         };
         if fua {
             stable[range.clone()].copy_from_slice(&cached[range]);

@@ -1,5 +1,6 @@
 //! The one file, as the kernel asks for it.
 
+use crate::failures::FailureCount;
 use fuser::{
     CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, INodeNo,
     InitFlags, KernelConfig, LockOwner, OpenAccMode, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty,
@@ -10,14 +11,14 @@ use std::cell::RefCell;
 use std::ffi::OsStr;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime};
 
 /// Nothing that the kernel remembers about the file ever changes.
 const REMEMBER: Duration = Duration::from_secs(3600);
 /// The most bytes of a request: 256 pages, what the kernel allows.
 const MAX_REQUEST: u32 = 1 << 20;
-/// The most bytes of a copy, which goes on until it is done: whoever wants more asks again.
+/// The most bytes of a copy, which goes on until it is done: a program that wants more asks again.
 const MAX_COPY: u64 = 64 << 20;
 /// Asynchronous requests that the kernel may have under way.
 const BACKGROUND: u16 = 256;
@@ -43,11 +44,11 @@ pub(super) struct DiskFile {
     disk: BlockDevice,
     attributes: FileAttr,
     threads: AtomicUsize,
-    failures: Arc<AtomicU64>,
+    failures: Arc<FailureCount>,
 }
 
 impl DiskFile {
-    pub(super) fn new(disk: BlockDevice, failures: Arc<AtomicU64>) -> Self {
+    pub(super) fn new(disk: BlockDevice, failures: Arc<FailureCount>) -> Self {
         let geometry = disk.geometry();
         let now = SystemTime::now();
         let attributes = FileAttr {
@@ -85,8 +86,8 @@ impl DiskFile {
     /// The kernel's number for what went wrong.
     fn errno(&self, error: &BlockError) -> Errno {
         let errno = error.errno();
-        if errno == rustix::io::Errno::IO && self.failures.fetch_add(1, Ordering::Relaxed) == 0 {
-            tracing::error!("a request failed, and further failures are only counted: {error}");
+        if errno == rustix::io::Errno::IO {
+            self.failures.record(error);
         }
         if matches!(error, BlockError::ReadOnly) {
             return Errno::EROFS;
@@ -264,7 +265,7 @@ impl Filesystem for DiskFile {
         let size = i64::try_from(self.size()).unwrap_or(i64::MAX);
         match whence {
             SEEK_DATA | SEEK_HOLE if !(0..size).contains(&offset) => reply.error(Errno::ENXIO),
-            // The controller tells nobody what is a hole.
+            // What is a hole is not known.
             SEEK_DATA => reply.offset(offset),
             SEEK_HOLE => reply.offset(size),
             _ => reply.error(Errno::EINVAL),
@@ -284,8 +285,8 @@ impl Filesystem for DiskFile {
         _: CopyFileRangeFlags,
         reply: ReplyWrite,
     ) {
-        // There is no other file. Past the end of the disk there is nothing to be read, and no room for
-        // anything to be written.
+        // There is no other file. Past the end of the disk there is nothing to be read, and no room
+        // for anything to be written.
         let there = self.clip(from, len);
         let len = self.clip(to, there).min(MAX_COPY);
         if len == 0 {

@@ -8,14 +8,15 @@
 //! losetup --find --show --direct-io=on /run/disk
 //! ```
 //!
-//! A program that copies within the file by `copy_file_range(2)` has the controller do it, if that has a
-//! Copy command: the data do not come here.
+//! A program that copies within the file by `copy_file_range(2)` has the controller do it, if that
+//! has a Copy command: the data do not come here.
 //!
 //! What the file can not do: change its size (open it without truncating: `dd conv=notrunc`), its
 //! owner or its mode.
 
 mod file;
 
+use crate::failures::FailureCount;
 use file::DiskFile;
 use fuser::{BackgroundSession, Config, MountOption, Session, SessionACL};
 use rustix::io::Errno;
@@ -25,7 +26,7 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
 /// Threads that take requests from the kernel: so many are under way at once.
@@ -33,6 +34,7 @@ const THREADS: usize = 16;
 
 /// Why a disk could not be mounted.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum MountError {
     /// There is something that is no file.
     #[error("{} is not a file: name an empty file, or one that is not there yet", .0.display())]
@@ -70,11 +72,11 @@ pub struct Mounted {
     server: Option<JoinHandle<()>>,
     /// Nothing is mounted any more.
     over: Arc<AtomicBool>,
-    failures: Arc<AtomicU64>,
+    failures: Arc<FailureCount>,
 }
 
 impl Mounted {
-    /// Mounts `disk` over the file `path`, which is created if it is not there. `ended` is called
+    /// Mounts `disk` over the file `path`, which is created if it is not there. `on_end` is called
     /// when nothing is mounted there any more, for whatever reason.
     ///
     /// # Errors
@@ -82,7 +84,7 @@ impl Mounted {
     pub fn start(
         disk: BlockDevice,
         path: &Path,
-        ended: impl FnOnce() + Send + 'static,
+        on_end: impl FnOnce() + Send + 'static,
     ) -> Result<Self, MountError> {
         let (path, created) = prepare(path)?;
         let mut config = Config::default();
@@ -97,7 +99,7 @@ impl Mounted {
         config.acl = SessionACL::Owner;
         config.n_threads = Some(THREADS);
         config.clone_fd = true;
-        let failures = Arc::new(AtomicU64::new(0));
+        let failures = Arc::<FailureCount>::default();
         let file = DiskFile::new(disk, Arc::clone(&failures));
         let session = Session::new(file, &path, &config).and_then(Session::spawn);
         let session = session.map_err(|source| {
@@ -106,7 +108,7 @@ impl Mounted {
         })?;
         let mut mounted = Self { path, created, server: None, over: Arc::default(), failures };
         let over = Arc::clone(&mounted.over);
-        let server = move || serve(session, &over, ended);
+        let server = move || serve(session, &over, on_end);
         let server = std::thread::Builder::new().name("fuse".into()).spawn(server);
         mounted.server = Some(server.map_err(MountError::System)?);
         Ok(mounted)
@@ -121,17 +123,17 @@ impl Mounted {
     /// How many requests failed because the disk did.
     #[must_use]
     pub fn failures(&self) -> u64 {
-        self.failures.load(Ordering::Relaxed)
+        self.failures.count()
     }
 
-    /// Unmounts, and waits until nobody uses the file any more: whoever has it open (a loop device
+    /// Unmounts, and waits until the file is not used any more: what has it open (a loop device
     /// with a file system on it) may have more to write. How many requests failed because the disk
     /// did.
     #[must_use]
     pub fn stop(self) -> u64 {
         let failures = Arc::clone(&self.failures);
         drop(self);
-        failures.load(Ordering::Relaxed)
+        failures.count()
     }
 }
 
@@ -142,13 +144,13 @@ impl Drop for Mounted {
                 Ok(()) | Err(Errno::INVAL | Errno::NOENT) => {}
                 Err(Errno::BUSY) => {
                     tracing::warn!(
-                        "{} is in use, and is waited for; whoever opens it now finds it empty",
+                        "{} is in use, and is waited for; a program that opens it now finds it empty",
                         self.path.display()
                     );
                     let _ = unmount(&self.path, UnmountFlags::DETACH);
                 }
                 Err(errno) => {
-                    // Not root: who helped to mount helps to unmount.
+                    // Not root: the program that helped to mount helps to unmount.
                     let helper = std::process::Command::new("fusermount3")
                         .args(["-u", "-z", "--"])
                         .arg(&self.path)
@@ -166,13 +168,13 @@ impl Drop for Mounted {
     }
 }
 
-fn serve(session: BackgroundSession, over: &AtomicBool, ended: impl FnOnce()) {
+fn serve(session: BackgroundSession, over: &AtomicBool, on_end: impl FnOnce()) {
     match session.join() {
         Ok(()) => tracing::debug!("unmounted"),
         Err(error) => tracing::warn!("the mount came to an end: {error}"),
     }
     over.store(true, Ordering::Release);
-    ended();
+    on_end();
 }
 
 /// The file to mount over, as an absolute path, and whether it was created for that.

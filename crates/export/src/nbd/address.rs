@@ -74,7 +74,7 @@ impl Address {
                 format!("nbd+unix:///{name}?socket={path}")
             }
             Self::Tcp(address) => {
-                // Whoever listens everywhere is reached here.
+                // A server that listens on every address is reached at this one.
                 let host = match address {
                     SocketAddr::V4(v4) if v4.ip().is_unspecified() => "localhost".to_owned(),
                     SocketAddr::V6(v6) if v6.ip().is_unspecified() => "localhost".to_owned(),

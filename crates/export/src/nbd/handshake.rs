@@ -93,7 +93,7 @@ impl Handshake {
     /// Room for this many bytes is enough for [`advance`](Self::advance) to advance.
     pub const LONGEST: usize = MAX_OPTION as usize + 16;
 
-    /// Goes on with what the client sent, appends answers to `out` and tells how many bytes were
+    /// Goes on with what the client sent, appends answers to `out` and returns how many bytes were
     /// used. To be called again with what follows those, until it says something else than
     /// [`Step::More`] or uses nothing.
     pub fn advance(&mut self, input: &[u8], out: &mut Vec<u8>) -> (usize, Step) {
@@ -117,7 +117,7 @@ impl Handshake {
         let flags = reader.u32()?;
         let known = u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
         if flags & !known != 0 {
-            let why = format!("the client wants what nobody offered (flags {flags:#x})");
+            let why = format!("the client wants what was not offered (flags {flags:#x})");
             return Some(Step::Over(Some(why)));
         }
         self.no_zeroes = flags & u32::from(handshake::NO_ZEROES) != 0;
@@ -228,7 +228,7 @@ impl Handshake {
         about.extend(self.export.size.to_be_bytes());
         about.extend(self.flags().to_be_bytes());
         put_answer(out, option, answer::INFO, &about);
-        // Whoever does not want to know passes over it.
+        // A client that does not want to know passes over it.
         let mut sizes = info::BLOCK_SIZE.to_be_bytes().to_vec();
         for size in [1, self.export.preferred, MAX_PAYLOAD] {
             sizes.extend(size.to_be_bytes());

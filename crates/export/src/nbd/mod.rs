@@ -7,7 +7,9 @@
 //! | [`wire`], [`reply`] | the protocol's numbers and frames, for both ends, without sockets |
 //! | [`handshake`] | the server's end of the handshake, without a socket |
 //! | `request` | what a request asks for, and whether it may |
-//! | `connection` | one client: a thread, its socket and its requests |
+//! | `connection` | one client: a thread and its requests |
+//! | `negotiate`, `socket`, `answers` | the handshake over a socket; what is received and sent |
+//! | `shared` | what a server and its connections share |
 //! | [`Server`] | a socket, and the clients that come to it |
 //! | [`Address`] | where it listens, as people write it |
 //!
@@ -23,11 +25,15 @@
 //! TLS, and extended headers.
 
 mod address;
+mod answers;
 mod connection;
 pub mod handshake;
+mod negotiate;
 pub mod reply;
 mod request;
 mod server;
+mod shared;
+mod socket;
 pub mod wire;
 
 pub use address::Address;

@@ -13,7 +13,7 @@ pub(super) enum Action {
     },
     Flush,
     Trim,
-    /// There is nowhere to put bytes ahead of time: an SSD is where they are fast already.
+    /// Nothing is done: on an SSD the bytes are as fast as they get.
     Cache,
     WriteZeroes(Zeroes),
     BlockStatus,
@@ -54,7 +54,7 @@ pub(super) fn check(
         command::BLOCK_STATUS => (Action::BlockStatus, flag::REQ_ONE),
         _ => return Err((NbdError::Inval, "there is no such command")),
     };
-    // Whoever may force some requests may write that on all of them.
+    // FUA may be set on every request, once it may be set on any.
     if flags & !(allowed | flag::FUA) != 0 {
         return Err((NbdError::Inval, "the command has no such flag"));
     }
@@ -95,13 +95,13 @@ pub(super) struct Job {
 }
 
 /// What came of it. The data come back.
-pub(super) struct Ended {
+pub(super) struct Completed {
     pub(super) outcome: Result<(), BlockError>,
     pub(super) data: Vec<u8>,
 }
 
 /// Does what is asked for.
-pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Ended {
+pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Completed {
     let Job { request, mut data } = job;
     let Checked { action, fua, offset, len } = request;
     // The data are as long as the request says, or longer.
@@ -119,7 +119,7 @@ pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Ended {
         },
         Action::Cache | Action::BlockStatus => Ok(()),
     };
-    Ended { outcome, data }
+    Completed { outcome, data }
 }
 
 /// The protocol's number for what went wrong.

@@ -1,29 +1,29 @@
 //! A socket, and the clients that come to it.
 
-use super::Address;
+use super::address::Address;
 use super::connection;
 use super::handshake::Export;
+use super::shared::{Registered, ServerShared};
 use super::wire::{MAX_STRING, transmission};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
-use shadowbell_block::{BlockDevice, BlockError};
+use shadowbell_block::BlockDevice;
 use shadowbell_memory::EventFd;
 use shadowbell_vfio_user::server::BindError;
-use std::collections::BTreeMap;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// How long to wait when the system has no descriptor for a client that waits.
-const SHORTAGE: Duration = Duration::from_millis(100);
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 /// How a disk is served.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Options {
     /// The export's name; a client that asks for no name gets it too.
     pub name: String,
@@ -42,6 +42,7 @@ impl Default for Options {
 
 /// Why a server could not be started.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum StartError {
     /// The UNIX socket is not to be had.
     #[error(transparent)]
@@ -68,61 +69,6 @@ pub enum StartError {
     System(io::Error),
 }
 
-/// What the server and its connections share.
-pub(super) struct Shared {
-    pub(super) export: Arc<Export>,
-    ending: AtomicBool,
-    alarms: Mutex<BTreeMap<u64, EventFd>>,
-    next: AtomicU64,
-    failures: AtomicU64,
-}
-
-/// Takes a connection's alarm away when it ends.
-pub(super) struct Registered {
-    shared: Arc<Shared>,
-    number: u64,
-}
-
-impl Drop for Registered {
-    fn drop(&mut self) {
-        self.shared.alarms().remove(&self.number);
-    }
-}
-
-impl Shared {
-    fn alarms(&self) -> MutexGuard<'_, BTreeMap<u64, EventFd>> {
-        self.alarms.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Whether everybody is to come to an end.
-    pub(super) fn is_ending(&self) -> bool {
-        self.ending.load(Ordering::SeqCst)
-    }
-
-    /// Signals `alarm` when everybody is to come to an end.
-    pub(super) fn register(self: &Arc<Self>, alarm: EventFd) -> Registered {
-        let number = self.next.fetch_add(1, Ordering::Relaxed);
-        self.alarms().insert(number, alarm);
-        Registered { shared: Arc::clone(self), number }
-    }
-
-    /// A request failed, and not for what it was.
-    pub(super) fn failed(&self, error: &BlockError) {
-        if matches!(error, BlockError::Unsupported { .. } | BlockError::OutOfRange { .. }) {
-            return;
-        }
-        // The first one tells; a disk that is gone fails them all.
-        if self.failures.fetch_add(1, Ordering::Relaxed) == 0 {
-            tracing::error!("a request failed, and further failures are only counted: {error}");
-        }
-    }
-
-    fn end(&self) {
-        self.ending.store(true, Ordering::SeqCst);
-        self.alarms().values().for_each(EventFd::signal);
-    }
-}
-
 enum Listener {
     Unix(shadowbell_vfio_user::Listener),
     Tcp(TcpListener),
@@ -139,7 +85,7 @@ impl AsFd for Listener {
 
 /// An NBD server. Dropping it is [`stop`](Self::stop).
 pub struct Server {
-    shared: Arc<Shared>,
+    shared: Arc<ServerShared>,
     thread: Option<JoinHandle<()>>,
     address: Address,
 }
@@ -178,16 +124,10 @@ impl Server {
             preferred: geometry.block_size.max(4096),
             flags,
         };
-        let shared = Arc::new(Shared {
-            export: Arc::new(export),
-            ending: AtomicBool::new(false),
-            alarms: Mutex::default(),
-            next: AtomicU64::new(0),
-            failures: AtomicU64::new(0),
-        });
+        let shared = Arc::new(ServerShared::new(export));
         let event = EventFd::new().map_err(StartError::System)?;
-        let alarm = event.try_clone().map_err(StartError::System)?;
-        let registered = shared.register(alarm);
+        let waker = event.try_clone().map_err(StartError::System)?;
+        let registered = shared.register(waker);
         let accept = Accept {
             listener,
             event,
@@ -214,7 +154,7 @@ impl Server {
     /// How many requests failed because the disk did.
     #[must_use]
     pub fn failures(&self) -> u64 {
-        self.shared.failures.load(Ordering::Relaxed)
+        self.shared.failures.count()
     }
 
     /// Takes no more requests, finishes those that were taken, and sends the answers. A client that
@@ -224,7 +164,7 @@ impl Server {
     pub fn stop(self) -> u64 {
         let shared = Arc::clone(&self.shared);
         drop(self);
-        shared.failures.load(Ordering::Relaxed)
+        shared.failures.count()
     }
 }
 
@@ -260,7 +200,7 @@ struct Accept {
     listener: Listener,
     event: EventFd,
     disk: BlockDevice,
-    shared: Arc<Shared>,
+    shared: Arc<ServerShared>,
     max: usize,
     clients: Vec<JoinHandle<()>>,
     count: usize,
@@ -282,11 +222,11 @@ impl Accept {
                 Err(errno) => {
                     tracing::warn!("a client could not be let in: {errno}");
                     // The listener stays ready, so wait for descriptors to come back.
-                    let _ = self.event.wait(Some(SHORTAGE));
+                    let _ = self.event.wait(Some(ACCEPT_RETRY));
                 }
             }
         }
-        // Nobody new comes in; the socket's file goes away at once.
+        // No new client comes in; the socket's file goes away at once.
         let Self { listener, clients, .. } = self;
         drop(listener);
         for client in clients {

@@ -37,17 +37,17 @@ pub mod option {
     pub const EXPORT_NAME: u32 = 1;
     /// End the session.
     pub const ABORT: u32 = 2;
-    /// Tell the names of the exports.
+    /// List the names of the exports.
     pub const LIST: u32 = 3;
     /// Go on with TLS.
     pub const STARTTLS: u32 = 5;
-    /// Tell about an export.
+    /// Ask about an export.
     pub const INFO: u32 = 6;
-    /// Tell about an export, and begin with the transmission.
+    /// Ask about an export, and begin with the transmission.
     pub const GO: u32 = 7;
     /// Use structured replies.
     pub const STRUCTURED_REPLY: u32 = 8;
-    /// Tell which metadata contexts there are.
+    /// List the metadata contexts.
     pub const LIST_META_CONTEXT: u32 = 9;
     /// Choose metadata contexts.
     pub const SET_META_CONTEXT: u32 = 10;
@@ -77,7 +77,7 @@ pub mod answer {
     pub const ERR_TOO_BIG: u32 = ERROR | 9;
 }
 
-/// What can be told about an export.
+/// What can be asked about an export.
 pub mod info {
     /// Size and transmission flags.
     pub const EXPORT: u16 = 0;
@@ -129,7 +129,7 @@ pub mod command {
     pub const CACHE: u16 = 5;
     /// Make the bytes zero.
     pub const WRITE_ZEROES: u16 = 6;
-    /// Tell about the bytes, by the metadata contexts that were chosen.
+    /// Ask about the bytes, by the metadata contexts that were chosen.
     pub const BLOCK_STATUS: u16 = 7;
 }
 
@@ -163,7 +163,7 @@ pub mod chunk {
     pub const ERROR_BIT: u16 = 1 << 15;
     /// An error, and a line about it.
     pub const ERROR: u16 = ERROR_BIT | 1;
-    /// The same, and where.
+    /// An error, a line about it, and the offset that it is about.
     pub const ERROR_OFFSET: u16 = ERROR_BIT | 2;
 }
 
@@ -189,7 +189,7 @@ pub enum NbdError {
     Shutdown = 108,
 }
 
-/// The metadata context that tells what is allocated.
+/// The metadata context that says what is allocated.
 pub const BASE_ALLOCATION: &str = "base:allocation";
 
 /// Takes big-endian integers and bytes off the front; `None` where there are not enough.

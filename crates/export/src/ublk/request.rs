@@ -25,7 +25,7 @@ pub(super) struct Job {
 
 /// What came of it.
 #[derive(Debug)]
-pub(super) struct Ended {
+pub(super) struct Completed {
     /// How many bytes were moved, or a negative error number, as the driver wants it.
     pub(super) result: i32,
     /// What the disk said.
@@ -72,7 +72,7 @@ pub(super) fn parse(
 }
 
 /// Does what is asked for.
-pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Ended {
+pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Completed {
     let Job { action, offset, mut buffer } = job;
     let moved = match action {
         Action::Read { len } | Action::Write { len, .. } => len,
@@ -91,7 +91,7 @@ pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Ended {
         Ok(()) => (i32::try_from(moved).unwrap_or(i32::MAX), None),
         Err(error) => (-error.errno().raw_os_error(), Some(error)),
     };
-    Ended { result, error, buffer }
+    Completed { result, error, buffer }
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
 //! The system calls that have no safe form: ublk's commands, which go through io_uring.
 //!
 //! The kernel reads and writes memory behind the compiler's back from the moment that a command is
-//! handed over until its completion is collected. So whoever hands it over owns that memory for as
-//! long: [`Control`] waits for each of its commands, and a [`Queue`] keeps the buffer of a tag while
-//! the kernel has the tag. What may still be in use when either is dropped is leaked.
+//! handed over until its completion is collected. So the type that hands it over owns that memory
+//! for as long: [`Control`] waits for each of its commands, and a [`Queue`] keeps the buffer of a
+//! tag while the kernel has the tag. What may still be in use when either is dropped is leaked.
 
 use super::wire::{
     ABORTED, ControlCommand, Descriptor, DeviceInfo, IoCommand, control, descriptors, io as command,
@@ -106,7 +106,7 @@ impl Control {
     }
 }
 
-/// A device that we serve, until nobody has it any more.
+/// A device that we serve, until the last handle is dropped.
 #[derive(Debug)]
 pub(super) struct Device {
     file: File,
@@ -126,9 +126,9 @@ pub(super) enum Event {
     /// A request. Its data, if there are any to be written, are in the buffer.
     Request { tag: u16, descriptor: Descriptor, buffer: Vec<u8> },
     /// There are no more requests with this tag: the device is stopped, or something went wrong.
-    Ended { tag: u16, error: Option<io::Error> },
-    /// The event that is slept on rang.
-    Rang,
+    TagDone { tag: u16, error: Option<io::Error> },
+    /// The descriptor that is slept on became readable.
+    Readable,
 }
 
 /// One of a device's queues. The thread that makes it is the one that has to use it.
@@ -187,9 +187,10 @@ impl Queue {
         let mut cmd = [0; 16];
         cmd.copy_from_slice(io.as_bytes());
         let entry = opcode::UringCmd16::new(types::Fd(self.device.file.as_raw_fd()), op).cmd(cmd);
-        // SAFETY: the command points to the buffer, which is kept in `held`, neither moved nor looked
-        // at, until the command's completion is collected. The driver moves at most `max_io_bytes`
-        // of the device, which is how long every buffer is. The file is open as long as the ring is.
+        // SAFETY: the command points to the buffer, which is kept in `held`, neither moved nor
+        // looked at, until the command's completion is collected. The driver moves at most
+        // `max_io_bytes` of the device, which is how long every buffer is. The file is open as long
+        // as the ring is.
         let pushed =
             unsafe { self.ring.submission().push(&entry.build().user_data(u64::from(tag))) };
         if pushed.is_err() {
@@ -215,8 +216,8 @@ impl Queue {
         self.armed = pushed.is_ok();
     }
 
-    /// Hands over what was prepared and takes in what has happened, in one system call; with `wait`,
-    /// which lasts until something has.
+    /// Hands over what was prepared and takes in what has happened, in one system call; with
+    /// `wait`, which lasts until something has.
     pub(super) fn enter(&mut self, wait: bool) -> io::Result<()> {
         let prepared = self.ring.submission().len() as u32;
         let flags = EnterFlags::GETEVENTS.bits();
@@ -241,7 +242,7 @@ impl Queue {
         for completion in self.ring.completion() {
             if completion.user_data() == EVENT {
                 self.armed = false;
-                each(Event::Rang);
+                each(Event::Readable);
                 continue;
             }
             let tag = completion.user_data() as u16;
@@ -251,10 +252,10 @@ impl Queue {
             let at = usize::from(tag) * size_of::<Descriptor>();
             each(match (completion.result(), self.descriptors.read(at)) {
                 (0, Some(descriptor)) => Event::Request { tag, descriptor, buffer },
-                (ABORTED, _) => Event::Ended { tag, error: None },
+                (ABORTED, _) => Event::TagDone { tag, error: None },
                 (result, _) => {
                     let error = Some(io::Error::from_raw_os_error(-result.min(-1)));
-                    Event::Ended { tag, error }
+                    Event::TagDone { tag, error }
                 }
             });
         }
@@ -270,8 +271,8 @@ impl Drop for Queue {
     }
 }
 
-/// Makes a ring with the best that the kernel has: completions that wait until this thread comes for
-/// them (6.1), or that do not interrupt it (5.19).
+/// Makes a ring with the best that the kernel has: completions that wait until this thread comes
+/// for them (6.1), or that do not interrupt it (5.19).
 fn build(entries: u32) -> io::Result<IoUring> {
     let mut plain = IoUring::builder();
     plain.setup_submit_all().setup_coop_taskrun();

@@ -54,7 +54,7 @@ pub(super) mod feature {
     pub(in super::super) const USER_RECOVERY: u64 = 1 << 3;
     /// those too that the last one had taken and not answered.
     pub(in super::super) const USER_RECOVERY_REISSUE: u64 = 1 << 4;
-    /// Stopping it can be made to fail while somebody has it open.
+    /// Stopping it can be made to fail while it is open.
     pub(in super::super) const SAFE_STOP: u64 = 1 << 17;
     /// Data in other ways (zero copy, fetched on demand, copied by the server, registered buffers,
     /// batches, shared memory), zones, integrity data, and devices of users.

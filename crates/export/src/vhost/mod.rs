@@ -6,24 +6,30 @@
 //!
 //! # Trust
 //!
-//! The frontend and its guest are untrusted. What they share passes the `doorman` first; the guest's
-//! `memory` may be truncated at any moment, and the eventfds of a `ring` may be full or empty, without
-//! a thread of this process dying of it or waiting for it.
+//! The frontend and its guest are untrusted. What they send passes the `fd_filter` first; the
+//! guest's `memory` may be truncated at any moment, and the eventfds of a `ring` may be full or
+//! empty, without a thread of this process dying of it or waiting for it.
 //!
 //! # What it does not implement
 //!
 //! Migration (dirty logging), in-flight tracking across a crash of this process, and zoned disks.
 
 mod backend;
-mod doorman;
+mod config;
+mod fd_filter;
+mod guarded;
 mod memory;
+mod queue;
 mod request;
 mod ring;
+mod shared;
 #[allow(unsafe_code)]
 mod sys;
 
+use crate::failures::FailureCount;
 use ::shadowbell_memory::EventFd;
 use backend::Device;
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
@@ -35,19 +41,20 @@ use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use vhost_user_backend::VhostUserDaemon;
 use vmm_sys_util::epoll::EventSet;
 
-/// How long to wait after a frontend could not be let in for want of descriptors, memory or threads,
-/// or was not to be because files that an earlier one sent are still being closed.
+/// How long to wait after a frontend could not be accepted for want of descriptors, memory or
+/// threads, or because files that an earlier one sent are still being closed.
 const RETRY: Duration = Duration::from_secs(1);
 
 /// Why a device could not be offered.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum StartError {
     /// The socket is not to be had.
     #[error(transparent)]
@@ -60,23 +67,19 @@ pub enum StartError {
     System(#[from] io::Error),
 }
 
-struct Shared {
+struct ServerShared {
     ending: AtomicBool,
     event: EventFd,
-    /// The socket of the one that is there.
+    /// The socket of the frontend that is there.
     frontend: Mutex<Option<UnixStream>>,
-    failures: Arc<AtomicU64>,
+    failures: Arc<FailureCount>,
 }
 
-impl Shared {
-    fn frontend(&self) -> MutexGuard<'_, Option<UnixStream>> {
-        self.frontend.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
+impl ServerShared {
     fn end(&self) {
         self.ending.store(true, Ordering::SeqCst);
         self.event.signal();
-        if let Some(socket) = self.frontend().take() {
+        if let Some(socket) = self.frontend.lock().take() {
             let _ = socket.shutdown(Shutdown::Both);
         }
     }
@@ -84,7 +87,7 @@ impl Shared {
 
 /// A virtio-blk device behind a socket. Dropping it is [`stop`](Self::stop).
 pub struct VhostUserBlk {
-    shared: Arc<Shared>,
+    shared: Arc<ServerShared>,
     thread: Option<JoinHandle<()>>,
     path: PathBuf,
 }
@@ -100,7 +103,7 @@ impl VhostUserBlk {
             return Err(StartError::Directory(path.to_owned()));
         }
         let listener = shadowbell_vfio_user::Listener::bind(path)?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ServerShared {
             ending: AtomicBool::new(false),
             event: EventFd::new()?,
             frontend: Mutex::default(),
@@ -125,7 +128,7 @@ impl VhostUserBlk {
     pub fn stop(self) -> u64 {
         let failures = Arc::clone(&self.shared.failures);
         drop(self);
-        failures.load(Ordering::Relaxed)
+        failures.count()
     }
 }
 
@@ -143,7 +146,7 @@ fn accept(
     listener: &shadowbell_vfio_user::Listener,
     disk: &BlockDevice,
     id: &str,
-    shared: &Shared,
+    shared: &ServerShared,
 ) {
     let closer = Arc::default();
     loop {
@@ -161,18 +164,18 @@ fn accept(
         let outcome = if Closer::is_overloaded(&closer) {
             Err("files that an earlier one sent are still being closed".into())
         } else {
-            enter(listener, disk, id, shared, &closer)
+            accept_one(listener, disk, id, shared, &closer)
         };
-        let visit = match outcome {
+        let session = match outcome {
             Ok(None) => continue,
-            Ok(Some(visit)) => visit,
+            Ok(Some(session)) => session,
             Err(error) => {
-                tracing::warn!("a frontend can not be let in, trying again: {error}");
+                tracing::warn!("a frontend can not be accepted, trying again: {error}");
                 let _ = shared.event.wait(Some(RETRY));
                 continue;
             }
         };
-        match visit.serve(shared) {
+        match session.serve(shared) {
             Ok(()) => tracing::debug!("the frontend is gone"),
             Err(error) => tracing::warn!("a frontend was sent away: {error}"),
         }
@@ -194,16 +197,16 @@ impl Daemon {
         Ok(Self { daemon: daemon.map_err(|error| error.to_string())?, device })
     }
 
-    /// Has each queue's thread wake for the lane's own affairs.
-    fn listen(&self, shared: &Shared) -> Result<(), Failed> {
+    /// Has each queue's thread wake when its requests are done.
+    fn register_events(&self, shared: &ServerShared) -> Result<(), Failed> {
         let device = &self.device;
-        for (lane, handler) in self.daemon.get_epoll_handlers().iter().enumerate() {
-            let Some(event) = device.event(lane) else { continue };
+        for (queue, handler) in self.daemon.get_epoll_handlers().iter().enumerate() {
+            let Some(event) = device.event(queue) else { continue };
             // Without it there is no way to end the thread.
             while let Err(error) =
                 handler.register_listener(event, EventSet::IN, device.event_number())
             {
-                tracing::warn!("a queue can not be watched, trying again: {error}");
+                tracing::warn!("a queue can not be waited for, trying again: {error}");
                 let _ = shared.event.wait(Some(RETRY));
             }
         }
@@ -218,24 +221,24 @@ impl Drop for Daemon {
     }
 }
 
-/// A frontend that is there.
-struct Visit {
+/// A frontend that is connected.
+struct Session {
     daemon: Daemon,
     frontend: Channel,
     /// The frontend's socket once more.
     socket: UnixStream,
-    /// Where its messages go.
-    inside: UnixStream,
+    /// The connection to rust-vmm's side, where its messages go.
+    to_daemon: UnixStream,
 }
 
-/// Lets the next frontend in, if there is one.
-fn enter(
+/// Accepts the next frontend, if there is one.
+fn accept_one(
     listener: &shadowbell_vfio_user::Listener,
     disk: &BlockDevice,
     id: &str,
-    shared: &Shared,
+    shared: &ServerShared,
     closer: &Arc<Closer>,
-) -> Result<Option<Visit>, Failed> {
+) -> Result<Option<Session>, Failed> {
     let socket = match accept_with(listener, SocketFlags::CLOEXEC) {
         Ok(socket) => socket,
         Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Ok(None),
@@ -246,40 +249,40 @@ fn enter(
     let failures = Arc::clone(&shared.failures);
     let device = Arc::new(Device::new(disk, id, failures, socket.try_clone()?)?);
     let mut daemon = Daemon::new(device)?;
-    daemon.listen(shared)?;
-    let inside = doorman::inside(listener.path(), |path| {
+    daemon.register_events(shared)?;
+    let to_daemon = fd_filter::connect_daemon(listener.path(), |path| {
         daemon.daemon.start_client(path).map_err(|error| error.to_string())
     })?;
-    Ok(Some(Visit { daemon, frontend, socket, inside }))
+    Ok(Some(Session { daemon, frontend, socket, to_daemon }))
 }
 
-impl Visit {
-    fn serve(self, shared: &Shared) -> Result<(), Failed> {
-        let Self { mut daemon, mut frontend, socket, inside } = self;
-        *shared.frontend() = Some(socket.try_clone()?);
+impl Session {
+    fn serve(self, shared: &ServerShared) -> Result<(), Failed> {
+        let Self { mut daemon, mut frontend, socket, to_daemon } = self;
+        *shared.frontend.lock() = Some(socket.try_clone()?);
         if shared.ending.load(Ordering::SeqCst) {
             shared.end();
         }
-        let answers = (inside.try_clone()?, socket.try_clone()?);
+        let answers = (to_daemon.try_clone()?, socket.try_clone()?);
         let answers =
             std::thread::Builder::new().name("vhost-answers".into()).spawn(move || {
-                let (mut inside, mut socket) = answers;
-                let _ = io::copy(&mut inside, &mut socket);
+                let (mut to_daemon, mut socket) = answers;
+                let _ = io::copy(&mut to_daemon, &mut socket);
                 // One of them is gone, and the other is not to wait for it.
-                let _ = (inside.shutdown(Shutdown::Both), socket.shutdown(Shutdown::Both));
+                let _ = (to_daemon.shutdown(Shutdown::Both), socket.shutdown(Shutdown::Both));
             })?;
-        let passed = doorman::pass(&mut frontend, &inside);
+        let passed = fd_filter::pass(&mut frontend, &to_daemon);
         let _ = socket.shutdown(Shutdown::Both);
         // What was sent is still read, and then it is over.
-        let _ = inside.shutdown(Shutdown::Write);
+        let _ = to_daemon.shutdown(Shutdown::Write);
         daemon.device.leave();
         let handled = daemon.daemon.wait();
-        let _ = inside.shutdown(Shutdown::Both);
+        let _ = to_daemon.shutdown(Shutdown::Both);
         let _ = answers.join();
-        shared.frontend().take();
-        // What was taken is carried out, even if nobody waits for the answer any more.
+        shared.frontend.lock().take();
+        // What was taken is carried out, even if the guest does not wait for the answer any more.
         let queues = daemon.daemon.get_epoll_handlers().len();
-        (0..queues).for_each(|lane| daemon.device.finish(lane));
+        (0..queues).for_each(|queue| daemon.device.finish(queue));
         drop(daemon);
         passed?;
         match handled {
@@ -291,7 +294,7 @@ impl Visit {
     }
 }
 
-/// Whether that is how a connection ends that is shut.
+/// Whether the connection just ended.
 fn is_end(error: &vhost::vhost_user::Error) -> bool {
     use vhost::vhost_user::Error;
     matches!(

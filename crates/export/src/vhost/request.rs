@@ -9,7 +9,7 @@ use virtio_queue::desc::split::Descriptor;
 /// A request's descriptors. They keep the guest's memory as it was when the request was made.
 pub(super) type Chain = DescriptorChain<Snapshot>;
 
-/// Bytes of the header: type, a reserved word, sector.
+/// Bytes of the header: type, four reserved bytes, sector.
 const HEADER: usize = 16;
 /// The unit of everything, whatever the disk's blocks are.
 pub(super) const SECTOR: u64 = 512;
@@ -57,7 +57,7 @@ pub(super) struct Job {
 }
 
 /// What came of it. The data are the guest's, if the action is one that has some for it.
-pub(super) struct Ended {
+pub(super) struct Completed {
     pub(super) outcome: Result<(), BlockError>,
     pub(super) data: Vec<u8>,
     pub(super) for_guest: bool,
@@ -158,7 +158,7 @@ fn range(discard: bool, segment: [u8; SEGMENT], rules: &Rules) -> Result<Job, Re
 }
 
 /// Does what is asked for.
-pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Ended {
+pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Completed {
     let Job { action, offset, mut data } = job;
     let outcome = match action {
         Action::Read => disk.read(offset, &mut data).await,
@@ -168,7 +168,7 @@ pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Ended {
         Action::WriteZeroes { len, how } => disk.write_zeroes(offset, len, how).await,
         Action::Answer => Ok(()),
     };
-    Ended { outcome, data, for_guest: matches!(action, Action::Read | Action::Answer) }
+    Completed { outcome, data, for_guest: matches!(action, Action::Read | Action::Answer) }
 }
 
 /// Puts data and status into the guest's memory; how many bytes it has to look at.

@@ -1,22 +1,23 @@
-//! A virtio queue, as rust-vmm keeps it, with the memory and the eventfds of a frontend that nobody
-//! needs to trust.
+//! A virtio queue, as rust-vmm keeps it, with the memory and the eventfds of a frontend that is not
+//! trusted.
 
 use super::memory::{Current, Snapshot, look};
 use ::shadowbell_memory::EventFd;
+use parking_lot::RwLock;
 use std::fs::File;
 use std::io;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, RwLockReadGuard, RwLockWriteGuard};
 use vhost_user_backend::{VringRwLock, VringState, VringStateGuard, VringStateMutGuard, VringT};
 use virtio_queue::{Error, QueueT};
 
-/// A queue. rust-vmm's own has the queue's state and the descriptor that its thread waits for; whatever
-/// touches memory, or reads or writes an eventfd, is done here.
+/// A queue. rust-vmm's own has the queue's state and the descriptor that its thread waits for;
+/// whatever touches memory, or reads or writes an eventfd, is done here.
 #[derive(Clone)]
 pub(super) struct Ring {
     state: VringRwLock<Current>,
     memory: Current,
-    /// A read or a write of an eventfd can wait for whoever else has it; these do not.
+    /// A read or a write of an eventfd can wait for another process that has it; these do not.
     kick: Arc<RwLock<Option<EventFd>>>,
     call: Arc<RwLock<Option<EventFd>>>,
 }
@@ -27,7 +28,7 @@ impl Ring {
     }
 }
 
-/// The frontend's eventfd, and the file for whoever waits for it.
+/// The frontend's eventfd, and the file for the thread that waits for it.
 fn take(event: &RwLock<Option<EventFd>>, file: Option<File>) -> Option<File> {
     let taken = file.and_then(|file| {
         let event = file.try_clone().and_then(|copy| EventFd::from_fd(copy.into()));
@@ -37,7 +38,7 @@ fn take(event: &RwLock<Option<EventFd>>, file: Option<File>) -> Option<File> {
             .map(|event| (event, file))
     });
     let (taken, file) = taken.unzip();
-    *event.write().unwrap_or_else(PoisonError::into_inner) = taken;
+    *event.write() = taken;
     file
 }
 
@@ -69,7 +70,7 @@ impl VringT<Current> for Ring {
     }
 
     fn signal_used_queue(&self) -> io::Result<()> {
-        if let Some(call) = &*self.call.read().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(call) = &*self.call.read() {
             call.signal();
         }
         Ok(())
@@ -133,7 +134,7 @@ impl VringT<Current> for Ring {
     }
 
     fn read_kick(&self) -> io::Result<bool> {
-        if let Some(kick) = &*self.kick.read().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(kick) = &*self.kick.read() {
             kick.drain();
         }
         Ok(self.get_ref().is_enabled())

@@ -1,6 +1,6 @@
 //! A mapping of ours, as rust-vmm's memory takes it.
 
-use super::memory::Guarded;
+use super::guarded::Guarded;
 use ::shadowbell_memory::Mapping;
 use std::sync::Arc;
 use vm_memory::MmapRegion;
@@ -12,7 +12,8 @@ pub(super) fn region(mapping: Arc<Mapping>) -> Result<MmapRegion<Guarded>, MmapR
     let builder = MmapRegionBuilder::new_with_bitmap(len, Guarded::new(mapping))
         .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
         .with_mmap_flags(libc::MAP_SHARED | libc::MAP_NORESERVE);
-    // SAFETY: the range is that of the mapping, which is readable and writable, and which the region
-    // holds by its bitmap until it is dropped. It is not the region's own, so nobody else unmaps it.
+    // SAFETY: the range is that of the mapping, which is readable and writable, and which the
+    // region holds by its bitmap until it is dropped. It is not the region's own, so nothing else
+    // unmaps it.
     unsafe { builder.with_raw_mmap_pointer(std::ptr::with_exposed_provenance_mut(address)) }.build()
 }

@@ -22,7 +22,7 @@ pub(crate) struct Reply {
 
 pub(crate) struct Client {
     pub(crate) socket: UnixStream,
-    /// Lengths of the reads under way, which simple replies do not tell.
+    /// Lengths of the reads in flight, which simple replies do not contain.
     reads: std::collections::BTreeMap<u64, u32>,
     cookie: u64,
     pub(crate) size: u64,
@@ -136,7 +136,7 @@ impl Client {
                     chunk::ERROR => {
                         reply.error = reader.u32().unwrap();
                         assert_eq!(reader.u16().unwrap() as usize, reader.0.len());
-                        assert!(!reader.0.is_empty(), "an error without a word");
+                        assert!(!reader.0.is_empty(), "an error without a message");
                     }
                     other => panic!("a chunk of type {other}"),
                 }

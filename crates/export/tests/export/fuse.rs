@@ -26,7 +26,7 @@ fn is_possible() -> bool {
 }
 
 struct Rig {
-    medium: TestDisk,
+    backing: TestDisk,
     emulated: Emulated,
     controller: Option<Controller>,
     mounted: Option<Mounted>,
@@ -36,10 +36,11 @@ struct Rig {
 
 impl Rig {
     fn new(mebibytes: u64, read_only: bool) -> Self {
-        let medium = TestDisk::new(mebibytes << 11, 512);
+        let backing = TestDisk::new(mebibytes << 11, 512);
         let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
-        let (mut controller, emulated) = attach_to(Arc::new(medium.clone()), &attached);
-        let options = BlockOptions { read_only, ..BlockOptions::default() };
+        let (mut controller, emulated) = attach_to(Arc::new(backing.clone()), &attached);
+        let mut options = BlockOptions::default();
+        options.read_only = read_only;
         let disk = BlockDevice::open(&mut controller, 1, &options).unwrap();
         let directory = tempfile::tempdir().unwrap();
         let ended: Arc<AtomicU32> = Arc::default();
@@ -48,7 +49,7 @@ impl Rig {
         let mounted = Mounted::start(disk, &path, move || _ = count.fetch_add(1, Ordering::SeqCst));
         let mounted = Some(mounted.unwrap());
         let controller = Some(controller);
-        Self { medium, emulated, controller, mounted, directory, ended }
+        Self { backing, emulated, controller, mounted, directory, ended }
     }
 
     fn path(&self) -> PathBuf {
@@ -60,7 +61,7 @@ impl Rig {
     }
 
     fn saw(&self, op: impl Fn(&Op) -> bool) -> usize {
-        self.medium.seen().iter().filter(|seen| op(&seen.op)).count()
+        self.backing.seen().iter().filter(|seen| op(&seen.op)).count()
     }
 
     fn end(mut self) {
@@ -87,7 +88,7 @@ fn a_file_reads_and_writes_the_disk() {
     let mut bytes = [1; 11];
     file.read_exact_at(&mut bytes, 999).unwrap();
     assert_eq!(&bytes, b"\0any bytes\0");
-    rig.medium.mem.bytes().read_into(999, &mut bytes).unwrap();
+    rig.backing.mem.bytes().read_into(999, &mut bytes).unwrap();
     assert_eq!(&bytes, b"\0any bytes\0", "nothing is cached");
     let long: Vec<u8> = (0..3 << 20).map(|i: u32| (i ^ i >> 8) as u8).collect();
     file.write_all_at(&long, 12345).unwrap();
@@ -157,12 +158,12 @@ fn copies_within_the_file_are_the_controllers() {
     let file = rig.open();
     let mut model: Vec<u8> =
         (0..160 * MIB as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
-    rig.medium.mem.bytes().write_from(0, &model).unwrap();
+    rig.backing.mem.bytes().write_from(0, &model).unwrap();
     let mut copy = |from: u64, to: u64, len: u64| {
         copy_within(&file, from, to, len).unwrap();
         model.copy_within(from as usize..(from + len) as usize, to as usize);
         let mut bytes = vec![0; model.len()];
-        rig.medium.mem.bytes().read_into(0, &mut bytes).unwrap();
+        rig.backing.mem.bytes().read_into(0, &mut bytes).unwrap();
         assert!(bytes == model, "{len} bytes from {from} to {to}");
     };
     // The data never come to the host, also of more than one request of the kernel's.
@@ -196,12 +197,12 @@ fn copies_that_fail_are_errors_to_the_program() {
     }
     let mut rig = Rig::new(8, false);
     let file = rig.open();
-    rig.medium.order(|orders| orders.fail = Some(DiskError::Io(5)));
+    rig.backing.order(|orders| orders.fail = Some(DiskError::Io(5)));
     assert_eq!(copy_within(&file, 0, 1 << 20, 1 << 19), Err(Errno::IO));
     assert_eq!(copy_within(&file, 1, 1 << 20, 1 << 19), Err(Errno::IO));
-    rig.medium.order(|orders| orders.fail = Some(DiskError::NoSpace));
+    rig.backing.order(|orders| orders.fail = Some(DiskError::NoSpace));
     assert_eq!(copy_within(&file, 0, 1 << 20, 1 << 19), Err(Errno::NOSPC));
-    rig.medium.order(|orders| orders.fail = None);
+    rig.backing.order(|orders| orders.fail = None);
     copy_within(&file, 0, 1 << 20, 1 << 19).unwrap();
     drop(file);
     assert_eq!(rig.mounted.take().unwrap().stop(), 2);
@@ -229,10 +230,10 @@ fn a_disk_that_fails_is_an_error_to_the_program() {
     }
     let mut rig = Rig::new(8, false);
     let file = rig.open();
-    rig.medium.order(|orders| orders.fail = Some(DiskError::Io(5)));
+    rig.backing.order(|orders| orders.fail = Some(DiskError::Io(5)));
     assert_eq!(errno(file.write_at(&[1; 512], 0)), Some(Errno::IO));
     assert_eq!(errno(file.write_at(&[1; 512], 10)), Some(Errno::IO));
-    rig.medium.order(|orders| orders.fail = None);
+    rig.backing.order(|orders| orders.fail = None);
     file.write_all_at(&[1; 512], 0).unwrap();
     rig.controller.take().unwrap().detach().unwrap();
     assert_eq!(errno(file.read_at(&mut [1; 512], 0)), Some(Errno::IO));
@@ -299,7 +300,7 @@ fn a_file_that_is_in_use_is_waited_for() {
     let file = rig.open();
     let mounted = rig.mounted.take().unwrap();
     let stopping = std::thread::spawn(move || mounted.stop());
-    // Nobody new finds it.
+    // It is not found any more.
     while std::fs::metadata(rig.path()).is_ok_and(|about| about.len() != 0) {
         std::thread::yield_now();
     }
@@ -309,7 +310,7 @@ fn a_file_that_is_in_use_is_waited_for() {
     drop(file);
     stopping.join().unwrap();
     let mut bytes = [0; 4];
-    rig.medium.mem.bytes().read_into(100, &mut bytes).unwrap();
+    rig.backing.mem.bytes().read_into(100, &mut bytes).unwrap();
     assert_eq!(&bytes, b"late");
 }
 

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 pub(crate) struct Rig {
-    pub(crate) medium: TestDisk,
+    pub(crate) backing: TestDisk,
     controller: Option<Controller>,
     server: Option<Server>,
     directory: TempDir,
@@ -31,14 +31,14 @@ impl Rig {
     }
 
     fn with(blocks: u64, options: &shadowbell_block::BlockOptions, served: &Options) -> Self {
-        let medium = TestDisk::new(blocks, 512);
+        let backing = TestDisk::new(blocks, 512);
         let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
-        let mut controller = attach(Arc::new(medium.clone()), &attached);
+        let mut controller = attach(Arc::new(backing.clone()), &attached);
         let disk = shadowbell_block::BlockDevice::open(&mut controller, 1, options).unwrap();
         let directory = tempfile::tempdir().unwrap();
         let address = Address::Unix(directory.path().join("nbd"));
         let server = Server::start(disk, &address, served).unwrap();
-        Self { medium, controller: Some(controller), server: Some(server), directory }
+        Self { backing, controller: Some(controller), server: Some(server), directory }
     }
 
     pub(crate) fn socket(&self) -> PathBuf {
@@ -66,7 +66,7 @@ impl Rig {
 impl Drop for Rig {
     fn drop(&mut self) {
         // A test that failed does not wait for what it held.
-        self.medium.order(|orders| (orders.hold, orders.hold_at) = (false, None));
+        self.backing.order(|orders| (orders.hold, orders.hold_at) = (false, None));
     }
 }
 
@@ -112,7 +112,7 @@ fn every_request_in_both_kinds_of_reply() {
         } else {
             assert_eq!(status.error, EINVAL);
         }
-        let flushes = rig.medium.seen().iter().filter(|seen| seen.op == Op::Flush).count();
+        let flushes = rig.backing.seen().iter().filter(|seen| seen.op == Op::Flush).count();
         assert!(flushes >= 2, "of FLUSH, and of TRIM with FUA");
         client.ask(command::DISC, 0, 0, 0, b"");
         assert!(client.is_over());
@@ -150,13 +150,13 @@ fn what_can_not_be_done_is_refused_and_the_session_goes_on() {
 fn requests_are_answered_as_they_complete() {
     let rig = rig();
     let mut client = rig.client();
-    rig.medium.order(|orders| orders.hold_at = Some(8192));
+    rig.backing.order(|orders| orders.hold_at = Some(8192));
     let slow = client.ask(command::READ, 0, 8192, 512, b"");
     let fast: Vec<_> = (0..50).map(|i| client.ask(command::READ, 0, i * 100, 100, b"")).collect();
     let mut answered: Vec<_> = fast.iter().map(|_| client.reply().cookie).collect();
     answered.sort_unstable();
     assert_eq!(answered, fast);
-    rig.medium.order(|orders| orders.hold_at = None);
+    rig.backing.order(|orders| orders.hold_at = None);
     assert_eq!(client.reply().cookie, slow);
     rig.end();
 }
@@ -221,8 +221,8 @@ fn clients_do_not_disturb_each_other() {
 /// A connection drives the queue that its requests go through, until another wants to.
 #[test]
 fn a_connection_that_has_nothing_to_do_leaves_the_queue_to_others() {
-    let medium = TestDisk::new(4096, 512);
-    let mut controller = attach(Arc::new(medium), &AttachOptions::default());
+    let backing = TestDisk::new(4096, 512);
+    let mut controller = attach(Arc::new(backing), &AttachOptions::default());
     let options = shadowbell_block::BlockOptions::default();
     let disk = shadowbell_block::BlockDevice::open(&mut controller, 1, &options).unwrap();
     let directory = tempfile::tempdir().unwrap();
@@ -236,7 +236,7 @@ fn a_connection_that_has_nothing_to_do_leaves_the_queue_to_others() {
     assert!(queue.try_drive().is_none(), "the connection has it");
     let deadline = Instant::now() + Duration::from_secs(10);
     let driver = loop {
-        // It hears of the wish when it has next come to an end of its work.
+        // It sees the wish when it has next come to an end of its work.
         assert_eq!(client.run(command::READ, 0, 0, 512, b"").error, 0);
         std::thread::sleep(Duration::from_millis(1));
         if let Some(driver) = queue.try_drive() {
@@ -245,7 +245,7 @@ fn a_connection_that_has_nothing_to_do_leaves_the_queue_to_others() {
         assert!(Instant::now() < deadline, "it keeps the queue");
     };
     drop(driver);
-    // Others' requests and its own: everybody is served, whoever drives.
+    // Other threads' requests and its own: all are served, whichever thread drives.
     let blocking = shadowbell_block::Blocking::new(disk.clone());
     for round in 0..200u8 {
         assert_eq!(client.run(command::WRITE, 0, 1024, 512, &[round; 512]).error, 0);
@@ -264,7 +264,7 @@ fn take(
     model: &BTreeMap<u64, u8>,
 ) {
     let reply = client.reply();
-    let (at, len, read) = under_way.remove(&reply.cookie).expect("a reply that nobody waits for");
+    let (at, len, read) = under_way.remove(&reply.cookie).expect("a reply to no request");
     assert_eq!(reply.error, 0);
     if read.is_some() {
         let expected: Vec<_> =
@@ -285,13 +285,13 @@ fn a_client_that_takes_no_answers_is_not_read_from() {
     let mut seen = 0;
     loop {
         std::thread::sleep(Duration::from_millis(200));
-        let now = rig.medium.seen().len();
+        let now = rig.backing.seen().len();
         if now == seen && now > 0 {
             break;
         }
         seen = now;
     }
-    let bytes: u64 = rig.medium.seen().iter().map(|seen| seen.len).sum();
+    let bytes: u64 = rig.backing.seen().iter().map(|seen| seen.len).sum();
     assert!(bytes <= 66 << 20, "{} MiB are held for one client", bytes >> 20);
     rig.goes_on();
     for _ in 0..REQUESTS {
@@ -304,7 +304,7 @@ fn a_client_that_takes_no_answers_is_not_read_from() {
 fn more_requests_than_places_wait_and_are_all_answered() {
     let rig = rig();
     let mut client = rig.client();
-    rig.medium.order(|orders| orders.hold = true);
+    rig.backing.order(|orders| orders.hold = true);
     // From another thread: the server does not read what it has no place for.
     let mut cookies: Vec<_> = (1..=1000).collect();
     let mut writer = client.socket.try_clone().unwrap();
@@ -316,8 +316,8 @@ fn more_requests_than_places_wait_and_are_all_answered() {
             writer.write_all(&[1; 512]).unwrap();
         }
     });
-    rig.medium.expect(100);
-    rig.medium.order(|orders| orders.hold = false);
+    rig.backing.expect(100);
+    rig.backing.order(|orders| orders.hold = false);
     let mut answered: Vec<_> = cookies
         .iter()
         .map(|_| {
@@ -335,7 +335,8 @@ fn more_requests_than_places_wait_and_are_all_answered() {
 
 #[test]
 fn an_export_that_takes_no_writes_says_so() {
-    let options = shadowbell_block::BlockOptions { read_only: true, ..Default::default() };
+    let mut options = shadowbell_block::BlockOptions::default();
+    options.read_only = true;
     let rig = Rig::new(4096, &options);
     let mut client = rig.client();
     assert_ne!(client.flags & transmission::READ_ONLY, 0);
@@ -353,10 +354,10 @@ fn a_disk_that_fails_is_an_error_to_the_client_and_no_end() {
     let rig = rig();
     let mut client = rig.client();
     for (failure, error) in [(DiskError::Io(5), EIO), (DiskError::NoSpace, ENOSPC)] {
-        rig.medium.order(|orders| orders.fail = Some(failure));
+        rig.backing.order(|orders| orders.fail = Some(failure));
         assert_eq!(client.run(command::WRITE, 0, 0, 512, &[1; 512]).error, error);
         assert_eq!(client.run(command::WRITE, 0, 1, 100_000, &[1; 100_000]).error, error);
-        rig.medium.order(|orders| orders.fail = None);
+        rig.backing.order(|orders| orders.fail = None);
         assert_eq!(client.run(command::WRITE, 0, 1, 100_000, &[1; 100_000]).error, 0);
     }
     assert_eq!(rig.server.as_ref().unwrap().failures(), 4);
@@ -381,17 +382,17 @@ fn a_controller_that_goes_away_is_an_error_and_the_server_ends_all_the_same() {
 fn a_stop_finishes_what_was_asked_for() {
     let mut rig = rig();
     let mut client = rig.client();
-    rig.medium.order(|orders| orders.hold = true);
+    rig.backing.order(|orders| orders.hold = true);
     let cookies: Vec<_> =
         (0..10).map(|i| client.ask(command::WRITE, 0, i * 512, 512, &[7; 512])).collect();
-    rig.medium.expect(10);
+    rig.backing.expect(10);
     // A request of which only a part has come was not asked for.
     client.socket.write_all(&[0x25, 0x60, 0x95]).unwrap();
     let server = rig.server.take().unwrap();
     let stopping = std::thread::spawn(move || server.stop());
     std::thread::sleep(Duration::from_millis(50));
     assert!(!stopping.is_finished(), "it waits for the disk");
-    rig.medium.order(|orders| orders.hold = false);
+    rig.backing.order(|orders| orders.hold = false);
     for cookie in cookies {
         let reply = client.reply();
         assert_eq!((reply.cookie, reply.error), (cookie, 0));
@@ -399,7 +400,7 @@ fn a_stop_finishes_what_was_asked_for() {
     assert!(client.is_over());
     stopping.join().unwrap();
     let mut bytes = [0; 5120];
-    rig.medium.mem.bytes().read_into(0, &mut bytes).unwrap();
+    rig.backing.mem.bytes().read_into(0, &mut bytes).unwrap();
     assert_eq!(bytes, [7; 5120]);
 }
 
@@ -439,7 +440,8 @@ fn clients_that_leave_in_the_middle_leave_nothing_behind() {
 
 #[test]
 fn more_clients_than_there_may_be_are_sent_away() {
-    let options = Options { max_clients: 2, ..Options::default() };
+    let mut options = Options::default();
+    options.max_clients = 2;
     let rig = Rig::with(64, &shadowbell_block::BlockOptions::default(), &options);
     let clients = [rig.client(), rig.client()];
     let mut third = UnixStream::connect(rig.socket()).unwrap();
@@ -451,7 +453,7 @@ fn more_clients_than_there_may_be_are_sent_away() {
         if matches!(std::io::Read::read(&mut one, &mut [0; 10]), Ok(n) if n > 0) {
             break;
         }
-        assert!(Instant::now() < deadline, "nobody is let in any more");
+        assert!(Instant::now() < deadline, "no client is accepted any more");
         std::thread::sleep(Duration::from_millis(5));
     }
     rig.end();
@@ -531,9 +533,9 @@ fn refused(rig: &Rig, address: &Address) -> StartError {
 
 /// One of the controller's queue pairs is left for `start`.
 fn rig_with_a_queue_left() -> Rig {
-    let medium = TestDisk::new(64, 512);
+    let backing = TestDisk::new(64, 512);
     let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
-    let mut controller = attach(Arc::new(medium.clone()), &attached);
+    let mut controller = attach(Arc::new(backing.clone()), &attached);
     drop(controller.take_queue_pair());
     let disk = shadowbell_block::BlockDevice::open(
         &mut controller,
@@ -544,7 +546,7 @@ fn rig_with_a_queue_left() -> Rig {
     let directory = tempfile::tempdir().unwrap();
     let address = Address::Unix(directory.path().join("nbd"));
     let server = Server::start(disk, &address, &Options::default()).unwrap();
-    Rig { medium, controller: Some(controller), server: Some(server), directory }
+    Rig { backing, controller: Some(controller), server: Some(server), directory }
 }
 
 #[test]

@@ -36,7 +36,7 @@ const FLUSH: u64 = 1 << 9;
 const MQ: u64 = 1 << 12;
 
 pub(crate) struct Rig {
-    pub(crate) medium: TestDisk,
+    pub(crate) backing: TestDisk,
     controller: Option<Controller>,
     device: Option<VhostUserBlk>,
     directory: TempDir,
@@ -44,14 +44,15 @@ pub(crate) struct Rig {
 
 impl Rig {
     pub(crate) fn new(read_only: bool) -> Self {
-        let medium = TestDisk::new(16384, 512);
+        let backing = TestDisk::new(16384, 512);
         let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
-        let mut controller = attach(Arc::new(medium.clone()), &attached);
-        let options = BlockOptions { read_only, ..BlockOptions::default() };
+        let mut controller = attach(Arc::new(backing.clone()), &attached);
+        let mut options = BlockOptions::default();
+        options.read_only = read_only;
         let disk = BlockDevice::open(&mut controller, 1, &options).unwrap();
         let directory = tempfile::tempdir().unwrap();
         let device = VhostUserBlk::start(disk, &directory.path().join("vhost"), "a test").unwrap();
-        Self { medium, controller: Some(controller), device: Some(device), directory }
+        Self { backing, controller: Some(controller), device: Some(device), directory }
     }
 
     pub(crate) fn socket(&self) -> PathBuf {
@@ -127,13 +128,13 @@ impl Ring {
         self.kick.write(1).unwrap();
     }
 
-    /// Asks for the device's identifier again and again, more often than it is told, until somebody
-    /// has had enough.
+    /// Asks for the device's identifier again and again, more often than it is answered,
+    /// until `enough` is set.
     pub(crate) fn never_stop(&mut self, began: impl FnOnce(), enough: &AtomicBool) {
         let mut began = Some(began);
         let mut asked = 0;
         self.submit(0, GET_ID, 0, b"", 20);
-        // Many places for it, so that it takes longer to answer than to ask.
+        // Many descriptors for it, so that it takes longer to answer than to ask.
         for index in 2..500 {
             self.descriptor(index, self.data(0), 1, 1 | 2, index + 1);
         }
@@ -184,7 +185,7 @@ impl Ring {
     pub(crate) fn take(&mut self) -> (u16, u32, u8) {
         let deadline = Instant::now() + Duration::from_secs(20);
         loop {
-            // With EVENT_IDX: tell us of the very next one.
+            // With EVENT_IDX: a notification for the very next one.
             self.write(self.available() + 4 + u64::from(QUEUE) * 2, &self.taken.to_le_bytes());
             std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
             let index = u16::from_le_bytes(self.read(self.used() + 2));
@@ -197,7 +198,7 @@ impl Ring {
                 return (slot, len, self.read::<1>(self.status(slot))[0]);
             }
             while self.call.read().is_err() {
-                assert!(Instant::now() < deadline, "nobody calls");
+                assert!(Instant::now() < deadline, "no notification comes");
                 std::thread::sleep(Duration::from_micros(50));
             }
         }
@@ -334,7 +335,7 @@ fn a_guest_finds_its_disk_and_uses_it() {
         assert_eq!(&ring.bytes(0, 20), b"a test\0\0\0\0\0\0\0\0\0\0\0\0\0\0");
     }
     for op in [Op::Flush, Op::WriteZeroes { deallocate: true, fua: false }, Op::Discard] {
-        assert_eq!(rig.medium.seen().iter().filter(|seen| seen.op == op).count(), 2, "{op:?}");
+        assert_eq!(rig.backing.seen().iter().filter(|seen| seen.op == op).count(), 2, "{op:?}");
     }
     drop(guest);
     rig.end(0);
@@ -451,18 +452,18 @@ fn what_makes_no_sense_is_an_error_to_the_guest_and_no_more() {
 fn a_guest_that_does_not_flush_has_durable_writes() {
     let mut rig = Rig::new(false);
     drop(rig.device.take());
-    rig.medium.cache = true;
+    rig.backing.cache = true;
     let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
-    let mut controller = attach(Arc::new(rig.medium.clone()), &attached);
+    let mut controller = attach(Arc::new(rig.backing.clone()), &attached);
     let disk = BlockDevice::open(&mut controller, 1, &BlockOptions::default()).unwrap();
     assert!(disk.geometry().volatile_cache);
     rig.device = Some(VhostUserBlk::start(disk, &rig.socket(), "cached").unwrap());
     for (without, fua) in [(0, false), (FLUSH, true)] {
-        rig.medium.order(|orders| orders.seen.clear());
+        rig.backing.order(|orders| orders.seen.clear());
         let mut guest = Guest::connect(&rig, 1, without);
         assert_eq!(guest.rings[0].run(WRITE, 3, &[5; 512], 0), 0);
         assert_eq!(guest.rings[0].run(WRITE_ZEROES, 0, &segment(8, 2, 0), 0), 0);
-        let ops: Vec<_> = rig.medium.seen().iter().map(|seen| seen.op).collect();
+        let ops: Vec<_> = rig.backing.seen().iter().map(|seen| seen.op).collect();
         assert_eq!(ops, [Op::Write { fua }, Op::WriteZeroes { deallocate: false, fua }]);
     }
     rig.end(0);
@@ -479,9 +480,9 @@ fn a_disk_that_takes_no_writes_or_fails() {
     rig.end(0);
     let rig = Rig::new(false);
     let mut guest = Guest::connect(&rig, 1, 0);
-    rig.medium.order(|orders| orders.fail = Some(DiskError::Io(5)));
+    rig.backing.order(|orders| orders.fail = Some(DiskError::Io(5)));
     assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 1);
-    rig.medium.order(|orders| orders.fail = None);
+    rig.backing.order(|orders| orders.fail = None);
     assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
     drop(guest);
     rig.end(1);
@@ -491,15 +492,15 @@ fn a_disk_that_takes_no_writes_or_fails() {
 fn a_queue_is_stopped_when_what_it_took_is_answered() {
     let rig = Rig::new(false);
     let mut guest = Guest::connect(&rig, 1, 0);
-    rig.medium.order(|orders| orders.hold = true);
+    rig.backing.order(|orders| orders.hold = true);
     for slot in 0..8 {
         guest.rings[0].submit(slot, WRITE, slot.into(), &[7; 512], 0);
     }
-    rig.medium.expect(8);
-    let medium = rig.medium.clone();
+    rig.backing.expect(8);
+    let backing = rig.backing.clone();
     let release = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(50));
-        medium.order(|orders| orders.hold = false);
+        backing.order(|orders| orders.hold = false);
     });
     assert_eq!(guest.frontend.get_vring_base(0).unwrap(), 8);
     let index = u16::from_le_bytes(guest.rings[0].read(guest.rings[0].used() + 2));
@@ -520,7 +521,7 @@ fn the_next_frontend_comes_after_the_last_and_a_stop_ends_one() {
             guest.rings[0].submit(0, WRITE, 9, &[round; 512], 0);
         }
     }
-    // Whoever does not speak the protocol.
+    // A client that does not speak the protocol.
     use std::io::Write;
     let mut other = std::os::unix::net::UnixStream::connect(rig.socket()).unwrap();
     let _ = other.write_all(&[0xff; 100]);

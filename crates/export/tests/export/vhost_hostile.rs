@@ -32,7 +32,7 @@ fn soon<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static
     is_done.recv_timeout(Duration::from_secs(20)).unwrap_or_else(|_| panic!("stalled: {what}"))
 }
 
-/// The same within a scope; whether it did.
+/// Whether `work`, on a thread of `scope`, returns soon.
 fn soon_in<'scope>(
     scope: &'scope std::thread::Scope<'scope, '_>,
     what: &str,
@@ -50,7 +50,7 @@ fn soon_in<'scope>(
     outcome.is_ok()
 }
 
-/// The disk still serves whoever comes next, and can be stopped.
+/// The disk still serves the next frontend, and can be stopped.
 fn assert_served(rig: Rig) {
     soon("the next frontend", move || {
         let mut guest = Guest::connect(&rig, 2, 0);
@@ -66,8 +66,8 @@ fn assert_served(rig: Rig) {
 /// A message of the protocol with descriptors.
 fn send(socket: &UnixStream, request: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) {
     let mut bytes = Vec::new();
-    for word in [request, 1, payload.len() as u32] {
-        bytes.extend(word.to_ne_bytes());
+    for field in [request, 1, payload.len() as u32] {
+        bytes.extend(field.to_ne_bytes());
     }
     bytes.extend(payload);
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(32))];
@@ -81,8 +81,8 @@ fn table(len: u64) -> Vec<u8> {
     let mut payload = 1u32.to_ne_bytes().to_vec();
     payload.extend(0u32.to_ne_bytes());
     // Guest's address, length, frontend's address, offset in the file.
-    for word in [0, len, 0x1000_0000, 0] {
-        payload.extend(word.to_ne_bytes());
+    for field in [0, len, 0x1000_0000, 0] {
+        payload.extend(field.to_ne_bytes());
     }
     payload
 }
@@ -112,7 +112,8 @@ fn a_file_of_the_frontends_own_file_system_stalls_nobody() {
         send(&socket, request, &payload, &[file.as_fd()]);
         assert_sent_away(socket);
     }
-    // Where it is to be ignored, in the middle of a message, and without waiting for what comes of it.
+    // Where it is to be ignored, in the middle of a message, and without waiting for what comes of
+    // it.
     let socket = connect();
     send(&socket, REM_MEM_REG, &table(0x10000)[8..], &[file.as_fd()]);
     drop(socket);
@@ -142,16 +143,16 @@ fn memory_that_is_taken_away_costs_a_frontend_its_connection() {
         assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
         if left == 1 << 20 {
             // The request is there; what it reads into is not. Nothing is asked of the ring here.
-            rig.medium.order(|orders| orders.hold = true);
+            rig.backing.order(|orders| orders.hold = true);
             guest.rings[0].submit(1, READ, 0, b"", 512);
-            rig.medium.expect(2);
+            rig.backing.expect(2);
         }
         ftruncate(&file, left).unwrap();
-        rig.medium.order(|orders| orders.hold = false);
+        rig.backing.order(|orders| orders.hold = false);
         if left != 1 << 20 {
             guest.rings[0].kick.write(1).unwrap();
         }
-        rig.medium.order(|orders| orders.seen.clear());
+        rig.backing.order(|orders| orders.seen.clear());
         let frontend = guest.frontend.clone();
         soon("a frontend without memory", move || {
             while frontend.get_features().is_ok() {
@@ -174,10 +175,10 @@ fn huge_pages_that_are_not_there_cost_a_frontend_its_connection() {
     let socket = UnixStream::connect(rig.socket()).unwrap();
     let payload = table(1 << 40);
     send(&socket, SET_MEM_TABLE, &payload, &[file.as_fd()]);
-    // Its first queue's rings are in there: they are looked at when it is told where they are.
+    // Its first queue's rings are in there: they are looked at when it learns where they are.
     let mut rings = vec![0; 8];
-    for word in [0x1000_0000u64, 0x1000_3000, 0x1000_2000, 0] {
-        rings.extend(word.to_ne_bytes());
+    for address in [0x1000_0000u64, 0x1000_3000, 0x1000_2000, 0] {
+        rings.extend(address.to_ne_bytes());
     }
     const SET_VRING_ADDR: u32 = 9;
     send_plain(&socket, SET_VRING_ADDR, &rings);
@@ -195,7 +196,7 @@ fn send_plain(socket: &UnixStream, request: u32, payload: &[u8]) {
 #[test]
 fn an_eventfd_that_is_full_or_empty_stalls_nobody() {
     let rig = Rig::new(false);
-    // Told of each answer, and not only of those that it asks for.
+    // Notified of each answer, and not only of those that it asks for.
     let mut guest = Guest::connect(&rig, 1, EVENT_IDX);
     assert_eq!(guest.rings[0].run(WRITE, 0, &[1; 512], 0), 0);
     for event in [&guest.rings[0].call, &guest.rings[0].kick] {
@@ -205,7 +206,7 @@ fn an_eventfd_that_is_full_or_empty_stalls_nobody() {
     for slot in 0..8 {
         guest.rings[0].submit(slot, READ, 0, b"", 512);
     }
-    rig.medium.expect(9);
+    rig.backing.expect(9);
     drop(guest);
     assert_served(rig);
 }
@@ -230,7 +231,7 @@ fn a_queue_that_promises_more_than_it_has_keeps_no_thread_busy() {
     assert_served(rig);
 }
 
-/// The memory is shared with whoever it came from, whether its frontend is there or not.
+/// The memory is shared with its owner, whether its frontend is there or not.
 #[test]
 fn a_guest_that_never_stops_keeps_nobody_out() {
     let rig = Rig::new(false);

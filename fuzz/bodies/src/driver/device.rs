@@ -1,13 +1,14 @@
-//! A controller that works as it should until its script says otherwise. It works on the thread that
-//! rings a doorbell.
+//! A controller that works as it should until its script says otherwise. It works on the thread
+//! that rings a doorbell.
 
 use ::shadowbell_driver::{Transport, TransportError};
+use parking_lot::{Mutex, MutexGuard};
 use shadowbell_memory::{DmaSpace, EventFd, Mapping, Segments, SharedBytes, View};
 use shadowbell_spec::identify::{IdentifyController, IdentifyNamespace, cns};
 use shadowbell_spec::regs::{self, Aqa, Cap, Cc, Csts};
 use shadowbell_spec::{Cqe, Sqe, Status, dbbuf};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use zerocopy::{FromZeros, IntoBytes};
 
 pub(super) const BLOCKS: u64 = 1 << 16;
@@ -102,7 +103,7 @@ impl Device {
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 
@@ -267,7 +268,7 @@ impl State {
         }
     }
 
-    /// An asynchronous event, if somebody asked for one.
+    /// An asynchronous event, if a request for one is outstanding.
     pub(super) fn event(&mut self) {
         if let Some(cid) = self.requests.pop_front() {
             let dw0 = self.script.u64() as u32;

@@ -4,8 +4,8 @@ mod ends;
 
 use super::data::SLOT_PAGES;
 use crate::command::{BASE, PAGE};
-use crate::medium::{Medium, contents};
 use crate::source::Source;
+use crate::test_disk::{TestDisk, contents};
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
 use shadowbell_memory::{EventFd, Mapping, SharedBytes};
@@ -106,7 +106,7 @@ struct Cq {
 pub(super) struct Host {
     controller: Controller,
     turns: Turns,
-    pub(super) medium: Medium,
+    pub(super) test_disk: TestDisk,
     memory: SharedBytes,
     /// What the memory is known to hold.
     image: Vec<u8>,
@@ -127,8 +127,8 @@ impl Host {
     pub(super) fn new(source: &mut Source<'_>) -> Self {
         let polling = source.of(&[Polling::Never, Polling::Always, Polling::default()]);
         let (pool, turns) = Pool::driven(polling).expect("a worker");
-        let medium = Medium::default();
-        let disk = Arc::new(medium.clone());
+        let test_disk = TestDisk::default();
+        let disk = Arc::new(test_disk.clone());
         let namespaces = vec![NamespaceConfig { disk, uuid: uuid_from("queues") }];
         let config =
             Config { namespaces, io_queues: 3, max_queue_entries: 64, ..Config::default() };
@@ -137,7 +137,7 @@ impl Host {
         let host = Self {
             controller,
             turns,
-            medium,
+            test_disk,
             memory,
             image: vec![0; BYTES],
             sqs: BTreeMap::new(),
@@ -331,13 +331,13 @@ impl Host {
         // The admin queue last: when a queue's deletion completes, nothing comes of it any more.
         qids.into_iter().rev().for_each(|qid| self.look_at_completions(qid));
         let outstanding = self.sqs.values().map(|sq| sq.commands.len()).sum::<usize>();
-        let state = self.medium.state();
+        let state = self.test_disk.state();
         self.trouble &= outstanding > 0 || !state.fail.is_empty();
     }
 
     /// What the disk was given has to be what some command was to give it.
     fn look_at_writes(&mut self) {
-        let written = std::mem::take(&mut self.medium.state().written);
+        let written = std::mem::take(&mut self.test_disk.state().written);
         for (at, bytes) in written {
             let commands = self.sqs.values_mut().flat_map(|sq| sq.commands.values_mut());
             let is_part = |offset: u64, data: &[u8]| {
@@ -453,7 +453,7 @@ impl Host {
                 return;
             }
             // The deletion of a queue waits for the disk.
-            self.medium.state().end_all();
+            self.test_disk.state().end_all();
         }
         panic!("an admin command does not end");
     }

@@ -7,6 +7,9 @@ use shadowbell_vfio_user::wire::{self, Header, command as verb};
 use std::os::fd::OwnedFd;
 use zerocopy::IntoBytes;
 
+/// The most descriptors that are sent with one message.
+pub(super) const MOST_FDS: usize = 70;
+
 pub(super) fn message(command: u16, id: u16, payload: &[&[u8]]) -> Vec<u8> {
     message_with(command, id, 0, payload)
 }
@@ -171,7 +174,7 @@ fn value(source: &mut Source<'_>, len: usize) -> Vec<u8> {
 fn descriptors(source: &mut Source<'_>, file: &OwnedFd, wanted: usize) -> (Vec<OwnedFd>, bool) {
     let count = match (source.below(8), wanted) {
         (0, _) => 0,
-        (1, _) => source.below(super::MOST_FDS),
+        (1, _) => source.below(MOST_FDS),
         (_, 0) => 1,
         _ => 1 + source.below(5),
     };

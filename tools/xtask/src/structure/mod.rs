@@ -13,10 +13,10 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 
-use crate::workspace::{cargo, root};
 use cycles::Arrows;
 use modules::Tree;
 use packages::{Package, misplaced, packages};
+use shadowbell_bench::workspace::{cargo, root};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:

@@ -98,7 +98,9 @@ pub(super) fn misplaced(package: &Package) -> Vec<String> {
         return Vec::new();
     }
     let Some(own) = layer(&package.directory) else {
-        return vec![format!("{name} is in no layer: add it to LAYERS in xtask/src/structure")];
+        return vec![format!(
+            "{name} is in no layer: add it to LAYERS in tools/xtask/src/structure/packages.rs"
+        )];
     };
     package
         .builds_on
@@ -141,7 +143,7 @@ mod tests {
                 "crates/spec builds on guest, which is not below it: turn the dependency around",
             ]
         );
-        assert!(misplaced(&package("xtask", &["guest", "crates/shadowbell"])).is_empty());
+        assert!(misplaced(&package("tools/xtask", &["guest", "crates/shadowbell"])).is_empty());
     }
 
     #[test]

@@ -269,7 +269,7 @@ fn a_crate_that_builds_on_a_higher_one_is_found_in_what_cargo_says() {
         let manifest = format!("[package]\nname = \"{name}\"\nedition = \"2024\"\n{rest}");
         fs::write(package.join("Cargo.toml"), manifest).unwrap();
     }
-    let metadata = crate::workspace::cargo()
+    let metadata = shadowbell_bench::workspace::cargo()
         .current_dir(root)
         .args(["metadata", "--no-deps", "--offline", "--format-version", "1"])
         .output()

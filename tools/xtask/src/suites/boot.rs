@@ -1,33 +1,34 @@
-//! OVMF finds a kernel on our disk and starts it.
+//! OVMF finds a kernel on the disk under test and starts it.
 
 use anyhow::{Result, bail};
 use shadowbell_guest::{Firmware, Kernel, RunDir, esp};
 
-use super::{Lab, MINIMAL, MINUTE, dmesg, finish, names};
+use super::dmesg;
+use super::setup::{MINIMAL, MINUTE, Setup, finish, names};
 use crate::report::Report;
 
 const SIZE: u64 = 256 << 20;
 
-pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
+pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     let image = run.file("boot.img");
     // Only a kernel that came from this image has this word: QEMU is given none.
     let word = format!("shadowbell.boot={}", std::process::id());
     report.check("a disk with a kernel on an EFI system partition", |_| {
-        let initramfs = std::fs::read(lab.roots.directory().join(MINIMAL))?;
-        esp::build(&lab.roots, run, "boot.img", SIZE, kernel, &word, &initramfs)
+        let initramfs = std::fs::read(setup.roots.directory().join(MINIMAL))?;
+        esp::build(&setup.roots, run, "boot.img", SIZE, kernel, &word, &initramfs)
     });
-    let disk = lab.disk(run, &image)?;
+    let disk = setup.disk(run, &image)?;
     let devices = vec![disk.device.clone()];
     let mut guest = report
         .check("OVMF starts it, and the kernel reaches its first process", |_| {
-            lab.boot(run, kernel, devices, |config| config.firmware = Firmware::Uefi)
+            setup.boot(run, kernel, devices, |config| config.firmware = Firmware::Uefi)
         })
         .ok_or_else(|| anyhow::anyhow!("there is no guest to go on with"))?;
     report.check("it is the kernel from the disk", |_| {
         let line = guest.sh("cat /proc/cmdline; ls -d /sys/firmware/efi; uname -r", MINUTE)?;
-        let release = lab.roots.release(kernel)?;
+        let release = setup.roots.release(kernel)?;
         if !line.contains(&word) || line.lines().last().map(str::trim) != Some(&release) {
-            bail!("not ours, which is {release}: {line}");
+            bail!("another kernel than {release}: {line}");
         }
         Ok(())
     });

@@ -3,21 +3,21 @@
 use anyhow::{Result, bail};
 use shadowbell_guest::{Guest, config};
 
-/// The lines about NVMe, or about the controllers' PCI functions, at the level of a warning or worse.
-/// The log has numeric levels in front, as `dmesg -r` prints them.
+/// The lines about NVMe, or about the controllers' PCI functions, at the level of a warning or
+/// worse. The log has numeric levels in front, as `dmesg -r` prints them.
 fn complaints(log: &str, addresses: &[String]) -> Vec<String> {
     log.lines()
         .filter(|line| {
-            let ours = line.to_lowercase().contains("nvme")
+            let about_nvme = line.to_lowercase().contains("nvme")
                 || addresses.iter().any(|address| line.contains(address.as_str()));
-            level(line) <= 4 && ours
+            level(line) <= 4 && about_nvme
         })
         .map(str::to_owned)
         .collect()
 }
 
 /// A line's level: 4 is a warning, less is worse.
-pub(super) fn level(line: &str) -> u32 {
+pub(crate) fn level(line: &str) -> u32 {
     // The number in front is facility * 8 + level.
     line.strip_prefix('<')
         .and_then(|rest| rest.split_once('>'))
@@ -26,7 +26,7 @@ pub(super) fn level(line: &str) -> u32 {
 }
 
 /// An error with the kernel's complaints, if it has any about the first `devices` controllers.
-pub(super) fn clean(guest: &mut Guest, devices: usize) -> Result<()> {
+pub(crate) fn clean(guest: &mut Guest, devices: usize) -> Result<()> {
     let addresses: Vec<_> = (0..devices).map(config::pci_address).collect();
     let found = complaints(&guest.dmesg()?, &addresses);
     if !found.is_empty() {

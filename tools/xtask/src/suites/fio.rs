@@ -8,26 +8,29 @@ use shadowbell_guest::Guest;
 
 /// What fio measured on reads.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Measured {
+pub(crate) struct Measured {
     /// I/Os a second.
-    pub(super) iops: f64,
+    pub(crate) iops: f64,
     /// Bytes a second.
-    pub(super) bandwidth: f64,
+    pub(crate) bandwidth: f64,
     /// All I/Os of the run: each is one command at a block size that one command carries.
-    pub(super) total: u64,
+    pub(crate) total: u64,
     /// Completion latency in nanoseconds: mean, median, 99th and 99.9th percentile.
-    pub(super) latency: [f64; 4],
+    pub(crate) latency: [f64; 4],
 }
 
-/// Random reads of 4 KiB for that long, one job.
-pub(super) fn random_reads(
+/// Bytes of each read of [`random_reads`].
+pub(crate) const BLOCK: u32 = 4096;
+
+/// Random reads of [`BLOCK`] bytes for that long, one job.
+pub(crate) fn random_reads(
     guest: &mut Guest,
     disk: &str,
     depth: u32,
     time: Duration,
 ) -> Result<Measured> {
     let command = format!(
-        "fio --name=s3 --filename=/dev/{disk} --rw=randread --bs=4k --iodepth={depth} --numjobs=1 \
+        "fio --name=s3 --filename=/dev/{disk} --rw=randread --bs={BLOCK} --iodepth={depth} --numjobs=1 \
          --direct=1 --ioengine=libaio --norandommap --randrepeat=0 --time_based \
          --runtime={}ms --output-format=json",
         time.as_millis()
@@ -36,9 +39,9 @@ pub(super) fn random_reads(
     parse(&text).with_context(|| format!("fio's output: {text:.400}"))
 }
 
-/// Reads as these words of fio's say, which name jobs at their end, for about that long; several jobs
-/// count as one.
-pub(super) fn run(guest: &mut Guest, rw: &str, words: &str, time: Duration) -> Result<Measured> {
+/// Reads as these words of fio's say, which name jobs at their end, for about that long; several
+/// jobs count as one.
+pub(crate) fn run(guest: &mut Guest, rw: &str, words: &str, time: Duration) -> Result<Measured> {
     let command = format!("fio --rw={rw} --thread --group_reporting --output-format=json {words}");
     let text = guest.sh(&command, time + Duration::from_secs(120))?;
     parse(&text).with_context(|| format!("fio's output: {text:.400}"))

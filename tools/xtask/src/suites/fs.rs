@@ -5,7 +5,8 @@ use std::time::Duration;
 use anyhow::{Result, bail, ensure};
 use shadowbell_guest::{Kernel, RunDir, Small};
 
-use super::{Lab, MINUTE, Subject, dmesg, finish, names};
+use super::dmesg;
+use super::setup::{ControllerKind, MINUTE, Setup, finish, names};
 use crate::report::Report;
 
 const SIZE: u64 = 1 << 30;
@@ -13,10 +14,10 @@ const SIZE: u64 = 1 << 30;
 /// Every file with its checksum, in one order. The tree is the guest's own programs and libraries.
 const SUMS: &str = "find usr -xdev -type f | sort | xargs sha256sum";
 
-pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
+pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     let image = run.image("disk.img", SIZE)?;
-    let mut disk = lab.disk(run, &image)?;
-    let mut guest = lab.boot(run, kernel, vec![disk.device.clone()], |_| {})?;
+    let mut disk = setup.disk(run, &image)?;
+    let mut guest = setup.boot(run, kernel, vec![disk.device.clone()], |_| {})?;
     let (_, dev) = names(&mut guest, 0)?;
     let long = Duration::from_secs(180);
 
@@ -87,23 +88,23 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
     report.check("the kernel has nothing to complain of", |_| dmesg::clean(&mut guest, 1));
     report.check("the server lives", |_| disk.check());
     finish(report, guest, disk);
-    if lab.subject == Subject::Shadowbell {
-        report.check("a full disk under the image: the guest is told, and goes on", |_| {
-            full_disk(lab, kernel, run)
+    if setup.controller == ControllerKind::Shadowbell {
+        report.check("a full disk under the image: the guest sees the error, and goes on", |_| {
+            full_disk(setup, kernel, run)
         });
     }
     Ok(())
 }
 
-/// An image of 256 MiB where there is room for 48: the guest's writes end in "no space left", what is
-/// written can be read, and once something is discarded writes work again.
-fn full_disk(lab: &Lab, kernel: Kernel, run: &RunDir) -> Result<()> {
+/// An image of 256 MiB where there is room for 48: the guest's writes end in "no space left", what
+/// is written can be read, and once something is discarded writes work again.
+fn full_disk(setup: &Setup, kernel: Kernel, run: &RunDir) -> Result<()> {
     let directory = run.file("small");
     std::fs::create_dir(&directory)?;
     let small = Small { directory: &directory, room: 48 << 20, image: 256 << 20 };
     let disks = [directory.join("disk.img").display().to_string()];
-    let mut disk = lab.serve(run, "small", &disks, &[], Some(small))?;
-    let mut guest = lab.boot(run, kernel, vec![disk.device.clone()], |_| {})?;
+    let mut disk = setup.serve(run, "small", &disks, &[], Some(small))?;
+    let mut guest = setup.boot(run, kernel, vec![disk.device.clone()], |_| {})?;
     let (_, dev) = names(&mut guest, 0)?;
     guest.sh("yes shadowbell | head -c 1048576 >/tmp/data", MINUTE)?;
     let fill = |mib: u32| {
@@ -116,7 +117,7 @@ fn full_disk(lab: &Lab, kernel: Kernel, run: &RunDir) -> Result<()> {
     };
     let output = guest.run(&fill(256), MINUTE)?;
     let said_so = output.text.contains("No space left on device");
-    ensure!(output.code == 1 && said_so, "the guest was told: {}", output.text);
+    ensure!(output.code == 1 && said_so, "the guest saw: {}", output.text);
     disk.check()?;
     let reads = format!("dd if=/dev/{dev} of=/tmp/back bs=1M count=1 iflag=direct");
     guest.sh(&format!("{reads} && cmp /tmp/data /tmp/back"), MINUTE)?;

@@ -18,8 +18,9 @@ struct Used {
     switches: u64,
 }
 
-/// The name of the threads that the kernel makes for io_uring. Each looks every five seconds whether
-/// it is still needed, and nobody can tell it not to: one such look is no work of the process.
+/// The name of the threads that the kernel makes for io_uring. Each looks every five seconds
+/// whether it is still needed, and nobody can tell it not to: one such look is no work of the
+/// process.
 const KERNELS_OWN: &str = "iou-wrk-";
 
 /// What was under way a moment ago comes to its end first: a thread that the kernel keeps for
@@ -27,7 +28,7 @@ const KERNELS_OWN: &str = "iou-wrk-";
 const SETTLE: Duration = Duration::from_secs(7);
 
 /// An error unless the process goes three seconds without using any time, once it has settled.
-pub(super) fn check(process: u32) -> Result<()> {
+pub(crate) fn check(process: u32) -> Result<()> {
     sleep(SETTLE);
     idle_now(process)
 }
@@ -71,9 +72,9 @@ fn used(tasks: &Path) -> Result<BTreeMap<OsString, Used>> {
         .collect()
 }
 
-/// utime and stime of `/proc/PID/stat`: the fields 14 and 15, counted after the name, which may hold
-/// anything and ends with the last parenthesis.
-pub(super) fn ticks(stat: &str) -> Option<u64> {
+/// utime and stime of `/proc/PID/stat`: the fields 14 and 15, counted after the name, which may
+/// hold anything and ends with the last parenthesis.
+pub(crate) fn ticks(stat: &str) -> Option<u64> {
     let (_, fields) = stat.rsplit_once(") ")?;
     let mut fields = fields.split(' ').skip(11);
     Some(fields.next()?.parse::<u64>().ok()? + fields.next()?.parse::<u64>().ok()?)

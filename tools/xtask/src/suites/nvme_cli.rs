@@ -4,15 +4,15 @@ use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use shadowbell_guest::Guest;
 
-use super::MINUTE;
+use super::setup::MINUTE;
 
 /// Runs `nvme ARGUMENTS` and takes what it prints.
-pub(super) fn nvme(guest: &mut Guest, arguments: &str) -> Result<String> {
+pub(crate) fn nvme(guest: &mut Guest, arguments: &str) -> Result<String> {
     guest.sh(&format!("nvme {arguments}"), MINUTE)
 }
 
 /// Runs `nvme ARGUMENTS -o json`.
-pub(super) fn json(guest: &mut Guest, arguments: &str) -> Result<Value> {
+pub(crate) fn json(guest: &mut Guest, arguments: &str) -> Result<Value> {
     let text = nvme(guest, &format!("{arguments} -o json"))?;
     let start = text.find(['{', '[']).with_context(|| format!("no JSON: {text}"))?;
     serde_json::from_str(text.get(start..).unwrap_or_default())
@@ -20,12 +20,12 @@ pub(super) fn json(guest: &mut Guest, arguments: &str) -> Result<Value> {
 }
 
 /// A number of an answer.
-pub(super) fn number(json: &Value, name: &str) -> Result<u64> {
+pub(crate) fn number(json: &Value, name: &str) -> Result<u64> {
     json.get(name).and_then(Value::as_u64).with_context(|| format!("no {name}"))
 }
 
 /// A text of an answer, without the blanks that NVMe pads with; it must hold something.
-pub(super) fn text(json: &Value, name: &str) -> Result<String> {
+pub(crate) fn text(json: &Value, name: &str) -> Result<String> {
     let text = json.get(name).and_then(Value::as_str).unwrap_or_default().trim();
     if text.is_empty() {
         bail!("{name} is empty");
@@ -33,9 +33,9 @@ pub(super) fn text(json: &Value, name: &str) -> Result<String> {
     Ok(text.to_owned())
 }
 
-/// A command that the controller must refuse, with one of these statuses (status code type and status
-/// code, without the bits that say more about them).
-pub(super) fn refused(guest: &mut Guest, arguments: &str, statuses: &[u16]) -> Result<()> {
+/// A command that the controller must refuse, with one of these statuses (status code type and
+/// status code, without the bits that say more about them).
+pub(crate) fn refused(guest: &mut Guest, arguments: &str, statuses: &[u16]) -> Result<()> {
     let output = guest.run(&format!("nvme {arguments}"), MINUTE)?;
     if output.code == 0 {
         bail!("nvme {arguments} was carried out: {}", output.text);

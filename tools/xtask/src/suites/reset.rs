@@ -7,8 +7,9 @@ use anyhow::{Result, bail};
 use serde_json::json;
 use shadowbell_guest::{Guest, Kernel, RunDir, config};
 
+use super::dmesg;
+use super::setup::{MINUTE, Setup, finish, names};
 use super::writer::{SLOTS, Writer, patrol};
-use super::{Lab, MINUTE, dmesg, finish, names};
 use crate::report::Report;
 
 const SIZE: u64 = 256 << 20;
@@ -34,11 +35,11 @@ fn stop_reads(guest: &mut Guest) -> Result<()> {
     guest.sh(stop, MINUTE).map(drop)
 }
 
-pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
+pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     let image = run.image("disk.img", SIZE)?;
-    let mut disk = lab.disk(run, &image)?;
+    let mut disk = setup.disk(run, &image)?;
     let mut writer = Writer::new(run, &image);
-    let mut guest = lab.boot(run, kernel, vec![disk.device.clone()], |_| {})?;
+    let mut guest = setup.boot(run, kernel, vec![disk.device.clone()], |_| {})?;
     let (controller, mut dev) = names(&mut guest, 0)?;
     let address = config::pci_address(0);
 
@@ -104,22 +105,22 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
             writer.start(&mut guest, &dev, 60)?;
             guest.kill();
             disk.check()?;
-            let mut guest = lab.boot(run, kernel, vec![disk.device.clone()], |_| {})?;
+            let mut guest = setup.boot(run, kernel, vec![disk.device.clone()], |_| {})?;
             dev = names(&mut guest, 0)?.1;
             Ok(guest)
         })
         .ok_or_else(|| anyhow::anyhow!("there is no guest to go on with"))?;
     report.check("nothing that was acknowledged is lost", |_| writer.verify());
     report.check("the new guest reads what the image holds", |_| {
-        let theirs = guest.sh(
+        let in_guest = guest.sh(
             &format!("dd if=/dev/{dev} bs=4k count={SLOTS} iflag=direct 2>/dev/null | md5sum"),
             MINUTE,
         )?;
-        let ours = std::process::Command::new("sh")
+        let in_image = std::process::Command::new("sh")
             .args(["-c", &format!("head -c {} \"$1\" | md5sum", SLOTS * 4096), "sh"])
             .arg(&image)
             .output()?;
-        if theirs.trim() != String::from_utf8_lossy(&ours.stdout).trim() {
+        if in_guest.trim() != String::from_utf8_lossy(&in_image.stdout).trim() {
             bail!("the guest reads something else");
         }
         Ok(())

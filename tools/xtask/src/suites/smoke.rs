@@ -4,19 +4,20 @@ use anyhow::{Context, Result, bail, ensure};
 use shadowbell_guest::{Firmware, Guest, Kernel, RunDir};
 
 use super::nvme_cli::{json, number, nvme, refused, text};
-use super::{Lab, MINUTE, Subject, dmesg, finish, idle, names};
+use super::setup::{ControllerKind, MINUTE, Setup, finish, names};
+use super::{dmesg, idle};
 use crate::report::Report;
 
 const SIZE: u64 = 1 << 30;
 const CPUS: u32 = 2;
 
-pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
+pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     let image = run.image("disk.img", SIZE)?;
-    let mut disk = lab.disk(run, &image)?;
+    let mut disk = setup.disk(run, &image)?;
     let mut guest =
-        lab.boot(run, kernel, vec![disk.device.clone()], |config| config.cpus = CPUS)?;
+        setup.boot(run, kernel, vec![disk.device.clone()], |config| config.cpus = CPUS)?;
     let (ctrl, dev) = names(&mut guest, 0)?;
-    let ours = lab.subject == Subject::Shadowbell;
+    let shadowbell = setup.controller == ControllerKind::Shadowbell;
 
     report.check("attaching leaves no complaint in the kernel's log", |_| {
         dmesg::clean(&mut guest, 1)
@@ -26,10 +27,10 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
         ensure!(queues.trim() == (CPUS + 1).to_string(), "{queues} vectors for {CPUS} processors");
         Ok(())
     });
-    identify(report, &mut guest, &ctrl, &dev, ours);
-    logs(report, &mut guest, &ctrl, &dev, ours);
-    features(report, &mut guest, &ctrl, ours);
-    data_commands(report, &mut guest, &dev, ours);
+    identify(report, &mut guest, &ctrl, &dev, shadowbell);
+    logs(report, &mut guest, &ctrl, &dev, shadowbell);
+    features(report, &mut guest, &ctrl, shadowbell);
+    data_commands(report, &mut guest, &dev, shadowbell);
     refusals(report, &mut guest, &ctrl, &dev);
     if let Some(server) = &disk.server {
         report.check("an idle controller sleeps: no processor time, no context switch", |_| {
@@ -39,15 +40,15 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
     report.check("the kernel has nothing to complain of", |_| dmesg::clean(&mut guest, 1));
     report.check("the server lives", |_| disk.check());
     finish(report, guest, disk);
-    if ours {
-        report.check("a QEMU without shared memory is told which option is missing", |_| {
-            without_shared_memory(lab, kernel, run, &image)
+    if shadowbell {
+        report.check("a QEMU without shared memory gets the name of the missing option", |_| {
+            without_shared_memory(setup, kernel, run, &image)
         });
     }
     Ok(())
 }
 
-fn identify(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, ours: bool) {
+fn identify(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, shadowbell: bool) {
     report.check("nvme list", |_| {
         let list = json(guest, "list")?;
         let entry = list.pointer("/Devices/0").context("no devices")?;
@@ -69,7 +70,7 @@ fn identify(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, ours:
         ensure!(number(&id, "vwc")? & 1 == 1, "no volatile write cache, but an image has one");
         let doorbells = 1 << 8;
         ensure!(number(&id, "oacs")? & doorbells != 0, "no Doorbell Buffer Config");
-        if ours {
+        if shadowbell {
             ensure!(number(&id, "ver")? >= 0x2_0000, "older than NVMe 2.0");
             let mdts = number(&id, "mdts")?;
             ensure!(mdts == 0 || mdts >= 8, "less than 1 MiB in one command");
@@ -95,7 +96,7 @@ fn identify(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, ours:
         ensure!(list.pointer("/nsid_list/0/nsid") == Some(&1.into()), "{list}");
         let descriptors = json(guest, &format!("ns-descs /dev/{dev}"))?.to_string();
         ensure!(descriptors.contains("csi"), "no command set identifier: {descriptors}");
-        if ours {
+        if shadowbell {
             let unique = ["eui64", "nguid", "uuid"].iter().any(|name| descriptors.contains(name));
             ensure!(unique, "no unique identifier: {descriptors}");
         }
@@ -109,7 +110,7 @@ fn identify(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, ours:
     });
 }
 
-fn logs(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, ours: bool) {
+fn logs(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, shadowbell: bool) {
     report.check("nvme smart-log counts what is read and written", |_| {
         let before = json(guest, &format!("smart-log /dev/{ctrl}"))?;
         let mib = 64;
@@ -145,7 +146,7 @@ fn logs(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, ours: boo
         refused(guest, &format!("read /dev/{dev} -s 0x7fffffff -c 0 -z 512"), &[0x080])?;
         let after = newest(&log(guest)?).context("an empty log")?;
         // QEMU's controller keeps none.
-        if ours {
+        if shadowbell {
             let grown =
                 number(&after, "error_count")?.saturating_sub(number(&before, "error_count")?);
             ensure!(grown == 1, "error_count grew by {grown}");
@@ -167,14 +168,14 @@ fn logs(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str, ours: boo
             let writes = effects.get(entry).is_some_and(|e| e.get(1..2) == Some("3"));
             ensure!(supported || writes, "{what} is not listed: {:?}", effects.get(entry));
         }
-        if ours {
+        if shadowbell {
             nvme(guest, &format!("supported-log-pages /dev/{ctrl}"))?;
         }
         Ok(())
     });
 }
 
-fn features(report: &mut Report, guest: &mut Guest, ctrl: &str, ours: bool) {
+fn features(report: &mut Report, guest: &mut Guest, ctrl: &str, shadowbell: bool) {
     report.check("nvme get-feature of every mandatory feature, and more", |_| {
         for feature in [0x01, 0x02, 0x04, 0x06, 0x07, 0x08, 0x0b] {
             get_feature(guest, ctrl, feature)?;
@@ -192,7 +193,7 @@ fn features(report: &mut Report, guest: &mut Guest, ctrl: &str, ours: bool) {
     report.check("nvme set-feature takes effect, and can be taken back", |_| {
         let mut settings = vec![(0x06, 0), (0x04, 0x0160), (0x0b, 0x0100)];
         // QEMU's controller does not let Interrupt Coalescing be changed.
-        settings.extend(ours.then_some((0x08, 0x0203)));
+        settings.extend(shadowbell.then_some((0x08, 0x0203)));
         for (feature, value) in settings {
             let before = get_feature(guest, ctrl, feature)?;
             for value in [value, before] {
@@ -218,7 +219,7 @@ fn feature_value(text: &str) -> Option<u32> {
     u32::from_str_radix(digits.strip_prefix("0x").unwrap_or(digits), 16).ok()
 }
 
-fn data_commands(report: &mut Report, guest: &mut Guest, dev: &str, ours: bool) {
+fn data_commands(report: &mut Report, guest: &mut Guest, dev: &str, shadowbell: bool) {
     report.check(
         "write, read, compare, write-zeroes, verify, deallocate, flush by nvme-cli",
         |_| {
@@ -242,7 +243,7 @@ fn data_commands(report: &mut Report, guest: &mut Guest, dev: &str, ours: bool) 
     report.check("copy by nvme-cli: two ranges, in the other order", |_| {
         // QEMU's controller has the command, and namespaces that allow no block of it.
         let most = number(&json(guest, &format!("id-ns /dev/{dev}"))?, "mcl")?;
-        if !ours && most < 8 {
+        if !shadowbell && most < 8 {
             return Ok(String::new());
         }
         guest.sh(
@@ -263,8 +264,8 @@ fn data_commands(report: &mut Report, guest: &mut Guest, dev: &str, ours: bool) 
     });
 }
 
-/// Commands that must be refused, and how. Where the specification leaves a choice, or depends on what
-/// a controller supports, each right answer is listed.
+/// Commands that must be refused, and how. Where the specification leaves a choice, or depends on
+/// what a controller supports, each right answer is listed.
 fn refusals(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
     const INVALID_OPCODE: u16 = 0x001;
     const INVALID_FIELD: u16 = 0x002;
@@ -318,13 +319,13 @@ fn refusals(report: &mut Report, guest: &mut Guest, ctrl: &str, dev: &str) {
 
 /// Whatever becomes of that guest, the server says what to do and lives on.
 fn without_shared_memory(
-    lab: &Lab,
+    setup: &Setup,
     kernel: Kernel,
     run: &RunDir,
     image: &std::path::Path,
 ) -> Result<()> {
-    let mut disk = lab.disk(run, image)?;
-    let guest = lab.boot(run, kernel, vec![disk.device.clone()], |config| {
+    let mut disk = setup.disk(run, image)?;
+    let guest = setup.boot(run, kernel, vec![disk.device.clone()], |config| {
         config.share = false;
         // The kernel asks in vain, and need not wait a minute for each answer.
         config.firmware = Firmware::Direct { append: "nvme_core.admin_timeout=2".to_owned() };

@@ -1,39 +1,39 @@
-//! A guest whose programs drive devices themselves: Linux VFIO, and our program in it.
+//! A guest whose programs drive devices themselves: Linux VFIO, and the program under test in it.
 
 use anyhow::{Context, Result};
 use serde_json::Value;
 use shadowbell_guest::initramfs::{self, Extra};
 use shadowbell_guest::{Config, Device, Firmware, Guest, Kernel, Output, RunDir, tool};
 
-use super::{Lab, MINUTE};
+use super::setup::{MINUTE, Setup};
 
 /// The guest's archive, in the run's directory of files.
 const ARCHIVE: &str = "initramfs-vfio.cpio";
 /// VFIO, each module after those that it needs. Not every kernel has all of them.
-pub(super) const MODULES: &[&str] =
+pub(crate) const MODULES: &[&str] =
     &["irqbypass", "vfio", "vfio_virqfd", "vfio_iommu_type1", "vfio-pci-core", "vfio-pci"];
 /// The IOMMU on, but out of the way of the kernel's own drivers.
-pub(super) const IOMMU: &str = "intel_iommu=on iommu=pt";
+pub(crate) const IOMMU: &str = "intel_iommu=on iommu=pt";
 
 /// A guest with these modules, these programs beside the usual ones, and the program under test.
-pub(super) fn pack(
-    lab: &Lab,
+pub(crate) fn pack(
+    setup: &Setup,
     kernel: Kernel,
     run: &RunDir,
     more: &[&str],
     modules: &[&str],
 ) -> Result<()> {
-    let shadowbell = lab.shadowbell.as_deref().context("this needs the shadowbell program")?;
-    let tool = lab.directory().join(tool::NAME);
-    let modules = lab.roots.modules(kernel, modules);
+    let shadowbell = setup.shadowbell.as_deref().context("this needs the shadowbell program")?;
+    let tool = setup.directory().join(tool::NAME);
+    let modules = setup.roots.modules(kernel, modules);
     let extra = Extra { programs: &[&tool], linked: &[shadowbell], modules: &modules };
     let programs: Vec<_> = initramfs::FULL.iter().chain(more).copied().collect();
-    std::fs::write(run.file(ARCHIVE), initramfs::pack(&lab.roots, &programs, extra)?)
+    std::fs::write(run.file(ARCHIVE), initramfs::pack(&setup.roots, &programs, extra)?)
         .context("the initramfs")
 }
 
-pub(super) fn boot(
-    lab: &Lab,
+pub(crate) fn boot(
+    setup: &Setup,
     run: &RunDir,
     kernel: Kernel,
     devices: Vec<Device>,
@@ -43,12 +43,12 @@ pub(super) fn boot(
     config.iommu = true;
     config.firmware = Firmware::Direct { append: IOMMU.into() };
     adjust(&mut config);
-    Guest::boot(&lab.roots, run, &config, ARCHIVE)
+    Guest::boot(&setup.roots, run, &config, ARCHIVE)
 }
 
-/// Loads modules. VFIO's do not trust devices that could raise each other's interrupts: this IOMMU does
-/// not remap them.
-pub(super) fn load(guest: &mut Guest, modules: &[&str]) -> Result<()> {
+/// Loads modules. VFIO's do not trust devices that could raise each other's interrupts: this IOMMU
+/// does not remap them.
+pub(crate) fn load(guest: &mut Guest, modules: &[&str]) -> Result<()> {
     let names = modules.join(" ");
     let directory = initramfs::MODULES;
     guest.sh(
@@ -65,17 +65,17 @@ pub(super) fn load(guest: &mut Guest, modules: &[&str]) -> Result<()> {
 }
 
 /// Trusts the devices.
-pub(super) fn allow_unsafe_interrupts(guest: &mut Guest) -> Result<()> {
+pub(crate) fn allow_unsafe_interrupts(guest: &mut Guest) -> Result<()> {
     let file = "/sys/module/vfio_iommu_type1/parameters/allow_unsafe_interrupts";
     guest.sh(&format!("echo 1 >{file}"), MINUTE).map(drop)
 }
 
-pub(super) fn shadowbell(guest: &mut Guest, arguments: &str) -> Result<Output> {
+pub(crate) fn shadowbell(guest: &mut Guest, arguments: &str) -> Result<Output> {
     guest.run(&format!("shadowbell {arguments}"), 3 * MINUTE)
 }
 
 /// The last line of JSON that the program prints.
-pub(super) fn json_of(guest: &mut Guest, arguments: &str) -> Result<Value> {
+pub(crate) fn json_of(guest: &mut Guest, arguments: &str) -> Result<Value> {
     let text = guest.sh(&format!("shadowbell {arguments} --json"), 3 * MINUTE)?;
     let line = text.lines().rev().find(|line| line.starts_with('{')).context("no JSON")?;
     serde_json::from_str(line).with_context(|| format!("the output: {text:.600}"))

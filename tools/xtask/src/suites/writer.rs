@@ -8,17 +8,17 @@ use anyhow::{Context, Result, bail};
 use shadowbell_guest::ack::Promises;
 use shadowbell_guest::{Guest, RunDir, tool};
 
-use super::MINUTE;
+use super::setup::MINUTE;
 
 /// Slots of 4 KiB that are overwritten, from the start of the disk.
-pub(super) const SLOTS: u64 = 2048;
+pub(crate) const SLOTS: u64 = 2048;
 /// Marks the writes of this program.
 const SEED: u64 = 0x5bac_ced0;
 /// No session writes one slot this often.
 const GENERATIONS: u64 = 1 << 32;
 
 /// The sessions of the writer on one image.
-pub(super) struct Writer {
+pub(crate) struct Writer {
     image: PathBuf,
     log: PathBuf,
     sessions: u64,
@@ -26,12 +26,12 @@ pub(super) struct Writer {
 
 impl Writer {
     /// For this image, which the guest's disk keeps its bytes in.
-    pub(super) fn new(run: &RunDir, image: &Path) -> Self {
+    pub(crate) fn new(run: &RunDir, image: &Path) -> Self {
         Self { image: image.to_owned(), log: run.file("ack.log"), sessions: 0 }
     }
 
     /// Starts a session in the background and waits until writes are being acknowledged.
-    pub(super) fn start(&mut self, guest: &mut Guest, disk: &str, seconds: u64) -> Result<()> {
+    pub(crate) fn start(&mut self, guest: &mut Guest, disk: &str, seconds: u64) -> Result<()> {
         let before = self.promises()?.writes;
         // Later generations than every session before: a stale write is recognised by an older one.
         let generation = self.sessions * GENERATIONS;
@@ -58,7 +58,7 @@ impl Writer {
     }
 
     /// Waits for the end of the session: no write and no read may have failed.
-    pub(super) fn join(&mut self, guest: &mut Guest) -> Result<()> {
+    pub(crate) fn join(&mut self, guest: &mut Guest) -> Result<()> {
         let wait = "for try in $(seq 1200); do [ -e /tmp/writer.done ] && break; sleep 0.1; done; \
                     cat /tmp/writer.out; exit $(cat /tmp/writer.done || echo 99)";
         guest.sh(wait, Duration::from_secs(150)).context("the writer failed").map(drop)
@@ -66,7 +66,7 @@ impl Writer {
 
     /// Compares the image with everything that was acknowledged so far, in all sessions. How many
     /// writes that were.
-    pub(super) fn verify(&self) -> Result<u64> {
+    pub(crate) fn verify(&self) -> Result<u64> {
         let promises = self.promises()?;
         if promises.slots.is_empty() {
             bail!("no write was ever acknowledged");
@@ -94,7 +94,7 @@ impl Writer {
 }
 
 /// Fills memory that has just become free and watches it: no device may still write there.
-pub(super) fn patrol(guest: &mut Guest) -> Result<()> {
+pub(crate) fn patrol(guest: &mut Guest) -> Result<()> {
     guest
         .sh(&format!("{} patrol mib=384 seconds=3", tool::NAME), MINUTE)
         .context("a stale write into the guest's memory")

@@ -14,7 +14,7 @@ impl Host {
             if done.load(Ordering::SeqCst) {
                 return;
             }
-            self.medium.state().end_all();
+            self.test_disk.state().end_all();
         }
         panic!("{what}");
     }
@@ -33,7 +33,7 @@ impl Host {
         self.trouble = true;
         self.unmap(at, len);
         let before = self.image[at as usize..].to_vec();
-        self.medium.state().end_all();
+        self.test_disk.state().end_all();
         self.settle();
         assert!(self.image[at as usize..] == before, "memory is written that was given back");
         self.map(at, len);
@@ -44,7 +44,7 @@ impl Host {
         let len = QUEUE_PAGES * PAGE;
         self.unmap(0, len);
         let before = self.image[..len as usize].to_vec();
-        self.medium.state().end_all();
+        self.test_disk.state().end_all();
         self.settle();
         assert!(self.image[..len as usize] == before, "memory is written that was given back");
         self.map(0, len);
@@ -52,9 +52,9 @@ impl Host {
 
     /// Has everything come to its end.
     pub(in crate::queues) fn quiesce(&mut self) {
-        self.medium.state().hold = false;
+        self.test_disk.state().defer = false;
         for _ in 0..TURNS {
-            self.medium.state().end_all();
+            self.test_disk.state().end_all();
             self.settle();
             for qid in 0..=QUEUES {
                 self.ring_sq(qid);
@@ -84,7 +84,7 @@ impl Host {
                     flag.store(true, Ordering::SeqCst);
                     break;
                 }
-                self.medium.state().end_all();
+                self.test_disk.state().end_all();
             }
         } else {
             self.controller.reset(move || flag.store(true, Ordering::SeqCst));
@@ -95,8 +95,8 @@ impl Host {
         self.cqs.clear();
         (self.shadow, self.trouble) = (false, false);
         self.settle();
-        let mut state = self.medium.state();
-        assert_eq!(state.held(), 0, "the disk has requests of nobody");
+        let mut state = self.test_disk.state();
+        assert_eq!(state.deferred(), 0, "the disk has requests of nobody");
         state.fail.clear();
         drop(state);
         self.enable();

@@ -1,20 +1,21 @@
-//! A controller of ours inside the guest, on a namespace of a controller below that our driver has
-//! through VFIO. Its client is our driver as well, over vfio-user: three of ours on top of each other,
-//! and the memory of the uppermost is mapped into the IOMMU for the device at the bottom.
+//! A controller inside the guest, on a namespace of a controller below that shadowbell's driver has
+//! through VFIO. Its client is the same driver, over vfio-user: three on top of each other, and the
+//! memory of the uppermost is mapped into the IOMMU for the device at the bottom.
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use shadowbell_guest::Guest;
 
-use super::super::MINUTE;
-use super::{Which, number, verify};
+use super::controllers::Which;
+use super::verify::{number, verify};
 use crate::report::Report;
+use crate::suites::setup::MINUTE;
 
 const SOCKET: &str = "/tmp/vm0.sock";
 const STATISTICS: &str = "/tmp/serve.json";
 
-pub(super) fn run(report: &mut Report, guest: &mut Guest) {
-    for which in [Which::Ours, Which::Qemu] {
+pub(crate) fn run(report: &mut Report, guest: &mut Guest) {
+    for which in [Which::Shadowbell, Which::Qemu] {
         let name = which.name();
         report.check(
             &format!("{name}, served again in the guest: verified, and not copied"),
@@ -32,13 +33,13 @@ pub(super) fn run(report: &mut Report, guest: &mut Guest) {
     report.check(
         "a client that is killed with commands in flight leaves the next one a sound disk",
         |_| {
-            let disk = stacked_after_a_crash(guest, &Which::Ours.target())?;
+            let disk = stacked_after_a_crash(guest, &Which::Shadowbell.target())?;
             ensure!(number(&disk, "/commands_copied")? == 0, "{disk}");
             Ok(())
         },
     );
     report.check("with zero-copy=off it is copied, and counted so", |_| {
-        let disk = stacked(guest, &format!("{}/1?zero-copy=off", Which::Ours.target()))?;
+        let disk = stacked(guest, &format!("{}/1?zero-copy=off", Which::Shadowbell.target()))?;
         ensure!(number(&disk, "/commands_in_place")? == 0, "{disk}");
         ensure!(number(&disk, "/commands_copied")? > 1000, "{disk}");
         Ok(())
@@ -52,8 +53,8 @@ fn stacked(guest: &mut Guest, disk: &str) -> Result<Value> {
     served(guest)
 }
 
-/// The same, once three clients have gone without a word: what the device does in memory of theirs
-/// has to end before the memory does.
+/// Serves `disk` while three clients are killed in the middle of it, and then as [`stacked`] does:
+/// what the device does in their memory has to end before the memory does.
 fn stacked_after_a_crash(guest: &mut Guest, disk: &str) -> Result<Value> {
     start(guest, disk)?;
     let load = "--iodepth 128 --size 32m --max-bs 128k --runtime 60";
@@ -116,7 +117,7 @@ fn stop(guest: &mut Guest) -> Result<Value> {
 }
 
 fn below(guest: &mut Guest) -> Result<()> {
-    let target = Which::Ours.target();
+    let target = Which::Shadowbell.target();
     start(guest, &target)?;
     let written = guest.sh(
         &format!(

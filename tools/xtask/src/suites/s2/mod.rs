@@ -1,59 +1,57 @@
 //! The driver through Linux VFIO, inside the guest, whose kernel and IOMMU are real to it.
 //!
-//! Four controllers are driven: QEMU's own with and without shadow doorbells, ours over vfio-user,
-//! and ours with blocks of 4096 bytes; two more sit in one IOMMU group. Then a second guest is
-//! measured: the S2 table; and a third, whose disk is virtio on our driver outside.
+//! Four controllers are driven: QEMU's own with and without shadow doorbells, shadowbell's over
+//! vfio-user, and shadowbell's with blocks of 4096 bytes; two more sit in one IOMMU group. Then a
+//! second guest is measured: the S2 table; and a third, whose disk is virtio on the driver outside.
 
 mod refusals;
 mod table;
+mod target;
 mod vhost;
-
-use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::json;
 use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, config};
 
+use self::target::target;
 use super::vfio::{MODULES, allow_unsafe_interrupts, boot, json_of, load, pack, shadowbell};
-use super::{Lab, MINUTE, names};
 use crate::report::Report;
+use crate::suites::setup::{MINUTE, Setup, names};
 
 const SIZE: u64 = 256 << 20;
-/// The functions that share an IOMMU group.
-const TOGETHER: [&str; 2] = ["0000:00:10.0", "0000:00:10.1"];
 
 /// A controller that is driven.
-struct Subject {
+struct Driven {
     what: &'static str,
     doorbells: &'static str,
     block_size: u32,
 }
 
 /// In the order of their PCI addresses.
-const SUBJECTS: [Subject; 4] = [
-    Subject { what: "QEMU's with shadow doorbells", doorbells: "shadow", block_size: 512 },
-    Subject { what: "QEMU's without", doorbells: "mmio", block_size: 512 },
-    Subject { what: "ours over vfio-user", doorbells: "shadow", block_size: 512 },
-    Subject { what: "ours with blocks of 4096 bytes", doorbells: "shadow", block_size: 4096 },
+const DRIVEN: [Driven; 4] = [
+    Driven { what: "QEMU's with shadow doorbells", doorbells: "shadow", block_size: 512 },
+    Driven { what: "QEMU's without", doorbells: "mmio", block_size: 512 },
+    Driven { what: "shadowbell's over vfio-user", doorbells: "shadow", block_size: 512 },
+    Driven {
+        what: "shadowbell's with blocks of 4096 bytes",
+        doorbells: "shadow",
+        block_size: 4096,
+    },
 ];
 
-pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
-    if lab.shadowbell.is_none() {
-        println!("   left out: it is about our driver; give the program with --shadowbell");
+pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
+    if setup.shadowbell.is_none() {
+        println!("   left out: it is about the driver; give the program with --shadowbell");
         return Ok(());
     }
     let modules: Vec<_> = MODULES.iter().copied().chain([vhost::MODULE]).collect();
-    pack(lab, kernel, run, &["/usr/bin/qemu-img"], &modules)?;
-    driving(lab, report, kernel, run)?;
-    table::run(lab, report, kernel, run)?;
-    vhost::run(lab, report, kernel, run)
+    pack(setup, kernel, run, &["/usr/bin/qemu-img"], &modules)?;
+    driving(setup, report, kernel, run)?;
+    table::run(setup, report, kernel, run)?;
+    vhost::run(setup, report, kernel, run)
 }
 
-fn target(index: usize) -> String {
-    format!("nvme://{}", config::pci_address(index))
-}
-
-fn driving(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
+fn driving(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     let mut devices = Vec::new();
     for (name, dbcs) in [("a.img", true), ("b.img", false)] {
         run.image(name, SIZE)?;
@@ -61,21 +59,21 @@ fn driving(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) -> Resu
     }
     let mut servers = Vec::new();
     for (name, disk) in
-        [("ours", format!("mem:{SIZE}")), ("ours4k", format!("mem:{SIZE}?block-size=4096"))]
+        [("shadow", format!("mem:{SIZE}")), ("shadow4k", format!("mem:{SIZE}?block-size=4096"))]
     {
-        let served = lab.serve(run, name, &[disk], &["--poll-max", "1000"], None)?;
+        let served = setup.serve(run, name, &[disk], &["--poll-max", "1000"], None)?;
         devices.push(served.device.clone());
         servers.push(served);
     }
-    let mut guest = boot(lab, run, kernel, devices, |config| config.more = in_one_group())?;
-    for index in 0..SUBJECTS.len() {
+    let mut guest = boot(setup, run, kernel, devices, |config| config.more = in_one_group())?;
+    for index in 0..DRIVEN.len() {
         names(&mut guest, index)?;
     }
     report.check("VFIO's modules load, and there is an IOMMU", |_| {
         load(&mut guest, MODULES)?;
         guest.sh("ls -d /sys/kernel/iommu_groups/0 && [ -c /dev/vfio/vfio ]", MINUTE)
     });
-    refusals::while_bound(report, &mut guest);
+    refusals::while_bound_to_the_kernel(report, &mut guest);
     report
         .check("bind takes every controller from the kernel's driver, and says so", |_| {
             bind_all(&mut guest)
@@ -83,9 +81,9 @@ fn driving(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) -> Resu
         .context("there is no controller to go on with")?;
     refusals::while_distrusted(report, &mut guest);
     report.check("devices are trusted from here on", |_| allow_unsafe_interrupts(&mut guest));
-    refusals::while_ours(report, &mut guest);
-    for (index, subject) in SUBJECTS.iter().enumerate() {
-        drive(report, &mut guest, index, subject);
+    refusals::while_bound_to_vfio(report, &mut guest);
+    for (index, driven) in DRIVEN.iter().enumerate() {
+        drive(report, &mut guest, index, driven);
     }
     report.check("buffers are in huge pages where there are some", |_| huge_pages(&mut guest));
     report.check("unbind gives them back, and the kernel reads what was written", |_| {
@@ -118,7 +116,7 @@ fn in_one_group() -> Vec<String> {
 }
 
 fn bind_all(guest: &mut Guest) -> Result<()> {
-    let addresses: Vec<_> = (0..SUBJECTS.len()).map(config::pci_address).collect();
+    let addresses: Vec<_> = (0..DRIVEN.len()).map(config::pci_address).collect();
     let output = shadowbell(guest, &format!("bind {}", addresses.join(" ")))?.success()?;
     for address in &addresses {
         ensure!(output.contains(&format!("{address}: taken from nvme, with nvme")), "{output}");
@@ -132,12 +130,12 @@ fn bind_all(guest: &mut Guest) -> Result<()> {
 }
 
 /// Attaches to one controller in every way, moves data and checks it.
-fn drive(report: &mut Report, guest: &mut Guest, index: usize, subject: &Subject) {
-    let (target, what) = (target(index), subject.what);
+fn drive(report: &mut Report, guest: &mut Guest, index: usize, driven: &Driven) {
+    let (target, what) = (target(index), driven.what);
     report.check(&format!("{what}: attached and identified"), |_| {
         let list = json_of(guest, &format!("list {target}"))?;
         let device = list.pointer("/Devices/0").context("no namespace")?;
-        ensure!(device["SectorSize"] == subject.block_size, "{device}");
+        ensure!(device["SectorSize"] == driven.block_size, "{device}");
         ensure!(device["PhysicalSize"] == SIZE, "{device}");
         let identity = json_of(guest, &format!("id-ctrl {target}"))?;
         ensure!(identity.get("mn").is_some() && identity.get("sn").is_some(), "{identity}");
@@ -146,7 +144,7 @@ fn drive(report: &mut Report, guest: &mut Guest, index: usize, subject: &Subject
     report.check(&format!("{what}: the banner says what was found"), |_| {
         let command = format!("bench {target} --number-ios 10");
         let text = shadowbell(guest, &command)?.success()?;
-        for word in ["NVMe ", "MQES", "serial", "namespace 1", "queue pair", subject.doorbells] {
+        for word in ["NVMe ", "MQES", "serial", "namespace 1", "queue pair", driven.doorbells] {
             ensure!(text.contains(word), "no `{word}` in: {text}");
         }
         Ok(())
@@ -159,7 +157,7 @@ fn drive(report: &mut Report, guest: &mut Guest, index: usize, subject: &Subject
             );
             let row = json_of(guest, &command)?["rows"][0].take();
             let number = |name: &str| row[name].as_f64().with_context(|| format!("no {name}"));
-            ensure!(row["doorbells"] == subject.doorbells, "{row}");
+            ensure!(row["doorbells"] == driven.doorbells, "{row}");
             ensure!(row["verify_errors"] == 0 && number("verified_blocks")? > 100.0, "{row}");
             match completion {
                 "poll" => ensure!(number("interrupts_per_io")? == 0.0, "{row}"),
@@ -202,7 +200,7 @@ fn huge_pages(guest: &mut Guest) -> Result<()> {
 }
 
 fn give_back(guest: &mut Guest) -> Result<()> {
-    let addresses: Vec<_> = (0..SUBJECTS.len()).map(config::pci_address).collect();
+    let addresses: Vec<_> = (0..DRIVEN.len()).map(config::pci_address).collect();
     let output = shadowbell(guest, &format!("unbind {}", addresses.join(" ")))?.success()?;
     for (index, address) in addresses.iter().enumerate() {
         ensure!(output.contains(&format!("{address}: given back to nvme")), "{output}");
@@ -220,17 +218,14 @@ fn give_back(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// The IOMMU writes a line for every access that it stops. One is expected where the kernel's driver
-/// left a translation behind, and the attach got over it; more would be ours.
+/// The IOMMU writes a line for every access that it stops. One is expected where the kernel's
+/// driver left a translation behind, and the attach got over it; more would be this driver's.
 fn faults(guest: &mut Guest) -> Result<()> {
     let log = guest.dmesg()?;
     let faults: Vec<_> =
         log.lines().filter(|line| line.contains("DMAR") && line.contains("fault")).collect();
-    if faults.len() > 4 * SUBJECTS.len() {
+    if faults.len() > 4 * DRIVEN.len() {
         bail!("{} faults:\n{}", faults.len(), faults.join("\n"));
     }
     Ok(())
 }
-
-/// A part of a minute that a measurement may take beyond what it is told.
-const SLACK: Duration = Duration::from_secs(120);

@@ -3,10 +3,10 @@
 use anyhow::{Result, ensure};
 use shadowbell_guest::{Guest, config};
 
-use super::super::vfio::shadowbell;
-use super::super::{MINUTE, names};
-use super::{TOGETHER, target};
+use super::target::{TOGETHER, target};
 use crate::report::Report;
+use crate::suites::setup::{MINUTE, names};
+use crate::suites::vfio::shadowbell;
 
 /// A refusal: exit status 2, and one line with all of these words.
 fn refused(guest: &mut Guest, arguments: &str, words: &[&str]) -> Result<()> {
@@ -20,7 +20,7 @@ fn refused(guest: &mut Guest, arguments: &str, words: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// The same as another user, after a change that root makes.
+/// A refusal to another user than root, after a change that root makes.
 fn refused_to_others(guest: &mut Guest, change: &str, then: &str, words: &[&str]) -> Result<()> {
     guest.sh(change, MINUTE)?;
     let output = guest.run(&format!("su other -c '{then}'"), MINUTE)?;
@@ -32,7 +32,7 @@ fn refused_to_others(guest: &mut Guest, change: &str, then: &str, words: &[&str]
 }
 
 /// As long as the kernel's driver has the controllers.
-pub(super) fn while_bound(report: &mut Report, guest: &mut Guest) {
+pub(crate) fn while_bound_to_the_kernel(report: &mut Report, guest: &mut Guest) {
     let address = config::pci_address(0);
     report.check("a controller of the kernel's says how to take it", |_| {
         let words = ["kernel driver nvme", &format!("`shadowbell bind {address}`")];
@@ -81,14 +81,14 @@ pub(super) fn while_bound(report: &mut Report, guest: &mut Guest) {
 }
 
 /// As long as devices without interrupt remapping are not trusted.
-pub(super) fn while_distrusted(report: &mut Report, guest: &mut Guest) {
+pub(crate) fn while_distrusted(report: &mut Report, guest: &mut Guest) {
     report.check("a machine that can not remap interrupts says what to do", |_| {
         refused(guest, &format!("list {}", target(0)), &["allow_unsafe_interrupts"])
     });
 }
 
-/// Once the controllers are ours.
-pub(super) fn while_ours(report: &mut Report, guest: &mut Guest) {
+/// Once the controllers are bound to vfio-pci.
+pub(crate) fn while_bound_to_vfio(report: &mut Report, guest: &mut Guest) {
     report.check("a group that is shared names the others", |_| {
         let [one, other] = TOGETHER;
         let taken = shadowbell(guest, &format!("bind {one}"))?.success()?;
@@ -115,18 +115,21 @@ pub(super) fn while_ours(report: &mut Report, guest: &mut Guest) {
         guest.sh("kill -INT $(cat /tmp/using.pid); wait; sleep 1; cat /tmp/using", MINUTE)?;
         opened.and(given)
     });
-    report.check("a user without the right, or with too little memory to lock, is told", |_| {
-        guest.sh("echo 'other:x:1000:1000::/:/bin/sh' >>/etc/passwd", MINUTE)?;
-        let list = format!("shadowbell list {}", target(0));
-        let group = format!(
-            "/dev/vfio/$(basename $(readlink /sys/bus/pci/devices/{}/iommu_group))",
-            config::pci_address(0)
-        );
-        refused_to_others(guest, "true", &list, &["is not for this user", "chown"])?;
-        let limited = format!("ulimit -l 64; {list}");
-        refused_to_others(guest, &format!("chown other {group}"), &limited, &["ulimit -l"])?;
-        // With enough it is a user's as much as root's.
-        guest.sh(&format!("ulimit -l 1000000; su other -c '{list}'"), MINUTE)?;
-        guest.sh(&format!("chown root {group}"), MINUTE)
-    });
+    report.check(
+        "a user without the right, or with too little memory to lock, is refused with the reason",
+        |_| {
+            guest.sh("echo 'other:x:1000:1000::/:/bin/sh' >>/etc/passwd", MINUTE)?;
+            let list = format!("shadowbell list {}", target(0));
+            let group = format!(
+                "/dev/vfio/$(basename $(readlink /sys/bus/pci/devices/{}/iommu_group))",
+                config::pci_address(0)
+            );
+            refused_to_others(guest, "true", &list, &["is not for this user", "chown"])?;
+            let limited = format!("ulimit -l 64; {list}");
+            refused_to_others(guest, &format!("chown other {group}"), &limited, &["ulimit -l"])?;
+            // With enough it is a user's as much as root's.
+            guest.sh(&format!("ulimit -l 1000000; su other -c '{list}'"), MINUTE)?;
+            guest.sh(&format!("chown root {group}"), MINUTE)
+        },
+    );
 }

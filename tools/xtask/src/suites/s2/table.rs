@@ -1,25 +1,26 @@
-//! The S2 table: a controller driven by the kernel and reached through linux-aio and io_uring, driven
-//! by QEMU's `nvme://`, and driven by ours, polling and with interrupts. One guest, two controllers
-//! with nothing behind them, the same sequential reads for all.
+//! The S2 table: a controller driven by the kernel and reached through linux-aio and io_uring,
+//! driven by QEMU's `nvme://`, and driven by shadowbell, polling and with interrupts. One guest,
+//! two controllers with nothing behind them, the same sequential reads for all.
 //!
-//! The time is `qemu-img bench`'s own, and `shadowbell bench`'s: both leave out what it takes to start
-//! and to attach. Doorbells and interrupts are counted at the device, in a run of their own, because
-//! QEMU's trace takes time for each.
+//! The time is `qemu-img bench`'s own, and `shadowbell bench`'s: both leave out what it takes to
+//! start and to attach. Doorbells and interrupts are counted at the device, in a run of their own,
+//! because QEMU's trace takes time for each.
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 use shadowbell_guest::trace::Stretch;
 use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, Server, config};
 
-use super::super::vfio::{MODULES, allow_unsafe_interrupts, boot, json_of, load, shadowbell};
-use super::super::{Lab, MINUTE, names};
-use super::SLACK;
+use super::target::SLACK;
 use crate::report::Report;
-use crate::table::{render, thousands};
+use crate::suites::setup::{MINUTE, Setup, names};
+use crate::suites::vfio::{MODULES, allow_unsafe_interrupts, boot, json_of, load, shadowbell};
+use shadowbell_bench::figures::count as short;
+use shadowbell_bench::table::Table;
 
 const DISK_BYTES: u64 = 1 << 40;
 /// Depth, bytes of each read, how many, and how many where each is traced.
-pub(super) const PATTERNS: [(u32, u32, u64, u64); 4] = [
+pub(crate) const PATTERNS: [(u32, u32, u64, u64); 4] = [
     (1, 4096, 4000, 1000),
     (1, 65_536, 2000, 500),
     (64, 4096, 20_000, 4000),
@@ -109,7 +110,8 @@ impl Row {
         count as f64 / self.counted.max(1) as f64
     }
 
-    /// QEMU's `nvme://` has one vector for all of its queues, the admin queue's, which is not counted.
+    /// QEMU's `nvme://` has one vector for all of its queues, the admin queue's, which is not
+    /// counted.
     fn interrupts_per_io(&self) -> Option<f64> {
         (self.way != Way::QemuNvme).then(|| self.per_io(self.interrupts))
     }
@@ -144,14 +146,14 @@ impl Row {
     }
 }
 
-pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
+pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     // A long look before a worker sleeps, as in S3: the guest is emulated.
     let disk =
-        lab.serve(run, "s2", &[format!("null:{DISK_BYTES}")], &["--poll-max", "1000"], None)?;
+        setup.serve(run, "s2", &[format!("null:{DISK_BYTES}")], &["--poll-max", "1000"], None)?;
     let devices =
         vec![Device::QemuNvme { drive: Drive::Null(DISK_BYTES), dbcs: true }, disk.device.clone()];
     // One processor for the guest leaves the other for the device, which is where it would be.
-    let mut guest = boot(lab, run, kernel, devices, |config| config.cpus = 1)?;
+    let mut guest = boot(setup, run, kernel, devices, |config| config.cpus = 1)?;
     load(&mut guest, MODULES)?;
     allow_unsafe_interrupts(&mut guest)?;
     let mut controllers = Vec::new();
@@ -170,13 +172,10 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
     }
     let rows = report
         .check("sequential reads, by every way, on both controllers in turn", |_| {
-            measure(&mut guest, &mut controllers, lab.rounds)
+            measure(&mut guest, &mut controllers, setup.rounds)
         })
         .context("no figures")?;
-    print(&rows);
-    for row in &rows {
-        report.row(row.json(kernel));
-    }
+    report.table(table(&rows, kernel));
     judge(report, &rows);
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     for server in controllers.into_iter().filter_map(|controller| controller.server) {
@@ -295,7 +294,7 @@ fn time(
 }
 
 /// `Run completed in 1.234 seconds.`
-pub(super) fn seconds(text: &str) -> Option<f64> {
+pub(crate) fn seconds(text: &str) -> Option<f64> {
     text.split_once("completed in ")?.1.split(' ').next()?.parse().ok()
 }
 
@@ -339,12 +338,12 @@ fn judge(report: &mut Report, rows: &[Row]) {
     };
     report.check("fewer doorbells per I/O than QEMU's nvme://, everywhere", |_| {
         let mut compared = 0;
-        for ours in rows.iter().filter(|row| matches!(row.way, Way::Interrupts | Way::Polling)) {
-            let theirs = find(ours.controller, Way::QemuNvme, ours.depth, ours.bs);
-            let Ok(theirs) = theirs else { continue };
+        for row in rows.iter().filter(|row| matches!(row.way, Way::Interrupts | Way::Polling)) {
+            let qemu = find(row.controller, Way::QemuNvme, row.depth, row.bs);
+            let Ok(qemu) = qemu else { continue };
             compared += 1;
-            let (a, b) = (ours.per_io(ours.doorbells), theirs.per_io(theirs.doorbells));
-            ensure!(a < b, "{} at {}: ours {a:.3}, nvme:// {b:.3}", ours.controller, ours.depth);
+            let (a, b) = (row.per_io(row.doorbells), qemu.per_io(qemu.doorbells));
+            ensure!(a < b, "{} at {}: {a:.3}, nvme:// {b:.3}", row.controller, row.depth);
         }
         ensure!(compared > 0, "there is nothing to compare with");
         Ok(())
@@ -352,13 +351,13 @@ fn judge(report: &mut Report, rows: &[Row]) {
     for (depth, bs, ..) in PATTERNS {
         for controller in ["qemu", "shadowbell"] {
             let rate = |way| find(controller, way, depth, bs).map(Row::iops);
-            for ours in [Way::Polling, Way::Interrupts, Way::Nbd] {
-                let (Ok(mine), Ok(aio)) = (rate(ours), rate(Way::LinuxAio)) else { continue };
+            for way in [Way::Polling, Way::Interrupts, Way::Nbd] {
+                let (Ok(mine), Ok(aio)) = (rate(way), rate(Way::LinuxAio)) else { continue };
                 let nvme = rate(Way::QemuNvme)
                     .map(|nvme| format!(", {:.2} times QEMU's nvme://", mine / nvme))
                     .unwrap_or_default();
                 println!(
-                    "   iodepth {depth}, {bs} bytes, {controller}, {ours:?}: {:.2} times linux-aio{nvme}",
+                    "   iodepth {depth}, {bs} bytes, {controller}, {way:?}: {:.2} times linux-aio{nvme}",
                     mine / aio
                 );
             }
@@ -366,28 +365,27 @@ fn judge(report: &mut Report, rows: &[Row]) {
     }
 }
 
-fn print(rows: &[Row]) {
-    let cells: Vec<Vec<String>> = rows
-        .iter()
-        .map(|row| {
-            vec![
-                row.controller.to_owned(),
-                row.depth.to_string(),
-                row.bs.to_string(),
-                match row.way {
-                    Way::Nbd => "shadowbell by nbd".to_owned(),
-                    way => format!("{} {}", way.device(), way.completion()),
-                },
-                format!("{:.3}", row.seconds),
-                thousands(row.iops()),
-                format!("{:.3}", row.per_io(row.doorbells)),
-                row.interrupts_per_io().map_or("-".to_owned(), |each| format!("{each:.3}")),
-            ]
-        })
-        .collect();
+fn table(rows: &[Row], kernel: Kernel) -> Table {
     let head =
         ["controller", "iodepth", "bytes", "way", "seconds", "IOPS", "MMIO/IO", "interrupts/IO"];
-    println!("\n{}", render(&head, &cells));
+    let mut table = Table::new("", &head);
+    for row in rows {
+        let cells = vec![
+            row.controller.to_owned(),
+            row.depth.to_string(),
+            row.bs.to_string(),
+            match row.way {
+                Way::Nbd => "shadowbell by nbd".to_owned(),
+                way => format!("{} {}", way.device(), way.completion()),
+            },
+            format!("{:.3}", row.seconds),
+            short(row.iops()),
+            format!("{:.3}", row.per_io(row.doorbells)),
+            row.interrupts_per_io().map_or("-".to_owned(), |each| format!("{each:.3}")),
+        ];
+        table.push(cells, row.json(kernel));
+    }
+    table
 }
 
 #[cfg(test)]
@@ -415,16 +413,16 @@ mod tests {
         assert_eq!((&json["table"], &json["device"]), (&json!("S2"), &json!("shadowbell")));
         assert_eq!((&json["iops"], &json["mmio_per_io"]), (&json!(2000.0), &json!(0.25)));
         assert_eq!((&json["completion"], &json["seconds"]), (&json!("poll"), &json!(0.5)));
-        let theirs = row(Way::QemuNvme, 1).json(Kernel::V6_1);
-        assert_eq!((&theirs["doorbells"], theirs.get("interrupts_per_io")), (&json!("mmio"), None));
+        let qemu = row(Way::QemuNvme, 1).json(Kernel::V6_1);
+        assert_eq!((&qemu["doorbells"], qemu.get("interrupts_per_io")), (&json!("mmio"), None));
         assert_eq!(json["interrupts_per_io"], 0.5);
     }
 
     #[test]
     fn a_promise_that_is_not_kept_fails() {
-        for (ours, failed) in [(10, 0), (200, 1), (300, 1)] {
+        for (doorbells, failed) in [(10, 0), (200, 1), (300, 1)] {
             let mut report = Report::default();
-            judge(&mut report, &[row(Way::QemuNvme, 200), row(Way::Polling, ours)]);
+            judge(&mut report, &[row(Way::QemuNvme, 200), row(Way::Polling, doorbells)]);
             assert_eq!(report.failed(), failed);
         }
         let mut report = Report::default();

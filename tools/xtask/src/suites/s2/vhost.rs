@@ -1,6 +1,7 @@
-//! A virtio disk of the guest that is our driver's on the host: `shadowbell export --vhost-user-blk` for
-//! QEMU's `vhost-user-blk-pci`, on a controller of ours in a process of its own. Its rows are beside those
-//! of the table; they are another guest's, whose kernel knows nothing of NVMe.
+//! A virtio disk of the guest that shadowbell's driver has on the host: `shadowbell export
+//! --vhost-user-blk` for QEMU's `vhost-user-blk-pci`, on a controller in a process of its own. Its
+//! rows are beside those of the table; they are another guest's, whose kernel knows nothing of
+//! NVMe.
 
 use std::fs::File;
 use std::path::Path;
@@ -13,28 +14,29 @@ use serde_json::json;
 use shadowbell_guest::process::{Process, describe};
 use shadowbell_guest::{Guest, Kernel, RunDir, config};
 
-use super::super::vfio::{boot, load};
-use super::super::{Lab, MINUTE};
-use super::SLACK;
 use super::table::{PATTERNS, seconds};
+use super::target::SLACK;
 use crate::report::Report;
-use crate::table::{render, thousands};
+use crate::suites::setup::{MINUTE, Setup};
+use crate::suites::vfio::{boot, load};
+use shadowbell_bench::figures::count;
+use shadowbell_bench::table::Table;
 
 /// The guest's driver.
-pub(super) const MODULE: &str = "virtio_blk";
+pub(crate) const MODULE: &str = "virtio_blk";
 const SIZE: u64 = 512 << 20;
 
-pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
-    let shadowbell = lab.shadowbell.as_deref().context("this needs the shadowbell program")?;
+pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
+    let shadowbell = setup.shadowbell.as_deref().context("this needs the shadowbell program")?;
     // A long look before anybody sleeps, as in the table.
     let look = ["--poll-max", "1000"];
-    let disk = lab.serve(run, "behind", &[format!("mem:{SIZE}")], &look, None)?;
+    let disk = setup.serve(run, "behind", &[format!("mem:{SIZE}")], &look, None)?;
     let export = export(shadowbell, run, &look)?;
-    let mut guest = boot(lab, run, kernel, Vec::new(), |config| {
+    let mut guest = boot(setup, run, kernel, Vec::new(), |config| {
         config.cpus = 1;
         config.more = device();
     })?;
-    report.check("a virtio disk on our driver keeps what is written to it", |_| {
+    report.check("a virtio disk on the driver keeps what is written to it", |_| {
         load(&mut guest, &[MODULE])?;
         let size = guest.sh("cat /sys/block/vda/size", MINUTE)?;
         ensure!(size.trim() == (SIZE / 512).to_string(), "{size} sectors");
@@ -49,7 +51,7 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
         let mut rows = Vec::new();
         for (depth, bs, ios, _) in PATTERNS {
             let mut times = Vec::new();
-            for _ in 0..lab.rounds {
+            for _ in 0..setup.rounds {
                 times.push(time(&mut guest, depth, bs, ios)?);
             }
             times.sort_by(f64::total_cmp);
@@ -57,24 +59,20 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
         }
         Ok(rows)
     });
-    let mut cells = Vec::new();
+    let mut table = Table::new("", &["iodepth", "bytes", "seconds", "IOPS"]);
     for (depth, bs, ios, seconds) in rows.unwrap_or_default() {
         let iops = ios as f64 / seconds.max(1e-9);
-        cells.push(vec![
-            depth.to_string(),
-            bs.to_string(),
-            format!("{seconds:.3}"),
-            thousands(iops),
-        ]);
-        report.row(json!({
+        let cells = vec![depth.to_string(), bs.to_string(), format!("{seconds:.3}"), count(iops)];
+        let row = json!({
             "table": "S2", "device": "shadowbell", "controller": "shadowbell",
             "completion": "adaptive", "through": "vhost-user-blk", "doorbells": "shadow",
             "kernel": kernel.to_string(), "backing": "mem", "rw": "read", "iodepth": depth,
             "numjobs": 1, "bs": bs, "commands": ios, "seconds": seconds, "iops": iops,
             "bandwidth_bytes": iops * f64::from(bs),
-        }));
+        });
+        table.push(cells, row);
     }
-    println!("\n{}", render(&["iodepth", "bytes", "seconds", "IOPS"], &cells));
+    report.table(table);
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
     report.check("the export and the server leave cleanly", |_| {
         stop(export)?;

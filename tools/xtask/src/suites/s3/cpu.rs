@@ -1,8 +1,9 @@
-//! What an I/O on a file costs this machine: processor time of QEMU, guest included, and of the server if
-//! there is one. Ours over vfio-user against QEMU's own controller with shadow doorbells, each on an image
-//! of its own, past the page cache and through io_uring both, in one guest and in turn. And the same with
-//! all of them on one processor: a thread that wakes another one there has no halted processor to rouse,
-//! which is most of what a wakeup costs under some hypervisors.
+//! What an I/O on a file costs this machine: processor time of QEMU, guest included, and of the
+//! server if there is one. Shadowbell over vfio-user against QEMU's own controller with shadow
+//! doorbells, each on an image of its own, past the page cache and through io_uring both, in one
+//! guest and in turn. And the same with all of them on one processor: a thread that wakes another
+//! one there has no halted processor to rouse, which is most of what a wakeup costs under some
+//! hypervisors.
 
 use std::fs::File;
 use std::io::Write;
@@ -13,16 +14,17 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, Server};
 
-use super::super::fio::{Measured, random_reads};
-use super::super::verdict::Verdict;
-use super::super::{Lab, MINUTE, names};
 use super::usage::{Usage, confine};
 use crate::report::Report;
-use crate::table::{render, thousands};
+use crate::suites::comparison::Comparison;
+use crate::suites::fio::{BLOCK, Measured, random_reads};
+use crate::suites::setup::{MINUTE, Setup, names};
+use shadowbell_bench::figures::count;
+use shadowbell_bench::table::Table;
 
 const TIME: Duration = Duration::from_millis(2000);
-/// The beginning and the end of fio, which are a good part of a second here, and little else: what is
-/// beyond that counts.
+/// The beginning and the end of fio, which are a good part of a second here, and little else: what
+/// is beyond that counts.
 const SHORT: Duration = Duration::from_millis(200);
 const MIB: u64 = 128;
 /// How often a turn is tried.
@@ -117,7 +119,7 @@ impl Row {
             "rw": "randread",
             "iodepth": self.depth,
             "numjobs": 1,
-            "bs": super::BLOCK,
+            "bs": BLOCK,
             "iops": cost.iops,
             "host_cpu_ns_per_io": cost.both() * 1000.0,
             "qemu_cpu_ns_per_io": cost.qemu.micros * 1000.0,
@@ -128,18 +130,18 @@ impl Row {
     }
 }
 
-pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
-    let images = ["ours.img", "theirs.img"].map(|name| run.file(name));
+pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
+    let images = ["shadowbell.img", "qemu.img"].map(|name| run.file(name));
     for image in &images {
         fill(image)?;
     }
-    let ours =
-        lab.serve(run, "file", &[format!("{}?direct=on", images[0].display())], &[], None)?;
-    let theirs = Device::QemuNvme { drive: Drive::Direct("theirs.img".into()), dbcs: true };
-    let devices = vec![ours.device, theirs];
-    let mut guest = lab.boot(run, kernel, devices, |config| config.cpus = 1)?;
+    let shadowbell =
+        setup.serve(run, "file", &[format!("{}?direct=on", images[0].display())], &[], None)?;
+    let qemu = Device::QemuNvme { drive: Drive::Direct("qemu.img".into()), dbcs: true };
+    let devices = vec![shadowbell.device, qemu];
+    let mut guest = setup.boot(run, kernel, devices, |config| config.cpus = 1)?;
     let of = |device, server| Contestant { device, server, dev: String::new() };
-    let mut contestants = [of("shadowbell", ours.server), of("qemu", None)];
+    let mut contestants = [of("shadowbell", shadowbell.server), of("qemu", None)];
     for (index, contestant) in contestants.iter_mut().enumerate() {
         contestant.dev = names(&mut guest, index)?.1;
         let scheduler = format!("echo none >/sys/block/{}/queue/scheduler", contestant.dev);
@@ -152,13 +154,10 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
                 confine(guest.id())?;
                 contestants.iter().filter_map(Contestant::server).try_for_each(confine)?;
             }
-            measure(&mut guest, &contestants, place.depths(), 2 * lab.rounds + 1)
+            measure(&mut guest, &contestants, place.depths(), 2 * setup.rounds + 1)
         });
         if let Some(rows) = rows {
-            print(&rows, place)?;
-            for row in &rows {
-                report.row(row.json(kernel, place)?);
-            }
+            report.table(table(&rows, kernel, place)?);
         }
     }
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
@@ -240,20 +239,7 @@ fn timed(
     Ok((measured, after.0.since(before.0), after.1.since(before.1)))
 }
 
-fn print(rows: &[Row], place: Place) -> Result<()> {
-    let mut cells = Vec::new();
-    for row in rows {
-        let cost = row.median()?;
-        cells.push(vec![
-            row.depth.to_string(),
-            row.device.to_owned(),
-            thousands(cost.iops),
-            format!("{:.1}", cost.both()),
-            format!("{:.1}", cost.qemu.micros),
-            format!("{:.1}", cost.server.micros),
-            format!("{:.2} + {:.2}", cost.qemu.sleeps, cost.server.sleeps),
-        ]);
-    }
+fn table(rows: &[Row], kernel: Kernel, place: Place) -> Result<Table> {
     let head = [
         "iodepth",
         "device",
@@ -263,25 +249,38 @@ fn print(rows: &[Row], place: Place) -> Result<()> {
         "of the server",
         "sleeps/IO",
     ];
-    println!("\n{}", render(&head, &cells));
+    let mut table = Table::new("", &head);
+    for row in rows {
+        let cost = row.median()?;
+        let cells = vec![
+            row.depth.to_string(),
+            row.device.to_owned(),
+            count(cost.iops),
+            format!("{:.1}", cost.both()),
+            format!("{:.1}", cost.qemu.micros),
+            format!("{:.1}", cost.server.micros),
+            format!("{:.2} + {:.2}", cost.qemu.sleeps, cost.server.sleeps),
+        ];
+        table.push(cells, row.json(kernel, place)?);
+    }
     for &depth in place.depths() {
         let turns = |device| -> Vec<f64> {
             let row = rows.iter().find(|row| (row.device, row.depth) == (device, depth));
             row.into_iter().flat_map(|row| row.turns.iter().map(Cost::both)).collect()
         };
-        let verdict = Verdict::of(&turns("qemu"), &turns("shadowbell"), 1.0);
-        println!(
-            "   iodepth {depth}{}: with QEMU's own controller an I/O costs {:.2} times the processor time \
-             ({:.2} to {:.2} in {} turns); at least as much: {}",
+        let compared = Comparison::of(&turns("qemu"), &turns("shadowbell"), 1.0);
+        table.notes.push(format!(
+            "iodepth {depth}{}: with QEMU's own controller an I/O costs {:.2} times the processor \
+             time ({:.2} to {:.2} in {} turns); at least as much: {}",
             place.words(),
-            verdict.ratio,
-            verdict.least,
-            verdict.most,
+            compared.ratio,
+            compared.least,
+            compared.most,
             turns("qemu").len(),
-            verdict.words()
-        );
+            compared.outcome()
+        ));
     }
-    Ok(())
+    Ok(table)
 }
 
 #[cfg(test)]

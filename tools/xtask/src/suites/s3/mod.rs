@@ -1,10 +1,11 @@
-//! The S3 tables: what shadow doorbells save, ours against QEMU's own controller, four disks in one
-//! guest, measured in turn.
+//! The S3 tables: what shadow doorbells save, shadowbell against QEMU's own controller, four disks
+//! in one guest, measured in turn.
 //!
-//! Nothing is behind any of the disks: ours is `null:`, QEMU's is on its `null-co` block driver, so
-//! what is left is the way of a command. Each figure of IOPS is the median of several rounds; doorbells
-//! and interrupts are counted in a run of their own, because QEMU's trace takes time for each. Both
-//! devices are counted from their own side and divided by the I/Os that fio did.
+//! Nothing is behind any of the disks: shadowbell's is `null:`, QEMU's is on its `null-co` block
+//! driver, so what is left is the way of a command. Each figure of IOPS is the median of several
+//! rounds; doorbells and interrupts are counted in a run of their own, because QEMU's trace takes
+//! time for each. Both devices are counted from their own side and divided by the I/Os that fio
+//! did.
 //!
 //! A second table has a file behind both, and says what an I/O costs this machine: see `cpu`.
 
@@ -18,15 +19,16 @@ use serde_json::{Value, json};
 use shadowbell_guest::trace::Stretch;
 use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, Server};
 
-use super::fio::{Measured, random_reads};
-use super::{Lab, Subject, dmesg, names};
 use crate::report::Report;
-use crate::table::{render, thousands};
+use crate::suites::dmesg;
+use crate::suites::fio::{BLOCK, Measured, random_reads};
+use crate::suites::setup::{ControllerKind, MINUTE, Setup, names};
+use shadowbell_bench::figures::count as short;
+use shadowbell_bench::table::Table;
 
 const DEPTHS: [u32; 5] = [1, 2, 4, 8, 32];
 const TIME: Duration = Duration::from_millis(1500);
 const DISK_BYTES: u64 = 1 << 40;
-const BLOCK: u32 = 4096;
 /// Microseconds.
 const POLL_MAX: &str = "1000";
 
@@ -81,21 +83,21 @@ impl Row {
     }
 }
 
-pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
+pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
     let mut contestants = Vec::new();
     let mut devices = Vec::new();
     let mut add = |device, doorbells, server, of_guest| {
         contestants.push(Contestant { device, doorbells, server, dev: String::new() });
         devices.push(of_guest);
     };
-    if lab.subject == Subject::Shadowbell {
-        // Emulated, the guest takes about ten times as long over an I/O as a real one, so the longest
-        // time that a worker waits for the next one is tenfold as well.
+    if setup.controller == ControllerKind::Shadowbell {
+        // Emulated, the guest takes about ten times as long over an I/O as a real one, so the
+        // longest time that a worker waits for the next one is tenfold as well.
         let shadow = &["--poll-max", POLL_MAX][..];
         let mmio = &["--poll-max", POLL_MAX, "--no-shadow-doorbells"][..];
         for (doorbells, options) in [("shadow", shadow), ("mmio", mmio)] {
             let disks = [format!("null:{DISK_BYTES}")];
-            let disk = lab.serve(run, doorbells, &disks, options, None)?;
+            let disk = setup.serve(run, doorbells, &disks, options, None)?;
             add("shadowbell", doorbells, disk.server, disk.device);
         }
     }
@@ -104,33 +106,29 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
         add("qemu", doorbells, None, Device::QemuNvme { drive, dbcs });
     }
     // One processor for the guest leaves the other for the device, which is where it would be.
-    let mut guest = lab.boot(run, kernel, devices, |config| config.cpus = 1)?;
+    let mut guest = setup.boot(run, kernel, devices, |config| config.cpus = 1)?;
     for (index, contestant) in contestants.iter_mut().enumerate() {
         contestant.dev = names(&mut guest, index)?.1;
-        guest.sh(
-            &format!("echo none >/sys/block/{}/queue/scheduler", contestant.dev),
-            super::MINUTE,
-        )?;
+        guest.sh(&format!("echo none >/sys/block/{}/queue/scheduler", contestant.dev), MINUTE)?;
     }
     let rows = report
         .check("random reads of 4 KiB at every depth, on every disk in turn", |_| {
-            measure(&mut guest, &mut contestants, lab.rounds)
+            measure(&mut guest, &mut contestants, setup.rounds)
         })
         .context("no figures")?;
-    print(&rows);
-    for row in &rows {
-        report.row(row.json(kernel));
-    }
+    report.table(table(&rows, kernel));
     compare(report, &rows);
     let count = contestants.len();
     report.check("the kernel has nothing to complain of", |_| dmesg::clean(&mut guest, count));
-    report.check("the guest powers off", |_| guest.power_off(super::MINUTE));
+    report.check("the guest powers off", |_| guest.power_off(MINUTE));
     for server in contestants.into_iter().filter_map(|contestant| contestant.server) {
         report.check("the server leaves cleanly", |_| server.stop());
     }
     // Where speed is not judged, one of the kernels is enough.
-    if lab.subject == Subject::Shadowbell && (lab.rounds > 1 || kernel == Kernel::V7_2) {
-        cpu::run(lab, report, kernel, run)?;
+    if setup.controller == ControllerKind::Shadowbell
+        && (setup.rounds > 1 || kernel == Kernel::V7_2)
+    {
+        cpu::run(setup, report, kernel, run)?;
     }
     Ok(())
 }
@@ -203,40 +201,39 @@ fn compare(report: &mut Report, rows: &[Row]) {
     }
     report.check("fewer doorbells per I/O than QEMU with dbcs=on, at each depth", |_| {
         for depth in DEPTHS {
-            let (ours, theirs) =
+            let (shadowbell, qemu) =
                 (find("shadowbell", depth)?.mmio_per_io(), find("qemu", depth)?.mmio_per_io());
-            ensure!(ours < theirs, "iodepth {depth}: ours {ours:.3}, QEMU's {theirs:.3}");
+            ensure!(shadowbell < qemu, "iodepth {depth}: {shadowbell:.3}, QEMU's {qemu:.3}");
         }
         Ok(())
     });
     // A speed is printed and not judged: what else this machine does would decide.
     for depth in DEPTHS {
-        if let (Ok(ours), Ok(theirs)) = (find("shadowbell", depth), find("qemu", depth)) {
+        if let (Ok(shadowbell), Ok(qemu)) = (find("shadowbell", depth), find("qemu", depth)) {
             println!(
                 "   iodepth {depth}: {:.2} times the IOPS of QEMU with dbcs=on",
-                ours.fio.iops / theirs.fio.iops
+                shadowbell.fio.iops / qemu.fio.iops
             );
         }
     }
 }
 
-fn print(rows: &[Row]) {
-    let cells: Vec<Vec<String>> = rows
-        .iter()
-        .map(|row| {
-            vec![
-                row.depth.to_string(),
-                row.device.to_owned(),
-                row.doorbells.to_owned(),
-                thousands(row.fio.iops),
-                format!("{:.3}", row.mmio_per_io()),
-                format!("{:.3}", row.per_io(row.interrupts)),
-                format!("{:.0}", row.fio.latency[1] / 1000.0),
-            ]
-        })
-        .collect();
+fn table(rows: &[Row], kernel: Kernel) -> Table {
     let head = ["iodepth", "device", "doorbells", "IOPS", "MMIO/IO", "interrupts/IO", "p50 us"];
-    println!("\n{}", render(&head, &cells));
+    let mut table = Table::new("", &head);
+    for row in rows {
+        let cells = vec![
+            row.depth.to_string(),
+            row.device.to_owned(),
+            row.doorbells.to_owned(),
+            short(row.fio.iops),
+            format!("{:.3}", row.mmio_per_io()),
+            format!("{:.3}", row.per_io(row.interrupts)),
+            format!("{:.0}", row.fio.latency[1] / 1000.0),
+        ];
+        table.push(cells, row.json(kernel));
+    }
+    table
 }
 
 #[cfg(test)]
@@ -278,17 +275,17 @@ mod tests {
 
     #[test]
     fn a_promise_that_is_not_kept_fails() {
-        let rows = |ours: f64, doorbells: u64| {
+        let rows = |iops: f64, doorbells: u64| {
             DEPTHS
                 .iter()
                 .flat_map(|&depth| {
-                    [row("qemu", depth, 100.0, 50), row("shadowbell", depth, ours, doorbells)]
+                    [row("qemu", depth, 100.0, 50), row("shadowbell", depth, iops, doorbells)]
                 })
                 .collect::<Vec<_>>()
         };
-        for (ours, doorbells, failed) in [(200.0, 0, 0), (90.0, 0, 0), (200.0, 50, 1)] {
+        for (iops, doorbells, failed) in [(200.0, 0, 0), (90.0, 0, 0), (200.0, 50, 1)] {
             let mut report = Report::default();
-            compare(&mut report, &rows(ours, doorbells));
+            compare(&mut report, &rows(iops, doorbells));
             assert_eq!(report.failed(), failed);
         }
     }

@@ -7,19 +7,19 @@ use anyhow::{Context, Result};
 use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-use super::super::idle::ticks;
+use crate::suites::idle::ticks;
 
 /// What a process has used since it began.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct Usage {
+pub(crate) struct Usage {
     /// Of processor time, in the kernel and outside, threads that have ended included.
-    pub(super) seconds: f64,
+    pub(crate) seconds: f64,
     /// How often a thread of it went to sleep, those that have ended not included.
-    pub(super) sleeps: f64,
+    pub(crate) sleeps: f64,
 }
 
 impl Usage {
-    pub(super) fn of(process: u32) -> Result<Self> {
+    pub(crate) fn of(process: u32) -> Result<Self> {
         let path = format!("/proc/{process}/stat");
         let text = fs::read_to_string(&path).context(path)?;
         let ticks = ticks(&text).context("no times in /proc/PID/stat")?;
@@ -37,7 +37,7 @@ impl Usage {
         Ok(Self { seconds: ticks as f64 / per_second, sleeps: sleeps as f64 })
     }
 
-    pub(super) fn since(self, before: Self) -> Self {
+    pub(crate) fn since(self, before: Self) -> Self {
         Self {
             seconds: self.seconds - before.seconds,
             sleeps: (self.sleeps - before.sleeps).max(0.0),
@@ -45,11 +45,11 @@ impl Usage {
     }
 }
 
-/// Lets all threads that `process` has now, and those that they start, run on one processor only: the
-/// last one that we may use ourselves.
-pub(super) fn confine(process: u32) -> Result<()> {
-    let ours = sched_getaffinity(None).context("asking where we may run")?;
-    let last = (0..CpuSet::MAX_CPU).rfind(|cpu| ours.is_set(*cpu)).context("nowhere to run")?;
+/// Lets all threads that `process` has now, and those that they start, run on one processor only:
+/// the last one that we may use ourselves.
+pub(crate) fn confine(process: u32) -> Result<()> {
+    let allowed = sched_getaffinity(None).context("asking where we may run")?;
+    let last = (0..CpuSet::MAX_CPU).rfind(|cpu| allowed.is_set(*cpu)).context("nowhere to run")?;
     let mut one = CpuSet::new();
     one.set(last);
     for thread in threads(process)? {

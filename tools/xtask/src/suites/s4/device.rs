@@ -1,24 +1,25 @@
-//! Our disk as a block device of the guest's kernel: what it looks like, that it keeps what is written
-//! to it, and what happens when its server ends in an orderly way, or is killed.
+//! The disk as a block device of the guest's kernel: what it looks like, that it keeps what is
+//! written to it, and what happens when its server ends in an orderly way, or is killed.
 
 use anyhow::{Context, Result, ensure};
 use shadowbell_guest::Guest;
 
-use super::super::vfio::shadowbell;
-use super::super::{MINUTE, dmesg};
-use super::{Controller, SIZE};
+use super::controller::{Controller, SIZE};
 use crate::report::Report;
+use crate::suites::dmesg;
+use crate::suites::setup::MINUTE;
+use crate::suites::vfio::shadowbell;
 
 /// A disk that is exported in the guest.
-pub(super) struct Export {
+pub(crate) struct Export {
     /// The block device's name.
-    pub(super) disk: String,
+    pub(crate) disk: String,
     number: u32,
 }
 
 impl Export {
     /// Starts `shadowbell export TARGET --ublk` with more options, and waits for the device.
-    pub(super) fn start(guest: &mut Guest, target: &str, options: &str) -> Result<Self> {
+    pub(crate) fn start(guest: &mut Guest, target: &str, options: &str) -> Result<Self> {
         let number = 0;
         guest.sh(
             &format!(
@@ -35,7 +36,7 @@ impl Export {
     }
 
     /// How often the server's threads have slept so far.
-    pub(super) fn sleeps(&self, guest: &mut Guest) -> Result<u64> {
+    pub(crate) fn sleeps(&self, guest: &mut Guest) -> Result<u64> {
         let text = guest.sh(
             &format!(
                 "sed -n 's/^voluntary_ctxt_switches:[[:space:]]*//p' \
@@ -64,7 +65,7 @@ impl Export {
     }
 
     /// Ends it as an operator would: the device goes, and nothing was wrong.
-    pub(super) fn stop(self, guest: &mut Guest) -> Result<()> {
+    pub(crate) fn stop(self, guest: &mut Guest) -> Result<()> {
         self.signal(guest, "TERM")?;
         let said = self.ended(guest)?;
         ensure!(said.contains("ended") && !said.contains("WARN"), "{said}");
@@ -85,36 +86,43 @@ fn refused(guest: &mut Guest, arguments: &str, words: &[&str]) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn without_the_driver(report: &mut Report, guest: &mut Guest) {
+pub(crate) fn without_the_driver(report: &mut Report, guest: &mut Guest) {
     report.check("without ublk's module there is a sentence that says what to do", |_| {
         refused(guest, "mem:16MiB --ublk", &["modprobe ublk_drv"])
     });
 }
 
-pub(super) fn checks(report: &mut Report, guest: &mut Guest, ours: &Controller, qemu: &Controller) {
+pub(crate) fn checks(
+    report: &mut Report,
+    guest: &mut Guest,
+    shadowbell_controller: &Controller,
+    qemu: &Controller,
+) {
     let mut check = |name: &str, run: &dyn Fn(&mut Guest) -> Result<()>| {
         report.check(name, |_| run(guest).or_else(|error| tidy(guest).and(Err(error))))
     };
-    check("only root makes block devices, and others are told so", &unprivileged);
+    check("only root makes block devices, and others are refused with that reason", &unprivileged);
     check("the kernel sees what the disk is: size, blocks, cache, discard, queues", &|guest| {
-        attributes(guest, ours, qemu)
+        attributes(guest, shadowbell_controller, qemu)
     });
-    for controller in [ours, qemu] {
+    for controller in [shadowbell_controller, qemu] {
         let name = controller.name;
         check(&format!("{name}: written, trimmed, verified through ublk"), &|guest| {
             content(guest, controller)
         });
     }
     check("a file system is written, mounted afresh, trimmed, and clean", &|guest| {
-        file_system(guest, ours)
+        file_system(guest, shadowbell_controller)
     });
     check("SIGTERM waits for who has it mounted, and then the device goes", &|guest| {
-        in_use(guest, ours)
+        in_use(guest, shadowbell_controller)
     });
     check("killed under load, three times: --recover goes on, and nothing is lost", &|guest| {
-        killed(guest, ours)
+        killed(guest, shadowbell_controller)
     });
-    check("what can not be taken over says why", &|guest| not_taken_over(guest, ours));
+    check("what can not be taken over says why", &|guest| {
+        not_taken_over(guest, shadowbell_controller)
+    });
     report.check("the kernel has nothing to complain of", |_| {
         let log = guest.dmesg()?;
         let bad = ["ublk", "blocked for more than", "BUG:", "WARNING:", "Oops"];
@@ -153,7 +161,11 @@ fn attribute(guest: &mut Guest, disk: &str, name: &str) -> Result<String> {
     Ok(guest.sh(&format!("cat /sys/block/{disk}/{name}"), MINUTE)?.trim().to_owned())
 }
 
-fn attributes(guest: &mut Guest, ours: &Controller, qemu: &Controller) -> Result<()> {
+fn attributes(
+    guest: &mut Guest,
+    shadowbell_controller: &Controller,
+    qemu: &Controller,
+) -> Result<()> {
     let expect = |guest: &mut Guest, disk: &str, list: &[(&str, &str)]| -> Result<()> {
         for (name, want) in list {
             let found = attribute(guest, disk, name)?;
@@ -163,7 +175,9 @@ fn attributes(guest: &mut Guest, ours: &Controller, qemu: &Controller) -> Result
     };
     let sectors = (SIZE / 512).to_string();
     // Memory is written when it is written; QEMU's controller has a cache.
-    for (controller, cache, fua) in [(ours, "write through", "0"), (qemu, "write back", "1")] {
+    for (controller, cache, fua) in
+        [(shadowbell_controller, "write through", "0"), (qemu, "write back", "1")]
+    {
         let export = Export::start(guest, &controller.target(), "--queues 2")?;
         let list = [
             ("size", sectors.as_str()),

@@ -1,42 +1,43 @@
-//! Every processor its own queue, and the disk for everyone else: the driver's attach banner, our disk
-//! as `/dev/ublkbN` inside the guest, and the S4 table.
+//! Every processor its own queue, and the disk for everyone else: the driver's attach banner, the
+//! disk as `/dev/ublkbN` inside the guest, and the S4 table.
 //!
-//! Two controllers are driven, QEMU's and ours, first by the kernel's driver and then, through VFIO, by
-//! ours. The guest has two processors, so readers and queues are spread.
+//! Two controllers are driven, QEMU's and shadowbell's, first by the kernel's driver and then,
+//! through VFIO, by shadowbell's. The guest has two processors, so readers and queues are spread.
 
+mod controller;
 mod device;
 mod table;
 
 use anyhow::{Context, Result, ensure};
 use shadowbell_guest::{Device, Drive, Guest, Kernel, RunDir, config};
 
+use self::controller::{Controller, SIZE};
 use super::vfio::{self, allow_unsafe_interrupts, boot, load, pack, shadowbell};
-use super::{Lab, MINUTE, names};
 use crate::report::Report;
+use crate::suites::setup::{MINUTE, Setup, names};
 
 /// The kernel's driver for block devices in user space.
 const UBLK: &str = "ublk_drv";
-/// Bytes of each disk.
-const SIZE: u64 = 512 << 20;
 
-pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
-    if lab.shadowbell.is_none() {
-        println!("   left out: it is about our driver; give the program with --shadowbell");
+pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
+    if setup.shadowbell.is_none() {
+        println!("   left out: it is about the driver; give the program with --shadowbell");
         return Ok(());
     }
-    if lab.roots.modules(kernel, &[UBLK]).is_empty() {
+    if setup.roots.modules(kernel, &[UBLK]).is_empty() {
         println!("   left out: Debian's Linux {kernel} has no {UBLK}");
         return Ok(());
     }
     let modules: Vec<_> = vfio::MODULES.iter().copied().chain([UBLK]).collect();
-    pack(lab, kernel, run, &[], &modules)?;
+    pack(setup, kernel, run, &[], &modules)?;
     run.image("a.img", SIZE)?;
-    let ours = lab.serve(run, "s4", &[format!("mem:{SIZE}")], &["--poll-max", "1000"], None)?;
+    let shadowbell_disk =
+        setup.serve(run, "s4", &[format!("mem:{SIZE}")], &["--poll-max", "1000"], None)?;
     let devices = vec![
         Device::QemuNvme { drive: Drive::Image("a.img".into()), dbcs: true },
-        ours.device.clone(),
+        shadowbell_disk.device.clone(),
     ];
-    let mut guest = boot(lab, run, kernel, devices, |config| config.memory_mib = 1536)?;
+    let mut guest = boot(setup, run, kernel, devices, |config| config.memory_mib = 1536)?;
     // QEMU tells a vfio-user server of every page that its IOMMU maps: the fewer the better.
     guest.sh(
         "echo 64 >/proc/sys/vm/nr_hugepages && grep -q 'HugePages_Free: *64' /proc/meminfo",
@@ -48,10 +49,13 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
         anyhow::Ok(Controller { name, address, disk })
     };
     let controllers = [find(0, "qemu")?, find(1, "shadowbell")?];
-    let [qemu, ours_driven] = &controllers;
+    let [qemu, shadowbell_controller] = &controllers;
     // Where speed is not judged, one of them is enough.
-    let measured =
-        if lab.rounds == 1 { std::slice::from_ref(ours_driven) } else { &controllers[..] };
+    let measured = if setup.rounds == 1 {
+        std::slice::from_ref(shadowbell_controller)
+    } else {
+        &controllers[..]
+    };
     report.check("every block is written before one is read", |_| {
         for controller in measured {
             guest.sh(
@@ -67,7 +71,7 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
     });
     let mut rows = report
         .check("random and sequential reads by the kernel's driver", |_| {
-            table::by_the_kernel(&mut guest, measured, lab.rounds)
+            table::by_the_kernel(&mut guest, measured, setup.rounds)
         })
         .context("no figures")?;
     device::without_the_driver(report, &mut guest);
@@ -84,42 +88,25 @@ pub(super) fn run(lab: &Lab, report: &mut Report, kernel: Kernel, run: &RunDir) 
             banner(&mut guest, controller)
         });
     }
-    let more = report.check("random and sequential reads by our driver", |_| {
-        table::by_our_driver(&mut guest, measured, lab.rounds)
+    let more = report.check("random and sequential reads by the driver under test", |_| {
+        table::by_the_driver(&mut guest, measured, setup.rounds)
     });
     rows.extend(more.into_iter().flatten());
     for controller in measured {
         let more = report.check(&format!("{}: readers through ublk", controller.name), |_| {
-            table::through_ublk(&mut guest, controller, lab.rounds)
+            table::through_ublk(&mut guest, controller, setup.rounds)
         });
         rows.extend(more.into_iter().flatten());
     }
-    table::print(&rows);
-    for row in &rows {
-        report.row(row.json(kernel));
-    }
+    report.table(table::table(&rows, kernel));
     table::judge(report, &rows, measured.len());
-    device::checks(report, &mut guest, ours_driven, qemu);
+    device::checks(report, &mut guest, shadowbell_controller, qemu);
     report.check("the guest powers off", |_| guest.power_off(MINUTE));
-    report.check("the server leaves cleanly", |_| ours.stop());
+    report.check("the server leaves cleanly", |_| shadowbell_disk.stop());
     Ok(())
 }
 
-/// One of the two controllers.
-struct Controller {
-    name: &'static str,
-    address: String,
-    /// Its block device, while the kernel has it.
-    disk: String,
-}
-
-impl Controller {
-    fn target(&self) -> String {
-        format!("nvme://{}", self.address)
-    }
-}
-
-/// What a person is told of queues, interrupts and processors, and what it looks like.
+/// The banner of `bench` says how queues, interrupts and processors belong together.
 fn banner(guest: &mut Guest, controller: &Controller) -> Result<()> {
     let command =
         format!("bench {} --numjobs 2 --number-ios 10 --completion interrupt", controller.target());

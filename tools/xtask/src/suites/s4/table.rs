@@ -1,5 +1,5 @@
-//! The S4 table: random reads of 512 bytes and of 4 KiB with 1, 2 and 4 readers, sequential readers on
-//! the raw disk and through a file system. A reader has one read under way at a time.
+//! The S4 table: random reads of 512 bytes and of 4 KiB with 1, 2 and 4 readers, sequential readers
+//! on the raw disk and through a file system. A reader has one read under way at a time.
 
 use std::time::Duration;
 
@@ -7,14 +7,15 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use shadowbell_guest::{Guest, Kernel};
 
-use super::super::MINUTE;
-use super::super::fio::{self, Measured};
-use super::super::verdict::{MISSED, OPEN, REACHED, Verdict};
-use super::super::vfio::json_of;
+use super::controller::{Controller, SIZE};
 use super::device::Export;
-use super::{Controller, SIZE};
 use crate::report::Report;
-use crate::table::{render, thousands};
+use crate::suites::comparison::{Comparison, MISSED, OPEN, REACHED};
+use crate::suites::fio::{self, Measured};
+use crate::suites::setup::MINUTE;
+use crate::suites::vfio::json_of;
+use shadowbell_bench::figures::count;
+use shadowbell_bench::table::Table;
 
 /// Bytes of each random read.
 const SMALL: [u32; 2] = [512, 4096];
@@ -32,7 +33,7 @@ const RAW_BYTES: u64 = 320 << 20;
 const FILE_BYTES: u64 = 128 << 20;
 
 /// One figure.
-pub(super) struct Row {
+pub(crate) struct Row {
     controller: &'static str,
     /// Who drives the controller: `linux` or `shadowbell`.
     device: &'static str,
@@ -69,7 +70,7 @@ impl Row {
         }
     }
 
-    pub(super) fn json(&self, kernel: Kernel) -> Value {
+    fn json(&self, kernel: Kernel) -> Value {
         let mut row = json!({
             "table": "S4",
             "device": self.device,
@@ -133,8 +134,8 @@ fn median(mut rounds: Vec<Figures>) -> Result<Figures> {
     Ok(middle)
 }
 
-/// Measures things on every controller in turn, so that what else this machine does falls on all, and
-/// every other time the other way round, so that what the one leaves behind does.
+/// Measures things on every controller in turn, so that what else this machine does falls on all,
+/// and every other time the other way round, so that what the one leaves behind does.
 fn in_turn<'a>(
     controllers: &'a [Controller],
     turns: usize,
@@ -205,7 +206,7 @@ fn raw(device: &'static str, through: &'static str) -> impl Iterator<Item = What
     random.chain(RAW.map(|readers| what("read", LARGE, readers)))
 }
 
-pub(super) fn by_the_kernel(
+pub(crate) fn by_the_kernel(
     guest: &mut Guest,
     controllers: &[Controller],
     rounds: usize,
@@ -219,7 +220,7 @@ pub(super) fn by_the_kernel(
     Ok(rows)
 }
 
-pub(super) fn by_our_driver(
+pub(crate) fn by_the_driver(
     guest: &mut Guest,
     controllers: &[Controller],
     rounds: usize,
@@ -248,8 +249,8 @@ pub(super) fn by_our_driver(
     Ok(rows)
 }
 
-/// The same on the disk as a block device, and files on it.
-pub(super) fn through_ublk(
+/// Random and sequential reads of the disk as a block device, and of files on it.
+pub(crate) fn through_ublk(
     guest: &mut Guest,
     controller: &Controller,
     rounds: usize,
@@ -312,11 +313,11 @@ fn through(
     Ok(rows)
 }
 
-/// What the project promises of this table is printed, because what else this machine does would decide;
-/// that all of it was measured is judged.
-pub(super) fn judge(report: &mut Report, rows: &[Row], controllers: usize) {
+/// What the project promises of this table is printed, because what else this machine does would
+/// decide; that all of it was measured is judged.
+pub(crate) fn judge(report: &mut Report, rows: &[Row], controllers: usize) {
     report.check("every reader read", |_| {
-        // Of each controller: by the kernel, by our driver, through ublk, and files.
+        // Of each controller: by the kernel, by the driver under test, through ublk, and files.
         let each = 2 * (READERS.len() * SMALL.len() + RAW.len())
             + (READERS.len() + RAW.len())
             + FILES.len();
@@ -333,7 +334,7 @@ pub(super) fn judge(report: &mut Report, rows: &[Row], controllers: usize) {
                 && row.file_system == file_system
         })
     };
-    let mut verdicts = Vec::new();
+    let mut comparisons = Vec::new();
     for row in rows {
         let other = match (row.rw, row.bs, row.readers, row.file_system) {
             ("randread", 512, readers, None) => find(row, 4096, readers, None),
@@ -346,25 +347,25 @@ pub(super) fn judge(report: &mut Report, rows: &[Row], controllers: usize) {
             (_, None) => Target::FIVE,
             (_, Some(_)) => Target::FILES,
         };
-        let verdict = target.judge(row, other);
+        let compared = target.compare(row, other);
         println!(
             "   {} {}, {}, {} readers: {:.2} times {} ({:.2} to {:.2} in {} turns): {}",
             row.controller,
             row.device,
             row.place(),
             row.readers,
-            verdict.ratio,
+            compared.ratio,
             target.of,
-            verdict.least,
-            verdict.most,
+            compared.least,
+            compared.most,
             row.turns.len(),
-            verdict.words()
+            compared.outcome()
         );
-        verdicts.push((target, verdict));
+        comparisons.push((target, compared));
     }
     for target in [Target::SMALL, Target::FIVE, Target::FILES] {
-        let of = |words: &str| {
-            let these = verdicts.iter().filter(|(t, v)| *t == target && v.words() == words);
+        let of = |outcome: &str| {
+            let these = comparisons.iter().filter(|(t, c)| *t == target && c.outcome() == outcome);
             these.count()
         };
         println!(
@@ -394,29 +395,28 @@ impl Target {
     const FILES: Self =
         Self { what: "sequential readers of files", of: "one on the raw disk", least: 0.8 };
 
-    fn judge(self, row: &Row, other: &Row) -> Verdict {
-        Verdict::of(&row.turns, &other.turns, self.least)
+    fn compare(self, row: &Row, other: &Row) -> Comparison {
+        Comparison::of(&row.turns, &other.turns, self.least)
     }
 }
 
-pub(super) fn print(rows: &[Row]) {
-    let cells: Vec<Vec<String>> = rows
-        .iter()
-        .map(|row| {
-            vec![
-                row.controller.to_owned(),
-                row.device.to_owned(),
-                row.place(),
-                row.rw.to_owned(),
-                row.bs.to_string(),
-                row.readers.to_string(),
-                thousands(row.iops),
-                format!("{:.1}", row.bandwidth / 1e6),
-            ]
-        })
-        .collect();
+pub(crate) fn table(rows: &[Row], kernel: Kernel) -> Table {
     let head = ["controller", "driver", "through", "rw", "bytes", "readers", "IOPS", "MB/s"];
-    println!("\n{}", render(&head, &cells));
+    let mut table = Table::new("", &head);
+    for row in rows {
+        let cells = vec![
+            row.controller.to_owned(),
+            row.device.to_owned(),
+            row.place(),
+            row.rw.to_owned(),
+            row.bs.to_string(),
+            row.readers.to_string(),
+            count(row.iops),
+            format!("{:.1}", row.bandwidth / 1e6),
+        ];
+        table.push(cells, row.json(kernel));
+    }
+    table
 }
 
 #[cfg(test)]

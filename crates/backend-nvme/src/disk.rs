@@ -1,0 +1,198 @@
+//! A namespace of a controller that the driver owns, as a disk.
+
+use crate::dma_share::DmaShares;
+use crate::hang_up::HangUpMonitor;
+use crate::queue::{NoDevice, NvmeQueue};
+use crate::shared::NvmeDiskShared;
+use crate::transfers::DiskTransfers;
+use parking_lot::Mutex;
+use shadowbell_backend::{Disk, DiskInfo, Queue};
+use shadowbell_driver::{AttachError, AttachOptions, Controller, Namespace, SpinPolicy, Transport};
+use std::sync::Arc;
+use std::{fmt, io};
+use thiserror::Error;
+
+/// How a namespace is used as a disk.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Options {
+    /// Refuse everything that changes the disk.
+    pub read_only: bool,
+    /// How many queue pairs to ask for: so many workers can use the disk.
+    pub queue_pairs: u16,
+    /// Entries of each.
+    pub queue_depth: u32,
+    /// Let the SSD reach the guest's memory by itself, where it can.
+    pub zero_copy: bool,
+}
+
+impl Default for Options {
+    /// Eight queue pairs of 256 entries, and no copies where that is possible.
+    fn default() -> Self {
+        Self { read_only: false, queue_pairs: 8, queue_depth: 256, zero_copy: true }
+    }
+}
+
+/// Why a namespace is no disk.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// The controller could not be taken over.
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+    /// The controller has no such namespace.
+    #[error("there is no namespace {nsid} on {device}; active are: {active}")]
+    NoNamespace {
+        /// The namespace.
+        nsid: u32,
+        /// What a person calls the controller.
+        device: String,
+        /// The namespaces that there are.
+        active: String,
+    },
+    /// The namespace is one whose blocks can not be moved.
+    #[error("namespace {nsid} {what}, which can not be passed on; format it without")]
+    Unusable {
+        /// The namespace.
+        nsid: u32,
+        /// What it has.
+        what: &'static str,
+    },
+    /// A guest could not use the namespace's blocks.
+    #[error("namespace {nsid} has blocks of {size} bytes; disks have 512 or 4096")]
+    BlockSize {
+        /// The namespace.
+        nsid: u32,
+        /// Bytes of a block.
+        size: u32,
+    },
+    /// The system has no thread or descriptor.
+    #[error("the device can not be monitored: {0}")]
+    System(io::Error),
+}
+
+/// A namespace of an NVMe controller, which the driver has to itself, as a disk.
+///
+/// With the last handle on it, the queues of its users included, the controller is shut down in
+/// order.
+#[derive(Clone)]
+pub struct NvmeDisk(Arc<NvmeDiskShared>);
+
+impl NvmeDisk {
+    /// Attaches to the controller at the other end of `transport`; `name` is what a person calls
+    /// the disk.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn open(
+        transport: Arc<dyn Transport>,
+        nsid: u32,
+        name: &str,
+        options: &Options,
+    ) -> Result<Self, OpenError> {
+        let attach = AttachOptions {
+            queue_pairs: options.queue_pairs.max(1),
+            queue_depth: options.queue_depth,
+            // Workers wait by themselves.
+            spin: SpinPolicy::SLEEP,
+            ..AttachOptions::default()
+        };
+        let controller = Controller::attach(Arc::clone(&transport), &attach)?;
+        let namespace = match controller.namespace(nsid) {
+            Some(namespace) => namespace.clone(),
+            None => {
+                let list = controller.namespaces().iter().map(|ns| ns.nsid().to_string());
+                let active = match list.collect::<Vec<_>>().join(", ") {
+                    none if none.is_empty() => "none".to_owned(),
+                    list => list,
+                };
+                let device = controller.name().to_owned();
+                return Err(OpenError::NoNamespace { nsid, device, active });
+            }
+        };
+        if let Some(what) = namespace.unusable() {
+            return Err(OpenError::Unusable { nsid, what });
+        }
+        let size = namespace.block_size();
+        if !matches!(size, 512 | 4096) {
+            return Err(OpenError::BlockSize { nsid, size });
+        }
+        let info = info(&namespace, options.read_only);
+        let hang_up = HangUpMonitor::start(transport.hang_up()).map_err(OpenError::System)?;
+        let controller = Arc::new(Mutex::new(controller));
+        let shares = DmaShares::new(Arc::clone(&controller), name);
+        Ok(Self(Arc::new(NvmeDiskShared {
+            namespace,
+            info,
+            shares: options.zero_copy.then(|| Arc::new(shares)),
+            hang_up,
+            name: name.to_owned(),
+            transfers: DiskTransfers::default(),
+            depth: options.queue_depth,
+            controller,
+        })))
+    }
+
+    /// The namespace below.
+    #[must_use]
+    pub fn namespace(&self) -> &Namespace {
+        &self.0.namespace
+    }
+}
+
+fn info(namespace: &Namespace, read_only: bool) -> DiskInfo {
+    let mut info = DiskInfo::new(namespace.block_size(), namespace.blocks());
+    info.read_only = read_only || namespace.is_read_only();
+    info.volatile_cache = namespace.has_volatile_cache();
+    info.discard = crate::task::discards(namespace);
+    // NPDG is 0's based; a value beyond reason is not believed.
+    info.granularity = u32::from(namespace.identity().npdg).min(0x7ff).saturating_add(1);
+    info
+}
+
+impl Disk for NvmeDisk {
+    fn info(&self) -> DiskInfo {
+        self.0.info.clone()
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn Queue>> {
+        let mut controller = self.0.controller.lock();
+        let pair = match controller.take_queue_pair() {
+            _ if self.0.hang_up.is_gone() => return Ok(Box::new(NoDevice)),
+            Some(pair) => pair,
+            // In the place of one whose user has gone.
+            None => match controller.create_queue_pair(self.0.depth) {
+                Ok(pair) => pair,
+                // The controller with this namespace may have others that are well, and a guest
+                // that comes back to them.
+                Err(_) if controller.check().is_err() => return Ok(Box::new(NoDevice)),
+                Err(error) => return Err(io::Error::other(error)),
+            },
+        };
+        drop(controller);
+        Ok(Box::new(NvmeQueue::new(Arc::clone(&self.0), pair)?))
+    }
+
+    fn name(&self) -> String {
+        self.0.name.clone()
+    }
+
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        let transfers = self.0.transfers.sum();
+        let recovery = self.0.controller.lock().recovery_stats();
+        vec![
+            ("commands_in_place", transfers.in_place),
+            ("commands_copied", transfers.copied),
+            ("resets", recovery.resets),
+        ]
+    }
+}
+
+impl fmt::Debug for NvmeDisk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NvmeDisk")
+            .field("name", &self.0.name)
+            .field("info", &self.0.info)
+            .finish_non_exhaustive()
+    }
+}

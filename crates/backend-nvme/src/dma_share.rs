@@ -1,0 +1,135 @@
+//! The guest's memory, as far as the SSD reaches it itself.
+
+use parking_lot::Mutex;
+use shadowbell_driver::{Controller, LentMemory};
+use shadowbell_memory::{DmaTable, Mapping, Segments};
+use std::sync::{Arc, Weak};
+
+/// What all queues of a disk share with the SSD.
+pub(crate) struct DmaShares {
+    /// The SSD's controller, in whose IOMMU (or at whose server) memory is mapped.
+    controller: Arc<Mutex<Controller>>,
+    /// What the disk is called in messages.
+    name: String,
+    list: Mutex<List>,
+}
+
+#[derive(Default)]
+struct List {
+    shared: Vec<Weak<LentMemory>>,
+    /// What the SSD can not have.
+    refused: Vec<Weak<Mapping>>,
+}
+
+impl DmaShares {
+    pub(crate) fn new(controller: Arc<Mutex<Controller>>, name: &str) -> Self {
+        Self { controller, name: name.to_owned(), list: Mutex::default() }
+    }
+
+    /// Shares a mapping with the SSD, if it can have it. Takes its time the first time.
+    fn share(&self, mapping: &Arc<Mapping>) -> Option<Arc<LentMemory>> {
+        // Held while the memory is shared, so that two queues do not share it twice.
+        let mut list = self.list.lock();
+        list.shared.retain(|shared| shared.strong_count() != 0);
+        list.refused.retain(|refused| refused.strong_count() != 0);
+        let mut known = list.shared.iter().filter_map(Weak::upgrade);
+        if let Some(shared) = known.find(|shared| Arc::ptr_eq(shared.mapping(), mapping)) {
+            return Some(shared);
+        }
+        drop(known);
+        if list.refused.iter().any(|refused| refused.as_ptr() == Arc::as_ptr(mapping)) {
+            return None;
+        }
+        let outcome = self.controller.lock().lend(mapping);
+        match outcome {
+            Ok(shared) => {
+                tracing::debug!(len = mapping.len(), "{} reaches a guest's memory", self.name);
+                let shared = Arc::new(shared);
+                list.shared.push(Arc::downgrade(&shared));
+                Some(shared)
+            }
+            Err(error) => {
+                if list.refused.is_empty() {
+                    tracing::info!("{}: what is read and written is copied: {error}", self.name);
+                }
+                list.refused.push(Arc::downgrade(mapping));
+                None
+            }
+        }
+    }
+}
+
+/// What one queue remembers of the memory that is shared with the SSD.
+pub(crate) struct DmaShare {
+    /// None if the SSD is not to reach the guest's memory.
+    shares: Option<Arc<DmaShares>>,
+    shared: Vec<Known<Arc<LentMemory>>>,
+    /// Mappings that the SSD can not have.
+    refused: Vec<Known<Arc<Mapping>>>,
+}
+
+/// Memory, and where the guest had it when it was last looked for.
+struct Known<T> {
+    memory: T,
+    iova: u64,
+}
+
+impl<T> Known<T> {
+    fn new(memory: T) -> Self {
+        Self { memory, iova: 0 }
+    }
+
+    /// Whether `mapping`, which is the memory's, is in `table` still. There can be tens of
+    /// thousands of ranges, which change all the time, so it is looked for where it was first.
+    fn is_in(&mut self, table: &DmaTable, mapping: impl Fn(&T) -> &Arc<Mapping>) -> bool {
+        let mapping = mapping(&self.memory);
+        if table.mapping_at(self.iova).is_some_and(|other| Arc::ptr_eq(mapping, other)) {
+            return true;
+        }
+        let found = table.iova_of(mapping);
+        self.iova = found.unwrap_or(0);
+        found.is_some()
+    }
+}
+
+impl DmaShare {
+    pub(crate) fn new(shares: Option<Arc<DmaShares>>) -> Self {
+        Self { shares, shared: Vec::new(), refused: Vec::new() }
+    }
+
+    /// The memory with the byte at `address`, which is one of `data`, if the SSD can reach it: and
+    /// where in the memory the byte is.
+    pub(crate) fn find(&mut self, address: usize, data: &Segments) -> Option<(&LentMemory, usize)> {
+        self.shares.as_ref()?;
+        let known = self.shared.iter().position(|shared| shared.memory.mapping().holds(address));
+        let index = match known {
+            Some(index) => index,
+            None if self.refused.iter().any(|refused| refused.memory.holds(address)) => {
+                return None;
+            }
+            None => self.add(data.mapping_at(address)?)?,
+        };
+        let shared = &self.shared.get(index)?.memory;
+        Some((shared, address - shared.mapping().address()))
+    }
+
+    #[cold]
+    fn add(&mut self, mapping: &Arc<Mapping>) -> Option<usize> {
+        match self.shares.as_ref()?.share(mapping) {
+            Some(shared) => {
+                self.shared.push(Known::new(shared));
+                Some(self.shared.len() - 1)
+            }
+            None => {
+                self.refused.push(Known::new(Arc::clone(mapping)));
+                None
+            }
+        }
+    }
+
+    /// Forgets memory that is not in `table`.
+    pub(crate) fn retain(&mut self, table: &DmaTable) {
+        self.shared.retain_mut(|shared| shared.is_in(table, |memory| memory.mapping()));
+        self.refused.retain_mut(|refused| refused.is_in(table, |memory| memory));
+    }
+}

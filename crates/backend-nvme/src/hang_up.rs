@@ -1,0 +1,85 @@
+//! Detects that the SSD has gone, while no completion would say so.
+
+use parking_lot::Mutex;
+use rustix::event::{PollFd, PollFlags, poll};
+use shadowbell_memory::EventFd;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
+
+/// Waits for the other end of a socket to hang up, if the SSD is reached by one.
+pub(crate) struct HangUpMonitor {
+    state: Arc<HangUpState>,
+    stop: EventFd,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Default)]
+struct HangUpState {
+    gone: AtomicBool,
+    /// What the workers of the disk's queues sleep on.
+    events: Mutex<Vec<Weak<EventFd>>>,
+}
+
+impl HangUpMonitor {
+    pub(crate) fn start(socket: Option<OwnedFd>) -> io::Result<Self> {
+        let state = Arc::new(HangUpState::default());
+        let stop = EventFd::new()?;
+        let thread = match socket {
+            None => None,
+            Some(socket) => {
+                let (state, stop) = (Arc::clone(&state), stop.try_clone()?);
+                let name = "nvme-hang-up".to_owned();
+                let run = move || wait(&socket, &stop, &state);
+                Some(std::thread::Builder::new().name(name).spawn(run)?)
+            }
+        };
+        Ok(Self { state, stop, thread })
+    }
+
+    /// Signals `event` when the SSD has gone, if it is still there.
+    pub(crate) fn add(&self, event: &Arc<EventFd>) {
+        let mut events = self.state.events.lock();
+        events.retain(|event| event.strong_count() != 0);
+        events.push(Arc::downgrade(event));
+    }
+
+    pub(crate) fn is_gone(&self) -> bool {
+        self.state.gone.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for HangUpMonitor {
+    fn drop(&mut self) {
+        self.stop.signal();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn wait(socket: &OwnedFd, stop: &EventFd, state: &HangUpState) {
+    let ended = PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL | PollFlags::RDHUP;
+    loop {
+        let mut fds = [
+            PollFd::from_borrowed_fd(stop.as_fd(), PollFlags::IN),
+            PollFd::new(socket, PollFlags::RDHUP),
+        ];
+        let _ = poll(&mut fds, None);
+        let [stop, socket] = &fds;
+        if !stop.revents().is_empty() {
+            return;
+        }
+        if socket.revents().intersects(ended) {
+            state.gone.store(true, Ordering::Release);
+            return state
+                .events
+                .lock()
+                .iter()
+                .filter_map(Weak::upgrade)
+                .for_each(|event| event.signal());
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! How data were transferred: how many commands moved them in place, and how many through a buffer.
+
+use parking_lot::Mutex;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// What one queue has counted. Written by its thread alone, which publishes its sums once for each
+/// batch; on cache lines of its own, so that another queue's counting does not make it wait.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub(crate) struct QueueTransfers {
+    in_place: AtomicU64,
+    copied: AtomicU64,
+}
+
+impl QueueTransfers {
+    pub(crate) fn publish(&self, transfers: Transfers) {
+        self.in_place.store(transfers.in_place, Ordering::Relaxed);
+        self.copied.store(transfers.copied, Ordering::Relaxed);
+    }
+
+    fn get(&self) -> Transfers {
+        Transfers {
+            in_place: self.in_place.load(Ordering::Relaxed),
+            copied: self.copied.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// Commands that moved data.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Transfers {
+    /// From or to the guest's memory, by the SSD itself.
+    pub(crate) in_place: u64,
+    /// Through a buffer, with a copy.
+    pub(crate) copied: u64,
+}
+
+impl Transfers {
+    fn add(&mut self, other: Self) {
+        self.in_place += other.in_place;
+        self.copied += other.copied;
+    }
+}
+
+/// What all queues of a disk have counted, those that are gone included.
+#[derive(Debug, Default)]
+pub(crate) struct DiskTransfers(Mutex<(Transfers, Vec<Arc<QueueTransfers>>)>);
+
+impl DiskTransfers {
+    /// The counters of a new queue.
+    pub(crate) fn join(&self) -> Arc<QueueTransfers> {
+        let counts = Arc::new(QueueTransfers::default());
+        let mut all = self.0.lock();
+        let (past, there) = &mut *all;
+        there.retain(|counts| {
+            let is_used = Arc::strong_count(counts) > 1;
+            if !is_used {
+                past.add(counts.get());
+            }
+            is_used
+        });
+        there.push(Arc::clone(&counts));
+        counts
+    }
+
+    pub(crate) fn sum(&self) -> Transfers {
+        let all = self.0.lock();
+        let (mut sum, there) = (all.0, &all.1);
+        there.iter().for_each(|counts| sum.add(counts.get()));
+        sum
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn queues_that_are_gone_still_count() {
+        let totals = DiskTransfers::default();
+        let transfers = |in_place, copied| Transfers { in_place, copied };
+        let one = totals.join();
+        one.publish(transfers(5, 1));
+        drop(one);
+        assert_eq!(totals.sum(), transfers(5, 1));
+        let other = totals.join();
+        other.publish(transfers(1, 0));
+        other.publish(transfers(2, 0));
+        assert_eq!(totals.sum(), transfers(7, 1));
+        assert_eq!(totals.0.lock().1.len(), 1, "the counters of a queue that is gone are dropped");
+    }
+}

@@ -1,0 +1,106 @@
+//! The two traits: a disk, and one thread's queue on it.
+
+use crate::info::DiskInfo;
+use crate::request::{DiskError, Op, Request, Submitted};
+use shadowbell_memory::{DmaTable, Segments};
+use std::os::fd::BorrowedFd;
+use std::{fmt, io};
+
+/// Something that keeps blocks. Shared by all threads.
+pub trait Disk: Send + Sync + fmt::Debug {
+    /// What the disk is.
+    fn info(&self) -> DiskInfo;
+
+    /// Opens a queue for the calling thread.
+    ///
+    /// # Errors
+    /// The system's, when it has no more of what a queue needs.
+    fn queue(&self) -> io::Result<Box<dyn Queue>>;
+
+    /// What to call the disk in a message to a person: `disk.img`, `mem:1GiB`.
+    fn name(&self) -> String;
+
+    /// What is not as it should be with the disk, though it works: a sentence for an operator. The
+    /// default has nothing to say.
+    fn remark(&self) -> Option<String> {
+        None
+    }
+
+    /// Whether the storage below has refused a write for want of room, and has not taken it since.
+    /// Asked under locks: it must not wait for anything. The default never lacks room.
+    fn is_full(&self) -> bool {
+        false
+    }
+
+    /// Whether data that were written may be lost, because the system could not write them back:
+    /// then every flush fails until the disk is opened again. Must not wait, either. The default
+    /// loses nothing.
+    fn has_lost(&self) -> bool {
+        false
+    }
+
+    /// What the disk has counted of how it works, by name, for an operator. The default counts
+    /// nothing.
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        Vec::new()
+    }
+}
+
+/// One thread's way to a disk.
+pub trait Queue {
+    /// Starts `request` with the buffer `data` (empty for operations without data). `tag` comes
+    /// back at [`reap`](Self::reap) and is the caller's own, unique among its pending requests.
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted;
+
+    /// Whether the queue gains by [`prefetch_hint`](Self::prefetch_hint).
+    fn wants_prefetch_hints(&self) -> bool {
+        false
+    }
+
+    /// A request to do `op`, a read or a write, with `len` bytes from byte `offset` of the disk
+    /// most likely comes `distance` requests from now (2, and then 1): what it needs can be brought
+    /// into the processor's caches. A hint, of which nothing has been checked.
+    fn prefetch_hint(&self, op: Op, offset: u64, len: usize, distance: u32) {
+        let _ = (op, offset, len, distance);
+    }
+
+    /// Hands what was submitted and is not under way yet to the system, in one call.
+    fn commit(&mut self) {}
+
+    /// Calls `done` for each request that has ended, with its buffer. Does not wait.
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        let _ = done;
+    }
+
+    /// Asks that the pending request `tag` ends soon: as [`DiskError::Cancelled`] if that came in
+    /// time, or as it would have.
+    fn cancel(&mut self, tag: u32) {
+        let _ = tag;
+    }
+
+    /// The host's memory is what `table` says from now on. Whatever the queue remembers of other
+    /// memory, apart from the buffers of pending requests, is to be forgotten.
+    fn memory_changed(&mut self, table: &DmaTable) {
+        let _ = table;
+    }
+
+    /// How many requests are pending.
+    fn pending(&self) -> usize {
+        0
+    }
+
+    /// A descriptor that becomes readable when [`reap`](Self::reap) has something to do; `None`
+    /// for a disk that never leaves a request pending. It stays readable until then.
+    ///
+    /// A wait that the system ends with `EINTR` counts as a wake-up, too: that is how it brings
+    /// a completion to a thread that sleeps.
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    /// Whether that descriptor becomes readable again and again without ever ceasing to be, so that
+    /// it has to be watched for that (`EPOLLET`).
+    fn wakes_by_edges(&self) -> bool {
+        false
+    }
+}

@@ -1,0 +1,71 @@
+//! A file as a disk.
+
+use super::open::open;
+use super::options::FileOptions;
+use super::queue::FileQueue;
+use super::shared::FileShared;
+use crate::disk::{Disk, Queue};
+use crate::error::OpenError;
+use crate::info::DiskInfo;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// A raw image or a block device.
+///
+/// While it is open, the image is locked against other writers, and if it is writable against
+/// other readers, with the kind of lock that QEMU uses.
+#[derive(Debug)]
+pub struct FileDisk {
+    pub(super) shared: Arc<FileShared>,
+    pub(super) path: PathBuf,
+}
+
+impl FileDisk {
+    /// Opens the image or block device at `path`.
+    ///
+    /// # Errors
+    /// [`OpenError`], in a sentence that says what is wrong with the file and what to do.
+    pub fn open(path: &Path, options: &FileOptions) -> Result<Self, OpenError> {
+        Ok(Self { shared: Arc::new(open(path, options)?), path: path.to_owned() })
+    }
+
+    /// Whether the page cache is bypassed.
+    #[must_use]
+    pub fn is_direct(&self) -> bool {
+        self.shared.direct.is_some()
+    }
+}
+
+impl Disk for FileDisk {
+    fn info(&self) -> DiskInfo {
+        self.shared.info.clone()
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(FileQueue::new(Arc::clone(&self.shared))?))
+    }
+
+    fn name(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    fn has_lost(&self) -> bool {
+        self.shared.unsynced().is_some()
+    }
+
+    fn is_full(&self) -> bool {
+        self.shared.full.load(Ordering::Relaxed) != 0
+    }
+
+    fn remark(&self) -> Option<String> {
+        let why = self.shared.no_uring.as_ref()?;
+        Some(format!(
+            "{}: read and written by threads, which takes more processor time: the system refuses \
+             io_uring ({why}); it needs Linux 5.6 or later, `sysctl kernel.io_uring_disabled=0`, \
+             and no container profile that forbids it. With `aio=threads` nothing is said",
+            self.path.display()
+        ))
+    }
+}

@@ -1,0 +1,46 @@
+//! A disk that is a file or a block device, through io_uring or, where there is none, threads.
+//!
+//! # Architecture
+//!
+//! [`FileDisk::open`] finds out what the file is and what its file system can do; nothing of that
+//! is tried again under load. Each thread's [`Queue`](crate::Queue) has a ring of its own (or
+//! threads of its own): requests are prepared as they are submitted, one system call a batch hands
+//! them over, and completions are read from shared memory. A request is a small state machine
+//! ([`task`]) that goes through one or more calls; short transfers are continued, interrupted ones
+//! repeated. The memory that the kernel works on belongs to the ring until it is done with it
+//! ([`crate::sys`]).
+//!
+//! With direct I/O, data whose addresses or lengths the device can not take goes through an
+//! aligned bounce buffer, in pieces of bounded size; so does what is only compared or verified.
+//!
+//! # When the image changes under us
+//!
+//! A read beyond the end of an image that was truncated is `DiskError::OutOfRange`, never
+//! zeroes. From the moment that a read or a flush finds the end moved, nothing beyond it is read
+//! or written by any queue until the disk is opened again, even if the file has grown back: what
+//! was there is lost. A write that comes before either makes the file longer again, as the
+//! system's writes do; that can not be distinguished from a hole.
+//!
+//! # When the system can not write back
+//!
+//! Through the page cache, a write that has completed may still fail. The system reports that to
+//! the next sync, once, and forgets the data: the sync after that succeeds. A host that tries again
+//! would take that for success. So a sync that has failed goes on failing until the disk is opened
+//! again; writes that are durable by themselves do not, and neither does direct I/O, where nothing
+//! is forgotten.
+//!
+//! # What it does not do
+//!
+//! Verify reads through the page cache if the disk uses it; only direct I/O reaches the storage.
+
+mod disk;
+mod open;
+mod options;
+mod queue;
+mod shared;
+mod task;
+#[cfg(test)]
+mod tests;
+
+pub use disk::FileDisk;
+pub use options::{Aio, Direct, FileOptions};

@@ -1,0 +1,123 @@
+//! What all queues of a file disk share.
+
+use crate::info::DiskInfo;
+use crate::request::{DiskError, Op, Request};
+use crate::sys::EngineKind;
+use shadowbell_memory::SharedBytes;
+use std::fs::File;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+
+/// What all queues of a disk share; read by every request, written when something goes wrong.
+#[derive(Debug)]
+pub(super) struct FileShared {
+    pub(super) file: Arc<File>,
+    pub(super) info: DiskInfo,
+    /// The alignments of direct I/O; `None` if the page cache is used.
+    pub(super) direct: Option<Alignment>,
+    pub(super) engine: EngineKind,
+    /// Why it is threads, though they were not asked for.
+    pub(super) no_uring: Option<String>,
+    /// The file is a regular one, whose end can move.
+    pub(super) regular: bool,
+    /// The end of what can still be read, in bytes; less than the disk once it shrank.
+    pub(super) end: AtomicU64,
+    /// The error number of the first sync that has failed through the page cache, or 0.
+    pub(super) unsynced: AtomicI32,
+    /// The file system has no way to zero a range and keep its blocks.
+    pub(super) no_zero_range: AtomicBool,
+    /// The file system has no way to punch a hole.
+    pub(super) no_punch: AtomicBool,
+    /// The byte of the disk that was last refused for want of room, and one; 0 if none, or if it
+    /// has been taken since.
+    pub(super) full: AtomicU64,
+    /// Zeroes to write where nothing better works. Never written, so they take no memory.
+    pub(super) zeroes: SharedBytes,
+}
+
+/// What direct I/O asks for, in bytes, powers of two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Alignment {
+    /// Of addresses in memory.
+    pub(super) memory: usize,
+    /// Of offsets and lengths.
+    pub(super) offset: usize,
+}
+
+impl Drop for FileShared {
+    fn drop(&mut self) {
+        crate::sys::unlock_image(&self.file);
+    }
+}
+
+impl FileShared {
+    /// Whether everything up to `end` is still there, as far as it was noticed.
+    #[inline]
+    pub(super) fn reaches(&self, end: u64) -> bool {
+        end <= self.end.load(Ordering::Relaxed)
+    }
+
+    /// Looks where the file ends now. Whether it is shorter than the disk, or was.
+    pub(super) fn has_shrunk(&self) -> bool {
+        if !self.regular {
+            return false;
+        }
+        // A file whose size can not be had any more is as good as gone.
+        let now = self.file.metadata().map_or(0, |m| m.len());
+        // Written only if it changes: every request of every thread reads it.
+        if now < self.end.load(Ordering::Relaxed) {
+            self.end.fetch_min(now, Ordering::Relaxed);
+        }
+        !self.reaches(self.info.bytes())
+    }
+
+    /// Remembers where there was no room, until the same place is written with success. Only that
+    /// shows that there is room again: a write elsewhere may be to blocks that the file has.
+    pub(super) fn note_room(&self, request: &Request, result: Result<(), DiskError>) {
+        // What was written before the end of a flush had no place of its own, and counts as the
+        // end.
+        let at = if request.op == Op::Flush { self.info.bytes() } else { request.offset };
+        match result {
+            Err(DiskError::NoSpace) => self.full.store(at + 1, Ordering::Relaxed),
+            Ok(()) => {
+                let full = self.full.load(Ordering::Relaxed);
+                let covers = at < full && full - 1 < at.saturating_add(request.len.max(1));
+                let writes = matches!(
+                    request.op,
+                    Op::Write { .. } | Op::WriteZeroes { deallocate: false, .. } | Op::Flush
+                );
+                if covers && writes {
+                    self.full.store(0, Ordering::Relaxed);
+                }
+            }
+            Err(_) => {}
+        }
+    }
+
+    /// A sync has failed: what was written before may be lost, and the next would succeed.
+    pub(super) fn note_unsynced(&self, errno: i32) {
+        let passing = matches!(errno, libc::EINTR | libc::EAGAIN | libc::ECANCELED);
+        if self.direct.is_none() && !passing {
+            let relaxed = Ordering::Relaxed;
+            let _ = self.unsynced.compare_exchange(0, errno, relaxed, relaxed);
+        }
+    }
+
+    /// Why nothing can be said of what was written, if nothing can.
+    pub(super) fn unsynced(&self) -> Option<DiskError> {
+        match self.unsynced.load(Ordering::Relaxed) {
+            0 => None,
+            errno => Some(self.error(errno)),
+        }
+    }
+
+    /// What a failed call means for the request.
+    pub(super) fn error(&self, errno: i32) -> DiskError {
+        match errno {
+            // A file larger than the process or the file system may write is a full disk, too.
+            libc::ENOSPC | libc::EDQUOT | libc::EFBIG => DiskError::NoSpace,
+            libc::ECANCELED => DiskError::Cancelled,
+            other => DiskError::Io(other),
+        }
+    }
+}

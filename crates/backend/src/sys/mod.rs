@@ -1,0 +1,12 @@
+//! The system calls that have no safe form: io_uring, or threads, over memory that is not Rust's,
+//! and the lock on an image.
+
+mod call;
+mod lock;
+mod ring;
+mod threads;
+mod uring;
+
+pub(crate) use lock::{lock_image, unlock_image};
+pub(crate) use ring::{Call, EngineKind, Key, Memory, Ring};
+pub(crate) use uring::available;

@@ -1,0 +1,20 @@
+//! Counts requests that failed because the disk did.
+
+use shadowbell_block::BlockError;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+#[derive(Default)]
+pub(crate) struct FailureCount(AtomicU64);
+
+impl FailureCount {
+    /// Counts a failure. The first one is logged; a disk that is gone fails them all.
+    pub(crate) fn record(&self, error: &BlockError) {
+        if self.0.fetch_add(1, Ordering::Relaxed) == 0 {
+            tracing::error!("a request failed, and further failures are only counted: {error}");
+        }
+    }
+
+    pub(crate) fn count(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}

@@ -1,0 +1,278 @@
+//! What a thread that serves requests has: the requests in flight, the queue that they go through,
+//! which it drives itself if it may, and the epoll set that it sleeps on.
+//!
+//! A round polls what was woken, so that everything that came in together goes to the controller
+//! with one doorbell, and then takes whatever has completed, to be answered together.
+
+use crate::tasks::Tasks;
+use rustix::event::Timespec;
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::io::Errno;
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
+};
+use shadowbell_block::BlockDevice;
+use shadowbell_driver::AsyncQueue;
+use shadowbell_driver::async_queue::Driver;
+use shadowbell_memory::EventFd;
+use std::future::Future;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+/// A request was woken, the queue has completions, or the timer went off.
+const OWN_EVENT: u64 = 0;
+/// The queue's device may have gone.
+const HANG_UP: u64 = 1;
+/// The first number for others.
+pub(crate) const FIRST: u64 = 2;
+/// Descriptors that one wait can report.
+const EVENTS: usize = 4;
+
+/// What ended a wait, apart from the thread's own events: the number that belongs to a descriptor,
+/// and what it is ready for.
+pub(crate) type Readiness = (u64, EventFlags);
+
+/// The state of a thread that serves requests; see the [module](self).
+pub(crate) struct IoThread<F> {
+    tasks: Tasks<F>,
+    queue: Option<AsyncQueue>,
+    driver: Option<Driver>,
+    /// The driver is prepared for a sleep.
+    asleep: bool,
+    timer: Timer,
+    epoll: OwnedFd,
+}
+
+/// Ends the sleeps of event loops that have no timeout of their own.
+#[derive(Default)]
+struct Timer {
+    fd: Option<OwnedFd>,
+    /// When it goes off.
+    at: Option<Instant>,
+}
+
+impl Timer {
+    /// Has it go off at `until`, unless it goes off before that anyway.
+    fn set(&mut self, epoll: &OwnedFd, until: Instant) -> Result<(), Errno> {
+        let now = Instant::now();
+        if self.at.is_some_and(|at| at > now && at <= until) {
+            return Ok(());
+        }
+        if self.fd.is_none() {
+            let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+            let fd = timerfd_create(TimerfdClockId::Monotonic, flags)?;
+            epoll::add(epoll, &fd, EventData::new_u64(OWN_EVENT), EventFlags::IN | EventFlags::ET)?;
+            self.fd = Some(fd);
+        }
+        let Some(fd) = &self.fd else { return Ok(()) };
+        // Zero would stop it.
+        let left = until.saturating_duration_since(now).max(Duration::from_nanos(1));
+        let once = Itimerspec { it_interval: Timespec::default(), it_value: timespec(left) };
+        timerfd_settime(fd, TimerfdTimerFlags::empty(), &once)?;
+        self.at = Some(until);
+        Ok(())
+    }
+}
+
+fn timespec(time: Duration) -> Timespec {
+    Timespec {
+        tv_sec: i64::try_from(time.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: time.subsec_nanos().into(),
+    }
+}
+
+impl<F: Future> IoThread<F> {
+    /// For `slots` requests to `disk` at a time.
+    pub(crate) fn new(disk: &BlockDevice, slots: usize) -> io::Result<Self> {
+        let tasks = Tasks::new(slots)?;
+        let epoll = epoll::create(CreateFlags::CLOEXEC)?;
+        let flags = EventFlags::IN | EventFlags::ET;
+        epoll::add(&epoll, tasks.event(), EventData::new_u64(OWN_EVENT), flags)?;
+        let timer = Timer::default();
+        Ok(Self { tasks, queue: disk.queue().cloned(), driver: None, asleep: false, timer, epoll })
+    }
+
+    /// The requests.
+    pub(crate) fn tasks(&mut self) -> &mut Tasks<F> {
+        &mut self.tasks
+    }
+
+    /// An event that ends the thread's sleep.
+    pub(crate) fn waker(&self) -> io::Result<EventFd> {
+        self.tasks.waker()
+    }
+
+    /// Also wakes for `fd`, each time that it becomes ready for `flags`, under a number from
+    /// [`FIRST`] on.
+    pub(crate) fn add_fd(
+        &self,
+        fd: BorrowedFd<'_>,
+        number: u64,
+        flags: EventFlags,
+    ) -> io::Result<()> {
+        Ok(epoll::add(&self.epoll, fd, EventData::new_u64(number), flags | EventFlags::ET)?)
+    }
+
+    /// Changes for what a descriptor wakes.
+    pub(crate) fn modify_fd(
+        &self,
+        fd: BorrowedFd<'_>,
+        number: u64,
+        flags: EventFlags,
+    ) -> io::Result<()> {
+        Ok(epoll::modify(&self.epoll, fd, EventData::new_u64(number), flags | EventFlags::ET)?)
+    }
+
+    /// Begins with what was started, submits, takes what has completed, and hands the futures that
+    /// are ready to `done`. Whether there was anything.
+    pub(crate) fn run_once(&mut self, mut done: impl FnMut(usize, F::Output)) -> bool {
+        let mut busy = self.tasks.run(&mut done);
+        if self.driver.is_none() && self.tasks.reserved() > 0 {
+            self.start_driving();
+        }
+        if let Some(driver) = &mut self.driver {
+            busy |= driver.step();
+            busy |= self.tasks.run(done);
+        }
+        busy
+    }
+
+    /// Drives the queue, if that can be had.
+    fn start_driving(&mut self) {
+        let Some(queue) = &self.queue else { return };
+        let Some(driver) = queue.ask_to_drive() else { return };
+        self.driver = Some(driver);
+        let completions = (queue.event(), OWN_EVENT, EventFlags::IN);
+        let hang_up = queue.hang_up().map(|socket| (socket, HANG_UP, EventFlags::RDHUP));
+        let fds = [Some(completions), hang_up].into_iter().flatten();
+        let mut added = fds.map(|(fd, number, flags)| self.add_fd(fd, number, flags));
+        if let Some(error) = added.find_map(Result::err) {
+            tracing::debug!("a queue can not be waited for, so its own thread drives it: {error}");
+            drop(added);
+            self.stop_driving();
+        }
+    }
+
+    /// Leaves the queue to others.
+    fn stop_driving(&mut self) {
+        if self.driver.take().is_some()
+            && let Some(queue) = &self.queue
+        {
+            for fd in [Some(queue.event()), queue.hang_up()].into_iter().flatten() {
+                let _ = epoll::delete(&self.epoll, fd);
+            }
+        }
+    }
+
+    /// Looks for something to do, if something is under way, for as long as it is worth it. Whether
+    /// there is.
+    pub(crate) fn spin(&mut self) -> bool {
+        match &mut self.driver {
+            Some(driver) if !driver.is_idle() => driver.spin(|| self.tasks.is_ready()),
+            _ => false,
+        }
+    }
+
+    /// Whether there is nothing to do, and the thread may sleep on this: by [`wait`](Self::wait),
+    /// or in another event loop, which calls [`take_events`](Self::take_events) then.
+    pub(crate) fn prepare_sleep(&mut self) -> bool {
+        let may = self.prepare();
+        if !may {
+            self.after_sleep(false);
+        }
+        may
+    }
+
+    fn prepare(&mut self) -> bool {
+        if let Some(driver) = &mut self.driver {
+            // Another thread's commands do not wake this one if that thread can drive the queue.
+            if driver.is_over() || driver.is_idle() && driver.is_wanted() {
+                self.stop_driving();
+            }
+        }
+        if !self.tasks.prepare_sleep() {
+            return false;
+        }
+        if let Some(driver) = &mut self.driver {
+            self.asleep = driver.prepare_sleep();
+            return self.asleep;
+        }
+        true
+    }
+
+    /// As [`prepare_sleep`](Self::prepare_sleep), for an event loop that has no timeout.
+    pub(crate) fn prepare_timed_sleep(&mut self) -> bool {
+        if !self.prepare_sleep() {
+            return false;
+        }
+        if let Some(until) = self.sleep_until()
+            && let Err(errno) = self.timer.set(&self.epoll, until)
+        {
+            tracing::debug!("the deadlines of commands are not kept: {errno}");
+        }
+        true
+    }
+
+    /// After a sleep in another event loop, if this descriptor ended it.
+    pub(crate) fn take_events(&mut self) {
+        self.wait(Some(Instant::now()), |_| {});
+    }
+
+    /// When the sleep has to end, at the latest.
+    fn sleep_until(&self) -> Option<Instant> {
+        self.driver.as_ref().and_then(Driver::sleep_until)
+    }
+
+    /// Waits until there is something to do, or `until`. What added descriptors are ready for goes
+    /// to `ready`.
+    pub(crate) fn wait(&mut self, until: Option<Instant>, mut ready: impl FnMut(Readiness)) {
+        let until = match (self.sleep_until(), until) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        };
+        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+        let left = left.map(timespec);
+        let mut events = [const { MaybeUninit::uninit() }; EVENTS];
+        let found = match epoll::wait(&self.epoll, &mut events[..], left.as_ref()) {
+            Ok((found, _)) => found,
+            Err(Errno::INTR) => &mut [],
+            Err(errno) => {
+                tracing::warn!("waiting for requests failed: {errno}");
+                std::thread::sleep(Duration::from_millis(1));
+                &mut []
+            }
+        };
+        let mut gone = false;
+        for event in found {
+            match event.data.u64() {
+                OWN_EVENT => {}
+                HANG_UP => gone = true,
+                number => ready((number, event.flags)),
+            }
+        }
+        self.after_sleep(gone);
+    }
+
+    /// After a sleep, or one that did not come about.
+    pub(crate) fn after_sleep(&mut self, gone: bool) {
+        self.tasks.after_sleep();
+        if let Some(driver) = &mut self.driver {
+            if std::mem::take(&mut self.asleep) {
+                driver.awake();
+            }
+            if gone {
+                driver.check_gone();
+            }
+        }
+    }
+}
+
+impl<F> AsFd for IoThread<F> {
+    /// Readable when there is something to do: for another event loop, together with
+    /// [`IoThread::take_events`].
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+}

@@ -1,0 +1,106 @@
+//! Answers that are to be sent, many of them with one call.
+
+use super::reply::Head;
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
+use std::collections::VecDeque;
+use std::io::IoSlice;
+use std::os::fd::AsFd;
+
+/// Answers that are sent at once.
+const BATCH: usize = 64;
+
+/// An answer to the request in `slot`.
+pub(super) struct Answer {
+    pub(super) slot: usize,
+    pub(super) head: Head,
+    pub(super) data: Vec<u8>,
+    /// How much of the data is sent.
+    pub(super) len: usize,
+}
+
+impl Answer {
+    fn total(&self) -> usize {
+        self.head.bytes().len() + self.len
+    }
+}
+
+/// How far sending got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sent {
+    All,
+    /// The socket takes no more at the moment.
+    Blocked,
+    /// The client is gone, and its answers are dropped.
+    Gone,
+}
+
+/// Answers in the order in which they are sent.
+pub(super) struct Answers {
+    queue: VecDeque<Answer>,
+    /// How much of the first answer was sent.
+    sent: usize,
+}
+
+impl Answers {
+    pub(super) fn with_capacity(count: usize) -> Self {
+        Self { queue: VecDeque::with_capacity(count), sent: 0 }
+    }
+
+    pub(super) fn push(&mut self, answer: Answer) {
+        self.queue.push_back(answer);
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+
+    /// Sends as many as the socket takes, and hands each that was sent, or that the client does not
+    /// take any more, to `done`.
+    pub(super) fn send(
+        &mut self,
+        socket: impl AsFd,
+        mut done: impl FnMut(Answer),
+    ) -> Result<Sent, Errno> {
+        while !self.queue.is_empty() {
+            let mut skip = self.sent;
+            let mut parts = [IoSlice::new(&[]); 2 * BATCH];
+            let mut used = 0;
+            for answer in self.queue.iter().take(BATCH) {
+                for part in [answer.head.bytes(), answer.data.get(..answer.len).unwrap_or_default()]
+                {
+                    let left = part.get(skip.min(part.len())..).unwrap_or_default();
+                    skip -= part.len() - left.len();
+                    if !left.is_empty()
+                        && let Some(slot) = parts.get_mut(used)
+                    {
+                        *slot = IoSlice::new(left);
+                        used += 1;
+                    }
+                }
+            }
+            let parts = parts.get(..used).unwrap_or_default();
+            // Not every program ignores SIGPIPE.
+            let flags = SendFlags::NOSIGNAL;
+            match sendmsg(&socket, parts, &mut SendAncillaryBuffer::default(), flags) {
+                Ok(count) => self.sent += count,
+                Err(Errno::INTR) => continue,
+                Err(Errno::AGAIN) => return Ok(Sent::Blocked),
+                Err(Errno::PIPE | Errno::CONNRESET) => {
+                    self.queue.drain(..).for_each(done);
+                    self.sent = 0;
+                    return Ok(Sent::Gone);
+                }
+                Err(errno) => return Err(errno),
+            }
+            while let Some(first) = self.queue.front()
+                && self.sent >= first.total()
+                && let Some(answer) = self.queue.pop_front()
+            {
+                self.sent -= answer.total();
+                done(answer);
+            }
+        }
+        Ok(Sent::All)
+    }
+}

@@ -1,0 +1,78 @@
+//! The handshake with a client, over its socket.
+
+use super::handshake::{Agreed, Handshake, Step};
+use super::shared::ServerShared;
+use super::socket::{ClientSocket, ConnectionError, NEGOTIATION_TIMEOUT};
+use crate::io_thread::IoThread;
+use rustix::io::Errno;
+use rustix::net::SendFlags;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// What was agreed on; nothing if the client left.
+pub(super) fn negotiate<F: Future>(
+    socket: &mut ClientSocket,
+    io: &mut IoThread<F>,
+    shared: &ServerShared,
+) -> Result<Option<Agreed>, ConnectionError> {
+    let deadline = Instant::now() + NEGOTIATION_TIMEOUT;
+    let mut handshake = Handshake::new(Arc::clone(&shared.export));
+    let mut out = Handshake::greeting();
+    let mut over: Option<Step> = None;
+    loop {
+        let sent = match rustix::net::send(&*socket, &out, SendFlags::NOSIGNAL) {
+            Ok(sent) => sent,
+            Err(Errno::INTR) => continue,
+            Err(Errno::AGAIN) => {
+                socket.block(io)?;
+                0
+            }
+            // A client that only looks whether there is a server does not wait for the answer.
+            Err(Errno::PIPE | Errno::CONNRESET) => return Ok(None),
+            Err(errno) => return Err(ConnectionError::Socket(errno)),
+        };
+        out.drain(..sent.min(out.len()));
+        if !out.is_empty() && !socket.blocked {
+            continue;
+        }
+        if out.is_empty() {
+            match over {
+                Some(Step::Transmission(agreed)) => return Ok(Some(agreed)),
+                Some(Step::Over(None)) => return Ok(None),
+                Some(Step::Over(Some(why))) => return Err(ConnectionError::Protocol(why)),
+                _ => {}
+            }
+            let (used, step) = handshake.advance(socket.input.rest(), &mut out);
+            socket.input.consume(used);
+            match step {
+                Step::More if used > 0 => continue,
+                Step::More => {}
+                step => {
+                    over = Some(step);
+                    continue;
+                }
+            }
+        }
+        if shared.is_ending() {
+            return Ok(None);
+        }
+        if Instant::now() >= deadline {
+            return Err(ConnectionError::Slow);
+        }
+        if out.is_empty() && socket.readable {
+            match socket.receive() {
+                Ok(0) => return Ok(None),
+                Ok(count) => socket.input.to += count,
+                Err(Errno::AGAIN) => socket.readable = false,
+                Err(Errno::INTR) => {}
+                Err(Errno::CONNRESET) => return Ok(None),
+                Err(errno) => return Err(ConnectionError::Socket(errno)),
+            }
+            continue;
+        }
+        if io.prepare_sleep() {
+            socket.wait(io, Some(deadline))?;
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! What a server and its connections share.
+
+use super::handshake::Export;
+use crate::failures::FailureCount;
+use parking_lot::Mutex;
+use shadowbell_block::BlockError;
+use shadowbell_memory::EventFd;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+pub(super) struct ServerShared {
+    pub(super) export: Arc<Export>,
+    ending: AtomicBool,
+    /// What ends the sleep of each thread.
+    wakers: Mutex<BTreeMap<u64, EventFd>>,
+    next: AtomicU64,
+    pub(super) failures: FailureCount,
+}
+
+/// Takes a thread's waker away when the thread ends.
+pub(super) struct Registered {
+    shared: Arc<ServerShared>,
+    number: u64,
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        self.shared.wakers.lock().remove(&self.number);
+    }
+}
+
+impl ServerShared {
+    pub(super) fn new(export: Export) -> Self {
+        Self {
+            export: Arc::new(export),
+            ending: AtomicBool::new(false),
+            wakers: Mutex::default(),
+            next: AtomicU64::new(0),
+            failures: FailureCount::default(),
+        }
+    }
+
+    /// Whether every connection is to come to an end.
+    pub(super) fn is_ending(&self) -> bool {
+        self.ending.load(Ordering::SeqCst)
+    }
+
+    /// Signals `waker` when every connection is to come to an end.
+    pub(super) fn register(self: &Arc<Self>, waker: EventFd) -> Registered {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        self.wakers.lock().insert(number, waker);
+        Registered { shared: Arc::clone(self), number }
+    }
+
+    /// A request failed; counted unless the request was at fault.
+    pub(super) fn failed(&self, error: &BlockError) {
+        if !matches!(error, BlockError::Unsupported { .. } | BlockError::OutOfRange { .. }) {
+            self.failures.record(error);
+        }
+    }
+
+    pub(super) fn end(&self) {
+        self.ending.store(true, Ordering::SeqCst);
+        self.wakers.lock().values().for_each(EventFd::signal);
+    }
+}

@@ -1,0 +1,113 @@
+//! What the kernel's driver knows of the disk.
+
+use super::wire::{Parameters, SECTOR, attribute, parameter};
+use shadowbell_block::Geometry;
+
+/// The most bytes of a request: each tag has a buffer of so many, taken from the system as it is
+/// touched.
+pub(super) const MAX_BYTES: u32 = 256 << 10;
+/// Sectors to discard or to make zero in one request: the most that there can be.
+const MAX_RANGE: u32 = u32::MAX >> 9;
+
+/// The parameters of a device that is this disk.
+pub(super) fn parameters(geometry: &Geometry) -> Parameters {
+    // The driver takes blocks of up to a page; our disk takes parts of larger ones.
+    let exponent = |bytes: u32| bytes.trailing_zeros() as u8;
+    let block = exponent(geometry.block_size.min(4096));
+    let mut attributes = 0;
+    if geometry.read_only {
+        attributes |= attribute::READ_ONLY;
+    }
+    if geometry.volatile_cache {
+        attributes |= attribute::VOLATILE_CACHE | attribute::FUA;
+    }
+    let range = |has: bool| if has && !geometry.read_only { MAX_RANGE } else { 0 };
+    Parameters {
+        len: size_of::<Parameters>() as u32,
+        types: parameter::BASIC | parameter::DISCARD,
+        attributes,
+        logical_block: block,
+        physical_block: block,
+        io_optimal: exponent(geometry.block_size.max(4096)),
+        io_minimal: exponent(geometry.block_size),
+        max_request: MAX_BYTES >> 9,
+        size: geometry.bytes / SECTOR,
+        discard_granularity: geometry.block_size,
+        max_discard: range(geometry.discard),
+        max_write_zeroes: range(geometry.write_zeroes),
+        max_discard_segments: 1,
+        ..Parameters::default()
+    }
+}
+
+/// Why a device can not go on with a disk that wants these parameters.
+pub(super) fn difference(there: &Parameters, wanted: &Parameters) -> Option<String> {
+    if there.size != wanted.size {
+        let bytes = |parameters: &Parameters| parameters.size * SECTOR;
+        return Some(format!("it has {} bytes, and this disk {}", bytes(there), bytes(wanted)));
+    }
+    if there.logical_block != wanted.logical_block {
+        let bytes = |parameters: &Parameters| {
+            1u64.checked_shl(parameters.logical_block.into()).unwrap_or(0)
+        };
+        return Some(format!(
+            "it has blocks of {} bytes, and this disk of {}",
+            bytes(there),
+            bytes(wanted)
+        ));
+    }
+    (there.attributes != wanted.attributes).then(|| {
+        "it can be written, or has a volatile cache, where this disk is or has not, or the other \
+         way round"
+            .to_owned()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GEOMETRY: Geometry = Geometry {
+        bytes: 1 << 30,
+        block_size: 512,
+        read_only: false,
+        volatile_cache: true,
+        write_zeroes: true,
+        discard: false,
+        compare: false,
+        copy: false,
+    };
+
+    #[test]
+    fn the_parameters_are_those_of_the_disk() {
+        let given = parameters(&GEOMETRY);
+        assert_eq!((given.size, given.logical_block, given.io_optimal), (2 << 20, 9, 12));
+        assert_eq!(given.attributes, attribute::VOLATILE_CACHE | attribute::FUA);
+        assert_eq!((given.max_discard, given.max_write_zeroes), (0, MAX_RANGE));
+        let given = parameters(&Geometry { read_only: true, volatile_cache: false, ..GEOMETRY });
+        assert_eq!((given.attributes, given.max_write_zeroes), (attribute::READ_ONLY, 0));
+        // Larger blocks than the driver takes.
+        let given = parameters(&Geometry { block_size: 65_536, ..GEOMETRY });
+        assert_eq!((given.logical_block, given.io_minimal, given.io_optimal), (12, 16, 16));
+        assert_eq!(given.discard_granularity, 65_536);
+    }
+
+    #[test]
+    fn a_device_does_not_go_on_with_another_disk() {
+        let there = parameters(&GEOMETRY);
+        assert_eq!(difference(&there, &there), None);
+        // The driver adds what we do not look at.
+        let more = Parameters { types: 7, rest: 3, ..there };
+        assert_eq!(difference(&more, &there), None);
+        for (other, words) in [
+            (Geometry { bytes: 1 << 20, ..GEOMETRY }, "1048576"),
+            (Geometry { block_size: 4096, ..GEOMETRY }, "blocks of 512 bytes"),
+            (Geometry { read_only: true, ..GEOMETRY }, "can be written"),
+        ] {
+            let why = difference(&there, &parameters(&other)).unwrap();
+            assert!(why.contains(words), "{why}");
+        }
+        let odd = Parameters { logical_block: 255, ..there };
+        assert!(difference(&odd, &there).is_some());
+    }
+}

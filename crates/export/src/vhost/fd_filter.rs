@@ -1,0 +1,176 @@
+//! Which descriptors get from a frontend to rust-vmm's side of the protocol.
+//!
+//! That side takes the descriptors that come with a message as they are: it maps and closes files
+//! of whatever file system, whose daemon may be the frontend's own and never answer. Then the
+//! thread that serves the socket is lost, and with it the disk for every frontend after this one.
+//! So messages pass through here, one by one, and with them only what is needed and depends on no
+//! other process: memory and files of local disks where memory is shared, and eventfds where a
+//! queue gets its eventfds.
+
+use rustix::cmsg_space;
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use shadowbell_vfio_user::descriptor::{Channel, Descriptor};
+use std::io::{self, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Bytes of a header: request, flags, length of the payload.
+const HEADER: usize = 12;
+/// The longest payload that rust-vmm's side takes, in bytes.
+const MAX_PAYLOAD: usize = 4096;
+/// The most descriptors that it takes with a message.
+const MAX_FDS: usize = 32;
+
+/// Requests with descriptors, of those that are not refused for want of a feature.
+mod request {
+    pub(super) const SET_MEM_TABLE: u32 = 5;
+    pub(super) const SET_VRING_KICK: u32 = 12;
+    pub(super) const SET_VRING_CALL: u32 = 13;
+    pub(super) const SET_VRING_ERR: u32 = 14;
+    pub(super) const ADD_MEM_REG: u32 = 37;
+    pub(super) const REM_MEM_REG: u32 = 38;
+}
+
+/// Why a frontend is sent away.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Refusal {
+    #[error(
+        "it shares a descriptor that is not what request {0} takes: guest memory has to be a memfd, \
+         or a file of tmpfs, hugetlbfs or a local disk, and notifications have to be eventfds"
+    )]
+    Descriptor(u32),
+    #[error("it sends descriptors in the middle of a message, or more than {MAX_FDS}")]
+    Descriptors,
+    #[error("it sends a message of {0} bytes")]
+    Length(usize),
+    #[error("{0}")]
+    Socket(#[from] Errno),
+}
+
+/// Passes messages on until the frontend leaves, or `daemon` is closed.
+pub(super) fn pass(frontend: &mut Channel, daemon: &UnixStream) -> Result<(), Refusal> {
+    loop {
+        let mut message = [0; HEADER + MAX_PAYLOAD];
+        let (header, payload) = message.split_at_mut(HEADER);
+        let mut fds = Vec::new();
+        if !fill(frontend, header, Some(&mut fds))? {
+            return Ok(());
+        }
+        let field = |at: usize| {
+            let bytes = header.get(at..at + 4).and_then(|bytes| bytes.try_into().ok());
+            bytes.map(u32::from_ne_bytes).unwrap_or_default()
+        };
+        let (request, len) = (field(0), field(8) as usize);
+        let payload = payload.get_mut(..len).ok_or(Refusal::Length(len))?;
+        let fds = allowed(request, fds)?;
+        if !fill(frontend, payload, None)? {
+            return Ok(());
+        }
+        match send(daemon, message.get(..HEADER + len).unwrap_or_default(), &fds) {
+            Ok(()) => {}
+            // The other side has closed it, and says why.
+            Err(Errno::PIPE | Errno::CONNRESET) => return Ok(()),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}
+
+/// Receives all of `into`; whether there was that much. Descriptors may only come if `fds` is
+/// given.
+fn fill(
+    frontend: &mut Channel,
+    into: &mut [u8],
+    mut fds: Option<&mut Vec<Descriptor>>,
+) -> Result<bool, Refusal> {
+    let mut done = 0;
+    while let Some(rest) = into.get_mut(done..).filter(|rest| !rest.is_empty()) {
+        match frontend.receive(rest) {
+            Ok((0, _)) | Err(Errno::CONNRESET) => return Ok(false),
+            Ok((received, came)) => {
+                done += received;
+                match &mut fds {
+                    Some(fds) => fds.extend(came),
+                    None if came.is_empty() => {}
+                    None => return Err(Refusal::Descriptors),
+                }
+            }
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(true)
+}
+
+/// The descriptors that may come with a request.
+fn allowed(request: u32, fds: Vec<Descriptor>) -> Result<Vec<OwnedFd>, Refusal> {
+    if fds.len() > MAX_FDS {
+        return Err(Refusal::Descriptors);
+    }
+    // One that comes along with this is of no use, and not to be used (vhost-user, REM_MEM_REG).
+    if request == request::REM_MEM_REG {
+        return Ok(Vec::new());
+    }
+    let fds = fds.into_iter().map(|fd| match (request, fd) {
+        (request::SET_MEM_TABLE | request::ADD_MEM_REG, Descriptor::Memory(file)) => {
+            Ok(file.keep())
+        }
+        (
+            request::SET_VRING_KICK | request::SET_VRING_CALL | request::SET_VRING_ERR,
+            Descriptor::Event(fd),
+        ) => Ok(fd),
+        _ => Err(Refusal::Descriptor(request)),
+    });
+    fds.collect()
+}
+
+fn send(daemon: &UnixStream, bytes: &[u8], fds: &[OwnedFd]) -> Result<(), Errno> {
+    let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !borrowed.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&borrowed)) {
+        return Err(Errno::TOOMANYREFS);
+    }
+    let mut sent = 0;
+    while let Some(rest) = bytes.get(sent..).filter(|rest| !rest.is_empty()) {
+        match sendmsg(daemon, &[IoSlice::new(rest)], &mut control, SendFlags::NOSIGNAL) {
+            Ok(more) => {
+                sent += more;
+                // They went with the first bytes.
+                control.clear();
+            }
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno),
+        }
+    }
+    Ok(())
+}
+
+/// A connection to rust-vmm's side, which only connects to what has a path. `connect` gets one, in
+/// the directory of the socket `beside`.
+pub(super) fn connect_daemon<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
+    beside: &Path,
+    connect: impl FnOnce(&str) -> Result<(), E>,
+) -> Result<UnixStream, Box<dyn std::error::Error + Send + Sync>> {
+    static NUMBER: AtomicU32 = AtomicU32::new(0);
+    let parent = beside.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let directory = std::fs::File::open(parent.unwrap_or(Path::new(".")))?;
+    let (pid, number) = (std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
+    // However long the directory's name is, this one is short enough for a socket.
+    let path = format!("/proc/self/fd/{}/.vhost.{pid}.{number}", directory.as_raw_fd());
+    let _ = std::fs::remove_file(&path);
+    let listener = UnixListener::bind(&path)?;
+    let connected = connect(&path).map_err(Into::into);
+    let _ = std::fs::remove_file(&path);
+    connected?;
+    // Another process may have found it meanwhile.
+    loop {
+        let (stream, _) = listener.accept()?;
+        let peer = rustix::net::sockopt::socket_peercred(&stream).map_err(io::Error::from)?;
+        if peer.pid == rustix::process::getpid() {
+            return Ok(stream);
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! One virtio queue of the device: takes requests, carries them out, and answers them.
+
+use super::request::{Chain, Completed, Job, Refusal, Status, carry_out, data_len, parse, put};
+use super::ring::Ring;
+use super::shared::DeviceShared;
+use crate::io_thread::IoThread;
+use shadowbell_block::{BlockDevice, BlockError};
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::time::{Duration, Instant};
+use vhost_user_backend::VringT;
+use virtio_queue::QueueT;
+
+/// Requests of one queue that are in flight.
+const SLOTS: usize = 128;
+/// Entries of a queue, at most.
+pub(super) const QUEUE_SIZE: usize = 1024;
+/// Bytes of data of one queue's requests; one request is always taken.
+const MAX_HELD: usize = 64 << 20;
+/// How long a queue that is stopped waits for its requests: longer than the driver waits for a
+/// command by default.
+const FINISH_TIMEOUT: Duration = Duration::from_secs(60);
+
+type Work = Pin<Box<dyn Future<Output = Completed> + Send>>;
+
+struct Pending {
+    chain: Chain,
+    held: usize,
+}
+
+/// A queue, and the state of the thread that serves it.
+pub(super) struct BlkQueue {
+    disk: BlockDevice,
+    pub(super) io: IoThread<Work>,
+    pending: Vec<Option<Pending>>,
+    /// Kept for its capacity.
+    done: Vec<usize>,
+    /// There are answers of which the guest was not notified.
+    answered: bool,
+    /// A request for which there is no slot or no memory at the moment.
+    stalled: Option<Chain>,
+    held: usize,
+    /// [`shadowbell_memory::sigbus::faults`] when it was last looked at.
+    faults: u64,
+    pub(super) vring: Option<Ring>,
+    /// That the guest's queue makes no sense was logged.
+    complained: bool,
+}
+
+impl BlkQueue {
+    pub(super) fn new(disk: &BlockDevice, queue: usize) -> io::Result<Self> {
+        let disk = disk.on_queue(queue);
+        Ok(Self {
+            io: IoThread::new(&disk, SLOTS)?,
+            disk,
+            pending: (0..SLOTS).map(|_| None).collect(),
+            done: Vec::with_capacity(SLOTS),
+            answered: false,
+            stalled: None,
+            held: 0,
+            faults: ::shadowbell_memory::sigbus::faults(),
+            vring: None,
+            complained: false,
+        })
+    }
+
+    /// Logs that the guest's queue makes no sense: the first time as a warning.
+    pub(super) fn complain(&mut self, queue: usize, error: &virtio_queue::Error) {
+        if std::mem::replace(&mut self.complained, true) {
+            tracing::debug!(queue, "the guest's queue makes no sense: {error}");
+        } else {
+            tracing::warn!(queue, "the guest's queue makes no sense: {error}");
+        }
+    }
+
+    /// Waits until everything that was taken from the queue is answered, or [`FINISH_TIMEOUT`] is
+    /// over.
+    pub(super) fn finish(&mut self, device: &DeviceShared, index: usize) {
+        let Some(vring) = self.vring.clone() else { return };
+        let deadline = Instant::now() + FINISH_TIMEOUT;
+        loop {
+            let mut any = false;
+            while let Some(chain) = self.stalled.take() {
+                if let Some(chain) = self.begin(device, &vring, chain) {
+                    self.stalled = Some(chain);
+                    break;
+                }
+                any = true;
+            }
+            any |= self.collect(device, &vring);
+            self.notify(&vring);
+            if self.io.tasks().reserved() == 0 && self.stalled.is_none() {
+                return;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                tracing::warn!(queue = index, "requests of a queue that is stopped do not end");
+                // Their answers would come into memory that is not ours any more.
+                self.pending.iter_mut().for_each(|pending| *pending = None);
+                (self.stalled, self.held) = (None, 0);
+                return;
+            }
+            if !any && self.io.prepare_sleep() {
+                self.io.wait(Some(deadline), |_| {});
+            }
+        }
+    }
+
+    /// Takes what is new, begins with it, answers what is done; until there is nothing left to do
+    /// but to wait.
+    pub(super) fn serve(
+        &mut self,
+        device: &DeviceShared,
+        vring: &Ring,
+    ) -> Result<(), virtio_queue::Error> {
+        // The queue said that there is a request.
+        let mut promised = false;
+        loop {
+            vring.disable_notification()?;
+            let mut any = self.take(device, vring);
+            any |= self.collect(device, vring);
+            self.notify(vring);
+            // A guest that asks faster than it is answered would keep us here.
+            let is_over = device.check_over().is_err() || !vring.get_ref().get_queue().ready();
+            if is_over || self.has_lost_memory(device) {
+                return Ok(());
+            }
+            if any {
+                promised = false;
+                continue;
+            }
+            // The guest need not notify of new requests while the queue is polled.
+            if self.io.spin() {
+                continue;
+            }
+            // With a request that waits for a slot, a notification would be of no use.
+            if self.stalled.is_none() && vring.enable_notification()? {
+                // An index that is no queue's can promise requests for ever.
+                if std::mem::replace(&mut promised, true) {
+                    return Err(virtio_queue::Error::InvalidAvailRingIndex);
+                }
+                continue;
+            }
+            if self.io.prepare_timed_sleep() {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Takes requests from the queue, as many as there are slots for. Whether there was any.
+    fn take(&mut self, device: &DeviceShared, vring: &Ring) -> bool {
+        let memory = vring.memory();
+        let mut any = false;
+        // No more than there can be, whatever the guest does to its ring meanwhile.
+        for _ in 0..QUEUE_SIZE {
+            let next = self
+                .stalled
+                .take()
+                .or_else(|| vring.get_mut().get_queue_mut().pop_descriptor_chain(memory.clone()));
+            let Some(chain) = next else { break };
+            if let Some(chain) = self.begin(device, vring, chain) {
+                self.stalled = Some(chain);
+                break;
+            }
+            any = true;
+        }
+        any
+    }
+
+    /// Begins with a request, or gives it back if there is no slot for it.
+    fn begin(&mut self, device: &DeviceShared, vring: &Ring, chain: Chain) -> Option<Chain> {
+        let held = data_len(&chain);
+        if self.held > 0 && self.held + held > MAX_HELD {
+            return Some(chain);
+        }
+        let Some(slot) = self.io.tasks().reserve() else { return Some(chain) };
+        match parse(&chain, &device.rules(), &device.id, held) {
+            Ok(job) => {
+                self.held += held;
+                self.io.tasks().start(slot, work(self.disk.clone(), job));
+                if let Some(pending) = self.pending.get_mut(slot) {
+                    *pending = Some(Pending { chain, held });
+                }
+            }
+            Err(refusal) => {
+                self.io.tasks().release(slot);
+                let len = match refusal {
+                    Refusal::Status(status) => put(&chain, &[], status),
+                    Refusal::NoRoom => 0,
+                };
+                answer(vring, &chain, len);
+                self.answered = true;
+            }
+        }
+        None
+    }
+
+    /// Submits what was begun with, and answers what is done. Whether there was anything.
+    fn collect(&mut self, device: &DeviceShared, vring: &Ring) -> bool {
+        let Self { io, pending, held, done, answered, .. } = self;
+        let busy = io.run_once(|slot, completed| {
+            done.push(slot);
+            let Some(pending) = pending.get_mut(slot).and_then(Option::take) else { return };
+            *held = held.saturating_sub(pending.held);
+            let Completed { outcome, data, for_guest } = completed;
+            let status = match &outcome {
+                Ok(()) => Status::Ok,
+                Err(BlockError::Unsupported { .. }) => Status::Unsupported,
+                Err(error) => {
+                    device.failures.record(error);
+                    Status::IoError
+                }
+            };
+            let data = if for_guest && outcome.is_ok() { data.as_slice() } else { &[] };
+            answer(vring, &pending.chain, put(&pending.chain, data, status));
+        });
+        *answered |= !done.is_empty();
+        done.drain(..).for_each(|slot| io.tasks().release(slot));
+        busy
+    }
+
+    /// Whether the guest's memory is not there any more.
+    fn has_lost_memory(&mut self, device: &DeviceShared) -> bool {
+        let faults = ::shadowbell_memory::sigbus::faults();
+        if faults == self.faults {
+            return false;
+        }
+        let lost = device.has_lost_memory();
+        if !lost {
+            self.faults = faults;
+        }
+        lost
+    }
+
+    /// Notifies the guest of new answers, if it wants that.
+    fn notify(&mut self, vring: &Ring) {
+        // When in doubt, it is notified.
+        if std::mem::take(&mut self.answered)
+            && vring.needs_notification().unwrap_or(true)
+            && let Err(error) = vring.signal_used_queue()
+        {
+            tracing::debug!("the guest could not be notified of answers: {error}");
+        }
+    }
+}
+
+fn work(disk: BlockDevice, job: Job) -> Work {
+    Box::pin(carry_out(disk, job))
+}
+
+fn answer(vring: &Ring, chain: &Chain, len: u32) {
+    if let Err(error) = vring.add_used(chain.head_index(), len) {
+        tracing::warn!("an answer does not fit into the guest's queue: {error}");
+    }
+}

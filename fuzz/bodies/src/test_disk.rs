@@ -1,0 +1,197 @@
+//! A disk that does what a program says: at once or later, with success or not. Its content never
+//! changes, so what a read has to bring is known; what is written is recorded.
+
+use crate::source::Source;
+use parking_lot::{Mutex, MutexGuard};
+use shadowbell_backend::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted};
+use shadowbell_memory::Segments;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// Logical blocks of 512 bytes.
+pub(crate) const BLOCKS: u64 = 128;
+pub(crate) const BLOCK: u64 = 512;
+
+/// The byte at `offset` of the disk. Never 0 and never one that fresh memory is filled with.
+pub(crate) fn content(offset: u64) -> u8 {
+    (offset ^ offset >> 7 ^ offset >> 13) as u8 | 1
+}
+
+/// `len` bytes of the disk.
+pub(crate) fn contents(offset: u64, len: u64) -> Vec<u8> {
+    (offset..offset + len).map(content).collect()
+}
+
+#[derive(Default)]
+pub(crate) struct TestDiskState {
+    /// Requests are left pending.
+    pub(crate) defer: bool,
+    /// Requests end when they are cancelled.
+    pub(crate) cancellable: bool,
+    /// The next ones fail.
+    pub(crate) fail: VecDeque<DiskError>,
+    /// What was written since it was last taken: where, and what.
+    pub(crate) written: Vec<(u64, Vec<u8>)>,
+    /// The requests that are pending, oldest first: queue and tag.
+    deferred: VecDeque<(usize, u32)>,
+    /// Those that are to end, and whether they were cancelled.
+    ending: Vec<(usize, u32, bool)>,
+    queues: usize,
+}
+
+impl TestDiskState {
+    /// How many requests are pending.
+    pub(crate) fn deferred(&self) -> usize {
+        self.deferred.len()
+    }
+
+    /// Ends the `n`th of the pending requests.
+    pub(crate) fn end(&mut self, n: usize) {
+        if let Some((queue, tag)) = self.deferred.remove(n) {
+            self.ending.push((queue, tag, false));
+        }
+    }
+
+    /// Ends everything.
+    pub(crate) fn end_all(&mut self) {
+        while !self.deferred.is_empty() {
+            self.end(0);
+        }
+    }
+
+    fn carry_out(&mut self, request: &Request, data: &Segments) -> Result<(), DiskError> {
+        let Request { op, offset, len } = *request;
+        let end = offset.checked_add(len).expect("a range");
+        assert!(end <= BLOCKS * BLOCK, "beyond the end: {request:?}");
+        assert!((offset | len).is_multiple_of(BLOCK), "not whole blocks: {request:?}");
+        if let Some(error) = self.fail.pop_front() {
+            return Err(error);
+        }
+        match op {
+            Op::Read => {
+                assert_eq!(data.len() as u64, len, "{request:?}");
+                data.write_from(0, &contents(offset, len)).expect("room that may be written");
+            }
+            Op::Write { .. } | Op::Compare => {
+                assert_eq!(data.len() as u64, len, "{request:?}");
+                let mut bytes = vec![0; data.len()];
+                data.read_into(0, &mut bytes).expect("data");
+                if op == Op::Compare {
+                    let same = bytes == contents(offset, len);
+                    return if same { Ok(()) } else { Err(DiskError::CompareFailed) };
+                }
+                self.written.push((offset, bytes));
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+/// What may go wrong with a request.
+pub(crate) fn error(source: &mut Source<'_>) -> DiskError {
+    source.of(&[
+        DiskError::Io(5),
+        DiskError::NoSpace,
+        DiskError::ReadOnly,
+        DiskError::OutOfRange,
+        DiskError::CompareFailed,
+        DiskError::BadBuffer,
+        DiskError::Unsupported,
+        DiskError::Cancelled,
+        DiskError::Device(0x0281),
+    ])
+}
+
+#[derive(Clone, Default)]
+pub(crate) struct TestDisk(Arc<Mutex<TestDiskState>>);
+
+impl TestDisk {
+    pub(crate) fn state(&self) -> MutexGuard<'_, TestDiskState> {
+        self.0.lock()
+    }
+}
+
+impl std::fmt::Debug for TestDisk {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("TestDisk")
+    }
+}
+
+impl Disk for TestDisk {
+    fn info(&self) -> DiskInfo {
+        let mut info = DiskInfo::new(BLOCK as u32, BLOCKS);
+        info.volatile_cache = true;
+        info.discard = true;
+        info
+    }
+
+    fn queue(&self) -> std::io::Result<Box<dyn Queue>> {
+        let mut state = self.state();
+        state.queues += 1;
+        let number = state.queues;
+        Ok(Box::new(TestQueue { disk: self.clone(), number, pending: Vec::new() }))
+    }
+
+    fn name(&self) -> String {
+        "test".into()
+    }
+}
+
+/// A queue.
+struct TestQueue {
+    disk: TestDisk,
+    number: usize,
+    pending: Vec<(u32, Request, Segments)>,
+}
+
+impl Queue for TestQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        assert!(!self.pending.iter().any(|(other, ..)| *other == tag), "tag {tag} is in use");
+        let mut state = self.disk.state();
+        if !state.defer {
+            return Submitted::Done(state.carry_out(request, data));
+        }
+        state.deferred.push_back((self.number, tag));
+        self.pending.push((tag, *request, data.take()));
+        Submitted::Pending
+    }
+
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        let ending = std::mem::take(&mut self.disk.state().ending);
+        let (ours, others): (Vec<_>, _) =
+            ending.into_iter().partition(|(queue, ..)| *queue == self.number);
+        self.disk.state().ending = others;
+        for (_, tag, cancelled) in ours {
+            let at = self.pending.iter().position(|(other, ..)| *other == tag);
+            let (_, request, data) = self.pending.remove(at.expect("a pending request"));
+            let outcome = if cancelled {
+                Err(DiskError::Cancelled)
+            } else {
+                self.disk.state().carry_out(&request, &data)
+            };
+            done(tag, outcome, data);
+        }
+    }
+
+    fn cancel(&mut self, tag: u32) {
+        let mut state = self.disk.state();
+        let ours = (self.number, tag);
+        if state.cancellable
+            && let Some(at) = state.deferred.iter().position(|deferred| *deferred == ours)
+        {
+            state.deferred.remove(at);
+            state.ending.push((self.number, tag, true));
+        }
+    }
+
+    fn pending(&self) -> usize {
+        self.pending.len()
+    }
+}
+
+impl Drop for TestQueue {
+    fn drop(&mut self) {
+        assert!(self.pending.is_empty(), "dropped under I/O");
+    }
+}

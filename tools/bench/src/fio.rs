@@ -1,0 +1,96 @@
+//! fio on the host: the yardstick of files.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+use crate::server::{child, output};
+use crate::settings::Settings;
+
+/// What fio is to do to a file.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Job<'a> {
+    pub(crate) file: &'a Path,
+    pub(crate) rw: &'a str,
+    pub(crate) bs: u32,
+    pub(crate) depth: u32,
+}
+
+/// Runs it with io_uring, past the page cache, on the driver's processor; a row with the names of
+/// `shadowbell bench`.
+pub(crate) fn run(settings: &Settings, job: &Job<'_>) -> Result<Value> {
+    let mut command = child(Path::new("fio"));
+    command.arg("--name=bench").arg(format!("--filename={}", job.file.display()));
+    command.args([
+        format!("--rw={}", job.rw),
+        format!("--bs={}", job.bs),
+        format!("--iodepth={}", job.depth),
+        format!("--runtime={}ms", settings.time.as_millis()),
+        format!("--ramp_time={}ms", settings.ramp.as_millis()),
+        format!("--cpus_allowed={}", settings.cpus[1]),
+    ]);
+    command.args([
+        "--ioengine=io_uring",
+        "--direct=1",
+        "--numjobs=1",
+        "--thread",
+        "--norandommap",
+        "--randrepeat=0",
+        "--time_based",
+        "--output-format=json",
+    ]);
+    let limit = settings.time + settings.ramp + Duration::from_secs(60);
+    let text = output("fio", command, limit)?;
+    parse(&text, job).with_context(|| format!("fio's output: {text:.400}"))
+}
+
+fn parse(text: &str, job: &Job<'_>) -> Result<Value> {
+    // Warnings come before the JSON.
+    let start = text.find('{').context("no JSON")?;
+    let json: Value = serde_json::from_str(text.get(start..).unwrap_or_default())?;
+    let side = if job.rw.contains("write") { "write" } else { "read" };
+    let figure = |path: String| {
+        json.pointer(&path).and_then(Value::as_f64).with_context(|| format!("no {path}"))
+    };
+    let of_side = |name: &str| figure(format!("/jobs/0/{side}/{name}"));
+    let of_job = |name: &str| figure(format!("/jobs/0/{name}"));
+    let iops = of_side("iops")?;
+    // Percent of a processor, the kernel's part included, for as long as the job ran.
+    let percent = of_job("usr_cpu")? + of_job("sys_cpu")?;
+    Ok(json!({
+        "device": "io_uring", "rw": job.rw, "bs": job.bs, "iodepth": job.depth, "numjobs": 1,
+        "iops": iops, "bandwidth_bytes": of_side("bw_bytes")?,
+        "latency_ns": {
+            "mean": of_side("clat_ns/mean")?,
+            "p50": of_side("clat_ns/percentile/50.000000")?,
+            "p99": of_side("clat_ns/percentile/99.000000")?,
+            "p999": of_side("clat_ns/percentile/99.900000")?,
+        },
+        "commands": of_side("total_ios")?, "cpu_percent": percent,
+        "cpu_ns_per_io": if iops > 0.0 { percent / 100.0 / iops * 1e9 } else { 0.0 },
+        "seconds": of_side("runtime")? / 1000.0,
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_are_read_and_missing_ones_are_errors() {
+        let text = r#"fio: a warning
+            {"jobs": [{"usr_cpu": 10.0, "sys_cpu": 30.0, "write": {"iops": 400.0,
+             "bw_bytes": 1638400, "total_ios": 800, "runtime": 2000, "clat_ns": {"mean": 1.5,
+             "percentile": {"50.000000": 2, "99.000000": 3, "99.900000": 4}}}}]}"#;
+        let job = Job { file: Path::new("x"), rw: "randwrite", bs: 4096, depth: 8 };
+        let row = parse(text, &job).unwrap();
+        assert_eq!(row["iops"], 400.0);
+        assert_eq!(row["latency_ns"]["p999"], 4.0);
+        assert_eq!(row["cpu_ns_per_io"], 1e6);
+        assert_eq!((&row["seconds"], &row["device"]), (&json!(2.0), &json!("io_uring")));
+        assert!(parse(text, &Job { rw: "randread", ..job }).is_err());
+        assert!(parse("fio: no such file", &job).is_err());
+    }
+}

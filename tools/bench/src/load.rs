@@ -1,0 +1,233 @@
+//! One measurement of the program: a server on one processor, a load on another.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+use crate::server::{Server, child, output};
+use crate::settings::Settings;
+
+/// When the two sides look, and when they sleep.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Waiting {
+    /// Both look all the time.
+    Polling,
+    /// Both look for a while, then sleep.
+    Adaptive,
+    /// Both sleep at once.
+    Sleeping,
+}
+
+impl Waiting {
+    /// As `serve --poll` has it.
+    pub(crate) fn poll(self) -> &'static str {
+        match self {
+            Self::Polling => "always",
+            Self::Adaptive => "adaptive",
+            Self::Sleeping => "never",
+        }
+    }
+
+    /// As `bench --completion` has it.
+    pub(crate) fn completion(self) -> &'static str {
+        match self {
+            Self::Polling => "poll",
+            Self::Adaptive => "adaptive",
+            Self::Sleeping => "interrupt",
+        }
+    }
+
+    /// What tables call it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Polling => "polling",
+            Self::Adaptive => "adaptive",
+            Self::Sleeping => "sleeping",
+        }
+    }
+}
+
+/// What to measure.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Load<'a> {
+    /// The disk, as `serve` takes it.
+    pub(crate) disk: &'a str,
+    pub(crate) rw: &'a str,
+    pub(crate) bs: u32,
+    pub(crate) depth: u32,
+    pub(crate) waiting: Waiting,
+    pub(crate) jobs: u16,
+    pub(crate) workers: u16,
+    /// I/Os offered in a second; as many as go if `None`.
+    pub(crate) rate: Option<u64>,
+    /// Overwrites the disk first, so that there are blocks to be read.
+    pub(crate) fill: bool,
+    pub(crate) doorbells: &'a str,
+}
+
+impl Default for Load<'_> {
+    /// 4 KiB random reads of a null disk, one at a time, polling.
+    fn default() -> Self {
+        Self {
+            disk: "null:1TiB",
+            rw: "randread",
+            bs: 4096,
+            depth: 1,
+            waiting: Waiting::Polling,
+            jobs: 1,
+            workers: 1,
+            rate: None,
+            fill: false,
+            doorbells: "shadow",
+        }
+    }
+}
+
+impl Load<'_> {
+    /// Where the server works and when.
+    fn serve_options(&self, settings: &Settings) -> Vec<String> {
+        let pin = settings.cpus.iter().take(self.workers.into()).map(ToString::to_string);
+        let pin = pin.collect::<Vec<_>>().join(",");
+        let workers = self.workers.to_string();
+        let mut options: Vec<String> =
+            ["--workers", &workers, "--pin", &pin, "--poll", self.waiting.poll()]
+                .map(str::to_owned)
+                .to_vec();
+        if self.doorbells != "shadow" {
+            options.extend(["--doorbells".to_owned(), self.doorbells.to_owned()]);
+        }
+        options
+    }
+
+    /// What follows `shadowbell bench TARGET`, without how long.
+    fn bench_options(&self, settings: &Settings) -> Vec<String> {
+        let mut options: Vec<String> = [
+            ("rw", self.rw.to_owned()),
+            ("bs", self.bs.to_string()),
+            ("iodepth", self.depth.to_string()),
+            ("numjobs", self.jobs.to_string()),
+            ("completion", self.waiting.completion().to_owned()),
+            ("doorbells", self.doorbells.to_owned()),
+            ("pin", settings.cpus[1].to_string()),
+        ]
+        .into_iter()
+        .map(|(name, value)| format!("--{name}={value}"))
+        .collect();
+        if self.waiting == Waiting::Polling {
+            // One processor for all of them; threads that sleep have a queue pair each.
+            options.push("--threads=1".to_owned());
+        }
+        options.extend(self.rate.map(|rate| format!("--rate-iops={rate}")));
+        options.push("--json".to_owned());
+        options
+    }
+
+    /// A server for this load, ready to be measured.
+    pub(crate) fn serve(&self, settings: &Settings) -> Result<Server> {
+        let server = Server::start(&settings.binary, &[self.disk], &self.serve_options(settings))?;
+        if self.fill {
+            let mut command = child(&settings.binary);
+            command.args(["bench", &server.target(0), "--rw=write", "--bs=1m", "--iodepth=4"]);
+            let ios = (disk_bytes(self.disk)? >> 20).max(1);
+            command.args(["--json".to_owned(), format!("--number-ios={ios}")]);
+            let limit = Duration::from_secs(120);
+            output("shadowbell bench (filling the disk)", command, limit)?;
+        }
+        Ok(server)
+    }
+
+    /// The driver with a controller that somebody else started: the row of `bench`.
+    pub(crate) fn measure_at(&self, settings: &Settings, target: &str) -> Result<Value> {
+        self.drive(settings, target, None)
+    }
+
+    fn drive(&self, settings: &Settings, target: &str, server: Option<u32>) -> Result<Value> {
+        let mut command = child(&settings.binary);
+        command.args(["bench", target]).args(self.bench_options(settings));
+        if settings.quick {
+            // However busy the machine is, there will be something to count.
+            command.arg(format!("--number-ios={}", self.few()));
+        } else {
+            command.arg(format!("--runtime={}ms", settings.time.as_millis()));
+            command.arg(format!("--ramp_time={}ms", settings.ramp.as_millis()));
+        }
+        command.args(server.map(|id| format!("--server-pid={id}")));
+        let limit = settings.time + settings.ramp + Duration::from_secs(60);
+        row(&output("shadowbell bench", command, limit)?)
+    }
+
+    /// Measures for as long as a round takes: the row of `bench`, with what the server counted.
+    pub(crate) fn measure(&self, settings: &Settings) -> Result<Value> {
+        let server = self.serve(settings)?;
+        let mut row = self.drive(settings, &server.target(0), Some(server.id()))?;
+        let counted = server.stop()?;
+        // Of the whole run, its beginning and its end included: both are divided by the same.
+        let number = |name: &str| counted.get(name).and_then(Value::as_u64);
+        let commands = number("commands").context("the server counted no commands")?;
+        let interrupts = number("interrupts").context("the server counted no interrupts")?;
+        let raised = interrupts as f64 / commands.max(1) as f64;
+        if let Some(fields) = row.as_object_mut() {
+            let woken = fields.insert("interrupts_per_io".into(), json!(raised));
+            fields.insert("wakeups_per_io".into(), woken.unwrap_or_default());
+            let writes = number("doorbell_mmio_writes");
+            fields.insert("controller_mmio_writes".into(), json!(writes));
+            fields.insert("poll".into(), self.waiting.poll().into());
+            fields.insert("workers".into(), self.workers.into());
+        }
+        Ok(row)
+    }
+
+    /// I/Os of each job that take milliseconds.
+    fn few(&self) -> u64 {
+        let ios = (64 << 20) / u64::from(self.bs.max(1)) / u64::from(self.jobs.max(1));
+        self.rate.map_or(ios, |rate| ios.min(rate / 20)).clamp(64, 2000)
+    }
+
+    /// The command that performs so many I/Os on `server`, for who counts something about it.
+    pub(crate) fn count(&self, settings: &Settings, server: &Server, ios: u64) -> Vec<String> {
+        let program = settings.binary.display().to_string();
+        let head = [program, "bench".to_owned(), server.target(0)];
+        let tail = [format!("--number-ios={ios}"), "--latency-sample=1000000".to_owned()];
+        head.into_iter().chain(self.bench_options(settings)).chain(tail).collect()
+    }
+}
+
+/// The row in what `shadowbell bench --json` printed.
+fn row(text: &str) -> Result<Value> {
+    let line = text.lines().last().context("shadowbell bench printed nothing")?;
+    let report: Value = serde_json::from_str(line).context("what shadowbell bench printed")?;
+    report.pointer("/rows/0").cloned().context("shadowbell bench printed no row")
+}
+
+/// Bytes of `mem:256MiB` or of an image.
+fn disk_bytes(disk: &str) -> Result<u64> {
+    let name = disk.split('?').next().unwrap_or_default();
+    if let Some((_, size)) = name.split_once(':') {
+        let mebibytes = size.strip_suffix("MiB").context("a size that is not in MiB")?;
+        return Ok(mebibytes.parse::<u64>()? << 20);
+    }
+    Ok(std::fs::metadata(Path::new(name)).with_context(|| name.to_owned())?.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_row_is_the_last_line() {
+        let row = row("something\n{\"rows\":[{\"iops\":5}]}\n").unwrap();
+        assert_eq!(row, json!({ "iops": 5 }));
+        for text in ["", "{}", "{\"rows\":[]}", "nonsense"] {
+            assert!(super::row(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn disks_have_sizes() {
+        assert_eq!(disk_bytes("mem:16MiB").unwrap(), 16 << 20);
+        assert_eq!(disk_bytes("mem:1MiB?block-size=4096").unwrap(), 1 << 20);
+        assert!(disk_bytes("/nowhere").is_err());
+    }
+}

@@ -1,0 +1,142 @@
+//! The machine that measures: what it is, and whether it is at peace.
+
+use std::fs;
+
+use anyhow::{Context, Result, bail};
+use rustix::thread::{CpuSet, sched_setaffinity};
+use shadowbell_guest::host;
+
+/// One line that says what was measured on, and another if something else runs on it.
+pub(crate) fn describe(cpus: [usize; 2]) -> Vec<String> {
+    let read = |path: &str| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
+    let cpuinfo = read("/proc/cpuinfo");
+    let model = model(&cpuinfo);
+    let count = std::thread::available_parallelism().map_or(1, |n| n.get());
+    let kernel = read("/proc/sys/kernel/osrelease");
+    let mut lines = vec![
+        format!("{model}, {count} processors, Linux {kernel}"),
+        format!("processors {} and {}: {}", cpus[0], cpus[1], shared_caches(cpus)),
+    ];
+    let load = read("/proc/loadavg");
+    let load = load.split(' ').next().and_then(|word| word.parse::<f64>().ok()).unwrap_or(0.0);
+    if load > 0.3 {
+        lines.push(format!(
+            "the machine is at work (load {load}): these figures are not to be quoted"
+        ));
+    }
+    lines
+}
+
+fn model(cpuinfo: &str) -> &str {
+    let named = cpuinfo.lines().find_map(|line| line.strip_prefix("model name"));
+    named.map_or("unknown processor", |rest| rest.trim_start_matches(['\t', ' ', ':']))
+}
+
+/// Which caches two processors share, as the kernel has it (in a virtual machine, as the hypervisor
+/// pretends).
+fn shared_caches([a, b]: [usize; 2]) -> String {
+    let mut shared = Vec::new();
+    for index in 0..8 {
+        let file = |name: &str| {
+            let path = format!("/sys/devices/system/cpu/cpu{a}/cache/index{index}/{name}");
+            fs::read_to_string(path).map(|text| text.trim().to_owned())
+        };
+        let (Ok(level), Ok(kind), Ok(list)) =
+            (file("level"), file("type"), file("shared_cpu_list"))
+        else {
+            continue;
+        };
+        if contains(&list, b) && kind != "Instruction" {
+            shared.push(format!("L{level}"));
+        }
+    }
+    match shared.as_slice() {
+        [] => "the kernel knows of no cache that they share".to_owned(),
+        list => format!("the kernel says that they share {}", list.join(" and ")),
+    }
+}
+
+/// Whether a list of processors as the kernel writes it (`0-3,8`) has this one.
+fn contains(list: &str, cpu: usize) -> bool {
+    list.split(',').any(|part| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let number = |text: &str| text.trim().parse::<usize>().ok();
+        matches!((number(first), number(last)), (Some(a), Some(b)) if (a..=b).contains(&cpu))
+    })
+}
+
+/// Time that the hypervisor gave to others, in clock ticks of all processors, and all time.
+pub(crate) fn stolen() -> Option<(u64, u64)> {
+    steal(&fs::read_to_string("/proc/stat").ok()?)
+}
+
+fn steal(stat: &str) -> Option<(u64, u64)> {
+    let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
+    let fields: Vec<u64> = line.split_whitespace().map_while(|word| word.parse().ok()).collect();
+    // The last two are guests' time, which is in the first two already.
+    Some((*fields.get(7)?, fields.iter().take(8).sum()))
+}
+
+/// Makes sure that a program is here: installs its Debian package if that is possible and allowed.
+/// Otherwise, a sentence that says what to do.
+pub(crate) fn need(
+    program: &str,
+    package: &str,
+    may_install: bool,
+) -> std::result::Result<(), String> {
+    if host::in_path(program) {
+        return Ok(());
+    }
+    let missing = format!("{program} is not here: apt-get install {package}");
+    if !may_install {
+        return Err(missing);
+    }
+    host::install(&[package]).map_err(|error| format!("{missing} ({error:#})"))?;
+    if host::in_path(program) { Ok(()) } else { Err(missing) }
+}
+
+/// Has the calling thread run on this processor alone.
+pub(crate) fn pin(cpu: usize) -> Result<()> {
+    let mut set = CpuSet::new();
+    if cpu >= CpuSet::MAX_CPU {
+        bail!("there is no processor {cpu}");
+    }
+    set.set(cpu);
+    sched_setaffinity(None, &set).with_context(|| format!("running on processor {cpu}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernels_lists_are_understood() {
+        for (list, cpu, is_in) in
+            [("0-1", 1, true), ("0", 1, false), ("0,4-6,9", 5, true), ("0,4-6,9", 8, false)]
+        {
+            assert_eq!(contains(list, cpu), is_in, "{list} {cpu}");
+        }
+        assert!(!contains("", 0));
+    }
+
+    #[test]
+    fn stolen_time_is_the_eighth_field() {
+        let stat = "cpu  10 0 20 70 0 1 2 5 7 7\ncpu0 1 1 1 1\n";
+        assert_eq!(steal(stat), Some((5, 108)));
+        assert_eq!(steal("cpu 1 2 3"), None);
+    }
+
+    #[test]
+    fn the_processor_has_a_name() {
+        assert_eq!(model("processor\t: 0\nmodel name\t: EPYC 9\n"), "EPYC 9");
+        assert_eq!(model(""), "unknown processor");
+        assert!(describe([0, 0]).len() >= 2);
+    }
+
+    #[test]
+    fn what_is_missing_is_named_with_its_package() {
+        assert_eq!(need("sh", "dash", false), Ok(()));
+        let why = need("no-such-program", "some-package", false).unwrap_err();
+        assert!(why.contains("apt-get install some-package"), "{why}");
+    }
+}

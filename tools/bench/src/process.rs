@@ -1,0 +1,90 @@
+//! What the system says about a running process.
+
+use std::fs;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+
+/// Memory that a process holds, in bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Memory {
+    /// Of its own.
+    pub(crate) anonymous: u64,
+    /// Shared with others: its clients' memory that it has touched, and the doorbell pages.
+    pub(crate) shared: u64,
+}
+
+/// The memory of a process now.
+pub(crate) fn memory(pid: u32) -> Result<Memory> {
+    let path = format!("/proc/{pid}/status");
+    let status = fs::read_to_string(&path).context(path)?;
+    Ok(Memory {
+        anonymous: field(&status, "RssAnon:").context("no RssAnon")? * 1024,
+        shared: field(&status, "RssShmem:").context("no RssShmem")? * 1024,
+    })
+}
+
+fn field(status: &str, name: &str) -> Option<u64> {
+    let rest = status.lines().find_map(|line| line.strip_prefix(name))?;
+    rest.trim().trim_end_matches(" kB").parse().ok()
+}
+
+/// What a process has used and how often it was switched to, over all its threads.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Used {
+    /// Processor time.
+    pub(crate) time: Duration,
+    /// How often its threads were given a processor.
+    pub(crate) slices: u64,
+}
+
+/// The use of a process up to now.
+pub(crate) fn used(pid: u32) -> Result<Used> {
+    let tasks = format!("/proc/{pid}/task");
+    let mut sum = Used::default();
+    for task in fs::read_dir(&tasks).context(tasks)? {
+        // A thread may end while we look.
+        let Ok(text) = fs::read_to_string(task?.path().join("schedstat")) else { continue };
+        let (time, slices) = schedstat(&text).context("schedstat")?;
+        sum.time += Duration::from_nanos(time);
+        sum.slices += slices;
+    }
+    Ok(sum)
+}
+
+/// Nanoseconds on a processor (the first field), and times that it was given one (the third).
+fn schedstat(text: &str) -> Option<(u64, u64)> {
+    let mut fields = text.split_whitespace();
+    Some((fields.next()?.parse().ok()?, fields.nth(1)?.parse().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_fields_of_proc_are_found() {
+        let status = "VmRSS:\t  99 kB\nRssAnon:\t    1234 kB\nRssShmem:\t       8 kB\n";
+        assert_eq!((field(status, "RssAnon:"), field(status, "RssShmem:")), (Some(1234), Some(8)));
+        assert_eq!(field(status, "RssFile:"), None);
+        assert_eq!(schedstat("300 20 7\n"), Some((300, 7)));
+        assert_eq!(schedstat("300 20"), None);
+    }
+
+    #[test]
+    fn a_process_can_be_looked_at() {
+        let script = "while sleep 0.01; do :; done";
+        let mut child = std::process::Command::new("sh").args(["-c", script]).spawn().unwrap();
+        let before = used(child.id()).unwrap();
+        // It is given a processor after each of its sleeps.
+        let deadline = std::time::Instant::now() + Duration::from_secs(20);
+        while used(child.id()).unwrap().slices <= before.slices {
+            assert!(std::time::Instant::now() < deadline);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert!(memory(child.id()).unwrap().anonymous >= 4096);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(memory(u32::MAX).is_err() && used(u32::MAX).is_err());
+    }
+}

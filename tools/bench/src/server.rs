@@ -1,0 +1,157 @@
+//! `shadowbell serve` for one measurement.
+
+use std::fs::{self, File};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::process::Signal;
+use serde_json::Value;
+use shadowbell_guest::host::last_lines;
+use shadowbell_guest::process::{Process, describe};
+use tempfile::TempDir;
+
+/// A server and the directory of its sockets. Dropping it kills it.
+#[derive(Debug)]
+pub(crate) struct Server {
+    process: Process,
+    directory: TempDir,
+}
+
+impl Server {
+    /// Serves these disks as one controller. The worker is where `options` pin it.
+    pub(crate) fn start(binary: &Path, disks: &[&str], options: &[String]) -> Result<Self> {
+        let directory = tempfile::tempdir().context("a directory for sockets")?;
+        let mut command = child(binary);
+        command.arg("serve").args(disks).args(options);
+        command.arg("--socket").arg(directory.path().join("vm0.sock"));
+        Self::spawn(command, directory)
+    }
+
+    /// Serves `count` controllers, each with a disk of its own, with these lines in front of the
+    /// configuration.
+    pub(crate) fn start_many(binary: &Path, disk: &str, count: usize, head: &str) -> Result<Self> {
+        let directory = tempfile::tempdir().context("a directory for sockets")?;
+        let mut config = format!("{head}\n");
+        for n in 0..count {
+            let socket = directory.path().join(format!("vm{n}.sock"));
+            config += &format!(
+                "[[controller]]\nsocket = {:?}\ndisks = [{disk:?}]\nserial = \"BENCH{n}\"\n",
+                socket.display().to_string()
+            );
+        }
+        let file = directory.path().join("bench.toml");
+        fs::write(&file, config).context("the configuration")?;
+        let mut command = child(binary);
+        command.args(["serve", "--config"]).arg(file);
+        Self::spawn(command, directory)
+    }
+
+    fn spawn(mut command: Command, directory: TempDir) -> Result<Self> {
+        let log = File::create(directory.path().join("log")).context("the server's log")?;
+        command.arg("--stats-json").arg(directory.path().join("stats.json"));
+        command.stdout(log.try_clone()?).stderr(log);
+        let process = Process::spawn("shadowbell serve", &mut command)?;
+        let mut server = Self { process, directory };
+        let deadline = Instant::now() + Duration::from_secs(30);
+        // The path is there a moment before somebody listens.
+        while UnixStream::connect(server.socket(0)).is_err() {
+            server.check()?;
+            if Instant::now() > deadline {
+                bail!("shadowbell serve does not listen: {}", server.log());
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        Ok(server)
+    }
+
+    fn check(&mut self) -> Result<()> {
+        match self.process.ended()? {
+            None => Ok(()),
+            Some(status) => {
+                bail!("shadowbell serve ended ({}): {}", describe(status), self.log())
+            }
+        }
+    }
+
+    /// The socket of a controller.
+    pub(crate) fn socket(&self, index: usize) -> PathBuf {
+        self.directory.path().join(format!("vm{index}.sock"))
+    }
+
+    /// The first namespace of a controller, as a TARGET.
+    pub(crate) fn target(&self, index: usize) -> String {
+        format!("vfio-user:{}/1", self.socket(index).display())
+    }
+
+    /// Its process id.
+    pub(crate) fn id(&self) -> u32 {
+        self.process.id()
+    }
+
+    /// Ends it as an operator would, and returns what it counted in all.
+    pub(crate) fn stop(mut self) -> Result<Value> {
+        self.process.signal(Signal::TERM)?;
+        let status = self.process.wait(Duration::from_secs(30))?;
+        if !status.success() {
+            bail!("shadowbell serve: {}: {}", describe(status), self.log());
+        }
+        let text = fs::read(self.directory.path().join("stats.json")).context("its counters")?;
+        serde_json::from_slice(&text).context("its counters")
+    }
+
+    fn log(&self) -> String {
+        last_lines(&fs::read(self.directory.path().join("log")).unwrap_or_default(), 8)
+    }
+}
+
+/// A command that dies with us.
+pub(crate) fn child(program: &Path) -> Command {
+    let mut command = Command::new("setpriv");
+    command.args(["--pdeathsig", "KILL"]).arg(program).env_remove("RUST_LOG");
+    command.stdin(std::process::Stdio::null());
+    command
+}
+
+/// Runs a command to its end and returns what it printed. An error if it fails or takes longer than
+/// `limit`.
+pub(crate) fn output(name: &str, mut command: Command, limit: Duration) -> Result<String> {
+    let directory = tempfile::tempdir()?;
+    let file = |name: &str| directory.path().join(name);
+    command.stdout(File::create(file("out"))?).stderr(File::create(file("err"))?);
+    let mut process = Process::spawn(name, &mut command)?;
+    let status = process.wait(limit)?;
+    if !status.success() {
+        let complaint = last_lines(&fs::read(file("err"))?, 8);
+        bail!("{name}: {}: {complaint}", describe(status));
+    }
+    fs::read_to_string(file("out")).with_context(|| format!("what {name} printed"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str) -> Command {
+        let mut command = child(Path::new("sh"));
+        command.args(["-c", script]);
+        command
+    }
+
+    #[test]
+    fn a_command_is_run_to_its_end_or_its_limit() {
+        let limit = Duration::from_secs(20);
+        assert_eq!(output("sh", shell("echo a; echo b >&2"), limit).unwrap(), "a\n");
+        let error = output("sh", shell("echo why >&2; exit 3"), limit).unwrap_err().to_string();
+        assert!(error.contains("exit code 3: why"), "{error}");
+        assert!(output("sh", shell("sleep 100"), Duration::from_millis(30)).is_err());
+    }
+
+    #[test]
+    fn a_server_that_does_not_start_says_why() {
+        let error = Server::start(Path::new("false"), &[], &[]).unwrap_err().to_string();
+        assert!(error.contains("ended (exit code 1)"), "{error}");
+    }
+}

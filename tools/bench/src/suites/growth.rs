@@ -1,0 +1,353 @@
+//! The suite `growth`: many queue pairs, and many controllers in one process.
+
+use std::fs::{self, File};
+use std::io::PipeWriter;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+use shadowbell_guest::process::{Process, describe};
+use tempfile::TempDir;
+
+use crate::figures::{bytes, count, per_io, percent, time};
+use crate::load::{Load, Waiting};
+use crate::process::{Memory, memory, used};
+use crate::samples::{Rounds, Samples};
+use crate::server::{Server, child};
+use crate::settings::Settings;
+use crate::table::Table;
+
+const QUEUES: [u16; 6] = [1, 2, 4, 8, 16, 32];
+const CONTROLLERS: [usize; 4] = [1, 8, 64, 256];
+/// Idle controllers next to a busy one.
+const NEIGHBOURS: [usize; 3] = [0, 63, 255];
+/// I/Os that each queue pair has in flight.
+const DEPTH: u32 = 4;
+/// Queue pairs of the controller that tells what one of them costs.
+const MANY_QUEUES: u16 = 32;
+/// Reads a second from each controller under a light load.
+const LIGHT: u64 = 10;
+
+pub(crate) fn run(settings: &Settings) -> Result<Vec<Table>> {
+    Ok(vec![queues(settings)?, controllers(settings)?, neighbours(settings)?])
+}
+
+/// One worker polls; two of them share the processors with the driver, and sleep when they can.
+fn queues(settings: &Settings) -> Result<Table> {
+    let jobs = settings.some(&QUEUES);
+    let mut cases: Vec<(u16, u16, Rounds)> = Vec::new();
+    for workers in [1, 2] {
+        cases.extend(jobs.iter().map(|jobs| (workers, *jobs, Rounds::default())));
+    }
+    for _ in 0..settings.rounds {
+        for (workers, jobs, rounds) in &mut cases {
+            let waiting = if *workers == 1 { Waiting::Polling } else { Waiting::Adaptive };
+            let (workers, jobs) = (*workers, *jobs);
+            let load = Load { depth: DEPTH, jobs, workers, waiting, ..Load::default() };
+            rounds.push(load.measure(settings)?);
+        }
+    }
+    let mut table = Table {
+        title: format!("Queue pairs with {DEPTH} I/Os each, null disk, 4 KiB random read"),
+        head: vec![
+            "workers",
+            "queue pairs",
+            "IOPS",
+            "p50",
+            "p99",
+            "MMIO/IO",
+            "interrupts/IO",
+            "driver/IO",
+            "controller/IO",
+        ],
+        ..Table::default()
+    };
+    for (workers, jobs, rounds) in &cases {
+        let row = rounds.row("growth-queues");
+        table.rows.push(vec![
+            workers.to_string(),
+            jobs.to_string(),
+            count(rounds.median("iops")),
+            time(rounds.median("latency_ns/p50")),
+            time(rounds.median("latency_ns/p99")),
+            per_io(row.get("mmio_per_io").and_then(Value::as_f64).unwrap_or_default()),
+            per_io(rounds.median("interrupts_per_io")),
+            time(rounds.median("cpu_ns_per_io")),
+            time(rounds.median("controller_cpu_ns_per_io")),
+        ]);
+        table.json.push(row);
+    }
+    table.notes.push(
+        "One worker has a processor for itself, and polls. Two workers and the driver share two \
+         processors, so they sleep when they can: there the counts tell more than the speed."
+            .into(),
+    );
+    Ok(table)
+}
+
+/// What was found of so many controllers.
+#[derive(Debug, Clone, Default)]
+struct Found {
+    served: Memory,
+    attached: Memory,
+    attach_ns: Samples,
+    slowest_ns: Samples,
+    idle_percent: Samples,
+    idle_wakeups: Samples,
+    light_percent: Samples,
+    light_p50: Samples,
+    light_p99: Samples,
+}
+
+fn controllers(settings: &Settings) -> Result<Table> {
+    let counts = if settings.quick { vec![1, 8] } else { CONTROLLERS.to_vec() };
+    let mut found = vec![Found::default(); counts.len()];
+    for _ in 0..settings.rounds {
+        for (count, found) in counts.iter().zip(&mut found) {
+            idle(settings, *count, 1, found)?;
+            light(settings, *count, found)?;
+        }
+    }
+    let mut wide = Found::default();
+    idle(settings, 1, MANY_QUEUES, &mut wide)?;
+    let mut table = Table {
+        title: "Controllers in one process, each attached with one queue pair".into(),
+        head: vec![
+            "controllers",
+            "memory",
+            "each",
+            "shared each",
+            "attach",
+            "slowest",
+            "idle CPU",
+            "idle wakeups/s",
+            "CPU at light load",
+            "p50",
+            "p99",
+        ],
+        ..Table::default()
+    };
+    let first = found.first().cloned().unwrap_or_default();
+    for (&count, found) in counts.iter().zip(&found) {
+        // What the second and every further one adds.
+        let each = |of: fn(&Memory) -> u64| {
+            let more = of(&found.attached) as f64 - of(&first.attached) as f64;
+            (count > 1).then(|| more / (count - 1) as f64)
+        };
+        let (own, shared) = (each(|m| m.anonymous), each(|m| m.shared));
+        let shown = |value: Option<f64>| value.map_or("-".into(), bytes);
+        table.rows.push(vec![
+            count.to_string(),
+            bytes(found.attached.anonymous as f64),
+            shown(own),
+            shown(shared),
+            time(found.attach_ns.median()),
+            time(found.slowest_ns.median()),
+            percent(found.idle_percent.median()),
+            format!("{:.1}", found.idle_wakeups.median()),
+            percent(found.light_percent.median()),
+            time(found.light_p50.median()),
+            time(found.light_p99.median()),
+        ]);
+        table.json.push(json!({
+            "table": "growth-controllers", "device": "shadowbell", "doorbells": "shadow",
+            "controllers": count, "numjobs": 1, "iodepth": 1, "bs": 512,
+            "memory_bytes": found.attached.anonymous, "memory_bytes_served": found.served.anonymous,
+            "memory_bytes_per_controller": own, "shared_bytes_per_controller": shared,
+            "attach_ns": { "p50": found.attach_ns.median(), "max": found.slowest_ns.median() },
+            "idle_cpu_percent": found.idle_percent.median(),
+            "idle_wakeups_per_second": found.idle_wakeups.median(),
+            "light_iops": LIGHT * count as u64,
+            "controller_cpu_percent": found.light_percent.median(),
+            "latency_ns": { "p50": found.light_p50.median(), "p99": found.light_p99.median() },
+            "rounds": settings.rounds,
+        }));
+    }
+    let more = wide.attached.anonymous as f64 - first.attached.anonymous as f64;
+    let per_queue = more / f64::from(MANY_QUEUES - 1);
+    let pages = wide.attached.shared as f64 - first.attached.shared as f64;
+    table.notes.push(format!(
+        "A queue pair more takes {} of the server's memory, and while it is idle the server touches \
+         {} of its pages, which are the client's. Light load: {LIGHT} reads a second from each \
+         controller.",
+        bytes(per_queue),
+        bytes(pages / f64::from(MANY_QUEUES - 1)),
+    ));
+    table.json.push(json!({
+        "table": "growth-queue-memory", "device": "shadowbell", "controllers": 1,
+        "numjobs": MANY_QUEUES, "memory_bytes_per_queue": per_queue,
+    }));
+    Ok(table)
+}
+
+/// One controller that is kept busy, and so many that are attached and idle, on one worker.
+fn neighbours(settings: &Settings) -> Result<Table> {
+    let idle = if settings.quick { vec![0, 7] } else { NEIGHBOURS.to_vec() };
+    let mut cases: Vec<(Waiting, u32, usize, Rounds)> = Vec::new();
+    for waiting in [Waiting::Polling, Waiting::Adaptive] {
+        for depth in [1, 32] {
+            cases.extend(idle.iter().map(|idle| (waiting, depth, *idle, Rounds::default())));
+        }
+    }
+    for _ in 0..settings.rounds {
+        for (waiting, depth, idle, rounds) in &mut cases {
+            let server = serve_with(settings, *idle + 1, waiting.poll())?;
+            // The first is the busy one.
+            let mut held = match *idle {
+                0 => None,
+                _ => Some(Held::start(settings, &server, 1..*idle + 1, &[])?),
+            };
+            if let Some(held) = &mut held {
+                held.line(0)?;
+                // What attaching has left behind comes to rest.
+                sleep(Duration::from_millis(if settings.quick { 10 } else { 500 }));
+            }
+            let load = Load { depth: *depth, waiting: *waiting, ..Load::default() };
+            rounds.push(load.measure_at(settings, &server.target(0))?);
+            held.map_or(Ok(()), Held::end)?;
+            server.stop()?;
+        }
+    }
+    let mut table = Table {
+        title: "One busy controller next to idle ones, null disk, 4 KiB random read".into(),
+        head: vec!["waiting", "iodepth", "idle controllers", "IOPS", "p50", "p99", "MMIO/IO"],
+        ..Table::default()
+    };
+    for (waiting, depth, idle, rounds) in &cases {
+        let mut row = rounds.row("growth-neighbours");
+        table.rows.push(vec![
+            waiting.name().into(),
+            depth.to_string(),
+            idle.to_string(),
+            count(rounds.median("iops")),
+            time(rounds.median("latency_ns/p50")),
+            time(rounds.median("latency_ns/p99")),
+            per_io(row.get("mmio_per_io").and_then(Value::as_f64).unwrap_or_default()),
+        ]);
+        if let Some(fields) = row.as_object_mut() {
+            fields.insert("poll".into(), waiting.poll().into());
+            fields.insert("idle_controllers".into(), json!(idle));
+        }
+        table.json.push(row);
+    }
+    Ok(table)
+}
+
+fn serve(settings: &Settings, count: usize) -> Result<Server> {
+    serve_with(settings, count, "adaptive")
+}
+
+fn serve_with(settings: &Settings, count: usize, poll: &str) -> Result<Server> {
+    let head = format!("workers = 1\npin = [{}]\npoll = {poll:?}", settings.cpus[0]);
+    Server::start_many(&settings.binary, "null:1GiB", count, &head)
+}
+
+/// Attaches to so many controllers and does nothing with them.
+fn idle(settings: &Settings, count: usize, queues: u16, found: &mut Found) -> Result<()> {
+    let server = serve(settings, count)?;
+    found.served = memory(server.id())?;
+    let mut held = Held::start(settings, &server, 0..count, &[format!("--queues={queues}")])?;
+    let attached = held.line(0)?;
+    let figure = |name: &str| attached.pointer(name).and_then(Value::as_f64).context("attach_ns");
+    found.attach_ns.push(figure("/attach_ns/p50")?);
+    found.slowest_ns.push(figure("/attach_ns/max")?);
+    // What attaching has left behind comes to rest.
+    sleep(Duration::from_millis(if settings.quick { 100 } else { 1000 }));
+    found.attached = memory(server.id())?;
+    let (began, before) = (Instant::now(), used(server.id())?);
+    sleep(settings.time.max(Duration::from_millis(200)));
+    let (seconds, after) = (began.elapsed().as_secs_f64(), used(server.id())?);
+    let busy = after.time.saturating_sub(before.time).as_secs_f64();
+    found.idle_percent.push(busy / seconds * 100.0);
+    found.idle_wakeups.push(after.slices.saturating_sub(before.slices) as f64 / seconds);
+    held.end()?;
+    server.stop()?;
+    Ok(())
+}
+
+/// Attaches to so many controllers and reads from each now and then.
+fn light(settings: &Settings, count: usize, found: &mut Found) -> Result<()> {
+    let server = serve(settings, count)?;
+    let ios = (settings.time.as_secs_f64() * (LIGHT * count as u64) as f64).ceil().max(5.0) as u64;
+    let options = [format!("--rate-iops={LIGHT}"), format!("--ios={ios}")];
+    let mut held = Held::start(settings, &server, 0..count, &options)?;
+    held.line(0)?;
+    let before = used(server.id())?;
+    let loaded = held.line(1)?;
+    let after = used(server.id())?;
+    let figure =
+        |name: &str| loaded.pointer(name).and_then(Value::as_f64).context("the light load");
+    let busy = after.time.saturating_sub(before.time).as_secs_f64();
+    found.light_percent.push(busy / figure("/seconds")? * 100.0);
+    found.light_p50.push(figure("/latency_ns/p50")?);
+    found.light_p99.push(figure("/latency_ns/p99")?);
+    held.end()?;
+    server.stop()?;
+    Ok(())
+}
+
+/// `shadowbell attach-many`: it goes on until its standard input ends.
+struct Held {
+    process: Process,
+    input: PipeWriter,
+    directory: TempDir,
+}
+
+impl Held {
+    fn start(
+        settings: &Settings,
+        server: &Server,
+        which: Range<usize>,
+        options: &[String],
+    ) -> Result<Self> {
+        let directory = tempfile::tempdir()?;
+        let (reader, input) = std::io::pipe()?;
+        let mut command = child(&settings.binary);
+        command.arg("attach-many").args(which.map(|n| server.target(n))).args(options);
+        command.stdin(reader).stdout(File::create(directory.path().join("out"))?);
+        command.stderr(File::create(directory.path().join("err"))?);
+        let process = Process::spawn("shadowbell attach-many", &mut command)?;
+        Ok(Self { process, input, directory })
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// Waits for a line of what it prints.
+    fn line(&mut self, index: usize) -> Result<Value> {
+        let deadline = Instant::now() + Duration::from_secs(120);
+        loop {
+            let text = fs::read_to_string(self.path("out"))?;
+            // The last piece has no end of line yet, or is empty.
+            let lines: Vec<&str> = text.split('\n').collect();
+            if lines.len() > index + 1
+                && let Some(line) = lines.get(index)
+            {
+                return serde_json::from_str(line).with_context(|| format!("hold: {line}"));
+            }
+            if let Some(status) = self.process.ended()? {
+                let complaint = fs::read_to_string(self.path("err")).unwrap_or_default();
+                bail!("shadowbell attach-many ended ({}): {complaint}", describe(status));
+            }
+            if Instant::now() > deadline {
+                bail!("shadowbell attach-many says nothing");
+            }
+            sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn end(self) -> Result<()> {
+        let Self { mut process, input, directory } = self;
+        drop(input);
+        let status = process.wait(Duration::from_secs(60))?;
+        if !status.success() {
+            let complaint = fs::read_to_string(directory.path().join("err")).unwrap_or_default();
+            bail!("shadowbell attach-many: {}: {complaint}", describe(status));
+        }
+        Ok(())
+    }
+}

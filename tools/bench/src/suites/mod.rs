@@ -1,0 +1,11 @@
+//! The suites, a file each.
+
+pub(crate) mod file;
+pub(crate) mod growth;
+pub(crate) mod instructions;
+pub(crate) mod mem;
+pub(crate) mod null;
+pub(crate) mod readers;
+pub(crate) mod sleep;
+pub(crate) mod spdk;
+pub(crate) mod wire;

@@ -1,0 +1,146 @@
+//! Huge pages: SPDK shares its memory in them, and takes none other than those set aside.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+
+/// MiB that a target and a client take together.
+const NEEDED: u64 = 1024;
+const COUNT: &str = "/proc/sys/vm/nr_hugepages";
+
+/// As many as are needed, for as long as this lives. What was not there before goes again.
+#[derive(Debug)]
+pub(crate) struct HugePages {
+    /// How many there were, if that was changed.
+    before: Option<u64>,
+    /// Where they are mounted, and whether by us.
+    place: PathBuf,
+    mounted: bool,
+}
+
+impl HugePages {
+    pub(crate) fn reserve() -> Result<Self> {
+        let mounts = fs::read_to_string("/proc/mounts").context("/proc/mounts")?;
+        let found = mount_point(&mounts).map(PathBuf::from);
+        let mut pages = Self { before: None, mounted: false, place: PathBuf::new() };
+        let state = State::read()?;
+        let missing = state.missing();
+        if missing > 0 {
+            let why = || {
+                format!(
+                    "SPDK needs {NEEDED} MiB of huge pages, {missing} pages of {} KiB more than \
+                     are free: as root, `sysctl vm.nr_hugepages={}`",
+                    state.size_kib,
+                    state.total + missing
+                )
+            };
+            fs::write(COUNT, (state.total + missing).to_string()).with_context(why)?;
+            pages.before = Some(state.total);
+            // The kernel sets aside what it finds.
+            if State::read()?.missing() > 0 {
+                bail!("{}, which the kernel could not do just now", why());
+            }
+        }
+        if let Some(place) = found {
+            pages.place = place;
+        } else {
+            pages.place = "/dev/hugepages".into();
+            fs::create_dir_all(&pages.place).context("/dev/hugepages")?;
+            let mut mount = Command::new("mount");
+            let status = mount.args(["-t", "hugetlbfs", "none"]).arg(&pages.place).status()?;
+            if !status.success() {
+                bail!("no hugetlbfs is mounted: as root, `mount -t hugetlbfs none /dev/hugepages`");
+            }
+            pages.mounted = true;
+        }
+        Ok(pages)
+    }
+
+    /// Where files can be made of them.
+    pub(crate) fn place(&self) -> &Path {
+        &self.place
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        if self.mounted {
+            let _ = Command::new("umount").arg(&self.place).status();
+        }
+        if let Some(count) = self.before {
+            let _ = fs::write(COUNT, count.to_string());
+        }
+    }
+}
+
+/// What /proc/meminfo says of them.
+#[derive(Debug, PartialEq, Eq)]
+struct State {
+    total: u64,
+    free: u64,
+    size_kib: u64,
+}
+
+impl State {
+    fn read() -> Result<Self> {
+        Self::parse(&fs::read_to_string("/proc/meminfo")?).context("this kernel has no huge pages")
+    }
+
+    fn parse(meminfo: &str) -> Option<Self> {
+        let field = |name: &str| {
+            let rest = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
+            rest.split_whitespace().next()?.parse().ok()
+        };
+        Some(Self {
+            total: field("HugePages_Total:")?,
+            free: field("HugePages_Free:")?,
+            size_kib: field("Hugepagesize:").filter(|size| *size > 0)?,
+        })
+    }
+
+    /// How many pages are too few.
+    fn missing(&self) -> u64 {
+        (NEEDED << 10).div_ceil(self.size_kib).saturating_sub(self.free)
+    }
+}
+
+/// The first place where huge pages are mounted.
+fn mount_point(mounts: &str) -> Option<&str> {
+    mounts.lines().find_map(|line| {
+        let mut words = line.split(' ').skip(1);
+        let place = words.next()?;
+        (words.next()? == "hugetlbfs").then_some(place)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernels_figures_are_understood() {
+        let text = |total, free| {
+            format!(
+                "MemTotal: 9 kB\nHugePages_Total: {total}\nHugePages_Free: {free}\n\
+                 Hugepagesize:       2048 kB\n"
+            )
+        };
+        let state = |total, free| State::parse(&text(total, free)).unwrap();
+        assert_eq!(state(3, 2), State { total: 3, free: 2, size_kib: 2048 });
+        assert_eq!(state(0, 0).missing(), 512);
+        assert_eq!(state(600, 500).missing(), 12);
+        assert_eq!(state(600, 600).missing(), 0);
+        assert_eq!(State::parse("MemTotal: 9 kB\n"), None);
+        let broken = text(1, 1).replace("2048", "0");
+        assert_eq!(State::parse(&broken), None);
+    }
+
+    #[test]
+    fn a_mount_is_known_by_its_kind() {
+        let mounts = "a / ext4 rw\nnone /dev/hugepages hugetlbfs rw 0 0\n";
+        assert_eq!(mount_point(mounts), Some("/dev/hugepages"));
+        assert_eq!(mount_point("hugetlbfs /x tmpfs rw 0 0\n"), None);
+    }
+}

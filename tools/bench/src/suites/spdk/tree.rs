@@ -1,0 +1,87 @@
+//! A built tree of SPDK, and what SPDK and shadowbell are to serve.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+
+/// How to come by a tree that this can use.
+pub(crate) const HOW_TO_BUILD: &str = "--spdk DIR names a built tree of SPDK: in it, after `git submodule \
+    update --init`, `./configure --with-vfio-user && make`";
+
+/// What stands behind the queues.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum DiskKind {
+    Null,
+    Memory,
+}
+
+/// SPDK's name for the subsystem. Shadowbell has another name and answers to this one.
+pub(crate) const NQN: &str = "nqn.2016-06.io.spdk:bench";
+
+/// Of a memory disk: several times what the caches hold.
+const MEMORY: &str = "mem:256MiB";
+pub(crate) const MEMORY_BYTES: u64 = 256 << 20;
+
+impl DiskKind {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Null => "null",
+            Self::Memory => "memory",
+        }
+    }
+
+    /// As `shadowbell serve` takes it.
+    pub(crate) fn disk(self) -> &'static str {
+        match self {
+            Self::Null => "null:1TiB",
+            Self::Memory => MEMORY,
+        }
+    }
+}
+
+/// A built tree of SPDK.
+#[derive(Debug)]
+pub(crate) struct Tree {
+    pub(crate) nvmf_tgt: PathBuf,
+    pub(crate) perf: PathBuf,
+    pub(crate) version: String,
+}
+
+impl Tree {
+    /// Looks whether what is needed was built there.
+    pub(crate) fn new(directory: &Path) -> Result<Self> {
+        let program = |name: &str| {
+            let path = directory.join("build/bin").join(name);
+            if !path.is_file() {
+                bail!("{} is not there: {HOW_TO_BUILD}", path.display());
+            }
+            path.canonicalize().with_context(|| path.display().to_string())
+        };
+        let version = std::fs::read_to_string(directory.join("VERSION")).unwrap_or_default();
+        Ok(Self {
+            nvmf_tgt: program("nvmf_tgt")?,
+            perf: program("spdk_nvme_perf")?,
+            version: version.trim().to_owned(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tree_that_was_not_built_is_refused_with_what_to_do() {
+        let directory = tempfile::tempdir().unwrap();
+        let error = Tree::new(directory.path()).unwrap_err().to_string();
+        assert!(error.contains("nvmf_tgt") && error.contains("--with-vfio-user"), "{error}");
+        let programs = directory.path().join("build/bin");
+        std::fs::create_dir_all(&programs).unwrap();
+        std::fs::write(programs.join("nvmf_tgt"), "").unwrap();
+        let error = Tree::new(directory.path()).unwrap_err().to_string();
+        assert!(error.contains("spdk_nvme_perf"), "{error}");
+        std::fs::write(programs.join("spdk_nvme_perf"), "").unwrap();
+        std::fs::write(directory.path().join("VERSION"), "26.09-pre\n").unwrap();
+        assert_eq!(Tree::new(directory.path()).unwrap().version, "26.09-pre");
+    }
+}

@@ -1,0 +1,372 @@
+//! The wire limit: the most entries that two processors of this machine can pass to each other.
+//!
+//! Two pinned threads pass entries of 64 bytes one way and of 16 bytes back, through rings that
+//! both see, by the rules of an NVMe queue pair with shadow doorbells: entries are written whole, a
+//! tail word is stored when there are more of them, the other side takes what there is up to a
+//! burst, writes its completions together, and marks each with a phase bit, last. There is no
+//! command in the entries, nothing is looked up, and no data moves. What is left is what cache
+//! lines cost on their way, and a queue pair can not be faster than that.
+//!
+//! Whether it pays to store the tail for each entry, for all that are there or for some at a time
+//! depends on the depth and on the machine. All are measured, and the limit is what the best one
+//! reaches.
+
+use std::hint::spin_loop;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, anyhow, bail};
+
+use crate::machine::pin;
+
+/// Entries of each ring: more than are ever in flight, so that none can overflow.
+const RING: u32 = 256;
+/// The most entries that the completing side takes at once.
+const BURST: u32 = 32;
+/// Completions in a cache line.
+const LINE: u32 = 4;
+/// How long to run before measuring.
+const RAMP: Duration = Duration::from_millis(20);
+/// Words of an entry are a number and their place in it, so that a mix of two is found.
+const PLACES: u64 = 28 << 56;
+
+/// A submission: a cache line.
+#[repr(align(64))]
+#[derive(Default)]
+struct Entry([AtomicU64; 8]);
+
+/// Completions: a cache line of them.
+#[repr(align(64))]
+#[derive(Default)]
+struct Completions([[AtomicU64; 2]; LINE as usize]);
+
+/// A word that does not share its line, nor the one that the hardware fetches with it.
+#[repr(align(128))]
+#[derive(Default)]
+struct CachePadded<T>(T);
+
+/// What both threads see.
+struct Wire {
+    entries: Box<[Entry; RING as usize]>,
+    completions: Box<[Completions; (RING / LINE) as usize]>,
+    tail: CachePadded<AtomicU32>,
+    stopped: CachePadded<AtomicBool>,
+}
+
+/// When the submitting side stores the tail for new entries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum TailUpdate {
+    /// For each entry at once.
+    Each,
+    /// Once for all that took the places of the completions found in one look.
+    Batch,
+    /// For at most 16 entries at a time, while there are more completions to be taken.
+    Few,
+}
+
+impl TailUpdate {
+    /// All there are.
+    pub(crate) const ALL: [Self; 3] = [Self::Each, Self::Batch, Self::Few];
+
+    /// The most entries that are written before the tail is stored.
+    fn batch(self) -> u32 {
+        match self {
+            Self::Each => 1,
+            Self::Batch => u32::MAX,
+            Self::Few => 16,
+        }
+    }
+
+    /// What it is called.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Each => "each",
+            Self::Batch => "batch",
+            Self::Few => "few",
+        }
+    }
+}
+
+impl Wire {
+    fn new() -> Result<Self> {
+        let entries: Box<[Entry]> = (0..RING).map(|_| Entry::default()).collect();
+        let completions: Box<[Completions]> =
+            (0..RING / LINE).map(|_| Completions::default()).collect();
+        Ok(Self {
+            entries: entries.try_into().map_err(|_| anyhow!("a ring of another size"))?,
+            completions: completions.try_into().map_err(|_| anyhow!("a ring of another size"))?,
+            tail: CachePadded::default(),
+            stopped: CachePadded::default(),
+        })
+    }
+
+    fn completion(&self, position: u32) -> &[AtomicU64; 2] {
+        let place = position % RING;
+        &self.completions[(place / LINE) as usize].0[(place % LINE) as usize]
+    }
+
+    /// The bit that marks an completion at this position as new.
+    fn phase(position: u32) -> u64 {
+        u64::from((position / RING).is_multiple_of(2))
+    }
+
+    #[inline(always)]
+    fn submit(&self, tail: &mut u32, sequence: &mut u64) {
+        let entry = &self.entries[(*tail % RING) as usize];
+        for (place, word) in (0u64..).zip(&entry.0) {
+            word.store(*sequence | place << 56, Ordering::Relaxed);
+        }
+        *sequence += 1;
+        *tail = tail.wrapping_add(1);
+    }
+
+    /// Writes as many entries, and stores the tail once.
+    #[inline(always)]
+    fn submit_all(&self, tail: &mut u32, sequence: &mut u64, count: &mut u32) {
+        for _ in 0..std::mem::take(count) {
+            self.submit(tail, sequence);
+        }
+        self.tail.0.store(*tail, Ordering::Release);
+    }
+
+    /// Keeps `depth` entries in flight for `time`; completions a second.
+    fn drive(&self, depth: u32, update: TailUpdate, time: Duration) -> Result<f64> {
+        let (mut tail, mut head) = (0u32, 0u32);
+        let (mut sequence, mut completed) = (0u64, 0u64);
+        for _ in 0..depth {
+            self.submit(&mut tail, &mut sequence);
+        }
+        self.tail.0.store(tail, Ordering::Release);
+        let started = Instant::now();
+        let mut measured: Option<(Instant, u64)> = None;
+        let mut turns = 0u32;
+        loop {
+            let (mut found, mut unpublished) = (0, 0);
+            while found < depth {
+                let completion = self.completion(head);
+                if completion[1].load(Ordering::Acquire) & 1 != Self::phase(head) {
+                    break;
+                }
+                // Every word of every entry arrived, and in order.
+                let sum = completion[0].load(Ordering::Relaxed);
+                if sum != (completed * 8).wrapping_add(PLACES) {
+                    bail!("completion {completed} is to something else");
+                }
+                completed += 1;
+                found += 1;
+                head = head.wrapping_add(1);
+                unpublished += 1;
+                if unpublished == update.batch() {
+                    self.submit_all(&mut tail, &mut sequence, &mut unpublished);
+                }
+            }
+            if found == 0 {
+                spin_loop();
+            } else if unpublished != 0 {
+                self.submit_all(&mut tail, &mut sequence, &mut unpublished);
+            }
+            turns = turns.wrapping_add(1);
+            if turns.is_multiple_of(1024) {
+                if self.stopped.0.load(Ordering::Relaxed) {
+                    bail!("nobody completions");
+                }
+                let now = Instant::now();
+                match measured {
+                    None if now - started >= RAMP => measured = Some((now, completed)),
+                    // Where the other side has no processor of its own it may have done nothing
+                    // yet.
+                    Some((since, before))
+                        if now - since >= time && completed - before >= u64::from(RING) =>
+                    {
+                        return Ok((completed - before) as f64 / (now - since).as_secs_f64());
+                    }
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    /// Completions until it is stopped.
+    fn serve(&self) {
+        let mut head = 0u32;
+        let mut idle = 0u32;
+        let mut sums = [0u64; BURST as usize];
+        loop {
+            let ready = self.tail.0.load(Ordering::Acquire).wrapping_sub(head);
+            if ready == 0 {
+                spin_loop();
+                idle = idle.wrapping_add(1);
+                if idle.is_multiple_of(256) && self.stopped.0.load(Ordering::Relaxed) {
+                    return;
+                }
+                continue;
+            }
+            let count = ready.min(BURST);
+            for (n, sum) in (0..count).zip(&mut sums) {
+                let entry = &self.entries[(head.wrapping_add(n) % RING) as usize];
+                let words = entry.0.iter().map(|word| word.load(Ordering::Relaxed));
+                *sum = words.fold(0, u64::wrapping_add);
+            }
+            for (n, sum) in (0..count).zip(&sums) {
+                let position = head.wrapping_add(n);
+                let completion = self.completion(position);
+                completion[0].store(*sum, Ordering::Relaxed);
+                let status = u64::from(position) << 32 | Self::phase(position);
+                completion[1].store(status, Ordering::Release);
+            }
+            head = head.wrapping_add(count);
+        }
+    }
+}
+
+/// Entries a second at this depth, between two processors.
+pub(crate) fn limit(
+    cpus: [usize; 2],
+    depth: u32,
+    update: TailUpdate,
+    time: Duration,
+) -> Result<f64> {
+    if depth == 0 || depth >= RING {
+        bail!("the wire takes 1 to {} entries at once, not {depth}", RING - 1);
+    }
+    let wire = Wire::new()?;
+    pair(
+        cpus,
+        &wire.stopped.0,
+        || wire.serve(),
+        || {
+            let rate = wire.drive(depth, update, time);
+            wire.stopped.0.store(true, Ordering::Relaxed);
+            rate
+        },
+    )?
+}
+
+/// The best of the ways to store the tail.
+pub(crate) fn best(cpus: [usize; 2], depth: u32, time: Duration) -> Result<(f64, TailUpdate)> {
+    let mut best = (0.0, TailUpdate::Each);
+    for update in TailUpdate::ALL {
+        let rate = limit(cpus, depth, update, time)?;
+        if rate > best.0 {
+            best = (rate, update);
+        }
+    }
+    Ok(best)
+}
+
+/// Nanoseconds that a word takes from one processor to the other: half of the time in which it
+/// goes there and another one comes back.
+pub(crate) fn line_time(cpus: [usize; 2], rounds: u32) -> Result<f64> {
+    let words: [CachePadded<AtomicU32>; 2] = Default::default();
+    let stopped = AtomicBool::new(false);
+    let wait = |word: &AtomicU32, value: u32| {
+        while word.load(Ordering::Acquire) != value {
+            if stopped.load(Ordering::Relaxed) {
+                return false;
+            }
+        }
+        true
+    };
+    pair(
+        cpus,
+        &stopped,
+        || {
+            for n in 1..=rounds {
+                if !wait(&words[0].0, n) {
+                    return;
+                }
+                words[1].0.store(n, Ordering::Release);
+            }
+        },
+        || {
+            let began = Instant::now();
+            for n in 1..=rounds {
+                words[0].0.store(n, Ordering::Release);
+                if !wait(&words[1].0, n) {
+                    break;
+                }
+            }
+            began.elapsed().as_secs_f64() * 1e9 / f64::from(rounds) / 2.0
+        },
+    )
+}
+
+/// Runs one function on each processor, and gives what the second returns. `stopped` ends the other
+/// if one can not start.
+fn pair<T: Send>(
+    cpus: [usize; 2],
+    stopped: &AtomicBool,
+    first: impl FnOnce() + Send,
+    second: impl FnOnce() -> T + Send,
+) -> Result<T> {
+    let start = |cpu| {
+        let pinned = pin(cpu);
+        if pinned.is_err() {
+            stopped.store(true, Ordering::Relaxed);
+        }
+        pinned
+    };
+    thread::scope(|scope| {
+        let first = scope.spawn(move || start(cpus[0]).map(|()| first()));
+        let second = scope.spawn(move || start(cpus[1]).map(|()| second()));
+        let result = second.join().map_err(|_| anyhow!("the submitting thread panicked"))?;
+        if result.is_err() {
+            stopped.store(true, Ordering::Relaxed);
+        }
+        first.join().map_err(|_| anyhow!("the completing thread panicked"))??;
+        result
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::thread::CpuSet;
+
+    use super::*;
+
+    /// Two processors that this process may use, or one twice.
+    fn processors() -> [usize; 2] {
+        let mine = rustix::thread::sched_getaffinity(None).unwrap();
+        let mut list = (0..CpuSet::MAX_CPU).filter(|cpu| mine.is_set(*cpu));
+        let first = list.next().unwrap();
+        [first, list.next().unwrap_or(first)]
+    }
+
+    #[test]
+    fn all_entries_arrive_in_order_at_any_depth() {
+        // The rate tells nothing here; that every word was there is checked for each entry, many
+        // times around the rings.
+        for depth in [1, 3, 32, 33, 128, RING - 1] {
+            for update in TailUpdate::ALL {
+                let rate = limit(processors(), depth, update, Duration::from_millis(20)).unwrap();
+                assert!(rate > 0.0, "{depth} {update:?}: {rate}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_torn_entry_is_found() {
+        let wire = Wire::new().unwrap();
+        let (mut tail, mut sequence) = (0, 0);
+        wire.submit(&mut tail, &mut sequence);
+        wire.tail.0.store(tail, Ordering::Release);
+        wire.entries[0].0[5].store(7 << 56, Ordering::Relaxed);
+        thread::scope(|scope| {
+            scope.spawn(|| wire.serve());
+            while wire.completion(0)[1].load(Ordering::Acquire) & 1 == 0 {}
+            wire.stopped.0.store(true, Ordering::Relaxed);
+        });
+        assert_ne!(wire.completion(0)[0].load(Ordering::Relaxed), PLACES);
+    }
+
+    #[test]
+    fn what_can_not_be_is_refused() {
+        let time = Duration::from_millis(1);
+        assert!(limit(processors(), 0, TailUpdate::Each, time).is_err());
+        assert!(limit(processors(), RING, TailUpdate::Each, time).is_err());
+        assert!(limit([CpuSet::MAX_CPU, 0], 1, TailUpdate::Each, time).is_err());
+        assert!(limit([0, CpuSet::MAX_CPU], 1, TailUpdate::Each, time).is_err());
+        assert!(line_time(processors(), 100).unwrap() > 0.0);
+    }
+}

@@ -1,0 +1,72 @@
+//! `cargo xtask package`: every crate that is published can be packaged.
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+use shadowbell_bench::workspace::cargo;
+
+use crate::report::Report;
+use crate::step::step;
+
+/// Packages them all, and with `verify` builds each from its package alone.
+pub(crate) fn run(report: &mut Report, verify: bool) -> Result<()> {
+    check(report, verify);
+    report.summary();
+    Ok(())
+}
+
+/// Packages them all; the summary is left to the caller.
+pub(crate) fn check(report: &mut Report, verify: bool) {
+    report.begin("packages");
+    let Some(unpublished) =
+        report.check("cargo says which crates are not published", |_| unpublished())
+    else {
+        return;
+    };
+    let mut command = cargo();
+    // Nothing is uploaded, so what is not committed yet may be packaged as well.
+    command.args(["package", "--workspace", "--quiet", "--allow-dirty"]);
+    command.args(unpublished.iter().flat_map(|name| ["--exclude", name]));
+    command.args((!verify).then_some("--no-verify"));
+    step(report, "cargo package", &mut command);
+}
+
+/// The packages of the workspace with `publish = false`.
+fn unpublished() -> Result<Vec<String>> {
+    let output = cargo()
+        .args(["metadata", "--no-deps", "--format-version", "1"])
+        .output()
+        .context("cargo metadata")?;
+    if !output.status.success() {
+        bail!("cargo metadata: {}", String::from_utf8_lossy(&output.stderr).trim());
+    }
+    let metadata = serde_json::from_slice(&output.stdout).context("cargo metadata")?;
+    Ok(without_registry(&metadata))
+}
+
+/// The names of the packages that no registry may have.
+fn without_registry(metadata: &Value) -> Vec<String> {
+    let packages = metadata.get("packages").and_then(Value::as_array);
+    packages
+        .into_iter()
+        .flatten()
+        .filter(|package| package.get("publish") == Some(&Value::Array(Vec::new())))
+        .filter_map(|package| Some(package.get("name")?.as_str()?.to_owned()))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn packages_that_are_not_published_are_told_from_the_others() {
+        let metadata = json!({ "packages": [
+            { "name": "a", "publish": null },
+            { "name": "b", "publish": [] },
+            { "name": "c", "publish": ["elsewhere"] },
+        ]});
+        assert_eq!(without_registry(&metadata), ["b"]);
+        assert!(unpublished().unwrap().contains(&"xtask".to_owned()));
+    }
+}

@@ -1,0 +1,183 @@
+//! What the suites share: the fetched programs, the controller under test, and the guest's first
+//! steps.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use clap::ValueEnum;
+use shadowbell_bench::workspace;
+use shadowbell_guest::initramfs::{self, Extra};
+use shadowbell_guest::{
+    Config, Device, Drive, Guest, Kernel, Roots, RunDir, Serve, Server, Small, config, tool,
+};
+
+use crate::report::Report;
+
+/// The controller under test.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ControllerKind {
+    /// Shadowbell's, served over vfio-user.
+    Shadowbell,
+    /// QEMU's own `-device nvme`, for comparison.
+    QemuNvme,
+}
+
+/// A minute is long for any command that does not measure.
+pub(crate) const MINUTE: Duration = Duration::from_secs(60);
+
+/// The archives that guests start from, as files under `target/guest`.
+const FULL: &str = "initramfs-full.cpio";
+pub(crate) const MINIMAL: &str = "initramfs-minimal.cpio";
+
+/// What all suites share.
+pub(crate) struct Setup {
+    pub(crate) controller: ControllerKind,
+    pub(crate) roots: Roots,
+    /// The program, unless QEMU's controller alone is under test.
+    pub(crate) shadowbell: Option<PathBuf>,
+    /// How often a speed is measured before its median is taken.
+    pub(crate) rounds: usize,
+}
+
+impl Setup {
+    /// Fetches and builds what the suites need. `shadowbell` is built unless it is given, or is not
+    /// under test.
+    pub(crate) fn new(
+        controller: ControllerKind,
+        shadowbell: Option<PathBuf>,
+        kernels: &[Kernel],
+    ) -> Result<Self> {
+        let root = workspace::root();
+        let roots = Roots::fetch(&root, kernels)?;
+        let tool = tool::build(&root, roots.directory())?;
+        for (name, programs, tools) in
+            [(FULL, initramfs::FULL, &[tool.as_path()][..]), (MINIMAL, initramfs::MINIMAL, &[])]
+        {
+            let extra = Extra { programs: tools, ..Extra::default() };
+            let archive = initramfs::pack(&roots, programs, extra)?;
+            // A run beside this one may be reading the file of that name: it keeps the old one.
+            let partial = roots.directory().join(format!("{name}.{}", std::process::id()));
+            std::fs::write(&partial, archive).context("the initramfs")?;
+            std::fs::rename(&partial, roots.directory().join(name)).context("the initramfs")?;
+        }
+        let shadowbell = match (controller, shadowbell) {
+            (_, Some(path)) => {
+                Some(path.canonicalize().with_context(|| path.display().to_string())?)
+            }
+            (ControllerKind::Shadowbell, None) => Some(workspace::build_shadowbell()?),
+            (ControllerKind::QemuNvme, None) => None,
+        };
+        Ok(Self { controller, roots, shadowbell, rounds: 3 })
+    }
+
+    /// A program whose `serve` can do wrong on purpose: the one under test if it can.
+    pub(crate) fn faulty(&self) -> Result<PathBuf> {
+        if let Some(program) = &self.shadowbell {
+            let help = Command::new(program).args(["serve", "--help"]).output();
+            let help = help.with_context(|| program.display().to_string())?;
+            if String::from_utf8_lossy(&help.stdout).contains("--faults") {
+                return Ok(program.clone());
+            }
+        }
+        workspace::build_for_tests()
+    }
+
+    /// Where everything is kept between runs.
+    pub(crate) fn directory(&self) -> &Path {
+        self.roots.directory()
+    }
+
+    /// Boots a guest with these controllers; `adjust` may change its configuration.
+    pub(crate) fn boot(
+        &self,
+        run: &RunDir,
+        kernel: Kernel,
+        devices: Vec<Device>,
+        adjust: impl FnOnce(&mut Config),
+    ) -> Result<Guest> {
+        let mut config = Config::new(kernel, devices);
+        adjust(&mut config);
+        let inside = run.file(FULL);
+        if !inside.exists() {
+            std::fs::hard_link(self.roots.directory().join(FULL), &inside)
+                .context("the initramfs")?;
+        }
+        Guest::boot(&self.roots, run, &config, FULL)
+    }
+
+    /// The controller under test over an image of the run.
+    pub(crate) fn disk(&self, run: &RunDir, image: &Path) -> Result<Disk> {
+        let name = image.file_name().context("an image without a name")?.to_string_lossy();
+        Ok(match self.controller {
+            ControllerKind::QemuNvme => Disk {
+                server: None,
+                device: Device::QemuNvme { drive: Drive::Image(name.into_owned()), dbcs: true },
+            },
+            ControllerKind::Shadowbell => {
+                let disks = [image.display().to_string()];
+                self.serve(run, "dut", &disks, &[], None)?
+            }
+        })
+    }
+
+    /// Serves a controller of shadowbell's behind the socket `name`.
+    pub(crate) fn serve(
+        &self,
+        run: &RunDir,
+        name: &str,
+        disks: &[String],
+        options: &[&str],
+        small: Option<Small<'_>>,
+    ) -> Result<Disk> {
+        let binary = self.shadowbell.as_deref().context("this needs the shadowbell program")?;
+        let server = Server::start(run, &Serve { binary, name, disks, options, small })?;
+        let device = Device::VfioUser { socket: name.to_owned() };
+        Ok(Disk { server: Some(server), device })
+    }
+}
+
+/// The controller under test: a device of the guest and, if it is
+/// shadowbell's, the server behind it.
+pub(crate) struct Disk {
+    pub(crate) server: Option<Server>,
+    pub(crate) device: Device,
+}
+
+impl Disk {
+    /// An error once the server has ended.
+    pub(crate) fn check(&mut self) -> Result<()> {
+        self.server.as_mut().map_or(Ok(()), Server::check)
+    }
+
+    /// Ends the server as an operator would: it must leave cleanly.
+    pub(crate) fn stop(self) -> Result<()> {
+        self.server.map_or(Ok(()), Server::stop)
+    }
+}
+
+/// The names that the guest gives to the controller at this index and to its first namespace
+/// (`nvme0`, `nvme0n1`), once both are there.
+pub(crate) fn names(guest: &mut Guest, index: usize) -> Result<(String, String)> {
+    let address = config::pci_address(index);
+    // With multipath the namespace has a hidden path (nvme0c0n1) below the controller; the disk is
+    // the same name without the middle.
+    let script = format!(
+        "for try in $(seq 100); do \
+            for path in /sys/bus/pci/devices/{address}/nvme/nvme*/nvme*n1; do \
+                disk=$(basename $path | sed 's/c[0-9]*n/n/'); \
+                [ -b /dev/$disk ] && echo $(basename $(dirname $path)) $disk && exit 0; \
+            done; sleep 0.1; \
+        done; echo no NVMe disk at {address}; dmesg | grep -i nvme; exit 1"
+    );
+    let text = guest.sh(&script, MINUTE)?;
+    let (controller, disk) = text.trim().split_once(' ').context("no names")?;
+    Ok((controller.to_owned(), disk.to_owned()))
+}
+
+/// Powers the guest off and stops the server: both must end well.
+pub(crate) fn finish(report: &mut Report, guest: Guest, disk: Disk) {
+    report.check("the guest powers off", |_| guest.power_off(MINUTE));
+    report.check("the server leaves cleanly", |_| disk.stop());
+}

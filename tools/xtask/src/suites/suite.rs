@@ -1,0 +1,62 @@
+//! The list of the suites.
+
+use anyhow::Context;
+use clap::ValueEnum;
+use shadowbell_guest::{Kernel, RunDir};
+
+use super::setup::Setup;
+use super::{boot, fs, recover, reset, s2, s3, s4, smoke};
+use crate::report::Report;
+
+/// The suites, by their names on the command line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Suite {
+    /// The kernel and nvme-cli find a sane controller, and it refuses what it must.
+    Smoke,
+    /// A file system, discards, and fio with checksums.
+    Fs,
+    /// Resets, reboots and a killed QEMU under load: no acknowledged write is lost.
+    Reset,
+    /// OVMF starts a kernel from a disk of shadowbell's.
+    Boot,
+    /// The driver through VFIO, inside the guest, and the S2 table: against the kernel's driver and
+    /// QEMU's `nvme://`.
+    S2,
+    /// The S3 table: shadow doorbells against trapped ones, shadowbell's against QEMU's.
+    S3,
+    /// The driver through VFIO on controllers that do wrong on purpose: every step of recovery,
+    /// with every byte checked; and a disk on an SSD whose data nobody copies.
+    Recover,
+    /// The disk as a block device (ublk) inside the guest, and the S4 table: readers, one and many.
+    S4,
+}
+
+impl Suite {
+    /// Runs the suite on one kernel. What goes wrong is a failed check.
+    pub(crate) fn run(self, setup: &Setup, report: &mut Report, kernel: Kernel) {
+        let (suite, controller) = (name_of(&self), name_of(&setup.controller));
+        let release = setup.roots.release(kernel).unwrap_or_else(|_| kernel.to_string());
+        report.begin(&format!("guest {suite}, Linux {release}, {controller}"));
+        report.check(&format!("{suite} ran to its end"), |report| {
+            let run = RunDir::new(setup.roots.directory())?;
+            let result = match self {
+                Self::Smoke => smoke::run(setup, report, kernel, &run),
+                Self::Fs => fs::run(setup, report, kernel, &run),
+                Self::Reset => reset::run(setup, report, kernel, &run),
+                Self::Boot => boot::run(setup, report, kernel, &run),
+                Self::S2 => s2::run(setup, report, kernel, &run),
+                Self::Recover => recover::run(setup, report, kernel, &run),
+                Self::S3 => s3::run(setup, report, kernel, &run),
+                Self::S4 => s4::run(setup, report, kernel, &run),
+            };
+            let logs = setup.roots.directory().join(format!("logs/{suite}-{kernel}-{controller}"));
+            run.keep_logs(&logs)?;
+            result.with_context(|| format!("logs are in {}", logs.display()))
+        });
+    }
+}
+
+/// What a value is called on the command line.
+fn name_of(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+}
