@@ -1,46 +1,28 @@
 //! The controller as whoever carries it to a host sees it: registers, doorbells, interrupts, DMA.
 
 use crate::config::{Config, ConfigError};
-use crate::control::{Control, Deferred};
-use crate::latch::Latch;
+use crate::context::Context;
+use crate::control::{Callback, Control, Deferred, DoorbellEventfds};
+use crate::doorbell_source::DoorbellSource;
+use crate::event::Listener;
 use crate::namespace::Namespace;
-use crate::shared::{DOORBELL_BYTES, DSTRD, MAX_QUEUES, Report, Reporter, Shared};
+use crate::notice::{ControlHandle, ControlPlane, Notice};
+use crate::shared::{ControllerShared, DOORBELL_BYTES, DSTRD, MAX_QUEUES};
 use crate::stats::Stats;
 use crate::trace::{COMPLETION_QUEUE, Kind};
+use crate::worker::Pool;
 use crate::worker::message::Message;
-use crate::worker::{Pool, Service};
+use parking_lot::{Mutex, MutexGuard};
 use shadowbell_memory::{DmaError, EventFd, SharedBytes};
 use shadowbell_spec::regs::{DOORBELLS, DoorbellKind, decode_doorbell};
 use std::fmt;
+use std::io;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 /// Bytes of BAR0: a page of registers, a page of doorbells.
 pub const BAR0_BYTES: u64 = DOORBELLS + DOORBELL_BYTES;
-
-/// Something that the owner of a controller may want to tell a person.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Event {
-    /// A host set CC.EN, and the controller is ready.
-    Enabled,
-    /// The host configured shadow doorbells.
-    ShadowDoorbells,
-    /// The host created its first I/O queue, or another one: how many submission queues exist.
-    QueueCreated(usize),
-    /// A write found no room on the storage of this namespace: told once in a while.
-    Full(u32),
-    /// Data that were written to this namespace may be lost: told once in a while.
-    Lost(u32),
-    /// The host has shut the controller down.
-    Shutdown,
-    /// The controller was reset; no command is in flight any more.
-    Disabled,
-    /// The controller can not go on until it is reset, and why.
-    Fatal(&'static str),
-}
-
-type Listener = Box<dyn Fn(&Event) + Send + Sync>;
 
 /// Why a controller could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -57,9 +39,9 @@ pub enum NewError {
 #[derive(Default)]
 pub struct Carrier {
     /// The host maps the page of doorbells and writes it itself: nothing traps, so the workers
-    /// look at least every quarter of a millisecond.
+    /// look at least every millisecond.
     pub mapped_doorbells: bool,
-    /// Hears what happens.
+    /// Is called with what happens, on whatever thread it happens.
     pub listener: Option<Listener>,
 }
 
@@ -75,15 +57,11 @@ impl fmt::Debug for Carrier {
 /// Cloning gives another handle on the same controller. All methods may be called from any thread;
 /// none of them waits for I/O.
 #[derive(Clone)]
-pub struct Controller(Arc<Inner>);
+pub struct Controller(Arc<ControllerInner>);
 
-pub(crate) struct Inner {
-    pub(crate) me: Weak<Inner>,
-    pub(crate) config: Config,
-    pub(crate) namespaces: Arc<Vec<Namespace>>,
-    pub(crate) shared: Arc<Shared>,
-    pub(crate) pool: Pool,
-    listener: Option<Listener>,
+/// A controller: what does not change, and the control plane under its lock.
+pub(crate) struct ControllerInner {
+    pub(crate) context: Context,
     control: Mutex<Control>,
 }
 
@@ -103,20 +81,20 @@ impl Controller {
             .map(|(index, ns)| Namespace::new(index as u32 + 1, ns))
             .collect();
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        let shared = Arc::new(Shared::new(id, carrier.mapped_doorbells, pool.len())?);
-        let control = Control::new(&config, id);
-        let inner = Arc::new_cyclic(|me| Inner {
-            me: me.clone(),
-            config,
-            namespaces: Arc::new(namespaces),
-            shared,
-            pool,
-            listener: carrier.listener,
-            control: Mutex::new(control),
-        });
-        let reporter: Weak<dyn Reporter> = inner.me.clone();
-        inner.shared.report_to(reporter);
-        Ok(Self(inner))
+        let shared = Arc::new(ControllerShared::new(id, carrier.mapped_doorbells, pool.len())?);
+        Ok(Self(Arc::new_cyclic(|inner: &Weak<ControllerInner>| {
+            let plane: Weak<dyn ControlPlane> = inner.clone();
+            let context = Context {
+                config,
+                namespaces: Arc::new(namespaces),
+                shared,
+                pool,
+                control: ControlHandle::new(plane),
+                listener: carrier.listener,
+            };
+            let control = Mutex::new(Control::new(&context));
+            ControllerInner { context, control }
+        })))
     }
 
     /// Reads BAR0. Registers are little-endian; any length and alignment inside [`BAR0_BYTES`] is
@@ -125,7 +103,7 @@ impl Controller {
         data.fill(0);
         // Doorbells read as zero: what they return is vendor specific (PCIe 1.1, 3.1.2.1).
         if offset < DOORBELLS {
-            self.0.lock().read(&self.0, offset, data);
+            self.0.control.lock().read(offset, data);
         }
     }
 
@@ -138,47 +116,69 @@ impl Controller {
             }
             return;
         }
-        let deferred = self.0.lock().write(&self.0, offset, data);
-        self.0.run(deferred);
+        self.0.with(|control, cx| control.write(cx, offset, data));
     }
 
     /// A trapped write of a doorbell: `offset` is the one in BAR0. Which worker this has woken, if it
     /// has woken one.
     pub fn write_doorbell(&self, offset: u64, value: u32) -> Option<usize> {
-        let inner = &self.0;
+        let Context { shared, pool, .. } = &self.0.context;
         let doorbell = decode_doorbell(offset, DSTRD);
         let Some(doorbell) = doorbell.filter(|d| usize::from(d.qid) < MAX_QUEUES) else {
-            inner.invalid_register();
+            self.0.with(Control::invalid_doorbell_register);
             return None;
         };
-        let worker = inner.shared.trap(doorbell.qid, doorbell.kind);
+        let worker = shared.trap(doorbell.qid, doorbell.kind);
         let side = if doorbell.kind == DoorbellKind::Cq { COMPLETION_QUEUE } else { 0 };
-        inner.note(Kind::MmioWrite, doorbell.qid | side, value, 0);
-        let register = inner.shared.register(doorbell.qid, doorbell.kind);
+        self.0.context.trace(Kind::MmioWrite, doorbell.qid | side, value, 0);
+        let register = shared.register(doorbell.qid, doorbell.kind);
         if doorbell.qid == 0 {
             shadowbell_doorbell::Cell::store_release(&register, value);
-            inner.service();
+            self.0.notify(Notice::AdminDoorbell);
             return None;
         }
         let Some(worker) = worker else {
-            inner.invalid_register();
+            self.0.with(Control::invalid_doorbell_register);
             return None;
         };
         let woken = match doorbell.kind {
-            DoorbellKind::Sq => inner.pool.ring(worker, &inner.shared, &register, value),
+            DoorbellKind::Sq => pool.write_doorbell(worker, shared, &register, value),
             DoorbellKind::Cq => {
                 shadowbell_doorbell::Cell::store_release(&register, value);
                 // Pairs with the sleeper's fence, which follows its `want_head`: either it sees
                 // the head in its last look, or we see here that it wants to be told.
                 fence(Ordering::SeqCst);
-                inner.shared.is_head_wanted(doorbell.qid)
-                    && inner.pool.ring(worker, &inner.shared, &register, value)
+                shared.is_head_wanted(doorbell.qid)
+                    && pool.write_doorbell(worker, shared, &register, value)
             }
         };
         woken.then_some(worker)
     }
 
-    pub(crate) fn inner(&self) -> &Arc<Inner> {
+    /// Descriptors that stand for writes to doorbells, as of now: those of the I/O queues that exist,
+    /// if Doorbell Buffer Config is in force, and none otherwise. A host may signal one instead of
+    /// writing any of its doorbells, after it has put the value in its shadow doorbell buffer.
+    ///
+    /// They stand for nothing any more when the queue is deleted or the controller reset.
+    ///
+    /// # Errors
+    /// The system's, when it has no more descriptors.
+    pub fn doorbell_eventfds(&self) -> io::Result<DoorbellEventfds> {
+        self.0.control.lock().doorbell_eventfds(&self.0.context)
+    }
+
+    /// Has `worker`, which is one that [`write_doorbell`](Self::write_doorbell) named, take the host's
+    /// doorbell writes by itself: those of the I/O queues that it serves, while it sleeps. It drops the
+    /// source when the controller is reset, when another is added, or when it has been woken in vain
+    /// several times in a row.
+    pub fn add_doorbell_source(&self, worker: usize, source: Box<dyn DoorbellSource>) {
+        let Context { shared, pool, .. } = &self.0.context;
+        pool.send(worker, Message::DoorbellSource { controller: shared.id, source });
+    }
+
+    /// The controller's insides, for what builds on it in this crate.
+    #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
+    pub(crate) fn inner(&self) -> &Arc<ControllerInner> {
         &self.0
     }
 
@@ -186,36 +186,36 @@ impl Controller {
     /// by a host if the controller was made with [`Carrier::mapped_doorbells`].
     #[must_use]
     pub fn doorbells(&self) -> &SharedBytes {
-        self.0.shared.doorbells()
+        self.0.context.shared.doorbells()
     }
 
     /// Whether the controller expects its doorbells to be mapped.
     #[must_use]
     pub fn has_mapped_doorbells(&self) -> bool {
-        self.0.shared.mapped
+        self.0.context.shared.mapped
     }
 
     /// What the controller was made from.
     #[must_use]
     pub fn config(&self) -> &Config {
-        &self.0.config
+        &self.0.context.config
     }
 
     /// How many interrupt vectors the controller has.
     #[must_use]
     pub fn vectors(&self) -> usize {
-        self.0.shared.irqs.len()
+        self.0.context.shared.irqs.len()
     }
 
     /// Connects an interrupt vector to an eventfd, or disconnects it. An interrupt that was raised
     /// while there was none is delivered now. False if there is no such vector.
     pub fn set_interrupt(&self, vector: usize, event: Option<EventFd>) -> bool {
-        self.0.shared.irqs.set(vector, event)
+        self.0.context.shared.irqs.set(vector, event)
     }
 
     /// Raises a vector, as if a queue had. False if there is no such vector.
     pub fn trigger_interrupt(&self, vector: usize) -> bool {
-        self.0.shared.irqs.trigger(vector)
+        self.0.context.shared.irqs.trigger(vector)
     }
 
     /// Makes `len` bytes of `memory` reachable for the controller at `iova`.
@@ -223,9 +223,9 @@ impl Controller {
     /// # Errors
     /// [`DmaError`], if the range is bad or in use.
     pub fn map_dma(&self, iova: u64, len: u64, memory: &SharedBytes) -> Result<(), DmaError> {
-        let mut control = self.0.lock();
+        let mut control = self.0.control.lock();
         control.map(iova, len, memory)?;
-        self.0.mapped(control);
+        self.0.publish_map(control);
         Ok(())
     }
 
@@ -237,13 +237,13 @@ impl Controller {
         ranges: impl IntoIterator<Item = (u64, u64, &'a SharedBytes)>,
         mut refused: impl FnMut(u64, DmaError),
     ) {
-        let mut control = self.0.lock();
+        let mut control = self.0.control.lock();
         for (iova, len, memory) in ranges {
             if let Err(error) = control.map(iova, len, memory) {
                 refused(iova, error);
             }
         }
-        self.0.mapped(control);
+        self.0.publish_map(control);
     }
 
     /// Takes a range away. `done` runs, on any thread, when no command in flight can touch it any
@@ -257,80 +257,73 @@ impl Controller {
         len: u64,
         done: impl FnOnce() + Send + 'static,
     ) -> Result<(), DmaError> {
-        let latch = {
-            let mut control = self.0.lock();
-            control.unmap(iova, len)?;
-            let latch = Latch::new(done);
-            control.publish_table(&self.0, Some(&latch));
-            latch
-        };
-        drop(latch); // outside of the lock: it may run `done` here
+        let unmapped = self.0.control.lock().unmap(&self.0.context, iova, len, Box::new(done));
+        self.0.run(unmapped?);
         Ok(())
     }
 
     /// Takes every range away; `done` as for [`unmap_dma`](Self::unmap_dma).
     pub fn unmap_all(&self, done: impl FnOnce() + Send + 'static) {
-        let latch = Latch::new(done);
-        let mut control = self.0.lock();
-        control.unmap_all();
-        control.publish_table(&self.0, Some(&latch));
-        drop(control);
+        self.0.with(|control, cx| {
+            let mut deferred = Deferred::default();
+            control.unmap_all(cx, Box::new(done), &mut deferred);
+            deferred
+        });
     }
 
     /// A reset from outside: function level, or the transport's own. Registers go back to their
     /// power-on values; DMA maps and interrupt vectors stay. `done` runs, on any thread, when
     /// nothing of the controller is in flight any more.
     pub fn reset(&self, done: impl FnOnce() + Send + 'static) {
-        let deferred = self.0.lock().reset(&self.0, Latch::new(done));
-        self.0.run(deferred);
+        self.0.with(|control, cx| control.reset(cx, Box::new(done)));
     }
 
-    /// The host is gone: a reset, after which its memory and its interrupts are forgotten too.
+    /// The host is gone: a reset, after which its memory and its interrupts are forgotten too. `done`
+    /// runs, on any thread, when nothing touches that memory any more.
     pub fn disconnect(&self, done: impl FnOnce() + Send + 'static) {
+        // The controller stays until then, whoever else lets go of it.
         let inner = Arc::clone(&self.0);
-        self.reset(move || {
-            inner.shared.irqs.clear();
-            let latch = Latch::new(done);
-            let mut control = inner.lock();
-            control.unmap_all();
-            control.publish_table(&inner, Some(&latch));
-            drop(control);
-            drop(latch);
+        let done: Callback = Box::new(move || {
+            done();
+            drop(inner);
         });
+        self.0.with(|control, cx| control.disconnect(cx, done));
     }
 
     /// The counters, as of now: the workers are asked, which wakes them. Waits for their answer up
     /// to a second; a worker that is held up by its disk for longer is left out.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        let gather = Arc::new(Mutex::new(Vec::new()));
-        let (answered, wait) = std::sync::mpsc::channel();
-        let latch = Latch::new(move || {
-            let _ = answered.send(());
-        });
+        let Context { shared, .. } = &self.0.context;
         let (mut stats, workers) = {
-            let control = self.0.lock();
-            (control.admin_stats(&self.0.shared), control.workers())
+            let control = self.0.control.lock();
+            (control.admin_stats(), control.workers())
         };
-        for worker in workers {
-            let gather = Arc::clone(&gather);
-            let controller = self.0.shared.id;
-            self.0.pool.send(worker, Message::Query { controller, gather, latch: latch.clone() });
+        let (answer, answers) = std::sync::mpsc::channel();
+        self.0.context.send_all(workers, |controller| Message::Query {
+            controller,
+            answer: answer.clone(),
+            latch: None,
+        });
+        drop(answer);
+        let deadline = Instant::now() + Duration::from_secs(1);
+        let mut gathered = Vec::new();
+        while let Ok(worker) =
+            answers.recv_timeout(deadline.saturating_duration_since(Instant::now()))
+        {
+            gathered.push(worker);
         }
-        drop(latch);
-        let _ = wait.recv_timeout(Duration::from_secs(1));
-        let gathered = std::mem::take(&mut *gather.lock().unwrap_or_else(PoisonError::into_inner));
-        self.0.shared.retire(|retired| {
+        shared.retire(|retired| {
             stats.retired_sq = retired.sq.clone();
             stats.retired_cq = retired.cq.clone();
             stats.io.merge(&retired.io);
-            stats.doorbell_events = retired.events;
+            stats.doorbell_events = retired.eventfd_doorbells;
         });
         for worker in gathered {
             stats.submission_queues.extend(worker.sqs);
             stats.completion_queues.extend(worker.cqs);
             stats.io.merge(&worker.io);
-            stats.doorbell_events += worker.events;
+            stats.doorbell_events += worker.eventfd_doorbells;
             stats.workers.push(worker.sleep);
         }
         stats
@@ -340,63 +333,44 @@ impl Controller {
 impl fmt::Debug for Controller {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Controller")
-            .field("id", &self.0.shared.id)
-            .field("serial", &self.0.config.serial)
+            .field("id", &self.0.context.shared.id)
+            .field("serial", &self.0.context.config.serial)
             .finish_non_exhaustive()
     }
 }
 
-impl Inner {
-    pub(crate) fn lock(&self) -> MutexGuard<'_, Control> {
-        // A panic while the lock was held is a bug, but one controller's, and the others go on.
-        self.control.lock().unwrap_or_else(PoisonError::into_inner)
+impl ControllerInner {
+    /// Does something under the control plane's lock, and then what has to be done without it.
+    pub(crate) fn with(&self, act: impl FnOnce(&mut Control, &Context) -> Deferred) {
+        let deferred = act(&mut self.control.lock(), &self.context);
+        self.run(deferred);
     }
 
-    /// Tells everybody of memory that was mapped.
-    fn mapped(&self, mut control: MutexGuard<'_, Control>) {
-        let is_back = control.publish_table(self, None);
+    /// Gives everybody a map to which memory was added.
+    fn publish_map(&self, mut control: MutexGuard<'_, Control>) {
+        let is_back = control.publish_table(&self.context, None);
         drop(control);
         if is_back {
-            self.service();
+            self.notify(Notice::AdminDoorbell);
         }
     }
 
     /// Does what has to be done after the lock was let go.
-    pub(crate) fn run(&self, deferred: Deferred) {
-        let Deferred { events, latches, again } = deferred;
-        let parting = std::mem::take(&mut self.lock().parting);
-        drop(parting);
-        if let Some(listener) = &self.listener {
+    fn run(&self, deferred: Deferred) {
+        let Deferred { events, latches, callbacks, again } = deferred;
+        if let Some(listener) = &self.context.listener {
             events.iter().for_each(listener);
         }
         drop(latches);
+        callbacks.into_iter().for_each(|done| done());
         if again {
-            let service: Weak<dyn Service> = self.me.clone();
-            self.pool.send(0, Message::Service(service));
+            self.context.pool.send(0, Message::ServeAdmin(self.context.control.clone()));
         }
     }
-
-    /// Records something in the trace.
-    pub(crate) fn note(&self, kind: Kind, qid: u16, value: u32, extra: u32) {
-        self.pool.note(kind, self.shared.id, qid, value, extra);
-    }
-
-    fn invalid_register(&self) {
-        let deferred = self.lock().invalid_doorbell_register(self);
-        self.run(deferred);
-    }
 }
 
-impl Service for Inner {
-    fn service(&self) {
-        let deferred = self.lock().service(self);
-        self.run(deferred);
-    }
-}
-
-impl Reporter for Inner {
-    fn report(&self, report: Report) {
-        let deferred = self.lock().report(self, report);
-        self.run(deferred);
+impl ControlPlane for ControllerInner {
+    fn notify(&self, notice: Notice) {
+        self.with(|control, cx| control.receive(cx, notice));
     }
 }

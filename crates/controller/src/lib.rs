@@ -24,17 +24,21 @@
 //! pin-based interrupts. A command that is not implemented ends in Invalid Command Opcode.
 #![forbid(unsafe_code)]
 
-pub(crate) mod admin;
+mod admin;
 pub mod config;
+mod context;
 mod control;
 mod controller;
 mod doorbell_source;
+mod event;
+mod exec;
 #[cfg(feature = "faults")]
 pub mod faults;
 mod interrupt;
-mod kick;
 mod latch;
 mod namespace;
+mod notice;
+mod queue;
 mod shared;
 pub mod stats;
 #[cfg(test)]
@@ -43,8 +47,9 @@ pub mod trace;
 mod worker;
 
 pub use config::{Config, ConfigError, NamespaceConfig};
-pub use controller::{BAR0_BYTES, Carrier, Controller, Event, NewError};
-pub use doorbell_source::{DoorbellSource, Polled};
-pub use kick::DoorbellEvents;
+pub use control::DoorbellEventfds;
+pub use controller::{BAR0_BYTES, Carrier, Controller, NewError};
+pub use doorbell_source::{DoorbellSource, PolledDoorbells};
+pub use event::Event;
 pub use stats::Stats;
 pub use worker::{Polling, Pool, PoolOptions, Turns};

@@ -2,11 +2,11 @@
 
 use crate::interrupt::{Coalescing, IrqTable};
 use crate::stats::{CqStats, IoStats, SqStats};
+use parking_lot::Mutex;
 use shadowbell_memory::{Mapping, SharedBytes, SharedU32};
 use shadowbell_spec::regs::{DoorbellKind, cq_doorbell_offset, sq_doorbell_offset};
-use shadowbell_spec::status::Status;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 /// Doorbell stride (CAP.DSTRD): doorbells are 4 bytes apart, as on every PCIe controller.
 pub(crate) const DSTRD: u8 = 0;
@@ -15,39 +15,6 @@ pub(crate) const DOORBELL_BYTES: u64 = 4096;
 /// Queue pairs with the admin queue's, at most.
 pub(crate) const MAX_QUEUES: usize = 65;
 
-/// Something that a worker found and the control plane has to act upon.
-#[derive(Clone, Debug)]
-pub(crate) enum Report {
-    /// A doorbell with a value that can not be.
-    InvalidDoorbell {
-        /// Queue identifier.
-        qid: u16,
-    },
-    /// A command that ended in an error that goes to the error log.
-    CommandError {
-        /// Submission queue identifier.
-        sqid: u16,
-        /// Command identifier.
-        cid: u16,
-        /// How it ended.
-        status: Status,
-        /// Its namespace.
-        nsid: u32,
-        /// Its first logical block.
-        lba: u64,
-    },
-    /// Memory of the host was taken away from under us: the controller is in a fatal state.
-    MemoryLost,
-    /// A fault of the whole controller was injected.
-    #[cfg(feature = "faults")]
-    Fault(crate::faults::Fault),
-}
-
-/// Takes reports; the control plane implements it.
-pub(crate) trait Reporter: Send + Sync {
-    fn report(&self, report: Report);
-}
-
 /// Counters of queues that are gone.
 #[derive(Debug, Default)]
 pub(crate) struct Retired {
@@ -55,12 +22,12 @@ pub(crate) struct Retired {
     pub(crate) cq: CqStats,
     pub(crate) io: IoStats,
     /// Doorbells rung by a descriptor.
-    pub(crate) events: u64,
+    pub(crate) eventfd_doorbells: u64,
 }
 
 /// What the control plane and the workers of one controller both touch. Nothing in it is touched
 /// once per I/O but the doorbell registers.
-pub(crate) struct Shared {
+pub(crate) struct ControllerShared {
     pub(crate) id: u32,
     doorbells: SharedBytes,
     /// Doorbell writes received, by register index.
@@ -68,7 +35,7 @@ pub(crate) struct Shared {
     /// Which worker serves a queue: its index + 1, by register index; 0 for nobody.
     owners: Vec<AtomicU8>,
     /// By worker: whether the controller is parked there, for whoever delivers a doorbell write.
-    bells: Vec<Arc<AtomicU32>>,
+    park_states: Vec<Arc<AtomicU32>>,
     /// Whether a sleeping worker waits for this completion queue's head, by queue identifier.
     head_wanted: Vec<AtomicBool>,
     /// The volatile write cache is switched off (feature 06h): every write is forced to the medium.
@@ -78,9 +45,6 @@ pub(crate) struct Shared {
     pub(crate) irqs: Arc<IrqTable>,
     pub(crate) coalescing: Coalescing,
     pub(crate) retired: Mutex<Retired>,
-    reporter: OnceLock<Weak<dyn Reporter>>,
-    #[cfg(feature = "faults")]
-    pub(crate) faults: crate::faults::Armed,
 }
 
 /// The page of doorbells, where it is in BAR0: a client that maps it takes its place in the file to
@@ -97,7 +61,7 @@ fn index(qid: u16, kind: DoorbellKind) -> usize {
     usize::from(qid) * 2 + usize::from(kind == DoorbellKind::Cq)
 }
 
-impl Shared {
+impl ControllerShared {
     pub(crate) fn new(
         id: u32,
         mapped: bool,
@@ -108,22 +72,14 @@ impl Shared {
             doorbells: doorbell_page()?,
             traps: (0..MAX_QUEUES * 2).map(|_| AtomicU64::new(0)).collect(),
             owners: (0..MAX_QUEUES * 2).map(|_| AtomicU8::new(0)).collect(),
-            bells: (0..workers).map(|_| Arc::default()).collect(),
+            park_states: (0..workers).map(|_| Arc::default()).collect(),
             head_wanted: (0..MAX_QUEUES).map(|_| AtomicBool::new(false)).collect(),
             write_through: AtomicBool::new(false),
             mapped,
             irqs: Arc::new(IrqTable::new(MAX_QUEUES)),
             coalescing: Coalescing::default(),
             retired: Mutex::default(),
-            reporter: OnceLock::new(),
-            #[cfg(feature = "faults")]
-            faults: crate::faults::Armed::default(),
         })
-    }
-
-    /// Says who takes the reports; once.
-    pub(crate) fn report_to(&self, reporter: Weak<dyn Reporter>) {
-        let _ = self.reporter.set(reporter);
     }
 
     /// The page of doorbell registers.
@@ -159,14 +115,14 @@ impl Shared {
         self.traps.get(index(qid, kind)).map_or(0, |c| c.load(Ordering::Relaxed))
     }
 
-    /// The same, starting over: the queue is deleted.
+    /// How many writes were trapped on this doorbell, starting over: the queue is deleted.
     pub(crate) fn take_traps(&self, qid: u16, kind: DoorbellKind) -> u64 {
         self.traps.get(index(qid, kind)).map_or(0, |c| c.swap(0, Ordering::Relaxed))
     }
 
     /// The state cell of the controller's part of `worker`.
-    pub(crate) fn bell(&self, worker: usize) -> Option<&Arc<AtomicU32>> {
-        self.bells.get(worker)
+    pub(crate) fn park_state(&self, worker: usize) -> Option<&Arc<AtomicU32>> {
+        self.park_states.get(worker)
     }
 
     pub(crate) fn set_owner(&self, qid: u16, kind: DoorbellKind, worker: Option<usize>) {
@@ -199,12 +155,6 @@ impl Shared {
     }
 
     pub(crate) fn retire(&self, with: impl FnOnce(&mut Retired)) {
-        with(&mut self.retired.lock().unwrap_or_else(PoisonError::into_inner));
-    }
-
-    pub(crate) fn report(&self, report: Report) {
-        if let Some(reporter) = self.reporter.get().and_then(Weak::upgrade) {
-            reporter.report(report);
-        }
+        with(&mut self.retired.lock());
     }
 }

@@ -148,7 +148,7 @@ pub struct Stats {
     /// As above.
     pub retired_cq: CqStats,
     /// Doorbells rung by a descriptor instead of an MMIO write
-    /// ([`Controller::doorbell_events`](crate::Controller::doorbell_events)).
+    /// ([`Controller::doorbell_eventfds`](crate::Controller::doorbell_eventfds)).
     pub doorbell_events: u64,
     /// What the commands did.
     pub io: IoStats,

@@ -175,10 +175,10 @@ fn a_queue_does_not_sleep_over_room_that_was_seen_in_passing() {
     assert!(disk.0.lock().unwrap().is_none());
     host.controller.write_doorbell(cq_doorbell_offset(1, 0), 2);
     (queue.head, queue.phase) = (2, true);
-    let (answered, patience) = std::sync::mpsc::channel::<()>();
+    let (answered, hold_limit) = std::sync::mpsc::channel::<()>();
     let controller = host.controller.clone();
     let rescuer = std::thread::spawn(move || {
-        if patience.recv_timeout(common::PATIENCE).is_err() {
+        if hold_limit.recv_timeout(common::PATIENCE).is_err() {
             controller.write_doorbell(sq_doorbell_offset(1, 0), 0);
         }
     });

@@ -12,7 +12,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(100));
-/// Sleeps in a row, and more, after which a tenant with nothing to do is parked.
+/// Sleeps in a row, and more, after which a controller_queues with nothing to do is parked.
 const LONG_ENOUGH: usize = 12;
 
 /// How a host says that it has something to do.
@@ -50,13 +50,13 @@ fn plug_in(controller: Controller, bell: Bell) -> (Host, Queue) {
 
 fn boot(host: &mut Host, bell: Bell) -> Queue {
     host.enable();
-    host.kicks = controller::DoorbellEvents::default();
+    host.doorbell_eventfds = controller::DoorbellEventfds::default();
     if bell != Bell::Trap {
         assert!(host.configure_shadow(|_, _| 0).is_success());
     }
     let queue = host.create(1, 8, false);
     if bell == Bell::Event {
-        host.kicks = host.controller.doorbell_events().unwrap();
+        host.doorbell_eventfds = host.controller.doorbell_eventfds().unwrap();
     }
     queue
 }
@@ -260,7 +260,7 @@ fn a_ring_without_a_command_is_not_the_last() {
             house.lull(busy);
             for _ in 0..3 {
                 let (host, queue, _) = &house.hosts[quiet];
-                match host.kicks.events.first() {
+                match host.doorbell_eventfds.events.first() {
                     Some(event) => event.signal(),
                     None => {
                         let offset = regs::sq_doorbell_offset(queue.qid, 0);
@@ -343,7 +343,7 @@ fn what_the_control_plane_does_finds_the_parked() {
                 _ => 0,
             };
             assert!(host.configure_shadow(|_, entry| at(entry)).is_success());
-            host.kicks = controller::DoorbellEvents::default();
+            host.doorbell_eventfds = controller::DoorbellEventfds::default();
             queue.shadowed = true;
             (host, queue)
         });

@@ -80,13 +80,16 @@ fn admin_rings(host: &Host) -> u64 {
 fn an_event_wakes_as_a_doorbell_does() {
     for polling in [SLEEPY, Polling::Adaptive(Duration::from_micros(20))] {
         let mut host = Host::new(&["null:1GiB"], polling);
-        let none = |host: &Host| host.controller.doorbell_events().unwrap().doorbells.is_empty();
+        let none = |host: &Host| host.controller.doorbell_eventfds().unwrap().doorbells.is_empty();
         let plain = host.create(1, 16, false);
         assert!(none(&host), "the value of a plain doorbell matters");
         assert!(host.configure_shadow(|_, _| 0).is_success());
         let mut queue = host.create(2, 16, false);
-        host.kicks = host.controller.doorbell_events().unwrap();
-        assert_eq!((host.kicks.events.len(), host.kicks.doorbells.len()), (1, 4));
+        host.doorbell_eventfds = host.controller.doorbell_eventfds().unwrap();
+        assert_eq!(
+            (host.doorbell_eventfds.events.len(), host.doorbell_eventfds.doorbells.len()),
+            (1, 4)
+        );
         for depth in [1, 4, 15] {
             stream(&mut host, &mut queue, depth, 2_000);
         }
@@ -96,7 +99,7 @@ fn an_event_wakes_as_a_doorbell_does() {
         let rings = host.rings - admin_rings(&host);
         assert_eq!(host.controller.stats().doorbell_events, rings);
         // Who shares a descriptor with us can make it block. Nobody is to wait for it.
-        let event = &host.kicks.events[0];
+        let event = &host.doorbell_eventfds.events[0];
         event.drain();
         let flags = rustix::fs::fcntl_getfl(event).unwrap();
         rustix::fs::fcntl_setfl(event, flags - rustix::fs::OFlags::NONBLOCK).unwrap();
@@ -105,7 +108,7 @@ fn an_event_wakes_as_a_doorbell_does() {
         drop((queue, plain));
 
         // A reset ends what they stand for; whoever signals them then does no harm.
-        let old = std::mem::take(&mut host.kicks);
+        let old = std::mem::take(&mut host.doorbell_eventfds);
         host.disable();
         assert!(none(&host));
         host.enable();
@@ -113,7 +116,7 @@ fn an_event_wakes_as_a_doorbell_does() {
         assert!(none(&host));
         assert!(host.configure_shadow(|_, _| 0).is_success());
         let mut queue = host.create(1, 16, false);
-        host.kicks = host.controller.doorbell_events().unwrap();
+        host.doorbell_eventfds = host.controller.doorbell_eventfds().unwrap();
         old.events[0].signal();
         stream(&mut host, &mut queue, 4, 1_000);
         old.events[0].signal();
@@ -134,7 +137,7 @@ fn events_are_in_the_trace() {
     host.enable();
     assert!(host.configure_shadow(|_, _| 0).is_success());
     let mut queue = host.create(1, 16, false);
-    host.kicks = host.controller.doorbell_events().unwrap();
+    host.doorbell_eventfds = host.controller.doorbell_eventfds().unwrap();
     stream(&mut host, &mut queue, 1, 50);
     let rings = host.controller.stats().doorbell_events;
     let records = read_trace(&path).unwrap();

@@ -8,10 +8,10 @@
 //! collects what the controller does (`*driver_side*`: the driver), to be divided by the number of
 //! I/Os that the program prints.
 
-use shadowbell::local::InProcess;
 use shadowbell_controller::config::{Config, NamespaceConfig, uuid_from};
 use shadowbell_controller::{Carrier, Controller, Polling, Pool, Turns};
 use shadowbell_driver::{AttachOptions, Buffer, Command, Completion, QueuePair};
+use shadowbell_frontend::InProcess;
 use std::error::Error;
 use std::hint::black_box;
 use std::sync::Arc;

@@ -1,14 +1,18 @@
 //! What a person wants to know of a controller that was attached.
 
-use crate::bench::doorbells_name;
+use crate::queue_options::doorbells_name;
 use shadowbell_driver::{Controller, QueueMap, Steered};
 use shadowbell_spec::regs::Vs;
 
-/// A few lines: what it is, what it can do, what was asked of it and what it gave, which processors are
-/// to use which queue pair, its namespaces. `asked` is how many queue pairs were wanted, and `steered`
-/// what came of the interrupts that are the kernel's to send.
+/// A few lines: what it is, what it can do, what was asked of it and what it gave, which processors
+/// are to use which queue pair, its namespaces. `asked` is how many queue pairs were wanted, and
+/// `steered` what came of the interrupts that are the kernel's to send.
 #[must_use]
-pub fn banner(controller: &Controller, asked: u16, steered: Option<&Steered>) -> Vec<String> {
+pub(crate) fn banner(
+    controller: &Controller,
+    asked: u16,
+    steered: Option<&Steered>,
+) -> Vec<String> {
     let (identity, cap) = (controller.identity(), controller.capabilities());
     let page = |exponent: u8| binary(1u64 << (12 + u32::from(exponent)));
     let mut lines = vec![
@@ -82,34 +86,9 @@ fn binary(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::target::Target;
-    use shadowbell_driver::AttachOptions;
 
     #[test]
-    fn a_banner_tells_what_was_found_and_what_was_had() {
-        let target: Target = "local:mem:1MiB?block-size=4096".parse().unwrap();
-        let options = AttachOptions { queue_pairs: 2, queue_depth: 32, ..Default::default() };
-        let session = target.attach(&options).unwrap();
-        let text = session.banner().join("\n");
-        for word in [
-            "local:mem:1MiB",
-            "Shadowbell",
-            "serial ",
-            "NVMe 2.",
-            "CAP 0x",
-            "MQES ",
-            "2 queue pairs asked for, 2 got, of 32 entries; interrupts, shadow doorbells",
-            "namespace 1: 1.0 MB, 256 blocks of 4096 bytes",
-            "queue map: 1",
-        ] {
-            assert!(text.contains(word), "no `{word}` in:\n{text}");
-        }
-        assert!(!text.contains("interrupts go"), "nothing of the kernel's is in this: {text}");
-        session.detach().unwrap();
-    }
-
-    #[test]
-    fn interrupts_that_stay_where_they_are_are_told_of() {
+    fn interrupts_that_stay_where_they_are_are_mentioned() {
         assert_eq!(interrupts(None), "");
         assert_eq!(interrupts(Some(&Steered::All(2))), "; their interrupts go there");
         let source = std::io::ErrorKind::PermissionDenied.into();

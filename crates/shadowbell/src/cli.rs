@@ -1,7 +1,8 @@
 //! The command line: the verbs, and the options that all of them have.
 
 use crate::{
-    bench, bind, demo, exit, export, inspect, logging, serve, top, trace, transfer, verify,
+    attach_many, bench, bind, demo, exit, export, inspect, logging, serve, top, trace, transfer,
+    verify,
 };
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
@@ -41,8 +42,7 @@ enum Verb {
     Unbind(bind::UnbindArgs),
     Top(top::Args),
     Trace(trace::Args),
-    #[command(hide = true)]
-    Hold(bench::HoldArgs),
+    AttachMany(attach_many::Args),
 }
 
 impl Verb {
@@ -66,7 +66,7 @@ impl Verb {
             Self::Unbind(args) => bind::unbind(&args),
             Self::Top(args) => top::run(&args),
             Self::Trace(args) => trace::run(args),
-            Self::Hold(args) => bench::hold(&args),
+            Self::AttachMany(args) => attach_many::run(&args),
         }
     }
 }

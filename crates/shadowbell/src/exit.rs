@@ -5,15 +5,15 @@ use std::io;
 use std::process::ExitCode;
 
 /// What was asked for was done.
-pub const FINE: u8 = 0;
+pub(crate) const FINE: u8 = 0;
 /// It could be asked for, but something went wrong while it was done.
-pub const FAILED: u8 = 1;
+pub(crate) const FAILED: u8 = 1;
 /// It can not be asked for like that: the command line, a configuration file, a disk or a path
-/// that it names. The same that the parser of the command line ends with.
-pub const BAD_INPUT: u8 = 2;
+/// that it names. The parser of the command line ends with this status too.
+pub(crate) const BAD_INPUT: u8 = 2;
 
 /// The exit statuses, for the help text.
-pub const HELP: &str = "\
+pub(crate) const HELP: &str = "\
 Exit status:
   0  what was asked for was done
   1  something went wrong while it was done
@@ -38,13 +38,13 @@ impl std::error::Error for BadInput {
 
 /// Makes an error one of what the person asked for: the program ends with [`BAD_INPUT`] if it gets
 /// as far as `main`, whatever context is added on the way.
-pub fn bad_input(error: impl Into<anyhow::Error>) -> anyhow::Error {
+pub(crate) fn bad_input(error: impl Into<anyhow::Error>) -> anyhow::Error {
     anyhow::Error::new(BadInput(error.into()))
 }
 
 /// The exit status for an error that got as far as `main`.
 #[must_use]
-pub fn status(error: &anyhow::Error) -> u8 {
+pub(crate) fn status(error: &anyhow::Error) -> u8 {
     if is_broken_pipe(error) {
         FINE
     } else if error.downcast_ref::<BadInput>().is_some() {
@@ -58,13 +58,13 @@ pub fn status(error: &anyhow::Error) -> u8 {
 /// failure. A pipe that breaks further down (the socket of a server that died) is one: only an
 /// error that began as one of output counts.
 #[must_use]
-pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
+pub(crate) fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
 }
 
 /// Says what went wrong, on standard error, and gives the exit status.
 #[must_use]
-pub fn report(error: &anyhow::Error) -> ExitCode {
+pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     if !is_broken_pipe(error) {
         // Nothing can be done if this one fails too.
         let text = format_args!("shadowbell: {}\n", line(error));

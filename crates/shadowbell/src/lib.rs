@@ -1,53 +1,100 @@
-//! The shadowbell program, as a library, so that its tests and the workspace's chores can use its
-//! parts.
+//! The shadowbell program. It is a library only so that its tests and the fuzz targets can use
+//! parts of it ([`testing`]); what an integrator embeds is in the crate `shadowbell-frontend`.
 //!
 //! # Architecture
 //!
-//! [`cli`] is the command line. Each verb has a module with `Args` (what may follow the verb) and
-//! `run` (what it does), and knows nothing of the other verbs.
+//! `cli` is the command line. Each verb has a module with `Args` (what may follow the verb) and
+//! `run` (what it does). Verbs do not use each other: what they have in common is in the modules
+//! below them.
 //!
-//! | module | what it is |
+//! | verbs | what they do |
 //! |---|---|
-//! | [`cli`] | the verbs and the options that all of them have |
-//! | [`demo`] | `demo`: the tables of shadow doorbells, measured |
-//! | [`inspect`] | `list`, `id-ctrl` and the other verbs of nvme-cli |
-//! | [`transfer`] | `read`, `write`, `copy` |
-//! | [`banner`] | what was attached, for a person |
-//! | [`bench`] | `bench`: what a controller can do |
-//! | [`verify`] | `verify`: whether a controller keeps what it is given |
-//! | [`bind`] | `bind`, `unbind`: who has a PCI device |
-//! | [`serve`] | `serve`: controllers behind vfio-user sockets |
-//! | [`export`] | `export`: a disk for everyone who can not use the driver |
-//! | [`top`] | `top`: what the controllers of a running `serve` do |
-//! | [`trace`] | `trace`: what `serve --trace` recorded, for a person |
-//! | [`target`] | TARGETs: namespaces as people write them, and the way to them |
-//! | [`report`] | measurements, for machines and for people |
-//! | [`local`] | a controller in this process, as the driver reaches it |
-//! | [`medium`] | what a namespace keeps its bytes in, as people write it |
-//! | [`plan`] | from what a person asked for to a controller's configuration |
-//! | [`config`] | the file of `serve --config` |
-//! | [`exit`] | what the program's exit status means |
-//! | [`logging`] | lines for a person, on standard error |
+//! | `serve` | controllers behind vfio-user sockets |
+//! | `demo` | the tables of shadow doorbells, measured |
+//! | `bench` | what a controller can do |
+//! | `verify` | whether a controller keeps what it is given |
+//! | `inspect` | `list`, `id-ctrl` and the other verbs of nvme-cli |
+//! | `transfer` | `read`, `write`, `copy` |
+//! | `export` | a disk for everyone who can not use the driver |
+//! | `bind` | `bind`, `unbind`: who has a PCI device |
+//! | `top` | what the controllers of a running `serve` do |
+//! | `trace` | what `serve --trace` recorded, for a person |
+//! | `attach_many` | many controllers attached at once |
+//!
+//! | shared | what it is |
+//! |---|---|
+//! | `load` | a load on a controller, and what it measures |
+//! | `session` | an attached controller, with the namespace that a TARGET names |
+//! | `banner` | what was attached, for a person |
+//! | `local` | a controller in this process, as the driver reaches it |
+//! | `controller_config` | a controller as a person asks for it, and its configuration |
+//! | `disk_spec` | disks as people write them |
+//! | `transport` | the way to a controller outside of this process |
+//! | `target` | TARGETs: namespaces as people write them |
+//! | `live_stats` | what a server and `top` say to each other |
+//! | `queue_options` | how doorbells are rung and completions found |
+//! | `content`, `rng` | blocks that show whether they are the right ones; random numbers |
+//! | `report`, `latency` | measurements, for machines |
+//! | `table`, `units` | tables and numbers, for people |
+//! | `parse`, `cpu_list` | sizes, times and processors as people write them |
+//! | `shell` | words of a command line that a person pastes |
+//! | `signals`, `descriptor_limit` | what the program asks of the system |
+//! | `logging`, `exit` | lines on standard error; what the exit status means |
 #![forbid(unsafe_code)]
 
-pub mod banner;
-pub mod bench;
-pub mod bind;
-pub mod cli;
-pub mod config;
-pub mod demo;
-pub mod exit;
-pub mod export;
-pub mod inspect;
-pub mod local;
-pub mod logging;
-pub mod medium;
-mod nohup;
-pub mod plan;
-pub mod report;
-pub mod serve;
-pub mod target;
-pub mod top;
-pub mod trace;
-pub mod transfer;
-pub mod verify;
+mod attach_many;
+mod banner;
+mod bench;
+mod bind;
+mod cli;
+mod content;
+mod controller_config;
+mod cpu_list;
+mod demo;
+mod descriptor_limit;
+mod disk_spec;
+mod exit;
+mod export;
+mod inspect;
+mod latency;
+mod live_stats;
+mod load;
+mod local;
+mod logging;
+mod parse;
+mod queue_options;
+mod report;
+mod rng;
+mod serve;
+mod session;
+mod shell;
+mod signals;
+mod table;
+mod target;
+mod top;
+mod trace;
+mod transfer;
+mod transport;
+mod units;
+mod verify;
+
+pub use cli::main;
+
+/// What the tests and the fuzz targets of this workspace use. Nothing else may.
+#[doc(hidden)]
+pub mod testing {
+    pub use crate::bench::Args as BenchArgs;
+    pub use crate::load::{LoadConfig, Outcome, Workload, measure};
+    pub use crate::local::connect;
+    pub use crate::session::Session;
+    pub use crate::target::Target;
+    pub use crate::verify::{Args as VerifyArgs, verify};
+
+    /// Reads a file as `serve --config` does, and forgets it.
+    ///
+    /// # Errors
+    /// All that is wrong with it.
+    pub fn check_config_file(path: &std::path::Path) -> anyhow::Result<()> {
+        crate::serve::read_config_file(path).map(drop)
+    }
+}

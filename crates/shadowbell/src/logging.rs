@@ -1,4 +1,4 @@
-//! What the program tells a person while it works: lines on standard error.
+//! The log: lines on standard error, for a person.
 
 use std::fmt;
 use std::io::IsTerminal;
@@ -9,9 +9,9 @@ use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
-/// How much is told.
+/// How much is logged.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
-pub struct Args {
+pub(crate) struct Args {
     /// Tell more: -v what happens on the control plane, -vv everything
     #[arg(short, long, action = clap::ArgAction::Count, global = true)]
     verbose: u8,
@@ -32,15 +32,15 @@ impl Args {
     }
 }
 
-/// Whether the person wants to be told what goes well.
+/// Whether the log says what goes well: without `--quiet`.
 #[must_use]
-pub fn is_talkative() -> bool {
+pub(crate) fn is_talkative() -> bool {
     tracing::enabled!(Level::INFO)
 }
 
-/// Starts logging. `RUST_LOG` says what is told, if it is set; it takes what
+/// Starts logging. `RUST_LOG` says what is logged, if it is set; it takes what
 /// [`EnvFilter`] takes, such as `shadowbell_vfio_user=trace`.
-pub fn start(args: &Args) {
+pub(crate) fn start(args: &Args) {
     let filter = match std::env::var("RUST_LOG") {
         Ok(directives) if !directives.is_empty() => EnvFilter::builder().parse_lossy(directives),
         _ => EnvFilter::new(args.level()),

@@ -1,8 +1,8 @@
-//! The shadowbell program. What it does is in the library; see [`shadowbell::cli`].
+//! The shadowbell program. What it does is in the library.
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    shadowbell::cli::main()
+    shadowbell::main()
 }

@@ -1,9 +1,10 @@
 //! `shadowbell top`: what the controllers of a running `serve --stats-socket` do, as it happens.
 
-use crate::bench::parse_time;
 use crate::exit::bad_input;
-use crate::report::{Table, bandwidth, count, per_io};
-use crate::serve::live::{Row, Snapshot, VERSION};
+use crate::live_stats::{Row, Snapshot, VERSION};
+use crate::parse;
+use crate::table::Table;
+use crate::units::{bandwidth, count, per_io};
 use anyhow::{Context, anyhow};
 use serde_json::json;
 use std::io::{self, BufRead, BufReader, ErrorKind, IsTerminal, Read, Write};
@@ -17,16 +18,17 @@ const MAX_ANSWER: u64 = 64 << 20;
 /// What is asked: a line. Long enough to be nonsense at once to a server of something else.
 const QUESTION: &[u8] = b"shadowbell top asks\n";
 /// How long a server may take for its answer: a second for each controller that it has to wait for.
-const PATIENCE: Duration = Duration::from_secs(60);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Show what the controllers of a running server do, and go on showing it
 ///
-/// A line for each controller: whether its guest is busy, idle, or so quiet that the workers leave it
-/// out (parked); the workers that serve it and its I/O queues; commands and bytes a second; doorbells
-/// that rang for each command; of the new doorbell values, how many came without ringing; interrupts for
-/// each command; commands that failed. On a terminal the picture is renewed, elsewhere lines are added.
+/// A line for each controller: whether its guest is busy, idle, or so quiet that the workers leave
+/// it out (parked); the workers that serve it and its I/O queues; commands and bytes a second;
+/// doorbells that rang for each command; of the new doorbell values, how many came without ringing;
+/// interrupts for each command; commands that failed. On a terminal the picture is renewed,
+/// elsewhere lines are added.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Args {
+pub(crate) struct Args {
     /// The socket of the counters, as `shadowbell serve --stats-socket` has it
     #[arg(value_name = "SOCKET")]
     pub socket: PathBuf,
@@ -42,7 +44,7 @@ pub struct Args {
 }
 
 fn parse_interval(text: &str) -> Result<Duration, String> {
-    let interval = parse_time(text)?;
+    let interval = parse::time(text)?;
     if (Duration::from_millis(50)..=Duration::from_secs(24 * 3600)).contains(&interval) {
         Ok(interval)
     } else {
@@ -54,7 +56,7 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
 ///
 /// # Errors
 /// There is no such socket, or the server has ended.
-pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let mut server = Server::connect(&args.socket)?;
     let mut before = server.ask().map_err(|error| {
         bad_input(error.context(format!(
@@ -111,8 +113,8 @@ impl Server {
             };
             bad_input(anyhow!("{}: {why}", path.display()))
         })?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        stream.set_write_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
+        stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
         Ok(Self(BufReader::new(stream)))
     }
 

@@ -13,7 +13,7 @@ use std::process::ExitCode;
 #[command(after_help = "\
 A trace can be read while it is being written, and what was recorded survives a crash. Times are in \
 seconds since the trace began.")]
-pub struct Args {
+pub(crate) struct Args {
     /// The trace
     #[arg(value_name = "FILE")]
     file: PathBuf,
@@ -103,7 +103,7 @@ impl Args {
 ///
 /// # Errors
 /// The file is no trace or can not be read; or whoever reads the output wants no more.
-pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let records = read_trace(&args.file).map_err(|error| {
         let name = args.file.display();
         match error {
@@ -126,13 +126,13 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
 }
 
 /// Which queue the sums are of: controller, queue identifier, whether it is a completion queue.
-type Place = (u16, Option<(u16, bool)>);
+type QueueKey = (u16, Option<(u16, bool)>);
 
 fn summarise(records: &[Record], out: &mut impl Write) -> io::Result<()> {
     let (Some(first), Some(last)) = (records.first(), records.last()) else {
         return writeln!(out, "There are no such records.");
     };
-    let mut sums: BTreeMap<Place, BTreeMap<u8, (Kind, u64)>> = BTreeMap::new();
+    let mut sums: BTreeMap<QueueKey, BTreeMap<u8, (Kind, u64)>> = BTreeMap::new();
     for record in records {
         let queue = is_of_queue(record.kind).then(|| {
             let is_head = match record.kind {
@@ -141,8 +141,8 @@ fn summarise(records: &[Record], out: &mut impl Write) -> io::Result<()> {
             };
             (record.qid & !COMPLETION_QUEUE, is_head)
         });
-        let place = sums.entry((record.controller, queue)).or_default();
-        place.entry(record.kind as u8).or_insert((record.kind, 0)).1 += 1;
+        let kinds = sums.entry((record.controller, queue)).or_default();
+        kinds.entry(record.kind as u8).or_insert((record.kind, 0)).1 += 1;
     }
     let span = (last.time_ns - first.time_ns) as f64 / 1e9;
     writeln!(out, "\n{} records in {span:.6} s", records.len())?;

@@ -4,6 +4,7 @@
 use crate::source::Source;
 use clap::Parser;
 use rustix::fs::{MemfdFlags, memfd_create};
+use shadowbell::testing::{BenchArgs, Target, check_config_file};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
 
@@ -11,7 +12,7 @@ use std::path::PathBuf;
 #[derive(Parser)]
 struct Bench {
     #[command(flatten)]
-    args: shadowbell::bench::Args,
+    args: BenchArgs,
 }
 
 /// Carries out a program.
@@ -36,9 +37,9 @@ pub fn run(input: &[u8]) {
             }
         }
         2 => {
-            if let Ok(target) = text.parse::<shadowbell::target::Target>() {
+            if let Ok(target) = text.parse::<Target>() {
                 // What was understood can be written, and reads the same.
-                let again = target.to_string().parse::<shadowbell::target::Target>();
+                let again = target.to_string().parse::<Target>();
                 let again = again.unwrap_or_else(|error| panic!("{target}: {error}"));
                 assert_eq!(again.to_string(), target.to_string());
             }
@@ -46,11 +47,11 @@ pub fn run(input: &[u8]) {
         3 => {
             let words = text.split(['\n', ' ']).filter(|word| !word.is_empty());
             let bench = Bench::try_parse_from(["bench"].into_iter().chain(words));
-            if let Some(Ok(plan)) = bench.ok().map(|bench| bench.args.plan()) {
-                let _ = plan.attach_options();
+            if let Some(Ok(config)) = bench.ok().map(|bench| bench.args.load_config()) {
+                let _ = config.attach_options();
             }
         }
-        4 => with_file(text.as_bytes(), |path| drop(shadowbell::config::read(path))),
+        4 => with_file(text.as_bytes(), |path| drop(check_config_file(path))),
         _ => with_file(&source.bytes(1 << 16), |path| {
             let Ok(records) = shadowbell_controller::trace::read_trace(path) else { return };
             for record in records.take(100_000) {

@@ -5,14 +5,13 @@
 //! more (Base 2.1, 5.1.2 "Asynchronous Event Request command"), so a host that does not care is
 //! not flooded, whatever happens.
 
+use super::limits::MAX_EVENT_REQUESTS;
 use shadowbell_spec::Status;
 use shadowbell_spec::event::{AsyncEvent, TYPE_ERROR, TYPE_NOTICE, TYPE_SMART};
 use shadowbell_spec::feature::AsyncEventConfig;
 use shadowbell_spec::log::CriticalWarning;
 use std::collections::VecDeque;
 
-/// How many requests may be outstanding: AERL + 1 of Identify Controller.
-pub(crate) const MAX_REQUESTS: usize = 4;
 /// How many different events wait for a request, at most. There are fewer that could be raised.
 const MAX_PENDING: usize = 16;
 
@@ -44,7 +43,7 @@ impl AsyncEvents {
     /// # Errors
     /// Asynchronous Event Request Limit Exceeded.
     pub(crate) fn request(&mut self, cid: u16) -> Result<Option<Completion>, Status> {
-        if self.outstanding.len() >= MAX_REQUESTS {
+        if self.outstanding.len() >= MAX_EVENT_REQUESTS {
             // Without DNR: later there may be room for it.
             return Err(Status::AER_LIMIT);
         }
@@ -273,7 +272,7 @@ mod tests {
                             completion
                         }
                         Err(_) => {
-                            prop_assert_eq!(before.outstanding.len(), MAX_REQUESTS);
+                            prop_assert_eq!(before.outstanding.len(), MAX_EVENT_REQUESTS);
                             None
                         }
                     },
@@ -300,7 +299,7 @@ mod tests {
                     let kind = AsyncEvent::from_dw0(dw0).kind;
                     prop_assert!(before.unread.iter().all(|event| event.kind != kind));
                 }
-                prop_assert!(events.outstanding.len() <= MAX_REQUESTS);
+                prop_assert!(events.outstanding.len() <= MAX_EVENT_REQUESTS);
                 prop_assert!(events.pending.len() <= MAX_PENDING);
                 prop_assert!(events.unread.len() <= 3);
                 let masked = |event: &AsyncEvent| {

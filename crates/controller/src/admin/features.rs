@@ -1,5 +1,6 @@
 //! Get Features and Set Features. Base 2.1, 5.1.11 and 5.1.25.
 
+use super::limits::WARNING_TEMPERATURE;
 use shadowbell_spec::admin::{GetFeatures, SetFeatures};
 use shadowbell_spec::feature::{
     Arbitration, AsyncEventConfig, Capabilities, ErrorRecovery, InterruptCoalescing,
@@ -11,12 +12,6 @@ use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::status::Status;
 use std::collections::{BTreeMap, BTreeSet};
 use zerocopy::{FromBytes, IntoBytes};
-
-/// WCTEMP of Identify Controller, and the over temperature threshold that the controller starts
-/// with: 70 °C, in kelvins.
-pub(crate) const WARNING_TEMPERATURE: u16 = 343;
-/// CCTEMP of Identify Controller: 85 °C, in kelvins.
-pub(crate) const CRITICAL_TEMPERATURE: u16 = 358;
 
 /// The events that a host may switch on: all critical warnings, and the notices that OAES of
 /// Identify Controller has.

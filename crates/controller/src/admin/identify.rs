@@ -1,9 +1,9 @@
 //! Identify: what the controller and its namespaces are. Base 2.1, 5.1.13; NVM 1.1, 4.1.5.
 
-use super::ABORT_LIMIT;
-use super::events::MAX_REQUESTS;
-use super::features::{CRITICAL_TEMPERATURE, WARNING_TEMPERATURE};
-use super::logs::ERROR_LOG_ENTRIES;
+use super::limits::{
+    ABORT_LIMIT, CRITICAL_TEMPERATURE, ERROR_LOG_ENTRIES, FIRMWARE_REVISION, MAX_EVENT_REQUESTS,
+    WARNING_TEMPERATURE,
+};
 use crate::config::{Config, PCI_VENDOR_ID};
 use crate::namespace::{COPY_BYTES, COPY_RANGES, IEEE_OUI, Namespace};
 use shadowbell_spec::admin::Identify;
@@ -22,8 +22,6 @@ use zerocopy::IntoBytes;
 pub(crate) const VERSION: Vs = Vs::V2_0;
 /// The controller's identifier in its NVM subsystem, of which it is the only one.
 pub(crate) const CNTLID: u16 = 1;
-/// The firmware revision: the version of this program, as far as it fits.
-pub(crate) const FIRMWARE_REVISION: [u8; 8] = firmware_revision();
 /// The time that a normal shutdown, which ends in a flush of all disks, may take: 5 seconds. Linux
 /// waits as long when it is told nothing, and reports it in its log as something unusual when it is
 /// told anything else.
@@ -37,18 +35,6 @@ const VOLATILE_CACHE_NOT_PRESENT: u8 = 1 << 5;
 const MAX_BLOCKS: u32 = 1 << 16;
 /// CNTID of Identify: whichever controller takes the command.
 const THIS_CONTROLLER: u16 = 0xffff;
-
-/// Padded with spaces, and cut off, as ASCII fields are.
-const fn firmware_revision() -> [u8; 8] {
-    let version = env!("CARGO_PKG_VERSION").as_bytes();
-    let mut field = [b' '; 8];
-    let mut at = 0;
-    while at < version.len() && at < field.len() {
-        field[at] = version[at];
-        at += 1;
-    }
-    field
-}
 
 type Page = Box<[u8; IDENTIFY_SIZE]>;
 
@@ -174,7 +160,7 @@ fn controller(config: &Config) -> IdentifyController {
         cntrltype: ControllerType::Io as u8,
         oacs: Oacs::new().with_doorbell_buffer_config(config.shadow_doorbells),
         acl: (ABORT_LIMIT - 1) as u8,
-        aerl: (MAX_REQUESTS - 1) as u8,
+        aerl: (MAX_EVENT_REQUESTS - 1) as u8,
         // One slot, which can not be written.
         frmw: Frmw::new().with_ffsro(true).with_nofs(1),
         lpa: Lpa::new().with_cses(true).with_lpeds(true).with_mlps(true),

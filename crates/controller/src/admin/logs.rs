@@ -1,7 +1,7 @@
 //! Get Log Page: what happened to the controller, and what it supports. Base 2.1, 5.1.12.
 
 use super::features;
-use crate::admin::identify::FIRMWARE_REVISION;
+use super::limits::{ERROR_LOG_ENTRIES, FIRMWARE_REVISION, TEMPERATURE};
 use shadowbell_spec::admin::GetLogPage;
 use shadowbell_spec::identify::csi;
 use shadowbell_spec::log::{
@@ -15,11 +15,6 @@ use shadowbell_spec::status::Status;
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 use zerocopy::{FromZeros, IntoBytes};
-
-/// Entries of the Error Information log page: ELPE + 1 of Identify Controller.
-pub(crate) const ERROR_LOG_ENTRIES: usize = 64;
-/// What the emulated controller's temperature is, in kelvins.
-pub(crate) const TEMPERATURE: u16 = 300;
 
 /// An error that happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

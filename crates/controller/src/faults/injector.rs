@@ -1,46 +1,72 @@
 //! Who decides what goes wrong when.
 
-use super::{Fault, Faults, Rule, When};
+use super::model::{Fault, Faults, Rule, When};
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
-/// A controller's injector, if it has one. What asks for it asks once for each batch.
-#[derive(Default)]
-pub(crate) struct Armed {
-    on: AtomicBool,
-    injector: Mutex<Option<Arc<Injector>>>,
+/// What the queues and the registers of one controller share of its faults.
+#[derive(Debug)]
+pub(super) struct FaultState {
+    injector: Mutex<Arc<Injector>>,
     /// No command is fetched any more: the controller is fatal, or gone.
     dead: AtomicBool,
 }
 
-impl Armed {
-    pub(crate) fn arm(&self, injector: Arc<Injector>) {
-        *self.injector.lock().unwrap_or_else(PoisonError::into_inner) = Some(injector);
-        self.on.store(true, Ordering::Release);
+impl FaultState {
+    pub(super) fn new(injector: &Arc<Injector>) -> Self {
+        Self { injector: Mutex::new(Arc::clone(injector)), dead: AtomicBool::new(false) }
     }
 
-    /// The injector.
-    #[inline]
-    pub(crate) fn armed(&self) -> Option<Arc<Injector>> {
-        if self.on.load(Ordering::Relaxed) { self.injector() } else { None }
+    pub(super) fn arm(&self, injector: Arc<Injector>) {
+        *self.injector.lock() = injector;
     }
 
-    #[cold]
-    fn injector(&self) -> Option<Arc<Injector>> {
-        self.injector.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    /// The injector. What asks for it asks once for each batch.
+    pub(super) fn injector(&self) -> Arc<Injector> {
+        Arc::clone(&self.injector.lock())
     }
 
-    pub(crate) fn set_dead(&self, dead: bool) {
+    pub(super) fn set_dead(&self, dead: bool) {
         self.dead.store(dead, Ordering::Release);
     }
 
-    pub(crate) fn is_dead(&self) -> bool {
+    pub(super) fn is_dead(&self) -> bool {
         self.dead.load(Ordering::Acquire)
     }
 }
 
+/// What went wrong so far: a handle on the counters of
+/// [`Controller::inject`](crate::Controller::inject).
+#[derive(Clone, Debug)]
+pub struct Injected(Arc<Injector>);
+
+impl Injected {
+    pub(super) fn new(injector: Arc<Injector>) -> Self {
+        Self(injector)
+    }
+
+    /// How often each rule applied.
+    #[must_use]
+    pub fn by_rule(&self) -> Vec<(Rule, u64)> {
+        self.0.counts()
+    }
+
+    /// How often a fault happened.
+    #[must_use]
+    pub fn of(&self, fault: Fault) -> u64 {
+        self.0.counts().iter().filter(|(rule, _)| rule.fault == fault).map(|(_, n)| n).sum()
+    }
+
+    /// All faults.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        self.0.counts().iter().map(|(_, n)| n).sum()
+    }
+}
+
 #[derive(Debug)]
-struct Watched {
+struct RuleState {
     rule: Rule,
     occasions: AtomicU64,
     injected: AtomicU64,
@@ -49,8 +75,8 @@ struct Watched {
 
 /// Decides, and counts.
 #[derive(Debug)]
-pub(crate) struct Injector {
-    rules: Vec<Watched>,
+pub(super) struct Injector {
+    rules: Vec<RuleState>,
     noise: AtomicU64,
 }
 
@@ -66,7 +92,7 @@ fn draw(state: &AtomicU64) -> u64 {
 impl Injector {
     pub(super) fn new(faults: Faults) -> Self {
         let Faults { seed, rules } = faults;
-        let rules = rules.into_iter().zip(1u64..).map(|(rule, n)| Watched {
+        let rules = rules.into_iter().zip(1u64..).map(|(rule, n)| RuleState {
             rule,
             occasions: AtomicU64::new(0),
             injected: AtomicU64::new(0),
@@ -83,24 +109,24 @@ impl Injector {
     /// its occasion.
     fn decide(&self, could: impl Fn(&Rule) -> bool) -> Option<Fault> {
         let mut chosen = None;
-        for watched in self.rules.iter().filter(|watched| could(&watched.rule)) {
-            let occasion = watched.occasions.fetch_add(1, Ordering::Relaxed) + 1;
-            let now = match watched.rule.when {
+        for state in self.rules.iter().filter(|state| could(&state.rule)) {
+            let occasion = state.occasions.fetch_add(1, Ordering::Relaxed) + 1;
+            let now = match state.rule.when {
                 When::Every(n) => occasion.is_multiple_of(n.max(1)),
-                When::OneIn(n) => draw(&watched.lot).is_multiple_of(n.max(1)),
+                When::OneIn(n) => draw(&state.lot).is_multiple_of(n.max(1)),
                 When::At(n) => occasion == n,
             };
-            let done = watched.injected.load(Ordering::Relaxed);
-            if now && chosen.is_none() && watched.rule.limit.is_none_or(|limit| done < limit) {
-                watched.injected.fetch_add(1, Ordering::Relaxed);
-                chosen = Some(watched.rule.fault);
+            let done = state.injected.load(Ordering::Relaxed);
+            if now && chosen.is_none() && state.rule.limit.is_none_or(|limit| done < limit) {
+                state.injected.fetch_add(1, Ordering::Relaxed);
+                chosen = Some(state.rule.fault);
             }
         }
         chosen
     }
 
     /// What goes wrong with a command of I/O queue `qid`.
-    pub(crate) fn command(&self, qid: u16) -> Option<Fault> {
+    pub(super) fn command(&self, qid: u16) -> Option<Fault> {
         use Fault::{Ignore, NeverDisabled, NeverReady, Refuse};
         self.decide(|rule| {
             rule.queue.is_none_or(|queue| queue == qid)
@@ -109,17 +135,17 @@ impl Injector {
     }
 
     /// What goes wrong with an administrative command.
-    pub(crate) fn admin(&self, opcode: u8) -> Option<Fault> {
+    pub(super) fn admin(&self, opcode: u8) -> Option<Fault> {
         self.decide(|rule| [Fault::Refuse(opcode), Fault::Ignore(opcode)].contains(&rule.fault))
     }
 
     /// Whether `fault`, one of CSTS.RDY, happens.
-    pub(crate) fn ready(&self, fault: Fault) -> bool {
+    pub(super) fn ready(&self, fault: Fault) -> bool {
         self.decide(|rule| rule.fault == fault).is_some()
     }
 
     /// Some bits.
-    pub(crate) fn noise(&self) -> u64 {
+    pub(super) fn noise(&self) -> u64 {
         draw(&self.noise)
     }
 }
@@ -143,7 +169,7 @@ mod tests {
         assert_eq!(count(When::At(17), None), [17]);
         let lot = count(When::OneIn(10), None);
         assert!((60..140).contains(&lot.len()), "{}", lot.len());
-        assert_eq!(lot, count(When::OneIn(10), None), "the same seed, the same lot");
+        assert_eq!(lot, count(When::OneIn(10), None), "the same context, the same lot");
     }
 
     #[test]

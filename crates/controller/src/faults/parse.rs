@@ -1,6 +1,6 @@
 //! Faults as text.
 
-use super::{Fault, Faults, Rule, When};
+use super::model::{Fault, Faults, Rule, When};
 use shadowbell_spec::status::Status;
 use std::str::FromStr;
 use std::time::Duration;

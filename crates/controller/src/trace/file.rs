@@ -1,7 +1,7 @@
 //! Writing a trace.
 
+use super::layout::{HEADER_BYTES, Header, Layout, MAGIC, PAGE, VERSION};
 use super::record::{Kind, RECORD_BYTES, RawRecord};
-use super::{HEADER_BYTES, Header, Layout, MAGIC, PAGE, VERSION};
 use rustix::fs::{FallocateFlags, fallocate};
 use shadowbell_memory::{Mapping, Protection, SharedBytes};
 use std::fs::{File, OpenOptions};

@@ -1,7 +1,7 @@
 //! Reading a trace.
 
+use super::layout::{HEADER_BYTES, Header, Layout, MAGIC, VERSION};
 use super::record::{RECORD_BYTES, RawRecord, Record};
-use super::{HEADER_BYTES, Header, Layout, MAGIC, VERSION};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;

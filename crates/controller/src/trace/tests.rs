@@ -1,3 +1,4 @@
+use super::layout::*;
 use super::record::RECORD_BYTES;
 use super::*;
 use proptest::prelude::*;

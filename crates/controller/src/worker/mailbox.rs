@@ -1,12 +1,13 @@
 //! How others reach a worker.
 
 use crate::worker::message::Message;
+use parking_lot::Mutex;
 use shadowbell_doorbell::{Cell, FullFence, Waker};
 use shadowbell_memory::{DmaTable, EventFd};
 use std::collections::VecDeque;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 /// How many messages are looked through for one of the same kind.
 const NEAR: usize = 16;
@@ -27,7 +28,7 @@ fn add(messages: &mut VecDeque<Message>, message: Message) -> Option<Arc<DmaTabl
                 return Some(std::mem::replace(old, table));
             }
             // The order of these does not matter to it.
-            Message::Table { .. } | Message::Rung { .. } => {}
+            Message::Table { .. } | Message::DoorbellWritten { .. } => {}
             // A queue or a reset in between has to find the maps as they were.
             _ => break,
         }
@@ -36,10 +37,10 @@ fn add(messages: &mut VecDeque<Message>, message: Message) -> Option<Arc<DmaTabl
     None
 }
 
-/// A worker's mailbox and its bell.
+/// A worker's mailbox, and what wakes the worker.
 pub(crate) struct Mailbox {
     /// Whether there are messages: what the worker looks at in every pass.
-    news: AtomicBool,
+    has_any: AtomicBool,
     messages: Mutex<VecDeque<Message>>,
     pub(crate) state: Arc<AtomicU32>,
     pub(crate) event: EventFd,
@@ -48,7 +49,7 @@ pub(crate) struct Mailbox {
 impl Mailbox {
     pub(crate) fn new() -> io::Result<Self> {
         Ok(Self {
-            news: AtomicBool::new(false),
+            has_any: AtomicBool::new(false),
             messages: Mutex::default(),
             state: Arc::default(),
             event: EventFd::new()?,
@@ -57,10 +58,9 @@ impl Mailbox {
 
     /// Leaves a message, and wakes the worker if it sleeps: whether it did.
     pub(crate) fn send(&self, message: Message) -> bool {
-        let parting =
-            add(&mut self.messages.lock().unwrap_or_else(PoisonError::into_inner), message);
+        let parting = add(&mut self.messages.lock(), message);
         drop(parting);
-        self.news.store(true, Ordering::Release);
+        self.has_any.store(true, Ordering::Release);
         let asleep = self.waker().kick();
         if asleep {
             self.event.signal();
@@ -68,18 +68,18 @@ impl Mailbox {
         asleep
     }
 
-    /// A trapped doorbell write of a controller that has this `bell` at the worker. If it is parked,
-    /// the worker has to hear whose doorbell it was; if not, only that it must not sleep. Whether this
-    /// has woken it.
-    pub(crate) fn ring(
+    /// A trapped doorbell write of a controller whose state at the worker is `park_state`. If it is
+    /// parked, the worker has to be told whose doorbell it was; if not, only that it must not sleep.
+    /// Whether this has woken it.
+    pub(crate) fn write_doorbell(
         &self,
         controller: u32,
-        bell: &AtomicU32,
+        park_state: &AtomicU32,
         register: &impl Cell,
         value: u32,
     ) -> bool {
-        if Waker::<_, FullFence>::new(bell).ring(register, value) {
-            return self.send(Message::Rung { controller });
+        if Waker::<_, FullFence>::new(park_state).ring(register, value) {
+            return self.send(Message::DoorbellWritten { controller });
         }
         let asleep = self.waker().kick();
         if asleep {
@@ -93,15 +93,15 @@ impl Mailbox {
     }
 
     #[inline]
-    pub(crate) fn has_news(&self) -> bool {
-        self.news.load(Ordering::Acquire)
+    pub(crate) fn has_messages(&self) -> bool {
+        self.has_any.load(Ordering::Acquire)
     }
 
     /// All messages that are there, oldest first.
     pub(crate) fn take(&self) -> VecDeque<Message> {
         // First the flag, then the messages: one that comes in between is found again.
-        self.news.store(false, Ordering::Release);
-        std::mem::take(&mut *self.messages.lock().unwrap_or_else(PoisonError::into_inner))
+        self.has_any.store(false, Ordering::Release);
+        std::mem::take(&mut *self.messages.lock())
     }
 }
 
@@ -109,8 +109,9 @@ impl Mailbox {
 mod tests {
     use super::*;
     use crate::latch::Latch;
+    use crate::latch::tests::Notices;
+    use crate::notice::Notice;
     use shadowbell_memory::{DmaSpace, Mapping};
-    use std::sync::atomic::AtomicUsize;
 
     /// A map of so many ranges, for which as many wait as are in `latches`.
     fn table(controller: u32, ranges: u64, latches: Vec<Latch>) -> Message {
@@ -134,19 +135,15 @@ mod tests {
     #[test]
     fn only_the_newest_map_of_a_controller_is_taken() {
         let mailbox = Mailbox::new().unwrap();
-        let done = Arc::new(AtomicUsize::new(0));
-        let latch = || {
-            let done = Arc::clone(&done);
-            Latch::new(move || {
-                done.fetch_add(1, Ordering::Relaxed);
-            })
-        };
+        let notices = Arc::new(Notices::default());
+        let latch = || Latch::new(notices.handle(), Notice::AdminDoorbell);
+        let done = || notices.0.lock().len();
         for round in 0..1000 {
             mailbox.send(table(1, round % 7, vec![latch()]));
             mailbox.send(table(2, 3, Vec::new()));
-            mailbox.send(Message::Rung { controller: 3 });
+            mailbox.send(Message::DoorbellWritten { controller: 3 });
         }
-        assert!(mailbox.has_news());
+        assert!(mailbox.has_messages());
         // The ring of every round is a message; behind sixteen of them a map is no longer looked for.
         let all = taken(&mailbox);
         let maps: Vec<_> = all.iter().flatten().collect();
@@ -154,25 +151,28 @@ mod tests {
         assert_eq!((all.len() - maps.len(), waiting), (1000, 1000));
         assert!(maps.len() < 300, "{}", maps.len());
         assert_eq!(maps.last().map(|map| (map.0, map.1)), Some((2, 3)));
-        assert!(!mailbox.has_news());
+        assert!(!mailbox.has_messages());
 
         for round in 0..1000 {
             mailbox.send(table(1, round % 7, vec![latch()]));
             mailbox.send(table(2, 3, Vec::new()));
         }
-        let before = done.load(Ordering::Relaxed);
+        let before = done();
         let messages = mailbox.take();
         assert_eq!(messages.len(), 2);
-        assert_eq!(done.load(Ordering::Relaxed), before, "nobody is told before the worker is");
+        assert_eq!(done(), before, "nobody is told before the worker is");
         drop(messages);
-        assert_eq!(done.load(Ordering::Relaxed), before + 1000);
+        assert_eq!(done(), before + 1000);
     }
 
     #[test]
     fn what_comes_between_two_maps_finds_the_first() {
         let mailbox = Mailbox::new().unwrap();
         mailbox.send(table(1, 1, Vec::new()));
-        mailbox.send(Message::Detach { controller: 1, latch: Latch::new(|| ()) });
+        mailbox.send(Message::Detach {
+            controller: 1,
+            latch: Latch::new(Arc::new(Notices::default()).handle(), Notice::AdminDoorbell),
+        });
         mailbox.send(table(1, 2, Vec::new()));
         mailbox.send(table(1, 3, Vec::new()));
         assert_eq!(taken(&mailbox), [Some((1, 1, 0)), None, Some((1, 3, 0))]);

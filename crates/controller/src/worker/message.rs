@@ -1,55 +1,24 @@
 //! What the control plane tells a worker. A worker reads its messages between two passes over its
 //! queues, so no lock is ever taken while commands are served.
 
+use super::queue_override::QueueOverride;
 use crate::doorbell_source::DoorbellSource;
 use crate::latch::Latch;
 use crate::namespace::Namespace;
-use crate::shared::Shared;
+use crate::notice::{ControlHandle, Notice};
+use crate::queue::QueueLayout;
+use crate::shared::ControllerShared;
 use crate::stats::{CqStats, IoStats, SleepStats, SqStats};
 use crate::trace::TraceRing;
-use crate::worker::queue::Placement;
-use crate::worker::{Service, Watch};
-use shadowbell_memory::{DmaTable, EventFd};
-use shadowbell_spec::status::Status;
-use std::fmt;
-use std::sync::{Arc, Mutex, Weak};
-
-/// Answers whether a queue was created.
-pub(crate) type Reply = Box<dyn FnOnce(Result<(), Status>) + Send>;
-
-/// Answers whether a command was aborted; "no" if it is dropped.
-pub(crate) struct AbortReply(Option<Box<dyn FnOnce(bool) + Send>>);
-
-impl AbortReply {
-    pub(crate) fn new(then: impl FnOnce(bool) + Send + 'static) -> Self {
-        Self(Some(Box::new(then)))
-    }
-
-    pub(crate) fn answer(mut self, aborted: bool) {
-        if let Some(then) = self.0.take() {
-            then(aborted);
-        }
-    }
-}
-
-impl Drop for AbortReply {
-    fn drop(&mut self) {
-        if let Some(then) = self.0.take() {
-            then(false);
-        }
-    }
-}
-
-impl fmt::Debug for AbortReply {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("AbortReply")
-    }
-}
+use shadowbell_memory::{DmaTable, EventFd, SharedU32};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Acquire;
+use std::sync::mpsc::Sender;
 
 /// What a worker needs to know of a controller before it serves its first queue.
-#[derive(Clone)]
-pub(crate) struct Seed {
-    pub(crate) shared: Arc<Shared>,
+pub(crate) struct QueueContext {
+    pub(crate) shared: Arc<ControllerShared>,
+    pub(crate) control: ControlHandle,
     pub(crate) table: Arc<DmaTable>,
     pub(crate) namespaces: Arc<Vec<Namespace>>,
     /// CC.MPS in bytes.
@@ -58,6 +27,8 @@ pub(crate) struct Seed {
     pub(crate) max_transfer: usize,
     /// The Shadow Doorbell and the EventIdx buffer, if Doorbell Buffer Config is in force.
     pub(crate) shadow: Option<(u64, u64)>,
+    /// What serves the queues instead, if anything does.
+    pub(crate) overriding: Option<Box<dyn QueueOverride>>,
 }
 
 /// One worker's answer to a query.
@@ -67,36 +38,64 @@ pub(crate) struct WorkerStats {
     pub(crate) cqs: Vec<CqStats>,
     pub(crate) io: IoStats,
     /// Doorbells rung by a descriptor.
-    pub(crate) events: u64,
+    pub(crate) eventfd_doorbells: u64,
     pub(crate) sleep: SleepStats,
 }
 
+/// The admin doorbells of a controller whose doorbells are mapped: nothing traps, so a worker looks.
+pub(crate) struct AdminDoorbellPoll {
+    tail: SharedU32,
+    head: SharedU32,
+    last: (u32, u32),
+    control: ControlHandle,
+}
+
+impl AdminDoorbellPoll {
+    pub(crate) fn new(tail: SharedU32, head: SharedU32, control: ControlHandle) -> Self {
+        Self { tail, head, last: (0, 0), control }
+    }
+
+    pub(crate) fn is_alive(&self) -> bool {
+        self.control.is_alive()
+    }
+
+    /// Looks; whether there was something. `None` if the controller is gone.
+    pub(crate) fn look(&mut self) -> Option<bool> {
+        let now = (self.tail.load(Acquire), self.head.load(Acquire));
+        if now == self.last {
+            return Some(false);
+        }
+        self.last = now;
+        self.control.notify(Notice::AdminDoorbell).then_some(true)
+    }
+}
+
 pub(crate) enum Message {
-    /// A doorbell was rung of a controller that is parked (see `roster`).
-    Rung {
+    /// A doorbell was written of a controller that is parked (see `poll_group`).
+    DoorbellWritten {
         controller: u32,
     },
     /// From now on, whoever signals `event` wants the controller's doorbells to be looked at.
-    Kick {
+    DoorbellEventfd {
         controller: u32,
         event: EventFd,
     },
-    /// From now on, the worker hears the controller's host by itself.
+    /// From now on, the worker takes the host's doorbell writes by itself.
     DoorbellSource {
         controller: u32,
         source: Box<dyn DoorbellSource>,
     },
     CreateCq {
-        seed: Box<Seed>,
-        place: Placement,
+        context: Box<QueueContext>,
+        layout: QueueLayout,
         vector: Option<u16>,
-        reply: Reply,
+        latch: Latch,
     },
     CreateSq {
         controller: u32,
-        place: Placement,
+        layout: QueueLayout,
         cqid: u16,
-        reply: Reply,
+        latch: Latch,
     },
     /// Stops the queue, gives up what is in flight, and forgets it; then drops the latch.
     DeleteSq {
@@ -126,16 +125,18 @@ pub(crate) enum Message {
         controller: u32,
         latch: Latch,
     },
+    /// The latch gets the status Command Abort Requested if the command is aborted.
     Abort {
         controller: u32,
         sqid: u16,
         cid: u16,
-        reply: AbortReply,
+        latch: Latch,
     },
+    /// Asks for the counters; the latch is dropped after the answer was sent.
     Query {
         controller: u32,
-        gather: Arc<Mutex<Vec<WorkerStats>>>,
-        latch: Latch,
+        answer: Sender<WorkerStats>,
+        latch: Option<Latch>,
     },
     /// Controller reset: shadow pages dropped at once, then commands in flight given up, then
     /// everything forgotten; then drops the latch.
@@ -144,9 +145,14 @@ pub(crate) enum Message {
         latch: Latch,
     },
     /// Look at the admin doorbells in every pass: they are mapped.
-    Watch(Watch),
-    /// Serve an admin queue that had more to do than one turn.
-    Service(Weak<dyn Service>),
+    PollAdminDoorbells(AdminDoorbellPoll),
+    /// Give notice of an admin queue that had more to do than one turn.
+    ServeAdmin(ControlHandle),
+    /// From now on, something else serves the controller's queues.
+    Override {
+        controller: u32,
+        overriding: Box<dyn QueueOverride>,
+    },
     /// Start tracing.
     Trace(TraceRing),
     Stop,

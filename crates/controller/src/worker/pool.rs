@@ -1,17 +1,18 @@
 //! The workers of a process, and who sends them what.
 
-use super::Polling;
-use super::Worker;
 use super::mailbox::Mailbox;
 use super::message::Message;
-use crate::shared::Shared;
+use super::poll_window::Polling;
+use super::worker::Worker;
+use crate::shared::ControllerShared;
 use crate::trace::{Kind, TraceFile, TraceRing};
+use parking_lot::Mutex;
 use shadowbell_memory::SharedU32;
 use std::io;
 use std::marker::PhantomData;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 
 /// The workers of a process, shared by all its controllers.
@@ -57,11 +58,11 @@ impl Pool {
             let mailbox = Arc::new(Mailbox::new()?);
             let (pin, polling) = (options.pin.get(index).copied(), options.polling);
             let (started, outcome) = std::sync::mpsc::channel();
-            let bell = Arc::clone(&mailbox);
+            let ours = Arc::clone(&mailbox);
             let thread =
                 std::thread::Builder::new().name(format!("sb-worker{index}")).spawn(move || {
                     let worker =
-                        pin.map_or(Ok(()), pin_to).and_then(|()| Worker::new(index, bell, polling));
+                        pin.map_or(Ok(()), pin_to).and_then(|()| Worker::new(index, ours, polling));
                     match worker {
                         Ok(mut worker) => {
                             let _ = started.send(Ok(()));
@@ -117,9 +118,16 @@ impl Pool {
     }
 
     /// Records something that the control plane did.
-    pub(crate) fn note(&self, kind: Kind, controller: u32, qid: u16, value: u32, extra: u32) {
+    pub(crate) fn trace_control(
+        &self,
+        kind: Kind,
+        controller: u32,
+        qid: u16,
+        value: u32,
+        extra: u32,
+    ) {
         if let Some(trace) = self.0.control_trace.get() {
-            let mut trace = trace.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut trace = trace.lock();
             trace.record(kind, controller as u16, qid, value, extra);
         }
     }
@@ -146,17 +154,17 @@ impl Pool {
     }
 
     /// A trapped write of a doorbell of a queue that `worker` serves. Whether this has woken it.
-    pub(crate) fn ring(
+    pub(crate) fn write_doorbell(
         &self,
         worker: usize,
-        shared: &Shared,
+        shared: &ControllerShared,
         register: &SharedU32,
         value: u32,
     ) -> bool {
         if let Some(handle) = self.0.handles.get(worker)
-            && let Some(bell) = shared.bell(worker)
+            && let Some(state) = shared.park_state(worker)
         {
-            return handle.mailbox.ring(shared.id, bell, register, value);
+            return handle.mailbox.write_doorbell(shared.id, state, register, value);
         }
         false
     }
@@ -188,7 +196,7 @@ pub struct Turns {
 }
 
 impl Turns {
-    /// Hears messages, then passes once over every queue: fetches, executes, posts, interrupts.
+    /// Takes messages, then passes once over every queue: fetches, executes, posts, interrupts.
     /// Whether there was anything to do.
     pub fn turn(&mut self) -> bool {
         if self.stopped {

@@ -61,7 +61,7 @@ pub struct Host {
     pub shadow: Option<(u64, u64)>,
     pub rings: u64,
     /// To be signalled instead of writing doorbells, as far as there are any.
-    pub kicks: controller::DoorbellEvents,
+    pub doorbell_eventfds: controller::DoorbellEventfds,
     /// Whether it writes the page of doorbells itself.
     pub mapped: bool,
     cid: u16,
@@ -100,9 +100,9 @@ impl Host {
             irq: None,
         };
         let (next, shadow, rings, cid) = (BASE + 8192, None, 0, 0);
-        let kicks = controller::DoorbellEvents::default();
+        let doorbell_eventfds = controller::DoorbellEventfds::default();
         let mapped = controller.has_mapped_doorbells();
-        Self { controller, memory, next, admin, shadow, rings, kicks, mapped, cid }
+        Self { controller, memory, next, admin, shadow, rings, doorbell_eventfds, mapped, cid }
     }
 
     pub fn read32(&self, offset: u64) -> u32 {
@@ -219,9 +219,10 @@ impl Host {
             }
         }
         self.rings += 1;
-        let kick = self.kicks.doorbells.iter().find(|(doorbell, _)| *doorbell == offset);
+        let kick =
+            self.doorbell_eventfds.doorbells.iter().find(|(doorbell, _)| *doorbell == offset);
         match kick {
-            Some((_, index)) if shadowed => self.kicks.events[*index].signal(),
+            Some((_, index)) if shadowed => self.doorbell_eventfds.events[*index].signal(),
             _ if self.mapped => {
                 let at = (offset - regs::DOORBELLS) as usize;
                 self.controller.doorbells().cell(at).unwrap().store(new, Ordering::Release);

@@ -1,7 +1,7 @@
 //! A wire by which a test's doorbell writes reach a worker that listens.
 
 use rustix::event::epoll::{self, EventData, EventFlags};
-use shadowbell_controller::{DoorbellSource, Polled};
+use shadowbell_controller::{DoorbellSource, PolledDoorbells};
 use shadowbell_memory::EventFd;
 use std::collections::VecDeque;
 use std::io;
@@ -51,18 +51,18 @@ impl DoorbellSource for Far {
         Ok(())
     }
 
-    fn poll_doorbells(&mut self, ring: &mut dyn FnMut(u64, u32) -> bool) -> Polled {
+    fn poll_doorbells(&mut self, ring: &mut dyn FnMut(u64, u32) -> bool) -> PolledDoorbells {
         self.0.bell.drain();
         let mut waiting = self.0.writes.lock().unwrap();
         let mut writes = 0;
         while let Some((offset, value)) = waiting.front().copied() {
             if !ring(offset, value) {
-                return Polled { writes, all: false };
+                return PolledDoorbells { writes, all: false };
             }
             waiting.pop_front();
             writes += 1;
         }
-        Polled { writes, all: true }
+        PolledDoorbells { writes, all: true }
     }
 }
 

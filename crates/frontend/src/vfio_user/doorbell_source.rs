@@ -4,7 +4,7 @@
 //! server's thread polled for it, two threads would be woken per command. After several writes in a
 //! row that each woke the same worker, that worker is given the client's [`SharedSocket`].
 
-use shadowbell_controller::{DoorbellSource, Polled};
+use shadowbell_controller::{DoorbellSource, PolledDoorbells};
 use shadowbell_spec::regs::DOORBELLS;
 use shadowbell_vfio_user::SharedSocket;
 use shadowbell_vfio_user::device::region;
@@ -50,12 +50,12 @@ impl DoorbellSource for SocketDoorbells {
         self.0.watch(epoll, token)
     }
 
-    fn poll_doorbells(&mut self, ring: &mut dyn FnMut(u64, u32) -> bool) -> Polled {
+    fn poll_doorbells(&mut self, ring: &mut dyn FnMut(u64, u32) -> bool) -> PolledDoorbells {
         let polled = self.0.poll_writes(&mut |index, offset, data| {
             let is_doorbell = index == region::BAR0 && offset >= DOORBELLS;
             let value = data.try_into().map(u32::from_le_bytes);
             is_doorbell && value.is_ok_and(|value| ring(offset, value))
         });
-        Polled { writes: polled.writes, all: polled.all }
+        PolledDoorbells { writes: polled.writes, all: polled.all }
     }
 }

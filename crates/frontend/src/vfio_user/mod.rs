@@ -175,7 +175,7 @@ impl Device for ControllerDevice {
         if index != region::BAR0 {
             return Err(Errno::OPNOTSUPP);
         }
-        let found = self.controller.doorbell_events().map_err(|error| {
+        let found = self.controller.doorbell_eventfds().map_err(|error| {
             warn!("a client asked for descriptors for its doorbells: {error}");
             Errno::MFILE
         })?;

@@ -1,6 +1,6 @@
 //! Whether the kernel uses a controller's disks for something.
 
-use super::Places;
+use super::kernel::KernelPaths;
 use rustix::fs::{Mode, OFlags};
 use shadowbell_driver::PciFunction;
 use std::collections::BTreeSet;
@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 /// The block devices of a controller: its namespaces, and the partitions on them.
-pub(super) fn disks(places: &Places, function: &PciFunction) -> io::Result<BTreeSet<String>> {
+pub(super) fn disks(paths: &KernelPaths, function: &PciFunction) -> io::Result<BTreeSet<String>> {
     let mut disks = BTreeSet::new();
     for controller in PciFunction::names_in(&function.directory().join("nvme"))? {
         for name in PciFunction::names_in(&function.directory().join("nvme").join(controller))? {
@@ -20,9 +20,9 @@ pub(super) fn disks(places: &Places, function: &PciFunction) -> io::Result<BTree
     }
     let mut all = disks.clone();
     for disk in disks {
-        for name in PciFunction::names_in(&places.block(&disk))? {
+        for name in PciFunction::names_in(&paths.block(&disk))? {
             // A partition has a directory of its own in that of its disk, and its number in there.
-            if name.starts_with(&disk) && places.block(&disk).join(&name).join("partition").exists()
+            if name.starts_with(&disk) && paths.block(&disk).join(&name).join("partition").exists()
             {
                 all.insert(name);
             }
@@ -45,23 +45,23 @@ fn disk_name(name: &str) -> Option<String> {
 }
 
 /// Sentences about what the kernel uses these block devices for; none if for nothing.
-pub(super) fn uses(places: &Places, disks: &BTreeSet<String>) -> io::Result<Vec<String>> {
+pub(super) fn uses(paths: &KernelPaths, disks: &BTreeSet<String>) -> io::Result<Vec<String>> {
     let mut found = Vec::new();
-    let mounts = mounts(&fs::read_to_string(places.proc.join("self/mountinfo"))?);
-    let swaps = swaps(&fs::read_to_string(places.proc.join("swaps"))?);
+    let mounts = mounts(&fs::read_to_string(paths.proc.join("self/mountinfo"))?);
+    let swaps = swaps(&fs::read_to_string(paths.proc.join("swaps"))?);
     for disk in disks {
-        let numbers = fs::read_to_string(places.block(disk).join("dev")).unwrap_or_default();
+        let numbers = fs::read_to_string(paths.block(disk).join("dev")).unwrap_or_default();
         let path = format!("/dev/{disk}");
         for mount in &mounts {
             if mount.source == path || mount.numbers == numbers.trim() {
-                found.push(format!("{disk} is mounted at {}", mount.place));
+                found.push(format!("{disk} is mounted at {}", mount.mount_point));
             }
         }
         if swaps.contains(&path) {
             found.push(format!("{disk} is active swap space"));
         }
-        for holder in PciFunction::names_in(&places.block(disk).join("holders"))? {
-            let name = fs::read_to_string(places.block(&holder).join("dm/name"));
+        for holder in PciFunction::names_in(&paths.block(disk).join("holders"))? {
+            let name = fs::read_to_string(paths.block(&holder).join("dm/name"));
             let name = name.map(|name| format!(" ({})", name.trim())).unwrap_or_default();
             found.push(format!("{disk} is part of {holder}{name}"));
         }
@@ -73,15 +73,15 @@ pub(super) fn uses(places: &Places, disks: &BTreeSet<String>) -> io::Result<Vec<
 /// what this returns lives. The kernel refuses that for whatever is in use in a way that was not
 /// found: mounted in another mount namespace, part of a ZFS pool.
 pub(super) fn claim(
-    places: &Places,
+    paths: &KernelPaths,
     disks: &BTreeSet<String>,
 ) -> io::Result<Result<Vec<OwnedFd>, String>> {
     let mut claims = Vec::new();
     // A disk can not be claimed while somebody has a partition of it; and we, who claim the disk,
     // could not claim its partitions any more.
-    for disk in disks.iter().filter(|disk| !places.block(disk).join("partition").exists()) {
+    for disk in disks.iter().filter(|disk| !paths.block(disk).join("partition").exists()) {
         let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        match rustix::fs::open(places.dev.join(disk), flags, Mode::empty()) {
+        match rustix::fs::open(paths.dev.join(disk), flags, Mode::empty()) {
             Ok(claim) => claims.push(claim),
             Err(rustix::io::Errno::NOENT | rustix::io::Errno::NXIO) => {}
             Err(rustix::io::Errno::BUSY) => {
@@ -98,7 +98,7 @@ pub(super) fn claim(
 struct Mount {
     /// Major and minor number of the file system's device.
     numbers: String,
-    place: String,
+    mount_point: String,
     source: String,
 }
 
@@ -108,9 +108,9 @@ fn mounts(text: &str) -> Vec<Mount> {
         let (left, right) = line.split_once(" - ")?;
         let mut left = left.split(' ').skip(2);
         let numbers = left.next()?.to_owned();
-        let place = unescape(left.nth(1)?);
+        let mount_point = unescape(left.nth(1)?);
         let source = unescape(right.split(' ').nth(1)?);
-        Some(Mount { numbers, place, source })
+        Some(Mount { numbers, mount_point, source })
     };
     text.lines().filter_map(parse).collect()
 }
@@ -165,7 +165,10 @@ mod tests {
                     nonsense\n24 1 - x\n25 1 0:1 - a\n";
         let found = mounts(text);
         assert_eq!(found.len(), 2, "{found:?}");
-        assert_eq!((found[0].numbers.as_str(), found[0].place.as_str()), ("259:1", "/mnt/my disk"));
+        assert_eq!(
+            (found[0].numbers.as_str(), found[0].mount_point.as_str()),
+            ("259:1", "/mnt/my disk")
+        );
         assert_eq!(found[1].source, "/dev/nvme0n1p2");
         let text = "Filename Type Size Used Priority\n/dev/nvme0n1p3 partition 8 0 -2\n";
         assert_eq!(swaps(text), ["/dev/nvme0n1p3"]);

@@ -5,14 +5,16 @@
 //! that outlives a reboot.
 
 mod in_use;
+mod kernel;
 
 use crate::exit;
 use anyhow::{Context, anyhow, bail};
-use shadowbell_driver::{PciAddress, PciFunction, SYSFS};
+use kernel::{Kernel, KernelPaths, Linux};
+use shadowbell_driver::{PciAddress, PciFunction};
 use std::fs;
 use std::io::{self, Write};
-use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
+use std::path::Path;
+use std::process::ExitCode;
 
 /// The driver that hands devices to programs.
 const VFIO: &str = "vfio-pci";
@@ -22,7 +24,7 @@ const VFIO: &str = "vfio-pci";
 /// Binds it to vfio-pci until `shadowbell unbind` or a reboot. Refuses a controller with a mounted
 /// file system, active swap space, or another device (LVM, LUKS, RAID) on one of its namespaces.
 #[derive(Clone, Debug, clap::Args)]
-pub struct BindArgs {
+pub(crate) struct BindArgs {
     /// PCI addresses of the controllers: 0000:01:00.0
     #[arg(value_name = "ADDRESS", required = true, value_parser = parse_address)]
     pub addresses: Vec<PciAddress>,
@@ -30,7 +32,7 @@ pub struct BindArgs {
 
 /// Give an NVMe controller back to the kernel
 #[derive(Clone, Debug, clap::Args)]
-pub struct UnbindArgs {
+pub(crate) struct UnbindArgs {
     /// PCI addresses of the controllers: 0000:01:00.0
     #[arg(value_name = "ADDRESS", required = true, value_parser = parse_address)]
     pub addresses: Vec<PciAddress>,
@@ -38,8 +40,8 @@ pub struct UnbindArgs {
 
 /// An address, or the TARGET that it is part of.
 fn parse_address(text: &str) -> Result<PciAddress, String> {
-    let place = text.strip_prefix("nvme://").unwrap_or(text);
-    place.split_once('/').map_or(place, |(address, _)| address).parse()
+    let address = text.strip_prefix("nvme://").unwrap_or(text);
+    address.split_once('/').map_or(address, |(address, _)| address).parse()
 }
 
 /// Runs `bind`.
@@ -47,7 +49,7 @@ fn parse_address(text: &str) -> Result<PciAddress, String> {
 /// # Errors
 /// With exit status [`exit::BAD_INPUT`] if there is no such controller or it is in use; and what
 /// the kernel refuses.
-pub fn bind(args: &BindArgs) -> anyhow::Result<ExitCode> {
+pub(crate) fn bind(args: &BindArgs) -> anyhow::Result<ExitCode> {
     each(&args.addresses, take)
 }
 
@@ -55,85 +57,29 @@ pub fn bind(args: &BindArgs) -> anyhow::Result<ExitCode> {
 ///
 /// # Errors
 /// As [`bind`].
-pub fn unbind(args: &UnbindArgs) -> anyhow::Result<ExitCode> {
+pub(crate) fn unbind(args: &UnbindArgs) -> anyhow::Result<ExitCode> {
     each(&args.addresses, give_back)
 }
 
 fn each(
     addresses: &[PciAddress],
-    act: impl Fn(&Places, &dyn Kernel, PciAddress, &mut dyn Write) -> anyhow::Result<()>,
+    act: impl Fn(&KernelPaths, &dyn Kernel, PciAddress, &mut dyn Write) -> anyhow::Result<()>,
 ) -> anyhow::Result<ExitCode> {
     let mut out = io::stdout().lock();
     for address in addresses {
-        act(&Places::default(), &Linux, *address, &mut out).with_context(|| address.to_string())?;
+        act(&KernelPaths::default(), &Linux, *address, &mut out)
+            .with_context(|| address.to_string())?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Where the kernel shows things.
-#[derive(Debug)]
-struct Places {
-    sys: PathBuf,
-    proc: PathBuf,
-    dev: PathBuf,
-}
-
-impl Default for Places {
-    fn default() -> Self {
-        Self { sys: SYSFS.into(), proc: "/proc".into(), dev: "/dev".into() }
-    }
-}
-
-impl Places {
-    fn block(&self, name: &str) -> PathBuf {
-        self.sys.join("class/block").join(name)
-    }
-
-    fn driver(&self, name: &str) -> PathBuf {
-        self.sys.join("bus/pci/drivers").join(name)
-    }
-
-    fn find(&self, address: PciAddress) -> anyhow::Result<PciFunction> {
-        PciFunction::find(&self.sys, address)
-            .context("looking for it")?
-            .ok_or_else(|| exit::bad_input(anyhow!("there is no such PCI device")))
-    }
-}
-
-/// What is asked of the kernel.
-trait Kernel {
-    /// Writes into a file of sysfs.
-    fn write(&self, path: &Path, text: &str) -> io::Result<()>;
-    /// Loads a module.
-    fn load(&self, module: &str) -> io::Result<()>;
-}
-
-/// The one that runs.
-struct Linux;
-
-impl Kernel for Linux {
-    fn write(&self, path: &Path, text: &str) -> io::Result<()> {
-        fs::OpenOptions::new().write(true).open(path)?.write_all(text.as_bytes())
-    }
-
-    fn load(&self, module: &str) -> io::Result<()> {
-        let mut modprobe = Command::new("modprobe");
-        let output = modprobe.arg(module).stdin(Stdio::null()).stdout(Stdio::null()).output()?;
-        if output.status.success() {
-            return Ok(());
-        }
-        let text = String::from_utf8_lossy(&output.stderr);
-        Err(io::Error::other(text.trim().lines().last().unwrap_or("it failed").to_owned()))
-    }
-}
-
 fn take(
-    places: &Places,
+    paths: &KernelPaths,
     kernel: &dyn Kernel,
     address: PciAddress,
     out: &mut dyn Write,
 ) -> anyhow::Result<()> {
-    let function = places.find(address)?;
+    let function = paths.find(address)?;
     if !function.is_nvme() {
         return Err(exit::bad_input(anyhow!(
             "it is not an NVMe controller: its class code is {:06x}h and not 010802h",
@@ -145,16 +91,16 @@ fn take(
         writeln!(out, "{address}: {driver} has it already; nothing to do")?;
         return hints(&function, out);
     }
-    let disks = in_use::disks(places, &function).context("looking for its namespaces")?;
-    let uses = in_use::uses(places, &disks).context("looking for what uses it")?;
+    let disks = in_use::disks(paths, &function).context("looking for its namespaces")?;
+    let uses = in_use::uses(paths, &disks).context("looking for what uses it")?;
     if !uses.is_empty() {
         return Err(exit::bad_input(anyhow!("it is in use: {}; stop that first", uses.join(", "))));
     }
     // Kept until the kernel driver has let go of the disks.
-    let _claims = in_use::claim(places, &disks)
+    let _claims = in_use::claim(paths, &disks)
         .context("making sure that nobody uses it")?
         .map_err(|why| exit::bad_input(anyhow!("it is in use: {why}; stop that first")))?;
-    if !places.driver(VFIO).exists() {
+    if !paths.driver(VFIO).exists() {
         kernel.load(VFIO).with_context(|| format!("loading the kernel module {VFIO}"))?;
     }
     let change = |path: &Path, text: &str| {
@@ -164,16 +110,16 @@ fn take(
     change(&override_file, VFIO)?;
     let old = function.driver.as_deref();
     let handed_over = old
-        .map_or(Ok(()), |old| change(&places.driver(old).join("unbind"), &address.to_string()))
-        .and_then(|()| change(&places.sys.join("bus/pci/drivers_probe"), &address.to_string()))
-        .and_then(|()| match places.find(address)?.driver {
+        .map_or(Ok(()), |old| change(&paths.driver(old).join("unbind"), &address.to_string()))
+        .and_then(|()| change(&paths.sys.join("bus/pci/drivers_probe"), &address.to_string()))
+        .and_then(|()| match paths.find(address)?.driver {
             Some(driver) if driver == VFIO => Ok(()),
             _ => Err(anyhow!("{VFIO} did not take it; see the kernel's log (dmesg)")),
         });
     if let Err(error) = handed_over {
         // As it was, as far as that can be had.
         let _ = kernel.write(&override_file, "\n");
-        let _ = kernel.write(&places.sys.join("bus/pci/drivers_probe"), &address.to_string());
+        let _ = kernel.write(&paths.sys.join("bus/pci/drivers_probe"), &address.to_string());
         return Err(error);
     }
     match old {
@@ -185,7 +131,7 @@ fn take(
         None => writeln!(out, "{address}: no driver had it")?,
     }
     writeln!(out, "{address}: bound to {VFIO} until `shadowbell unbind {address}` or a reboot")?;
-    hints(&places.find(address)?, out)
+    hints(&paths.find(address)?, out)
 }
 
 /// What a person does next.
@@ -205,12 +151,12 @@ fn hints(function: &PciFunction, out: &mut dyn Write) -> anyhow::Result<()> {
 }
 
 fn give_back(
-    places: &Places,
+    paths: &KernelPaths,
     kernel: &dyn Kernel,
     address: PciAddress,
     out: &mut dyn Write,
 ) -> anyhow::Result<()> {
-    let function = places.find(address)?;
+    let function = paths.find(address)?;
     match function.driver.as_deref() {
         Some(driver) if !function.is_for_programs() => {
             writeln!(out, "{address}: {driver} has it; nothing to give back")?;
@@ -220,7 +166,7 @@ fn give_back(
     }
     if let Some(group) = function.group.filter(|_| function.is_for_programs()) {
         // The kernel would wait for that program, for ever if need be.
-        let path = places.dev.join(format!("vfio/{group}"));
+        let path = paths.dev.join(format!("vfio/{group}"));
         if fs::OpenOptions::new().read(true).write(true).open(&path).is_err_and(|error| {
             error.raw_os_error() == Some(rustix::io::Errno::BUSY.raw_os_error())
         }) {
@@ -236,11 +182,11 @@ fn give_back(
     // An empty line takes the override away.
     change(&function.directory().join("driver_override"), "\n")?;
     if let Some(old) = function.driver.as_deref() {
-        change(&places.driver(old).join("unbind"), &address.to_string())?;
+        change(&paths.driver(old).join("unbind"), &address.to_string())?;
         writeln!(out, "{address}: taken from {old}")?;
     }
-    change(&places.sys.join("bus/pci/drivers_probe"), &address.to_string())?;
-    match places.find(address)?.driver {
+    change(&paths.sys.join("bus/pci/drivers_probe"), &address.to_string())?;
+    match paths.find(address)?.driver {
         Some(driver) => writeln!(out, "{address}: given back to {driver}")?,
         None => bail!("no kernel driver took it back; is `nvme` loaded?"),
     }

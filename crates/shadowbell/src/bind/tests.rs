@@ -1,9 +1,10 @@
-//! `bind` and `unbind` in a tree that looks like the kernel's, with a kernel that does what sysfs
-//! is told.
+//! `bind` and `unbind` in a tree that looks like the kernel's, with a kernel that does what is
+//! written to sysfs.
 
 use super::*;
 use std::cell::RefCell;
 use std::os::unix::fs::symlink;
+use std::path::PathBuf;
 use tempfile::TempDir;
 
 const ADDRESS: &str = "0000:01:00.0";
@@ -11,7 +12,7 @@ const ADDRESS: &str = "0000:01:00.0";
 /// A machine with an NVMe controller, which has a namespace with two partitions.
 struct Machine {
     _directory: TempDir,
-    places: Places,
+    paths: KernelPaths,
     /// What was written, and what was loaded.
     log: RefCell<Vec<String>>,
     /// vfio-pci takes nothing.
@@ -20,7 +21,7 @@ struct Machine {
 
 impl Kernel for Machine {
     fn write(&self, path: &Path, text: &str) -> io::Result<()> {
-        let name = path.strip_prefix(&self.places.sys).unwrap().display().to_string();
+        let name = path.strip_prefix(&self.paths.sys).unwrap().display().to_string();
         self.log.borrow_mut().push(format!("{name}={}", text.trim()));
         if name.ends_with("/unbind") {
             fs::remove_file(self.function().join("driver"))
@@ -35,7 +36,7 @@ impl Kernel for Machine {
 
     fn load(&self, module: &str) -> io::Result<()> {
         self.log.borrow_mut().push(format!("load {module}"));
-        fs::create_dir_all(self.places.driver(module))
+        fs::create_dir_all(self.paths.driver(module))
     }
 }
 
@@ -43,36 +44,36 @@ impl Machine {
     fn new() -> Self {
         let directory = tempfile::tempdir().unwrap();
         let at = |name: &str| directory.path().join(name);
-        let places = Places { sys: at("sys"), proc: at("proc"), dev: at("dev") };
+        let paths = KernelPaths { sys: at("sys"), proc: at("proc"), dev: at("dev") };
         let machine =
-            Self { _directory: directory, places, log: RefCell::default(), stubborn: false };
+            Self { _directory: directory, paths, log: RefCell::default(), stubborn: false };
         let function = machine.function();
         let nvme = function.join("nvme/nvme0");
         for (path, text) in [
             (function.join("class"), "0x010802\n"),
             (function.join("driver_override"), "(null)\n"),
             (nvme.join("nvme0n1/size"), "8\n"),
-            (machine.places.sys.join("bus/pci/drivers_probe"), ""),
-            (machine.places.proc.join("self/mountinfo"), "1 0 8:1 / / rw - ext4 /dev/sda1 rw\n"),
-            (machine.places.proc.join("swaps"), "Filename Type\n/dev/sda2 partition\n"),
+            (machine.paths.sys.join("bus/pci/drivers_probe"), ""),
+            (machine.paths.proc.join("self/mountinfo"), "1 0 8:1 / / rw - ext4 /dev/sda1 rw\n"),
+            (machine.paths.proc.join("swaps"), "Filename Type\n/dev/sda2 partition\n"),
         ] {
             machine.file(&path, text);
         }
         for (disk, numbers) in
             [("nvme0n1", "259:0"), ("nvme0n1p1", "259:1"), ("nvme0n1p2", "259:2")]
         {
-            machine.file(&machine.places.block(disk).join("dev"), &format!("{numbers}\n"));
-            fs::create_dir_all(machine.places.block(disk).join("holders")).unwrap();
-            machine.file(&machine.places.dev.join(disk), "");
+            machine.file(&machine.paths.block(disk).join("dev"), &format!("{numbers}\n"));
+            fs::create_dir_all(machine.paths.block(disk).join("holders")).unwrap();
+            machine.file(&machine.paths.dev.join(disk), "");
         }
         for partition in ["nvme0n1p1", "nvme0n1p2"] {
             for inside in
-                [machine.places.block("nvme0n1").join(partition), machine.places.block(partition)]
+                [machine.paths.block("nvme0n1").join(partition), machine.paths.block(partition)]
             {
                 machine.file(&inside.join("partition"), "1\n");
             }
         }
-        let group = machine.places.sys.join("kernel/iommu_groups/5");
+        let group = machine.paths.sys.join("kernel/iommu_groups/5");
         fs::create_dir_all(group.join("devices")).unwrap();
         symlink(&group, function.join("iommu_group")).unwrap();
         symlink(&function, group.join("devices").join(ADDRESS)).unwrap();
@@ -86,24 +87,24 @@ impl Machine {
     }
 
     fn function(&self) -> PathBuf {
-        self.places.sys.join("bus/pci/devices").join(ADDRESS)
+        self.paths.sys.join("bus/pci/devices").join(ADDRESS)
     }
 
     fn attach(&self, driver: &str) -> io::Result<()> {
-        fs::create_dir_all(self.places.driver(driver))?;
-        symlink(self.places.driver(driver), self.function().join("driver"))
+        fs::create_dir_all(self.paths.driver(driver))?;
+        symlink(self.paths.driver(driver), self.function().join("driver"))
     }
 
     fn driver(&self) -> Option<String> {
-        self.places.find(address()).unwrap().driver
+        self.paths.find(address()).unwrap().driver
     }
 
     fn run(
         &self,
-        act: impl Fn(&Places, &dyn Kernel, PciAddress, &mut dyn Write) -> anyhow::Result<()>,
+        act: impl Fn(&KernelPaths, &dyn Kernel, PciAddress, &mut dyn Write) -> anyhow::Result<()>,
     ) -> anyhow::Result<String> {
         let mut out = Vec::new();
-        act(&self.places, self, address(), &mut out)?;
+        act(&self.paths, self, address(), &mut out)?;
         Ok(String::from_utf8(out).unwrap())
     }
 
@@ -169,7 +170,7 @@ fn a_mounted_file_system_keeps_its_controller() {
         "30 1 0:44 /@ /home rw - btrfs /dev/nvme0n1p1 rw\n",
     ] {
         let machine = Machine::new();
-        machine.file(&machine.places.proc.join("self/mountinfo"), line);
+        machine.file(&machine.paths.proc.join("self/mountinfo"), line);
         let refusal = machine.refusal();
         assert!(refusal.contains("nvme0n1p1 is mounted at /home"), "{refusal}");
     }
@@ -179,7 +180,7 @@ fn a_mounted_file_system_keeps_its_controller() {
 fn active_swap_keeps_its_controller() {
     let machine = Machine::new();
     let swaps = "Filename Type\n/dev/nvme0n1p2 partition 1 0 -2\n";
-    machine.file(&machine.places.proc.join("swaps"), swaps);
+    machine.file(&machine.paths.proc.join("swaps"), swaps);
     let refusal = machine.refusal();
     assert!(refusal.contains("nvme0n1p2 is active swap space"), "{refusal}");
 }
@@ -187,9 +188,9 @@ fn active_swap_keeps_its_controller() {
 #[test]
 fn what_is_built_on_a_namespace_keeps_its_controller() {
     let machine = Machine::new();
-    machine.file(&machine.places.block("nvme0n1p2").join("holders/dm-0"), "");
-    machine.file(&machine.places.block("dm-0").join("dm/name"), "vg-root\n");
-    machine.file(&machine.places.block("nvme0n1").join("holders/md127"), "");
+    machine.file(&machine.paths.block("nvme0n1p2").join("holders/dm-0"), "");
+    machine.file(&machine.paths.block("dm-0").join("dm/name"), "vg-root\n");
+    machine.file(&machine.paths.block("nvme0n1").join("holders/md127"), "");
     let refusal = machine.refusal();
     assert!(refusal.contains("nvme0n1p2 is part of dm-0 (vg-root)"), "{refusal}");
     assert!(refusal.contains("nvme0n1 is part of md127"), "{refusal}");
@@ -201,7 +202,7 @@ fn a_path_of_a_multipath_namespace_counts_as_the_namespace() {
     let nvme = machine.function().join("nvme/nvme0");
     fs::rename(nvme.join("nvme0n1"), nvme.join("nvme0c3n1")).unwrap();
     let line = "30 1 259:0 / /data rw - xfs /dev/nvme0n1 rw\n";
-    machine.file(&machine.places.proc.join("self/mountinfo"), line);
+    machine.file(&machine.paths.proc.join("self/mountinfo"), line);
     let refusal = machine.refusal();
     assert!(refusal.contains("nvme0n1 is mounted at /data"), "{refusal}");
 }
@@ -213,7 +214,7 @@ fn what_is_no_nvme_controller_is_left_alone() {
     let refusal = machine.refusal();
     assert!(refusal.contains("060400h"), "{refusal}");
     let nowhere: PciAddress = "0000:09:00.0".parse().unwrap();
-    let error = take(&machine.places, &machine, nowhere, &mut io::sink()).unwrap_err();
+    let error = take(&machine.paths, &machine, nowhere, &mut io::sink()).unwrap_err();
     assert_eq!(exit::status(&error), exit::BAD_INPUT);
 }
 
@@ -228,11 +229,11 @@ fn a_controller_that_vfio_does_not_take_goes_back() {
 #[test]
 fn the_rest_of_the_group_is_named() {
     let machine = Machine::new();
-    let other = machine.places.sys.join("bus/pci/devices/0000:01:00.1");
+    let other = machine.paths.sys.join("bus/pci/devices/0000:01:00.1");
     machine.file(&other.join("class"), "0x010601\n");
-    fs::create_dir_all(machine.places.driver("ahci")).unwrap();
-    symlink(machine.places.driver("ahci"), other.join("driver")).unwrap();
-    let group = machine.places.sys.join("kernel/iommu_groups/5/devices");
+    fs::create_dir_all(machine.paths.driver("ahci")).unwrap();
+    symlink(machine.paths.driver("ahci"), other.join("driver")).unwrap();
+    let group = machine.paths.sys.join("kernel/iommu_groups/5/devices");
     symlink(&other, group.join("0000:01:00.1")).unwrap();
     let said = machine.run(take).unwrap();
     assert!(said.contains("ahci has 0000:01:00.1 of the same IOMMU group"), "{said}");

@@ -8,17 +8,20 @@
 //! Both count the doorbell writes. If they do not agree the demonstration says so and fails, for
 //! then one of its figures is wrong.
 
-mod processors;
-mod seeds;
+mod cpu_split;
+mod published;
 mod server;
 
-use crate::bench::{self, CompletionMode, Outcome, Plan, Workload};
-use crate::exit;
-use crate::report::{self, Row, Table};
+use crate::load::{LoadConfig, Outcome, Workload, measure};
+use crate::queue_options::CompletionMode;
+use crate::report::{self, Row};
+use crate::session::Session;
+use crate::table::Table;
 use crate::target::Target;
+use crate::{exit, units};
 use anyhow::bail;
+use cpu_split::CpuSplit;
 use indicatif::ProgressBar;
-use processors::Processors;
 use server::Server;
 use shadowbell_driver::Doorbells;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -31,10 +34,10 @@ use std::time::Duration;
 
 /// Show what shadow doorbells are good for, on this machine, in half a minute
 ///
-/// Serves two disks from a second process, attaches the driver, and measures with and without shadow
-/// doorbells. Needs nothing installed and leaves nothing behind.
+/// Serves two disks from a second process, attaches the driver, and measures with and without
+/// shadow doorbells. Needs nothing installed and leaves nothing behind.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Args {
+pub(crate) struct Args {
     /// End with one line of JSON, for machines
     #[arg(long)]
     pub json: bool,
@@ -50,7 +53,8 @@ const DISKS: [&str; 2] = ["mem:64MiB", "null:1TiB"];
 const MEMORY: u64 = 64 << 20;
 const FILL: u32 = 1 << 20;
 
-/// What is measured for a table: the namespace, how many jobs, and how many I/Os each has in flight.
+/// What is measured for a table: the namespace, how many jobs, and how many I/Os each has in
+/// flight.
 const TABLES: [(&str, u32, u16, &[u32]); 3] =
     [("S0", 1, 1, &[32]), ("S1", 2, 4, &[32]), ("S3", 1, 1, &[1, 2, 4, 8])];
 
@@ -58,16 +62,16 @@ const TABLES: [(&str, u32, u16, &[u32]); 3] =
 ///
 /// # Errors
 /// The server or the driver fail, or their counts do not agree.
-pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM, SIGHUP] {
         // Ends the measurement, and with us the server.
         signal_hook::flag::register(signal, Arc::clone(&stop))?;
     }
-    let processors = Processors::divide()?;
+    let cpus = CpuSplit::divide()?;
     let mut demo = Demo {
-        server: processors.for_server(|| Server::start(&DISKS, &[]))?,
-        processors,
+        server: cpus.for_server(|| Server::start(&DISKS, &[]))?,
+        cpus,
         runtime: Duration::from_millis(args.runtime.into()),
         stop,
     };
@@ -106,7 +110,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
 struct Demo {
     server: Server,
-    processors: Processors,
+    cpus: CpuSplit,
     runtime: Duration,
     stop: Arc<AtomicBool>,
 }
@@ -132,13 +136,13 @@ impl Demo {
             "for each measurement anew: first it rings by MMIO writes, which cross the socket"
         )?;
         writeln!(out, "(\"trapped\"), then by shadow doorbells. It rings for every I/O.")?;
-        if self.processors.are_enough() {
+        if self.cpus.are_enough() {
             writeln!(
                 out,
                 "Processors: {} for the driver, which polls; {} for the controller, which polls\n\
                  while there is work and sleeps when there is none.",
-                list(&self.processors.driver),
-                list(&self.processors.server)
+                list(&self.cpus.driver),
+                list(&self.cpus.server)
             )?;
         } else {
             writeln!(
@@ -147,11 +151,11 @@ impl Demo {
                  figures are those of a busy machine."
             )?;
         }
-        let threads = self.processors.driver_threads(4);
+        let threads = self.cpus.driver_threads(4);
         if threads < 4 {
             writeln!(
                 out,
-                "There are not enough processors for a thread for each of the 4 jobs of S1: {threads}\n\
+                "There are not enough cpus for a thread for each of the 4 jobs of S1: {threads}\n\
                  {} their 4 queue pairs in turn.",
                 if threads == 1 { "thread drives" } else { "threads drive" }
             )?;
@@ -162,17 +166,17 @@ impl Demo {
     /// Writes the disk in memory once. Memory that nobody has written to is one page for all of it,
     /// and reading that is no reading.
     fn fill(&self) -> anyhow::Result<()> {
-        let plan = Plan {
+        let config = LoadConfig {
             rw: Workload::Write,
             bs: FILL,
             iodepth: 4,
             number_ios: Some(MEMORY / u64::from(FILL)),
             completion: CompletionMode::Adaptive,
-            ..Plan::default()
+            ..LoadConfig::default()
         };
         let target = Target::VfioUser { socket: self.server.socket(), nsid: 1 };
-        let mut session = target.attach(&plan.attach_options())?;
-        bench::measure(&mut session, &plan, &mut |_| ControlFlow::Continue(()))?;
+        let mut session = Session::attach(&target, &config.attach_options())?;
+        measure(&mut session, &config, &mut |_| ControlFlow::Continue(()))?;
         session.detach()
     }
 
@@ -184,32 +188,32 @@ impl Demo {
         iodepth: u32,
         doorbells: Doorbells,
     ) -> anyhow::Result<Row> {
-        let polls = self.processors.are_enough();
-        let plan = Plan {
+        let polls = self.cpus.are_enough();
+        let config = LoadConfig {
             rw: Workload::RandRead,
             iodepth,
             // For each at once, as the hosts do that the seeds were measured with.
             iodepth_batch: Some(1),
             numjobs: jobs,
             // A thread that sleeps can only do so for one queue.
-            threads: if polls { self.processors.driver_threads(jobs) } else { jobs },
+            threads: if polls { self.cpus.driver_threads(jobs) } else { jobs },
             runtime: self.runtime,
             ramp_time: self.runtime / 8,
             doorbells,
             completion: if polls { CompletionMode::Poll } else { CompletionMode::Interrupt },
-            pin: self.processors.driver.clone(),
-            ..Plan::default()
+            pin: self.cpus.driver.clone(),
+            ..LoadConfig::default()
         };
         let before = self.server.doorbell_writes()?;
         let target = Target::VfioUser { socket: self.server.socket(), nsid };
-        let mut session = target.attach(&plan.attach_options())?;
+        let mut session = Session::attach(&target, &config.attach_options())?;
         let bar = if io::stderr().is_terminal() {
             ProgressBar::new_spinner()
         } else {
             ProgressBar::hidden()
         };
-        let outcome = bench::measure(&mut session, &plan, &mut |tick| {
-            let iops = report::count(tick.iops);
+        let outcome = measure(&mut session, &config, &mut |tick| {
+            let iops = units::count(tick.iops);
             bar.set_message(format!("{table}, iodepth {iodepth}: {iops} IOPS"));
             bar.tick();
             if self.stop.load(Ordering::Relaxed) {
@@ -233,7 +237,7 @@ impl Demo {
 
 /// Prints a table; its rows come in pairs, without shadow doorbells and with.
 fn print(out: &mut impl Write, name: &str, rows: &[Row]) -> io::Result<()> {
-    let (what, whose) = seeds::title(name);
+    let (what, whose) = published::title(name);
     writeln!(out, "{name}: {what}")?;
     let mut table = Table::new([
         "iodepth",
@@ -249,27 +253,27 @@ fn print(out: &mut impl Write, name: &str, rows: &[Row]) -> io::Result<()> {
     for pair in rows.chunks_exact(2) {
         let [without, with] = pair else { continue };
         let p50 = |row: &Row| {
-            row.latency_ns.map_or_else(|| "-".to_owned(), |l| report::nanoseconds(l.p50 as f64))
+            row.latency_ns.map_or_else(|| "-".to_owned(), |l| units::nanoseconds(l.p50 as f64))
         };
         table.line([
             format!("{}, here and now", without.iodepth),
-            report::count(without.iops),
-            report::count(with.iops),
+            units::count(without.iops),
+            units::count(with.iops),
             gain(without.iops, with.iops),
-            report::per_io(without.mmio_per_io),
-            report::per_io(with.mmio_per_io),
+            units::per_io(without.mmio_per_io),
+            units::per_io(with.mmio_per_io),
             p50(without),
             p50(with),
         ]);
-        if let Some(seed) = seeds::beside(name, without.iodepth) {
-            let [trapped, shadow] = seed.iops;
-            let mmio = seed.mmio_per_io.map(|mmio| mmio.map(report::per_io));
+        if let Some(figures) = published::beside(name, without.iodepth) {
+            let [trapped, shadow] = figures.iops;
+            let mmio = figures.mmio_per_io.map(|mmio| mmio.map(units::per_io));
             let [mmio_trapped, mmio_shadow] =
                 mmio.unwrap_or_else(|| ["-".to_owned(), "-".to_owned()]);
             table.line([
                 "  published".to_owned(),
-                report::count(trapped),
-                report::count(shadow),
+                units::count(trapped),
+                units::count(shadow),
                 gain(trapped, shadow),
                 mmio_trapped,
                 mmio_shadow,

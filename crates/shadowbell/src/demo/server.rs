@@ -14,9 +14,9 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// How long starting, ending or writing counters may take.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// How often to look.
-const LOOK: Duration = Duration::from_millis(2);
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// How often to look whether something has happened.
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// A running server. It ends when this is dropped.
 #[derive(Debug)]
@@ -43,14 +43,14 @@ impl Server {
         command.process_group(0);
         let child = command.spawn().context("the server does not start")?;
         let mut server = Self { child, directory };
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         // The path is there a moment before somebody listens.
         while UnixStream::connect(server.socket()).is_err() {
             server.check()?;
             if Instant::now() > deadline {
                 bail!("the server makes no socket: {}", server.log());
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         Ok(server)
     }
@@ -70,14 +70,14 @@ impl Server {
         let path = self.directory.path().join("stats.json");
         let before = version(&path);
         self.signal(Signal::USR1).context("the server takes no signal")?;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         // The file is replaced as a whole, by another one.
         while version(&path) == before {
             self.check()?;
             if Instant::now() > deadline {
                 bail!("the server writes no counters: {}", self.log());
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         let counters: Value = serde_json::from_slice(&fs::read(&path)?)
             .context("the server's counters are not what they were")?;
@@ -121,14 +121,14 @@ impl Drop for Server {
         if self.child.try_wait().is_ok_and(|ended| ended.is_none()) {
             let _ = self.signal(Signal::TERM);
         }
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while self.child.try_wait().is_ok_and(|ended| ended.is_none()) {
             if Instant::now() > deadline {
                 let _ = self.child.kill();
                 let _ = self.child.wait();
                 return;
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 }

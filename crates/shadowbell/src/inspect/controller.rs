@@ -1,7 +1,7 @@
 //! `id-ctrl`: what Identify Controller returns.
 
-use super::fields::Fields;
-use super::{Args, attach, show};
+use super::fields::{Fields, kelvins};
+use super::query::{Args, attach, show};
 use shadowbell_spec::identify::IdentifyController;
 use std::process::ExitCode;
 
@@ -9,7 +9,7 @@ use std::process::ExitCode;
 ///
 /// # Errors
 /// The driver's.
-pub fn id_ctrl(args: &Args) -> anyhow::Result<ExitCode> {
+pub(crate) fn id_ctrl(args: &Args) -> anyhow::Result<ExitCode> {
     let session = attach(&args.target)?;
     let identity = session.controller.admin().identify_controller()?;
     let fields = fields(&identity, session.controller.capabilities().mpsmin());
@@ -98,15 +98,6 @@ fn fields(id: &IdentifyController, mpsmin: u8) -> Fields {
         );
     }
     f
-}
-
-/// A temperature for people.
-pub(super) fn kelvins(value: u16) -> String {
-    if value == 0 {
-        "not told".to_owned()
-    } else {
-        format!("{} degrees Celsius", i32::from(value) - 273)
-    }
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! `get-feature`: the values of features.
 
-use super::fields::Fields;
-use super::{attach, show_json};
+use super::fields::{Fields, kelvins};
+use super::query::{attach, show_json};
 use crate::exit;
 use crate::target::{self, Target};
 use anyhow::anyhow;
@@ -15,7 +15,7 @@ use std::process::ExitCode;
 /// Show the value of a feature, or of all that the controller has
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub struct FeatureArgs {
+pub(crate) struct FeatureArgs {
     /// What to look at
     #[arg(value_name = "TARGET")]
     pub target: Target,
@@ -81,7 +81,7 @@ struct Got {
 ///
 /// # Errors
 /// The driver's. A feature that the controller does not have is none if all were asked for.
-pub fn get_feature(args: &FeatureArgs) -> anyhow::Result<ExitCode> {
+pub(crate) fn get_feature(args: &FeatureArgs) -> anyhow::Result<ExitCode> {
     let session = attach(&args.target)?;
     let admin = session.controller.admin();
     let mut got = Vec::new();
@@ -209,7 +209,7 @@ fn decode(feature: &Got, which: Which) -> Fields {
         }
         fid::TEMPERATURE_THRESHOLD => {
             let v = feature::TemperatureThreshold::from_bits(value);
-            f.number("tmpth", v.tmpth()).meaning(super::controller::kelvins(v.tmpth()));
+            f.number("tmpth", v.tmpth()).meaning(kelvins(v.tmpth()));
             f.number("tmpsel", v.tmpsel()).number("thsel", v.thsel());
         }
         fid::ERROR_RECOVERY => {

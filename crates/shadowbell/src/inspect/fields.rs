@@ -99,6 +99,15 @@ impl fmt::Display for Fields {
     }
 }
 
+/// A temperature for people.
+pub(super) fn kelvins(value: u16) -> String {
+    if value == 0 {
+        "not told".to_owned()
+    } else {
+        format!("{} degrees Celsius", i32::from(value) - 273)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,8 +1,9 @@
 //! `list`: the namespaces of controllers, a line each.
 
-use super::attach;
-use crate::report::Table;
-use crate::target::{self, Session, Target};
+use super::query::attach;
+use crate::session::Session;
+use crate::table::Table;
+use crate::target::{self, Target};
 use serde_json::{Map, Value, json};
 use shadowbell_driver::Namespace;
 use std::io::{self, Write};
@@ -11,7 +12,7 @@ use std::process::ExitCode;
 /// List the namespaces of controllers
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub struct ListArgs {
+pub(crate) struct ListArgs {
     /// The controllers
     #[arg(value_name = "TARGET", required = true)]
     pub targets: Vec<Target>,
@@ -24,7 +25,7 @@ pub struct ListArgs {
 ///
 /// # Errors
 /// The first controller that can not be attached.
-pub fn list(args: &ListArgs) -> anyhow::Result<ExitCode> {
+pub(crate) fn list(args: &ListArgs) -> anyhow::Result<ExitCode> {
     let mut devices = Vec::new();
     let mut table =
         Table::new(["Target", "Serial", "Model", "Namespace", "Usage", "Format", "Firmware"]);

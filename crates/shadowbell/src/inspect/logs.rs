@@ -1,8 +1,7 @@
 //! `smart-log` and `error-log`: what happened to the controller.
 
-use super::controller::kelvins;
-use super::fields::Fields;
-use super::{Args, attach, show, show_json};
+use super::fields::{Fields, kelvins};
+use super::query::{Args, attach, show, show_json};
 use crate::target::{self, Target};
 use serde_json::{Map, Value};
 use shadowbell_spec::Status;
@@ -14,7 +13,7 @@ use std::process::ExitCode;
 ///
 /// # Errors
 /// The driver's.
-pub fn smart_log(args: &Args) -> anyhow::Result<ExitCode> {
+pub(crate) fn smart_log(args: &Args) -> anyhow::Result<ExitCode> {
     let session = attach(&args.target)?;
     let log = session.controller.admin().smart_log()?;
     session.detach()?;
@@ -78,7 +77,7 @@ fn health(log: &SmartHealth) -> Fields {
 /// Show the errors that the controller remembers, newest first
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub struct ErrorLogArgs {
+pub(crate) struct ErrorLogArgs {
     /// What to look at
     #[arg(value_name = "TARGET")]
     pub target: Target,
@@ -94,7 +93,7 @@ pub struct ErrorLogArgs {
 ///
 /// # Errors
 /// The driver's.
-pub fn error_log(args: &ErrorLogArgs) -> anyhow::Result<ExitCode> {
+pub(crate) fn error_log(args: &ErrorLogArgs) -> anyhow::Result<ExitCode> {
     let session = attach(&args.target)?;
     let entries = session.controller.admin().error_log(args.log_entries)?;
     session.detach()?;

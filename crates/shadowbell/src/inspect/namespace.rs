@@ -1,7 +1,7 @@
 //! `id-ns`: what Identify Namespace returns.
 
 use super::fields::Fields;
-use super::{Args, attach, show};
+use super::query::{Args, attach, show};
 use crate::exit;
 use anyhow::anyhow;
 use shadowbell_driver::Namespace;
@@ -13,7 +13,7 @@ use std::process::ExitCode;
 ///
 /// # Errors
 /// The driver's; or the namespace is not active.
-pub fn id_ns(args: &Args) -> anyhow::Result<ExitCode> {
+pub(crate) fn id_ns(args: &Args) -> anyhow::Result<ExitCode> {
     let session = attach(&args.target)?;
     let nsid = args.target.nsid();
     let missing = |what| exit::bad_input(anyhow!("{}: namespace {nsid} {what}", args.target));

@@ -1,12 +1,12 @@
 //! A server that does wrong on purpose: `--faults`, in a build with the cargo feature `faults`.
 
-use super::service::Service;
+use super::server::Server;
 use shadowbell_controller::faults::{Faults, Injected};
 use tracing::{info, warn};
 
 /// What is to go wrong.
 #[derive(Clone, Debug, Default, clap::Args)]
-pub struct FaultArgs {
+pub(super) struct FaultArgs {
     /// Do wrong on purpose, to test hosts: `drop-after:every=100,delay=2ms:rate=1/50,seed=7`
     #[doc = ""]
     #[doc = "Rules are separated by commas. Each is a fault, and then `:every=N`, `:rate=1/N` or `:at=N` \
@@ -21,21 +21,23 @@ pub struct FaultArgs {
     faults: Option<Faults>,
 }
 
-/// What went wrong so far, by controller.
-pub(super) struct Wrongs(Vec<(String, Injected)>);
+/// What was injected so far, by controller.
+pub(super) struct InjectedFaults(Vec<(String, Injected)>);
 
 impl FaultArgs {
-    /// Things go wrong from here on, in every controller.
-    pub(super) fn begin(&self, service: &Service) -> Wrongs {
-        let Some(faults) = &self.faults else { return Wrongs(Vec::new()) };
+    /// Injects faults into every controller from here on.
+    pub(super) fn begin(&self, server: &Server) -> InjectedFaults {
+        let Some(faults) = &self.faults else { return InjectedFaults(Vec::new()) };
         warn!("faults are injected: no disk that is served here is to be relied on");
-        let served = service.controllers().iter();
-        Wrongs(served.map(|s| (s.name.clone(), s.controller.inject(faults.clone()))).collect())
+        let served = server.controllers().iter();
+        InjectedFaults(
+            served.map(|s| (s.name.clone(), s.controller.inject(faults.clone()))).collect(),
+        )
     }
 }
 
-impl Wrongs {
-    /// Tells of them.
+impl InjectedFaults {
+    /// Logs how many there were.
     pub(super) fn report(&self) {
         for (name, injected) in &self.0 {
             info!("{name}: {} faults injected", injected.total());

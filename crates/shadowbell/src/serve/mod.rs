@@ -4,113 +4,90 @@
 //!
 //! | module | what it is |
 //! |---|---|
-//! | [`options`] | what may be asked for, on the command line and in a file |
-//! | [`crate::config`] | reads the file |
-//! | `service` | what runs: workers, a reactor, controllers; from start to stop |
-//! | `announce` | tells a person what guests do |
-//! | `paste` | the arguments to give to QEMU and Cloud Hypervisor |
-//! | [`statistics`] | the counters, as JSON |
-//! | [`live`] | the same for `top`, while it runs |
+//! | `args` | the command line |
+//! | `config_file` | the file of `--config` |
+//! | `server_config` | what both of them come to |
+//! | `server` | what runs: workers, a reactor, controllers; from start to stop |
+//! | `flush` | a disk's flush, waited for |
+//! | `event` | what happens to the controllers, on its way to the log |
+//! | `event_log` | logs what guests do |
+//! | `launch_hint` | the arguments to give to QEMU and Cloud Hypervisor |
+//! | `stats_file` | the counters, as a file of JSON |
+//! | `stats_socket` | the counters for `top`, while the server runs |
+//! | `faults` | `--faults`, in a build with that feature |
 //!
-//! Threads: the workers, one reactor for all sockets, one that talks to the person (so that a
-//! terminal that blocks can not hold up a guest), one that answers `top` if it may ask, and the main
-//! thread, which waits for signals.
-//! None of them ticks.
+//! Threads: the workers, one reactor for all sockets, one that writes the log (so that a terminal
+//! that blocks can not hold up a guest), one that answers `top` if it may ask, and the main thread,
+//! which waits for signals. None of them has a timer.
 
-mod announce;
+mod args;
+mod config_file;
+mod event;
+mod event_log;
 #[cfg(feature = "faults")]
-pub mod faults;
-pub mod live;
-pub mod options;
-mod paste;
-mod service;
-pub mod statistics;
+mod faults;
+mod flush;
+mod launch_hint;
+mod server;
+mod server_config;
+mod stats_file;
+mod stats_socket;
 
-pub use options::{Args, ServerPlan};
+pub(crate) use args::Args;
+pub(crate) use config_file::read as read_config_file;
 
-use crate::exit;
-use announce::Announcer;
-use service::Service;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
-use signal_hook::iterator::Signals;
+use crate::signals::EndSignals;
+use crate::{descriptor_limit, exit};
+use event_log::EventLog;
+use server::Server;
+use server_config::ServerConfig;
+use signal_hook::consts::SIGUSR1;
+use stats_socket::StatsSocket;
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use tracing::{debug, error, info};
 
 /// Serves until a signal ends it.
 ///
 /// # Errors
 /// What was asked for can not be served; or the service came to an end by itself.
-pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     #[cfg(feature = "faults")]
     let faults = args.faults.clone();
-    let plan = args.plan()?;
-    raise_descriptor_limit();
+    let config = args.config()?;
+    descriptor_limit::raise();
     // Before there is anything that a signal would leave behind.
-    let ends: Vec<_> =
-        [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|s| !crate::nohup::is_ignored(*s)).collect();
-    let mut signals = Signals::new(ends.iter().chain(&[SIGUSR1]))?;
-    let ending = Arc::new(AtomicBool::new(false));
-    for signal in ends {
-        // The second one does not wait for anything.
-        let status = i32::from(exit::FAILED);
-        signal_hook::flag::register_conditional_shutdown(signal, status, Arc::clone(&ending))?;
-        signal_hook::flag::register(signal, Arc::clone(&ending))?;
-    }
-    // A limit on the size of files (`ulimit -f`) is a full disk to the guest, no reason to end.
-    signal_hook::flag::register(SIGXFSZ, Arc::default())?;
+    let mut signals = EndSignals::catch(&[SIGUSR1])?;
     let handle = signals.handle();
-    let asked = plan.stats_socket.as_deref().map(live::listen).transpose()?;
-    let mut service = Service::start(&plan, move || handle.close())?;
+    let stats_listener = config.stats_socket.as_deref().map(stats_socket::listen).transpose()?;
+    let mut server = Server::start(&config, move || handle.close())?;
     #[cfg(feature = "faults")]
-    let wrongs = faults.begin(&service);
-    let announcer = Announcer::start(&mut service)?;
-    let live = asked.map(|socket| live::Live::start(socket, &service)).transpose()?;
-    paste::show(&plan);
+    let injected = faults.begin(&server);
+    let event_log = EventLog::start(&mut server)?;
+    let stats_socket =
+        stats_listener.map(|listener| StatsSocket::start(listener, &server)).transpose()?;
+    launch_hint::show(&config);
 
-    for signal in signals.forever() {
-        match signal {
-            SIGUSR1 => report(&plan, &service),
-            _ => {
-                debug!(signal, "ending");
-                ending.store(true, Ordering::Relaxed);
-                break;
-            }
-        }
-    }
-    drop(live);
-    let outcome = service.stop();
-    drop(announcer);
-    report(&plan, &service);
+    signals.wait(&[SIGUSR1], |_| report(&config, &server));
+    drop(stats_socket);
+    let outcome = server.stop();
+    drop(event_log);
+    report(&config, &server);
     #[cfg(feature = "faults")]
-    wrongs.report();
-    let is_kept = service.flush();
+    injected.report();
+    let is_kept = server.flush();
     outcome?;
     info!("ended");
     Ok(if is_kept { ExitCode::SUCCESS } else { ExitCode::from(exit::FAILED) })
 }
 
-/// Writes the counters where they were asked for, or else tells of them.
-fn report(plan: &ServerPlan, service: &Service) {
-    let report = statistics::Report::of(service.controllers());
-    match &plan.stats_json {
-        Some(path) => match statistics::write(path, &report) {
+/// Writes the counters where they were asked for, or else logs them.
+fn report(config: &ServerConfig, server: &Server) {
+    let report = stats_file::Report::of(server.controllers());
+    match &config.stats_json {
+        Some(path) => match stats_file::write(path, &report) {
             Ok(()) => debug!("statistics are in {}", path.display()),
             Err(error) => error!("statistics can not be written to {}: {error}", path.display()),
         },
         None => info!("{report}"),
-    }
-}
-
-/// A guest with many queues has a descriptor for each interrupt, and there may be many guests.
-/// Nothing here uses `select`, which is what the low limit is for.
-pub(crate) fn raise_descriptor_limit() {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
-    if current != maximum
-        && let Err(errno) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum })
-    {
-        debug!("the limit of open files stays at {current:?}: {errno}");
     }
 }

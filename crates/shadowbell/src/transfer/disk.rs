@@ -1,6 +1,6 @@
 //! Streams of bytes from and to a namespace, with several requests in flight.
 
-use crate::target::Session;
+use crate::session::Session;
 use anyhow::{Context, anyhow, bail};
 use shadowbell_driver::{Buffer, Command, Controller, Namespace, QueuePair};
 use std::collections::VecDeque;
@@ -11,7 +11,7 @@ const CHUNK: u64 = 1 << 20;
 /// Requests in flight.
 pub(super) const DEPTH: usize = 8;
 /// A request that takes longer is given up, and the whole with it.
-const PATIENCE: Duration = Duration::from_secs(30);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A queue pair with its buffers, on a namespace.
 struct Port {
@@ -71,7 +71,7 @@ impl Port {
 
     /// Waits for the next request that ends: its number, and its buffer.
     fn wait(&mut self) -> anyhow::Result<(u64, Option<Buffer>)> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + REQUEST_TIMEOUT;
         loop {
             self.queue.ring()?;
             if let Some(done) = self.queue.pop() {
@@ -82,7 +82,7 @@ impl Port {
                 return Ok((number, done.buffer));
             }
             if !self.queue.wait(Some(deadline))? && Instant::now() >= deadline {
-                bail!("{}: nothing was completed for {} s", self.name, PATIENCE.as_secs());
+                bail!("{}: nothing was completed for {} s", self.name, REQUEST_TIMEOUT.as_secs());
             }
         }
     }
@@ -157,8 +157,8 @@ impl DiskReader {
             };
             let at = self.window.front().map(|request| request.offset);
             let (number, buffer) = self.port.wait().with_context(|| context(at))?;
-            let place = number.checked_sub(self.first).and_then(|n| usize::try_from(n).ok());
-            if let Some(request) = place.and_then(|place| self.window.get_mut(place)) {
+            let index = number.checked_sub(self.first).and_then(|n| usize::try_from(n).ok());
+            if let Some(request) = index.and_then(|index| self.window.get_mut(index)) {
                 request.buffer = buffer;
             }
         }
@@ -223,7 +223,7 @@ impl DiskWriter {
     }
 
     /// Writes `bytes` behind what was written so far. They may still be under way afterwards.
-    pub(super) fn put(&mut self, mut bytes: &[u8]) -> anyhow::Result<()> {
+    pub(super) fn write(&mut self, mut bytes: &[u8]) -> anyhow::Result<()> {
         let chunk = usize::try_from(self.port.chunk)?;
         while !bytes.is_empty() {
             let room = chunk.saturating_sub(self.collected.len());

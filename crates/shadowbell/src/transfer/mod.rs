@@ -6,8 +6,9 @@
 
 mod disk;
 
-use crate::exit;
-use crate::target::{self, Session, Target};
+use crate::session::Session;
+use crate::target::{self, Target};
+use crate::{exit, parse};
 use anyhow::{Context, anyhow, bail};
 use disk::{DEPTH, DiskReader, DiskWriter};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -22,15 +23,15 @@ use std::process::ExitCode;
 /// Read bytes of a namespace
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub struct ReadArgs {
+pub(crate) struct ReadArgs {
     /// What to read from
     #[arg(value_name = "TARGET")]
     pub target: Target,
     /// The first byte: 4096, 1MiB
-    #[arg(long, default_value = "0", value_parser = parse_bytes, value_name = "BYTES")]
+    #[arg(long, default_value = "0", value_parser = parse::offset, value_name = "BYTES")]
     pub offset: u64,
     /// How many bytes [default: all up to the end]
-    #[arg(long, value_parser = parse_bytes, value_name = "BYTES")]
+    #[arg(long, value_parser = parse::offset, value_name = "BYTES")]
     pub length: Option<u64>,
     /// Where to put them [default: standard output]
     #[arg(short, long, value_name = "FILE")]
@@ -40,15 +41,15 @@ pub struct ReadArgs {
 /// Write bytes to a namespace
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub struct WriteArgs {
+pub(crate) struct WriteArgs {
     /// What to write to
     #[arg(value_name = "TARGET")]
     pub target: Target,
     /// Where the first byte goes: 4096, 1MiB
-    #[arg(long, default_value = "0", value_parser = parse_bytes, value_name = "BYTES")]
+    #[arg(long, default_value = "0", value_parser = parse::offset, value_name = "BYTES")]
     pub offset: u64,
     /// How many bytes, at most [default: all that there are]
-    #[arg(long, value_parser = parse_bytes, value_name = "BYTES")]
+    #[arg(long, value_parser = parse::offset, value_name = "BYTES")]
     pub length: Option<u64>,
     /// Where they come from [default: standard input]
     #[arg(short, long, value_name = "FILE")]
@@ -58,7 +59,7 @@ pub struct WriteArgs {
 /// Copy a namespace or disk onto another
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = target::HELP)]
-pub struct CopyArgs {
+pub(crate) struct CopyArgs {
     /// What to copy
     #[arg(value_name = "SRC")]
     pub source: Target,
@@ -67,16 +68,12 @@ pub struct CopyArgs {
     pub destination: Target,
 }
 
-fn parse_bytes(text: &str) -> Result<u64, String> {
-    if text == "0" { Ok(0) } else { ::shadowbell_backend::parse_size(text) }
-}
-
 /// Runs `read`.
 ///
 /// # Errors
 /// The driver's, those of the output, and with exit status [`exit::BAD_INPUT`] a range that is not
 /// there.
-pub fn read(args: &ReadArgs) -> anyhow::Result<ExitCode> {
+pub(crate) fn read(args: &ReadArgs) -> anyhow::Result<ExitCode> {
     if args.output.is_none() && io::stdout().is_terminal() {
         let error =
             anyhow!("the bytes of a disk are not for a terminal: use `> FILE` or `-o FILE`");
@@ -111,8 +108,8 @@ pub fn read(args: &ReadArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// An empty file, or what it was if that is no file: a pipe, a device. Not a disk that somebody uses,
-/// which may be this program itself.
+/// An empty file, or what it was if that is no file: a pipe, a device. Not a disk that somebody
+/// uses, which may be this program itself.
 fn create(path: &Path) -> anyhow::Result<File> {
     let name = || path.display().to_string();
     let file = File::options().write(true).create(true).truncate(false).open(path);
@@ -133,7 +130,7 @@ fn create(path: &Path) -> anyhow::Result<File> {
 ///
 /// # Errors
 /// The driver's, those of the input, and with exit status [`exit::BAD_INPUT`] what does not fit.
-pub fn write(args: &WriteArgs) -> anyhow::Result<ExitCode> {
+pub(crate) fn write(args: &WriteArgs) -> anyhow::Result<ExitCode> {
     let (mut input, name, length): (Box<dyn Read>, String, Option<u64>) = match &args.input {
         Some(path) => {
             let name = path.display().to_string();
@@ -180,11 +177,11 @@ pub fn write(args: &WriteArgs) -> anyhow::Result<ExitCode> {
         }
         if count as u64 > rest - written {
             let fits = usize::try_from(rest - written)?;
-            writer.put(bytes.get(..fits).unwrap_or_default())?;
+            writer.write(bytes.get(..fits).unwrap_or_default())?;
             writer.finish()?;
             bail!("{}: it is full after {rest} bytes, and {name} goes on", args.target);
         }
-        writer.put(bytes.get(..count).unwrap_or_default())?;
+        writer.write(bytes.get(..count).unwrap_or_default())?;
         written += count as u64;
         bar.inc(count as u64);
     }
@@ -199,7 +196,7 @@ pub fn write(args: &WriteArgs) -> anyhow::Result<ExitCode> {
 ///
 /// # Errors
 /// The driver's, and with exit status [`exit::BAD_INPUT`] a destination that is too small.
-pub fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
+pub(crate) fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
     let CopyArgs { source, destination } = args;
     if source == destination {
         return Err(exit::bad_input(anyhow!("{source} is the source and the destination")));
@@ -249,7 +246,7 @@ pub fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
 fn pump(mut reader: DiskReader, mut writer: DiskWriter, bytes: u64) -> anyhow::Result<()> {
     let bar = progress(Some(bytes));
     while let Some(bytes) = reader.next()? {
-        writer.put(bytes)?;
+        writer.write(bytes)?;
         bar.inc(bytes.len() as u64);
     }
     writer.finish()?;
@@ -260,7 +257,7 @@ fn pump(mut reader: DiskReader, mut writer: DiskWriter, bytes: u64) -> anyhow::R
 fn attach(target: &Target, queue_pairs: u16) -> anyhow::Result<Session> {
     // One entry of a queue stays empty.
     let queue_depth = (DEPTH as u32 + 1).next_power_of_two();
-    target.attach(&AttachOptions { queue_pairs, queue_depth, ..AttachOptions::default() })
+    Session::attach(target, &AttachOptions { queue_pairs, queue_depth, ..AttachOptions::default() })
 }
 
 fn writable(session: &Session) -> anyhow::Result<Namespace> {

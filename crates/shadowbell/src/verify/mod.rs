@@ -4,151 +4,53 @@
 //!
 //! | module | what it is |
 //! |---|---|
-//! | `ledger` | what every block has to hold, and who is at it |
-//! | `lane` | a queue pair that is kept full of commands, and what they came to |
+//! | `args` | the command line |
+//! | `expected_data` | what every block has to hold |
+//! | `job` | a queue pair that is kept full of commands, and what they came to |
+//! | `report` | what a run came to, for people and machines |
 //!
 //! # What is verified
 //!
 //! Each job has a queue pair and its own part of the namespace, and keeps `--iodepth` commands in
 //! flight: reads, writes, flushes, and what the controller has of Write Zeroes, Dataset Management
-//! (where deallocated blocks read as zeroes) and Compare, of one block up to `--max-bs` bytes, at any
-//! block. No two that are in flight name the same block, so what a block has to hold is known: every
-//! read is compared with the last write that completed, byte by byte, in the end of all blocks once
-//! more. Every command must complete, and complete once.
+//! (where deallocated blocks read as zeroes) and Compare, of one block up to `--max-bs` bytes, at
+//! any block. No two that are in flight name the same block, so what a block has to hold is known:
+//! every read is compared with the last write that completed, byte by byte, in the end of all
+//! blocks once more. Every command must complete, and complete once.
 //!
-//! A command that the driver could not bring to its end (see `shadowbell_driver::recovery`) or that ended with
-//! an error is submitted again `--retries` times, before anything else happens to its blocks. One
-//! that fails for good is told of, and so is everything that recovery has done meanwhile.
+//! A command that the driver could not bring to its end (see `shadowbell_driver::recovery`) or that
+//! ended with an error is submitted again `--retries` times, before anything else happens to its
+//! blocks. One that fails for good is reported, and so is what recovery has done meanwhile.
 //!
 //! # What it does not do
 //!
 //! Cut the power: what a flush has made durable is read back from the controller that still has it.
 
-mod lane;
-mod ledger;
+mod args;
+mod expected_data;
+mod job;
+mod report;
 
-use crate::bench::{
-    CompletionMode, DoorbellMode, doorbells_name, parse_bytes, parse_offset, parse_time,
-};
-use crate::exit;
-use crate::report;
-use crate::target::{self, Session, Target};
+pub use args::Args;
+
+use crate::queue_options::doorbells_name;
+use crate::session::Session;
+use crate::{exit, signals};
 use anyhow::{Context, anyhow};
-use lane::{Found, Lane, Rules};
-use ledger::{DESCRIBED, Kind, Ledger, Shape};
-use serde_json::{Value, json};
-use shadowbell_driver::{AttachOptions, QueueStats, Recovery, RecoveryStats, SpinPolicy, Timeouts};
-use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::flag;
+use expected_data::{ExpectedData, Shape};
+use job::{Job, JobResult};
+use report::VerifyReport;
+use serde_json::json;
 use std::io::{self, Write};
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-/// The most blocks that a run keeps account of: 4 bytes each.
+/// The most blocks that a run keeps the expected content of: 4 bytes each.
 const MOST_BLOCKS: u64 = 1 << 28;
 /// Used if nothing is said: enough not to fit a cache, and little enough to be written often.
 const USUAL_SIZE: u64 = 256 << 20;
-
-/// Verify that a controller keeps what it is given: everything at once, every byte checked
-///
-/// Overwrites the target. Ends with status 1 if a block did not hold what it had to, or a command was
-/// lost or failed.
-#[derive(Clone, Debug, clap::Args)]
-#[command(after_help = target::HELP)]
-pub struct Args {
-    /// What to verify
-    #[arg(value_name = "TARGET")]
-    pub target: Target,
-    /// How long: 10, 500ms, 2m
-    #[arg(long, default_value = "10", value_parser = parse_time, value_name = "TIME")]
-    pub runtime: Duration,
-    /// End each job after so many commands, instead of after a time
-    #[arg(long, alias = "number_ios", conflicts_with = "runtime", value_name = "N")]
-    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
-    pub number_ios: Option<u64>,
-    /// Commands that each job keeps in flight
-    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..))]
-    pub iodepth: u16,
-    /// Jobs: each has a thread, a queue pair and its own part of the target
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
-    pub numjobs: u16,
-    /// Bytes of the longest command; the shortest is one block
-    #[arg(long, default_value = "64k", value_parser = parse_bytes, value_name = "BYTES")]
-    pub max_bs: u64,
-    /// The percentage of reads and compares
-    #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u8).range(0..=100))]
-    pub rwmixread: u8,
-    /// Use so much of the target [default: 256 MiB, or what there is]
-    #[arg(long, value_parser = parse_bytes, value_name = "BYTES")]
-    pub size: Option<u64>,
-    /// Where to begin
-    #[arg(long, default_value = "0", value_parser = parse_offset, value_name = "BYTES")]
-    pub offset: u64,
-    /// How to ring: `auto` takes the best that the controller has
-    #[arg(long, value_enum, default_value_t = DoorbellMode::Auto)]
-    pub doorbells: DoorbellMode,
-    /// How to find completions
-    #[arg(long, value_enum, default_value_t = CompletionMode::Adaptive)]
-    pub completion: CompletionMode,
-    /// A command that is not completed after this time is aborted; then its queue is created again,
-    /// then the controller is reset
-    #[arg(long, default_value = "30", value_parser = parse_time, value_name = "TIME")]
-    pub timeout: Duration,
-    /// The same for an administrative command
-    #[arg(long, default_value = "10", value_parser = parse_time, value_name = "TIME")]
-    pub admin_timeout: Duration,
-    /// How often the driver submits a command again that recovery took back
-    #[arg(long, default_value_t = 3, value_name = "N")]
-    pub repeats: u8,
-    /// How often a command that ended with an error is submitted again
-    #[arg(long, default_value_t = 0, value_name = "N")]
-    pub retries: u32,
-    /// Seed of everything that is random
-    #[arg(long, alias = "randseed", default_value_t = 0x5eed)]
-    pub seed: u64,
-    /// End with one line of JSON, for machines
-    #[arg(long)]
-    pub json: bool,
-}
-
-impl Args {
-    fn attach_options(&self) -> AttachOptions {
-        AttachOptions {
-            queue_pairs: self.numjobs,
-            // One entry of a ring stays empty.
-            queue_depth: (u32::from(self.iodepth) + 1).next_power_of_two().clamp(64, 65_536),
-            doorbells: self.doorbells.into(),
-            interrupts: self.completion != CompletionMode::Poll,
-            spin: match self.completion {
-                CompletionMode::Interrupt => SpinPolicy::SLEEP,
-                _ => SpinPolicy::default(),
-            },
-            max_transfer_bytes: self.max_bs.clamp(1 << 20, u64::from(u32::MAX)),
-            timeouts: Timeouts {
-                io: self.timeout,
-                admin: self.admin_timeout,
-                ..Timeouts::default()
-            },
-            recovery: Recovery { repeats: self.repeats, ..Recovery::default() },
-            ..AttachOptions::default()
-        }
-    }
-
-    fn rules(&self) -> Rules {
-        Rules {
-            depth: self.iodepth.into(),
-            commands: self.number_ios,
-            retries: self.retries,
-            // Recovery ends what it can not save, and takes its time: this is for what it does not see.
-            patience: (self.timeout + self.admin_timeout)
-                .saturating_mul(8 * (u32::from(self.repeats) + 1))
-                .max(Duration::from_secs(60)),
-        }
-    }
-}
 
 /// A job's part of the namespace.
 struct Part {
@@ -223,30 +125,26 @@ fn parts(args: &Args, session: &Session) -> anyhow::Result<Vec<Part>> {
 /// Runs the verb.
 ///
 /// # Errors
-/// With exit status [`exit::BAD_INPUT`] what the target or the controller does not have room for, and
-/// the driver's.
-pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM] {
-        // The first one ends the run, and reads back what was written; the second one everything.
-        flag::register_conditional_shutdown(signal, exit::FAILED.into(), Arc::clone(&stop))?;
-        flag::register(signal, Arc::clone(&stop))?;
-    }
-    let mut session = args.target.attach(&args.attach_options())?;
+/// With exit status [`exit::BAD_INPUT`] what the target or the controller does not have room for,
+/// and the driver's.
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    // The first signal ends the run, and reads back what was written.
+    let stop = signals::stop_flag()?;
+    let mut session = Session::attach(&args.target, &args.attach_options())?;
     for line in session.banner() {
         tracing::info!("{line}");
     }
-    let account = verify(&mut session, args, &stop)?;
-    for line in account.described() {
+    let report = verify(&mut session, args, &stop)?;
+    for line in report.described() {
         tracing::error!("{line}");
     }
     let out = &mut io::stdout().lock();
     if args.json {
-        writeln!(out, "{}", json!({ "rows": [account.json(args)] }))?;
+        writeln!(out, "{}", json!({ "rows": [report.json(args)] }))?;
     } else {
-        account.print(out)?;
+        report.print(out)?;
     }
-    let Account { outcome, found, .. } = account;
+    let VerifyReport { outcome, found, .. } = report;
     outcome.with_context(|| args.target.to_string())?;
     session.detach()?;
     let fine = found.bad == 0 && found.failed == 0;
@@ -256,18 +154,22 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
 /// Verifies the namespace of `session` as `args` say, until `stop` at most.
 ///
 /// # Errors
-/// With exit status [`exit::BAD_INPUT`] what the controller does not have room for, and the driver's
-/// as long as nothing was submitted.
-pub fn verify(session: &mut Session, args: &Args, stop: &AtomicBool) -> anyhow::Result<Account> {
+/// With exit status `exit::BAD_INPUT` what the controller does not have room for, and the
+/// driver's as long as nothing was submitted.
+pub fn verify(
+    session: &mut Session,
+    args: &Args,
+    stop: &AtomicBool,
+) -> anyhow::Result<VerifyReport> {
     let parts = parts(args, session).map_err(exit::bad_input)?;
-    let lanes = lanes(args, session, parts)?;
+    let jobs = jobs(args, session, parts)?;
     let began = Instant::now();
     let enough = || {
         stop.load(Ordering::Relaxed)
             || (args.number_ios.is_none() && began.elapsed() >= args.runtime)
     };
-    let (found, outcome) = work(lanes, &enough)?;
-    Ok(Account {
+    let (found, outcome) = work(jobs, &enough)?;
+    Ok(VerifyReport {
         seconds: began.elapsed().as_secs_f64(),
         recovery: session.controller.recovery_stats(),
         doorbells: doorbells_name(session.controller.doorbells()),
@@ -277,31 +179,31 @@ pub fn verify(session: &mut Session, args: &Args, stop: &AtomicBool) -> anyhow::
     })
 }
 
-fn lanes(args: &Args, session: &mut Session, parts: Vec<Part>) -> anyhow::Result<Vec<Lane>> {
-    let mut lanes = Vec::new();
+fn jobs(args: &Args, session: &mut Session, parts: Vec<Part>) -> anyhow::Result<Vec<Job>> {
+    let mut jobs = Vec::new();
     for Part { first_block, shape } in parts {
         let queue = session.controller.take_queue_pair().context("no queue pair is left")?;
         let bytes = usize::try_from(args.max_bs).context("--max-bs")?;
         let pool = session.controller.buffers(args.iodepth.into(), bytes)?;
         let namespace = session.namespace()?.clone();
-        let ledger = Ledger::new(shape);
-        lanes.push(Lane::new(queue, namespace, first_block, ledger, pool, args.rules()));
+        let expected = ExpectedData::new(shape);
+        jobs.push(Job::new(queue, namespace, first_block, expected, pool, args.limits()));
     }
-    Ok(lanes)
+    Ok(jobs)
 }
 
-/// Runs every lane on a thread of its own. One that has failed ends the others as well.
+/// Runs every job on a thread of its own. One that has failed ends the others as well.
 fn work(
-    lanes: Vec<Lane>,
+    jobs: Vec<Job>,
     enough: &(dyn Fn() -> bool + Sync),
-) -> anyhow::Result<(Found, anyhow::Result<()>)> {
+) -> anyhow::Result<(JobResult, anyhow::Result<()>)> {
     let failed = AtomicBool::new(false);
     thread::scope(|scope| {
         let mut handles = Vec::new();
-        for (index, lane) in lanes.into_iter().enumerate() {
+        for (index, job) in jobs.into_iter().enumerate() {
             let failed = &failed;
             let run = move || {
-                let (found, outcome) = lane.run(&|| enough() || failed.load(Ordering::Relaxed));
+                let (found, outcome) = job.run(&|| enough() || failed.load(Ordering::Relaxed));
                 failed.fetch_or(outcome.is_err(), Ordering::Relaxed);
                 (found, outcome)
             };
@@ -314,11 +216,11 @@ fn work(
                 }
             }
         }
-        let (mut sum, mut outcome) = (Found::default(), Ok(()));
+        let (mut sum, mut outcome) = (JobResult::default(), Ok(()));
         for handle in handles {
             match handle.join() {
                 Ok((found, ended)) => {
-                    add(&mut sum, found);
+                    sum.add(found);
                     outcome = outcome.and(ended);
                 }
                 Err(panic) => std::panic::resume_unwind(panic),
@@ -326,127 +228,4 @@ fn work(
         }
         Ok((sum, outcome))
     })
-}
-
-fn add(sum: &mut Found, found: Found) {
-    for (sum, count) in sum.commands.iter_mut().zip(found.commands) {
-        *sum += count;
-    }
-    sum.retried += found.retried;
-    sum.failed += found.failed;
-    sum.checked += found.checked;
-    sum.bad += found.bad;
-    sum.described.extend(found.described);
-    sum.described.truncate(DESCRIBED);
-    sum.slowest = sum.slowest.max(found.slowest);
-    let QueueStats { sq_doorbell_mmio_writes, cq_doorbell_mmio_writes, .. } = found.queue;
-    sum.queue.sq_doorbell_mmio_writes += sq_doorbell_mmio_writes;
-    sum.queue.cq_doorbell_mmio_writes += cq_doorbell_mmio_writes;
-    sum.queue.unknown_completions += found.queue.unknown_completions;
-}
-
-/// What a run came to.
-pub struct Account {
-    seconds: f64,
-    recovery: RecoveryStats,
-    doorbells: &'static str,
-    device: String,
-    found: Found,
-    /// Why it ended early, if it did.
-    outcome: anyhow::Result<()>,
-}
-
-impl Account {
-    /// What was wrong, in words: some of it, if there was a lot.
-    #[must_use]
-    pub fn described(&self) -> &[String] {
-        &self.found.described
-    }
-
-    /// Blocks that did not hold what they had to.
-    #[must_use]
-    pub fn bad_blocks(&self) -> u64 {
-        self.found.bad
-    }
-
-    /// What recovery did, by name.
-    fn recovery(&self) -> [(&'static str, u64); 11] {
-        let r = &self.recovery;
-        [
-            ("late", r.late),
-            ("aborts", r.aborts),
-            ("queues_recreated", r.queues_recreated),
-            ("queues_restored", r.queues_restored),
-            ("resets", r.resets),
-            ("reset_tries", r.reset_tries),
-            ("fatal", r.fatal),
-            ("removed", r.removed),
-            ("given_up", r.given_up),
-            ("repeated", r.repeated),
-            ("ended", r.ended),
-        ]
-    }
-
-    fn total(&self) -> u64 {
-        self.found.commands.iter().sum()
-    }
-
-    /// For machines: names that only ever grow.
-    #[must_use]
-    pub fn json(&self, args: &Args) -> Value {
-        let found = &self.found;
-        let by_kind: serde_json::Map<_, _> = Kind::ALL
-            .iter()
-            .zip(found.commands)
-            .map(|(k, n)| (k.name().into(), n.into()))
-            .collect();
-        let recovery: serde_json::Map<_, _> =
-            self.recovery().into_iter().map(|(name, n)| (name.into(), n.into())).collect();
-        json!({
-            "table": "verify",
-            "device": self.device,
-            "doorbells": self.doorbells,
-            "iodepth": args.iodepth,
-            "numjobs": args.numjobs,
-            "seconds": self.seconds,
-            "commands": self.total(),
-            "by_kind": by_kind,
-            "verified_blocks": found.checked,
-            "verify_errors": found.bad,
-            "retried": found.retried,
-            "failed": found.failed,
-            "slowest_ns": u64::try_from(found.slowest.as_nanos()).unwrap_or(u64::MAX),
-            "doorbell_mmio_writes": found.queue.doorbell_mmio_writes(),
-            "unknown_completions": found.queue.unknown_completions,
-            "recovery": recovery,
-        })
-    }
-
-    fn print(&self, out: &mut impl Write) -> io::Result<()> {
-        let found = &self.found;
-        let total = self.total();
-        writeln!(
-            out,
-            "{total} commands in {:.2} s, the slowest took {}; {} doorbell MMIO writes",
-            self.seconds,
-            report::nanoseconds(found.slowest.as_nanos() as f64),
-            found.queue.doorbell_mmio_writes()
-        )?;
-        let kinds = Kind::ALL.iter().zip(found.commands).filter(|(_, count)| *count != 0);
-        let kinds: Vec<_> = kinds.map(|(kind, count)| format!("{} {count}", kind.name())).collect();
-        writeln!(out, "  {}", kinds.join(", "))?;
-        let steps: Vec<_> = self
-            .recovery()
-            .into_iter()
-            .filter(|(_, count)| *count != 0)
-            .map(|(name, count)| format!("{} {count}", name.replace('_', " ")))
-            .collect();
-        if !steps.is_empty() {
-            writeln!(out, "  recovery: {}", steps.join(", "))?;
-        }
-        if found.retried + found.failed != 0 {
-            writeln!(out, "  errors: {} retried, {} for good", found.retried, found.failed)?;
-        }
-        writeln!(out, "  verify: {} blocks checked, {} bad", found.checked, found.bad)
-    }
 }

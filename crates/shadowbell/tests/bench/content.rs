@@ -1,7 +1,6 @@
-//! `bench --verify` against disks that lose, tear, misplace and spoil what is written to them.
+//! `bench --verify` against disks that lose, tear, misplace and zero what is written to them.
 
-use shadowbell::bench::{Outcome, Plan, Workload, measure};
-use shadowbell::target::Session;
+use shadowbell::testing::{LoadConfig, Outcome, Session, Workload, connect, measure};
 use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Queue, Request, Submitted};
 use shadowbell_memory::Segments;
 use std::io;
@@ -23,7 +22,7 @@ pub(crate) enum Defect {
     /// Only its first half happens.
     Torn,
     /// A part of it is zeroes afterwards.
-    Spoiled,
+    Zeroed,
 }
 
 /// Memory with a defect in its `at`th write.
@@ -71,12 +70,12 @@ impl Queue for BadQueue {
                 self.memory.submit(tag, &Request { op, offset: offset + len, len }, data)
             }
             Defect::Torn => self.memory.submit(tag, &Request { op, offset, len: len / 2 }, data),
-            Defect::Spoiled => {
+            Defect::Zeroed => {
                 let written = self.memory.submit(tag, request, data);
                 let op = Op::WriteZeroes { deallocate: false, fua: false };
-                let spoil = Request { op, offset: offset + 1024, len: 512 };
+                let zero = Request { op, offset: offset + 1024, len: 512 };
                 assert_eq!(
-                    self.memory.submit(tag, &spoil, &mut Segments::default()),
+                    self.memory.submit(tag, &zero, &mut Segments::default()),
                     Submitted::Done(Ok::<(), DiskError>(()))
                 );
                 written
@@ -87,21 +86,21 @@ impl Queue for BadQueue {
 
 /// Writes every block `passes` times in order, with `defect` in write `at`, and reads all back.
 fn run(defect: Defect, at: u64, passes: u64) -> Outcome {
-    let plan = Plan {
+    let config = LoadConfig {
         rw: Workload::Write,
         bs: BS,
         // One at a time, so that the order of the writes is known.
         iodepth: 1,
         number_ios: Some(BLOCKS * passes),
         verify: true,
-        ..Plan::default()
+        ..LoadConfig::default()
     };
     let memory = MemDisk::new(BLOCKS * u64::from(BS) / 512, 512).unwrap();
     let disk = Arc::new(BadDisk { memory, defect, at, writes: Arc::default() });
-    let transport = shadowbell::local::connect(disk, false).unwrap();
+    let transport = connect(disk, false).unwrap();
     let target = "local:bad".parse().unwrap();
-    let mut session = Session::over(target, transport, &plan.attach_options()).unwrap();
-    let outcome = measure(&mut session, &plan, &mut |_| ControlFlow::Continue(())).unwrap();
+    let mut session = Session::over(target, transport, &config.attach_options()).unwrap();
+    let outcome = measure(&mut session, &config, &mut |_| ControlFlow::Continue(())).unwrap();
     session.detach().unwrap();
     assert_eq!(outcome.row.verified_blocks, Some(BLOCKS), "{defect:?}");
     outcome
@@ -150,22 +149,22 @@ fn a_misplaced_write_is_found() {
 
 /// One pass and a half: a write of the second half-pass lands on a block that is written no more.
 fn run_misplaced_over_a_finished_block() -> Outcome {
-    let plan = Plan {
+    let config = LoadConfig {
         rw: Workload::Write,
         bs: BS,
         iodepth: 1,
         number_ios: Some(BLOCKS + BLOCKS / 2),
         verify: true,
-        ..Plan::default()
+        ..LoadConfig::default()
     };
     let memory = MemDisk::new(BLOCKS * u64::from(BS) / 512, 512).unwrap();
     // The very last write, to block 31, goes to block 32.
     let at = BLOCKS + BLOCKS / 2 - 1;
     let disk = Arc::new(BadDisk { memory, defect: Defect::Misplaced, at, writes: Arc::default() });
-    let transport = shadowbell::local::connect(disk, false).unwrap();
+    let transport = connect(disk, false).unwrap();
     let target = "local:bad".parse().unwrap();
-    let mut session = Session::over(target, transport, &plan.attach_options()).unwrap();
-    let outcome = measure(&mut session, &plan, &mut |_| ControlFlow::Continue(())).unwrap();
+    let mut session = Session::over(target, transport, &config.attach_options()).unwrap();
+    let outcome = measure(&mut session, &config, &mut |_| ControlFlow::Continue(())).unwrap();
     session.detach().unwrap();
     outcome
 }
@@ -176,6 +175,6 @@ fn a_torn_write_is_found() {
 }
 
 #[test]
-fn a_spoiled_block_is_found() {
-    finds(Defect::Spoiled, 5, 1, 1, &["byte 21504", "nothing that --verify has written"]);
+fn a_zeroed_part_of_a_block_is_found() {
+    finds(Defect::Zeroed, 5, 1, 1, &["byte 21504", "nothing that --verify has written"]);
 }

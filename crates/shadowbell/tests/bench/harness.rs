@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// The longest that any one run of the program may take before it counts as hanging.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The program with these arguments.
 pub(crate) fn shadowbell<S: AsRef<std::ffi::OsStr>>(
     arguments: impl IntoIterator<Item = S>,
 ) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_shadowbell"));
-    command.args(arguments).timeout(PATIENCE).env_remove("RUST_LOG");
+    command.args(arguments).timeout(TIMEOUT).env_remove("RUST_LOG");
     command
 }
 
@@ -68,7 +68,7 @@ impl Server {
             .spawn()
             .unwrap();
         let server = Self { child, directory };
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         // The path is there a moment before somebody listens.
         while UnixStream::connect(server.socket()).is_err() {
             assert!(Instant::now() < deadline, "no socket: {}", server.log());
@@ -93,7 +93,7 @@ impl Server {
 
     /// Waits until the server has said this.
     pub(crate) fn until_it_says(&self, words: &str) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while !self.log().contains(words) {
             assert!(Instant::now() < deadline, "it never said {words:?}: {}", self.log());
             std::thread::sleep(Duration::from_millis(5));

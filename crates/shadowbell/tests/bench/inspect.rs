@@ -115,7 +115,7 @@ fn nobody_there_is_told() {
     }
 }
 
-/// What a path that is no disk may have been meant to be is told, and not how to make a disk of it.
+/// What a path that is no disk may have been meant to be is said, and not how to make a disk of it.
 #[test]
 fn a_path_that_is_no_target_is_told_what_one_is() {
     let directory = tempfile::tempdir().unwrap();

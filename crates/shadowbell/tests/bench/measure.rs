@@ -260,14 +260,15 @@ fn many_controllers_are_held_at_once() {
     let servers = [Server::start(&["null:1GiB"]), Server::start(&["mem:1MiB"])];
     let [first, second] = servers.each_ref().map(|server| server.target(1));
     // Nothing comes on standard input, so it is over when the load is.
-    let text =
-        output(&mut line(&format!("hold {first} {second} --queues 3 --rate-iops 100 --ios 20")));
+    let text = output(&mut line(&format!(
+        "attach-many {first} {second} --queues 3 --rate-iops 100 --ios 20"
+    )));
     let lines: Vec<Value> = text.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
     let [attached, loaded] = lines.as_slice() else { panic!("{text}") };
     assert_eq!((&attached["attached"], &attached["queue_pairs"]), (&2.into(), &6.into()));
     assert_eq!(attached["attach_ns"]["samples"], 2);
     assert_eq!((&loaded["commands"], &loaded["latency_ns"]["samples"]), (&20.into(), &20.into()));
     assert!(loaded["seconds"].as_f64().unwrap() >= 19.0 / 200.0);
-    let text = complaint(&mut line(&format!("hold {first} --queues 200")), 1);
+    let text = complaint(&mut line(&format!("attach-many {first} --queues 200")), 1);
     assert!(text.contains("queue pairs"), "{text}");
 }

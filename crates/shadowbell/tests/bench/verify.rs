@@ -3,8 +3,7 @@
 use crate::content::{BadDisk, Defect};
 use crate::harness::{complaint, json, line, output};
 use clap::Parser;
-use shadowbell::target::Session;
-use shadowbell::verify::{Args, verify};
+use shadowbell::testing::{Session, VerifyArgs, connect, verify};
 use shadowbell_backend::MemDisk;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -12,7 +11,7 @@ use std::sync::atomic::AtomicBool;
 #[derive(Debug, Parser)]
 struct Line {
     #[command(flatten)]
-    args: Args,
+    args: VerifyArgs,
 }
 
 /// Verifies 64 KiB of memory with `defect` in write `at`: bad blocks, and what is said of them.
@@ -21,23 +20,23 @@ fn run(defect: Defect, at: u64) -> (u64, String) {
     let args = Line::parse_from(words.split_whitespace()).args;
     let memory = MemDisk::new(128, 512).unwrap();
     let disk = Arc::new(BadDisk { memory, defect, at, writes: Arc::default() });
-    let transport = shadowbell::local::connect(disk, false).unwrap();
+    let transport = connect(disk, false).unwrap();
     let options = shadowbell_driver::AttachOptions { queue_pairs: 2, ..Default::default() };
     let mut session = Session::over(args.target.clone(), transport, &options).unwrap();
-    let account = verify(&mut session, &args, &AtomicBool::new(false)).unwrap();
-    let row = account.json(&args);
+    let report = verify(&mut session, &args, &AtomicBool::new(false)).unwrap();
+    let row = report.json(&args);
     assert!(row["verified_blocks"].as_u64() > Some(1000), "{row}");
     assert!(row["commands"].as_u64() >= Some(5900), "{row}");
     session.detach().unwrap();
-    (account.bad_blocks(), account.described().join("; "))
+    (report.bad_blocks(), report.described().join("; "))
 }
 
 #[test]
 fn a_good_disk_is_good_and_bad_ones_are_found() {
     assert_eq!(run(Defect::None, 0), (0, String::new()));
-    // In the middle of a run, which does not stop for it. What is written again before anybody looks
-    // is not found, and need not be.
-    for defect in [Defect::Lost, Defect::Misplaced, Defect::Torn, Defect::Spoiled] {
+    // In the middle of a run, which does not stop for it. What is written again before anybody
+    // looks is not found, and need not be.
+    for defect in [Defect::Lost, Defect::Misplaced, Defect::Torn, Defect::Zeroed] {
         let found = (1000..1010).map(|at| run(defect, at)).find(|(bad, _)| *bad != 0);
         let (_, words) = found.unwrap_or_else(|| panic!("{defect:?} was never found"));
         assert!(words.starts_with("byte ") || words.contains("Compare"), "{defect:?}: {words}");
@@ -84,7 +83,7 @@ mod faults {
     const QUICK: &str = "--timeout 40ms --admin-timeout 200ms --repeats 20 --retries 50";
 
     #[test]
-    fn every_rung_is_climbed_and_nothing_is_lost() {
+    fn every_recovery_step_is_taken_and_nothing_is_lost() {
         let faults = "hang:rate=1/150,drop-after:rate=1/150,drop-before:rate=1/200,\
             duplicate:rate=1/200,wrong-cid:rate=1/400,wrong-phase:every=1500,fatal:every=1200,\
             refuse=0x08:every=4,corrupt:rate=1/300";

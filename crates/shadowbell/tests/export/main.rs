@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// How long to wait for what should happen at once.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// An export that runs. Dropping it kills it.
 struct Export {
@@ -38,10 +38,10 @@ impl Export {
         Self { child, directory }
     }
 
-    /// The same, and waits until it exports.
+    /// Starts an export, and waits until it exports.
     fn start(arguments: &[&str]) -> Self {
         let mut export = Self::run(tempfile::tempdir().unwrap(), arguments);
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while !export.stderr().contains("exporting") {
             let ended = export.child.try_wait().unwrap();
             assert!(ended.is_none(), "{ended:?}: {}", export.stderr());
@@ -68,7 +68,7 @@ impl Export {
     }
 
     fn wait(&mut self) -> ExitStatus {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status;
@@ -108,7 +108,7 @@ impl Drop for Export {
 /// A greeting, and options, by hand: enough of a client for one write.
 fn write_by_nbd(socket: &Path, offset: u64, data: &[u8]) -> u32 {
     let mut client = UnixStream::connect(socket).unwrap();
-    client.set_read_timeout(Some(PATIENCE)).unwrap();
+    client.set_read_timeout(Some(TIMEOUT)).unwrap();
     let mut greeting = [0; 18];
     client.read_exact(&mut greeting).unwrap();
     assert_eq!(&greeting[..16], b"NBDMAGICIHAVEOPT");
@@ -248,7 +248,7 @@ fn a_controller_that_dies_is_an_error_to_clients_and_a_failure_at_the_end() {
         .arg(&socket)
         .spawn()
         .unwrap();
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while UnixStream::connect(&socket).is_err() {
         assert!(Instant::now() < deadline, "no server");
         std::thread::sleep(Duration::from_millis(5));

@@ -1,4 +1,5 @@
-//! What can not be served is refused with a sentence, and an exit status that tells whose fault it is.
+//! What can not be served is refused with a sentence, and an exit status that says whose fault it
+//! is.
 
 use crate::harness::{Server, finish, image, program};
 use std::os::unix::fs::PermissionsExt;

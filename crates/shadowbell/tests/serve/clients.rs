@@ -1,6 +1,6 @@
 //! Clients that die, that talk nonsense, and those that come after them.
 
-use crate::harness::{PATIENCE, Server, attach, image, run};
+use crate::harness::{Server, TIMEOUT, attach, image, run};
 use rustix::process::Signal;
 use shadowbell_driver::{AttachOptions, Controller};
 use shadowbell_spec::Status;
@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// Tells this test program that it is the client of [`a_killed_client_loses_nothing`].
+/// Says to this test program that it is the client of [`a_killed_client_loses_nothing`].
 const VICTIM: &str = "SHADOWBELL_TEST_VICTIM";
 /// Blocks that the victim writes, and bytes in each.
 const BLOCKS: u64 = 64;
@@ -111,7 +111,7 @@ fn a_stopped_server_lets_its_client_go() {
     let controller = server.attach();
     let started = std::time::Instant::now();
     assert!(server.stop().success());
-    assert!(started.elapsed() < PATIENCE / 2);
+    assert!(started.elapsed() < TIMEOUT / 2);
     assert!(!server.socket().exists());
     assert!(controller.admin().identify_controller().is_err());
 }

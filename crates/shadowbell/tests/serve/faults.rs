@@ -1,7 +1,7 @@
 //! A server that does wrong on purpose, and a driver that copes with it. Only in a build that can:
 //! `cargo test -p shadowbell --features faults`.
 
-use crate::harness::{PATIENCE, Server, run};
+use crate::harness::{Server, TIMEOUT, run};
 use shadowbell_driver::{AttachOptions, Timeouts};
 use shadowbell_spec::Status;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ fn a_driver_copes_with_a_server_that_does_wrong() {
     let namespace = controller.namespace(1).unwrap().clone();
     let mut queue = controller.take_queue_pair().unwrap();
     let pool = controller.buffers(8, 4096).unwrap();
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     for round in 0..20 {
         for lba in 0..8 {
             queue.submit(namespace.read(lba * 8, 8).unwrap(), pool.take()).unwrap();
@@ -59,7 +59,8 @@ fn what_hangs_for_a_time_ends_with_an_error() {
     controller.detach().unwrap();
 }
 
-/// How long a host waits is the host's choice: `bench` does not wait half a minute for what was lost.
+/// How long a host waits is the host's choice: `bench` does not wait half a minute for what was
+/// lost.
 #[test]
 fn bench_recovers_when_it_is_told_to() {
     let server = Server::start(&["mem:4MiB"], &["--faults", "hang:every=50"]);
@@ -70,7 +71,7 @@ fn bench_recovers_when_it_is_told_to() {
     let output = command.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     // By default, the twenty take ten minutes.
-    assert!(begin.elapsed() < PATIENCE, "{:?}", begin.elapsed());
+    assert!(begin.elapsed() < TIMEOUT, "{:?}", begin.elapsed());
     let help = crate::harness::program().args(["serve", "--help"]).output().unwrap();
     let help = String::from_utf8_lossy(&help.stdout).into_owned();
     for words in ["drop-before", "hang=TIME", "status=STATUS", "`--timeout` of `bench`"] {

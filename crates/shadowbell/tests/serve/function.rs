@@ -1,6 +1,6 @@
 //! The PCI function: regions, interrupts, memory, resets; and a guest whose memory is not shared.
 
-use crate::harness::{PATIENCE, Server, until};
+use crate::harness::{Server, TIMEOUT, until};
 use crate::idle::{sleeps_of, status_of};
 use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use shadowbell_spec::opcode::AdminOpcode;
@@ -37,7 +37,7 @@ struct Guest {
 
 impl Guest {
     fn new(server: &Server) -> Self {
-        let client = Client::connect(server.socket(), Options { timeout: Some(PATIENCE) }).unwrap();
+        let client = Client::connect(server.socket(), Options { timeout: Some(TIMEOUT) }).unwrap();
         let memory = Mapping::shared("guest", LEN).unwrap();
         Self { client, memory, data: DATA, tail: 0, head: 0, phase: true }
     }
@@ -129,7 +129,7 @@ impl Guest {
         let serial = (DATA - IOVA) as usize + 4;
         self.bytes().fill(serial, 20, 0).unwrap();
         self.ring();
-        assert_eq!(self.completion(PATIENCE), Some(Status::SUCCESS));
+        assert_eq!(self.completion(TIMEOUT), Some(Status::SUCCESS));
         let mut text = [0; 2];
         self.bytes().read_into(serial, &mut text).unwrap();
         assert_eq!(&text, b"SB", "the serial number of Identify Controller");
@@ -233,7 +233,7 @@ fn interrupts_are_eventfds() {
     let events: Vec<_> = (0..65).map(|_| EventFd::new().unwrap()).collect();
     guest.client.set_irq_eventfds(irq::MSIX, 0, &events).unwrap();
     guest.works();
-    assert!(events[0].wait(Some(PATIENCE)).unwrap(), "the admin queue has vector 0");
+    assert!(events[0].wait(Some(TIMEOUT)).unwrap(), "the admin queue has vector 0");
     events[0].drain();
 
     guest.client.act_on_irqs(irq::MSIX, 63, 2, IrqAction::Trigger).unwrap();
@@ -317,11 +317,11 @@ fn resets_leave_nothing_behind() {
         guest.enable();
         event.drain();
         guest.works();
-        assert!(event.wait(Some(PATIENCE)).unwrap());
+        assert!(event.wait(Some(TIMEOUT)).unwrap());
     }
 }
 
-/// A guest whose doorbell writes come as messages, and wake a worker that sleeps: it hears them by
+/// A guest whose doorbell writes come as messages, and wake a worker that sleeps: they come by
 /// itself, and the thread that carries the messages sleeps on.
 #[test]
 fn a_sleeping_worker_is_woken_by_the_guest_and_nobody_else() {
@@ -335,7 +335,7 @@ fn a_sleeping_worker_is_woken_by_the_guest_and_nobody_else() {
         let mut sqe = Sqe::new(opcode as u8, guest.tail, 0).with_prps(IOVA + at as u64, 0);
         (sqe.cdw10, sqe.cdw11) = (255 << 16 | 1, flags);
         guest.submit(sqe);
-        assert_eq!(guest.completion(PATIENCE), Some(Status::SUCCESS));
+        assert_eq!(guest.completion(TIMEOUT), Some(Status::SUCCESS));
     }
     let sleeps = || ["sb-reactor", "sb-worker0"].map(|name| sleeps_of(server.pid(), name));
     let mut before = sleeps();
@@ -360,7 +360,7 @@ fn a_sleeping_worker_is_woken_by_the_guest_and_nobody_else() {
     let [reactor, worker] = [after[0] - before[0], after[1] - before[1]];
     assert!(worker >= u64::from(COMMANDS) - 22, "it was to sleep before each: {worker}");
     assert!(reactor <= 20, "{reactor} wakeups of the reactor for {COMMANDS} commands");
-    // Whatever else it has to say is heard as before.
+    // Its other messages are served as before.
     guest.works();
     guest.write(regs::CC, &0_u32.to_le_bytes());
     until("CSTS.RDY to go", || guest.read32(regs::CSTS) & 1 == 0);
@@ -490,7 +490,7 @@ fn a_guest_behind_an_iommu_shares_page_by_page() {
     for n in [PAGES - 1, 0, 12_345] {
         guest.data = iova(n);
         guest.ring();
-        assert_eq!(guest.completion(PATIENCE), Some(Status::SUCCESS));
+        assert_eq!(guest.completion(TIMEOUT), Some(Status::SUCCESS));
         assert_ne!(memory.bytes().read::<u16>((n * PAGE) as usize), Some(0));
     }
     let touched = |n: &u64| memory.bytes().read::<u64>((n * PAGE) as usize) != Some(0);
@@ -499,7 +499,7 @@ fn a_guest_behind_an_iommu_shares_page_by_page() {
     let range = DmaUnmap::Range { iova: iova(12_345), len: PAGE };
     guest.client.dma_unmap(range).unwrap();
     guest.ring();
-    assert_ne!(guest.completion(PATIENCE), Some(Status::SUCCESS));
+    assert_ne!(guest.completion(TIMEOUT), Some(Status::SUCCESS));
     guest.data = DATA;
     guest.works();
 }

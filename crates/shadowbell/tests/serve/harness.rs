@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// How long to wait for what should happen at once.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The program under test.
 pub(crate) fn program() -> Command {
@@ -23,7 +23,7 @@ pub(crate) fn program() -> Command {
 /// Waits until `what` is true.
 #[track_caller]
 pub(crate) fn until(what: &str, mut is: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !is() {
         assert!(Instant::now() < deadline, "{what} did not come to pass");
         std::thread::sleep(Duration::from_millis(2));
@@ -49,7 +49,7 @@ impl Server {
         Self::start_in(tempfile::tempdir().unwrap(), disks, options)
     }
 
-    /// The same, with its files in a given directory.
+    /// Serves `disks` with further `options`, with its files in `directory`.
     pub(crate) fn start_in(directory: TempDir, disks: &[&str], options: &[&str]) -> Self {
         let socket = directory.path().join("vm.sock");
         let mut command = program();
@@ -97,7 +97,7 @@ impl Server {
     /// Waits until the server has said this.
     #[track_caller]
     pub(crate) fn says(&self, words: &str) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while !self.stderr().contains(words) {
             assert!(Instant::now() < deadline, "it never said {words:?}:\n{}", self.stderr());
             std::thread::sleep(Duration::from_millis(2));
@@ -116,7 +116,7 @@ impl Server {
     }
 
     pub(crate) fn wait(&mut self) -> ExitStatus {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status;
@@ -141,7 +141,7 @@ impl Server {
 }
 
 pub(crate) fn attach(socket: &Path, options: &AttachOptions) -> Controller {
-    let transport = VfioUser::connect(socket, PATIENCE).unwrap();
+    let transport = VfioUser::connect(socket, TIMEOUT).unwrap();
     Controller::attach(Arc::new(transport), options).unwrap()
 }
 
@@ -170,7 +170,7 @@ pub(crate) fn run(
 /// The next completion.
 #[track_caller]
 pub(crate) fn complete(queue: &mut QueuePair) -> Completion {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         if let Some(completion) = queue.pop() {
             queue.settle().unwrap();
@@ -186,7 +186,7 @@ pub(crate) fn finish(mut command: Command) -> (Option<i32>, String, String) {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command.env_remove("RUST_LOG");
     let mut child = command.spawn().unwrap();
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     let status = loop {
         if let Some(status) = child.try_wait().unwrap() {
             break status;

@@ -66,7 +66,7 @@ fn many_idle_controllers_are_not_many_threads() {
         .map(|n| crate::harness::attach(&server.directory().join(format!("vm{n}.sock")), &options))
         .collect();
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap().count();
-    // Two workers, the reactor, the one who tells, and the one who waits for signals.
+    // Two workers, the reactor, the event log, and the one who waits for signals.
     assert_eq!(threads, 5);
     is_idle(&server);
     drop(attached);
@@ -106,12 +106,12 @@ fn a_sleeping_worker_is_woken_by_nobody_but_the_driver() {
         // On a busy processor the driver can be the quicker one.
         let start = std::time::Instant::now();
         while !status_of(server.pid(), "sb-worker0", "State").starts_with('S') {
-            assert!(start.elapsed() < crate::harness::PATIENCE, "it never sleeps");
+            assert!(start.elapsed() < crate::harness::TIMEOUT, "it never sleeps");
             std::thread::yield_now();
         }
         let token = queue.submit(namespace.read(0, 8).unwrap(), pool.take()).unwrap();
         let completion = loop {
-            let deadline = std::time::Instant::now() + crate::harness::PATIENCE;
+            let deadline = std::time::Instant::now() + crate::harness::TIMEOUT;
             if queue.wait(Some(deadline)).unwrap()
                 && let Some(completion) = queue.pop()
             {

@@ -1,6 +1,6 @@
 //! Disks that keep what they were given.
 
-use crate::harness::{PATIENCE, Server, attach, complete, image, run};
+use crate::harness::{Server, TIMEOUT, attach, complete, image, run};
 use shadowbell_driver::{AttachOptions, Doorbells, SpinPolicy};
 use shadowbell_spec::Status;
 use std::os::unix::fs::FileExt;
@@ -142,13 +142,13 @@ fn who_sleeps_hears_of_a_server_that_is_gone() {
         rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
     });
     let start = Instant::now();
-    let error = queue.wait(Some(start + PATIENCE)).unwrap_err().to_string();
+    let error = queue.wait(Some(start + TIMEOUT)).unwrap_err().to_string();
     assert!(error.contains("went away"), "{error}");
-    assert!(start.elapsed() < PATIENCE / 2);
+    assert!(start.elapsed() < TIMEOUT / 2);
     killer.join().unwrap();
     // And whoever comes later.
     let error = queue.submit(flush, None).unwrap_err().reason.to_string();
     assert!(error.contains("went away"), "{error}");
-    assert!(queue.wait(Some(Instant::now() + PATIENCE)).is_err());
+    assert!(queue.wait(Some(Instant::now() + TIMEOUT)).is_err());
     server.wait();
 }

@@ -1,27 +1,36 @@
 //! The controller in this very process, as the driver reaches it.
 
 use crate::harness::{complete, run};
-use shadowbell::local::{InProcess, connect, open};
-use shadowbell::plan::{ControllerPlan, Doorbells as Offered};
-use shadowbell_controller::PoolOptions;
+use shadowbell_controller::config::{Config, NamespaceConfig, uuid_from};
+use shadowbell_controller::{Carrier, PoolOptions};
 use shadowbell_driver::{AttachOptions, Controller, Doorbells, Transport};
+use shadowbell_frontend::InProcess;
 use shadowbell_memory::{EventFd, Mapping};
 use shadowbell_spec::Status;
 use std::sync::Arc;
 
-fn local(plan: &ControllerPlan) -> Arc<InProcess> {
-    Arc::new(open(plan, &PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap())
+/// A controller over `disk`, whose doorbells come in a given way.
+fn local_with(disk: &str, shadow_doorbells: bool, mapped_doorbells: bool) -> Arc<InProcess> {
+    let disk = shadowbell_backend::open(disk).unwrap();
+    let namespaces = vec![NamespaceConfig { uuid: uuid_from("local"), disk }];
+    let config = Config { namespaces, shadow_doorbells, ..Config::default() };
+    let carrier = Carrier { mapped_doorbells, ..Carrier::default() };
+    let pool = PoolOptions { workers: 1, ..PoolOptions::default() };
+    Arc::new(InProcess::start(config, carrier, &pool, "local".into()).unwrap())
+}
+
+fn local(disk: &str) -> Arc<InProcess> {
+    local_with(disk, true, false)
 }
 
 #[test]
 fn io_with_every_kind_of_doorbell() {
-    for (offered, expected) in [
-        (Offered::Shadow, Doorbells::Shadow),
-        (Offered::Mmio, Doorbells::Mmio),
-        (Offered::Mapped, Doorbells::Mapped),
+    for (shadow, mapped, expected) in [
+        (true, false, Doorbells::Shadow),
+        (false, false, Doorbells::Mmio),
+        (false, true, Doorbells::Mapped),
     ] {
-        let plan = ControllerPlan { doorbells: offered, ..ControllerPlan::of(&["mem:4MiB"]) };
-        let way = local(&plan);
+        let way = local_with("mem:4MiB", shadow, mapped);
         let transport: Arc<dyn Transport> = way.clone();
         let mut controller =
             Controller::attach(transport, &AttachOptions { queue_depth: 16, ..Default::default() })
@@ -52,7 +61,7 @@ fn io_with_every_kind_of_doorbell() {
 
 #[test]
 fn memory_and_interrupts_are_checked() {
-    let way = local(&ControllerPlan::of(&["mem:1MiB"]));
+    let way = local("mem:1MiB");
     assert_eq!(way.irq_vectors(), 65);
     let event = EventFd::new().unwrap();
     way.set_irq(64, Some(&event)).unwrap();
@@ -70,7 +79,7 @@ fn memory_and_interrupts_are_checked() {
 
 #[test]
 fn a_controller_can_be_attached_to_again() {
-    let way = local(&ControllerPlan::of(&["mem:1MiB"]));
+    let way = local("mem:1MiB");
     for _ in 0..20 {
         let transport: Arc<dyn Transport> = way.clone();
         let controller = Controller::attach(transport, &AttachOptions::default()).unwrap();
@@ -81,13 +90,14 @@ fn a_controller_can_be_attached_to_again() {
 #[test]
 fn a_disk_that_is_open_will_do() {
     let disk = shadowbell_backend::open("mem:1MiB?block-size=4096").unwrap();
-    let controller = Controller::attach(connect(disk, false).unwrap(), &AttachOptions::default());
+    let transport = Arc::new(InProcess::over(disk).unwrap());
+    let controller = Controller::attach(transport, &AttachOptions::default());
     assert_eq!(controller.unwrap().namespace(1).unwrap().block_size(), 4096);
 }
 
 #[test]
 fn memory_that_was_just_mapped_can_be_used() {
-    let way = local(&ControllerPlan::of(&["mem:1MiB"]));
+    let way = local("mem:1MiB");
     let transport: Arc<dyn Transport> = way.clone();
     let mut controller = Controller::attach(transport, &AttachOptions::default()).unwrap();
     let namespace = controller.namespace(1).unwrap().clone();

@@ -3,6 +3,7 @@
 mod bad_input;
 mod clients;
 mod config;
+mod failing_storage;
 #[cfg(feature = "faults")]
 mod faults;
 mod function;
@@ -10,8 +11,7 @@ mod harness;
 mod idle;
 mod io;
 mod local;
-mod medium;
+mod output;
 mod stacked;
 mod stalling;
-mod telling;
 mod top;

@@ -82,7 +82,7 @@ fn a_controller_below_that_goes_away_is_an_error_to_the_guest_and_no_end() {
     assert_eq!(fine, Status::SUCCESS, "the other namespace is none the worse for it");
     drop((queue, pool));
     controller.detach().unwrap();
-    // A guest that comes back finds the same, and the server ends when it is told to.
+    // A guest that comes back finds the same, and the server ends on a signal.
     let (controller, mut queue) = attach(&server);
     let pool = controller.buffers(1, 4096).unwrap();
     assert!(!run(&mut queue, read, pool.take()).status.is_success());

@@ -1,7 +1,7 @@
-//! A client whose memory and eventfds are files of its own file system, which never answers, and the
-//! client next to it.
+//! A client whose memory and eventfds are files of its own file system, which never answers, and
+//! the client next to it.
 
-use crate::harness::{PATIENCE, Server, attach, program, run};
+use crate::harness::{Server, TIMEOUT, attach, program, run};
 use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
 use shadowbell_testing::stalled::{Mount, be_the_daemon};
@@ -57,7 +57,7 @@ fn the_io_of_others_goes_on() {
     };
     check(1);
     let bad = server.directory().join("bad.sock");
-    let client = Client::connect(bad, Options { timeout: Some(PATIENCE) }).unwrap();
+    let client = Client::connect(bad, Options { timeout: Some(TIMEOUT) }).unwrap();
     let fd = Some(file.as_fd());
     let share = Share { iova: 0, len: 4096, readable: true, writable: true, fd, fd_offset: 0 };
     let inval = |outcome| match outcome {

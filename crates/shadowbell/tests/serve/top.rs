@@ -17,7 +17,7 @@ fn server(disks: &[&str]) -> (Server, PathBuf) {
     (Server::start_in(directory, disks, &["--stats-socket", &option]), stats)
 }
 
-/// `top`, which goes on until it is told otherwise.
+/// `top`, which goes on until it is ended.
 struct Top(Child, BufReader<ChildStdout>);
 
 impl Top {
@@ -162,7 +162,7 @@ fn clients_that_misbehave_are_hung_up_on() {
     // One that asks for ever and never reads.
     let mut greedy = connect();
     greedy.set_nonblocking(true).unwrap();
-    until("the end of its patience", || match greedy.write(&[b'\n'; 4096]) {
+    until("the write timeout", || match greedy.write(&[b'\n'; 4096]) {
         Err(error) => error.kind() == std::io::ErrorKind::BrokenPipe,
         Ok(_) => false,
     });

@@ -289,7 +289,7 @@ fn light(settings: &Settings, count: usize, found: &mut Found) -> Result<()> {
     Ok(())
 }
 
-/// `shadowbell hold`: it goes on until its standard input ends.
+/// `shadowbell attach-many`: it goes on until its standard input ends.
 struct Held {
     process: Process,
     input: PipeWriter,
@@ -306,10 +306,10 @@ impl Held {
         let directory = tempfile::tempdir()?;
         let (reader, input) = std::io::pipe()?;
         let mut command = child(&settings.binary);
-        command.arg("hold").args(which.map(|n| server.target(n))).args(options);
+        command.arg("attach-many").args(which.map(|n| server.target(n))).args(options);
         command.stdin(reader).stdout(File::create(directory.path().join("out"))?);
         command.stderr(File::create(directory.path().join("err"))?);
-        let process = Process::spawn("shadowbell hold", &mut command)?;
+        let process = Process::spawn("shadowbell attach-many", &mut command)?;
         Ok(Self { process, input, directory })
     }
 
@@ -331,10 +331,10 @@ impl Held {
             }
             if let Some(status) = self.process.ended()? {
                 let complaint = fs::read_to_string(self.path("err")).unwrap_or_default();
-                bail!("shadowbell hold ended ({}): {complaint}", describe(status));
+                bail!("shadowbell attach-many ended ({}): {complaint}", describe(status));
             }
             if Instant::now() > deadline {
-                bail!("shadowbell hold says nothing");
+                bail!("shadowbell attach-many says nothing");
             }
             sleep(Duration::from_millis(5));
         }
@@ -346,7 +346,7 @@ impl Held {
         let status = process.wait(Duration::from_secs(60))?;
         if !status.success() {
             let complaint = fs::read_to_string(directory.path().join("err")).unwrap_or_default();
-            bail!("shadowbell hold: {}: {complaint}", describe(status));
+            bail!("shadowbell attach-many: {}: {complaint}", describe(status));
         }
         Ok(())
     }

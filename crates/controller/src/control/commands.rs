@@ -1,0 +1,371 @@
+//! The admin command set: which command does what.
+
+use super::admin::{AdminPort, Executed, Outcome};
+use super::control_override::ControlOverride;
+use super::deferred::Deferred;
+use super::io_queues::{IoQueues, QueueEnvironment, ended};
+use super::memory::HostMemory;
+use super::registers::Registers;
+use super::reset::Lifecycle;
+use crate::admin::features::{self, Effect, Features, Limits};
+use crate::admin::identify::Identity;
+use crate::admin::limits::{ABORT_LIMIT, TEMPERATURE};
+use crate::admin::logs::{self, ChangedList, Health, LogContext};
+use crate::admin::rate_limit::RateLimit;
+use crate::config::Config;
+use crate::context::Context;
+use crate::event::Event;
+use crate::notice::Operation;
+use crate::stats::IoStats;
+use crate::worker::message::{Message, WorkerStats};
+use shadowbell_spec::Sqe;
+use shadowbell_spec::admin as decode;
+use shadowbell_spec::event::AsyncEvent;
+use shadowbell_spec::log::{CriticalWarning, lid};
+use shadowbell_spec::opcode::AdminOpcode;
+use shadowbell_spec::sqe::{Fuse, Psdt};
+use shadowbell_spec::status::Status;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+/// What of the controller a command may touch.
+pub(super) struct CommandEnvironment<'a> {
+    pub(super) cx: &'a Context,
+    pub(super) registers: &'a Registers,
+    pub(super) lifecycle: &'a Lifecycle,
+    pub(super) memory: &'a mut HostMemory,
+    pub(super) port: &'a mut AdminPort,
+    pub(super) queues: &'a mut IoQueues,
+    pub(super) overriding: Option<&'a mut (dyn ControlOverride + 'static)>,
+    pub(super) deferred: &'a mut Deferred,
+}
+
+/// A Get Log Page command that waits for the workers' counters.
+struct SmartLog {
+    sqe: Sqe,
+    answers: Receiver<WorkerStats>,
+}
+
+/// What the admin commands keep between them.
+pub(super) struct AdminCommands {
+    identity: Identity,
+    features: Features,
+    /// Changed Attached Namespace List (log page 04h).
+    changed: ChangedList,
+    /// Abort commands under way.
+    aborts: u32,
+    smart_logs: Vec<SmartLog>,
+    /// How often the owner is told of full storage.
+    full: RateLimit,
+    /// And of losses.
+    losses: RateLimit,
+}
+
+impl AdminCommands {
+    pub(super) fn new(config: &Config) -> Self {
+        Self {
+            identity: Identity::new(config),
+            features: Features::new(),
+            changed: ChangedList::default(),
+            aborts: 0,
+            smart_logs: Vec::new(),
+            full: RateLimit::default(),
+            losses: RateLimit::default(),
+        }
+    }
+
+    /// A reset is over.
+    pub(super) fn reset(&mut self) {
+        self.features.reset();
+        self.smart_logs.clear();
+        self.aborts = 0;
+    }
+
+    /// Executes a command.
+    pub(super) fn execute(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
+        if let Some(overriding) = &mut env.overriding
+            && let Some(executed) = overriding.admin(sqe)
+        {
+            return executed;
+        }
+        if sqe.fuse() != Fuse::Normal {
+            return Err(Status::INVALID_FIELD.with_dnr());
+        }
+        // Admin commands of a PCIe controller use PRPs (Base 2.1, "Common Command Format").
+        if sqe.psdt() != Psdt::Prp {
+            return Err(Status::INVALID_FIELD.with_dnr());
+        }
+        let unsupported = Err(Status::INVALID_OPCODE.with_dnr());
+        let Ok(opcode) = AdminOpcode::try_from(sqe.opcode) else { return unsupported };
+        let (cx, generation) = (env.cx, env.lifecycle.generation);
+        let queue = QueueEnvironment { registers: env.registers, memory: &*env.memory, generation };
+        match opcode {
+            AdminOpcode::CreateIoCq => {
+                let overriding = env.overriding.as_ref().map(|overriding| overriding.queues());
+                env.queues.create_cq(cx, &queue, sqe, overriding)
+            }
+            AdminOpcode::CreateIoSq => env.queues.create_sq(cx, &queue, sqe),
+            AdminOpcode::DeleteIoSq => env.queues.delete_sq(cx, generation, sqe, env.deferred),
+            AdminOpcode::DeleteIoCq => env.queues.delete_cq(cx, generation, sqe, env.deferred),
+            AdminOpcode::Identify => self.identify(env, sqe),
+            AdminOpcode::GetLogPage => self.get_log_page(env, sqe),
+            AdminOpcode::SetFeatures => self.set_features(env, sqe),
+            AdminOpcode::GetFeatures => self.get_features(env, sqe),
+            AdminOpcode::Abort => self.abort(env, sqe),
+            AdminOpcode::AsyncEventRequest => {
+                let completion = env.port.events.request(sqe.cid)?;
+                env.port.complete_event(completion);
+                Ok(Outcome::Later)
+            }
+            AdminOpcode::DoorbellBufferConfig if cx.config.shadow_doorbells => {
+                doorbell_buffer_config(env, sqe)
+            }
+            _ => unsupported,
+        }
+    }
+
+    fn identify(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
+        let command = decode::Identify::decode(sqe);
+        let data = self.identity.identify(&command, sqe.nsid, &env.cx.namespaces)?;
+        env.memory.write(sqe, env.registers.page_size(), data.len(), &data[..])?;
+        Ok(Outcome::Done(0))
+    }
+
+    fn set_features(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
+        let command = decode::SetFeatures::decode(sqe);
+        let data = match features::data_length(command.fid) {
+            0 => None,
+            len => Some(env.memory.read(sqe, env.registers.page_size(), len)?),
+        };
+        let set = self.features.set(&command, sqe.nsid, data.as_deref(), &limits(env))?;
+        let shared = &env.cx.shared;
+        match set.effect {
+            Effect::None => {}
+            Effect::InterruptCoalescing { threshold, time } => {
+                shared.coalescing.set(threshold, time);
+            }
+            Effect::InterruptVector { vector, coalescing_disabled } => {
+                shared.coalescing.disable(vector, coalescing_disabled);
+            }
+            Effect::VolatileWriteCache(on) => shared.set_write_through(!on),
+            Effect::AsyncEventConfig(config) => {
+                let completion = env.port.events.configure(config);
+                env.port.complete_event(completion);
+                // What is the case already when the host asks for the event is new to the host.
+                self.check_temperature(env.port);
+                if env.cx.is_any_full() {
+                    env.port.raise(AsyncEvent::SPARE_BELOW_THRESHOLD);
+                }
+            }
+            Effect::NumberOfQueues { submission, completion } => {
+                env.queues.grant(submission, completion);
+            }
+            Effect::TemperatureThreshold => self.check_temperature(env.port),
+        }
+        Ok(Outcome::Done(set.dw0))
+    }
+
+    fn check_temperature(&mut self, port: &mut AdminPort) {
+        if self.features.temperature_warning(TEMPERATURE) {
+            port.raise(AsyncEvent::TEMPERATURE_THRESHOLD);
+        }
+    }
+
+    fn get_features(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
+        let command = decode::GetFeatures::decode(sqe);
+        let got = self.features.get(&command, sqe.nsid, &limits(env))?;
+        if let Some(data) = &got.data {
+            env.memory.write(sqe, env.registers.page_size(), data.len(), data)?;
+        }
+        Ok(Outcome::Done(got.dw0))
+    }
+
+    fn get_log_page(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
+        let command = decode::GetLogPage::decode(sqe);
+        if command.length() > 4096 << env.cx.config.mdts {
+            return Err(Status::INVALID_FIELD.with_dnr());
+        }
+        // Counters come from the workers, who answer when they get to it.
+        if command.lid != lid::SMART_HEALTH {
+            self.write_log(env, sqe, &Health::default())?;
+            return Ok(Outcome::Done(0));
+        }
+        let (answer, answers) = channel();
+        self.smart_logs.push(SmartLog { sqe: *sqe, answers });
+        let operation = Operation::SmartLog { cid: sqe.cid };
+        let latch = env.cx.latch(ended(env.lifecycle.generation, operation));
+        env.cx.send_all(env.queues.workers(), |controller| Message::Query {
+            controller,
+            answer: answer.clone(),
+            latch: Some(latch.clone()),
+        });
+        env.deferred.latches.push(latch);
+        Ok(Outcome::Later)
+    }
+
+    /// All workers have given their counters for the SMART log that command `cid` asks for.
+    pub(super) fn counters_are_there(&mut self, env: &mut CommandEnvironment<'_>, cid: u16) {
+        let Some(at) = self.smart_logs.iter().position(|log| log.sqe.cid == cid) else { return };
+        let SmartLog { sqe, answers } = self.smart_logs.remove(at);
+        let health = self.health(env, answers.try_iter());
+        match self.write_log(env, &sqe, &health) {
+            Ok(()) => env.port.complete(cid, Status::SUCCESS, 0),
+            Err(status) => env.port.fail(cid, status, sqe.nsid),
+        }
+    }
+
+    fn health(
+        &self,
+        env: &CommandEnvironment<'_>,
+        workers: impl Iterator<Item = WorkerStats>,
+    ) -> Health {
+        let CommandEnvironment { cx, lifecycle, port, .. } = env;
+        let mut io = IoStats::default();
+        cx.shared.retire(|retired| io.merge(&retired.io));
+        let mut busy = Duration::ZERO;
+        for worker in workers {
+            io.merge(&worker.io);
+            busy = busy.max(Duration::from_nanos(worker.sleep.awake_ns));
+        }
+        Health {
+            bytes_read: io.bytes_read,
+            bytes_written: io.bytes_written + io.bytes_copied,
+            host_reads: io.reads + io.copies,
+            host_writes: io.writes + io.copies,
+            media_errors: io.media_errors,
+            busy,
+            powered: lifecycle.since.elapsed(),
+            power_cycles: lifecycle.power_cycles,
+            unsafe_shutdowns: lifecycle.unsafe_shutdowns,
+            error_log_entries: port.errors.count(),
+            warning: CriticalWarning::new()
+                .with_spare(cx.is_any_full())
+                .with_temperature(self.features.temperature_warning(TEMPERATURE)),
+            ..Health::default()
+        }
+    }
+
+    fn write_log(
+        &mut self,
+        env: &mut CommandEnvironment<'_>,
+        sqe: &Sqe,
+        health: &Health,
+    ) -> Result<(), Status> {
+        let command = decode::GetLogPage::decode(sqe);
+        let mut context = LogContext {
+            errors: &env.port.errors,
+            health,
+            changed: &mut self.changed,
+            shadow_doorbells: env.cx.config.shadow_doorbells,
+            volatile_cache: env.cx.has_volatile_cache(),
+        };
+        let page = logs::read(&command, sqe.nsid, &mut context)?;
+        env.memory.write(sqe, env.registers.page_size(), command.length() as usize, &page)?;
+        let completion = env.port.events.log_read(command.lid, command.rae);
+        env.port.complete_event(completion);
+        Ok(())
+    }
+
+    fn abort(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
+        let decode::Abort { sqid, cid } = decode::Abort::decode(sqe);
+        if sqid == 0 {
+            // The only admin commands that stay are asynchronous event requests.
+            let aborted = env.port.events.abort(cid);
+            if aborted {
+                env.port.complete(cid, Status::ABORT_REQUESTED, 0);
+            }
+            return Ok(Outcome::Done(u32::from(!aborted)));
+        }
+        let Some(worker) = env.queues.worker_of(sqid) else {
+            return Err(Status::INVALID_FIELD.with_dnr());
+        };
+        if self.aborts >= ABORT_LIMIT {
+            return Err(Status::ABORT_LIMIT);
+        }
+        self.aborts += 1;
+        let operation = Operation::Abort { cid: sqe.cid };
+        let latch = env.cx.latch(ended(env.lifecycle.generation, operation));
+        let controller = env.cx.shared.id;
+        env.cx.pool.send(worker, Message::Abort { controller, sqid, cid, latch });
+        Ok(Outcome::Later)
+    }
+
+    /// An Abort has come to its end; `status` says whether the command was aborted.
+    pub(super) fn abort_ended(&mut self, port: &mut AdminPort, cid: u16, status: Status) {
+        self.aborts = self.aborts.saturating_sub(1);
+        let aborted = status.code() == Status::ABORT_REQUESTED;
+        let dw0 = if aborted { 0 } else { decode::Abort::NOT_ABORTED };
+        port.complete(cid, Status::SUCCESS, dw0);
+    }
+
+    /// A command for `nsid` has failed: what follows from that for the namespace.
+    ///
+    /// A write that needs room where there is none ends with Capacity Exceeded, and with Do Not
+    /// Retry, because nothing that the host does by itself at once makes room. The SMART / Health log
+    /// page then has no Available Spare and the critical warning that belongs to it, and hosts that
+    /// asked for that get the asynchronous event (Base 2.1, 5.1.12.1.3, "Available Spare", and 5.1.2,
+    /// "Spare Below Threshold"). The specification has no other word for a namespace below which the
+    /// storage is full. Whoever owns the storage is told by an event; so is that of one whose data
+    /// could not be written back.
+    pub(super) fn command_failed(
+        &mut self,
+        cx: &Context,
+        port: &mut AdminPort,
+        (nsid, status): (u32, Status),
+        deferred: &mut Deferred,
+    ) {
+        let now = Instant::now();
+        if status.code() == Status::CAPACITY_EXCEEDED {
+            if !cx.namespaces.iter().any(|ns| ns.nsid() == nsid) {
+                return;
+            }
+            if cx.is_any_full() {
+                port.raise(AsyncEvent::SPARE_BELOW_THRESHOLD);
+            }
+            if self.full.allows(nsid, now) {
+                deferred.event(Event::Full(nsid));
+            }
+        } else if status.code() == Status::WRITE_FAULT {
+            for namespace in cx.namespaces.iter().filter(|ns| ns.disk().has_lost()) {
+                if self.losses.allows(namespace.nsid(), now) {
+                    deferred.event(Event::Lost(namespace.nsid()));
+                }
+            }
+        }
+    }
+}
+
+fn limits(env: &CommandEnvironment<'_>) -> Limits {
+    Limits {
+        io_queues: env.cx.config.io_queues,
+        vectors: env.cx.shared.irqs.len() as u16,
+        namespaces: env.cx.namespaces.len() as u32,
+        queues_exist: !env.queues.is_empty(),
+        volatile_cache: env.cx.has_volatile_cache(),
+    }
+}
+
+/// Doorbell Buffer Config (Base 2.1, "Doorbell Buffer Config command").
+fn doorbell_buffer_config(env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
+    let pages = (sqe.prp1(), sqe.prp2());
+    let page = env.registers.page_size() as u64;
+    let is_usable = |at| env.memory.is_shadow_page(at, page);
+    if !is_usable(pages.0) || !is_usable(pages.1) || pages.0 == pages.1 {
+        return Err(Status::INVALID_FIELD.with_dnr());
+    }
+    env.memory.shadow = Some(pages);
+    let table = Arc::clone(env.memory.table());
+    if let Some(queue) = &mut env.port.queue {
+        queue.enable_shadow(&table, pages);
+    }
+    let operation = Operation::ShadowDoorbells { cid: sqe.cid };
+    let latch = env.cx.latch(ended(env.lifecycle.generation, operation));
+    env.cx.send_all(env.queues.workers(), |controller| Message::Shadow {
+        controller,
+        pages,
+        latch: latch.clone(),
+    });
+    env.deferred.latches.push(latch);
+    Ok(Outcome::Later)
+}

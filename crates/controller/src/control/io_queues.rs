@@ -1,0 +1,403 @@
+//! The I/O queues that exist: creating, deleting, and who serves them.
+
+use super::admin::{AdminPort, Executed, Outcome};
+use super::deferred::Deferred;
+use super::memory::HostMemory;
+use super::registers::Registers;
+use crate::context::Context;
+use crate::event::Event;
+use crate::notice::{Notice, Operation};
+use crate::queue::QueueLayout;
+use crate::shared::DSTRD;
+use crate::trace::{COMPLETION_QUEUE, Kind};
+use crate::worker::message::{Message, QueueContext};
+use crate::worker::queue_override::QueueOverride;
+use shadowbell_doorbell::RingSize;
+use shadowbell_memory::{EventFd, Ring};
+use shadowbell_spec::admin::{CreateIoCq, CreateIoSq, DeleteIoQueue};
+use shadowbell_spec::regs::{DoorbellKind, cq_doorbell_offset, sq_doorbell_offset};
+use shadowbell_spec::status::Status;
+use shadowbell_spec::{Cqe, Sqe};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::sync::Arc;
+
+/// Which descriptors stand for which doorbells.
+///
+/// A host whose doorbell values are in its shadow doorbell buffer rings only to wake a sleeper: the
+/// value that it writes is of no use to anybody. So an eventfd does as well, and goes to the worker
+/// without a message to whoever carries the controller, and without that one's thread.
+///
+/// Each controller has its own for each worker, because who holds an eventfd can also read it, and
+/// so take the wakeups of others who would share it.
+#[derive(Debug, Default)]
+pub struct DoorbellEventfds {
+    /// The descriptors; signal one to have doorbells looked at.
+    pub events: Vec<EventFd>,
+    /// Doorbells by their offset in BAR0, and the index of the descriptor that stands for each.
+    pub doorbells: Vec<(u64, usize)>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum QueueState {
+    Creating,
+    Live,
+    Deleting,
+}
+
+/// A submission queue that exists.
+#[derive(Clone, Copy, Debug)]
+struct SqRecord {
+    layout: QueueLayout,
+    cqid: u16,
+    worker: usize,
+    state: QueueState,
+}
+
+/// A completion queue that exists.
+#[derive(Clone, Copy, Debug)]
+struct CqRecord {
+    layout: QueueLayout,
+    vector: Option<u16>,
+    worker: usize,
+    state: QueueState,
+}
+
+/// What creating a queue depends on beside the command.
+pub(super) struct QueueEnvironment<'a> {
+    pub(super) registers: &'a Registers,
+    pub(super) memory: &'a HostMemory,
+    /// Resets that there have been.
+    pub(super) generation: u64,
+}
+
+/// The I/O queues that exist.
+pub(super) struct IoQueues {
+    sqs: BTreeMap<u16, SqRecord>,
+    cqs: BTreeMap<u16, CqRecord>,
+    /// Submission and completion queues that the host may create (feature 07h).
+    granted: (u16, u16),
+    /// Workers that have heard of this controller since the last reset.
+    workers: BTreeSet<usize>,
+    /// By worker, the descriptor that has it look at the doorbells.
+    doorbell_eventfds: BTreeMap<usize, EventFd>,
+}
+
+impl IoQueues {
+    /// None yet, and at most so many of each kind.
+    pub(super) fn new(io_queues: u16) -> Self {
+        Self {
+            sqs: BTreeMap::new(),
+            cqs: BTreeMap::new(),
+            granted: (io_queues, io_queues),
+            workers: BTreeSet::new(),
+            doorbell_eventfds: BTreeMap::new(),
+        }
+    }
+
+    /// The workers that serve these queues.
+    pub(super) fn workers(&self) -> impl Iterator<Item = usize> {
+        self.workers.iter().copied()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.sqs.is_empty() && self.cqs.is_empty()
+    }
+
+    /// Whether there is any submission queue.
+    pub(super) fn has_sqs(&self) -> bool {
+        !self.sqs.is_empty()
+    }
+
+    /// Feature 07h, Number of Queues, was set.
+    pub(super) fn grant(&mut self, submission: u16, completion: u16) {
+        self.granted = (submission, completion);
+    }
+
+    /// The worker that serves submission queue `sqid`.
+    pub(super) fn worker_of(&self, sqid: u16) -> Option<usize> {
+        self.sqs.get(&sqid).map(|sq| sq.worker)
+    }
+
+    /// Checks what both kinds of queue have in common.
+    fn check_layout<const ENTRY: usize>(
+        &self,
+        env: &QueueEnvironment<'_>,
+        sqe: &Sqe,
+        (qid, qsize0, contiguous): (u16, u16, bool),
+    ) -> Result<QueueLayout, Status> {
+        let granted = if ENTRY == Cqe::SIZE { self.granted.1 } else { self.granted.0 };
+        if qid == 0 || qid > granted {
+            return Err(Status::INVALID_QID.with_dnr());
+        }
+        let size = RingSize::from_zero_based(qsize0).filter(|_| qsize0 <= env.registers.cap.mqes());
+        let Some(size) = size else { return Err(Status::INVALID_QUEUE_SIZE.with_dnr()) };
+        // CAP.CQR: queues have to be contiguous.
+        if !contiguous {
+            return Err(Status::INVALID_FIELD.with_dnr());
+        }
+        let iova = sqe.prp1();
+        if !iova.is_multiple_of(env.registers.page_size() as u64) {
+            return Err(Status::PRP_OFFSET_INVALID.with_dnr());
+        }
+        let write = ENTRY == Cqe::SIZE;
+        let entries = size.entries();
+        Ring::<ENTRY>::resolve(env.memory.table(), iova, entries, write).map_err(|fault| {
+            tracing::warn!(qid, %fault, "a queue's memory can not be reached");
+            Status::INVALID_FIELD.with_dnr()
+        })?;
+        Ok(QueueLayout { qid, iova, size })
+    }
+
+    pub(super) fn create_cq(
+        &mut self,
+        cx: &Context,
+        env: &QueueEnvironment<'_>,
+        sqe: &Sqe,
+        overriding: Option<Box<dyn QueueOverride>>,
+    ) -> Executed {
+        let command = CreateIoCq::decode(sqe);
+        if self.cqs.contains_key(&command.qid) {
+            return Err(Status::INVALID_QID.with_dnr());
+        }
+        // CC.IOCQES says how large an entry is, as a power of two.
+        if 1usize << env.registers.cc.iocqes() != Cqe::SIZE {
+            return Err(Status::INVALID_QUEUE_SIZE.with_dnr());
+        }
+        let shape = (command.qid, command.qsize0, command.pc);
+        let layout = self.check_layout::<{ Cqe::SIZE }>(env, sqe, shape)?;
+        if command.ien && usize::from(command.iv) >= cx.shared.irqs.len() {
+            return Err(Status::INVALID_INTERRUPT_VECTOR.with_dnr());
+        }
+        let vector = command.ien.then_some(command.iv);
+        let worker = cx.pool.place();
+        let state = QueueState::Creating;
+        self.cqs.insert(command.qid, CqRecord { layout, vector, worker, state });
+        self.workers.insert(worker);
+        let context = Box::new(QueueContext {
+            shared: Arc::clone(&cx.shared),
+            control: cx.control.clone(),
+            table: Arc::clone(env.memory.table()),
+            namespaces: Arc::clone(&cx.namespaces),
+            page_size: env.registers.page_size(),
+            max_transfer: 4096usize << cx.config.mdts,
+            shadow: env.memory.shadow,
+            overriding,
+        });
+        let operation = Operation::CreateCq { qid: command.qid, cid: sqe.cid };
+        let latch = cx.latch(ended(env.generation, operation));
+        cx.pool.send(worker, Message::CreateCq { context, layout, vector, latch });
+        Ok(Outcome::Later)
+    }
+
+    /// The worker has created a completion queue, or failed to.
+    pub(super) fn cq_created(
+        &mut self,
+        cx: &Context,
+        port: &mut AdminPort,
+        (qid, cid): (u16, u16),
+        status: Status,
+    ) {
+        let Some(cq) = self.cqs.get_mut(&qid) else { return };
+        if !status.is_success() {
+            cx.pool.unplace(cq.worker);
+            self.cqs.remove(&qid);
+            return port.fail(cid, status, 0);
+        }
+        cq.state = QueueState::Live;
+        let vector = cq.vector.map_or(u32::MAX, u32::from);
+        cx.trace(Kind::QueueCreated, qid | COMPLETION_QUEUE, cq.layout.size.entries(), vector);
+        cx.shared.set_owner(qid, DoorbellKind::Cq, Some(cq.worker));
+        port.complete(cid, Status::SUCCESS, 0);
+    }
+
+    pub(super) fn create_sq(
+        &mut self,
+        cx: &Context,
+        env: &QueueEnvironment<'_>,
+        sqe: &Sqe,
+    ) -> Executed {
+        let command = CreateIoSq::decode(sqe);
+        if command.cqid == 0 || command.cqid > self.granted.1 {
+            return Err(Status::INVALID_QID.with_dnr());
+        }
+        let Some(cq) = self.cqs.get(&command.cqid).filter(|cq| cq.state == QueueState::Live) else {
+            return Err(Status::CQ_INVALID.with_dnr());
+        };
+        let worker = cq.worker;
+        if self.sqs.contains_key(&command.qid) {
+            return Err(Status::INVALID_QID.with_dnr());
+        }
+        if 1usize << env.registers.cc.iosqes() != Sqe::SIZE {
+            return Err(Status::INVALID_QUEUE_SIZE.with_dnr());
+        }
+        let shape = (command.qid, command.qsize0, command.pc);
+        let layout = self.check_layout::<{ Sqe::SIZE }>(env, sqe, shape)?;
+        let (qid, cqid, state) = (command.qid, command.cqid, QueueState::Creating);
+        self.sqs.insert(qid, SqRecord { layout, cqid, worker, state });
+        let latch = cx.latch(ended(env.generation, Operation::CreateSq { qid, cid: sqe.cid }));
+        let controller = cx.shared.id;
+        cx.pool.send(worker, Message::CreateSq { controller, layout, cqid, latch });
+        Ok(Outcome::Later)
+    }
+
+    /// The worker has created a submission queue, or failed to.
+    pub(super) fn sq_created(
+        &mut self,
+        cx: &Context,
+        port: &mut AdminPort,
+        (qid, cid): (u16, u16),
+        status: Status,
+        deferred: &mut Deferred,
+    ) {
+        let live = self.sqs.len();
+        let Some(sq) = self.sqs.get_mut(&qid) else { return };
+        if !status.is_success() {
+            self.sqs.remove(&qid);
+            return port.fail(cid, status, 0);
+        }
+        sq.state = QueueState::Live;
+        cx.trace(Kind::QueueCreated, qid, sq.layout.size.entries(), sq.cqid.into());
+        cx.shared.set_owner(qid, DoorbellKind::Sq, Some(sq.worker));
+        deferred.event(Event::QueueCreated(live));
+        port.complete(cid, Status::SUCCESS, 0);
+    }
+
+    pub(super) fn delete_sq(
+        &mut self,
+        cx: &Context,
+        generation: u64,
+        sqe: &Sqe,
+        deferred: &mut Deferred,
+    ) -> Executed {
+        let qid = DeleteIoQueue::decode(sqe).qid;
+        let record = self.sqs.get_mut(&qid).filter(|sq| sq.state == QueueState::Live);
+        let Some(record) = record else { return Err(Status::INVALID_QID.with_dnr()) };
+        record.state = QueueState::Deleting;
+        cx.shared.set_owner(qid, DoorbellKind::Sq, None);
+        let latch = cx.latch(ended(generation, Operation::DeleteSq { qid, cid: sqe.cid }));
+        let message = |controller| Message::DeleteSq { controller, qid, latch: latch.clone() };
+        cx.send_all([record.worker], message);
+        deferred.latches.push(latch);
+        Ok(Outcome::Later)
+    }
+
+    /// Nothing of a submission queue is in flight any more.
+    pub(super) fn sq_deleted(
+        &mut self,
+        cx: &Context,
+        port: &mut AdminPort,
+        (qid, cid): (u16, u16),
+    ) {
+        self.sqs.remove(&qid);
+        cx.trace(Kind::QueueDeleted, qid, 0, 0);
+        clear_register(cx, qid, DoorbellKind::Sq);
+        port.complete(cid, Status::SUCCESS, 0);
+    }
+
+    pub(super) fn delete_cq(
+        &mut self,
+        cx: &Context,
+        generation: u64,
+        sqe: &Sqe,
+        deferred: &mut Deferred,
+    ) -> Executed {
+        let qid = DeleteIoQueue::decode(sqe).qid;
+        let in_use = self.sqs.values().any(|sq| sq.cqid == qid);
+        let record = self.cqs.get_mut(&qid).filter(|cq| cq.state == QueueState::Live);
+        let Some(record) = record else { return Err(Status::INVALID_QID.with_dnr()) };
+        if in_use {
+            return Err(Status::INVALID_QUEUE_DELETION.with_dnr());
+        }
+        record.state = QueueState::Deleting;
+        cx.shared.set_owner(qid, DoorbellKind::Cq, None);
+        let latch = cx.latch(ended(generation, Operation::DeleteCq { qid, cid: sqe.cid }));
+        let message = |controller| Message::DeleteCq { controller, qid, latch: latch.clone() };
+        cx.send_all([record.worker], message);
+        deferred.latches.push(latch);
+        Ok(Outcome::Later)
+    }
+
+    /// A completion queue is gone.
+    pub(super) fn cq_deleted(
+        &mut self,
+        cx: &Context,
+        port: &mut AdminPort,
+        (qid, cid): (u16, u16),
+    ) {
+        if let Some(record) = self.cqs.remove(&qid) {
+            cx.pool.unplace(record.worker);
+        }
+        cx.trace(Kind::QueueDeleted, qid | COMPLETION_QUEUE, 0, 0);
+        clear_register(cx, qid, DoorbellKind::Cq);
+        port.complete(cid, Status::SUCCESS, 0);
+    }
+
+    /// A reset begins: the doorbells stand for nothing any more.
+    pub(super) fn drop_eventfds(&mut self) {
+        self.doorbell_eventfds.clear();
+    }
+
+    /// A reset is over: all queues are gone.
+    pub(super) fn reset(&mut self, cx: &Context) {
+        for qid in std::mem::take(&mut self.sqs).into_keys() {
+            cx.shared.set_owner(qid, DoorbellKind::Sq, None);
+        }
+        for (qid, record) in std::mem::take(&mut self.cqs) {
+            cx.shared.set_owner(qid, DoorbellKind::Cq, None);
+            cx.pool.unplace(record.worker);
+        }
+        self.workers.clear();
+        self.granted = (cx.config.io_queues, cx.config.io_queues);
+    }
+
+    /// Descriptors that stand for the doorbells of the live queues.
+    ///
+    /// # Errors
+    /// The system's, when it has no more descriptors.
+    pub(super) fn doorbell_eventfds(&mut self, cx: &Context) -> io::Result<DoorbellEventfds> {
+        let sqs =
+            self.sqs.values().map(|q| (q.state, q.worker, sq_doorbell_offset(q.layout.qid, DSTRD)));
+        let cqs =
+            self.cqs.values().map(|q| (q.state, q.worker, cq_doorbell_offset(q.layout.qid, DSTRD)));
+        let live: Vec<_> =
+            sqs.chain(cqs).filter(|(state, ..)| *state == QueueState::Live).collect();
+        let mut found = DoorbellEventfds::default();
+        let mut indices = BTreeMap::new();
+        for (_, worker, offset) in live {
+            let index = match indices.get(&worker) {
+                Some(index) => *index,
+                None => {
+                    found.events.push(self.doorbell_eventfd(cx, worker)?);
+                    indices.insert(worker, found.events.len() - 1);
+                    found.events.len() - 1
+                }
+            };
+            found.doorbells.push((offset, index));
+        }
+        Ok(found)
+    }
+
+    /// The descriptor that has `worker` look at this controller's doorbells.
+    fn doorbell_eventfd(&mut self, cx: &Context, worker: usize) -> io::Result<EventFd> {
+        if let Some(event) = self.doorbell_eventfds.get(&worker) {
+            return event.try_clone();
+        }
+        let event = EventFd::new()?;
+        let (ours, theirs) = (event.try_clone()?, event.try_clone()?);
+        let controller = cx.shared.id;
+        cx.pool.send(worker, Message::DoorbellEventfd { controller, event: theirs });
+        self.doorbell_eventfds.insert(worker, ours);
+        Ok(event)
+    }
+}
+
+/// The notice of an operation's end, as it is until a worker says otherwise.
+pub(super) fn ended(generation: u64, operation: Operation) -> Notice {
+    Notice::Ended { generation, operation, status: Status::SUCCESS }
+}
+
+/// The next queue of this identifier starts at 0.
+fn clear_register(cx: &Context, qid: u16, kind: DoorbellKind) {
+    shadowbell_doorbell::Cell::store_release(&cx.shared.register(qid, kind), 0);
+}

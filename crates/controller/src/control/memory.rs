@@ -1,0 +1,100 @@
+//! The host's memory, as the control plane has it mapped.
+
+use super::deferred::Callback;
+use shadowbell_memory::{DmaError, DmaSpace, DmaTable, Segments, SharedBytes, View};
+use shadowbell_spec::Sqe;
+use shadowbell_spec::status::Status;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// The host's memory, and who waits for the end of what was unmapped.
+pub(super) struct HostMemory {
+    space: DmaSpace,
+    /// The buffers of Doorbell Buffer Config: Shadow Doorbell and EventIdx.
+    pub(super) shadow: Option<(u64, u64)>,
+    /// By ticket.
+    releases: BTreeMap<u64, Callback>,
+    next_ticket: u64,
+}
+
+impl HostMemory {
+    /// Nothing is mapped. `peer` names the controller, for memory that is lost.
+    pub(super) fn new(peer: u32) -> Self {
+        Self {
+            space: DmaSpace::of_peer(peer),
+            shadow: None,
+            releases: BTreeMap::new(),
+            next_ticket: 0,
+        }
+    }
+
+    pub(super) fn table(&self) -> &Arc<DmaTable> {
+        self.space.table()
+    }
+
+    pub(super) fn map(
+        &mut self,
+        iova: u64,
+        len: u64,
+        memory: &SharedBytes,
+    ) -> Result<(), DmaError> {
+        self.space.map(iova, len, memory)
+    }
+
+    pub(super) fn unmap(&mut self, iova: u64, len: u64) -> Result<(), DmaError> {
+        self.space.unmap(iova, len)
+    }
+
+    pub(super) fn unmap_all(&mut self) {
+        self.space.clear();
+    }
+
+    /// Keeps `done` until [`released`](Self::released) is called with the ticket that this returns.
+    pub(super) fn wait(&mut self, done: Callback) -> u64 {
+        let ticket = self.next_ticket;
+        self.next_ticket += 1;
+        self.releases.insert(ticket, done);
+        ticket
+    }
+
+    /// Who has waited with this ticket.
+    pub(super) fn released(&mut self, ticket: u64) -> Option<Callback> {
+        self.releases.remove(&ticket)
+    }
+
+    /// Resolves the data pointer of an admin command for `len` bytes.
+    fn data(&self, sqe: &Sqe, len: usize, page: usize, write: bool) -> Result<Segments, Status> {
+        let view = View::new(Arc::clone(self.table()));
+        let mut data = Segments::new();
+        view.resolve_prps(sqe.prp1(), sqe.prp2(), len, page, write, &mut data)
+            .map_err(|e| e.status())?;
+        Ok(data)
+    }
+
+    /// Gives the host `bytes`, which may be fewer than the `len` that the command is about. Whether
+    /// PRP2 is a page or a list of pages depends on `len` (Base 2.1, 4.3.1): a short answer must not
+    /// end up in the list.
+    pub(super) fn write(
+        &self,
+        sqe: &Sqe,
+        page: usize,
+        len: usize,
+        bytes: &[u8],
+    ) -> Result<(), Status> {
+        self.data(sqe, len, page, true)?.write_from(0, bytes).ok_or(Status::INTERNAL)
+    }
+
+    /// Takes `len` bytes from the host.
+    pub(super) fn read(&self, sqe: &Sqe, page: usize, len: usize) -> Result<Vec<u8>, Status> {
+        let data = self.data(sqe, len, page, false)?;
+        let mut bytes = vec![0; len];
+        data.read_into(0, &mut bytes).ok_or(Status::INTERNAL)?;
+        Ok(bytes)
+    }
+
+    /// Whether `page` bytes at `at` can serve as a buffer of Doorbell Buffer Config.
+    pub(super) fn is_shadow_page(&self, at: u64, page: u64) -> bool {
+        at.is_multiple_of(page)
+            && self.table().bytes(at, page).is_some_and(|bytes| bytes.is_writable())
+    }
+}

@@ -1,0 +1,511 @@
+//! The control plane of a controller: its registers, its admin commands, and what follows from them.
+//!
+//! Everything here runs under one lock, which no worker takes to serve a command and under which
+//! nobody ever waits: what takes time is sent to the workers as a message, and goes on when the last
+//! of them drops its latch and so gives notice.
+
+mod admin;
+mod commands;
+pub(crate) mod control_override;
+mod deferred;
+mod io_queues;
+mod memory;
+mod registers;
+mod reset;
+
+#[cfg(feature = "faults")]
+pub(crate) use admin::Executed;
+pub(crate) use admin::Outcome;
+pub(crate) use deferred::{Callback, Deferred};
+pub use io_queues::DoorbellEventfds;
+#[cfg(feature = "faults")]
+pub(crate) use registers::RegisterImage;
+
+use crate::context::Context;
+use crate::event::Event;
+use crate::latch::Latch;
+use crate::notice::{Notice, Operation};
+use crate::queue::admin::AdminQueue;
+use crate::stats::Stats;
+use crate::trace::Kind;
+use crate::worker::message::{AdminDoorbellPoll, Message};
+use admin::AdminPort;
+use commands::{AdminCommands, CommandEnvironment};
+use control_override::{ControlOverride, Response};
+use io_queues::{IoQueues, ended};
+use memory::HostMemory;
+use registers::{Effect, Registers};
+use reset::{Lifecycle, Phase, Waiter};
+use shadowbell_memory::{DmaError, SharedBytes};
+use shadowbell_spec::event::AsyncEvent;
+use shadowbell_spec::regs::{self, Cc, Csts, DoorbellKind};
+use shadowbell_spec::status::Status;
+use std::any::Any;
+use std::io;
+use std::sync::Arc;
+
+/// Admin commands served in one turn, so that a host which never stops can not keep the thread that
+/// carries it, and with it other hosts, waiting.
+const TURN: u32 = 256;
+
+/// The control plane. What has to outlive a process is in here; the rest is rebuilt from it.
+pub(crate) struct Control {
+    registers: Registers,
+    lifecycle: Lifecycle,
+    memory: HostMemory,
+    port: AdminPort,
+    commands: AdminCommands,
+    queues: IoQueues,
+    overriding: Option<Box<dyn ControlOverride>>,
+}
+
+impl Control {
+    pub(crate) fn new(cx: &Context) -> Self {
+        Self {
+            registers: Registers::new(cx.config.max_queue_entries),
+            lifecycle: Lifecycle::new(),
+            memory: HostMemory::new(cx.shared.id),
+            port: AdminPort::new(Arc::clone(&cx.shared)),
+            commands: AdminCommands::new(&cx.config),
+            queues: IoQueues::new(cx.config.io_queues),
+            overriding: None,
+        }
+    }
+
+    /// From now on, something else answers for the controller.
+    #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
+    pub(crate) fn set_override(&mut self, cx: &Context, overriding: Box<dyn ControlOverride>) {
+        cx.send_all(self.queues.workers(), |controller| Message::Override {
+            controller,
+            overriding: overriding.queues(),
+        });
+        self.overriding = Some(overriding);
+    }
+
+    /// What answers for the controller instead, if it is a `T`.
+    #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
+    pub(crate) fn overriding<T: Any>(&mut self) -> Option<&mut T> {
+        let overriding: &mut dyn Any = self.overriding.as_deref_mut()?;
+        overriding.downcast_mut()
+    }
+
+    /// Reads registers below the doorbells into `data`, which is all zeroes.
+    pub(crate) fn read(&self, offset: u64, data: &mut [u8]) {
+        let mut image = self.registers.image();
+        if let Some(overriding) = &self.overriding {
+            overriding.read(&mut image);
+        }
+        if let Some(from) = usize::try_from(offset).ok().and_then(|o| image.get(o..)) {
+            let n = from.len().min(data.len());
+            data[..n].copy_from_slice(&from[..n]);
+        }
+    }
+
+    /// Writes a register below the doorbells.
+    pub(crate) fn write(&mut self, cx: &Context, offset: u64, data: &[u8]) -> Deferred {
+        let mut deferred = Deferred::default();
+        match *data {
+            [a, b, c, d] => {
+                self.write32(cx, offset, u32::from_le_bytes([a, b, c, d]), &mut deferred);
+            }
+            [a, b, c, d, e, f, g, h] if offset.is_multiple_of(8) => {
+                self.write32(cx, offset, u32::from_le_bytes([a, b, c, d]), &mut deferred);
+                self.write32(cx, offset + 4, u32::from_le_bytes([e, f, g, h]), &mut deferred);
+            }
+            _ => tracing::debug!(offset, len = data.len(), "ignored a register write"),
+        }
+        deferred
+    }
+
+    fn write32(&mut self, cx: &Context, offset: u64, value: u32, deferred: &mut Deferred) {
+        if let Some(overriding) = &mut self.overriding
+            && overriding.write(offset, value, self.registers.cc)
+        {
+            return;
+        }
+        match self.registers.write(offset, value) {
+            Effect::None => {}
+            Effect::Configuration(before) => self.configure(cx, before, deferred),
+            Effect::AdminCompletionQueue(acq) => {
+                let table = self.memory.table();
+                if self.port.queue.as_mut().is_some_and(|queue| queue.place_cq(table, acq)) {
+                    self.registers.acq = acq;
+                } else {
+                    tracing::debug!(offset, "ignored a write while the controller is enabled");
+                }
+            }
+        }
+    }
+
+    /// CC was written.
+    fn configure(&mut self, cx: &Context, old: Cc, deferred: &mut Deferred) {
+        let new = self.registers.cc;
+        match (old.en(), new.en()) {
+            // Early, before RDY went to 0: it counts when the reset under way is over.
+            (false, true) if self.lifecycle.phase == Phase::Disabled => self.enable(cx, deferred),
+            (true, false) => self.begin_reset(cx, false, deferred),
+            _ => {}
+        }
+        if new.shn() != regs::SHN_NONE && old.shn() != new.shn() {
+            self.shut_down(cx, deferred);
+        }
+    }
+
+    /// CC.EN went from 0 to 1 (Base 2.1, "Memory-based Controller Initialization").
+    fn enable(&mut self, cx: &Context, deferred: &mut Deferred) {
+        if let Err(why) = self.registers.check_enable() {
+            return self.fail(why, deferred);
+        }
+        let Registers { aqa, asq, acq, .. } = self.registers;
+        match AdminQueue::new(&cx.shared, self.memory.table(), aqa, asq, acq) {
+            Ok(queue) => self.port.queue = Some(queue),
+            Err(fault) => {
+                tracing::warn!(%fault, "the admin queue's memory can not be reached");
+                return self
+                    .fail("the admin queue is not in memory that the host shared", deferred);
+            }
+        }
+        self.lifecycle.phase = Phase::Ready;
+        self.registers.csts = Csts::new().with_rdy(true);
+        deferred.event(Event::Enabled);
+        if cx.shared.mapped {
+            let tail = cx.shared.register(0, DoorbellKind::Sq);
+            let head = cx.shared.register(0, DoorbellKind::Cq);
+            let poll = AdminDoorbellPoll::new(tail, head, cx.control.clone());
+            cx.pool.send(0, Message::PollAdminDoorbells(poll));
+        }
+    }
+
+    /// Nothing goes on until the next reset (CSTS.CFS).
+    fn fail(&mut self, why: &'static str, deferred: &mut Deferred) {
+        if !self.registers.csts.cfs() {
+            self.registers.csts.set_cfs(true);
+            tracing::warn!(why, "controller fatal status");
+            deferred.event(Event::Fatal(why));
+        }
+    }
+
+    /// CC.SHN: flushes what the disks hold back. The queues go on working.
+    fn shut_down(&mut self, cx: &Context, deferred: &mut Deferred) {
+        self.registers.csts.set_shst(regs::SHST_OCCURRING);
+        let latch = cx.latch(ended(self.lifecycle.generation, Operation::Shutdown));
+        let message = |controller| Message::Flush { controller, latch: latch.clone() };
+        cx.send_all(self.queues.workers(), message);
+        deferred.latches.push(latch);
+    }
+
+    /// A Controller Level Reset begins: the shadow pages are dropped before anything else, the
+    /// workers give up what is in flight, and the rest follows when they have.
+    fn begin_reset(&mut self, cx: &Context, full: bool, deferred: &mut Deferred) {
+        if let Some(queue) = &mut self.port.queue {
+            queue.drop_shadow();
+        }
+        self.memory.shadow = None;
+        self.queues.drop_eventfds();
+        self.lifecycle.full_reset |= full;
+        if self.lifecycle.phase == Phase::Resetting {
+            return;
+        }
+        if self.lifecycle.phase == Phase::Ready
+            && self.queues.has_sqs()
+            && self.registers.csts.shst() != regs::SHST_COMPLETE
+            && full
+        {
+            self.lifecycle.unsafe_shutdowns += 1;
+        }
+        self.lifecycle.phase = Phase::Resetting;
+        self.lifecycle.generation += 1;
+        self.port.retire();
+        let latch = cx.latch(ended(self.lifecycle.generation, Operation::Reset));
+        let message = |controller| Message::Detach { controller, latch: latch.clone() };
+        cx.send_all(self.queues.workers(), message);
+        deferred.latches.push(latch);
+    }
+
+    /// Nothing is in flight any more.
+    fn end_reset(&mut self, cx: &Context, deferred: &mut Deferred) {
+        self.queues.reset(cx);
+        let doorbells = cx.shared.doorbells();
+        let _ = doorbells.fill(0, doorbells.len(), 0);
+        cx.shared.irqs.forget_pending();
+        cx.shared.coalescing.reset();
+        cx.shared.set_write_through(false);
+        self.commands.reset();
+        self.port.events.clear();
+        self.lifecycle.phase = Phase::Disabled;
+        self.registers.csts = Csts::new();
+        if std::mem::take(&mut self.lifecycle.full_reset) {
+            self.registers.power_on();
+        }
+        if let Some(overriding) = &mut self.overriding {
+            overriding.reset_ended();
+        }
+        cx.trace(Kind::Reset, 0, 0, 0);
+        deferred.event(Event::Disabled);
+        for waiter in std::mem::take(&mut self.lifecycle.waiting) {
+            self.reset_is_over(cx, waiter, deferred);
+        }
+        if self.registers.cc.en() {
+            self.enable(cx, deferred);
+        }
+    }
+
+    /// Does what somebody wanted done after a reset.
+    fn reset_is_over(&mut self, cx: &Context, waiter: Waiter, deferred: &mut Deferred) {
+        match waiter {
+            Waiter::Reset(done) => deferred.callbacks.push(done),
+            Waiter::Disconnect(done) => {
+                cx.shared.irqs.clear();
+                self.unmap_all(cx, done, deferred);
+            }
+        }
+    }
+
+    /// A reset from outside.
+    pub(crate) fn reset(&mut self, cx: &Context, done: Callback) -> Deferred {
+        self.reset_for(cx, Waiter::Reset(done))
+    }
+
+    /// The host is gone: a reset, after which its memory and its interrupts are forgotten.
+    pub(crate) fn disconnect(&mut self, cx: &Context, done: Callback) -> Deferred {
+        self.reset_for(cx, Waiter::Disconnect(done))
+    }
+
+    fn reset_for(&mut self, cx: &Context, waiter: Waiter) -> Deferred {
+        let mut deferred = Deferred::default();
+        if let Some(overriding) = &mut self.overriding {
+            overriding.function_reset();
+        }
+        if self.lifecycle.phase == Phase::Disabled {
+            self.registers.power_on();
+            self.reset_is_over(cx, waiter, &mut deferred);
+        } else {
+            self.lifecycle.waiting.push(waiter);
+            self.begin_reset(cx, true, &mut deferred);
+        }
+        deferred
+    }
+
+    /// Maps memory; [`publish_table`](Self::publish_table) has to follow.
+    pub(crate) fn map(
+        &mut self,
+        iova: u64,
+        len: u64,
+        memory: &SharedBytes,
+    ) -> Result<(), DmaError> {
+        self.memory.map(iova, len, memory)
+    }
+
+    /// Takes a range away; `done` is called when nothing uses it any more.
+    pub(crate) fn unmap(
+        &mut self,
+        cx: &Context,
+        iova: u64,
+        len: u64,
+        done: Callback,
+    ) -> Result<Deferred, DmaError> {
+        self.memory.unmap(iova, len)?;
+        let mut deferred = Deferred::default();
+        self.release_memory(cx, done, &mut deferred);
+        Ok(deferred)
+    }
+
+    /// Takes every range away; `done` is called when nothing uses them any more.
+    pub(crate) fn unmap_all(&mut self, cx: &Context, done: Callback, deferred: &mut Deferred) {
+        self.memory.unmap_all();
+        self.release_memory(cx, done, deferred);
+    }
+
+    fn release_memory(&mut self, cx: &Context, done: Callback, deferred: &mut Deferred) {
+        let ticket = self.memory.wait(done);
+        let latch = cx.latch(Notice::MemoryReleased { ticket });
+        self.publish_table(cx, Some(&latch));
+        deferred.latches.push(latch);
+    }
+
+    /// Gives everybody the DMA map as it is now. `latch`, if somebody waits, is let go by each when
+    /// nothing of it uses the old one any more. Whether the admin queue has to be served: it stood
+    /// still for want of memory that is there now, and nobody rings again for what was rung meanwhile.
+    pub(crate) fn publish_table(&mut self, cx: &Context, latch: Option<&Latch>) -> bool {
+        let (table, shadow) = (Arc::clone(self.memory.table()), self.memory.shadow);
+        let is_back = self.port.queue.as_mut().is_some_and(|queue| queue.remap(&table, shadow));
+        cx.send_all(self.queues.workers(), |controller| Message::Table {
+            controller,
+            table: Arc::clone(&table),
+            latches: latch.into_iter().cloned().collect(),
+        });
+        is_back
+    }
+
+    /// The workers that serve this controller's queues.
+    pub(crate) fn workers(&self) -> Vec<usize> {
+        self.queues.workers().collect()
+    }
+
+    /// The counters of the admin queue pair.
+    pub(crate) fn admin_stats(&self) -> Stats {
+        self.port.stats()
+    }
+
+    /// Descriptors that stand for writes to doorbells: none without Doorbell Buffer Config.
+    ///
+    /// # Errors
+    /// The system's, when it has no more descriptors.
+    pub(crate) fn doorbell_eventfds(&mut self, cx: &Context) -> io::Result<DoorbellEventfds> {
+        if self.memory.shadow.is_none() || cx.shared.mapped {
+            return Ok(DoorbellEventfds::default());
+        }
+        self.queues.doorbell_eventfds(cx)
+    }
+
+    fn is_ready(&self) -> bool {
+        self.lifecycle.phase == Phase::Ready && !self.registers.csts.cfs()
+    }
+
+    /// A doorbell register was written that no queue has.
+    pub(crate) fn invalid_doorbell_register(&mut self, cx: &Context) -> Deferred {
+        let mut deferred = Deferred::default();
+        if self.is_ready() {
+            self.port.raise(AsyncEvent::INVALID_DOORBELL_REGISTER);
+        }
+        self.serve_admin(cx, &mut deferred);
+        deferred
+    }
+
+    /// A worker has given notice.
+    pub(crate) fn receive(&mut self, cx: &Context, notice: Notice) -> Deferred {
+        let mut deferred = Deferred::default();
+        match notice {
+            Notice::InvalidDoorbell { qid } => {
+                tracing::debug!(qid, "invalid doorbell value");
+                if self.is_ready() {
+                    self.port.raise(AsyncEvent::INVALID_DOORBELL_VALUE);
+                }
+            }
+            Notice::CommandError { sqid, cid, status, nsid, lba } => {
+                self.port.log_error(sqid, cid, status, nsid, lba);
+                let failed = (nsid, status);
+                self.commands.command_failed(cx, &mut self.port, failed, &mut deferred);
+            }
+            Notice::MemoryLost => {
+                self.fail("memory that the host shared was taken away (truncated)", &mut deferred);
+            }
+            Notice::Condition(condition) => {
+                let ready = self.is_ready();
+                let response = self.overriding.as_mut().map(|o| o.condition(condition, ready));
+                match response.unwrap_or(Response::Nothing) {
+                    Response::Nothing => {}
+                    Response::Fail(why) => self.fail(why, &mut deferred),
+                    Response::Reset => self.begin_reset(cx, true, &mut deferred),
+                }
+            }
+            Notice::AdminDoorbell => self.serve_admin(cx, &mut deferred),
+            Notice::MemoryReleased { ticket } => {
+                deferred.callbacks.extend(self.memory.released(ticket));
+            }
+            // What began before a reset concerns nobody.
+            Notice::Ended { generation, .. } if generation != self.lifecycle.generation => {}
+            Notice::Ended { operation, status, .. } => {
+                self.operation_ended(cx, operation, status, &mut deferred);
+            }
+        }
+        deferred
+    }
+
+    /// All workers that took part in `operation` are done with it.
+    fn operation_ended(
+        &mut self,
+        cx: &Context,
+        operation: Operation,
+        status: Status,
+        deferred: &mut Deferred,
+    ) {
+        let (queues, port) = (&mut self.queues, &mut self.port);
+        match operation {
+            Operation::CreateCq { qid, cid } => queues.cq_created(cx, port, (qid, cid), status),
+            Operation::CreateSq { qid, cid } => {
+                queues.sq_created(cx, port, (qid, cid), status, deferred);
+            }
+            Operation::DeleteCq { qid, cid } => queues.cq_deleted(cx, port, (qid, cid)),
+            Operation::DeleteSq { qid, cid } => queues.sq_deleted(cx, port, (qid, cid)),
+            Operation::ShadowDoorbells { cid } => {
+                port.complete(cid, Status::SUCCESS, 0);
+                cx.trace(Kind::ShadowConfigured, 0, 0, 0);
+                deferred.event(Event::ShadowDoorbells);
+                // The host may shadow the admin queue from here on.
+                self.serve_admin(cx, deferred);
+            }
+            Operation::SmartLog { cid } => {
+                let (commands, mut env) = self.split(cx, deferred);
+                commands.counters_are_there(&mut env, cid);
+            }
+            Operation::Abort { cid } => self.commands.abort_ended(port, cid, status),
+            Operation::Shutdown => {
+                self.registers.csts.set_shst(regs::SHST_COMPLETE);
+                deferred.event(Event::Shutdown);
+            }
+            Operation::Reset => self.end_reset(cx, deferred),
+        }
+    }
+
+    /// The commands, and what they may touch.
+    fn split<'a>(
+        &'a mut self,
+        cx: &'a Context,
+        deferred: &'a mut Deferred,
+    ) -> (&'a mut AdminCommands, CommandEnvironment<'a>) {
+        let env = CommandEnvironment {
+            cx,
+            registers: &self.registers,
+            lifecycle: &self.lifecycle,
+            memory: &mut self.memory,
+            port: &mut self.port,
+            queues: &mut self.queues,
+            overriding: self.overriding.as_deref_mut(),
+            deferred,
+        };
+        (&mut self.commands, env)
+    }
+
+    /// Serves the admin queue for a turn.
+    fn serve_admin(&mut self, cx: &Context, deferred: &mut Deferred) {
+        if self.port.queue.as_mut().is_some_and(AdminQueue::lacks_cq) {
+            let why = "the admin completion queue is not in memory that the host shared";
+            return self.fail(why, deferred);
+        }
+        let mut turn = 0;
+        while self.is_ready() && turn < TURN {
+            let next = match self.port.queue.as_mut().map(AdminQueue::next) {
+                None => return,
+                Some(Ok(next)) => next,
+                Some(Err(_)) => {
+                    self.port.raise(AsyncEvent::INVALID_DOORBELL_VALUE);
+                    None
+                }
+            };
+            let Some(sqe) = next else {
+                self.port.post();
+                match self.port.queue.as_mut().map(AdminQueue::arm) {
+                    Some(Ok(false)) => {
+                        turn += 1;
+                        continue;
+                    }
+                    Some(Err(_)) => self.port.raise(AsyncEvent::INVALID_DOORBELL_VALUE),
+                    _ => {}
+                }
+                return;
+            };
+            turn += 1;
+            let (commands, mut env) = self.split(cx, deferred);
+            match commands.execute(&mut env, &sqe) {
+                Ok(Outcome::Done(dw0)) => env.port.complete(sqe.cid, Status::SUCCESS, dw0),
+                Ok(Outcome::Later) => {}
+                Err(status) => {
+                    tracing::debug!(opcode = sqe.opcode, nsid = sqe.nsid, %status, "admin command");
+                    env.port.fail(sqe.cid, status, sqe.nsid);
+                }
+            }
+        }
+        deferred.again |= self.is_ready() && self.port.queue.is_some();
+    }
+}

@@ -1,0 +1,142 @@
+//! The registers below the doorbells: what they hold, and what a write to one means.
+
+use shadowbell_spec::regs::{self, Aqa, Cap, Cc, Crto, Csts, Vs};
+
+/// CAP.TO and CRTO: how long a host may have to wait for CSTS.RDY, in units of 500 ms. Commands in
+/// flight on a slow disk have to end before a reset is complete.
+const READY_TIMEOUT: u8 = 60;
+/// CAP.MPSMAX: 2^(12 + 4), 64 KiB.
+const MPS_MAX: u8 = 4;
+/// Bytes that are read as registers; above them is nothing below the doorbells.
+const IMAGE_BYTES: usize = 0x70;
+
+/// The registers as bytes, from offset 0 on.
+pub(crate) type RegisterImage = [u8; IMAGE_BYTES];
+
+/// What a write of a register asks for, beyond the register's new value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Effect {
+    /// Nothing.
+    None,
+    /// CC was written; this was its value before.
+    Configuration(Cc),
+    /// ACQ was written while the controller is enabled: it becomes this, if the queue has not been
+    /// used.
+    AdminCompletionQueue(u64),
+}
+
+/// The registers that a host writes, and CSTS.
+#[derive(Debug)]
+pub(super) struct Registers {
+    pub(super) cap: Cap,
+    pub(super) cc: Cc,
+    pub(super) csts: Csts,
+    pub(super) aqa: Aqa,
+    pub(super) asq: u64,
+    pub(super) acq: u64,
+    intms: u32,
+}
+
+impl Registers {
+    /// At power on, for queues of at most so many entries.
+    pub(super) fn new(max_queue_entries: u32) -> Self {
+        let cap = Cap::new()
+            .with_mqes((max_queue_entries - 1) as u16)
+            .with_cqr(true)
+            .with_to(READY_TIMEOUT)
+            .with_css(regs::CAP_CSS_NVM | regs::CAP_CSS_IO_COMMAND_SETS)
+            .with_mpsmax(MPS_MAX)
+            .with_crwms(true);
+        Self {
+            cap,
+            cc: Cc::default(),
+            csts: Csts::default(),
+            aqa: Aqa::default(),
+            asq: 0,
+            acq: 0,
+            intms: 0,
+        }
+    }
+
+    /// Back to the values at power on.
+    pub(super) fn power_on(&mut self) {
+        *self = Self::new(u32::from(self.cap.mqes()) + 1);
+    }
+
+    /// CC.MPS in bytes.
+    pub(super) fn page_size(&self) -> usize {
+        1 << (12 + u32::from(self.cc.mps()))
+    }
+
+    /// What a host reads.
+    pub(super) fn image(&self) -> RegisterImage {
+        let mut image = [0u8; IMAGE_BYTES];
+        let mut put = |at: u64, bytes: &[u8]| {
+            image[at as usize..at as usize + bytes.len()].copy_from_slice(bytes);
+        };
+        put(regs::CAP, &self.cap.into_bits().to_le_bytes());
+        put(regs::VS, &Vs::V2_0.into_bits().to_le_bytes());
+        put(regs::INTMS, &self.intms.to_le_bytes());
+        put(regs::INTMC, &self.intms.to_le_bytes());
+        put(regs::CC, &self.cc.into_bits().to_le_bytes());
+        put(regs::CSTS, &self.csts.into_bits().to_le_bytes());
+        put(regs::AQA, &self.aqa.into_bits().to_le_bytes());
+        put(regs::ASQ, &self.asq.to_le_bytes());
+        put(regs::ACQ, &self.acq.to_le_bytes());
+        let crto = Crto::new().with_crwmt(READY_TIMEOUT.into());
+        put(regs::CRTO, &crto.into_bits().to_le_bytes());
+        image
+    }
+
+    /// Writes four bytes at `offset`.
+    pub(super) fn write(&mut self, offset: u64, value: u32) -> Effect {
+        let low = |old: u64| old & !0xffff_ffff | u64::from(value);
+        let high = |old: u64| old & 0xffff_ffff | u64::from(value) << 32;
+        match offset {
+            regs::INTMS => self.intms |= value,
+            regs::INTMC => self.intms &= !value,
+            regs::CC => {
+                let before = std::mem::replace(&mut self.cc, Cc::from_bits(value));
+                return Effect::Configuration(before);
+            }
+            regs::ACQ if self.cc.en() => {
+                return Effect::AdminCompletionQueue(low(self.acq) & !0xfff);
+            }
+            0x34 if self.cc.en() => return Effect::AdminCompletionQueue(high(self.acq)),
+            // The admin queue's place can not change under it.
+            regs::AQA | regs::ASQ..=0x37 if self.cc.en() => {
+                tracing::debug!(offset, "ignored a write while the controller is enabled");
+            }
+            regs::AQA => self.aqa = Aqa::from_bits(value & 0x0fff_0fff),
+            regs::ASQ => self.asq = low(self.asq) & !0xfff,
+            0x2c => self.asq = high(self.asq),
+            regs::ACQ => self.acq = low(self.acq) & !0xfff,
+            0x34 => self.acq = high(self.acq),
+            _ => {}
+        }
+        Effect::None
+    }
+
+    /// Whether the controller can be enabled so (Base 2.1, "Memory-based Controller
+    /// Initialization").
+    ///
+    /// # Errors
+    /// What is wrong.
+    pub(super) fn check_enable(&self) -> Result<(), &'static str> {
+        let cc = self.cc;
+        if cc.mps() > MPS_MAX {
+            Err("CC.MPS is above CAP.MPSMAX")
+        } else if !matches!(cc.css(), regs::CC_CSS_NVM | regs::CC_CSS_ALL | regs::CC_CSS_ADMIN_ONLY)
+        {
+            Err("CC.CSS selects a command set that is not supported")
+        } else if cc.ams() != 0 {
+            Err("CC.AMS selects an arbitration that is not supported")
+        } else if self.aqa.asqs() == 0 || self.aqa.acqs() == 0 {
+            Err("AQA asks for an admin queue of one entry")
+        } else if !(self.asq | self.acq).is_multiple_of(self.page_size() as u64) {
+            Err("ASQ or ACQ is not aligned to CC.MPS")
+        } else {
+            Ok(())
+        }
+    }
+}

@@ -1,0 +1,26 @@
+//! What happens to a controller that its owner may want to tell a person.
+
+/// Something that the owner of a controller may want to tell a person.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Event {
+    /// A host set CC.EN, and the controller is ready.
+    Enabled,
+    /// The host configured shadow doorbells.
+    ShadowDoorbells,
+    /// The host created its first I/O queue, or another one: how many submission queues exist.
+    QueueCreated(usize),
+    /// A write found no room on the storage of this namespace: told once in a while.
+    Full(u32),
+    /// Data that were written to this namespace may be lost: told once in a while.
+    Lost(u32),
+    /// The host has shut the controller down.
+    Shutdown,
+    /// The controller was reset; no command is in flight any more.
+    Disabled,
+    /// The controller can not go on until it is reset, and why.
+    Fatal(&'static str),
+}
+
+/// Is called with what happens, on whatever thread it happens.
+pub(crate) type Listener = Box<dyn Fn(&Event) + Send + Sync>;

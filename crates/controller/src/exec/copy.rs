@@ -1,0 +1,323 @@
+//! Copy: blocks of a namespace to another place in it. NVM 1.1, "Copy command".
+//!
+//! A copy is carried out in two strides: all of its sources are read into a buffer, then all of the
+//! destination is written. So the destination gets what the sources held before, however they
+//! overlap, and nothing is written if a source can not be read. What MCL says bounds the buffer, of
+//! which a worker has a few; a copy that finds none waits for one, in order.
+//!
+//! A copy is never carried out where its entry is fetched: a stride is taken between two passes over
+//! the queues, and together they move about as much at a time as one long write. On a disk that
+//! answers at once, others' commands get their turn meanwhile; on one that does not, the requests of
+//! a stride are under way at the same time.
+
+use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
+use super::namespace::{NamespaceQueue, index_of};
+use super::resolve::read_list;
+use super::status::status_of;
+use crate::namespace::{COPY_BYTES, COPY_RANGES};
+use shadowbell_backend::{Op, Request, Submitted};
+use shadowbell_memory::{Mapping, Segments, SharedBytes, View};
+use shadowbell_spec::nvm::{CopyFields, CopyRange};
+use shadowbell_spec::sqe::Sqe;
+use shadowbell_spec::status::Status;
+use zerocopy::FromBytes;
+
+/// Buffers that a worker has for one controller, at most: copies that are under way at once.
+const BUFFERS: usize = 4;
+
+/// A source range, in bytes of the disk.
+#[derive(Clone, Copy, Debug)]
+struct Source {
+    offset: u64,
+    len: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stride {
+    /// Nothing is done yet.
+    Waiting,
+    /// The sources are being read.
+    Reading,
+    /// The destination is being written.
+    Writing,
+}
+
+/// A Copy command.
+#[derive(Debug)]
+pub(super) struct Copy {
+    /// The command's entry.
+    pub(super) parent: u32,
+    /// Its submission queue.
+    pub(super) sq: usize,
+    namespace: usize,
+    sources: Box<[Source]>,
+    /// Where the destination begins, in bytes of the disk.
+    to: u64,
+    fua: bool,
+    buffer: Option<SharedBytes>,
+    stride: Stride,
+    /// Requests of this stride that the disk has in hand.
+    left: u32,
+    /// The lowest source range that failed in this stride, and how.
+    failed: Option<(u32, Status)>,
+    /// It is not wanted any more.
+    cancelled: bool,
+}
+
+impl Copy {
+    fn fail(&mut self, range: u32, status: Status) {
+        if self.failed.is_none_or(|(lowest, _)| range < lowest) {
+            self.failed = Some((range, status));
+        }
+    }
+
+    /// Whether there is nothing more to be done, if nothing is under way.
+    fn is_over(&self) -> bool {
+        self.failed.is_some() || self.cancelled || self.stride == Stride::Writing
+    }
+
+    /// The status, and dword 0 of the completion: the lowest source range that was not copied, or 0 if
+    /// nothing was written.
+    fn outcome(&self) -> (Status, u32) {
+        match (self.stride, self.failed) {
+            (Stride::Writing, None) => (Status::SUCCESS, 0),
+            (Stride::Writing, Some((range, status))) => (status, range),
+            (_, Some((_, status))) => (status, 0),
+            (_, None) => (Status::ABORT_REQUESTED, 0),
+        }
+    }
+}
+
+/// What a Copy command asks for, checked.
+pub(super) struct ParsedCopy {
+    /// Index of the namespace.
+    pub(super) namespace: usize,
+    sources: Box<[Source]>,
+    to: u64,
+    fua: bool,
+}
+
+/// A copy that is over.
+pub(super) struct CopyEnd {
+    /// The command's entry.
+    pub(super) parent: u32,
+    pub(super) status: Status,
+    pub(super) dw0: u32,
+}
+
+/// The copies of one engine.
+#[derive(Debug, Default)]
+pub(super) struct Copies {
+    /// In the order in which they came.
+    list: Vec<Copy>,
+    buffers: Vec<SharedBytes>,
+    buffers_made: usize,
+}
+
+impl Copies {
+    #[inline]
+    pub(super) fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+
+    /// A request of a copy has ended.
+    pub(super) fn range_ended(&mut self, parent: u32, range: u32, status: Status) {
+        let Some(copy) = self.list.iter_mut().find(|copy| copy.parent == parent) else { return };
+        copy.left = copy.left.saturating_sub(1);
+        if !status.is_success() {
+            copy.fail(range, status);
+        }
+    }
+
+    /// Nothing more of these is to be begun. What the disk has in hand of them is the disk's.
+    pub(super) fn cancel(&mut self, which: impl Fn(&Copy) -> bool) {
+        let unwanted = self.list.iter_mut().filter(|copy| which(copy));
+        unwanted.for_each(|copy| copy.cancelled = true);
+    }
+
+    fn has_buffer(&self) -> bool {
+        !self.buffers.is_empty() || self.buffers_made < BUFFERS
+    }
+
+    fn buffer(&mut self) -> Option<SharedBytes> {
+        if let Some(buffer) = self.buffers.pop() {
+            return Some(buffer);
+        }
+        let buffer = Mapping::anonymous(COPY_BYTES as u64).ok()?.bytes();
+        self.buffers_made += 1;
+        Some(buffer)
+    }
+
+    /// Whether something can be done for this copy without waiting for anybody.
+    fn is_ready(&self, copy: &Copy) -> bool {
+        copy.left == 0 && (copy.is_over() || copy.buffer.is_some() || self.has_buffer())
+    }
+}
+
+/// Decodes and checks a Copy command; reads its list of source ranges.
+///
+/// # Errors
+/// It has ended, with this status, and nothing was copied.
+pub(super) fn parse_copy(
+    sqe: &Sqe,
+    namespaces: &[NamespaceQueue],
+    (view, page_size): (&View, usize),
+    scratch: &mut Segments,
+) -> Result<(ParsedCopy, Kind), Status> {
+    let index = index_of(namespaces, sqe.nsid)?;
+    let fields = CopyFields::decode(sqe);
+    if fields.desfmt != 0 {
+        return Err(Status::INVALID_FIELD.with_dnr());
+    }
+    let count = fields.ranges();
+    if count > COPY_RANGES {
+        return Err(Status::COMMAND_SIZE_LIMIT_EXCEEDED.with_dnr());
+    }
+    let mut raw = [0; COPY_RANGES * size_of::<CopyRange>()];
+    let raw = raw.get_mut(..count * size_of::<CopyRange>()).ok_or(Status::INTERNAL)?;
+    read_list(view, sqe, page_size, scratch, raw)?;
+
+    let namespace = &namespaces[index];
+    let shift = namespace.block_shift;
+    let most = (COPY_BYTES >> shift) as u64;
+    let (mut total, mut outside) = (0, false);
+    let mut sources = Vec::with_capacity(count);
+    for entry in raw.chunks_exact(size_of::<CopyRange>()) {
+        let range = CopyRange::read_from_bytes(entry).map_err(|_| Status::INTERNAL)?;
+        let blocks = u64::from(range.nlb0) + 1;
+        total += blocks;
+        // MSSRL and MCL are the same, so this is about both.
+        if total > most {
+            return Err(Status::COMMAND_SIZE_LIMIT_EXCEEDED.with_dnr());
+        }
+        let end = range.slba.checked_add(blocks);
+        if end.is_none_or(|end| end > namespace.blocks) {
+            outside = true;
+            continue;
+        }
+        sources.push(Source { offset: range.slba << shift, len: blocks << shift });
+    }
+    let end = fields.sdlba.checked_add(total);
+    if outside || end.is_none_or(|end| end > namespace.blocks) {
+        return Err(Status::LBA_OUT_OF_RANGE.with_dnr());
+    }
+    if namespace.read_only {
+        return Err(Status::NAMESPACE_WRITE_PROTECTED.with_dnr());
+    }
+    let copy = ParsedCopy {
+        namespace: index,
+        sources: sources.into(),
+        to: fields.sdlba << shift,
+        fua: fields.fua,
+    };
+    Ok((copy, Kind::Copy(total << shift)))
+}
+
+impl Copies {
+    /// Takes a copy on, for the command in entry `parent`, of submission queue `sq`.
+    pub(super) fn push(&mut self, copy: ParsedCopy, parent: u32, sq: usize, write_through: bool) {
+        let ParsedCopy { namespace, sources, to, fua } = copy;
+        self.list.push(Copy {
+            parent,
+            sq,
+            namespace,
+            sources,
+            to,
+            fua: fua || write_through,
+            buffer: None,
+            stride: Stride::Waiting,
+            left: 0,
+            failed: None,
+            cancelled: false,
+        });
+    }
+
+    /// Whether a stride can be taken without waiting for anybody.
+    pub(super) fn can_advance(&self) -> bool {
+        self.list.iter().any(|copy| self.is_ready(copy))
+    }
+
+    /// Takes the next strides, about [`COPY_BYTES`] of them. The copies that are over.
+    pub(super) fn advance(
+        &mut self,
+        namespaces: &mut [NamespaceQueue],
+        in_flight: &mut InFlightTable,
+        spare: &mut Vec<Segments>,
+    ) -> Vec<CopyEnd> {
+        let mut list = std::mem::take(&mut self.list);
+        let (mut moved, mut over) = (0, Vec::new());
+        list.retain_mut(|copy| {
+            if moved >= COPY_BYTES as u64 || !self.is_ready(copy) {
+                return true;
+            }
+            if !copy.is_over() {
+                if copy.buffer.is_none() {
+                    copy.buffer = self.buffer();
+                }
+                moved += copy.stride(&mut namespaces[copy.namespace], in_flight, spare);
+                return true;
+            }
+            self.buffers.extend(copy.buffer.take());
+            let (status, dw0) = copy.outcome();
+            over.push(CopyEnd { parent: copy.parent, status, dw0 });
+            false
+        });
+        self.list = list;
+        over
+    }
+}
+
+impl Copy {
+    /// Submits the requests of the next stride. How many bytes were moved at once.
+    fn stride(
+        &mut self,
+        namespace: &mut NamespaceQueue,
+        in_flight: &mut InFlightTable,
+        spare: &mut Vec<Segments>,
+    ) -> u64 {
+        let Some(buffer) = self.buffer.clone() else {
+            self.fail(0, Status::INTERNAL);
+            return 0;
+        };
+        self.stride = match self.stride {
+            Stride::Waiting => Stride::Reading,
+            Stride::Reading | Stride::Writing => Stride::Writing,
+        };
+        let reading = self.stride == Stride::Reading;
+        let (mut at, mut moved) = (0, 0);
+        for range in 0..self.sources.len() {
+            let Source { offset, len } = self.sources[range];
+            let (request, kind) = if reading {
+                (Request { op: Op::Read, offset, len }, Kind::Read(len))
+            } else {
+                let op = Op::Write { fua: self.fua };
+                (Request { op, offset: self.to + at, len }, Kind::Write(len))
+            };
+            // The sum of all ranges was checked against the size of the buffer.
+            let place = buffer.slice(at as usize, len as usize);
+            at += len;
+            let range = range as u32;
+            let Some(place) = place else {
+                self.fail(range, Status::INTERNAL);
+                break;
+            };
+            let mut data = Segments::from_bytes(&place);
+            let tag = in_flight.next_tag();
+            match namespace.queue.submit(tag, &request, &mut data) {
+                Submitted::Done(Ok(())) => moved += len,
+                Submitted::Done(Err(error)) => {
+                    self.fail(range, status_of(error, reading));
+                    break;
+                }
+                Submitted::Pending => {
+                    // It comes back among those that are kept for their room.
+                    drop(spare.pop());
+                    self.left += 1;
+                    let owner = Owner::Range { copy: self.parent, range };
+                    in_flight.insert(tag, InFlight::new(owner, self.namespace, kind));
+                }
+            }
+        }
+        moved
+    }
+}

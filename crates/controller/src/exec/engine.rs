@@ -1,0 +1,564 @@
+//! Everything that executing I/O commands for one controller takes, on one worker.
+
+use super::copy::{Copies, parse_copy};
+use super::in_flight::{CompletedCommand, InFlight, InFlightTable, Kind, Owner};
+use super::namespace::{NamespaceQueue, index_of};
+use super::resolve::{read_list, resolve_flagged};
+use super::status::{is_media_error, status_of};
+use crate::latch::Latch;
+use crate::queue::Permit;
+use crate::stats::IoStats;
+use shadowbell_backend::{DiskError, Op, Request, Submitted};
+use shadowbell_memory::{Segments, View};
+use shadowbell_spec::Sqe;
+use shadowbell_spec::nvm::{DSM_MAX_RANGES, DatasetManagement, RwFields};
+use shadowbell_spec::opcode::NvmOpcode;
+use shadowbell_spec::sqe::{Fuse, NSID_ALL};
+use shadowbell_spec::status::Status;
+
+const READ: u8 = NvmOpcode::Read as u8;
+const WRITE: u8 = NvmOpcode::Write as u8;
+
+/// What became of a command that was started.
+#[derive(Debug)]
+pub(crate) enum Started {
+    /// It has succeeded.
+    Done(Permit),
+    /// [`Engine::reap`] says when and how it ends.
+    Pending,
+    /// It has ended, with this status.
+    Failed(Permit, Status),
+}
+
+/// Everything that executing I/O commands for one controller takes, on one worker.
+pub(crate) struct Engine {
+    view: View,
+    limits: Limits,
+    write_through: bool,
+    /// Whether a disk wants hints of requests before they come.
+    wants_hints: bool,
+    namespaces: Vec<NamespaceQueue>,
+    in_flight: InFlightTable,
+    scratch: Segments,
+    /// Emptied buffers, kept for their room.
+    spare: Vec<Segments>,
+    copies: Copies,
+    pub(crate) stats: IoStats,
+}
+
+/// What a command's data has to keep to.
+#[derive(Clone, Copy)]
+struct Limits {
+    /// CC.MPS in bytes.
+    page_size: usize,
+    /// MDTS in bytes.
+    max_transfer: usize,
+}
+
+/// The request of a Read, Write or Compare; resolves its data into `data`.
+#[inline(always)]
+fn prepare(
+    op: NvmOpcode,
+    sqe: &Sqe,
+    namespace: &NamespaceQueue,
+    (view, limits, write_through): (&View, Limits, bool),
+    data: &mut Segments,
+) -> Result<(Request, Kind), Status> {
+    let rw = RwFields::decode(sqe);
+    let (offset, len) = namespace.range(&rw)?;
+    if len > limits.max_transfer as u64 {
+        return Err(Status::INVALID_FIELD.with_dnr());
+    }
+    let (op, kind) = match op {
+        NvmOpcode::Read => (Op::Read, Kind::Read(len)),
+        NvmOpcode::Write if namespace.read_only => {
+            return Err(Status::NAMESPACE_WRITE_PROTECTED.with_dnr());
+        }
+        NvmOpcode::Write => (Op::Write { fua: rw.fua || write_through }, Kind::Write(len)),
+        _ => (Op::Compare, Kind::Read(len)),
+    };
+    let (bytes, write) = (len as usize, matches!(op, Op::Read));
+    // No flags: PRPs, and not fused.
+    if sqe.flags == 0 {
+        view.resolve_prps(sqe.prp1(), sqe.prp2(), bytes, limits.page_size, write, data)
+            .map_err(|e| e.status())?;
+    } else {
+        resolve_flagged(view, sqe, bytes, limits.page_size, write, data)?;
+    }
+    Ok((Request { op, offset, len }, kind))
+}
+
+impl Engine {
+    pub(crate) fn new(
+        view: View,
+        page_size: usize,
+        max_transfer: usize,
+        namespaces: Vec<NamespaceQueue>,
+    ) -> Self {
+        Self {
+            wants_hints: namespaces.iter().any(|ns| ns.queue.wants_prefetch_hints()),
+            view,
+            limits: Limits { page_size, max_transfer },
+            write_through: false,
+            namespaces,
+            in_flight: InFlightTable::default(),
+            scratch: Segments::new(),
+            spare: Vec::new(),
+            copies: Copies::default(),
+            stats: IoStats::default(),
+        }
+    }
+
+    pub(crate) fn view(&self) -> &View {
+        &self.view
+    }
+
+    pub(crate) fn namespaces(&self) -> &[NamespaceQueue] {
+        &self.namespaces
+    }
+
+    /// How many requests the disks have in hand.
+    #[inline]
+    pub(crate) fn pending(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    /// How many requests and commands that were under way have ended.
+    pub(crate) fn ended(&self) -> u64 {
+        self.in_flight.ended()
+    }
+
+    /// Commands that are started from now on go through `view`. The view until now is given back;
+    /// commands in flight have it still.
+    pub(crate) fn change_view(&mut self, view: View) -> View {
+        self.scratch.clear();
+        self.namespaces.iter_mut().for_each(|ns| ns.queue.memory_changed(view.table()));
+        std::mem::replace(&mut self.view, view)
+    }
+
+    /// With `write_through`, every write that is started from now on is forced to the medium.
+    #[inline]
+    pub(crate) fn set_write_through(&mut self, write_through: bool) {
+        self.write_through = write_through;
+    }
+
+    /// Whether [`Prefetch`](super::prefetch::Prefetch) is of use.
+    #[inline]
+    pub(crate) fn wants_prefetch_hints(&self) -> bool {
+        self.wants_hints
+    }
+
+    /// Starts a command of submission queue `sq`.
+    #[inline(always)]
+    pub(crate) fn start(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
+        match sqe.opcode {
+            READ => self.transfer(NvmOpcode::Read, sqe, sq, permit),
+            WRITE => self.transfer(NvmOpcode::Write, sqe, sq, permit),
+            _ => self.less_common(sqe, sq, permit),
+        }
+    }
+
+    #[cold]
+    pub(crate) fn count_error(&mut self, status: Status) {
+        self.stats.errors += 1;
+        self.stats.media_errors += u64::from(is_media_error(status));
+    }
+
+    #[inline]
+    fn count(&mut self, kind: Kind) {
+        match kind {
+            Kind::Read(bytes) => {
+                self.stats.reads += 1;
+                self.stats.bytes_read += bytes;
+            }
+            Kind::Write(bytes) => {
+                self.stats.writes += 1;
+                self.stats.bytes_written += bytes;
+            }
+            Kind::Copy(bytes) => {
+                self.stats.copies += 1;
+                self.stats.bytes_copied += bytes;
+            }
+            Kind::Verify(bytes) => {
+                self.stats.others += 1;
+                self.stats.bytes_read += bytes;
+            }
+            Kind::Other => self.stats.others += 1,
+        }
+    }
+
+    /// Read, Write and Compare: one request with data. The way that nearly all commands go, so what
+    /// it needs is looked up once and errors are made elsewhere.
+    #[inline(always)]
+    fn transfer(&mut self, op: NvmOpcode, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
+        let tag = self.in_flight.next_tag();
+        let index = (sqe.nsid as usize).wrapping_sub(1);
+        let Some(namespace) = self.namespaces.get_mut(index) else {
+            return Started::Failed(permit, Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr());
+        };
+        let with = (&self.view, self.limits, self.write_through);
+        let (request, kind) = match prepare(op, sqe, namespace, with, &mut self.scratch) {
+            Ok(prepared) => prepared,
+            Err(status) => return Started::Failed(permit, status),
+        };
+        match namespace.queue.submit(tag, &request, &mut self.scratch) {
+            Submitted::Done(Ok(())) => {
+                // The view is kept: the next command comes through the same, most likely.
+                self.scratch.rewind();
+                self.count(kind);
+                Started::Done(permit)
+            }
+            Submitted::Done(Err(error)) => {
+                self.scratch.rewind();
+                Started::Failed(permit, status_of(error, kind.is_reading()))
+            }
+            Submitted::Pending => {
+                let owner = Owner::Command { sq, cid: sqe.cid, permit };
+                self.keep(tag, InFlight::new(owner, index, kind).at(sqe.nsid, sqe.cdw10_11()));
+                Started::Pending
+            }
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn less_common(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
+        let Ok(op) = NvmOpcode::try_from(sqe.opcode) else {
+            return Started::Failed(permit, Status::INVALID_OPCODE.with_dnr());
+        };
+        if !matches!(sqe.fuse(), Fuse::Normal) {
+            return Started::Failed(permit, Status::INVALID_FIELD.with_dnr());
+        }
+        let requests = match op {
+            NvmOpcode::Compare => return self.transfer(op, sqe, sq, permit),
+            NvmOpcode::Copy => return self.copy(sqe, sq, permit),
+            NvmOpcode::Flush => self.flush(sqe),
+            NvmOpcode::DatasetManagement => self.dataset_management(sqe),
+            NvmOpcode::WriteZeroes | NvmOpcode::Verify => self.without_data(op, sqe),
+            _ => Err(Status::INVALID_OPCODE.with_dnr()),
+        };
+        match requests {
+            Err(status) => Started::Failed(permit, status),
+            Ok(Requests::One(index, request, kind)) => {
+                self.submit(index, &request, kind, sqe, sq, permit)
+            }
+            Ok(Requests::Several(parts)) => {
+                let owner = Owner::Command { sq, cid: sqe.cid, permit };
+                match self.submit_parts(parts, owner, sqe.nsid, None) {
+                    None => Started::Pending,
+                    Some(InFlight { owner: Owner::Command { permit, .. }, status, .. }) => {
+                        if status.is_success() {
+                            Started::Done(permit)
+                        } else {
+                            Started::Failed(permit, status)
+                        }
+                    }
+                    Some(_) => unreachable!("the entry is the one that was put in"),
+                }
+            }
+        }
+    }
+
+    /// Write Zeroes and Verify: one request without data.
+    fn without_data(&self, op: NvmOpcode, sqe: &Sqe) -> Result<Requests, Status> {
+        let index = index_of(&self.namespaces, sqe.nsid)?;
+        let namespace = &self.namespaces[index];
+        let rw = RwFields::decode(sqe);
+        let (offset, len) = namespace.range(&rw)?;
+        if op == NvmOpcode::Verify {
+            let request = Request { op: Op::Verify, offset, len };
+            return Ok(Requests::One(index, request, Kind::Verify(len)));
+        }
+        if namespace.read_only {
+            return Err(Status::NAMESPACE_WRITE_PROTECTED.with_dnr());
+        }
+        let op = Op::WriteZeroes { deallocate: rw.deac, fua: rw.fua || self.write_through };
+        Ok(Requests::One(index, Request { op, offset, len }, Kind::Other))
+    }
+
+    /// A Flush of one namespace, or of all of them (Identify Controller, VWC: broadcast NSID).
+    fn flush(&self, sqe: &Sqe) -> Result<Requests, Status> {
+        if sqe.nsid != NSID_ALL {
+            let index = index_of(&self.namespaces, sqe.nsid)?;
+            return Ok(Requests::One(index, FLUSH, Kind::Other));
+        }
+        Ok(Requests::Several((0..self.namespaces.len()).map(|index| (index, FLUSH)).collect()))
+    }
+
+    fn dataset_management(&mut self, sqe: &Sqe) -> Result<Requests, Status> {
+        let index = index_of(&self.namespaces, sqe.nsid)?;
+        let dsm = DatasetManagement::decode(sqe);
+        let count = dsm.ranges().min(DSM_MAX_RANGES);
+        let mut raw = [0u8; DSM_MAX_RANGES * 16];
+        let raw = &mut raw[..count * 16];
+        read_list(&self.view, sqe, self.limits.page_size, &mut self.scratch, raw)?;
+        let namespace = &self.namespaces[index];
+        let mut parts = Vec::with_capacity(count);
+        for range in raw.chunks_exact(16) {
+            let (_, rest) = range.split_at(4);
+            let (blocks, slba) = rest.split_at(4);
+            let blocks = u64::from(u32::from_le_bytes(blocks.try_into().unwrap_or_default()));
+            let slba = u64::from_le_bytes(slba.try_into().unwrap_or_default());
+            match slba.checked_add(blocks) {
+                Some(end) if end <= namespace.blocks => {}
+                _ => return Err(Status::LBA_OUT_OF_RANGE.with_dnr()),
+            }
+            if blocks != 0 {
+                let shift = namespace.block_shift;
+                let (offset, len) = (slba << shift, blocks << shift);
+                parts.push((index, Request { op: Op::Discard, offset, len }));
+            }
+        }
+        // The other attributes are hints about access patterns, which we have no use for.
+        if !dsm.ad {
+            parts.clear();
+        } else if namespace.read_only {
+            return Err(Status::NAMESPACE_WRITE_PROTECTED.with_dnr());
+        }
+        Ok(Requests::Several(parts))
+    }
+
+    /// Takes a Copy command on: it is carried out between two passes over the queues.
+    fn copy(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
+        let Self { view, limits, scratch, namespaces, .. } = self;
+        let parsed = parse_copy(sqe, namespaces, (view, limits.page_size), scratch);
+        let (copy, kind) = match parsed {
+            Ok(parsed) => parsed,
+            Err(status) => return Started::Failed(permit, status),
+        };
+        let tag = self.in_flight.next_tag();
+        let owner = Owner::Command { sq, cid: sqe.cid, permit };
+        let entry = InFlight::new(owner, copy.namespace, kind).at(sqe.nsid, sqe.cdw10_11());
+        self.in_flight.insert(tag, entry);
+        self.copies.push(copy, tag, sq, self.write_through);
+        Started::Pending
+    }
+
+    /// Hands one request without data to a disk.
+    fn submit(
+        &mut self,
+        index: usize,
+        request: &Request,
+        kind: Kind,
+        sqe: &Sqe,
+        sq: usize,
+        permit: Permit,
+    ) -> Started {
+        let tag = self.in_flight.next_tag();
+        match self.namespaces[index].queue.submit(tag, request, &mut self.scratch) {
+            Submitted::Done(Ok(())) => {
+                self.count(kind);
+                Started::Done(permit)
+            }
+            Submitted::Done(Err(error)) => {
+                Started::Failed(permit, status_of(error, kind.is_reading()))
+            }
+            Submitted::Pending => {
+                let owner = Owner::Command { sq, cid: sqe.cid, permit };
+                self.keep(tag, InFlight::new(owner, index, kind).at(sqe.nsid, sqe.cdw10_11()));
+                Started::Pending
+            }
+        }
+    }
+
+    /// Takes note of a request that a disk has in hand now, with its data.
+    fn keep(&mut self, tag: u32, entry: InFlight) {
+        self.scratch = self.spare.pop().unwrap_or_default();
+        self.in_flight.insert(tag, entry);
+    }
+
+    /// A command of several requests: it ends with the last of them, in the first error. Its entry,
+    /// if it has ended already.
+    fn submit_parts(
+        &mut self,
+        parts: Vec<(usize, Request)>,
+        owner: Owner,
+        nsid: u32,
+        waiting: Option<Latch>,
+    ) -> Option<InFlight> {
+        let parent = self.in_flight.next_tag();
+        // One request to be left is the entry itself, so that it does not end while parts are added.
+        let entry = InFlight { waiting, ..InFlight::new(owner, 0, Kind::Other).at(nsid, 0) };
+        self.in_flight.insert(parent, entry);
+        for (index, request) in parts {
+            let tag = self.in_flight.next_tag();
+            match self.namespaces[index].queue.submit(tag, &request, &mut self.scratch) {
+                Submitted::Done(Ok(())) => {}
+                Submitted::Done(Err(error)) => {
+                    self.in_flight.fail(parent, status_of(error, false));
+                }
+                Submitted::Pending => {
+                    if let Some(entry) = self.in_flight.get_mut(parent) {
+                        entry.left += 1;
+                    }
+                    let owner = Owner::Part { parent };
+                    self.keep(tag, InFlight::new(owner, index, Kind::Other).at(nsid, 0));
+                }
+            }
+        }
+        let entry = self.in_flight.get_mut(parent)?;
+        entry.left -= 1;
+        if entry.left > 0 {
+            return None;
+        }
+        let entry = self.in_flight.remove(parent)?;
+        if entry.status.is_success() {
+            self.count(Kind::Other);
+        }
+        Some(entry)
+    }
+
+    /// Flushes every namespace, for a shutdown; `latch` is dropped when that is done.
+    pub(crate) fn flush_all(&mut self, latch: Latch) {
+        let writable = (0..self.namespaces.len()).filter(|ns| !self.namespaces[*ns].read_only);
+        let parts = writable.map(|index| (index, FLUSH)).collect();
+        if let Some(entry) = self.submit_parts(parts, Owner::Internal, NSID_ALL, Some(latch))
+            && !entry.status.is_success()
+        {
+            tracing::warn!(status = %entry.status, "flush at shutdown failed");
+        }
+    }
+
+    /// Hands all that was submitted to the system.
+    #[inline]
+    pub(crate) fn commit(&mut self) {
+        if self.pending() != 0 {
+            self.namespaces.iter_mut().for_each(|ns| ns.queue.commit());
+        }
+    }
+
+    /// Calls `ended` for every command that has ended. Whether there is more to do at once, which no
+    /// disk announces.
+    pub(crate) fn reap(&mut self, mut ended: impl FnMut(CompletedCommand)) -> bool {
+        let mut namespaces = std::mem::take(&mut self.namespaces);
+        for namespace in &mut namespaces {
+            if namespace.queue.pending() == 0 {
+                continue;
+            }
+            namespace.queue.reap(&mut |tag, outcome, mut data| {
+                data.clear();
+                self.spare.push(data);
+                if let Some(command) = self.end(tag, outcome) {
+                    ended(command);
+                }
+            });
+        }
+        self.namespaces = namespaces;
+        !self.copies.is_empty() && self.advance_copies(&mut ended)
+    }
+
+    /// Takes the next strides of the copies. Whether there are more to be taken at once.
+    #[cold]
+    fn advance_copies(&mut self, ended: &mut impl FnMut(CompletedCommand)) -> bool {
+        let Self { copies, namespaces, in_flight, spare, .. } = self;
+        for over in copies.advance(namespaces, in_flight, spare) {
+            if !over.status.is_success() {
+                self.in_flight.fail(over.parent, over.status);
+            }
+            if let Some(end) = self.end(over.parent, Ok(())) {
+                ended(CompletedCommand { dw0: over.dw0, ..end });
+            }
+        }
+        self.can_advance_copies()
+    }
+
+    /// Whether a stride can be taken without waiting for anybody.
+    pub(crate) fn can_advance_copies(&self) -> bool {
+        self.copies.can_advance()
+    }
+
+    /// A request has ended: the command that has ended with it, if there is one.
+    fn end(&mut self, tag: u32, outcome: Result<(), DiskError>) -> Option<CompletedCommand> {
+        if let Err(error) = outcome {
+            let reading = self.in_flight.get_mut(tag)?.kind.is_reading();
+            self.in_flight.fail(tag, status_of(error, reading));
+        }
+        let entry = self.in_flight.get_mut(tag)?;
+        entry.left = entry.left.saturating_sub(1);
+        if entry.left > 0 {
+            return None;
+        }
+        let InFlight { owner, status, kind, nsid, lba, waiting, .. } =
+            self.in_flight.remove(tag)?;
+        if let (Some(latch), Status::ABORT_REQUESTED) = (&waiting, status.code()) {
+            latch.set_status(Status::ABORT_REQUESTED);
+        }
+        match owner {
+            Owner::Part { parent } => {
+                if !status.is_success() {
+                    self.in_flight.fail(parent, status);
+                }
+                // The parent's own end, which has no outcome of its own.
+                self.end(parent, Ok(()))
+            }
+            Owner::Range { copy, range } => {
+                self.copies.range_ended(copy, range, status);
+                None
+            }
+            Owner::Internal => None,
+            Owner::Command { sq, cid, permit } => {
+                if status.is_success() {
+                    self.count(kind);
+                } else {
+                    self.count_error(status);
+                }
+                Some(CompletedCommand { sq, cid, permit, status, nsid, lba, dw0: 0 })
+            }
+        }
+    }
+
+    /// Asks the disks to give up the command (`sq`, `cid`) soon. `latch` is dropped when it has
+    /// ended, and has the status Command Abort Requested if that is how.
+    pub(crate) fn abort(&mut self, sq: usize, cid: u16, latch: Latch) {
+        let Some(found) = self.in_flight.find(sq, cid) else { return };
+        self.cancel(|table, tag| match table {
+            Owner::Part { parent: of } | Owner::Range { copy: of, .. } => *of == found,
+            Owner::Command { .. } | Owner::Internal => tag == found,
+        });
+        self.copies.cancel(|copy| copy.parent == found);
+        if let Some(entry) = self.in_flight.get_mut(found) {
+            entry.waiting = Some(latch);
+        }
+    }
+
+    /// Asks the disks to give up every command of submission queue `sq`, or of all queues.
+    pub(crate) fn cancel_all(&mut self, of: Option<usize>) {
+        match of {
+            None => self.cancel(|_, _| true),
+            Some(queue) => {
+                let Self { in_flight, namespaces, .. } = self;
+                in_flight.for_each(|tag, entry| {
+                    let is_of_queue = match entry.owner {
+                        Owner::Command { sq, .. } => sq == queue,
+                        Owner::Part { parent: of } | Owner::Range { copy: of, .. } => {
+                            in_flight.is_command_of(of, queue)
+                        }
+                        Owner::Internal => false,
+                    };
+                    if is_of_queue {
+                        namespaces[entry.namespace].queue.cancel(tag);
+                    }
+                });
+            }
+        }
+        self.copies.cancel(|copy| of.is_none_or(|queue| copy.sq == queue));
+    }
+
+    fn cancel(&mut self, which: impl Fn(&Owner, u32) -> bool) {
+        let Self { in_flight, namespaces, .. } = self;
+        in_flight.for_each(|tag, entry| {
+            if which(&entry.owner, tag) {
+                namespaces[entry.namespace].queue.cancel(tag);
+            }
+        });
+    }
+}
+
+const FLUSH: Request = Request { op: Op::Flush, offset: 0, len: 0 };
+
+/// What a less common command asks of the disks, by the index of the namespace.
+enum Requests {
+    One(usize, Request, Kind),
+    /// Each without data; the command ends with the last.
+    Several(Vec<(usize, Request)>),
+}

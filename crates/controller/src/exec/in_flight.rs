@@ -1,0 +1,182 @@
+//! What the disks have in hand: commands, and the requests that a command is made of.
+
+use crate::latch::Latch;
+use crate::queue::Permit;
+use shadowbell_spec::status::Status;
+
+/// A command that ended: which one, and how.
+#[derive(Debug)]
+pub(crate) struct CompletedCommand {
+    /// Index of the submission queue in its owner's list.
+    pub(crate) sq: usize,
+    pub(crate) cid: u16,
+    /// Its place in the completion queue.
+    pub(crate) permit: Permit,
+    pub(crate) status: Status,
+    pub(crate) nsid: u32,
+    pub(crate) lba: u64,
+    /// Command specific result, dword 0.
+    pub(crate) dw0: u32,
+}
+
+/// What kind of command it is, for the statistics.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Read(u64),
+    Write(u64),
+    Copy(u64),
+    /// Reads for the disk alone: no command that a host reads with.
+    Verify(u64),
+    Other,
+}
+
+impl Kind {
+    /// Whether an error of the medium is one of reading.
+    pub(super) fn is_reading(self) -> bool {
+        matches!(self, Self::Read(_) | Self::Verify(_))
+    }
+}
+
+/// Whom the end of an entry concerns.
+#[derive(Debug)]
+pub(super) enum Owner {
+    /// The entry is a command of submission queue `sq`.
+    Command { sq: usize, cid: u16, permit: Permit },
+    /// The entry is one of several requests of the command in another entry.
+    Part { parent: u32 },
+    /// The entry reads or writes source range `range` of the Copy command in another entry.
+    Range { copy: u32, range: u32 },
+    /// The entry is a flush that the controller wants for itself.
+    Internal,
+}
+
+/// A command or a part of one that is under way.
+#[derive(Debug)]
+pub(super) struct InFlight {
+    pub(super) owner: Owner,
+    /// Index of the namespace.
+    pub(super) namespace: usize,
+    /// Requests that have not ended yet.
+    pub(super) left: u32,
+    pub(super) status: Status,
+    pub(super) kind: Kind,
+    pub(super) nsid: u32,
+    pub(super) lba: u64,
+    /// Who waits for its end: an Abort command, or a flush for a shutdown.
+    pub(super) waiting: Option<Latch>,
+}
+
+impl InFlight {
+    /// An entry that ends with its only request.
+    pub(super) fn new(owner: Owner, namespace: usize, kind: Kind) -> Self {
+        Self {
+            owner,
+            namespace,
+            left: 1,
+            status: Status::SUCCESS,
+            kind,
+            nsid: 0,
+            lba: 0,
+            waiting: None,
+        }
+    }
+
+    /// Which part of the namespace an error is about.
+    pub(super) fn at(self, nsid: u32, lba: u64) -> Self {
+        Self { nsid, lba, ..self }
+    }
+}
+
+/// All that is under way. An entry's number is the tag of its request.
+#[derive(Debug, Default)]
+pub(super) struct InFlightTable {
+    entries: Vec<Option<InFlight>>,
+    free: Vec<u32>,
+    /// Entries that were under way and have ended.
+    ended: u64,
+}
+
+impl InFlightTable {
+    /// How many entries are under way.
+    #[inline]
+    pub(super) fn len(&self) -> usize {
+        self.entries.len() - self.free.len()
+    }
+
+    /// How many have ended, ever.
+    pub(super) fn ended(&self) -> u64 {
+        self.ended
+    }
+
+    /// The tag of the next request: of an entry that is free.
+    #[inline]
+    pub(super) fn next_tag(&mut self) -> u32 {
+        match self.free.last() {
+            Some(tag) => *tag,
+            None => self.grow(),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn grow(&mut self) -> u32 {
+        let tag = self.entries.len() as u32;
+        self.entries.push(None);
+        self.free.push(tag);
+        tag
+    }
+
+    /// Puts an entry where `tag`, the [`next_tag`](Self::next_tag), says.
+    pub(super) fn insert(&mut self, tag: u32, entry: InFlight) {
+        // `next_tag` left it at the end of the free list.
+        debug_assert_eq!(self.free.last(), Some(&tag));
+        self.free.pop();
+        if let Some(place) = self.entries.get_mut(tag as usize) {
+            *place = Some(entry);
+        }
+    }
+
+    pub(super) fn get_mut(&mut self, tag: u32) -> Option<&mut InFlight> {
+        self.entries.get_mut(tag as usize)?.as_mut()
+    }
+
+    pub(super) fn remove(&mut self, tag: u32) -> Option<InFlight> {
+        let entry = self.entries.get_mut(tag as usize)?.take()?;
+        self.free.push(tag);
+        self.ended = self.ended.wrapping_add(1);
+        Some(entry)
+    }
+
+    /// The first error of an entry's requests is the command's.
+    pub(super) fn fail(&mut self, tag: u32, status: Status) {
+        if let Some(entry) = self.get_mut(tag)
+            && entry.status.is_success()
+        {
+            entry.status = status;
+        }
+    }
+
+    /// The tag of a command.
+    pub(super) fn find(&self, sq: usize, cid: u16) -> Option<u32> {
+        let is_it = |entry: &Option<InFlight>| {
+            matches!(entry, Some(InFlight { owner: Owner::Command { sq: s, cid: c, .. }, .. })
+                if (*s, *c) == (sq, cid))
+        };
+        self.entries.iter().position(is_it).map(|tag| tag as u32)
+    }
+
+    /// Whether the entry `tag` is a command of submission queue `sq`.
+    pub(super) fn is_command_of(&self, tag: u32, sq: usize) -> bool {
+        matches!(self.entries.get(tag as usize),
+            Some(Some(InFlight { owner: Owner::Command { sq: of, .. }, .. })) if *of == sq)
+    }
+
+    /// Calls `with` for every entry, with its tag.
+    pub(super) fn for_each(&self, mut with: impl FnMut(u32, &InFlight)) {
+        for (tag, entry) in (0..).zip(&self.entries) {
+            if let Some(entry) = entry {
+                with(tag, entry);
+            }
+        }
+    }
+}

@@ -1,0 +1,13 @@
+//! I/O commands: from a fetched entry to requests of a disk, and back to a status.
+
+mod copy;
+mod engine;
+mod in_flight;
+mod namespace;
+pub(crate) mod prefetch;
+mod resolve;
+mod status;
+
+pub(crate) use engine::{Engine, Started};
+pub(crate) use in_flight::CompletedCommand;
+pub(crate) use namespace::NamespaceQueue;

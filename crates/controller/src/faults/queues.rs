@@ -1,0 +1,368 @@
+//! Queues that are served wrong: a path of its own, command by command.
+
+use super::injector::{FaultState, Injector};
+use super::model::Fault;
+use crate::exec::{CompletedCommand, Engine, Started};
+use crate::interrupt::Coalescing;
+use crate::notice::{Condition, Notice};
+use crate::queue::{Cq, Permit, Sq};
+use crate::trace::TraceRing;
+use crate::worker::queue_override::QueueOverride;
+use crate::worker::queue_set::{BURST, QueueSet, report_ended, report_error};
+use shadowbell_spec::status::Status;
+use shadowbell_spec::{Cqe, Sqe};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// A completion that comes late.
+struct Delayed {
+    due: Instant,
+    /// Index of its submission queue.
+    sq: usize,
+    permit: Permit,
+    cqe: Cqe,
+}
+
+/// A command that waits to be aborted, and until when, if not for ever.
+struct Hung {
+    until: Option<Instant>,
+    sq: usize,
+    permit: Permit,
+    cid: u16,
+}
+
+/// A command that waits to be carried out.
+struct Stalled {
+    due: Instant,
+    sq: usize,
+    permit: Permit,
+    sqe: Sqe,
+}
+
+/// Serves the queues of one controller on one worker, wrong.
+pub(super) struct FaultyQueues {
+    state: Arc<FaultState>,
+    delayed: Vec<Delayed>,
+    hung: Vec<Hung>,
+    stalled: Vec<Stalled>,
+    /// Commands that a disk has in hand, and what will go wrong at their end.
+    marked: Vec<(usize, u16, Fault)>,
+}
+
+/// A queue pair, as a command of it ends.
+struct Pair<'a> {
+    index: usize,
+    sq: &'a mut Sq,
+    cq: &'a mut Cq,
+}
+
+/// The submission queue `index` with its completion queue.
+fn pair<'a>(
+    sqs: &'a mut [Option<Sq>],
+    cqs: &'a mut [Option<Cq>],
+    index: usize,
+) -> Option<Pair<'a>> {
+    let sq = sqs.get_mut(index)?.as_mut()?;
+    let cq = cqs.get_mut(sq.cq)?.as_mut()?;
+    Some(Pair { index, sq, cq })
+}
+
+/// Takes those out of `list` for which `which` says so.
+fn take<T>(list: &mut Vec<T>, which: impl Fn(&T) -> bool) -> Vec<T> {
+    list.extract_if(.., |item| which(item)).collect()
+}
+
+/// Completes a command that was in flight, with an interrupt.
+fn complete_now(pair: Pair<'_>, permit: Permit, cqe: Cqe, coalescing: &Coalescing) {
+    let Pair { sq, cq, .. } = pair;
+    sq.in_flight -= 1;
+    cq.complete(permit, cqe);
+    if cq.post() {
+        cq.notify_host(coalescing);
+    }
+}
+
+impl FaultyQueues {
+    pub(super) fn new(state: Arc<FaultState>) -> Self {
+        Self {
+            state,
+            delayed: Vec::new(),
+            hung: Vec::new(),
+            stalled: Vec::new(),
+            marked: Vec::new(),
+        }
+    }
+
+    fn mark_of(&mut self, sq: usize, cid: u16) -> Option<Fault> {
+        let at = self.marked.iter().position(|(s, c, _)| (*s, *c) == (sq, cid))?;
+        Some(self.marked.swap_remove(at).2)
+    }
+
+    /// The end of a command, with what goes wrong.
+    fn finish(
+        &mut self,
+        injector: &Injector,
+        pair: Pair<'_>,
+        permit: Permit,
+        mut cqe: Cqe,
+        fault: Option<Fault>,
+    ) {
+        let Pair { index, sq, cq } = pair;
+        match fault {
+            Some(Fault::DropAfter) => return cq.release(permit),
+            Some(Fault::Delay(time)) => {
+                sq.in_flight += 1;
+                let due = Instant::now() + time;
+                return self.delayed.push(Delayed { due, sq: index, permit, cqe });
+            }
+            Some(Fault::Duplicate) => {
+                if let Some(second) = cq.try_reserve() {
+                    cq.complete(second, cqe);
+                }
+            }
+            Some(Fault::Corrupt) => {
+                let noise = injector.noise();
+                match noise % 5 {
+                    0 => cqe.dw0 ^= (noise >> 32) as u32,
+                    1 => cqe.dw1 ^= (noise >> 32) as u32,
+                    2 => cqe.sq_head ^= (noise >> 32) as u16 | 1,
+                    3 => cqe.sq_id ^= (noise >> 32) as u16 | 1,
+                    _ => cqe.status ^= ((noise >> 32) as u16 & 0x0fff | 1) << 1,
+                }
+            }
+            // No host that counts its slots from 0 has so many.
+            Some(Fault::WrongCid) => cqe.cid ^= 0x8000,
+            Some(Fault::WrongHead) => cqe.sq_head = u16::MAX,
+            Some(Fault::WrongSqId) => cqe.sq_id ^= 0x40,
+            Some(Fault::WrongPhase) => {
+                cq.post();
+                if !cq.has_staged()
+                    && let Some(ring) = &cq.ring
+                {
+                    let words: [u64; 2] = zerocopy::transmute!(cqe);
+                    let inverted = u64::from(!cq.phase) << 48;
+                    ring.publish_run(u32::from(cq.tail), &[words], inverted);
+                    cq.tail = cq.layout.size.forward(cq.tail, 1);
+                    cq.phase ^= cq.tail == 0;
+                    return cq.release(permit);
+                }
+            }
+            _ => {}
+        }
+        cq.complete(permit, cqe);
+    }
+
+    /// Completes what comes late and is due.
+    fn end_delayed(&mut self, set: &mut QueueSet, now: Instant) {
+        let QueueSet { sqs, cqs, shared, .. } = set;
+        let is_stopped =
+            |sq: usize| sqs.get(sq).and_then(Option::as_ref).is_none_or(|sq| sq.stopped);
+        for Delayed { sq, permit, cqe, .. } in
+            take(&mut self.delayed, |delayed| now >= delayed.due || is_stopped(delayed.sq))
+        {
+            if let Some(pair) = pair(sqs, cqs, sq) {
+                complete_now(pair, permit, cqe, &shared.coalescing);
+            }
+        }
+    }
+
+    /// Ends what has hung for as long as it was to, without having carried it out.
+    fn end_hung(&mut self, set: &mut QueueSet, now: Instant) {
+        let QueueSet { sqs, cqs, shared, .. } = set;
+        let is_over = |hung: &Hung| hung.until.is_some_and(|until| now >= until);
+        for Hung { sq, permit, cid, .. } in take(&mut self.hung, is_over) {
+            if let Some(pair) = pair(sqs, cqs, sq) {
+                let cqe = Cqe::new(cid, pair.sq.layout.qid, pair.sq.head, Status::INTERNAL, 0);
+                complete_now(pair, permit, cqe, &shared.coalescing);
+            }
+        }
+    }
+
+    /// Carries out what is due, as if it had just been fetched.
+    fn start_stalled(&mut self, set: &mut QueueSet, now: Instant) {
+        let QueueSet { sqs, cqs, engine, shared, .. } = set;
+        for Stalled { sq, permit, sqe, .. } in take(&mut self.stalled, |stalled| now >= stalled.due)
+        {
+            let Some(pair) = pair(sqs, cqs, sq) else { continue };
+            let (permit, status) = match engine.start(&sqe, sq, permit) {
+                Started::Done(permit) => (permit, Status::SUCCESS),
+                Started::Pending => continue,
+                Started::Failed(permit, status) => (permit, status),
+            };
+            let cqe = Cqe::new(sqe.cid, pair.sq.layout.qid, pair.sq.head, status, 0);
+            complete_now(pair, permit, cqe, &shared.coalescing);
+        }
+    }
+
+    /// Fetches one command and starts it. False if nothing more is to be fetched.
+    fn fetch_one(
+        &mut self,
+        injector: &Injector,
+        engine: &mut Engine,
+        control: &crate::notice::ControlHandle,
+        pair: Pair<'_>,
+    ) -> bool {
+        let Pair { index, sq, cq } = pair;
+        let Some(permit) = cq.try_reserve() else { return false };
+        let Some(sqe) = sq.fetch() else {
+            cq.release(permit);
+            return false;
+        };
+        let qid = sq.layout.qid;
+        let fault = injector.command(qid);
+        let success = Cqe::new(sqe.cid, qid, sq.head, Status::SUCCESS, 0);
+        match fault {
+            Some(Fault::DropBefore) => {
+                cq.release(permit);
+                return true;
+            }
+            Some(Fault::Hang(time)) => {
+                sq.in_flight += 1;
+                let until = time.map(|time| Instant::now() + time);
+                self.hung.push(Hung { until, sq: index, permit, cid: sqe.cid });
+                return true;
+            }
+            Some(Fault::Stall(time)) => {
+                sq.in_flight += 1;
+                let due = Instant::now() + time;
+                self.stalled.push(Stalled { due, sq: index, permit, sqe });
+                return true;
+            }
+            Some(Fault::Status(status)) => {
+                cq.complete(permit, success.with_status(status));
+                return true;
+            }
+            Some(fault @ (Fault::Fatal | Fault::SubsystemReset | Fault::Removal)) => {
+                // The command is not carried out: this came before it.
+                cq.release(permit);
+                control.notify(Notice::Condition(match fault {
+                    Fault::Fatal => Condition::Fatal,
+                    Fault::SubsystemReset => Condition::SubsystemReset,
+                    _ => Condition::Removed,
+                }));
+                return false;
+            }
+            _ => {}
+        }
+        match engine.start(&sqe, index, permit) {
+            Started::Done(permit) => {
+                self.finish(injector, Pair { index, sq, cq }, permit, success, fault);
+            }
+            Started::Pending => {
+                sq.in_flight += 1;
+                self.marked.extend(fault.map(|fault| (index, sqe.cid, fault)));
+            }
+            Started::Failed(permit, status) => {
+                engine.count_error(status);
+                report_error(control, qid, &sqe, status);
+                cq.complete(permit, success.with_status(status));
+            }
+        }
+        true
+    }
+}
+
+impl QueueOverride for FaultyQueues {
+    fn fetch(
+        &mut self,
+        set: &mut QueueSet,
+        index: usize,
+        tail: u16,
+        _trace: &mut Option<TraceRing>,
+    ) -> u32 {
+        let injector = self.state.injector();
+        let QueueSet { sqs, cqs, engine, shared, control } = set;
+        let Some(Pair { sq, cq, .. }) = pair(sqs, cqs, index) else { return 0 };
+        if cq.ring.is_none() {
+            return 0;
+        }
+        if cq.look().is_err() || cq.free() == 0 {
+            // The host hears of a bad head when there are no faults.
+            sq.blocked = true;
+            return 0;
+        }
+        sq.blocked = false;
+        engine.set_write_through(shared.is_write_through());
+        let mut fetched = 0;
+        while sq.head != tail && fetched < BURST && !self.state.is_dead() {
+            let before = sq.head;
+            let pair = Pair { index, sq: &mut *sq, cq: &mut *cq };
+            let more = self.fetch_one(&injector, engine, control, pair);
+            fetched += u32::from(sq.head != before);
+            if !more {
+                break;
+            }
+        }
+        sq.stats.batches += 1;
+        sq.stats.largest_batch = sq.stats.largest_batch.max(fetched.into());
+        if cq.has_staged() && cq.post() {
+            cq.notify_host(&shared.coalescing);
+        }
+        fetched
+    }
+
+    fn reap(&mut self, set: &mut QueueSet) -> bool {
+        let injector = self.state.injector();
+        let mut busy = false;
+        let QueueSet { engine, sqs, cqs, control, .. } = set;
+        let more = engine.reap(|ended| {
+            busy = true;
+            let Some(pair) = pair(sqs, cqs, ended.sq) else { return };
+            let cqe = pair.sq.complete(ended.cid, ended.status, ended.dw0);
+            if !cqe.status().is_success() {
+                report_ended(control, pair.sq.layout.qid, &ended);
+            }
+            let fault = self.mark_of(ended.sq, ended.cid);
+            let CompletedCommand { permit, .. } = ended;
+            self.finish(&injector, pair, permit, cqe, fault);
+        });
+        busy | more
+    }
+
+    fn tick(&mut self, set: &mut QueueSet) {
+        let now = Instant::now();
+        self.end_delayed(set, now);
+        self.start_stalled(set, now);
+        self.end_hung(set, now);
+    }
+
+    fn is_waiting(&self) -> bool {
+        let hangs_for_a_time = self.hung.iter().any(|hung| hung.until.is_some());
+        hangs_for_a_time || !(self.delayed.is_empty() && self.stalled.is_empty())
+    }
+
+    fn abort(&mut self, set: &mut QueueSet, sq: usize, cid: u16) -> bool {
+        let QueueSet { sqs, cqs, shared, .. } = set;
+        let hung = take(&mut self.hung, |hung| (hung.sq, hung.cid) == (sq, cid));
+        let stalled = take(&mut self.stalled, |at| (at.sq, at.sqe.cid) == (sq, cid));
+        let permits = hung.into_iter().map(|hung| hung.permit);
+        let mut aborted = false;
+        for permit in permits.chain(stalled.into_iter().map(|stalled| stalled.permit)) {
+            let Some(pair) = pair(sqs, cqs, sq) else { continue };
+            let (qid, head) = (pair.sq.layout.qid, pair.sq.head);
+            let cqe = Cqe::new(cid, qid, head, Status::ABORT_REQUESTED, 0);
+            complete_now(pair, permit, cqe, &shared.coalescing);
+            aborted = true;
+        }
+        aborted
+    }
+
+    fn delete_sq(&mut self, set: &mut QueueSet, sq: usize) {
+        let hung = take(&mut self.hung, |hung| hung.sq == sq);
+        let stalled = take(&mut self.stalled, |stalled| stalled.sq == sq);
+        let permits = hung.into_iter().map(|hung| hung.permit);
+        for permit in permits.chain(stalled.into_iter().map(|stalled| stalled.permit)) {
+            if let Some(pair) = pair(&mut set.sqs, &mut set.cqs, sq) {
+                pair.sq.in_flight -= 1;
+                pair.cq.release(permit);
+            }
+        }
+    }
+
+    fn reset(&mut self) {
+        self.delayed.clear();
+        self.hung.clear();
+        self.stalled.clear();
+        self.marked.clear();
+    }
+}

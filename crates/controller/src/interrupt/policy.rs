@@ -1,0 +1,228 @@
+//! When a completion queue raises its interrupt.
+//!
+//! Three reasons hold an interrupt back, in this order:
+//!
+//! 1. *Coalescing*: the host asked for it (features 08h and 09h).
+//! 2. *Suppression*: the host has not consumed what the last interrupt announced, so it will find
+//!    what was posted since. The interrupt is raised when the host has caught up, after a limit, or
+//!    before the worker sleeps: it is never lost.
+//! 3. *Moderation*: more completions are about to come ([`Moderation`]).
+
+use super::coalescing::Coalescing;
+use super::moderation::{HoldLimit, Moderation};
+use super::table::IrqLine;
+use std::time::{Duration, Instant};
+
+/// How long an interrupt may stay suppressed while the worker is awake, if the host shows no sign
+/// of consuming what was announced before, and the hold limit is not longer than that.
+const SUPPRESSED_AT_MOST: Duration = Duration::from_micros(100);
+
+/// What is to be done about completions that were just posted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Decision {
+    /// The interrupt is raised now.
+    Raise,
+    /// It is held back; [`InterruptPolicy::is_holding`] says so until it is raised.
+    Hold,
+}
+
+/// The interrupt of one completion queue: its vector, and what it still has to announce.
+#[derive(Debug)]
+pub(crate) struct InterruptPolicy {
+    /// `None` if the queue was created without interrupts.
+    line: Option<IrqLine>,
+    /// Completions posted since the last interrupt.
+    unannounced: u32,
+    /// Entries that the host has yet to consume to reach what the last interrupt announced.
+    unconsumed: u32,
+    /// Since when an interrupt is suppressed.
+    suppressed: Option<Instant>,
+    /// When coalescing has to end.
+    coalesced: Option<Instant>,
+    moderation: Moderation,
+}
+
+impl InterruptPolicy {
+    pub(crate) fn new(line: Option<IrqLine>, limit: HoldLimit) -> Self {
+        Self {
+            line,
+            unannounced: 0,
+            unconsumed: 0,
+            suppressed: None,
+            coalesced: None,
+            moderation: Moderation::new(limit),
+        }
+    }
+
+    /// The host has submitted commands that complete in this queue.
+    #[inline]
+    pub(crate) fn submitted(&mut self) {
+        self.moderation.submitted();
+    }
+
+    /// `count` completions were posted.
+    #[inline]
+    pub(crate) fn posted(&mut self, count: u32) {
+        self.unannounced += count;
+    }
+
+    /// The host has consumed `count` entries.
+    #[inline]
+    pub(crate) fn consumed(&mut self, count: u32) {
+        self.unconsumed = self.unconsumed.saturating_sub(count);
+    }
+
+    /// Whether there are completions that an interrupt would announce.
+    #[inline]
+    pub(crate) fn is_due(&self) -> bool {
+        self.line.is_some() && self.unannounced != 0
+    }
+
+    /// Whether the host has not consumed yet what the last interrupt announced.
+    #[inline]
+    pub(crate) fn is_unconsumed(&self) -> bool {
+        self.unconsumed != 0
+    }
+
+    /// Whether the host's own setting holds the interrupt back.
+    pub(crate) fn is_coalesced(&mut self, coalescing: &Coalescing) -> bool {
+        let Some(aggregation) = self.line.as_ref().and_then(|line| coalescing.of(line.vector()))
+        else {
+            return false;
+        };
+        if self.unannounced >= aggregation.threshold {
+            return false;
+        }
+        let until = *self.coalesced.get_or_insert_with(|| Instant::now() + aggregation.time);
+        Instant::now() < until
+    }
+
+    /// Decides about what was posted, with the host's head just looked at.
+    pub(crate) fn decide(&mut self) -> Decision {
+        if self.is_unconsumed() {
+            self.suppressed.get_or_insert_with(Instant::now);
+            return Decision::Hold;
+        }
+        if self.moderation.add(self.unannounced, Instant::now()) {
+            Decision::Raise
+        } else {
+            Decision::Hold
+        }
+    }
+
+    /// Whether an interrupt is held back, for whatever reason.
+    #[inline]
+    pub(crate) fn is_holding(&self) -> bool {
+        self.suppressed.is_some() || self.coalesced.is_some() || self.moderation.is_holding()
+    }
+
+    /// Whether an interrupt is held back for a moment, for which it is not worth to go to sleep.
+    pub(crate) fn is_moderating(&self) -> bool {
+        self.moderation.is_holding()
+    }
+
+    /// Whether coalescing has held the interrupt back for long enough.
+    pub(crate) fn coalescing_is_over(&self, now: Instant) -> bool {
+        self.coalesced.is_some_and(|until| now >= until)
+    }
+
+    /// Whether an interrupt is held back by anything but coalescing.
+    pub(crate) fn is_suppressed_or_moderated(&self) -> bool {
+        self.suppressed.is_some() || self.moderation.is_holding()
+    }
+
+    /// Decides about what is held back, with the host's head just looked at: `unread` entries are
+    /// posted and not consumed. What the host has consumed by itself needs no interrupt.
+    pub(crate) fn decide_held(&mut self, unread: u32, now: Instant) -> Decision {
+        self.unannounced = self.unannounced.min(unread);
+        if self.unannounced == 0 {
+            self.suppressed = None;
+            self.moderation.let_go();
+            return Decision::Hold;
+        }
+        let due = match self.suppressed {
+            Some(_) if self.unconsumed == 0 => {
+                self.suppressed = None;
+                self.moderation.add(self.unannounced, now)
+            }
+            Some(since) => {
+                now.duration_since(since) >= self.moderation.limit().most.max(SUPPRESSED_AT_MOST)
+            }
+            None => self.moderation.is_due(now),
+        };
+        if due { Decision::Raise } else { Decision::Hold }
+    }
+
+    /// When coalescing has to end: the deadline of a sleep.
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        self.coalesced
+    }
+
+    /// Raises the interrupt, if the queue has one: whether it has. `unread` entries are posted and
+    /// not consumed, and announced by it.
+    pub(crate) fn raise(&mut self, unread: u32) -> bool {
+        self.suppressed = None;
+        self.coalesced = None;
+        self.moderation.let_go();
+        self.unannounced = 0;
+        self.unconsumed = unread;
+        if let Some(line) = &mut self.line {
+            line.raise();
+        }
+        self.line.is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::interrupt::IrqTable;
+    use std::sync::Arc;
+
+    fn policy(limit: HoldLimit) -> InterruptPolicy {
+        let table = Arc::new(IrqTable::new(2));
+        InterruptPolicy::new(Some(IrqLine::new(table, 1)), limit)
+    }
+
+    #[test]
+    fn no_second_interrupt_before_the_host_has_consumed_the_first() {
+        let mut policy = policy(HoldLimit::NONE);
+        policy.posted(3);
+        assert!(policy.is_due());
+        assert_eq!(policy.decide(), Decision::Raise);
+        assert!(policy.raise(3) && !policy.is_due());
+        policy.posted(1);
+        assert_eq!(policy.decide(), Decision::Hold);
+        assert!(policy.is_holding() && !policy.is_moderating());
+        policy.consumed(2);
+        assert_eq!(policy.decide_held(2, Instant::now()), Decision::Hold);
+        policy.consumed(1);
+        assert_eq!(policy.decide_held(1, Instant::now()), Decision::Raise);
+    }
+
+    #[test]
+    fn suppression_ends_after_its_limit_and_with_what_the_host_finds_by_itself() {
+        let mut policy = policy(HoldLimit::NONE);
+        policy.raise(5);
+        policy.posted(1);
+        assert_eq!(policy.decide(), Decision::Hold);
+        let later = Instant::now() + SUPPRESSED_AT_MOST;
+        assert_eq!(policy.decide_held(6, later), Decision::Raise);
+        assert_eq!(policy.decide_held(0, later), Decision::Hold);
+        assert!(!policy.is_holding());
+    }
+
+    #[test]
+    fn coalescing_holds_back_up_to_its_threshold_and_its_time() {
+        let coalescing = Coalescing::default();
+        let mut policy = policy(HoldLimit::NONE);
+        policy.posted(1);
+        assert!(!policy.is_coalesced(&coalescing));
+        coalescing.set(2, 255);
+        assert!(policy.is_coalesced(&coalescing));
+        let until = policy.deadline().expect("a deadline");
+        assert!(!policy.coalescing_is_over(Instant::now()) && policy.coalescing_is_over(until));
+        policy.posted(2);
+        assert!(!policy.is_coalesced(&coalescing), "three completions are the threshold");
+    }
+}

@@ -1,0 +1,139 @@
+//! Message-signalled interrupts: eventfds that the VMM or the driver gave us.
+
+use parking_lot::{Mutex, MutexGuard};
+use shadowbell_memory::EventFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// The vectors of a controller. Set by the control plane, raised by workers.
+///
+/// A worker keeps the descriptor that it raised last and looks here again only when the
+/// generation has changed, so raising takes no lock.
+#[derive(Debug)]
+pub(crate) struct IrqTable {
+    generation: AtomicU32,
+    lines: Mutex<Vec<Line>>,
+}
+
+#[derive(Debug, Default)]
+struct Line {
+    event: Option<Arc<EventFd>>,
+    /// Raised while there was no descriptor: due as soon as there is one.
+    pending: bool,
+}
+
+impl IrqTable {
+    pub(crate) fn new(vectors: usize) -> Self {
+        let lines = (0..vectors).map(|_| Line::default()).collect();
+        Self { generation: AtomicU32::new(0), lines: Mutex::new(lines) }
+    }
+
+    /// How many vectors there are.
+    pub(crate) fn len(&self) -> usize {
+        self.lock().len()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Line>> {
+        self.lines.lock()
+    }
+
+    /// Connects `vector` to `event`, or disconnects it. False if there is no such vector.
+    pub(crate) fn set(&self, vector: usize, event: Option<EventFd>) -> bool {
+        let mut lines = self.lock();
+        let Some(line) = lines.get_mut(vector) else { return false };
+        line.event = event.map(Arc::new);
+        if let Some(event) = &line.event
+            && std::mem::take(&mut line.pending)
+        {
+            event.signal();
+        }
+        self.generation.fetch_add(1, Ordering::Release);
+        true
+    }
+
+    /// Raises `vector` as a client's SET_IRQS with a trigger does.
+    pub(crate) fn trigger(&self, vector: usize) -> bool {
+        let mut lines = self.lock();
+        match lines.get_mut(vector) {
+            Some(Line { event: Some(event), .. }) => event.signal(),
+            Some(line) => line.pending = true,
+            None => return false,
+        }
+        true
+    }
+
+    /// Disconnects every vector and forgets what was pending.
+    pub(crate) fn clear(&self) {
+        self.lock().iter_mut().for_each(|line| *line = Line::default());
+        self.generation.fetch_add(1, Ordering::Release);
+    }
+
+    /// Forgets what was pending: the queues that raised it are gone.
+    pub(crate) fn forget_pending(&self) {
+        self.lock().iter_mut().for_each(|line| line.pending = false);
+    }
+
+    fn current(&self, vector: u16) -> (u32, Option<Arc<EventFd>>) {
+        let lines = self.lock();
+        let event = lines.get(usize::from(vector)).and_then(|line| line.event.clone());
+        (self.generation.load(Ordering::Acquire), event)
+    }
+}
+
+/// One completion queue's way to its vector.
+#[derive(Debug)]
+pub(crate) struct IrqLine {
+    table: Arc<IrqTable>,
+    vector: u16,
+    generation: u32,
+    event: Option<Arc<EventFd>>,
+}
+
+impl IrqLine {
+    pub(crate) fn new(table: Arc<IrqTable>, vector: u16) -> Self {
+        let (generation, event) = table.current(vector);
+        Self { table, vector, generation, event }
+    }
+
+    pub(crate) fn vector(&self) -> u16 {
+        self.vector
+    }
+
+    /// Raises the vector.
+    pub(crate) fn raise(&mut self) {
+        if self.table.generation.load(Ordering::Acquire) != self.generation {
+            (self.generation, self.event) = self.table.current(self.vector);
+        }
+        match &self.event {
+            Some(event) => event.signal(),
+            None => {
+                self.table.trigger(usize::from(self.vector));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_interrupt_without_a_descriptor_is_not_lost() {
+        let table = Arc::new(IrqTable::new(3));
+        let mut line = IrqLine::new(Arc::clone(&table), 2);
+        line.raise();
+        let event = EventFd::new().unwrap();
+        assert!(table.set(2, Some(event.try_clone().unwrap())));
+        assert_eq!(event.drain(), 1, "delivered as soon as it was connected");
+        line.raise();
+        assert_eq!(event.drain(), 1);
+        table.set(2, None);
+        line.raise();
+        assert_eq!(event.drain(), 0);
+        table.forget_pending();
+        table.set(2, Some(event.try_clone().unwrap()));
+        assert_eq!(event.drain(), 0);
+        assert!(!table.set(3, None));
+        assert!(!table.trigger(3));
+    }
+}

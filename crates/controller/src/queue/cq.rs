@@ -1,0 +1,307 @@
+//! A completion queue with its interrupt.
+
+use super::layout::QueueLayout;
+use super::shadow::ShadowCells;
+use crate::interrupt::{Coalescing, Decision, HoldLimit, InterruptPolicy, IrqLine};
+use crate::shared::DSTRD;
+use crate::stats::{CqStats, DoorbellCounts};
+use shadowbell_doorbell::{CqHead, InvalidDoorbell};
+use shadowbell_memory::{DmaTable, Fault, Ring, SharedU32};
+use shadowbell_spec::Cqe;
+use shadowbell_spec::dbbuf::cq_entry_offset;
+use std::time::Instant;
+
+/// Completions in a cache line.
+const PER_LINE: u32 = 4;
+
+/// The right to one entry of a completion queue. A command is fetched only with one, and gives it
+/// back with its completion ([`Cq::complete`]) or without ([`Cq::release`]), so a completion always
+/// has its place.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "the entry stays promised until `Cq::complete` or `Cq::release`"]
+pub(crate) struct Permit(());
+
+/// Permits for a batch of commands.
+#[derive(Debug)]
+#[must_use = "every permit has to be taken"]
+pub(crate) struct Permits(u32);
+
+impl Permits {
+    /// The next one.
+    #[inline(always)]
+    pub(crate) fn take(&mut self) -> Permit {
+        debug_assert!(self.0 != 0, "as many were reserved as there are commands");
+        self.0 = self.0.wrapping_sub(1);
+        Permit(())
+    }
+}
+
+/// A completion queue with its interrupt.
+#[derive(Debug)]
+pub(crate) struct Cq {
+    pub(crate) layout: QueueLayout,
+    /// `None` while its memory is not mapped: completions wait in `staged`.
+    pub(crate) ring: Option<Ring<{ Cqe::SIZE }>>,
+    pub(crate) head: CqHead<SharedU32>,
+    pub(crate) tail: u16,
+    /// The phase tag of the entries being posted now.
+    pub(crate) phase: bool,
+    /// Entries that are promised and not written: permits that are out, and what is staged.
+    promised: u32,
+    /// Completions of the batch under way: written together, so that the host, which polls the
+    /// same cache line, is not in between.
+    staged: Vec<[u64; 2]>,
+    /// Posted since the head was last looked at.
+    unlooked: u32,
+    interrupt: InterruptPolicy,
+    pub(crate) stats: CqStats,
+}
+
+impl Cq {
+    pub(crate) fn new(
+        layout: QueueLayout,
+        register: SharedU32,
+        irq: Option<IrqLine>,
+        limit: HoldLimit,
+    ) -> Self {
+        Self {
+            layout,
+            ring: None,
+            head: CqHead::new(layout.size, register),
+            tail: 0,
+            phase: true,
+            promised: 0,
+            staged: Vec::with_capacity(64),
+            unlooked: 0,
+            interrupt: InterruptPolicy::new(irq, limit),
+            stats: CqStats { qid: layout.qid, ..CqStats::default() },
+        }
+    }
+
+    pub(crate) fn resolve(&mut self, table: &DmaTable) -> Result<(), Fault> {
+        self.ring = None;
+        let entries = self.layout.size.entries();
+        self.ring = Some(Ring::resolve(table, self.layout.iova, entries, true)?);
+        Ok(())
+    }
+
+    pub(crate) fn shadow(&mut self, cells: Option<ShadowCells>) {
+        match cells {
+            Some(cells) => self.head.enable(cells.value, cells.event_idx),
+            None => self.head.disable(),
+        }
+    }
+
+    /// Finds everything again in another DMA map, as [`Sq::remap`](super::Sq::remap).
+    pub(crate) fn remap(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) {
+        let _ = self.resolve(table);
+        let Some(pages) = pages else { return };
+        self.head.disable();
+        let offset = cq_entry_offset(self.layout.qid, DSTRD);
+        match ShadowCells::resolve(table, pages, offset) {
+            Some(cells) => self.head.reattach(cells.value, cells.event_idx),
+            None => self.ring = None,
+        }
+    }
+
+    /// Entries that can still be promised, by the head as last seen.
+    #[inline]
+    pub(crate) fn free(&self) -> u32 {
+        let size = self.layout.size;
+        (size.entries() - 1)
+            .saturating_sub(size.distance(self.head.last(), self.tail))
+            .saturating_sub(self.promised)
+    }
+
+    /// Promises `count` entries, of those that are [free](Self::free).
+    #[inline(always)]
+    pub(crate) fn reserve(&mut self, count: u32) -> Permits {
+        debug_assert!(count <= self.free(), "no more is promised than there is");
+        self.promised += count;
+        Permits(count)
+    }
+
+    /// Promises one entry, if there is one.
+    pub(crate) fn try_reserve(&mut self) -> Option<Permit> {
+        (self.free() != 0).then(|| self.reserve(1).take())
+    }
+
+    /// Takes a promise back: the command has no completion.
+    pub(crate) fn release(&mut self, permit: Permit) {
+        let Permit(()) = permit;
+        self.promised -= 1;
+    }
+
+    /// Stages the completion of a command. The phase tag is set when it is posted.
+    #[inline]
+    pub(crate) fn complete(&mut self, permit: Permit, cqe: Cqe) {
+        let Permit(()) = permit;
+        self.staged.push(zerocopy::transmute!(cqe));
+    }
+
+    /// Stages a completion for which no entry was reserved: it may have to wait for room. Admin
+    /// commands end so, because an Asynchronous Event Request would keep its entry for ever.
+    pub(crate) fn complete_unreserved(&mut self, cqe: Cqe) {
+        self.promised += 1;
+        self.staged.push(zerocopy::transmute!(cqe));
+    }
+
+    /// Looks at the host's head.
+    #[inline]
+    pub(crate) fn look(&mut self) -> Result<(), InvalidDoorbell> {
+        let before = self.head.last();
+        self.unlooked = 0;
+        let outcome = self.head.look(self.tail).map(|_| ());
+        self.moved_from(before);
+        outcome
+    }
+
+    /// Notes that the head was `before` and may have moved (also after a recheck).
+    #[inline]
+    pub(crate) fn moved_from(&mut self, before: u16) {
+        self.interrupt.consumed(self.layout.size.distance(before, self.head.last()));
+    }
+
+    /// Brings the places of the next `count` completions near, as far as they are worth it.
+    #[inline]
+    pub(crate) fn prefetch(&self, count: u32) {
+        let Some(ring) = &self.ring else { return };
+        let tail = u32::from(self.tail);
+        ring.prefetch_for_write(tail);
+        if count > PER_LINE {
+            ring.prefetch_for_write(tail + PER_LINE);
+        }
+    }
+
+    /// Notes that the host has submitted commands that complete here.
+    #[inline]
+    pub(crate) fn submitted(&mut self) {
+        self.interrupt.submitted();
+    }
+
+    /// Whether completions wait to be posted.
+    #[inline]
+    pub(crate) fn has_staged(&self) -> bool {
+        !self.staged.is_empty()
+    }
+
+    /// Posts what was staged, as far as there is room: whether anything was. Waits (staged) while
+    /// the queue's memory is not mapped.
+    #[inline]
+    pub(crate) fn post(&mut self) -> bool {
+        let size = self.layout.size;
+        let space = |cq: &Self| size.entries() - 1 - size.distance(cq.head.last(), cq.tail);
+        // An I/O completion has its entry reserved; an admin one may have to wait.
+        let mut count = self.staged.len() as u32;
+        if count > space(self) {
+            let _ = self.look();
+            count = count.min(space(self));
+        }
+        let Some(ring) = &self.ring else { return false };
+        // The phase tag is the lowest bit of the status field, and what was staged has none.
+        let tag = |phase: bool| u64::from(phase) << 48;
+        let to_end = (size.entries() - u32::from(self.tail)).min(count);
+        let (now, wrapped) = self.staged[..count as usize].split_at(to_end as usize);
+        ring.publish_run(u32::from(self.tail), now, tag(self.phase));
+        self.tail = size.forward(self.tail, to_end);
+        if self.tail == 0 && to_end != 0 {
+            self.phase = !self.phase;
+            ring.publish_run(0, wrapped, tag(self.phase));
+            self.tail = wrapped.len() as u16;
+        }
+        if count as usize == self.staged.len() {
+            self.staged.clear();
+        } else {
+            self.staged.drain(..count as usize);
+        }
+        self.promised -= count;
+        self.interrupt.posted(count);
+        self.stats.completions += u64::from(count);
+        self.unlooked += count;
+        if self.unlooked >= self.layout.size.entries() / 4 {
+            // Often enough that EventIdx stays out of the way of a head that nobody waits for.
+            let _ = self.look();
+        }
+        count != 0
+    }
+
+    /// Decides on the interrupt for what was just posted.
+    #[inline]
+    pub(crate) fn notify_host(&mut self, coalescing: &Coalescing) {
+        if self.interrupt.is_due() {
+            self.decide(coalescing);
+        }
+    }
+
+    fn decide(&mut self, coalescing: &Coalescing) {
+        if self.interrupt.is_coalesced(coalescing) {
+            self.stats.interrupts_suppressed += 1;
+            return;
+        }
+        // An invalid head is reported where commands are fetched; here it only means that the head
+        // is not known to have moved.
+        if self.interrupt.is_unconsumed() {
+            let _ = self.look();
+        }
+        match self.interrupt.decide() {
+            Decision::Raise => self.raise(),
+            Decision::Hold => self.stats.interrupts_suppressed += 1,
+        }
+    }
+
+    /// Whether an interrupt is held back, for whatever reason.
+    #[inline]
+    pub(crate) fn is_holding(&self) -> bool {
+        self.interrupt.is_holding()
+    }
+
+    /// Whether an interrupt is held back for a moment, for which it is not worth to go to sleep.
+    pub(crate) fn is_about_to_notify(&self) -> bool {
+        self.interrupt.is_moderating()
+    }
+
+    /// Looks after interrupts that are held back, while the worker is awake. Only to be called
+    /// while [`is_holding`](Self::is_holding).
+    pub(crate) fn review_held(&mut self) {
+        let now = Instant::now();
+        if self.interrupt.coalescing_is_over(now) {
+            self.raise();
+        }
+        if !self.interrupt.is_suppressed_or_moderated() {
+            return;
+        }
+        let _ = self.look();
+        let unread = self.unread();
+        if self.interrupt.decide_held(unread, now) == Decision::Raise {
+            self.raise();
+        }
+    }
+
+    /// Raises what is held back before a sleep. Coalesced interrupts may wait until they are due,
+    /// which is then the sleep's deadline.
+    pub(crate) fn flush_interrupts(&mut self) -> Option<Instant> {
+        if self.interrupt.is_suppressed_or_moderated() {
+            self.raise();
+        }
+        self.interrupt.deadline()
+    }
+
+    /// Entries that are posted and not consumed, by the head as last seen.
+    fn unread(&self) -> u32 {
+        self.layout.size.distance(self.head.last(), self.tail)
+    }
+
+    fn raise(&mut self) {
+        let unread = self.unread();
+        if self.interrupt.raise(unread) {
+            self.stats.interrupts += 1;
+        }
+    }
+
+    pub(crate) fn snapshot(&self, mmio_writes: u64) -> CqStats {
+        let mut stats = self.stats.clone();
+        stats.doorbell = DoorbellCounts::default();
+        stats.doorbell.add(mmio_writes, self.head.stats());
+        stats
+    }
+}

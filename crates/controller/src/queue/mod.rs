@@ -1,0 +1,12 @@
+//! Submission and completion queues, as whoever serves them sees them.
+
+pub(crate) mod admin;
+mod cq;
+mod layout;
+mod shadow;
+mod sq;
+
+pub(crate) use cq::{Cq, Permit};
+pub(crate) use layout::QueueLayout;
+pub(crate) use shadow::ShadowCells;
+pub(crate) use sq::{PrefetchCursor, Sq};

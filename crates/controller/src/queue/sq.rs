@@ -1,0 +1,111 @@
+//! A submission queue.
+
+use super::layout::QueueLayout;
+use super::shadow::ShadowCells;
+use crate::shared::DSTRD;
+use crate::stats::{DoorbellCounts, SqStats};
+use shadowbell_doorbell::SqTail;
+use shadowbell_memory::{DmaTable, Fault, Ring, SharedU32};
+use shadowbell_spec::dbbuf::sq_entry_offset;
+use shadowbell_spec::status::Status;
+use shadowbell_spec::{Cqe, Sqe};
+
+/// Of which waiting commands the disk has had a prefetch hint, counted from the head: of all before
+/// the first number once, of all before the second number twice.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct PrefetchCursor {
+    pub(crate) once: u32,
+    pub(crate) twice: u32,
+}
+
+/// A submission queue.
+#[derive(Debug)]
+pub(crate) struct Sq {
+    pub(crate) layout: QueueLayout,
+    /// `None` while its memory is not mapped: it then stands still.
+    pub(crate) ring: Option<Ring<{ Sqe::SIZE }>>,
+    pub(crate) tail: SqTail<SharedU32>,
+    pub(crate) head: u16,
+    /// Index of its completion queue in its owner's list.
+    pub(crate) cq: usize,
+    /// Fetched and not completed.
+    pub(crate) in_flight: u32,
+    /// Fetching stopped for want of completion queue space.
+    pub(crate) blocked: bool,
+    /// Being deleted: nothing more is fetched.
+    pub(crate) stopped: bool,
+    pub(crate) prefetch: PrefetchCursor,
+    pub(crate) stats: SqStats,
+}
+
+impl Sq {
+    pub(crate) fn new(layout: QueueLayout, register: SharedU32, cq: usize) -> Self {
+        Self {
+            layout,
+            ring: None,
+            tail: SqTail::new(layout.size, register),
+            head: 0,
+            cq,
+            in_flight: 0,
+            blocked: false,
+            stopped: false,
+            prefetch: PrefetchCursor::default(),
+            stats: SqStats { qid: layout.qid, ..SqStats::default() },
+        }
+    }
+
+    /// A command that was in flight has ended: its completion.
+    #[inline]
+    pub(crate) fn complete(&mut self, cid: u16, status: Status, dw0: u32) -> Cqe {
+        let status = match status.code() {
+            // Nobody asked for that: the deletion of the queue ends it.
+            Status::ABORT_REQUESTED if self.stopped => Status::ABORTED_SQ_DELETION,
+            _ => status,
+        };
+        self.in_flight -= 1;
+        Cqe::new(cid, self.layout.qid, self.head, status, dw0)
+    }
+
+    /// Finds the queue's memory in `table`.
+    pub(crate) fn resolve(&mut self, table: &DmaTable) -> Result<(), Fault> {
+        self.ring = None;
+        let entries = self.layout.size.entries();
+        self.ring = Some(Ring::resolve(table, self.layout.iova, entries, false)?);
+        Ok(())
+    }
+
+    pub(crate) fn shadow(&mut self, cells: Option<ShadowCells>) {
+        match cells {
+            Some(cells) => self.tail.enable(cells.value, cells.event_idx),
+            None => self.tail.disable(),
+        }
+    }
+
+    /// Finds everything again in another DMA map. `pages` are the buffers of Doorbell Buffer
+    /// Config. A queue of which anything is out of reach stands still until a map that has it.
+    pub(crate) fn remap(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) {
+        let _ = self.resolve(table);
+        let Some(pages) = pages else { return };
+        self.tail.disable();
+        let offset = sq_entry_offset(self.layout.qid, DSTRD);
+        match ShadowCells::resolve(table, pages, offset) {
+            Some(cells) => self.tail.reattach(cells.value, cells.event_idx),
+            None => self.ring = None,
+        }
+    }
+
+    /// The next entry. The caller knows that there is one (`head` is not the tail).
+    pub(crate) fn fetch(&mut self) -> Option<Sqe> {
+        let sqe = self.ring.as_ref()?.read(u32::from(self.head));
+        self.head = self.layout.size.forward(self.head, 1);
+        self.stats.commands += 1;
+        Some(sqe)
+    }
+
+    pub(crate) fn snapshot(&self, mmio_writes: u64) -> SqStats {
+        let mut stats = self.stats.clone();
+        stats.doorbell = DoorbellCounts::default();
+        stats.doorbell.add(mmio_writes, self.tail.stats());
+        stats
+    }
+}

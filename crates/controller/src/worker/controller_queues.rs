@@ -1,0 +1,402 @@
+//! One controller, as far as one worker serves it.
+
+use super::mailbox::Mailbox;
+use super::message::{QueueContext, WorkerStats};
+use super::queue_override::QueueOverride;
+use super::queue_set::{QueueSet, SleepCell};
+use crate::exec::{Engine, NamespaceQueue};
+use crate::interrupt::{HoldLimit, IrqLine};
+use crate::latch::Latch;
+use crate::notice::Notice;
+use crate::queue::{Cq, QueueLayout, ShadowCells, Sq};
+use crate::shared::{ControllerShared, DSTRD};
+use crate::stats::SleepStats;
+use crate::trace::TraceRing;
+use shadowbell_doorbell::{Arming, Fenced, Sleeper};
+use shadowbell_memory::{DmaTable, EventFd, View, ViewWatch};
+use shadowbell_spec::dbbuf::{cq_entry_offset, sq_entry_offset};
+use shadowbell_spec::regs::DoorbellKind;
+use shadowbell_spec::status::Status;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// One controller's queues on one worker.
+pub(crate) struct ControllerQueues {
+    set: QueueSet,
+    overriding: Option<Box<dyn QueueOverride>>,
+    shadow: Option<(u64, u64)>,
+    /// Descriptors that have the worker look at this controller's doorbells.
+    doorbell_eventfds: Vec<EventFd>,
+    /// Old DMA maps that commands in flight may still use, with who waits for their end: and for that of
+    /// all before, because what is in one map may have been in those, too.
+    draining: VecDeque<(ViewWatch, Vec<Latch>)>,
+    /// Submission queues that are to be forgotten once they are empty.
+    deleting: Vec<(usize, Latch)>,
+    detaching: Option<Latch>,
+    /// `memory::sigbus::losses` when it was last looked at: what was lost before the first queue was
+    /// created is still in the map.
+    losses: u64,
+    /// The loss of something in the present map has been reported.
+    lost: bool,
+}
+
+impl ControllerQueues {
+    /// Opens the namespaces for this thread.
+    pub(crate) fn new(context: QueueContext) -> Result<Self, std::io::Error> {
+        let QueueContext { shared, control, table, namespaces, page_size, max_transfer, .. } =
+            context;
+        let namespaces = namespaces.iter().map(NamespaceQueue::open).collect::<Result<_, _>>()?;
+        let engine = Engine::new(View::new(table), page_size, max_transfer, namespaces);
+        Ok(Self {
+            set: QueueSet::new(shared, control, engine),
+            overriding: context.overriding,
+            shadow: context.shadow,
+            doorbell_eventfds: Vec::new(),
+            draining: VecDeque::new(),
+            deleting: Vec::new(),
+            detaching: None,
+            losses: 0,
+            lost: false,
+        })
+    }
+
+    pub(crate) fn id(&self) -> u32 {
+        self.set.shared.id
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<ControllerShared> {
+        &self.set.shared
+    }
+
+    pub(crate) fn namespaces(&self) -> &[NamespaceQueue] {
+        self.set.engine.namespaces()
+    }
+
+    /// From now on, something else serves the queues.
+    pub(crate) fn set_override(&mut self, overriding: Box<dyn QueueOverride>) {
+        // What the one before keeps is kept, and its owner has been told of what is new.
+        self.overriding.get_or_insert(overriding);
+    }
+
+    /// Holds on to a descriptor that the worker waits for, until the queues go.
+    pub(crate) fn keep_eventfd(&mut self, event: EventFd) {
+        self.doorbell_eventfds.push(event);
+    }
+
+    /// How often the host has signalled one of them: the descriptors count that by themselves. They
+    /// are not read, because the host shares them and could have a read block.
+    fn count_eventfd_signals(&self) -> u64 {
+        self.doorbell_eventfds.iter().map(EventFd::count).fold(0, u64::saturating_add)
+    }
+
+    pub(crate) fn doorbell_eventfds(&self) -> &[EventFd] {
+        &self.doorbell_eventfds
+    }
+
+    fn table(&self) -> Arc<DmaTable> {
+        Arc::clone(self.set.engine.view().table())
+    }
+
+    fn shadow_cells(&self, offset: u64) -> Option<ShadowCells> {
+        ShadowCells::resolve(&self.table(), self.shadow?, offset)
+    }
+
+    pub(crate) fn create_cq(&mut self, layout: QueueLayout, vector: Option<u16>, limit: HoldLimit) {
+        let shared = &self.set.shared;
+        let register = shared.register(layout.qid, DoorbellKind::Cq);
+        let irq = vector.map(|v| IrqLine::new(Arc::clone(&shared.irqs), v));
+        let mut cq = Cq::new(layout, register, irq, limit);
+        // Unmapped memory was refused by the control plane; if it went since, the queue waits.
+        let _ = cq.resolve(&self.table());
+        cq.shadow(self.shadow_cells(cq_entry_offset(layout.qid, DSTRD)));
+        insert(&mut self.set.cqs, cq);
+    }
+
+    pub(crate) fn create_sq(&mut self, layout: QueueLayout, cqid: u16) -> Result<(), Status> {
+        let cq = self.set.find_cq(cqid).ok_or(Status::CQ_INVALID.with_dnr())?;
+        let register = self.set.shared.register(layout.qid, DoorbellKind::Sq);
+        let mut sq = Sq::new(layout, register, cq);
+        let _ = sq.resolve(&self.table());
+        sq.shadow(self.shadow_cells(sq_entry_offset(layout.qid, DSTRD)));
+        insert(&mut self.set.sqs, sq);
+        Ok(())
+    }
+
+    pub(crate) fn delete_sq(&mut self, qid: u16, latch: Latch) {
+        let Some(index) = self.set.find_sq(qid) else { return };
+        if let Some(sq) = &mut self.set.sqs[index] {
+            sq.stopped = true;
+        }
+        self.set.engine.cancel_all(Some(index));
+        if let Some(overriding) = &mut self.overriding {
+            overriding.delete_sq(&mut self.set, index);
+        }
+        self.deleting.push((index, latch));
+    }
+
+    pub(crate) fn delete_cq(&mut self, qid: u16) {
+        let index = self.set.find_cq(qid);
+        if let Some(cq) = index.and_then(|i| self.set.cqs[i].take()) {
+            self.retire_cq(&cq);
+        }
+    }
+
+    /// Doorbell Buffer Config: every queue gets its entry, with commands in flight or not.
+    pub(crate) fn enable_shadow(&mut self, pages: (u64, u64)) {
+        self.shadow = Some(pages);
+        let table = self.table();
+        for sq in self.set.sqs.iter_mut().flatten() {
+            sq.shadow(ShadowCells::resolve(&table, pages, sq_entry_offset(sq.layout.qid, DSTRD)));
+        }
+        for cq in self.set.cqs.iter_mut().flatten() {
+            cq.shadow(ShadowCells::resolve(&table, pages, cq_entry_offset(cq.layout.qid, DSTRD)));
+        }
+    }
+
+    /// Takes over another DMA map. Queues are found again in it, or stand still until a map that
+    /// has them; a shadow entry is kept as it is (its state survives the remapping).
+    pub(crate) fn change_table(&mut self, table: Arc<DmaTable>, latches: Vec<Latch>) {
+        let old = self.set.engine.change_view(View::new(Arc::clone(&table)));
+        self.lost = false;
+        self.draining.push_back((old.watch(), latches));
+        drop(old);
+        let pages = self.shadow;
+        self.set.sqs.iter_mut().flatten().for_each(|sq| sq.remap(&table, pages));
+        self.set.cqs.iter_mut().flatten().for_each(|cq| cq.remap(&table, pages));
+    }
+
+    pub(crate) fn flush(&mut self, latch: Latch) {
+        self.set.engine.flush_all(latch);
+    }
+
+    pub(crate) fn abort(&mut self, sqid: u16, cid: u16, latch: Latch) {
+        let Some(index) = self.set.find_sq(sqid) else { return };
+        if let Some(overriding) = &mut self.overriding
+            && overriding.abort(&mut self.set, index, cid)
+        {
+            return latch.set_status(Status::ABORT_REQUESTED);
+        }
+        self.set.engine.abort(index, cid, latch);
+    }
+
+    pub(crate) fn detach(&mut self, latch: Latch) {
+        // First of all the shadow pages: after a reset they may be anybody's memory.
+        self.shadow = None;
+        for sq in self.set.sqs.iter_mut().flatten() {
+            sq.tail.disable();
+            sq.stopped = true;
+        }
+        for cq in self.set.cqs.iter_mut().flatten() {
+            cq.head.disable();
+            cq.ring = None;
+        }
+        self.set.engine.cancel_all(None);
+        if let Some(overriding) = &mut self.overriding {
+            overriding.reset();
+        }
+        self.detaching = Some(latch);
+    }
+
+    /// Whether an interrupt is held back for a moment.
+    pub(crate) fn is_about_to_notify(&self) -> bool {
+        self.set.cqs.iter().flatten().any(Cq::is_about_to_notify)
+    }
+
+    /// Whether its disks have something in hand.
+    pub(crate) fn is_pending(&self) -> bool {
+        self.set.engine.pending() != 0
+    }
+
+    /// How many requests have ended at its disks.
+    pub(crate) fn ended(&self) -> u64 {
+        self.set.engine.ended()
+    }
+
+    /// Whether it is being detached.
+    pub(crate) fn is_detaching(&self) -> bool {
+        self.detaching.is_some()
+    }
+
+    /// Whether a detach has come to its end: nothing of this controller is in flight.
+    pub(crate) fn is_detached(&self) -> bool {
+        self.detaching.is_some() && !self.is_pending()
+    }
+
+    /// Folds the counters into the controller's before the queues go.
+    pub(crate) fn retire(&mut self) {
+        let sqs: Vec<Sq> = self.set.sqs.iter_mut().filter_map(Option::take).collect();
+        let cqs: Vec<Cq> = self.set.cqs.iter_mut().filter_map(Option::take).collect();
+        sqs.iter().for_each(|sq| self.retire_sq(sq));
+        cqs.iter().for_each(|cq| self.retire_cq(cq));
+        let io = std::mem::take(&mut self.set.engine.stats);
+        let signals = self.count_eventfd_signals();
+        self.set.shared.retire(|retired| {
+            retired.io.merge(&io);
+            retired.eventfd_doorbells = retired.eventfd_doorbells.saturating_add(signals);
+        });
+    }
+
+    fn retire_sq(&self, sq: &Sq) {
+        let shared = &self.set.shared;
+        let stats = sq.snapshot(shared.take_traps(sq.layout.qid, DoorbellKind::Sq));
+        shared.retire(|retired| retired.sq.merge(&stats));
+    }
+
+    fn retire_cq(&self, cq: &Cq) {
+        let shared = &self.set.shared;
+        let stats = cq.snapshot(shared.take_traps(cq.layout.qid, DoorbellKind::Cq));
+        shared.retire(|retired| retired.cq.merge(&stats));
+    }
+
+    pub(crate) fn snapshot(&self) -> WorkerStats {
+        let traps = |qid, kind| self.set.shared.traps(qid, kind);
+        let sqs = self.set.sqs.iter().flatten();
+        let cqs = self.set.cqs.iter().flatten();
+        WorkerStats {
+            sqs: sqs.map(|q| q.snapshot(traps(q.layout.qid, DoorbellKind::Sq))).collect(),
+            cqs: cqs.map(|q| q.snapshot(traps(q.layout.qid, DoorbellKind::Cq))).collect(),
+            io: self.set.engine.stats,
+            eventfd_doorbells: self.count_eventfd_signals(),
+            sleep: SleepStats::default(),
+        }
+    }
+
+    /// One pass: reaps the disks, fetches and starts commands, posts completions, raises
+    /// interrupts. How much there was to do, in commands.
+    // In the worker's loop, where nearly all passes are made, without a call.
+    #[inline(always)]
+    pub(crate) fn pass(&mut self, mailbox: &Mailbox, trace: &mut Option<TraceRing>) -> u32 {
+        let mut work = 0;
+        if self.set.engine.pending() != 0 {
+            work += u32::from(match &mut self.overriding {
+                None => self.set.reap(),
+                Some(overriding) => overriding.reap(&mut self.set),
+            });
+        }
+        if let Some(overriding) = &mut self.overriding
+            && overriding.is_waiting()
+        {
+            overriding.tick(&mut self.set);
+        }
+        for index in 0..self.set.sqs.len() {
+            work += self.serve(index, mailbox, trace);
+        }
+        self.set.engine.commit();
+        self.set.post();
+        if !(self.draining.is_empty() && self.deleting.is_empty()) {
+            self.finish();
+        }
+        work
+    }
+
+    #[inline]
+    fn serve(&mut self, index: usize, mailbox: &Mailbox, trace: &mut Option<TraceRing>) -> u32 {
+        let Some(tail) = self.set.look(index, trace) else { return 0 };
+        // What the host did before it submitted comes first: memory that it has just mapped for
+        // these commands may still be in a message. The tail was loaded with acquire ordering, so a
+        // message that was sent before the host moved it is seen here.
+        if mailbox.has_messages() {
+            return 1;
+        }
+        match &mut self.overriding {
+            None => self.set.serve(index, tail, trace),
+            Some(overriding) => overriding.fetch(&mut self.set, index, tail, trace),
+        }
+    }
+
+    /// Somebody's memory was lost: whether it is this one's. A host that loses a piece in each of its
+    /// tens of thousands of maps is looked through once for each map that it has, not for each piece.
+    #[cold]
+    pub(crate) fn check_memory(&mut self) {
+        let losses = shadowbell_memory::sigbus::losses(self.set.shared.id);
+        if std::mem::replace(&mut self.losses, losses) == losses || self.lost {
+            return;
+        }
+        if self.set.engine.view().table().is_poisoned() {
+            self.lost = true;
+            self.set.control.notify(Notice::MemoryLost);
+        }
+    }
+
+    /// Lets those go who wait for something that has come to its end.
+    fn finish(&mut self) {
+        while self.draining.front().is_some_and(|(watch, _)| watch.is_idle()) {
+            self.draining.pop_front();
+        }
+        let mut index = 0;
+        while index < self.deleting.len() {
+            let sq = self.deleting[index].0;
+            if self.set.sqs[sq].as_ref().is_none_or(|q| q.in_flight == 0) {
+                if let Some(sq) = self.set.sqs[sq].take() {
+                    self.retire_sq(&sq);
+                }
+                self.deleting.swap_remove(index);
+            } else {
+                index += 1;
+            }
+        }
+    }
+
+    /// The first half of going to sleep: arms what should wake us.
+    pub(crate) fn arm(
+        &mut self,
+        arming: &mut Arming<'_, SleepCell>,
+        trace: &mut Option<TraceRing>,
+    ) {
+        self.set.arm(arming, trace);
+    }
+
+    /// The second half: looks once more. When the sleep has to end, for an interrupt's sake.
+    pub(crate) fn recheck(
+        &mut self,
+        fenced: &mut Fenced<'_, SleepCell>,
+        trace: &mut Option<TraceRing>,
+    ) -> Option<Instant> {
+        self.set.recheck(fenced, trace)
+    }
+
+    /// Awake again: takes back what was asked for while asleep.
+    pub(crate) fn disarm(&mut self, sleeper: &Sleeper<SleepCell>) {
+        self.set.disarm(sleeper);
+    }
+
+    fn override_is_waiting(&self) -> bool {
+        self.overriding.as_ref().is_some_and(|overriding| overriding.is_waiting())
+    }
+
+    /// Whether somebody waits for something that no event announces.
+    pub(crate) fn needs_polling(&self) -> bool {
+        let waited_for = !(self.draining.is_empty() && self.deleting.is_empty());
+        self.override_is_waiting() || !self.is_pending() && waited_for
+    }
+
+    /// Whether the host writes its doorbells itself: nothing tells a worker that it has.
+    pub(crate) fn is_mapped(&self) -> bool {
+        self.set.shared.mapped
+    }
+
+    /// Whether all that it could have to do would begin with a doorbell or a message: nothing is in
+    /// flight, nothing held back, and nobody waits.
+    pub(crate) fn is_quiescent(&self) -> bool {
+        !self.override_is_waiting()
+            && !self.is_pending()
+            && self.draining.is_empty()
+            && self.deleting.is_empty()
+            && self.detaching.is_none()
+            && !self.set.holds_back()
+    }
+
+    /// How much has been done: a number that changes with every command.
+    pub(crate) fn progress(&self) -> u64 {
+        self.set.progress()
+    }
+}
+
+/// Puts a queue in the first hole, so that indices stay what they are.
+fn insert<T>(list: &mut Vec<Option<T>>, item: T) {
+    match list.iter_mut().find(|slot| slot.is_none()) {
+        Some(slot) => *slot = Some(item),
+        None => list.push(Some(item)),
+    }
+}

@@ -1,0 +1,326 @@
+//! The queues of one controller that one worker serves: from doorbell to completion.
+
+use super::trace::{record, trace_look};
+use crate::exec::prefetch::{self, Prefetch};
+use crate::exec::{CompletedCommand, Engine, Started};
+use crate::notice::{ControlHandle, Notice};
+use crate::queue::{Cq, Sq};
+use crate::shared::ControllerShared;
+use crate::trace::{COMPLETION_QUEUE, Kind, TraceRing};
+use shadowbell_doorbell::{Arming, Fenced, InvalidDoorbell, Sleeper};
+use shadowbell_spec::status::Status;
+use shadowbell_spec::{Cqe, Sqe};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+use std::time::Instant;
+
+/// Commands fetched from one queue before the others get their turn: round robin with a burst
+/// (Base 2.1, "Round Robin Arbitration").
+pub(crate) const BURST: u32 = 64;
+
+/// How far ahead of the command that is executed entries are brought near: far enough that they
+/// are there in time, near enough that few are fetched in vain from a queue that is short.
+const AHEAD: u32 = 4;
+
+/// Completions that are posted together while more commands wait to be executed: four cache lines of
+/// them, which the host works on meanwhile.
+const POST_AFTER: u32 = 16;
+
+/// The state cell of a worker's sleeper.
+pub(crate) type SleepCell = Arc<AtomicU32>;
+
+/// The queues of one controller that one worker serves.
+pub(crate) struct QueueSet {
+    pub(crate) shared: Arc<ControllerShared>,
+    pub(crate) control: ControlHandle,
+    pub(crate) engine: Engine,
+    /// By index, which stays what it is while the queue lives.
+    pub(crate) sqs: Vec<Option<Sq>>,
+    /// By index, as above: an [`Sq`] names its completion queue so.
+    pub(crate) cqs: Vec<Option<Cq>>,
+}
+
+impl QueueSet {
+    pub(crate) fn new(
+        shared: Arc<ControllerShared>,
+        control: ControlHandle,
+        engine: Engine,
+    ) -> Self {
+        Self { shared, control, engine, sqs: Vec::new(), cqs: Vec::new() }
+    }
+
+    pub(crate) fn find_sq(&self, qid: u16) -> Option<usize> {
+        self.sqs.iter().position(|q| q.as_ref().is_some_and(|q| q.layout.qid == qid))
+    }
+
+    pub(crate) fn find_cq(&self, qid: u16) -> Option<usize> {
+        self.cqs.iter().position(|q| q.as_ref().is_some_and(|q| q.layout.qid == qid))
+    }
+
+    /// Looks at the tail of a queue: what it is, if there is something to fetch.
+    #[inline]
+    pub(crate) fn look(&mut self, index: usize, trace: &mut Option<TraceRing>) -> Option<u16> {
+        let sq = self.sqs[index].as_mut()?;
+        if sq.stopped || sq.ring.is_none() {
+            return None;
+        }
+        let before = trace.is_some().then(|| (sq.tail.last(), sq.tail.stats()));
+        let tail = match sq.tail.look() {
+            Ok(tail) => {
+                if let Some(before) = before {
+                    trace_look(trace, &self.shared, sq, before);
+                }
+                tail
+            }
+            Err(error) => {
+                let (qid, tail) = (sq.layout.qid, sq.tail.last());
+                self.invalid(qid, error, trace);
+                tail
+            }
+        };
+        self.sqs[index].as_ref().is_some_and(|sq| sq.head != tail).then_some(tail)
+    }
+
+    /// Fetches a burst of commands, starts them, and posts what has ended. How many.
+    #[inline]
+    pub(crate) fn serve(&mut self, index: usize, tail: u16, trace: &mut Option<TraceRing>) -> u32 {
+        if self.engine.wants_prefetch_hints() {
+            self.fetch::<true>(index, tail, trace)
+        } else {
+            self.fetch::<false>(index, tail, trace)
+        }
+    }
+
+    // Not inlined: with the rest of a turn around it, the loop would have no registers left.
+    #[inline(never)]
+    fn fetch<const HINT: bool>(
+        &mut self,
+        index: usize,
+        tail: u16,
+        trace: &mut Option<TraceRing>,
+    ) -> u32 {
+        let Some(sq) = &mut self.sqs[index] else { return 0 };
+        let Some(cq) = self.cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return 0 };
+        if cq.ring.is_none() {
+            return 0;
+        }
+        let mut room = cq.free().min(BURST);
+        if room == 0 || room < BURST && room < sq.layout.size.distance(sq.head, tail) {
+            if let Err(error) = cq.look() {
+                let qid = cq.layout.qid | COMPLETION_QUEUE;
+                self.invalid(qid, error, trace);
+                return 0;
+            }
+            room = cq.free().min(BURST);
+        }
+        if room == 0 {
+            if !std::mem::replace(&mut sq.blocked, true) {
+                sq.stats.blocked += 1;
+                let (qid, tail) = (cq.layout.qid, u32::from(cq.tail));
+                record(trace, Kind::CqFull, &self.shared, qid, tail, 0);
+            }
+            return 0;
+        }
+        sq.blocked = false;
+        self.engine.set_write_through(self.shared.is_write_through());
+        let Some(ring) = &sq.ring else { return 0 };
+        let (mut head, mut pending, mut posted) = (sq.head, 0, false);
+        let fetched = room.min(sq.layout.size.distance(head, tail));
+        // Not further than the host has written: it would have to take the line back.
+        (0..fetched.min(AHEAD)).for_each(|ahead| ring.prefetch(u32::from(head) + ahead));
+        cq.prefetch(fetched);
+        cq.submitted();
+        let mut permits = cq.reserve(fetched);
+        let mut hints = Prefetch::of(fetched, sq.prefetch);
+        let mut done = 0;
+        while done < fetched {
+            let stop = fetched.min(done + if HINT { prefetch::POST_AFTER } else { POST_AFTER });
+            while done < stop {
+                if done + AHEAD < fetched {
+                    ring.prefetch(u32::from(head) + AHEAD);
+                }
+                if HINT {
+                    let waiting = || sq.layout.size.distance(head, sq.tail.peek());
+                    hints.hint(self.engine.namespaces(), ring, head, done, waiting);
+                }
+                done += 1;
+                let sqe: Sqe = ring.read(u32::from(head));
+                head = sq.layout.size.forward(head, 1);
+                let (permit, status) = match self.engine.start(&sqe, index, permits.take()) {
+                    Started::Done(permit) => (permit, Status::SUCCESS),
+                    Started::Pending => {
+                        pending += 1;
+                        continue;
+                    }
+                    Started::Failed(permit, status) => {
+                        self.engine.count_error(status);
+                        report_error(&self.control, sq.layout.qid, &sqe, status);
+                        (permit, status)
+                    }
+                };
+                cq.complete(permit, Cqe::new(sqe.cid, sq.layout.qid, head, status, 0));
+            }
+            posted |= cq.has_staged() && cq.post();
+        }
+        sq.head = head;
+        if HINT {
+            sq.prefetch = hints.end(fetched);
+        }
+        sq.in_flight += pending;
+        sq.stats.commands += u64::from(fetched);
+        sq.stats.batches += 1;
+        sq.stats.largest_batch = sq.stats.largest_batch.max(u64::from(fetched));
+        if trace.is_some() {
+            record(trace, Kind::Batch, &self.shared, sq.layout.qid, u32::from(tail), fetched);
+        }
+        if posted {
+            let before = (cq.stats.interrupts, cq.stats.interrupts_suppressed);
+            cq.notify_host(&self.shared.coalescing);
+            if trace.is_some() {
+                let (qid, at) = (cq.layout.qid, u32::from(cq.tail));
+                if cq.stats.interrupts != before.0 {
+                    record(trace, Kind::InterruptRaised, &self.shared, qid, at, 0);
+                } else if cq.stats.interrupts_suppressed != before.1 {
+                    record(trace, Kind::InterruptSuppressed, &self.shared, qid, at, 0);
+                }
+            }
+        }
+        fetched
+    }
+
+    /// Stages the completions of what the disks have ended. Whether there was anything, or is more
+    /// to do at once.
+    pub(crate) fn reap(&mut self) -> bool {
+        let mut busy = false;
+        let Self { engine, sqs, cqs, control, .. } = self;
+        let more = engine.reap(|ended| {
+            busy = true;
+            let Some(sq) = sqs.get_mut(ended.sq).and_then(Option::as_mut) else { return };
+            let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return };
+            let cqe = sq.complete(ended.cid, ended.status, ended.dw0);
+            if !cqe.status().is_success() {
+                report_ended(control, sq.layout.qid, &ended);
+            }
+            cq.complete(ended.permit, cqe);
+        });
+        busy | more
+    }
+
+    /// Posts what is staged, and looks after interrupts that are held back.
+    #[inline]
+    pub(crate) fn post(&mut self) {
+        for cq in self.cqs.iter_mut().flatten() {
+            if cq.has_staged() && cq.post() {
+                cq.notify_host(&self.shared.coalescing);
+            } else if cq.is_holding() {
+                cq.review_held();
+            }
+        }
+    }
+
+    /// `qid` says with [`COMPLETION_QUEUE`] which of the two doorbells it was.
+    #[cold]
+    fn invalid(&self, qid: u16, error: InvalidDoorbell, trace: &mut Option<TraceRing>) {
+        record(trace, Kind::Invalid, &self.shared, qid, error.value, 0);
+        self.control.notify(Notice::InvalidDoorbell { qid: qid & !COMPLETION_QUEUE });
+    }
+
+    /// The first half of going to sleep: arms what should wake us.
+    pub(crate) fn arm(
+        &mut self,
+        arming: &mut Arming<'_, SleepCell>,
+        trace: &mut Option<TraceRing>,
+    ) {
+        let Self { sqs, cqs, shared, .. } = self;
+        for sq in sqs.iter_mut().flatten().filter(|sq| !sq.stopped) {
+            if !sq.blocked {
+                let before = sq.tail.stats().event_idx_armed;
+                sq.tail.arm(arming);
+                if trace.is_some() && sq.tail.stats().event_idx_armed != before {
+                    let at = u32::from(sq.tail.last());
+                    record(trace, Kind::EventIdxArmed, shared, sq.layout.qid, at, 0);
+                }
+            } else if let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) {
+                shared.want_head(cq.layout.qid, true);
+                cq.head.arm(arming);
+            }
+        }
+    }
+
+    /// The second half: looks once more. When the sleep has to end, for an interrupt's sake.
+    pub(crate) fn recheck(
+        &mut self,
+        fenced: &mut Fenced<'_, SleepCell>,
+        trace: &mut Option<TraceRing>,
+    ) -> Option<Instant> {
+        let mut invalid = Vec::new();
+        let mut deadline: Option<Instant> = None;
+        let Self { sqs, cqs, engine, .. } = self;
+        fenced.note(engine.can_advance_copies());
+        for sq in sqs.iter_mut().flatten().filter(|sq| !sq.stopped) {
+            if !sq.blocked {
+                if let Err(error) = sq.tail.recheck(fenced) {
+                    invalid.push((sq.layout.qid, error));
+                }
+                // More than a burst may be left.
+                let reachable =
+                    cqs.get(sq.cq).and_then(Option::as_ref).is_some_and(|cq| cq.ring.is_some());
+                fenced.note(reachable && sq.ring.is_some() && sq.head != sq.tail.last());
+            } else if let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) {
+                let before = cq.head.last();
+                if let Err(error) = cq.head.recheck(fenced, cq.tail) {
+                    invalid.push((cq.layout.qid | COMPLETION_QUEUE, error));
+                }
+                cq.moved_from(before);
+                // The head may have been seen to move on another occasion: for an interrupt's sake.
+                let reachable = sq.ring.is_some() && cq.ring.is_some();
+                fenced.note(reachable && cq.free() != 0 && sq.head != sq.tail.last());
+            }
+        }
+        for cq in cqs.iter_mut().flatten() {
+            deadline = match (deadline, cq.flush_interrupts()) {
+                (Some(a), Some(b)) => Some(a.min(b)),
+                (a, b) => a.or(b),
+            };
+        }
+        for (qid, error) in invalid {
+            self.invalid(qid, error, trace);
+        }
+        deadline
+    }
+
+    /// Awake again: takes back what was asked for while asleep.
+    pub(crate) fn disarm(&mut self, sleeper: &Sleeper<SleepCell>) {
+        self.sqs.iter_mut().flatten().for_each(|sq| sq.tail.disarm(sleeper));
+        for cq in self.cqs.iter_mut().flatten() {
+            self.shared.want_head(cq.layout.qid, false);
+            cq.head.disarm(sleeper);
+        }
+    }
+
+    /// Whether a completion or an interrupt waits.
+    pub(crate) fn holds_back(&self) -> bool {
+        self.cqs.iter().flatten().any(|cq| cq.is_holding() || cq.has_staged())
+    }
+
+    /// How much has been done: a number that changes with every command.
+    pub(crate) fn progress(&self) -> u64 {
+        let fetched = self.sqs.iter().flatten().map(|sq| sq.stats.commands);
+        let posted = self.cqs.iter().flatten().map(|cq| cq.stats.completions);
+        fetched.chain(posted).fold(0, u64::wrapping_add)
+    }
+}
+
+/// A command has failed where it was fetched.
+#[cold]
+pub(crate) fn report_error(control: &ControlHandle, sqid: u16, sqe: &Sqe, status: Status) {
+    let (cid, nsid, lba) = (sqe.cid, sqe.nsid, sqe.cdw10_11());
+    control.notify(Notice::CommandError { sqid, cid, status, nsid, lba });
+}
+
+/// A command that was in flight has failed.
+#[cold]
+pub(crate) fn report_ended(control: &ControlHandle, sqid: u16, ended: &CompletedCommand) {
+    let &CompletedCommand { cid, status, nsid, lba, .. } = ended;
+    control.notify(Notice::CommandError { sqid, cid, status, nsid, lba });
+}

@@ -1,0 +1,416 @@
+//! A worker: the thread that serves I/O queues.
+//!
+//! It passes over all controllers that are active as long as there is work, goes on doing so for a
+//! while when there is none (the window adapts to how soon work comes back), then arms every
+//! doorbell's EventIdx, passes a full fence, looks once more and sleeps in one wait on everything:
+//! trapped doorbells, messages, and the disks. Controllers that have been idle for a while are left
+//! out of all that until they ring (see `poll_group`).
+
+use super::controller_queues::ControllerQueues;
+use super::doorbell_sources::DoorbellSources;
+use super::mailbox::Mailbox;
+use super::message::{AdminDoorbellPoll, Message, QueueContext};
+use super::poll_group::{PollEntry, PollGroup};
+use super::poll_window::{Next, PollWindow, Polling};
+use super::queue_set::SleepCell;
+use crate::notice::Notice;
+use crate::stats::SleepStats;
+use crate::trace::{Kind, TraceRing};
+use rustix::event::Timespec;
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use shadowbell_doorbell::{FullFence, Sleeper};
+use shadowbell_spec::status::Status;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A worker with a controller whose doorbells are mapped can not be woken by them: it looks at
+/// least this often. A wait is one of whole milliseconds, and a timer takes some 20 us of a processor.
+const MAPPED_POLL: Duration = Duration::from_millis(1);
+/// A worker on which somebody waits for something that no event announces looks this often.
+const UNANNOUNCED_POLL: Duration = Duration::from_millis(1);
+
+/// The pool is gone: a worker has no more to do.
+pub(super) struct Stop;
+
+pub(super) struct Worker {
+    mailbox: Arc<Mailbox>,
+    admin_doorbells: Vec<AdminDoorbellPoll>,
+    sleeper: Sleeper<SleepCell, FullFence>,
+    /// Its number in the pool.
+    index: usize,
+    poll_group: PollGroup,
+    /// Hosts whose doorbell writes it takes by itself.
+    sources: DoorbellSources,
+    /// Tokens of the descriptors that were signalled, for a moment.
+    signalled: Vec<u64>,
+    epoll: Arc<OwnedFd>,
+    window: PollWindow,
+    trace: Option<TraceRing>,
+    spurious_wakes: u64,
+    asleep: Duration,
+    started: Instant,
+    /// It has slept since its last turn.
+    woken: bool,
+}
+
+impl Worker {
+    pub(super) fn new(index: usize, mailbox: Arc<Mailbox>, polling: Polling) -> io::Result<Self> {
+        let epoll = Arc::new(epoll::create(CreateFlags::CLOEXEC)?);
+        // Edge-triggered: a signal wakes us once, and need not be read away.
+        epoll::add(&epoll, &mailbox.event, EventData::new_u64(0), EventFlags::IN | EventFlags::ET)?;
+        Ok(Self {
+            sleeper: Sleeper::new(Arc::clone(&mailbox.state)),
+            mailbox,
+            index,
+            poll_group: PollGroup::new(polling == Polling::Always),
+            sources: DoorbellSources::default(),
+            signalled: Vec::new(),
+            admin_doorbells: Vec::new(),
+            epoll,
+            window: PollWindow::new(polling),
+            trace: None,
+            spurious_wakes: 0,
+            asleep: Duration::ZERO,
+            started: Instant::now(),
+            woken: false,
+        })
+    }
+
+    pub(super) fn run(&mut self) {
+        loop {
+            match self.turn() {
+                Err(Stop) => return,
+                Ok(true) => {
+                    let Self { window, poll_group, .. } = self;
+                    window.found(|| poll_group.ended());
+                    continue;
+                }
+                Ok(false) => {}
+            }
+            std::hint::spin_loop();
+            let Self { window, poll_group, .. } = self;
+            match window.next(|| (poll_group.is_pending(), poll_group.ended())) {
+                Next::Look => continue,
+                Next::Yield => {
+                    std::thread::yield_now();
+                    continue;
+                }
+                Next::Sleep => {}
+            }
+            if self.poll_group.active.iter().any(|entry| entry.queues.is_about_to_notify()) {
+                std::thread::yield_now();
+                continue;
+            }
+            self.sleep();
+            self.window.restart();
+        }
+    }
+
+    /// Messages, then a pass over the queues of all active controllers. Whether there was anything to do.
+    pub(super) fn turn(&mut self) -> Result<bool, Stop> {
+        let mut busy = false;
+        if self.poll_group.must_check_eventfds() {
+            self.check_eventfds();
+        }
+        if self.mailbox.has_messages() {
+            busy = true;
+            for message in self.mailbox.take() {
+                if matches!(message, Message::Stop) {
+                    return Err(Stop);
+                }
+                self.handle(message);
+            }
+        }
+        let mut work = 0;
+        for entry in &mut self.poll_group.active {
+            work += entry.queues.pass(&self.mailbox, &mut self.trace);
+        }
+        work += self.poll_group.check_others(work, &self.mailbox, &mut self.trace);
+        busy |= work != 0;
+        if !self.admin_doorbells.is_empty() {
+            self.admin_doorbells.retain_mut(|poll| match poll.look() {
+                Some(found) => {
+                    busy |= found;
+                    true
+                }
+                None => false,
+            });
+        }
+        if self.poll_group.active.iter().any(|entry| entry.queues.is_detached()) {
+            self.poll_group.remove_detached(&self.epoll);
+        }
+        if std::mem::take(&mut self.woken) && !busy {
+            self.spurious_wakes += 1;
+            record(&mut self.trace, Kind::SpuriousWake, 0);
+        }
+        Ok(busy)
+    }
+
+    /// Arms, looks once more, and sleeps if there is nothing. Whether it slept.
+    pub(super) fn sleep(&mut self) -> bool {
+        self.poll_group.park_idle(&mut self.trace);
+        let mut arming = self.sleeper.prepare();
+        for entry in &mut self.poll_group.active {
+            entry.queues.arm(&mut arming, &mut self.trace);
+        }
+        let mut fenced = arming.fence();
+        let mut deadline: Option<Instant> = None;
+        let mut poll_after = (!self.admin_doorbells.is_empty()).then_some(MAPPED_POLL);
+        for PollEntry { queues, .. } in self.poll_group.active.iter_mut().map(|entry| &mut **entry)
+        {
+            if let Some(until) = queues.recheck(&mut fenced, &mut self.trace) {
+                deadline = Some(deadline.map_or(until, |d| d.min(until)));
+            }
+            if queues.is_mapped() {
+                poll_after = Some(MAPPED_POLL);
+            }
+            if queues.needs_polling() {
+                poll_after = poll_after.or(Some(UNANNOUNCED_POLL));
+            }
+        }
+        fenced.note(self.mailbox.has_messages());
+        let slept = match fenced.try_sleep() {
+            None => None,
+            Some(asleep) => {
+                record(&mut self.trace, Kind::Sleep, 0);
+                let before = Instant::now();
+                let left = deadline.map(|d| d.saturating_duration_since(before));
+                let timeout = match (left, poll_after) {
+                    (Some(a), Some(b)) => Some(a.min(b)),
+                    (a, b) => a.or(b),
+                };
+                let all = wait(&self.epoll, timeout, &mut self.trace, &mut self.signalled);
+                drop(asleep);
+                let slept = before.elapsed();
+                self.asleep += slept;
+                record(&mut self.trace, Kind::Wake, slept.as_micros().min(u32::MAX.into()) as u32);
+                self.window.slept(slept);
+                Some(all)
+            }
+        };
+        let Self { poll_group, sleeper, .. } = self;
+        poll_group.active.iter_mut().for_each(|entry| entry.queues.disarm(sleeper));
+        if let Some(all) = slept {
+            self.take_signalled(all);
+            self.woken = true;
+        }
+        slept.is_some()
+    }
+
+    /// Checks the descriptors that were signalled for controllers while the worker was awake.
+    #[cold]
+    fn check_eventfds(&mut self) {
+        let all = wait(&self.epoll, Some(Duration::ZERO), &mut self.trace, &mut self.signalled);
+        self.take_signalled(all);
+    }
+
+    /// Does what the signalled descriptors ask for; `all` says whether there are no more of them.
+    fn take_signalled(&mut self, all: bool) {
+        for token in self.signalled.drain(..) {
+            let controller = (token >> 8) as u32;
+            self.poll_group.doorbell_written(controller);
+            if token & 0xff == DOORBELL_SOURCE {
+                self.sources.poll_doorbells(controller, self.index, &mut self.trace);
+            }
+        }
+        self.poll_group.checked(all);
+    }
+
+    fn queues(&mut self, controller: u32) -> Option<&mut ControllerQueues> {
+        self.poll_group.activate(controller)
+    }
+
+    fn handle(&mut self, message: Message) {
+        match message {
+            Message::CreateCq { context, layout, vector, latch } => {
+                let limit = self.window.polling().hold_limit();
+                match self.find_or_open(*context) {
+                    Some(queues) => queues.create_cq(layout, vector, limit),
+                    None => latch.set_status(Status::INTERNAL),
+                }
+            }
+            Message::CreateSq { controller, layout, cqid, latch } => {
+                let created = match self.queues(controller) {
+                    Some(queues) => queues.create_sq(layout, cqid),
+                    None => Err(Status::CQ_INVALID.with_dnr()),
+                };
+                if let Err(status) = created {
+                    latch.set_status(status);
+                }
+            }
+            Message::DeleteSq { controller, qid, latch } => {
+                if let Some(queues) = self.queues(controller) {
+                    queues.delete_sq(qid, latch);
+                }
+            }
+            Message::DeleteCq { controller, qid, latch } => {
+                if let Some(queues) = self.queues(controller) {
+                    queues.delete_cq(qid);
+                }
+                drop(latch);
+            }
+            Message::Shadow { controller, pages, latch } => {
+                if let Some(queues) = self.queues(controller) {
+                    queues.enable_shadow(pages);
+                }
+                drop(latch);
+            }
+            Message::Table { controller, table, latches } => {
+                self.poll_group.activate(controller);
+                // One that is on its way out holds on to the old map as well.
+                let active = self.poll_group.active.iter_mut().map(|entry| &mut entry.queues);
+                for queues in active.filter(|queues| queues.id() == controller) {
+                    queues.change_table(Arc::clone(&table), latches.clone());
+                }
+            }
+            Message::DoorbellWritten { controller } => {
+                self.poll_group.doorbell_written(controller);
+            }
+            Message::DoorbellEventfd { controller, event } => {
+                // Edge-triggered as the mailbox. One that is signalled already counts as an edge.
+                let flags = EventFlags::IN | EventFlags::ET;
+                if self.queues(controller).is_none() {
+                    return;
+                }
+                let data = EventData::new_u64(DOORBELL_EVENTFD | u64::from(controller) << 8);
+                if let Err(error) = epoll::add(&self.epoll, &event, data, flags) {
+                    tracing::warn!(%error, "a worker can not wait for a controller's doorbells");
+                } else if let Some(queues) = self.queues(controller) {
+                    queues.keep_eventfd(event);
+                }
+            }
+            Message::DoorbellSource { controller, source } => {
+                let Self { poll_group, sources, epoll, .. } = self;
+                if let Some(queues) = poll_group.activate(controller) {
+                    let token = DOORBELL_SOURCE | u64::from(controller) << 8;
+                    sources.add(source, queues.shared(), epoll, token);
+                }
+            }
+            Message::Flush { controller, latch } => {
+                if let Some(queues) = self.queues(controller) {
+                    queues.flush(latch);
+                }
+            }
+            Message::Abort { controller, sqid, cid, latch } => {
+                if let Some(queues) = self.queues(controller) {
+                    queues.abort(sqid, cid, latch);
+                }
+            }
+            Message::Query { controller, answer, latch } => {
+                let awake = self.started.elapsed().saturating_sub(self.asleep);
+                let sleep = SleepStats::of(
+                    self.sleeper.stats(),
+                    self.spurious_wakes,
+                    awake.as_nanos().min(u64::MAX.into()) as u64,
+                );
+                if let Some(queues) = self.poll_group.find(controller) {
+                    let mut stats = queues.snapshot();
+                    let parked = self.poll_group.is_left_out(controller);
+                    stats.sleep = SleepStats { worker: self.index, parked, ..sleep };
+                    // Who asked may have stopped waiting.
+                    let _ = answer.send(stats);
+                }
+                drop(latch);
+            }
+            Message::Detach { controller, latch } => {
+                self.sources.remove(controller);
+                if let Some(queues) = self.queues(controller) {
+                    queues.detach(latch);
+                }
+            }
+            Message::PollAdminDoorbells(poll) => {
+                self.admin_doorbells.retain(AdminDoorbellPoll::is_alive);
+                self.admin_doorbells.push(poll);
+            }
+            Message::ServeAdmin(control) => {
+                control.notify(Notice::AdminDoorbell);
+            }
+            Message::Override { controller, overriding } => {
+                if let Some(queues) = self.queues(controller) {
+                    queues.set_override(overriding);
+                }
+            }
+            Message::Trace(ring) => self.trace = Some(ring),
+            Message::Stop => {}
+        }
+    }
+
+    /// The queues of a controller, which are made if it has none here yet.
+    fn find_or_open(&mut self, context: QueueContext) -> Option<&mut ControllerQueues> {
+        let shared = Arc::clone(&context.shared);
+        if self.queues(shared.id).is_none() {
+            let opened = ControllerQueues::new(context).and_then(|queues| {
+                for namespace in queues.namespaces() {
+                    let Some(fd) = namespace.wake_fd() else { continue };
+                    let edges = if namespace.wakes_by_edges() {
+                        EventFlags::ET
+                    } else {
+                        EventFlags::empty()
+                    };
+                    let flags = EventFlags::IN | edges;
+                    epoll::add(&self.epoll, fd, EventData::new_u64(1), flags)?;
+                }
+                Ok(queues)
+            });
+            match opened {
+                Ok(queues) => {
+                    let state = shared.park_state(self.index).map(Arc::clone);
+                    self.poll_group.add(queues, state.unwrap_or_default());
+                }
+                Err(error) => {
+                    tracing::error!(%error, "a worker can not open a namespace's disk");
+                    return None;
+                }
+            }
+        }
+        self.queues(shared.id)
+    }
+}
+
+/// What epoll says of an eventfd that stands for doorbells; above it, of which controller.
+const DOORBELL_EVENTFD: u64 = 2;
+/// What epoll says of a doorbell source; above it, of which controller.
+const DOORBELL_SOURCE: u64 = 3;
+
+fn record(trace: &mut Option<TraceRing>, kind: Kind, value: u32) {
+    if let Some(trace) = trace {
+        trace.record(kind, 0, 0, value, 0);
+    }
+}
+
+/// Descriptors that are taken at once; if more are signalled, the rest is taken after the next pass.
+const EVENTS: usize = 64;
+
+/// Waits for whatever wakes the worker; adds the tokens of descriptors that were signalled for a
+/// controller to `signalled`, and says whether that were all.
+fn wait(
+    epoll: &OwnedFd,
+    timeout: Option<Duration>,
+    trace: &mut Option<TraceRing>,
+    signalled: &mut Vec<u64>,
+) -> bool {
+    let timeout = timeout.map(|t| Timespec {
+        tv_sec: t.as_secs().min(i64::MAX as u64) as i64,
+        tv_nsec: t.subsec_nanos().into(),
+    });
+    let mut events = [const { MaybeUninit::uninit() }; EVENTS];
+    // An error or a signal to the process wakes us too, and takes nothing from what is signalled.
+    let Ok((events, rest)) = epoll::wait(epoll, &mut events[..], timeout.as_ref()) else {
+        return true;
+    };
+    for data in events.iter().map(|event| event.data.u64()) {
+        if !matches!(data & 0xff, DOORBELL_EVENTFD | DOORBELL_SOURCE) {
+            continue;
+        }
+        signalled.push(data);
+        if data & 0xff == DOORBELL_EVENTFD
+            && let Some(trace) = trace
+        {
+            trace.record(Kind::DoorbellEvent, (data >> 8) as u16, 0, 0, 0);
+        }
+    }
+    !rest.is_empty()
+}

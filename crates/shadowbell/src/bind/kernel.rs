@@ -1,0 +1,66 @@
+//! What `bind` sees of the kernel, and what it asks of it.
+
+use crate::exit;
+use anyhow::{Context, anyhow};
+use shadowbell_driver::{PciAddress, PciFunction, SYSFS};
+use std::fs;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Where the kernel shows things.
+#[derive(Debug)]
+pub(super) struct KernelPaths {
+    pub(super) sys: PathBuf,
+    pub(super) proc: PathBuf,
+    pub(super) dev: PathBuf,
+}
+
+impl Default for KernelPaths {
+    fn default() -> Self {
+        Self { sys: SYSFS.into(), proc: "/proc".into(), dev: "/dev".into() }
+    }
+}
+
+impl KernelPaths {
+    pub(super) fn block(&self, name: &str) -> PathBuf {
+        self.sys.join("class/block").join(name)
+    }
+
+    pub(super) fn driver(&self, name: &str) -> PathBuf {
+        self.sys.join("bus/pci/drivers").join(name)
+    }
+
+    pub(super) fn find(&self, address: PciAddress) -> anyhow::Result<PciFunction> {
+        PciFunction::find(&self.sys, address)
+            .context("looking for it")?
+            .ok_or_else(|| exit::bad_input(anyhow!("there is no such PCI device")))
+    }
+}
+
+/// What is asked of the kernel.
+pub(super) trait Kernel {
+    /// Writes into a file of sysfs.
+    fn write(&self, path: &Path, text: &str) -> io::Result<()>;
+    /// Loads a module.
+    fn load(&self, module: &str) -> io::Result<()>;
+}
+
+/// The one that runs.
+pub(super) struct Linux;
+
+impl Kernel for Linux {
+    fn write(&self, path: &Path, text: &str) -> io::Result<()> {
+        fs::OpenOptions::new().write(true).open(path)?.write_all(text.as_bytes())
+    }
+
+    fn load(&self, module: &str) -> io::Result<()> {
+        let mut modprobe = Command::new("modprobe");
+        let output = modprobe.arg(module).stdin(Stdio::null()).stdout(Stdio::null()).output()?;
+        if output.status.success() {
+            return Ok(());
+        }
+        let text = String::from_utf8_lossy(&output.stderr);
+        Err(io::Error::other(text.trim().lines().last().unwrap_or("it failed").to_owned()))
+    }
+}

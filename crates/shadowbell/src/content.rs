@@ -1,0 +1,205 @@
+//! Content that shows whether it is the right one, at the right place and in one piece.
+//!
+//! Every 512 bytes of a block, the smallest that a disk may tear a write into, are a cell of their
+//! own: a CRC-32C of the rest, the byte of the namespace that it was written to, the sequence
+//! number of the write, the seed of the run, and random bytes that follow from all of these.
+
+use crate::rng::Rng;
+use std::fmt;
+
+/// Bytes of a cell: the smallest logical block.
+pub(super) const CELL: usize = 512;
+/// `SBVF` in the order of the bytes.
+const MAGIC: u32 = u32::from_le_bytes(*b"SBVF");
+const MAGIC_AT: usize = 0;
+const CRC_AT: usize = 4;
+const OFFSET_AT: usize = 8;
+const SEQUENCE_AT: usize = 16;
+const SEED_AT: usize = 20;
+const RANDOM_AT: usize = 24;
+
+/// What is wrong with a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// It was never written by a run like this.
+    Foreign,
+    /// It is from a run with another seed.
+    OtherRun,
+    /// The checksum does not match.
+    Corrupt,
+    /// It was written to this byte of the namespace, not here.
+    Misplaced(u64),
+    /// Its beginning is of one write and this is of another.
+    Torn { beginning: u32, here: u32 },
+    /// It is of an earlier write than the last that completed (or of one that never was).
+    Stale { expected: u32, found: u32 },
+}
+
+/// A block that is not what it has to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BadBlock {
+    /// The byte of the namespace at which the first bad cell begins.
+    pub(crate) offset: u64,
+    pub(crate) fault: Fault,
+}
+
+impl fmt::Display for BadBlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "byte {}: ", self.offset)?;
+        match self.fault {
+            Fault::Foreign => f.write_str("holds nothing that --verify has written"),
+            Fault::OtherRun => f.write_str("holds what a run with another --seed has written"),
+            Fault::Corrupt => f.write_str("the checksum does not match the content"),
+            Fault::Misplaced(written) => {
+                write!(f, "misplaced: holds what was written to byte {written}")
+            }
+            Fault::Torn { beginning, here } => {
+                write!(f, "torn: holds write {here} while the block begins with write {beginning}")
+            }
+            Fault::Stale { expected, found } => {
+                write!(f, "holds write {found}, and the last that completed was {expected}")
+            }
+        }
+    }
+}
+
+fn read_u32(cell: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_le_bytes(*cell.get(at..)?.first_chunk()?))
+}
+
+fn store<const N: usize>(cell: &mut [u8], at: usize, bytes: [u8; N]) {
+    if let Some(field) = cell.get_mut(at..).and_then(|rest| rest.first_chunk_mut()) {
+        *field = bytes;
+    }
+}
+
+/// Fills `block`, which is to be written to byte `offset`, for write number `sequence` of the
+/// block.
+pub(crate) fn fill(block: &mut [u8], offset: u64, sequence: u32, seed: u32) {
+    for (n, cell) in block.chunks_exact_mut(CELL).enumerate() {
+        let offset = offset + (n * CELL) as u64;
+        store(cell, MAGIC_AT, MAGIC.to_le_bytes());
+        store(cell, OFFSET_AT, offset.to_le_bytes());
+        store(cell, SEQUENCE_AT, sequence.to_le_bytes());
+        store(cell, SEED_AT, seed.to_le_bytes());
+        let mut rng = Rng::new(offset ^ u64::from(sequence) << 32 ^ u64::from(seed));
+        let (words, _) = cell.get_mut(RANDOM_AT..).unwrap_or_default().as_chunks_mut();
+        for word in words {
+            *word = rng.next().to_le_bytes();
+        }
+        let crc = crc32c::crc32c(cell.get(OFFSET_AT..).unwrap_or_default());
+        store(cell, CRC_AT, crc.to_le_bytes());
+    }
+}
+
+/// Whether `block`, read from byte `offset`, is in one piece, at its place, and of write number
+/// `expected` of the block, if that is known.
+pub(crate) fn check(
+    block: &[u8],
+    offset: u64,
+    expected: Option<u32>,
+    seed: u32,
+) -> Result<(), BadBlock> {
+    let mut beginning = None;
+    for (n, cell) in block.chunks_exact(CELL).enumerate() {
+        let offset = offset + (n * CELL) as u64;
+        let bad = |fault| Err(BadBlock { offset, fault });
+        let crc = crc32c::crc32c(cell.get(OFFSET_AT..).unwrap_or_default());
+        if read_u32(cell, MAGIC_AT) != Some(MAGIC) {
+            return bad(Fault::Foreign);
+        }
+        if read_u32(cell, CRC_AT) != Some(crc) {
+            return bad(Fault::Corrupt);
+        }
+        // From here on the cell is as it was written, so its fields can be believed.
+        let low = read_u32(cell, OFFSET_AT).unwrap_or_default();
+        let high = read_u32(cell, OFFSET_AT + 4).unwrap_or_default();
+        let written = u64::from(low) | u64::from(high) << 32;
+        if read_u32(cell, SEED_AT) != Some(seed) {
+            return bad(Fault::OtherRun);
+        }
+        if written != offset {
+            return bad(Fault::Misplaced(written));
+        }
+        let here = read_u32(cell, SEQUENCE_AT).unwrap_or_default();
+        let beginning = *beginning.get_or_insert(here);
+        if here != beginning {
+            return bad(Fault::Torn { beginning, here });
+        }
+        if let Some(expected) = expected
+            && here != expected
+        {
+            return bad(Fault::Stale { expected, found: here });
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OFFSET: u64 = 7 << 33;
+
+    fn block(offset: u64, sequence: u32) -> Vec<u8> {
+        let mut block = vec![0; 4096];
+        fill(&mut block, offset, sequence, 9);
+        block
+    }
+
+    fn fault(block: &[u8]) -> BadBlock {
+        check(block, OFFSET, Some(5), 9).unwrap_err()
+    }
+
+    #[test]
+    fn what_was_written_is_right() {
+        assert_eq!(check(&block(OFFSET, 5), OFFSET, Some(5), 9), Ok(()));
+        assert_eq!(check(&block(OFFSET, 5), OFFSET, None, 9), Ok(()));
+    }
+
+    #[test]
+    fn any_flipped_bit_is_found() {
+        for at in 0..4096 {
+            let mut block = block(OFFSET, 5);
+            block[at] ^= 1 << (at % 8);
+            let bad = fault(&block);
+            assert_eq!(bad.offset, OFFSET + (at as u64 & !511), "byte {at}");
+            let expected = if at % CELL < CRC_AT { Fault::Foreign } else { Fault::Corrupt };
+            assert_eq!(bad.fault, expected, "byte {at}");
+        }
+    }
+
+    #[test]
+    fn a_block_from_elsewhere_is_misplaced() {
+        let bad = fault(&block(4096, 5));
+        assert_eq!(bad, BadBlock { offset: OFFSET, fault: Fault::Misplaced(4096) });
+        assert!(bad.to_string().contains("written to byte 4096"), "{bad}");
+        // Also if it is only a part of it.
+        let mut mixed = block(OFFSET, 5);
+        mixed[1024..1536].copy_from_slice(&block(OFFSET, 5)[512..1024]);
+        let bad = fault(&mixed);
+        assert_eq!(bad, BadBlock { offset: OFFSET + 1024, fault: Fault::Misplaced(OFFSET + 512) });
+    }
+
+    #[test]
+    fn a_block_of_two_writes_is_torn() {
+        let mut torn = block(OFFSET, 5);
+        torn[2048..].copy_from_slice(&block(OFFSET, 4)[2048..]);
+        let torn_fault = Fault::Torn { beginning: 5, here: 4 };
+        assert_eq!(fault(&torn), BadBlock { offset: OFFSET + 2048, fault: torn_fault });
+        // Torn the other way round, the beginning is what is wrong.
+        let mut torn = block(OFFSET, 4);
+        torn[2048..].copy_from_slice(&block(OFFSET, 5)[2048..]);
+        assert_eq!(fault(&torn).fault, Fault::Stale { expected: 5, found: 4 });
+        assert!(check(&torn, OFFSET, None, 9).is_err());
+    }
+
+    #[test]
+    fn a_lost_write_is_found() {
+        assert_eq!(fault(&block(OFFSET, 4)).fault, Fault::Stale { expected: 5, found: 4 });
+        assert_eq!(fault(&[0; 4096]).fault, Fault::Foreign);
+        let mut other = block(OFFSET, 5);
+        fill(&mut other, OFFSET, 5, 10);
+        assert_eq!(fault(&other).fault, Fault::OtherRun);
+    }
+}

@@ -1,0 +1,276 @@
+//! A controller as a person asks for it, and the configuration that it comes to.
+
+use crate::disk_spec::{self, DiskSpecError};
+use crate::exit;
+use serde::Deserialize;
+use shadowbell_backend::Disk;
+use shadowbell_controller::config::{Config, ConfigError, NamespaceConfig, uuid_from};
+use std::collections::HashSet;
+use std::path::Path;
+use std::sync::Arc;
+
+/// How the doorbells of a controller come to it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum OfferedDoorbells {
+    /// Offer shadow doorbells (Doorbell Buffer Config); a guest that does not use them traps
+    #[default]
+    Shadow,
+    /// Do not offer them: every doorbell traps
+    Mmio,
+    /// Let the client map the doorbells: none traps, and the controller polls
+    Mapped,
+}
+
+/// A controller as a person asked for it. `None` stands for a default that depends on others.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct ControllerConfig {
+    /// The disks, as [`disk_spec::open`] takes them, in the order of their namespaces.
+    pub disks: Vec<DiskConfig>,
+    /// Serial number.
+    pub serial: Option<String>,
+    /// Model number.
+    pub model: Option<String>,
+    /// Most I/O queue pairs.
+    pub queues: Option<u16>,
+    /// Most entries of a queue.
+    pub queue_entries: Option<u32>,
+    /// The largest transfer in bytes.
+    pub max_transfer: Option<u64>,
+    /// How doorbells come.
+    pub doorbells: OfferedDoorbells,
+    /// No namespace takes writes, whatever its disk allows.
+    pub read_only: bool,
+}
+
+/// A namespace as a person asked for it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct DiskConfig {
+    /// The disk, as [`disk_spec::open`] takes it.
+    pub disk: String,
+    /// Its UUID; if there is none, one that stays the same as long as the names do.
+    pub uuid: Option<[u8; 16]>,
+}
+
+/// Why there can be no such controller.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ConfigureError {
+    /// A disk can not be opened.
+    #[error(transparent)]
+    Disk(#[from] DiskSpecError),
+    /// The disk was asked to be writable and not to be.
+    #[error(
+        "the disk `{0}` is asked to be writable by its own `read-only=off`, and read-only by the \
+         controller's option: leave one of them out"
+    )]
+    Writable(String),
+    /// The largest transfer is not one that MDTS can express.
+    #[error("the largest transfer is a power of two from 1 MiB to 16 MiB, not {0} bytes")]
+    MaxTransfer(u64),
+    /// The controller is impossible.
+    #[error(transparent)]
+    Controller(#[from] ConfigError),
+}
+
+impl ConfigureError {
+    /// As an error for `main`: with exit status [`exit::BAD_INPUT`], unless the system is to blame.
+    #[must_use]
+    pub(crate) fn into_error(self) -> anyhow::Error {
+        match self {
+            Self::Disk(error) => error.into_error(),
+            error => exit::bad_input(error),
+        }
+    }
+}
+
+impl ControllerConfig {
+    /// A controller with these disks, and defaults for everything else.
+    #[cfg(test)]
+    pub(crate) fn of(disks: &[&str]) -> Self {
+        let disks = disks.iter().map(|disk| DiskConfig { disk: (*disk).into(), uuid: None });
+        Self { disks: disks.collect(), ..Self::default() }
+    }
+
+    /// Opens the disks, which takes their locks, and checks everything. Creates nothing.
+    ///
+    /// `location` names this controller and no other, such as the path of its socket; the serial
+    /// number is made from it if none was asked for.
+    ///
+    /// # Errors
+    /// [`ConfigureError`], in a sentence for the person who asked.
+    pub(crate) fn open(&self, location: &str) -> Result<Config, ConfigureError> {
+        let disks = self.disks.iter().map(|config| open_disk(&config.disk, self.read_only));
+        self.configure(location, disks.collect::<Result<_, _>>()?)
+    }
+
+    /// Checks everything, over disks that are open: `self.disks` only gives their UUIDs.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub(crate) fn configure(
+        &self,
+        location: &str,
+        disks: Vec<Arc<dyn Disk>>,
+    ) -> Result<Config, ConfigureError> {
+        let default = Config::default();
+        let mdts = match self.max_transfer {
+            None => default.mdts,
+            Some(bytes) => mdts(bytes).ok_or(ConfigureError::MaxTransfer(bytes))?,
+        };
+        let serial = self.serial.clone().unwrap_or_else(|| serial_from(location));
+        let mut uuids = Uuids::new(&serial);
+        let given = self.disks.iter().map(|config| config.uuid).chain(std::iter::repeat(None));
+        let namespaces = disks
+            .into_iter()
+            .zip(given)
+            .map(|(disk, given)| NamespaceConfig { uuid: uuids.of(&*disk, given), disk })
+            .collect();
+        let config = Config {
+            serial,
+            model: self.model.clone().unwrap_or(default.model),
+            namespaces,
+            io_queues: self.queues.unwrap_or(default.io_queues),
+            max_queue_entries: self.queue_entries.unwrap_or(default.max_queue_entries),
+            mdts,
+            // A page that is mapped can not ring either: what would be gained is lost in naps.
+            shadow_doorbells: self.doorbells == OfferedDoorbells::Shadow,
+        };
+        config.validate()?;
+        Ok(config)
+    }
+}
+
+/// Makes the UUIDs of a controller's namespaces.
+struct Uuids<'a> {
+    serial: &'a str,
+    taken: HashSet<[u8; 16]>,
+}
+
+impl<'a> Uuids<'a> {
+    fn new(serial: &'a str) -> Self {
+        Self { serial, taken: HashSet::new() }
+    }
+
+    /// The one that is given, or one made of the serial number and the name of the disk.
+    fn of(&mut self, disk: &dyn Disk, given: Option<[u8; 16]>) -> [u8; 16] {
+        let uuid = given.unwrap_or_else(|| {
+            let name = identity(disk);
+            // Two disks in memory have the same name; their order distinguishes them.
+            (0u32..)
+                .map(|n| match n {
+                    0 => uuid_from(&format!("{}/{name}", self.serial)),
+                    n => uuid_from(&format!("{}/{name}/{n}", self.serial)),
+                })
+                .find(|uuid| !self.taken.contains(uuid))
+                .unwrap_or_default()
+        });
+        self.taken.insert(uuid);
+        uuid
+    }
+}
+
+/// MDTS for a largest transfer in bytes: a power of two of pages of 4096 bytes.
+fn mdts(bytes: u64) -> Option<u8> {
+    let mdts = bytes.checked_ilog2()?.checked_sub(12)? as u8;
+    let possible =
+        shadowbell_controller::config::MDTS_RANGE.contains(&mdts) && bytes.is_power_of_two();
+    possible.then_some(mdts)
+}
+
+fn open_disk(spec: &str, read_only: bool) -> Result<Arc<dyn Disk>, ConfigureError> {
+    let asked = spec.split_once('?').is_some_and(|(_, options)| {
+        options.split('&').any(|option| option.starts_with("read-only="))
+    });
+    let disk = if read_only && !asked {
+        let joint = if spec.contains('?') { '&' } else { '?' };
+        disk_spec::open(&format!("{spec}{joint}read-only=on"))?
+    } else {
+        disk_spec::open(spec)?
+    };
+    if read_only && !disk.info().read_only {
+        return Err(ConfigureError::Writable(spec.to_owned()));
+    }
+    Ok(disk)
+}
+
+/// What a disk is known by: for a file its path from the root, so that it does not matter from
+/// where the program is started.
+fn identity(disk: &dyn Disk) -> String {
+    let name = disk.name();
+    match std::fs::canonicalize(Path::new(&name)) {
+        Ok(path) => path.display().to_string(),
+        Err(_) => name,
+    }
+}
+
+/// A serial number that is always the same for the same location, and another for another.
+fn serial_from(location: &str) -> String {
+    // The last seven bytes have no fixed bits; with two letters it fits the field.
+    let uuid = uuid_from(location);
+    let digits: String = uuid.iter().skip(9).take(7).map(|byte| format!("{byte:02X}")).collect();
+    format!("SB{digits}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn defaults_make_a_controller() {
+        let config =
+            ControllerConfig::of(&["mem:1MiB", "mem:1MiB", "null:1GiB"]).open("a").unwrap();
+        assert_eq!(config.namespaces.len(), 3);
+        assert!(config.shadow_doorbells);
+        assert!(config.serial.starts_with("SB") && config.serial.len() == 16);
+        let again = ControllerConfig::of(&["mem:1MiB", "mem:1MiB", "null:1GiB"]).open("a").unwrap();
+        let uuids = |config: &Config| config.namespaces.iter().map(|n| n.uuid).collect::<Vec<_>>();
+        assert_eq!(uuids(&config), uuids(&again));
+        let other = ControllerConfig::of(&["mem:1MiB"]).open("b").unwrap();
+        assert_ne!(other.serial, config.serial);
+        assert!(!uuids(&config).contains(&other.namespaces[0].uuid));
+    }
+
+    #[test]
+    fn a_file_has_the_same_uuid_under_another_name_for_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join("disk.img");
+        std::fs::write(&image, [0; 4096]).unwrap();
+        let uuid = |path: std::path::PathBuf| {
+            let config = ControllerConfig::of(&[path.to_str().unwrap()]);
+            config.open("x").unwrap().namespaces[0].uuid
+        };
+        assert_eq!(uuid(image), uuid(directory.path().join("./disk.img")));
+    }
+
+    #[test]
+    fn read_only_is_of_the_whole_controller() {
+        let asked =
+            |disk: &str| ControllerConfig { read_only: true, ..ControllerConfig::of(&[disk]) };
+        for disk in ["mem:1MiB", "mem:1MiB?block-size=4096", "mem:1MiB?read-only=on"] {
+            let config = asked(disk).open("x").unwrap();
+            assert!(config.namespaces[0].disk.info().read_only, "{disk}");
+        }
+        let error = asked("mem:1MiB?read-only=off").open("x").unwrap_err();
+        assert!(error.to_string().contains("leave one of them out"), "{error}");
+        assert_eq!(exit::status(&error.into_error()), exit::BAD_INPUT);
+    }
+
+    #[test]
+    fn the_largest_transfer_is_a_power_of_two() {
+        assert_eq!(mdts(1 << 20), Some(8));
+        assert_eq!(mdts(16 << 20), Some(12));
+        for bytes in [0, 1, 4096, 512 << 10, 3 << 20, 32 << 20, u64::MAX] {
+            assert_eq!(mdts(bytes), None, "{bytes}");
+        }
+    }
+
+    #[test]
+    fn bad_input_is_an_exit_status_of_its_own() {
+        let refused = |config: ControllerConfig| config.open("x").unwrap_err();
+        let missing = refused(ControllerConfig::of(&["/nonexistent/disk.img"])).into_error();
+        assert_eq!(exit::status(&missing), exit::BAD_INPUT, "{missing}");
+        let mut config = ControllerConfig::of(&["mem:1MiB"]);
+        config.serial = Some("x".repeat(21));
+        assert!(refused(config).to_string().contains("serial number"));
+    }
+}

@@ -1,0 +1,92 @@
+//! Processors as people name them.
+
+use rustix::thread::{CpuSet, sched_getaffinity};
+
+/// The most processors that can be named: as many as there can be workers.
+const MAX_CPUS: usize = 254;
+
+/// Processors, in the order in which they were named.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct CpuList(pub Vec<usize>);
+
+/// Reads `2,3` or `4-7` or both.
+///
+/// # Errors
+/// A sentence about what can not be understood, or about a processor that this process has not.
+pub(crate) fn parse(text: &str) -> Result<CpuList, String> {
+    let number = |text: &str| {
+        let number = text.trim().parse::<usize>();
+        number.map_err(|_| format!("`{text}` is no processor; write for example 2,3 or 4-7"))
+    };
+    let mut list = Vec::new();
+    for part in text.split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last) = (number(first)?, number(last)?);
+        if first > last {
+            return Err(format!("`{part}` is an empty range of processors"));
+        }
+        if last - first >= MAX_CPUS {
+            return Err(format!("`{part}` are more processors than there can be workers"));
+        }
+        list.extend(first..=last);
+    }
+    check(&list)?;
+    Ok(CpuList(list))
+}
+
+/// Reads one processor.
+///
+/// # Errors
+/// As [`parse`].
+pub(crate) fn parse_one(text: &str) -> Result<usize, String> {
+    let cpu = text.trim().parse();
+    let cpu = cpu.map_err(|_| format!("`{text}` is no processor; write for example 0,2"))?;
+    check(&[cpu]).map(|()| cpu)
+}
+
+/// Whether this process may use these processors, each once.
+///
+/// # Errors
+/// A sentence about the first that is wrong.
+pub(crate) fn check(list: &[usize]) -> Result<(), String> {
+    if list.len() > MAX_CPUS {
+        return Err(format!("more than {MAX_CPUS} processors"));
+    }
+    let available = sched_getaffinity(None).unwrap_or_default();
+    for (n, cpu) in list.iter().enumerate() {
+        if list.iter().take(n).any(|other| other == cpu) {
+            return Err(format!("processor {cpu} is named twice"));
+        }
+        if *cpu >= CpuSet::MAX_CPU || !available.is_set(*cpu) {
+            let all: Vec<_> = (0..CpuSet::MAX_CPU).filter(|cpu| available.is_set(*cpu)).collect();
+            return Err(format!("this process has no processor {cpu}; it has {all:?}"));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processors_are_lists_and_ranges() {
+        let available = rustix::thread::sched_getaffinity(None).unwrap();
+        let mine = (0..).find(|cpu| available.is_set(*cpu)).unwrap();
+        assert_eq!(parse(&mine.to_string()), Ok(CpuList(vec![mine])));
+        assert_eq!(parse(&format!("{mine}-{mine}")), Ok(CpuList(vec![mine])));
+        for (text, words) in [
+            ("", "no processor"),
+            ("a", "no processor"),
+            ("0,", "no processor"),
+            ("-1", "no processor"),
+            ("3-2", "empty range"),
+            ("0-100000", "more processors"),
+            ("1000000", "has no processor 1000000"),
+            (&format!("{mine},{mine}"), "twice"),
+        ] {
+            let error = parse(text).unwrap_err();
+            assert!(error.contains(words), "{text}: {error}");
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! Disks as people write them: what a namespace keeps its bytes in, or a namespace of another
+//! controller, which the driver takes over.
+
+use crate::target::{Target, not_a_disk};
+use crate::{exit, transport};
+use anyhow::anyhow;
+use shadowbell_backend::Disk;
+use shadowbell_backend_nvme::{NvmeDisk, OpenError, Options};
+use std::sync::Arc;
+
+/// Why there is no such disk, in a sentence for the person who wrote the specification.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DiskSpecError {
+    /// A disk can not be opened.
+    #[error(transparent)]
+    Disk(#[from] shadowbell_backend::OpenError),
+    /// A controller whose namespace was to be the disk can not be had.
+    #[error("{0:#}")]
+    Device(anyhow::Error),
+}
+
+impl DiskSpecError {
+    /// As an error for `main`: with exit status [`exit::BAD_INPUT`], unless the system is to blame.
+    #[must_use]
+    pub(crate) fn into_error(self) -> anyhow::Error {
+        use shadowbell_backend::{MAX_MEMORY, OpenError};
+        match self {
+            Self::Device(error) => error,
+            Self::Disk(OpenError::Memory { bytes, .. }) if bytes <= MAX_MEMORY => self.into(),
+            Self::Disk(OpenError::System { .. } | OpenError::Ring { .. }) => self.into(),
+            Self::Disk(_) => exit::bad_input(self),
+        }
+    }
+}
+
+/// Opens the disk that `spec` names: all that [`shadowbell_backend::open`] takes, and
+///
+/// | `spec` | the disk |
+/// |---|---|
+/// | `nvme://0000:01:00.0/1` | namespace 1 of a PCI device, through VFIO |
+/// | `vfio-user:/run/ssd.sock/1` | namespace 1 of a controller behind a vfio-user socket |
+///
+/// with the options
+///
+/// | option | value | default |
+/// |---|---|---|
+/// | `read-only` | `on`, `off` | `off`; `on` for a namespace that takes no writes |
+/// | `zero-copy` | `on`: let the device reach the guest's memory where it can; `off` | `on` |
+///
+/// # Errors
+/// [`DiskSpecError`].
+pub(crate) fn open(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    if !["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme)) {
+        let disk = shadowbell_backend::open(spec).map_err(|error| match &error {
+            shadowbell_backend::OpenError::NoFile { path, .. } => match not_a_disk(path) {
+                Some(why) => DiskSpecError::Device(exit::bad_input(anyhow!(why))),
+                None => error.into(),
+            },
+            _ => error.into(),
+        })?;
+        if let Some(remark) = disk.remark() {
+            tracing::warn!("{remark}");
+        }
+        return Ok(disk);
+    }
+    let wrong = |why: String| {
+        DiskSpecError::Device(exit::bad_input(anyhow!("`{spec}` names no disk: {why}")))
+    };
+    let (name, options) = spec.split_once('?').map_or((spec, None), |(n, o)| (n, Some(o)));
+    let target: Target = name.parse().map_err(wrong)?;
+    let options = parse(options).map_err(wrong)?;
+    attach(&target, spec, &options).map_err(DiskSpecError::Device)
+}
+
+fn attach(target: &Target, spec: &str, options: &Options) -> anyhow::Result<Arc<dyn Disk>> {
+    let transport = transport::to(target)?;
+    match NvmeDisk::open(transport, target.nsid(), spec, options) {
+        Ok(disk) => Ok(Arc::new(disk)),
+        Err(error @ (OpenError::Attach(_) | OpenError::System(_))) => {
+            Err(anyhow::Error::new(error).context(target.to_string()))
+        }
+        // Something else was to be named.
+        Err(error) => Err(exit::bad_input(error).context(target.to_string())),
+    }
+}
+
+fn parse(text: Option<&str>) -> Result<Options, String> {
+    let mut options = Options::default();
+    for option in text.into_iter().flat_map(|text| text.split('&')) {
+        let (name, value) = option.split_once('=').ok_or_else(|| {
+            format!("`{option}` after the `?` is no option; options are written `name=value`")
+        })?;
+        let switch = || match value {
+            "on" | "true" | "yes" => Ok(true),
+            "off" | "false" | "no" => Ok(false),
+            other => Err(format!("the option `{name}` is `on` or `off`, not `{other}`")),
+        };
+        match name {
+            "read-only" => options.read_only = switch()?,
+            "zero-copy" => options.zero_copy = switch()?,
+            "block-size" => {
+                return Err(
+                    "its blocks are as long as the device says; leave out `block-size`".to_owned()
+                );
+            }
+            other => {
+                return Err(format!(
+                    "such a disk has no option `{other}`; its options are `read-only`, `zero-copy`"
+                ));
+            }
+        }
+    }
+    Ok(options)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_are_understood() {
+        let options = parse(Some("read-only=on&zero-copy=off")).unwrap();
+        assert!(options.read_only && !options.zero_copy);
+        let options = parse(None).unwrap();
+        assert!(!options.read_only && options.zero_copy);
+    }
+
+    #[test]
+    fn nonsense_is_refused_with_the_reason() {
+        for (spec, words) in [
+            ("nvme://nvme0n1", "is no PCI address"),
+            ("nvme://0000:01:00.0/0", "count from 1"),
+            ("vfio-user:", "lacks a socket"),
+            ("vfio-user:/nonexistent/a.sock/1", "no controller behind /nonexistent/a.sock"),
+            ("vfio-user:/a.sock?block-size=512", "as long as the device says"),
+            ("vfio-user:/a.sock?direct=on", "has no option `direct`"),
+            ("vfio-user:/a.sock?read-only=1", "`on` or `off`, not `1`"),
+            ("vfio-user:/a.sock?read-only", "no option; options are written"),
+        ] {
+            let error = open(spec).unwrap_err();
+            assert!(error.to_string().contains(words), "{spec}: {error}");
+            assert_eq!(exit::status(&error.into_error()), exit::BAD_INPUT, "{spec}");
+        }
+        assert!(matches!(open("mem:lots").unwrap_err(), DiskSpecError::Disk(_)));
+    }
+}

@@ -1,0 +1,81 @@
+//! The command line of `export`.
+
+use crate::target::{self, Target};
+use clap::ArgGroup;
+use shadowbell_export::nbd;
+use std::path::PathBuf;
+use std::sync::LazyLock;
+
+/// Export a disk: as a block device (ublk) or a file (FUSE), to tools (NBD), to a VM
+/// (vhost-user-blk)
+#[derive(Clone, Debug, clap::Args)]
+#[command(after_help = target::HELP, after_long_help = LONG_HELP.as_str())]
+#[command(group = ArgGroup::new("way").required(true).multiple(true))]
+pub(crate) struct Args {
+    /// What to export
+    #[arg(value_name = "TARGET")]
+    pub target: Target,
+    /// Serve it by NBD: unix:/run/disk.sock, tcp:127.0.0.1:10809; can be given more than once
+    #[arg(long, value_name = "unix:PATH|tcp:ADDRESS", group = "way")]
+    pub nbd: Vec<nbd::Address>,
+    /// Mount it over FILE as a file, which is made for that if it is not there; for a loop device
+    #[arg(long, value_name = "FILE", group = "way")]
+    pub fuse: Option<PathBuf>,
+    /// Offer it to a VM as a virtio disk, behind this socket
+    ///
+    /// The VMM's memory for the guest has to be shared, and in a memfd or a file of tmpfs,
+    /// hugetlbfs or a local disk; a VMM that shares anything else is sent away. One VMM at a time.
+    #[arg(long, value_name = "PATH", group = "way")]
+    pub vhost_user_blk: Option<PathBuf>,
+    /// Make it a block device of this machine, /dev/ublkbN
+    ///
+    /// Takes root, and the kernel's module: `modprobe ublk_drv` (Linux 6.4 or later). The end of
+    /// this program removes the device, once nobody has it mounted or open any more.
+    #[arg(long, group = "way")]
+    pub ublk: bool,
+    /// The N in /dev/ublkbN [default: the first that is free]
+    #[arg(long, value_name = "N", requires = "ublk",
+        value_parser = clap::value_parser!(u32).range(0..1 << 20))]
+    pub ublk_id: Option<u32>,
+    /// Take /dev/ublkbN over if a server left it behind that was killed
+    ///
+    /// Whoever uses the device waits meanwhile, and what was not answered is done once more. A
+    /// device that is not there is made, so that one command line serves every start.
+    #[arg(long, requires = "ublk_id")]
+    pub recover: bool,
+    /// Refuse everything that changes the disk
+    #[arg(long)]
+    pub read_only: bool,
+    /// The export's name, and the disk's serial number in a VM
+    #[arg(long, default_value = "", value_name = "NAME", hide_default_value = true)]
+    pub name: String,
+    /// How many of the controller's queue pairs to use [default: one per processor, up to 4]
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub queues: Option<u16>,
+    /// For how many microseconds to look for completions, at most, before sleeping [default: 50, or
+    /// 0 with up to two processors]
+    #[arg(long, value_name = "MICROSECONDS", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    pub poll_max: Option<u32>,
+    /// How many seconds a command may take until it has failed
+    #[arg(long, default_value_t = 30, value_name = "SECONDS",
+        value_parser = clap::value_parser!(u16).range(1..=3600))]
+    pub timeout: u16,
+}
+
+/// What the long help ends with.
+static LONG_HELP: LazyLock<String> = LazyLock::new(|| {
+    format!(
+        "{}
+
+Examples:
+  shadowbell export nvme://0000:01:00.0 --ublk
+      a block device on the user-space driver: mkfs, mount, fio
+  shadowbell export disk.img --ublk --ublk-id 7 --recover
+      /dev/ublkb7, which goes on where it was if this command is killed and run again
+  shadowbell export vfio-user:/run/vm0.sock --fuse /run/disk
+      the same without ublk: `losetup --find --show /run/disk`
+  shadowbell export nvme://0000:01:00.0 --nbd unix:/run/disk.sock --read-only
+      for qemu-img, nbdcopy, fio; several ways to one disk can be given at once",
+        target::HELP
+    )
+});

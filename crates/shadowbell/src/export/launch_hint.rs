@@ -1,0 +1,111 @@
+//! The commands by which others use what is exported.
+
+use super::exported_disk::ExportedDisk;
+use crate::logging;
+use crate::shell::word as quoted;
+use shadowbell_export::nbd::Address;
+use std::io::Write;
+use std::path::Path;
+
+/// Prints, on standard output, the commands to paste; nothing with `--quiet`.
+pub(super) fn show(disk: &ExportedDisk) {
+    if !logging::is_talkative() {
+        return;
+    }
+    let nbd = disk.nbd().map(|address| nbd(address, disk.name()));
+    let ublk = disk.ublk().map(|(path, id)| ublk(path, id, &disk.target().to_string()));
+    let text: String =
+        nbd.chain(disk.vhost().map(vhost)).chain(ublk).chain(disk.fuse().map(fuse)).collect();
+    // Whoever closed our output does not want it, which is no reason not to export.
+    let _ = std::io::stdout().lock().write_all(text.as_bytes());
+}
+
+fn nbd(address: &Address, name: &str) -> String {
+    let uri = address.uri(name);
+    let client = match address {
+        Address::Unix(path) => format!("-unix {}", quoted(&path.to_string_lossy())),
+        Address::Tcp(address) if address.ip().is_unspecified() => {
+            format!("localhost {}", address.port())
+        }
+        Address::Tcp(address) => format!("{} {}", address.ip(), address.port()),
+    };
+    let name = if name.is_empty() { String::new() } else { format!(" -N {}", quoted(name)) };
+    let uri = quoted(&uri);
+    format!(
+        "For QEMU, its tools, libnbd's and fio's:\n\n  \
+         qemu-system-x86_64 ... -drive file={uri},format=raw,if=virtio\n  \
+         qemu-img info {uri}\n  \
+         nbdcopy {uri} disk.img\n\n\
+         As a block device of this machine:\n\n  \
+         nbd-client {client}{name} /dev/nbd0\n\n"
+    )
+}
+
+fn vhost((path, queues): (&Path, usize)) -> String {
+    let path = path.to_string_lossy();
+    let chardev = quoted(&format!("socket,id=disk,path={path}"));
+    let disk = quoted(&format!("vhost_user=true,socket={path},num_queues={queues}"));
+    format!(
+        "For QEMU, with the guest's memory as SIZE:\n\n  \
+         -m SIZE -object memory-backend-memfd,id=mem,size=SIZE,share=on -machine \
+         memory-backend=mem \\\n  \
+         -chardev {chardev} -device vhost-user-blk-pci,chardev=disk,num-queues={queues}\n\n\
+         For Cloud Hypervisor:\n\n  \
+         --memory size=SIZE,shared=on --disk {disk}\n\n"
+    )
+}
+
+fn ublk(path: &Path, id: u32, target: &str) -> String {
+    let path = path.display();
+    let target = quoted(target);
+    format!(
+        "As a block device of this machine:\n\n  \
+         {path}\n\n\
+         Should this program be killed, whoever uses the device waits for\n\n  \
+         shadowbell export {target} --ublk --ublk-id {id} --recover\n\n"
+    )
+}
+
+fn fuse(path: &Path) -> String {
+    let path = quoted(&path.to_string_lossy());
+    format!(
+        "As a block device of this machine:\n\n  \
+         losetup --find --show {path}\n\n"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_printed_can_be_pasted() {
+        let text = nbd(&"unix:/run/disk.sock".parse().unwrap(), "");
+        assert_eq!(
+            text,
+            "For QEMU, its tools, libnbd's and fio's:\n\n  \
+             qemu-system-x86_64 ... -drive file='nbd+unix:///?socket=/run/disk.sock',format=raw,if=virtio\n  \
+             qemu-img info 'nbd+unix:///?socket=/run/disk.sock'\n  \
+             nbdcopy 'nbd+unix:///?socket=/run/disk.sock' disk.img\n\n\
+             As a block device of this machine:\n\n  \
+             nbd-client -unix /run/disk.sock /dev/nbd0\n\n"
+        );
+        let text = nbd(&"tcp::4000".parse().unwrap(), "a disk");
+        assert!(text.contains("nbd-client localhost 4000 -N 'a disk' /dev/nbd0"), "{text}");
+        assert!(text.contains("nbd://localhost:4000/a%20disk"), "{text}");
+        let text = vhost((Path::new("/run/disk.sock"), 2));
+        assert!(
+            text.contains(
+                "-chardev socket,id=disk,path=/run/disk.sock \
+                 -device vhost-user-blk-pci,chardev=disk,num-queues=2\n"
+            ),
+            "{text}"
+        );
+        let text = ublk(Path::new("/dev/ublkb3"), 3, "local:my disk.img");
+        assert!(text.contains("\n  /dev/ublkb3\n\n"), "{text}");
+        let again = "shadowbell export 'local:my disk.img' --ublk --ublk-id 3 --recover\n";
+        assert!(text.contains(again), "{text}");
+        let text = fuse(Path::new("/run/disk"));
+        assert!(text.ends_with("\n  losetup --find --show /run/disk\n\n"), "{text}");
+    }
+}

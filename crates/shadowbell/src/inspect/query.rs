@@ -1,0 +1,37 @@
+//! What the verbs have in common: their options, the way to a controller, and how answers are
+//! shown.
+
+use super::fields::Fields;
+use crate::session::Session;
+use crate::target::{self, Target};
+use serde_json::{Map, Value};
+use shadowbell_driver::AttachOptions;
+use std::io::{self, Write};
+
+/// What the verbs that look at one target take.
+#[derive(Clone, Debug, clap::Args)]
+#[command(after_help = target::HELP)]
+pub(crate) struct Args {
+    /// What to look at
+    #[arg(value_name = "TARGET")]
+    pub target: Target,
+    /// One line of JSON, for machines
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Attaches for nothing but admin commands.
+pub(super) fn attach(target: &Target) -> anyhow::Result<Session> {
+    // The driver creates one I/O queue at least; it stays empty and so may be small.
+    let options = AttachOptions { queue_depth: 2, interrupts: false, ..AttachOptions::default() };
+    Session::attach(target, &options)
+}
+
+/// Prints a structure: under a heading, or as one line of JSON.
+pub(super) fn show(heading: &str, fields: &Fields, json: bool) -> io::Result<()> {
+    if json { show_json(fields.to_json()) } else { write!(io::stdout(), "{heading}\n{fields}") }
+}
+
+pub(super) fn show_json(object: Map<String, Value>) -> io::Result<()> {
+    writeln!(io::stdout(), "{}", Value::Object(object))
+}

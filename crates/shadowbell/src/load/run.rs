@@ -1,0 +1,229 @@
+//! A run: jobs on their threads, and what they came to.
+
+use super::config::{LoadConfig, Slice};
+use super::io_source::{CheckSummary, Checked, IoSource, Unchecked};
+use super::job::Job;
+use super::job_thread::{self, ThreadReport};
+use super::pattern::Pattern;
+use super::phase::{Phase, Progress};
+use super::schedule::{OnTick, Threads, run_schedule};
+use super::server_cpu::ServerCpu;
+use crate::exit;
+use crate::latency::{Latency, histogram};
+use crate::queue_options::{CompletionMode, doorbells_name};
+use crate::report::Row;
+use crate::session::Session;
+use anyhow::{Context, anyhow, bail};
+use shadowbell_driver::Controller;
+use std::thread;
+use std::time::Duration;
+
+/// What a run came to.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// The figures; whoever prints them says what table they belong to.
+    pub row: Row,
+    /// Sentences about blocks that did not hold what they had to: a few, if there are many.
+    pub bad_blocks: Vec<String>,
+}
+
+/// Runs `config` on the namespace of `session`, and calls `on_tick` now and then, which may end it
+/// early.
+///
+/// # Errors
+/// With exit status `exit::BAD_INPUT` if the run does not fit the namespace; the driver's; or an
+/// I/O that failed. Content that is not right is none, but in the row.
+pub fn measure(
+    session: &mut Session,
+    config: &LoadConfig,
+    on_tick: &mut OnTick<'_>,
+) -> anyhow::Result<Outcome> {
+    let slice = check(session, config).map_err(exit::bad_input)?;
+    let only_reads = config.rw.percent_read(config.rwmixread) == 100;
+    let block_size = session.namespace()?.block_size();
+    let pattern = |job: u16| {
+        let percent = config.rw.percent_read(config.rwmixread);
+        let seed = config.seed.wrapping_add(u64::from(job) << 32);
+        Pattern::new(slice.ios, config.rw.is_random(), percent, seed)
+    };
+    if config.verify {
+        let start = |job| slice.of_job(job) * u64::from(block_size);
+        let source = |job| {
+            let start = start(job);
+            Checked::new(pattern(job), slice.ios, config.bs, start, only_reads, config.seed)
+        };
+        run(session, config, slice, source, on_tick)
+    } else {
+        run(session, config, slice, |job| Unchecked::new(pattern(job)), on_tick)
+    }
+}
+
+/// Whether the controller and the namespace can do it.
+fn check(session: &Session, config: &LoadConfig) -> anyhow::Result<Slice> {
+    let namespace = session.namespace()?;
+    let slice = config.slice(namespace.bytes(), namespace.block_size())?;
+    let max = namespace.max_transfer_bytes();
+    if u64::from(config.bs) > max {
+        return Err(anyhow!("--bs {} is more than one command moves: {max} bytes", config.bs));
+    }
+    if config.rw.percent_read(config.rwmixread) != 100 && namespace.is_read_only() {
+        return Err(anyhow!(
+            "{} is read-only, and --rw {} writes",
+            session.target(),
+            config.rw.name()
+        ));
+    }
+    let granted = session.controller.queue_pairs();
+    if granted < config.numjobs {
+        return Err(anyhow!("the controller grants {granted} queue pairs: no more --numjobs"));
+    }
+    let depth = session.controller.queue_depth();
+    if depth <= config.iodepth {
+        return Err(anyhow!("the queues of the controller hold {}: no more --iodepth", depth - 1));
+    }
+    Ok(slice)
+}
+
+fn run<L: IoSource>(
+    session: &mut Session,
+    config: &LoadConfig,
+    slice: Slice,
+    source: impl Fn(u16) -> L,
+    on_tick: &mut OnTick<'_>,
+) -> anyhow::Result<Outcome> {
+    let mut threads: Vec<Vec<Job<L>>> = (0..config.threads).map(|_| Vec::new()).collect();
+    for index in 0..config.numjobs {
+        let queue =
+            session.controller.take_queue_pair().ok_or_else(|| anyhow!("no queue pair is left"))?;
+        let pool = session.controller.buffers(config.iodepth as usize, config.bs as usize)?;
+        let buffers = std::iter::from_fn(|| pool.take()).take(config.iodepth as usize).collect();
+        let nsid = session.namespace()?.nsid();
+        let job = Job::new(queue, nsid, source(index), buffers, config, slice, index)?;
+        if let Some(jobs) = threads.get_mut(usize::from(index % config.threads)) {
+            jobs.push(job);
+        }
+    }
+    let mut server = config.server_pid.map(ServerCpu::new).transpose().map_err(exit::bad_input)?;
+    let reports = spawn(&mut threads, config, &session.controller, on_tick, &mut server)?;
+    drop(threads);
+    summarise(session, config, reports, server.as_ref().and_then(ServerCpu::share))
+}
+
+/// Runs each part of `threads` on a thread of its own and has them measure and stop in time.
+fn spawn<L: IoSource>(
+    threads: &mut [Vec<Job<L>>],
+    config: &LoadConfig,
+    controller: &Controller,
+    on_tick: &mut OnTick<'_>,
+    server: &mut Option<ServerCpu>,
+) -> anyhow::Result<Vec<ThreadReport>> {
+    let phase = &Phase::ramp(config.stall_timeout());
+    let progress: Vec<Progress> = threads.iter().map(|_| Progress::default()).collect();
+    let sleeps = config.completion != CompletionMode::Poll;
+    let choose_sample = config.latency_sample.is_none();
+    thread::scope(|scope| {
+        let mut handles = Vec::new();
+        for (index, (jobs, progress)) in threads.iter_mut().zip(&progress).enumerate() {
+            let cpu = config.pin.get(index % config.pin.len().max(1)).copied();
+            let work = move || {
+                cpu.map_or(Ok(()), job_thread::pin)?;
+                job_thread::run(jobs, sleeps, choose_sample, phase, progress)
+            };
+            let name = format!("job{index}");
+            match thread::Builder::new().name(name).spawn_scoped(scope, work) {
+                Ok(handle) => handles.push(handle),
+                Err(error) => {
+                    phase.stop();
+                    return Err(error).context("no thread for a job");
+                }
+            }
+        }
+        let view = Threads {
+            config,
+            phase,
+            ended: &|| handles.iter().filter(|handle| handle.is_finished()).count(),
+            commands: &|| progress.iter().map(Progress::get).sum(),
+            is_alive: &|| is_alive(controller),
+        };
+        let gone = run_schedule(&view, on_tick, server);
+        let mut reports = Vec::new();
+        let mut failure = gone.err();
+        for handle in handles {
+            match handle.join() {
+                Ok(Ok(report)) => reports.push(report),
+                Ok(Err(error)) => failure = failure.or(Some(error)),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        failure.map_or(Ok(reports), Err)
+    })
+}
+
+/// Whether the controller still answers, and works.
+fn is_alive(controller: &Controller) -> anyhow::Result<()> {
+    let registers = controller.registers()?;
+    if registers.csts.cfs() || !registers.csts.rdy() {
+        bail!("{} has failed (CSTS {:#x})", controller.name(), registers.csts.into_bits());
+    }
+    Ok(())
+}
+
+/// `server_share` is how much of a processor the other end used.
+fn summarise(
+    session: &Session,
+    config: &LoadConfig,
+    reports: Vec<ThreadReport>,
+    server_share: Option<f64>,
+) -> anyhow::Result<Outcome> {
+    let mut latencies = histogram()?;
+    let mut checks: Option<CheckSummary> = None;
+    let (mut iops, mut seconds, mut cpu) = (0.0, 0f64, Duration::ZERO);
+    let (mut commands, mut mmio, mut interrupts, mut all_mmio) = (0, 0, 0, 0);
+    for ThreadReport { begin, end, latencies: of_job, mmio_writes, checks: found } in reports {
+        let time = (end.at - begin.at).as_secs_f64();
+        let count = end.commands - begin.commands;
+        iops += if time > 0.0 { count as f64 / time } else { 0.0 };
+        seconds = seconds.max(time);
+        let paced = end.paced.saturating_sub(begin.paced);
+        cpu += end.cpu.saturating_sub(begin.cpu).saturating_sub(paced);
+        commands += count;
+        mmio += end.mmio_writes - begin.mmio_writes;
+        interrupts += end.interrupts - begin.interrupts;
+        all_mmio += mmio_writes;
+        latencies.add(&of_job).context("adding up the latencies")?;
+        if let Some(found) = found {
+            checks.get_or_insert_default().add(found);
+        }
+    }
+    let each = |total: f64| if commands == 0 { 0.0 } else { total / commands as f64 };
+    let row = Row {
+        device: session.device(),
+        doorbells: doorbells_name(session.controller.doorbells()).to_owned(),
+        completion: config.completion.name().to_owned(),
+        rw: config.rw.name().to_owned(),
+        bs: config.bs,
+        iodepth: config.iodepth,
+        numjobs: config.numjobs.into(),
+        threads: config.threads.into(),
+        iodepth_batch: config.iodepth_batch,
+        iops,
+        bandwidth_bytes: iops * f64::from(config.bs),
+        latency_ns: Latency::of(&latencies),
+        commands,
+        doorbell_mmio_writes: mmio,
+        mmio_per_io: each(mmio as f64),
+        driver_mmio_writes: Some(all_mmio),
+        interrupts_per_io: each(interrupts as f64),
+        cpu_ns_per_io: each(cpu.as_nanos() as f64),
+        cpu_percent: if seconds > 0.0 { cpu.as_secs_f64() / seconds * 100.0 } else { 0.0 },
+        controller_cpu_ns_per_io: server_share.filter(|_| iops > 0.0).map(|s| s / iops * 1e9),
+        controller_cpu_percent: server_share.map(|share| share * 100.0),
+        rate_iops: config.rate_iops,
+        verified_blocks: checks.as_ref().map(|v| v.checked),
+        verify_errors: checks.as_ref().map(|v| v.bad),
+        seconds,
+        ..Row::default()
+    };
+    let described = checks.map(|v| v.described).unwrap_or_default();
+    Ok(Outcome { row, bad_blocks: described.iter().map(ToString::to_string).collect() })
+}

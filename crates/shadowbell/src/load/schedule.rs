@@ -1,0 +1,157 @@
+//! The times of a run: when its threads measure and when they stop, and whether they get anywhere.
+
+use super::config::LoadConfig;
+use super::phase::Phase;
+use super::server_cpu::ServerCpu;
+use std::ops::ControlFlow;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How often [`OnTick`] is called.
+const TICK_INTERVAL: Duration = Duration::from_millis(100);
+/// How often to check whether the threads have reached the next step.
+const CHECK_INTERVAL: Duration = Duration::from_millis(1);
+/// A run in which nothing has completed for so long may have lost its controller. A driver that
+/// polls memory does not notice that by itself.
+const STALL_CHECK: Duration = Duration::from_secs(1);
+
+/// A run as seen from outside, now and then.
+#[derive(Clone, Copy, Debug)]
+pub struct Tick {
+    /// How much of it is over, from 0 to 1.
+    pub done: f64,
+    /// I/Os a second since the last tick.
+    pub iops: f64,
+}
+
+/// Called now and then during a run, and may end it.
+pub(super) type OnTick<'a> = dyn FnMut(Tick) -> ControlFlow<()> + 'a;
+
+/// The threads of a run, as the schedule sees them.
+pub(super) struct Threads<'a> {
+    pub(super) config: &'a LoadConfig,
+    pub(super) phase: &'a Phase,
+    /// How many threads have ended.
+    pub(super) ended: &'a dyn Fn() -> usize,
+    /// How many I/Os were completed.
+    pub(super) commands: &'a dyn Fn() -> u64,
+    /// Whether there still is a controller.
+    pub(super) is_alive: &'a dyn Fn() -> anyhow::Result<()>,
+}
+
+/// Where the run is. A thread may take its time to notice a change of the phase, on a machine that
+/// has other things to do: each step begins when all threads have got there.
+#[derive(Clone, Copy)]
+enum Step {
+    Starting,
+    Ramp {
+        since: Instant,
+    },
+    /// Not all threads have begun to measure.
+    Switching,
+    Measuring {
+        since: Instant,
+    },
+    /// Nothing more is submitted; or the threads stop by themselves.
+    Ending,
+}
+
+/// Has the threads measure and stop at their times, until all have ended.
+pub(super) fn run_schedule(
+    threads: &Threads<'_>,
+    on_tick: &mut OnTick<'_>,
+    server: &mut Option<ServerCpu>,
+) -> anyhow::Result<()> {
+    let Threads { config, phase, .. } = *threads;
+    let stop = |server: &mut Option<ServerCpu>| {
+        server.as_mut().map(ServerCpu::end);
+        phase.stop();
+        Step::Ending
+    };
+    let count = usize::from(config.threads);
+    let mut step = if config.number_ios.is_some() { Step::Ending } else { Step::Starting };
+    if config.number_ios.is_some() {
+        server.as_mut().map(ServerCpu::begin);
+    }
+    let mut ticks = Ticks::new();
+    loop {
+        let ended = (threads.ended)();
+        if ended >= count {
+            server.as_mut().map(ServerCpu::end);
+            return Ok(());
+        }
+        let now = Instant::now();
+        if ended != 0 && config.number_ios.is_none() {
+            // One that ended by itself has failed.
+            step = stop(server);
+        }
+        let left = |since: Instant, time: Duration| time.saturating_sub(now - since);
+        let (mut wait, mut done) = (CHECK_INTERVAL, 0.0);
+        match step {
+            Step::Starting if phase.reached() >= count => step = Step::Ramp { since: now },
+            Step::Ramp { since } if left(since, config.ramp_time).is_zero() => {
+                phase.run();
+                step = Step::Switching;
+            }
+            Step::Ramp { since } => wait = left(since, config.ramp_time),
+            Step::Switching if phase.reached() >= 2 * count => {
+                server.as_mut().map(ServerCpu::begin);
+                step = Step::Measuring { since: now };
+            }
+            Step::Measuring { since } if left(since, config.runtime).is_zero() => {
+                step = stop(server);
+            }
+            Step::Measuring { since } => {
+                wait = left(since, config.runtime);
+                done = (now - since).as_secs_f64() / config.runtime.as_secs_f64();
+            }
+            Step::Starting | Step::Switching | Step::Ending => {}
+        }
+        if let Some(ios) = config.number_ios {
+            let whole = ios.saturating_mul(config.numjobs.into());
+            done = (threads.commands)() as f64 / whole as f64;
+        }
+        if let Some(iops) = ticks.tick(now, threads)?
+            && on_tick(Tick { done: done.min(1.0), iops }).is_break()
+        {
+            step = stop(server);
+        }
+        thread::sleep(wait.min(TICK_INTERVAL));
+    }
+}
+
+/// Counts, now and then.
+struct Ticks {
+    at: Instant,
+    commands: u64,
+    /// When something was last reached to have completed, or the controller to be there.
+    last_progress: Instant,
+}
+
+impl Ticks {
+    fn new() -> Self {
+        let now = Instant::now();
+        Self { at: now, commands: 0, last_progress: now }
+    }
+
+    /// The rate since the last time, if it is time again.
+    fn tick(&mut self, now: Instant, threads: &Threads<'_>) -> anyhow::Result<Option<f64>> {
+        let elapsed = now.saturating_duration_since(self.at);
+        if elapsed < TICK_INTERVAL {
+            return Ok(None);
+        }
+        let commands = (threads.commands)();
+        let iops = commands.saturating_sub(self.commands) as f64 / elapsed.as_secs_f64();
+        if commands != self.commands {
+            self.last_progress = now;
+        } else if now.saturating_duration_since(self.last_progress) >= STALL_CHECK {
+            if let Err(error) = (threads.is_alive)() {
+                threads.phase.abandon();
+                return Err(error);
+            }
+            self.last_progress = now;
+        }
+        (self.at, self.commands) = (now, commands);
+        Ok(Some(iops))
+    }
+}

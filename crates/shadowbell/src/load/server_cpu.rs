@@ -1,0 +1,91 @@
+//! The processor time of the process at the other end.
+
+use anyhow::{Context, anyhow};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// Measures how much of a processor another process uses during a run.
+#[derive(Debug)]
+pub(super) struct ServerCpu {
+    tasks: PathBuf,
+    begin: Option<(Instant, Duration)>,
+    share: Option<f64>,
+}
+
+impl ServerCpu {
+    /// Of the process `pid`.
+    ///
+    /// # Errors
+    /// There is no such process, or its times are not to be had.
+    pub(super) fn new(pid: u32) -> anyhow::Result<Self> {
+        let tasks = PathBuf::from(format!("/proc/{pid}/task"));
+        used(&tasks).with_context(|| format!("the processor time of process {pid}"))?;
+        Ok(Self { tasks, begin: None, share: None })
+    }
+
+    /// What is used from now on counts.
+    pub(super) fn begin(&mut self) {
+        self.begin = used(&self.tasks).ok().map(|time| (Instant::now(), time));
+    }
+
+    /// What was used until now counts.
+    pub(super) fn end(&mut self) {
+        let Some((since, before)) = self.begin.take() else { return };
+        let elapsed = since.elapsed().as_secs_f64();
+        if let Ok(now) = used(&self.tasks)
+            && elapsed > 0.0
+        {
+            self.share = Some(now.saturating_sub(before).as_secs_f64() / elapsed);
+        }
+    }
+
+    /// How much of a processor it was: 1 for all of one.
+    pub(super) fn share(&self) -> Option<f64> {
+        self.share
+    }
+}
+
+/// What all threads of a process have used. The first field of `schedstat` is in nanoseconds, where
+/// `stat` counts in hundredths of a second.
+fn used(tasks: &Path) -> anyhow::Result<Duration> {
+    let mut sum = 0u64;
+    for task in fs::read_dir(tasks)? {
+        // A thread may end while we look.
+        let Ok(text) = fs::read_to_string(task?.path().join("schedstat")) else { continue };
+        let time = text.split(' ').next().and_then(|word| word.parse::<u64>().ok());
+        sum += time.ok_or_else(|| anyhow!("`{}` in schedstat", text.trim()))?;
+    }
+    Ok(Duration::from_nanos(sum))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_busy_process_is_told_from_an_idle_one() {
+        let share = |busy: bool| {
+            let script = if busy { "while :; do :; done" } else { "exec sleep 100" };
+            let mut child = std::process::Command::new("sh").args(["-c", script]).spawn().unwrap();
+            std::thread::sleep(Duration::from_millis(100));
+            let mut meter = ServerCpu::new(child.id()).unwrap();
+            meter.begin();
+            std::thread::sleep(Duration::from_millis(300));
+            meter.end();
+            child.kill().unwrap();
+            child.wait().unwrap();
+            meter.share().unwrap()
+        };
+        // Whatever else the machine does, a loop gets some of it, and a sleeper needs none.
+        let (busy, idle) = (share(true), share(false));
+        assert!(busy > 0.01 && busy < 1.2, "{busy}");
+        assert!(idle < 0.001, "{idle}");
+    }
+
+    #[test]
+    fn a_process_that_is_not_there_is_an_error() {
+        let error = ServerCpu::new(u32::MAX).unwrap_err();
+        assert!(error.to_string().contains("4294967295"), "{error}");
+    }
+}

@@ -1,0 +1,235 @@
+//! The command line of `serve`.
+
+use super::server_config::{
+    MAX_POLL_US, MAX_WORKERS, Poll, ServerConfig, SocketConfig, TRACE_RECORDS, pool_options,
+};
+use super::{config_file, stats_file};
+use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells};
+use crate::cpu_list::{self, CpuList};
+use crate::exit::bad_input;
+use crate::parse;
+use anyhow::{Context, anyhow};
+use shadowbell_controller::PoolOptions;
+use std::path::{Path, PathBuf};
+
+/// Serve disks as an NVMe controller to a virtual machine, over a vfio-user socket
+#[derive(Clone, Debug, clap::Args)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct Args {
+    /// A namespace each: disk.img, /dev/sdb, mem:1GiB, null:1TiB, or one of another controller,
+    /// nvme://0000:01:00.0/1, vfio-user:/run/ssd.sock/1; options as in
+    /// `disk.img?block-size=4096&read-only=on`
+    #[arg(value_name = "DISK", required_unless_present = "config")]
+    disks: Vec<String>,
+
+    /// Where to listen; a directory for SPDK (the socket is `cntrl` in there)
+    #[arg(long, value_name = "PATH", required_unless_present = "config")]
+    socket: Option<PathBuf>,
+
+    /// Serve many controllers, as a TOML file describes them; see below
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["disks", "socket", "controller", "pool"])]
+    config: Option<PathBuf>,
+
+    #[command(flatten)]
+    controller: ControllerArgs,
+
+    #[command(flatten)]
+    pool: PoolArgs,
+
+    /// Record every decision about a doorbell in this file, for `shadowbell trace`
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+
+    /// How many records to keep of each worker; older ones give way
+    #[arg(long, value_name = "N", requires = "trace", value_parser = clap::value_parser!(u32).range(1024..=1 << 24))]
+    trace_records: Option<u32>,
+
+    /// Write counters to this file, at the end and on SIGUSR1
+    #[arg(long, value_name = "FILE")]
+    stats_json: Option<PathBuf>,
+
+    /// Let `shadowbell top` of the same user look at the counters, over a socket here
+    #[arg(long, value_name = "PATH")]
+    stats_socket: Option<PathBuf>,
+
+    #[cfg(feature = "faults")]
+    #[command(flatten)]
+    pub(super) faults: super::faults::FaultArgs,
+}
+
+const AFTER_HELP: &str = "\
+SIGINT and SIGTERM end the service; a second one does not wait for the guests. \
+One of them that whoever starts it has set to be ignored stays so, as SIGINT is in a script's \
+`shadowbell serve ... &`, and SIGHUP under nohup: SIGTERM is what ends it then. \
+SIGUSR1 writes the counters.
+
+A configuration file:
+
+  trace = \"/var/tmp/shadowbell.trace\"        # all of these lines may be left out
+  stats-json = \"/run/shadowbell.json\"
+  stats-socket = \"/run/shadowbell.stats\"    # for `shadowbell top`
+  workers = 2                                # threads that do the I/O
+  pin = [2, 3]                               # processors to pin them to
+  poll = \"adaptive\"                          # or \"always\", \"never\"
+  poll-max-us = 100
+
+  [[controller]]
+  socket = \"/run/vm0.sock\"
+  disks = [\"vm0.img\", { disk = \"mem:1GiB\", uuid = \"0190163d-8694-739b-aea5-966c26f8ad91\" }]
+
+  [[controller]]
+  socket = \"/run/vm1.sock\"
+  disks = [\"/dev/vg/vm1\"]
+  serial = \"VM1\"
+  model = \"Shadowbell NVMe Controller\"
+  doorbells = \"shadow\"                       # or \"mmio\", \"mapped\"
+  queues = 16
+  queue-entries = 1024
+  max-transfer = \"1MiB\"
+  read-only = false
+
+Exit status:
+  0  ended by a signal
+  1  it can not go on, or a disk may have lost what it was given
+  2  it can not be served as asked: the command line, the file, a disk or a path";
+
+/// What a controller is like.
+#[derive(Clone, Debug, Default, clap::Args)]
+#[group(id = "controller", multiple = true)]
+pub(super) struct ControllerArgs {
+    /// How doorbells come to the controller
+    #[arg(long, value_enum, value_name = "HOW", default_value_t, hide_default_value = false)]
+    doorbells: OfferedDoorbells,
+
+    /// The same as `--doorbells mmio`
+    #[arg(long, conflicts_with = "doorbells")]
+    no_shadow_doorbells: bool,
+
+    /// Most I/O queue pairs of the guest, 1 to 64 [default: 64]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    queues: Option<u16>,
+
+    /// Most entries of a queue, 2 to 4096 [default: 4096]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=4096))]
+    queue_entries: Option<u32>,
+
+    /// The largest transfer of one command, a power of two from 1MiB to 16MiB [default: 1MiB]
+    #[arg(long, value_name = "SIZE", value_parser = parse::size)]
+    max_transfer: Option<u64>,
+
+    /// Serial number, at most 20 characters [default: made from the path of the socket]
+    #[arg(long, value_name = "TEXT")]
+    serial: Option<String>,
+
+    /// Model number, at most 40 characters
+    #[arg(long, value_name = "TEXT")]
+    model: Option<String>,
+
+    /// Take no writes, whatever the disks allow
+    #[arg(long)]
+    read_only: bool,
+}
+
+/// The threads that do the work.
+#[derive(Clone, Debug, Default, clap::Args)]
+#[group(id = "pool", multiple = true)]
+pub(super) struct PoolArgs {
+    /// Threads that do the I/O [default: one for every two processors, or as many as --pin names]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_WORKERS)))]
+    workers: Option<u16>,
+
+    /// Pin the workers to these processors, in order: 2,3 or 4-7
+    #[arg(long, value_name = "CPUS", value_parser = cpu_list::parse)]
+    pin: Option<CpuList>,
+
+    /// When a worker without work sleeps: after a time that adapts, never, or at once
+    #[arg(long, value_enum, value_name = "WHEN")]
+    poll: Option<Poll>,
+
+    /// The longest that a worker polls before it sleeps, in microseconds [default: 100]
+    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_POLL_US)))]
+    poll_max: Option<u32>,
+}
+
+impl Args {
+    /// What is to be served.
+    ///
+    /// # Errors
+    /// The configuration file, or a combination of options, makes no sense.
+    pub(crate) fn config(self) -> anyhow::Result<ServerConfig> {
+        let trace = self.trace.map(|path| (path, self.trace_records.unwrap_or(TRACE_RECORDS)));
+        let mut config = match self.config {
+            Some(path) => config_file::read(&path)?,
+            None => ServerConfig {
+                controllers: vec![SocketConfig {
+                    socket: self.socket.unwrap_or_default(),
+                    controller: self.controller.config(self.disks),
+                    origin: None,
+                }],
+                pool: self.pool.options()?,
+                trace: None,
+                stats_json: None,
+                stats_socket: None,
+            },
+        };
+        config.trace = trace.or(config.trace);
+        config.stats_json = self.stats_json.or(config.stats_json);
+        config.stats_socket = self.stats_socket.or(config.stats_socket);
+        if let Some(path) = &config.stats_json {
+            let checked = check_output(path).and_then(|()| stats_file::check(path));
+            checked.context("--stats-json").map_err(bad_input)?;
+        }
+        if let Some((path, _)) = &config.trace {
+            check_output(path).context("--trace").map_err(bad_input)?;
+        }
+        Ok(config)
+    }
+}
+
+impl ControllerArgs {
+    /// A controller with these disks.
+    #[must_use]
+    fn config(self, disks: Vec<String>) -> ControllerConfig {
+        ControllerConfig {
+            disks: disks.into_iter().map(|disk| DiskConfig { disk, uuid: None }).collect(),
+            serial: self.serial,
+            model: self.model,
+            queues: self.queues,
+            queue_entries: self.queue_entries,
+            max_transfer: self.max_transfer,
+            doorbells: if self.no_shadow_doorbells {
+                OfferedDoorbells::Mmio
+            } else {
+                self.doorbells
+            },
+            read_only: self.read_only,
+        }
+    }
+}
+
+impl PoolArgs {
+    fn options(self) -> anyhow::Result<PoolOptions> {
+        let pin = self.pin.map_or_else(Vec::new, |CpuList(list)| list);
+        pool_options(self.workers, pin, self.poll, self.poll_max)
+            .map_err(|why| bad_input(anyhow!(why)))
+    }
+}
+
+/// Whether a file can be created at `path`, as far as that can be known without doing it.
+fn check_output(path: &Path) -> anyhow::Result<()> {
+    if path.is_dir() {
+        return Err(anyhow!("{} is a directory; give the path of a file", path.display()));
+    }
+    let directory = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    if path.file_name().is_none() || !directory.is_dir() {
+        return Err(anyhow!(
+            "{} is in no directory: create {} first, or choose another path",
+            path.display(),
+            directory.display()
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,272 @@
+//! The configuration file of `shadowbell serve --config`: many controllers for one process.
+//!
+//! A file is taken as a whole or not at all. Everything that is wrong with it is reported
+//! at once, as far as the file can be understood, each with the number of its line.
+
+use super::server_config::{
+    MAX_POLL_US, MAX_WORKERS, Poll, ServerConfig, SocketConfig, TRACE_RECORDS, pool_options,
+};
+use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells};
+use crate::cpu_list;
+use crate::exit::bad_input;
+use anyhow::anyhow;
+use serde::Deserialize;
+use std::collections::HashMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use toml::Spanned;
+
+/// The largest file that is read: a line for each of more controllers than a process can have.
+const MAX_BYTES: u64 = 1 << 20;
+
+/// The file, as written.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct File {
+    trace: Option<PathBuf>,
+    trace_records: Option<Spanned<u32>>,
+    stats_json: Option<PathBuf>,
+    stats_socket: Option<PathBuf>,
+    workers: Option<Spanned<u16>>,
+    pin: Option<Spanned<Vec<usize>>>,
+    poll: Option<Spanned<Poll>>,
+    poll_max_us: Option<Spanned<u32>>,
+    #[serde(default)]
+    controller: Vec<Spanned<ControllerTable>>,
+}
+
+/// A `[[controller]]`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct ControllerTable {
+    socket: Spanned<PathBuf>,
+    disks: Spanned<Vec<Spanned<DiskEntry>>>,
+    serial: Option<Spanned<String>>,
+    model: Option<Spanned<String>>,
+    #[serde(default)]
+    doorbells: OfferedDoorbells,
+    queues: Option<Spanned<u16>>,
+    queue_entries: Option<Spanned<u32>>,
+    max_transfer: Option<Spanned<String>>,
+    #[serde(default)]
+    read_only: bool,
+}
+
+/// A disk: a string, or a table.
+#[derive(Debug, Deserialize)]
+#[serde(untagged, expecting = "a disk is a string, or a table of `disk` and `uuid`")]
+enum DiskEntry {
+    Plain(String),
+    Table(DiskTable),
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct DiskTable {
+    disk: String,
+    uuid: Option<String>,
+}
+
+/// Reads a configuration file. What it names is not opened.
+///
+/// # Errors
+/// Everything that is wrong with it, a line each, with the number of the line in the file.
+pub(crate) fn read(path: &Path) -> anyhow::Result<ServerConfig> {
+    let name = path.display();
+    let refuse = |why: fmt::Arguments<'_>| bad_input(anyhow!("{name}: {why}"));
+    let metadata = std::fs::metadata(path)
+        .map_err(|error| refuse(format_args!("the configuration can not be read: {error}")))?;
+    if !metadata.is_file() {
+        return Err(refuse(format_args!("it is no file; give the path of a TOML file")));
+    }
+    if metadata.len() > MAX_BYTES {
+        return Err(refuse(format_args!(
+            "it has {} bytes, more than a configuration's {MAX_BYTES}",
+            metadata.len()
+        )));
+    }
+    let text = std::fs::read_to_string(path)
+        .map_err(|error| refuse(format_args!("the configuration can not be read: {error}")))?;
+    parse(&text, &name.to_string()).map_err(|why| bad_input(anyhow!(why)))
+}
+
+/// Understands `text`, the content of the file `name`.
+fn parse(text: &str, name: &str) -> Result<ServerConfig, String> {
+    let file: File = toml::from_str(text).map_err(|error| {
+        let line = error.span().map_or(1, |span| line_of(text, span.start));
+        format!("{name}:{line}: {}", error.message())
+    })?;
+    let mut check = Check { text, name, wrong: Vec::new() };
+    let config = check.file(file);
+    if check.wrong.is_empty() {
+        return Ok(config);
+    }
+    check.wrong.sort_by_key(|(line, _)| *line);
+    let lines: Vec<_> =
+        check.wrong.iter().map(|(line, why)| format!("{name}:{line}: {why}")).collect();
+    Err(lines.join("\n"))
+}
+
+fn line_of(text: &str, offset: usize) -> usize {
+    text.as_bytes().iter().take(offset).filter(|byte| **byte == b'\n').count() + 1
+}
+
+/// Finds what is wrong.
+struct Check<'a> {
+    text: &'a str,
+    name: &'a str,
+    wrong: Vec<(usize, String)>,
+}
+
+impl Check<'_> {
+    fn line<T>(&self, value: &Spanned<T>) -> usize {
+        line_of(self.text, value.span().start)
+    }
+
+    fn refuse<T>(&mut self, value: &Spanned<T>, why: impl Into<String>) {
+        let line = self.line(value);
+        self.wrong.push((line, why.into()));
+    }
+
+    /// The number, if it is in the range or not given.
+    fn number<T: Copy + PartialOrd + fmt::Display>(
+        &mut self,
+        what: &str,
+        value: Option<Spanned<T>>,
+        range: std::ops::RangeInclusive<T>,
+    ) -> Option<T> {
+        let value = value?;
+        let number = *value.get_ref();
+        if !range.contains(&number) {
+            let (from, to) = (range.start(), range.end());
+            self.refuse(&value, format!("`{what}` is {from} to {to}, not {number}"));
+        }
+        Some(number)
+    }
+
+    fn file(&mut self, file: File) -> ServerConfig {
+        if file.controller.is_empty() {
+            self.wrong.push((1, "it has no controller: begin one with `[[controller]]`".into()));
+        }
+        let workers_line = file.workers.as_ref().map(|value| self.line(value));
+        let poll_line = file.poll_max_us.as_ref().map(|value| self.line(value));
+        let pin_line = file.pin.as_ref().map(|value| self.line(value));
+        let workers = self.number("workers", file.workers, 1..=MAX_WORKERS);
+        let poll_max = self.number("poll-max-us", file.poll_max_us, 1..=MAX_POLL_US);
+        let records = self.number("trace-records", file.trace_records, 1024..=1 << 24);
+        let pin = file.pin.map_or_else(Vec::new, |pin| {
+            if let Err(why) = cpu_list::check(pin.get_ref()) {
+                self.refuse(&pin, why);
+            }
+            pin.into_inner()
+        });
+        let poll = file.poll.map(Spanned::into_inner);
+        let pool = pool_options(workers, pin, poll, poll_max).unwrap_or_else(|why| {
+            let line = poll_line.or(pin_line).or(workers_line).unwrap_or(1);
+            self.wrong.push((line, why));
+            shadowbell_controller::PoolOptions::default()
+        });
+        let mut controllers = Vec::with_capacity(file.controller.len());
+        let mut sockets: HashMap<PathBuf, usize> = HashMap::new();
+        let mut serials: HashMap<String, usize> = HashMap::new();
+        for table in file.controller {
+            let origin = Some(format!("{}:{}", self.name, self.line(&table)));
+            let table = table.into_inner();
+            let socket = table.socket.get_ref().clone();
+            if socket.as_os_str().is_empty() {
+                self.refuse(&table.socket, "the path of the socket is empty");
+            }
+            let serial = table.serial.as_ref().map(|serial| (self.line(serial), serial.get_ref()));
+            if let Some((line, serial)) = serial
+                && let Some(first) = serials.insert(serial.clone(), line)
+            {
+                self.wrong.push((
+                    line,
+                    format!(
+                        "the serial number {serial:?} is that of another controller too (line \
+                         {first}): give each its own"
+                    ),
+                ));
+            }
+            let line = self.line(&table.socket);
+            let served = SocketConfig { socket, controller: self.controller(table), origin };
+            if let Some(first) = sockets.insert(served.absolute_socket(), line) {
+                self.wrong.push((
+                    line,
+                    format!(
+                        "the socket {} is that of another controller too (line {first}): give each \
+                         its own",
+                        served.socket.display()
+                    ),
+                ));
+            }
+            controllers.push(served);
+        }
+        ServerConfig {
+            controllers,
+            pool,
+            trace: file.trace.map(|path| (path, records.unwrap_or(TRACE_RECORDS))),
+            stats_json: file.stats_json,
+            stats_socket: file.stats_socket,
+        }
+    }
+
+    fn controller(&mut self, table: ControllerTable) -> ControllerConfig {
+        if table.disks.get_ref().is_empty() {
+            self.refuse(&table.disks, "a controller has one disk at least");
+        }
+        let disks = table.disks.into_inner().into_iter().map(|entry| self.disk(entry)).collect();
+        let max_transfer = table.max_transfer.and_then(|value| {
+            let size = shadowbell_backend::parse_size(value.get_ref());
+            size.map_err(|why| self.refuse(&value, format!("`max-transfer`: {why}"))).ok()
+        });
+        ControllerConfig {
+            disks,
+            serial: table.serial.map(Spanned::into_inner),
+            model: table.model.map(Spanned::into_inner),
+            queues: self.number("queues", table.queues, 1..=64),
+            queue_entries: self.number("queue-entries", table.queue_entries, 2..=4096),
+            max_transfer,
+            doorbells: table.doorbells,
+            read_only: table.read_only,
+        }
+    }
+
+    fn disk(&mut self, entry: Spanned<DiskEntry>) -> DiskConfig {
+        let DiskTable { disk, uuid } = match entry.get_ref() {
+            DiskEntry::Plain(disk) => DiskTable { disk: disk.clone(), uuid: None },
+            DiskEntry::Table(DiskTable { disk, uuid }) => {
+                DiskTable { disk: disk.clone(), uuid: uuid.clone() }
+            }
+        };
+        let uuid = uuid.and_then(|text| {
+            let uuid = parse_uuid(&text);
+            if uuid.is_none() {
+                self.refuse(
+                    &entry,
+                    format!(
+                        "`{text}` is no UUID; write one like 0190163d-8694-739b-aea5-966c26f8ad91 \
+                         (`uuidgen` makes them)"
+                    ),
+                );
+            }
+            uuid
+        });
+        DiskConfig { disk, uuid }
+    }
+}
+
+/// A UUID of 32 hexadecimal digits in groups of 8, 4, 4, 4 and 12 (RFC 9562, 4).
+fn parse_uuid(text: &str) -> Option<[u8; 16]> {
+    let groups: Vec<_> = text.split('-').collect();
+    if groups.iter().map(|group| group.len()).ne([8, 4, 4, 4, 12])
+        || !text.bytes().all(|b| b == b'-' || b.is_ascii_hexdigit())
+    {
+        return None;
+    }
+    let value = u128::from_str_radix(&groups.concat(), 16).ok()?;
+    (value != 0).then(|| value.to_be_bytes())
+}
+
+#[cfg(test)]
+mod tests;

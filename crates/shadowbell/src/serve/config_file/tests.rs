@@ -1,0 +1,116 @@
+use super::*;
+use shadowbell_controller::Polling;
+
+fn wrong(text: &str) -> String {
+    parse(text, "vms.toml").map(|_| ()).unwrap_err()
+}
+
+#[test]
+fn everything_can_be_said() {
+    let text = r#"
+        trace = "/var/tmp/trace"
+        trace-records = 4096
+        stats-json = "stats.json"
+        workers = 3
+        poll = "never"
+
+        [[controller]]
+        socket = "/run/vm0.sock"
+        disks = ["vm0.img", { disk = "mem:1GiB", uuid = "0190163d-8694-739b-aea5-966c26f8ad91" }]
+
+        [[controller]]
+        socket = "/run/vm1.sock"
+        disks = ["/dev/vg/vm1"]
+        serial = "VM1"
+        model = "A model"
+        doorbells = "mapped"
+        queues = 16
+        queue-entries = 1024
+        max-transfer = "2MiB"
+        read-only = true
+    "#;
+    let config = parse(text, "vms.toml").unwrap();
+    assert_eq!(config.trace, Some(("/var/tmp/trace".into(), 4096)));
+    assert_eq!(config.stats_json, Some("stats.json".into()));
+    assert_eq!((config.pool.workers, config.pool.polling), (3, Polling::Never));
+    let [first, second] = &config.controllers[..] else { panic!("{config:?}") };
+    assert_eq!(first.socket, Path::new("/run/vm0.sock"));
+    assert_eq!(first.origin.as_deref(), Some("vms.toml:8"));
+    assert_eq!(first.controller.disks[0], DiskConfig { disk: "vm0.img".into(), uuid: None });
+    assert_eq!(first.controller.disks[1].uuid.unwrap()[..3], [0x01, 0x90, 0x16]);
+    assert_eq!(first.controller.doorbells, OfferedDoorbells::Shadow);
+    let expected = ControllerConfig {
+        serial: Some("VM1".into()),
+        model: Some("A model".into()),
+        queues: Some(16),
+        queue_entries: Some(1024),
+        max_transfer: Some(2 << 20),
+        doorbells: OfferedDoorbells::Mapped,
+        read_only: true,
+        ..ControllerConfig::of(&["/dev/vg/vm1"])
+    };
+    assert_eq!(second.controller, expected);
+}
+
+#[test]
+fn a_mistake_is_reported_with_its_line() {
+    let ok = "[[controller]]\nsocket = \"/run/a\"\ndisks = [\"mem:1MiB\"]\n";
+    parse(ok, "x").unwrap();
+    for (text, words) in [
+        ("", "vms.toml:1: it has no controller"),
+        ("workers = 1\nnonsense", "vms.toml:2: "),
+        ("workers = \"many\"", "vms.toml:1: invalid type"),
+        ("\nworkres = 1", "vms.toml:2: unknown field `workres`"),
+        ("[[controller]]\nsocket = \"/run/a\"", "vms.toml:1: missing field `disks`"),
+        ("[[controller]]\nsocket = 7\ndisks = []", "vms.toml:2: invalid type"),
+        ("[[controller]]\nsocket = \"a\"\ndisks = []", "vms.toml:3: a controller has one disk"),
+        ("[[controller]]\nsocket = \"a\"\n\ndisks = [7]", "vms.toml:4: a disk is a string"),
+        ("[[controller]]\nsocket = \"\"\ndisks = [\"a\"]", "vms.toml:2: the path of the socket"),
+        (&format!("{ok}queues = 65"), "vms.toml:4: `queues` is 1 to 64, not 65"),
+        (&format!("{ok}\nqueue-entries = 1"), "vms.toml:5: `queue-entries` is 2 to 4096, not 1"),
+        (&format!("{ok}queues = -1"), "vms.toml:4: invalid value"),
+        (&format!("{ok}max-transfer = \"big\""), "vms.toml:4: `max-transfer`"),
+        (&format!("{ok}doorbells = \"loud\""), "vms.toml:4: unknown variant `loud`"),
+        (&format!("workers = 0\n{ok}"), "vms.toml:1: `workers` is 1 to 254, not 0"),
+        (&format!("poll = \"never\"\npoll-max-us = 5\n{ok}"), "vms.toml:2: a longest time"),
+        (&format!("pin = [1000000]\n{ok}"), "vms.toml:1: this process has no processor"),
+        (
+            "[[controller]]\nsocket = \"a\"\ndisks = [\n  \"x\",\n  { disk = \"y\", uuid = \"z\" },\n]",
+            "vms.toml:5: `z` is no UUID",
+        ),
+        (
+            &format!("{ok}{ok}"),
+            "vms.toml:5: the socket /run/a is that of another controller too (line 2)",
+        ),
+        (
+            &format!("{ok}serial = \"S\"\n{}serial = \"S\"\n", ok.replace("/a", "/b")),
+            "vms.toml:8: the serial number \"S\" is that of another controller too (line 4)",
+        ),
+    ] {
+        let error = wrong(text);
+        assert!(error.starts_with(words), "{text}\n{error}");
+    }
+}
+
+#[test]
+fn all_mistakes_are_reported_at_once_in_order() {
+    let text = "workers = 999\n[[controller]]\nsocket = \"a\"\ndisks = []\nqueues = 0\n";
+    let error = wrong(text);
+    let lines: Vec<_> = error.lines().map(|line| line.split(' ').next().unwrap()).collect();
+    assert_eq!(lines, ["vms.toml:1:", "vms.toml:4:", "vms.toml:5:"]);
+}
+
+#[test]
+fn uuids_are_written_in_groups() {
+    assert!(parse_uuid("0190163D-8694-739b-aea5-966c26f8ad91").is_some());
+    for text in [
+        "",
+        "0190163d8694739baea5966c26f8ad91",
+        "0190163d-8694-739b-aea5-966c26f8ad9",
+        "0190163d-8694-739b-aea5-966c26f8ad9g",
+        "+190163d-8694-739b-aea5-966c26f8ad91",
+        "00000000-0000-0000-0000-000000000000",
+    ] {
+        assert_eq!(parse_uuid(text), None, "{text}");
+    }
+}

@@ -1,0 +1,201 @@
+//! Logs what guests do, a line each, on a thread of its own.
+
+use super::event::{EventQueue, EventSender, ServerEvent};
+use super::server::Server;
+use shadowbell_controller::{Controller, Event};
+use shadowbell_frontend::vfio_user::ClientEvent;
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::mpsc::RecvTimeoutError;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use tracing::{debug, error, info, warn};
+
+/// A guest creates its queues one after the other: how long after one of them their number is
+/// logged.
+const QUEUES_SETTLE: Duration = Duration::from_millis(100);
+
+/// The thread; dropping this waits until all that happened before is logged.
+pub(super) struct EventLog(Option<(EventSender, JoinHandle<()>)>);
+
+impl EventLog {
+    /// Starts to log what happens in `server`; there is one for each.
+    ///
+    /// # Errors
+    /// The system has no more threads.
+    pub(super) fn start(server: &mut Server) -> io::Result<Self> {
+        let Some(events) = server.take_events() else { return Ok(Self(None)) };
+        let sender = events.sender(0);
+        let names = server.controllers().iter().map(|served| served.name.clone());
+        let guests = names.map(Guest::new).collect();
+        let controllers = server.controllers().iter().map(|s| s.controller.clone()).collect();
+        let writer = LogWriter { guests, controllers, new_queues: BTreeMap::new() };
+        let thread = std::thread::Builder::new().name("sb-event-log".into());
+        Ok(Self(Some((sender, thread.spawn(move || writer.run(&events))?))))
+    }
+}
+
+impl Drop for EventLog {
+    fn drop(&mut self) {
+        if let Some((sender, thread)) = self.0.take() {
+            // The controllers have senders too, and the thread has the controllers: that none is
+            // left would never come to pass.
+            sender.end();
+            let _ = thread.join();
+        }
+    }
+}
+
+/// What the log says of a guest so far.
+struct Guest {
+    name: String,
+    /// Counters when the one before it left. (When it came is logged late, perhaps after its first
+    /// commands; and without a client nothing is counted.)
+    before: Counts,
+    /// Queues that it was last logged to have.
+    queues: usize,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Counts {
+    commands: u64,
+    doorbells: u64,
+}
+
+impl Guest {
+    fn new(name: String) -> Self {
+        Self { name, before: Counts::default(), queues: 0 }
+    }
+}
+
+struct LogWriter {
+    guests: Vec<Guest>,
+    controllers: Vec<Controller>,
+    /// Guests that are creating queues: how many they have, and when to log it.
+    new_queues: BTreeMap<usize, (usize, Instant)>,
+}
+
+impl LogWriter {
+    fn run(mut self, events: &EventQueue) {
+        loop {
+            let deadline = self.new_queues.values().map(|(_, until)| *until).min();
+            match events.next(deadline) {
+                Ok((_, ServerEvent::End)) | Err(RecvTimeoutError::Disconnected) => {
+                    return self.log_new_queues(|_, _| true);
+                }
+                Ok((index, event)) => self.log(index, event),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            let now = Instant::now();
+            self.log_new_queues(|_, until| until <= now);
+        }
+    }
+
+    /// Logs how many queues a guest has, for those that `are` done with creating them.
+    fn log_new_queues(&mut self, are: impl Fn(usize, Instant) -> bool) {
+        let guests = &mut self.guests;
+        self.new_queues.retain(|index, (queues, until)| {
+            let done = are(*index, *until);
+            if done
+                && let Some(guest) = guests.get_mut(*index)
+                && guest.queues != *queues
+            {
+                guest.queues = *queues;
+                let s = if *queues == 1 { "" } else { "s" };
+                info!("{}: the guest has {queues} I/O queue{s}", guest.name);
+            }
+            !done
+        });
+    }
+
+    /// What a namespace is on.
+    fn disk(&self, index: usize, nsid: u32) -> Option<String> {
+        let at = usize::try_from(nsid.checked_sub(1)?).ok()?;
+        let config = self.controllers.get(index)?.config();
+        config.namespaces.get(at).map(|namespace| namespace.disk.name())
+    }
+
+    fn log(&mut self, index: usize, event: ServerEvent) {
+        if let ServerEvent::Controller(Event::QueueCreated(queues)) = event {
+            self.new_queues.insert(index, (queues, Instant::now() + QUEUES_SETTLE));
+            return;
+        }
+        self.log_new_queues(|other, _| other == index);
+        let counts = matches!(event, ServerEvent::Client(ClientEvent::Detached))
+            .then(|| self.controllers.get(index).map(counts))
+            .flatten()
+            .unwrap_or_default();
+        let disk = match event {
+            ServerEvent::Controller(Event::Full(nsid) | Event::Lost(nsid)) => {
+                self.disk(index, nsid)
+            }
+            _ => None,
+        };
+        let Some(guest) = self.guests.get_mut(index) else { return };
+        let name = &guest.name;
+        match event {
+            ServerEvent::Client(ClientEvent::Attached) => {
+                guest.queues = 0;
+                info!("{name}: a client is attached");
+            }
+            ServerEvent::Client(ClientEvent::Detached) => {
+                let commands = counts.commands.saturating_sub(guest.before.commands);
+                let doorbells = counts.doorbells.saturating_sub(guest.before.doorbells);
+                info!(
+                    "{name}: the client has left, after {commands} I/O commands with {doorbells} \
+                     doorbell writes"
+                );
+                guest.before = counts;
+            }
+            ServerEvent::Client(ClientEvent::NoSharedMemory) => warn!(
+                "{name}: the guest's memory is not shared, so no command can be read: give QEMU \
+                 `-object memory-backend-memfd,id=mem,size=SIZE,share=on -machine \
+                 memory-backend=mem`, or Cloud Hypervisor `--memory size=SIZE,shared=on`"
+            ),
+            ServerEvent::Client(ClientEvent::MemoryNotShared) => warn!(
+                "{name}: the guest has rung its admin queue, which is empty here: its memory backend \
+                 keeps the guest's writes to itself; `share=on` is missing in QEMU's `-object \
+                 memory-backend-...,id=mem,size=SIZE,share=on`"
+            ),
+            ServerEvent::Controller(Event::Enabled) => {
+                info!("{name}: the guest has enabled the controller")
+            }
+            ServerEvent::Controller(Event::ShadowDoorbells) => {
+                info!("{name}: the guest has set up shadow doorbells");
+            }
+            ServerEvent::Controller(Event::Full(nsid)) => warn!(
+                "{name}: there is no room left for namespace {nsid}, {}: the guest's writes that need \
+                 more of it fail (Capacity Exceeded). Make room on its file system, or raise the quota \
+                 or the limit on the size of files that stands against it; nothing has to be started again",
+                disk.unwrap_or_default()
+            ),
+            ServerEvent::Controller(Event::Lost(nsid)) => error!(
+                "{name}: the system could not bring to {} what the guest has written to namespace {nsid}, \
+                 and some of it may be lost: its flushes fail (Write Fault) until the disk is served \
+                 anew. Look after its storage, and at the system's log, first",
+                disk.unwrap_or_default()
+            ),
+            ServerEvent::Controller(Event::Shutdown) => {
+                info!("{name}: the guest has shut the controller down")
+            }
+            ServerEvent::Controller(Event::Disabled) => {
+                guest.queues = 0;
+                debug!("{name}: the controller is reset");
+            }
+            ServerEvent::Controller(Event::Fatal(why)) => {
+                error!("{name}: the controller can not go on until the guest resets it: {why}");
+            }
+            ServerEvent::Controller(Event::QueueCreated(_)) | ServerEvent::End => {}
+            // A kind that came with a later controller is worth a line of its own.
+            ServerEvent::Controller(event) => info!("{name}: {event:?}"),
+            ServerEvent::Lost => warn!("{name}: more has happened than could be logged"),
+        }
+    }
+}
+
+fn counts(controller: &Controller) -> Counts {
+    let stats = controller.stats();
+    let (sq, cq) = stats.io_queues();
+    let trapped = sq.doorbell.mmio_writes.saturating_add(cq.doorbell.mmio_writes);
+    Counts { commands: sq.commands, doorbells: trapped.saturating_add(stats.doorbell_events) }
+}

@@ -1,0 +1,113 @@
+//! The arguments that make a VMM use what is served.
+
+use super::server_config::{ServerConfig, SocketConfig};
+use crate::controller_config::OfferedDoorbells;
+use crate::{logging, shell};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// The name of the socket in a directory, as SPDK has it.
+const IN_DIRECTORY: &str = "cntrl";
+
+/// Where a controller is, and who can use it there.
+struct Endpoint {
+    socket: PathBuf,
+    /// The directory that SPDK is given, and whether the doorbells are as its client wants them.
+    spdk: Option<(PathBuf, bool)>,
+}
+
+impl Endpoint {
+    fn new(served: &SocketConfig) -> Self {
+        let path = served.absolute_socket();
+        if !path.is_dir() {
+            return Self { socket: path, spdk: None };
+        }
+        let mapped = served.controller.doorbells == OfferedDoorbells::Mapped;
+        Self { socket: path.join(IN_DIRECTORY), spdk: Some((path, mapped)) }
+    }
+}
+
+/// Prints, on standard output, the arguments to paste; nothing with `--quiet`.
+pub(super) fn show(config: &ServerConfig) {
+    if !logging::is_talkative() {
+        return;
+    }
+    let endpoints: Vec<Endpoint> = config.controllers.iter().map(Endpoint::new).collect();
+    // Whoever closed our output does not want it, which is no reason not to serve.
+    let _ = std::io::stdout().lock().write_all(text(&endpoints).as_bytes());
+}
+
+fn text(endpoints: &[Endpoint]) -> String {
+    let mut text = String::from("For QEMU (10.1 or later), with the guest's memory as SIZE:\n\n");
+    text.push_str(
+        "  -m SIZE -object memory-backend-memfd,id=mem,size=SIZE,share=on -machine \
+         memory-backend=mem \\\n",
+    );
+    let devices: Vec<_> =
+        endpoints.iter().map(|endpoint| format!("  {}", qemu(&endpoint.socket))).collect();
+    text.push_str(&devices.join(" \\\n"));
+    text.push_str("\n\nFor Cloud Hypervisor:\n\n  --memory size=SIZE,shared=on \\\n");
+    let devices: Vec<_> = endpoints
+        .iter()
+        .map(|endpoint| format!("  {}", cloud_hypervisor(&endpoint.socket)))
+        .collect();
+    text.push_str(&devices.join(" \\\n"));
+    text.push_str("\n\n");
+    let spdk: Vec<_> = endpoints.iter().filter_map(|endpoint| endpoint.spdk.as_ref()).collect();
+    if !spdk.is_empty() {
+        text.push_str("For SPDK, whose memory must be one file (-g in most of its programs):\n\n");
+        for (directory, mapped) in spdk {
+            let id = format!("trtype:VFIOUSER traddr:{}", directory.display());
+            // It does without shadow doorbells here, and gives up where it can not map the others.
+            let lacks = if *mapped { "" } else { "    # needs `--doorbells mapped` here" };
+            text.push_str(&format!("  -r {}{lacks}\n", shell::word(&id)));
+        }
+        text.push('\n');
+    }
+    text
+}
+
+fn qemu(socket: &Path) -> String {
+    let device = serde_json::json!({
+        "driver": "vfio-user-pci",
+        "socket": { "type": "unix", "path": socket.to_string_lossy() },
+    });
+    format!("-device {}", shell::word(&device.to_string()))
+}
+
+fn cloud_hypervisor(socket: &Path) -> String {
+    format!("--user-device {}", shell::word(&format!("socket={}", socket.display())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_arguments_can_be_pasted() {
+        let endpoint = |path: &str| Endpoint { socket: path.into(), spdk: None };
+        let text = text(&[endpoint("/run/vm0.sock"), endpoint("/run/it's \"1\".sock")]);
+        let expected = "For QEMU (10.1 or later), with the guest's memory as SIZE:\n\n  \
+            -m SIZE -object memory-backend-memfd,id=mem,size=SIZE,share=on -machine memory-backend=mem \\\n  \
+            -device '{\"driver\":\"vfio-user-pci\",\"socket\":{\"path\":\"/run/vm0.sock\",\"type\":\"unix\"}}' \\\n  \
+            -device '{\"driver\":\"vfio-user-pci\",\"socket\":{\"path\":\"/run/it'\\''s \\\"1\\\".sock\",\"type\":\"unix\"}}'\n\n\
+            For Cloud Hypervisor:\n\n  --memory size=SIZE,shared=on \\\n  \
+            --user-device socket=/run/vm0.sock \\\n  \
+            --user-device 'socket=/run/it'\\''s \"1\".sock'\n\n";
+        assert_eq!(text, expected);
+    }
+
+    #[test]
+    fn a_directory_is_for_spdk_and_the_socket_in_it_for_all_others() {
+        let endpoint = |name: &str, mapped| Endpoint {
+            socket: Path::new(name).join("cntrl"),
+            spdk: Some((name.into(), mapped)),
+        };
+        let text = text(&[endpoint("/run/a", true), endpoint("/run/b", false)]);
+        assert!(text.contains(r#""path":"/run/a/cntrl""#), "{text}");
+        assert!(text.contains("--user-device socket=/run/b/cntrl"), "{text}");
+        assert!(text.contains("  -r 'trtype:VFIOUSER traddr:/run/a'\n"), "{text}");
+        let lacks = "  -r 'trtype:VFIOUSER traddr:/run/b'    # needs `--doorbells mapped` here\n";
+        assert!(text.contains(lacks), "{text}");
+    }
+}

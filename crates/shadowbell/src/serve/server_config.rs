@@ -1,0 +1,121 @@
+//! What `serve` is asked for, whoever asked: the command line or a configuration file.
+
+use crate::controller_config::ControllerConfig;
+use serde::Deserialize;
+use shadowbell_controller::{Polling, PoolOptions};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Workers that a process may have: the pool counts them in a byte.
+pub(super) const MAX_WORKERS: u16 = 254;
+/// The longest that a worker polls for nothing, in microseconds: after a second it does not matter
+/// any more what a wakeup costs.
+pub(super) const MAX_POLL_US: u32 = 1_000_000;
+/// Trace records of each worker if nothing is said: 8 MiB.
+pub(super) const TRACE_RECORDS: u32 = 1 << 18;
+
+/// What is to be served, checked as far as that is possible without opening anything.
+#[derive(Debug)]
+pub(crate) struct ServerConfig {
+    /// The controllers.
+    pub controllers: Vec<SocketConfig>,
+    /// Their workers.
+    pub pool: PoolOptions,
+    /// Where to record doorbells, and how many records of each worker.
+    pub trace: Option<(PathBuf, u32)>,
+    /// Where to write counters.
+    pub stats_json: Option<PathBuf>,
+    /// Where `top` may ask for them.
+    pub stats_socket: Option<PathBuf>,
+}
+
+/// A controller and its socket.
+#[derive(Debug)]
+pub(crate) struct SocketConfig {
+    /// Where it listens, as it was written.
+    pub socket: PathBuf,
+    /// What it is.
+    pub controller: ControllerConfig,
+    /// Where it was asked for, if that helps (`vms.toml:12`).
+    pub origin: Option<String>,
+}
+
+impl SocketConfig {
+    /// The path of the socket from the root: it names the controller for good.
+    #[must_use]
+    pub(crate) fn absolute_socket(&self) -> PathBuf {
+        let path = std::path::absolute(&self.socket).unwrap_or_else(|_| self.socket.clone());
+        // Without the symbolic links of the directory, if there is one.
+        match (path.parent().map(Path::canonicalize), path.file_name()) {
+            (Some(Ok(directory)), Some(name)) => directory.join(name),
+            _ => path,
+        }
+    }
+}
+
+/// When a worker without work sleeps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Poll {
+    /// After polling for a time that grows while that pays, and shrinks while it does not
+    #[default]
+    Adaptive,
+    /// Never: a processor per worker
+    Always,
+    /// At once
+    Never,
+}
+
+/// The options of the pool, whoever gave them.
+///
+/// # Errors
+/// A sentence about options that contradict each other.
+pub(super) fn pool_options(
+    workers: Option<u16>,
+    pin: Vec<usize>,
+    poll: Option<Poll>,
+    poll_max_us: Option<u32>,
+) -> Result<PoolOptions, String> {
+    let workers = match workers {
+        None => pin.len(),
+        Some(workers) if pin.len() > usize::from(workers) => {
+            return Err(format!(
+                "{} processors to pin to are too many for {workers} workers: name at most one for \
+                 each",
+                pin.len()
+            ));
+        }
+        Some(workers) => workers.into(),
+    };
+    let polling = match (poll.unwrap_or_default(), poll_max_us) {
+        (Poll::Adaptive, None) => Polling::default(),
+        (Poll::Adaptive, Some(us)) => Polling::Adaptive(Duration::from_micros(us.into())),
+        (Poll::Always, None) => Polling::Always,
+        (Poll::Never, None) => Polling::Never,
+        (Poll::Always | Poll::Never, Some(_)) => {
+            return Err(
+                "a longest time to poll makes sense with adaptive polling only: leave it out"
+                    .into(),
+            );
+        }
+    };
+    Ok(PoolOptions { workers, polling, pin })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn contradictions_are_refused() {
+        assert!(pool_options(Some(1), vec![0, 1], None, None).unwrap_err().contains("too many"));
+        assert_eq!(pool_options(None, vec![0, 1], None, None).unwrap().workers, 2);
+        for poll in [Poll::Always, Poll::Never] {
+            assert!(
+                pool_options(None, vec![], Some(poll), Some(5)).unwrap_err().contains("adaptive")
+            );
+        }
+        let adaptive = pool_options(None, vec![], None, Some(5)).unwrap();
+        assert_eq!(adaptive.polling, Polling::Adaptive(Duration::from_micros(5)));
+    }
+}

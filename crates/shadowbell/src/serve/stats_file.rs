@@ -1,0 +1,210 @@
+//! The counters of what is served, as a file of JSON (`--stats-json`).
+
+use super::server::ServedController;
+use anyhow::bail;
+use rustix::fs::OFlags;
+use serde::Serialize;
+use shadowbell_controller::{Config, Stats};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+/// Sums over the I/O queues of all controllers, present and past, and the counters of each.
+#[derive(Debug, Default, Serialize)]
+pub(super) struct Report {
+    /// Commands fetched.
+    pub commands: u64,
+    /// Completions posted.
+    pub completions: u64,
+    /// Doorbell writes that trapped, of both kinds.
+    pub doorbell_mmio_writes: u64,
+    /// Doorbells rung by a descriptor instead.
+    pub doorbell_events: u64,
+    /// Interrupts raised.
+    pub interrupts: u64,
+    /// Batches of completions without an interrupt.
+    pub interrupts_suppressed: u64,
+    /// Times that EventIdx was set so that the host rings, of both kinds.
+    pub event_idx_armed: u64,
+    /// Times that commands were fetched.
+    pub batches: u64,
+    /// Each controller's.
+    pub controllers: Vec<ControllerReport>,
+}
+
+/// The counters of one controller.
+#[derive(Debug, Serialize)]
+pub(super) struct ControllerReport {
+    /// The path of its socket.
+    pub socket: String,
+    /// Its serial number.
+    pub serial: String,
+    /// What its disks counted of how they work, where they do.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<DiskReport>,
+    /// All that it counted.
+    #[serde(flatten)]
+    pub stats: Stats,
+}
+
+/// The counters of a disk.
+#[derive(Debug, Serialize)]
+pub(super) struct DiskReport {
+    /// What it is called.
+    pub disk: String,
+    /// By name.
+    #[serde(flatten)]
+    pub counters: BTreeMap<&'static str, u64>,
+}
+
+/// Of the disks of a controller that count something.
+fn disks(config: &Config) -> Vec<DiskReport> {
+    let reports = config.namespaces.iter().map(|namespace| {
+        let disk = &namespace.disk;
+        DiskReport { disk: disk.name(), counters: disk.counters().into_iter().collect() }
+    });
+    reports.filter(|report| !report.counters.is_empty()).collect()
+}
+
+impl Report {
+    pub(super) fn of(served: &[ServedController]) -> Self {
+        let mut report = Self::default();
+        for ServedController { name, controller, .. } in served {
+            let config = controller.config();
+            report.add(name, &config.serial, controller.stats(), disks(config));
+        }
+        report
+    }
+
+    fn add(&mut self, socket: &str, serial: &str, stats: Stats, disks: Vec<DiskReport>) {
+        let (sq, cq) = stats.io_queues();
+        self.commands += sq.commands;
+        self.batches += sq.batches;
+        self.completions += cq.completions;
+        self.interrupts += cq.interrupts;
+        self.interrupts_suppressed += cq.interrupts_suppressed;
+        self.doorbell_events = self.doorbell_events.saturating_add(stats.doorbell_events);
+        for doorbell in [&sq.doorbell, &cq.doorbell] {
+            self.doorbell_mmio_writes += doorbell.mmio_writes;
+            self.event_idx_armed += doorbell.event_idx_armed;
+        }
+        let (socket, serial) = (socket.to_owned(), serial.to_owned());
+        self.controllers.push(ControllerReport { socket, serial, disks, stats });
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} I/O commands, {} doorbell writes trapped, {} interrupts raised and {} suppressed",
+            self.commands, self.doorbell_mmio_writes, self.interrupts, self.interrupts_suppressed
+        )
+    }
+}
+
+/// Writes a report, so that a reader of `path` finds a whole one at any time. What is there and is
+/// no file (a link, a pipe, `/dev/stdout`) stays what it is, and is written to.
+///
+/// # Errors
+/// The system's; a file is as it was then.
+pub(super) fn write(path: &Path, report: &Report) -> io::Result<()> {
+    let mut json = serde_json::to_vec_pretty(report)?;
+    json.push(b'\n');
+    if std::fs::symlink_metadata(path).is_ok_and(|about| !about.is_file()) {
+        let mut options = std::fs::File::options();
+        // Nobody waits for a pipe's reader.
+        let nonblock = OFlags::NONBLOCK.bits().cast_signed();
+        let file = options.write(true).truncate(true).custom_flags(nonblock).open(path);
+        return file?.write_all(&json);
+    }
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(format!(".{}.tmp", std::process::id()));
+    let draft = path.with_file_name(name);
+    let written = std::fs::File::create(&draft).and_then(|mut file| file.write_all(&json));
+    let outcome = written.and_then(|()| std::fs::rename(&draft, path));
+    if outcome.is_err() {
+        let _ = std::fs::remove_file(&draft);
+    }
+    outcome
+}
+
+/// Whether a report may take the place of what is at `path`: of nothing, or of an earlier one. A
+/// disk whose path slipped in here would be lost.
+///
+/// # Errors
+/// A sentence that says why not.
+pub(super) fn check(path: &Path) -> anyhow::Result<()> {
+    let mut first = [0];
+    if path.is_file() && std::fs::File::open(path)?.read(&mut first)? != 0 && first != *b"{" {
+        bail!("{} exists and holds no counters; it is left alone", path.display());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_controller::stats::{CqStats, DoorbellCounts, SqStats};
+
+    #[test]
+    fn totals_are_of_io_queues_present_and_past() {
+        let doorbell = |mmio_writes| DoorbellCounts { mmio_writes, ..DoorbellCounts::default() };
+        let sq =
+            |qid, commands| SqStats { qid, commands, doorbell: doorbell(1), ..Default::default() };
+        let cq = |qid, completions| CqStats {
+            qid,
+            completions,
+            interrupts: 2,
+            doorbell: doorbell(10),
+            ..Default::default()
+        };
+        let stats = || Stats {
+            submission_queues: vec![sq(0, 1000), sq(1, 5), sq(2, 6)],
+            completion_queues: vec![cq(0, 1000), cq(1, 11)],
+            retired_sq: sq(0, 100),
+            retired_cq: cq(0, 100),
+            ..Stats::default()
+        };
+        let mut report = Report::default();
+        report.add("a", "A", stats(), Vec::new());
+        report.add("b", "B", stats(), Vec::new());
+        assert_eq!((report.commands, report.completions), (222, 222));
+        assert_eq!(report.doorbell_mmio_writes, 2 * (3 + 20));
+        assert_eq!(report.interrupts, 8);
+        let json = serde_json::to_value(&report).unwrap();
+        assert_eq!(json["controllers"][1]["socket"], "b");
+        assert_eq!(json["controllers"][0]["submission_queues"][1]["commands"], 5);
+    }
+
+    #[test]
+    fn a_report_replaces_the_one_before_as_a_whole() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("stats.json");
+        write(&path, &Report::default()).unwrap();
+        write(&path, &Report { commands: 7, ..Report::default() }).unwrap();
+        let json: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        assert_eq!(json["commands"], 7);
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1, "no draft is left");
+        assert!(write(&directory.path().join("no/stats.json"), &Report::default()).is_err());
+    }
+
+    #[test]
+    fn what_is_no_file_is_written_to_and_not_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        let [file, link, fifo] = ["file", "link", "fifo"].map(|name| directory.path().join(name));
+        std::fs::write(&file, "{ a longer report }".repeat(9999)).unwrap();
+        std::os::unix::fs::symlink(&file, &link).unwrap();
+        write(&link, &Report::default()).unwrap();
+        assert!(link.is_symlink());
+        serde_json::from_slice::<serde_json::Value>(&std::fs::read(&file).unwrap()).unwrap();
+        let mode = rustix::fs::Mode::RWXU;
+        rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        // Without anybody who reads it, it would wait.
+        write(&fifo, &Report::default()).unwrap_err();
+        assert!(!std::fs::symlink_metadata(&fifo).unwrap().is_file());
+    }
+}

@@ -1,0 +1,171 @@
+//! The statistics socket (`--stats-socket`), which `shadowbell top` reads: it answers each line,
+//! whatever it says, with one line of JSON, a [`Snapshot`].
+//!
+//! The client sets the pace: there is no timer, and nothing is counted for it. The workers are
+//! asked for what they have counted anyway, by a message that they answer between two passes, at
+//! most once in [`FRESH`]. A client that does not read its answer is disconnected after
+//! [`WRITE_TIMEOUT`]; other clients wait meanwhile, and guests do not. Only the user that the
+//! server runs as, and root, are answered.
+
+use super::server::{ServedController, Server};
+use crate::exit::bad_input;
+use crate::live_stats::{Row, Snapshot, VERSION};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SocketFlags, accept_with, recv, sockopt};
+use shadowbell_controller::Controller;
+use shadowbell_memory::EventFd;
+use shadowbell_vfio_user::Listener;
+use shadowbell_vfio_user::server::BindError;
+use std::io::{self, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use tracing::{debug, warn};
+
+/// How long an answer is good for another client.
+const FRESH: Duration = Duration::from_millis(50);
+/// How long a client may take to read its answer.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(1);
+/// Clients that may be connected at once; one more is disconnected.
+const MAX_CLIENTS: usize = 8;
+/// How long to wait when the system has no descriptor for a client.
+const RETRY_ACCEPT: Duration = Duration::from_millis(100);
+
+/// Listens where `top` may ask.
+///
+/// # Errors
+/// The path can not be had, in a sentence.
+pub(super) fn listen(path: &Path) -> anyhow::Result<Listener> {
+    let listener = Listener::bind(path).map_err(|error| match error {
+        BindError::System { .. } => anyhow::Error::from(error),
+        _ => bad_input(error),
+    });
+    listener.map_err(|error| error.context("--stats-socket"))
+}
+
+/// The thread that answers; dropping this ends it.
+pub(super) struct StatsSocket {
+    stop: EventFd,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl StatsSocket {
+    /// Answers whoever comes to `socket` from here on.
+    ///
+    /// # Errors
+    /// The system has no more threads or descriptors.
+    pub(super) fn start(socket: Listener, server: &Server) -> io::Result<Self> {
+        let stop = EventFd::new()?;
+        let named = |served: &ServedController| (served.name.clone(), served.controller.clone());
+        let controllers = server.controllers().iter().map(named).collect();
+        let mut answerer =
+            Answerer { controllers, began: Instant::now(), answer: None, clients: Vec::new() };
+        let until = stop.try_clone()?;
+        let thread = std::thread::Builder::new().name("sb-stats".into());
+        let thread = thread.spawn(move || answerer.serve(&socket, &until))?;
+        Ok(Self { stop, thread: Some(thread) })
+    }
+}
+
+impl Drop for StatsSocket {
+    fn drop(&mut self) {
+        self.stop.signal();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+struct Answerer {
+    controllers: Vec<(String, Controller)>,
+    began: Instant,
+    /// The last answer, and since when it is one.
+    answer: Option<(Instant, Vec<u8>)>,
+    clients: Vec<UnixStream>,
+}
+
+impl Answerer {
+    fn serve(&mut self, socket: &Listener, until: &EventFd) {
+        loop {
+            let (ended, new, mut ready) = {
+                let fds = [until.as_fd(), socket.as_fd()];
+                let fds = fds.into_iter().chain(self.clients.iter().map(AsFd::as_fd));
+                let mut fds: Vec<_> =
+                    fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+                match poll(&mut fds, None) {
+                    Ok(_) | Err(Errno::INTR) => {}
+                    Err(errno) => return warn!("the counters can not be asked for: {errno}"),
+                }
+                let mut ready = fds.iter().map(|fd| !fd.revents().is_empty());
+                let mut next = || ready.next().unwrap_or_default();
+                (next(), next(), ready.collect::<Vec<bool>>().into_iter())
+            };
+            if ended {
+                return;
+            }
+            for mut client in std::mem::take(&mut self.clients) {
+                if !ready.next().unwrap_or_default() || self.serve_client(&mut client) {
+                    self.clients.push(client);
+                }
+            }
+            if new {
+                self.accept(socket);
+            }
+        }
+    }
+
+    fn accept(&mut self, socket: &Listener) {
+        let stream = match accept_with(socket, SocketFlags::CLOEXEC) {
+            Ok(stream) => stream,
+            Err(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS) => {
+                return std::thread::sleep(RETRY_ACCEPT);
+            }
+            Err(_) => return,
+        };
+        if !is_ours(&stream) {
+            return warn!("another user has asked for the counters, and is not answered");
+        }
+        let stream = UnixStream::from(stream);
+        if self.clients.len() < MAX_CLIENTS && stream.set_write_timeout(Some(WRITE_TIMEOUT)).is_ok()
+        {
+            self.clients.push(stream);
+        } else {
+            debug!("one too many has asked for the counters");
+        }
+    }
+
+    /// Answers a client that has sent something; whether it stays connected.
+    fn serve_client(&mut self, client: &mut UnixStream) -> bool {
+        let mut request = [0; 4096];
+        match recv(&*client, &mut request[..], RecvFlags::DONTWAIT) {
+            Ok((0, _)) => false,
+            Ok((len, _)) if !request[..len].contains(&b'\n') => true,
+            Ok(_) => client.write_all(self.answer()).is_ok(),
+            Err(errno) => matches!(errno, Errno::AGAIN | Errno::INTR),
+        }
+    }
+
+    fn answer(&mut self) -> &[u8] {
+        if self.answer.as_ref().is_none_or(|(since, _)| since.elapsed() >= FRESH) {
+            let at_ns = u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            let row =
+                |(name, controller): &(String, Controller)| Row::of(name, &controller.stats());
+            let controllers = self.controllers.iter().map(row).collect();
+            let snapshot = Snapshot { version: VERSION, at_ns, controllers };
+            // Numbers and strings: it can not fail.
+            let mut line = serde_json::to_vec(&snapshot).unwrap_or_default();
+            line.push(b'\n');
+            self.answer = Some((Instant::now(), line));
+        }
+        self.answer.as_ref().map_or(&[], |(_, line)| line)
+    }
+}
+
+/// Whether it is our own user, or root, at the other end.
+fn is_ours(stream: &OwnedFd) -> bool {
+    let peer = sockopt::socket_peercred(stream).map(|peer| peer.uid);
+    peer.is_ok_and(|uid| uid.is_root() || uid == rustix::process::geteuid())
+}

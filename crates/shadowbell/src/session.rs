@@ -1,0 +1,167 @@
+//! An attached controller, with the namespace that a TARGET names.
+
+use crate::disk_spec::{self, DiskSpecError};
+use crate::target::Target;
+use crate::{banner, exit, local, transport};
+use anyhow::{Context, anyhow};
+use shadowbell_backend::OpenError;
+use shadowbell_driver::{
+    AttachOptions, Controller, Doorbells, Namespace, QueueMap, Steered, Transport, steer_interrupts,
+};
+use std::path::Path;
+use std::sync::Arc;
+
+/// An attached controller, with the namespace that was asked for.
+#[derive(Debug)]
+pub struct Session {
+    target: Target,
+    /// Queue pairs that were asked for.
+    asked: u16,
+    /// What came of its interrupts, if they are the kernel's to send.
+    steered: Option<Steered>,
+    /// The controller.
+    pub controller: Controller,
+}
+
+impl Session {
+    /// Attaches the driver to the controller that `target` names.
+    ///
+    /// # Errors
+    /// With exit status [`exit::BAD_INPUT`] if nobody serves there or there is no such disk, and
+    /// otherwise the driver's.
+    pub fn attach(target: &Target, options: &AttachOptions) -> anyhow::Result<Self> {
+        let transport = match target {
+            Target::Local { disk } => {
+                let disk = disk_spec::open(disk).map_err(|error| match error {
+                    DiskSpecError::Disk(OpenError::Missing { path }) => {
+                        exit::bad_input(anyhow!(nothing_at(&path)))
+                    }
+                    error => error.into_error(),
+                })?;
+                local::connect(disk, options.doorbells == Doorbells::Mapped)?
+            }
+            remote => transport::to(remote)?,
+        };
+        Self::over(target.clone(), transport, options)
+    }
+
+    /// Attaches to the controller at the other end of `transport`, which is that of `target`.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn over(
+        target: Target,
+        transport: Arc<dyn Transport>,
+        options: &AttachOptions,
+    ) -> anyhow::Result<Self> {
+        let controller =
+            Controller::attach(transport, options).with_context(|| target.to_string())?;
+        let steered = match &target {
+            Target::Vfio { address, .. } if controller.has_interrupts() => {
+                let map = QueueMap::of_this_machine(controller.queue_pairs());
+                Some(steer_interrupts(*address, &map))
+            }
+            _ => None,
+        };
+        let session = Self { target, asked: options.queue_pairs, steered, controller };
+        for line in session.banner() {
+            tracing::debug!("{line}");
+        }
+        Ok(session)
+    }
+
+    /// Lines for a person about what was attached.
+    #[must_use]
+    pub fn banner(&self) -> Vec<String> {
+        banner::banner(&self.controller, self.asked, self.steered.as_ref())
+    }
+
+    /// What was asked for.
+    #[must_use]
+    pub fn target(&self) -> &Target {
+        &self.target
+    }
+
+    /// The namespace that was asked for.
+    ///
+    /// # Errors
+    /// With exit status [`exit::BAD_INPUT`], if it is not there or can not be read and written.
+    pub fn namespace(&self) -> anyhow::Result<&Namespace> {
+        let nsid = self.target.nsid();
+        let Some(namespace) = self.controller.namespace(nsid) else {
+            let there: Vec<_> =
+                self.controller.namespaces().iter().map(|ns| ns.nsid().to_string()).collect();
+            let there = if there.is_empty() { "none".to_owned() } else { there.join(", ") };
+            return Err(exit::bad_input(anyhow!(
+                "{}: there is no namespace {nsid}; active are: {there}",
+                self.target
+            )));
+        };
+        match namespace.unusable() {
+            None => Ok(namespace),
+            Some(what) => Err(exit::bad_input(anyhow!(
+                "{}: the namespace {what}, which this program can not handle",
+                self.target
+            ))),
+        }
+    }
+
+    /// What a report calls the device: `shadowbell`, or the model number of another's controller.
+    #[must_use]
+    pub fn device(&self) -> String {
+        let model = self.controller.identity().model().to_string();
+        if model.starts_with("Shadowbell") { "shadowbell".to_owned() } else { model }
+    }
+
+    /// Leaves the controller as a good driver does.
+    ///
+    /// # Errors
+    /// The driver's, if the controller did not shut down in order.
+    pub fn detach(self) -> anyhow::Result<()> {
+        self.controller.detach().with_context(|| self.target.to_string())
+    }
+}
+
+/// What to say of a TARGET that is no more than a path where nothing is.
+fn nothing_at(path: &str) -> String {
+    let looks_like_socket =
+        Path::new(path).extension().is_some_and(|end| end == "sock" || end == "socket");
+    let make = if looks_like_socket {
+        format!("`shadowbell serve DISK --socket {path}` makes such a socket")
+    } else {
+        format!("`truncate -s 10G {path}` makes an image of zeroes")
+    };
+    format!(
+        "{path}: there is no such file; a TARGET is a disk (disk.img, /dev/sdb, mem:1GiB), \
+         vfio-user:PATH for a controller behind a socket, or nvme://0000:01:00.0 for a PCI device; \
+         {make}"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_banner_shows_what_was_found_and_what_was_granted() {
+        let target: Target = "local:mem:1MiB?block-size=4096".parse().unwrap();
+        let options = AttachOptions { queue_pairs: 2, queue_depth: 32, ..Default::default() };
+        let session = Session::attach(&target, &options).unwrap();
+        let text = session.banner().join("\n");
+        for word in [
+            "local:mem:1MiB",
+            "Shadowbell",
+            "serial ",
+            "NVMe 2.",
+            "CAP 0x",
+            "MQES ",
+            "2 queue pairs asked for, 2 got, of 32 entries; interrupts, shadow doorbells",
+            "namespace 1: 1.0 MB, 256 blocks of 4096 bytes",
+            "queue map: 1",
+        ] {
+            assert!(text.contains(word), "no `{word}` in:\n{text}");
+        }
+        assert!(!text.contains("interrupts go"), "nothing of the kernel's is in this: {text}");
+        session.detach().unwrap();
+    }
+}

@@ -1,0 +1,23 @@
+//! Words of a command line that a person pastes into a shell.
+
+/// `text` as one word of a shell, quoted if it has to be.
+pub(crate) fn word(text: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "/:._-+=@,".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        return text.to_owned();
+    }
+    format!("'{}'", text.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_word_is_quoted_if_it_has_to_be() {
+        assert_eq!(word("socket=/run/vm0.sock"), "socket=/run/vm0.sock");
+        assert_eq!(word("my disk.img"), "'my disk.img'");
+        assert_eq!(word("it's"), r"'it'\''s'");
+        assert_eq!(word(""), "''");
+    }
+}

@@ -1,0 +1,79 @@
+//! The way to a controller outside of this process.
+
+use crate::exit;
+use crate::target::Target;
+use anyhow::{anyhow, bail};
+use shadowbell_driver::{Transport, Vfio, VfioUser};
+use std::io::ErrorKind;
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How long a server may take to let us in: it serves one client at a time.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The way to the controller that `target` names, which is a PCI device or behind a socket.
+///
+/// # Errors
+/// With exit status [`exit::BAD_INPUT`] if there is no such controller, or it can not be had.
+pub(crate) fn to(target: &Target) -> anyhow::Result<Arc<dyn Transport>> {
+    match target {
+        Target::VfioUser { socket, .. } => {
+            let transport = VfioUser::connect(socket, CONNECT_TIMEOUT).map_err(|error| {
+                let why = nobody_at(socket).unwrap_or_else(|| error.to_string());
+                exit::bad_input(anyhow!("no controller behind {}: {why}", socket.display()))
+            })?;
+            Ok(Arc::new(transport))
+        }
+        Target::Vfio { address, .. } => {
+            Ok(Arc::new(Vfio::open(*address).map_err(exit::bad_input)?))
+        }
+        Target::Local { .. } => bail!("{target} is a controller in this process"),
+    }
+}
+
+/// Why nobody answers at a path, and what to do about it, if it is one of the plain reasons.
+fn nobody_at(path: &Path) -> Option<String> {
+    let path = if path.is_dir() { path.join("cntrl") } else { path.to_owned() };
+    let serve = format!("`shadowbell serve DISK --socket {}`", path.display());
+    match std::fs::metadata(&path) {
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            Some(format!("there is no such socket; {serve} makes one"))
+        }
+        Ok(file) if !file.file_type().is_socket() => Some("it is no socket".into()),
+        Ok(_) => match UnixStream::connect(&path) {
+            Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
+                Some(format!("its server has ended; start it again, for example by {serve}"))
+            }
+            _ => None,
+        },
+        Err(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_does_not_answer_is_missed_in_a_sentence() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        std::fs::write(path("file"), "").unwrap();
+        drop(std::os::unix::net::UnixListener::bind(path("ended")).unwrap());
+        for (name, words) in [
+            ("none", "there is no such socket; `shadowbell serve DISK --socket "),
+            ("file/none", "there is no such socket"),
+            ("", "/cntrl` makes one"),
+            ("file", "it is no socket"),
+            ("ended", "its server has ended; start it again"),
+        ] {
+            let target = Target::VfioUser { socket: path(name), nsid: 1 };
+            let Err(error) = to(&target) else { panic!("{name}") };
+            assert_eq!(exit::status(&error), exit::BAD_INPUT);
+            assert!(error.to_string().contains(words), "{name}: {error}");
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! Numbers with their units, short, for people.
+
+/// A number of things in a second or of things at all, short: `987`, `43.9 K`, `1.24 M`.
+#[must_use]
+pub(crate) fn count(value: f64) -> String {
+    let units = [(1e9, " G"), (1e6, " M"), (1e3, " K")];
+    for (unit, name) in units {
+        if value >= unit {
+            return format!("{}{name}", significant(value / unit));
+        }
+    }
+    format!("{value:.0}")
+}
+
+/// Bytes a second: `171 MiB/s`.
+#[must_use]
+pub(crate) fn bandwidth(bytes: f64) -> String {
+    let units = [(30, "GiB/s"), (20, "MiB/s"), (10, "KiB/s")];
+    for (shift, name) in units {
+        let unit = (1u64 << shift) as f64;
+        if bytes >= unit {
+            return format!("{} {name}", significant(bytes / unit));
+        }
+    }
+    format!("{bytes:.0} B/s")
+}
+
+/// A time in nanoseconds, for people: `740 ns`, `12.3 us`.
+#[must_use]
+pub(crate) fn nanoseconds(ns: f64) -> String {
+    let units = [(1e9, "s"), (1e6, "ms"), (1e3, "us")];
+    for (unit, name) in units {
+        if ns >= unit {
+            return format!("{} {name}", significant(ns / unit));
+        }
+    }
+    format!("{ns:.0} ns")
+}
+
+/// Events for each I/O: to a hundredth, and to more if that were zero but is not.
+#[must_use]
+pub(crate) fn per_io(value: f64) -> String {
+    if value == 0.0 {
+        "0".to_owned()
+    } else if value >= 0.01 {
+        format!("{value:.2}")
+    } else if value >= 0.000_05 {
+        format!("{value:.4}")
+    } else {
+        "<0.0001".to_owned()
+    }
+}
+
+/// Three digits, of a value from 1 up.
+fn significant(value: f64) -> String {
+    let digits = if value >= 99.95 {
+        0
+    } else if value >= 9.995 {
+        1
+    } else {
+        2
+    };
+    format!("{value:.digits$}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_short() {
+        for (value, text) in [
+            (0.0, "0"),
+            (999.0, "999"),
+            (43_900.0, "43.9 K"),
+            (184_200.0, "184 K"),
+            (1.239e6, "1.24 M"),
+        ] {
+            assert_eq!(count(value), text);
+        }
+        assert_eq!(bandwidth(1000.0), "1000 B/s");
+        assert_eq!(bandwidth(179_306_496.0), "171 MiB/s");
+        assert_eq!(nanoseconds(740.0), "740 ns");
+        assert_eq!(nanoseconds(12_300.0), "12.3 us");
+        assert_eq!(nanoseconds(99_960.0), "100 us");
+        for (value, text) in
+            [(0.0, "0"), (1.99, "1.99"), (0.0012, "0.0012"), (0.000_001, "<0.0001"), (0.3, "0.30")]
+        {
+            assert_eq!(per_io(value), text);
+        }
+    }
+}

@@ -1,0 +1,275 @@
+//! A queue pair that is kept full of commands on a part of the namespace, until it is enough; then
+//! everything that is known of the part is read once more.
+
+use super::expected_data::{DESCRIBED, ExpectedData, Kind, Op};
+use anyhow::{anyhow, bail};
+use shadowbell_driver::{
+    Buffer, BufferPool, Command, Completion, Namespace, QueuePair, QueueStats,
+};
+use shadowbell_spec::Status;
+use shadowbell_spec::nvm::DsmRange;
+use std::time::{Duration, Instant};
+use zerocopy::IntoBytes;
+
+/// How many commands are drawn until one is on blocks that no other is in flight on.
+const DRAWS: usize = 64;
+/// The longest sleep: a job notices that it is to stop after that at the latest.
+const LONGEST_SLEEP: Duration = Duration::from_millis(200);
+
+/// What is the same for all jobs.
+#[derive(Clone, Copy)]
+pub(super) struct JobLimits {
+    pub(super) depth: usize,
+    /// Commands of each job.
+    pub(super) commands: Option<u64>,
+    /// How often a command that ended with an error is submitted again.
+    pub(super) retries: u32,
+    /// A device that completes nothing for so long has lost what was in flight.
+    pub(super) stall_timeout: Duration,
+}
+
+#[derive(Clone, Copy)]
+struct InFlight {
+    op: Op,
+    tries: u32,
+}
+
+/// What a job has found.
+#[derive(Default)]
+pub(super) struct JobResult {
+    /// By [`Kind::ALL`].
+    pub(super) commands: [u64; Kind::ALL.len()],
+    /// Commands that ended with an error and were submitted again.
+    pub(super) retried: u64,
+    /// Commands that failed for good.
+    pub(super) failed: u64,
+    pub(super) checked: u64,
+    pub(super) bad: u64,
+    /// Some of what was bad or failed.
+    pub(super) described: Vec<String>,
+    pub(super) slowest: Duration,
+    pub(super) queue: QueueStats,
+}
+
+impl JobResult {
+    /// Adds what another job has found.
+    pub(super) fn add(&mut self, other: Self) {
+        for (sum, count) in self.commands.iter_mut().zip(other.commands) {
+            *sum += count;
+        }
+        self.retried += other.retried;
+        self.failed += other.failed;
+        self.checked += other.checked;
+        self.bad += other.bad;
+        self.described.extend(other.described);
+        self.described.truncate(DESCRIBED);
+        self.slowest = self.slowest.max(other.slowest);
+        let QueueStats { sq_doorbell_mmio_writes, cq_doorbell_mmio_writes, .. } = other.queue;
+        self.queue.sq_doorbell_mmio_writes += sq_doorbell_mmio_writes;
+        self.queue.cq_doorbell_mmio_writes += cq_doorbell_mmio_writes;
+        self.queue.unknown_completions += other.queue.unknown_completions;
+    }
+}
+
+pub(super) struct Job {
+    queue: QueuePair,
+    namespace: Namespace,
+    /// The block of the namespace at which the part begins.
+    first_block: u64,
+    expected: ExpectedData,
+    pool: BufferPool,
+    limits: JobLimits,
+    /// By slot of the queue.
+    in_flight: Box<[Option<(InFlight, Instant)>]>,
+    submitted: u64,
+    found: JobResult,
+}
+
+impl Job {
+    pub(super) fn new(
+        queue: QueuePair,
+        namespace: Namespace,
+        first_block: u64,
+        expected: ExpectedData,
+        pool: BufferPool,
+        limits: JobLimits,
+    ) -> Self {
+        let in_flight = vec![None; queue.capacity()].into();
+        let found = JobResult::default();
+        Self {
+            queue,
+            namespace,
+            first_block,
+            expected,
+            pool,
+            limits,
+            in_flight,
+            submitted: 0,
+            found,
+        }
+    }
+
+    /// Works until `enough` or until there were commands enough, and reads back what is known.
+    /// What was found is there whatever went wrong.
+    pub(super) fn run(mut self, enough: &dyn Fn() -> bool) -> (JobResult, anyhow::Result<()>) {
+        let outcome = self.work(enough).and_then(|()| self.check_all());
+        let Self { mut found, expected, queue, .. } = self;
+        (found.checked, found.bad) = (expected.checked, expected.bad);
+        found.described.extend(expected.described);
+        found.queue = queue.stats();
+        (found, outcome)
+    }
+
+    fn work(&mut self, enough: &dyn Fn() -> bool) -> anyhow::Result<()> {
+        self.keep_full(&mut |job| {
+            let all = job.limits.commands.is_some_and(|most| job.submitted >= most);
+            if all || enough() {
+                return Next::Nothing;
+            }
+            (0..DRAWS).find_map(|_| job.expected.draw()).map_or(Next::Later, Next::Command)
+        })
+    }
+
+    fn check_all(&mut self) -> anyhow::Result<()> {
+        self.keep_full(&mut |job| job.expected.read_back().map_or(Next::Nothing, Next::Command))
+    }
+
+    /// Keeps the queue full of what there is, until there is nothing and nothing is in flight.
+    fn keep_full(&mut self, next: &mut dyn FnMut(&mut Self) -> Next) -> anyhow::Result<()> {
+        let mut last = Instant::now();
+        loop {
+            let mut over = false;
+            while self.queue.outstanding() < self.limits.depth {
+                match next(self) {
+                    Next::Command(op) => {
+                        let Some(buffer) = self.pool.take() else {
+                            bail!("a buffer was not given back")
+                        };
+                        self.submit(InFlight { op, tries: 0 }, buffer)?;
+                    }
+                    Next::Later => break,
+                    Next::Nothing => {
+                        over = true;
+                        break;
+                    }
+                }
+            }
+            if over && self.queue.outstanding() == 0 {
+                self.queue.settle()?;
+                return self.is_empty();
+            }
+            let _ = self.queue.wait(Some(Instant::now() + LONGEST_SLEEP))?;
+            // At most as many as were in flight: one that is submitted again waits for the next
+            // turn.
+            for _ in 0..self.in_flight.len() {
+                let Some(completion) = self.queue.pop() else { break };
+                last = Instant::now();
+                self.complete(completion)?;
+            }
+            if last.elapsed() > self.limits.stall_timeout && self.queue.outstanding() != 0 {
+                bail!(
+                    "queue {}: nothing has completed for {} s, and {} commands are in flight",
+                    self.queue.qid(),
+                    self.limits.stall_timeout.as_secs(),
+                    self.queue.outstanding()
+                );
+            }
+        }
+    }
+
+    /// Nothing in flight, as far as the queue knows: then it must be so.
+    fn is_empty(&self) -> anyhow::Result<()> {
+        let lost = self.in_flight.iter().filter(|entry| entry.is_some()).count();
+        if lost != 0 || self.pool.available() != self.pool.count() {
+            bail!("queue {}: {lost} commands never completed", self.queue.qid());
+        }
+        Ok(())
+    }
+
+    fn submit(&mut self, it: InFlight, mut buffer: Buffer) -> anyhow::Result<()> {
+        let Op { kind, first, blocks, .. } = it.op;
+        let (lba, namespace) = (self.first_block + first, &self.namespace);
+        let command: Command = match kind {
+            Kind::Read => {
+                // What is left there from before must not pass for what was read.
+                buffer.fill(0x5a);
+                namespace.read(lba, blocks)?
+            }
+            Kind::Write => namespace.write(lba, blocks)?,
+            Kind::Compare => namespace.compare(lba, blocks)?,
+            Kind::WriteZeroes => namespace.write_zeroes(lba, blocks, true)?,
+            Kind::Deallocate => namespace.deallocate(1)?,
+            Kind::Flush => namespace.flush(),
+        };
+        let filled = match kind {
+            Kind::Write | Kind::Compare => self.expected.fill(it.op, &mut buffer),
+            Kind::Deallocate => {
+                let range = DsmRange { attributes: 0, blocks, slba: lba };
+                buffer.copy_from(0, range.as_bytes())
+            }
+            _ => true,
+        };
+        if !filled {
+            bail!("a buffer is shorter than a command needs");
+        }
+        let buffer = (command.transfer_bytes() != 0).then_some(buffer);
+        let token = match self.queue.submit(command, buffer) {
+            Ok(token) => token,
+            Err(refused) => bail!(refused.reason),
+        };
+        let Some(entry) = self.in_flight.get_mut(token.index()) else {
+            bail!("a command has slot {}, which the queue does not have", token.index());
+        };
+        if entry.replace((it, Instant::now())).is_some() {
+            bail!("a command has the slot of another that has not completed");
+        }
+        self.submitted += 1;
+        Ok(())
+    }
+
+    fn complete(&mut self, completion: Completion) -> anyhow::Result<()> {
+        let Completion { token, status, buffer, .. } = completion;
+        let taken = self.in_flight.get_mut(token.index()).and_then(Option::take);
+        let (it, began) = taken.ok_or_else(|| anyhow!("a completion of no command: {status}"))?;
+        self.found.slowest = self.found.slowest.max(began.elapsed());
+        let op = it.op;
+        if status.is_success() {
+            let index = Kind::ALL.iter().position(|kind| *kind == op.kind);
+            if let Some(count) = index.and_then(|index| self.found.commands.get_mut(index)) {
+                *count += 1;
+            }
+            self.expected.succeeded(op, buffer.as_ref());
+            return Ok(());
+        }
+        if op.kind == Kind::Compare && status.code() == Status::COMPARE_FAILURE {
+            self.expected.differed(op);
+            return Ok(());
+        }
+        if it.tries < self.limits.retries
+            && let Some(buffer) = buffer.or_else(|| self.pool.take())
+        {
+            // Carried out or not, nobody knows: once more, before anything else happens to these
+            // blocks.
+            self.found.retried += 1;
+            return self.submit(InFlight { tries: it.tries + 1, op }, buffer);
+        }
+        self.found.failed += 1;
+        if self.found.described.len() < DESCRIBED {
+            let (kind, lba) = (op.kind.name(), self.first_block + op.first);
+            self.found.described.push(format!(
+                "{kind} of {} blocks at block {lba} ended with: {status}",
+                op.blocks
+            ));
+        }
+        self.expected.failed(op);
+        Ok(())
+    }
+}
+
+/// What there is to do.
+enum Next {
+    Command(Op),
+    /// Something, once others have completed.
+    Later,
+    Nothing,
+}

@@ -1,0 +1,201 @@
+//! Storage that gives way under a guest: the guest gets an error, and the server lives.
+
+use crate::harness::{Server, image, run, until};
+use shadowbell_driver::{Controller, QueuePair};
+use shadowbell_spec::Status;
+use shadowbell_spec::event::AsyncEvent;
+use std::path::Path;
+use std::process::Command;
+use tempfile::TempDir;
+
+const SIZE: u64 = 64 << 20;
+
+/// Writes and reads a block at `lba`: the statuses.
+fn write_and_read(controller: &Controller, queue: &mut QueuePair, lba: u64) -> (Status, Status) {
+    let namespace = controller.namespace(1).unwrap().clone();
+    let pool = controller.buffers(2, 4096).unwrap();
+    let mut buffer = pool.take().unwrap();
+    buffer.fill(7);
+    let write = run(queue, namespace.write(lba, 8).unwrap(), Some(buffer)).status;
+    let read = run(queue, namespace.read(lba, 8).unwrap(), pool.take()).status;
+    (write, read)
+}
+
+#[test]
+fn an_image_that_shrinks() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = image(directory.path(), "disk.img", SIZE);
+    let mut server = Server::start_in(directory, &["disk.img"], &[]);
+    let mut controller = server.attach();
+    let mut queue = controller.take_queue_pair().unwrap();
+    let last = SIZE / 512 - 8;
+    assert_eq!(write_and_read(&controller, &mut queue, last), (Status::SUCCESS, Status::SUCCESS));
+    std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(SIZE / 2).unwrap();
+    let namespace = controller.namespace(1).unwrap().clone();
+    let pool = controller.buffers(1, 4096).unwrap();
+    let read = run(&mut queue, namespace.read(last, 8).unwrap(), pool.take()).status;
+    // What is gone does not read as zeroes.
+    assert_eq!(read.code(), Status::LBA_OUT_OF_RANGE);
+    assert_eq!(write_and_read(&controller, &mut queue, 0), (Status::SUCCESS, Status::SUCCESS));
+    drop((queue, pool));
+    controller.detach().unwrap();
+    assert!(server.is_alive());
+    drop(server.attach());
+    // It is in the log, too.
+    assert_eq!(server.stop().code(), Some(1));
+    assert!(server.stderr().contains("disk.img can not be flushed"), "{}", server.stderr());
+}
+
+/// Attaches to a server whose storage takes the first half of the disk at most.
+fn storage_is_full(mut server: Server) {
+    let mut controller = server.attach();
+    let mut queue = controller.take_queue_pair().unwrap();
+    assert_eq!(write_and_read(&controller, &mut queue, 0), (Status::SUCCESS, Status::SUCCESS));
+    let (write, read) = write_and_read(&controller, &mut queue, SIZE / 512 - 8);
+    assert_eq!(write.code(), Status::CAPACITY_EXCEEDED, "{write:?}");
+    assert_eq!(read, Status::SUCCESS, "what could not be written is still readable");
+    assert_eq!(write_and_read(&controller, &mut queue, 8), (Status::SUCCESS, Status::SUCCESS));
+    drop(queue);
+    controller.detach().unwrap();
+    assert!(server.stop().success());
+}
+
+/// Serves `disk.img` of `directory`, by way of another program that prepares for it.
+fn serve_through(mut command: Command, directory: TempDir, script: Option<&str>) -> Server {
+    if let Some(script) = script {
+        command.args(["sh", "-c", script, "sh"]);
+    }
+    command
+        .arg(env!("CARGO_BIN_EXE_shadowbell"))
+        .args(["serve", "disk.img", "--socket", "vm.sock"]);
+    Server::spawn(command, directory, &["vm.sock"])
+}
+
+#[test]
+fn a_limit_on_the_size_of_files_is_a_full_disk() {
+    let directory = tempfile::tempdir().unwrap();
+    image(directory.path(), "disk.img", SIZE);
+    let mut command = Command::new("prlimit");
+    command.arg(format!("--fsize={}", SIZE / 2));
+    storage_is_full(serve_through(command, directory, None));
+}
+
+#[test]
+fn a_full_disk_under_the_image() {
+    let directory = tempfile::tempdir().unwrap();
+    // A file system of its own, in a mount namespace of its own, of a size that is soon used up.
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--map-root-user"]);
+    let probe = Command::new("unshare")
+        .args(["--mount", "--map-root-user", "mount", "-t", "tmpfs", "tmpfs", "/mnt"])
+        .output();
+    if !probe.is_ok_and(|output| output.status.success()) {
+        eprintln!("not tried: this system gives us no mount namespace");
+        return;
+    }
+    std::fs::create_dir(directory.path().join("fs")).unwrap();
+    let script = "mount -t tmpfs -o size=1m tmpfs fs && truncate -s 64M fs/disk.img && \
+                  dd if=/dev/zero of=fs/filler bs=4k count=200 status=none && ln -s fs/disk.img . && \
+                  exec \"$@\"";
+    let server = serve_through(command, directory, Some(script));
+    let mut controller = server.attach();
+    let mut queue = controller.take_queue_pair().unwrap();
+    let health = |controller: &Controller| {
+        let log = controller.admin().smart_log().unwrap();
+        (log.critical_warning.spare(), log.available_spare)
+    };
+    assert_eq!(health(&controller), (false, 100));
+    let mut refused = 0;
+    for n in 0..128 {
+        let (write, read) = write_and_read(&controller, &mut queue, n * 64);
+        let is_full = write.code() == Status::CAPACITY_EXCEEDED;
+        assert!(write == Status::SUCCESS || is_full, "{write:?}");
+        assert_eq!(read, Status::SUCCESS);
+        refused += u32::from(is_full);
+    }
+    assert!((64..128).contains(&refused), "{refused} writes were refused");
+    // The guest gets an event, if it asked for one, and the log says once what can be done about
+    // it.
+    assert_eq!(health(&controller), (true, 0));
+    let mut events = Vec::new();
+    until("the event", || {
+        events.extend(controller.admin().take_events());
+        events.contains(&AsyncEvent::SPARE_BELOW_THRESHOLD)
+    });
+    server.says("there is no room left for namespace 1, disk.img");
+    assert_eq!(server.stderr().matches("there is no room left").count(), 1);
+    assert!(server.stderr().contains("Make room on its file system"));
+    // Room again: writes succeed again.
+    let namespace = controller.namespace(1).unwrap().clone();
+    let zeroes = namespace.write_zeroes(0, 1 << 13, true).unwrap();
+    assert_eq!(run(&mut queue, zeroes, None).status, Status::SUCCESS);
+    assert_eq!(write_and_read(&controller, &mut queue, 127 * 64).0, Status::SUCCESS);
+    assert_eq!(health(&controller), (false, 100));
+}
+
+/// A loop device, until dropped.
+struct Loop(String);
+
+impl Loop {
+    /// That whose name is in a file in `directory`.
+    fn named_in(directory: &Path) -> Option<Self> {
+        let name = std::fs::read_to_string(directory.join("loop")).ok()?;
+        Some(Self(name.trim().to_owned())).filter(|device| !device.0.is_empty())
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["-d", &self.0]).status();
+    }
+}
+
+/// A block device that takes writes, and can not keep them: the system reports that once.
+#[test]
+fn data_that_can_not_be_written_back_stay_lost() {
+    let directory = tempfile::tempdir().unwrap();
+    let script = "mount -t tmpfs -o size=1m tmpfs fs && truncate -s 64M fs/disk.img && \
+                  losetup -f --show fs/disk.img > loop && ln -s $(cat loop) disk.img";
+    std::fs::create_dir(directory.path().join("fs")).unwrap();
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", &format!("{script} && exec \"$@\""), "sh"]);
+    let mut probe = Command::new("unshare");
+    probe.args(["--mount", "sh", "-c", script]).current_dir(directory.path());
+    let is_possible = probe.output().is_ok_and(|output| output.status.success());
+    drop(Loop::named_in(directory.path()));
+    if !is_possible {
+        eprintln!("not tried: this system gives us no loop device");
+        return;
+    }
+    std::fs::remove_file(directory.path().join("disk.img")).unwrap();
+    command.arg(env!("CARGO_BIN_EXE_shadowbell")).args([
+        "serve",
+        "disk.img?direct=off",
+        "--socket",
+        "vm.sock",
+    ]);
+    let mut server = Server::spawn(command, directory, &["vm.sock"]);
+    let device = Loop::named_in(server.directory());
+    assert!(device.is_some());
+    let mut controller = server.attach();
+    let mut queue = controller.take_queue_pair().unwrap();
+    let namespace = controller.namespace(1).unwrap().clone();
+    assert_eq!(run(&mut queue, namespace.flush(), None).status, Status::SUCCESS);
+    let pool = controller.buffers(1, 1 << 20).unwrap();
+    let blocks = (1 << 20) / namespace.block_size();
+    for n in 0..4 {
+        let write = namespace.write(n * u64::from(blocks), blocks).unwrap();
+        assert_eq!(run(&mut queue, write, pool.take()).status, Status::SUCCESS);
+    }
+    // A host that is asked to try again does not get a success then.
+    for _ in 0..3 {
+        let status = run(&mut queue, namespace.flush(), None).status;
+        assert_eq!(status.code(), Status::WRITE_FAULT);
+    }
+    server.says("some of it may be lost");
+    assert_eq!(server.stderr().matches("may be lost").count(), 1);
+    drop((queue, pool));
+    controller.detach().unwrap();
+    assert_eq!(server.stop().code(), Some(1));
+    drop(device);
+}
