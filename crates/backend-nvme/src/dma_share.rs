@@ -1,7 +1,7 @@
 //! The guest's memory, as far as the SSD reaches it itself.
 
 use parking_lot::Mutex;
-use shadowbell_driver::{Controller, LentMemory};
+use shadowbell_driver::{Controller, SharedMemory};
 use shadowbell_memory::{DmaTable, Mapping, Segments};
 use std::sync::{Arc, Weak};
 
@@ -16,7 +16,7 @@ pub(crate) struct DmaShares {
 
 #[derive(Default)]
 struct List {
-    shared: Vec<Weak<LentMemory>>,
+    shared: Vec<Weak<SharedMemory>>,
     /// What the SSD can not have.
     refused: Vec<Weak<Mapping>>,
 }
@@ -27,7 +27,7 @@ impl DmaShares {
     }
 
     /// Shares a mapping with the SSD, if it can have it. Takes its time the first time.
-    fn share(&self, mapping: &Arc<Mapping>) -> Option<Arc<LentMemory>> {
+    fn share(&self, mapping: &Arc<Mapping>) -> Option<Arc<SharedMemory>> {
         // Held while the memory is shared, so that two queues do not share it twice.
         let mut list = self.list.lock();
         list.shared.retain(|shared| shared.strong_count() != 0);
@@ -40,7 +40,7 @@ impl DmaShares {
         if list.refused.iter().any(|refused| refused.as_ptr() == Arc::as_ptr(mapping)) {
             return None;
         }
-        let outcome = self.controller.lock().lend(mapping);
+        let outcome = self.controller.lock().share_memory(mapping);
         match outcome {
             Ok(shared) => {
                 tracing::debug!(len = mapping.len(), "{} reaches a guest's memory", self.name);
@@ -63,7 +63,7 @@ impl DmaShares {
 pub(crate) struct DmaShare {
     /// None if the SSD is not to reach the guest's memory.
     shares: Option<Arc<DmaShares>>,
-    shared: Vec<Known<Arc<LentMemory>>>,
+    shared: Vec<Known<Arc<SharedMemory>>>,
     /// Mappings that the SSD can not have.
     refused: Vec<Known<Arc<Mapping>>>,
 }
@@ -99,7 +99,11 @@ impl DmaShare {
 
     /// The memory with the byte at `address`, which is one of `data`, if the SSD can reach it: and
     /// where in the memory the byte is.
-    pub(crate) fn find(&mut self, address: usize, data: &Segments) -> Option<(&LentMemory, usize)> {
+    pub(crate) fn find(
+        &mut self,
+        address: usize,
+        data: &Segments,
+    ) -> Option<(&SharedMemory, usize)> {
         self.shares.as_ref()?;
         let known = self.shared.iter().position(|shared| shared.memory.mapping().holds(address));
         let index = match known {

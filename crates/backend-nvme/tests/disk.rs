@@ -105,7 +105,7 @@ fn next(queue: &mut QueuePair) -> Completion {
         assert!(Instant::now() < deadline, "nothing completes");
     }
     let completion = queue.pop().unwrap();
-    queue.settle().unwrap();
+    queue.ring_cq_doorbell_if_needed().unwrap();
     completion
 }
 

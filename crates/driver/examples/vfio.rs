@@ -3,7 +3,7 @@
 //!     shadowbell bind 0000:01:00.0
 //!     cargo run -p shadowbell-driver --example vfio -- 0000:01:00.0
 //!
-//! The kernel's driver has to let go of the device first, which is what `bind` does; `unbind` gives
+//! The kernel's driver has to release the device first, which is what `bind` does; `unbind` gives
 //! it back. Nothing on the device is changed here.
 
 #[path = "common/tour.rs"]

@@ -85,7 +85,7 @@ impl Command {
         Self::raw(sqe.opcode, nsid, [sqe.cdw10, sqe.cdw11, 0, 0], transfer)
     }
 
-    /// The same command with Force Unit Access: a write is durable when it completes, a read comes
+    /// This command with Force Unit Access: a write is durable when it completes, a read comes
     /// from the medium. For commands of the Read and Write frame (NVM 1.1, "Write command").
     #[must_use]
     pub const fn with_fua(mut self) -> Self {
@@ -93,14 +93,14 @@ impl Command {
         self
     }
 
-    /// The same command with its data `offset` bytes into the buffer, a multiple of 4.
+    /// This command with its data `offset` bytes into the buffer, a multiple of 4.
     #[must_use]
     pub const fn at(mut self, offset: u32) -> Self {
         self.offset = offset;
         self
     }
 
-    /// The same command, never to be submitted a second time by the driver: if it is not known how
+    /// This command, never to be submitted a second time by the driver: if it is not known how
     /// it ended, it fails with Command Aborted By Host. For what must happen once at most, and for
     /// what must not happen after something that another queue does.
     #[must_use]
@@ -112,8 +112,9 @@ impl Command {
     /// Whether the driver may submit the command again when its completion was lost: whether it
     /// does the same if it has been carried out already, and nothing else was submitted after it
     /// completed. That is so for Flush, Read, Write, Compare, Verify, Write Zeroes, Write
-    /// Uncorrectable and Dataset Management, unless [`once`](Self::once) forbids it, and for a Copy of
-    /// [`Namespace::copy`](crate::Namespace::copy) whose destination overlaps none of its sources.
+    /// Uncorrectable and Dataset Management, unless [`once`](Self::once) forbids it, and for a Copy
+    /// of [`Namespace::copy`](crate::Namespace::copy) whose destination overlaps none of its
+    /// sources.
     #[must_use]
     pub const fn is_repeatable(&self) -> bool {
         const FLUSH: u8 = NvmOpcode::Flush as u8;
@@ -159,7 +160,7 @@ impl Command {
         [first, 0, 0, 0, 0, self.cdw10_11, cdw12_13, 0]
     }
 
-    /// The same as an entry, for where it does not matter.
+    /// The entry of a submission queue, without data pointer: for where speed does not matter.
     pub(crate) const fn sqe(&self, cid: u16) -> Sqe {
         let sqe: Sqe = zerocopy::transmute!(self.words());
         sqe.with_cid(cid)

@@ -1,19 +1,20 @@
 //! An attached controller.
 
-use crate::admin::Admin;
-use crate::attach::{Attached, attach, create_queue_pair};
+use crate::admin::{Admin, AdminCommands, identify_namespaces};
+use crate::attach::{Attached, attach};
+use crate::attached::AttachedController;
 use crate::device::Registers;
-use crate::dma::{BufferPool, DmaError, LentMemory};
+use crate::dma::{BufferPool, DmaError, SharedMemory};
 use crate::error::{AttachError, DetachError, QueueError};
 use crate::events::EventListener;
 use crate::namespace::Namespace;
 use crate::options::{AttachOptions, Doorbells};
-use crate::queue::{QueuePair, SpinPolicy};
-use crate::recovery::RecoveryStats;
-use crate::shared::Shared;
+use crate::queue::SpinPolicy;
+use crate::queue_pair::QueuePair;
+use crate::recovery::{RecoveryStats, check_status, read_events, reset};
 use crate::transport::{Transport, TransportError};
 use shadowbell_doorbell::RingSize;
-use shadowbell_memory::{EventFd, Mapping};
+use shadowbell_memory::Mapping;
 use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::identify::IdentifyController;
 use shadowbell_spec::regs::{Cap, Vs};
@@ -26,11 +27,9 @@ use std::sync::Arc;
 /// The controller is shut down in an orderly way when it is [detached](Self::detach), or when the
 /// last of its handles (this, its queue pairs, its [`Admin`] handles) is dropped.
 pub struct Controller {
-    shared: Arc<Shared>,
-    identity: Box<IdentifyController>,
+    attached: Arc<AttachedController>,
     namespaces: Vec<Namespace>,
     ready: Vec<QueuePair>,
-    admin_event: Option<EventFd>,
     spin: SpinPolicy,
 }
 
@@ -44,11 +43,10 @@ impl Controller {
         transport: Arc<dyn Transport>,
         options: &AttachOptions,
     ) -> Result<Self, AttachError> {
-        let Attached { shared, namespaces, mut queues, admin_event } = attach(transport, options)?;
+        let Attached { controller, namespaces, mut queues } = attach(transport, options)?;
         // Taken from the end, lowest identifier first.
         queues.reverse();
-        let identity = shared.late.get().map(|late| late.identity.clone()).unwrap_or_default();
-        Ok(Self { shared, identity, namespaces, ready: queues, admin_event, spin: options.spin })
+        Ok(Self { attached: controller, namespaces, ready: queues, spin: options.spin })
     }
 
     /// A queue pair that was created when attaching, or nothing if all were taken.
@@ -64,37 +62,37 @@ impl Controller {
     pub fn create_queue_pair(&self, entries: u32) -> Result<QueuePair, AttachError> {
         let why = "it has to be 2 to 65536";
         let option = AttachError::Option { option: "entries", value: entries.into(), why };
-        create_queue_pair(&self.shared, RingSize::new(entries).ok_or(option)?, self.spin)
+        QueuePair::create(&self.attached, RingSize::new(entries).ok_or(option)?, self.spin)
     }
 
     /// How many queue pairs the controller granted.
     #[must_use]
     pub fn queue_pairs(&self) -> u16 {
-        self.shared.late.get().map_or(0, |late| late.granted)
+        self.attached.info.granted
     }
 
     /// The most entries of a submission queue.
     #[must_use]
     pub fn queue_depth(&self) -> u32 {
-        self.shared.late.get().map_or(0, |late| late.largest.entries())
+        self.attached.info.largest.entries()
     }
 
-    /// How the doorbells are rung: what came of the wish in [`AttachOptions::doorbells`].
+    /// How the doorbells are rung: what came of [`AttachOptions::doorbells`].
     #[must_use]
     pub fn doorbells(&self) -> Doorbells {
-        self.shared.late.get().map_or(Doorbells::Mmio, |late| late.doorbells)
+        self.attached.info.doorbells
     }
 
     /// Whether the controller interrupts.
     #[must_use]
     pub fn has_interrupts(&self) -> bool {
-        self.admin_event.is_some()
+        self.attached.info.interrupts
     }
 
     /// The most bytes that one I/O command moves.
     #[must_use]
     pub fn max_transfer_bytes(&self) -> u64 {
-        self.shared.late.get().map_or(0, |late| late.max_transfer)
+        self.attached.info.max_transfer
     }
 
     /// The active namespaces, as they were when attaching.
@@ -114,37 +112,37 @@ impl Controller {
     /// # Errors
     /// [`AttachError::Command`]; what was known before stays.
     pub fn refresh_namespaces(&mut self) -> Result<(), AttachError> {
-        self.namespaces = self
-            .admin()
-            .identify_namespaces(&self.identity, self.max_transfer_bytes())
-            .map_err(|source| AttachError::Command { step: "Identify Namespace", source })?;
+        let info = &self.attached.info;
+        self.namespaces =
+            identify_namespaces(&*self.attached, &info.identity, info.max_transfer)
+                .map_err(|source| AttachError::Command { step: "Identify Namespace", source })?;
         Ok(())
     }
 
-    /// Looks at how the controller does, now and not when the keeper does ([`recovery`]), and takes
-    /// over the namespaces, if they were read again because an event said that they changed: whether
-    /// they were.
+    /// Reads the controller's status, now and not when the watchdog does ([`recovery`]), and takes
+    /// over the namespaces, if they were read again because an event said that they changed:
+    /// whether they were.
     ///
     /// # Errors
     /// [`QueueError`], if the controller was given up, or is not there any more.
     ///
     /// [`recovery`]: crate::recovery
     pub fn check(&mut self) -> Result<bool, QueueError> {
-        self.shared.watch();
-        self.shared.hear();
-        self.shared.check(0)?;
-        let news = self.shared.news().take();
-        let changed = news.is_some();
-        if let Some(namespaces) = news {
+        check_status(&self.attached);
+        read_events(&self.attached);
+        self.attached.check(0)?;
+        let changed = self.attached.take_changed_namespaces();
+        let has_changed = changed.is_some();
+        if let Some(namespaces) = changed {
             self.namespaces = namespaces;
         }
-        Ok(changed)
+        Ok(has_changed)
     }
 
     /// What was done so far about a controller that did not do what it should.
     #[must_use]
     pub fn recovery_stats(&self) -> RecoveryStats {
-        self.shared.counters.snapshot()
+        self.attached.counters.snapshot()
     }
 
     /// Resets the controller. Its queue pairs stay, and what is outstanding in them is submitted
@@ -153,27 +151,27 @@ impl Controller {
     /// # Errors
     /// [`QueueError`], if the controller does not work after it.
     pub fn reset(&self) -> Result<(), QueueError> {
-        self.shared.check(0)?;
-        self.shared.reset(self.shared.generation(), "asked for by the program");
-        self.shared.check(0)
+        self.attached.check(0)?;
+        reset(&self.attached, self.attached.state().generation(), "asked for by the program");
+        self.attached.check(0)
     }
 
     /// What Identify Controller returned when attaching.
     #[must_use]
     pub fn identity(&self) -> &IdentifyController {
-        &self.identity
+        &self.attached.info.identity
     }
 
     /// Controller Capabilities.
     #[must_use]
     pub fn capabilities(&self) -> Cap {
-        self.shared.device.cap
+        self.attached.plane().device.cap
     }
 
     /// The version of the specification that the controller follows.
     #[must_use]
     pub fn version(&self) -> Vs {
-        self.shared.device.vs
+        self.attached.plane().device.vs
     }
 
     /// Reads the registers that say what the controller is and how it does.
@@ -181,19 +179,19 @@ impl Controller {
     /// # Errors
     /// [`TransportError`], when the device can not be reached.
     pub fn registers(&self) -> Result<Registers, TransportError> {
-        self.shared.device.registers()
+        self.attached.plane().device.registers()
     }
 
     /// What a person would call the device ([`Transport::name`]).
     #[must_use]
     pub fn name(&self) -> &str {
-        self.shared.name()
+        self.attached.name()
     }
 
     /// A handle on the control plane.
     #[must_use]
     pub fn admin(&self) -> Admin {
-        Admin::new(Arc::clone(&self.shared))
+        Admin::new(Arc::clone(&self.attached))
     }
 
     /// Memory for `count` buffers of `size` bytes, shared with the controller at once.
@@ -201,8 +199,7 @@ impl Controller {
     /// # Errors
     /// [`DmaError`].
     pub fn buffers(&self, count: usize, size: usize) -> Result<BufferPool, DmaError> {
-        let page = self.shared.device.page as usize;
-        BufferPool::new(&self.shared.device.transport, count, size, page)
+        self.attached.buffers(count, size)
     }
 
     /// Lets the controller reach memory that is there already, without a copy. How much of it there
@@ -210,8 +207,8 @@ impl Controller {
     ///
     /// # Errors
     /// [`DmaError`], when the transport can not share this memory.
-    pub fn lend(&self, mapping: &Arc<Mapping>) -> Result<LentMemory, DmaError> {
-        LentMemory::new(&self.shared.device.transport, mapping)
+    pub fn share_memory(&self, mapping: &Arc<Mapping>) -> Result<SharedMemory, DmaError> {
+        SharedMemory::new(&self.attached.plane().device.transport, mapping)
     }
 
     /// Calls `deliver` for each asynchronous event, on a thread of its own, as long as the returned
@@ -224,8 +221,8 @@ impl Controller {
         &self,
         deliver: impl FnMut(AsyncEvent) + Send + 'static,
     ) -> io::Result<Option<EventListener>> {
-        let spawn = |event| EventListener::spawn(&self.shared, event, deliver);
-        self.admin_event.as_ref().map(spawn).transpose()
+        let spawn = |event| EventListener::spawn(&self.attached, event, deliver);
+        self.attached.enabled.admin_event.as_ref().map(spawn).transpose()
     }
 
     /// Ends the controller's work: deletes its queues, notifies it of the shutdown and waits for
@@ -235,14 +232,14 @@ impl Controller {
     /// # Errors
     /// [`DetachError`], when the shutdown did not complete in time.
     pub fn detach(self) -> Result<(), DetachError> {
-        self.shared.shut_down()
+        self.attached.shut_down()
     }
 }
 
 impl Drop for Controller {
     fn drop(&mut self) {
         self.ready.clear();
-        self.shared.let_go();
+        AttachedController::shut_down_if_last(&self.attached);
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::error::AttachError;
 use crate::options::Timeouts;
+use crate::queue::QueueLayout;
 use crate::transport::{Transport, TransportError};
 use shadowbell_spec::regs::{self, Aqa, Cap, Cc, Crto, Csts, Vs};
 use std::sync::Arc;
@@ -29,7 +30,7 @@ pub struct Registers {
     pub csts: Csts,
 }
 
-/// A controller, seen through its registers.
+/// A controller's registers.
 pub(crate) struct Device {
     pub(crate) transport: Arc<dyn Transport>,
     pub(crate) cap: Cap,
@@ -40,21 +41,12 @@ pub(crate) struct Device {
     ready_limit: Duration,
 }
 
-/// Why a controller did not arrive in a state.
-pub(crate) enum NotThere {
-    Late { waited: Duration, csts: Csts },
+/// Why a controller did not get into a state.
+pub(crate) enum StateError {
+    Timeout { waited: Duration, csts: Csts },
     Fatal,
     Absent,
     Transport(TransportError),
-}
-
-/// An administrative queue for [`Device::enable`]: addresses, and sizes in entries.
-#[derive(Clone, Copy)]
-pub(crate) struct AdminQueues {
-    pub(crate) asq: u64,
-    pub(crate) acq: u64,
-    pub(crate) sq_entries: u16,
-    pub(crate) cq_entries: u16,
 }
 
 impl Device {
@@ -117,8 +109,9 @@ impl Device {
         Ok(Registers { cap: self.cap, vs: self.vs, cc: self.cc()?, csts: self.csts()? })
     }
 
-    /// What is wrong with the controller that no completion will tell, if anything is.
-    pub(crate) fn ailment(&self) -> Option<String> {
+    /// Why no completion will come any more, if the registers say so: the controller is gone, or
+    /// reports a fatal status.
+    pub(crate) fn broken(&self) -> Option<String> {
         match self.csts() {
             Err(error) => Some(error.to_string()),
             Ok(csts) if csts.into_bits() == u32::MAX => {
@@ -137,56 +130,56 @@ impl Device {
         limit: Duration,
         fatal_matters: bool,
         there: impl Fn(Csts) -> bool,
-    ) -> Result<(), NotThere> {
+    ) -> Result<(), StateError> {
         let began = Instant::now();
         let mut pause = Duration::from_micros(20);
         loop {
             // The clock first: if this thread was not run for long, the controller still gets a
             // last look.
             let waited = began.elapsed();
-            let csts = self.csts().map_err(NotThere::Transport)?;
+            let csts = self.csts().map_err(StateError::Transport)?;
             if csts.into_bits() == u32::MAX {
-                return Err(NotThere::Absent);
+                return Err(StateError::Absent);
             }
             if there(csts) {
                 return Ok(());
             }
             if fatal_matters && csts.cfs() {
-                return Err(NotThere::Fatal);
+                return Err(StateError::Fatal);
             }
             if waited >= limit {
-                return Err(NotThere::Late { waited, csts });
+                return Err(StateError::Timeout { waited, csts });
             }
             std::thread::sleep(pause.min(limit - waited));
             pause = (pause * 2).min(Duration::from_millis(10));
         }
     }
 
-    /// Says in the terms of an attach why `step` did not work.
-    pub(crate) fn attach_error(&self, step: &'static str, not: NotThere) -> AttachError {
+    /// The error of an attach in which `step` did not work.
+    pub(crate) fn attach_error(&self, step: &'static str, error: StateError) -> AttachError {
         let device = self.name().to_owned();
-        match not {
-            NotThere::Late { waited, csts } => {
+        match error {
+            StateError::Timeout { waited, csts } => {
                 AttachError::NotReady { device, step, waited, csts: csts.into_bits() }
             }
-            NotThere::Fatal => AttachError::Fatal { device, step },
-            NotThere::Absent => AttachError::Absent { device },
-            NotThere::Transport(error) => AttachError::Transport(error),
+            StateError::Fatal => AttachError::Fatal { device, step },
+            StateError::Absent => AttachError::Absent { device },
+            StateError::Transport(error) => AttachError::Transport(error),
         }
     }
 
     /// Disables the controller, and waits until it is: it touches no memory any more. Base 2.1,
     /// 3.5.1 "Memory-based Controller Initialization".
-    pub(crate) fn disable(&self) -> Result<(), NotThere> {
-        let cc = self.cc().map_err(NotThere::Transport)?;
+    pub(crate) fn disable(&self) -> Result<(), StateError> {
+        let cc = self.cc().map_err(StateError::Transport)?;
         if cc.into_bits() == u32::MAX {
-            return Err(NotThere::Absent);
+            return Err(StateError::Absent);
         }
         if cc.en() {
             // CC.EN is not to be cleared while the controller is still getting ready, unless it
             // never will.
             match self.wait(self.ready_limit, true, |csts| csts.rdy()) {
-                Ok(()) | Err(NotThere::Fatal | NotThere::Late { .. }) => {}
+                Ok(()) | Err(StateError::Fatal | StateError::Timeout { .. }) => {}
                 Err(error) => return Err(error),
             }
             self.set_cc(cc.with_en(false).with_shn(regs::SHN_NONE))?;
@@ -195,14 +188,12 @@ impl Device {
     }
 
     /// Enables the controller with these admin queues. It must be disabled.
-    pub(crate) fn enable(&self, queues: AdminQueues) -> Result<(), NotThere> {
-        let aqa = Aqa::new()
-            .with_asqs(queues.sq_entries.saturating_sub(1))
-            .with_acqs(queues.cq_entries.saturating_sub(1));
-        let failed = NotThere::Transport;
+    pub(crate) fn enable(&self, queues: QueueLayout) -> Result<(), StateError> {
+        let aqa = Aqa::new().with_asqs(queues.sq_size0()).with_acqs(queues.cq_size0());
+        let failed = StateError::Transport;
         self.transport.write32(regs::AQA, aqa.into_bits()).map_err(failed)?;
-        self.transport.write64(regs::ASQ, queues.asq).map_err(failed)?;
-        self.transport.write64(regs::ACQ, queues.acq).map_err(failed)?;
+        self.transport.write64(regs::ASQ, queues.sq_iova).map_err(failed)?;
+        self.transport.write64(regs::ACQ, queues.cq_iova).map_err(failed)?;
         let cc = Cc::new()
             .with_en(true)
             .with_css(regs::CC_CSS_NVM)
@@ -211,34 +202,35 @@ impl Device {
             .with_iocqes(shadowbell_spec::Cqe::SIZE.trailing_zeros() as u8);
         self.set_cc(cc)?;
         self.wait(self.ready_limit, true, |csts| csts.rdy())?;
-        // What was reset before is no news: NSSRO is cleared by writing it (Base 2.1, 3.1.4.6).
-        if self.csts().map_err(NotThere::Transport)?.nssro() {
+        // What was reset before does not matter: NSSRO is cleared by writing it (Base 2.1,
+        // 3.1.4.6).
+        if self.csts().map_err(StateError::Transport)?.nssro() {
             let nssro = Csts::new().with_nssro(true);
-            self.transport.write32(regs::CSTS, nssro.into_bits()).map_err(NotThere::Transport)?;
+            self.transport.write32(regs::CSTS, nssro.into_bits()).map_err(StateError::Transport)?;
         }
         Ok(())
     }
 
-    /// Tells the controller to get ready for power off (CC.SHN), and waits until it is. Base 2.1,
+    /// Has the controller get ready for power off (CC.SHN), and waits until it is. Base 2.1,
     /// 3.6.1 "Memory-based Controller Shutdown".
-    pub(crate) fn shut_down(&self, limit: Duration) -> Result<(), NotThere> {
-        let cc = self.cc().map_err(NotThere::Transport)?;
+    pub(crate) fn shut_down(&self, limit: Duration) -> Result<(), StateError> {
+        let cc = self.cc().map_err(StateError::Transport)?;
         if cc.into_bits() == u32::MAX {
-            return Err(NotThere::Absent);
+            return Err(StateError::Absent);
         }
         self.set_cc(cc.with_shn(regs::SHN_NORMAL))?;
         self.wait(limit, true, |csts| csts.shst() == regs::SHST_COMPLETE)
     }
 
-    fn set_cc(&self, cc: Cc) -> Result<(), NotThere> {
-        self.transport.write32(regs::CC, cc.into_bits()).map_err(NotThere::Transport)
+    fn set_cc(&self, cc: Cc) -> Result<(), StateError> {
+        self.transport.write32(regs::CC, cc.into_bits()).map_err(StateError::Transport)
     }
 }
 
-impl std::fmt::Display for NotThere {
+impl std::fmt::Display for StateError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Late { waited, csts } => {
+            Self::Timeout { waited, csts } => {
                 write!(f, "not done after {waited:?}, CSTS {:#010x}", csts.into_bits())
             }
             Self::Fatal => f.write_str("it reports a fatal status (CSTS.CFS)"),

@@ -1,13 +1,15 @@
 //! Memory that the device can reach, and the buffers that commands move data with.
 
 use crate::transport::{Transport, TransportError};
+use parking_lot::Mutex;
 use shadowbell_memory::{HUGE_PAGE, MapError, Mapping, SharedBytes};
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use thiserror::Error;
 
 /// Why there is no memory to share with the device.
 #[derive(Debug, Error)]
+#[non_exhaustive]
 pub enum DmaError {
     /// The system has none, or the length is impossible.
     #[error("no memory to share with the device: {0}")]
@@ -77,7 +79,7 @@ impl Drop for Region {
             tracing::warn!(
                 iova = self.iova,
                 len = self.len(),
-                "{} may still write to memory that it was lent, so the memory is kept: {error}",
+                "{} may still write to memory that was shared with it, so the memory is kept: {error}",
                 self.transport.name()
             );
             // Keeps the mapping, and with it its pages and its address, until the process ends.
@@ -187,13 +189,14 @@ impl fmt::Debug for Buffer {
 }
 
 /// Memory that the program has for other reasons, and that the device may reach for as long as this
-/// or a buffer in it lives: for commands that move data from or to where they belong, without a copy.
+/// or a buffer in it lives: for commands that move data from or to where they belong, without a
+/// copy.
 ///
 /// The device may write to all of it at any time, as a device that misbehaves may to every buffer.
 #[derive(Debug)]
-pub struct LentMemory(Arc<Region>);
+pub struct SharedMemory(Arc<Region>);
 
-impl LentMemory {
+impl SharedMemory {
     pub(crate) fn new(
         transport: &Arc<dyn Transport>,
         mapping: &Arc<Mapping>,
@@ -208,7 +211,7 @@ impl LentMemory {
     }
 
     /// `len` bytes (not 0) from `offset` on as the buffer of a command; nothing if they are not all
-    /// there. `used`, a buffer of lent memory that nobody needs any more, saves an allocation.
+    /// there. `used`, a buffer of shared memory that nobody needs any more, saves an allocation.
     #[must_use]
     pub fn buffer(&self, offset: usize, len: usize, used: Option<Buffer>) -> Option<Buffer> {
         let bytes = self.0.bytes().slice(offset, len).filter(|_| len != 0)?;
@@ -241,7 +244,7 @@ struct Pool {
 
 impl Pool {
     fn put(&self, chunk: Arc<Chunk>) {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner).push(chunk);
+        self.free.lock().push(chunk);
     }
 }
 
@@ -305,7 +308,7 @@ impl BufferPool {
     /// A buffer, or nothing if all are in use. Its bytes are what the last user left there.
     #[must_use]
     pub fn take(&self) -> Option<Buffer> {
-        self.0.free.lock().unwrap_or_else(PoisonError::into_inner).pop().map(Buffer)
+        self.0.free.lock().pop().map(Buffer)
     }
 
     /// How many buffers the pool has, free or not.
@@ -317,7 +320,7 @@ impl BufferPool {
     /// How many are free now.
     #[must_use]
     pub fn available(&self) -> usize {
-        self.0.free.lock().unwrap_or_else(PoisonError::into_inner).len()
+        self.0.free.lock().len()
     }
 
     /// The size of each buffer in bytes.

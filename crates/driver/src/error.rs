@@ -1,10 +1,10 @@
 //! What can go wrong, in sentences.
 
-use crate::copy::CopyLimits;
+use crate::copy_limits::CopyLimits;
 use crate::dma::{Buffer, DmaError};
 use crate::transport::TransportError;
 use shadowbell_spec::Status;
-use shadowbell_spec::opcode::NvmOpcode;
+use shadowbell_spec::opcode::{AdminOpcode, NvmOpcode};
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,6 +12,7 @@ use thiserror::Error;
 
 /// Why the driver could not attach to a controller.
 #[derive(Debug, Error)]
+#[non_exhaustive]
 pub enum AttachError {
     /// The device can not be reached.
     #[error("attach: {0}")]
@@ -87,6 +88,7 @@ pub enum AttachError {
 
 /// Why a command of the control plane failed.
 #[derive(Debug, Error)]
+#[non_exhaustive]
 pub enum CommandError {
     /// The controller says so.
     #[error("{device} ended {command} with: {status}")]
@@ -137,6 +139,14 @@ pub enum CommandError {
 }
 
 impl CommandError {
+    pub(crate) fn not_submitted(opcode: u8, source: QueueError) -> Self {
+        Self::Queue { command: admin_name(opcode), source }
+    }
+
+    pub(crate) fn nonsense(device: &str, command: &str, what: impl Into<String>) -> Self {
+        Self::Nonsense { device: device.to_owned(), command: command.to_owned(), what: what.into() }
+    }
+
     /// The status, if it is the controller that refused.
     #[must_use]
     pub fn status(&self) -> Option<Status> {
@@ -149,6 +159,7 @@ impl CommandError {
 
 /// Why a queue does not take a command, or does not work any more.
 #[derive(Clone, Debug, Error)]
+#[non_exhaustive]
 pub enum QueueError {
     /// As many commands as the queue can hold are outstanding.
     #[error("queue {qid} is full with {outstanding} commands; poll for completions first")]
@@ -210,6 +221,7 @@ pub struct Refused {
 
 /// Why a request can not be made into a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum RequestError {
     /// A request of no blocks, or of more than the 65536 that a command can name.
     #[error("{blocks} blocks are not 1 to 65536, what one command can name")]
@@ -293,6 +305,7 @@ pub struct IoError {
 
 /// Why an I/O command failed.
 #[derive(Clone, Debug, Error)]
+#[non_exhaustive]
 pub enum IoErrorKind {
     /// It could not be made.
     #[error(transparent)]
@@ -307,7 +320,8 @@ pub enum IoErrorKind {
         opcode: u8,
         /// The status of its completion.
         status: Status,
-        /// Command specific result, dword 0: of a Copy, the lowest source range that was not copied.
+        /// Command specific result, dword 0: of a Copy, the lowest source range that was not
+        /// copied.
         dw0: u32,
     },
     /// There was no completion in time. What the command was to do may still happen.
@@ -318,12 +332,12 @@ pub enum IoErrorKind {
         /// How long was waited.
         waited: Duration,
     },
-    /// The queue had no place for the command in time. It was not submitted.
+    /// The queue was full for too long. The command was not submitted.
     #[error(
-        "{} was not submitted: the queue had no place for it within {waited:?}; reset the \
-         controller", io_name(*opcode)
+        "{} was not submitted: the queue was full for {waited:?}; reset the controller",
+        io_name(*opcode)
     )]
-    NoPlace {
+    QueueFull {
         /// The command's opcode.
         opcode: u8,
         /// How long was waited.
@@ -337,6 +351,12 @@ pub enum IoErrorKind {
     NoBuffer,
 }
 
+/// What the specification calls the admin command.
+pub(crate) fn admin_name(opcode: u8) -> String {
+    AdminOpcode::try_from(opcode)
+        .map_or_else(|unknown| unknown.to_string(), |opcode| opcode.name().to_owned())
+}
+
 /// What the specification calls the I/O command.
 fn io_name(opcode: u8) -> String {
     NvmOpcode::try_from(opcode)
@@ -345,6 +365,7 @@ fn io_name(opcode: u8) -> String {
 
 /// Why a controller was not left as it should be.
 #[derive(Debug, Error)]
+#[non_exhaustive]
 pub enum DetachError {
     /// It is disabled and touches no memory any more, but did not say that everything it held is
     /// on the medium.
@@ -358,7 +379,7 @@ pub enum DetachError {
     /// It could not be disabled. The memory that it was given is kept until the process ends,
     /// because it may still write there.
     #[error(
-        "{device} could not be disabled ({why}); the memory that it was lent is kept; \
+        "{device} could not be disabled ({why}); the memory that was shared with it is kept; \
          reset the device before it is used again"
     )]
     Lost {

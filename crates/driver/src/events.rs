@@ -1,6 +1,7 @@
 //! Asynchronous events, delivered by a thread that sleeps until there are some.
 
-use crate::shared::Shared;
+use crate::admin::AdminCommands;
+use crate::attached::AttachedController;
 use shadowbell_memory::EventFd;
 use shadowbell_spec::event::AsyncEvent;
 use std::fmt;
@@ -19,7 +20,7 @@ pub struct EventListener {
 
 impl EventListener {
     pub(crate) fn spawn(
-        shared: &Arc<Shared>,
+        controller: &Arc<AttachedController>,
         event: &EventFd,
         mut deliver: impl FnMut(AsyncEvent) + Send + 'static,
     ) -> io::Result<Self> {
@@ -27,19 +28,20 @@ impl EventListener {
         let waits_on = event.try_clone()?;
         let event = event.try_clone()?;
         // The thread keeps no controller alive.
-        let shared: Weak<Shared> = Arc::downgrade(shared);
+        let controller: Weak<AttachedController> = Arc::downgrade(controller);
         let stopped = Arc::clone(&stop);
         let thread =
             std::thread::Builder::new().name("shadowbell-events".into()).spawn(move || {
                 while !stopped.load(Ordering::Acquire) {
-                    let Some(shared) = shared.upgrade() else { return };
+                    let Some(controller) = controller.upgrade() else { return };
                     waits_on.drain();
-                    let (events, lost) = shared.admin.take_events();
-                    shared.admin.release();
-                    // After the completion queue's head was given back there is an interrupt for
-                    // what comes, and this is for what came before.
-                    let (more, lost_too) = shared.admin.take_events();
-                    drop(shared);
+                    let queue = &controller.plane().queue;
+                    let (events, lost) = queue.take_events();
+                    queue.ring_cq_doorbell();
+                    // With the completion queue's head published there is an interrupt for what
+                    // comes, and this is for what came before.
+                    let (more, lost_too) = queue.take_events();
+                    drop(controller);
                     if lost + lost_too != 0 {
                         tracing::warn!("{} asynchronous events were lost", lost + lost_too);
                     }

@@ -33,10 +33,10 @@
 //! What happened there:
 //!
 //! * **A transport** is the way to one controller. [`Controller::attach`] has it to itself.
-//! * **A namespace** is a disk of the controller, with blocks of 512 or 4096 bytes. Its methods make
-//!   commands, and refuse what it can not do before the controller has to.
+//! * **A namespace** is a disk of the controller, with blocks of 512 or 4096 bytes. Its methods
+//!   make commands, and refuse what it can not do before the controller has to.
 //! * **A queue pair** belongs to one thread. [`submit`](QueuePair::submit) only writes the command
-//!   down; the controller hears of it from [`ring`](QueuePair::ring), or from
+//!   down; the controller is notified by [`ring`](QueuePair::ring), or by
 //!   [`wait`](QueuePair::wait), which rings first.
 //! * **A buffer** goes along with its command and comes back with its completion. In between nobody
 //!   can touch it, so nothing can be freed under the controller's hands.
@@ -79,10 +79,10 @@
 //! # }
 //! ```
 //!
-//! # The same with futures
+//! # With futures
 //!
-//! An [`AsyncQueue`] takes commands from any thread and any executor. Whoever has a thread that does
-//! nothing but wait had best [drive the queue](crate::async_queue) with it.
+//! An [`AsyncQueue`] takes commands from any thread and any executor. Whoever has a thread that
+//! does nothing but wait had best [drive the queue](crate::async_queue) with it.
 //!
 //! ```
 //! # use shadowbell_driver::{AsyncQueue, AttachOptions, Controller};
@@ -121,8 +121,8 @@
 //!
 //! # Copies that never come here
 //!
-//! A controller with a Copy command moves blocks to another place by itself; all that is sent is where
-//! they are:
+//! A controller with a Copy command moves blocks to another place by itself; all that is sent is
+//! where they are:
 //!
 //! ```
 //! # use shadowbell_driver::{AttachOptions, Controller};

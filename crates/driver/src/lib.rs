@@ -2,26 +2,38 @@
 //!
 //! # Architecture
 //!
+//! Bottom up; a module imports only from those above it.
+//!
 //! | module | what it is |
 //! |---|---|
-//! | `transport` | how a controller is reached: [`Transport`], [`VfioUser`] and [`Vfio`] |
-//! | `attach` | from a device in whatever state to a controller with queues |
-//! | [`Controller`] | an attached controller: namespaces, queue pairs, buffers, detaching |
-//! | [`QueuePair`] | an I/O queue pair of one thread: submit, ring, pop; no lock, no allocation |
-//! | [`Buffer`], [`BufferPool`] | memory that was shared with the device once |
-//! | [`Admin`] | the control plane: Identify, features, log pages, any admin command |
-//! | [`AsyncQueue`] | futures over a queue pair, for any executor |
+//! | `transport` | how a controller is reached: [`Transport`], `VfioUser` and `Vfio` |
+//! | `dma`, `prp` | [`Buffer`], [`BufferPool`]: memory that was shared with the device once |
+//! | `command`, `completion`, `namespace` | [`Command`], [`Completion`], [`Namespace`] |
+//! | `queue` | rings, doorbells and slots of any queue pair, and its late commands |
+//! | `device`, `admin` | the registers and the admin queue; [`Admin`] is the program's handle |
+//! | `controller_info`, `controller_state` | what is known after Identify; whether it works |
+//! | `io_queues` | creating and deleting I/O queues |
+//! | `configure` | what a controller is set up with when attaching, and again after a reset |
+//! | `enabled`, `attached` | a controller before Identify, and with its queues |
 //! | [`recovery`] | what is done about a controller that does not do what it should |
+//! | `queue_pair` | [`QueuePair`], of one thread: submit, ring, pop; no lock, no allocation |
+//! | `attach`, `controller` | from a device to a [`Controller`], and what to do with it |
+//! | [`async_queue`] | [`AsyncQueue`]: futures over a queue pair, for any executor |
+//!
+//! # Features
+//!
+//! `vfio` (`Vfio`: PCI devices of this machine) and `vfio-user` (`VfioUser`: controllers behind a
+//! socket), both by default. Without them the program brings a [`Transport`] of its own.
 //!
 //! # Reading a block
 //!
 //! ```no_run
-//! use shadowbell_driver::{AttachOptions, Controller, VfioUser};
-//! use std::{sync::Arc, time::Duration};
+//! use shadowbell_driver::{AttachOptions, Controller, Transport};
+//! use std::sync::Arc;
 //!
-//! fn first_block() -> Result<Vec<u8>, Box<dyn std::error::Error>> {
-//!     let transport = VfioUser::connect("/run/vm0.sock", Duration::from_secs(5))?;
-//!     let mut controller = Controller::attach(Arc::new(transport), &AttachOptions::default())?;
+//! /// Over `Vfio::open(address)?`, or `VfioUser::connect(path, timeout)?`.
+//! fn first_block(transport: Arc<dyn Transport>) -> Result<Vec<u8>, Box<dyn std::error::Error>> {
+//!     let mut controller = Controller::attach(transport, &AttachOptions::default())?;
 //!     let namespace = controller.namespace(1).ok_or("there is no namespace 1")?.clone();
 //!     let mut queue = controller.take_queue_pair().ok_or("there is no queue pair")?;
 //!     let pool = controller.buffers(1, namespace.block_size() as usize)?;
@@ -65,8 +77,8 @@
 //! Completions for commands that are not outstanding, repeated ones, impossible queue heads, lists
 //! out of order and data that contradict themselves are counted, logged once and ignored, or end
 //! what asked for them with an error that says so. Everything that waits has a deadline, and
-//! commands that are not completed in time lead up a ladder: abort, a new queue pair, a controller
-//! reset, an end ([`recovery`]).
+//! commands that are not completed in time lead to recovery, step by step: Abort, a new queue
+//! pair, a controller reset, an end ([`recovery`]).
 //!
 //! # What it does not implement
 //!
@@ -75,42 +87,58 @@
 // Forbidden but for the system calls of VFIO, in a module named `sys`.
 #![deny(unsafe_code)]
 
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}
+
 mod admin;
 pub mod async_queue;
 mod attach;
+mod attached;
 mod command;
+mod completion;
+mod configure;
 mod controller;
-mod copy;
+mod controller_info;
+mod controller_state;
+mod copy_limits;
 mod device;
 mod dma;
+mod enabled;
 mod error;
 mod events;
+#[cfg(all(feature = "vfio", feature = "vfio-user"))]
 pub mod guide;
+mod io_queues;
 mod namespace;
 mod options;
 mod processors;
 mod prp;
 mod queue;
+mod queue_pair;
 pub mod recovery;
-mod shared;
 mod transport;
 
 pub use admin::{Admin, AdminData, AdminResult, LogRequest};
 pub use async_queue::{AsyncNamespace, AsyncQueue};
 pub use command::Command;
+pub use completion::{Completion, Token};
 pub use controller::Controller;
-pub use copy::CopyLimits;
+pub use copy_limits::CopyLimits;
 pub use device::Registers;
-pub use dma::{Buffer, BufferPool, DmaError, LentMemory};
+pub use dma::{Buffer, BufferPool, DmaError, SharedMemory};
 pub use error::{
     AttachError, CommandError, DetachError, IoError, IoErrorKind, QueueError, Refused, RequestError,
 };
 pub use events::EventListener;
 pub use namespace::Namespace;
 pub use options::{AttachOptions, Doorbells, Timeouts};
-pub use processors::{QueueMap, Steered, steer_interrupts};
-pub use queue::{Completion, QueuePair, QueueStats, SpinPolicy, Token};
+pub use processors::QueueMap;
+pub use queue::{QueueStats, SpinPolicy};
+pub use queue_pair::QueuePair;
 pub use recovery::{Recovery, RecoveryStats};
-pub use transport::{
-    BoxError, PciAddress, PciFunction, SYSFS, Transport, TransportError, Vfio, VfioError, VfioUser,
-};
+#[cfg(feature = "vfio-user")]
+pub use transport::VfioUser;
+pub use transport::{BoxError, Transport, TransportError};
+#[cfg(feature = "vfio")]
+pub use transport::{PciAddress, PciFunction, SYSFS, Steered, Vfio, VfioError, steer_interrupts};

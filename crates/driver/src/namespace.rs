@@ -1,18 +1,19 @@
 //! A namespace: what it is, and the commands on it.
 
 use crate::command::Command;
-use crate::copy::CopyLimits;
+use crate::copy_limits::CopyLimits;
 use crate::error::RequestError;
+use shadowbell_spec::Sqe;
 use shadowbell_spec::identify::{
     IdentifyController, IdentifyNamespace, NamespaceId, NamespaceIds, Oncs,
 };
-use shadowbell_spec::nvm::DSM_MAX_RANGES;
+use shadowbell_spec::nvm::{CopyFields, CopyRange, DSM_MAX_RANGES};
 use shadowbell_spec::opcode::NvmOpcode;
 
 /// The most blocks that one command can name. NVM 1.1, "Read command" (NLB is 16 bits, 0's based).
 const MAX_BLOCKS: u64 = 1 << 16;
 
-/// A namespace as Identify told of it, and the way to make commands on it.
+/// A namespace as Identify described it, and the way to make commands on it.
 ///
 /// Blocks are the namespace's logical blocks, of [`block_size`](Self::block_size) bytes.
 #[derive(Clone, Debug)]
@@ -25,7 +26,7 @@ pub struct Namespace {
     max_transfer: u64,
     read_only: bool,
     oncs: Oncs,
-    pub(crate) copies: Option<CopyLimits>,
+    copies: Option<CopyLimits>,
     volatile_cache: bool,
     unusable: Option<&'static str>,
     nguid: Option<[u8; 16]>,
@@ -209,7 +210,7 @@ impl Namespace {
     }
 
     /// Make `blocks` blocks from `lba` zero, and let the controller deallocate them if `deallocate`
-    /// and it knows how (DLFEAT, bit 3): SPDK's target refuses the wish otherwise.
+    /// and it knows how (DLFEAT, bit 3): SPDK's target refuses the command otherwise.
     ///
     /// # Errors
     /// As [`verify`](Self::verify).
@@ -243,6 +244,67 @@ impl Namespace {
             }
             _ => Err(RequestError::Ranges { ranges }),
         }
+    }
+
+    /// What one Copy command may be; nothing if the controller has no such command.
+    #[must_use]
+    pub fn copy_limits(&self) -> Option<CopyLimits> {
+        self.copies.filter(|_| self.unusable().is_none())
+    }
+
+    /// Copy the blocks of `sources`, one range after the other, to `to` and what follows. The
+    /// buffer begins with the same [`CopyRange`]s.
+    ///
+    /// Whether the driver may submit the command again if it is not known how it ended depends on
+    /// them: the second time, a source that overlaps the destination would be another. Such a copy
+    /// is submitted [`once`](Command::once), and fails then. What it does is the controller's
+    /// choice: the specification leaves to it in which order it reads and writes.
+    ///
+    /// If the command fails, dword 0 of its completion is the lowest source range that was not
+    /// copied.
+    ///
+    /// # Errors
+    /// [`RequestError::NoCopy`], [`RequestError::CopyTooLong`] if that is more than
+    /// [`copy_limits`](Self::copy_limits) (or nothing), [`RequestError::PastEnd`].
+    pub fn copy(&self, to: u64, sources: &[CopyRange]) -> Result<Command, RequestError> {
+        let limits = self.copy_limits().ok_or(RequestError::NoCopy)?;
+        let longest = sources.iter().map(|range| u32::from(range.nlb0) + 1).max().unwrap_or(0);
+        let total: u64 = sources.iter().map(|range| u64::from(range.nlb0) + 1).sum();
+        let nr0 = u8::try_from(sources.len().wrapping_sub(1)).ok();
+        let nr0 = nr0.filter(|_| {
+            sources.len() <= limits.ranges
+                && longest <= limits.range_blocks
+                && total <= limits.blocks.into()
+        });
+        let Some(nr0) = nr0 else {
+            return Err(RequestError::CopyTooLong {
+                ranges: sources.len(),
+                longest,
+                blocks: total,
+                limits,
+            });
+        };
+        let end_of = |lba: u64, count: u64| match lba.checked_add(count) {
+            Some(end) if end <= self.blocks() => Ok(end),
+            _ => Err(RequestError::PastEnd {
+                lba,
+                end: lba.saturating_add(count),
+                blocks: self.blocks(),
+            }),
+        };
+        let to_end = end_of(to, total)?;
+        let mut overlaps = false;
+        for range in sources {
+            let end = end_of(range.slba, u64::from(range.nlb0) + 1)?;
+            overlaps |= range.slba < to_end && to < end;
+        }
+        let fields = CopyFields { sdlba: to, nr0, ..CopyFields::default() };
+        let sqe = Sqe::copy(self.nsid(), fields, 0);
+        let transfer = std::mem::size_of_val(sources) as u32;
+        let dwords = [sqe.cdw10, sqe.cdw11, sqe.cdw12, sqe.cdw13];
+        let mut command = Command::raw(sqe.opcode, self.nsid(), dwords, transfer);
+        command.once = overlaps;
+        Ok(command)
     }
 
     #[inline]
@@ -298,7 +360,30 @@ impl Namespace {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shadowbell_spec::identify::Dlfeat;
+    use shadowbell_spec::identify::{Dlfeat, LbaFormat};
+
+    const LIMITS: CopyLimits = CopyLimits { ranges: 3, range_blocks: 100, blocks: 250 };
+
+    fn namespace(limits: CopyLimits) -> Namespace {
+        let controller = IdentifyController {
+            oncs: Oncs::new().with_copy(true),
+            ocfs: 0b101,
+            ..IdentifyController::default()
+        };
+        let mut identity = IdentifyNamespace {
+            nsze: 10_000,
+            mssrl: limits.range_blocks as u16,
+            mcl: limits.blocks,
+            msrc: (limits.ranges - 1) as u8,
+            ..IdentifyNamespace::default()
+        };
+        identity.lbaf[0] = LbaFormat { lbads: 9, ..LbaFormat::default() };
+        Namespace::new(1, &controller, identity, None, 1 << 17)
+    }
+
+    fn range(slba: u64, blocks: u32) -> CopyRange {
+        CopyRange { slba, nlb0: (blocks - 1) as u16, ..CopyRange::default() }
+    }
 
     #[test]
     fn zeroes_are_deallocated_only_where_that_is_understood() {
@@ -310,5 +395,59 @@ mod tests {
             let bit = |wanted| namespace.write_zeroes(0, 8, wanted).unwrap().cdw12 >> 25 & 1;
             assert_eq!((bit(false), bit(true)), (0, u32::from(understood)));
         }
+    }
+
+    #[test]
+    fn copies_are_what_the_limits_allow() {
+        let namespace = namespace(LIMITS);
+        assert_eq!(namespace.copy_limits(), Some(LIMITS));
+        let command = namespace.copy(0x1_0000, &[range(1, 1)]);
+        assert!(matches!(command, Err(RequestError::PastEnd { .. })));
+        let sources = [range(1000, 100), range(2000, 100), range(0, 50)];
+        let command = namespace.copy(9750, &sources).unwrap();
+        assert_eq!(command.transfer_bytes(), 96);
+        assert!(!command.writes_buffer() && command.is_repeatable());
+        let sqe = command.with_fua().sqe(0);
+        let fields = CopyFields { sdlba: 9750, nr0: 2, fua: true, ..CopyFields::default() };
+        assert_eq!((sqe.opcode, sqe.nsid, CopyFields::decode(&sqe)), (0x19, 1, fields));
+        for sources in [
+            &[][..],
+            &[range(0, 101)],
+            &[range(0, 100), range(0, 100), range(0, 51)],
+            &[range(0, 1); 4],
+            &[range(0, 1); 257],
+        ] {
+            let error = namespace.copy(5000, sources).unwrap_err();
+            assert!(matches!(error, RequestError::CopyTooLong { .. }), "{error}");
+        }
+        for (to, source) in [
+            (9901, range(0, 100)),
+            (u64::MAX, range(0, 1)),
+            (0, range(9999, 2)),
+            (0, range(u64::MAX, 1)),
+        ] {
+            let error = namespace.copy(to, &[source]).unwrap_err();
+            assert!(matches!(error, RequestError::PastEnd { .. }), "{error}");
+        }
+    }
+
+    #[test]
+    fn what_overlaps_is_not_repeated() {
+        let namespace = namespace(LIMITS);
+        let repeatable = |to, sources: &[CopyRange]| {
+            let command = namespace.copy(to, sources).unwrap();
+            command.is_repeatable()
+        };
+        assert!(repeatable(100, &[range(0, 100)]));
+        assert!(repeatable(100, &[range(200, 100)]));
+        assert!(!repeatable(100, &[range(1, 100)]));
+        assert!(!repeatable(100, &[range(199, 100)]));
+        assert!(repeatable(100, &[range(110, 10)]) && repeatable(100, &[range(90, 10)]));
+        assert!(!repeatable(100, &[range(90, 20)]));
+        // The destination is as long as all sources together.
+        assert!(!repeatable(100, &[range(0, 50), range(120, 50)]));
+        assert!(repeatable(100, &[range(0, 50), range(200, 50)]));
+        // Nobody knows what the buffer of this one says.
+        assert!(!Command::raw(0x19, 1, [100, 0, 0, 0], 32).is_repeatable());
     }
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 /// How the controller learns of new submission queue tails and completion queue heads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Doorbells {
     /// Shadow doorbells if the controller has them, else mapped ones, else plain ones.
     #[default]
@@ -14,13 +15,22 @@ pub enum Doorbells {
     /// Shadow doorbells (Doorbell Buffer Config): a store in shared memory, and a register write
     /// only when the controller asks for it.
     Shadow,
-    /// Plain doorbells: a register write each, which somebody at the other end handles.
+    /// Plain doorbells: a register write each, which the device, or whoever emulates it, handles.
     Mmio,
     /// Doorbells that are memory: a store, which nobody traps, so the controller has to poll.
     Mapped,
 }
 
 /// Options of [`Controller::attach`](crate::Controller::attach).
+///
+/// More will come: a program sets those that it cares about, and takes the rest from the default.
+///
+/// ```
+/// use shadowbell_driver::AttachOptions;
+///
+/// let options = AttachOptions { queue_pairs: 4, queue_depth: 256, ..AttachOptions::default() };
+/// assert!(options.interrupts);
+/// ```
 #[derive(Clone, Debug)]
 pub struct AttachOptions {
     /// How many I/O queue pairs to create; fewer if the controller grants fewer.

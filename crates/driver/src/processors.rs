@@ -1,10 +1,7 @@
-//! Which processors use which queue pair, and where a function's interrupts go.
+//! Which processors use which queue pair.
 
-use crate::transport::PciAddress;
 use rustix::thread::{CpuSet, sched_getaffinity};
 use std::fmt;
-use std::io;
-use std::path::{Path, PathBuf};
 
 /// Which processors use which queue pair: each its own while there are enough, and neighbours share
 /// one otherwise.
@@ -91,7 +88,7 @@ impl fmt::Display for QueueMap {
 }
 
 /// As the kernel lists processors: `0-3,8`.
-fn list(processors: &[usize]) -> String {
+pub(crate) fn list(processors: &[usize]) -> String {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for &processor in processors {
         match runs.last_mut() {
@@ -103,63 +100,6 @@ fn list(processors: &[usize]) -> String {
         if first == last { first.to_string() } else { format!("{first}-{last}") }
     };
     runs.iter().map(run).collect::<Vec<_>>().join(",")
-}
-
-/// What came of [`steer_interrupts`].
-#[derive(Debug)]
-pub enum Steered {
-    /// So many interrupts go to the processors of their queue pairs.
-    All(usize),
-    /// They stay where the kernel put them, or some of them do.
-    Refused {
-        /// The file that could not be written.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
-}
-
-/// Has the interrupts of a PCI function in VFIO's hands go to the processors that use their queue
-/// pairs: vector N is queue pair N's; vector 0, the control plane's, stays where it is. They can only
-/// be steered by who may write `/proc/irq`, and an irqbalance daemon may move them again.
-#[must_use]
-pub fn steer_interrupts(address: PciAddress, map: &QueueMap) -> Steered {
-    steer(Path::new("/proc"), address, map)
-}
-
-fn steer(proc: &Path, address: PciAddress, map: &QueueMap) -> Steered {
-    let path = proc.join("interrupts");
-    let text = match std::fs::read_to_string(&path) {
-        Ok(text) => text,
-        Err(source) => return Steered::Refused { path, source },
-    };
-    let mut moved = 0;
-    for (irq, vector) in vectors(&text, address) {
-        let processors = u16::try_from(vector).map(|queue| map.processors_of(queue));
-        let processors = processors.unwrap_or_default();
-        if vector == 0 || processors.is_empty() {
-            continue;
-        }
-        let path = proc.join(format!("irq/{irq}/smp_affinity_list"));
-        match std::fs::write(&path, list(&processors)) {
-            Ok(()) => moved += 1,
-            Err(source) => return Steered::Refused { path, source },
-        }
-    }
-    Steered::All(moved)
-}
-
-/// The interrupts of a function in VFIO's hands: their numbers, and of which vector each is. VFIO calls
-/// them `vfio-msix[2](0000:00:04.0)`.
-fn vectors(interrupts: &str, address: PciAddress) -> Vec<(u32, u32)> {
-    let end = format!("]({address})");
-    let parse = |line: &str| {
-        let (irq, rest) = line.trim_start().split_once(':')?;
-        let name = rest.split_whitespace().last()?.strip_suffix(&end)?;
-        let vector = name.strip_prefix("vfio-msix[")?;
-        Some((irq.parse().ok()?, vector.parse().ok()?))
-    };
-    interrupts.lines().filter_map(parse).collect()
 }
 
 #[cfg(test)]
@@ -197,39 +137,5 @@ mod tests {
         ] {
             assert_eq!(QueueMap::new(processors, queues).to_string(), want);
         }
-    }
-
-    const INTERRUPTS: &str = "            CPU0       CPU1       \n\
-        \x20  9:          0          0  IO-APIC   9-fasteoi   acpi\n\
-        \x20 24:          3          0  PCI-MSIX-0000:00:04.0   0-edge      vfio-msix[0](0000:00:04.0)\n\
-        \x20 25:          7          0  PCI-MSIX-0000:00:04.0   1-edge      vfio-msix[1](0000:00:04.0)\n\
-        \x20 31:          7          0  PCI-MSIX-0000:00:04.0   2-edge      vfio-msix[2](0000:00:04.0)\n\
-        \x20 26:          7          0  PCI-MSIX-0000:00:05.0   1-edge      vfio-msix[1](0000:00:05.0)\n\
-        \x20 27:          7          0  PCI-MSIX-0000:00:06.0   1-edge      nvme0q1\n\
-        NMI:          0          0   Non-maskable interrupts\n";
-
-    #[test]
-    fn interrupts_go_to_the_processors_of_their_queues() {
-        let address: PciAddress = "0000:00:04.0".parse().unwrap();
-        assert_eq!(vectors(INTERRUPTS, address), [(24, 0), (25, 1), (31, 2)]);
-        let proc = tempfile::tempdir().unwrap();
-        std::fs::write(proc.path().join("interrupts"), INTERRUPTS).unwrap();
-        for irq in [24, 25, 31] {
-            std::fs::create_dir_all(proc.path().join(format!("irq/{irq}"))).unwrap();
-        }
-        let map = QueueMap::new(0..4, 2);
-        assert!(matches!(steer(proc.path(), address, &map), Steered::All(2)));
-        let at =
-            |irq| std::fs::read_to_string(proc.path().join(format!("irq/{irq}/smp_affinity_list")));
-        assert_eq!((at(25).unwrap(), at(31).unwrap()), ("0-1".into(), "2-3".into()));
-        assert!(at(24).is_err(), "the control plane's interrupt stays");
-        // Where they are not ours to steer, that is said.
-        std::fs::remove_dir_all(proc.path().join("irq/31")).unwrap();
-        let refused = steer(proc.path(), address, &map);
-        assert!(
-            matches!(&refused, Steered::Refused { path, .. } if path.ends_with("31/smp_affinity_list"))
-        );
-        std::fs::remove_file(proc.path().join("interrupts")).unwrap();
-        assert!(matches!(steer(proc.path(), address, &map), Steered::Refused { .. }));
     }
 }

@@ -1,8 +1,8 @@
 //! Data pointers: PRPs for memory that is contiguous for the device.
 //!
-//! Base 2.1, 4.1.1 "Physical Region Page Entry and List". Because a buffer has one address without a
-//! gap, its PRPs are arithmetic; only the list of a transfer of more than two pages lies in memory,
-//! in a place that belongs to the command's slot.
+//! Base 2.1, 4.1.1 "Physical Region Page Entry and List". Because a buffer has one address without
+//! a gap, its PRPs are arithmetic; only the list of a transfer of more than two pages lies in
+//! memory, in a place that belongs to the command's slot.
 
 use shadowbell_memory::SharedBytes;
 

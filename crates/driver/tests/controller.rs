@@ -58,7 +58,7 @@ fn block_on<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// A block's bytes tell which block and which version it is; version 0 was never written.
+/// A block's bytes say which block and which version it is; version 0 was never written.
 fn fill(block: u64, version: u64) -> Vec<u8> {
     if version == 0 {
         return vec![0; 512];
@@ -114,17 +114,17 @@ fn exercise(controller: &Controller, queue: &mut QueuePair, depth: usize, ops: u
         assert!(queue.wait(Some(Instant::now() + Duration::from_secs(20))).unwrap(), "lost");
         while let Some(completion) = queue.pop() {
             assert!(completion.status.is_success(), "{}", completion.status);
-            let (place, check) = expected[completion.token.index()].take().unwrap();
-            let (lba, blocks) = (place & 0xffff_ffff, place >> 32 & 0xffff);
+            let (request, check) = expected[completion.token.index()].take().unwrap();
+            let (lba, blocks) = (request & 0xffff_ffff, request >> 32 & 0xffff);
             busy[lba as usize..(lba + blocks) as usize].fill(false);
             let mut read = vec![0; check.len()];
             let buffer = completion.buffer.unwrap();
-            assert!(buffer.copy_to((place >> 48) as usize, &mut read));
+            assert!(buffer.copy_to((request >> 48) as usize, &mut read));
             assert!(read == check, "{blocks} blocks at {lba}");
             completed += 1;
         }
     }
-    queue.settle().unwrap();
+    queue.ring_cq_doorbell_if_needed().unwrap();
 }
 
 #[test]

@@ -154,7 +154,7 @@ impl Attachment {
             }
             queue.wait(Some(deadline))?;
         };
-        queue.settle()?;
+        queue.ring_cq_doorbell_if_needed()?;
         if !completion.status.is_success() {
             bail!("{}: a read ended with: {}", self.session.target(), completion.status);
         }

@@ -36,6 +36,7 @@ pub(crate) fn doorbells_name(doorbells: Doorbells) -> &'static str {
         Doorbells::Shadow => "shadow",
         Doorbells::Mmio => "mmio",
         Doorbells::Mapped => "mapped",
+        _ => "other",
     }
 }
 

@@ -17,7 +17,7 @@ pub(crate) fn end(outcome: Result<(), Box<dyn Error>>) -> ExitCode {
     }
 }
 
-/// Attaches, tells what was found, and reads the first block; with `write`, writes it before.
+/// Attaches, prints what was found, and reads the first block; with `write`, writes it before.
 pub(crate) fn take(ssd: Arc<dyn Transport>, write: bool) -> Result<(), Box<dyn Error>> {
     let mut controller = Controller::attach(ssd, &AttachOptions::default())?;
     println!(

@@ -1,21 +1,24 @@
 //! The admin queue: commands that wait for their completion, and the asynchronous events.
 
 use crate::command::Command;
+use crate::completion::{Completion, Token};
 use crate::device::Device;
 use crate::dma::Buffer;
-use crate::error::{CommandError, QueueError};
-use crate::queue::{Completion, Core, Shadow, Token};
+use crate::error::{CommandError, QueueError, admin_name};
+use crate::queue::{Core, QueueStats, ShadowCells};
+use parking_lot::{Mutex, MutexGuard};
 use shadowbell_spec::event::AsyncEvent;
-use shadowbell_spec::opcode::AdminOpcode;
 use shadowbell_spec::{Sqe, Status};
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Events that are kept for a program that does not ask for them; the oldest go first.
 const MAX_EVENTS: usize = 256;
 /// How often a command that takes long has the controller's health looked at.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(100);
+
+/// In the completion of a command that the driver has ended: of no slot.
+const NO_TOKEN: Token = Token { cid: u16::MAX, slot: u16::MAX };
 
 /// Whose a slot's command is.
 #[derive(Clone, Copy)]
@@ -25,11 +28,11 @@ enum Owner {
     Ticket(u64),
     /// It is an Asynchronous Event Request.
     Event,
-    /// Nobody wants to know.
+    /// Nobody waits for it.
     Nobody,
 }
 
-struct State {
+struct AdminQueueState {
     core: Core,
     /// By slot.
     owners: Box<[Owner]>,
@@ -37,7 +40,7 @@ struct State {
     tickets: BTreeMap<u64, Option<Completion>>,
     next_ticket: u64,
     events: VecDeque<AsyncEvent>,
-    /// Events that were dropped for want of somebody to take them.
+    /// Events that were dropped because nobody took them.
     lost: u64,
     /// An event said that namespaces changed.
     namespaces_changed: bool,
@@ -45,20 +48,18 @@ struct State {
     limit: u64,
 }
 
-/// The admin submission and completion queue, shared by whoever has a [`Shared`].
+/// The admin submission and completion queue, shared by threads.
 ///
 /// The lock is held to submit and to look for completions, not while a command is on its way, so
 /// commands of several threads overlap.
-///
-/// [`Shared`]: crate::shared::Shared
 pub(crate) struct AdminQueue {
-    state: Mutex<State>,
+    state: Mutex<AdminQueueState>,
 }
 
 impl AdminQueue {
     pub(crate) fn new(core: Core) -> Self {
         Self {
-            state: Mutex::new(State {
+            state: Mutex::new(AdminQueueState {
                 owners: vec![Owner::Event; core.capacity()].into(),
                 limit: core.max_transfer(),
                 core,
@@ -71,8 +72,8 @@ impl AdminQueue {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, AdminQueueState> {
+        self.state.lock()
     }
 
     /// The most bytes that a command moves.
@@ -88,20 +89,20 @@ impl AdminQueue {
     }
 
     /// See [`shadowbell_doorbell::HostDoorbell::mirror`].
-    pub(crate) fn mirror(&self, sq: Shadow, cq: Shadow) {
+    pub(crate) fn mirror(&self, sq: ShadowCells, cq: ShadowCells) {
         let mut state = self.lock();
-        state.core.sq_bell.mirror(sq);
-        state.core.cq_bell.mirror(cq);
+        state.core.sq_doorbell.mirror(sq);
+        state.core.cq_doorbell.mirror(cq);
     }
 
     /// See [`shadowbell_doorbell::HostDoorbell::forget`].
     pub(crate) fn forget_shadow(&self) {
         let mut state = self.lock();
-        state.core.sq_bell.forget();
-        state.core.cq_bell.forget();
+        state.core.sq_doorbell.forget();
+        state.core.cq_doorbell.forget();
     }
 
-    pub(crate) fn stats(&self) -> crate::QueueStats {
+    pub(crate) fn stats(&self) -> QueueStats {
         self.lock().core.stats()
     }
 
@@ -118,13 +119,13 @@ impl AdminQueue {
         limit: Duration,
     ) -> Result<Completion, CommandError> {
         let began = Instant::now();
-        let refused = |source| CommandError::Queue { command: admin_name(sqe.opcode), source };
-        let late = || CommandError::Timeout {
+        let refused = |source| CommandError::not_submitted(sqe.opcode, source);
+        let timed_out = || CommandError::Timeout {
             device: device.name().to_owned(),
             command: admin_name(sqe.opcode),
             waited: began.elapsed(),
         };
-        let mut patience = Patience::default();
+        let mut backoff = PollBackoff::default();
         let mut buffer = buffer;
         let ticket = loop {
             let mut state = self.lock();
@@ -138,15 +139,15 @@ impl AdminQueue {
                     drop(state);
                     buffer = full.buffer;
                     if began.elapsed() >= limit {
-                        return Err(late());
+                        return Err(timed_out());
                     }
-                    patience.pause(limit.saturating_sub(began.elapsed()));
+                    backoff.pause(limit.saturating_sub(began.elapsed()));
                 }
                 Err(other) => return Err(refused(other.reason)),
             }
         };
         let mut health = HEALTH_INTERVAL;
-        let mut patience = Patience::default();
+        let mut backoff = PollBackoff::default();
         loop {
             // The clock first: if this thread was not run for long, the controller still gets a
             // last look.
@@ -155,16 +156,16 @@ impl AdminQueue {
                 return Ok(completion);
             }
             if waited >= limit {
-                return self.give_up(ticket).ok_or_else(late);
+                return self.give_up(ticket).ok_or_else(timed_out);
             }
             if waited >= health {
                 health = waited + HEALTH_INTERVAL;
-                if let Some(why) = device.ailment() {
+                if let Some(why) = device.broken() {
                     let source = QueueError::Failed { qid: 0, why: why.into() };
                     return self.give_up(ticket).ok_or_else(|| refused(source));
                 }
             }
-            patience.pause(limit - waited);
+            backoff.pause(limit - waited);
         }
     }
 
@@ -198,11 +199,11 @@ impl AdminQueue {
         (state.events.drain(..).collect(), lost)
     }
 
-    /// Gives the completion queue entries that were consumed back, so that the controller
-    /// interrupts for the next.
-    pub(crate) fn release(&self) {
-        // A queue that does not work any more says so to the next command.
-        let _ = self.lock().core.release();
+    /// Publishes the completion queue head, so that the controller interrupts for the next
+    /// completion.
+    pub(crate) fn ring_cq_doorbell(&self) {
+        // If it fails, so does the next command.
+        let _ = self.lock().core.ring_cq_doorbell();
     }
 
     /// Sends a command of which nobody waits for the end. Whether it was sent.
@@ -216,20 +217,20 @@ impl AdminQueue {
         state.core.ring().is_ok()
     }
 
-    /// Looks for completions. Whether an event has said since the last look that namespaces changed.
-    pub(crate) fn look(&self) -> bool {
+    /// Takes completions. Whether an event has said since the last call that namespaces changed.
+    pub(crate) fn poll_namespaces_changed(&self) -> bool {
         let mut state = self.lock();
         state.reap();
         std::mem::take(&mut state.namespaces_changed)
     }
 
-    /// Tells whoever waits for a command that it will not be completed.
+    /// Ends every command that a thread waits for.
     pub(crate) fn fail_all(&self) {
         self.lock().fail_all();
     }
 
-    /// Begins a new life with another core: the controller is disabled, and touches nothing that the
-    /// old one had.
+    /// Begins again with another core: the controller is disabled, and touches nothing that the old
+    /// one had.
     pub(crate) fn restart(&self, core: Core) {
         let mut state = self.lock();
         state.fail_all();
@@ -244,10 +245,10 @@ impl AdminQueue {
     }
 }
 
-impl State {
+impl AdminQueueState {
     fn fail_all(&mut self) {
         for outcome in self.tickets.values_mut().filter(|outcome| outcome.is_none()) {
-            *outcome = Some(Completion::ended());
+            *outcome = Some(Completion::aborted_by_host(NO_TOKEN, None));
         }
     }
 
@@ -277,8 +278,8 @@ impl State {
                 Some(Owner::Nobody) | None => {}
             }
         }
-        // Both say so again to the next command if they fail.
-        let _ = if ring { self.core.ring() } else { self.core.settle() };
+        // If it fails, so does the next command.
+        let _ = if ring { self.core.ring() } else { self.core.ring_cq_doorbell_if_needed() };
     }
 
     /// Keeps an event, and asks for the next.
@@ -315,9 +316,9 @@ impl State {
 
 /// How to wait for a completion that comes within microseconds, usually.
 #[derive(Default)]
-struct Patience(u32);
+struct PollBackoff(u32);
 
-impl Patience {
+impl PollBackoff {
     fn pause(&mut self, at_most: Duration) {
         self.0 = self.0.saturating_add(1);
         match self.0 {
@@ -329,10 +330,4 @@ impl Patience {
             }
         }
     }
-}
-
-/// What the specification calls the admin command.
-pub(crate) fn admin_name(opcode: u8) -> String {
-    AdminOpcode::try_from(opcode)
-        .map_or_else(|unknown| unknown.to_string(), |opcode| opcode.name().to_owned())
 }

@@ -1,13 +1,14 @@
 //! The futures of I/O commands.
 
-use super::AsyncQueue;
-use super::state::{Freed, OpState};
+use super::handle::AsyncHandle;
+use super::shared::{Freed, OpState};
 use crate::command::Command;
+use crate::completion::Completion;
 use crate::dma::Buffer;
 use crate::error::{IoError, IoErrorKind, QueueError};
-use crate::queue::Completion;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 /// What an I/O command came to.
@@ -19,45 +20,46 @@ pub struct Done {
     pub buffer: Option<Buffer>,
 }
 
-/// An I/O command under way. Made by [`AsyncQueue::submit`].
+/// An I/O command under way. Made by
+/// [`AsyncQueue::submit`](super::AsyncQueue::submit).
 ///
 /// # Panics
 /// If it is polled again after it was ready.
 #[must_use = "nothing is submitted until the future is polled"]
 pub struct Io {
-    queue: AsyncQueue,
+    handle: Arc<AsyncHandle>,
     stage: Stage,
 }
 
 enum Stage {
-    /// Not polled yet, or waiting for a place with this ticket.
+    /// Not polled yet, or waiting for a free op with this ticket.
     New {
         command: Command,
         buffer: Option<Buffer>,
         ticket: Option<u64>,
     },
-    /// In this place.
-    InPlace(u32),
-    /// It never had a chance.
+    /// It is this op of the queue.
+    Active(u32),
+    /// It could not be made.
     Refused(IoError),
     Over,
 }
 
 impl Io {
-    pub(super) fn new(queue: AsyncQueue, command: Command, buffer: Option<Buffer>) -> Self {
-        Self { queue, stage: Stage::New { command, buffer, ticket: None } }
+    pub(super) fn new(handle: Arc<AsyncHandle>, command: Command, buffer: Option<Buffer>) -> Self {
+        Self { handle, stage: Stage::New { command, buffer, ticket: None } }
     }
 
     /// Another command for the same queue.
     pub fn another(&self, command: Command, buffer: Option<Buffer>) -> Self {
-        Self::new(self.queue.clone(), command, buffer)
+        Self::new(Arc::clone(&self.handle), command, buffer)
     }
 
-    pub(super) fn refused(queue: AsyncQueue, error: IoError) -> Self {
-        Self { queue, stage: Stage::Refused(error) }
+    pub(super) fn refused(handle: Arc<AsyncHandle>, error: IoError) -> Self {
+        Self { handle, stage: Stage::Refused(error) }
     }
 
-    /// Finds a place and goes to the inbox, or waits for a place.
+    /// Takes a free op and goes to the inbox, or waits for one.
     fn enter(
         &mut self,
         command: Command,
@@ -65,105 +67,103 @@ impl Io {
         ticket: Option<u64>,
         context: &Context<'_>,
     ) -> Poll<Result<Done, IoError>> {
-        let inner = self.queue.inner();
+        let shared = self.handle.shared();
         let waker = context.waker().clone();
-        let mut state = inner.lock();
+        let mut state = shared.lock();
         if let Some(reason) = state.failed.clone() {
-            // Everybody who waits hears of it, one after the other.
+            // Whoever waits fails, one after the other.
             let freed = state.leave(ticket);
             drop(state);
             freed.pass_on();
             return Poll::Ready(Err(IoError { kind: IoErrorKind::Queue(reason), buffer }));
         }
         let first = state.waiters.front().map(|waiter| waiter.ticket);
-        let place = if first.is_none() || first == ticket { state.free.pop() } else { None };
-        let Some(place) = place else {
+        let index = if first.is_none() || first == ticket { state.free.pop() } else { None };
+        let Some(index) = index else {
             if state.is_late(ticket) {
                 // Not with the controller: the buffer is ours to give back.
                 let freed = state.leave(ticket);
                 drop(state);
                 freed.pass_on();
-                return Poll::Ready(Err(inner.no_place(command.opcode, buffer)));
+                return Poll::Ready(Err(shared.queue_full(command.opcode, buffer)));
             }
-            let (ticket, stale) = state.wait(ticket, waker, inner.timeout);
+            let (ticket, stale) = state.wait(ticket, waker, shared.timeout);
             let is_first = stale.is_none() && state.waiters.len() == 1;
             drop(state);
             drop(stale);
             if is_first {
-                inner.announce();
+                shared.notify_inbox();
             }
             self.stage = Stage::New { command, buffer, ticket: Some(ticket) };
             return Poll::Pending;
         };
         let freed = state.leave(ticket);
-        if let Some(op) = state.op(place) {
+        if let Some(op) = state.op(index) {
             op.opcode = command.opcode;
             op.state = OpState::Queued(command, buffer);
-            // A free place has no waker that this could drop.
+            // A free op has no waker that this could drop.
             op.waker = Some(waker);
         }
-        state.inbox.push_back(place);
+        state.inbox.push_back(index);
         drop(state);
-        self.stage = Stage::InPlace(place);
-        self.queue.inner().announce();
+        self.stage = Stage::Active(index);
+        self.handle.shared().notify_inbox();
         freed.pass_on();
         Poll::Pending
     }
 
-    /// Looks for the completion.
-    fn look(&mut self, place: u32, context: &Context<'_>) -> Poll<Result<Done, IoError>> {
-        let inner = self.queue.inner();
+    /// Takes the outcome, if it is there.
+    fn take_outcome(&mut self, index: u32, context: &Context<'_>) -> Poll<Result<Done, IoError>> {
+        let shared = self.handle.shared();
         let waker = context.waker().clone();
-        let mut state = inner.lock();
+        let mut state = shared.lock();
         let failed = state.failed.clone();
-        let Some(op) = state.op(place) else { return Poll::Pending };
+        let Some(op) = state.op(index) else { return Poll::Pending };
         let opcode = op.opcode;
         let outcome = match std::mem::replace(&mut op.state, OpState::Free) {
             OpState::Done(outcome) => outcome,
             OpState::Expired => {
-                // The place stays taken until the completion.
+                // The op stays in use until the completion.
                 op.state = OpState::Abandoned;
                 drop(state);
                 self.stage = Stage::Over;
-                return Poll::Ready(Err(inner.timed_out(opcode)));
+                return Poll::Ready(Err(shared.timed_out(opcode)));
             }
             OpState::Queued(_, buffer) if failed.is_some() => {
-                Err(IoError { kind: queue_failed(failed, inner.qid), buffer })
+                Err(IoError { kind: queue_failed(failed, shared.qid), buffer })
             }
             OpState::Submitted if failed.is_some() => {
-                Err(IoError { kind: queue_failed(failed, inner.qid), buffer: None })
+                Err(IoError { kind: queue_failed(failed, shared.qid), buffer: None })
             }
             pending => {
                 op.state = pending;
                 let stale = op.waker.replace(waker);
                 drop(state);
                 drop(stale);
-                self.stage = Stage::InPlace(place);
+                self.stage = Stage::Active(index);
                 return Poll::Pending;
             }
         };
-        let freed = state.release(place);
+        let freed = state.free_op(index);
         drop(state);
         self.stage = Stage::Over;
         freed.pass_on();
         Poll::Ready(outcome.and_then(|completion| finish(opcode, completion)))
     }
-}
 
-impl Io {
-    /// Nobody waits for the command in this place any more.
-    fn abandon(&self, place: u32) {
-        let mut state = self.queue.inner().lock();
-        let Some(op) = state.op(place) else { return };
+    /// Nobody waits for this op any more.
+    fn abandon(&self, index: u32) {
+        let mut state = self.handle.shared().lock();
+        let Some(op) = state.op(index) else { return };
         let stale = op.waker.take();
         let (unsent, done, freed) = match std::mem::replace(&mut op.state, OpState::Abandoned) {
             OpState::Queued(_, buffer) => {
-                // The thread has not seen it yet, and frees the place when it does.
+                // The worker has not seen it yet, and frees the op when it does.
                 op.state = OpState::Cancelled;
                 (buffer, None, None)
             }
-            OpState::Done(outcome) => (None, Some(outcome), Some(state.release(place))),
-            // The completion frees the place, and the buffer with it.
+            OpState::Done(outcome) => (None, Some(outcome), Some(state.free_op(index))),
+            // The completion frees the op, and the buffer with it.
             _ => (None, None, None),
         };
         drop(state);
@@ -190,7 +190,7 @@ impl Future for Io {
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         match std::mem::replace(&mut self.stage, Stage::Over) {
             Stage::New { command, buffer, ticket } => self.enter(command, buffer, ticket, context),
-            Stage::InPlace(place) => self.look(place, context),
+            Stage::Active(index) => self.take_outcome(index, context),
             Stage::Refused(error) => Poll::Ready(Err(error)),
             Stage::Over => panic!("an I/O future was polled after it was ready"),
         }
@@ -201,13 +201,13 @@ impl Drop for Io {
     fn drop(&mut self) {
         match std::mem::replace(&mut self.stage, Stage::Over) {
             Stage::New { ticket: ticket @ Some(_), .. } => {
-                // The place that was for us is for the next.
-                let mut state = self.queue.inner().lock();
+                // The op that was for us is for the next.
+                let mut state = self.handle.shared().lock();
                 let freed = state.leave(ticket);
                 drop(state);
                 freed.pass_on();
             }
-            Stage::InPlace(place) => self.abandon(place),
+            Stage::Active(index) => self.abandon(index),
             Stage::New { ticket: None, .. } | Stage::Refused(_) | Stage::Over => {}
         }
     }
@@ -217,8 +217,8 @@ impl std::fmt::Debug for Io {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let stage = match self.stage {
             Stage::New { ticket: None, .. } => "new",
-            Stage::New { .. } => "waiting for a place",
-            Stage::InPlace(_) => "under way",
+            Stage::New { .. } => "waiting for a free slot",
+            Stage::Active(_) => "under way",
             Stage::Refused(_) => "refused",
             Stage::Over => "over",
         };

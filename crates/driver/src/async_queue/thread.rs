@@ -1,40 +1,41 @@
 //! The queue's own thread, which drives it while nobody else does.
 
-use super::state::{ASKED, Inner};
+use super::parking::WorkerParking;
+use super::shared::{ASKED, AsyncShared};
 use super::worker::Worker;
 use std::io;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// How long somebody who wanted to drive the queue may take to do so.
-const COURTESY: Duration = Duration::from_millis(1);
+/// How long whoever asked to drive the queue may take to do so.
+const HANDOVER: Duration = Duration::from_millis(1);
 
-pub(super) fn spawn(inner: Arc<Inner>) -> io::Result<JoinHandle<()>> {
-    let name = format!("shadowbell-q{}", inner.qid);
+pub(super) fn spawn(parking: Arc<WorkerParking>) -> io::Result<JoinHandle<()>> {
+    let name = format!("shadowbell-q{}", parking.shared.qid);
     let thread = std::thread::Builder::new().name(name).spawn({
-        let inner = Arc::clone(&inner);
-        move || run(&inner)
+        let parking = Arc::clone(&parking);
+        move || run(&parking)
     })?;
-    inner.set_thread(thread.thread().clone());
+    parking.shared.set_thread(thread.thread().clone());
     Ok(thread)
 }
 
-fn run(inner: &Inner) {
+fn run(parking: &WorkerParking) {
     loop {
-        let Some(mut worker) = inner.unpark() else {
+        let Some(mut worker) = parking.unpark() else {
             std::thread::park();
             continue;
         };
-        match drive(&mut worker, inner) {
-            Turn::Over => return worker.end(inner),
+        match drive(&mut worker, &parking.shared) {
+            Turn::Over => return worker.end(&parking.shared),
             Turn::Idle => {
-                inner.park(worker);
+                parking.park(worker);
                 std::thread::park();
             }
-            Turn::Wanted => {
-                let _ = inner.lend(worker);
-                std::thread::park_timeout(COURTESY);
+            Turn::Requested => {
+                let _ = parking.park_silently(worker);
+                std::thread::park_timeout(HANDOVER);
             }
         }
     }
@@ -44,28 +45,28 @@ fn run(inner: &Inner) {
 enum Turn {
     /// The queue is to be closed, or does not work any more.
     Over,
-    /// There is nothing to do until somebody says so.
+    /// There is nothing to do.
     Idle,
-    /// Somebody else is about to go on.
-    Wanted,
+    /// Somebody else has asked to drive the queue.
+    Requested,
 }
 
-fn drive(worker: &mut Worker, inner: &Inner) -> Turn {
+fn drive(worker: &mut Worker, shared: &AsyncShared) -> Turn {
     worker.count_wait();
     loop {
-        let busy = worker.step(inner);
-        if worker.is_over(inner) {
+        let busy = worker.step(shared);
+        if worker.is_over(shared) {
             return Turn::Over;
         }
-        if inner.take_wish(ASKED) {
-            return Turn::Wanted;
+        if shared.take_request(ASKED) {
+            return Turn::Requested;
         }
-        if busy || worker.spin(inner, || false) {
+        if busy || worker.spin(shared, || false) {
             continue;
         }
         if !worker.has_work() {
             return Turn::Idle;
         }
-        worker.sleep(inner, None, || false);
+        worker.sleep(shared, None, || false);
     }
 }

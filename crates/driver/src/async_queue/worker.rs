@@ -1,11 +1,12 @@
-//! What drives the queue pair: takes commands from the inbox, delivers completions, watches the
+//! What drives the queue pair: submits the commands of the inbox, completes futures, watches the
 //! deadlines. Whoever has the worker drives the queue, one thread at a time.
 
-use super::state::{Freed, Inner, OpState};
+use super::shared::{AsyncShared, Freed, OpState};
 use crate::command::Command;
+use crate::completion::Completion;
 use crate::dma::Buffer;
 use crate::error::{IoError, IoErrorKind, QueueError};
-use crate::queue::{Completion, QueuePair};
+use crate::queue_pair::QueuePair;
 use shadowbell_doorbell::Sleeper;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
@@ -20,8 +21,8 @@ const LOOKS_PER_CLOCK: u32 = 64;
 pub(super) struct Worker {
     queue: QueuePair,
     sleeper: Sleeper<Arc<AtomicU32>>,
-    /// The place of the command in each slot.
-    place_of_slot: Box<[u32]>,
+    /// The op of the command in each slot.
+    op_of_slot: Box<[u32]>,
     // Kept for their capacity: a batch allocates nothing.
     batch: Vec<(u32, Command, Option<Buffer>)>,
     done: Vec<(u32, Result<Completion, IoError>)>,
@@ -33,9 +34,9 @@ pub(super) struct Worker {
     closing: Option<Instant>,
     /// Since when this waits for a completion.
     waiting: Option<Instant>,
-    /// Futures wait for a place, as of the last look.
+    /// Futures wait for a free op, as of the last look.
     waiters: bool,
-    /// The queue does not work any more, and everybody has been told.
+    /// The queue does not work any more, and every future has failed.
     failed: bool,
 }
 
@@ -45,7 +46,7 @@ impl Worker {
         Self {
             queue,
             sleeper: Sleeper::new(sleeping),
-            place_of_slot: vec![0; capacity].into(),
+            op_of_slot: vec![0; capacity].into(),
             batch: Vec::with_capacity(capacity),
             done: Vec::with_capacity(capacity),
             wakers: Vec::with_capacity(capacity),
@@ -73,62 +74,62 @@ impl Worker {
     }
 
     /// Whether the queue is to be closed, and what is outstanding is done or never will be.
-    pub(super) fn is_over(&self, inner: &Inner) -> bool {
+    pub(super) fn is_over(&self, shared: &AsyncShared) -> bool {
         self.failed
             || self.closing.is_some_and(|since| {
-                self.queue.outstanding() == 0 || since.elapsed() >= inner.timeout
+                self.queue.outstanding() == 0 || since.elapsed() >= shared.timeout
             })
     }
 
-    /// Submits what is in the inbox, and delivers what has completed. Whether there was anything.
-    pub(super) fn step(&mut self, inner: &Inner) -> bool {
+    /// Submits what is in the inbox, and completes futures. Whether there was anything.
+    pub(super) fn step(&mut self, shared: &AsyncShared) -> bool {
         if self.failed {
             return false;
         }
-        self.try_step(inner).unwrap_or_else(|error| self.fail(inner, error))
+        self.try_step(shared).unwrap_or_else(|error| self.fail(shared, error))
     }
 
-    fn try_step(&mut self, inner: &Inner) -> Result<bool, QueueError> {
+    fn try_step(&mut self, shared: &AsyncShared) -> Result<bool, QueueError> {
         let mut busy = false;
-        if inner.has_news() {
-            busy |= self.take_inbox(inner);
+        if shared.has_inbox() {
+            busy |= self.take_inbox(shared);
             self.submit()?;
         }
         while self.done.len() < self.queue.capacity()
             && let Some(completion) = self.queue.pop()
         {
-            let place = self.place_of_slot.get(completion.token.index()).copied();
-            self.done.push((place.unwrap_or(u32::MAX), Ok(completion)));
+            let index = self.op_of_slot.get(completion.token.index()).copied();
+            self.done.push((index.unwrap_or(u32::MAX), Ok(completion)));
         }
-        self.queue.settle()?;
+        self.queue.ring_cq_doorbell_if_needed()?;
         busy |= !self.done.is_empty();
-        self.deliver(inner);
-        self.expire(inner);
+        self.complete(shared);
+        self.expire(shared);
         Ok(busy)
     }
 
-    fn take_inbox(&mut self, inner: &Inner) -> bool {
+    fn take_inbox(&mut self, shared: &AsyncShared) -> bool {
         let now = Instant::now();
-        let deadline = now.checked_add(inner.timeout);
-        let mut state = inner.lock();
-        inner.take_news();
+        let deadline = now.checked_add(shared.timeout);
+        let mut state = shared.lock();
+        shared.take_inbox_flag();
         if state.closing && self.closing.is_none() {
             self.closing = Some(now);
         }
-        while let Some(place) = state.inbox.pop_front() {
-            let Some(op) = state.op(place) else { continue };
+        while let Some(index) = state.inbox.pop_front() {
+            let Some(op) = state.op(index) else { continue };
             match std::mem::replace(&mut op.state, OpState::Submitted) {
                 OpState::Queued(command, buffer) => {
                     op.deadline = deadline;
-                    self.batch.push((place, command, buffer));
+                    self.batch.push((index, command, buffer));
                 }
                 // Its future was dropped before it got here.
-                _ => self.freed.push(state.release(place)),
+                _ => self.freed.push(state.free_op(index)),
             }
         }
         self.waiters = !state.waiters.is_empty();
         if self.next_scan.is_none() && (self.waiters || !self.batch.is_empty()) {
-            self.next_scan = now.checked_add(scan_interval(inner));
+            self.next_scan = now.checked_add(scan_interval(shared));
         }
         drop(state);
         let any = !self.batch.is_empty() || !self.freed.is_empty();
@@ -140,29 +141,29 @@ impl Worker {
         if self.batch.is_empty() {
             return Ok(());
         }
-        for (place, command, buffer) in self.batch.drain(..) {
+        for (index, command, buffer) in self.batch.drain(..) {
             match self.queue.submit(command, buffer) {
                 Ok(token) => {
-                    if let Some(slot) = self.place_of_slot.get_mut(token.index()) {
-                        *slot = place;
+                    if let Some(slot) = self.op_of_slot.get_mut(token.index()) {
+                        *slot = index;
                     }
                 }
                 Err(refused) => {
                     let kind = IoErrorKind::Queue(refused.reason);
-                    self.done.push((place, Err(IoError { kind, buffer: refused.buffer })));
+                    self.done.push((index, Err(IoError { kind, buffer: refused.buffer })));
                 }
             }
         }
         self.queue.ring()
     }
 
-    fn deliver(&mut self, inner: &Inner) {
+    fn complete(&mut self, shared: &AsyncShared) {
         if self.done.is_empty() {
             return;
         }
-        let mut state = inner.lock();
-        for (place, outcome) in self.done.drain(..) {
-            let Some(op) = state.op(place) else { continue };
+        let mut state = shared.lock();
+        for (index, outcome) in self.done.drain(..) {
+            let Some(op) = state.op(index) else { continue };
             op.deadline = None;
             match op.state {
                 OpState::Submitted | OpState::Expired => {
@@ -171,7 +172,7 @@ impl Worker {
                 }
                 // Nobody waits: the buffer goes back to its pool, outside of the lock.
                 _ => {
-                    self.freed.push(state.release(place));
+                    self.freed.push(state.free_op(index));
                     self.dropped.push(outcome);
                 }
             }
@@ -182,8 +183,9 @@ impl Worker {
         self.wakers.drain(..).for_each(Waker::wake);
     }
 
-    /// Tells the futures of commands that take too long, and those that wait for a place too long.
-    fn expire(&mut self, inner: &Inner) {
+    /// Fails the futures of commands that take too long, and those that wait for a free op for too
+    /// long.
+    fn expire(&mut self, shared: &AsyncShared) {
         let Some(scan) = self.next_scan else { return };
         if self.queue.outstanding() == 0 && !self.waiters {
             self.next_scan = None;
@@ -193,9 +195,9 @@ impl Worker {
         if now < scan {
             return;
         }
-        let mut state = inner.lock();
+        let mut state = shared.lock();
         self.waiters = !state.waiters.is_empty();
-        self.next_scan = now.checked_add(scan_interval(inner));
+        self.next_scan = now.checked_add(scan_interval(shared));
         for op in &mut state.ops {
             if matches!(op.state, OpState::Submitted) && op.deadline.is_some_and(|d| d <= now) {
                 op.state = OpState::Expired;
@@ -212,9 +214,9 @@ impl Worker {
         drop(state);
         if !self.wakers.is_empty() {
             tracing::warn!(
-                qid = inner.qid,
-                "{expired} commands were not completed within {:?}, and {} found no place",
-                inner.timeout,
+                qid = shared.qid,
+                "{expired} commands were not completed within {:?}, and {} were not submitted",
+                shared.timeout,
                 self.wakers.len() - expired
             );
         }
@@ -223,12 +225,12 @@ impl Worker {
 
     /// Polls for as long as the policy says. Whether there is something to do, here or as far as
     /// `also` knows.
-    pub(super) fn spin(&mut self, inner: &Inner, mut also: impl FnMut() -> bool) -> bool {
+    pub(super) fn spin(&mut self, shared: &AsyncShared, mut also: impl FnMut() -> bool) -> bool {
         let began = Instant::now();
         let window = self.queue.spin_mut().window();
         loop {
             for _ in 0..LOOKS_PER_CLOCK {
-                if self.queue.is_ready() || inner.has_news() || also() {
+                if self.queue.is_ready() || shared.has_inbox() || also() {
                     self.waiting = None;
                     self.queue.spin_mut().waited(began.elapsed());
                     return true;
@@ -243,28 +245,26 @@ impl Worker {
     }
 
     /// From here on the event is signalled for whatever there is to do. Whether there is nothing
-    /// yet; if so, [`awake`](Self::awake) has to follow.
-    pub(super) fn prepare_sleep(&mut self, inner: &Inner) -> bool {
-        inner.lock().stats = self.queue.stats();
+    /// yet; if so, [`wake_up`](Self::wake_up) has to follow.
+    pub(super) fn prepare_sleep(&mut self, shared: &AsyncShared) -> bool {
+        shared.lock().stats = self.queue.stats();
         if let Err(error) = self.queue.prepare_sleep() {
-            self.fail(inner, error);
+            self.fail(shared, error);
         }
         let mut fenced = self.sleeper.prepare().fence();
-        fenced.note(self.failed || inner.has_news() || self.queue.is_ready());
-        match fenced.try_sleep() {
-            // Awake again with `awake`, and not with a guard: there may be an event loop around us.
-            Some(asleep) => {
-                std::mem::forget(asleep);
-                true
-            }
-            None => false,
+        fenced.note(self.failed || shared.has_inbox() || self.queue.is_ready());
+        let asleep = fenced.try_sleep();
+        let sleeps = asleep.is_some();
+        if let Some(asleep) = asleep {
+            // Awake again with `wake_up`, and not with a guard: an event loop may be around us.
+            asleep.stay();
         }
+        sleeps
     }
 
     /// After a sleep.
-    pub(super) fn awake(&mut self) {
-        // Declares the intention to sleep, and is awake when that is dropped.
-        drop(self.sleeper.prepare());
+    pub(super) fn wake_up(&mut self) {
+        self.sleeper.rise();
         self.count_wait();
     }
 
@@ -280,26 +280,26 @@ impl Worker {
         self.waiting = None;
     }
 
-    /// Sleeps until there is something to do, or until `deadline`; not if there is something to do as
-    /// far as `also` knows.
+    /// Sleeps until there is something to do, or until `deadline`; not if there is something to do
+    /// as far as `also` knows.
     pub(super) fn sleep(
         &mut self,
-        inner: &Inner,
+        shared: &AsyncShared,
         deadline: Option<Instant>,
         also: impl FnOnce() -> bool,
     ) {
-        if self.prepare_sleep(inner) {
+        if self.prepare_sleep(shared) {
             if also() {
-                return self.awake();
+                return self.wake_up();
             }
             let until = match (self.sleep_until(), deadline) {
                 (Some(a), Some(b)) => Some(a.min(b)),
                 (a, b) => a.or(b),
             };
             let outcome = self.queue.block(until);
-            self.awake();
+            self.wake_up();
             if let Err(error) = outcome {
-                self.fail(inner, error);
+                self.fail(shared, error);
             }
         }
     }
@@ -313,27 +313,27 @@ impl Worker {
         Instant::now().checked_add(POLL_INTERVAL)
     }
 
-    /// The device may have gone, as somebody heard who sleeps on more than the queue.
-    pub(super) fn check_gone(&mut self, inner: &Inner) {
-        // The queue's own sleep hears of it, too, but perhaps of a signal first.
+    /// The device may have gone, as an event loop found that sleeps on more than the queue.
+    pub(super) fn check_gone(&mut self, shared: &AsyncShared) {
+        // The queue's own sleep finds that, too, but perhaps a signal first.
         for _ in 0..3 {
             if self.failed {
                 return;
             }
             if let Err(error) = self.queue.block(Some(Instant::now())) {
-                self.fail(inner, error);
+                self.fail(shared, error);
             }
         }
     }
 
     /// The queue does not work any more. What was not submitted gets its buffer back.
-    fn fail(&mut self, inner: &Inner, error: QueueError) -> bool {
+    fn fail(&mut self, shared: &AsyncShared, error: QueueError) -> bool {
         self.failed = true;
-        let mut state = inner.lock();
+        let mut state = shared.lock();
         state.stats = self.queue.stats();
         state.failed = Some(error.clone());
-        for (place, _, buffer) in self.batch.drain(..) {
-            if let Some(op) = state.op(place) {
+        for (index, _, buffer) in self.batch.drain(..) {
+            if let Some(op) = state.op(index) {
                 let kind = IoErrorKind::Queue(error.clone());
                 op.state = OpState::Done(Err(IoError { kind, buffer }));
             }
@@ -342,20 +342,20 @@ impl Worker {
             self.wakers.extend(op.waker.take());
         }
         state.inbox.clear();
-        // Whoever waits for a place hears of it, one after the other.
+        // Whoever waits for a free op fails, one after the other.
         let freed = state.leave(None);
         drop(state);
-        self.deliver(inner);
+        self.complete(shared);
         self.wakers.drain(..).for_each(Waker::wake);
         freed.pass_on();
         true
     }
 
     /// The last that happens to a queue. Whoever comes late finds one that does not work.
-    pub(super) fn end(self, inner: &Inner) {
-        let mut state = inner.lock();
+    pub(super) fn end(self, shared: &AsyncShared) {
+        let mut state = shared.lock();
         state.stats = self.queue.stats();
-        state.failed.get_or_insert(QueueError::Detached { qid: inner.qid });
+        state.failed.get_or_insert(QueueError::Detached { qid: shared.qid });
         let freed = state.leave(None);
         drop(state);
         freed.pass_on();
@@ -363,6 +363,6 @@ impl Worker {
     }
 }
 
-fn scan_interval(inner: &Inner) -> Duration {
-    inner.timeout / 8
+fn scan_interval(shared: &AsyncShared) -> Duration {
+    shared.timeout / 8
 }

@@ -1,10 +1,10 @@
 //! The rings of a queue pair and the slots of its commands: what the admin queue and the I/O
 //! queues have in common.
 
-use super::bell::Bell;
-use super::rescue::Rescue;
+use super::doorbell::Doorbell;
 use super::stats::QueueStats;
 use crate::command::Command;
+use crate::completion::{Completion, Token};
 use crate::dma::Buffer;
 use crate::error::{QueueError, Refused};
 use crate::prp::PrpLists;
@@ -14,68 +14,21 @@ use shadowbell_memory::{Ring, SqeBatch};
 use shadowbell_spec::{Cqe, Sqe, Status};
 use std::sync::Arc;
 
-/// The controller has to be told of commands when they are this part of what it was told of.
-const UNTOLD_PART: u32 = 2;
-/// Or so many.
-const UNTOLD_MOST: u32 = 16;
+/// Commands are published when they are this part of those that were published before.
+const UNPUBLISHED_PART: u32 = 2;
+/// Commands are published when they are so many.
+const UNPUBLISHED_MOST: u32 = 16;
 
 /// CDW0 bits 31:16, the command identifier, in the first word of an entry.
 const CID: u64 = 0xffff_0000;
 /// CDW0 bits 15:14, what the data pointer is: 0 for PRPs.
 const PSDT: u64 = 0xc000;
 
-/// A command that was submitted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Token {
-    pub(super) cid: u16,
-    pub(super) slot: u16,
-}
-
-impl Token {
-    /// The command's slot: below the number of commands that the queue takes at once
-    /// ([`QueuePair::capacity`](crate::QueuePair::capacity)), and no two outstanding commands of a
-    /// queue have the same. For whatever a program keeps per command.
-    #[inline]
-    #[must_use]
-    pub fn index(self) -> usize {
-        usize::from(self.slot)
-    }
-
-    /// The command identifier (CID) that the command has in its queue, as Abort wants it.
-    #[must_use]
-    pub fn cid(self) -> u16 {
-        self.cid
-    }
-}
-
-/// A command that completed.
-#[derive(Debug)]
-pub struct Completion {
-    /// Which command.
-    pub token: Token,
-    /// How it went.
-    pub status: Status,
-    /// Command specific result, dword 0.
-    pub dw0: u32,
-    /// Command specific result, dword 1.
-    pub dw1: u32,
-    /// The buffer that was submitted with it: the device is done with it.
-    pub buffer: Option<Buffer>,
-}
-
-impl Completion {
-    /// Of a command that the driver has ended, by nobody's token.
-    pub(crate) fn ended() -> Self {
-        let token = Token { cid: u16::MAX, slot: u16::MAX };
-        Self { token, status: Status::ABORTED_BY_HOST, dw0: 0, dw1: 0, buffer: None }
-    }
-}
-
 /// What belongs to an outstanding command: a cache line.
 ///
-/// In this order, because the identifier is read right after the age is written. Side by side they
-/// would be read at once, and a load that is wider than the store before it waits until that has
-/// reached the cache: see [`SqeBatch`].
+/// In this order, because the identifier is read right after the ticks are written. Side by side
+/// they would be read at once, and a load that is wider than the store before it waits until that
+/// has reached the cache: see [`SqeBatch`].
 #[repr(C, align(64))]
 pub(super) struct Slot {
     pub(super) buffer: Option<Buffer>,
@@ -83,20 +36,21 @@ pub(super) struct Slot {
     pub(super) cid: u16,
     /// What was submitted, in case that it has to be submitted again.
     pub(super) command: Command,
-    /// 0 if there is no command, or one that the [`Rescue`] has; else one more than the times that
-    /// it was seen outstanding by [`Core::grow_older`].
-    pub(super) age: u8,
+    /// 0 if there is no command, or a late one that the
+    /// [`RetryTable`](super::retry::RetryTable) has; else one more than the ticks of the watchdog
+    /// for which it was outstanding.
+    pub(super) ticks: u8,
 }
 
 /// What a [`Core`] is made of.
-pub(crate) struct Parts {
+pub(crate) struct CoreParts {
     pub(crate) qid: u16,
     pub(crate) sq: Ring<{ Sqe::SIZE }>,
     pub(crate) sq_size: RingSize,
     pub(crate) cq: Ring<{ Cqe::SIZE }>,
     pub(crate) cq_size: RingSize,
-    pub(crate) sq_bell: Bell,
-    pub(crate) cq_bell: Bell,
+    pub(crate) sq_doorbell: Doorbell,
+    pub(crate) cq_doorbell: Doorbell,
     pub(crate) lists: PrpLists,
     pub(crate) max_transfer: u64,
 }
@@ -109,14 +63,14 @@ pub(crate) struct Core {
     pub(super) qid: u16,
     pub(super) sq: Ring<{ Sqe::SIZE }>,
     pub(super) sq_size: RingSize,
-    /// Behind what was written last, in the queue or in the sqe_batch.
+    /// Behind the entry that was written last, into the queue or into the batch.
     pub(super) sq_tail: u16,
     pub(super) sq_published: u16,
     sqe_batch: SqeBatch,
-    /// As the last completion said that was believable.
+    /// As of the last completion whose SQHD was possible.
     pub(super) sq_head: u16,
-    /// What the last completion said of it, which is checked once for each batch of them.
-    pub(super) sq_head_said: u16,
+    /// SQHD of the last completion, which is checked once for each batch of them.
+    pub(super) reported_sq_head: u16,
     pub(super) cq: Ring<{ Cqe::SIZE }>,
     pub(super) cq_size: RingSize,
     pub(super) cq_head: u16,
@@ -124,8 +78,8 @@ pub(crate) struct Core {
     /// Entries consumed since the head was published.
     pub(super) cq_unpublished: u32,
     cq_publish_at: u32,
-    pub(crate) sq_bell: Bell,
-    pub(crate) cq_bell: Bell,
+    pub(crate) sq_doorbell: Doorbell,
+    pub(crate) cq_doorbell: Doorbell,
     pub(super) slots: Box<[Slot]>,
     pub(super) free: Vec<u16>,
     pub(super) slot_mask: u16,
@@ -134,11 +88,10 @@ pub(crate) struct Core {
     max_transfer: u64,
     pub(super) stats: QueueStats,
     pub(super) failed: Option<Arc<str>>,
-    pub(super) rescue: Rescue,
 }
 
 impl Core {
-    pub(crate) fn new(parts: Parts) -> Self {
+    pub(crate) fn new(parts: CoreParts) -> Self {
         // One entry of the submission queue always stays empty, and the completion queue is as
         // long at least, so neither can overflow whatever the device does.
         let capacity = parts.sq_size.entries().min(parts.cq_size.entries()) - 1;
@@ -147,7 +100,7 @@ impl Core {
         let bits = u16::BITS - capacity.leading_zeros();
         let slot_mask = 1u16.checked_shl(bits).map_or(u16::MAX, |bit| bit - 1);
         let slots = (0..capacity)
-            .map(|cid| Slot { buffer: None, command: Command::NONE, cid, age: 0 })
+            .map(|cid| Slot { buffer: None, command: Command::NONE, cid, ticks: 0 })
             .collect();
         Self {
             qid: parts.qid,
@@ -157,15 +110,15 @@ impl Core {
             sq_published: 0,
             sqe_batch: SqeBatch::new(),
             sq_head: 0,
-            sq_head_said: 0,
+            reported_sq_head: 0,
             cq: parts.cq,
             cq_size: parts.cq_size,
             cq_head: 0,
             phase: true,
             cq_unpublished: 0,
             cq_publish_at: (parts.cq_size.entries() / 4).max(1),
-            sq_bell: parts.sq_bell,
-            cq_bell: parts.cq_bell,
+            sq_doorbell: parts.sq_doorbell,
+            cq_doorbell: parts.cq_doorbell,
             slots,
             free: (0..capacity).rev().collect(),
             slot_mask,
@@ -174,7 +127,6 @@ impl Core {
             max_transfer: parts.max_transfer,
             stats: QueueStats::default(),
             failed: None,
-            rescue: Rescue::default(),
         }
     }
 
@@ -191,7 +143,7 @@ impl Core {
         self.max_transfer
     }
 
-    /// Has commands move less than the queue was made for.
+    /// Limits the bytes of a command to less than the queue was made for.
     pub(crate) fn limit_transfer(&mut self, max: u64) {
         self.max_transfer = self.max_transfer.min(max);
     }
@@ -203,10 +155,10 @@ impl Core {
 
     pub(crate) fn stats(&self) -> QueueStats {
         QueueStats {
-            // With those of the queue's earlier lives.
-            sq_doorbell_mmio_writes: self.stats.sq_doorbell_mmio_writes + self.sq_bell.trapped,
-            cq_doorbell_mmio_writes: self.stats.cq_doorbell_mmio_writes + self.cq_bell.trapped,
-            mmio_saved: self.stats.mmio_saved + self.sq_bell.saved() + self.cq_bell.saved(),
+            // With those from before the queue was created again.
+            sq_doorbell_mmio_writes: self.stats.sq_doorbell_mmio_writes + self.sq_doorbell.trapped,
+            cq_doorbell_mmio_writes: self.stats.cq_doorbell_mmio_writes + self.cq_doorbell.trapped,
+            mmio_saved: self.stats.mmio_saved + self.sq_doorbell.saved() + self.cq_doorbell.saved(),
             polls: self.stats.completed + self.stats.empty_polls,
             ..self.stats
         }
@@ -221,9 +173,9 @@ impl Core {
         self.stats.completed
     }
 
-    /// Writes a command, the eight words of its entry, into the submission queue. Its identifier and
-    /// data pointer are set here; `command` says what its data are, and is kept in case that it has
-    /// to be submitted again. The controller hears of it with [`ring`](Self::ring).
+    /// Writes a command, the eight words of its entry, into the submission queue. Its identifier
+    /// and data pointer are set here; `command` says what its data are, and is kept in case that it
+    /// has to be submitted again. The controller is notified by [`ring`](Self::ring).
     #[inline(always)]
     pub(crate) fn submit(
         &mut self,
@@ -252,7 +204,7 @@ impl Core {
             return Err(self.refuse_full(buffer));
         };
         let cid = entry.cid;
-        entry.age = 1;
+        entry.ticks = 1;
         entry.command = command;
         // There was none, so there is none to be dropped.
         std::mem::forget(std::mem::replace(&mut entry.buffer, buffer));
@@ -261,24 +213,24 @@ impl Core {
             words[0] &= !PSDT;
             (words[3], words[4]) = (prp1, prp2);
         }
-        self.put(words);
+        self.push(words);
         self.stats.submitted += 1;
         Ok(Token { cid, slot })
     }
 
-    /// Takes an entry for the place at the tail.
+    /// Puts an entry at the tail, into the batch.
     #[inline(always)]
-    pub(super) fn put(&mut self, words: [u64; 8]) {
+    pub(super) fn push(&mut self, words: [u64; 8]) {
         if self.sqe_batch.is_full() {
-            self.deliver();
+            self.flush();
         }
         self.sqe_batch.push(words);
         self.sq_tail = self.sq_size.forward(self.sq_tail, 1);
     }
 
-    /// Writes the entries that were taken into the queue.
+    /// Writes the batch into the queue.
     #[inline]
-    pub(super) fn deliver(&mut self) {
+    pub(super) fn flush(&mut self) {
         let held = self.sqe_batch.held() as u32;
         if held != 0 {
             self.sqe_batch.flush(&self.sq, u32::from(self.sq_size.back(self.sq_tail, held)));
@@ -309,7 +261,7 @@ impl Core {
             .ok_or(QueueError::TooLong { bytes, max: self.max_transfer })
     }
 
-    /// Gives the slot back.
+    /// Frees the slot again.
     #[cold]
     fn refuse(&mut self, slot: u16, reason: Option<QueueError>, buffer: Option<Buffer>) -> Refused {
         self.free.push(slot);
@@ -327,80 +279,85 @@ impl Core {
         Refused { reason, buffer }
     }
 
-    /// Tells the controller of all commands submitted so far.
+    /// Publishes the tail of all commands submitted so far, with a register write if needed.
     #[inline]
     pub(crate) fn ring(&mut self) -> Result<(), QueueError> {
         self.check_sq_head();
         let outcome = if self.sq_tail != self.sq_published {
-            self.deliver();
+            self.flush();
             self.sq_published = self.sq_tail;
             self.stats.batches += 1;
-            self.sq_bell.publish(self.sq_tail)
+            self.sq_doorbell.publish(self.sq_tail)
         } else {
-            self.sq_bell.needs_notification()
+            self.sq_doorbell.notify_if_needed()
         };
         if let Err(error) = outcome {
             return Err(self.fail(&error));
         }
-        self.give_back_if_short()
+        self.return_entries_if_short()
     }
 
-    /// Puts all commands submitted so far where the controller looks, which has enough to do to look
-    /// there by itself; whether it has to be told is asked with the next, or by [`ring`](Self::ring).
+    /// Publishes the tail to a controller that has enough to do to look at it by itself. Whether a
+    /// register write is needed is decided with the next commands, or by [`ring`](Self::ring).
     #[inline]
-    fn post(&mut self) -> Result<(), QueueError> {
+    fn publish_deferred(&mut self) -> Result<(), QueueError> {
         self.check_sq_head();
-        self.deliver();
+        self.flush();
         self.sq_published = self.sq_tail;
         self.stats.batches += 1;
-        if let Err(error) = self.sq_bell.publish_deferred(self.sq_tail) {
+        if let Err(error) = self.sq_doorbell.publish_deferred(self.sq_tail) {
             return Err(self.fail(&error));
         }
-        self.give_back_if_short()
+        self.return_entries_if_short()
     }
 
-    /// Tells the controller, if it has little else to do or if it is worth it by now. Whether there is
-    /// nothing left that it has to be told by [`ring`](Self::ring).
+    /// Publishes the tail if the controller has little else to do, or if enough commands have come
+    /// together. Whether there is nothing left for [`ring`](Self::ring) to do.
     #[inline(always)]
     pub(crate) fn ring_in_time(&mut self) -> Result<bool, QueueError> {
-        let untold = self.sq_size.distance(self.sq_published, self.sq_tail);
-        let told = self.outstanding() as u32 - untold.min(self.outstanding() as u32);
-        let due = untold >= (told / UNTOLD_PART).min(UNTOLD_MOST) && untold != 0;
+        let unpublished = self.sq_size.distance(self.sq_published, self.sq_tail);
+        let published = self.outstanding() as u32 - unpublished.min(self.outstanding() as u32);
+        let due =
+            unpublished >= (published / UNPUBLISHED_PART).min(UNPUBLISHED_MOST) && unpublished != 0;
         // The calls return nothing that has to be put together: see `shadowbell_memory::SqeBatch`.
         if !due {
-            self.release_if_short()?;
-        } else if told >= UNTOLD_MOST {
-            self.post()?;
+            self.ring_cq_doorbell_if_short()?;
+        } else if published >= UNPUBLISHED_MOST {
+            self.publish_deferred()?;
         } else {
             self.ring()?;
         }
-        Ok((due || untold == 0) && !self.sq_bell.has_deferred())
+        Ok((due || unpublished == 0) && !self.sq_doorbell.has_deferred())
     }
 
-    /// Tells the controller how far the completion queue was consumed.
-    pub(crate) fn release(&mut self) -> Result<(), QueueError> {
+    /// Publishes how far the completion queue was consumed.
+    pub(crate) fn ring_cq_doorbell(&mut self) -> Result<(), QueueError> {
         if self.cq_unpublished != 0 {
             self.cq_unpublished = 0;
-            if let Err(error) = self.cq_bell.publish(self.cq_head) {
+            if let Err(error) = self.cq_doorbell.publish(self.cq_head) {
                 return Err(self.fail(&error));
             }
         }
         Ok(())
     }
 
-    /// The same, but only if the controller might otherwise have no room for a completion. The
-    /// head is of no other use to a controller that is not about to interrupt.
+    /// Publishes the completion queue head if the controller might otherwise have no room for a
+    /// completion. The head is of no other use to a controller that is not about to interrupt.
     #[inline(always)]
-    fn release_if_short(&mut self) -> Result<(), QueueError> {
+    fn ring_cq_doorbell_if_short(&mut self) -> Result<(), QueueError> {
         self.check_sq_head();
-        self.give_back_if_short()
+        self.return_entries_if_short()
     }
 
     #[inline(always)]
-    fn give_back_if_short(&mut self) -> Result<(), QueueError> {
+    fn return_entries_if_short(&mut self) -> Result<(), QueueError> {
         let room = self.cq_size.entries() - 1;
         let short = self.cq_unpublished + self.outstanding() as u32 > room;
-        if short || self.cq_unpublished >= self.cq_publish_at { self.release() } else { Ok(()) }
+        if short || self.cq_unpublished >= self.cq_publish_at {
+            self.ring_cq_doorbell()
+        } else {
+            Ok(())
+        }
     }
 
     /// The word of a completion queue entry with its phase tag. Acquires: what the controller wrote
@@ -421,14 +378,18 @@ impl Core {
         self.is_new(self.second_word())
     }
 
-    /// The next completion, whatever it takes. Entries that belong to no outstanding command are
-    /// skipped, at most as many as the queue has entries.
+    /// The next completion. Entries that belong to no outstanding command are skipped, at most as
+    /// many as the queue has entries. For a queue whose commands are never submitted again; others
+    /// have [`RetryTable::pop`](super::retry::RetryTable::pop).
     pub(crate) fn pop(&mut self) -> Option<Completion> {
         for _ in 0..self.cq_size.entries() {
             let Some(word) = self.pop_word() else { break };
-            if let Some(completion) = self.consume_any(word) {
-                return Some(completion);
+            let completion = self.consume(word);
+            if completion.is_some() {
+                return completion;
             }
+            self.advance();
+            self.unknown_completion((word >> 32) as u16);
         }
         self.stats.empty_polls += 1;
         None
@@ -442,7 +403,7 @@ impl Core {
     }
 
     /// Consumes the entry at the head, of which `word` is the second word, if it completes the
-    /// command that is in its slot; otherwise there is [`consume_any`](Self::consume_any).
+    /// command that is in its slot.
     ///
     /// A completion is made in one place, from registers, and stays in them wherever this is
     /// inlined: see [`SqeBatch`].
@@ -451,14 +412,14 @@ impl Core {
         let cid = (word >> 32) as u16;
         let slot = cid & self.slot_mask;
         let entry = self.slots.get_mut(usize::from(slot));
-        let entry = entry.filter(|entry| entry.cid == cid && entry.age != 0)?;
-        entry.age = 0;
+        let entry = entry.filter(|entry| entry.cid == cid && entry.ticks != 0)?;
+        entry.ticks = 0;
         entry.cid = cid.wrapping_add(self.generation);
         let buffer = entry.buffer.take();
         let first = self.advance();
         self.free.push(slot);
         self.stats.completed += 1;
-        self.sq_head_said = word as u16;
+        self.reported_sq_head = word as u16;
         if (word >> 16) as u16 != self.qid {
             self.bad_sq_head(word as u16, (word >> 16) as u16);
         }
@@ -471,18 +432,9 @@ impl Core {
         })
     }
 
-    /// The same, and if the entry is an odd one, what is to be made of that.
-    #[cold]
-    pub(super) fn consume_any(&mut self, word: u64) -> Option<Completion> {
-        self.consume(word).or_else(|| {
-            let first = self.advance();
-            self.odd_completion(first, word)
-        })
-    }
-
     /// Takes the entry at the head; its first word.
     #[inline(always)]
-    fn advance(&mut self) -> u64 {
+    pub(super) fn advance(&mut self) -> u64 {
         let first = self.cq.read(u32::from(self.cq_head));
         self.cq_head = self.cq_size.forward(self.cq_head, 1);
         self.phase ^= self.cq_head == 0;
@@ -490,20 +442,19 @@ impl Core {
         first
     }
 
-    /// After the completions that there were have been taken: gives their entries back if the
-    /// controller needs them.
+    /// After completions were taken: publishes the head if the controller needs their entries.
     #[inline]
-    pub(crate) fn settle(&mut self) -> Result<(), QueueError> {
-        if self.cq_unpublished == 0 { Ok(()) } else { self.release_if_short() }
+    pub(crate) fn ring_cq_doorbell_if_needed(&mut self) -> Result<(), QueueError> {
+        if self.cq_unpublished == 0 { Ok(()) } else { self.ring_cq_doorbell_if_short() }
     }
 
-    /// Checks the submission queue head that the last completion had. Nothing here relies on it, but
-    /// a device that gets it wrong is not to be trusted with much else. Always before the tail that was
-    /// told moves on: what was consumed is part of what was told before, and both are less than the
-    /// queue ahead of the head that is known.
+    /// Checks SQHD of the last completion. Nothing here relies on it, but a device that gets it
+    /// wrong is not to be trusted with much else. Always before the published tail moves on: what
+    /// was consumed is part of what was published before, and both are less than the queue ahead of
+    /// the head that is known.
     #[inline]
     fn check_sq_head(&mut self) {
-        let head = self.sq_head_said;
+        let head = self.reported_sq_head;
         if head == self.sq_head {
             return;
         }
@@ -512,7 +463,7 @@ impl Core {
         if u32::from(head) < self.sq_size.entries() && moved <= submitted {
             self.sq_head = head;
         } else {
-            self.sq_head_said = self.sq_head;
+            self.reported_sq_head = self.sq_head;
             self.bad_sq_head(head, self.qid);
         }
     }
@@ -550,8 +501,8 @@ impl Core {
         self.failure()
     }
 
-    /// From here on no command is taken: not one with data, because it would be too long, and not one
-    /// without.
+    /// Has every further command refused: one with data because it is too long, one without because
+    /// of `failed`.
     pub(super) fn set_failed(&mut self, why: impl FnOnce() -> Arc<str>) {
         self.failed.get_or_insert_with(why);
         self.max_transfer = 0;
@@ -561,6 +512,19 @@ impl Core {
     pub(crate) fn failure(&self) -> QueueError {
         let why = self.failed.clone().unwrap_or_else(|| "it was closed".into());
         QueueError::Failed { qid: self.qid, why }
+    }
+
+    /// Makes the rings as new, with these doorbells. The slots stay as they are.
+    pub(super) fn reset_rings(&mut self, doorbells: [Doorbell; 2]) {
+        let [sq_doorbell, cq_doorbell] = doorbells;
+        self.stats.sq_doorbell_mmio_writes += self.sq_doorbell.trapped;
+        self.stats.cq_doorbell_mmio_writes += self.cq_doorbell.trapped;
+        self.stats.mmio_saved += self.sq_doorbell.saved() + self.cq_doorbell.saved();
+        (self.sq_doorbell, self.cq_doorbell) = (sq_doorbell, cq_doorbell);
+        (0..self.sq_size.entries()).for_each(|at| self.sq.write(at, &[0u8; Sqe::SIZE]));
+        (0..self.cq_size.entries()).for_each(|at| self.cq.write(at, &[0u8; Cqe::SIZE]));
+        (self.sq_tail, self.sq_published, self.sq_head, self.reported_sq_head) = (0, 0, 0, 0);
+        (self.cq_head, self.phase, self.cq_unpublished) = (0, true, 0);
     }
 
     /// Takes the buffers of all outstanding commands: the device is done with them, or they must

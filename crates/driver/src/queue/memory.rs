@@ -1,7 +1,8 @@
 //! Where queues lie in memory that was shared with the device once.
 
-use super::bell::Bell;
-use super::core::{Core, Parts};
+use super::core::{Core, CoreParts};
+use super::doorbell::Doorbell;
+use super::layout::QueueLayout;
 use crate::dma::{DmaError, Region};
 use crate::prp::{PrpLists, list_bytes};
 use crate::transport::Transport;
@@ -66,10 +67,6 @@ impl QueueMemory {
         Ok(Self { region, first, shape, pages })
     }
 
-    pub(crate) fn region(&self) -> &Arc<Region> {
-        &self.region
-    }
-
     fn piece(&self, offset: u64, len: u64) -> Option<(SharedBytes, u64)> {
         let offset = self.first + offset;
         let bytes =
@@ -87,47 +84,45 @@ impl QueueMemory {
         Some((bytes, iova))
     }
 
-    /// Queue pair `index`, zeroed, as `qid` with at most `sq` entries. No two uses of one index may
-    /// be alive at once, at either end.
+    /// Queue pair `index`, zeroed, as `qid` with at most `sq` entries, which the controller does
+    /// not know of yet. No two uses of one index may be alive at once, at either end.
     pub(crate) fn pair(
         &self,
         index: u64,
         qid: u16,
         sq: RingSize,
-        bells: [Bell; 2],
-    ) -> Option<Pair> {
+        doorbells: [Doorbell; 2],
+    ) -> Option<(Core, QueueLayout)> {
         let shape = self.shape;
         let start = self.pages * shape.page + index.checked_mul(shape.bytes())?;
         let (sq_bytes, sq_iova) = self.piece(start, shape.sq_bytes())?;
         let (cq_bytes, cq_iova) = self.piece(start + shape.sq_bytes(), shape.cq_bytes())?;
         let rings = shape.sq_bytes() + shape.cq_bytes();
         let (lists, lists_iova) = self.piece(start + rings, shape.bytes() - rings)?;
-        // A completion queue entry that an earlier life left there would look like a new one.
+        // A completion queue entry that an earlier queue left there would look like a new one.
         cq_bytes.fill(0, cq_bytes.len(), 0)?;
         sq_bytes.fill(0, sq_bytes.len(), 0)?;
         let sq = if sq.entries() < shape.sq.entries() { sq } else { shape.sq };
         let slots = sq.entries().min(shape.cq.entries()) as usize - 1;
-        let [sq_bell, cq_bell] = bells;
-        let core = Core::new(Parts {
+        let [sq_doorbell, cq_doorbell] = doorbells;
+        let core = Core::new(CoreParts {
             qid,
             sq: Ring::over(&sq_bytes, sq.entries())?,
             sq_size: sq,
             cq: Ring::over(&cq_bytes, shape.cq.entries())?,
             cq_size: shape.cq,
-            sq_bell,
-            cq_bell,
+            sq_doorbell,
+            cq_doorbell,
             lists: PrpLists::new(lists, lists_iova, slots, shape.max_transfer, shape.page)?,
             max_transfer: shape.max_transfer,
         });
-        Some(Pair { core, sq, sq_iova, cq: shape.cq, cq_iova })
+        let layout = QueueLayout { qid, sq, sq_iova, cq: shape.cq, cq_iova, interrupts: false };
+        Some((core, layout))
     }
-}
 
-/// A queue pair that the controller does not know of yet.
-pub(crate) struct Pair {
-    pub(crate) core: Core,
-    pub(crate) sq: RingSize,
-    pub(crate) sq_iova: u64,
-    pub(crate) cq: RingSize,
-    pub(crate) cq_iova: u64,
+    /// Keeps the memory until the process ends: the controller may still use it. How many bytes.
+    pub(crate) fn keep(&self) -> u64 {
+        std::mem::forget(Arc::clone(&self.region));
+        self.region.len()
+    }
 }

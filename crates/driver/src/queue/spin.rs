@@ -19,8 +19,8 @@ impl SpinPolicy {
 }
 
 impl Default for SpinPolicy {
-    /// Adaptive, up to 100 us: what the flash behind a queue takes, at least where a sleep would add
-    /// its own 30 us and more.
+    /// Adaptive, up to 100 us: what the flash behind a queue takes, at least where a sleep would
+    /// add its own 30 us and more.
     fn default() -> Self {
         Self { max: Duration::from_micros(100), adaptive: true }
     }
@@ -29,9 +29,9 @@ impl Default for SpinPolicy {
 /// The window that a [`SpinPolicy`] has arrived at.
 ///
 /// A wait with a sleep in it says little about what polling would have taken: the interrupt and the
-/// way back onto a processor are in it, too, which can be as much again. A device that answers within
-/// the most that is allowed seems not to, once the queue sleeps. So it looks for as long as it may
-/// every now and then, to see.
+/// way back onto a processor are in it, too, which can be as much again. A device that answers
+/// within the most that is allowed seems not to, once the queue sleeps. So it looks for as long as
+/// it may every now and then, to see.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SpinWindow {
     policy: SpinPolicy,
@@ -47,8 +47,8 @@ pub(crate) struct SpinWindow {
 const FLOOR: Duration = Duration::from_micros(2);
 /// So many waits that were too long are chance.
 const BAD_LUCK: u32 = 2;
-/// Sleeps between two tries: at first, and after many that were in vain, when they cost a thousandth
-/// of the most for each wait.
+/// Sleeps between two tries: at first, and after many that were in vain, when they cost a
+/// thousandth of the most for each wait.
 const BETWEEN: std::ops::RangeInclusive<u32> = 16..=1024;
 
 impl SpinWindow {
@@ -89,10 +89,10 @@ impl SpinWindow {
             self.until_try -= 1;
         }
         if waited <= max {
-            // A little more patience would have saved a sleep.
+            // A slightly longer window would have saved a sleep.
             self.window = (self.window * 2).max(FLOOR).min(max);
         } else if self.missed > BAD_LUCK {
-            // No patience that we are allowed would have: do not spend what there is.
+            // No window that is allowed would have: do not spend what there is.
             let half = self.window / 2;
             self.window = if half < FLOOR { Duration::ZERO } else { half };
         }
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn what_a_sleep_adds_does_not_keep_it_asleep() {
-        // The device is as quick as is allowed; with a sleep it does not look so.
+        // The device is as quick as is allowed; with a sleep it does not seem so.
         let mut spin = adaptive(50);
         (0..10).for_each(|_| spin.waited(us(5000)));
         assert_eq!(spin.window(), Duration::ZERO);

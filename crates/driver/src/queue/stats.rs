@@ -30,8 +30,8 @@ pub struct QueueStats {
     /// Completion queue entries whose submission queue identifier can not be, and batches of them
     /// whose last head can not be. The fields are ignored.
     pub bad_sq_heads: u64,
-    /// Commands that were not completed within [`Timeouts::io`](crate::Timeouts::io); each time that
-    /// a command is submitted counts.
+    /// Commands that were not completed within [`Timeouts::io`](crate::Timeouts::io); each time
+    /// that a command is submitted counts.
     pub late: u64,
     /// Times that a command was submitted again.
     pub repeated: u64,

@@ -1,6 +1,6 @@
 //! A controller behind a vfio-user socket.
 
-use super::{Transport, TransportError};
+use super::interface::{Transport, TransportError};
 use ::shadowbell_vfio_user::client::{Client, ClientError, Options, Share};
 use ::shadowbell_vfio_user::device::{DmaUnmap, IoFds, irq, region};
 use shadowbell_memory::{EventFd, Mapping, Protection, SharedBytes};

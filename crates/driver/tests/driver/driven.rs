@@ -228,7 +228,7 @@ fn who_asks_gets_the_queue_with_commands_under_way() {
         std::thread::yield_now();
     };
     assert_eq!(driver.outstanding(), 1);
-    // Who drives while another wants to hears of it.
+    // Whoever drives can ask whether another has tried to.
     assert!(queue.try_drive().is_none());
     assert!(driver.is_wanted() && !driver.is_wanted());
     fake.complete(0);
@@ -245,7 +245,7 @@ fn who_drives_a_queue_that_fails_hears_of_it() {
     futures.iter_mut().for_each(|future| assert!(poll_once(future).is_pending()));
     assert!(driver.step());
     controller.detach().unwrap();
-    // The next thing that is submitted, or a sleep, tells.
+    // It shows with the next thing that is submitted, or with a sleep.
     driver.sleep(Some(Instant::now()), || false);
     driver.step();
     wait_for(|| driver.is_over() || driver.step());
@@ -262,7 +262,7 @@ fn who_drives_a_queue_that_fails_hears_of_it() {
 }
 
 #[test]
-fn who_finds_no_place_in_time_hears_of_it_and_gets_the_buffer_back() {
+fn a_future_that_waits_too_long_for_a_full_queue_fails_and_gives_the_buffer_back() {
     // Places that the device does not give back, and places that futures do not.
     for held in [true, false] {
         let Setup { fake, disk, pool, .. } = setup();
@@ -289,12 +289,12 @@ fn who_finds_no_place_in_time_hears_of_it_and_gets_the_buffer_back() {
                 outcome = Some(error);
                 true
             }
-            Poll::Ready(Ok(_)) => panic!("there is no place"),
+            Poll::Ready(Ok(_)) => panic!("the queue is full"),
             Poll::Pending => false,
         });
         assert!(began.elapsed() >= Duration::from_millis(80));
         let error = outcome.unwrap();
-        assert!(matches!(error.kind, IoErrorKind::NoPlace { opcode: 2, .. }), "{error}");
+        assert!(matches!(error.kind, IoErrorKind::QueueFull { opcode: 2, .. }), "{error}");
         assert!(error.to_string().starts_with("Read was not submitted"), "{error}");
         assert!(error.buffer.is_some());
         wait_for(|| matches!(poll_once(&mut waits_too), Poll::Ready(Err(_))));

@@ -1,7 +1,8 @@
-//! A controller that does what a test tells it: well-behaved until then.
+//! A controller that does what a test asks of it: well-behaved until then.
 //!
 //! It works on the thread that rings a doorbell, so that nothing depends on time.
 
+use parking_lot::{Mutex, MutexGuard};
 use shadowbell_driver::{Transport, TransportError};
 use shadowbell_memory::{DmaSpace, EventFd, Mapping, Ring, Segments, SharedBytes, View};
 use shadowbell_spec::admin::{CreateIoCq, CreateIoSq, GetLogPage, Identify};
@@ -13,7 +14,7 @@ use shadowbell_spec::opcode::{AdminOpcode, NvmOpcode};
 use shadowbell_spec::regs::{self, Aqa, Cap, Cc, Csts};
 use shadowbell_spec::{Cqe, Sqe, Status, dbbuf};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use zerocopy::{FromZeros, IntoBytes};
 
 pub(crate) const BLOCKS: u64 = 2048;
@@ -66,7 +67,7 @@ pub(crate) struct State {
     pub(crate) io_status: Status,
     /// Answers to Identify that are not what they should be.
     pub(crate) identify_lies: BTreeMap<u8, Vec<u8>>,
-    /// With shadow doorbells: do not ask to be told.
+    /// With shadow doorbells: do not ask for register writes.
     pub(crate) polling: bool,
     /// With shadow doorbells: the admin queue's registers are looked at all the same.
     pub(crate) admin_by_register: bool,
@@ -86,7 +87,7 @@ pub(crate) struct State {
     pub(crate) event_requests: VecDeque<u16>,
     pub(crate) admin_log: Vec<u8>,
     pub(crate) doorbell_writes: Vec<(u64, u32)>,
-    pub(crate) medium: Vec<u8>,
+    pub(crate) blocks: Vec<u8>,
     pub(crate) ignored_cids: Vec<u16>,
     pub(crate) deleted: Vec<u16>,
     pub(crate) unmaps: usize,
@@ -146,7 +147,7 @@ impl Fake {
             event_requests: VecDeque::new(),
             admin_log: Vec::new(),
             doorbell_writes: Vec::new(),
-            medium: vec![0; BLOCKS as usize * 512],
+            blocks: vec![0; BLOCKS as usize * 512],
             ignored_cids: Vec::new(),
             deleted: Vec::new(),
             unmaps: 0,
@@ -159,7 +160,7 @@ impl Fake {
     }
 
     pub(crate) fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     pub(crate) fn with<T>(&self, f: impl FnOnce(&mut State) -> T) -> T {
@@ -338,13 +339,13 @@ impl State {
         }
         let rw = RwFields::decode(sqe);
         let (start, len) = (rw.slba as usize * 512, rw.blocks() as usize * 512);
-        let Some(medium) = self.medium.get(start..start + len) else {
+        let Some(blocks) = self.blocks.get(start..start + len) else {
             return Status::LBA_OUT_OF_RANGE;
         };
         match NvmOpcode::try_from(sqe.opcode) {
             Ok(NvmOpcode::Read) => match self.segments(sqe, len, true) {
                 Ok(segments) => {
-                    segments.write_from(0, medium).unwrap();
+                    segments.write_from(0, blocks).unwrap();
                     Status::SUCCESS
                 }
                 Err(status) => status,
@@ -355,9 +356,9 @@ impl State {
                         let mut data = vec![0; len];
                         segments.read_into(0, &mut data).unwrap();
                         if opcode == NvmOpcode::Write {
-                            self.medium[start..start + len].copy_from_slice(&data);
+                            self.blocks[start..start + len].copy_from_slice(&data);
                             Status::SUCCESS
-                        } else if self.medium[start..start + len] == data {
+                        } else if self.blocks[start..start + len] == data {
                             Status::SUCCESS
                         } else {
                             Status::COMPARE_FAILURE
@@ -367,7 +368,7 @@ impl State {
                 }
             }
             Ok(NvmOpcode::WriteZeroes) => {
-                self.medium[start..start + len].fill(0);
+                self.blocks[start..start + len].fill(0);
                 Status::SUCCESS
             }
             _ => Status::INVALID_OPCODE,

@@ -136,7 +136,7 @@ fn a_dropped_future_leaves_its_buffer_to_the_device() {
     let Setup { fake, disk, pool, .. } = setup();
     fake.with(|state| {
         state.hold = true;
-        state.medium.fill(0x5a);
+        state.blocks.fill(0x5a);
     });
     let count = Arc::new(Count::default());
     let buffer = pool.take().unwrap();

@@ -8,6 +8,7 @@ mod fake;
 mod futures;
 mod queue;
 mod recovery;
+#[cfg(feature = "vfio-user")]
 mod vfio_user;
 
 use fake::Fake;

@@ -34,7 +34,7 @@ fn run(
     queue.ring().unwrap();
     let completion = queue.pop().expect("the fake completes at once");
     assert_eq!(completion.token, token);
-    queue.settle().unwrap();
+    queue.ring_cq_doorbell_if_needed().unwrap();
     (completion.status, completion.buffer)
 }
 
@@ -140,7 +140,11 @@ fn a_batch_is_one_doorbell_and_shadow_doorbells_make_it_none() {
         fake.poll();
         assert_eq!(queue.poll(drop).unwrap(), 8);
     }
-    assert_eq!(fake.state().doorbell_writes.len(), before, "a controller that polls hears nothing");
+    assert_eq!(
+        fake.state().doorbell_writes.len(),
+        before,
+        "a controller that polls sees no register write"
+    );
     let stats = queue.stats();
     assert_eq!(stats.doorbell_mmio_writes(), 0);
     assert!(stats.mmio_saved >= 1000);
@@ -273,7 +277,7 @@ fn queue_heads_that_can_not_be_do_no_harm() {
         fake.with(|state| state.held.clear());
         fake.post(1, Cqe::new(token.cid(), sq_id, 0, Status::SUCCESS, 0), sq_head, None);
         assert_eq!(queue.pop().unwrap().token, token);
-        queue.settle().unwrap();
+        queue.ring_cq_doorbell_if_needed().unwrap();
         assert_eq!(queue.stats().bad_sq_heads, i as u64 + 1);
     }
     fake.with(|state| state.hold = false);
@@ -283,7 +287,7 @@ fn queue_heads_that_can_not_be_do_no_harm() {
     assert_eq!(queue.stats().bad_sq_heads, 4);
 }
 
-/// What is taken and submitted again before the controller is told may go once around the queue.
+/// What is taken and submitted again before it is published may go once around the queue.
 #[test]
 fn heads_are_right_however_much_was_taken_between_two_rings() {
     let fake = Fake::new();
@@ -406,7 +410,7 @@ fn dropping_a_queue_deletes_it_and_gives_its_buffers_back() {
     drop(queue);
     assert_eq!(fake.state().deleted, [1]);
     assert_eq!(pool.available(), 3);
-    // The place is free again, and nothing of the old life is in it.
+    // The identifier is free again, and nothing of the old queue is in its memory.
     let queue = controller.create_queue_pair(16).unwrap();
     assert!(!queue.is_ready());
 }
@@ -429,8 +433,8 @@ fn buffers_of_a_queue_that_is_not_deleted_are_kept() {
     let error = controller.create_queue_pair(16).map(|queue| queue.qid());
     // Identifier 1 is never used again; the controller granted one pair only.
     assert!(error.is_err());
-    // The device completes late, and hits nobody's memory.
-    fake.with(|state| state.medium.fill(0x5a));
+    // The device completes late, and hits no memory of ours.
+    fake.with(|state| state.blocks.fill(0x5a));
     fake.complete(0);
     assert_eq!(bytes.read::<u8>(0), Some(0x5a));
     let unmaps = fake.state().unmaps;
@@ -485,15 +489,15 @@ fn a_long_queue_is_rung_for_several_commands_at_a_time() {
     let (controller, mut queue) = one_queue(&fake, &options());
     fake.with(|state| state.hold = true);
     let flush = controller.namespace(1).unwrap().flush();
-    let mut told = Vec::new();
+    let mut published = Vec::new();
     for _ in 0..15 {
         queue.submit(flush, None).unwrap();
-        told.push(queue.ring_in_time().unwrap());
+        published.push(queue.ring_in_time().unwrap());
     }
     // Each at once while one is half of what the controller knows of; from there on two at a time,
     // then three, then four.
-    assert_eq!(told[..4], [true; 4]);
-    assert_eq!(told[4..], [0, 1, 0, 0, 1, 0, 0, 0, 1, 0, 0].map(|told| told == 1));
+    assert_eq!(published[..4], [true; 4]);
+    assert_eq!(published[4..], [0, 1, 0, 0, 1, 0, 0, 0, 1, 0, 0].map(|published| published == 1));
     assert_eq!(queue.stats().batches, 7);
     queue.submit(flush, None).unwrap_err();
     queue.ring().unwrap();

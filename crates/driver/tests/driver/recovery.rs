@@ -1,5 +1,5 @@
-//! Recovery of what only a fake can do: a controller that fails while nothing is under way, one that
-//! can not be stopped, one that changes.
+//! Recovery of what only a fake can do: a controller that fails while nothing is under way, one
+//! that can not be stopped, one that changes.
 
 use crate::fake::Fake;
 use crate::options;
@@ -134,7 +134,7 @@ fn buffers_are_kept_from_a_controller_that_can_not_be_stopped() {
     drop(pool);
     assert_eq!(fake.state().unmaps, unmaps, "what it may write to stays its own");
     // It does.
-    fake.with(|state| state.medium.fill(0x5a));
+    fake.with(|state| state.blocks.fill(0x5a));
     fake.complete(0);
     assert_eq!(bytes.read::<u8>(0), Some(0x5a));
     assert!(controller.detach().unwrap_err().to_string().contains("kept"));
@@ -158,7 +158,7 @@ fn a_buffer_stays_with_its_command_until_the_queue_is_deleted() {
         if let Some(ended) = queue.pop() {
             break ended;
         }
-        assert!(fake.state().deleted.is_empty(), "what was deleted is told of at once");
+        assert!(fake.state().deleted.is_empty(), "the driver knows at once what was deleted");
         std::thread::sleep(Duration::from_millis(1));
         assert!(began.elapsed() < Duration::from_secs(20));
     };
@@ -190,7 +190,7 @@ fn what_completes_twice_does_not_end_the_repetition() {
     let unknown = queue.stats().unknown_completions;
     for status in [Status::SUCCESS, Status::ABORT_REQUESTED] {
         fake.post(1, aborted.with_status(status), 1, None);
-        assert!(queue.pop().is_none(), "a completion of its first life");
+        assert!(queue.pop().is_none(), "a completion with its first identifier");
     }
     assert_eq!(queue.stats().unknown_completions, unknown + 2);
     fake.complete(1);
@@ -199,8 +199,9 @@ fn what_completes_twice_does_not_end_the_repetition() {
     assert_eq!((queue.stats().repeated, queue.outstanding()), (1, 0));
 }
 
-/// The controller aborts its late commands in the moment in which their queue is deleted: they are found
-/// in the completion queue when there is no submission queue any more to submit them to again.
+/// The controller aborts its late commands in the moment in which their queue is deleted: they are
+/// found in the completion queue when there is no submission queue any more to submit them to
+/// again.
 #[test]
 fn what_is_aborted_with_its_queue_is_submitted_to_the_new_one() {
     let fake = Fake::new();
@@ -247,7 +248,7 @@ fn futures_do_not_notice_a_queue_that_is_created_again() {
     let pool = controller.buffers(8, 4096).unwrap();
     fake.with(|state| {
         state.hold = true;
-        state.medium.fill(0x17);
+        state.blocks.fill(0x17);
     });
     std::thread::scope(|scope| {
         for _ in 0..4 {
@@ -278,7 +279,7 @@ fn the_last_handle_shuts_the_controller_down_before_it_is_gone() {
         let fake = Fake::new();
         let (controller, queue) = attach(&fake);
         let admin = controller.admin();
-        // While the keeper looks at it every now and then.
+        // While the watchdog looks at it every now and then.
         std::thread::sleep(Duration::from_micros(500 * (round % 5)));
         drop(controller);
         drop(admin);

@@ -1,10 +1,11 @@
 //! A disk with a volatile cache, whose power can be cut.
 
+use parking_lot::Mutex;
 use shadowbell_backend::{Disk, DiskError, DiskInfo, Op, Queue, Request, Submitted};
 use shadowbell_memory::Segments;
 use std::collections::HashSet;
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 /// Bytes of a block.
 pub(crate) const BLOCK: usize = 512;
@@ -33,7 +34,7 @@ impl CachedDisk {
 
     /// What is left of a block when the power is cut now.
     pub(crate) fn stable(&self, block: u64) -> [u8; BLOCK] {
-        let bytes = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = self.bytes.lock();
         bytes.stable[block as usize * BLOCK..][..BLOCK].try_into().unwrap()
     }
 }
@@ -60,7 +61,7 @@ struct CachedQueue(CachedDisk);
 impl CachedQueue {
     fn run(&self, request: &Request, data: &Segments) -> Result<(), DiskError> {
         request.check(&self.0.info().bounds(), data)?;
-        let mut bytes = self.0.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut bytes = self.0.bytes.lock();
         let Bytes { cached, stable, dirty } = &mut *bytes;
         let (at, len) = (request.offset as usize, request.len as usize);
         let (range, blocks) = (at..at + len, at / BLOCK..(at + len) / BLOCK);

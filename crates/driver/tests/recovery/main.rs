@@ -1,12 +1,12 @@
-//! The ladder of recovery, against the real controller that does wrong on purpose.
+//! The steps of recovery, against the real controller that does wrong on purpose.
 
 #[path = "../common/direct.rs"]
 mod direct;
 mod disk;
 mod model;
-mod rungs;
 mod served;
 mod soak;
+mod steps;
 
 use ::shadowbell_backend::Disk;
 use shadowbell_controller::faults::{Faults, Injected};
@@ -25,8 +25,8 @@ fn emulated(disk: Arc<dyn Disk>) -> Emulated {
     Emulated::new(config, pool, Carrier::default()).unwrap()
 }
 
-/// Options that do not make a test wait for long, but long enough that a controller which is not run
-/// for a while, on a busy machine, is not taken for one that does wrong.
+/// Options that do not make a test wait for long, but long enough that a controller which is not
+/// run for a while, on a busy machine, is not taken for one that does wrong.
 fn options() -> AttachOptions {
     AttachOptions {
         timeouts: Timeouts {

@@ -10,7 +10,7 @@ use zerocopy::IntoBytes;
 /// The most blocks of a command.
 const MOST: u64 = 16;
 /// No command may take longer than this, whatever happens to it.
-const PATIENCE: Duration = Duration::from_secs(30);
+const LONGEST: Duration = Duration::from_secs(30);
 
 /// What a block of this version holds; version 0 is zeroes.
 fn fill(block: u64, version: u64) -> [u8; BLOCK] {
@@ -124,7 +124,7 @@ impl Program {
         start..start + blocks as usize
     }
 
-    /// Decides on an operation that is in nobody's way, and takes note of what it will do.
+    /// Decides on an operation that conflicts with no other, and takes note of what it will do.
     fn choose(&mut self) -> Option<Op> {
         let random = self.draw();
         let blocks = [1, 8, 8, 8, MOST][(random >> 8) as usize % 5];
@@ -207,14 +207,14 @@ impl Program {
             if over && queue.outstanding() == 0 {
                 break;
             }
-            let _ = queue.wait(Some(Instant::now() + PATIENCE / 2)).unwrap();
-            assert!(last.elapsed() < PATIENCE, "nothing completes: {:?}", queue.stats());
+            let _ = queue.wait(Some(Instant::now() + LONGEST / 2)).unwrap();
+            assert!(last.elapsed() < LONGEST, "nothing completes: {:?}", queue.stats());
             while let Some(completion) = queue.pop() {
                 last = Instant::now();
                 self.complete(queue, completion);
             }
         }
-        queue.settle().unwrap();
+        queue.ring_cq_doorbell_if_needed().unwrap();
         assert!(self.ops.iter().all(Option::is_none), "a command that never completed");
         assert!(self.busy.iter().all(|busy| !busy));
         assert_eq!(pool.available(), pool.count(), "a buffer that was not given back");
@@ -224,7 +224,7 @@ impl Program {
         let Completion { token, status, buffer, .. } = completion;
         let op = self.ops[token.index()].take().expect("a completion of a command");
         self.slowest = self.slowest.max(op.began.elapsed());
-        assert!(op.began.elapsed() < PATIENCE, "it took {:?}", op.began.elapsed());
+        assert!(op.began.elapsed() < LONGEST, "it took {:?}", op.began.elapsed());
         let buffer = buffer.expect("the controller is done with the buffer");
         if !status.is_success() {
             // Done or not, nobody knows: once more, before anything else happens to these blocks.
@@ -266,7 +266,7 @@ impl Program {
             let op = Op { kind: Kind::Read, lba, blocks: MOST, began: Instant::now() };
             self.submit(queue, op, pool.take().expect("a buffer"));
             while self.ops.iter().any(Option::is_some) {
-                let _ = queue.wait(Some(Instant::now() + PATIENCE)).unwrap();
+                let _ = queue.wait(Some(Instant::now() + LONGEST)).unwrap();
                 while let Some(completion) = queue.pop() {
                     self.complete(queue, completion);
                 }

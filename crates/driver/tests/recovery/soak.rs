@@ -26,8 +26,8 @@ const BLOCKS: u64 = 8192;
 /// Commands that each keeps on their way.
 const DEPTH: u32 = 128;
 
-/// How often the upper rungs are climbed at least.
-const CLIMBED: u64 = 12;
+/// How often the later steps are taken at least.
+const TAKEN: u64 = 12;
 /// After this no more faults are waited for, and the test fails for want of them.
 const LIMIT: Duration = Duration::from_secs(40);
 
@@ -66,8 +66,8 @@ fn soak(faults: u64) {
             scope.spawn(move || {
                 program.run(&mut queue, &pool, |_| {
                     let stats = controller.recovery_stats();
-                    let climbed = stats.queues_recreated >= CLIMBED && stats.resets >= CLIMBED;
-                    if (injected.total() < faults || !climbed) && began.elapsed() < LIMIT {
+                    let taken = stats.queues_recreated >= TAKEN && stats.resets >= TAKEN;
+                    if (injected.total() < faults || !taken) && began.elapsed() < LIMIT {
                         return false;
                     }
                     // What is under way has to come to its end without more of it.
@@ -106,8 +106,8 @@ fn soak(faults: u64) {
         assert!(count > 0 || !of_commands(rule.fault), "there was no {:?}", rule.fault);
     }
     assert_eq!((stats.given_up, stats.removed), (0, 0), "{stats:?}");
-    let climbed = [stats.aborts, stats.queues_recreated, stats.resets, stats.queues_restored];
-    assert!(climbed.iter().all(|n| *n >= CLIMBED), "not every rung was climbed: {stats:?}");
+    let taken = [stats.aborts, stats.queues_recreated, stats.resets, stats.queues_restored];
+    assert!(taken.iter().all(|n| *n >= TAKEN), "not every step was taken: {stats:?}");
     assert!(stats.ended > 0 && stats.repeated > 0, "{stats:?}");
     controller.detach().unwrap();
 }

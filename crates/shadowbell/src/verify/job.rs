@@ -155,7 +155,7 @@ impl Job {
                 }
             }
             if over && self.queue.outstanding() == 0 {
-                self.queue.settle()?;
+                self.queue.ring_cq_doorbell_if_needed()?;
                 return self.is_empty();
             }
             let _ = self.queue.wait(Some(Instant::now() + LONGEST_SLEEP))?;

@@ -173,7 +173,7 @@ pub(crate) fn complete(queue: &mut QueuePair) -> Completion {
     let deadline = Instant::now() + TIMEOUT;
     loop {
         if let Some(completion) = queue.pop() {
-            queue.settle().unwrap();
+            queue.ring_cq_doorbell_if_needed().unwrap();
             return completion;
         }
         let done = queue.wait(Some(deadline)).unwrap();

@@ -7,6 +7,7 @@ use thiserror::Error;
 
 /// Why a PCI device could not be opened through VFIO.
 #[derive(Debug, Error)]
+#[non_exhaustive]
 pub enum VfioError {
     /// There is no such function.
     #[error("there is no PCI device {address}; `lspci -d ::0108` lists the NVMe controllers")]

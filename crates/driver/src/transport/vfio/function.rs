@@ -1,4 +1,4 @@
-//! What the kernel's sysfs tells of a PCI function.
+//! What the kernel's sysfs says of a PCI function.
 
 use super::address::PciAddress;
 use std::fs;

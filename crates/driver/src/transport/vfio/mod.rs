@@ -4,12 +4,13 @@
 //!
 //! | module | what it is |
 //! |---|---|
-//! | `address`, `function` | a PCI function, and what sysfs tells of it |
+//! | `address`, `function` | a PCI function, and what sysfs says of it |
 //! | `space` | opening it, by its group or by its character device, and mapping memory for it |
 //! | `iova` | which I/O virtual addresses are taken |
 //! | `bar` | registers and doorbells: stores and loads where they can be mapped |
 //! | `info` | the kernel's answers of variable length |
 //! | `error` | what went wrong, in sentences |
+//! | `steer` | interrupts to the processors that use their queue pairs |
 //! | `sys` | the ioctls |
 //!
 //! # What it doesn't do
@@ -23,17 +24,20 @@ mod function;
 mod info;
 mod iova;
 mod space;
+mod steer;
 #[allow(unsafe_code)]
 mod sys;
 
 pub use address::PciAddress;
 pub use error::VfioError;
 pub use function::{PciFunction, SYSFS};
+pub use steer::{Steered, steer_interrupts};
 
-use super::{Transport, TransportError};
+use super::interface::{Transport, TransportError};
 use bar::{Bar, Window, is_gone};
 use error::explain_map;
 use iova::IovaSpace;
+use parking_lot::Mutex;
 use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use shadowbell_spec::pci;
 use space::{Opened, Space};
@@ -41,8 +45,8 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use vfio_bindings::bindings::vfio;
 
 /// Offset of the Command register in configuration space. PCI Local Bus 3.0, 6.2.2.
@@ -225,7 +229,7 @@ impl Transport for Vfio {
 
     fn map_dma(&self, mapping: &Arc<Mapping>) -> Result<u64, TransportError> {
         let len = mapping.len() as u64;
-        let mut iova = self.iova.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut iova = self.iova.lock();
         let address = iova.take(len).ok_or_else(|| {
             let left = iova.available();
             let why =
@@ -244,7 +248,7 @@ impl Transport for Vfio {
 
     fn unmap_dma(&self, iova: u64, len: u64) -> Result<(), TransportError> {
         const DOING: &str = "taking memory back";
-        let mut space = self.iova.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut space = self.iova.lock();
         let gone = self.space.unmap(iova, len).map_err(|e| self.failed(DOING, e))?;
         if gone != len {
             // The address is not used again.
@@ -261,7 +265,7 @@ impl Transport for Vfio {
 
     fn set_irq(&self, vector: u32, event: Option<&EventFd>) -> Result<(), TransportError> {
         const DOING: &str = "setting up an interrupt";
-        let mut enabled = self.msix.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut enabled = self.msix.lock();
         if vector >= self.irq_vectors() {
             let why = format!("there is no vector {vector}");
             return Err(self.failed(DOING, io::Error::new(io::ErrorKind::InvalidInput, why)));

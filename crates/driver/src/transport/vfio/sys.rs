@@ -2,9 +2,9 @@
 //! `linux/vfio.h` and `linux/iommufd.h`.
 //!
 //! Each function is one request with its argument made from safe values, so that nothing above
-//! needs `unsafe`. A device that was lent memory writes to it behind the program's back; that is
-//! what [`Mapping`] is made for (access by copies and atomics), and the kernel pins its pages, so
-//! the device can not reach anything else even after the mapping is gone.
+//! needs `unsafe`. A device that memory was shared with writes to it behind the program's back;
+//! that is what [`Mapping`] is made for (access by copies and atomics), and the kernel pins its
+//! pages, so the device can not reach anything else even after the mapping is gone.
 
 use shadowbell_memory::Mapping;
 use std::ffi::{CStr, c_int, c_ulong};

@@ -1,4 +1,4 @@
-//! Each rung alone, in one process.
+//! Each step alone, in one process.
 
 use crate::direct::Direct;
 use crate::{emulated, inject, options};
@@ -42,7 +42,7 @@ fn next(queue: &mut QueuePair) -> Completion {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
         let _ = queue.wait(Some(deadline)).unwrap();
-        // What is there may be nobody's.
+        // What is there may complete no command.
         if let Some(completion) = queue.pop() {
             return completion;
         }
@@ -59,8 +59,8 @@ impl Rig {
         self.controller.recovery_stats()
     }
 
-    /// Writes and reads back sixteen places at once, `once` or so that the driver may repeat it: how
-    /// many writes have ended with Command Aborted By Host.
+    /// Writes and reads back sixteen places at once, `once` or so that the driver may repeat it:
+    /// how many writes have ended with Command Aborted By Host.
     fn exercise(&mut self, once: bool) -> usize {
         let mut tokens = Vec::new();
         for i in 0..16 {
@@ -135,7 +135,7 @@ fn completions_that_are_lost_cost_a_queue_and_nothing_else() {
         ("drop-after:every=5:limit=3", Doorbells::Mmio),
         ("wrong-cid:every=5:limit=3", Doorbells::Auto),
         ("wrong-phase:at=4", Doorbells::Auto),
-        // Nobody hears of the aborts.
+        // The aborts are lost.
         ("hang:every=5:limit=3,ignore=0x08", Doorbells::Auto),
         ("hang:every=5:limit=3,refuse=0x08", Doorbells::Auto),
     ] {
@@ -223,7 +223,7 @@ fn a_command_that_is_lost_every_time_ends() {
 }
 
 #[test]
-fn completions_that_are_late_or_come_twice_or_are_odd_need_no_ladder() {
+fn completions_that_are_late_or_come_twice_or_are_odd_need_no_recovery() {
     let timeouts = Timeouts { io: Duration::from_secs(10), ..options().timeouts };
     let mut rig = rig_with(&AttachOptions { timeouts, ..options() });
     let faults = "duplicate:every=2,wrong-head:every=3,wrong-sq-id:every=5,delay=2ms:every=7";
@@ -252,7 +252,7 @@ fn a_completion_after_its_abort_was_sent_is_a_completion() {
 
 #[test]
 fn a_command_that_stalls_has_no_effect_after_it_was_given_up() {
-    // Aborted, and when nobody hears of the abort, with its queue.
+    // Aborted, and when the abort is lost, with its queue.
     for faults in ["stall=1s:at=1", "stall=1s:at=1,ignore=0x08"] {
         let mut rig = rig();
         inject(&rig.emulated, faults);
@@ -292,7 +292,7 @@ fn a_queue_that_is_not_deleted_or_not_created_costs_a_reset() {
         let stats = rig.stats();
         assert_eq!(stats.resets, 1, "{faults}: {stats:?}");
         assert_eq!((stats.reset_tries, stats.given_up), (1, 0), "{faults}: {stats:?}");
-        // What nobody told the controller before the reset is told now.
+        // What was not published before the reset is published now.
         other.submit(rig.write(512), rig.pool.take()).unwrap();
         assert_eq!(next(&mut other).status, Status::SUCCESS);
         assert_eq!(rig.stats().queues_restored, 2, "{faults}");
@@ -313,7 +313,7 @@ fn commands_of_every_queue_survive_a_reset() {
     std::thread::sleep(Duration::from_millis(2));
     rig.controller.reset().unwrap();
     assert_eq!(next(&mut rig.queue).status, Status::SUCCESS);
-    // This one had been told, and must not be told again.
+    // This one had been published, and must not be published again.
     let completion = next(&mut other);
     assert_eq!((completion.token, completion.status), (token, Status::ABORTED_BY_HOST));
     assert!(completion.buffer.is_some());
@@ -325,7 +325,7 @@ fn commands_of_every_queue_survive_a_reset() {
 }
 
 #[test]
-fn commands_that_were_not_rung_for_are_first_told_after_a_reset() {
+fn commands_that_were_not_rung_for_are_published_first_after_a_reset() {
     let mut rig = rig();
     rig.queue.submit(rig.write(0).once(), rig.pool.take()).unwrap();
     rig.controller.reset().unwrap();

@@ -1,18 +1,21 @@
 //! What futures and whoever drives the queue share.
 
-use super::worker::Worker;
+use crate::admin::AdminCommands;
+use crate::attached::AttachedController;
 use crate::command::Command;
+use crate::completion::Completion;
 use crate::dma::{Buffer, BufferPool, DmaError};
 use crate::error::{IoError, IoErrorKind, QueueError};
-use crate::queue::{Completion, QueuePair, QueueStats};
-use crate::shared::Shared;
-use shadowbell_doorbell::Waker as Kick;
+use crate::queue::QueueStats;
+use crate::queue_pair::QueuePair;
+use parking_lot::{Mutex, MutexGuard};
+use shadowbell_doorbell::Waker as SleeperWaker;
 use shadowbell_memory::EventFd;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering, fence};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 use std::task::Waker;
 use std::thread::Thread;
 use std::time::{Duration, Instant};
@@ -24,7 +27,8 @@ pub(super) const ASKED: u8 = 1 << 1;
 /// Either.
 pub(super) const ANY: u8 = TRIED | ASKED;
 
-/// A place for one command, from the first poll of its future until its completion.
+/// One command, from the first poll of its future until its completion. There are as many as the
+/// queue takes at once.
 pub(super) struct Op {
     pub(super) state: OpState,
     pub(super) waker: Option<Waker>,
@@ -33,7 +37,7 @@ pub(super) struct Op {
 }
 
 pub(super) enum OpState {
-    /// Nobody's.
+    /// There is no command.
     Free,
     /// In the inbox.
     Queued(Command, Option<Buffer>),
@@ -41,7 +45,7 @@ pub(super) enum OpState {
     Cancelled,
     /// With the controller.
     Submitted,
-    /// With the controller for too long: the future is to be told.
+    /// With the controller for too long: the future is to fail.
     Expired,
     /// With the controller, and nobody waits any more.
     Abandoned,
@@ -49,16 +53,16 @@ pub(super) enum OpState {
     Done(Result<Completion, IoError>),
 }
 
-/// A future that waits for a place.
+/// A future that waits for a free [`Op`].
 pub(super) struct Waiter {
     pub(super) ticket: u64,
     pub(super) waker: Waker,
     pub(super) deadline: Option<Instant>,
-    /// The deadline has passed: the future is to be told.
+    /// The deadline has passed: the future is to fail.
     pub(super) late: bool,
 }
 
-pub(super) struct State {
+pub(super) struct AsyncState {
     pub(super) ops: Box<[Op]>,
     pub(super) free: Vec<u32>,
     pub(super) inbox: VecDeque<u32>,
@@ -70,36 +74,36 @@ pub(super) struct State {
     pub(super) stats: QueueStats,
 }
 
-pub(crate) struct Inner {
-    state: Mutex<State>,
+/// What an [`AsyncQueue`](super::AsyncQueue), its futures and its worker have in common.
+pub(super) struct AsyncShared {
+    state: Mutex<AsyncState>,
     /// Whether there is something in the inbox, or the queue is to be closed: for who drives the
     /// queue to look at without the lock.
-    news: AtomicBool,
-    kick: Kick<Arc<AtomicU32>>,
+    inbox_flag: AtomicBool,
+    sleeper: SleeperWaker<Arc<AtomicU32>>,
     event: EventFd,
     /// A socket that hangs up when the device has gone.
     hang_up: Option<OwnedFd>,
-    /// The worker, while nobody drives the queue.
-    parked: Mutex<Option<Box<Worker>>>,
-    /// Whether it is there, to look at without the lock.
-    idle: AtomicBool,
-    /// What others would like who can not drive the queue at the moment.
-    wishes: AtomicU8,
+    /// Nobody drives the queue.
+    parked: AtomicBool,
+    /// What others have asked for who can not drive the queue at the moment.
+    requests: AtomicU8,
     /// The queue's own thread, which drives it if nobody else does.
     thread: OnceLock<Thread>,
     pub(super) capacity: usize,
     pub(super) timeout: Duration,
-    shared: Weak<Shared>,
+    controller: Weak<AttachedController>,
     pub(super) qid: u16,
 }
 
-impl Inner {
-    /// What futures share with whoever drives `queue`, which has to be [parked](Self::park) here.
+impl AsyncShared {
+    /// What futures share with whoever drives `queue`, which has to be
+    /// [parked](super::parking::WorkerParking::park).
     pub(super) fn new(queue: &QueuePair, sleeping: &Arc<AtomicU32>) -> io::Result<Self> {
         let capacity = queue.capacity();
         let op = || Op { state: OpState::Free, waker: None, deadline: None, opcode: 0 };
         Ok(Self {
-            state: Mutex::new(State {
+            state: Mutex::new(AsyncState {
                 ops: (0..capacity).map(|_| op()).collect(),
                 free: (0..capacity as u32).rev().collect(),
                 inbox: VecDeque::with_capacity(capacity),
@@ -109,57 +113,57 @@ impl Inner {
                 failed: None,
                 stats: queue.stats(),
             }),
-            news: AtomicBool::new(false),
-            kick: Kick::new(Arc::clone(sleeping)),
+            inbox_flag: AtomicBool::new(false),
+            sleeper: SleeperWaker::new(Arc::clone(sleeping)),
             event: queue.waker()?,
-            hang_up: queue.shared().device.transport.hang_up(),
-            parked: Mutex::new(None),
-            idle: AtomicBool::new(false),
-            wishes: AtomicU8::new(0),
+            hang_up: queue.controller().plane().device.transport.hang_up(),
+            parked: AtomicBool::new(false),
+            requests: AtomicU8::new(0),
             thread: OnceLock::new(),
             capacity,
-            timeout: queue.patience(),
-            shared: Arc::downgrade(queue.shared()),
+            timeout: queue.longest_command(),
+            controller: Arc::downgrade(queue.controller()),
             qid: queue.qid(),
         })
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn lock(&self) -> MutexGuard<'_, AsyncState> {
+        self.state.lock()
     }
 
     #[inline]
-    pub(super) fn has_news(&self) -> bool {
-        self.news.load(Ordering::Acquire)
+    pub(super) fn has_inbox(&self) -> bool {
+        self.inbox_flag.load(Ordering::Acquire)
     }
 
     /// To be called with the lock held, before the inbox is looked at.
-    pub(super) fn take_news(&self) {
-        self.news.store(false, Ordering::Relaxed);
+    pub(super) fn take_inbox_flag(&self) {
+        self.inbox_flag.store(false, Ordering::Relaxed);
     }
 
     /// Something is in the inbox, put there with the lock held.
-    pub(super) fn announce(&self) {
+    pub(super) fn notify_inbox(&self) {
         // Whoever set it sees to it that somebody looks, and who looked took it away with the lock
         // held, so what we put there is seen.
-        if !self.news.load(Ordering::Acquire) {
-            self.news.store(true, Ordering::Release);
+        if !self.inbox_flag.load(Ordering::Acquire) {
+            self.inbox_flag.store(true, Ordering::Release);
             self.nudge();
         }
     }
 
     /// Has somebody look at the queue soon.
     pub(super) fn nudge(&self) {
-        // With a full fence in it, which pairs with the one of `lend`.
-        if self.kick.kick() {
+        // With a full fence in it, which pairs with the one of `WorkerParking::park_silently`.
+        if self.sleeper.kick() {
             self.event.signal();
         }
-        if self.idle.load(Ordering::Relaxed) {
-            self.rouse();
+        if self.parked.load(Ordering::Relaxed) {
+            self.wake_thread();
         }
     }
 
-    fn rouse(&self) {
+    /// Wakes the queue's own thread.
+    pub(super) fn wake_thread(&self) {
         if let Some(thread) = self.thread.get() {
             thread.unpark();
         }
@@ -170,49 +174,22 @@ impl Inner {
         let _ = self.thread.set(thread);
     }
 
-    fn parked(&self) -> MutexGuard<'_, Option<Box<Worker>>> {
-        self.parked.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Nobody drives the queue from here on. If there is something to do, its own thread hears of
-    /// it.
-    pub(super) fn park(&self, worker: Box<Worker>) {
-        if self.lend(worker) {
-            self.rouse();
-        }
-    }
-
-    /// The same, but nobody hears of it. Whether there is something to do.
-    pub(super) fn lend(&self, worker: Box<Worker>) -> bool {
-        let busy = worker.has_work();
-        let mut parked = self.parked();
-        *parked = Some(worker);
-        self.idle.store(true, Ordering::Relaxed);
-        drop(parked);
-        // Pairs with the one of `nudge`: either we see the news, or they see that nobody drives.
-        fence(Ordering::SeqCst);
-        busy || self.has_news()
-    }
-
-    /// Whoever has the worker drives the queue.
-    pub(super) fn unpark(&self) -> Option<Box<Worker>> {
-        let mut parked = self.parked();
-        let worker = parked.take()?;
-        self.idle.store(false, Ordering::Relaxed);
-        Some(worker)
+    /// Nobody drives the queue, or somebody does. With the worker's lock held.
+    pub(super) fn set_parked(&self, parked: bool) {
+        self.parked.store(parked, Ordering::Relaxed);
     }
 
     /// Somebody else would like to drive the queue.
-    pub(super) fn wish(&self, how: u8) {
-        if self.wishes.load(Ordering::Relaxed) & how == 0 {
-            self.wishes.fetch_or(how, Ordering::Relaxed);
+    pub(super) fn request(&self, how: u8) {
+        if self.requests.load(Ordering::Relaxed) & how == 0 {
+            self.requests.fetch_or(how, Ordering::Relaxed);
         }
     }
 
-    /// Whether anybody wished that since this was asked last.
-    pub(super) fn take_wish(&self, how: u8) -> bool {
-        self.wishes.load(Ordering::Relaxed) & how != 0
-            && self.wishes.swap(0, Ordering::Relaxed) & how != 0
+    /// Whether anybody requested that since this was asked last.
+    pub(super) fn take_request(&self, how: u8) -> bool {
+        self.requests.load(Ordering::Relaxed) & how != 0
+            && self.requests.swap(0, Ordering::Relaxed) & how != 0
     }
 
     /// What the queue's interrupt and new work signal.
@@ -226,16 +203,12 @@ impl Inner {
 
     pub(super) fn close(&self) {
         self.lock().closing = true;
-        self.announce();
+        self.notify_inbox();
     }
 
     /// Buffers that the device can reach.
     pub(super) fn pool(&self, count: usize, size: usize) -> Result<BufferPool, DmaError> {
-        let Some(shared) = self.shared.upgrade() else {
-            return Err(DmaError::Detached);
-        };
-        let page = shared.device.page as usize;
-        BufferPool::new(&shared.device.transport, count, size, page)
+        self.controller.upgrade().ok_or(DmaError::Detached)?.buffers(count, size)
     }
 
     pub(super) fn timed_out(&self, opcode: u8) -> IoError {
@@ -243,14 +216,14 @@ impl Inner {
         IoError { kind, buffer: None }
     }
 
-    pub(super) fn no_place(&self, opcode: u8, buffer: Option<Buffer>) -> IoError {
-        IoError { kind: IoErrorKind::NoPlace { opcode, waited: self.timeout }, buffer }
+    pub(super) fn queue_full(&self, opcode: u8, buffer: Option<Buffer>) -> IoError {
+        IoError { kind: IoErrorKind::QueueFull { opcode, waited: self.timeout }, buffer }
     }
 }
 
-/// What is left to do after a place was freed, without the lock: a waker's own code may come back
+/// What is left to do after an [`Op`] was freed, without the lock: a waker's own code may come back
 /// here, to wake somebody or to drop a future.
-#[must_use = "somebody may wait for the place"]
+#[must_use = "somebody may wait for the free op"]
 #[derive(Default)]
 pub(super) struct Freed {
     pub(super) next: Option<Waker>,
@@ -267,13 +240,13 @@ impl Freed {
     }
 }
 
-impl State {
+impl AsyncState {
     pub(super) fn op(&mut self, index: u32) -> Option<&mut Op> {
         self.ops.get_mut(index as usize)
     }
 
-    /// Frees a place.
-    pub(super) fn release(&mut self, index: u32) -> Freed {
+    /// Frees an [`Op`].
+    pub(super) fn free_op(&mut self, index: u32) -> Freed {
         let Some(op) = self.op(index) else { return Freed::default() };
         op.state = OpState::Free;
         let stale = op.waker.take();
@@ -281,7 +254,7 @@ impl State {
         Freed { next: self.next_waiter(), stale }
     }
 
-    /// Who may have a place now, or is to hear that there never will be one.
+    /// Who may have an [`Op`] now, or is to fail because there never will be one.
     fn next_waiter(&self) -> Option<Waker> {
         if self.free.is_empty() && self.failed.is_none() {
             return None;
@@ -297,9 +270,9 @@ impl State {
         Freed { next: self.next_waiter(), stale }
     }
 
-    /// Waits for a place, with `ticket` if that was given before. Gives the ticket, and a waker to
-    /// be dropped without the lock. Whoever is the only one to wait has to be announced, so that
-    /// somebody watches the deadlines.
+    /// Waits for an [`Op`], with `ticket` if that was given before. Gives the ticket, and a waker
+    /// to be dropped without the lock. Whoever is the only one to wait has to call
+    /// [`notify_inbox`](AsyncShared::notify_inbox), so that somebody watches the deadlines.
     pub(super) fn wait(
         &mut self,
         ticket: Option<u64>,

@@ -5,43 +5,43 @@ use shadowbell_doorbell::{Cell, HostDoorbell};
 use shadowbell_memory::{EventFd, SharedU32};
 use std::sync::Arc;
 
-/// Where a doorbell's value goes when the controller must hear of it.
+/// Where a doorbell's value goes when the shadow entry is not enough.
 pub(crate) enum Register {
     /// Mapped memory that the controller looks at by itself: a plain store.
     Mapped(SharedU32),
-    /// A write that somebody at the other end handles.
+    /// A write that traps, or that a server handles.
     Trapped {
         /// The way there.
         transport: Arc<dyn Transport>,
         /// Offset in BAR0.
         offset: u64,
-        /// What to signal instead, if the value is in the shadow entry.
+        /// An eventfd to signal instead, if the value is in the shadow entry.
         event: Option<EventFd>,
     },
 }
 
 /// The two cells of one doorbell in the Shadow Doorbell and EventIdx buffers.
 #[derive(Clone)]
-pub(crate) struct Shadow {
+pub(crate) struct ShadowCells {
     pub(crate) value: SharedU32,
     pub(crate) event_idx: SharedU32,
 }
 
 /// One doorbell, the host's end.
-pub(crate) struct Bell {
+pub(crate) struct Doorbell {
     host: HostDoorbell<SharedU32>,
     register: Register,
-    /// Writes that somebody had to handle.
+    /// Register writes.
     pub(crate) trapped: u64,
 }
 
-impl Bell {
+impl Doorbell {
     pub(crate) fn new(register: Register) -> Self {
         Self { host: HostDoorbell::new(0), register, trapped: 0 }
     }
 
     /// A shadow entry from here on, not relied upon yet: see [`HostDoorbell::mirror`].
-    pub(crate) fn mirror(&mut self, shadow: Shadow) {
+    pub(crate) fn mirror(&mut self, shadow: ShadowCells) {
         self.host.mirror(shadow.value, shadow.event_idx);
     }
 
@@ -50,17 +50,17 @@ impl Bell {
         self.host.trust();
     }
 
-    /// From now on `event` stands for a write: the controller looks for the value in the shadow
-    /// entry, which must be trusted.
-    pub(crate) fn ring_by(&mut self, by: Option<EventFd>) {
+    /// Has `eventfd` signalled in place of register writes: the controller reads the value from the
+    /// shadow entry, which must be trusted.
+    pub(crate) fn set_eventfd(&mut self, eventfd: Option<EventFd>) {
         if let Register::Trapped { event, .. } = &mut self.register {
-            *event = by;
+            *event = eventfd;
         }
     }
 
     /// See [`HostDoorbell::forget`].
     pub(crate) fn forget(&mut self) {
-        self.ring_by(None);
+        self.set_eventfd(None);
         self.host.forget();
     }
 
@@ -75,20 +75,21 @@ impl Bell {
         if self.host.publish(value) { self.write(value) } else { Ok(()) }
     }
 
-    /// Stores `value` where the controller looks, and leaves for later whether it has to be told:
-    /// see [`HostDoorbell::publish_deferred`].
+    /// Stores `value` in the shadow entry, and leaves for later whether the register has to be
+    /// written as well: see [`HostDoorbell::publish_deferred`].
     #[inline]
     pub(crate) fn publish_deferred(&mut self, value: u16) -> Result<(), TransportError> {
         if self.host.publish_deferred(value) { self.write(value) } else { Ok(()) }
     }
 
-    /// Tells the controller of what was posted, if it has to be told.
+    /// Writes the register for what was stored by [`publish_deferred`](Self::publish_deferred), if
+    /// the controller asks for it.
     #[inline]
-    pub(crate) fn needs_notification(&mut self) -> Result<(), TransportError> {
+    pub(crate) fn notify_if_needed(&mut self) -> Result<(), TransportError> {
         if self.host.needs_notification() { self.write(self.host.current()) } else { Ok(()) }
     }
 
-    /// Whether it is still open if the controller has to be told.
+    /// Whether a deferred value may still need a register write.
     #[inline]
     pub(crate) fn has_deferred(&self) -> bool {
         self.host.has_deferred()

@@ -1,0 +1,134 @@
+//! What a controller is set up with between being enabled and its first I/O queue, when attaching
+//! and after a reset.
+//!
+//! Doorbell Buffer Config comes before the first I/O queue is created, so that no queue changes
+//! from plain to shadow doorbells with commands in flight.
+
+use crate::admin::{AdminCommands, AdminData, AdminPlane, identify_controller};
+use crate::controller_info::ControllerInfo;
+use crate::device::Device;
+use crate::error::CommandError;
+use crate::options::Doorbells;
+use crate::queue::ShadowPages;
+use shadowbell_spec::admin::DoorbellBufferConfig;
+use shadowbell_spec::feature::{AsyncEventConfig, NumberOfQueues, fid};
+use shadowbell_spec::identify::IdentifyController;
+use shadowbell_spec::opcode::AdminOpcode;
+use shadowbell_spec::{Sqe, dbbuf};
+
+/// Asynchronous Event Requests to have outstanding, where the controller takes as many.
+const EVENT_REQUESTS: u8 = 4;
+
+/// The most that one command moves: MDTS counts pages of CAP.MPSMIN. Base 2.1, 5.1.13.2.1.
+pub(crate) fn max_transfer(device: &Device, identity: &IdentifyController, wanted: u64) -> u64 {
+    let most = match identity.mdts {
+        0 => u64::MAX,
+        mdts => 1u64
+            .checked_shl(12 + u32::from(device.cap.mpsmin()) + u32::from(mdts))
+            .unwrap_or(u64::MAX),
+    };
+    wanted.min(most)
+}
+
+/// Set Features, Number of Queues (07h): as many pairs as wanted, or as the controller has.
+pub(crate) fn request_queues(admin: &AdminPlane, wanted: u16) -> Result<u16, CommandError> {
+    let ask = NumberOfQueues::new().with_nsq(wanted - 1).with_ncq(wanted - 1);
+    let answer = admin.set_feature(fid::NUMBER_OF_QUEUES, 0, ask.into_bits())?;
+    let answer = NumberOfQueues::from_bits(answer);
+    // 0's based, so one of each at least; and more than were asked for are none of our business.
+    let granted = answer.nsq().min(answer.ncq()).saturating_add(1).min(wanted);
+    if granted < wanted {
+        tracing::info!("asked for {wanted} queue pairs, got {granted}");
+    }
+    Ok(granted)
+}
+
+/// Chooses how doorbells are rung, and sends Doorbell Buffer Config if that is how. One line in the
+/// log if it is not what was wanted.
+pub(crate) fn configure_doorbells(
+    admin: &AdminPlane,
+    identity: &IdentifyController,
+    wanted: Doorbells,
+) -> (Doorbells, Option<ShadowPages>) {
+    let name = admin.name();
+    let has_page = admin.device.transport.doorbell_page().is_some();
+    if matches!(wanted, Doorbells::Auto | Doorbells::Shadow) {
+        if identity.oacs.doorbell_buffer_config() {
+            match shadow_doorbells(admin) {
+                Ok(pages) => return (Doorbells::Shadow, Some(pages)),
+                Err(why) => {
+                    tracing::warn!("{name} refused shadow doorbells, using plain ones: {why}");
+                }
+            }
+        } else if wanted == Doorbells::Shadow || !has_page {
+            tracing::info!("{name} has no shadow doorbells, using plain ones");
+        }
+    }
+    match wanted {
+        Doorbells::Auto | Doorbells::Mapped if has_page => (Doorbells::Mapped, None),
+        Doorbells::Mapped => {
+            tracing::info!("the doorbells of {name} can not be mapped, using plain ones");
+            (Doorbells::Mmio, None)
+        }
+        _ => (Doorbells::Mmio, None),
+    }
+}
+
+/// Doorbell Buffer Config. Base 2.1, 5.1.6.
+fn shadow_doorbells(admin: &AdminPlane) -> Result<ShadowPages, String> {
+    let dstrd = admin.device.cap.dstrd();
+    if dbbuf::queue_pairs_in_page(admin.device.page, dstrd) == 0 {
+        return Err(format!("not even the admin queue has room in a page (CAP.DSTRD {dstrd})"));
+    }
+    let no_page = || "no memory for the buffers".to_owned();
+    let [(values, shadow), (event_idxs, event_idx)] = admin.shadow_memory().ok_or_else(no_page)?;
+    let pages = ShadowPages { values, event_idxs, dstrd };
+    let [sq, cq] = pages.of(0).ok_or_else(no_page)?;
+    // The admin queue is shadowed as well (Base 2.1, "Doorbell Buffer Config command"), and there
+    // are controllers that leave it out, SPDK's for one. Its doorbells are written both ways for
+    // good.
+    admin.queue.mirror(sq, cq);
+    let config = Sqe::dbbuf_config(DoorbellBufferConfig { shadow, event_idx }, 0);
+    admin.succeed(config, AdminData::None).map(|_| pages).map_err(|error| {
+        admin.queue.forget_shadow();
+        error.to_string()
+    })
+}
+
+/// Enables the asynchronous events that the controller has, and sends Asynchronous Event Requests.
+pub(crate) fn request_events(
+    admin: &AdminPlane,
+    identity: &IdentifyController,
+) -> Result<(), CommandError> {
+    let config = AsyncEventConfig::new()
+        // The critical warnings that every controller has.
+        .with_smart(0x1f)
+        .with_nan(identity.oaes.nsan())
+        .with_fan(identity.oaes.fan());
+    let set = admin.set_feature(fid::ASYNC_EVENT_CONFIGURATION, 0, config.into_bits());
+    if let Err(error) = set {
+        // Mandatory, but not worth a refusal: the events that are enabled by default still arrive.
+        tracing::info!("asynchronous events stay as the controller has them: {error}");
+    }
+    let requests = EVENT_REQUESTS.min(identity.aerl.saturating_add(1));
+    let sent = admin.queue.request_events(requests);
+    sent.map_err(|source| CommandError::not_submitted(AdminOpcode::AsyncEventRequest as u8, source))
+}
+
+/// Configures a controller that was reset as it was: everything but its I/O queues. The reason, if
+/// it is not the controller that it was.
+pub(crate) fn configure_again(admin: &AdminPlane, info: &ControllerInfo) -> Result<(), String> {
+    let why = |error: CommandError| error.to_string();
+    let identity = identify_controller(admin).map_err(why)?;
+    if (identity.sn, identity.mn) != (info.identity.sn, info.identity.mn) {
+        return Err("another controller is in its place".into());
+    }
+    let granted = request_queues(admin, info.granted).map_err(why)?;
+    if granted < info.granted {
+        return Err(format!("it grants {granted} queue pairs, and {} before", info.granted));
+    }
+    if info.shadow.is_some() {
+        shadow_doorbells(admin)?;
+    }
+    request_events(admin, &info.identity).map_err(why)
+}

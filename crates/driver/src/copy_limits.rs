@@ -1,0 +1,91 @@
+//! What a Copy command may copy. NVM 1.1, "Copy command".
+
+use shadowbell_spec::identify::{IdentifyController, IdentifyNamespace};
+use shadowbell_spec::nvm::CopyRange;
+
+/// What one Copy command of a namespace may be (Identify Namespace).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CopyLimits {
+    /// Source ranges, at most 256 (MSRC + 1).
+    pub ranges: usize,
+    /// Blocks of one source range (MSSRL).
+    pub range_blocks: u32,
+    /// Blocks of all of them together (MCL).
+    pub blocks: u32,
+}
+
+impl CopyLimits {
+    /// None if there is no Copy command, or none that takes source range entries of format 0h.
+    pub(crate) fn of(
+        controller: &IdentifyController,
+        identity: &IdentifyNamespace,
+    ) -> Option<Self> {
+        if !controller.oncs.copy() || controller.ocfs & 1 == 0 {
+            return None;
+        }
+        let limits = Self {
+            ranges: usize::from(identity.msrc) + 1,
+            range_blocks: identity.mssrl.into(),
+            blocks: identity.mcl,
+        };
+        (limits.range_blocks != 0 && limits.blocks != 0).then_some(limits)
+    }
+
+    /// The most blocks that one command copies from one place.
+    #[must_use]
+    pub fn most(&self) -> u32 {
+        let ranges = u32::try_from(self.ranges).unwrap_or(u32::MAX);
+        self.blocks.min(self.range_blocks.saturating_mul(ranges))
+    }
+
+    /// The source ranges for `blocks` blocks from `lba` on: at most as many as there may be, so
+    /// that not all of the blocks are among them if they are more than [`most`](Self::most).
+    pub fn split(&self, lba: u64, blocks: u32) -> impl Iterator<Item = CopyRange> + use<> {
+        let step = self.range_blocks.clamp(1, 1 << 16);
+        let left = blocks.min(self.most());
+        (0..left.div_ceil(step)).map(move |index| {
+            let at = index * step;
+            let nlb0 = ((left - at).min(step) - 1) as u16;
+            CopyRange { slba: lba.saturating_add(at.into()), nlb0, ..CopyRange::default() }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_spec::identify::Oncs;
+
+    const LIMITS: CopyLimits = CopyLimits { ranges: 3, range_blocks: 100, blocks: 250 };
+
+    #[test]
+    fn who_can_copy() {
+        let can = |copy, ocfs, mssrl, mcl| {
+            let oncs = Oncs::new().with_copy(copy);
+            let controller = IdentifyController { oncs, ocfs, ..IdentifyController::default() };
+            let identity = IdentifyNamespace { mssrl, mcl, msrc: 2, ..Default::default() };
+            CopyLimits::of(&controller, &identity)
+        };
+        assert_eq!(can(true, 1, 100, 250), Some(LIMITS));
+        assert_eq!(can(false, 1, 100, 250), None);
+        assert_eq!(can(true, 0b10, 100, 250), None, "only other formats");
+        assert_eq!(can(true, 1, 0, 250), None);
+        assert_eq!(can(true, 1, 100, 0), None);
+    }
+
+    #[test]
+    fn blocks_are_split_into_ranges() {
+        let split = |limits: CopyLimits, lba, blocks| {
+            let ranges = limits.split(lba, blocks);
+            ranges.map(|range| (range.slba, u32::from(range.nlb0) + 1)).collect::<Vec<_>>()
+        };
+        assert_eq!((LIMITS.most(), CopyLimits { ranges: 2, ..LIMITS }.most()), (250, 200));
+        assert_eq!(split(LIMITS, 7, 100), [(7, 100)]);
+        assert_eq!(split(LIMITS, 7, 101), [(7, 100), (107, 1)]);
+        assert_eq!(split(LIMITS, 7, 1000), [(7, 100), (107, 100), (207, 50)]);
+        assert_eq!(split(LIMITS, 7, 0), []);
+        let all = CopyLimits { ranges: 256, range_blocks: 65535, blocks: u32::MAX };
+        assert_eq!(all.most(), 256 * 65535);
+        assert_eq!(split(all, 0, u32::MAX).len(), 256);
+    }
+}

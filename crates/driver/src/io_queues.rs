@@ -1,0 +1,295 @@
+//! I/O queues: everything that creates or deletes them, at the controller and here.
+//!
+//! Base 2.1, 5.2.1 to 5.2.4. A completion queue is created before the submission queue that it
+//! serves, and deleted after it.
+
+use crate::admin::{AdminCommands, AdminData, AdminPlane};
+use crate::controller_info::ControllerInfo;
+use crate::device::Device;
+use crate::dma::DmaError;
+use crate::error::{AttachError, CommandError};
+use crate::options::{AttachOptions, Doorbells};
+use crate::queue::{Core, Doorbell, PairShape, QueueLayout, QueueMemory, Register};
+use crate::transport::TransportError;
+use shadowbell_doorbell::{Cell, RingSize};
+use shadowbell_memory::EventFd;
+use shadowbell_spec::admin::{CreateIoCq, CreateIoSq};
+use shadowbell_spec::{Sqe, regs};
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+/// What a queue has at least. Base 2.1, 3.3.3.1.
+const SMALLEST: RingSize = match RingSize::new(RingSize::MIN) {
+    Some(size) => size,
+    None => panic!("the smallest size of a ring is a size of a ring"),
+};
+const STEP: &str = "creating an I/O queue pair";
+const CREATE: &str = "Create I/O Completion Queue";
+
+/// Which I/O queues and interrupt vectors are in use. Its lock is held by whoever creates or
+/// deletes queues, resets the controller or shuts it down.
+#[derive(Default)]
+pub(crate) struct IoQueueTable {
+    /// Queue pairs that exist here.
+    created: BTreeSet<u16>,
+    /// Those of them that exist at the controller: none after a reset.
+    live: BTreeSet<u16>,
+    /// Queue pairs that the controller did not confirm to have deleted: their memory is not used
+    /// again before it was reset.
+    quarantined: BTreeSet<u16>,
+    /// Vectors with an event.
+    vectors: BTreeSet<u16>,
+}
+
+/// A queue pair that was created.
+pub(crate) struct IoQueuePair {
+    pub(crate) core: Core,
+    pub(crate) layout: QueueLayout,
+    /// What its interrupt signals.
+    pub(crate) event: EventFd,
+}
+
+/// Memory for `granted` queue pairs, and the most entries of a submission queue.
+pub(crate) fn io_queue_memory(
+    device: &Device,
+    options: &AttachOptions,
+    max_transfer: u64,
+    granted: u16,
+) -> Result<(QueueMemory, RingSize), DmaError> {
+    // CAP.MQES was checked: both are in the range of a ring.
+    let most = u32::from(device.cap.mqes()) + 1;
+    let entries = |wanted: u32| RingSize::new(wanted.min(most)).unwrap_or(SMALLEST);
+    let sq = entries(options.queue_depth);
+    // The head of a completion queue of twice the length is published half as often.
+    let cq = entries(options.queue_depth.saturating_mul(2).min(RingSize::MAX));
+    let shape = PairShape { sq, cq, max_transfer, page: device.page };
+    Ok((QueueMemory::new(&device.transport, shape, granted.into(), 0)?, sq))
+}
+
+impl IoQueueTable {
+    /// Creates the queue pair with the lowest free identifier, with `size` entries at most.
+    pub(crate) fn create(
+        &mut self,
+        admin: &AdminPlane,
+        info: &ControllerInfo,
+        size: RingSize,
+    ) -> Result<IoQueuePair, AttachError> {
+        let free = |qid: &u16| !self.created.contains(qid) && !self.quarantined.contains(qid);
+        let Some(qid) = (1..=info.granted).find(free) else {
+            return Err(AttachError::Option {
+                option: "queue_pairs",
+                value: info.granted.into(),
+                why: "the controller grants no more, and all are in use",
+            });
+        };
+        let doorbells = doorbells(admin, info, qid);
+        let pair = info.io_memory.pair(u64::from(qid) - 1, qid, size, doorbells);
+        let (mut core, mut layout) = pair.ok_or_else(|| {
+            let what = "its queues have no room in memory";
+            let source = CommandError::nonsense(admin.name(), CREATE, what);
+            AttachError::Command { step: STEP, source }
+        })?;
+        let event = EventFd::new().map_err(AttachError::Event)?;
+        layout.interrupts =
+            info.interrupts && u32::from(qid) < admin.device.transport.irq_vectors();
+        if info.interrupts && !layout.interrupts {
+            tracing::info!(qid, "no interrupt vector is left for this queue pair; polling");
+        }
+        self.connect(admin, layout, &event)?;
+        // Known as created from the first command on: one that timed out may have worked.
+        self.created.insert(qid);
+        if let Err(source) = self.create_at_controller(admin, layout) {
+            self.withdraw(admin, qid, &source);
+            return Err(AttachError::Command { step: STEP, source });
+        }
+        set_doorbell_eventfds(admin, info, &mut core);
+        Ok(IoQueuePair { core, layout, event })
+    }
+
+    /// Creates the queues of a pair again, which the controller does not have any more. `core` was
+    /// restarted with [`doorbells`].
+    pub(crate) fn recreate(
+        &mut self,
+        admin: &AdminPlane,
+        info: &ControllerInfo,
+        core: &mut Core,
+        layout: QueueLayout,
+        event: &EventFd,
+    ) -> Result<(), String> {
+        self.connect(admin, layout, event).map_err(|error| error.to_string())?;
+        self.create_at_controller(admin, layout).map_err(|error| error.to_string())?;
+        set_doorbell_eventfds(admin, info, core);
+        Ok(())
+    }
+
+    /// Has the interrupt of a queue pair, if it has one, signal `event`.
+    fn connect(
+        &mut self,
+        admin: &AdminPlane,
+        layout: QueueLayout,
+        event: &EventFd,
+    ) -> Result<(), TransportError> {
+        if layout.interrupts { self.connect_vector(admin, layout.qid, event) } else { Ok(()) }
+    }
+
+    /// Has `vector` signal `event`.
+    pub(crate) fn connect_vector(
+        &mut self,
+        admin: &AdminPlane,
+        vector: u16,
+        event: &EventFd,
+    ) -> Result<(), TransportError> {
+        admin.device.transport.set_irq(vector.into(), Some(event))?;
+        self.vectors.insert(vector);
+        Ok(())
+    }
+
+    fn create_at_controller(
+        &mut self,
+        admin: &AdminPlane,
+        layout: QueueLayout,
+    ) -> Result<(), CommandError> {
+        let QueueLayout { qid, interrupts, .. } = layout;
+        let cq = CreateIoCq {
+            qid,
+            qsize0: layout.cq_size0(),
+            pc: true,
+            ien: interrupts,
+            iv: if interrupts { qid } else { 0 },
+        };
+        let qsize0 = layout.sq_size0();
+        let sq = CreateIoSq { qid, qsize0, pc: true, cqid: qid, ..Default::default() };
+        self.live.insert(qid);
+        admin.succeed(Sqe::create_io_cq(cq, layout.cq_iova, 0), AdminData::None)?;
+        admin.succeed(Sqe::create_io_sq(sq, layout.sq_iova, 0), AdminData::None)?;
+        Ok(())
+    }
+
+    /// Takes back what was created of a pair whose creation failed.
+    fn withdraw(&mut self, admin: &AdminPlane, qid: u16, why: &CommandError) {
+        if why.status().is_some() {
+            // Refused: either the first command, and there is nothing, or the second, and there is
+            // a completion queue, which nobody uses. It fails where there is nothing to delete.
+            let _ = admin.succeed(Sqe::delete_io_cq(qid, 0), AdminData::None);
+        } else {
+            // Nobody knows what the controller did; its memory is not used again.
+            self.quarantined.insert(qid);
+        }
+        self.created.remove(&qid);
+        self.live.remove(&qid);
+        self.disconnect(admin, qid);
+    }
+
+    /// Deletes both queues of a pair at the controller.
+    pub(crate) fn delete_at_controller(
+        &mut self,
+        admin: &AdminPlane,
+        qid: u16,
+    ) -> Result<(), CommandError> {
+        self.live.remove(&qid);
+        admin.succeed(Sqe::delete_io_sq(qid, 0), AdminData::None)?;
+        admin.succeed(Sqe::delete_io_cq(qid, 0), AdminData::None)?;
+        Ok(())
+    }
+
+    /// Deletes a queue pair for good. Whether the controller is certainly done with it.
+    pub(crate) fn delete(&mut self, admin: &AdminPlane, qid: u16) -> bool {
+        if !self.created.contains(&qid) {
+            return !self.quarantined.contains(&qid);
+        }
+        let deleted = if self.live.contains(&qid) {
+            self.delete_at_controller(admin, qid)
+        } else {
+            // A reset has.
+            Ok(())
+        };
+        self.created.remove(&qid);
+        self.disconnect(admin, qid);
+        match deleted {
+            Ok(()) => true,
+            Err(error) => {
+                tracing::warn!(qid, "a queue pair was not deleted and is not used again: {error}");
+                self.quarantined.insert(qid);
+                false
+            }
+        }
+    }
+
+    /// Deletes all queue pairs, until one is not deleted: its identifier.
+    pub(crate) fn delete_all(&mut self, admin: &AdminPlane) -> Option<u16> {
+        let qids: Vec<_> = self.created.iter().copied().collect();
+        qids.into_iter().find(|qid| !self.delete(admin, *qid))
+    }
+
+    /// The controller is being reset: it has no I/O queues any more.
+    pub(crate) fn forget_live(&mut self) {
+        self.live.clear();
+    }
+
+    /// The controller was disabled: what it did not confirm to have deleted, it is done with now.
+    pub(crate) fn end_quarantine(&mut self) {
+        self.quarantined.clear();
+    }
+
+    fn disconnect(&mut self, admin: &AdminPlane, vector: u16) {
+        if self.vectors.remove(&vector)
+            && let Err(error) = admin.device.transport.set_irq(vector.into(), None)
+        {
+            tracing::debug!(vector, "an interrupt could not be taken down: {error}");
+        }
+    }
+
+    /// Takes all interrupts down.
+    pub(crate) fn disconnect_all(&mut self, admin: &AdminPlane) {
+        for vector in self.vectors.clone() {
+            self.disconnect(admin, vector);
+        }
+    }
+}
+
+/// The doorbells of queue pair `qid`, for queues that are about to be created.
+pub(crate) fn doorbells(admin: &AdminPlane, info: &ControllerInfo, qid: u16) -> [Doorbell; 2] {
+    let transport = &admin.device.transport;
+    let page = (info.doorbells == Doorbells::Mapped).then(|| transport.doorbell_page()).flatten();
+    let mut doorbells = offsets(admin, qid).map(|offset| {
+        let cell = page.as_ref().and_then(|page| {
+            page.cell(usize::try_from(offset.checked_sub(regs::DOORBELLS)?).ok()?)
+        });
+        Doorbell::new(match cell {
+            Some(cell) => {
+                cell.store_release(0);
+                Register::Mapped(cell)
+            }
+            None => Register::Trapped { transport: Arc::clone(transport), offset, event: None },
+        })
+    });
+    if let Some(shadows) = info.shadow.as_ref().and_then(|pages| pages.of(qid)) {
+        for (doorbell, shadow) in doorbells.iter_mut().zip(shadows) {
+            doorbell.mirror(shadow);
+            doorbell.trust();
+        }
+    }
+    doorbells
+}
+
+/// Has eventfds stand for the register writes of a queue pair that exists, where its doorbells are
+/// shadowed and the transport has such eventfds.
+fn set_doorbell_eventfds(admin: &AdminPlane, info: &ControllerInfo, core: &mut Core) {
+    let qid = core.qid();
+    if info.shadow.as_ref().and_then(|pages| pages.of(qid)).is_none() {
+        return;
+    }
+    match admin.device.transport.doorbell_events(offsets(admin, qid)) {
+        Ok([sq, cq]) => {
+            core.sq_doorbell.set_eventfd(sq);
+            core.cq_doorbell.set_eventfd(cq);
+        }
+        Err(error) => tracing::info!(qid, "doorbells are written, because {error}"),
+    }
+}
+
+/// Where the doorbells of queue pair `qid` are in BAR0.
+fn offsets(admin: &AdminPlane, qid: u16) -> [u64; 2] {
+    let dstrd = admin.device.cap.dstrd();
+    [regs::sq_doorbell_offset(qid, dstrd), regs::cq_doorbell_offset(qid, dstrd)]
+}

@@ -1,0 +1,458 @@
+//! Commands that are late, and how they are submitted again or ended: everything of a queue that
+//! only happens when something went wrong.
+//!
+//! Nothing of it costs a command that completes in time anything. A slot counts ticks, from a value
+//! that its submission sets and its completion clears anyway; [`RetryTable::tick_timeouts`] counts
+//! those up that are still there. A command that was there for too long becomes a [`LateCommand`],
+//! and its slot then looks free to the fast path, so that its completion is found odd and ends up
+//! in [`RetryTable::pop`].
+
+use super::core::Core;
+use super::doorbell::Doorbell;
+use crate::completion::{Completion, Token};
+use crate::dma::Buffer;
+use shadowbell_spec::{Sqe, Status};
+use std::cmp::Reverse;
+use std::collections::VecDeque;
+
+/// What became of a command that was late.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum LateState {
+    /// The controller was asked to abort it, or the limit of aborts was reached.
+    Aborting,
+    /// It was submitted again.
+    Resubmitted,
+}
+
+/// A command that the fast path does not know any more.
+#[derive(Clone, Copy, Debug)]
+struct LateCommand {
+    /// The identifier in the [`Token`] of its submitter.
+    token_cid: u16,
+    /// The identifier that the controller knows it by.
+    cid: u16,
+    /// How often it was submitted again.
+    repeats: u8,
+    /// Ticks in this state.
+    ticks: u8,
+    state: LateState,
+}
+
+impl LateCommand {
+    fn new(cid: u16, state: LateState) -> Self {
+        Self { token_cid: cid, cid, repeats: 0, ticks: 0, state }
+    }
+}
+
+/// The late commands of a queue, and those that the driver has ended.
+pub(crate) struct RetryTable {
+    /// By slot; empty until there was one.
+    late: Vec<Option<LateCommand>>,
+    late_count: usize,
+    /// Commands that the driver has ended, until their completions are taken. Their slots are not
+    /// free before: for whoever submitted them they are outstanding.
+    ended: VecDeque<Completion>,
+    /// How often a command is submitted again.
+    max_repeats: u8,
+}
+
+/// What [`RetryTable::tick_timeouts`] found.
+#[derive(Debug, Default)]
+pub(crate) struct TimedOut {
+    /// Commands that are late as of now, by the identifiers that the controller knows.
+    pub(crate) late: Vec<u16>,
+    /// A command was outstanding at the last tick already: the controller's status is to be read.
+    pub(crate) lasting: bool,
+    /// A command was late for so long that there is no hope for an abort.
+    pub(crate) overdue: bool,
+}
+
+/// How many commands were submitted again by [`RetryTable::restart`], and how many ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Restarted {
+    pub(crate) repeated: u64,
+    pub(crate) ended: u64,
+}
+
+impl RetryTable {
+    /// Of a queue whose commands are submitted again `max_repeats` times at most.
+    pub(crate) fn new(max_repeats: u8) -> Self {
+        Self { late: Vec::new(), late_count: 0, ended: VecDeque::new(), max_repeats }
+    }
+
+    fn late(&mut self, slot: u16) -> Option<&mut LateCommand> {
+        self.late.get_mut(usize::from(slot))?.as_mut()
+    }
+
+    /// The late command in `slot` that the controller knows as `cid`.
+    fn find(&mut self, slot: u16, cid: u16) -> Option<LateCommand> {
+        self.late(slot).filter(|late| late.cid == cid).copied()
+    }
+
+    fn insert(&mut self, slot: u16, slots: usize, command: LateCommand) {
+        if self.late.is_empty() {
+            self.late = vec![None; slots];
+        }
+        if let Some(entry) = self.late.get_mut(usize::from(slot)) {
+            self.late_count += usize::from(entry.is_none());
+            *entry = Some(command);
+        }
+    }
+
+    fn remove(&mut self, slot: u16) {
+        if let Some(entry) = self.late.get_mut(usize::from(slot)) {
+            self.late_count -= usize::from(entry.is_some());
+            *entry = None;
+        }
+    }
+
+    /// Counts one tick for every outstanding command. Those that were outstanding for more than
+    /// `limit` ticks are late, and overdue when they have been so for `grace`.
+    pub(crate) fn tick_timeouts(&mut self, core: &mut Core, limit: u8, grace: u8) -> TimedOut {
+        let mut timed_out = TimedOut::default();
+        if core.outstanding() == 0 {
+            return timed_out;
+        }
+        let count = core.slots.len();
+        for slot in 0..count as u16 {
+            let Some(entry) = core.slots.get_mut(usize::from(slot)) else { break };
+            if entry.ticks != 0 {
+                entry.ticks = entry.ticks.saturating_add(1);
+                timed_out.lasting |= entry.ticks > 2;
+                if entry.ticks > limit.saturating_add(1) {
+                    let cid = entry.cid;
+                    entry.ticks = 0;
+                    self.insert(slot, count, LateCommand::new(cid, LateState::Aborting));
+                    timed_out.late.push(cid);
+                }
+            } else if self.late_count != 0
+                && let Some(late) = self.late(slot)
+            {
+                late.ticks = late.ticks.saturating_add(1);
+                timed_out.lasting = true;
+                match late.state {
+                    LateState::Resubmitted if late.ticks > limit => {
+                        (late.state, late.ticks) = (LateState::Aborting, 0);
+                        timed_out.late.push(late.cid);
+                    }
+                    LateState::Aborting if late.ticks > grace => timed_out.overdue = true,
+                    _ => {}
+                }
+            }
+        }
+        core.stats.late += timed_out.late.len() as u64;
+        timed_out
+    }
+
+    /// The next completion, of a late command too. Entries that belong to no outstanding command
+    /// are skipped, at most as many as the queue has entries.
+    pub(crate) fn pop(&mut self, core: &mut Core) -> Option<Completion> {
+        for _ in 0..core.cq_size.entries() {
+            let Some(word) = core.pop_word() else { break };
+            if let Some(completion) = self.consume(core, word) {
+                return Some(completion);
+            }
+        }
+        core.stats.empty_polls += 1;
+        None
+    }
+
+    /// Consumes the entry at the head, of which `word` is the second word, whatever it completes.
+    #[cold]
+    fn consume(&mut self, core: &mut Core, word: u64) -> Option<Completion> {
+        core.consume(word).or_else(|| {
+            let first = core.advance();
+            self.odd_completion(core, first, word)
+        })
+    }
+
+    /// A completion that the fast path can make nothing of: of a command that was late, or of none.
+    #[cold]
+    fn odd_completion(&mut self, core: &mut Core, first: u64, word: u64) -> Option<Completion> {
+        let cid = (word >> 32) as u16;
+        let slot = cid & core.slot_mask;
+        let Some(late) = self.find(slot, cid) else {
+            core.unknown_completion(cid);
+            return None;
+        };
+        core.reported_sq_head = word as u16;
+        let status = Status::from_bits((word >> 49) as u16);
+        if self.is_to_be_repeated(core, slot, late, status) {
+            let late = LateCommand { repeats: late.repeats + 1, ..late };
+            core.stats.repeated += 1;
+            if self.write_again(core, slot, late) {
+                // A failure is returned by the next call that rings.
+                let _ = core.ring();
+                return None;
+            }
+        }
+        let buffer = self.retire(core, slot);
+        core.free.push(slot);
+        core.stats.completed += 1;
+        let (dw0, dw1) = (first as u32, (first >> 32) as u32);
+        Some(Completion { token: Token { cid: late.token_cid, slot }, status, dw0, dw1, buffer })
+    }
+
+    /// Whether the command in `slot` was aborted because it was late, and is now to be submitted
+    /// again.
+    fn is_to_be_repeated(&self, core: &Core, slot: u16, late: LateCommand, status: Status) -> bool {
+        let aborted = late.state == LateState::Aborting && status.code() == Status::ABORT_REQUESTED;
+        aborted && self.may_repeat(core, slot, late)
+    }
+
+    fn may_repeat(&self, core: &Core, slot: u16, late: LateCommand) -> bool {
+        let command = core.slots.get(usize::from(slot)).map(|slot| slot.command);
+        late.repeats < self.max_repeats && command.is_some_and(|c| c.is_repeatable())
+    }
+
+    /// Makes the slot of a late command ready to be freed. Its buffer.
+    fn retire(&mut self, core: &mut Core, slot: u16) -> Option<Buffer> {
+        self.remove(slot);
+        let generation = core.generation;
+        let entry = core.slots.get_mut(usize::from(slot))?;
+        entry.ticks = 0;
+        entry.cid = entry.cid.wrapping_add(generation);
+        entry.buffer.take()
+    }
+
+    /// Writes the command in `slot` into the submission queue once more, under another identifier:
+    /// a completion with the earlier one is ignored.
+    fn write_again(&mut self, core: &mut Core, slot: u16, late: LateCommand) -> bool {
+        let generation = core.generation;
+        let Some(entry) = core.slots.get_mut(usize::from(slot)) else { return false };
+        entry.ticks = 0;
+        entry.cid = entry.cid.wrapping_add(generation);
+        let cid = entry.cid;
+        if !write_slot(core, slot) {
+            return false;
+        }
+        let late = LateCommand { cid, ticks: 0, state: LateState::Resubmitted, ..late };
+        self.insert(slot, core.slots.len(), late);
+        true
+    }
+
+    /// The slots of the outstanding commands, the oldest first. With each, how far before the tail
+    /// its entry is in the submission queue: as much as the queue has entries if it is not there
+    /// any more.
+    fn oldest_first(&self, core: &mut Core) -> Vec<(u32, u16)> {
+        core.flush();
+        let entries = core.sq_size.entries();
+        let mut late = self.late.iter().map(Option::is_some);
+        let mut distances: Vec<u32> = core
+            .slots
+            .iter()
+            .map(|slot| {
+                let outstanding = late.next().unwrap_or(false) || slot.ticks != 0;
+                if outstanding { entries } else { 0 }
+            })
+            .collect();
+        for back in 1..entries {
+            let sqe: Sqe = core.sq.read(u32::from(core.sq_size.back(core.sq_tail, back)));
+            let slot = usize::from(sqe.cid & core.slot_mask);
+            let is_current = core.slots.get(slot).is_some_and(|slot| slot.cid == sqe.cid);
+            match distances.get_mut(slot) {
+                Some(distance) if is_current && *distance == entries => *distance = back,
+                _ => {}
+            }
+        }
+        let outstanding = distances.into_iter().zip(0u16..).filter(|(distance, _)| *distance != 0);
+        let mut order: Vec<(u32, u16)> = outstanding.collect();
+        order.sort_by_key(|(distance, _)| Reverse(*distance));
+        order
+    }
+
+    /// Begins again: the controller has deleted the queues, or was reset, and is certain not to
+    /// touch them or the buffers of their commands. They are made as new, with these doorbells, and
+    /// commands that may be repeated are written again, in their old order; the others are ended.
+    /// The caller creates the queues, and then [rings](Core::ring).
+    pub(crate) fn restart(&mut self, core: &mut Core, doorbells: [Doorbell; 2]) -> Restarted {
+        self.drain(core);
+        let order = self.oldest_first(core);
+        let unpublished = core.sq_size.distance(core.sq_published, core.sq_tail);
+        core.reset_rings(doorbells);
+        let mut restarted = Restarted::default();
+        for (distance, slot) in order {
+            let late = self.late(slot).copied();
+            if distance <= unpublished {
+                // The controller has never seen it: this time does not count.
+                let written = match late {
+                    None => write_slot(core, slot),
+                    Some(late) => self.write_again(core, slot, late),
+                };
+                if !written {
+                    self.end(core, slot, &mut restarted);
+                }
+                continue;
+            }
+            let cid = core.slots.get(usize::from(slot)).map_or(0, |slot| slot.cid);
+            let late = late.unwrap_or(LateCommand::new(cid, LateState::Resubmitted));
+            let again = LateCommand { repeats: late.repeats.saturating_add(1), ..late };
+            if self.may_repeat(core, slot, late) && self.write_again(core, slot, again) {
+                restarted.repeated += 1;
+            } else {
+                self.end(core, slot, &mut restarted);
+            }
+        }
+        core.stats.repeated += restarted.repeated;
+        core.stats.ended += restarted.ended;
+        restarted
+    }
+
+    /// Takes the completions that are there, to be handed out later. Commands that the deletion of
+    /// their queue has ended are outstanding still, and so are those that were aborted to be
+    /// submitted again: the queue that they are written to does not exist yet, and its doorbells
+    /// must not be rung.
+    fn drain(&mut self, core: &mut Core) {
+        for _ in 0..core.cq_size.entries() {
+            let Some(word) = core.pop_word() else { return };
+            let (cid, status) = ((word >> 32) as u16, Status::from_bits((word >> 49) as u16));
+            let slot = cid & core.slot_mask;
+            let late = self.find(slot, cid);
+            if status.code() == Status::ABORTED_SQ_DELETION
+                || late.is_some_and(|late| self.is_to_be_repeated(core, slot, late, status))
+            {
+                core.cq_head = core.cq_size.forward(core.cq_head, 1);
+                core.phase ^= core.cq_head == 0;
+            } else if let Some(completion) = self.consume(core, word) {
+                // It has freed its slot.
+                core.free.pop();
+                self.ended.push_back(completion);
+            }
+        }
+    }
+
+    /// Ends the command in `slot`, with which the controller is certainly done.
+    fn end(&mut self, core: &mut Core, slot: u16, restarted: &mut Restarted) {
+        let token = self.token_of(core, slot);
+        let buffer = self.retire(core, slot);
+        self.end_with(core, token, buffer);
+        restarted.ended += 1;
+    }
+
+    fn token_of(&mut self, core: &Core, slot: u16) -> Token {
+        let cid = match self.late(slot) {
+            Some(late) => late.token_cid,
+            None => core.slots.get(usize::from(slot)).map_or(0, |slot| slot.cid),
+        };
+        Token { cid, slot }
+    }
+
+    fn end_with(&mut self, core: &mut Core, token: Token, buffer: Option<Buffer>) {
+        self.ended.push_back(Completion::aborted_by_host(token, buffer));
+        core.stats.completed += 1;
+    }
+
+    /// Ends every outstanding command, and the queue. The buffers go back with their commands if
+    /// the controller is `quiet`; otherwise it may write to them still, and they are returned to be
+    /// kept.
+    pub(crate) fn end_all(&mut self, core: &mut Core, why: &str, quiet: bool) -> Vec<Buffer> {
+        core.set_failed(|| why.into());
+        let mut kept = Vec::new();
+        // The rest has ended, and was not asked for yet.
+        if core.outstanding() == self.ended.len() {
+            return kept;
+        }
+        for (_, slot) in self.oldest_first(core) {
+            let token = self.token_of(core, slot);
+            let mut buffer = self.retire(core, slot);
+            if !quiet {
+                kept.extend(buffer.take());
+            }
+            self.end_with(core, token, buffer);
+            core.stats.ended += 1;
+        }
+        kept
+    }
+
+    /// A command that the driver has ended.
+    pub(crate) fn take_ended(&mut self, core: &mut Core) -> Option<Completion> {
+        let completion = self.ended.pop_front()?;
+        core.free.push(completion.token.slot);
+        Some(completion)
+    }
+
+    /// Whether there is such a command.
+    #[inline]
+    pub(crate) fn has_ended(&self) -> bool {
+        !self.ended.is_empty()
+    }
+}
+
+/// Writes the command in `slot` at the tail, as its slot has it.
+fn write_slot(core: &mut Core, slot: u16) -> bool {
+    let Some(entry) = core.slots.get_mut(usize::from(slot)) else { return false };
+    let (command, cid, buffer) = (entry.command, entry.cid, entry.buffer.take());
+    let prps = if command.transfer == 0 {
+        Some((0, 0))
+    } else {
+        core.prps(slot, buffer.as_ref(), command.offset, command.transfer).ok()
+    };
+    if let Some(entry) = core.slots.get_mut(usize::from(slot)) {
+        entry.buffer = buffer;
+    }
+    // What was accepted once is accepted again.
+    let Some((prp1, prp2)) = prps else { return false };
+    let sqe = command.sqe(cid).with_prps(prp1, prp2);
+    core.push(zerocopy::transmute!(sqe));
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::command::Command;
+    use crate::prp::PrpLists;
+    use crate::queue::core::CoreParts;
+    use crate::queue::doorbell::Register;
+    use shadowbell_doorbell::RingSize;
+    use shadowbell_memory::{Mapping, Protection, Ring};
+    use std::fs::File;
+
+    const ENTRIES: u32 = 16;
+
+    /// A queue whose submission queue lies in the file.
+    fn core(file: &File) -> (Core, std::sync::Arc<Mapping>) {
+        let page = || Mapping::anonymous(4096).unwrap().bytes();
+        let sq = Mapping::from_fd(file, 0, 4096, Protection::ReadWrite).unwrap();
+        let size = RingSize::new(ENTRIES).unwrap();
+        let doorbell = || Doorbell::new(Register::Mapped(page().cell(0).unwrap()));
+        let core = Core::new(CoreParts {
+            qid: 1,
+            sq: Ring::over(&sq.bytes(), ENTRIES).unwrap(),
+            sq_size: size,
+            cq: Ring::over(&page(), ENTRIES).unwrap(),
+            cq_size: size,
+            sq_doorbell: doorbell(),
+            cq_doorbell: doorbell(),
+            lists: PrpLists::new(page(), 0, ENTRIES as usize - 1, 4096, 4096).unwrap(),
+            max_transfer: 4096,
+        });
+        (core, sq)
+    }
+
+    /// Completions are asked for one by one: to scan the whole queue each time takes half a minute
+    /// for a long one.
+    #[test]
+    fn a_queue_that_has_ended_is_not_scanned_again() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(4096).unwrap();
+        let (mut core, sq) = core(&file);
+        let flush = Command::flush(1);
+        for _ in 0..core.capacity() {
+            core.submit(flush.words(), None, flush).unwrap();
+        }
+        core.ring().unwrap();
+        let mut retries = RetryTable::new(0);
+        assert!(retries.end_all(&mut core, "it is gone", true).is_empty());
+        // Whoever reads the submission queue now finds its memory poisoned.
+        file.set_len(0).unwrap();
+        for taken in 1..=core.capacity() {
+            assert!(retries.end_all(&mut core, "it is gone", true).is_empty());
+            let ended = retries.take_ended(&mut core).unwrap();
+            assert_eq!(ended.status, Status::ABORTED_BY_HOST);
+            assert_eq!(core.outstanding(), core.capacity() - taken);
+        }
+        assert!(retries.take_ended(&mut core).is_none());
+        assert!(!sq.is_poisoned());
+    }
+}

@@ -1,0 +1,256 @@
+//! What a queue pair does when the state epoch says that there is something to look at: ticks of
+//! its commands, a reset, the end. See [`recovery`](crate::recovery).
+
+use crate::admin::AdminCommands;
+use crate::attached::AttachedController;
+use crate::completion::Completion;
+use crate::controller_state::Condition;
+use crate::dma::Buffer;
+use crate::error::QueueError;
+use crate::io_queues::{IoQueueTable, doorbells};
+use crate::queue::{Core, QueueLayout, RetryTable};
+use crate::recovery::{count, reset};
+use shadowbell_memory::EventFd;
+use shadowbell_spec::Sqe;
+use shadowbell_spec::admin::Abort;
+
+/// A state epoch that there never is.
+const NEVER: u32 = u32::MAX;
+/// How often a queue that can not be created again has its controller reset.
+const TRIES: u32 = 6;
+/// The most commands that are aborted at a time, where the controller takes as many (ACL).
+const ABORTS: usize = 4;
+
+/// The queues of a pair, with what it takes to create them again.
+pub(super) struct RecoverableQueue {
+    pub(super) core: Core,
+    retries: RetryTable,
+    pub(super) layout: QueueLayout,
+    /// What the interrupt signals.
+    pub(super) event: EventFd,
+    /// The state epoch that this queue has handled: another says that there is something to do.
+    pub(super) handled_epoch: u32,
+    /// The state epoch for which a tick was counted.
+    ticked_epoch: u32,
+    /// How often the controller had been reset when the queues were created.
+    generation: u32,
+    /// Buffers of commands that were ended while the controller might still write to them.
+    kept: Vec<Buffer>,
+}
+
+impl RecoverableQueue {
+    pub(super) fn new(
+        core: Core,
+        layout: QueueLayout,
+        event: EventFd,
+        generation: u32,
+        controller: &AttachedController,
+    ) -> Self {
+        let epoch = controller.state().epoch();
+        Self {
+            core,
+            retries: RetryTable::new(controller.recovery.repeats),
+            layout,
+            event,
+            handled_epoch: epoch,
+            ticked_epoch: epoch,
+            generation,
+            kept: Vec::new(),
+        }
+    }
+
+    /// The next completion, of a late command too, but of none that the driver has ended.
+    pub(super) fn pop(&mut self) -> Option<Completion> {
+        self.retries.pop(&mut self.core)
+    }
+
+    #[inline]
+    pub(super) fn has_ended(&self) -> bool {
+        self.retries.has_ended()
+    }
+
+    /// Does what the state of the controller asks for. When this returns with success, the queue
+    /// works.
+    ///
+    /// # Errors
+    /// [`QueueError`], if it does not, and never will.
+    #[cold]
+    pub(super) fn handle_state_change(
+        &mut self,
+        controller: &AttachedController,
+    ) -> Result<(), QueueError> {
+        let state = controller.state();
+        let mut tries = 0;
+        let mut why = String::new();
+        while tries < TRIES {
+            let epoch = state.epoch();
+            match state.condition() {
+                Condition::Live => {}
+                Condition::Resetting => {
+                    // Whoever resets it holds the lock until it is done.
+                    drop(controller.enabled.io_queues());
+                    continue;
+                }
+                Condition::Detached => return Err(QueueError::Detached { qid: self.core.qid() }),
+                Condition::Over { quiet } => {
+                    return self.end(controller, &state.why_over(), quiet);
+                }
+            }
+            let generation = state.generation();
+            let outcome = if generation != self.generation {
+                self.restore(controller, generation)
+            } else if epoch != self.ticked_epoch {
+                self.ticked_epoch = epoch;
+                self.tick(controller)
+            } else {
+                Ok(true)
+            };
+            match outcome {
+                Ok(true) => {
+                    // As long as there are ended commands, whoever asks for completions has to come
+                    // here.
+                    self.handled_epoch = if self.has_ended() { NEVER } else { epoch };
+                    return Ok(());
+                }
+                Ok(false) => {}
+                Err(error) => {
+                    tries += 1;
+                    reset(controller, generation, &error);
+                    why = error;
+                }
+            }
+        }
+        // The controller works, and may have what it did not confirm to have created.
+        self.end(controller, &why, false)
+    }
+
+    /// After the last completion: the next command that the driver has ended, if there is one.
+    #[cold]
+    pub(super) fn pop_ended(&mut self, controller: &AttachedController) -> Option<Completion> {
+        // The next call that rings returns the error.
+        let _ = self.handle_state_change(controller);
+        self.retries.take_ended(&mut self.core).or_else(|| self.pop())
+    }
+
+    /// Takes all buffers of the queue: of outstanding commands, and of those that were ended while
+    /// the controller might still write to them.
+    pub(super) fn take_buffers(&mut self) -> Vec<Buffer> {
+        let mut buffers = self.core.take_buffers();
+        buffers.append(&mut self.kept);
+        buffers
+    }
+
+    /// Ends everything that is under way.
+    fn end(
+        &mut self,
+        controller: &AttachedController,
+        why: &str,
+        quiet: bool,
+    ) -> Result<(), QueueError> {
+        let before = self.core.stats().ended;
+        let kept = self.retries.end_all(&mut self.core, why, quiet);
+        self.kept.extend(kept);
+        let ended = self.core.stats().ended - before;
+        if ended != 0 {
+            count(&controller.counters.ended, ended);
+        }
+        Err(self.core.failure())
+    }
+
+    /// Counts a tick for the commands, and aborts those that are late. `true` if the queue works;
+    /// `false` to look once more.
+    ///
+    /// # Errors
+    /// A sentence that says why the controller has to be reset.
+    fn tick(&mut self, controller: &AttachedController) -> Result<bool, String> {
+        if !controller.recovery.enabled || self.core.outstanding() == 0 {
+            return Ok(true);
+        }
+        let ticks = controller.ticks;
+        let timed_out = self.retries.tick_timeouts(&mut self.core, ticks.limit, ticks.grace);
+        if timed_out.lasting {
+            controller.note_lasting();
+        }
+        if !timed_out.late.is_empty() {
+            count(&controller.counters.late, timed_out.late.len() as u64);
+            let acl = usize::from(controller.info.identity.acl);
+            let most = timed_out.late.len().min(ABORTS).min(acl + 1);
+            let sqid = self.core.qid();
+            tracing::warn!(
+                qid = sqid,
+                "{}: {} commands were not completed within {:?}; aborting {most} of them",
+                controller.name(),
+                timed_out.late.len(),
+                controller.plane().device.timeouts.io
+            );
+            for cid in timed_out.late.into_iter().take(most) {
+                if controller.plane().queue.send(Sqe::abort(Abort { sqid, cid }, 0)) {
+                    count(&controller.counters.aborts, 1);
+                }
+            }
+        }
+        if timed_out.overdue { self.recreate(controller) } else { Ok(true) }
+    }
+
+    /// Deletes the queues and creates them again, because late commands were not aborted.
+    fn recreate(&mut self, controller: &AttachedController) -> Result<bool, String> {
+        let qid = self.core.qid();
+        let mut io_queues = controller.enabled.io_queues();
+        let state = controller.state();
+        if state.condition() != Condition::Live || state.generation() != self.generation {
+            return Ok(false);
+        }
+        tracing::warn!(
+            qid,
+            "{}: late commands were not aborted; creating the queue pair again",
+            controller.name()
+        );
+        count(&controller.counters.queues_recreated, 1);
+        let deleted = io_queues.delete_at_controller(controller.plane(), qid);
+        deleted.map_err(|error| error.to_string())?;
+        self.start_over(controller, &mut io_queues)?;
+        Ok(true)
+    }
+
+    /// Creates the queues again after a reset.
+    fn restore(
+        &mut self,
+        controller: &AttachedController,
+        generation: u32,
+    ) -> Result<bool, String> {
+        let mut io_queues = controller.enabled.io_queues();
+        let state = controller.state();
+        if state.condition() != Condition::Live || state.generation() != generation {
+            return Ok(false);
+        }
+        count(&controller.counters.queues_restored, 1);
+        self.start_over(controller, &mut io_queues)?;
+        self.generation = generation;
+        Ok(false)
+    }
+
+    /// Creates the queues again that the controller does not have any more, and submits what was
+    /// outstanding.
+    fn start_over(
+        &mut self,
+        controller: &AttachedController,
+        io_queues: &mut IoQueueTable,
+    ) -> Result<(), String> {
+        let (admin, info) = (controller.plane(), &controller.info);
+        let qid = self.core.qid();
+        let restarted = self.retries.restart(&mut self.core, doorbells(admin, info, qid));
+        count(&controller.counters.repeated, restarted.repeated);
+        count(&controller.counters.ended, restarted.ended);
+        if restarted.ended != 0 {
+            tracing::warn!(
+                qid,
+                "{} commands were ended, which may have had their effect or not",
+                restarted.ended
+            );
+        }
+        io_queues.recreate(admin, info, &mut self.core, self.layout, &self.event)?;
+        // A way to the controller that breaks now is found broken by the next who rings.
+        let _ = self.core.ring();
+        Ok(())
+    }
+}

@@ -1,0 +1,85 @@
+//! What the watchdog does for an attached controller.
+
+use super::reset::{reset, went_away};
+use super::stats::count;
+use super::watchdog::Watched;
+use crate::admin::{AdminCommands, LogRequest, identify_namespaces, read_log_page};
+use crate::attached::AttachedController;
+use crate::controller_state::Condition;
+use crate::transport::TransportError;
+use shadowbell_spec::log::{ChangedNamespaces, lid};
+
+impl Watched for AttachedController {
+    fn tick(&self) -> bool {
+        self.state().tick();
+        self.wake_sleepers();
+        let has_lasting = self.take_lasting();
+        read_events(self);
+        has_lasting
+    }
+
+    fn check_status(&self) -> bool {
+        let goes_on = check_status(self);
+        // Whatever was found, nobody sleeps through it.
+        self.wake_sleepers();
+        goes_on
+    }
+}
+
+/// Reads CSTS, and does about it what has to be done. Whether to go on watching.
+pub(crate) fn check_status(controller: &AttachedController) -> bool {
+    let state = controller.state();
+    let generation = state.generation();
+    match state.condition() {
+        Condition::Live => {}
+        Condition::Resetting => return true,
+        Condition::Detached | Condition::Over { .. } => return false,
+    }
+    let name = controller.name();
+    match controller.plane().device.csts() {
+        Err(error @ TransportError::Gone { .. }) => went_away(controller, &error.to_string()),
+        Err(error) => tracing::debug!("the status of {name} was not read: {error}"),
+        Ok(csts) if csts.into_bits() == u32::MAX => {
+            went_away(controller, &format!("{name} was removed (its registers read as all ones)"));
+        }
+        Ok(csts) if csts.cfs() => {
+            count(&controller.counters.fatal, 1);
+            reset(controller, generation, "it reports a fatal status (CSTS.CFS)");
+        }
+        Ok(csts) if csts.nssro() && !controller.enabled.is_nssro_stuck() => {
+            count(&controller.counters.subsystem_resets, 1);
+            reset(controller, generation, "its NVM subsystem was reset (CSTS.NSSRO)");
+        }
+        Ok(csts) if !csts.rdy() => {
+            reset(controller, generation, "it is disabled, by nobody here (CSTS.RDY)");
+        }
+        Ok(_) => {}
+    }
+    true
+}
+
+/// Takes asynchronous events, and does about them what has to be done.
+pub(crate) fn read_events(controller: &AttachedController) {
+    if controller.state().condition() == Condition::Live
+        && controller.plane().queue.poll_namespaces_changed()
+    {
+        read_namespaces(controller);
+    }
+}
+
+/// Reads the namespaces again, for whoever asks for them next.
+fn read_namespaces(controller: &AttachedController) {
+    let info = &controller.info;
+    // Reading the list unmasks the event for the next change.
+    let list = LogRequest::new(lid::CHANGED_ATTACHED_NAMESPACES, size_of::<ChangedNamespaces>());
+    let read = read_log_page(controller, list)
+        .and_then(|_| identify_namespaces(controller, &info.identity, info.max_transfer));
+    match read {
+        Ok(namespaces) => {
+            count(&controller.counters.namespaces_read, 1);
+            tracing::info!("the namespaces of {} changed, and were read again", controller.name());
+            controller.set_changed_namespaces(namespaces);
+        }
+        Err(error) => tracing::warn!("the namespaces changed, and were not read: {error}"),
+    }
+}
