@@ -146,7 +146,7 @@ impl Controller {
             DoorbellKind::Cq => {
                 shadowbell_doorbell::Cell::store_release(&register, value);
                 // Pairs with the sleeper's fence, which follows its `want_head`: either it sees
-                // the head in its last look, or we see here that it wants to be told.
+                // the head in its last look, or we see here that it has to be woken.
                 fence(Ordering::SeqCst);
                 shared.is_head_wanted(doorbell.qid)
                     && pool.write_doorbell(worker, shared, &register, value)

@@ -10,9 +10,9 @@ pub enum Event {
     ShadowDoorbells,
     /// The host created its first I/O queue, or another one: how many submission queues exist.
     QueueCreated(usize),
-    /// A write found no room on the storage of this namespace: told once in a while.
+    /// A write found no room on the storage of this namespace: once in a while.
     Full(u32),
-    /// Data that were written to this namespace may be lost: told once in a while.
+    /// Data that were written to this namespace may be lost: once in a while.
     Lost(u32),
     /// The host has shut the controller down.
     Shutdown,

@@ -53,3 +53,7 @@ pub use doorbell_source::{DoorbellSource, PolledDoorbells};
 pub use event::Event;
 pub use stats::Stats;
 pub use worker::{Polling, Pool, PoolOptions, Turns};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}

@@ -31,6 +31,7 @@ pub(crate) enum Notice {
     /// Memory of the host was taken away from under us: the controller is in a fatal state.
     MemoryLost,
     /// Something befell the whole controller while its queues were served.
+    #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
     Condition(Condition),
     /// The admin queue has to be looked at.
     AdminDoorbell,
@@ -73,7 +74,7 @@ pub(crate) enum Operation {
     Reset,
 }
 
-/// What may befall a controller as a whole. Only a controller that is told to go wrong meets these.
+/// What may befall a controller as a whole. Only a controller with injected faults meets these.
 #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "made by fault injection only"))]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Condition {

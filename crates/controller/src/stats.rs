@@ -1,10 +1,12 @@
 //! What happened, counted where it happened.
 
+#[cfg(feature = "serde")]
 use serde::Serialize;
 use shadowbell_doorbell::{ControllerStats, SleeperStats};
 
 /// One end of a queue as the controller saw its doorbell.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(Serialize))]
 pub struct DoorbellCounts {
     /// MMIO writes received (trapped; a mapped doorbell is not counted by anybody).
     pub mmio_writes: u64,
@@ -49,7 +51,8 @@ impl DoorbellCounts {
 }
 
 /// A submission queue with its share of the work.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(Serialize))]
 pub struct SqStats {
     /// Queue identifier; 0 is the admin queue.
     pub qid: u16,
@@ -66,7 +69,8 @@ pub struct SqStats {
 }
 
 /// A completion queue.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(Serialize))]
 pub struct CqStats {
     /// Queue identifier; 0 is the admin queue.
     pub qid: u16,
@@ -82,7 +86,8 @@ pub struct CqStats {
 }
 
 /// What the commands did to the namespaces.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(Serialize))]
 pub struct IoStats {
     /// Read and Compare commands completed.
     pub reads: u64,
@@ -105,7 +110,8 @@ pub struct IoStats {
 }
 
 /// A worker's sleep.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(Serialize))]
 pub struct SleepStats {
     /// Times that it set out to sleep.
     pub rounds: u64,
@@ -137,7 +143,8 @@ impl SleepStats {
 }
 
 /// A controller's counters at one moment.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(Serialize))]
 pub struct Stats {
     /// Submission queues that exist, the admin queue first.
     pub submission_queues: Vec<SqStats>,

@@ -20,7 +20,7 @@ impl TestDisk {
         Self(info)
     }
 
-    /// The same, shared.
+    /// A writable disk as a controller takes it.
     pub(crate) fn shared(blocks: u64, block_size: u32) -> Arc<dyn Disk> {
         Arc::new(Self::new(blocks, block_size))
     }

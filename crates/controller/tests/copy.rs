@@ -488,7 +488,7 @@ fn nothing_is_written_after_a_reset() {
     host.until("the reads of four", || held.seen().len() == 8);
     let cc = Cc::from_bits(host.read32(regs::CC));
     host.write32(regs::CC, cc.with_en(false).into_bits());
-    host.until("the reset to be heard of", || held.cancelled() > 0);
+    host.until("the reset to be noticed", || held.cancelled() > 0);
     assert!(host.csts().rdy(), "the disk still reads");
     held.order(|orders| orders.hold = false);
     host.until("the end of the reset", || !host.csts().rdy());
@@ -518,7 +518,7 @@ fn a_deleted_queue_takes_its_copies_along() {
     host.until("the reads of four", || held.seen().len() == 4);
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
     host.submit(&mut admin, &Sqe::delete_io_sq(1, 5));
-    host.until("the deletion to be heard of", || held.cancelled() > 0);
+    host.until("the deletion to be noticed", || held.cancelled() > 0);
     assert_eq!(host.reap(&mut admin), None, "the disk still reads for it");
     held.order(|orders| orders.hold = false);
     assert_eq!(host.wait(&mut admin).1, Status::SUCCESS);

@@ -1,17 +1,16 @@
-//! A worker that hears its hosts by itself while it sleeps.
+//! A worker that takes its hosts by itself while it sleeps.
 
 mod common;
 
 use common::wire::Wire;
 use common::{Host, Queue, config, pool};
-use controller::{Carrier, Controller, Polling, Pool, Turns};
-use shadowbell_controller as controller;
+use shadowbell_controller::{Carrier, Controller, Polling, Pool, Turns};
 use shadowbell_spec::regs::{self, cq_doorbell_offset, sq_doorbell_offset};
 use shadowbell_spec::{Sqe, Status};
 
 /// A host with one queue, attached while the worker takes its turns.
 fn attached(pool: &Pool, turns: &mut Turns) -> (Host, Queue) {
-    let config = controller::Config { io_queues: 2, ..config(&["null:1GiB"]) };
+    let config = shadowbell_controller::Config { io_queues: 2, ..config(&["null:1GiB"]) };
     let controller = Controller::new(config, pool.clone(), Carrier::default()).unwrap();
     meanwhile(turns, move || {
         let mut host = Host::attach(controller);
@@ -48,7 +47,7 @@ fn a_sleeping_worker_takes_doorbells_by_itself() {
     let (wire, source) = Wire::new();
     host.controller.add_doorbell_source(0, source);
     assert!(turns.turn());
-    assert!(wire.is_heard());
+    assert!(wire.is_watched());
     while turns.turn() {}
     for _ in 0..20 {
         let tail = put(&mut host, &mut queue);
@@ -57,7 +56,7 @@ fn a_sleeping_worker_takes_doorbells_by_itself() {
         assert!(turns.sleep(), "there is nothing to do but what is on the wire");
         assert_eq!(wire.take(), []);
         assert!(turns.turn());
-        let (_, status, _) = host.reap(&mut queue).expect("it was told");
+        let (_, status, _) = host.reap(&mut queue).expect("it was woken");
         assert_eq!(status, Status::SUCCESS);
     }
     let controller = host.controller.clone();
@@ -104,10 +103,10 @@ fn what_is_not_the_workers_stays_where_it_is() {
         wire.take();
         turns.turn();
     }
-    assert!(wire.is_heard());
+    assert!(wire.is_watched());
     wire.write(regs::CC, 0);
     turns.sleep();
-    assert!(!wire.is_heard());
+    assert!(!wire.is_watched());
 }
 
 #[test]
@@ -126,7 +125,7 @@ fn a_value_that_can_not_be_is_told_as_one_that_was_trapped() {
 }
 
 #[test]
-fn a_reset_ends_it_and_so_does_another_ear() {
+fn a_reset_ends_it_and_so_does_another_source() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (host, _queue) = attached(&pool, &mut turns);
     let (first, source) = Wire::new();
@@ -135,16 +134,16 @@ fn a_reset_ends_it_and_so_does_another_ear() {
     let (second, source) = Wire::new();
     host.controller.add_doorbell_source(0, source);
     while turns.turn() {}
-    assert!(!first.is_heard() && second.is_heard());
+    assert!(!first.is_watched() && second.is_watched());
     let controller = host.controller.clone();
     meanwhile(&mut turns, move || host.disable());
-    assert!(!second.is_heard());
-    // What was signalled before is of no consequence, and there is nobody to listen.
+    assert!(!second.is_watched());
+    // What was signalled before is of no consequence, and there is nobody to poll.
     second.write(sq_doorbell_offset(1, 0), 1);
     let (third, source) = Wire::new();
     controller.add_doorbell_source(0, source);
     while turns.turn() {}
-    assert!(!third.is_heard());
+    assert!(!third.is_watched());
     assert_eq!(second.take(), [(sq_doorbell_offset(1, 0), 1)]);
     // Nor does the source outlive the worker.
     drop((pool, controller));
@@ -158,7 +157,7 @@ fn the_ear_goes_with_its_worker() {
     host.controller.add_doorbell_source(0, source);
     while turns.turn() {}
     drop(turns);
-    assert!(!wire.is_heard());
+    assert!(!wire.is_watched());
 }
 
 #[test]

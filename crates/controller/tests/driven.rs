@@ -3,9 +3,8 @@
 mod common;
 
 use common::{Host, Queue, config};
-use controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
 use shadowbell_backend::{Disk, DiskInfo, Request, Submitted};
-use shadowbell_controller as controller;
+use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
 use shadowbell_memory::{DmaError, DmaTable, Mapping, Segments, SharedBytes};
 use shadowbell_spec::regs::{self, cq_doorbell_offset, sq_doorbell_offset};
 use shadowbell_spec::{Sqe, Status};
@@ -151,7 +150,7 @@ fn over(disk: &Meanwhile, pool: Pool) -> Controller {
     Controller::new(config, pool, Carrier::default()).unwrap()
 }
 
-/// Of room in a completion queue that was seen on another occasion nobody is told any more: the host
+/// Of room in a completion queue that was seen on another occasion nobody learns any more: the host
 /// has made it, and waits.
 #[test]
 fn a_queue_does_not_sleep_over_room_that_was_seen_in_passing() {
@@ -178,11 +177,11 @@ fn a_queue_does_not_sleep_over_room_that_was_seen_in_passing() {
     let (answered, hold_limit) = std::sync::mpsc::channel::<()>();
     let controller = host.controller.clone();
     let rescuer = std::thread::spawn(move || {
-        if hold_limit.recv_timeout(common::PATIENCE).is_err() {
+        if hold_limit.recv_timeout(common::TIMEOUT).is_err() {
             controller.write_doorbell(sq_doorbell_offset(1, 0), 0);
         }
     });
-    assert!(!turns.sleep(), "nobody would have rung");
+    assert!(!turns.sleep(), "no doorbell would have rung");
     answered.send(()).unwrap();
     rescuer.join().unwrap();
     turns.turn();

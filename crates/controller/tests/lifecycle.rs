@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Host, PATIENCE, Queue, slow_host};
+use common::{Host, Queue, TIMEOUT, slow_host};
 use shadowbell_controller::{Carrier, Controller, Event, Polling};
 use shadowbell_spec::regs::{self, Aqa, Cc, Csts};
 use shadowbell_spec::{Sqe, Status};
@@ -136,7 +136,7 @@ fn a_reset_waits_for_what_is_in_flight_and_writes_nothing_after() {
     std::thread::sleep(Duration::from_millis(20));
     assert!(host.csts().rdy(), "the disk still writes to the host's memory");
     assert!(gate.cancelled.lock().unwrap().len() >= 4, "and was asked to stop");
-    // Enabling early is heard when the reset is over.
+    // Enabling early counts when the reset is over.
     host.write32(regs::CC, cc.into_bits());
     for _ in 0..4 {
         gate.end(Ok(()));
@@ -173,7 +173,7 @@ fn unmapping_waits_for_what_is_in_flight_since_an_earlier_map() {
     assert_eq!(other.read::<u8>(0), Some(0));
     gate.end(Ok(()));
     assert_eq!(host.wait(&mut queue).1, Status::SUCCESS);
-    unmapped.recv_timeout(PATIENCE).unwrap();
+    unmapped.recv_timeout(TIMEOUT).unwrap();
     assert_eq!(other.read::<u8>(0), Some(0xee), "it ended before the unmap did");
 }
 
@@ -193,7 +193,7 @@ fn unmapping_waits_for_what_is_in_flight() {
     let (status, _) = host.run(&mut queue, Sqe::write(1, 0, 0, 2).with_prps(iova, 0));
     assert_eq!(status, Status::DATA_XFER_ERROR);
     gate.end(Ok(()));
-    unmapped.recv_timeout(PATIENCE).unwrap();
+    unmapped.recv_timeout(TIMEOUT).unwrap();
     assert_eq!(other.read::<u8>(0), Some(0xee), "it ended before the unmap did");
     assert_eq!(host.wait(&mut queue).0, 1);
     assert!(host.controller.unmap_dma(iova, 4096, || ()).is_err());
@@ -296,10 +296,10 @@ fn shutdown_flushes_and_says_so() {
 #[test]
 fn a_host_that_leaves_takes_everything_with_it() {
     let events = Arc::new(Mutex::new(Vec::new()));
-    let heard = Arc::clone(&events);
+    let seen = Arc::clone(&events);
     let carrier = Carrier {
         mapped_doorbells: false,
-        listener: Some(Box::new(move |event: &Event| heard.lock().unwrap().push(*event))),
+        listener: Some(Box::new(move |event: &Event| seen.lock().unwrap().push(*event))),
     };
     let pool = common::pool(ADAPTIVE);
     let controller = Controller::new(common::config(&["mem:1MiB"]), pool, carrier).unwrap();
@@ -314,7 +314,7 @@ fn a_host_that_leaves_takes_everything_with_it() {
         let memory = Arc::downgrade(host.memory.mapping());
         let (sent, gone) = mpsc::channel();
         controller.disconnect(move || sent.send(()).unwrap());
-        gone.recv_timeout(PATIENCE).unwrap();
+        gone.recv_timeout(TIMEOUT).unwrap();
         drop(host);
         assert_eq!(memory.strong_count(), 0, "nobody holds the host's memory any more");
     }
@@ -411,7 +411,7 @@ fn the_admin_queue_goes_on_when_its_memory_comes_back() {
         gone
     };
     let back = |host: &Host, gone: mpsc::Receiver<()>| {
-        gone.recv_timeout(PATIENCE).unwrap();
+        gone.recv_timeout(TIMEOUT).unwrap();
         host.controller.map_dma(common::BASE, common::MEMORY, &host.memory).unwrap();
     };
     // A command that came meanwhile.

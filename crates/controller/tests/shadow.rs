@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Host, PATIENCE, Queue};
+use common::{Host, Queue, TIMEOUT};
 use shadowbell_controller::{Carrier, Config, Controller, Polling};
 use shadowbell_spec::{Sqe, Status};
 use std::time::{Duration, Instant};
@@ -34,7 +34,7 @@ fn stream(host: &mut Host, queue: &mut Queue, depth: u32, total: u64) {
         // The other side may have to share our processor with others.
         std::thread::yield_now();
         assert!(
-            progress.elapsed() < PATIENCE,
+            progress.elapsed() < TIMEOUT,
             "stuck: {submitted} submitted, {completed} completed, shadow {:?}, {:#?}",
             host.shadow.map(|(s, e)| [s + 8, s + 12, e + 8, e + 12].map(|at| host.peek32(at))),
             host.controller.stats(),
@@ -342,7 +342,7 @@ fn shadow_pages_that_are_unmapped_and_mapped_again_go_on() {
         let (sent, unmapped) = std::sync::mpsc::channel();
         let done = move || sent.send(()).unwrap();
         host.controller.unmap_dma(common::BASE, common::MEMORY, done).unwrap();
-        unmapped.recv_timeout(PATIENCE).unwrap();
+        unmapped.recv_timeout(TIMEOUT).unwrap();
         // What the host does meanwhile is found when the memory is back.
         let old = queue.tail;
         let at = common::BASE + common::MEMORY - 4096;

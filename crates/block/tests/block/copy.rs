@@ -228,7 +228,7 @@ fn errors_of_the_medium_are_told() {
     rig.end();
 }
 
-/// Every rung of the ladder, in the middle of copies with several commands under way.
+/// Every step of the recovery, in the middle of copies with several commands under way.
 #[test]
 fn lost_completions_leave_what_they_should() {
     let timeouts = Timeouts {

@@ -56,8 +56,8 @@ impl AsyncEvents {
     pub(crate) fn raise(&mut self, event: AsyncEvent) -> Option<Completion> {
         // An event that was reported and not looked at says all there is to say: the host will find
         // this one, too, in the log page.
-        let told = self.unread.contains(&event) || self.pending.contains(&event);
-        if !told && self.wants(event) && self.pending.len() < MAX_PENDING {
+        let is_known = self.unread.contains(&event) || self.pending.contains(&event);
+        if !is_known && self.wants(event) && self.pending.len() < MAX_PENDING {
             self.pending.push_back(event);
         }
         self.report()

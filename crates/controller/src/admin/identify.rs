@@ -23,8 +23,8 @@ pub(crate) const VERSION: Vs = Vs::V2_0;
 /// The controller's identifier in its NVM subsystem, of which it is the only one.
 pub(crate) const CNTLID: u16 = 1;
 /// The time that a normal shutdown, which ends in a flush of all disks, may take: 5 seconds. Linux
-/// waits as long when it is told nothing, and reports it in its log as something unusual when it is
-/// told anything else.
+/// waits as long when there is no value, and reports it in its log as something unusual when there is
+/// any other value.
 const SHUTDOWN_MICROSECONDS: u32 = 5_000_000;
 /// Namespace Attributes: write protected now.
 const NSATTR_WRITE_PROTECTED: u8 = 1;

@@ -56,9 +56,9 @@ pub(super) struct AdminCommands {
     /// Abort commands under way.
     aborts: u32,
     smart_logs: Vec<SmartLog>,
-    /// How often the owner is told of full storage.
+    /// How often there is an event of full storage.
     full: RateLimit,
-    /// And of losses.
+    /// How often there is an event of lost data.
     losses: RateLimit,
 }
 
@@ -306,7 +306,7 @@ impl AdminCommands {
     /// page then has no Available Spare and the critical warning that belongs to it, and hosts that
     /// asked for that get the asynchronous event (Base 2.1, 5.1.12.1.3, "Available Spare", and 5.1.2,
     /// "Spare Below Threshold"). The specification has no other word for a namespace below which the
-    /// storage is full. Whoever owns the storage is told by an event; so is that of one whose data
+    /// storage is full. Whoever owns the storage gets an event; so does that of one whose data
     /// could not be written back.
     pub(super) fn command_failed(
         &mut self,

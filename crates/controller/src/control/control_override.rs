@@ -12,6 +12,7 @@ use std::any::Any;
 
 /// What a condition of the whole controller asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
 pub(crate) enum Response {
     Nothing,
     /// Controller Fatal Status, and why.

@@ -77,7 +77,7 @@ pub(super) struct IoQueues {
     cqs: BTreeMap<u16, CqRecord>,
     /// Submission and completion queues that the host may create (feature 07h).
     granted: (u16, u16),
-    /// Workers that have heard of this controller since the last reset.
+    /// Workers that have had queues of this controller since the last reset.
     workers: BTreeSet<usize>,
     /// By worker, the descriptor that has it look at the doorbells.
     doorbell_eventfds: BTreeMap<usize, EventFd>,

@@ -325,7 +325,7 @@ impl Control {
 
     /// Gives everybody the DMA map as it is now. `latch`, if somebody waits, is let go by each when
     /// nothing of it uses the old one any more. Whether the admin queue has to be served: it stood
-    /// still for want of memory that is there now, and nobody rings again for what was rung meanwhile.
+    /// still for want of memory that is there now, and no doorbell is written again for what came meanwhile.
     pub(crate) fn publish_table(&mut self, cx: &Context, latch: Option<&Latch>) -> bool {
         let (table, shadow) = (Arc::clone(self.memory.table()), self.memory.shadow);
         let is_back = self.port.queue.as_mut().is_some_and(|queue| queue.remap(&table, shadow));

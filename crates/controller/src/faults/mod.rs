@@ -1,6 +1,6 @@
 //! Faults on purpose: a controller that does what no controller should, so that hosts can be tested.
 //!
-//! Only with the cargo feature `faults`. A controller does nothing wrong before it is told to, with
+//! Only with the cargo feature `faults`. A controller does nothing wrong before it is asked to, with
 //! [`Controller::inject`](crate::Controller::inject); from then on its queues are served by a path
 //! of their own, command by command.
 //!

@@ -1,7 +1,7 @@
 //! How many completions an interrupt is worth.
 //!
 //! A host that keeps many commands in flight takes many completions with one interrupt, if they are
-//! there; a host that waits for one command wants to hear of it at once. Which of both it is shows
+//! there; a host that waits for one command wants its interrupt at once. Which of both it is shows
 //! in how many completions come close together, and that is learnt for each completion queue: an
 //! interrupt is raised as soon as there are as many completions as there lately were, and held back
 //! for a short *grace* while there are fewer and more keep coming. Now and then twice as many are
@@ -317,7 +317,7 @@ mod tests {
     /// once: it takes `least` and a little to submit one, now and then much longer (as Linux with fio
     /// does under emulation: one time in a hundred a third of a millisecond, one in a thousand more
     /// than one), is stopped by every interrupt for 40 us and 4 us a completion, and submits as many
-    /// as it has been told of. Microseconds of virtual time.
+    /// as it has had interrupts for. Microseconds of virtual time.
     fn guest(moderation: &mut Moderation, depth: u32, least: u64, stolen: u64) -> Outcome {
         let start = Instant::now();
         let at = |time: u64| start + Duration::from_micros(time);
@@ -390,7 +390,10 @@ mod tests {
                 (guest(with, 32, least, stolen).p99, guest(without, 32, least, stolen).p99);
             assert!(with < without * 3 / 4, "latency with {with} us, without {without} us");
             let one = guest(&mut patient(), 1, least, stolen);
-            assert_eq!(one.interrupts, one.completions, "one that waits for each is told of each");
+            assert_eq!(
+                one.interrupts, one.completions,
+                "one that waits for each gets one for each"
+            );
         }
     }
 

@@ -122,11 +122,13 @@ impl Cq {
     }
 
     /// Promises one entry, if there is one.
+    #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
     pub(crate) fn try_reserve(&mut self) -> Option<Permit> {
         (self.free() != 0).then(|| self.reserve(1).take())
     }
 
     /// Takes a promise back: the command has no completion.
+    #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
     pub(crate) fn release(&mut self, permit: Permit) {
         let Permit(()) = permit;
         self.promised -= 1;

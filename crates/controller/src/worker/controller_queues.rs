@@ -75,7 +75,7 @@ impl ControllerQueues {
 
     /// From now on, something else serves the queues.
     pub(crate) fn set_override(&mut self, overriding: Box<dyn QueueOverride>) {
-        // What the one before keeps is kept, and its owner has been told of what is new.
+        // The one before has commands to end, and knows of new faults by itself.
         self.overriding.get_or_insert(overriding);
     }
 

@@ -69,7 +69,7 @@ impl Mailbox {
     }
 
     /// A trapped doorbell write of a controller whose state at the worker is `park_state`. If it is
-    /// parked, the worker has to be told whose doorbell it was; if not, only that it must not sleep.
+    /// parked, the worker has to know whose doorbell it was; if not, only that it must not sleep.
     /// Whether this has woken it.
     pub(crate) fn write_doorbell(
         &self,
@@ -160,7 +160,7 @@ mod tests {
         let before = done();
         let messages = mailbox.take();
         assert_eq!(messages.len(), 2);
-        assert_eq!(done(), before, "nobody is told before the worker is");
+        assert_eq!(done(), before, "no notice is given before the worker has the map");
         drop(messages);
         assert_eq!(done(), before + 1000);
     }

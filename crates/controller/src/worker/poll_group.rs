@@ -121,7 +121,8 @@ pub(super) struct PollGroup {
     parked_with_eventfd: usize,
     /// How much was done since descriptors were checked, in the measure of [`CHECK_AFTER`].
     unchecked: u32,
-    /// The same for visits, and passes in a row that found nothing.
+    /// How much was done since dormant controllers were visited, in the measure of [`VISIT`]; and
+    /// passes in a row that found nothing.
     unvisited: u32,
     still: u32,
     /// Passes since the last look at the clock, and the last review.

@@ -6,7 +6,7 @@ use shadowbell_memory::{EventFd, Segments};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex};
 
-/// What a [`Held`] disk has been told to do, and what it saw.
+/// What a [`Held`] disk has to do, and what it saw.
 #[derive(Debug, Default)]
 pub struct Orders {
     pub hold: bool,
@@ -14,10 +14,10 @@ pub struct Orders {
     pub fail_at: Option<u64>,
     pub seen: Vec<Request>,
     pub cancelled: usize,
-    bells: Vec<EventFd>,
+    events: Vec<EventFd>,
 }
 
-/// Memory that keeps its requests waiting for as long as it is told to.
+/// Memory that keeps its requests waiting for as long as it has to.
 #[derive(Clone, Debug)]
 pub struct Held {
     pub mem: MemDisk,
@@ -32,7 +32,7 @@ impl Held {
     pub fn order(&self, order: impl FnOnce(&mut Orders)) {
         let mut orders = self.orders.lock().unwrap();
         order(&mut orders);
-        orders.bells.iter().for_each(EventFd::signal);
+        orders.events.iter().for_each(EventFd::signal);
     }
 
     pub fn seen(&self) -> Vec<Request> {
@@ -64,10 +64,10 @@ impl Disk for Held {
     }
 
     fn queue(&self) -> std::io::Result<Box<dyn shadowbell_backend::Queue>> {
-        let bell = EventFd::new()?;
-        self.orders.lock().unwrap().bells.push(bell.try_clone()?);
+        let event = EventFd::new()?;
+        self.orders.lock().unwrap().events.push(event.try_clone()?);
         let inner = self.mem.queue()?;
-        Ok(Box::new(HeldQueue { disk: self.clone(), inner, bell, held: Vec::new() }))
+        Ok(Box::new(HeldQueue { disk: self.clone(), inner, event, held: Vec::new() }))
     }
 
     fn name(&self) -> String {
@@ -78,7 +78,7 @@ impl Disk for Held {
 struct HeldQueue {
     disk: Held,
     inner: Box<dyn shadowbell_backend::Queue>,
-    bell: EventFd,
+    event: EventFd,
     held: Vec<(u32, Request, Segments)>,
 }
 
@@ -86,12 +86,12 @@ impl shadowbell_backend::Queue for HeldQueue {
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
         self.disk.orders.lock().unwrap().seen.push(*request);
         self.held.push((tag, *request, data.take()));
-        self.bell.signal();
+        self.event.signal();
         Submitted::Pending
     }
 
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
-        self.bell.drain();
+        self.event.drain();
         let fail_at = match &*self.disk.orders.lock().unwrap() {
             orders if orders.hold => return,
             orders => orders.fail_at,
@@ -117,6 +117,6 @@ impl shadowbell_backend::Queue for HeldQueue {
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.bell.as_fd())
+        Some(self.event.as_fd())
     }
 }

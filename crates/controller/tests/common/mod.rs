@@ -1,12 +1,13 @@
-//! A host that does exactly what a test tells it to: queues laid out by hand, doorbells rung or
+//! A host that does exactly what a test asks for: queues laid out by hand, doorbells rung or
 //! not, shadow entries written or not.
 #![allow(dead_code, reason = "every test file uses its own part of it")]
 #![allow(unreachable_pub, reason = "a module of tests")]
 
 pub mod wire;
 
-use controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions};
-use shadowbell_controller as controller;
+use shadowbell_controller::{
+    Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions,
+};
 use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use shadowbell_spec::admin::DoorbellBufferConfig;
 use shadowbell_spec::regs::{self, Aqa, Cap, Cc, Csts, cq_doorbell_offset, sq_doorbell_offset};
@@ -20,7 +21,7 @@ pub const BASE: u64 = 0x10_0000;
 /// How much memory the host has.
 pub const MEMORY: u64 = 64 << 20;
 /// How long a test waits for something that has to happen.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub const TIMEOUT: Duration = Duration::from_secs(20);
 
 pub fn pool(polling: Polling) -> Pool {
     Pool::start(&PoolOptions { workers: 1, polling, pin: Vec::new() }).unwrap()
@@ -32,7 +33,7 @@ pub fn config(disks: &[&str]) -> Config {
         .enumerate()
         .map(|(i, uri)| NamespaceConfig {
             disk: shadowbell_backend::open(uri).unwrap(),
-            uuid: controller::config::uuid_from(&format!("test-{i}")),
+            uuid: shadowbell_controller::config::uuid_from(&format!("test-{i}")),
         })
         .collect();
     Config { namespaces, ..Config::default() }
@@ -61,7 +62,7 @@ pub struct Host {
     pub shadow: Option<(u64, u64)>,
     pub rings: u64,
     /// To be signalled instead of writing doorbells, as far as there are any.
-    pub doorbell_eventfds: controller::DoorbellEventfds,
+    pub doorbell_eventfds: shadowbell_controller::DoorbellEventfds,
     /// Whether it writes the page of doorbells itself.
     pub mapped: bool,
     cid: u16,
@@ -100,7 +101,7 @@ impl Host {
             irq: None,
         };
         let (next, shadow, rings, cid) = (BASE + 8192, None, 0, 0);
-        let doorbell_eventfds = controller::DoorbellEventfds::default();
+        let doorbell_eventfds = shadowbell_controller::DoorbellEventfds::default();
         let mapped = controller.has_mapped_doorbells();
         Self { controller, memory, next, admin, shadow, rings, doorbell_eventfds, mapped, cid }
     }
@@ -133,7 +134,7 @@ impl Host {
     pub fn until(&self, what: &str, mut holds: impl FnMut() -> bool) {
         let start = Instant::now();
         while !holds() {
-            assert!(start.elapsed() < PATIENCE, "timed out waiting for {what}");
+            assert!(start.elapsed() < TIMEOUT, "timed out waiting for {what}");
             std::thread::yield_now();
         }
     }
@@ -264,7 +265,7 @@ impl Host {
                 return done;
             }
             assert!(
-                start.elapsed() < PATIENCE,
+                start.elapsed() < TIMEOUT,
                 "no completion on queue {}: tail {} head {} csts {:?} {:?}",
                 queue.qid,
                 queue.tail,

@@ -1,4 +1,4 @@
-//! A wire by which a test's doorbell writes reach a worker that listens.
+//! A wire by which a test's doorbell writes reach a worker that polls.
 
 use rustix::event::epoll::{self, EventData, EventFlags};
 use shadowbell_controller::{DoorbellSource, PolledDoorbells};
@@ -11,10 +11,10 @@ use std::sync::{Arc, Mutex};
 
 /// What is on it.
 pub struct Wire {
-    bell: EventFd,
+    event: EventFd,
     writes: Mutex<VecDeque<(u64, u32)>>,
-    /// Somebody listens.
-    pub heard: AtomicBool,
+    /// Somebody polls.
+    pub watched: AtomicBool,
 }
 
 /// The worker's end.
@@ -22,15 +22,15 @@ pub struct Far(Arc<Wire>);
 
 impl Wire {
     pub fn new() -> (Arc<Self>, Box<Far>) {
-        let bell = EventFd::new().unwrap();
-        let wire = Arc::new(Self { bell, writes: Mutex::default(), heard: false.into() });
+        let event = EventFd::new().unwrap();
+        let wire = Arc::new(Self { event, writes: Mutex::default(), watched: false.into() });
         (Arc::clone(&wire), Box::new(Far(wire)))
     }
 
     /// Puts a doorbell write on it.
     pub fn write(&self, offset: u64, value: u32) {
         self.writes.lock().unwrap().push_back((offset, value));
-        self.bell.signal();
+        self.event.signal();
     }
 
     /// Takes what nobody has taken.
@@ -38,21 +38,21 @@ impl Wire {
         self.writes.lock().unwrap().drain(..).collect()
     }
 
-    pub fn is_heard(&self) -> bool {
-        self.heard.load(Ordering::SeqCst)
+    pub fn is_watched(&self) -> bool {
+        self.watched.load(Ordering::SeqCst)
     }
 }
 
 impl DoorbellSource for Far {
     fn watch(&mut self, epoll: &Arc<OwnedFd>, token: u64) -> io::Result<()> {
         let flags = EventFlags::IN | EventFlags::ET;
-        epoll::add(epoll, &self.0.bell, EventData::new_u64(token), flags)?;
-        self.0.heard.store(true, Ordering::SeqCst);
+        epoll::add(epoll, &self.0.event, EventData::new_u64(token), flags)?;
+        self.0.watched.store(true, Ordering::SeqCst);
         Ok(())
     }
 
     fn poll_doorbells(&mut self, ring: &mut dyn FnMut(u64, u32) -> bool) -> PolledDoorbells {
-        self.0.bell.drain();
+        self.0.event.drain();
         let mut waiting = self.0.writes.lock().unwrap();
         let mut writes = 0;
         while let Some((offset, value)) = waiting.front().copied() {
@@ -68,6 +68,6 @@ impl DoorbellSource for Far {
 
 impl Drop for Far {
     fn drop(&mut self) {
-        self.0.heard.store(false, Ordering::SeqCst);
+        self.0.watched.store(false, Ordering::SeqCst);
     }
 }

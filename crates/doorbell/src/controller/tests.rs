@@ -68,7 +68,7 @@ fn the_register_stays_the_truth_until_the_entry_departs() {
     assert_eq!(cells.event_idx(), 6, "in step until the entry departs");
     cells.shadow(7);
     assert_eq!(tail.look(), Ok(7));
-    // From here on the register is only a bell: a late write moves nothing.
+    // From here on the register is only a wakeup: a late write moves nothing.
     cells.ring(4);
     assert_eq!(tail.look(), Ok(7));
     // Not even if the entry comes round to its snapshot.

@@ -38,7 +38,7 @@ fn no_trapped_doorbell_is_slept_through() {
 /// Two wakers at once, of which one may leave the signal to the other; and two rounds of sleep,
 /// into the second of which a late waker of the first may fall.
 #[test]
-fn two_kickers_share_a_signal_and_lose_nothing() {
+fn two_wakers_share_a_signal_and_lose_nothing() {
     explore(Some(3), || {
         let (size, registers) = (ring(8), [word(0), word(0)]);
         let (mut sleeper, wake) = sleep_pair::<FullFence, FullFence>();

@@ -1,26 +1,25 @@
-//! Many controllers on one worker, most of them quiet: what they cost the others, and that whoever
-//! has something to say is heard.
+//! Many controllers on one worker, most of them idle: what they cost the others, and that whoever
+//! has something to do is noticed.
 
 mod common;
 
 use common::slow::{Gate, Slow};
-use common::{Host, PATIENCE, Queue, config};
-use controller::{Carrier, Controller, Polling, Pool, PoolOptions, Stats, Turns};
-use shadowbell_controller as controller;
+use common::{Host, Queue, TIMEOUT, config};
+use shadowbell_controller::{Carrier, Controller, Polling, Pool, PoolOptions, Stats, Turns};
 use shadowbell_spec::{Sqe, regs};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(100));
-/// Sleeps in a row, and more, after which a controller_queues with nothing to do is parked.
+/// Sleeps in a row, and more, after which a controller with nothing to do is parked.
 const LONG_ENOUGH: usize = 12;
 
 /// How a host says that it has something to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Bell {
+enum DoorbellKind {
     /// Doorbell writes are delivered; there are no shadow doorbells.
     Trap,
-    /// The same when the shadow doorbells say so.
+    /// A trapped write, when the shadow doorbells ask for one.
     Shadow,
     /// Then a descriptor is signalled instead.
     Event,
@@ -28,7 +27,8 @@ enum Bell {
     Mapped,
 }
 
-const BELLS: [Bell; 3] = [Bell::Trap, Bell::Shadow, Bell::Event];
+const DOORBELL_KINDS: [DoorbellKind; 3] =
+    [DoorbellKind::Trap, DoorbellKind::Shadow, DoorbellKind::Event];
 
 /// Lets another thread wait for the worker while this one takes its turns.
 fn meanwhile<T: Send + 'static>(turns: &mut Turns, what: impl FnOnce() -> T + Send + 'static) -> T {
@@ -42,20 +42,20 @@ fn meanwhile<T: Send + 'static>(turns: &mut Turns, what: impl FnOnce() -> T + Se
     other.join().unwrap()
 }
 
-fn plug_in(controller: Controller, bell: Bell) -> (Host, Queue) {
+fn attach(controller: Controller, kind: DoorbellKind) -> (Host, Queue) {
     let mut host = Host::attach(controller);
-    let queue = boot(&mut host, bell);
+    let queue = boot(&mut host, kind);
     (host, queue)
 }
 
-fn boot(host: &mut Host, bell: Bell) -> Queue {
+fn boot(host: &mut Host, kind: DoorbellKind) -> Queue {
     host.enable();
-    host.doorbell_eventfds = controller::DoorbellEventfds::default();
-    if bell != Bell::Trap {
+    host.doorbell_eventfds = shadowbell_controller::DoorbellEventfds::default();
+    if kind != DoorbellKind::Trap {
         assert!(host.configure_shadow(|_, _| 0).is_success());
     }
     let queue = host.create(1, 8, false);
-    if bell == Bell::Event {
+    if kind == DoorbellKind::Event {
         host.doorbell_eventfds = host.controller.doorbell_eventfds().unwrap();
     }
     queue
@@ -65,8 +65,8 @@ fn boot(host: &mut Host, bell: Bell) -> Queue {
 fn sleep(turns: &mut Turns) -> bool {
     let (awake, asleep) = mpsc::channel::<()>();
     std::thread::spawn(move || {
-        if asleep.recv_timeout(PATIENCE) == Err(mpsc::RecvTimeoutError::Timeout) {
-            eprintln!("a sleep does not end: whoever rang was not heard");
+        if asleep.recv_timeout(TIMEOUT) == Err(mpsc::RecvTimeoutError::Timeout) {
+            eprintln!("a sleep does not end: whoever rang was not noticed");
             std::process::exit(101);
         }
     });
@@ -76,26 +76,29 @@ fn sleep(turns: &mut Turns) -> bool {
 }
 
 /// Hosts of one worker, with a buffer each.
-struct House {
+struct PoolOfHosts {
     turns: Turns,
     pool: Pool,
     hosts: Vec<(Host, Queue, u64)>,
 }
 
-impl House {
+impl PoolOfHosts {
     fn new(polling: Polling) -> Self {
         let (pool, turns) = Pool::driven(polling).unwrap();
         Self { turns, pool, hosts: Vec::new() }
     }
 
-    fn move_in(&mut self, bell: Bell) -> usize {
-        self.move_in_with(controller::Config { io_queues: 2, ..config(&["null:1GiB"]) }, bell)
+    fn add(&mut self, kind: DoorbellKind) -> usize {
+        self.add_with(
+            shadowbell_controller::Config { io_queues: 2, ..config(&["null:1GiB"]) },
+            kind,
+        )
     }
 
-    fn move_in_with(&mut self, config: controller::Config, bell: Bell) -> usize {
-        let carrier = Carrier { mapped_doorbells: bell == Bell::Mapped, listener: None };
+    fn add_with(&mut self, config: shadowbell_controller::Config, kind: DoorbellKind) -> usize {
+        let carrier = Carrier { mapped_doorbells: kind == DoorbellKind::Mapped, listener: None };
         let controller = Controller::new(config, self.pool.clone(), carrier).unwrap();
-        let (mut host, queue) = meanwhile(&mut self.turns, move || plug_in(controller, bell));
+        let (mut host, queue) = meanwhile(&mut self.turns, move || attach(controller, kind));
         let buffer = host.alloc(4096);
         self.hosts.push((host, queue, buffer));
         self.hosts.len() - 1
@@ -112,7 +115,7 @@ impl House {
         host.reap(queue).is_some_and(|(_, status, _)| status.is_success())
     }
 
-    /// A command of which the worker hears as it goes to sleep or asleep.
+    /// A command of which the worker takes as it goes to sleep or asleep.
     fn disturb(&mut self, who: usize) {
         self.submit(who);
         sleep(&mut self.turns);
@@ -121,8 +124,8 @@ impl House {
     }
 
     /// As many sleeps as it takes for all but `who` to be parked; and once more after enough passes
-    /// for what was signalled before to be heard.
-    fn lull(&mut self, who: usize) {
+    /// for what was signalled before to be noticed.
+    fn park_all_but(&mut self, who: usize) {
         for _ in 0..2 {
             (0..LONG_ENOUGH).for_each(|_| self.disturb(who));
             for _ in 0..1_000 {
@@ -137,7 +140,7 @@ impl House {
         let mut turns = 0;
         while !self.reap(who) {
             turns += 1;
-            assert!(turns < 2_000, "controller {who}: not heard");
+            assert!(turns < 2_000, "controller {who}: not noticed");
             self.turns.turn();
         }
     }
@@ -155,111 +158,111 @@ impl House {
 }
 
 #[test]
-fn quiet_controllers_are_left_alone() {
-    let mut house = House::new(ADAPTIVE);
-    let busy = house.move_in(Bell::Shadow);
-    let mut quiet: Vec<_> = (0..15).map(|n| house.move_in(BELLS[n % 3])).collect();
-    quiet.push(house.move_in(Bell::Mapped));
-    house.lull(busy);
-    let before: Vec<_> = quiet.iter().map(|who| house.looks(*who)).collect();
-    let own = house.looks(busy);
+fn idle_controllers_are_left_alone() {
+    let mut pool = PoolOfHosts::new(ADAPTIVE);
+    let busy = pool.add(DoorbellKind::Shadow);
+    let mut idle: Vec<_> = (0..15).map(|n| pool.add(DOORBELL_KINDS[n % 3])).collect();
+    idle.push(pool.add(DoorbellKind::Mapped));
+    pool.park_all_but(busy);
+    let before: Vec<_> = idle.iter().map(|who| pool.looks(*who)).collect();
+    let own = pool.looks(busy);
     for _ in 0..100 {
-        house.disturb(busy);
-        house.turns.turn();
+        pool.disturb(busy);
+        pool.turns.turn();
     }
-    for (who, before) in quiet.iter().zip(before) {
-        let now = house.looks(*who);
-        if *who == quiet[15] {
+    for (who, before) in idle.iter().zip(before) {
+        let now = pool.looks(*who);
+        if *who == idle[15] {
             assert!(now[0] >= before[0] + 200, "mapped doorbells have to be looked at");
         } else {
             assert_eq!(now, before, "controller {who}");
         }
     }
-    assert!(house.looks(busy)[0] >= own[0] + 200);
+    assert!(pool.looks(busy)[0] >= own[0] + 200);
     // They are all there, whoever tells it.
-    assert!(quiet.iter().all(|who| house.stats(*who).submission_queues.len() == 2));
+    assert!(idle.iter().all(|who| pool.stats(*who).submission_queues.len() == 2));
 }
 
 #[test]
-fn who_is_parked_is_heard_asleep_and_awake() {
-    for bell in BELLS {
-        let mut house = House::new(ADAPTIVE);
-        let busy = house.move_in(Bell::Shadow);
-        let quiet = house.move_in(bell);
+fn who_is_parked_is_noticed_asleep_and_awake() {
+    for kind in DOORBELL_KINDS {
+        let mut pool = PoolOfHosts::new(ADAPTIVE);
+        let busy = pool.add(DoorbellKind::Shadow);
+        let idle = pool.add(kind);
         for round in 0..3 {
-            house.lull(busy);
-            let rings = house.hosts[quiet].0.rings;
-            house.submit(quiet);
-            assert_eq!(house.hosts[quiet].0.rings, rings + 1, "{bell:?}: it must ring");
+            pool.park_all_but(busy);
+            let rings = pool.hosts[idle].0.rings;
+            pool.submit(idle);
+            assert_eq!(pool.hosts[idle].0.rings, rings + 1, "{kind:?}: it must ring");
             if round == 0 {
                 // The sleep ends, or does not begin.
-                sleep(&mut house.turns);
-                house.turns.turn();
+                sleep(&mut pool.turns);
+                pool.turns.turn();
             } else {
                 // Nobody sleeps: the other one is busy all the time, or there is nothing to do.
                 let mut turns = 0;
-                while house.stats(quiet).io_queues().0.commands != round + 1 {
+                while pool.stats(idle).io_queues().0.commands != round + 1 {
                     turns += 1;
-                    assert!(turns < 2_000, "{bell:?}: not heard");
+                    assert!(turns < 2_000, "{kind:?}: not noticed");
                     if round == 1 {
-                        house.submit(busy);
+                        pool.submit(busy);
                     }
-                    house.turns.turn();
-                    assert!(round != 1 || house.reap(busy));
+                    pool.turns.turn();
+                    assert!(round != 1 || pool.reap(busy));
                 }
             }
-            assert!(house.reap(quiet), "{bell:?}: round {round}");
+            assert!(pool.reap(idle), "{kind:?}: round {round}");
         }
     }
 }
 
 #[test]
-fn who_is_parked_is_heard_by_an_ear() {
-    let mut house = House::new(ADAPTIVE);
-    let busy = house.move_in(Bell::Shadow);
-    let quiet = house.move_in(Bell::Trap);
-    let (wire, ear) = common::wire::Wire::new();
-    house.hosts[quiet].0.controller.add_doorbell_source(0, ear);
+fn who_is_parked_is_noticed_by_a_doorbell_source() {
+    let mut pool = PoolOfHosts::new(ADAPTIVE);
+    let busy = pool.add(DoorbellKind::Shadow);
+    let idle = pool.add(DoorbellKind::Trap);
+    let (wire, source) = common::wire::Wire::new();
+    pool.hosts[idle].0.controller.add_doorbell_source(0, source);
     for _ in 0..3 {
-        house.lull(busy);
-        assert!(wire.is_heard());
-        let (host, queue, buffer) = &mut house.hosts[quiet];
+        pool.park_all_but(busy);
+        assert!(wire.is_watched());
+        let (host, queue, buffer) = &mut pool.hosts[idle];
         let read = Sqe::read(1, 0, 7, host.next_cid()).with_prps(*buffer, 0);
         host.put(queue, &read);
         wire.write(regs::sq_doorbell_offset(queue.qid, 0), queue.tail);
-        assert!(sleep(&mut house.turns));
-        house.turns.turn();
-        assert!(house.reap(quiet));
+        assert!(sleep(&mut pool.turns));
+        pool.turns.turn();
+        assert!(pool.reap(idle));
     }
 }
 
-/// A hundred eventfds at once are more than are heard at once.
+/// A hundred eventfds at once are more than are taken at once.
 #[test]
-fn everybody_who_rings_is_heard() {
-    let mut house = House::new(ADAPTIVE);
-    let busy = house.move_in(Bell::Trap);
-    let quiet: Vec<_> = (0..100).map(|_| house.move_in(Bell::Event)).collect();
-    house.lull(busy);
-    quiet.iter().for_each(|who| house.submit(*who));
-    assert!(sleep(&mut house.turns));
+fn everybody_who_rings_is_watched() {
+    let mut pool = PoolOfHosts::new(ADAPTIVE);
+    let busy = pool.add(DoorbellKind::Trap);
+    let idle: Vec<_> = (0..100).map(|_| pool.add(DoorbellKind::Event)).collect();
+    pool.park_all_but(busy);
+    idle.iter().for_each(|who| pool.submit(*who));
+    assert!(sleep(&mut pool.turns));
     for _ in 0..4 {
-        house.turns.turn();
+        pool.turns.turn();
     }
-    for who in quiet {
-        assert!(house.reap(who), "controller {who}");
+    for who in idle {
+        assert!(pool.reap(who), "controller {who}");
     }
 }
 
 #[test]
 fn a_ring_without_a_command_is_not_the_last() {
-    for bell in BELLS {
-        let mut house = House::new(Polling::Never);
-        let busy = house.move_in(Bell::Shadow);
-        let quiet = house.move_in(bell);
+    for kind in DOORBELL_KINDS {
+        let mut pool = PoolOfHosts::new(Polling::Never);
+        let busy = pool.add(DoorbellKind::Shadow);
+        let idle = pool.add(kind);
         for _ in 0..3 {
-            house.lull(busy);
+            pool.park_all_but(busy);
             for _ in 0..3 {
-                let (host, queue, _) = &house.hosts[quiet];
+                let (host, queue, _) = &pool.hosts[idle];
                 match host.doorbell_eventfds.events.first() {
                     Some(event) => event.signal(),
                     None => {
@@ -267,74 +270,74 @@ fn a_ring_without_a_command_is_not_the_last() {
                         host.controller.write_doorbell(offset, queue.tail);
                     }
                 }
-                house.disturb(busy);
+                pool.disturb(busy);
             }
-            house.disturb(quiet);
+            pool.disturb(idle);
         }
     }
 }
 
 #[test]
 fn a_queue_that_waits_for_room_is_parked_as_well() {
-    for bell in BELLS {
-        let mut house = House::new(ADAPTIVE);
-        let busy = house.move_in(Bell::Shadow);
-        let quiet = house.move_in(bell);
+    for kind in DOORBELL_KINDS {
+        let mut pool = PoolOfHosts::new(ADAPTIVE);
+        let busy = pool.add(DoorbellKind::Shadow);
+        let idle = pool.add(kind);
         // Seven completions are there and nobody takes them; an eighth has no room.
         for _ in 0..7 {
-            house.submit(quiet);
-            house.turns.turn();
+            pool.submit(idle);
+            pool.turns.turn();
         }
-        house.submit(quiet);
-        house.turns.turn();
-        house.lull(busy);
-        let sq = house.stats(quiet).io_queues().0.clone();
+        pool.submit(idle);
+        pool.turns.turn();
+        pool.park_all_but(busy);
+        let sq = pool.stats(idle).io_queues().0.clone();
         assert_eq!((sq.commands, sq.blocked), (7, 1));
-        let before = house.looks(quiet);
-        house.lull(busy);
-        assert_eq!(house.looks(quiet), before, "{bell:?}: it is parked");
-        assert!(house.reap(quiet));
-        sleep(&mut house.turns);
-        while house.turns.turn() {}
+        let before = pool.looks(idle);
+        pool.park_all_but(busy);
+        assert_eq!(pool.looks(idle), before, "{kind:?}: it is parked");
+        assert!(pool.reap(idle));
+        sleep(&mut pool.turns);
+        while pool.turns.turn() {}
         for taken in 1..8 {
-            assert!(house.reap(quiet), "{bell:?}: {taken}");
+            assert!(pool.reap(idle), "{kind:?}: {taken}");
         }
     }
 }
 
 #[test]
 fn what_the_control_plane_does_finds_the_parked() {
-    for bell in BELLS {
-        let mut house = House::new(ADAPTIVE);
-        let busy = house.move_in(Bell::Shadow);
-        let quiet = house.move_in(bell);
-        house.disturb(quiet);
-        house.lull(busy);
+    for kind in DOORBELL_KINDS {
+        let mut pool = PoolOfHosts::new(ADAPTIVE);
+        let busy = pool.add(DoorbellKind::Shadow);
+        let idle = pool.add(kind);
+        pool.disturb(idle);
+        pool.park_all_but(busy);
         // Another map of the host's memory: what it had before is let go.
-        let controller = house.hosts[quiet].0.controller.clone();
+        let controller = pool.hosts[idle].0.controller.clone();
         let other = shadowbell_memory::Mapping::shared("other", 1 << 20).unwrap().bytes();
         let gone = Arc::downgrade(other.mapping());
-        meanwhile(&mut house.turns, {
+        meanwhile(&mut pool.turns, {
             let controller = controller.clone();
             move || controller.map_dma(1 << 40, 1 << 20, &other).unwrap()
         });
-        house.lull(busy);
-        meanwhile(&mut house.turns, {
+        pool.park_all_but(busy);
+        meanwhile(&mut pool.turns, {
             let controller = controller.clone();
             move || {
                 let (sent, done) = mpsc::channel();
                 controller.unmap_dma(1 << 40, 1 << 20, move || sent.send(()).unwrap()).unwrap();
-                done.recv_timeout(PATIENCE).unwrap();
+                done.recv_timeout(TIMEOUT).unwrap();
             }
         });
-        assert_eq!(gone.strong_count(), 0, "{bell:?}: nobody holds it any more");
-        house.disturb(quiet);
+        assert_eq!(gone.strong_count(), 0, "{kind:?}: nobody holds it any more");
+        pool.disturb(idle);
 
         // Doorbell Buffer Config, and the next command by its rule.
-        house.lull(busy);
-        let (mut host, mut queue, buffer) = house.hosts.remove(quiet);
+        pool.park_all_but(busy);
+        let (mut host, mut queue, buffer) = pool.hosts.remove(idle);
         let tail = queue.tail;
-        let (host, mut queue) = meanwhile(&mut house.turns, move || {
+        let (host, mut queue) = meanwhile(&mut pool.turns, move || {
             let sq = regs::sq_doorbell_offset(1, 0) - regs::DOORBELLS;
             let (head, tail) = (queue.head, queue.tail);
             let at = move |entry| match entry {
@@ -343,30 +346,30 @@ fn what_the_control_plane_does_finds_the_parked() {
                 _ => 0,
             };
             assert!(host.configure_shadow(|_, entry| at(entry)).is_success());
-            host.doorbell_eventfds = controller::DoorbellEventfds::default();
+            host.doorbell_eventfds = shadowbell_controller::DoorbellEventfds::default();
             queue.shadowed = true;
             (host, queue)
         });
         assert_eq!(queue.tail, tail);
         queue.shadowed = true;
-        house.hosts.push((host, queue, buffer));
-        house.disturb(quiet);
-        house.lull(busy);
-        house.disturb(quiet);
+        pool.hosts.push((host, queue, buffer));
+        pool.disturb(idle);
+        pool.park_all_but(busy);
+        pool.disturb(idle);
 
         // A reset lets everything go, and another life begins.
-        house.lull(busy);
-        let (mut host, ..) = house.hosts.remove(quiet);
-        let (mut host, queue) = meanwhile(&mut house.turns, move || {
+        pool.park_all_but(busy);
+        let (mut host, ..) = pool.hosts.remove(idle);
+        let (mut host, queue) = meanwhile(&mut pool.turns, move || {
             host.disable();
-            let queue = boot(&mut host, bell);
+            let queue = boot(&mut host, kind);
             (host, queue)
         });
         let buffer = host.alloc(4096);
-        house.hosts.push((host, queue, buffer));
-        house.disturb(quiet);
-        house.lull(busy);
-        house.disturb(quiet);
+        pool.hosts.push((host, queue, buffer));
+        pool.disturb(idle);
+        pool.park_all_but(busy);
+        pool.disturb(idle);
     }
 }
 
@@ -375,56 +378,56 @@ fn a_disk_that_works_is_waited_for() {
     let gate = Arc::new(Gate::default());
     let mut config = config(&["null:1GiB"]);
     config.namespaces[0].disk = Arc::new(Slow(Arc::clone(&gate)));
-    let mut house = House::new(ADAPTIVE);
-    let busy = house.move_in(Bell::Shadow);
-    let quiet = house.move_in_with(config, Bell::Shadow);
-    house.submit(quiet);
-    house.turns.turn();
-    house.lull(busy);
+    let mut pool = PoolOfHosts::new(ADAPTIVE);
+    let busy = pool.add(DoorbellKind::Shadow);
+    let idle = pool.add_with(config, DoorbellKind::Shadow);
+    pool.submit(idle);
+    pool.turns.turn();
+    pool.park_all_but(busy);
     assert_eq!(gate.waiting(), 1);
     gate.end(Ok(()));
-    sleep(&mut house.turns);
-    house.turns.turn();
-    assert!(house.reap(quiet));
-    house.lull(busy);
-    let before = house.looks(quiet);
-    house.lull(busy);
-    assert_eq!(house.looks(quiet), before, "then it is parked");
+    sleep(&mut pool.turns);
+    pool.turns.turn();
+    assert!(pool.reap(idle));
+    pool.park_all_but(busy);
+    let before = pool.looks(idle);
+    pool.park_all_but(busy);
+    assert_eq!(pool.looks(idle), before, "then it is parked");
 }
 
 /// A worker that polls for ever has promised that nobody rings.
 #[test]
 fn nobody_rings_for_a_worker_that_always_polls() {
-    let mut house = House::new(Polling::Always);
-    let busy = house.move_in(Bell::Shadow);
-    let quiet: Vec<_> = (0..16).map(|_| house.move_in(Bell::Shadow)).collect();
-    quiet.iter().chain([&busy]).for_each(|who| {
-        house.submit(*who);
-        house.answer(*who);
+    let mut pool = PoolOfHosts::new(Polling::Always);
+    let busy = pool.add(DoorbellKind::Shadow);
+    let idle: Vec<_> = (0..16).map(|_| pool.add(DoorbellKind::Shadow)).collect();
+    idle.iter().chain([&busy]).for_each(|who| {
+        pool.submit(*who);
+        pool.answer(*who);
     });
     // Until they are visited instead of looked at in every pass.
     let started = Instant::now();
     loop {
-        let before = house.looks(quiet[7])[0];
+        let before = pool.looks(idle[7])[0];
         for _ in 0..1_000 {
-            house.submit(busy);
-            house.turns.turn();
-            assert!(house.reap(busy));
+            pool.submit(busy);
+            pool.turns.turn();
+            assert!(pool.reap(busy));
         }
-        let looks = house.looks(quiet[7])[0] - before;
+        let looks = pool.looks(idle[7])[0] - before;
         if looks < 100 {
             assert!(looks > 2, "it is visited: {looks}");
             break;
         }
-        assert!(started.elapsed() < PATIENCE, "{looks} looks in 1000 passes");
+        assert!(started.elapsed() < TIMEOUT, "{looks} looks in 1000 passes");
     }
-    let rings = |house: &House| house.hosts.iter().map(|(host, ..)| host.rings).sum::<u64>();
-    let before = rings(&house);
-    for who in quiet {
-        house.submit(who);
-        house.answer(who);
+    let rings = |pool: &PoolOfHosts| pool.hosts.iter().map(|(host, ..)| host.rings).sum::<u64>();
+    let before = rings(&pool);
+    for who in idle {
+        pool.submit(who);
+        pool.answer(who);
     }
-    assert_eq!(rings(&house), before);
+    assert_eq!(rings(&pool), before);
 }
 
 /// Each worker has to look by itself, not only the one that has the admin queue.
@@ -435,7 +438,7 @@ fn mapped_doorbells_are_found_by_every_worker() {
         let pool = Pool::start(&options).unwrap();
         let carrier = Carrier { mapped_doorbells: true, listener: None };
         let controller = Controller::new(config(&["null:1GiB"]), pool, carrier).unwrap();
-        let (mut host, first) = plug_in(controller, Bell::Mapped);
+        let (mut host, first) = attach(controller, DoorbellKind::Mapped);
         let second = host.create(2, 8, false);
         let buffer = host.alloc(4096);
         for mut queue in [first, second] {
@@ -469,12 +472,14 @@ fn no_command_is_lost_among_many() {
 /// A host's life; how many commands it had answered.
 fn live(pool: &Pool, n: u64, seed: u64) -> u64 {
     let mut random = Random(seed);
-    let bell = [Bell::Trap, Bell::Shadow, Bell::Event, Bell::Mapped][n as usize % 4];
-    let carrier = Carrier { mapped_doorbells: bell == Bell::Mapped, listener: None };
+    let kind =
+        [DoorbellKind::Trap, DoorbellKind::Shadow, DoorbellKind::Event, DoorbellKind::Mapped]
+            [n as usize % 4];
+    let carrier = Carrier { mapped_doorbells: kind == DoorbellKind::Mapped, listener: None };
     let disk = if n.is_multiple_of(3) { "mem:1MiB" } else { "null:1GiB" };
-    let config = controller::Config { io_queues: 4, ..config(&[disk]) };
+    let config = shadowbell_controller::Config { io_queues: 4, ..config(&[disk]) };
     let controller = Controller::new(config, pool.clone(), carrier).unwrap();
-    let (mut host, mut queue) = plug_in(controller, bell);
+    let (mut host, mut queue) = attach(controller, kind);
     let buffer = host.alloc(4096);
     let (mut done, mut next) = (0, 2);
     let end = Instant::now() + Duration::from_millis(1500);
@@ -484,7 +489,7 @@ fn live(pool: &Pool, n: u64, seed: u64) -> u64 {
             0..10 => std::thread::sleep(Duration::from_micros(random.below(20_000))),
             10 => {
                 host.disable();
-                queue = boot(&mut host, bell);
+                queue = boot(&mut host, kind);
             }
             11 if next < 20 => {
                 // Another queue pair; this one is left as it is.

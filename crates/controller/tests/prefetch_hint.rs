@@ -1,4 +1,4 @@
-//! A disk that wants to know what comes: it is told of each command twice, before its turn.
+//! A disk that wants to know what comes: it is given a hint of each command twice, before its turn.
 
 mod common;
 
@@ -13,10 +13,10 @@ use std::sync::{Arc, Mutex};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Seen {
     /// Block, bytes, how far ahead.
-    Told(u64, usize, u32),
+    Hinted(u64, usize, u32),
     Started(u64),
 }
-use Seen::{Started, Told};
+use Seen::{Hinted, Started};
 
 #[derive(Debug, Default)]
 struct Log {
@@ -49,7 +49,7 @@ impl Queue for Curious {
 
     fn prefetch_hint(&self, op: Op, offset: u64, len: usize, ahead: u32) {
         assert_eq!(op, Op::Read);
-        self.0.lock().unwrap().seen.push(Told(offset / 512, len, ahead));
+        self.0.lock().unwrap().seen.push(Hinted(offset / 512, len, ahead));
     }
 
     fn submit(&mut self, _: u32, request: &Request, _: &mut Segments) -> Submitted {
@@ -105,10 +105,10 @@ fn reads(at_once: u32, shadow: bool) -> Vec<Seen> {
 
 #[test]
 fn every_command_but_the_first_is_told_twice_before_its_turn() {
-    let mut expected = vec![Told(11, 2048, 2)];
+    let mut expected = vec![Hinted(11, 2048, 2)];
     for block in 10..16 {
-        expected.extend((block + 2 < 16).then_some(Told(block + 2, 2048, 2)));
-        expected.extend((block + 1 < 16).then_some(Told(block + 1, 2048, 1)));
+        expected.extend((block + 2 < 16).then_some(Hinted(block + 2, 2048, 2)));
+        expected.extend((block + 1 < 16).then_some(Hinted(block + 1, 2048, 1)));
         expected.push(Started(block));
     }
     assert_eq!(reads(6, false), expected);
@@ -123,8 +123,8 @@ fn what_the_host_submits_meanwhile_is_told_of_in_the_burst_before() {
             (places.next(), places.next())
         };
         for block in 11..16 {
-            let (first, again) = place(Told(block, 2048, 2));
-            let (second, twice) = place(Told(block, 2048, 1));
+            let (first, again) = place(Hinted(block, 2048, 2));
+            let (second, twice) = place(Hinted(block, 2048, 1));
             let started = place(Started(block)).0;
             assert!(
                 first.is_some() && first < second && second < started,
