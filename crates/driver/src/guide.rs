@@ -3,7 +3,7 @@
 //! # A block in twenty lines
 //!
 //! This program needs no SSD: it makes one, in its own memory, and drives it. Everything after the
-//! first line is the same for a real one.
+//! first two lines is the same for a real one.
 //!
 //! ```
 //! use shadowbell_driver::{AttachOptions, Controller};
@@ -157,7 +157,7 @@
 //!
 //! # A real SSD
 //!
-//! In place of the first line:
+//! In place of the first two lines:
 //!
 //! ```no_run
 //! # use shadowbell_driver::{Vfio, VfioUser};
