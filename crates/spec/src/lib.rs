@@ -63,3 +63,5 @@ pub mod status;
 pub use cqe::Cqe;
 pub use sqe::Sqe;
 pub use status::Status;
+/// Its traits make a structure from bytes and bytes from a structure.
+pub use zerocopy;
