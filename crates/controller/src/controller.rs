@@ -119,8 +119,8 @@ impl Controller {
         self.0.with(|control, cx| control.write(cx, offset, data));
     }
 
-    /// A trapped write of a doorbell: `offset` is the one in BAR0. Which worker this has woken, if it
-    /// has woken one.
+    /// A trapped write of a doorbell: `offset` is the one in BAR0. Which worker this has woken, if
+    /// it has woken one.
     pub fn write_doorbell(&self, offset: u64, value: u32) -> Option<usize> {
         let Context { shared, pool, .. } = &self.0.context;
         let doorbell = decode_doorbell(offset, DSTRD);
@@ -155,9 +155,10 @@ impl Controller {
         woken.then_some(worker)
     }
 
-    /// Descriptors that stand for writes to doorbells, as of now: those of the I/O queues that exist,
-    /// if Doorbell Buffer Config is in force, and none otherwise. A host may signal one instead of
-    /// writing any of its doorbells, after it has put the value in its shadow doorbell buffer.
+    /// Descriptors that stand for writes to doorbells, as of now: those of the I/O queues that
+    /// exist, if Doorbell Buffer Config is in force, and none otherwise. A host may signal one
+    /// instead of writing any of its doorbells, after it has put the value in its shadow
+    /// doorbell buffer.
     ///
     /// They stand for nothing any more when the queue is deleted or the controller reset.
     ///
@@ -167,10 +168,10 @@ impl Controller {
         self.0.control.lock().doorbell_eventfds(&self.0.context)
     }
 
-    /// Has `worker`, which is one that [`write_doorbell`](Self::write_doorbell) named, take the host's
-    /// doorbell writes by itself: those of the I/O queues that it serves, while it sleeps. It drops the
-    /// source when the controller is reset, when another is added, or when it has been woken in vain
-    /// several times in a row.
+    /// Has `worker`, which is one that [`write_doorbell`](Self::write_doorbell) named, take the
+    /// host's doorbell writes by itself: those of the I/O queues that it serves, while it
+    /// sleeps. It drops the source when the controller is reset, when another is added, or when
+    /// it has been woken in vain several times in a row.
     pub fn add_doorbell_source(&self, worker: usize, source: Box<dyn DoorbellSource>) {
         let Context { shared, pool, .. } = &self.0.context;
         pool.send(worker, Message::DoorbellSource { controller: shared.id, source });
@@ -229,9 +230,9 @@ impl Controller {
         Ok(())
     }
 
-    /// Makes many ranges reachable at once, each of them `(iova, len, memory)`: the workers take over
-    /// one other map, and not as many as there are ranges. Those that can not be had go to `refused`,
-    /// which must not call this controller.
+    /// Makes many ranges reachable at once, each of them `(iova, len, memory)`: the workers take
+    /// over one other map, and not as many as there are ranges. Those that can not be had go to
+    /// `refused`, which must not call this controller.
     pub fn map_dma_all<'a>(
         &self,
         ranges: impl IntoIterator<Item = (u64, u64, &'a SharedBytes)>,
@@ -278,8 +279,8 @@ impl Controller {
         self.0.with(|control, cx| control.reset(cx, Box::new(done)));
     }
 
-    /// The host is gone: a reset, after which its memory and its interrupts are forgotten too. `done`
-    /// runs, on any thread, when nothing touches that memory any more.
+    /// The host is gone: a reset, after which its memory and its interrupts are forgotten too.
+    /// `done` runs, on any thread, when nothing touches that memory any more.
     pub fn disconnect(&self, done: impl FnOnce() + Send + 'static) {
         // The controller stays until then, whoever else lets go of it.
         let inner = Arc::clone(&self.0);

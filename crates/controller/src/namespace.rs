@@ -8,8 +8,8 @@ use std::sync::Arc;
 /// "locally administered", so it is nobody's.
 pub(crate) const IEEE_OUI: [u8; 3] = [0x02, 0x53, 0x42];
 
-/// What one Copy command copies at most (MCL, MSSRL), in bytes: as much as the shortest transfer limit
-/// that a controller may have, because a worker keeps that much in a buffer.
+/// What one Copy command copies at most (MCL, MSSRL), in bytes: as much as the shortest transfer
+/// limit that a controller may have, because a worker keeps that much in a buffer.
 pub(crate) const COPY_BYTES: usize = 1 << 20;
 /// How many source ranges it may have (MSRC): as many as a page holds.
 pub(crate) const COPY_RANGES: usize = 128;
@@ -73,9 +73,9 @@ impl Namespace {
         nguid
     }
 
-    /// IEEE Extended Unique Identifier, big-endian: three bytes of OUI and five for its owner. These
-    /// are of a hash of the UUID (64-bit FNV-1a, folded), because any five bytes of the UUID itself
-    /// may be the same in all of them.
+    /// IEEE Extended Unique Identifier, big-endian: three bytes of OUI and five for its owner.
+    /// These are of a hash of the UUID (64-bit FNV-1a, folded), because any five bytes of the
+    /// UUID itself may be the same in all of them.
     pub(crate) fn eui64(&self) -> [u8; 8] {
         let hash = self.uuid.iter().fold(0xcbf2_9ce4_8422_2325_u64, |h, b| {
             (h ^ u64::from(*b)).wrapping_mul(0x0000_0100_0000_01b3)

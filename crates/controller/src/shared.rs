@@ -38,7 +38,8 @@ pub(crate) struct ControllerShared {
     park_states: Vec<Arc<AtomicU32>>,
     /// Whether a sleeping worker waits for this completion queue's head, by queue identifier.
     head_wanted: Vec<AtomicBool>,
-    /// The volatile write cache is switched off (feature 06h): every write is forced to the medium.
+    /// The volatile write cache is switched off (feature 06h): every write is forced to the
+    /// medium.
     write_through: AtomicBool,
     /// Whether the host writes the doorbell page itself: nothing traps, so somebody has to look.
     pub(crate) mapped: bool,

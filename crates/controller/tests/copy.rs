@@ -108,8 +108,8 @@ fn blocks_arrive_in_the_order_of_the_ranges() {
     }
 }
 
-/// NVM Command Set 1.2, 1.4.2.7 to 1.4.2.10: a Copy is a host's read and a host's write, and its blocks
-/// are units written, but not units read.
+/// NVM Command Set 1.2, 1.4.2.7 to 1.4.2.10: a Copy is a host's read and a host's write, and its
+/// blocks are units written, but not units read.
 #[test]
 fn the_health_log_counts_copies() {
     let mut host = Host::new(&["mem:16MiB"], ADAPTIVE);
@@ -357,7 +357,8 @@ fn copies_wait_for_each_other_and_nobody_waits_for_them() {
         }
         host.submit(&mut queue, &Sqe::read(2, 0, 7, 200).with_prps(page, 0));
         let mut done: Vec<u16> = Vec::new();
-        // Copies of the second disk wait for buffers that those of the first one have; reads do not.
+        // Copies of the second disk wait for buffers that those of the first one have; reads do
+        // not.
         while !done.contains(&200) {
             let (cid, status, _) = host.wait(&mut queue);
             assert!(status.is_success());

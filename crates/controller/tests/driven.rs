@@ -99,8 +99,8 @@ fn completions_that_come_together_share_an_interrupt() {
     assert_eq!(run(1, 7), 7);
 }
 
-/// A disk of which block 0 takes for ever. What the host writes at the end of a batch, and how often
-/// its memory was said to have changed.
+/// A disk of which block 0 takes for ever. What the host writes at the end of a batch, and how
+/// often its memory was said to have changed.
 #[derive(Clone, Debug, Default)]
 struct Meanwhile(Arc<Mutex<Option<(SharedBytes, usize, u32)>>>, Arc<AtomicUsize>);
 
@@ -188,7 +188,8 @@ fn a_queue_does_not_sleep_over_room_that_was_seen_in_passing() {
     assert_eq!(host.reap(&mut queue), Some((4, Status::SUCCESS, 0)));
 }
 
-/// With an IOMMU in between there are tens of thousands, and whoever shares a worker waits for each.
+/// With an IOMMU in between there are tens of thousands, and whoever shares a worker waits for
+/// each.
 #[test]
 fn ranges_that_come_together_are_one_change() {
     let disk = Meanwhile::default();

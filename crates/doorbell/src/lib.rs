@@ -144,8 +144,8 @@
 //!   that set the entries first, as [`HostDoorbell::mirror`] does, or that have the buffers before
 //!   the queues, as Linux and SPDK do, cannot get there.
 //! - A submission queue's tail that overtakes its head, or that is set to zero while the queue is
-//!   alive, looks like a full queue of commands. Nothing in the protocol distinguishes the
-//!   two. A completion queue's head past what was posted is recognized, and refused.
+//!   alive, looks like a full queue of commands. Nothing in the protocol distinguishes the two. A
+//!   completion queue's head past what was posted is recognized, and refused.
 //!
 //! # How it is checked
 //!

@@ -23,13 +23,14 @@ pub(crate) const VERSION: Vs = Vs::V2_0;
 /// The controller's identifier in its NVM subsystem, of which it is the only one.
 pub(crate) const CNTLID: u16 = 1;
 /// The time that a normal shutdown, which ends in a flush of all disks, may take: 5 seconds. Linux
-/// waits as long when there is no value, and reports it in its log as something unusual when there is
-/// any other value.
+/// waits as long when there is no value, and reports it in its log as something unusual when there
+/// is any other value.
 const SHUTDOWN_MICROSECONDS: u32 = 5_000_000;
 /// Namespace Attributes: write protected now.
 const NSATTR_WRITE_PROTECTED: u8 = 1;
 /// Common Namespace Features: the namespace has no volatile write cache, whatever VWC says of the
-/// controller as a whole. Base 2.1, "I/O Command Set Independent Identify Namespace data structure".
+/// controller as a whole. Base 2.1, "I/O Command Set Independent Identify Namespace data
+/// structure".
 const VOLATILE_CACHE_NOT_PRESENT: u8 = 1 << 5;
 /// Blocks of a Write Zeroes command, at most: a limit of the command itself.
 const MAX_BLOCKS: u32 = 1 << 16;
@@ -85,7 +86,8 @@ impl Identity {
                 if cmd.csi != csi::NVM {
                     return Err(Status::INVALID_IO_COMMAND_SET.with_dnr());
                 }
-                // All of it is about protection information, or about what NSFEAT says is not there.
+                // All of it is about protection information, or about what NSFEAT says is not
+                // there.
                 Ok(page(&IdentifyNvmNamespace::default()))
             }
             cns::CSI_CONTROLLER if cmd.csi == csi::NVM => Ok(page(&*self.nvm)),

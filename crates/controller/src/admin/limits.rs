@@ -2,7 +2,8 @@
 
 /// Aborts that may be under way at once: ACL of Identify Controller, not zero-based here.
 pub(crate) const ABORT_LIMIT: u32 = 4;
-/// Asynchronous Event Requests that may wait at once: AERL of Identify Controller, not zero-based here.
+/// Asynchronous Event Requests that may wait at once: AERL of Identify Controller, not zero-based
+/// here.
 pub(crate) const MAX_EVENT_REQUESTS: usize = 4;
 /// Entries of the Error Information log page: ELPE + 1 of Identify Controller.
 pub(crate) const ERROR_LOG_ENTRIES: usize = 64;

@@ -74,8 +74,8 @@ impl ErrorLog {
 /// What the SMART / Health Information log page tells, in the units in which it is counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Health {
-    /// Bytes that Read, Compare and Verify commands read. What a Copy command reads is no Data Unit
-    /// Read (NVM Command Set 1.2, 1.4.2.7).
+    /// Bytes that Read, Compare and Verify commands read. What a Copy command reads is no Data
+    /// Unit Read (NVM Command Set 1.2, 1.4.2.7).
     pub(crate) bytes_read: u64,
     /// Bytes that Write and Copy commands wrote (NVM Command Set 1.2, 1.4.2.10).
     pub(crate) bytes_written: u64,
@@ -129,8 +129,8 @@ impl Health {
         SmartHealth {
             critical_warning: self.warning,
             temperature: self.temperature.into(),
-            // Flash that wears out and spare blocks are the business of the storage below, unless it
-            // has no block left.
+            // Flash that wears out and spare blocks are the business of the storage below, unless
+            // it has no block left.
             available_spare: if self.warning.spare() { 0 } else { 100 },
             available_spare_threshold: 10,
             percentage_used: 0,

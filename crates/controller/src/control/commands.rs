@@ -302,12 +302,12 @@ impl AdminCommands {
     /// A command for `nsid` has failed: what follows from that for the namespace.
     ///
     /// A write that needs room where there is none ends with Capacity Exceeded, and with Do Not
-    /// Retry, because nothing that the host does by itself at once makes room. The SMART / Health log
-    /// page then has no Available Spare and the critical warning that belongs to it, and hosts that
-    /// asked for that get the asynchronous event (Base 2.1, 5.1.12.1.3, "Available Spare", and 5.1.2,
-    /// "Spare Below Threshold"). The specification has no other word for a namespace below which the
-    /// storage is full. Whoever owns the storage gets an event; so does that of one whose data
-    /// could not be written back.
+    /// Retry, because nothing that the host does by itself at once makes room. The SMART / Health
+    /// log page then has no Available Spare and the critical warning that belongs to it, and
+    /// hosts that asked for that get the asynchronous event (Base 2.1, 5.1.12.1.3, "Available
+    /// Spare", and 5.1.2, "Spare Below Threshold"). The specification has no other word for a
+    /// namespace below which the storage is full. Whoever owns the storage gets an event; so
+    /// does that of one whose data could not be written back.
     pub(super) fn command_failed(
         &mut self,
         cx: &Context,

@@ -72,8 +72,8 @@ impl HostMemory {
     }
 
     /// Gives the host `bytes`, which may be fewer than the `len` that the command is about. Whether
-    /// PRP2 is a page or a list of pages depends on `len` (Base 2.1, 4.3.1): a short answer must not
-    /// end up in the list.
+    /// PRP2 is a page or a list of pages depends on `len` (Base 2.1, 4.3.1): a short answer must
+    /// not end up in the list.
     pub(super) fn write(
         &self,
         sqe: &Sqe,

@@ -1,8 +1,9 @@
-//! The control plane of a controller: its registers, its admin commands, and what follows from them.
+//! The control plane of a controller: its registers, its admin commands, and what follows from
+//! them.
 //!
 //! Everything here runs under one lock, which no worker takes to serve a command and under which
-//! nobody ever waits: what takes time is sent to the workers as a message, and goes on when the last
-//! of them drops its latch and so gives notice.
+//! nobody ever waits: what takes time is sent to the workers as a message, and goes on when the
+//! last of them drops its latch and so gives notice.
 
 mod admin;
 mod commands;
@@ -325,7 +326,8 @@ impl Control {
 
     /// Gives everybody the DMA map as it is now. `latch`, if somebody waits, is let go by each when
     /// nothing of it uses the old one any more. Whether the admin queue has to be served: it stood
-    /// still for want of memory that is there now, and no doorbell is written again for what came meanwhile.
+    /// still for want of memory that is there now, and no doorbell is written again for what came
+    /// meanwhile.
     pub(crate) fn publish_table(&mut self, cx: &Context, latch: Option<&Latch>) -> bool {
         let (table, shadow) = (Arc::clone(self.memory.table()), self.memory.shadow);
         let is_back = self.port.queue.as_mut().is_some_and(|queue| queue.remap(&table, shadow));

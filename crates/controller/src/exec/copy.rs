@@ -5,10 +5,10 @@
 //! overlap, and nothing is written if a source can not be read. What MCL says bounds the buffer, of
 //! which a worker has a few; a copy that finds none waits for one, in order.
 //!
-//! A copy is never carried out where its entry is fetched: a stride is taken between two passes over
-//! the queues, and together they move about as much at a time as one long write. On a disk that
-//! answers at once, others' commands get their turn meanwhile; on one that does not, the requests of
-//! a stride are under way at the same time.
+//! A copy is never carried out where its entry is fetched: a stride is taken between two passes
+//! over the queues, and together they move about as much at a time as one long write. On a disk
+//! that answers at once, others' commands get their turn meanwhile; on one that does not, the
+//! requests of a stride are under way at the same time.
 
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
 use super::namespace::{NamespaceQueue, index_of};
@@ -76,8 +76,8 @@ impl Copy {
         self.failed.is_some() || self.cancelled || self.stride == Stride::Writing
     }
 
-    /// The status, and dword 0 of the completion: the lowest source range that was not copied, or 0 if
-    /// nothing was written.
+    /// The status, and dword 0 of the completion: the lowest source range that was not copied, or 0
+    /// if nothing was written.
     fn outcome(&self) -> (Status, u32) {
         match (self.stride, self.failed) {
             (Stride::Writing, None) => (Status::SUCCESS, 0),

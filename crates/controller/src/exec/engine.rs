@@ -377,7 +377,8 @@ impl Engine {
         waiting: Option<Latch>,
     ) -> Option<InFlight> {
         let parent = self.in_flight.next_tag();
-        // One request to be left is the entry itself, so that it does not end while parts are added.
+        // One request to be left is the entry itself, so that it does not end while parts are
+        // added.
         let entry = InFlight { waiting, ..InFlight::new(owner, 0, Kind::Other).at(nsid, 0) };
         self.in_flight.insert(parent, entry);
         for (index, request) in parts {
@@ -427,8 +428,8 @@ impl Engine {
         }
     }
 
-    /// Calls `ended` for every command that has ended. Whether there is more to do at once, which no
-    /// disk announces.
+    /// Calls `ended` for every command that has ended. Whether there is more to do at once, which
+    /// no disk announces.
     pub(crate) fn reap(&mut self, mut ended: impl FnMut(CompletedCommand)) -> bool {
         let mut namespaces = std::mem::take(&mut self.namespaces);
         for namespace in &mut namespaces {

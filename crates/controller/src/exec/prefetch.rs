@@ -22,8 +22,8 @@ pub(crate) const POST_AFTER: u32 = 8;
 /// What of a queue is known while a burst of its commands is executed.
 pub(crate) struct Prefetch {
     cursor: PrefetchCursor,
-    /// Commands, from the first of the burst: all of it, and towards its end those that the host has
-    /// submitted since. Otherwise each burst would begin with a command without a hint.
+    /// Commands, from the first of the burst: all of it, and towards its end those that the host
+    /// has submitted since. Otherwise each burst would begin with a command without a hint.
     known: u32,
 }
 

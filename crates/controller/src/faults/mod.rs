@@ -1,14 +1,15 @@
-//! Faults on purpose: a controller that does what no controller should, so that hosts can be tested.
+//! Faults on purpose: a controller that does what no controller should, so that hosts can be
+//! tested.
 //!
-//! Only with the cargo feature `faults`. A controller does nothing wrong before it is asked to, with
-//! [`Controller::inject`](crate::Controller::inject); from then on its queues are served by a path
-//! of their own, command by command.
+//! Only with the cargo feature `faults`. A controller does nothing wrong before it is asked to,
+//! with [`Controller::inject`](crate::Controller::inject); from then on its queues are served by a
+//! path of their own, command by command.
 //!
 //! # As text
 //!
-//! Rules are separated by commas: `FAULT[=ARGUMENT]` and then, in any order, `:every=N`, `:rate=1/N`
-//! or `:at=N` (the Nth time only; [`When::Every`] 1 if nothing is said), `:queue=QID` and `:limit=N`.
-//! `seed=N` seeds what is drawn by lot.
+//! Rules are separated by commas: `FAULT[=ARGUMENT]` and then, in any order, `:every=N`,
+//! `:rate=1/N` or `:at=N` (the Nth time only; [`When::Every`] 1 if nothing is said), `:queue=QID`
+//! and `:limit=N`. `seed=N` seeds what is drawn by lot.
 //!
 //! | fault | what happens |
 //! |---|---|

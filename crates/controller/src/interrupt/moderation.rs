@@ -5,18 +5,18 @@
 //! in how many completions come close together, and that is learnt for each completion queue: an
 //! interrupt is raised as soon as there are as many completions as there lately were, and held back
 //! for a short *grace* while there are fewer and more keep coming. Now and then twice as many are
-//! waited for, to find out whether there would be more; as long as that is in vain, it is tried ever
-//! more rarely, so that a host that waits for each command is made to wait a little longer once in a
-//! thousand times.
+//! waited for, to find out whether there would be more; as long as that is in vain, it is tried
+//! ever more rarely, so that a host that waits for each command is made to wait a little longer
+//! once in a thousand times.
 //!
 //! Two things keep a host that submits many commands, one by one, from being taken for one of few:
-//! * The pace of its submissions is learnt as well, and while they keep coming at that pace, the host
-//!   is busy with them and not waiting: an interrupt would only stop it in its work.
-//! * What is left at the end of such a run is fewer than an interrupt is worth, and says nothing: it
-//!   counts together with what was announced before it.
+//! * The pace of its submissions is learnt as well, and while they keep coming at that pace, the
+//!   host is busy with them and not waiting: an interrupt would only stop it in its work.
+//! * What is left at the end of such a run is fewer than an interrupt is worth, and says nothing:
+//!   it counts together with what was announced before it.
 //!
-//! And a host is kept from its work now and then, by its own interrupts or by whatever else wants its
-//! processor. That looks like the end of a run, so it takes two in a row to be believed.
+//! And a host is kept from its work now and then, by its own interrupts or by whatever else wants
+//! its processor. That looks like the end of a run, so it takes two in a row to be believed.
 //!
 //! This is the controller's own choice, where the host has not made one: Interrupt Coalescing
 //! (feature 08h), if the host sets it, is obeyed as it is.
@@ -271,8 +271,8 @@ mod tests {
         let (sizes, waits) = bursts(&mut moderation, 32, 1000);
         assert!(sizes.iter().all(|size| *size == 32));
         assert!(waits < 20, "{waits}");
-        // Where it is not deep any more, that is believed the second time, a short wait for each; what
-        // was announced before the first of them counted with it.
+        // Where it is not deep any more, that is believed the second time, a short wait for each;
+        // what was announced before the first of them counted with it.
         assert_eq!(bursts(&mut moderation, 1, 4), (vec![1; 4], 4));
         assert_eq!(bursts(&mut moderation, 1, 7), (vec![1; 7], 0));
         let (sizes, waits) = bursts(&mut moderation, 1, 1000);
@@ -314,10 +314,10 @@ mod tests {
     }
 
     /// A guest with one processor that keeps `depth` commands in flight on a disk that answers at
-    /// once: it takes `least` and a little to submit one, now and then much longer (as Linux with fio
-    /// does under emulation: one time in a hundred a third of a millisecond, one in a thousand more
-    /// than one), is stopped by every interrupt for 40 us and 4 us a completion, and submits as many
-    /// as it has had interrupts for. Microseconds of virtual time.
+    /// once: it takes `least` and a little to submit one, now and then much longer (as Linux with
+    /// fio does under emulation: one time in a hundred a third of a millisecond, one in a
+    /// thousand more than one), is stopped by every interrupt for 40 us and 4 us a completion,
+    /// and submits as many as it has had interrupts for. Microseconds of virtual time.
     fn guest(moderation: &mut Moderation, depth: u32, least: u64, stolen: u64) -> Outcome {
         let start = Instant::now();
         let at = |time: u64| start + Duration::from_micros(time);

@@ -73,7 +73,8 @@ impl AdminQueue {
         self.cq.shadow(None);
     }
 
-    /// Finds everything again in another DMA map. Whether the queues are within reach that were not.
+    /// Finds everything again in another DMA map. Whether the queues are within reach that were
+    /// not.
     pub(crate) fn remap(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) -> bool {
         let is_away = |queue: &Self| queue.sq.ring.is_none() || queue.cq.ring.is_none();
         let was_away = is_away(self);

@@ -101,8 +101,9 @@ fn read_ring(
     let used = end.min(capacity) as usize;
     let mut ring = vec![RawRecord::default(); used];
     file.read_exact_at(ring.as_mut_bytes(), layout.records(index))?;
-    // A record of these may have been overwritten while the ring was read; that the oldest of a full
-    // ring is among them is also right for a writer that died in the middle of the next one.
+    // A record of these may have been overwritten while the ring was read; that the oldest of a
+    // full ring is among them is also right for a writer that died in the middle of the next
+    // one.
     let after = count(file, index)?;
     let stale = |sequence| after.checked_sub(capacity).is_some_and(|oldest| sequence <= oldest);
     records.extend((start..end).filter(|sequence| !stale(*sequence)).filter_map(|sequence| {

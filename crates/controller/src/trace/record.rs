@@ -18,8 +18,8 @@ pub const COMPLETION_QUEUE: u16 = 1 << 15;
 pub(super) struct RawRecord {
     /// Nanoseconds since the trace began.
     pub(super) time_ns: u64,
-    /// How many records were in the ring before this one: tells a reader whether it is the one that
-    /// it expects here.
+    /// How many records were in the ring before this one: tells a reader whether it is the one
+    /// that it expects here.
     pub(super) sequence: u64,
     pub(super) value: u32,
     pub(super) extra: u32,

@@ -28,14 +28,14 @@ pub(crate) struct ControllerQueues {
     shadow: Option<(u64, u64)>,
     /// Descriptors that have the worker look at this controller's doorbells.
     doorbell_eventfds: Vec<EventFd>,
-    /// Old DMA maps that commands in flight may still use, with who waits for their end: and for that of
-    /// all before, because what is in one map may have been in those, too.
+    /// Old DMA maps that commands in flight may still use, with who waits for their end: and for
+    /// that of all before, because what is in one map may have been in those, too.
     draining: VecDeque<(ViewWatch, Vec<Latch>)>,
     /// Submission queues that are to be forgotten once they are empty.
     deleting: Vec<(usize, Latch)>,
     detaching: Option<Latch>,
-    /// `memory::sigbus::losses` when it was last looked at: what was lost before the first queue was
-    /// created is still in the map.
+    /// `memory::sigbus::losses` when it was last looked at: what was lost before the first queue
+    /// was created is still in the map.
     losses: u64,
     /// The loss of something in the present map has been reported.
     lost: bool,
@@ -305,8 +305,9 @@ impl ControllerQueues {
         }
     }
 
-    /// Somebody's memory was lost: whether it is this one's. A host that loses a piece in each of its
-    /// tens of thousands of maps is looked through once for each map that it has, not for each piece.
+    /// Somebody's memory was lost: whether it is this one's. A host that loses a piece in each of
+    /// its tens of thousands of maps is looked through once for each map that it has, not for
+    /// each piece.
     #[cold]
     pub(crate) fn check_memory(&mut self) {
         let losses = shadowbell_memory::sigbus::losses(self.set.shared.id);

@@ -44,7 +44,8 @@ impl DoorbellSources {
         self.0.remove(&controller);
     }
 
-    /// A source was reported: takes the doorbell writes of queues that `worker`, which is awake, serves.
+    /// A source was reported: takes the doorbell writes of queues that `worker`, which is awake,
+    /// serves.
     pub(super) fn poll_doorbells(
         &mut self,
         controller: u32,

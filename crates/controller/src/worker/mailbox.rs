@@ -12,10 +12,11 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 /// How many messages are looked through for one of the same kind.
 const NEAR: usize = 16;
 
-/// Adds a message. A DMA map that has not been read yet gives way to the next of the same controller: to
-/// find every queue again takes longer than to send a map, and a client that sends them without a pause
-/// would have the worker do nothing else. Who waits for the end of the old ones waits for that of the map
-/// that the worker has. Returns what is to be dropped without the lock: memory, perhaps.
+/// Adds a message. A DMA map that has not been read yet gives way to the next of the same
+/// controller: to find every queue again takes longer than to send a map, and a client that sends
+/// them without a pause would have the worker do nothing else. Who waits for the end of the old
+/// ones waits for that of the map that the worker has. Returns what is to be dropped without the
+/// lock: memory, perhaps.
 fn add(messages: &mut VecDeque<Message>, message: Message) -> Option<Arc<DmaTable>> {
     let Message::Table { controller, table, mut latches } = message else {
         messages.push_back(message);
@@ -144,7 +145,8 @@ mod tests {
             mailbox.send(Message::DoorbellWritten { controller: 3 });
         }
         assert!(mailbox.has_messages());
-        // The ring of every round is a message; behind sixteen of them a map is no longer looked for.
+        // The ring of every round is a message; behind sixteen of them a map is no longer looked
+        // for.
         let all = taken(&mailbox);
         let maps: Vec<_> = all.iter().flatten().collect();
         let waiting: usize = maps.iter().map(|(.., waiting)| waiting).sum();

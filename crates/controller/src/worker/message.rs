@@ -42,7 +42,8 @@ pub(crate) struct WorkerStats {
     pub(crate) sleep: SleepStats,
 }
 
-/// The admin doorbells of a controller whose doorbells are mapped: nothing traps, so a worker looks.
+/// The admin doorbells of a controller whose doorbells are mapped: nothing traps, so a worker
+/// looks.
 pub(crate) struct AdminDoorbellPoll {
     tail: SharedU32,
     head: SharedU32,

@@ -5,19 +5,20 @@
 //! something. So a worker does that for its *active* controllers only. The others are
 //!
 //! * *parked*, where a doorbell says that they have something to do. A controller is parked as a
-//!   worker goes to sleep: it is declared asleep in a state cell of its own, its doorbells are armed,
-//!   a full fence is passed, and everything is looked at once more; only if nothing is found it stays
-//!   there, and is then left out of passes and of the worker's own sleep. Whoever delivers a doorbell
-//!   write stores the register, passes a fence and reads that cell. So one of the two sees the other:
-//!   the last look sees the write, or the write sees the controller parked, and leaves a message that
-//!   names it. From there on it is a message as all others, which a worker never sleeps through. Only
-//!   the first who sees it parked leaves one; who sees that somebody is about to relies on that one's,
-//!   which is still to come and has the controller looked at as a whole. (The crate `doorbell` has all
-//!   this as a model: `tests/loom/park.rs`.) An eventfd that a host signals instead stays signalled
-//!   until the worker has taken it, in its sleep or now and then while it is awake.
-//! * *dormant*, where there is no such doorbell: the doorbells are mapped, or the worker is one that
-//!   polls for ever, whose hosts have been promised that they never ring. These are visited in turn,
-//!   a few of them in each pass and all of them before a sleep.
+//!   worker goes to sleep: it is declared asleep in a state cell of its own, its doorbells are
+//!   armed, a full fence is passed, and everything is looked at once more; only if nothing is found
+//!   it stays there, and is then left out of passes and of the worker's own sleep. Whoever delivers
+//!   a doorbell write stores the register, passes a fence and reads that cell. So one of the two
+//!   sees the other: the last look sees the write, or the write sees the controller parked, and
+//!   leaves a message that names it. From there on it is a message as all others, which a worker
+//!   never sleeps through. Only the first who sees it parked leaves one; who sees that somebody is
+//!   about to relies on that one's, which is still to come and has the controller looked at as a
+//!   whole. (The crate `doorbell` has all this as a model: `tests/loom/park.rs`.) An eventfd that a
+//!   host signals instead stays signalled until the worker has taken it, in its sleep or now and
+//!   then while it is awake.
+//! * *dormant*, where there is no such doorbell: the doorbells are mapped, or the worker is one
+//!   that polls for ever, whose hosts have been promised that they never ring. These are visited in
+//!   turn, a few of them in each pass and all of them before a sleep.
 //!
 //! Only a controller that is quiescent is either: nothing in flight, no interrupt held back, nobody
 //! who waits for it. Any message for it makes it active first.
@@ -161,8 +162,8 @@ impl PollGroup {
         }));
     }
 
-    /// The queues of a controller, which is active from here on. Not old ones of the same controller
-    /// that are still on their way out.
+    /// The queues of a controller, which is active from here on. Not old ones of the same
+    /// controller that are still on their way out.
     pub(super) fn activate(&mut self, id: u32) -> Option<&mut ControllerQueues> {
         self.doorbell_written(id);
         if let Some(at) = self.dormant.iter().position(|entry| entry.queues.id() == id) {
@@ -225,8 +226,8 @@ impl PollGroup {
         self.parked.insert(entry.queues.id(), entry);
     }
 
-    /// After a pass in which there was so much to do: looks after those that were not in it. How much
-    /// there was to do for them.
+    /// After a pass in which there was so much to do: looks after those that were not in it. How
+    /// much there was to do for them.
     #[inline]
     pub(super) fn check_others(
         &mut self,

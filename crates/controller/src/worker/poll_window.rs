@@ -48,19 +48,19 @@ const FIRST_WINDOW: Duration = Duration::from_micros(8);
 pub(super) enum Next {
     /// It looks again.
     Look,
-    /// It looks again, and whoever else wants this processor goes first: on a small host that is the
-    /// VMM's thread with the interrupt that the next command waits for.
+    /// It looks again, and whoever else wants this processor goes first: on a small host that is
+    /// the VMM's thread with the interrupt that the next command waits for.
     Yield,
     /// It goes to sleep.
     Sleep,
 }
 
-/// How often in a row a worker has to have waited for nothing but its disks until a host is taken for
-/// one that keeps them busy.
+/// How often in a row a worker has to have waited for nothing but its disks until a host is taken
+/// for one that keeps them busy.
 const BUSY_AFTER: u32 = 64;
 
-/// Polls in a row that ended in a sleep until polling is given up for a while. A window grows to its
-/// longest in half as many.
+/// Polls in a row that ended in a sleep until polling is given up for a while. A window grows to
+/// its longest in half as many.
 const VAIN: u32 = 8;
 /// How many waits that while is at first, and at most: who becomes quick is noticed after some
 /// hundredths of a second, and what is polled in vain until then is a microsecond a wait.
@@ -68,10 +68,10 @@ const PAUSE: (u32, u32) = (64, 512);
 
 /// Polls for one kind of thing, and what came of them.
 ///
-/// A sleep that was short speaks for a longer window; but what takes a bit longer than the longest is
-/// never caught by it. And a disk may be slow *because* it is polled for: the kernel may end its
-/// requests in a thread of the processor that the worker does not leave, each time until just after it
-/// does.
+/// A sleep that was short speaks for a longer window; but what takes a bit longer than the longest
+/// is never caught by it. And a disk may be slow *because* it is polled for: the kernel may end its
+/// requests in a thread of the processor that the worker does not leave, each time until just after
+/// it does.
 #[derive(Debug, Default)]
 struct Polls {
     /// In vain, since the last that was not.
@@ -110,11 +110,12 @@ impl Polls {
 
 /// The polling of one worker.
 ///
-/// A host's next command and a disk's answer take their own times, and each is learnt where it shows:
-/// the host's while nothing is pending at any disk, the disks' while something is. To wait for a disk
-/// by polling pays for a host that is as quick: it has its answer sooner by a wakeup. One that
-/// takes longer than the longest window over its next command would not notice, and then the processor
-/// does better with something else; unless it keeps several commands in flight, and the disks busy.
+/// A host's next command and a disk's answer take their own times, and each is learnt where it
+/// shows: the host's while nothing is pending at any disk, the disks' while something is. To wait
+/// for a disk by polling pays for a host that is as quick: it has its answer sooner by a wakeup.
+/// One that takes longer than the longest window over its next command would not notice, and then
+/// the processor does better with something else; unless it keeps several commands in flight, and
+/// the disks busy.
 #[derive(Debug)]
 pub(super) struct PollWindow {
     polling: Polling,
@@ -171,8 +172,9 @@ impl PollWindow {
         }
     }
 
-    /// A pass has found nothing. `pending` says whether a disk has something in hand, which does not
-    /// change until a pass finds something, and how many requests have ended at the disks so far.
+    /// A pass has found nothing. `pending` says whether a disk has something in hand, which does
+    /// not change until a pass finds something, and how many requests have ended at the disks
+    /// so far.
     #[inline]
     pub(super) fn next(&mut self, pending: impl FnOnce() -> (bool, u64)) -> Next {
         self.next_by(Instant::now, pending)

@@ -22,8 +22,8 @@ pub(crate) const BURST: u32 = 64;
 /// are there in time, near enough that few are fetched in vain from a queue that is short.
 const AHEAD: u32 = 4;
 
-/// Completions that are posted together while more commands wait to be executed: four cache lines of
-/// them, which the host works on meanwhile.
+/// Completions that are posted together while more commands wait to be executed: four cache lines
+/// of them, which the host works on meanwhile.
 const POST_AFTER: u32 = 16;
 
 /// The state cell of a worker's sleeper.

@@ -27,7 +27,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// A worker with a controller whose doorbells are mapped can not be woken by them: it looks at
-/// least this often. A wait is one of whole milliseconds, and a timer takes some 20 us of a processor.
+/// least this often. A wait is one of whole milliseconds, and a timer takes some 20 us of a
+/// processor.
 const MAPPED_POLL: Duration = Duration::from_millis(1);
 /// A worker on which somebody waits for something that no event announces looks this often.
 const UNANNOUNCED_POLL: Duration = Duration::from_millis(1);
@@ -109,7 +110,8 @@ impl Worker {
         }
     }
 
-    /// Messages, then a pass over the queues of all active controllers. Whether there was anything to do.
+    /// Messages, then a pass over the queues of all active controllers. Whether there was anything
+    /// to do.
     pub(super) fn turn(&mut self) -> Result<bool, Stop> {
         let mut busy = false;
         if self.poll_group.must_check_eventfds() {
@@ -381,7 +383,8 @@ fn record(trace: &mut Option<TraceRing>, kind: Kind, value: u32) {
     }
 }
 
-/// Descriptors that are taken at once; if more are signalled, the rest is taken after the next pass.
+/// Descriptors that are taken at once; if more are signalled, the rest is taken after the next
+/// pass.
 const EVENTS: usize = 64;
 
 /// Waits for whatever wakes the worker; adds the tokens of descriptors that were signalled for a

@@ -147,8 +147,9 @@ fn our_host_enables_under_load() {
     }
 }
 
-/// Our own host changes over in the middle of submissions, around a ring so small that the first values published under the new rule are the
-/// very one that the shadow entry held when the command was executed.
+/// Our own host changes over in the middle of submissions, around a ring so small that the first
+/// values published under the new rule are the very one that the shadow entry held when the command
+/// was executed.
 #[test]
 fn our_host_comes_round_to_the_snapshot() {
     for predicate in PREDICATES {
