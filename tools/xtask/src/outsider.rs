@@ -1,5 +1,5 @@
 //! Whether somebody outside of the workspace can copy the programs of the guides: those of
-//! README.md, of the crates' README.md and of the docs at the top of their lib.rs.
+//! README.md, of the crates' README.md, and of the docs at the top of their lib.rs and guide.rs.
 //!
 //! Each program becomes a binary of a package of its own under target/outsider, which depends on
 //! the crates by their published names, and on nothing else.
@@ -52,7 +52,7 @@ impl Block {
 pub(crate) fn check() -> Result<()> {
     let (root, directory) = (root(), root().join("target/outsider"));
     let blocks = blocks(&root)?;
-    ensure!(!blocks.is_empty(), "no README and no lib.rs has a program");
+    ensure!(!blocks.is_empty(), "no README, lib.rs or guide.rs has a program");
     write_package(&root, &directory, &blocks)?;
     let output = cargo()
         .current_dir(&directory)
@@ -82,7 +82,7 @@ fn blocks(root: &Path) -> Result<Vec<Block>> {
     names.sort();
     for name in names {
         let path = Path::new("crates").join(name);
-        guides.extend(["README.md", "src/lib.rs"].map(|guide| path.join(guide)));
+        guides.extend(["README.md", "src/lib.rs", "src/guide.rs"].map(|guide| path.join(guide)));
     }
     let mut blocks = Vec::new();
     for guide in guides.iter().filter(|guide| root.join(guide).is_file()) {
