@@ -131,7 +131,7 @@
 //! # use shadowbell_driver::{AttachOptions, Controller};
 //! # use shadowbell_spec::nvm::CopyRange;
 //! # use std::sync::Arc;
-//! # use zerocopy::IntoBytes;
+//! # use shadowbell_spec::zerocopy::IntoBytes;
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let disk = shadowbell_backend::open("mem:64MiB")?;
 //! # let ssd = Arc::new(shadowbell_frontend::InProcess::over(disk)?);
