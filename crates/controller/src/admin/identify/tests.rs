@@ -42,6 +42,25 @@ fn read<T: FromBytes>(config: &Config, cns: u8, nsid: u32) -> T {
 const INVALID_FIELD: Status = Status::INVALID_FIELD.with_dnr();
 const INVALID_NAMESPACE: Status = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr();
 
+/// CNS 12h and 13h: there is one controller, and every namespace is attached to it.
+#[test]
+fn controller_lists() {
+    let config = three();
+    let of = |cns, cntid, nsid| -> Result<Vec<u16>, Status> {
+        let cmd = Identify { cns, cntid, ..Identify::default() };
+        let page = Identity::new(&config).identify(&cmd, nsid, &namespaces(&config))?;
+        Ok(ControllerList::read_from_bytes(&page[..]).unwrap().iter().collect())
+    };
+    for from in [0, CNTLID] {
+        assert_eq!(of(cns::CONTROLLERS, from, 0), Ok(vec![CNTLID]));
+        assert_eq!(of(cns::NAMESPACE_CONTROLLERS, from, 3), Ok(vec![CNTLID]));
+    }
+    assert_eq!(of(cns::CONTROLLERS, CNTLID + 1, 0), Ok(vec![]));
+    assert_eq!(of(cns::NAMESPACE_CONTROLLERS, CNTLID + 1, 1), Ok(vec![]));
+    assert_eq!(of(cns::NAMESPACE_CONTROLLERS, 0, 4), Err(INVALID_NAMESPACE));
+    assert_eq!(of(cns::NAMESPACE_CONTROLLERS, 0, NSID_ALL), Err(INVALID_FIELD));
+}
+
 #[test]
 fn controller_structure() {
     let config = three();
