@@ -250,7 +250,7 @@ fn write_zeroes_fits_its_command() {
 
 #[test]
 fn other_structures_are_refused() {
-    let known = [0, 1, 2, 3, 5, 6, 7, 8];
+    let known = [0, 1, 2, 3, 5, 6, 7, 8, 0x12, 0x13];
     for cns in (0..=255).filter(|cns| !known.contains(cns)) {
         // CNTID 0 is no controller of ours, so this includes 1Ch.
         assert_eq!(ask(&three(), cns, 1), Err(INVALID_FIELD), "CNS {cns:#x}");
