@@ -93,6 +93,19 @@ fn the_admin_completion_queue_may_come_after_the_controller_is_enabled() {
     host.enable();
 }
 
+/// Base 2.1, 3.7.2: a Controller Level Reset resets all registers but those of the admin queue.
+#[test]
+fn a_reset_unmasks_the_interrupts() {
+    let mut host = Host::new(&["null:1GiB"], ADAPTIVE);
+    host.write32(regs::INTMS, 0b110);
+    assert_eq!(host.read32(regs::INTMC), 0b110);
+    let aqa = host.read32(regs::AQA);
+    host.disable();
+    assert_eq!((host.read32(regs::INTMS), host.read32(regs::AQA)), (0, aqa));
+    host.enable();
+    assert_eq!(host.read32(regs::INTMS), 0);
+}
+
 #[test]
 fn impossible_configurations_end_in_fatal_status_until_reset() {
     let cc = Cc::new().with_iosqes(6).with_iocqes(4);

@@ -4,8 +4,11 @@ mod common;
 
 use common::{Host, Queue, TIMEOUT};
 use shadowbell_controller::{Carrier, Config, Controller, Polling};
+use shadowbell_spec::admin::GetLogPage;
+use shadowbell_spec::log::{ErrorLogEntry, lid};
 use shadowbell_spec::{Sqe, Status};
 use std::time::{Duration, Instant};
+use zerocopy::FromBytes;
 
 const SLEEPY: Polling = Polling::Never;
 
@@ -243,6 +246,13 @@ fn a_full_completion_queue_blocks_and_its_head_wakes() {
     }
 }
 
+/// The first entry of the Error Information log page.
+fn newest_error(host: &mut Host) -> ErrorLogEntry {
+    let fields = GetLogPage { lid: lid::ERROR_INFORMATION, numd0: 15, ..GetLogPage::default() };
+    let page = host.page(Sqe::get_log_page(0, fields, 0)).unwrap();
+    ErrorLogEntry::read_from_bytes(&page[..64]).unwrap()
+}
+
 #[test]
 fn values_outside_the_ring_are_refused_with_the_event() {
     for shadowed in [false, true] {
@@ -261,6 +271,9 @@ fn values_outside_the_ring_are_refused_with_the_event() {
         assert_eq!((cid, status), (99, Status::SUCCESS));
         assert_eq!(dw0 & 0xffff, 0x0100, "error, invalid doorbell write value");
         host.admin = admin;
+        let entry = newest_error(&mut host);
+        assert_eq!((entry.sqid, entry.cid), (0xffff, 0xffff), "of no command");
+        assert_eq!(entry.status >> 1, Status::INVALID_FIELD.bits());
         // The queue goes on from where it was.
         host.doorbell(shadowed, shadowbell_spec::regs::sq_doorbell_offset(1, 0), 0, 0);
         stream(&mut host, &mut queue, 8, 100);
@@ -275,6 +288,10 @@ fn a_doorbell_that_no_queue_has_is_reported() {
     host.controller.write_doorbell(shadowbell_spec::regs::sq_doorbell_offset(3, 0), 1);
     let (cid, _, dw0) = host.wait(&mut admin);
     assert_eq!((cid, dw0 & 0xffff), (7, 0x0000), "error, write to invalid doorbell register");
+    host.admin = admin;
+    let entry = newest_error(&mut host);
+    assert_eq!((entry.error_count, entry.sqid, entry.cid), (1, 0xffff, 0xffff));
+    assert_eq!(entry.status >> 1, Status::INVALID_QID.bits());
     for offset in [0x1000 + 65 * 8, 0x1ffc, 0x1003, u64::MAX] {
         host.controller.write_doorbell(offset, 1);
     }

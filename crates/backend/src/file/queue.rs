@@ -16,13 +16,18 @@ use std::sync::atomic::Ordering;
 
 /// Bounce buffers that a queue has at most; requests that find none wait for one.
 const BOUNCES: usize = 32;
+/// Requests with tags from here on are looked for one by one when they are cancelled.
+const INDEXED_TAGS: usize = 1 << 20;
 
 pub(super) struct FileQueue {
     ring: Ring<Task>,
     shared: Arc<FileShared>,
-    /// Requests that wait for room in the ring or for a bounce buffer, in order.
+    /// The newest request of each tag, if it is among those that are indexed.
+    by_tag: Vec<Option<Key>>,
+    /// Requests that wait for room in the ring or for a bounce buffer, in order. What was cancelled
+    /// meanwhile is stepped over when its turn comes.
     waiting: VecDeque<Key>,
-    /// Requests that were cancelled while they waited.
+    /// Requests that were cancelled while they waited, until they are reaped.
     cancelled: Vec<Key>,
     /// Bounce buffers that are free. They are made when they are first needed.
     bounces: Vec<SharedBytes>,
@@ -41,6 +46,7 @@ impl FileQueue {
             ring: Ring::new(Arc::clone(&shared.file), shared.engine)?,
             bounds: shared.info.bounds(),
             shared,
+            by_tag: Vec::new(),
             waiting: VecDeque::new(),
             cancelled: Vec::new(),
             bounces: vec![first],
@@ -51,11 +57,14 @@ impl FileQueue {
 
     /// Prepares the task's next call. `false` if it has to wait for something.
     fn start(&mut self, key: Key) -> bool {
+        if self.ring.get(key).is_none_or(|(task, ..)| task.cancelled) {
+            return true; // cancelled while it waited: nothing to wait for
+        }
         if !self.ring.has_room() || !self.equip(key) {
             return false;
         }
         let Some((task, ..)) = self.ring.get(key) else {
-            return true; // gone: nothing to wait for
+            return true;
         };
         let next = task.call();
         self.ring.prepare(key, next.call, next.skip, next.offset, next.len)
@@ -102,6 +111,27 @@ impl FileQueue {
 }
 
 impl FileQueue {
+    /// Remembers which request has this tag.
+    fn index(&mut self, tag: u32, key: Key) {
+        let at = tag as usize;
+        if at >= INDEXED_TAGS {
+            return;
+        }
+        if at >= self.by_tag.len() {
+            self.by_tag.resize(at + 1, None);
+        }
+        self.by_tag[at] = Some(key);
+    }
+
+    /// The pending request with this tag. Many are cancelled at once, so it is not searched for.
+    fn find(&mut self, tag: u32) -> Option<Key> {
+        let Some(indexed) = self.by_tag.get(tag as usize) else {
+            return self.ring.tasks().find(|(_, task)| task.tag == tag).map(|(key, _)| key);
+        };
+        let key = (*indexed)?;
+        self.ring.get(key).is_some_and(|(task, ..)| task.tag == tag).then_some(key)
+    }
+
     /// Starts what waits, as far as there is room.
     fn start_waiting(&mut self) {
         while let Some(key) = self.waiting.front().copied() {
@@ -178,6 +208,7 @@ impl Queue for FileQueue {
             Err(result) => return Submitted::Done(result),
         };
         let key = self.ring.insert(task, data.take());
+        self.index(tag, key);
         if !self.waiting.is_empty() || !self.start(key) {
             self.waiting.push_back(key);
         } else {
@@ -207,17 +238,19 @@ impl Queue for FileQueue {
     }
 
     fn cancel(&mut self, tag: u32) {
-        let Some((key, task)) = self.ring.tasks().find(|(_, task)| task.tag == tag) else {
+        let Some(key) = self.find(tag) else { return };
+        let Some((task, ..)) = self.ring.get(key) else { return };
+        if std::mem::replace(&mut task.cancelled, true) {
             return;
-        };
-        task.cancelled = true;
+        }
         if self.ring.is_busy(key) {
             self.ring.cancel(key);
-        } else if let Some(index) = self.waiting.iter().position(|k| *k == key) {
-            self.waiting.remove(index);
-            self.cancelled.push(key);
+        } else {
             // It ends in `reap`: the wake descriptor makes the caller call it.
-            self.ring.wake();
+            if self.cancelled.is_empty() {
+                self.ring.wake();
+            }
+            self.cancelled.push(key);
         }
     }
 

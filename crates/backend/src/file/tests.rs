@@ -206,6 +206,34 @@ fn pending_requests_are_cancelled() {
     assert_eq!(queue.pending(), 2);
 }
 
+/// A Delete I/O Submission Queue or a reset cancels all that a host has submitted. That takes a step
+/// for each, and not one for each pair: with these many the test would not end.
+#[test]
+fn a_hundred_thousand_waiting_requests_are_cancelled_at_once() {
+    const MANY: u32 = 200_000;
+    let (mut queue, _writer) = pipe();
+    let (bytes, _) = buffer(512);
+    for tag in 0..MANY {
+        let mut data = Segments::from_bytes(&bytes);
+        assert_eq!(queue.submit(tag, &read(0, 512), &mut data), Submitted::Pending);
+    }
+    queue.commit();
+    // The last one first, which is the worst order for a search from the front.
+    (0..MANY).rev().for_each(|tag| queue.cancel(tag));
+    (0..MANY).for_each(|tag| queue.cancel(tag));
+    let mut ended = drain(&mut *queue);
+    assert!(ended.iter().all(|(_, result)| *result == Err(DiskError::Cancelled)));
+    ended.sort_unstable_by_key(|(tag, _)| *tag);
+    assert!(ended.iter().map(|(tag, _)| *tag).eq(0..MANY), "each ends once");
+    assert_eq!(queue.pending(), 0);
+    // A tag is free again, and nothing that was cancelled is started after all.
+    let (_, mut data) = buffer(512);
+    assert_eq!(queue.submit(7, &read(0, 512), &mut data), Submitted::Pending);
+    queue.commit();
+    queue.cancel(7);
+    assert_eq!(drain(&mut *queue), [(7, Err(DiskError::Cancelled))]);
+}
+
 #[test]
 fn a_cancelled_request_does_not_go_on_after_a_short_transfer() {
     let (mut queue, mut writer) = pipe();

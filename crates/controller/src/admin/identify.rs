@@ -8,7 +8,7 @@ use crate::config::{Config, PCI_VENDOR_ID};
 use crate::namespace::{COPY_BYTES, COPY_RANGES, IEEE_OUI, Namespace};
 use shadowbell_spec::admin::Identify;
 use shadowbell_spec::identify::{
-    ControllerType, Dlfeat, EntrySizes, Frmw, IDENTIFY_SIZE, IdentifyController,
+    ControllerList, ControllerType, Dlfeat, EntrySizes, Frmw, IDENTIFY_SIZE, IdentifyController,
     IdentifyIndependentNamespace, IdentifyNamespace, IdentifyNvmController, IdentifyNvmNamespace,
     IoCommandSets, LbaFormat, Lpa, NamespaceId, NamespaceIds, NamespaceList, Nsfeat, Oacs, Oaes,
     Oncs, Sgls, Vwc, ascii_field, cns, csi, nqn_field,
@@ -96,6 +96,12 @@ impl Identity {
                 let namespace = find(nsid, nn, namespaces)?;
                 Ok(page(&namespace.map(independent).unwrap_or_default()))
             }
+            cns::NAMESPACE_CONTROLLERS if nsid != NSID_ALL => {
+                let namespace = find(nsid, nn, namespaces)?;
+                let attached = namespace.map(|_| CNTLID);
+                Ok(page(&ControllerList::from(cmd.cntid, attached)))
+            }
+            cns::CONTROLLERS => Ok(page(&ControllerList::from(cmd.cntid, [CNTLID]))),
             cns::IO_COMMAND_SETS if matches!(cmd.cntid, CNTLID | THIS_CONTROLLER) => {
                 let mut sets = IoCommandSets::default();
                 sets.vectors[0] = 1 << csi::NVM;

@@ -9,6 +9,9 @@ use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::status::Status;
 use std::sync::Arc;
 
+/// SQID and CID of an error that no command is to blame for.
+const NO_COMMAND: u16 = 0xffff;
+
 /// What became of an admin command.
 pub(crate) enum Outcome {
     /// It is complete, with this in dword 0.
@@ -59,6 +62,19 @@ impl AdminPort {
     pub(super) fn raise(&mut self, event: AsyncEvent) {
         let completion = self.events.raise(event);
         self.complete_event(completion);
+    }
+
+    /// A doorbell was written that no queue has, or with a value that can not be. The event is about
+    /// the error log, so the log has an entry: of no command, with the status that fits best (Base
+    /// 2.1, 5.1.2, "Error Status", and 5.1.12.1.2, "Error Information").
+    pub(super) fn doorbell_error(&mut self, event: AsyncEvent) {
+        let status = if event == AsyncEvent::INVALID_DOORBELL_REGISTER {
+            Status::INVALID_QID
+        } else {
+            Status::INVALID_FIELD
+        };
+        self.log_error(NO_COMMAND, NO_COMMAND, status, 0, 0);
+        self.raise(event);
     }
 
     pub(super) fn log_error(&mut self, sqid: u16, cid: u16, status: Status, nsid: u32, lba: u64) {

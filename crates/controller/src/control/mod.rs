@@ -234,7 +234,7 @@ impl Control {
         self.commands.reset();
         self.port.events.clear();
         self.lifecycle.phase = Phase::Disabled;
-        self.registers.csts = Csts::new();
+        self.registers.reset();
         if std::mem::take(&mut self.lifecycle.full_reset) {
             self.registers.power_on();
         }
@@ -368,7 +368,7 @@ impl Control {
     pub(crate) fn invalid_doorbell_register(&mut self, cx: &Context) -> Deferred {
         let mut deferred = Deferred::default();
         if self.is_ready() {
-            self.port.raise(AsyncEvent::INVALID_DOORBELL_REGISTER);
+            self.port.doorbell_error(AsyncEvent::INVALID_DOORBELL_REGISTER);
         }
         self.serve_admin(cx, &mut deferred);
         deferred
@@ -381,7 +381,7 @@ impl Control {
             Notice::InvalidDoorbell { qid } => {
                 tracing::debug!(qid, "invalid doorbell value");
                 if self.is_ready() {
-                    self.port.raise(AsyncEvent::INVALID_DOORBELL_VALUE);
+                    self.port.doorbell_error(AsyncEvent::INVALID_DOORBELL_VALUE);
                 }
             }
             Notice::CommandError { sqid, cid, status, nsid, lba } => {
@@ -481,7 +481,7 @@ impl Control {
                 None => return,
                 Some(Ok(next)) => next,
                 Some(Err(_)) => {
-                    self.port.raise(AsyncEvent::INVALID_DOORBELL_VALUE);
+                    self.port.doorbell_error(AsyncEvent::INVALID_DOORBELL_VALUE);
                     None
                 }
             };
@@ -492,7 +492,7 @@ impl Control {
                         turn += 1;
                         continue;
                     }
-                    Some(Err(_)) => self.port.raise(AsyncEvent::INVALID_DOORBELL_VALUE),
+                    Some(Err(_)) => self.port.doorbell_error(AsyncEvent::INVALID_DOORBELL_VALUE),
                     _ => {}
                 }
                 return;

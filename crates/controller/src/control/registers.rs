@@ -58,6 +58,13 @@ impl Registers {
         }
     }
 
+    /// A Controller Level Reset is over: CC stays as the host wrote it, and so does where the admin
+    /// queue is (Base 2.1, 3.7.2).
+    pub(super) fn reset(&mut self) {
+        self.csts = Csts::new();
+        self.intms = 0;
+    }
+
     /// Back to the values at power on.
     pub(super) fn power_on(&mut self) {
         *self = Self::new(u32::from(self.cap.mqes()) + 1);

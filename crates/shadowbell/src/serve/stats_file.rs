@@ -7,8 +7,9 @@ use serde::Serialize;
 use shadowbell_controller::{Config, Stats};
 use std::collections::BTreeMap;
 use std::fmt;
+use std::fs::Permissions;
 use std::io::{self, Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
 /// Sums over the I/O queues of all controllers, present and past, and the counters of each.
@@ -120,15 +121,17 @@ pub(super) fn write(path: &Path, report: &Report) -> io::Result<()> {
         let file = options.write(true).truncate(true).custom_flags(nonblock).open(path);
         return file?.write_all(&json);
     }
-    let mut name = path.file_name().unwrap_or_default().to_owned();
-    name.push(format!(".{}.tmp", std::process::id()));
-    let draft = path.with_file_name(name);
-    let written = std::fs::File::create(&draft).and_then(|mut file| file.write_all(&json));
-    let outcome = written.and_then(|()| std::fs::rename(&draft, path));
-    if outcome.is_err() {
-        let _ = std::fs::remove_file(&draft);
-    }
-    outcome
+    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    // A name that nobody can foresee, and a file that was not there: in a directory that others can
+    // write to, a link may wait under any other.
+    let mut draft = tempfile::Builder::new()
+        .prefix(path.file_name().unwrap_or_default())
+        .suffix(".tmp")
+        .permissions(Permissions::from_mode(0o644))
+        .tempfile_in(directory.unwrap_or(Path::new(".")))?;
+    draft.write_all(&json)?;
+    draft.persist(path).map_err(|error| error.error)?;
+    Ok(())
 }
 
 /// Whether a report may take the place of what is at `path`: of nothing, or of an earlier one. A
@@ -190,6 +193,20 @@ mod tests {
         assert_eq!(json["commands"], 7);
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1, "no draft is left");
         assert!(write(&directory.path().join("no/stats.json"), &Report::default()).is_err());
+    }
+
+    #[test]
+    fn a_link_where_the_draft_used_to_be_is_not_followed() {
+        let directory = tempfile::tempdir().unwrap();
+        let [path, victim] = ["stats.json", "victim"].map(|name| directory.path().join(name));
+        std::fs::write(&victim, "a disk").unwrap();
+        let draft = format!("stats.json.{}.tmp", std::process::id());
+        std::os::unix::fs::symlink(&victim, directory.path().join(draft)).unwrap();
+        write(&path, &Report::default()).unwrap();
+        assert_eq!(std::fs::read(&victim).unwrap(), b"a disk");
+        assert!(std::fs::symlink_metadata(&path).unwrap().is_file());
+        let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o600, 0o600, "and others may read it, as the umask has it");
     }
 
     #[test]

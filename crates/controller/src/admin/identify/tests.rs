@@ -42,6 +42,25 @@ fn read<T: FromBytes>(config: &Config, cns: u8, nsid: u32) -> T {
 const INVALID_FIELD: Status = Status::INVALID_FIELD.with_dnr();
 const INVALID_NAMESPACE: Status = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr();
 
+/// CNS 12h and 13h: there is one controller, and every namespace is attached to it.
+#[test]
+fn controller_lists() {
+    let config = three();
+    let of = |cns, cntid, nsid| -> Result<Vec<u16>, Status> {
+        let cmd = Identify { cns, cntid, ..Identify::default() };
+        let page = Identity::new(&config).identify(&cmd, nsid, &namespaces(&config))?;
+        Ok(ControllerList::read_from_bytes(&page[..]).unwrap().iter().collect())
+    };
+    for from in [0, CNTLID] {
+        assert_eq!(of(cns::CONTROLLERS, from, 0), Ok(vec![CNTLID]));
+        assert_eq!(of(cns::NAMESPACE_CONTROLLERS, from, 3), Ok(vec![CNTLID]));
+    }
+    assert_eq!(of(cns::CONTROLLERS, CNTLID + 1, 0), Ok(vec![]));
+    assert_eq!(of(cns::NAMESPACE_CONTROLLERS, CNTLID + 1, 1), Ok(vec![]));
+    assert_eq!(of(cns::NAMESPACE_CONTROLLERS, 0, 4), Err(INVALID_NAMESPACE));
+    assert_eq!(of(cns::NAMESPACE_CONTROLLERS, 0, NSID_ALL), Err(INVALID_FIELD));
+}
+
 #[test]
 fn controller_structure() {
     let config = three();
@@ -231,7 +250,7 @@ fn write_zeroes_fits_its_command() {
 
 #[test]
 fn other_structures_are_refused() {
-    let known = [0, 1, 2, 3, 5, 6, 7, 8];
+    let known = [0, 1, 2, 3, 5, 6, 7, 8, 0x12, 0x13];
     for cns in (0..=255).filter(|cns| !known.contains(cns)) {
         // CNTID 0 is no controller of ours, so this includes 1Ch.
         assert_eq!(ask(&three(), cns, 1), Err(INVALID_FIELD), "CNS {cns:#x}");
