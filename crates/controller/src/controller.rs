@@ -248,7 +248,8 @@ impl Controller {
     }
 
     /// Takes a range away. `done` runs, on any thread, when no command in flight can touch it any
-    /// more; that may be before this returns.
+    /// more; that may be before this returns. It is dropped instead if the last handle of the
+    /// controller is dropped before.
     ///
     /// # Errors
     /// [`DmaError`], if nothing is mapped there or a map would be split; `done` does not run then.
@@ -274,7 +275,8 @@ impl Controller {
 
     /// A reset from outside: function level, or the transport's own. Registers go back to their
     /// power-on values; DMA maps and interrupt vectors stay. `done` runs, on any thread, when
-    /// nothing of the controller is in flight any more.
+    /// nothing of the controller is in flight any more; it is dropped instead if the last handle of
+    /// the controller is dropped before.
     pub fn reset(&self, done: impl FnOnce() + Send + 'static) {
         self.0.with(|control, cx| control.reset(cx, Box::new(done)));
     }

@@ -3,7 +3,7 @@
 mod common;
 
 use common::wire::Wire;
-use common::{Host, Queue, config, pool};
+use common::{Host, Queue, config, meanwhile, pool};
 use shadowbell_controller::{Carrier, Controller, Polling, Pool, Turns};
 use shadowbell_spec::regs::{self, cq_doorbell_offset, sq_doorbell_offset};
 use shadowbell_spec::{Sqe, Status};
@@ -18,18 +18,6 @@ fn attached(pool: &Pool, turns: &mut Turns) -> (Host, Queue) {
         let queue = host.create(1, 8, false);
         (host, queue)
     })
-}
-
-/// Takes turns while somebody else does something that needs them.
-fn meanwhile<T: Send + 'static>(turns: &mut Turns, what: impl FnOnce() -> T + Send + 'static) -> T {
-    let other = std::thread::spawn(what);
-    while !other.is_finished() {
-        if !turns.turn() {
-            std::thread::yield_now();
-        }
-    }
-    while turns.turn() {}
-    other.join().unwrap()
 }
 
 /// Puts a command in the queue's memory; the tail that would tell of it.

@@ -4,7 +4,7 @@
 mod common;
 
 use common::slow::{Gate, Slow};
-use common::{Host, Queue, TIMEOUT, config};
+use common::{Host, Queue, TIMEOUT, config, meanwhile};
 use shadowbell_controller::{Carrier, Controller, Polling, Pool, PoolOptions, Stats, Turns};
 use shadowbell_spec::{Sqe, regs};
 use std::sync::{Arc, mpsc};
@@ -29,18 +29,6 @@ enum DoorbellKind {
 
 const DOORBELL_KINDS: [DoorbellKind; 3] =
     [DoorbellKind::Trap, DoorbellKind::Shadow, DoorbellKind::Event];
-
-/// Lets another thread wait for the worker while this one takes its turns.
-fn meanwhile<T: Send + 'static>(turns: &mut Turns, what: impl FnOnce() -> T + Send + 'static) -> T {
-    let other = std::thread::spawn(what);
-    while !other.is_finished() {
-        if !turns.turn() {
-            std::thread::yield_now();
-        }
-    }
-    while turns.turn() {}
-    other.join().unwrap()
-}
 
 fn attach(controller: Controller, kind: DoorbellKind) -> (Host, Queue) {
     let mut host = Host::attach(controller);

@@ -6,6 +6,7 @@ use super::memory::HostMemory;
 use super::registers::Registers;
 use crate::context::Context;
 use crate::event::Event;
+use crate::latch::Latch;
 use crate::notice::{Notice, Operation};
 use crate::queue::QueueLayout;
 use crate::shared::DSTRD;
@@ -275,11 +276,9 @@ impl IoQueues {
         let Some(record) = record else { return Err(Status::INVALID_QID.with_dnr()) };
         record.state = QueueState::Deleting;
         cx.shared.set_owner(qid, DoorbellKind::Sq, None);
-        let latch = cx.latch(ended(generation, Operation::DeleteSq { qid, cid: sqe.cid }));
-        let message = |controller| Message::DeleteSq { controller, qid, latch: latch.clone() };
-        cx.send_all([record.worker], message);
-        deferred.latches.push(latch);
-        Ok(Outcome::Later)
+        let notice = ended(generation, Operation::DeleteSq { qid, cid: sqe.cid });
+        let message = |controller, latch| Message::DeleteSq { controller, qid, latch };
+        Ok(delete(cx, record.worker, notice, message, deferred))
     }
 
     /// Nothing of a submission queue is in flight any more.
@@ -311,11 +310,9 @@ impl IoQueues {
         }
         record.state = QueueState::Deleting;
         cx.shared.set_owner(qid, DoorbellKind::Cq, None);
-        let latch = cx.latch(ended(generation, Operation::DeleteCq { qid, cid: sqe.cid }));
-        let message = |controller| Message::DeleteCq { controller, qid, latch: latch.clone() };
-        cx.send_all([record.worker], message);
-        deferred.latches.push(latch);
-        Ok(Outcome::Later)
+        let notice = ended(generation, Operation::DeleteCq { qid, cid: sqe.cid });
+        let message = |controller, latch| Message::DeleteCq { controller, qid, latch };
+        Ok(delete(cx, record.worker, notice, message, deferred))
     }
 
     /// A completion queue is gone.
@@ -395,6 +392,20 @@ impl IoQueues {
 /// The notice of an operation's end, as it is until a worker says otherwise.
 pub(super) fn ended(generation: u64, operation: Operation) -> Notice {
     Notice::Ended { generation, operation, status: Status::SUCCESS }
+}
+
+/// Has a worker delete a queue, by `message`; `notice` is given when nothing of it is in flight.
+fn delete(
+    cx: &Context,
+    worker: usize,
+    notice: Notice,
+    message: impl FnOnce(u32, Latch) -> Message,
+    deferred: &mut Deferred,
+) -> Outcome {
+    let latch = cx.latch(notice);
+    cx.pool.send(worker, message(cx.shared.id, latch.clone()));
+    deferred.latches.push(latch);
+    Outcome::Later
 }
 
 /// The next queue of this identifier starts at 0.

@@ -6,7 +6,7 @@
 pub mod wire;
 
 use shadowbell_controller::{
-    Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions,
+    Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions, Turns,
 };
 use shadowbell_memory::{EventFd, Mapping, SharedBytes};
 use shadowbell_spec::admin::DoorbellBufferConfig;
@@ -15,6 +15,21 @@ use shadowbell_spec::{Cqe, Sqe, Status};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
+
+/// Lets another thread wait for the worker while this one takes its turns.
+pub fn meanwhile<T: Send + 'static>(
+    turns: &mut Turns,
+    what: impl FnOnce() -> T + Send + 'static,
+) -> T {
+    let other = std::thread::spawn(what);
+    while !other.is_finished() {
+        if !turns.turn() {
+            std::thread::yield_now();
+        }
+    }
+    while turns.turn() {}
+    other.join().unwrap()
+}
 
 /// Where the host's memory begins in the controller's eyes.
 pub const BASE: u64 = 0x10_0000;
