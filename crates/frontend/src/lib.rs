@@ -2,8 +2,8 @@
 //!
 //! # Architecture
 //!
-//! [`shadowbell_controller`] is an NVMe controller that knows nothing of sockets or of PCI. This crate
-//! carries it to a host:
+//! [`shadowbell_controller`] is an NVMe controller that knows nothing of sockets or of PCI. This
+//! crate carries it to a host:
 //!
 //! | module | who reaches the controller |
 //! |---|---|
@@ -21,9 +21,9 @@
 //!                     Pool: worker threads ──► Disk (shadowbell-backend)
 //! ```
 //!
-//! Nothing of this is on the path of a command: the workers read the host's queues in the memory that
-//! it shares. What passes through here are registers, doorbells that trap, memory maps, and the
-//! eventfds of interrupts.
+//! Nothing of this is on the path of a command: the workers read the host's queues in the memory
+//! that it shares. What passes through here are registers, doorbells that trap, memory maps, and
+//! the eventfds of interrupts.
 //!
 //! # A controller for a VM
 //!

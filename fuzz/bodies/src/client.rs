@@ -1,6 +1,6 @@
-//! A vfio-user server that answers anything, set upon the client. What it says is in the socket before
-//! the client asks: the replies to the questions that come, with the right number and command most of
-//! the time, and fields, lengths, descriptors and interruptions of any kind.
+//! A vfio-user server that answers anything, set upon the client. What it says is in the socket
+//! before the client asks: the replies to the questions that come, with the right number and
+//! command most of the time, and fields, lengths, descriptors and interruptions of any kind.
 
 use crate::source::Source;
 use rustix::net::{

@@ -1,5 +1,5 @@
-//! Commands, registers and addresses as a host might use them: mostly plausible, so that an input gets
-//! somewhere, and now and then anything.
+//! Commands, registers and addresses as a host might use them: mostly plausible, so that an input
+//! gets somewhere, and now and then anything.
 
 use crate::source::Source;
 use shadowbell_spec::Sqe;

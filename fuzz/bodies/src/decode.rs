@@ -93,8 +93,8 @@ fn command(bytes: &[u8], source: &mut Source<'_>) {
     let _ = (status.name(), status.to_string(), status.code_type());
 }
 
-/// The messages of a stream do not depend on the pieces in which it arrives, and no message is longer
-/// than what was agreed to.
+/// The messages of a stream do not depend on the pieces in which it arrives, and no message is
+/// longer than what was agreed to.
 fn stream(source: &mut Source<'_>) {
     let most = source.of(&[0, 64, 4096]);
     let pieces = source.of(&[1usize, 7, 100, 5000]);

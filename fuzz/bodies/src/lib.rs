@@ -1,8 +1,8 @@
 //! What the fuzz targets do with their bytes.
 //!
-//! Each module has a `run`, which takes any bytes and must come to its end: a panic is a finding, and
-//! so is a hang. The bytes are a *program* for the untrusted side (a host, a VMM, a controller, a
-//! client), which is carried out against the real code, on one thread and by turns where that is
+//! Each module has a `run`, which takes any bytes and must come to its end: a panic is a finding,
+//! and so is a hang. The bytes are a *program* for the untrusted side (a host, a VMM, a controller,
+//! a client), which is carried out against the real code, on one thread and by turns where that is
 //! possible, so that an input does the same each time.
 //!
 //! | target | the untrusted side | what it is set upon |

@@ -1,16 +1,16 @@
-//! A guest that keeps to the rules, over a disk that holds requests back and fails them as a program
-//! says, and a model of what must come of each command.
+//! A guest that keeps to the rules, over a disk that holds requests back and fails them as a
+//! program says, and a model of what must come of each command.
 //!
 //! Checked after each turn of the worker:
 //!
-//! * a completion is of a command that is outstanding, so each completes at most once; it has the right
-//!   phase tag, submission queue and a head that the queue can have; it succeeds if nothing is wrong
-//!   with it and fails if something is;
+//! * a completion is of a command that is outstanding, so each completes at most once; it has the
+//!   right phase tag, submission queue and a head that the queue can have; it succeeds if nothing
+//!   is wrong with it and fails if something is;
 //! * no completion is posted to a queue that is full;
 //! * of the guest's memory nothing has changed but the data of reads under way, free entries of
 //!   completion queues, and EventIdx of queues that exist;
-//! * what a read has brought is what the disk holds, and what the disk was given is what a write or a
-//!   copy was to give it;
+//! * what a read has brought is what the disk holds, and what the disk was given is what a write or
+//!   a copy was to give it;
 //! * after a reset, the deletion of a queue and an unmap, nothing comes of what was there before;
 //! * when nothing holds it back, every command comes to its end.
 

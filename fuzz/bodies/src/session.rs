@@ -1,10 +1,10 @@
-//! A VMM that sends anything: messages of every kind with any fields, cut short and run together, with
-//! descriptors of all sorts, to the vfio-user server with a real controller behind it.
+//! A VMM that sends anything: messages of every kind with any fields, cut short and run together,
+//! with descriptors of all sorts, to the vfio-user server with a real controller behind it.
 //!
 //! One thread: the reactor, the worker and the client take turns. What is checked, besides that
 //! nothing panics: a whole message that wants a reply gets exactly one, in order, with its id and
-//! command, and an errno that is not 0 if it failed; a client that has kept the protocol's framing is
-//! not dropped; and when the client is gone, no descriptor of it is left.
+//! command, and an errno that is not 0 if it failed; a client that has kept the protocol's framing
+//! is not dropped; and when the client is gone, no descriptor of it is left.
 
 mod frames;
 mod messages;

@@ -69,8 +69,8 @@ impl<'a> Source<'a> {
         (0..len).map(|n| (n as u8).wrapping_mul(7) ^ (n >> 8) as u8 ^ seed).collect()
     }
 
-    /// A number for a field that has `usual` values: most of the time one of them or next to one, and
-    /// else any.
+    /// A number for a field that has `usual` values: most of the time one of them or next to one,
+    /// and else any.
     pub(crate) fn near(&mut self, usual: &[u64]) -> u64 {
         match self.below(9) {
             0..=4 => self.of(usual),

@@ -1,5 +1,5 @@
-//! What people write: sizes, disks, targets, command lines, a configuration file. Each is understood or
-//! refused with words.
+//! What people write: sizes, disks, targets, command lines, a configuration file. Each is
+//! understood or refused with words.
 
 use crate::source::Source;
 use clap::Parser;

@@ -1,5 +1,5 @@
-//! The bodies on any toolchain: what is in `seeds`, and some thousand programs of pseudo-random bytes.
-//! It finds less than libFuzzer does, and keeps the bodies from rotting.
+//! The bodies on any toolchain: what is in `seeds`, and some thousand programs of pseudo-random
+//! bytes. It finds less than libFuzzer does, and keeps the bodies from rotting.
 
 use shadowbell_fuzz_bodies as bodies;
 use std::path::Path;

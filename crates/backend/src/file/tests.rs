@@ -206,8 +206,8 @@ fn pending_requests_are_cancelled() {
     assert_eq!(queue.pending(), 2);
 }
 
-/// A Delete I/O Submission Queue or a reset cancels all that a host has submitted. That takes a step
-/// for each, and not one for each pair: with these many the test would not end.
+/// A Delete I/O Submission Queue or a reset cancels all that a host has submitted. That takes a
+/// step for each, and not one for each pair: with these many the test would not end.
 #[test]
 fn a_hundred_thousand_waiting_requests_are_cancelled_at_once() {
     const MANY: u32 = 200_000;

@@ -64,9 +64,9 @@ impl AdminPort {
         self.complete_event(completion);
     }
 
-    /// A doorbell was written that no queue has, or with a value that can not be. The event is about
-    /// the error log, so the log has an entry: of no command, with the status that fits best (Base
-    /// 2.1, 5.1.2, "Error Status", and 5.1.12.1.2, "Error Information").
+    /// A doorbell was written that no queue has, or with a value that can not be. The event is
+    /// about the error log, so the log has an entry: of no command, with the status that fits
+    /// best (Base 2.1, 5.1.2, "Error Status", and 5.1.12.1.2, "Error Information").
     pub(super) fn doorbell_error(&mut self, event: AsyncEvent) {
         let status = if event == AsyncEvent::INVALID_DOORBELL_REGISTER {
             Status::INVALID_QID

@@ -170,7 +170,8 @@ fn value(source: &mut Source<'_>, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// Descriptors: of what is wanted there (0 is memory, 1 eventfds) most of the time, and of other things.
+/// Descriptors: of what is wanted there (0 is memory, 1 eventfds) most of the time, and of other
+/// things.
 fn descriptors(source: &mut Source<'_>, file: &OwnedFd, wanted: usize) -> (Vec<OwnedFd>, bool) {
     let count = match (source.below(8), wanted) {
         (0, _) => 0,

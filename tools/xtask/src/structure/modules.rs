@@ -16,7 +16,7 @@ use super::syntax::{Leaf, OUTSIDE, excluded, items_in, leaves, text};
 pub(super) struct Target {
     /// The name by which code imports it.
     pub(super) name: String,
-    pub(super) library: bool,
+    pub(super) is_library: bool,
     /// Its first file.
     pub(super) path: PathBuf,
 }
@@ -26,7 +26,7 @@ pub(super) struct Tree {
     pub(super) files: Vec<PathBuf>,
     pub(super) modules: Vec<Module>,
     /// What programs of the same package import the library as, and its root.
-    pub(super) library: Option<(String, usize)>,
+    pub(super) library_root: Option<(String, usize)>,
 }
 
 /// A module, in a file of its own or within another's.
@@ -67,12 +67,12 @@ struct Place {
 impl Tree {
     /// Reads all files of a package that its libraries and programs reach.
     pub(super) fn load(targets: &[Target]) -> Result<Self> {
-        let mut tree = Self { files: Vec::new(), modules: Vec::new(), library: None };
+        let mut tree = Self { files: Vec::new(), modules: Vec::new(), library_root: None };
         for target in targets {
             let root = tree.modules.len();
             tree.file(&target.path, root, None, true)?;
-            if target.library {
-                tree.library = Some((target.name.clone(), root));
+            if target.is_library {
+                tree.library_root = Some((target.name.clone(), root));
             }
         }
         Ok(tree)

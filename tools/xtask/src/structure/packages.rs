@@ -62,7 +62,7 @@ pub(super) fn packages(metadata: &[u8]) -> Result<Vec<Package>> {
             }
             targets.push(Target {
                 name: text(target, "name")?.replace('-', "_"),
-                library: !is("bin"),
+                is_library: !is("bin"),
                 path: text(target, "src_path")?.into(),
             });
         }

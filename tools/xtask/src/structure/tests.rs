@@ -19,7 +19,7 @@ fn arrows(files: &[(&str, &str)]) -> Arrows {
         fs::write(path, contents).unwrap();
     }
     let path = root.join(files[0].0);
-    let target = Target { name: "made_up".into(), library: true, path };
+    let target = Target { name: "made_up".into(), is_library: true, path };
     imports::arrows(&Tree::load(&[target]).unwrap(), &root)
 }
 
@@ -229,7 +229,7 @@ fn a_program_imports_the_library_by_its_name() {
     let target = |file: &str, contents: &str, library| {
         let path = root.join(file);
         fs::write(&path, contents).unwrap();
-        Target { name: "made_up".into(), library, path }
+        Target { name: "made_up".into(), is_library: library, path }
     };
     let targets = [
         target("lib.rs", "pub fn work() {}", true),
@@ -244,7 +244,7 @@ fn a_module_without_a_file_is_an_error_that_says_so() {
     let directory = TempDir::new().unwrap();
     let path = directory.path().join("lib.rs");
     fs::write(&path, "mod lost;").unwrap();
-    let target = Target { name: "made_up".into(), library: true, path };
+    let target = Target { name: "made_up".into(), is_library: true, path };
     let Err(error) = Tree::load(&[target]) else { panic!("nothing was missed") };
     assert!(error.to_string().contains("says `mod lost;`"), "{error}");
 }

@@ -1,5 +1,5 @@
-//! What comes to an end: memory that is taken back, everything that is outstanding, a controller that is
-//! reset.
+//! What comes to an end: memory that is taken back, everything that is outstanding, a controller
+//! that is reset.
 
 use super::{BASE, BYTES, Host, Kind, QUEUE_PAGES, QUEUES, TURNS};
 use crate::command::PAGE;
