@@ -38,14 +38,16 @@ mod segments;
 mod sgl;
 mod shared;
 pub mod sigbus;
+mod signals;
 mod sqe_batch;
 
 pub use copy::goes_past_caches;
 pub use dma::{DmaSpace, DmaTable, View, ViewWatch};
 pub use error::{DataPointerError, DmaError, Fault};
 pub use event::{Edge, Edges, EventFd};
-pub use mapping::{HUGE_PAGE, MapError, Mapping, Protection};
+pub use mapping::{End, HUGE_PAGE, MapError, Mapping, Protection};
 pub use ring::Ring;
 pub use segments::{Segment, Segments};
 pub use shared::{SharedBytes, SharedU32};
+pub use signals::{PeerDescriptor, Signals};
 pub use sqe_batch::SqeBatch;

@@ -128,7 +128,12 @@ impl Device for Served {
             }
         }
         for (vector, fd) in (request.start..).zip(fds) {
-            self.fake.set_irq(vector, Some(&EventFd::from_fd(fd).unwrap())).unwrap();
+            self.fake
+                .set_irq(
+                    vector,
+                    Some(&EventFd::of_peer(Arc::new(fd), &Default::default()).unwrap()),
+                )
+                .unwrap();
         }
         Ok(())
     }
@@ -136,7 +141,7 @@ impl Device for Served {
     fn dma_map(&mut self, map: DmaMap) -> Result<(), Errno> {
         let fd = map.fd.ok_or(Errno::OPNOTSUPP)?;
         let protection = if map.writable { Protection::ReadWrite } else { Protection::Read };
-        let mapping = Mapping::from_fd(fd, map.fd_offset, map.len, protection).unwrap();
+        let mapping = Mapping::from_fd(&fd, map.fd_offset, map.len, protection).unwrap();
         self.fake.with(|state| state.dma.map(map.iova, map.len, &mapping.bytes())).unwrap();
         Ok(())
     }
