@@ -6,6 +6,7 @@
 //! trapped doorbells, messages, and the disks. Controllers that have been idle for a while are left
 //! out of all that until they ring (see `poll_group`).
 
+use super::backlog::{Backlog, Unread};
 use super::controller_queues::ControllerQueues;
 use super::doorbell_sources::DoorbellSources;
 use super::mailbox::Mailbox;
@@ -38,6 +39,7 @@ pub(super) struct Stop;
 
 pub(super) struct Worker {
     mailbox: Arc<Mailbox>,
+    backlog: Backlog,
     admin_doorbells: Vec<AdminDoorbellPoll>,
     sleeper: Sleeper<SleepCell, FullFence>,
     /// Its number in the pool.
@@ -65,6 +67,7 @@ impl Worker {
         Ok(Self {
             sleeper: Sleeper::new(Arc::clone(&mailbox.state)),
             mailbox,
+            backlog: Backlog::default(),
             index,
             poll_group: PollGroup::new(polling == Polling::Always),
             sources: DoorbellSources::default(),
@@ -117,20 +120,19 @@ impl Worker {
         if self.poll_group.must_check_eventfds() {
             self.check_eventfds();
         }
-        if self.mailbox.has_messages() {
+        if self.mailbox.has_messages() || !self.backlog.is_empty() {
             busy = true;
-            for message in self.mailbox.take() {
-                if matches!(message, Message::Stop) {
-                    return Err(Stop);
-                }
-                self.handle(message);
+            if self.backlog.add(self.mailbox.take()) {
+                return Err(Stop);
             }
+            let mut backlog = std::mem::take(&mut self.backlog);
+            backlog.take_turn(|message| self.handle(message));
+            self.backlog = backlog;
         }
-        let mut work = 0;
-        for entry in &mut self.poll_group.active {
-            work += entry.queues.pass(&self.mailbox, &mut self.trace);
-        }
-        work += self.poll_group.check_others(work, &self.mailbox, &mut self.trace);
+        let Self { poll_group, mailbox, backlog, trace, .. } = self;
+        let unread = Unread { mailbox, backlog };
+        let mut work = poll_group.pass(unread, trace);
+        work += poll_group.check_others(work, unread, trace);
         busy |= work != 0;
         if !self.admin_doorbells.is_empty() {
             self.admin_doorbells.retain_mut(|poll| match poll.look() {
@@ -173,7 +175,7 @@ impl Worker {
                 poll_after = poll_after.or(Some(UNANNOUNCED_POLL));
             }
         }
-        fenced.note(self.mailbox.has_messages());
+        fenced.note(self.mailbox.has_messages() || !self.backlog.is_empty());
         let slept = match fenced.try_sleep() {
             None => None,
             Some(asleep) => {
