@@ -34,6 +34,7 @@ mod error;
 mod event;
 mod mapping;
 mod notifier;
+pub mod page_tables;
 mod prp;
 mod ring;
 mod segments;

@@ -9,6 +9,12 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::{fmt, io, ptr};
 
+/// What is unmapped, or has its page tables thrown away, at once, in bytes: others who map memory
+/// wait meanwhile.
+const AT_ONCE: usize = 64 << 20;
+/// What has its page tables thrown away at once when they are empty, in bytes.
+const EMPTY_AT_ONCE: usize = 4 << 30;
+
 /// The size of the pages of [`Mapping::shared_huge`], in bytes.
 pub const HUGE_PAGE: u64 = 2 << 20;
 
@@ -66,6 +72,8 @@ struct Held {
     ptr: NonNull<u8>,
     /// How much of the address space it takes: whole pages of its file.
     taken: usize,
+    /// The size of its pages.
+    page: usize,
     fd: Option<File>,
 }
 
@@ -259,7 +267,8 @@ impl Mapping {
         let ptr = NonNull::new(ptr.cast::<u8>())
             .ok_or_else(|| system(io::Error::other("mapped at address 0")))?;
         let taken = len.next_multiple_of(peers.unwrap_or(1));
-        let mut held = Held { guard: None, ptr, taken, fd: fd.map(File::Own) };
+        let page = peers.unwrap_or_else(page_size);
+        let mut held = Held { guard: None, ptr, taken, page, fd: fd.map(File::Own) };
         if let Some(page) = peers {
             let guard = sigbus::guard(ptr.as_ptr() as usize, len, page);
             held.guard = Some(guard.map_err(system)?);
@@ -358,6 +367,35 @@ impl Mapping {
         let _ = advised;
     }
 
+    /// Throws away what the kernel has for finding the memory of a shared file. The memory stays as
+    /// it is; whoever touches it while this goes on waits a little.
+    pub(crate) fn drop_page_tables(&self) {
+        let Some(held) = &self.held else { return };
+        // Those of huge pages are few. And what was lost is not one mapping any more.
+        if held.guard.is_none() || self.is_poisoned() || held.page != page_size() {
+            return;
+        }
+        held.forget_pages();
+        for start in (0..held.taken).step_by(EMPTY_AT_ONCE) {
+            let len = EMPTY_AT_ONCE.min(held.taken - start);
+            // SAFETY: the range lies inside this mapping, of a shared file. The first call maps the
+            // same part of the file once more, somewhere else. The second moves that to where it
+            // was, in one step for all who touch it: the bytes are the same ones before and after.
+            unsafe {
+                let at = self.ptr.as_ptr().add(start).cast::<libc::c_void>();
+                let again = libc::mremap(at, 0, len, libc::MREMAP_MAYMOVE);
+                if again == libc::MAP_FAILED {
+                    return;
+                }
+                let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+                if libc::mremap(again, len, len, flags, at) == libc::MAP_FAILED {
+                    libc::munmap(again, len);
+                    return;
+                }
+            }
+        }
+    }
+
     /// Gives the pages of a byte range back to the system: they read as zeroes afterwards.
     /// Only whole pages inside the range are given back; the rest is left as it is.
     pub fn discard(&self, offset: usize, len: usize) -> io::Result<()> {
@@ -386,8 +424,27 @@ impl Drop for Mapping {
     }
 }
 
+impl Held {
+    /// Has the kernel forget, piece by piece, where the pages of a shared file are.
+    fn forget_pages(&self) {
+        let piece = AT_ONCE.next_multiple_of(self.page);
+        for start in (0..self.taken).step_by(piece) {
+            let len = piece.min(self.taken - start);
+            // SAFETY: the range lies inside this mapping; the pages are the file's, and stay there.
+            let _ = unsafe {
+                let at = self.ptr.as_ptr().add(start).cast();
+                rustix::mm::madvise(at, len, rustix::mm::Advice::LinuxDontNeed)
+            };
+        }
+    }
+}
+
 impl Drop for Held {
     fn drop(&mut self) {
+        // To unmap a lot at once would keep others from mapping anything meanwhile.
+        if self.guard.is_some() && self.taken > AT_ONCE {
+            self.forget_pages();
+        }
         // The range leaves the SIGBUS registry before another mapping can take its address.
         self.guard = None;
         // SAFETY: the range was mapped by us, and every `SharedBytes` into it held an `Arc` of the

@@ -8,6 +8,7 @@
 //! sent.
 
 use super::answers::{Answer, Answers, Sent};
+use super::clients::Peer;
 use super::handshake::{ALLOCATION_CONTEXT, Agreed};
 use super::negotiate::negotiate;
 use super::reply::Head;
@@ -21,6 +22,7 @@ use shadowbell_block::{BlockDevice, BlockError};
 use std::future::Future;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 /// Requests of one client that are in flight or not answered yet.
@@ -66,9 +68,17 @@ struct Connection<F> {
     hung_up: bool,
 }
 
+/// A client that has not agreed yet.
+pub(super) struct NewClient {
+    pub(super) peer: Peer,
+    /// Set when it has.
+    pub(super) has_agreed: Arc<AtomicBool>,
+}
+
 /// Serves the client at the other end of `socket`, until it leaves or [`ServerShared::is_ending`].
 pub(super) fn serve(
     socket: OwnedFd,
+    new: NewClient,
     disk: BlockDevice,
     shared: &Arc<ServerShared>,
 ) -> Result<(), ConnectionError> {
@@ -76,6 +86,8 @@ pub(super) fn serve(
     let mut socket = ClientSocket::new(socket, &io)?;
     let _registered = shared.register(io.waker().map_err(ConnectionError::Event)?);
     let Some(agreed) = negotiate(&mut socket, &mut io, shared)? else { return Ok(()) };
+    let _place = shared.agreed.take(new.peer).ok_or(ConnectionError::TooMany)?;
+    new.has_agreed.store(true, Ordering::Relaxed);
     let mut connection = Connection {
         socket,
         disk,

@@ -204,6 +204,7 @@ fn new_mapping(
     let closer = Arc::clone(fd.closer());
     mapping.end_by(MappingEnd { closer, reservation: Arc::new(reservation), single });
     grown?;
+    shadowbell_memory::page_tables::watch(&mapping);
     Ok(mapping)
 }
 
