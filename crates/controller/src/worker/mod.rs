@@ -3,6 +3,7 @@
 //! A worker owns its submission queues, the completion queues that they feed and its way to the
 //! disks; nobody else touches them. The control plane reaches it by messages only.
 
+mod busy;
 mod controller_queues;
 mod doorbell_sources;
 mod mailbox;
