@@ -12,7 +12,7 @@
 
 use crate::notice::{ControlHandle, Notice};
 use parking_lot::{Condvar, Mutex, MutexGuard};
-use shadowbell_memory::SharedU32;
+use shadowbell_memory::{AbortOnPanic, SharedU32};
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::sync::atomic::AtomicU8;
@@ -286,28 +286,13 @@ fn take_turn(who: &Waiting) -> Next {
     }
 }
 
-/// A thread that panics may have left a control plane half done, and nobody would go on with it.
-struct AbortOnPanic;
-
-impl Drop for AbortOnPanic {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            tracing::error!(
-                "the control thread has panicked, so no guest's admin commands would be answered \
-                 any more: the process ends; start it again and report the message above"
-            );
-            std::process::abort();
-        }
-    }
-}
-
 impl Shared {
     fn spawn(self: &Arc<Self>, run: fn(&Arc<Self>)) -> io::Result<()> {
         let shared = Arc::clone(self);
         // Known before it runs, so that whoever stops the threads waits for it.
         let mut queue = self.queue.lock();
         let thread = Builder::new().name("sb-control".into()).spawn(move || {
-            let _guard = AbortOnPanic;
+            let _guard = AbortOnPanic::new();
             run(&shared);
             let here = std::thread::current().id();
             shared.queue.lock().threads.retain(|thread| *thread != here);

@@ -59,6 +59,7 @@ pub use control::DoorbellEventfds;
 pub use controller::{BAR0_BYTES, Carrier, Controller, NewError};
 pub use doorbell_source::{DoorbellSource, PolledDoorbells};
 pub use event::Event;
+pub use exec::Quota;
 pub use stats::Stats;
 pub use worker::{Polling, Pool, PoolOptions, Turns};
 

@@ -57,6 +57,8 @@ pub(crate) struct ControllerShared {
     pub(crate) irqs: Arc<IrqTable>,
     pub(crate) coalescing: Coalescing,
     retired: Mutex<Retired>,
+    /// It has been said that there was as much under way as may be.
+    excess_reported: AtomicBool,
 }
 
 /// The page of doorbells, where it is in BAR0: a client that maps it takes its place in the file to
@@ -91,6 +93,7 @@ impl ControllerShared {
             irqs: Arc::new(IrqTable::new(MAX_QUEUES)),
             coalescing: Coalescing::default(),
             retired: Mutex::default(),
+            excess_reported: AtomicBool::new(false),
         })
     }
 
@@ -155,6 +158,12 @@ impl ControllerShared {
     /// stored and a full fence was passed.
     pub(crate) fn is_head_wanted(&self, qid: u16) -> bool {
         self.head_wanted.get(usize::from(qid)).is_some_and(|flag| flag.load(Ordering::Acquire))
+    }
+
+    /// Whether nothing was said yet of a quota that was met, as if something is now: a guest could
+    /// fill a log with it.
+    pub(crate) fn is_first_excess(&self) -> bool {
+        !self.excess_reported.swap(true, Ordering::Relaxed)
     }
 
     pub(crate) fn set_write_through(&self, on: bool) {

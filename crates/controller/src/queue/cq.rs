@@ -23,7 +23,7 @@ pub(crate) struct Permit(());
 
 /// Permits for a batch of commands.
 #[derive(Debug)]
-#[must_use = "every permit has to be taken"]
+#[must_use = "every permit has to be taken, or given back"]
 pub(crate) struct Permits(u32);
 
 impl Permits {
@@ -33,6 +33,12 @@ impl Permits {
         debug_assert!(self.0 != 0, "as many were reserved as there are commands");
         self.0 = self.0.wrapping_sub(1);
         Permit(())
+    }
+
+    /// How many are left.
+    #[inline(always)]
+    fn left(self) -> u32 {
+        self.0
     }
 }
 
@@ -119,6 +125,12 @@ impl Cq {
         debug_assert!(count <= self.free(), "no more is promised than there is");
         self.promised += count;
         Permits(count)
+    }
+
+    /// Takes the promises back that nobody has made use of.
+    #[inline(always)]
+    pub(crate) fn give_back(&mut self, permits: Permits) {
+        self.promised -= permits.left();
     }
 
     /// Promises one entry, if there is one.

@@ -107,6 +107,12 @@ impl Mailbox {
         self.has_any.load(Ordering::Acquire)
     }
 
+    /// Whether there is a message of this controller.
+    pub(crate) fn has_of(&self, controller: u32) -> bool {
+        let messages = self.messages.lock();
+        messages.iter().any(|message| message.controller() == Some(controller))
+    }
+
     /// All messages that are there, oldest first.
     pub(crate) fn take(&self) -> VecDeque<Message> {
         // First the flag, then the messages: one that comes in between is found again.

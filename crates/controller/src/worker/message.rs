@@ -3,6 +3,7 @@
 
 use super::queue_override::QueueOverride;
 use crate::doorbell_source::DoorbellSource;
+use crate::exec::Quota;
 use crate::latch::Latch;
 use crate::namespace::Namespace;
 use crate::notice::ControlHandle;
@@ -24,6 +25,8 @@ pub(crate) struct QueueContext {
     pub(crate) page_size: usize,
     /// MDTS in bytes.
     pub(crate) max_transfer: usize,
+    /// How much it may have under way.
+    pub(crate) quota: Quota,
     /// The Shadow Doorbell and the EventIdx buffer, if Doorbell Buffer Config is in force.
     pub(crate) shadow: Option<(u64, u64)>,
     /// What serves the queues instead, if anything does.
@@ -121,4 +124,27 @@ pub(crate) enum Message {
     /// Start tracing.
     Trace(TraceRing),
     Stop,
+}
+
+impl Message {
+    /// The controller that it is about.
+    pub(crate) fn controller(&self) -> Option<u32> {
+        match self {
+            Self::CreateCq { context, .. } => Some(context.shared.id),
+            Self::DoorbellWritten { controller }
+            | Self::DoorbellEventfd { controller, .. }
+            | Self::DoorbellSource { controller, .. }
+            | Self::CreateSq { controller, .. }
+            | Self::DeleteSq { controller, .. }
+            | Self::DeleteCq { controller, .. }
+            | Self::Shadow { controller, .. }
+            | Self::Table { controller, .. }
+            | Self::Flush { controller, .. }
+            | Self::Abort { controller, .. }
+            | Self::Query { controller, .. }
+            | Self::Detach { controller, .. }
+            | Self::Override { controller, .. } => Some(*controller),
+            Self::Trace(_) | Self::Stop => None,
+        }
+    }
 }

@@ -8,7 +8,7 @@ use crate::control_thread::ControlThread;
 use crate::shared::ControllerShared;
 use crate::trace::{Kind, TraceFile, TraceRing};
 use parking_lot::Mutex;
-use shadowbell_memory::SharedU32;
+use shadowbell_memory::{AbortOnPanic, SharedU32};
 use std::io;
 use std::marker::PhantomData;
 use std::sync::atomic::AtomicUsize;
@@ -65,6 +65,7 @@ impl Pool {
             let ours = Arc::clone(&mailbox);
             let thread =
                 std::thread::Builder::new().name(format!("sb-worker{index}")).spawn(move || {
+                    let _guard = AbortOnPanic::new();
                     let worker =
                         pin.map_or(Ok(()), pin_to).and_then(|()| Worker::new(index, ours, polling));
                     match worker {

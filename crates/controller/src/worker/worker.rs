@@ -6,6 +6,7 @@
 //! trapped doorbells, messages, and the disks. Controllers that have been idle for a while are left
 //! out of all that until they ring (see `poll_group`).
 
+use super::backlog::{Backlog, Unread};
 use super::controller_queues::ControllerQueues;
 use super::doorbell_sources::DoorbellSources;
 use super::mailbox::Mailbox;
@@ -37,6 +38,7 @@ pub(super) struct Stop;
 
 pub(super) struct Worker {
     mailbox: Arc<Mailbox>,
+    backlog: Backlog,
     sleeper: Sleeper<SleepCell, FullFence>,
     /// Its number in the pool.
     index: usize,
@@ -61,6 +63,7 @@ impl Worker {
         Ok(Self {
             sleeper: Sleeper::new(Arc::clone(&mailbox.state)),
             mailbox,
+            backlog: Backlog::default(),
             index,
             poll_group: PollGroup::new(polling == Polling::Always),
             sources: DoorbellSources::default(),
@@ -110,20 +113,19 @@ impl Worker {
         if self.poll_group.must_check_eventfds() {
             self.check_eventfds();
         }
-        if self.mailbox.has_messages() {
+        if self.mailbox.has_messages() || !self.backlog.is_empty() {
             busy = true;
-            for message in self.mailbox.take() {
-                if matches!(message, Message::Stop) {
-                    return Err(Stop);
-                }
-                self.handle(message);
+            if self.backlog.add(self.mailbox.take()) {
+                return Err(Stop);
             }
+            let mut backlog = std::mem::take(&mut self.backlog);
+            backlog.take_turn(|message| self.handle(message));
+            self.backlog = backlog;
         }
-        let mut work = 0;
-        for entry in &mut self.poll_group.active {
-            work += entry.queues.pass(&self.mailbox, &mut self.trace);
-        }
-        work += self.poll_group.check_others(work, &self.mailbox, &mut self.trace);
+        let Self { poll_group, mailbox, backlog, trace, .. } = self;
+        let unread = Unread { mailbox, backlog };
+        let mut work = poll_group.pass(unread, trace);
+        work += poll_group.check_others(work, unread, trace);
         busy |= work != 0;
         if self.poll_group.active.iter().any(|entry| entry.queues.is_detached()) {
             self.poll_group.remove_detached(&self.epoll);
@@ -157,7 +159,7 @@ impl Worker {
                 poll_after = poll_after.or(Some(UNANNOUNCED_POLL));
             }
         }
-        fenced.note(self.mailbox.has_messages());
+        fenced.note(self.mailbox.has_messages() || !self.backlog.is_empty());
         let slept = match fenced.try_sleep() {
             None => None,
             Some(asleep) => {
