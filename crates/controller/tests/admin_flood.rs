@@ -2,9 +2,11 @@
 //! of a controller.
 
 mod common;
+#[path = "common/held.rs"]
+mod held;
 
-use common::held::Held;
-use common::{BASE, Host, Queue, config, create_cq, create_sq, meanwhile};
+use common::{Host, Queue, config, create_cq, create_sq, meanwhile};
+use held::Held;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
 use shadowbell_spec::admin::DoorbellBufferConfig;
 use shadowbell_spec::regs::{self, Cc};
@@ -83,12 +85,12 @@ fn doorbell_buffers_are_configured_one_after_the_other() {
     host.ring(&admin, old);
     host.shadow = Some((shadow, event_idx));
     for cid in 0..30 {
-        assert_eq!(host.reap(&mut admin), None, "the worker has not had its turn");
+        // The worker has not had its turn. Behind the last one, others need not wait.
+        assert_eq!(host.reap(&mut admin).map(|done| done.0), (cid == 29).then_some(30));
         // It has one message, and when it has handled it the next.
         assert!(turns.turn());
         assert_eq!(host.reap(&mut admin), Some((cid, Status::SUCCESS, 0)));
     }
-    assert_eq!(host.reap(&mut admin), Some((30, Status::SUCCESS, 0)));
     assert!(!turns.turn());
 }
 
@@ -144,7 +146,10 @@ fn no_more_is_fetched_than_can_be_completed() {
     let mut admin = std::mem::replace(&mut host.admin, Queue::none());
     host.submit(&mut admin, &create_cq(2, 15, None, at).with_cid(1));
     host.submit(&mut admin, &create_sq(2, 15, 2, at + 4096).with_cid(2));
-    assert_eq!(host.reap(&mut admin).map(|done| (done.0, done.1.code())), Some((2, Status::CQ_INVALID)));
+    assert_eq!(
+        host.reap(&mut admin).map(|done| (done.0, done.1.code())),
+        Some((2, Status::CQ_INVALID))
+    );
     assert!(turns.turn());
     assert_eq!(host.reap(&mut admin), Some((1, Status::SUCCESS, 0)));
 }
@@ -200,5 +205,4 @@ fn every_error_is_counted() {
     let newest = host.peek(log, 64);
     assert_eq!(newest[..8], 12_000u64.to_le_bytes());
     assert_eq!(newest[10..12], (cid - 1).to_le_bytes());
-    assert!(log >= BASE);
 }
