@@ -445,3 +445,200 @@ impl RunQueue {
         due
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
+    const TIMEOUT: Duration = Duration::from_secs(20);
+
+    /// Says whose turn it is, as often as it has turns left.
+    struct Counting {
+        state: RunState,
+        name: usize,
+        left: AtomicUsize,
+        said: Sender<usize>,
+        /// Waits for a word in its turn.
+        gate: Option<Mutex<Receiver<()>>>,
+        running: AtomicBool,
+    }
+
+    impl TakesTurns for Counting {
+        fn run_state(&self) -> &RunState {
+            &self.state
+        }
+
+        fn turn(&self) -> Turn {
+            assert!(!self.running.swap(true, Ordering::SeqCst), "two turns at a time");
+            let _ = self.said.send(self.name);
+            if let Some(gate) = &self.gate {
+                let _ = gate.lock().recv();
+            }
+            self.running.store(false, Ordering::SeqCst);
+            let left = self.left.fetch_sub(1, Ordering::SeqCst);
+            if left > 1 { Turn::Again } else { Turn::Idle }
+        }
+    }
+
+    fn counting(
+        name: usize,
+        turns: usize,
+        said: &Sender<usize>,
+        gate: Option<Receiver<()>>,
+    ) -> Arc<Counting> {
+        Arc::new(Counting {
+            state: RunState::default(),
+            name,
+            left: turns.into(),
+            said: said.clone(),
+            gate: gate.map(Mutex::new),
+            running: AtomicBool::new(false),
+        })
+    }
+
+    fn ask(thread: &ControlThread, who: &Arc<Counting>) {
+        if who.state.request() {
+            let weak: Weak<Counting> = Arc::downgrade(who);
+            thread.schedule(weak);
+        }
+    }
+
+    #[test]
+    fn turns_go_round() {
+        let (said, turns) = channel();
+        let thread = ControlThread::start().unwrap();
+        let (open, gate) = channel();
+        let first = counting(9, 1, &said, Some(gate));
+        ask(&thread, &first);
+        assert_eq!(turns.recv_timeout(TIMEOUT), Ok(9));
+        let others: Vec<_> = (0..3).map(|name| counting(name, 3, &said, None)).collect();
+        others.iter().for_each(|who| ask(&thread, who));
+        // Who has asked is in the queue already.
+        others.iter().for_each(|who| ask(&thread, who));
+        drop(open);
+        let order: Vec<_> = (0..9).map(|_| turns.recv_timeout(TIMEOUT).unwrap()).collect();
+        assert_eq!(order, [0, 1, 2, 0, 1, 2, 0, 1, 2]);
+        assert!(turns.try_recv().is_err());
+        thread.stop();
+    }
+
+    #[test]
+    fn who_holds_up_a_thread_holds_up_nobody_else() {
+        let (said, turns) = channel();
+        let thread = ControlThread::start().unwrap();
+        let mut gates = Vec::new();
+        for name in 0..5 {
+            let (open, gate) = channel();
+            let stuck = counting(name, 1, &said, Some(gate));
+            ask(&thread, &stuck);
+            assert_eq!(turns.recv_timeout(TIMEOUT), Ok(name));
+            gates.push((open, stuck));
+            // Nobody asks again: whoever waits when the turn begins to take long has to be seen.
+            let quick = counting(100 + name, 2, &said, None);
+            ask(&thread, &quick);
+            assert_eq!(turns.recv_timeout(TIMEOUT), Ok(100 + name));
+            assert_eq!(turns.recv_timeout(TIMEOUT), Ok(100 + name));
+        }
+        for (open, _) in &gates {
+            open.send(()).unwrap();
+        }
+        let ends = || thread.0.queue.lock().threads.len();
+        let until = Instant::now() + TIMEOUT;
+        while ends() != 2 {
+            assert!(Instant::now() < until, "{} threads are left", ends());
+            std::thread::yield_now();
+        }
+        thread.stop();
+        assert_eq!(ends(), 0);
+    }
+
+    #[test]
+    fn the_end_waits_for_nobody_who_is_held_up() {
+        let (said, turns) = channel();
+        let thread = ControlThread::start().unwrap();
+        let (_open, gate) = channel();
+        let stuck = counting(1, 1, &said, Some(gate));
+        ask(&thread, &stuck);
+        assert_eq!(turns.recv_timeout(TIMEOUT), Ok(1));
+        let before = Instant::now();
+        thread.stop();
+        assert!(before.elapsed() < TIMEOUT);
+    }
+
+    #[test]
+    fn a_turn_at_a_time_comes_then_and_earlier_if_somebody_asks() {
+        struct Later(RunState, Sender<Instant>, Instant);
+        impl TakesTurns for Later {
+            fn run_state(&self) -> &RunState {
+                &self.0
+            }
+
+            fn turn(&self) -> Turn {
+                let now = Instant::now();
+                let _ = self.1.send(now);
+                if now < self.2 { Turn::At(self.2) } else { Turn::Idle }
+            }
+        }
+        let (said, turns) = channel();
+        let thread = ControlThread::start().unwrap();
+        let when = Instant::now() + Duration::from_millis(300);
+        let who = Arc::new(Later(RunState::default(), said, when));
+        let mut early = 0;
+        loop {
+            if who.0.request() {
+                let weak: Weak<Later> = Arc::downgrade(&who);
+                thread.schedule(weak);
+            }
+            if turns.recv_timeout(TIMEOUT).unwrap() >= when {
+                break;
+            }
+            early += 1;
+            if early == 5 {
+                assert!(thread.0.queue.lock().timed.len() <= 1, "one entry is enough");
+                assert!(turns.recv_timeout(TIMEOUT).unwrap() >= when, "nobody has asked");
+                break;
+            }
+        }
+        assert_eq!(early, 5);
+        thread.stop();
+    }
+
+    /// What was done before a turn was asked for is seen by it, whenever that is.
+    #[test]
+    fn no_request_is_lost() {
+        struct Sum(RunState, AtomicUsize, AtomicUsize);
+        impl TakesTurns for Sum {
+            fn run_state(&self) -> &RunState {
+                &self.0
+            }
+
+            fn turn(&self) -> Turn {
+                self.2.fetch_add(self.1.swap(0, Ordering::Relaxed), Ordering::Relaxed);
+                Turn::Idle
+            }
+        }
+        let thread = ControlThread::start().unwrap();
+        let who = Arc::new(Sum(RunState::default(), 0.into(), 0.into()));
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    for _ in 0..50_000 {
+                        who.1.fetch_add(1, Ordering::Relaxed);
+                        if who.0.request() {
+                            let weak: Weak<Sum> = Arc::downgrade(&who);
+                            thread.schedule(weak);
+                        }
+                    }
+                });
+            }
+        });
+        let until = Instant::now() + TIMEOUT;
+        while who.2.load(Ordering::Relaxed) != 100_000 {
+            assert!(Instant::now() < until, "{} were seen", who.2.load(Ordering::Relaxed));
+            std::thread::yield_now();
+        }
+        thread.stop();
+    }
+}
