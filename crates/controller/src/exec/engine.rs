@@ -9,7 +9,7 @@ use super::resolve::{read_list, resolve_flagged};
 use super::status::{is_media_error, status_of};
 use crate::latch::Latch;
 use crate::queue::Permit;
-use crate::stats::IoStats;
+use crate::stats::IoCounters;
 use shadowbell_backend::{DiskError, Op, Request, Submitted};
 use shadowbell_memory::{Segments, View};
 use shadowbell_spec::Sqe;
@@ -17,6 +17,7 @@ use shadowbell_spec::nvm::{DSM_MAX_RANGES, DatasetManagement, RwFields};
 use shadowbell_spec::opcode::NvmOpcode;
 use shadowbell_spec::sqe::{Fuse, NSID_ALL};
 use shadowbell_spec::status::Status;
+use std::sync::Arc;
 
 const READ: u8 = NvmOpcode::Read as u8;
 const WRITE: u8 = NvmOpcode::Write as u8;
@@ -55,7 +56,8 @@ pub(crate) struct Engine {
     spare: Vec<Segments>,
     copies: Copies,
     long: LongCommands,
-    pub(crate) stats: IoStats,
+    /// What was done, for others to read.
+    pub(crate) counters: Arc<IoCounters>,
 }
 
 /// What a command's data has to keep to.
@@ -107,6 +109,7 @@ impl Engine {
         max_transfer: usize,
         quota: Quota,
         namespaces: Vec<NamespaceQueue>,
+        counters: Arc<IoCounters>,
     ) -> Self {
         Self {
             wants_hints: namespaces.iter().any(|ns| ns.queue.wants_prefetch_hints()),
@@ -121,7 +124,7 @@ impl Engine {
             spare: Vec::new(),
             copies: Copies::default(),
             long: LongCommands::default(),
-            stats: IoStats::default(),
+            counters,
         }
     }
 
@@ -218,30 +221,30 @@ impl Engine {
 
     #[cold]
     pub(crate) fn count_error(&mut self, status: Status) {
-        self.stats.errors += 1;
-        self.stats.media_errors += u64::from(is_media_error(status));
+        self.counters.errors.add(1);
+        self.counters.media_errors.add(u64::from(is_media_error(status)));
     }
 
     #[inline]
     fn count(&mut self, kind: Kind) {
         match kind {
             Kind::Read(bytes) => {
-                self.stats.reads += 1;
-                self.stats.bytes_read += bytes;
+                self.counters.reads.add(1);
+                self.counters.bytes_read.add(bytes);
             }
             Kind::Write(bytes) => {
-                self.stats.writes += 1;
-                self.stats.bytes_written += bytes;
+                self.counters.writes.add(1);
+                self.counters.bytes_written.add(bytes);
             }
             Kind::Copy(bytes) => {
-                self.stats.copies += 1;
-                self.stats.bytes_copied += bytes;
+                self.counters.copies.add(1);
+                self.counters.bytes_copied.add(bytes);
             }
             Kind::Verify(bytes) => {
-                self.stats.others += 1;
-                self.stats.bytes_read += bytes;
+                self.counters.others.add(1);
+                self.counters.bytes_read.add(bytes);
             }
-            Kind::Other => self.stats.others += 1,
+            Kind::Other => self.counters.others.add(1),
         }
     }
 

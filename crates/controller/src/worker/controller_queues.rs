@@ -50,7 +50,9 @@ impl ControllerQueues {
         let QueueContext { shared, control, table, namespaces, .. } = context;
         let QueueContext { page_size, max_transfer, quota, .. } = context;
         let namespaces = namespaces.iter().map(NamespaceQueue::open).collect::<Result<_, _>>()?;
-        let engine = Engine::new(View::new(table), page_size, max_transfer, quota, namespaces);
+        let counters = shared.count_io();
+        let engine =
+            Engine::new(View::new(table), page_size, max_transfer, quota, namespaces, counters);
         Ok(Self {
             set: QueueSet::new(shared, control, engine),
             overriding: context.overriding,
@@ -233,10 +235,9 @@ impl ControllerQueues {
         let cqs: Vec<Cq> = self.set.cqs.iter_mut().filter_map(Option::take).collect();
         sqs.iter().for_each(|sq| self.retire_sq(sq));
         cqs.iter().for_each(|cq| self.retire_cq(cq));
-        let io = std::mem::take(&mut self.set.engine.stats);
         let signals = self.count_eventfd_signals();
         self.set.shared.retire(|retired| {
-            retired.io.merge(&io);
+            retired.retire_io(&self.set.engine.counters);
             retired.eventfd_doorbells = retired.eventfd_doorbells.saturating_add(signals);
         });
     }
@@ -260,7 +261,6 @@ impl ControllerQueues {
         WorkerStats {
             sqs: sqs.map(|q| q.snapshot(traps(q.layout.qid, DoorbellKind::Sq))).collect(),
             cqs: cqs.map(|q| q.snapshot(traps(q.layout.qid, DoorbellKind::Cq))).collect(),
-            io: self.set.engine.stats,
             eventfd_doorbells: self.count_eventfd_signals(),
             sleep: SleepStats::default(),
         }

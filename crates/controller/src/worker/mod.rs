@@ -4,6 +4,7 @@
 //! disks; nobody else touches them. The control plane reaches it by messages only.
 
 mod backlog;
+mod busy;
 mod controller_queues;
 mod doorbell_sources;
 mod mailbox;
