@@ -2,24 +2,24 @@
 
 use crate::config::{Config, ConfigError};
 use crate::context::Context;
-use crate::control::{Callback, Control, Deferred, DoorbellEventfds};
+use crate::control::{Callback, Deferred, DoorbellEventfds};
 use crate::doorbell_source::DoorbellSource;
 use crate::event::Listener;
 use crate::namespace::Namespace;
-use crate::notice::{ControlHandle, ControlPlane, Notice};
+use crate::notice::{ControlHandle, ControlPlane};
+use crate::plane::ControllerInner;
+use crate::route::{RelocateError, Route};
 use crate::shared::{ControllerShared, DOORBELL_BYTES, DSTRD, MAX_QUEUES};
 use crate::stats::Stats;
 use crate::trace::{COMPLETION_QUEUE, Kind};
 use crate::worker::Pool;
 use crate::worker::message::Message;
-use parking_lot::{Mutex, MutexGuard};
 use shadowbell_memory::{DmaError, DmaTable, EventFd, SharedBytes};
 use shadowbell_spec::regs::{DOORBELLS, DoorbellKind, decode_doorbell};
 use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
 
 /// Bytes of BAR0: a page of registers, a page of doorbells.
 pub const BAR0_BYTES: u64 = DOORBELLS + DOORBELL_BYTES;
@@ -59,12 +59,6 @@ impl fmt::Debug for Carrier {
 #[derive(Clone)]
 pub struct Controller(Arc<ControllerInner>);
 
-/// A controller: what does not change, and the control plane under its lock.
-pub(crate) struct ControllerInner {
-    pub(crate) context: Context,
-    control: Mutex<Control>,
-}
-
 static NEXT_ID: AtomicU32 = AtomicU32::new(1);
 
 impl Controller {
@@ -81,7 +75,7 @@ impl Controller {
             .map(|(index, ns)| Namespace::new(index as u32 + 1, ns))
             .collect();
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        let shared = Arc::new(ControllerShared::new(id, carrier.mapped_doorbells, pool.len())?);
+        let shared = Arc::new(ControllerShared::new(id, carrier.mapped_doorbells, pool.most())?);
         Ok(Self(Arc::new_cyclic(|inner: &Weak<ControllerInner>| {
             let plane: Weak<dyn ControlPlane> = inner.clone();
             let context = Context {
@@ -89,11 +83,11 @@ impl Controller {
                 namespaces: Arc::new(namespaces),
                 shared,
                 pool,
+                route: Route::default(),
                 control: ControlHandle::new(plane),
                 listener: carrier.listener,
             };
-            let control = Mutex::new(Control::new(&context));
-            ControllerInner { context, control }
+            ControllerInner::new(context, inner.clone())
         })))
     }
 
@@ -103,7 +97,7 @@ impl Controller {
         data.fill(0);
         // Doorbells read as zero: what they return is vendor specific (PCIe 1.1, 3.1.2.1).
         if offset < DOORBELLS {
-            self.0.control.lock().read(offset, data);
+            self.0.control().read(offset, data);
         }
     }
 
@@ -125,7 +119,7 @@ impl Controller {
         let Context { shared, pool, .. } = &self.0.context;
         let doorbell = decode_doorbell(offset, DSTRD);
         let Some(doorbell) = doorbell.filter(|d| usize::from(d.qid) < MAX_QUEUES) else {
-            self.0.with(Control::invalid_doorbell_register);
+            self.invalid_doorbell_register();
             return None;
         };
         let worker = shared.trap(doorbell.qid, doorbell.kind);
@@ -134,14 +128,14 @@ impl Controller {
         let register = shared.register(doorbell.qid, doorbell.kind);
         if doorbell.qid == 0 {
             shadowbell_doorbell::Cell::store_release(&register, value);
-            self.0.notify(Notice::AdminDoorbell);
+            self.0.schedule();
             return None;
         }
         let Some(worker) = worker else {
-            self.0.with(Control::invalid_doorbell_register);
+            self.invalid_doorbell_register();
             return None;
         };
-        let woken = match doorbell.kind {
+        let ring = |worker| match doorbell.kind {
             DoorbellKind::Sq => pool.write_doorbell(worker, shared, &register, value),
             DoorbellKind::Cq => {
                 shadowbell_doorbell::Cell::store_release(&register, value);
@@ -152,7 +146,20 @@ impl Controller {
                     && pool.write_doorbell(worker, shared, &register, value)
             }
         };
-        woken.then_some(worker)
+        let woken = ring(worker);
+        // The queue may have gone to another worker meanwhile, which has looked at the register
+        // before it was written.
+        match shared.owner(doorbell.qid, doorbell.kind) {
+            Some(now) if now != worker => ring(now).then_some(now),
+            _ => woken.then_some(worker),
+        }
+    }
+
+    fn invalid_doorbell_register(&self) {
+        self.0.with(|control, _| {
+            control.invalid_doorbell_register();
+            Deferred::default()
+        });
     }
 
     /// Descriptors that stand for writes to doorbells, as of now: those of the I/O queues that
@@ -165,7 +172,7 @@ impl Controller {
     /// # Errors
     /// The system's, when it has no more descriptors.
     pub fn doorbell_eventfds(&self) -> io::Result<DoorbellEventfds> {
-        self.0.control.lock().doorbell_eventfds(&self.0.context)
+        self.0.control().doorbell_eventfds(&self.0.context)
     }
 
     /// Has `worker`, which is one that [`write_doorbell`](Self::write_doorbell) named, take the
@@ -175,6 +182,27 @@ impl Controller {
     pub fn add_doorbell_source(&self, worker: usize, source: Box<dyn DoorbellSource>) {
         let Context { shared, pool, .. } = &self.0.context;
         pool.send(worker, Message::DoorbellSource { controller: shared.id, source });
+    }
+
+    /// Has the controller served by a thread that it shares with nobody, from now on and for as long
+    /// as it exists. Commands that are under way end first; others wait in their queues for that
+    /// moment, and the host need not know. The controller's owner may want that for a guest that it
+    /// trusts less than others, or that has paid for it; a guest that holds up its neighbours is
+    /// dealt with so in any case ([`Event::Isolated`](crate::Event::Isolated)).
+    ///
+    /// # Errors
+    /// [`RelocateError`].
+    pub fn isolate(&self) -> Result<(), RelocateError> {
+        self.0.relocate(|control, cx| control.isolate(cx))
+    }
+
+    /// Has the controller served by this worker of its pool, from now on and for as long as it
+    /// exists, as [`isolate`](Self::isolate) does.
+    ///
+    /// # Errors
+    /// [`RelocateError`].
+    pub fn pin_to(&self, worker: usize) -> Result<(), RelocateError> {
+        self.0.relocate(|control, cx| control.pin_to(cx, worker))
     }
 
     /// The controller's insides, for what builds on it in this crate.
@@ -224,9 +252,10 @@ impl Controller {
     /// # Errors
     /// [`DmaError`], if the range is bad or in use.
     pub fn map_dma(&self, iova: u64, len: u64, memory: &SharedBytes) -> Result<(), DmaError> {
-        let mut control = self.0.control.lock();
+        let mut control = self.0.control();
         control.map(iova, len, memory)?;
-        self.0.publish_map(control);
+        control.publish_table(&self.0.context, None);
+        self.0.release(control, Deferred::default());
         Ok(())
     }
 
@@ -237,20 +266,26 @@ impl Controller {
     /// # Errors
     /// [`DmaError`], if the range is bad or in use.
     pub fn add_dma(&self, iova: u64, len: u64, memory: &SharedBytes) -> Result<(), DmaError> {
-        self.0.control.lock().map(iova, len, memory)
+        let mut control = self.0.control();
+        let outcome = control.map(iova, len, memory);
+        self.0.release(control, Deferred::default());
+        outcome
     }
 
     /// Makes reachable what was [added](Self::add_dma).
     pub fn settle_dma(&self) {
-        self.0.publish_map(self.0.control.lock());
+        let mut control = self.0.control();
+        control.publish_table(&self.0.context, None);
+        self.0.release(control, Deferred::default());
     }
 
     /// Lets the controller use the memory that is mapped, as it may from the beginning. However
     /// much that is, it takes no time.
     pub fn enable_dma(&self) {
-        let mut control = self.0.control.lock();
+        let mut control = self.0.control();
         control.enable_memory();
-        self.0.publish_map(control);
+        control.publish_table(&self.0.context, None);
+        self.0.release(control, Deferred::default());
     }
 
     /// Lets the controller use no memory until [`enable_dma`](Self::enable_dma), whatever is or
@@ -262,7 +297,7 @@ impl Controller {
     /// Everything that is mapped. Whoever drops that last lets go of all the memory in it.
     #[must_use]
     pub fn dma_table(&self) -> Arc<DmaTable> {
-        Arc::clone(self.0.control.lock().mapped())
+        Arc::clone(self.0.control().mapped())
     }
 
     /// Takes a range away. `done` runs, on any thread, when no command in flight can touch it any
@@ -277,8 +312,9 @@ impl Controller {
         len: u64,
         done: impl FnOnce() + Send + 'static,
     ) -> Result<(), DmaError> {
-        let unmapped = self.0.control.lock().unmap(&self.0.context, iova, len, Box::new(done));
-        self.0.run(unmapped?);
+        let mut control = self.0.control();
+        let deferred = control.unmap(&self.0.context, iova, len, Box::new(done))?;
+        self.0.release(control, deferred);
         Ok(())
     }
 
@@ -315,35 +351,19 @@ impl Controller {
     /// to a second; a worker that is held up by its disk for longer is left out.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        let Context { shared, .. } = &self.0.context;
-        let (mut stats, workers) = {
-            let control = self.0.control.lock();
-            (control.admin_stats(), control.workers())
-        };
-        let (answer, answers) = std::sync::mpsc::channel();
-        self.0.context.send_all(workers, |controller| Message::Query {
-            controller,
-            answer: answer.clone(),
-            latch: None,
-        });
-        drop(answer);
-        let deadline = Instant::now() + Duration::from_secs(1);
-        let mut gathered = Vec::new();
-        while let Ok(worker) =
-            answers.recv_timeout(deadline.saturating_duration_since(Instant::now()))
-        {
-            gathered.push(worker);
-        }
+        let shared = &self.0.context.shared;
+        let mut stats = self.0.admin_stats();
+        let workers = self.0.control().workers();
+        let gathered = self.0.stats_query.ask(&self.0.context, workers);
         shared.retire(|retired| {
             stats.retired_sq = retired.sq.clone();
             stats.retired_cq = retired.cq.clone();
-            stats.io.merge(&retired.io);
             stats.doorbell_events = retired.eventfd_doorbells;
         });
+        stats.io = shared.io();
         for worker in gathered {
             stats.submission_queues.extend(worker.sqs);
             stats.completion_queues.extend(worker.cqs);
-            stats.io.merge(&worker.io);
             stats.doorbell_events += worker.eventfd_doorbells;
             stats.workers.push(worker.sleep);
         }
@@ -357,41 +377,5 @@ impl fmt::Debug for Controller {
             .field("id", &self.0.context.shared.id)
             .field("serial", &self.0.context.config.serial)
             .finish_non_exhaustive()
-    }
-}
-
-impl ControllerInner {
-    /// Does something under the control plane's lock, and then what has to be done without it.
-    pub(crate) fn with(&self, act: impl FnOnce(&mut Control, &Context) -> Deferred) {
-        let deferred = act(&mut self.control.lock(), &self.context);
-        self.run(deferred);
-    }
-
-    /// Gives everybody a map to which memory was added.
-    fn publish_map(&self, mut control: MutexGuard<'_, Control>) {
-        let is_back = control.publish_table(&self.context, None);
-        drop(control);
-        if is_back {
-            self.notify(Notice::AdminDoorbell);
-        }
-    }
-
-    /// Does what has to be done after the lock was let go.
-    fn run(&self, deferred: Deferred) {
-        let Deferred { events, latches, callbacks, again } = deferred;
-        if let Some(listener) = &self.context.listener {
-            events.iter().for_each(listener);
-        }
-        drop(latches);
-        callbacks.into_iter().for_each(|done| done());
-        if again {
-            self.context.pool.send(0, Message::ServeAdmin(self.context.control.clone()));
-        }
-    }
-}
-
-impl ControlPlane for ControllerInner {
-    fn notify(&self, notice: Notice) {
-        self.with(|control, cx| control.receive(cx, notice));
     }
 }

@@ -1,7 +1,7 @@
 //! What the control plane and the workers of one controller both touch.
 
 use crate::interrupt::{Coalescing, IrqTable};
-use crate::stats::{CqStats, IoStats, SqStats};
+use crate::stats::{CqStats, IoCounters, IoStats, SqStats};
 use parking_lot::Mutex;
 use shadowbell_memory::{Mapping, SharedBytes, SharedU32};
 use shadowbell_spec::regs::{DoorbellKind, cq_doorbell_offset, sq_doorbell_offset};
@@ -20,9 +20,20 @@ pub(crate) const MAX_QUEUES: usize = 65;
 pub(crate) struct Retired {
     pub(crate) sq: SqStats,
     pub(crate) cq: CqStats,
-    pub(crate) io: IoStats,
+    io: IoStats,
+    /// What is counted now, by one worker each.
+    live: Vec<Arc<IoCounters>>,
     /// Doorbells rung by a descriptor.
     pub(crate) eventfd_doorbells: u64,
+}
+
+impl Retired {
+    /// A worker counts no more.
+    pub(crate) fn retire_io(&mut self, counters: &Arc<IoCounters>) {
+        if let Some(at) = self.live.iter().position(|live| Arc::ptr_eq(live, counters)) {
+            self.io.merge(&self.live.swap_remove(at).read());
+        }
+    }
 }
 
 /// What the control plane and the workers of one controller both touch. Nothing in it is touched
@@ -45,7 +56,7 @@ pub(crate) struct ControllerShared {
     pub(crate) mapped: bool,
     pub(crate) irqs: Arc<IrqTable>,
     pub(crate) coalescing: Coalescing,
-    pub(crate) retired: Mutex<Retired>,
+    retired: Mutex<Retired>,
     /// It has been said that there was as much under way as may be.
     excess_reported: AtomicBool,
 }
@@ -135,6 +146,14 @@ impl ControllerShared {
         }
     }
 
+    /// All queues that worker `from` serves are `to`'s from here on.
+    pub(crate) fn change_owner(&self, from: usize, to: usize) {
+        let (from, to) = (from as u8 + 1, to as u8 + 1);
+        for owner in &self.owners {
+            let _ = owner.compare_exchange(from, to, Ordering::AcqRel, Ordering::Relaxed);
+        }
+    }
+
     /// Says that a worker which is about to sleep waits for the head of `qid`, or no longer. To be
     /// called before the sleeper's fence.
     pub(crate) fn want_head(&self, qid: u16, wanted: bool) {
@@ -162,6 +181,21 @@ impl ControllerShared {
     #[inline]
     pub(crate) fn is_write_through(&self) -> bool {
         self.write_through.load(Ordering::Relaxed)
+    }
+
+    /// Counters for one worker more.
+    pub(crate) fn count_io(&self) -> Arc<IoCounters> {
+        let counters = Arc::<IoCounters>::default();
+        self.retired.lock().live.push(Arc::clone(&counters));
+        counters
+    }
+
+    /// What the commands did, up to now.
+    pub(crate) fn io(&self) -> IoStats {
+        let retired = self.retired.lock();
+        let mut io = retired.io;
+        retired.live.iter().for_each(|counters| io.merge(&counters.read()));
+        io
     }
 
     pub(crate) fn retire(&self, with: impl FnOnce(&mut Retired)) {

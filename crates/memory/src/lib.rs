@@ -43,6 +43,7 @@ mod shared;
 pub mod sigbus;
 mod signals;
 mod sqe_batch;
+mod thread_usage;
 
 pub use abort::AbortOnPanic;
 pub use copy::goes_past_caches;
@@ -55,3 +56,4 @@ pub use segments::{Segment, Segments};
 pub use shared::{SharedBytes, SharedU32};
 pub use signals::{PeerDescriptor, Signals};
 pub use sqe_batch::SqeBatch;
+pub use thread_usage::ThreadUsage;

@@ -9,7 +9,7 @@ use super::resolve::{read_list, resolve_flagged};
 use super::status::{is_media_error, status_of};
 use crate::latch::Latch;
 use crate::queue::Permit;
-use crate::stats::IoStats;
+use crate::stats::IoCounters;
 use shadowbell_backend::{DiskError, Op, Request, Submitted};
 use shadowbell_memory::{Segments, View};
 use shadowbell_spec::Sqe;
@@ -17,6 +17,7 @@ use shadowbell_spec::nvm::{DSM_MAX_RANGES, DatasetManagement, RwFields};
 use shadowbell_spec::opcode::NvmOpcode;
 use shadowbell_spec::sqe::{Fuse, NSID_ALL};
 use shadowbell_spec::status::Status;
+use std::sync::Arc;
 
 const READ: u8 = NvmOpcode::Read as u8;
 const WRITE: u8 = NvmOpcode::Write as u8;
@@ -45,6 +46,8 @@ pub(crate) struct Engine {
     /// What may still be spent in this pass, by the measure of [`cost`]; below 0 if the last
     /// command took more than there was.
     budget: i64,
+    /// Nothing more is started.
+    closed: bool,
     write_through: bool,
     /// Whether a disk wants hints of requests before they come.
     wants_hints: bool,
@@ -55,7 +58,8 @@ pub(crate) struct Engine {
     spare: Vec<Segments>,
     copies: Copies,
     long: LongCommands,
-    pub(crate) stats: IoStats,
+    /// What was done, for others to read.
+    pub(crate) counters: Arc<IoCounters>,
 }
 
 /// What a command's data has to keep to.
@@ -107,6 +111,7 @@ impl Engine {
         max_transfer: usize,
         quota: Quota,
         namespaces: Vec<NamespaceQueue>,
+        counters: Arc<IoCounters>,
     ) -> Self {
         Self {
             wants_hints: namespaces.iter().any(|ns| ns.queue.wants_prefetch_hints()),
@@ -114,6 +119,7 @@ impl Engine {
             limits: Limits { page_size, max_transfer },
             quota,
             budget: 0,
+            closed: false,
             write_through: false,
             namespaces,
             in_flight: InFlightTable::default(),
@@ -121,7 +127,7 @@ impl Engine {
             spare: Vec::new(),
             copies: Copies::default(),
             long: LongCommands::default(),
-            stats: IoStats::default(),
+            counters,
         }
     }
 
@@ -148,7 +154,12 @@ impl Engine {
     /// Whether as much is under way as may be: nothing is to be fetched until something has ended.
     #[inline]
     pub(crate) fn is_full(&self) -> bool {
-        self.exceeded().is_some()
+        self.closed || self.exceeded().is_some()
+    }
+
+    /// Has nothing more fetched from here on.
+    pub(crate) fn close(&mut self) {
+        self.closed = true;
     }
 
     /// Of what there is as much under way as may be.
@@ -218,30 +229,31 @@ impl Engine {
 
     #[cold]
     pub(crate) fn count_error(&mut self, status: Status) {
-        self.stats.errors += 1;
-        self.stats.media_errors += u64::from(is_media_error(status));
+        self.budget -= cost::FAILURE;
+        self.counters.errors.add(1);
+        self.counters.media_errors.add(u64::from(is_media_error(status)));
     }
 
     #[inline]
     fn count(&mut self, kind: Kind) {
         match kind {
             Kind::Read(bytes) => {
-                self.stats.reads += 1;
-                self.stats.bytes_read += bytes;
+                self.counters.reads.add(1);
+                self.counters.bytes_read.add(bytes);
             }
             Kind::Write(bytes) => {
-                self.stats.writes += 1;
-                self.stats.bytes_written += bytes;
+                self.counters.writes.add(1);
+                self.counters.bytes_written.add(bytes);
             }
             Kind::Copy(bytes) => {
-                self.stats.copies += 1;
-                self.stats.bytes_copied += bytes;
+                self.counters.copies.add(1);
+                self.counters.bytes_copied.add(bytes);
             }
             Kind::Verify(bytes) => {
-                self.stats.others += 1;
-                self.stats.bytes_read += bytes;
+                self.counters.others.add(1);
+                self.counters.bytes_read.add(bytes);
             }
-            Kind::Other => self.stats.others += 1,
+            Kind::Other => self.counters.others.add(1),
         }
     }
 
@@ -259,7 +271,11 @@ impl Engine {
             Ok(prepared) => prepared,
             Err(status) => return Started::Failed(permit, status),
         };
+        // An SGL can be made of many short pieces; PRPs are of whole pages.
         let pieces = self.scratch.pieces().len();
+        if sqe.flags != 0 {
+            self.budget -= cost::of_pieces(pieces);
+        }
         match namespace.queue.submit(tag, &request, &mut self.scratch) {
             Submitted::Done(Ok(())) => {
                 // The view is kept: the next command comes through the same, most likely.

@@ -139,8 +139,7 @@ impl Cq {
         (self.free() != 0).then(|| self.reserve(1).take())
     }
 
-    /// Takes a promise back: the command has no completion.
-    #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
+    /// Takes a promise back: the command has no completion, or may have to wait for room.
     pub(crate) fn release(&mut self, permit: Permit) {
         let Permit(()) = permit;
         self.promised -= 1;

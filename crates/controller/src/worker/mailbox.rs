@@ -1,6 +1,8 @@
 //! How others reach a worker.
 
-use crate::worker::message::Message;
+use super::message::Message;
+use super::relocation::{Arrivals, Relocated};
+use crate::worker::busy::BusyClock;
 use parking_lot::Mutex;
 use shadowbell_doorbell::{Cell, FullFence, Waker};
 use shadowbell_memory::{DmaTable, EventFd};
@@ -45,6 +47,8 @@ pub(crate) struct Mailbox {
     messages: Mutex<VecDeque<Message>>,
     pub(crate) state: Arc<AtomicU32>,
     pub(crate) event: EventFd,
+    /// For whoever wants to know how long the worker has been awake.
+    pub(crate) busy: BusyClock,
 }
 
 impl Mailbox {
@@ -54,6 +58,7 @@ impl Mailbox {
             messages: Mutex::default(),
             state: Arc::default(),
             event: EventFd::new()?,
+            busy: BusyClock::new(),
         })
     }
 
@@ -62,6 +67,11 @@ impl Mailbox {
         let parting = add(&mut self.messages.lock(), message);
         drop(parting);
         self.has_any.store(true, Ordering::Release);
+        self.wake()
+    }
+
+    /// Wakes the worker if it sleeps: whether it did.
+    pub(crate) fn wake(&self) -> bool {
         let asleep = self.waker().kick();
         if asleep {
             self.event.signal();
@@ -109,6 +119,12 @@ impl Mailbox {
         // First the flag, then the messages: one that comes in between is found again.
         self.has_any.store(false, Ordering::Release);
         std::mem::take(&mut *self.messages.lock())
+    }
+}
+
+impl Arrivals for Mailbox {
+    fn deliver(&self, queues: Box<Relocated>) {
+        self.send(Message::Arrive(queues));
     }
 }
 

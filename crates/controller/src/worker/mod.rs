@@ -4,6 +4,7 @@
 //! disks; nobody else touches them. The control plane reaches it by messages only.
 
 mod backlog;
+mod busy;
 mod controller_queues;
 mod doorbell_sources;
 mod mailbox;
@@ -13,7 +14,9 @@ mod poll_window;
 mod pool;
 pub(crate) mod queue_override;
 pub(crate) mod queue_set;
+pub(crate) mod relocation;
 mod share;
+mod slow;
 mod trace;
 #[expect(clippy::module_inception, reason = "the thread itself is one of the module's parts")]
 mod worker;

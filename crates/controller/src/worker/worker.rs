@@ -10,16 +10,18 @@ use super::backlog::{Backlog, Unread};
 use super::controller_queues::ControllerQueues;
 use super::doorbell_sources::DoorbellSources;
 use super::mailbox::Mailbox;
-use super::message::{AdminDoorbellPoll, Message, QueueContext};
+use super::message::{Message, QueueContext};
 use super::poll_group::{PollEntry, PollGroup};
 use super::poll_window::{Next, PollWindow, Polling};
 use super::queue_set::SleepCell;
+use super::relocation::Relocated;
 use crate::notice::Notice;
 use crate::stats::SleepStats;
 use crate::trace::{Kind, TraceRing};
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use shadowbell_doorbell::{FullFence, Sleeper};
+use shadowbell_memory::EventFd;
 use shadowbell_spec::status::Status;
 use std::io;
 use std::mem::MaybeUninit;
@@ -30,7 +32,7 @@ use std::time::{Duration, Instant};
 /// A worker with a controller whose doorbells are mapped can not be woken by them: it looks at
 /// least this often. A wait is one of whole milliseconds, and a timer takes some 20 us of a
 /// processor.
-const MAPPED_POLL: Duration = Duration::from_millis(1);
+pub(super) const MAPPED_POLL: Duration = Duration::from_millis(1);
 /// A worker on which somebody waits for something that no event announces looks this often.
 const UNANNOUNCED_POLL: Duration = Duration::from_millis(1);
 
@@ -40,7 +42,6 @@ pub(super) struct Stop;
 pub(super) struct Worker {
     mailbox: Arc<Mailbox>,
     backlog: Backlog,
-    admin_doorbells: Vec<AdminDoorbellPoll>,
     sleeper: Sleeper<SleepCell, FullFence>,
     /// Its number in the pool.
     index: usize,
@@ -53,8 +54,6 @@ pub(super) struct Worker {
     window: PollWindow,
     trace: Option<TraceRing>,
     spurious_wakes: u64,
-    asleep: Duration,
-    started: Instant,
     /// It has slept since its last turn.
     woken: bool,
 }
@@ -72,13 +71,10 @@ impl Worker {
             poll_group: PollGroup::new(polling == Polling::Always),
             sources: DoorbellSources::default(),
             signalled: Vec::new(),
-            admin_doorbells: Vec::new(),
             epoll,
             window: PollWindow::new(polling),
             trace: None,
             spurious_wakes: 0,
-            asleep: Duration::ZERO,
-            started: Instant::now(),
             woken: false,
         })
     }
@@ -108,7 +104,7 @@ impl Worker {
                 std::thread::yield_now();
                 continue;
             }
-            self.sleep();
+            self.sleep(None);
             self.window.restart();
         }
     }
@@ -134,17 +130,8 @@ impl Worker {
         let mut work = poll_group.pass(unread, trace);
         work += poll_group.check_others(work, unread, trace);
         busy |= work != 0;
-        if !self.admin_doorbells.is_empty() {
-            self.admin_doorbells.retain_mut(|poll| match poll.look() {
-                Some(found) => {
-                    busy |= found;
-                    true
-                }
-                None => false,
-            });
-        }
-        if self.poll_group.active.iter().any(|entry| entry.queues.is_detached()) {
-            self.poll_group.remove_detached(&self.epoll);
+        if self.poll_group.active.iter().any(|entry| entry.queues.is_over()) {
+            self.poll_group.remove_over(&self.epoll, self.index);
         }
         if std::mem::take(&mut self.woken) && !busy {
             self.spurious_wakes += 1;
@@ -153,8 +140,8 @@ impl Worker {
         Ok(busy)
     }
 
-    /// Arms, looks once more, and sleeps if there is nothing. Whether it slept.
-    pub(super) fn sleep(&mut self) -> bool {
+    /// Arms, looks once more, and sleeps if there is nothing, for `limit` at most. Whether it did.
+    pub(super) fn sleep(&mut self, limit: Option<Duration>) -> bool {
         self.poll_group.park_idle(&mut self.trace);
         let mut arming = self.sleeper.prepare();
         for entry in &mut self.poll_group.active {
@@ -162,7 +149,7 @@ impl Worker {
         }
         let mut fenced = arming.fence();
         let mut deadline: Option<Instant> = None;
-        let mut poll_after = (!self.admin_doorbells.is_empty()).then_some(MAPPED_POLL);
+        let mut poll_after = limit;
         for PollEntry { queues, .. } in self.poll_group.active.iter_mut().map(|entry| &mut **entry)
         {
             if let Some(until) = queues.recheck(&mut fenced, &mut self.trace) {
@@ -181,6 +168,7 @@ impl Worker {
             Some(asleep) => {
                 record(&mut self.trace, Kind::Sleep, 0);
                 let before = Instant::now();
+                self.mailbox.busy.sleeps(before);
                 let left = deadline.map(|d| d.saturating_duration_since(before));
                 let timeout = match (left, poll_after) {
                     (Some(a), Some(b)) => Some(a.min(b)),
@@ -189,7 +177,7 @@ impl Worker {
                 let all = wait(&self.epoll, timeout, &mut self.trace, &mut self.signalled);
                 drop(asleep);
                 let slept = before.elapsed();
-                self.asleep += slept;
+                self.mailbox.busy.wakes();
                 record(&mut self.trace, Kind::Wake, slept.as_micros().min(u32::MAX.into()) as u32);
                 self.window.slept(slept);
                 Some(all)
@@ -274,13 +262,10 @@ impl Worker {
                 self.poll_group.doorbell_written(controller);
             }
             Message::DoorbellEventfd { controller, event } => {
-                // Edge-triggered as the mailbox. One that is signalled already counts as an edge.
-                let flags = EventFlags::IN | EventFlags::ET;
                 if self.queues(controller).is_none() {
                     return;
                 }
-                let data = EventData::new_u64(DOORBELL_EVENTFD | u64::from(controller) << 8);
-                if let Err(error) = epoll::add(&self.epoll, &event, data, flags) {
+                if let Err(error) = self.watch_eventfd(controller, &event) {
                     tracing::warn!(%error, "a worker can not wait for a controller's doorbells");
                 } else if let Some(queues) = self.queues(controller) {
                     queues.keep_eventfd(event);
@@ -303,8 +288,8 @@ impl Worker {
                     queues.abort(sqid, cid, latch);
                 }
             }
-            Message::Query { controller, answer, latch } => {
-                let awake = self.started.elapsed().saturating_sub(self.asleep);
+            Message::Query { controller, answer } => {
+                let awake = self.mailbox.busy.awake();
                 let sleep = SleepStats::of(
                     self.sleeper.stats(),
                     self.spurious_wakes,
@@ -317,7 +302,6 @@ impl Worker {
                     // Who asked may have stopped waiting.
                     let _ = answer.send(stats);
                 }
-                drop(latch);
             }
             Message::Detach { controller, latch } => {
                 self.sources.remove(controller);
@@ -325,13 +309,19 @@ impl Worker {
                     queues.detach(latch);
                 }
             }
-            Message::PollAdminDoorbells(poll) => {
-                self.admin_doorbells.retain(AdminDoorbellPoll::is_alive);
-                self.admin_doorbells.push(poll);
+            Message::Leave { controller, departure } => {
+                // Its host's doorbells come to the other one from then on.
+                self.sources.remove(controller);
+                if let Some(queues) = self.queues(controller) {
+                    queues.leave(departure);
+                }
             }
-            Message::ServeAdmin(control) => {
-                control.notify(Notice::AdminDoorbell);
+            Message::Hurry { controller } => {
+                if let Some(queues) = self.queues(controller) {
+                    queues.hurry();
+                }
             }
+            Message::Arrive(relocated) => self.arrive(*relocated),
             Message::Override { controller, overriding } => {
                 if let Some(queues) = self.queues(controller) {
                     queues.set_override(overriding);
@@ -342,23 +332,54 @@ impl Worker {
         }
     }
 
+    /// Wakes from here on when a disk of these queues has done something.
+    fn watch(&self, queues: &ControllerQueues) -> io::Result<()> {
+        for namespace in queues.namespaces() {
+            let Some(fd) = namespace.wake_fd() else { continue };
+            let edges =
+                if namespace.wakes_by_edges() { EventFlags::ET } else { EventFlags::empty() };
+            epoll::add(&self.epoll, fd, EventData::new_u64(1), EventFlags::IN | edges)?;
+        }
+        Ok(())
+    }
+
+    /// Takes over a controller that another worker has served.
+    fn arrive(&mut self, relocated: Relocated) {
+        let (controller, control) = (relocated.id(), relocated.control().clone());
+        let watched: io::Result<()> = relocated
+            .doorbell_eventfds()
+            .iter()
+            .try_for_each(|event| self.watch_eventfd(controller, event));
+        let arrived = watched.and_then(|()| {
+            if let Some(queues) = self.queues(controller) {
+                return Ok(queues.absorb(relocated));
+            }
+            let (queues, latch) = ControllerQueues::arrive(relocated)?;
+            self.watch(&queues)?;
+            let state = queues.shared().park_state(self.index).map(Arc::clone);
+            self.poll_group.add(queues, state.unwrap_or_default());
+            Ok(latch)
+        });
+        if let Err(error) = arrived {
+            tracing::error!(%error, "a worker can not take over a controller from another");
+            control.notify(Notice::Stranded);
+        }
+    }
+
+    /// Wakes from here on when `event` is signalled, which stands for doorbells of a controller.
+    fn watch_eventfd(&self, controller: u32, event: &EventFd) -> io::Result<()> {
+        // Edge-triggered as the mailbox. One that is signalled already counts as an edge.
+        let flags = EventFlags::IN | EventFlags::ET;
+        let data = EventData::new_u64(DOORBELL_EVENTFD | u64::from(controller) << 8);
+        Ok(epoll::add(&self.epoll, event, data, flags)?)
+    }
+
     /// The queues of a controller, which are made if it has none here yet.
     fn find_or_open(&mut self, context: QueueContext) -> Option<&mut ControllerQueues> {
         let shared = Arc::clone(&context.shared);
         if self.queues(shared.id).is_none() {
-            let opened = ControllerQueues::new(context).and_then(|queues| {
-                for namespace in queues.namespaces() {
-                    let Some(fd) = namespace.wake_fd() else { continue };
-                    let edges = if namespace.wakes_by_edges() {
-                        EventFlags::ET
-                    } else {
-                        EventFlags::empty()
-                    };
-                    let flags = EventFlags::IN | edges;
-                    epoll::add(&self.epoll, fd, EventData::new_u64(1), flags)?;
-                }
-                Ok(queues)
-            });
+            let opened = ControllerQueues::new(context)
+                .and_then(|queues| self.watch(&queues).map(|()| queues));
             match opened {
                 Ok(queues) => {
                     let state = shared.park_state(self.index).map(Arc::clone);
