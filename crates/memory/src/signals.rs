@@ -178,6 +178,7 @@ impl Thread {
     }
 
     fn run(&self) {
+        let _guard = crate::AbortOnPanic::new();
         let mut state = self.state.lock();
         loop {
             while let Some(event) = state.queue.pop_front() {
