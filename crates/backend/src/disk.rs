@@ -64,6 +64,14 @@ pub trait Queue {
         let _ = (op, offset, len, distance);
     }
 
+    /// The longest request without data (write zeroes, discard, verify), in bytes, that should be
+    /// submitted at once. A longer one is submitted in pieces of so many, with other work in
+    /// between: a disk that carries such a request out inline would hold up the thread for as long
+    /// as it takes. At least a logical block; the default has no limit.
+    fn longest_inline(&self) -> u64 {
+        u64::MAX
+    }
+
     /// Hands what was submitted and is not under way yet to the system, in one call.
     fn commit(&mut self) {}
 

@@ -1,5 +1,6 @@
 //! What a controller is, before anybody has attached to it.
 
+use crate::exec::Quota;
 use shadowbell_backend::Disk;
 use std::sync::Arc;
 
@@ -43,6 +44,8 @@ pub struct Config {
     pub mdts: u8,
     /// Whether Doorbell Buffer Config is offered.
     pub shadow_doorbells: bool,
+    /// How much it may have under way on each worker. What exceeds that waits in its queue.
+    pub quota: Quota,
 }
 
 impl Default for Config {
@@ -55,6 +58,7 @@ impl Default for Config {
             max_queue_entries: 4096,
             mdts: 8,
             shadow_doorbells: true,
+            quota: Quota::default(),
         }
     }
 }

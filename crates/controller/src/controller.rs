@@ -2,24 +2,23 @@
 
 use crate::config::{Config, ConfigError};
 use crate::context::Context;
-use crate::control::{Callback, Control, Deferred, DoorbellEventfds};
+use crate::control::{Callback, Deferred, DoorbellEventfds};
 use crate::doorbell_source::DoorbellSource;
 use crate::event::Listener;
 use crate::namespace::Namespace;
-use crate::notice::{ControlHandle, ControlPlane, Notice};
+use crate::notice::{ControlHandle, ControlPlane};
+use crate::plane::ControllerInner;
 use crate::shared::{ControllerShared, DOORBELL_BYTES, DSTRD, MAX_QUEUES};
 use crate::stats::Stats;
 use crate::trace::{COMPLETION_QUEUE, Kind};
 use crate::worker::Pool;
 use crate::worker::message::Message;
-use parking_lot::{Mutex, MutexGuard};
 use shadowbell_memory::{DmaError, EventFd, SharedBytes};
 use shadowbell_spec::regs::{DOORBELLS, DoorbellKind, decode_doorbell};
 use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
 
 /// Bytes of BAR0: a page of registers, a page of doorbells.
 pub const BAR0_BYTES: u64 = DOORBELLS + DOORBELL_BYTES;
@@ -59,12 +58,6 @@ impl fmt::Debug for Carrier {
 #[derive(Clone)]
 pub struct Controller(Arc<ControllerInner>);
 
-/// A controller: what does not change, and the control plane under its lock.
-pub(crate) struct ControllerInner {
-    pub(crate) context: Context,
-    control: Mutex<Control>,
-}
-
 static NEXT_ID: AtomicU32 = AtomicU32::new(1);
 
 impl Controller {
@@ -92,8 +85,7 @@ impl Controller {
                 control: ControlHandle::new(plane),
                 listener: carrier.listener,
             };
-            let control = Mutex::new(Control::new(&context));
-            ControllerInner { context, control }
+            ControllerInner::new(context, inner.clone())
         })))
     }
 
@@ -103,7 +95,7 @@ impl Controller {
         data.fill(0);
         // Doorbells read as zero: what they return is vendor specific (PCIe 1.1, 3.1.2.1).
         if offset < DOORBELLS {
-            self.0.control.lock().read(offset, data);
+            self.0.control().read(offset, data);
         }
     }
 
@@ -125,7 +117,7 @@ impl Controller {
         let Context { shared, pool, .. } = &self.0.context;
         let doorbell = decode_doorbell(offset, DSTRD);
         let Some(doorbell) = doorbell.filter(|d| usize::from(d.qid) < MAX_QUEUES) else {
-            self.0.with(Control::invalid_doorbell_register);
+            self.invalid_doorbell_register();
             return None;
         };
         let worker = shared.trap(doorbell.qid, doorbell.kind);
@@ -134,11 +126,11 @@ impl Controller {
         let register = shared.register(doorbell.qid, doorbell.kind);
         if doorbell.qid == 0 {
             shadowbell_doorbell::Cell::store_release(&register, value);
-            self.0.notify(Notice::AdminDoorbell);
+            self.0.schedule();
             return None;
         }
         let Some(worker) = worker else {
-            self.0.with(Control::invalid_doorbell_register);
+            self.invalid_doorbell_register();
             return None;
         };
         let woken = match doorbell.kind {
@@ -155,6 +147,13 @@ impl Controller {
         woken.then_some(worker)
     }
 
+    fn invalid_doorbell_register(&self) {
+        self.0.with(|control, _| {
+            control.invalid_doorbell_register();
+            Deferred::default()
+        });
+    }
+
     /// Descriptors that stand for writes to doorbells, as of now: those of the I/O queues that
     /// exist, if Doorbell Buffer Config is in force, and none otherwise. A host may signal one
     /// instead of writing any of its doorbells, after it has put the value in its shadow
@@ -165,7 +164,7 @@ impl Controller {
     /// # Errors
     /// The system's, when it has no more descriptors.
     pub fn doorbell_eventfds(&self) -> io::Result<DoorbellEventfds> {
-        self.0.control.lock().doorbell_eventfds(&self.0.context)
+        self.0.control().doorbell_eventfds(&self.0.context)
     }
 
     /// Has `worker`, which is one that [`write_doorbell`](Self::write_doorbell) named, take the
@@ -224,9 +223,10 @@ impl Controller {
     /// # Errors
     /// [`DmaError`], if the range is bad or in use.
     pub fn map_dma(&self, iova: u64, len: u64, memory: &SharedBytes) -> Result<(), DmaError> {
-        let mut control = self.0.control.lock();
+        let mut control = self.0.control();
         control.map(iova, len, memory)?;
-        self.0.publish_map(control);
+        control.publish_table(&self.0.context, None);
+        self.0.release(control, Deferred::default());
         Ok(())
     }
 
@@ -238,13 +238,14 @@ impl Controller {
         ranges: impl IntoIterator<Item = (u64, u64, &'a SharedBytes)>,
         mut refused: impl FnMut(u64, DmaError),
     ) {
-        let mut control = self.0.control.lock();
+        let mut control = self.0.control();
         for (iova, len, memory) in ranges {
             if let Err(error) = control.map(iova, len, memory) {
                 refused(iova, error);
             }
         }
-        self.0.publish_map(control);
+        control.publish_table(&self.0.context, None);
+        self.0.release(control, Deferred::default());
     }
 
     /// Takes a range away. `done` runs, on any thread, when no command in flight can touch it any
@@ -259,8 +260,9 @@ impl Controller {
         len: u64,
         done: impl FnOnce() + Send + 'static,
     ) -> Result<(), DmaError> {
-        let unmapped = self.0.control.lock().unmap(&self.0.context, iova, len, Box::new(done));
-        self.0.run(unmapped?);
+        let mut control = self.0.control();
+        let deferred = control.unmap(&self.0.context, iova, len, Box::new(done))?;
+        self.0.release(control, deferred);
         Ok(())
     }
 
@@ -297,35 +299,19 @@ impl Controller {
     /// to a second; a worker that is held up by its disk for longer is left out.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        let Context { shared, .. } = &self.0.context;
-        let (mut stats, workers) = {
-            let control = self.0.control.lock();
-            (control.admin_stats(), control.workers())
-        };
-        let (answer, answers) = std::sync::mpsc::channel();
-        self.0.context.send_all(workers, |controller| Message::Query {
-            controller,
-            answer: answer.clone(),
-            latch: None,
-        });
-        drop(answer);
-        let deadline = Instant::now() + Duration::from_secs(1);
-        let mut gathered = Vec::new();
-        while let Ok(worker) =
-            answers.recv_timeout(deadline.saturating_duration_since(Instant::now()))
-        {
-            gathered.push(worker);
-        }
+        let shared = &self.0.context.shared;
+        let mut stats = self.0.admin_stats();
+        let workers = self.0.control().workers();
+        let gathered = self.0.stats_query.ask(&self.0.context, workers);
         shared.retire(|retired| {
             stats.retired_sq = retired.sq.clone();
             stats.retired_cq = retired.cq.clone();
-            stats.io.merge(&retired.io);
             stats.doorbell_events = retired.eventfd_doorbells;
         });
+        stats.io = shared.io();
         for worker in gathered {
             stats.submission_queues.extend(worker.sqs);
             stats.completion_queues.extend(worker.cqs);
-            stats.io.merge(&worker.io);
             stats.doorbell_events += worker.eventfd_doorbells;
             stats.workers.push(worker.sleep);
         }
@@ -339,41 +325,5 @@ impl fmt::Debug for Controller {
             .field("id", &self.0.context.shared.id)
             .field("serial", &self.0.context.config.serial)
             .finish_non_exhaustive()
-    }
-}
-
-impl ControllerInner {
-    /// Does something under the control plane's lock, and then what has to be done without it.
-    pub(crate) fn with(&self, act: impl FnOnce(&mut Control, &Context) -> Deferred) {
-        let deferred = act(&mut self.control.lock(), &self.context);
-        self.run(deferred);
-    }
-
-    /// Gives everybody a map to which memory was added.
-    fn publish_map(&self, mut control: MutexGuard<'_, Control>) {
-        let is_back = control.publish_table(&self.context, None);
-        drop(control);
-        if is_back {
-            self.notify(Notice::AdminDoorbell);
-        }
-    }
-
-    /// Does what has to be done after the lock was let go.
-    fn run(&self, deferred: Deferred) {
-        let Deferred { events, latches, callbacks, again } = deferred;
-        if let Some(listener) = &self.context.listener {
-            events.iter().for_each(listener);
-        }
-        drop(latches);
-        callbacks.into_iter().for_each(|done| done());
-        if again {
-            self.context.pool.send(0, Message::ServeAdmin(self.context.control.clone()));
-        }
-    }
-}
-
-impl ControlPlane for ControllerInner {
-    fn notify(&self, notice: Notice) {
-        self.with(|control, cx| control.receive(cx, notice));
     }
 }

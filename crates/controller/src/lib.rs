@@ -5,9 +5,12 @@
 //! A [`Controller`] has a control plane and a data plane that never meet on a lock.
 //!
 //! * The control plane (`control`, `admin`) is everything that a host does seldom: registers, the
-//!   admin queue, DMA maps, interrupts, reset. It runs on whatever thread brings the register
-//!   access, under one lock, and never waits: what takes time is sent to the workers as a message
-//!   and goes on when the last of them drops its latch.
+//!   admin queue, DMA maps, interrupts, reset. Registers are answered on whatever thread brings the
+//!   access, under one lock. Admin commands run on a thread of their own, which all controllers
+//!   share by turns (`control_thread`), and so does what follows from what workers have said. The
+//!   lock is never held while the guest's memory is touched, and no worker ever takes it. What
+//!   takes time is sent to the workers as a message, and goes on when the last of them drops its
+//!   latch.
 //! * The data plane (`worker`) is a [`Pool`] of threads that all controllers of a process share. A
 //!   submission queue, the completion queue that it feeds and its way to the disks belong to one
 //!   worker. Between the fetch of a command and the post of its completion there is no lock, no
@@ -25,22 +28,27 @@
 #![forbid(unsafe_code)]
 
 mod admin;
+mod admin_server;
 pub mod config;
 mod context;
 mod control;
+mod control_thread;
 mod controller;
 mod doorbell_source;
 mod event;
 mod exec;
 #[cfg(feature = "faults")]
 pub mod faults;
+mod inbox;
 mod interrupt;
 mod latch;
 mod namespace;
 mod notice;
+mod plane;
 mod queue;
 mod shared;
 pub mod stats;
+mod stats_query;
 #[cfg(test)]
 mod test_disk;
 pub mod trace;
@@ -51,6 +59,7 @@ pub use control::DoorbellEventfds;
 pub use controller::{BAR0_BYTES, Carrier, Controller, NewError};
 pub use doorbell_source::{DoorbellSource, PolledDoorbells};
 pub use event::Event;
+pub use exec::Quota;
 pub use stats::Stats;
 pub use worker::{Polling, Pool, PoolOptions, Turns};
 

@@ -64,8 +64,6 @@ pub(crate) enum Operation {
     DeleteSq { qid: u16, cid: u16 },
     /// Doorbell Buffer Config.
     ShadowDoorbells { cid: u16 },
-    /// Get Log Page of the SMART / Health log, which counts what the workers did.
-    SmartLog { cid: u16 },
     /// Abort. Its status is Command Abort Requested if the command was aborted.
     Abort { cid: u16 },
     /// The flush of a shutdown.
@@ -86,7 +84,7 @@ pub(crate) enum Condition {
     Removed,
 }
 
-/// Takes notices, on any thread, without waiting for I/O.
+/// Takes notices, on any thread, without waiting for anything.
 pub(crate) trait ControlPlane: Send + Sync {
     fn notify(&self, notice: Notice);
 }

@@ -1,7 +1,7 @@
 //! What the control plane and the workers of one controller both touch.
 
 use crate::interrupt::{Coalescing, IrqTable};
-use crate::stats::{CqStats, IoStats, SqStats};
+use crate::stats::{CqStats, IoCounters, IoStats, SqStats};
 use parking_lot::Mutex;
 use shadowbell_memory::{Mapping, SharedBytes, SharedU32};
 use shadowbell_spec::regs::{DoorbellKind, cq_doorbell_offset, sq_doorbell_offset};
@@ -20,9 +20,20 @@ pub(crate) const MAX_QUEUES: usize = 65;
 pub(crate) struct Retired {
     pub(crate) sq: SqStats,
     pub(crate) cq: CqStats,
-    pub(crate) io: IoStats,
+    io: IoStats,
+    /// What is counted now, by one worker each.
+    live: Vec<Arc<IoCounters>>,
     /// Doorbells rung by a descriptor.
     pub(crate) eventfd_doorbells: u64,
+}
+
+impl Retired {
+    /// A worker counts no more.
+    pub(crate) fn retire_io(&mut self, counters: &Arc<IoCounters>) {
+        if let Some(at) = self.live.iter().position(|live| Arc::ptr_eq(live, counters)) {
+            self.io.merge(&self.live.swap_remove(at).read());
+        }
+    }
 }
 
 /// What the control plane and the workers of one controller both touch. Nothing in it is touched
@@ -45,7 +56,9 @@ pub(crate) struct ControllerShared {
     pub(crate) mapped: bool,
     pub(crate) irqs: Arc<IrqTable>,
     pub(crate) coalescing: Coalescing,
-    pub(crate) retired: Mutex<Retired>,
+    retired: Mutex<Retired>,
+    /// It has been said that there was as much under way as may be.
+    excess_reported: AtomicBool,
 }
 
 /// The page of doorbells, where it is in BAR0: a client that maps it takes its place in the file to
@@ -80,6 +93,7 @@ impl ControllerShared {
             irqs: Arc::new(IrqTable::new(MAX_QUEUES)),
             coalescing: Coalescing::default(),
             retired: Mutex::default(),
+            excess_reported: AtomicBool::new(false),
         })
     }
 
@@ -146,6 +160,12 @@ impl ControllerShared {
         self.head_wanted.get(usize::from(qid)).is_some_and(|flag| flag.load(Ordering::Acquire))
     }
 
+    /// Whether nothing was said yet of a quota that was met, as if something is now: a guest could
+    /// fill a log with it.
+    pub(crate) fn is_first_excess(&self) -> bool {
+        !self.excess_reported.swap(true, Ordering::Relaxed)
+    }
+
     pub(crate) fn set_write_through(&self, on: bool) {
         self.write_through.store(on, Ordering::Relaxed);
     }
@@ -153,6 +173,21 @@ impl ControllerShared {
     #[inline]
     pub(crate) fn is_write_through(&self) -> bool {
         self.write_through.load(Ordering::Relaxed)
+    }
+
+    /// Counters for one worker more.
+    pub(crate) fn count_io(&self) -> Arc<IoCounters> {
+        let counters = Arc::<IoCounters>::default();
+        self.retired.lock().live.push(Arc::clone(&counters));
+        counters
+    }
+
+    /// What the commands did, up to now.
+    pub(crate) fn io(&self) -> IoStats {
+        let retired = self.retired.lock();
+        let mut io = retired.io;
+        retired.live.iter().for_each(|counters| io.merge(&counters.read()));
+        io
     }
 
     pub(crate) fn retire(&self, with: impl FnOnce(&mut Retired)) {

@@ -3,6 +3,8 @@
 #[cfg(feature = "serde")]
 use serde::Serialize;
 use shadowbell_doorbell::{ControllerStats, SleeperStats};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 
 /// One end of a queue as the controller saw its doorbell.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -107,6 +109,53 @@ pub struct IoStats {
     pub errors: u64,
     /// Those of them that the medium is to blame for.
     pub media_errors: u64,
+}
+
+/// A number that one thread counts, and others read.
+#[derive(Debug, Default)]
+pub(crate) struct Counter(AtomicU64);
+
+impl Counter {
+    /// Counts on. By one thread only: it neither locks nor waits.
+    #[inline]
+    pub(crate) fn add(&self, count: u64) {
+        self.0.store(self.0.load(Relaxed).wrapping_add(count), Relaxed);
+    }
+
+    fn get(&self) -> u64 {
+        self.0.load(Relaxed)
+    }
+}
+
+/// What a worker counts of [`IoStats`], for others to read at any time.
+#[derive(Debug, Default)]
+pub(crate) struct IoCounters {
+    pub(crate) reads: Counter,
+    pub(crate) writes: Counter,
+    pub(crate) copies: Counter,
+    pub(crate) others: Counter,
+    pub(crate) bytes_read: Counter,
+    pub(crate) bytes_written: Counter,
+    pub(crate) bytes_copied: Counter,
+    pub(crate) errors: Counter,
+    pub(crate) media_errors: Counter,
+}
+
+impl IoCounters {
+    /// As of now.
+    pub(crate) fn read(&self) -> IoStats {
+        IoStats {
+            reads: self.reads.get(),
+            writes: self.writes.get(),
+            copies: self.copies.get(),
+            others: self.others.get(),
+            bytes_read: self.bytes_read.get(),
+            bytes_written: self.bytes_written.get(),
+            bytes_copied: self.bytes_copied.get(),
+            errors: self.errors.get(),
+            media_errors: self.media_errors.get(),
+        }
+    }
 }
 
 /// A worker's sleep.

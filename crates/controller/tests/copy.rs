@@ -349,8 +349,8 @@ fn copies_wait_for_each_other_and_nobody_waits_for_them() {
         let mut queue = host.create(1, 256, false);
         let page = host.alloc(4096);
         held.order(|orders| orders.hold = true);
-        // Of both kinds of disk.
-        for cid in 0..100u16 {
+        // Of both kinds of disk, and as many as may be under way at once.
+        for cid in 0..60u16 {
             let to = 32768 + u64::from(cid) * 16;
             let sqe = command(&mut host, 1 + u32::from(cid % 2), to, &[(u64::from(cid), 16)]);
             host.submit(&mut queue, &sqe.with_cid(cid));
@@ -366,18 +366,18 @@ fn copies_wait_for_each_other_and_nobody_waits_for_them() {
         }
         assert!(held.seen().len() <= 4, "{}", held.seen().len());
         held.order(|orders| orders.hold = false);
-        while done.len() < 101 {
+        while done.len() < 61 {
             let (cid, status, _) = host.wait(&mut queue);
             assert!(status.is_success());
             done.push(cid);
         }
         done.sort_unstable();
-        assert!(done.iter().copied().eq((0..100).chain([200])));
-        for cid in (0..100u64).step_by(2) {
+        assert!(done.iter().copied().eq((0..60).chain([200])));
+        for cid in (0..60u64).step_by(2) {
             assert_eq!(held.marks(32768 + cid * 16, 16), (cid..cid + 16).collect::<Vec<_>>());
         }
         let io = host.controller.stats().io;
-        assert_eq!((io.copies, io.bytes_copied), (100, 100 * 16 * 512));
+        assert_eq!((io.copies, io.bytes_copied), (60, 60 * 16 * 512));
     }
 }
 

@@ -16,7 +16,8 @@
 //!   view of the old one is dropped ([`ViewWatch`]);
 //! * [`Ring`] is a queue's memory, entry by entry, and [`SqeBatch`] what will be in one together;
 //! * [`EventFd`] wakes a sleeper, and [`sigbus`] turns the loss of the memory behind a mapping
-//!   into a flag.
+//!   into a flag;
+//! * [`AbortOnPanic`] is for threads that others wait for.
 //!
 //! This is the only crate of the workspace, beside thin `sys` modules, with `unsafe` in it. What
 //! a peer does to shared memory while we copy it can make the *values* arbitrary, never the
@@ -26,6 +27,7 @@
 #[doc = include_str!("../README.md")]
 mod readme {}
 
+mod abort;
 mod copy;
 mod dma;
 mod error;
@@ -40,6 +42,7 @@ mod shared;
 pub mod sigbus;
 mod sqe_batch;
 
+pub use abort::AbortOnPanic;
 pub use copy::goes_past_caches;
 pub use dma::{DmaSpace, DmaTable, View, ViewWatch};
 pub use error::{DataPointerError, DmaError, Fault};

@@ -107,6 +107,12 @@ impl Segments {
         self.total = 0;
     }
 
+    /// How many pieces the list has room for without an allocation.
+    #[must_use]
+    pub fn room(&self) -> usize {
+        self.list.capacity()
+    }
+
     /// The data, taken out of the caller's hands: `self` is left without any.
     #[inline]
     #[must_use]

@@ -76,7 +76,9 @@ impl Verb {
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
     logging::start(&cli.logging);
-    cli.verb.run().unwrap_or_else(|error| exit::report(&error))
+    let status = cli.verb.run().unwrap_or_else(|error| exit::report(&error));
+    logging::finish();
+    status
 }
 
 #[cfg(test)]

@@ -134,6 +134,7 @@ impl ControllerConfig {
             mdts,
             // A page that is mapped can not ring either: what would be gained is lost in naps.
             shadow_doorbells: self.doorbells == OfferedDoorbells::Shadow,
+            ..Config::default()
         };
         config.validate()?;
         Ok(config)

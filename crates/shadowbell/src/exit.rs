@@ -1,5 +1,6 @@
 //! What the exit status of the program means.
 
+use crate::logging;
 use std::fmt;
 use std::io;
 use std::process::ExitCode;
@@ -18,7 +19,8 @@ Exit status:
   0  what was asked for was done
   1  something went wrong while it was done
   2  it can not be done as asked: the command line, a configuration file, or a disk or a path that \
-they name";
+they name
+A fault of the program itself ends it by SIGABRT (134 to a shell), so that it can be started again";
 
 /// Marks an error as one of what the person asked for: exit status 2.
 #[derive(Debug)]
@@ -66,9 +68,7 @@ pub(crate) fn is_broken_pipe(error: &anyhow::Error) -> bool {
 #[must_use]
 pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     if !is_broken_pipe(error) {
-        // Nothing can be done if this one fails too.
-        let text = format_args!("shadowbell: {}\n", line(error));
-        let _ = io::Write::write_fmt(&mut io::stderr(), text);
+        logging::last_words(&format!("shadowbell: {}\n", line(error)));
     }
     ExitCode::from(status(error))
 }

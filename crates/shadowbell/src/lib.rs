@@ -37,8 +37,9 @@
 //! | `report`, `latency` | measurements, for machines |
 //! | `table`, `units` | tables and numbers, for people |
 //! | `parse`, `cpu_list` | sizes, times and processors as people write them |
-//! | `shell` | words of a command line that a person pastes |
+//! | `shell`, `paste` | words of a command line that a person pastes; how they are printed |
 //! | `signals`, `descriptor_limit` | what the program asks of the system |
+//! | `log_thread` | lines of the log, until they are written |
 //! | `logging`, `exit` | lines on standard error; what the exit status means |
 #![forbid(unsafe_code)]
 
@@ -60,8 +61,10 @@ mod latency;
 mod live_stats;
 mod load;
 mod local;
+mod log_thread;
 mod logging;
 mod parse;
+mod paste;
 mod queue_options;
 mod report;
 mod rng;

@@ -1,13 +1,31 @@
 //! The log: lines on standard error, for a person.
 
+use crate::log_thread::{Limits, LogThread, Pace};
+use std::backtrace::{Backtrace, BacktraceStatus};
 use std::fmt;
 use std::io::IsTerminal;
+use std::panic::PanicHookInfo;
+use std::sync::OnceLock;
+use std::time::Duration;
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
+
+/// A second of the log has 96 KiB at most, whatever guests do. An honest server says some hundred
+/// bytes for each guest that comes.
+const PACE: Pace = Pace { per_second: 64 << 10, burst: 32 << 10 };
+/// What may wait to be written: more than a server with a thousand controllers says at its start.
+const WAITING: usize = 256 << 10;
+/// As much, for whoever asks for everything (-v): there is no pace then.
+const WAITING_VERBOSE: usize = 16 << 20;
+/// How long the end of the program waits for whoever reads the log.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// The thread that writes, from [`start`] on.
+static LOG: OnceLock<LogThread> = OnceLock::new();
 
 /// How much is logged.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
@@ -46,13 +64,63 @@ pub(crate) fn start(args: &Args) {
         _ => EnvFilter::new(args.level()),
     };
     let format = Lines { detailed: args.verbose > 0 };
+    let all = filter.max_level_hint().is_none_or(|level| level > Level::INFO);
+    let limits = if all {
+        Limits { waiting: WAITING_VERBOSE, pace: None }
+    } else {
+        Limits { waiting: WAITING, pace: Some(PACE) }
+    };
+    // Without a thread there is none to serve with either, and that will be said.
+    let Ok(log) = LogThread::start(std::io::stderr(), limits) else { return };
+    let writer = log.clone();
     // Fails only where a subscriber is there already: in a test, which wants its own.
-    let _ = tracing_subscriber::fmt()
+    let started = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
+        .with_writer(move || writer.clone())
         .with_ansi(std::io::stderr().is_terminal())
         .event_format(format)
         .try_init();
+    if started.is_ok() && LOG.set(log).is_ok() {
+        std::panic::set_hook(Box::new(die));
+    }
+}
+
+/// Says something of the program's own on standard error, after what was logged before. Whoever
+/// reads it may stand still: that holds up the end of the program for a moment, and nothing else.
+pub(crate) fn last_words(text: &str) {
+    match LOG.get() {
+        Some(log) => {
+            log.last_words(text.as_bytes());
+            finish();
+        }
+        // Nothing can be done if this fails.
+        None => drop(std::io::Write::write_all(&mut std::io::stderr(), text.as_bytes())),
+    }
+}
+
+/// Waits until what was logged is written, for a moment at most.
+pub(crate) fn finish() {
+    if let Some(log) = LOG.get() {
+        let _ = log.finish(LAST_WORDS);
+    }
+}
+
+/// A thread has panicked. What it served is served by nobody then, and whoever waits for it would
+/// wait for ever. So the process ends, and whoever started it can start it again.
+fn die(panic: &PanicHookInfo<'_>) {
+    let thread = std::thread::current();
+    let (name, trace) = (thread.name().unwrap_or("?"), Backtrace::capture());
+    let trace = match trace.status() {
+        BacktraceStatus::Captured => format!("{trace}"),
+        _ => String::from("RUST_BACKTRACE=1 shows the way there\n"),
+    };
+    let why = panic.payload_as_str().unwrap_or("for a reason that is no text");
+    let place = panic.location().map_or_else(|| "?".into(), ToString::to_string);
+    last_words(&format!(
+        "shadowbell: thread {name} has panicked at {place}: {why}; this is a fault of the program, \
+         which ends now (SIGABRT), so that it can be started again\n{trace}"
+    ));
+    std::process::abort();
 }
 
 /// `warning: what happened key=value`; with -v, the time and the module in front.
@@ -90,5 +158,77 @@ where
         }
         context.format_fields(out.by_ref(), event)?;
         writeln!(out)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+    use std::io::{self, PipeReader, PipeWriter, Read};
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::{Command, ExitStatus};
+    use std::time::Instant;
+
+    const CHILD: &str = "LOGGING_TEST_CHILD";
+
+    /// A program that logs to `log`, one of whose threads panics: how it ends.
+    fn panics(log: PipeWriter) -> ExitStatus {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "logging::tests::a_thread_that_panics_ends_the_process"])
+            .args(["--nocapture", "--test-threads=1"])
+            .env(CHILD, "1")
+            .stdout(std::process::Stdio::null())
+            .stderr(log)
+            .spawn()
+            .unwrap();
+        let until = Instant::now() + Duration::from_secs(20);
+        loop {
+            if let Some(status) = child.try_wait().unwrap() {
+                return status;
+            }
+            if Instant::now() > until {
+                child.kill().unwrap();
+                panic!("it hangs");
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// A pipe that takes nothing any more.
+    fn full_pipe() -> (PipeReader, PipeWriter) {
+        let (reader, writer) = io::pipe().unwrap();
+        let flags = fcntl_getfl(&writer).unwrap();
+        fcntl_setfl(&writer, flags | OFlags::NONBLOCK).unwrap();
+        while rustix::io::write(&writer, &[b'x'; 512]).is_ok() {}
+        fcntl_setfl(&writer, flags).unwrap();
+        (reader, writer)
+    }
+
+    #[test]
+    fn a_thread_that_panics_ends_the_process() {
+        if std::env::var_os(CHILD).is_some() {
+            start(&Args::default());
+            tracing::info!("all is well");
+            let serve = || panic!("there is no such queue");
+            let _ = std::thread::Builder::new().name("sb-reactor".into()).spawn(serve);
+            loop {
+                std::thread::park();
+            }
+        }
+        let (mut reader, writer) = io::pipe().unwrap();
+        let status = panics(writer);
+        assert_eq!(status.signal(), Some(6), "{status:?}");
+        let mut said = String::new();
+        reader.read_to_string(&mut said).unwrap();
+        let (before, why) = said.split_once("shadowbell: ").expect("it says why");
+        assert!(before.contains("all is well"), "{said}");
+        assert!(why.starts_with("thread sb-reactor has panicked at crates/"), "{said}");
+        assert!(why.contains("there is no such queue; "), "{said}");
+
+        // Nobody reads what it says: it ends all the same.
+        let (_reader, writer) = full_pipe();
+        let status = panics(writer);
+        assert_eq!(status.signal(), Some(6), "{status:?}");
     }
 }

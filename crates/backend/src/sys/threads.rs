@@ -5,6 +5,7 @@
 use super::call::{Kind, Prepared, Stuck};
 use parking_lot::{Condvar, Mutex};
 use rustix::event::EventfdFlags;
+use shadowbell_memory::AbortOnPanic;
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
@@ -127,6 +128,7 @@ impl Threads {
         let shared = Arc::clone(&self.shared);
         let thread = std::thread::Builder::new().name("sb-file".into()).stack_size(STACK);
         let run = move || {
+            let _guard = AbortOnPanic::new();
             unpin();
             shared.serve();
         };

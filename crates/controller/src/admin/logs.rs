@@ -57,6 +57,11 @@ impl ErrorLog {
         });
     }
 
+    /// So many errors happened of which nothing else is known.
+    pub(crate) fn skip(&mut self, count: u64) {
+        self.count = self.count.saturating_add(count);
+    }
+
     /// How many errors there were since power on.
     pub(crate) fn count(&self) -> u64 {
         self.count

@@ -1,10 +1,11 @@
-//! The admin queue pair with what is answered through it: completions, events, the error log.
+//! What is answered through the admin queue: completions, events, the error log. The queue itself
+//! belongs to whoever serves it (`admin_server`), who gets its orders from here.
 
 use crate::admin::events::{AsyncEvents, Completion};
 use crate::admin::logs::{ErrorLog, ErrorRecord};
-use crate::queue::admin::AdminQueue;
-use crate::shared::ControllerShared;
-use crate::stats::Stats;
+use crate::latch::Latch;
+use crate::queue::admin::{AdminCompletion, AdminQueue};
+use shadowbell_memory::DmaTable;
 use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::status::Status;
 use std::sync::Arc;
@@ -13,35 +14,152 @@ use std::sync::Arc;
 const NO_COMMAND: u16 = 0xffff;
 
 /// What became of an admin command.
+#[derive(Debug)]
 pub(crate) enum Outcome {
     /// It is complete, with this in dword 0.
     Done(u32),
+    /// It is complete as soon as the host has these data.
+    Data(Data),
     /// It completes later, by [`AdminPort::complete`].
     Later,
+    /// It completes when there is something to tell, or never, and its place in the completion
+    /// queue is not kept for it until then.
+    Unplaced,
+    /// It can not be begun before another one has ended.
+    NotYet,
+}
+
+/// What a command gives its host.
+#[derive(Debug)]
+pub(crate) struct Data {
+    pub(crate) bytes: Vec<u8>,
+    /// How many the command is about, which may be more.
+    pub(crate) len: usize,
+    /// Dword 0 of the completion.
+    pub(crate) dw0: u32,
+    /// The log page that the host has read then, and whether it wants to keep its event.
+    pub(crate) log: Option<(u8, bool)>,
 }
 
 /// How an admin command was executed.
 pub(crate) type Executed = Result<Outcome, Status>;
 
-/// The admin queue pair with what is answered through it.
+/// An admin queue, to be served.
+pub(crate) struct Attach {
+    pub(crate) queue: AdminQueue,
+    pub(crate) table: Arc<DmaTable>,
+    /// Resets that there have been.
+    pub(crate) generation: u64,
+}
+
+/// What whoever serves the admin queue has to do, in the order of the fields.
+#[derive(Default)]
+pub(crate) struct Orders {
+    /// A reset has begun: forget the queue, and then let go of this.
+    pub(crate) detach: Option<Latch>,
+    /// The controller is enabled.
+    pub(crate) attach: Option<Attach>,
+    /// There is another DMA map.
+    pub(crate) table: Option<Arc<DmaTable>>,
+    /// To be let go when no other map is in use.
+    pub(crate) latches: Vec<Latch>,
+    /// Doorbell Buffer Config: the Shadow Doorbell and the EventIdx buffer.
+    pub(crate) shadow: Option<(u64, u64)>,
+    /// The completion queue is elsewhere.
+    pub(crate) acq: Option<u64>,
+    /// These commands are complete.
+    pub(crate) completions: Vec<AdminCompletion>,
+}
+
+impl Orders {
+    pub(crate) fn is_empty(&self) -> bool {
+        let Self { detach, attach, table, latches, shadow, acq, completions } = self;
+        detach.is_none()
+            && attach.is_none()
+            && table.is_none()
+            && latches.is_empty()
+            && shadow.is_none()
+            && acq.is_none()
+            && completions.is_empty()
+    }
+}
+
+/// What is answered through the admin queue.
+#[derive(Default)]
 pub(super) struct AdminPort {
-    shared: Arc<ControllerShared>,
-    /// `None` while the controller is disabled.
-    pub(super) queue: Option<AdminQueue>,
+    /// There is an admin queue: the controller is enabled, and no reset has begun.
+    open: bool,
+    /// A command was fetched.
+    used: bool,
+    orders: Orders,
     pub(super) errors: ErrorLog,
     pub(super) events: AsyncEvents,
 }
 
 impl AdminPort {
-    pub(super) fn new(shared: Arc<ControllerShared>) -> Self {
-        Self { shared, queue: None, errors: ErrorLog::default(), events: AsyncEvents::default() }
+    /// The controller is enabled.
+    pub(super) fn open(&mut self, attach: Attach) {
+        (self.open, self.used) = (true, false);
+        self.orders.attach = Some(attach);
     }
 
-    /// Completes an admin command.
+    /// A reset begins. `latch` is let go when the queue is not touched any more. What was to be
+    /// answered concerns nobody.
+    pub(super) fn close(&mut self, latch: Latch) {
+        self.open = false;
+        let latches = std::mem::take(&mut self.orders.latches);
+        self.orders = Orders { detach: Some(latch), latches, ..Orders::default() };
+    }
+
+    /// Whether there is something to do for whoever serves the queue.
+    pub(super) fn has_orders(&self) -> bool {
+        !self.orders.is_empty()
+    }
+
+    /// What there is to do for whoever serves the queue, who `has_fetched` a command.
+    pub(super) fn take_orders(&mut self, has_fetched: bool) -> Orders {
+        self.used |= has_fetched;
+        std::mem::take(&mut self.orders)
+    }
+
+    /// There is another DMA map; `latch` is let go when the one before is not used any more.
+    pub(super) fn change_table(&mut self, table: &Arc<DmaTable>, latch: Option<&Latch>) {
+        if self.open {
+            self.orders.table = Some(Arc::clone(table));
+        }
+        self.orders.latches.extend(latch.cloned());
+    }
+
+    /// Doorbell Buffer Config.
+    pub(super) fn enable_shadow(&mut self, pages: (u64, u64)) {
+        self.orders.shadow = Some(pages);
+    }
+
+    /// Puts the completion queue elsewhere, as long as no command was fetched. Whether it is.
+    ///
+    /// ACQ has to be written before CC.EN; QEMU's `nvme://` driver, whose compiler knows nothing of
+    /// that, writes it after, and lives with controllers that do not look before the first command.
+    pub(super) fn place_cq(&mut self, acq: u64) -> bool {
+        let is_possible = self.open && !self.used;
+        if is_possible {
+            self.orders.acq = Some(acq);
+        }
+        is_possible
+    }
+
+    /// Completes an admin command whose place was kept.
     pub(super) fn complete(&mut self, cid: u16, status: Status, dw0: u32) {
-        if let Some(queue) = &mut self.queue {
-            queue.complete(cid, status, dw0);
-            queue.post(&self.shared);
+        self.push(AdminCompletion { cid, status, dw0, placed: true });
+    }
+
+    /// Completes an Asynchronous Event Request.
+    pub(super) fn complete_unplaced(&mut self, cid: u16, status: Status, dw0: u32) {
+        self.push(AdminCompletion { cid, status, dw0, placed: false });
+    }
+
+    fn push(&mut self, completion: AdminCompletion) {
+        if self.open {
+            self.orders.completions.push(completion);
         }
     }
 
@@ -54,7 +172,7 @@ impl AdminPort {
     /// Completes an Asynchronous Event Request, if there is one to complete.
     pub(super) fn complete_event(&mut self, event: Option<Completion>) {
         if let Some(Completion { cid, dw0 }) = event {
-            self.complete(cid, Status::SUCCESS, dw0);
+            self.complete_unplaced(cid, Status::SUCCESS, dw0);
         }
     }
 
@@ -79,30 +197,5 @@ impl AdminPort {
 
     pub(super) fn log_error(&mut self, sqid: u16, cid: u16, status: Status, nsid: u32, lba: u64) {
         self.errors.push(ErrorRecord { sqid, cid, status, nsid, lba });
-    }
-
-    /// Posts what is complete, as far as there is room.
-    pub(super) fn post(&mut self) {
-        if let Some(queue) = &mut self.queue {
-            queue.post(&self.shared);
-        }
-    }
-
-    /// The queue pair is gone.
-    pub(super) fn retire(&mut self) {
-        if let Some(queue) = self.queue.take() {
-            queue.retire(&self.shared);
-        }
-    }
-
-    /// The counters of the admin queue pair.
-    pub(super) fn stats(&self) -> Stats {
-        let mut stats = Stats::default();
-        if let Some(queue) = &self.queue {
-            let (sq, cq) = queue.snapshot(&self.shared);
-            stats.submission_queues.push(sq);
-            stats.completion_queues.push(cq);
-        }
-        stats
     }
 }

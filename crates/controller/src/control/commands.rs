@@ -1,6 +1,6 @@
 //! The admin command set: which command does what.
 
-use super::admin::{AdminPort, Executed, Outcome};
+use super::admin::{AdminPort, Data, Executed, Outcome};
 use super::control_override::ControlOverride;
 use super::deferred::Deferred;
 use super::io_queues::{IoQueues, QueueEnvironment, ended};
@@ -16,8 +16,7 @@ use crate::config::Config;
 use crate::context::Context;
 use crate::event::Event;
 use crate::notice::Operation;
-use crate::stats::IoStats;
-use crate::worker::message::{Message, WorkerStats};
+use crate::worker::message::Message;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin as decode;
 use shadowbell_spec::event::AsyncEvent;
@@ -25,8 +24,6 @@ use shadowbell_spec::log::{CriticalWarning, lid};
 use shadowbell_spec::opcode::AdminOpcode;
 use shadowbell_spec::sqe::{Fuse, Psdt};
 use shadowbell_spec::status::Status;
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 /// What of the controller a command may touch.
@@ -41,12 +38,6 @@ pub(super) struct CommandEnvironment<'a> {
     pub(super) deferred: &'a mut Deferred,
 }
 
-/// A Get Log Page command that waits for the workers' counters.
-struct SmartLog {
-    sqe: Sqe,
-    answers: Receiver<WorkerStats>,
-}
-
 /// What the admin commands keep between them.
 pub(super) struct AdminCommands {
     identity: Identity,
@@ -55,7 +46,8 @@ pub(super) struct AdminCommands {
     changed: ChangedList,
     /// Abort commands under way.
     aborts: u32,
-    smart_logs: Vec<SmartLog>,
+    /// A Doorbell Buffer Config is under way: each worker has one message of it, and no more.
+    configures_shadow: bool,
     /// How often there is an event of full storage.
     full: RateLimit,
     /// How often there is an event of lost data.
@@ -69,7 +61,7 @@ impl AdminCommands {
             features: Features::new(),
             changed: ChangedList::default(),
             aborts: 0,
-            smart_logs: Vec::new(),
+            configures_shadow: false,
             full: RateLimit::default(),
             losses: RateLimit::default(),
         }
@@ -78,12 +70,28 @@ impl AdminCommands {
     /// A reset is over.
     pub(super) fn reset(&mut self) {
         self.features.reset();
-        self.smart_logs.clear();
+        self.configures_shadow = false;
         self.aborts = 0;
     }
 
-    /// Executes a command.
-    pub(super) fn execute(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
+    /// How many bytes a command takes from the host, to be read before it is executed.
+    pub(super) fn data_length(sqe: &Sqe) -> usize {
+        if AdminOpcode::try_from(sqe.opcode) != Ok(AdminOpcode::SetFeatures)
+            || sqe.fuse() != Fuse::Normal
+            || sqe.psdt() != Psdt::Prp
+        {
+            return 0;
+        }
+        features::data_length(decode::SetFeatures::decode(sqe).fid)
+    }
+
+    /// Executes a command. `data` is what it takes from the host, or why that can not be had.
+    pub(super) fn execute(
+        &mut self,
+        env: &mut CommandEnvironment<'_>,
+        sqe: &Sqe,
+        data: Option<Result<Vec<u8>, Status>>,
+    ) -> Executed {
         if let Some(overriding) = &mut env.overriding
             && let Some(executed) = overriding.admin(sqe)
         {
@@ -110,16 +118,16 @@ impl AdminCommands {
             AdminOpcode::DeleteIoCq => env.queues.delete_cq(cx, generation, sqe, env.deferred),
             AdminOpcode::Identify => self.identify(env, sqe),
             AdminOpcode::GetLogPage => self.get_log_page(env, sqe),
-            AdminOpcode::SetFeatures => self.set_features(env, sqe),
+            AdminOpcode::SetFeatures => self.set_features(env, sqe, data),
             AdminOpcode::GetFeatures => self.get_features(env, sqe),
             AdminOpcode::Abort => self.abort(env, sqe),
             AdminOpcode::AsyncEventRequest => {
                 let completion = env.port.events.request(sqe.cid)?;
                 env.port.complete_event(completion);
-                Ok(Outcome::Later)
+                Ok(Outcome::Unplaced)
             }
             AdminOpcode::DoorbellBufferConfig if cx.config.shadow_doorbells => {
-                doorbell_buffer_config(env, sqe)
+                self.doorbell_buffer_config(env, sqe)
             }
             _ => unsupported,
         }
@@ -128,16 +136,17 @@ impl AdminCommands {
     fn identify(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
         let command = decode::Identify::decode(sqe);
         let data = self.identity.identify(&command, sqe.nsid, &env.cx.namespaces)?;
-        env.memory.write(sqe, env.registers.page_size(), data.len(), &data[..])?;
-        Ok(Outcome::Done(0))
+        Ok(Outcome::Data(Data { len: data.len(), bytes: data.to_vec(), dw0: 0, log: None }))
     }
 
-    fn set_features(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
+    fn set_features(
+        &mut self,
+        env: &mut CommandEnvironment<'_>,
+        sqe: &Sqe,
+        data: Option<Result<Vec<u8>, Status>>,
+    ) -> Executed {
         let command = decode::SetFeatures::decode(sqe);
-        let data = match features::data_length(command.fid) {
-            0 => None,
-            len => Some(env.memory.read(sqe, env.registers.page_size(), len)?),
-        };
+        let data = data.transpose()?;
         let set = self.features.set(&command, sqe.nsid, data.as_deref(), &limits(env))?;
         let shared = &env.cx.shared;
         match set.effect {
@@ -175,10 +184,10 @@ impl AdminCommands {
     fn get_features(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
         let command = decode::GetFeatures::decode(sqe);
         let got = self.features.get(&command, sqe.nsid, &limits(env))?;
-        if let Some(data) = &got.data {
-            env.memory.write(sqe, env.registers.page_size(), data.len(), data)?;
-        }
-        Ok(Outcome::Done(got.dw0))
+        Ok(match got.data {
+            Some(bytes) => Outcome::Data(Data { len: bytes.len(), bytes, dw0: got.dw0, log: None }),
+            None => Outcome::Done(got.dw0),
+        })
     }
 
     fn get_log_page(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
@@ -186,55 +195,34 @@ impl AdminCommands {
         if command.length() > 4096 << env.cx.config.mdts {
             return Err(Status::INVALID_FIELD.with_dnr());
         }
-        // Counters come from the workers, who answer when they get to it.
-        if command.lid != lid::SMART_HEALTH {
-            self.write_log(env, sqe, &Health::default())?;
-            return Ok(Outcome::Done(0));
-        }
-        let (answer, answers) = channel();
-        self.smart_logs.push(SmartLog { sqe: *sqe, answers });
-        let operation = Operation::SmartLog { cid: sqe.cid };
-        let latch = env.cx.latch(ended(env.lifecycle.generation, operation));
-        env.cx.send_all(env.queues.workers(), |controller| Message::Query {
-            controller,
-            answer: answer.clone(),
-            latch: Some(latch.clone()),
-        });
-        env.deferred.latches.push(latch);
-        Ok(Outcome::Later)
+        let health = match command.lid {
+            lid::SMART_HEALTH => self.health(env),
+            _ => Health::default(),
+        };
+        let mut context = LogContext {
+            errors: &env.port.errors,
+            health: &health,
+            changed: &mut self.changed,
+            shadow_doorbells: env.cx.config.shadow_doorbells,
+            volatile_cache: env.cx.has_volatile_cache(),
+        };
+        let bytes = logs::read(&command, sqe.nsid, &mut context)?;
+        let (len, log) = (command.length() as usize, Some((command.lid, command.rae)));
+        Ok(Outcome::Data(Data { bytes, len, dw0: 0, log }))
     }
 
-    /// All workers have given their counters for the SMART log that command `cid` asks for.
-    pub(super) fn counters_are_there(&mut self, env: &mut CommandEnvironment<'_>, cid: u16) {
-        let Some(at) = self.smart_logs.iter().position(|log| log.sqe.cid == cid) else { return };
-        let SmartLog { sqe, answers } = self.smart_logs.remove(at);
-        let health = self.health(env, answers.try_iter());
-        match self.write_log(env, &sqe, &health) {
-            Ok(()) => env.port.complete(cid, Status::SUCCESS, 0),
-            Err(status) => env.port.fail(cid, status, sqe.nsid),
-        }
-    }
-
-    fn health(
-        &self,
-        env: &CommandEnvironment<'_>,
-        workers: impl Iterator<Item = WorkerStats>,
-    ) -> Health {
-        let CommandEnvironment { cx, lifecycle, port, .. } = env;
-        let mut io = IoStats::default();
-        cx.shared.retire(|retired| io.merge(&retired.io));
-        let mut busy = Duration::ZERO;
-        for worker in workers {
-            io.merge(&worker.io);
-            busy = busy.max(Duration::from_nanos(worker.sleep.awake_ns));
-        }
+    fn health(&self, env: &CommandEnvironment<'_>) -> Health {
+        let CommandEnvironment { cx, lifecycle, port, queues, .. } = env;
+        // Workers count where everybody can look: nobody asks them.
+        let io = cx.shared.io();
+        let busy = queues.workers().map(|worker| cx.pool.busy(worker)).max();
         Health {
             bytes_read: io.bytes_read,
             bytes_written: io.bytes_written + io.bytes_copied,
             host_reads: io.reads + io.copies,
             host_writes: io.writes + io.copies,
             media_errors: io.media_errors,
-            busy,
+            busy: busy.unwrap_or(Duration::ZERO),
             powered: lifecycle.since.elapsed(),
             power_cycles: lifecycle.power_cycles,
             unsafe_shutdowns: lifecycle.unsafe_shutdowns,
@@ -246,25 +234,34 @@ impl AdminCommands {
         }
     }
 
-    fn write_log(
-        &mut self,
-        env: &mut CommandEnvironment<'_>,
-        sqe: &Sqe,
-        health: &Health,
-    ) -> Result<(), Status> {
-        let command = decode::GetLogPage::decode(sqe);
-        let mut context = LogContext {
-            errors: &env.port.errors,
-            health,
-            changed: &mut self.changed,
-            shadow_doorbells: env.cx.config.shadow_doorbells,
-            volatile_cache: env.cx.has_volatile_cache(),
-        };
-        let page = logs::read(&command, sqe.nsid, &mut context)?;
-        env.memory.write(sqe, env.registers.page_size(), command.length() as usize, &page)?;
-        let completion = env.port.events.log_read(command.lid, command.rae);
-        env.port.complete_event(completion);
-        Ok(())
+    /// Doorbell Buffer Config (Base 2.1, "Doorbell Buffer Config command").
+    fn doorbell_buffer_config(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
+        let pages = (sqe.prp1(), sqe.prp2());
+        let page = env.registers.page_size() as u64;
+        let is_usable = |at| env.memory.is_shadow_page(at, page);
+        if !is_usable(pages.0) || !is_usable(pages.1) || pages.0 == pages.1 {
+            return Err(Status::INVALID_FIELD.with_dnr());
+        }
+        if std::mem::replace(&mut self.configures_shadow, true) {
+            return Ok(Outcome::NotYet);
+        }
+        env.memory.shadow = Some(pages);
+        env.port.enable_shadow(pages);
+        let operation = Operation::ShadowDoorbells { cid: sqe.cid };
+        let latch = env.cx.latch(ended(env.lifecycle.generation, operation));
+        env.cx.send_all(env.queues.workers(), |controller| Message::Shadow {
+            controller,
+            pages,
+            latch: latch.clone(),
+        });
+        env.deferred.latches.push(latch);
+        Ok(Outcome::Later)
+    }
+
+    /// A Doorbell Buffer Config has come to its end.
+    pub(super) fn shadow_configured(&mut self, port: &mut AdminPort, cid: u16) {
+        self.configures_shadow = false;
+        port.complete(cid, Status::SUCCESS, 0);
     }
 
     fn abort(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
@@ -273,7 +270,7 @@ impl AdminCommands {
             // The only admin commands that stay are asynchronous event requests.
             let aborted = env.port.events.abort(cid);
             if aborted {
-                env.port.complete(cid, Status::ABORT_REQUESTED, 0);
+                env.port.complete_unplaced(cid, Status::ABORT_REQUESTED, 0);
             }
             return Ok(Outcome::Done(u32::from(!aborted)));
         }
@@ -344,28 +341,4 @@ fn limits(env: &CommandEnvironment<'_>) -> Limits {
         queues_exist: !env.queues.is_empty(),
         volatile_cache: env.cx.has_volatile_cache(),
     }
-}
-
-/// Doorbell Buffer Config (Base 2.1, "Doorbell Buffer Config command").
-fn doorbell_buffer_config(env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
-    let pages = (sqe.prp1(), sqe.prp2());
-    let page = env.registers.page_size() as u64;
-    let is_usable = |at| env.memory.is_shadow_page(at, page);
-    if !is_usable(pages.0) || !is_usable(pages.1) || pages.0 == pages.1 {
-        return Err(Status::INVALID_FIELD.with_dnr());
-    }
-    env.memory.shadow = Some(pages);
-    let table = Arc::clone(env.memory.table());
-    if let Some(queue) = &mut env.port.queue {
-        queue.enable_shadow(&table, pages);
-    }
-    let operation = Operation::ShadowDoorbells { cid: sqe.cid };
-    let latch = env.cx.latch(ended(env.lifecycle.generation, operation));
-    env.cx.send_all(env.queues.workers(), |controller| Message::Shadow {
-        controller,
-        pages,
-        latch: latch.clone(),
-    });
-    env.deferred.latches.push(latch);
-    Ok(Outcome::Later)
 }

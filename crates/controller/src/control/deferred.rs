@@ -11,11 +11,9 @@ pub(crate) type Callback = Box<dyn FnOnce() + Send>;
 #[must_use = "pass it to ControllerInner::run"]
 pub(crate) struct Deferred {
     pub(crate) events: Vec<Event>,
-    /// A latch gives notice, which takes the lock.
+    /// A latch gives notice, which may take the lock.
     pub(crate) latches: Vec<Latch>,
     pub(crate) callbacks: Vec<Callback>,
-    /// The admin queue has more to do than one turn.
-    pub(crate) again: bool,
 }
 
 impl Deferred {

@@ -182,6 +182,7 @@ impl IoQueues {
             namespaces: Arc::clone(&cx.namespaces),
             page_size: env.registers.page_size(),
             max_transfer: 4096usize << cx.config.mdts,
+            quota: cx.config.quota,
             shadow: env.memory.shadow,
             overriding,
         });

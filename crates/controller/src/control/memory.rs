@@ -1,9 +1,7 @@
 //! The host's memory, as the control plane has it mapped.
 
 use super::deferred::Callback;
-use shadowbell_memory::{DmaError, DmaSpace, DmaTable, Segments, SharedBytes, View};
-use shadowbell_spec::Sqe;
-use shadowbell_spec::status::Status;
+use shadowbell_memory::{DmaError, DmaSpace, DmaTable, SharedBytes};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -60,36 +58,6 @@ impl HostMemory {
     /// Who has waited with this ticket.
     pub(super) fn released(&mut self, ticket: u64) -> Option<Callback> {
         self.releases.remove(&ticket)
-    }
-
-    /// Resolves the data pointer of an admin command for `len` bytes.
-    fn data(&self, sqe: &Sqe, len: usize, page: usize, write: bool) -> Result<Segments, Status> {
-        let view = View::new(Arc::clone(self.table()));
-        let mut data = Segments::new();
-        view.resolve_prps(sqe.prp1(), sqe.prp2(), len, page, write, &mut data)
-            .map_err(|e| e.status())?;
-        Ok(data)
-    }
-
-    /// Gives the host `bytes`, which may be fewer than the `len` that the command is about. Whether
-    /// PRP2 is a page or a list of pages depends on `len` (Base 2.1, 4.3.1): a short answer must
-    /// not end up in the list.
-    pub(super) fn write(
-        &self,
-        sqe: &Sqe,
-        page: usize,
-        len: usize,
-        bytes: &[u8],
-    ) -> Result<(), Status> {
-        self.data(sqe, len, page, true)?.write_from(0, bytes).ok_or(Status::INTERNAL)
-    }
-
-    /// Takes `len` bytes from the host.
-    pub(super) fn read(&self, sqe: &Sqe, page: usize, len: usize) -> Result<Vec<u8>, Status> {
-        let data = self.data(sqe, len, page, false)?;
-        let mut bytes = vec![0; len];
-        data.read_into(0, &mut bytes).ok_or(Status::INTERNAL)?;
-        Ok(bytes)
     }
 
     /// Whether `page` bytes at `at` can serve as a buffer of Doorbell Buffer Config.

@@ -1,9 +1,10 @@
 //! The control plane of a controller: its registers, its admin commands, and what follows from
 //! them.
 //!
-//! Everything here runs under one lock, which no worker takes to serve a command and under which
-//! nobody ever waits: what takes time is sent to the workers as a message, and goes on when the
-//! last of them drops its latch and so gives notice.
+//! Everything here runs under one lock, which no worker ever takes, and under which nobody ever
+//! waits. What takes time is sent to the workers as a message, and goes on when the last of them
+//! drops its latch and so gives notice. The guest's memory is not touched under it either: that is
+//! left to whoever serves the admin queue (`admin_server`), who gets [`Orders`].
 
 mod admin;
 mod commands;
@@ -14,30 +15,30 @@ mod memory;
 mod registers;
 mod reset;
 
-#[cfg(feature = "faults")]
-pub(crate) use admin::Executed;
-pub(crate) use admin::Outcome;
+pub(crate) use admin::{Attach, Data, Executed, Orders, Outcome};
 pub(crate) use deferred::{Callback, Deferred};
 pub use io_queues::DoorbellEventfds;
 #[cfg(feature = "faults")]
 pub(crate) use registers::RegisterImage;
 
 use crate::context::Context;
+use crate::control_thread::AdminDoorbellPoll;
 use crate::event::Event;
+use crate::inbox::MissedErrors;
 use crate::latch::Latch;
 use crate::notice::{Notice, Operation};
 use crate::queue::admin::AdminQueue;
-use crate::stats::Stats;
 use crate::trace::Kind;
-use crate::worker::message::{AdminDoorbellPoll, Message};
+use crate::worker::message::Message;
 use admin::AdminPort;
 use commands::{AdminCommands, CommandEnvironment};
 use control_override::{ControlOverride, Response};
 use io_queues::{IoQueues, ended};
 use memory::HostMemory;
 use registers::{Effect, Registers};
-use reset::{Lifecycle, Phase, Waiter};
+use reset::{Lifecycle, Phase, ShutdownFlush, Waiter};
 use shadowbell_memory::{DmaError, SharedBytes};
+use shadowbell_spec::Sqe;
 use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::regs::{self, Cc, Csts, DoorbellKind};
 use shadowbell_spec::status::Status;
@@ -45,9 +46,14 @@ use std::any::Any;
 use std::io;
 use std::sync::Arc;
 
-/// Admin commands served in one turn, so that a host which never stops can not keep the thread that
-/// carries it, and with it other hosts, waiting.
-const TURN: u32 = 256;
+/// What whoever serves the admin queue has to know of the controller.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Standing {
+    /// Commands are served.
+    pub(crate) ready: bool,
+    /// CC.MPS in bytes.
+    pub(crate) page_size: usize,
+}
 
 /// The control plane. What has to outlive a process is in here; the rest is rebuilt from it.
 pub(crate) struct Control {
@@ -66,7 +72,7 @@ impl Control {
             registers: Registers::new(cx.config.max_queue_entries),
             lifecycle: Lifecycle::new(),
             memory: HostMemory::new(cx.shared.id),
-            port: AdminPort::new(Arc::clone(&cx.shared)),
+            port: AdminPort::default(),
             commands: AdminCommands::new(&cx.config),
             queues: IoQueues::new(cx.config.io_queues),
             overriding: None,
@@ -128,8 +134,7 @@ impl Control {
             Effect::None => {}
             Effect::Configuration(before) => self.configure(cx, before, deferred),
             Effect::AdminCompletionQueue(acq) => {
-                let table = self.memory.table();
-                if self.port.queue.as_mut().is_some_and(|queue| queue.place_cq(table, acq)) {
+                if self.port.place_cq(acq) {
                     self.registers.acq = acq;
                 } else {
                     tracing::debug!(offset, "ignored a write while the controller is enabled");
@@ -158,8 +163,9 @@ impl Control {
             return self.fail(why, deferred);
         }
         let Registers { aqa, asq, acq, .. } = self.registers;
-        match AdminQueue::new(&cx.shared, self.memory.table(), aqa, asq, acq) {
-            Ok(queue) => self.port.queue = Some(queue),
+        let (table, generation) = (Arc::clone(self.memory.table()), self.lifecycle.generation);
+        match AdminQueue::new(&cx.shared, &table, aqa, asq, acq) {
+            Ok(queue) => self.port.open(Attach { queue, table, generation }),
             Err(fault) => {
                 tracing::warn!(%fault, "the admin queue's memory can not be reached");
                 return self
@@ -173,7 +179,7 @@ impl Control {
             let tail = cx.shared.register(0, DoorbellKind::Sq);
             let head = cx.shared.register(0, DoorbellKind::Cq);
             let poll = AdminDoorbellPoll::new(tail, head, cx.control.clone());
-            cx.pool.send(0, Message::PollAdminDoorbells(poll));
+            cx.pool.control().poll_doorbells(cx.shared.id, Some(poll));
         }
     }
 
@@ -189,6 +195,11 @@ impl Control {
     /// CC.SHN: flushes what the disks hold back. The queues go on working.
     fn shut_down(&mut self, cx: &Context, deferred: &mut Deferred) {
         self.registers.csts.set_shst(regs::SHST_OCCURRING);
+        if self.lifecycle.flush != ShutdownFlush::None {
+            self.lifecycle.flush = ShutdownFlush::Again;
+            return;
+        }
+        self.lifecycle.flush = ShutdownFlush::UnderWay;
         let latch = cx.latch(ended(self.lifecycle.generation, Operation::Shutdown));
         let message = |controller| Message::Flush { controller, latch: latch.clone() };
         cx.send_all(self.queues.workers(), message);
@@ -196,11 +207,9 @@ impl Control {
     }
 
     /// A Controller Level Reset begins: the shadow pages are dropped before anything else, the
-    /// workers give up what is in flight, and the rest follows when they have.
+    /// workers give up what is in flight, and so does whoever serves the admin queue. The rest
+    /// follows when they have.
     fn begin_reset(&mut self, cx: &Context, full: bool, deferred: &mut Deferred) {
-        if let Some(queue) = &mut self.port.queue {
-            queue.drop_shadow();
-        }
         self.memory.shadow = None;
         self.queues.drop_eventfds();
         self.lifecycle.full_reset |= full;
@@ -214,10 +223,19 @@ impl Control {
         {
             self.lifecycle.unsafe_shutdowns += 1;
         }
+        let was_ready = self.lifecycle.phase == Phase::Ready;
         self.lifecycle.phase = Phase::Resetting;
         self.lifecycle.generation += 1;
-        self.port.retire();
+        self.lifecycle.flush = ShutdownFlush::None;
+        if cx.shared.mapped {
+            cx.pool.control().poll_doorbells(cx.shared.id, None);
+        }
+        if !was_ready {
+            // Enabling it had failed: nobody has anything to give up.
+            return self.end_reset(cx, deferred);
+        }
         let latch = cx.latch(ended(self.lifecycle.generation, Operation::Reset));
+        self.port.close(latch.clone());
         let message = |controller| Message::Detach { controller, latch: latch.clone() };
         cx.send_all(self.queues.workers(), message);
         deferred.latches.push(latch);
@@ -234,6 +252,7 @@ impl Control {
         self.commands.reset();
         self.port.events.clear();
         self.lifecycle.phase = Phase::Disabled;
+        self.lifecycle.flush = ShutdownFlush::None;
         self.registers.reset();
         if std::mem::take(&mut self.lifecycle.full_reset) {
             self.registers.power_on();
@@ -325,28 +344,22 @@ impl Control {
     }
 
     /// Gives everybody the DMA map as it is now. `latch`, if somebody waits, is let go by each when
-    /// nothing of it uses the old one any more. Whether the admin queue has to be served: it stood
-    /// still for want of memory that is there now, and no doorbell is written again for what came
-    /// meanwhile.
-    pub(crate) fn publish_table(&mut self, cx: &Context, latch: Option<&Latch>) -> bool {
-        let (table, shadow) = (Arc::clone(self.memory.table()), self.memory.shadow);
-        let is_back = self.port.queue.as_mut().is_some_and(|queue| queue.remap(&table, shadow));
+    /// nothing of it uses the old one any more.
+    pub(crate) fn publish_table(&mut self, cx: &Context, latch: Option<&Latch>) {
+        let table = Arc::clone(self.memory.table());
+        // With the controller disabled, nobody has any. While a reset is under way, somebody may.
+        let latch_of_admin = latch.filter(|_| self.lifecycle.phase != Phase::Disabled);
+        self.port.change_table(&table, latch_of_admin);
         cx.send_all(self.queues.workers(), |controller| Message::Table {
             controller,
             table: Arc::clone(&table),
             latches: latch.into_iter().cloned().collect(),
         });
-        is_back
     }
 
     /// The workers that serve this controller's queues.
     pub(crate) fn workers(&self) -> Vec<usize> {
         self.queues.workers().collect()
-    }
-
-    /// The counters of the admin queue pair.
-    pub(crate) fn admin_stats(&self) -> Stats {
-        self.port.stats()
     }
 
     /// Descriptors that stand for writes to doorbells: none without Doorbell Buffer Config.
@@ -365,18 +378,35 @@ impl Control {
     }
 
     /// A doorbell register was written that no queue has.
-    pub(crate) fn invalid_doorbell_register(&mut self, cx: &Context) -> Deferred {
-        let mut deferred = Deferred::default();
+    pub(crate) fn invalid_doorbell_register(&mut self) {
         if self.is_ready() {
             self.port.doorbell_error(AsyncEvent::INVALID_DOORBELL_REGISTER);
         }
-        self.serve_admin(cx, &mut deferred);
-        deferred
+    }
+
+    /// An admin doorbell has a value that can not be.
+    pub(crate) fn bad_admin_doorbell(&mut self) {
+        if self.is_ready() {
+            self.port.doorbell_error(AsyncEvent::INVALID_DOORBELL_VALUE);
+        }
+    }
+
+    /// There were errors of which no notice is left.
+    pub(crate) fn receive_missed(
+        &mut self,
+        cx: &Context,
+        missed: &MissedErrors,
+        deferred: &mut Deferred,
+    ) {
+        self.port.errors.skip(missed.count);
+        let full = missed.full.iter().map(|nsid| (*nsid, Status::CAPACITY_EXCEEDED));
+        for failed in full.chain(missed.write_fault) {
+            self.commands.command_failed(cx, &mut self.port, failed, deferred);
+        }
     }
 
     /// A worker has given notice.
-    pub(crate) fn receive(&mut self, cx: &Context, notice: Notice) -> Deferred {
-        let mut deferred = Deferred::default();
+    pub(crate) fn receive(&mut self, cx: &Context, notice: Notice, deferred: &mut Deferred) {
         match notice {
             Notice::InvalidDoorbell { qid } => {
                 tracing::debug!(qid, "invalid doorbell value");
@@ -387,31 +417,30 @@ impl Control {
             Notice::CommandError { sqid, cid, status, nsid, lba } => {
                 self.port.log_error(sqid, cid, status, nsid, lba);
                 let failed = (nsid, status);
-                self.commands.command_failed(cx, &mut self.port, failed, &mut deferred);
+                self.commands.command_failed(cx, &mut self.port, failed, deferred);
             }
             Notice::MemoryLost => {
-                self.fail("memory that the host shared was taken away (truncated)", &mut deferred);
+                self.fail("memory that the host shared was taken away (truncated)", deferred);
             }
             Notice::Condition(condition) => {
                 let ready = self.is_ready();
                 let response = self.overriding.as_mut().map(|o| o.condition(condition, ready));
                 match response.unwrap_or(Response::Nothing) {
                     Response::Nothing => {}
-                    Response::Fail(why) => self.fail(why, &mut deferred),
-                    Response::Reset => self.begin_reset(cx, true, &mut deferred),
+                    Response::Fail(why) => self.fail(why, deferred),
+                    Response::Reset => self.begin_reset(cx, true, deferred),
                 }
             }
-            Notice::AdminDoorbell => self.serve_admin(cx, &mut deferred),
+            Notice::AdminDoorbell => {}
             Notice::MemoryReleased { ticket } => {
                 deferred.callbacks.extend(self.memory.released(ticket));
             }
             // What began before a reset concerns nobody.
             Notice::Ended { generation, .. } if generation != self.lifecycle.generation => {}
             Notice::Ended { operation, status, .. } => {
-                self.operation_ended(cx, operation, status, &mut deferred);
+                self.operation_ended(cx, operation, status, deferred);
             }
         }
-        deferred
     }
 
     /// All workers that took part in `operation` are done with it.
@@ -431,20 +460,21 @@ impl Control {
             Operation::DeleteCq { qid, cid } => queues.cq_deleted(cx, port, (qid, cid)),
             Operation::DeleteSq { qid, cid } => queues.sq_deleted(cx, port, (qid, cid)),
             Operation::ShadowDoorbells { cid } => {
-                port.complete(cid, Status::SUCCESS, 0);
+                self.commands.shadow_configured(port, cid);
                 cx.trace(Kind::ShadowConfigured, 0, 0, 0);
                 deferred.event(Event::ShadowDoorbells);
-                // The host may shadow the admin queue from here on.
-                self.serve_admin(cx, deferred);
-            }
-            Operation::SmartLog { cid } => {
-                let (commands, mut env) = self.split(cx, deferred);
-                commands.counters_are_there(&mut env, cid);
             }
             Operation::Abort { cid } => self.commands.abort_ended(port, cid, status),
             Operation::Shutdown => {
-                self.registers.csts.set_shst(regs::SHST_COMPLETE);
-                deferred.event(Event::Shutdown);
+                let flush = std::mem::replace(&mut self.lifecycle.flush, ShutdownFlush::None);
+                match flush {
+                    ShutdownFlush::None => {}
+                    ShutdownFlush::Again => self.shut_down(cx, deferred),
+                    ShutdownFlush::UnderWay => {
+                        self.registers.csts.set_shst(regs::SHST_COMPLETE);
+                        deferred.event(Event::Shutdown);
+                    }
+                }
             }
             Operation::Reset => self.end_reset(cx, deferred),
         }
@@ -469,45 +499,66 @@ impl Control {
         (&mut self.commands, env)
     }
 
-    /// Serves the admin queue for a turn.
-    fn serve_admin(&mut self, cx: &Context, deferred: &mut Deferred) {
-        if self.port.queue.as_mut().is_some_and(AdminQueue::lacks_cq) {
-            let why = "the admin completion queue is not in memory that the host shared";
-            return self.fail(why, deferred);
+    /// How many bytes an admin command takes from the host, to be read before it is executed.
+    pub(crate) fn data_length(sqe: &Sqe) -> usize {
+        AdminCommands::data_length(sqe)
+    }
+
+    /// Whether there is something to do for whoever serves the admin queue.
+    pub(crate) fn has_admin_orders(&self) -> bool {
+        self.port.has_orders()
+    }
+
+    /// What there is to do for whoever serves the admin queue, who `has_fetched` a command or not.
+    pub(crate) fn admin_orders(&mut self, has_fetched: bool) -> (Orders, Standing) {
+        let orders = self.port.take_orders(has_fetched);
+        (orders, Standing { ready: self.is_ready(), page_size: self.registers.page_size() })
+    }
+
+    /// Executes an admin command that was fetched after so many resets; `data` is what it takes
+    /// from the host, or why that can not be had. `None` if a reset has begun since, or nothing
+    /// goes on until one does: the command concerns nobody.
+    pub(crate) fn execute(
+        &mut self,
+        cx: &Context,
+        generation: u64,
+        sqe: &Sqe,
+        data: Option<Result<Vec<u8>, Status>>,
+        deferred: &mut Deferred,
+    ) -> Option<Executed> {
+        if generation != self.lifecycle.generation || !self.is_ready() {
+            return None;
         }
-        let mut turn = 0;
-        while self.is_ready() && turn < TURN {
-            let next = match self.port.queue.as_mut().map(AdminQueue::next) {
-                None => return,
-                Some(Ok(next)) => next,
-                Some(Err(_)) => {
-                    self.port.doorbell_error(AsyncEvent::INVALID_DOORBELL_VALUE);
-                    None
-                }
-            };
-            let Some(sqe) = next else {
-                self.port.post();
-                match self.port.queue.as_mut().map(AdminQueue::arm) {
-                    Some(Ok(false)) => {
-                        turn += 1;
-                        continue;
-                    }
-                    Some(Err(_)) => self.port.doorbell_error(AsyncEvent::INVALID_DOORBELL_VALUE),
-                    _ => {}
-                }
-                return;
-            };
-            turn += 1;
-            let (commands, mut env) = self.split(cx, deferred);
-            match commands.execute(&mut env, &sqe) {
-                Ok(Outcome::Done(dw0)) => env.port.complete(sqe.cid, Status::SUCCESS, dw0),
-                Ok(Outcome::Later) => {}
-                Err(status) => {
-                    tracing::debug!(opcode = sqe.opcode, nsid = sqe.nsid, %status, "admin command");
-                    env.port.fail(sqe.cid, status, sqe.nsid);
-                }
-            }
+        let (commands, mut env) = self.split(cx, deferred);
+        let executed = commands.execute(&mut env, sqe, data);
+        if let Err(status) = &executed {
+            self.admin_failed(sqe, *status);
         }
-        deferred.again |= self.is_ready() && self.port.queue.is_some();
+        Some(executed)
+    }
+
+    /// The data of an admin command could not be given to the host.
+    pub(crate) fn admin_data_failed(&mut self, generation: u64, sqe: &Sqe, status: Status) {
+        if generation == self.lifecycle.generation {
+            self.admin_failed(sqe, status);
+        }
+    }
+
+    fn admin_failed(&mut self, sqe: &Sqe, status: Status) {
+        tracing::debug!(opcode = sqe.opcode, nsid = sqe.nsid, %status, "admin command");
+        self.port.log_error(0, sqe.cid, status, sqe.nsid, 0);
+    }
+
+    /// The host has a log page, and wants to keep the event that belongs to it, or not.
+    pub(crate) fn log_was_read(&mut self, generation: u64, (lid, keeps_event): (u8, bool)) {
+        if generation == self.lifecycle.generation {
+            let completion = self.port.events.log_read(lid, keeps_event);
+            self.port.complete_event(completion);
+        }
+    }
+
+    /// A command has come that can not be completed.
+    pub(crate) fn lacks_admin_cq(&mut self, deferred: &mut Deferred) {
+        self.fail("the admin completion queue is not in memory that the host shared", deferred);
     }
 }

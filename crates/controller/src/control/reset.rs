@@ -13,6 +13,15 @@ pub(super) enum Phase {
     Resetting,
 }
 
+/// The flush of a shutdown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ShutdownFlush {
+    None,
+    UnderWay,
+    /// One is under way, and the host has asked for another since.
+    Again,
+}
+
 /// Who waits for the end of a reset.
 pub(super) enum Waiter {
     /// Somebody outside.
@@ -30,6 +39,7 @@ pub(super) struct Lifecycle {
     pub(super) waiting: Vec<Waiter>,
     /// Registers have to go to their power-on values when the reset under way is over.
     pub(super) full_reset: bool,
+    pub(super) flush: ShutdownFlush,
     pub(super) power_cycles: u64,
     pub(super) unsafe_shutdowns: u64,
     pub(super) since: Instant,
@@ -43,6 +53,7 @@ impl Lifecycle {
             generation: 0,
             waiting: Vec::new(),
             full_reset: false,
+            flush: ShutdownFlush::None,
             power_cycles: 1,
             unsafe_shutdowns: 0,
             since: Instant::now(),

@@ -5,13 +5,14 @@
 //! overlap, and nothing is written if a source can not be read. What MCL says bounds the buffer, of
 //! which a worker has a few; a copy that finds none waits for one, in order.
 //!
-//! A copy is never carried out where its entry is fetched: a stride is taken between two passes
-//! over the queues, and together they move about as much at a time as one long write. On a disk
-//! that answers at once, others' commands get their turn meanwhile; on one that does not, the
-//! requests of a stride are under way at the same time.
+//! A copy is never carried out where its entry is fetched: it goes on between two passes over the
+//! queues, range by range, as far as the controller's share of the turn goes. On a disk that answers
+//! at once, others' commands get their turn meanwhile; on one that does not, the requests of a
+//! stride are under way at the same time.
 
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
 use super::namespace::{NamespaceQueue, index_of};
+use super::quota::cost;
 use super::resolve::read_list;
 use super::status::status_of;
 use crate::namespace::{COPY_BYTES, COPY_RANGES};
@@ -56,6 +57,9 @@ pub(super) struct Copy {
     fua: bool,
     buffer: Option<SharedBytes>,
     stride: Stride,
+    /// The source range that this stride comes to next, and where its data are in the buffer.
+    next: usize,
+    at: u64,
     /// Requests of this stride that the disk has in hand.
     left: u32,
     /// The lowest source range that failed in this stride, and how.
@@ -71,9 +75,18 @@ impl Copy {
         }
     }
 
+    /// Whether requests of this stride are to be submitted yet.
+    fn has_more(&self) -> bool {
+        !self.has_ended_early() && self.stride != Stride::Waiting && self.next < self.sources.len()
+    }
+
+    fn has_ended_early(&self) -> bool {
+        self.failed.is_some() || self.cancelled
+    }
+
     /// Whether there is nothing more to be done, if nothing is under way.
     fn is_over(&self) -> bool {
-        self.failed.is_some() || self.cancelled || self.stride == Stride::Writing
+        self.has_ended_early() || self.stride == Stride::Writing && !self.has_more()
     }
 
     /// The status, and dword 0 of the completion: the lowest source range that was not copied, or 0
@@ -120,6 +133,10 @@ impl Copies {
         self.list.is_empty()
     }
 
+    pub(super) fn len(&self) -> usize {
+        self.list.len()
+    }
+
     /// A request of a copy has ended.
     pub(super) fn range_ended(&mut self, parent: u32, range: u32, status: Status) {
         let Some(copy) = self.list.iter_mut().find(|copy| copy.parent == parent) else { return };
@@ -150,7 +167,8 @@ impl Copies {
 
     /// Whether something can be done for this copy without waiting for anybody.
     fn is_ready(&self, copy: &Copy) -> bool {
-        copy.left == 0 && (copy.is_over() || copy.buffer.is_some() || self.has_buffer())
+        let next_stride = copy.is_over() || copy.buffer.is_some() || self.has_buffer();
+        copy.has_more() || copy.left == 0 && next_stride
     }
 }
 
@@ -226,6 +244,8 @@ impl Copies {
             fua: fua || write_through,
             buffer: None,
             stride: Stride::Waiting,
+            next: 0,
+            at: 0,
             left: 0,
             failed: None,
             cancelled: false,
@@ -237,24 +257,23 @@ impl Copies {
         self.list.iter().any(|copy| self.is_ready(copy))
     }
 
-    /// Takes the next strides, about [`COPY_BYTES`] of them. The copies that are over.
+    /// Goes on, as far as the budget goes. The copies that are over.
     pub(super) fn advance(
         &mut self,
         namespaces: &mut [NamespaceQueue],
         in_flight: &mut InFlightTable,
-        spare: &mut Vec<Segments>,
+        budget: &mut i64,
     ) -> Vec<CopyEnd> {
         let mut list = std::mem::take(&mut self.list);
-        let (mut moved, mut over) = (0, Vec::new());
+        let mut over = Vec::new();
         list.retain_mut(|copy| {
-            if moved >= COPY_BYTES as u64 || !self.is_ready(copy) {
-                return true;
-            }
-            if !copy.is_over() {
+            while *budget > 0 && !copy.is_over() && self.is_ready(copy) {
                 if copy.buffer.is_none() {
                     copy.buffer = self.buffer();
                 }
-                moved += copy.stride(&mut namespaces[copy.namespace], in_flight, spare);
+                copy.advance(&mut namespaces[copy.namespace], in_flight, budget);
+            }
+            if copy.left != 0 || !copy.is_over() {
                 return true;
             }
             self.buffers.extend(copy.buffer.take());
@@ -268,56 +287,55 @@ impl Copies {
 }
 
 impl Copy {
-    /// Submits the requests of the next stride. How many bytes were moved at once.
-    fn stride(
+    /// Submits requests of this stride, or, if it has come to its end, of the next one.
+    fn advance(
         &mut self,
         namespace: &mut NamespaceQueue,
         in_flight: &mut InFlightTable,
-        spare: &mut Vec<Segments>,
-    ) -> u64 {
+        budget: &mut i64,
+    ) {
         let Some(buffer) = self.buffer.clone() else {
-            self.fail(0, Status::INTERNAL);
-            return 0;
+            return self.fail(0, Status::INTERNAL);
         };
-        self.stride = match self.stride {
-            Stride::Waiting => Stride::Reading,
-            Stride::Reading | Stride::Writing => Stride::Writing,
-        };
+        if !self.has_more() {
+            self.stride = match self.stride {
+                Stride::Waiting => Stride::Reading,
+                Stride::Reading | Stride::Writing => Stride::Writing,
+            };
+            (self.next, self.at) = (0, 0);
+        }
         let reading = self.stride == Stride::Reading;
-        let (mut at, mut moved) = (0, 0);
-        for range in 0..self.sources.len() {
-            let Source { offset, len } = self.sources[range];
+        while *budget > 0 && self.has_more() {
+            let range = self.next as u32;
+            let Source { offset, len } = self.sources[self.next];
             let (request, kind) = if reading {
                 (Request { op: Op::Read, offset, len }, Kind::Read(len))
             } else {
                 let op = Op::Write { fua: self.fua };
-                (Request { op, offset: self.to + at, len }, Kind::Write(len))
+                (Request { op, offset: self.to + self.at, len }, Kind::Write(len))
             };
             // The sum of all ranges was checked against the size of the buffer.
-            let place = buffer.slice(at as usize, len as usize);
-            at += len;
-            let range = range as u32;
+            let place = buffer.slice(self.at as usize, len as usize);
+            self.at += len;
+            self.next += 1;
             let Some(place) = place else {
-                self.fail(range, Status::INTERNAL);
-                break;
+                return self.fail(range, Status::INTERNAL);
             };
             let mut data = Segments::from_bytes(&place);
             let tag = in_flight.next_tag();
             match namespace.queue.submit(tag, &request, &mut data) {
-                Submitted::Done(Ok(())) => moved += len,
+                Submitted::Done(Ok(())) => *budget -= cost::of_command(len),
                 Submitted::Done(Err(error)) => {
+                    *budget -= cost::of_command(0);
                     self.fail(range, status_of(error, reading));
-                    break;
                 }
                 Submitted::Pending => {
-                    // It comes back among those that are kept for their room.
-                    drop(spare.pop());
+                    *budget -= cost::of_request(len);
                     self.left += 1;
                     let owner = Owner::Range { copy: self.parent, range };
                     in_flight.insert(tag, InFlight::new(owner, self.namespace, kind));
                 }
             }
         }
-        moved
     }
 }

@@ -1,13 +1,15 @@
 //! Everything that executing I/O commands for one controller takes, on one worker.
 
-use super::copy::{Copies, parse_copy};
+use super::copy::{Copies, CopyEnd, parse_copy};
 use super::in_flight::{CompletedCommand, InFlight, InFlightTable, Kind, Owner};
+use super::long::{LongCommand, LongCommands, Part, piece};
 use super::namespace::{NamespaceQueue, index_of};
+use super::quota::{Exceeded, Quota, cost};
 use super::resolve::{read_list, resolve_flagged};
 use super::status::{is_media_error, status_of};
 use crate::latch::Latch;
 use crate::queue::Permit;
-use crate::stats::IoStats;
+use crate::stats::IoCounters;
 use shadowbell_backend::{DiskError, Op, Request, Submitted};
 use shadowbell_memory::{Segments, View};
 use shadowbell_spec::Sqe;
@@ -15,6 +17,7 @@ use shadowbell_spec::nvm::{DSM_MAX_RANGES, DatasetManagement, RwFields};
 use shadowbell_spec::opcode::NvmOpcode;
 use shadowbell_spec::sqe::{Fuse, NSID_ALL};
 use shadowbell_spec::status::Status;
+use std::sync::Arc;
 
 const READ: u8 = NvmOpcode::Read as u8;
 const WRITE: u8 = NvmOpcode::Write as u8;
@@ -30,10 +33,19 @@ pub(crate) enum Started {
     Failed(Permit, Status),
 }
 
+/// The most room for pieces that an emptied buffer is kept with, and how many are kept: what the
+/// commands of common hosts need. A guest that had more pieces once gives the memory back.
+const SPARE_ROOM: usize = 512;
+const SPARE: usize = 256;
+
 /// Everything that executing I/O commands for one controller takes, on one worker.
 pub(crate) struct Engine {
     view: View,
     limits: Limits,
+    quota: Quota,
+    /// What may still be spent in this pass, by the measure of [`cost`]; below 0 if the last
+    /// command took more than there was.
+    budget: i64,
     write_through: bool,
     /// Whether a disk wants hints of requests before they come.
     wants_hints: bool,
@@ -43,7 +55,9 @@ pub(crate) struct Engine {
     /// Emptied buffers, kept for their room.
     spare: Vec<Segments>,
     copies: Copies,
-    pub(crate) stats: IoStats,
+    long: LongCommands,
+    /// What was done, for others to read.
+    pub(crate) counters: Arc<IoCounters>,
 }
 
 /// What a command's data has to keep to.
@@ -93,19 +107,24 @@ impl Engine {
         view: View,
         page_size: usize,
         max_transfer: usize,
+        quota: Quota,
         namespaces: Vec<NamespaceQueue>,
+        counters: Arc<IoCounters>,
     ) -> Self {
         Self {
             wants_hints: namespaces.iter().any(|ns| ns.queue.wants_prefetch_hints()),
             view,
             limits: Limits { page_size, max_transfer },
+            quota,
+            budget: 0,
             write_through: false,
             namespaces,
             in_flight: InFlightTable::default(),
             scratch: Segments::new(),
             spare: Vec::new(),
             copies: Copies::default(),
-            stats: IoStats::default(),
+            long: LongCommands::default(),
+            counters,
         }
     }
 
@@ -115,6 +134,48 @@ impl Engine {
 
     pub(crate) fn namespaces(&self) -> &[NamespaceQueue] {
         &self.namespaces
+    }
+
+    /// What may be spent from here on, in nanoseconds by estimate.
+    #[inline]
+    pub(crate) fn set_budget(&mut self, budget: i64) {
+        self.budget = budget;
+    }
+
+    /// Whether another command may be started: there is budget left.
+    #[inline(always)]
+    pub(crate) fn has_budget(&self) -> bool {
+        self.budget > 0
+    }
+
+    /// Whether as much is under way as may be: nothing is to be fetched until something has ended.
+    #[inline]
+    pub(crate) fn is_full(&self) -> bool {
+        self.exceeded().is_some()
+    }
+
+    /// Of what there is as much under way as may be.
+    #[inline]
+    pub(crate) fn exceeded(&self) -> Option<Exceeded> {
+        let Self { quota, in_flight, copies, long, .. } = self;
+        if in_flight.len() >= quota.requests {
+            Some(Exceeded::Requests)
+        } else if in_flight.bytes() >= quota.bytes {
+            Some(Exceeded::Bytes)
+        } else if in_flight.pieces() >= quota.pieces {
+            Some(Exceeded::Pieces)
+        } else if copies.len().max(long.len()) >= quota.long_commands {
+            Some(Exceeded::LongCommands)
+        } else {
+            None
+        }
+    }
+
+    /// Nothing more is started in this pass if that was too much.
+    fn review_quota(&mut self) {
+        if self.is_full() {
+            self.budget = self.budget.min(0);
+        }
     }
 
     /// How many requests the disks have in hand.
@@ -160,30 +221,30 @@ impl Engine {
 
     #[cold]
     pub(crate) fn count_error(&mut self, status: Status) {
-        self.stats.errors += 1;
-        self.stats.media_errors += u64::from(is_media_error(status));
+        self.counters.errors.add(1);
+        self.counters.media_errors.add(u64::from(is_media_error(status)));
     }
 
     #[inline]
     fn count(&mut self, kind: Kind) {
         match kind {
             Kind::Read(bytes) => {
-                self.stats.reads += 1;
-                self.stats.bytes_read += bytes;
+                self.counters.reads.add(1);
+                self.counters.bytes_read.add(bytes);
             }
             Kind::Write(bytes) => {
-                self.stats.writes += 1;
-                self.stats.bytes_written += bytes;
+                self.counters.writes.add(1);
+                self.counters.bytes_written.add(bytes);
             }
             Kind::Copy(bytes) => {
-                self.stats.copies += 1;
-                self.stats.bytes_copied += bytes;
+                self.counters.copies.add(1);
+                self.counters.bytes_copied.add(bytes);
             }
             Kind::Verify(bytes) => {
-                self.stats.others += 1;
-                self.stats.bytes_read += bytes;
+                self.counters.others.add(1);
+                self.counters.bytes_read.add(bytes);
             }
-            Kind::Other => self.stats.others += 1,
+            Kind::Other => self.counters.others.add(1),
         }
     }
 
@@ -201,20 +262,24 @@ impl Engine {
             Ok(prepared) => prepared,
             Err(status) => return Started::Failed(permit, status),
         };
+        let pieces = self.scratch.pieces().len();
         match namespace.queue.submit(tag, &request, &mut self.scratch) {
             Submitted::Done(Ok(())) => {
                 // The view is kept: the next command comes through the same, most likely.
                 self.scratch.rewind();
+                self.budget -= cost::of_command(request.len);
                 self.count(kind);
                 Started::Done(permit)
             }
             Submitted::Done(Err(error)) => {
                 self.scratch.rewind();
+                self.budget -= cost::of_command(request.len);
                 Started::Failed(permit, status_of(error, kind.is_reading()))
             }
             Submitted::Pending => {
                 let owner = Owner::Command { sq, cid: sqe.cid, permit };
-                self.keep(tag, InFlight::new(owner, index, kind).at(sqe.nsid, sqe.cdw10_11()));
+                let entry = InFlight::new(owner, index, kind).at(sqe.nsid, sqe.cdw10_11());
+                self.keep(tag, request.len, entry.in_pieces(pieces));
                 Started::Pending
             }
         }
@@ -240,22 +305,15 @@ impl Engine {
         match requests {
             Err(status) => Started::Failed(permit, status),
             Ok(Requests::One(index, request, kind)) => {
-                self.submit(index, &request, kind, sqe, sq, permit)
-            }
-            Ok(Requests::Several(parts)) => {
-                let owner = Owner::Command { sq, cid: sqe.cid, permit };
-                match self.submit_parts(parts, owner, sqe.nsid, None) {
-                    None => Started::Pending,
-                    Some(InFlight { owner: Owner::Command { permit, .. }, status, .. }) => {
-                        if status.is_success() {
-                            Started::Done(permit)
-                        } else {
-                            Started::Failed(permit, status)
-                        }
-                    }
-                    Some(_) => unreachable!("the entry is the one that was put in"),
+                let longest = self.namespaces[index].queue.longest_inline();
+                if piece(&request, longest) == request.len {
+                    self.submit(index, &request, kind, sqe, sq, permit)
+                } else {
+                    let lba = sqe.cdw10_11();
+                    self.begin(vec![(index, request)], (kind, lba), sqe, sq, permit)
                 }
             }
+            Ok(Requests::Several(parts)) => self.begin(parts, (Kind::Other, 0), sqe, sq, permit),
         }
     }
 
@@ -329,8 +387,10 @@ impl Engine {
         let tag = self.in_flight.next_tag();
         let owner = Owner::Command { sq, cid: sqe.cid, permit };
         let entry = InFlight::new(owner, copy.namespace, kind).at(sqe.nsid, sqe.cdw10_11());
-        self.in_flight.insert(tag, entry);
+        self.in_flight.insert(tag, entry.of_requests());
         self.copies.push(copy, tag, sq, self.write_through);
+        self.budget -= cost::of_request(0);
+        self.review_quota();
         Started::Pending
     }
 
@@ -347,76 +407,76 @@ impl Engine {
         let tag = self.in_flight.next_tag();
         match self.namespaces[index].queue.submit(tag, request, &mut self.scratch) {
             Submitted::Done(Ok(())) => {
+                self.budget -= cost::of_command(request.len);
                 self.count(kind);
                 Started::Done(permit)
             }
             Submitted::Done(Err(error)) => {
+                self.budget -= cost::of_command(0);
                 Started::Failed(permit, status_of(error, kind.is_reading()))
             }
             Submitted::Pending => {
                 let owner = Owner::Command { sq, cid: sqe.cid, permit };
-                self.keep(tag, InFlight::new(owner, index, kind).at(sqe.nsid, sqe.cdw10_11()));
+                self.keep(tag, 0, InFlight::new(owner, index, kind).at(sqe.nsid, sqe.cdw10_11()));
                 Started::Pending
             }
         }
     }
 
-    /// Takes note of a request that a disk has in hand now, with its data.
-    fn keep(&mut self, tag: u32, entry: InFlight) {
+    /// Takes note of a request that a disk has in hand now, with `bytes` of data.
+    fn keep(&mut self, tag: u32, bytes: u64, entry: InFlight) {
         self.scratch = self.spare.pop().unwrap_or_default();
         self.in_flight.insert(tag, entry);
+        self.budget -= cost::of_request(bytes);
+        self.review_quota();
     }
 
-    /// A command of several requests: it ends with the last of them, in the first error. Its entry,
-    /// if it has ended already.
-    fn submit_parts(
+    /// A command of several requests: it ends with the last of them, in the first error, which is
+    /// about block `lba`.
+    fn begin(
         &mut self,
-        parts: Vec<(usize, Request)>,
-        owner: Owner,
-        nsid: u32,
-        waiting: Option<Latch>,
-    ) -> Option<InFlight> {
-        let parent = self.in_flight.next_tag();
-        // One request to be left is the entry itself, so that it does not end while parts are
-        // added.
-        let entry = InFlight { waiting, ..InFlight::new(owner, 0, Kind::Other).at(nsid, 0) };
-        self.in_flight.insert(parent, entry);
-        for (index, request) in parts {
-            let tag = self.in_flight.next_tag();
-            match self.namespaces[index].queue.submit(tag, &request, &mut self.scratch) {
-                Submitted::Done(Ok(())) => {}
-                Submitted::Done(Err(error)) => {
-                    self.in_flight.fail(parent, status_of(error, false));
-                }
-                Submitted::Pending => {
-                    if let Some(entry) = self.in_flight.get_mut(parent) {
-                        entry.left += 1;
-                    }
-                    let owner = Owner::Part { parent };
-                    self.keep(tag, InFlight::new(owner, index, Kind::Other).at(nsid, 0));
+        parts: Vec<Part>,
+        (kind, lba): (Kind, u64),
+        sqe: &Sqe,
+        sq: usize,
+        permit: Permit,
+    ) -> Started {
+        let tag = self.in_flight.next_tag();
+        let owner = Owner::Command { sq, cid: sqe.cid, permit };
+        let entry = InFlight::new(owner, 0, kind).at(sqe.nsid, lba).of_requests();
+        self.in_flight.insert(tag, entry);
+        self.budget -= cost::of_command(0);
+        let Self { long, namespaces, in_flight, budget, .. } = self;
+        let command = LongCommand::new(tag, Some(sq), parts);
+        if !long.begin(command, namespaces, in_flight, budget) {
+            self.review_quota();
+            return Started::Pending;
+        }
+        match self.in_flight.remove(tag) {
+            Some(InFlight { owner: Owner::Command { permit, .. }, status, .. }) => {
+                if status.is_success() {
+                    self.count(kind);
+                    Started::Done(permit)
+                } else {
+                    Started::Failed(permit, status)
                 }
             }
+            _ => unreachable!("the entry is the one that was put in"),
         }
-        let entry = self.in_flight.get_mut(parent)?;
-        entry.left -= 1;
-        if entry.left > 0 {
-            return None;
-        }
-        let entry = self.in_flight.remove(parent)?;
-        if entry.status.is_success() {
-            self.count(Kind::Other);
-        }
-        Some(entry)
     }
 
     /// Flushes every namespace, for a shutdown; `latch` is dropped when that is done.
     pub(crate) fn flush_all(&mut self, latch: Latch) {
         let writable = (0..self.namespaces.len()).filter(|ns| !self.namespaces[*ns].read_only);
         let parts = writable.map(|index| (index, FLUSH)).collect();
-        if let Some(entry) = self.submit_parts(parts, Owner::Internal, NSID_ALL, Some(latch))
-            && !entry.status.is_success()
-        {
-            tracing::warn!(status = %entry.status, "flush at shutdown failed");
+        let tag = self.in_flight.next_tag();
+        let mut entry =
+            InFlight::new(Owner::Internal, 0, Kind::Other).at(NSID_ALL, 0).of_requests();
+        entry.waiting = Some(latch);
+        self.in_flight.insert(tag, entry);
+        let Self { long, namespaces, in_flight, budget, .. } = self;
+        if long.begin(LongCommand::new(tag, None, parts), namespaces, in_flight, budget) {
+            self.end(tag);
         }
     }
 
@@ -436,49 +496,74 @@ impl Engine {
             if namespace.queue.pending() == 0 {
                 continue;
             }
-            namespace.queue.reap(&mut |tag, outcome, mut data| {
-                data.clear();
-                self.spare.push(data);
-                if let Some(command) = self.end(tag, outcome) {
+            namespace.queue.reap(&mut |tag, outcome, data| {
+                self.recycle(data);
+                if let Some(command) = self.request_ended(tag, outcome) {
                     ended(command);
                 }
             });
         }
         self.namespaces = namespaces;
-        !self.copies.is_empty() && self.advance_copies(&mut ended)
+        if self.copies.is_empty() && self.long.len() == 0 {
+            return false;
+        }
+        self.advance(&mut ended)
     }
 
-    /// Takes the next strides of the copies. Whether there are more to be taken at once.
+    /// Keeps the room of a buffer that is not needed any more, if it is not too much.
+    fn recycle(&mut self, mut data: Segments) {
+        if data.room() <= SPARE_ROOM && self.spare.len() < SPARE {
+            data.clear();
+            self.spare.push(data);
+        }
+    }
+
+    /// Goes on with the commands that are many requests. Whether there is more to do at once.
     #[cold]
-    fn advance_copies(&mut self, ended: &mut impl FnMut(CompletedCommand)) -> bool {
-        let Self { copies, namespaces, in_flight, spare, .. } = self;
-        for over in copies.advance(namespaces, in_flight, spare) {
-            if !over.status.is_success() {
-                self.in_flight.fail(over.parent, over.status);
+    fn advance(&mut self, ended: &mut impl FnMut(CompletedCommand)) -> bool {
+        let Self { copies, long, namespaces, in_flight, .. } = self;
+        // Half of what there is: the queues are to have the rest.
+        let half = (self.budget + 1) / 2;
+        let mut left = half;
+        let copied = copies.advance(namespaces, in_flight, &mut left);
+        let over = long.advance(namespaces, in_flight, &mut left);
+        self.budget -= half - left;
+        for CopyEnd { parent, status, dw0 } in copied {
+            if !status.is_success() {
+                self.in_flight.fail(parent, status);
             }
-            if let Some(end) = self.end(over.parent, Ok(())) {
-                ended(CompletedCommand { dw0: over.dw0, ..end });
+            if let Some(end) = self.end(parent) {
+                ended(CompletedCommand { dw0, ..end });
             }
         }
-        self.can_advance_copies()
+        for parent in over {
+            if let Some(end) = self.end(parent) {
+                ended(end);
+            }
+        }
+        self.can_advance()
     }
 
-    /// Whether a stride can be taken without waiting for anybody.
-    pub(crate) fn can_advance_copies(&self) -> bool {
-        self.copies.can_advance()
+    /// Whether there is more to do at once, which no disk announces.
+    pub(crate) fn can_advance(&self) -> bool {
+        self.copies.can_advance() || self.long.can_advance()
     }
 
     /// A request has ended: the command that has ended with it, if there is one.
-    fn end(&mut self, tag: u32, outcome: Result<(), DiskError>) -> Option<CompletedCommand> {
+    fn request_ended(
+        &mut self,
+        tag: u32,
+        outcome: Result<(), DiskError>,
+    ) -> Option<CompletedCommand> {
         if let Err(error) = outcome {
             let reading = self.in_flight.get_mut(tag)?.kind.is_reading();
             self.in_flight.fail(tag, status_of(error, reading));
         }
-        let entry = self.in_flight.get_mut(tag)?;
-        entry.left = entry.left.saturating_sub(1);
-        if entry.left > 0 {
-            return None;
-        }
+        self.end(tag)
+    }
+
+    /// An entry has come to its end: the command that has ended with it, if there is one.
+    fn end(&mut self, tag: u32) -> Option<CompletedCommand> {
         let InFlight { owner, status, kind, nsid, lba, waiting, .. } =
             self.in_flight.remove(tag)?;
         if let (Some(latch), Status::ABORT_REQUESTED) = (&waiting, status.code()) {
@@ -489,14 +574,19 @@ impl Engine {
                 if !status.is_success() {
                     self.in_flight.fail(parent, status);
                 }
-                // The parent's own end, which has no outcome of its own.
-                self.end(parent, Ok(()))
+                self.long.part_ended(parent);
+                None
             }
             Owner::Range { copy, range } => {
                 self.copies.range_ended(copy, range, status);
                 None
             }
-            Owner::Internal => None,
+            Owner::Internal => {
+                if !status.is_success() {
+                    tracing::warn!(%status, "flush at shutdown failed");
+                }
+                None
+            }
             Owner::Command { sq, cid, permit } => {
                 if status.is_success() {
                     self.count(kind);
@@ -517,6 +607,7 @@ impl Engine {
             Owner::Command { .. } | Owner::Internal => tag == found,
         });
         self.copies.cancel(|copy| copy.parent == found);
+        self.long.cancel(found);
         if let Some(entry) = self.in_flight.get_mut(found) {
             entry.waiting = Some(latch);
         }
@@ -536,19 +627,20 @@ impl Engine {
                         }
                         Owner::Internal => false,
                     };
-                    if is_of_queue {
+                    if is_of_queue && entry.is_request {
                         namespaces[entry.namespace].queue.cancel(tag);
                     }
                 });
             }
         }
         self.copies.cancel(|copy| of.is_none_or(|queue| copy.sq == queue));
+        self.long.cancel_all(of);
     }
 
     fn cancel(&mut self, which: impl Fn(&Owner, u32) -> bool) {
         let Self { in_flight, namespaces, .. } = self;
         in_flight.for_each(|tag, entry| {
-            if which(&entry.owner, tag) {
+            if entry.is_request && which(&entry.owner, tag) {
                 namespaces[entry.namespace].queue.cancel(tag);
             }
         });
@@ -561,5 +653,5 @@ const FLUSH: Request = Request { op: Op::Flush, offset: 0, len: 0 };
 enum Requests {
     One(usize, Request, Kind),
     /// Each without data; the command ends with the last.
-    Several(Vec<(usize, Request)>),
+    Several(Vec<Part>),
 }

@@ -31,6 +31,14 @@ pub(super) enum Kind {
 }
 
 impl Kind {
+    /// The length of its data in bytes.
+    fn bytes(self) -> u64 {
+        match self {
+            Self::Read(bytes) | Self::Write(bytes) => bytes,
+            Self::Copy(_) | Self::Verify(_) | Self::Other => 0,
+        }
+    }
+
     /// Whether an error of the medium is one of reading.
     pub(super) fn is_reading(self) -> bool {
         matches!(self, Self::Read(_) | Self::Verify(_))
@@ -56,10 +64,12 @@ pub(super) struct InFlight {
     pub(super) owner: Owner,
     /// Index of the namespace.
     pub(super) namespace: usize,
-    /// Requests that have not ended yet.
-    pub(super) left: u32,
     pub(super) status: Status,
     pub(super) kind: Kind,
+    /// Pieces of host memory that the data lie in.
+    pieces: usize,
+    /// A disk has it in hand: it is not a command of which other entries are the requests.
+    pub(super) is_request: bool,
     pub(super) nsid: u32,
     pub(super) lba: u64,
     /// Who waits for its end: an Abort command, or a flush for a shutdown.
@@ -67,14 +77,15 @@ pub(super) struct InFlight {
 }
 
 impl InFlight {
-    /// An entry that ends with its only request.
+    /// A request without data.
     pub(super) fn new(owner: Owner, namespace: usize, kind: Kind) -> Self {
         Self {
             owner,
             namespace,
-            left: 1,
             status: Status::SUCCESS,
             kind,
+            pieces: 0,
+            is_request: true,
             nsid: 0,
             lba: 0,
             waiting: None,
@@ -85,6 +96,16 @@ impl InFlight {
     pub(super) fn at(self, nsid: u32, lba: u64) -> Self {
         Self { nsid, lba, ..self }
     }
+
+    /// A command of which other entries are the requests.
+    pub(super) fn of_requests(self) -> Self {
+        Self { is_request: false, ..self }
+    }
+
+    /// With data in so many pieces of host memory.
+    pub(super) fn in_pieces(self, pieces: usize) -> Self {
+        Self { pieces, ..self }
+    }
 }
 
 /// All that is under way. An entry's number is the tag of its request.
@@ -94,6 +115,9 @@ pub(super) struct InFlightTable {
     free: Vec<u32>,
     /// Entries that were under way and have ended.
     ended: u64,
+    /// Bytes of data of those that are under way, and the pieces of host memory that these lie in.
+    bytes: u64,
+    pieces: usize,
 }
 
 impl InFlightTable {
@@ -101,6 +125,16 @@ impl InFlightTable {
     #[inline]
     pub(super) fn len(&self) -> usize {
         self.entries.len() - self.free.len()
+    }
+
+    /// Bytes of data that are under way.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Pieces of host memory that these lie in.
+    pub(super) fn pieces(&self) -> usize {
+        self.pieces
     }
 
     /// How many have ended, ever.
@@ -131,6 +165,8 @@ impl InFlightTable {
         // `next_tag` left it at the end of the free list.
         debug_assert_eq!(self.free.last(), Some(&tag));
         self.free.pop();
+        self.bytes += entry.kind.bytes();
+        self.pieces += entry.pieces;
         if let Some(place) = self.entries.get_mut(tag as usize) {
             *place = Some(entry);
         }
@@ -143,6 +179,8 @@ impl InFlightTable {
     pub(super) fn remove(&mut self, tag: u32) -> Option<InFlight> {
         let entry = self.entries.get_mut(tag as usize)?.take()?;
         self.free.push(tag);
+        self.bytes -= entry.kind.bytes();
+        self.pieces -= entry.pieces;
         self.ended = self.ended.wrapping_add(1);
         Some(entry)
     }

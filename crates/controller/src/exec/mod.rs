@@ -3,11 +3,14 @@
 mod copy;
 mod engine;
 mod in_flight;
+mod long;
 mod namespace;
 pub(crate) mod prefetch;
+mod quota;
 mod resolve;
 mod status;
 
 pub(crate) use engine::{Engine, Started};
 pub(crate) use in_flight::CompletedCommand;
 pub(crate) use namespace::NamespaceQueue;
+pub use quota::Quota;

@@ -74,7 +74,7 @@ impl ControlOverride for FaultyControl {
     fn admin(&mut self, sqe: &Sqe) -> Option<Executed> {
         match self.state.injector().admin(sqe.opcode)? {
             Fault::Refuse(_) => Some(Err(Status::INTERNAL)),
-            _ => Some(Ok(Outcome::Later)),
+            _ => Some(Ok(Outcome::Unplaced)),
         }
     }
 

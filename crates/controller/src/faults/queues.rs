@@ -284,7 +284,7 @@ impl QueueOverride for FaultyQueues {
         sq.blocked = false;
         engine.set_write_through(shared.is_write_through());
         let mut fetched = 0;
-        while sq.head != tail && fetched < BURST && !self.state.is_dead() {
+        while sq.head != tail && fetched < BURST && engine.has_budget() && !self.state.is_dead() {
             let before = sq.head;
             let pair = Pair { index, sq: &mut *sq, cq: &mut *cq };
             let more = self.fetch_one(&injector, engine, control, pair);

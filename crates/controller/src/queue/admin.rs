@@ -1,6 +1,6 @@
-//! The admin queue pair, served under the control plane's lock.
+//! The admin queue pair, as whoever serves it sees it.
 
-use super::{Cq, QueueLayout, ShadowCells, Sq};
+use super::{Cq, Permit, QueueLayout, ShadowCells, Sq};
 use crate::interrupt::{HoldLimit, IrqLine};
 use crate::shared::{ControllerShared, DSTRD};
 use crate::stats::{CqStats, SqStats};
@@ -13,10 +13,22 @@ use shadowbell_spec::{Cqe, Sqe};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
-/// The admin queue pair. It is always armed between two turns: commands are few, and nobody polls.
+/// The completion of an admin command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct AdminCompletion {
+    pub(crate) cid: u16,
+    pub(crate) status: Status,
+    pub(crate) dw0: u32,
+    /// Whether a place in the completion queue was kept for it.
+    pub(crate) placed: bool,
+}
+
+/// The admin queue pair. It is armed when a turn finds nothing: commands are few, and nobody polls.
 pub(crate) struct AdminQueue {
     sq: Sq,
     cq: Cq,
+    /// The places in the completion queue that are kept for commands under way.
+    places: Vec<Permit>,
     /// The completion queue was never in memory that the host shared.
     acq_missing: bool,
     /// Nobody sleeps here, but arming goes through a sleeper's order: publish, fence, look again.
@@ -42,20 +54,14 @@ impl AdminQueue {
         let mut cq = Cq::new(cq, shared.register(0, DoorbellKind::Cq), Some(irq), HoldLimit::NONE);
         sq.resolve(table)?;
         let acq_missing = cq.resolve(table).is_err();
-        Ok(Self { sq, cq, acq_missing, sleeper: Sleeper::new(Arc::default()) })
+        let sleeper = Sleeper::new(Arc::default());
+        Ok(Self { sq, cq, places: Vec::new(), acq_missing, sleeper })
     }
 
-    /// Puts the completion queue elsewhere, as long as no command was fetched. Whether it was.
-    ///
-    /// ACQ has to be written before CC.EN; QEMU's `nvme://` driver, whose compiler knows nothing of
-    /// that, writes it after, and lives with controllers that do not look before the first command.
-    pub(crate) fn place_cq(&mut self, table: &DmaTable, acq: u64) -> bool {
-        if self.sq.stats.commands != 0 {
-            return false;
-        }
+    /// Puts the completion queue elsewhere. Only as long as no command was executed.
+    pub(crate) fn place_cq(&mut self, table: &DmaTable, acq: u64) {
         self.cq.layout.iova = acq;
         self.acq_missing = self.cq.resolve(table).is_err();
-        true
     }
 
     /// Whether there is a command, and no completion queue yet.
@@ -68,23 +74,14 @@ impl AdminQueue {
         self.cq.shadow(ShadowCells::resolve(table, pages, cq_entry_offset(0, DSTRD)));
     }
 
-    pub(crate) fn drop_shadow(&mut self) {
-        self.sq.shadow(None);
-        self.cq.shadow(None);
-    }
-
-    /// Finds everything again in another DMA map. Whether the queues are within reach that were
-    /// not.
-    pub(crate) fn remap(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) -> bool {
-        let is_away = |queue: &Self| queue.sq.ring.is_none() || queue.cq.ring.is_none();
-        let was_away = is_away(self);
+    /// Finds everything again in another DMA map.
+    pub(crate) fn remap(&mut self, table: &DmaTable, pages: Option<(u64, u64)>) {
         self.sq.remap(table, pages);
         self.cq.remap(table, pages);
         self.acq_missing &= self.cq.ring.is_none();
-        was_away && !is_away(self)
     }
 
-    /// The next command, if there is one and room for its completion.
+    /// The next command, if there is one and room for its completion, which is kept for it.
     pub(crate) fn next(&mut self) -> Result<Option<Sqe>, InvalidDoorbell> {
         if self.sq.ring.is_none() || self.cq.ring.is_none() {
             return Ok(None);
@@ -102,11 +99,28 @@ impl AdminQueue {
             return Ok(None);
         }
         self.sq.stats.batches += 1;
-        Ok(self.sq.fetch())
+        let sqe = self.sq.fetch();
+        if sqe.is_some() {
+            self.places.push(self.cq.reserve(1).take());
+        }
+        Ok(sqe)
     }
 
-    pub(crate) fn complete(&mut self, cid: u16, status: Status, dw0: u32) {
-        self.cq.complete_unreserved(Cqe::new(cid, 0, self.sq.head, status, dw0));
+    /// A command that was fetched has no place in the completion queue any more: it would keep it
+    /// for ever. Few do that.
+    pub(crate) fn give_up_place(&mut self) {
+        if let Some(place) = self.places.pop() {
+            self.cq.release(place);
+        }
+    }
+
+    pub(crate) fn complete(&mut self, completion: &AdminCompletion) {
+        let &AdminCompletion { cid, status, dw0, placed } = completion;
+        let cqe = Cqe::new(cid, 0, self.sq.head, status, dw0);
+        match self.places.pop_if(|_| placed) {
+            Some(place) => self.cq.complete(place, cqe),
+            None => self.cq.complete_unreserved(cqe),
+        }
     }
 
     /// Posts what is complete, as far as there is room, and raises the interrupt.

@@ -23,7 +23,7 @@ pub(crate) struct Permit(());
 
 /// Permits for a batch of commands.
 #[derive(Debug)]
-#[must_use = "every permit has to be taken"]
+#[must_use = "every permit has to be taken, or given back"]
 pub(crate) struct Permits(u32);
 
 impl Permits {
@@ -33,6 +33,12 @@ impl Permits {
         debug_assert!(self.0 != 0, "as many were reserved as there are commands");
         self.0 = self.0.wrapping_sub(1);
         Permit(())
+    }
+
+    /// How many are left.
+    #[inline(always)]
+    fn left(self) -> u32 {
+        self.0
     }
 }
 
@@ -121,14 +127,19 @@ impl Cq {
         Permits(count)
     }
 
+    /// Takes the promises back that nobody has made use of.
+    #[inline(always)]
+    pub(crate) fn give_back(&mut self, permits: Permits) {
+        self.promised -= permits.left();
+    }
+
     /// Promises one entry, if there is one.
     #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
     pub(crate) fn try_reserve(&mut self) -> Option<Permit> {
         (self.free() != 0).then(|| self.reserve(1).take())
     }
 
-    /// Takes a promise back: the command has no completion.
-    #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
+    /// Takes a promise back: the command has no completion, or may have to wait for room.
     pub(crate) fn release(&mut self, permit: Permit) {
         let Permit(()) = permit;
         self.promised -= 1;

@@ -1,6 +1,6 @@
 //! One controller, as far as one worker serves it.
 
-use super::mailbox::Mailbox;
+use super::backlog::Unread;
 use super::message::{QueueContext, WorkerStats};
 use super::queue_override::QueueOverride;
 use super::queue_set::{QueueSet, SleepCell};
@@ -39,15 +39,20 @@ pub(crate) struct ControllerQueues {
     losses: u64,
     /// The loss of something in the present map has been reported.
     lost: bool,
+    /// The submission queue that is looked at first in the next pass: behind the one at which the
+    /// budget of the last one ended.
+    first: usize,
 }
 
 impl ControllerQueues {
     /// Opens the namespaces for this thread.
     pub(crate) fn new(context: QueueContext) -> Result<Self, std::io::Error> {
-        let QueueContext { shared, control, table, namespaces, page_size, max_transfer, .. } =
-            context;
+        let QueueContext { shared, control, table, namespaces, .. } = context;
+        let QueueContext { page_size, max_transfer, quota, .. } = context;
         let namespaces = namespaces.iter().map(NamespaceQueue::open).collect::<Result<_, _>>()?;
-        let engine = Engine::new(View::new(table), page_size, max_transfer, namespaces);
+        let counters = shared.count_io();
+        let engine =
+            Engine::new(View::new(table), page_size, max_transfer, quota, namespaces, counters);
         Ok(Self {
             set: QueueSet::new(shared, control, engine),
             overriding: context.overriding,
@@ -58,6 +63,7 @@ impl ControllerQueues {
             detaching: None,
             losses: 0,
             lost: false,
+            first: 0,
         })
     }
 
@@ -229,10 +235,9 @@ impl ControllerQueues {
         let cqs: Vec<Cq> = self.set.cqs.iter_mut().filter_map(Option::take).collect();
         sqs.iter().for_each(|sq| self.retire_sq(sq));
         cqs.iter().for_each(|cq| self.retire_cq(cq));
-        let io = std::mem::take(&mut self.set.engine.stats);
         let signals = self.count_eventfd_signals();
         self.set.shared.retire(|retired| {
-            retired.io.merge(&io);
+            retired.retire_io(&self.set.engine.counters);
             retired.eventfd_doorbells = retired.eventfd_doorbells.saturating_add(signals);
         });
     }
@@ -256,18 +261,24 @@ impl ControllerQueues {
         WorkerStats {
             sqs: sqs.map(|q| q.snapshot(traps(q.layout.qid, DoorbellKind::Sq))).collect(),
             cqs: cqs.map(|q| q.snapshot(traps(q.layout.qid, DoorbellKind::Cq))).collect(),
-            io: self.set.engine.stats,
             eventfd_doorbells: self.count_eventfd_signals(),
             sleep: SleepStats::default(),
         }
     }
 
     /// One pass: reaps the disks, fetches and starts commands, posts completions, raises
-    /// interrupts. How much there was to do, in commands.
+    /// interrupts. Commands are started while there is some of `budget` left, in nanoseconds. How
+    /// much there was to do, in commands.
     // In the worker's loop, where nearly all passes are made, without a call.
     #[inline(always)]
-    pub(crate) fn pass(&mut self, mailbox: &Mailbox, trace: &mut Option<TraceRing>) -> u32 {
+    pub(crate) fn pass(
+        &mut self,
+        budget: i64,
+        unread: Unread<'_>,
+        trace: &mut Option<TraceRing>,
+    ) -> u32 {
         let mut work = 0;
+        self.set.engine.set_budget(budget);
         if self.set.engine.pending() != 0 {
             work += u32::from(match &mut self.overriding {
                 None => self.set.reap(),
@@ -279,8 +290,13 @@ impl ControllerQueues {
         {
             overriding.tick(&mut self.set);
         }
-        for index in 0..self.set.sqs.len() {
-            work += self.serve(index, mailbox, trace);
+        let first = self.first;
+        if first != 0 {
+            work += self.serve_from(first, unread, trace);
+        }
+        let end = if first == 0 { self.set.sqs.len() } else { first };
+        for index in 0..end {
+            work += self.serve(index, unread, trace);
         }
         self.set.engine.commit();
         self.set.post();
@@ -290,19 +306,57 @@ impl ControllerQueues {
         work
     }
 
+    /// Serves the queues from this one on, once: a pass that begins where the last one ended.
+    #[inline(never)]
+    fn serve_from(
+        &mut self,
+        first: usize,
+        unread: Unread<'_>,
+        trace: &mut Option<TraceRing>,
+    ) -> u32 {
+        // A pass without a budget leaves it to the next one.
+        if self.set.engine.has_budget() {
+            self.first = 0;
+        }
+        (first..self.set.sqs.len()).map(|index| self.serve(index, unread, trace)).sum()
+    }
+
     #[inline]
-    fn serve(&mut self, index: usize, mailbox: &Mailbox, trace: &mut Option<TraceRing>) -> u32 {
+    fn serve(&mut self, index: usize, unread: Unread<'_>, trace: &mut Option<TraceRing>) -> u32 {
         let Some(tail) = self.set.look(index, trace) else { return 0 };
         // What the host did before it submitted comes first: memory that it has just mapped for
         // these commands may still be in a message. The tail was loaded with acquire ordering, so a
         // message that was sent before the host moved it is seen here.
-        if mailbox.has_messages() {
+        if unread.has_of(self.id()) {
             return 1;
         }
-        match &mut self.overriding {
+        if !self.set.engine.has_budget() || self.set.engine.is_full() {
+            return self.put_off();
+        }
+        let fetched = match &mut self.overriding {
             None => self.set.serve(index, tail, trace),
             Some(overriding) => overriding.fetch(&mut self.set, index, tail, trace),
+        };
+        if !self.set.engine.has_budget() {
+            self.first = index + 1;
         }
+        fetched
+    }
+
+    /// There is a command, and it has to wait: for the next turn, or for something to end.
+    #[cold]
+    #[inline(never)]
+    fn put_off(&mut self) -> u32 {
+        let Some(exceeded) = self.set.engine.exceeded() else { return 1 };
+        if self.set.shared.is_first_excess() {
+            let controller = self.set.shared.id;
+            tracing::warn!(
+                controller,
+                "the controller has as many {exceeded} under way as one may have; more commands \
+                 wait in their queues until some have ended (this is said once)"
+            );
+        }
+        0
     }
 
     /// Somebody's memory was lost: whether it is this one's. A host that loses a piece in each of

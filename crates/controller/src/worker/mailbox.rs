@@ -1,5 +1,6 @@
 //! How others reach a worker.
 
+use crate::worker::busy::BusyClock;
 use crate::worker::message::Message;
 use parking_lot::Mutex;
 use shadowbell_doorbell::{Cell, FullFence, Waker};
@@ -45,6 +46,8 @@ pub(crate) struct Mailbox {
     messages: Mutex<VecDeque<Message>>,
     pub(crate) state: Arc<AtomicU32>,
     pub(crate) event: EventFd,
+    /// For whoever wants to know how long the worker has been awake.
+    pub(crate) busy: BusyClock,
 }
 
 impl Mailbox {
@@ -54,6 +57,7 @@ impl Mailbox {
             messages: Mutex::default(),
             state: Arc::default(),
             event: EventFd::new()?,
+            busy: BusyClock::new(),
         })
     }
 
@@ -62,6 +66,11 @@ impl Mailbox {
         let parting = add(&mut self.messages.lock(), message);
         drop(parting);
         self.has_any.store(true, Ordering::Release);
+        self.wake()
+    }
+
+    /// Wakes the worker if it sleeps: whether it did.
+    pub(crate) fn wake(&self) -> bool {
         let asleep = self.waker().kick();
         if asleep {
             self.event.signal();
@@ -96,6 +105,12 @@ impl Mailbox {
     #[inline]
     pub(crate) fn has_messages(&self) -> bool {
         self.has_any.load(Ordering::Acquire)
+    }
+
+    /// Whether there is a message of this controller.
+    pub(crate) fn has_of(&self, controller: u32) -> bool {
+        let messages = self.messages.lock();
+        messages.iter().any(|message| message.controller() == Some(controller))
     }
 
     /// All messages that are there, oldest first.

@@ -3,16 +3,16 @@
 
 use super::queue_override::QueueOverride;
 use crate::doorbell_source::DoorbellSource;
+use crate::exec::Quota;
 use crate::latch::Latch;
 use crate::namespace::Namespace;
-use crate::notice::{ControlHandle, Notice};
+use crate::notice::ControlHandle;
 use crate::queue::QueueLayout;
 use crate::shared::ControllerShared;
-use crate::stats::{CqStats, IoStats, SleepStats, SqStats};
+use crate::stats::{CqStats, SleepStats, SqStats};
 use crate::trace::TraceRing;
-use shadowbell_memory::{DmaTable, EventFd, SharedU32};
+use shadowbell_memory::{DmaTable, EventFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Acquire;
 use std::sync::mpsc::Sender;
 
 /// What a worker needs to know of a controller before it serves its first queue.
@@ -25,6 +25,8 @@ pub(crate) struct QueueContext {
     pub(crate) page_size: usize,
     /// MDTS in bytes.
     pub(crate) max_transfer: usize,
+    /// How much it may have under way.
+    pub(crate) quota: Quota,
     /// The Shadow Doorbell and the EventIdx buffer, if Doorbell Buffer Config is in force.
     pub(crate) shadow: Option<(u64, u64)>,
     /// What serves the queues instead, if anything does.
@@ -36,39 +38,9 @@ pub(crate) struct QueueContext {
 pub(crate) struct WorkerStats {
     pub(crate) sqs: Vec<SqStats>,
     pub(crate) cqs: Vec<CqStats>,
-    pub(crate) io: IoStats,
     /// Doorbells rung by a descriptor.
     pub(crate) eventfd_doorbells: u64,
     pub(crate) sleep: SleepStats,
-}
-
-/// The admin doorbells of a controller whose doorbells are mapped: nothing traps, so a worker
-/// looks.
-pub(crate) struct AdminDoorbellPoll {
-    tail: SharedU32,
-    head: SharedU32,
-    last: (u32, u32),
-    control: ControlHandle,
-}
-
-impl AdminDoorbellPoll {
-    pub(crate) fn new(tail: SharedU32, head: SharedU32, control: ControlHandle) -> Self {
-        Self { tail, head, last: (0, 0), control }
-    }
-
-    pub(crate) fn is_alive(&self) -> bool {
-        self.control.is_alive()
-    }
-
-    /// Looks; whether there was something. `None` if the controller is gone.
-    pub(crate) fn look(&mut self) -> Option<bool> {
-        let now = (self.tail.load(Acquire), self.head.load(Acquire));
-        if now == self.last {
-            return Some(false);
-        }
-        self.last = now;
-        self.control.notify(Notice::AdminDoorbell).then_some(true)
-    }
 }
 
 pub(crate) enum Message {
@@ -133,11 +105,10 @@ pub(crate) enum Message {
         cid: u16,
         latch: Latch,
     },
-    /// Asks for the counters; the latch is dropped after the answer was sent.
+    /// Asks for the counters.
     Query {
         controller: u32,
         answer: Sender<WorkerStats>,
-        latch: Option<Latch>,
     },
     /// Controller reset: shadow pages dropped at once, then commands in flight given up, then
     /// everything forgotten; then drops the latch.
@@ -145,10 +116,6 @@ pub(crate) enum Message {
         controller: u32,
         latch: Latch,
     },
-    /// Look at the admin doorbells in every pass: they are mapped.
-    PollAdminDoorbells(AdminDoorbellPoll),
-    /// Give notice of an admin queue that had more to do than one turn.
-    ServeAdmin(ControlHandle),
     /// From now on, something else serves the controller's queues.
     Override {
         controller: u32,
@@ -157,4 +124,27 @@ pub(crate) enum Message {
     /// Start tracing.
     Trace(TraceRing),
     Stop,
+}
+
+impl Message {
+    /// The controller that it is about.
+    pub(crate) fn controller(&self) -> Option<u32> {
+        match self {
+            Self::CreateCq { context, .. } => Some(context.shared.id),
+            Self::DoorbellWritten { controller }
+            | Self::DoorbellEventfd { controller, .. }
+            | Self::DoorbellSource { controller, .. }
+            | Self::CreateSq { controller, .. }
+            | Self::DeleteSq { controller, .. }
+            | Self::DeleteCq { controller, .. }
+            | Self::Shadow { controller, .. }
+            | Self::Table { controller, .. }
+            | Self::Flush { controller, .. }
+            | Self::Abort { controller, .. }
+            | Self::Query { controller, .. }
+            | Self::Detach { controller, .. }
+            | Self::Override { controller, .. } => Some(*controller),
+            Self::Trace(_) | Self::Stop => None,
+        }
+    }
 }

@@ -3,6 +3,8 @@
 //! A worker owns its submission queues, the completion queues that they feed and its way to the
 //! disks; nobody else touches them. The control plane reaches it by messages only.
 
+mod backlog;
+mod busy;
 mod controller_queues;
 mod doorbell_sources;
 mod mailbox;
@@ -12,6 +14,7 @@ mod poll_window;
 mod pool;
 pub(crate) mod queue_override;
 pub(crate) mod queue_set;
+mod share;
 mod trace;
 #[expect(clippy::module_inception, reason = "the thread itself is one of the module's parts")]
 mod worker;

@@ -23,9 +23,10 @@
 //! Only a controller that is quiescent is either: nothing in flight, no interrupt held back, nobody
 //! who waits for it. Any message for it makes it active first.
 
+use super::backlog::Unread;
 use super::controller_queues::ControllerQueues;
-use super::mailbox::Mailbox;
 use super::queue_set::SleepCell;
+use super::share::{self, Share};
 use crate::exec::NamespaceQueue;
 use crate::trace::TraceRing;
 use rustix::event::epoll;
@@ -62,6 +63,7 @@ pub(super) struct PollEntry {
     idle_streak: u32,
     /// What had been done for it at the last review.
     reviewed: u64,
+    share: Share,
 }
 
 impl PollEntry {
@@ -159,6 +161,7 @@ impl PollGroup {
             done: 0,
             idle_streak: 0,
             reviewed: 0,
+            share: Share::default(),
         }));
     }
 
@@ -204,6 +207,43 @@ impl PollGroup {
         }
     }
 
+    /// A pass over the queues of all active controllers. How much there was to do, in commands.
+    #[inline(always)]
+    pub(super) fn pass(&mut self, unread: Unread<'_>, trace: &mut Option<TraceRing>) -> u32 {
+        if let [only] = &mut self.active[..]
+            && self.parked.is_empty()
+            && self.dormant.is_empty()
+        {
+            return only.queues.pass(share::ALONE, unread, trace);
+        }
+        self.pass_by_shares(unread, trace)
+    }
+
+    /// A pass in which each gets its share.
+    #[inline(never)]
+    fn pass_by_shares(&mut self, unread: Unread<'_>, trace: &mut Option<TraceRing>) -> u32 {
+        let mut work = 0;
+        let mut now = Instant::now();
+        let is_alone = self.active.len() == 1;
+        let mut busy = 0;
+        for PollEntry { queues, share, .. } in self.active.iter_mut().map(|entry| &mut **entry) {
+            let budget = if is_alone { share::ALONE } else { share.begin() };
+            let done = queues.pass(budget, unread, trace);
+            if done != 0 {
+                work += done;
+                busy += 1;
+                let after = Instant::now();
+                share.spend(after.duration_since(now));
+                now = after;
+            }
+        }
+        if busy == 1 {
+            // Nobody else had anything to do, so nothing was taken from anybody.
+            self.active.iter_mut().for_each(|entry| entry.share.forgive());
+        }
+        work
+    }
+
     /// Before a sleep, in which all but the parked are armed: parks those that have been armed in
     /// vain for a while. One stays active, so that a worker's only controller takes no detour.
     pub(super) fn park_idle(&mut self, trace: &mut Option<TraceRing>) {
@@ -232,7 +272,7 @@ impl PollGroup {
     pub(super) fn check_others(
         &mut self,
         work: u32,
-        mailbox: &Mailbox,
+        unread: Unread<'_>,
         trace: &mut Option<TraceRing>,
     ) -> u32 {
         if shadowbell_memory::sigbus::faults() != self.faults {
@@ -241,14 +281,14 @@ impl PollGroup {
         if self.active.len() <= 1 && self.parked_with_eventfd == 0 && self.dormant.is_empty() {
             return 0;
         }
-        self.check_others_slowly(work, mailbox, trace)
+        self.check_others_slowly(work, unread, trace)
     }
 
     #[inline(never)]
     fn check_others_slowly(
         &mut self,
         work: u32,
-        mailbox: &Mailbox,
+        unread: Unread<'_>,
         trace: &mut Option<TraceRing>,
     ) -> u32 {
         if self.active.len() > 1 {
@@ -260,7 +300,7 @@ impl PollGroup {
         if self.parked_with_eventfd != 0 {
             self.unchecked = self.unchecked.saturating_add(1 + 2 * work);
         }
-        if self.dormant.is_empty() { 0 } else { self.visit(work, mailbox, trace) }
+        if self.dormant.is_empty() { 0 } else { self.visit(work, unread, trace) }
     }
 
     /// Whether descriptors are to be checked although the worker is awake.
@@ -310,13 +350,13 @@ impl PollGroup {
         }
     }
 
-    fn visit(&mut self, work: u32, mailbox: &Mailbox, trace: &mut Option<TraceRing>) -> u32 {
+    fn visit(&mut self, work: u32, unread: Unread<'_>, trace: &mut Option<TraceRing>) -> u32 {
         self.still = if work == 0 { self.still.saturating_add(1) } else { 0 };
         self.unvisited += if self.still > STILL { VISIT } else { VISIT_PER_PASS + work };
         let mut found = 0;
         for _ in 0..(self.unvisited / VISIT).min(self.dormant.len() as u32) {
             let Some(mut entry) = self.dormant.pop_front() else { break };
-            let work = entry.queues.pass(mailbox, trace);
+            let work = entry.queues.pass(entry.share.begin(), unread, trace);
             if work == 0 {
                 self.dormant.push_back(entry);
             } else {

@@ -3,17 +3,19 @@
 use super::mailbox::Mailbox;
 use super::message::Message;
 use super::poll_window::Polling;
-use super::worker::Worker;
+use super::worker::{MAPPED_POLL, Worker};
+use crate::control_thread::ControlThread;
 use crate::shared::ControllerShared;
 use crate::trace::{Kind, TraceFile, TraceRing};
 use parking_lot::Mutex;
-use shadowbell_memory::SharedU32;
+use shadowbell_memory::{AbortOnPanic, SharedU32};
 use std::io;
 use std::marker::PhantomData;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 /// The workers of a process, shared by all its controllers.
 #[derive(Clone)]
@@ -21,6 +23,8 @@ pub struct Pool(Arc<Workers>);
 
 struct Workers {
     handles: Vec<Handle>,
+    /// What the control planes run on.
+    control: ControlThread,
     /// The control plane's ring of the trace file, if there is one.
     control_trace: OnceLock<Mutex<TraceRing>>,
 }
@@ -44,7 +48,7 @@ pub struct PoolOptions {
 }
 
 impl Pool {
-    /// Starts the workers.
+    /// Starts the workers, and the thread of the control planes.
     ///
     /// # Errors
     /// The system's, if it has no more threads or descriptors, or no such processor to pin to.
@@ -61,6 +65,7 @@ impl Pool {
             let ours = Arc::clone(&mailbox);
             let thread =
                 std::thread::Builder::new().name(format!("sb-worker{index}")).spawn(move || {
+                    let _guard = AbortOnPanic::new();
                     let worker =
                         pin.map_or(Ok(()), pin_to).and_then(|()| Worker::new(index, ours, polling));
                     match worker {
@@ -76,11 +81,13 @@ impl Pool {
             handles.push(Handle { mailbox, load: 0.into(), thread: Some(thread) });
             outcome.recv().map_err(|_| io::Error::other("a worker did not start"))??;
         }
-        Ok(Self(Arc::new(Workers { handles, control_trace: OnceLock::new() })))
+        let control = ControlThread::start()?;
+        Ok(Self(Arc::new(Workers { handles, control, control_trace: OnceLock::new() })))
     }
 
-    /// A pool of one worker that has no thread: the caller's turns are all that it does. For a
-    /// program with a loop of its own, and for tests that decide what happens when.
+    /// A pool of one worker that has no thread: the caller's turns are all that it does. Admin
+    /// commands run on the thread that rings for them, and the rest of many in the next turn. For
+    /// a program with a loop of its own, and for tests that decide what happens when.
     ///
     /// What `polling` says is up to the caller here, except for how long interrupts are held back.
     ///
@@ -89,9 +96,13 @@ impl Pool {
     pub fn driven(polling: Polling) -> io::Result<(Self, Turns)> {
         let mailbox = Arc::new(Mailbox::new()?);
         let worker = Worker::new(0, Arc::clone(&mailbox), polling)?;
-        let handles = vec![Handle { mailbox, load: 0.into(), thread: None }];
-        let pool = Self(Arc::new(Workers { handles, control_trace: OnceLock::new() }));
-        Ok((pool, Turns { worker, stopped: false, here: PhantomData }))
+        let ours = Arc::clone(&mailbox);
+        let handles = vec![Handle { mailbox: ours, load: 0.into(), thread: None }];
+        let control = ControlThread::inline(move || {
+            mailbox.wake();
+        });
+        let turns = Turns { worker, control: control.clone(), stopped: false, here: PhantomData };
+        Ok((Self(Arc::new(Workers { handles, control, control_trace: OnceLock::new() })), turns))
     }
 
     /// How many workers there are.
@@ -147,6 +158,16 @@ impl Pool {
         }
     }
 
+    /// What the control planes run on.
+    pub(crate) fn control(&self) -> &ControlThread {
+        &self.0.control
+    }
+
+    /// How long `worker` has been awake.
+    pub(crate) fn busy(&self, worker: usize) -> Duration {
+        self.0.handles.get(worker).map_or(Duration::ZERO, |handle| handle.mailbox.busy.awake())
+    }
+
     pub(crate) fn send(&self, worker: usize, message: Message) {
         if let Some(handle) = self.0.handles.get(worker) {
             handle.mailbox.send(message);
@@ -172,6 +193,7 @@ impl Pool {
 
 impl Drop for Workers {
     fn drop(&mut self) {
+        self.control.stop();
         for handle in &self.handles {
             handle.mailbox.send(Message::Stop);
         }
@@ -191,6 +213,7 @@ impl Drop for Workers {
 /// turn as well: whoever waits for such a thing on the same thread waits for ever.
 pub struct Turns {
     worker: Worker,
+    control: ControlThread,
     stopped: bool,
     here: PhantomData<*const ()>,
 }
@@ -202,15 +225,20 @@ impl Turns {
         if self.stopped {
             return false;
         }
+        let rung = self.control.look_at_doorbells();
+        let controlled = self.control.run_inline();
         let turn = self.worker.turn();
         self.stopped = turn.is_err();
-        turn.unwrap_or(false)
+        turn.unwrap_or(false) | rung | controlled
     }
 
     /// Arms the doorbells and sleeps until one rings, a message comes, or a disk is done. Whether
     /// it slept; not if there turned out to be something to do, or if the pool is gone.
     pub fn sleep(&mut self) -> bool {
-        !self.stopped && self.worker.sleep()
+        if self.stopped || self.control.has_inline_work() {
+            return false;
+        }
+        self.worker.sleep(self.control.has_polls().then_some(MAPPED_POLL))
     }
 }
 

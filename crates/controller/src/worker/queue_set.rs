@@ -133,9 +133,9 @@ impl QueueSet {
         let mut permits = cq.reserve(fetched);
         let mut hints = Prefetch::of(fetched, sq.prefetch);
         let mut done = 0;
-        while done < fetched {
+        while done < fetched && self.engine.has_budget() {
             let stop = fetched.min(done + if HINT { prefetch::POST_AFTER } else { POST_AFTER });
-            while done < stop {
+            while done < stop && self.engine.has_budget() {
                 if done + AHEAD < fetched {
                     ring.prefetch(u32::from(head) + AHEAD);
                 }
@@ -162,6 +162,8 @@ impl QueueSet {
             }
             posted |= cq.has_staged() && cq.post();
         }
+        cq.give_back(permits);
+        let fetched = done;
         sq.head = head;
         if HINT {
             sq.prefetch = hints.end(fetched);
@@ -256,7 +258,9 @@ impl QueueSet {
         let mut invalid = Vec::new();
         let mut deadline: Option<Instant> = None;
         let Self { sqs, cqs, engine, .. } = self;
-        fenced.note(engine.can_advance_copies());
+        fenced.note(engine.can_advance());
+        // What waits for something to end does not keep the worker awake.
+        let is_full = engine.is_full();
         for sq in sqs.iter_mut().flatten().filter(|sq| !sq.stopped) {
             if !sq.blocked {
                 if let Err(error) = sq.tail.recheck(fenced) {
@@ -265,7 +269,8 @@ impl QueueSet {
                 // More than a burst may be left.
                 let reachable =
                     cqs.get(sq.cq).and_then(Option::as_ref).is_some_and(|cq| cq.ring.is_some());
-                fenced.note(reachable && sq.ring.is_some() && sq.head != sq.tail.last());
+                let waits = sq.ring.is_some() && sq.head != sq.tail.last();
+                fenced.note(reachable && waits && !is_full);
             } else if let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) {
                 let before = cq.head.last();
                 if let Err(error) = cq.head.recheck(fenced, cq.tail) {
@@ -274,7 +279,8 @@ impl QueueSet {
                 cq.moved_from(before);
                 // The head may have been seen to move on another occasion: for an interrupt's sake.
                 let reachable = sq.ring.is_some() && cq.ring.is_some();
-                fenced.note(reachable && cq.free() != 0 && sq.head != sq.tail.last());
+                let waits = cq.free() != 0 && sq.head != sq.tail.last();
+                fenced.note(reachable && waits && !is_full);
             }
         }
         for cq in cqs.iter_mut().flatten() {

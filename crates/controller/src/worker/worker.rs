@@ -6,14 +6,14 @@
 //! trapped doorbells, messages, and the disks. Controllers that have been idle for a while are left
 //! out of all that until they ring (see `poll_group`).
 
+use super::backlog::{Backlog, Unread};
 use super::controller_queues::ControllerQueues;
 use super::doorbell_sources::DoorbellSources;
 use super::mailbox::Mailbox;
-use super::message::{AdminDoorbellPoll, Message, QueueContext};
+use super::message::{Message, QueueContext};
 use super::poll_group::{PollEntry, PollGroup};
 use super::poll_window::{Next, PollWindow, Polling};
 use super::queue_set::SleepCell;
-use crate::notice::Notice;
 use crate::stats::SleepStats;
 use crate::trace::{Kind, TraceRing};
 use rustix::event::Timespec;
@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 /// A worker with a controller whose doorbells are mapped can not be woken by them: it looks at
 /// least this often. A wait is one of whole milliseconds, and a timer takes some 20 us of a
 /// processor.
-const MAPPED_POLL: Duration = Duration::from_millis(1);
+pub(super) const MAPPED_POLL: Duration = Duration::from_millis(1);
 /// A worker on which somebody waits for something that no event announces looks this often.
 const UNANNOUNCED_POLL: Duration = Duration::from_millis(1);
 
@@ -38,7 +38,7 @@ pub(super) struct Stop;
 
 pub(super) struct Worker {
     mailbox: Arc<Mailbox>,
-    admin_doorbells: Vec<AdminDoorbellPoll>,
+    backlog: Backlog,
     sleeper: Sleeper<SleepCell, FullFence>,
     /// Its number in the pool.
     index: usize,
@@ -51,8 +51,6 @@ pub(super) struct Worker {
     window: PollWindow,
     trace: Option<TraceRing>,
     spurious_wakes: u64,
-    asleep: Duration,
-    started: Instant,
     /// It has slept since its last turn.
     woken: bool,
 }
@@ -65,17 +63,15 @@ impl Worker {
         Ok(Self {
             sleeper: Sleeper::new(Arc::clone(&mailbox.state)),
             mailbox,
+            backlog: Backlog::default(),
             index,
             poll_group: PollGroup::new(polling == Polling::Always),
             sources: DoorbellSources::default(),
             signalled: Vec::new(),
-            admin_doorbells: Vec::new(),
             epoll,
             window: PollWindow::new(polling),
             trace: None,
             spurious_wakes: 0,
-            asleep: Duration::ZERO,
-            started: Instant::now(),
             woken: false,
         })
     }
@@ -105,7 +101,7 @@ impl Worker {
                 std::thread::yield_now();
                 continue;
             }
-            self.sleep();
+            self.sleep(None);
             self.window.restart();
         }
     }
@@ -117,30 +113,20 @@ impl Worker {
         if self.poll_group.must_check_eventfds() {
             self.check_eventfds();
         }
-        if self.mailbox.has_messages() {
+        if self.mailbox.has_messages() || !self.backlog.is_empty() {
             busy = true;
-            for message in self.mailbox.take() {
-                if matches!(message, Message::Stop) {
-                    return Err(Stop);
-                }
-                self.handle(message);
+            if self.backlog.add(self.mailbox.take()) {
+                return Err(Stop);
             }
+            let mut backlog = std::mem::take(&mut self.backlog);
+            backlog.take_turn(|message| self.handle(message));
+            self.backlog = backlog;
         }
-        let mut work = 0;
-        for entry in &mut self.poll_group.active {
-            work += entry.queues.pass(&self.mailbox, &mut self.trace);
-        }
-        work += self.poll_group.check_others(work, &self.mailbox, &mut self.trace);
+        let Self { poll_group, mailbox, backlog, trace, .. } = self;
+        let unread = Unread { mailbox, backlog };
+        let mut work = poll_group.pass(unread, trace);
+        work += poll_group.check_others(work, unread, trace);
         busy |= work != 0;
-        if !self.admin_doorbells.is_empty() {
-            self.admin_doorbells.retain_mut(|poll| match poll.look() {
-                Some(found) => {
-                    busy |= found;
-                    true
-                }
-                None => false,
-            });
-        }
         if self.poll_group.active.iter().any(|entry| entry.queues.is_detached()) {
             self.poll_group.remove_detached(&self.epoll);
         }
@@ -151,8 +137,8 @@ impl Worker {
         Ok(busy)
     }
 
-    /// Arms, looks once more, and sleeps if there is nothing. Whether it slept.
-    pub(super) fn sleep(&mut self) -> bool {
+    /// Arms, looks once more, and sleeps if there is nothing, for `limit` at most. Whether it did.
+    pub(super) fn sleep(&mut self, limit: Option<Duration>) -> bool {
         self.poll_group.park_idle(&mut self.trace);
         let mut arming = self.sleeper.prepare();
         for entry in &mut self.poll_group.active {
@@ -160,7 +146,7 @@ impl Worker {
         }
         let mut fenced = arming.fence();
         let mut deadline: Option<Instant> = None;
-        let mut poll_after = (!self.admin_doorbells.is_empty()).then_some(MAPPED_POLL);
+        let mut poll_after = limit;
         for PollEntry { queues, .. } in self.poll_group.active.iter_mut().map(|entry| &mut **entry)
         {
             if let Some(until) = queues.recheck(&mut fenced, &mut self.trace) {
@@ -173,12 +159,13 @@ impl Worker {
                 poll_after = poll_after.or(Some(UNANNOUNCED_POLL));
             }
         }
-        fenced.note(self.mailbox.has_messages());
+        fenced.note(self.mailbox.has_messages() || !self.backlog.is_empty());
         let slept = match fenced.try_sleep() {
             None => None,
             Some(asleep) => {
                 record(&mut self.trace, Kind::Sleep, 0);
                 let before = Instant::now();
+                self.mailbox.busy.sleeps(before);
                 let left = deadline.map(|d| d.saturating_duration_since(before));
                 let timeout = match (left, poll_after) {
                     (Some(a), Some(b)) => Some(a.min(b)),
@@ -187,7 +174,7 @@ impl Worker {
                 let all = wait(&self.epoll, timeout, &mut self.trace, &mut self.signalled);
                 drop(asleep);
                 let slept = before.elapsed();
-                self.asleep += slept;
+                self.mailbox.busy.wakes();
                 record(&mut self.trace, Kind::Wake, slept.as_micros().min(u32::MAX.into()) as u32);
                 self.window.slept(slept);
                 Some(all)
@@ -301,8 +288,8 @@ impl Worker {
                     queues.abort(sqid, cid, latch);
                 }
             }
-            Message::Query { controller, answer, latch } => {
-                let awake = self.started.elapsed().saturating_sub(self.asleep);
+            Message::Query { controller, answer } => {
+                let awake = self.mailbox.busy.awake();
                 let sleep = SleepStats::of(
                     self.sleeper.stats(),
                     self.spurious_wakes,
@@ -315,20 +302,12 @@ impl Worker {
                     // Who asked may have stopped waiting.
                     let _ = answer.send(stats);
                 }
-                drop(latch);
             }
             Message::Detach { controller, latch } => {
                 self.sources.remove(controller);
                 if let Some(queues) = self.queues(controller) {
                     queues.detach(latch);
                 }
-            }
-            Message::PollAdminDoorbells(poll) => {
-                self.admin_doorbells.retain(AdminDoorbellPoll::is_alive);
-                self.admin_doorbells.push(poll);
-            }
-            Message::ServeAdmin(control) => {
-                control.notify(Notice::AdminDoorbell);
             }
             Message::Override { controller, overriding } => {
                 if let Some(queues) = self.queues(controller) {

@@ -1,4 +1,5 @@
 //! Memory that keeps its requests waiting for as long as a test likes, and answers out of order.
+#![allow(dead_code, reason = "every test file uses its own part of it")]
 #![allow(unreachable_pub, reason = "a module of tests")]
 
 use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Request, Submitted};

@@ -3,6 +3,7 @@
 use super::parking::WorkerParking;
 use super::shared::{ASKED, AsyncShared};
 use super::worker::Worker;
+use shadowbell_memory::AbortOnPanic;
 use std::io;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -15,7 +16,10 @@ pub(super) fn spawn(parking: Arc<WorkerParking>) -> io::Result<JoinHandle<()>> {
     let name = format!("shadowbell-q{}", parking.shared.qid);
     let thread = std::thread::Builder::new().name(name).spawn({
         let parking = Arc::clone(&parking);
-        move || run(&parking)
+        move || {
+            let _guard = AbortOnPanic::new();
+            run(&parking);
+        }
     })?;
     parking.shared.set_thread(thread.thread().clone());
     Ok(thread)

@@ -1,6 +1,7 @@
 //! The thread that watches a controller with or without commands in flight.
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
+use shadowbell_memory::AbortOnPanic;
 use std::io;
 use std::sync::{Arc, Weak};
 use std::thread::{JoinHandle, ThreadId, current};
@@ -45,7 +46,10 @@ impl Watchdog {
         let control = Arc::new(WatchdogControl::default());
         let thread = std::thread::Builder::new().name("shadowbell-watchdog".into()).spawn({
             let control = Arc::clone(&control);
-            move || watch(&watched, &control, intervals)
+            move || {
+                let _guard = AbortOnPanic::new();
+                watch(&watched, &control, intervals);
+            }
         })?;
         let id = thread.thread().id();
         Ok(Self { control, thread: Mutex::new(Some(thread)), id })

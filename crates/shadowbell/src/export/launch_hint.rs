@@ -1,10 +1,9 @@
 //! The commands by which others use what is exported.
 
 use super::exported_disk::ExportedDisk;
-use crate::logging;
 use crate::shell::word as quoted;
+use crate::{logging, paste};
 use shadowbell_export::nbd::Address;
-use std::io::Write;
 use std::path::Path;
 
 /// Prints, on standard output, the commands to paste; nothing with `--quiet`.
@@ -16,8 +15,7 @@ pub(super) fn show(disk: &ExportedDisk) {
     let ublk = disk.ublk().map(|(path, id)| ublk(path, id, &disk.target().to_string()));
     let text: String =
         nbd.chain(disk.vhost().map(vhost)).chain(ublk).chain(disk.fuse().map(fuse)).collect();
-    // Whoever closed our output does not want it, which is no reason not to export.
-    let _ = std::io::stdout().lock().write_all(text.as_bytes());
+    paste::print(text);
 }
 
 fn nbd(address: &Address, name: &str) -> String {

@@ -1,7 +1,8 @@
 //! What happens to the controllers, on its way to the log.
 //!
-//! The reactor's thread and the workers see it happen, and neither may wait for a terminal or a log
-//! that takes no more. So they leave it in a short queue, and a thread of its own writes.
+//! The reactor's thread and the workers see it happen, under locks and with no time to ask a
+//! controller for its counters. So they leave it in a short queue, and a thread of its own makes
+//! the lines.
 
 use shadowbell_controller::Event;
 use shadowbell_frontend::vfio_user::ClientEvent;

@@ -2,8 +2,7 @@
 
 use super::server_config::{ServerConfig, SocketConfig};
 use crate::controller_config::OfferedDoorbells;
-use crate::{logging, shell};
-use std::io::Write;
+use crate::{logging, paste, shell};
 use std::path::{Path, PathBuf};
 
 /// The name of the socket in a directory, as SPDK has it.
@@ -33,8 +32,7 @@ pub(super) fn show(config: &ServerConfig) {
         return;
     }
     let endpoints: Vec<Endpoint> = config.controllers.iter().map(Endpoint::new).collect();
-    // Whoever closed our output does not want it, which is no reason not to serve.
-    let _ = std::io::stdout().lock().write_all(text(&endpoints).as_bytes());
+    paste::print(text(&endpoints));
 }
 
 fn text(endpoints: &[Endpoint]) -> String {

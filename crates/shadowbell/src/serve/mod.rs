@@ -16,9 +16,10 @@
 //! | `stats_socket` | the counters for `top`, while the server runs |
 //! | `faults` | `--faults`, in a build with that feature |
 //!
-//! Threads: the workers, one reactor for all sockets, one that writes the log (so that a terminal
-//! that blocks can not hold up a guest), one that answers `top` if it may ask, and the main thread,
-//! which waits for signals. None of them has a timer.
+//! Threads: the workers, one reactor for all sockets, one that makes log lines of what happens, one
+//! that writes the log (so that a terminal that blocks can not hold up a guest, see
+//! `crate::log_thread`), one that answers `top` if it may ask, and the main thread, which waits for
+//! signals. None of them has a timer.
 
 mod args;
 mod config_file;

@@ -59,8 +59,18 @@ impl Export {
         std::fs::read_to_string(self.path("stderr")).unwrap()
     }
 
-    fn stdout(&self) -> String {
-        std::fs::read_to_string(self.path("stdout")).unwrap()
+    /// What it has printed, once these words are in it.
+    #[track_caller]
+    fn prints(&self, words: &str) -> String {
+        let deadline = Instant::now() + TIMEOUT;
+        loop {
+            let printed = std::fs::read_to_string(self.path("stdout")).unwrap();
+            if printed.contains(words) {
+                return printed;
+            }
+            assert!(Instant::now() < deadline, "it never printed {words:?}: {printed}");
+            std::thread::sleep(Duration::from_millis(2));
+        }
     }
 
     fn signal(&self, signal: Signal) {
@@ -133,8 +143,7 @@ fn what_was_written_is_in_the_image_when_it_has_ended() {
     File::create(&image).unwrap().set_len(1 << 20).unwrap();
     let target = format!("local:{}", image.display());
     let export = Export::start(&[&target, "--nbd", "unix:DIR/nbd", "--name", "a disk"]);
-    let printed = export.stdout();
-    assert!(printed.contains("nbdcopy 'nbd+unix:///a%20disk?socket="), "{printed}");
+    export.prints("nbdcopy 'nbd+unix:///a%20disk?socket=");
     assert_eq!(write_by_nbd(&export.path("nbd"), 1000, b"any bytes"), 0);
     export.stop();
     let mut bytes = [0; 11];
@@ -212,7 +221,7 @@ fn a_file_is_mounted_and_unmounted() {
     }
     let export = Export::start(&["mem:8MiB", "--fuse", "DIR/disk"]);
     let path = export.path("disk");
-    assert!(export.stdout().contains("losetup --find --show"), "{}", export.stdout());
+    export.prints("losetup --find --show");
     let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
     file.write_all_at(b"any bytes", 777).unwrap();
     let mut bytes = [0; 9];
@@ -230,8 +239,7 @@ fn a_file_is_mounted_and_unmounted() {
 #[test]
 fn a_virtio_disk_is_offered_and_taken_back() {
     let export = Export::start(&["mem:8MiB", "--vhost-user-blk", "DIR/vm.sock", "--queues=2"]);
-    let printed = export.stdout();
-    assert!(printed.contains("vhost-user-blk-pci,chardev=disk,num-queues=2"), "{printed}");
+    export.prints("vhost-user-blk-pci,chardev=disk,num-queues=2");
     let path = export.path("vm.sock");
     let frontend = UnixStream::connect(&path).unwrap();
     export.stop();

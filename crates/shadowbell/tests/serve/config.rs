@@ -1,6 +1,6 @@
 //! Many controllers in one process, and files that are refused as a whole.
 
-use crate::harness::{Server, attach, finish, image, program};
+use crate::harness::{Server, attach, finish, image, program, until};
 use shadowbell_driver::{AttachOptions, Doorbells};
 use std::path::Path;
 
@@ -38,7 +38,7 @@ fn each_controller_is_what_its_table_says() {
     assert_eq!(a.namespace(2).unwrap().uuid().unwrap()[..2], [0x01, 0x90]);
     assert_eq!(b.namespace(1).unwrap().block_size(), 4096);
     for name in ["a.sock", "b.sock"] {
-        assert!(server.stdout().contains(&format!("{name}\",")), "{}", server.stdout());
+        until("the arguments", || server.stdout().contains(&format!("{name}\",")));
     }
     drop((a, b));
     assert!(server.stop().success());

@@ -60,9 +60,16 @@ impl Server {
     /// Runs `command`, and waits for the sockets of these names.
     pub(crate) fn spawn(mut command: Command, directory: TempDir, sockets: &[&str]) -> Self {
         let file = |name: &str| std::fs::File::create(directory.path().join(name)).unwrap();
-        command.stdin(Stdio::null()).stdout(file("stdout")).stderr(file("stderr"));
-        command.current_dir(directory.path()).env_remove("RUST_LOG");
+        command.stdout(file("stdout")).stderr(file("stderr"));
+        Self::spawn_to(command, directory, sockets)
+    }
+
+    /// The same, with its output where the command has it.
+    pub(crate) fn spawn_to(mut command: Command, directory: TempDir, sockets: &[&str]) -> Self {
+        command.stdin(Stdio::null()).current_dir(directory.path()).env_remove("RUST_LOG");
         let child = command.process_group(0).spawn().unwrap();
+        // With it goes its part of a pipe that was given to it.
+        drop(command);
         let mut server = Self { child, directory };
         until("the server's socket", || {
             let ended = server.child.try_wait().unwrap();
@@ -91,7 +98,8 @@ impl Server {
     }
 
     pub(crate) fn stderr(&self) -> String {
-        std::fs::read_to_string(self.directory().join("stderr")).unwrap()
+        // There is none where the output goes elsewhere.
+        std::fs::read_to_string(self.directory().join("stderr")).unwrap_or_default()
     }
 
     /// Waits until the server has said this.

@@ -66,8 +66,8 @@ fn many_idle_controllers_are_not_many_threads() {
         .map(|n| crate::harness::attach(&server.directory().join(format!("vm{n}.sock")), &options))
         .collect();
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap().count();
-    // Two workers, the reactor, the event log, and the one who waits for signals.
-    assert_eq!(threads, 5);
+    // Two workers, the reactor, the event log, the log, and the one who waits for signals.
+    assert_eq!(threads, 6);
     is_idle(&server);
     drop(attached);
 }

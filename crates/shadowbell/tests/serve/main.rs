@@ -11,6 +11,7 @@ mod harness;
 mod idle;
 mod io;
 mod local;
+mod log;
 mod output;
 mod stacked;
 mod stalling;

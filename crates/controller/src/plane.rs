@@ -1,0 +1,188 @@
+//! A controller behind its public face: the control plane under its lock, what workers have told
+//! it, and the turns in which it is served.
+
+use crate::admin::budget::Budget;
+use crate::admin_server::{AdminServer, Next};
+use crate::context::Context;
+use crate::control::{Control, Deferred};
+use crate::control_thread::{RunState, TakesTurns, Turn};
+use crate::inbox::{Inbox, Notices};
+use crate::notice::{ControlPlane, Notice};
+use crate::stats::Stats;
+use crate::stats_query::StatsQuery;
+use parking_lot::{Mutex, MutexGuard};
+use rustix::time::{ClockId, clock_gettime};
+use std::sync::Weak;
+use std::time::{Duration, Instant};
+
+/// Admin commands served in one turn, at most.
+const TURN_COMMANDS: u32 = 16;
+/// How long a turn goes on, apart from the last command.
+const TURN_TIME: Duration = Duration::from_micros(100);
+/// How long the counters of an admin queue are waited for, whose guest holds up its turn.
+const COUNTERS: Duration = Duration::from_secs(1);
+
+/// A controller behind its public face.
+pub(crate) struct ControllerInner {
+    pub(crate) context: Context,
+    me: Weak<ControllerInner>,
+    control: Mutex<Control>,
+    inbox: Inbox,
+    run_state: RunState,
+    /// Belongs to the turn under way. To be locked before `control`, and never by the thread that
+    /// carries the controller, nor by a worker: the guest's memory is touched under it.
+    admin: Mutex<Admin>,
+    pub(crate) stats_query: StatsQuery,
+}
+
+struct Admin {
+    server: AdminServer,
+    budget: Budget,
+}
+
+impl ControllerInner {
+    pub(crate) fn new(context: Context, me: Weak<Self>) -> Self {
+        Self {
+            control: Mutex::new(Control::new(&context)),
+            context,
+            me,
+            inbox: Inbox::default(),
+            run_state: RunState::default(),
+            admin: Mutex::new(Admin { server: AdminServer::default(), budget: Budget::new() }),
+            stats_query: StatsQuery::default(),
+        }
+    }
+
+    /// The control plane. What has to be done without the lock goes to [`run`](Self::run) then.
+    pub(crate) fn control(&self) -> MutexGuard<'_, Control> {
+        self.control.lock()
+    }
+
+    /// Does something under the control plane's lock, and then what has to be done without it.
+    pub(crate) fn with(&self, act: impl FnOnce(&mut Control, &Context) -> Deferred) {
+        let mut control = self.control.lock();
+        let deferred = act(&mut control, &self.context);
+        self.release(control, deferred);
+    }
+
+    /// Lets go of the lock, and does what has to be done without it.
+    pub(crate) fn release(&self, control: MutexGuard<'_, Control>, deferred: Deferred) {
+        let has_orders = control.has_admin_orders();
+        drop(control);
+        self.run(deferred);
+        if has_orders {
+            self.schedule();
+        }
+    }
+
+    /// Does what has to be done without the lock.
+    fn run(&self, deferred: Deferred) {
+        let Deferred { events, latches, callbacks } = deferred;
+        if let Some(listener) = &self.context.listener {
+            events.iter().for_each(listener);
+        }
+        drop(latches);
+        callbacks.into_iter().for_each(|done| done());
+    }
+
+    /// Has the control thread give this controller a turn.
+    pub(crate) fn schedule(&self) {
+        if self.run_state.request() {
+            self.context.pool.control().schedule(self.me.clone());
+        }
+    }
+
+    /// The counters of the admin queue pair: none if its guest holds up the turn under way.
+    pub(crate) fn admin_stats(&self) -> Stats {
+        let admin = self.admin.try_lock_for(COUNTERS);
+        admin.map(|admin| admin.server.stats(&self.context)).unwrap_or_default()
+    }
+
+    /// Reads what workers have told.
+    fn receive(&self, deferred: &mut Deferred) {
+        let Some(Notices { missed, errors, others }) = self.inbox.take() else { return };
+        if missed.count != 0 {
+            self.control.lock().receive_missed(&self.context, &missed, deferred);
+        }
+        for notice in errors.into_iter().chain(others) {
+            self.control.lock().receive(&self.context, notice, deferred);
+        }
+    }
+
+    fn serve_admin(&self, admin: &mut Admin, deferred: &mut Deferred) -> Turn {
+        let Self { context: cx, control, .. } = self;
+        let Admin { server, budget } = admin;
+        let is_inline = cx.pool.control().is_inline();
+        let began = Instant::now();
+        server.follow_orders(control, cx, false);
+        server.post(cx);
+        if let Some(until) = budget.wait_until(began) {
+            return Turn::At(until);
+        }
+        if server.lacks_cq() {
+            control.lock().lacks_admin_cq(deferred);
+            return Turn::Idle;
+        }
+        let processor = processor_time();
+        let mut served = 0;
+        let turn = loop {
+            // What a caller's thread does is up to the caller; its turns are all alike.
+            if served == TURN_COMMANDS || !is_inline && began.elapsed() >= TURN_TIME {
+                break Turn::Again;
+            }
+            match server.next(control, cx) {
+                Next::Idle => break Turn::Idle,
+                Next::Look => {}
+                Next::Command(command) => {
+                    // What was the case before the host submitted the command counts first.
+                    self.receive(deferred);
+                    server.follow_orders(control, cx, true);
+                    if !server.serve(control, cx, command, deferred) {
+                        break Turn::Idle;
+                    }
+                    server.follow_orders(control, cx, false);
+                }
+            }
+            served += 1;
+        };
+        server.post(cx);
+        if served != 0 && !is_inline {
+            let used = processor_time().saturating_sub(processor);
+            if budget.spend(used, Instant::now()) {
+                tracing::warn!(
+                    serial = cx.config.serial,
+                    "the guest gives more admin commands than a fifth of a processor can serve; \
+                     they wait their turn"
+                );
+            }
+        }
+        if turn == Turn::Idle && control.lock().has_admin_orders() { Turn::Again } else { turn }
+    }
+}
+
+impl TakesTurns for ControllerInner {
+    fn run_state(&self) -> &RunState {
+        &self.run_state
+    }
+
+    fn turn(&self) -> Turn {
+        let mut deferred = Deferred::default();
+        self.receive(&mut deferred);
+        let turn = self.serve_admin(&mut self.admin.lock(), &mut deferred);
+        self.run(deferred);
+        turn
+    }
+}
+
+impl ControlPlane for ControllerInner {
+    fn notify(&self, notice: Notice) {
+        self.inbox.push(notice);
+        self.schedule();
+    }
+}
+
+/// The processor time that this thread has taken: a turn that waits for somebody takes none.
+fn processor_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::try_from(time).unwrap_or_default()
+}

@@ -1,0 +1,303 @@
+//! What a controller may take of a worker that it shares: how much may be under way, and how much is
+//! done of it in one turn.
+
+mod common;
+#[path = "common/held.rs"]
+mod held;
+
+use common::{Host, Queue, meanwhile};
+use held::Held;
+use shadowbell_backend::Disk;
+use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
+use shadowbell_spec::nvm::DatasetManagement;
+use shadowbell_spec::{Sqe, Status};
+use std::sync::Arc;
+
+/// Requests of commands of many ranges that a disk is given at once.
+const PARTS: usize = 32;
+
+fn held_host(blocks: u64) -> (Host, Held) {
+    let held = Held::new(blocks);
+    let disk: Arc<dyn Disk> = Arc::new(held.clone());
+    let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
+    (Host::with(Config { namespaces, ..Config::default() }, Polling::Never), held)
+}
+
+/// A deallocation of blocks 0 to 255, each as a range of its own; `page` is for the list.
+fn dsm(host: &Host, page: u64, cid: u16) -> Sqe {
+    for n in 0..256u64 {
+        host.poke(page + n * 16 + 4, &1u32.to_le_bytes());
+        host.poke(page + n * 16 + 8, &n.to_le_bytes());
+    }
+    let fields = DatasetManagement { nr0: 255, ad: true, ..DatasetManagement::default() };
+    Sqe::dsm(1, fields, cid).with_prps(page, 0)
+}
+
+#[test]
+fn ranges_are_submitted_a_few_at_a_time_and_a_reset_leaves_the_rest() {
+    let (mut host, held) = held_host(1024);
+    let mut queue = host.create(1, 512, false);
+    let page = host.alloc(4096);
+    held.order(|orders| orders.hold = true);
+    let sqe = dsm(&host, page, 0);
+    for cid in 0..400 {
+        host.put(&mut queue, &sqe.with_cid(cid));
+    }
+    host.ring(&queue, 0);
+    host.until("the first ranges", || held.seen().len() == PARTS);
+    // So are those of a Delete I/O Submission Queue or a reset: what is under way is cancelled, once
+    // each, and nothing else is looked at.
+    let cancelled = held.clone();
+    let release = std::thread::spawn(move || {
+        while cancelled.cancelled() < PARTS {
+            std::thread::yield_now();
+        }
+        cancelled.order(|orders| orders.hold = false);
+    });
+    host.disable();
+    release.join().unwrap();
+    assert_eq!((held.seen().len(), held.cancelled()), (PARTS, PARTS));
+}
+
+#[test]
+fn all_ranges_of_all_commands_are_carried_out_in_the_end() {
+    let (mut host, held) = held_host(1024);
+    held.mark();
+    let mut queue = host.create(1, 512, false);
+    let page = host.alloc(4096);
+    let sqe = dsm(&host, page, 0);
+    // More than may be under way.
+    for cid in 0..100 {
+        host.put(&mut queue, &sqe.with_cid(cid));
+    }
+    host.ring(&queue, 0);
+    let mut done: Vec<u16> = (0..100)
+        .map(|_| {
+            let (cid, status, _) = host.wait(&mut queue);
+            assert!(status.is_success());
+            cid
+        })
+        .collect();
+    done.sort_unstable();
+    assert!(done.into_iter().eq(0..100));
+    assert_eq!(held.seen().len(), 100 * 256);
+    assert_eq!(held.marks(0, 256), vec![0; 256]);
+    assert_eq!(held.marks(256, 1), [256]);
+}
+
+#[test]
+fn an_abort_stops_a_command_of_many_ranges() {
+    let (mut host, held) = held_host(1024);
+    let mut queue = host.create(1, 16, false);
+    let page = host.alloc(4096);
+    held.order(|orders| orders.hold = true);
+    let sqe = dsm(&host, page, 0);
+    for cid in 0..2 {
+        host.submit(&mut queue, &sqe.with_cid(cid));
+    }
+    host.until("the first ranges", || held.seen().len() == PARTS);
+    let abort = |cid| Sqe::abort(shadowbell_spec::admin::Abort { sqid: 1, cid }, 0);
+    // The second has not begun: it ends at once.
+    assert_eq!(host.must(abort(1)) & 1, 0, "aborted");
+    let (cid, status, _) = host.wait(&mut queue);
+    assert_eq!((cid, status.code()), (1, Status::ABORT_REQUESTED));
+    held.order(|orders| orders.hold = false);
+    let (cid, status, _) = host.wait(&mut queue);
+    assert_eq!((cid, status), (0, Status::SUCCESS));
+    assert_eq!(held.seen().len(), 256);
+}
+
+#[test]
+fn as_many_requests_are_under_way_as_may_be_and_the_others_follow() {
+    let (mut host, held) = held_host(8192);
+    let most = host.controller.config().quota.requests;
+    let mut queues = [host.create(1, 2048, false), host.create(2, 2048, false)];
+    let page = host.alloc(4096);
+    held.order(|orders| orders.hold = true);
+    for queue in &mut queues {
+        for cid in 0..2000 {
+            host.put(queue, &Sqe::read(1, u64::from(cid), 0, cid).with_prps(page, 0));
+        }
+        host.ring(queue, 0);
+    }
+    host.until("the quota to be met", || held.seen().len() == most);
+    // A worker that has nothing to do but to wait sleeps.
+    let sleeps = || host.controller.stats().workers[0].sleeps;
+    let before = sleeps();
+    host.until("a sleep", || sleeps() > before);
+    assert_eq!(held.seen().len(), most);
+    held.order(|orders| orders.hold = false);
+    for queue in &mut queues {
+        for _ in 0..2000 {
+            assert!(host.wait(queue).1.is_success());
+        }
+    }
+    assert_eq!(held.seen().len(), 4000);
+}
+
+#[test]
+fn pieces_of_memory_and_bytes_have_a_quota_as_well() {
+    let held = Held::new(1 << 16);
+    let disk: Arc<dyn Disk> = Arc::new(held.clone());
+    let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
+    for (pieces, bytes) in [(1024, 1 << 30), (1 << 20, 4 << 20)] {
+        let mut config = Config { namespaces: namespaces.clone(), ..Config::default() };
+        config.quota.pieces = pieces;
+        config.quota.bytes = bytes;
+        let mut host = Host::with(config, Polling::Never);
+        let mut queue = host.create(1, 64, false);
+        // 1 MiB in 256 pages, none of which lies behind the one before.
+        let (pages, list) = (host.alloc(4096 * 512), host.alloc(4096));
+        for n in 0..255 {
+            host.poke(list + n * 8, &(pages + 8192 * (n + 1)).to_le_bytes());
+        }
+        let before = held.seen().len();
+        held.order(|orders| orders.hold = true);
+        for cid in 0..32 {
+            host.put(&mut queue, &Sqe::read(1, 0, 2047, cid).with_prps(pages, list));
+        }
+        host.ring(&queue, 0);
+        host.until("four of them", || held.seen().len() - before == 4);
+        let sleeps = || host.controller.stats().workers[0].sleeps;
+        let slept = sleeps();
+        host.until("a sleep", || sleeps() > slept);
+        assert_eq!(held.seen().len() - before, 4);
+        held.order(|orders| orders.hold = false);
+        for _ in 0..32 {
+            assert!(host.wait(&mut queue).1.is_success());
+        }
+    }
+}
+
+/// Two controllers of one worker: each with `queues` queues, and the second with one.
+fn neighbours(turns: &mut Turns, pool: &Pool, queues: u16) -> (Host, Vec<Queue>, Host, Queue) {
+    let controller = || {
+        let config = common::config(&["mem:512MiB?block-size=4096"]);
+        Controller::new(config, pool.clone(), Carrier::default()).unwrap()
+    };
+    let (busy, victim) = (controller(), controller());
+    let (busy, all) = meanwhile(turns, move || {
+        let mut host = Host::attach(busy);
+        host.enable();
+        let all = (1..=queues).map(|qid| host.create(qid, 256, false)).collect();
+        (host, all)
+    });
+    let (victim, queue) = meanwhile(turns, move || {
+        let mut host = Host::attach(victim);
+        host.enable();
+        let queue = host.create(1, 16, false);
+        (host, queue)
+    });
+    (busy, all, victim, queue)
+}
+
+/// In each turn the victim reads a block, for as long as the other has something to do. The most
+/// commands of the other that were completed in a turn, and the turns.
+fn beside(
+    turns: &mut Turns,
+    (busy, queues): (&mut Host, &mut [Queue]),
+    (victim, queue): (&mut Host, &mut Queue),
+    mut left: usize,
+) -> (usize, usize) {
+    let page = victim.alloc(4096);
+    let (mut most, mut all) = (0, 0);
+    while left > 0 {
+        let cid = victim.next_cid();
+        victim.submit(queue, &Sqe::read(1, 0, 0, cid).with_prps(page, 0));
+        let mut waited = 0;
+        loop {
+            turns.turn();
+            let done: usize = queues
+                .iter_mut()
+                .map(|queue| std::iter::from_fn(|| busy.reap(queue)).count())
+                .sum();
+            left -= done;
+            most = most.max(done);
+            all += 1;
+            if let Some((of, status, _)) = victim.reap(queue) {
+                assert!(status.is_success());
+                assert_eq!(of, cid);
+                break;
+            }
+            waited += 1;
+            // Its own passes take time, too, and a thread that was kept from its processor seems to
+            // have worked all the while.
+            assert!(waited < 100, "the victim is starved");
+        }
+    }
+    (most, all)
+}
+
+#[test]
+fn long_reads_of_many_queues_share_a_turn() {
+    let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
+    let (mut busy, mut queues, mut victim, mut queue) = neighbours(&mut turns, &pool, 64);
+    let (data, list) = (busy.alloc(1 << 20), busy.alloc(4096));
+    for n in 0..255 {
+        busy.poke(list + n * 8, &(data + 4096 * (n + 1)).to_le_bytes());
+    }
+    for queue in &mut queues {
+        for cid in 0..16 {
+            busy.put(queue, &Sqe::read(1, 0, 255, cid).with_prps(data, list));
+        }
+        busy.ring(queue, 0);
+    }
+    let others = (&mut busy, &mut queues[..]);
+    let (most, all) = beside(&mut turns, others, (&mut victim, &mut queue), 64 * 8);
+    // One takes longer than what a controller gets, so there is never a second.
+    assert_eq!(most, 1);
+    assert!(all >= 64 * 8, "{all}");
+    // And each queue goes on where the one before it has ended.
+    let heads: Vec<_> = queues.iter().map(|queue| queue.head).collect();
+    assert!(heads.iter().all(|head| (7..=9).contains(head)), "{heads:?}");
+}
+
+#[test]
+fn short_reads_of_many_queues_share_a_turn() {
+    let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
+    let (mut busy, mut queues, mut victim, mut queue) = neighbours(&mut turns, &pool, 16);
+    let page = busy.alloc(4096);
+    for queue in &mut queues {
+        for cid in 0..200 {
+            busy.put(queue, &Sqe::read(1, u64::from(cid), 0, cid).with_prps(page, 0));
+        }
+        busy.ring(queue, 0);
+    }
+    let others = (&mut busy, &mut queues[..]);
+    let (most, _) = beside(&mut turns, others, (&mut victim, &mut queue), 16 * 200);
+    assert!(most <= 20, "{most} commands of 4 KiB in a turn");
+}
+
+#[test]
+fn zeroes_are_written_in_strides() {
+    let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
+    let (mut busy, mut queues, mut victim, mut queue) = neighbours(&mut turns, &pool, 1);
+    let disk = &busy.controller.config().namespaces[0].disk;
+    assert!(disk.queue().unwrap().longest_inline() <= 1 << 20);
+    // 256 MiB.
+    busy.put(&mut queues[0], &Sqe::write_zeroes(1, 0, u16::MAX, true, 1));
+    busy.ring(&queues[0], 0);
+    let others = (&mut busy, &mut queues[..]);
+    let (_, all) = beside(&mut turns, others, (&mut victim, &mut queue), 1);
+    assert!(all >= 256, "{all} turns for 256 MiB");
+}
+
+#[test]
+fn a_message_flood_of_one_controller_does_not_keep_others_from_their_commands() {
+    let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
+    let (busy, _, mut victim, mut queue) = neighbours(&mut turns, &pool, 1);
+    let page = victim.alloc(4096);
+    // A message of the other is always there: maps come as the worker takes its turns.
+    let memory = shadowbell_memory::Mapping::anonymous(4096).unwrap().bytes();
+    for round in 0..1000u64 {
+        let cid = victim.next_cid();
+        busy.controller.map_dma((1 << 40) + round * 4096, 4096, &memory).unwrap();
+        victim.submit(&mut queue, &Sqe::read(1, 0, 0, cid).with_prps(page, 0));
+        let mut turns_taken = 0;
+        while victim.reap(&mut queue).is_none() {
+            turns.turn();
+            turns_taken += 1;
+            assert!(turns_taken < 50, "the victim is starved");
+        }
+    }
+}

@@ -1,0 +1,66 @@
+//! A worker that panics ends its process, and with it everybody's wait for it.
+
+mod common;
+
+use common::Host;
+use shadowbell_backend::{Disk, DiskInfo, Queue, Request, Submitted};
+use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Pool, PoolOptions};
+use shadowbell_memory::Segments;
+use shadowbell_spec::Sqe;
+use std::os::unix::process::ExitStatusExt;
+use std::process::Command;
+use std::sync::Arc;
+
+const CHILD: &str = "PANIC_TEST_CHILD";
+
+/// A disk with a mistake in it.
+#[derive(Debug)]
+struct Broken;
+
+impl Disk for Broken {
+    fn info(&self) -> DiskInfo {
+        DiskInfo::new(512, 1024)
+    }
+
+    fn queue(&self) -> std::io::Result<Box<dyn Queue>> {
+        Ok(Box::new(Self))
+    }
+
+    fn name(&self) -> String {
+        "broken".into()
+    }
+}
+
+impl Queue for Broken {
+    fn submit(&mut self, _: u32, _: &Request, _: &mut Segments) -> Submitted {
+        panic!("a mistake");
+    }
+}
+
+#[test]
+fn a_disk_whose_queue_panics_ends_the_process() {
+    if std::env::var_os(CHILD).is_some() {
+        let pool = Pool::start(&PoolOptions { workers: 1, ..Default::default() }).unwrap();
+        let namespaces = vec![NamespaceConfig { disk: Arc::new(Broken), uuid: [7; 16] }];
+        let config = Config { namespaces, ..Config::default() };
+        let controller = Controller::new(config, pool, Carrier::default()).unwrap();
+        let mut host = Host::attach(controller);
+        host.enable();
+        let mut queue = host.create(1, 8, false);
+        let read = Sqe::new(0x02, 0, 1).with_prps(host.alloc(4096), 0);
+        host.run(&mut queue, read);
+        return;
+    }
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "a_disk_whose_queue_panics_ends_the_process", "--nocapture"])
+        .env(CHILD, "1")
+        .stdout(std::process::Stdio::null())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let output = child.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.signal(), Some(6), "{:?}: {said}", output.status);
+    assert!(said.contains("a mistake"), "{said}");
+    assert!(said.contains("thread sb-worker0, which serves others, has panicked"), "{said}");
+}

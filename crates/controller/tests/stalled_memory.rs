@@ -1,0 +1,170 @@
+//! Memory of a guest that takes its time: who waits for it.
+
+mod common;
+
+use common::{Host, Queue, TIMEOUT, config};
+use shadowbell_controller::{Carrier, Controller, Polling, Pool};
+use shadowbell_memory::{Mapping, Protection, SharedBytes};
+use shadowbell_spec::regs::{self, Cc};
+use shadowbell_spec::{Sqe, Status};
+use shadowbell_testing::stalled::{self, Mount};
+use std::os::fd::OwnedFd;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+#[test]
+fn the_daemon() {
+    stalled::be_the_daemon();
+}
+
+/// Where memory is mapped that does not answer.
+const STALLED: u64 = 1 << 40;
+
+/// A mount, the open file, and its memory.
+fn stalled() -> Option<(Mount, OwnedFd, SharedBytes)> {
+    let mount = Mount::new("the_daemon")?;
+    let file = mount.open();
+    let memory = Mapping::from_fd(&file, 0, 4096, Protection::ReadWrite).unwrap().bytes();
+    Some((mount, file, memory))
+}
+
+fn host(pool: &Pool) -> Host {
+    let controller =
+        Controller::new(config(&["mem:1MiB"]), pool.clone(), Carrier::default()).unwrap();
+    let mut host = Host::attach(controller);
+    host.enable();
+    host
+}
+
+fn identify(at: u64) -> Sqe {
+    Sqe { cdw10: 1, ..Sqe::new(0x06, 0, 0) }.with_prps(at, 0)
+}
+
+/// Does `work` on a thread of its own: what it returns, if it does in time.
+fn soon<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
+    let (done, is_done) = channel();
+    std::thread::spawn(move || done.send(work()));
+    match is_done.recv_timeout(TIMEOUT) {
+        Ok(result) => result,
+        Err(RecvTimeoutError::Timeout) => {
+            // The mount would wait for the thread.
+            eprintln!("held up: {what}");
+            std::process::abort();
+        }
+        Err(RecvTimeoutError::Disconnected) => panic!("failed: {what}"),
+    }
+}
+
+/// Has the control thread write to memory that does not answer.
+fn stall(host: &mut Host, memory: &SharedBytes) -> Queue {
+    host.controller.map_dma(STALLED, 4096, memory).unwrap();
+    let mut admin = std::mem::replace(&mut host.admin, Queue::none());
+    host.submit(&mut admin, &identify(STALLED).with_cid(7));
+    // The next one is not begun before this one has ended.
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(host.reap(&mut admin), None);
+    admin
+}
+
+#[test]
+fn a_guest_whose_memory_stalls_holds_up_nobody_but_itself() {
+    let Some((mut mount, _file, memory)) = stalled() else { return };
+    let pool = common::pool(Polling::Adaptive(Duration::from_micros(50)));
+    let mut one = host(&pool);
+    let mut other = host(&pool);
+    let mut admin = stall(&mut one, &memory);
+
+    // Registers of the same, as a reactor reads them.
+    let controller = one.controller.clone();
+    soon("registers of the same controller", move || {
+        for offset in (0..0x40).step_by(4) {
+            controller.read(offset, &mut [0; 4]);
+        }
+        controller.write(regs::INTMS, &1u32.to_le_bytes());
+    });
+    // All of another one: registers, admin commands, queues, I/O, an unmap, a reset.
+    let mut other = soon("another controller", move || {
+        let mut queue = other.create(1, 16, false);
+        let page = other.alloc(4096);
+        assert!(other.run(&mut queue, Sqe::read(1, 0, 7, 0).with_prps(page, 0)).0.is_success());
+        for _ in 0..100 {
+            other.must(identify(page));
+        }
+        let more = Mapping::anonymous(4096).unwrap().bytes();
+        other.controller.map_dma(STALLED, 4096, &more).unwrap();
+        let (sent, unmapped) = channel();
+        other.controller.unmap_dma(STALLED, 4096, move || sent.send(()).unwrap()).unwrap();
+        unmapped.recv_timeout(TIMEOUT).unwrap();
+        other.disable();
+        other.enable();
+        other
+    });
+    // A second that stalls takes another thread, and nobody's turn.
+    let mut third = host(&pool);
+    let mut admin_of_third = stall(&mut third, &memory);
+    let mut other = soon("another controller, beside two", move || {
+        let page = other.alloc(4096);
+        other.must(identify(page));
+        other
+    });
+
+    // In the end they get what they wanted, or an error.
+    mount.end();
+    assert_eq!(one.wait(&mut admin).0, 7);
+    assert_eq!(third.wait(&mut admin_of_third).0, 7);
+    let page = other.alloc(4096);
+    other.must(identify(page));
+}
+
+#[test]
+fn a_reset_waits_for_memory_that_stalls_and_nothing_is_written_after() {
+    let Some((mut mount, _file, memory)) = stalled() else { return };
+    let pool = common::pool(Polling::Adaptive(Duration::from_micros(50)));
+    let mut host = host(&pool);
+    let mut admin = stall(&mut host, &memory);
+    host.submit(&mut admin, &identify(common::BASE).with_cid(8));
+    let cc = Cc::from_bits(host.read32(regs::CC));
+    let controller = host.controller.clone();
+    soon("the beginning of a reset", move || {
+        controller.write(regs::CC, &cc.with_en(false).into_bits().to_le_bytes());
+    });
+    let (sent, unmapped) = channel();
+    let controller = host.controller.clone();
+    soon("the beginning of an unmap", move || {
+        controller.unmap_dma(STALLED, 4096, move || sent.send(()).unwrap()).unwrap();
+    });
+    assert_eq!(unmapped.recv_timeout(Duration::from_millis(50)), Err(RecvTimeoutError::Timeout));
+    assert!(host.csts().rdy(), "the guest's memory is in use");
+    let before = host.peek(admin.cq, 512);
+    mount.end();
+    unmapped.recv_timeout(TIMEOUT).unwrap();
+    host.until("the end of the reset", || !host.csts().rdy());
+    assert_eq!(host.peek(admin.cq, 512), before, "a completion after the reset began");
+    host.admin = admin;
+    host.enable();
+    let page = host.alloc(4096);
+    host.must(identify(page));
+}
+
+/// Nothing of the process waits for memory that stalls, the end of the threads neither.
+#[test]
+fn a_reset_and_the_end_of_the_others_is_not_held_up() {
+    let Some((mut mount, _file, memory)) = stalled() else { return };
+    let pool = common::pool(Polling::Adaptive(Duration::from_micros(50)));
+    let mut one = host(&pool);
+    let mut admin = stall(&mut one, &memory);
+    let other = host(&pool);
+    soon("another controller that leaves", move || {
+        let (sent, left) = channel();
+        other.controller.disconnect(move || sent.send(()).unwrap());
+        left.recv_timeout(TIMEOUT).unwrap();
+    });
+    let stats = {
+        let controller = one.controller.clone();
+        soon("statistics", move || controller.stats())
+    };
+    assert!(stats.submission_queues.is_empty(), "its turn is not over");
+    mount.end();
+    let (_, status, _) = one.wait(&mut admin);
+    assert!(status == Status::SUCCESS || !status.is_success());
+}

@@ -1,0 +1,366 @@
+//! The thread that writes the log, and the lines that wait for it.
+//!
+//! Whoever reads the log may stand still: a terminal that is held, a pipe that nobody empties. A
+//! thread that serves guests must not wait for that. So a line is left in memory, and one thread
+//! writes. Where the memory for lines is used up they are dropped and counted, and the count is
+//! logged as soon as there is room.
+//!
+//! The thread also sets the pace. A guest can cause lines as fast as it likes; what is written per
+//! second is limited, and the rest is dropped by the same rule.
+//!
+//! `tracing-appender` has such a thread, too. It bounds the lines in memory by their number (of any
+//! length), has no pace, and only keeps the count of what was dropped for a program to ask for. All
+//! three would have to be built around it, and are all that there is to build.
+
+use parking_lot::{Condvar, Mutex};
+use std::collections::VecDeque;
+use std::io::{self, Write};
+use std::sync::Arc;
+use std::thread::{ThreadId, current};
+use std::time::{Duration, Instant};
+
+/// How much may wait, and how fast it is written.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    /// Bytes that may wait.
+    pub(crate) waiting: usize,
+    /// The pace; nothing for a log that is written as fast as it is read.
+    pub(crate) pace: Option<Pace>,
+}
+
+/// A second has `burst` and `per_second` bytes at most.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pace {
+    pub(crate) per_second: usize,
+    pub(crate) burst: usize,
+}
+
+/// What a line takes beside its bytes.
+const OVERHEAD: usize = 64;
+/// The most that is written in one call, but for a line that is longer.
+const BATCH: usize = 4096;
+
+/// Where lines are left; clones lead to the same thread.
+#[derive(Clone)]
+pub(crate) struct LogThread(Arc<Shared>);
+
+struct Shared {
+    /// Who has started the log, which is no thread that guests cause to say anything.
+    starter: ThreadId,
+    lines: Mutex<Lines>,
+    /// For the thread: a line has come, or the end.
+    came: Condvar,
+    /// For who waits in [`LogThread::finish`]: everything is written.
+    written: Condvar,
+}
+
+struct Lines {
+    waiting: VecDeque<Vec<u8>>,
+    bytes: usize,
+    limit: usize,
+    dropped: u64,
+    /// The thread has lines that it has not written yet.
+    writing: bool,
+    /// Someone waits for the end: the pace does not count any more.
+    hurried: bool,
+}
+
+impl Lines {
+    fn push(&mut self, line: Vec<u8>) {
+        self.bytes += line.len() + OVERHEAD;
+        self.waiting.push_back(line);
+    }
+
+    /// Takes a line if there is room. Once one was dropped, there is room when half is free: the
+    /// count of those dropped is a line as well.
+    fn offer(&mut self, line: &[u8], reserve: bool) -> bool {
+        let room = match (reserve, self.dropped) {
+            (true, _) => self.limit * 2,
+            (false, 0) => self.limit,
+            (false, _) => self.limit / 2,
+        };
+        if self.bytes + line.len() + OVERHEAD > room {
+            self.dropped = self.dropped.saturating_add(1);
+            return false;
+        }
+        self.push_count();
+        self.push(line.to_vec());
+        true
+    }
+
+    /// Says how many were dropped, if any.
+    fn push_count(&mut self) {
+        let dropped = std::mem::take(&mut self.dropped);
+        if dropped != 0 {
+            let s = if dropped == 1 { " is" } else { "s are" };
+            self.push(
+                format!(
+                    "warning: {dropped} line{s} missing here: more was to be logged than is \
+                     written or read\n"
+                )
+                .into_bytes(),
+            );
+        }
+    }
+
+    /// The next lines: as many as `allowed` bytes hold, one at least.
+    fn take(&mut self, allowed: usize) -> Vec<u8> {
+        let mut batch = Vec::new();
+        while let Some(line) = self.waiting.front() {
+            if !batch.is_empty() && batch.len() + line.len() > allowed.min(BATCH) {
+                break;
+            }
+            self.bytes -= line.len() + OVERHEAD;
+            batch.extend(self.waiting.pop_front().unwrap_or_default());
+        }
+        batch
+    }
+}
+
+impl LogThread {
+    /// Starts the thread, which writes to `sink`.
+    ///
+    /// # Errors
+    /// The system has no more threads.
+    pub(crate) fn start(sink: impl Write + Send + 'static, limits: Limits) -> io::Result<Self> {
+        let lines = Lines {
+            waiting: VecDeque::new(),
+            bytes: 0,
+            limit: limits.waiting,
+            dropped: 0,
+            writing: false,
+            hurried: false,
+        };
+        let shared = Arc::new(Shared {
+            starter: current().id(),
+            lines: Mutex::new(lines),
+            came: Condvar::new(),
+            written: Condvar::new(),
+        });
+        let thread = std::thread::Builder::new().name("sb-log".into());
+        let ours = Arc::clone(&shared);
+        thread.spawn(move || ours.write_all(sink, limits.pace))?;
+        Ok(Self(shared))
+    }
+
+    /// Leaves a line, or counts it. Never waits for whoever reads the log. The thread that has
+    /// started this has as much room again for itself: an end that is logged should be there.
+    pub(crate) fn line(&self, line: &[u8]) {
+        let reserve = current().id() == self.0.starter;
+        if self.0.lines.lock().offer(line, reserve) {
+            self.0.came.notify_one();
+        }
+    }
+
+    /// Leaves a line for which there is always room: one of the last, of which there are few.
+    pub(crate) fn last_words(&self, line: &[u8]) {
+        let mut lines = self.0.lines.lock();
+        lines.push_count();
+        lines.push(line.to_vec());
+        drop(lines);
+        self.0.came.notify_one();
+    }
+
+    /// Waits until everything that was left before is written, but no longer than `most`. Whether
+    /// it is.
+    pub(crate) fn finish(&self, most: Duration) -> bool {
+        let until = Instant::now() + most;
+        let mut lines = self.0.lines.lock();
+        lines.hurried = true;
+        self.0.came.notify_one();
+        while lines.writing || !lines.waiting.is_empty() || lines.dropped != 0 {
+            if self.0.written.wait_until(&mut lines, until).timed_out() {
+                return false;
+            }
+        }
+        true
+    }
+}
+
+/// A writer for a formatter, which gives it a line at a time.
+impl Write for LogThread {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        self.line(line);
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Shared {
+    /// What the thread does, as long as the process lives.
+    fn write_all(&self, mut sink: impl Write, pace: Option<Pace>) {
+        let mut allowance = pace.map(Allowance::new);
+        let mut lines = self.lines.lock();
+        loop {
+            if lines.waiting.is_empty() {
+                lines.push_count();
+            }
+            let Some(next) = lines.waiting.front().map(Vec::len) else {
+                lines.writing = false;
+                self.written.notify_all();
+                self.came.wait(&mut lines);
+                continue;
+            };
+            let mut allowed = BATCH;
+            if let Some(allowance) = allowance.as_mut().filter(|_| !lines.hurried) {
+                match allowance.of(next, Instant::now()) {
+                    Ok(bytes) => allowed = bytes,
+                    Err(until) => {
+                        self.came.wait_until(&mut lines, until);
+                        continue;
+                    }
+                }
+            }
+            let batch = lines.take(allowed);
+            lines.writing = true;
+            drop(lines);
+            // Nothing can be said of it if this fails.
+            let _ = sink.write_all(&batch).and_then(|()| sink.flush());
+            if let Some(allowance) = &mut allowance {
+                allowance.spend(batch.len());
+            }
+            lines = self.lines.lock();
+        }
+    }
+}
+
+/// Bytes that may be written now: they come back with time, up to the burst.
+struct Allowance {
+    pace: Pace,
+    bytes: f64,
+    since: Instant,
+}
+
+impl Allowance {
+    fn new(pace: Pace) -> Self {
+        Self { pace, bytes: pace.burst as f64, since: Instant::now() }
+    }
+
+    /// How many bytes may be written if a line of `wanted` is next; or when it may be. One that is
+    /// longer than the burst takes a whole burst, and what follows waits for the rest.
+    fn of(&mut self, wanted: usize, now: Instant) -> Result<usize, Instant> {
+        let passed = now.saturating_duration_since(self.since);
+        self.since = now;
+        let (rate, burst) = (self.pace.per_second as f64, self.pace.burst as f64);
+        self.bytes = (self.bytes + passed.as_secs_f64() * rate).min(burst);
+        let wanted = (wanted as f64).min(burst);
+        if self.bytes >= wanted {
+            return Ok(self.bytes as usize);
+        }
+        // Not for every line anew.
+        let missing = (wanted - self.bytes).max(rate / 100.0);
+        Err(now + Duration::from_secs_f64(missing / rate))
+    }
+
+    fn spend(&mut self, bytes: usize) {
+        self.bytes -= bytes as f64;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{BufRead, BufReader, Read};
+
+    const LONG: Duration = Duration::from_secs(20);
+
+    fn free(waiting: usize) -> Limits {
+        Limits { waiting, pace: None }
+    }
+
+    #[test]
+    fn a_reader_that_stands_still_holds_up_nobody_and_learns_what_it_missed() {
+        let (reader, writer) = io::pipe().unwrap();
+        let log = LogThread::start(writer, free(256 * 1024)).unwrap();
+        // Far more than the pipe and the log's memory hold. If one of these waited, this would
+        // never end.
+        let line = [b'x'; 1023];
+        let lines = 4096;
+        for _ in 0..lines {
+            log.line(&[line.as_slice(), b"\n"].concat());
+        }
+        assert!(!log.finish(Duration::from_millis(10)), "nobody has read anything");
+        log.last_words(b"the end\n");
+        let mut read = 0;
+        let mut missing = 0;
+        for text in BufReader::new(reader).lines().map(Result::unwrap) {
+            if text == "the end" {
+                break;
+            }
+            match text.strip_prefix("warning: ") {
+                Some(count) => {
+                    missing += count.split(' ').next().unwrap().parse::<u64>().unwrap();
+                }
+                None => read += 1,
+            }
+        }
+        assert!(missing > 3000, "{missing}");
+        assert_eq!(read + missing, lines, "each line is there, or counted");
+        assert!(log.finish(LONG));
+    }
+
+    #[test]
+    fn the_count_of_what_is_missing_is_where_it_is_missing() {
+        let (reader, writer) = io::pipe().unwrap();
+        let log = LogThread::start(writer, free(1000)).unwrap();
+        // With the lock held nothing is taken.
+        let mut lines = log.0.lines.lock();
+        assert!(lines.offer(&[b'a'; 500], false));
+        assert!(!lines.offer(&[b'b'; 500], false));
+        assert!(!lines.offer(b"b", false), "what is half full does not take one in between");
+        assert!(lines.offer(b"c", true), "who has room for itself does");
+        drop(lines);
+        assert!(log.finish(LONG));
+        drop(log);
+        let mut text = [0; 600];
+        let mut reader = reader;
+        let len = reader.read(&mut text).unwrap();
+        let text = String::from_utf8_lossy(&text[500..len]).into_owned();
+        assert!(text.starts_with("warning: 2 lines are missing here"), "{text}");
+    }
+
+    #[test]
+    fn a_second_has_no_more_than_the_pace_allows() {
+        let mut allowance = Allowance::new(Pace { per_second: 1000, burst: 500 });
+        let mut now = allowance.since;
+        let end = now + Duration::from_secs(10);
+        let mut spent = 0;
+        while now < end {
+            match allowance.of(100, now) {
+                Ok(bytes) => {
+                    assert!(bytes >= 100);
+                    allowance.spend(100);
+                    spent += 100;
+                }
+                Err(until) => {
+                    assert!(until > now);
+                    now = until;
+                }
+            }
+        }
+        assert!((9_900..=10_500).contains(&spent), "{spent}");
+        // A line longer than any burst comes through, too, and has its price.
+        let later = end + Duration::from_secs(1);
+        assert!(allowance.of(5000, later).is_ok());
+        allowance.spend(5000);
+        let until = allowance.of(1, later).unwrap_err();
+        assert!(until - later > Duration::from_secs(4));
+    }
+
+    #[test]
+    fn whoever_waits_for_the_end_does_not_wait_for_the_pace() {
+        let (reader, writer) = io::pipe().unwrap();
+        let pace = Pace { per_second: 1, burst: 10 };
+        let log = LogThread::start(writer, Limits { waiting: 4096, pace: Some(pace) }).unwrap();
+        for _ in 0..20 {
+            log.line(b"0123456789\n");
+        }
+        assert!(log.finish(LONG));
+        let mut text = [0; 220];
+        let mut reader = reader;
+        reader.read_exact(&mut text).unwrap();
+    }
+}
