@@ -3,7 +3,9 @@
 mod common;
 
 use common::{Host, Undo, as_root, directory, image, open, run_one};
-use shadowbell_backend::{self as disk, Direct, DiskError, FileDisk, FileOptions, Op, OpenError};
+use shadowbell_backend::{
+    self as disk, Direct, DiskError, FileDisk, FileOptions, Op, OpenError, Request, Submitted,
+};
 use shadowbell_memory::{Mapping, Protection, Segments};
 use std::fs::{File, OpenOptions, Permissions};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
@@ -433,4 +435,50 @@ fn a_mounted_device_is_not_overwritten() {
     let error = refused(device.as_ref(), "");
     says(&error, device.as_ref(), &["the system uses it", "mounted"]);
     assert!(open(device.as_ref(), "?read-only=on").info().read_only);
+}
+
+/// The system tells one of several syncs at once of what it could not write back. The others must
+/// not succeed for that.
+#[test]
+fn of_two_flushes_at_once_none_succeeds_after_a_lost_write() {
+    let directory = directory();
+    let place = directory.path().join("small");
+    std::fs::create_dir(&place).unwrap();
+    let small = place.to_str().unwrap().to_owned();
+    if as_root("mount", &["-t", "tmpfs", "-o", "size=1m", "tmpfs", &small]).is_none() {
+        return;
+    }
+    let _unmount = Undo("umount", vec!["-l".into(), small]);
+    let path = image(&place, 64 * MIB);
+    let Some(device) = as_root("losetup", &["-f", "--show", path.to_str().unwrap()]) else {
+        return;
+    };
+    let _detach = Undo("losetup", vec!["-d".into(), device.clone()]);
+    let host = Host::new(4 * MIB);
+    const FUA: Op = Op::Write { fua: true };
+    for aio in ["io_uring", "threads"] {
+        for (first, second) in [(Op::Flush, Op::Flush), (Op::Flush, FUA), (FUA, Op::Flush)] {
+            let disk = open(device.as_ref(), &format!("?direct=off&aio={aio}"));
+            let mut queues = [disk.queue().unwrap(), disk.queue().unwrap()];
+            let data = host.buffer(&[(0, 4 * MIB as usize)], false);
+            assert_eq!(run_one(&mut *queues[0], WRITE, 0, 4 * MIB, data), Ok(()));
+            for (queue, op) in queues.iter_mut().zip([first, second]) {
+                let len = if op == FUA { 4096 } else { 0 };
+                let request = Request { op, offset: 0, len };
+                let mut data = host.buffer(&[(0, len as usize)], false);
+                assert_eq!(queue.submit(1, &request, &mut data), Submitted::Pending);
+                queue.commit();
+            }
+            // Whoever was told second is looked at first.
+            for queue in queues.iter_mut().rev() {
+                let mut result = None;
+                while result.is_none() {
+                    queue.reap(&mut |_, outcome, _| result = Some(outcome));
+                    std::thread::yield_now();
+                }
+                assert!(result.unwrap().is_err(), "{first:?} and {second:?} by {aio}");
+            }
+            assert!(disk.has_lost());
+        }
+    }
 }

@@ -24,16 +24,19 @@
 //! # When the system can not write back
 //!
 //! Through the page cache, a write that has completed may still fail. The system reports that to
-//! the next sync, once, and forgets the data: the sync after that succeeds. A host that tries again
-//! would take that for success. So a sync that has failed goes on failing until the disk is opened
-//! again; writes that are durable by themselves do not, and neither does direct I/O, where nothing
-//! is forgotten.
+//! the next sync, once, and forgets the data: the sync after that succeeds, and so does one that is
+//! under way at the same time. A host that tries again would take that for success. So all syncs of
+//! a disk are one after the other ([`flusher`]), and one that has failed goes on failing until the
+//! disk is opened again: no reset of a controller brings the data back. A write that is to be
+//! durable by itself is a write and a sync there, and fails like one. With direct I/O nothing is
+//! forgotten, and a sync that is repeated may succeed.
 //!
 //! # What it does not do
 //!
 //! Verify reads through the page cache if the disk uses it; only direct I/O reaches the storage.
 
 mod disk;
+mod flusher;
 mod open;
 mod options;
 mod queue;

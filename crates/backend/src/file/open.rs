@@ -1,5 +1,6 @@
 //! Finding out what a file is, and what its file system can do.
 
+use super::flusher::Flusher;
 use super::options::{Aio, Direct, FileOptions};
 use super::shared::{Alignment, FileShared};
 use crate::error::OpenError;
@@ -13,7 +14,7 @@ use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, Instant};
 
 /// How long another process may still have the file: a server that was just killed and is started
@@ -75,8 +76,10 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, Ope
     let zeroes = Mapping::anonymous(ZEROES)
         .map_err(|source| OpenError::Memory { bytes: ZEROES, source })?
         .bytes();
+    let file = Arc::new(file);
     Ok(FileShared {
-        file: Arc::new(file),
+        flusher: Flusher::new(Arc::clone(&file), direct.is_none()),
+        file,
         info: DiskInfo {
             block_size,
             blocks: size / u64::from(block_size),
@@ -91,7 +94,6 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, Ope
         regular: !is_block,
         end: AtomicU64::new(size),
         full: AtomicU64::new(0),
-        unsynced: AtomicI32::new(0),
         no_zero_range: AtomicBool::new(false),
         no_punch: AtomicBool::new(false),
         zeroes,

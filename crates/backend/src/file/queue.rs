@@ -1,5 +1,6 @@
 //! One thread's queue on a file.
 
+use super::flusher::Asker;
 use super::shared::FileShared;
 use super::task::{BOUNCE, Stage, Step, Task};
 use crate::bounds::Bounds;
@@ -35,6 +36,9 @@ pub(super) struct FileQueue {
     /// Completions on their way, kept for its room.
     completions: Vec<(Key, i32)>,
     bounds: Bounds,
+    /// Syncs that the flusher was asked for, and has not answered or only just.
+    syncs: usize,
+    asker: Arc<Asker>,
 }
 
 impl FileQueue {
@@ -42,8 +46,11 @@ impl FileQueue {
         // One is there from the start (its pages come with its first use), so that a
         // request that waits for a bounce buffer waits for one that has one.
         let first = Mapping::anonymous(BOUNCE as u64).map_err(io::Error::other)?.bytes();
+        let ring = Ring::new(Arc::clone(&shared.file), shared.engine)?;
         Ok(Self {
-            ring: Ring::new(Arc::clone(&shared.file), shared.engine)?,
+            asker: Asker::new(ring.waker()),
+            ring,
+            syncs: 0,
             bounds: shared.info.bounds(),
             shared,
             by_tag: Vec::new(),
@@ -66,7 +73,11 @@ impl FileQueue {
         let Some((task, ..)) = self.ring.get(key) else {
             return true;
         };
-        let next = task.call();
+        let Some(next) = task.call() else {
+            self.syncs += 1;
+            self.shared.flusher.ask(&self.asker, key);
+            return true;
+        };
         self.ring.prepare(key, next.call, next.skip, next.offset, next.len)
     }
 
@@ -224,7 +235,16 @@ impl Queue for FileQueue {
 
     fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
         let mut completions = std::mem::take(&mut self.completions);
+        if self.syncs != 0 {
+            self.ring.quieten();
+        }
         self.ring.collect(&mut completions);
+        // Only now: what is answered from here on makes the descriptor readable again.
+        if self.syncs != 0 {
+            let before = completions.len();
+            self.asker.take(&mut completions);
+            self.syncs -= completions.len() - before;
+        }
         for (key, result) in completions.drain(..) {
             if let Some(result) = self.advance(key, result) {
                 self.finish(key, result, done);

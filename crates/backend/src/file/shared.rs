@@ -1,12 +1,13 @@
 //! What all queues of a file disk share.
 
+use super::flusher::Flusher;
 use crate::info::DiskInfo;
 use crate::request::{DiskError, Op, Request};
 use crate::sys::EngineKind;
 use shadowbell_memory::SharedBytes;
 use std::fs::File;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// What all queues of a disk share; read by every request, written when something goes wrong.
 #[derive(Debug)]
@@ -22,8 +23,8 @@ pub(super) struct FileShared {
     pub(super) regular: bool,
     /// The end of what can still be read, in bytes; less than the disk once it shrank.
     pub(super) end: AtomicU64,
-    /// The error number of the first sync that has failed through the page cache, or 0.
-    pub(super) unsynced: AtomicI32,
+    /// Its syncs.
+    pub(super) flusher: Arc<Flusher>,
     /// The file system has no way to zero a range and keep its blocks.
     pub(super) no_zero_range: AtomicBool,
     /// The file system has no way to punch a hole.
@@ -46,6 +47,7 @@ pub(super) struct Alignment {
 
 impl Drop for FileShared {
     fn drop(&mut self) {
+        self.flusher.close();
         crate::sys::unlock_image(&self.file);
     }
 }
@@ -94,18 +96,9 @@ impl FileShared {
         }
     }
 
-    /// A sync has failed: what was written before may be lost, and the next would succeed.
-    pub(super) fn note_unsynced(&self, errno: i32) {
-        let passing = matches!(errno, libc::EINTR | libc::EAGAIN | libc::ECANCELED);
-        if self.direct.is_none() && !passing {
-            let relaxed = Ordering::Relaxed;
-            let _ = self.unsynced.compare_exchange(0, errno, relaxed, relaxed);
-        }
-    }
-
     /// Why nothing can be said of what was written, if nothing can.
     pub(super) fn unsynced(&self) -> Option<DiskError> {
-        match self.unsynced.load(Ordering::Relaxed) {
+        match self.flusher.lost() {
             0 => None,
             errno => Some(self.error(errno)),
         }

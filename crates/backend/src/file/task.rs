@@ -50,6 +50,8 @@ pub(super) struct Task {
     /// Bytes of the range that are done.
     done: u64,
     retries: u8,
+    /// A write that is to be durable is followed by a sync. Without, the call does both.
+    syncs_after: bool,
 }
 
 /// The call of a task: the buffer is used from `skip`, the file from `offset`.
@@ -88,8 +90,21 @@ impl Task {
             Op::Discard => zeroing(true, shared),
             Op::WriteZeroes { deallocate, .. } => zeroing(deallocate, shared),
         };
-        let mut task =
-            Self { tag, stage, cancelled: false, request: *request, done: 0, retries: 0 };
+        let syncs_after = match request.op {
+            Op::WriteZeroes { fua, .. } => fua,
+            // The system tells one of several of what was lost, which must be the flusher.
+            Op::Write { fua } => fua && shared.direct.is_none(),
+            _ => false,
+        };
+        let mut task = Self {
+            tag,
+            stage,
+            cancelled: false,
+            request: *request,
+            done: 0,
+            retries: 0,
+            syncs_after,
+        };
         if matches!(stage, Stage::Bounced { .. }) {
             task.next_piece();
         }
@@ -126,15 +141,15 @@ impl Task {
         self.stage = Stage::Bounced { piece, moved: 0 };
     }
 
-    /// The call to make now.
-    pub(super) fn call(&self) -> NextCall {
+    /// The call to make now; nothing if that is a sync, which is the flusher's.
+    pub(super) fn call(&self) -> Option<NextCall> {
         let offset = self.request.offset + self.done;
         let rest = |call| NextCall { call, skip: 0, offset, len: self.left() };
         let transfer = |memory| match self.request.op {
-            Op::Write { fua } => Call::Write { from: memory, dsync: fua },
+            Op::Write { fua } => Call::Write { from: memory, dsync: fua && !self.syncs_after },
             _ => Call::Read(memory),
         };
-        match self.stage {
+        Some(match self.stage {
             // The check has seen that the data is as long as the range: `done` fits a usize.
             Stage::Straight => {
                 NextCall { skip: self.done as usize, ..rest(transfer(Memory::Data)) }
@@ -148,8 +163,8 @@ impl Task {
             Stage::Punch => rest(Call::Punch),
             Stage::ZeroRange => rest(Call::ZeroRange),
             Stage::Zeroes => rest(Call::Write { from: Memory::Own, dsync: false }),
-            Stage::Sync => NextCall { call: Call::Sync, skip: 0, offset: 0, len: 0 },
-        }
+            Stage::Sync => return None,
+        })
     }
 
     /// What the result of a call means: the bytes it moved, or a negative error number.
@@ -181,15 +196,7 @@ impl Task {
             (libc::EINVAL, Stage::Punch | Stage::ZeroRange) => self.stage = Stage::Zeroes,
             // The device is pickier about memory than the system said.
             (libc::EINVAL, Stage::Straight) if shared.direct.is_some() => self.next_piece(),
-            _ => {
-                // A write that syncs fails in its first half as well, where the storage is full.
-                let syncs =
-                    matches!(self.request.op, Op::Write { fua: true }) && errno == libc::EIO;
-                if syncs || self.stage == Stage::Sync {
-                    shared.note_unsynced(errno);
-                }
-                return Step::End(Err(shared.error(errno)));
-            }
+            _ => return Step::End(Err(shared.error(errno))),
         }
         self.go_on(Step::Call)
     }
@@ -247,13 +254,11 @@ impl Task {
     }
 
     fn range_done(&mut self) -> Step {
-        match self.request.op {
-            Op::WriteZeroes { fua: true, .. } => {
-                self.stage = Stage::Sync;
-                self.go_on(Step::Call)
-            }
-            _ => Step::End(Ok(())),
+        if self.syncs_after {
+            self.stage = Stage::Sync;
+            return self.go_on(Step::Call);
         }
+        Step::End(Ok(()))
     }
 
     /// `step`, unless the host does not want it any more.

@@ -1,6 +1,7 @@
 //! The queue on files that behave in ways that an image on a good day does not: pipes (slow,
 //! short), devices that are full or broken, file systems that lack calls.
 
+use super::flusher::Flusher;
 use super::options::Aio;
 use super::shared::{Alignment, FileShared};
 use super::task::{Step, Task};
@@ -16,7 +17,7 @@ use std::fs::File;
 use std::io::{self, Write as _};
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 const MIB: u64 = 1 << 20;
 
@@ -26,8 +27,10 @@ thread_local! {
 }
 
 fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
+    let file = Arc::new(file.into());
     FileShared {
-        file: Arc::new(file.into()),
+        flusher: Flusher::new(Arc::clone(&file), true),
+        file,
         info: DiskInfo {
             block_size: 512,
             blocks: bytes / 512,
@@ -42,7 +45,6 @@ fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
         regular: false,
         end: AtomicU64::new(bytes),
         full: AtomicU64::new(0),
-        unsynced: AtomicI32::new(0),
         no_zero_range: AtomicBool::new(false),
         no_punch: AtomicBool::new(false),
         zeroes: Mapping::anonymous(MIB).unwrap().bytes(),
@@ -324,28 +326,105 @@ fn a_full_disk_is_no_space_and_a_broken_one_its_error() {
     }
 }
 
+/// A disk whose syncs come to what `answer` says.
+fn answering(direct: bool, answer: impl FnMut() -> i32 + Send + 'static) -> FileDisk {
+    let mut shared = shared(memfd(4096), 4096);
+    shared.direct = direct.then_some(Alignment { memory: 1, offset: 1 });
+    shared.flusher = Flusher::new(Arc::clone(&shared.file), !direct);
+    *shared.flusher.answer.lock() = Some(Box::new(answer));
+    disk(shared)
+}
+
 /// The system reports data that it could not write back once, and forgets them.
 #[test]
 fn a_sync_that_has_failed_is_not_made_good_by_the_next() {
     let (flush, fua) = (Op::Flush, Op::Write { fua: true });
-    let broken = Err(DiskError::Io(libc::EIO));
-    for (direct, op, result, then) in [
-        (false, flush, -libc::EIO, broken),
-        (true, flush, -libc::EIO, Ok(())),
-        (false, flush, -libc::ENOSPC, Err(DiskError::NoSpace)),
-        // Found by a write of something else; the next was not even begun.
-        (false, fua, -libc::EIO, broken),
-        (false, fua, -libc::ENOSPC, Ok(())),
-    ] {
-        let mut shared = shared(memfd(4096), 4096);
-        shared.direct = direct.then_some(Alignment { memory: 1, offset: 1 });
-        let request = Request { op, offset: 0, len: 512 };
-        let task = Task::new(1, &request, &buffer(512).1, &shared);
-        assert!(matches!(task.unwrap().outcome(result, &shared), Step::End(Err(_))));
-        let queue = &mut *disk(shared).queue().unwrap();
-        assert_eq!([(); 2].map(|()| run(queue, flush, 0)), [then; 2], "{op:?} {result}");
-        assert_eq!(run(queue, fua, 512), Ok(()));
+    let zeroes = Op::WriteZeroes { deallocate: false, fua: true };
+    let broken = DiskError::Io(libc::EIO);
+    for first in [flush, fua, zeroes] {
+        for (errno, error) in [(libc::EIO, broken), (libc::ENOSPC, DiskError::NoSpace)] {
+            let mut answers = vec![-errno];
+            let disk = answering(false, move || answers.pop().unwrap_or(0));
+            let queues = &mut [disk.queue().unwrap(), disk.queue().unwrap()];
+            assert_eq!(
+                run(&mut *queues[0], first, if first == flush { 0 } else { 512 }),
+                Err(error)
+            );
+            assert!(disk.has_lost());
+            for queue in queues {
+                assert_eq!([(); 2].map(|()| run(&mut **queue, flush, 0)), [Err(error); 2]);
+                assert_eq!(run(&mut **queue, fua, 512), Err(error));
+                assert_eq!(run(&mut **queue, zeroes, 512), Err(error));
+                assert_eq!(run(&mut **queue, Op::Write { fua: false }, 512), Ok(()));
+                assert_eq!(run(&mut **queue, Op::Read, 512), Ok(()));
+            }
+        }
     }
+    // What went past the page cache is not forgotten.
+    let mut answers = vec![-libc::EIO];
+    let disk = answering(true, move || answers.pop().unwrap_or(0));
+    let queue = &mut *disk.queue().unwrap();
+    assert_eq!([(); 2].map(|()| run(queue, flush, 0)), [Err(broken), Ok(())]);
+    // And what has not been tried is repeated.
+    let mut answers = vec![-libc::EINTR, -libc::EAGAIN];
+    let disk = answering(false, move || answers.pop().unwrap_or(0));
+    assert_eq!(run(&mut *disk.queue().unwrap(), flush, 0), Ok(()));
+}
+
+/// One sync is under way at a time, whoever asks, and those who ask meanwhile share the next.
+#[test]
+fn however_many_ask_for_a_sync_there_are_two() {
+    use std::sync::mpsc::channel;
+    let ((begun, begins), (end, ended)) = (channel(), channel());
+    let disk = answering(false, move || {
+        begun.send(()).unwrap();
+        ended.recv().unwrap()
+    });
+    let mut queues: Vec<_> = (0..4).map(|_| disk.queue().unwrap()).collect();
+    let ask = |queue: &mut Box<dyn Queue>, tag| {
+        let flush = Request { op: Op::Flush, offset: 0, len: 0 };
+        assert_eq!(queue.submit(tag, &flush, &mut Segments::new()), Submitted::Pending);
+        queue.commit();
+    };
+    ask(&mut queues[0], 0);
+    begins.recv().unwrap();
+    for queue in &mut queues {
+        (1..100).for_each(|tag| ask(queue, tag));
+    }
+    // They have asked before the second begins, and after the first.
+    assert!(queues.iter_mut().all(|queue| reap(&mut **queue).is_empty()));
+    end.send(0).unwrap();
+    begins.recv().unwrap();
+    end.send(-libc::EIO).unwrap();
+    let error = Err(DiskError::Io(libc::EIO));
+    for (n, queue) in queues.iter_mut().enumerate() {
+        let mut ended = drain(&mut **queue);
+        ended.sort_by_key(|(tag, _)| *tag);
+        if n == 0 {
+            assert_eq!(ended.remove(0), (0, Ok(())), "it began before");
+        }
+        assert_eq!(ended, (1..100).map(|tag| (tag, error)).collect::<Vec<_>>());
+    }
+    assert!(begins.try_recv().is_err());
+}
+
+#[test]
+fn a_sync_that_does_not_end_is_cancelled_and_noted_all_the_same() {
+    let (end, ended) = std::sync::mpsc::channel();
+    let disk = answering(false, move || ended.recv().unwrap());
+    let mut queue = disk.queue().unwrap();
+    let flush = Request { op: Op::Flush, offset: 0, len: 0 };
+    assert_eq!(queue.submit(7, &flush, &mut Segments::new()), Submitted::Pending);
+    queue.commit();
+    queue.cancel(7);
+    assert_eq!(drain(&mut *queue), [(7, Err(DiskError::Cancelled))]);
+    // Nobody waits for it, not even the end of its queue.
+    drop(queue);
+    end.send(-libc::EIO).unwrap();
+    let mut queue = disk.queue().unwrap();
+    assert_eq!(run(&mut *queue, Op::Write { fua: false }, 512), Ok(()));
+    end.send(0).unwrap();
+    assert_eq!(run(&mut *queue, Op::Flush, 0), Err(DiskError::Io(libc::EIO)));
 }
 
 #[test]
@@ -489,17 +568,21 @@ fn a_thread_can_have_many_queues_and_a_disk_many_threads() {
 
 #[test]
 fn force_unit_access_reaches_the_call() {
-    let shared = shared(memfd(4096), 4096);
     let (_, data) = buffer(512);
-    for fua in [false, true] {
+    for (fua, direct) in [(false, false), (true, false), (false, true), (true, true)] {
+        let mut shared = shared(memfd(4096), 4096);
+        shared.direct = direct.then_some(Alignment { memory: 1, offset: 1 });
         let request = Request { op: Op::Write { fua }, offset: 0, len: 512 };
-        let task = Task::new(0, &request, &data, &shared).unwrap();
+        let mut task = Task::new(0, &request, &data, &shared).unwrap();
         let from = crate::sys::Memory::Data;
-        assert_eq!(task.call().call, crate::sys::Call::Write { from, dsync: fua });
+        let call = task.call().unwrap().call;
+        assert_eq!(call, crate::sys::Call::Write { from, dsync: fua && direct });
+        let next = task.outcome(512, &shared);
+        assert_eq!(next == Step::Call && task.call().is_none(), fua && !direct);
         let request = Request { op: Op::WriteZeroes { deallocate: true, fua }, ..request };
         let mut task = Task::new(0, &request, &data, &shared).unwrap();
         let next = task.outcome(0, &shared);
-        assert_eq!(next == Step::Call && task.call().call == crate::sys::Call::Sync, fua);
+        assert_eq!(next == Step::Call && task.call().is_none(), fua);
         assert_eq!(next == Step::End(Ok(())), !fua);
     }
 }

@@ -6,7 +6,10 @@ mod lock;
 mod ring;
 mod threads;
 mod uring;
+mod waker;
 
 pub(crate) use lock::{lock_image, unlock_image};
 pub(crate) use ring::{Call, EngineKind, Key, Memory, Ring};
+pub(crate) use threads::unpin;
 pub(crate) use uring::available;
+pub(crate) use waker::Waker;

@@ -9,6 +9,7 @@
 use super::call::{Kind, NO_SLOT, Prepared, Stuck};
 use super::threads::Threads;
 use super::uring::Uring;
+use super::waker::Waker;
 use shadowbell_memory::{Segments, SharedBytes};
 use std::fs::File;
 use std::io;
@@ -30,11 +31,7 @@ pub(crate) enum Call {
     /// File to memory.
     Read(Memory),
     /// Memory to file; with `dsync`, onto stable storage.
-    Write {
-        from: Memory,
-        dsync: bool,
-    },
-    Sync,
+    Write { from: Memory, dsync: bool },
     /// Takes the range's blocks out of the file.
     Punch,
     /// Makes the range zeroes and keeps its blocks.
@@ -271,6 +268,23 @@ impl<T> Ring<T> {
         with!(engine, it => it.collect(each));
     }
 
+    /// Makes the descriptor readable from any thread. Whoever expects that calls
+    /// [`quieten`](Self::quieten) before it looks what there is.
+    pub(crate) fn waker(&self) -> Waker {
+        match &self.engine {
+            Engine::Uring(it) => Waker::Alarm(Arc::clone(it.alarm())),
+            Engine::Threads(it) => Waker::Threads(Arc::clone(it.shared())),
+        }
+    }
+
+    /// What a [`Waker`] has done until now is undone. (With threads that is part of
+    /// [`collect`](Self::collect).)
+    pub(crate) fn quieten(&self) {
+        if let Engine::Uring(it) = &self.engine {
+            it.quieten();
+        }
+    }
+
     /// A descriptor: readable when [`collect`](Self::collect) has something to do.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         with!(&self.engine, it => it.fd())
@@ -292,11 +306,12 @@ impl<T> Slot<T> {
             _ => self.iovecs.clear(),
         }
         let keep = libc::FALLOC_FL_KEEP_SIZE;
-        match call {
-            Call::Punch => Kind::Allocate { mode: libc::FALLOC_FL_PUNCH_HOLE | keep },
-            Call::ZeroRange => Kind::Allocate { mode: libc::FALLOC_FL_ZERO_RANGE | keep },
-            _ => Kind::Sync,
-        }
+        let hole = if call == Call::Punch {
+            libc::FALLOC_FL_PUNCH_HOLE
+        } else {
+            libc::FALLOC_FL_ZERO_RANGE
+        };
+        Kind::Allocate { mode: hole | keep }
     }
 
     /// Lists the pieces of the buffer from `skip`, `len` bytes at most. A buffer that the kernel

@@ -44,7 +44,7 @@ struct Job {
 unsafe impl Send for Job {}
 
 /// What a queue and its threads share.
-struct ThreadsShared {
+pub(crate) struct ThreadsShared {
     file: Arc<File>,
     work: Mutex<Work>,
     /// For threads that wait for work.
@@ -162,8 +162,11 @@ impl Threads {
     }
 
     pub(super) fn wake(&self) {
-        let _ended = self.shared.ended.lock();
-        self.shared.signal();
+        self.shared.wake();
+    }
+
+    pub(super) fn shared(&self) -> &Arc<ThreadsShared> {
+        &self.shared
     }
 
     /// The completions of this moment: whose, and the result.
@@ -277,6 +280,12 @@ impl ThreadsShared {
         self.call_done.notify_one();
     }
 
+    /// Makes the descriptor readable, though no call has ended.
+    pub(super) fn wake(&self) {
+        let _ended = self.ended.lock();
+        self.signal();
+    }
+
     /// With `ended` locked.
     fn signal(&self) {
         if !self.signalled.swap(true, Ordering::Relaxed) {
@@ -287,7 +296,7 @@ impl ThreadsShared {
 
 /// Lets this thread run wherever its process may. It has come from a worker that may be pinned to a
 /// processor, which it needs for itself.
-fn unpin() {
+pub(crate) fn unpin() {
     let process = Some(rustix::process::getpid());
     let _ = rustix::thread::sched_getaffinity(process)
         .and_then(|all| rustix::thread::sched_setaffinity(None, &all));

@@ -1,24 +1,34 @@
 //! Calls through io_uring.
 
 use super::call::{Kind, NO_SLOT, Prepared, Stuck};
+use super::waker::Alarm;
 use io_uring::squeue::Entry;
 use io_uring::{EnterFlags, IoUring, opcode, types};
+use rustix::event::epoll;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
 /// Calls that can be handed over at once; more just need another system call.
 const SUBMISSIONS: u32 = 128;
-/// How often the kernel is asked again when it has no memory for a call, a millisecond apart.
-const RETRIES: u32 = 100;
+/// How often the kernel is asked in a row to take what is prepared.
+const TRIES: u32 = 8;
+/// How long after it had no memory for a call it is asked again.
+const PAUSE: Duration = Duration::from_millis(1);
 
 pub(super) struct Uring {
     uring: IoUring,
     /// The file is registered with the ring, which saves a look-up for each call.
     registered: bool,
     file: Arc<File>,
+    /// Wakes the owner for other reasons than a completion.
+    alarm: Arc<Alarm>,
+    /// The kernel did not take a call, and the alarm is set to try again.
+    refused: bool,
+    /// Readable if the ring or the alarm is.
+    wakes: OwnedFd,
 }
 
 impl Uring {
@@ -27,7 +37,12 @@ impl Uring {
     pub(super) fn new(file: Arc<File>, completions: u32) -> io::Result<Self> {
         let uring = build(SUBMISSIONS, completions)?;
         let registered = uring.submitter().register_files(&[file.as_raw_fd()]).is_ok();
-        Ok(Self { uring, registered, file })
+        let alarm = Alarm::new()?;
+        let wakes = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        for fd in [uring.as_fd(), alarm.fd()] {
+            epoll::add(&wakes, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
+        }
+        Ok(Self { uring, registered, file, alarm: Arc::new(alarm), refused: false, wakes })
     }
 
     /// Takes a call, if there is room in the submission queue; if not, [`enter`](Self::enter) makes
@@ -73,17 +88,27 @@ impl Uring {
     }
 
     /// Hands everything that was prepared to the kernel, in one system call, which also brings in
-    /// what has ended. When the kernel has no memory for a call, it is asked again for a while;
-    /// what it still does not take stays prepared.
+    /// what has ended. What the kernel does not take, since it has no memory for it, stays
+    /// prepared, and the owner is woken a moment later: others are served by the same thread.
     pub(super) fn enter(&mut self) {
-        for _ in 0..RETRIES {
+        for _ in 0..TRIES {
             match self.enter_once(0) {
                 Ok(_) if self.uring.submission().is_empty() => return,
                 Ok(_) => {}
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(_) => std::thread::sleep(Duration::from_millis(1)),
+                Err(_) => break,
             }
         }
+        self.refused = true;
+        self.alarm.ring_in(PAUSE);
+    }
+
+    pub(super) fn alarm(&self) -> &Arc<Alarm> {
+        &self.alarm
+    }
+
+    pub(super) fn quieten(&self) {
+        self.alarm.quieten();
     }
 
     fn enter_once(&mut self, wait: u32) -> io::Result<usize> {
@@ -108,6 +133,11 @@ impl Uring {
 
     /// The completions of this moment: whose, and the result.
     pub(super) fn collect(&mut self, mut each: impl FnMut(u64, i32)) {
+        if self.refused {
+            // Whoever collects submits next.
+            self.refused = false;
+            self.alarm.quieten();
+        }
         if self.uring.completion().is_empty() {
             let submission = self.uring.submission();
             // What has ended while this thread ran becomes visible when it enters the kernel.
@@ -124,7 +154,7 @@ impl Uring {
     }
 
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
-        self.uring.as_fd()
+        self.wakes.as_fd()
     }
 
     /// Lets go of the file. The ring itself is taken apart later, by a kernel thread; the file is

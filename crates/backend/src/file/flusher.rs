@@ -1,0 +1,184 @@
+//! The syncs of a file: one at a time, by a thread of their own.
+//!
+//! The system tells whoever syncs a file of data that it could not write back; once for each open
+//! file, and then it forgets the data. Of two syncs at once the first is told, and the second
+//! succeeds, though the data were its own. So there is one at a time, and what it said is noted
+//! before the next begins: once data are lost, no sync succeeds until the disk is opened again.
+//! Trying again would not bring them back.
+//!
+//! A sync covers all that was written before it began. So everybody who asks while one is under way
+//! shares the next, and however many ask, the file system has two to do. No thread that serves
+//! queues ever waits for one.
+
+use crate::sys::{Key, Waker, unpin};
+use parking_lot::{Condvar, Mutex};
+use shadowbell_memory::AbortOnPanic;
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::Duration;
+
+/// How long the thread stays without work.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The syncs of a file that all queues of a disk share.
+pub(super) struct Flusher {
+    file: Arc<File>,
+    /// Data that were lost are forgotten: the file is written through the page cache.
+    forgets: bool,
+    /// The error number of the first sync that has lost data, or 0.
+    lost: AtomicI32,
+    work: Mutex<Work>,
+    came: Condvar,
+    /// The thread has gone.
+    gone: Condvar,
+    /// What a sync comes to, in a test.
+    #[cfg(test)]
+    pub(super) answer: Mutex<Option<Box<dyn FnMut() -> i32 + Send>>>,
+}
+
+#[derive(Default)]
+struct Work {
+    asked: Vec<(Arc<Asker>, Key)>,
+    has_thread: bool,
+    /// The thread is in a sync.
+    syncs: bool,
+    /// The disk is closed.
+    over: bool,
+}
+
+/// Where a queue gets its answers.
+pub(super) struct Asker {
+    answers: Mutex<Vec<(Key, i32)>>,
+    waker: Waker,
+}
+
+impl Asker {
+    pub(super) fn new(waker: Waker) -> Arc<Self> {
+        Arc::new(Self { answers: Mutex::default(), waker })
+    }
+
+    /// Moves the answers of this moment to `into`, as results of calls: 0 or a negative error number.
+    pub(super) fn take(&self, into: &mut Vec<(Key, i32)>) {
+        into.append(&mut self.answers.lock());
+    }
+
+    fn answer(&self, key: Key, result: i32) {
+        self.answers.lock().push((key, result));
+        self.waker.wake();
+    }
+}
+
+impl std::fmt::Debug for Flusher {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Flusher").field("lost", &self.lost).finish_non_exhaustive()
+    }
+}
+
+impl Flusher {
+    pub(super) fn new(file: Arc<File>, forgets: bool) -> Arc<Self> {
+        Arc::new(Self {
+            file,
+            forgets,
+            lost: AtomicI32::new(0),
+            work: Mutex::default(),
+            came: Condvar::new(),
+            gone: Condvar::new(),
+            #[cfg(test)]
+            answer: Mutex::default(),
+        })
+    }
+
+    /// The error number of the first sync that has lost data, or 0.
+    pub(super) fn lost(&self) -> i32 {
+        self.lost.load(Ordering::Acquire)
+    }
+
+    /// A sync that begins after this, for `asker`.
+    pub(super) fn ask(self: &Arc<Self>, asker: &Arc<Asker>, key: Key) {
+        let mut work = self.work.lock();
+        work.asked.push((Arc::clone(asker), key));
+        if work.has_thread {
+            self.came.notify_one();
+            return;
+        }
+        let ours = Arc::clone(self);
+        let thread = std::thread::Builder::new().name("sb-flush".into());
+        work.has_thread = thread
+            .spawn(move || {
+                let _guard = AbortOnPanic::new();
+                unpin();
+                ours.run();
+            })
+            .is_ok();
+        if !work.has_thread {
+            // Whoever serves queues must not do it instead. The request is repeated, and then
+            // fails.
+            let asked = std::mem::take(&mut work.asked);
+            drop(work);
+            asked.iter().for_each(|(asker, key)| asker.answer(*key, -libc::EAGAIN));
+        }
+    }
+
+    /// Has the thread go, which has the file open, and waits until it does unless it is in a sync.
+    pub(super) fn close(&self) {
+        let mut work = self.work.lock();
+        work.over = true;
+        self.came.notify_one();
+        while work.has_thread && !work.syncs {
+            self.gone.wait(&mut work);
+        }
+    }
+
+    /// What the thread does.
+    fn run(&self) {
+        let mut work = self.work.lock();
+        loop {
+            if work.asked.is_empty() {
+                let timed_out =
+                    !work.over && self.came.wait_for(&mut work, IDLE_TIMEOUT).timed_out();
+                if work.asked.is_empty() && (work.over || timed_out) {
+                    work.has_thread = false;
+                    self.gone.notify_all();
+                    return;
+                }
+                continue;
+            }
+            let asked = std::mem::take(&mut work.asked);
+            work.syncs = true;
+            self.gone.notify_all();
+            drop(work);
+            let result = self.sync();
+            for (asker, key) in asked {
+                asker.answer(key, result);
+            }
+            work = self.work.lock();
+            work.syncs = false;
+        }
+    }
+
+    /// Syncs. Alone: what was lost before this, and by this, is noted when it returns.
+    fn sync(&self) -> i32 {
+        let result = self.sync_file();
+        let passing = matches!(-result, 0 | libc::EINTR | libc::EAGAIN);
+        if self.forgets && !passing && self.lost() == 0 {
+            self.lost.store(-result, Ordering::Release);
+        }
+        match self.lost() {
+            0 => result,
+            errno => -errno,
+        }
+    }
+
+    fn sync_file(&self) -> i32 {
+        #[cfg(test)]
+        if let Some(answer) = &mut *self.answer.lock() {
+            return answer();
+        }
+        match rustix::fs::fdatasync(&self.file).map_err(io::Error::from) {
+            Ok(()) => 0,
+            Err(error) => -error.raw_os_error().unwrap_or(libc::EIO),
+        }
+    }
+}
