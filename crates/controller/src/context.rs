@@ -5,6 +5,7 @@ use crate::event::Listener;
 use crate::latch::Latch;
 use crate::namespace::Namespace;
 use crate::notice::{ControlHandle, Notice};
+use crate::route::Route;
 use crate::shared::ControllerShared;
 use crate::trace::Kind;
 use crate::worker::Pool;
@@ -17,6 +18,8 @@ pub(crate) struct Context {
     pub(crate) namespaces: Arc<Vec<Namespace>>,
     pub(crate) shared: Arc<ControllerShared>,
     pub(crate) pool: Pool,
+    /// Which worker serves what was placed at another.
+    pub(crate) route: Route,
     /// The way back here, for workers.
     pub(crate) control: ControlHandle,
     pub(crate) listener: Option<Listener>,
@@ -36,8 +39,13 @@ impl Context {
         message: impl Fn(u32) -> Message,
     ) {
         for worker in workers {
-            self.pool.send(worker, message(self.shared.id));
+            self.send(worker, message(self.shared.id));
         }
+    }
+
+    /// Sends a message about this controller to whoever serves what was placed at `worker`.
+    pub(crate) fn send(&self, worker: usize, message: Message) {
+        self.route.send(&self.pool, worker, message);
     }
 
     /// Whether the storage of any namespace has no room, as far as that was noticed.
@@ -53,5 +61,14 @@ impl Context {
     /// Records something in the trace.
     pub(crate) fn trace(&self, kind: Kind, qid: u16, value: u32, extra: u32) {
         self.pool.trace_control(kind, self.shared.id, qid, value, extra);
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // Nobody else uses a worker that was claimed.
+        if let Some(worker) = self.route.target().filter(|worker| *worker >= self.pool.len()) {
+            self.pool.give_back(worker);
+        }
     }
 }

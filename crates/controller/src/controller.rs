@@ -8,6 +8,7 @@ use crate::event::Listener;
 use crate::namespace::Namespace;
 use crate::notice::{ControlHandle, ControlPlane};
 use crate::plane::ControllerInner;
+use crate::route::{RelocateError, Route};
 use crate::shared::{ControllerShared, DOORBELL_BYTES, DSTRD, MAX_QUEUES};
 use crate::stats::Stats;
 use crate::trace::{COMPLETION_QUEUE, Kind};
@@ -74,7 +75,7 @@ impl Controller {
             .map(|(index, ns)| Namespace::new(index as u32 + 1, ns))
             .collect();
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        let shared = Arc::new(ControllerShared::new(id, carrier.mapped_doorbells, pool.len())?);
+        let shared = Arc::new(ControllerShared::new(id, carrier.mapped_doorbells, pool.most())?);
         Ok(Self(Arc::new_cyclic(|inner: &Weak<ControllerInner>| {
             let plane: Weak<dyn ControlPlane> = inner.clone();
             let context = Context {
@@ -82,6 +83,7 @@ impl Controller {
                 namespaces: Arc::new(namespaces),
                 shared,
                 pool,
+                route: Route::default(),
                 control: ControlHandle::new(plane),
                 listener: carrier.listener,
             };
@@ -133,7 +135,7 @@ impl Controller {
             self.invalid_doorbell_register();
             return None;
         };
-        let woken = match doorbell.kind {
+        let ring = |worker| match doorbell.kind {
             DoorbellKind::Sq => pool.write_doorbell(worker, shared, &register, value),
             DoorbellKind::Cq => {
                 shadowbell_doorbell::Cell::store_release(&register, value);
@@ -144,7 +146,13 @@ impl Controller {
                     && pool.write_doorbell(worker, shared, &register, value)
             }
         };
-        woken.then_some(worker)
+        let woken = ring(worker);
+        // The queue may have gone to another worker meanwhile, which has looked at the register
+        // before it was written.
+        match shared.owner(doorbell.qid, doorbell.kind) {
+            Some(now) if now != worker => ring(now).then_some(now),
+            _ => woken.then_some(worker),
+        }
     }
 
     fn invalid_doorbell_register(&self) {
@@ -174,6 +182,27 @@ impl Controller {
     pub fn add_doorbell_source(&self, worker: usize, source: Box<dyn DoorbellSource>) {
         let Context { shared, pool, .. } = &self.0.context;
         pool.send(worker, Message::DoorbellSource { controller: shared.id, source });
+    }
+
+    /// Has the controller served by a thread that it shares with nobody, from now on and for as long
+    /// as it exists. Commands that are under way end first; others wait in their queues for that
+    /// moment, and the host need not know. The controller's owner may want that for a guest that it
+    /// trusts less than others, or that has paid for it; a guest that holds up its neighbours is
+    /// dealt with so in any case ([`Event::Isolated`](crate::Event::Isolated)).
+    ///
+    /// # Errors
+    /// [`RelocateError`].
+    pub fn isolate(&self) -> Result<(), RelocateError> {
+        self.0.relocate(|control, cx| control.isolate(cx))
+    }
+
+    /// Has the controller served by this worker of its pool, from now on and for as long as it
+    /// exists, as [`isolate`](Self::isolate) does.
+    ///
+    /// # Errors
+    /// [`RelocateError`].
+    pub fn pin_to(&self, worker: usize) -> Result<(), RelocateError> {
+        self.0.relocate(|control, cx| control.pin_to(cx, worker))
     }
 
     /// The controller's insides, for what builds on it in this crate.

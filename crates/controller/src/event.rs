@@ -1,5 +1,7 @@
 //! What happens to a controller that its owner may want to tell a person.
 
+use std::time::Duration;
+
 /// Something that the owner of a controller may want to tell a person.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -14,6 +16,9 @@ pub enum Event {
     Full(u32),
     /// Data that were written to this namespace may be lost: once in a while.
     Lost(u32),
+    /// Its turns took too long for those that it shared a worker with, the last one this long: it is
+    /// served by a thread of its own from now on.
+    Isolated(Duration),
     /// The host has shut the controller down.
     Shutdown,
     /// The controller was reset; no command is in flight any more.

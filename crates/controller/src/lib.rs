@@ -46,6 +46,7 @@ mod namespace;
 mod notice;
 mod plane;
 mod queue;
+mod route;
 mod shared;
 pub mod stats;
 mod stats_query;
@@ -60,6 +61,7 @@ pub use controller::{BAR0_BYTES, Carrier, Controller, NewError};
 pub use doorbell_source::{DoorbellSource, PolledDoorbells};
 pub use event::Event;
 pub use exec::Quota;
+pub use route::RelocateError;
 pub use stats::Stats;
 pub use worker::{Polling, Pool, PoolOptions, Turns};
 

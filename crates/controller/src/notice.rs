@@ -6,6 +6,7 @@
 use shadowbell_spec::status::Status;
 use std::fmt;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 /// What a worker tells the control plane.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,6 +31,18 @@ pub(crate) enum Notice {
     },
     /// Memory of the host was taken away from under us: the controller is in a fatal state.
     MemoryLost,
+    /// The controller's turns take too long for those that it shares a worker with.
+    SlowTurns {
+        /// How long the last one took.
+        took: Duration,
+    },
+    /// What worker `from` had of the queues has arrived at another.
+    Relocated {
+        /// Its number in the pool.
+        from: usize,
+    },
+    /// The queues of a controller could not be taken over by another worker, and are gone.
+    Stranded,
     /// Something befell the whole controller while its queues were served.
     #[cfg_attr(not(feature = "faults"), expect(dead_code, reason = "for fault injection only"))]
     Condition(Condition),

@@ -8,6 +8,7 @@ use crate::control::{Control, Deferred};
 use crate::control_thread::{RunState, TakesTurns, Turn};
 use crate::inbox::{Inbox, Notices};
 use crate::notice::{ControlPlane, Notice};
+use crate::route::RelocateError;
 use crate::stats::Stats;
 use crate::stats_query::StatsQuery;
 use parking_lot::{Mutex, MutexGuard};
@@ -83,6 +84,14 @@ impl ControllerInner {
         }
         drop(latches);
         callbacks.into_iter().for_each(|done| done());
+    }
+
+    /// Has the controller served by another worker.
+    pub(crate) fn relocate(
+        &self,
+        act: impl FnOnce(&mut Control, &Context) -> Result<(), RelocateError>,
+    ) -> Result<(), RelocateError> {
+        act(&mut self.control.lock(), &self.context)
     }
 
     /// Has the control thread give this controller a turn.

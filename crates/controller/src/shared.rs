@@ -146,6 +146,14 @@ impl ControllerShared {
         }
     }
 
+    /// All queues that worker `from` serves are `to`'s from here on.
+    pub(crate) fn change_owner(&self, from: usize, to: usize) {
+        let (from, to) = (from as u8 + 1, to as u8 + 1);
+        for owner in &self.owners {
+            let _ = owner.compare_exchange(from, to, Ordering::AcqRel, Ordering::Relaxed);
+        }
+    }
+
     /// Says that a worker which is about to sleep waits for the head of `qid`, or no longer. To be
     /// called before the sleeper's fence.
     pub(crate) fn want_head(&self, qid: u16, wanted: bool) {

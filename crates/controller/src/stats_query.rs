@@ -24,7 +24,7 @@ impl StatsQuery {
         for worker in workers {
             asked.entry(worker).or_insert_with(|| {
                 let (answer, answers) = channel();
-                cx.pool.send(worker, Message::Query { controller: cx.shared.id, answer });
+                cx.send(worker, Message::Query { controller: cx.shared.id, answer });
                 answers
             });
         }

@@ -41,6 +41,7 @@ mod sgl;
 mod shared;
 pub mod sigbus;
 mod sqe_batch;
+mod thread_usage;
 
 pub use abort::AbortOnPanic;
 pub use copy::goes_past_caches;
@@ -52,3 +53,4 @@ pub use ring::Ring;
 pub use segments::{Segment, Segments};
 pub use shared::{SharedBytes, SharedU32};
 pub use sqe_batch::SqeBatch;
+pub use thread_usage::ThreadUsage;

@@ -215,7 +215,7 @@ impl AdminCommands {
         let CommandEnvironment { cx, lifecycle, port, queues, .. } = env;
         // Workers count where everybody can look: nobody asks them.
         let io = cx.shared.io();
-        let busy = queues.workers().map(|worker| cx.pool.busy(worker)).max();
+        let busy = queues.workers().map(|worker| cx.pool.busy(cx.route.resolve(worker))).max();
         Health {
             bytes_read: io.bytes_read,
             bytes_written: io.bytes_written + io.bytes_copied,
@@ -284,7 +284,7 @@ impl AdminCommands {
         let operation = Operation::Abort { cid: sqe.cid };
         let latch = env.cx.latch(ended(env.lifecycle.generation, operation));
         let controller = env.cx.shared.id;
-        env.cx.pool.send(worker, Message::Abort { controller, sqid, cid, latch });
+        env.cx.send(worker, Message::Abort { controller, sqid, cid, latch });
         Ok(Outcome::Later)
     }
 

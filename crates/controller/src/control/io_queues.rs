@@ -188,7 +188,7 @@ impl IoQueues {
         });
         let operation = Operation::CreateCq { qid: command.qid, cid: sqe.cid };
         let latch = cx.latch(ended(env.generation, operation));
-        cx.pool.send(worker, Message::CreateCq { context, layout, vector, latch });
+        cx.send(worker, Message::CreateCq { context, layout, vector, latch });
         Ok(Outcome::Later)
     }
 
@@ -209,7 +209,7 @@ impl IoQueues {
         cq.state = QueueState::Live;
         let vector = cq.vector.map_or(u32::MAX, u32::from);
         cx.trace(Kind::QueueCreated, qid | COMPLETION_QUEUE, cq.layout.size.entries(), vector);
-        cx.shared.set_owner(qid, DoorbellKind::Cq, Some(cq.worker));
+        cx.shared.set_owner(qid, DoorbellKind::Cq, Some(cx.route.resolve(cq.worker)));
         port.complete(cid, Status::SUCCESS, 0);
     }
 
@@ -239,7 +239,7 @@ impl IoQueues {
         self.sqs.insert(qid, SqRecord { layout, cqid, worker, state });
         let latch = cx.latch(ended(env.generation, Operation::CreateSq { qid, cid: sqe.cid }));
         let controller = cx.shared.id;
-        cx.pool.send(worker, Message::CreateSq { controller, layout, cqid, latch });
+        cx.send(worker, Message::CreateSq { controller, layout, cqid, latch });
         Ok(Outcome::Later)
     }
 
@@ -260,7 +260,7 @@ impl IoQueues {
         }
         sq.state = QueueState::Live;
         cx.trace(Kind::QueueCreated, qid, sq.layout.size.entries(), sq.cqid.into());
-        cx.shared.set_owner(qid, DoorbellKind::Sq, Some(sq.worker));
+        cx.shared.set_owner(qid, DoorbellKind::Sq, Some(cx.route.resolve(sq.worker)));
         deferred.event(Event::QueueCreated(live));
         port.complete(cid, Status::SUCCESS, 0);
     }
@@ -384,7 +384,7 @@ impl IoQueues {
         let event = EventFd::new()?;
         let (ours, theirs) = (event.try_clone()?, event.try_clone()?);
         let controller = cx.shared.id;
-        cx.pool.send(worker, Message::DoorbellEventfd { controller, event: theirs });
+        cx.send(worker, Message::DoorbellEventfd { controller, event: theirs });
         self.doorbell_eventfds.insert(worker, ours);
         Ok(event)
     }
@@ -404,7 +404,7 @@ fn delete(
     deferred: &mut Deferred,
 ) -> Outcome {
     let latch = cx.latch(notice);
-    cx.pool.send(worker, message(cx.shared.id, latch.clone()));
+    cx.send(worker, message(cx.shared.id, latch.clone()));
     deferred.latches.push(latch);
     Outcome::Later
 }

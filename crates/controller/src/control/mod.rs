@@ -28,8 +28,10 @@ use crate::inbox::MissedErrors;
 use crate::latch::Latch;
 use crate::notice::{Notice, Operation};
 use crate::queue::admin::AdminQueue;
+use crate::route::RelocateError;
 use crate::trace::Kind;
 use crate::worker::message::Message;
+use crate::worker::relocation::Departure;
 use admin::AdminPort;
 use commands::{AdminCommands, CommandEnvironment};
 use control_override::{ControlOverride, Response};
@@ -45,6 +47,7 @@ use shadowbell_spec::status::Status;
 use std::any::Any;
 use std::io;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// What whoever serves the admin queue has to know of the controller.
 #[derive(Clone, Copy, Debug, Default)]
@@ -236,9 +239,57 @@ impl Control {
         }
         let latch = cx.latch(ended(self.lifecycle.generation, Operation::Reset));
         self.port.close(latch.clone());
+        let controller = cx.shared.id;
+        cx.route.hurry(&cx.pool, || Message::Hurry { controller });
         let message = |controller| Message::Detach { controller, latch: latch.clone() };
         cx.send_all(self.queues.workers(), message);
         deferred.latches.push(latch);
+    }
+
+    /// The controller's turns take too long for its neighbours.
+    fn too_slow(&mut self, cx: &Context, took: Duration, deferred: &mut Deferred) {
+        match self.isolate(cx) {
+            Ok(()) => deferred.event(Event::Isolated(took)),
+            // It was isolated meanwhile.
+            Err(RelocateError::Placed) => {}
+            Err(error) => tracing::warn!(
+                serial = cx.config.serial,
+                %error,
+                "the controller holds up others for {took:?} at a time"
+            ),
+        }
+    }
+
+    /// Has the controller served by a thread of its own.
+    pub(crate) fn isolate(&mut self, cx: &Context) -> Result<(), RelocateError> {
+        if cx.route.is_diverted() {
+            return Err(RelocateError::Placed);
+        }
+        let worker = cx.pool.claim()?.ok_or(RelocateError::TooMany)?;
+        self.relocate(cx, worker)
+    }
+
+    /// Has the controller served by this worker.
+    pub(crate) fn pin_to(&mut self, cx: &Context, worker: usize) -> Result<(), RelocateError> {
+        if worker >= cx.pool.len() {
+            return Err(RelocateError::NoSuchWorker(worker, cx.pool.len()));
+        }
+        if cx.route.is_diverted() {
+            return Err(RelocateError::Placed);
+        }
+        self.relocate(cx, worker)
+    }
+
+    fn relocate(&mut self, cx: &Context, worker: usize) -> Result<(), RelocateError> {
+        let Some(to) = cx.pool.destination(worker) else {
+            return Err(RelocateError::NoSuchWorker(worker, cx.pool.len()));
+        };
+        cx.route.divert(&cx.pool, worker, self.queues.workers(), |from| {
+            let latch = cx.latch(Notice::Relocated { from });
+            let departure = Departure { to: to.clone(), latch };
+            Message::Leave { controller: cx.shared.id, departure }
+        });
+        Ok(())
     }
 
     /// Nothing is in flight any more.
@@ -432,6 +483,11 @@ impl Control {
                 }
             }
             Notice::AdminDoorbell => {}
+            Notice::SlowTurns { took } => self.too_slow(cx, took, deferred),
+            Notice::Relocated { from } => cx.route.arrived(&cx.pool, from),
+            Notice::Stranded => {
+                self.fail("a thread of its own could not take over its queues", deferred);
+            }
             Notice::MemoryReleased { ticket } => {
                 deferred.callbacks.extend(self.memory.released(ticket));
             }

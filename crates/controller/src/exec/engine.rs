@@ -46,6 +46,8 @@ pub(crate) struct Engine {
     /// What may still be spent in this pass, by the measure of [`cost`]; below 0 if the last
     /// command took more than there was.
     budget: i64,
+    /// Nothing more is started.
+    closed: bool,
     write_through: bool,
     /// Whether a disk wants hints of requests before they come.
     wants_hints: bool,
@@ -117,6 +119,7 @@ impl Engine {
             limits: Limits { page_size, max_transfer },
             quota,
             budget: 0,
+            closed: false,
             write_through: false,
             namespaces,
             in_flight: InFlightTable::default(),
@@ -151,7 +154,12 @@ impl Engine {
     /// Whether as much is under way as may be: nothing is to be fetched until something has ended.
     #[inline]
     pub(crate) fn is_full(&self) -> bool {
-        self.exceeded().is_some()
+        self.closed || self.exceeded().is_some()
+    }
+
+    /// Has nothing more fetched from here on.
+    pub(crate) fn close(&mut self) {
+        self.closed = true;
     }
 
     /// Of what there is as much under way as may be.
@@ -221,6 +229,7 @@ impl Engine {
 
     #[cold]
     pub(crate) fn count_error(&mut self, status: Status) {
+        self.budget -= cost::FAILURE;
         self.counters.errors.add(1);
         self.counters.media_errors.add(u64::from(is_media_error(status)));
     }
@@ -262,7 +271,11 @@ impl Engine {
             Ok(prepared) => prepared,
             Err(status) => return Started::Failed(permit, status),
         };
+        // An SGL can be made of many short pieces; PRPs are of whole pages.
         let pieces = self.scratch.pieces().len();
+        if sqe.flags != 0 {
+            self.budget -= cost::of_pieces(pieces);
+        }
         match namespace.queue.submit(tag, &request, &mut self.scratch) {
             Submitted::Done(Ok(())) => {
                 // The view is kept: the next command comes through the same, most likely.

@@ -58,6 +58,18 @@ pub(super) mod cost {
     /// Bytes that are moved in a nanosecond, as a power of two.
     const BYTES_SHIFT: u32 = 4;
 
+    /// A descriptor of an SGL, with a piece of memory.
+    const PIECE: i64 = 24;
+
+    /// A command that ends in an error: what it took to find that out is not known, and it is
+    /// written down.
+    pub(crate) const FAILURE: i64 = 5000;
+
+    /// To find so many pieces of memory.
+    pub(crate) fn of_pieces(pieces: usize) -> i64 {
+        pieces as i64 * PIECE
+    }
+
     /// What was done at once, with so many bytes.
     #[inline(always)]
     pub(crate) fn of_command(bytes: u64) -> i64 {

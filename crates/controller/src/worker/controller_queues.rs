@@ -4,7 +4,8 @@ use super::backlog::Unread;
 use super::message::{QueueContext, WorkerStats};
 use super::queue_override::QueueOverride;
 use super::queue_set::{QueueSet, SleepCell};
-use crate::exec::{Engine, NamespaceQueue};
+use super::relocation::{Departure, Opening, Relocated};
+use crate::exec::NamespaceQueue;
 use crate::interrupt::{HoldLimit, IrqLine};
 use crate::latch::Latch;
 use crate::notice::Notice;
@@ -19,7 +20,7 @@ use shadowbell_spec::regs::DoorbellKind;
 use shadowbell_spec::status::Status;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// One controller's queues on one worker.
 pub(crate) struct ControllerQueues {
@@ -42,6 +43,10 @@ pub(crate) struct ControllerQueues {
     /// The submission queue that is looked at first in the next pass: behind the one at which the
     /// budget of the last one ended.
     first: usize,
+    /// What it was opened from.
+    opening: Opening,
+    /// It is to be served by another worker from when nothing of it is under way.
+    departure: Option<Departure>,
 }
 
 impl ControllerQueues {
@@ -49,14 +54,15 @@ impl ControllerQueues {
     pub(crate) fn new(context: QueueContext) -> Result<Self, std::io::Error> {
         let QueueContext { shared, control, table, namespaces, .. } = context;
         let QueueContext { page_size, max_transfer, quota, .. } = context;
-        let namespaces = namespaces.iter().map(NamespaceQueue::open).collect::<Result<_, _>>()?;
+        let opening = Opening { namespaces, page_size, max_transfer, quota };
         let counters = shared.count_io();
-        let engine =
-            Engine::new(View::new(table), page_size, max_transfer, quota, namespaces, counters);
+        let engine = opening.open(table, counters)?;
         Ok(Self {
             set: QueueSet::new(shared, control, engine),
             overriding: context.overriding,
             shadow: context.shadow,
+            opening,
+            departure: None,
             doorbell_eventfds: Vec::new(),
             draining: VecDeque::new(),
             deleting: Vec::new(),
@@ -224,9 +230,117 @@ impl ControllerQueues {
         self.detaching.is_some()
     }
 
-    /// Whether a detach has come to its end: nothing of this controller is in flight.
-    pub(crate) fn is_detached(&self) -> bool {
-        self.detaching.is_some() && !self.is_pending()
+    /// Whether its time here is over: a detach has come to its end, or it can leave for another
+    /// worker. Nothing of it is in flight.
+    #[inline]
+    pub(crate) fn is_over(&self) -> bool {
+        (self.detaching.is_some() || self.departure.is_some() && !self.is_waited_for())
+            && !self.is_pending()
+    }
+
+    /// Whether somebody waits for something that ends here.
+    fn is_waited_for(&self) -> bool {
+        !(self.draining.is_empty() && self.deleting.is_empty()) || self.override_is_waiting()
+    }
+
+    /// Has it leave for another worker: nothing more is fetched here, and when nothing is under way
+    /// [`is_over`](Self::is_over) says so.
+    pub(crate) fn leave(&mut self, departure: Departure) {
+        self.set.engine.close();
+        self.departure = Some(departure);
+    }
+
+    /// It is to leave soon: a reset waits for that.
+    pub(crate) fn hurry(&mut self) {
+        if self.departure.is_some() {
+            self.set.engine.cancel_all(None);
+            if let Some(overriding) = &mut self.overriding {
+                overriding.reset();
+            }
+        }
+    }
+
+    /// Leaves from `worker`, unless it is being detached: whether it has left.
+    pub(crate) fn depart(&mut self, worker: usize) -> bool {
+        let Some(Departure { to, latch }) = self.departure.take() else { return false };
+        if self.detaching.is_some() {
+            return false;
+        }
+        let table = self.table();
+        let relocated = Relocated {
+            shared: Arc::clone(&self.set.shared),
+            control: self.set.control.clone(),
+            opening: self.opening.clone(),
+            table,
+            counters: Arc::clone(&self.set.engine.counters),
+            shadow: self.shadow,
+            sqs: std::mem::take(&mut self.set.sqs),
+            cqs: std::mem::take(&mut self.set.cqs),
+            overriding: self.overriding.take(),
+            doorbell_eventfds: std::mem::take(&mut self.doorbell_eventfds),
+            losses: self.losses,
+            lost: self.lost,
+            latch,
+        };
+        // Who writes a doorbell looks at its owner once more after that: so either the doorbell is
+        // seen there, or the writer sees that the queue has gone there.
+        self.set.shared.change_owner(worker, to.worker);
+        to.arrivals.deliver(Box::new(relocated));
+        true
+    }
+
+    /// Arrives at the calling thread. What it has in hand is dropped if a disk can not be opened.
+    pub(crate) fn arrive(relocated: Relocated) -> Result<(Self, Latch), std::io::Error> {
+        let Relocated { shared, control, opening, table, shadow, sqs, cqs, .. } = relocated;
+        let Relocated { overriding, doorbell_eventfds, losses, lost, latch, .. } = relocated;
+        let counters = relocated.counters;
+        let mut set = QueueSet::new(shared, control, opening.open(table, counters)?);
+        (set.sqs, set.cqs) = (sqs, cqs);
+        let arrived = Self {
+            set,
+            overriding,
+            shadow,
+            doorbell_eventfds,
+            draining: VecDeque::new(),
+            deleting: Vec::new(),
+            detaching: None,
+            losses,
+            lost,
+            first: 0,
+            opening,
+            departure: None,
+        };
+        Ok((arrived, latch))
+    }
+
+    /// Takes in queues of the same controller that come from another worker.
+    pub(crate) fn absorb(&mut self, relocated: Relocated) -> Latch {
+        let Relocated { sqs, cqs, counters, doorbell_eventfds, latch, .. } = relocated;
+        self.set.shared.retire(|retired| retired.retire_io(&counters));
+        // They were found in the map that was in force there.
+        let (table, pages) = (self.table(), self.shadow);
+        let mut places = Vec::with_capacity(cqs.len());
+        for cq in cqs {
+            places.push(cq.map(|mut cq| {
+                cq.remap(&table, pages);
+                insert(&mut self.set.cqs, cq)
+            }));
+        }
+        for mut sq in sqs.into_iter().flatten() {
+            // A submission queue has its completion queue on the same worker.
+            let Some(place) = places.get(sq.cq).copied().flatten() else { continue };
+            sq.cq = place;
+            sq.remap(&table, pages);
+            insert(&mut self.set.sqs, sq);
+        }
+        self.doorbell_eventfds.extend(doorbell_eventfds);
+        latch
+    }
+
+    /// Its turns take too long for those that it shares this worker with.
+    #[cold]
+    pub(crate) fn report_slow(&self, took: Duration) {
+        self.set.control.notify(Notice::SlowTurns { took });
     }
 
     /// Folds the counters into the controller's before the queues go.
@@ -347,7 +461,9 @@ impl ControllerQueues {
     #[cold]
     #[inline(never)]
     fn put_off(&mut self) -> u32 {
-        let Some(exceeded) = self.set.engine.exceeded() else { return 1 };
+        let Some(exceeded) = self.set.engine.exceeded() else {
+            return u32::from(!self.set.engine.is_full());
+        };
         if self.set.shared.is_first_excess() {
             let controller = self.set.shared.id;
             tracing::warn!(
@@ -439,6 +555,7 @@ impl ControllerQueues {
             && self.draining.is_empty()
             && self.deleting.is_empty()
             && self.detaching.is_none()
+            && self.departure.is_none()
             && !self.set.holds_back()
     }
 
@@ -448,10 +565,12 @@ impl ControllerQueues {
     }
 }
 
-/// Puts a queue in the first hole, so that indices stay what they are.
-fn insert<T>(list: &mut Vec<Option<T>>, item: T) {
-    match list.iter_mut().find(|slot| slot.is_none()) {
-        Some(slot) => *slot = Some(item),
-        None => list.push(Some(item)),
+/// Puts a queue in the first hole, so that indices stay what they are. Its index.
+fn insert<T>(list: &mut Vec<Option<T>>, item: T) -> usize {
+    let place = list.iter().position(Option::is_none).unwrap_or(list.len());
+    if place == list.len() {
+        list.push(None);
     }
+    list[place] = Some(item);
+    place
 }

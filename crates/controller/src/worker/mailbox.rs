@@ -1,7 +1,8 @@
 //! How others reach a worker.
 
+use super::message::Message;
+use super::relocation::{Arrivals, Relocated};
 use crate::worker::busy::BusyClock;
-use crate::worker::message::Message;
 use parking_lot::Mutex;
 use shadowbell_doorbell::{Cell, FullFence, Waker};
 use shadowbell_memory::{DmaTable, EventFd};
@@ -118,6 +119,12 @@ impl Mailbox {
         // First the flag, then the messages: one that comes in between is found again.
         self.has_any.store(false, Ordering::Release);
         std::mem::take(&mut *self.messages.lock())
+    }
+}
+
+impl Arrivals for Mailbox {
+    fn deliver(&self, queues: Box<Relocated>) {
+        self.send(Message::Arrive(queues));
     }
 }
 

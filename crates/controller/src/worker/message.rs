@@ -2,6 +2,7 @@
 //! queues, so no lock is ever taken while commands are served.
 
 use super::queue_override::QueueOverride;
+use super::relocation::{Departure, Relocated};
 use crate::doorbell_source::DoorbellSource;
 use crate::exec::Quota;
 use crate::latch::Latch;
@@ -116,6 +117,19 @@ pub(crate) enum Message {
         controller: u32,
         latch: Latch,
     },
+    /// Has the controller go to another worker, once nothing of it is under way. From here on until
+    /// the latch is dropped, nobody sends anything about the controller but
+    /// [`Hurry`](Self::Hurry).
+    Leave {
+        controller: u32,
+        departure: Departure,
+    },
+    /// What is under way of a controller that is to leave is to be given up.
+    Hurry {
+        controller: u32,
+    },
+    /// A controller comes from another worker.
+    Arrive(Box<Relocated>),
     /// From now on, something else serves the controller's queues.
     Override {
         controller: u32,
@@ -143,7 +157,10 @@ impl Message {
             | Self::Abort { controller, .. }
             | Self::Query { controller, .. }
             | Self::Detach { controller, .. }
+            | Self::Leave { controller, .. }
+            | Self::Hurry { controller }
             | Self::Override { controller, .. } => Some(*controller),
+            Self::Arrive(relocated) => Some(relocated.id()),
             Self::Trace(_) | Self::Stop => None,
         }
     }

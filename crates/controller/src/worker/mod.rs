@@ -14,7 +14,9 @@ mod poll_window;
 mod pool;
 pub(crate) mod queue_override;
 pub(crate) mod queue_set;
+pub(crate) mod relocation;
 mod share;
+mod slow;
 mod trace;
 #[expect(clippy::module_inception, reason = "the thread itself is one of the module's parts")]
 mod worker;

@@ -27,6 +27,7 @@ use super::backlog::Unread;
 use super::controller_queues::ControllerQueues;
 use super::queue_set::SleepCell;
 use super::share::{self, Share};
+use super::slow::SlowTurns;
 use crate::exec::NamespaceQueue;
 use crate::trace::TraceRing;
 use rustix::event::epoll;
@@ -64,6 +65,7 @@ pub(super) struct PollEntry {
     /// What had been done for it at the last review.
     reviewed: u64,
     share: Share,
+    slow: SlowTurns,
 }
 
 impl PollEntry {
@@ -162,6 +164,7 @@ impl PollGroup {
             idle_streak: 0,
             reviewed: 0,
             share: Share::default(),
+            slow: SlowTurns::default(),
         }));
     }
 
@@ -226,14 +229,20 @@ impl PollGroup {
         let mut now = Instant::now();
         let is_alone = self.active.len() == 1;
         let mut busy = 0;
-        for PollEntry { queues, share, .. } in self.active.iter_mut().map(|entry| &mut **entry) {
+        for entry in &mut self.active {
+            let PollEntry { queues, share, slow, .. } = &mut **entry;
             let budget = if is_alone { share::ALONE } else { share.begin() };
+            let before = slow.begin();
             let done = queues.pass(budget, unread, trace);
             if done != 0 {
                 work += done;
                 busy += 1;
                 let after = Instant::now();
-                share.spend(after.duration_since(now));
+                let took = after.duration_since(now);
+                share.spend(took);
+                if slow.end(before, after, took) {
+                    queues.report_slow(took);
+                }
                 now = after;
             }
         }
@@ -368,10 +377,11 @@ impl PollGroup {
         found
     }
 
-    /// Lets those go whose detach has come to its end.
-    pub(super) fn remove_detached(&mut self, epoll: &OwnedFd) {
+    /// Lets those go whose time here, at `worker`, is over.
+    #[cold]
+    pub(super) fn remove_over(&mut self, epoll: &OwnedFd, worker: usize) {
         for index in (0..self.active.len()).rev() {
-            if self.active[index].queues.is_detached() {
+            if self.active[index].queues.is_over() {
                 let mut entry = self.active.swap_remove(index);
                 for fd in entry.queues.namespaces().iter().filter_map(NamespaceQueue::wake_fd) {
                     let _ = epoll::delete(epoll, fd);
@@ -380,7 +390,9 @@ impl PollGroup {
                 for event in entry.queues.doorbell_eventfds() {
                     let _ = epoll::delete(epoll, event);
                 }
-                entry.queues.retire();
+                if !entry.queues.depart(worker) {
+                    entry.queues.retire();
+                }
                 // Dropping it lets its latch go: from here on nothing touches the host's memory.
                 drop(entry);
             }

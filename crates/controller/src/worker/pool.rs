@@ -3,6 +3,7 @@
 use super::mailbox::Mailbox;
 use super::message::Message;
 use super::poll_window::Polling;
+use super::relocation::{Arrivals, Destination};
 use super::worker::{MAPPED_POLL, Worker};
 use crate::control_thread::ControlThread;
 use crate::shared::ControllerShared;
@@ -22,18 +23,54 @@ use std::time::Duration;
 pub struct Pool(Arc<Workers>);
 
 struct Workers {
-    handles: Vec<Handle>,
+    /// First those that all controllers share, then those that one controller each has claimed.
+    handles: Vec<OnceLock<Handle>>,
+    /// How many are shared.
+    shared: usize,
+    polling: Polling,
+    /// Those of the others that were claimed and given back.
+    spare: Mutex<Vec<usize>>,
     /// What the control planes run on.
     control: ControlThread,
     /// The control plane's ring of the trace file, if there is one.
     control_trace: OnceLock<Mutex<TraceRing>>,
 }
 
+/// Workers that can be claimed: controllers that are served by a thread of their own, at most. Each
+/// is started when it is claimed first.
+const CLAIMABLE: usize = 64;
+
 struct Handle {
     mailbox: Arc<Mailbox>,
     /// Queues that it serves, for placing the next one.
     load: AtomicUsize,
-    thread: Option<JoinHandle<()>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Handle {
+    /// Starts worker `index`.
+    fn start(index: usize, pin: Option<usize>, polling: Polling) -> io::Result<Self> {
+        let mailbox = Arc::new(Mailbox::new()?);
+        let (started, outcome) = std::sync::mpsc::channel();
+        let ours = Arc::clone(&mailbox);
+        let name = format!("sb-worker{index}");
+        let thread = std::thread::Builder::new().name(name).spawn(move || {
+            let _guard = AbortOnPanic::new();
+            let worker =
+                pin.map_or(Ok(()), pin_to).and_then(|()| Worker::new(index, ours, polling));
+            match worker {
+                Ok(mut worker) => {
+                    let _ = started.send(Ok(()));
+                    worker.run();
+                }
+                Err(error) => {
+                    let _ = started.send(Err(error));
+                }
+            }
+        })?;
+        outcome.recv().map_err(|_| io::Error::other("a worker did not start"))??;
+        Ok(Self { mailbox, load: 0.into(), thread: Mutex::new(Some(thread)) })
+    }
 }
 
 /// How many workers, and how they wait.
@@ -55,34 +92,25 @@ impl Pool {
     pub fn start(options: &PoolOptions) -> io::Result<Self> {
         let count = match options.workers {
             0 => std::thread::available_parallelism().map_or(1, |n| n.get() / 2).max(1),
-            n => n.min(usize::from(u8::MAX) - 1),
+            n => n.min(usize::from(u8::MAX) - 1 - CLAIMABLE),
         };
-        let mut handles = Vec::with_capacity(count);
+        let mut handles: Vec<OnceLock<Handle>> = Vec::with_capacity(count + CLAIMABLE);
         for index in 0..count {
-            let mailbox = Arc::new(Mailbox::new()?);
-            let (pin, polling) = (options.pin.get(index).copied(), options.polling);
-            let (started, outcome) = std::sync::mpsc::channel();
-            let ours = Arc::clone(&mailbox);
-            let thread =
-                std::thread::Builder::new().name(format!("sb-worker{index}")).spawn(move || {
-                    let _guard = AbortOnPanic::new();
-                    let worker =
-                        pin.map_or(Ok(()), pin_to).and_then(|()| Worker::new(index, ours, polling));
-                    match worker {
-                        Ok(mut worker) => {
-                            let _ = started.send(Ok(()));
-                            worker.run();
-                        }
-                        Err(error) => {
-                            let _ = started.send(Err(error));
-                        }
-                    }
-                })?;
-            handles.push(Handle { mailbox, load: 0.into(), thread: Some(thread) });
-            outcome.recv().map_err(|_| io::Error::other("a worker did not start"))??;
+            let pin = options.pin.get(index).copied();
+            handles.push(OnceLock::from(Handle::start(index, pin, options.polling)?));
         }
-        let control = ControlThread::start()?;
-        Ok(Self(Arc::new(Workers { handles, control, control_trace: OnceLock::new() })))
+        handles.resize_with(count + CLAIMABLE, OnceLock::new);
+        Ok(Self::of(handles, count, options.polling, ControlThread::start()?))
+    }
+
+    fn of(
+        handles: Vec<OnceLock<Handle>>,
+        shared: usize,
+        polling: Polling,
+        control: ControlThread,
+    ) -> Self {
+        let (spare, control_trace) = (Mutex::default(), OnceLock::new());
+        Self(Arc::new(Workers { handles, shared, polling, spare, control, control_trace }))
     }
 
     /// A pool of one worker that has no thread: the caller's turns are all that it does. Admin
@@ -97,18 +125,63 @@ impl Pool {
         let mailbox = Arc::new(Mailbox::new()?);
         let worker = Worker::new(0, Arc::clone(&mailbox), polling)?;
         let ours = Arc::clone(&mailbox);
-        let handles = vec![Handle { mailbox: ours, load: 0.into(), thread: None }];
+        let handle = Handle { mailbox: ours, load: 0.into(), thread: Mutex::new(None) };
         let control = ControlThread::inline(move || {
             mailbox.wake();
         });
         let turns = Turns { worker, control: control.clone(), stopped: false, here: PhantomData };
-        Ok((Self(Arc::new(Workers { handles, control, control_trace: OnceLock::new() })), turns))
+        Ok((Self::of(vec![OnceLock::from(handle)], 1, polling, control), turns))
     }
 
-    /// How many workers there are.
+    /// How many workers there are, apart from those that serve one controller each.
     #[must_use]
     pub fn len(&self) -> usize {
+        self.0.shared
+    }
+
+    /// How many workers there can be, with those that serve one controller each.
+    pub(crate) fn most(&self) -> usize {
         self.0.handles.len()
+    }
+
+    /// A worker that nobody else uses: its number, if there can be another.
+    ///
+    /// # Errors
+    /// The system's, if it has no more threads or descriptors.
+    pub(crate) fn claim(&self) -> io::Result<Option<usize>> {
+        let Workers { handles, shared, polling, spare, .. } = &*self.0;
+        let mut spare = spare.lock();
+        if let Some(index) = spare.pop() {
+            return Ok(Some(index));
+        }
+        let mut places = handles.iter().enumerate().skip(*shared);
+        let Some((index, place)) = places.find(|(_, place)| place.get().is_none()) else {
+            return Ok(None);
+        };
+        // Under the lock of `spare`, so nobody else starts it.
+        let _ = place.set(Handle::start(index, None, *polling)?);
+        Ok(Some(index))
+    }
+
+    /// A worker that was [claimed](Self::claim) is not needed any more. It sleeps until another
+    /// controller needs one.
+    pub(crate) fn give_back(&self, worker: usize) {
+        self.0.spare.lock().push(worker);
+    }
+
+    fn handle(&self, worker: usize) -> Option<&Handle> {
+        self.0.handles.get(worker).and_then(OnceLock::get)
+    }
+
+    fn shared(&self) -> impl Iterator<Item = &Handle> {
+        self.0.handles[..self.0.shared].iter().filter_map(OnceLock::get)
+    }
+
+    /// Where a controller can go.
+    pub(crate) fn destination(&self, worker: usize) -> Option<Destination> {
+        let mailbox = Arc::clone(&self.handle(worker)?.mailbox);
+        let arrivals: Arc<dyn Arrivals> = mailbox;
+        Some(Destination { worker, arrivals })
     }
 
     /// Never: a pool has at least one worker.
@@ -122,7 +195,7 @@ impl Pool {
     pub fn trace(&self, file: &TraceFile) {
         let Some(control) = file.control() else { return };
         if self.0.control_trace.set(Mutex::new(control)).is_ok() {
-            for (handle, ring) in self.0.handles.iter().zip(file.workers()) {
+            for (handle, ring) in self.shared().zip(file.workers()) {
                 handle.mailbox.send(Message::Trace(ring));
             }
         }
@@ -145,15 +218,17 @@ impl Pool {
 
     /// The worker with the fewest queues takes another.
     pub(crate) fn place(&self) -> usize {
-        let loads = self.0.handles.iter().map(|h| h.load.load(Relaxed)).enumerate();
+        let loads = self.shared().map(|h| h.load.load(Relaxed)).enumerate();
         let index = loads.min_by_key(|(_, load)| *load).map_or(0, |(index, _)| index);
-        self.0.handles[index].load.fetch_add(1, Relaxed);
+        if let Some(handle) = self.handle(index) {
+            handle.load.fetch_add(1, Relaxed);
+        }
         index
     }
 
     /// A queue that [`place`](Self::place) put on `worker` is gone.
     pub(crate) fn unplace(&self, worker: usize) {
-        if let Some(handle) = self.0.handles.get(worker) {
+        if let Some(handle) = self.handle(worker) {
             let _ = handle.load.fetch_update(Relaxed, Relaxed, |load| load.checked_sub(1));
         }
     }
@@ -165,11 +240,11 @@ impl Pool {
 
     /// How long `worker` has been awake.
     pub(crate) fn busy(&self, worker: usize) -> Duration {
-        self.0.handles.get(worker).map_or(Duration::ZERO, |handle| handle.mailbox.busy.awake())
+        self.handle(worker).map_or(Duration::ZERO, |handle| handle.mailbox.busy.awake())
     }
 
     pub(crate) fn send(&self, worker: usize, message: Message) {
-        if let Some(handle) = self.0.handles.get(worker) {
+        if let Some(handle) = self.handle(worker) {
             handle.mailbox.send(message);
         }
     }
@@ -182,7 +257,7 @@ impl Pool {
         register: &SharedU32,
         value: u32,
     ) -> bool {
-        if let Some(handle) = self.0.handles.get(worker)
+        if let Some(handle) = self.handle(worker)
             && let Some(state) = shared.park_state(worker)
         {
             return handle.mailbox.write_doorbell(shared.id, state, register, value);
@@ -194,11 +269,11 @@ impl Pool {
 impl Drop for Workers {
     fn drop(&mut self) {
         self.control.stop();
-        for handle in &self.handles {
+        for handle in self.handles.iter().filter_map(OnceLock::get) {
             handle.mailbox.send(Message::Stop);
         }
-        for handle in &mut self.handles {
-            if let Some(thread) = handle.thread.take()
+        for handle in self.handles.iter().filter_map(OnceLock::get) {
+            if let Some(thread) = handle.thread.lock().take()
                 && thread.thread().id() != std::thread::current().id()
             {
                 let _ = thread.join();

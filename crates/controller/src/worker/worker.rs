@@ -14,11 +14,14 @@ use super::message::{Message, QueueContext};
 use super::poll_group::{PollEntry, PollGroup};
 use super::poll_window::{Next, PollWindow, Polling};
 use super::queue_set::SleepCell;
+use super::relocation::Relocated;
+use crate::notice::Notice;
 use crate::stats::SleepStats;
 use crate::trace::{Kind, TraceRing};
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use shadowbell_doorbell::{FullFence, Sleeper};
+use shadowbell_memory::EventFd;
 use shadowbell_spec::status::Status;
 use std::io;
 use std::mem::MaybeUninit;
@@ -127,8 +130,8 @@ impl Worker {
         let mut work = poll_group.pass(unread, trace);
         work += poll_group.check_others(work, unread, trace);
         busy |= work != 0;
-        if self.poll_group.active.iter().any(|entry| entry.queues.is_detached()) {
-            self.poll_group.remove_detached(&self.epoll);
+        if self.poll_group.active.iter().any(|entry| entry.queues.is_over()) {
+            self.poll_group.remove_over(&self.epoll, self.index);
         }
         if std::mem::take(&mut self.woken) && !busy {
             self.spurious_wakes += 1;
@@ -259,13 +262,10 @@ impl Worker {
                 self.poll_group.doorbell_written(controller);
             }
             Message::DoorbellEventfd { controller, event } => {
-                // Edge-triggered as the mailbox. One that is signalled already counts as an edge.
-                let flags = EventFlags::IN | EventFlags::ET;
                 if self.queues(controller).is_none() {
                     return;
                 }
-                let data = EventData::new_u64(DOORBELL_EVENTFD | u64::from(controller) << 8);
-                if let Err(error) = epoll::add(&self.epoll, &event, data, flags) {
+                if let Err(error) = self.watch_eventfd(controller, &event) {
                     tracing::warn!(%error, "a worker can not wait for a controller's doorbells");
                 } else if let Some(queues) = self.queues(controller) {
                     queues.keep_eventfd(event);
@@ -309,6 +309,19 @@ impl Worker {
                     queues.detach(latch);
                 }
             }
+            Message::Leave { controller, departure } => {
+                // Its host's doorbells come to the other one from then on.
+                self.sources.remove(controller);
+                if let Some(queues) = self.queues(controller) {
+                    queues.leave(departure);
+                }
+            }
+            Message::Hurry { controller } => {
+                if let Some(queues) = self.queues(controller) {
+                    queues.hurry();
+                }
+            }
+            Message::Arrive(relocated) => self.arrive(*relocated),
             Message::Override { controller, overriding } => {
                 if let Some(queues) = self.queues(controller) {
                     queues.set_override(overriding);
@@ -319,23 +332,54 @@ impl Worker {
         }
     }
 
+    /// Wakes from here on when a disk of these queues has done something.
+    fn watch(&self, queues: &ControllerQueues) -> io::Result<()> {
+        for namespace in queues.namespaces() {
+            let Some(fd) = namespace.wake_fd() else { continue };
+            let edges =
+                if namespace.wakes_by_edges() { EventFlags::ET } else { EventFlags::empty() };
+            epoll::add(&self.epoll, fd, EventData::new_u64(1), EventFlags::IN | edges)?;
+        }
+        Ok(())
+    }
+
+    /// Takes over a controller that another worker has served.
+    fn arrive(&mut self, relocated: Relocated) {
+        let (controller, control) = (relocated.id(), relocated.control().clone());
+        let watched: io::Result<()> = relocated
+            .doorbell_eventfds()
+            .iter()
+            .try_for_each(|event| self.watch_eventfd(controller, event));
+        let arrived = watched.and_then(|()| {
+            if let Some(queues) = self.queues(controller) {
+                return Ok(queues.absorb(relocated));
+            }
+            let (queues, latch) = ControllerQueues::arrive(relocated)?;
+            self.watch(&queues)?;
+            let state = queues.shared().park_state(self.index).map(Arc::clone);
+            self.poll_group.add(queues, state.unwrap_or_default());
+            Ok(latch)
+        });
+        if let Err(error) = arrived {
+            tracing::error!(%error, "a worker can not take over a controller from another");
+            control.notify(Notice::Stranded);
+        }
+    }
+
+    /// Wakes from here on when `event` is signalled, which stands for doorbells of a controller.
+    fn watch_eventfd(&self, controller: u32, event: &EventFd) -> io::Result<()> {
+        // Edge-triggered as the mailbox. One that is signalled already counts as an edge.
+        let flags = EventFlags::IN | EventFlags::ET;
+        let data = EventData::new_u64(DOORBELL_EVENTFD | u64::from(controller) << 8);
+        Ok(epoll::add(&self.epoll, event, data, flags)?)
+    }
+
     /// The queues of a controller, which are made if it has none here yet.
     fn find_or_open(&mut self, context: QueueContext) -> Option<&mut ControllerQueues> {
         let shared = Arc::clone(&context.shared);
         if self.queues(shared.id).is_none() {
-            let opened = ControllerQueues::new(context).and_then(|queues| {
-                for namespace in queues.namespaces() {
-                    let Some(fd) = namespace.wake_fd() else { continue };
-                    let edges = if namespace.wakes_by_edges() {
-                        EventFlags::ET
-                    } else {
-                        EventFlags::empty()
-                    };
-                    let flags = EventFlags::IN | edges;
-                    epoll::add(&self.epoll, fd, EventData::new_u64(1), flags)?;
-                }
-                Ok(queues)
-            });
+            let opened = ControllerQueues::new(context)
+                .and_then(|queues| self.watch(&queues).map(|()| queues));
             match opened {
                 Ok(queues) => {
                     let state = shared.park_state(self.index).map(Arc::clone);

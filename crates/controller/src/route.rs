@@ -1,0 +1,104 @@
+//! Where the messages of a controller go: to the worker that they are for, or to the one that has
+//! taken the controller over from it.
+//!
+//! The rest of the control plane knows workers by the numbers at which queues were placed. A
+//! controller that is served elsewhere (see `worker::slow`) keeps these numbers; the route leads
+//! from there. While queues are on their way, what is said to their worker is kept here, in its
+//! order, and sent to the other one when they have arrived there.
+
+use crate::worker::Pool;
+use crate::worker::message::Message;
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::io;
+
+/// Why a controller can not be served by another worker.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RelocateError {
+    /// It was moved before, and stays where it is.
+    #[error("the controller has a worker of its own already, where it stays until it is removed")]
+    Placed,
+    /// There is no such worker.
+    #[error("there is no worker {0}: the pool has {1}, counted from 0")]
+    NoSuchWorker(usize, usize),
+    /// As many controllers have a thread of their own as can.
+    #[error("no more controllers of this process can have a thread of their own")]
+    TooMany,
+    /// The system's.
+    #[error("a thread for the controller could not be started: {0}")]
+    System(#[from] io::Error),
+}
+
+/// Where the messages of a controller go.
+#[derive(Default)]
+pub(crate) struct Route(Mutex<Way>);
+
+#[derive(Default)]
+struct Way {
+    /// The worker that serves the controller instead of those that its queues were placed at.
+    to: Option<usize>,
+    /// Workers that have queues of it yet, and what is to be said when these have left.
+    leaving: BTreeMap<usize, Vec<Message>>,
+}
+
+impl Route {
+    /// The worker that serves what was placed at `worker`, or will when it has arrived.
+    pub(crate) fn resolve(&self, worker: usize) -> usize {
+        self.0.lock().to.unwrap_or(worker)
+    }
+
+    /// Whether the controller goes, or has gone, to a worker that it was not placed at.
+    pub(crate) fn is_diverted(&self) -> bool {
+        self.0.lock().to.is_some()
+    }
+
+    /// The worker that it was diverted to.
+    pub(crate) fn target(&self) -> Option<usize> {
+        self.0.lock().to
+    }
+
+    /// Sends `message` to whoever serves what was placed at `worker`, now or later.
+    pub(crate) fn send(&self, pool: &Pool, worker: usize, message: Message) {
+        let mut way = self.0.lock();
+        if let Some(kept) = way.leaving.get_mut(&worker) {
+            kept.push(message);
+        } else {
+            pool.send(way.to.unwrap_or(worker), message);
+        }
+    }
+
+    /// From now on worker `to` serves the controller. Those of `workers` have queues of it: each is
+    /// sent what `leave` makes. Nothing happens if it was diverted before.
+    pub(crate) fn divert(
+        &self,
+        pool: &Pool,
+        to: usize,
+        workers: impl IntoIterator<Item = usize>,
+        leave: impl Fn(usize) -> Message,
+    ) {
+        let mut way = self.0.lock();
+        if way.to.is_some() {
+            return;
+        }
+        way.to = Some(to);
+        for worker in workers.into_iter().filter(|worker| *worker != to) {
+            pool.send(worker, leave(worker));
+            way.leaving.insert(worker, Vec::new());
+        }
+    }
+
+    /// What `worker` had has arrived.
+    pub(crate) fn arrived(&self, pool: &Pool, worker: usize) {
+        let mut way = self.0.lock();
+        let to = way.to.unwrap_or(worker);
+        for message in way.leaving.remove(&worker).into_iter().flatten() {
+            pool.send(to, message);
+        }
+    }
+
+    /// A reset waits for those that are leaving: `hurry` makes what they are told.
+    pub(crate) fn hurry(&self, pool: &Pool, hurry: impl Fn() -> Message) {
+        self.0.lock().leaving.keys().for_each(|worker| pool.send(*worker, hurry()));
+    }
+}

@@ -1,0 +1,58 @@
+//! What a thread has used.
+
+use std::time::Duration;
+
+/// What the calling thread has used since it began.
+///
+/// Time that passes while a thread works on a peer's memory can have three reasons: it computes, it
+/// waits for the peer (a page fault waits for whoever punches a hole there), or the system gave the
+/// processor to somebody else. Only the third is nobody's doing here.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ThreadUsage {
+    /// Processor time, in user space and in the kernel.
+    pub processor: Duration,
+    /// How often it has waited for something, and not merely for a processor.
+    pub waits: u64,
+}
+
+impl ThreadUsage {
+    /// As of now. A system call.
+    #[must_use]
+    pub fn now() -> Self {
+        // SAFETY: all zeroes is a valid `rusage`, which has numbers only.
+        let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+        // SAFETY: the call writes one `rusage` to where the pointer says, which is ours.
+        let outcome = unsafe { libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage) };
+        if outcome != 0 {
+            return Self::default();
+        }
+        let time = |time: libc::timeval| {
+            let micros = u64::try_from(time.tv_usec).unwrap_or(0);
+            Duration::from_secs(u64::try_from(time.tv_sec).unwrap_or(0))
+                + Duration::from_micros(micros)
+        };
+        Self {
+            processor: time(usage.ru_utime) + time(usage.ru_stime),
+            waits: u64::try_from(usage.ru_nvcsw).unwrap_or(0),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_and_waits_are_seen() {
+        let before = ThreadUsage::now();
+        let mut sum = 0u64;
+        while ThreadUsage::now().processor - before.processor < Duration::from_millis(5) {
+            sum = std::hint::black_box(sum + 1);
+        }
+        let worked = ThreadUsage::now();
+        std::thread::sleep(Duration::from_millis(1));
+        let slept = ThreadUsage::now();
+        assert!(slept.waits > worked.waits);
+    }
+}
