@@ -8,10 +8,10 @@
 use parking_lot::Mutex;
 use rustix::net::{Shutdown, shutdown};
 use std::collections::HashMap;
+use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
 /// Clients that have not agreed yet.
@@ -94,14 +94,31 @@ impl Drop for Place {
     }
 }
 
+/// The socket of a client once more, as long as the client is a new one: dropping it says that it
+/// is none any more.
+pub(super) struct NewClient {
+    pub(super) peer: Peer,
+    socket: Arc<Mutex<Option<OwnedFd>>>,
+}
+
+impl NewClient {
+    pub(super) fn new(peer: Peer, socket: OwnedFd) -> Self {
+        Self { peer, socket: Arc::new(Mutex::new(Some(socket))) }
+    }
+}
+
+impl Drop for NewClient {
+    fn drop(&mut self) {
+        // The connection is over when all of its descriptors are closed.
+        self.socket.lock().take();
+    }
+}
+
 /// A client, as the thread that lets clients in knows it.
 struct Client {
     thread: JoinHandle<()>,
     peer: Peer,
-    /// It is no new one any more.
-    has_agreed: Arc<AtomicBool>,
-    /// Its socket once more.
-    socket: OwnedFd,
+    socket: Arc<Mutex<Option<OwnedFd>>>,
 }
 
 /// All clients, in the order in which they came.
@@ -109,14 +126,18 @@ struct Client {
 pub(super) struct Clients(Vec<Client>);
 
 impl Clients {
+    /// Has `start` start the thread of a new client.
+    ///
+    /// # Errors
+    /// There is no thread to be had.
     pub(super) fn add(
         &mut self,
-        thread: JoinHandle<()>,
-        peer: Peer,
-        has_agreed: Arc<AtomicBool>,
-        socket: OwnedFd,
-    ) {
-        self.0.push(Client { thread, peer, has_agreed, socket });
+        new: NewClient,
+        start: impl FnOnce(NewClient) -> io::Result<JoinHandle<()>>,
+    ) -> io::Result<()> {
+        let (peer, socket) = (new.peer, Arc::clone(&new.socket));
+        self.0.push(Client { thread: start(new)?, peer, socket });
+        Ok(())
     }
 
     /// Makes room for a new client: of the peer that has most of those that are new, the one goes
@@ -133,9 +154,8 @@ impl Clients {
         let most = new.into_iter().max_by_key(|(_, count)| *count).map(|(peer, _)| peer);
         let of_most = |client: &&Client| client.is_new() && Some(client.peer) == most;
         if let Some(client) = self.0.iter().find(of_most) {
-            // If it agrees just now, it loses the connection, as it would by any other accident.
-            client.has_agreed.store(true, Ordering::Relaxed);
-            let _ = shutdown(client.socket.as_fd(), Shutdown::Both);
+            let socket = client.socket.lock().take();
+            let _ = socket.map(|socket| shutdown(socket.as_fd(), Shutdown::Both));
         }
     }
 
@@ -149,7 +169,7 @@ impl Clients {
 
 impl Client {
     fn is_new(&self) -> bool {
-        !self.has_agreed.load(Ordering::Relaxed)
+        self.socket.lock().is_some()
     }
 }
 

@@ -8,7 +8,7 @@
 //! sent.
 
 use super::answers::{Answer, Answers, Sent};
-use super::clients::Peer;
+use super::clients::NewClient;
 use super::handshake::{ALLOCATION_CONTEXT, Agreed};
 use super::negotiate::negotiate;
 use super::reply::Head;
@@ -22,7 +22,6 @@ use shadowbell_block::{BlockDevice, BlockError};
 use std::future::Future;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 /// Requests of one client that are in flight or not answered yet.
@@ -68,13 +67,6 @@ struct Connection<F> {
     hung_up: bool,
 }
 
-/// A client that has not agreed yet.
-pub(super) struct NewClient {
-    pub(super) peer: Peer,
-    /// Set when it has.
-    pub(super) has_agreed: Arc<AtomicBool>,
-}
-
 /// Serves the client at the other end of `socket`, until it leaves or [`ServerShared::is_ending`].
 pub(super) fn serve(
     socket: OwnedFd,
@@ -87,7 +79,7 @@ pub(super) fn serve(
     let _registered = shared.register(io.waker().map_err(ConnectionError::Event)?);
     let Some(agreed) = negotiate(&mut socket, &mut io, shared)? else { return Ok(()) };
     let _place = shared.agreed.take(new.peer).ok_or(ConnectionError::TooMany)?;
-    new.has_agreed.store(true, Ordering::Relaxed);
+    drop(new);
     let mut connection = Connection {
         socket,
         disk,

@@ -1,8 +1,8 @@
 //! A socket, and the clients that come to it.
 
 use super::address::Address;
-use super::clients::{Clients, Peer};
-use super::connection::{self, NewClient};
+use super::clients::{Clients, NewClient, Peer};
+use super::connection;
 use super::handshake::Export;
 use super::shared::{Registered, ServerShared};
 use super::wire::{MAX_STRING, transmission};
@@ -16,7 +16,6 @@ use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -248,8 +247,7 @@ impl Accept {
                 return;
             }
         };
-        let has_agreed = Arc::new(AtomicBool::new(false));
-        let new = NewClient { peer, has_agreed: Arc::clone(&has_agreed) };
+        let new = NewClient::new(peer, again);
         if matches!(self.listener, Listener::Tcp(_)) {
             // Answers are sent in batches already.
             let _ = rustix::net::sockopt::set_tcp_nodelay(&socket, true);
@@ -258,18 +256,18 @@ impl Accept {
         self.count = self.count.wrapping_add(1);
         let disk = self.disk.on_queue(number);
         let shared = Arc::clone(&self.shared);
-        let spawned = std::thread::Builder::new().name(format!("nbd-{number}")).spawn(move || {
-            tracing::debug!(client = number, "connected");
-            match connection::serve(socket, new, disk, &shared) {
-                Ok(()) => tracing::debug!(client = number, "gone"),
-                Err(why) => shared.log.warn(format_args!("client {number}: {why}")),
-            }
+        let added = self.clients.add(new, |new| {
+            let thread = std::thread::Builder::new().name(format!("nbd-{number}"));
+            thread.spawn(move || {
+                tracing::debug!(client = number, "connected");
+                match connection::serve(socket, new, disk, &shared) {
+                    Ok(()) => tracing::debug!(client = number, "gone"),
+                    Err(why) => shared.log.warn(format_args!("client {number}: {why}")),
+                }
+            })
         });
-        match spawned {
-            Ok(thread) => self.clients.add(thread, peer, has_agreed, again),
-            Err(error) => {
-                self.shared.log.warn(format_args!("a client could not be let in: {error}"));
-            }
+        if let Err(error) = added {
+            self.shared.log.warn(format_args!("a client could not be let in: {error}"));
         }
     }
 }
