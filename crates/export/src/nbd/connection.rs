@@ -77,8 +77,8 @@ pub(super) fn serve(
     let mut io = IoThread::new(&disk, SLOTS).map_err(ConnectionError::Event)?;
     let mut socket = ClientSocket::new(socket, &io)?;
     let _registered = shared.register(io.waker().map_err(ConnectionError::Event)?);
-    let Some(agreed) = negotiate(&mut socket, &mut io, shared)? else { return Ok(()) };
-    let _place = shared.agreed.take(new.peer).ok_or(ConnectionError::TooMany)?;
+    let outcome = negotiate(&mut socket, &mut io, shared, new.peer)?;
+    let Some((agreed, _place)) = outcome else { return Ok(()) };
     drop(new);
     let mut connection = Connection {
         socket,
