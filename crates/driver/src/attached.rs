@@ -9,9 +9,9 @@ use crate::error::{CommandError, DetachError, QueueError};
 use crate::namespace::Namespace;
 use crate::recovery::{Counters, Recovery, TimeoutTicks, Watchdog};
 use parking_lot::Mutex;
-use shadowbell_memory::EventFd;
+use shadowbell_memory::{EventFd, sigbus};
 use shadowbell_spec::Sqe;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -26,6 +26,8 @@ pub(crate) struct AttachedController {
     sleepers: Mutex<Vec<(Arc<AtomicBool>, EventFd)>>,
     /// A queue had something outstanding for long when it looked last.
     has_lasting: AtomicBool,
+    /// Pages that were lost in all of the process when that was looked at last.
+    faults: AtomicU64,
     /// The namespaces, if they were read again and nobody has asked for them.
     changed_namespaces: Mutex<Option<Vec<Namespace>>>,
     watchdog: OnceLock<Watchdog>,
@@ -45,6 +47,7 @@ impl AttachedController {
             counters: Counters::default(),
             sleepers: Mutex::default(),
             has_lasting: AtomicBool::new(false),
+            faults: AtomicU64::new(sigbus::faults()),
             changed_namespaces: Mutex::default(),
             watchdog: OnceLock::new(),
         }
@@ -110,6 +113,12 @@ impl AttachedController {
     /// Whether one had since this was asked last.
     pub(crate) fn take_lasting(&self) -> bool {
         self.has_lasting.swap(false, Ordering::Relaxed)
+    }
+
+    /// Whether memory was lost since this was asked last, perhaps some that the controller shares.
+    pub(crate) fn take_faults(&self) -> bool {
+        let now = sigbus::faults();
+        self.faults.swap(now, Ordering::Relaxed) != now
     }
 
     /// Keeps the namespaces, which were read again, for the program.

@@ -120,13 +120,15 @@ impl Mapping {
     /// # Errors
     /// [`MapError`], for a bad shape or by the system's refusal.
     pub fn shared(name: &str, len: u64) -> Result<Arc<Self>, MapError> {
-        Self::memfd(name, round_to_page(len)?, MemfdFlags::empty(), MapFlags::NORESERVE)
+        Self::memfd(name, round_to_page(len)?, MemfdFlags::empty(), MapFlags::NORESERVE, None)
     }
 
     /// Makes a memfd of `len` bytes (rounded up) in pages of [`HUGE_PAGE`] bytes and maps it, where
     /// the administrator has set some aside (`vm.nr_hugepages`): an IOMMU that maps them needs
     /// fewer entries, and so do the processors. All of them are reserved now, so touching them
-    /// later can not fail.
+    /// later can not fail; unless whoever is given the descriptor takes one out (which no seal
+    /// forbids that leaves the memory writable), and there is no other. So it is guarded like a
+    /// peer's memory: see [`is_poisoned`](Self::is_poisoned).
     ///
     /// # Errors
     /// As [`shared`](Self::shared), and where there are not enough of such pages.
@@ -137,7 +139,8 @@ impl Mapping {
             offset: 0,
             why: "the length is 0 or does not fit the address space",
         })?;
-        Self::memfd(name, len, MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB, MapFlags::empty())
+        let kind = MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        Self::memfd(name, len, kind, MapFlags::empty(), Some(HUGE_PAGE as usize))
     }
 
     fn memfd(
@@ -145,6 +148,7 @@ impl Mapping {
         len: u64,
         kind: MemfdFlags,
         flags: MapFlags,
+        guarded: Option<usize>,
     ) -> Result<Arc<Self>, MapError> {
         let size = shape(0, len)?;
         let failed = |source: rustix::io::Errno| MapError::System { len, source: source.into() };
@@ -164,7 +168,7 @@ impl Mapping {
                 0,
             )
         };
-        Self::adopt(ptr, size, Protection::ReadWrite, Some(fd), 0, None)
+        Self::adopt(ptr, size, Protection::ReadWrite, Some(fd), 0, guarded)
     }
 
     /// Maps `len` bytes (rounded up to whole pages) of private zeroes, taken from the system only
@@ -186,7 +190,7 @@ impl Mapping {
         Self::adopt(ptr, size, Protection::ReadWrite, None, 0, None)
     }
 
-    /// Takes what was mapped; memory of a peer, in pages of that size, is guarded.
+    /// Takes what was mapped; what a peer can take away, in pages of that size, is guarded.
     fn adopt(
         ptr: rustix::io::Result<*mut core::ffi::c_void>,
         len: usize,

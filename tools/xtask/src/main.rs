@@ -4,8 +4,10 @@
 mod chores;
 mod fuzz;
 mod guest_shell;
+mod hostile;
 mod outsider;
 mod package;
+mod peer;
 mod report;
 mod step;
 mod structure;
@@ -77,6 +79,15 @@ enum Verb {
     /// kept in fuzz/corpus for the next run.
     #[command(after_help = fuzz::EXAMPLES)]
     Fuzz(fuzz::Arguments),
+    /// Attacks a server as a hostile guest or VMM would, beside a neighbour that is honest.
+    ///
+    /// Fails if the neighbour is held up, if the server grows or logs without bound, or does not
+    /// end in time.
+    #[command(after_help = hostile::EXAMPLES)]
+    Hostile(hostile::Arguments),
+    /// A file system of one file, for an attack.
+    #[command(hide = true)]
+    FuseDaemon { friend: u32 },
     /// Whether files and crates import one way only: no cycle in a crate, no crate that looks up.
     ///
     /// A file imports another when it names what that one defines, in code that is not for tests.
@@ -162,6 +173,8 @@ fn main() -> ExitCode {
         Verb::Guest(arguments) => guest_suites(&mut report, arguments),
         Verb::Bench(arguments) => bench::run(arguments),
         Verb::Fuzz(arguments) => fuzz::run(&mut report, &arguments),
+        Verb::Hostile(arguments) => hostile::run(&mut report, arguments),
+        Verb::FuseDaemon { friend } => hostile::fuse_daemon(friend),
         Verb::Structure(arguments) => structure::run(&arguments),
         Verb::Shell { kernel, device, shadowbell, commands } => {
             Setup::new(device, shadowbell, &[kernel])

@@ -13,9 +13,9 @@ impl Watched for AttachedController {
     fn tick(&self) -> bool {
         self.state().tick();
         self.wake_sleepers();
-        let has_lasting = self.take_lasting();
+        let is_due = self.take_lasting() | self.take_faults();
         read_events(self);
-        has_lasting
+        is_due
     }
 
     fn check_status(&self) -> bool {

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 /// What is watched.
 pub(crate) trait Watched: Send + Sync {
-    /// Called for every tick. Whether a command was outstanding for long, so that the status is to
-    /// be checked.
+    /// Called for every tick. Whether a command was outstanding for long or memory was lost, so
+    /// that the status is to be checked.
     fn tick(&self) -> bool;
 
     /// Checks the status, and does about it what has to be done. Whether to go on watching.

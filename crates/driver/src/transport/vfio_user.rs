@@ -3,12 +3,13 @@
 use super::interface::{Transport, TransportError};
 use ::shadowbell_vfio_user::client::{Client, ClientError, Options, Share};
 use ::shadowbell_vfio_user::device::{DmaUnmap, IoFds, irq, region};
+use parking_lot::Mutex;
 use shadowbell_memory::{EventFd, Mapping, Protection, SharedBytes};
 use shadowbell_spec::{pci, regs};
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 /// Offset of the Command register in configuration space. PCI Local Bus 3.0, 6.2.2.
@@ -39,6 +40,8 @@ pub struct VfioUser {
     doorbells: Option<SharedBytes>,
     vectors: u32,
     resettable: bool,
+    /// What is shared, by its IOVA.
+    shared: Mutex<Vec<(u64, Weak<Mapping>)>>,
 }
 
 impl VfioUser {
@@ -95,8 +98,14 @@ impl VfioUser {
                     .ok_or_else(|| other("mapping the doorbells", "the area is empty".into()))
             })
             .transpose()?;
-        let transport =
-            Self { client, name: name.clone(), doorbells, vectors, resettable: info.resettable };
+        let transport = Self {
+            client,
+            name: name.clone(),
+            doorbells,
+            vectors,
+            resettable: info.resettable,
+            shared: Mutex::default(),
+        };
         transport.set_command()?;
         Ok(transport)
     }
@@ -112,6 +121,21 @@ impl VfioUser {
             // Everything else ends the connection, and with it the device.
             _ => TransportError::Gone { device, doing, source: source.into() },
         }
+    }
+
+    /// Whoever serves the device has our memory, and can take huge pages out of it. That is noticed
+    /// when a register is read, as the watchdog does: what was in them is lost, and what is written
+    /// there reaches nobody.
+    fn check_memory(&self) -> Result<(), TransportError> {
+        let lost = |mapping: &Weak<Mapping>| mapping.upgrade().is_some_and(|m| m.is_poisoned());
+        if !self.shared.lock().iter().any(|(_, mapping)| lost(mapping)) {
+            return Ok(());
+        }
+        Err(TransportError::Gone {
+            device: self.name.clone(),
+            doing: "a look at the memory shared with it",
+            source: "its server has taken pages out of that memory".into(),
+        })
     }
 
     fn config16(&self, offset: u64) -> Result<u16, TransportError> {
@@ -164,6 +188,7 @@ impl Transport for VfioUser {
     }
 
     fn read32(&self, offset: u64) -> Result<u32, TransportError> {
+        self.check_memory()?;
         let mut bytes = [0; 4];
         self.client
             .region_read(region::BAR0, offset, &mut bytes)
@@ -241,10 +266,12 @@ impl Transport for VfioUser {
             fd_offset: mapping.fd_offset(),
         };
         self.client.dma_map(&share).map_err(|e| self.failed("sharing memory", e))?;
+        self.shared.lock().push((iova, Arc::downgrade(mapping)));
         Ok(iova)
     }
 
     fn unmap_dma(&self, iova: u64, len: u64) -> Result<(), TransportError> {
+        self.shared.lock().retain(|(shared, _)| *shared != iova);
         self.client
             .dma_unmap(DmaUnmap::Range { iova, len })
             .map_err(|e| self.failed("taking memory back", e))

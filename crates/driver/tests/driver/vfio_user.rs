@@ -9,12 +9,14 @@ use ::shadowbell_vfio_user::device::{
 use ::shadowbell_vfio_user::server::{Handle, Limits};
 use ::shadowbell_vfio_user::{Device, Done, Errno, Listener, Reactor};
 use shadowbell_driver::{
-    AttachOptions, Controller, DmaError, Doorbells, SpinPolicy, Transport, TransportError, VfioUser,
+    AttachOptions, Controller, DmaError, Doorbells, Recovery, SpinPolicy, Transport,
+    TransportError, VfioUser,
 };
 use shadowbell_memory::{EventFd, Mapping, Protection};
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const COMMAND: u64 = 4;
 
@@ -26,6 +28,8 @@ struct Board {
     resettable: bool,
     bar0: u64,
     max_dma_maps: u32,
+    /// The memory that it was given, by files.
+    memory: Vec<OwnedFd>,
 }
 
 struct Served {
@@ -135,6 +139,7 @@ impl Device for Served {
 
     fn dma_map(&mut self, map: DmaMap) -> Result<(), Errno> {
         let fd = map.fd.ok_or(Errno::OPNOTSUPP)?;
+        self.board.lock().unwrap().memory.push(fd.try_clone().unwrap());
         let protection = if map.writable { Protection::ReadWrite } else { Protection::Read };
         let mapping = Mapping::from_fd(fd, map.fd_offset, map.len, protection).unwrap();
         self.fake.with(|state| state.dma.map(map.iova, map.len, &mapping.bytes())).unwrap();
@@ -203,7 +208,7 @@ fn board() -> Board {
     config[0x34] = 0x40;
     config[0x40..0x44].copy_from_slice(&[0x01, 0x50, 0, 0]);
     config[0x50..0x54].copy_from_slice(&[0x11, 0x00, 0x0f, 0x40]);
-    Board { config, doorbells: None, resettable: true, bar0: 0x4000, max_dma_maps: 65535 }
+    Board { config, resettable: true, bar0: 0x4000, max_dma_maps: 65535, ..Board::default() }
 }
 
 #[test]
@@ -353,4 +358,70 @@ fn a_server_that_goes_away() {
     drop(queue);
     let error = controller.detach().unwrap_err();
     assert!(error.to_string().contains("is kept"), "{error}");
+}
+
+/// Huge pages for a test, set aside by root.
+struct HugePages;
+
+const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
+
+impl HugePages {
+    fn new(pages: u32) -> Option<Self> {
+        let none = std::fs::read_to_string(HUGE_PAGES).is_ok_and(|pages| pages.trim() == "0");
+        if !none || std::fs::write(HUGE_PAGES, pages.to_string()).is_err() {
+            eprintln!("skipped: it takes root, and a machine that has no huge pages set aside");
+            return None;
+        }
+        Some(Self)
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        let _ = std::fs::write(HUGE_PAGES, "0");
+    }
+}
+
+/// A server has the memory that we share with it, and no seal keeps it from taking pages out. Where
+/// they are huge there may be no others.
+#[test]
+fn a_server_that_takes_huge_pages_away_has_gone_and_we_live() {
+    use rustix::fs::{FallocateFlags, fallocate, fstat};
+    const LEN: usize = 4 << 20;
+    let Some(pages) = HugePages::new(16) else { return };
+    let server = Server::start(board());
+    let options = AttachOptions { recovery: Recovery::default(), ..options() };
+    let mut controller = Controller::attach(Arc::new(server.connect().unwrap()), &options).unwrap();
+    let pool = controller.buffers(1, LEN).unwrap();
+    let mut buffer = pool.take().unwrap();
+    buffer.fill(1);
+    let queue = controller.take_queue_pair().unwrap();
+    let memory = std::mem::take(&mut server.board.lock().unwrap().memory);
+    let huge = memory.iter().find(|fd| fstat(fd).unwrap().st_blksize == 2 << 20);
+    let Some(huge) = huge else {
+        eprintln!("skipped: the system had no memory left for huge pages");
+        return;
+    };
+    let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    fallocate(huge, hole, 0, LEN as u64).unwrap();
+    // Nor is there another page.
+    drop(pages);
+    buffer.fill(2);
+    assert_eq!(buffer.to_vec(LEN), vec![2; LEN]);
+    let error = controller.registers().unwrap_err().to_string();
+    assert!(error.contains("its server has taken pages out of that memory"), "{error}");
+    // Nobody has to ask.
+    let mut queue = queue;
+    let namespace = controller.namespace(1).unwrap().clone();
+    let until = Instant::now() + Duration::from_secs(20);
+    let error = loop {
+        let ran = queue.submit(namespace.flush(), None).map_err(|failed| failed.reason.to_string());
+        let ran = ran.and_then(|_| queue.wait(Some(until)).map_err(|error| error.to_string()));
+        match ran {
+            Ok(_) => drop(queue.pop()),
+            Err(error) => break error,
+        }
+        assert!(Instant::now() < until, "nobody has noticed");
+    };
+    assert!(error.contains("its server has taken pages out of that memory"), "{error}");
 }

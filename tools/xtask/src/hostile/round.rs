@@ -1,0 +1,194 @@
+//! One attack, once: a server, a victim, those who attack it, and what came of it.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{scope, sleep};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+
+use super::attack::{Attack, Clock, Field, Kind};
+use super::server::{LogReader, Server};
+use super::victim::{Seen, Victim, give_way, hurry};
+use super::watch::{Usage, usage};
+
+/// How long anybody waits for a server that was sent SIGTERM.
+const END: Duration = Duration::from_secs(15);
+/// How often the server's memory is looked at.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// How long the parts of a round take.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Times {
+    /// The victim alone.
+    pub(crate) alone: Duration,
+    pub(crate) attacked: Duration,
+    /// The attack goes on for so long before SIGTERM.
+    pub(crate) before_end: Duration,
+}
+
+/// What came of a round.
+#[derive(Debug, Default)]
+pub(crate) struct Outcome {
+    pub(crate) alone: Seen,
+    pub(crate) attacked: Seen,
+    /// By how much the server's own memory and its page tables grew, at most.
+    pub(crate) memory: u64,
+    pub(crate) page_tables: u64,
+    pub(crate) log_rate: Option<u64>,
+    /// The attackers' longest reset.
+    pub(crate) reset: Option<Duration>,
+    /// How long the server took to end; none if it did not.
+    pub(crate) end: Option<Duration>,
+    /// How long the server's threads waited for a processor during the attack.
+    pub(crate) waited: Duration,
+    pub(crate) done: u64,
+    pub(crate) refused: u64,
+    /// Why the attack ended early.
+    pub(crate) gave_up: Option<String>,
+    /// What is wrong whatever the figures are.
+    pub(crate) wrong: Vec<String>,
+    pub(crate) hostile: Option<Kind>,
+}
+
+/// Carries it out.
+pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outcome> {
+    let disks: Vec<String> = std::iter::once("mem:16MiB")
+        .chain(attack.disks.iter().copied())
+        .map(str::to_owned)
+        .collect();
+    let mut server = Server::serve(binary, &disks, attack.log)?;
+    let mut victim = Victim::attach(&server.socket(0)).context("the victim")?;
+    let mut outcome = Outcome { hostile: Some(attack.kind), ..Outcome::default() };
+    // Once without counting: caches, and how long this worker polls.
+    observe(&mut victim, Duration::from_millis(50))?;
+    outcome.alone = observe(&mut victim, times.alone).context("the victim alone")?;
+
+    let before = usage(server.id())?;
+    let logged = server.logged();
+    let began = Instant::now();
+    let mut field = field(&server, attack, Clock::start(times.attacked));
+    let (seen, ran, peak) = under_attack(&server, &mut victim, attack, &mut field);
+    let after = usage(server.id()).unwrap_or_default();
+    outcome.waited = after.waited.saturating_sub(before.waited);
+    outcome.memory = peak.memory.saturating_sub(before.memory);
+    outcome.page_tables = peak.page_tables.saturating_sub(before.page_tables);
+    if attack.log == LogReader::File {
+        let bytes = server.logged().saturating_sub(logged) as f64;
+        outcome.log_rate = Some((bytes / began.elapsed().as_secs_f64()) as u64);
+    }
+    match seen {
+        Ok(seen) => outcome.attacked = seen,
+        Err(error) => outcome.wrong.push(format!("the victim: {error:#}")),
+    }
+    if let Err(error) = server.check() {
+        outcome.wrong.push(error.to_string());
+        return Ok(outcome);
+    }
+    (outcome.done, outcome.refused) = (field.done, field.refused);
+    outcome.gave_up = ran.err().map(|error| format!("{error:#}"));
+    if !outcome.attacked.lost {
+        reset_all(&mut field, &mut outcome);
+        end_under_attack(&mut server, attack, field, times, &mut outcome)?;
+    }
+    Ok(outcome)
+}
+
+fn field(server: &Server, attack: &Attack, clock: Clock) -> Field {
+    Field {
+        sockets: (0..attack.disks.len()).map(|n| server.socket(n + 1)).collect(),
+        directory: server.directory().to_owned(),
+        clock,
+        guests: Vec::new(),
+        resets: Vec::new(),
+        done: 0,
+        refused: 0,
+    }
+}
+
+/// Watches for so long, on a thread that nothing else of the machine holds up.
+fn observe(victim: &mut Victim, time: Duration) -> Result<Seen> {
+    scope(|threads| {
+        let watcher = threads.spawn(|| {
+            hurry();
+            victim.watch(&Clock::start(time))
+        });
+        watcher.join().unwrap_or_else(|_| anyhow::bail!("it panicked"))
+    })
+}
+
+/// Both at once. The most memory that the server had meanwhile comes third.
+fn under_attack(
+    server: &Server,
+    victim: &mut Victim,
+    attack: &Attack,
+    field: &mut Field,
+) -> (Result<Seen>, Result<()>, Usage) {
+    let clock = field.clock.clone();
+    let over = AtomicBool::new(false);
+    let pid = server.id();
+    scope(|threads| {
+        let attacker = threads.spawn(|| {
+            give_way();
+            (attack.run)(field)
+        });
+        let memory = threads.spawn(|| {
+            let mut peak = Usage::default();
+            while !over.load(Ordering::Relaxed) {
+                let now = usage(pid).unwrap_or_default();
+                peak.memory = peak.memory.max(now.memory);
+                peak.page_tables = peak.page_tables.max(now.page_tables);
+                sleep(LOOK);
+            }
+            peak
+        });
+        let seen = threads.spawn(move || {
+            hurry();
+            victim.watch(&clock)
+        });
+        let panicked = || anyhow::anyhow!("it panicked");
+        let seen = seen.join().unwrap_or_else(|_| Err(panicked()));
+        let ran = attacker.join().unwrap_or_else(|_| Err(panicked()));
+        over.store(true, Ordering::Relaxed);
+        (seen, ran, memory.join().unwrap_or_default())
+    })
+}
+
+/// The attackers who are left reset their controllers, with all in flight that they left there.
+fn reset_all(field: &mut Field, outcome: &mut Outcome) {
+    let mut resets = std::mem::take(&mut field.resets);
+    for guest in &mut field.guests {
+        match guest.reset() {
+            Ok(time) => resets.push(time),
+            // One that was sent away has no controller to reset.
+            Err(error) if format!("{error:#}").contains("closed") => {}
+            Err(error) => outcome.wrong.push(format!("an attacker's reset: {error:#}")),
+        }
+    }
+    field.guests.clear();
+    outcome.reset = resets.into_iter().max();
+}
+
+/// Attacks once more, so that SIGTERM finds the server under attack.
+fn end_under_attack(
+    server: &mut Server,
+    attack: &Attack,
+    mut field: Field,
+    times: Times,
+    outcome: &mut Outcome,
+) -> Result<()> {
+    field.clock = Clock::start(times.before_end * 20);
+    let run = attack.run;
+    // It ends when the server does: nobody waits for it before.
+    let attacker = std::thread::spawn(move || {
+        give_way();
+        run(&mut field)
+    });
+    sleep(times.before_end);
+    outcome.end = server.terminate(END)?;
+    if outcome.end.is_none() {
+        server.kill();
+    }
+    let _ = attacker.join();
+    Ok(())
+}

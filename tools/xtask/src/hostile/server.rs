@@ -1,0 +1,141 @@
+//! The program under attack.
+
+use std::fs::{self, File};
+use std::io::PipeReader;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::process::Signal;
+use shadowbell_guest::process::{Process, describe};
+use tempfile::TempDir;
+
+/// Who reads what the server logs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LogReader {
+    /// A file takes all of it.
+    File,
+    /// A pipe that nobody reads.
+    Nobody,
+}
+
+/// A server, and the directory of its sockets and images. Dropping it kills it.
+#[derive(Debug)]
+pub(crate) struct Server {
+    process: Process,
+    directory: TempDir,
+    _unread: Option<PipeReader>,
+}
+
+impl Server {
+    /// `shadowbell serve` with a controller for each of the disks, and one worker.
+    pub(crate) fn serve(binary: &Path, disks: &[String], reader: LogReader) -> Result<Self> {
+        let directory = tempfile::tempdir().context("a directory for sockets")?;
+        let mut config = "workers = 1\n".to_owned();
+        for (n, disk) in disks.iter().enumerate() {
+            let socket = directory.path().join(format!("vm{n}.sock"));
+            let disk = disk.replace("DIR", &directory.path().display().to_string());
+            if let Some((file, size)) = disk.split_once('=') {
+                File::create(file)?.set_len(size.parse()?)?;
+            }
+            let disk = disk.split('=').next().unwrap_or_default();
+            config += &format!("[[controller]]\nsocket = {socket:?}\ndisks = [{disk:?}]\n");
+        }
+        let file = directory.path().join("serve.toml");
+        fs::write(&file, config).context("the configuration")?;
+        let arguments = ["serve".to_owned(), "--config".to_owned(), file.display().to_string()];
+        let server = Self::start(binary, &arguments, directory, reader)?;
+        for n in 0..disks.len() {
+            server.await_socket(&server.socket(n))?;
+        }
+        Ok(server)
+    }
+
+    /// The program with these arguments. It runs before whatever else the machine does.
+    pub(crate) fn start(
+        binary: &Path,
+        arguments: &[String],
+        directory: TempDir,
+        reader: LogReader,
+    ) -> Result<Self> {
+        let mut command = Command::new("nice");
+        command.args(["-n", "-18", "setpriv", "--pdeathsig", "KILL"]).arg(binary).args(arguments);
+        command.env_remove("RUST_LOG").stdin(Stdio::null()).stdout(Stdio::null());
+        let mut unread = None;
+        match reader {
+            LogReader::File => {
+                command.stderr(File::create(directory.path().join("log"))?);
+            }
+            LogReader::Nobody => {
+                let (reader, writer) = std::io::pipe()?;
+                command.stderr(writer);
+                unread = Some(reader);
+            }
+        }
+        let process = Process::spawn("shadowbell", &mut command)?;
+        Ok(Self { process, directory, _unread: unread })
+    }
+
+    /// Waits until somebody listens there.
+    pub(crate) fn await_socket(&self, path: &Path) -> Result<()> {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while UnixStream::connect(path).is_err() {
+            if Instant::now() > deadline {
+                bail!("nobody listens at {}: {}", path.display(), self.log());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn socket(&self, index: usize) -> PathBuf {
+        self.directory.path().join(format!("vm{index}.sock"))
+    }
+
+    pub(crate) fn directory(&self) -> &Path {
+        self.directory.path()
+    }
+
+    pub(crate) fn id(&self) -> u32 {
+        self.process.id()
+    }
+
+    /// Bytes logged so far.
+    pub(crate) fn logged(&self) -> u64 {
+        fs::metadata(self.directory.path().join("log")).map_or(0, |about| about.len())
+    }
+
+    /// What it logged last.
+    pub(crate) fn log(&self) -> String {
+        let log = fs::read(self.directory.path().join("log")).unwrap_or_default();
+        shadowbell_guest::host::last_lines(&log, 5)
+    }
+
+    /// An error if it has ended, or died.
+    pub(crate) fn check(&mut self) -> Result<()> {
+        match self.process.ended()? {
+            None => Ok(()),
+            Some(status) => bail!("the server has ended ({}): {}", describe(status), self.log()),
+        }
+    }
+
+    /// Sends SIGTERM; how long it takes to end, if it does within `limit`.
+    pub(crate) fn terminate(&mut self, limit: Duration) -> Result<Option<Duration>> {
+        let began = Instant::now();
+        self.process.signal(Signal::TERM)?;
+        while began.elapsed() < limit {
+            if self.process.ended()?.is_some() {
+                return Ok(Some(began.elapsed()));
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        Ok(None)
+    }
+
+    /// Ends it at once.
+    pub(crate) fn kill(&mut self) {
+        self.process.kill();
+    }
+}

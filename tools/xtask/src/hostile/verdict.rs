@@ -1,0 +1,200 @@
+//! The bounds, and how a round is shown.
+
+use std::time::Duration;
+
+use serde_json::json;
+use shadowbell_bench::table::Table;
+
+use super::attack::{Attack, Kind};
+use super::round::Outcome;
+
+const P99: Duration = Duration::from_millis(2);
+const LONGEST: Duration = Duration::from_millis(10);
+/// Of the server's memory and page tables, for each hostile controller.
+const GROWTH: u64 = 64 << 20;
+/// Bytes that are logged in a second.
+const LOG_RATE: u64 = 100 << 10;
+const RESET: Duration = Duration::from_secs(2);
+const END: Duration = Duration::from_secs(5);
+/// How often the median may grow beside honest neighbours.
+const HONEST: u32 = 3;
+/// A median of less than this is not held against anybody: the victim's worker may have been asleep
+/// or not.
+const HONEST_FLOOR: Duration = Duration::from_micros(30);
+
+/// Whether the victim was held up before anybody attacked it: the machine has other things to do, and
+/// the round says nothing about the server.
+pub(crate) fn is_void(outcome: &Outcome) -> bool {
+    outcome.alone.p99 > P99 / 2 || outcome.alone.longest > LONGEST / 2
+}
+
+/// What of the bounds does not hold.
+pub(crate) fn failures(outcome: &Outcome) -> Vec<String> {
+    let mut failures = outcome.wrong.clone();
+    let mut longer = |what: &str, found: Duration, bound: Duration| {
+        if found > bound {
+            failures.push(format!("{what} is {}, not {}", time(found), time(bound)));
+        }
+    };
+    longer("the victim's p99", outcome.attacked.p99, P99);
+    longer("the victim's longest read", outcome.attacked.longest, LONGEST);
+    longer("a register read", outcome.attacked.register, LONGEST);
+    longer("the attacker's reset", outcome.reset.unwrap_or_default(), RESET);
+    longer("the end after SIGTERM", outcome.end.unwrap_or_default(), END);
+    if outcome.hostile == Some(Kind::Honest) {
+        let bound = (outcome.alone.p50 * HONEST).max(HONEST_FLOOR * HONEST);
+        longer("the victim's p50", outcome.attacked.p50, bound);
+    }
+    if outcome.attacked.lost {
+        failures.push("a read of the victim never came back".to_owned());
+    } else if outcome.end.is_none() && outcome.wrong.is_empty() {
+        failures.push("SIGTERM does not end the server".to_owned());
+    }
+    let growth = outcome.memory + outcome.page_tables;
+    if growth > GROWTH {
+        failures.push(format!("the server grew by {} MiB", growth >> 20));
+    }
+    if let Some(rate) = outcome.log_rate.filter(|rate| *rate > LOG_RATE) {
+        failures.push(format!("it logs {} KiB/s", rate >> 10));
+    }
+    failures
+}
+
+/// An empty table of attacks.
+pub(crate) fn table() -> Table {
+    Table::new(
+        "The victim alone and under attack, times in ms",
+        &[
+            "attack",
+            "try",
+            "p50 alone",
+            "p50",
+            "p99 alone",
+            "p99",
+            "longest alone",
+            "longest",
+            "register",
+            "reads",
+            "MiB",
+            "page tables",
+            "log KiB/s",
+            "reset",
+            "end",
+            "cpu wait",
+            "done",
+            "refused",
+            "verdict",
+        ],
+    )
+}
+
+/// Adds a round.
+pub(crate) fn add(
+    table: &mut Table,
+    attack: &Attack,
+    outcome: &Outcome,
+    number: u32,
+    failures: &[String],
+) {
+    let (alone, seen) = (&outcome.alone, &outcome.attacked);
+    let millis = |time: Duration| format!("{:.3}", time.as_secs_f64() * 1e3);
+    let maybe = |time: Option<Duration>| time.map_or_else(|| "-".to_owned(), millis);
+    let mut verdict = if failures.is_empty() { "ok" } else { "FAILS" }.to_owned();
+    if let Some(why) = &outcome.gave_up {
+        verdict += &format!(" (it ended: {why})");
+    }
+    let cells = vec![
+        attack.name.to_owned(),
+        number.to_string(),
+        millis(alone.p50),
+        millis(seen.p50),
+        millis(alone.p99),
+        millis(seen.p99),
+        millis(alone.longest),
+        millis(seen.longest),
+        millis(seen.register),
+        seen.reads.to_string(),
+        (outcome.memory >> 20).to_string(),
+        (outcome.page_tables >> 20).to_string(),
+        outcome.log_rate.map_or_else(|| "-".to_owned(), |rate| (rate >> 10).to_string()),
+        maybe(outcome.reset),
+        maybe(outcome.end),
+        millis(outcome.waited),
+        outcome.done.to_string(),
+        outcome.refused.to_string(),
+        verdict,
+    ];
+    let nanos = |time: Duration| time.as_nanos() as u64;
+    table.push(
+        cells,
+        json!({
+            "table": "hostile",
+            "attack": attack.name,
+            "try": number,
+            "alone_p50_ns": nanos(alone.p50),
+            "alone_p99_ns": nanos(alone.p99),
+            "alone_longest_ns": nanos(alone.longest),
+            "p50_ns": nanos(seen.p50),
+            "p99_ns": nanos(seen.p99),
+            "longest_ns": nanos(seen.longest),
+            "register_longest_ns": nanos(seen.register),
+            "reads": seen.reads,
+            "memory_growth": outcome.memory,
+            "page_table_growth": outcome.page_tables,
+            "log_bytes_per_second": outcome.log_rate,
+            "reset_ns": outcome.reset.map(nanos),
+            "end_ns": outcome.end.map(nanos),
+            "cpu_wait_ns": nanos(outcome.waited),
+            "done": outcome.done,
+            "refused": outcome.refused,
+            "failures": failures,
+        }),
+    );
+}
+
+fn time(time: Duration) -> String {
+    let seconds = time.as_secs_f64();
+    if seconds < 1.0 { format!("{:.2} ms", seconds * 1e3) } else { format!("{seconds:.2} s") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hostile::victim::Seen;
+
+    fn good() -> Outcome {
+        let millis = Duration::from_millis;
+        let seen = Seen { reads: 9, p50: millis(1), p99: millis(2), ..Seen::default() };
+        Outcome {
+            attacked: seen,
+            memory: GROWTH,
+            log_rate: Some(LOG_RATE),
+            reset: Some(millis(2000)),
+            end: Some(millis(5000)),
+            hostile: Some(Kind::Hostile),
+            ..Outcome::default()
+        }
+    }
+
+    #[test]
+    fn each_bound_is_kept_or_named() {
+        assert_eq!(failures(&good()), Vec::<String>::new());
+        let named = |change: fn(&mut Outcome)| {
+            let mut outcome = good();
+            change(&mut outcome);
+            let failures = failures(&outcome);
+            assert_eq!(failures.len(), 1, "{failures:?}");
+            failures.concat()
+        };
+        assert!(named(|o| o.attacked.p99 = Duration::from_micros(2001)).contains("p99 is 2.00 ms"));
+        assert!(named(|o| o.attacked.longest = Duration::from_secs(1)).contains("read is 1.00 s"));
+        assert!(named(|o| o.attacked.register = Duration::from_secs(1)).contains("register"));
+        assert!(named(|o| o.page_tables = 1 << 20).contains("65 MiB"));
+        assert!(named(|o| o.log_rate = Some(29 << 20)).contains("KiB/s"));
+        assert!(named(|o| o.reset = Some(Duration::from_secs(3))).contains("reset"));
+        assert!(named(|o| o.end = Some(Duration::from_secs(6))).contains("SIGTERM"));
+        assert!(named(|o| o.end = None).contains("SIGTERM"));
+        assert!(named(|o| o.attacked.lost = true).contains("never came back"));
+        assert!(named(|o| o.hostile = Some(Kind::Honest)).contains("p50"));
+    }
+}

@@ -1,0 +1,147 @@
+//! The neighbour that is honest: one read at a time, at its own pace.
+
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::process::setpriority_process;
+use shadowbell_spec::Sqe;
+
+use super::attack::Clock;
+use crate::peer::guest::Guest;
+use crate::peer::queue::BAR0;
+use shadowbell_spec::regs;
+
+/// Reads in a second, at most: a read that takes longer than its turn puts off the next.
+const PER_SECOND: u32 = 1000;
+/// A register is read after so many reads of the disk.
+const REGISTER_EVERY: u64 = 8;
+/// How long a read is polled for; then it is looked at every so often.
+const SPIN: Duration = Duration::from_micros(60);
+const LOOK: Duration = Duration::from_micros(20);
+/// After this a read is taken for lost, and the measurement has ended.
+const LOST: Duration = Duration::from_secs(6);
+/// Blocks of a read, and of the disk.
+const BLOCKS: u64 = 8;
+pub(crate) const DISK_BLOCKS: u64 = 32768;
+/// The memory of the victim's guest.
+const MEMORY: u64 = 1 << 20;
+
+/// What the victim saw.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Seen {
+    pub(crate) reads: usize,
+    pub(crate) p50: Duration,
+    pub(crate) p99: Duration,
+    pub(crate) longest: Duration,
+    /// The longest read of a register, which the reactor answers.
+    pub(crate) register: Duration,
+    /// A read that did not come back.
+    pub(crate) lost: bool,
+}
+
+/// An attached victim. Its disk holds in each block the number of the block.
+#[derive(Debug)]
+pub(crate) struct Victim {
+    guest: Guest,
+    buffer: u64,
+}
+
+/// Has the calling thread run before all others that have no such word, as far as it is allowed to:
+/// what is measured is the server, and not what else the machine does.
+pub(crate) fn hurry() {
+    let _ = setpriority_process(None, -19);
+}
+
+/// Has the calling thread run after the server and the victim, and before whatever else the machine
+/// does.
+pub(crate) fn give_way() {
+    let _ = setpriority_process(None, -5);
+}
+
+impl Victim {
+    /// Attaches, and writes its disk.
+    pub(crate) fn attach(socket: &std::path::Path) -> Result<Self> {
+        let mut guest = Guest::attach(socket, MEMORY)?;
+        guest.create_queue(16)?;
+        let buffer = guest.alloc(4096)?;
+        for block in (0..DISK_BLOCKS).step_by(BLOCKS as usize) {
+            for part in 0..BLOCKS {
+                let at = (buffer + part * 512) as usize;
+                guest.memory.write(at, &(block + part)).context("the buffer")?;
+            }
+            let sqe = Sqe::write(1, block, BLOCKS as u16 - 1, 0);
+            let cqe = guest.io(0, sqe.with_prps(Guest::address(buffer), 0))?;
+            if !cqe.status().is_success() {
+                bail!("the victim's write: {}", cqe.status());
+            }
+            if block > 1024 {
+                break;
+            }
+        }
+        Ok(Self { guest, buffer })
+    }
+
+    /// Reads until it is over.
+    pub(crate) fn watch(&mut self, clock: &Clock) -> Result<Seen> {
+        let mut times = Vec::new();
+        let mut seen = Seen::default();
+        let mut due = Instant::now();
+        while !clock.is_over() {
+            let block = (times.len() as u64 * BLOCKS) % 1024;
+            let Some(time) = self.read(block)? else {
+                seen.lost = true;
+                times.push(LOST);
+                break;
+            };
+            times.push(time);
+            if (times.len() as u64).is_multiple_of(REGISTER_EVERY) {
+                let began = Instant::now();
+                self.guest.link.read(BAR0, regs::CSTS, 4)?;
+                seen.register = seen.register.max(began.elapsed());
+            }
+            due = (due + Duration::from_secs(1) / PER_SECOND).max(Instant::now());
+            sleep(due.saturating_duration_since(Instant::now()));
+        }
+        times.sort_unstable();
+        let at = |share: f64| {
+            let index = (times.len() as f64 * share) as usize;
+            times.get(index.min(times.len().saturating_sub(1))).copied().unwrap_or_default()
+        };
+        (seen.reads, seen.p50, seen.p99) = (times.len(), at(0.5), at(0.99));
+        seen.longest = at(1.0);
+        Ok(seen)
+    }
+
+    /// One read, and whether it brought what is there; nothing if it does not come back.
+    fn read(&mut self, block: u64) -> Result<Option<Duration>> {
+        let sqe = Sqe::read(1, block, BLOCKS as u16 - 1, 0);
+        let sqe = sqe.with_prps(Guest::address(self.buffer), 0);
+        let (queue, link) = self.guest.queue(0)?;
+        queue.push(sqe)?;
+        let began = Instant::now();
+        queue.ring(link)?;
+        let cqe = loop {
+            if let Some(cqe) = queue.pop() {
+                break cqe;
+            }
+            let waited = began.elapsed();
+            if waited > LOST {
+                return Ok(None);
+            }
+            if waited > SPIN {
+                sleep(LOOK);
+            }
+        };
+        let took = began.elapsed();
+        queue.consumed(link)?;
+        if !cqe.status().is_success() {
+            bail!("the victim's read: {}", cqe.status());
+        }
+        let found: u64 = self.guest.memory.read(self.buffer as usize).context("the buffer")?;
+        if found != block {
+            bail!("the victim read block {found} instead of {block}");
+        }
+        Ok(Some(took))
+    }
+}
