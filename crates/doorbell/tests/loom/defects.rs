@@ -6,6 +6,7 @@ use shadowbell_doorbell::{Cell, FullFence, Predicate, Sleeper, SqTail};
 
 use crate::full::{Ask, full};
 use crate::park::{Without, parked};
+use crate::relocate::relocated;
 use crate::rig::{
     DoorbellCells, NoFence, Wake, Word, explore, in_use, ring, sleep_on, sleep_pair, word,
 };
@@ -163,4 +164,10 @@ fn the_trap_wakes_only_for_parked_queues() {
     explore(Some(3), || {
         parked::<FullFence, FullFence, FullFence>(Predicate::Linux, 2, Without::Thread);
     });
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn the_owner_of_a_doorbell_is_looked_up_once() {
+    explore(None, || relocated(false));
 }

@@ -12,6 +12,7 @@ mod defects;
 mod enabling;
 mod full;
 mod park;
+mod relocate;
 mod rig;
 mod submit;
 mod trap;
