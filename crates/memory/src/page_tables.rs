@@ -140,6 +140,9 @@ mod tests {
     use crate::Protection;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
+    /// What a process has is what all of its tests have.
+    static ALONE: Mutex<()> = Mutex::new(());
+
     fn sparse(len: u64) -> Arc<Mapping> {
         let fd = memfd_create("sparse", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&fd, len).unwrap();
@@ -148,6 +151,7 @@ mod tests {
 
     #[test]
     fn page_tables_go_and_the_memory_stays() {
+        let _alone = ALONE.lock();
         let mapping = sparse(8 << 30);
         let places = || (0..8usize << 30).step_by(SPAN as usize);
         let before = in_use();
@@ -168,6 +172,7 @@ mod tests {
     /// As many ranges as a client likes, of the same memory.
     #[test]
     fn a_client_that_touches_here_and_there_has_no_more_than_is_allowed() {
+        let _alone = ALONE.lock();
         let fd = memfd_create("sparse", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&fd, 16 << 30).unwrap();
         let before = in_use();
