@@ -14,7 +14,7 @@ use crate::stats::Stats;
 use crate::trace::{COMPLETION_QUEUE, Kind};
 use crate::worker::Pool;
 use crate::worker::message::Message;
-use shadowbell_memory::{DmaError, EventFd, SharedBytes};
+use shadowbell_memory::{DmaError, DmaTable, EventFd, SharedBytes};
 use shadowbell_spec::regs::{DOORBELLS, DoorbellKind, decode_doorbell};
 use std::fmt;
 use std::io;
@@ -259,22 +259,45 @@ impl Controller {
         Ok(())
     }
 
-    /// Makes many ranges reachable at once, each of them `(iova, len, memory)`: the workers take
-    /// over one other map, and not as many as there are ranges. Those that can not be had go to
-    /// `refused`, which must not call this controller.
-    pub fn map_dma_all<'a>(
-        &self,
-        ranges: impl IntoIterator<Item = (u64, u64, &'a SharedBytes)>,
-        mut refused: impl FnMut(u64, DmaError),
-    ) {
+    /// As [`map_dma`](Self::map_dma), for one of several ranges: they are reachable after
+    /// [`settle_dma`](Self::settle_dma), at the latest. So the workers take over one other map, and
+    /// not as many as there are ranges.
+    ///
+    /// # Errors
+    /// [`DmaError`], if the range is bad or in use.
+    pub fn add_dma(&self, iova: u64, len: u64, memory: &SharedBytes) -> Result<(), DmaError> {
         let mut control = self.0.control();
-        for (iova, len, memory) in ranges {
-            if let Err(error) = control.map(iova, len, memory) {
-                refused(iova, error);
-            }
-        }
+        let outcome = control.map(iova, len, memory);
+        self.0.release(control, Deferred::default());
+        outcome
+    }
+
+    /// Makes reachable what was [added](Self::add_dma).
+    pub fn settle_dma(&self) {
+        let mut control = self.0.control();
         control.publish_table(&self.0.context, None);
         self.0.release(control, Deferred::default());
+    }
+
+    /// Lets the controller use the memory that is mapped, as it may from the beginning. However
+    /// much that is, it takes no time.
+    pub fn enable_dma(&self) {
+        let mut control = self.0.control();
+        control.enable_memory();
+        control.publish_table(&self.0.context, None);
+        self.0.release(control, Deferred::default());
+    }
+
+    /// Lets the controller use no memory until [`enable_dma`](Self::enable_dma), whatever is or
+    /// will be mapped. `done` as for [`unmap_dma`](Self::unmap_dma).
+    pub fn disable_dma(&self, done: impl FnOnce() + Send + 'static) {
+        self.0.with(|control, cx| control.disable_memory(cx, Box::new(done)));
+    }
+
+    /// Everything that is mapped. Whoever drops that last lets go of all the memory in it.
+    #[must_use]
+    pub fn dma_table(&self) -> Arc<DmaTable> {
+        Arc::clone(self.0.control().mapped())
     }
 
     /// Takes a range away. `done` runs, on any thread, when no command in flight can touch it any

@@ -63,7 +63,7 @@ pub use event::Event;
 pub use exec::Quota;
 pub use route::RelocateError;
 pub use stats::Stats;
-pub use worker::{Polling, Pool, PoolOptions, Turns};
+pub use worker::{MAX_WORKERS, Polling, Pool, PoolOptions, Turns};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

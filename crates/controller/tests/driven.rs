@@ -188,6 +188,30 @@ fn a_queue_does_not_sleep_over_room_that_was_seen_in_passing() {
     assert_eq!(host.reap(&mut queue), Some((4, Status::SUCCESS, 0)));
 }
 
+/// However much memory there is, the host lets the controller use all of it or none, again and
+/// again (bus mastering): the map is not made anew.
+#[test]
+fn memory_is_taken_away_and_given_back_as_it_was() {
+    let disk = Meanwhile::default();
+    let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
+    let (mut host, mut queue) = attached(over(&disk, pool), &mut turns, 4);
+    let table = host.controller.dma_table();
+    let (gone, is_gone) = std::sync::mpsc::channel();
+    host.controller.disable_dma(move || gone.send(()).unwrap());
+    while turns.turn() {}
+    is_gone.recv_timeout(common::TIMEOUT).unwrap();
+    // What is shared meanwhile counts from then on.
+    let page = Mapping::anonymous(4096).unwrap().bytes();
+    host.controller.add_dma(1 << 40, 4096, &page).unwrap();
+    assert_eq!(host.controller.dma_table().len(), table.len() + 1);
+    host.submit(&mut queue, &Sqe::read(1, 8, 0, 9).with_prps(1 << 40, 0));
+    while turns.turn() {}
+    assert_eq!(host.reap(&mut queue), None, "it has no memory");
+    host.controller.enable_dma();
+    while turns.turn() {}
+    assert_eq!(host.reap(&mut queue), Some((9, Status::SUCCESS, 0)));
+}
+
 /// With an IOMMU in between there are tens of thousands, and whoever shares a worker waits for
 /// each.
 #[test]
@@ -200,7 +224,12 @@ fn ranges_that_come_together_are_one_change() {
     let ranges = (0..1000u64).map(|n| ((1 << 40) + (n * 4096), 4096, &page));
     let mut refused = Vec::new();
     let odd = [(common::BASE, 4096, &page), (1 << 50, 8192, &page)];
-    host.controller.map_dma_all(ranges.chain(odd), |iova, error| refused.push((iova, error)));
+    for (iova, len, memory) in ranges.chain(odd) {
+        if let Err(error) = host.controller.add_dma(iova, len, memory) {
+            refused.push((iova, error));
+        }
+    }
+    host.controller.settle_dma();
     assert!(matches!(
         refused[..],
         [(common::BASE, DmaError::Overlap { .. }), (_, DmaError::Short { .. })]

@@ -41,18 +41,18 @@ fn identify(at: u64) -> Sqe {
 }
 
 /// Does `work` on a thread of its own: what it returns, if it does in time.
-fn soon<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
+fn soon<T: Send + 'static>(
+    mount: &mut Mount,
+    what: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> T {
     let (done, is_done) = channel();
     std::thread::spawn(move || done.send(work()));
-    match is_done.recv_timeout(TIMEOUT) {
-        Ok(result) => result,
-        Err(RecvTimeoutError::Timeout) => {
-            // The mount would wait for the thread.
-            eprintln!("held up: {what}");
-            std::process::abort();
-        }
-        Err(RecvTimeoutError::Disconnected) => panic!("failed: {what}"),
-    }
+    is_done.recv_timeout(TIMEOUT).unwrap_or_else(|_| {
+        // Or the end of this process would wait, too.
+        mount.end();
+        panic!("held up: {what}")
+    })
 }
 
 /// Has the control thread write to memory that does not answer.
@@ -76,14 +76,14 @@ fn a_guest_whose_memory_stalls_holds_up_nobody_but_itself() {
 
     // Registers of the same, as a reactor reads them.
     let controller = one.controller.clone();
-    soon("registers of the same controller", move || {
+    soon(&mut mount, "registers of the same controller", move || {
         for offset in (0..0x40).step_by(4) {
             controller.read(offset, &mut [0; 4]);
         }
         controller.write(regs::INTMS, &1u32.to_le_bytes());
     });
     // All of another one: registers, admin commands, queues, I/O, an unmap, a reset.
-    let mut other = soon("another controller", move || {
+    let mut other = soon(&mut mount, "another controller", move || {
         let mut queue = other.create(1, 16, false);
         let page = other.alloc(4096);
         assert!(other.run(&mut queue, Sqe::read(1, 0, 7, 0).with_prps(page, 0)).0.is_success());
@@ -102,7 +102,7 @@ fn a_guest_whose_memory_stalls_holds_up_nobody_but_itself() {
     // A second that stalls takes another thread, and nobody's turn.
     let mut third = host(&pool);
     let mut admin_of_third = stall(&mut third, &memory);
-    let mut other = soon("another controller, beside two", move || {
+    let mut other = soon(&mut mount, "another controller, beside two", move || {
         let page = other.alloc(4096);
         other.must(identify(page));
         other
@@ -125,12 +125,12 @@ fn a_reset_waits_for_memory_that_stalls_and_nothing_is_written_after() {
     host.submit(&mut admin, &identify(common::BASE).with_cid(8));
     let cc = Cc::from_bits(host.read32(regs::CC));
     let controller = host.controller.clone();
-    soon("the beginning of a reset", move || {
+    soon(&mut mount, "the beginning of a reset", move || {
         controller.write(regs::CC, &cc.with_en(false).into_bits().to_le_bytes());
     });
     let (sent, unmapped) = channel();
     let controller = host.controller.clone();
-    soon("the beginning of an unmap", move || {
+    soon(&mut mount, "the beginning of an unmap", move || {
         controller.unmap_dma(STALLED, 4096, move || sent.send(()).unwrap()).unwrap();
     });
     assert_eq!(unmapped.recv_timeout(Duration::from_millis(50)), Err(RecvTimeoutError::Timeout));
@@ -154,14 +154,14 @@ fn a_reset_and_the_end_of_the_others_is_not_held_up() {
     let mut one = host(&pool);
     let mut admin = stall(&mut one, &memory);
     let other = host(&pool);
-    soon("another controller that leaves", move || {
+    soon(&mut mount, "another controller that leaves", move || {
         let (sent, left) = channel();
         other.controller.disconnect(move || sent.send(()).unwrap());
         left.recv_timeout(TIMEOUT).unwrap();
     });
     let stats = {
         let controller = one.controller.clone();
-        soon("statistics", move || controller.stats())
+        soon(&mut mount, "statistics", move || controller.stats())
     };
     assert!(stats.submission_queues.is_empty(), "its turn is not over");
     mount.end();

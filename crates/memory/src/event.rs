@@ -1,8 +1,9 @@
 //! An eventfd, the one thing that both sides of a sleep know.
 
-use crate::notifier::Notifier;
+use crate::notifier::{self, raise};
+use crate::signals::{PeerDescriptor, PeerEvent, Signals};
 use rustix::event::{EventfdFlags, eventfd};
-use rustix::io::{Errno, ReadWriteFlags, preadv2, read, write};
+use rustix::io::{Errno, ReadWriteFlags, preadv2, read};
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -13,10 +14,12 @@ use std::sync::Arc;
 /// one that a peer has as well it can make blocking at any moment, because the flag belongs to
 /// both.
 #[derive(Debug)]
-pub struct EventFd {
-    fd: OwnedFd,
-    /// How it is signalled if a peer made it.
-    notifier: Option<Arc<Notifier>>,
+pub struct EventFd(Fd);
+
+#[derive(Debug)]
+enum Fd {
+    Own(OwnedFd),
+    Peer(Arc<PeerEvent>),
 }
 
 impl EventFd {
@@ -25,8 +28,16 @@ impl EventFd {
     /// # Errors
     /// The system's, when the process is out of file descriptors or memory.
     pub fn new() -> io::Result<Self> {
-        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { fd, notifier: None })
+        Ok(Self(Fd::Own(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)))
+    }
+
+    /// Takes an eventfd that somebody else has, too: as [`of_peer`](Self::of_peer), for one who has
+    /// no more than this one.
+    ///
+    /// # Errors
+    /// As for [`of_peer`](Self::of_peer).
+    pub fn from_fd(fd: OwnedFd) -> io::Result<Self> {
+        Self::of_peer(Arc::new(fd), &Signals::default())
     }
 
     /// Takes an eventfd that a peer sent, of which nothing else is assumed. A write to it could
@@ -34,20 +45,22 @@ impl EventFd {
     /// way that can not; where the kernel has none, or does not let this process use it, by a write
     /// to a descriptor that is made non-blocking here and stays so as long as the peer is honest.
     ///
+    /// A signal wakes all who wait, and a peer may have a million of them. What that costs is
+    /// counted in the `signals` of that peer: see there.
+    ///
     /// # Errors
-    /// `EINVAL` if it is no eventfd; the system's, when the process is out of file descriptors or
-    /// memory.
-    pub fn from_fd(fd: OwnedFd) -> io::Result<Self> {
-        let notifier = match Notifier::new(fd.as_fd()) {
-            Ok(notifier) => Some(Arc::new(notifier)),
-            Err(error) if crate::notifier::is_unavailable(&error) => {
-                let flags = rustix::fs::fcntl_getfl(&fd)?;
-                rustix::fs::fcntl_setfl(&fd, flags | rustix::fs::OFlags::NONBLOCK)?;
-                None
-            }
-            Err(error) => return Err(error),
-        };
-        Ok(Self { fd, notifier })
+    /// `EINVAL` if it is no eventfd; the system's, where it does not say what it is.
+    pub fn of_peer(fd: PeerDescriptor, signals: &Signals) -> io::Result<Self> {
+        let number = fd.as_fd().as_raw_fd();
+        let link = std::fs::read_link(format!("/proc/self/fd/{number}"))?;
+        if link.as_os_str() != "anon_inode:[eventfd]" {
+            return Err(Errno::INVAL.into());
+        }
+        if !notifier::is_available() {
+            let flags = rustix::fs::fcntl_getfl(fd.as_fd())?;
+            rustix::fs::fcntl_setfl(fd.as_fd(), flags | rustix::fs::OFlags::NONBLOCK)?;
+        }
+        Ok(Self(Fd::Peer(Arc::new(PeerEvent::new(fd, signals)))))
     }
 
     /// Adds one to the count and so makes the descriptor readable.
@@ -56,19 +69,9 @@ impl EventFd {
     /// first means that the other side has a wakeup pending anyway, the second that it wants none.
     #[inline]
     pub fn signal(&self) {
-        match &self.notifier {
-            Some(notifier) => notifier.notify(),
-            None => self.write(),
-        }
-    }
-
-    #[inline]
-    fn write(&self) {
-        loop {
-            match write(&self.fd, &1u64.to_ne_bytes()) {
-                Err(Errno::INTR) => {}
-                _ => return,
-            }
+        match &self.0 {
+            Fd::Own(fd) => raise(fd.as_fd()),
+            Fd::Peer(event) => event.signal(),
         }
     }
 
@@ -77,14 +80,14 @@ impl EventFd {
         let mut count = [0; 8];
         loop {
             let outcome = preadv2(
-                &self.fd,
+                self.as_fd(),
                 &mut [IoSliceMut::new(&mut count)],
                 NOWHERE,
                 ReadWriteFlags::NOWAIT,
             );
             let outcome = match outcome {
                 // Before Linux 5.8.
-                Err(Errno::OPNOTSUPP | Errno::NOSYS) => read(&self.fd, &mut count),
+                Err(Errno::OPNOTSUPP | Errno::NOSYS) => read(self.as_fd(), &mut count),
                 outcome => outcome,
             };
             match outcome {
@@ -100,7 +103,7 @@ impl EventFd {
     /// ours any more.
     #[must_use]
     pub fn count(&self) -> u64 {
-        let path = format!("/proc/self/fdinfo/{}", self.fd.as_raw_fd());
+        let path = format!("/proc/self/fdinfo/{}", self.as_fd().as_raw_fd());
         let Ok(text) = std::fs::read_to_string(path) else { return 0 };
         let count = text.lines().find_map(|line| line.strip_prefix("eventfd-count:"));
         count.and_then(|count| u64::from_str_radix(count.trim(), 16).ok()).unwrap_or(0)
@@ -118,7 +121,7 @@ impl EventFd {
                 let left = d.saturating_duration_since(std::time::Instant::now());
                 Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
             });
-            let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
+            let mut fds = [PollFd::new(self, PollFlags::IN)];
             match poll(&mut fds, left.as_ref()) {
                 Ok(0) => return Ok(false),
                 Ok(_) => return Ok(true),
@@ -128,12 +131,15 @@ impl EventFd {
         }
     }
 
-    /// A second descriptor for the same count.
+    /// A second one for the same count.
     ///
     /// # Errors
     /// The system's, when the process is out of file descriptors.
     pub fn try_clone(&self) -> io::Result<Self> {
-        Ok(Self { fd: self.fd.try_clone()?, notifier: self.notifier.clone() })
+        Ok(Self(match &self.0 {
+            Fd::Own(fd) => Fd::Own(fd.try_clone()?),
+            Fd::Peer(event) => Fd::Peer(Arc::clone(event)),
+        }))
     }
 }
 
@@ -213,19 +219,29 @@ impl Edges {
 
 impl AsFd for EventFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+        match &self.0 {
+            Fd::Own(fd) => fd.as_fd(),
+            Fd::Peer(event) => event.as_fd(),
+        }
     }
 }
 
-impl From<EventFd> for OwnedFd {
-    fn from(event: EventFd) -> Self {
-        event.fd
+impl TryFrom<EventFd> for OwnedFd {
+    type Error = io::Error;
+
+    /// The descriptor, if it is our own: a peer's is not handed on.
+    fn try_from(event: EventFd) -> io::Result<Self> {
+        match event.0 {
+            Fd::Own(fd) => Ok(fd),
+            Fd::Peer(_) => Err(Errno::INVAL.into()),
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::io::write;
     use std::time::Duration;
 
     #[test]
@@ -279,7 +295,7 @@ mod tests {
             let flags = rustix::fs::fcntl_getfl(fd).unwrap();
             rustix::fs::fcntl_setfl(fd, flags & !rustix::fs::OFlags::NONBLOCK).unwrap();
         };
-        let theirs: OwnedFd = EventFd::new().unwrap().into();
+        let theirs = OwnedFd::try_from(EventFd::new().unwrap()).unwrap();
         let ours = EventFd::from_fd(theirs.try_clone().unwrap()).unwrap();
         ours.signal();
         assert_eq!(ours.try_clone().unwrap().drain(), 1);
@@ -297,7 +313,7 @@ mod tests {
     #[test]
     fn many_threads_signal_a_peer() {
         let theirs = EventFd::new().unwrap();
-        let fd = theirs.try_clone().unwrap().into();
+        let fd = theirs.try_clone().unwrap().try_into().unwrap();
         let ours = Arc::new(EventFd::from_fd(fd).unwrap());
         let signal = |event: &Arc<EventFd>| {
             let event = Arc::clone(event);

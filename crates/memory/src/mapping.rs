@@ -1,6 +1,7 @@
 //! One `mmap`, owned.
 
 use crate::sigbus;
+use crate::signals::PeerDescriptor;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -8,11 +9,17 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::{fmt, io, ptr};
 
+/// What is unmapped, or has its page tables thrown away, at once, in bytes: others who map memory
+/// wait meanwhile.
+const AT_ONCE: usize = 64 << 20;
+/// What has its page tables thrown away at once when they are empty, in bytes.
+const EMPTY_AT_ONCE: usize = 4 << 30;
+
 /// The size of the pages of [`Mapping::shared_huge`], in bytes.
 pub const HUGE_PAGE: u64 = 2 << 20;
 
 /// What a mapping may be used for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Protection {
     /// Reads only; a write is refused before it reaches the memory.
     Read,
@@ -52,12 +59,44 @@ pub enum MapError {
 pub struct Mapping {
     ptr: NonNull<u8>,
     len: usize,
+    protection: Protection,
+    fd_offset: u64,
+    /// There until it is dropped.
+    held: Option<Held>,
+    end: Option<Box<dyn End>>,
+}
+
+/// What is to be given back of a mapping.
+struct Held {
+    guard: Option<sigbus::Guard>,
+    ptr: NonNull<u8>,
     /// How much of the address space it takes: whole pages of its file.
     taken: usize,
-    protection: Protection,
-    fd: Option<OwnedFd>,
-    fd_offset: u64,
-    guard: Option<sigbus::Guard>,
+    /// The size of its pages.
+    page: usize,
+    fd: Option<File>,
+}
+
+/// The descriptor of a mapping.
+enum File {
+    Own(OwnedFd),
+    Peer(PeerDescriptor),
+}
+
+impl AsFd for File {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Own(fd) => fd.as_fd(),
+            Self::Peer(fd) => fd.as_fd(),
+        }
+    }
+}
+
+/// Where memory of a peer's is given back. Whoever does that last frees what is in the file, and the
+/// peer sees to it how much that is, and where.
+pub trait End: Send + Sync {
+    /// Drops `what` some time, on a thread of which nobody waits.
+    fn drop_later(self: Box<Self>, what: Box<dyn Send>);
 }
 
 // SAFETY: the mapping is plain memory without thread affinity; all access through `SharedBytes`
@@ -65,6 +104,8 @@ pub struct Mapping {
 unsafe impl Send for Mapping {}
 // SAFETY: as above; `&Mapping` gives no reference into the memory.
 unsafe impl Sync for Mapping {}
+// SAFETY: it can be unmapped on any thread.
+unsafe impl Send for Held {}
 
 impl Mapping {
     /// Maps `len` bytes of the file `fd` from `offset` (a multiple of the page size), shared with
@@ -107,11 +148,37 @@ impl Mapping {
         protection: Protection,
     ) -> Result<Arc<Self>, MapError> {
         let mut mapping = Self::from_fd(&fd, offset, len, protection)?;
-        // Nobody else has it yet.
-        if let Some(mapping) = Arc::get_mut(&mut mapping) {
-            mapping.fd = Some(fd);
-        }
+        mapping.keep(File::Own(fd));
         Ok(mapping)
+    }
+
+    /// As [`from_own_fd`](Self::from_own_fd), for a descriptor of a peer's.
+    ///
+    /// # Errors
+    /// As [`from_fd`](Self::from_fd).
+    pub fn from_peer(
+        fd: PeerDescriptor,
+        offset: u64,
+        len: u64,
+        protection: Protection,
+    ) -> Result<Arc<Self>, MapError> {
+        let mut mapping = Self::from_fd(&*fd, offset, len, protection)?;
+        mapping.keep(File::Peer(fd));
+        Ok(mapping)
+    }
+
+    fn keep(self: &mut Arc<Self>, fd: File) {
+        // Nobody else has it yet.
+        if let Some(held) = Arc::get_mut(self).and_then(|mapping| mapping.held.as_mut()) {
+            held.fd = Some(fd);
+        }
+    }
+
+    /// Has it end by way of `end`, whoever drops it last. Only possible while nobody else has it.
+    pub fn end_by(self: &mut Arc<Self>, end: impl End + 'static) {
+        if let Some(mapping) = Arc::get_mut(self) {
+            mapping.end = Some(Box::new(end));
+        }
     }
 
     /// Makes a memfd of `len` bytes (rounded up to whole pages) and maps it, readable and
@@ -204,12 +271,13 @@ impl Mapping {
         let ptr = NonNull::new(ptr.cast::<u8>())
             .ok_or_else(|| system(io::Error::other("mapped at address 0")))?;
         let taken = len.next_multiple_of(peers.unwrap_or(1));
-        let mut mapping = Self { ptr, len, taken, protection, fd, fd_offset, guard: None };
+        let page = peers.unwrap_or_else(page_size);
+        let mut held = Held { guard: None, ptr, taken, page, fd: fd.map(File::Own) };
         if let Some(page) = peers {
             let guard = sigbus::guard(ptr.as_ptr() as usize, len, page);
-            mapping.guard = Some(guard.map_err(system)?);
+            held.guard = Some(guard.map_err(system)?);
         }
-        Ok(Arc::new(mapping))
+        Ok(Arc::new(Self { ptr, len, protection, fd_offset, held: Some(held), end: None }))
     }
 
     /// The length in bytes.
@@ -222,7 +290,7 @@ impl Mapping {
     /// huge.
     #[must_use]
     pub fn taken(&self) -> usize {
-        self.taken
+        self.held.as_ref().map_or(0, |held| held.taken)
     }
 
     /// Never: a mapping has at least one page. Here because [`len`](Self::len) is.
@@ -247,7 +315,7 @@ impl Mapping {
     /// hand to a peer.
     #[must_use]
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.fd.as_ref().map(AsFd::as_fd)
+        self.held.as_ref()?.fd.as_ref().map(AsFd::as_fd)
     }
 
     /// Where in the file the mapping starts, in bytes.
@@ -259,14 +327,18 @@ impl Mapping {
     /// Whether part of the memory was lost (its file was truncated): it reads as zeroes since.
     #[must_use]
     pub fn is_poisoned(&self) -> bool {
-        self.guard.as_ref().is_some_and(sigbus::Guard::is_poisoned)
+        self.guard().is_some_and(sigbus::Guard::is_poisoned)
     }
 
     /// It is the memory of this peer: see [`sigbus::losses`].
     pub(crate) fn claim(&self, peer: u32) {
-        if let Some(guard) = &self.guard {
+        if let Some(guard) = self.guard() {
             guard.claim(peer);
         }
+    }
+
+    fn guard(&self) -> Option<&sigbus::Guard> {
+        self.held.as_ref()?.guard.as_ref()
     }
 
     /// The address of the first byte in this process. A driver over `vfio` or an in-process
@@ -299,6 +371,35 @@ impl Mapping {
         let _ = advised;
     }
 
+    /// Throws away what the kernel has for finding the memory of a shared file. The memory stays as
+    /// it is; whoever touches it while this goes on waits a little.
+    pub(crate) fn drop_page_tables(&self) {
+        let Some(held) = &self.held else { return };
+        // Those of huge pages are few. And what was lost is not one mapping any more.
+        if held.guard.is_none() || self.is_poisoned() || held.page != page_size() {
+            return;
+        }
+        held.forget_pages();
+        for start in (0..held.taken).step_by(EMPTY_AT_ONCE) {
+            let len = EMPTY_AT_ONCE.min(held.taken - start);
+            // SAFETY: the range lies inside this mapping, of a shared file. The first call maps the
+            // same part of the file once more, somewhere else. The second moves that to where it
+            // was, in one step for all who touch it: the bytes are the same ones before and after.
+            unsafe {
+                let at = self.ptr.as_ptr().add(start).cast::<libc::c_void>();
+                let again = libc::mremap(at, 0, len, libc::MREMAP_MAYMOVE);
+                if again == libc::MAP_FAILED {
+                    return;
+                }
+                let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+                if libc::mremap(again, len, len, flags, at) == libc::MAP_FAILED {
+                    libc::munmap(again, len);
+                    return;
+                }
+            }
+        }
+    }
+
     /// Gives the pages of a byte range back to the system: they read as zeroes afterwards.
     /// Only whole pages inside the range are given back; the rest is left as it is.
     pub fn discard(&self, offset: usize, len: usize) -> io::Result<()> {
@@ -308,7 +409,7 @@ impl Mapping {
             Some(start) if start < end => start,
             _ => return Ok(()),
         };
-        let advice = if self.fd.is_some() {
+        let advice = if self.fd().is_some() {
             rustix::mm::Advice::LinuxRemove
         } else {
             rustix::mm::Advice::LinuxDontNeed
@@ -321,10 +422,37 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        if let (Some(end), Some(held)) = (self.end.take(), self.held.take()) {
+            end.drop_later(Box::new(held));
+        }
+    }
+}
+
+impl Held {
+    /// Has the kernel forget, piece by piece, where the pages of a shared file are.
+    fn forget_pages(&self) {
+        let piece = AT_ONCE.next_multiple_of(self.page);
+        for start in (0..self.taken).step_by(piece) {
+            let len = piece.min(self.taken - start);
+            // SAFETY: the range lies inside this mapping; the pages are the file's, and stay there.
+            let _ = unsafe {
+                let at = self.ptr.as_ptr().add(start).cast();
+                rustix::mm::madvise(at, len, rustix::mm::Advice::LinuxDontNeed)
+            };
+        }
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // To unmap a lot at once would keep others from mapping anything meanwhile.
+        if self.guard.is_some() && self.taken > AT_ONCE {
+            self.forget_pages();
+        }
         // The range leaves the SIGBUS registry before another mapping can take its address.
         self.guard = None;
-        // SAFETY: the range was mapped by us, and every `SharedBytes` into it holds an `Arc` of
-        // this value, so nothing can touch it any more.
+        // SAFETY: the range was mapped by us, and every `SharedBytes` into it held an `Arc` of the
+        // mapping that this was part of, so nothing can touch it any more.
         let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.taken) };
     }
 }

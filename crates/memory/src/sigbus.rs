@@ -5,7 +5,13 @@
 //! gave us: for a fault inside one of them it puts zeroes in place of the rest of it, marks it as
 //! poisoned and lets the access go on; its owner then fails the controller that used it. A fault
 //! anywhere else is handed to whatever handled SIGBUS before.
+//!
+//! The zeroes are those of an empty file. Private memory in its place would count for as much as
+//! the peer had pretended to have, touched or not, where the system promises no more than it has
+//! (`vm.overcommit_memory` 2) or this process may have only so much (`RLIMIT_DATA`); and a fault
+//! that nothing can be put in the place of ends the process.
 
+use parking_lot::Mutex;
 use std::io;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
@@ -19,7 +25,7 @@ struct Slot {
     /// Odd while what follows is being changed, and another number afterwards: what is read between
     /// two looks that find the same even number belongs together.
     version: AtomicUsize,
-    /// 0: free; 1: being filled or emptied; otherwise the first address of a guarded range.
+    /// 0: free; 1: being emptied; otherwise the first address of a guarded range.
     start: AtomicUsize,
     len: AtomicUsize,
     /// The size of its pages, a power of two: none can be replaced in part.
@@ -47,6 +53,8 @@ static REGISTRY: [Slot; SLOTS] = [const {
 }; SLOTS];
 /// One more than the highest slot ever used, so that the handler's search stays short.
 static USED: AtomicUsize = AtomicUsize::new(0);
+/// Slots that were used and are free again. The handler does not look at it.
+static FREE: Mutex<Vec<usize>> = Mutex::new(Vec::new());
 static FAULTS: AtomicU64 = AtomicU64::new(0);
 /// Faults by peer.
 static LOSSES: [AtomicU64; PEERS] = [const { AtomicU64::new(0) }; PEERS];
@@ -61,7 +69,7 @@ struct Range {
 }
 
 impl Slot {
-    /// Changes what it says, which is its owner's business alone: of a slot whose `start` is 1.
+    /// Changes what it says, which is the business of the one who has taken it.
     fn set(&self, Range { start, len, page }: Range) {
         self.version.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::Release);
@@ -89,18 +97,22 @@ unsafe impl Send for Previous {}
 unsafe impl Sync for Previous {}
 
 /// A range in the registry, until dropped.
-pub(crate) struct Guard(&'static Slot);
+pub(crate) struct Guard(usize);
 
 impl Guard {
+    fn slot(&self) -> &'static Slot {
+        &REGISTRY[self.0]
+    }
+
     pub(crate) fn is_poisoned(&self) -> bool {
-        self.0.poisoned.load(Ordering::Relaxed)
+        self.slot().poisoned.load(Ordering::Relaxed)
     }
 
     /// It is the memory of this peer, perhaps among others.
     pub(crate) fn claim(&self, peer: u32) {
         let mine = peer as usize + 1;
         let relaxed = Ordering::Relaxed;
-        let _ = self.0.owner.fetch_update(relaxed, relaxed, |owner| match owner {
+        let _ = self.slot().owner.fetch_update(relaxed, relaxed, |owner| match owner {
             0 => Some(mine),
             owner => (owner != mine).then_some(SHARED),
         });
@@ -109,8 +121,9 @@ impl Guard {
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        self.0.set(Range { start: 1, len: 0, page: 1 });
-        self.0.start.store(0, Ordering::Release);
+        self.slot().set(Range { start: 1, len: 0, page: 1 });
+        self.slot().start.store(0, Ordering::Release);
+        FREE.lock().push(self.0);
     }
 }
 
@@ -149,18 +162,20 @@ pub(crate) fn guard(start: usize, len: usize, page: usize) -> io::Result<Guard> 
     if let Err(errno) = INSTALLED.get_or_init(install) {
         return Err(io::Error::from_raw_os_error(*errno));
     }
-    for (index, slot) in REGISTRY.iter().enumerate() {
-        if slot.start.load(Ordering::Relaxed) == 0
-            && slot.start.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_ok()
-        {
-            slot.poisoned.store(false, Ordering::Relaxed);
-            slot.owner.store(0, Ordering::Relaxed);
-            slot.set(Range { start, len, page });
-            USED.fetch_max(index + 1, Ordering::AcqRel);
-            return Ok(Guard(slot));
-        }
-    }
-    Err(io::Error::other(format!("more than {SLOTS} memory maps of peers at once")))
+    let mut free = FREE.lock();
+    let index = match free.pop() {
+        Some(index) => index,
+        // Nobody else takes one meanwhile.
+        None => USED.load(Ordering::Relaxed),
+    };
+    let Some(slot) = REGISTRY.get(index) else {
+        return Err(io::Error::other(format!("more than {SLOTS} memory maps of peers at once")));
+    };
+    slot.poisoned.store(false, Ordering::Relaxed);
+    slot.owner.store(0, Ordering::Relaxed);
+    slot.set(Range { start, len, page });
+    USED.fetch_max(index + 1, Ordering::AcqRel);
+    Ok(Guard(index))
 }
 
 fn install() -> Result<Previous, i32> {
@@ -181,7 +196,35 @@ fn install() -> Result<Previous, i32> {
     }
 }
 
-/// Async-signal-safe: atomics, `mmap` and `sigaction` only.
+/// Puts zeroes in the place of `len` bytes at `start`.
+///
+/// # Safety
+/// They are whole pages of a mapping of the caller's.
+unsafe fn replace(start: usize, len: usize) -> bool {
+    let map = |flags, fd| {
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = flags | libc::MAP_NORESERVE | libc::MAP_FIXED;
+        // SAFETY: MAP_FIXED replaces the caller's pages and no others.
+        unsafe { libc::mmap(start as *mut libc::c_void, len, protection, flags, fd, 0) }
+    };
+    // SAFETY: the name ends with a NUL; a descriptor that was made here is closed here.
+    unsafe {
+        let file = libc::memfd_create(c"lost".as_ptr(), libc::MFD_CLOEXEC);
+        if file >= 0 {
+            let is_long =
+                libc::off64_t::try_from(len).is_ok_and(|len| libc::ftruncate64(file, len) == 0);
+            let mapped = is_long && map(libc::MAP_SHARED, file) != libc::MAP_FAILED;
+            libc::close(file);
+            if mapped {
+                return true;
+            }
+        }
+    }
+    // No descriptor is left.
+    map(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1) != libc::MAP_FAILED
+}
+
+/// Async-signal-safe: atomics and system calls only.
 extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     // SAFETY: the kernel passes a valid `siginfo_t` to an SA_SIGINFO handler, and for SIGBUS its
     // address field is set.
@@ -195,19 +238,9 @@ extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut l
             // there would be two mappings each, of which a process has 65530, and then this fails.
             let rest = (start + len - page).next_multiple_of(size);
             // SAFETY: the pages lie in a range that its owner mapped, in such pages, and still
-            // holds (a guard leaves the registry before its range is unmapped), so MAP_FIXED
-            // replaces only those.
-            let mapped = unsafe {
-                libc::mmap(
-                    page as *mut libc::c_void,
-                    rest,
-                    libc::PROT_READ | libc::PROT_WRITE,
-                    libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED,
-                    -1,
-                    0,
-                )
-            };
-            if mapped != libc::MAP_FAILED {
+            // holds (a guard leaves the registry before its range is unmapped).
+            let is_replaced = unsafe { replace(page, rest) };
+            if is_replaced {
                 slot.poisoned.store(true, Ordering::Relaxed);
                 count(slot.owner.load(Ordering::Relaxed));
                 return;
@@ -311,6 +344,34 @@ mod tests {
                 assert!(slot.get().is_none_or(|range| ranges.contains(&range)));
             }
         });
+    }
+
+    /// What a peer pretends to have counts for nothing, whatever this process may have. (The limit
+    /// of a process stands for the one of the system, which is everybody's: both refuse private
+    /// memory.)
+    #[test]
+    fn however_much_is_lost_there_is_room_for_its_zeroes() {
+        use rustix::process::{Resource, getrlimit, setrlimit};
+        const IN_CHILD: &str = "SIGBUS_WITHOUT_ROOM";
+        if std::env::var_os(IN_CHILD).is_none() {
+            let name = "sigbus::tests::however_much_is_lost_there_is_room_for_its_zeroes";
+            let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+            child.args(["--exact", name, "--test-threads=1"]).env(IN_CHILD, "");
+            let output = child.output().unwrap();
+            return assert!(output.status.success(), "{output:?}");
+        }
+        let fd = memfd_create("huge", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&fd, 1 << 40).unwrap();
+        let mapping = Mapping::from_fd(&fd, 0, 1 << 40, Protection::ReadWrite).unwrap();
+        ftruncate(&fd, 0).unwrap();
+        let limit = rustix::process::Rlimit { current: Some(1 << 30), ..getrlimit(Resource::Data) };
+        setrlimit(Resource::Data, limit).unwrap();
+        assert!(Mapping::anonymous(1 << 40).is_err(), "the limit does not hold");
+        for at in [1 << 39, 0, (1 << 40) - 8] {
+            mapping.bytes().write_from(at, &7u64.to_ne_bytes()).unwrap();
+            assert_eq!(mapping.bytes().read::<u64>(at), Some(7));
+        }
+        assert!(mapping.is_poisoned());
     }
 
     /// Mappings are few: a peer must not be able to use them up.

@@ -3,7 +3,7 @@
 use rustix::thread::{CpuSet, sched_getaffinity};
 
 /// The most processors that can be named: as many as there can be workers.
-const MAX_CPUS: usize = 254;
+const MAX_CPUS: usize = shadowbell_controller::MAX_WORKERS;
 
 /// Processors, in the order in which they were named.
 #[derive(Clone, Debug, PartialEq, Eq)]

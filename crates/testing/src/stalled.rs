@@ -18,6 +18,9 @@ use parking_lot::{Mutex, MutexGuard};
 /// Where the daemon is to mount; set in the process that is it.
 const MOUNT_AT: &str = "STALLED_MOUNT_AT";
 
+/// Set too where the file can be opened as an image: only its data are not answered for.
+const AS_IMAGE: &str = "STALLED_AS_IMAGE";
+
 /// The one file, which seems to have some memory in it.
 const NAME: &str = "memory";
 const FILE: INodeNo = INodeNo(2);
@@ -27,6 +30,7 @@ const SIZE: u64 = 1 << 20;
 #[derive(Default)]
 struct Stalled {
     opened: AtomicBool,
+    as_image: bool,
     unanswered: Mutex<Vec<Box<dyn std::any::Any + Send>>>,
 }
 
@@ -66,7 +70,7 @@ impl Filesystem for Stalled {
     }
 
     fn getattr(&self, _: &Request, ino: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
-        if ino == FILE && self.opened.load(Ordering::SeqCst) {
+        if !self.as_image && ino == FILE && self.opened.load(Ordering::SeqCst) {
             return self.keep(reply);
         }
         reply.attr(&Duration::ZERO, &attributes(ino));
@@ -131,7 +135,8 @@ pub fn be_the_daemon() {
     let Some(path) = std::env::var_os(MOUNT_AT) else { return };
     let mut config = Config::default();
     config.mount_options = vec![MountOption::FSName("stalled".into())];
-    let session = Session::new(Stalled::default(), &path, &config);
+    let as_image = std::env::var_os(AS_IMAGE).is_some();
+    let session = Session::new(Stalled { as_image, ..Stalled::default() }, &path, &config);
     let outcome = session.and_then(Session::run);
     std::process::exit(i32::from(outcome.is_err()));
 }
@@ -156,13 +161,31 @@ impl Mount {
     /// If nothing is mounted.
     #[must_use]
     pub fn new(test: &str) -> Option<Self> {
+        Self::start(test, false)
+    }
+
+    /// One whose file can be opened as an image, at [`path`](Self::path): whoever reads or writes
+    /// it, syncs or closes it, waits.
+    ///
+    /// # Panics
+    /// If nothing is mounted.
+    #[must_use]
+    pub fn with_image(test: &str) -> Option<Self> {
+        Self::start(test, true)
+    }
+
+    fn start(test: &str, as_image: bool) -> Option<Self> {
         if !Path::new("/dev/fuse").exists() || !rustix::process::geteuid().is_root() {
             eprintln!("skipped: it takes /dev/fuse, and root");
             return None;
         }
         let alone = ALONE.lock();
         let directory = tempfile::tempdir().unwrap();
-        let daemon = Command::new(std::env::current_exe().unwrap())
+        let mut daemon = Command::new(std::env::current_exe().unwrap());
+        if as_image {
+            daemon.env(AS_IMAGE, "1");
+        }
+        let daemon = daemon
             .args(["--exact", test, "--nocapture", "--test-threads=1"])
             .env(MOUNT_AT, directory.path())
             .stdout(std::process::Stdio::null())
@@ -178,7 +201,9 @@ impl Mount {
         Some(mount)
     }
 
-    fn path(&self) -> PathBuf {
+    /// Where the file is.
+    #[must_use]
+    pub fn path(&self) -> PathBuf {
         self.directory.path().join(NAME)
     }
 

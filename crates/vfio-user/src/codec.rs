@@ -13,9 +13,9 @@ use crate::Errno;
 use crate::descriptor::Descriptor;
 use crate::wire::{HEADER_LEN, Header, header_flags};
 
-/// How many descriptors one message may bring. More than is ever advertised: Cloud Hypervisor
-/// sends 16 whatever the server asked for.
-pub const MAX_MESSAGE_FDS: usize = 64;
+/// How many descriptors one message may bring without an end of the connection. More than was
+/// agreed on is refused: see [`MAX_MSG_FDS`](crate::server::MAX_MSG_FDS).
+pub const MAX_MESSAGE_FDS: usize = 32;
 
 /// What a message may have besides the data of a transfer: headers, and the JSON of VERSION.
 pub const MESSAGE_OVERHEAD: usize = 4096;

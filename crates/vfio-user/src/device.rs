@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 
 use crate::Errno;
 use crate::capabilities::DEFAULT_MAX_DMA_MAPS;
+use crate::descriptor::PeerFd;
 use crate::shared_socket::SharedSocket;
 
 /// Indexes of the regions of a PCI device (`VFIO_PCI_*_REGION_INDEX` of `<linux/vfio.h>`).
@@ -130,11 +131,10 @@ pub struct DmaMap {
     pub readable: bool,
     /// The device may write it.
     pub writable: bool,
-    /// The file to map; mapping it and closing it wait for nobody (see
-    /// [`descriptor`](crate::descriptor)). Without one the memory can only be reached by messages,
+    /// The file to map; mapping it waits for nobody (see [`descriptor`](crate::descriptor)). Without one the memory can only be reached by messages,
     /// which a device that wants mapped memory should refuse with [`Errno::OPNOTSUPP`] and a clear
     /// log line: it is what a QEMU without `share=on` sends.
-    pub fd: Option<OwnedFd>,
+    pub fd: Option<PeerFd>,
     /// Offset of the range in the file, in bytes.
     pub fd_offset: u64,
 }
@@ -174,7 +174,7 @@ pub enum IrqData {
     Bools(Vec<bool>),
     /// One eventfd per interrupt of the range (that they are eventfds was checked), or none at all,
     /// which takes the eventfds of the range away.
-    Eventfds(Vec<OwnedFd>),
+    Eventfds(Vec<PeerFd>),
 }
 
 /// A SET_IRQS request. `start + count` does not overflow; whether the range exists is for the
@@ -350,6 +350,11 @@ pub trait Device: Send {
 
     /// A range of memory goes away: complete `done` when nothing touches it any more.
     fn dma_unmap(&mut self, unmap: DmaUnmap, done: Done);
+
+    /// What was asked for up to here has to be in force when this returns: called after a few
+    /// requests and before their replies are sent. So a device may do once for several maps what
+    /// it would have to do for each.
+    fn settle(&mut self) {}
 
     /// Resets the device: complete `done` when it is as after power-on. DMA maps and eventfds
     /// stay, they are the client's.

@@ -55,6 +55,7 @@ pub mod client;
 pub mod codec;
 pub mod descriptor;
 pub mod device;
+mod log_limit;
 pub mod pci;
 pub mod server;
 mod shared_socket;
@@ -63,6 +64,7 @@ pub mod wire;
 
 pub use client::Client;
 pub use device::{Device, Done};
+pub use log_limit::LogLimit;
 pub use rustix::io::Errno;
 pub use server::{Listener, Reactor};
 pub use shared_socket::{PolledWrites, SharedSocket};

@@ -3,6 +3,7 @@
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
 use rustix::cmsg_space;
 use rustix::net::{
@@ -12,7 +13,7 @@ use rustix::net::{
 
 use crate::Errno;
 use crate::codec::Decoder;
-use crate::descriptor::Inspector;
+use crate::descriptor::{Closer, Inspector, PeerFd};
 
 /// The most descriptors that Linux passes in one message (`SCM_MAX_FD`).
 pub(crate) const SCM_MAX_FD: usize = 253;
@@ -37,7 +38,7 @@ pub(crate) struct Arrival {
     /// There was room for more.
     pub(crate) is_short: bool,
     /// Nobody has looked at them.
-    pub(crate) fds: Vec<OwnedFd>,
+    pub(crate) fds: Vec<PeerFd>,
     /// Others were lost: this process has too many open.
     pub(crate) fds_lost: bool,
 }
@@ -50,7 +51,13 @@ impl Arrival {
 }
 
 /// Receives some bytes, and the descriptors that came with them; no bytes are the end.
-pub(crate) fn receive_some(socket: BorrowedFd<'_>, into: &mut [u8]) -> Result<Arrival, Errno> {
+///
+/// The only place in which descriptors of peers come in. From here on they are in [`PeerFd`]s.
+pub(crate) fn receive_some(
+    socket: BorrowedFd<'_>,
+    into: &mut [u8],
+    closer: &Arc<Closer>,
+) -> Result<Arrival, Errno> {
     // Room for all that the kernel lets through at once: what it has to leave out, it closes here.
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(SCM_MAX_FD))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -62,10 +69,10 @@ pub(crate) fn receive_some(socket: BorrowedFd<'_>, into: &mut [u8]) -> Result<Ar
             other => break other?,
         }
     };
-    let mut fds: Vec<OwnedFd> = Vec::new();
+    let mut fds: Vec<PeerFd> = Vec::new();
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(rights) = message {
-            fds.extend(rights);
+            fds.extend(rights.map(|fd| PeerFd::new(fd, closer)));
         }
     }
     let fds_lost = received.flags.contains(ReturnFlags::CTRUNC);
@@ -76,18 +83,14 @@ pub(crate) fn receive_some(socket: BorrowedFd<'_>, into: &mut [u8]) -> Result<Ar
 pub(crate) fn receive(
     socket: BorrowedFd<'_>,
     decoder: &mut Decoder,
-    inspector: &mut Inspector,
+    inspector: &Inspector,
 ) -> Result<Received, Errno> {
-    let arrival = receive_some(socket, decoder.space())?;
+    let arrival = receive_some(socket, decoder.space(), inspector.closer())?;
     Ok(take_in(arrival, decoder, inspector))
 }
 
 /// Takes in what was received into the decoder's space.
-pub(crate) fn take_in(
-    arrival: Arrival,
-    decoder: &mut Decoder,
-    inspector: &mut Inspector,
-) -> Received {
+pub(crate) fn take_in(arrival: Arrival, decoder: &mut Decoder, inspector: &Inspector) -> Received {
     let fds = inspector.inspect(arrival.fds);
     if arrival.fds_lost {
         return Received::FdsLost;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use common::*;
 use proptest::prelude::*;
 use shadowbell_vfio_user::server::Limits;
-use shadowbell_vfio_user::wire::{command, header_flags};
+use shadowbell_vfio_user::wire::{self, command, header_flags};
 use zerocopy::IntoBytes;
 
 /// The device is free and works.
@@ -204,6 +204,61 @@ fn who_has_much_to_say_is_interrupted_by_who_has_little() {
     assert!(arrived.load(Ordering::SeqCst));
 }
 
+/// One message may ask for some 40,000 writes. They are carried out in parts.
+#[test]
+fn who_says_much_at_once_is_interrupted_as_well() {
+    let (server, path, shared) = Server::with_toy(Limits::default());
+    let (other_path, other_shared, _) = server.add("other");
+    let mut other = Raw::attach(&other_path);
+    let reset = other.message(command::DEVICE_RESET, 0, &[]);
+    let arrived = Arc::new(AtomicBool::new(false));
+    let (hooks, note) = (Arc::clone(&shared), Arc::clone(&arrived));
+    *shared.hook.lock().unwrap() = Some(Box::new(move || {
+        other.send(&reset);
+        *hooks.hook.lock().unwrap() = Some(Box::new(move || {
+            note.store(other_shared.log().contains(&"reset".to_owned()), Ordering::SeqCst);
+            drop(other);
+        }));
+    }));
+    let mut raw = Raw::attach(&path);
+    let write = |offset| wire::MultiEntry { offset, region: 0, count: 1, data: [1; 8] };
+    let mut entries = vec![write(HOOK)];
+    // One of them takes its time, and the rest comes after that.
+    entries.extend((0..20_000).map(|_| write(0)));
+    entries.push(write(SLOW));
+    entries.extend((0..20_000).map(|_| write(0)));
+    entries.push(write(HOOK));
+    let bytes: Vec<u8> = entries.iter().flat_map(|entry| entry.as_bytes().to_vec()).collect();
+    let count = wire::WriteMulti { count: entries.len() as u64 };
+    let answer = raw.request(command::REGION_WRITE_MULTI, &[count.as_bytes(), &bytes]).ok();
+    assert_eq!(answer, count.as_bytes());
+    assert!(arrived.load(Ordering::SeqCst));
+    // What follows such a message is handled after all of it.
+    shared.hold.store(true, Ordering::SeqCst);
+    let multi = raw.message(
+        command::REGION_WRITE_MULTI,
+        0,
+        &[wire::WriteMulti { count: 2 }.as_bytes(), write(SLOW).as_bytes(), write(7).as_bytes()],
+    );
+    let read = raw.message(command::REGION_READ, 0, &[access(0, 7, 1).as_bytes()]);
+    raw.send(&[multi, read].concat());
+    shared.wait_held().ok();
+    raw.reply().ok();
+    assert_eq!(raw.reply().ok()[16..], [1]);
+}
+
+/// Each client costs the device a reset: whoever comes and goes without end is slowed down, and
+/// served.
+#[test]
+fn clients_that_come_and_go_are_all_served() {
+    let (_server, path, shared) = Server::with_toy(Limits::default());
+    for _ in 0..80 {
+        assert_served(&path);
+    }
+    let connects = shared.log().iter().filter(|line| line.starts_with("connected")).count();
+    assert_eq!(connects, 80);
+}
+
 #[test]
 fn a_reader_that_is_slow_but_reads_is_served_to_the_end() {
     let (_server, path, _shared) = Server::with_toy(Limits::default());
@@ -227,11 +282,16 @@ fn a_reader_that_is_slow_but_reads_is_served_to_the_end() {
 fn too_many_descriptors_end_the_connection() {
     let (_server, path, _shared) = Server::with_toy(Limits::default());
     let mut raw = Raw::attach(&path);
-    let fds = eventfds(65);
+    let fds = eventfds(33);
     let fds: Vec<_> = fds.iter().map(std::os::fd::AsFd::as_fd).collect();
     let message = raw.message(command::DEVICE_RESET, 0, &[]);
-    raw.send_with_fds(&message, &fds[..64]);
+    raw.send_with_fds(&message, &fds[..16]);
     raw.reply().ok();
+    // More than was agreed on.
+    for count in [17, 32] {
+        raw.send_with_fds(&message, &fds[..count]);
+        assert_eq!(raw.reply().errno(), shadowbell_vfio_user::Errno::INVAL);
+    }
     raw.send_with_fds(&message, &fds);
     raw.assert_closed();
     assert_served(&path);

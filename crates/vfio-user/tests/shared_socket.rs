@@ -3,7 +3,7 @@
 mod common;
 
 use std::mem::MaybeUninit;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -227,6 +227,53 @@ fn what_is_no_doorbell_write_is_the_reactors_and_so_is_all_that_follows() {
     assert_eq!(raw.read(16, 1).ok()[16..], [77]);
     let both = PolledWrites { writes: 2, all: false };
     eventually("it was polled so", || poller.polled().contains(&both));
+}
+
+#[test]
+fn the_daemon() {
+    shadowbell_testing::stalled::be_the_daemon();
+}
+
+/// A descriptor that the poller receives behind a doorbell, of a client that then ends the
+/// connection before anybody has looked at it. Whoever drops it must not be whoever closes it.
+#[test]
+fn a_descriptor_behind_a_doorbell_is_closed_by_nobody_who_is_needed() {
+    let (server, path, shared) = Server::with_toy(Limits::default());
+    let (other, other_shared, _) = server.add("other");
+    // Ends before the server: a reactor that is stalled after all is let go then.
+    let Some(mount) = shadowbell_testing::stalled::Mount::new("the_daemon") else { return };
+    let file: &'static OwnedFd = Box::leak(Box::new(mount.open()));
+    let (mut raw, socket) = share(&path, &shared);
+    eventually("the reactor sleeps", || sleeps(server.tid));
+    // The reactor is busy meanwhile.
+    let (busy, is_busy) = std::sync::mpsc::channel();
+    let (go_on, wait) = std::sync::mpsc::channel();
+    *other_shared.hook.lock().unwrap() = Some(Box::new(move || {
+        busy.send(()).unwrap();
+        wait.recv().unwrap();
+    }));
+    let mut other_raw = Raw::attach(&other);
+    let write = access(0, HOOK, 1);
+    let posted = header_flags::NO_REPLY;
+    let bytes = other_raw.message(command::REGION_WRITE, posted, &[write.as_bytes(), &[1]]);
+    other_raw.send(&bytes);
+    is_busy.recv().unwrap();
+    // A reply can not be sent from here on.
+    raw.stream.shutdown(std::net::Shutdown::Read).unwrap();
+    let (first, second) = (doorbell(&mut raw, 1, 0), doorbell(&mut raw, 2, 0));
+    raw.send(&first);
+    assert_eq!(poll_writes(&socket, &shared), PolledWrites { writes: 1, all: false });
+    raw.send_with_fds(&second, &[file.as_fd()]);
+    assert_eq!(poll_writes(&socket, &shared), PolledWrites { writes: 0, all: false });
+    go_on.send(()).unwrap();
+    drop(other_raw);
+    for path in [&other, &path] {
+        let mut raw = Raw::connect(path);
+        raw.stream.set_read_timeout(Some(std::time::Duration::from_secs(5))).unwrap();
+        raw.negotiate();
+        raw.write(3, &[42]).ok();
+    }
+    assert_eq!(doorbell_writes(&shared), [(1, false)]);
 }
 
 #[test]

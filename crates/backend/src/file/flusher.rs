@@ -59,7 +59,7 @@ impl Asker {
         Arc::new(Self { answers: Mutex::default(), waker })
     }
 
-    /// Moves the answers of this moment to `into`, as results of calls: 0 or a negative error number.
+    /// Moves the answers of this moment to `into`: 0 or a negative error number, as calls have it.
     pub(super) fn take(&self, into: &mut Vec<(Key, i32)>) {
         into.append(&mut self.answers.lock());
     }

@@ -7,8 +7,11 @@
 //! threads of its own): requests are prepared as they are submitted, one system call a batch hands
 //! them over, and completions are read from shared memory. A request is a small state machine
 //! ([`task`]) that goes through one or more calls; short transfers are continued, interrupted ones
-//! repeated. The memory that the kernel works on belongs to the ring until it is done with it
-//! ([`crate::sys`]).
+//! repeated. Calls for which the kernel would have to wait (buffered writes on most file systems,
+//! zeroing, everything on a file system that has no other way) are made by threads of the queue's
+//! own: those that the kernel has for them are shared by all rings of a thread, and one image that
+//! does not answer would keep them from the others. The memory that the kernel works on belongs to
+//! the ring until it is done with it ([`crate::sys`]).
 //!
 //! With direct I/O, data whose addresses or lengths the device can not take goes through an
 //! aligned bounce buffer, in pieces of bounded size; so does what is only compared or verified.

@@ -7,7 +7,7 @@ use crate::error::OpenError;
 use crate::info::DiskInfo;
 use crate::sys::{self, EngineKind};
 use rustix::fs::{AtFlags, FallocateFlags, OFlags, StatxFlags};
-use rustix::io::Errno;
+use rustix::io::{Errno, ReadWriteFlags};
 use shadowbell_memory::Mapping;
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
@@ -79,7 +79,7 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, Ope
     let file = Arc::new(file);
     Ok(FileShared {
         flusher: Flusher::new(Arc::clone(&file), direct.is_none()),
-        file,
+        file: Arc::clone(&file),
         info: DiskInfo {
             block_size,
             blocks: size / u64::from(block_size),
@@ -91,6 +91,7 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, Ope
         direct,
         engine,
         no_uring,
+        waits: waits(&file),
         regular: !is_block,
         end: AtomicU64::new(size),
         full: AtomicU64::new(0),
@@ -257,6 +258,14 @@ fn tried_alignment(file: &File, size: u64) -> Result<Alignment, String> {
         }
     }
     Err(reason.map_or_else(String::new, |e| format!("a first direct read failed ({e})")))
+}
+
+/// Whether the file system can not be asked to fail a read rather than wait for it. It says so
+/// before it looks at anything.
+fn waits(file: &File) -> bool {
+    let mut room = [0; 512];
+    let into = &mut [io::IoSliceMut::new(&mut room)];
+    rustix::io::preadv2(file, into, 0, ReadWriteFlags::NOWAIT) == Err(Errno::OPNOTSUPP)
 }
 
 /// Whether the file system can punch holes: tried beyond the end, where there is nothing.

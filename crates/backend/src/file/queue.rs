@@ -46,7 +46,8 @@ impl FileQueue {
         // One is there from the start (its pages come with its first use), so that a
         // request that waits for a bounce buffer waits for one that has one.
         let first = Mapping::anonymous(BOUNCE as u64).map_err(io::Error::other)?.bytes();
-        let ring = Ring::new(Arc::clone(&shared.file), shared.engine)?;
+        let (file, direct) = (Arc::clone(&shared.file), shared.direct.is_some());
+        let ring = Ring::new(file, shared.engine, shared.waits, direct)?;
         Ok(Self {
             asker: Asker::new(ring.waker()),
             ring,

@@ -19,6 +19,8 @@ pub(super) struct FileShared {
     pub(super) engine: EngineKind,
     /// Why it is threads, though they were not asked for.
     pub(super) no_uring: Option<String>,
+    /// It can not be asked to fail rather than wait.
+    pub(super) waits: bool,
     /// The file is a regular one, whose end can move.
     pub(super) regular: bool,
     /// The end of what can still be read, in bytes; less than the disk once it shrank.

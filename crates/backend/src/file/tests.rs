@@ -42,6 +42,7 @@ fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
         direct: None,
         engine: ENGINE.get(),
         no_uring: None,
+        waits: false,
         regular: false,
         end: AtomicU64::new(bytes),
         full: AtomicU64::new(0),

@@ -24,6 +24,8 @@ pub(super) struct Prepared<'a> {
     pub(super) iovecs: &'a [libc::iovec],
     pub(super) offset: u64,
     pub(super) len: u64,
+    /// It ends with `EAGAIN` or `EOPNOTSUPP` rather than wait.
+    pub(super) nowait: bool,
 }
 
 /// The completion of a call without a slot (a cancellation, a wake-up).

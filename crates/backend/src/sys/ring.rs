@@ -10,6 +10,7 @@ use super::call::{Kind, NO_SLOT, Prepared, Stuck};
 use super::threads::Threads;
 use super::uring::Uring;
 use super::waker::Waker;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use shadowbell_memory::{Segments, SharedBytes};
 use std::fs::File;
 use std::io;
@@ -75,6 +76,11 @@ struct Slot<T> {
     data: Segments,
     own: Option<SharedBytes>,
     iovecs: Vec<libc::iovec>,
+    /// The call, for threads to make it if the kernel would have to wait.
+    kind: Kind,
+    offset: u64,
+    len: u64,
+    nowait: bool,
 }
 
 /// How calls are made.
@@ -102,22 +108,107 @@ macro_rules! with {
     };
 }
 
+/// The calls that the kernel would have to wait for, where it is io_uring that makes the others.
+///
+/// The kernel has workers for those, some eight, which all rings of a thread share. A file that
+/// does not answer would keep all of them, and the calls on every other file of the thread would
+/// wait for that. So what would be theirs is made by threads that this ring has for itself.
+struct Blocking {
+    file: Arc<File>,
+    threads: Option<Threads>,
+    /// Every read waits: the file has no way to say that it would.
+    reads: bool,
+    /// Every write does, for all that is known.
+    writes: bool,
+    /// Reads go past the page cache. (Those that do not are continued by the kernel when their
+    /// page has come, without a worker.)
+    direct: bool,
+    /// There is no descriptor for threads: it has to go without.
+    off: bool,
+    /// Calls that io_uring has given back, kept for its room.
+    again: Vec<u32>,
+}
+
 /// A queue of calls with its slots; `T` is what the owner remembers of each.
 pub(crate) struct Ring<T> {
     engine: Engine,
     slots: Vec<Slot<T>>,
     free: Vec<u32>,
     busy: usize,
+    blocking: Blocking,
 }
 
 impl<T> Ring<T> {
-    /// Opens a queue for calls on `file`, to be used by this thread alone.
-    pub(crate) fn new(file: Arc<File>, engine: EngineKind) -> io::Result<Self> {
+    /// Opens a queue for calls on `file`, to be used by this thread alone. `waits` says whether
+    /// its calls can not be asked to fail rather than wait, and `direct` whether they go past the
+    /// page cache.
+    pub(crate) fn new(
+        file: Arc<File>,
+        engine: EngineKind,
+        waits: bool,
+        direct: bool,
+    ) -> io::Result<Self> {
+        let blocking = Blocking {
+            file: Arc::clone(&file),
+            threads: None,
+            reads: waits,
+            writes: waits,
+            direct,
+            off: engine == EngineKind::Threads,
+            again: Vec::new(),
+        };
         let engine = match engine {
             EngineKind::Uring => Engine::Uring(Uring::new(file, 2 * COMPLETIONS)?),
             EngineKind::Threads => Engine::Threads(Threads::new(file)?),
         };
-        Ok(Self { engine, slots: Vec::new(), free: Vec::new(), busy: 0 })
+        Ok(Self { engine, slots: Vec::new(), free: Vec::new(), busy: 0, blocking })
+    }
+
+    /// Whether a call of this kind is for the threads beside io_uring.
+    fn is_for_threads(&mut self, kind: Kind) -> bool {
+        let waits = match kind {
+            Kind::Read => self.blocking.reads,
+            Kind::Write { .. } => self.blocking.writes,
+            Kind::Sync | Kind::Allocate { .. } => true,
+        };
+        waits && !self.blocking.off && self.has_threads()
+    }
+
+    /// Sees to it that there are threads beside io_uring.
+    fn has_threads(&mut self) -> bool {
+        let Engine::Uring(uring) = &self.engine else { return false };
+        if self.blocking.threads.is_none() {
+            let threads = Threads::new(Arc::clone(&self.blocking.file));
+            self.blocking.threads = threads.ok().filter(|it| uring.watch(it.fd()).is_ok());
+            self.blocking.off = self.blocking.threads.is_none();
+        }
+        self.blocking.threads.is_some()
+    }
+
+    /// Has threads make the calls that io_uring has given back.
+    fn try_again(&mut self) {
+        let mut again = std::mem::take(&mut self.blocking.again);
+        for index in again.drain(..) {
+            let slot = &mut self.slots[index as usize];
+            slot.nowait = false;
+            let id = Key { index, generation: slot.generation }.user_data();
+            let Slot { kind, offset, len, .. } = *slot;
+            let call = Prepared { id, kind, iovecs: &slot.iovecs, offset, len, nowait: false };
+            if let Some(threads) = &mut self.blocking.threads {
+                // SAFETY: as in `prepare`: the slot is busy still.
+                unsafe { threads.push(&call) };
+            }
+        }
+        self.blocking.again = again;
+        self.submit_blocking();
+    }
+
+    fn submit_blocking(&mut self) {
+        if let Some(threads) = &mut self.blocking.threads
+            && threads.prepared() != 0
+        {
+            threads.enter();
+        }
     }
 
     /// Puts a task and its data into a slot.
@@ -131,6 +222,10 @@ impl<T> Ring<T> {
                 data: Segments::new(),
                 own: None,
                 iovecs: Vec::new(),
+                kind: Kind::Sync,
+                offset: 0,
+                len: 0,
+                nowait: false,
             });
             index
         });
@@ -203,25 +298,41 @@ impl<T> Ring<T> {
         offset: u64,
         len: u64,
     ) -> bool {
-        let Some(slot) =
-            self.slots.get_mut(key.index as usize).filter(|s| s.generation == key.generation)
-        else {
-            return false;
-        };
+        let Some(slot) = self.slot(key) else { return false };
         assert!(!slot.busy, "a slot has one call at a time");
         let kind = slot.gather_for(call, skip, len);
-        let call = Prepared { id: key.user_data(), kind, iovecs: &slot.iovecs, offset, len };
+        let for_threads = self.is_for_threads(kind);
+        let nowait = match kind {
+            Kind::Read => self.blocking.direct,
+            // Direct writes to a regular file are one after the other in the kernel, and so never
+            // keep more than one worker; threads would only contend for its lock.
+            Kind::Write { .. } => !self.blocking.direct,
+            _ => false,
+        };
+        let nowait = nowait && !for_threads && !self.blocking.off;
+        let Some(slot) = self.slots.get_mut(key.index as usize) else { return false };
+        (slot.kind, slot.offset, slot.len, slot.nowait) = (kind, offset, len, nowait);
+        let id = key.user_data();
+        let call = Prepared { id, kind, iovecs: &slot.iovecs, offset, len, nowait };
         // SAFETY: the call points to memory that the slot holds (its iovecs, and the mappings
         // behind its data and own buffer). The slot is marked busy, and so neither changes nor
         // frees any of it before the call's completion has been collected; see the module's
         // documentation.
-        slot.busy = unsafe { with!(&mut self.engine, it => it.push(&call)) };
+        slot.busy = unsafe {
+            match self.blocking.threads.as_mut().filter(|_| for_threads) {
+                Some(threads) => threads.push(&call),
+                None => with!(&mut self.engine, it => it.push(&call)),
+            }
+        };
         self.busy += usize::from(slot.busy);
         slot.busy
     }
 
     /// Asks that the slot's call ends early.
     pub(crate) fn cancel(&mut self, key: Key) {
+        if let Some(threads) = &mut self.blocking.threads {
+            threads.cancel(key.user_data());
+        }
         with!(&mut self.engine, it => it.cancel(key.user_data()));
     }
 
@@ -233,6 +344,7 @@ impl<T> Ring<T> {
     /// Hands over everything that was prepared, in one go, which also brings in what has ended.
     /// Without anything prepared, no call.
     pub(crate) fn submit(&mut self) {
+        self.submit_blocking();
         with!(&mut self.engine, it => if it.prepared() != 0 { it.enter() });
     }
 
@@ -243,6 +355,7 @@ impl<T> Ring<T> {
     /// nothing. So it gets the first call at once, then one, two, four and so on: it has work for
     /// as long as the next are made ready, and a queue of n costs log n system calls.
     pub(crate) fn submit_in_time(&mut self) {
+        self.submit_blocking();
         let prepared = with!(&mut self.engine, it => it.prepared());
         if prepared != 0 && prepared >= self.busy.saturating_sub(prepared) {
             with!(&mut self.engine, it => it.enter());
@@ -252,20 +365,48 @@ impl<T> Ring<T> {
     /// Moves the completions of this moment to `into`: which slot, and the call's result (a
     /// negative error number, or the bytes that it moved).
     pub(crate) fn collect(&mut self, into: &mut Vec<(Key, i32)>) {
-        let Self { engine, slots, busy, .. } = self;
-        let each = |data, result| {
+        let Self { engine, slots, busy, blocking, .. } = self;
+        let Blocking { threads, reads, writes, again, .. } = blocking;
+        let mut each = |data: u64, result: i32| {
             let key = Key { index: data as u32, generation: (data >> 32) as u32 };
             if data != NO_SLOT
                 && let Some(slot) = slots.get_mut(key.index as usize)
                 && slot.generation == key.generation
                 && slot.busy
             {
+                if slot.nowait && matches!(-result, libc::EAGAIN | libc::EOPNOTSUPP) {
+                    if result == -libc::EOPNOTSUPP {
+                        let all = if slot.kind == Kind::Read { &mut *reads } else { &mut *writes };
+                        *all = true;
+                    }
+                    return again.push(key.index);
+                }
                 slot.busy = false;
                 *busy -= 1;
                 into.push((key, result));
             }
         };
+        if let Some(threads) = threads {
+            threads.collect(&mut each);
+        }
         with!(engine, it => it.collect(each));
+        if !self.blocking.again.is_empty() {
+            self.take_back(into);
+        }
+    }
+
+    /// io_uring has given calls back.
+    fn take_back(&mut self, into: &mut Vec<(Key, i32)>) {
+        if self.has_threads() {
+            return self.try_again();
+        }
+        // They are repeated, and the kernel's workers have to do.
+        for index in std::mem::take(&mut self.blocking.again) {
+            let slot = &mut self.slots[index as usize];
+            slot.busy = false;
+            self.busy -= 1;
+            into.push((Key { index, generation: slot.generation }, -libc::EAGAIN));
+        }
     }
 
     /// Makes the descriptor readable from any thread. Whoever expects that calls
@@ -366,7 +507,14 @@ impl<T> Drop for Ring<T> {
             if self.busy == 0 {
                 break;
             }
-            if let Err(Stuck) = with!(&mut self.engine, it => it.wait()) {
+            if self.blocking.threads.is_some() {
+                // Either may be first.
+                let fd = self.fd();
+                let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+                let pause = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+                let _ = poll(&mut fds, Some(&pause));
+                self.submit();
+            } else if let Err(Stuck) = with!(&mut self.engine, it => it.wait()) {
                 // Rather than free memory under the kernel, keep that memory for good.
                 std::mem::forget(std::mem::take(&mut self.slots));
                 return;
@@ -388,7 +536,7 @@ mod tests {
         // Of an empty pipe, which never answers.
         let (reader, _writer) = rustix::pipe::pipe().unwrap();
         let mut ring: Ring<()> =
-            Ring::new(Arc::new(File::from(reader)), EngineKind::Uring).unwrap();
+            Ring::new(Arc::new(File::from(reader)), EngineKind::Uring, false, false).unwrap();
         let bytes = Mapping::anonymous(4096).unwrap().bytes();
         let calls: Vec<usize> = (1..=64)
             .filter(|_| {

@@ -94,7 +94,7 @@ impl Threads {
     /// The list of pieces, and the memory that it names, stay until the call's completion was
     /// collected.
     pub(super) unsafe fn push(&mut self, call: &Prepared<'_>) -> bool {
-        let Prepared { id, kind, iovecs, offset, len } = *call;
+        let Prepared { id, kind, iovecs, offset, len, .. } = *call;
         let count = i32::try_from(iovecs.len()).unwrap_or(0);
         self.prepared.push(Job { id, kind, iovecs: iovecs.as_ptr(), count, offset, len });
         true
@@ -313,7 +313,7 @@ mod tests {
     }
 
     fn sync(threads: &mut Threads, id: u64) {
-        let call = Prepared { id, kind: Kind::Sync, iovecs: &[], offset: 0, len: 0 };
+        let call = Prepared { id, kind: Kind::Sync, iovecs: &[], offset: 0, len: 0, nowait: false };
         // SAFETY: it has no memory.
         assert!(unsafe { threads.push(&call) });
     }

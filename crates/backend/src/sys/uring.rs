@@ -103,6 +103,12 @@ impl Uring {
         self.alarm.ring_in(PAUSE);
     }
 
+    /// Makes the descriptor readable whenever `fd` is, too.
+    pub(super) fn watch(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        let data = epoll::EventData::new_u64(0);
+        Ok(epoll::add(&self.wakes, fd, data, epoll::EventFlags::IN)?)
+    }
+
     pub(super) fn alarm(&self) -> &Arc<Alarm> {
         &self.alarm
     }
@@ -168,7 +174,7 @@ impl Uring {
 
 /// A file, by its number or by its place in the ring's table.
 trait Target {
-    fn read(self, iovecs: &[libc::iovec], offset: u64) -> Entry;
+    fn read(self, iovecs: &[libc::iovec], offset: u64, flags: i32) -> Entry;
     fn write(self, iovecs: &[libc::iovec], offset: u64, flags: i32) -> Entry;
     fn sync(self) -> Entry;
     fn fallocate(self, mode: i32, offset: u64, len: u64) -> Entry;
@@ -176,9 +182,10 @@ trait Target {
 
 fn entry(call: &Prepared<'_>, file: impl Target) -> Entry {
     let Prepared { iovecs, offset, len, .. } = *call;
+    let nowait = if call.nowait { libc::RWF_NOWAIT } else { 0 };
     match call.kind {
-        Kind::Read => file.read(iovecs, offset),
-        Kind::Write { flags } => file.write(iovecs, offset, flags),
+        Kind::Read => file.read(iovecs, offset, nowait),
+        Kind::Write { flags } => file.write(iovecs, offset, flags | nowait),
         Kind::Sync => file.sync(),
         Kind::Allocate { mode } => file.fallocate(mode, offset, len),
     }
@@ -187,15 +194,17 @@ fn entry(call: &Prepared<'_>, file: impl Target) -> Entry {
 macro_rules! target {
     ($kind:ty) => {
         impl Target for $kind {
-            fn read(self, iovecs: &[libc::iovec], offset: u64) -> Entry {
+            fn read(self, iovecs: &[libc::iovec], offset: u64, flags: i32) -> Entry {
                 // One piece needs no list, and saves the kernel a copy of it.
                 if let [one] = iovecs {
                     return opcode::Read::new(self, one.iov_base.cast(), one.iov_len as u32)
                         .offset(offset)
+                        .rw_flags(flags)
                         .build();
                 }
                 opcode::Readv::new(self, iovecs.as_ptr(), iovecs.len() as u32)
                     .offset(offset)
+                    .rw_flags(flags)
                     .build()
             }
             fn write(self, iovecs: &[libc::iovec], offset: u64, flags: i32) -> Entry {

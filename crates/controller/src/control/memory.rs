@@ -8,6 +8,9 @@ use std::sync::Arc;
 /// The host's memory, and who waits for the end of what was unmapped.
 pub(super) struct HostMemory {
     space: DmaSpace,
+    /// The controller may use it.
+    enabled: bool,
+    nothing: Arc<DmaTable>,
     /// The buffers of Doorbell Buffer Config: Shadow Doorbell and EventIdx.
     pub(super) shadow: Option<(u64, u64)>,
     /// By ticket.
@@ -20,14 +23,26 @@ impl HostMemory {
     pub(super) fn new(peer: u32) -> Self {
         Self {
             space: DmaSpace::of_peer(peer),
+            enabled: true,
+            nothing: Arc::default(),
             shadow: None,
             releases: BTreeMap::new(),
             next_ticket: 0,
         }
     }
 
+    /// What the controller may use now.
     pub(super) fn table(&self) -> &Arc<DmaTable> {
+        if self.enabled { self.space.table() } else { &self.nothing }
+    }
+
+    /// What it may use if it may use memory at all.
+    pub(super) fn all(&self) -> &Arc<DmaTable> {
         self.space.table()
+    }
+
+    pub(super) fn enable(&mut self, enabled: bool) {
+        self.enabled = enabled;
     }
 
     pub(super) fn map(

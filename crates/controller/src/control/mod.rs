@@ -39,7 +39,7 @@ use io_queues::{IoQueues, ended};
 use memory::HostMemory;
 use registers::{Effect, Registers};
 use reset::{Lifecycle, Phase, ShutdownFlush, Waiter};
-use shadowbell_memory::{DmaError, SharedBytes};
+use shadowbell_memory::{DmaError, DmaTable, SharedBytes};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::regs::{self, Cc, Csts, DoorbellKind};
@@ -385,6 +385,25 @@ impl Control {
     pub(crate) fn unmap_all(&mut self, cx: &Context, done: Callback, deferred: &mut Deferred) {
         self.memory.unmap_all();
         self.release_memory(cx, done, deferred);
+    }
+
+    /// Lets the controller use the host's memory; [`publish_table`](Self::publish_table) has to
+    /// follow.
+    pub(crate) fn enable_memory(&mut self) {
+        self.memory.enable(true);
+    }
+
+    /// Lets it use none, whatever is mapped; `done` is called when it does not any more.
+    pub(crate) fn disable_memory(&mut self, cx: &Context, done: Callback) -> Deferred {
+        self.memory.enable(false);
+        let mut deferred = Deferred::default();
+        self.release_memory(cx, done, &mut deferred);
+        deferred
+    }
+
+    /// Everything that is mapped.
+    pub(crate) fn mapped(&self) -> &Arc<DmaTable> {
+        self.memory.all()
     }
 
     fn release_memory(&mut self, cx: &Context, done: Callback, deferred: &mut Deferred) {

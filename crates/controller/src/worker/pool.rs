@@ -40,6 +40,10 @@ struct Workers {
 /// is started when it is claimed first.
 const CLAIMABLE: usize = 64;
 
+/// The most workers that controllers can share: all are counted in a byte, with those that can be
+/// claimed.
+pub const MAX_WORKERS: usize = u8::MAX as usize - 1 - CLAIMABLE;
+
 struct Handle {
     mailbox: Arc<Mailbox>,
     /// Queues that it serves, for placing the next one.
@@ -76,7 +80,7 @@ impl Handle {
 /// How many workers, and how they wait.
 #[derive(Clone, Debug, Default)]
 pub struct PoolOptions {
-    /// Threads; 0 means one for every two processors, at least one.
+    /// Threads, [`MAX_WORKERS`] at most; 0 means one for every two processors, at least one.
     pub workers: usize,
     /// When they sleep.
     pub polling: Polling,
@@ -92,7 +96,7 @@ impl Pool {
     pub fn start(options: &PoolOptions) -> io::Result<Self> {
         let count = match options.workers {
             0 => std::thread::available_parallelism().map_or(1, |n| n.get() / 2).max(1),
-            n => n.min(usize::from(u8::MAX) - 1 - CLAIMABLE),
+            n => n.min(MAX_WORKERS),
         };
         let mut handles: Vec<OnceLock<Handle>> = Vec::with_capacity(count + CLAIMABLE);
         for index in 0..count {

@@ -1,10 +1,10 @@
 //! A controller behind a vfio-user socket.
 
 use super::interface::{Transport, TransportError};
-use ::shadowbell_vfio_user::client::{Client, ClientError, Options, Share};
-use ::shadowbell_vfio_user::device::{DmaUnmap, IoFds, irq, region};
+use ::shadowbell_vfio_user::client::{Client, ClientError, ClientIoFds, Options, Share};
+use ::shadowbell_vfio_user::device::{DmaUnmap, irq, region};
 use parking_lot::Mutex;
-use shadowbell_memory::{EventFd, Mapping, Protection, SharedBytes};
+use shadowbell_memory::{EventFd, Mapping, PeerDescriptor, Protection, SharedBytes, Signals};
 use shadowbell_spec::{pci, regs};
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
@@ -91,7 +91,7 @@ impl VfioUser {
             })
             .map(|area| {
                 let mapping =
-                    Mapping::from_fd(&area.fd, area.fd_offset, area.len, Protection::ReadWrite)
+                    Mapping::from_fd(&*area.fd, area.fd_offset, area.len, Protection::ReadWrite)
                         .map_err(|e| other("mapping the doorbells", e.to_string()))?;
                 let skip = usize::try_from(regs::DOORBELLS - area.offset).ok();
                 skip.and_then(|skip| mapping.bytes().slice(skip, mapping.len().checked_sub(skip)?))
@@ -224,14 +224,15 @@ impl Transport for VfioUser {
 
     fn doorbell_events(&self, offsets: [u64; 2]) -> Result<[Option<EventFd>; 2], TransportError> {
         const DOING: &str = "asking for descriptors for doorbells";
-        let IoFds { events, areas } = match self.client.region_io_fds(region::BAR0) {
+        let ClientIoFds { events, areas } = match self.client.region_io_fds(region::BAR0) {
             Ok(found) => found,
             Err(ClientError::Refused { .. }) => return Ok([None, None]),
             Err(error) => return Err(self.failed(DOING, error)),
         };
         let of = |offset| {
             let (_, event) = areas.iter().find(|(area, _)| area.offset == offset)?;
-            let event = events.get(*event)?.try_clone().and_then(EventFd::from_fd);
+            let fd: PeerDescriptor = Arc::clone(events.get(*event)?) as _;
+            let event = EventFd::of_peer(fd, &Signals::default());
             event.inspect_err(|error| tracing::debug!("{DOING}: {error}")).ok()
         };
         Ok(offsets.map(of))

@@ -13,7 +13,7 @@ use shadowbell_driver::{
     TransportError, VfioUser,
 };
 use shadowbell_memory::{EventFd, Mapping, Protection};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -132,16 +132,21 @@ impl Device for Served {
             }
         }
         for (vector, fd) in (request.start..).zip(fds) {
-            self.fake.set_irq(vector, Some(&EventFd::from_fd(fd).unwrap())).unwrap();
+            self.fake
+                .set_irq(
+                    vector,
+                    Some(&EventFd::of_peer(Arc::new(fd), &Default::default()).unwrap()),
+                )
+                .unwrap();
         }
         Ok(())
     }
 
     fn dma_map(&mut self, map: DmaMap) -> Result<(), Errno> {
         let fd = map.fd.ok_or(Errno::OPNOTSUPP)?;
-        self.board.lock().unwrap().memory.push(fd.try_clone().unwrap());
+        self.board.lock().unwrap().memory.push(fd.as_fd().try_clone_to_owned().unwrap());
         let protection = if map.writable { Protection::ReadWrite } else { Protection::Read };
-        let mapping = Mapping::from_fd(fd, map.fd_offset, map.len, protection).unwrap();
+        let mapping = Mapping::from_fd(&fd, map.fd_offset, map.len, protection).unwrap();
         self.fake.with(|state| state.dma.map(map.iova, map.len, &mapping.bytes())).unwrap();
         Ok(())
     }

@@ -74,7 +74,8 @@ impl Device for Function {
             }
         }
         for (vector, fd) in (request.start..).zip(fds) {
-            let event = EventFd::from_fd(fd).map_err(|_| Errno::BADF)?;
+            let event = EventFd::of_peer(std::sync::Arc::new(fd), &Default::default())
+                .map_err(|_| Errno::BADF)?;
             self.controller.set_interrupt(vector as usize, Some(event));
         }
         Ok(())
@@ -82,7 +83,7 @@ impl Device for Function {
 
     fn dma_map(&mut self, map: DmaMap) -> Result<(), Errno> {
         let fd = map.fd.ok_or(Errno::OPNOTSUPP)?;
-        let mapping = Mapping::from_fd(fd, map.fd_offset, map.len, Protection::ReadWrite);
+        let mapping = Mapping::from_fd(&fd, map.fd_offset, map.len, Protection::ReadWrite);
         let bytes = mapping.map_err(|_| Errno::INVAL)?.bytes();
         self.controller.map_dma(map.iova, map.len, &bytes).map_err(|_| Errno::INVAL)
     }

@@ -8,6 +8,7 @@
 //! sent.
 
 use super::answers::{Answer, Answers, Sent};
+use super::clients::NewClient;
 use super::handshake::{ALLOCATION_CONTEXT, Agreed};
 use super::negotiate::negotiate;
 use super::reply::Head;
@@ -69,13 +70,16 @@ struct Connection<F> {
 /// Serves the client at the other end of `socket`, until it leaves or [`ServerShared::is_ending`].
 pub(super) fn serve(
     socket: OwnedFd,
+    new: NewClient,
     disk: BlockDevice,
     shared: &Arc<ServerShared>,
 ) -> Result<(), ConnectionError> {
     let mut io = IoThread::new(&disk, SLOTS).map_err(ConnectionError::Event)?;
     let mut socket = ClientSocket::new(socket, &io)?;
     let _registered = shared.register(io.waker().map_err(ConnectionError::Event)?);
-    let Some(agreed) = negotiate(&mut socket, &mut io, shared)? else { return Ok(()) };
+    let outcome = negotiate(&mut socket, &mut io, shared, new.peer)?;
+    let Some((agreed, _place)) = outcome else { return Ok(()) };
+    drop(new);
     let mut connection = Connection {
         socket,
         disk,

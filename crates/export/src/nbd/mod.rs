@@ -26,6 +26,7 @@
 
 mod address;
 mod answers;
+mod clients;
 mod connection;
 pub mod handshake;
 mod negotiate;

@@ -1,5 +1,6 @@
 //! The handshake with a client, over its socket.
 
+use super::clients::{Peer, Place};
 use super::handshake::{Agreed, Handshake, Step};
 use super::shared::ServerShared;
 use super::socket::{ClientSocket, ConnectionError, NEGOTIATION_TIMEOUT};
@@ -10,16 +11,18 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What was agreed on; nothing if the client left.
+/// What was agreed on, and the client's place; nothing if the client left.
 pub(super) fn negotiate<F: Future>(
     socket: &mut ClientSocket,
     io: &mut IoThread<F>,
     shared: &ServerShared,
-) -> Result<Option<Agreed>, ConnectionError> {
+    peer: Peer,
+) -> Result<Option<(Agreed, Place)>, ConnectionError> {
     let deadline = Instant::now() + NEGOTIATION_TIMEOUT;
     let mut handshake = Handshake::new(Arc::clone(&shared.export));
     let mut out = Handshake::greeting();
     let mut over: Option<Step> = None;
+    let mut place = None;
     loop {
         let sent = match rustix::net::send(&*socket, &out, SendFlags::NOSIGNAL) {
             Ok(sent) => sent,
@@ -38,7 +41,7 @@ pub(super) fn negotiate<F: Future>(
         }
         if out.is_empty() {
             match over {
-                Some(Step::Transmission(agreed)) => return Ok(Some(agreed)),
+                Some(Step::Transmission(agreed)) => return Ok(place.map(|place| (agreed, place))),
                 Some(Step::Over(None)) => return Ok(None),
                 Some(Step::Over(Some(why))) => return Err(ConnectionError::Protocol(why)),
                 _ => {}
@@ -49,6 +52,10 @@ pub(super) fn negotiate<F: Future>(
                 Step::More if used > 0 => continue,
                 Step::More => {}
                 step => {
+                    // Before it is told yes.
+                    if matches!(step, Step::Transmission(_)) {
+                        place = Some(shared.agreed.take(peer).ok_or(ConnectionError::TooMany)?);
+                    }
                     over = Some(step);
                     continue;
                 }

@@ -1,6 +1,7 @@
 //! A socket, and the clients that come to it.
 
 use super::address::Address;
+use super::clients::{Clients, NewClient, Peer};
 use super::connection;
 use super::handshake::Export;
 use super::shared::{Registered, ServerShared};
@@ -29,7 +30,9 @@ pub struct Options {
     pub name: String,
     /// A line about it.
     pub description: String,
-    /// The most clients at a time. Further ones are sent away.
+    /// The most clients at a time, of which a peer (a user of this machine, or an address) has
+    /// three quarters at most. Further ones are sent away. One that has not agreed with the server
+    /// on anything is not counted, and has to make room for the next.
     pub max_clients: usize,
 }
 
@@ -124,7 +127,7 @@ impl Server {
             preferred: geometry.block_size.max(4096),
             flags,
         };
-        let shared = Arc::new(ServerShared::new(export));
+        let shared = Arc::new(ServerShared::new(export, options.max_clients));
         let event = EventFd::new().map_err(StartError::System)?;
         let waker = event.try_clone().map_err(StartError::System)?;
         let registered = shared.register(waker);
@@ -133,8 +136,7 @@ impl Server {
             event,
             disk,
             shared: Arc::clone(&shared),
-            max: options.max_clients.max(1),
-            clients: Vec::new(),
+            clients: Clients::default(),
             count: 0,
             _registered: registered,
         };
@@ -201,8 +203,7 @@ struct Accept {
     event: EventFd,
     disk: BlockDevice,
     shared: Arc<ServerShared>,
-    max: usize,
-    clients: Vec<JoinHandle<()>>,
+    clients: Clients,
     count: usize,
     _registered: Registered,
 }
@@ -229,17 +230,24 @@ impl Accept {
         // No new client comes in; the socket's file goes away at once.
         let Self { listener, clients, .. } = self;
         drop(listener);
-        for client in clients {
-            let _ = client.join();
-        }
+        clients.join();
     }
 
     fn admit(&mut self, socket: OwnedFd) {
-        self.clients.retain(|client| !client.is_finished());
-        if self.clients.len() >= self.max {
-            tracing::warn!("{} clients are here, and no more are let in", self.clients.len());
+        let peer = Peer::of(socket.as_fd());
+        if self.shared.agreed.is_full(peer) {
+            self.shared.log.warn("as many clients are here as may be, and no more are let in");
             return;
         }
+        self.clients.make_room();
+        let again = match rustix::io::fcntl_dupfd_cloexec(&socket, 0) {
+            Ok(again) => again,
+            Err(errno) => {
+                self.shared.log.warn(format_args!("a client could not be let in: {errno}"));
+                return;
+            }
+        };
+        let new = NewClient::new(peer, again);
         if matches!(self.listener, Listener::Tcp(_)) {
             // Answers are sent in batches already.
             let _ = rustix::net::sockopt::set_tcp_nodelay(&socket, true);
@@ -248,16 +256,18 @@ impl Accept {
         self.count = self.count.wrapping_add(1);
         let disk = self.disk.on_queue(number);
         let shared = Arc::clone(&self.shared);
-        let spawned = std::thread::Builder::new().name(format!("nbd-{number}")).spawn(move || {
-            tracing::debug!(client = number, "connected");
-            match connection::serve(socket, disk, &shared) {
-                Ok(()) => tracing::debug!(client = number, "gone"),
-                Err(why) => tracing::warn!(client = number, "{why}"),
-            }
+        let added = self.clients.add(new, |new| {
+            let thread = std::thread::Builder::new().name(format!("nbd-{number}"));
+            thread.spawn(move || {
+                tracing::debug!(client = number, "connected");
+                match connection::serve(socket, new, disk, &shared) {
+                    Ok(()) => tracing::debug!(client = number, "gone"),
+                    Err(why) => shared.log.warn(format_args!("client {number}: {why}")),
+                }
+            })
         });
-        match spawned {
-            Ok(client) => self.clients.push(client),
-            Err(error) => tracing::warn!("a client could not be let in: {error}"),
+        if let Err(error) = added {
+            self.shared.log.warn(format_args!("a client could not be let in: {error}"));
         }
     }
 }

@@ -1,10 +1,12 @@
 //! What a server and its connections share.
 
+use super::clients::Agreed;
 use super::handshake::Export;
 use crate::failures::FailureCount;
 use parking_lot::Mutex;
 use shadowbell_block::BlockError;
 use shadowbell_memory::EventFd;
+use shadowbell_vfio_user::LogLimit;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,6 +18,9 @@ pub(super) struct ServerShared {
     wakers: Mutex<BTreeMap<u64, EventFd>>,
     next: AtomicU64,
     pub(super) failures: FailureCount,
+    pub(super) agreed: Arc<Agreed>,
+    /// Warnings that clients cause.
+    pub(super) log: LogLimit,
 }
 
 /// Takes a thread's waker away when the thread ends.
@@ -31,13 +36,16 @@ impl Drop for Registered {
 }
 
 impl ServerShared {
-    pub(super) fn new(export: Export) -> Self {
+    /// For at most so many clients at a time.
+    pub(super) fn new(export: Export, most: usize) -> Self {
         Self {
             export: Arc::new(export),
             ending: AtomicBool::new(false),
             wakers: Mutex::default(),
             next: AtomicU64::new(0),
             failures: FailureCount::default(),
+            agreed: Agreed::new(most),
+            log: LogLimit::default(),
         }
     }
 

@@ -29,6 +29,8 @@ pub(super) enum ConnectionError {
     Socket(Errno),
     #[error("the client did not say what it wants within {} s", NEGOTIATION_TIMEOUT.as_secs())]
     Slow,
+    #[error("as many clients are here as may be")]
+    TooMany,
     #[error("the client did not take its answers within {} s", DRAIN_TIMEOUT.as_secs())]
     Stuck,
     #[error("the system has no event descriptor left: {0}")]

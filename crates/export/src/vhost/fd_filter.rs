@@ -10,10 +10,10 @@
 use rustix::cmsg_space;
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use shadowbell_vfio_user::descriptor::{Channel, Descriptor};
+use shadowbell_vfio_user::descriptor::{Channel, Descriptor, PeerFd};
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -105,7 +105,7 @@ fn fill(
 }
 
 /// The descriptors that may come with a request.
-fn allowed(request: u32, fds: Vec<Descriptor>) -> Result<Vec<OwnedFd>, Refusal> {
+fn allowed(request: u32, fds: Vec<Descriptor>) -> Result<Vec<PeerFd>, Refusal> {
     if fds.len() > MAX_FDS {
         return Err(Refusal::Descriptors);
     }
@@ -114,9 +114,7 @@ fn allowed(request: u32, fds: Vec<Descriptor>) -> Result<Vec<OwnedFd>, Refusal> 
         return Ok(Vec::new());
     }
     let fds = fds.into_iter().map(|fd| match (request, fd) {
-        (request::SET_MEM_TABLE | request::ADD_MEM_REG, Descriptor::Memory(file)) => {
-            Ok(file.keep())
-        }
+        (request::SET_MEM_TABLE | request::ADD_MEM_REG, Descriptor::Memory(file)) => Ok(file),
         (
             request::SET_VRING_KICK | request::SET_VRING_CALL | request::SET_VRING_ERR,
             Descriptor::Event(fd),
@@ -126,7 +124,7 @@ fn allowed(request: u32, fds: Vec<Descriptor>) -> Result<Vec<OwnedFd>, Refusal> 
     fds.collect()
 }
 
-fn send(daemon: &UnixStream, bytes: &[u8], fds: &[OwnedFd]) -> Result<(), Errno> {
+fn send(daemon: &UnixStream, bytes: &[u8], fds: &[PeerFd]) -> Result<(), Errno> {
     let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = SendAncillaryBuffer::new(&mut space);

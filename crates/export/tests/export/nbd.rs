@@ -438,6 +438,21 @@ fn clients_that_leave_in_the_middle_leave_nothing_behind() {
     rig.end();
 }
 
+/// Who says nothing keeps nobody out, and whoever has agreed stays.
+#[test]
+fn silent_clients_make_room() {
+    let rig = rig();
+    let mut first = rig.client();
+    let silent: Vec<_> = (0..150).map(|_| Client::greeted(&rig.socket())).collect();
+    let mut last = rig.client();
+    for client in [&mut first, &mut last] {
+        assert_eq!(client.run(command::READ, 0, 0, 512, b"").error, 0);
+    }
+    drop(silent);
+    drop((first, last));
+    rig.end();
+}
+
 #[test]
 fn more_clients_than_there_may_be_are_sent_away() {
     let mut options = Options::default();

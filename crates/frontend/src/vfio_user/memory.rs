@@ -1,14 +1,16 @@
 //! The client's memory, and when the controller may use it.
 
-use super::files::{Bytes, Files, Released};
+use super::files::Files;
 use parking_lot::Mutex;
 use shadowbell_controller::Controller;
-use shadowbell_memory::{DmaError, Protection};
+use shadowbell_memory::{DmaError, DmaTable, Protection, SharedBytes};
 use shadowbell_vfio_user::Errno;
+use shadowbell_vfio_user::LogLimit;
+use shadowbell_vfio_user::descriptor::Closer;
 use shadowbell_vfio_user::device::{DmaMap, Done};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use tracing::{debug, warn};
+use tracing::debug;
 
 /// Most ranges that a client may share. A machine has a few dozen; with an emulated IOMMU a guest's
 /// kernel shares page by page. As many as VFIO's own IOMMU driver takes.
@@ -21,12 +23,32 @@ const PAGE: u64 = 4096;
 struct Range {
     len: u64,
     /// Its bytes; `None` if it came without a descriptor, so that it can not be mapped.
-    bytes: Option<Bytes>,
+    bytes: Option<SharedBytes>,
 }
 
 impl Range {
     fn last(&self, iova: u64) -> u64 {
         iova.saturating_add(self.len - 1)
+    }
+}
+
+/// So many ranges are let go of in no time.
+const FEW: usize = 256;
+
+/// Memory that the client took back, and the map that it was in. What is left of it is unmapped by
+/// the client's [`Closer`]; but letting go of tens of thousands of ranges takes a while, too.
+pub(super) struct Released {
+    ranges: BTreeMap<u64, Range>,
+    table: Option<Arc<DmaTable>>,
+    closer: Option<Arc<Closer>>,
+}
+
+impl Drop for Released {
+    fn drop(&mut self) {
+        if let Some(closer) = self.closer.take().filter(|_| self.ranges.len() > FEW) {
+            let ranges = std::mem::take(&mut self.ranges);
+            closer.drop_later(Box::new((ranges, self.table.take())));
+        }
     }
 }
 
@@ -37,27 +59,40 @@ pub(super) struct Memory {
     files: Files,
     /// The controller may use all ranges that can be mapped.
     is_granted: bool,
+    /// Ranges were added of which the controller does not know yet.
+    is_unsettled: bool,
+    closer: Option<Arc<Closer>>,
+    log: LogLimit,
 }
 
 impl Memory {
     pub(super) fn new(controller: Controller) -> Self {
-        Self { controller, ranges: BTreeMap::new(), files: Files::default(), is_granted: false }
-    }
-
-    /// The client shares a range.
-    pub(super) fn map(&mut self, map: DmaMap) -> Result<(), Errno> {
-        let outcome = self.try_map(&map);
-        if let Some(fd) = map.fd.filter(|_| outcome.is_err()) {
-            // Nobody else may have it.
-            shadowbell_vfio_user::descriptor::close_file(fd);
+        controller.disable_dma(|| ());
+        Self {
+            controller,
+            ranges: BTreeMap::new(),
+            files: Files::default(),
+            is_granted: false,
+            is_unsettled: false,
+            closer: None,
+            log: LogLimit::default(),
         }
-        outcome
     }
 
-    fn try_map(&mut self, map: &DmaMap) -> Result<(), Errno> {
-        let DmaMap { iova, len, readable, writable, ref fd, fd_offset } = *map;
+    /// The controller may use everything that was mapped up to here.
+    pub(super) fn settle(&mut self) {
+        if std::mem::take(&mut self.is_unsettled) && self.is_granted {
+            self.controller.settle_dma();
+        }
+    }
+
+    /// The client shares a range; [`settle`](Self::settle) has to follow.
+    pub(super) fn map(&mut self, map: DmaMap) -> Result<(), Errno> {
+        let DmaMap { iova, len, readable, writable, fd, fd_offset } = map;
         if self.ranges.len() >= MAX_RANGES as usize {
-            warn!("a client shares more than {MAX_RANGES} ranges of memory, which is refused");
+            self.log.warn(format_args!(
+                "a client shares more than {MAX_RANGES} ranges of memory, which is refused"
+            ));
             return Err(Errno::NOSPC);
         }
         let Some(last) = len.checked_sub(1).and_then(|len| iova.checked_add(len)) else {
@@ -66,7 +101,9 @@ impl Memory {
         // As every IOMMU has it. What is aligned in the client's addresses, such as a queue, would
         // otherwise not be aligned in ours.
         if !iova.is_multiple_of(PAGE) {
-            warn!("a client shares memory at IOVA {iova:#x}, which is no multiple of {PAGE}");
+            self.log.warn(format_args!(
+                "a client shares memory at IOVA {iova:#x}, which is no multiple of {PAGE}"
+            ));
             return Err(Errno::INVAL);
         }
         let below = self.ranges.range(..=last).next_back();
@@ -84,15 +121,19 @@ impl Memory {
                 None
             }
             Some(fd) => {
-                let bytes = self.files.map(fd, fd_offset, len, protection);
+                self.closer = Some(Arc::clone(fd.closer()));
+                let bytes = self.files.map(&Arc::new(fd), fd_offset, len, protection);
                 Some(bytes.map_err(|error| {
-                    warn!("memory that the client shares at IOVA {iova:#x}: {error}");
+                    self.log.warn(format_args!(
+                        "memory that the client shares at IOVA {iova:#x}: {error}"
+                    ));
                     error.errno()
                 })?)
             }
         };
-        if let Some(bytes) = bytes.as_ref().filter(|_| self.is_granted) {
-            self.controller.map_dma(iova, len, bytes.shared()).map_err(|error| errno(&error))?;
+        if let Some(bytes) = &bytes {
+            self.controller.add_dma(iova, len, bytes).map_err(|error| errno(&error))?;
+            self.is_unsettled = true;
         }
         self.ranges.insert(iova, Range { len, bytes });
         Ok(())
@@ -115,9 +156,18 @@ impl Memory {
         if inside.is_empty() {
             return done.complete(Err(Errno::NOENT));
         }
-        let removed = inside.iter().filter_map(|start| self.ranges.remove(start));
-        let released: Released = removed.filter_map(|range| range.bytes).collect();
-        if released.is_empty() || !self.is_granted {
+        let ranges = if inside.len() <= FEW {
+            inside.iter().filter_map(|start| self.ranges.remove_entry(start)).collect()
+        } else {
+            // One by one would take a while.
+            let mut removed = self.ranges.split_off(&iova);
+            if let Some(after) = last.checked_add(1) {
+                self.ranges.append(&mut removed.split_off(&after));
+            }
+            removed
+        };
+        let released = self.release(ranges);
+        if released.ranges.values().all(|range| range.bytes.is_none()) {
             return done.ok();
         }
         let shared = share(done);
@@ -129,6 +179,11 @@ impl Memory {
         if let Err(error) = self.controller.unmap_dma(iova, len, gone) {
             shared(Err(errno(&error)));
         }
+    }
+
+    fn release(&self, ranges: BTreeMap<u64, Range>) -> Released {
+        let table = (ranges.len() > FEW).then(|| self.controller.dma_table());
+        Released { ranges, table, closer: self.closer.clone() }
     }
 
     /// The client takes everything back.
@@ -149,7 +204,9 @@ impl Memory {
     }
 
     fn take_ranges(&mut self) -> Released {
-        std::mem::take(&mut self.ranges).into_values().filter_map(|range| range.bytes).collect()
+        self.is_unsettled = false;
+        let ranges = std::mem::take(&mut self.ranges);
+        self.release(ranges)
     }
 
     pub(super) fn is_granted(&self) -> bool {
@@ -158,16 +215,10 @@ impl Memory {
 
     /// Lets the controller use the memory.
     pub(super) fn grant(&mut self) {
-        if std::mem::replace(&mut self.is_granted, true) {
-            return;
+        if !std::mem::replace(&mut self.is_granted, true) {
+            self.is_unsettled = false;
+            self.controller.enable_dma();
         }
-        let ranges = self.ranges.iter().filter_map(|(iova, range)| {
-            let bytes = range.bytes.as_ref()?;
-            Some((*iova, range.len, bytes.shared()))
-        });
-        self.controller.map_dma_all(ranges, |iova, error| {
-            warn!("memory at IOVA {iova:#x} can not be used: {error}");
-        });
     }
 
     /// Takes the memory away from the controller: `done` when nothing touches it.
@@ -175,12 +226,12 @@ impl Memory {
         self.revoke_later()(done);
     }
 
-    /// What takes the memory away from the controller when it is called. From now on, ranges that
-    /// the client shares are not mapped for the controller any more.
+    /// What takes the memory away from the controller when it is called. (Until then the controller
+    /// may also get what is shared meanwhile.)
     pub(super) fn revoke_later(&mut self) -> impl FnOnce(Done) + Send + 'static {
         self.is_granted = false;
         let controller = self.controller.clone();
-        move |done| controller.unmap_all(move || done.ok())
+        move |done| controller.disable_dma(move || done.ok())
     }
 
     /// Whether the client shared memory, and none of it can be mapped.
@@ -194,7 +245,7 @@ impl Memory {
         let Some(bytes) = &range.bytes else { return false };
         let Ok(offset) = usize::try_from(iova - start) else { return false };
         let mut copy = vec![0xff; len];
-        bytes.shared().read_into(offset, &mut copy).is_some() && copy.iter().all(|byte| *byte == 0)
+        bytes.read_into(offset, &mut copy).is_some() && copy.iter().all(|byte| *byte == 0)
     }
 }
 

@@ -38,16 +38,16 @@ use doorbell_source::{SocketDoorbells, WakingWrites};
 use memory::Memory;
 use shadowbell_controller::Controller;
 use shadowbell_controller::config::PCI_VENDOR_ID;
-use shadowbell_memory::EventFd;
+use shadowbell_memory::{EventFd, Signals};
 use shadowbell_spec::regs::{self, DOORBELLS};
 use shadowbell_vfio_user::device::{
     Area, Device, DmaMap, DmaUnmap, Done, IoFds, IrqAction, IrqData, IrqInfo, Later, Mapping, Peer,
     RegionInfo, SetIrqs, irq, region,
 };
 use shadowbell_vfio_user::pci::{CONFIG_SIZE, ConfigSpace, Effects, FunctionError, MsixTable};
-use shadowbell_vfio_user::{Errno, SharedSocket};
+use shadowbell_vfio_user::{Errno, LogLimit, SharedSocket};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use tracing::warn;
 
 /// What a client did, or has done wrong: for the device's owner to log or to count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,6 +79,9 @@ pub struct ControllerDevice {
     has_checked: bool,
     /// What the client's doorbell writes did.
     doorbell_writes: WakingWrites,
+    /// What it takes to signal what its clients have sent, one after the other.
+    signals: Signals,
+    log: LogLimit,
 }
 
 impl ControllerDevice {
@@ -98,6 +101,8 @@ impl ControllerDevice {
             has_reported: false,
             has_checked: false,
             doorbell_writes: WakingWrites::default(),
+            signals: Signals::default(),
+            log: LogLimit::default(),
         })
     }
 
@@ -176,11 +181,17 @@ impl Device for ControllerDevice {
             return Err(Errno::OPNOTSUPP);
         }
         let found = self.controller.doorbell_eventfds().map_err(|error| {
-            warn!("a client asked for descriptors for its doorbells: {error}");
+            self.log
+                .warn(format_args!("a client asked for descriptors for its doorbells: {error}"));
             Errno::MFILE
         })?;
         Ok(IoFds {
-            events: found.events.into_iter().map(Into::into).collect(),
+            events: found
+                .events
+                .into_iter()
+                .map(OwnedFd::try_from)
+                .collect::<Result<_, _>>()
+                .map_err(|_| Errno::MFILE)?,
             areas: found
                 .doorbells
                 .into_iter()
@@ -208,7 +219,10 @@ impl Device for ControllerDevice {
         self.msix.reset();
         let released = self.memory.clear();
         let handler = Arc::clone(&self.handler);
+        let controller = self.controller.clone();
         self.controller.disconnect(move || {
+            // Bus mastering is off for the next one.
+            controller.disable_dma(|| ());
             handler(ClientEvent::Detached);
             done.ok();
             drop(released);
@@ -236,6 +250,7 @@ impl Device for ControllerDevice {
         data: &[u8],
         later: &mut Later<'_>,
     ) -> Result<(), Errno> {
+        self.memory.settle();
         match index {
             region::BAR0 => {
                 pci::inside(offset, data.len(), BAR0_SIZE)?;
@@ -306,7 +321,10 @@ impl Device for ControllerDevice {
                 self.controller.set_interrupt(vector, None);
             }),
             IrqData::Eventfds(fds) => {
-                let events: Result<Vec<_>, _> = fds.into_iter().map(EventFd::from_fd).collect();
+                let events: Result<Vec<_>, _> = fds
+                    .into_iter()
+                    .map(|fd| EventFd::of_peer(Arc::new(fd), &self.signals))
+                    .collect();
                 // What is no eventfd is refused; running out of descriptors is no fault of theirs.
                 let errno = |e: std::io::Error| {
                     e.raw_os_error().map_or(Errno::BADF, Errno::from_raw_os_error)
@@ -328,6 +346,10 @@ impl Device for ControllerDevice {
             DmaUnmap::Range { iova, len } => self.memory.unmap(iova, len, done),
             DmaUnmap::All => self.memory.unmap_all(done),
         }
+    }
+
+    fn settle(&mut self) {
+        self.memory.settle();
     }
 
     fn reset(&mut self, done: Done) {

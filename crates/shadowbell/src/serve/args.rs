@@ -87,6 +87,10 @@ A configuration file:
   queue-entries = 1024
   max-transfer = \"1MiB\"
   read-only = false
+  worker = \"own\"                            # a thread for it alone; or a worker's number, from 0
+
+Guests of one process share its workers, which give each its part of their time. Whoever sells \
+virtual machines to strangers starts a process for each of them: then they share nothing here.
 
 Exit status:
   0  ended by a signal
@@ -164,6 +168,7 @@ impl Args {
                 controllers: vec![SocketConfig {
                     socket: self.socket.unwrap_or_default(),
                     controller: self.controller.config(self.disks),
+                    worker: None,
                     origin: None,
                 }],
                 pool: self.pool.options()?,

@@ -4,7 +4,8 @@
 //! at once, as far as the file can be understood, each with the number of its line.
 
 use super::server_config::{
-    MAX_POLL_US, MAX_WORKERS, Poll, ServerConfig, SocketConfig, TRACE_RECORDS, pool_options,
+    MAX_POLL_US, MAX_WORKERS, Poll, ServerConfig, SocketConfig, TRACE_RECORDS, WorkerChoice,
+    pool_options,
 };
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells};
 use crate::cpu_list;
@@ -50,6 +51,7 @@ struct ControllerTable {
     max_transfer: Option<Spanned<String>>,
     #[serde(default)]
     read_only: bool,
+    worker: Option<Spanned<WorkerChoice>>,
 }
 
 /// A disk: a string, or a table.
@@ -188,8 +190,19 @@ impl Check<'_> {
                     ),
                 ));
             }
+            let worker = table.worker.as_ref().map(|worker| *worker.get_ref());
+            if let (Some(value), Some(WorkerChoice::Shared(number))) = (&table.worker, worker)
+                && number >= pool.workers
+            {
+                let there_are = match pool.workers {
+                    0 => "how many there are depends on the machine: say `workers`".into(),
+                    count => format!("there are {count}, from 0"),
+                };
+                self.refuse(value, format!("`worker` is {number}, and {there_are}"));
+            }
             let line = self.line(&table.socket);
-            let served = SocketConfig { socket, controller: self.controller(table), origin };
+            let controller = self.controller(table);
+            let served = SocketConfig { socket, controller, worker, origin };
             if let Some(first) = sockets.insert(served.absolute_socket(), line) {
                 self.wrong.push((
                     line,

@@ -175,6 +175,12 @@ impl LogWriter {
                  anew. Look after its storage, and at the system's log, first",
                 disk.unwrap_or_default()
             ),
+            ServerEvent::Controller(Event::Isolated(took)) => warn!(
+                "{name}: serving this guest has held up others for {} ms at a time, so it has a \
+                 thread of its own from now on. Look at what it does; a process of its own keeps it \
+                 apart altogether",
+                took.as_millis()
+            ),
             ServerEvent::Controller(Event::Shutdown) => {
                 info!("{name}: the guest has shut the controller down")
             }

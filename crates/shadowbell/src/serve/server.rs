@@ -2,7 +2,7 @@
 
 use super::event::{EventQueue, ServerEvent};
 use super::flush::flush;
-use super::server_config::{ServerConfig, SocketConfig};
+use super::server_config::{ServerConfig, SocketConfig, WorkerChoice};
 use crate::controller_config::{ConfigureError, OfferedDoorbells};
 use crate::exit::bad_input;
 use anyhow::{Context, anyhow};
@@ -59,6 +59,11 @@ impl Server {
                 })),
             };
             let controller = Controller::new(controller_config, pool.clone(), carrier)?;
+            match served.worker {
+                None => {}
+                Some(WorkerChoice::Own(_)) => controller.isolate()?,
+                Some(WorkerChoice::Shared(worker)) => controller.pin_to(worker)?,
+            }
             let on_client_event: ClientEventHandler =
                 Arc::new(move |event| sender.send(ServerEvent::Client(event)));
             devices.push(ControllerDevice::new(controller.clone(), on_client_event)?);

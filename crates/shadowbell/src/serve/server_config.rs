@@ -6,8 +6,8 @@ use shadowbell_controller::{Polling, PoolOptions};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Workers that a process may have: the pool counts them in a byte.
-pub(super) const MAX_WORKERS: u16 = 254;
+/// Workers that a process may have.
+pub(super) const MAX_WORKERS: u16 = shadowbell_controller::MAX_WORKERS as u16;
 /// The longest that a worker polls for nothing, in microseconds: after a second it does not matter
 /// any more what a wakeup costs.
 pub(super) const MAX_POLL_US: u32 = 1_000_000;
@@ -36,6 +36,8 @@ pub(crate) struct SocketConfig {
     pub socket: PathBuf,
     /// What it is.
     pub controller: ControllerConfig,
+    /// Who serves it, if not any worker.
+    pub worker: Option<WorkerChoice>,
     /// Where it was asked for, if that helps (`vms.toml:12`).
     pub origin: Option<String>,
 }
@@ -51,6 +53,24 @@ impl SocketConfig {
             _ => path,
         }
     }
+}
+
+/// Who serves a controller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(untagged, expecting = "`worker` is the number of a worker, from 0, or \"own\"")]
+pub(crate) enum WorkerChoice {
+    /// The worker of this number.
+    Shared(usize),
+    /// A thread that serves no other controller.
+    Own(Own),
+}
+
+/// The word for a thread that serves no other controller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Own {
+    /// `"own"`.
+    Own,
 }
 
 /// When a worker without work sleeps.

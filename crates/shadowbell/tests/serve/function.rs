@@ -406,7 +406,7 @@ fn memory_comes_and_goes() {
 fn a_map_of_something_that_is_no_memory_is_refused() {
     let server = Server::start(&["mem:1MiB"], &[]);
     let mut guest = Guest::enabled(&server);
-    let event: std::os::fd::OwnedFd = EventFd::new().unwrap().into();
+    let event = std::os::fd::OwnedFd::try_from(EventFd::new().unwrap()).unwrap();
     let fd = Some(std::os::fd::AsFd::as_fd(&event));
     guest.client.dma_map(&Share { fd, ..share(&guest.memory, 0) }).unwrap_err();
     guest.client.dma_map(&Share { fd_offset: 1, ..share(&guest.memory, 0) }).unwrap_err();

@@ -75,7 +75,7 @@ impl Connection {
         set_socket_timeout(&socket, Timeout::Send, limit(timeout)).map_err(failed)?;
         Ok(Self {
             socket: Arc::new(socket),
-            inspector: Inspector::new(Arc::default()),
+            inspector: Inspector::new(Arc::default(), Arc::default()),
             decoder: Decoder::new(max_data_xfer_size as usize),
             next_id: 0,
             timeout,
@@ -245,7 +245,7 @@ impl Connection {
                 Err(errno) => return Err(ClientError::Socket(errno.into())),
             }
         }
-        let received = receive(self.socket.as_fd(), &mut self.decoder, &mut self.inspector);
+        let received = receive(self.socket.as_fd(), &mut self.decoder, &self.inspector);
         if self.inspector.closer().is_overloaded() {
             let why = "it keeps sending descriptors that take their time to be closed".to_owned();
             return Err(ClientError::BadReply { command, why });

@@ -1,13 +1,13 @@
 //! Descriptors that stand for writes to a region, taken apart and checked.
 
-use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::connection::{Connection, Reply};
 use super::error::ClientError;
-use crate::descriptor::Descriptor;
-use crate::device::{Area, IoFds};
+use crate::descriptor::{Descriptor, PeerFd};
+use crate::device::Area;
 use crate::wire::{self, command, wire_size};
 
 /// Room for sub-regions at the first asking.
@@ -16,8 +16,18 @@ const FIRST_SIZE: u32 = 8192;
 /// The most that they may take.
 const MAX_SIZE: u32 = 1 << 20;
 
+/// What a server has for writes to a region: eventfds, a signal of which stands for a write to some
+/// part of a region whose value does not matter.
+#[derive(Debug, Default)]
+pub struct ClientIoFds {
+    /// The eventfds.
+    pub events: Vec<Arc<PeerFd>>,
+    /// Parts of the region, and the index of the eventfd of each.
+    pub areas: Vec<(Area, usize)>,
+}
+
 /// Asks about the region `index`, once more if the answer turns out to be long.
-pub(super) fn ask(connection: &mut Connection, index: u32) -> Result<IoFds, ClientError> {
+pub(super) fn ask(connection: &mut Connection, index: u32) -> Result<ClientIoFds, ClientError> {
     let mut argsz = FIRST_SIZE;
     loop {
         let ask = wire::RegionIoFds { argsz, flags: 0, index, count: 0 };
@@ -35,17 +45,17 @@ pub(super) fn ask(connection: &mut Connection, index: u32) -> Result<IoFds, Clie
 }
 
 enum Answer {
-    Fds(IoFds),
+    Fds(ClientIoFds),
     /// Nothing yet: the server needs this much room.
     Needs(u32),
 }
 
 fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String> {
     let events = std::mem::take(&mut reply.fds).into_iter().map(|fd| match fd {
-        Descriptor::Event(fd) => Ok(fd),
+        Descriptor::Event(fd) => Ok(Arc::new(fd)),
         _ => Err("a descriptor is no eventfd".to_owned()),
     });
-    let events = events.collect::<Result<Vec<OwnedFd>, _>>()?;
+    let events = events.collect::<Result<Vec<Arc<PeerFd>>, _>>()?;
     let (info, list) = reply.split::<wire::RegionIoFds>()?;
     if info.index != index {
         return Err(format!("it is about region {}", info.index));
@@ -59,7 +69,7 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String>
     }
     // A region without any, from a server that does not refuse then.
     if info.count == 0 {
-        return Ok(Answer::Fds(IoFds { events, areas: Vec::new() }));
+        return Ok(Answer::Fds(ClientIoFds { events, areas: Vec::new() }));
     }
     // The specification leaves room for longer entries than are known today.
     let room = info.argsz.saturating_sub(wire_size::<wire::RegionIoFds>());
@@ -82,5 +92,5 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String>
             areas.push((Area { offset: entry.offset, len: entry.size }, event));
         }
     }
-    Ok(Answer::Fds(IoFds { events, areas }))
+    Ok(Answer::Fds(ClientIoFds { events, areas }))
 }

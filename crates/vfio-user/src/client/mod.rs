@@ -28,11 +28,12 @@ use parking_lot::Mutex;
 use zerocopy::IntoBytes;
 
 use crate::capabilities::Capabilities;
-use crate::device::{DeviceInfo, DmaUnmap, IoFds, IrqAction, IrqInfo};
+use crate::device::{DeviceInfo, DmaUnmap, IrqAction, IrqInfo};
 use crate::wire::{self, command, wire_size};
 use connection::Connection;
 
 pub use error::ClientError;
+pub use io_fds::ClientIoFds;
 pub use region::{ClientRegion, MappableArea};
 
 /// Descriptors that this client takes with one reply.
@@ -177,7 +178,7 @@ impl Client {
     ///
     /// See [`ClientError`]; a server that has none refuses with
     /// [`Errno::OPNOTSUPP`](crate::Errno::OPNOTSUPP).
-    pub fn region_io_fds(&self, index: u32) -> Result<IoFds, ClientError> {
+    pub fn region_io_fds(&self, index: u32) -> Result<ClientIoFds, ClientError> {
         io_fds::ask(&mut self.connection.lock(), index)
     }
 
@@ -377,7 +378,7 @@ impl Client {
         eventfds: &[Fd],
     ) -> Result<(), ClientError> {
         use wire::set_irqs_flags as flags;
-        let at_once = usize::try_from(self.server.max_msg_fds.clamp(1, 64)).unwrap_or(1);
+        let at_once = usize::try_from(self.server.max_msg_fds.clamp(1, 32)).unwrap_or(1);
         let mut start = start;
         for chunk in eventfds.chunks(at_once) {
             let fds: Vec<_> = chunk.iter().map(AsFd::as_fd).collect();

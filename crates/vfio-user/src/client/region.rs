@@ -1,12 +1,12 @@
 //! What a server tells of a region, taken apart and checked.
 
-use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::connection::{Connection, Reply};
 use super::error::ClientError;
-use crate::descriptor::Descriptor;
+use crate::descriptor::{Descriptor, PeerFd};
 use crate::device::Area;
 use crate::wire::{self, command, region_flags, wire_size};
 
@@ -37,7 +37,7 @@ pub struct MappableArea {
     /// How long it is; never 0, and inside of the region.
     pub len: u64,
     /// The file to map.
-    pub fd: OwnedFd,
+    pub fd: Arc<PeerFd>,
     /// Where it begins in the file.
     pub fd_offset: u64,
 }
@@ -68,7 +68,7 @@ enum Answer {
 
 fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String> {
     let fds = std::mem::take(&mut reply.fds).into_iter().map(|fd| match fd {
-        Descriptor::Memory(file) => Ok(file.keep()),
+        Descriptor::Memory(file) => Ok(Arc::new(file)),
         _ => Err("a descriptor is of no memory and no local file".to_owned()),
     });
     let fds = fds.collect::<Result<Vec<_>, _>>()?;
@@ -103,10 +103,7 @@ fn read(reply: &mut Reply<'_>, index: u32, argsz: u32) -> Result<Answer, String>
         return Err(format!("{} areas came with {} descriptors", areas.len(), fds.len()));
     }
     let fds = match fds.first() {
-        Some(one) if !each => {
-            let copies = areas.iter().map(|_| one.try_clone());
-            copies.collect::<Result<_, _>>().map_err(|error| error.to_string())?
-        }
+        Some(one) if !each => vec![Arc::clone(one); areas.len()],
         _ => fds,
     };
     for (area, fd) in areas.into_iter().zip(fds) {

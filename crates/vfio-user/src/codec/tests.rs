@@ -1,9 +1,10 @@
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 
 use proptest::prelude::*;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::*;
+use crate::descriptor::PeerFd;
 use crate::wire::command;
 
 fn message(id: u16, flags: u32, payload: &[u8]) -> Vec<u8> {
@@ -23,7 +24,8 @@ fn feed(decoder: &mut Decoder, mut bytes: &[u8], fds: Vec<OwnedFd>) {
         space[..len].copy_from_slice(&bytes[..len]);
         let last = len == bytes.len();
         let fds = if last { fds.take().unwrap_or_default() } else { Vec::new() };
-        decoder.advance(len, fds.into_iter().map(Descriptor::Event).collect());
+        let held = |fd| Descriptor::Event(PeerFd::new(fd, &std::sync::Arc::default()));
+        decoder.advance(len, fds.into_iter().map(held).collect());
         bytes = &bytes[len..];
     }
 }
@@ -92,11 +94,11 @@ fn descriptors_go_to_the_message_that_the_receive_ended_with() {
     let message = decoder.decode().unwrap().unwrap();
     let fds = message.fds.into_iter().filter_map(|fd| match fd {
         Descriptor::Event(fd) => Some(fd),
-        Descriptor::Memory(file) => Some(file.keep()),
+        Descriptor::Memory(file) => Some(file),
         Descriptor::Foreign => None,
     });
-    let fds: Vec<_> = fds.collect();
-    assert_eq!(fd_numbers(&fds), expected);
+    let fds: Vec<_> = fds.map(|fd| fd.as_fd().as_raw_fd()).collect();
+    assert_eq!(fds, expected);
 }
 
 #[test]

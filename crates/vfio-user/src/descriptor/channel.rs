@@ -20,7 +20,10 @@ pub struct Channel {
 impl Channel {
     /// Receives from `socket`; what is not to be waited for is left to `closer`.
     pub fn new(socket: OwnedFd, closer: Arc<Closer>) -> Self {
-        Self { socket: Stream::new(socket, Arc::clone(&closer)), inspector: Inspector::new(closer) }
+        Self {
+            socket: Stream::new(socket, Arc::clone(&closer)),
+            inspector: Inspector::new(closer, Arc::default()),
+        }
     }
 
     /// Receives some bytes, and the descriptors that came with them; no bytes are the end.
@@ -29,7 +32,7 @@ impl Channel {
     ///
     /// The socket's. `EMFILE` if descriptors were lost because this process has too many open.
     pub fn receive(&mut self, into: &mut [u8]) -> Result<(usize, Vec<Descriptor>), Errno> {
-        let arrival = receive_some(self.socket.as_fd(), into)?;
+        let arrival = receive_some(self.socket.as_fd(), into, self.inspector.closer())?;
         let fds = self.inspector.inspect_files(arrival.fds);
         if arrival.fds_lost {
             return Err(Errno::MFILE);

@@ -1,89 +1,178 @@
 //! Closing what may take forever to be closed.
 //!
 //! `close` gives the number of the descriptor back at once, and then waits for whoever has to
-//! answer it (FUSE's FLUSH). So it happens on a thread that comes and goes with the need for it.
-//! There is one for each device that is served and no more: a client that brings descriptors which
-//! can not be closed holds up that thread and no other, and the descriptors that wait for it are
-//! counted. With more than [`MAX_WAITING`] of them the client is dropped, and no other is let in at
-//! that socket until there are fewer. Thus a client's descriptors cost the process no more than a
-//! thread, that many descriptors, and those of one more message.
+//! answer it (FUSE's FLUSH). Of memory and eventfds it waits for the kernel alone, but not shortly
+//! if the peer so wishes: for the pages of a file that nobody else has any more, for a million file
+//! locks, for each epoll instance that the eventfd was in. So it happens on threads that come and
+//! go with the need for them.
+//!
+//! # Who waits for whom
+//!
+//! Each device that is served has a closer of its own, so what one peer has sent holds up nobody
+//! else's. Within it there are three threads at most, by what they wait for ([`Lane`]): a file
+//! whose daemon never answers holds up others of its kind, and not the memory of the client that
+//! comes next. A thread for each descriptor would do as well, but a thread costs more than a
+//! descriptor.
+//!
+//! # How many there are
+//!
+//! With more than [`MAX_FOREIGN`] that could wait for somebody, the client is dropped, and no other
+//! is let in at that socket until there are fewer. With more than [`MAX_CLOSING`] others, nothing
+//! is read from the client until there are fewer. Thus a client's descriptors cost the process no
+//! more than these, and those of one more message. Memory counts for what it takes of the address
+//! space until it is given back.
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use rustix::net::{Shutdown, shutdown};
 use tracing::warn;
 
-/// So many descriptors of a device's clients may wait to be closed.
-const MAX_WAITING: usize = 16;
+/// So many descriptors of a device's clients that nobody answers for may wait to be closed.
+const MAX_FOREIGN: usize = 16;
 
-/// Closes descriptors, one after the other, without its user waiting for it.
+/// So many descriptors of memory and eventfds.
+const MAX_CLOSING: usize = 64;
+
+/// How long a thread waits for more before it ends.
+const IDLE: Duration = Duration::from_secs(1);
+
+/// What it takes to be rid of something.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Lane {
+    /// A descriptor that could make us wait for whoever.
+    Foreign,
+    /// A descriptor of memory, or an eventfd.
+    Known,
+    /// Memory that is mapped, and what else takes time and ends.
+    Memory,
+}
+
+/// Closes descriptors, and drops whatever else takes its time, without its user waiting for it.
 #[derive(Default)]
-pub struct Closer(Mutex<CloserState>);
+pub struct Closer {
+    foreign: Mutex<Queue>,
+    known: Mutex<Queue>,
+    memory: Mutex<Queue>,
+    wake: [Condvar; 3],
+}
 
 #[derive(Default)]
-struct CloserState {
-    waiting: VecDeque<OwnedFd>,
+struct Queue {
+    waiting: VecDeque<Box<dyn Any + Send>>,
     /// A thread is at it.
     at_work: bool,
     /// It is closing one, or waits for that.
     closing: bool,
+    /// To be called when there are few enough.
+    room: Option<Box<dyn FnOnce() + Send>>,
 }
 
-impl CloserState {
+impl Queue {
     fn count(&self) -> usize {
         self.waiting.len() + usize::from(self.closing)
     }
 }
 
 impl Closer {
-    /// Closes `fd` some time.
-    pub(crate) fn close(self: &Arc<Self>, fd: OwnedFd) {
-        let mut state = self.0.lock();
-        state.waiting.push_back(fd);
-        self.start(&mut state);
+    /// Drops `what` some time, which may take a while, but ends: memory that is mapped.
+    pub fn drop_later(self: &Arc<Self>, what: Box<dyn Any + Send>) {
+        self.add(Lane::Memory, what);
     }
 
-    /// Whether more of them wait than is allowed: then the next client has to wait, too.
+    pub(super) fn close(self: &Arc<Self>, lane: Lane, fd: OwnedFd) {
+        self.add(lane, Box::new(fd));
+    }
+
+    /// Whether more of those that nobody answers for wait than is allowed: then the next client
+    /// has to wait, too.
     pub fn is_overloaded(self: &Arc<Self>) -> bool {
-        let mut state = self.0.lock();
-        self.start(&mut state);
-        state.count() > MAX_WAITING
+        let mut queue = self.foreign.lock();
+        self.start(Lane::Foreign, &mut queue);
+        queue.count() > MAX_FOREIGN
     }
 
-    fn start(self: &Arc<Self>, state: &mut CloserState) {
-        if state.at_work || state.waiting.is_empty() {
+    /// Whether so many wait that nothing is to be received before there are fewer; `room` is called
+    /// then, on another thread.
+    pub(crate) fn is_full(self: &Arc<Self>, room: impl FnOnce() + Send + 'static) -> bool {
+        let mut queue = self.known.lock();
+        if queue.count() <= MAX_CLOSING {
+            return false;
+        }
+        self.start(Lane::Known, &mut queue);
+        queue.room = Some(Box::new(room));
+        true
+    }
+
+    fn lane(&self, lane: Lane) -> (&Mutex<Queue>, &Condvar) {
+        let [foreign, known, memory] = &self.wake;
+        match lane {
+            Lane::Foreign => (&self.foreign, foreign),
+            Lane::Known => (&self.known, known),
+            Lane::Memory => (&self.memory, memory),
+        }
+    }
+
+    fn add(self: &Arc<Self>, lane: Lane, what: Box<dyn Any + Send>) {
+        let (queue, wake) = self.lane(lane);
+        let mut queue = queue.lock();
+        queue.waiting.push_back(what);
+        self.start(lane, &mut queue);
+        wake.notify_one();
+    }
+
+    fn start(self: &Arc<Self>, lane: Lane, queue: &mut Queue) {
+        if queue.at_work || queue.waiting.is_empty() {
             return;
         }
         let closer = Arc::clone(self);
         let thread = std::thread::Builder::new().name("closer".into());
-        match thread.spawn(move || closer.work()) {
-            Ok(_) => state.at_work = true,
+        match thread.spawn(move || closer.work(lane)) {
+            Ok(_) => queue.at_work = true,
             // They count, and somebody will come and try again.
             Err(error) => warn!("no thread to close a peer's descriptors: {error}"),
         }
     }
 
-    fn work(&self) {
-        let mut state = self.0.lock();
-        while let Some(fd) = state.waiting.pop_front() {
-            state.closing = true;
-            drop(state);
-            drop(fd);
-            state = self.0.lock();
-            state.closing = false;
+    fn work(&self, lane: Lane) {
+        let (queue, wake) = self.lane(lane);
+        let mut queue_now = queue.lock();
+        loop {
+            while let Some(what) = queue_now.waiting.pop_front() {
+                queue_now.closing = true;
+                drop(queue_now);
+                drop(what);
+                queue_now = queue.lock();
+                queue_now.closing = false;
+                if queue_now.count() <= MAX_CLOSING
+                    && let Some(room) = queue_now.room.take()
+                {
+                    drop(queue_now);
+                    room();
+                    queue_now = queue.lock();
+                }
+            }
+            let timed_out = wake.wait_for(&mut queue_now, IDLE).timed_out();
+            if timed_out && queue_now.waiting.is_empty() {
+                queue_now.at_work = false;
+                return;
+            }
         }
-        state.at_work = false;
     }
 }
 
 impl fmt::Debug for Closer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let count = self.0.lock().count();
-        f.debug_struct("Closer").field("count", &count).finish_non_exhaustive()
+        f.debug_struct("Closer")
+            .field("foreign", &self.foreign.lock().count())
+            .field("known", &self.known.lock().count())
+            .field("memory", &self.memory.lock().count())
+            .finish_non_exhaustive()
     }
 }
 
@@ -118,7 +207,7 @@ impl Drop for Stream {
         let _ = shutdown(&socket, Shutdown::Both);
         match rustix::io::ioctl_fionread(&socket) {
             Ok(0) => drop(socket),
-            _ => self.closer.close(socket),
+            _ => self.closer.close(Lane::Foreign, socket),
         }
     }
 }

@@ -1,36 +1,37 @@
 //! What a descriptor that a peer sent is good for.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use tracing::{debug, warn};
-
 use super::closer::Closer;
-use super::file::PeerFile;
 use super::kind::{Kind, kind};
+use super::peer_fd::PeerFd;
+use crate::log_limit::LogLimit;
 
 /// A descriptor that a peer sent.
 #[derive(Debug)]
 pub enum Descriptor {
     /// An eventfd.
-    Event(OwnedFd),
+    Event(PeerFd),
     /// A file that answers: memory, or a file on a local disk.
-    Memory(PeerFile),
+    Memory(PeerFd),
     /// Something else. It is being closed already.
     Foreign,
 }
+
+/// Of so many descriptors that come at once, each is looked at. With more the connection ends.
+const LOOKED_AT: usize = 32;
 
 /// Looks at what one peer sends.
 #[derive(Debug)]
 pub(crate) struct Inspector {
     closer: Arc<Closer>,
-    /// A foreign one was warned of, which need not be repeated for each.
-    has_warned: bool,
+    log: Arc<LogLimit>,
 }
 
 impl Inspector {
-    pub(crate) fn new(closer: Arc<Closer>) -> Self {
-        Self { closer, has_warned: false }
+    pub(crate) fn new(closer: Arc<Closer>, log: Arc<LogLimit>) -> Self {
+        Self { closer, log }
     }
 
     pub(crate) fn closer(&self) -> &Arc<Closer> {
@@ -38,39 +39,38 @@ impl Inspector {
     }
 
     /// Looks at descriptors that came together, of which at most one may be a file on a disk.
-    pub(crate) fn inspect(&mut self, fds: Vec<OwnedFd>) -> Vec<Descriptor> {
+    pub(crate) fn inspect(&self, fds: Vec<PeerFd>) -> Vec<Descriptor> {
         // Looking for a mount takes its time where there are thousands; no request has two files.
         self.look_at(fds, false)
     }
 
     /// Looks at descriptors that came together, any number of which may be files on disks: for a
     /// thread that serves nobody else.
-    pub(super) fn inspect_files(&mut self, fds: Vec<OwnedFd>) -> Vec<Descriptor> {
+    pub(super) fn inspect_files(&self, fds: Vec<PeerFd>) -> Vec<Descriptor> {
         self.look_at(fds, true)
     }
 
-    fn look_at(&mut self, fds: Vec<OwnedFd>, files: bool) -> Vec<Descriptor> {
+    fn look_at(&self, fds: Vec<PeerFd>, files: bool) -> Vec<Descriptor> {
         let mut may_search = true;
-        fds.into_iter()
-            .map(|fd| match kind(fd.as_fd(), &mut may_search) {
-                Ok(Kind::Event) => Descriptor::Event(fd),
+        let look = |(at, fd): (usize, PeerFd)| {
+            if at >= LOOKED_AT {
+                return Descriptor::Foreign;
+            }
+            match kind(fd.as_fd(), &mut may_search) {
+                Ok(Kind::Event) => Descriptor::Event(fd.known()),
                 Ok(Kind::Memory) => {
                     may_search |= files;
-                    Descriptor::Memory(PeerFile::new(fd))
+                    Descriptor::Memory(fd.known())
                 }
                 Err(what) => {
-                    if std::mem::replace(&mut self.has_warned, true) {
-                        debug!("the peer sent {what}");
-                    } else {
-                        warn!(
-                            "the peer sent {what}, which is refused: what it shares has to be a \
-                             memfd, or a file of tmpfs, hugetlbfs or a local disk"
-                        );
-                    }
-                    self.closer.close(fd);
+                    self.log.warn(format_args!(
+                        "the peer sent {what}, which is refused: what it shares has to be a memfd, \
+                         or a file of tmpfs, hugetlbfs or a local disk"
+                    ));
                     Descriptor::Foreign
                 }
-            })
-            .collect()
+            }
+        };
+        fds.into_iter().enumerate().map(look).collect()
     }
 }

@@ -14,6 +14,10 @@
 //! | an eventfd | its link in `/proc/self/fd` |
 //! | a file on a local disk | it is a regular file, on a mount that this process sees, of one of a few types |
 //!
+//! From the moment in which it is received, a descriptor is in a [`PeerFd`], which never closes it on
+//! the thread that drops it. (A descriptor that passes is not closed in no time either: see
+//! [`Closer`].)
+//!
 //! Everything else is [`Descriptor::Foreign`], and closed by somebody who has time: sockets (which
 //! may hold descriptors themselves), pipes, devices, epoll, io_uring and userfaultfd instances, DMA
 //! buffers, secret memory, a guest's private memory, and files of FUSE, network file systems,
@@ -22,15 +26,15 @@
 
 mod channel;
 mod closer;
-mod file;
 mod inspector;
 mod kind;
+mod peer_fd;
 #[allow(unsafe_code)]
 mod sys;
 
 pub use channel::Channel;
 pub use closer::Closer;
 pub(crate) use closer::Stream;
-pub use file::{PeerFile, close_file};
 pub use inspector::Descriptor;
 pub(crate) use inspector::Inspector;
+pub use peer_fd::PeerFd;

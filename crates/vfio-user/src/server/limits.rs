@@ -29,6 +29,7 @@ impl Default for Limits {
     }
 }
 
-/// How many descriptors a client may send with one message; advertised. QEMU splits larger sets of
+/// How many descriptors a client may send with one message; advertised, and a request with more is
+/// refused. QEMU splits larger sets of
 /// eventfds by it, and refuses a server that says more than 16.
 pub const MAX_MSG_FDS: u32 = 16;

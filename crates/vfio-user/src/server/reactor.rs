@@ -16,15 +16,22 @@ use super::attachment::Attachment;
 use super::inbox::{Handle, Inbox, PortId, Request, Source};
 use super::limits::Limits;
 use super::listener::Listener;
-use super::requests::Context;
+use super::requests::{Context, Slice};
 use super::session::{EndReason, Session, Turn};
 use crate::Errno;
 use crate::descriptor::{Closer, Inspector, Stream};
 use crate::device::Device;
+use crate::log_limit::LogLimit;
 
 /// How long to wait after a client could not be accepted for want of descriptors or memory, or was
 /// not to be because too many that an earlier one sent are still being closed.
 const RETRY_ACCEPT: Duration = Duration::from_secs(1);
+
+/// Clients of a device that may come one after the other without a pause, and how long each of
+/// those that follow has to wait for its turn. A virtual machine that starts over and over takes
+/// longer; and each client costs a reset of the device, and a few lines of the log.
+const CLIENTS_AT_ONCE: u32 = 64;
+const NEXT_CLIENT: Duration = Duration::from_millis(50);
 
 /// Epoll events that one wait fetches.
 const EVENTS: usize = 64;
@@ -48,10 +55,42 @@ struct Port {
     sequence: u64,
     /// Closes what clients bring that may take its time.
     closer: Arc<Closer>,
+    /// Warnings that clients cause.
+    log: Arc<LogLimit>,
+    admissions: Admissions,
     /// When to try again to let somebody in.
     retry: Option<Instant>,
     /// The entry in the reactor's timers.
     timer: Option<Instant>,
+}
+
+/// How many clients may come at the moment.
+struct Admissions {
+    left: u32,
+    /// When one was last added to them.
+    added: Instant,
+}
+
+impl Admissions {
+    fn new() -> Self {
+        Self { left: CLIENTS_AT_ONCE, added: Instant::now() }
+    }
+
+    /// Until when the next one has to wait, if it has to.
+    fn wait(&mut self, now: Instant) -> Option<Instant> {
+        let periods =
+            now.saturating_duration_since(self.added).as_millis() / NEXT_CLIENT.as_millis();
+        if periods > 0 {
+            let more = u32::try_from(periods).unwrap_or(CLIENTS_AT_ONCE);
+            self.left = self.left.saturating_add(more).min(CLIENTS_AT_ONCE);
+            self.added = now;
+        }
+        (self.left == 0).then(|| self.added + NEXT_CLIENT)
+    }
+
+    fn count(&mut self) {
+        self.left = self.left.saturating_sub(1);
+    }
 }
 
 enum State {
@@ -265,6 +304,8 @@ impl Reactor {
             gone: Vec::new(),
             sequence: 0,
             closer: Arc::default(),
+            log: Arc::default(),
+            admissions: Admissions::new(),
             retry: None,
             timer: None,
         };
@@ -301,10 +342,18 @@ impl Reactor {
                 port.retry = Some(Instant::now() + RETRY_ACCEPT);
                 return self.set_timer(id);
             }
+            if let Some(until) = port.admissions.wait(Instant::now()) {
+                debug!(port = id.0, "clients come and go too fast, so the next one waits");
+                port.retry = Some(until);
+                return self.set_timer(id);
+            }
             match listener.accept() {
                 Ok(Some(stream)) => {
+                    port.admissions.count();
                     if let Err(errno) = self.attach(id, stream) {
-                        warn!(port = id.0, "a client cannot be served: {errno}");
+                        if let Some(port) = self.ports.get(&id) {
+                            port.log.warn(format_args!("a client cannot be served: {errno}"));
+                        }
                         continue;
                     }
                 }
@@ -322,7 +371,7 @@ impl Reactor {
     fn attach(&mut self, id: PortId, stream: OwnedFd) -> Result<(), Errno> {
         let Some(port) = self.ports.get_mut(&id) else { return Ok(()) };
         let stream = Stream::new(stream, Arc::clone(&port.closer));
-        let inspector = Inspector::new(Arc::clone(&port.closer));
+        let inspector = Inspector::new(Arc::clone(&port.closer), Arc::clone(&port.log));
         let session = Session::new(stream, inspector, &self.limits);
         port.state = State::Attached(Box::new(Attachment::new(id, &self.epoll, session)?));
         debug!(port = id.0, "a client has connected");
@@ -350,6 +399,7 @@ impl Reactor {
             port: id,
             limits: &self.limits,
             sequence: &mut port.sequence,
+            slice: Slice::begin(),
         };
         let turn = match session.turn(&mut *port.device, &mut context) {
             Turn::End(why) => Turn::End(why),
@@ -377,13 +427,7 @@ impl Reactor {
                 let Some(session) = session.filter(|s| s.link.awaits() == Some(sequence)) else {
                     return;
                 };
-                let mut context = Context {
-                    inbox: &self.inbox,
-                    port: id,
-                    limits: &self.limits,
-                    sequence: &mut port.sequence,
-                };
-                session.link.completed(outcome, &mut *port.device, &mut context);
+                session.link.completed(outcome);
                 self.queue(id);
             }
             State::Unfinished { sequence: awaited } if *awaited == sequence => self.leave(id),
@@ -408,7 +452,7 @@ impl Reactor {
             EndReason::Left | EndReason::Dropped => {
                 debug!(port = id.0, "the client is gone: {why}")
             }
-            _ => warn!(port = id.0, "the client is dropped: {why}"),
+            _ => port.log.warn(format_args!("the client of device {} is dropped: {why}", id.0)),
         }
         let awaited = session.link.awaits();
         let agreed = session.link.is_agreed();
@@ -431,6 +475,7 @@ impl Reactor {
             port: id,
             limits: &self.limits,
             sequence: &mut port.sequence,
+            slice: Slice::begin(),
         };
         let (sequence, done) = context.done();
         port.state = State::Leaving { sequence };

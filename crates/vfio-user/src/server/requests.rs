@@ -1,6 +1,7 @@
 //! From a message to a call of the device, and from its answer to the reply.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use tracing::debug;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
@@ -9,7 +10,7 @@ use super::inbox::{self, Inbox, PortId};
 use super::limits::{Limits, MAX_MSG_FDS};
 use crate::Errno;
 use crate::capabilities::Capabilities;
-use crate::codec::{Message, SendQueue};
+use crate::codec::{MESSAGE_OVERHEAD, Message, SendQueue};
 use crate::descriptor::Descriptor;
 use crate::device::{
     Device, DeviceInfo, DmaMap, DmaUnmap, Done, IoFds, IrqAction, IrqData, Later, Peer, RegionInfo,
@@ -21,6 +22,9 @@ use crate::wire::{self, Header, command, wire_size};
 /// refused. SPDK's client gives up if any of ten cannot be described.
 const ASKABLE_REGIONS: u32 = 16;
 
+/// The most interrupts of a kind that a PCI function has.
+const MAX_VECTORS: usize = 2048;
+
 /// What a request needs to know of its surroundings.
 pub(super) struct Context<'a> {
     pub(super) inbox: &'a Arc<Inbox>,
@@ -28,6 +32,25 @@ pub(super) struct Context<'a> {
     pub(super) limits: &'a Limits,
     /// Counts the [`Done`]s of this port, so that one that comes late is known as such.
     pub(super) sequence: &'a mut u64,
+    /// When others are to have their turn.
+    pub(super) slice: Slice,
+}
+
+/// How long the requests of one client are handled before the others get their turn. (It is
+/// looked at between two requests, or two of those writes that come as one.)
+const SLICE: Duration = Duration::from_micros(100);
+
+/// A client's turn.
+pub(super) struct Slice(Instant);
+
+impl Slice {
+    pub(super) fn begin() -> Self {
+        Self(Instant::now() + SLICE)
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        Instant::now() >= self.0
+    }
 }
 
 impl Context<'_> {
@@ -63,6 +86,15 @@ pub(super) struct Link {
     pub(super) out: SendQueue,
     agreed: Option<Agreed>,
     waiting: Option<Waiting>,
+    /// Writes that came as one, of which some are left for the next turn.
+    unfinished: Option<Unfinished>,
+}
+
+/// A request that is carried out in parts.
+struct Unfinished {
+    header: Header,
+    left: std::vec::IntoIter<wire::MultiEntry>,
+    count: u64,
 }
 
 #[derive(Clone, Copy)]
@@ -97,7 +129,25 @@ impl Link {
 
     /// Nothing is to be sent or awaited, and what comes are requests.
     pub(super) fn is_idle(&self) -> bool {
-        self.agreed.is_some() && self.waiting.is_none() && self.out.is_empty()
+        let waits = self.waiting.is_some() || self.unfinished.is_some();
+        self.agreed.is_some() && !waits && self.out.is_empty()
+    }
+
+    /// A request was carried out in part only, so that others get their turn.
+    pub(super) fn is_unfinished(&self) -> bool {
+        self.unfinished.is_some()
+    }
+
+    /// Goes on with what was carried out in part only.
+    pub(super) fn go_on(&mut self, device: &mut dyn Device, context: &mut Context<'_>) {
+        let Some(Unfinished { header, left, count }) = self.unfinished.take() else { return };
+        let outcome = match self.agreed {
+            Some(agreed) => self.write_each(agreed, &header, left, count, device, context),
+            None => Err(Errno::INVAL),
+        };
+        if let Err(errno) = outcome {
+            self.refuse(&header, errno);
+        }
     }
 
     /// Handles one message. Afterwards there may be something to send, or to wait for.
@@ -123,7 +173,12 @@ impl Link {
             }
             return Ok(());
         };
-        if let Err(errno) = self.dispatch(agreed, &header, payload, fds, device, context) {
+        let outcome = if fds.len() > MAX_MSG_FDS as usize {
+            Err(Errno::INVAL)
+        } else {
+            self.dispatch(agreed, &header, payload, fds, device, context)
+        };
+        if let Err(errno) = outcome {
             self.refuse(&header, errno);
         }
         Ok(())
@@ -149,12 +204,7 @@ impl Link {
     }
 
     /// The [`Done`] that was awaited has come.
-    pub(super) fn completed(
-        &mut self,
-        outcome: Result<(), Errno>,
-        device: &mut dyn Device,
-        context: &mut Context<'_>,
-    ) {
+    pub(super) fn completed(&mut self, outcome: Result<(), Errno>) {
         let Some(Waiting { header, then, .. }) = self.waiting.take() else { return };
         match (outcome, then) {
             (Err(errno), _) => self.refuse(&header, errno),
@@ -162,13 +212,7 @@ impl Link {
             (Ok(()), Then::Unmapped(unmap)) => self.out.put_reply(&header, &[unmap.as_bytes()]),
             (Ok(()), Then::Written(access)) => self.out.put_reply(&header, &[access.as_bytes()]),
             (Ok(()), Then::Next { left, count }) => {
-                let outcome = match self.agreed {
-                    Some(agreed) => self.write_each(agreed, &header, left, count, device, context),
-                    None => Err(Errno::INVAL),
-                };
-                if let Err(errno) = outcome {
-                    self.refuse(&header, errno);
-                }
+                self.unfinished = Some(Unfinished { header, left, count });
             }
         }
     }
@@ -191,6 +235,10 @@ impl Link {
         context: &mut Context<'_>,
     ) -> Result<(), Errno> {
         let (theirs, data) = split::<wire::Version>(payload)?;
+        if data.len() > MESSAGE_OVERHEAD {
+            debug!("version data of {} bytes", data.len());
+            return Err(Errno::INVAL);
+        }
         if theirs.major != wire::VERSION.0 {
             debug!(theirs.major, theirs.minor, "unknown protocol version");
             return Err(Errno::INVAL);
@@ -358,7 +406,12 @@ impl Link {
         device: &mut dyn Device,
         context: &mut Context<'_>,
     ) -> Result<(), Errno> {
-        while let Some(entry) = entries.next() {
+        while entries.len() != 0 {
+            if context.slice.is_over() {
+                self.unfinished = Some(Unfinished { header: *header, left: entries, count });
+                return Ok(());
+            }
+            let Some(entry) = entries.next() else { break };
             let wire::MultiEntry { offset, region, count: len, data } = entry;
             let access = wire::RegionAccess { offset, region, count: len };
             let len = agreed.check(&access)?;
@@ -524,7 +577,7 @@ fn dma_map(payload: &[u8], mut fds: Vec<Descriptor>) -> Result<DmaMap, Errno> {
     }
     let fd = match fds.pop() {
         None => None,
-        Some(Descriptor::Memory(file)) => Some(file.keep()),
+        Some(Descriptor::Memory(file)) => Some(file),
         Some(_) => return Err(Errno::INVAL),
     };
     Ok(DmaMap {
@@ -568,7 +621,8 @@ fn set_irqs(agreed: Agreed, payload: &[u8], fds: Vec<Descriptor>) -> Result<SetI
     let count = usize::try_from(set.count).map_err(|_| Errno::INVAL)?;
     let data = match set.flags & flags::DATA_MASK {
         flags::DATA_NONE => IrqData::None,
-        flags::DATA_BOOL => {
+        // No function has more vectors.
+        flags::DATA_BOOL if count <= MAX_VECTORS => {
             let bytes = rest.get(..count).ok_or(Errno::INVAL)?;
             IrqData::Bools(bytes.iter().map(|byte| *byte != 0).collect())
         }

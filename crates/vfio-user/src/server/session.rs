@@ -1,8 +1,10 @@
 //! One connection: reads, handles, writes, and knows what its peer has to do until when.
 
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::time::Instant;
 
+use super::inbox::Request;
 use super::limits::Limits;
 use super::requests::{Context, Link, Violation};
 use crate::Errno;
@@ -149,13 +151,14 @@ impl Session {
         let mut left = TURN;
         loop {
             let outcome = self.handle_all(&mut left, device, context);
+            device.settle();
             // Also an error reply is worth sending before the end.
             self.flush()?;
             let emptied = outcome?;
             if self.link.awaits().is_some() || self.link.out.len() > HIGH_WATER {
                 return Ok(Turn::Wait);
             }
-            if left == 0 {
+            if left == 0 || self.link.is_unfinished() || context.slice.is_over() {
                 return Ok(Turn::Again);
             }
             if !emptied {
@@ -165,7 +168,11 @@ impl Session {
                 return Ok(Turn::Wait);
             }
             left -= 1;
-            let (decoder, inspector) = (&mut self.decoder, &mut self.inspector);
+            let (inbox, port) = (Arc::clone(context.inbox), context.port);
+            if self.inspector.closer().is_full(move || inbox.push(Request::Turn { port })) {
+                return Ok(Turn::Wait);
+            }
+            let (decoder, inspector) = (&mut self.decoder, &self.inspector);
             let received = match self.arrival.take() {
                 Some(arrival) => Ok(take_in(arrival, decoder, inspector)),
                 None => receive(self.socket.as_fd(), decoder, inspector),
@@ -216,7 +223,8 @@ impl Session {
             } else if self.decoder.is_partial() || drained {
                 break;
             } else {
-                match receive_some(self.socket.as_fd(), self.decoder.space()) {
+                let closer = self.inspector.closer();
+                match receive_some(self.socket.as_fd(), self.decoder.space(), closer) {
                     Ok(arrival) if arrival.is_plain() => {
                         drained = arrival.is_short;
                         self.decoder.advance(arrival.bytes, Vec::new());
@@ -246,9 +254,19 @@ impl Session {
         context: &mut Context<'_>,
     ) -> Result<bool, EndReason> {
         while *left > 0 && self.link.awaits().is_none() && self.link.out.len() <= HIGH_WATER {
+            if self.link.is_unfinished() {
+                self.link.go_on(device, context);
+                if self.link.is_unfinished() {
+                    return Ok(false);
+                }
+                continue;
+            }
             let Some(message) = self.decoder.decode()? else { return Ok(true) };
             *left -= 1;
             self.link.handle(message, device, context)?;
+            if context.slice.is_over() {
+                return Ok(false);
+            }
         }
         Ok(false)
     }

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use shadowbell_vfio_user::codec::{Decoder, SendQueue};
+use shadowbell_vfio_user::descriptor::PeerFd;
 use shadowbell_vfio_user::device::{
     Area, Device, DmaMap, DmaUnmap, Done, IoFds, IrqData, IrqInfo, Later, Mapping, Peer,
     RegionInfo, SetIrqs, irq, region,
@@ -54,8 +55,8 @@ pub(crate) struct ToyShared {
     /// Somebody else is to poll the client's socket as well.
     pub(crate) wants: AtomicBool,
     pub(crate) shared_sockets: Mutex<Vec<SharedSocket>>,
-    pub(crate) eventfds: Mutex<Vec<OwnedFd>>,
-    pub(crate) maps: Mutex<Vec<OwnedFd>>,
+    pub(crate) eventfds: Mutex<Vec<PeerFd>>,
+    pub(crate) maps: Mutex<Vec<PeerFd>>,
 }
 
 impl ToyShared {

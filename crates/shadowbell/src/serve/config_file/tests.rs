@@ -1,4 +1,5 @@
 use super::*;
+use crate::serve::server_config::Own;
 use shadowbell_controller::Polling;
 
 fn wrong(text: &str) -> String {
@@ -28,12 +29,18 @@ fn everything_can_be_said() {
         queue-entries = 1024
         max-transfer = "2MiB"
         read-only = true
+        worker = 2
+
+        [[controller]]
+        socket = "/run/vm2.sock"
+        disks = ["mem:1MiB"]
+        worker = "own"
     "#;
     let config = parse(text, "vms.toml").unwrap();
     assert_eq!(config.trace, Some(("/var/tmp/trace".into(), 4096)));
     assert_eq!(config.stats_json, Some("stats.json".into()));
     assert_eq!((config.pool.workers, config.pool.polling), (3, Polling::Never));
-    let [first, second] = &config.controllers[..] else { panic!("{config:?}") };
+    let [first, second, third] = &config.controllers[..] else { panic!("{config:?}") };
     assert_eq!(first.socket, Path::new("/run/vm0.sock"));
     assert_eq!(first.origin.as_deref(), Some("vms.toml:8"));
     assert_eq!(first.controller.disks[0], DiskConfig { disk: "vm0.img".into(), uuid: None });
@@ -50,6 +57,9 @@ fn everything_can_be_said() {
         ..ControllerConfig::of(&["/dev/vg/vm1"])
     };
     assert_eq!(second.controller, expected);
+    let workers = [first, second, third].map(|controller| controller.worker);
+    let own = WorkerChoice::Own(Own::Own);
+    assert_eq!(workers, [None, Some(WorkerChoice::Shared(2)), Some(own)]);
 }
 
 #[test]
@@ -70,8 +80,11 @@ fn a_mistake_is_reported_with_its_line() {
         (&format!("{ok}\nqueue-entries = 1"), "vms.toml:5: `queue-entries` is 2 to 4096, not 1"),
         (&format!("{ok}queues = -1"), "vms.toml:4: invalid value"),
         (&format!("{ok}max-transfer = \"big\""), "vms.toml:4: `max-transfer`"),
+        (&format!("{ok}worker = \"mine\""), "vms.toml:4: `worker` is the number of a worker"),
+        (&format!("workers = 2\n{ok}worker = 2"), "vms.toml:5: `worker` is 2, and there are 2"),
+        (&format!("{ok}worker = 0"), "vms.toml:4: `worker` is 0, and how many there are depends"),
         (&format!("{ok}doorbells = \"loud\""), "vms.toml:4: unknown variant `loud`"),
-        (&format!("workers = 0\n{ok}"), "vms.toml:1: `workers` is 1 to 254, not 0"),
+        (&format!("workers = 0\n{ok}"), "vms.toml:1: `workers` is 1 to 190, not 0"),
         (&format!("poll = \"never\"\npoll-max-us = 5\n{ok}"), "vms.toml:2: a longest time"),
         (&format!("pin = [1000000]\n{ok}"), "vms.toml:1: this process has no processor"),
         (

@@ -1,0 +1,70 @@
+//! An image that does not answer, beside another that one thread serves as well.
+
+mod common;
+
+use common::{Host, directory, image, open, run_one};
+use shadowbell_backend::{Op, Request, Submitted};
+use shadowbell_testing::stalled::{Mount, be_the_daemon};
+use std::sync::mpsc;
+use std::time::Duration;
+
+const MIB: u64 = 1 << 20;
+
+#[test]
+fn the_daemon() {
+    be_the_daemon();
+}
+
+#[test]
+fn an_image_that_does_not_answer_holds_up_no_other() {
+    let Some(mut mount) = Mount::with_image("the_daemon") else { return };
+    let directory = directory();
+    let good = image(directory.path(), 64 * MIB);
+    let stalled = mount.path();
+    let (done, is_done) = mpsc::channel();
+    // One thread, as a worker is, whose calls the kernel would leave to the same few workers.
+    let worker = std::thread::spawn(move || {
+        let host = Host::new(MIB);
+        let bad = open(&stalled, "?direct=off");
+        let mut bad = bad.queue().unwrap();
+        for tag in 0..200 {
+            let op = match tag % 4 {
+                0 => Op::Write { fua: false },
+                1 => Op::WriteZeroes { deallocate: true, fua: false },
+                2 => Op::Flush,
+                _ => Op::Read,
+            };
+            let len = if op == Op::Flush { 0 } else { 4096 };
+            let request = Request { op, offset: u64::from(tag) * 4096, len };
+            let mut data = host.buffer(&[(0, 4096)], true);
+            let _: Submitted = bad.submit(tag, &request, &mut data);
+            bad.commit();
+            bad.reap(&mut |_, _, _| ());
+        }
+        for options in ["?direct=off", ""] {
+            let disk = open(&good, options);
+            let mut queue = disk.queue().unwrap();
+            for n in 0..64 {
+                let at = n * MIB;
+                for op in [
+                    Op::Write { fua: false },
+                    Op::Read,
+                    Op::Write { fua: true },
+                    Op::WriteZeroes { deallocate: true, fua: true },
+                    Op::Flush,
+                ] {
+                    let len = if op == Op::Flush { 0 } else { 4096 };
+                    let data = host.buffer(&[(8192, 4096)], true);
+                    assert_eq!(run_one(&mut *queue, op, at, len, data), Ok(()), "{op:?}");
+                }
+            }
+        }
+        done.send(()).unwrap();
+        drop(bad);
+    });
+    let outcome = is_done.recv_timeout(Duration::from_secs(30));
+    // What waits for it goes on.
+    mount.end();
+    let _ = worker.join();
+    assert!(outcome.is_ok(), "one image waits for the other");
+}

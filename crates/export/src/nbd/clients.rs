@@ -1,0 +1,196 @@
+//! Who is let in, and who has to make room.
+//!
+//! A client that has not said what it wants costs a thread, and may take half a minute to say it.
+//! So those are counted apart: they never keep out one who comes later, because the one of them
+//! that has been silent for longest goes then. Of those that have agreed, a peer (a user of this
+//! machine, or an address) can have three quarters of all that there may be.
+
+use parking_lot::Mutex;
+use rustix::net::{Shutdown, shutdown};
+use std::collections::HashMap;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+/// Clients that have not agreed yet.
+const MAX_NEW: usize = 64;
+
+/// Who is at the other end of a socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Peer {
+    User(u32),
+    Address(IpAddr),
+    Unknown,
+}
+
+impl Peer {
+    pub(super) fn of(socket: BorrowedFd<'_>) -> Self {
+        let address = rustix::net::getpeername(socket).ok().flatten();
+        if let Some(address) = address.and_then(|address| SocketAddr::try_from(address).ok()) {
+            return Self::Address(address.ip());
+        }
+        match rustix::net::sockopt::socket_peercred(socket) {
+            Ok(credentials) => Self::User(credentials.uid.as_raw()),
+            Err(_) => Self::Unknown,
+        }
+    }
+}
+
+/// Those that have agreed.
+pub(super) struct Agreed {
+    most: usize,
+    by_peer: Mutex<HashMap<Peer, usize>>,
+}
+
+/// A place among those that have agreed, until dropped.
+pub(super) struct Place {
+    agreed: Arc<Agreed>,
+    peer: Peer,
+}
+
+impl Agreed {
+    pub(super) fn new(most: usize) -> Arc<Self> {
+        Arc::new(Self { most: most.max(1), by_peer: Mutex::default() })
+    }
+
+    /// What of one peer is too much.
+    fn most_of_one(&self) -> usize {
+        self.most - self.most / 4
+    }
+
+    /// A place for a client of `peer`, if there is one.
+    pub(super) fn take(self: &Arc<Self>, peer: Peer) -> Option<Place> {
+        let mut by_peer = self.by_peer.lock();
+        if by_peer.values().sum::<usize>() >= self.most {
+            return None;
+        }
+        let count = by_peer.entry(peer).or_default();
+        if *count >= self.most_of_one() {
+            return None;
+        }
+        *count += 1;
+        Some(Place { agreed: Arc::clone(self), peer })
+    }
+
+    /// Whether a client of `peer` would have no place.
+    pub(super) fn is_full(&self, peer: Peer) -> bool {
+        let by_peer = self.by_peer.lock();
+        by_peer.values().sum::<usize>() >= self.most
+            || by_peer.get(&peer).is_some_and(|count| *count >= self.most_of_one())
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut by_peer = self.agreed.by_peer.lock();
+        if let Some(count) = by_peer.get_mut(&self.peer) {
+            *count -= 1;
+            if *count == 0 {
+                by_peer.remove(&self.peer);
+            }
+        }
+    }
+}
+
+/// The socket of a client once more, as long as the client is a new one: dropping it says that it
+/// is none any more.
+pub(super) struct NewClient {
+    pub(super) peer: Peer,
+    socket: Arc<Mutex<Option<OwnedFd>>>,
+}
+
+impl NewClient {
+    pub(super) fn new(peer: Peer, socket: OwnedFd) -> Self {
+        Self { peer, socket: Arc::new(Mutex::new(Some(socket))) }
+    }
+}
+
+impl Drop for NewClient {
+    fn drop(&mut self) {
+        // The connection is over when all of its descriptors are closed.
+        self.socket.lock().take();
+    }
+}
+
+/// A client, as the thread that lets clients in knows it.
+struct Client {
+    thread: JoinHandle<()>,
+    peer: Peer,
+    socket: Arc<Mutex<Option<OwnedFd>>>,
+}
+
+/// All clients, in the order in which they came.
+#[derive(Default)]
+pub(super) struct Clients(Vec<Client>);
+
+impl Clients {
+    /// Has `start` start the thread of a new client.
+    ///
+    /// # Errors
+    /// There is no thread to be had.
+    pub(super) fn add(
+        &mut self,
+        new: NewClient,
+        start: impl FnOnce(NewClient) -> io::Result<JoinHandle<()>>,
+    ) -> io::Result<()> {
+        let (peer, socket) = (new.peer, Arc::clone(&new.socket));
+        self.0.push(Client { thread: start(new)?, peer, socket });
+        Ok(())
+    }
+
+    /// Makes room for a new client: of the peer that has most of those that are new, the one goes
+    /// that came first.
+    pub(super) fn make_room(&mut self) {
+        self.0.retain(|client| !client.thread.is_finished());
+        let mut new: HashMap<Peer, usize> = HashMap::new();
+        for client in self.0.iter().filter(|client| client.is_new()) {
+            *new.entry(client.peer).or_default() += 1;
+        }
+        if new.values().sum::<usize>() < MAX_NEW {
+            return;
+        }
+        let most = new.into_iter().max_by_key(|(_, count)| *count).map(|(peer, _)| peer);
+        let of_most = |client: &&Client| client.is_new() && Some(client.peer) == most;
+        if let Some(client) = self.0.iter().find(of_most) {
+            let socket = client.socket.lock().take();
+            let _ = socket.map(|socket| shutdown(socket.as_fd(), Shutdown::Both));
+        }
+    }
+
+    /// Waits until all of them are gone.
+    pub(super) fn join(self) {
+        for client in self.0 {
+            let _ = client.thread.join();
+        }
+    }
+}
+
+impl Client {
+    fn is_new(&self) -> bool {
+        self.socket.lock().is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_leaves_places_for_others() {
+        let agreed = Agreed::new(8);
+        let mut places: Vec<_> =
+            std::iter::from_fn(|| agreed.take(Peer::User(1))).take(100).collect();
+        assert_eq!(places.len(), 6);
+        assert!(agreed.is_full(Peer::User(1)) && !agreed.is_full(Peer::User(2)));
+        let others: Vec<_> = std::iter::from_fn(|| agreed.take(Peer::User(2))).take(100).collect();
+        assert_eq!(others.len(), 2);
+        assert!(agreed.is_full(Peer::User(3)));
+        places.pop();
+        assert!(agreed.take(Peer::User(1)).is_some());
+        drop((places, others));
+        assert!(agreed.by_peer.lock().is_empty());
+        assert!(Agreed::new(1).take(Peer::Unknown).is_some());
+    }
+}

@@ -1,0 +1,197 @@
+//! What the kernel keeps for memory of peers that was touched.
+//!
+//! A peer may share a terabyte of which nothing is there, and have one byte of every 2 MiB touched:
+//! each costs a page table, of 4 KiB, for as long as the memory is mapped. An honest peer's memory
+//! is there, and its page tables are a 512th of it. Nothing that can be seen when memory is shared
+//! tells the one from the other (an honest machine's comes while it boots), so it is not refused.
+//! Instead the page tables are thrown away when there are more than belong to what is there: the
+//! memory stays as it is, and what is touched again is found again, a microsecond later.
+//!
+//! A thread looks at that while so much is shared that it could matter ([`MATTERS`]), 20 to 200
+//! times a second; without a peer that shares as much, there is no such thread.
+
+use crate::mapping::Mapping;
+use parking_lot::Mutex;
+use std::collections::HashMap;
+use std::os::fd::AsFd;
+use std::sync::{Arc, LazyLock, Weak};
+use std::time::Duration;
+
+/// What page tables of peers' memory may take, in bytes, apart from those that belong to what is
+/// there.
+const ALLOWED: u64 = 48 << 20;
+
+/// Memory in one page table, in bytes.
+const SPAN: u64 = 2 << 20;
+/// The size of a page table, in bytes.
+const TABLE: u64 = 4096;
+
+/// Mappings of this many bytes in all can have more page tables than are allowed.
+const MATTERS: u64 = ALLOWED / TABLE * SPAN;
+
+/// Smaller mappings are not looked at: a client's 4096 of them have 32 MiB of page tables.
+const SMALL: u64 = 4 << 20;
+
+/// The shortest and the longest time between two looks.
+const SOON: Duration = Duration::from_millis(5);
+const LATE: Duration = Duration::from_millis(50);
+
+/// So much more since the last look is a reason to look again soon, in bytes.
+const GROWS: u64 = 1 << 20;
+
+#[derive(Default)]
+struct Registry {
+    mappings: Vec<Weak<Mapping>>,
+    /// What they have in all, when it was last counted, and what came since.
+    bytes: u64,
+    runs: bool,
+}
+
+static REGISTRY: LazyLock<Mutex<Registry>> = LazyLock::new(Mutex::default);
+
+/// Keeps the page tables of a peer's mapping within bounds from now on.
+pub fn watch(mapping: &Arc<Mapping>) {
+    let len = mapping.len() as u64;
+    if len < SMALL {
+        return;
+    }
+    let mut registry = REGISTRY.lock();
+    registry.mappings.push(Arc::downgrade(mapping));
+    registry.bytes = registry.bytes.saturating_add(len);
+    if registry.bytes > MATTERS && !registry.runs {
+        registry.count();
+        if registry.bytes > MATTERS {
+            let thread = std::thread::Builder::new().name("page-tables".into());
+            registry.runs = thread.spawn(run).is_ok();
+        }
+    }
+}
+
+impl Registry {
+    /// Counts those that are there, and forgets the others.
+    fn count(&mut self) {
+        self.bytes = 0;
+        let bytes = &mut self.bytes;
+        self.mappings.retain(|mapping| {
+            let len = mapping.upgrade().map(|mapping| mapping.len() as u64);
+            *bytes = bytes.saturating_add(len.unwrap_or(0));
+            len.is_some()
+        });
+    }
+}
+
+fn run() {
+    let _guard = crate::AbortOnPanic::new();
+    let (mut wait, mut before, mut floor, mut looks) = (SOON, 0, 0, 0u32);
+    loop {
+        std::thread::sleep(wait);
+        looks = looks.wrapping_add(1);
+        if looks.is_multiple_of(64) {
+            let mut registry = REGISTRY.lock();
+            registry.count();
+            if registry.bytes <= MATTERS {
+                registry.runs = false;
+                return;
+            }
+        }
+        let now = in_use();
+        if now > ALLOWED.max(floor) {
+            // What is left afterwards is not theirs.
+            floor = trim(now).saturating_add(ALLOWED);
+        }
+        wait = if now > before + GROWS { SOON } else { (wait * 2).min(LATE) };
+        before = now;
+    }
+}
+
+/// Throws page tables away, if there are more than belong to what is there. What can not be thrown
+/// away, in bytes: by what is there, or by whose it is.
+fn trim(now: u64) -> u64 {
+    let mappings: Vec<_> = REGISTRY.lock().mappings.iter().filter_map(Weak::upgrade).collect();
+    let mut there = HashMap::new();
+    for fd in mappings.iter().filter_map(|mapping| mapping.fd()) {
+        if let Ok(stat) = rustix::fs::fstat(fd.as_fd()) {
+            let bytes = u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512);
+            there.insert((stat.st_dev, stat.st_ino), bytes);
+        }
+    }
+    let honest = there.into_values().fold(0u64, u64::saturating_add) / SPAN * TABLE;
+    if now <= honest.saturating_add(ALLOWED) {
+        return honest;
+    }
+    for mapping in &mappings {
+        mapping.drop_page_tables();
+    }
+    drop(mappings);
+    in_use()
+}
+
+/// The size of this process's page tables, in bytes.
+pub(crate) fn in_use() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmPTE:"));
+    let kib = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
+    kib.unwrap_or(0) << 10
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Protection;
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+    /// What a process has is what all of its tests have.
+    static ALONE: Mutex<()> = Mutex::new(());
+
+    fn sparse(len: u64) -> Arc<Mapping> {
+        let fd = memfd_create("sparse", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&fd, len).unwrap();
+        Mapping::from_fd(&fd, 0, len, Protection::ReadWrite).unwrap()
+    }
+
+    #[test]
+    fn page_tables_go_and_the_memory_stays() {
+        let _alone = ALONE.lock();
+        let mapping = sparse(8 << 30);
+        let places = || (0..8usize << 30).step_by(SPAN as usize);
+        let before = in_use();
+        for place in places() {
+            mapping.bytes().write_from(place + 8, &place.to_ne_bytes()).unwrap();
+        }
+        let touched = in_use();
+        assert!(touched >= before + 15 * (1 << 20), "{before} to {touched}");
+        let lines = || std::fs::read_to_string("/proc/self/maps").unwrap().lines().count();
+        let maps = lines();
+        mapping.drop_page_tables();
+        let after = in_use();
+        assert!(after < touched - 10 * (1 << 20), "{touched} to {after}");
+        assert!(lines() < maps + 50, "{maps} to {}", lines());
+        assert!(places().all(|place| mapping.bytes().read::<usize>(place + 8) == Some(place)));
+    }
+
+    /// As many ranges as a client likes, of the same memory.
+    #[test]
+    fn a_client_that_touches_here_and_there_has_no_more_than_is_allowed() {
+        let _alone = ALONE.lock();
+        let fd = memfd_create("sparse", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&fd, 16 << 30).unwrap();
+        let before = in_use();
+        let map = |_| Mapping::from_fd(&fd, 0, 16 << 30, Protection::ReadWrite).unwrap();
+        let mappings: Vec<_> = (0..16).map(map).collect();
+        mappings.iter().for_each(watch);
+        let mut most = 0;
+        for mapping in &mappings {
+            for place in (0..16usize << 30).step_by(SPAN as usize) {
+                assert_eq!(mapping.bytes().read::<u8>(place), Some(0));
+            }
+            most = most.max(in_use());
+        }
+        // All of them would be 512 MiB. How far it gets in between depends on the machine.
+        let until = std::time::Instant::now() + Duration::from_secs(20);
+        while in_use() > before + 2 * ALLOWED {
+            assert!(std::time::Instant::now() < until, "{} of at most {most}", in_use());
+            std::thread::sleep(LATE);
+        }
+        drop(mappings);
+    }
+}
