@@ -12,7 +12,7 @@ pub(crate) mod messages;
 use crate::command::{self, BASE, PAGE, PAGES};
 use crate::limits::Limits;
 use crate::source::Source;
-use crate::vmm::{descriptors, listen, new_socket};
+use crate::vmm::{describe_descriptors, descriptors, listen, new_socket};
 use frames::Frames;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::io::Errno;
@@ -64,7 +64,9 @@ pub fn run(input: &[u8]) {
     // What only a thread of its own may close is closed a little later.
     let until = Instant::now() + Duration::from_secs(10);
     while descriptors() > before {
-        assert!(Instant::now() < until, "descriptors are left: {before} and now {}", descriptors());
+        let now = descriptors();
+        let list = || describe_descriptors();
+        assert!(Instant::now() < until, "{before} descriptors, and now {now}: {}", list());
         std::thread::yield_now();
     }
 }

@@ -17,6 +17,13 @@ pub(crate) fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("/proc").count()
 }
 
+/// What they are of, for a message.
+pub(crate) fn describe_descriptors() -> String {
+    let fds = std::fs::read_dir("/proc/self/fd").expect("/proc").flatten();
+    let links = fds.filter_map(|fd| std::fs::read_link(fd.path()).ok());
+    links.map(|link| format!("{} ", link.display())).collect()
+}
+
 pub(crate) fn new_socket() -> OwnedFd {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
