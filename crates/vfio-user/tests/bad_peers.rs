@@ -252,11 +252,11 @@ fn who_says_much_at_once_is_interrupted_as_well() {
 #[test]
 fn clients_that_come_and_go_are_all_served() {
     let (_server, path, shared) = Server::with_toy(Limits::default());
-    for _ in 0..80 {
+    for _ in 0..270 {
         assert_served(&path);
     }
     let connects = shared.log().iter().filter(|line| line.starts_with("connected")).count();
-    assert_eq!(connects, 80);
+    assert_eq!(connects, 270);
 }
 
 #[test]

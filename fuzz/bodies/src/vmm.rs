@@ -4,14 +4,14 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use shadowbell_memory::{EventFd, Mapping};
 use std::os::fd::OwnedFd;
 
-/// How many descriptors this process has. The first run leaves some for good (a ring to signal
-/// eventfds with), so they are made before.
+/// How many descriptors this process has. The first run leaves some for good (one to signal
+/// peers' eventfds with), so they are made before.
 pub(crate) fn descriptors() -> usize {
     static WARM: std::sync::Once = std::sync::Once::new();
     WARM.call_once(|| {
         // The first eventfd of a process that is signalled, and the first mapping of a file.
-        let event = EventFd::new().expect("an eventfd");
-        event.signal();
+        let event = EventFd::new().and_then(OwnedFd::try_from).and_then(EventFd::from_fd);
+        event.expect("an eventfd").signal();
         drop(Mapping::shared("warm", 4096));
     });
     std::fs::read_dir("/proc/self/fd").expect("/proc").count()

@@ -30,7 +30,7 @@ const RETRY_ACCEPT: Duration = Duration::from_secs(1);
 /// Clients of a device that may come one after the other without a pause, and how long each of
 /// those that follow has to wait for its turn. A virtual machine that starts over and over takes
 /// longer; and each client costs a reset of the device, and a few lines of the log.
-const CLIENTS_AT_ONCE: u32 = 64;
+const CLIENTS_AT_ONCE: u32 = 256;
 const NEXT_CLIENT: Duration = Duration::from_millis(50);
 
 /// Epoll events that one wait fetches.
