@@ -15,8 +15,8 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use shadowbell_memory::{AbortOnPanic, SharedU32};
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
-use std::sync::atomic::AtomicU8;
-use std::sync::atomic::Ordering::{AcqRel, Acquire};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Release};
+use std::sync::atomic::{AtomicBool, AtomicU8};
 use std::sync::{Arc, Weak};
 use std::thread::{Builder, ThreadId};
 use std::time::{Duration, Instant};
@@ -141,6 +141,10 @@ struct Shared {
     ended: Condvar,
     /// By controller. Whoever has locked these does not lock the queue.
     polls: Mutex<BTreeMap<u32, AdminDoorbellPoll>>,
+    /// There are doorbells to be looked at, or were once; and turns to be taken, or were when that
+    /// was looked at last. A loop that has no threads asks at every turn.
+    has_polls: AtomicBool,
+    has_turns: AtomicBool,
     /// There are no threads. This is called when there is more to do than was done at once.
     inline: Option<Box<dyn Fn() + Send + Sync>>,
 }
@@ -157,6 +161,8 @@ impl ControlThread {
             watch: Condvar::new(),
             ended: Condvar::new(),
             polls: Mutex::default(),
+            has_polls: AtomicBool::new(false),
+            has_turns: AtomicBool::new(false),
             inline,
         }))
     }
@@ -188,6 +194,7 @@ impl ControlThread {
     pub(crate) fn schedule(&self, who: Waiting) {
         let mut queue = self.0.queue.lock();
         queue.ready.push_back(who);
+        self.0.has_turns.store(true, Release);
         if let Some(more) = &self.0.inline {
             drop(queue);
             self.run_inline();
@@ -206,6 +213,7 @@ impl ControlThread {
         let parting = match poll {
             Some(poll) => {
                 let before = self.0.polls.lock().insert(controller, poll);
+                self.0.has_polls.store(true, Release);
                 // Under the queue's lock, so that it is not about to wait as if there were none.
                 drop(self.0.queue.lock());
                 self.0.work.notify_one();
@@ -228,7 +236,12 @@ impl ControlThread {
     }
 
     /// Takes turns here and now, unless some are being taken. Whether there were any.
+    #[inline]
     pub(crate) fn run_inline(&self) -> bool {
+        self.0.has_turns.load(Acquire) && self.run_turns()
+    }
+
+    fn run_turns(&self) -> bool {
         let mut queue = self.0.queue.lock();
         let mut turns = 0;
         while turns < INLINE_TURNS && queue.turn_began.is_none() {
@@ -241,12 +254,15 @@ impl ControlThread {
                 queue.ready.push_back(next);
             }
         }
+        // Under the lock under which they come.
+        self.0.has_turns.store(!queue.ready.is_empty(), Release);
         turns != 0
     }
 
     /// Looks at the mapped doorbells.
+    #[inline]
     pub(crate) fn look_at_doorbells(&self) -> bool {
-        self.0.look_at_doorbells()
+        self.0.has_polls.load(Acquire) && self.0.look_at_doorbells()
     }
 
     /// Ends the threads, and waits for those that nobody holds up.
@@ -449,7 +465,7 @@ impl RunQueue {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+    use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::mpsc::{Receiver, Sender, channel};
 
     const TIMEOUT: Duration = Duration::from_secs(20);

@@ -125,23 +125,57 @@ impl Counter {
     fn get(&self) -> u64 {
         self.0.load(Relaxed)
     }
+
+    #[inline]
+    fn set(&self, value: u64) {
+        self.0.store(value, Relaxed);
+    }
+}
+
+/// What a worker counts of every read and write. It has these to itself, and shows them to others
+/// ([`IoCounters::publish`]) before it posts completions.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct TransferStats {
+    pub(crate) reads: u64,
+    pub(crate) writes: u64,
+    pub(crate) bytes_read: u64,
+    pub(crate) bytes_written: u64,
 }
 
 /// What a worker counts of [`IoStats`], for others to read at any time.
 #[derive(Debug, Default)]
 pub(crate) struct IoCounters {
-    pub(crate) reads: Counter,
-    pub(crate) writes: Counter,
+    reads: Counter,
+    writes: Counter,
     pub(crate) copies: Counter,
     pub(crate) others: Counter,
-    pub(crate) bytes_read: Counter,
-    pub(crate) bytes_written: Counter,
+    bytes_read: Counter,
+    bytes_written: Counter,
     pub(crate) bytes_copied: Counter,
     pub(crate) errors: Counter,
     pub(crate) media_errors: Counter,
 }
 
 impl IoCounters {
+    /// What the one who counts has to himself, as far as `self` goes.
+    pub(crate) fn transfers(&self) -> TransferStats {
+        TransferStats {
+            reads: self.reads.get(),
+            writes: self.writes.get(),
+            bytes_read: self.bytes_read.get(),
+            bytes_written: self.bytes_written.get(),
+        }
+    }
+
+    /// Shows what was counted.
+    #[inline]
+    pub(crate) fn publish(&self, transfers: &TransferStats) {
+        self.reads.set(transfers.reads);
+        self.writes.set(transfers.writes);
+        self.bytes_read.set(transfers.bytes_read);
+        self.bytes_written.set(transfers.bytes_written);
+    }
+
     /// As of now.
     pub(crate) fn read(&self) -> IoStats {
         IoStats {

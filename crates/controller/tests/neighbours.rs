@@ -265,7 +265,7 @@ fn short_reads_of_many_queues_share_a_turn() {
     }
     let others = (&mut busy, &mut queues[..]);
     let (most, _) = beside(&mut turns, others, (&mut victim, &mut queue), 16 * 200);
-    assert!(most <= 20, "{most} commands of 4 KiB in a turn");
+    assert!(most <= 32, "{most} commands of 4 KiB in a turn");
 }
 
 #[test]

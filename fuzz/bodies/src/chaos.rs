@@ -6,6 +6,7 @@
 //! confirmed; and from the end of a reset to the next enable nothing is written at all.
 
 use crate::command::{self, BASE, PAGE, PAGES};
+use crate::limits::Limits;
 use crate::source::Source;
 use crate::test_disk::{self, TestDisk};
 use shadowbell_controller::config::uuid_from;
@@ -29,6 +30,7 @@ const PARTS: [(u64, u64); 4] = [(0, 12), (12, 2), (14, 10), (24, 8)];
 /// Carries out a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
+    let limits = Limits::begin();
     let mut guest = Guest::new(&mut source);
     if !source.rarely(8) {
         guest.enable();
@@ -39,6 +41,7 @@ pub fn run(input: &[u8]) {
             break;
         }
         guest.act(&mut source);
+        limits.step("chaos");
         guest.check();
     }
     guest.finish();

@@ -8,6 +8,7 @@
 //! | target | the untrusted side | what it is set upon |
 //! |---|---|---|
 //! | [`session`] | a VMM: messages, descriptors, memory | the vfio-user server with a controller behind it |
+//! | [`shared`] | a VMM whose socket two threads read | the same without a controller |
 //! | [`chaos`] | a guest that does anything | the controller's registers, queues and DMA |
 //! | [`queues`] | a guest that keeps to the rules, over a disk that need not | the same, against a model of what must come of each command |
 //! | [`driver`] | a controller that does anything | the driver: attach, queues, recovery |
@@ -27,8 +28,13 @@ pub mod driver;
 pub mod nbd;
 pub mod queues;
 pub mod session;
+pub mod shared;
 pub mod text;
 
 mod command;
+mod limits;
 mod source;
 mod test_disk;
+mod vmm;
+
+pub use limits::steps;

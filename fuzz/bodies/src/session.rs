@@ -6,23 +6,22 @@
 //! command, and an errno that is not 0 if it failed; a client that has kept the protocol's framing
 //! is not dropped; and when the client is gone, no descriptor of it is left.
 
-mod frames;
-mod messages;
+pub(crate) mod frames;
+pub(crate) mod messages;
 
 use crate::command::{self, BASE, PAGE, PAGES};
+use crate::limits::Limits;
 use crate::source::Source;
+use crate::vmm::{describe_descriptors, descriptors, listen, new_socket};
 use frames::Frames;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::io::Errno;
-use rustix::net::{
-    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix,
-    SocketFlags, SocketType,
-};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix};
 use shadowbell_backend::MemDisk;
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
 use shadowbell_frontend::ControllerDevice;
-use shadowbell_memory::{EventFd, Mapping, Protection, SharedBytes};
+use shadowbell_memory::{Mapping, Protection, SharedBytes};
 use shadowbell_vfio_user::wire::command as verb;
 use shadowbell_vfio_user::{Listener, Reactor};
 use std::io::IoSlice;
@@ -36,10 +35,15 @@ use zerocopy::IntoBytes;
 const ACTIONS: usize = 64;
 /// Turns that anything has to be done in.
 const TURNS: usize = 2000;
+/// Turns in a row in which nobody had anything to do: then nobody has.
+const QUIET: usize = 2;
+/// Turns that a client's end takes.
+const LEAVING: usize = 12;
 
 /// Carries out a program.
 pub fn run(input: &[u8]) {
     let before = descriptors();
+    let limits = Limits::begin();
     let mut source = Source::new(input);
     let mut visit = Visit::new(&mut source);
     if !source.rarely(8) {
@@ -53,28 +57,18 @@ pub fn run(input: &[u8]) {
             break;
         }
         visit.act(&mut source);
+        limits.step("session");
     }
     visit.finish();
     drop(visit);
     // What only a thread of its own may close is closed a little later.
     let until = Instant::now() + Duration::from_secs(10);
     while descriptors() > before {
-        assert!(Instant::now() < until, "descriptors are left: {before} and now {}", descriptors());
+        let now = descriptors();
+        let list = || describe_descriptors();
+        assert!(Instant::now() < until, "{before} descriptors, and now {now}: {}", list());
         std::thread::yield_now();
     }
-}
-
-/// How many descriptors this process has. The first run leaves some for good (one to signal peers'
-/// eventfds with), so they are made before.
-fn descriptors() -> usize {
-    static WARM: std::sync::Once = std::sync::Once::new();
-    WARM.call_once(|| {
-        // The first eventfd of a process that is signalled, and the first mapping of a file.
-        let event = EventFd::new().and_then(OwnedFd::try_from).and_then(EventFd::from_fd);
-        event.expect("an eventfd").signal();
-        drop(Mapping::shared("warm", PAGE));
-    });
-    std::fs::read_dir("/proc/self/fd").expect("/proc").count()
 }
 
 /// A controller behind a socket, and whoever is at the other end.
@@ -144,7 +138,9 @@ impl Visit {
     /// Leaves, and waits until the server has noticed.
     fn leave(&mut self) {
         self.socket = None;
-        for _ in 0..64 {
+        // An end of file for the reactor, a reset for the worker, and the word that it is done; one
+        // turn for each, and one more than that. Whoever is not let in then waits to be.
+        for _ in 0..LEAVING {
             self.step();
         }
     }
@@ -162,7 +158,7 @@ impl Visit {
         for _ in 0..TURNS {
             let busy = self.step() | self.hear();
             quiet = if busy { 0 } else { quiet + 1 };
-            if quiet == 4 {
+            if quiet == QUIET {
                 return;
             }
         }
@@ -376,18 +372,4 @@ impl Visit {
         }
         self.leave();
     }
-}
-
-fn new_socket() -> OwnedFd {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
-        .expect("a socket")
-}
-
-/// A listening socket with a name that nobody else has.
-fn listen() -> OwnedFd {
-    let socket = new_socket();
-    rustix::net::bind(&socket, &SocketAddrUnix::new_unnamed()).expect("a name");
-    rustix::net::listen(&socket, 4).expect("to listen");
-    socket
 }

@@ -48,6 +48,7 @@ macro_rules! targets {
 // So many that all of them together take some seconds.
 targets! {
     session: 500 of 2000;
+    shared: 1000 of 1000;
     chaos: 1000 of 2000;
     queues: 600 of 2000;
     driver: 200 of 1000;

@@ -9,7 +9,7 @@ use super::resolve::{read_list, resolve_flagged};
 use super::status::{is_media_error, status_of};
 use crate::latch::Latch;
 use crate::queue::Permit;
-use crate::stats::IoCounters;
+use crate::stats::{IoCounters, TransferStats};
 use shadowbell_backend::{DiskError, Op, Request, Submitted};
 use shadowbell_memory::{Segments, View};
 use shadowbell_spec::Sqe;
@@ -27,6 +27,8 @@ const WRITE: u8 = NvmOpcode::Write as u8;
 pub(crate) enum Started {
     /// It has succeeded.
     Done(Permit),
+    /// It has succeeded, and was long: the budget is to be looked at.
+    DoneLong(Permit),
     /// [`Engine::reap`] says when and how it ends.
     Pending,
     /// It has ended, with this status.
@@ -60,6 +62,7 @@ pub(crate) struct Engine {
     long: LongCommands,
     /// What was done, for others to read.
     pub(crate) counters: Arc<IoCounters>,
+    transfers: TransferStats,
 }
 
 /// What a command's data has to keep to.
@@ -73,7 +76,7 @@ struct Limits {
 
 /// The request of a Read, Write or Compare; resolves its data into `data`.
 #[inline(always)]
-fn prepare(
+fn prepare<const SLOW: bool>(
     op: NvmOpcode,
     sqe: &Sqe,
     namespace: &NamespaceQueue,
@@ -82,7 +85,8 @@ fn prepare(
 ) -> Result<(Request, Kind), Status> {
     let rw = RwFields::decode(sqe);
     let (offset, len) = namespace.range(&rw)?;
-    if len > limits.max_transfer as u64 {
+    // No controller has a limit that a short transfer exceeds.
+    if SLOW && len > limits.max_transfer as u64 {
         return Err(Status::INVALID_FIELD.with_dnr());
     }
     let (op, kind) = match op {
@@ -95,7 +99,7 @@ fn prepare(
     };
     let (bytes, write) = (len as usize, matches!(op, Op::Read));
     // No flags: PRPs, and not fused.
-    if sqe.flags == 0 {
+    if !SLOW {
         view.resolve_prps(sqe.prp1(), sqe.prp2(), bytes, limits.page_size, write, data)
             .map_err(|e| e.status())?;
     } else {
@@ -127,6 +131,7 @@ impl Engine {
             spare: Vec::new(),
             copies: Copies::default(),
             long: LongCommands::default(),
+            transfers: counters.transfers(),
             counters,
         }
     }
@@ -139,10 +144,23 @@ impl Engine {
         &self.namespaces
     }
 
+    /// Shows others what was counted so far. To be called before completions are posted, so that a
+    /// host finds in the counters what it knows to be done.
+    #[inline]
+    pub(crate) fn publish(&self) {
+        self.counters.publish(&self.transfers);
+    }
+
     /// What may be spent from here on, in nanoseconds by estimate.
     #[inline]
     pub(crate) fn set_budget(&mut self, budget: i64) {
         self.budget = budget;
+    }
+
+    /// So many short commands were started: what they took.
+    #[inline]
+    pub(crate) fn charge(&mut self, commands: u32) {
+        self.budget -= i64::from(commands) * cost::SHORT;
     }
 
     /// Whether another command may be started: there is budget left.
@@ -166,7 +184,9 @@ impl Engine {
     #[inline]
     pub(crate) fn exceeded(&self) -> Option<Exceeded> {
         let Self { quota, in_flight, copies, long, .. } = self;
-        if in_flight.len() >= quota.requests {
+        if in_flight.len() == 0 {
+            None
+        } else if in_flight.len() >= quota.requests {
             Some(Exceeded::Requests)
         } else if in_flight.bytes() >= quota.bytes {
             Some(Exceeded::Bytes)
@@ -221,8 +241,8 @@ impl Engine {
     #[inline(always)]
     pub(crate) fn start(&mut self, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
         match sqe.opcode {
-            READ => self.transfer(NvmOpcode::Read, sqe, sq, permit),
-            WRITE => self.transfer(NvmOpcode::Write, sqe, sq, permit),
+            READ => self.transfer::<false>(NvmOpcode::Read, sqe, sq, permit),
+            WRITE => self.transfer::<false>(NvmOpcode::Write, sqe, sq, permit),
             _ => self.less_common(sqe, sq, permit),
         }
     }
@@ -238,12 +258,12 @@ impl Engine {
     fn count(&mut self, kind: Kind) {
         match kind {
             Kind::Read(bytes) => {
-                self.counters.reads.add(1);
-                self.counters.bytes_read.add(bytes);
+                self.transfers.reads += 1;
+                self.transfers.bytes_read += bytes;
             }
             Kind::Write(bytes) => {
-                self.counters.writes.add(1);
-                self.counters.bytes_written.add(bytes);
+                self.transfers.writes += 1;
+                self.transfers.bytes_written += bytes;
             }
             Kind::Copy(bytes) => {
                 self.counters.copies.add(1);
@@ -251,7 +271,7 @@ impl Engine {
             }
             Kind::Verify(bytes) => {
                 self.counters.others.add(1);
-                self.counters.bytes_read.add(bytes);
+                self.transfers.bytes_read += bytes;
             }
             Kind::Other => self.counters.others.add(1),
         }
@@ -260,42 +280,68 @@ impl Engine {
     /// Read, Write and Compare: one request with data. The way that nearly all commands go, so what
     /// it needs is looked up once and errors are made elsewhere.
     #[inline(always)]
-    fn transfer(&mut self, op: NvmOpcode, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
+    fn transfer<const SLOW: bool>(
+        &mut self,
+        op: NvmOpcode,
+        sqe: &Sqe,
+        sq: usize,
+        permit: Permit,
+    ) -> Started {
+        // An SGL, or a mistake.
+        if !SLOW && sqe.flags != 0 {
+            return self.slow_transfer(op, sqe, sq, permit);
+        }
         let tag = self.in_flight.next_tag();
         let index = (sqe.nsid as usize).wrapping_sub(1);
         let Some(namespace) = self.namespaces.get_mut(index) else {
             return Started::Failed(permit, Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr());
         };
+        if !SLOW && namespace.length(sqe) > cost::SHORT_BYTES {
+            return self.slow_transfer(op, sqe, sq, permit);
+        }
         let with = (&self.view, self.limits, self.write_through);
-        let (request, kind) = match prepare(op, sqe, namespace, with, &mut self.scratch) {
+        let (request, kind) = match prepare::<SLOW>(op, sqe, namespace, with, &mut self.scratch) {
             Ok(prepared) => prepared,
             Err(status) => return Started::Failed(permit, status),
         };
         // An SGL can be made of many short pieces; PRPs are of whole pages.
-        let pieces = self.scratch.pieces().len();
-        if sqe.flags != 0 {
+        let pieces = if SLOW { self.scratch.pieces().len() } else { 0 };
+        if SLOW {
             self.budget -= cost::of_pieces(pieces);
         }
         match namespace.queue.submit(tag, &request, &mut self.scratch) {
             Submitted::Done(Ok(())) => {
                 // The view is kept: the next command comes through the same, most likely.
                 self.scratch.rewind();
-                self.budget -= cost::of_command(request.len);
                 self.count(kind);
-                Started::Done(permit)
+                if SLOW { self.long_done(request.len, permit) } else { Started::Done(permit) }
             }
             Submitted::Done(Err(error)) => {
                 self.scratch.rewind();
-                self.budget -= cost::of_command(request.len);
                 Started::Failed(permit, status_of(error, kind.is_reading()))
             }
             Submitted::Pending => {
                 let owner = Owner::Command { sq, cid: sqe.cid, permit };
                 let entry = InFlight::new(owner, index, kind).at(sqe.nsid, sqe.cdw10_11());
+                let pages = (request.len >> 12) as usize + 2;
+                let pieces = if SLOW { pieces } else { pages };
                 self.keep(tag, request.len, entry.in_pieces(pieces));
                 Started::Pending
             }
         }
+    }
+
+    /// As [`transfer`](Self::transfer), for what takes long anyway.
+    #[inline(never)]
+    fn slow_transfer(&mut self, op: NvmOpcode, sqe: &Sqe, sq: usize, permit: Permit) -> Started {
+        self.transfer::<true>(op, sqe, sq, permit)
+    }
+
+    /// A long command has succeeded: what that took is counted at once.
+    #[inline(never)]
+    fn long_done(&mut self, bytes: u64, permit: Permit) -> Started {
+        self.budget -= cost::of_command(bytes);
+        Started::DoneLong(permit)
     }
 
     #[cold]
@@ -308,7 +354,7 @@ impl Engine {
             return Started::Failed(permit, Status::INVALID_FIELD.with_dnr());
         }
         let requests = match op {
-            NvmOpcode::Compare => return self.transfer(op, sqe, sq, permit),
+            NvmOpcode::Compare => return self.transfer::<false>(op, sqe, sq, permit),
             NvmOpcode::Copy => return self.copy(sqe, sq, permit),
             NvmOpcode::Flush => self.flush(sqe),
             NvmOpcode::DatasetManagement => self.dataset_management(sqe),
@@ -420,9 +466,8 @@ impl Engine {
         let tag = self.in_flight.next_tag();
         match self.namespaces[index].queue.submit(tag, request, &mut self.scratch) {
             Submitted::Done(Ok(())) => {
-                self.budget -= cost::of_command(request.len);
                 self.count(kind);
-                Started::Done(permit)
+                self.long_done(request.len, permit)
             }
             Submitted::Done(Err(error)) => {
                 self.budget -= cost::of_command(0);
@@ -469,7 +514,7 @@ impl Engine {
             Some(InFlight { owner: Owner::Command { permit, .. }, status, .. }) => {
                 if status.is_success() {
                     self.count(kind);
-                    Started::Done(permit)
+                    Started::DoneLong(permit)
                 } else {
                     Started::Failed(permit, status)
                 }

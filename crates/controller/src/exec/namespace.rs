@@ -38,6 +38,12 @@ impl NamespaceQueue {
         Ok((rw.slba << self.block_shift, u64::from(rw.blocks()) << self.block_shift))
     }
 
+    /// How many bytes of data a read or write has.
+    #[inline]
+    pub(super) fn length(&self, sqe: &Sqe) -> u64 {
+        u64::from(RwFields::decode(sqe).blocks()) << self.block_shift
+    }
+
     pub(crate) fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         self.queue.wake_fd()
     }

@@ -70,6 +70,12 @@ pub(super) mod cost {
         pieces as i64 * PIECE
     }
 
+    /// A read or write of [`SHORT_BYTES`] at most that a disk carries out at once: less than that,
+    /// and counted without a look at each.
+    pub(crate) const SHORT: i64 = 300;
+    /// The longest of these, in bytes.
+    pub(crate) const SHORT_BYTES: u64 = 8192;
+
     /// What was done at once, with so many bytes.
     #[inline(always)]
     pub(crate) fn of_command(bytes: u64) -> i64 {

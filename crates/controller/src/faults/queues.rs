@@ -185,10 +185,11 @@ impl FaultyQueues {
         {
             let Some(pair) = pair(sqs, cqs, sq) else { continue };
             let (permit, status) = match engine.start(&sqe, sq, permit) {
-                Started::Done(permit) => (permit, Status::SUCCESS),
+                Started::Done(permit) | Started::DoneLong(permit) => (permit, Status::SUCCESS),
                 Started::Pending => continue,
                 Started::Failed(permit, status) => (permit, status),
             };
+            engine.publish();
             let cqe = Cqe::new(sqe.cid, pair.sq.layout.qid, pair.sq.head, status, 0);
             complete_now(pair, permit, cqe, &shared.coalescing);
         }
@@ -245,7 +246,7 @@ impl FaultyQueues {
             _ => {}
         }
         match engine.start(&sqe, index, permit) {
-            Started::Done(permit) => {
+            Started::Done(permit) | Started::DoneLong(permit) => {
                 self.finish(injector, Pair { index, sq, cq }, permit, success, fault);
             }
             Started::Pending => {
@@ -295,6 +296,8 @@ impl QueueOverride for FaultyQueues {
         }
         sq.stats.batches += 1;
         sq.stats.largest_batch = sq.stats.largest_batch.max(fetched.into());
+        engine.charge(fetched);
+        engine.publish();
         if cq.has_staged() && cq.post() {
             cq.notify_host(&shared.coalescing);
         }

@@ -34,12 +34,6 @@ impl Permits {
         self.0 = self.0.wrapping_sub(1);
         Permit(())
     }
-
-    /// How many are left.
-    #[inline(always)]
-    fn left(self) -> u32 {
-        self.0
-    }
 }
 
 /// A completion queue with its interrupt.
@@ -127,10 +121,11 @@ impl Cq {
         Permits(count)
     }
 
-    /// Takes the promises back that nobody has made use of.
+    /// Takes back those of `permits` that were not taken, which are `left`.
     #[inline(always)]
-    pub(crate) fn give_back(&mut self, permits: Permits) {
-        self.promised -= permits.left();
+    pub(crate) fn give_back(&mut self, permits: Permits, left: u32) {
+        debug_assert_eq!(permits.0, left, "as many as were not taken");
+        self.promised -= left;
     }
 
     /// Promises one entry, if there is one.

@@ -134,8 +134,9 @@ impl QueueSet {
         let mut hints = Prefetch::of(fetched, sq.prefetch);
         let mut done = 0;
         while done < fetched && self.engine.has_budget() {
-            let stop = fetched.min(done + if HINT { prefetch::POST_AFTER } else { POST_AFTER });
-            while done < stop && self.engine.has_budget() {
+            let began = done;
+            let mut stop = fetched.min(done + if HINT { prefetch::POST_AFTER } else { POST_AFTER });
+            while done < stop {
                 if done + AHEAD < fetched {
                     ring.prefetch(u32::from(head) + AHEAD);
                 }
@@ -148,21 +149,33 @@ impl QueueSet {
                 head = sq.layout.size.forward(head, 1);
                 let (permit, status) = match self.engine.start(&sqe, index, permits.take()) {
                     Started::Done(permit) => (permit, Status::SUCCESS),
+                    Started::DoneLong(permit) => {
+                        stop = done;
+                        (permit, Status::SUCCESS)
+                    }
                     Started::Pending => {
                         pending += 1;
+                        if !self.engine.has_budget() {
+                            stop = done;
+                        }
                         continue;
                     }
                     Started::Failed(permit, status) => {
                         self.engine.count_error(status);
+                        stop = done;
                         report_error(&self.control, sq.layout.qid, &sqe, status);
                         (permit, status)
                     }
                 };
                 cq.complete(permit, Cqe::new(sqe.cid, sq.layout.qid, head, status, 0));
             }
-            posted |= cq.has_staged() && cq.post();
+            self.engine.charge(done - began);
+            if cq.has_staged() {
+                self.engine.publish();
+                posted |= cq.post();
+            }
         }
-        cq.give_back(permits);
+        cq.give_back(permits, fetched - done);
         let fetched = done;
         sq.head = head;
         if HINT {
@@ -212,6 +225,9 @@ impl QueueSet {
     #[inline]
     pub(crate) fn post(&mut self) {
         for cq in self.cqs.iter_mut().flatten() {
+            if cq.has_staged() {
+                self.engine.publish();
+            }
             if cq.has_staged() && cq.post() {
                 cq.notify_host(&self.shared.coalescing);
             } else if cq.is_holding() {

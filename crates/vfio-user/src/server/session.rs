@@ -207,6 +207,10 @@ impl Session {
         &mut self,
         write: &mut dyn FnMut(u32, u64, &[u8]) -> bool,
     ) -> PolledWrites {
+        if self.arrival.is_some() {
+            // What an earlier call has left to the reactor comes first.
+            return PolledWrites { writes: 0, all: false };
+        }
         let (mut writes, mut drained) = (0, false);
         for _ in 0..POLL {
             if let Some((header, payload)) = self.decoder.peek() {

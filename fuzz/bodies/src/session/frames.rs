@@ -9,7 +9,7 @@ use zerocopy::FromBytes;
 const LONGEST: usize = (1 << 20) + MESSAGE_OVERHEAD;
 
 #[derive(Default)]
-pub(super) struct Frames {
+pub(crate) struct Frames {
     out: Vec<u8>,
     /// Descriptors that went out with what is in `out`.
     fds: usize,
@@ -27,7 +27,7 @@ pub(super) struct Frames {
 
 impl Frames {
     /// Bytes are on their way.
-    pub(super) fn sent(&mut self, bytes: &[u8], fds: usize) {
+    pub(crate) fn sent(&mut self, bytes: &[u8], fds: usize) {
         self.out.extend_from_slice(bytes);
         self.fds += fds;
         // More than any message may have.
@@ -57,7 +57,7 @@ impl Frames {
     }
 
     /// Bytes have come.
-    pub(super) fn heard(&mut self, bytes: &[u8]) {
+    pub(crate) fn heard(&mut self, bytes: &[u8]) {
         self.inward.extend_from_slice(bytes);
         while let Ok((header, _)) = Header::read_from_prefix(&self.inward) {
             let size = header.size as usize;
@@ -80,21 +80,26 @@ impl Frames {
     }
 
     /// We shut our end down, or sent descriptors that the server would rather not close.
-    pub(super) fn forfeit(&mut self) {
+    pub(crate) fn forfeit(&mut self) {
         self.forfeit = true;
     }
 
     /// The server has closed the connection.
-    pub(super) fn dropped(&self) {
+    pub(crate) fn dropped(&self) {
         let may = self.forfeit || self.unsure || self.broken;
         assert!(may, "the server drops a client that kept to the protocol");
     }
 
-    pub(super) fn is_answered(&self) -> bool {
+    /// The client has kept to the protocol.
+    pub(crate) fn is_sound(&self) -> bool {
+        !self.forfeit && !self.broken
+    }
+
+    pub(crate) fn is_answered(&self) -> bool {
         self.forfeit || self.broken || self.owed.is_empty()
     }
 
-    pub(super) fn check_answered(&self) {
+    pub(crate) fn check_answered(&self) {
         assert!(self.is_answered(), "no answer to {:?}", self.owed);
         assert!(self.inward.is_empty() || self.forfeit || self.broken, "half a reply");
     }

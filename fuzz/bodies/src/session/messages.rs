@@ -8,13 +8,13 @@ use std::os::fd::OwnedFd;
 use zerocopy::IntoBytes;
 
 /// The most descriptors that are sent with one message.
-pub(super) const MOST_FDS: usize = 70;
+pub(crate) const MOST_FDS: usize = 70;
 
-pub(super) fn message(command: u16, id: u16, payload: &[&[u8]]) -> Vec<u8> {
+pub(crate) fn message(command: u16, id: u16, payload: &[&[u8]]) -> Vec<u8> {
     message_with(command, id, 0, payload)
 }
 
-pub(super) fn message_with(command: u16, id: u16, flags: u32, payload: &[&[u8]]) -> Vec<u8> {
+pub(crate) fn message_with(command: u16, id: u16, flags: u32, payload: &[&[u8]]) -> Vec<u8> {
     let payload = payload.concat();
     let size = (wire::HEADER_LEN + payload.len()) as u32;
     let mut bytes = Header { id, command, size, flags, error: 0 }.as_bytes().to_vec();
@@ -22,16 +22,16 @@ pub(super) fn message_with(command: u16, id: u16, flags: u32, payload: &[&[u8]])
     bytes
 }
 
-pub(super) fn access(region: u32, offset: u64, count: u32) -> [u8; 16] {
+pub(crate) fn access(region: u32, offset: u64, count: u32) -> [u8; 16] {
     zerocopy::transmute!(wire::RegionAccess { offset, region, count })
 }
 
-pub(super) fn dma_map(address: u64, size: u64, offset: u64, flags: u32) -> [u8; 32] {
+pub(crate) fn dma_map(address: u64, size: u64, offset: u64, flags: u32) -> [u8; 32] {
     zerocopy::transmute!(wire::DmaMap { argsz: 32, flags, offset, address, size })
 }
 
 /// Any message, its descriptors, and whether they are odd ones.
-pub(super) fn any(source: &mut Source<'_>, file: &OwnedFd) -> (Vec<u8>, Vec<OwnedFd>, bool) {
+pub(crate) fn any(source: &mut Source<'_>, file: &OwnedFd) -> (Vec<u8>, Vec<OwnedFd>, bool) {
     let verb = if source.rarely(12) { source.u16() } else { 1 + source.below(18) as u16 };
     let (mut fds, mut odd) = (Vec::new(), false);
     let payload = match verb {
@@ -214,7 +214,7 @@ fn descriptor(kind: usize, file: &OwnedFd) -> OwnedFd {
 }
 
 /// Does what a broken client or a wire might.
-pub(super) fn mangle(source: &mut Source<'_>, bytes: &mut Vec<u8>) {
+pub(crate) fn mangle(source: &mut Source<'_>, bytes: &mut Vec<u8>) {
     match source.below(4) {
         0 => bytes.truncate(source.below(bytes.len() + 1)),
         1 => {

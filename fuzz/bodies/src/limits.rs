@@ -1,0 +1,56 @@
+//! What one step of a program may cost: a body that is correct and slow, or hoards, fails as well.
+//!
+//! Memory is counted by the allocator of whoever has this crate, over all threads: the tests run
+//! several programs at a time, and what is allowed is more than all of them hold. Time is the processor's, of the thread
+//! that carries the program out; a step is some messages or commands, so what is allowed is a
+//! hundred times what any takes, and a machine at work does not matter.
+
+use cap::Cap;
+use rustix::time::{ClockId, clock_gettime};
+use std::alloc::System;
+use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// How much a program may hold beyond what was held before it.
+const HELD: usize = 48 << 20;
+/// How much of the processor's time a step may take. With the address sanitizer, everything takes
+/// some times as long.
+const TIME: Duration = Duration::from_secs(1);
+
+#[global_allocator]
+static ALLOCATOR: Cap<System> = Cap::new(System, usize::MAX);
+static STEPS: AtomicU64 = AtomicU64::new(0);
+
+/// How many steps all programs have taken so far.
+pub fn steps() -> u64 {
+    STEPS.load(Ordering::Relaxed)
+}
+
+/// The limits of one program.
+pub(crate) struct Limits {
+    allocated: usize,
+    time: Cell<Duration>,
+}
+
+impl Limits {
+    /// A program begins.
+    pub(crate) fn begin() -> Self {
+        Self { allocated: ALLOCATOR.allocated(), time: Cell::new(time()) }
+    }
+
+    /// It has taken a step.
+    pub(crate) fn step(&self, body: &str) {
+        STEPS.fetch_add(1, Ordering::Relaxed);
+        let held = ALLOCATOR.allocated().saturating_sub(self.allocated);
+        assert!(held <= HELD, "{body}: {held} bytes are held after a step");
+        let now = time();
+        let took = now.saturating_sub(self.time.replace(now));
+        assert!(took <= TIME, "{body}: a step took {took:?}");
+    }
+}
+
+fn time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
+}

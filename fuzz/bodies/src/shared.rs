@@ -1,0 +1,391 @@
+//! A client whose socket two threads read: the server's, and one that takes its doorbells.
+//!
+//! Both take turns on one thread here, in any order, and the client sends writes that are numbered
+//! between messages of other kinds, with descriptors, whole or in parts. What is checked: each write
+//! is carried out once and in its order, whoever takes it; each message that wants a reply gets one;
+//! and when the client is gone, no descriptor of it is left.
+
+use crate::limits::Limits;
+use crate::session::frames::Frames;
+use crate::session::messages;
+use crate::source::Source;
+use crate::vmm::{describe_descriptors, descriptors, listen, new_socket};
+use parking_lot::Mutex;
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix};
+use shadowbell_vfio_user::device::{
+    Device, DmaMap, DmaUnmap, Done, IrqInfo, Later, RegionInfo, SetIrqs,
+};
+use shadowbell_vfio_user::wire::command as verb;
+use shadowbell_vfio_user::{Listener, Reactor, SharedSocket};
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Actions of one program.
+const ACTIONS: usize = 96;
+/// Turns that anything has to be done in.
+const TURNS: usize = 400;
+/// Where the numbered writes go.
+const DOORBELL: u64 = 0x1000;
+
+/// Carries out a program.
+pub fn run(input: &[u8]) {
+    let before = descriptors();
+    let limits = Limits::begin();
+    let mut source = Source::new(input);
+    let mut visit = Visit::new();
+    for _ in 0..ACTIONS {
+        if source.is_empty() {
+            break;
+        }
+        visit.act(&mut source);
+        limits.step("shared");
+    }
+    visit.finish();
+    drop(visit);
+    // What only a thread of its own may close is closed a little later.
+    let until = Instant::now() + Duration::from_secs(10);
+    while descriptors() > before {
+        let now = descriptors();
+        let list = || describe_descriptors();
+        assert!(Instant::now() < until, "{before} descriptors, and now {now}: {}", list());
+        std::thread::yield_now();
+    }
+}
+
+/// What the device has seen.
+#[derive(Default)]
+struct Seen {
+    /// The number of the next write.
+    next: u32,
+    socket: Option<SharedSocket>,
+    wants: bool,
+}
+
+impl Seen {
+    fn write(&mut self, data: &[u8]) {
+        let number = data.try_into().map(u32::from_le_bytes).expect("four bytes");
+        // The first of a client follows the last of the one before that was still carried out.
+        if number >> 16 > self.next >> 16 {
+            self.next = number >> 16 << 16;
+        }
+        assert_eq!(number, self.next, "a write is lost, or comes twice, or too early");
+        self.next += 1;
+    }
+}
+
+struct Port(Arc<Mutex<Seen>>);
+
+impl Device for Port {
+    fn region_info(&mut self, _: u32) -> Result<RegionInfo, Errno> {
+        Ok(RegionInfo { size: 0x4000, readable: true, writable: true, mapping: None })
+    }
+
+    fn irq_info(&mut self, _: u32) -> Result<IrqInfo, Errno> {
+        Ok(IrqInfo { count: 4, eventfd: true, ..IrqInfo::default() })
+    }
+
+    fn disconnected(&mut self, done: Done) {
+        let socket = self.0.lock().socket.take();
+        drop(socket);
+        done.ok();
+    }
+
+    fn region_read(&mut self, _: u32, _: u64, data: &mut [u8]) -> Result<(), Errno> {
+        data.fill(0);
+        Ok(())
+    }
+
+    fn region_write(
+        &mut self,
+        _: u32,
+        offset: u64,
+        data: &[u8],
+        _: &mut Later<'_>,
+    ) -> Result<(), Errno> {
+        if offset == DOORBELL {
+            self.0.lock().write(data);
+        }
+        Ok(())
+    }
+
+    fn wants_shared_socket(&mut self) -> bool {
+        let seen = self.0.lock();
+        seen.wants && seen.socket.is_none()
+    }
+
+    fn share_socket(&mut self, socket: SharedSocket) {
+        let before = self.0.lock().socket.replace(socket);
+        drop(before);
+    }
+
+    fn set_irqs(&mut self, _: SetIrqs) -> Result<(), Errno> {
+        Ok(())
+    }
+
+    fn dma_map(&mut self, _: DmaMap) -> Result<(), Errno> {
+        Ok(())
+    }
+
+    fn dma_unmap(&mut self, _: DmaUnmap, done: Done) {
+        done.ok();
+    }
+
+    fn reset(&mut self, done: Done) {
+        done.ok();
+    }
+}
+
+struct Visit {
+    reactor: Reactor,
+    seen: Arc<Mutex<Seen>>,
+    listener: OwnedFd,
+    epoll: Arc<OwnedFd>,
+    socket: Option<OwnedFd>,
+    frames: Frames,
+    file: OwnedFd,
+    /// The number of the next write that is sent.
+    next: u32,
+    /// The connection may end before all that was sent is read.
+    unsure: bool,
+}
+
+impl Visit {
+    fn new() -> Self {
+        let mut reactor = Reactor::new(shadowbell_vfio_user::server::Limits::default());
+        let listener = listen();
+        let theirs = Listener::from_fd(listener.try_clone().expect("a descriptor"), "fuzz");
+        let seen = Arc::new(Mutex::new(Seen { wants: true, ..Seen::default() }));
+        let reactor_ref = reactor.as_mut().expect("a reactor");
+        let port = Box::new(Port(Arc::clone(&seen)));
+        reactor_ref.add(theirs.expect("a listener"), port).expect("a port");
+        let flags = rustix::event::epoll::CreateFlags::CLOEXEC;
+        let epoll = Arc::new(rustix::event::epoll::create(flags).expect("an epoll instance"));
+        let file = memfd_create("fuzz", MemfdFlags::CLOEXEC).expect("a memfd");
+        ftruncate(&file, 1 << 17).expect("memory");
+        let mut visit = Self {
+            reactor: reactor.expect("a reactor"),
+            seen,
+            listener,
+            epoll,
+            socket: None,
+            frames: Frames::default(),
+            file,
+            next: 0,
+            unsure: false,
+        };
+        visit.connect();
+        visit
+    }
+
+    fn connect(&mut self) {
+        let name = rustix::net::getsockname(&self.listener).expect("an address");
+        let address = SocketAddrUnix::try_from(name).expect("a UNIX socket");
+        let socket = new_socket();
+        rustix::net::connect(&socket, &address).expect("a connection");
+        self.socket = Some(socket);
+        self.frames = Frames::default();
+        self.unsure = false;
+        // The number of the client, and those of its writes.
+        self.next = ((self.next >> 16) + 1) << 16;
+        let hello = [&[0, 0, 1, 0][..], br#"{"capabilities":{"max_msg_fds":16}}"#, &[0]];
+        self.send(&messages::message(verb::VERSION, 0, &hello), &[]);
+        self.pump();
+    }
+
+    fn leave(&mut self) {
+        self.socket = None;
+        for _ in 0..8 {
+            self.serve();
+        }
+    }
+
+    fn serve(&mut self) {
+        let alive = self.reactor.poll_once(Some(Duration::ZERO)).expect("the reactor goes on");
+        assert!(alive, "nobody stopped it");
+    }
+
+    /// The other thread's turn: it takes writes until it will not.
+    fn poll(&mut self, most: u32) {
+        let mut seen = self.seen.lock();
+        let Some(socket) = seen.socket.take() else { return };
+        drop(seen);
+        let (mut taken, held) = (0, Arc::clone(&self.seen));
+        let polled = socket.poll_writes(&mut |region, offset, data| {
+            let takes = region == 0 && offset == DOORBELL && data.len() == 4 && taken < most;
+            if takes {
+                held.lock().write(data);
+                taken += 1;
+            }
+            takes
+        });
+        assert!(polled.writes == taken, "{polled:?}, and {taken} were taken");
+        seen = self.seen.lock();
+        seen.socket.get_or_insert(socket);
+    }
+
+    fn pump(&mut self) {
+        let mut quiet = 0;
+        for _ in 0..TURNS {
+            self.serve();
+            quiet = if self.hear() { 0 } else { quiet + 1 };
+            if quiet == 3 {
+                return;
+            }
+        }
+        panic!("there is always something to do");
+    }
+
+    fn hear(&mut self) -> bool {
+        let Some(socket) = &self.socket else { return false };
+        let mut bytes = [0u8; 4096];
+        match rustix::io::read(socket, &mut bytes) {
+            Ok(0) | Err(Errno::CONNRESET) => {
+                self.frames.dropped();
+                self.socket = None;
+                true
+            }
+            Ok(len) => {
+                self.frames.heard(&bytes[..len]);
+                true
+            }
+            Err(Errno::AGAIN) => false,
+            Err(errno) => panic!("{errno}"),
+        }
+    }
+
+    fn send(&mut self, mut bytes: &[u8], mut fds: &[OwnedFd]) {
+        for _ in 0..TURNS {
+            let Some(socket) = &self.socket else { return };
+            let mut space =
+                [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(messages::MOST_FDS))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+            if !borrowed.is_empty() {
+                assert!(control.push(SendAncillaryMessage::ScmRights(&borrowed)));
+            }
+            let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+            match rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags) {
+                Ok(len) => {
+                    self.frames.sent(&bytes[..len], fds.len());
+                    (bytes, fds) = (&bytes[len..], &[]);
+                    if bytes.is_empty() {
+                        return;
+                    }
+                }
+                Err(Errno::AGAIN) => {}
+                Err(Errno::PIPE | Errno::CONNRESET) => {
+                    self.hear();
+                    self.socket = None;
+                    return;
+                }
+                Err(errno) => panic!("{errno}"),
+            }
+            self.serve();
+            self.hear();
+        }
+        panic!("the server takes no more bytes");
+    }
+
+    /// A numbered write, which wants a reply or none.
+    fn ring(&mut self, source: &mut Source<'_>) -> Vec<u8> {
+        let access = messages::access(0, DOORBELL, 4);
+        let flags = if source.bool() { 0x10 } else { 0 };
+        let number = self.next.to_le_bytes();
+        self.next += 1;
+        messages::message_with(verb::REGION_WRITE, 1, flags, &[&access, &number])
+    }
+
+    fn act(&mut self, source: &mut Source<'_>) {
+        match source.below(16) {
+            0..=4 => {
+                let bytes = self.ring(source);
+                if source.rarely(8) {
+                    // In two parts, between which anybody may look.
+                    let at = source.below(bytes.len());
+                    self.send(&bytes[..at], &[]);
+                    self.poll(u32::MAX);
+                    self.send(&bytes[at..], &[]);
+                } else {
+                    self.send(&bytes, &[]);
+                }
+            }
+            5 => {
+                // Many at once, more than one call takes.
+                let bytes: Vec<u8> = (0..24).flat_map(|_| self.ring(source)).collect();
+                self.send(&bytes, &[]);
+            }
+            6..=8 => {
+                let (bytes, fds, odd) = messages::any(source, &self.file);
+                if odd {
+                    self.frames.forfeit();
+                }
+                self.unsure |= odd || fds.len() > 16;
+                // Writes to the very place are none that are numbered.
+                let writes = [verb::REGION_WRITE, verb::REGION_WRITE_MULTI].map(u16::to_le_bytes);
+                if !writes.iter().any(|verb| bytes.get(2..4) == Some(verb)) {
+                    self.send(&bytes, &fds);
+                }
+            }
+            9..=11 => self.poll(source.of(&[u32::MAX, 0, 1, 5])),
+            12 => {
+                let seen = self.seen.lock();
+                if let Some(socket) = &seen.socket {
+                    // Once; a second time is refused by the system.
+                    let _ = socket.watch(&self.epoll, 7);
+                }
+            }
+            13 => {
+                let socket = self.seen.lock().socket.take();
+                drop(socket);
+                self.seen.lock().wants = source.bool();
+            }
+            14 => {
+                if source.rarely(3) {
+                    if let Some(socket) = &self.socket {
+                        let how = source.of(&[Shutdown::Read, Shutdown::Write, Shutdown::Both]);
+                        let _ = rustix::net::shutdown(socket, how);
+                        self.frames.forfeit();
+                        self.unsure = true;
+                    }
+                } else {
+                    self.leave();
+                    self.connect();
+                }
+            }
+            _ => self.serve(),
+        }
+        if source.rarely(3) {
+            self.pump();
+        }
+        if self.socket.is_none() {
+            self.leave();
+            self.connect();
+        }
+    }
+
+    fn finish(&mut self) {
+        self.pump();
+        self.poll(u32::MAX);
+        self.pump();
+        // The last one's descriptors may still be being closed, by a thread, before we are let in.
+        let until = Instant::now() + Duration::from_secs(10);
+        while self.socket.is_some() && !self.frames.is_answered() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+            self.poll(u32::MAX);
+            self.pump();
+        }
+        if self.socket.is_some() && !self.unsure && self.frames.is_sound() {
+            self.frames.check_answered();
+            let (seen, none) = (self.seen.lock().next, self.next & 0xffff == 0);
+            assert!(seen == self.next || none, "writes are lost: {seen:#x}, not {:#x}", self.next);
+        }
+        self.leave();
+        let socket = self.seen.lock().socket.take();
+        drop(socket);
+    }
+}

@@ -1,0 +1,39 @@
+//! What all clients of the vfio-user server need.
+
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use shadowbell_memory::{EventFd, Mapping};
+use std::os::fd::OwnedFd;
+
+/// How many descriptors this process has. The first run leaves some for good (one to signal
+/// peers' eventfds with), so they are made before.
+pub(crate) fn descriptors() -> usize {
+    static WARM: std::sync::Once = std::sync::Once::new();
+    WARM.call_once(|| {
+        // The first eventfd of a process that is signalled, and the first mapping of a file.
+        let event = EventFd::new().and_then(OwnedFd::try_from).and_then(EventFd::from_fd);
+        event.expect("an eventfd").signal();
+        drop(Mapping::shared("warm", 4096));
+    });
+    std::fs::read_dir("/proc/self/fd").expect("/proc").count()
+}
+
+/// What they are of, for a message.
+pub(crate) fn describe_descriptors() -> String {
+    let fds = std::fs::read_dir("/proc/self/fd").expect("/proc").flatten();
+    let links = fds.filter_map(|fd| std::fs::read_link(fd.path()).ok());
+    links.map(|link| format!("{} ", link.display())).collect()
+}
+
+pub(crate) fn new_socket() -> OwnedFd {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+        .expect("a socket")
+}
+
+/// A listening socket with a name that nobody else has.
+pub(crate) fn listen() -> OwnedFd {
+    let socket = new_socket();
+    rustix::net::bind(&socket, &SocketAddrUnix::new_unnamed()).expect("a name");
+    rustix::net::listen(&socket, 4).expect("to listen");
+    socket
+}
