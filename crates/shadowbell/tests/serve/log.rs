@@ -92,30 +92,18 @@ fn an_error_at_the_end_that_nobody_reads_is_no_reason_to_stay() {
 }
 
 #[test]
-fn what_a_client_causes_is_written_at_a_pace_and_counted() {
+fn what_a_client_causes_is_a_few_lines() {
     let (command, directory) = command();
     let mut server = Server::spawn(command, directory, &["good.sock", "bad.sock"]);
-    let before = server.stderr().len();
     let begun = Instant::now();
     let client = bad(&server);
-    let maps = 40_000;
-    refused(&client, maps);
-    let written = server.stderr().len() - before;
-    let most = (begun.elapsed().as_secs_f64() * 65_536.0) as usize + 32_768;
-    assert!(written <= most, "{written} bytes, of {most}");
+    refused(&client, 40_000);
     drop(client);
     assert!(server.stop().success());
-    // What was left is written then.
     let said = server.stderr();
-    assert!(said.len() - before < most + 300_000, "{} bytes", said.len());
     assert!(said.ends_with("ended\n"), "{said}");
-    let lines = said.lines().filter(|line| line.contains(REFUSED)).count() as u64;
-    let missing = said.lines().filter_map(|line| line.strip_prefix("warning: "));
-    let missing = missing.filter(|line| line.contains("missing here"));
-    let counts = missing.map(|line| line.split(' ').next().unwrap().parse::<u64>().unwrap());
-    let counted: u64 = counts.sum();
-    // Among what is missing are lines of other kinds, a few.
-    let all = lines + counted;
-    assert!((maps..maps + 20).contains(&all), "{lines} lines and {counted} that are missing");
-    assert!(counted > 0);
+    // Sixteen at once, and then one in ten seconds, which says how many were left out.
+    let most = 16 + begun.elapsed().as_secs() as usize / 10 + 1;
+    let lines = said.lines().filter(|line| line.contains(REFUSED)).count();
+    assert!((16..=most).contains(&lines), "{lines} lines, of {most}");
 }
