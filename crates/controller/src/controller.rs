@@ -184,11 +184,11 @@ impl Controller {
         pool.send(worker, Message::DoorbellSource { controller: shared.id, source });
     }
 
-    /// Has the controller served by a thread that it shares with nobody, from now on and for as long
-    /// as it exists. Commands that are under way end first; others wait in their queues for that
-    /// moment, and the host need not know. The controller's owner may want that for a guest that it
-    /// trusts less than others, or that has paid for it; a guest that holds up its neighbours is
-    /// dealt with so in any case ([`Event::Isolated`](crate::Event::Isolated)).
+    /// Has the controller served by a thread that it shares with nobody, from now on and for as
+    /// long as it exists. Commands that are under way end first; others wait in their queues for
+    /// that moment, and the host need not know. The controller's owner may want that for a guest
+    /// that it trusts less than others, or that has paid for it; a guest that holds up its
+    /// neighbours is dealt with so in any case ([`Event::Isolated`](crate::Event::Isolated)).
     ///
     /// # Errors
     /// [`RelocateError`].

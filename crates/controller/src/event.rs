@@ -16,8 +16,8 @@ pub enum Event {
     Full(u32),
     /// Data that were written to this namespace may be lost: once in a while.
     Lost(u32),
-    /// Its turns took too long for those that it shared a worker with, the last one this long: it is
-    /// served by a thread of its own from now on.
+    /// Its turns took too long for those that it shared a worker with, the last one this long: it
+    /// is served by a thread of its own from now on.
     Isolated(Duration),
     /// The host has shut the controller down.
     Shutdown,

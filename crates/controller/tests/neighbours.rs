@@ -1,5 +1,5 @@
-//! What a controller may take of a worker that it shares: how much may be under way, and how much is
-//! done of it in one turn.
+//! What a controller may take of a worker that it shares: how much may be under way, and how much
+//! is done of it in one turn.
 
 mod common;
 #[path = "common/held.rs"]
@@ -45,8 +45,8 @@ fn ranges_are_submitted_a_few_at_a_time_and_a_reset_leaves_the_rest() {
     }
     host.ring(&queue, 0);
     host.until("the first ranges", || held.seen().len() == PARTS);
-    // So are those of a Delete I/O Submission Queue or a reset: what is under way is cancelled, once
-    // each, and nothing else is looked at.
+    // So are those of a Delete I/O Submission Queue or a reset: what is under way is cancelled,
+    // once each, and nothing else is looked at.
     let cancelled = held.clone();
     let release = std::thread::spawn(move || {
         while cancelled.cancelled() < PARTS {

@@ -92,8 +92,8 @@ impl AsFd for File {
     }
 }
 
-/// Where memory of a peer's is given back. Whoever does that last frees what is in the file, and the
-/// peer sees to it how much that is, and where.
+/// Where memory of a peer's is given back. Whoever does that last frees what is in the file, and
+/// the peer sees to it how much that is, and where.
 pub trait End: Send + Sync {
     /// Drops `what` some time, on a thread of which nobody waits.
     fn drop_later(self: Box<Self>, what: Box<dyn Send>);

@@ -6,9 +6,9 @@
 //! which a worker has a few; a copy that finds none waits for one, in order.
 //!
 //! A copy is never carried out where its entry is fetched: it goes on between two passes over the
-//! queues, range by range, as far as the controller's share of the turn goes. On a disk that answers
-//! at once, others' commands get their turn meanwhile; on one that does not, the requests of a
-//! stride are under way at the same time.
+//! queues, range by range, as far as the controller's share of the turn goes. On a disk that
+//! answers at once, others' commands get their turn meanwhile; on one that does not, the requests
+//! of a stride are under way at the same time.
 
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
 use super::namespace::{NamespaceQueue, index_of};

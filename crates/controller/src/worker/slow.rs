@@ -1,9 +1,9 @@
 //! Controllers whose turns take too long.
 //!
-//! Most of what a turn does is bounded (see `share` and `exec::quota`), but some of it is in a peer's
-//! hands: a page fault on memory that it shares waits for as long as it punches holes there, and a
-//! disk may do inline what takes long. Whoever takes that long again and again is found here, and
-//! served by a thread of its own from then on.
+//! Most of what a turn does is bounded (see `share` and `exec::quota`), but some of it is in a
+//! peer's hands: a page fault on memory that it shares waits for as long as it punches holes there,
+//! and a disk may do inline what takes long. Whoever takes that long again and again is found here,
+//! and served by a thread of its own from then on.
 //!
 //! A turn also takes long if the system gives the processor to somebody else meanwhile, which is
 //! nobody's fault. So the first long turn only has the controller watched; a second one, in which
@@ -36,8 +36,8 @@ impl SlowTurns {
         (!self.reported).then(ThreadUsage::now)
     }
 
-    /// A turn has ended at `now`, after `took`. Whether the controller is too slow for company; said
-    /// once.
+    /// A turn has ended at `now`, after `took`. Whether the controller is too slow for company;
+    /// said once.
     #[inline]
     pub(super) fn end(
         &mut self,

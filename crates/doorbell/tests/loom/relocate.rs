@@ -1,9 +1,9 @@
 //! A queue that goes from one sleeping thread to another while its host rings.
 //!
-//! A writer looks up whose queue it is, stores the register, passes the fence of its ring, and looks
-//! up once more: if the queue has gone elsewhere meanwhile, it rings there as well. Who hands the
-//! queue over says so before the other may look. So either the new owner sees the register in its
-//! last look before it sleeps, or the writer sees the new owner.
+//! A writer looks up whose queue it is, stores the register, passes the fence of its ring, and
+//! looks up once more: if the queue has gone elsewhere meanwhile, it rings there as well. Who hands
+//! the queue over says so before the other may look. So either the new owner sees the register in
+//! its last look before it sleeps, or the writer sees the new owner.
 
 use loom::sync::atomic::Ordering;
 use loom::thread;
