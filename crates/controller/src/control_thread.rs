@@ -12,6 +12,7 @@
 
 use crate::notice::{ControlHandle, Notice};
 use parking_lot::{Condvar, Mutex, MutexGuard};
+use shadowbell_memory::page_tables::Awake;
 use shadowbell_memory::{AbortOnPanic, SharedU32};
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -291,6 +292,7 @@ enum Next {
 /// Takes a turn, without any lock.
 fn take_turn(who: &Waiting) -> Next {
     let Some(who) = who.upgrade() else { return Next::Nothing };
+    let _awake = Awake::new();
     who.run_state().begin();
     let turn = who.turn();
     if who.run_state().end(turn == Turn::Again) {

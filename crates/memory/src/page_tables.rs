@@ -8,12 +8,15 @@
 //! memory stays as it is, and what is touched again is found again, a microsecond later.
 //!
 //! A thread looks at that while so much is shared that it could matter ([`MATTERS`]), 20 to 200
-//! times a second; without a peer that shares as much, there is no such thread.
+//! times a second, as long as any thread is [`Awake`] that touches such memory; without a peer that
+//! shares as much, there is no such thread.
 
 use crate::mapping::Mapping;
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use std::collections::HashMap;
 use std::os::fd::AsFd;
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, LazyLock, Weak};
 use std::time::Duration;
 
@@ -38,6 +41,56 @@ const LATE: Duration = Duration::from_millis(50);
 
 /// So much more since the last look is a reason to look again soon, in bytes.
 const GROWS: u64 = 1 << 20;
+
+/// Threads that may touch peers' memory now.
+static AWAKE: AtomicUsize = AtomicUsize::new(0);
+/// The thread that looks waits until one of them is awake.
+static WAITS: AtomicBool = AtomicBool::new(false);
+static GATE: (Mutex<()>, Condvar) = (Mutex::new(()), Condvar::new());
+
+/// A thread that may touch peers' memory is awake. While there is none, nobody looks at page tables,
+/// so an idle process stays idle.
+#[derive(Debug)]
+pub struct Awake(());
+
+impl Awake {
+    /// From now until it is dropped.
+    #[must_use]
+    pub fn new() -> Self {
+        AWAKE.fetch_add(1, SeqCst);
+        // Either this sees that the other waits, or the other sees that it must not.
+        if WAITS.load(SeqCst) {
+            let _gate = GATE.0.lock();
+            GATE.1.notify_all();
+        }
+        Self(())
+    }
+}
+
+impl Default for Awake {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for Awake {
+    fn drop(&mut self) {
+        AWAKE.fetch_sub(1, SeqCst);
+    }
+}
+
+/// Returns when a thread is awake that touches peers' memory.
+fn wait_for_somebody() {
+    if AWAKE.load(SeqCst) != 0 {
+        return;
+    }
+    let mut gate = GATE.0.lock();
+    WAITS.store(true, SeqCst);
+    while AWAKE.load(SeqCst) == 0 {
+        GATE.1.wait(&mut gate);
+    }
+    WAITS.store(false, SeqCst);
+}
 
 #[derive(Default)]
 struct Registry {
@@ -101,6 +154,7 @@ fn run() {
         }
         wait = if now > before + GROWS { SOON } else { (wait * 2).min(LATE) };
         before = now;
+        wait_for_somebody();
     }
 }
 
@@ -173,6 +227,7 @@ mod tests {
     #[test]
     fn a_client_that_touches_here_and_there_has_no_more_than_is_allowed() {
         let _alone = ALONE.lock();
+        let awake = Awake::new();
         let fd = memfd_create("sparse", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&fd, 16 << 30).unwrap();
         let before = in_use();
@@ -190,6 +245,17 @@ mod tests {
         let until = std::time::Instant::now() + Duration::from_secs(20);
         while in_use() > before + 2 * ALLOWED {
             assert!(std::time::Instant::now() < until, "{} of at most {most}", in_use());
+            std::thread::sleep(LATE);
+        }
+        // Nobody looks while nobody touches anything, and then somebody does again.
+        drop(awake);
+        while !WAITS.load(SeqCst) {
+            assert!(std::time::Instant::now() < until, "it goes on looking");
+            std::thread::sleep(LATE);
+        }
+        let _awake = Awake::new();
+        while WAITS.load(SeqCst) {
+            assert!(std::time::Instant::now() < until, "it does not come back");
             std::thread::sleep(LATE);
         }
         drop(mappings);

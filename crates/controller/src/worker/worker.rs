@@ -22,6 +22,7 @@ use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use shadowbell_doorbell::{FullFence, Sleeper};
 use shadowbell_memory::EventFd;
+use shadowbell_memory::page_tables::Awake;
 use shadowbell_spec::status::Status;
 use std::io;
 use std::mem::MaybeUninit;
@@ -56,6 +57,8 @@ pub(super) struct Worker {
     spurious_wakes: u64,
     /// It has slept since its last turn.
     woken: bool,
+    /// While it may touch hosts' memory.
+    awake: Option<Awake>,
 }
 
 impl Worker {
@@ -76,6 +79,7 @@ impl Worker {
             trace: None,
             spurious_wakes: 0,
             woken: false,
+            awake: Some(Awake::new()),
         })
     }
 
@@ -174,7 +178,9 @@ impl Worker {
                     (Some(a), Some(b)) => Some(a.min(b)),
                     (a, b) => a.or(b),
                 };
+                self.awake = None;
                 let all = wait(&self.epoll, timeout, &mut self.trace, &mut self.signalled);
+                self.awake = Some(Awake::new());
                 drop(asleep);
                 let slept = before.elapsed();
                 self.mailbox.busy.wakes();
