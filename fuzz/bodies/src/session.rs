@@ -125,10 +125,16 @@ impl Visit {
     }
 
     fn connect(&mut self) {
-        let address =
-            SocketAddrUnix::try_from(rustix::net::getsockname(&self.listener).expect("an address"));
+        let name = rustix::net::getsockname(&self.listener).expect("an address");
+        let address = SocketAddrUnix::try_from(name).expect("a UNIX socket");
         let socket = new_socket();
-        rustix::net::connect(&socket, &address.expect("a UNIX socket")).expect("a connection");
+        // Who has left is let go by threads of the port's: those who come do not find room at once.
+        let until = Instant::now() + Duration::from_secs(10);
+        while let Err(error) = rustix::net::connect(&socket, &address) {
+            assert!(Instant::now() < until, "no connection: {error}");
+            self.step();
+            std::thread::yield_now();
+        }
         self.socket = Some(socket);
         self.frames = Frames::default();
         self.deaf = false;
