@@ -7,7 +7,7 @@
 //! Instead the page tables are thrown away when there are more than belong to what is there: the
 //! memory stays as it is, and what is touched again is found again, a microsecond later.
 //!
-//! A thread looks at that while so much is shared that it could matter ([`MATTERS`]), 20 to 200
+//! A thread looks at that while so much is shared that it could matter (`MATTERS`), 20 to 200
 //! times a second, as long as any thread is [`Awake`] that touches such memory; without a peer that
 //! shares as much, there is no such thread.
 

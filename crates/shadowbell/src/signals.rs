@@ -63,8 +63,9 @@ impl EndSignals {
             if others.contains(&signal) {
                 other(signal);
             } else {
+                // Its handler has set `ending`, or will: it may still run, on another thread.
                 debug!(signal, "ending");
-                break;
+                return;
             }
         }
         self.ending.store(true, Ordering::Relaxed);
@@ -78,4 +79,36 @@ fn is_ignored(signal: i32) -> bool {
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let mask = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
     mask >> (signal - 1) & 1 == 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use signal_hook::low_level::raise;
+    use std::process::{Command, Stdio};
+
+    const CHILD: &str = "SIGNALS_TEST_CHILD";
+
+    /// The thread that takes the signal is not the one that waits for it, which goes on while the
+    /// signal's handler still runs. That handler took the end for one that was asked for already,
+    /// and ended the process without a word.
+    #[test]
+    fn one_signal_is_not_taken_for_two() {
+        if std::env::var_os(CHILD).is_some() {
+            let mut signals = EndSignals::catch(&[]).unwrap();
+            let other = std::thread::spawn(|| raise(SIGTERM));
+            signals.wait(&[], |_| {});
+            other.join().unwrap().unwrap();
+            return;
+        }
+        for attempt in 0..200 {
+            let status = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "signals::tests::one_signal_is_not_taken_for_two"])
+                .env(CHILD, "1")
+                .stdout(Stdio::null())
+                .status()
+                .unwrap();
+            assert!(status.success(), "attempt {attempt}: {status}");
+        }
+    }
 }
