@@ -1,6 +1,6 @@
 //! Bytes and descriptors over a Unix socket.
 
-use crate::StateError;
+use crate::error::StateError;
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,

@@ -1,6 +1,6 @@
 //! Descriptors beside a state, which names them by number.
 
-use crate::StateError;
+use crate::error::StateError;
 use serde::{Deserialize, Serialize};
 use std::os::fd::OwnedFd;
 

@@ -1,17 +1,13 @@
 //! Sections and descriptors, and how they travel.
 
 use crate::channel::{receive_bytes, receive_fds, send_bytes, send_fds};
-use crate::{Descriptors, StateError};
+use crate::descriptors::Descriptors;
+use crate::error::StateError;
+use crate::version::{READABLE, VERSION};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::ops::RangeInclusive;
 use std::os::unix::net::UnixStream;
-
-/// The version of the states that are made here.
-pub const VERSION: u32 = 1;
-/// The versions that can be read here: this one and the one before, once there is one.
-pub const READABLE: RangeInclusive<u32> = 1..=VERSION;
 
 const MAGIC: [u8; 8] = *b"SBELLST\0";
 /// Far more than a server with a thousand controllers has.
@@ -175,7 +171,7 @@ mod tests {
         parcel.add("numbers", true, &refs).unwrap();
         parcel.add("long", false, &"x".repeat(1 << 20)).unwrap();
         let mut parcel = travel(parcel).unwrap();
-        let refs: Vec<crate::FdRef> = parcel.take("numbers").unwrap().unwrap();
+        let refs: Vec<crate::descriptors::FdRef> = parcel.take("numbers").unwrap().unwrap();
         for (n, fd) in (0..700_u32).zip(&refs) {
             let mut file = File::from(parcel.descriptors().take(*fd).unwrap());
             let mut bytes = [0; 4];
