@@ -30,12 +30,18 @@ pub use bounds::Bounds;
 pub use compare::compare;
 pub use disk::{Disk, Queue};
 pub use error::{MAX_MEMORY, OpenError};
+#[cfg(feature = "scripted")]
+#[doc(hidden)]
+pub use file::Script;
 pub use file::{Aio, Direct, FileDisk, FileOptions};
 pub use info::DiskInfo;
 pub use mem::MemDisk;
 pub use null::NullDisk;
 pub use request::{DiskError, Op, Request, Submitted};
 pub use size::parse_size;
+#[cfg(feature = "scripted")]
+#[doc(hidden)]
+pub use sys::End;
 pub use uri::open;
 
 #[cfg(doctest)]

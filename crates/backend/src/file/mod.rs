@@ -43,6 +43,8 @@ mod flusher;
 mod open;
 mod options;
 mod queue;
+#[cfg(feature = "scripted")]
+mod script;
 mod shared;
 mod task;
 #[cfg(test)]
@@ -50,3 +52,5 @@ mod tests;
 
 pub use disk::FileDisk;
 pub use options::{Aio, Direct, FileOptions};
+#[cfg(feature = "scripted")]
+pub use script::Script;

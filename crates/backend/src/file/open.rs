@@ -98,6 +98,8 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, Ope
         no_zero_range: AtomicBool::new(false),
         no_punch: AtomicBool::new(false),
         zeroes,
+        #[cfg(feature = "scripted")]
+        script: None,
     })
 }
 

@@ -49,6 +49,8 @@ fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
         no_zero_range: AtomicBool::new(false),
         no_punch: AtomicBool::new(false),
         zeroes: Mapping::anonymous(MIB).unwrap().bytes(),
+        #[cfg(feature = "scripted")]
+        script: None,
     }
 }
 
