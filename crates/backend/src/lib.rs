@@ -17,6 +17,7 @@ mod compare;
 mod disk;
 mod error;
 mod file;
+mod hand_over;
 mod info;
 mod mem;
 mod null;
@@ -34,6 +35,7 @@ pub use error::{MAX_MEMORY, OpenError};
 #[doc(hidden)]
 pub use file::Script;
 pub use file::{Aio, Direct, FileDisk, FileOptions};
+pub use hand_over::HandOverError;
 pub use info::DiskInfo;
 pub use mem::MemDisk;
 pub use null::NullDisk;
@@ -42,7 +44,7 @@ pub use size::parse_size;
 #[cfg(feature = "scripted")]
 #[doc(hidden)]
 pub use sys::End;
-pub use uri::open;
+pub use uri::{adopt, open, open_lasting};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
