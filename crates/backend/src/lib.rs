@@ -17,6 +17,7 @@ mod compare;
 mod disk;
 mod error;
 mod file;
+mod hand_over;
 mod info;
 mod mem;
 mod null;
@@ -31,12 +32,13 @@ pub use compare::compare;
 pub use disk::{Disk, Queue};
 pub use error::{MAX_MEMORY, OpenError};
 pub use file::{Aio, Direct, FileDisk, FileOptions};
+pub use hand_over::HandOverError;
 pub use info::DiskInfo;
 pub use mem::MemDisk;
 pub use null::NullDisk;
 pub use request::{DiskError, Op, Request, Submitted};
 pub use size::parse_size;
-pub use uri::open;
+pub use uri::{adopt, open, open_lasting};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -43,6 +43,7 @@ mod flusher;
 mod open;
 mod options;
 mod queue;
+mod saved;
 mod shared;
 mod task;
 #[cfg(test)]
