@@ -75,6 +75,11 @@ impl Clock {
         Instant::now() >= *self.until.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// It is over now, whatever time was left.
+    pub(crate) fn stop(&self) {
+        *self.until.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+    }
+
     /// The whole time again: what was to be prepared has taken some of it.
     fn restart(&self) {
         let mut until = self.until.lock().unwrap_or_else(PoisonError::into_inner);

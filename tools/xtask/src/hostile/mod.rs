@@ -23,13 +23,13 @@
 //!   the victim alone was held up already, by half of what is allowed, that does not count as one
 //!   of these, three times at most.
 
-mod attack;
-mod attacks;
+pub(crate) mod attack;
+pub(crate) mod attacks;
 mod round;
-mod server;
+pub(crate) mod server;
 mod verdict;
-mod victim;
-mod watch;
+pub(crate) mod victim;
+pub(crate) mod watch;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

@@ -177,7 +177,8 @@ fn end_under_attack(
     times: Times,
     outcome: &mut Outcome,
 ) -> Result<()> {
-    field.clock = Clock::start(times.before_end * 20);
+    let clock = Clock::start(times.before_end * 20);
+    field.clock = clock.clone();
     let run = attack.run;
     // It ends when the server does: nobody waits for it before.
     let attacker = std::thread::spawn(move || {
@@ -189,6 +190,8 @@ fn end_under_attack(
     if outcome.end.is_none() {
         server.kill();
     }
+    // Whoever only waits for completions does not see that the server is gone.
+    clock.stop();
     let _ = attacker.join();
     Ok(())
 }

@@ -32,8 +32,18 @@ pub(crate) struct Server {
 impl Server {
     /// `shadowbell serve` with a controller for each of the disks, and one worker.
     pub(crate) fn serve(binary: &Path, disks: &[String], reader: LogReader) -> Result<Self> {
+        Self::serve_with(binary, disks, 1, reader)
+    }
+
+    /// The same with so many workers.
+    pub(crate) fn serve_with(
+        binary: &Path,
+        disks: &[String],
+        workers: usize,
+        reader: LogReader,
+    ) -> Result<Self> {
         let directory = tempfile::tempdir().context("a directory for sockets")?;
-        let mut config = "workers = 1\n".to_owned();
+        let mut config = format!("workers = {workers}\n");
         for (n, disk) in disks.iter().enumerate() {
             let socket = directory.path().join(format!("vm{n}.sock"));
             let disk = disk.replace("DIR", &directory.path().display().to_string());
