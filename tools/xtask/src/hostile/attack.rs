@@ -56,6 +56,8 @@ pub(crate) enum Kind {
     Hostile,
     /// Neighbours that do much and nothing wrong: the victim's median may triple.
     Honest,
+    /// All bounds. The victim and the attackers are peers of one `shadowbell export`.
+    Export,
 }
 
 /// When an attack is over, for those who take part in it.

@@ -63,6 +63,22 @@ impl Server {
         Ok(server)
     }
 
+    /// `shadowbell export` of a disk in memory, by NBD (`disk.sock`) and as a virtio disk
+    /// (`blk.sock`).
+    pub(crate) fn export(binary: &Path) -> Result<Self> {
+        let directory = tempfile::tempdir().context("a directory for sockets")?;
+        let (nbd, vhost) = (directory.path().join("disk.sock"), directory.path().join("blk.sock"));
+        let nbd_address = format!("unix:{}", nbd.display());
+        let vhost_path = vhost.display().to_string();
+        let arguments =
+            ["export", "local:mem:16MiB", "--nbd", &nbd_address, "--vhost-user-blk", &vhost_path];
+        let arguments = arguments.map(str::to_owned);
+        let server = Self::start(binary, &arguments, directory, LogReader::File)?;
+        server.await_socket(&nbd)?;
+        server.await_socket(&vhost)?;
+        Ok(server)
+    }
+
     /// The program with these arguments. It runs before whatever else the machine does.
     pub(crate) fn start(
         binary: &Path,

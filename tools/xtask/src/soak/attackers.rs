@@ -134,7 +134,7 @@ mod tests {
     fn every_attack_that_is_named_is_there_and_every_disk_has_attacks() {
         let all = attacks::all();
         let is_known = |name: &&str| all.iter().any(|attack| attack.name == *name);
-        assert!(LEFT_OUT.iter().chain(&ONE_AT_A_TIME).all(|name| is_known(name)));
+        assert!(LEFT_OUT.iter().chain(&ONE_AT_A_TIME).all(is_known));
         for disk in [Disk::Memory, Disk::File, Disk::Null] {
             assert!(repertoire(disk).len() > 5, "{disk:?}");
         }

@@ -15,14 +15,14 @@ use zerocopy::IntoBytes;
 
 use super::tally::{Tally, add};
 use crate::hostile::victim::hurry;
-use crate::peer::guest::{BASE, Guest};
+use crate::peer::guest::{BASE, Guest, PAGE};
 
 /// The time from one turn of a guest to its next, at least.
 const TURN: Duration = Duration::from_millis(200);
 /// After so many turns a guest goes away and comes back.
 const TURNS_ATTACHED: u64 = 64;
 /// How long a command may take: what Linux gives it (`nvme_core.io_timeout`). A call to the socket
-/// may take as long.
+/// may take as long, but for those of somebody who attaches, which have 6 s each.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
 /// After this it is looked whether the server has gone away.
 const SLOW: Duration = Duration::from_secs(1);
@@ -180,10 +180,10 @@ impl Honest {
         let (slba, nlb0) = (place * PLACE_BLOCKS, blocks(place) as u16 - 1);
         let sqe = if is_read { Sqe::read(1, slba, nlb0, 0) } else { Sqe::write(1, slba, nlb0, 0) };
         let (queue, _) = self.guest.queue(0)?;
-        // As many bytes as one page or two take no list.
-        let prp2 = match blocks(place) * BLOCK {
-            ..=4096 => 0,
-            ..=8192 => buffer.prp1 + 4096,
+        // One page or two take no list.
+        let prp2 = match (blocks(place) * BLOCK).div_ceil(PAGE) {
+            1 => 0,
+            2 => buffer.prp1 + PAGE,
             _ => buffer.prp2,
         };
         let cid = queue.push(sqe.with_prps(buffer.prp1, prp2))?;

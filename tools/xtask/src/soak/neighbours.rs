@@ -92,7 +92,7 @@ impl Soak {
         let is_hostile = |number: usize| number % HOSTILE == HOSTILE - 1;
         let disk = |number: usize| match number {
             _ if is_hostile(number) => Disk::of(number / HOSTILE).target(number),
-            _ if number % 2 == 0 => format!("mem:{DISK}"),
+            _ if number.is_multiple_of(2) => format!("mem:{DISK}"),
             _ => format!("DIR/honest{number}.img={DISK_BYTES}"),
         };
         let disks: Vec<String> = (0..count).map(disk).collect();
@@ -171,7 +171,8 @@ impl Soak {
     fn judge(&self, report: &mut Report, end: End) {
         let tally = &self.tally;
         println!(
-            "{} commands, {} blocks verified, {} times gone and come back; longest command {:.0} ms",
+            "{} commands, {} blocks verified, {} times gone and come back; the longest of these took \
+             {:.0} ms",
             value(&tally.commands),
             value(&tally.blocks),
             value(&tally.attached),
@@ -187,7 +188,8 @@ impl Soak {
         let memory = self.peak.memory.saturating_sub(self.before.memory);
         let page_tables = self.peak.page_tables.saturating_sub(self.before.page_tables);
         println!(
-            "the server grew by {} MiB and {} MiB of page tables, and logged {} KiB",
+            "the server grew by {} MiB, disks in memory included, and {} MiB of page tables, and logged \
+             {} KiB",
             memory >> 20,
             page_tables >> 20,
             self.server.logged() >> 10

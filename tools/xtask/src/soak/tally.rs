@@ -29,7 +29,7 @@ pub(crate) struct Tally {
 }
 
 impl Tally {
-    /// A command of an honest controller took so long.
+    /// A command of an honest controller took so long, or its going and coming back.
     pub(crate) fn took(&self, time: Duration) {
         let nanos = time.as_nanos() as u64;
         self.longest.fetch_max(nanos, Ordering::Relaxed);
