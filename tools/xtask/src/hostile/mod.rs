@@ -5,6 +5,9 @@
 //! checked for what it brings. Its others are the attackers', who speak to their sockets with a
 //! client of our own (`peer`) that sends whatever it is told to.
 //!
+//! Some attacks are on `shadowbell export`: there the victim is an NBD client, and the attackers are
+//! others, or a VM on vhost-user-blk.
+//!
 //! # What is noise
 //!
 //! Two processors have to do for the server's worker and its reactor, for the victim and for the
@@ -23,13 +26,13 @@
 //!   the victim alone was held up already, by half of what is allowed, that does not count as one
 //!   of these, three times at most.
 
-mod attack;
-mod attacks;
+pub(crate) mod attack;
+pub(crate) mod attacks;
 mod round;
-mod server;
+pub(crate) mod server;
 mod verdict;
-mod victim;
-mod watch;
+pub(crate) mod victim;
+pub(crate) mod watch;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -66,7 +69,7 @@ pub(crate) struct Arguments {
     /// Make each attack once, whatever comes of it.
     #[arg(long)]
     once: bool,
-    /// Only one attack for each way to do harm, for half a second each.
+    /// Only one attack for each way to do harm, for half a second each: less than a minute in all.
     #[arg(long, conflicts_with_all = ["attacks", "seconds"])]
     short: bool,
     /// Name the attacks, and end.

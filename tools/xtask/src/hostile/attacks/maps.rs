@@ -36,8 +36,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
         "holes punched into 4 GiB of memory while it is read into",
         MEM,
         punch_holes,
-    )
-    .short(),
+    ),
     Attack::new("truncate", "memory that is cut off while it is read into", MEM, truncate),
     Attack::new("map-churn", "maps and unmaps of a page with I/O in flight", MEM, map_churn),
     Attack::new(
@@ -45,8 +44,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
         "60,000 maps, and bus mastering toggled by WRITE_MULTI",
         MEM,
         bus_master,
-    )
-    .short(),
+    ),
     Attack::new(
         "many-maps",
         "60,000 maps, removed by one message, again and again",
