@@ -70,7 +70,8 @@ pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outc
     outcome.page_tables = peak.page_tables.saturating_sub(before.page_tables);
     if attack.log == LogReader::File {
         let bytes = server.logged().saturating_sub(logged) as f64;
-        outcome.log_rate = Some((bytes / began.elapsed().as_secs_f64()) as u64);
+        // What a second may have may come at its beginning.
+        outcome.log_rate = Some((bytes / began.elapsed().as_secs_f64().max(1.0)) as u64);
     }
     match seen {
         Ok(seen) => outcome.attacked = seen,
