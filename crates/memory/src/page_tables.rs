@@ -35,9 +35,8 @@ const MATTERS: u64 = ALLOWED / TABLE * SPAN;
 /// Smaller mappings are not looked at: a client's 4096 of them have 32 MiB of page tables.
 const SMALL: u64 = 4 << 20;
 
-/// The shortest and the longest time between two looks. A worker makes up to 2.7 MiB of page tables
-/// in a millisecond, and begins when nobody expects it: so with [`ALLOWED`] there are less than 64
-/// MiB even if the longest time has just begun.
+/// The shortest and the longest time between two looks. What a worker touches comes without notice,
+/// and with 50 ms a peer got to 117 MiB before the first look.
 const SOON: Duration = Duration::from_millis(5);
 const LATE: Duration = Duration::from_millis(10);
 
