@@ -3,21 +3,39 @@
 mod admin;
 mod commands;
 mod descriptors;
+mod exports;
 pub(super) mod fuse;
 mod maps;
 mod messages;
 
 use super::attack::Attack;
 
+/// Peers of the same kind each.
+const PARTS: [&[Attack]; 7] = [
+    commands::ATTACKS,
+    admin::ATTACKS,
+    messages::ATTACKS,
+    maps::ATTACKS,
+    descriptors::ATTACKS,
+    fuse::ATTACKS,
+    exports::ATTACKS,
+];
+
 /// All of them, in the order in which they are made.
 pub(crate) fn all() -> Vec<Attack> {
-    let parts: [&[Attack]; 6] = [
-        commands::ATTACKS,
-        admin::ATTACKS,
-        messages::ATTACKS,
-        maps::ATTACKS,
-        descriptors::ATTACKS,
-        fuse::ATTACKS,
-    ];
-    parts.concat()
+    PARTS.concat()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_unique_and_the_short_suite_is_short_and_has_some_of_every_kind() {
+        let names: std::collections::HashSet<_> = all().iter().map(|attack| attack.name).collect();
+        assert_eq!(names.len(), all().len());
+        assert!(PARTS.iter().all(|part| part.iter().any(|attack| attack.is_short)));
+        // Two seconds each, and some are made twice.
+        assert!(all().iter().filter(|attack| attack.is_short).count() <= 15);
+    }
 }
