@@ -71,7 +71,7 @@ fn upgrade(program: &Path, server: u32, count: &mut Count) -> Result<()> {
         Some(1) => {
             let why = String::from_utf8_lossy(&output.stderr);
             // The only reason that is none to worry about.
-            ensure!(why.contains("rest"), "an upgrade has failed: {why}");
+            ensure!(why.contains(" within "), "an upgrade has failed: {why}");
             count.put_off += 1;
         }
         _ => bail!("{}: {}", output.status, String::from_utf8_lossy(&output.stderr)),
