@@ -51,7 +51,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
     Attack::new("compare", "64 queues of 1 MiB Compare", MEM, compare),
     Attack::new("copy", "64 queues of Copy of 128 ranges", MEM, copy),
     Attack::new("copy-file", "64 queues of Copy of 128 ranges on a file", FILE, copy),
-    Attack::new("flush", "64 queues of Flush behind writes, on a file", FILE, flush).short(),
+    Attack::new("flush", "64 queues of Flush behind writes, on a file", FILE, flush),
     Attack::new("sgl", "16 queues of writes with 3584 SGL descriptors on a file", FILE, sgl)
         .short(),
     Attack::new("sgl-mem", "64 queues of reads with 3584 SGL descriptors", MEM, sgl_mem),

@@ -32,7 +32,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
     export("nbd-reads", "8 NBD clients with 16 MiB reads without end", nbd_reads),
     export("nbd-options", "NBD options without end", nbd_options),
     export("nbd-flushes", "NBD flushes without end", nbd_flushes),
-    export("vhost-loops", "virtio chains that loop, on vhost-user-blk", vhost_loops).short(),
+    export("vhost-loops", "virtio chains that loop, on vhost-user-blk", vhost_loops),
     export("vhost-huge", "virtio chains of gigabytes, on vhost-user-blk", vhost_huge),
     export("vhost-reads", "256 virtio reads of 1 MiB in flight", vhost_reads),
     export("vhost-bad", "virtio requests that are refused", vhost_bad),
