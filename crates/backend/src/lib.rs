@@ -17,6 +17,7 @@ mod compare;
 mod disk;
 mod error;
 mod file;
+mod format;
 mod info;
 mod mem;
 mod null;
@@ -30,13 +31,15 @@ pub use bounds::Bounds;
 pub use compare::compare;
 pub use disk::{Disk, Queue};
 pub use error::{MAX_MEMORY, OpenError};
-pub use file::{Aio, Direct, FileDisk, FileOptions};
+pub use file::{Aio, Direct, FileDisk, FileOptions, Format, ImageFile};
+pub use format::ImageFormat;
 pub use info::DiskInfo;
 pub use mem::MemDisk;
 pub use null::NullDisk;
 pub use request::{DiskError, Op, Request, Submitted};
 pub use size::parse_size;
-pub use uri::open;
+pub use sys::unpin;
+pub use uri::{FileSpec, open};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

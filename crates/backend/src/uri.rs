@@ -2,7 +2,7 @@
 
 use crate::disk::Disk;
 use crate::error::OpenError;
-use crate::file::{Aio, Direct, FileDisk, FileOptions};
+use crate::file::{Aio, Direct, FileDisk, FileOptions, Format};
 use crate::mem::MemDisk;
 use crate::null::NullDisk;
 use crate::size::parse_size;
@@ -26,6 +26,8 @@ use std::sync::Arc;
 /// | `block-size` | all | `512` or `4096` | `512`; a block device's own |
 /// | `read-only` | all | `on`, `off` | `off`; `on` for a file that we may not write |
 /// | `direct` | file | `on`: bypass the page cache or fail; `off`: use it; `auto`: bypass it if the file system and the block size allow | `auto` |
+/// | `format` | file | `raw`: the bytes of the file are the disk; `qcow2`: as `shadowbell-backend-qcow2` opens it | by its first bytes |
+/// | `allow-backing` | qcow2 | `on`: the image may name another file, of which it is the difference; `off` | `off` |
 /// | `aio` | file | `io_uring`: by it or fail; `threads`; `auto`: by threads if the system refuses io_uring | `auto` |
 /// | `read-zeroes` | null | `on`, `off`: leave the read buffer as it was | `off` |
 ///
@@ -41,7 +43,7 @@ use std::sync::Arc;
 pub fn open(spec: &str) -> Result<Arc<dyn Disk>, OpenError> {
     let parsed = parse(spec).map_err(|why| OpenError::Spec { spec: spec.to_owned(), why })?;
     Ok(match parsed {
-        Parsed::File { path, options } => Arc::new(FileDisk::open(&path, &options)?),
+        Parsed::File(file) => Arc::new(FileDisk::open(&file.path, &file.options)?),
         Parsed::Mem { size, block_size, read_only } => {
             let disk = MemDisk::new(size / u64::from(block_size), block_size)?;
             Arc::new(disk.with_read_only(read_only))
@@ -53,10 +55,36 @@ pub fn open(spec: &str) -> Result<Arc<dyn Disk>, OpenError> {
     })
 }
 
+/// A specification that names a file, understood: for those who open it in another way than
+/// [`open`] does, as an image of another format.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FileSpec {
+    /// Where it is.
+    pub path: PathBuf,
+    /// How it is to be opened.
+    pub options: FileOptions,
+}
+
+impl FileSpec {
+    /// What `spec`, written as for [`open`], says of a file; nothing if it names another kind of
+    /// disk.
+    ///
+    /// # Errors
+    /// [`OpenError::Spec`].
+    pub fn parse(spec: &str) -> Result<Option<Self>, OpenError> {
+        match parse(spec) {
+            Ok(Parsed::File(file)) => Ok(Some(file)),
+            Ok(_) => Ok(None),
+            Err(why) => Err(OpenError::Spec { spec: spec.to_owned(), why }),
+        }
+    }
+}
+
 /// A specification, understood.
 #[derive(Debug, PartialEq, Eq)]
 enum Parsed {
-    File { path: PathBuf, options: FileOptions },
+    File(FileSpec),
     Mem { size: u64, block_size: u32, read_only: bool },
     Null { size: u64, block_size: u32, read_only: bool, read_zeroes: bool },
 }
@@ -102,7 +130,21 @@ fn parse(spec: &str) -> Result<Parsed, String> {
                     ));
                 }
             };
-            Parsed::File { path, options: FileOptions { block_size, read_only, direct, aio } }
+            let format = match options.take("format") {
+                None => None,
+                Some("raw") => Some(Format::Raw),
+                Some("qcow2") => Some(Format::Qcow2),
+                Some(other) => {
+                    return Err(format!("the option `format` is `raw` or `qcow2`, not `{other}`"));
+                }
+            };
+            let allow_backing = options.switch("allow-backing")?.unwrap_or(false);
+            if allow_backing && format == Some(Format::Raw) {
+                return Err("a raw image names no other file; leave out `allow-backing`".to_owned());
+            }
+            let options =
+                FileOptions { block_size, read_only, direct, aio, format, allow_backing };
+            Parsed::File(FileSpec { path, options })
         }
     };
     options.none_left(scheme)?;
@@ -235,7 +277,7 @@ impl<'a> Options<'a> {
         let known = match scheme {
             "null" => "`block-size`, `read-only`, `read-zeroes`",
             "mem" => "`block-size`, `read-only`",
-            _ => "`block-size`, `read-only`, `direct`, `aio`",
+            _ => "`block-size`, `read-only`, `direct`, `aio`, `format`, `allow-backing`",
         };
         match self.0.first() {
             None => Ok(()),
@@ -251,7 +293,7 @@ mod tests {
     use super::*;
 
     fn file(path: &str, options: FileOptions) -> Result<Parsed, String> {
-        Ok(Parsed::File { path: path.into(), options })
+        Ok(Parsed::File(FileSpec { path: path.into(), options }))
     }
 
     #[test]
@@ -276,7 +318,7 @@ mod tests {
             assert_eq!(parse(spec), file(path, plain.clone()), "{spec}");
         }
         let not_utf8 = match parse("file:%FF").unwrap() {
-            Parsed::File { path, .. } => path.into_os_string().into_vec(),
+            Parsed::File(file) => file.path.into_os_string().into_vec(),
             other => panic!("{other:?}"),
         };
         assert_eq!(not_utf8, [0xff]);

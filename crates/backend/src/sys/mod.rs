@@ -10,6 +10,6 @@ mod waker;
 
 pub(crate) use lock::{lock_image, unlock_image};
 pub(crate) use ring::{Call, EngineKind, Key, Memory, Ring};
-pub(crate) use threads::unpin;
+pub use threads::unpin;
 pub(crate) use uring::available;
 pub(crate) use waker::Waker;
