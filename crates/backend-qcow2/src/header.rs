@@ -286,7 +286,7 @@ mod tests {
     fn what_is_not_served_is_named() {
         let with = |at: usize, value: u64| {
             let mut start = image();
-            if at >= 72 && at < 80 || matches!(at, 8 | 24 | 40 | 48) {
+            if (72..80).contains(&at) || matches!(at, 8 | 24 | 40 | 48) {
                 put64(&mut start, at, value);
             } else {
                 put32(&mut start, at, value as u32);

@@ -142,8 +142,7 @@ fn parse(spec: &str) -> Result<Parsed, String> {
             if allow_backing && format == Some(Format::Raw) {
                 return Err("a raw image names no other file; leave out `allow-backing`".to_owned());
             }
-            let options =
-                FileOptions { block_size, read_only, direct, aio, format, allow_backing };
+            let options = FileOptions { block_size, read_only, direct, aio, format, allow_backing };
             Parsed::File(FileSpec { path, options })
         }
     };
@@ -331,7 +330,14 @@ mod tests {
             read_only: true,
             direct: Direct::Off,
             aio: Aio::Threads,
+            ..FileOptions::default()
         };
+        let image = FileOptions {
+            format: Some(Format::Qcow2),
+            allow_backing: true,
+            ..FileOptions::default()
+        };
+        assert_eq!(parse("a?format=qcow2&allow-backing=on"), file("a", image));
         let spec = "disk.img?block-size=4096&read-only=on&direct=off&aio=threads";
         assert_eq!(parse(spec), file("disk.img", options));
         let options = FileOptions { aio: Aio::IoUring, ..FileOptions::default() };
@@ -389,6 +395,8 @@ mod tests {
             ("disk.img?direct=perhaps", "`on`, `off` or `auto`, not `perhaps`"),
             ("disk.img?aio=native", "`io_uring`, `threads` or `auto`, not `native`"),
             ("disk.img?read-only=1", "`on` or `off`, not `1`"),
+            ("disk.img?format=vdi", "`raw` or `qcow2`, not `vdi`"),
+            ("disk.img?format=raw&allow-backing=on", "names no other file"),
             ("disk.img?read-only", "no option; options are written"),
             ("disk.img?", "no option; options are written"),
             ("disk.img?direct=on&direct=off", "given twice"),

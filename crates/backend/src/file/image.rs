@@ -127,11 +127,9 @@ impl ImageFile {
         Ok(match direct {
             Direct::Off => None,
             Direct::Auto => bypass_cache(&self.file, self.size, block_size).ok(),
-            Direct::On => {
-                Some(bypass_cache(&self.file, self.size, block_size).map_err(|why| {
-                    OpenError::NotDirect { path: self.path.display().to_string(), why }
-                })?)
-            }
+            Direct::On => Some(bypass_cache(&self.file, self.size, block_size).map_err(|why| {
+                OpenError::NotDirect { path: self.path.display().to_string(), why }
+            })?),
         })
     }
 

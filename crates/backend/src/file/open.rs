@@ -111,4 +111,3 @@ fn discards(metadata: &Metadata) -> bool {
         attribute(metadata, &format!("{queue}/write_zeroes_max_bytes")).is_some_and(|n| n != "0")
     })
 }
-
