@@ -1,8 +1,10 @@
 //! The two traits: a disk, and one thread's queue on it.
 
+use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
 use crate::request::{DiskError, Op, Request, Submitted};
 use shadowbell_memory::{DmaTable, Segments};
+use shadowbell_state::Descriptors;
 use std::os::fd::BorrowedFd;
 use std::{fmt, io};
 
@@ -43,6 +45,23 @@ pub trait Disk: Send + Sync + fmt::Debug {
     /// nothing.
     fn counters(&self) -> Vec<(&'static str, u64)> {
         Vec::new()
+    }
+
+    /// What [`adopt`](crate::adopt) needs in another process to go on with the disk, when no
+    /// request is pending here: its descriptors go to `fds`. This disk stays as it is. The default
+    /// can not be handed over.
+    ///
+    /// # Errors
+    /// [`HandOverError`].
+    fn hand_over(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
+        let _ = fds;
+        Err(HandOverError::Impossible { disk: self.name() })
+    }
+
+    /// Whether another process has the disk by the same descriptors. As long as one has, dropping
+    /// this disk leaves the lock on it: it is the lock of both. The default has no lock.
+    fn share_lock(&self, shared: bool) {
+        let _ = shared;
     }
 }
 

@@ -135,6 +135,14 @@ pub enum OpenError {
         /// The system's reason.
         source: io::Error,
     },
+    /// What another process has handed over is not this disk.
+    #[error("{disk} can not be taken over: {why}")]
+    NotThatDisk {
+        /// The disk.
+        disk: String,
+        /// What does not fit.
+        why: String,
+    },
     /// The system refused something that has no case of its own.
     #[error("{path}: {what} failed: {source}")]
     System {

@@ -1,7 +1,9 @@
 //! What a disk is.
 
+use serde::{Deserialize, Serialize};
+
 /// What a disk is.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct DiskInfo {
     /// Bytes in a logical block: 512 or 4096.

@@ -18,6 +18,7 @@ mod disk;
 mod error;
 mod file;
 mod format;
+mod hand_over;
 mod info;
 mod mem;
 mod null;
@@ -33,13 +34,14 @@ pub use disk::{Disk, Queue};
 pub use error::{MAX_MEMORY, OpenError};
 pub use file::{Aio, Direct, FileDisk, FileOptions, Format, ImageFile};
 pub use format::ImageFormat;
+pub use hand_over::HandOverError;
 pub use info::DiskInfo;
 pub use mem::MemDisk;
 pub use null::NullDisk;
 pub use request::{DiskError, Op, Request, Submitted};
 pub use size::parse_size;
 pub use sys::unpin;
-pub use uri::{FileSpec, open};
+pub use uri::{FileSpec, adopt, open, open_lasting};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

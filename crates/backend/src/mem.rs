@@ -4,11 +4,15 @@ use crate::bounds::Bounds;
 use crate::compare::compare;
 use crate::disk::{Disk, Queue};
 use crate::error::OpenError;
+use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
 use crate::request::{DiskError, Op, Request, Submitted};
 use crate::size::format_size;
-use shadowbell_memory::{Mapping, Segments, SharedBytes};
+use serde::{Deserialize, Serialize};
+use shadowbell_memory::{Mapping, Protection, Segments, SharedBytes};
+use shadowbell_state::{Descriptors, FdRef};
 use std::io;
+use std::sync::Arc;
 
 /// A disk whose blocks are memory of this process, taken from the system as they are first
 /// written and given back by discards. Its content is gone with the disk.
@@ -25,6 +29,14 @@ pub struct MemDisk {
     bytes: SharedBytes,
 }
 
+/// What another process needs to go on with it.
+#[derive(Serialize, Deserialize)]
+struct SavedMem {
+    memory: FdRef,
+    len: u64,
+    info: DiskInfo,
+}
+
 /// The unit in which memory is given back.
 const PAGE: usize = 4096;
 /// How much is given back or zeroed in one piece, in bytes: some tens of microseconds.
@@ -36,21 +48,64 @@ impl MemDisk {
     /// # Errors
     /// [`OpenError::Memory`] if the system refuses that much address space.
     pub fn new(blocks: u64, block_size: u32) -> Result<Self, OpenError> {
-        let info = DiskInfo {
+        let info = Self::info_of(blocks, block_size);
+        let mapping = Mapping::anonymous(info.bytes())
+            .map_err(|source| OpenError::Memory { bytes: info.bytes(), source })?;
+        Ok(Self::of(mapping, info))
+    }
+
+    /// A disk as [`new`](Self::new) makes it, in memory that can be handed over to another process:
+    /// a memfd. Huge pages are there if `/sys/kernel/mm/transparent_hugepage/shmem_enabled` is
+    /// `advise` or `always`.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn lasting(blocks: u64, block_size: u32) -> Result<Self, OpenError> {
+        let info = Self::info_of(blocks, block_size);
+        let mapping = Mapping::shared("shadowbell-disk", info.bytes());
+        let mapping =
+            mapping.map_err(|source| OpenError::Memory { bytes: info.bytes(), source })?;
+        Ok(Self::of(mapping, info))
+    }
+
+    /// The disk that another process [has handed over](Disk::hand_over).
+    pub(crate) fn adopt(
+        state: &serde_json::Value,
+        fds: &mut Descriptors,
+        (blocks, block_size, read_only): (u64, u32, bool),
+    ) -> Result<Self, String> {
+        let saved = SavedMem::deserialize(state).map_err(|error| error.to_string())?;
+        let mut info = Self::info_of(blocks, block_size);
+        info.read_only = read_only;
+        if saved.info != info {
+            return Err("it has another form".to_owned());
+        }
+        let fd = fds.take(saved.memory).map_err(|error| error.to_string())?;
+        let mapping = Mapping::from_own_fd(fd, 0, saved.len, Protection::ReadWrite);
+        let mapping = mapping.map_err(|error| error.to_string())?;
+        if mapping.len() as u64 / u64::from(block_size) < blocks {
+            return Err("its memory is too short".to_owned());
+        }
+        Ok(Self::of(mapping, info))
+    }
+
+    fn info_of(blocks: u64, block_size: u32) -> DiskInfo {
+        DiskInfo {
             block_size,
             blocks,
             read_only: false,
             volatile_cache: false,
             discard: true,
             granularity: (PAGE as u32 / block_size).max(1),
-        };
-        let refused = |source| OpenError::Memory { bytes: info.bytes(), source };
-        let mapping = Mapping::anonymous(info.bytes()).map_err(refused)?;
+        }
+    }
+
+    fn of(mapping: Arc<Mapping>, info: DiskInfo) -> Self {
         mapping.prefer_huge_pages();
         // The mapping is rounded up to whole pages; the disk is not.
         let len = usize::try_from(info.bytes()).unwrap_or(usize::MAX).min(mapping.len());
         let bytes = mapping.bytes().slice(0, len).unwrap_or_else(|| mapping.bytes());
-        Ok(Self { info, bytes })
+        Self { info, bytes }
     }
 
     /// Whether writes are refused.
@@ -78,6 +133,17 @@ impl Disk for MemDisk {
 
     fn name(&self) -> String {
         format!("mem:{}", format_size(self.info.bytes()))
+    }
+
+    fn hand_over(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
+        let mapping = self.bytes.mapping();
+        let Some(fd) = mapping.fd() else {
+            return Err(HandOverError::Private { disk: self.name() });
+        };
+        let system = |source| HandOverError::System { disk: self.name(), source };
+        let memory = fds.add(fd.try_clone_to_owned().map_err(system)?);
+        let saved = SavedMem { memory, len: mapping.len() as u64, info: self.info.clone() };
+        serde_json::to_value(saved).map_err(|error| system(error.into()))
     }
 }
 

@@ -6,6 +6,7 @@ use crate::file::{Aio, Direct, FileDisk, FileOptions, Format};
 use crate::mem::MemDisk;
 use crate::null::NullDisk;
 use crate::size::parse_size;
+use shadowbell_state::Descriptors;
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
@@ -41,11 +42,26 @@ use std::sync::Arc;
 /// # Errors
 /// [`OpenError`], in a sentence for the person who wrote the specification.
 pub fn open(spec: &str) -> Result<Arc<dyn Disk>, OpenError> {
-    let parsed = parse(spec).map_err(|why| OpenError::Spec { spec: spec.to_owned(), why })?;
-    Ok(match parsed {
+    open_parsed(spec, MemDisk::new)
+}
+
+/// Opens a disk as [`open`] does, so that it can be [handed over](Disk::hand_over) to another
+/// process: the memory of a disk in memory is a memfd.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_lasting(spec: &str) -> Result<Arc<dyn Disk>, OpenError> {
+    open_parsed(spec, MemDisk::lasting)
+}
+
+fn open_parsed(
+    spec: &str,
+    memory: fn(u64, u32) -> Result<MemDisk, OpenError>,
+) -> Result<Arc<dyn Disk>, OpenError> {
+    Ok(match parsed(spec)? {
         Parsed::File(file) => Arc::new(FileDisk::open(&file.path, &file.options)?),
         Parsed::Mem { size, block_size, read_only } => {
-            let disk = MemDisk::new(size / u64::from(block_size), block_size)?;
+            let disk = memory(size / u64::from(block_size), block_size)?;
             Arc::new(disk.with_read_only(read_only))
         }
         Parsed::Null { size, block_size, read_only, read_zeroes } => {
@@ -73,12 +89,39 @@ impl FileSpec {
     /// # Errors
     /// [`OpenError::Spec`].
     pub fn parse(spec: &str) -> Result<Option<Self>, OpenError> {
-        match parse(spec) {
-            Ok(Parsed::File(file)) => Ok(Some(file)),
-            Ok(_) => Ok(None),
-            Err(why) => Err(OpenError::Spec { spec: spec.to_owned(), why }),
+        match parsed(spec)? {
+            Parsed::File(file) => Ok(Some(file)),
+            _ => Ok(None),
         }
     }
+}
+
+/// Takes over the disk `spec` from another process, which has opened it by the same specification
+/// and [handed it over](Disk::hand_over) as `state`. That other process may still have it; until
+/// it has not ([`Disk::share_lock`]) dropping this disk does not let go of the lock.
+///
+/// # Errors
+/// [`OpenError`]: what was handed over is not that disk.
+pub fn adopt(
+    spec: &str,
+    state: &serde_json::Value,
+    fds: &mut Descriptors,
+) -> Result<Arc<dyn Disk>, OpenError> {
+    let refused = |why| OpenError::NotThatDisk { disk: spec.to_owned(), why };
+    Ok(match parsed(spec)? {
+        Parsed::File(FileSpec { path, options }) => {
+            Arc::new(FileDisk::adopt(&path, &options, state, fds).map_err(refused)?)
+        }
+        Parsed::Mem { size, block_size, read_only } => {
+            let form = (size / u64::from(block_size), block_size, read_only);
+            Arc::new(MemDisk::adopt(state, fds, form).map_err(refused)?)
+        }
+        Parsed::Null { .. } => return open(spec),
+    })
+}
+
+fn parsed(spec: &str) -> Result<Parsed, OpenError> {
+    parse(spec).map_err(|why| OpenError::Spec { spec: spec.to_owned(), why })
 }
 
 /// A specification, understood.

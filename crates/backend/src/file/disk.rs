@@ -3,10 +3,13 @@
 use super::open::open;
 use super::options::FileOptions;
 use super::queue::FileQueue;
+use super::saved;
 use super::shared::FileShared;
 use crate::disk::{Disk, Queue};
 use crate::error::OpenError;
+use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
+use shadowbell_state::Descriptors;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -29,6 +32,18 @@ impl FileDisk {
     /// [`OpenError`], in a sentence that says what is wrong with the file and what to do.
     pub fn open(path: &Path, options: &FileOptions) -> Result<Self, OpenError> {
         Ok(Self { shared: Arc::new(open(path, options)?), path: path.to_owned() })
+    }
+
+    /// The disk that another process [has handed over](Disk::hand_over), by the same path and
+    /// options.
+    pub(crate) fn adopt(
+        path: &Path,
+        options: &FileOptions,
+        state: &serde_json::Value,
+        fds: &mut Descriptors,
+    ) -> Result<Self, String> {
+        let shared = saved::adopt(options, state, fds)?;
+        Ok(Self { shared: Arc::new(shared), path: path.to_owned() })
     }
 
     /// Whether the page cache is bypassed.
@@ -57,6 +72,15 @@ impl Disk for FileDisk {
 
     fn is_full(&self) -> bool {
         self.shared.full.load(Ordering::Relaxed) != 0
+    }
+
+    fn hand_over(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
+        saved::save(&self.shared, fds)
+            .map_err(|source| HandOverError::System { disk: self.name(), source })
+    }
+
+    fn share_lock(&self, shared: bool) {
+        self.shared.lock_is_shared.store(shared, Ordering::Relaxed);
     }
 
     fn remark(&self) -> Option<String> {

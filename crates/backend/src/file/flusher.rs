@@ -78,10 +78,15 @@ impl std::fmt::Debug for Flusher {
 
 impl Flusher {
     pub(super) fn new(file: Arc<File>, forgets: bool) -> Arc<Self> {
+        Self::after(file, forgets, 0)
+    }
+
+    /// One that goes on after another, whose first sync that has lost data failed with `lost`.
+    pub(super) fn after(file: Arc<File>, forgets: bool, lost: i32) -> Arc<Self> {
         Arc::new(Self {
             file,
             forgets,
-            lost: AtomicI32::new(0),
+            lost: AtomicI32::new(lost),
             work: Mutex::default(),
             came: Condvar::new(),
             gone: Condvar::new(),

@@ -44,6 +44,7 @@ mod image;
 mod open;
 mod options;
 mod queue;
+mod saved;
 mod shared;
 mod task;
 #[cfg(test)]

@@ -10,7 +10,7 @@ use crate::info::DiskInfo;
 use crate::sys::{self, EngineKind};
 use rustix::fs::FallocateFlags;
 use rustix::io::{Errno, ReadWriteFlags};
-use shadowbell_memory::Mapping;
+use shadowbell_memory::{Mapping, SharedBytes};
 use std::fs::{File, Metadata};
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -45,9 +45,7 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, Ope
     let discard = !read_only && if is_block { discards(&metadata) } else { punches(&file, size) };
     // What the file system allocates at once; a power of two on all of them, as far as known.
     let cluster = metadata.blksize().clamp(u64::from(block_size), 1 << 20) as u32;
-    let zeroes = Mapping::anonymous(ZEROES)
-        .map_err(|source| OpenError::Memory { bytes: ZEROES, source })?
-        .bytes();
+    let zeroes = zeroes()?;
     Ok(FileShared {
         flusher: Flusher::new(Arc::clone(&file), direct.is_none()),
         file: Arc::clone(&file),
@@ -68,8 +66,16 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, Ope
         full: AtomicU64::new(0),
         no_zero_range: AtomicBool::new(false),
         no_punch: AtomicBool::new(false),
+        lock_is_shared: AtomicBool::new(false),
         zeroes,
     })
+}
+
+/// Zeroes to write where nothing better works.
+pub(super) fn zeroes() -> Result<SharedBytes, OpenError> {
+    let mapping =
+        Mapping::anonymous(ZEROES).map_err(|source| OpenError::Memory { bytes: ZEROES, source })?;
+    Ok(mapping.bytes())
 }
 
 /// How the system is called; and why by threads, if that was not asked for.

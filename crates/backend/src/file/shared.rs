@@ -4,6 +4,7 @@ use super::flusher::Flusher;
 use crate::info::DiskInfo;
 use crate::request::{DiskError, Op, Request};
 use crate::sys::EngineKind;
+use serde::{Deserialize, Serialize};
 use shadowbell_memory::SharedBytes;
 use std::fs::File;
 use std::sync::Arc;
@@ -34,12 +35,14 @@ pub(super) struct FileShared {
     /// The byte of the disk that was last refused for want of room, and one; 0 if none, or if it
     /// has been taken since.
     pub(super) full: AtomicU64,
+    /// Another process has the same open file, and so the same lock.
+    pub(super) lock_is_shared: AtomicBool,
     /// Zeroes to write where nothing better works. Never written, so they take no memory.
     pub(super) zeroes: SharedBytes,
 }
 
 /// What direct I/O asks for, in bytes, powers of two.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Alignment {
     /// Of addresses in memory.
     pub(super) memory: usize,
@@ -50,7 +53,9 @@ pub(super) struct Alignment {
 impl Drop for FileShared {
     fn drop(&mut self) {
         self.flusher.close();
-        crate::sys::unlock_image(&self.file);
+        if !self.lock_is_shared.load(Ordering::Relaxed) {
+            crate::sys::unlock_image(&self.file);
+        }
     }
 }
 

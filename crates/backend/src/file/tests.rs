@@ -48,6 +48,7 @@ fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
         full: AtomicU64::new(0),
         no_zero_range: AtomicBool::new(false),
         no_punch: AtomicBool::new(false),
+        lock_is_shared: AtomicBool::new(false),
         zeroes: Mapping::anonymous(MIB).unwrap().bytes(),
     }
 }

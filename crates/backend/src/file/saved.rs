@@ -1,0 +1,76 @@
+//! A file disk on its way to another process.
+//!
+//! What goes there is the open file itself, and with it the lock: at no time can anybody else have
+//! it. Nothing is found out anew, so it takes no time; and what was noticed under load (that data
+//! are lost, that the file shrank) stays noticed.
+
+use super::flusher::Flusher;
+use super::open::{engine, zeroes};
+use super::options::FileOptions;
+use super::shared::{Alignment, FileShared};
+use crate::info::DiskInfo;
+use crate::sys;
+use serde::{Deserialize, Serialize};
+use shadowbell_state::{Descriptors, FdRef};
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+#[derive(Serialize, Deserialize)]
+struct SavedFile {
+    file: FdRef,
+    info: DiskInfo,
+    direct: Option<Alignment>,
+    waits: bool,
+    regular: bool,
+    end: u64,
+    full: u64,
+    no_zero_range: bool,
+    no_punch: bool,
+    lost: i32,
+}
+
+pub(super) fn save(shared: &FileShared, fds: &mut Descriptors) -> io::Result<serde_json::Value> {
+    let saved = SavedFile {
+        file: fds.add(shared.file.try_clone()?.into()),
+        info: shared.info.clone(),
+        direct: shared.direct,
+        waits: shared.waits,
+        regular: shared.regular,
+        end: shared.end.load(Ordering::Relaxed),
+        full: shared.full.load(Ordering::Relaxed),
+        no_zero_range: shared.no_zero_range.load(Ordering::Relaxed),
+        no_punch: shared.no_punch.load(Ordering::Relaxed),
+        lost: shared.flusher.lost(),
+    };
+    Ok(serde_json::to_value(saved)?)
+}
+
+pub(super) fn adopt(
+    options: &FileOptions,
+    state: &serde_json::Value,
+    fds: &mut Descriptors,
+) -> Result<FileShared, String> {
+    let saved = SavedFile::deserialize(state).map_err(|error| error.to_string())?;
+    let file = fds.take(saved.file).map_err(|error| error.to_string())?;
+    let (engine, no_uring) = engine(options.aio, sys::available).map_err(|why| why.to_string())?;
+    let file = Arc::new(File::from(file));
+    Ok(FileShared {
+        flusher: Flusher::after(Arc::clone(&file), saved.direct.is_none(), saved.lost),
+        file,
+        info: saved.info,
+        direct: saved.direct,
+        engine,
+        no_uring,
+        waits: saved.waits,
+        regular: saved.regular,
+        end: AtomicU64::new(saved.end),
+        full: AtomicU64::new(saved.full),
+        no_zero_range: AtomicBool::new(saved.no_zero_range),
+        no_punch: AtomicBool::new(saved.no_punch),
+        // Until the one that had it is gone.
+        lock_is_shared: AtomicBool::new(true),
+        zeroes: zeroes().map_err(|error| error.to_string())?,
+    })
+}

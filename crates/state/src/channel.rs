@@ -1,0 +1,81 @@
+//! Bytes and descriptors over a Unix socket.
+
+use crate::error::StateError;
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+/// Descriptors of one message; Linux takes 253 (`SCM_MAX_FD`).
+const TOGETHER: usize = 128;
+
+pub(crate) fn send_bytes(mut socket: &UnixStream, bytes: &[u8]) -> io::Result<()> {
+    socket.write_all(bytes)
+}
+
+pub(crate) fn receive_bytes(mut socket: &UnixStream, bytes: &mut [u8]) -> io::Result<()> {
+    socket.read_exact(bytes)
+}
+
+/// Sends them, some at a time, each time with a byte.
+pub(crate) fn send_fds(socket: &UnixStream, fds: &[&OwnedFd]) -> io::Result<()> {
+    for some in fds.chunks(TOGETHER) {
+        let some: Vec<_> = some.iter().map(|fd| fd.as_fd()).collect();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(TOGETHER))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !control.push(SendAncillaryMessage::ScmRights(&some)) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        loop {
+            match sendmsg(socket, &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL) {
+                Ok(_) => break,
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Receives as many as were announced.
+pub(crate) fn receive_fds(socket: &UnixStream, count: usize) -> Result<Vec<OwnedFd>, StateError> {
+    let mut fds = Vec::new();
+    while fds.len() < count {
+        let before = fds.len();
+        let mut byte = [0];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(TOGETHER))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut bytes = [IoSliceMut::new(&mut byte)];
+        let received = match recvmsg(socket, &mut bytes, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Ok(received) => received,
+            Err(Errno::INTR) => continue,
+            Err(errno) => return Err(io::Error::from(errno).into()),
+        };
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(some) = message {
+                fds.extend(some);
+            }
+        }
+        if received.bytes == 0 {
+            return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
+        }
+        if received.flags.contains(ReturnFlags::CTRUNC) {
+            return Err(io::Error::other(
+                "this process may not open more files: raise its limit (ulimit -n)",
+            )
+            .into());
+        }
+        if fds.len() == before {
+            return Err(StateError::NotAState("a descriptor is missing"));
+        }
+    }
+    if fds.len() > count {
+        return Err(StateError::NotAState("there are more descriptors than announced"));
+    }
+    Ok(fds)
+}
