@@ -32,6 +32,9 @@ pub use bounds::Bounds;
 pub use compare::compare;
 pub use disk::{Disk, Queue};
 pub use error::{MAX_MEMORY, OpenError};
+#[cfg(feature = "scripted")]
+#[doc(hidden)]
+pub use file::Script;
 pub use file::{Aio, Direct, FileDisk, FileOptions, Format, ImageFile};
 pub use format::ImageFormat;
 pub use hand_over::HandOverError;
@@ -40,6 +43,9 @@ pub use mem::MemDisk;
 pub use null::NullDisk;
 pub use request::{DiskError, Op, Request, Submitted};
 pub use size::parse_size;
+#[cfg(feature = "scripted")]
+#[doc(hidden)]
+pub use sys::End;
 pub use sys::unpin;
 pub use uri::{FileSpec, adopt, open, open_lasting};
 

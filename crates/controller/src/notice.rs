@@ -41,6 +41,8 @@ pub(crate) enum Notice {
         /// Its number in the pool.
         from: usize,
     },
+    /// All queues of the controller have left their workers for a rest, or stay with them.
+    Left,
     /// The queues of a controller could not be taken over by another worker, and are gone.
     Stranded,
     /// Something befell the whole controller while its queues were served.

@@ -45,6 +45,8 @@ mod open;
 mod options;
 mod queue;
 mod saved;
+#[cfg(feature = "scripted")]
+mod script;
 mod shared;
 mod task;
 #[cfg(test)]
@@ -53,3 +55,5 @@ mod tests;
 pub use disk::FileDisk;
 pub use image::ImageFile;
 pub use options::{Aio, Direct, FileOptions, Format};
+#[cfg(feature = "scripted")]
+pub use script::Script;

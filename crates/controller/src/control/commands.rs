@@ -16,6 +16,7 @@ use crate::config::Config;
 use crate::context::Context;
 use crate::event::Event;
 use crate::notice::Operation;
+use crate::saved::SavedFeatures;
 use crate::worker::message::Message;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin as decode;
@@ -65,6 +66,21 @@ impl AdminCommands {
             full: RateLimit::default(),
             losses: RateLimit::default(),
         }
+    }
+
+    /// Whether no command waits for a worker.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.aborts == 0 && !self.configures_shadow
+    }
+
+    /// What the host has set, and what it has not read of what has changed.
+    pub(super) fn save(&self) -> (SavedFeatures, Vec<u32>) {
+        (self.features.save(), self.changed.save())
+    }
+
+    pub(super) fn restore(&mut self, features: &SavedFeatures, changed: &[u32]) {
+        self.features = Features::restore(features);
+        self.changed = ChangedList::restore(changed);
     }
 
     /// A reset is over.

@@ -180,6 +180,11 @@ impl Engine {
         self.closed = true;
     }
 
+    /// Has commands fetched again.
+    pub(crate) fn open(&mut self) {
+        self.closed = false;
+    }
+
     /// Of what there is as much under way as may be.
     #[inline]
     pub(crate) fn exceeded(&self) -> Option<Exceeded> {

@@ -62,6 +62,12 @@ impl IrqTable {
         true
     }
 
+    /// Vectors that were raised while there was no descriptor.
+    pub(crate) fn pending(&self) -> Vec<u16> {
+        let lines = self.lock();
+        (0..).zip(lines.iter()).filter(|(_, line)| line.pending).map(|(vector, _)| vector).collect()
+    }
+
     /// Disconnects every vector and forgets what was pending.
     pub(crate) fn clear(&self) {
         self.lock().iter_mut().for_each(|line| *line = Line::default());

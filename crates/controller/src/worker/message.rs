@@ -124,6 +124,10 @@ pub(crate) enum Message {
         controller: u32,
         departure: Departure,
     },
+    /// A controller that was to leave stays, unless it has left.
+    Stay {
+        controller: u32,
+    },
     /// What is under way of a controller that is to leave is to be given up.
     Hurry {
         controller: u32,
@@ -159,6 +163,7 @@ impl Message {
             | Self::Detach { controller, .. }
             | Self::Leave { controller, .. }
             | Self::Hurry { controller }
+            | Self::Stay { controller }
             | Self::Override { controller, .. } => Some(*controller),
             Self::Arrive(relocated) => Some(relocated.id()),
             Self::Trace(_) | Self::Stop => None,

@@ -322,6 +322,11 @@ impl Worker {
                     queues.leave(departure);
                 }
             }
+            Message::Stay { controller } => {
+                if let Some(queues) = self.queues(controller) {
+                    queues.stay();
+                }
+            }
             Message::Hurry { controller } => {
                 if let Some(queues) = self.queues(controller) {
                     queues.hurry();
