@@ -281,6 +281,12 @@ impl Controller {
         self.0.context.shared.irqs.set(vector, event)
     }
 
+    /// The eventfd that a vector is connected to, if it is.
+    #[must_use]
+    pub fn interrupt(&self, vector: usize) -> Option<Arc<EventFd>> {
+        self.0.context.shared.irqs.event(vector)
+    }
+
     /// Raises a vector, as if a queue had. False if there is no such vector.
     pub fn trigger_interrupt(&self, vector: usize) -> bool {
         self.0.context.shared.irqs.trigger(vector)

@@ -81,6 +81,8 @@ pub(crate) enum Operation {
     ShadowDoorbells { cid: u16 },
     /// Abort. Its status is Command Abort Requested if the command was aborted.
     Abort { cid: u16 },
+    /// The flush before the volatile write cache is off.
+    Flush { cid: u16 },
     /// The flush of a shutdown.
     Shutdown,
     /// A Controller Level Reset.

@@ -173,7 +173,21 @@ impl AdminCommands {
             Effect::InterruptVector { vector, coalescing_disabled } => {
                 shared.coalescing.disable(vector, coalescing_disabled);
             }
-            Effect::VolatileWriteCache(on) => shared.set_write_through(!on),
+            Effect::VolatileWriteCache(on) => {
+                let was_on = !shared.is_write_through();
+                shared.set_write_through(!on);
+                // What the cache holds when it goes off is to be on the medium then
+                // (Base 2.1, "Volatile Write Cache").
+                if was_on && !on {
+                    let (cx, generation) = (env.cx, env.lifecycle.generation);
+                    let (registers, memory) = (env.registers, &*env.memory);
+                    let queue = QueueEnvironment { registers, memory, generation };
+                    let overriding = env.overriding.as_ref().map(|o| o.queues());
+                    let operation = Operation::Flush { cid: sqe.cid };
+                    env.queues.flush(cx, &queue, operation, overriding);
+                    return Ok(Outcome::Later);
+                }
+            }
             Effect::AsyncEventConfig(config) => {
                 let completion = env.port.events.configure(config);
                 env.port.complete_event(completion);

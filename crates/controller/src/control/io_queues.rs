@@ -75,6 +75,27 @@ pub(super) struct QueueEnvironment<'a> {
     pub(super) generation: u64,
 }
 
+impl QueueEnvironment<'_> {
+    /// What a worker needs to know of the controller.
+    fn context(
+        &self,
+        cx: &Context,
+        overriding: Option<Box<dyn QueueOverride>>,
+    ) -> Box<QueueContext> {
+        Box::new(QueueContext {
+            shared: Arc::clone(&cx.shared),
+            control: cx.control.clone(),
+            table: Arc::clone(self.memory.table()),
+            namespaces: Arc::clone(&cx.namespaces),
+            page_size: self.registers.page_size(),
+            max_transfer: 4096usize << cx.config.mdts,
+            quota: cx.config.quota,
+            shadow: self.memory.shadow,
+            overriding,
+        })
+    }
+}
+
 /// The I/O queues that exist.
 pub(super) struct IoQueues {
     sqs: BTreeMap<u16, SqRecord>,
@@ -249,21 +270,28 @@ impl IoQueues {
         let state = QueueState::Creating;
         self.cqs.insert(command.qid, CqRecord { layout, vector, worker, state });
         self.workers.insert(worker);
-        let context = Box::new(QueueContext {
-            shared: Arc::clone(&cx.shared),
-            control: cx.control.clone(),
-            table: Arc::clone(env.memory.table()),
-            namespaces: Arc::clone(&cx.namespaces),
-            page_size: env.registers.page_size(),
-            max_transfer: 4096usize << cx.config.mdts,
-            quota: cx.config.quota,
-            shadow: env.memory.shadow,
-            overriding,
-        });
+        let context = env.context(cx, overriding);
         let operation = Operation::CreateCq { qid: command.qid, cid: sqe.cid };
         let latch = cx.latch(ended(env.generation, operation));
         cx.send(worker, Message::CreateCq { context, layout, vector, latch });
         Ok(Outcome::Later)
+    }
+
+    /// Has every namespace flushed, by a worker, whether there are queues or not: what was written
+    /// through queues that are gone counts as well. The controller has to be enabled. The end of
+    /// `operation` is its end.
+    pub(super) fn flush(
+        &mut self,
+        cx: &Context,
+        env: &QueueEnvironment<'_>,
+        operation: Operation,
+        overriding: Option<Box<dyn QueueOverride>>,
+    ) {
+        let worker = self.workers().next().unwrap_or_else(|| cx.pool.least_loaded());
+        self.workers.insert(worker);
+        let latch = cx.latch(ended(env.generation, operation));
+        let context = env.context(cx, overriding);
+        cx.send(worker, Message::Flush { context, latch });
     }
 
     /// The worker has created a completion queue, or failed to.

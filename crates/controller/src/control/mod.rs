@@ -40,7 +40,7 @@ use crate::worker::relocation::{Departure, Opening, Restoring};
 use admin::AdminPort;
 use commands::{AdminCommands, CommandEnvironment};
 use control_override::{ControlOverride, Response};
-use io_queues::{IoQueues, ended};
+use io_queues::{IoQueues, QueueEnvironment, ended};
 use memory::HostMemory;
 use registers::{Effect, Registers};
 use reset::{Lifecycle, Phase, ShutdownFlush, Waiter};
@@ -219,10 +219,16 @@ impl Control {
             return;
         }
         self.lifecycle.flush = ShutdownFlush::UnderWay;
-        let latch = cx.latch(ended(self.lifecycle.generation, Operation::Shutdown));
-        let message = |controller| Message::Flush { controller, latch: latch.clone() };
-        cx.send_all(self.queues.workers(), message);
-        deferred.latches.push(latch);
+        if self.lifecycle.phase != Phase::Ready {
+            // No worker has the controller, and nothing was written since the reset.
+            deferred.latches.push(cx.latch(ended(self.lifecycle.generation, Operation::Shutdown)));
+            return;
+        }
+        let (registers, memory) = (&self.registers, &self.memory);
+        let generation = self.lifecycle.generation;
+        let env = QueueEnvironment { registers, memory, generation };
+        let overriding = self.overriding.as_ref().map(|overriding| overriding.queues());
+        self.queues.flush(cx, &env, Operation::Shutdown, overriding);
     }
 
     /// A Controller Level Reset begins: the shadow pages are dropped before anything else, the
@@ -745,6 +751,9 @@ impl Control {
                 deferred.event(Event::ShadowDoorbells);
             }
             Operation::Abort { cid } => self.commands.abort_ended(port, cid, status),
+            // Without the cache, writes that come now are on the medium in any case.
+            Operation::Flush { cid } if status.is_success() => port.complete(cid, status, 0),
+            Operation::Flush { cid } => port.fail(cid, status, 0),
             Operation::Shutdown => {
                 let flush = std::mem::replace(&mut self.lifecycle.flush, ShutdownFlush::None);
                 match flush {

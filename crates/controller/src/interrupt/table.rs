@@ -79,6 +79,11 @@ impl IrqTable {
         self.lock().iter_mut().for_each(|line| line.pending = false);
     }
 
+    /// What is connected to `vector`.
+    pub(crate) fn event(&self, vector: usize) -> Option<Arc<EventFd>> {
+        self.lock().get(vector).and_then(|line| line.event.clone())
+    }
+
     fn current(&self, vector: u16) -> (u32, Option<Arc<EventFd>>) {
         let lines = self.lock();
         let event = lines.get(usize::from(vector)).and_then(|line| line.event.clone());

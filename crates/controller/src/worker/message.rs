@@ -96,7 +96,7 @@ pub(crate) enum Message {
     },
     /// Flush every namespace.
     Flush {
-        controller: u32,
+        context: Box<QueueContext>,
         latch: Latch,
     },
     /// The latch gets the status Command Abort Requested if the command is aborted.
@@ -148,7 +148,7 @@ impl Message {
     /// The controller that it is about.
     pub(crate) fn controller(&self) -> Option<u32> {
         match self {
-            Self::CreateCq { context, .. } => Some(context.shared.id),
+            Self::CreateCq { context, .. } | Self::Flush { context, .. } => Some(context.shared.id),
             Self::DoorbellWritten { controller }
             | Self::DoorbellEventfd { controller, .. }
             | Self::DoorbellSource { controller, .. }
@@ -157,7 +157,6 @@ impl Message {
             | Self::DeleteCq { controller, .. }
             | Self::Shadow { controller, .. }
             | Self::Table { controller, .. }
-            | Self::Flush { controller, .. }
             | Self::Abort { controller, .. }
             | Self::Query { controller, .. }
             | Self::Detach { controller, .. }
