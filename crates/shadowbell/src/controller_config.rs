@@ -99,7 +99,23 @@ impl ControllerConfig {
     /// # Errors
     /// [`ConfigureError`], in a sentence for the person who asked.
     pub(crate) fn open(&self, location: &str) -> Result<Config, ConfigureError> {
-        let disks = self.disks.iter().map(|config| open_disk(&config.disk, self.read_only));
+        self.open_by(location, |_, spec| disk_spec::open(spec))
+    }
+
+    /// The same with disks that are opened otherwise: by the index of the namespace and a
+    /// specification.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub(crate) fn open_by(
+        &self,
+        location: &str,
+        mut open: impl FnMut(usize, &str) -> Result<Arc<dyn Disk>, DiskSpecError>,
+    ) -> Result<Config, ConfigureError> {
+        let disks = self.disks.iter().enumerate();
+        let disks = disks.map(|(index, config)| {
+            open_disk(&config.disk, self.read_only, |spec| open(index, spec))
+        });
         self.configure(location, disks.collect::<Result<_, _>>()?)
     }
 
@@ -178,15 +194,19 @@ fn mdts(bytes: u64) -> Option<u8> {
     possible.then_some(mdts)
 }
 
-fn open_disk(spec: &str, read_only: bool) -> Result<Arc<dyn Disk>, ConfigureError> {
+fn open_disk(
+    spec: &str,
+    read_only: bool,
+    open: impl FnOnce(&str) -> Result<Arc<dyn Disk>, DiskSpecError>,
+) -> Result<Arc<dyn Disk>, ConfigureError> {
     let asked = spec.split_once('?').is_some_and(|(_, options)| {
         options.split('&').any(|option| option.starts_with("read-only="))
     });
     let disk = if read_only && !asked {
         let joint = if spec.contains('?') { '&' } else { '?' };
-        disk_spec::open(&format!("{spec}{joint}read-only=on"))?
+        open(&format!("{spec}{joint}read-only=on"))?
     } else {
-        disk_spec::open(spec)?
+        open(spec)?
     };
     if read_only && !disk.info().read_only {
         return Err(ConfigureError::Writable(spec.to_owned()));

@@ -50,8 +50,23 @@ impl DiskSpecError {
 /// # Errors
 /// [`DiskSpecError`].
 pub(crate) fn open(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    open_by(spec, shadowbell_backend::open)
+}
+
+/// The same, so that it can be handed over to another process if its kind can.
+///
+/// # Errors
+/// [`DiskSpecError`].
+pub(crate) fn open_lasting(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    open_by(spec, shadowbell_backend::open_lasting)
+}
+
+fn open_by(
+    spec: &str,
+    open: fn(&str) -> Result<Arc<dyn Disk>, shadowbell_backend::OpenError>,
+) -> Result<Arc<dyn Disk>, DiskSpecError> {
     if !["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme)) {
-        let disk = shadowbell_backend::open(spec).map_err(|error| match &error {
+        let disk = open(spec).map_err(|error| match &error {
             shadowbell_backend::OpenError::NoFile { path, .. } => match not_a_disk(path) {
                 Some(why) => DiskSpecError::Device(exit::bad_input(anyhow!(why))),
                 None => error.into(),

@@ -14,6 +14,7 @@
 //! | `launch_hint` | the arguments to give to QEMU and Cloud Hypervisor |
 //! | `stats_file` | the counters, as a file of JSON |
 //! | `stats_socket` | the counters for `top`, while the server runs |
+//! | `worker_link` | what is said to a keeper, if there is one |
 //! | `faults` | `--faults`, in a build with that feature |
 //!
 //! Threads: the workers, one reactor for all sockets, one that makes log lines of what happens, one
@@ -33,25 +34,40 @@ mod server;
 mod server_config;
 mod stats_file;
 mod stats_socket;
+mod worker_link;
 
 pub(crate) use args::Args;
 pub(crate) use config_file::read as read_config_file;
 
-use crate::signals::EndSignals;
-use crate::{descriptor_limit, exit};
+use crate::keeper_link::{to_keeper, to_worker};
+use crate::signals::{EndSignals, Wake};
+use crate::{descriptor_limit, exit, notify};
 use event_log::EventLog;
 use server::Server;
 use server_config::ServerConfig;
 use signal_hook::consts::SIGUSR1;
 use stats_socket::StatsSocket;
+use std::io;
+use std::os::fd::AsFd;
 use std::process::ExitCode;
 use tracing::{debug, error, info};
+use worker_link::{Role, WorkerLink};
 
 /// Serves until a signal ends it.
 ///
 /// # Errors
 /// What was asked for can not be served; or the service came to an end by itself.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let Some(role) = args.as_worker else { return serve(args, None) };
+    let link = WorkerLink::take()?;
+    let outcome = serve(args, Some((role, &link)));
+    if let Err(error) = &outcome {
+        link.say(to_keeper::FAILED, &exit::line(error));
+    }
+    outcome
+}
+
+fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<ExitCode> {
     #[cfg(feature = "faults")]
     let faults = args.faults.clone();
     let config = args.config()?;
@@ -67,8 +83,16 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let stats_socket =
         stats_listener.map(|listener| StatsSocket::start(listener, &server)).transpose()?;
     launch_hint::show(&config);
+    let link = keeper.map(|(_, link)| link);
+    match link {
+        Some(link) => link.serves(config.controllers.iter().map(|served| served.socket.as_path())),
+        None => notify::tell(notify::READY),
+    }
 
-    signals.wait(&[SIGUSR1], |_| report(&config, &server));
+    let is_left = wait(&mut signals, link, || report(&config, &server))?;
+    if link.is_none() {
+        notify::tell(notify::STOPPING);
+    }
     drop(stats_socket);
     let outcome = server.stop();
     drop(event_log);
@@ -78,7 +102,35 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let is_kept = server.flush();
     outcome?;
     info!("ended");
-    Ok(if is_kept { ExitCode::SUCCESS } else { ExitCode::from(exit::FAILED) })
+    Ok(if is_kept && !is_left { ExitCode::SUCCESS } else { ExitCode::from(exit::FAILED) })
+}
+
+/// Waits for the end. Whether it is because the keeper is gone.
+fn wait(
+    signals: &mut EndSignals,
+    link: Option<&WorkerLink>,
+    report: impl Fn(),
+) -> io::Result<bool> {
+    loop {
+        match signals.wait_beside(link.map(AsFd::as_fd))? {
+            Wake::End => return Ok(false),
+            Wake::Signal(_) => report(),
+            Wake::Readable => match link.and_then(WorkerLink::hear).map(|packet| packet.letter) {
+                None => {
+                    error!("the keeper has ended, and so this ends too: start it again");
+                    return Ok(true);
+                }
+                Some(to_worker::END) => return Ok(false),
+                Some(to_worker::REPORT) => report(),
+                Some(to_worker::HAND_OVER) => {
+                    if let Some(link) = link {
+                        link.say(to_keeper::GOES_ON, "not in this release");
+                    }
+                }
+                Some(_) => {}
+            },
+        }
+    }
 }
 
 /// Writes the counters where they were asked for, or else logs them.

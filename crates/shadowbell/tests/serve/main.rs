@@ -10,6 +10,7 @@ mod function;
 mod harness;
 mod idle;
 mod io;
+mod keeper;
 mod local;
 mod log;
 mod output;
