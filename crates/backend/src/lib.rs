@@ -31,6 +31,9 @@ pub use bounds::Bounds;
 pub use compare::compare;
 pub use disk::{Disk, Queue};
 pub use error::{MAX_MEMORY, OpenError};
+#[cfg(feature = "scripted")]
+#[doc(hidden)]
+pub use file::Script;
 pub use file::{Aio, Direct, FileDisk, FileOptions};
 pub use hand_over::HandOverError;
 pub use info::DiskInfo;
@@ -38,6 +41,9 @@ pub use mem::MemDisk;
 pub use null::NullDisk;
 pub use request::{DiskError, Op, Request, Submitted};
 pub use size::parse_size;
+#[cfg(feature = "scripted")]
+#[doc(hidden)]
+pub use sys::End;
 pub use uri::{adopt, open, open_lasting};
 
 #[cfg(doctest)]

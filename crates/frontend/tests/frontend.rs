@@ -46,7 +46,7 @@ impl Server {
         let listener = Listener::bind(directory.path().join("socket")).unwrap();
         reactor.add(listener, Box::new(device)).unwrap();
         let handle = reactor.handle();
-        let thread = std::thread::spawn(move || reactor.run().unwrap());
+        let thread = std::thread::spawn(move || reactor.run().map(|_| ()).unwrap());
         Self { handle, thread: Some(thread), events, directory }
     }
 

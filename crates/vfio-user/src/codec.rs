@@ -5,12 +5,16 @@
 //! sent until the socket has taken it.
 
 use std::collections::VecDeque;
+use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+use shadowbell_state::{Bytes, Descriptors, FdRef, StateError};
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::Errno;
-use crate::descriptor::Descriptor;
+use crate::descriptor::{Closer, Descriptor, SavedDescriptor};
 use crate::wire::{HEADER_LEN, Header, header_flags};
 
 /// How many descriptors one message may bring without an end of the connection. More than was
@@ -69,6 +73,24 @@ pub struct Message<'a> {
 struct Batch {
     end: u64,
     fds: Vec<Descriptor>,
+}
+
+/// What a [`Decoder`] has taken in and not handed out, on its way to another process.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(crate) struct SavedDecoder {
+    bytes: Bytes,
+    /// Descriptors, and how many of `bytes` had come when they arrived.
+    #[serde(default)]
+    fds: Vec<(u64, Vec<SavedDescriptor>)>,
+}
+
+/// What a [`SendQueue`] holds, on its way to another process.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(crate) struct SavedQueue {
+    bytes: Bytes,
+    /// Descriptors, and the offset in `bytes` of the message that they go with.
+    #[serde(default)]
+    fds: Vec<(usize, FdRef)>,
 }
 
 /// Puts messages together from what a socket delivers.
@@ -200,6 +222,41 @@ impl Decoder {
         self.position
     }
 
+    /// What was taken in and not handed out. (A stream that makes no sense is not to be saved.)
+    pub(crate) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedDecoder> {
+        let bytes = self.buffer.get(self.start..self.end).unwrap_or_default().to_vec();
+        let mut batches = Vec::new();
+        for batch in &self.batches {
+            let saved = batch.fds.iter().map(|fd| fd.save(fds)).collect::<io::Result<_>>()?;
+            batches.push((batch.end - self.position, saved));
+        }
+        Ok(SavedDecoder { bytes: Bytes(bytes), fds: batches })
+    }
+
+    /// The other side of [`save`](Self::save).
+    pub(crate) fn restore(
+        saved: SavedDecoder,
+        max_data_xfer_size: usize,
+        fds: &mut Descriptors,
+        closer: &Arc<Closer>,
+    ) -> Result<Self, StateError> {
+        let mut decoder = Self::new(max_data_xfer_size);
+        let SavedDecoder { bytes: Bytes(bytes), fds: batches } = saved;
+        decoder.end = bytes.len();
+        if bytes.len() > BUFFER_LEN {
+            decoder.buffer = bytes;
+        } else if let Some(buffer) = decoder.buffer.get_mut(..bytes.len()) {
+            buffer.copy_from_slice(&bytes);
+        }
+        for (end, batch) in batches {
+            let restored = batch.into_iter().map(|fd| Descriptor::restore(fd, fds, closer));
+            let restored = restored.collect::<Result<Vec<_>, _>>()?;
+            decoder.pending_fds += restored.len();
+            decoder.batches.push_back(Batch { end, fds: restored });
+        }
+        Ok(decoder)
+    }
+
     fn header(&self) -> Option<Header> {
         let held = self.buffer.get(self.start..self.end)?;
         Header::read_from_prefix(held).ok().map(|(header, _)| header)
@@ -315,6 +372,20 @@ impl SendQueue {
         header.flags |= header_flags::ERROR;
         header.error = errno.raw_os_error().unsigned_abs();
         self.put(header, &[]);
+    }
+
+    /// What waits to be sent.
+    pub(crate) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedQueue> {
+        let bytes = Bytes(self.bytes.get(self.sent..).unwrap_or_default().to_vec());
+        let add = |(at, fd): &(usize, OwnedFd)| Ok((*at - self.sent, fds.add(fd.try_clone()?)));
+        Ok(SavedQueue { bytes, fds: self.fds.iter().map(add).collect::<io::Result<_>>()? })
+    }
+
+    /// The other side of [`save`](Self::save).
+    pub(crate) fn restore(saved: SavedQueue, fds: &mut Descriptors) -> Result<Self, StateError> {
+        let SavedQueue { bytes: Bytes(bytes), fds: with } = saved;
+        let take = |(at, fd)| fds.take(fd).map(|fd| (at, fd));
+        Ok(Self { bytes, sent: 0, fds: with.into_iter().map(take).collect::<Result<_, _>>()? })
     }
 
     /// What to send next: bytes, and the descriptors that go with the first of them.

@@ -2,10 +2,15 @@
 
 use std::fmt;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use shadowbell_state::Descriptors;
 
 use crate::Errno;
 use crate::capabilities::DEFAULT_MAX_DMA_MAPS;
-use crate::descriptor::PeerFd;
+use crate::descriptor::{Closer, PeerFd};
+use crate::handover::{RestoreError, SaveError};
 use crate::shared_socket::SharedSocket;
 
 /// Indexes of the regions of a PCI device (`VFIO_PCI_*_REGION_INDEX` of `<linux/vfio.h>`).
@@ -41,7 +46,7 @@ pub mod irq {
 }
 
 /// What DEVICE_GET_INFO answers. The device is always a PCI one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceInfo {
     /// DEVICE_RESET works (`VFIO_DEVICE_FLAGS_RESET`).
     pub resettable: bool,
@@ -359,4 +364,33 @@ pub trait Device: Send {
     /// Resets the device: complete `done` when it is as after power-on. DMA maps and eventfds
     /// stay, they are the client's.
     fn reset(&mut self, done: Done);
+
+    /// Writes down what a successor has to know of the client and of what it has done, with
+    /// duplicates of what the client sent in `fds`. No [`Done`] is outstanding. The device may be
+    /// asked to go on as if this had not been called.
+    ///
+    /// # Errors
+    ///
+    /// The default: a device of this kind can not be handed over.
+    fn save(&mut self, fds: &mut Descriptors) -> Result<serde_json::Value, SaveError> {
+        let _ = fds;
+        Err(SaveError::Device)
+    }
+
+    /// The other side of [`save`](Self::save), called once, before anything else. The predecessor
+    /// may still go on, so nothing that the client would notice is done here. What the client
+    /// had sent is held as ever: in [`PeerFd::of_predecessor`], with this `closer`.
+    ///
+    /// # Errors
+    ///
+    /// The default: a device of this kind can not be taken over.
+    fn restore(
+        &mut self,
+        saved: serde_json::Value,
+        fds: &mut Descriptors,
+        closer: &Arc<Closer>,
+    ) -> Result<(), RestoreError> {
+        let _ = (saved, fds, closer);
+        Err(RestoreError::Device)
+    }
 }

@@ -12,6 +12,7 @@
 //! | [`capabilities`] | the JSON that version negotiation exchanges |
 //! | [`codec`] | bytes and descriptors in, whole messages out; no sockets |
 //! | [`descriptor`] | what a descriptor is that a peer sent, and closing what nobody should wait for |
+//! | [`handover`] | why a client can not be handed over to another server, or not be taken over |
 //! | [`device`] | the [`Device`] trait: what a server asks of the device it serves |
 //! | [`server`] | listening sockets and a reactor, one thread for any number of devices |
 //! | [`client`] | the other end: a blocking client that any number of threads may share |
@@ -27,7 +28,8 @@
 //! fn serve(device: Box<dyn Device>) -> Result<(), Box<dyn std::error::Error>> {
 //!     let mut reactor = Reactor::new(Default::default())?;
 //!     reactor.add(Listener::bind("/run/vm0.sock")?, device)?;
-//!     Ok(reactor.run()?)
+//!     reactor.run()?;
+//!     Ok(())
 //! }
 //!
 //! fn attach() -> Result<(), Box<dyn std::error::Error>> {
@@ -55,6 +57,7 @@ pub mod client;
 pub mod codec;
 pub mod descriptor;
 pub mod device;
+pub mod handover;
 mod log_limit;
 pub mod pci;
 pub mod server;
@@ -64,6 +67,7 @@ pub mod wire;
 
 pub use client::Client;
 pub use device::{Device, Done};
+pub use handover::{RestoreError, SaveError};
 pub use log_limit::LogLimit;
 pub use rustix::io::Errno;
 pub use server::{Listener, Reactor};

@@ -2,6 +2,7 @@
 //! before the client asks: the replies to the questions that come, with the right number and
 //! command most of the time, and fields, lengths, descriptors and interruptions of any kind.
 
+use crate::limits::Limits;
 use crate::source::Source;
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketFlags,
@@ -22,6 +23,7 @@ const QUESTIONS: usize = 24;
 /// Carries out a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
+    let limits = Limits::begin();
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let pair = socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None);
     let (ours, theirs) = pair.expect("a pair of sockets");
@@ -34,9 +36,12 @@ pub fn run(input: &[u8]) {
     // What is not there by now will never be.
     let _ = shutdown(&ours, Shutdown::Write);
     let options = Options { timeout: Some(Duration::from_secs(5)) };
-    let Ok(client) = Client::from_stream(theirs, options) else { return };
+    let client = Client::from_stream(theirs, options);
+    limits.step("client");
+    let Ok(client) = client else { return };
     for question in &questions[1..] {
         ask(&client, *question);
+        limits.step("client");
     }
 }
 

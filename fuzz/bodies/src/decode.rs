@@ -1,6 +1,7 @@
 //! Structures off the wire, of any content: what the specification's decoders make of them, and the
 //! vfio-user codec of a stream that arrives in pieces.
 
+use crate::limits::Limits;
 use crate::source::Source;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::identify::{
@@ -15,6 +16,7 @@ use zerocopy::{FromBytes, IntoBytes};
 /// Carries out a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
+    let limits = Limits::begin();
     match source.below(4) {
         0 => identify(&source.exactly(4096)),
         1 => command(&source.exactly(Sqe::SIZE), &mut source),
@@ -23,6 +25,7 @@ pub fn run(input: &[u8]) {
         }
         _ => stream(&mut source),
     }
+    limits.step("decode");
 }
 
 fn identify(page: &[u8]) {

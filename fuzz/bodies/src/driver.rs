@@ -9,6 +9,7 @@
 
 mod device;
 
+use crate::limits::Limits;
 use crate::source::Source;
 use ::shadowbell_driver::{
     AttachOptions, Controller, Doorbells, QueuePair, Recovery, SpinPolicy, Timeouts,
@@ -23,12 +24,15 @@ const ACTIONS: usize = 48;
 /// Carries out a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
+    let limits = Limits::begin();
     let script = source.bytes(400);
     let device = Device::new(script);
     shape(&mut source, &device);
     let options = options(&mut source);
-    if let Ok(controller) = Controller::attach(Arc::new(device.clone()), &options) {
-        use_it(&mut source, &device, controller);
+    let attached = Controller::attach(Arc::new(device.clone()), &options);
+    limits.step("driver");
+    if let Ok(controller) = attached {
+        use_it(&mut source, &device, controller, &limits);
     }
     device.state().malicious = false;
 }
@@ -76,13 +80,14 @@ fn options(source: &mut Source<'_>) -> AttachOptions {
     }
 }
 
-fn use_it(source: &mut Source<'_>, device: &Device, mut controller: Controller) {
+fn use_it(source: &mut Source<'_>, device: &Device, mut controller: Controller, limits: &Limits) {
     let mut queues: Vec<QueuePair> = std::iter::from_fn(|| controller.take_queue_pair()).collect();
     let pool = controller.buffers(8, 1 << 16).ok();
     for _ in 0..ACTIONS {
         if source.is_empty() {
             break;
         }
+        limits.step("driver");
         let which = source.below(queues.len().max(1));
         match source.below(16) {
             0..=5 => {
@@ -160,6 +165,7 @@ fn use_it(source: &mut Source<'_>, device: &Device, mut controller: Controller) 
     }
     drop((queues, pool));
     let _ = controller.detach();
+    limits.step("driver");
 }
 
 /// Takes completions: what comes back must not be the controller's any more.

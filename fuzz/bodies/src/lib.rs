@@ -13,6 +13,9 @@
 //! | [`queues`] | a guest that keeps to the rules, over a disk that need not | the same, against a model of what must come of each command |
 //! | [`driver`] | a controller that does anything | the driver: attach, queues, recovery |
 //! | [`client`] | a vfio-user server | the client |
+//! | [`resets`] | a guest that resets at any moment | the controller, with a small quota |
+//! | [`file`] | a file system: short, failing and late calls | a file as a disk, against a model |
+//! | [`vhost`] | a virtio-blk guest: chains, rings, memory | a queue of the vhost-user device |
 //! | [`nbd`] | an NBD client, and a server | the server; the decoder of replies |
 //! | [`decode`] | whoever sends structures | the decoders of the specification and of the protocol |
 //! | [`text`] | whoever writes a URI, a size or a configuration | their parsers |
@@ -25,11 +28,14 @@ pub mod chaos;
 pub mod client;
 pub mod decode;
 pub mod driver;
+pub mod file;
 pub mod nbd;
 pub mod queues;
+pub mod resets;
 pub mod session;
 pub mod shared;
 pub mod text;
+pub mod vhost;
 
 mod command;
 mod limits;

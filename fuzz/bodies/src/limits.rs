@@ -1,9 +1,9 @@
 //! What one step of a program may cost: a body that is correct and slow, or hoards, fails as well.
 //!
 //! Memory is counted by the allocator of whoever has this crate, over all threads: the tests run
-//! several programs at a time, and what is allowed is more than all of them hold. Time is the processor's, of the thread
-//! that carries the program out; a step is some messages or commands, so what is allowed is a
-//! hundred times what any takes, and a machine at work does not matter.
+//! several programs at a time, and what is allowed is more than all of them hold. Time is the
+//! processor's, of the thread that carries the program out; a step is some messages or commands, so
+//! what is allowed is a hundred times what any takes, and a machine at work does not matter.
 
 use cap::Cap;
 use rustix::time::{ClockId, clock_gettime};

@@ -5,6 +5,7 @@
 //! most once, and what is answered was asked; and a client that has said that it sends no more is
 //! let go.
 
+use crate::limits::Limits;
 use crate::source::Source;
 use rustix::net::SendFlags;
 use shadowbell_block::{BlockDevice, BlockOptions};
@@ -25,11 +26,13 @@ const REQUESTS: usize = 32;
 /// Carries out a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
+    let limits = Limits::begin();
     match source.below(4) {
         0 => handshake(&mut source),
         1 => replies(&source.bytes(4096)),
         _ => converse(&mut source),
     }
+    limits.step("nbd");
 }
 
 /// A server's replies, which a client takes off the front.

@@ -18,6 +18,7 @@ mod data;
 mod host;
 
 use crate::command::PAGE;
+use crate::limits::Limits;
 use crate::source::Source;
 use crate::test_disk::{self, BLOCK, BLOCKS};
 use data::{MOST, Pointer};
@@ -31,6 +32,7 @@ const ACTIONS: usize = 160;
 /// Carries out a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
+    let limits = Limits::begin();
     let mut host = Host::new(&mut source);
     host.enable();
     if !source.rarely(4) {
@@ -51,9 +53,11 @@ pub fn run(input: &[u8]) {
         if !source.rarely(4) {
             host.turn();
         }
+        limits.step("queues");
     }
     host.quiesce();
     host.reset(0);
+    limits.step("queues");
 }
 
 fn act(host: &mut Host, source: &mut Source<'_>) {

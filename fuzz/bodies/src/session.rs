@@ -12,11 +12,11 @@ pub(crate) mod messages;
 use crate::command::{self, BASE, PAGE, PAGES};
 use crate::limits::Limits;
 use crate::source::Source;
-use crate::vmm::{describe_descriptors, descriptors, listen, new_socket};
+use crate::vmm::{connect, describe_descriptors, descriptors, listen};
 use frames::Frames;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::io::Errno;
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown};
 use shadowbell_backend::MemDisk;
 use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
@@ -125,17 +125,10 @@ impl Visit {
     }
 
     fn connect(&mut self) {
-        let name = rustix::net::getsockname(&self.listener).expect("an address");
-        let address = SocketAddrUnix::try_from(name).expect("a UNIX socket");
-        let socket = new_socket();
-        // Who has left is let go by threads of the port's: those who come do not find room at once.
-        let until = Instant::now() + Duration::from_secs(10);
-        while let Err(error) = rustix::net::connect(&socket, &address) {
-            assert!(Instant::now() < until, "no connection: {error}");
+        let listener = self.listener.try_clone().expect("a descriptor");
+        self.socket = Some(connect(&listener, || {
             self.step();
-            std::thread::yield_now();
-        }
-        self.socket = Some(socket);
+        }));
         self.frames = Frames::default();
         self.deaf = false;
         self.pump();

@@ -9,11 +9,11 @@ use crate::limits::Limits;
 use crate::session::frames::Frames;
 use crate::session::messages;
 use crate::source::Source;
-use crate::vmm::{describe_descriptors, descriptors, listen, new_socket};
+use crate::vmm::{connect, describe_descriptors, descriptors, listen};
 use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::io::Errno;
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown};
 use shadowbell_vfio_user::device::{
     Device, DmaMap, DmaUnmap, Done, IrqInfo, Later, RegionInfo, SetIrqs,
 };
@@ -183,17 +183,8 @@ impl Visit {
     }
 
     fn connect(&mut self) {
-        let name = rustix::net::getsockname(&self.listener).expect("an address");
-        let address = SocketAddrUnix::try_from(name).expect("a UNIX socket");
-        let socket = new_socket();
-        // Who has left is let go by threads of the port's: those who come do not find room at once.
-        let until = Instant::now() + Duration::from_secs(10);
-        while let Err(error) = rustix::net::connect(&socket, &address) {
-            assert!(Instant::now() < until, "no connection: {error}");
-            self.serve();
-            std::thread::yield_now();
-        }
-        self.socket = Some(socket);
+        let listener = self.listener.try_clone().expect("a descriptor");
+        self.socket = Some(connect(&listener, || self.serve()));
         self.frames = Frames::default();
         self.unsure = false;
         // The number of the client, and those of its writes.

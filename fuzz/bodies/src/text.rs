@@ -1,6 +1,7 @@
 //! What people write: sizes, disks, targets, command lines, a configuration file. Each is
 //! understood or refused with words.
 
+use crate::limits::Limits;
 use crate::source::Source;
 use clap::Parser;
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -18,6 +19,7 @@ struct Bench {
 /// Carries out a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
+    let limits = Limits::begin();
     let kind = source.below(6);
     let text = String::from_utf8_lossy(&source.bytes(4096)).into_owned();
     match kind {
@@ -59,6 +61,7 @@ pub fn run(input: &[u8]) {
             }
         }),
     }
+    limits.step("text");
 }
 
 /// A file that holds this, while `look` looks at it.

@@ -1,8 +1,10 @@
 //! What all clients of the vfio-user server need.
 
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use shadowbell_memory::{EventFd, Mapping};
 use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
 
 /// How many descriptors this process has. The first run leaves some for good (one to signal
 /// peers' eventfds with), so they are made before.
@@ -24,10 +26,25 @@ pub(crate) fn describe_descriptors() -> String {
     links.map(|link| format!("{} ", link.display())).collect()
 }
 
-pub(crate) fn new_socket() -> OwnedFd {
+fn new_socket() -> OwnedFd {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
         .expect("a socket")
+}
+
+/// Connects to a server, which has its turn as long as it has no room: descriptors of earlier
+/// clients are closed by a thread, and nobody is let in before.
+pub(crate) fn connect(listener: &OwnedFd, mut serve: impl FnMut()) -> OwnedFd {
+    let name = rustix::net::getsockname(listener).expect("an address");
+    let address = SocketAddrUnix::try_from(name).expect("a UNIX socket");
+    let socket = new_socket();
+    let until = Instant::now() + Duration::from_secs(10);
+    while let Err(errno) = rustix::net::connect(&socket, &address) {
+        assert!(errno == Errno::AGAIN && Instant::now() < until, "a connection: {errno}");
+        serve();
+        std::thread::yield_now();
+    }
+    socket
 }
 
 /// A listening socket with a name that nobody else has.

@@ -3,6 +3,8 @@
 
 use shadowbell_fuzz_bodies as bodies;
 use std::path::Path;
+use std::sync::{PoisonError, RwLock};
+use std::time::Instant;
 
 /// Xorshift64*: the same programs on every machine.
 struct Random(u64);
@@ -16,14 +18,23 @@ impl Random {
     }
 }
 
+/// Targets that count this process's descriptors, which no other may change meanwhile.
+const ALONE: [&str; 2] = ["session", "shared"];
+static OTHERS: RwLock<()> = RwLock::new(());
+
 /// Runs the seeds of `target`, and `programs` others of up to `len` bytes.
 fn replay(target: &str, run: fn(&[u8]), programs: u64, len: u64) {
+    let _alone =
+        ALONE.contains(&target).then(|| OTHERS.write().unwrap_or_else(PoisonError::into_inner));
+    let _with_others =
+        (!ALONE.contains(&target)).then(|| OTHERS.read().unwrap_or_else(PoisonError::into_inner));
     let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../seeds").join(target);
     for seed in std::fs::read_dir(seeds).into_iter().flatten().flatten() {
         println!("{}", seed.path().display());
         run(&std::fs::read(seed.path()).expect("a seed"));
     }
     // To try many more: BODIES_FROM=1000000 BODIES_TIMES=100.
+    let (since, steps) = (Instant::now(), bodies::steps());
     let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     let first = number("BODIES_FROM").unwrap_or(0);
     for program in first..first + programs * number("BODIES_TIMES").unwrap_or(1) {
@@ -34,6 +45,9 @@ fn replay(target: &str, run: fn(&[u8]), programs: u64, len: u64) {
         let bytes: Vec<u8> = (0..len).map(|_| random.next() as u8).collect();
         run(&bytes);
     }
+    // Of all targets that run at the same time: to measure one, run it alone.
+    let (steps, took) = (bodies::steps() - steps, since.elapsed());
+    println!("{target}: {steps} steps in {took:?}");
 }
 
 macro_rules! targets {
@@ -53,6 +67,9 @@ targets! {
     queues: 600 of 2000;
     driver: 200 of 1000;
     client: 1000 of 1000;
+    resets: 600 of 2000;
+    file: 400 of 2000;
+    vhost: 400 of 2000;
     nbd: 500 of 1000;
     decode: 3000 of 5000;
     text: 3000 of 300;

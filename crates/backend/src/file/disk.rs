@@ -34,6 +34,24 @@ impl FileDisk {
         Ok(Self { shared: Arc::new(open(path, options)?), path: path.to_owned() })
     }
 
+    /// As [`open`](Self::open), but the calls on the file end when and as the script says, all on
+    /// the thread that says it.
+    ///
+    /// # Errors
+    /// As there.
+    #[cfg(feature = "scripted")]
+    #[doc(hidden)]
+    pub fn scripted(
+        path: &Path,
+        options: &FileOptions,
+    ) -> Result<(Self, super::script::Script), OpenError> {
+        let options = FileOptions { aio: super::options::Aio::Threads, ..options.clone() };
+        let mut shared = open(path, &options)?;
+        let script = super::script::Script::new(Arc::clone(&shared.flusher));
+        shared.script = Some(script.clone());
+        Ok((Self { shared: Arc::new(shared), path: path.to_owned() }, script))
+    }
+
     /// The disk that another process [has handed over](Disk::hand_over), by the same path and
     /// options.
     pub(crate) fn adopt(

@@ -34,7 +34,7 @@ pub(super) struct Flusher {
     /// The thread has gone.
     gone: Condvar,
     /// What a sync comes to, in a test.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "scripted"))]
     pub(super) answer: Mutex<Option<Box<dyn FnMut() -> i32 + Send>>>,
 }
 
@@ -42,6 +42,12 @@ pub(super) struct Flusher {
 struct Work {
     asked: Vec<(Arc<Asker>, Key)>,
     has_thread: bool,
+    /// There is no thread: a test says when a sync begins, and what comes of it.
+    #[cfg(feature = "scripted")]
+    by_hand: bool,
+    /// Those whose sync has begun so.
+    #[cfg(feature = "scripted")]
+    begun: Vec<(Arc<Asker>, Key)>,
     /// The thread is in a sync.
     syncs: bool,
     /// The disk is closed.
@@ -90,7 +96,7 @@ impl Flusher {
             work: Mutex::default(),
             came: Condvar::new(),
             gone: Condvar::new(),
-            #[cfg(test)]
+            #[cfg(any(test, feature = "scripted"))]
             answer: Mutex::default(),
         })
     }
@@ -104,6 +110,10 @@ impl Flusher {
     pub(super) fn ask(self: &Arc<Self>, asker: &Arc<Asker>, key: Key) {
         let mut work = self.work.lock();
         work.asked.push((Arc::clone(asker), key));
+        #[cfg(feature = "scripted")]
+        if work.by_hand {
+            return;
+        }
         if work.has_thread {
             self.came.notify_one();
             return;
@@ -154,13 +164,47 @@ impl Flusher {
             work.syncs = true;
             self.gone.notify_all();
             drop(work);
-            let result = self.sync();
-            for (asker, key) in asked {
-                asker.answer(key, result);
-            }
+            self.serve(asked);
             work = self.work.lock();
             work.syncs = false;
         }
+    }
+
+    /// One sync for all of these.
+    fn serve(&self, asked: Vec<(Arc<Asker>, Key)>) {
+        let result = self.sync();
+        for (asker, key) in asked {
+            asker.answer(key, result);
+        }
+    }
+
+    /// From here on there is no thread.
+    #[cfg(feature = "scripted")]
+    pub(super) fn set_by_hand(&self) {
+        self.work.lock().by_hand = true;
+    }
+
+    /// Begins a sync for those who have asked, if there are any and none is under way.
+    #[cfg(feature = "scripted")]
+    pub(super) fn begin_by_hand(&self) -> bool {
+        let mut work = self.work.lock();
+        if work.asked.is_empty() || !work.begun.is_empty() {
+            return false;
+        }
+        work.begun = std::mem::take(&mut work.asked);
+        true
+    }
+
+    /// Ends the sync that is under way: 0 or a negative error number. Whether there was one.
+    #[cfg(feature = "scripted")]
+    pub(super) fn end_by_hand(&self, result: i32) -> bool {
+        let begun = std::mem::take(&mut self.work.lock().begun);
+        if begun.is_empty() {
+            return false;
+        }
+        *self.answer.lock() = Some(Box::new(move || result));
+        self.serve(begun);
+        true
     }
 
     /// Syncs. Alone: what was lost before this, and by this, is noted when it returns.
@@ -177,7 +221,7 @@ impl Flusher {
     }
 
     fn sync_file(&self) -> i32 {
-        #[cfg(test)]
+        #[cfg(any(test, feature = "scripted"))]
         if let Some(answer) = &mut *self.answer.lock() {
             return answer();
         }

@@ -44,6 +44,8 @@ mod open;
 mod options;
 mod queue;
 mod saved;
+#[cfg(feature = "scripted")]
+mod script;
 mod shared;
 mod task;
 #[cfg(test)]
@@ -51,3 +53,5 @@ mod tests;
 
 pub use disk::FileDisk;
 pub use options::{Aio, Direct, FileOptions};
+#[cfg(feature = "scripted")]
+pub use script::Script;

@@ -97,6 +97,8 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, Ope
         no_punch: AtomicBool::new(false),
         lock_is_shared: AtomicBool::new(false),
         zeroes,
+        #[cfg(feature = "scripted")]
+        script: None,
     })
 }
 

@@ -48,6 +48,11 @@ impl FileQueue {
         let first = Mapping::anonymous(BOUNCE as u64).map_err(io::Error::other)?.bytes();
         let (file, direct) = (Arc::clone(&shared.file), shared.direct.is_some());
         let ring = Ring::new(file, shared.engine, shared.waits, direct)?;
+        #[cfg(feature = "scripted")]
+        let ring = match &shared.script {
+            Some(script) => script.adopt(ring),
+            None => ring,
+        };
         Ok(Self {
             asker: Asker::new(ring.waker()),
             ring,

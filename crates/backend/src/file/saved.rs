@@ -72,5 +72,7 @@ pub(super) fn adopt(
         // Until the one that had it is gone.
         lock_is_shared: AtomicBool::new(true),
         zeroes: zeroes().map_err(|error| error.to_string())?,
+        #[cfg(feature = "scripted")]
+        script: None,
     })
 }

@@ -39,6 +39,9 @@ pub(super) struct FileShared {
     pub(super) lock_is_shared: AtomicBool,
     /// Zeroes to write where nothing better works. Never written, so they take no memory.
     pub(super) zeroes: SharedBytes,
+    /// A test says how calls end.
+    #[cfg(feature = "scripted")]
+    pub(super) script: Option<super::script::Script>,
 }
 
 /// What direct I/O asks for, in bytes, powers of two.

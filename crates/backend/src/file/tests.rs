@@ -50,6 +50,8 @@ fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
         no_punch: AtomicBool::new(false),
         lock_is_shared: AtomicBool::new(false),
         zeroes: Mapping::anonymous(MIB).unwrap().bytes(),
+        #[cfg(feature = "scripted")]
+        script: None,
     }
 }
 

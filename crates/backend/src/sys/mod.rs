@@ -10,6 +10,10 @@ mod waker;
 
 pub(crate) use lock::{lock_image, unlock_image};
 pub(crate) use ring::{Call, EngineKind, Key, Memory, Ring};
+#[cfg(feature = "scripted")]
+pub use threads::End;
+#[cfg(feature = "scripted")]
+pub(crate) use threads::ThreadsShared;
 pub(crate) use threads::unpin;
 pub(crate) use uring::available;
 pub(crate) use waker::Waker;

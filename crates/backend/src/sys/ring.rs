@@ -164,6 +164,14 @@ impl<T> Ring<T> {
         Ok(Self { engine, slots: Vec::new(), free: Vec::new(), busy: 0, blocking })
     }
 
+    /// From here on a test says when calls end, and how; nothing if io_uring makes them.
+    #[cfg(feature = "scripted")]
+    pub(crate) fn set_by_hand(&mut self) -> Option<Arc<super::threads::ThreadsShared>> {
+        let Engine::Threads(threads) = &mut self.engine else { return None };
+        threads.set_by_hand();
+        Some(Arc::clone(threads.shared()))
+    }
+
     /// Whether a call of this kind is for the threads beside io_uring.
     fn is_for_threads(&mut self, kind: Kind) -> bool {
         let waits = match kind {

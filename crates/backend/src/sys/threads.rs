@@ -27,6 +27,9 @@ pub(super) struct Threads {
     prepared: Vec<Job>,
     /// The most threads that there may be.
     most: usize,
+    /// There are none: whoever has the shared state ends the calls.
+    #[cfg(feature = "scripted")]
+    by_hand: bool,
 }
 
 /// A call, and the memory that it needs.
@@ -85,7 +88,20 @@ impl Threads {
             signalled: AtomicBool::new(false),
             event,
         };
-        Ok(Self { shared: Arc::new(shared), prepared: Vec::new(), most: MAX_THREADS })
+        Ok(Self {
+            shared: Arc::new(shared),
+            prepared: Vec::new(),
+            most: MAX_THREADS,
+            #[cfg(feature = "scripted")]
+            by_hand: false,
+        })
+    }
+
+    /// From here on no thread makes the calls. They wait for
+    /// [`end_by_hand`](ThreadsShared::end_by_hand).
+    #[cfg(feature = "scripted")]
+    pub(super) fn set_by_hand(&mut self) {
+        self.by_hand = true;
     }
 
     /// Takes a call.
@@ -111,6 +127,10 @@ impl Threads {
         }
         let mut work = self.shared.work.lock();
         work.jobs.extend(self.prepared.drain(..));
+        #[cfg(feature = "scripted")]
+        if self.by_hand {
+            return;
+        }
         let wake = work.idle.min(work.jobs.len());
         let more = (work.jobs.len() - wake).min(self.most.saturating_sub(work.threads));
         work.threads += more;
@@ -280,6 +300,35 @@ impl ThreadsShared {
         self.call_done.notify_one();
     }
 
+    /// How many calls wait.
+    #[cfg(feature = "scripted")]
+    pub(crate) fn waiting(&self) -> usize {
+        self.work.lock().jobs.len()
+    }
+
+    /// Ends the `n`th of the calls that wait, if there are so many.
+    #[cfg(feature = "scripted")]
+    pub(crate) fn end_by_hand(&self, n: usize, how: End) {
+        let Some(job) = self.work.lock().jobs.remove(n) else { return };
+        let result = match how {
+            End::Made => self.call(&job),
+            End::Failed(errno) => -errno,
+            End::Short(most) => {
+                let mut left = most;
+                // SAFETY: the list is there until the call's completion was collected, see
+                // `Threads::push`, and this call has none yet.
+                let all = unsafe { pieces(&job) };
+                let mut pieces = all.to_vec();
+                for piece in &mut pieces {
+                    piece.iov_len = piece.iov_len.min(left);
+                    left -= piece.iov_len;
+                }
+                self.call(&Job { iovecs: pieces.as_ptr(), ..job })
+            }
+        };
+        self.end(job.id, result);
+    }
+
     /// Makes the descriptor readable, though no call has ended.
     pub(super) fn wake(&self) {
         let _ended = self.ended.lock();
@@ -292,6 +341,29 @@ impl ThreadsShared {
             let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
         }
     }
+}
+
+/// How a test has a call end.
+#[cfg(feature = "scripted")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// It is made.
+    Made,
+    /// So many bytes of it are moved, at most.
+    Short(usize),
+    /// With this error number, and nothing was done.
+    Failed(i32),
+}
+
+/// The list of a call.
+///
+/// # Safety
+/// The call's completion was not collected, so its list is there.
+#[cfg(feature = "scripted")]
+unsafe fn pieces(job: &Job) -> &[libc::iovec] {
+    let count = usize::try_from(job.count).unwrap_or(0);
+    // SAFETY: as the caller has promised. An empty `Vec` has an address that is aligned, too.
+    unsafe { std::slice::from_raw_parts(job.iovecs, count) }
 }
 
 /// Lets this thread run wherever its process may. It has come from a worker that may be pinned to a

@@ -183,7 +183,7 @@ impl Server {
         let served = Served { fake: fake.clone(), board: Arc::clone(&board) };
         reactor.add(listener, Box::new(served)).unwrap();
         let handle = reactor.handle();
-        let thread = std::thread::spawn(move || reactor.run().unwrap());
+        let thread = std::thread::spawn(move || reactor.run().map(|_| ()).unwrap());
         Self { fake, board, directory, handle, thread: Some(thread) }
     }
 

@@ -115,7 +115,7 @@ impl Server {
         let function = Function { controller: controller.clone(), config: [0; 256] };
         reactor.add(listener, Box::new(function)).unwrap();
         let handle = reactor.handle();
-        let thread = std::thread::spawn(move || reactor.run().unwrap());
+        let thread = std::thread::spawn(move || reactor.run().map(|_| ()).unwrap());
         Self { directory, handle, thread: Some(thread) }
     }
 

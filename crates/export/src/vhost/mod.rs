@@ -25,6 +25,8 @@ mod ring;
 mod shared;
 #[allow(unsafe_code)]
 mod sys;
+#[doc(hidden)]
+pub mod testing;
 
 use crate::failures::FailureCount;
 use ::shadowbell_memory::EventFd;

@@ -83,7 +83,7 @@ impl Server {
         }
         let handle = reactor.handle();
         let thread = std::thread::Builder::new().name("sb-reactor".into()).spawn(move || {
-            let outcome = reactor.run();
+            let outcome = reactor.run().map(drop);
             drop(reactor);
             ended();
             outcome

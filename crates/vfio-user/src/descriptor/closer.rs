@@ -183,6 +183,8 @@ pub(crate) struct Stream {
     /// There until it is dropped.
     socket: Option<OwnedFd>,
     closer: Arc<Closer>,
+    /// Another process serves the peer by the same socket: dropping this must not end it.
+    is_lent: bool,
 }
 
 impl Stream {
@@ -190,7 +192,12 @@ impl Stream {
         // What is sent out of band would be thrown away by the receive that passes over it,
         // descriptors and all. In line it is received like everything else.
         let _ = rustix::net::sockopt::set_socket_oobinline(&socket, true);
-        Self { socket: Some(socket), closer }
+        Self { socket: Some(socket), closer, is_lent: false }
+    }
+
+    /// Says whether another process has the socket too, and goes on if this one does not.
+    pub(crate) fn set_lent(&mut self, is_lent: bool) {
+        self.is_lent = is_lent;
     }
 }
 
@@ -203,6 +210,10 @@ impl AsFd for Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         let Some(socket) = self.socket.take() else { return };
+        if self.is_lent {
+            // The other process may be gone meanwhile, and this be the last descriptor.
+            return self.closer.close(Lane::Foreign, socket);
+        }
         // Nothing more can come now, and the peer knows that it is over, whenever it is closed.
         let _ = shutdown(&socket, Shutdown::Both);
         match rustix::io::ioctl_fionread(&socket) {

@@ -25,6 +25,13 @@ impl PeerFd {
         Self { fd: Some(fd), closer: Arc::clone(closer), lane: Lane::Foreign }
     }
 
+    /// Holds a descriptor that a predecessor of ours has received and found to be memory or an
+    /// eventfd.
+    #[must_use]
+    pub fn of_predecessor(fd: OwnedFd, closer: &Arc<Closer>) -> Self {
+        Self::new(fd, closer).known()
+    }
+
     /// It is memory or an eventfd: closing it waits for the kernel alone.
     pub(super) fn known(mut self) -> Self {
         self.lane = Lane::Known;

@@ -94,6 +94,11 @@ impl Attachment {
         self.session.as_deref_mut()
     }
 
+    /// Nobody but the reactor reaches the session from here on, until it is shared again.
+    pub(super) fn take_back(&mut self) {
+        self.end_share();
+    }
+
     /// The session, unless it lies where others reach it: then it is idle.
     pub(super) fn busy_session(&mut self) -> Option<&mut Session> {
         self.session.as_deref_mut()

@@ -36,6 +36,8 @@ pub(super) enum Request {
         gone: SyncSender<()>,
     },
     Stop,
+    Freeze,
+    Thaw,
     Completed {
         port: PortId,
         sequence: u64,
@@ -140,6 +142,22 @@ impl Handle {
         let (gone, receiver) = sync_channel(1);
         self.0.push(Request::Remove { port, gone });
         receiver
+    }
+
+    /// Makes the reactor come to rest: sockets that are polled by others too are taken back, what
+    /// was begun of a client's messages is finished, a [`Done`] that is outstanding is waited for,
+    /// and a client that leaves is let go. No other message is begun, and nobody is let in.
+    /// Then [`run`](super::Reactor::run) returns [`Ended::Frozen`](super::Ended::Frozen).
+    ///
+    /// How long that takes is up to the devices; [`thaw`](Self::thaw) ends it.
+    pub fn freeze(&self) {
+        self.0.push(Request::Freeze);
+    }
+
+    /// Takes a [`freeze`](Self::freeze) back that is not complete: all goes on. One that is
+    /// complete ends with the next [`run`](super::Reactor::run), and this does nothing then.
+    pub fn thaw(&self) {
+        self.0.push(Request::Thaw);
     }
 
     /// Makes [`run`](super::Reactor::run) return: all clients are dropped, their devices let go of

@@ -1,19 +1,25 @@
 //! A socket that clients connect to, from its creation to the removal of its file.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{CWD, FlockOperation, Mode, OFlags, RenameFlags, flock, open, renameat_with};
+use serde::{Deserialize, Serialize};
+use shadowbell_state::{Bytes, Descriptors, FdRef};
+
 use rustix::net::{
     AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect,
     listen, shutdown, socket_with,
 };
 
 use crate::descriptor::Stream;
+use crate::handover::RestoreError;
 use crate::{Errno, address};
 
 /// Clients that may wait while one is attached.
@@ -86,6 +92,22 @@ pub struct Listener {
     path: PathBuf,
     /// Device and inode number of the file, if there is one to remove.
     file: Option<(u64, u64)>,
+    /// Another process accepts clients at the same socket: dropping this must not end it.
+    is_lent: bool,
+}
+
+/// A [`Listener`] on its way to another process.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct SavedListener {
+    socket: FdRef,
+    path: Bytes,
+    file: Option<(u64, u64)>,
+}
+
+impl SavedListener {
+    pub(super) fn path(&self) -> PathBuf {
+        PathBuf::from(OsStr::from_bytes(&self.path.0))
+    }
 }
 
 impl Listener {
@@ -138,7 +160,7 @@ impl Listener {
         bind(&socket, hidden_address.as_ref().unwrap_or(&address)).map_err(in_use)?;
         let file = fs::symlink_metadata(first).ok().map(|file| (file.dev(), file.ino()));
         // Whatever fails from here on removes it.
-        let mut listener = Self { socket, path: first.clone(), file };
+        let mut listener = Self { socket, path: first.clone(), file, is_lent: false };
         listen(&listener.socket, BACKLOG).map_err(system("listened on"))?;
         if *first != path {
             rename_new(first, &path).map_err(in_use)?;
@@ -155,12 +177,38 @@ impl Listener {
     /// The descriptor could not be made non-blocking.
     pub fn from_fd(socket: OwnedFd, path: impl Into<PathBuf>) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&socket, true)?;
-        Ok(Self { socket, path: path.into(), file: None })
+        Ok(Self { socket, path: path.into(), file: None, is_lent: false })
     }
 
     /// Where it listens.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// What a successor needs to go on with it.
+    pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedListener> {
+        // The successor may be started somewhere else.
+        let path = std::path::absolute(&self.path)?;
+        Ok(SavedListener {
+            socket: fds.add(self.socket.try_clone()?),
+            path: Bytes(path.into_os_string().into_vec()),
+            file: self.file,
+        })
+    }
+
+    /// The other side of [`save`](Self::save): [lent](Self::set_lent) for now.
+    pub(super) fn restore(
+        saved: &SavedListener,
+        fds: &mut Descriptors,
+    ) -> Result<Self, RestoreError> {
+        let socket = fds.take(saved.socket)?;
+        Ok(Self { socket, path: saved.path(), file: saved.file, is_lent: true })
+    }
+
+    /// Says whether another process has the socket too, and goes on if this one does not: then
+    /// dropping this does nothing to the socket or to its file.
+    pub(super) fn set_lent(&mut self, is_lent: bool) {
+        self.is_lent = is_lent;
     }
 
     /// The next client that waits, if one does.
@@ -185,6 +233,9 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
+        if self.is_lent {
+            return;
+        }
         let Some(ours) = self.file else { return };
         let there = fs::symlink_metadata(&self.path).map(|file| (file.dev(), file.ino()));
         if there.is_ok_and(|there| there == ours) {

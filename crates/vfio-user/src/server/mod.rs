@@ -38,9 +38,11 @@ mod limits;
 mod listener;
 mod reactor;
 mod requests;
+mod saved;
 mod session;
 
 pub use inbox::{Handle, PortId};
 pub use limits::{Limits, MAX_MSG_FDS};
 pub use listener::{BindError, Listener};
-pub use reactor::Reactor;
+pub use reactor::{Ended, Reactor};
+pub use saved::SavedPort;

@@ -8,6 +8,8 @@ use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
+use shadowbell_state::Descriptors;
+
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{Timespec, epoll::Event};
 use tracing::{debug, warn};
@@ -17,10 +19,12 @@ use super::inbox::{Handle, Inbox, PortId, Request, Source};
 use super::limits::Limits;
 use super::listener::Listener;
 use super::requests::{Context, Slice};
+use super::saved::SavedPort;
 use super::session::{EndReason, Session, Turn};
 use crate::Errno;
 use crate::descriptor::{Closer, Inspector, Stream};
 use crate::device::Device;
+use crate::handover::{RestoreError, SaveError};
 use crate::log_limit::LogLimit;
 
 /// How long to wait after a client could not be accepted for want of descriptors or memory, or was
@@ -38,6 +42,15 @@ const EVENTS: usize = 64;
 
 /// The token of the inbox's eventfd; ports count from 1.
 const WAKE: u64 = 0;
+
+/// Why [`Reactor::run`] returned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ended {
+    /// [`Handle::stop`]: nothing is served any more.
+    Stopped,
+    /// [`Handle::freeze`]: everything is at rest.
+    Frozen,
+}
 
 /// A device, where its clients come from, and the one that is there.
 struct Port {
@@ -62,6 +75,66 @@ struct Port {
     retry: Option<Instant>,
     /// The entry in the reactor's timers.
     timer: Option<Instant>,
+}
+
+impl Port {
+    fn new(device: Box<dyn Device>) -> Self {
+        Self {
+            device,
+            listener: None,
+            state: State::Free,
+            has_backlog: false,
+            queued: false,
+            closing: false,
+            gone: Vec::new(),
+            sequence: 0,
+            closer: Arc::default(),
+            log: Arc::default(),
+            admissions: Admissions::new(),
+            retry: None,
+            timer: None,
+        }
+    }
+
+    /// Nothing of a client's is half done.
+    fn is_at_rest(&mut self) -> bool {
+        match &mut self.state {
+            State::Free => true,
+            State::Attached(attachment) => {
+                attachment.busy_session().is_some_and(|session| session.is_at_rest())
+            }
+            State::Unfinished { .. } | State::Leaving { .. } => false,
+        }
+    }
+
+    fn connection(&self, socket: OwnedFd) -> (Stream, Inspector) {
+        let closer = &self.closer;
+        let inspector = Inspector::new(Arc::clone(closer), Arc::clone(&self.log));
+        (Stream::new(socket, Arc::clone(closer)), inspector)
+    }
+
+    fn set_lent(&mut self, is_lent: bool) {
+        if let Some(listener) = &mut self.listener {
+            listener.set_lent(is_lent);
+        }
+        if let State::Attached(attachment) = &mut self.state
+            && let Some(session) = attachment.take_session()
+        {
+            session.set_lent(is_lent);
+        }
+    }
+
+    fn save(&mut self, fds: &mut Descriptors) -> Result<SavedPort, SaveError> {
+        let session = match &mut self.state {
+            State::Attached(attachment) => attachment.busy_session(),
+            _ => None,
+        };
+        Ok(SavedPort {
+            listener: self.listener.as_ref().map(|it| it.save(fds)).transpose()?,
+            session: session.map(|it| it.save(fds)).transpose()?,
+            device: self.device.save(fds)?,
+        })
+    }
 }
 
 /// How many clients may come at the moment.
@@ -118,6 +191,10 @@ pub struct Reactor {
     requests: Vec<Request>,
     /// Set by a stop: until when the devices have time to let go of their clients.
     stop: Option<Instant>,
+    /// Asked to come to rest.
+    freezing: bool,
+    /// At rest, until it runs again.
+    frozen: bool,
 }
 
 impl Reactor {
@@ -139,6 +216,8 @@ impl Reactor {
             timers: BTreeSet::new(),
             requests: Vec::new(),
             stop: None,
+            freezing: false,
+            frozen: false,
         })
     }
 
@@ -170,23 +249,81 @@ impl Reactor {
         Ok(port)
     }
 
-    /// Serves until [`Handle::stop`].
+    /// Serves until [`Handle::stop`] or [`Handle::freeze`]. After a freeze it goes on where it was.
     ///
     /// # Errors
     ///
     /// Waiting for events failed, which leaves nothing that could go on.
-    pub fn run(&mut self) -> io::Result<()> {
+    pub fn run(&mut self) -> io::Result<Ended> {
         while self.poll_once(None)? {}
-        Ok(())
+        Ok(if self.frozen { Ended::Frozen } else { Ended::Stopped })
     }
 
-    /// Waits for something to do, at most for `timeout`, and does it. False once a stop is
-    /// complete.
+    /// What a successor has to know, device by device in the order in which they were added, of a
+    /// reactor that is [frozen](Ended::Frozen). It may go on afterwards.
+    ///
+    /// # Errors
+    ///
+    /// [`SaveError`]: it is not frozen, or one of the devices or of their clients can not be handed
+    /// over.
+    pub fn save(&mut self, fds: &mut Descriptors) -> Result<Vec<SavedPort>, SaveError> {
+        if !self.frozen {
+            return Err(SaveError::NotFrozen);
+        }
+        self.ports.values_mut().map(|port| port.save(fds)).collect()
+    }
+
+    /// Takes over what a predecessor has [saved](Self::save), with a device that is as new. Nothing
+    /// is done at the sockets before this reactor [runs](Self::run): until then it may be dropped,
+    /// and no client will notice.
+    ///
+    /// # Errors
+    ///
+    /// [`RestoreError`].
+    pub fn restore(
+        &mut self,
+        saved: SavedPort,
+        fds: &mut Descriptors,
+        device: Box<dyn Device>,
+    ) -> Result<PortId, RestoreError> {
+        let SavedPort { listener, session, device: saved_device } = saved;
+        let id = self.inbox.new_port();
+        let mut port = Port::new(device);
+        port.device.restore(saved_device, fds, &port.closer)?;
+        // There is one client, or none any more.
+        port.closing = listener.is_none();
+        if let Some(saved) = listener {
+            let listener = Listener::restore(&saved, fds)?;
+            self.watch_listener(id, &listener).map_err(io::Error::from)?;
+            port.listener = Some(listener);
+        }
+        if let Some(saved) = session {
+            let make = |socket| port.connection(socket);
+            let session = Session::restore(saved, fds, make, &self.limits)?;
+            let attachment = Attachment::new(id, &self.epoll, session);
+            port.state = State::Attached(Box::new(attachment.map_err(io::Error::from)?));
+        }
+        self.ports.insert(id, port);
+        self.frozen = true;
+        Ok(id)
+    }
+
+    /// The end of a reactor that is [frozen](Ended::Frozen), and whose successor has taken over: no
+    /// client and no device learns of it, and sockets keep their files.
+    pub fn hand_over(mut self) {
+        self.ports.values_mut().for_each(|port| port.set_lent(true));
+    }
+
+    /// Waits for something to do, at most for `timeout`, and does it. False once a stop or a freeze
+    /// is complete.
     ///
     /// # Errors
     ///
     /// Waiting for events failed.
     pub fn poll_once(&mut self, timeout: Option<Duration>) -> io::Result<bool> {
+        if std::mem::take(&mut self.frozen) {
+            self.go_on();
+        }
         self.wait(timeout)?;
         self.handle_requests();
         for _ in 0..self.ready.len() {
@@ -195,7 +332,56 @@ impl Reactor {
             }
         }
         self.expire();
-        Ok(!self.stopped())
+        if self.freezing && self.ready.is_empty() && self.ports.values_mut().all(Port::is_at_rest) {
+            self.freezing = false;
+            self.frozen = true;
+        }
+        Ok(!self.stopped() && !self.frozen)
+    }
+
+    /// Begins to come to rest.
+    fn freeze(&mut self) {
+        if self.stop.is_some() || std::mem::replace(&mut self.freezing, true) {
+            return;
+        }
+        // Nobody gets more time, or less, than from the end of it on.
+        self.timers.clear();
+        let all: Vec<_> = self.ports.keys().copied().collect();
+        for id in all {
+            let Some(port) = self.ports.get_mut(&id) else { continue };
+            port.timer = None;
+            if let State::Attached(attachment) = &mut port.state {
+                attachment.take_back();
+                self.queue(id);
+            }
+        }
+    }
+
+    /// After a rest: looks at everything, as events may have been missed, and from now on it is
+    /// this reactor's alone.
+    fn go_on(&mut self) {
+        let all: Vec<_> = self.ports.keys().copied().collect();
+        for id in all {
+            let Some(port) = self.ports.get_mut(&id) else { continue };
+            port.set_lent(false);
+            if let State::Attached(attachment) = &mut port.state {
+                if let Some(session) = attachment.take_session() {
+                    session.wake();
+                }
+                self.queue(id);
+            } else if matches!(port.state, State::Free) && port.closing {
+                self.forget(id);
+            } else {
+                port.has_backlog = true;
+                self.accept(id);
+            }
+        }
+    }
+
+    fn watch_listener(&self, id: PortId, listener: &Listener) -> Result<(), Errno> {
+        // Reported once for each new client: one that has to wait must not keep the reactor busy.
+        let watch = EventFlags::IN | EventFlags::ET;
+        epoll::add(&self.epoll, listener, EventData::new_u64(id.0 << 1), watch)
     }
 
     fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
@@ -276,9 +462,16 @@ impl Reactor {
                 }
                 Request::Remove { port, gone } => self.close(port, Some(gone)),
                 Request::Stop => {
+                    self.freezing = false;
                     self.stop.get_or_insert_with(|| Instant::now() + self.limits.stop);
                     let all: Vec<_> = self.ports.keys().copied().collect();
                     all.into_iter().for_each(|port| self.close(port, None));
+                }
+                Request::Freeze => self.freeze(),
+                Request::Thaw => {
+                    if std::mem::take(&mut self.freezing) {
+                        self.go_on();
+                    }
                 }
                 Request::Completed { port, sequence, outcome } => {
                     self.completed(port, sequence, outcome);
@@ -294,27 +487,10 @@ impl Reactor {
         if self.stop.is_some() {
             return Err(Errno::SHUTDOWN);
         }
-        let mut port = Port {
-            device,
-            listener: None,
-            state: State::Free,
-            has_backlog: false,
-            queued: false,
-            closing: false,
-            gone: Vec::new(),
-            sequence: 0,
-            closer: Arc::default(),
-            log: Arc::default(),
-            admissions: Admissions::new(),
-            retry: None,
-            timer: None,
-        };
+        let mut port = Port::new(device);
         match source {
             Source::Listener(listener) => {
-                // Reported once for each new client: one that has to wait must not keep the reactor
-                // busy.
-                let watch = EventFlags::IN | EventFlags::ET;
-                epoll::add(&self.epoll, &listener, EventData::new_u64(id.0 << 1), watch)?;
+                self.watch_listener(id, &listener)?;
                 port.listener = Some(listener);
                 self.ports.insert(id, port);
             }
@@ -330,6 +506,9 @@ impl Reactor {
 
     /// Lets the next client in.
     fn accept(&mut self, id: PortId) {
+        if self.freezing {
+            return;
+        }
         loop {
             let Some(port) = self.ports.get_mut(&id) else { return };
             if !matches!(port.state, State::Free) || port.closing || !port.has_backlog {
@@ -370,8 +549,7 @@ impl Reactor {
 
     fn attach(&mut self, id: PortId, stream: OwnedFd) -> Result<(), Errno> {
         let Some(port) = self.ports.get_mut(&id) else { return Ok(()) };
-        let stream = Stream::new(stream, Arc::clone(&port.closer));
-        let inspector = Inspector::new(Arc::clone(&port.closer), Arc::clone(&port.log));
+        let (stream, inspector) = port.connection(stream);
         let session = Session::new(stream, inspector, &self.limits);
         port.state = State::Attached(Box::new(Attachment::new(id, &self.epoll, session)?));
         debug!(port = id.0, "a client has connected");
@@ -401,11 +579,16 @@ impl Reactor {
             sequence: &mut port.sequence,
             slice: Slice::begin(),
         };
-        let turn = match session.turn(&mut *port.device, &mut context) {
+        let turn = match self.freezing {
+            true => session.rest(&mut *port.device, &mut context),
+            false => session.turn(&mut *port.device, &mut context),
+        };
+        let turn = match turn {
             Turn::End(why) => Turn::End(why),
             turn => attachment.watch().map_or_else(|errno| Turn::End(errno.into()), |()| turn),
         };
         match turn {
+            Turn::Wait if self.freezing => {}
             Turn::Wait => {
                 attachment.share_if_idle(&mut *port.device, &self.inbox);
                 self.set_timer(id);
@@ -523,6 +706,9 @@ impl Reactor {
     }
 
     fn set_timer(&mut self, id: PortId) {
+        if self.freezing {
+            return;
+        }
         let Some(port) = self.ports.get_mut(&id) else { return };
         let timer = match &mut port.state {
             State::Attached(attachment) => attachment.busy_session().and_then(|s| s.deadline()),

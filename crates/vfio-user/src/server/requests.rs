@@ -1,7 +1,11 @@
 //! From a message to a call of the device, and from its answer to the reply.
 
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use shadowbell_state::{Descriptors, StateError};
 
 use tracing::debug;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
@@ -10,7 +14,7 @@ use super::inbox::{self, Inbox, PortId};
 use super::limits::{Limits, MAX_MSG_FDS};
 use crate::Errno;
 use crate::capabilities::Capabilities;
-use crate::codec::{MESSAGE_OVERHEAD, Message, SendQueue};
+use crate::codec::{MESSAGE_OVERHEAD, Message, SavedQueue, SendQueue};
 use crate::descriptor::Descriptor;
 use crate::device::{
     Device, DeviceInfo, DmaMap, DmaUnmap, Done, IoFds, IrqAction, IrqData, Later, Peer, RegionInfo,
@@ -97,7 +101,14 @@ struct Unfinished {
     count: u64,
 }
 
-#[derive(Clone, Copy)]
+/// A [`Link`] at rest, on its way to another process.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct SavedLink {
+    out: SavedQueue,
+    agreed: Option<Agreed>,
+}
+
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 struct Agreed {
     max_xfer: u32,
     /// Descriptors that the client takes with one message.
@@ -131,6 +142,27 @@ impl Link {
     pub(super) fn is_idle(&self) -> bool {
         let waits = self.waiting.is_some() || self.unfinished.is_some();
         self.agreed.is_some() && !waits && self.out.is_empty()
+    }
+
+    /// No request is half carried out.
+    pub(super) fn is_at_rest(&self) -> bool {
+        self.waiting.is_none() && self.unfinished.is_none()
+    }
+
+    /// What was agreed and what is to be sent, of a link [at rest](Self::is_at_rest).
+    pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedLink> {
+        Ok(SavedLink { out: self.out.save(fds)?, agreed: self.agreed })
+    }
+
+    /// The other side of [`save`](Self::save).
+    pub(super) fn restore(saved: SavedLink, fds: &mut Descriptors) -> Result<Self, StateError> {
+        let SavedLink { out, agreed } = saved;
+        Ok(Self { out: SendQueue::restore(out, fds)?, agreed, ..Self::default() })
+    }
+
+    /// The most bytes in one data transfer, once that is agreed.
+    pub(super) fn max_xfer(&self) -> Option<u32> {
+        self.agreed.map(|agreed| agreed.max_xfer)
     }
 
     /// A request was carried out in part only, so that others get their turn.

@@ -1,16 +1,21 @@
 //! One connection: reads, handles, writes, and knows what its peer has to do until when.
 
-use std::os::fd::{AsFd, BorrowedFd};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
+use serde::{Deserialize, Serialize};
+use shadowbell_state::{Descriptors, FdRef};
+
 use super::inbox::Request;
 use super::limits::Limits;
-use super::requests::{Context, Link, Violation};
+use super::requests::{Context, Link, SavedLink, Violation};
 use crate::Errno;
-use crate::codec::{DecodeError, Decoder};
+use crate::codec::{DecodeError, Decoder, SavedDecoder};
 use crate::descriptor::{Inspector, Stream};
 use crate::device::Device;
+use crate::handover::RestoreError;
 use crate::shared_socket::PolledWrites;
 use crate::socket::{Arrival, Received, receive, receive_some, send_owned, take_in};
 
@@ -87,7 +92,88 @@ pub(super) struct Session {
     expected: Option<(Expected, Instant)>,
 }
 
+/// A [`Session`] at rest, on its way to another process.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct SavedSession {
+    socket: FdRef,
+    received: SavedDecoder,
+    link: SavedLink,
+}
+
 impl Session {
+    /// The other side of [`save`](Self::save): [lent](Self::set_lent) for now. `make` puts the
+    /// socket in a [`Stream`].
+    pub(super) fn restore(
+        saved: SavedSession,
+        fds: &mut Descriptors,
+        make: impl FnOnce(OwnedFd) -> (Stream, Inspector),
+        limits: &Limits,
+    ) -> Result<Self, RestoreError> {
+        let SavedSession { socket, received, link } = saved;
+        let link = Link::restore(link, fds)?;
+        let (mut socket, inspector) = make(fds.take(socket)?);
+        socket.set_lent(true);
+        // What was agreed holds, whatever the limits are here.
+        let max_data_xfer_size = link.max_xfer().unwrap_or(limits.max_data_xfer_size);
+        let mut session = Self::new(socket, inspector, &Limits { max_data_xfer_size, ..*limits });
+        let max = usize::try_from(max_data_xfer_size).unwrap_or(usize::MAX);
+        let closer = session.inspector.closer();
+        session.decoder = Decoder::restore(received, max, fds, closer)?;
+        session.link = link;
+        Ok(session)
+    }
+
+    /// What a successor has to know, of a session at rest.
+    pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedSession> {
+        Ok(SavedSession {
+            socket: fds.add(self.socket.as_fd().try_clone_to_owned()?),
+            received: self.decoder.save(fds)?,
+            link: self.link.save(fds)?,
+        })
+    }
+
+    /// Says whether another process serves the same peer, and goes on if this one does not: then
+    /// dropping this does nothing to the peer.
+    pub(super) fn set_lent(&mut self, is_lent: bool) {
+        self.socket.set_lent(is_lent);
+    }
+
+    /// Goes on after a rest, during which nobody counted the time or looked at the socket.
+    pub(super) fn wake(&mut self) {
+        self.readable = true;
+        self.full = false;
+        self.expected = None;
+    }
+
+    /// Finishes the message in hand, if there is one, and begins no other.
+    pub(super) fn rest(&mut self, device: &mut dyn Device, context: &mut Context<'_>) -> Turn {
+        self.come_to_rest(device, context).unwrap_or_else(Turn::End)
+    }
+
+    /// Nothing is half carried out.
+    pub(super) fn is_at_rest(&self) -> bool {
+        self.link.is_at_rest() && self.arrival.is_none()
+    }
+
+    fn come_to_rest(
+        &mut self,
+        device: &mut dyn Device,
+        context: &mut Context<'_>,
+    ) -> Result<Turn, EndReason> {
+        if self.link.awaits().is_none() {
+            self.link.go_on(device, context);
+            device.settle();
+        }
+        // What another thread has received and nobody has looked at is not to be handed on.
+        match self.arrival.take().map(|it| take_in(it, &mut self.decoder, &self.inspector)) {
+            Some(Received::Closed) => return Err(EndReason::Left),
+            Some(Received::FdsLost) => return Err(EndReason::FdsLost),
+            Some(Received::Bytes { .. }) | None => {}
+        }
+        self.flush()?;
+        Ok(if self.link.is_unfinished() { Turn::Again } else { Turn::Wait })
+    }
+
     pub(super) fn new(socket: Stream, inspector: Inspector, limits: &Limits) -> Self {
         let max = usize::try_from(limits.max_data_xfer_size).unwrap_or(usize::MAX);
         Self {

@@ -1,0 +1,145 @@
+//! One queue of the device without a socket and without a thread of its own: what the fuzz targets
+//! of this workspace use. Nothing else may.
+
+use super::config::feature;
+use super::memory::{Current, Memory, guard, is_poisoned};
+use super::queue::{BlkQueue, QUEUE_SIZE};
+use super::ring::Ring;
+use super::shared::DeviceShared;
+use ::shadowbell_memory::EventFd;
+use parking_lot::RwLock;
+use shadowbell_block::BlockDevice;
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use vhost_user_backend::VringT;
+use virtio_queue::QueueT;
+use vm_memory::{FileOffset, GuestAddress, GuestMemoryAtomic, GuestRegionMmap, MmapRegion};
+
+/// A part of a guest's memory: where it is for the guest, its length, and its file with the offset.
+#[derive(Debug)]
+pub struct Region {
+    /// The guest's address.
+    pub address: u64,
+    /// Its bytes.
+    pub len: usize,
+    /// What it is part of.
+    pub file: File,
+    /// Where it begins there.
+    pub offset: u64,
+}
+
+/// Where the parts of a queue are in the guest's memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Place {
+    /// How many entries it has.
+    pub entries: u16,
+    /// The address of the table of descriptors.
+    pub descriptors: u64,
+    /// The address of the available ring.
+    pub available: u64,
+    /// The address of the used ring.
+    pub used: u64,
+}
+
+/// A queue, and what its device shares.
+pub struct Queue {
+    queue: BlkQueue,
+    device: DeviceShared,
+    memory: Current,
+    ring: Ring,
+}
+
+impl std::fmt::Debug for Queue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Queue").finish_non_exhaustive()
+    }
+}
+
+impl Queue {
+    /// The first queue of a device over `disk`, without memory.
+    ///
+    /// # Errors
+    /// The system's, if it has no more descriptors.
+    pub fn new(disk: &BlockDevice, id: &str) -> io::Result<Self> {
+        let memory: Current = GuestMemoryAtomic::new(Memory::new());
+        let (socket, _) = UnixStream::pair()?;
+        let device = DeviceShared {
+            geometry: *disk.geometry(),
+            id: id.as_bytes().to_vec(),
+            memory: RwLock::new(Some(memory.clone())),
+            acked: AtomicU64::new(feature::FLUSH),
+            failures: Arc::default(),
+            socket,
+            over: AtomicBool::new(false),
+        };
+        let ring = Ring::new(memory.clone(), QUEUE_SIZE as u16).map_err(io::Error::other)?;
+        Ok(Self { queue: BlkQueue::new(disk, 0)?, device, memory, ring })
+    }
+
+    /// The guest's memory from now on, as a frontend gives it.
+    ///
+    /// # Errors
+    /// It is none that can be.
+    pub fn set_memory(&mut self, regions: Vec<Region>) -> io::Result<()> {
+        let regions = regions.into_iter().map(|region| {
+            let place = FileOffset::new(region.file, region.offset);
+            let mapped = MmapRegion::from_file(place, region.len).map_err(io::Error::other)?;
+            let region = GuestRegionMmap::new(mapped, GuestAddress(region.address));
+            region.ok_or_else(|| io::ErrorKind::InvalidInput.into())
+        });
+        let regions = regions.collect::<io::Result<Vec<_>>>()?;
+        let memory = Memory::from_regions(regions).map_err(io::Error::other)?;
+        let lock = self.memory.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        lock.replace(memory);
+        guard(&self.memory)
+    }
+
+    /// Has the queue begin anew here.
+    ///
+    /// # Errors
+    /// The place is none that can be.
+    pub fn start(&mut self, place: Place, event_idx: bool, flush: bool) -> io::Result<()> {
+        self.device.acked.store(if flush { feature::FLUSH } else { 0 }, Ordering::Relaxed);
+        self.ring.set_queue_ready(false);
+        self.ring.set_queue_size(place.entries);
+        self.ring.set_queue_next_avail(0);
+        self.ring.set_queue_next_used(0);
+        self.ring.set_queue_event_idx(event_idx);
+        let Place { descriptors, available, used, .. } = place;
+        self.ring.set_queue_info(descriptors, available, used).map_err(io::Error::other)?;
+        self.ring.set_queue_ready(true);
+        self.ring.set_enabled(true);
+        Ok(())
+    }
+
+    /// The eventfd by which the guest is notified.
+    pub fn set_call(&mut self, event: Option<EventFd>) {
+        let file = event.and_then(|event| OwnedFd::try_from(event).ok()).map(File::from);
+        self.ring.set_call(file);
+    }
+
+    /// A notification: everything that the queue has is carried out and answered.
+    ///
+    /// # Errors
+    /// The queue makes no sense.
+    pub fn serve(&mut self) -> Result<(), String> {
+        self.queue.io.after_sleep(false);
+        if !self.ring.get_ref().get_queue().ready() {
+            return Ok(());
+        }
+        self.queue.vring.get_or_insert_with(|| self.ring.clone());
+        let served = self.queue.serve(&self.device, &self.ring);
+        self.queue.finish(&self.device, 0);
+        served.map_err(|error| error.to_string())
+    }
+
+    /// Whether part of the guest's memory was lost.
+    #[must_use]
+    pub fn has_lost_memory(&self) -> bool {
+        is_poisoned(&self.memory)
+    }
+}

@@ -1,0 +1,401 @@
+//! A file whose reads and writes are short, fail and end in any order, as a disk of two queues, and
+//! a model of what it holds.
+//!
+//! One thread: a program says when each call on the file ends, and how, and when a sync begins and
+//! what comes of it. Checked:
+//!
+//! * each request ends once, and when nothing holds it back, it does end;
+//! * none fails that was not cancelled, unless an error was injected meanwhile;
+//! * what a read brings is what was written there last, unless that failed or others were at it;
+//! * a flush, and a write that is to be durable, succeed only after a sync that has begun since and
+//!   has succeeded; through the page cache, not after a sync that has failed.
+
+use crate::limits::Limits;
+use crate::source::Source;
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use shadowbell_backend::{
+    Direct, Disk, DiskError, End, FileDisk, FileOptions, Op, Queue, Request, Script, Submitted,
+};
+use shadowbell_memory::{Mapping, Segments, SharedBytes};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::PathBuf;
+
+const ACTIONS: usize = 160;
+const BLOCK: usize = 512;
+const BLOCKS: usize = 1280;
+/// Requests that a queue has at most.
+const TAGS: u32 = 8;
+const QUEUES: usize = 2;
+/// The longest request: more than one piece of what goes through a bounce buffer.
+const MOST: usize = 600;
+/// Bytes between the buffers of two requests: room for one that is not aligned.
+const SLOT: usize = MOST * BLOCK + 4096;
+/// Rounds in which everything has to end.
+const ROUNDS: usize = 400;
+
+const EIO: i32 = 5;
+const ENOSPC: i32 = 28;
+const PASSING: [i32; 2] = [4, 11];
+const ERRORS: [i32; 8] = [EIO, ENOSPC, 11, 4, 95, 22, 11, 125];
+
+/// Carries out a program.
+pub fn run(input: &[u8]) {
+    let mut source = Source::new(input);
+    let limits = Limits::begin();
+    let mut user = User::new(&mut source);
+    for _ in 0..ACTIONS {
+        if source.is_empty() {
+            break;
+        }
+        user.act(&mut source);
+        limits.step("file");
+    }
+    if source.rarely(4) {
+        // The queues wait for what is under way, which is cancelled.
+        return;
+    }
+    user.finish();
+    limits.step("file");
+}
+
+/// What is known of a block.
+#[derive(Clone, Copy, Default)]
+struct Block {
+    /// What all its words are, unless that is not known.
+    word: Option<u64>,
+    /// Requests under way that change it.
+    writers: u32,
+    /// How often such a request has begun or ended.
+    version: u64,
+}
+
+struct Pending {
+    request: Request,
+    /// Where its data are.
+    at: usize,
+    /// What its first block is to hold; each after it one more. Of a write.
+    word: u64,
+    /// Of each block, when it was submitted.
+    blocks: Vec<Block>,
+    /// Errors that had been injected by then, and syncs that had begun.
+    injected: u64,
+    begun: u64,
+    cancelled: bool,
+}
+
+struct User {
+    queues: Vec<Box<dyn Queue>>,
+    script: Script,
+    direct: bool,
+    discards: bool,
+    buffers: SharedBytes,
+    blocks: Vec<Block>,
+    pending: [BTreeMap<u32, Pending>; QUEUES],
+    next: u64,
+    injected: u64,
+    /// Syncs that have begun, the last of them that is under way, and the last that has succeeded.
+    begun: u64,
+    good: u64,
+    lost: bool,
+    /// The file, which the disk has opened once more.
+    file: OwnedFd,
+}
+
+impl User {
+    fn new(source: &mut Source<'_>) -> Self {
+        let file: OwnedFd = memfd_create("file", MemfdFlags::CLOEXEC).expect("a memfd");
+        ftruncate(&file, (BLOCKS * BLOCK) as u64).expect("room");
+        let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        let mut options = FileOptions::default();
+        options.direct = source.of(&[Direct::Off, Direct::Auto]);
+        let (disk, script) = FileDisk::scripted(&path, &options).expect("a disk");
+        let queues = (0..QUEUES).map(|_| disk.queue().expect("a queue")).collect();
+        let len = (QUEUES * TAGS as usize * SLOT) as u64;
+        let block = Block { word: Some(0), ..Block::default() };
+        Self {
+            queues,
+            script,
+            direct: disk.is_direct(),
+            discards: disk.info().discard,
+            buffers: Mapping::anonymous(len).expect("memory").bytes(),
+            blocks: vec![block; BLOCKS],
+            pending: Default::default(),
+            next: 1,
+            injected: 0,
+            begun: 0,
+            good: 0,
+            lost: false,
+            file,
+        }
+    }
+
+    fn act(&mut self, source: &mut Source<'_>) {
+        let queue = source.below(QUEUES);
+        match source.below(20) {
+            0..=6 => self.submit(source, queue),
+            7..=11 => {
+                for _ in 0..1 + source.below(3) {
+                    let n = source.below(self.script.waiting(queue).max(1));
+                    let how = self.how(source);
+                    self.script.end(queue, n, how);
+                }
+            }
+            12 => {
+                for n in (0..self.script.waiting(queue)).rev() {
+                    self.script.end(queue, n, End::Made);
+                }
+            }
+            13 => {
+                let tag = source.below(TAGS as usize) as u32;
+                if let Some(pending) = self.pending[queue].get_mut(&tag) {
+                    pending.cancelled = true;
+                }
+                self.queues[queue].cancel(tag);
+            }
+            14 => self.queues[queue].commit(),
+            15 => self.begin_sync(),
+            16 => {
+                let result = source.of(&[0, 0, 0, -EIO, -ENOSPC, -11, -4]);
+                self.end_sync(result);
+            }
+            _ => {}
+        }
+        if !source.rarely(3) {
+            self.reap(queue);
+        }
+    }
+
+    /// How a call ends, most of the time well.
+    fn how(&mut self, source: &mut Source<'_>) -> End {
+        match source.below(8) {
+            0 => {
+                self.injected += 1;
+                End::Failed(source.of(&ERRORS))
+            }
+            1 => {
+                let most = source.of(&[BLOCK, 1, 4096, 0, 777, 1 << 18]);
+                // Without the page cache, less than a block is nothing; and nothing is an error.
+                self.injected += u64::from(most == 0 || self.direct);
+                End::Short(most)
+            }
+            _ => End::Made,
+        }
+    }
+
+    fn begin_sync(&mut self) {
+        self.begun += u64::from(self.script.begin_sync());
+    }
+
+    fn end_sync(&mut self, result: i32) {
+        if !self.script.end_sync(result) {
+            return;
+        }
+        if result != 0 {
+            self.injected += 1;
+            self.lost |= !self.direct && !PASSING.contains(&-result);
+        } else if !self.lost {
+            self.good = self.begun;
+        }
+    }
+
+    fn slot(queue: usize, tag: u32) -> usize {
+        (queue * TAGS as usize + tag as usize) * SLOT
+    }
+
+    fn submit(&mut self, source: &mut Source<'_>, queue: usize) {
+        let Some(tag) = (0..TAGS).find(|tag| !self.pending[queue].contains_key(tag)) else {
+            return;
+        };
+        let op = match source.below(12) {
+            0..=2 => Op::Read,
+            3..=5 => Op::Write { fua: false },
+            6 => Op::Write { fua: true },
+            7 | 8 => Op::Flush,
+            9 => Op::WriteZeroes { deallocate: source.bool(), fua: source.bool() },
+            10 => Op::Discard,
+            _ => source.of(&[Op::Compare, Op::Verify]),
+        };
+        let count = match source.below(16) {
+            0 => MOST,
+            1 => 513,
+            _ => 1 + source.below(16),
+        };
+        // The same places again and again.
+        let end = if source.rarely(4) { BLOCKS - count + 1 } else { 24 };
+        let first = source.below(end);
+        let flushes = op == Op::Flush;
+        let range = if flushes { 0..0 } else { first..first + count };
+        let request =
+            Request { op, offset: (range.start * BLOCK) as u64, len: (range.len() * BLOCK) as u64 };
+        let at = Self::slot(queue, tag) + source.of(&[0, 0, 0, 4]);
+        let word = self.next;
+        self.next += MOST as u64;
+        if matches!(op, Op::Write { .. }) {
+            self.put(at, (word..).take(count));
+        } else if op == Op::Compare {
+            let blocks = self.blocks[range.clone()].iter();
+            let words: Vec<u64> = blocks.map(|block| block.word.unwrap_or(u64::MAX)).collect();
+            self.put(at, words.into_iter());
+            if source.rarely(4) {
+                let byte = at + source.below(count * BLOCK);
+                self.buffers.write_from(byte, &[0xee]).expect("room");
+            }
+        }
+        let needs_data = matches!(op, Op::Read | Op::Write { .. } | Op::Compare);
+        let mut data = if needs_data {
+            let bytes = self.buffers.slice(at, range.len() * BLOCK).expect("room");
+            Segments::from_bytes(&bytes)
+        } else {
+            Segments::new()
+        };
+        if changes(op) {
+            for block in &mut self.blocks[range.clone()] {
+                block.writers += 1;
+                block.version += 1;
+            }
+        }
+        let blocks = self.blocks[range].to_vec();
+        let (injected, begun) = (self.injected, self.begun);
+        let pending = Pending { request, at, word, blocks, injected, begun, cancelled: false };
+        match self.queues[queue].submit(tag, &request, &mut data) {
+            Submitted::Done(result) => self.ended(&pending, result),
+            Submitted::Pending => {
+                self.pending[queue].insert(tag, pending);
+            }
+        }
+        self.count(queue);
+    }
+
+    /// Fills blocks of a buffer with a word each.
+    fn put(&self, at: usize, words: impl Iterator<Item = u64>) {
+        let bytes: Vec<u8> = words.flat_map(|word| word.to_le_bytes().repeat(BLOCK / 8)).collect();
+        self.buffers.write_from(at, &bytes).expect("room");
+    }
+
+    /// The queue knows as many requests as we do.
+    fn count(&self, queue: usize) {
+        assert_eq!(self.queues[queue].pending(), self.pending[queue].len(), "of queue {queue}");
+    }
+
+    fn reap(&mut self, queue: usize) {
+        let mut ended = Vec::new();
+        self.queues[queue].reap(&mut |tag, result, _| ended.push((tag, result)));
+        for (tag, result) in ended {
+            let pending = self.pending[queue].remove(&tag);
+            let pending = pending.unwrap_or_else(|| panic!("tag {tag} ends, and is not pending"));
+            self.ended(&pending, result);
+        }
+        self.count(queue);
+    }
+
+    fn range(request: &Request) -> Range<usize> {
+        let (first, count) = (request.offset as usize / BLOCK, request.len as usize / BLOCK);
+        first..first + count
+    }
+
+    fn ended(&mut self, pending: &Pending, result: Result<(), DiskError>) {
+        let Pending { request, .. } = pending;
+        let excused = pending.cancelled || pending.injected != self.injected || self.lost;
+        match result {
+            Ok(()) => {}
+            Err(DiskError::CompareFailed) => assert_eq!(request.op, Op::Compare),
+            Err(DiskError::Cancelled) => {
+                assert!(pending.cancelled || pending.injected != self.injected, "{request:?}");
+            }
+            Err(error) => assert!(excused, "{request:?} fails by itself: {error}"),
+        }
+        let ok = result.is_ok();
+        let durable = match request.op {
+            Op::Flush => true,
+            Op::Write { fua } => fua && !self.direct,
+            Op::WriteZeroes { fua, .. } => fua,
+            _ => false,
+        };
+        if ok && durable {
+            assert!(self.good > pending.begun, "{request:?} succeeds, and no sync has since");
+        }
+        let range = Self::range(request);
+        match request.op {
+            Op::Read if ok => {
+                let mut bytes = vec![0; range.len() * BLOCK];
+                self.buffers.read_into(pending.at, &mut bytes).expect("data");
+                let words = bytes.chunks_exact(BLOCK).map(word);
+                for ((now, then), word) in self.blocks[range].iter().zip(&pending.blocks).zip(words)
+                {
+                    let known = then.word.filter(|_| then.writers == 0);
+                    if let Some(known) = known.filter(|_| now.version == then.version) {
+                        assert_eq!(word, Some(known), "{request:?} brings what is not there");
+                    }
+                }
+            }
+            Op::Compare => {
+                let steady = self.blocks[range].iter().zip(&pending.blocks).all(|(now, then)| {
+                    then.word.is_some() && then.writers == 0 && now.version == then.version
+                });
+                if steady && (ok || result == Err(DiskError::CompareFailed)) {
+                    let mut bytes = vec![0; pending.blocks.len() * BLOCK];
+                    self.buffers.read_into(pending.at, &mut bytes).expect("data");
+                    let mut both = bytes.chunks_exact(BLOCK).map(word).zip(&pending.blocks);
+                    let same = both.all(|(word, block)| word == block.word);
+                    assert_eq!(same, ok, "{request:?}");
+                }
+            }
+            op if changes(op) => {
+                for (n, at) in range.enumerate() {
+                    let (then, now) = (&pending.blocks[n], &mut self.blocks[at]);
+                    let alone = then.writers == 1 && now.version == then.version;
+                    now.word = match op {
+                        _ if !ok || !alone => None,
+                        Op::Write { .. } => Some(pending.word + n as u64),
+                        Op::Discard if !self.discards => then.word,
+                        _ => Some(0),
+                    };
+                    now.writers -= 1;
+                    now.version += 1;
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Everything ends, well from here on, and what is known is there.
+    fn finish(&mut self) {
+        for _ in 0..ROUNDS {
+            for queue in 0..QUEUES {
+                self.queues[queue].commit();
+                for n in (0..self.script.waiting(queue)).rev() {
+                    self.script.end(queue, n, End::Made);
+                }
+                self.begin_sync();
+                self.end_sync(0);
+                self.reap(queue);
+            }
+            if self.pending.iter().all(BTreeMap::is_empty) {
+                return self.look_at_all();
+            }
+        }
+        panic!("requests do not come to their end");
+    }
+
+    fn look_at_all(&mut self) {
+        let mut bytes = vec![0; BLOCKS * BLOCK];
+        let len = rustix::io::pread(&self.file, &mut bytes, 0).expect("to read");
+        assert_eq!(len, bytes.len());
+        for (n, (block, bytes)) in self.blocks.iter().zip(bytes.chunks_exact(BLOCK)).enumerate() {
+            assert!(block.word.is_none() || word(bytes) == block.word, "block {n} is another");
+        }
+    }
+}
+
+/// Whether the range is another one afterwards.
+fn changes(op: Op) -> bool {
+    matches!(op, Op::Write { .. } | Op::WriteZeroes { .. } | Op::Discard)
+}
+
+/// The word that a block is full of.
+fn word(block: &[u8]) -> Option<u64> {
+    let first: [u8; 8] = block.get(..8)?.try_into().ok()?;
+    block.chunks_exact(8).all(|word| word == first).then(|| u64::from_le_bytes(first))
+}

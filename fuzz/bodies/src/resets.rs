@@ -1,0 +1,592 @@
+//! A guest that resets its controller at any moment: with commands in their queues, at the disk,
+//! half carried out, while queues are deleted and memory is taken away, and while another reset is
+//! under way. The controller has a small quota.
+//!
+//! Checked after each turn of the worker:
+//!
+//! * a completion is of a command that is outstanding, so each completes at most once, and none of a
+//!   queue whose deletion has completed;
+//! * the disk has no more requests in hand than the quota says, and what commands of many requests
+//!   may have besides;
+//! * once a reset is over, the disk has none, and nothing is written until the next enable; nor is
+//!   memory that was taken back;
+//! * a reset, a deletion and an unmap come to their end as soon as the disk answers, and a reset
+//!   without its answers if the disk gives up what it is asked to.
+
+use crate::command::{self, BASE, PAGE, PAGES, page};
+use crate::limits::Limits;
+use crate::source::Source;
+use crate::test_disk::{self, BLOCKS, TestDisk};
+use shadowbell_controller::config::uuid_from;
+use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
+use shadowbell_memory::{Mapping, SharedBytes};
+use shadowbell_spec::nvm::{CopyRange, DsmRange};
+use shadowbell_spec::{Cqe, Sqe, regs};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use zerocopy::{FromBytes, IntoBytes};
+
+const ACTIONS: usize = 128;
+/// Turns that anything has to be done in.
+const TURNS: usize = 20_000;
+/// Entries of the I/O queues.
+const ENTRIES: u32 = 32;
+const QUEUES: u16 = 2;
+/// The first page for data, and those that hold ranges.
+const DATA: u64 = 14;
+const COPY_RANGES: u64 = PAGES - 2;
+const DSM_RANGES: u64 = PAGES - 1;
+/// Requests that all commands of many have in hand at most, whatever the quota says: those of their
+/// steps, and the buffers of Copy.
+const OF_MANY: usize = 32 + 4;
+const CC: u32 = 0x0046_0000;
+
+/// Carries out a program.
+pub fn run(input: &[u8]) {
+    let mut source = Source::new(input);
+    let limits = Limits::begin();
+    let mut guest = Guest::new(&mut source);
+    guest.enable();
+    for _ in 0..ACTIONS {
+        if source.is_empty() {
+            break;
+        }
+        guest.act(&mut source);
+        limits.step("resets");
+    }
+    guest.finish();
+    limits.step("resets");
+}
+
+/// Where the controller is.
+enum Life {
+    /// From the end of a reset to the next enable: nothing is written.
+    Off,
+    On,
+    /// A reset is under way; it is over when this is set, or, without, when CSTS.RDY is 0.
+    Ending(Option<Arc<AtomicBool>>),
+}
+
+/// What an admin command does when it succeeds.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    DeleteSq(u16),
+    CreateSq(u16),
+    Other,
+}
+
+#[derive(Default)]
+struct Sq {
+    entries: u32,
+    tail: u32,
+    /// As the last completion said.
+    head: u32,
+    commands: BTreeSet<u16>,
+}
+
+struct Cq {
+    entries: u32,
+    head: u32,
+    phase: bool,
+}
+
+struct Guest {
+    controller: Controller,
+    turns: Turns,
+    test_disk: TestDisk,
+    memory: SharedBytes,
+    quota: usize,
+    /// Each command is one request at most.
+    plain: bool,
+    life: Life,
+    /// Memory that goes away with the reset under way.
+    forgets: bool,
+    /// The host did what no host may, so what its queues hold is not known.
+    blind: bool,
+    sqs: BTreeMap<u16, Sq>,
+    cqs: BTreeMap<u16, Cq>,
+    admin: BTreeMap<u16, Kind>,
+    /// What all memory held when the controller was off.
+    image: Vec<u8>,
+    /// The memory for data was asked back: whether it is, and what it held then.
+    away: Option<(Arc<AtomicBool>, Option<Vec<u8>>)>,
+    cid: u16,
+}
+
+impl Guest {
+    fn new(source: &mut Source<'_>) -> Self {
+        let polling = source.of(&[Polling::Never, Polling::Always, Polling::default()]);
+        let (pool, turns) = Pool::driven(polling).expect("a worker");
+        let test_disk = TestDisk::default();
+        let disks = [test_disk.clone(), test_disk.clone()];
+        let namespaces = disks.into_iter().enumerate().map(|(n, disk)| NamespaceConfig {
+            disk: Arc::new(disk),
+            uuid: uuid_from(&n.to_string()),
+        });
+        let mut config = Config {
+            namespaces: namespaces.collect(),
+            io_queues: 4,
+            max_queue_entries: 64,
+            ..Config::default()
+        };
+        config.quota.requests = source.of(&[5, 1, 2, 64]);
+        config.quota.bytes = source.of(&[1 << 30, 1 << 30, 8192]);
+        config.quota.pieces = source.of(&[1 << 17, 4]);
+        config.quota.long_commands = source.of(&[2, 1, 64]);
+        let quota = config.quota.requests;
+        let controller = Controller::new(config, pool, Carrier::default()).expect("a controller");
+        let memory = Mapping::shared("guest", PAGES * PAGE).expect("memory").bytes();
+        let mut guest = Self {
+            controller,
+            turns,
+            test_disk,
+            memory,
+            quota,
+            plain: source.bool(),
+            life: Life::Off,
+            forgets: false,
+            blind: false,
+            sqs: BTreeMap::new(),
+            cqs: BTreeMap::new(),
+            admin: BTreeMap::new(),
+            image: Vec::new(),
+            away: None,
+            cid: 0,
+        };
+        let dsm = (0..256).flat_map(|n| {
+            let range = DsmRange { attributes: 0, blocks: 1, slba: n % BLOCKS };
+            range.as_bytes().to_vec()
+        });
+        guest.poke(page(DSM_RANGES), &dsm.collect::<Vec<u8>>());
+        let copies = (0..128u64).flat_map(|n| {
+            let range = CopyRange {
+                reserved0: 0,
+                slba: n % (BLOCKS - 8),
+                nlb0: (n % 8) as u16,
+                reserved18: 0,
+                reserved20: 0,
+                reftag: 0,
+                apptag: 0,
+                apptag_mask: 0,
+            };
+            range.as_bytes().to_vec()
+        });
+        guest.poke(page(COPY_RANGES), &copies.collect::<Vec<u8>>());
+        guest.map(0, DATA);
+        guest.map(DATA, PAGES - DATA);
+        guest.image = guest.all();
+        guest
+    }
+
+    fn all(&self) -> Vec<u8> {
+        let mut all = vec![0; self.memory.len()];
+        self.memory.read_into(0, &mut all).expect("all of it");
+        all
+    }
+
+    fn poke(&self, iova: u64, bytes: &[u8]) {
+        self.memory.write_from((iova - BASE) as usize, bytes).expect("it is in range");
+    }
+
+    fn map(&self, first: u64, pages: u64) {
+        let bytes = self.memory.slice((first * PAGE) as usize, (pages * PAGE) as usize);
+        let bytes = bytes.expect("a part");
+        self.controller.map_dma(page(first), pages * PAGE, &bytes).expect("to be mapped");
+    }
+
+    fn read32(&self, offset: u64) -> u32 {
+        let mut bytes = [0; 4];
+        self.controller.read(offset, &mut bytes);
+        u32::from_le_bytes(bytes)
+    }
+
+    fn write32(&self, offset: u64, value: u32) {
+        self.controller.write(offset, &value.to_le_bytes());
+    }
+
+    fn is_ready(&self) -> bool {
+        regs::Csts::from_bits(self.read32(regs::CSTS)).rdy()
+    }
+
+    /// Enables the controller, and creates its queues.
+    fn enable(&mut self) {
+        self.settle();
+        self.memory.fill(0, (DATA * PAGE) as usize, 0).expect("memory");
+        let mut state = self.test_disk.state();
+        state.fail.clear();
+        state.defer = false;
+        drop(state);
+        self.write32(regs::AQA, (command::ADMIN_ENTRIES - 1) * 0x1_0001);
+        self.controller.write(regs::ASQ, &command::ASQ.to_le_bytes());
+        self.controller.write(regs::ACQ, &command::ACQ.to_le_bytes());
+        self.write32(regs::CC, CC | 1);
+        assert!(self.is_ready(), "it can not be enabled: {:#x}", self.read32(regs::CSTS));
+        self.life = Life::On;
+        (self.blind, self.forgets) = (false, false);
+        let entries = command::ADMIN_ENTRIES;
+        self.sqs.insert(0, Sq { entries, ..Sq::default() });
+        self.cqs.insert(0, Cq { entries, head: 0, phase: true });
+        for qid in 1..=QUEUES {
+            let mut sqe = Sqe::new(0x05, 0, 0).with_prps(command::cq_at(qid), 0);
+            (sqe.cdw10, sqe.cdw11) = (u32::from(qid) | (ENTRIES - 1) << 16, 1);
+            assert!(self.submit_admin(sqe, Kind::Other));
+            self.settle();
+            self.cqs.insert(qid, Cq { entries: ENTRIES, head: 0, phase: true });
+            self.create(qid);
+            self.settle();
+            assert!(self.sqs.contains_key(&qid), "queue {qid} can not be created");
+        }
+    }
+
+    fn create(&mut self, qid: u16) {
+        let mut sqe = Sqe::new(0x01, 0, 0).with_prps(command::sq_at(qid), 0);
+        sqe.cdw10 = u32::from(qid) | (ENTRIES - 1) << 16;
+        sqe.cdw11 = 1 | u32::from(qid) << 16;
+        self.submit_admin(sqe, Kind::CreateSq(qid));
+    }
+
+    /// Whether there was room for it.
+    fn submit_admin(&mut self, sqe: Sqe, kind: Kind) -> bool {
+        let Some(cid) = self.put(0, sqe) else { return false };
+        self.admin.insert(cid, kind);
+        self.ring(0);
+        true
+    }
+
+    /// Puts a command into a queue, if there is room.
+    fn put(&mut self, qid: u16, sqe: Sqe) -> Option<u16> {
+        let sq = self.sqs.get_mut(&qid)?;
+        let next = (sq.tail + 1) % sq.entries;
+        if next == sq.head {
+            return None;
+        }
+        self.cid = (self.cid + 1) % 0xfff0;
+        let at = command::sq_at(qid) + u64::from(sq.tail) * 64;
+        sq.tail = next;
+        sq.commands.insert(self.cid);
+        let cid = self.cid;
+        self.poke(at, sqe.with_cid(cid).as_bytes());
+        Some(cid)
+    }
+
+    fn ring(&self, qid: u16) {
+        if let Some(sq) = self.sqs.get(&qid) {
+            self.controller.write_doorbell(regs::sq_doorbell_offset(qid, 0), sq.tail);
+        }
+    }
+
+    fn act(&mut self, source: &mut Source<'_>) {
+        // It may have ended with the very write; what is rung for after that is for nobody.
+        self.note_end();
+        if matches!(self.life, Life::Off) && !source.rarely(4) {
+            self.enable();
+        }
+        match source.below(24) {
+            0..=8 => {
+                let qid = 1 + source.below(usize::from(QUEUES)) as u16;
+                for _ in 0..1 + source.below(8) {
+                    let sqe = io(source, self.plain);
+                    self.put(qid, sqe);
+                }
+                self.ring(qid);
+            }
+            9 | 10 => {
+                for _ in 0..1 + source.below(4) {
+                    self.turn();
+                }
+            }
+            11 | 12 => {
+                let mut state = self.test_disk.state();
+                (state.defer, state.cancellable) = (!source.rarely(4), source.bool());
+            }
+            13 | 14 => {
+                let mut state = self.test_disk.state();
+                for _ in 0..1 + source.below(4) {
+                    let n = source.below(state.deferred().max(1));
+                    state.end(n);
+                }
+            }
+            15 => {
+                let error = test_disk::error(source);
+                self.test_disk.state().fail.push_back(error);
+            }
+            16 | 17 => self.change_queue(source),
+            18 | 19 => {
+                self.begin_reset(source);
+                self.note_end();
+            }
+            20 => self.move_memory(),
+            21 => self.settle(),
+            22 => {
+                // What the reset under way finds of it, it has to give up as well.
+                (1..=QUEUES).for_each(|qid| self.ring(qid));
+            }
+            _ => {
+                let mut sqe = Sqe::new(source.of(&[0x0c, 0x02, 0x06]), 0, u32::MAX);
+                sqe = sqe.with_prps(page(DATA), 0);
+                sqe.cdw10 = source.of(&[1, 2 | 127 << 16]);
+                self.submit_admin(sqe, Kind::Other);
+            }
+        }
+        if source.bool() {
+            self.turn();
+        }
+        self.check();
+    }
+
+    /// Deletes a queue, creates it again, or aborts one of its commands.
+    fn change_queue(&mut self, source: &mut Source<'_>) {
+        let qid = 1 + source.below(usize::from(QUEUES)) as u16;
+        let pending = self.admin.values().any(|kind| *kind != Kind::Other);
+        match self.sqs.get(&qid) {
+            Some(sq) if source.bool() => {
+                let cid = sq.commands.first().copied().unwrap_or(0);
+                let mut sqe = Sqe::new(0x08, 0, 0);
+                sqe.cdw10 = u32::from(qid) | u32::from(cid) << 16;
+                self.submit_admin(sqe, Kind::Other);
+            }
+            Some(_) if !pending => {
+                let mut sqe = Sqe::new(0x00, 0, 0);
+                sqe.cdw10 = qid.into();
+                self.submit_admin(sqe, Kind::DeleteSq(qid));
+            }
+            None if !pending && self.cqs.contains_key(&qid) => self.create(qid),
+            _ => {}
+        }
+    }
+
+    /// A reset of some kind begins; also if another has.
+    fn begin_reset(&mut self, source: &mut Source<'_>) {
+        if matches!(self.life, Life::Off) {
+            return;
+        }
+        let done = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&done);
+        let then = move || flag.store(true, Ordering::SeqCst);
+        match source.below(6) {
+            0 | 1 => {
+                self.write32(regs::CC, CC);
+                if !matches!(self.life, Life::Ending(Some(_))) {
+                    self.life = Life::Ending(None);
+                }
+            }
+            2 => {
+                self.controller.reset(then);
+                self.life = Life::Ending(Some(done));
+            }
+            3 => {
+                self.controller.disconnect(then);
+                self.life = Life::Ending(Some(done));
+                self.forgets = true;
+            }
+            4 if !self.plain => {
+                // A shutdown, which is not waited for.
+                self.write32(regs::CC, CC | 0x4001);
+                self.turn();
+                self.write32(regs::CC, CC);
+                if !matches!(self.life, Life::Ending(Some(_))) {
+                    self.life = Life::Ending(None);
+                }
+            }
+            _ => {
+                // On again before it is off: no host may, and nobody knows what it finds then.
+                self.blind = true;
+                self.write32(regs::CC, CC);
+                for _ in 0..source.below(3) {
+                    self.turn();
+                }
+                self.write32(regs::CC, CC | 1);
+                for _ in 0..source.below(3) {
+                    self.turn();
+                }
+                self.controller.reset(then);
+                self.life = Life::Ending(Some(done));
+            }
+        }
+    }
+
+    /// Takes the memory for data back, or shares it again.
+    fn move_memory(&mut self) {
+        if self.forgets {
+            return;
+        }
+        match self.away.take() {
+            None => {
+                let done = Arc::new(AtomicBool::new(false));
+                let flag = Arc::clone(&done);
+                let then = move || flag.store(true, Ordering::SeqCst);
+                let len = (PAGES - DATA) * PAGE;
+                self.controller.unmap_dma(page(DATA), len, then).expect("it was mapped");
+                self.away = Some((done, None));
+                self.note_away();
+            }
+            Some((done, image)) if !done.load(Ordering::SeqCst) => self.away = Some((done, image)),
+            Some(_) => self.map(DATA, PAGES - DATA),
+        }
+    }
+
+    /// What was given back holds from then on what it held.
+    fn note_away(&mut self) {
+        let now = self.all();
+        if let Some((done, image @ None)) = &mut self.away
+            && done.load(Ordering::SeqCst)
+        {
+            *image = Some(now[(DATA * PAGE) as usize..].to_vec());
+        }
+    }
+
+    fn turn(&mut self) -> bool {
+        let busy = self.turns.turn();
+        let at_disk = self.test_disk.state().deferred();
+        let most = self.quota + if self.plain { 0 } else { OF_MANY };
+        assert!(at_disk <= most, "{at_disk} requests at the disk, of {most}");
+        self.look_at_completions();
+        self.note_end();
+        busy
+    }
+
+    fn settle(&mut self) {
+        for _ in 0..TURNS {
+            if !self.turn() {
+                return;
+            }
+        }
+        panic!("there is always something to do");
+    }
+
+    fn look_at_completions(&mut self) {
+        if self.blind {
+            return;
+        }
+        // The admin queue last: when a deletion completes, nothing comes of the queue any more.
+        for qid in (0..=QUEUES).rev() {
+            while let Some(cq) = self.cqs.get_mut(&qid) {
+                let at = (command::cq_at(qid) - BASE) as usize + cq.head as usize * 16;
+                let mut bytes = [0; 16];
+                self.memory.read_into(at, &mut bytes).expect("memory");
+                let Ok(cqe) = Cqe::read_from_bytes(&bytes) else { break };
+                if cqe.phase() != cq.phase {
+                    break;
+                }
+                cq.head = (cq.head + 1) % cq.entries;
+                cq.phase ^= cq.head == 0;
+                let head = cq.head;
+                self.completed(qid, &cqe);
+                self.controller.write_doorbell(regs::cq_doorbell_offset(qid, 0), head);
+            }
+        }
+    }
+
+    fn completed(&mut self, cq: u16, cqe: &Cqe) {
+        assert!(!matches!(self.life, Life::Off), "{cqe:?} comes after a reset");
+        assert_eq!(cqe.sq_id, cq, "{cqe:?} is of another queue");
+        let sq = self.sqs.get_mut(&cqe.sq_id);
+        let sq = sq.unwrap_or_else(|| panic!("{cqe:?} is of no queue"));
+        assert!(sq.commands.remove(&cqe.cid), "{cqe:?} is of no outstanding command");
+        sq.head = cqe.sq_head.into();
+        if cq != 0 {
+            return;
+        }
+        let kind = self.admin.remove(&cqe.cid).unwrap_or(Kind::Other);
+        if !cqe.status().is_success() {
+            return;
+        }
+        match kind {
+            Kind::DeleteSq(qid) => drop(self.sqs.remove(&qid)),
+            Kind::CreateSq(qid) => {
+                self.sqs.insert(qid, Sq { entries: ENTRIES, ..Sq::default() });
+            }
+            Kind::Other => {}
+        }
+    }
+
+    /// Looks whether the reset under way is over.
+    fn note_end(&mut self) {
+        self.note_away();
+        let over = match &self.life {
+            Life::Ending(Some(done)) => done.load(Ordering::SeqCst),
+            Life::Ending(None) => !self.is_ready(),
+            _ => false,
+        };
+        if !over {
+            return;
+        }
+        assert_eq!(self.test_disk.state().deferred(), 0, "the disk has requests of nobody");
+        self.life = Life::Off;
+        self.sqs.clear();
+        self.cqs.clear();
+        self.admin.clear();
+        self.image = self.all();
+        if std::mem::take(&mut self.forgets) {
+            if let Some((done, _)) = self.away.take() {
+                assert!(done.load(Ordering::SeqCst), "memory is forgotten, and not given back");
+            }
+            self.map(0, DATA);
+            self.map(DATA, PAGES - DATA);
+        }
+    }
+
+    /// Compares what may not be written with what it held.
+    fn check(&self) {
+        let off = matches!(self.life, Life::Off);
+        let away = self.away.as_ref().and_then(|(_, image)| image.as_ref());
+        if !off && away.is_none() {
+            return;
+        }
+        let now = self.all();
+        assert!(!off || now == self.image, "memory was written after a reset");
+        let same = away.is_none_or(|image| now[(DATA * PAGE) as usize..] == *image);
+        assert!(same, "memory was written that was given back");
+    }
+
+    /// A last reset.
+    fn finish(&mut self) {
+        // If no other has begun, it asks for the end of everything, and the disk does that.
+        let prompt = matches!(self.life, Life::On);
+        self.test_disk.state().cancellable |= prompt;
+        if !matches!(self.life, Life::Off | Life::Ending(Some(_))) {
+            let done = Arc::new(AtomicBool::new(false));
+            let flag = Arc::clone(&done);
+            self.controller.reset(move || flag.store(true, Ordering::SeqCst));
+            self.life = Life::Ending(Some(done));
+        }
+        for _ in 0..8 {
+            self.settle();
+            let given = self.away.as_ref().is_none_or(|(done, _)| done.load(Ordering::SeqCst));
+            if matches!(self.life, Life::Off) && given {
+                return self.check();
+            }
+            assert!(!prompt, "a reset waits for what it could have cancelled");
+            self.test_disk.state().end_all();
+        }
+        panic!("a reset does not end");
+    }
+}
+
+/// A command that is well-formed: one request, many, or a long one.
+fn io(source: &mut Source<'_>, plain: bool) -> Sqe {
+    const ALL: [u8; 10] = [0x02, 0x02, 0x01, 0x01, 0x05, 0x0c, 0x08, 0x00, 0x09, 0x19];
+    let opcode = source.of(if plain { &ALL[..7] } else { &ALL });
+    let nsid = if opcode == 0 { source.of(&[1, u32::MAX]) } else { source.of(&[1, 1, 2]) };
+    let data =
+        |source: &mut Source<'_>| page(DATA + source.below((COPY_RANGES - DATA) as usize) as u64);
+    let (first, second) = (data(source), data(source));
+    let mut sqe = Sqe::new(opcode, 0, nsid).with_prps(first, second);
+    let blocks = source.of(&[1u32, 8, 16]);
+    (sqe.cdw10, sqe.cdw12) = (source.below((BLOCKS - 16) as usize) as u32, blocks - 1);
+    match opcode {
+        0x09 => {
+            let ranges = source.of(&[1u32, 3, 64, 256]);
+            sqe = sqe.with_prps(page(DSM_RANGES), 0);
+            (sqe.cdw10, sqe.cdw11, sqe.cdw12) = (ranges - 1, 4, 0);
+        }
+        0x19 => {
+            let ranges = source.of(&[1u32, 3, 16]);
+            sqe = sqe.with_prps(page(COPY_RANGES), 0);
+            (sqe.cdw10, sqe.cdw12) = (0, ranges - 1);
+        }
+        _ => {}
+    }
+    sqe
+}
