@@ -9,6 +9,7 @@
 use crate::context::Context;
 use crate::control::{Attach, Control, Data, Deferred, Orders, Outcome, Standing};
 use crate::queue::admin::{AdminCompletion, AdminQueue};
+use crate::saved::SavedAdminQueue;
 use crate::stats::Stats;
 use parking_lot::Mutex;
 use shadowbell_memory::{DmaTable, Segments, View};
@@ -57,8 +58,9 @@ impl AdminServer {
             (self.shadow, self.held) = (None, None);
             drop(latch);
         }
-        if attach.is_some() {
-            self.attached = attach;
+        if let Some(attach) = attach {
+            self.shadow = attach.shadow;
+            self.attached = Some(attach);
         }
         if let Some(Attach { queue, table: current, .. }) = &mut self.attached {
             if let Some(table) = table {
@@ -92,10 +94,16 @@ impl AdminServer {
     /// says that there is none, and has the host ring for the next.
     pub(crate) fn next(&mut self, control: &Mutex<Control>, cx: &Context) -> Next {
         let held = self.held.take();
-        let Some(queue) = self.queue() else { return Next::Idle };
+        if self.queue().is_none() {
+            return Next::Idle;
+        }
         if let Some(held) = held {
             return Next::Command(Fetched(held));
         }
+        if !self.standing.begins {
+            return Next::Idle;
+        }
+        let Some(queue) = self.queue() else { return Next::Idle };
         match queue.next() {
             Ok(Some(sqe)) => return Next::Command(Fetched(sqe)),
             Ok(None) => {}
@@ -120,7 +128,9 @@ impl AdminServer {
     ) -> bool {
         let page_size = self.standing.page_size;
         // A reset is none of the queue's business any more: nor are its commands.
-        let Some(Attach { queue, table, generation }) = &mut self.attached else { return false };
+        let Some(Attach { queue, table, generation, .. }) = &mut self.attached else {
+            return false;
+        };
         let data = match Control::data_length(&sqe) {
             0 => None,
             len => Some(read(table, &sqe, page_size, len)),
@@ -158,6 +168,17 @@ impl AdminServer {
         };
         queue.complete(&AdminCompletion { cid: sqe.cid, status, dw0, placed: true });
         true
+    }
+
+    /// Whether no command is under way.
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.held.is_none() && self.attached.as_ref().is_none_or(|a| a.queue.is_quiet())
+    }
+
+    /// What has to be kept of the queue while no command is under way. `used`: one was, since the
+    /// controller was enabled.
+    pub(crate) fn save(&self, used: bool) -> Option<SavedAdminQueue> {
+        self.attached.as_ref().map(|attached| attached.queue.save(used))
     }
 
     /// Posts what is complete.

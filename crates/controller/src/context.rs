@@ -6,6 +6,7 @@ use crate::latch::Latch;
 use crate::namespace::Namespace;
 use crate::notice::{ControlHandle, Notice};
 use crate::route::Route;
+use crate::saved::{SavedNamespace, SavedShape};
 use crate::shared::ControllerShared;
 use crate::trace::Kind;
 use crate::worker::Pool;
@@ -56,6 +57,28 @@ impl Context {
     /// Whether any namespace has a volatile write cache.
     pub(crate) fn has_volatile_cache(&self) -> bool {
         self.namespaces.iter().any(|ns| ns.info().volatile_cache)
+    }
+
+    /// What the host sees of the configuration.
+    pub(crate) fn shape(&self) -> SavedShape {
+        let Config { serial, model, io_queues, max_queue_entries, mdts, shadow_doorbells, .. } =
+            &self.config;
+        let namespace = |ns: &Namespace| SavedNamespace {
+            uuid: ns.uuid(),
+            blocks: ns.blocks(),
+            block_size: ns.info().block_size,
+            read_only: ns.read_only(),
+        };
+        SavedShape {
+            serial: serial.clone(),
+            model: model.clone(),
+            io_queues: *io_queues,
+            max_queue_entries: *max_queue_entries,
+            mdts: *mdts,
+            shadow_doorbells: *shadow_doorbells,
+            mapped_doorbells: self.shared.mapped,
+            namespaces: self.namespaces.iter().map(namespace).collect(),
+        }
     }
 
     /// Records something in the trace.

@@ -9,15 +9,19 @@ use crate::namespace::Namespace;
 use crate::notice::{ControlHandle, ControlPlane};
 use crate::plane::ControllerInner;
 use crate::route::{RelocateError, Route};
+use crate::saved::SavedController;
 use crate::shared::{ControllerShared, DOORBELL_BYTES, DSTRD, MAX_QUEUES};
 use crate::stats::Stats;
+use crate::successor::{RestoreError, SaveError};
 use crate::trace::{COMPLETION_QUEUE, Kind};
 use crate::worker::Pool;
 use crate::worker::message::Message;
 use shadowbell_memory::{DmaError, DmaTable, EventFd, SharedBytes};
 use shadowbell_spec::regs::{DOORBELLS, DoorbellKind, decode_doorbell};
+use shadowbell_state::Descriptors;
 use std::fmt;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::sync::{Arc, Weak};
 
@@ -68,6 +72,40 @@ impl Controller {
     /// [`NewError`], if the configuration is not possible.
     pub fn new(config: Config, pool: Pool, carrier: Carrier) -> Result<Self, NewError> {
         config.validate()?;
+        Ok(Self::with_doorbells(config, pool, carrier, None)?)
+    }
+
+    /// Makes a controller that goes on where another one, in this process or in one that is about
+    /// to end, has come to [rest](Self::freeze). `config` and `carrier` have to be for the host
+    /// what they were there.
+    ///
+    /// It has the doorbells of the other one, and is disabled until [`restore`](Self::restore).
+    /// Before that the host's memory is mapped and its interrupts are connected, as they were.
+    ///
+    /// # Errors
+    /// [`RestoreError`].
+    pub fn successor(
+        config: Config,
+        pool: Pool,
+        carrier: Carrier,
+        saved: &SavedController,
+        fds: &mut Descriptors,
+    ) -> Result<Self, RestoreError> {
+        config.validate()?;
+        let doorbells = fds.take(saved.doorbells)?;
+        let controller = Self::with_doorbells(config, pool, carrier, Some(doorbells))?;
+        match saved.shape.difference(&controller.0.context.shape()) {
+            Some(what) => Err(RestoreError::Shape(what)),
+            None => Ok(controller),
+        }
+    }
+
+    fn with_doorbells(
+        config: Config,
+        pool: Pool,
+        carrier: Carrier,
+        doorbells: Option<OwnedFd>,
+    ) -> Result<Self, shadowbell_memory::MapError> {
         let namespaces: Vec<Namespace> = config
             .namespaces
             .iter()
@@ -75,7 +113,8 @@ impl Controller {
             .map(|(index, ns)| Namespace::new(index as u32 + 1, ns))
             .collect();
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        let shared = Arc::new(ControllerShared::new(id, carrier.mapped_doorbells, pool.most())?);
+        let shared =
+            Arc::new(ControllerShared::new(id, carrier.mapped_doorbells, pool.most(), doorbells)?);
         Ok(Self(Arc::new_cyclic(|inner: &Weak<ControllerInner>| {
             let plane: Weak<dyn ControlPlane> = inner.clone();
             let context = Context {
@@ -242,6 +281,12 @@ impl Controller {
         self.0.context.shared.irqs.set(vector, event)
     }
 
+    /// The eventfd that a vector is connected to, if it is.
+    #[must_use]
+    pub fn interrupt(&self, vector: usize) -> Option<Arc<EventFd>> {
+        self.0.context.shared.irqs.event(vector)
+    }
+
     /// Raises a vector, as if a queue had. False if there is no such vector.
     pub fn trigger_interrupt(&self, vector: usize) -> bool {
         self.0.context.shared.irqs.trigger(vector)
@@ -345,6 +390,54 @@ impl Controller {
             drop(inner);
         });
         self.0.with(|control, cx| control.disconnect(cx, done));
+    }
+
+    /// Has the controller come to rest, so that another process can go on with it: admin commands
+    /// that are under way end, no new one is begun; then no I/O command is fetched any more, and
+    /// those in flight end. What the host submits meanwhile waits in its queues. `done` runs, on
+    /// any thread, when that is so; it is dropped instead if [`resume`](Self::resume) is called
+    /// before, or the last handle of the controller dropped.
+    ///
+    /// Whoever carries the controller must not have anything under way that it waits for (a reset,
+    /// an unmap), or `done` waits for that as well; and should not bring anything new: it would be
+    /// carried out after `resume`, or never.
+    pub fn freeze(&self, done: impl FnOnce() + Send + 'static) {
+        self.0.with(|control, _| control.begin_rest(Box::new(done)));
+        self.0.schedule();
+    }
+
+    /// Goes on after [`freeze`](Self::freeze), as if nothing had been; also before that has come to
+    /// its end.
+    pub fn resume(&self) {
+        let dropped = self.0.control().end_rest(&self.0.context);
+        drop(dropped);
+        self.0.schedule();
+    }
+
+    /// What another process needs to go on with this controller, which is at rest. Nothing of it
+    /// is changed. The host's memory and its interrupts are not part of it: they are whoever's who
+    /// carries the controller.
+    ///
+    /// # Errors
+    /// [`SaveError`].
+    pub fn save(&self, fds: &mut Descriptors) -> Result<SavedController, SaveError> {
+        self.0.save(fds)
+    }
+
+    /// Goes on from there: as the last step, for it fetches commands at once. This controller was
+    /// made by [`successor`](Self::successor), and the other one is never
+    /// [resumed](Self::resume).
+    ///
+    /// Each interrupt vector in use is raised once, because the other one may have held one back.
+    ///
+    /// # Errors
+    /// [`RestoreError`]; the controller is of no use then, and has touched nothing.
+    pub fn restore(
+        &self,
+        saved: &SavedController,
+        fds: &mut Descriptors,
+    ) -> Result<(), RestoreError> {
+        self.0.restore(saved, fds)
     }
 
     /// The counters, as of now: the workers are asked, which wakes them. Waits for their answer up

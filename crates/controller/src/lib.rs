@@ -47,9 +47,11 @@ mod notice;
 mod plane;
 mod queue;
 mod route;
+mod saved;
 mod shared;
 pub mod stats;
 mod stats_query;
+mod successor;
 #[cfg(test)]
 mod test_disk;
 pub mod trace;
@@ -62,7 +64,9 @@ pub use doorbell_source::{DoorbellSource, PolledDoorbells};
 pub use event::Event;
 pub use exec::Quota;
 pub use route::RelocateError;
+pub use saved::SavedController;
 pub use stats::Stats;
+pub use successor::{RestoreError, SaveError};
 pub use worker::{MAX_WORKERS, Polling, Pool, PoolOptions, Turns};
 
 #[cfg(doctest)]

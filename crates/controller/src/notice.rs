@@ -41,6 +41,8 @@ pub(crate) enum Notice {
         /// Its number in the pool.
         from: usize,
     },
+    /// All queues of the controller have left their workers for a rest, or stay with them.
+    Left,
     /// The queues of a controller could not be taken over by another worker, and are gone.
     Stranded,
     /// Something befell the whole controller while its queues were served.
@@ -79,6 +81,8 @@ pub(crate) enum Operation {
     ShadowDoorbells { cid: u16 },
     /// Abort. Its status is Command Abort Requested if the command was aborted.
     Abort { cid: u16 },
+    /// The flush before the volatile write cache is off.
+    Flush { cid: u16 },
     /// The flush of a shutdown.
     Shutdown,
     /// A Controller Level Reset.

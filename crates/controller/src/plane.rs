@@ -9,10 +9,14 @@ use crate::control_thread::{RunState, TakesTurns, Turn};
 use crate::inbox::{Inbox, Notices};
 use crate::notice::{ControlPlane, Notice};
 use crate::route::RelocateError;
+use crate::saved::SavedController;
 use crate::stats::Stats;
 use crate::stats_query::StatsQuery;
+use crate::successor::{RestoreError, SaveError};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::time::{ClockId, clock_gettime};
+use shadowbell_memory::EventFd;
+use shadowbell_state::{Descriptors, FdRef};
 use std::sync::Weak;
 use std::time::{Duration, Instant};
 
@@ -118,6 +122,69 @@ impl ControllerInner {
         }
     }
 
+    /// What has to be kept of the controller, which is at rest.
+    pub(crate) fn save(&self, fds: &mut Descriptors) -> Result<SavedController, SaveError> {
+        let cx = &self.context;
+        let admin = self.admin.lock();
+        let (control, used) = self.control.lock().save()?;
+        let mut counters = cx.shared.counters();
+        counters.io = cx.shared.io();
+        let mut parts = Vec::new();
+        for stopover in cx.route.stopovers() {
+            let worker = stopover.worker();
+            let saved = stopover.with(|queues| {
+                if queues.is_overridden() {
+                    return Err(SaveError::Overridden);
+                }
+                queues.count(&mut counters.sq, &mut counters.cq);
+                Ok(queues.save(worker, fds)?)
+            });
+            parts.extend(saved.transpose()?);
+        }
+        Ok(SavedController {
+            shape: cx.shape(),
+            doorbells: fds.add(cx.shared.doorbell_file()?),
+            control,
+            admin: admin.server.save(used),
+            parts,
+            isolated: cx.route.is_diverted(),
+            pending_vectors: cx.shared.irqs.pending(),
+            counters,
+        })
+    }
+
+    /// Goes on from the state of another controller. The host's memory is mapped, and its
+    /// interrupts are connected.
+    pub(crate) fn restore(
+        &self,
+        saved: &SavedController,
+        fds: &mut Descriptors,
+    ) -> Result<(), RestoreError> {
+        let cx = &self.context;
+        let mut eventfds = Vec::with_capacity(saved.parts.len());
+        for part in &saved.parts {
+            let take = |fd: &FdRef| -> Result<EventFd, RestoreError> {
+                Ok(EventFd::from_fd(fds.take(*fd)?)?)
+            };
+            let events: Result<Vec<_>, _> = part.doorbell_eventfds.iter().map(take).collect();
+            eventfds.push(events?);
+        }
+        cx.shared.restore_counters(&saved.counters);
+        self.control.lock().restore(cx, saved, eventfds)?;
+        self.schedule();
+        // What was announced is not known: each is announced once more.
+        let cqs = saved.parts.iter().flat_map(|part| &part.cqs).filter_map(|cq| cq.vector);
+        let of_admin = saved.admin.as_ref().map(|_| 0);
+        let mut vectors: Vec<_> =
+            cqs.chain(of_admin).chain(saved.pending_vectors.iter().copied()).collect();
+        vectors.sort_unstable();
+        vectors.dedup();
+        for vector in vectors {
+            cx.shared.irqs.trigger(vector.into());
+        }
+        Ok(())
+    }
+
     fn serve_admin(&self, admin: &mut Admin, deferred: &mut Deferred) -> Turn {
         let Self { context: cx, control, .. } = self;
         let Admin { server, budget } = admin;
@@ -177,7 +244,11 @@ impl TakesTurns for ControllerInner {
     fn turn(&self) -> Turn {
         let mut deferred = Deferred::default();
         self.receive(&mut deferred);
-        let turn = self.serve_admin(&mut self.admin.lock(), &mut deferred);
+        let mut admin = self.admin.lock();
+        let turn = self.serve_admin(&mut admin, &mut deferred);
+        let is_quiet = admin.server.is_quiet();
+        drop(admin);
+        self.control.lock().advance_rest(&self.context, is_quiet, &mut deferred);
         self.run(deferred);
         turn
     }

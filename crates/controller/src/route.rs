@@ -8,9 +8,11 @@
 
 use crate::worker::Pool;
 use crate::worker::message::Message;
+use crate::worker::relocation::{Destination, Stopover};
 use parking_lot::Mutex;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::sync::Arc;
 
 /// Why a controller can not be served by another worker.
 #[derive(Debug, thiserror::Error)]
@@ -25,6 +27,9 @@ pub enum RelocateError {
     /// As many controllers have a thread of their own as can.
     #[error("no more controllers of this process can have a thread of their own")]
     TooMany,
+    /// It is at rest, or comes to rest.
+    #[error("the controller is at rest: it is about to be served by another process")]
+    Frozen,
     /// The system's.
     #[error("a thread for the controller could not be started: {0}")]
     System(#[from] io::Error),
@@ -40,6 +45,15 @@ struct Way {
     to: Option<usize>,
     /// Workers that have queues of it yet, and what is to be said when these have left.
     leaving: BTreeMap<usize, Vec<Message>>,
+    rest: Option<Rest>,
+}
+
+/// A controller at rest, or on the way there.
+struct Rest {
+    /// Where its queues are when they have left their workers.
+    stopovers: Vec<Arc<Stopover>>,
+    /// What is to be said, to those of which worker, when they are back.
+    kept: Vec<(usize, Message)>,
 }
 
 impl Route {
@@ -61,7 +75,9 @@ impl Route {
     /// Sends `message` to whoever serves what was placed at `worker`, now or later.
     pub(crate) fn send(&self, pool: &Pool, worker: usize, message: Message) {
         let mut way = self.0.lock();
-        if let Some(kept) = way.leaving.get_mut(&worker) {
+        if let Some(rest) = &mut way.rest {
+            rest.kept.push((worker, message));
+        } else if let Some(kept) = way.leaving.get_mut(&worker) {
             kept.push(message);
         } else {
             pool.send(way.to.unwrap_or(worker), message);
@@ -100,5 +116,52 @@ impl Route {
     /// A reset waits for those that are leaving: `hurry` makes what they are told.
     pub(crate) fn hurry(&self, pool: &Pool, hurry: impl Fn() -> Message) {
         self.0.lock().leaving.keys().for_each(|worker| pool.send(*worker, hurry()));
+    }
+
+    /// Whether queues of the controller are on their way to another worker.
+    pub(crate) fn is_leaving(&self) -> bool {
+        !self.0.lock().leaving.is_empty()
+    }
+
+    /// Has the queues leave all workers, for a rest: each that serves what was placed at one of
+    /// `workers` is sent what `leave` makes. What is said from here on is kept.
+    pub(crate) fn begin_rest(
+        &self,
+        pool: &Pool,
+        workers: impl IntoIterator<Item = usize>,
+        leave: impl Fn(Destination) -> Message,
+    ) {
+        let mut way = self.0.lock();
+        let to = way.to;
+        let workers: BTreeSet<_> = workers.into_iter().map(|w| to.unwrap_or(w)).collect();
+        let homes = workers.into_iter().filter_map(|worker| pool.destination(worker));
+        let stopovers: Vec<_> = homes.map(Stopover::new).collect();
+        for stopover in &stopovers {
+            pool.send(stopover.worker(), leave(stopover.destination()));
+        }
+        way.rest = Some(Rest { stopovers, kept: Vec::new() });
+    }
+
+    /// Where the queues of a controller at rest are.
+    pub(crate) fn stopovers(&self) -> Vec<Arc<Stopover>> {
+        self.0.lock().rest.iter().flat_map(|rest| rest.stopovers.iter().cloned()).collect()
+    }
+
+    /// The queues that have not left do not leave: their workers are sent what `stay` makes.
+    pub(crate) fn call_off_rest(&self, pool: &Pool, stay: impl Fn() -> Message) {
+        let way = self.0.lock();
+        let stopovers = way.rest.iter().flat_map(|rest| &rest.stopovers);
+        stopovers.for_each(|stopover| pool.send(stopover.worker(), stay()));
+    }
+
+    /// The queues go back, and then what was kept follows. None of them is on its way any more.
+    pub(crate) fn end_rest(&self, pool: &Pool) {
+        let mut way = self.0.lock();
+        let Some(Rest { stopovers, kept }) = way.rest.take() else { return };
+        stopovers.iter().for_each(|stopover| stopover.send_back());
+        let to = way.to;
+        for (worker, message) in kept {
+            pool.send(to.unwrap_or(worker), message);
+        }
     }
 }

@@ -1,10 +1,13 @@
 //! What the control plane and the workers of one controller both touch.
 
 use crate::interrupt::{Coalescing, IrqTable};
+use crate::saved::SavedCounters;
 use crate::stats::{CqStats, IoCounters, IoStats, SqStats};
 use parking_lot::Mutex;
-use shadowbell_memory::{Mapping, SharedBytes, SharedU32};
+use shadowbell_memory::{Mapping, Protection, SharedBytes, SharedU32};
 use shadowbell_spec::regs::{DoorbellKind, cq_doorbell_offset, sq_doorbell_offset};
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
@@ -63,9 +66,12 @@ pub(crate) struct ControllerShared {
 
 /// The page of doorbells, where it is in BAR0: a client that maps it takes its place in the file to
 /// be the same as its place in the region.
-fn doorbell_page() -> Result<SharedBytes, shadowbell_memory::MapError> {
-    let bar =
-        Mapping::shared("shadowbell-doorbells", shadowbell_spec::regs::DOORBELLS + DOORBELL_BYTES)?;
+fn doorbell_page(file: Option<OwnedFd>) -> Result<SharedBytes, shadowbell_memory::MapError> {
+    let len = shadowbell_spec::regs::DOORBELLS + DOORBELL_BYTES;
+    let bar = match file {
+        Some(file) => Mapping::from_own_fd(file, 0, len, Protection::ReadWrite)?,
+        None => Mapping::shared("shadowbell-doorbells", len)?,
+    };
     let page =
         bar.bytes().slice(shadowbell_spec::regs::DOORBELLS as usize, DOORBELL_BYTES as usize);
     Ok(page.unwrap_or_else(|| bar.bytes()))
@@ -76,14 +82,17 @@ fn index(qid: u16, kind: DoorbellKind) -> usize {
 }
 
 impl ControllerShared {
+    /// `doorbells` is the file of the doorbells that another process has served; without one, they
+    /// are new.
     pub(crate) fn new(
         id: u32,
         mapped: bool,
         workers: usize,
+        doorbells: Option<OwnedFd>,
     ) -> Result<Self, shadowbell_memory::MapError> {
         Ok(Self {
             id,
-            doorbells: doorbell_page()?,
+            doorbells: doorbell_page(doorbells)?,
             traps: (0..MAX_QUEUES * 2).map(|_| AtomicU64::new(0)).collect(),
             owners: (0..MAX_QUEUES * 2).map(|_| AtomicU8::new(0)).collect(),
             park_states: (0..workers).map(|_| Arc::default()).collect(),
@@ -95,6 +104,12 @@ impl ControllerShared {
             retired: Mutex::default(),
             excess_reported: AtomicBool::new(false),
         })
+    }
+
+    /// The file of the doorbell registers, for another process.
+    pub(crate) fn doorbell_file(&self) -> io::Result<OwnedFd> {
+        let file = self.doorbells.mapping().fd().ok_or(io::ErrorKind::NotFound)?;
+        file.try_clone_to_owned()
     }
 
     /// The page of doorbell registers.
@@ -196,6 +211,25 @@ impl ControllerShared {
         let mut io = retired.io;
         retired.live.iter().for_each(|counters| io.merge(&counters.read()));
         io
+    }
+
+    /// What was counted of queues that are gone.
+    pub(crate) fn counters(&self) -> SavedCounters {
+        let retired = self.retired.lock();
+        SavedCounters {
+            io: IoStats::default(),
+            sq: retired.sq.clone(),
+            cq: retired.cq.clone(),
+            eventfd_doorbells: retired.eventfd_doorbells,
+        }
+    }
+
+    /// Goes on counting from there.
+    pub(crate) fn restore_counters(&self, saved: &SavedCounters) {
+        let mut retired = self.retired.lock();
+        retired.io = saved.io;
+        (retired.sq, retired.cq) = (saved.sq.clone(), saved.cq.clone());
+        retired.eventfd_doorbells = saved.eventfd_doorbells;
     }
 
     pub(crate) fn retire(&self, with: impl FnOnce(&mut Retired)) {

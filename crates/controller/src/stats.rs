@@ -1,14 +1,12 @@
 //! What happened, counted where it happened.
 
-#[cfg(feature = "serde")]
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use shadowbell_doorbell::{ControllerStats, SleeperStats};
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// One end of a queue as the controller saw its doorbell.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(Serialize))]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DoorbellCounts {
     /// MMIO writes received (trapped; a mapped doorbell is not counted by anybody).
     pub mmio_writes: u64,
@@ -53,8 +51,7 @@ impl DoorbellCounts {
 }
 
 /// A submission queue with its share of the work.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(Serialize))]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SqStats {
     /// Queue identifier; 0 is the admin queue.
     pub qid: u16,
@@ -71,8 +68,7 @@ pub struct SqStats {
 }
 
 /// A completion queue.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(Serialize))]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CqStats {
     /// Queue identifier; 0 is the admin queue.
     pub qid: u16,
@@ -88,8 +84,7 @@ pub struct CqStats {
 }
 
 /// What the commands did to the namespaces.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(Serialize))]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IoStats {
     /// Read and Compare commands completed.
     pub reads: u64,
@@ -193,8 +188,7 @@ impl IoCounters {
 }
 
 /// A worker's sleep.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(Serialize))]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct SleepStats {
     /// Times that it set out to sleep.
     pub rounds: u64,
@@ -226,8 +220,7 @@ impl SleepStats {
 }
 
 /// A controller's counters at one moment.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(Serialize))]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Stats {
     /// Submission queues that exist, the admin queue first.
     pub submission_queues: Vec<SqStats>,

@@ -3,6 +3,7 @@
 mod common;
 
 use common::{Host, Queue, TIMEOUT, slow_host};
+use shadowbell_backend::DiskError;
 use shadowbell_controller::{Carrier, Controller, Event, Polling};
 use shadowbell_spec::regs::{self, Aqa, Cc, Csts};
 use shadowbell_spec::{Sqe, Status};
@@ -303,6 +304,51 @@ fn shutdown_flushes_and_says_so() {
         host.disable();
         assert_eq!(host.csts(), Csts::new());
         host.enable();
+    }
+}
+
+#[test]
+fn shutdown_flushes_what_was_written_through_queues_that_are_gone() {
+    let (mut host, gate) = slow_host(ADAPTIVE);
+    let _queue = host.create(1, 16, false);
+    host.must(Sqe::delete_io_sq(1, 0));
+    host.must(Sqe::delete_io_cq(1, 0));
+    for _ in 0..2 {
+        let cc = Cc::from_bits(host.read32(regs::CC));
+        host.write32(regs::CC, cc.with_shn(regs::SHN_NORMAL).into_bits());
+        host.until("the flush", || gate.waiting() == 1);
+        assert_eq!(host.csts().shst(), regs::SHST_OCCURRING);
+        gate.end(Ok(()));
+        host.until("the shutdown", || host.csts().shst() == regs::SHST_COMPLETE);
+        // After a reset, too, without any queue since.
+        host.disable();
+        host.enable();
+    }
+}
+
+#[test]
+fn the_write_cache_goes_off_when_what_it_holds_is_on_the_medium() {
+    use shadowbell_spec::admin::SetFeatures;
+    use shadowbell_spec::feature::fid;
+    let (mut host, gate) = slow_host(ADAPTIVE);
+    let set = |cid, cdw11| {
+        let set = SetFeatures { fid: fid::VOLATILE_WRITE_CACHE, cdw11, ..Default::default() };
+        set.encode(Sqe::new(0x09, cid, 0))
+    };
+    for outcome in [Ok(()), Err(DiskError::Io(5))] {
+        let mut admin = std::mem::replace(&mut host.admin, Queue::none());
+        host.submit(&mut admin, &set(700, 0));
+        host.until("the flush", || gate.waiting() == 1);
+        assert_eq!(host.reap(&mut admin), None);
+        gate.end(outcome);
+        let (cid, status, _) = host.wait(&mut admin);
+        assert_eq!((cid, status.is_success()), (700, outcome.is_ok()));
+        // It is off: there is nothing to flush.
+        host.submit(&mut admin, &set(701, 0));
+        assert_eq!(host.wait(&mut admin), (701, Status::SUCCESS, 0));
+        host.submit(&mut admin, &set(702, 1));
+        assert_eq!(host.wait(&mut admin), (702, Status::SUCCESS, 0));
+        host.admin = admin;
     }
 }
 

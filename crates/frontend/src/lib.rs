@@ -69,7 +69,8 @@
 //! # What it does not do
 //!
 //! * No configuration files, no command line, no signals: that is the program `shadowbell`.
-//! * No migration: the device has no state that it could save.
+//! * No migration: a device can be handed to another process on the same machine
+//!   ([`shadowbell_vfio_user::server`]), and no further.
 //! * No interrupt pin and no I/O space; D3hot keeps the registers accessible.
 //! * No memory without a descriptor: a VMM has to share its guest's memory as a file.
 #![forbid(unsafe_code)]

@@ -75,6 +75,23 @@ fn nothing_is_left_open() {
     }
     settle();
     assert_eq!(open_descriptors(), before);
+    // Nor by servers that have been replaced, or were not to be.
+    let mut raw = Raw::attach(&path);
+    let events = eventfds(7);
+    let fds: Vec<_> = events.iter().map(std::os::fd::AsFd::as_fd).collect();
+    let bytes = raw.message(command::DMA_MAP, header_flags::NO_REPLY, &[&[0; 32]]);
+    raw.send_with_fds(&bytes[..20], &fds);
+    for _ in 0..20 {
+        server.replace(&[&shared]);
+        let mut old = server.freeze();
+        drop(server.successor(&mut old, &[&shared]));
+        server.run(old);
+    }
+    raw.send(&bytes[20..]);
+    raw.read(0, 1).ok();
+    drop((raw, events));
+    settle();
+    eventually("all are closed", || open_descriptors() == before);
     server.stop();
     assert!(open_descriptors() < before);
 }

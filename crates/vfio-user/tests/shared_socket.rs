@@ -133,6 +133,12 @@ fn ring(raw: &mut Raw, value: u8) {
 /// A client, and its socket, which the device has been given.
 fn share(path: &Path, shared: &ToyShared) -> (Raw, SharedSocket) {
     let mut raw = Raw::attach(path);
+    let socket = share_of(&mut raw, shared);
+    (raw, socket)
+}
+
+/// The socket of a client.
+fn share_of(raw: &mut Raw, shared: &ToyShared) -> SharedSocket {
     shared.wants.store(true, Ordering::SeqCst);
     raw.read(0, 1).ok();
     let mut socket = None;
@@ -140,7 +146,7 @@ fn share(path: &Path, shared: &ToyShared) -> (Raw, SharedSocket) {
         socket = shared.shared_sockets.lock().unwrap().pop();
         socket.is_some()
     });
-    (raw, socket.unwrap())
+    socket.unwrap()
 }
 
 /// A client whose socket a sleeping thread polls first, and then the reactor.
@@ -484,6 +490,101 @@ fn whatever_happens_when_every_message_counts_once_and_in_its_order() {
                 1 => poller.wait_asleep(),
                 _ => {}
             }
+        }
+        raw.read(0, 1).ok();
+        let values: Vec<_> = doorbell_writes(&shared).iter().map(|(value, _)| *value).collect();
+        assert_eq!(values.last(), Some(&rings.wrapping_sub(1)), "seed {seed}");
+        assert!(values.windows(2).all(|w| w[0].wrapping_add(1) == w[1]), "seed {seed}: {values:?}");
+    }
+}
+
+#[test]
+fn a_server_at_rest_has_taken_the_socket_back() {
+    let (mut server, _path, shared, mut raw, poller) = shared_with_poller(Limits::default());
+    ring(&mut raw, 0);
+    assert_eq!(wait_doorbell_writes(&shared, 1), [(0, false)]);
+    let mut old = server.freeze();
+    let polled = poller.polled().len();
+    (1..=5).for_each(|value| ring(&mut raw, value));
+    // Had one of them woken it, it would not be asleep before it has polled.
+    poller.wait_asleep();
+    assert_eq!(poller.polled().len(), polled, "the other is not woken");
+    assert_eq!(doorbell_writes(&shared).len(), 1);
+    let new = server.successor(&mut old, &[&shared]);
+    old.hand_over();
+    server.run(new);
+    let writes = wait_doorbell_writes(&shared, 6);
+    assert_eq!(writes[1..], [(1, true), (2, true), (3, true), (4, true), (5, true)]);
+    // The successor shares it as its predecessor did.
+    let socket = share_of(&mut raw, &shared);
+    let epoll = Poller::epoll();
+    socket.watch(&epoll, TOKEN).unwrap();
+    let poller = Poller::start(epoll, Some(socket), &shared);
+    wait_idle(&server, &poller);
+    ring(&mut raw, 6);
+    assert_eq!(wait_doorbell_writes(&shared, 7)[6], (6, false));
+}
+
+/// With a descriptor that the other thread has received and nobody has looked at.
+#[test]
+fn what_another_thread_has_received_goes_along() {
+    let (mut server, path, shared) = Server::with_toy(Limits::default());
+    let (other, other_shared, _) = server.add("other");
+    let (mut raw, socket) = share(&path, &shared);
+    let mut other_raw = Raw::attach(&other);
+    let go = detain(&mut other_raw, &other_shared);
+    // Asked for before the reactor knows of what follows.
+    server.handle.freeze();
+    let map = wire::DmaMap { argsz: 32, flags: 3, offset: 0, address: 0x1000, size: 0x1000 };
+    let bytes = raw.message(command::DMA_MAP, 0, &[map.as_bytes()]);
+    let file = memfd(0x1000);
+    raw.send_with_fds(&bytes, &[file.as_fd()]);
+    assert_eq!(poll_writes(&socket, &shared), PolledWrites { writes: 0, all: false });
+    go.send(()).unwrap();
+    let mut old = server.frozen();
+    assert!(shared.maps.lock().unwrap().is_empty());
+    let new = server.successor(&mut old, &[&shared, &other_shared]);
+    old.hand_over();
+    server.run(new);
+    raw.reply().ok();
+    assert_eq!(shared.maps.lock().unwrap().len(), 1);
+}
+
+#[test]
+fn nothing_is_lost_when_a_server_is_replaced_while_another_thread_polls() {
+    for seed in 0..4 {
+        let mut dice = Dice(100 + seed);
+        let (mut server, path, shared) = Server::with_toy(Limits::default());
+        let mut raw = Raw::attach(&path);
+        let mut rings = 0_u8;
+        for _ in 0..40 {
+            let socket = share_of(&mut raw, &shared);
+            let epoll = Poller::epoll();
+            // The reactor may be at it just now.
+            eventually("it is watched", || socket.watch(&epoll, TOKEN).is_ok());
+            let _poller = Poller::start(epoll, Some(socket), &shared);
+            let mut replies = 0;
+            for _ in 0..dice.roll(4) + 1 {
+                for _ in 0..dice.roll(20) {
+                    let posted = dice.roll(3) != 0;
+                    let flags = if posted { header_flags::NO_REPLY } else { 0 };
+                    let bytes = doorbell(&mut raw, rings, flags);
+                    rings = rings.wrapping_add(1);
+                    replies += u32::from(!posted);
+                    let at = if dice.roll(4) == 0 { dice.roll(bytes.len() as u64) } else { 0 };
+                    raw.send(&bytes[..at as usize]);
+                    raw.send(&bytes[at as usize..]);
+                }
+                match dice.roll(3) {
+                    0 => server.replace(&[&shared]),
+                    1 => {
+                        let old = server.freeze();
+                        server.run(old);
+                    }
+                    _ => {}
+                }
+            }
+            (0..replies).for_each(|_| drop(raw.reply().ok()));
         }
         raw.read(0, 1).ok();
         let values: Vec<_> = doorbell_writes(&shared).iter().map(|(value, _)| *value).collect();

@@ -6,6 +6,7 @@
 //! not flooded, whatever happens.
 
 use super::limits::MAX_EVENT_REQUESTS;
+use crate::saved::{SavedEvent, SavedEvents};
 use shadowbell_spec::Status;
 use shadowbell_spec::event::{AsyncEvent, TYPE_ERROR, TYPE_NOTICE, TYPE_SMART};
 use shadowbell_spec::feature::AsyncEventConfig;
@@ -92,6 +93,26 @@ impl AsyncEvents {
     /// configuration is the default again.
     pub(crate) fn clear(&mut self) {
         *self = Self::default();
+    }
+
+    pub(crate) fn save(&self) -> SavedEvents {
+        let save = |event: &AsyncEvent| (event.kind, event.info, event.lid);
+        SavedEvents {
+            outstanding: self.outstanding.iter().copied().collect(),
+            pending: self.pending.iter().map(save).collect(),
+            unread: self.unread.iter().map(save).collect(),
+            config: self.config.into_bits(),
+        }
+    }
+
+    pub(crate) fn restore(saved: &SavedEvents) -> Self {
+        let event = |&(kind, info, lid): &SavedEvent| AsyncEvent { kind, info, lid };
+        Self {
+            outstanding: saved.outstanding.iter().copied().take(MAX_EVENT_REQUESTS).collect(),
+            pending: saved.pending.iter().map(event).take(MAX_PENDING).collect(),
+            unread: saved.unread.iter().map(event).collect(),
+            config: AsyncEventConfig::from_bits(saved.config),
+        }
     }
 
     fn report(&mut self) -> Option<Completion> {

@@ -1,6 +1,7 @@
 //! Get Features and Set Features. Base 2.1, 5.1.11 and 5.1.25.
 
 use super::limits::WARNING_TEMPERATURE;
+use crate::saved::SavedFeatures;
 use shadowbell_spec::admin::{GetFeatures, SetFeatures};
 use shadowbell_spec::feature::{
     Arbitration, AsyncEventConfig, Capabilities, ErrorRecovery, InterruptCoalescing,
@@ -222,6 +223,43 @@ fn check_namespace(scope: Scope, nsid: u32, all: bool, limits: &Limits) -> Resul
 }
 
 impl Features {
+    /// What the host has set.
+    pub(crate) fn save(&self) -> SavedFeatures {
+        SavedFeatures {
+            arbitration: self.arbitration.into_bits(),
+            power: self.power.into_bits(),
+            over_temperature: self.over_temperature,
+            under_temperature: self.under_temperature,
+            error_recovery: self.error_recovery.iter().map(|(k, v)| (*k, *v)).collect(),
+            write_cache: self.write_cache,
+            queues: self.queues.map(NumberOfQueues::into_bits),
+            coalescing: self.coalescing.into_bits(),
+            coalescing_disabled: self.coalescing_disabled.iter().copied().collect(),
+            write_atomicity: self.write_atomicity.into_bits(),
+            events: self.events.into_bits(),
+            clock: (self.clock.millis, self.clock.at, self.clock.set),
+        }
+    }
+
+    /// As a host has set them, at another time.
+    pub(crate) fn restore(saved: &SavedFeatures) -> Self {
+        let (millis, at, set) = saved.clock;
+        Self {
+            arbitration: Arbitration::from_bits(saved.arbitration),
+            power: PowerManagement::from_bits(saved.power),
+            over_temperature: saved.over_temperature,
+            under_temperature: saved.under_temperature,
+            error_recovery: saved.error_recovery.iter().copied().collect(),
+            write_cache: saved.write_cache,
+            queues: saved.queues.map(NumberOfQueues::from_bits),
+            coalescing: InterruptCoalescing::from_bits(saved.coalescing),
+            coalescing_disabled: saved.coalescing_disabled.iter().copied().collect(),
+            write_atomicity: WriteAtomicity::from_bits(saved.write_atomicity),
+            events: AsyncEventConfig::from_bits(saved.events),
+            clock: Clock { millis, at, set },
+        }
+    }
+
     /// A Controller Level Reset: nothing is saved, so everything is as it was at power on, and the
     /// timestamp counts from 0.
     pub(crate) fn reset(&mut self) {

@@ -2,6 +2,7 @@
 
 use super::features;
 use super::limits::{ERROR_LOG_ENTRIES, FIRMWARE_REVISION, TEMPERATURE};
+use crate::saved::SavedErrors;
 use shadowbell_spec::admin::GetLogPage;
 use shadowbell_spec::identify::csi;
 use shadowbell_spec::log::{
@@ -14,7 +15,7 @@ use shadowbell_spec::sqe::NSID_ALL;
 use shadowbell_spec::status::Status;
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
-use zerocopy::{FromZeros, IntoBytes};
+use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 /// An error that happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,6 +66,19 @@ impl ErrorLog {
     /// How many errors there were since power on.
     pub(crate) fn count(&self) -> u64 {
         self.count
+    }
+
+    pub(crate) fn save(&self) -> SavedErrors {
+        let entries = self.entries.iter().map(|entry| entry.as_bytes().to_vec()).collect();
+        SavedErrors { entries, count: self.count }
+    }
+
+    /// The log as it was; nothing if an entry is none.
+    pub(crate) fn restore(saved: &SavedErrors) -> Option<Self> {
+        let entry = |bytes: &Vec<u8>| ErrorLogEntry::read_from_bytes(bytes).ok();
+        let entries: Option<VecDeque<_>> = saved.entries.iter().map(entry).collect();
+        let entries = entries.filter(|entries| entries.len() <= ERROR_LOG_ENTRIES)?;
+        Some(Self { entries, count: saved.count })
     }
 
     fn page(&self) -> [ErrorLogEntry; ERROR_LOG_ENTRIES] {
@@ -163,6 +177,14 @@ impl ChangedList {
     #[cfg_attr(not(test), expect(dead_code, reason = "no disk changes while it is served, yet"))]
     pub(crate) fn insert(&mut self, nsid: u32) {
         self.0.insert(nsid);
+    }
+
+    pub(crate) fn save(&self) -> Vec<u32> {
+        self.0.iter().copied().collect()
+    }
+
+    pub(crate) fn restore(saved: &[u32]) -> Self {
+        Self(saved.iter().copied().collect())
     }
 
     /// A controller was reset: its host will identify everything anew.

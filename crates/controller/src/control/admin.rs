@@ -50,6 +50,8 @@ pub(crate) struct Attach {
     pub(crate) table: Arc<DmaTable>,
     /// Resets that there have been.
     pub(crate) generation: u64,
+    /// The buffers of Doorbell Buffer Config, if the queue has been in use with them.
+    pub(crate) shadow: Option<(u64, u64)>,
 }
 
 /// What whoever serves the admin queue has to do, in the order of the fields.
@@ -109,6 +111,18 @@ impl AdminPort {
         self.open = false;
         let latches = std::mem::take(&mut self.orders.latches);
         self.orders = Orders { detach: Some(latch), latches, ..Orders::default() };
+    }
+
+    /// The controller goes on from a state in which its queue was served. `used`: a command was
+    /// fetched.
+    pub(super) fn reopen(&mut self, attach: Attach, used: bool) {
+        (self.open, self.used) = (true, used);
+        self.orders.attach = Some(attach);
+    }
+
+    /// Whether a command was fetched since the controller was enabled.
+    pub(super) fn is_used(&self) -> bool {
+        self.used
     }
 
     /// Whether there is something to do for whoever serves the queue.

@@ -16,6 +16,7 @@ use crate::config::Config;
 use crate::context::Context;
 use crate::event::Event;
 use crate::notice::Operation;
+use crate::saved::SavedFeatures;
 use crate::worker::message::Message;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin as decode;
@@ -65,6 +66,21 @@ impl AdminCommands {
             full: RateLimit::default(),
             losses: RateLimit::default(),
         }
+    }
+
+    /// Whether no command waits for a worker.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.aborts == 0 && !self.configures_shadow
+    }
+
+    /// What the host has set, and what it has not read of what has changed.
+    pub(super) fn save(&self) -> (SavedFeatures, Vec<u32>) {
+        (self.features.save(), self.changed.save())
+    }
+
+    pub(super) fn restore(&mut self, features: &SavedFeatures, changed: &[u32]) {
+        self.features = Features::restore(features);
+        self.changed = ChangedList::restore(changed);
     }
 
     /// A reset is over.
@@ -157,7 +173,21 @@ impl AdminCommands {
             Effect::InterruptVector { vector, coalescing_disabled } => {
                 shared.coalescing.disable(vector, coalescing_disabled);
             }
-            Effect::VolatileWriteCache(on) => shared.set_write_through(!on),
+            Effect::VolatileWriteCache(on) => {
+                let was_on = !shared.is_write_through();
+                shared.set_write_through(!on);
+                // What the cache holds when it goes off is to be on the medium then
+                // (Base 2.1, "Volatile Write Cache").
+                if was_on && !on {
+                    let (cx, generation) = (env.cx, env.lifecycle.generation);
+                    let (registers, memory) = (env.registers, &*env.memory);
+                    let queue = QueueEnvironment { registers, memory, generation };
+                    let overriding = env.overriding.as_ref().map(|o| o.queues());
+                    let operation = Operation::Flush { cid: sqe.cid };
+                    env.queues.flush(cx, &queue, operation, overriding);
+                    return Ok(Outcome::Later);
+                }
+            }
             Effect::AsyncEventConfig(config) => {
                 let completion = env.port.events.configure(config);
                 env.port.complete_event(completion);

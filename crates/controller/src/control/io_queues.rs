@@ -9,10 +9,13 @@ use crate::event::Event;
 use crate::latch::Latch;
 use crate::notice::{Notice, Operation};
 use crate::queue::QueueLayout;
+use crate::saved::SavedPart;
 use crate::shared::DSTRD;
+use crate::successor::RestoreError;
 use crate::trace::{COMPLETION_QUEUE, Kind};
 use crate::worker::message::{Message, QueueContext};
 use crate::worker::queue_override::QueueOverride;
+use crate::worker::relocation::{Relocated, Restoring};
 use shadowbell_doorbell::RingSize;
 use shadowbell_memory::{EventFd, Ring};
 use shadowbell_spec::admin::{CreateIoCq, CreateIoSq, DeleteIoQueue};
@@ -72,6 +75,27 @@ pub(super) struct QueueEnvironment<'a> {
     pub(super) generation: u64,
 }
 
+impl QueueEnvironment<'_> {
+    /// What a worker needs to know of the controller.
+    fn context(
+        &self,
+        cx: &Context,
+        overriding: Option<Box<dyn QueueOverride>>,
+    ) -> Box<QueueContext> {
+        Box::new(QueueContext {
+            shared: Arc::clone(&cx.shared),
+            control: cx.control.clone(),
+            table: Arc::clone(self.memory.table()),
+            namespaces: Arc::clone(&cx.namespaces),
+            page_size: self.registers.page_size(),
+            max_transfer: 4096usize << cx.config.mdts,
+            quota: cx.config.quota,
+            shadow: self.memory.shadow,
+            overriding,
+        })
+    }
+}
+
 /// The I/O queues that exist.
 pub(super) struct IoQueues {
     sqs: BTreeMap<u16, SqRecord>,
@@ -108,6 +132,77 @@ impl IoQueues {
     /// Whether there is any submission queue.
     pub(super) fn has_sqs(&self) -> bool {
         !self.sqs.is_empty()
+    }
+
+    /// Whether none is being created or deleted.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.sqs.values().all(|sq| sq.state == QueueState::Live)
+            && self.cqs.values().all(|cq| cq.state == QueueState::Live)
+    }
+
+    /// Submission and completion queues that the host may create.
+    pub(super) fn granted(&self) -> (u16, u16) {
+        self.granted
+    }
+
+    /// Goes on with queues that were served elsewhere.
+    ///
+    /// # Errors
+    /// A queue that can not be.
+    pub(super) fn restore(
+        &mut self,
+        cx: &Context,
+        granted: (u16, u16),
+        parts: &[SavedPart],
+        eventfds: Vec<Vec<EventFd>>,
+        restoring: &Restoring<'_>,
+    ) -> Result<(), RestoreError> {
+        let invalid = || RestoreError::Invalid("an I/O queue");
+        let state = QueueState::Live;
+        self.granted = granted;
+        let mut arriving = Vec::with_capacity(parts.len());
+        for (part, eventfds) in parts.iter().zip(eventfds) {
+            let worker = Some(part.worker).filter(|worker| *worker < cx.pool.len());
+            let worker = worker.unwrap_or_else(|| cx.pool.least_loaded());
+            self.workers.insert(worker);
+            if let Some(event) = eventfds.first() {
+                self.doorbell_eventfds.insert(worker, event.try_clone()?);
+            }
+            for cq in &part.cqs {
+                let layout = QueueLayout::restore(cq.qid, cq.iova, cq.entries);
+                let layout = layout.filter(|layout| layout.qid != 0).ok_or_else(invalid)?;
+                let vector = cq.vector;
+                let record = CqRecord { layout, vector, worker, state };
+                if self.cqs.insert(cq.qid, record).is_some() {
+                    return Err(invalid());
+                }
+            }
+            for sq in &part.sqs {
+                let layout = QueueLayout::restore(sq.qid, sq.iova, sq.entries);
+                let layout = layout.filter(|layout| layout.qid != 0).ok_or_else(invalid)?;
+                let cqid = sq.cqid;
+                let record = SqRecord { layout, cqid, worker, state };
+                if self.sqs.insert(sq.qid, record).is_some() {
+                    return Err(invalid());
+                }
+            }
+            let latch = cx.latch(Notice::Relocated { from: worker });
+            let queues =
+                Relocated::restore(part, eventfds, restoring, latch).ok_or_else(invalid)?;
+            arriving.push((worker, queues));
+        }
+        // All of them can be: from here on they are served.
+        for (qid, cq) in &self.cqs {
+            cx.pool.place_at(cq.worker);
+            cx.shared.set_owner(*qid, DoorbellKind::Cq, Some(cx.route.resolve(cq.worker)));
+        }
+        for (qid, sq) in &self.sqs {
+            cx.shared.set_owner(*qid, DoorbellKind::Sq, Some(cx.route.resolve(sq.worker)));
+        }
+        for (worker, queues) in arriving {
+            cx.send(worker, Message::Arrive(Box::new(queues)));
+        }
+        Ok(())
     }
 
     /// Feature 07h, Number of Queues, was set.
@@ -175,21 +270,28 @@ impl IoQueues {
         let state = QueueState::Creating;
         self.cqs.insert(command.qid, CqRecord { layout, vector, worker, state });
         self.workers.insert(worker);
-        let context = Box::new(QueueContext {
-            shared: Arc::clone(&cx.shared),
-            control: cx.control.clone(),
-            table: Arc::clone(env.memory.table()),
-            namespaces: Arc::clone(&cx.namespaces),
-            page_size: env.registers.page_size(),
-            max_transfer: 4096usize << cx.config.mdts,
-            quota: cx.config.quota,
-            shadow: env.memory.shadow,
-            overriding,
-        });
+        let context = env.context(cx, overriding);
         let operation = Operation::CreateCq { qid: command.qid, cid: sqe.cid };
         let latch = cx.latch(ended(env.generation, operation));
         cx.send(worker, Message::CreateCq { context, layout, vector, latch });
         Ok(Outcome::Later)
+    }
+
+    /// Has every namespace flushed, by a worker, whether there are queues or not: what was written
+    /// through queues that are gone counts as well. The controller has to be enabled. The end of
+    /// `operation` is its end.
+    pub(super) fn flush(
+        &mut self,
+        cx: &Context,
+        env: &QueueEnvironment<'_>,
+        operation: Operation,
+        overriding: Option<Box<dyn QueueOverride>>,
+    ) {
+        let worker = self.workers().next().unwrap_or_else(|| cx.pool.least_loaded());
+        self.workers.insert(worker);
+        let latch = cx.latch(ended(env.generation, operation));
+        let context = env.context(cx, overriding);
+        cx.send(worker, Message::Flush { context, latch });
     }
 
     /// The worker has created a completion queue, or failed to.

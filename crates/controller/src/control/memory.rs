@@ -75,6 +75,11 @@ impl HostMemory {
         self.releases.remove(&ticket)
     }
 
+    /// Whether anybody waits for the end of what was unmapped.
+    pub(super) fn is_awaited(&self) -> bool {
+        !self.releases.is_empty()
+    }
+
     /// Whether `page` bytes at `at` can serve as a buffer of Doorbell Buffer Config.
     pub(super) fn is_shadow_page(&self, at: u64, page: u64) -> bool {
         at.is_multiple_of(page)

@@ -14,6 +14,7 @@ mod io_queues;
 mod memory;
 mod registers;
 mod reset;
+mod rest;
 
 pub(crate) use admin::{Attach, Data, Executed, Orders, Outcome};
 pub(crate) use deferred::{Callback, Deferred};
@@ -21,6 +22,8 @@ pub use io_queues::DoorbellEventfds;
 #[cfg(feature = "faults")]
 pub(crate) use registers::RegisterImage;
 
+use crate::admin::events::AsyncEvents;
+use crate::admin::logs::ErrorLog;
 use crate::context::Context;
 use crate::control_thread::AdminDoorbellPoll;
 use crate::event::Event;
@@ -29,31 +32,37 @@ use crate::latch::Latch;
 use crate::notice::{Notice, Operation};
 use crate::queue::admin::AdminQueue;
 use crate::route::RelocateError;
+use crate::saved::{SavedAdminQueue, SavedControl, SavedController};
+use crate::successor::{RestoreError, SaveError};
 use crate::trace::Kind;
 use crate::worker::message::Message;
-use crate::worker::relocation::Departure;
+use crate::worker::relocation::{Departure, Opening, Restoring};
 use admin::AdminPort;
 use commands::{AdminCommands, CommandEnvironment};
 use control_override::{ControlOverride, Response};
-use io_queues::{IoQueues, ended};
+use io_queues::{IoQueues, QueueEnvironment, ended};
 use memory::HostMemory;
 use registers::{Effect, Registers};
 use reset::{Lifecycle, Phase, ShutdownFlush, Waiter};
-use shadowbell_memory::{DmaError, DmaTable, SharedBytes};
+use rest::{Rest, Step};
+use shadowbell_memory::{DmaError, DmaTable, EventFd, SharedBytes};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::event::AsyncEvent;
+use shadowbell_spec::feature::InterruptCoalescing;
 use shadowbell_spec::regs::{self, Cc, Csts, DoorbellKind};
 use shadowbell_spec::status::Status;
 use std::any::Any;
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// What whoever serves the admin queue has to know of the controller.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Standing {
     /// Commands are served.
     pub(crate) ready: bool,
+    /// Commands are begun: the controller does not come to rest.
+    pub(crate) begins: bool,
     /// CC.MPS in bytes.
     pub(crate) page_size: usize,
 }
@@ -67,6 +76,7 @@ pub(crate) struct Control {
     commands: AdminCommands,
     queues: IoQueues,
     overriding: Option<Box<dyn ControlOverride>>,
+    rest: Rest,
 }
 
 impl Control {
@@ -79,6 +89,7 @@ impl Control {
             commands: AdminCommands::new(&cx.config),
             queues: IoQueues::new(cx.config.io_queues),
             overriding: None,
+            rest: Rest::new(),
         }
     }
 
@@ -168,7 +179,7 @@ impl Control {
         let Registers { aqa, asq, acq, .. } = self.registers;
         let (table, generation) = (Arc::clone(self.memory.table()), self.lifecycle.generation);
         match AdminQueue::new(&cx.shared, &table, aqa, asq, acq) {
-            Ok(queue) => self.port.open(Attach { queue, table, generation }),
+            Ok(queue) => self.port.open(Attach { queue, table, generation, shadow: None }),
             Err(fault) => {
                 tracing::warn!(%fault, "the admin queue's memory can not be reached");
                 return self
@@ -178,6 +189,11 @@ impl Control {
         self.lifecycle.phase = Phase::Ready;
         self.registers.csts = Csts::new().with_rdy(true);
         deferred.event(Event::Enabled);
+        self.poll_admin_doorbells(cx);
+    }
+
+    /// Where nothing traps, somebody has to look.
+    fn poll_admin_doorbells(&self, cx: &Context) {
         if cx.shared.mapped {
             let tail = cx.shared.register(0, DoorbellKind::Sq);
             let head = cx.shared.register(0, DoorbellKind::Cq);
@@ -203,10 +219,16 @@ impl Control {
             return;
         }
         self.lifecycle.flush = ShutdownFlush::UnderWay;
-        let latch = cx.latch(ended(self.lifecycle.generation, Operation::Shutdown));
-        let message = |controller| Message::Flush { controller, latch: latch.clone() };
-        cx.send_all(self.queues.workers(), message);
-        deferred.latches.push(latch);
+        if self.lifecycle.phase != Phase::Ready {
+            // No worker has the controller, and nothing was written since the reset.
+            deferred.latches.push(cx.latch(ended(self.lifecycle.generation, Operation::Shutdown)));
+            return;
+        }
+        let (registers, memory) = (&self.registers, &self.memory);
+        let generation = self.lifecycle.generation;
+        let env = QueueEnvironment { registers, memory, generation };
+        let overriding = self.overriding.as_ref().map(|overriding| overriding.queues());
+        self.queues.flush(cx, &env, Operation::Shutdown, overriding);
     }
 
     /// A Controller Level Reset begins: the shadow pages are dropped before anything else, the
@@ -224,11 +246,11 @@ impl Control {
             && self.registers.csts.shst() != regs::SHST_COMPLETE
             && full
         {
-            self.lifecycle.unsafe_shutdowns += 1;
+            self.lifecycle.unsafe_shutdowns = self.lifecycle.unsafe_shutdowns.saturating_add(1);
         }
         let was_ready = self.lifecycle.phase == Phase::Ready;
         self.lifecycle.phase = Phase::Resetting;
-        self.lifecycle.generation += 1;
+        self.lifecycle.generation = self.lifecycle.generation.wrapping_add(1);
         self.lifecycle.flush = ShutdownFlush::None;
         if cx.shared.mapped {
             cx.pool.control().poll_doorbells(cx.shared.id, None);
@@ -250,8 +272,8 @@ impl Control {
     fn too_slow(&mut self, cx: &Context, took: Duration, deferred: &mut Deferred) {
         match self.isolate(cx) {
             Ok(()) => deferred.event(Event::Isolated(took)),
-            // It was isolated meanwhile.
-            Err(RelocateError::Placed) => {}
+            // It was isolated meanwhile, or is about to be served by another process.
+            Err(RelocateError::Placed | RelocateError::Frozen) => {}
             Err(error) => tracing::warn!(
                 serial = cx.config.serial,
                 %error,
@@ -262,9 +284,7 @@ impl Control {
 
     /// Has the controller served by a thread of its own.
     pub(crate) fn isolate(&mut self, cx: &Context) -> Result<(), RelocateError> {
-        if cx.route.is_diverted() {
-            return Err(RelocateError::Placed);
-        }
+        self.check_relocation(cx)?;
         let worker = cx.pool.claim()?.ok_or(RelocateError::TooMany)?;
         self.relocate(cx, worker)
     }
@@ -274,10 +294,18 @@ impl Control {
         if worker >= cx.pool.len() {
             return Err(RelocateError::NoSuchWorker(worker, cx.pool.len()));
         }
-        if cx.route.is_diverted() {
-            return Err(RelocateError::Placed);
-        }
+        self.check_relocation(cx)?;
         self.relocate(cx, worker)
+    }
+
+    fn check_relocation(&self, cx: &Context) -> Result<(), RelocateError> {
+        if self.rest.step != Step::Working {
+            Err(RelocateError::Frozen)
+        } else if cx.route.is_diverted() {
+            Err(RelocateError::Placed)
+        } else {
+            Ok(())
+        }
     }
 
     fn relocate(&mut self, cx: &Context, worker: usize) -> Result<(), RelocateError> {
@@ -290,6 +318,188 @@ impl Control {
             Message::Leave { controller: cx.shared.id, departure }
         });
         Ok(())
+    }
+
+    /// Has the controller come to rest; `done` is called when it does, or dropped if that is called
+    /// off.
+    pub(crate) fn begin_rest(&mut self, done: Callback) -> Deferred {
+        let mut deferred = Deferred::default();
+        if self.rest.step == Step::Resting {
+            deferred.callbacks.push(done);
+        } else {
+            self.rest.waiting.push(done);
+        }
+        if self.rest.step == Step::Working {
+            self.rest.step = Step::Asked;
+        }
+        deferred
+    }
+
+    /// Goes on towards a rest, if one was asked for. `admin_is_quiet`: no admin command is under
+    /// way.
+    pub(crate) fn advance_rest(
+        &mut self,
+        cx: &Context,
+        admin_is_quiet: bool,
+        deferred: &mut Deferred,
+    ) {
+        if self.rest.step != Step::Asked || !admin_is_quiet || !self.is_quiet(cx) {
+            return;
+        }
+        self.rest.step = Step::Leaving;
+        let (controller, latch) = (cx.shared.id, cx.latch(Notice::Left));
+        cx.route.begin_rest(&cx.pool, self.queues.workers(), |to| {
+            let departure = Departure { to, latch: latch.clone() };
+            Message::Leave { controller, departure }
+        });
+        deferred.latches.push(latch);
+    }
+
+    /// Whether nobody waits for anything.
+    fn is_quiet(&self, cx: &Context) -> bool {
+        self.lifecycle.is_quiet()
+            && !self.memory.is_awaited()
+            && self.commands.is_quiet()
+            && self.queues.is_quiet()
+            && !self.port.has_orders()
+            && !cx.route.is_leaving()
+    }
+
+    /// The queues have left their workers.
+    fn queues_left(&mut self, cx: &Context, deferred: &mut Deferred) {
+        match self.rest.step {
+            Step::Leaving => {
+                self.rest.step = Step::Resting;
+                deferred.callbacks.append(&mut self.rest.waiting);
+            }
+            Step::Returning => {
+                cx.route.end_rest(&cx.pool);
+                let is_wanted = !self.rest.waiting.is_empty();
+                self.rest.step = if is_wanted { Step::Asked } else { Step::Working };
+            }
+            Step::Working | Step::Asked | Step::Resting => {}
+        }
+    }
+
+    /// Has the controller go on here. Who has waited for its rest is returned, to be dropped
+    /// without the lock.
+    pub(crate) fn end_rest(&mut self, cx: &Context) -> Vec<Callback> {
+        let controller = cx.shared.id;
+        self.rest.step = match self.rest.step {
+            Step::Working | Step::Asked => Step::Working,
+            Step::Leaving | Step::Returning => {
+                cx.route.call_off_rest(&cx.pool, || Message::Stay { controller });
+                Step::Returning
+            }
+            Step::Resting => {
+                cx.route.end_rest(&cx.pool);
+                Step::Working
+            }
+        };
+        std::mem::take(&mut self.rest.waiting)
+    }
+
+    /// What has to be kept of the control plane of a controller at rest, and whether an admin
+    /// command was fetched since it was enabled.
+    ///
+    /// # Errors
+    /// It is not at rest, or can not be passed on.
+    pub(crate) fn save(&self) -> Result<(SavedControl, bool), SaveError> {
+        if self.rest.step != Step::Resting {
+            return Err(SaveError::AtWork);
+        }
+        if self.overriding.is_some() {
+            return Err(SaveError::Overridden);
+        }
+        let Lifecycle { phase, generation, power_cycles, unsafe_shutdowns, since, .. } =
+            self.lifecycle;
+        let (features, changed) = self.commands.save();
+        let saved = SavedControl {
+            registers: self.registers.save(),
+            enabled: phase == Phase::Ready,
+            generation,
+            power_cycles,
+            unsafe_shutdowns,
+            powered_ms: u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX),
+            shadow: self.memory.shadow,
+            features,
+            changed,
+            events: self.port.events.save(),
+            errors: self.port.errors.save(),
+            granted: self.queues.granted(),
+        };
+        Ok((saved, self.port.is_used()))
+    }
+
+    /// Goes on from the state of another control plane. The host's memory is mapped already.
+    /// `eventfds` are those of each part's doorbells.
+    ///
+    /// # Errors
+    /// [`RestoreError`]; the controller is of no use then.
+    pub(crate) fn restore(
+        &mut self,
+        cx: &Context,
+        saved: &SavedController,
+        eventfds: Vec<Vec<EventFd>>,
+    ) -> Result<(), RestoreError> {
+        let SavedController { control, admin, parts, .. } = saved;
+        if self.lifecycle.generation != 0 || self.lifecycle.phase != Phase::Disabled {
+            return Err(RestoreError::Invalid("the controller is in use already"));
+        }
+        let errors = ErrorLog::restore(&control.errors);
+        self.port.errors = errors.ok_or(RestoreError::Invalid("the error log"))?;
+        self.port.events = AsyncEvents::restore(&control.events);
+        self.registers.restore(&control.registers);
+        self.commands.restore(&control.features, &control.changed);
+        self.memory.shadow = control.shadow;
+        self.lifecycle.phase = if control.enabled { Phase::Ready } else { Phase::Disabled };
+        self.lifecycle.generation = control.generation;
+        self.lifecycle.power_cycles = control.power_cycles;
+        self.lifecycle.unsafe_shutdowns = control.unsafe_shutdowns;
+        let powered = Duration::from_millis(control.powered_ms);
+        self.lifecycle.since = Instant::now().checked_sub(powered).unwrap_or(self.lifecycle.since);
+        let coalescing = InterruptCoalescing::from_bits(control.features.coalescing);
+        cx.shared.coalescing.set(coalescing.thr(), coalescing.time());
+        for vector in &control.features.coalescing_disabled {
+            cx.shared.coalescing.disable(*vector, true);
+        }
+        cx.shared.set_write_through(!control.features.write_cache);
+        if control.enabled {
+            let admin = admin.as_ref().ok_or(RestoreError::Invalid("there is no admin queue"))?;
+            self.restore_admin(cx, admin)?;
+        }
+        if saved.isolated && !cx.route.is_diverted() {
+            self.isolate(cx)?;
+        }
+        let restoring = Restoring {
+            shared: &cx.shared,
+            control: &cx.control,
+            opening: self.opening(cx),
+            table: self.memory.table(),
+            shadow: self.memory.shadow,
+            limit: cx.pool.hold_limit(),
+        };
+        self.queues.restore(cx, control.granted, parts, eventfds, &restoring)
+    }
+
+    fn restore_admin(&mut self, cx: &Context, saved: &SavedAdminQueue) -> Result<(), RestoreError> {
+        let (table, shadow) = (Arc::clone(self.memory.table()), self.memory.shadow);
+        let queue = AdminQueue::restore(saved, &cx.shared, &table, shadow)
+            .ok_or(RestoreError::Invalid("the admin queue"))?;
+        let generation = self.lifecycle.generation;
+        self.port.reopen(Attach { queue, table, generation, shadow }, saved.used);
+        self.poll_admin_doorbells(cx);
+        Ok(())
+    }
+
+    /// What the namespaces are opened from, on a worker.
+    fn opening(&self, cx: &Context) -> Opening {
+        Opening {
+            namespaces: Arc::clone(&cx.namespaces),
+            page_size: self.registers.page_size(),
+            max_transfer: 4096usize << cx.config.mdts,
+            quota: cx.config.quota,
+        }
     }
 
     /// Nothing is in flight any more.
@@ -504,6 +714,7 @@ impl Control {
             Notice::AdminDoorbell => {}
             Notice::SlowTurns { took } => self.too_slow(cx, took, deferred),
             Notice::Relocated { from } => cx.route.arrived(&cx.pool, from),
+            Notice::Left => self.queues_left(cx, deferred),
             Notice::Stranded => {
                 self.fail("a thread of its own could not take over its queues", deferred);
             }
@@ -540,6 +751,9 @@ impl Control {
                 deferred.event(Event::ShadowDoorbells);
             }
             Operation::Abort { cid } => self.commands.abort_ended(port, cid, status),
+            // Without the cache, writes that come now are on the medium in any case.
+            Operation::Flush { cid } if status.is_success() => port.complete(cid, status, 0),
+            Operation::Flush { cid } => port.fail(cid, status, 0),
             Operation::Shutdown => {
                 let flush = std::mem::replace(&mut self.lifecycle.flush, ShutdownFlush::None);
                 match flush {
@@ -587,7 +801,8 @@ impl Control {
     /// What there is to do for whoever serves the admin queue, who `has_fetched` a command or not.
     pub(crate) fn admin_orders(&mut self, has_fetched: bool) -> (Orders, Standing) {
         let orders = self.port.take_orders(has_fetched);
-        (orders, Standing { ready: self.is_ready(), page_size: self.registers.page_size() })
+        let (ready, begins) = (self.is_ready(), self.rest.step == Step::Working);
+        (orders, Standing { ready, begins, page_size: self.registers.page_size() })
     }
 
     /// Executes an admin command that was fetched after so many resets; `data` is what it takes

@@ -1,5 +1,6 @@
 //! The registers below the doorbells: what they hold, and what a write to one means.
 
+use crate::saved::SavedRegisters;
 use shadowbell_spec::regs::{self, Aqa, Cap, Cc, Crto, Csts, Vs};
 
 /// CAP.TO and CRTO: how long a host may have to wait for CSTS.RDY, in units of 500 ms. Commands in
@@ -73,6 +74,25 @@ impl Registers {
     /// CC.MPS in bytes.
     pub(super) fn page_size(&self) -> usize {
         1 << (12 + u32::from(self.cc.mps()))
+    }
+
+    pub(super) fn save(&self) -> SavedRegisters {
+        SavedRegisters {
+            cc: self.cc.into_bits(),
+            csts: self.csts.into_bits(),
+            aqa: self.aqa.into_bits(),
+            asq: self.asq,
+            acq: self.acq,
+            intms: self.intms,
+        }
+    }
+
+    /// As they were, but for CAP, which is the configuration's.
+    pub(super) fn restore(&mut self, saved: &SavedRegisters) {
+        self.cc = Cc::from_bits(saved.cc);
+        self.csts = Csts::from_bits(saved.csts);
+        self.aqa = Aqa::from_bits(saved.aqa);
+        (self.asq, self.acq, self.intms) = (saved.asq, saved.acq, saved.intms);
     }
 
     /// What a host reads.

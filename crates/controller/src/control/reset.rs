@@ -59,4 +59,11 @@ impl Lifecycle {
             since: Instant::now(),
         }
     }
+
+    /// Whether nobody waits for anything.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.phase != Phase::Resetting
+            && self.flush == ShutdownFlush::None
+            && self.waiting.is_empty()
+    }
 }

@@ -180,6 +180,11 @@ impl Engine {
         self.closed = true;
     }
 
+    /// Has commands fetched again.
+    pub(crate) fn open(&mut self) {
+        self.closed = false;
+    }
+
     /// Of what there is as much under way as may be.
     #[inline]
     pub(crate) fn exceeded(&self) -> Option<Exceeded> {
@@ -523,7 +528,7 @@ impl Engine {
         }
     }
 
-    /// Flushes every namespace, for a shutdown; `latch` is dropped when that is done.
+    /// Flushes every namespace, for the controller itself; `latch` is dropped when that is done.
     pub(crate) fn flush_all(&mut self, latch: Latch) {
         let writable = (0..self.namespaces.len()).filter(|ns| !self.namespaces[*ns].read_only);
         let parts = writable.map(|index| (index, FLUSH)).collect();
@@ -641,7 +646,10 @@ impl Engine {
             }
             Owner::Internal => {
                 if !status.is_success() {
-                    tracing::warn!(%status, "flush at shutdown failed");
+                    tracing::warn!(%status, "a flush for the controller itself has failed");
+                    if let Some(latch) = &waiting {
+                        latch.set_status(status);
+                    }
                 }
                 None
             }

@@ -54,6 +54,11 @@ impl InterruptPolicy {
         }
     }
 
+    /// The vector, if there is one.
+    pub(crate) fn vector(&self) -> Option<u16> {
+        self.line.as_ref().map(IrqLine::vector)
+    }
+
     /// The host has submitted commands that complete in this queue.
     #[inline]
     pub(crate) fn submitted(&mut self) {

@@ -62,6 +62,12 @@ impl IrqTable {
         true
     }
 
+    /// Vectors that were raised while there was no descriptor.
+    pub(crate) fn pending(&self) -> Vec<u16> {
+        let lines = self.lock();
+        (0..).zip(lines.iter()).filter(|(_, line)| line.pending).map(|(vector, _)| vector).collect()
+    }
+
     /// Disconnects every vector and forgets what was pending.
     pub(crate) fn clear(&self) {
         self.lock().iter_mut().for_each(|line| *line = Line::default());
@@ -71,6 +77,11 @@ impl IrqTable {
     /// Forgets what was pending: the queues that raised it are gone.
     pub(crate) fn forget_pending(&self) {
         self.lock().iter_mut().for_each(|line| line.pending = false);
+    }
+
+    /// What is connected to `vector`.
+    pub(crate) fn event(&self, vector: usize) -> Option<Arc<EventFd>> {
+        self.lock().get(vector).and_then(|line| line.event.clone())
     }
 
     fn current(&self, vector: u16) -> (u32, Option<Arc<EventFd>>) {

@@ -2,6 +2,7 @@
 
 use super::{Cq, Permit, QueueLayout, ShadowCells, Sq};
 use crate::interrupt::{HoldLimit, IrqLine};
+use crate::saved::SavedAdminQueue;
 use crate::shared::{ControllerShared, DSTRD};
 use crate::stats::{CqStats, SqStats};
 use shadowbell_doorbell::{InvalidDoorbell, RingSize, Sleeper};
@@ -56,6 +57,35 @@ impl AdminQueue {
         let acq_missing = cq.resolve(table).is_err();
         let sleeper = Sleeper::new(Arc::default());
         Ok(Self { sq, cq, places: Vec::new(), acq_missing, sleeper })
+    }
+
+    /// What has to be kept of it while no command is under way.
+    pub(crate) fn save(&self, used: bool) -> SavedAdminQueue {
+        let (sq, cq) = (self.sq.save(0), self.cq.save());
+        SavedAdminQueue { sq, cq, used, lacks_cq: self.acq_missing }
+    }
+
+    /// The queues as they were, if they can be; `pages` are the buffers of Doorbell Buffer Config.
+    pub(crate) fn restore(
+        saved: &SavedAdminQueue,
+        shared: &ControllerShared,
+        table: &DmaTable,
+        pages: Option<(u64, u64)>,
+    ) -> Option<Self> {
+        let irq = Some(IrqLine::new(Arc::clone(&shared.irqs), 0));
+        let sq = Sq::restore(&saved.sq, shared.register(0, DoorbellKind::Sq), 0)?;
+        let head = shared.register(0, DoorbellKind::Cq);
+        let cq = Cq::restore(&saved.cq, head, irq, HoldLimit::NONE)?;
+        let sleeper = Sleeper::new(Arc::default());
+        let acq_missing = saved.lacks_cq;
+        let mut queue = Self { sq, cq, places: Vec::new(), acq_missing, sleeper };
+        queue.remap(table, pages);
+        Some(queue)
+    }
+
+    /// Whether no command is under way.
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.places.is_empty()
     }
 
     /// Puts the completion queue elsewhere. Only as long as no command was executed.

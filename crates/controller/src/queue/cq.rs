@@ -1,8 +1,10 @@
 //! A completion queue with its interrupt.
 
 use super::layout::QueueLayout;
+use super::saved_doorbell;
 use super::shadow::ShadowCells;
 use crate::interrupt::{Coalescing, Decision, HoldLimit, InterruptPolicy, IrqLine};
+use crate::saved::SavedCq;
 use crate::shared::DSTRD;
 use crate::stats::{CqStats, DoorbellCounts};
 use shadowbell_doorbell::{CqHead, InvalidDoorbell};
@@ -76,6 +78,40 @@ impl Cq {
             interrupt: InterruptPolicy::new(irq, limit),
             stats: CqStats { qid: layout.qid, ..CqStats::default() },
         }
+    }
+
+    /// What has to be kept of it while nothing is in flight.
+    pub(crate) fn save(&self) -> SavedCq {
+        let QueueLayout { qid, iova, size } = self.layout;
+        SavedCq {
+            qid,
+            iova,
+            entries: size.entries(),
+            vector: self.interrupt.vector(),
+            tail: self.tail,
+            phase: self.phase,
+            head: saved_doorbell::save(self.head.state()),
+            staged: self.staged.iter().map(|&[low, high]| (low, high)).collect(),
+        }
+    }
+
+    /// The queue as it was; `irq` is the line of its vector. Its memory is found by
+    /// [`remap`](Self::remap). Whether the host was told of what is in it is not known.
+    pub(crate) fn restore(
+        saved: &SavedCq,
+        register: SharedU32,
+        irq: Option<IrqLine>,
+        limit: HoldLimit,
+    ) -> Option<Self> {
+        let layout = QueueLayout::restore(saved.qid, saved.iova, saved.entries)?;
+        layout.size.position(u32::from(saved.tail))?;
+        let state = saved_doorbell::restore(saved.head);
+        let head = CqHead::resume(layout.size, register.clone(), state)?;
+        let staged: Vec<_> = saved.staged.iter().map(|&(low, high)| [low, high]).collect();
+        let promised = u32::try_from(staged.len()).ok()?;
+        let (tail, phase) = (saved.tail, saved.phase);
+        let new = Self::new(layout, register, irq, limit);
+        Some(Self { head, tail, phase, promised, staged, ..new })
     }
 
     pub(crate) fn resolve(&mut self, table: &DmaTable) -> Result<(), Fault> {

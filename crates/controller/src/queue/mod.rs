@@ -3,6 +3,7 @@
 pub(crate) mod admin;
 mod cq;
 mod layout;
+mod saved_doorbell;
 mod shadow;
 mod sq;
 

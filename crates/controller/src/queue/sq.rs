@@ -1,7 +1,9 @@
 //! A submission queue.
 
 use super::layout::QueueLayout;
+use super::saved_doorbell;
 use super::shadow::ShadowCells;
+use crate::saved::SavedSq;
 use crate::shared::DSTRD;
 use crate::stats::{DoorbellCounts, SqStats};
 use shadowbell_doorbell::SqTail;
@@ -52,6 +54,23 @@ impl Sq {
             prefetch: PrefetchCursor::default(),
             stats: SqStats { qid: layout.qid, ..SqStats::default() },
         }
+    }
+
+    /// What has to be kept of it while nothing is in flight. `cqid` is its completion queue.
+    pub(crate) fn save(&self, cqid: u16) -> SavedSq {
+        let QueueLayout { qid, iova, size } = self.layout;
+        let tail = saved_doorbell::save(self.tail.state());
+        SavedSq { qid, iova, entries: size.entries(), cqid, head: self.head, tail }
+    }
+
+    /// The queue as it was, with its completion queue at `cq` of its owner's list. Its memory is
+    /// found by [`remap`](Self::remap).
+    pub(crate) fn restore(saved: &SavedSq, register: SharedU32, cq: usize) -> Option<Self> {
+        let layout = QueueLayout::restore(saved.qid, saved.iova, saved.entries)?;
+        layout.size.position(u32::from(saved.head))?;
+        let state = saved_doorbell::restore(saved.tail);
+        let tail = SqTail::resume(layout.size, register.clone(), state)?;
+        Some(Self { tail, head: saved.head, ..Self::new(layout, register, cq) })
     }
 
     /// A command that was in flight has ended: its completion.

@@ -250,6 +250,13 @@ impl ControllerQueues {
         self.departure = Some(departure);
     }
 
+    /// It does not leave after all, unless it has left already.
+    pub(crate) fn stay(&mut self) {
+        if self.departure.take().is_some() {
+            self.set.engine.open();
+        }
+    }
+
     /// It is to leave soon: a reset waits for that.
     pub(crate) fn hurry(&mut self) {
         if self.departure.is_some() {
@@ -280,7 +287,7 @@ impl ControllerQueues {
             doorbell_eventfds: std::mem::take(&mut self.doorbell_eventfds),
             losses: self.losses,
             lost: self.lost,
-            latch,
+            latch: Some(latch),
         };
         // Who writes a doorbell looks at its owner once more after that: so either the doorbell is
         // seen there, or the writer sees that the queue has gone there.
@@ -290,7 +297,7 @@ impl ControllerQueues {
     }
 
     /// Arrives at the calling thread. What it has in hand is dropped if a disk can not be opened.
-    pub(crate) fn arrive(relocated: Relocated) -> Result<(Self, Latch), std::io::Error> {
+    pub(crate) fn arrive(relocated: Relocated) -> Result<(Self, Option<Latch>), std::io::Error> {
         let Relocated { shared, control, opening, table, shadow, sqs, cqs, .. } = relocated;
         let Relocated { overriding, doorbell_eventfds, losses, lost, latch, .. } = relocated;
         let counters = relocated.counters;
@@ -314,7 +321,7 @@ impl ControllerQueues {
     }
 
     /// Takes in queues of the same controller that come from another worker.
-    pub(crate) fn absorb(&mut self, relocated: Relocated) -> Latch {
+    pub(crate) fn absorb(&mut self, relocated: Relocated) -> Option<Latch> {
         let Relocated { sqs, cqs, counters, doorbell_eventfds, latch, .. } = relocated;
         self.set.shared.retire(|retired| retired.retire_io(&counters));
         // They were found in the map that was in force there.

@@ -96,7 +96,7 @@ pub(crate) enum Message {
     },
     /// Flush every namespace.
     Flush {
-        controller: u32,
+        context: Box<QueueContext>,
         latch: Latch,
     },
     /// The latch gets the status Command Abort Requested if the command is aborted.
@@ -124,6 +124,10 @@ pub(crate) enum Message {
         controller: u32,
         departure: Departure,
     },
+    /// A controller that was to leave stays, unless it has left.
+    Stay {
+        controller: u32,
+    },
     /// What is under way of a controller that is to leave is to be given up.
     Hurry {
         controller: u32,
@@ -144,7 +148,7 @@ impl Message {
     /// The controller that it is about.
     pub(crate) fn controller(&self) -> Option<u32> {
         match self {
-            Self::CreateCq { context, .. } => Some(context.shared.id),
+            Self::CreateCq { context, .. } | Self::Flush { context, .. } => Some(context.shared.id),
             Self::DoorbellWritten { controller }
             | Self::DoorbellEventfd { controller, .. }
             | Self::DoorbellSource { controller, .. }
@@ -153,12 +157,12 @@ impl Message {
             | Self::DeleteCq { controller, .. }
             | Self::Shadow { controller, .. }
             | Self::Table { controller, .. }
-            | Self::Flush { controller, .. }
             | Self::Abort { controller, .. }
             | Self::Query { controller, .. }
             | Self::Detach { controller, .. }
             | Self::Leave { controller, .. }
             | Self::Hurry { controller }
+            | Self::Stay { controller }
             | Self::Override { controller, .. } => Some(*controller),
             Self::Arrive(relocated) => Some(relocated.id()),
             Self::Trace(_) | Self::Stop => None,

@@ -6,6 +6,7 @@ use super::poll_window::Polling;
 use super::relocation::{Arrivals, Destination};
 use super::worker::{MAPPED_POLL, Worker};
 use crate::control_thread::ControlThread;
+use crate::interrupt::HoldLimit;
 use crate::shared::ControllerShared;
 use crate::trace::{Kind, TraceFile, TraceRing};
 use parking_lot::Mutex;
@@ -222,12 +223,29 @@ impl Pool {
 
     /// The worker with the fewest queues takes another.
     pub(crate) fn place(&self) -> usize {
-        let loads = self.shared().map(|h| h.load.load(Relaxed)).enumerate();
-        let index = loads.min_by_key(|(_, load)| *load).map_or(0, |(index, _)| index);
+        let index = self.least_loaded();
         if let Some(handle) = self.handle(index) {
             handle.load.fetch_add(1, Relaxed);
         }
         index
+    }
+
+    /// The worker that has the fewest queues.
+    pub(crate) fn least_loaded(&self) -> usize {
+        let loads = self.shared().map(|h| h.load.load(Relaxed)).enumerate();
+        loads.min_by_key(|(_, load)| *load).map_or(0, |(index, _)| index)
+    }
+
+    /// As [`place`](Self::place), at this worker.
+    pub(crate) fn place_at(&self, worker: usize) {
+        if let Some(handle) = self.handle(worker) {
+            handle.load.fetch_add(1, Relaxed);
+        }
+    }
+
+    /// How long interrupts may be held back by a worker.
+    pub(crate) fn hold_limit(&self) -> HoldLimit {
+        self.0.polling.hold_limit()
     }
 
     /// A queue that [`place`](Self::place) put on `worker` is gone.

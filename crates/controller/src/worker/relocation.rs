@@ -2,22 +2,29 @@
 
 use super::queue_override::QueueOverride;
 use crate::exec::{Engine, NamespaceQueue, Quota};
+use crate::interrupt::{HoldLimit, IrqLine};
 use crate::latch::Latch;
 use crate::namespace::Namespace;
 use crate::notice::ControlHandle;
 use crate::queue::{Cq, Sq};
+use crate::saved::SavedPart;
 use crate::shared::ControllerShared;
-use crate::stats::IoCounters;
+use crate::stats::{CqStats, IoCounters, SqStats};
+use parking_lot::Mutex;
 use shadowbell_memory::{DmaTable, EventFd, View};
+use shadowbell_spec::regs::DoorbellKind;
+use shadowbell_state::Descriptors;
+use std::io;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
 /// What the namespaces of a controller are opened from.
 #[derive(Clone)]
-pub(super) struct Opening {
-    pub(super) namespaces: Arc<Vec<Namespace>>,
-    pub(super) page_size: usize,
-    pub(super) max_transfer: usize,
-    pub(super) quota: Quota,
+pub(crate) struct Opening {
+    pub(crate) namespaces: Arc<Vec<Namespace>>,
+    pub(crate) page_size: usize,
+    pub(crate) max_transfer: usize,
+    pub(crate) quota: Quota,
 }
 
 impl Opening {
@@ -69,7 +76,19 @@ pub(crate) struct Relocated {
     pub(super) doorbell_eventfds: Vec<EventFd>,
     pub(super) losses: u64,
     pub(super) lost: bool,
-    pub(super) latch: Latch,
+    /// Is dropped when they have arrived.
+    pub(super) latch: Option<Latch>,
+}
+
+/// What the queues of a controller need where they are restored.
+pub(crate) struct Restoring<'a> {
+    pub(crate) shared: &'a Arc<ControllerShared>,
+    pub(crate) control: &'a ControlHandle,
+    pub(crate) opening: Opening,
+    pub(crate) table: &'a Arc<DmaTable>,
+    /// The buffers of Doorbell Buffer Config.
+    pub(crate) shadow: Option<(u64, u64)>,
+    pub(crate) limit: HoldLimit,
 }
 
 impl Relocated {
@@ -86,5 +105,128 @@ impl Relocated {
     /// The way to the control plane.
     pub(crate) fn control(&self) -> &ControlHandle {
         &self.control
+    }
+
+    /// What has to be kept of them. `worker` has served them.
+    ///
+    /// # Errors
+    /// The system's, if it has no more descriptors.
+    pub(crate) fn save(&self, worker: usize, fds: &mut Descriptors) -> io::Result<SavedPart> {
+        let mut doorbell_eventfds = Vec::with_capacity(self.doorbell_eventfds.len());
+        for event in &self.doorbell_eventfds {
+            doorbell_eventfds.push(fds.add(event.as_fd().try_clone_to_owned()?));
+        }
+        let cqid = |sq: &Sq| self.cqs.get(sq.cq)?.as_ref().map(|cq| cq.layout.qid);
+        let save = |sq: &Sq| cqid(sq).map(|cqid| sq.save(cqid));
+        Ok(SavedPart {
+            worker,
+            sqs: self.sqs.iter().flatten().filter_map(save).collect(),
+            cqs: self.cqs.iter().flatten().map(Cq::save).collect(),
+            doorbell_eventfds,
+        })
+    }
+
+    /// The counters of the queues.
+    pub(crate) fn count(&self, sq: &mut SqStats, cq: &mut CqStats) {
+        let traps = |qid, kind| self.shared.traps(qid, kind);
+        for queue in self.sqs.iter().flatten() {
+            sq.merge(&queue.snapshot(traps(queue.layout.qid, DoorbellKind::Sq)));
+        }
+        for queue in self.cqs.iter().flatten() {
+            cq.merge(&queue.snapshot(traps(queue.layout.qid, DoorbellKind::Cq)));
+        }
+    }
+
+    /// Whether something else serves them than a worker's own code.
+    pub(crate) fn is_overridden(&self) -> bool {
+        self.overriding.is_some()
+    }
+
+    /// The queues as they were, if they can be, on their way to a worker. `latch` is dropped when
+    /// they have arrived.
+    pub(crate) fn restore(
+        saved: &SavedPart,
+        doorbell_eventfds: Vec<EventFd>,
+        with: &Restoring<'_>,
+        latch: Latch,
+    ) -> Option<Self> {
+        let Restoring { shared, table, shadow, limit, .. } = *with;
+        let mut cqs = Vec::with_capacity(saved.cqs.len());
+        for saved in &saved.cqs {
+            let irq = saved.vector.map(|vector| IrqLine::new(Arc::clone(&shared.irqs), vector));
+            let register = shared.register(saved.qid, DoorbellKind::Cq);
+            let mut cq = Cq::restore(saved, register, irq, limit)?;
+            cq.remap(table, shadow);
+            cqs.push(Some(cq));
+        }
+        let mut sqs = Vec::with_capacity(saved.sqs.len());
+        for saved_sq in &saved.sqs {
+            let cq = saved.cqs.iter().position(|cq| cq.qid == saved_sq.cqid)?;
+            let register = shared.register(saved_sq.qid, DoorbellKind::Sq);
+            let mut sq = Sq::restore(saved_sq, register, cq)?;
+            sq.remap(table, shadow);
+            sqs.push(Some(sq));
+        }
+        Some(Self {
+            shared: Arc::clone(shared),
+            control: with.control.clone(),
+            opening: with.opening.clone(),
+            table: Arc::clone(table),
+            counters: shared.count_io(),
+            shadow,
+            sqs,
+            cqs,
+            overriding: None,
+            doorbell_eventfds,
+            losses: 0,
+            lost: false,
+            latch: Some(latch),
+        })
+    }
+}
+
+/// Where queues stay that have left their worker for a while: they go back there, or are written
+/// down for another process.
+pub(crate) struct Stopover {
+    home: Destination,
+    queues: Mutex<Option<Box<Relocated>>>,
+}
+
+impl Stopover {
+    /// For queues that `home` serves.
+    pub(crate) fn new(home: Destination) -> Arc<Self> {
+        Arc::new(Self { home, queues: Mutex::default() })
+    }
+
+    /// As a place to go to. The worker's number stays what it was.
+    pub(crate) fn destination(self: &Arc<Self>) -> Destination {
+        let arrivals: Arc<dyn Arrivals> = Arc::<Self>::clone(self);
+        Destination { worker: self.home.worker, arrivals }
+    }
+
+    /// The worker that has served them.
+    pub(crate) fn worker(&self) -> usize {
+        self.home.worker
+    }
+
+    /// Looks at the queues, if there are any.
+    pub(crate) fn with<T>(&self, look: impl FnOnce(&Relocated) -> T) -> Option<T> {
+        self.queues.lock().as_deref().map(look)
+    }
+
+    /// Has them go back.
+    pub(crate) fn send_back(&self) {
+        let queues = self.queues.lock().take();
+        if let Some(queues) = queues {
+            self.home.arrivals.deliver(queues);
+        }
+    }
+}
+
+impl Arrivals for Stopover {
+    fn deliver(&self, mut queues: Box<Relocated>) {
+        let latch = queues.latch.take();
+        *self.queues.lock() = Some(queues);
+        drop(latch);
     }
 }

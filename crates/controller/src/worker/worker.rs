@@ -284,11 +284,10 @@ impl Worker {
                     sources.add(source, queues.shared(), epoll, token);
                 }
             }
-            Message::Flush { controller, latch } => {
-                if let Some(queues) = self.queues(controller) {
-                    queues.flush(latch);
-                }
-            }
+            Message::Flush { context, latch } => match self.find_or_open(*context) {
+                Some(queues) => queues.flush(latch),
+                None => latch.set_status(Status::INTERNAL),
+            },
             Message::Abort { controller, sqid, cid, latch } => {
                 if let Some(queues) = self.queues(controller) {
                     queues.abort(sqid, cid, latch);
@@ -320,6 +319,11 @@ impl Worker {
                 self.sources.remove(controller);
                 if let Some(queues) = self.queues(controller) {
                     queues.leave(departure);
+                }
+            }
+            Message::Stay { controller } => {
+                if let Some(queues) = self.queues(controller) {
+                    queues.stay();
                 }
             }
             Message::Hurry { controller } => {

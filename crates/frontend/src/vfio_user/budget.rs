@@ -1,11 +1,13 @@
-//! How much of this process's address space its clients may fill.
+//! How much of this process's address space its clients may fill, and how many of its descriptors
+//! they may have.
 //!
 //! Mapping memory costs a client nothing: a file can be of any size without a page in it. But a
 //! process has 128 TiB of addresses and 65530 mappings (`vm.max_map_count`), and one that has run
 //! out of either gets no memory, no threads and no further clients. So clients share less than
 //! that, and each of them can have at most **half of what the others leave**: the first a lot, and
 //! after any number of them there is still something left for the next. (An honest machine takes as
-//! many addresses as it has memory, and a few dozen mappings.)
+//! many addresses as it has memory, and a few dozen mappings.) With the descriptors of their files,
+//! which are kept for a successor of this process, it is the same.
 
 use parking_lot::Mutex;
 use std::sync::{Arc, LazyLock};
@@ -16,24 +18,28 @@ const BYTES: u64 = 64 << 40;
 /// Mappings that a process can have unless the administrator says otherwise.
 const MAX_MAP_COUNT: u64 = 65_530;
 
-/// An amount of address space: bytes, and mappings.
+/// Descriptors of a process that has no limit.
+const MAX_DESCRIPTORS: u64 = 1 << 20;
+
+/// An amount of address space, bytes and mappings; and of descriptors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct AddressSpace {
+pub(super) struct Amount {
     pub(super) bytes: u64,
     pub(super) mappings: u64,
+    pub(super) descriptors: u64,
 }
 
 /// What all clients of a process share.
 #[derive(Debug)]
 pub(super) struct Budget {
-    total: AddressSpace,
-    used: Mutex<AddressSpace>,
+    total: Amount,
+    used: Mutex<Amount>,
 }
 
 static PROCESS: LazyLock<Arc<Budget>> = LazyLock::new(|| {
     let count = std::fs::read_to_string("/proc/sys/vm/max_map_count");
     let count = count.ok().and_then(|count| count.trim().parse().ok()).unwrap_or(MAX_MAP_COUNT);
-    Budget::new(AddressSpace { bytes: BYTES, mappings: mappings(count) })
+    Budget::new(Amount { bytes: BYTES, mappings: mappings(count), descriptors: descriptors() })
 });
 
 /// How many mappings are for clients, of so many that the process can have. One of which part is
@@ -44,8 +50,15 @@ fn mappings(count: u64) -> u64 {
     count.min(shadowbell_memory::sigbus::MOST) / 4 * 3 / 2
 }
 
+/// How many descriptors are kept for clients: a quarter of what the process may have. They are
+/// duplicated on their way to a successor, and the others are for sockets, interrupts and disks.
+fn descriptors() -> u64 {
+    use rustix::process::{Resource, getrlimit};
+    getrlimit(Resource::Nofile).current.unwrap_or(MAX_DESCRIPTORS).min(MAX_DESCRIPTORS) / 4
+}
+
 impl Budget {
-    pub(super) fn new(total: AddressSpace) -> Arc<Self> {
+    pub(super) fn new(total: Amount) -> Arc<Self> {
         Arc::new(Self { total, used: Mutex::default() })
     }
 
@@ -60,22 +73,22 @@ impl Budget {
 pub(super) struct Account {
     budget: Arc<Budget>,
     /// Changed under the lock of what all have.
-    own: Arc<Mutex<AddressSpace>>,
+    own: Arc<Mutex<Amount>>,
 }
 
-/// What a mapping takes of an [`Account`], until this is dropped.
+/// What a mapping or a descriptor takes of an [`Account`], until this is dropped.
 #[derive(Debug)]
 pub(super) struct Reservation {
     account: Account,
-    bytes: u64,
+    amount: Amount,
 }
 
 impl Reservation {
     /// The mapping takes so many bytes, as has turned out.
     pub(super) fn grow(&mut self, bytes: u64) -> Result<(), OverBudget> {
-        let more = bytes.saturating_sub(self.bytes);
-        self.account.charge(AddressSpace { bytes: more, mappings: 0 })?;
-        self.bytes += more;
+        let more = bytes.saturating_sub(self.amount.bytes);
+        self.account.charge(Amount { bytes: more, ..Amount::default() })?;
+        self.amount.bytes += more;
         Ok(())
     }
 }
@@ -88,8 +101,8 @@ impl Reservation {
     .wanted.bytes.div_ceil(1 << 30), .wanted.mappings, .most.bytes >> 30, .most.mappings
 )]
 pub(super) struct OverBudget {
-    pub(super) wanted: AddressSpace,
-    pub(super) most: AddressSpace,
+    pub(super) wanted: Amount,
+    pub(super) most: Amount,
 }
 
 impl Account {
@@ -99,26 +112,43 @@ impl Account {
 
     /// Takes room for a mapping of so many bytes.
     pub(super) fn take(&self, bytes: u64) -> Result<Reservation, OverBudget> {
-        self.charge(AddressSpace { bytes, mappings: 1 })?;
-        Ok(Reservation { account: self.clone(), bytes })
+        self.reserve(Amount { bytes, mappings: 1, ..Amount::default() })
     }
 
-    fn charge(&self, more: AddressSpace) -> Result<(), OverBudget> {
+    /// Takes a descriptor.
+    pub(super) fn take_descriptor(&self) -> Result<Reservation, OverBudget> {
+        self.reserve(Amount { descriptors: 1, ..Amount::default() })
+    }
+
+    fn reserve(&self, amount: Amount) -> Result<Reservation, OverBudget> {
+        self.charge(amount)?;
+        Ok(Reservation { account: self.clone(), amount })
+    }
+
+    fn charge(&self, more: Amount) -> Result<(), OverBudget> {
         let (mut all, mut own) = (self.budget.used.lock(), self.own.lock());
         let most = |total: u64, all: u64, own: u64| total.saturating_sub(all - own) / 2;
-        let most = AddressSpace {
+        let most = Amount {
             bytes: most(self.budget.total.bytes, all.bytes, own.bytes),
             mappings: most(self.budget.total.mappings, all.mappings, own.mappings),
+            descriptors: most(self.budget.total.descriptors, all.descriptors, own.descriptors),
         };
-        let wanted = AddressSpace {
+        let wanted = Amount {
             bytes: own.bytes.saturating_add(more.bytes),
             mappings: own.mappings + more.mappings,
+            descriptors: own.descriptors + more.descriptors,
         };
-        if wanted.bytes > most.bytes || wanted.mappings > most.mappings {
+        // Mappings and descriptors are taken one without the other.
+        let has_room = match more.descriptors {
+            0 => wanted.bytes <= most.bytes && wanted.mappings <= most.mappings,
+            _ => wanted.descriptors <= most.descriptors,
+        };
+        if !has_room {
             return Err(OverBudget { wanted, most });
         }
         all.bytes += more.bytes;
         all.mappings += more.mappings;
+        all.descriptors += more.descriptors;
         *own = wanted;
         Ok(())
     }
@@ -128,8 +158,9 @@ impl Drop for Reservation {
     fn drop(&mut self) {
         let (mut all, mut own) = (self.account.budget.used.lock(), self.account.own.lock());
         for total in [&mut *all, &mut *own] {
-            total.bytes -= self.bytes;
-            total.mappings -= 1;
+            total.bytes -= self.amount.bytes;
+            total.mappings -= self.amount.mappings;
+            total.descriptors -= self.amount.descriptors;
         }
     }
 }
@@ -140,12 +171,18 @@ mod tests {
 
     #[test]
     fn a_client_has_half_of_what_the_others_leave() {
-        let budget = Budget::new(AddressSpace { bytes: 1024, mappings: 40 });
+        let budget = Budget::new(Amount { bytes: 1024, mappings: 40, descriptors: 4 });
         let [one, two, three] = [(); 3].map(|()| Account::new(Arc::clone(&budget)));
         let all = one.take(512).unwrap();
         let error = one.take(1).unwrap_err();
-        let most = AddressSpace { bytes: 512, mappings: 20 };
-        assert_eq!(error, OverBudget { wanted: AddressSpace { bytes: 513, mappings: 2 }, most });
+        let most = Amount { bytes: 512, mappings: 20, descriptors: 2 };
+        let wanted = Amount { bytes: 513, mappings: 2, descriptors: 0 };
+        assert_eq!(error, OverBudget { wanted, most });
+        let files = [one.take_descriptor().unwrap(), one.take_descriptor().unwrap()];
+        assert!(one.take_descriptor().is_err());
+        let other = two.take_descriptor().unwrap();
+        assert!(two.take_descriptor().is_err());
+        drop((files, other));
         let half = two.take(256).unwrap();
         assert!(two.take(1).is_err());
         assert!(three.take(129).is_err());
@@ -155,8 +192,8 @@ mod tests {
         let more = two.take((1024 - 128) / 2 - 256).unwrap();
         assert!(two.take(1).is_err());
         drop((half, small, more));
-        assert_eq!(*budget.used.lock(), AddressSpace::default());
-        assert_eq!(*two.own.lock(), AddressSpace::default());
+        assert_eq!(*budget.used.lock(), Amount::default());
+        assert_eq!(*two.own.lock(), Amount::default());
         assert!(one.take(u64::MAX).is_err());
     }
 
@@ -174,7 +211,7 @@ mod tests {
 
     #[test]
     fn mappings_count_however_small_they_are() {
-        let budget = Budget::new(AddressSpace { bytes: 1 << 40, mappings: 40 });
+        let budget = Budget::new(Amount { bytes: 1 << 40, mappings: 40, descriptors: 0 });
         let [one, two] = [(); 2].map(|()| Account::new(Arc::clone(&budget)));
         let held: Vec<_> = std::iter::from_fn(|| one.take(1).ok()).collect();
         let others: Vec<_> = std::iter::from_fn(|| two.take(1).ok()).collect();

@@ -5,6 +5,12 @@
 //! Beyond [`SINGLE`] of them, the whole file is mapped at once and the pages are parts of that; so
 //! is a file of huge pages, of which the kernel does not map parts. A client has [`MAX_MAPPINGS`]
 //! in all, and no more of the address space than its [`Account`] has.
+//!
+//! A successor of this process needs the files once more. So one descriptor of each is kept for as
+//! long as any range of it is shared: one for the memory of a virtual machine, however many pages
+//! an IOMMU makes of it, and one for each huge page of DPDK's. A client has as many mappings as
+//! files at least, so there are no more than [`MAX_MAPPINGS`], and no more than its [`Account`]
+//! has. A client with more files than that is served all the same, and can not be handed over.
 
 use super::budget::{Account, Budget, OverBudget, Reservation};
 use shadowbell_memory::{End, MapError, Mapping, Protection, SharedBytes};
@@ -76,8 +82,18 @@ struct Key {
     protection: Protection,
 }
 
+/// A file of which a range is shared.
+pub(super) struct Kept {
+    pub(super) fd: Arc<PeerFd>,
+    _counts_for: Reservation,
+}
+
 /// A client's files.
 pub(super) struct Files {
+    /// Those whose descriptors are kept, while any range of them is there.
+    kept: HashMap<Key, Weak<Kept>>,
+    /// As `sweep_at`, of `kept`.
+    sweep_kept_at: usize,
     /// Those that are mapped as a whole, while any range of them is there.
     whole: HashMap<Key, Weak<Mapping>>,
     /// So many entries of `whole` there are before those that are not there are taken out.
@@ -94,13 +110,33 @@ impl Default for Files {
 }
 
 impl Files {
-    fn new(budget: Arc<Budget>) -> Self {
+    pub(super) fn new(budget: Arc<Budget>) -> Self {
         Self {
+            kept: HashMap::new(),
+            sweep_kept_at: 64,
             whole: HashMap::new(),
             sweep_at: 64,
             singles: Arc::new(()),
             account: Account::new(budget),
         }
+    }
+
+    /// The descriptor to use for that file, kept for as long as what is returned; if there is room
+    /// for one.
+    pub(super) fn keep(&mut self, fd: &Arc<PeerFd>, protection: Protection) -> Option<Arc<Kept>> {
+        let stat = rustix::fs::fstat(fd).ok()?;
+        let key = Key { device: stat.st_dev, inode: stat.st_ino, protection };
+        if let Some(known) = self.kept.get(&key).and_then(Weak::upgrade) {
+            return Some(known);
+        }
+        if self.kept.len() >= self.sweep_kept_at {
+            self.kept.retain(|_, kept| kept.strong_count() > 0);
+            self.sweep_kept_at = self.kept.len() * 2 + 64;
+        }
+        let counts_for = self.account.take_descriptor().ok()?;
+        let kept = Arc::new(Kept { fd: Arc::clone(fd), _counts_for: counts_for });
+        self.kept.insert(key, Arc::downgrade(&kept));
+        Some(kept)
     }
 
     /// Maps `len` bytes at `offset` of a file that waits for nobody.
@@ -210,7 +246,7 @@ fn new_mapping(
 
 #[cfg(test)]
 mod tests {
-    use super::super::budget::AddressSpace;
+    use super::super::budget::Amount;
     use super::*;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
@@ -305,6 +341,32 @@ mod tests {
     }
 
     #[test]
+    fn a_file_is_kept_once_while_it_is_in_use_and_if_there_is_room() {
+        let budget = Budget::new(Amount { bytes: 1 << 30, mappings: 1 << 20, descriptors: 6 });
+        let mut files = Files::new(budget);
+        let rw = Protection::ReadWrite;
+        let [one, two, three] = [(); 3].map(|()| file(MemfdFlags::empty(), PAGE));
+        let first = files.keep(&one, rw).unwrap();
+        let again = rustix::io::fcntl_dupfd_cloexec(&*one, 0).unwrap();
+        let again = Arc::new(PeerFd::new(again, &Arc::default()));
+        let second = files.keep(&again, rw).unwrap();
+        assert!(Arc::ptr_eq(&first, &second));
+        // What may only be read may be another descriptor.
+        let read = files.keep(&one, Protection::Read).unwrap();
+        assert!(!Arc::ptr_eq(&first, &read));
+        let other = files.keep(&two, rw).unwrap();
+        assert!(files.keep(&three, rw).is_none());
+        drop((first, other));
+        let third = files.keep(&three, rw).unwrap();
+        assert!(files.keep(&two, rw).is_none());
+        drop((second, third, read));
+        for _ in 0..1000 {
+            files.keep(&file(MemfdFlags::empty(), PAGE), rw).unwrap();
+        }
+        assert!(files.kept.len() < 200, "{}", files.kept.len());
+    }
+
+    #[test]
     fn mappings_do_not_pile_up() {
         let mut files = Files::default();
         let mut held = Vec::new();
@@ -323,7 +385,7 @@ mod tests {
 
     #[test]
     fn a_client_that_fills_the_address_space_leaves_room_for_others() {
-        let budget = Budget::new(AddressSpace { bytes: 1024 * PAGE, mappings: 1 << 20 });
+        let budget = Budget::new(Amount { bytes: 1024 * PAGE, mappings: 1 << 20, descriptors: 0 });
         let [mut one, mut two] = [(); 2].map(|()| Files::new(Arc::clone(&budget)));
         let large = file(MemfdFlags::empty(), 1 << 60);
         let take = |files: &mut Files, pages: u64| {
@@ -340,7 +402,7 @@ mod tests {
 
     #[test]
     fn parts_of_a_mapping_take_its_address_space_once_until_the_last_of_them_goes() {
-        let budget = Budget::new(AddressSpace { bytes: 2048 * PAGE, mappings: 1 << 20 });
+        let budget = Budget::new(Amount { bytes: 2048 * PAGE, mappings: 1 << 20, descriptors: 0 });
         let mut files = Files::new(budget);
         let small = file(MemfdFlags::empty(), 400 * PAGE);
         let mut pages: Vec<_> =
@@ -372,7 +434,7 @@ mod tests {
 
     #[test]
     fn a_page_of_a_huge_page_takes_the_address_space_of_all_of_it() {
-        let budget = Budget::new(AddressSpace { bytes: 16 << 20, mappings: 1 << 20 });
+        let budget = Budget::new(Amount { bytes: 16 << 20, mappings: 1 << 20, descriptors: 0 });
         let mut files = Files::new(budget);
         let huge = file(MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB, 64 << 20);
         let held: Vec<_> =

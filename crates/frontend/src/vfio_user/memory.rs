@@ -1,14 +1,16 @@
 //! The client's memory, and when the controller may use it.
 
-use super::files::Files;
+use super::files::{Files, Kept};
 use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
 use shadowbell_controller::Controller;
 use shadowbell_memory::{DmaError, DmaTable, Protection, SharedBytes};
-use shadowbell_vfio_user::Errno;
-use shadowbell_vfio_user::LogLimit;
-use shadowbell_vfio_user::descriptor::Closer;
+use shadowbell_state::{Descriptors, FdRef};
+use shadowbell_vfio_user::descriptor::{Closer, PeerFd};
 use shadowbell_vfio_user::device::{DmaMap, Done};
-use std::collections::BTreeMap;
+use shadowbell_vfio_user::{Errno, LogLimit, RestoreError, SaveError};
+use std::collections::{BTreeMap, HashMap};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use tracing::debug;
 
@@ -24,6 +26,10 @@ struct Range {
     len: u64,
     /// Its bytes; `None` if it came without a descriptor, so that it can not be mapped.
     bytes: Option<SharedBytes>,
+    /// Its file, if that is kept, and where it is in there.
+    file: Option<Arc<Kept>>,
+    offset: u64,
+    protection: Protection,
 }
 
 impl Range {
@@ -31,6 +37,19 @@ impl Range {
         iova.saturating_add(self.len - 1)
     }
 }
+
+/// The client's memory on its way to another process.
+#[derive(Default, Serialize, Deserialize)]
+pub(super) struct SavedMemory {
+    is_granted: bool,
+    files: Vec<FdRef>,
+    ranges: Vec<SavedRange>,
+}
+
+/// IOVA and length; which of the files, if any, and the offset in it; whether it may be written.
+/// Written as a list, for there may be [`MAX_RANGES`].
+#[derive(Serialize, Deserialize)]
+struct SavedRange(u64, u64, Option<u32>, u64, bool);
 
 /// So many ranges are let go of in no time.
 const FEW: usize = 256;
@@ -89,6 +108,22 @@ impl Memory {
     /// The client shares a range; [`settle`](Self::settle) has to follow.
     pub(super) fn map(&mut self, map: DmaMap) -> Result<(), Errno> {
         let DmaMap { iova, len, readable, writable, fd, fd_offset } = map;
+        let protection = match (readable, writable) {
+            (_, true) => Protection::ReadWrite,
+            (true, false) => Protection::Read,
+            (false, false) => return Err(Errno::INVAL),
+        };
+        self.add(iova, len, fd.map(Arc::new), fd_offset, protection)
+    }
+
+    fn add(
+        &mut self,
+        iova: u64,
+        len: u64,
+        fd: Option<Arc<PeerFd>>,
+        offset: u64,
+        protection: Protection,
+    ) -> Result<(), Errno> {
         if self.ranges.len() >= MAX_RANGES as usize {
             self.log.warn(format_args!(
                 "a client shares more than {MAX_RANGES} ranges of memory, which is refused"
@@ -110,11 +145,7 @@ impl Memory {
         if below.is_some_and(|(start, range)| range.last(*start) >= iova) {
             return Err(Errno::EXIST);
         }
-        let protection = match (readable, writable) {
-            (_, true) => Protection::ReadWrite,
-            (true, false) => Protection::Read,
-            (false, false) => return Err(Errno::INVAL),
-        };
+        let mut file = None;
         let bytes = match fd {
             None => {
                 debug!("{len:#x} bytes at IOVA {iova:#x} came without a descriptor");
@@ -122,7 +153,9 @@ impl Memory {
             }
             Some(fd) => {
                 self.closer = Some(Arc::clone(fd.closer()));
-                let bytes = self.files.map(&Arc::new(fd), fd_offset, len, protection);
+                file = self.files.keep(&fd, protection);
+                let fd = file.as_ref().map_or(&fd, |file| &file.fd);
+                let bytes = self.files.map(fd, offset, len, protection);
                 Some(bytes.map_err(|error| {
                     self.log.warn(format_args!(
                         "memory that the client shares at IOVA {iova:#x}: {error}"
@@ -135,7 +168,62 @@ impl Memory {
             self.controller.add_dma(iova, len, bytes).map_err(|error| errno(&error))?;
             self.is_unsettled = true;
         }
-        self.ranges.insert(iova, Range { len, bytes });
+        self.ranges.insert(iova, Range { len, bytes, file, offset, protection });
+        Ok(())
+    }
+
+    /// What a successor has to know of it.
+    pub(super) fn save(&self, fds: &mut Descriptors) -> Result<SavedMemory, SaveError> {
+        let mut saved = SavedMemory { is_granted: self.is_granted, ..SavedMemory::default() };
+        let mut known = HashMap::new();
+        for (iova, range) in &self.ranges {
+            let file = match (&range.file, &range.bytes) {
+                (Some(kept), _) => match known.get(&Arc::as_ptr(kept)) {
+                    Some(file) => Some(*file),
+                    None => {
+                        let file = u32::try_from(saved.files.len()).unwrap_or(u32::MAX);
+                        saved.files.push(fds.add(kept.fd.as_fd().try_clone_to_owned()?));
+                        known.insert(Arc::as_ptr(kept), file);
+                        Some(file)
+                    }
+                },
+                (None, None) => None,
+                (None, Some(_)) => return Err(too_many_files()),
+            };
+            let writable = range.protection == Protection::ReadWrite;
+            saved.ranges.push(SavedRange(*iova, range.len, file, range.offset, writable));
+        }
+        Ok(saved)
+    }
+
+    /// The other side of [`save`](Self::save).
+    pub(super) fn restore(
+        &mut self,
+        saved: SavedMemory,
+        fds: &mut Descriptors,
+        closer: &Arc<Closer>,
+    ) -> Result<(), RestoreError> {
+        let SavedMemory { is_granted, files, ranges } = saved;
+        let files = files.into_iter().map(|file| fds.take(file));
+        let files = files.map(|fd| fd.map(|fd| Arc::new(PeerFd::of_predecessor(fd, closer))));
+        let files = files.collect::<Result<Vec<_>, _>>()?;
+        for SavedRange(iova, len, file, offset, writable) in ranges {
+            let refused = |why: &dyn std::fmt::Display| {
+                RestoreError::Client(format!("its memory at IOVA {iova:#x} can not be had: {why}"))
+            };
+            let file = match file {
+                Some(file) => match files.get(file as usize) {
+                    Some(file) => Some(Arc::clone(file)),
+                    None => return Err(refused(&"its file is not there")),
+                },
+                None => None,
+            };
+            let protection = if writable { Protection::ReadWrite } else { Protection::Read };
+            self.add(iova, len, file, offset, protection).map_err(|errno| refused(&errno))?;
+        }
+        if is_granted {
+            self.grant();
+        }
         Ok(())
     }
 
@@ -249,6 +337,14 @@ impl Memory {
     }
 }
 
+fn too_many_files() -> SaveError {
+    SaveError::Client(
+        "its memory is in more files than descriptors are kept of one client: let this process \
+         have more files open (`ulimit -n`, or LimitNOFILE= of systemd)"
+            .into(),
+    )
+}
+
 /// The [`Done`] of a request for two, of which the first to use it completes it.
 fn share(done: Done) -> impl Fn(Result<(), Errno>) + Clone + Send + 'static {
     let done = Arc::new(Mutex::new(Some(done)));
@@ -265,5 +361,48 @@ fn errno(error: &DmaError) -> Errno {
         DmaError::Overlap { .. } => Errno::EXIST,
         DmaError::NotMapped { .. } => Errno::NOENT,
         DmaError::Range { .. } | DmaError::Split { .. } | DmaError::Short { .. } => Errno::INVAL,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::budget::{Amount, Budget};
+    use super::*;
+    use shadowbell_controller::config::uuid_from;
+    use shadowbell_controller::{Carrier, Config, NamespaceConfig, Pool, PoolOptions};
+
+    fn memory(descriptors: u64) -> Memory {
+        let disk = Arc::new(shadowbell_backend::MemDisk::new(8, 512).unwrap());
+        let namespaces = vec![NamespaceConfig { uuid: uuid_from("a test"), disk }];
+        let config = Config { namespaces, ..Config::default() };
+        let pool = Pool::start(&PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap();
+        let mut memory = Memory::new(Controller::new(config, pool, Carrier::default()).unwrap());
+        let budget = Amount { bytes: 1 << 30, mappings: 1 << 20, descriptors };
+        memory.files = Files::new(Budget::new(budget));
+        memory
+    }
+
+    fn map(memory: &mut Memory, n: u64) {
+        let fd = rustix::fs::memfd_create("client", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, PAGE).unwrap();
+        let fd = Some(PeerFd::new(fd, &Arc::default()));
+        let (iova, len) = (n * PAGE, PAGE);
+        let map = DmaMap { iova, len, readable: true, writable: true, fd, fd_offset: 0 };
+        memory.map(map).unwrap();
+    }
+
+    #[test]
+    fn memory_in_more_files_than_are_kept_is_served_and_not_handed_over() {
+        let mut memory = memory(100);
+        (0..50).for_each(|n| map(&mut memory, n));
+        let mut fds = Descriptors::default();
+        assert_eq!(memory.save(&mut fds).unwrap().ranges.len(), 50);
+        assert_eq!(fds.len(), 50);
+        map(&mut memory, 50);
+        let error = memory.save(&mut fds).err().unwrap().to_string();
+        assert!(error.contains("can not be handed over because"), "{error}");
+        assert!(error.contains("ulimit -n"), "{error}");
+        memory.unmap(50 * PAGE, PAGE, Done::new(|outcome| outcome.unwrap()));
+        memory.save(&mut fds).unwrap();
     }
 }

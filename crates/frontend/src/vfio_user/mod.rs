@@ -22,6 +22,14 @@
 //! the controller has the client's memory only while the bit is 1, and the write that clears it is
 //! answered when nothing touches that memory any more. See `memory.rs`.
 //!
+//! # When a server is replaced
+//!
+//! [`Device::save`] writes down what is the function's and the client's, and
+//! [`Device::restore`] gives it to a device around a fresh controller: the configuration space, the
+//! MSI-X table, the eventfds of the vectors, and the ranges of memory with their files, which are
+//! mapped again. Afterwards the controller itself can be restored, since all that it refers to is
+//! there. (What belongs to the controller is none of it: registers, queues, the page of doorbells.)
+//!
 //! # What it does not do
 //!
 //! D3hot keeps the registers accessible, and the interrupt pin does not exist.
@@ -35,18 +43,21 @@ mod pci;
 pub use pci::{BAR0_SIZE, MSIX_BAR};
 
 use doorbell_source::{SocketDoorbells, WakingWrites};
-use memory::Memory;
+use memory::{Memory, SavedMemory};
+use serde::{Deserialize, Serialize};
 use shadowbell_controller::Controller;
 use shadowbell_controller::config::PCI_VENDOR_ID;
 use shadowbell_memory::{EventFd, Signals};
 use shadowbell_spec::regs::{self, DOORBELLS};
+use shadowbell_state::{Bytes, Descriptors, FdRef};
+use shadowbell_vfio_user::descriptor::{Closer, PeerFd};
 use shadowbell_vfio_user::device::{
     Area, Device, DmaMap, DmaUnmap, Done, IoFds, IrqAction, IrqData, IrqInfo, Later, Mapping, Peer,
     RegionInfo, SetIrqs, irq, region,
 };
 use shadowbell_vfio_user::pci::{CONFIG_SIZE, ConfigSpace, Effects, FunctionError, MsixTable};
-use shadowbell_vfio_user::{Errno, LogLimit, SharedSocket};
-use std::os::fd::OwnedFd;
+use shadowbell_vfio_user::{Errno, LogLimit, RestoreError, SaveError, SharedSocket};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 /// What a client did, or has done wrong: for the device's owner to log or to count.
@@ -82,6 +93,21 @@ pub struct ControllerDevice {
     /// What it takes to signal what its clients have sent, one after the other.
     signals: Signals,
     log: LogLimit,
+}
+
+/// A [`ControllerDevice`] on its way to another process, without its controller.
+#[derive(Serialize, Deserialize)]
+struct SavedDevice {
+    config: Bytes,
+    msix_table: Bytes,
+    msix_pending: Bytes,
+    memory: SavedMemory,
+    /// Vectors, and their eventfds.
+    interrupts: Vec<(usize, FdRef)>,
+    #[serde(default)]
+    has_reported: bool,
+    #[serde(default)]
+    has_checked: bool,
 }
 
 impl ControllerDevice {
@@ -355,6 +381,54 @@ impl Device for ControllerDevice {
     fn reset(&mut self, done: Done) {
         self.restart(done);
     }
+
+    fn save(&mut self, fds: &mut Descriptors) -> Result<serde_json::Value, SaveError> {
+        let mut interrupts = Vec::new();
+        for vector in 0..self.controller.vectors() {
+            if let Some(event) = self.controller.interrupt(vector) {
+                interrupts.push((vector, fds.add(event.as_fd().try_clone_to_owned()?)));
+            }
+        }
+        let (table, pending) = self.msix.bytes();
+        Ok(serde_json::to_value(SavedDevice {
+            config: Bytes(self.config.bytes().to_vec()),
+            msix_table: Bytes(table.to_vec()),
+            msix_pending: Bytes(pending.to_vec()),
+            memory: self.memory.save(fds)?,
+            interrupts,
+            has_reported: self.has_reported,
+            has_checked: self.has_checked,
+        })?)
+    }
+
+    fn restore(
+        &mut self,
+        saved: serde_json::Value,
+        fds: &mut Descriptors,
+        closer: &Arc<Closer>,
+    ) -> Result<(), RestoreError> {
+        let saved: SavedDevice = serde_json::from_value(saved)?;
+        let config = saved.config.0.as_slice().try_into();
+        self.config.restore(config.map_err(|_| other("configuration space"))?);
+        if !self.msix.restore(&saved.msix_table.0, &saved.msix_pending.0) {
+            return Err(other("number of interrupt vectors"));
+        }
+        self.memory.restore(saved.memory, fds, closer)?;
+        for (vector, event) in saved.interrupts {
+            let event = Arc::new(PeerFd::of_predecessor(fds.take(event)?, closer));
+            let event = EventFd::of_peer(event, &self.signals)?;
+            if !self.controller.set_interrupt(vector, Some(event)) {
+                return Err(other("number of interrupt vectors"));
+            }
+        }
+        self.has_reported = saved.has_reported;
+        self.has_checked = saved.has_checked;
+        Ok(())
+    }
+}
+
+fn other(what: &str) -> RestoreError {
+    RestoreError::Client(format!("its controller has another {what} than this one"))
 }
 
 impl ControllerDevice {

@@ -42,6 +42,22 @@ impl MsixTable {
         }
     }
 
+    /// The table and the pending bits, to be kept for [`restore`](Self::restore).
+    pub fn bytes(&self) -> (&[u8], &[u8]) {
+        (&self.table, &self.pending)
+    }
+
+    /// As they were. False, and nothing is done, if they are those of another number of vectors.
+    #[must_use]
+    pub fn restore(&mut self, table: &[u8], pending: &[u8]) -> bool {
+        let fits = table.len() == self.table.len() && pending.len() == self.pending.len();
+        if fits {
+            self.table.copy_from_slice(table);
+            self.pending.copy_from_slice(pending);
+        }
+        fits
+    }
+
     /// Reads from the table.
     ///
     /// # Errors

@@ -30,6 +30,28 @@
 //! does the closing. A client that brings more of them than that thread gets rid of is dropped, and
 //! the next one is let in at that socket when most of them are gone.
 
+//!
+//! # When a server is replaced
+//!
+//! A client has no way to come back: QEMU gives a device up when its socket closes. So the socket
+//! is handed to the successor, connected as it is.
+//!
+//! 1. [`Handle::freeze`]: the reactor comes to rest. It takes back what another thread polls as well,
+//!    finishes the message in hand of each client (an outstanding [`Done`](crate::Done) is waited
+//!    for) and lets go of clients that are leaving. It begins no message and lets nobody in. What
+//!    comes meanwhile waits in the sockets, and no deadline runs.
+//! 2. [`Reactor::save`]: of each device its listening socket, with the file that is to be removed in
+//!    the end; of its client the socket, what was agreed on, the bytes and descriptors that were
+//!    received and not looked at, those that were not sent yet; and what
+//!    [`Device::save`](crate::Device::save) adds. Descriptors are duplicates.
+//! 3. [`Reactor::restore`], in the successor: the same, with a device that is as new. Nothing is read,
+//!    sent or accepted, and dropping this reactor does nothing to a socket or its file.
+//! 4. The successor [runs](Reactor::run), and the predecessor ends with [`Reactor::hand_over`]. Or
+//!    something has failed until here: the predecessor runs again, as if nothing had been.
+//!
+//! So at each moment one of the two serves a client, and it is never none. A [`SavedPort`] that was
+//! run by one is of no use to another any more.
+
 mod attachment;
 #[cfg(test)]
 mod attachment_model;

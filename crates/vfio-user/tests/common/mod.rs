@@ -11,16 +11,17 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use shadowbell_state::{Bytes, Descriptors, Parcel};
 use shadowbell_vfio_user::codec::{Decoder, SendQueue};
-use shadowbell_vfio_user::descriptor::PeerFd;
+use shadowbell_vfio_user::descriptor::{Closer, PeerFd};
 use shadowbell_vfio_user::device::{
     Area, Device, DmaMap, DmaUnmap, Done, IoFds, IrqData, IrqInfo, Later, Mapping, Peer,
     RegionInfo, SetIrqs, irq, region,
 };
 use shadowbell_vfio_user::pci::{Bar, ConfigSpace, Function, Msix};
-use shadowbell_vfio_user::server::{Handle, Limits, PortId};
+use shadowbell_vfio_user::server::{Ended, Handle, Limits, PortId, SavedPort};
 use shadowbell_vfio_user::wire::{self, Header, command, header_flags};
-use shadowbell_vfio_user::{Errno, Listener, Reactor, SharedSocket};
+use shadowbell_vfio_user::{Errno, Listener, Reactor, RestoreError, SaveError, SharedSocket};
 use zerocopy::IntoBytes;
 
 /// Size of BAR0, which is plain memory.
@@ -57,6 +58,8 @@ pub(crate) struct ToyShared {
     pub(crate) shared_sockets: Mutex<Vec<SharedSocket>>,
     pub(crate) eventfds: Mutex<Vec<PeerFd>>,
     pub(crate) maps: Mutex<Vec<PeerFd>>,
+    /// It can not be handed over.
+    pub(crate) refuses: AtomicBool,
 }
 
 impl ToyShared {
@@ -106,6 +109,12 @@ pub(crate) struct Toy {
 impl Toy {
     pub(crate) fn new() -> (Box<Self>, Arc<ToyShared>) {
         let shared = Arc::new(ToyShared::default());
+        (Self::of(&shared), shared)
+    }
+
+    /// One that shows what it does at the same place as another.
+    pub(crate) fn of(shared: &Arc<ToyShared>) -> Box<Self> {
+        let shared = Arc::clone(shared);
         let bar2 = rustix::fs::memfd_create("toy", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&bar2, BAR2_FILE_OFFSET + BAR2_SIZE).unwrap();
         let config = ConfigSpace::new(&Function {
@@ -122,7 +131,7 @@ impl Toy {
         })
         .unwrap();
         let bar0 = vec![0; BAR0_SIZE as usize];
-        (Box::new(Self { shared: Arc::clone(&shared), bar0, bar2, config }), shared)
+        Box::new(Self { shared, bar0, bar2, config })
     }
 
     fn bar0(&mut self, offset: u64, len: usize) -> Result<&mut [u8], Errno> {
@@ -274,6 +283,26 @@ impl Device for Toy {
         self.config.reset();
         self.shared.done(done);
     }
+
+    fn save(&mut self, _fds: &mut Descriptors) -> Result<serde_json::Value, SaveError> {
+        if self.shared.refuses.load(Ordering::SeqCst) {
+            return Err(SaveError::Client("it is a test".into()));
+        }
+        let config = Bytes(self.config.bytes().to_vec());
+        Ok(serde_json::to_value((Bytes(self.bar0.clone()), config))?)
+    }
+
+    fn restore(
+        &mut self,
+        saved: serde_json::Value,
+        _fds: &mut Descriptors,
+        _closer: &Arc<Closer>,
+    ) -> Result<(), RestoreError> {
+        let (bar0, config): (Bytes, Bytes) = serde_json::from_value(saved)?;
+        self.bar0 = bar0.0;
+        self.config.restore(config.0.as_slice().try_into().unwrap());
+        Ok(())
+    }
 }
 
 /// A reactor on its own thread, stopped when dropped.
@@ -282,24 +311,78 @@ pub(crate) struct Server {
     pub(crate) directory: tempfile::TempDir,
     /// The reactor's thread, as the kernel calls it.
     pub(crate) tid: u32,
-    thread: Option<JoinHandle<()>>,
+    thread: Option<JoinHandle<(Reactor, Ended)>>,
+    pub(crate) limits: Limits,
 }
 
 impl Server {
     pub(crate) fn start(limits: Limits) -> Self {
         // Tests end with handles held; that is not to be waited for.
         let stop = limits.stop.min(Duration::from_millis(200));
-        let mut reactor = Reactor::new(Limits { stop, ..limits }).unwrap();
-        let handle = reactor.handle();
+        let limits = Limits { stop, ..limits };
+        let reactor = Reactor::new(limits).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let mut server = Self { handle: reactor.handle(), directory, tid: 0, thread: None, limits };
+        server.run(reactor);
+        server
+    }
+
+    /// Has a reactor go on.
+    pub(crate) fn run(&mut self, mut reactor: Reactor) {
+        self.handle = reactor.handle();
         let thread = std::thread::Builder::new().name("reactor".into());
         let (started, tid) = std::sync::mpsc::channel();
         let thread = thread.spawn(move || {
             started.send(gettid()).unwrap();
-            reactor.run().unwrap();
+            let ended = reactor.run().unwrap();
+            (reactor, ended)
         });
-        let directory = tempfile::tempdir().unwrap();
-        let tid = tid.recv().unwrap();
-        Self { handle, directory, tid, thread: Some(thread.unwrap()) }
+        self.tid = tid.recv().unwrap();
+        self.thread = Some(thread.unwrap());
+    }
+
+    /// Whether the reactor has come to an end.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.thread.as_ref().unwrap().is_finished()
+    }
+
+    /// Waits until it has come to rest.
+    pub(crate) fn frozen(&mut self) -> Reactor {
+        let (reactor, ended) = self.thread.take().unwrap().join().unwrap();
+        assert_eq!(ended, Ended::Frozen);
+        reactor
+    }
+
+    pub(crate) fn freeze(&mut self) -> Reactor {
+        self.handle.freeze();
+        self.frozen()
+    }
+
+    /// Another reactor, to which `old` has told all by a socket, as if it was another process.
+    pub(crate) fn successor(&self, old: &mut Reactor, toys: &[&Arc<ToyShared>]) -> Reactor {
+        let mut parcel = Parcel::new();
+        let saved = old.save(parcel.descriptors()).unwrap();
+        parcel.add("sockets", true, &saved).unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let sender = std::thread::spawn(move || parcel.send(&ours).unwrap());
+        let mut parcel = Parcel::receive(&theirs).unwrap();
+        sender.join().unwrap();
+        let saved: Vec<SavedPort> = parcel.take("sockets").unwrap().unwrap();
+        assert_eq!(saved.len(), toys.len());
+        let mut new = Reactor::new(self.limits).unwrap();
+        for (saved, shared) in saved.into_iter().zip(toys) {
+            new.restore(saved, parcel.descriptors(), Toy::of(shared)).unwrap();
+        }
+        parcel.finish().unwrap();
+        new
+    }
+
+    /// Replaces the server under its clients.
+    pub(crate) fn replace(&mut self, toys: &[&Arc<ToyShared>]) {
+        let mut old = self.freeze();
+        let new = self.successor(&mut old, toys);
+        old.hand_over();
+        self.run(new);
     }
 
     /// A server with one toy.

@@ -1,0 +1,26 @@
+//! Doorbells written down, and read again.
+
+use crate::saved::{SavedDoorbell, SavedTruth};
+use shadowbell_doorbell::{DoorbellState, Truth};
+
+/// What has to be kept of a doorbell.
+pub(super) fn save(state: DoorbellState) -> SavedDoorbell {
+    let DoorbellState { last, truth, snapshot } = state;
+    let truth = match truth {
+        Truth::Register => SavedTruth::Register,
+        Truth::Last => SavedTruth::Last,
+        Truth::Shadow => SavedTruth::Shadow,
+    };
+    SavedDoorbell { last, truth, snapshot }
+}
+
+/// As it was.
+pub(super) fn restore(saved: SavedDoorbell) -> DoorbellState {
+    let SavedDoorbell { last, truth, snapshot } = saved;
+    let truth = match truth {
+        SavedTruth::Register => Truth::Register,
+        SavedTruth::Last => Truth::Last,
+        SavedTruth::Shadow => Truth::Shadow,
+    };
+    DoorbellState { last, truth, snapshot }
+}

@@ -1,0 +1,204 @@
+//! The state of a controller at rest, as plain data: what its successor in another process needs.
+//!
+//! A later release may add a field with a default; whoever changes what a field means, or takes one
+//! away, counts up [`shadowbell_state::VERSION`].
+
+use crate::stats::{CqStats, IoStats, SqStats};
+use serde::{Deserialize, Serialize};
+use shadowbell_state::FdRef;
+
+/// The state of a controller at rest ([`Controller::freeze`](crate::Controller::freeze)), to be
+/// written down and read again; its descriptors are beside it
+/// ([`Descriptors`](shadowbell_state::Descriptors)).
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct SavedController {
+    pub(crate) shape: SavedShape,
+    /// The file of the page of doorbells.
+    pub(crate) doorbells: FdRef,
+    pub(crate) control: SavedControl,
+    pub(crate) admin: Option<SavedAdminQueue>,
+    pub(crate) parts: Vec<SavedPart>,
+    /// It has a worker of its own.
+    pub(crate) isolated: bool,
+    /// Vectors that were raised while they had no descriptor.
+    pub(crate) pending_vectors: Vec<u16>,
+    pub(crate) counters: SavedCounters,
+}
+
+/// What a host has seen of the configuration, which it takes to be as it was.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct SavedShape {
+    pub(crate) serial: String,
+    pub(crate) model: String,
+    pub(crate) io_queues: u16,
+    pub(crate) max_queue_entries: u32,
+    pub(crate) mdts: u8,
+    pub(crate) shadow_doorbells: bool,
+    pub(crate) mapped_doorbells: bool,
+    pub(crate) namespaces: Vec<SavedNamespace>,
+}
+
+impl SavedShape {
+    /// What of it is otherwise in `other`, if anything is.
+    pub(crate) fn difference(&self, other: &Self) -> Option<&'static str> {
+        [
+            (self.serial == other.serial, "serial number"),
+            (self.model == other.model, "model number"),
+            (self.io_queues == other.io_queues, "number of I/O queues"),
+            (self.max_queue_entries == other.max_queue_entries, "size of queues"),
+            (self.mdts == other.mdts, "transfer limit"),
+            (self.shadow_doorbells == other.shadow_doorbells, "offer of shadow doorbells"),
+            (self.mapped_doorbells == other.mapped_doorbells, "kind of doorbells"),
+            (self.namespaces == other.namespaces, "set of namespaces"),
+        ]
+        .into_iter()
+        .find_map(|(is_same, what)| (!is_same).then_some(what))
+    }
+}
+
+/// As above, of a namespace.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct SavedNamespace {
+    pub(crate) uuid: [u8; 16],
+    pub(crate) blocks: u64,
+    pub(crate) block_size: u32,
+    pub(crate) read_only: bool,
+}
+
+/// The control plane.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct SavedControl {
+    pub(crate) registers: SavedRegisters,
+    /// Commands are served.
+    pub(crate) enabled: bool,
+    pub(crate) generation: u64,
+    pub(crate) power_cycles: u64,
+    pub(crate) unsafe_shutdowns: u64,
+    /// How long it exists, in milliseconds.
+    pub(crate) powered_ms: u64,
+    /// The buffers of Doorbell Buffer Config.
+    pub(crate) shadow: Option<(u64, u64)>,
+    pub(crate) features: SavedFeatures,
+    /// Namespaces that have changed.
+    pub(crate) changed: Vec<u32>,
+    pub(crate) events: SavedEvents,
+    pub(crate) errors: SavedErrors,
+    /// Submission and completion queues that the host may create.
+    pub(crate) granted: (u16, u16),
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct SavedRegisters {
+    pub(crate) cc: u32,
+    pub(crate) csts: u32,
+    pub(crate) aqa: u32,
+    pub(crate) asq: u64,
+    pub(crate) acq: u64,
+    pub(crate) intms: u32,
+}
+
+/// Features by what the host has set.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct SavedFeatures {
+    pub(crate) arbitration: u32,
+    pub(crate) power: u32,
+    pub(crate) over_temperature: u16,
+    pub(crate) under_temperature: u16,
+    /// Namespace and TLER.
+    pub(crate) error_recovery: Vec<(u32, u16)>,
+    pub(crate) write_cache: bool,
+    pub(crate) queues: Option<u32>,
+    pub(crate) coalescing: u32,
+    pub(crate) coalescing_disabled: Vec<u16>,
+    pub(crate) write_atomicity: u32,
+    pub(crate) events: u32,
+    /// Milliseconds that the timestamp was set to, when that was by our clock, and whether the host
+    /// has set it.
+    pub(crate) clock: (u64, u64, bool),
+}
+
+/// Type, information, log page.
+pub(crate) type SavedEvent = (u8, u8, u8);
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct SavedEvents {
+    pub(crate) outstanding: Vec<u16>,
+    pub(crate) pending: Vec<SavedEvent>,
+    pub(crate) unread: Vec<SavedEvent>,
+    pub(crate) config: u32,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct SavedErrors {
+    /// As in the log page, the newest first.
+    pub(crate) entries: Vec<Vec<u8>>,
+    pub(crate) count: u64,
+}
+
+/// A doorbell, as the controller sees it.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct SavedDoorbell {
+    pub(crate) last: u16,
+    pub(crate) truth: SavedTruth,
+    pub(crate) snapshot: Option<u32>,
+}
+
+/// Where its value is to be found.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) enum SavedTruth {
+    Register,
+    Last,
+    Shadow,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct SavedSq {
+    pub(crate) qid: u16,
+    pub(crate) iova: u64,
+    pub(crate) entries: u32,
+    pub(crate) cqid: u16,
+    pub(crate) head: u16,
+    pub(crate) tail: SavedDoorbell,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct SavedCq {
+    pub(crate) qid: u16,
+    pub(crate) iova: u64,
+    pub(crate) entries: u32,
+    pub(crate) vector: Option<u16>,
+    pub(crate) tail: u16,
+    pub(crate) phase: bool,
+    pub(crate) head: SavedDoorbell,
+    /// Completions that are not posted yet, without their phase tags.
+    pub(crate) staged: Vec<(u64, u64)>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct SavedAdminQueue {
+    pub(crate) sq: SavedSq,
+    pub(crate) cq: SavedCq,
+    /// A command was fetched.
+    pub(crate) used: bool,
+    pub(crate) lacks_cq: bool,
+}
+
+/// The queues that one worker has served.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct SavedPart {
+    /// Its number.
+    pub(crate) worker: usize,
+    pub(crate) sqs: Vec<SavedSq>,
+    pub(crate) cqs: Vec<SavedCq>,
+    /// Descriptors that stand for doorbells.
+    pub(crate) doorbell_eventfds: Vec<FdRef>,
+}
+
+/// What was counted.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct SavedCounters {
+    pub(crate) io: IoStats,
+    pub(crate) sq: SqStats,
+    pub(crate) cq: CqStats,
+    pub(crate) eventfd_doorbells: u64,
+}

@@ -1,0 +1,614 @@
+//! Controllers that come to rest, and others that go on with their hosts.
+
+mod common;
+#[path = "common/held.rs"]
+mod held;
+
+use common::{BASE, Host, MEMORY, Queue, config};
+use held::Held;
+use proptest::prelude::*;
+use shadowbell_backend::Disk;
+use shadowbell_controller::{
+    Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions, RelocateError,
+    RestoreError, SaveError, SavedController,
+};
+use shadowbell_memory::EventFd;
+use shadowbell_spec::admin::{DeleteIoQueue, GetFeatures, GetLogPage, Identify, SetFeatures};
+use shadowbell_spec::feature::fid;
+use shadowbell_spec::log::{ErrorLogEntry, lid};
+use shadowbell_spec::{Sqe, Status};
+use shadowbell_state::Parcel;
+use std::collections::BTreeMap;
+use std::os::unix::net::UnixStream;
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use zerocopy::FromBytes;
+
+const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
+const SHORT: Duration = Duration::from_millis(30);
+
+fn pool(workers: usize, polling: Polling) -> Pool {
+    Pool::start(&PoolOptions { workers, polling, pin: Vec::new() }).unwrap()
+}
+
+/// Identify Controller.
+fn identify(cid: u16) -> Sqe {
+    Identify { cns: 1, ..Identify::default() }.encode(Sqe::new(0x06, cid, 0))
+}
+
+/// A host, and what its controller was made from.
+struct Lab {
+    host: Host,
+    config: Config,
+    mapped: bool,
+    /// By vector.
+    interrupts: BTreeMap<usize, EventFd>,
+}
+
+impl Lab {
+    fn new(config: Config, pool: Pool, mapped: bool) -> Self {
+        let carrier = Carrier { mapped_doorbells: mapped, ..Carrier::default() };
+        let controller = Controller::new(config.clone(), pool, carrier).unwrap();
+        let mut host = Host::attach(controller);
+        host.enable();
+        Self { host, config, mapped, interrupts: BTreeMap::new() }
+    }
+
+    fn create(&mut self, qid: u16, entries: u32, irq: bool) -> Queue {
+        let queue = self.host.create(qid, entries, irq);
+        if let Some(event) = &queue.irq {
+            self.interrupts.insert(qid.into(), event.try_clone().unwrap());
+        }
+        queue
+    }
+
+    fn freeze(&self) {
+        let (done, frozen) = channel();
+        self.host.controller.freeze(move || done.send(()).unwrap());
+        frozen.recv_timeout(common::TIMEOUT).expect("it comes to rest");
+    }
+
+    /// Has another controller go on with the host, which does `meanwhile` while neither serves it.
+    fn replace(&mut self, pool: Pool, meanwhile: impl FnOnce(&mut Host)) {
+        self.freeze();
+        let mut parcel = Parcel::new();
+        let saved = self.host.controller.save(parcel.descriptors()).unwrap();
+        parcel.add("controller", true, &saved).unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let sender = std::thread::spawn(move || parcel.send(&ours).unwrap());
+        let mut parcel = Parcel::receive(&theirs).unwrap();
+        sender.join().unwrap();
+        let saved: SavedController = parcel.take("controller").unwrap().unwrap();
+        meanwhile(&mut self.host);
+        let carrier = Carrier { mapped_doorbells: self.mapped, ..Carrier::default() };
+        let fds = parcel.descriptors();
+        let config = self.config.clone();
+        let successor = Controller::successor(config, pool, carrier, &saved, fds).unwrap();
+        successor.map_dma(BASE, MEMORY, &self.host.memory).unwrap();
+        for (vector, event) in &self.interrupts {
+            successor.set_interrupt(*vector, Some(event.try_clone().unwrap()));
+        }
+        // Nothing of the one before is there any more when the new one begins.
+        drop(std::mem::replace(&mut self.host.controller, successor));
+        self.host.controller.restore(&saved, fds).unwrap();
+        parcel.finish().unwrap();
+    }
+}
+
+/// What the host has under way, and what it has written.
+#[derive(Default)]
+struct Model {
+    /// Queue and command: the block and what is written there, if it is a write.
+    under_way: BTreeMap<(u16, u16), (u64, Option<u64>)>,
+    written: BTreeMap<u64, u64>,
+    next: u64,
+}
+
+const BLOCKS: u64 = 256;
+
+impl Model {
+    /// Submits a write or read of a block that nothing else is under way for, with a page of its
+    /// own for the data.
+    fn submit(&mut self, host: &mut Host, queue: &mut Queue, data: u64, ring: bool) {
+        let room = queue.entries - 2;
+        if self.under_way.keys().filter(|(qid, _)| *qid == queue.qid).count() as u32 >= room {
+            return;
+        }
+        self.next += 1;
+        let cid = self.next as u16;
+        let busy = |lba| self.under_way.values().any(|(of, _)| *of == lba);
+        let Some(lba) = (0..BLOCKS).map(|n| (self.next * 7 + n) % BLOCKS).find(|lba| !busy(*lba))
+        else {
+            return;
+        };
+        let page = data + lba * 4096;
+        let sqe = if self.next.is_multiple_of(3) && self.written.contains_key(&lba) {
+            host.poke(page, &[0; 512]);
+            self.under_way.insert((queue.qid, cid), (lba, None));
+            Sqe::read(1, lba, 0, cid)
+        } else {
+            host.poke(page, &self.next.to_le_bytes().repeat(64));
+            self.under_way.insert((queue.qid, cid), (lba, Some(self.next)));
+            Sqe::write(1, lba, 0, cid)
+        };
+        let old = queue.tail;
+        host.put(queue, &sqe.with_prps(page, 0));
+        if ring {
+            host.ring(queue, old);
+        }
+    }
+
+    /// Takes what is complete.
+    fn reap(&mut self, host: &mut Host, queue: &mut Queue, data: u64) -> bool {
+        let Some((cid, status, _)) = host.reap(queue) else { return false };
+        assert!(status.is_success(), "{status}");
+        let command = self.under_way.remove(&(queue.qid, cid));
+        let (lba, wrote) = command.expect("each command completes once");
+        match wrote {
+            Some(value) => drop(self.written.insert(lba, value)),
+            None => {
+                let bytes = host.peek(data + lba * 4096, 512);
+                assert_eq!(bytes, self.written[&lba].to_le_bytes().repeat(64));
+            }
+        }
+        true
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Submit(usize, u8),
+    Reap(usize, u8),
+    Identify,
+    /// Another queue pair, or one fewer.
+    Create,
+    Delete,
+    Replace {
+        workers: usize,
+        /// Submitted while nobody serves.
+        meanwhile: u8,
+    },
+    Resume {
+        /// Before it is at rest, perhaps.
+        at_once: bool,
+    },
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        6 => (0usize..4, 1u8..12).prop_map(|(queue, count)| Step::Submit(queue, count)),
+        4 => (0usize..4, 1u8..16).prop_map(|(queue, count)| Step::Reap(queue, count)),
+        1 => Just(Step::Identify),
+        1 => Just(Step::Create),
+        1 => Just(Step::Delete),
+        2 => (1usize..4, 0u8..6)
+            .prop_map(|(workers, meanwhile)| Step::Replace { workers, meanwhile }),
+        1 => any::<bool>().prop_map(|at_once| Step::Resume { at_once }),
+    ];
+    prop::collection::vec(step, 1..40)
+}
+
+/// How a host tells of its doorbells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Doorbells {
+    Registers,
+    Shadow,
+    Eventfds,
+    Mapped,
+}
+
+fn run(doorbells: Doorbells, polling: Polling, steps: &[Step]) {
+    let mapped = doorbells == Doorbells::Mapped;
+    let mut lab = Lab::new(config(&["mem:1MiB"]), pool(2, polling), mapped);
+    if matches!(doorbells, Doorbells::Shadow | Doorbells::Eventfds) {
+        assert!(lab.host.configure_shadow(|_, _| 0).is_success());
+    }
+    let mut queues = vec![lab.create(1, 16, true), lab.create(2, 8, false)];
+    let connect = |lab: &mut Lab| {
+        if doorbells == Doorbells::Eventfds {
+            lab.host.doorbell_eventfds = lab.host.controller.doorbell_eventfds().unwrap();
+        }
+    };
+    connect(&mut lab);
+    let (data, spare) = (lab.host.alloc(BLOCKS * 4096), lab.host.alloc(4096));
+    let mut model = Model::default();
+    for step in steps {
+        match *step {
+            Step::Submit(at, count) => {
+                let at = at % queues.len();
+                (0..count).for_each(|_| model.submit(&mut lab.host, &mut queues[at], data, true));
+            }
+            Step::Reap(at, count) => {
+                let at = at % queues.len();
+                for _ in 0..count {
+                    model.reap(&mut lab.host, &mut queues[at], data);
+                }
+            }
+            Step::Identify => {
+                assert!(lab.host.admin(identify(0).with_prps(spare, 0)).0.is_success());
+            }
+            Step::Create if queues.len() < 4 => {
+                let free = (1..).find(|qid| queues.iter().all(|q| q.qid != *qid)).unwrap();
+                queues.push(lab.create(free, 16, false));
+                connect(&mut lab);
+            }
+            Step::Create => {}
+            Step::Delete if queues.len() > 1 => {
+                let mut queue = queues.pop().unwrap();
+                while model.under_way.keys().any(|(qid, _)| *qid == queue.qid) {
+                    model.reap(&mut lab.host, &mut queue, data);
+                }
+                let delete = DeleteIoQueue { qid: queue.qid };
+                lab.host.must(delete.encode(Sqe::new(0x00, 0, 0)));
+                lab.host.must(delete.encode(Sqe::new(0x04, 0, 0)));
+                // As Linux does before a queue is created: an entry that comes to hold its old
+                // value again unseen would be taken for one that has not changed.
+                if let Some((shadow, event_idx)) = lab.host.shadow {
+                    for entry in [shadow, event_idx] {
+                        lab.host.poke(entry + u64::from(queue.qid) * 8, &[0; 8]);
+                    }
+                }
+            }
+            Step::Delete => {}
+            Step::Replace { workers, meanwhile } => {
+                let at = usize::from(meanwhile) % queues.len();
+                let before: Vec<_> = queues.iter().map(|queue| queue.tail).collect();
+                let queue = &mut queues[at];
+                lab.replace(pool(workers, polling), |host| {
+                    // What rings then is held up by whoever carries it.
+                    (0..meanwhile).for_each(|_| model.submit(host, queue, data, false));
+                });
+                if queues[at].tail != before[at] {
+                    lab.host.ring(&queues[at], before[at]);
+                }
+            }
+            Step::Resume { at_once } => {
+                if at_once {
+                    lab.host.controller.freeze(|| ());
+                } else {
+                    lab.freeze();
+                }
+                lab.host.controller.resume();
+            }
+        }
+    }
+    for queue in &mut queues {
+        while model.under_way.keys().any(|(qid, _)| *qid == queue.qid) {
+            let began = std::time::Instant::now();
+            while !model.reap(&mut lab.host, queue, data) {
+                assert!(
+                    began.elapsed() < common::TIMEOUT,
+                    "queue {}: {:?} {:#?}",
+                    queue.qid,
+                    model.under_way,
+                    lab.host.controller.stats()
+                );
+                std::thread::yield_now();
+            }
+        }
+        assert_eq!(lab.host.reap(queue), None, "nothing completes twice");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, max_shrink_iters: 200, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_host_notices(steps in steps(), which in 0usize..4, polls in 0usize..3) {
+        use Doorbells::{Eventfds, Mapped, Registers, Shadow};
+        let doorbells = [Registers, Shadow, Eventfds, Mapped][which];
+        let polling = [Polling::Never, ADAPTIVE, Polling::Always][polls];
+        run(doorbells, polling, &steps);
+    }
+}
+
+fn held_lab() -> (Lab, Held, Queue) {
+    let held = Held::new(1024);
+    held.mark();
+    let disk: Arc<dyn Disk> = Arc::new(held.clone());
+    let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
+    let config = Config { namespaces, ..Config::default() };
+    let mut lab = Lab::new(config, pool(1, Polling::Never), false);
+    let queue = lab.create(1, 64, true);
+    (lab, held, queue)
+}
+
+#[test]
+fn what_a_disk_has_in_hand_ends_first_and_nothing_more_is_begun() {
+    let (mut lab, held, mut queue) = held_lab();
+    let page = lab.host.alloc(4096);
+    held.order(|orders| orders.hold = true);
+    lab.host.submit(&mut queue, &Sqe::read(1, 1, 0, 1).with_prps(page, 0));
+    lab.host.until("the first", || held.seen().len() == 1);
+    let (done, frozen) = channel();
+    lab.host.controller.freeze(move || done.send(()).unwrap());
+    assert!(frozen.recv_timeout(SHORT).is_err());
+    assert!(matches!(
+        lab.host.controller.save(Parcel::new().descriptors()),
+        Err(SaveError::AtWork)
+    ));
+    assert!(matches!(lab.host.controller.isolate(), Err(RelocateError::Frozen)));
+    held.order(|orders| orders.hold = false);
+    frozen.recv_timeout(common::TIMEOUT).unwrap();
+    // It ended, and the host was told.
+    assert_eq!(lab.host.wait(&mut queue).0, 1);
+    for cid in 2..9 {
+        lab.host.submit(&mut queue, &Sqe::read(1, cid.into(), 0, cid).with_prps(page, 0));
+    }
+    std::thread::sleep(SHORT);
+    assert_eq!(held.seen().len(), 1);
+    assert_eq!(lab.host.reap(&mut queue), None);
+    lab.replace(pool(2, Polling::Never), |_| ());
+    let mut ended: Vec<_> = (2..9).map(|_| lab.host.wait(&mut queue).0).collect();
+    ended.sort_unstable();
+    assert_eq!(ended, [2, 3, 4, 5, 6, 7, 8]);
+    assert_eq!(held.seen().len(), 8);
+}
+
+#[test]
+fn a_rest_that_takes_too_long_is_called_off() {
+    let (mut lab, held, mut queue) = held_lab();
+    let page = lab.host.alloc(4096);
+    for round in 0..20u16 {
+        held.order(|orders| orders.hold = true);
+        let (first, second) = (round * 2, round * 2 + 1);
+        lab.host.submit(&mut queue, &Sqe::read(1, 1, 0, first).with_prps(page, 0));
+        lab.host.until("the first", || held.seen().len() == usize::from(first) + 1);
+        let (done, frozen) = channel::<()>();
+        lab.host.controller.freeze(move || done.send(()).unwrap());
+        if round % 2 == 0 {
+            assert!(frozen.recv_timeout(Duration::from_millis(2)).is_err());
+        }
+        lab.host.controller.resume();
+        assert!(frozen.recv().is_err(), "it is dropped and not called");
+        lab.host.submit(&mut queue, &Sqe::read(1, 2, 0, second).with_prps(page, 0));
+        // It is served beside the one that is held.
+        lab.host.until("the second", || held.seen().len() == usize::from(second) + 1);
+        held.order(|orders| orders.hold = false);
+        let mut ended = [lab.host.wait(&mut queue).0, lab.host.wait(&mut queue).0];
+        ended.sort_unstable();
+        assert_eq!(ended, [first, second]);
+    }
+}
+
+#[test]
+fn admin_commands_under_way_end_first_and_waiting_ones_wait() {
+    let (mut lab, held, mut queue) = held_lab();
+    let page = lab.host.alloc(4096);
+    held.order(|orders| orders.hold = true);
+    lab.host.submit(&mut queue, &Sqe::read(1, 1, 0, 1).with_prps(page, 0));
+    lab.host.until("the read", || held.seen().len() == 1);
+    // The deletion waits for the read.
+    let delete = DeleteIoQueue { qid: 1 }.encode(Sqe::new(0x00, 70, 0));
+    let mut admin = std::mem::replace(&mut lab.host.admin, Queue::none());
+    lab.host.submit(&mut admin, &delete);
+    lab.host.until("the deletion", || held.cancelled() == 1);
+    let (done, frozen) = channel();
+    lab.host.controller.freeze(move || done.send(()).unwrap());
+    assert!(frozen.recv_timeout(SHORT).is_err());
+    lab.host.submit(&mut admin, &identify(71).with_prps(page, 0));
+    held.order(|orders| orders.hold = false);
+    assert_eq!(lab.host.wait(&mut admin).0, 70);
+    frozen.recv_timeout(common::TIMEOUT).unwrap();
+    std::thread::sleep(SHORT);
+    assert_eq!(lab.host.reap(&mut admin), None);
+    lab.host.admin = admin;
+    lab.replace(pool(1, Polling::Never), |_| ());
+    let mut admin = std::mem::replace(&mut lab.host.admin, Queue::none());
+    assert_eq!(lab.host.wait(&mut admin), (71, Status::SUCCESS, 0));
+}
+
+#[test]
+fn what_a_host_has_set_and_what_there_is_to_tell_survive() {
+    let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
+    let mut queue = lab.create(1, 16, true);
+    let set = |fid, cdw11| SetFeatures { fid, sv: false, cdw11, ..SetFeatures::default() };
+    lab.host.must(set(fid::TEMPERATURE_THRESHOLD, 0x173).encode(Sqe::new(0x09, 0, 0)));
+    lab.host.must(set(fid::INTERRUPT_COALESCING, 0x102).encode(Sqe::new(0x09, 0, 0)));
+    lab.host.must(set(fid::ASYNC_EVENT_CONFIGURATION, 0x1ff).encode(Sqe::new(0x09, 0, 0)));
+    let page = lab.host.alloc(4096);
+    // An event request, which stays. (The temperature event of above wants none: it is not over.)
+    let mut admin = std::mem::replace(&mut lab.host.admin, Queue::none());
+    lab.host.submit(&mut admin, &Sqe::new(0x0c, 900, 0));
+    // An error for the log.
+    let (status, _) = lab.host.run(&mut queue, Sqe::read(1, 1 << 40, 0, 0).with_prps(page, 0));
+    assert_eq!(status.code(), Status::LBA_OUT_OF_RANGE);
+    lab.host.admin = admin;
+    let before = lab.host.controller.stats();
+    lab.replace(pool(2, ADAPTIVE), |_| ());
+    let got = |lab: &mut Lab, fid| {
+        lab.host.must(GetFeatures { fid, ..GetFeatures::default() }.encode(Sqe::new(0x0a, 0, 0)))
+    };
+    assert_eq!(got(&mut lab, fid::TEMPERATURE_THRESHOLD), 0x173);
+    assert_eq!(got(&mut lab, fid::INTERRUPT_COALESCING), 0x102);
+    let log = GetLogPage { lid: lid::ERROR_INFORMATION, numd0: 15, ..GetLogPage::default() };
+    let page = lab.host.page(Sqe::get_log_page(0, log, 0)).unwrap();
+    let (entry, _) = ErrorLogEntry::read_from_prefix(&page).unwrap();
+    assert_eq!((entry.error_count, entry.sqid), (1, 1));
+    let after = lab.host.controller.stats();
+    assert_eq!(after.io, before.io);
+    // The request of before is there: a bad doorbell completes it.
+    lab.host.controller.write_doorbell(0x1000 + 8 * 60, 1);
+    let mut admin = std::mem::replace(&mut lab.host.admin, Queue::none());
+    let (cid, status, dw0) = lab.host.wait(&mut admin);
+    assert_eq!((cid, status, dw0 & 7), (900, Status::SUCCESS, 0));
+}
+
+#[test]
+fn each_vector_is_raised_once_for_what_was_not_announced() {
+    let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
+    let mut queue = lab.create(1, 16, true);
+    // Interrupts are held back for as long as may be.
+    let set = SetFeatures { fid: fid::INTERRUPT_COALESCING, cdw11: 0xffff, ..Default::default() };
+    lab.host.must(set.encode(Sqe::new(0x09, 0, 0)));
+    let page = lab.host.alloc(4096);
+    lab.host.submit(&mut queue, &Sqe::read(1, 1, 0, 5).with_prps(page, 0));
+    lab.host.until("the completion", || {
+        lab.host.memory.load_u64_acquire((queue.cq - BASE) as usize + 8).unwrap() >> 48 & 1 == 1
+    });
+    let event = queue.irq.as_ref().unwrap().try_clone().unwrap();
+    lab.replace(pool(1, Polling::Never), |_| ());
+    assert!(event.wait(Some(common::TIMEOUT)).unwrap());
+    assert_eq!(lab.host.reap(&mut queue).unwrap().0, 5);
+}
+
+#[test]
+fn a_controller_that_is_disabled_or_has_failed_stays_so() {
+    let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
+    lab.host.disable();
+    lab.replace(pool(1, Polling::Never), |_| ());
+    assert!(!lab.host.csts().rdy());
+    lab.host.enable();
+    let queue = lab.create(1, 16, false);
+    drop(queue);
+    // The second enable with a bad configuration is fatal.
+    lab.host.disable();
+    use shadowbell_spec::regs::{CC, Cc};
+    lab.host.write32(CC, Cc::new().with_mps(15).with_en(true).into_bits());
+    assert!(lab.host.csts().cfs());
+    lab.replace(pool(1, Polling::Never), |_| ());
+    assert!(lab.host.csts().cfs());
+    lab.host.disable();
+    lab.host.enable();
+    let mut queue = lab.create(1, 16, false);
+    let page = lab.host.alloc(4096);
+    assert!(lab.host.run(&mut queue, Sqe::read(1, 1, 0, 0).with_prps(page, 0)).0.is_success());
+}
+
+#[test]
+fn a_controller_with_a_thread_of_its_own_has_one_again() {
+    let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
+    let mut queue = lab.create(1, 16, false);
+    lab.host.controller.isolate().unwrap();
+    let page = lab.host.alloc(4096);
+    let read = Sqe::read(1, 1, 0, 0).with_prps(page, 0);
+    assert!(lab.host.run(&mut queue, read).0.is_success());
+    lab.replace(pool(1, Polling::Never), |_| ());
+    assert!(lab.host.run(&mut queue, read).0.is_success());
+    let workers = lab.host.controller.stats().workers;
+    assert!(workers.iter().all(|sleep| sleep.worker == 1), "{workers:?}");
+}
+
+#[test]
+fn memory_that_was_away_comes_back_to_the_successor() {
+    let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
+    assert!(lab.host.configure_shadow(|_, _| 0).is_success());
+    let mut queue = lab.create(1, 16, false);
+    let page = lab.host.alloc(4096);
+    lab.freeze();
+    let mut parcel = Parcel::new();
+    let fds = parcel.descriptors();
+    let saved = lab.host.controller.save(fds).unwrap();
+    let carrier = Carrier::default();
+    let config = lab.config.clone();
+    let pool = pool(1, Polling::Never);
+    let successor = Controller::successor(config, pool, carrier, &saved, fds).unwrap();
+    lab.host.controller = successor;
+    lab.host.controller.restore(&saved, fds).unwrap();
+    lab.host.submit(&mut queue, &Sqe::read(1, 1, 0, 3).with_prps(page, 0));
+    std::thread::sleep(SHORT);
+    assert_eq!(lab.host.reap(&mut queue), None);
+    lab.host.controller.map_dma(BASE, MEMORY, &lab.host.memory).unwrap();
+    assert_eq!(lab.host.wait(&mut queue).0, 3);
+    assert!(lab.host.admin(identify(0).with_prps(page, 0)).0.is_success());
+}
+
+#[test]
+fn another_configuration_is_refused_and_the_first_goes_on() {
+    let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
+    let mut queue = lab.create(1, 16, false);
+    lab.freeze();
+    let others = [
+        (Config { serial: "OTHER".into(), ..lab.config.clone() }, "serial number"),
+        (Config { io_queues: 2, ..lab.config.clone() }, "number of I/O queues"),
+        (Config { mdts: 9, ..lab.config.clone() }, "transfer limit"),
+        (config(&["mem:2MiB"]), "set of namespaces"),
+    ];
+    for (other, what) in others {
+        let mut parcel = Parcel::new();
+        let saved = lab.host.controller.save(parcel.descriptors()).unwrap();
+        let (pool, carrier) = (pool(1, Polling::Never), Carrier::default());
+        let error = Controller::successor(other, pool, carrier, &saved, parcel.descriptors());
+        let error = error.unwrap_err();
+        assert!(matches!(error, RestoreError::Shape(shape) if shape == what), "{error}");
+    }
+    lab.host.controller.resume();
+    let page = lab.host.alloc(4096);
+    assert!(lab.host.run(&mut queue, Sqe::read(1, 1, 0, 0).with_prps(page, 0)).0.is_success());
+}
+
+/// A state is trusted to come from a server of ours, and not to be without faults.
+#[test]
+fn a_state_with_any_number_changed_is_refused_or_taken_and_never_panics() {
+    let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, Polling::Never), false);
+    assert!(lab.host.configure_shadow(|_, _| 0).is_success());
+    let mut queue = lab.create(1, 16, true);
+    let page = lab.host.alloc(4096);
+    assert!(lab.host.run(&mut queue, Sqe::read(1, 1, 0, 0).with_prps(page, 0)).0.is_success());
+    lab.freeze();
+    let mut parcel = Parcel::new();
+    let saved = lab.host.controller.save(parcel.descriptors()).unwrap();
+    let whole = serde_json::to_value(&saved).unwrap();
+    let (pool, count) = (pool(2, Polling::Never), Mutex::new(0));
+    let mut places = 0;
+    visit(&whole, &mut |_| places += 1);
+    for place in 0..places {
+        for value in [0u64, 1, 65_535, u64::MAX] {
+            let mut changed = whole.clone();
+            change(&mut changed, place, value);
+            let Ok(state) = serde_json::from_value::<SavedController>(changed) else { continue };
+            let mut fds = shadowbell_state::Descriptors::default();
+            let doorbells = lab.host.controller.doorbells().mapping().fd().unwrap();
+            fds.add(doorbells.try_clone_to_owned().unwrap());
+            let (config, carrier) = (lab.config.clone(), Carrier::default());
+            let made = Controller::successor(config, pool.clone(), carrier, &state, &mut fds);
+            if let Ok(successor) = made {
+                successor.map_dma(BASE, MEMORY, &lab.host.memory).unwrap();
+                if successor.restore(&state, &mut fds).is_ok() {
+                    *count.lock().unwrap() += 1;
+                }
+                let (done, gone) = channel();
+                successor.disconnect(move || done.send(()).unwrap());
+                gone.recv_timeout(common::TIMEOUT).expect("it can be reset");
+            }
+        }
+    }
+    assert!(*count.lock().unwrap() > 10);
+}
+
+/// What was counted can be any number, but for those of which the sum overflows.
+const COUNTERS: &str = "counters";
+
+fn visit(value: &serde_json::Value, with: &mut dyn FnMut(&serde_json::Value)) {
+    match value {
+        serde_json::Value::Array(items) => items.iter().for_each(|item| visit(item, with)),
+        serde_json::Value::Object(items) => {
+            items
+                .iter()
+                .filter(|(key, _)| *key != COUNTERS)
+                .for_each(|(_, item)| visit(item, with));
+        }
+        serde_json::Value::Number(_) => with(value),
+        _ => {}
+    }
+}
+
+/// Puts a number in the place of that one.
+fn change(value: &mut serde_json::Value, place: usize, new: u64) -> usize {
+    match value {
+        serde_json::Value::Array(items) => {
+            items.iter_mut().fold(place, |place, item| change(item, place, new))
+        }
+        serde_json::Value::Object(items) => {
+            let items = items.iter_mut().filter(|(key, _)| *key != COUNTERS);
+            items.fold(place, |place, (_, item)| change(item, place, new))
+        }
+        serde_json::Value::Number(number) if place == 0 => {
+            *number = new.into();
+            usize::MAX
+        }
+        serde_json::Value::Number(_) => place - 1,
+        _ => place,
+    }
+}

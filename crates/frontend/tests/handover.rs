@@ -1,0 +1,223 @@
+//! A server that is replaced while a client is attached.
+
+use shadowbell_backend::MemDisk;
+use shadowbell_controller::config::uuid_from;
+use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Pool, PoolOptions};
+use shadowbell_driver::{AttachOptions, Controller as Driver, VfioUser};
+use shadowbell_frontend::ControllerDevice;
+use shadowbell_frontend::vfio_user::MSIX_BAR;
+use shadowbell_memory::{EventFd, Mapping};
+use shadowbell_spec::Status;
+use shadowbell_state::{Descriptors, Parcel};
+use shadowbell_vfio_user::client::{Options, Share};
+use shadowbell_vfio_user::device::{DmaUnmap, irq, region};
+use shadowbell_vfio_user::server::{Ended, SavedPort};
+use shadowbell_vfio_user::{Client, Listener, Reactor};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+const PAGE: u64 = 4096;
+
+fn controller() -> Controller {
+    let disk = Arc::new(MemDisk::new(8192, 512).unwrap());
+    let namespaces = vec![NamespaceConfig { uuid: uuid_from("a test"), disk }];
+    let config = Config { namespaces, ..Config::default() };
+    let pool = Pool::start(&PoolOptions { workers: 1, ..PoolOptions::default() }).unwrap();
+    Controller::new(config, pool, Carrier::default()).unwrap()
+}
+
+fn device(controller: &Controller) -> Box<ControllerDevice> {
+    Box::new(ControllerDevice::new(controller.clone(), Arc::new(|_| ())).unwrap())
+}
+
+type Running = JoinHandle<(Reactor, Ended)>;
+
+fn run(mut reactor: Reactor) -> Running {
+    std::thread::spawn(move || {
+        let ended = reactor.run().unwrap();
+        (reactor, ended)
+    })
+}
+
+/// A controller behind a socket, and what is written of it when it is at rest.
+struct Server {
+    directory: tempfile::TempDir,
+    controller: Controller,
+    handle: shadowbell_vfio_user::server::Handle,
+    running: Option<Running>,
+}
+
+impl Server {
+    fn start() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let controller = self::controller();
+        let mut reactor = Reactor::new(Default::default()).unwrap();
+        let listener = Listener::bind(directory.path().join("cntrl")).unwrap();
+        reactor.add(listener, device(&controller)).unwrap();
+        let handle = reactor.handle();
+        Self { directory, controller, handle, running: Some(run(reactor)) }
+    }
+
+    fn freeze(&mut self) -> Reactor {
+        self.handle.freeze();
+        let (reactor, ended) = self.running.take().unwrap().join().unwrap();
+        assert_eq!(ended, Ended::Frozen);
+        reactor
+    }
+
+    fn go_on(&mut self, reactor: Reactor) {
+        self.handle = reactor.handle();
+        self.running = Some(run(reactor));
+    }
+
+    /// Replaces the server. How many descriptors that took.
+    fn replace(&mut self) -> usize {
+        let mut old = self.freeze();
+        let (saved, mut parcel) = travel(&mut old);
+        let count = parcel.descriptors().len();
+        let controller = self::controller();
+        let mut new = Reactor::new(Default::default()).unwrap();
+        new.restore(saved, parcel.descriptors(), device(&controller)).unwrap();
+        parcel.finish().unwrap();
+        old.hand_over();
+        self.controller = controller;
+        self.go_on(new);
+        count
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.handle.stop();
+        let _ = self.running.take().map(JoinHandle::join);
+    }
+}
+
+fn travel(old: &mut Reactor) -> (SavedPort, Parcel) {
+    let mut parcel = Parcel::new();
+    let saved = old.save(parcel.descriptors()).unwrap();
+    parcel.add("sockets", true, &saved).unwrap();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let sender = std::thread::spawn(move || parcel.send(&ours).unwrap());
+    let mut parcel = Parcel::receive(&theirs).unwrap();
+    sender.join().unwrap();
+    let mut saved: Vec<SavedPort> = parcel.take("sockets").unwrap().unwrap();
+    (saved.remove(0), parcel)
+}
+
+fn share<'a>(iova: u64, len: u64, fd: Option<BorrowedFd<'a>>, fd_offset: u64) -> Share<'a> {
+    Share { iova, len, readable: true, writable: true, fd, fd_offset }
+}
+
+#[test]
+fn a_client_keeps_its_memory_its_interrupts_and_its_registers() {
+    let mut server = Server::start();
+    let client = Client::connect(server.directory.path(), Options::default()).unwrap();
+    // Single pages of one file, more than are mapped one by one; another one; one that may be read
+    // only; and what can not be mapped.
+    let [pages, other, read_only] =
+        [600, 8, 2].map(|pages| Mapping::shared("guest", pages * PAGE).unwrap());
+    for n in 0..300 {
+        pages.bytes().write((2 * n * PAGE) as usize, &(n + 7)).unwrap();
+        client.dma_map(&share(2 * n * PAGE, PAGE, pages.fd(), 2 * n * PAGE)).unwrap();
+    }
+    client.dma_map(&share(1 << 30, 4 * PAGE, other.fd(), 4 * PAGE)).unwrap();
+    let read = Share { writable: false, ..share(2 << 30, 2 * PAGE, read_only.fd(), 0) };
+    client.dma_map(&read).unwrap();
+    client.dma_map(&share(3 << 30, PAGE, None, 0)).unwrap();
+    let events = [(); 3].map(|()| EventFd::new().unwrap());
+    for (vector, event) in [0_u32, 1, 3].into_iter().zip(&events) {
+        client.set_irq_eventfds(irq::MSIX, vector, &[event.as_fd()]).unwrap();
+    }
+    // Bus mastering, an address, an interrupt line.
+    for (offset, value) in [(4, &[6, 4][..]), (0x10, &[0, 0, 0, 0xf0, 1, 0, 0, 0]), (0x3c, &[11])] {
+        client.region_write(region::CONFIG, offset, value).unwrap();
+    }
+    client.region_write(MSIX_BAR, 16, &[1; 16]).unwrap();
+    let registers = || {
+        [region::CONFIG, MSIX_BAR].map(|region| {
+            let mut bytes = vec![0; 4096];
+            client.region_read(region, 0, &mut bytes).unwrap();
+            bytes
+        })
+    };
+    let before = registers();
+    let ranges: Vec<_> = server.controller.dma_table().ranges().collect();
+    assert_eq!(ranges.len(), 302);
+
+    for _ in 0..2 {
+        // The listener, the socket, the files, the events.
+        assert_eq!(server.replace(), 1 + 1 + 3 + 3);
+        assert_eq!(registers(), before);
+        let table = server.controller.dma_table();
+        assert_eq!(table.ranges().collect::<Vec<_>>(), ranges);
+        for n in 0..300 {
+            let page = table.bytes(2 * n * PAGE, PAGE).unwrap();
+            assert_eq!(page.read::<u64>(0), Some(n + 7));
+            assert!(page.is_writable());
+        }
+        table.bytes(1 << 30, PAGE).unwrap().write(0, &42_u64).unwrap();
+        assert_eq!(other.bytes().read::<u64>(4 * PAGE as usize), Some(42));
+        assert!(!table.bytes(2 << 30, PAGE).unwrap().is_writable());
+        for (vector, event) in [0, 1, 3].into_iter().zip(&events) {
+            assert_eq!(event.drain(), 0);
+            server.controller.trigger_interrupt(vector);
+            assert!(event.wait(Some(TIMEOUT)).unwrap());
+            assert_eq!(event.drain(), 1);
+        }
+    }
+    // They are the client's to take back, as ever.
+    assert!(client.dma_map(&share(PAGE, 2 * PAGE, other.fd(), 0)).is_err(), "it overlaps");
+    for iova in [2 * PAGE, 2 << 30, 3 << 30] {
+        let len = if iova == 2 << 30 { 2 * PAGE } else { PAGE };
+        client.dma_unmap(DmaUnmap::Range { iova, len }).unwrap();
+        assert!(client.dma_unmap(DmaUnmap::Range { iova, len }).is_err());
+    }
+    assert_eq!(server.replace(), 1 + 1 + 2 + 3);
+}
+
+#[test]
+fn a_driver_uses_a_controller_that_has_replaced_the_one_it_connected_to() {
+    let mut server = Server::start();
+    let transport = VfioUser::connect(server.directory.path(), TIMEOUT).unwrap();
+    server.replace();
+    let mut driver = Driver::attach(Arc::new(transport), &AttachOptions::default()).unwrap();
+    let namespace = driver.namespace(1).unwrap().clone();
+    let buffers = driver.buffers(1, 512).unwrap();
+    let mut queue = driver.take_queue_pair().unwrap();
+    queue.submit(namespace.read(0, 1).unwrap(), Some(buffers.take().unwrap())).unwrap();
+    let deadline = Instant::now() + TIMEOUT;
+    while !queue.wait(Some(deadline)).unwrap() {
+        assert!(Instant::now() < deadline, "nothing completes");
+    }
+    assert_eq!(queue.pop().unwrap().status, Status::SUCCESS);
+    drop(queue);
+    driver.detach().unwrap();
+}
+
+#[test]
+fn a_successor_that_can_not_serve_the_client_says_why_and_the_old_one_goes_on() {
+    let mut server = Server::start();
+    let client = Client::connect(server.directory.path(), Options::default()).unwrap();
+    let memory = Mapping::shared("guest", PAGE).unwrap();
+    client.dma_map(&share(0, PAGE, memory.fd(), 0)).unwrap();
+    let mut old = server.freeze();
+    let (saved, mut parcel) = travel(&mut old);
+    let mut new = Reactor::new(Default::default()).unwrap();
+    let without = &mut Descriptors::default();
+    let error = new.restore(saved.clone(), without, device(&controller())).unwrap_err();
+    assert!(error.to_string().contains("names descriptor"), "{error}");
+    // What can not be mapped.
+    let mut text = serde_json::to_value(&saved).unwrap();
+    text["device"]["memory"]["ranges"][0][3] = 1.into();
+    let saved = serde_json::from_value(text).unwrap();
+    let error = new.restore(saved, parcel.descriptors(), device(&controller())).unwrap_err();
+    assert!(error.to_string().contains("memory at IOVA 0x0"), "{error}");
+    drop((new, parcel));
+    server.go_on(old);
+    client.dma_unmap(DmaUnmap::Range { iova: 0, len: PAGE }).unwrap();
+}

@@ -1,0 +1,499 @@
+//! A server that is replaced under its clients, who do not notice.
+
+mod common;
+
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+use common::*;
+use shadowbell_state::Descriptors;
+use shadowbell_vfio_user::codec::SendQueue;
+use shadowbell_vfio_user::server::Limits;
+use shadowbell_vfio_user::wire::{self, Header, command, header_flags};
+use shadowbell_vfio_user::{Listener, SaveError};
+use zerocopy::IntoBytes;
+
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        (mixed ^ mixed >> 27) % sides
+    }
+}
+
+fn message(id: u16, command: u16, flags: u32, payload: &[&[u8]]) -> Vec<u8> {
+    let mut out = SendQueue::default();
+    out.put(Header { id, command, size: 0, flags, error: 0 }, payload);
+    out.front().0.to_vec()
+}
+
+/// The reply that has to come next: to which message, and if it was a read, what was read.
+type Expected = (u16, Option<u32>);
+
+/// Sends requests without waiting for replies, in pieces.
+struct Talker {
+    raw: Raw,
+    dice: Dice,
+    expected: Sender<Expected>,
+    id: u16,
+    rings: u8,
+    value: u32,
+    maps: Arc<AtomicU32>,
+}
+
+impl Talker {
+    fn expect(&mut self, read: Option<u32>) -> u16 {
+        self.id = self.id.wrapping_add(1);
+        self.expected.send((self.id, read)).unwrap();
+        self.id
+    }
+
+    fn ring(&mut self, replies: bool) -> Vec<u8> {
+        let access = access(0, DOORBELL, 1);
+        self.rings = self.rings.wrapping_add(1);
+        let (id, flags) = match replies {
+            true => (self.expect(None), 0),
+            false => (0, header_flags::NO_REPLY),
+        };
+        message(id, command::REGION_WRITE, flags, &[access.as_bytes(), &[self.rings]])
+    }
+
+    fn read(&mut self) -> Vec<u8> {
+        let id = self.expect(Some(self.value));
+        message(id, command::REGION_READ, 0, &[access(0, 16, 4).as_bytes()])
+    }
+
+    fn write(&mut self) -> Vec<u8> {
+        self.value = self.value.wrapping_add(1);
+        let (id, value) = (self.expect(None), self.value.to_le_bytes());
+        message(id, command::REGION_WRITE, 0, &[access(0, 16, 4).as_bytes(), &value])
+    }
+
+    /// Several writes that come as one, one of which takes its time if the device holds it.
+    fn write_several(&mut self) -> Vec<u8> {
+        let entry = |offset, count, value: u32| {
+            let mut data = [0; 8];
+            data[..4].copy_from_slice(&value.to_le_bytes());
+            wire::MultiEntry { offset, region: 0, count, data }
+        };
+        self.value = self.value.wrapping_add(1);
+        self.rings = self.rings.wrapping_add(1);
+        let entries = [
+            entry(16, 4, self.value.wrapping_add(77)),
+            entry(SLOW, 1, 1),
+            entry(DOORBELL, 1, self.rings.into()),
+            entry(16, 4, self.value),
+        ];
+        let head = wire::WriteMulti { count: 4 };
+        let id = self.expect(None);
+        message(id, command::REGION_WRITE_MULTI, 0, &[head.as_bytes(), entries.as_bytes()])
+    }
+
+    fn slow_write(&mut self) -> Vec<u8> {
+        let id = self.expect(None);
+        message(id, command::REGION_WRITE, 0, &[access(0, SLOW, 1).as_bytes(), &[1]])
+    }
+
+    /// Sends it in pieces, the last of them with a descriptor: so the descriptor may be there while
+    /// the message is not.
+    fn map(&mut self) {
+        let n = self.maps.fetch_add(1, Ordering::SeqCst) + 1;
+        let len = u64::from(n) * 4096;
+        let map = wire::DmaMap { argsz: 32, flags: 3, offset: 0, address: 0x1000, size: len };
+        let id = self.expect(None);
+        let bytes = message(id, command::DMA_MAP, 0, &[map.as_bytes()]);
+        let at = self.dice.roll(bytes.len() as u64) as usize;
+        let before = self.dice.roll(at as u64 + 1) as usize;
+        let file = memfd(len);
+        self.send(&bytes[..before]);
+        self.raw.send_with_fds(&bytes[before..=at], &[file.as_fd()]);
+        self.send(&bytes[at + 1..]);
+    }
+
+    fn send(&mut self, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            let some = match self.dice.roll(3) {
+                0 => self.dice.roll(bytes.len() as u64) as usize + 1,
+                _ => bytes.len(),
+            };
+            self.raw.send(&bytes[..some]);
+            bytes = &bytes[some..];
+            if self.dice.roll(4) == 0 {
+                std::thread::yield_now();
+            }
+        }
+    }
+
+    fn batch(&mut self) {
+        let mut bytes = Vec::new();
+        for _ in 0..=self.dice.roll(8) {
+            bytes.extend(match self.dice.roll(7) {
+                0 | 1 => self.ring(false),
+                2 => self.ring(true),
+                3 => self.write(),
+                4 => self.write_several(),
+                5 => self.slow_write(),
+                _ => self.read(),
+            });
+        }
+        self.send(&bytes);
+        if self.dice.roll(30) == 0 && self.maps.load(Ordering::SeqCst) < 300 {
+            self.map();
+        }
+    }
+}
+
+/// Reads replies, each of which has to be the one that is due. They may lag behind.
+fn listen(mut raw: Raw, expected: &Receiver<Expected>, seed: u64) {
+    let mut dice = Dice(seed);
+    while let Ok((id, read)) = expected.recv() {
+        if dice.roll(200) == 0 {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        let reply = raw.reply();
+        assert_eq!(reply.header.id, id, "seed {seed}");
+        let payload = reply.ok();
+        if let Some(value) = read {
+            assert_eq!(payload[16..], value.to_le_bytes(), "seed {seed}");
+        }
+    }
+    raw.assert_silent();
+}
+
+/// At any moment, in any way: every request counts once, in its order, and is answered once.
+#[test]
+fn a_client_does_not_notice_however_often_its_server_is_replaced() {
+    for seed in 0..4 {
+        let mut dice = Dice(1000 + seed);
+        let (mut server, path, shared) = Server::with_toy(Limits::default());
+        let raw = Raw::attach(&path);
+        let listener = Raw::new(raw.stream.try_clone().unwrap());
+        shared.hold.store(true, Ordering::SeqCst);
+        let (expected, due) = channel();
+        let (enough, maps) = (Arc::<AtomicBool>::default(), Arc::<AtomicU32>::default());
+        let over = Arc::<AtomicBool>::default();
+        let mut talker = Talker {
+            raw,
+            dice: Dice(seed),
+            expected,
+            id: 0,
+            rings: 0,
+            value: 0,
+            maps: Arc::clone(&maps),
+        };
+        let talks = std::thread::spawn({
+            let enough = Arc::clone(&enough);
+            move || {
+                while !enough.load(Ordering::SeqCst) {
+                    talker.batch();
+                }
+                talker
+            }
+        });
+        let listens = std::thread::spawn(move || listen(listener, &due, seed));
+        // What takes its time ends some time.
+        let finishes = std::thread::spawn({
+            let (shared, over) = (Arc::clone(&shared), Arc::clone(&over));
+            let mut dice = Dice(2000 + seed);
+            move || {
+                while !over.load(Ordering::SeqCst) {
+                    let done = shared.held.lock().unwrap().pop();
+                    match done {
+                        Some(done) => done.ok(),
+                        None if dice.roll(2) == 0 => std::thread::yield_now(),
+                        None => std::thread::sleep(Duration::from_micros(dice.roll(300))),
+                    }
+                }
+            }
+        });
+        for _ in 0..100 {
+            std::thread::sleep(Duration::from_micros(dice.roll(1500)));
+            let mut old = server.freeze();
+            match dice.roll(6) {
+                // Nothing comes of it.
+                0 => server.run(old),
+                // A successor that does not get as far as to begin.
+                1 => {
+                    drop(server.successor(&mut old, &[&shared]));
+                    server.run(old);
+                }
+                2 => {
+                    shared.refuses.store(true, Ordering::SeqCst);
+                    let error = old.save(&mut Descriptors::default()).unwrap_err();
+                    assert!(matches!(error, SaveError::Client(_)), "{error}");
+                    shared.refuses.store(false, Ordering::SeqCst);
+                    server.run(old);
+                }
+                _ => {
+                    let new = server.successor(&mut old, &[&shared]);
+                    old.hand_over();
+                    server.run(new);
+                }
+            }
+        }
+        enough.store(true, Ordering::SeqCst);
+        let talker = talks.join().unwrap();
+        let last = talker.rings;
+        let Talker { raw, expected, .. } = talker;
+        drop(expected);
+        listens.join().unwrap();
+        over.store(true, Ordering::SeqCst);
+        finishes.join().unwrap();
+        shared.hold.store(false, Ordering::SeqCst);
+        let writes = shared.doorbell_writes.lock().unwrap();
+        let values: Vec<_> = writes.iter().map(|(value, _)| *value).collect();
+        assert_eq!(values.last(), Some(&last), "seed {seed}");
+        assert!(values.windows(2).all(|w| w[0].wrapping_add(1) == w[1]), "seed {seed}");
+        // Each file has arrived with its message.
+        let files = shared.maps.lock().unwrap();
+        assert_eq!(files.len(), maps.load(Ordering::SeqCst) as usize);
+        for (n, file) in files.iter().enumerate() {
+            let size = rustix::fs::fstat(file).unwrap().st_size;
+            assert_eq!(size, (n as i64 + 1) * 4096, "seed {seed}");
+        }
+        drop(raw);
+    }
+}
+
+/// What is answered and not read goes along, with its descriptors, and whatever waits behind it.
+#[test]
+fn a_client_that_does_not_read_gets_all_of_it_later() {
+    let (mut server, path, shared) = Server::with_toy(Limits::default());
+    let mut raw = Raw::attach(&path);
+    raw.write(0, b"first").ok();
+    // More than the socket takes, and more than the server keeps.
+    const LEN: usize = 0x8000;
+    let mut ids = Vec::new();
+    for _ in 0..100 {
+        let ask =
+            wire::RegionInfo { argsz: 32, flags: 0, index: 2, cap_offset: 0, size: 0, offset: 0 };
+        for (command, payload) in [
+            (command::REGION_READ, access(0, 0, LEN).as_bytes()),
+            (command::DEVICE_GET_REGION_INFO, ask.as_bytes()),
+        ] {
+            let id = ids.len() as u16;
+            raw.send(&message(id, command, 0, &[payload]));
+            ids.push(id);
+        }
+    }
+    for _ in 0..5 {
+        server.replace(&[&shared]);
+    }
+    // It is the server's word that counts, not the socket's: it has not read everything.
+    for id in &ids {
+        if *id == 100 {
+            server.replace(&[&shared]);
+        }
+        let reply = raw.reply();
+        assert_eq!(reply.header.id, *id);
+        match reply.header.command {
+            command::REGION_READ => assert_eq!(reply.ok()[16..21], *b"first"),
+            _ => assert_eq!(reply.ok().len(), 32),
+        }
+    }
+    raw.assert_silent();
+}
+
+/// Each of them with its own reply.
+#[test]
+fn descriptors_of_replies_go_along() {
+    let (mut server, path, shared) = Server::with_toy(Limits::default());
+    let mut raw = Raw::attach(&path);
+    let read = raw.message(command::REGION_READ, 0, &[access(0, 0, 0x4000).as_bytes()]);
+    let ask =
+        wire::RegionInfo { argsz: 256, flags: 0, index: 2, cap_offset: 0, size: 0, offset: 0 };
+    let info = raw.message(command::DEVICE_GET_REGION_INFO, 0, &[ask.as_bytes()]);
+    for _ in 0..40 {
+        raw.send(&read);
+        raw.send(&info);
+    }
+    server.replace(&[&shared]);
+    server.replace(&[&shared]);
+    let (read, info) = (16 + 16 + 0x4000, 16 + 32 + 16 + 16);
+    let (mut bytes, mut fds) = (0, 0);
+    while bytes < 40 * (read + info) {
+        let (some, files) = receive(&raw.stream);
+        assert_ne!(some, 0);
+        bytes += some;
+        for file in files {
+            let size = rustix::fs::fstat(file).unwrap().st_size as u64;
+            assert_eq!(size, BAR2_FILE_OFFSET + BAR2_SIZE);
+            fds += 1;
+        }
+        let begun = (0..40).filter(|n| n * (read + info) + read < bytes).count();
+        assert_eq!(fds, begun, "after {bytes} bytes");
+    }
+    assert_eq!(bytes, 40 * (read + info));
+}
+
+fn receive(stream: &UnixStream) -> (usize, Vec<std::os::fd::OwnedFd>) {
+    use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut bytes = vec![0; 1 << 16];
+    let mut into = [std::io::IoSliceMut::new(&mut bytes)];
+    let received = recvmsg(stream, &mut into, &mut control, RecvFlags::CMSG_CLOEXEC).unwrap();
+    let mut fds = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(some) = message {
+            fds.extend(some);
+        }
+    }
+    (received.bytes, fds)
+}
+
+#[test]
+fn a_request_under_way_is_finished_first_and_what_follows_is_not_begun() {
+    let (mut server, path, shared) = Server::with_toy(Limits::default());
+    let (other_path, other, _) = server.add("other");
+    let mut neighbour = Raw::attach(&other_path);
+    let mut raw = Raw::attach(&path);
+    shared.hold.store(true, Ordering::SeqCst);
+    raw.send(&message(1, command::REGION_WRITE, 0, &[access(0, SLOW, 1).as_bytes(), &[1]]));
+    raw.send(&message(2, command::DEVICE_RESET, 0, &[]));
+    let done = shared.wait_held();
+    server.handle.freeze();
+    // It is not to be had yet, and the freeze may be called off.
+    neighbour.send(&message(9, command::REGION_READ, 0, &[access(0, 0, 1).as_bytes()]));
+    eventually("the reactor waits", || sleeps(server.tid));
+    assert!(!server.has_ended());
+    neighbour.assert_silent();
+    server.handle.thaw();
+    assert_eq!(neighbour.reply().header.id, 9);
+    server.handle.freeze();
+    assert!(!server.has_ended());
+    done.ok();
+    let mut old = server.frozen();
+    assert_eq!(raw.reply().header.id, 1);
+    raw.assert_silent();
+    assert_eq!(shared.log().last().unwrap(), "slow write", "the reset waits");
+    let new = server.successor(&mut old, &[&shared, &other]);
+    old.hand_over();
+    server.run(new);
+    shared.wait_held().ok();
+    assert_eq!(raw.reply().header.id, 2);
+    assert_eq!(shared.log().last().unwrap(), "reset");
+    neighbour.read(0, 1).ok();
+}
+
+#[test]
+fn a_client_that_leaves_is_let_go_first_and_the_next_one_is_the_successors() {
+    let (mut server, path, shared) = Server::with_toy(Limits::default());
+    shared.hold.store(true, Ordering::SeqCst);
+    drop(Raw::attach(&path));
+    let done = shared.wait_held();
+    let mut next = Raw::connect(&path);
+    server.handle.freeze();
+    eventually("the reactor waits", || sleeps(server.tid));
+    assert!(!server.has_ended());
+    done.ok();
+    let mut old = server.frozen();
+    assert_eq!(shared.log(), ["connected, 8 fds", "disconnected"]);
+    let new = server.successor(&mut old, &[&shared]);
+    old.hand_over();
+    server.run(new);
+    next.negotiate();
+    assert_eq!(shared.log()[2..], ["connected, 8 fds"]);
+}
+
+#[test]
+fn a_client_that_leaves_meanwhile_is_seen_to_leave_by_the_successor() {
+    let (mut server, path, shared) = Server::with_toy(Limits::default());
+    let raw = Raw::attach(&path);
+    let mut old = server.freeze();
+    let new = server.successor(&mut old, &[&shared]);
+    drop(raw);
+    old.hand_over();
+    assert_eq!(shared.log(), ["connected, 8 fds"]);
+    server.run(new);
+    shared.wait_log("disconnected");
+    Raw::attach(&path).read(0, 1).ok();
+}
+
+#[test]
+fn the_sockets_file_is_there_until_the_last_server_ends() {
+    let (mut server, path, shared) = Server::with_toy(Limits::default());
+    let mut old = server.freeze();
+    // Who has only heard of it, and ends, is not who serves it.
+    drop(server.successor(&mut old, &[&shared]));
+    let mut waiting = Raw::connect(&path);
+    let new = server.successor(&mut old, &[&shared]);
+    new.handle().freeze();
+    old.hand_over();
+    server.run(new);
+    // The freeze that was asked for before it began.
+    let new = server.frozen();
+    server.run(new);
+    waiting.negotiate();
+    assert!(path.exists());
+    assert!(Listener::bind(&path).is_err(), "somebody listens");
+    server.stop();
+    waiting.assert_closed();
+    assert!(!path.exists());
+}
+
+/// One client, and none after it.
+#[test]
+fn a_connection_without_a_listener_goes_along() {
+    let mut server = Server::start(Limits::default());
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let (toy, shared) = Toy::new();
+    server.handle.add_stream(theirs.into(), toy);
+    let mut raw = Raw::new(ours);
+    // Before anything is agreed, too.
+    server.replace(&[&shared]);
+    raw.negotiate();
+    server.replace(&[&shared]);
+    raw.write(0, b"x").ok();
+    drop(raw);
+    shared.wait_log("disconnected");
+    let mut old = server.freeze();
+    assert!(old.save(&mut Descriptors::default()).unwrap().is_empty());
+    server.run(old);
+}
+
+/// What was agreed on holds, whatever the successor would agree on.
+#[test]
+fn a_successor_keeps_to_what_was_agreed() {
+    let (mut server, path, shared) = Server::with_toy(Limits::default());
+    let mut raw = Raw::attach(&path);
+    let mut old = server.freeze();
+    server.limits.max_data_xfer_size = 64;
+    let new = server.successor(&mut old, &[&shared]);
+    old.hand_over();
+    server.run(new);
+    raw.write(0, &[7; 0x4000]).ok();
+    assert_eq!(raw.read(0, 0x4000).ok()[16..], [7; 0x4000]);
+}
+
+/// The time for the rest of a message does not pass while nobody looks.
+#[test]
+fn a_rest_is_not_the_clients_time() {
+    let limits = Limits { message: Duration::from_millis(700), ..Limits::default() };
+    let (mut server, path, shared) = Server::with_toy(limits);
+    let mut raw = Raw::attach(&path);
+    let bytes = message(5, command::REGION_READ, 0, &[access(0, 0, 1).as_bytes()]);
+    raw.send(&bytes[..20]);
+    eventually("it is waited for", || sleeps(server.tid));
+    let old = server.freeze();
+    std::thread::sleep(Duration::from_millis(900));
+    server.run(old);
+    // Had the time gone on, the connection would be over with the reactor's first look.
+    eventually("the reactor has looked", || sleeps(server.tid));
+    raw.send(&bytes[20..]);
+    assert_eq!(raw.reply().header.id, 5);
+    assert_eq!(shared.log(), ["connected, 8 fds"]);
+}
+
+#[test]
+fn a_server_at_work_is_not_handed_over() {
+    let mut reactor = shadowbell_vfio_user::Reactor::new(Limits::default()).unwrap();
+    let error = reactor.save(&mut Descriptors::default()).unwrap_err();
+    assert!(error.to_string().contains("has to be frozen"), "{error}");
+}
