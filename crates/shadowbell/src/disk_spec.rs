@@ -6,6 +6,7 @@ use crate::{exit, transport};
 use anyhow::anyhow;
 use shadowbell_backend::Disk;
 use shadowbell_backend_nvme::{NvmeDisk, OpenError, Options};
+use shadowbell_state::Descriptors;
 use std::sync::Arc;
 
 /// Why there is no such disk, in a sentence for the person who wrote the specification.
@@ -59,6 +60,19 @@ pub(crate) fn open(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
 /// [`DiskSpecError`].
 pub(crate) fn open_lasting(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
     open_by(spec, shadowbell_backend::open_lasting)
+}
+
+/// Takes over the disk that another process has handed over; it has opened it by the same
+/// specification.
+///
+/// # Errors
+/// [`DiskSpecError`].
+pub(crate) fn adopt(
+    spec: &str,
+    state: &serde_json::Value,
+    fds: &mut Descriptors,
+) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    Ok(shadowbell_backend::adopt(spec, state, fds)?)
 }
 
 fn open_by(

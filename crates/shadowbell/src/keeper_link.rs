@@ -135,9 +135,9 @@ pub(crate) fn receive(socket: impl AsFd, now: bool) -> io::Result<Option<Packet>
     let received = loop {
         match recvmsg(&socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags) {
             Ok(received) => break received,
-            Err(Errno::INTR) => {}
-            // It has gone, and left something unread.
-            Err(Errno::CONNRESET) => return Ok(None),
+            // It has gone, and left something unread. What it has said is there still: this is
+            // reported once, and before that.
+            Err(Errno::INTR | Errno::CONNRESET) => {}
             Err(errno) => return Err(errno.into()),
         }
     };
@@ -194,7 +194,11 @@ mod tests {
         let packet = receive(&theirs, false).unwrap().unwrap();
         assert_eq!((packet.letter, packet.body.len()), (b'X', MOST - 1));
         assert!(packet.fd.is_none() && parse_versions(&packet.text()).is_none());
+        // Its last words are heard, though it has not read all that was said to it.
+        send(&theirs, to_worker::END, "", None).unwrap();
+        send(&ours, to_keeper::FAILED, "why", None).unwrap();
         drop(ours);
+        assert_eq!(receive(&theirs, false).unwrap().unwrap().text(), "why");
         assert!(receive(&theirs, false).unwrap().is_none());
     }
 }

@@ -75,8 +75,12 @@ fn find(server: &Path) -> anyhow::Result<OwnedFd> {
         Some(pid) => (question::IS_YOURS, pid.to_string().into()),
         None => (question::SERVES, keeper_link::known_path(server).into_os_string()),
     };
+    let mut names = names()?;
+    // The one that has the number, if one has: then nobody else is woken.
+    let own = format!("{}{}/", keeper_link::NAME, server.display());
+    names.sort_by_key(|name| !name.starts_with(&own));
     let mut others = 0;
-    for name in names()? {
+    for name in names {
         match connect_to(&name) {
             Ok(keeper) => {
                 if ask(&keeper, letter, &what).is_ok_and(|packet| packet.letter == answer::YES) {

@@ -36,7 +36,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{ExitCode, ExitStatus};
 use std::time::{Duration, Instant};
-use worker::{Worker, how};
+use worker::{Worker, how, is_verb};
 
 /// How long a new worker may take until it can take over. Nobody waits for it meanwhile.
 const PREPARE: Duration = Duration::from_secs(10);
@@ -62,10 +62,6 @@ pub(crate) fn is_asked_for(arguments: &[OsString]) -> bool {
 
 fn is_option(word: &OsStr) -> bool {
     word.as_encoded_bytes().starts_with(b"-")
-}
-
-fn is_verb(word: &OsStr) -> bool {
-    word == "serve"
 }
 
 /// Keeps a worker until it ends, or a signal ends both.

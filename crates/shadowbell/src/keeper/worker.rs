@@ -1,7 +1,7 @@
 //! A worker, as its keeper has it.
 
 use crate::keeper_link::{self, AS_WORKER, Packet};
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -36,7 +36,7 @@ impl Worker {
         let mut is_verb_there = false;
         for word in words {
             command.arg(word);
-            if !is_verb_there && super::is_verb(word) {
+            if !is_verb_there && is_verb(word) {
                 command.args([AS_WORKER, how]);
                 is_verb_there = true;
             }
@@ -84,6 +84,11 @@ impl Worker {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Whether this word of a command line is the verb that has a keeper.
+pub(super) fn is_verb(word: &OsStr) -> bool {
+    word == "serve"
 }
 
 /// How a process ended, for a sentence.

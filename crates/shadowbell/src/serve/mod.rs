@@ -14,6 +14,9 @@
 //! | `launch_hint` | the arguments to give to QEMU and Cloud Hypervisor |
 //! | `stats_file` | the counters, as a file of JSON |
 //! | `stats_socket` | the counters for `top`, while the server runs |
+//! | `reactor_thread` | the thread that serves the sockets, and takes a rest |
+//! | `hand_over`, `take_over` | a server and its successor in another process |
+//! | `transfer` | what these two say to each other |
 //! | `worker_link` | what is said to a keeper, if there is one |
 //! | `faults` | `--faults`, in a build with that feature |
 //!
@@ -29,26 +32,31 @@ mod event_log;
 #[cfg(feature = "faults")]
 mod faults;
 mod flush;
+mod hand_over;
 mod launch_hint;
+mod reactor_thread;
 mod server;
 mod server_config;
 mod stats_file;
 mod stats_socket;
+mod take_over;
+mod transfer;
 mod worker_link;
 
 pub(crate) use args::Args;
 pub(crate) use config_file::read as read_config_file;
 
-use crate::keeper_link::{to_keeper, to_worker};
+use crate::keeper_link::{Packet, to_keeper, to_worker};
 use crate::signals::{EndSignals, Wake};
 use crate::{descriptor_limit, exit, notify};
 use event_log::EventLog;
 use server::Server;
 use server_config::ServerConfig;
 use signal_hook::consts::SIGUSR1;
-use stats_socket::StatsSocket;
+use stats_socket::{RestingStats, StatsSocket};
 use std::io;
 use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 use tracing::{debug, error, info};
 use worker_link::{Role, WorkerLink};
@@ -75,25 +83,50 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     // Before there is anything that a signal would leave behind.
     let mut signals = EndSignals::catch(&[SIGUSR1])?;
     let handle = signals.handle();
-    let stats_listener = config.stats_socket.as_deref().map(stats_socket::listen).transpose()?;
-    let mut server = Server::start(&config, move || handle.close())?;
+    let ended = move || handle.close();
+    let link = keeper.map(|(_, link)| link);
+    let (mut server, stats) = match keeper {
+        Some((Role::Successor, link)) => match take_over::take_over(&config, link, ended)? {
+            Some(taken) => taken,
+            // The other process goes on, and knows why.
+            None => return Ok(ExitCode::from(exit::FAILED)),
+        },
+        _ => {
+            let stats = config.stats_socket.as_deref().map(stats_socket::listen).transpose()?;
+            let server = Server::start(&config, link.is_some(), ended)?;
+            (server, stats.map(RestingStats::new))
+        }
+    };
     #[cfg(feature = "faults")]
     let injected = faults.begin(&server);
     let event_log = EventLog::start(&mut server)?;
-    let stats_socket =
-        stats_listener.map(|listener| StatsSocket::start(listener, &server)).transpose()?;
-    launch_hint::show(&config);
-    let link = keeper.map(|(_, link)| link);
-    match link {
-        Some(link) => link.serves(config.controllers.iter().map(|served| served.socket.as_path())),
-        None => notify::tell(notify::READY),
+    let mut stats = stats.map(|stats| StatsSocket::start(stats, &server)).transpose()?;
+    match keeper {
+        Some((Role::Successor, link)) => link.say(to_keeper::SERVING, ""),
+        Some((Role::Start, link)) => {
+            launch_hint::show(&config);
+            link.serves(config.controllers.iter().map(|served| served.socket.as_path()));
+        }
+        None => {
+            launch_hint::show(&config);
+            notify::tell(notify::READY);
+        }
     }
-
-    let is_left = wait(&mut signals, link, || report(&config, &server))?;
+    let is_left = loop {
+        match wait(&mut signals, link, || report(&config, &server))? {
+            End::Asked => break false,
+            End::Left => break true,
+            End::Successor(link, packet) => {
+                if hand_over(&mut server, &mut stats, &config, link, packet)? {
+                    return Ok(ExitCode::SUCCESS);
+                }
+            }
+        }
+    };
     if link.is_none() {
         notify::tell(notify::STOPPING);
     }
-    drop(stats_socket);
+    drop(stats);
     let outcome = server.stop();
     drop(event_log);
     report(&config, &server);
@@ -105,32 +138,66 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     Ok(if is_kept && !is_left { ExitCode::SUCCESS } else { ExitCode::from(exit::FAILED) })
 }
 
-/// Waits for the end. Whether it is because the keeper is gone.
-fn wait(
+/// What ends the wait.
+enum End<'a> {
+    /// A signal, the keeper, or the end of the service.
+    Asked,
+    /// The keeper is gone.
+    Left,
+    /// There is another process to hand over to.
+    Successor(&'a WorkerLink, Packet),
+}
+
+fn wait<'a>(
     signals: &mut EndSignals,
-    link: Option<&WorkerLink>,
+    link: Option<&'a WorkerLink>,
     report: impl Fn(),
-) -> io::Result<bool> {
+) -> io::Result<End<'a>> {
     loop {
         match signals.wait_beside(link.map(AsFd::as_fd))? {
-            Wake::End => return Ok(false),
+            Wake::End => return Ok(End::Asked),
             Wake::Signal(_) => report(),
-            Wake::Readable => match link.and_then(WorkerLink::hear).map(|packet| packet.letter) {
-                None => {
+            Wake::Readable => {
+                let Some(link) = link else { continue };
+                let Some(packet) = link.hear() else {
                     error!("the keeper has ended, and so this ends too: start it again");
-                    return Ok(true);
+                    return Ok(End::Left);
+                };
+                match packet.letter {
+                    to_worker::END => return Ok(End::Asked),
+                    to_worker::REPORT => report(),
+                    to_worker::HAND_OVER => return Ok(End::Successor(link, packet)),
+                    _ => {}
                 }
-                Some(to_worker::END) => return Ok(false),
-                Some(to_worker::REPORT) => report(),
-                Some(to_worker::HAND_OVER) => {
-                    if let Some(link) = link {
-                        link.say(to_keeper::GOES_ON, "not in this release");
-                    }
-                }
-                Some(_) => {}
-            },
+            }
         }
     }
+}
+
+/// Hands over to the process that the keeper names. Whether that goes on; if not, this one does.
+fn hand_over(
+    server: &mut Server,
+    stats: &mut Option<StatsSocket>,
+    config: &ServerConfig,
+    link: &WorkerLink,
+    packet: Packet,
+) -> anyhow::Result<bool> {
+    let versions = packet.text();
+    let Some(fd) = packet.fd else { return Ok(false) };
+    let transfer = UnixStream::from(fd);
+    let resting = stats.take().and_then(StatsSocket::rest);
+    let outcome =
+        hand_over::hand_over(server, resting.as_ref(), config, &transfer, &versions, link);
+    let Err(why) = outcome else {
+        if let Some(resting) = resting {
+            resting.leave();
+        }
+        return Ok(true);
+    };
+    drop(transfer);
+    *stats = resting.map(|resting| StatsSocket::start(resting, server)).transpose()?;
+    link.say(to_keeper::GOES_ON, &exit::line(&why));
+    Ok(false)
 }
 
 /// Writes the counters where they were asked for, or else logs them.

@@ -17,3 +17,4 @@ mod output;
 mod stacked;
 mod stalling;
 mod top;
+mod upgrade;
