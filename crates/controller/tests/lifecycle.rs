@@ -114,6 +114,8 @@ fn impossible_configurations_end_in_fatal_status_until_reset() {
     for (cc, aqa, asq) in [
         (cc.with_mps(5), good, common::BASE),
         (cc.with_css(1), good, common::BASE),
+        // The admin command set only: CAP.CSS bit 7 is 0.
+        (cc.with_css(7), good, common::BASE),
         (cc.with_ams(1), good, common::BASE),
         (cc, good.with_asqs(0), common::BASE),
         (cc, good.with_acqs(0), common::BASE),
@@ -134,6 +136,41 @@ fn impossible_configurations_end_in_fatal_status_until_reset() {
         assert_eq!(host.csts(), Csts::new());
         host.enable();
     }
+}
+
+#[test]
+fn what_the_controller_was_enabled_with_stays_while_it_is() {
+    let mut host = Host::new(&["mem:1MiB"], ADAPTIVE);
+    let before = Cc::from_bits(host.read32(regs::CC));
+    host.write32(regs::CC, before.with_mps(3).with_ams(1).with_css(1).into_bits());
+    assert_eq!(host.read32(regs::CC), before.into_bits());
+    // PRPs are of pages of 4 KiB yet.
+    let (a, b) = (host.alloc(4096), host.alloc(4096));
+    let mut queue = host.create(1, 16, false);
+    assert!(host.run(&mut queue, Sqe::read(1, 0, 15, 0).with_prps(a, b)).0.is_success());
+    // With EN cleared it may change.
+    host.write32(regs::CC, before.with_mps(1).with_en(false).into_bits());
+    host.until("the reset", || !host.csts().rdy());
+    assert_eq!(Cc::from_bits(host.read32(regs::CC)).mps(), 1);
+}
+
+#[test]
+fn write_zeroes_has_the_limit_that_the_host_was_told() {
+    let mut config = common::config(&["mem:64MiB"]);
+    let disk = shadowbell_backend::open("mem:512MiB?block-size=4096").unwrap();
+    config.namespaces.push(shadowbell_controller::NamespaceConfig { disk, uuid: [9; 16] });
+    let mut host = Host::with(config, ADAPTIVE);
+    let mut queue = host.create(1, 16, false);
+    // 65536 blocks of 512 bytes are what WZSL says, for both namespaces.
+    let zeroes = |nsid, blocks0: u16| {
+        let mut sqe = Sqe::new(0x08, 0, nsid);
+        sqe.cdw12 = u32::from(blocks0);
+        sqe
+    };
+    assert!(host.run(&mut queue, zeroes(1, 0xffff)).0.is_success());
+    assert!(host.run(&mut queue, zeroes(2, 8191)).0.is_success());
+    let (status, _) = host.run(&mut queue, zeroes(2, 8192));
+    assert_eq!(status.code(), Status::INVALID_FIELD);
 }
 
 #[test]

@@ -7,7 +7,7 @@ use shadowbell_driver::{AttachOptions, Controller as Driver, VfioUser};
 use shadowbell_frontend::ControllerDevice;
 use shadowbell_frontend::vfio_user::MSIX_BAR;
 use shadowbell_memory::{EventFd, Mapping};
-use shadowbell_spec::Status;
+use shadowbell_spec::{Status, regs};
 use shadowbell_state::{Descriptors, Parcel};
 use shadowbell_vfio_user::client::{Options, Share};
 use shadowbell_vfio_user::device::{DmaUnmap, irq, region};
@@ -139,13 +139,15 @@ fn a_client_keeps_its_memory_its_interrupts_and_its_registers() {
     }
     client.region_write(MSIX_BAR, 16, &[1; 16]).unwrap();
     let registers = || {
-        [region::CONFIG, MSIX_BAR].map(|region| {
-            let mut bytes = vec![0; 4096];
+        // The table as far as it goes: beyond there are zeroes.
+        [(region::CONFIG, 4096), (MSIX_BAR, 64)].map(|(region, len)| {
+            let mut bytes = vec![0; len];
             client.region_read(region, 0, &mut bytes).unwrap();
             bytes
         })
     };
     let before = registers();
+    assert_eq!(before[1][16..20], [0, 1, 1, 1]);
     let ranges: Vec<_> = server.controller.dma_table().ranges().collect();
     assert_eq!(ranges.len(), 302);
 
@@ -197,6 +199,40 @@ fn a_driver_uses_a_controller_that_has_replaced_the_one_it_connected_to() {
     assert_eq!(queue.pop().unwrap().status, Status::SUCCESS);
     drop(queue);
     driver.detach().unwrap();
+}
+
+/// Bus mastering is on, and nobody says so again.
+#[test]
+fn a_successor_uses_the_memory_as_its_predecessor_might() {
+    let mut server = Server::start();
+    let client = Client::connect(server.directory.path(), Options::default()).unwrap();
+    let memory = Mapping::shared("guest", 3 * PAGE).unwrap();
+    client.dma_map(&share(0, 3 * PAGE, memory.fd(), 0)).unwrap();
+    client.region_write(region::CONFIG, 4, &[6, 0]).unwrap();
+    server.replace();
+    // Admin queues in the first two pages, and Identify Controller into the third.
+    let write = |offset, value: &[u8]| client.region_write(region::BAR0, offset, value).unwrap();
+    write(regs::AQA, &0x000f_000f_u32.to_le_bytes());
+    write(regs::ASQ, &0_u64.to_le_bytes());
+    write(regs::ACQ, &PAGE.to_le_bytes());
+    write(regs::CC, &0x0046_0001_u32.to_le_bytes());
+    let deadline = Instant::now() + TIMEOUT;
+    let mut status = [0; 4];
+    while status[0] & 1 == 0 {
+        client.region_read(region::BAR0, regs::CSTS, &mut status).unwrap();
+        assert!(Instant::now() < deadline, "it does not become ready: {status:?}");
+    }
+    let bytes = memory.bytes();
+    bytes.write(0, &0x0001_0006_u32).unwrap();
+    bytes.write(24, &(2 * PAGE)).unwrap();
+    bytes.write(40, &1_u32).unwrap();
+    write(regs::DOORBELLS, &1_u32.to_le_bytes());
+    let completion = PAGE as usize + 12;
+    while bytes.read::<u32>(completion) != Some(0x0001_0001) {
+        assert!(Instant::now() < deadline, "{:?}", bytes.read::<u32>(completion));
+        std::thread::yield_now();
+    }
+    assert_ne!(bytes.read::<u32>(2 * PAGE as usize), Some(0));
 }
 
 #[test]

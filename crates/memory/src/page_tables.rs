@@ -7,7 +7,7 @@
 //! Instead the page tables are thrown away when there are more than belong to what is there: the
 //! memory stays as it is, and what is touched again is found again, a microsecond later.
 //!
-//! A thread looks at that while so much is shared that it could matter (`MATTERS`), 20 to 200
+//! A thread looks at that while so much is shared that it could matter (`MATTERS`), 100 to 200
 //! times a second, as long as any thread is [`Awake`] that touches such memory; without a peer that
 //! shares as much, there is no such thread.
 
@@ -22,7 +22,7 @@ use std::time::Duration;
 
 /// What page tables of peers' memory may take, in bytes, apart from those that belong to what is
 /// there.
-const ALLOWED: u64 = 48 << 20;
+const ALLOWED: u64 = 32 << 20;
 
 /// Memory in one page table, in bytes.
 const SPAN: u64 = 2 << 20;
@@ -35,9 +35,10 @@ const MATTERS: u64 = ALLOWED / TABLE * SPAN;
 /// Smaller mappings are not looked at: a client's 4096 of them have 32 MiB of page tables.
 const SMALL: u64 = 4 << 20;
 
-/// The shortest and the longest time between two looks.
+/// The shortest and the longest time between two looks. What a worker touches comes without notice,
+/// and with 50 ms a peer got to 117 MiB before the first look.
 const SOON: Duration = Duration::from_millis(5);
-const LATE: Duration = Duration::from_millis(50);
+const LATE: Duration = Duration::from_millis(10);
 
 /// So much more since the last look is a reason to look again soon, in bytes.
 const GROWS: u64 = 1 << 20;

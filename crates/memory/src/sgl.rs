@@ -111,6 +111,9 @@ impl View {
                         DATA_BLOCK => self.data_block(descriptor, &mut left, into)?,
                         // A segment ends in the descriptor of the next one; a last segment in none.
                         SEGMENT | LAST_SEGMENT if is_final && !last => next = Some(descriptor),
+                        // Base 2.1, "Invalid Number of SGL Descriptors": in a place that is not
+                        // the segment's last.
+                        SEGMENT | LAST_SEGMENT if !last => return Err(DataPointerError::SglCount),
                         SEGMENT | LAST_SEGMENT => return Err(DataPointerError::SglSegment),
                         _ => return Err(DataPointerError::SglType(descriptor.identifier)),
                     }

@@ -287,10 +287,12 @@ fn each_mistake_has_its_status() {
             let result = status(Descriptor::new(segment, list, len), 512);
             assert_eq!(result, dnr(invalid), "a segment of {len} bytes");
         }
-        // A segment descriptor that is not the last of its segment, or in a last segment.
+        // A segment descriptor that is not the last of its segment (Base 2.1, "Invalid Number of
+        // SGL Descriptors"), or in a last segment.
         let inner = Descriptor::new(segment, list + 4096, 16);
         let n = put(&[inner, good]);
-        assert_eq!(status(Descriptor::new(SEGMENT, list, n), 512), dnr(invalid));
+        let misplaced = Status::SGL_INVALID_NUMBER_OF_DESCRIPTORS;
+        assert_eq!(status(Descriptor::new(SEGMENT, list, n), 512), dnr(misplaced));
         assert_eq!(status(Descriptor::new(LAST_SEGMENT, list, n), 512), dnr(invalid));
         let n = put(&[good, inner]);
         assert_eq!(status(Descriptor::new(LAST_SEGMENT, list, n), 1024), dnr(invalid));

@@ -14,7 +14,7 @@
 //! | [`driver`] | a controller that does anything | the driver: attach, queues, recovery |
 //! | [`client`] | a vfio-user server | the client |
 //! | [`resets`] | a guest that resets at any moment | the controller, with a small quota |
-//! | [`file`] | a file system: short, failing and late calls | a file as a disk, against a model |
+//! | [`mod@file`] | a file system: short, failing and late calls | a file as a disk, against a model |
 //! | [`vhost`] | a virtio-blk guest: chains, rings, memory | a queue of the vhost-user device |
 //! | [`nbd`] | an NBD client, and a server | the server; the decoder of replies |
 //! | [`decode`] | whoever sends structures | the decoders of the specification and of the protocol |

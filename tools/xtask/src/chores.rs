@@ -2,13 +2,13 @@
 
 use anyhow::Result;
 use clap::ValueEnum;
-use shadowbell_bench::workspace::{cargo, root};
+use shadowbell_bench::workspace::{build_for_tests, cargo, root};
 use shadowbell_guest::Kernel;
 
 use crate::report::Report;
 use crate::step::step;
 use crate::suites::{ControllerKind, Setup, Suite};
-use crate::{outsider, package, structure};
+use crate::{hostile, outsider, package, structure};
 
 /// The program as it is tested: it can also serve a controller that misbehaves on purpose.
 const FAULTS: [&str; 2] = ["--features", "shadowbell/faults"];
@@ -50,6 +50,10 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
         "cargo test",
         cargo().args(["test", "--workspace", "--no-fail-fast"]).args(FAULTS),
     );
+    let program = report.check("the program is built for tests", |_| build_for_tests());
+    if let Some(program) = program {
+        hostile::test(report, &program);
+    }
     loom_models(report);
     if with_guest {
         guest(report);

@@ -9,6 +9,7 @@ mod outsider;
 mod package;
 mod peer;
 mod report;
+mod soak;
 mod step;
 mod structure;
 mod suites;
@@ -85,6 +86,9 @@ enum Verb {
     /// end in time.
     #[command(after_help = hostile::EXAMPLES)]
     Hostile(hostile::Arguments),
+    /// What takes minutes: many controllers of one server, honest and hostile, that verify.
+    #[command(after_help = soak::EXAMPLES)]
+    Soak(soak::Arguments),
     /// A file system of one file, for an attack.
     #[command(hide = true)]
     FuseDaemon { friend: u32 },
@@ -174,6 +178,7 @@ fn main() -> ExitCode {
         Verb::Bench(arguments) => bench::run(arguments),
         Verb::Fuzz(arguments) => fuzz::run(&mut report, &arguments),
         Verb::Hostile(arguments) => hostile::run(&mut report, arguments),
+        Verb::Soak(arguments) => soak::run(&mut report, arguments),
         Verb::FuseDaemon { friend } => hostile::fuse_daemon(friend),
         Verb::Structure(arguments) => structure::run(&arguments),
         Verb::Shell { kernel, device, shadowbell, commands } => {

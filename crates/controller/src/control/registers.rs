@@ -123,7 +123,14 @@ impl Registers {
             regs::INTMS => self.intms |= value,
             regs::INTMC => self.intms &= !value,
             regs::CC => {
-                let before = std::mem::replace(&mut self.cc, Cc::from_bits(value));
+                let (before, mut after) = (self.cc, Cc::from_bits(value));
+                if before.en() && after.en() {
+                    // Only to be changed while EN is 0 (Base 2.1, 3.1.4.5): what the controller
+                    // was enabled with counts.
+                    after = after.with_mps(before.mps());
+                    after = after.with_css(before.css()).with_ams(before.ams());
+                }
+                self.cc = after;
                 return Effect::Configuration(before);
             }
             regs::ACQ if self.cc.en() => {
@@ -153,8 +160,8 @@ impl Registers {
         let cc = self.cc;
         if cc.mps() > MPS_MAX {
             Err("CC.MPS is above CAP.MPSMAX")
-        } else if !matches!(cc.css(), regs::CC_CSS_NVM | regs::CC_CSS_ALL | regs::CC_CSS_ADMIN_ONLY)
-        {
+        } else if !matches!(cc.css(), regs::CC_CSS_NVM | regs::CC_CSS_ALL) {
+            // 111b, the admin command set only, is for controllers with CAP.CSS bit 7.
             Err("CC.CSS selects a command set that is not supported")
         } else if cc.ams() != 0 {
             Err("CC.AMS selects an arbitration that is not supported")

@@ -394,6 +394,11 @@ impl Engine {
         if namespace.read_only {
             return Err(Status::NAMESPACE_WRITE_PROTECTED.with_dnr());
         }
+        // What WZSL in Identify Controller says, in the smallest blocks of all namespaces.
+        let smallest = self.namespaces.iter().map(|ns| ns.block_shift).min().unwrap_or(9);
+        if len > MAX_BLOCKS << smallest {
+            return Err(Status::INVALID_FIELD.with_dnr());
+        }
         let op = Op::WriteZeroes { deallocate: rw.deac, fua: rw.fua || self.write_through };
         Ok(Requests::One(index, Request { op, offset, len }, Kind::Other))
     }
@@ -713,6 +718,8 @@ impl Engine {
     }
 }
 
+/// Blocks of a Write Zeroes command, at most: a limit of the command itself.
+const MAX_BLOCKS: u64 = 1 << 16;
 const FLUSH: Request = Request { op: Op::Flush, offset: 0, len: 0 };
 
 /// What a less common command asks of the disks, by the index of the namespace.

@@ -402,7 +402,9 @@ mod tests {
         let error = memory.save(&mut fds).err().unwrap().to_string();
         assert!(error.contains("can not be handed over because"), "{error}");
         assert!(error.contains("ulimit -n"), "{error}");
-        memory.unmap(50 * PAGE, PAGE, Done::new(|outcome| outcome.unwrap()));
+        let (sender, unmapped) = std::sync::mpsc::channel();
+        memory.unmap(50 * PAGE, PAGE, Done::new(move |outcome| sender.send(outcome).unwrap()));
+        unmapped.recv().unwrap().unwrap();
         memory.save(&mut fds).unwrap();
     }
 }

@@ -56,6 +56,8 @@ pub(crate) enum Kind {
     Hostile,
     /// Neighbours that do much and nothing wrong: the victim's median may triple.
     Honest,
+    /// All bounds. The victim and the attackers are peers of one `shadowbell export`.
+    Export,
 }
 
 /// When an attack is over, for those who take part in it.
@@ -73,6 +75,11 @@ impl Clock {
 
     pub(crate) fn is_over(&self) -> bool {
         Instant::now() >= *self.until.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// It is over now, whatever time was left.
+    pub(crate) fn stop(&self) {
+        *self.until.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
     }
 
     /// The whole time again: what was to be prepared has taken some of it.

@@ -5,6 +5,9 @@
 //! checked for what it brings. Its others are the attackers', who speak to their sockets with a
 //! client of our own (`peer`) that sends whatever it is told to.
 //!
+//! Some attacks are on `shadowbell export`: there the victim is an NBD client, and the attackers are
+//! others, or a VM on vhost-user-blk.
+//!
 //! # What is noise
 //!
 //! Two processors have to do for the server's worker and its reactor, for the victim and for the
@@ -23,15 +26,15 @@
 //!   the victim alone was held up already, by half of what is allowed, that does not count as one
 //!   of these, three times at most.
 
-mod attack;
-mod attacks;
+pub(crate) mod attack;
+pub(crate) mod attacks;
 mod round;
-mod server;
+pub(crate) mod server;
 mod verdict;
-mod victim;
-mod watch;
+pub(crate) mod victim;
+pub(crate) mod watch;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
@@ -42,6 +45,7 @@ pub(crate) use attacks::fuse::daemon as fuse_daemon;
 
 use attack::Attack;
 use round::{Times, round};
+use verdict::Strictness;
 
 /// How long an attack of the short suite takes, in seconds.
 const SHORT: f64 = 0.5;
@@ -66,7 +70,8 @@ pub(crate) struct Arguments {
     /// Make each attack once, whatever comes of it.
     #[arg(long)]
     once: bool,
-    /// Only one attack for each way to do harm, for half a second each.
+    /// Only one attack for each way to do harm, for half a second each: less than a minute in all.
+    /// What takes long fails only at 20 times its bound, as in the test command.
     #[arg(long, conflicts_with_all = ["attacks", "seconds"])]
     short: bool,
     /// Name the attacks, and end.
@@ -98,21 +103,15 @@ pub(crate) fn run(report: &mut Report, arguments: Arguments) -> Result<()> {
         Some(path) => path.canonicalize()?,
         None => workspace::build_shadowbell()?,
     };
-    let wanted = |attack: &Attack| match (arguments.short, arguments.attacks.as_slice()) {
-        (true, _) => attack.is_short,
-        (false, []) => true,
-        (false, names) => names.iter().any(|name| name == attack.name),
-    };
-    let chosen: Vec<Attack> = all.into_iter().filter(wanted).collect();
-    let seconds = if arguments.short { SHORT } else { arguments.seconds };
-    let seconds = Duration::from_secs_f64(seconds);
-    let times = Times {
-        alone: seconds / 4,
-        attacked: seconds,
-        before_end: seconds.min(Duration::from_millis(150)),
-    };
     let tries = if arguments.once { 1 } else { TRIES };
-    make(report, &binary, &chosen, times, tries);
+    if arguments.short {
+        short(report, &binary, tries);
+    } else {
+        let names = &arguments.attacks;
+        let wanted = |attack: &Attack| names.is_empty() || names.iter().any(|n| n == attack.name);
+        let chosen: Vec<Attack> = all.into_iter().filter(wanted).collect();
+        make(report, &binary, &chosen, arguments.seconds, tries, Strictness::Measured);
+    }
     report.summary();
     if arguments.json {
         println!("{}", report.json());
@@ -120,15 +119,32 @@ pub(crate) fn run(report: &mut Report, arguments: Arguments) -> Result<()> {
     Ok(())
 }
 
+/// One attack for each way to do harm, as the test command makes them.
+pub(crate) fn test(report: &mut Report, binary: &Path) {
+    short(report, binary, TRIES);
+}
+
+fn short(report: &mut Report, binary: &Path, tries: u32) {
+    let chosen: Vec<Attack> = attacks::all().into_iter().filter(|attack| attack.is_short).collect();
+    make(report, binary, &chosen, SHORT, tries, Strictness::Tested);
+}
+
 /// Makes these attacks, and prints a table of what came of them.
 fn make(
     report: &mut Report,
-    binary: &std::path::Path,
+    binary: &Path,
     attacks: &[Attack],
-    times: Times,
+    seconds: f64,
     tries: u32,
+    strictness: Strictness,
 ) {
     report.begin("hostile");
+    let seconds = Duration::from_secs_f64(seconds);
+    let times = Times {
+        alone: seconds / 4,
+        attacked: seconds,
+        before_end: seconds.min(Duration::from_millis(150)),
+    };
     let mut table = verdict::table();
     let began = Instant::now();
     for attack in attacks {
@@ -136,12 +152,12 @@ fn make(
             let (mut number, mut voids) = (1, 0);
             loop {
                 let outcome = round(binary, attack, times)?;
-                let failures = verdict::failures(&outcome);
+                let failures = verdict::failures(&outcome, strictness);
                 verdict::add(&mut table, attack, &outcome, number, &failures);
                 if failures.is_empty() {
                     return Ok(());
                 }
-                if verdict::is_void(&outcome) && voids < VOIDS {
+                if verdict::is_void(&outcome, strictness) && voids < VOIDS {
                     voids += 1;
                 } else if number < tries {
                     number += 1;

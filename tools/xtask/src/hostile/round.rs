@@ -53,12 +53,7 @@ pub(crate) struct Outcome {
 
 /// Carries it out.
 pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outcome> {
-    let disks: Vec<String> = std::iter::once("mem:16MiB")
-        .chain(attack.disks.iter().copied())
-        .map(str::to_owned)
-        .collect();
-    let mut server = Server::serve(binary, &disks, attack.log)?;
-    let mut victim = Victim::attach(&server.socket(0)).context("the victim")?;
+    let (mut server, mut victim) = begin(binary, attack)?;
     let mut outcome = Outcome { hostile: Some(attack.kind), ..Outcome::default() };
     // Once without counting: caches, and how long this worker polls.
     observe(&mut victim, Duration::from_millis(50))?;
@@ -75,7 +70,8 @@ pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outc
     outcome.page_tables = peak.page_tables.saturating_sub(before.page_tables);
     if attack.log == LogReader::File {
         let bytes = server.logged().saturating_sub(logged) as f64;
-        outcome.log_rate = Some((bytes / began.elapsed().as_secs_f64()) as u64);
+        // What a second may have may come at its beginning.
+        outcome.log_rate = Some((bytes / began.elapsed().as_secs_f64().max(1.0)) as u64);
     }
     match seen {
         Ok(seen) => outcome.attacked = seen,
@@ -92,6 +88,22 @@ pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outc
         end_under_attack(&mut server, attack, field, times, &mut outcome)?;
     }
     Ok(outcome)
+}
+
+/// A server for the attack, and the victim.
+fn begin(binary: &Path, attack: &Attack) -> Result<(Server, Victim)> {
+    if attack.kind == Kind::Export {
+        let server = Server::export(binary)?;
+        let victim = Victim::attach_nbd(&server.directory().join("disk.sock"));
+        return Ok((server, victim.context("the victim")?));
+    }
+    let disks: Vec<String> = std::iter::once("mem:16MiB")
+        .chain(attack.disks.iter().copied())
+        .map(str::to_owned)
+        .collect();
+    let server = Server::serve(binary, &disks, attack.log)?;
+    let victim = Victim::attach(&server.socket(0)).context("the victim")?;
+    Ok((server, victim))
 }
 
 fn field(server: &Server, attack: &Attack, clock: Clock) -> Field {
@@ -177,7 +189,8 @@ fn end_under_attack(
     times: Times,
     outcome: &mut Outcome,
 ) -> Result<()> {
-    field.clock = Clock::start(times.before_end * 20);
+    let clock = Clock::start(times.before_end * 20);
+    field.clock = clock.clone();
     let run = attack.run;
     // It ends when the server does: nobody waits for it before.
     let attacker = std::thread::spawn(move || {
@@ -189,6 +202,8 @@ fn end_under_attack(
     if outcome.end.is_none() {
         server.kill();
     }
+    // Whoever only waits for completions does not see that the server is gone.
+    clock.stop();
     let _ = attacker.join();
     Ok(())
 }

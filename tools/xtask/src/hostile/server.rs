@@ -32,8 +32,18 @@ pub(crate) struct Server {
 impl Server {
     /// `shadowbell serve` with a controller for each of the disks, and one worker.
     pub(crate) fn serve(binary: &Path, disks: &[String], reader: LogReader) -> Result<Self> {
+        Self::serve_with(binary, disks, 1, reader)
+    }
+
+    /// The same with so many workers.
+    pub(crate) fn serve_with(
+        binary: &Path,
+        disks: &[String],
+        workers: usize,
+        reader: LogReader,
+    ) -> Result<Self> {
         let directory = tempfile::tempdir().context("a directory for sockets")?;
-        let mut config = "workers = 1\n".to_owned();
+        let mut config = format!("workers = {workers}\n");
         for (n, disk) in disks.iter().enumerate() {
             let socket = directory.path().join(format!("vm{n}.sock"));
             let disk = disk.replace("DIR", &directory.path().display().to_string());
@@ -50,6 +60,22 @@ impl Server {
         for n in 0..disks.len() {
             server.await_socket(&server.socket(n))?;
         }
+        Ok(server)
+    }
+
+    /// `shadowbell export` of a disk in memory, by NBD (`disk.sock`) and as a virtio disk
+    /// (`blk.sock`).
+    pub(crate) fn export(binary: &Path) -> Result<Self> {
+        let directory = tempfile::tempdir().context("a directory for sockets")?;
+        let (nbd, vhost) = (directory.path().join("disk.sock"), directory.path().join("blk.sock"));
+        let nbd_address = format!("unix:{}", nbd.display());
+        let vhost_path = vhost.display().to_string();
+        let arguments =
+            ["export", "local:mem:16MiB", "--nbd", &nbd_address, "--vhost-user-blk", &vhost_path];
+        let arguments = arguments.map(str::to_owned);
+        let server = Self::start(binary, &arguments, directory, LogReader::File)?;
+        server.await_socket(&nbd)?;
+        server.await_socket(&vhost)?;
         Ok(server)
     }
 

@@ -22,16 +22,40 @@ const HONEST: u32 = 3;
 /// or not.
 const HONEST_FLOOR: Duration = Duration::from_micros(30);
 
+/// How strictly times are judged. What was lost, how the server ended, and how far its memory and its
+/// log grew are judged the same way by both.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Strictness {
+    /// By the bounds: a measurement, on a machine that does nothing else.
+    Measured,
+    /// By [`LENIENT`] times the bounds, and not by the median. The test command may run on two
+    /// processors that others use as well, with a program that is not optimised as a release is: a
+    /// server that waits for its peers takes seconds, and one that waits for a processor does not.
+    Tested,
+}
+
+/// How much longer than its bound anything may take while it is only tested.
+const LENIENT: u32 = 20;
+
+impl Strictness {
+    fn times(self) -> u32 {
+        if self == Self::Tested { LENIENT } else { 1 }
+    }
+}
+
 /// Whether the victim was held up before anybody attacked it: the machine has other things to do, and
 /// the round says nothing about the server.
-pub(crate) fn is_void(outcome: &Outcome) -> bool {
-    outcome.alone.p99 > P99 / 2 || outcome.alone.longest > LONGEST / 2
+pub(crate) fn is_void(outcome: &Outcome, strictness: Strictness) -> bool {
+    let times = strictness.times();
+    outcome.alone.p99 > P99 * times / 2 || outcome.alone.longest > LONGEST * times / 2
 }
 
 /// What of the bounds does not hold.
-pub(crate) fn failures(outcome: &Outcome) -> Vec<String> {
+pub(crate) fn failures(outcome: &Outcome, strictness: Strictness) -> Vec<String> {
     let mut failures = outcome.wrong.clone();
+    let times = strictness.times();
     let mut longer = |what: &str, found: Duration, bound: Duration| {
+        let bound = bound * times;
         if found > bound {
             failures.push(format!("{what} is {}, not {}", time(found), time(bound)));
         }
@@ -41,7 +65,7 @@ pub(crate) fn failures(outcome: &Outcome) -> Vec<String> {
     longer("a register read", outcome.attacked.register, LONGEST);
     longer("the attacker's reset", outcome.reset.unwrap_or_default(), RESET);
     longer("the end after SIGTERM", outcome.end.unwrap_or_default(), END);
-    if outcome.hostile == Some(Kind::Honest) {
+    if outcome.hostile == Some(Kind::Honest) && strictness == Strictness::Measured {
         let bound = (outcome.alone.p50 * HONEST).max(HONEST_FLOOR * HONEST);
         longer("the victim's p50", outcome.attacked.p50, bound);
     }
@@ -178,11 +202,11 @@ mod tests {
 
     #[test]
     fn each_bound_is_kept_or_named() {
-        assert_eq!(failures(&good()), Vec::<String>::new());
+        assert_eq!(failures(&good(), Strictness::Measured), Vec::<String>::new());
         let named = |change: fn(&mut Outcome)| {
             let mut outcome = good();
             change(&mut outcome);
-            let failures = failures(&outcome);
+            let failures = failures(&outcome, Strictness::Measured);
             assert_eq!(failures.len(), 1, "{failures:?}");
             failures.concat()
         };
@@ -196,5 +220,22 @@ mod tests {
         assert!(named(|o| o.end = None).contains("SIGTERM"));
         assert!(named(|o| o.attacked.lost = true).contains("never came back"));
         assert!(named(|o| o.hostile = Some(Kind::Honest)).contains("p50"));
+    }
+
+    #[test]
+    fn a_test_is_generous_with_time_and_with_nothing_else() {
+        let found = |change: fn(&mut Outcome)| {
+            let mut outcome = good();
+            change(&mut outcome);
+            failures(&outcome, Strictness::Tested).len()
+        };
+        assert_eq!(found(|o| o.attacked.p99 = P99 * LENIENT), 0);
+        assert_eq!(found(|o| o.attacked.longest = LONGEST * LENIENT), 0);
+        assert_eq!(found(|o| o.attacked.longest = LONGEST * (LENIENT + 1)), 1);
+        assert_eq!(found(|o| o.page_tables = 1 << 20), 1);
+        assert_eq!(found(|o| o.log_rate = Some(LOG_RATE + 1)), 1);
+        assert_eq!(found(|o| o.end = None), 1);
+        assert_eq!(found(|o| o.attacked.lost = true), 1);
+        assert_eq!(found(|o| o.wrong.push("a lost write".to_owned())), 1);
     }
 }

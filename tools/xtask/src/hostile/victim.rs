@@ -1,4 +1,5 @@
-//! The neighbour that is honest: one read at a time, at its own pace.
+//! The neighbour that is honest: one read at a time, at its own pace. It has a controller, or is a
+//! client of an export.
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -9,6 +10,7 @@ use shadowbell_spec::Sqe;
 
 use super::attack::Clock;
 use crate::peer::guest::Guest;
+use crate::peer::nbd::NbdClient;
 use crate::peer::queue::BAR0;
 use shadowbell_spec::regs;
 
@@ -21,9 +23,10 @@ const SPIN: Duration = Duration::from_micros(60);
 const LOOK: Duration = Duration::from_micros(20);
 /// After this a read is taken for lost, and the measurement has ended.
 const LOST: Duration = Duration::from_secs(6);
-/// Blocks of a read, and of the disk.
+/// Blocks of a read.
 const BLOCKS: u64 = 8;
-pub(crate) const DISK_BLOCKS: u64 = 32768;
+/// Blocks of the disk that are written, and read.
+const USED_BLOCKS: u64 = 1024;
 /// The memory of the victim's guest.
 const MEMORY: u64 = 1 << 20;
 
@@ -42,9 +45,10 @@ pub(crate) struct Seen {
 
 /// An attached victim. Its disk holds in each block the number of the block.
 #[derive(Debug)]
-pub(crate) struct Victim {
-    guest: Guest,
-    buffer: u64,
+pub(crate) enum Victim {
+    /// A guest, and where it reads to.
+    Guest(Guest, u64),
+    Nbd(NbdClient),
 }
 
 /// Has the calling thread run before all others that have no such word, as far as it is allowed to:
@@ -60,12 +64,12 @@ pub(crate) fn give_way() {
 }
 
 impl Victim {
-    /// Attaches, and writes its disk.
+    /// Attaches to a controller, and writes its disk.
     pub(crate) fn attach(socket: &std::path::Path) -> Result<Self> {
         let mut guest = Guest::attach(socket, MEMORY)?;
         guest.create_queue(16)?;
         let buffer = guest.alloc(4096)?;
-        for block in (0..DISK_BLOCKS).step_by(BLOCKS as usize) {
+        for block in (0..USED_BLOCKS).step_by(BLOCKS as usize) {
             for part in 0..BLOCKS {
                 let at = (buffer + part * 512) as usize;
                 guest.memory.write(at, &(block + part)).context("the buffer")?;
@@ -75,11 +79,16 @@ impl Victim {
             if !cqe.status().is_success() {
                 bail!("the victim's write: {}", cqe.status());
             }
-            if block > 1024 {
-                break;
-            }
         }
-        Ok(Self { guest, buffer })
+        Ok(Self::Guest(guest, buffer))
+    }
+
+    /// Attaches to an export, and writes its disk.
+    pub(crate) fn attach_nbd(socket: &std::path::Path) -> Result<Self> {
+        let mut client = NbdClient::attach(socket)?;
+        let disk: Vec<u8> = (0..USED_BLOCKS).flat_map(block_of).collect();
+        client.write(0, &disk)?;
+        Ok(Self::Nbd(client))
     }
 
     /// Reads until it is over.
@@ -88,16 +97,22 @@ impl Victim {
         let mut seen = Seen::default();
         let mut due = Instant::now();
         while !clock.is_over() {
-            let block = (times.len() as u64 * BLOCKS) % 1024;
-            let Some(time) = self.read(block)? else {
+            let block = (times.len() as u64 * BLOCKS) % USED_BLOCKS;
+            let read = match self {
+                Self::Guest(guest, buffer) => read(guest, *buffer, block)?,
+                Self::Nbd(client) => Some(read_nbd(client, block)?),
+            };
+            let Some(time) = read else {
                 seen.lost = true;
                 times.push(LOST);
                 break;
             };
             times.push(time);
-            if (times.len() as u64).is_multiple_of(REGISTER_EVERY) {
+            if let Self::Guest(guest, _) = self
+                && (times.len() as u64).is_multiple_of(REGISTER_EVERY)
+            {
                 let began = Instant::now();
-                self.guest.link.read(BAR0, regs::CSTS, 4)?;
+                guest.link.read(BAR0, regs::CSTS, 4)?;
                 seen.register = seen.register.max(began.elapsed());
             }
             due = (due + Duration::from_secs(1) / PER_SECOND).max(Instant::now());
@@ -112,36 +127,55 @@ impl Victim {
         seen.longest = at(1.0);
         Ok(seen)
     }
+}
 
-    /// One read, and whether it brought what is there; nothing if it does not come back.
-    fn read(&mut self, block: u64) -> Result<Option<Duration>> {
-        let sqe = Sqe::read(1, block, BLOCKS as u16 - 1, 0);
-        let sqe = sqe.with_prps(Guest::address(self.buffer), 0);
-        let (queue, link) = self.guest.queue(0)?;
-        queue.push(sqe)?;
-        let began = Instant::now();
-        queue.ring(link)?;
-        let cqe = loop {
-            if let Some(cqe) = queue.pop() {
-                break cqe;
-            }
-            let waited = began.elapsed();
-            if waited > LOST {
-                return Ok(None);
-            }
-            if waited > SPIN {
-                sleep(LOOK);
-            }
-        };
-        let took = began.elapsed();
-        queue.consumed(link)?;
-        if !cqe.status().is_success() {
-            bail!("the victim's read: {}", cqe.status());
+/// What a block of the victim's disk holds.
+fn block_of(number: u64) -> [u8; 512] {
+    let mut block = [0; 512];
+    block[..8].copy_from_slice(&number.to_le_bytes());
+    block
+}
+
+/// One read, and whether it brought what is there; nothing if it does not come back.
+fn read(guest: &mut Guest, buffer: u64, block: u64) -> Result<Option<Duration>> {
+    let sqe = Sqe::read(1, block, BLOCKS as u16 - 1, 0);
+    let sqe = sqe.with_prps(Guest::address(buffer), 0);
+    let (queue, link) = guest.queue(0)?;
+    queue.push(sqe)?;
+    let began = Instant::now();
+    queue.ring(link)?;
+    let cqe = loop {
+        if let Some(cqe) = queue.pop() {
+            break cqe;
         }
-        let found: u64 = self.guest.memory.read(self.buffer as usize).context("the buffer")?;
-        if found != block {
-            bail!("the victim read block {found} instead of {block}");
+        let waited = began.elapsed();
+        if waited > LOST {
+            return Ok(None);
         }
-        Ok(Some(took))
+        if waited > SPIN {
+            sleep(LOOK);
+        }
+    };
+    let took = began.elapsed();
+    queue.consumed(link)?;
+    if !cqe.status().is_success() {
+        bail!("the victim's read: {}", cqe.status());
     }
+    let found: u64 = guest.memory.read(buffer as usize).context("the buffer")?;
+    if found != block {
+        bail!("the victim read block {found} instead of {block}");
+    }
+    Ok(Some(took))
+}
+
+/// The same for an export. It is an error if it does not come back.
+fn read_nbd(client: &mut NbdClient, block: u64) -> Result<Duration> {
+    let mut data = [0; (BLOCKS * 512) as usize];
+    let began = Instant::now();
+    client.read(block * 512, &mut data).context("the victim's read")?;
+    let took = began.elapsed();
+    if data[..8] != block.to_le_bytes() {
+        bail!("the victim read something else than block {block}");
+    }
+    Ok(took)
 }

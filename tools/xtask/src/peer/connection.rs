@@ -10,8 +10,8 @@ use anyhow::{Context, Result, bail};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
-    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
-    SocketFlags, SocketType, connect, recv, sendmsg, socket_with,
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown,
+    SocketAddrUnix, SocketFlags, SocketType, connect, recv, sendmsg, shutdown, socket_with,
 };
 use shadowbell_vfio_user::wire::{self, Header, command, header_flags};
 use zerocopy::{FromBytes, IntoBytes};
@@ -95,6 +95,20 @@ impl Connection {
     pub(crate) fn set_patience(&self, patience: Duration) -> Result<()> {
         set_socket_timeout(&self.socket, Timeout::Recv, Some(patience))?;
         Ok(set_socket_timeout(&self.socket, Timeout::Send, Some(patience))?)
+    }
+
+    /// Says that nothing more comes, and waits until the server has closed the connection.
+    pub(crate) fn hang_up(&mut self) -> Result<()> {
+        shutdown(&self.socket, Shutdown::Write).context("hanging up")?;
+        let mut bytes = [0u8; 4096];
+        loop {
+            match recv(&self.socket, &mut bytes[..], RecvFlags::empty()) {
+                Ok((0, _)) | Err(Errno::CONNRESET) => return Ok(()),
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => bail!("the server does not close the connection in time"),
+                Err(errno) => bail!("hanging up: {errno}"),
+            }
+        }
     }
 
     /// Whether the server has closed the connection.

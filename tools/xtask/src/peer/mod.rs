@@ -5,4 +5,6 @@
 
 pub(crate) mod connection;
 pub(crate) mod guest;
+pub(crate) mod nbd;
 pub(crate) mod queue;
+pub(crate) mod virtio;

@@ -17,7 +17,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
     Attack::new("smart-log", "Get Log Page (SMART) without end", MEM, smart_log),
     Attack::new("doorbell-buffer", "Doorbell Buffer Config without end", MEM, doorbell_buffer)
         .short(),
-    Attack::new("identify", "Identify without end", MEM, identify).short(),
+    Attack::new("identify", "Identify without end", MEM, identify),
     Attack::new("features", "Get and Set Features without end", MEM, features),
     Attack::new("queue-churn", "I/O queues of 4096 entries created and deleted", MEM, queue_churn),
     Attack::new("format", "Format NVM of a memory disk without end", BIG_MEM, format),

@@ -42,23 +42,22 @@ pub(crate) const ATTACKS: &[Attack] = &[
     Attack::new("big-reads", "64 queues of 1 MiB reads on a memory disk", MEM, big_reads).short(),
     Attack::new("big-writes", "64 queues of 1 MiB writes on a memory disk", MEM, big_writes),
     Attack::new("big-null", "64 queues of 1 MiB reads on a null disk", NULL, big_null),
-    Attack::new("big-file", "64 queues of 1 MiB writes on a file", FILE, big_file).short(),
-    Attack::new("small-reads", "64 queues of 512 byte reads, 1023 in each", NULL, small_reads)
-        .short(),
+    Attack::new("big-file", "64 queues of 1 MiB writes on a file", FILE, big_file),
+    Attack::new("small-reads", "64 queues of 512 byte reads, 1023 in each", NULL, small_reads),
     Attack::new("zeroes", "64 queues of Write Zeroes of 32 MiB", MEM, zeroes),
     Attack::new("zeroes-file", "64 queues of Write Zeroes of 32 MiB on a file", FILE, zeroes),
     Attack::new("verify", "64 queues of Verify of 16 MiB on a memory disk", MEM, verify),
     Attack::new("verify-file", "64 queues of Verify of 32 MiB on a file", FILE, verify),
     Attack::new("compare", "64 queues of 1 MiB Compare", MEM, compare),
-    Attack::new("copy", "64 queues of Copy of 128 ranges", MEM, copy).short(),
+    Attack::new("copy", "64 queues of Copy of 128 ranges", MEM, copy),
     Attack::new("copy-file", "64 queues of Copy of 128 ranges on a file", FILE, copy),
-    Attack::new("flush", "64 queues of Flush behind writes, on a file", FILE, flush).short(),
+    Attack::new("flush", "64 queues of Flush behind writes, on a file", FILE, flush),
     Attack::new("sgl", "16 queues of writes with 3584 SGL descriptors on a file", FILE, sgl)
         .short(),
     Attack::new("sgl-mem", "64 queues of reads with 3584 SGL descriptors", MEM, sgl_mem),
-    Attack::new("bad-sgl", "64 queues of SGLs that point at themselves", NULL, bad_sgl).short(),
+    Attack::new("bad-sgl", "64 queues of SGLs that point at themselves", NULL, bad_sgl),
     Attack::new("bad-commands", "64 queues of commands that are refused", NULL, bad_commands),
-    Attack::new("resets", "CC.EN toggled with 64 queues in flight", MEM, resets).short(),
+    Attack::new("resets", "CC.EN toggled with 64 queues in flight", MEM, resets),
 ];
 
 const HONEST: &[&str] = &["mem:16MiB", "mem:16MiB", "null:1TiB"];

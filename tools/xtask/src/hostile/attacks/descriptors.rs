@@ -26,8 +26,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
         "18,000 epoll instances wait for an interrupt's eventfd",
         MEM,
         irq_waiters,
-    )
-    .short(),
+    ),
     Attack::new("irq-full", "interrupts to eventfds that are full", MEM, irq_full),
     Attack::new("irq-triggers", "interrupts that the client triggers itself", MEM, irq_triggers),
     Attack::new(

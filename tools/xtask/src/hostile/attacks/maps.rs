@@ -29,24 +29,22 @@ pub(crate) const ATTACKS: &[Attack] = &[
         "64 GiB mapped 32 times, a page touched per 2 MiB",
         MEM,
         page_tables,
-    )
-    .short(),
+    ),
     Attack::new(
         "punch-holes",
         "holes punched into 4 GiB of memory while it is read into",
         MEM,
         punch_holes,
-    )
-    .short(),
+    ),
     Attack::new("truncate", "memory that is cut off while it is read into", MEM, truncate),
-    Attack::new("map-churn", "maps and unmaps of a page with I/O in flight", MEM, map_churn),
+    Attack::new("map-churn", "maps and unmaps of a page with I/O in flight", MEM, map_churn)
+        .short(),
     Attack::new(
         "bus-master",
         "60,000 maps, and bus mastering toggled by WRITE_MULTI",
         MEM,
         bus_master,
-    )
-    .short(),
+    ),
     Attack::new(
         "many-maps",
         "60,000 maps, removed by one message, again and again",

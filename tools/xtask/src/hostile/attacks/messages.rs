@@ -26,12 +26,11 @@ pub(crate) const ATTACKS: &[Attack] = &[
             MEM,
             bad_maps,
         )
-        .short()
     },
     Attack::new("log-flood", "maps that are refused: how much is logged", MEM, bad_maps).short(),
     Attack::new("log-doorbells", "doorbells of bad values: how much is logged", MEM, bad_doorbells),
-    Attack::new("log-connects", "clients that speak nonsense", MEM, nonsense).short(),
-    Attack::new("register-flood", "register reads without end", MEM, register_flood).short(),
+    Attack::new("log-connects", "clients that speak nonsense", MEM, nonsense),
+    Attack::new("register-flood", "register reads without end", MEM, register_flood),
     Attack::new("large-reads", "reads of 1 MiB of BAR0 without end", MEM, large_reads),
     Attack::new("unread", "1 MiB reads whose replies nobody reads", MEM, unread),
     Attack::new("doorbell-flood", "doorbells of one queue without end", MEM, doorbell_flood),
@@ -175,7 +174,7 @@ fn silent(field: &mut Field) -> Result<()> {
     let mut links = Vec::new();
     while !field.is_over() {
         while links.len() < 2000 && !field.is_over() {
-            links.push(silent_connection(field)?);
+            links.push(silent_connection(field.socket())?);
             field.done += 1;
         }
         sleep(Duration::from_millis(1));
@@ -184,11 +183,11 @@ fn silent(field: &mut Field) -> Result<()> {
 }
 
 /// Whatever becomes of it; nobody waits when the backlog is full.
-fn silent_connection(field: &Field) -> Result<std::os::fd::OwnedFd> {
+pub(super) fn silent_connection(path: &std::path::Path) -> Result<std::os::fd::OwnedFd> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    if rustix::net::connect(&socket, &SocketAddrUnix::new(field.socket())?).is_err() {
+    if rustix::net::connect(&socket, &SocketAddrUnix::new(path)?).is_err() {
         sleep(Duration::from_micros(200));
     }
     Ok(socket)

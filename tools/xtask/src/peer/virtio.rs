@@ -1,0 +1,135 @@
+//! A frontend of vhost-user-blk, and its guest: one queue, whose descriptors say whatever they are
+//! told to.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::atomic::{Ordering, fence};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use rustix::event::{EventfdFlags, eventfd};
+use shadowbell_memory::{Mapping, Protection, SharedBytes};
+use zerocopy::IntoBytes;
+
+use super::connection::send_fds;
+use super::guest::memfd;
+
+/// Entries of the queue.
+pub(crate) const ENTRIES: u16 = 256;
+/// The guest's memory, which begins at address 0.
+pub(crate) const MEMORY: u64 = 64 << 20;
+/// Where the parts of the queue are, and where there is room for tables and data.
+const AVAIL: usize = 0x2000;
+const USED: usize = 0x4000;
+pub(crate) const ROOM: u64 = 0x1_0000;
+/// Where the frontend says that it has the memory.
+const USER: u64 = 1 << 40;
+/// VIRTIO_F_VERSION_1 and VIRTIO_F_INDIRECT_DESC.
+const FEATURES: u64 = 1 << 32 | 1 << 28;
+/// How long a call waits for the server.
+const PATIENCE: Duration = Duration::from_secs(6);
+
+/// Flags of a descriptor.
+pub(crate) const NEXT: u16 = 1;
+pub(crate) const WRITE: u16 = 2;
+pub(crate) const INDIRECT: u16 = 4;
+
+/// A descriptor, as it lies in memory.
+pub(crate) fn descriptor(address: u64, len: u32, flags: u16, next: u16) -> [u8; 16] {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&address.to_le_bytes());
+    bytes[8..12].copy_from_slice(&len.to_le_bytes());
+    bytes[12..14].copy_from_slice(&flags.to_le_bytes());
+    bytes[14..].copy_from_slice(&next.to_le_bytes());
+    bytes
+}
+
+/// A frontend that has set one queue up.
+#[derive(Debug)]
+pub(crate) struct VirtioGuest {
+    stream: UnixStream,
+    pub(crate) memory: SharedBytes,
+    _file: OwnedFd,
+    kick: OwnedFd,
+    _call: OwnedFd,
+    available: u16,
+}
+
+impl VirtioGuest {
+    /// Connects, shares memory and sets the first queue up.
+    pub(crate) fn attach(path: &Path) -> Result<Self> {
+        let stream = UnixStream::connect(path)
+            .with_context(|| format!("connecting to {}", path.display()))?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        let file = memfd(MEMORY)?;
+        let memory = Mapping::from_fd(&file, 0, MEMORY, Protection::ReadWrite)?.bytes();
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let (kick, call) = (eventfd(0, flags)?, eventfd(0, flags)?);
+        let guest = Self { stream, memory, _file: file, kick, _call: call, available: 0 };
+        let (kick, call) = (guest.kick.as_fd(), guest._call.as_fd());
+        // SET_OWNER, SET_FEATURES, SET_MEM_TABLE
+        guest.say(3, &[], &[])?;
+        guest.say(2, FEATURES.as_bytes(), &[])?;
+        let table = [1u64, 0, MEMORY, USER, 0];
+        guest.say(5, table.as_bytes(), &[guest._file.as_fd()])?;
+        // SET_VRING_NUM, BASE, ADDR, CALL, KICK
+        guest.say(8, [0u32, u32::from(ENTRIES)].as_bytes(), &[])?;
+        guest.say(10, [0u32, 0].as_bytes(), &[])?;
+        let rings = [0, USER, USER + USED as u64, USER + AVAIL as u64, 0];
+        guest.say(9, rings.as_bytes(), &[])?;
+        guest.say(13, 0u64.as_bytes(), &[call])?;
+        guest.say(12, 0u64.as_bytes(), &[kick])?;
+        Ok(guest)
+    }
+
+    fn say(&self, request: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
+        let header = [request, 1, payload.len() as u32];
+        let bytes = [header.as_bytes(), payload].concat();
+        send_fds(self.stream.as_fd(), &bytes, fds).context("sending to the server")?;
+        Ok(())
+    }
+
+    /// Whether the server has closed the connection.
+    pub(crate) fn is_closed(&self) -> bool {
+        use rustix::io::Errno;
+        use rustix::net::{RecvFlags, recv};
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        !matches!(recv(&self.stream, &mut [0u8; 1][..], flags), Ok((1, _)) | Err(Errno::AGAIN))
+    }
+
+    /// Writes something into the guest's memory.
+    pub(crate) fn put(&self, address: u64, bytes: &[u8]) -> Result<()> {
+        self.memory.write_from(address as usize, bytes).context("the guest's memory")
+    }
+
+    /// Writes descriptors, from this one on.
+    pub(crate) fn describe(&self, first: u16, descriptors: &[[u8; 16]]) -> Result<()> {
+        self.put(u64::from(first) * 16, descriptors.as_flattened())
+    }
+
+    /// How many chains were used, modulo 65536.
+    pub(crate) fn used(&self) -> u16 {
+        self.memory.load_u32_acquire(USED).map_or(0, |word| (word >> 16) as u16)
+    }
+
+    /// How many chains are offered and not used.
+    pub(crate) fn outstanding(&self) -> u16 {
+        self.available.wrapping_sub(self.used())
+    }
+
+    /// Offers these chains at once, and kicks.
+    pub(crate) fn offer(&mut self, heads: &[u16]) -> Result<()> {
+        for head in heads {
+            let slot = self.available % ENTRIES;
+            self.put((AVAIL + 4) as u64 + u64::from(slot) * 2, &head.to_le_bytes())?;
+            self.available = self.available.wrapping_add(1);
+        }
+        // The chains are there before the index that offers them.
+        fence(Ordering::Release);
+        self.put(AVAIL as u64 + 2, &self.available.to_le_bytes())?;
+        let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
+        Ok(())
+    }
+}
