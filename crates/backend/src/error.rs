@@ -1,5 +1,6 @@
 //! Why a disk could not be opened, in sentences for the person who named it.
 
+use crate::format::ImageFormat;
 use std::io;
 
 /// The largest disk in memory, in bytes: what fits an address space in one piece. There are
@@ -58,6 +59,24 @@ pub enum OpenError {
         path: String,
         /// What it is: a directory, a socket...
         what: &'static str,
+    },
+    /// The file is an image of another format, of which a guest must not see the raw bytes.
+    #[error(
+        "{path}: it is a {format} image, {}; with `format=raw` its bytes are served as they are",
+        match .format {
+            ImageFormat::Qcow2 => "which only the program `shadowbell` and the crate \
+                                   `shadowbell-backend-qcow2` open".to_owned(),
+            _ => format!(
+                "which can not be served; make one of another format with \
+                 `qemu-img convert -O qcow2 {path} {path}.qcow2`"
+            ),
+        }
+    )]
+    Format {
+        /// The file.
+        path: String,
+        /// What it is.
+        format: ImageFormat,
     },
     /// The file has no bytes.
     #[error("{path}: it is empty; give it a size with `truncate -s 10G {path}`")]

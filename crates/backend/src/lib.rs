@@ -17,6 +17,7 @@ mod compare;
 mod disk;
 mod error;
 mod file;
+mod format;
 mod hand_over;
 mod info;
 mod mem;
@@ -34,7 +35,8 @@ pub use error::{MAX_MEMORY, OpenError};
 #[cfg(feature = "scripted")]
 #[doc(hidden)]
 pub use file::Script;
-pub use file::{Aio, Direct, FileDisk, FileOptions};
+pub use file::{Aio, Direct, FileDisk, FileOptions, Format, ImageFile};
+pub use format::ImageFormat;
 pub use hand_over::HandOverError;
 pub use info::DiskInfo;
 pub use mem::MemDisk;
@@ -44,7 +46,8 @@ pub use size::parse_size;
 #[cfg(feature = "scripted")]
 #[doc(hidden)]
 pub use sys::End;
-pub use uri::{adopt, open, open_lasting};
+pub use sys::unpin;
+pub use uri::{FileSpec, adopt, open, open_lasting};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -2,7 +2,7 @@
 
 use crate::disk::Disk;
 use crate::error::OpenError;
-use crate::file::{Aio, Direct, FileDisk, FileOptions};
+use crate::file::{Aio, Direct, FileDisk, FileOptions, Format};
 use crate::mem::MemDisk;
 use crate::null::NullDisk;
 use crate::size::parse_size;
@@ -27,6 +27,8 @@ use std::sync::Arc;
 /// | `block-size` | all | `512` or `4096` | `512`; a block device's own |
 /// | `read-only` | all | `on`, `off` | `off`; `on` for a file that we may not write |
 /// | `direct` | file | `on`: bypass the page cache or fail; `off`: use it; `auto`: bypass it if the file system and the block size allow | `auto` |
+/// | `format` | file | `raw`: the bytes of the file are the disk; `qcow2`: as `shadowbell-backend-qcow2` opens it | by its first bytes |
+/// | `allow-backing` | qcow2 | `on`: the image may name another file, of which it is the difference; `off` | `off` |
 /// | `aio` | file | `io_uring`: by it or fail; `threads`; `auto`: by threads if the system refuses io_uring | `auto` |
 /// | `read-zeroes` | null | `on`, `off`: leave the read buffer as it was | `off` |
 ///
@@ -57,7 +59,7 @@ fn open_parsed(
     memory: fn(u64, u32) -> Result<MemDisk, OpenError>,
 ) -> Result<Arc<dyn Disk>, OpenError> {
     Ok(match parsed(spec)? {
-        Parsed::File { path, options } => Arc::new(FileDisk::open(&path, &options)?),
+        Parsed::File(file) => Arc::new(FileDisk::open(&file.path, &file.options)?),
         Parsed::Mem { size, block_size, read_only } => {
             let disk = memory(size / u64::from(block_size), block_size)?;
             Arc::new(disk.with_read_only(read_only))
@@ -67,6 +69,31 @@ fn open_parsed(
             Arc::new(disk.with_read_only(read_only).with_read_zeroes(read_zeroes))
         }
     })
+}
+
+/// A specification that names a file, understood: for those who open it in another way than
+/// [`open`] does, as an image of another format.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FileSpec {
+    /// Where it is.
+    pub path: PathBuf,
+    /// How it is to be opened.
+    pub options: FileOptions,
+}
+
+impl FileSpec {
+    /// What `spec`, written as for [`open`], says of a file; nothing if it names another kind of
+    /// disk.
+    ///
+    /// # Errors
+    /// [`OpenError::Spec`].
+    pub fn parse(spec: &str) -> Result<Option<Self>, OpenError> {
+        match parsed(spec)? {
+            Parsed::File(file) => Ok(Some(file)),
+            _ => Ok(None),
+        }
+    }
 }
 
 /// Takes over the disk `spec` from another process, which has opened it by the same specification
@@ -82,7 +109,7 @@ pub fn adopt(
 ) -> Result<Arc<dyn Disk>, OpenError> {
     let refused = |why| OpenError::NotThatDisk { disk: spec.to_owned(), why };
     Ok(match parsed(spec)? {
-        Parsed::File { path, options } => {
+        Parsed::File(FileSpec { path, options }) => {
             Arc::new(FileDisk::adopt(&path, &options, state, fds).map_err(refused)?)
         }
         Parsed::Mem { size, block_size, read_only } => {
@@ -100,7 +127,7 @@ fn parsed(spec: &str) -> Result<Parsed, OpenError> {
 /// A specification, understood.
 #[derive(Debug, PartialEq, Eq)]
 enum Parsed {
-    File { path: PathBuf, options: FileOptions },
+    File(FileSpec),
     Mem { size: u64, block_size: u32, read_only: bool },
     Null { size: u64, block_size: u32, read_only: bool, read_zeroes: bool },
 }
@@ -146,7 +173,20 @@ fn parse(spec: &str) -> Result<Parsed, String> {
                     ));
                 }
             };
-            Parsed::File { path, options: FileOptions { block_size, read_only, direct, aio } }
+            let format = match options.take("format") {
+                None => None,
+                Some("raw") => Some(Format::Raw),
+                Some("qcow2") => Some(Format::Qcow2),
+                Some(other) => {
+                    return Err(format!("the option `format` is `raw` or `qcow2`, not `{other}`"));
+                }
+            };
+            let allow_backing = options.switch("allow-backing")?.unwrap_or(false);
+            if allow_backing && format == Some(Format::Raw) {
+                return Err("a raw image names no other file; leave out `allow-backing`".to_owned());
+            }
+            let options = FileOptions { block_size, read_only, direct, aio, format, allow_backing };
+            Parsed::File(FileSpec { path, options })
         }
     };
     options.none_left(scheme)?;
@@ -279,7 +319,7 @@ impl<'a> Options<'a> {
         let known = match scheme {
             "null" => "`block-size`, `read-only`, `read-zeroes`",
             "mem" => "`block-size`, `read-only`",
-            _ => "`block-size`, `read-only`, `direct`, `aio`",
+            _ => "`block-size`, `read-only`, `direct`, `aio`, `format`, `allow-backing`",
         };
         match self.0.first() {
             None => Ok(()),
@@ -295,7 +335,7 @@ mod tests {
     use super::*;
 
     fn file(path: &str, options: FileOptions) -> Result<Parsed, String> {
-        Ok(Parsed::File { path: path.into(), options })
+        Ok(Parsed::File(FileSpec { path: path.into(), options }))
     }
 
     #[test]
@@ -320,7 +360,7 @@ mod tests {
             assert_eq!(parse(spec), file(path, plain.clone()), "{spec}");
         }
         let not_utf8 = match parse("file:%FF").unwrap() {
-            Parsed::File { path, .. } => path.into_os_string().into_vec(),
+            Parsed::File(file) => file.path.into_os_string().into_vec(),
             other => panic!("{other:?}"),
         };
         assert_eq!(not_utf8, [0xff]);
@@ -333,7 +373,14 @@ mod tests {
             read_only: true,
             direct: Direct::Off,
             aio: Aio::Threads,
+            ..FileOptions::default()
         };
+        let image = FileOptions {
+            format: Some(Format::Qcow2),
+            allow_backing: true,
+            ..FileOptions::default()
+        };
+        assert_eq!(parse("a?format=qcow2&allow-backing=on"), file("a", image));
         let spec = "disk.img?block-size=4096&read-only=on&direct=off&aio=threads";
         assert_eq!(parse(spec), file("disk.img", options));
         let options = FileOptions { aio: Aio::IoUring, ..FileOptions::default() };
@@ -391,6 +438,8 @@ mod tests {
             ("disk.img?direct=perhaps", "`on`, `off` or `auto`, not `perhaps`"),
             ("disk.img?aio=native", "`io_uring`, `threads` or `auto`, not `native`"),
             ("disk.img?read-only=1", "`on` or `off`, not `1`"),
+            ("disk.img?format=vdi", "`raw` or `qcow2`, not `vdi`"),
+            ("disk.img?format=raw&allow-backing=on", "names no other file"),
             ("disk.img?read-only", "no option; options are written"),
             ("disk.img?", "no option; options are written"),
             ("disk.img?direct=on&direct=off", "given twice"),

@@ -4,7 +4,8 @@ mod common;
 
 use common::{Host, Undo, as_root, directory, image, open, run_one};
 use shadowbell_backend::{
-    self as disk, Direct, DiskError, FileDisk, FileOptions, Op, OpenError, Request, Submitted,
+    self as disk, Direct, DiskError, FileDisk, FileOptions, ImageFormat, Op, OpenError, Request,
+    Submitted,
 };
 use shadowbell_memory::{Mapping, Protection, Segments};
 use std::fs::{File, OpenOptions, Permissions};
@@ -480,5 +481,33 @@ fn of_two_flushes_at_once_none_succeeds_after_a_lost_write() {
             }
             assert!(disk.has_lost());
         }
+    }
+}
+
+/// A guest must not see the file that holds its disk.
+#[test]
+fn images_of_other_formats_are_refused_unless_they_are_called_raw() {
+    let directory = directory();
+    let path = image(directory.path(), 1 << 20);
+    for (start, format) in [
+        (&b"QFI\xfb\0\0\0\x03"[..], ImageFormat::Qcow2),
+        (b"KDMV\x01\0\0\0", ImageFormat::Vmdk),
+        (b"vhdxfile", ImageFormat::Vhdx),
+        (b"QED\0", ImageFormat::Qed),
+    ] {
+        let mut content = vec![0; 1 << 20];
+        content[..start.len()].copy_from_slice(start);
+        std::fs::write(&path, content).unwrap();
+        let error = disk::open(path.to_str().unwrap()).unwrap_err();
+        assert!(
+            matches!(error, disk::OpenError::Format { format: found, .. } if found == format),
+            "{error}"
+        );
+        assert!(error.to_string().contains("`format=raw`"), "{error}");
+        let raw = open(&path, "?format=raw");
+        assert_eq!(raw.info().bytes(), 1 << 20);
+        drop(raw);
+        // It was closed again, with its lock.
+        open(&path, "?format=raw&direct=off");
     }
 }

@@ -25,7 +25,7 @@ fn an_image_that_does_not_answer_holds_up_no_other() {
     // One thread, as a worker is, whose calls the kernel would leave to the same few workers.
     let worker = std::thread::spawn(move || {
         let host = Host::new(MIB);
-        let bad = open(&stalled, "?direct=off");
+        let bad = open(&stalled, "?direct=off&format=raw");
         let mut bad = bad.queue().unwrap();
         for tag in 0..200 {
             let op = match tag % 4 {

@@ -45,7 +45,7 @@ mod signals;
 mod sqe_batch;
 mod thread_usage;
 
-pub use abort::AbortOnPanic;
+pub use abort::{AbortOnPanic, contain_panic, is_panic_contained};
 pub use copy::goes_past_caches;
 pub use dma::{DmaSpace, DmaTable, View, ViewWatch};
 pub use error::{DataPointerError, DmaError, Fault};

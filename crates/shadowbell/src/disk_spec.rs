@@ -4,8 +4,9 @@
 use crate::target::{Target, not_a_disk};
 use crate::{exit, transport};
 use anyhow::anyhow;
-use shadowbell_backend::Disk;
+use shadowbell_backend::{Disk, FileSpec, Format, ImageFormat};
 use shadowbell_backend_nvme::{NvmeDisk, OpenError, Options};
+use shadowbell_backend_qcow2::Qcow2Disk;
 use shadowbell_state::Descriptors;
 use std::sync::Arc;
 
@@ -15,6 +16,9 @@ pub(crate) enum DiskSpecError {
     /// A disk can not be opened.
     #[error(transparent)]
     Disk(#[from] shadowbell_backend::OpenError),
+    /// A qcow2 image can not be opened.
+    #[error(transparent)]
+    Qcow2(shadowbell_backend_qcow2::OpenError),
     /// A controller whose namespace was to be the disk can not be had.
     #[error("{0:#}")]
     Device(anyhow::Error),
@@ -29,7 +33,17 @@ impl DiskSpecError {
             Self::Device(error) => error,
             Self::Disk(OpenError::Memory { bytes, .. }) if bytes <= MAX_MEMORY => self.into(),
             Self::Disk(OpenError::System { .. } | OpenError::Ring { .. }) => self.into(),
-            Self::Disk(_) => exit::bad_input(self),
+            Self::Qcow2(shadowbell_backend_qcow2::OpenError::System { .. }) => self.into(),
+            Self::Disk(_) | Self::Qcow2(_) => exit::bad_input(self),
+        }
+    }
+}
+
+impl From<shadowbell_backend_qcow2::OpenError> for DiskSpecError {
+    fn from(error: shadowbell_backend_qcow2::OpenError) -> Self {
+        match error {
+            shadowbell_backend_qcow2::OpenError::File(error) => Self::Disk(error),
+            error => Self::Qcow2(error),
         }
     }
 }
@@ -38,6 +52,7 @@ impl DiskSpecError {
 ///
 /// | `spec` | the disk |
 /// |---|---|
+/// | `disk.qcow2` | a qcow2 image, whatever its name: by its first bytes |
 /// | `nvme://0000:01:00.0/1` | namespace 1 of a PCI device, through VFIO |
 /// | `vfio-user:/run/ssd.sock/1` | namespace 1 of a controller behind a vfio-user socket |
 ///
@@ -75,17 +90,19 @@ pub(crate) fn adopt(
     Ok(shadowbell_backend::adopt(spec, state, fds)?)
 }
 
-fn open_by(
-    spec: &str,
-    open: fn(&str) -> Result<Arc<dyn Disk>, shadowbell_backend::OpenError>,
-) -> Result<Arc<dyn Disk>, DiskSpecError> {
+/// How a disk of this process alone is opened.
+type Open = fn(&str) -> Result<Arc<dyn Disk>, shadowbell_backend::OpenError>;
+
+fn open_by(spec: &str, open: Open) -> Result<Arc<dyn Disk>, DiskSpecError> {
     if !["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme)) {
-        let disk = open(spec).map_err(|error| match &error {
-            shadowbell_backend::OpenError::NoFile { path, .. } => match not_a_disk(path) {
-                Some(why) => DiskSpecError::Device(exit::bad_input(anyhow!(why))),
-                None => error.into(),
-            },
-            _ => error.into(),
+        let disk = open_own(spec, open).map_err(|error| match &error {
+            DiskSpecError::Disk(shadowbell_backend::OpenError::NoFile { path, .. }) => {
+                match not_a_disk(path) {
+                    Some(why) => DiskSpecError::Device(exit::bad_input(anyhow!(why))),
+                    None => error,
+                }
+            }
+            _ => error,
         })?;
         if let Some(remark) = disk.remark() {
             tracing::warn!("{remark}");
@@ -99,6 +116,36 @@ fn open_by(
     let target: Target = name.parse().map_err(wrong)?;
     let options = parse(options).map_err(wrong)?;
     attach(&target, spec, &options).map_err(DiskSpecError::Device)
+}
+
+/// Opens a disk that is not another controller's.
+fn open_own(spec: &str, open: Open) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    let file = FileSpec::parse(spec)?;
+    let opened = match &file {
+        // The raw disk's own refusals do not fit it.
+        Some(file) if file.options.format == Some(Format::Qcow2) => None,
+        _ => match open(spec) {
+            Err(shadowbell_backend::OpenError::Format { format: ImageFormat::Qcow2, .. }) => None,
+            opened => Some(opened?),
+        },
+    };
+    match (opened, file) {
+        (Some(_), Some(FileSpec { options, .. })) if options.allow_backing => {
+            Err(shadowbell_backend::OpenError::Spec {
+                spec: spec.to_owned(),
+                why: "a raw image names no other file; leave out `allow-backing`".to_owned(),
+            }
+            .into())
+        }
+        (None, Some(file)) => {
+            let disk = Qcow2Disk::open(&file.path, &file.options)?;
+            tracing::info!("{}: {}", disk.name(), disk.describe());
+            Ok(Arc::new(disk))
+        }
+        (Some(disk), _) => Ok(disk),
+        // What is not a file is no image of another format.
+        (None, None) => Ok(open(spec)?),
+    }
 }
 
 fn attach(target: &Target, spec: &str, options: &Options) -> anyhow::Result<Arc<dyn Disk>> {

@@ -108,6 +108,9 @@ pub(crate) fn finish() {
 /// A thread has panicked. What it served is served by nobody then, and whoever waits for it would
 /// wait for ever. So the process ends, and whoever started it can start it again.
 fn die(panic: &PanicHookInfo<'_>) {
+    if shadowbell_memory::is_panic_contained() {
+        return;
+    }
     let thread = std::thread::current();
     let (name, trace) = (thread.name().unwrap_or("?"), Backtrace::capture());
     let trace = match trace.status() {

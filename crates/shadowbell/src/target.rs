@@ -14,6 +14,8 @@ A TARGET is one of
   local:disk.img           a controller in this process over a disk, as `serve`
                            takes them: local:mem:1GiB, local:null:1TiB
   disk.img, mem:1GiB       the same; the path of a socket is a vfio-user target
+  disk.qcow2               a qcow2 image, whatever its name; ?format=raw and
+                           ?format=qcow2 say what a file is
   nvme://0000:01:00.0/1    a PCI device through VFIO, namespace 1; hand the device
                            over first with `shadowbell bind 0000:01:00.0`";
 

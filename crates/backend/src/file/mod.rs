@@ -40,6 +40,7 @@
 
 mod disk;
 mod flusher;
+mod image;
 mod open;
 mod options;
 mod queue;
@@ -52,6 +53,7 @@ mod task;
 mod tests;
 
 pub use disk::FileDisk;
-pub use options::{Aio, Direct, FileOptions};
+pub use image::ImageFile;
+pub use options::{Aio, Direct, FileOptions, Format};
 #[cfg(feature = "scripted")]
 pub use script::Script;

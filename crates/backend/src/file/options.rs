@@ -12,6 +12,20 @@ pub struct FileOptions {
     pub direct: Direct,
     /// How the system is called.
     pub aio: Aio,
+    /// What is in the file; `None` to look at its first bytes.
+    pub format: Option<Format>,
+    /// Whether an image may be the difference to another file, which it names itself.
+    pub allow_backing: bool,
+}
+
+/// What is in a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Format {
+    /// The bytes of the disk.
+    Raw,
+    /// An image of QEMU's, which the crate `shadowbell-backend-qcow2` opens.
+    Qcow2,
 }
 
 /// How the system is called, so that many requests are under way at once.

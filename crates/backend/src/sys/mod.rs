@@ -14,6 +14,6 @@ pub(crate) use ring::{Call, EngineKind, Key, Memory, Ring};
 pub use threads::End;
 #[cfg(feature = "scripted")]
 pub(crate) use threads::ThreadsShared;
-pub(crate) use threads::unpin;
+pub use threads::unpin;
 pub(crate) use uring::available;
 pub(crate) use waker::Waker;

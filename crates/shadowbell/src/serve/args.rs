@@ -17,8 +17,8 @@ use std::path::{Path, PathBuf};
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct Args {
-    /// A namespace each: disk.img, /dev/sdb, mem:1GiB, null:1TiB, or one of another controller,
-    /// nvme://0000:01:00.0/1, vfio-user:/run/ssd.sock/1; options as in
+    /// A namespace each: disk.img, /dev/sdb, disk.qcow2, mem:1GiB, null:1TiB, or one of another
+    /// controller, nvme://0000:01:00.0/1, vfio-user:/run/ssd.sock/1; options as in
     /// `disk.img?block-size=4096&read-only=on`
     #[arg(value_name = "DISK", required_unless_present = "config")]
     disks: Vec<String>,

@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 
 /// Bytes of a request, where the controller takes as much at once.
 const CHUNK: u64 = 1 << 20;
+/// Zeroes are looked for in pieces of so many bytes: what qcow2 images and file systems allocate.
+const PIECE: usize = 64 << 10;
 /// Requests in flight.
 pub(super) const DEPTH: usize = 8;
 /// A request that takes longer is given up, and the whole with it.
@@ -201,6 +203,8 @@ pub(super) struct DiskWriter {
     collected: Vec<u8>,
     at: u64,
     in_flight: usize,
+    /// Requests in flight at most: there is a buffer for each.
+    depth: usize,
 }
 
 impl DiskWriter {
@@ -213,7 +217,9 @@ impl DiskWriter {
         let name = session.target().with_nsid(namespace.nsid()).to_string();
         let port = Port::open(&mut session.controller, namespace, name)?;
         let before = offset % port.block();
-        let mut writer = Self { port, collected: Vec::new(), at: offset - before, in_flight: 0 };
+        let depth = port.spare.len().max(1);
+        let at = offset - before;
+        let mut writer = Self { port, collected: Vec::new(), at, in_flight: 0, depth };
         if before != 0 {
             let mut block = writer.read_block(writer.at)?;
             block.truncate(usize::try_from(before)?);
@@ -260,19 +266,54 @@ impl DiskWriter {
     }
 
     fn send(&mut self) -> anyhow::Result<()> {
-        while self.port.spare.is_empty() {
+        let collected = std::mem::take(&mut self.collected);
+        let mut rest = collected.as_slice();
+        while !rest.is_empty() {
+            let (is_zero, len) = self.run(rest);
+            let (now, later) = rest.split_at(len);
+            self.send_run(now, is_zero)?;
+            rest = later;
+        }
+        self.port.queue.ring()?;
+        self.collected = collected;
+        self.collected.clear();
+        Ok(())
+    }
+
+    /// How many of the first bytes are all zeroes, or all not, by pieces.
+    fn run(&self, bytes: &[u8]) -> (bool, usize) {
+        if !self.port.namespace.optional_commands().write_zeroes() {
+            return (false, bytes.len());
+        }
+        let is_zero = |piece: &[u8]| piece.iter().all(|byte| *byte == 0);
+        let mut pieces = bytes.chunks(PIECE);
+        let Some(first) = pieces.next() else { return (false, 0) };
+        let kind = is_zero(first);
+        let others = pieces.take_while(|piece| is_zero(piece) == kind).map(<[u8]>::len);
+        (kind, first.len() + others.sum::<usize>())
+    }
+
+    fn send_run(&mut self, bytes: &[u8], is_zero: bool) -> anyhow::Result<()> {
+        let len = bytes.len() as u64;
+        while self.in_flight >= self.depth {
             self.reap()?;
         }
-        let command = self.port.command(true, self.at, self.collected.len() as u64)?;
-        let Some(mut buffer) = self.port.spare.pop() else { bail!("there is no buffer") };
-        if !buffer.copy_from(0, &self.collected) {
-            bail!("{}: a buffer is shorter than its request", self.port.name);
+        if is_zero {
+            // So that what takes no room at the source takes none here.
+            let lba = self.port.namespace.blocks_in(self.at)?;
+            let blocks = u32::try_from(self.port.namespace.blocks_in(len)?)?;
+            let command = self.port.namespace.write_zeroes(lba, blocks, true)?;
+            self.port.submit(command, None)?;
+        } else {
+            let command = self.port.command(true, self.at, len)?;
+            let Some(mut buffer) = self.port.spare.pop() else { bail!("there is no buffer") };
+            if !buffer.copy_from(0, bytes) {
+                bail!("{}: a buffer is shorter than its request", self.port.name);
+            }
+            self.port.submit(command, Some(buffer))?;
         }
-        self.port.submit(command, Some(buffer))?;
-        self.port.queue.ring()?;
         self.in_flight += 1;
-        self.at += self.collected.len() as u64;
-        self.collected.clear();
+        self.at += len;
         Ok(())
     }
 

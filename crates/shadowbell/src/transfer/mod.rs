@@ -63,7 +63,8 @@ pub(crate) struct CopyArgs {
     /// What to copy
     #[arg(value_name = "SRC")]
     pub source: Target,
-    /// What to overwrite; a file that does not exist is created
+    /// What to overwrite; a file that does not exist is created, as a qcow2 image if its name ends
+    /// in .qcow2
     #[arg(value_name = "DST")]
     pub destination: Target,
 }
@@ -296,7 +297,8 @@ fn same_file(one: &Path, other: &Path) -> bool {
     real(one) == real(other)
 }
 
-/// Makes the image that the destination names, of `bytes` bytes, if it is a path where nothing is.
+/// Makes the image that the destination names, of `bytes` bytes, if it is a path where nothing is:
+/// a qcow2 image if it is called so, else a raw one.
 fn create_missing(destination: &Target, bytes: u64) -> anyhow::Result<Option<PathBuf>> {
     let Target::Local { disk } = destination else { return Ok(None) };
     let path = Path::new(disk);
@@ -305,8 +307,12 @@ fn create_missing(destination: &Target, bytes: u64) -> anyhow::Result<Option<Pat
     if kind || disk.contains('?') || path.exists() {
         return Ok(None);
     }
-    let created = File::create_new(path).and_then(|file| file.set_len(bytes));
-    created.map_err(exit::bad_input).with_context(|| path.display().to_string())?;
+    if path.extension().is_some_and(|extension| extension == "qcow2") {
+        shadowbell_backend_qcow2::create(path, bytes).map_err(exit::bad_input)?;
+    } else {
+        let created = File::create_new(path).and_then(|file| file.set_len(bytes));
+        created.map_err(exit::bad_input).with_context(|| path.display().to_string())?;
+    }
     Ok(Some(path.to_owned()))
 }
 

@@ -107,3 +107,46 @@ fn what_can_not_be_moved_is_refused_with_the_reason() {
     let text = complaint(write.write_stdin(vec![2; 5000]), 1);
     assert!(text.contains("full after 4096 bytes"), "{text}");
 }
+
+/// What is zero takes no room in a copy, and an image of QEMU's is served as the disk that it is.
+#[test]
+fn copies_are_sparse_and_qcow2_images_are_disks() {
+    use std::os::unix::fs::MetadataExt;
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name).display().to_string();
+    let mut content = vec![0; 32 << 20];
+    let data = bytes(300_000);
+    content[(20 << 20) + 4096..][..data.len()].copy_from_slice(&data);
+    let raw = file(directory.path(), "disk.img", &content);
+    for (from, to) in
+        [(raw, at("a.qcow2")), (at("a.qcow2"), at("b.qcow2")), (at("b.qcow2"), at("c.img"))]
+    {
+        line(&format!("copy {from} {to}")).assert().success();
+        let taken = fs::metadata(&to).unwrap().blocks() * 512;
+        assert!(taken < 2 << 20, "{to} takes {taken} bytes");
+        let read = line(&format!("read {to}")).assert().success();
+        assert!(read.get_output().stdout == content, "{to}");
+    }
+    assert!(fs::read(at("a.qcow2")).unwrap().starts_with(b"QFI\xfb"));
+    assert!(fs::read(at("c.img")).unwrap() == content);
+    // The file itself, for whoever asks for it.
+    let image = at("a.qcow2");
+    let read = line(&format!("read {image}?format=raw --length 4")).assert().success();
+    assert_eq!(read.get_output().stdout, b"QFI\xfb");
+    for options in ["?format=qcow3", "?format=raw&allow-backing=on", "?read-zeroes=on"] {
+        line(&format!("read {image}{options} --length 4")).assert().code(2);
+    }
+    let vmdk = file(directory.path(), "disk.vmdk", &[b"KDMV".as_slice(), &[0; 508]].concat());
+    assert!(
+        complaint(&mut line(&format!("read {vmdk} --length 4")), 2).contains("is a VMDK image")
+    );
+    let corrupt = file(
+        directory.path(),
+        "corrupt.qcow2",
+        &[b"QFI\xfb\0\0\0\x03".as_slice(), &[0xff; 504]].concat(),
+    );
+    assert!(
+        complaint(&mut line(&format!("read {corrupt} --length 4")), 2)
+            .contains("corrupt.qcow2: it is")
+    );
+}

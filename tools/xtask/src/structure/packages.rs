@@ -9,7 +9,7 @@ use super::modules::Target;
 
 /// The directories below `crates/`, bottom up: a crate builds only on what stands before it here.
 /// What is elsewhere in the workspace (tests, tools) builds on anything, and none of these on it.
-pub(super) const LAYERS: [&str; 14] = [
+pub(super) const LAYERS: [&str; 15] = [
     "spec",
     "doorbell",
     "state",
@@ -21,6 +21,7 @@ pub(super) const LAYERS: [&str; 14] = [
     "frontend",
     "testing",
     "backend-nvme",
+    "backend-qcow2",
     "block",
     "export",
     "shadowbell",

@@ -1,0 +1,29 @@
+//! A new image.
+
+use crate::error::OpenError;
+use imago::FormatCreateBuilder;
+use imago::file::File;
+use imago::qcow2::Qcow2;
+use std::io;
+use std::path::Path;
+
+/// Makes an image for a disk of `size` zeroes at `path`, where nothing may be.
+///
+/// # Errors
+/// [`OpenError::System`].
+pub fn create(path: &Path, size: u64) -> Result<(), OpenError> {
+    let make = || -> io::Result<()> {
+        let file = std::fs::File::options().read(true).write(true).create_new(true).open(path)?;
+        let made = File::try_from(file)
+            .and_then(|storage| Qcow2::<File>::create_builder(storage).size(size).create());
+        if made.is_err() {
+            // It is ours, and none that could be opened.
+            let _ = std::fs::remove_file(path);
+        }
+        made
+    };
+    make().map_err(|source| {
+        let path = path.display().to_string();
+        OpenError::System { path, what: "making it", source }
+    })
+}

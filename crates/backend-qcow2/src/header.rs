@@ -1,0 +1,350 @@
+//! What an image says of itself: read and checked before the rest is looked at, because it may be
+//! made by somebody who wishes us ill. The limits are QEMU's.
+
+use crate::error::OpenError;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+/// Bytes of the header of version 2, and of the least of version 3.
+const V2_LEN: usize = 72;
+const V3_LEN: usize = 104;
+/// Bits of a cluster's size.
+const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
+/// The most bytes of an L1 table and of a refcount table.
+const MAX_L1: u64 = 32 << 20;
+const MAX_REFCOUNT_TABLE: u64 = 8 << 20;
+/// The longest name of a backing file.
+const MAX_NAME: usize = 1023;
+/// The largest disk.
+const MAX_SIZE: u64 = 1 << 62;
+
+const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
+const EXTENSION_FEATURES: u32 = 0x6803_f857;
+const FEATURE_LEN: usize = 48;
+
+/// What an image says of itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub(crate) version: u32,
+    pub(crate) cluster_bits: u32,
+    /// Bytes of the disk.
+    pub(crate) size: u64,
+    /// The file of which it is the difference, and that one's format.
+    pub(crate) backing: Option<(String, Option<String>)>,
+}
+
+/// What is wrong with an image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Fault {
+    Damaged(String),
+    Encrypted(&'static str),
+    Unsupported(String),
+}
+
+impl Fault {
+    pub(crate) fn of(self, path: &str) -> OpenError {
+        let path = path.to_owned();
+        match self {
+            Self::Damaged(why) => OpenError::Damaged { path, why },
+            Self::Encrypted(how) => OpenError::Encrypted { path, how },
+            Self::Unsupported(what) => OpenError::Unsupported { path, what },
+        }
+    }
+}
+
+fn damaged<T>(why: impl Into<String>) -> Result<T, Fault> {
+    Err(Fault::Damaged(why.into()))
+}
+
+/// Reads the first cluster of `file`, or what there is of it.
+pub(crate) fn read_start(file: &File) -> io::Result<Vec<u8>> {
+    let mut start = vec![0; 1 << CLUSTER_BITS.end()];
+    let mut len = 0;
+    while let Some(rest @ [_, ..]) = start.get_mut(len..) {
+        match file.read_at(rest, len as u64) {
+            Ok(0) => break,
+            Ok(read) => len += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    start.truncate(len);
+    Ok(start)
+}
+
+impl Header {
+    /// The header of an image of `len` bytes that begins with `start`.
+    pub(crate) fn parse(start: &[u8], len: u64) -> Result<Self, Fault> {
+        if start.get(..4) != Some(b"QFI\xfb") {
+            return damaged("it is no qcow2 image");
+        }
+        if start.len() < V2_LEN {
+            return damaged("it ends inside of its header");
+        }
+        let version = be32(start, 4);
+        if !matches!(version, 2 | 3) {
+            return Err(Fault::Unsupported(format!("is of version {version} of the format")));
+        }
+        if version == 3 && start.len() < V3_LEN {
+            return damaged("it ends inside of its header");
+        }
+        match be32(start, 32) {
+            0 => {}
+            1 => return Err(Fault::Encrypted("AES")),
+            2 => return Err(Fault::Encrypted("LUKS")),
+            _ => return Err(Fault::Encrypted("in a way that is not known")),
+        }
+        let cluster_bits = be32(start, 20);
+        if !CLUSTER_BITS.contains(&cluster_bits) {
+            return damaged(format!(
+                "its clusters have 2^{cluster_bits} bytes, and may have 2^9 to 2^21"
+            ));
+        }
+        let cluster = 1_u64 << cluster_bits;
+        // What is in the first cluster and read by the names below.
+        let first = start.get(..start.len().min(cluster as usize)).unwrap_or_default();
+        let header_len = if version == 3 { check_v3(first, cluster)? } else { V2_LEN };
+
+        let size = be64(start, 24);
+        if size == 0 || size > MAX_SIZE {
+            return damaged(format!("its disk has {size} bytes"));
+        }
+        check_table(
+            "L1 table",
+            be64(start, 40),
+            u64::from(be32(start, 36)) * 8,
+            MAX_L1,
+            cluster,
+            len,
+        )?;
+        let l2_bytes = cluster * (cluster / 8);
+        if u64::from(be32(start, 36)) < size.div_ceil(l2_bytes) {
+            return damaged("its L1 table is too small for its disk");
+        }
+        let clusters = u64::from(be32(start, 56));
+        if clusters == 0 {
+            return damaged("it has no refcount table");
+        }
+        let bytes = clusters.saturating_mul(cluster);
+        check_table("refcount table", be64(start, 48), bytes, MAX_REFCOUNT_TABLE, cluster, len)?;
+
+        let format = extensions(first, header_len)?;
+        let backing = match (be64(start, 8), be32(start, 16) as usize) {
+            (0, _) => None,
+            (_, 1..=MAX_NAME) => {
+                let (at, len) = (be64(start, 8) as usize, be32(start, 16) as usize);
+                let name = at.checked_add(len).and_then(|end| first.get(at..end));
+                match name.map(std::str::from_utf8) {
+                    Some(Ok(name)) if !name.contains('\0') => Some((name.to_owned(), format)),
+                    _ => return damaged("the name of its backing file is none"),
+                }
+            }
+            _ => return damaged("the name of its backing file is none"),
+        };
+        Ok(Self { version, cluster_bits, size, backing })
+    }
+}
+
+/// Checks what only version 3 has; the length of the header.
+fn check_v3(first: &[u8], cluster: u64) -> Result<usize, Fault> {
+    if first.len() < V3_LEN {
+        return damaged("it ends inside of its header");
+    }
+    let features = be64(first, 72);
+    if features & 1 != 0 {
+        return damaged("it was not closed in order, and its reference counts are out of date");
+    }
+    if features & 2 != 0 {
+        return damaged("it is marked as corrupt");
+    }
+    for (bit, what) in [
+        (2, "keeps its data in another file"),
+        (3, "has clusters that are compressed with zstd"),
+        (4, "has extended L2 entries"),
+    ] {
+        if features & (1 << bit) != 0 {
+            return Err(Fault::Unsupported(what.to_owned()));
+        }
+    }
+    if features & !0x1f != 0 {
+        return Err(Fault::Unsupported(format!("has unknown features ({features:#x})")));
+    }
+    if be32(first, 96) > 6 {
+        return damaged("its reference counts have no width that there is");
+    }
+    let len = be32(first, 100) as usize;
+    if !(V3_LEN..=cluster as usize).contains(&len) || len > first.len() {
+        return damaged(format!("its header has {len} bytes"));
+    }
+    Ok(len)
+}
+
+fn check_table(
+    what: &str,
+    offset: u64,
+    bytes: u64,
+    most: u64,
+    cluster: u64,
+    len: u64,
+) -> Result<(), Fault> {
+    if bytes > most {
+        return damaged(format!("its {what} has {bytes} bytes, of which there may be {most}"));
+    }
+    if offset == 0 || !offset.is_multiple_of(cluster) {
+        return damaged(format!("its {what} is at byte {offset}, where no cluster begins"));
+    }
+    if offset.checked_add(bytes).is_none_or(|end| end > len.next_multiple_of(cluster)) {
+        return damaged(format!("its {what} is beyond the end of the file"));
+    }
+    Ok(())
+}
+
+/// Walks the extensions after the header; the format of the backing file.
+fn extensions(first: &[u8], header_len: usize) -> Result<Option<String>, Fault> {
+    let mut at = header_len;
+    let mut format = None;
+    loop {
+        // An image that ends here has zeroes there.
+        let Some(head) = first.get(at..at + 8) else { return Ok(format) };
+        let (kind, len) = (be32(head, 0), be32(head, 4) as usize);
+        if kind == 0 {
+            return Ok(format);
+        }
+        let Some(data) = (at + 8).checked_add(len).and_then(|end| first.get(at + 8..end)) else {
+            return damaged("an extension of its header is longer than the first cluster");
+        };
+        match kind {
+            EXTENSION_BACKING_FORMAT => match std::str::from_utf8(data) {
+                Ok(text) => format = Some(text.to_owned()),
+                Err(_) => return damaged("the format of its backing file is no text"),
+            },
+            EXTENSION_FEATURES if !len.is_multiple_of(FEATURE_LEN) => {
+                return damaged("the names of features in its header are cut off");
+            }
+            _ => {}
+        }
+        at += 8 + len.next_multiple_of(8);
+    }
+}
+
+/// A number at a place that the caller knows to be there.
+fn be32(bytes: &[u8], at: usize) -> u32 {
+    let digits = bytes.get(at..at + 4).and_then(|digits| digits.try_into().ok());
+    digits.map_or(0, u32::from_be_bytes)
+}
+
+fn be64(bytes: &[u8], at: usize) -> u64 {
+    u64::from(be32(bytes, at)) << 32 | u64::from(be32(bytes, at + 4))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LEN: u64 = 1 << 20;
+
+    /// An image of 1 GiB with clusters of 64 KiB, as `qemu-img create` makes one.
+    fn image() -> Vec<u8> {
+        let mut start = vec![0; 1 << 16];
+        start[..4].copy_from_slice(b"QFI\xfb");
+        for (at, value) in [(4, 3), (20, 16), (36, 2), (56, 1), (96, 4), (100, 112)] {
+            put32(&mut start, at, value);
+        }
+        for (at, value) in [(24, 1 << 30), (40, 3 << 16), (48, 1 << 16)] {
+            put64(&mut start, at, value);
+        }
+        start
+    }
+
+    fn put32(bytes: &mut [u8], at: usize, value: u32) {
+        bytes[at..at + 4].copy_from_slice(&value.to_be_bytes());
+    }
+
+    fn put64(bytes: &mut [u8], at: usize, value: u64) {
+        bytes[at..at + 8].copy_from_slice(&value.to_be_bytes());
+    }
+
+    #[test]
+    fn a_header_is_understood() {
+        let header = Header { version: 3, cluster_bits: 16, size: 1 << 30, backing: None };
+        assert_eq!(Header::parse(&image(), LEN), Ok(header.clone()));
+        let mut start = image();
+        put64(&mut start, 8, 0x200);
+        put32(&mut start, 16, 8);
+        start[0x200..0x208].copy_from_slice(b"base.img");
+        let backing = Some(("base.img".to_owned(), None));
+        assert_eq!(Header::parse(&start, LEN), Ok(Header { backing, ..header.clone() }));
+        put32(&mut start, 112, EXTENSION_BACKING_FORMAT);
+        put32(&mut start, 116, 3);
+        start[120..123].copy_from_slice(b"raw");
+        let backing = Some(("base.img".to_owned(), Some("raw".to_owned())));
+        assert_eq!(Header::parse(&start, LEN), Ok(Header { backing, ..header }));
+    }
+
+    #[test]
+    fn what_is_not_served_is_named() {
+        let with = |at: usize, value: u64| {
+            let mut start = image();
+            if (72..80).contains(&at) || matches!(at, 8 | 24 | 40 | 48) {
+                put64(&mut start, at, value);
+            } else {
+                put32(&mut start, at, value as u32);
+            }
+            format!("{:?}", Header::parse(&start, LEN).unwrap_err())
+        };
+        for (at, value, words) in [
+            (0, 0, "no qcow2"),
+            (4, 4, "version 4"),
+            (20, 8, "2^8"),
+            (20, 64, "2^64"),
+            (24, 0, "0 bytes"),
+            (24, u64::MAX, "bytes"),
+            (24, 1 << 40, "too small"),
+            (32, 1, "AES"),
+            (32, 2, "LUKS"),
+            (32, 3, "not known"),
+            (36, 1 << 30, "may be"),
+            (36, 1, "too small"),
+            (40, 0, "no cluster"),
+            (40, 77, "no cluster"),
+            (40, 1 << 60, "beyond"),
+            (48, 0, "no cluster"),
+            (56, 0, "no refcount"),
+            (56, u64::from(u32::MAX), "may be"),
+            (72, 1, "closed"),
+            (72, 2, "corrupt"),
+            (72, 4, "another file"),
+            (72, 8, "zstd"),
+            (72, 16, "extended"),
+            (72, 32, "unknown"),
+            (96, 7, "width"),
+            (100, 103, "103"),
+            (100, u64::from(u32::MAX), "bytes"),
+            (8, 1 << 40, "none"),
+        ] {
+            let error = with(at, value);
+            assert!(error.contains(words), "{at}: {value:#x}: {error}");
+        }
+    }
+
+    #[test]
+    fn whatever_an_image_says_is_an_answer() {
+        let mut state = 1_u64;
+        let mut next = || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state
+        };
+        for _ in 0..20_000 {
+            let mut start = image();
+            for _ in 0..1 + next() % 4 {
+                let at = (next() % 160) as usize;
+                start[at] = next() as u8;
+            }
+            start.truncate((next() % 300) as usize * 8);
+            let _ = Header::parse(&start, LEN);
+        }
+    }
+}

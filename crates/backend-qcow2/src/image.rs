@@ -1,0 +1,313 @@
+//! A request as calls of the crate that knows the format. Everything here may wait for the storage.
+
+use crate::header::Header;
+use crate::open::Opened;
+use imago::file::File;
+use imago::io_buffers::IoBuffer;
+use imago::{FormatAccess, Mapping};
+use parking_lot::RwLock;
+use shadowbell_backend::{DiskError, DiskInfo, ImageFile, Op, Request};
+use shadowbell_memory::contain_panic;
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+
+/// Alignment of buffers: enough for direct I/O on anything.
+pub(crate) const ALIGNMENT: usize = 4096;
+/// How much is compared, verified or zeroed at once.
+const PIECE: usize = 256 << 10;
+/// How much is discarded at once, which keeps every other request waiting.
+const DISCARD_PIECE: u64 = 256 << 20;
+
+/// An open image.
+pub(crate) struct Image {
+    /// Nothing once it is closed. Alone with it is who discards: what was looked up is not where it
+    /// was after that.
+    format: RwLock<Option<FormatAccess<File>>>,
+    pub(crate) header: Header,
+    pub(crate) info: DiskInfo,
+    file: ImageFile,
+    /// Locked as long as this is.
+    pub(crate) below: Vec<ImageFile>,
+    pub(crate) is_direct: bool,
+    /// Nothing can be said of what is in the image any more.
+    broken: AtomicBool,
+    /// The error number of the first sync that has lost data, or 0.
+    lost: AtomicI32,
+    /// The longest that the file was.
+    longest: AtomicU64,
+    /// The byte of the disk that was last refused for want of room, and one; 0 if none, or if it
+    /// has been taken since.
+    full: AtomicU64,
+    pub(crate) name: String,
+}
+
+impl Image {
+    pub(crate) fn new(opened: Opened, info: DiskInfo, name: String) -> Self {
+        let Opened { format, header, file, below, is_direct } = opened;
+        let longest = AtomicU64::new(file.file().metadata().map_or(0, |about| about.len()));
+        Self {
+            format: RwLock::new(Some(format)),
+            header,
+            info,
+            file,
+            below,
+            is_direct,
+            broken: AtomicBool::new(false),
+            lost: AtomicI32::new(0),
+            longest,
+            full: AtomicU64::new(0),
+            name,
+        }
+    }
+
+    /// Carries `request` out, but for what of it is to be durable.
+    pub(crate) fn run(
+        &self,
+        request: &Request,
+        buffer: Option<&mut IoBuffer>,
+    ) -> Result<(), DiskError> {
+        let result = match self.check() {
+            Ok(()) => self.contained(|| self.carry_out(request, buffer)),
+            Err(error) => Err(error),
+        };
+        // What was read beyond the end of a file that has become shorter is zeroes.
+        let result = result.and_then(|()| self.check());
+        self.note_room(request, result);
+        result
+    }
+
+    /// Writes the tables that are only in memory.
+    pub(crate) fn write_back(&self) -> Result<(), DiskError> {
+        self.check()?;
+        self.contained(|| match &*self.format.read() {
+            Some(format) => format.flush().map_err(|error| error_of(&error)),
+            None => Err(DiskError::Io(libc::EIO)),
+        })
+    }
+
+    /// Has everything that was written before on stable storage. One at a time: the system says only
+    /// to one sync what it has lost.
+    pub(crate) fn sync(&self) -> Result<(), DiskError> {
+        let result = self.write_back();
+        self.note_room(&Request { op: Op::Flush, offset: 0, len: 0 }, result);
+        result?;
+        let outcome = rustix::io::retry_on_intr(|| rustix::fs::fdatasync(self.file.file()));
+        if let Err(errno) = outcome {
+            let errno = errno.raw_os_error();
+            if !self.is_direct && self.lost.swap(errno, Ordering::Release) == 0 {
+                tracing::error!(
+                    "{}: the system could not write everything back (error {errno}); what a guest \
+                     has written may be lost",
+                    self.name
+                );
+            }
+            return Err(error_of(&io::Error::from_raw_os_error(errno)));
+        }
+        match self.lost.load(Ordering::Acquire) {
+            0 => Ok(()),
+            errno => Err(error_of(&io::Error::from_raw_os_error(errno))),
+        }
+    }
+
+    /// Closes the image. What can not be written any more is lost, which is said.
+    pub(crate) fn close(&self) {
+        if !self.info.read_only
+            && let Err(error) = self.write_back()
+        {
+            tracing::error!("{}: its tables could not be written at the end: {error}", self.name);
+        }
+        let format = self.format.write().take();
+        if self.broken.load(Ordering::Relaxed) {
+            // It would write what it has, of which nobody knows whether it is right.
+            std::mem::forget(format);
+            return;
+        }
+        let _ = self.contained(|| {
+            drop(format);
+            Ok(())
+        });
+    }
+
+    pub(crate) fn has_lost(&self) -> bool {
+        self.lost.load(Ordering::Relaxed) != 0 || self.broken.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn is_full(&self) -> bool {
+        self.full.load(Ordering::Relaxed) != 0
+    }
+
+    /// Bytes that the file takes of its file system.
+    pub(crate) fn allocated(&self) -> u64 {
+        use std::os::unix::fs::MetadataExt;
+        self.file.file().metadata().map_or(0, |about| about.blocks() * 512)
+    }
+
+    /// Whether the image is still as it was left.
+    fn check(&self) -> Result<(), DiskError> {
+        if self.broken.load(Ordering::Relaxed) {
+            return Err(DiskError::Io(libc::EIO));
+        }
+        if self.file.is_block_device() {
+            return Ok(());
+        }
+        // In this order: other threads make the file longer, and say so afterwards.
+        let longest = self.longest.load(Ordering::Acquire);
+        let now = self.file.file().metadata().map_or(0, |about| about.len());
+        if now > longest {
+            self.longest.fetch_max(now, Ordering::Release);
+        } else if now < longest {
+            self.give_up("the file has become shorter");
+            return Err(DiskError::Io(libc::EIO));
+        }
+        Ok(())
+    }
+
+    fn give_up(&self, why: &str) {
+        if !self.broken.swap(true, Ordering::Relaxed) {
+            tracing::error!("{}: {why}; nothing is read or written any more", self.name);
+        }
+    }
+
+    fn contained(&self, f: impl FnOnce() -> Result<(), DiskError>) -> Result<(), DiskError> {
+        contain_panic(f).unwrap_or_else(|why| {
+            self.give_up(&format!("the image is damaged, or its reader has a fault ({why})"));
+            Err(DiskError::Io(libc::EIO))
+        })
+    }
+
+    fn carry_out(&self, request: &Request, buffer: Option<&mut IoBuffer>) -> Result<(), DiskError> {
+        let &Request { op, offset, len } = request;
+        let outcome = match (op, buffer) {
+            (Op::Discard, _) => self.discard(offset, len),
+            (Op::WriteZeroes { deallocate, .. }, _) => self.zero(offset, len, deallocate),
+            (Op::Read, Some(buffer)) => {
+                let format = self.format.read();
+                access(&format)?.read(buffer.as_mut_range(0..len as usize), offset)
+            }
+            (Op::Write { .. }, Some(buffer)) => {
+                let format = self.format.read();
+                access(&format)?.write(buffer.as_ref_range(0..len as usize), offset)
+            }
+            (Op::Compare, Some(expected)) => return self.compare(offset, len, Some(expected)),
+            (Op::Verify, _) => return self.compare(offset, len, None),
+            _ => return Err(DiskError::Unsupported),
+        };
+        outcome.map_err(|error| error_of(&error))
+    }
+
+    /// Reads what is there, and compares it.
+    fn compare(&self, offset: u64, len: u64, expected: Option<&IoBuffer>) -> Result<(), DiskError> {
+        let format = self.format.read();
+        let format = access(&format)?;
+        let system = |error: io::Error| error_of(&error);
+        let mut piece = IoBuffer::new(PIECE.min(len as usize), ALIGNMENT).map_err(system)?;
+        let mut done = 0;
+        while done < len {
+            let now = (len - done).min(PIECE as u64) as usize;
+            format.read(piece.as_mut_range(0..now), offset + done).map_err(system)?;
+            if let Some(expected) = expected {
+                let expected = expected.as_ref_range(done as usize..done as usize + now);
+                if expected.into_slice() != piece.as_ref_range(0..now).into_slice() {
+                    return Err(DiskError::CompareFailed);
+                }
+            }
+            done += now as u64;
+        }
+        Ok(())
+    }
+
+    /// Gives a range back, which reads as zeroes then.
+    fn discard(&self, mut offset: u64, len: u64) -> io::Result<()> {
+        let end = offset + len;
+        while offset < end {
+            let mut format = self.format.write();
+            let Some(format) = &mut *format else { return Err(gone()) };
+            let (mapping, there) = format.get_mapping(offset, (end - offset).min(DISCARD_PIECE))?;
+            let unallocated = matches!(mapping, Mapping::Zero { explicit: false, .. });
+            if there == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            // What has no cluster needs no entry in a table either.
+            if !unallocated {
+                format.discard_to_zero(offset, there)?;
+            }
+            offset += there;
+        }
+        Ok(())
+    }
+
+    /// Has a range read as zeroes.
+    fn zero(&self, mut offset: u64, len: u64, deallocate: bool) -> io::Result<()> {
+        // Version 2 has no clusters that are zero.
+        let has_zeroes = self.header.version >= 3;
+        if deallocate && has_zeroes {
+            return self.discard(offset, len);
+        }
+        let end = offset + len;
+        let mut zeroes = None;
+        while offset < end {
+            let format = self.format.read();
+            let Some(format) = &*format else { return Err(gone()) };
+            let (mapping, there) = format.get_mapping(offset, (end - offset).min(DISCARD_PIECE))?;
+            let is_zero = matches!(mapping, Mapping::Zero { .. });
+            let mut now = there;
+            if there == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            } else if is_zero {
+            } else if has_zeroes {
+                format.write_zeroes(offset, there)?;
+            } else {
+                now = there.min(PIECE as u64);
+                let zeroes = match &mut zeroes {
+                    Some(zeroes) => zeroes,
+                    none => {
+                        let mut buffer = IoBuffer::new(PIECE, ALIGNMENT)?;
+                        buffer.as_mut().into_slice().fill(0);
+                        none.insert(buffer)
+                    }
+                };
+                format.write(zeroes.as_ref_range(0..now as usize), offset)?;
+            }
+            offset += now;
+        }
+        Ok(())
+    }
+
+    /// Remembers where there was no room, until the same place is written with success, as a raw
+    /// image does.
+    fn note_room(&self, request: &Request, result: Result<(), DiskError>) {
+        let at = if request.op == Op::Flush { self.info.bytes() } else { request.offset };
+        match result {
+            Err(DiskError::NoSpace) => self.full.store(at + 1, Ordering::Relaxed),
+            Ok(()) => {
+                let full = self.full.load(Ordering::Relaxed);
+                let covers = at < full && full - 1 < at.saturating_add(request.len.max(1));
+                if covers && matches!(request.op, Op::Write { .. } | Op::Flush) {
+                    self.full.store(0, Ordering::Relaxed);
+                }
+            }
+            Err(_) => {}
+        }
+    }
+}
+
+fn access(format: &Option<FormatAccess<File>>) -> Result<&FormatAccess<File>, DiskError> {
+    format.as_ref().ok_or(DiskError::Io(libc::EIO))
+}
+
+fn gone() -> io::Error {
+    io::Error::from_raw_os_error(libc::EIO)
+}
+
+/// What a failure means for the request.
+fn error_of(error: &io::Error) -> DiskError {
+    use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
+    match (error.kind(), error.raw_os_error()) {
+        (StorageFull | QuotaExceeded | FileTooLarge, _) => DiskError::NoSpace,
+        (_, Some(errno)) => DiskError::Io(errno),
+        (_, None) => {
+            tracing::debug!("qcow2: {error}");
+            DiskError::Io(libc::EIO)
+        }
+    }
+}

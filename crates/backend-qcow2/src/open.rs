@@ -1,0 +1,140 @@
+//! Opening an image, and what it is the difference to.
+
+use crate::error::OpenError;
+use crate::header::{Header, read_start};
+use imago::file::File;
+use imago::qcow2::Qcow2;
+use imago::raw::Raw;
+use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder};
+use shadowbell_backend::{Direct, FileOptions, ImageFile};
+use shadowbell_memory::contain_panic;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The longest chain of backing files.
+const MAX_CHAIN: usize = 64;
+
+/// An image that is open.
+pub(crate) struct Opened {
+    pub(crate) format: FormatAccess<File>,
+    pub(crate) header: Header,
+    /// The image's own file, which is locked.
+    pub(crate) file: ImageFile,
+    /// Those of its backing files.
+    pub(crate) below: Vec<ImageFile>,
+    /// The page cache is bypassed.
+    pub(crate) is_direct: bool,
+}
+
+/// Opens the image at `path` with everything below it.
+pub(crate) fn open(path: &Path, options: &FileOptions) -> Result<Opened, OpenError> {
+    let file = ImageFile::open(path, options.read_only)?;
+    let header = read_header(path, &file)?;
+    let mut below = Vec::new();
+    let backing = match &header.backing {
+        None => None,
+        Some((name, _)) if !options.allow_backing => {
+            let (path, backing) = (path.display().to_string(), name.clone());
+            return Err(OpenError::Backing { path, backing });
+        }
+        Some(backing) => Some(open_backing(path, backing, options.direct, &mut below)?),
+    };
+    let is_direct = file.set_direct(options.direct, 512)?;
+    let format = format(path, &file, !file.is_read_only(), backing)?;
+    Ok(Opened { format, header, file, below, is_direct })
+}
+
+fn read_header(path: &Path, file: &ImageFile) -> Result<Header, OpenError> {
+    let name = path.display().to_string();
+    let system = |source| OpenError::System { path: name.clone(), what: "reading it", source };
+    let len = if file.is_block_device() {
+        u64::MAX / 2
+    } else {
+        file.file().metadata().map_err(system)?.len()
+    };
+    let start = read_start(file.file()).map_err(system)?;
+    Header::parse(&start, len).map_err(|fault| fault.of(&name))
+}
+
+/// Opens the backing file of the image at `path`, read-only, by the format that the image states.
+fn open_backing(
+    path: &Path,
+    (name, format_name): &(String, Option<String>),
+    direct: Direct,
+    below: &mut Vec<ImageFile>,
+) -> Result<FormatAccess<File>, OpenError> {
+    let shown = || path.display().to_string();
+    if below.len() == MAX_CHAIN {
+        let why = format!("it has more than {MAX_CHAIN} backing files, or is one of its own");
+        return Err(OpenError::Damaged { path: shown(), why });
+    }
+    let has_protocol = name.split_once(':').is_some_and(|(kind, _)| !kind.contains('/'));
+    if has_protocol {
+        let what = format!("is the difference to `{name}`, which is no file");
+        return Err(OpenError::Unsupported { path: shown(), what });
+    }
+    let at: PathBuf = path.parent().unwrap_or(Path::new("")).join(name);
+    match format_name.as_deref() {
+        Some("raw" | "file" | "host_device") => {
+            let file = ImageFile::open(&at, true)?;
+            file.set_direct(direct, 512)?;
+            let raw = storage(&at, &file)
+                .and_then(|storage| Raw::builder(storage).open(DenyImplicitOpenGate::default()))
+                .map_err(|source| {
+                    let path = at.display().to_string();
+                    OpenError::System { path, what: "opening it as a raw image", source }
+                })?;
+            below.push(file);
+            Ok(FormatAccess::new(raw))
+        }
+        Some("qcow2") => {
+            let file = ImageFile::open(&at, true)?;
+            let header = read_header(&at, &file)?;
+            file.set_direct(direct, 512)?;
+            let kept = below.len();
+            below.push(file);
+            let backing = match &header.backing {
+                None => None,
+                Some(backing) => Some(open_backing(&at, backing, direct, below)?),
+            };
+            match below.get(kept) {
+                Some(file) => format(&at, file, false, backing),
+                None => Err(OpenError::Damaged { path: shown(), why: "it is open no more".into() }),
+            }
+        }
+        Some(other) => Err(OpenError::Unsupported {
+            path: shown(),
+            what: format!("is the difference to `{name}`, an image of the format {other}"),
+        }),
+        None => Err(OpenError::BackingFormat { path: shown(), backing: name.clone() }),
+    }
+}
+
+fn storage(_path: &Path, file: &ImageFile) -> io::Result<File> {
+    File::try_from(file.file().try_clone()?)
+}
+
+/// Has the crate open an image whose header was checked.
+fn format(
+    path: &Path,
+    file: &ImageFile,
+    writable: bool,
+    backing: Option<FormatAccess<File>>,
+) -> Result<FormatAccess<File>, OpenError> {
+    let open = || {
+        Qcow2::<File>::builder(storage(path, file)?)
+            .write(writable)
+            .backing(backing)
+            .data_file(None)
+            .open(DenyImplicitOpenGate::default())
+    };
+    let name = || path.display().to_string();
+    match contain_panic(open) {
+        Ok(Ok(image)) => Ok(FormatAccess::new(image)),
+        Ok(Err(error)) if error.kind() == io::ErrorKind::InvalidData => {
+            Err(OpenError::Damaged { path: name(), why: error.to_string() })
+        }
+        Ok(Err(source)) => Err(OpenError::System { path: name(), what: "opening it", source }),
+        Err(why) => Err(OpenError::Damaged { path: name(), why }),
+    }
+}

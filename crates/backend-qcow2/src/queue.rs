@@ -1,0 +1,223 @@
+//! One thread's queue on an image.
+
+use crate::completions::{Completions, Ended};
+use crate::image::ALIGNMENT;
+use crate::pool::{Job, Pool};
+use imago::io_buffers::IoBuffer;
+use shadowbell_backend::{Bounds, DiskError, Op, Queue, Request, Submitted};
+use shadowbell_memory::Segments;
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+/// Bytes of the buffers of requests under way. Those that find no room wait.
+const BUFFERS: usize = 32 << 20;
+/// Bytes of a buffer that is kept, and how many are.
+const KEPT_LEN: usize = 128 << 10;
+const KEPT: usize = 64;
+
+pub(crate) struct QcowQueue {
+    pool: Arc<Pool>,
+    completions: Arc<Completions>,
+    bounds: Bounds,
+    /// Requests that the caller waits for, by the number of their job.
+    requests: HashMap<u64, Pending>,
+    by_tag: HashMap<u32, u64>,
+    next_id: u64,
+    /// Those that have not begun, in order. What was cancelled is stepped over.
+    waiting: VecDeque<u64>,
+    /// Those that were cancelled, until they are reaped.
+    cancelled: Vec<u64>,
+    /// Bytes of buffers that requests have which have begun.
+    in_use: usize,
+    /// Buffers of `KEPT_LEN` bytes that are free.
+    kept: Vec<IoBuffer>,
+    /// Kept for its room.
+    ended: Vec<Ended>,
+    begun: Vec<Job>,
+}
+
+struct Pending {
+    tag: u32,
+    request: Request,
+    data: Segments,
+    /// A thread may have it.
+    has_begun: bool,
+}
+
+impl QcowQueue {
+    pub(crate) fn new(pool: Arc<Pool>) -> io::Result<Self> {
+        Ok(Self {
+            bounds: pool.image().info.bounds(),
+            completions: Arc::new(Completions::new()?),
+            pool,
+            requests: HashMap::new(),
+            by_tag: HashMap::new(),
+            next_id: 0,
+            waiting: VecDeque::new(),
+            cancelled: Vec::new(),
+            in_use: 0,
+            kept: Vec::new(),
+            ended: Vec::new(),
+            begun: Vec::new(),
+        })
+    }
+
+    /// Hands over what waits, as far as there is room.
+    fn begin(&mut self) {
+        while let Some(id) = self.waiting.front().copied() {
+            let Some(pending) = self.requests.get_mut(&id) else {
+                self.waiting.pop_front();
+                continue;
+            };
+            let request = pending.request;
+            let len = match request.op {
+                Op::Read | Op::Write { .. } | Op::Compare => request.len as usize,
+                _ => 0,
+            };
+            if self.in_use != 0 && self.in_use + size_of_buffer(len) > BUFFERS {
+                break;
+            }
+            self.waiting.pop_front();
+            pending.has_begun = true;
+            let buffer = match self.fill(id, len) {
+                Ok(buffer) => buffer,
+                Err(error) => {
+                    let to = &self.completions;
+                    to.push(Ended { id, result: Err(error), buffer: None });
+                    continue;
+                }
+            };
+            let to = Arc::clone(&self.completions);
+            self.begun.push(Job { id, request, buffer, to });
+        }
+        if !self.begun.is_empty() {
+            self.pool.give(self.begun.drain(..));
+        }
+    }
+
+    /// A buffer for the request's data, with what is to be written or compared in it.
+    fn fill(&mut self, id: u64, len: usize) -> Result<Option<IoBuffer>, DiskError> {
+        if len == 0 {
+            return Ok(None);
+        }
+        let kept = if len <= KEPT_LEN { self.kept.pop() } else { None };
+        let mut buffer = match kept {
+            Some(buffer) => buffer,
+            None => IoBuffer::new(size_of_buffer(len), ALIGNMENT)
+                .map_err(|_| DiskError::Io(libc::ENOMEM))?,
+        };
+        self.in_use += buffer.len();
+        if let Some(pending) = self.requests.get(&id)
+            && pending.request.op != Op::Read
+        {
+            let into = buffer.as_mut_range(0..len).into_slice();
+            if pending.data.read_into(0, into).is_none() {
+                self.give_back(buffer);
+                return Err(DiskError::BadBuffer);
+            }
+        }
+        Ok(Some(buffer))
+    }
+
+    fn give_back(&mut self, buffer: IoBuffer) {
+        self.in_use -= buffer.len();
+        if buffer.len() == KEPT_LEN && self.kept.len() < KEPT {
+            self.kept.push(buffer);
+        }
+    }
+
+    /// Takes the request out, whose job has the number `id`.
+    fn remove(&mut self, id: u64) -> Option<Pending> {
+        let pending = self.requests.remove(&id)?;
+        if self.by_tag.get(&pending.tag) == Some(&id) {
+            self.by_tag.remove(&pending.tag);
+        }
+        Some(pending)
+    }
+}
+
+fn size_of_buffer(len: usize) -> usize {
+    if len == 0 { 0 } else { len.next_multiple_of(ALIGNMENT).max(KEPT_LEN) }
+}
+
+impl Queue for QcowQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        if let Err(error) = request.check(&self.bounds, data) {
+            return Submitted::Done(Err(error));
+        }
+        let info = &self.pool.image().info;
+        match request.op {
+            Op::Flush if info.read_only => return Submitted::Done(Ok(())),
+            Op::Flush => {}
+            _ if request.len == 0 => return Submitted::Done(Ok(())),
+            Op::Discard if !info.discard => return Submitted::Done(Ok(())),
+            _ => {}
+        }
+        let id = self.next_id;
+        self.next_id += 1;
+        self.requests
+            .insert(id, Pending { tag, request: *request, data: data.take(), has_begun: false });
+        self.by_tag.insert(tag, id);
+        self.waiting.push_back(id);
+        Submitted::Pending
+    }
+
+    fn commit(&mut self) {
+        self.begin();
+    }
+
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        let mut ended = std::mem::take(&mut self.ended);
+        self.completions.take(&mut ended);
+        for Ended { id, mut result, buffer } in ended.drain(..) {
+            // Of a read that was cancelled only the buffer is left.
+            if let Some(pending) = self.remove(id) {
+                if let (Op::Read, Ok(()), Some(buffer)) = (pending.request.op, result, &buffer) {
+                    let from = buffer.as_ref_range(0..pending.request.len as usize).into_slice();
+                    result = pending.data.write_from(0, from).ok_or(DiskError::BadBuffer);
+                }
+                done(pending.tag, result, pending.data);
+            }
+            if let Some(buffer) = buffer {
+                self.give_back(buffer);
+            }
+        }
+        self.ended = ended;
+        while let Some(id) = self.cancelled.pop() {
+            if let Some(pending) = self.remove(id) {
+                done(pending.tag, Err(DiskError::Cancelled), pending.data);
+            }
+        }
+        self.begin();
+    }
+
+    fn cancel(&mut self, tag: u32) {
+        let Some(&id) = self.by_tag.get(&tag) else { return };
+        let Some(pending) = self.requests.get(&id) else { return };
+        let reads = matches!(pending.request.op, Op::Read | Op::Compare | Op::Verify);
+        let taken =
+            if pending.has_begun { self.pool.take_back(id, &self.completions) } else { None };
+        let has_begun = pending.has_begun && taken.is_none();
+        if let Some(buffer) = taken.and_then(|job| job.buffer) {
+            self.give_back(buffer);
+        }
+        // A write that has begun ends as it would have: what the host writes next must come later.
+        if has_begun && !reads {
+            return;
+        }
+        self.by_tag.remove(&tag);
+        self.cancelled.push(id);
+        // It ends in `reap`, to which this leads.
+        self.completions.wake();
+    }
+
+    fn pending(&self) -> usize {
+        self.requests.len()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.completions.fd())
+    }
+}

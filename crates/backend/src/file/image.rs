@@ -1,0 +1,316 @@
+//! An image that is open and locked, whatever is in it.
+
+use super::options::Direct;
+use super::shared::Alignment;
+use crate::error::OpenError;
+use crate::format::ImageFormat;
+use crate::sys;
+use rustix::fs::{AtFlags, OFlags, StatxFlags};
+use rustix::io::Errno;
+use std::fs::{File, Metadata, OpenOptions};
+use std::io::{self, Seek, SeekFrom};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How long another process may still have the file: a server that was just killed and is started
+/// again holds it until the kernel has taken its ring apart.
+const LOCK_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// A regular file or a block device that is open as an image, and locked against other writers, and
+/// if it is writable against other readers: what disks over files of other formats begin with.
+///
+/// The lock goes with it, though the file may stay open for a while.
+#[derive(Debug)]
+pub struct ImageFile {
+    file: Arc<File>,
+    path: PathBuf,
+    /// The lock is still ours to give up.
+    is_locked: bool,
+    pub(super) metadata: Metadata,
+    pub(super) is_block: bool,
+    pub(super) read_only: bool,
+    pub(super) size: u64,
+}
+
+impl ImageFile {
+    /// Opens and locks what is at `path`, for writing too unless `read_only` is set or the system
+    /// does not allow it.
+    ///
+    /// # Errors
+    /// [`OpenError`], in a sentence that says what is wrong with the file and what to do.
+    pub fn open(path: &Path, read_only: bool) -> Result<Self, OpenError> {
+        let name = || path.display().to_string();
+        let system = |what| move |source| OpenError::System { path: name(), what, source };
+        let metadata = look_at(path)?;
+        let is_block = metadata.file_type().is_block_device();
+        // The system opens a write-protected device for writing, and refuses the writes.
+        let protected = is_block && attribute(&metadata, "ro").is_some_and(|ro| ro != "0");
+        let (mut file, read_only) = open_file(path, is_block, read_only || protected)?;
+        let locked = retry_while(io::ErrorKind::WouldBlock, || sys::lock_image(&file, !read_only));
+        locked.map_err(|source| match source.kind() {
+            io::ErrorKind::WouldBlock => OpenError::Busy {
+                path: name(),
+                what: "another program (a server, or QEMU) has it open",
+                writable: !read_only,
+            },
+            _ => system("locking it")(source),
+        })?;
+        let metadata = file.metadata().map_err(system("reading its size"))?;
+        let size = if is_block {
+            file.seek(SeekFrom::End(0)).map_err(system("reading its size"))?
+        } else {
+            metadata.len()
+        };
+        if size == 0 {
+            return Err(OpenError::Empty { path: name() });
+        }
+        let (file, path) = (Arc::new(file), path.to_owned());
+        Ok(Self { file, path, is_locked: true, metadata, is_block, read_only, size })
+    }
+
+    /// The file. Its page cache is bypassed after [`set_direct`](Self::set_direct).
+    #[must_use]
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Whether it takes no writes.
+    #[must_use]
+    pub fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// Whether it is a block device.
+    #[must_use]
+    pub fn is_block_device(&self) -> bool {
+        self.is_block
+    }
+
+    /// What it is an image of, by its first bytes; nothing for a raw image. To be asked before
+    /// [`set_direct`](Self::set_direct).
+    ///
+    /// # Errors
+    /// [`OpenError::System`], if it can not be read.
+    pub fn format(&self) -> Result<Option<ImageFormat>, OpenError> {
+        let mut start = [0; ImageFormat::LOOKS_AT];
+        let mut len = 0;
+        while let Some(rest @ [_, ..]) = start.get_mut(len..) {
+            match self.file.read_at(rest, len as u64) {
+                Ok(0) => break,
+                Ok(read) => len += read,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(source) => {
+                    let path = self.path.display().to_string();
+                    return Err(OpenError::System { path, what: "reading its start", source });
+                }
+            }
+        }
+        Ok(ImageFormat::of(start.get(..len).unwrap_or_default()))
+    }
+
+    /// Bypasses the page cache, as `direct` says; whether that is so now. `block_size` is the unit
+    /// of the requests that there will be.
+    ///
+    /// # Errors
+    /// [`OpenError::NotDirect`], if it was demanded and is not to be had.
+    pub fn set_direct(&self, direct: Direct, block_size: u32) -> Result<bool, OpenError> {
+        Ok(self.alignment(direct, block_size)?.is_some())
+    }
+
+    pub(super) fn alignment(
+        &self,
+        direct: Direct,
+        block_size: u32,
+    ) -> Result<Option<Alignment>, OpenError> {
+        Ok(match direct {
+            Direct::Off => None,
+            Direct::Auto => bypass_cache(&self.file, self.size, block_size).ok(),
+            Direct::On => Some(bypass_cache(&self.file, self.size, block_size).map_err(|why| {
+                OpenError::NotDirect { path: self.path.display().to_string(), why }
+            })?),
+        })
+    }
+
+    /// Bytes in a logical block of a raw disk.
+    pub(super) fn block_size(&self, asked: Option<u32>) -> Result<u32, OpenError> {
+        let own = if self.is_block {
+            rustix::fs::ioctl_blksszget(&*self.file).unwrap_or(512)
+        } else {
+            512
+        };
+        let block_size = asked.unwrap_or(if own.is_multiple_of(4096) { 4096 } else { 512 });
+        if !self.size.is_multiple_of(u64::from(block_size)) {
+            let path = self.path.display().to_string();
+            return Err(OpenError::NotBlockMultiple { path, size: self.size, block_size });
+        }
+        Ok(block_size)
+    }
+
+    /// The file, whose lock the caller gives up.
+    pub(super) fn into_locked(mut self) -> Arc<File> {
+        self.is_locked = false;
+        Arc::clone(&self.file)
+    }
+}
+
+impl Drop for ImageFile {
+    fn drop(&mut self) {
+        if self.is_locked {
+            sys::unlock_image(&self.file);
+        }
+    }
+}
+
+/// What is known of the block device or regular file at `path`; an error if it is neither. Asked
+/// before it is opened, since opening a pipe or a terminal may block or do things.
+fn look_at(path: &Path) -> Result<Metadata, OpenError> {
+    let name = || path.display().to_string();
+    let metadata = std::fs::metadata(path).map_err(|source| refused(name(), source))?;
+    let kind = metadata.file_type();
+    let what = if kind.is_file() || kind.is_block_device() {
+        return Ok(metadata);
+    } else if kind.is_dir() {
+        "a directory"
+    } else if kind.is_socket() {
+        "a socket"
+    } else if kind.is_fifo() {
+        "a pipe"
+    } else {
+        "a character device"
+    };
+    Err(OpenError::NoFile { path: name(), what })
+}
+
+fn refused(path: String, source: io::Error) -> OpenError {
+    match source.kind() {
+        io::ErrorKind::NotFound => OpenError::Missing { path },
+        io::ErrorKind::NotADirectory => OpenError::NoFile { path, what: "below a file" },
+        io::ErrorKind::PermissionDenied => OpenError::Unreadable { path, source },
+        io::ErrorKind::IsADirectory => OpenError::NoFile { path, what: "a directory" },
+        _ => OpenError::System { path, what: "opening it", source },
+    }
+}
+
+/// Opens the file for writing too if that is wanted and possible; whether it is read-only.
+fn open_file(path: &Path, is_block: bool, read_only: bool) -> Result<(File, bool), OpenError> {
+    let name = || path.display().to_string();
+    let mut how = OpenOptions::new();
+    how.read(true);
+    if !read_only {
+        let mut how = how.clone();
+        how.write(true);
+        if is_block {
+            // Not while a file system on it is mounted, or it is part of a RAID.
+            how.custom_flags(libc::O_EXCL);
+        }
+        match retry_while(io::ErrorKind::ResourceBusy, || how.open(path)) {
+            Ok(file) => return Ok((file, false)),
+            Err(e) => match e.raw_os_error() {
+                Some(libc::EACCES | libc::EPERM | libc::EROFS) => {}
+                Some(libc::EBUSY) => {
+                    return Err(OpenError::Busy {
+                        path: name(),
+                        what: "the system uses it (it is mounted, or part of a RAID or a volume \
+                               group)",
+                        writable: true,
+                    });
+                }
+                Some(libc::ETXTBSY) => {
+                    return Err(OpenError::Busy {
+                        path: name(),
+                        what: "the system uses it (it runs as a program, or is swap space)",
+                        writable: true,
+                    });
+                }
+                _ => return Err(refused(name(), e)),
+            },
+        }
+    }
+    how.open(path).map(|file| (file, true)).map_err(|e| refused(name(), e))
+}
+
+/// What `attempt` comes to, repeated for a while if it fails with `passing`.
+fn retry_while<T>(
+    passing: io::ErrorKind,
+    mut attempt: impl FnMut() -> io::Result<T>,
+) -> io::Result<T> {
+    let since = Instant::now();
+    loop {
+        match attempt() {
+            Err(e) if e.kind() == passing && since.elapsed() < LOCK_TIMEOUT => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            outcome => return outcome,
+        }
+    }
+}
+
+/// Turns the page cache off for `file`, if requests of one logical block are possible then. Says
+/// why, if not, and leaves the file as it was.
+fn bypass_cache(file: &File, size: u64, block_size: u32) -> Result<Alignment, String> {
+    let reason = |e: Errno| format!("the file system refuses it ({})", io::Error::from(e));
+    let flags = rustix::fs::fcntl_getfl(file).map_err(reason)?;
+    rustix::fs::fcntl_setfl(file, flags | OFlags::DIRECT).map_err(reason)?;
+    let outcome = match stated_alignment(file) {
+        Some(align) if align.offset == 0 => Err("the file system does not offer it".to_owned()),
+        Some(align) => Ok(align),
+        None => tried_alignment(file, size),
+    };
+    let outcome = outcome.and_then(|align| {
+        if (block_size as usize).is_multiple_of(align.offset) {
+            Ok(align)
+        } else {
+            Err(format!(
+                "the storage works in units of {} bytes and the disk in blocks of {block_size} \
+                 bytes, so use `block-size=4096`",
+                align.offset
+            ))
+        }
+    });
+    if outcome.is_err() {
+        rustix::fs::fcntl_setfl(file, flags).map_err(reason)?;
+    }
+    outcome
+}
+
+/// What the system says (Linux 6.1) of direct I/O on the file; `offset` is 0 if there is none.
+fn stated_alignment(file: &File) -> Option<Alignment> {
+    let stat = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;
+    if stat.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
+        return None;
+    }
+    let sane = |n: u32| if n == 0 || n.is_power_of_two() { Some(n as usize) } else { None };
+    Some(Alignment {
+        memory: sane(stat.stx_dio_mem_align)?.max(1),
+        offset: sane(stat.stx_dio_offset_align)?,
+    })
+}
+
+/// What reading the file directly shows, where the system does not say.
+fn tried_alignment(file: &File, size: u64) -> Result<Alignment, String> {
+    let mut room = vec![0; 3 * 4096];
+    let base = room.as_ptr().align_offset(4096).min(4096);
+    let mut reason = None;
+    for unit in [512, 4096] {
+        // At an address and an offset that are multiples of this unit and of no larger one.
+        let offset = if size >= 2 * unit as u64 { unit as u64 } else { 0 };
+        let Some(piece) = room.get_mut(base + unit..base + 2 * unit) else {
+            continue;
+        };
+        match rustix::io::retry_on_intr(|| rustix::io::pread(file, &mut *piece, offset)) {
+            Ok(_) => return Ok(Alignment { memory: unit, offset: unit }),
+            Err(e) => reason = Some(io::Error::from(e)),
+        }
+    }
+    Err(reason.map_or_else(String::new, |e| format!("a first direct read failed ({e})")))
+}
+
+/// What the system says of a block device.
+pub(super) fn attribute(device: &Metadata, name: &str) -> Option<String> {
+    let device = device.rdev();
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    let value = std::fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/{name}")).ok()?;
+    Some(value.trim().to_owned())
+}

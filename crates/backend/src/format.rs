@@ -1,0 +1,90 @@
+//! Images of other formats, by how they begin.
+
+use std::fmt;
+
+/// A format of disk images that is not raw.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ImageFormat {
+    /// QEMU's, versions 2 and 3.
+    Qcow2,
+    /// QEMU's first.
+    Qcow,
+    /// QEMU's "enhanced disk".
+    Qed,
+    /// VMware's.
+    Vmdk,
+    /// VirtualBox's.
+    Vdi,
+    /// Hyper-V's.
+    Vhdx,
+    /// Virtual PC's, if it is not of fixed size: that one begins like a raw image.
+    Vhd,
+}
+
+impl ImageFormat {
+    /// Bytes at the start of an image that are enough to tell.
+    pub(crate) const LOOKS_AT: usize = 512;
+
+    /// The format of an image that begins like this; nothing if it is a raw one.
+    #[must_use]
+    pub fn of(start: &[u8]) -> Option<Self> {
+        match start {
+            [b'Q', b'F', b'I', 0xfb, 0, 0, 0, 1, ..] => Some(Self::Qcow),
+            [b'Q', b'F', b'I', 0xfb, ..] => Some(Self::Qcow2),
+            [b'Q', b'E', b'D', 0, ..] => Some(Self::Qed),
+            [b'K', b'D', b'M', b'V', ..] | [b'C', b'O', b'W', b'D', ..] => Some(Self::Vmdk),
+            _ if start.starts_with(b"# Disk DescriptorFile") => Some(Self::Vmdk),
+            _ if start.starts_with(b"vhdxfile") => Some(Self::Vhdx),
+            _ if start.starts_with(b"conectix") => Some(Self::Vhd),
+            _ if start.get(0x40..0x44) == Some(&[0x7f, 0x10, 0xda, 0xbe]) => Some(Self::Vdi),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for ImageFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Qcow2 => "qcow2",
+            Self::Qcow => "qcow",
+            Self::Qed => "QED",
+            Self::Vmdk => "VMDK",
+            Self::Vdi => "VDI",
+            Self::Vhdx => "VHDX",
+            Self::Vhd => "VHD",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn images_are_recognised_by_how_they_begin() {
+        let mut vdi = [0; ImageFormat::LOOKS_AT];
+        vdi[0x40..0x44].copy_from_slice(&0xbeda_107f_u32.to_le_bytes());
+        for (start, format) in [
+            (&b"QFI\xfb\0\0\0\x03"[..], Some(ImageFormat::Qcow2)),
+            (b"QFI\xfb\0\0\0\x02", Some(ImageFormat::Qcow2)),
+            (b"QFI\xfb\0\0\0\x01", Some(ImageFormat::Qcow)),
+            // Whatever it is, it is no raw image.
+            (b"QFI\xfb", Some(ImageFormat::Qcow2)),
+            (b"QED\0", Some(ImageFormat::Qed)),
+            (b"KDMV\x01\0\0\0", Some(ImageFormat::Vmdk)),
+            (b"# Disk DescriptorFile\nversion=1\n", Some(ImageFormat::Vmdk)),
+            (&vdi, Some(ImageFormat::Vdi)),
+            (b"vhdxfile", Some(ImageFormat::Vhdx)),
+            (b"conectix", Some(ImageFormat::Vhd)),
+            (b"", None),
+            (b"QFI", None),
+            (&[0; 512], None),
+            // A boot sector, and an encrypted disk of a guest's own.
+            (b"\xeb\x63\x90\x10\x8e\xd0\xbc\0", None),
+            (b"LUKS\xba\xbe\0\x02", None),
+        ] {
+            assert_eq!(ImageFormat::of(start), format, "{start:?}");
+        }
+    }
+}
