@@ -1,8 +1,8 @@
 //! The command line: the verbs, and the options that all of them have.
 
 use crate::{
-    attach_many, bench, bind, demo, exit, export, inspect, logging, serve, top, trace, transfer,
-    verify,
+    attach_many, bench, bind, demo, exit, export, inspect, keeper, logging, serve, top, trace,
+    transfer, upgrade, verify,
 };
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
@@ -40,6 +40,7 @@ enum Verb {
     Export(export::Args),
     Bind(bind::BindArgs),
     Unbind(bind::UnbindArgs),
+    Upgrade(upgrade::Args),
     Top(top::Args),
     Trace(trace::Args),
     AttachMany(attach_many::Args),
@@ -64,6 +65,7 @@ impl Verb {
             Self::Export(args) => export::run(&args),
             Self::Bind(args) => bind::bind(&args),
             Self::Unbind(args) => bind::unbind(&args),
+            Self::Upgrade(args) => upgrade::run(&args),
             Self::Top(args) => top::run(&args),
             Self::Trace(args) => trace::run(args),
             Self::AttachMany(args) => attach_many::run(&args),
@@ -74,7 +76,12 @@ impl Verb {
 /// The program: reads the command line, does what it says and reports what went wrong.
 #[must_use]
 pub fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let arguments: Vec<_> = std::env::args_os().collect();
+    if keeper::is_asked_for(&arguments) {
+        // Before anything takes memory that it has no use for.
+        return keeper::run(arguments);
+    }
+    let cli = Cli::parse_from(arguments);
     logging::start(&cli.logging);
     let status = cli.verb.run().unwrap_or_else(|error| exit::report(&error));
     logging::finish();

@@ -1,6 +1,6 @@
 //! A controller as a person asks for it, and the configuration that it comes to.
 
-use crate::disk_spec::{self, DiskSpecError};
+use crate::disk_spec::DiskSpecError;
 use crate::exit;
 use serde::Deserialize;
 use shadowbell_backend::Disk;
@@ -25,7 +25,7 @@ pub(crate) enum OfferedDoorbells {
 /// A controller as a person asked for it. `None` stands for a default that depends on others.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ControllerConfig {
-    /// The disks, as [`disk_spec::open`] takes them, in the order of their namespaces.
+    /// The disks, as [`crate::disk_spec::open`] takes them, in the order of their namespaces.
     pub disks: Vec<DiskConfig>,
     /// Serial number.
     pub serial: Option<String>,
@@ -46,7 +46,7 @@ pub(crate) struct ControllerConfig {
 /// A namespace as a person asked for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct DiskConfig {
-    /// The disk, as [`disk_spec::open`] takes it.
+    /// The disk, as [`crate::disk_spec::open`] takes it.
     pub disk: String,
     /// Its UUID; if there is none, one that stays the same as long as the names do.
     pub uuid: Option<[u8; 16]>,
@@ -91,22 +91,36 @@ impl ControllerConfig {
         Self { disks: disks.collect(), ..Self::default() }
     }
 
-    /// Opens the disks, which takes their locks, and checks everything. Creates nothing.
+    /// As [`open_by`](Self::open_by), with disks that nobody else has.
+    #[cfg(test)]
+    pub(crate) fn open(&self, location: &str) -> Result<Config, ConfigureError> {
+        self.open_by(location, |_, spec| crate::disk_spec::open(spec))
+    }
+
+    /// Opens the disks, each by the index of its namespace and its specification, which takes their
+    /// locks, and checks everything. Creates nothing.
     ///
     /// `location` names this controller and no other, such as the path of its socket; the serial
     /// number is made from it if none was asked for.
     ///
     /// # Errors
     /// [`ConfigureError`], in a sentence for the person who asked.
-    pub(crate) fn open(&self, location: &str) -> Result<Config, ConfigureError> {
-        let disks = self.disks.iter().map(|config| open_disk(&config.disk, self.read_only));
+    pub(crate) fn open_by(
+        &self,
+        location: &str,
+        mut open: impl FnMut(usize, &str) -> Result<Arc<dyn Disk>, DiskSpecError>,
+    ) -> Result<Config, ConfigureError> {
+        let disks = self.disks.iter().enumerate();
+        let disks = disks.map(|(index, config)| {
+            open_disk(&config.disk, self.read_only, |spec| open(index, spec))
+        });
         self.configure(location, disks.collect::<Result<_, _>>()?)
     }
 
     /// Checks everything, over disks that are open: `self.disks` only gives their UUIDs.
     ///
     /// # Errors
-    /// As [`open`](Self::open).
+    /// As [`open_by`](Self::open_by).
     pub(crate) fn configure(
         &self,
         location: &str,
@@ -178,15 +192,19 @@ fn mdts(bytes: u64) -> Option<u8> {
     possible.then_some(mdts)
 }
 
-fn open_disk(spec: &str, read_only: bool) -> Result<Arc<dyn Disk>, ConfigureError> {
+fn open_disk(
+    spec: &str,
+    read_only: bool,
+    open: impl FnOnce(&str) -> Result<Arc<dyn Disk>, DiskSpecError>,
+) -> Result<Arc<dyn Disk>, ConfigureError> {
     let asked = spec.split_once('?').is_some_and(|(_, options)| {
         options.split('&').any(|option| option.starts_with("read-only="))
     });
     let disk = if read_only && !asked {
         let joint = if spec.contains('?') { '&' } else { '?' };
-        disk_spec::open(&format!("{spec}{joint}read-only=on"))?
+        open(&format!("{spec}{joint}read-only=on"))?
     } else {
-        disk_spec::open(spec)?
+        open(spec)?
     };
     if read_only && !disk.info().read_only {
         return Err(ConfigureError::Writable(spec.to_owned()));

@@ -7,6 +7,7 @@ use anyhow::anyhow;
 use shadowbell_backend::{Disk, FileSpec, Format, ImageFormat};
 use shadowbell_backend_nvme::{NvmeDisk, OpenError, Options};
 use shadowbell_backend_qcow2::Qcow2Disk;
+use shadowbell_state::Descriptors;
 use std::sync::Arc;
 
 /// Why there is no such disk, in a sentence for the person who wrote the specification.
@@ -65,8 +66,36 @@ impl From<shadowbell_backend_qcow2::OpenError> for DiskSpecError {
 /// # Errors
 /// [`DiskSpecError`].
 pub(crate) fn open(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    open_by(spec, shadowbell_backend::open)
+}
+
+/// The same, so that it can be handed over to another process if its kind can.
+///
+/// # Errors
+/// [`DiskSpecError`].
+pub(crate) fn open_lasting(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    open_by(spec, shadowbell_backend::open_lasting)
+}
+
+/// Takes over the disk that another process has handed over; it has opened it by the same
+/// specification.
+///
+/// # Errors
+/// [`DiskSpecError`].
+pub(crate) fn adopt(
+    spec: &str,
+    state: &serde_json::Value,
+    fds: &mut Descriptors,
+) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    Ok(shadowbell_backend::adopt(spec, state, fds)?)
+}
+
+/// How a disk of this process alone is opened.
+type Open = fn(&str) -> Result<Arc<dyn Disk>, shadowbell_backend::OpenError>;
+
+fn open_by(spec: &str, open: Open) -> Result<Arc<dyn Disk>, DiskSpecError> {
     if !["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme)) {
-        let disk = open_own(spec).map_err(|error| match &error {
+        let disk = open_own(spec, open).map_err(|error| match &error {
             DiskSpecError::Disk(shadowbell_backend::OpenError::NoFile { path, .. }) => {
                 match not_a_disk(path) {
                     Some(why) => DiskSpecError::Device(exit::bad_input(anyhow!(why))),
@@ -90,12 +119,12 @@ pub(crate) fn open(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
 }
 
 /// Opens a disk that is not another controller's.
-fn open_own(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
+fn open_own(spec: &str, open: Open) -> Result<Arc<dyn Disk>, DiskSpecError> {
     let file = FileSpec::parse(spec)?;
     let opened = match &file {
         // The raw disk's own refusals do not fit it.
         Some(file) if file.options.format == Some(Format::Qcow2) => None,
-        _ => match shadowbell_backend::open(spec) {
+        _ => match open(spec) {
             Err(shadowbell_backend::OpenError::Format { format: ImageFormat::Qcow2, .. }) => None,
             opened => Some(opened?),
         },
@@ -115,7 +144,7 @@ fn open_own(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
         }
         (Some(disk), _) => Ok(disk),
         // What is not a file is no image of another format.
-        (None, None) => Ok(shadowbell_backend::open(spec)?),
+        (None, None) => Ok(open(spec)?),
     }
 }
 

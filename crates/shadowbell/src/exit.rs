@@ -74,7 +74,8 @@ pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
 }
 
 /// An error with its causes. Many already say what their source says.
-fn line(error: &anyhow::Error) -> String {
+#[must_use]
+pub(crate) fn line(error: &anyhow::Error) -> String {
     let mut line = error.to_string();
     for cause in error.chain().skip(1).map(ToString::to_string) {
         if !line.contains(&cause) {

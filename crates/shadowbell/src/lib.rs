@@ -17,6 +17,7 @@
 //! | `transfer` | `read`, `write`, `copy` |
 //! | `export` | a disk for everyone who can not use the driver |
 //! | `bind` | `bind`, `unbind`: who has a PCI device |
+//! | `upgrade` | a running `serve --keeper` goes on in a new process |
 //! | `top` | what the controllers of a running `serve` do |
 //! | `trace` | what `serve --trace` recorded, for a person |
 //! | `attach_many` | many controllers attached at once |
@@ -31,6 +32,9 @@
 //! | `disk_spec` | disks as people write them |
 //! | `transport` | the way to a controller outside of this process |
 //! | `target` | TARGETs: namespaces as people write them |
+//! | `keeper` | the process that keeps a `serve` going: `serve --keeper` |
+//! | `keeper_link` | what keepers, workers and `upgrade` say to each other |
+//! | `notify` | what a service manager is told |
 //! | `live_stats` | what a server and `top` say to each other |
 //! | `queue_options` | how doorbells are rung and completions found |
 //! | `content`, `rng` | blocks that show whether they are the right ones; random numbers |
@@ -57,12 +61,15 @@ mod disk_spec;
 mod exit;
 mod export;
 mod inspect;
+mod keeper;
+mod keeper_link;
 mod latency;
 mod live_stats;
 mod load;
 mod local;
 mod log_thread;
 mod logging;
+mod notify;
 mod parse;
 mod paste;
 mod queue_options;
@@ -79,6 +86,7 @@ mod trace;
 mod transfer;
 mod transport;
 mod units;
+mod upgrade;
 mod verify;
 
 pub use cli::main;

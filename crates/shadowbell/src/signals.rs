@@ -1,9 +1,15 @@
 //! The signals that end the program: the first in order, the second at once.
 
 use crate::exit;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
-use signal_hook::iterator::{Handle, Signals};
+use signal_hook::iterator::Handle;
+use signal_hook::iterator::backend::SignalDelivery;
+use signal_hook::iterator::exfiltrator::SignalOnly;
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tracing::debug;
@@ -26,9 +32,51 @@ fn set_or_exit(signal: i32, flag: &Arc<AtomicBool>) -> io::Result<()> {
     Ok(())
 }
 
+/// Signals that are caught, to be waited for beside other things: readable when there are some.
+pub(crate) struct Caught(SignalDelivery<UnixStream, SignalOnly>);
+
+impl Caught {
+    /// From now on these signals are caught.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn catch(signals: &[i32]) -> io::Result<Self> {
+        let (read, write) = UnixStream::pair()?;
+        SignalDelivery::with_pipe(read, write, SignalOnly, signals).map(Self)
+    }
+
+    /// One that has come. Does not wait.
+    pub(crate) fn next(&mut self) -> Option<i32> {
+        self.0.pending().next()
+    }
+}
+
+impl AsFd for Caught {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.get_read().as_fd()
+    }
+}
+
+/// The signals that end a service, but those that whoever started us has set to be ignored.
+pub(crate) fn ends() -> Vec<i32> {
+    [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !is_ignored(*signal)).collect()
+}
+
+/// What a service waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wake {
+    /// A signal that ends it, or its [`handle`](EndSignals::handle) was closed.
+    End,
+    /// Another signal.
+    Signal(i32),
+    /// The descriptor that was given is readable.
+    Readable,
+}
+
 /// Waits for a signal that ends a service (SIGINT, SIGTERM, SIGHUP), and for others on the way.
 pub(crate) struct EndSignals {
-    signals: Signals,
+    signals: Caught,
+    ends: Vec<i32>,
     ending: Arc<AtomicBool>,
 }
 
@@ -39,36 +87,65 @@ impl EndSignals {
     /// # Errors
     /// The system's.
     pub(crate) fn catch(others: &[i32]) -> io::Result<Self> {
-        let ends: Vec<_> =
-            [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|s| !is_ignored(*s)).collect();
-        let signals = Signals::new(ends.iter().chain(others))?;
+        let ends = ends();
+        let signals = Caught::catch(&[&ends, others].concat())?;
         let ending = Arc::new(AtomicBool::new(false));
-        for signal in ends {
-            set_or_exit(signal, &ending)?;
+        for signal in &ends {
+            set_or_exit(*signal, &ending)?;
         }
         // A limit on the size of files (`ulimit -f`) is a full disk to the guest, no reason to end.
         signal_hook::flag::register(SIGXFSZ, Arc::default())?;
-        Ok(Self { signals, ending })
+        Ok(Self { signals, ends, ending })
     }
 
     /// Closing it ends the wait, too.
     pub(crate) fn handle(&self) -> Handle {
-        self.signals.handle()
+        self.signals.0.handle()
     }
 
-    /// Waits for the end. Calls `other` for each signal of `others`, the argument of
-    /// [`catch`](Self::catch).
-    pub(crate) fn wait(&mut self, others: &[i32], mut other: impl FnMut(i32)) {
-        for signal in self.signals.forever() {
-            if others.contains(&signal) {
-                other(signal);
-            } else {
-                // Its handler has set `ending`, or will: it may still run, on another thread.
-                debug!(signal, "ending");
-                return;
+    /// Waits for the end.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn wait(&mut self) -> io::Result<()> {
+        while self.wait_beside(None)? != Wake::End {}
+        Ok(())
+    }
+
+    /// Waits for the end, for one of `others`, the argument of [`catch`](Self::catch), and for
+    /// `beside`.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn wait_beside(&mut self, beside: Option<BorrowedFd<'_>>) -> io::Result<Wake> {
+        loop {
+            if self.signals.0.handle().is_closed() {
+                self.ending.store(true, Ordering::Relaxed);
+                return Ok(Wake::End);
+            }
+            match self.signals.next() {
+                Some(signal) if self.ends.contains(&signal) => {
+                    // Its handler has set `ending`, or will: it may still run, on another thread.
+                    debug!(signal, "ending");
+                    return Ok(Wake::End);
+                }
+                Some(signal) => return Ok(Wake::Signal(signal)),
+                None => {}
+            }
+            let ready = {
+                let fds = beside.into_iter().chain([self.signals.as_fd()]);
+                let mut fds: Vec<_> =
+                    fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+                match poll(&mut fds, None) {
+                    Ok(_) => beside.is_some() && !fds[0].revents().is_empty(),
+                    Err(Errno::INTR) => false,
+                    Err(errno) => return Err(errno.into()),
+                }
+            };
+            if ready {
+                return Ok(Wake::Readable);
             }
         }
-        self.ending.store(true, Ordering::Relaxed);
     }
 }
 
@@ -97,7 +174,7 @@ mod tests {
         if std::env::var_os(CHILD).is_some() {
             let mut signals = EndSignals::catch(&[]).unwrap();
             let other = std::thread::spawn(|| raise(SIGTERM));
-            signals.wait(&[], |_| {});
+            signals.wait().unwrap();
             other.join().unwrap().unwrap();
             return;
         }

@@ -34,7 +34,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let handle = signals.handle();
     let disk = ExportedDisk::start(args, move || handle.close())?;
     launch_hint::show(&disk);
-    signals.wait(&[], |_| {});
+    signals.wait()?;
     disk.stop()?;
     info!("ended");
     Ok(ExitCode::SUCCESS)

@@ -3,6 +3,7 @@
 use super::server_config::{
     MAX_POLL_US, MAX_WORKERS, Poll, ServerConfig, SocketConfig, TRACE_RECORDS, pool_options,
 };
+use super::worker_link::Role;
 use super::{config_file, stats_file};
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells};
 use crate::cpu_list::{self, CpuList};
@@ -52,6 +53,15 @@ pub(crate) struct Args {
     #[arg(long, value_name = "PATH")]
     stats_socket: Option<PathBuf>,
 
+    /// Start a keeper, which starts the process that serves: it can be replaced while it serves
+    /// (`shadowbell upgrade`), and is started again if it dies
+    #[arg(long)]
+    keeper: bool,
+
+    /// How a keeper starts it
+    #[arg(long, value_enum, hide = true, requires = "keeper")]
+    pub(super) as_worker: Option<Role>,
+
     #[cfg(feature = "faults")]
     #[command(flatten)]
     pub(super) faults: super::faults::FaultArgs,
@@ -62,6 +72,11 @@ SIGINT and SIGTERM end the service; a second one does not wait for the guests. \
 One of them that whoever starts it has set to be ignored stays so, as SIGINT is in a script's \
 `shadowbell serve ... &`, and SIGHUP under nohup: SIGTERM is what ends it then. \
 SIGUSR1 writes the counters.
+
+With --keeper these are signals to the keeper, the process that was started. `shadowbell upgrade` or \
+SIGUSR2 to it replace the process that serves, by the program that is now at its path; guests keep \
+their controllers. A disk `mem:` is shared memory then. Under systemd: Type=notify, \
+ExecReload=shadowbell upgrade $MAINPID.
 
 A configuration file:
 

@@ -14,6 +14,10 @@
 //! | `launch_hint` | the arguments to give to QEMU and Cloud Hypervisor |
 //! | `stats_file` | the counters, as a file of JSON |
 //! | `stats_socket` | the counters for `top`, while the server runs |
+//! | `reactor_thread` | the thread that serves the sockets, and takes a rest |
+//! | `hand_over`, `take_over` | a server and its successor in another process |
+//! | `transfer` | what these two say to each other |
+//! | `worker_link` | what is said to a keeper, if there is one |
 //! | `faults` | `--faults`, in a build with that feature |
 //!
 //! Threads: the workers, one reactor for all sockets, one that makes log lines of what happens, one
@@ -28,30 +32,50 @@ mod event_log;
 #[cfg(feature = "faults")]
 mod faults;
 mod flush;
+mod hand_over;
 mod launch_hint;
+mod reactor_thread;
 mod server;
 mod server_config;
 mod stats_file;
 mod stats_socket;
+mod take_over;
+mod transfer;
+mod worker_link;
 
 pub(crate) use args::Args;
 pub(crate) use config_file::read as read_config_file;
 
-use crate::signals::EndSignals;
-use crate::{descriptor_limit, exit};
+use crate::keeper_link::{Packet, to_keeper, to_worker};
+use crate::signals::{EndSignals, Wake};
+use crate::{descriptor_limit, exit, notify};
 use event_log::EventLog;
 use server::Server;
 use server_config::ServerConfig;
 use signal_hook::consts::SIGUSR1;
-use stats_socket::StatsSocket;
+use stats_socket::{RestingStats, StatsSocket};
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 use tracing::{debug, error, info};
+use worker_link::{Role, WorkerLink};
 
 /// Serves until a signal ends it.
 ///
 /// # Errors
 /// What was asked for can not be served; or the service came to an end by itself.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let Some(role) = args.as_worker else { return serve(args, None) };
+    let link = WorkerLink::take()?;
+    let outcome = serve(args, Some((role, &link)));
+    if let Err(error) = &outcome {
+        link.say(to_keeper::FAILED, &exit::line(error));
+    }
+    outcome
+}
+
+fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<ExitCode> {
     #[cfg(feature = "faults")]
     let faults = args.faults.clone();
     let config = args.config()?;
@@ -59,17 +83,50 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     // Before there is anything that a signal would leave behind.
     let mut signals = EndSignals::catch(&[SIGUSR1])?;
     let handle = signals.handle();
-    let stats_listener = config.stats_socket.as_deref().map(stats_socket::listen).transpose()?;
-    let mut server = Server::start(&config, move || handle.close())?;
+    let ended = move || handle.close();
+    let link = keeper.map(|(_, link)| link);
+    let (mut server, stats) = match keeper {
+        Some((Role::Successor, link)) => match take_over::take_over(&config, link, ended)? {
+            Some(taken) => taken,
+            // The other process goes on, and knows why.
+            None => return Ok(ExitCode::from(exit::FAILED)),
+        },
+        _ => {
+            let stats = config.stats_socket.as_deref().map(stats_socket::listen).transpose()?;
+            let server = Server::start(&config, link.is_some(), ended)?;
+            (server, stats.map(RestingStats::new))
+        }
+    };
     #[cfg(feature = "faults")]
     let injected = faults.begin(&server);
     let event_log = EventLog::start(&mut server)?;
-    let stats_socket =
-        stats_listener.map(|listener| StatsSocket::start(listener, &server)).transpose()?;
-    launch_hint::show(&config);
-
-    signals.wait(&[SIGUSR1], |_| report(&config, &server));
-    drop(stats_socket);
+    let mut stats = stats.map(|stats| StatsSocket::start(stats, &server)).transpose()?;
+    match keeper {
+        Some((Role::Successor, link)) => link.say(to_keeper::SERVING, ""),
+        Some((Role::Start, link)) => {
+            launch_hint::show(&config);
+            link.serves(config.controllers.iter().map(|served| served.socket.as_path()));
+        }
+        None => {
+            launch_hint::show(&config);
+            notify::tell(notify::READY);
+        }
+    }
+    let is_left = loop {
+        match wait(&mut signals, link, || report(&config, &server))? {
+            End::Asked => break false,
+            End::Left => break true,
+            End::Successor(link, packet) => {
+                if hand_over(&mut server, &mut stats, &config, link, packet)? {
+                    return Ok(ExitCode::SUCCESS);
+                }
+            }
+        }
+    };
+    if link.is_none() {
+        notify::tell(notify::STOPPING);
+    }
+    drop(stats);
     let outcome = server.stop();
     drop(event_log);
     report(&config, &server);
@@ -78,7 +135,69 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let is_kept = server.flush();
     outcome?;
     info!("ended");
-    Ok(if is_kept { ExitCode::SUCCESS } else { ExitCode::from(exit::FAILED) })
+    Ok(if is_kept && !is_left { ExitCode::SUCCESS } else { ExitCode::from(exit::FAILED) })
+}
+
+/// What ends the wait.
+enum End<'a> {
+    /// A signal, the keeper, or the end of the service.
+    Asked,
+    /// The keeper is gone.
+    Left,
+    /// There is another process to hand over to.
+    Successor(&'a WorkerLink, Packet),
+}
+
+fn wait<'a>(
+    signals: &mut EndSignals,
+    link: Option<&'a WorkerLink>,
+    report: impl Fn(),
+) -> io::Result<End<'a>> {
+    loop {
+        match signals.wait_beside(link.map(AsFd::as_fd))? {
+            Wake::End => return Ok(End::Asked),
+            Wake::Signal(_) => report(),
+            Wake::Readable => {
+                let Some(link) = link else { continue };
+                let Some(packet) = link.hear() else {
+                    error!("the keeper has ended, and so this ends too: start it again");
+                    return Ok(End::Left);
+                };
+                match packet.letter {
+                    to_worker::END => return Ok(End::Asked),
+                    to_worker::REPORT => report(),
+                    to_worker::HAND_OVER => return Ok(End::Successor(link, packet)),
+                    _ => {}
+                }
+            }
+        }
+    }
+}
+
+/// Hands over to the process that the keeper names. Whether that goes on; if not, this one does.
+fn hand_over(
+    server: &mut Server,
+    stats: &mut Option<StatsSocket>,
+    config: &ServerConfig,
+    link: &WorkerLink,
+    packet: Packet,
+) -> anyhow::Result<bool> {
+    let versions = packet.text();
+    let Some(fd) = packet.fd else { return Ok(false) };
+    let transfer = UnixStream::from(fd);
+    let resting = stats.take().and_then(StatsSocket::rest);
+    let outcome =
+        hand_over::hand_over(server, resting.as_ref(), config, &transfer, &versions, link);
+    let Err(why) = outcome else {
+        if let Some(resting) = resting {
+            resting.leave();
+        }
+        return Ok(true);
+    };
+    drop(transfer);
+    *stats = resting.map(|resting| StatsSocket::start(resting, server)).transpose()?;
+    link.say(to_keeper::GOES_ON, &exit::line(&why));
+    Ok(false)
 }
 
 /// Writes the counters where they were asked for, or else logs them.

@@ -1,20 +1,23 @@
 //! What runs: workers, a reactor and controllers, from start to stop.
 
-use super::event::{EventQueue, ServerEvent};
+use super::event::{EventQueue, EventSender, ServerEvent};
 use super::flush::flush;
+use super::reactor_thread::ReactorThread;
 use super::server_config::{ServerConfig, SocketConfig, WorkerChoice};
 use crate::controller_config::{ConfigureError, OfferedDoorbells};
+use crate::disk_spec;
 use crate::exit::bad_input;
 use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
+use shadowbell_backend::Disk;
 use shadowbell_controller::trace::TraceFile;
 use shadowbell_controller::{Carrier, Config, Controller, Pool};
 use shadowbell_frontend::vfio_user::{ClientEventHandler, ControllerDevice};
-use shadowbell_vfio_user::server::{BindError, Handle, Limits, Listener, Reactor};
+use shadowbell_vfio_user::server::{BindError, Limits, Listener, Reactor};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::thread::JoinHandle;
+use std::time::Instant;
 use tracing::{error, info};
 
 /// A controller that is served.
@@ -28,67 +31,119 @@ pub(super) struct ServedController {
 pub(super) struct Server {
     controllers: Vec<ServedController>,
     events: Option<EventQueue>,
-    reactor: Option<(Handle, JoinHandle<io::Result<()>>)>,
+    /// None: it was never started, or it has ended.
+    reactor: Option<ReactorThread>,
     /// Keeps the workers.
     _pool: Pool,
 }
 
 impl Server {
-    /// Starts to serve what `config` asks for; all of it, or nothing. `ended` runs when serving
-    /// came to its end, on a thread of its own.
+    /// Starts to serve what `config` asks for; all of it, or nothing. `lasting`: in a way that can
+    /// be handed over. `ended` runs when serving came to its end, on a thread of its own.
     ///
     /// # Errors
     /// The first thing that can not be done, with the place where it was asked for.
     pub(super) fn start(
         config: &ServerConfig,
+        lasting: bool,
         ended: impl FnOnce() + Send + 'static,
     ) -> anyhow::Result<Self> {
-        let configs = open(config)?;
+        let configs = open(config, lasting)?;
         let pool = Pool::start(&config.pool).context("the workers can not be started")?;
         let events = EventQueue::new();
         let mut controllers = Vec::with_capacity(configs.len());
         let mut devices = Vec::with_capacity(configs.len());
         let served_configs = config.controllers.iter().zip(configs);
         for (index, (served, controller_config)) in served_configs.enumerate() {
-            let sender = events.sender(index);
-            let of_controller = sender.clone();
-            let carrier = Carrier {
-                mapped_doorbells: served.controller.doorbells == OfferedDoorbells::Mapped,
-                listener: Some(Box::new(move |event| {
-                    of_controller.send(ServerEvent::Controller(*event));
-                })),
-            };
+            let carrier = carrier(served, &events.sender(index));
             let controller = Controller::new(controller_config, pool.clone(), carrier)?;
-            match served.worker {
-                None => {}
-                Some(WorkerChoice::Own(_)) => controller.isolate()?,
-                Some(WorkerChoice::Shared(worker)) => controller.pin_to(worker)?,
-            }
-            let on_client_event: ClientEventHandler =
-                Arc::new(move |event| sender.send(ServerEvent::Client(event)));
-            devices.push(ControllerDevice::new(controller.clone(), on_client_event)?);
+            place(served, &controller)?;
+            let handler = client_events(events.sender(index));
+            devices.push(ControllerDevice::new(controller.clone(), handler)?);
             let name = served.socket.display().to_string();
             controllers.push(ServedController { name, controller });
         }
         let listeners = bind(&config.controllers)?;
-        if let Some((path, records)) = &config.trace {
-            start_trace(&pool, path, *records)?;
-        }
-        for served in &controllers {
+        let mut server = Self::resting(controllers, events, pool);
+        server.trace(config)?;
+        for served in &server.controllers {
             info!("{}", summary(served));
         }
         let mut reactor = Reactor::new(Limits::default())?;
         for (listener, device) in listeners.into_iter().zip(devices) {
             reactor.add(listener, Box::new(device))?;
         }
-        let handle = reactor.handle();
-        let thread = std::thread::Builder::new().name("sb-reactor".into()).spawn(move || {
-            let outcome = reactor.run().map(drop);
-            drop(reactor);
-            ended();
-            outcome
-        })?;
-        Ok(Self { controllers, events: Some(events), reactor: Some((handle, thread)), _pool: pool })
+        server.serve(reactor, ended)?;
+        Ok(server)
+    }
+
+    /// One that does not serve yet.
+    pub(super) fn resting(
+        controllers: Vec<ServedController>,
+        events: EventQueue,
+        pool: Pool,
+    ) -> Self {
+        Self { controllers, events: Some(events), reactor: None, _pool: pool }
+    }
+
+    /// Records doorbells, if that is asked for.
+    ///
+    /// # Errors
+    /// The file can not be made.
+    pub(super) fn trace(&self, config: &ServerConfig) -> anyhow::Result<()> {
+        match &config.trace {
+            Some((path, records)) => start_trace(&self._pool, path, *records),
+            None => Ok(()),
+        }
+    }
+
+    /// Serves the sockets of `reactor`.
+    ///
+    /// # Errors
+    /// The system has no more threads.
+    pub(super) fn serve(
+        &mut self,
+        reactor: Reactor,
+        ended: impl FnOnce() + Send + 'static,
+    ) -> anyhow::Result<()> {
+        self.reactor = Some(ReactorThread::start(reactor, ended)?);
+        Ok(())
+    }
+
+    /// Has the sockets come to rest.
+    ///
+    /// # Errors
+    /// They do not, in a sentence; then they go on.
+    pub(super) fn rest(&self, until: Instant) -> anyhow::Result<Reactor> {
+        let reactor = self.reactor.as_ref().and_then(|thread| thread.rest(until));
+        reactor.context("a request of a client was under way for too long; try again")
+    }
+
+    /// Goes on after a rest: the controllers, and then the sockets.
+    pub(super) fn go_on(&self, reactor: Reactor) {
+        self.controllers.iter().for_each(|served| served.controller.resume());
+        if let Some(thread) = &self.reactor {
+            thread.go_on(reactor);
+        }
+    }
+
+    /// Lets go of everything, without a word to any client: another process goes on.
+    pub(super) fn leave(&mut self, reactor: Reactor) {
+        reactor.hand_over();
+        if let Some(thread) = self.reactor.take() {
+            thread.leave();
+        }
+    }
+
+    /// All disks.
+    pub(super) fn disks(&self) -> impl Iterator<Item = &Arc<dyn Disk>> {
+        let namespaces = self.controllers.iter().flat_map(|s| &s.controller.config().namespaces);
+        namespaces.map(|namespace| &namespace.disk)
+    }
+
+    /// Whether another process has the disks, too.
+    pub(super) fn share_locks(&self, shared: bool) {
+        self.disks().for_each(|disk| disk.share_lock(shared));
     }
 
     /// The controllers, in the order of the configuration.
@@ -107,9 +162,8 @@ impl Server {
     /// # Errors
     /// The reactor had come to its end by itself.
     pub(super) fn stop(&mut self) -> anyhow::Result<()> {
-        let Some((handle, thread)) = self.reactor.take() else { return Ok(()) };
-        handle.stop();
-        match thread.join() {
+        let Some(thread) = self.reactor.take() else { return Ok(()) };
+        match thread.stop() {
             Ok(outcome) => outcome.context("the sockets can not be served any more"),
             Err(_) => Err(anyhow!("the thread that serves the sockets has panicked")),
         }
@@ -118,11 +172,10 @@ impl Server {
     /// Has the disks keep what they were given. Whether all of them do.
     #[must_use]
     pub(super) fn flush(&self) -> bool {
-        let namespaces = self.controllers.iter().flat_map(|s| &s.controller.config().namespaces);
         let mut all = true;
-        for namespace in namespaces {
-            if let Err(error) = flush(&*namespace.disk) {
-                error!("{} can not be flushed: {error}", namespace.disk.name());
+        for disk in self.disks() {
+            if let Err(error) = flush(&**disk) {
+                error!("{} can not be flushed: {error}", disk.name());
                 all = false;
             }
         }
@@ -143,11 +196,38 @@ fn start_trace(pool: &Pool, path: &Path, records: u32) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// How the controller of this socket is carried to its guest, and where it tells what happens.
+pub(super) fn carrier(served: &SocketConfig, events: &EventSender) -> Carrier {
+    let events = events.clone();
+    Carrier {
+        mapped_doorbells: served.controller.doorbells == OfferedDoorbells::Mapped,
+        listener: Some(Box::new(move |event| events.send(ServerEvent::Controller(*event)))),
+    }
+}
+
+/// Has the controller served where that was asked for.
+pub(super) fn place(served: &SocketConfig, controller: &Controller) -> anyhow::Result<()> {
+    match served.worker {
+        None => {}
+        Some(WorkerChoice::Own(_)) => controller.isolate()?,
+        Some(WorkerChoice::Shared(worker)) => controller.pin_to(worker)?,
+    }
+    Ok(())
+}
+
+/// Where the socket of a controller tells what happens.
+pub(super) fn client_events(events: EventSender) -> ClientEventHandler {
+    Arc::new(move |event| events.send(ServerEvent::Client(event)))
+}
+
 /// Opens what the controllers need. Creates nothing.
-fn open(server: &ServerConfig) -> anyhow::Result<Vec<Config>> {
+fn open(server: &ServerConfig, lasting: bool) -> anyhow::Result<Vec<Config>> {
+    let open = if lasting { disk_spec::open_lasting } else { disk_spec::open };
     let mut configs = Vec::with_capacity(server.controllers.len());
     for served in &server.controllers {
-        let config = served.controller.open(&served.absolute_socket().to_string_lossy());
+        let location = served.absolute_socket();
+        let location = location.to_string_lossy();
+        let config = served.controller.open_by(&location, |_, spec| open(spec));
         configs.push(with_origin(served, config.map_err(ConfigureError::into_error))?);
     }
     Ok(configs)
@@ -166,7 +246,10 @@ fn bind(controllers: &[SocketConfig]) -> anyhow::Result<Vec<Listener>> {
     Ok(listeners)
 }
 
-fn with_origin<T>(served: &SocketConfig, outcome: anyhow::Result<T>) -> anyhow::Result<T> {
+pub(super) fn with_origin<T>(
+    served: &SocketConfig,
+    outcome: anyhow::Result<T>,
+) -> anyhow::Result<T> {
     match &served.origin {
         None => outcome,
         Some(origin) => outcome.with_context(|| origin.clone()),

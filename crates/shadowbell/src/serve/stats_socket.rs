@@ -13,10 +13,12 @@ use crate::live_stats::{Row, Snapshot, VERSION};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SocketFlags, accept_with, recv, sockopt};
+use serde::{Deserialize, Serialize};
 use shadowbell_controller::Controller;
 use shadowbell_memory::EventFd;
+use shadowbell_state::{Descriptors, FdRef, StateError};
 use shadowbell_vfio_user::Listener;
-use shadowbell_vfio_user::server::BindError;
+use shadowbell_vfio_user::server::{BindError, SavedListener};
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -49,24 +51,98 @@ pub(super) fn listen(path: &Path) -> anyhow::Result<Listener> {
 /// The thread that answers; dropping this ends it.
 pub(super) struct StatsSocket {
     stop: EventFd,
-    thread: Option<JoinHandle<()>>,
+    thread: Option<JoinHandle<RestingStats>>,
+}
+
+/// The socket and its clients while nobody answers.
+pub(super) struct RestingStats {
+    socket: Listener,
+    began: Instant,
+    clients: Vec<UnixStream>,
+}
+
+/// The same on its way to another process.
+#[derive(Serialize, Deserialize)]
+pub(super) struct SavedStats {
+    socket: SavedListener,
+    /// Since the beginning, in nanoseconds.
+    elapsed: u64,
+    clients: Vec<FdRef>,
+}
+
+impl RestingStats {
+    /// Nobody has asked yet.
+    pub(super) fn new(socket: Listener) -> Self {
+        Self { socket, began: Instant::now(), clients: Vec::new() }
+    }
+
+    /// What another process needs to go on.
+    ///
+    /// # Errors
+    /// The system has no more descriptors.
+    pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedStats> {
+        let clients = self.clients.iter();
+        let clients: io::Result<Vec<_>> =
+            clients.map(|client| Ok(fds.add(client.try_clone()?.into()))).collect();
+        Ok(SavedStats {
+            socket: self.socket.save(fds)?,
+            elapsed: since(self.began),
+            clients: clients?,
+        })
+    }
+
+    /// The other side of [`save`](Self::save). Until this is [started](StatsSocket::start) the
+    /// other process may go on.
+    ///
+    /// # Errors
+    /// A descriptor is missing.
+    pub(super) fn restore(saved: SavedStats, fds: &mut Descriptors) -> anyhow::Result<Self> {
+        let now = Instant::now();
+        let clients = saved.clients.into_iter();
+        let clients: Result<Vec<_>, StateError> =
+            clients.map(|client| Ok(UnixStream::from(fds.take(client)?))).collect();
+        Ok(Self {
+            socket: Listener::restore(&saved.socket, fds)?,
+            began: now.checked_sub(Duration::from_nanos(saved.elapsed)).unwrap_or(now),
+            clients: clients?,
+        })
+    }
+
+    /// Lets go of it: another process has it.
+    pub(super) fn leave(mut self) {
+        self.socket.set_lent(true);
+    }
+}
+
+fn since(began: Instant) -> u64 {
+    u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX)
 }
 
 impl StatsSocket {
-    /// Answers whoever comes to `socket` from here on.
+    /// Answers whoever comes from here on, and who is there.
     ///
     /// # Errors
     /// The system has no more threads or descriptors.
-    pub(super) fn start(socket: Listener, server: &Server) -> io::Result<Self> {
+    pub(super) fn start(mut resting: RestingStats, server: &Server) -> io::Result<Self> {
+        resting.socket.set_lent(false);
         let stop = EventFd::new()?;
         let named = |served: &ServedController| (served.name.clone(), served.controller.clone());
         let controllers = server.controllers().iter().map(named).collect();
-        let mut answerer =
-            Answerer { controllers, began: Instant::now(), answer: None, clients: Vec::new() };
+        let RestingStats { socket, began, clients } = resting;
+        let mut answerer = Answerer { controllers, began, answer: None, clients };
         let until = stop.try_clone()?;
         let thread = std::thread::Builder::new().name("sb-stats".into());
-        let thread = thread.spawn(move || answerer.serve(&socket, &until))?;
+        let thread = thread.spawn(move || {
+            answerer.serve(&socket, &until);
+            RestingStats { socket, began, clients: answerer.clients }
+        })?;
         Ok(Self { stop, thread: Some(thread) })
+    }
+
+    /// Ends the thread. `None`: it has panicked.
+    pub(super) fn rest(mut self) -> Option<RestingStats> {
+        self.stop.signal();
+        self.thread.take()?.join().ok()
     }
 }
 
@@ -150,7 +226,7 @@ impl Answerer {
 
     fn answer(&mut self) -> &[u8] {
         if self.answer.as_ref().is_none_or(|(since, _)| since.elapsed() >= FRESH) {
-            let at_ns = u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            let at_ns = since(self.began);
             let row =
                 |(name, controller): &(String, Controller)| Row::of(name, &controller.stats());
             let controllers = self.controllers.iter().map(row).collect();

@@ -98,14 +98,16 @@ pub struct Listener {
 
 /// A [`Listener`] on its way to another process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct SavedListener {
+pub struct SavedListener {
     socket: FdRef,
     path: Bytes,
     file: Option<(u64, u64)>,
 }
 
 impl SavedListener {
-    pub(super) fn path(&self) -> PathBuf {
+    /// Where it listens.
+    #[must_use]
+    pub fn path(&self) -> PathBuf {
         PathBuf::from(OsStr::from_bytes(&self.path.0))
     }
 }
@@ -186,7 +188,11 @@ impl Listener {
     }
 
     /// What a successor needs to go on with it.
-    pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedListener> {
+    ///
+    /// # Errors
+    ///
+    /// The system has no more descriptors.
+    pub fn save(&self, fds: &mut Descriptors) -> io::Result<SavedListener> {
         // The successor may be started somewhere else.
         let path = std::path::absolute(&self.path)?;
         Ok(SavedListener {
@@ -197,17 +203,18 @@ impl Listener {
     }
 
     /// The other side of [`save`](Self::save): [lent](Self::set_lent) for now.
-    pub(super) fn restore(
-        saved: &SavedListener,
-        fds: &mut Descriptors,
-    ) -> Result<Self, RestoreError> {
+    ///
+    /// # Errors
+    ///
+    /// A descriptor is missing.
+    pub fn restore(saved: &SavedListener, fds: &mut Descriptors) -> Result<Self, RestoreError> {
         let socket = fds.take(saved.socket)?;
         Ok(Self { socket, path: saved.path(), file: saved.file, is_lent: true })
     }
 
     /// Says whether another process has the socket too, and goes on if this one does not: then
     /// dropping this does nothing to the socket or to its file.
-    pub(super) fn set_lent(&mut self, is_lent: bool) {
+    pub fn set_lent(&mut self, is_lent: bool) {
         self.is_lent = is_lent;
     }
 

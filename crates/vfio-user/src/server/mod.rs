@@ -65,6 +65,6 @@ mod session;
 
 pub use inbox::{Handle, PortId};
 pub use limits::{Limits, MAX_MSG_FDS};
-pub use listener::{BindError, Listener};
+pub use listener::{BindError, Listener, SavedListener};
 pub use reactor::{Ended, Reactor};
 pub use saved::SavedPort;

@@ -1,0 +1,69 @@
+//! Where a keeper is asked: a socket in the abstract namespace, which leaves nothing behind, for
+//! the user of the keeper and for root.
+
+use crate::keeper_link::{self, Packet};
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, listen, socket_with,
+};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+/// Names that are tried.
+const ATTEMPTS: u8 = 16;
+/// Who may ask at once.
+const MAX_CLIENTS: usize = 8;
+
+pub(super) struct Control {
+    socket: OwnedFd,
+    clients: Vec<OwnedFd>,
+}
+
+impl Control {
+    /// # Errors
+    /// The system's.
+    pub(super) fn listen() -> io::Result<Self> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+        let pid = rustix::process::getpid().as_raw_pid();
+        let mut outcome = Ok(());
+        for attempt in 0..ATTEMPTS {
+            let name = keeper_link::name(pid, attempt);
+            outcome = bind(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?);
+            if outcome.is_ok() {
+                break;
+            }
+        }
+        outcome?;
+        listen(&socket, 16)?;
+        Ok(Self { socket, clients: Vec::new() })
+    }
+
+    /// What to wait for.
+    pub(super) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.clients.iter().map(AsFd::as_fd).chain([self.socket.as_fd()])
+    }
+
+    /// The next question, and who is to be answered. Does not wait.
+    pub(super) fn next(&mut self) -> Option<(Packet, OwnedFd)> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        while let Ok(client) = accept_with(&self.socket, flags) {
+            if self.clients.len() < MAX_CLIENTS && keeper_link::is_ours(&client) {
+                self.clients.push(client);
+            }
+        }
+        let mut at = 0;
+        while let Some(client) = self.clients.get(at) {
+            match keeper_link::receive(client, true) {
+                Ok(Some(packet)) => return Some((packet, self.clients.swap_remove(at))),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => at += 1,
+                Ok(None) | Err(_) => drop(self.clients.swap_remove(at)),
+            }
+        }
+        None
+    }
+
+    /// Who was answered may ask again.
+    pub(super) fn keep(&mut self, client: OwnedFd) {
+        self.clients.push(client);
+    }
+}

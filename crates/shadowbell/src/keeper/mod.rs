@@ -1,0 +1,569 @@
+//! The keeper (`serve --keeper`): a process that starts the one that serves, its worker, and starts
+//! another when that dies or is to be replaced.
+//!
+//! It does no I/O, has one thread, and reads nothing that guests or their VMMs have written. The
+//! command line is its worker's to understand; the keeper looks for its own option only.
+//!
+//! # How a worker is replaced
+//!
+//! 1. The keeper starts the new worker, which reads the command line, starts its threads, and says
+//!    which versions of a state it reads. It has [`PREPARE`] for that.
+//! 2. The old worker gets one end of a socket, whose other end the new one has. It comes to rest,
+//!    and sends its state.
+//! 3. The new one restores it and says so. The old one *commits*: it says so to the new one and to
+//!    the keeper, drops all that it has, says that it is gone, and ends.
+//! 4. The new one, which has waited for that, serves.
+//!
+//! Until the old one commits, it can go on, and does if anything fails or takes too long. From then
+//! on it can not. So nobody ever serves together with the other, and whoever dies on the way is
+//! seen by the end of its socket.
+
+mod control;
+mod deaths;
+mod worker;
+
+use crate::keeper_link::{self, START, SUCCESSOR, answer, question, to_keeper, to_worker};
+use crate::signals::{self, Caught};
+use crate::{exit, notify};
+use control::Control;
+use deaths::Deaths;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use signal_hook::consts::{SIGCHLD, SIGUSR1, SIGUSR2};
+use std::ffi::{OsStr, OsString};
+use std::io::{self, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{ExitCode, ExitStatus};
+use std::time::{Duration, Instant};
+use worker::{Worker, how, is_verb};
+
+/// How long a new worker may take until it can take over. Nobody waits for it meanwhile.
+const PREPARE: Duration = Duration::from_secs(10);
+/// How long the old worker may take to hand over, or not. It has limits of its own, far shorter.
+const HAND_OVER: Duration = Duration::from_secs(10);
+/// How long the old worker may take to end once it has handed over, and the new one to serve. Then
+/// it is ended.
+const LEAVE: Duration = Duration::from_secs(2);
+
+/// Whether this command line asks for a keeper. The worker's does not, though it has the option.
+pub(crate) fn is_asked_for(arguments: &[OsString]) -> bool {
+    let mut words = arguments.iter().skip(1).skip_while(|word| is_option(word));
+    if !words.next().is_some_and(|word| is_verb(word)) {
+        return false;
+    }
+    let mut options = words.take_while(|word| *word != "--");
+    let mut asks = false;
+    options.all(|word| {
+        asks |= word == "--keeper";
+        word != keeper_link::AS_WORKER
+    }) && asks
+}
+
+fn is_option(word: &OsStr) -> bool {
+    word.as_encoded_bytes().starts_with(b"-")
+}
+
+/// Keeps a worker until it ends, or a signal ends both.
+pub(crate) fn run(arguments: Vec<OsString>) -> ExitCode {
+    let status = match Keeper::start(arguments) {
+        Ok(mut keeper) => keeper.run(),
+        Err(error) => {
+            say(&format!("shadowbell: the keeper can not start: {error}"));
+            exit::FAILED
+        }
+    };
+    ExitCode::from(status)
+}
+
+/// A line of the log. Whoever reads it may stand still: that holds up the keeper, and no guest.
+fn say(line: &str) {
+    let _ = io::stderr().write_all(format!("{line}\n").as_bytes());
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    /// The new one prepares.
+    Preparing,
+    /// The old one hands over, or not.
+    HandingOver,
+    /// The old one can not go on any more.
+    Committed,
+}
+
+/// An upgrade that is under way.
+struct Upgrade {
+    new: Worker,
+    /// The old worker's end of the socket between the two, until it is given to it.
+    transfer: Option<UnixStream>,
+    step: Step,
+    began: Instant,
+    until: Instant,
+    /// Who waits for the outcome.
+    asker: Option<OwnedFd>,
+    /// Why the new one was ended.
+    why: Option<String>,
+}
+
+struct Keeper {
+    arguments: Vec<OsString>,
+    /// The program of the next worker.
+    program: PathBuf,
+    signals: Caught,
+    ends: Vec<i32>,
+    control: Option<Control>,
+    worker: Option<Worker>,
+    upgrade: Option<Upgrade>,
+    /// They have handed over, and are about to end.
+    leaving: Vec<(Worker, Instant)>,
+    deaths: Deaths,
+    /// When to start a worker, if there is none.
+    restart: Option<Instant>,
+    /// Where the worker serves.
+    sockets: Vec<PathBuf>,
+    /// A first worker has served.
+    is_ready: bool,
+    /// Signals that are to end all this.
+    ended: u32,
+    /// The exit status, once it is over.
+    over: Option<u8>,
+}
+
+impl Keeper {
+    fn start(arguments: Vec<OsString>) -> io::Result<Self> {
+        let ends = signals::ends();
+        let signals = Caught::catch(&[&ends[..], &[SIGCHLD, SIGUSR1, SIGUSR2]].concat())?;
+        let control = Control::listen().inspect_err(|error| {
+            say(&format!(
+                "warning: `shadowbell upgrade` will not find this server: no socket can be had \
+                 ({error}); SIGUSR2 works"
+            ));
+        });
+        // The path, and not the file that runs: another may have taken its place when a worker is
+        // started anew.
+        let program = std::env::current_exe()?;
+        let worker = Worker::start(&program, &arguments, START)?;
+        Ok(Self {
+            arguments,
+            program,
+            signals,
+            ends,
+            control: control.ok(),
+            worker: Some(worker),
+            upgrade: None,
+            leaving: Vec::new(),
+            deaths: Deaths::default(),
+            restart: None,
+            sockets: Vec::new(),
+            is_ready: false,
+            ended: 0,
+            over: None,
+        })
+    }
+
+    fn run(&mut self) -> u8 {
+        loop {
+            while let Some(signal) = self.signals.next() {
+                self.take_signal(signal);
+            }
+            // What a worker has said last counts before its end.
+            self.hear_workers();
+            self.look_for_ends();
+            self.look_at_the_clock(Instant::now());
+            while let Some((packet, client)) = self.control.as_mut().and_then(Control::next) {
+                self.answer(packet, client);
+            }
+            if let Some(status) = self.over {
+                return status;
+            }
+            self.wait();
+        }
+    }
+
+    /// Until something happens, or the clock says so.
+    fn wait(&self) {
+        let deadlines = self.upgrade.iter().map(|upgrade| upgrade.until);
+        let deadlines = deadlines.chain(self.leaving.iter().map(|(_, until)| *until));
+        let next = deadlines.chain(self.restart).min();
+        let timeout = next.and_then(|next| {
+            // Not a moment before it.
+            let wait = next.saturating_duration_since(Instant::now()) + Duration::from_micros(100);
+            Timespec::try_from(wait).ok()
+        });
+        let workers = self.worker.iter().chain(self.upgrade.iter().map(|upgrade| &upgrade.new));
+        let workers = workers.chain(self.leaving.iter().map(|(worker, _)| worker));
+        let fds = workers.filter_map(Worker::link);
+        let fds = fds.chain(self.control.iter().flat_map(Control::fds));
+        let fds = fds.chain([self.signals.as_fd()]);
+        let mut fds: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+        // Whatever it says, everything is looked at.
+        let _ = poll(&mut fds, timeout.as_ref());
+    }
+
+    fn take_signal(&mut self, signal: i32) {
+        match signal {
+            SIGCHLD => {}
+            SIGUSR1 => self.tell_worker(to_worker::REPORT),
+            SIGUSR2 => self.begin_upgrade(None, None),
+            _ if self.ends.contains(&signal) => self.end(),
+            _ => {}
+        }
+    }
+
+    fn tell_worker(&self, letter: u8) {
+        if let Some(worker) = &self.worker {
+            worker.say(letter, "", None);
+        }
+    }
+
+    /// A signal ends it all; a second one does not wait for the guests.
+    fn end(&mut self) {
+        self.ended += 1;
+        if self.ended > 1 {
+            let mut new = self.upgrade.take().map(|upgrade| upgrade.new);
+            for worker in self.worker.iter_mut().chain(&mut new) {
+                worker.kill();
+            }
+            self.over = Some(exit::FAILED);
+            return;
+        }
+        notify::tell(notify::STOPPING);
+        match self.upgrade.as_ref().map(|upgrade| upgrade.step) {
+            None => {}
+            Some(Step::Preparing) => self.upgrade_failed("the server is to end"),
+            // It is over in a moment, one way or the other; then there is one to be told.
+            Some(Step::HandingOver | Step::Committed) => return,
+        }
+        match &self.worker {
+            Some(worker) => worker.say(to_worker::END, "", None),
+            None => self.over = Some(exit::FAILED),
+        }
+    }
+
+    fn hear_workers(&mut self) {
+        while let Some(packet) = self.worker.as_mut().and_then(Worker::hear) {
+            match packet.letter {
+                to_keeper::SOCKET => self.sockets.push(packet.path()),
+                to_keeper::SERVING => self.serves(),
+                to_keeper::FAILED => {
+                    if let Some(worker) = &mut self.worker {
+                        worker.why = Some(packet.text());
+                    }
+                }
+                to_keeper::GOES_ON => self.upgrade_failed(&packet.text()),
+                to_keeper::HANDED_OVER => {
+                    if let Some(upgrade) = &mut self.upgrade {
+                        upgrade.step = Step::Committed;
+                        upgrade.until = Instant::now() + LEAVE;
+                    }
+                }
+                _ => {}
+            }
+        }
+        while let Some(packet) = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.hear()) {
+            match packet.letter {
+                to_keeper::PREPARED => self.hand_over(&packet.text()),
+                to_keeper::SERVING => self.upgraded(),
+                to_keeper::FAILED => {
+                    if let Some(upgrade) = &mut self.upgrade {
+                        upgrade.new.why = Some(packet.text());
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// The worker serves.
+    fn serves(&mut self) {
+        self.restart = None;
+        if let Some(worker) = &mut self.worker {
+            worker.has_served = true;
+        }
+        if !std::mem::replace(&mut self.is_ready, true) {
+            notify::tell(notify::READY);
+        }
+    }
+
+    fn look_for_ends(&mut self) {
+        self.leaving.retain_mut(|(worker, _)| worker.ended().is_none());
+        let new = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.ended());
+        let old = self.worker.as_mut().and_then(|worker| Some((worker.ended()?, worker.pid())));
+        // What they have said since they were last heard.
+        self.hear_workers();
+        if let Some(status) = new {
+            self.new_has_ended(status);
+        }
+        let (Some((status, pid)), Some(worker)) = (old, &self.worker) else { return };
+        let has_served = worker.has_served;
+        if worker.pid() != pid {
+            // Another one has taken its place meanwhile.
+            return;
+        }
+        self.worker = None;
+        match self.upgrade.as_ref().map(|upgrade| upgrade.step) {
+            None => {}
+            // As it should.
+            Some(Step::Committed) => return,
+            Some(_) => self.upgrade_failed(&format!("the running process {pid} {}", how(status))),
+        }
+        match status.code() {
+            // It has said why, if it had to. One that is to go on after another that died is tried
+            // again: a disk may still be locked by what the dead one has under way.
+            Some(code) if has_served || self.deaths.count() == 0 || self.ended != 0 => {
+                self.over = Some(u8::try_from(code).unwrap_or(exit::FAILED));
+            }
+            _ => self.worker_has_died(&format!("process {pid}, which served, {}", how(status))),
+        }
+    }
+
+    fn worker_has_died(&mut self, what: &str) {
+        self.sockets.clear();
+        if self.ended != 0 {
+            say(&format!("error: {what} while the server was to end"));
+            self.over = Some(exit::FAILED);
+            return;
+        }
+        match self.deaths.add(Instant::now()) {
+            Some(wait) => {
+                say(&format!(
+                    "error: {what}; it is started again in {} ms. The clients that it had have \
+                     lost their controllers",
+                    wait.as_millis()
+                ));
+                self.restart = Some(Instant::now() + wait);
+            }
+            None => {
+                say(&format!(
+                    "error: {what}, the {}th in a minute; it is not started again",
+                    self.deaths.count()
+                ));
+                self.over = Some(exit::FAILED);
+            }
+        }
+    }
+
+    fn look_at_the_clock(&mut self, now: Instant) {
+        for (worker, until) in &mut self.leaving {
+            if *until <= now {
+                worker.kill();
+            }
+        }
+        if self.restart.is_some_and(|at| at <= now) && self.over.is_none() {
+            self.restart = None;
+            match Worker::start(&self.program, &self.arguments, START) {
+                Ok(worker) => self.worker = Some(worker),
+                Err(error) => {
+                    let program = self.program.display().to_string();
+                    self.worker_has_died(&format!("{program} can not be started: {error}"));
+                }
+            }
+        }
+        let Some(upgrade) = &mut self.upgrade else { return };
+        if upgrade.until > now {
+            return;
+        }
+        match upgrade.step {
+            Step::Preparing => {
+                let limit = PREPARE.as_secs();
+                self.upgrade_failed(&format!("the new process was not ready within {limit} s"));
+            }
+            Step::HandingOver => {
+                // The old one sees that, and goes on.
+                upgrade.why = Some("the running process did not hand over".to_owned());
+                upgrade.until = now + HAND_OVER;
+                upgrade.new.kill();
+            }
+            Step::Committed => {
+                upgrade.until = now + LEAVE;
+                match &mut self.worker {
+                    // The new one waits for its end.
+                    Some(worker) if upgrade.why.is_none() => {
+                        worker.kill();
+                        upgrade.why = Some("the new process does not begin to serve".to_owned());
+                    }
+                    _ => upgrade.new.kill(),
+                }
+            }
+        }
+    }
+
+    /// Starts the worker that is to take over.
+    fn begin_upgrade(&mut self, program: Option<PathBuf>, asker: Option<OwnedFd>) {
+        let refusal = match &self.worker {
+            _ if self.ended != 0 => Some("the server is to end"),
+            _ if self.upgrade.is_some() => Some("another upgrade is under way"),
+            Some(worker) if worker.has_served => None,
+            _ => Some("the server does not serve yet; try again in a moment"),
+        };
+        if let Some(why) = refusal {
+            return tell_outcome(asker, Err(why));
+        }
+        let program = program.unwrap_or_else(|| self.program.clone());
+        match self.start_successor(program.clone()) {
+            Ok(mut upgrade) => {
+                upgrade.asker = asker;
+                self.upgrade = Some(upgrade);
+            }
+            Err(error) => {
+                let program = program.display();
+                tell_outcome(asker, Err(&format!("{program} can not be started: {error}")));
+            }
+        }
+    }
+
+    fn start_successor(&self, program: PathBuf) -> io::Result<Upgrade> {
+        let (old_end, new_end) = UnixStream::pair()?;
+        let new = Worker::start(&program, &self.arguments, SUCCESSOR)?;
+        new.say(to_worker::TAKE_OVER, "", Some(new_end.as_fd()));
+        let began = Instant::now();
+        Ok(Upgrade {
+            new,
+            transfer: Some(old_end),
+            step: Step::Preparing,
+            began,
+            until: began + PREPARE,
+            asker: None,
+            why: None,
+        })
+    }
+
+    /// The new worker is prepared, and reads these state versions.
+    fn hand_over(&mut self, versions: &str) {
+        let Some(upgrade) = &mut self.upgrade else { return };
+        let (Some(worker), Some(transfer)) = (&self.worker, upgrade.transfer.take()) else {
+            return;
+        };
+        upgrade.step = Step::HandingOver;
+        upgrade.until = Instant::now() + HAND_OVER;
+        worker.say(to_worker::HAND_OVER, versions, Some(transfer.as_fd()));
+    }
+
+    /// The new worker has ended before it served.
+    fn new_has_ended(&mut self, status: ExitStatus) {
+        let Some(upgrade) = &mut self.upgrade else { return };
+        let why = upgrade.why.take().or_else(|| upgrade.new.why.take()).unwrap_or_else(|| {
+            format!(
+                "the new process {} {} before it could take over",
+                upgrade.new.pid(),
+                how(status)
+            )
+        });
+        match upgrade.step {
+            Step::Preparing => self.upgrade_failed(&why),
+            // The old one says what it comes to: it may have committed a moment ago.
+            Step::HandingOver => upgrade.why = Some(why),
+            Step::Committed => {
+                let pid = upgrade.new.pid();
+                let asker = upgrade.asker.take();
+                self.upgrade = None;
+                if let Some(old) = self.worker.take() {
+                    self.leaving.push((old, Instant::now() + LEAVE));
+                }
+                let lost = format!("{why}, after the old one had handed over to it");
+                tell_outcome(asker, Err(&lost));
+                self.worker_has_died(&format!(
+                    "process {pid}, which was to serve, {}",
+                    how(status)
+                ));
+            }
+        }
+    }
+
+    /// The worker goes on.
+    fn upgrade_failed(&mut self, why: &str) {
+        let Some(mut upgrade) = self.upgrade.take() else { return };
+        // What the new one says of itself is nearer to the reason than that it is gone.
+        while let Some(packet) = upgrade.new.hear() {
+            if packet.letter == to_keeper::FAILED {
+                upgrade.new.why = Some(packet.text());
+            }
+        }
+        upgrade.new.kill();
+        let reason = upgrade.why.take().or_else(|| upgrade.new.why.take());
+        tell_outcome(upgrade.asker.take(), Err(reason.as_deref().unwrap_or(why)));
+        if self.ended != 0 {
+            self.tell_worker(to_worker::END);
+        }
+    }
+
+    /// The new worker serves.
+    fn upgraded(&mut self) {
+        let Some(mut upgrade) = self.upgrade.take() else { return };
+        let old = self.worker.take();
+        upgrade.new.has_served = true;
+        self.program.clone_from(&upgrade.new.program);
+        let text = format!(
+            "process {} serves ({}), {} ms after it was started",
+            upgrade.new.pid(),
+            self.program.display(),
+            upgrade.began.elapsed().as_millis()
+        );
+        self.worker = Some(upgrade.new);
+        self.leaving.extend(old.map(|old| (old, Instant::now() + LEAVE)));
+        tell_outcome(upgrade.asker, Ok(&text));
+        if self.ended != 0 {
+            self.tell_worker(to_worker::END);
+        }
+    }
+
+    fn answer(&mut self, packet: keeper_link::Packet, client: OwnedFd) {
+        let is_yes = match packet.letter {
+            question::IS_YOURS => {
+                let ours = rustix::process::getpid().as_raw_pid().cast_unsigned();
+                let pid = packet.text().parse::<u32>().ok();
+                pid.is_some_and(|pid| {
+                    pid == ours || self.worker.as_ref().is_some_and(|w| w.pid() == pid)
+                })
+            }
+            question::SERVES => self.sockets.contains(&packet.path()),
+            question::UPGRADE => {
+                let program = Some(packet.path()).filter(|path| !path.as_os_str().is_empty());
+                return self.begin_upgrade(program, Some(client));
+            }
+            _ => return,
+        };
+        let letter = if is_yes { answer::YES } else { answer::NO };
+        if keeper_link::send(&client, letter, "", None).is_ok()
+            && let Some(control) = &mut self.control
+        {
+            control.keep(client);
+        }
+    }
+}
+
+/// Tells who asked for an upgrade what came of it; the log, if nobody did.
+fn tell_outcome(asker: Option<OwnedFd>, outcome: Result<&str, &str>) {
+    let (letter, text) = match outcome {
+        Ok(text) => (answer::YES, text),
+        Err(why) => {
+            say(&format!("warning: no upgrade: {why}"));
+            (answer::NO, why)
+        }
+    };
+    if let Some(asker) = asker {
+        let _ = keeper_link::send(asker, letter, text, None);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_keeper_s_command_line_is_told_from_others() {
+        let asks =
+            |line: &str| is_asked_for(&line.split(' ').map(OsString::from).collect::<Vec<_>>());
+        assert!(asks("shadowbell serve --keeper mem:1MiB --socket a"));
+        assert!(asks("shadowbell -v serve mem:1MiB --socket a --keeper"));
+        for other in [
+            "shadowbell",
+            "shadowbell serve mem:1MiB --socket a",
+            "shadowbell serve --as-worker start --keeper mem:1MiB --socket a",
+            "shadowbell serve --socket a -- --keeper",
+            "shadowbell bench serve --keeper",
+        ] {
+            assert!(!asks(other), "{other}");
+        }
+    }
+}

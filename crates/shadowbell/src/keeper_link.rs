@@ -1,0 +1,204 @@
+//! What a keeper, its workers, and who asks the keeper say to each other: packets over Unix
+//! sockets, a letter and what belongs to it, now and then with a descriptor.
+
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
+};
+use std::ffi::OsStr;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+/// The option by which a worker knows that its standard input is its keeper.
+pub(crate) const AS_WORKER: &str = "--as-worker";
+/// Its value for the one that serves at once.
+pub(crate) const START: &str = "start";
+/// Its value for the one that takes over from another.
+pub(crate) const SUCCESSOR: &str = "successor";
+
+/// The longest packet: a letter and a path, or a sentence.
+const MOST: usize = 8192;
+
+/// What the other end says.
+#[derive(Debug)]
+pub(crate) struct Packet {
+    pub(crate) letter: u8,
+    pub(crate) body: Vec<u8>,
+    pub(crate) fd: Option<OwnedFd>,
+}
+
+impl Packet {
+    /// The body, as a sentence for a person.
+    pub(crate) fn text(&self) -> String {
+        String::from_utf8_lossy(&self.body).into_owned()
+    }
+
+    pub(crate) fn path(self) -> PathBuf {
+        std::ffi::OsString::from_vec(self.body).into()
+    }
+}
+
+/// From a keeper to its worker.
+pub(crate) mod to_worker {
+    /// End the service.
+    pub(crate) const END: u8 = b'E';
+    /// Write the counters.
+    pub(crate) const REPORT: u8 = b'R';
+    /// Hand over to whoever is at the other end of the descriptor, and reads the state versions
+    /// `FIRST LAST`.
+    pub(crate) const HAND_OVER: u8 = b'H';
+    /// Take over from whoever is at the other end of the descriptor.
+    pub(crate) const TAKE_OVER: u8 = b'T';
+}
+
+/// From a worker to its keeper.
+pub(crate) mod to_keeper {
+    /// The path of a socket at which it serves.
+    pub(crate) const SOCKET: u8 = b'S';
+    /// It serves.
+    pub(crate) const SERVING: u8 = b'R';
+    /// It can take over, and reads the state versions `FIRST LAST`.
+    pub(crate) const PREPARED: u8 = b'P';
+    /// It has not handed over, and goes on: why.
+    pub(crate) const GOES_ON: u8 = b'G';
+    /// It has handed over, touches nothing any more, and ends.
+    pub(crate) const HANDED_OVER: u8 = b'C';
+    /// It can not go on: why.
+    pub(crate) const FAILED: u8 = b'X';
+}
+
+/// From who asks a keeper.
+pub(crate) mod question {
+    /// Whether this is its process, or its worker's.
+    pub(crate) const IS_YOURS: u8 = b'p';
+    /// Whether its worker serves at this path.
+    pub(crate) const SERVES: u8 = b's';
+    /// Have a new worker take over: the path of its program, or nothing for that of the old one.
+    pub(crate) const UPGRADE: u8 = b'u';
+}
+
+/// From a keeper that was asked.
+pub(crate) mod answer {
+    pub(crate) const YES: u8 = b'y';
+    pub(crate) const NO: u8 = b'n';
+}
+
+/// How long a keeper's name is before its number.
+pub(crate) const NAME: &str = "shadowbell-keeper/";
+
+/// The name, in the abstract namespace, of the keeper with this process number. Somebody else may
+/// have taken one, so there are several.
+pub(crate) fn name(pid: i32, attempt: u8) -> String {
+    format!("{NAME}{pid}/{attempt}")
+}
+
+/// The two ends of a socket for packets.
+pub(crate) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
+}
+
+/// Says something. A sentence that is too long is cut.
+pub(crate) fn send(
+    socket: impl AsFd,
+    letter: u8,
+    body: impl AsRef<OsStr>,
+    fd: Option<BorrowedFd<'_>>,
+) -> io::Result<()> {
+    let body = body.as_ref().as_bytes();
+    let body = body.get(..MOST - 1).unwrap_or(body);
+    let letter = [letter];
+    let bytes = [IoSlice::new(&letter), IoSlice::new(body)];
+    let fds: Vec<_> = fd.into_iter().collect();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&fds)) {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    rustix::io::retry_on_intr(|| sendmsg(&socket, &bytes, &mut control, SendFlags::NOSIGNAL))?;
+    Ok(())
+}
+
+/// What the other end has said; `None` if it is gone. Waits unless `now`.
+///
+/// # Errors
+/// The system's: [`io::ErrorKind::WouldBlock`] if there is nothing `now`.
+pub(crate) fn receive(socket: impl AsFd, now: bool) -> io::Result<Option<Packet>> {
+    let mut bytes = vec![0; MOST];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut flags = RecvFlags::CMSG_CLOEXEC;
+    flags.set(RecvFlags::DONTWAIT, now);
+    let received = loop {
+        match recvmsg(&socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags) {
+            Ok(received) => break received,
+            // It has gone, and left something unread. What it has said is there still: this is
+            // reported once, and before that.
+            Err(Errno::INTR | Errno::CONNRESET) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    };
+    let mut fd = None;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(fds) = message {
+            fd = fds.last();
+        }
+    }
+    bytes.truncate(received.bytes);
+    let Some(letter) = bytes.first().copied() else { return Ok(None) };
+    Ok(Some(Packet { letter, body: bytes.split_off(1), fd }))
+}
+
+/// Whether it is our own user, or root, at the other end.
+pub(crate) fn is_ours(socket: impl AsFd) -> bool {
+    let peer = rustix::net::sockopt::socket_peercred(socket).map(|peer| peer.uid);
+    peer.is_ok_and(|uid| uid.is_root() || uid == rustix::process::geteuid())
+}
+
+/// The path by which a socket is known, however it was written.
+pub(crate) fn known_path(path: &Path) -> PathBuf {
+    let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    // What a directory stands for, as SPDK has it.
+    if path.is_dir() { path.join("cntrl") } else { path }
+}
+
+/// State versions, as they are said.
+pub(crate) fn versions(range: &std::ops::RangeInclusive<u32>) -> String {
+    format!("{} {}", range.start(), range.end())
+}
+
+/// The other way round.
+pub(crate) fn parse_versions(text: &str) -> Option<std::ops::RangeInclusive<u32>> {
+    let (first, last) = text.split_once(' ')?;
+    Some(first.parse().ok()?..=last.parse().ok()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packets_arrive_one_by_one_with_their_descriptors() {
+        let (ours, theirs) = pair().unwrap();
+        assert_eq!(receive(&theirs, true).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        let (read, write) = io::pipe().unwrap();
+        send(&ours, to_worker::HAND_OVER, versions(&(1..=3)), Some(read.as_fd())).unwrap();
+        send(&ours, to_keeper::FAILED, "x".repeat(2 * MOST), None).unwrap();
+        let packet = receive(&theirs, false).unwrap().unwrap();
+        assert_eq!((packet.letter, parse_versions(&packet.text())), (b'H', Some(1..=3)));
+        drop((read, write));
+        assert_eq!(rustix::io::read(packet.fd.unwrap(), &mut [0; 1]), Ok(0), "it is the pipe");
+        let packet = receive(&theirs, false).unwrap().unwrap();
+        assert_eq!((packet.letter, packet.body.len()), (b'X', MOST - 1));
+        assert!(packet.fd.is_none() && parse_versions(&packet.text()).is_none());
+        // Its last words are heard, though it has not read all that was said to it.
+        send(&theirs, to_worker::END, "", None).unwrap();
+        send(&ours, to_keeper::FAILED, "why", None).unwrap();
+        drop(ours);
+        assert_eq!(receive(&theirs, false).unwrap().unwrap().text(), "why");
+        assert!(receive(&theirs, false).unwrap().is_none());
+    }
+}

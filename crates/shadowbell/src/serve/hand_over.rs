@@ -1,0 +1,160 @@
+//! The server comes to rest, and hands over to its successor in another process; or goes on.
+
+use super::server::Server;
+use super::server_config::ServerConfig;
+use super::stats_socket::RestingStats;
+use super::transfer::{self, COMMIT, GONE, HAVE};
+use super::worker_link::WorkerLink;
+use crate::keeper_link::{parse_versions, to_keeper};
+use anyhow::{Context, anyhow, bail};
+use shadowbell_backend::Disk;
+use shadowbell_controller::Controller;
+use shadowbell_state::{Descriptors, Parcel, VERSION};
+use shadowbell_vfio_user::Reactor;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+use tracing::{debug, info};
+
+/// How long clients may be kept waiting for nothing: until then the successor has to have taken
+/// over. QEMU holds its big lock while it waits for an answer.
+const REST: Duration = Duration::from_millis(200);
+
+/// Hands over to whoever is at the other end of `transfer`, and reads the state versions
+/// `versions`. When this returns without an error, nothing is touched any more, and the process
+/// is to end.
+///
+/// # Errors
+/// Why not: the server goes on as it was.
+pub(super) fn hand_over(
+    server: &mut Server,
+    stats: Option<&RestingStats>,
+    config: &ServerConfig,
+    transfer: &UnixStream,
+    versions: &str,
+    link: &WorkerLink,
+) -> anyhow::Result<()> {
+    let versions = parse_versions(versions).context("the new process reads no state")?;
+    if !versions.contains(&VERSION) {
+        bail!(
+            "the new program reads states of the versions {} to {}, and this one writes version \
+             {VERSION}: take a release next to the one that runs",
+            versions.start(),
+            versions.end()
+        );
+    }
+    // What is known to be impossible stops nobody.
+    for disk in server.disks() {
+        disk.hand_over(&mut Descriptors::default())?;
+    }
+    let began = Instant::now();
+    let until = began + REST;
+    let mut reactor = server.rest(until)?;
+    let outcome = rest_all(server, until)
+        .and_then(|()| pass_on(server, stats, config, &mut reactor, transfer, until));
+    if let Err(why) = outcome {
+        server.go_on(reactor);
+        debug!("goes on after {} us", began.elapsed().as_micros());
+        return Err(why);
+    }
+    // From here on there is no way back: the other one knows.
+    link.say(to_keeper::HANDED_OVER, "");
+    server.leave(reactor);
+    debug!("handed over {} us after the clients were at rest", began.elapsed().as_micros());
+    // It can not fail but for a successor that is dead.
+    let _ = transfer::say(transfer, GONE);
+    info!("another process goes on");
+    Ok(())
+}
+
+/// Has all controllers come to rest.
+fn rest_all(server: &Server, until: Instant) -> anyhow::Result<()> {
+    let (rests, all) = channel();
+    for (index, served) in server.controllers().iter().enumerate() {
+        let rests = rests.clone();
+        served.controller.freeze(move || rests.send(index).unwrap_or_default());
+    }
+    drop(rests);
+    let mut waits: Vec<_> = (0..server.controllers().len()).collect();
+    while !waits.is_empty() {
+        match all.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            Ok(index) => waits.retain(|other| *other != index),
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+                let name = waits.first().and_then(|index| server.controllers().get(*index));
+                bail!(
+                    "{} has commands under way at its disks that did not end within {} ms; try \
+                     again when they are not as slow",
+                    name.map_or("a controller", |served| &served.name),
+                    REST.as_millis()
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Writes everything down, sends it, and commits once the successor has it.
+fn pass_on(
+    server: &Server,
+    stats: Option<&RestingStats>,
+    config: &ServerConfig,
+    reactor: &mut Reactor,
+    transfer: &UnixStream,
+    until: Instant,
+) -> anyhow::Result<()> {
+    let mut parcel = Parcel::new();
+    parcel.add(transfer::SERVED, true, &transfer::served(config))?;
+    if let Some(stats) = stats {
+        let saved = stats.save(parcel.descriptors())?;
+        parcel.add(transfer::STATS, false, &saved)?;
+    }
+    let ports = reactor.save(parcel.descriptors())?;
+    if ports.len() != server.controllers().len() {
+        bail!("there are {} sockets for {} controllers", ports.len(), server.controllers().len());
+    }
+    for (index, port) in ports.iter().enumerate() {
+        parcel.add(&transfer::port(index), true, port)?;
+    }
+    for (index, served) in server.controllers().iter().enumerate() {
+        let name = || served.name.clone();
+        let saved = served.controller.save(parcel.descriptors()).with_context(name)?;
+        parcel.add(&transfer::controller(index), true, &saved)?;
+        for (nth, disk) in disks_of(&served.controller).enumerate() {
+            let saved = disk.hand_over(parcel.descriptors())?;
+            parcel.add(&transfer::disk(index, nth), true, &saved)?;
+        }
+    }
+    transfer.set_write_timeout(Some(left(until)))?;
+    // From the moment that the other one has them.
+    server.share_locks(true);
+    let outcome = commit(&parcel, transfer, until);
+    if outcome.is_err() {
+        server.share_locks(false);
+    }
+    outcome
+}
+
+fn commit(parcel: &Parcel, transfer: &UnixStream, until: Instant) -> anyhow::Result<()> {
+    let ended = || anyhow!("the new process has ended before it took over");
+    let slow = || anyhow!("the new process did not take over within {} ms", REST.as_millis());
+    parcel.send(transfer).map_err(|error| {
+        if Instant::now() >= until { slow() } else { ended().context(error.to_string()) }
+    })?;
+    transfer.set_read_timeout(Some(left(until)))?;
+    match transfer::hear(transfer) {
+        Ok(Some(HAVE)) => {}
+        Ok(_) => return Err(ended()),
+        Err(_) => return Err(slow()),
+    }
+    transfer::say(transfer, COMMIT).map_err(|_| ended())
+}
+
+/// How long until then; a timeout of zero would be none.
+fn left(until: Instant) -> Duration {
+    until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
+}
+
+pub(super) fn disks_of(controller: &Controller) -> impl Iterator<Item = &Arc<dyn Disk>> {
+    controller.config().namespaces.iter().map(|namespace| &namespace.disk)
+}

@@ -1,0 +1,150 @@
+//! A server that goes on where another process has come to rest.
+
+use super::event::EventQueue;
+use super::server::{self, Server};
+use super::server_config::ServerConfig;
+use super::stats_socket::RestingStats;
+use super::transfer::{self, COMMIT, GONE, HAVE, Served};
+use super::worker_link::WorkerLink;
+use crate::controller_config::ConfigureError;
+use crate::keeper_link::{to_keeper, to_worker, versions};
+use crate::{disk_spec, exit};
+use anyhow::{Context, anyhow, bail};
+use shadowbell_controller::{Controller, Pool, SavedController};
+use shadowbell_frontend::vfio_user::ControllerDevice;
+use shadowbell_state::{Descriptors, Parcel, READABLE};
+use shadowbell_vfio_user::Reactor;
+use shadowbell_vfio_user::server::{Limits, SavedPort};
+use std::os::unix::net::UnixStream;
+use std::time::Instant;
+use tracing::{debug, info, warn};
+
+/// What was taken in, and does nothing yet.
+struct Taken {
+    server: Server,
+    reactor: Reactor,
+    controllers: Vec<SavedController>,
+    stats: Option<RestingStats>,
+    fds: Descriptors,
+}
+
+/// Takes over from whoever the keeper names. `None` if that one goes on instead.
+///
+/// # Errors
+/// What it serves can not be served here; or, after it has handed over, not any more.
+pub(super) fn take_over(
+    config: &ServerConfig,
+    link: &WorkerLink,
+    ended: impl FnOnce() + Send + 'static,
+) -> anyhow::Result<Option<(Server, Option<RestingStats>)>> {
+    let transfer = predecessor(link)?;
+    let pool = Pool::start(&config.pool).context("the workers can not be started")?;
+    link.say(to_keeper::PREPARED, &versions(&READABLE));
+    let parcel = match Parcel::receive(&transfer) {
+        Ok(parcel) => parcel,
+        Err(shadowbell_state::StateError::Io(error)) => {
+            debug!("nothing was handed over: {error}");
+            return Ok(None);
+        }
+        Err(error) => return Err(refused(link, error.into())),
+    };
+    let began = Instant::now();
+    let taken = take_in(config, parcel, pool).map_err(|error| refused(link, error))?;
+    debug!("taken in after {} us", began.elapsed().as_micros());
+    transfer::say(&transfer, HAVE).ok();
+    if !matches!(transfer::hear(&transfer), Ok(Some(COMMIT))) {
+        return Ok(None);
+    }
+    match transfer::hear(&transfer) {
+        Ok(Some(GONE)) => {}
+        // It died on its way out, when it had nothing under way any more.
+        _ => debug!("the predecessor has ended without a word"),
+    }
+    let Taken { mut server, reactor, controllers, stats, mut fds } = taken;
+    server.share_locks(false);
+    for (served, saved) in server.controllers().iter().zip(&controllers) {
+        served.controller.restore(saved, &mut fds).with_context(|| served.name.clone())?;
+    }
+    server.serve(reactor, ended)?;
+    let took = began.elapsed().as_micros();
+    begin_trace(&server, config);
+    info!("goes on for the process before, {} us after its state came", took);
+    Ok(Some((server, stats)))
+}
+
+/// Says why, while the other process still waits: it only sees that this one has gone.
+fn refused(link: &WorkerLink, why: anyhow::Error) -> anyhow::Error {
+    link.say(to_keeper::FAILED, &exit::line(&why));
+    why
+}
+
+/// Records doorbells in a new file; that of the other process is kept beside it.
+fn begin_trace(server: &Server, config: &ServerConfig) {
+    let Some((path, _)) = &config.trace else { return };
+    let mut kept = path.clone().into_os_string();
+    kept.push(".before");
+    // There may be none any more.
+    let _ = std::fs::rename(path, kept);
+    if let Err(error) = server.trace(config) {
+        warn!("doorbells are not recorded any more: {error:#}");
+    }
+}
+
+/// The socket to the process that is to hand over.
+fn predecessor(link: &WorkerLink) -> anyhow::Result<UnixStream> {
+    match link.hear() {
+        Some(packet) if packet.letter == to_worker::TAKE_OVER => {
+            let fd = packet.fd.context("the keeper has sent no descriptor")?;
+            Ok(UnixStream::from(fd))
+        }
+        _ => Err(anyhow!("the keeper has ended")),
+    }
+}
+
+/// Makes everything from what the other one was. It may still go on: nobody will know of this then.
+fn take_in(config: &ServerConfig, mut parcel: Parcel, pool: Pool) -> anyhow::Result<Taken> {
+    let served: Vec<Served> = section(&mut parcel, transfer::SERVED)?;
+    if let Some(why) = transfer::difference(&served, &transfer::served(config)) {
+        bail!(why);
+    }
+    let stats = parcel.take(transfer::STATS)?;
+    let stats =
+        stats.map(|saved| RestingStats::restore(saved, parcel.descriptors())).transpose()?;
+    let events = EventQueue::new();
+    let mut reactor = Reactor::new(Limits::default())?;
+    let mut controllers = Vec::new();
+    let mut all_saved = Vec::new();
+    for (index, asked) in config.controllers.iter().enumerate() {
+        let saved_disks = asked.controller.disks.iter().enumerate();
+        let saved_disks: Vec<serde_json::Value> = saved_disks
+            .map(|(nth, _)| section(&mut parcel, &transfer::disk(index, nth)))
+            .collect::<Result<_, _>>()?;
+        let saved: SavedController = section(&mut parcel, &transfer::controller(index))?;
+        let port: SavedPort = section(&mut parcel, &transfer::port(index))?;
+        let fds = parcel.descriptors();
+        let location = asked.absolute_socket();
+        let opened = asked.controller.open_by(&location.to_string_lossy(), |nth, spec| {
+            let nothing = serde_json::Value::Null;
+            disk_spec::adopt(spec, saved_disks.get(nth).unwrap_or(&nothing), fds)
+        });
+        let opened = server::with_origin(asked, opened.map_err(ConfigureError::into_error))?;
+        let name = asked.socket.display().to_string();
+        let carrier = server::carrier(asked, &events.sender(index));
+        let controller = Controller::successor(opened, pool.clone(), carrier, &saved, fds)
+            .with_context(|| name.clone())?;
+        server::place(asked, &controller)?;
+        let handler = server::client_events(events.sender(index));
+        let device = ControllerDevice::new(controller.clone(), handler)?;
+        reactor.restore(port, fds, Box::new(device)).with_context(|| name.clone())?;
+        controllers.push(server::ServedController { name, controller });
+        all_saved.push(saved);
+    }
+    let fds = std::mem::take(parcel.descriptors());
+    parcel.finish()?;
+    let server = Server::resting(controllers, events, pool);
+    Ok(Taken { server, reactor, controllers: all_saved, stats, fds })
+}
+
+fn section<T: serde::de::DeserializeOwned>(parcel: &mut Parcel, name: &str) -> anyhow::Result<T> {
+    parcel.take(name)?.with_context(|| format!("the state has no section {name}"))
+}

@@ -1,0 +1,108 @@
+//! What a server and its successor say to each other: a state, and three letters.
+
+use super::server_config::ServerConfig;
+use crate::controller_config::ControllerConfig;
+use serde::{Deserialize, Serialize};
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+
+/// The new one has taken the state in, and touches nothing yet.
+pub(super) const HAVE: u8 = b'h';
+/// The old one will not go on.
+pub(super) const COMMIT: u8 = b'c';
+/// The old one touches nothing any more.
+pub(super) const GONE: u8 = b'g';
+
+/// What is served: has to be the same in both.
+pub(super) const SERVED: &str = "serve";
+/// The socket for `top`.
+pub(super) const STATS: &str = "stats-socket";
+
+pub(super) fn controller(index: usize) -> String {
+    format!("controller/{index}")
+}
+
+pub(super) fn port(index: usize) -> String {
+    format!("port/{index}")
+}
+
+pub(super) fn disk(controller: usize, index: usize) -> String {
+    format!("disk/{controller}.{index}")
+}
+
+/// A controller, as far as it has to be the same in both.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Served {
+    socket: String,
+    disks: Vec<String>,
+    read_only: bool,
+}
+
+/// All of them, in their order.
+pub(super) fn served(config: &ServerConfig) -> Vec<Served> {
+    let all = config.controllers.iter().map(|served| {
+        let ControllerConfig { disks, read_only, .. } = &served.controller;
+        Served {
+            socket: served.absolute_socket().to_string_lossy().into_owned(),
+            disks: disks.iter().map(|disk| disk.disk.clone()).collect(),
+            read_only: *read_only,
+        }
+    });
+    all.collect()
+}
+
+/// Why the new one can not go on with what the old one served, if it can not.
+pub(super) fn difference(old: &[Served], new: &[Served]) -> Option<String> {
+    if old.len() != new.len() {
+        return Some(format!(
+            "the new process is to serve {} controllers, and the running one serves {}; change \
+             the configuration back, or stop the server and start it again",
+            new.len(),
+            old.len()
+        ));
+    }
+    let (old, new) = old.iter().zip(new).find(|(old, new)| old != new)?;
+    Some(format!(
+        "the new process is to serve {} at {}, and the running one serves {} at {}; change the \
+         configuration back, or stop the server and start it again",
+        new.disks.join(", "),
+        new.socket,
+        old.disks.join(", "),
+        old.socket
+    ))
+}
+
+pub(super) fn say(mut transfer: &UnixStream, letter: u8) -> io::Result<()> {
+    transfer.write_all(&[letter])
+}
+
+/// The next letter; `None` if the other one is gone.
+pub(super) fn hear(mut transfer: &UnixStream) -> io::Result<Option<u8>> {
+    let mut letter = [0];
+    match transfer.read(&mut letter) {
+        Ok(0) => Ok(None),
+        Ok(_) => Ok(Some(letter[0])),
+        Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::Interrupted => hear(transfer),
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_differs_is_said() {
+        let served = |socket: &str, disk: &str| Served {
+            socket: socket.into(),
+            disks: vec![disk.into()],
+            read_only: false,
+        };
+        assert_eq!(difference(&[served("a", "x")], &[served("a", "x")]), None);
+        let text = difference(&[served("a", "x")], &[served("a", "y")]).unwrap();
+        assert!(text.contains("serve y at a, and the running one serves x at a"), "{text}");
+        let text = difference(&[], &[served("a", "x")]).unwrap();
+        assert!(text.contains("1 controllers, and the running one serves 0"), "{text}");
+    }
+}

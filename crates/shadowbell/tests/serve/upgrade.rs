@@ -1,0 +1,343 @@
+//! A server that goes on in another process, and one that does not because the other fails.
+
+use crate::harness::{Server, complete, finish, image, program, run, until};
+use crate::keeper::{children, has_ended, signal, worker};
+use rustix::process::Signal;
+use shadowbell_driver::{AttachOptions, Controller, QueuePair};
+use shadowbell_spec::Status;
+use std::io::IoSlice;
+use std::os::fd::AsFd;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Has a server go on in another process: exit status, output, errors.
+fn upgrade(target: &str, binary: Option<&Path>) -> (Option<i32>, String, String) {
+    let mut command = program();
+    command.args(["upgrade", target]);
+    if let Some(binary) = binary {
+        command.arg("--binary").arg(binary);
+    }
+    finish(command)
+}
+
+/// A server of several controllers under a keeper, each with a file and a disk in memory.
+fn server(controllers: usize, options: &[&str]) -> Server {
+    let directory = tempfile::tempdir().unwrap();
+    let mut file = String::from("workers = 2\n");
+    for n in 0..controllers {
+        image(directory.path(), &format!("{n}.img"), 16 << 20);
+        file += &format!(
+            "[[controller]]\nsocket = \"vm{n}.sock\"\ndisks = [\"{n}.img\", \"mem:16MiB\"]\n"
+        );
+    }
+    std::fs::write(directory.path().join("vms.toml"), file).unwrap();
+    let mut command = program();
+    command.args(["serve", "--keeper", "--config", "vms.toml"]).args(options);
+    let last = format!("vm{}.sock", controllers - 1);
+    Server::spawn(command, directory, &["vm0.sock", &last])
+}
+
+fn socket(server: &Server, controller: usize) -> PathBuf {
+    server.directory().join(format!("vm{controller}.sock"))
+}
+
+/// `shadowbell verify` in a process of its own, until it is told to end.
+struct Load(Child);
+
+impl Load {
+    fn start(server: &Server, controller: usize, namespace: u32) -> Self {
+        let target = format!("vfio-user:{}/{namespace}", socket(server, controller).display());
+        let mut command = program();
+        command.args(["verify", &target, "--runtime", "600", "--iodepth", "32", "--json"]);
+        command.args(["--size", "16MiB", "--timeout", "20"]);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        Self(command.spawn().unwrap())
+    }
+
+    /// Ends it. What it has found.
+    fn end(mut self) -> serde_json::Value {
+        signal(self.0.id(), Signal::INT);
+        let output = std::mem::replace(&mut self.0, Command::new("true").spawn().unwrap());
+        let output = output.wait_with_output().unwrap();
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{errors}");
+        let text = String::from_utf8(output.stdout).unwrap();
+        let line = text.lines().last().unwrap_or_default();
+        let report: serde_json::Value = serde_json::from_str(line).expect(&errors);
+        report["rows"][0].clone()
+    }
+}
+
+impl Drop for Load {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A client that stays connected.
+struct Client {
+    controller: Controller,
+    queue: QueuePair,
+}
+
+impl Client {
+    fn attach(socket: &Path) -> Self {
+        let mut controller = crate::harness::attach(socket, &AttachOptions::default());
+        let queue = controller.take_queue_pair().unwrap();
+        Self { controller, queue }
+    }
+
+    #[track_caller]
+    fn write(&mut self, nsid: u32, lba: u64, byte: u8) {
+        let pool = self.controller.buffers(1, 4096).unwrap();
+        let mut buffer = pool.take().unwrap();
+        assert!(buffer.copy_from(0, &[byte; 4096]));
+        let command = self.controller.namespace(nsid).unwrap().write(lba, 8).unwrap();
+        assert_eq!(run(&mut self.queue, command, Some(buffer)).status, Status::SUCCESS);
+    }
+
+    #[track_caller]
+    fn read(&mut self, nsid: u32, lba: u64) -> u8 {
+        let pool = self.controller.buffers(1, 4096).unwrap();
+        let command = self.controller.namespace(nsid).unwrap().read(lba, 8).unwrap();
+        let done = run(&mut self.queue, command, pool.take());
+        assert_eq!(done.status, Status::SUCCESS);
+        done.buffer.unwrap().to_vec(4096)[17]
+    }
+}
+
+#[test]
+fn a_verifying_load_goes_on_through_twenty_upgrades() {
+    let mut server = server(4, &["--stats-socket", "top.sock"]);
+    let mut client = Client::attach(&socket(&server, 2));
+    client.write(1, 0, 1);
+    client.write(2, 0, 2);
+    let loads = [(0, 1), (1, 2), (3, 1)];
+    let loads = loads.map(|(controller, nsid)| Load::start(&server, controller, nsid));
+    until("the loads' clients", || server.stderr().matches("a client is attached").count() >= 4);
+    let mut pids = vec![worker(&server)];
+    for n in 0..20_u8 {
+        let target = match n % 3 {
+            0 => socket(&server, 1).display().to_string(),
+            1 => server.pid().to_string(),
+            _ => pids.last().unwrap().to_string(),
+        };
+        let (status, output, errors) = upgrade(&target, None);
+        assert_eq!(status, Some(0), "upgrade {n}: {errors}\n{}", server.stderr());
+        assert!(output.contains("serves"), "{output}");
+        until("the old one's end", || children(server.pid()).len() == 1);
+        let now = worker(&server);
+        assert!(!pids.contains(&now), "{now} of {pids:?}");
+        pids.push(now);
+        assert_eq!((client.read(1, 0), client.read(2, 0)), (n + 1, n + 2));
+        client.write(1, 0, n + 2);
+        client.write(2, 0, n + 3);
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    for load in loads {
+        let row = load.end();
+        assert!(row["commands"].as_u64() > Some(1000), "{row}");
+        for key in ["verify_errors", "failed", "retried"] {
+            assert_eq!(row[key], 0, "{key}: {row}");
+        }
+        for (key, count) in row["recovery"].as_object().unwrap() {
+            assert_eq!(*count, 0, "{key}: {row}");
+        }
+    }
+    drop(client);
+    // Whoever comes later comes to the last of them.
+    assert_eq!(Client::attach(&socket(&server, 2)).read(1, 0), 21);
+    let mut top = program();
+    top.arg("top").arg(server.directory().join("top.sock")).args(["--json", "--count", "2"]);
+    top.args(["--interval", "50ms"]);
+    let (status, output, errors) = finish(top);
+    assert!(status == Some(0) && output.contains("vm2.sock"), "{errors}");
+    assert!(server.stop().success(), "{}", server.stderr());
+    for n in 0..4 {
+        assert!(!socket(&server, n).exists());
+    }
+    assert!(!server.directory().join("top.sock").exists());
+}
+
+/// A command that is under way at a sleeping server, or comes while nobody serves, is not lost.
+#[test]
+fn a_client_that_waits_is_answered() {
+    let server = server(1, &[]);
+    let mut client = Client::attach(&socket(&server, 0));
+    let pool = client.controller.buffers(8, 4096).unwrap();
+    for _ in 0..5 {
+        let before = worker(&server);
+        signal(server.pid(), Signal::USR2);
+        let read = client.controller.namespace(1).unwrap().read(0, 8).unwrap();
+        while worker(&server) == before || children(server.pid()).len() > 1 {
+            client.queue.submit(read, pool.take()).unwrap();
+            client.queue.ring().unwrap();
+            assert_eq!(complete(&mut client.queue).status, Status::SUCCESS);
+        }
+    }
+}
+
+/// A program that does what `script` says.
+fn fake(server: &Server, script: &str) -> PathBuf {
+    let path = server.directory().join("fake");
+    std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    path
+}
+
+/// Says to this test program that it is a new worker, and what it does.
+const FAKE: &str = "SHADOWBELL_TEST_FAKE_WORKER";
+
+/// Not a test of its own: a new worker that says that it is prepared, reads these versions, and
+/// then hangs or ends.
+#[test]
+fn fake_worker() {
+    let Ok(how) = std::env::var(FAKE) else { return };
+    let (versions, then) = how.split_once(',').unwrap();
+    let link = std::io::stdin();
+    let text = format!("P{versions}");
+    let bytes = [IoSlice::new(text.as_bytes())];
+    let mut control = rustix::net::SendAncillaryBuffer::default();
+    let flags = rustix::net::SendFlags::empty();
+    rustix::net::sendmsg(link.as_fd(), &bytes, &mut control, flags).unwrap();
+    match then {
+        "hangs" => loop {
+            std::thread::park();
+        },
+        // Long enough for the state to come.
+        _ => std::thread::sleep(Duration::from_millis(100)),
+    }
+    std::process::abort();
+}
+
+#[test]
+fn a_new_program_that_fails_changes_nothing() {
+    let mut server = server(2, &[]);
+    let mut client = Client::attach(&socket(&server, 0));
+    client.write(1, 0, 7);
+    client.write(2, 8, 8);
+    let before = worker(&server);
+    let test = std::env::current_exe().unwrap();
+    let fakes = |how: &str| {
+        let test = test.display();
+        format!("export {FAKE}='{how}'\nexec {test} --exact upgrade::fake_worker --nocapture >&2")
+    };
+    for (script, why) in [
+        ("exit 3".to_owned(), "ended with exit status 3 before it could take over"),
+        ("kill -9 $$".to_owned(), "was ended by signal 9 before it could take over"),
+        (fakes("7 9,ends"), "reads states of the versions 7 to 9, and this one writes version"),
+        (fakes("nothing,ends"), "the new process reads no state"),
+        (fakes("1 1,hangs"), "did not take over within 200 ms"),
+        (fakes("1 1,ends"), " before it "),
+    ] {
+        let path = fake(&server, &script);
+        let began = Instant::now();
+        let (status, _, errors) = upgrade(&before.to_string(), Some(&path));
+        assert_eq!(status, Some(1), "{script}: {errors}");
+        assert!(errors.contains(why), "{script}: {errors}");
+        assert!(began.elapsed() < Duration::from_secs(8), "{script}");
+        assert_eq!(worker(&server), before, "{script}");
+        assert_eq!((client.read(1, 0), client.read(2, 8)), (7, 8), "{script}");
+        client.write(1, 0, 7);
+    }
+    // It can be done still.
+    let (status, _, errors) = upgrade(&server.pid().to_string(), None);
+    assert_eq!(status, Some(0), "{errors}");
+    assert_eq!((client.read(1, 0), client.read(2, 8)), (7, 8));
+    assert!(server.stop().success());
+}
+
+#[test]
+fn a_new_program_that_hangs_is_given_up() {
+    let server = server(1, &[]);
+    let mut client = Client::attach(&socket(&server, 0));
+    let before = worker(&server);
+    let path = fake(&server, "exec sleep 1000");
+    let (status, _, errors) = upgrade(&before.to_string(), Some(&path));
+    assert_eq!(status, Some(1), "{errors}");
+    assert!(errors.contains("was not ready within 10 s"), "{errors}");
+    assert_eq!(children(server.pid()), [before]);
+    client.write(1, 0, 1);
+    assert_eq!(client.read(1, 0), 1);
+}
+
+#[test]
+fn what_can_not_be_handed_over_is_said_and_kept() {
+    let below = Server::start(&["mem:4MiB"], &[]);
+    let disk = format!("vfio-user:{}/1", below.socket().display());
+    let server = Server::start(&[&disk], &["--keeper"]);
+    let before = worker(&server);
+    let (status, _, errors) = upgrade(&server.socket().display().to_string(), None);
+    assert_eq!(status, Some(1), "{errors}");
+    assert!(errors.contains("can not be handed over to another process"), "{errors}");
+    assert_eq!(worker(&server), before);
+
+    let server = self::server(1, &[]);
+    let file = server.directory().join("vms.toml");
+    let text = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, text.replace("mem:16MiB", "mem:8MiB")).unwrap();
+    let (status, _, errors) = upgrade(&server.pid().to_string(), None);
+    assert_eq!(status, Some(1), "{errors}");
+    assert!(errors.contains("is to serve 0.img, mem:8MiB at "), "{errors}");
+    std::fs::write(&file, "nonsense").unwrap();
+    let (status, _, errors) = upgrade(&server.pid().to_string(), None);
+    assert_eq!(status, Some(1), "{errors}");
+    assert!(errors.contains("vms.toml:1"), "{errors}");
+    Client::attach(&socket(&server, 0)).write(1, 0, 1);
+}
+
+#[test]
+fn an_end_during_an_upgrade_is_an_end() {
+    for wait in [0, 1, 2, 5, 10, 20, 40, 80] {
+        let mut server = server(2, &[]);
+        let mut client = Client::attach(&socket(&server, 0));
+        client.write(1, 0, 1);
+        server.signal(Signal::USR2);
+        std::thread::sleep(Duration::from_millis(wait));
+        let all = children(server.pid());
+        server.signal(Signal::TERM);
+        assert_eq!(server.wait().code(), Some(0), "{wait} ms: {}", server.stderr());
+        until("the end of all", || all.iter().all(|pid| has_ended(*pid)));
+        assert!(!socket(&server, 0).exists());
+        until("the lock of the image", || {
+            let disk = server.directory().join("0.img");
+            shadowbell_backend::open(disk.to_str().unwrap()).is_ok()
+        });
+    }
+}
+
+#[test]
+fn a_keeper_that_is_killed_during_an_upgrade_leaves_nothing() {
+    for wait in [0, 10, 30, 60] {
+        let mut server = server(2, &[]);
+        server.signal(Signal::USR2);
+        std::thread::sleep(Duration::from_millis(wait));
+        let all = children(server.pid());
+        server.signal(Signal::KILL);
+        server.wait();
+        until("the end of all", || all.iter().all(|pid| has_ended(*pid)));
+    }
+}
+
+#[test]
+fn a_worker_that_is_killed_during_an_upgrade_is_started_again() {
+    for wait in [0, 10, 30, 60] {
+        let mut server = server(2, &[]);
+        let before = worker(&server);
+        server.signal(Signal::USR2);
+        std::thread::sleep(Duration::from_millis(wait));
+        if !has_ended(before) {
+            signal(before, Signal::KILL);
+        }
+        until("one worker", || {
+            let all = children(server.pid());
+            all.len() == 1 && all != [before]
+        });
+        until("its socket", || std::os::unix::net::UnixStream::connect(socket(&server, 1)).is_ok());
+        Client::attach(&socket(&server, 0)).write(1, 0, 1);
+        assert!(server.stop().success(), "{}", server.stderr());
+    }
+}
