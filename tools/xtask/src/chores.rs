@@ -106,7 +106,8 @@ fn guest(report: &mut Report) {
         for suite in Suite::value_variants() {
             // Minutes long, and what they are about is the driver's end: the newer kernel is
             // enough. `cargo xtask guest s2` runs it with both.
-            let newer_only = matches!(suite, Suite::S2 | Suite::Recover | Suite::S4);
+            let newer_only =
+                matches!(suite, Suite::S2 | Suite::Recover | Suite::S4 | Suite::Upgrade);
             if newer_only && kernel != Kernel::V7_2 {
                 continue;
             }

@@ -15,6 +15,7 @@ mod s4;
 mod setup;
 mod smoke;
 mod suite;
+mod upgrade;
 mod vfio;
 mod writer;
 

@@ -5,7 +5,7 @@ use clap::ValueEnum;
 use shadowbell_guest::{Kernel, RunDir};
 
 use super::setup::Setup;
-use super::{boot, fs, recover, reset, s2, s3, s4, smoke};
+use super::{boot, fs, recover, reset, s2, s3, s4, smoke, upgrade};
 use crate::report::Report;
 
 /// The suites, by their names on the command line.
@@ -17,6 +17,9 @@ pub(crate) enum Suite {
     Fs,
     /// Resets, reboots and a killed QEMU under load: no acknowledged write is lost.
     Reset,
+    /// The server is replaced again and again under a guest that boots, writes and resets: nothing
+    /// is lost, and the guest does not notice.
+    Upgrade,
     /// OVMF starts a kernel from a disk of shadowbell's.
     Boot,
     /// The driver through VFIO, inside the guest, and the S2 table: against the kernel's driver and
@@ -43,6 +46,7 @@ impl Suite {
                 Self::Smoke => smoke::run(setup, report, kernel, &run),
                 Self::Fs => fs::run(setup, report, kernel, &run),
                 Self::Reset => reset::run(setup, report, kernel, &run),
+                Self::Upgrade => upgrade::run(setup, report, kernel, &run),
                 Self::Boot => boot::run(setup, report, kernel, &run),
                 Self::S2 => s2::run(setup, report, kernel, &run),
                 Self::Recover => recover::run(setup, report, kernel, &run),
