@@ -85,8 +85,8 @@ impl Image {
         })
     }
 
-    /// Has everything that was written before on stable storage. One at a time: the system says only
-    /// to one sync what it has lost.
+    /// Has everything that was written before on stable storage. One at a time: the system says
+    /// only to one sync what it has lost.
     pub(crate) fn sync(&self) -> Result<(), DiskError> {
         let result = self.write_back();
         self.note_room(&Request { op: Op::Flush, offset: 0, len: 0 }, result);

@@ -17,31 +17,32 @@
 //! The format's work (looking clusters up, allocating them, copying what a write leaves of one,
 //! counting references) is the crate `imago`'s: it is by one of the authors of QEMU's block layer,
 //! and may be used from many threads at once. It waits for the storage where it has to, so it runs
-//! on threads of the disk's own, at most [`MAX_THREADS`]. No thread that serves queues waits for it.
+//! on threads of the disk's own, at most [`MAX_THREADS`]. No thread that serves queues waits for
+//! it.
 //!
-//! A request's data are in a buffer of the queue's: threads never see the guest's memory. What is to
-//! be written is copied when the request begins, and what was read when it is reaped. So a read that
-//! is cancelled ends at once, however long the storage takes. A write that has begun ends as it
-//! would have: it must not reach the disk after the host was told that it is over.
+//! A request's data are in a buffer of the queue's: threads never see the guest's memory. What is
+//! to be written is copied when the request begins, and what was read when it is reaped. So a read
+//! that is cancelled ends at once, however long the storage takes. A write that has begun ends as
+//! it would have: it must not reach the disk after the host was told that it is over.
 //!
 //! # What is durable when
 //!
 //! A flush writes what the crate keeps of tables, and then has the system write everything. One is
 //! under way at a time, and those who ask meanwhile share the next. Without a flush, tables are
 //! written within [`WRITE_BACK`]: so long is what a process that is killed may take with it. The
-//! order of writes keeps the image consistent, but for clusters that are counted and used by nothing
-//! (`qemu-img check -r leaks` gives them back). The crate does not wait for the storage between
-//! tables that depend on each other, so after a loss of power a check should be made.
+//! order of writes keeps the image consistent, but for clusters that are counted and used by
+//! nothing (`qemu-img check -r leaks` gives them back). The crate does not wait for the storage
+//! between tables that depend on each other, so after a loss of power a check should be made.
 //!
-//! What the page cache has lost stays lost, as in `shadowbell-backend`: flushes fail until the image
-//! is opened again. If the file becomes shorter under us, everything fails.
+//! What the page cache has lost stays lost, as in `shadowbell-backend`: flushes fail until the
+//! image is opened again. If the file becomes shorter under us, everything fails.
 //!
 //! # Trust
 //!
 //! An image may be made by somebody else. Its header is checked before the crate sees it. It opens
 //! no other file: data files are refused, and backing files unless they are allowed, which are then
-//! opened read-only and by the format that the image states, never by what they hold. A panic in the
-//! crate is an error of the disk, which does nothing more from then on.
+//! opened read-only and by the format that the image states, never by what they hold. A panic in
+//! the crate is an error of the disk, which does nothing more from then on.
 #![forbid(unsafe_code)]
 
 mod completions;

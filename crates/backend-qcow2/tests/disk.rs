@@ -1,5 +1,5 @@
-//! What an image is besides a place for bytes: something that is locked, refused, full, damaged, cut
-//! off, killed in the middle of its work.
+//! What an image is besides a place for bytes: something that is locked, refused, full, damaged,
+//! cut off, killed in the middle of its work.
 
 mod common;
 

@@ -292,7 +292,11 @@ fn run(doorbells: Doorbells, polling: Polling, steps: &[Step]) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, max_shrink_iters: 200, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 24,
+        max_shrink_iters: 200,
+        ..ProptestConfig::default()
+    })]
 
     #[test]
     fn no_host_notices(steps in steps(), which in 0usize..4, polls in 0usize..3) {
