@@ -15,6 +15,7 @@ mod memory;
 mod registers;
 mod reset;
 mod rest;
+mod save;
 
 pub(crate) use admin::{Attach, Data, Executed, Orders, Outcome};
 pub(crate) use deferred::{Callback, Deferred};
@@ -22,8 +23,6 @@ pub use io_queues::DoorbellEventfds;
 #[cfg(feature = "faults")]
 pub(crate) use registers::RegisterImage;
 
-use crate::admin::events::AsyncEvents;
-use crate::admin::logs::ErrorLog;
 use crate::context::Context;
 use crate::control_thread::AdminDoorbellPoll;
 use crate::event::Event;
@@ -32,11 +31,9 @@ use crate::latch::Latch;
 use crate::notice::{Notice, Operation};
 use crate::queue::admin::AdminQueue;
 use crate::route::RelocateError;
-use crate::saved::{SavedAdminQueue, SavedControl, SavedController};
-use crate::successor::{RestoreError, SaveError};
 use crate::trace::Kind;
 use crate::worker::message::Message;
-use crate::worker::relocation::{Departure, Opening, Restoring};
+use crate::worker::relocation::Departure;
 use admin::AdminPort;
 use commands::{AdminCommands, CommandEnvironment};
 use control_override::{ControlOverride, Response};
@@ -45,16 +42,15 @@ use memory::HostMemory;
 use registers::{Effect, Registers};
 use reset::{Lifecycle, Phase, ShutdownFlush, Waiter};
 use rest::{Rest, Step};
-use shadowbell_memory::{DmaError, DmaTable, EventFd, SharedBytes};
+use shadowbell_memory::{DmaError, DmaTable, SharedBytes};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::event::AsyncEvent;
-use shadowbell_spec::feature::InterruptCoalescing;
 use shadowbell_spec::regs::{self, Cc, Csts, DoorbellKind};
 use shadowbell_spec::status::Status;
 use std::any::Any;
 use std::io;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// What whoever serves the admin queue has to know of the controller.
 #[derive(Clone, Copy, Debug, Default)]
@@ -397,109 +393,6 @@ impl Control {
             }
         };
         std::mem::take(&mut self.rest.waiting)
-    }
-
-    /// What has to be kept of the control plane of a controller at rest, and whether an admin
-    /// command was fetched since it was enabled.
-    ///
-    /// # Errors
-    /// It is not at rest, or can not be passed on.
-    pub(crate) fn save(&self) -> Result<(SavedControl, bool), SaveError> {
-        if self.rest.step != Step::Resting {
-            return Err(SaveError::AtWork);
-        }
-        if self.overriding.is_some() {
-            return Err(SaveError::Overridden);
-        }
-        let Lifecycle { phase, generation, power_cycles, unsafe_shutdowns, since, .. } =
-            self.lifecycle;
-        let (features, changed) = self.commands.save();
-        let saved = SavedControl {
-            registers: self.registers.save(),
-            enabled: phase == Phase::Ready,
-            generation,
-            power_cycles,
-            unsafe_shutdowns,
-            powered_ms: u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX),
-            shadow: self.memory.shadow,
-            features,
-            changed,
-            events: self.port.events.save(),
-            errors: self.port.errors.save(),
-            granted: self.queues.granted(),
-        };
-        Ok((saved, self.port.is_used()))
-    }
-
-    /// Goes on from the state of another control plane. The host's memory is mapped already.
-    /// `eventfds` are those of each part's doorbells.
-    ///
-    /// # Errors
-    /// [`RestoreError`]; the controller is of no use then.
-    pub(crate) fn restore(
-        &mut self,
-        cx: &Context,
-        saved: &SavedController,
-        eventfds: Vec<Vec<EventFd>>,
-    ) -> Result<(), RestoreError> {
-        let SavedController { control, admin, parts, .. } = saved;
-        if self.lifecycle.generation != 0 || self.lifecycle.phase != Phase::Disabled {
-            return Err(RestoreError::Invalid("the controller is in use already"));
-        }
-        let errors = ErrorLog::restore(&control.errors);
-        self.port.errors = errors.ok_or(RestoreError::Invalid("the error log"))?;
-        self.port.events = AsyncEvents::restore(&control.events);
-        self.registers.restore(&control.registers);
-        self.commands.restore(&control.features, &control.changed);
-        self.memory.shadow = control.shadow;
-        self.lifecycle.phase = if control.enabled { Phase::Ready } else { Phase::Disabled };
-        self.lifecycle.generation = control.generation;
-        self.lifecycle.power_cycles = control.power_cycles;
-        self.lifecycle.unsafe_shutdowns = control.unsafe_shutdowns;
-        let powered = Duration::from_millis(control.powered_ms);
-        self.lifecycle.since = Instant::now().checked_sub(powered).unwrap_or(self.lifecycle.since);
-        let coalescing = InterruptCoalescing::from_bits(control.features.coalescing);
-        cx.shared.coalescing.set(coalescing.thr(), coalescing.time());
-        for vector in &control.features.coalescing_disabled {
-            cx.shared.coalescing.disable(*vector, true);
-        }
-        cx.shared.set_write_through(!control.features.write_cache);
-        if control.enabled {
-            let admin = admin.as_ref().ok_or(RestoreError::Invalid("there is no admin queue"))?;
-            self.restore_admin(cx, admin)?;
-        }
-        if saved.isolated && !cx.route.is_diverted() {
-            self.isolate(cx)?;
-        }
-        let restoring = Restoring {
-            shared: &cx.shared,
-            control: &cx.control,
-            opening: self.opening(cx),
-            table: self.memory.table(),
-            shadow: self.memory.shadow,
-            limit: cx.pool.hold_limit(),
-        };
-        self.queues.restore(cx, control.granted, parts, eventfds, &restoring)
-    }
-
-    fn restore_admin(&mut self, cx: &Context, saved: &SavedAdminQueue) -> Result<(), RestoreError> {
-        let (table, shadow) = (Arc::clone(self.memory.table()), self.memory.shadow);
-        let queue = AdminQueue::restore(saved, &cx.shared, &table, shadow)
-            .ok_or(RestoreError::Invalid("the admin queue"))?;
-        let generation = self.lifecycle.generation;
-        self.port.reopen(Attach { queue, table, generation, shadow }, saved.used);
-        self.poll_admin_doorbells(cx);
-        Ok(())
-    }
-
-    /// What the namespaces are opened from, on a worker.
-    fn opening(&self, cx: &Context) -> Opening {
-        Opening {
-            namespaces: Arc::clone(&cx.namespaces),
-            page_size: self.registers.page_size(),
-            max_transfer: 4096usize << cx.config.mdts,
-            quota: cx.config.quota,
-        }
     }
 
     /// Nothing is in flight any more.
