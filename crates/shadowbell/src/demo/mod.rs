@@ -92,12 +92,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             print(out, table, rows.get(first..).unwrap_or_default())?;
         }
     }
-    let disagree = rows.iter().filter(|row| row.controller_mmio_writes != row.driver_mmio_writes);
-    let disagree = disagree.count();
+    let disagree = rows.iter().filter(|row| !ends_agree(row)).count();
+    let merged = rows.iter().map(merged_signals).sum();
     if args.json {
         report::write_json(out, &rows)?;
     } else {
-        conclude(out, disagree)?;
+        conclude(out, disagree, merged)?;
     }
     if disagree != 0 {
         tracing::error!(
@@ -106,6 +106,24 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         );
     }
     Ok(ExitCode::from(if disagree == 0 { exit::FINE } else { exit::FAILED }))
+}
+
+/// How many rings of the driver's the controller has not counted. With shadow doorbells these are
+/// signals of a descriptor, and one that is not out yet stands for those that follow
+/// (`shadowbell_memory::Signals`): so a machine at work counts fewer.
+fn merged_signals(row: &Row) -> u64 {
+    let counts = row.driver_mmio_writes.zip(row.controller_mmio_writes);
+    counts.map_or(0, |(driver, controller)| driver.saturating_sub(controller))
+}
+
+/// Whether both ends count the same doorbell writes.
+fn ends_agree(row: &Row) -> bool {
+    let (driver, controller) = (row.driver_mmio_writes, row.controller_mmio_writes);
+    if row.doorbells != "shadow" {
+        return driver == controller;
+    }
+    let few = driver.unwrap_or(0) / 2 + 2;
+    controller <= driver && merged_signals(row) <= few
 }
 
 struct Demo {
@@ -286,11 +304,17 @@ fn print(out: &mut impl Write, name: &str, rows: &[Row]) -> io::Result<()> {
     out.flush()
 }
 
-fn conclude(out: &mut impl Write, disagree: usize) -> io::Result<()> {
-    if disagree == 0 {
+fn conclude(out: &mut impl Write, disagree: usize, merged: u64) -> io::Result<()> {
+    if disagree == 0 && merged == 0 {
         writeln!(
             out,
             "The driver and the controller count the same doorbell writes in every measurement."
+        )?;
+    } else if disagree == 0 {
+        writeln!(
+            out,
+            "The driver and the controller count the same doorbell writes, apart from {merged} \
+             signals that were merged."
         )?;
     }
     writeln!(out, "Where to go from here:")?;
