@@ -19,11 +19,19 @@ fn switches(pid: u32) -> u64 {
 
 #[track_caller]
 fn is_idle(server: &Server) {
-    // What was going on may come to its end first.
+    // What was going on may come to its end first, on a machine at work after a while. Who has a
+    // timer, or polls, is never idle for so long.
     std::thread::sleep(Duration::from_millis(500));
-    let before = switches(server.pid());
-    std::thread::sleep(Duration::from_secs(2));
-    assert_eq!(switches(server.pid()) - before, 0);
+    let mut counts = Vec::new();
+    for _ in 0..6 {
+        let before = switches(server.pid());
+        std::thread::sleep(Duration::from_secs(2));
+        match switches(server.pid()) - before {
+            0 => return,
+            count => counts.push(count),
+        }
+    }
+    panic!("never idle: {counts:?} context switches in 2 s each");
 }
 
 #[test]
