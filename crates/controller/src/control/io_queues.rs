@@ -86,7 +86,7 @@ impl QueueEnvironment<'_> {
             shared: Arc::clone(&cx.shared),
             control: cx.control.clone(),
             table: Arc::clone(self.memory.table()),
-            namespaces: Arc::clone(&cx.namespaces),
+            namespaces: cx.serving(),
             page_size: self.registers.page_size(),
             max_transfer: 4096usize << cx.config.mdts,
             quota: cx.config.quota,
@@ -186,9 +186,7 @@ impl IoQueues {
                     return Err(invalid());
                 }
             }
-            let latch = cx.latch(Notice::Relocated { from: worker });
-            let queues =
-                Relocated::restore(part, eventfds, restoring, latch).ok_or_else(invalid)?;
+            let queues = Relocated::restore(part, eventfds, restoring).ok_or_else(invalid)?;
             arriving.push((worker, queues));
         }
         // All of them can be: from here on they are served.

@@ -113,7 +113,7 @@ impl Control {
     /// What the namespaces are opened from, on a worker.
     fn opening(&self, cx: &Context) -> Opening {
         Opening {
-            namespaces: Arc::clone(&cx.namespaces),
+            namespaces: cx.serving(),
             page_size: self.registers.page_size(),
             max_transfer: 4096usize << cx.config.mdts,
             quota: cx.config.quota,

@@ -4,7 +4,7 @@ use super::queue_override::QueueOverride;
 use crate::exec::{Engine, NamespaceQueue, Quota};
 use crate::interrupt::{HoldLimit, IrqLine};
 use crate::latch::Latch;
-use crate::namespace::Namespace;
+use crate::namespace::Namespaces;
 use crate::notice::ControlHandle;
 use crate::queue::{Cq, Sq};
 use crate::saved::SavedPart;
@@ -21,13 +21,18 @@ use std::sync::Arc;
 /// What the namespaces of a controller are opened from.
 #[derive(Clone)]
 pub(crate) struct Opening {
-    pub(crate) namespaces: Arc<Vec<Namespace>>,
+    pub(crate) namespaces: Arc<Namespaces>,
     pub(crate) page_size: usize,
     pub(crate) max_transfer: usize,
     pub(crate) quota: Quota,
 }
 
 impl Opening {
+    /// This, which leaves one without namespaces.
+    pub(super) fn take(&mut self) -> Self {
+        Self { namespaces: std::mem::take(&mut self.namespaces), ..self.clone() }
+    }
+
     /// Opens the namespaces for this thread.
     pub(super) fn open(
         &self,
@@ -35,8 +40,10 @@ impl Opening {
         counters: Arc<IoCounters>,
     ) -> Result<Engine, std::io::Error> {
         let Self { namespaces, page_size, max_transfer, quota } = self;
-        let namespaces = namespaces.iter().map(NamespaceQueue::open).collect::<Result<_, _>>()?;
-        Ok(Engine::new(View::new(table), *page_size, *max_transfer, *quota, namespaces, counters))
+        let limits = (*page_size, *max_transfer, namespaces.promises.zeroes);
+        let namespaces = (1..=namespaces.highest()).map(|nsid| namespaces.get(nsid));
+        let namespaces = namespaces.map(NamespaceQueue::open_any).collect::<Result<_, _>>()?;
+        Ok(Engine::new(View::new(table), limits, *quota, namespaces, counters))
     }
 }
 
@@ -142,13 +149,12 @@ impl Relocated {
         self.overriding.is_some()
     }
 
-    /// The queues as they were, if they can be, on their way to a worker. `latch` is dropped when
-    /// they have arrived.
+    /// The queues as they were, if they can be, on their way to a worker. Nobody waits for that:
+    /// a notice of it could come when they are on their way again, and be taken for that of these.
     pub(crate) fn restore(
         saved: &SavedPart,
         doorbell_eventfds: Vec<EventFd>,
         with: &Restoring<'_>,
-        latch: Latch,
     ) -> Option<Self> {
         let Restoring { shared, table, shadow, limit, .. } = *with;
         let mut cqs = Vec::with_capacity(saved.cqs.len());
@@ -180,7 +186,7 @@ impl Relocated {
             doorbell_eventfds,
             losses: 0,
             lost: false,
-            latch: Some(latch),
+            latch: None,
         })
     }
 }

@@ -155,6 +155,6 @@ fn left(until: Instant) -> Duration {
     until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
 }
 
-pub(super) fn disks_of(controller: &Controller) -> impl Iterator<Item = &Arc<dyn Disk>> {
-    controller.config().namespaces.iter().map(|namespace| &namespace.disk)
+pub(super) fn disks_of(controller: &Controller) -> impl Iterator<Item = Arc<dyn Disk>> {
+    controller.namespaces().into_iter().map(|(_, namespace)| namespace.disk)
 }

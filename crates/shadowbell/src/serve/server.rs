@@ -136,9 +136,9 @@ impl Server {
     }
 
     /// All disks.
-    pub(super) fn disks(&self) -> impl Iterator<Item = &Arc<dyn Disk>> {
-        let namespaces = self.controllers.iter().flat_map(|s| &s.controller.config().namespaces);
-        namespaces.map(|namespace| &namespace.disk)
+    pub(super) fn disks(&self) -> impl Iterator<Item = Arc<dyn Disk>> {
+        let namespaces = self.controllers.iter().flat_map(|s| s.controller.namespaces());
+        namespaces.map(|(_, namespace)| namespace.disk)
     }
 
     /// Whether another process has the disks, too.
@@ -174,7 +174,7 @@ impl Server {
     pub(super) fn flush(&self) -> bool {
         let mut all = true;
         for disk in self.disks() {
-            if let Err(error) = flush(&**disk) {
+            if let Err(error) = flush(&*disk) {
                 error!("{} can not be flushed: {error}", disk.name());
                 all = false;
             }
@@ -257,10 +257,10 @@ pub(super) fn with_origin<T>(
 }
 
 fn summary(served: &ServedController) -> String {
-    let namespaces = &served.controller.config().namespaces;
+    let namespaces = served.controller.namespaces();
     let disks: Vec<_> = namespaces
         .iter()
-        .map(|namespace| {
+        .map(|(_, namespace)| {
             let info = namespace.disk.info();
             let read_only = if info.read_only { ", read-only" } else { "" };
             format!(
