@@ -4,14 +4,14 @@
 use crate::admin::budget::Budget;
 use crate::admin_server::{AdminServer, Next};
 use crate::context::Context;
-use crate::control::{Control, Deferred, Recorded};
+use crate::control::{Control, Deferred};
 use crate::control_thread::{RunState, TakesTurns, Turn};
 use crate::inbox::{Inbox, Notices};
 use crate::journal::RecoveredJournal;
 use crate::notice::{ControlPlane, Notice};
 use crate::recorder::Recorder;
 use crate::route::RelocateError;
-use crate::saved::{SavedController, SavedJournal, SavedPart};
+use crate::saved::{Recorded, SavedController, SavedJournal, SavedPart};
 use crate::stats::Stats;
 use crate::stats_query::StatsQuery;
 use crate::successor::{RestoreError, SaveError};

@@ -219,3 +219,10 @@ pub(crate) struct SavedCounters {
     pub(crate) cq: CqStats,
     pub(crate) eventfd_doorbells: u64,
 }
+
+/// What is recorded of a control plane at work.
+pub(crate) struct Recorded {
+    pub(crate) control: SavedControl,
+    pub(crate) admin: Option<SavedAdminQueue>,
+    pub(crate) parts: Vec<SavedPart>,
+}

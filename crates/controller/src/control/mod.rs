@@ -22,7 +22,6 @@ mod save;
 pub(crate) use admin::{Attach, Data, Executed, Orders, Outcome};
 pub(crate) use deferred::{Callback, Deferred};
 pub use io_queues::DoorbellEventfds;
-pub(crate) use recover::Recorded;
 #[cfg(feature = "faults")]
 pub(crate) use registers::RegisterImage;
 

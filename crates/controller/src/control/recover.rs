@@ -10,20 +10,13 @@ use super::save::restoring;
 use crate::context::Context;
 use crate::journal::RecoveredJournal;
 use crate::queue::admin::AdminQueue;
-use crate::saved::{SavedAdminQueue, SavedControl, SavedPart};
+use crate::saved::{Recorded, SavedAdminQueue};
 use crate::successor::RestoreError;
 use shadowbell_memory::EventFd;
 use shadowbell_spec::regs::SHST_OCCURRING;
 use shadowbell_state::Descriptors;
 use std::io;
 use std::sync::Arc;
-
-/// What is recorded of a control plane at work.
-pub(crate) struct Recorded {
-    pub(crate) control: SavedControl,
-    pub(crate) admin: Option<SavedAdminQueue>,
-    pub(crate) parts: Vec<SavedPart>,
-}
 
 impl Control {
     /// What another process needs to go on should this one die. A queue that is being created is

@@ -1,24 +1,16 @@
 //! The journal of a process that is dead, read.
 
-use super::position::{Position, unpack_doorbell};
-use super::{
-    CQ, CQ_DOORBELL, LINE, POSITIONS, RECORD, SQ, SQ_DOORBELL, VALID, key, map, table_bytes,
+use super::layout::{
+    CQ, CQ_DOORBELL, LINE, POSITIONS, RECORD, RecoveredCommand, SQ, SQ_DOORBELL, VALID, key, map,
+    table_bytes,
 };
+use super::position::{Position, unpack_doorbell};
 use shadowbell_doorbell::{DoorbellState, RingSize};
 use shadowbell_memory::SharedBytes;
-use shadowbell_spec::{Cqe, Sqe};
+use shadowbell_spec::Cqe;
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::OwnedFd;
-
-/// A command that was fetched and had not ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct RecoveredCommand {
-    pub(crate) sqid: u16,
-    /// How many of its queue were fetched before it.
-    pub(crate) count: u32,
-    pub(crate) sqe: Sqe,
-}
 
 /// The journal of a process that is dead.
 #[derive(Debug)]

@@ -4,7 +4,7 @@ use super::layout::QueueLayout;
 use super::saved_doorbell;
 use super::shadow::ShadowCells;
 use crate::interrupt::{Coalescing, Decision, HoldLimit, InterruptPolicy, IrqLine};
-use crate::journal::{JournalPart, Position};
+use crate::journal::{JournalPart, Position, Records};
 use crate::saved::SavedCq;
 use crate::shared::DSTRD;
 use crate::stats::{CqStats, DoorbellCounts};
@@ -56,10 +56,10 @@ pub(crate) struct Cq {
     /// same cache line, is not in between.
     staged: Vec<[u64; 2]>,
     /// Records of commands whose completions are staged, or were posted just now: how many
-    /// completions are posted before each, and its tag.
+    /// completions are posted before each, and its place.
     recorded: VecDeque<(u64, u32)>,
-    /// As above, of workers that have served the queue before.
-    recorded_elsewhere: Vec<(JournalPart, VecDeque<(u64, u32)>)>,
+    /// The queue is between two workers: where these records are.
+    recorded_in: Option<Records>,
     /// Posted since the head was last looked at.
     unlooked: u32,
     interrupt: InterruptPolicy,
@@ -82,7 +82,7 @@ impl Cq {
             promised: 0,
             staged: Vec::with_capacity(64),
             recorded: VecDeque::new(),
-            recorded_elsewhere: Vec::new(),
+            recorded_in: None,
             unlooked: 0,
             interrupt: InterruptPolicy::new(irq, limit),
             stats: CqStats { qid: layout.qid, ..CqStats::default() },
@@ -192,30 +192,32 @@ impl Cq {
         self.staged.push(zerocopy::transmute!(cqe));
     }
 
-    /// The completion that is staged next is that of the command whose record has this tag.
-    pub(crate) fn ends_record(&mut self, tag: u32) {
-        self.recorded.push_back((self.stats.completions + self.staged.len() as u64, tag));
+    /// The completion that is staged next is that of the command whose record is at `place`.
+    pub(crate) fn ends_record(&mut self, place: u32) {
+        self.recorded.push_back((self.stats.completions + self.staged.len() as u64, place));
     }
 
     /// Frees the records of the commands whose completions are posted.
     #[inline]
-    pub(crate) fn free_records(&mut self, journal: &JournalPart) {
-        if !self.recorded.is_empty() {
-            free_posted(&mut self.recorded, self.stats.completions, journal);
-        }
-        if !self.recorded_elsewhere.is_empty() {
-            for (journal, recorded) in &mut self.recorded_elsewhere {
-                free_posted(recorded, self.stats.completions, journal);
-            }
-            self.recorded_elsewhere.retain(|(_, recorded)| !recorded.is_empty());
+    pub(crate) fn free_records(&mut self, journal: &mut JournalPart) {
+        let posted = self.stats.completions;
+        while let Some((_, place)) = self.recorded.pop_front_if(|record| record.0 < posted) {
+            journal.free(place);
         }
     }
 
     /// Another worker will serve the queue, with a journal of its own.
     pub(crate) fn leave_journal(&mut self, journal: &JournalPart) {
-        if !self.recorded.is_empty() {
-            let recorded = std::mem::take(&mut self.recorded);
-            self.recorded_elsewhere.push((journal.clone(), recorded));
+        self.recorded_in = Some(journal.records());
+    }
+
+    /// That is here.
+    pub(crate) fn join_journal(&mut self, journal: &mut JournalPart) {
+        let Some(records) = self.recorded_in.take() else { return };
+        for (_, place) in &mut self.recorded {
+            if let Some(here) = journal.adopt(&records, *place) {
+                *place = here;
+            }
         }
     }
 
@@ -438,12 +440,5 @@ impl Cq {
         stats.doorbell = DoorbellCounts::default();
         stats.doorbell.add(mmio_writes, self.head.stats());
         stats
-    }
-}
-
-/// Frees the records of those whose completions are among the first `posted`.
-fn free_posted(recorded: &mut VecDeque<(u64, u32)>, posted: u64, journal: &JournalPart) {
-    while let Some((_, tag)) = recorded.pop_front_if(|record| record.0 < posted) {
-        journal.free(tag);
     }
 }

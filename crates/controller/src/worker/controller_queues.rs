@@ -4,7 +4,8 @@ use super::backlog::Unread;
 use super::message::{QueueContext, WorkerStats};
 use super::queue_override::QueueOverride;
 use super::queue_set::{QueueSet, SleepCell};
-use super::relocation::{Departure, Opening, Relocated, Replay};
+use super::relocation::{Departure, Opening, Relocated};
+use super::replay::Replay;
 use crate::exec::NamespaceQueue;
 use crate::interrupt::{HoldLimit, IrqLine};
 use crate::latch::Latch;
@@ -330,6 +331,9 @@ impl ControllerQueues {
         let journal = shared.journal_part(worker, opening.generation)?;
         let mut set = QueueSet::new(shared, control, opening.open(table, counters)?, journal);
         (set.sqs, set.cqs) = (sqs, cqs);
+        if let Some(journal) = &mut set.journal {
+            set.cqs.iter_mut().flatten().for_each(|cq| cq.join_journal(journal));
+        }
         let arrived = Self {
             set,
             replays: replays.into(),
@@ -358,8 +362,12 @@ impl ControllerQueues {
         let (table, pages) = (self.table(), self.shadow);
         let mut places = Vec::with_capacity(cqs.len());
         for cq in cqs {
+            let journal = self.set.journal.as_mut();
             places.push(cq.map(|mut cq| {
                 cq.remap(&table, pages);
+                if let Some(journal) = journal {
+                    cq.join_journal(journal);
+                }
                 insert(&mut self.set.cqs, cq)
             }));
         }

@@ -1,6 +1,6 @@
 //! The queues of one controller that one worker serves: from doorbell to completion.
 
-use super::relocation::Replay;
+use super::replay::Replay;
 use super::trace::{record, trace_look};
 use crate::exec::prefetch::{self, Prefetch};
 use crate::exec::{CompletedCommand, Engine, Started};
@@ -160,7 +160,7 @@ impl QueueSet {
                     }
                     Started::Pending => {
                         pending += 1;
-                        if let Some(journal) = &self.journal {
+                        if let Some(journal) = &mut self.journal {
                             let count = sq.fetched.wrapping_add(done - 1);
                             journal.record(self.engine.last_tag(), sq.layout.qid, count, &sqe);
                         }
@@ -188,7 +188,7 @@ impl QueueSet {
         let fetched = done;
         sq.head = head;
         sq.fetched = sq.fetched.wrapping_add(fetched);
-        if let Some(journal) = &self.journal {
+        if let Some(journal) = &mut self.journal {
             cq.free_records(journal);
             journal.store_sq(sq.layout.qid, sq.position());
             journal.store_cq(cq.layout.qid, cq.position());
@@ -271,8 +271,8 @@ impl QueueSet {
             if !cqe.status().is_success() {
                 report_ended(control, sq.layout.qid, &ended);
             }
-            if journal.is_some() {
-                cq.ends_record(ended.tag);
+            if let Some(journal) = journal {
+                cq.ends_record(journal.place_of(ended.tag));
             }
             cq.complete(ended.permit, cqe);
         });
@@ -287,7 +287,7 @@ impl QueueSet {
                 self.engine.publish();
             }
             if cq.has_staged() && cq.post() {
-                if let Some(journal) = &self.journal {
+                if let Some(journal) = &mut self.journal {
                     cq.free_records(journal);
                     journal.store_cq(cq.layout.qid, cq.position());
                 }

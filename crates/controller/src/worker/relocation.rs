@@ -1,9 +1,10 @@
 //! Queues on their way from one worker to another.
 
 use super::queue_override::QueueOverride;
+use super::replay::Replay;
 use crate::exec::{Engine, NamespaceQueue, Quota};
 use crate::interrupt::{HoldLimit, IrqLine};
-use crate::journal::{RecoveredCommand, RecoveredJournal};
+use crate::journal::RecoveredJournal;
 use crate::latch::Latch;
 use crate::namespace::Namespace;
 use crate::notice::ControlHandle;
@@ -29,15 +30,6 @@ pub(crate) struct Opening {
     pub(crate) quota: Quota,
     /// Resets that there have been.
     pub(crate) generation: u64,
-}
-
-/// A command that was under way in a process that is dead.
-pub(crate) struct Replay {
-    /// Index of its submission queue.
-    pub(crate) sq: usize,
-    pub(crate) command: RecoveredCommand,
-    /// Its record in the journal, until it has another.
-    pub(crate) spare: u32,
 }
 
 impl Opening {
@@ -246,10 +238,8 @@ impl Relocated {
             sq.remap(table, shadow);
             sqs.push(Some(sq));
             for command in journal.take(saved_sq.qid, state.0) {
-                let spare = part.as_ref().map_or(0, |part| part.spare(replays.len()));
-                if let Some(part) = &part {
-                    part.record(spare, saved_sq.qid, command.count, &command.sqe);
-                }
+                let nth = replays.len();
+                let spare = part.as_ref().map_or(0, |part| part.record_spare(nth, &command));
                 replays.push(Replay { sq: index, command, spare });
             }
         }
