@@ -172,6 +172,11 @@ impl Disk for MemDisk {
         let mapping = mapping.map_err(|error| system(io::Error::other(error)))?;
         Ok(Arc::new(Self::of(mapping, info)))
     }
+
+    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
+        // Whatever was under way has ended with the process.
+        self.hand_over(fds)
+    }
 }
 
 /// From how many bytes on a disk is taken for too large for the processor's caches, so that what is

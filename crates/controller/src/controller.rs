@@ -8,6 +8,7 @@ use crate::event::Listener;
 use crate::namespace::{Namespaces, Promises};
 use crate::notice::{ControlHandle, ControlPlane};
 use crate::plane::ControllerInner;
+use crate::recorder::Recorder;
 use crate::route::RelocateError;
 use crate::saved::{SavedController, SavedPromises};
 use crate::shared::{ControllerShared, DOORBELL_BYTES, DSTRD, MAX_QUEUES};
@@ -209,7 +210,10 @@ impl Controller {
     /// # Errors
     /// The system's, when it has no more descriptors.
     pub fn doorbell_eventfds(&self) -> io::Result<DoorbellEventfds> {
-        self.0.control().doorbell_eventfds(&self.0.context)
+        let events = self.0.control().doorbell_eventfds(&self.0.context);
+        self.0.note_change();
+        self.0.record();
+        events
     }
 
     /// Has `worker`, which is one that [`write_doorbell`](Self::write_doorbell) named, take the
@@ -294,6 +298,7 @@ impl Controller {
         let mut control = self.0.control();
         let added = control.add_namespace(&self.0.context, nsid, namespace, Box::new(done));
         let (nsid, deferred) = added?;
+        self.0.note_change();
         self.0.release(control, deferred);
         Ok(nsid)
     }
@@ -313,6 +318,7 @@ impl Controller {
     ) -> Result<(), NamespaceError> {
         let mut control = self.0.control();
         let deferred = control.remove_namespace(&self.0.context, nsid, Box::new(done))?;
+        self.0.note_change();
         self.0.release(control, deferred);
         Ok(())
     }
@@ -333,6 +339,7 @@ impl Controller {
     ) -> Result<(), NamespaceError> {
         let mut control = self.0.control();
         let deferred = control.change_disk(&self.0.context, nsid, disk, Box::new(done))?;
+        self.0.note_change();
         self.0.release(control, deferred);
         Ok(())
     }
@@ -506,6 +513,35 @@ impl Controller {
         fds: &mut Descriptors,
     ) -> Result<(), RestoreError> {
         self.0.restore(saved, fds)
+    }
+
+    /// Has `recorder` keep what the controller is, from now on, in case that this process dies. To
+    /// be called before the controller is enabled, [restored](Self::restore) or
+    /// [recovered](Self::recover). What changes with every command is not recorded but lies in a
+    /// memory file, which is one of the descriptors of the record.
+    ///
+    /// # Errors
+    /// There is no memory for that file.
+    pub fn record_with(&self, recorder: Arc<dyn Recorder>) -> io::Result<()> {
+        self.0.record_with(recorder)
+    }
+
+    /// Goes on from the [record](Self::record_with) of a controller whose process has died, with
+    /// all of its threads, and of whose requests none can reach the disk or the host's memory any
+    /// more. This controller was made by [`successor`](Self::successor) and is recorded itself.
+    /// It is at rest until [`resume`](Self::resume): the new record is complete, and the old one
+    /// not needed any more.
+    ///
+    /// Commands that were under way are carried out again. How many that are.
+    ///
+    /// # Errors
+    /// [`RestoreError`]; the controller is of no use then, and has touched nothing.
+    pub fn recover(
+        &self,
+        saved: &SavedController,
+        fds: &mut Descriptors,
+    ) -> Result<usize, RestoreError> {
+        self.0.recover(saved, fds)
     }
 
     /// The counters, as of now: the workers are asked, which wakes them. Waits for their answer up

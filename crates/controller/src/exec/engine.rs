@@ -58,6 +58,8 @@ pub(crate) struct Engine {
     namespaces: Vec<NamespaceQueue>,
     retired: Retired,
     in_flight: InFlightTable,
+    /// Tag of the command that was last found to be [pending](Started::Pending).
+    last_tag: u32,
     scratch: Segments,
     /// Emptied buffers, kept for their room.
     spare: Vec<Segments>,
@@ -132,6 +134,7 @@ impl Engine {
             namespaces,
             retired: Retired::default(),
             in_flight: InFlightTable::default(),
+            last_tag: 0,
             scratch: Segments::new(),
             spare: Vec::new(),
             copies: Copies::default(),
@@ -297,6 +300,13 @@ impl Engine {
         if self.is_full() {
             self.budget = self.budget.min(0);
         }
+    }
+
+    /// The tag of the command that was last found to be [pending](Started::Pending), by which its
+    /// [end](CompletedCommand) names it.
+    #[inline]
+    pub(crate) fn last_tag(&self) -> u32 {
+        self.last_tag
     }
 
     /// How many requests the disks have in hand.
@@ -545,6 +555,7 @@ impl Engine {
         let owner = Owner::Command { sq, cid: sqe.cid, permit };
         let entry = InFlight::new(owner, copy.namespace, kind).at(sqe.nsid, sqe.cdw10_11());
         self.in_flight.insert(tag, entry.of_requests());
+        self.last_tag = tag;
         self.copies.push(copy, tag, sq, self.write_through);
         self.budget -= cost::of_request(0);
         self.review_quota();
@@ -582,6 +593,7 @@ impl Engine {
     /// Takes note of a request that a disk has in hand now, with `bytes` of data.
     fn keep(&mut self, tag: u32, bytes: u64, entry: InFlight) {
         self.scratch = self.spare.pop().unwrap_or_default();
+        self.last_tag = tag;
         self.in_flight.insert(tag, entry);
         self.budget -= cost::of_request(bytes);
         self.review_quota();
@@ -606,6 +618,7 @@ impl Engine {
         let command = LongCommand::new(tag, Some(sq), parts);
         if !long.begin(command, namespaces, in_flight, budget) {
             self.review_quota();
+            self.last_tag = tag;
             return Started::Pending;
         }
         match self.in_flight.remove(tag) {
@@ -771,7 +784,7 @@ impl Engine {
                 } else {
                     self.count_error(status);
                 }
-                Some(CompletedCommand { sq, cid, permit, status, nsid, lba, dw0: 0 })
+                Some(CompletedCommand { sq, cid, tag, permit, status, nsid, lba, dw0: 0 })
             }
         }
     }
