@@ -18,6 +18,7 @@
 //! | `export` | a disk for everyone who can not use the driver |
 //! | `bind` | `bind`, `unbind`: who has a PCI device |
 //! | `upgrade` | a running `serve --keeper` goes on in a new process |
+//! | `ctl` | look at a running `serve`, and change it |
 //! | `top` | what the controllers of a running `serve` do |
 //! | `trace` | what `serve --trace` recorded, for a person |
 //! | `attach_many` | many controllers attached at once |
@@ -34,6 +35,8 @@
 //! | `target` | TARGETs: namespaces as people write them |
 //! | `keeper` | the process that keeps a `serve` going: `serve --keeper` |
 //! | `keeper_link` | what keepers, workers and `upgrade` say to each other |
+//! | `keeper_query` | finds the keeper of a server, and asks it |
+//! | `control` | what a server and those who control it say to each other |
 //! | `notify` | what a service manager is told |
 //! | `live_stats` | what a server and `top` say to each other |
 //! | `queue_options` | how doorbells are rung and completions found |
@@ -53,8 +56,10 @@ mod bench;
 mod bind;
 mod cli;
 mod content;
+mod control;
 mod controller_config;
 mod cpu_list;
+mod ctl;
 mod demo;
 mod descriptor_limit;
 mod disk_spec;
@@ -63,6 +68,7 @@ mod export;
 mod inspect;
 mod keeper;
 mod keeper_link;
+mod keeper_query;
 mod latency;
 mod live_stats;
 mod load;

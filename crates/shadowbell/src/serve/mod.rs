@@ -4,6 +4,9 @@
 //!
 //! | module | what it is |
 //! |---|---|
+//! | `asides` | what answers beside the guests |
+//! | `control` | the control socket and the metrics |
+//! | `registry` | the controllers that are served |
 //! | `args` | the command line |
 //! | `config_file` | the file of `--config` |
 //! | `server_config` | what both of them come to |
@@ -22,11 +25,13 @@
 //!
 //! Threads: the workers, one reactor for all sockets, one that makes log lines of what happens, one
 //! that writes the log (so that a terminal that blocks can not hold up a guest, see
-//! `crate::log_thread`), one that answers `top` if it may ask, and the main thread, which waits for
-//! signals. None of them has a timer.
+//! `crate::log_thread`), one that answers `top` if it may ask, one that has the control socket, and
+//! the main thread, which waits for signals. None of them has a timer while nobody asks.
 
 mod args;
+mod asides;
 mod config_file;
+mod control;
 mod event;
 mod event_log;
 #[cfg(feature = "faults")]
@@ -35,6 +40,7 @@ mod flush;
 mod hand_over;
 mod launch_hint;
 mod reactor_thread;
+mod registry;
 mod server;
 mod server_config;
 mod stats_file;
@@ -49,15 +55,17 @@ pub(crate) use config_file::read as read_config_file;
 use crate::keeper_link::{Packet, to_keeper, to_worker};
 use crate::signals::{EndSignals, Wake};
 use crate::{descriptor_limit, exit, notify};
+use asides::{Answering, Asides, Powers};
 use event_log::EventLog;
 use server::Server;
 use server_config::ServerConfig;
 use signal_hook::consts::SIGUSR1;
-use stats_socket::{RestingStats, StatsSocket};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Instant;
 use tracing::{debug, error, info};
 use worker_link::{Role, WorkerLink};
 
@@ -85,22 +93,30 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let handle = signals.handle();
     let ended = move || handle.close();
     let link = keeper.map(|(_, link)| link);
-    let (mut server, stats) = match keeper {
+    let keeper_pid = link.and_then(|_| rustix::process::getppid());
+    let keeper_pid = keeper_pid.map(|pid| pid.as_raw_pid().cast_unsigned());
+    let (mut server, asides) = match keeper {
         Some((Role::Successor, link)) => match take_over::take_over(&config, link, ended)? {
             Some(taken) => taken,
             // The other process goes on, and knows why.
             None => return Ok(ExitCode::from(exit::FAILED)),
         },
         _ => {
-            let stats = config.stats_socket.as_deref().map(stats_socket::listen).transpose()?;
-            let server = Server::start(&config, link.is_some(), ended)?;
-            (server, stats.map(RestingStats::new))
+            let asides = Asides::listen(&config, keeper_pid)?;
+            (Server::start(&config, link.is_some(), ended)?, asides)
         }
     };
     #[cfg(feature = "faults")]
     let injected = faults.begin(&server);
     let event_log = EventLog::start(&mut server)?;
-    let mut stats = stats.map(|stats| StatsSocket::start(stats, &server)).transpose()?;
+    let handle = signals.handle();
+    let powers = Powers {
+        keeper_pid,
+        end: Arc::new(move || handle.close()),
+        serves_since: Instant::now(),
+        upgrade_error: Arc::default(),
+    };
+    let mut answering = Some(asides.start(&server, &config, &powers)?);
     match keeper {
         Some((Role::Successor, link)) => link.say(to_keeper::SERVING, ""),
         Some((Role::Start, link)) => {
@@ -117,7 +133,7 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
             End::Asked => break false,
             End::Left => break true,
             End::Successor(link, packet) => {
-                if hand_over(&mut server, &mut stats, &config, link, packet)? {
+                if hand_over(&mut server, &mut answering, &config, &powers, link, packet)? {
                     return Ok(ExitCode::SUCCESS);
                 }
             }
@@ -126,7 +142,8 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     if link.is_none() {
         notify::tell(notify::STOPPING);
     }
-    drop(stats);
+    // They remove their files.
+    drop(answering.map(Answering::rest));
     let outcome = server.stop();
     drop(event_log);
     report(&config, &server);
@@ -177,32 +194,31 @@ fn wait<'a>(
 /// Hands over to the process that the keeper names. Whether that goes on; if not, this one does.
 fn hand_over(
     server: &mut Server,
-    stats: &mut Option<StatsSocket>,
+    answering: &mut Option<Answering>,
     config: &ServerConfig,
+    powers: &Powers,
     link: &WorkerLink,
     packet: Packet,
 ) -> anyhow::Result<bool> {
     let versions = packet.text();
     let Some(fd) = packet.fd else { return Ok(false) };
     let transfer = UnixStream::from(fd);
-    let resting = stats.take().and_then(StatsSocket::rest);
-    let outcome =
-        hand_over::hand_over(server, resting.as_ref(), config, &transfer, &versions, link);
+    let Some(resting) = answering.take().map(Answering::rest) else { return Ok(false) };
+    let outcome = hand_over::hand_over(server, &resting, config, &transfer, &versions, link);
     let Err(why) = outcome else {
-        if let Some(resting) = resting {
-            resting.leave();
-        }
+        resting.leave();
         return Ok(true);
     };
-    drop(transfer);
-    *stats = resting.map(|resting| StatsSocket::start(resting, server)).transpose()?;
+    // Before the new one sees that there is nothing to come, and ends.
     link.say(to_keeper::GOES_ON, &exit::line(&why));
+    drop(transfer);
+    *answering = Some(resting.start(server, config, powers)?);
     Ok(false)
 }
 
 /// Writes the counters where they were asked for, or else logs them.
 fn report(config: &ServerConfig, server: &Server) {
-    let report = stats_file::Report::of(server.controllers());
+    let report = stats_file::Report::of(&server.controllers());
     match &config.stats_json {
         Some(path) => match stats_file::write(path, &report) {
             Ok(()) => debug!("statistics are in {}", path.display()),
