@@ -40,6 +40,7 @@ mod exec;
 #[cfg(feature = "faults")]
 pub mod faults;
 mod inbox;
+mod inquiry;
 mod interrupt;
 mod latch;
 mod namespace;
@@ -63,6 +64,7 @@ pub use controller::{BAR0_BYTES, Carrier, Controller, NewError};
 pub use doorbell_source::{DoorbellSource, PolledDoorbells};
 pub use event::Event;
 pub use exec::Quota;
+pub use inquiry::Inquiry;
 pub use route::RelocateError;
 pub use saved::SavedController;
 pub use stats::Stats;

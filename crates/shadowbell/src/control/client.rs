@@ -68,16 +68,26 @@ impl Client {
         format!("{}: it does not answer as a server of this version does", self.socket.display())
     }
 
-    /// The body of the answer.
+    /// What the server says of `path`, as it is.
     ///
     /// # Errors
     /// As [`get`](Self::get).
-    pub(crate) fn text(
+    pub(crate) fn bytes(&self, path: &str) -> anyhow::Result<Vec<u8>> {
+        self.answer(&Method::GET, path, None)
+    }
+
+    fn text(&self, method: &Method, path: &str, body: Option<Vec<u8>>) -> anyhow::Result<String> {
+        let body = self.answer(method, path, body)?;
+        Ok(String::from_utf8_lossy(&body).into_owned())
+    }
+
+    /// The body of the answer.
+    fn answer(
         &self,
         method: &Method,
         path: &str,
         body: Option<Vec<u8>>,
-    ) -> anyhow::Result<String> {
+    ) -> anyhow::Result<Vec<u8>> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let answer = runtime.block_on(async {
             let answer = tokio::time::timeout(TIMEOUT, self.ask(method, path, body));
@@ -85,11 +95,11 @@ impl Client {
                 .await
                 .unwrap_or_else(|_| Err(anyhow!("it does not answer for {} s", TIMEOUT.as_secs())))
         });
-        let (status, text) = answer.with_context(|| self.socket.display().to_string())?;
+        let (status, body) = answer.with_context(|| self.socket.display().to_string())?;
         if (200..300).contains(&status) {
-            return Ok(text);
+            return Ok(body);
         }
-        let problem = serde_json::from_str::<Problem>(&text)
+        let problem = serde_json::from_slice::<Problem>(&body)
             .map_err(|_| anyhow!("{}, which has answered with status {status}", self.nonsense()))?;
         let error = anyhow!(problem.message);
         Err(match problem.code {
@@ -105,7 +115,7 @@ impl Client {
         method: &Method,
         path: &str,
         body: Option<Vec<u8>>,
-    ) -> anyhow::Result<(u16, String)> {
+    ) -> anyhow::Result<(u16, Vec<u8>)> {
         let stream = tokio::net::UnixStream::connect(&self.socket).await.map_err(|error| {
             exit::not_there(match error.kind() {
                 ErrorKind::NotFound => anyhow!("there is no such control socket"),
@@ -127,7 +137,7 @@ impl Client {
             let status = answer.status().as_u16();
             let body = Limited::new(answer.into_body(), MAX_ANSWER).collect().await;
             let body = body.map_err(|error| anyhow!(error))?.to_bytes();
-            Ok((status, String::from_utf8_lossy(&body).into_owned()))
+            Ok((status, body.to_vec()))
         };
         // Both on this thread; the connection has nothing to say that the answer does not.
         let connection = async {

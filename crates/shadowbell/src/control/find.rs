@@ -7,7 +7,7 @@ use crate::exit;
 use crate::keeper_link::known_path;
 use anyhow::anyhow;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The server that `wanted` names: by its name, by its control socket, or by the socket of one of
 /// its controllers. Without it, the only one that runs.
@@ -48,8 +48,16 @@ pub(crate) fn owner(socket: &Path) -> Option<(Client, Controller)> {
     None
 }
 
+/// The usual directory.
+///
+/// # Errors
+/// This user has none.
+pub(crate) fn directory() -> anyhow::Result<PathBuf> {
+    place::directory().ok_or_else(no_directory)
+}
+
 /// The servers in `directory` that answer.
-pub(crate) fn running(directory: &Path) -> Vec<(String, std::path::PathBuf)> {
+pub(crate) fn running(directory: &Path) -> Vec<(String, PathBuf)> {
     let mut servers = place::servers(directory);
     servers.retain(|(_, socket)| UnixStream::connect(socket).is_ok());
     servers
@@ -78,7 +86,7 @@ fn no_directory() -> anyhow::Error {
     ))
 }
 
-fn names(servers: &[(String, std::path::PathBuf)]) -> String {
+fn names(servers: &[(String, PathBuf)]) -> String {
     if servers.is_empty() {
         return "; none runs there".to_owned();
     }

@@ -296,3 +296,76 @@ fn clients_that_misbehave_hold_up_nobody_but_themselves() {
     drop((queue, pool, guest));
     assert!(server.stop().success());
 }
+
+/// While a guest has the controller, its server answers.
+#[test]
+fn a_controller_that_is_in_use_can_be_looked_at() {
+    let mut server = Server::start(&["mem:4MiB", "mem:8MiB?block-size=4096"], &[]);
+    let target = format!("vfio-user:{}", server.socket().display());
+    let look = |verb: &str, target: &str, arguments: &[&str]| {
+        let mut command = program();
+        command.args([verb, target]).args(arguments);
+        command.env("SHADOWBELL_RUN_DIR", server.directory().join("run"));
+        finish(command)
+    };
+    let verbs = ["list", "id-ctrl", "id-ns", "smart-log", "error-log"];
+    let at_rest = verbs.map(|verb| look(verb, &target, &["--json"]));
+    let mut guest = server.attach();
+    until("the client is seen", || ctl_json(&server, &["status"])["clients"] == 1);
+    for (verb, (status, rested, _)) in verbs.iter().zip(at_rest) {
+        assert_eq!(status, Some(0), "{verb}");
+        let began = std::time::Instant::now();
+        let (status, output, errors) = look(verb, &target, &["--json"]);
+        assert_eq!(status, Some(0), "{verb}: {errors}");
+        // The driver waits for ten seconds until it says that nobody is there.
+        assert!(began.elapsed() < Duration::from_secs(9), "{verb}");
+        // But for what was counted meanwhile, it is the same.
+        if verb != &"smart-log" {
+            assert_eq!(output, rested, "{verb}");
+        }
+        assert_eq!(look(verb, &target, &[]).0, Some(0), "{verb}");
+    }
+    let mut queue = guest.take_queue_pair().unwrap();
+    let pool = guest.buffers(1, 4096).unwrap();
+    let read = guest.namespace(1).unwrap().read(0, 8).unwrap();
+    assert_eq!(run(&mut queue, read, pool.take()).status, Status::SUCCESS);
+    let (_, health, _) = look("smart-log", &target, &["--json"]);
+    let health: Value = serde_json::from_str(&health).unwrap();
+    assert_eq!(health["host_read_commands"], 1);
+    let (status, _, errors) = look("id-ns", &format!("{target}/3"), &[]);
+    assert!(status == Some(2) && errors.contains("namespace 3 does not exist"), "{errors}");
+    let (_, table, _) = look("list", &target, &[]);
+    assert_eq!(table.lines().count(), 3, "{table}");
+    // What has to be attached says who is in the way.
+    let (status, _, errors) = look("get-feature", &target, &[]);
+    assert!(status == Some(2) && errors.contains("another client has it"), "{errors}");
+    drop((queue, pool, guest));
+    assert!(server.stop().success());
+}
+
+#[test]
+fn top_finds_the_servers_that_run() {
+    let mut server = Server::start(&["mem:4MiB"], &[]);
+    let run = server.directory().join("run");
+    let socket = server.socket().display().to_string();
+    let top = |what: &[&str]| {
+        let mut command = program();
+        command.args(["top", "--interval", "50ms", "--count", "2", "--json"]).args(what);
+        command.env("SHADOWBELL_RUN_DIR", &run);
+        finish(command)
+    };
+    let control = control_socket(&server).display().to_string();
+    for what in [&[][..], &["vm"], &[&socket], &[&control]] {
+        let (status, output, errors) = top(what);
+        assert_eq!(status, Some(0), "{what:?}: {errors}");
+        assert_eq!(output.lines().count(), 2, "{output}");
+        for line in output.lines() {
+            let look: Value = serde_json::from_str(line).expect(line);
+            assert_eq!(look["controllers"][0]["socket"], socket, "{line}");
+            assert!(look["at_ns"].as_u64().unwrap() > 0);
+        }
+    }
+    assert!(server.stop().success());
+    let (status, _, errors) = top(&[]);
+    assert!(status == Some(3) && errors.contains("no server runs"), "{errors}");
+}

@@ -15,6 +15,7 @@ use crate::{exit, logging};
 use parking_lot::Mutex;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use shadowbell_controller::Inquiry;
 use shadowbell_spec::regs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -75,6 +76,8 @@ impl Answer {
         status,
         controllers,
         controller,
+        identify,
+        log_page,
         namespaces,
         stats,
         snapshot,
@@ -104,6 +107,8 @@ pub(super) fn answer(view: &View, route: Route, body: &[u8]) -> Result<Answer, P
         Route::Status => Answer::json(200, &status(view)),
         Route::Controllers => Answer::json(200, &controllers(view)),
         Route::Controller(id) => Answer::json(200, &controller(view, &id)?),
+        Route::Identify { id, cns, nsid } => bytes(identify(view, &id, cns, nsid)?),
+        Route::LogPage { id, lid } => bytes(log_page(view, &id, lid)?),
         Route::Namespaces => Answer::json(200, &namespaces(view)),
         Route::Stats => Answer::json(200, &stats(view)),
         Route::Snapshot => Answer::json(200, &snapshot(view)),
@@ -165,6 +170,58 @@ fn controllers(view: &View) -> Vec<Controller> {
     ))]
 fn controller(view: &View, id: &str) -> Result<Controller, Problem> {
     find(view, id).map(|served| describe(&served))
+}
+
+/// What Identify shows the guest
+///
+/// It is answered whether or not a guest has the controller, and changes nothing.
+#[utoipa::path(get, path = "/v1/controllers/{id}/identify/{cns}/{nsid}", operation_id = "identify",
+    tag = "controllers",
+    params(
+        ("id" = String, Path, description = "The controller's `id`"),
+        ("cns" = u8, Path, description = "Which structure: 1 is Identify Controller, 0 is Identify \
+                                          Namespace"),
+        ("nsid" = u32, Path, description = "The number of a namespace, or 0")
+    ),
+    responses(
+        (status = 200, description = "The structure, 4096 bytes as NVMe defines them",
+            body = Vec<u8>, content_type = "application/octet-stream"),
+        (status = 400, description = "The guest would get an error", body = Problem),
+        (status = 404, description = "There is no such controller", body = Problem)
+    ))]
+fn identify(view: &View, id: &str, cns: u8, nsid: u32) -> Result<Vec<u8>, Problem> {
+    inquire(view, id, Inquiry::Identify { cns, nsid })
+}
+
+/// A log page, as the guest can read it
+///
+/// It is answered whether or not a guest has the controller, and changes nothing: the guest's events
+/// stay.
+#[utoipa::path(get, path = "/v1/controllers/{id}/log-page/{lid}", operation_id = "log_page",
+    tag = "controllers",
+    params(
+        ("id" = String, Path, description = "The controller's `id`"),
+        ("lid" = u8, Path, description = "Which page: 1 is Error Information, 2 is SMART / Health \
+                                          Information")
+    ),
+    responses(
+        (status = 200, description = "The page, at most 4096 bytes as NVMe defines them",
+            body = Vec<u8>, content_type = "application/octet-stream"),
+        (status = 400, description = "The guest would get an error", body = Problem),
+        (status = 404, description = "There is no such controller", body = Problem)
+    ))]
+fn log_page(view: &View, id: &str, lid: u8) -> Result<Vec<u8>, Problem> {
+    inquire(view, id, Inquiry::LogPage(lid))
+}
+
+fn inquire(view: &View, id: &str, inquiry: Inquiry) -> Result<Vec<u8>, Problem> {
+    let outcome = find(view, id)?.controller.inquire(inquiry);
+    outcome
+        .map_err(|status| Problem::new(Code::BadRequest, format!("the controller says: {status}")))
+}
+
+fn bytes(body: Vec<u8>) -> Answer {
+    Answer { status: 200, content_type: "application/octet-stream", body }
 }
 
 fn find(view: &View, id: &str) -> Result<Arc<ServedController>, Problem> {
@@ -292,7 +349,7 @@ fn describe(served: &ServedController) -> Controller {
 
 fn state(controller: &shadowbell_controller::Controller) -> ControllerState {
     let mut bytes = [0; 4];
-    controller.read(u64::from(regs::CSTS), &mut bytes);
+    controller.read(regs::CSTS, &mut bytes);
     let csts = regs::Csts::from_bits(u32::from_le_bytes(bytes));
     match csts {
         _ if csts.cfs() => ControllerState::Failed,
@@ -351,7 +408,8 @@ mod tests {
         let document: serde_json::Value = serde_json::from_str(&document()).unwrap();
         let paths = document["paths"].as_object().unwrap();
         for (path, methods) in paths {
-            let uri = path.replace("{id}", "x").replace("{nsid}", "1").parse().unwrap();
+            let uri = path.replace("{id}", "x").replace("{nsid}", "1");
+            let uri = uri.replace("{cns}", "1").replace("{lid}", "1").parse().unwrap();
             for method in methods.as_object().unwrap().keys() {
                 let method = Method::from_bytes(method.to_uppercase().as_bytes()).unwrap();
                 route(Via::Socket, &method, &uri).unwrap();

@@ -19,6 +19,8 @@ pub(super) enum Route {
     Status,
     Controllers,
     Controller(String),
+    Identify { id: String, cns: u8, nsid: u32 },
+    LogPage { id: String, lid: u8 },
     Namespaces,
     Stats,
     Snapshot,
@@ -73,6 +75,14 @@ pub(super) fn route(via: Via, method: &Method, uri: &Uri) -> Result<Route, Refus
         ["v1", "status"] => get(Route::Status),
         ["v1", "controllers"] => get(Route::Controllers),
         ["v1", "controllers", id] => get(Route::Controller(id.to_owned())),
+        ["v1", "controllers", id, "identify", cns, nsid] => {
+            let (Ok(cns), Ok(nsid)) = (cns.parse(), nsid.parse()) else { return Err(missing()) };
+            get(Route::Identify { id: id.to_owned(), cns, nsid })
+        }
+        ["v1", "controllers", id, "log-page", lid] => {
+            let Ok(lid) = lid.parse() else { return Err(missing()) };
+            get(Route::LogPage { id: id.to_owned(), lid })
+        }
         ["v1", "namespaces"] => get(Route::Namespaces),
         ["v1", "stats"] => get(Route::Stats),
         ["v1", "snapshot"] => get(Route::Snapshot),
