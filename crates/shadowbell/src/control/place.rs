@@ -11,6 +11,15 @@ const SOCKET: &str = "control.sock";
 /// The longest name of a server: a socket's path has 107 bytes at most.
 const MAX_NAME: usize = 40;
 
+/// Where the control socket is to be.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Place {
+    /// The name of the server, if one was given.
+    pub(crate) name: Option<String>,
+    /// The path, if one was given.
+    pub(crate) path: Option<PathBuf>,
+}
+
 /// The directory in which each server has one. `None`: this user has no such directory.
 pub(crate) fn directory() -> Option<PathBuf> {
     let is_root = rustix::process::geteuid().is_root();

@@ -58,7 +58,7 @@ struct Row<'a> {
 
 impl Row<'_> {
     fn block_size(&self) -> u64 {
-        self.namespace.format().and_then(|format| format.block_size()).unwrap_or(0).into()
+        self.namespace.format().and_then(|format| format.block_size()).unwrap_or(0)
     }
 
     fn used(&self) -> u64 {

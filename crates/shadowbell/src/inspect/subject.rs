@@ -56,7 +56,7 @@ impl Subject {
         match self {
             Self::Attached(session) => {
                 let namespaces = session.controller.namespaces().iter();
-                Ok(namespaces.map(|ns| (ns.nsid(), ns.identity().clone())).collect())
+                Ok(namespaces.map(|ns| (ns.nsid(), *ns.identity())).collect())
             }
             Self::Served { controller, .. } => {
                 let nsids = controller.namespaces.iter().map(|namespace| namespace.nsid);

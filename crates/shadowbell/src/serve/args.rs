@@ -1,12 +1,11 @@
 //! The command line of `serve`.
 
-use super::control::Place;
 use super::server_config::{
     MAX_POLL_US, MAX_WORKERS, Poll, ServerConfig, SocketConfig, TRACE_RECORDS, pool_options,
 };
 use super::worker_link::Role;
 use super::{config_file, stats_file};
-use crate::control::place;
+use crate::control::place::{self, Place};
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells};
 use crate::cpu_list::{self, CpuList};
 use crate::exit::bad_input;

@@ -3,12 +3,11 @@
 //! A file is taken as a whole or not at all. Everything that is wrong with it is reported
 //! at once, as far as the file can be understood, each with the number of its line.
 
-use super::control::Place;
 use super::server_config::{
     MAX_POLL_US, MAX_WORKERS, Poll, ServerConfig, SocketConfig, TRACE_RECORDS, WorkerChoice,
     pool_options,
 };
-use crate::control::place;
+use crate::control::place::{self, Place};
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells};
 use crate::cpu_list;
 use crate::exit::bad_input;

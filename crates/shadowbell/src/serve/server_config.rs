@@ -1,6 +1,6 @@
 //! What `serve` is asked for, whoever asked: the command line or a configuration file.
 
-use super::control::Place;
+use crate::control::place::Place;
 use crate::controller_config::ControllerConfig;
 use serde::Deserialize;
 use shadowbell_controller::{Polling, PoolOptions};

@@ -5,9 +5,9 @@
 //! all, [`HEAD`] to send the head of a request, as long for its body, and [`CONNECTION`] until it
 //! has read all answers. Beyond that it is hung up on. One more client waits in the socket.
 
-use super::LEAVE;
-use super::answers::{Answer, View, answer};
+use super::answers::{Answer, answer};
 use super::routes::{self, Via};
+use super::view::View;
 use crate::control::api::{Code, Problem};
 use crate::keeper_link::is_ours;
 use http_body_util::{BodyExt, Full, Limited};
@@ -38,6 +38,8 @@ const CONNECTION: Duration = Duration::from_secs(60);
 const HEAD_BYTES: usize = 16 << 10;
 /// The longest body: a configuration file, and the quotes around it.
 const BODY_BYTES: usize = 2 << 20;
+/// How long a request that is under way may take while another process waits to go on.
+const LEAVE: Duration = Duration::from_millis(50);
 /// How long to wait when the system has no descriptor for a client.
 const RETRY_ACCEPT: Duration = Duration::from_millis(100);
 

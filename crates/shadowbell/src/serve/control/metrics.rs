@@ -10,7 +10,7 @@
 //! The format is lines of three kinds, and what is hard about it is the choice of names; so there
 //! is no library here.
 
-use super::answers::{View, namespaces_of};
+use super::view::{View, namespaces_of};
 use crate::serve::registry::ServedController;
 use shadowbell_controller::Stats;
 use shadowbell_controller::stats::{CqStats, DoorbellCounts, SleepStats, SqStats};

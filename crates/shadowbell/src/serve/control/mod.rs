@@ -6,6 +6,7 @@
 //! |---|---|
 //! | `http` | connections, and how much of them there may be |
 //! | `routes` | what a request asks for |
+//! | `view` | what it sees of the server |
 //! | `answers` | what is answered, with its documentation |
 //! | `metrics` | the counters, for Prometheus |
 //!
@@ -14,17 +15,18 @@
 //! worker takes. There is no timer while nobody is connected.
 //!
 //! When a server is replaced, the listening sockets go to the successor; requests that are under
-//! way have [`LEAVE`] to end, and a connection between two requests is closed, as it may be at any
+//! way have 50 ms to end, and a connection between two requests is closed, as it may be at any
 //! time. Who connects meanwhile waits in the socket.
 
 mod answers;
 mod http;
 mod metrics;
 mod routes;
+mod view;
 
-pub(super) use answers::View;
+pub(super) use view::View;
 
-use crate::control::place;
+use crate::control::place::{self, Place};
 use crate::exit::bad_input;
 use crate::logging;
 use anyhow::{Context, anyhow};
@@ -46,17 +48,6 @@ use tracing::{debug, info, warn};
 
 /// Threads that wait for workers or carry something out.
 const BLOCKING: usize = 4;
-/// How long a request that is under way may take while another process waits to go on.
-const LEAVE: Duration = Duration::from_millis(50);
-
-/// Where the control socket is to be.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Place {
-    /// The name of the server, if one was given.
-    pub(crate) name: Option<String>,
-    /// The path, if one was given.
-    pub(crate) path: Option<PathBuf>,
-}
 
 /// The sockets while nobody answers.
 pub(super) struct Resting {
