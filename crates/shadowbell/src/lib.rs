@@ -34,6 +34,7 @@
 //! | `transport` | the way to a controller outside of this process |
 //! | `target` | TARGETs: namespaces as people write them |
 //! | `keeper` | the process that keeps a `serve` going: `serve --keeper` |
+//! | `items` | what a keeper holds for its worker, and how it travels |
 //! | `keeper_link` | what keepers, workers and `upgrade` say to each other |
 //! | `keeper_query` | finds the keeper of a server, and asks it |
 //! | `control` | what a server and those who control it say to each other |
@@ -66,6 +67,7 @@ mod disk_spec;
 mod exit;
 mod export;
 mod inspect;
+mod items;
 mod keeper;
 mod keeper_link;
 mod keeper_query;

@@ -55,6 +55,8 @@ pub(crate) struct Engine {
     wants_hints: bool,
     namespaces: Vec<NamespaceQueue>,
     in_flight: InFlightTable,
+    /// Tag of the command that was last found to be [pending](Started::Pending).
+    last_tag: u32,
     scratch: Segments,
     /// Emptied buffers, kept for their room.
     spare: Vec<Segments>,
@@ -127,6 +129,7 @@ impl Engine {
             write_through: false,
             namespaces,
             in_flight: InFlightTable::default(),
+            last_tag: 0,
             scratch: Segments::new(),
             spare: Vec::new(),
             copies: Copies::default(),
@@ -209,6 +212,13 @@ impl Engine {
         if self.is_full() {
             self.budget = self.budget.min(0);
         }
+    }
+
+    /// The tag of the command that was last found to be [pending](Started::Pending), by which its
+    /// [end](CompletedCommand) names it.
+    #[inline]
+    pub(crate) fn last_tag(&self) -> u32 {
+        self.last_tag
     }
 
     /// How many requests the disks have in hand.
@@ -457,6 +467,7 @@ impl Engine {
         let owner = Owner::Command { sq, cid: sqe.cid, permit };
         let entry = InFlight::new(owner, copy.namespace, kind).at(sqe.nsid, sqe.cdw10_11());
         self.in_flight.insert(tag, entry.of_requests());
+        self.last_tag = tag;
         self.copies.push(copy, tag, sq, self.write_through);
         self.budget -= cost::of_request(0);
         self.review_quota();
@@ -494,6 +505,7 @@ impl Engine {
     /// Takes note of a request that a disk has in hand now, with `bytes` of data.
     fn keep(&mut self, tag: u32, bytes: u64, entry: InFlight) {
         self.scratch = self.spare.pop().unwrap_or_default();
+        self.last_tag = tag;
         self.in_flight.insert(tag, entry);
         self.budget -= cost::of_request(bytes);
         self.review_quota();
@@ -518,6 +530,7 @@ impl Engine {
         let command = LongCommand::new(tag, Some(sq), parts);
         if !long.begin(command, namespaces, in_flight, budget) {
             self.review_quota();
+            self.last_tag = tag;
             return Started::Pending;
         }
         match self.in_flight.remove(tag) {
@@ -664,7 +677,7 @@ impl Engine {
                 } else {
                     self.count_error(status);
                 }
-                Some(CompletedCommand { sq, cid, permit, status, nsid, lba, dw0: 0 })
+                Some(CompletedCommand { sq, cid, tag, permit, status, nsid, lba, dw0: 0 })
             }
         }
     }

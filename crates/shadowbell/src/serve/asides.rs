@@ -11,7 +11,7 @@ use shadowbell_state::Parcel;
 use std::io;
 use std::sync::Arc;
 use std::time::Instant;
-use tracing::info;
+use tracing::{info, warn};
 
 /// The sockets while nobody answers.
 pub(super) struct Asides {
@@ -46,6 +46,18 @@ impl Asides {
             stats: stats.map(RestingStats::new),
             control: Some(listen_control(config, keeper_pid)?),
         })
+    }
+
+    /// The same for a server that goes on where another has died, whatever can not be had.
+    pub(super) fn listen_again(config: &ServerConfig, keeper_pid: Option<u32>) -> Self {
+        let stats = config.stats_socket.as_deref().map(stats_socket::listen).transpose();
+        let stats = stats.unwrap_or_else(|why| {
+            warn!("the counters can not be asked for: {why:#}");
+            None
+        });
+        let control = listen_control(config, keeper_pid)
+            .inspect_err(|why| warn!("there is no control socket any more: {why:#}"));
+        Self { stats: stats.map(RestingStats::new), control: control.ok() }
     }
 
     /// Writes down what another process needs to go on.
@@ -97,12 +109,19 @@ impl Asides {
         config: &ServerConfig,
         powers: &Powers,
     ) -> anyhow::Result<Answering> {
+        // The process before may have none. Guests need none.
         let control = match self.control {
-            Some(control) => control,
-            None => listen_control(config, powers.keeper_pid)?,
+            Some(control) => Ok(control),
+            None => listen_control(config, powers.keeper_pid),
         };
         let stats = self.stats.map(|stats| StatsSocket::start(stats, server)).transpose()?;
-        let control = start_control(control, server, powers)?;
+        let control = match control {
+            Ok(control) => start_control(control, server, powers)?,
+            Err(why) => {
+                warn!("there is no control socket: {why:#}");
+                None
+            }
+        };
         Ok(Answering { stats, control })
     }
 }

@@ -20,6 +20,8 @@
 //! | `reactor_thread` | the thread that serves the sockets, and takes a rest |
 //! | `hand_over`, `take_over` | a server and its successor in another process |
 //! | `transfer` | what these two say to each other |
+//! | `keeping`, `store` | what a keeper holds, so that another process goes on after this one's death |
+//! | `recover` | that other process |
 //! | `worker_link` | what is said to a keeper, if there is one |
 //! | `faults` | `--faults`, in a build with that feature |
 //!
@@ -38,13 +40,17 @@ mod event_log;
 mod faults;
 mod flush;
 mod hand_over;
+mod keeping;
 mod launch_hint;
 mod reactor_thread;
+mod recover;
 mod registry;
+mod seam;
 mod server;
 mod server_config;
 mod stats_file;
 mod stats_socket;
+mod store;
 mod take_over;
 mod transfer;
 mod worker_link;
@@ -57,6 +63,7 @@ use crate::signals::{EndSignals, Wake};
 use crate::{descriptor_limit, exit, notify};
 use asides::{Answering, Asides, Powers};
 use event_log::EventLog;
+use keeping::Keeping;
 use server::Server;
 use server_config::ServerConfig;
 use signal_hook::consts::SIGUSR1;
@@ -93,17 +100,34 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let handle = signals.handle();
     let ended = move || handle.close();
     let link = keeper.map(|(_, link)| link);
+    // Before any disk is opened.
+    let keeping = link.map(Keeping::new).transpose()?;
     let keeper_pid = link.and_then(|_| rustix::process::getppid());
     let keeper_pid = keeper_pid.map(|pid| pid.as_raw_pid().cast_unsigned());
-    let (mut server, asides) = match keeper {
-        Some((Role::Successor, link)) => match take_over::take_over(&config, link, ended)? {
-            Some(taken) => taken,
-            // The other process goes on, and knows why.
-            None => return Ok(ExitCode::from(exit::FAILED)),
-        },
+    let (mut server, asides) = match (keeper, &keeping) {
+        (Some((Role::Successor, link)), Some(keeping)) => {
+            match take_over::take_over(&config, link, keeping, ended)? {
+                Some(taken) => taken,
+                // The other process goes on, and knows why.
+                None => return Ok(ExitCode::from(exit::FAILED)),
+            }
+        }
+        (Some((Role::Recover, link)), Some(keeping)) => {
+            match recover::recover(&config, link, keeping, ended)? {
+                // The guests need them less than anything else.
+                Some(server) => (server, Asides::listen_again(&config, keeper_pid)),
+                // It is to end.
+                None => return Ok(ExitCode::from(exit::FAILED)),
+            }
+        }
         _ => {
             let asides = Asides::listen(&config, keeper_pid)?;
-            (Server::start(&config, link.is_some(), ended)?, asides)
+            let keep = keeping.as_ref().map(|keeping| {
+                |controllers: &[_], reactor: &mut _, ports: &[_]| {
+                    keeping.begin(&config, controllers, reactor, ports);
+                }
+            });
+            (Server::start(&config, keep, ended)?, asides)
         }
     };
     #[cfg(feature = "faults")]
@@ -119,8 +143,10 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let mut answering = Some(asides.start(&server, &config, &powers)?);
     match keeper {
         Some((Role::Successor, link)) => link.say(to_keeper::SERVING, ""),
-        Some((Role::Start, link)) => {
-            launch_hint::show(&config);
+        Some((role, link)) => {
+            if role == Role::Start {
+                launch_hint::show(&config);
+            }
             link.serves(config.controllers.iter().map(|served| served.socket.as_path()));
         }
         None => {
@@ -201,7 +227,7 @@ fn hand_over(
     packet: Packet,
 ) -> anyhow::Result<bool> {
     let versions = packet.text();
-    let Some(fd) = packet.fd else { return Ok(false) };
+    let Some(fd) = packet.fd() else { return Ok(false) };
     let transfer = UnixStream::from(fd);
     let Some(resting) = answering.take().map(Answering::rest) else { return Ok(false) };
     let outcome = hand_over::hand_over(server, &resting, config, &transfer, &versions, link);

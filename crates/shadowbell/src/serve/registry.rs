@@ -3,6 +3,7 @@
 use super::server_config::SocketConfig;
 use crate::keeper_link::known_path;
 use parking_lot::RwLock;
+use shadowbell_backend::Disk;
 use shadowbell_controller::Controller;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -34,6 +35,11 @@ impl ServedController {
             controller,
             client,
         }
+    }
+
+    /// Its disks, in the order of their namespaces.
+    pub(super) fn disks(&self) -> impl Iterator<Item = &Arc<dyn Disk>> {
+        self.controller.config().namespaces.iter().map(|namespace| &namespace.disk)
     }
 
     pub(super) fn has_client(&self) -> bool {
