@@ -5,6 +5,7 @@ use crate::context::Context;
 use crate::control::{Callback, Deferred, DoorbellEventfds, NamespaceError};
 use crate::doorbell_source::DoorbellSource;
 use crate::event::Listener;
+use crate::inquiry::Inquiry;
 use crate::namespace::{Namespaces, Promises};
 use crate::notice::{ControlHandle, ControlPlane};
 use crate::plane::ControllerInner;
@@ -19,6 +20,7 @@ use crate::worker::Pool;
 use crate::worker::message::Message;
 use shadowbell_backend::Disk;
 use shadowbell_memory::{DmaError, DmaTable, EventFd, SharedBytes};
+use shadowbell_spec::Status;
 use shadowbell_spec::regs::{DOORBELLS, DoorbellKind, decode_doorbell};
 use shadowbell_state::Descriptors;
 use std::fmt;
@@ -513,6 +515,15 @@ impl Controller {
         fds: &mut Descriptors,
     ) -> Result<(), RestoreError> {
         self.0.restore(saved, fds)
+    }
+
+    /// What Identify or Get Log Page shows the host, for somebody else, who needs no queue and may
+    /// ask at any time. Nothing changes by it.
+    ///
+    /// # Errors
+    /// The status that the command would complete with.
+    pub fn inquire(&self, inquiry: Inquiry) -> Result<Vec<u8>, Status> {
+        self.0.control().inquire(&self.0.context, inquiry)
     }
 
     /// Has `recorder` keep what the controller is, from now on, in case that this process dies. To
