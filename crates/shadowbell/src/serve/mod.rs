@@ -121,7 +121,8 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
             let stats = stats()?;
             let keep = keeping.as_ref().map(|keeping| {
                 |controllers: &[_], reactor: &mut _, ports: &[_]| {
-                    keeping.begin(&config, controllers, reactor, ports);
+                    keeping.begin(controllers, reactor, ports);
+                    keeping.complete(&config);
                 }
             });
             let server = Server::start(&config, keep, ended)?;

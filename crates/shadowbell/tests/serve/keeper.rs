@@ -120,9 +120,13 @@ fn a_worker_that_dies_again_and_again_is_given_up() {
         let worker = children(server.pid()).first().copied();
         if let Some(worker) = worker.filter(|worker| !killed.contains(worker)) {
             // A process that is being started has the name of the one that starts it.
-            until("its start", || server.stderr().matches("serving").count() > killed.len());
+            until("its start", || {
+                let log = server.stderr();
+                let starts = ["serving", "goes on for the process that has died"];
+                starts.iter().map(|words| log.matches(words).count()).sum::<usize>() > killed.len()
+            });
             killed.push(worker);
-            signal(worker, Signal::KILL);
+            signal(worker, Signal::ABORT);
         }
         assert!(killed.len() <= 8);
         std::thread::sleep(std::time::Duration::from_millis(2));
@@ -130,6 +134,7 @@ fn a_worker_that_dies_again_and_again_is_given_up() {
     assert_eq!(killed.len(), 8);
     assert_eq!(server.wait().code(), Some(1));
     server.says("the 8th in a minute; it is not started again");
+    assert_eq!(server.stderr().matches("have lost their controllers").count(), 1);
 }
 
 #[test]

@@ -14,6 +14,7 @@ mod keeper;
 mod local;
 mod log;
 mod output;
+mod recover;
 mod stacked;
 mod stalling;
 mod top;
