@@ -54,7 +54,7 @@ pub(crate) struct Args {
     stats_socket: Option<PathBuf>,
 
     /// Start a keeper, which starts the process that serves: it can be replaced while it serves
-    /// (`shadowbell upgrade`), and is started again if it dies
+    /// (`shadowbell upgrade`), and another one goes on with its guests if it dies
     #[arg(long)]
     keeper: bool,
 

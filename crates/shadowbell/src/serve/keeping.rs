@@ -3,7 +3,6 @@
 //! Items: [`fence`](FENCE); `disk/N.M`, `controller/N` and `port/N` as at a hand-over, each with
 //! descriptors of its own; and, when all of them are there, what is served.
 
-use super::seam::{ARE_RECORDED, PortRecorder, RecordPort};
 use super::server::ServedController;
 use super::server_config::ServerConfig;
 use super::store::Store;
@@ -15,7 +14,7 @@ use shadowbell_backend::Disk;
 use shadowbell_controller::{Recorder, SavedController};
 use shadowbell_state::{Descriptors, VERSION};
 use shadowbell_vfio_user::Reactor;
-use shadowbell_vfio_user::server::{PortId, SavedPort};
+use shadowbell_vfio_user::server::{PortId, PortRecorder, SavedPort};
 use std::cell::Cell;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -83,9 +82,6 @@ impl Keeping {
         reactor: &mut Reactor,
         ports: &[PortId],
     ) -> anyhow::Result<()> {
-        if !ARE_RECORDED {
-            anyhow::bail!("sockets are not recorded in this release");
-        }
         // What is known to be impossible costs nobody anything.
         for disk in controllers.iter().flat_map(ServedController::disks) {
             disk.keep(&mut Descriptors::default())?;

@@ -39,7 +39,6 @@ mod keeping;
 mod launch_hint;
 mod reactor_thread;
 mod recover;
-mod seam;
 mod server;
 mod server_config;
 mod stats_file;
