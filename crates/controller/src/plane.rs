@@ -274,6 +274,8 @@ impl ControllerInner {
         let eventfds = take_eventfds(&saved.parts, fds)?;
         cx.shared.restore_counters(&saved.counters);
         self.control.lock().restore(cx, saved, eventfds)?;
+        self.note_change();
+        self.record();
         self.schedule();
         self.announce(saved);
         Ok(())

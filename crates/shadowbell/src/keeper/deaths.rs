@@ -46,6 +46,8 @@ impl Deaths {
         }
         let enough = if is_killed { SERVED } else { SERVED_WELL };
         if is_left && served.is_some_and(|served| served >= enough) {
+            // It has shown that an earlier one was for another reason.
+            self.0.pop_front();
             return Next::Recover(Duration::ZERO);
         }
         self.0.push_back(now);
@@ -100,7 +102,14 @@ mod tests {
             assert_eq!(next, Next::Recover(Duration::ZERO));
         }
         assert_eq!(deaths.count(), 0);
-        assert_eq!(deaths.add(now, None, true, true), Next::Recover(Duration::ZERO));
-        assert_eq!(deaths.add(now, None, true, true), Next::Recover(FIRST));
+        for _ in 0..20 {
+            assert_eq!(deaths.add(now, None, true, true), Next::Recover(Duration::ZERO));
+            assert_eq!(deaths.add(now, None, true, true), Next::Recover(FIRST));
+            // Each that has served makes up for one.
+            for _ in 0..2 {
+                let next = deaths.add(now, Some(SERVED), true, true);
+                assert_eq!(next, Next::Recover(Duration::ZERO));
+            }
+        }
     }
 }

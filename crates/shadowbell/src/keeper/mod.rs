@@ -363,7 +363,8 @@ impl Keeper {
                 }
             }
         }
-        let what = format!("process {pid}, which served, {}", how(status));
+        let served = if worker.has_begun() { "served" } else { "was to serve" };
+        let what = format!("process {pid}, which {served}, {}", how(status));
         match status.code() {
             None => {
                 if worker.has_begun() {

@@ -69,7 +69,7 @@ pub(crate) struct Args {
     metrics: Option<SocketAddr>,
 
     /// Start a keeper, which starts the process that serves: it can be replaced while it serves
-    /// (`shadowbell upgrade`), and is started again if it dies
+    /// (`shadowbell upgrade`), and another one goes on with its guests if it dies
     #[arg(long)]
     keeper: bool,
 

@@ -4,7 +4,6 @@
 //! descriptors of its own; and, when all of them are there, what is served.
 
 use super::registry::ServedController;
-use super::seam::{PortRecorder, RecordController, RecordPort, Recorder};
 use super::server_config::ServerConfig;
 use super::store::Store;
 use super::transfer::{self, Served};
@@ -12,10 +11,11 @@ use super::worker_link::WorkerLink;
 use crate::items::COMPLETE;
 use serde::{Deserialize, Serialize};
 use shadowbell_backend::Disk;
-use shadowbell_controller::SavedController;
+use shadowbell_controller::{Recorder, SavedController};
 use shadowbell_state::{Descriptors, VERSION};
 use shadowbell_vfio_user::Reactor;
-use shadowbell_vfio_user::server::{PortId, SavedPort};
+use shadowbell_vfio_user::server::{PortId, PortRecorder, SavedPort};
+use std::cell::Cell;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use tracing::info;
@@ -34,34 +34,50 @@ pub(super) struct Complete {
 pub(super) struct Keeping {
     store: Store,
     fence: OwnedFd,
+    is_possible: Cell<bool>,
 }
 
 impl Keeping {
     /// # Errors
     /// The system has no more descriptors.
     pub(super) fn new(link: &WorkerLink) -> std::io::Result<Self> {
-        Ok(Self { store: link.store()?, fence: shadowbell_backend::fence()? })
+        Ok(Self {
+            store: link.store()?,
+            fence: shadowbell_backend::fence()?,
+            is_possible: Cell::new(false),
+        })
     }
 
-    /// From here on the keeper holds what the next process needs. If that can not be had, the log
-    /// says so, and the service is as good as without.
+    /// From here on the keeper holds what the next process needs, to be [completed]. If that can
+    /// not be had, the log says so, and the service is as good as without.
+    ///
+    /// [completed]: Keeping::complete
     pub(super) fn begin(
         &self,
-        config: &ServerConfig,
         controllers: &[Arc<ServedController>],
         reactor: &mut Reactor,
         ports: &[PortId],
     ) {
-        if let Err(why) = self.keep_all(config, controllers, reactor, ports) {
+        let outcome = self.keep_all(controllers, reactor, ports);
+        self.is_possible.set(outcome.is_ok());
+        if let Err(why) = outcome {
             info!("if this process dies, its clients lose their controllers: {why:#}");
             // Not what a process before has left, either.
             let _ = self.store.delete(COMPLETE);
         }
     }
 
+    /// What the keeper holds is all that there is: the next process may go on with it.
+    pub(super) fn complete(&self, config: &ServerConfig) {
+        if self.is_possible.get() {
+            let complete = Complete { version: VERSION, served: transfer::served(config) };
+            // The store says itself what it could not take.
+            let _ = self.store.put_state(COMPLETE, &complete, &Descriptors::default());
+        }
+    }
+
     fn keep_all(
         &self,
-        config: &ServerConfig,
         controllers: &[Arc<ServedController>],
         reactor: &mut Reactor,
         ports: &[PortId],
@@ -84,8 +100,7 @@ impl Keeping {
             let recorder = Record { store: self.store.clone(), key };
             reactor.record_with(*port, Box::new(recorder));
         }
-        let complete = Complete { version: VERSION, served: transfer::served(config) };
-        Ok(self.store.put_state(COMPLETE, &complete, &Descriptors::default())?)
+        Ok(())
     }
 
     fn keep_disk(&self, key: String, disk: &Arc<dyn Disk>) -> anyhow::Result<()> {
@@ -109,7 +124,6 @@ fn put_disk(store: &Store, key: &str, disk: &dyn Disk) -> anyhow::Result<()> {
 }
 
 /// Puts there what is written down of a controller or of a socket.
-#[allow(dead_code, reason = "until they are recorded")]
 struct Record {
     store: Store,
     key: String,

@@ -45,7 +45,6 @@ mod launch_hint;
 mod reactor_thread;
 mod recover;
 mod registry;
-mod seam;
 mod server;
 mod server_config;
 mod stats_file;
@@ -124,7 +123,8 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
             let asides = Asides::listen(&config, keeper_pid)?;
             let keep = keeping.as_ref().map(|keeping| {
                 |controllers: &[_], reactor: &mut _, ports: &[_]| {
-                    keeping.begin(&config, controllers, reactor, ports);
+                    keeping.begin(controllers, reactor, ports);
+                    keeping.complete(&config);
                 }
             });
             (Server::start(&config, keep, ended)?, asides)

@@ -12,7 +12,6 @@
 use super::event::EventQueue;
 use super::keeping::{Complete, FENCE, Keeping};
 use super::registry::ServedController;
-use super::seam::RecordController;
 use super::server::{self, Server};
 use super::server_config::ServerConfig;
 use super::take_over::begin_trace;
@@ -71,22 +70,23 @@ pub(super) fn recover(
         return Ok(None);
     }
     let Rebuilt { mut server, mut reactor, ports, controllers } = rebuilt?;
-    keeping.begin(config, &server.controllers(), &mut reactor, &ports);
+    keeping.begin(&server.controllers(), &mut reactor, &ports);
     let mut again = 0;
     for (served, (saved, mut fds)) in server.controllers().iter().zip(controllers) {
-        let recovered = RecordController::recover(&served.controller, &saved, &mut fds);
+        let recovered = served.controller.recover(&saved, &mut fds);
         again += recovered.with_context(|| served.name.clone())?;
     }
     // Everything is at rest, and the keeper holds all of it.
+    keeping.complete(config);
     link.say(to_keeper::TAKEN, "");
     server.controllers().iter().for_each(|served| served.controller.resume());
     server.serve(reactor, ended)?;
     let took = began.elapsed().as_micros();
     begin_trace(&server, config);
-    let count = server.controllers().len();
     info!(
-        "{count} controllers go on after the death of the process that had them, with {again} \
-         commands that were under way there; that took {took} us"
+        "goes on for the process that has died: controllers: {}, commands that were under way: \
+         {again}; that took {took} us",
+        server.controllers().len()
     );
     Ok(Some(server))
 }

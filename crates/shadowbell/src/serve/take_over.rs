@@ -68,12 +68,13 @@ pub(super) fn take_over(
     }
     let Taken { mut server, mut reactor, controllers, ports, asides, mut fds } = taken;
     server.share_locks(false);
-    keeping.begin(config, &server.controllers(), &mut reactor, &ports);
+    keeping.begin(&server.controllers(), &mut reactor, &ports);
     // What the predecessor has the keeper hold is of no use from here on.
     link.say(to_keeper::TAKEN, "");
     for (served, saved) in server.controllers().iter().zip(&controllers) {
         served.controller.restore(saved, &mut fds).with_context(|| served.name.clone())?;
     }
+    keeping.complete(config);
     server.serve(reactor, ended)?;
     let took = began.elapsed().as_micros();
     begin_trace(&server, config);

@@ -16,6 +16,7 @@ mod local;
 mod log;
 mod metrics;
 mod output;
+mod recover;
 mod stacked;
 mod stalling;
 mod top;

@@ -13,7 +13,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// Has a server go on in another process: exit status, output, errors.
-fn upgrade(target: &str, binary: Option<&Path>) -> (Option<i32>, String, String) {
+pub(crate) fn upgrade(target: &str, binary: Option<&Path>) -> (Option<i32>, String, String) {
     let mut command = program();
     command.args(["upgrade", target]);
     if let Some(binary) = binary {
@@ -23,7 +23,7 @@ fn upgrade(target: &str, binary: Option<&Path>) -> (Option<i32>, String, String)
 }
 
 /// A server of several controllers under a keeper, each with a file and a disk in memory.
-fn server(controllers: usize, options: &[&str]) -> Server {
+pub(crate) fn server(controllers: usize, options: &[&str]) -> Server {
     let directory = tempfile::tempdir().unwrap();
     let mut file = String::from("workers = 2\n");
     for n in 0..controllers {
@@ -39,15 +39,15 @@ fn server(controllers: usize, options: &[&str]) -> Server {
     Server::spawn(command, directory, &["vm0.sock", &last])
 }
 
-fn socket(server: &Server, controller: usize) -> PathBuf {
+pub(crate) fn socket(server: &Server, controller: usize) -> PathBuf {
     server.directory().join(format!("vm{controller}.sock"))
 }
 
 /// `shadowbell verify` in a process of its own, until it is told to end.
-struct Load(Child);
+pub(crate) struct Load(Child);
 
 impl Load {
-    fn start(server: &Server, controller: usize, namespace: u32) -> Self {
+    pub(crate) fn start(server: &Server, controller: usize, namespace: u32) -> Self {
         let target = format!("vfio-user:{}/{namespace}", socket(server, controller).display());
         let mut command = program();
         command.args(["verify", &target, "--runtime", "600", "--iodepth", "32", "--json"]);
@@ -57,7 +57,7 @@ impl Load {
     }
 
     /// Ends it. What it has found.
-    fn end(mut self) -> serde_json::Value {
+    pub(crate) fn end(mut self) -> serde_json::Value {
         signal(self.0.id(), Signal::INT);
         let output = std::mem::replace(&mut self.0, Command::new("true").spawn().unwrap());
         let output = output.wait_with_output().unwrap();
@@ -78,20 +78,20 @@ impl Drop for Load {
 }
 
 /// A client that stays connected.
-struct Client {
+pub(crate) struct Client {
     controller: Controller,
     queue: QueuePair,
 }
 
 impl Client {
-    fn attach(socket: &Path) -> Self {
+    pub(crate) fn attach(socket: &Path) -> Self {
         let mut controller = crate::harness::attach(socket, &AttachOptions::default());
         let queue = controller.take_queue_pair().unwrap();
         Self { controller, queue }
     }
 
     #[track_caller]
-    fn write(&mut self, nsid: u32, lba: u64, byte: u8) {
+    pub(crate) fn write(&mut self, nsid: u32, lba: u64, byte: u8) {
         let pool = self.controller.buffers(1, 4096).unwrap();
         let mut buffer = pool.take().unwrap();
         assert!(buffer.copy_from(0, &[byte; 4096]));
@@ -100,7 +100,7 @@ impl Client {
     }
 
     #[track_caller]
-    fn read(&mut self, nsid: u32, lba: u64) -> u8 {
+    pub(crate) fn read(&mut self, nsid: u32, lba: u64) -> u8 {
         let pool = self.controller.buffers(1, 4096).unwrap();
         let command = self.controller.namespace(nsid).unwrap().read(lba, 8).unwrap();
         let done = run(&mut self.queue, command, pool.take());

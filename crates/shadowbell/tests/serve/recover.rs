@@ -1,0 +1,147 @@
+//! A server whose process is killed, and whose clients notice nothing.
+
+use crate::harness::{Server, finish, program, until};
+use crate::keeper::{children, has_ended, signal, worker};
+use crate::upgrade::{Client, Load, server, socket, upgrade};
+use rustix::process::Signal;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+/// Kills the worker, and returns when another one serves.
+fn kill(server: &Server, how: Signal) -> u32 {
+    let before = worker(server);
+    let deaths = said(server, "goes on with the clients");
+    signal(before, how);
+    until("another worker", || said(server, "goes on with the clients") > deaths);
+    let now = worker(server);
+    assert_ne!(now, before);
+    now
+}
+
+fn said(server: &Server, words: &str) -> usize {
+    server.stderr().matches(words).count()
+}
+
+fn lost_nothing(server: &Server) {
+    let log = server.stderr();
+    assert!(!log.contains("have lost"), "{log}");
+}
+
+#[test]
+fn a_verifying_load_goes_on_through_twenty_kills() {
+    let mut server = server(4, &["--stats-socket", "top.sock"]);
+    let mut client = Client::attach(&socket(&server, 2));
+    client.write(1, 0, 1);
+    client.write(2, 0, 2);
+    let loads = [(0, 1), (1, 2), (3, 1)];
+    let loads = loads.map(|(controller, nsid)| Load::start(&server, controller, nsid));
+    until("the loads' clients", || said(&server, "a client is attached") >= 4);
+    for n in 0..20_u8 {
+        std::thread::sleep(Duration::from_millis(100));
+        kill(&server, Signal::KILL);
+        assert_eq!((client.read(1, 0), client.read(2, 0)), (n + 1, n + 2));
+        client.write(1, 0, n + 2);
+        client.write(2, 0, n + 3);
+    }
+    for load in loads {
+        let row = load.end();
+        assert!(row["commands"].as_u64() > Some(1000), "{row}");
+        for key in ["verify_errors", "failed", "retried"] {
+            assert_eq!(row[key], 0, "{key}: {row}");
+        }
+        for (key, count) in row["recovery"].as_object().unwrap() {
+            assert_eq!(*count, 0, "{key}: {row}");
+        }
+    }
+    lost_nothing(&server);
+    drop(client);
+    // Whoever comes later comes to the last of them, and so does who upgrades.
+    let (status, _, errors) = upgrade(&server.pid().to_string(), None);
+    assert_eq!(status, Some(0), "{errors}");
+    until("the old one's end", || children(server.pid()).len() == 1);
+    assert_eq!(Client::attach(&socket(&server, 2)).read(1, 0), 21);
+    let mut top = program();
+    top.arg("top").arg(server.directory().join("top.sock")).args(["--json", "--count", "2"]);
+    top.args(["--interval", "50ms"]);
+    let (status, output, errors) = finish(top);
+    assert!(status == Some(0) && output.contains("vm2.sock"), "{errors}");
+    assert!(server.stop().success(), "{}", server.stderr());
+    assert!((0..4).all(|n| !socket(&server, n).exists()));
+}
+
+/// Of any signal, after an upgrade, and with nobody there.
+#[test]
+fn whatever_kills_it_and_whoever_it_is() {
+    let mut server = server(1, &[]);
+    drop(Client::attach(&socket(&server, 0)));
+    kill(&server, Signal::KILL);
+    let mut client = Client::attach(&socket(&server, 0));
+    client.write(2, 8, 1);
+    for (n, how) in [Signal::ABORT, Signal::ILL, Signal::KILL].into_iter().enumerate() {
+        let (status, _, errors) = upgrade(&server.pid().to_string(), None);
+        assert_eq!(status, Some(0), "{errors}");
+        until("the old one's end", || children(server.pid()).len() == 1);
+        kill(&server, how);
+        assert_eq!(client.read(2, 8), n as u8 + 1);
+        client.write(2, 8, n as u8 + 2);
+    }
+    lost_nothing(&server);
+    drop(client);
+    kill(&server, Signal::KILL);
+    Client::attach(&socket(&server, 0)).write(1, 0, 1);
+    assert!(server.stop().success(), "{}", server.stderr());
+    assert!(!socket(&server, 0).exists());
+}
+
+#[test]
+fn who_goes_on_may_be_killed_on_the_way() {
+    let server = server(2, &[]);
+    let mut client = Client::attach(&socket(&server, 0));
+    client.write(1, 0, 7);
+    client.write(2, 0, 8);
+    for wait in [0, 5, 10, 20, 40] {
+        let before = worker(&server);
+        let deaths = said(&server, "goes on with the clients");
+        signal(before, Signal::KILL);
+        until("the next one", || children(server.pid()).iter().any(|pid| *pid != before));
+        let next = worker(&server);
+        std::thread::sleep(Duration::from_millis(wait));
+        if said(&server, "goes on with the clients") == deaths && !has_ended(next) {
+            signal(next, Signal::KILL);
+        }
+        until("one that goes on", || said(&server, "goes on with the clients") > deaths);
+        assert_eq!((client.read(1, 0), client.read(2, 0)), (7, 8), "after {wait} ms");
+        // Nothing of this counts as a crash loop.
+        std::thread::sleep(Duration::from_millis(60));
+    }
+    lost_nothing(&server);
+}
+
+/// The next process has another configuration: it says why it does not go on, and begins anew.
+#[test]
+fn who_can_not_go_on_says_why_and_begins_anew() {
+    let server = server(1, &[]);
+    let client = Client::attach(&socket(&server, 0));
+    let file = server.directory().join("vms.toml");
+    let text = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, text.replace("mem:16MiB", "mem:8MiB")).unwrap();
+    let before = worker(&server);
+    signal(before, Signal::KILL);
+    server.says("is to serve 0.img, mem:8MiB at ");
+    server.says("have lost their controllers");
+    drop(client);
+    until("another one's socket", || {
+        !children(server.pid()).contains(&before) && UnixStream::connect(socket(&server, 0)).is_ok()
+    });
+    Client::attach(&socket(&server, 0)).write(2, 0, 1);
+}
+
+#[test]
+fn what_nobody_can_go_on_with_is_said() {
+    let below = Server::start(&["mem:4MiB"], &[]);
+    let disk = format!("vfio-user:{}/1", below.socket().display());
+    let server = Server::start(&[&disk], &["--keeper"]);
+    server.says("can not be gone on with if the server dies");
+    signal(worker(&server), Signal::KILL);
+    server.says("have lost their controllers");
+}
