@@ -28,6 +28,45 @@ pub(crate) fn usage(pid: u32) -> Result<Usage> {
     Ok(Usage { memory: field("RssAnon:"), page_tables: field("VmPTE:"), waited: waited(pid) })
 }
 
+/// Threads of which it is asked, often, for how long they have waited for a processor.
+#[derive(Debug)]
+pub(crate) struct Threads(Vec<fs::File>);
+
+impl Threads {
+    /// The threads of a server that serve its only client: its workers, and what an export has for
+    /// that client. Not the reactor, which may be ready to run while nobody waits for it.
+    pub(crate) fn serving(pid: u32) -> Result<Self> {
+        let tasks = fs::read_dir(format!("/proc/{pid}/task")).context("the server's threads")?;
+        let serves = |task: &fs::DirEntry| {
+            let name = fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+            SERVING.iter().any(|start| name.starts_with(start))
+        };
+        let serving = tasks.flatten().filter(serves);
+        let files = serving.map(|task| fs::File::open(task.path().join("schedstat")));
+        Ok(Self(files.collect::<std::io::Result<_>>()?))
+    }
+
+    /// The calling thread.
+    pub(crate) fn calling() -> Result<Self> {
+        Ok(Self(vec![fs::File::open("/proc/thread-self/schedstat")?]))
+    }
+
+    /// For how long, ever. What has ended does not count any more.
+    pub(crate) fn waited(&self) -> Duration {
+        use std::os::unix::fs::FileExt;
+        let nanos = self.0.iter().filter_map(|file| {
+            let mut text = [0; 64];
+            let len = file.read_at(&mut text, 0).ok()?;
+            let text = std::str::from_utf8(text.get(..len)?).ok()?;
+            text.split_whitespace().nth(1)?.parse::<u64>().ok()
+        });
+        Duration::from_nanos(nanos.sum())
+    }
+}
+
+/// How the names of those begin.
+const SERVING: [&str; 2] = ["sb-worker", "nbd-"];
+
 fn waited(pid: u32) -> Duration {
     let Ok(tasks) = fs::read_dir(format!("/proc/{pid}/task")) else { return Duration::ZERO };
     let texts = tasks.flatten().filter_map(|t| fs::read_to_string(t.path().join("schedstat")).ok());
