@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use super::attack::{Attack, Clock, Field, Kind};
 use super::server::{LogReader, Server};
 use super::victim::{Seen, Victim, give_way, hurry};
-use super::watch::{Threads, Usage, usage};
+use super::watch::{Serving, Usage, usage};
 
 /// How long anybody waits for a server that was sent SIGTERM.
 const END: Duration = Duration::from_secs(15);
@@ -55,7 +55,7 @@ pub(crate) struct Outcome {
 pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outcome> {
     let (mut server, mut victim) = begin(binary, attack)?;
     let mut outcome = Outcome { hostile: Some(attack.kind), ..Outcome::default() };
-    let served_by = Threads::serving(server.id())?;
+    let served_by = Serving::of(server.id())?;
     // Once without counting: caches, and how long this worker polls.
     observe(&mut victim, Duration::from_millis(50), &served_by)?;
     outcome.alone = observe(&mut victim, times.alone, &served_by).context("the victim alone")?;
@@ -120,7 +120,7 @@ fn field(server: &Server, attack: &Attack, clock: Clock) -> Field {
 }
 
 /// Watches for so long, on a thread that nothing else of the machine holds up.
-fn observe(victim: &mut Victim, time: Duration, served_by: &Threads) -> Result<Seen> {
+fn observe(victim: &mut Victim, time: Duration, served_by: &Serving) -> Result<Seen> {
     scope(|threads| {
         let watcher = threads.spawn(|| {
             hurry();
@@ -133,7 +133,7 @@ fn observe(victim: &mut Victim, time: Duration, served_by: &Threads) -> Result<S
 /// Both at once. The most memory that the server had meanwhile comes third.
 fn under_attack(
     server: &Server,
-    (victim, served_by): (&mut Victim, &Threads),
+    (victim, served_by): (&mut Victim, &Serving),
     attack: &Attack,
     field: &mut Field,
 ) -> (Result<Seen>, Result<()>, Usage) {

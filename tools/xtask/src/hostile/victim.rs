@@ -9,7 +9,7 @@ use rustix::process::setpriority_process;
 use shadowbell_spec::Sqe;
 
 use super::attack::Clock;
-use super::watch::Threads;
+use super::watch::{Serving, Threads};
 use crate::peer::guest::Guest;
 use crate::peer::nbd::NbdClient;
 use crate::peer::queue::BAR0;
@@ -42,8 +42,9 @@ pub(crate) struct Seen {
     /// ready to run and had no processor.
     pub(crate) served_p99: Duration,
     pub(crate) served_longest: Duration,
-    /// The longest read of a register, which the reactor answers.
+    /// The longest read of a register, which the reactor answers; and without waits for a processor.
     pub(crate) register: Duration,
+    pub(crate) served_register: Duration,
     /// A read that did not come back.
     pub(crate) lost: bool,
 }
@@ -96,16 +97,17 @@ impl Victim {
         Ok(Self::Nbd(client))
     }
 
-    /// Reads until it is over. What the threads of `served_by` wait for a processor is told apart.
-    pub(crate) fn watch(&mut self, clock: &Clock, served_by: &Threads) -> Result<Seen> {
+    /// Reads until it is over, but at least once. What the threads of the server wait for a processor
+    /// is told apart.
+    pub(crate) fn watch(&mut self, clock: &Clock, server: &Serving) -> Result<Seen> {
         let own = Threads::calling()?;
         let mut times = Vec::new();
         let mut served = Vec::new();
         let mut seen = Seen::default();
         let mut due = Instant::now();
-        while !clock.is_over() {
+        while times.is_empty() || !clock.is_over() {
             let block = (times.len() as u64 * BLOCKS) % USED_BLOCKS;
-            let waited = own.waited() + served_by.waited();
+            let waited = own.waited() + server.io.waited();
             let read = match self {
                 Self::Guest(guest, buffer) => read(guest, *buffer, block)?,
                 Self::Nbd(client) => Some(read_nbd(client, block)?),
@@ -117,14 +119,18 @@ impl Victim {
                 break;
             };
             times.push(time);
-            let waited = (own.waited() + served_by.waited()).saturating_sub(waited);
+            let waited = (own.waited() + server.io.waited()).saturating_sub(waited);
             served.push(time.saturating_sub(waited));
             if let Self::Guest(guest, _) = self
                 && (times.len() as u64).is_multiple_of(REGISTER_EVERY)
             {
+                let waited = own.waited() + server.registers.waited();
                 let began = Instant::now();
                 guest.link.read(BAR0, regs::CSTS, 4)?;
-                seen.register = seen.register.max(began.elapsed());
+                let took = began.elapsed();
+                let waited = (own.waited() + server.registers.waited()).saturating_sub(waited);
+                seen.register = seen.register.max(took);
+                seen.served_register = seen.served_register.max(took.saturating_sub(waited));
             }
             due = (due + Duration::from_secs(1) / PER_SECOND).max(Instant::now());
             sleep(due.saturating_duration_since(Instant::now()));

@@ -33,16 +33,15 @@ pub(crate) fn usage(pid: u32) -> Result<Usage> {
 pub(crate) struct Threads(Vec<fs::File>);
 
 impl Threads {
-    /// The threads of a server that serve its only client: its workers, and what an export has for
-    /// that client. Not the reactor, which may be ready to run while nobody waits for it.
-    pub(crate) fn serving(pid: u32) -> Result<Self> {
+    /// Those of a process whose names begin so.
+    fn named(pid: u32, names: &[&str]) -> Result<Self> {
         let tasks = fs::read_dir(format!("/proc/{pid}/task")).context("the server's threads")?;
-        let serves = |task: &fs::DirEntry| {
+        let is_one = |task: &fs::DirEntry| {
             let name = fs::read_to_string(task.path().join("comm")).unwrap_or_default();
-            SERVING.iter().any(|start| name.starts_with(start))
+            names.iter().any(|start| name.starts_with(start))
         };
-        let serving = tasks.flatten().filter(serves);
-        let files = serving.map(|task| fs::File::open(task.path().join("schedstat")));
+        let found = tasks.flatten().filter(is_one);
+        let files = found.map(|task| fs::File::open(task.path().join("schedstat")));
         Ok(Self(files.collect::<std::io::Result<_>>()?))
     }
 
@@ -64,8 +63,22 @@ impl Threads {
     }
 }
 
-/// How the names of those begin.
-const SERVING: [&str; 2] = ["sb-worker", "nbd-"];
+/// The threads of a server that has one client: it waits for these.
+#[derive(Debug)]
+pub(crate) struct Serving {
+    /// Those that serve its reads: the workers, and what an export has for that client. Not the
+    /// reactor, which may be ready to run while nobody waits for it.
+    pub(crate) io: Threads,
+    /// The reactor, which answers for the registers.
+    pub(crate) registers: Threads,
+}
+
+impl Serving {
+    pub(crate) fn of(pid: u32) -> Result<Self> {
+        let io = Threads::named(pid, &["sb-worker", "nbd-"])?;
+        Ok(Self { io, registers: Threads::named(pid, &["sb-reactor"])? })
+    }
+}
 
 fn waited(pid: u32) -> Duration {
     let Ok(tasks) = fs::read_dir(format!("/proc/{pid}/task")) else { return Duration::ZERO };
