@@ -58,6 +58,25 @@ pub trait Disk: Send + Sync + fmt::Debug {
         Err(HandOverError::Impossible { disk: self.name() })
     }
 
+    /// What [`recover`](crate::recover) needs in another process to go on with the disk after this
+    /// process has died, whatever was under way; its descriptors go to `fds`. None of them is the
+    /// open file that requests work on: that is to be closed when the last of them has ended. The
+    /// default can not be gone on with.
+    ///
+    /// # Errors
+    /// [`HandOverError`].
+    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
+        let _ = fds;
+        Err(HandOverError::Mortal { disk: self.name() })
+    }
+
+    /// Has `changed` called whenever [`keep`](Self::keep) gives something else than before, by the
+    /// thread that found that out, and before a host can know of it. There is one such call for a
+    /// disk. The default never changes.
+    fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
+        drop(changed);
+    }
+
     /// Whether another process has the disk by the same descriptors. As long as one has, dropping
     /// this disk leaves the lock on it: it is the lock of both. The default has no lock.
     fn share_lock(&self, shared: bool) {

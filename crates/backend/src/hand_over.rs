@@ -15,6 +15,12 @@ pub enum HandOverError {
         /// The disk.
         disk: String,
     },
+    /// No disk of its kind can be gone on with after the death of its process.
+    #[error("{disk}: a disk of this kind can not be gone on with if the server dies")]
+    Mortal {
+        /// The disk.
+        disk: String,
+    },
     /// The memory of the disk belongs to this process alone.
     #[error("{disk}: its memory belongs to this process alone, and would be lost")]
     Private {

@@ -35,7 +35,7 @@ pub use error::{MAX_MEMORY, OpenError};
 #[cfg(feature = "scripted")]
 #[doc(hidden)]
 pub use file::Script;
-pub use file::{Aio, Direct, FileDisk, FileOptions, Format, ImageFile};
+pub use file::{Aio, Direct, FileDisk, FileOptions, Format, ImageFile, Wait};
 pub use format::ImageFormat;
 pub use hand_over::HandOverError;
 pub use info::DiskInfo;
@@ -46,8 +46,8 @@ pub use size::parse_size;
 #[cfg(feature = "scripted")]
 #[doc(hidden)]
 pub use sys::End;
-pub use sys::unpin;
-pub use uri::{FileSpec, adopt, open, open_lasting};
+pub use sys::{fence, unpin};
+pub use uri::{FileSpec, adopt, open, open_lasting, recover};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -145,6 +145,11 @@ impl Disk for MemDisk {
         let saved = SavedMem { memory, len: mapping.len() as u64, info: self.info.clone() };
         serde_json::to_value(saved).map_err(|error| system(error.into()))
     }
+
+    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
+        // Whatever was under way has ended with the process.
+        self.hand_over(fds)
+    }
 }
 
 /// From how many bytes on a disk is taken for too large for the processor's caches, so that what is

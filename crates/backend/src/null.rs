@@ -71,6 +71,10 @@ impl Disk for NullDisk {
     fn hand_over(&self, _: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
         Ok(serde_json::Value::Null)
     }
+
+    fn keep(&self, _: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
+        Ok(serde_json::Value::Null)
+    }
 }
 
 /// One thread's way to it: nothing but what a request is checked against.

@@ -2,7 +2,7 @@
 
 use crate::disk::Disk;
 use crate::error::OpenError;
-use crate::file::{Aio, Direct, FileDisk, FileOptions, Format};
+use crate::file::{Aio, Direct, FileDisk, FileOptions, Format, Wait};
 use crate::mem::MemDisk;
 use crate::null::NullDisk;
 use crate::size::parse_size;
@@ -117,6 +117,27 @@ pub fn adopt(
             Arc::new(MemDisk::adopt(state, fds, form).map_err(refused)?)
         }
         Parsed::Null { .. } => return open(spec),
+    })
+}
+
+/// Goes on with the disk `spec` of a process that has died, and had opened it by the same
+/// specification and had this `state` of it [kept](Disk::keep). Returns when nothing of what that
+/// process had under way can reach the disk any more; `wait` is called for as long as it can.
+///
+/// # Errors
+/// [`OpenError`]: it is not that disk any more; [`OpenError::Busy`], if `wait` waits no longer.
+pub fn recover(
+    spec: &str,
+    state: &serde_json::Value,
+    fds: &mut Descriptors,
+    wait: Wait<'_>,
+) -> Result<Arc<dyn Disk>, OpenError> {
+    Ok(match parsed(spec)? {
+        Parsed::File(FileSpec { path, options }) => {
+            Arc::new(FileDisk::recover(&path, &options, state, fds, wait)?)
+        }
+        // What was under way there has ended with the process.
+        Parsed::Mem { .. } | Parsed::Null { .. } => return adopt(spec, state, fds),
     })
 }
 

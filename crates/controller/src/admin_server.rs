@@ -8,6 +8,7 @@
 
 use crate::context::Context;
 use crate::control::{Attach, Control, Data, Deferred, Orders, Outcome, Standing};
+use crate::journal::JournalPart;
 use crate::queue::admin::{AdminCompletion, AdminQueue};
 use crate::saved::SavedAdminQueue;
 use crate::stats::Stats;
@@ -38,6 +39,7 @@ pub(crate) struct AdminServer {
     /// A command that can not be begun yet. No other is fetched until then.
     held: Option<Sqe>,
     standing: Standing,
+    journal: Option<JournalPart>,
 }
 
 impl AdminServer {
@@ -60,6 +62,8 @@ impl AdminServer {
         }
         if let Some(attach) = attach {
             self.shadow = attach.shadow;
+            // Without its positions a queue is not recovered, but served.
+            self.journal = cx.shared.journal_part(0, attach.generation).unwrap_or_default();
             self.attached = Some(attach);
         }
         if let Some(Attach { queue, table: current, .. }) = &mut self.attached {
@@ -75,6 +79,9 @@ impl AdminServer {
                 queue.place_cq(current, acq);
             }
             completions.iter().for_each(|completion| queue.complete(completion));
+            if let Some(journal) = &self.journal {
+                queue.write_down(journal);
+            }
         }
         drop(latches);
     }
@@ -109,7 +116,7 @@ impl AdminServer {
             Ok(None) => {}
             Err(_) => control.lock().bad_admin_doorbell(),
         }
-        queue.post(&cx.shared);
+        queue.post(&cx.shared, |at, cids| control.lock().admin_posted(at, &cids));
         match queue.arm() {
             Ok(true) => return Next::Idle,
             Ok(false) => {}
@@ -166,7 +173,9 @@ impl AdminServer {
             Ok(dw0) => (Status::SUCCESS, dw0),
             Err(status) => (status, 0),
         };
-        queue.complete(&AdminCompletion { cid: sqe.cid, status, dw0, placed: true });
+        let completion = AdminCompletion { cid: sqe.cid, status, dw0, placed: true };
+        queue.complete(&completion);
+        control.lock().admin_ended(*generation, completion);
         true
     }
 
@@ -182,9 +191,9 @@ impl AdminServer {
     }
 
     /// Posts what is complete.
-    pub(crate) fn post(&mut self, cx: &Context) {
+    pub(crate) fn post(&mut self, control: &Mutex<Control>, cx: &Context) {
         if let Some(Attach { queue, .. }) = &mut self.attached {
-            queue.post(&cx.shared);
+            queue.post(&cx.shared, |at, cids| control.lock().admin_posted(at, &cids));
         }
     }
 

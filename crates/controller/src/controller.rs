@@ -8,6 +8,7 @@ use crate::event::Listener;
 use crate::namespace::Namespace;
 use crate::notice::{ControlHandle, ControlPlane};
 use crate::plane::ControllerInner;
+use crate::recorder::Recorder;
 use crate::route::{RelocateError, Route};
 use crate::saved::SavedController;
 use crate::shared::{ControllerShared, DOORBELL_BYTES, DSTRD, MAX_QUEUES};
@@ -211,7 +212,10 @@ impl Controller {
     /// # Errors
     /// The system's, when it has no more descriptors.
     pub fn doorbell_eventfds(&self) -> io::Result<DoorbellEventfds> {
-        self.0.control().doorbell_eventfds(&self.0.context)
+        let events = self.0.control().doorbell_eventfds(&self.0.context);
+        self.0.note_change();
+        self.0.record();
+        events
     }
 
     /// Has `worker`, which is one that [`write_doorbell`](Self::write_doorbell) named, take the
@@ -438,6 +442,35 @@ impl Controller {
         fds: &mut Descriptors,
     ) -> Result<(), RestoreError> {
         self.0.restore(saved, fds)
+    }
+
+    /// Has `recorder` keep what the controller is, from now on, in case that this process dies. To
+    /// be called before the controller is enabled, [restored](Self::restore) or
+    /// [recovered](Self::recover). What changes with every command is not recorded but lies in a
+    /// memory file, which is one of the descriptors of the record.
+    ///
+    /// # Errors
+    /// There is no memory for that file.
+    pub fn record_with(&self, recorder: Arc<dyn Recorder>) -> io::Result<()> {
+        self.0.record_with(recorder)
+    }
+
+    /// Goes on from the [record](Self::record_with) of a controller whose process has died, with
+    /// all of its threads, and of whose requests none can reach the disk or the host's memory any
+    /// more. This controller was made by [`successor`](Self::successor) and is recorded itself.
+    /// It is at rest until [`resume`](Self::resume): the new record is complete, and the old one
+    /// not needed any more.
+    ///
+    /// Commands that were under way are carried out again. How many that are.
+    ///
+    /// # Errors
+    /// [`RestoreError`]; the controller is of no use then, and has touched nothing.
+    pub fn recover(
+        &self,
+        saved: &SavedController,
+        fds: &mut Descriptors,
+    ) -> Result<usize, RestoreError> {
+        self.0.recover(saved, fds)
     }
 
     /// The counters, as of now: the workers are asked, which wakes them. Waits for their answer up

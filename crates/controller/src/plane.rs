@@ -7,9 +7,11 @@ use crate::context::Context;
 use crate::control::{Control, Deferred};
 use crate::control_thread::{RunState, TakesTurns, Turn};
 use crate::inbox::{Inbox, Notices};
+use crate::journal::RecoveredJournal;
 use crate::notice::{ControlPlane, Notice};
+use crate::recorder::Recorder;
 use crate::route::RelocateError;
-use crate::saved::SavedController;
+use crate::saved::{Recorded, SavedController, SavedJournal, SavedPart};
 use crate::stats::Stats;
 use crate::stats_query::StatsQuery;
 use crate::successor::{RestoreError, SaveError};
@@ -17,7 +19,9 @@ use parking_lot::{Mutex, MutexGuard};
 use rustix::time::{ClockId, clock_gettime};
 use shadowbell_memory::EventFd;
 use shadowbell_state::{Descriptors, FdRef};
-use std::sync::Weak;
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 /// Admin commands served in one turn, at most.
@@ -38,6 +42,11 @@ pub(crate) struct ControllerInner {
     /// carries the controller, nor by a worker: the guest's memory is touched under it.
     admin: Mutex<Admin>,
     pub(crate) stats_query: StatsQuery,
+    recorder: OnceLock<Arc<dyn Recorder>>,
+    /// Locked while a record is made: they are made one after the other. Whether something has
+    /// changed since.
+    recording: Mutex<()>,
+    changed: AtomicBool,
 }
 
 struct Admin {
@@ -55,6 +64,9 @@ impl ControllerInner {
             run_state: RunState::default(),
             admin: Mutex::new(Admin { server: AdminServer::default(), budget: Budget::new() }),
             stats_query: StatsQuery::default(),
+            recorder: OnceLock::new(),
+            recording: Mutex::default(),
+            changed: AtomicBool::new(true),
         }
     }
 
@@ -67,13 +79,109 @@ impl ControllerInner {
     pub(crate) fn with(&self, act: impl FnOnce(&mut Control, &Context) -> Deferred) {
         let mut control = self.control.lock();
         let deferred = act(&mut control, &self.context);
+        self.note_change();
         self.release(control, deferred);
+    }
+
+    /// Something has changed that has to be recorded before the host can see it.
+    pub(crate) fn note_change(&self) {
+        self.changed.store(true, Ordering::Release);
+    }
+
+    /// From now on, what the controller is is recorded. It has no queues yet.
+    pub(crate) fn record_with(&self, recorder: Arc<dyn Recorder>) -> io::Result<()> {
+        let Context { shared, config, .. } = &self.context;
+        shared.keep_journal(config.quota.requests)?;
+        let _ = self.recorder.set(recorder);
+        self.record();
+        Ok(())
+    }
+
+    /// Records what the controller is, if it is recorded and has changed. When this returns it is,
+    /// whoever has done it.
+    pub(crate) fn record(&self) {
+        let Some(recorder) = self.recorder.get() else { return };
+        let _one_after_the_other = self.recording.lock();
+        if !self.changed.swap(false, Ordering::AcqRel) {
+            return;
+        }
+        let mut fds = Descriptors::default();
+        match self.make_record(&mut fds) {
+            Ok(state) => recorder.record(&state, fds),
+            Err(error) => {
+                tracing::error!(%error, "the controller could not be recorded: should this \
+                    process die now, its guest has lost it");
+            }
+        }
+    }
+
+    fn make_record(&self, fds: &mut Descriptors) -> io::Result<SavedController> {
+        let cx = &self.context;
+        let Recorded { control, admin, parts } = self.control.lock().record(fds)?;
+        let mut counters = cx.shared.counters();
+        counters.io = cx.shared.io();
+        let journal = cx.shared.journal().map(|journal| {
+            let records = journal.records();
+            Ok::<_, io::Error>(SavedJournal { file: fds.add(journal.file()?), records })
+        });
+        Ok(SavedController {
+            shape: cx.shape(),
+            journal: journal.transpose()?,
+            doorbells: fds.add(cx.shared.doorbell_file()?),
+            control,
+            admin,
+            parts,
+            isolated: cx.route.is_diverted(),
+            pending_vectors: cx.shared.irqs.pending(),
+            counters,
+        })
+    }
+
+    /// Goes on from the record of a controller whose process is dead; at rest, at first. How many
+    /// commands were under way.
+    pub(crate) fn recover(
+        &self,
+        saved: &SavedController,
+        fds: &mut Descriptors,
+    ) -> Result<usize, RestoreError> {
+        let cx = &self.context;
+        let SavedController { control, admin, parts, .. } = saved.clone();
+        let journal = saved.journal.as_ref().ok_or(RestoreError::Invalid("there is no journal"))?;
+        let (file, records) = (fds.take(journal.file)?, journal.records);
+        let mut journal = RecoveredJournal::read(&file, records, control.generation)?;
+        let eventfds = take_eventfds(&parts, fds)?;
+        cx.shared.restore_counters(&saved.counters);
+        if saved.isolated {
+            self.relocate(|control, cx| control.isolate(cx))?;
+        }
+        let recorded = Recorded { control, admin, parts };
+        let mut deferred = Deferred::default();
+        let mut plane = self.control.lock();
+        let replays = plane.recover(cx, &recorded, eventfds, &mut journal, &mut deferred)?;
+        self.note_change();
+        self.release(plane, deferred);
+        self.announce(saved);
+        Ok(replays)
+    }
+
+    /// What a process before has announced is not known: each vector is raised once more.
+    fn announce(&self, saved: &SavedController) {
+        let cqs = saved.parts.iter().flat_map(|part| &part.cqs).filter_map(|cq| cq.vector);
+        let of_admin = saved.admin.as_ref().map(|_| 0);
+        let mut vectors: Vec<_> =
+            cqs.chain(of_admin).chain(saved.pending_vectors.iter().copied()).collect();
+        vectors.sort_unstable();
+        vectors.dedup();
+        for vector in vectors {
+            self.context.shared.irqs.trigger(vector.into());
+        }
     }
 
     /// Lets go of the lock, and does what has to be done without it.
     pub(crate) fn release(&self, control: MutexGuard<'_, Control>, deferred: Deferred) {
         let has_orders = control.has_admin_orders();
         drop(control);
+        self.record();
         self.run(deferred);
         if has_orders {
             self.schedule();
@@ -120,6 +228,7 @@ impl ControllerInner {
         for notice in errors.into_iter().chain(others) {
             self.control.lock().receive(&self.context, notice, deferred);
         }
+        self.note_change();
     }
 
     /// What has to be kept of the controller, which is at rest.
@@ -150,6 +259,7 @@ impl ControllerInner {
             isolated: cx.route.is_diverted(),
             pending_vectors: cx.shared.irqs.pending(),
             counters,
+            journal: None,
         })
     }
 
@@ -161,27 +271,11 @@ impl ControllerInner {
         fds: &mut Descriptors,
     ) -> Result<(), RestoreError> {
         let cx = &self.context;
-        let mut eventfds = Vec::with_capacity(saved.parts.len());
-        for part in &saved.parts {
-            let take = |fd: &FdRef| -> Result<EventFd, RestoreError> {
-                Ok(EventFd::from_fd(fds.take(*fd)?)?)
-            };
-            let events: Result<Vec<_>, _> = part.doorbell_eventfds.iter().map(take).collect();
-            eventfds.push(events?);
-        }
+        let eventfds = take_eventfds(&saved.parts, fds)?;
         cx.shared.restore_counters(&saved.counters);
         self.control.lock().restore(cx, saved, eventfds)?;
         self.schedule();
-        // What was announced is not known: each is announced once more.
-        let cqs = saved.parts.iter().flat_map(|part| &part.cqs).filter_map(|cq| cq.vector);
-        let of_admin = saved.admin.as_ref().map(|_| 0);
-        let mut vectors: Vec<_> =
-            cqs.chain(of_admin).chain(saved.pending_vectors.iter().copied()).collect();
-        vectors.sort_unstable();
-        vectors.dedup();
-        for vector in vectors {
-            cx.shared.irqs.trigger(vector.into());
-        }
+        self.announce(saved);
         Ok(())
     }
 
@@ -191,7 +285,8 @@ impl ControllerInner {
         let is_inline = cx.pool.control().is_inline();
         let began = Instant::now();
         server.follow_orders(control, cx, false);
-        server.post(cx);
+        self.record();
+        server.post(control, cx);
         if let Some(until) = budget.wait_until(began) {
             return Turn::At(until);
         }
@@ -206,6 +301,8 @@ impl ControllerInner {
             if served == TURN_COMMANDS || !is_inline && began.elapsed() >= TURN_TIME {
                 break Turn::Again;
             }
+            // What it posts, if there is nothing more to do, is recorded.
+            self.record();
             match server.next(control, cx) {
                 Next::Idle => break Turn::Idle,
                 Next::Look => {}
@@ -217,11 +314,13 @@ impl ControllerInner {
                         break Turn::Idle;
                     }
                     server.follow_orders(control, cx, false);
+                    self.note_change();
                 }
             }
             served += 1;
         };
-        server.post(cx);
+        self.record();
+        server.post(control, cx);
         if served != 0 && !is_inline {
             let used = processor_time().saturating_sub(processor);
             if budget.spend(used, Instant::now()) {
@@ -249,6 +348,7 @@ impl TakesTurns for ControllerInner {
         let is_quiet = admin.server.is_quiet();
         drop(admin);
         self.control.lock().advance_rest(&self.context, is_quiet, &mut deferred);
+        self.record();
         self.run(deferred);
         turn
     }
@@ -265,4 +365,19 @@ impl ControlPlane for ControllerInner {
 fn processor_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::try_from(time).unwrap_or_default()
+}
+
+/// The descriptors that stand for doorbells, by part.
+fn take_eventfds(
+    parts: &[SavedPart],
+    fds: &mut Descriptors,
+) -> Result<Vec<Vec<EventFd>>, RestoreError> {
+    let mut eventfds = Vec::with_capacity(parts.len());
+    for part in parts {
+        let take =
+            |fd: &FdRef| -> Result<EventFd, RestoreError> { Ok(EventFd::from_fd(fds.take(*fd)?)?) };
+        let events: Result<Vec<_>, _> = part.doorbell_eventfds.iter().map(take).collect();
+        eventfds.push(events?);
+    }
+    Ok(eventfds)
 }

@@ -142,6 +142,11 @@ impl Route {
         way.rest = Some(Rest { stopovers, kept: Vec::new() });
     }
 
+    /// The controller is at rest from the beginning: its queues are there.
+    pub(crate) fn begin_rest_with(&self, stopovers: Vec<Arc<Stopover>>) {
+        self.0.lock().rest = Some(Rest { stopovers, kept: Vec::new() });
+    }
+
     /// Where the queues of a controller at rest are.
     pub(crate) fn stopovers(&self) -> Vec<Arc<Stopover>> {
         self.0.lock().rest.iter().flat_map(|rest| rest.stopovers.iter().cloned()).collect()

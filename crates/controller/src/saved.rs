@@ -5,7 +5,7 @@
 
 use crate::stats::{CqStats, IoStats, SqStats};
 use serde::{Deserialize, Serialize};
-use shadowbell_state::FdRef;
+use shadowbell_state::{Bytes, FdRef};
 
 /// The state of a controller at rest ([`Controller::freeze`](crate::Controller::freeze)), to be
 /// written down and read again; its descriptors are beside it
@@ -23,6 +23,17 @@ pub struct SavedController {
     /// Vectors that were raised while they had no descriptor.
     pub(crate) pending_vectors: Vec<u16>,
     pub(crate) counters: SavedCounters,
+    /// It was written down at work: how far its queues are is in there.
+    #[serde(default)]
+    pub(crate) journal: Option<SavedJournal>,
+}
+
+/// The journal of a controller at work.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct SavedJournal {
+    pub(crate) file: FdRef,
+    /// Records of each worker.
+    pub(crate) records: usize,
 }
 
 /// What a host has seen of the configuration, which it takes to be as it was.
@@ -85,6 +96,9 @@ pub(crate) struct SavedControl {
     pub(crate) errors: SavedErrors,
     /// Submission and completion queues that the host may create.
     pub(crate) granted: (u16, u16),
+    /// A reset is under way; and whether it sets all registers back.
+    #[serde(default)]
+    pub(crate) resetting: Option<bool>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -181,6 +195,9 @@ pub(crate) struct SavedAdminQueue {
     /// A command was fetched.
     pub(crate) used: bool,
     pub(crate) lacks_cq: bool,
+    /// Submission queue entries of commands that are under way.
+    #[serde(default)]
+    pub(crate) under_way: Vec<Bytes>,
 }
 
 /// The queues that one worker has served.
@@ -201,4 +218,11 @@ pub(crate) struct SavedCounters {
     pub(crate) sq: SqStats,
     pub(crate) cq: CqStats,
     pub(crate) eventfd_doorbells: u64,
+}
+
+/// What is recorded of a control plane at work.
+pub(crate) struct Recorded {
+    pub(crate) control: SavedControl,
+    pub(crate) admin: Option<SavedAdminQueue>,
+    pub(crate) parts: Vec<SavedPart>,
 }

@@ -1,6 +1,7 @@
 //! What the control plane and the workers of one controller both touch.
 
 use crate::interrupt::{Coalescing, IrqTable};
+use crate::journal::{self, Journal, JournalPart};
 use crate::saved::SavedCounters;
 use crate::stats::{CqStats, IoCounters, IoStats, SqStats};
 use parking_lot::Mutex;
@@ -8,8 +9,8 @@ use shadowbell_memory::{Mapping, Protection, SharedBytes, SharedU32};
 use shadowbell_spec::regs::{DoorbellKind, cq_doorbell_offset, sq_doorbell_offset};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// Doorbell stride (CAP.DSTRD): doorbells are 4 bytes apart, as on every PCIe controller.
 pub(crate) const DSTRD: u8 = 0;
@@ -17,6 +18,7 @@ pub(crate) const DSTRD: u8 = 0;
 pub(crate) const DOORBELL_BYTES: u64 = 4096;
 /// Queue pairs with the admin queue's, at most.
 pub(crate) const MAX_QUEUES: usize = 65;
+const _: () = assert!(MAX_QUEUES <= journal::QUEUES);
 
 /// Counters of queues that are gone.
 #[derive(Debug, Default)]
@@ -62,6 +64,8 @@ pub(crate) struct ControllerShared {
     retired: Mutex<Retired>,
     /// It has been said that there was as much under way as may be.
     excess_reported: AtomicBool,
+    /// What has to survive this process, if anything has.
+    journal: OnceLock<Journal>,
 }
 
 /// The page of doorbells, where it is in BAR0: a client that maps it takes its place in the file to
@@ -103,7 +107,29 @@ impl ControllerShared {
             coalescing: Coalescing::default(),
             retired: Mutex::default(),
             excess_reported: AtomicBool::new(false),
+            journal: OnceLock::new(),
         })
+    }
+
+    /// From now on it is written down what has to survive this process; no queue was created yet.
+    pub(crate) fn keep_journal(&self, requests: usize) -> io::Result<()> {
+        let _ = self.journal.set(Journal::new(self.park_states.len(), requests)?);
+        Ok(())
+    }
+
+    /// What survives this process.
+    pub(crate) fn journal(&self) -> Option<&Journal> {
+        self.journal.get()
+    }
+
+    /// The part of the journal that `worker` writes, after so many resets.
+    pub(crate) fn journal_part(
+        &self,
+        worker: usize,
+        generation: u64,
+    ) -> io::Result<Option<JournalPart>> {
+        let part = self.journal.get().map(|journal| journal.part(worker, generation));
+        part.transpose()
     }
 
     /// The file of the doorbell registers, for another process.

@@ -4,7 +4,7 @@
 use crate::target::{Target, not_a_disk};
 use crate::{exit, transport};
 use anyhow::anyhow;
-use shadowbell_backend::{Disk, FileSpec, Format, ImageFormat};
+use shadowbell_backend::{Disk, FileSpec, Format, ImageFormat, Wait};
 use shadowbell_backend_nvme::{NvmeDisk, OpenError, Options};
 use shadowbell_backend_qcow2::Qcow2Disk;
 use shadowbell_state::Descriptors;
@@ -88,6 +88,20 @@ pub(crate) fn adopt(
     fds: &mut Descriptors,
 ) -> Result<Arc<dyn Disk>, DiskSpecError> {
     Ok(shadowbell_backend::adopt(spec, state, fds)?)
+}
+
+/// Goes on with the disk of a process that has died, as that had it kept; it has opened it by the
+/// same specification. `wait`s for what is still under way there.
+///
+/// # Errors
+/// [`DiskSpecError`].
+pub(crate) fn recover(
+    spec: &str,
+    state: &serde_json::Value,
+    fds: &mut Descriptors,
+    wait: Wait<'_>,
+) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    Ok(shadowbell_backend::recover(spec, state, fds, wait)?)
 }
 
 /// How a disk of this process alone is opened.

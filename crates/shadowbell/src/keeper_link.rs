@@ -19,16 +19,20 @@ pub(crate) const AS_WORKER: &str = "--as-worker";
 pub(crate) const START: &str = "start";
 /// Its value for the one that takes over from another.
 pub(crate) const SUCCESSOR: &str = "successor";
+/// Its value for the one that goes on for another that has died.
+pub(crate) const RECOVER: &str = "recover";
 
-/// The longest packet: a letter and a path, or a sentence.
-const MOST: usize = 8192;
+/// The longest packet: a letter and a path, a sentence, or items.
+pub(crate) const MOST: usize = 16384;
+/// The most descriptors that Linux takes in a packet (`SCM_MAX_FD`).
+pub(crate) const MOST_FDS: usize = 253;
 
 /// What the other end says.
 #[derive(Debug)]
 pub(crate) struct Packet {
     pub(crate) letter: u8,
     pub(crate) body: Vec<u8>,
-    pub(crate) fd: Option<OwnedFd>,
+    pub(crate) fds: Vec<OwnedFd>,
 }
 
 impl Packet {
@@ -39,6 +43,11 @@ impl Packet {
 
     pub(crate) fn path(self) -> PathBuf {
         std::ffi::OsString::from_vec(self.body).into()
+    }
+
+    /// The one descriptor of a packet that has one.
+    pub(crate) fn fd(mut self) -> Option<OwnedFd> {
+        self.fds.pop()
     }
 }
 
@@ -53,6 +62,8 @@ pub(crate) mod to_worker {
     pub(crate) const HAND_OVER: u8 = b'H';
     /// Take over from whoever is at the other end of the descriptor.
     pub(crate) const TAKE_OVER: u8 = b'T';
+    /// What the worker before has left: [items](crate::items), in one transaction.
+    pub(crate) const ITEMS: u8 = b'I';
 }
 
 /// From a worker to its keeper.
@@ -69,6 +80,10 @@ pub(crate) mod to_keeper {
     pub(crate) const HANDED_OVER: u8 = b'C';
     /// It can not go on: why.
     pub(crate) const FAILED: u8 = b'X';
+    /// A change of what is kept for the time after its death: [items](crate::items).
+    pub(crate) const ITEMS: u8 = b'I';
+    /// It goes on for the one before, and what is kept for itself counts from now on.
+    pub(crate) const TAKEN: u8 = b'A';
 }
 
 /// From who asks a keeper.
@@ -110,15 +125,30 @@ pub(crate) fn send(
 ) -> io::Result<()> {
     let body = body.as_ref().as_bytes();
     let body = body.get(..MOST - 1).unwrap_or(body);
+    send_bytes(socket, letter, body, fd.as_slice(), false)
+}
+
+/// Says something that is no text, with up to [`MOST_FDS`] descriptors. Waits unless `now`.
+///
+/// # Errors
+/// The system's: [`io::ErrorKind::WouldBlock`] if there is no room `now`, or not in time.
+pub(crate) fn send_bytes(
+    socket: impl AsFd,
+    letter: u8,
+    body: &[u8],
+    fds: &[BorrowedFd<'_>],
+    now: bool,
+) -> io::Result<()> {
     let letter = [letter];
     let bytes = [IoSlice::new(&letter), IoSlice::new(body)];
-    let fds: Vec<_> = fd.into_iter().collect();
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&fds)) {
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
         return Err(io::ErrorKind::InvalidInput.into());
     }
-    rustix::io::retry_on_intr(|| sendmsg(&socket, &bytes, &mut control, SendFlags::NOSIGNAL))?;
+    let mut flags = SendFlags::NOSIGNAL;
+    flags.set(SendFlags::DONTWAIT, now);
+    rustix::io::retry_on_intr(|| sendmsg(&socket, &bytes, &mut control, flags))?;
     Ok(())
 }
 
@@ -128,7 +158,7 @@ pub(crate) fn send(
 /// The system's: [`io::ErrorKind::WouldBlock`] if there is nothing `now`.
 pub(crate) fn receive(socket: impl AsFd, now: bool) -> io::Result<Option<Packet>> {
     let mut bytes = vec![0; MOST];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut flags = RecvFlags::CMSG_CLOEXEC;
     flags.set(RecvFlags::DONTWAIT, now);
@@ -141,15 +171,15 @@ pub(crate) fn receive(socket: impl AsFd, now: bool) -> io::Result<Option<Packet>
             Err(errno) => return Err(errno.into()),
         }
     };
-    let mut fd = None;
+    let mut fds = Vec::new();
     for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(fds) = message {
-            fd = fds.last();
+        if let RecvAncillaryMessage::ScmRights(some) = message {
+            fds.extend(some);
         }
     }
     bytes.truncate(received.bytes);
     let Some(letter) = bytes.first().copied() else { return Ok(None) };
-    Ok(Some(Packet { letter, body: bytes.split_off(1), fd }))
+    Ok(Some(Packet { letter, body: bytes.split_off(1), fds }))
 }
 
 /// Whether it is our own user, or root, at the other end.
@@ -190,10 +220,10 @@ mod tests {
         let packet = receive(&theirs, false).unwrap().unwrap();
         assert_eq!((packet.letter, parse_versions(&packet.text())), (b'H', Some(1..=3)));
         drop((read, write));
-        assert_eq!(rustix::io::read(packet.fd.unwrap(), &mut [0; 1]), Ok(0), "it is the pipe");
+        assert_eq!(rustix::io::read(packet.fd().unwrap(), &mut [0; 1]), Ok(0), "it is the pipe");
         let packet = receive(&theirs, false).unwrap().unwrap();
         assert_eq!((packet.letter, packet.body.len()), (b'X', MOST - 1));
-        assert!(packet.fd.is_none() && parse_versions(&packet.text()).is_none());
+        assert!(packet.fds.is_empty() && parse_versions(&packet.text()).is_none());
         // Its last words are heard, though it has not read all that was said to it.
         send(&theirs, to_worker::END, "", None).unwrap();
         send(&ours, to_keeper::FAILED, "why", None).unwrap();

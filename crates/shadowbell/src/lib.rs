@@ -33,6 +33,7 @@
 //! | `transport` | the way to a controller outside of this process |
 //! | `target` | TARGETs: namespaces as people write them |
 //! | `keeper` | the process that keeps a `serve` going: `serve --keeper` |
+//! | `items` | what a keeper holds for its worker, and how it travels |
 //! | `keeper_link` | what keepers, workers and `upgrade` say to each other |
 //! | `notify` | what a service manager is told |
 //! | `live_stats` | what a server and `top` say to each other |
@@ -61,6 +62,7 @@ mod disk_spec;
 mod exit;
 mod export;
 mod inspect;
+mod items;
 mod keeper;
 mod keeper_link;
 mod latency;

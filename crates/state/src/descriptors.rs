@@ -41,11 +41,20 @@ impl Descriptors {
         self.0.is_empty()
     }
 
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &OwnedFd> {
+    /// Those that were not taken, in the order in which they were added.
+    pub fn iter(&self) -> impl Iterator<Item = &OwnedFd> {
         self.0.iter().flatten()
     }
 
-    pub(crate) fn of(fds: Vec<OwnedFd>) -> Self {
+    /// Those that were not taken. If none was, [`Descriptors::from`] makes the same of them again.
+    #[must_use]
+    pub fn into_fds(self) -> Vec<OwnedFd> {
+        self.0.into_iter().flatten().collect()
+    }
+}
+
+impl From<Vec<OwnedFd>> for Descriptors {
+    fn from(fds: Vec<OwnedFd>) -> Self {
         Self(fds.into_iter().map(Some).collect())
     }
 }

@@ -137,7 +137,7 @@ impl Parcel {
         receive_bytes(socket, &mut body)?;
         let sections: Vec<Section> = serde_json::from_slice(&body)
             .map_err(|source| StateError::Section { name: "list".into(), source })?;
-        let mut parcel = Self { sections: BTreeMap::new(), descriptors: Descriptors::of(fds) };
+        let mut parcel = Self { sections: BTreeMap::new(), descriptors: Descriptors::from(fds) };
         for section in sections {
             parcel.put(section)?;
         }

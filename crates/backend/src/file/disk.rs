@@ -1,5 +1,7 @@
 //! A file as a disk.
 
+use super::image::Wait;
+use super::kept;
 use super::open::open;
 use super::options::FileOptions;
 use super::queue::FileQueue;
@@ -64,6 +66,19 @@ impl FileDisk {
         Ok(Self { shared: Arc::new(shared), path: path.to_owned() })
     }
 
+    /// The disk of a process that has died, as that had it [kept](Disk::keep), by the same path and
+    /// options. `wait`s for what that process has under way.
+    pub(crate) fn recover(
+        path: &Path,
+        options: &FileOptions,
+        state: &serde_json::Value,
+        fds: &mut Descriptors,
+        wait: Wait<'_>,
+    ) -> Result<Self, OpenError> {
+        let shared = kept::recover(path, options, state, fds, wait)?;
+        Ok(Self { shared: Arc::new(shared), path: path.to_owned() })
+    }
+
     /// Whether the page cache is bypassed.
     #[must_use]
     pub fn is_direct(&self) -> bool {
@@ -95,6 +110,15 @@ impl Disk for FileDisk {
     fn hand_over(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
         saved::save(&self.shared, fds)
             .map_err(|source| HandOverError::System { disk: self.name(), source })
+    }
+
+    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
+        kept::keep(&self.shared, fds)
+            .map_err(|source| HandOverError::System { disk: self.name(), source })
+    }
+
+    fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
+        self.shared.flusher.on_loss(changed);
     }
 
     fn share_lock(&self, shared: bool) {

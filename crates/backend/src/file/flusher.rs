@@ -15,8 +15,8 @@ use parking_lot::{Condvar, Mutex};
 use shadowbell_memory::AbortOnPanic;
 use std::fs::File;
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// How long the thread stays without work.
@@ -29,6 +29,8 @@ pub(super) struct Flusher {
     forgets: bool,
     /// The error number of the first sync that has lost data, or 0.
     lost: AtomicI32,
+    /// Who is to know of that before those whose data it were.
+    on_loss: OnceLock<OnLoss>,
     work: Mutex<Work>,
     came: Condvar,
     /// The thread has gone.
@@ -37,6 +39,8 @@ pub(super) struct Flusher {
     #[cfg(any(test, feature = "scripted"))]
     pub(super) answer: Mutex<Option<Box<dyn FnMut() -> i32 + Send>>>,
 }
+
+struct OnLoss(Box<dyn Fn() + Send + Sync>);
 
 #[derive(Default)]
 struct Work {
@@ -93,6 +97,7 @@ impl Flusher {
             file,
             forgets,
             lost: AtomicI32::new(lost),
+            on_loss: OnceLock::new(),
             work: Mutex::default(),
             came: Condvar::new(),
             gone: Condvar::new(),
@@ -104,6 +109,17 @@ impl Flusher {
     /// The error number of the first sync that has lost data, or 0.
     pub(super) fn lost(&self) -> i32 {
         self.lost.load(Ordering::Acquire)
+    }
+
+    /// Another process has lost data with this error number, or none if it is 0.
+    pub(super) fn set_lost(&self, lost: i32) {
+        self.lost.store(lost, Ordering::Release);
+    }
+
+    /// Has this called when data were lost.
+    pub(super) fn on_loss(&self, call: Box<dyn Fn() + Send + Sync>) {
+        // There is one.
+        let _ = self.on_loss.set(OnLoss(call));
     }
 
     /// A sync that begins after this, for `asker`.
@@ -213,6 +229,9 @@ impl Flusher {
         let passing = matches!(-result, 0 | libc::EINTR | libc::EAGAIN);
         if self.forgets && !passing && self.lost() == 0 {
             self.lost.store(-result, Ordering::Release);
+            if let Some(OnLoss(call)) = self.on_loss.get() {
+                call();
+            }
         }
         match self.lost() {
             0 => result,

@@ -41,14 +41,26 @@ impl ImageFile {
     /// # Errors
     /// [`OpenError`], in a sentence that says what is wrong with the file and what to do.
     pub fn open(path: &Path, read_only: bool) -> Result<Self, OpenError> {
+        Self::open_at(path, path, read_only, Patience::Short)
+    }
+
+    /// Opens what is called `path` to a person, and is at `at`.
+    pub(super) fn open_at(
+        path: &Path,
+        at: &Path,
+        read_only: bool,
+        patience: Patience<'_>,
+    ) -> Result<Self, OpenError> {
         let name = || path.display().to_string();
         let system = |what| move |source| OpenError::System { path: name(), what, source };
-        let metadata = look_at(path)?;
+        let metadata = look_at(path, at)?;
         let is_block = metadata.file_type().is_block_device();
         // The system opens a write-protected device for writing, and refuses the writes.
         let protected = is_block && attribute(&metadata, "ro").is_some_and(|ro| ro != "0");
-        let (mut file, read_only) = open_file(path, is_block, read_only || protected)?;
-        let locked = retry_while(io::ErrorKind::WouldBlock, || sys::lock_image(&file, !read_only));
+        let (mut file, read_only) =
+            open_file(path, at, is_block, read_only || protected, patience)?;
+        let lock = || sys::lock_image(&file, !read_only);
+        let locked = retry_while(io::ErrorKind::WouldBlock, patience, lock);
         locked.map_err(|source| match source.kind() {
             io::ErrorKind::WouldBlock => OpenError::Busy {
                 path: name(),
@@ -165,9 +177,9 @@ impl Drop for ImageFile {
 
 /// What is known of the block device or regular file at `path`; an error if it is neither. Asked
 /// before it is opened, since opening a pipe or a terminal may block or do things.
-fn look_at(path: &Path) -> Result<Metadata, OpenError> {
+fn look_at(path: &Path, at: &Path) -> Result<Metadata, OpenError> {
     let name = || path.display().to_string();
-    let metadata = std::fs::metadata(path).map_err(|source| refused(name(), source))?;
+    let metadata = std::fs::metadata(at).map_err(|source| refused(name(), source))?;
     let kind = metadata.file_type();
     let what = if kind.is_file() || kind.is_block_device() {
         return Ok(metadata);
@@ -194,7 +206,13 @@ fn refused(path: String, source: io::Error) -> OpenError {
 }
 
 /// Opens the file for writing too if that is wanted and possible; whether it is read-only.
-fn open_file(path: &Path, is_block: bool, read_only: bool) -> Result<(File, bool), OpenError> {
+fn open_file(
+    path: &Path,
+    at: &Path,
+    is_block: bool,
+    read_only: bool,
+    patience: Patience<'_>,
+) -> Result<(File, bool), OpenError> {
     let name = || path.display().to_string();
     let mut how = OpenOptions::new();
     how.read(true);
@@ -205,7 +223,7 @@ fn open_file(path: &Path, is_block: bool, read_only: bool) -> Result<(File, bool
             // Not while a file system on it is mounted, or it is part of a RAID.
             how.custom_flags(libc::O_EXCL);
         }
-        match retry_while(io::ErrorKind::ResourceBusy, || how.open(path)) {
+        match retry_while(io::ErrorKind::ResourceBusy, patience, || how.open(at)) {
             Ok(file) => return Ok((file, false)),
             Err(e) => match e.raw_os_error() {
                 Some(libc::EACCES | libc::EPERM | libc::EROFS) => {}
@@ -228,21 +246,37 @@ fn open_file(path: &Path, is_block: bool, read_only: bool) -> Result<(File, bool
             },
         }
     }
-    how.open(path).map(|file| (file, true)).map_err(|e| refused(name(), e))
+    how.open(at).map(|file| (file, true)).map_err(|e| refused(name(), e))
 }
+
+/// What to do while another process has the file.
+#[derive(Clone, Copy)]
+pub(super) enum Patience<'a> {
+    /// Wait for [`LOCK_TIMEOUT`].
+    Short,
+    /// Wait for as long as the caller does.
+    AsLongAs(Wait<'a>),
+}
+
+/// Waits a moment, again and again while a process that is dead has something under way at a disk.
+/// False: it is not to be waited for any longer.
+pub type Wait<'a> = &'a dyn Fn() -> bool;
 
 /// What `attempt` comes to, repeated for a while if it fails with `passing`.
 fn retry_while<T>(
     passing: io::ErrorKind,
+    patience: Patience<'_>,
     mut attempt: impl FnMut() -> io::Result<T>,
 ) -> io::Result<T> {
     let since = Instant::now();
     loop {
-        match attempt() {
-            Err(e) if e.kind() == passing && since.elapsed() < LOCK_TIMEOUT => {
+        let outcome = attempt();
+        match (&outcome, patience) {
+            (Err(e), Patience::Short) if e.kind() == passing && since.elapsed() < LOCK_TIMEOUT => {
                 std::thread::sleep(Duration::from_millis(10));
             }
-            outcome => return outcome,
+            (Err(e), Patience::AsLongAs(wait)) if e.kind() == passing && wait() => {}
+            _ => return outcome,
         }
     }
 }

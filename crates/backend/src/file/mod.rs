@@ -41,6 +41,7 @@
 mod disk;
 mod flusher;
 mod image;
+mod kept;
 mod open;
 mod options;
 mod queue;
@@ -53,7 +54,7 @@ mod task;
 mod tests;
 
 pub use disk::FileDisk;
-pub use image::ImageFile;
+pub use image::{ImageFile, Wait};
 pub use options::{Aio, Direct, FileOptions, Format};
 #[cfg(feature = "scripted")]
 pub use script::Script;

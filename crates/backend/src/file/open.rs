@@ -33,6 +33,16 @@ pub(super) fn open(path: &Path, options: &FileOptions) -> Result<FileShared, Ope
     if let Some(format) = format {
         return Err(OpenError::Format { path: name(), format });
     }
+    take(image, path, options)
+}
+
+/// The disk that is the bytes of the image.
+pub(super) fn take(
+    image: ImageFile,
+    path: &Path,
+    options: &FileOptions,
+) -> Result<FileShared, OpenError> {
+    let name = || path.display().to_string();
     let (is_block, read_only, size) = (image.is_block, image.read_only, image.size);
     let block_size = image.block_size(options.block_size)?;
 

@@ -2,12 +2,14 @@
 //! and the lock on an image.
 
 mod call;
+mod fence;
 mod lock;
 mod ring;
 mod threads;
 mod uring;
 mod waker;
 
+pub use fence::fence;
 pub(crate) use lock::{lock_image, unlock_image};
 pub(crate) use ring::{Call, EngineKind, Key, Memory, Ring};
 #[cfg(feature = "scripted")]

@@ -1,6 +1,7 @@
 //! Calls through io_uring.
 
 use super::call::{Kind, NO_SLOT, Prepared, Stuck};
+use super::fence::kept_by_rings;
 use super::waker::Alarm;
 use io_uring::squeue::Entry;
 use io_uring::{EnterFlags, IoUring, opcode, types};
@@ -36,7 +37,13 @@ impl Uring {
     /// completions.
     pub(super) fn new(file: Arc<File>, completions: u32) -> io::Result<Self> {
         let uring = build(SUBMISSIONS, completions)?;
-        let registered = uring.submitter().register_files(&[file.as_raw_fd()]).is_ok();
+        // The ring has the file first, and what it keeps until it has gone.
+        let fence = kept_by_rings();
+        let files: Vec<_> = [file.as_raw_fd()].into_iter().chain(fence).collect();
+        let registered = match uring.submitter().register_files(&files) {
+            Err(error) if fence.is_some() => return Err(error),
+            outcome => outcome.is_ok(),
+        };
         let alarm = Alarm::new()?;
         let wakes = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         for fd in [uring.as_fd(), alarm.fd()] {

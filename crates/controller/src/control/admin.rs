@@ -1,6 +1,7 @@
 //! What is answered through the admin queue: completions, events, the error log. The queue itself
 //! belongs to whoever serves it (`admin_server`), who gets its orders from here.
 
+use super::admin_progress::AdminProgress;
 use crate::admin::events::{AsyncEvents, Completion};
 use crate::admin::logs::{ErrorLog, ErrorRecord};
 use crate::latch::Latch;
@@ -94,6 +95,7 @@ pub(super) struct AdminPort {
     /// A command was fetched.
     used: bool,
     orders: Orders,
+    pub(super) progress: AdminProgress,
     pub(super) errors: ErrorLog,
     pub(super) events: AsyncEvents,
 }
@@ -102,6 +104,7 @@ impl AdminPort {
     /// The controller is enabled.
     pub(super) fn open(&mut self, attach: Attach) {
         (self.open, self.used) = (true, false);
+        self.progress = AdminProgress::default();
         self.orders.attach = Some(attach);
     }
 
@@ -173,6 +176,7 @@ impl AdminPort {
 
     fn push(&mut self, completion: AdminCompletion) {
         if self.open {
+            self.progress.end(completion);
             self.orders.completions.push(completion);
         }
     }

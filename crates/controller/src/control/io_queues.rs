@@ -6,24 +6,27 @@ use super::memory::HostMemory;
 use super::registers::Registers;
 use crate::context::Context;
 use crate::event::Event;
+use crate::journal::RecoveredJournal;
 use crate::latch::Latch;
 use crate::notice::{Notice, Operation};
 use crate::queue::QueueLayout;
-use crate::saved::SavedPart;
+use crate::saved::{SavedCq, SavedDoorbell, SavedPart, SavedSq, SavedTruth};
 use crate::shared::DSTRD;
 use crate::successor::RestoreError;
 use crate::trace::{COMPLETION_QUEUE, Kind};
 use crate::worker::message::{Message, QueueContext};
 use crate::worker::queue_override::QueueOverride;
-use crate::worker::relocation::{Relocated, Restoring};
+use crate::worker::relocation::{Relocated, Restoring, Stopover};
 use shadowbell_doorbell::RingSize;
 use shadowbell_memory::{EventFd, Ring};
 use shadowbell_spec::admin::{CreateIoCq, CreateIoSq, DeleteIoQueue};
 use shadowbell_spec::regs::{DoorbellKind, cq_doorbell_offset, sq_doorbell_offset};
 use shadowbell_spec::status::Status;
 use shadowbell_spec::{Cqe, Sqe};
+use shadowbell_state::Descriptors;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
 /// Which descriptors stand for which doorbells.
@@ -67,6 +70,20 @@ struct CqRecord {
     state: QueueState,
 }
 
+impl SqRecord {
+    /// Whether the host has been told that it exists, and not that it does not any more.
+    fn exists(&self) -> bool {
+        self.state != QueueState::Creating
+    }
+}
+
+impl CqRecord {
+    /// As [`SqRecord::exists`].
+    fn exists(&self) -> bool {
+        self.state != QueueState::Creating
+    }
+}
+
 /// What creating a queue depends on beside the command.
 pub(super) struct QueueEnvironment<'a> {
     pub(super) registers: &'a Registers,
@@ -90,6 +107,7 @@ impl QueueEnvironment<'_> {
             page_size: self.registers.page_size(),
             max_transfer: 4096usize << cx.config.mdts,
             quota: cx.config.quota,
+            generation: self.generation,
             shadow: self.memory.shadow,
             overriding,
         })
@@ -145,6 +163,43 @@ impl IoQueues {
         self.granted
     }
 
+    /// What there is, for the record of a controller at work. How far the queues are is in the
+    /// journal.
+    ///
+    /// # Errors
+    /// The system's, when it has no more descriptors.
+    pub(super) fn record(&self, fds: &mut Descriptors) -> io::Result<Vec<SavedPart>> {
+        let head = SavedDoorbell { last: 0, truth: SavedTruth::Register, snapshot: None };
+        let place = |layout: &QueueLayout| (layout.qid, layout.iova, layout.size.entries());
+        let mut parts = Vec::with_capacity(self.workers.len());
+        for worker in self.workers() {
+            let cqs = self.cqs.values().filter(|cq| cq.worker == worker && cq.exists());
+            let sqs = self.sqs.values().filter(|sq| sq.worker == worker && sq.exists());
+            let mut doorbell_eventfds = Vec::new();
+            if let Some(event) = self.doorbell_eventfds.get(&worker) {
+                doorbell_eventfds.push(fds.add(event.as_fd().try_clone_to_owned()?));
+            }
+            parts.push(SavedPart {
+                worker,
+                sqs: sqs
+                    .map(|sq| {
+                        let (qid, iova, entries) = place(&sq.layout);
+                        SavedSq { qid, iova, entries, cqid: sq.cqid, head: 0, tail: head }
+                    })
+                    .collect(),
+                cqs: cqs
+                    .map(|cq| {
+                        let ((qid, iova, entries), vector) = (place(&cq.layout), cq.vector);
+                        let (tail, phase, staged) = (0, true, Vec::new());
+                        SavedCq { qid, iova, entries, vector, tail, phase, head, staged }
+                    })
+                    .collect(),
+                doorbell_eventfds,
+            });
+        }
+        Ok(parts)
+    }
+
     /// Goes on with queues that were served elsewhere.
     ///
     /// # Errors
@@ -157,41 +212,91 @@ impl IoQueues {
         eventfds: Vec<Vec<EventFd>>,
         restoring: &Restoring<'_>,
     ) -> Result<(), RestoreError> {
-        let invalid = || RestoreError::Invalid("an I/O queue");
-        let state = QueueState::Live;
         self.granted = granted;
         let mut arriving = Vec::with_capacity(parts.len());
         for (part, eventfds) in parts.iter().zip(eventfds) {
-            let worker = Some(part.worker).filter(|worker| *worker < cx.pool.len());
-            let worker = worker.unwrap_or_else(|| cx.pool.least_loaded());
-            self.workers.insert(worker);
-            if let Some(event) = eventfds.first() {
-                self.doorbell_eventfds.insert(worker, event.try_clone()?);
-            }
-            for cq in &part.cqs {
-                let layout = QueueLayout::restore(cq.qid, cq.iova, cq.entries);
-                let layout = layout.filter(|layout| layout.qid != 0).ok_or_else(invalid)?;
-                let vector = cq.vector;
-                let record = CqRecord { layout, vector, worker, state };
-                if self.cqs.insert(cq.qid, record).is_some() {
-                    return Err(invalid());
-                }
-            }
-            for sq in &part.sqs {
-                let layout = QueueLayout::restore(sq.qid, sq.iova, sq.entries);
-                let layout = layout.filter(|layout| layout.qid != 0).ok_or_else(invalid)?;
-                let cqid = sq.cqid;
-                let record = SqRecord { layout, cqid, worker, state };
-                if self.sqs.insert(sq.qid, record).is_some() {
-                    return Err(invalid());
-                }
-            }
+            let worker = self.adopt(cx, part, &eventfds)?;
             let latch = cx.latch(Notice::Relocated { from: worker });
-            let queues =
-                Relocated::restore(part, eventfds, restoring, latch).ok_or_else(invalid)?;
-            arriving.push((worker, queues));
+            let queues = Relocated::restore(part, eventfds, restoring, latch);
+            arriving.push((worker, queues.ok_or(RestoreError::Invalid("an I/O queue"))?));
         }
         // All of them can be: from here on they are served.
+        self.own(cx);
+        for (worker, queues) in arriving {
+            cx.send(worker, Message::Arrive(Box::new(queues)));
+        }
+        Ok(())
+    }
+
+    /// Goes on with queues of a process that is dead, when the controller's rest ends. How many
+    /// commands were under way.
+    ///
+    /// # Errors
+    /// A queue that can not be.
+    pub(super) fn recover(
+        &mut self,
+        cx: &Context,
+        granted: (u16, u16),
+        parts: &[SavedPart],
+        eventfds: Vec<Vec<EventFd>>,
+        restoring: &Restoring<'_>,
+        journal: &mut RecoveredJournal,
+    ) -> Result<usize, RestoreError> {
+        self.granted = granted;
+        let (mut stopovers, mut replays) = (Vec::with_capacity(parts.len()), 0);
+        for (part, eventfds) in parts.iter().zip(eventfds) {
+            let worker = self.adopt(cx, part, &eventfds)?;
+            let serving = cx.route.resolve(worker);
+            let queues = Relocated::recover(part, eventfds, restoring, journal, serving)?;
+            let queues = queues.ok_or(RestoreError::Invalid("an I/O queue"))?;
+            replays += queues.replays();
+            let home = cx.pool.destination(serving);
+            let home = home.ok_or(RestoreError::Invalid("a worker"))?;
+            stopovers.push(Stopover::with_queues(home, queues));
+        }
+        self.own(cx);
+        cx.route.begin_rest_with(stopovers);
+        Ok(replays)
+    }
+
+    /// Takes note of queues that were served elsewhere: the worker that they are placed at.
+    fn adopt(
+        &mut self,
+        cx: &Context,
+        part: &SavedPart,
+        eventfds: &[EventFd],
+    ) -> Result<usize, RestoreError> {
+        let invalid = || RestoreError::Invalid("an I/O queue");
+        let state = QueueState::Live;
+        let worker = Some(part.worker).filter(|worker| *worker < cx.pool.len());
+        let worker = worker.unwrap_or_else(|| cx.pool.least_loaded());
+        self.workers.insert(worker);
+        if let Some(event) = eventfds.first() {
+            self.doorbell_eventfds.insert(worker, event.try_clone()?);
+        }
+        for cq in &part.cqs {
+            let layout = QueueLayout::restore(cq.qid, cq.iova, cq.entries);
+            let layout = layout.filter(|layout| layout.qid != 0).ok_or_else(invalid)?;
+            let vector = cq.vector;
+            let record = CqRecord { layout, vector, worker, state };
+            if self.cqs.insert(cq.qid, record).is_some() {
+                return Err(invalid());
+            }
+        }
+        for sq in &part.sqs {
+            let layout = QueueLayout::restore(sq.qid, sq.iova, sq.entries);
+            let layout = layout.filter(|layout| layout.qid != 0).ok_or_else(invalid)?;
+            let cqid = sq.cqid;
+            let record = SqRecord { layout, cqid, worker, state };
+            if self.sqs.insert(sq.qid, record).is_some() {
+                return Err(invalid());
+            }
+        }
+        Ok(worker)
+    }
+
+    /// Doorbells of all queues go to their workers.
+    fn own(&self, cx: &Context) {
         for (qid, cq) in &self.cqs {
             cx.pool.place_at(cq.worker);
             cx.shared.set_owner(*qid, DoorbellKind::Cq, Some(cx.route.resolve(cq.worker)));
@@ -199,10 +304,6 @@ impl IoQueues {
         for (qid, sq) in &self.sqs {
             cx.shared.set_owner(*qid, DoorbellKind::Sq, Some(cx.route.resolve(sq.worker)));
         }
-        for (worker, queues) in arriving {
-            cx.send(worker, Message::Arrive(Box::new(queues)));
-        }
-        Ok(())
     }
 
     /// Feature 07h, Number of Queues, was set.

@@ -7,11 +7,13 @@
 //! left to whoever serves the admin queue (`admin_server`), who gets [`Orders`].
 
 mod admin;
+mod admin_progress;
 mod commands;
 pub(crate) mod control_override;
 mod deferred;
 mod io_queues;
 mod memory;
+mod recover;
 mod registers;
 mod reset;
 mod rest;
@@ -29,7 +31,7 @@ use crate::event::Event;
 use crate::inbox::MissedErrors;
 use crate::latch::Latch;
 use crate::notice::{Notice, Operation};
-use crate::queue::admin::AdminQueue;
+use crate::queue::admin::{AdminCompletion, AdminQueue};
 use crate::route::RelocateError;
 use crate::trace::Kind;
 use crate::worker::message::Message;
@@ -714,10 +716,26 @@ impl Control {
         }
         let (commands, mut env) = self.split(cx, deferred);
         let executed = commands.execute(&mut env, sqe, data);
+        if !matches!(executed, Ok(Outcome::NotYet)) {
+            let entries = u32::from(self.registers.aqa.asqs()) + 1;
+            self.port.progress.begin(sqe, entries, !matches!(executed, Ok(Outcome::Unplaced)));
+        }
         if let Err(status) = &executed {
             self.admin_failed(sqe, *status);
         }
         Some(executed)
+    }
+
+    /// Whoever serves the admin queue has completed a command.
+    pub(crate) fn admin_ended(&mut self, generation: u64, completion: AdminCompletion) {
+        if generation == self.lifecycle.generation {
+            self.port.progress.end(completion);
+        }
+    }
+
+    /// The completions of these admin commands are posted, and the completion queue is there.
+    pub(crate) fn admin_posted(&mut self, at: (u16, bool), cids: &[u16]) {
+        self.port.progress.posted(at, cids);
     }
 
     /// The data of an admin command could not be given to the host.

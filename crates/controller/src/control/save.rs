@@ -2,6 +2,8 @@
 
 use super::Control;
 use super::admin::Attach;
+use super::memory::HostMemory;
+use super::registers::Registers;
 use super::reset::{Lifecycle, Phase};
 use super::rest::Step;
 use crate::admin::events::AsyncEvents;
@@ -29,10 +31,15 @@ impl Control {
         if self.overriding.is_some() {
             return Err(SaveError::Overridden);
         }
+        Ok((self.describe(), self.port.is_used()))
+    }
+
+    /// The control plane as it is.
+    pub(super) fn describe(&self) -> SavedControl {
         let Lifecycle { phase, generation, power_cycles, unsafe_shutdowns, since, .. } =
             self.lifecycle;
         let (features, changed) = self.commands.save();
-        let saved = SavedControl {
+        SavedControl {
             registers: self.registers.save(),
             enabled: phase == Phase::Ready,
             generation,
@@ -45,8 +52,8 @@ impl Control {
             events: self.port.events.save(),
             errors: self.port.errors.save(),
             granted: self.queues.granted(),
-        };
-        Ok((saved, self.port.is_used()))
+            resetting: (phase == Phase::Resetting).then_some(self.lifecycle.full_reset),
+        }
     }
 
     /// Goes on from the state of another control plane. The host's memory is mapped already.
@@ -61,6 +68,24 @@ impl Control {
         eventfds: Vec<Vec<EventFd>>,
     ) -> Result<(), RestoreError> {
         let SavedController { control, admin, parts, .. } = saved;
+        self.adopt(cx, control)?;
+        if control.enabled {
+            let admin = admin.as_ref().ok_or(RestoreError::Invalid("there is no admin queue"))?;
+            self.restore_admin(cx, admin)?;
+        }
+        if saved.isolated && !cx.route.is_diverted() {
+            self.isolate(cx)?;
+        }
+        let restoring = restoring(cx, &self.registers, &self.memory, control.generation);
+        self.queues.restore(cx, control.granted, parts, eventfds, &restoring)
+    }
+
+    /// Takes over all that is no queue.
+    pub(super) fn adopt(
+        &mut self,
+        cx: &Context,
+        control: &SavedControl,
+    ) -> Result<(), RestoreError> {
         if self.lifecycle.generation != 0 || self.lifecycle.phase != Phase::Disabled {
             return Err(RestoreError::Invalid("the controller is in use already"));
         }
@@ -82,22 +107,7 @@ impl Control {
             cx.shared.coalescing.disable(*vector, true);
         }
         cx.shared.set_write_through(!control.features.write_cache);
-        if control.enabled {
-            let admin = admin.as_ref().ok_or(RestoreError::Invalid("there is no admin queue"))?;
-            self.restore_admin(cx, admin)?;
-        }
-        if saved.isolated && !cx.route.is_diverted() {
-            self.isolate(cx)?;
-        }
-        let restoring = Restoring {
-            shared: &cx.shared,
-            control: &cx.control,
-            opening: self.opening(cx),
-            table: self.memory.table(),
-            shadow: self.memory.shadow,
-            limit: cx.pool.hold_limit(),
-        };
-        self.queues.restore(cx, control.granted, parts, eventfds, &restoring)
+        Ok(())
     }
 
     fn restore_admin(&mut self, cx: &Context, saved: &SavedAdminQueue) -> Result<(), RestoreError> {
@@ -109,14 +119,28 @@ impl Control {
         self.poll_admin_doorbells(cx);
         Ok(())
     }
+}
 
-    /// What the namespaces are opened from, on a worker.
-    fn opening(&self, cx: &Context) -> Opening {
-        Opening {
-            namespaces: Arc::clone(&cx.namespaces),
-            page_size: self.registers.page_size(),
-            max_transfer: 4096usize << cx.config.mdts,
-            quota: cx.config.quota,
-        }
+/// What queues need that were served elsewhere.
+pub(super) fn restoring<'a>(
+    cx: &'a Context,
+    registers: &Registers,
+    memory: &'a HostMemory,
+    generation: u64,
+) -> Restoring<'a> {
+    let opening = Opening {
+        namespaces: Arc::clone(&cx.namespaces),
+        page_size: registers.page_size(),
+        max_transfer: 4096usize << cx.config.mdts,
+        quota: cx.config.quota,
+        generation,
+    };
+    Restoring {
+        shared: &cx.shared,
+        control: &cx.control,
+        opening,
+        table: memory.table(),
+        shadow: memory.shadow,
+        limit: cx.pool.hold_limit(),
     }
 }

@@ -77,6 +77,8 @@ pub(crate) struct Engine {
     wants_hints: bool,
     namespaces: Vec<NamespaceQueue>,
     in_flight: InFlightTable,
+    /// Tag of the command that was last found to be [pending](Started::Pending).
+    last_tag: u32,
     scratch: Segments,
     /// Emptied buffers, kept for their room.
     spare: Vec<Segments>,
@@ -152,6 +154,7 @@ impl Engine {
             write_through: false,
             namespaces,
             in_flight: InFlightTable::default(),
+            last_tag: 0,
             scratch: Segments::new(),
             spare: Vec::new(),
             copies: Copies::default(),
@@ -262,6 +265,13 @@ impl Engine {
         if self.is_full() {
             self.budget = self.budget.min(0);
         }
+    }
+
+    /// The tag of the command that was last found to be [pending](Started::Pending), by which its
+    /// [end](CompletedCommand) names it.
+    #[inline]
+    pub(crate) fn last_tag(&self) -> u32 {
+        self.last_tag
     }
 
     /// How many requests the disks have in hand.
@@ -531,6 +541,7 @@ impl Engine {
         let owner = Owner::Command { sq, cid: sqe.cid, permit };
         let entry = InFlight::new(owner, copy.namespace, kind).at(sqe.nsid, sqe.cdw10_11());
         self.in_flight.insert(tag, entry.of_requests());
+        self.last_tag = tag;
         self.copies.push(copy, tag, sq, self.write_through);
         self.budget -= cost::of_request(0);
         self.review_quota();
@@ -568,6 +579,7 @@ impl Engine {
     /// Takes note of a request that a disk has in hand now, with `bytes` of data.
     fn keep(&mut self, tag: u32, bytes: u64, entry: InFlight) {
         self.scratch = self.spare.pop().unwrap_or_default();
+        self.last_tag = tag;
         self.in_flight.insert(tag, entry);
         self.budget -= cost::of_request(bytes);
         self.review_quota();
@@ -592,6 +604,7 @@ impl Engine {
         let command = LongCommand::new(tag, Some(sq), parts);
         if !long.begin(command, namespaces, in_flight, budget) {
             self.review_quota();
+            self.last_tag = tag;
             return Started::Pending;
         }
         match self.in_flight.remove(tag) {
@@ -738,7 +751,7 @@ impl Engine {
                 } else {
                     self.count_error(status);
                 }
-                Some(CompletedCommand { sq, cid, permit, status, nsid, lba, dw0: 0 })
+                Some(CompletedCommand { sq, cid, tag, permit, status, nsid, lba, dw0: 0 })
             }
         }
     }
@@ -747,10 +760,15 @@ impl Engine {
     /// ended, and has the status Command Abort Requested if that is how.
     pub(crate) fn abort(&mut self, sq: usize, cid: u16, latch: Latch) {
         let Some(found) = self.in_flight.find(sq, cid) else { return };
-        self.cancel(|table, tag| match table {
-            Owner::Part { parent: of } | Owner::Range { copy: of, .. } => *of == found,
-            Owner::Command { .. } | Owner::Internal => tag == found,
-        });
+        if self.in_flight.get_mut(found).is_some_and(|entry| entry.is_request) {
+            // Nothing else is part of it.
+            self.cancel_one(found);
+        } else {
+            self.cancel(|table, tag| match table {
+                Owner::Part { parent: of } | Owner::Range { copy: of, .. } => *of == found,
+                Owner::Command { .. } | Owner::Internal => tag == found,
+            });
+        }
         self.copies.cancel(|copy| copy.parent == found);
         self.long.cancel(found);
         if let Some(entry) = self.in_flight.get_mut(found) {
@@ -780,6 +798,12 @@ impl Engine {
         }
         self.copies.cancel(|copy| of.is_none_or(|queue| copy.sq == queue));
         self.long.cancel_all(of);
+    }
+
+    fn cancel_one(&mut self, tag: u32) {
+        if let Some(entry) = self.in_flight.get_mut(tag) {
+            self.namespaces[entry.namespace].queue.cancel(tag);
+        }
     }
 
     fn cancel(&mut self, which: impl Fn(&Owner, u32) -> bool) {

@@ -10,6 +10,8 @@ pub(crate) struct CompletedCommand {
     /// Index of the submission queue in its owner's list.
     pub(crate) sq: usize,
     pub(crate) cid: u16,
+    /// What it was under way as.
+    pub(crate) tag: u32,
     /// Its place in the completion queue.
     pub(crate) permit: Permit,
     pub(crate) status: Status,

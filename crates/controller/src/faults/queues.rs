@@ -272,7 +272,7 @@ impl QueueOverride for FaultyQueues {
         _trace: &mut Option<TraceRing>,
     ) -> u32 {
         let injector = self.state.injector();
-        let QueueSet { sqs, cqs, engine, shared, control } = set;
+        let QueueSet { sqs, cqs, engine, shared, control, .. } = set;
         let Some(Pair { sq, cq, .. }) = pair(sqs, cqs, index) else { return 0 };
         if cq.ring.is_none() {
             return 0;

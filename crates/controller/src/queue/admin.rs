@@ -2,6 +2,7 @@
 
 use super::{Cq, Permit, QueueLayout, ShadowCells, Sq};
 use crate::interrupt::{HoldLimit, IrqLine};
+use crate::journal::{JournalPart, Position, RecoveredJournal};
 use crate::saved::SavedAdminQueue;
 use crate::shared::{ControllerShared, DSTRD};
 use crate::stats::{CqStats, SqStats};
@@ -11,8 +12,11 @@ use shadowbell_spec::dbbuf::{cq_entry_offset, sq_entry_offset};
 use shadowbell_spec::regs::{Aqa, DoorbellKind};
 use shadowbell_spec::status::Status;
 use shadowbell_spec::{Cqe, Sqe};
+use shadowbell_state::Bytes;
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
+use zerocopy::{FromBytes, transmute};
 
 /// The completion of an admin command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +34,10 @@ pub(crate) struct AdminQueue {
     cq: Cq,
     /// The places in the completion queue that are kept for commands under way.
     places: Vec<Permit>,
+    /// Commands that were under way in a process that is dead.
+    replays: VecDeque<Sqe>,
+    /// Which commands the staged completions are of.
+    staged: VecDeque<u16>,
     /// The completion queue was never in memory that the host shared.
     acq_missing: bool,
     /// Nobody sleeps here, but arming goes through a sleeper's order: publish, fence, look again.
@@ -56,13 +64,65 @@ impl AdminQueue {
         sq.resolve(table)?;
         let acq_missing = cq.resolve(table).is_err();
         let sleeper = Sleeper::new(Arc::default());
-        Ok(Self { sq, cq, places: Vec::new(), acq_missing, sleeper })
+        let (replays, staged) = (VecDeque::new(), VecDeque::new());
+        Ok(Self { sq, cq, places: Vec::new(), replays, staged, acq_missing, sleeper })
     }
 
     /// What has to be kept of it while no command is under way.
     pub(crate) fn save(&self, used: bool) -> SavedAdminQueue {
         let (sq, cq) = (self.sq.save(0), self.cq.save());
-        SavedAdminQueue { sq, cq, used, lacks_cq: self.acq_missing }
+        SavedAdminQueue { sq, cq, used, lacks_cq: self.acq_missing, under_way: Vec::new() }
+    }
+
+    /// What is to be kept beside what the control plane knows, in case that this process dies.
+    pub(crate) fn write_down(&self, journal: &JournalPart) {
+        self.sq.write_down(journal);
+        self.cq.write_down(journal);
+    }
+
+    /// The queues as they were in a process that is dead, of which `journal` knows more, if they
+    /// can be.
+    pub(crate) fn recover(
+        saved: &SavedAdminQueue,
+        shared: &ControllerShared,
+        table: &DmaTable,
+        pages: Option<(u64, u64)>,
+        journal: &RecoveredJournal,
+    ) -> Option<Self> {
+        let position = |at, phase, truth| Position { at, phase, count: u32::from(at), truth };
+        let (known, doorbell) = journal.sq(0);
+        let state = (position(saved.sq.head, false, known.truth), doorbell);
+        let sq = Sq::recover(&saved.sq, shared.register(0, DoorbellKind::Sq), 0, state)?;
+        let (known, doorbell) = journal.cq(0);
+        let state = (position(saved.cq.tail, saved.cq.phase, known.truth), doorbell);
+        let irq = Some(IrqLine::new(Arc::clone(&shared.irqs), 0));
+        let register = shared.register(0, DoorbellKind::Cq);
+        let mut ended: Vec<Cqe> =
+            saved.cq.staged.iter().map(|&(low, high)| transmute!([low, high])).collect();
+        let cq =
+            Cq::recover(&saved.cq, register, (irq, HoldLimit::NONE), state, table, |posted| {
+                let known = ended.iter().position(|cqe| cqe.cid == posted.cid);
+                if let Some(known) = known {
+                    ended.remove(known);
+                }
+            })?;
+        let entry = |bytes: &Bytes| Sqe::read_from_bytes(&bytes.0).ok();
+        let replays = saved.under_way.iter().map(entry).collect::<Option<_>>()?;
+        let mut queue = Self {
+            sq,
+            cq,
+            places: Vec::new(),
+            replays,
+            staged: VecDeque::new(),
+            acq_missing: saved.lacks_cq,
+            sleeper: Sleeper::new(Arc::default()),
+        };
+        queue.remap(table, pages);
+        for cqe in ended {
+            queue.staged.push_back(cqe.cid);
+            queue.cq.complete_unreserved(cqe);
+        }
+        Some(queue)
     }
 
     /// The queues as they were, if they can be; `pages` are the buffers of Doorbell Buffer Config.
@@ -78,14 +138,15 @@ impl AdminQueue {
         let cq = Cq::restore(&saved.cq, head, irq, HoldLimit::NONE)?;
         let sleeper = Sleeper::new(Arc::default());
         let acq_missing = saved.lacks_cq;
-        let mut queue = Self { sq, cq, places: Vec::new(), acq_missing, sleeper };
+        let (replays, staged) = (VecDeque::new(), VecDeque::new());
+        let mut queue = Self { sq, cq, places: Vec::new(), replays, staged, acq_missing, sleeper };
         queue.remap(table, pages);
         Some(queue)
     }
 
     /// Whether no command is under way.
     pub(crate) fn is_quiet(&self) -> bool {
-        self.places.is_empty()
+        self.places.is_empty() && self.replays.is_empty()
     }
 
     /// Puts the completion queue elsewhere. Only as long as no command was executed.
@@ -117,7 +178,7 @@ impl AdminQueue {
             return Ok(None);
         }
         let tail = self.sq.tail.look()?;
-        if self.sq.head == tail {
+        if self.sq.head == tail && self.replays.is_empty() {
             self.sq.blocked = false;
             return Ok(None);
         }
@@ -129,7 +190,7 @@ impl AdminQueue {
             return Ok(None);
         }
         self.sq.stats.batches += 1;
-        let sqe = self.sq.fetch();
+        let sqe = self.replays.pop_front().or_else(|| self.sq.fetch());
         if sqe.is_some() {
             self.places.push(self.cq.reserve(1).take());
         }
@@ -147,15 +208,26 @@ impl AdminQueue {
     pub(crate) fn complete(&mut self, completion: &AdminCompletion) {
         let &AdminCompletion { cid, status, dw0, placed } = completion;
         let cqe = Cqe::new(cid, 0, self.sq.head, status, dw0);
+        self.staged.push_back(cid);
         match self.places.pop_if(|_| placed) {
             Some(place) => self.cq.complete(place, cqe),
             None => self.cq.complete_unreserved(cqe),
         }
     }
 
-    /// Posts what is complete, as far as there is room, and raises the interrupt.
-    pub(crate) fn post(&mut self, shared: &ControllerShared) {
+    /// Posts what is complete, as far as there is room, and raises the interrupt. `posted` is
+    /// called between the two, if there was anything, with where the completion queue is, and
+    /// which commands are complete.
+    pub(crate) fn post(
+        &mut self,
+        shared: &ControllerShared,
+        posted: impl FnOnce((u16, bool), Vec<u16>),
+    ) {
+        let before = self.cq.stats.completions;
         if self.cq.post() {
+            let count = (self.cq.stats.completions - before) as usize;
+            let count = count.min(self.staged.len());
+            posted((self.cq.tail, self.cq.phase), self.staged.drain(..count).collect());
             self.cq.notify_host(&shared.coalescing);
         }
         // Nobody comes back to look after an interrupt that is held back.

@@ -4,13 +4,15 @@ use super::layout::QueueLayout;
 use super::saved_doorbell;
 use super::shadow::ShadowCells;
 use crate::interrupt::{Coalescing, Decision, HoldLimit, InterruptPolicy, IrqLine};
+use crate::journal::{JournalPart, Position, Records};
 use crate::saved::SavedCq;
 use crate::shared::DSTRD;
 use crate::stats::{CqStats, DoorbellCounts};
-use shadowbell_doorbell::{CqHead, InvalidDoorbell};
+use shadowbell_doorbell::{CqHead, DoorbellState, InvalidDoorbell, Truth};
 use shadowbell_memory::{DmaTable, Fault, Ring, SharedU32};
 use shadowbell_spec::Cqe;
 use shadowbell_spec::dbbuf::cq_entry_offset;
+use std::collections::VecDeque;
 use std::time::Instant;
 
 /// Completions in a cache line.
@@ -53,6 +55,11 @@ pub(crate) struct Cq {
     /// Completions of the batch under way: written together, so that the host, which polls the
     /// same cache line, is not in between.
     staged: Vec<[u64; 2]>,
+    /// Records of commands whose completions are staged, or were posted just now: how many
+    /// completions are posted before each, and its place.
+    recorded: VecDeque<(u64, u32)>,
+    /// The queue is between two workers: where these records are.
+    recorded_in: Option<Records>,
     /// Posted since the head was last looked at.
     unlooked: u32,
     interrupt: InterruptPolicy,
@@ -74,6 +81,8 @@ impl Cq {
             phase: true,
             promised: 0,
             staged: Vec::with_capacity(64),
+            recorded: VecDeque::new(),
+            recorded_in: None,
             unlooked: 0,
             interrupt: InterruptPolicy::new(irq, limit),
             stats: CqStats { qid: layout.qid, ..CqStats::default() },
@@ -181,6 +190,90 @@ impl Cq {
     pub(crate) fn complete(&mut self, permit: Permit, cqe: Cqe) {
         let Permit(()) = permit;
         self.staged.push(zerocopy::transmute!(cqe));
+    }
+
+    /// The completion that is staged next is that of the command whose record is at `place`.
+    pub(crate) fn ends_record(&mut self, place: u32) {
+        self.recorded.push_back((self.stats.completions + self.staged.len() as u64, place));
+    }
+
+    /// Frees the records of the commands whose completions are posted.
+    #[inline]
+    pub(crate) fn free_records(&mut self, journal: &mut JournalPart) {
+        let posted = self.stats.completions;
+        while let Some((_, place)) = self.recorded.pop_front_if(|record| record.0 < posted) {
+            journal.free(place);
+        }
+    }
+
+    /// Another worker will serve the queue, with a journal of its own.
+    pub(crate) fn leave_journal(&mut self, journal: &JournalPart) {
+        self.recorded_in = Some(journal.records());
+    }
+
+    /// That is here.
+    pub(crate) fn join_journal(&mut self, journal: &mut JournalPart) {
+        let Some(records) = self.recorded_in.take() else { return };
+        for (_, place) in &mut self.recorded {
+            if let Some(here) = journal.adopt(&records, *place) {
+                *place = here;
+            }
+        }
+    }
+
+    /// How far it is, for the journal.
+    #[inline]
+    pub(crate) fn position(&self) -> Position {
+        let truth = self.head.state().truth;
+        Position { at: self.tail, phase: self.phase, count: 0, truth }
+    }
+
+    /// Writes down where it is: it has just begun, or its doorbell has another place.
+    pub(crate) fn write_down(&self, journal: &JournalPart) {
+        journal.store_cq_doorbell(self.layout.qid, self.head.state());
+        journal.store_cq(self.layout.qid, self.position());
+    }
+
+    /// The queue as it was in a process that is dead: at `position`, with a doorbell of which this
+    /// is known; `irq` is the line of its vector. Its memory is found in `table`, and
+    /// [`remap`](Self::remap) follows. Calls `found` for each completion that the other one had
+    /// posted and not written down.
+    pub(crate) fn recover(
+        saved: &SavedCq,
+        register: SharedU32,
+        (irq, limit): (Option<IrqLine>, HoldLimit),
+        (position, doorbell): (Position, DoorbellState),
+        table: &DmaTable,
+        found: impl FnMut(Cqe),
+    ) -> Option<Self> {
+        let layout = QueueLayout::restore(saved.qid, saved.iova, saved.entries)?;
+        let mut cq = Self::new(layout, register.clone(), irq, limit);
+        cq.tail = layout.size.position(u32::from(position.at))?;
+        cq.phase = position.phase;
+        let _ = cq.resolve(table);
+        cq.find_posted(found);
+        // How far the host has read is not known: full is safe, and whatever the doorbell says is
+        // possible then.
+        let full = layout.size.forward(cq.tail, 1);
+        let last = if doorbell.truth == Truth::Last { doorbell.last } else { full };
+        cq.head = CqHead::resume(layout.size, register, DoorbellState { last, ..doorbell })?;
+        Some(cq)
+    }
+
+    fn find_posted(&mut self, mut found: impl FnMut(Cqe)) {
+        let size = self.layout.size;
+        for _ in 1..size.entries() {
+            let Some(ring) = &self.ring else { return };
+            let cqe: Cqe = ring.read(u32::from(self.tail));
+            if cqe.phase() != self.phase {
+                return;
+            }
+            self.tail = size.forward(self.tail, 1);
+            if self.tail == 0 {
+                self.phase = !self.phase;
+            }
+            found(cqe);
+        }
     }
 
     /// Stages a completion for which no entry was reserved: it may have to wait for room. Admin

@@ -3,10 +3,11 @@
 use super::layout::QueueLayout;
 use super::saved_doorbell;
 use super::shadow::ShadowCells;
+use crate::journal::{JournalPart, Position};
 use crate::saved::SavedSq;
 use crate::shared::DSTRD;
 use crate::stats::{DoorbellCounts, SqStats};
-use shadowbell_doorbell::SqTail;
+use shadowbell_doorbell::{DoorbellState, SqTail, Truth};
 use shadowbell_memory::{DmaTable, Fault, Ring, SharedU32};
 use shadowbell_spec::dbbuf::sq_entry_offset;
 use shadowbell_spec::status::Status;
@@ -28,6 +29,8 @@ pub(crate) struct Sq {
     pub(crate) ring: Option<Ring<{ Sqe::SIZE }>>,
     pub(crate) tail: SqTail<SharedU32>,
     pub(crate) head: u16,
+    /// Commands that were fetched, modulo 2^32. Counted on over a recovery.
+    pub(crate) fetched: u32,
     /// Index of its completion queue in its owner's list.
     pub(crate) cq: usize,
     /// Fetched and not completed.
@@ -47,6 +50,7 @@ impl Sq {
             ring: None,
             tail: SqTail::new(layout.size, register),
             head: 0,
+            fetched: 0,
             cq,
             in_flight: 0,
             blocked: false,
@@ -70,7 +74,38 @@ impl Sq {
         layout.size.position(u32::from(saved.head))?;
         let state = saved_doorbell::restore(saved.tail);
         let tail = SqTail::resume(layout.size, register.clone(), state)?;
-        Some(Self { tail, head: saved.head, ..Self::new(layout, register, cq) })
+        let (head, fetched) = (saved.head, u32::from(saved.head));
+        Some(Self { tail, head, fetched, ..Self::new(layout, register, cq) })
+    }
+
+    /// How far it is, for the journal.
+    #[inline]
+    pub(crate) fn position(&self) -> Position {
+        let truth = self.tail.state().truth;
+        Position { at: self.head, phase: false, count: self.fetched, truth }
+    }
+
+    /// Writes down where it is: it has just begun, or its doorbell has another place.
+    pub(crate) fn write_down(&self, journal: &JournalPart) {
+        journal.store_sq_doorbell(self.layout.qid, self.tail.state());
+        journal.store_sq(self.layout.qid, self.position());
+    }
+
+    /// The queue as it was in a process that is dead: at `position`, with a doorbell of which this
+    /// is known. Its memory is found by [`remap`](Self::remap).
+    pub(crate) fn recover(
+        saved: &SavedSq,
+        register: SharedU32,
+        cq: usize,
+        (position, doorbell): (Position, DoorbellState),
+    ) -> Option<Self> {
+        let layout = QueueLayout::restore(saved.qid, saved.iova, saved.entries)?;
+        let head = layout.size.position(u32::from(position.at))?;
+        // The last value that was seen is known only if there will be no other.
+        let last = if doorbell.truth == Truth::Last { doorbell.last } else { head };
+        let tail =
+            SqTail::resume(layout.size, register.clone(), DoorbellState { last, ..doorbell })?;
+        Some(Self { tail, head, fetched: position.count, ..Self::new(layout, register, cq) })
     }
 
     /// A command that was in flight has ended: its completion.
@@ -117,6 +152,7 @@ impl Sq {
     pub(crate) fn fetch(&mut self) -> Option<Sqe> {
         let sqe = self.ring.as_ref()?.read(u32::from(self.head));
         self.head = self.layout.size.forward(self.head, 1);
+        self.fetched = self.fetched.wrapping_add(1);
         self.stats.commands += 1;
         Some(sqe)
     }

@@ -5,6 +5,7 @@ use super::message::{QueueContext, WorkerStats};
 use super::queue_override::QueueOverride;
 use super::queue_set::{QueueSet, SleepCell};
 use super::relocation::{Departure, Opening, Relocated};
+use super::replay::Replay;
 use crate::exec::{Closed, NamespaceQueue};
 use crate::interrupt::{HoldLimit, IrqLine};
 use crate::latch::Latch;
@@ -50,18 +51,22 @@ pub(crate) struct ControllerQueues {
     departure: Option<Departure>,
     /// What it waits for, because it has touched so much of the host's memory here and there.
     look: Option<Look>,
+    /// Commands that were under way in a process that is dead, and are not yet here.
+    replays: VecDeque<Replay>,
 }
 
 impl ControllerQueues {
-    /// Opens the namespaces for this thread.
-    pub(crate) fn new(context: QueueContext) -> Result<Self, std::io::Error> {
+    /// Opens the namespaces for this thread, which is that of `worker`.
+    pub(crate) fn new(context: QueueContext, worker: usize) -> Result<Self, std::io::Error> {
         let QueueContext { shared, control, table, namespaces, .. } = context;
-        let QueueContext { page_size, max_transfer, quota, .. } = context;
-        let opening = Opening { namespaces, page_size, max_transfer, quota };
+        let QueueContext { page_size, max_transfer, quota, generation, .. } = context;
+        let opening = Opening { namespaces, page_size, max_transfer, quota, generation };
         let counters = shared.count_io();
         let engine = opening.open(table, counters)?;
+        let journal = shared.journal_part(worker, generation)?;
         Ok(Self {
-            set: QueueSet::new(shared, control, engine),
+            set: QueueSet::new(shared, control, engine, journal),
+            replays: VecDeque::new(),
             overriding: context.overriding,
             shadow: context.shadow,
             opening,
@@ -127,6 +132,7 @@ impl ControllerQueues {
         let _ = cq.resolve(&self.table());
         cq.shadow(self.shadow_cells(cq_entry_offset(layout.qid, DSTRD)));
         insert(&mut self.set.cqs, cq);
+        self.write_down();
     }
 
     pub(crate) fn create_sq(&mut self, layout: QueueLayout, cqid: u16) -> Result<(), Status> {
@@ -136,7 +142,16 @@ impl ControllerQueues {
         let _ = sq.resolve(&self.table());
         sq.shadow(self.shadow_cells(sq_entry_offset(layout.qid, DSTRD)));
         insert(&mut self.set.sqs, sq);
+        self.write_down();
         Ok(())
+    }
+
+    /// Writes down where all queues are: one has begun, or their doorbells have another place.
+    fn write_down(&self) {
+        if let Some(journal) = &self.set.journal {
+            self.set.sqs.iter().flatten().for_each(|sq| sq.write_down(journal));
+            self.set.cqs.iter().flatten().for_each(|cq| cq.write_down(journal));
+        }
     }
 
     pub(crate) fn delete_sq(&mut self, qid: u16, latch: Latch) {
@@ -168,6 +183,7 @@ impl ControllerQueues {
         for cq in self.set.cqs.iter_mut().flatten() {
             cq.shadow(ShadowCells::resolve(&table, pages, cq_entry_offset(cq.layout.qid, DSTRD)));
         }
+        self.write_down();
     }
 
     /// Takes over another DMA map. Queues are found again in it, or stand still until a map that
@@ -180,6 +196,7 @@ impl ControllerQueues {
         let pages = self.shadow;
         self.set.sqs.iter_mut().flatten().for_each(|sq| sq.remap(&table, pages));
         self.set.cqs.iter_mut().flatten().for_each(|cq| cq.remap(&table, pages));
+        self.write_down();
     }
 
     pub(crate) fn flush(&mut self, latch: Latch) {
@@ -211,6 +228,7 @@ impl ControllerQueues {
         if let Some(overriding) = &mut self.overriding {
             overriding.reset();
         }
+        self.replays.clear();
         self.detaching = Some(latch);
     }
 
@@ -240,6 +258,7 @@ impl ControllerQueues {
     pub(crate) fn is_over(&self) -> bool {
         (self.detaching.is_some() || self.departure.is_some() && !self.is_waited_for())
             && !self.is_pending()
+            && self.replays.is_empty()
     }
 
     /// Whether somebody waits for something that ends here.
@@ -278,6 +297,9 @@ impl ControllerQueues {
             return false;
         }
         let table = self.table();
+        if let Some(journal) = &self.set.journal {
+            self.set.cqs.iter_mut().flatten().for_each(|cq| cq.leave_journal(journal));
+        }
         let relocated = Relocated {
             shared: Arc::clone(&self.set.shared),
             control: self.set.control.clone(),
@@ -291,6 +313,7 @@ impl ControllerQueues {
             doorbell_eventfds: std::mem::take(&mut self.doorbell_eventfds),
             losses: self.losses,
             lost: self.lost,
+            replays: Vec::new(),
             latch: Some(latch),
         };
         // Who writes a doorbell looks at its owner once more after that: so either the doorbell is
@@ -301,14 +324,23 @@ impl ControllerQueues {
     }
 
     /// Arrives at the calling thread. What it has in hand is dropped if a disk can not be opened.
-    pub(crate) fn arrive(relocated: Relocated) -> Result<(Self, Option<Latch>), std::io::Error> {
+    /// The thread is that of `worker`.
+    pub(crate) fn arrive(
+        relocated: Relocated,
+        worker: usize,
+    ) -> Result<(Self, Option<Latch>), std::io::Error> {
         let Relocated { shared, control, opening, table, shadow, sqs, cqs, .. } = relocated;
         let Relocated { overriding, doorbell_eventfds, losses, lost, latch, .. } = relocated;
-        let counters = relocated.counters;
-        let mut set = QueueSet::new(shared, control, opening.open(table, counters)?);
+        let Relocated { counters, replays, .. } = relocated;
+        let journal = shared.journal_part(worker, opening.generation)?;
+        let mut set = QueueSet::new(shared, control, opening.open(table, counters)?, journal);
         (set.sqs, set.cqs) = (sqs, cqs);
+        if let Some(journal) = &mut set.journal {
+            set.cqs.iter_mut().flatten().for_each(|cq| cq.join_journal(journal));
+        }
         let arrived = Self {
             set,
+            replays: replays.into(),
             overriding,
             shadow,
             doorbell_eventfds,
@@ -322,19 +354,25 @@ impl ControllerQueues {
             departure: None,
             look: None,
         };
+        arrived.write_down();
         Ok((arrived, latch))
     }
 
     /// Takes in queues of the same controller that come from another worker.
     pub(crate) fn absorb(&mut self, relocated: Relocated) -> Option<Latch> {
-        let Relocated { sqs, cqs, counters, doorbell_eventfds, latch, .. } = relocated;
+        let Relocated { sqs, cqs, counters, doorbell_eventfds, latch, replays, .. } = relocated;
+        debug_assert!(replays.is_empty(), "a recovered controller comes whole");
         self.set.shared.retire(|retired| retired.retire_io(&counters));
         // They were found in the map that was in force there.
         let (table, pages) = (self.table(), self.shadow);
         let mut places = Vec::with_capacity(cqs.len());
         for cq in cqs {
+            let journal = self.set.journal.as_mut();
             places.push(cq.map(|mut cq| {
                 cq.remap(&table, pages);
+                if let Some(journal) = journal {
+                    cq.join_journal(journal);
+                }
                 insert(&mut self.set.cqs, cq)
             }));
         }
@@ -346,6 +384,7 @@ impl ControllerQueues {
             insert(&mut self.set.sqs, sq);
         }
         self.doorbell_eventfds.extend(doorbell_eventfds);
+        self.write_down();
         latch
     }
 
@@ -419,6 +458,9 @@ impl ControllerQueues {
         {
             overriding.tick(&mut self.set);
         }
+        if !self.replays.is_empty() {
+            work += self.start_replays();
+        }
         let first = self.first;
         if first != 0 {
             work += self.serve_from(first, unread, trace);
@@ -452,6 +494,25 @@ impl ControllerQueues {
                 self.set.engine.close(Closed::PageTables);
             }
         }
+    }
+
+    /// Starts commands that were under way in a process that is dead, as far as there is room for
+    /// their completions. How many.
+    #[cold]
+    #[inline(never)]
+    fn start_replays(&mut self) -> u32 {
+        let mut started = 0;
+        for _ in 0..self.replays.len() {
+            if !self.set.engine.has_budget() || self.set.engine.is_full() {
+                break;
+            }
+            let Some(replay) = self.replays.pop_front() else { break };
+            match self.set.replay(&replay) {
+                true => started += 1,
+                false => self.replays.push_back(replay),
+            }
+        }
+        started
     }
 
     /// Serves the queues from this one on, once: a pass that begins where the last one ended.
@@ -573,7 +634,14 @@ impl ControllerQueues {
     /// Whether somebody waits for something that no event announces.
     pub(crate) fn needs_polling(&self) -> bool {
         let waited_for = !(self.draining.is_empty() && self.deleting.is_empty());
-        self.override_is_waiting() || self.look.is_some() || !self.is_pending() && waited_for
+        self.override_is_waiting()
+            || self.look.is_some()
+            || !self.is_pending() && (waited_for || self.can_replay())
+    }
+
+    /// Whether commands of another process wait for something else than room.
+    fn can_replay(&self) -> bool {
+        !self.replays.is_empty() && self.set.sqs.iter().flatten().all(|sq| !sq.blocked)
     }
 
     /// Whether the host writes its doorbells itself: nothing tells a worker that it has.
@@ -591,6 +659,7 @@ impl ControllerQueues {
             && self.detaching.is_none()
             && self.departure.is_none()
             && self.look.is_none()
+            && self.replays.is_empty()
             && !self.set.holds_back()
     }
 

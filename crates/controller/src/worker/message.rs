@@ -28,6 +28,8 @@ pub(crate) struct QueueContext {
     pub(crate) max_transfer: usize,
     /// How much it may have under way.
     pub(crate) quota: Quota,
+    /// Resets that there have been.
+    pub(crate) generation: u64,
     /// The Shadow Doorbell and the EventIdx buffer, if Doorbell Buffer Config is in force.
     pub(crate) shadow: Option<(u64, u64)>,
     /// What serves the queues instead, if anything does.

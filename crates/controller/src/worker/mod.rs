@@ -15,6 +15,7 @@ mod pool;
 pub(crate) mod queue_override;
 pub(crate) mod queue_set;
 pub(crate) mod relocation;
+mod replay;
 mod share;
 mod slow;
 mod trace;

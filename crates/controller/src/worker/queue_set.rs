@@ -1,8 +1,10 @@
 //! The queues of one controller that one worker serves: from doorbell to completion.
 
+use super::replay::Replay;
 use super::trace::{record, trace_look};
 use crate::exec::prefetch::{self, Prefetch};
 use crate::exec::{CompletedCommand, Engine, Started};
+use crate::journal::JournalPart;
 use crate::notice::{ControlHandle, Notice};
 use crate::queue::{Cq, Sq};
 use crate::shared::ControllerShared;
@@ -38,6 +40,8 @@ pub(crate) struct QueueSet {
     pub(crate) sqs: Vec<Option<Sq>>,
     /// By index, as above: an [`Sq`] names its completion queue so.
     pub(crate) cqs: Vec<Option<Cq>>,
+    /// Where is written down what has to survive this process, if anything has.
+    pub(crate) journal: Option<JournalPart>,
 }
 
 impl QueueSet {
@@ -45,8 +49,9 @@ impl QueueSet {
         shared: Arc<ControllerShared>,
         control: ControlHandle,
         engine: Engine,
+        journal: Option<JournalPart>,
     ) -> Self {
-        Self { shared, control, engine, sqs: Vec::new(), cqs: Vec::new() }
+        Self { shared, control, engine, sqs: Vec::new(), cqs: Vec::new(), journal }
     }
 
     pub(crate) fn find_sq(&self, qid: u16) -> Option<usize> {
@@ -155,6 +160,10 @@ impl QueueSet {
                     }
                     Started::Pending => {
                         pending += 1;
+                        if let Some(journal) = &mut self.journal {
+                            let count = sq.fetched.wrapping_add(done - 1);
+                            journal.record(self.engine.last_tag(), sq.layout.qid, count, &sqe);
+                        }
                         if !self.engine.has_budget() {
                             stop = done;
                         }
@@ -178,6 +187,12 @@ impl QueueSet {
         cq.give_back(permits, fetched - done);
         let fetched = done;
         sq.head = head;
+        sq.fetched = sq.fetched.wrapping_add(fetched);
+        if let Some(journal) = &mut self.journal {
+            cq.free_records(journal);
+            journal.store_sq(sq.layout.qid, sq.position());
+            journal.store_cq(cq.layout.qid, cq.position());
+        }
         if HINT {
             sq.prefetch = hints.end(fetched);
         }
@@ -203,11 +218,51 @@ impl QueueSet {
         fetched
     }
 
+    /// Starts a command that was under way in a process that is dead, if there is room for its
+    /// completion.
+    pub(crate) fn replay(&mut self, replay: &Replay) -> bool {
+        let Self { engine, sqs, cqs, control, journal, .. } = self;
+        let Replay { sq: index, command, spare } = replay;
+        let Some(sq) = sqs.get_mut(*index).and_then(Option::as_mut) else { return true };
+        let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return true };
+        if cq.free() == 0 {
+            // What is wrong with a head is reported where commands are fetched.
+            let _ = cq.look();
+        }
+        sq.blocked = cq.free() == 0;
+        if sq.blocked || cq.ring.is_none() {
+            return false;
+        }
+        let (permit, sqe, qid) = (cq.reserve(1).take(), &command.sqe, sq.layout.qid);
+        engine.set_write_through(self.shared.is_write_through());
+        let (permit, status) = match engine.start(sqe, *index, permit) {
+            Started::Done(permit) | Started::DoneLong(permit) => (permit, Status::SUCCESS),
+            Started::Pending => {
+                sq.in_flight += 1;
+                if let Some(journal) = journal {
+                    journal.record(engine.last_tag(), qid, command.count, sqe);
+                    journal.free(*spare);
+                }
+                return true;
+            }
+            Started::Failed(permit, status) => {
+                engine.count_error(status);
+                report_error(control, qid, sqe, status);
+                (permit, status)
+            }
+        };
+        if journal.is_some() {
+            cq.ends_record(*spare);
+        }
+        cq.complete(permit, Cqe::new(sqe.cid, qid, sq.head, status, 0));
+        true
+    }
+
     /// Stages the completions of what the disks have ended. Whether there was anything, or is more
     /// to do at once.
     pub(crate) fn reap(&mut self) -> bool {
         let mut busy = false;
-        let Self { engine, sqs, cqs, control, .. } = self;
+        let Self { engine, sqs, cqs, control, journal, .. } = self;
         let more = engine.reap(|ended| {
             busy = true;
             let Some(sq) = sqs.get_mut(ended.sq).and_then(Option::as_mut) else { return };
@@ -215,6 +270,9 @@ impl QueueSet {
             let cqe = sq.complete(ended.cid, ended.status, ended.dw0);
             if !cqe.status().is_success() {
                 report_ended(control, sq.layout.qid, &ended);
+            }
+            if let Some(journal) = journal {
+                cq.ends_record(journal.place_of(ended.tag));
             }
             cq.complete(ended.permit, cqe);
         });
@@ -229,6 +287,10 @@ impl QueueSet {
                 self.engine.publish();
             }
             if cq.has_staged() && cq.post() {
+                if let Some(journal) = &mut self.journal {
+                    cq.free_records(journal);
+                    journal.store_cq(cq.layout.qid, cq.position());
+                }
                 cq.notify_host(&self.shared.coalescing);
             } else if cq.is_holding() {
                 cq.review_held();

@@ -1,12 +1,14 @@
 //! Queues on their way from one worker to another.
 
 use super::queue_override::QueueOverride;
+use super::replay::Replay;
 use crate::exec::{Engine, NamespaceQueue, Quota};
 use crate::interrupt::{HoldLimit, IrqLine};
+use crate::journal::RecoveredJournal;
 use crate::latch::Latch;
 use crate::namespace::Namespace;
 use crate::notice::ControlHandle;
-use crate::queue::{Cq, Sq};
+use crate::queue::{Cq, QueueLayout, Sq};
 use crate::saved::SavedPart;
 use crate::shared::ControllerShared;
 use crate::stats::{CqStats, IoCounters, SqStats};
@@ -14,6 +16,7 @@ use parking_lot::Mutex;
 use shadowbell_memory::{DmaTable, EventFd, View};
 use shadowbell_spec::regs::DoorbellKind;
 use shadowbell_state::Descriptors;
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -25,6 +28,8 @@ pub(crate) struct Opening {
     pub(crate) page_size: usize,
     pub(crate) max_transfer: usize,
     pub(crate) quota: Quota,
+    /// Resets that there have been.
+    pub(crate) generation: u64,
 }
 
 impl Opening {
@@ -34,7 +39,7 @@ impl Opening {
         table: Arc<DmaTable>,
         counters: Arc<IoCounters>,
     ) -> Result<Engine, std::io::Error> {
-        let Self { namespaces, page_size, max_transfer, quota } = self;
+        let Self { namespaces, page_size, max_transfer, quota, .. } = self;
         let namespaces = namespaces.iter().map(NamespaceQueue::open).collect::<Result<_, _>>()?;
         Ok(Engine::new(View::new(table), *page_size, *max_transfer, *quota, namespaces, counters))
     }
@@ -76,6 +81,7 @@ pub(crate) struct Relocated {
     pub(super) doorbell_eventfds: Vec<EventFd>,
     pub(super) losses: u64,
     pub(super) lost: bool,
+    pub(super) replays: Vec<Replay>,
     /// Is dropped when they have arrived.
     pub(super) latch: Option<Latch>,
 }
@@ -180,8 +186,88 @@ impl Relocated {
             doorbell_eventfds,
             losses: 0,
             lost: false,
+            replays: Vec::new(),
             latch: Some(latch),
         })
+    }
+
+    /// The queues as they were in a process that is dead, of which `journal` says how far they
+    /// were, if they can be; and what they are to begin with. `worker` will serve them.
+    pub(crate) fn recover(
+        saved: &SavedPart,
+        doorbell_eventfds: Vec<EventFd>,
+        with: &Restoring<'_>,
+        journal: &mut RecoveredJournal,
+        worker: usize,
+    ) -> Result<Option<Self>, io::Error> {
+        let Restoring { shared, table, shadow, limit, .. } = *with;
+        let size_of = |sqid: u16| {
+            let sq = saved.sqs.iter().find(|sq| sq.qid == sqid)?;
+            QueueLayout::restore(sq.qid, sq.iova, sq.entries).map(|layout| layout.size)
+        };
+        let mut positions: BTreeMap<u16, _> =
+            saved.sqs.iter().map(|sq| (sq.qid, journal.sq(sq.qid))).collect();
+        let mut cqs = Vec::with_capacity(saved.cqs.len());
+        for saved in &saved.cqs {
+            let irq = saved.vector.map(|vector| IrqLine::new(Arc::clone(&shared.irqs), vector));
+            let register = shared.register(saved.qid, DoorbellKind::Cq);
+            let state = journal.cq(saved.qid);
+            let cq = Cq::recover(saved, register, (irq, limit), state, table, |cqe| {
+                if let Some((position, _)) = positions.get_mut(&cqe.sq_id)
+                    && let Some(size) = size_of(cqe.sq_id)
+                {
+                    journal.posted(&cqe, size, position);
+                }
+            });
+            let Some(mut cq) = cq else { return Ok(None) };
+            cq.remap(table, shadow);
+            cqs.push(Some(cq));
+        }
+        let part = shared.journal_part(worker, with.opening.generation)?;
+        let mut sqs = Vec::with_capacity(saved.sqs.len());
+        let mut replays = Vec::new();
+        for (index, saved_sq) in saved.sqs.iter().enumerate() {
+            let cq = saved.cqs.iter().position(|cq| cq.qid == saved_sq.cqid);
+            let (Some(cq), Some(state)) = (cq, positions.get(&saved_sq.qid)) else {
+                return Ok(None);
+            };
+            let register = shared.register(saved_sq.qid, DoorbellKind::Sq);
+            let Some(mut sq) = Sq::recover(saved_sq, register, cq, *state) else {
+                return Ok(None);
+            };
+            sq.remap(table, shadow);
+            sqs.push(Some(sq));
+            for command in journal.take(saved_sq.qid, state.0) {
+                let nth = replays.len();
+                let spare = part.as_ref().map_or(0, |part| part.record_spare(nth, &command));
+                replays.push(Replay { sq: index, command, spare });
+            }
+        }
+        if let Some(part) = &part {
+            sqs.iter().flatten().for_each(|sq: &Sq| sq.write_down(part));
+            cqs.iter().flatten().for_each(|cq: &Cq| cq.write_down(part));
+        }
+        Ok(Some(Self {
+            shared: Arc::clone(shared),
+            control: with.control.clone(),
+            opening: with.opening.clone(),
+            table: Arc::clone(table),
+            counters: shared.count_io(),
+            shadow,
+            sqs,
+            cqs,
+            overriding: None,
+            doorbell_eventfds,
+            losses: 0,
+            lost: false,
+            replays,
+            latch: None,
+        }))
+    }
+
+    /// How many commands it will begin with.
+    pub(crate) fn replays(&self) -> usize {
+        self.replays.len()
     }
 }
 
@@ -196,6 +282,11 @@ impl Stopover {
     /// For queues that `home` serves.
     pub(crate) fn new(home: Destination) -> Arc<Self> {
         Arc::new(Self { home, queues: Mutex::default() })
+    }
+
+    /// With queues that `home` is to serve.
+    pub(crate) fn with_queues(home: Destination, queues: Relocated) -> Arc<Self> {
+        Arc::new(Self { home, queues: Mutex::new(Some(Box::new(queues))) })
     }
 
     /// As a place to go to. The worker's number stays what it was.

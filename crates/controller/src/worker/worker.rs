@@ -364,7 +364,7 @@ impl Worker {
             if let Some(queues) = self.queues(controller) {
                 return Ok(queues.absorb(relocated));
             }
-            let (queues, latch) = ControllerQueues::arrive(relocated)?;
+            let (queues, latch) = ControllerQueues::arrive(relocated, self.index)?;
             self.watch(&queues)?;
             let state = queues.shared().park_state(self.index).map(Arc::clone);
             self.poll_group.add(queues, state.unwrap_or_default());
@@ -388,7 +388,7 @@ impl Worker {
     fn find_or_open(&mut self, context: QueueContext) -> Option<&mut ControllerQueues> {
         let shared = Arc::clone(&context.shared);
         if self.queues(shared.id).is_none() {
-            let opened = ControllerQueues::new(context)
+            let opened = ControllerQueues::new(context, self.index)
                 .and_then(|queues| self.watch(&queues).map(|()| queues));
             match opened {
                 Ok(queues) => {

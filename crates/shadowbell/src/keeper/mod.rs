@@ -17,26 +17,40 @@
 //! Until the old one commits, it can go on, and does if anything fails or takes too long. From then
 //! on it can not. So nobody ever serves together with the other, and whoever dies on the way is
 //! seen by the end of its socket.
+//!
+//! # When a worker dies
+//!
+//! A worker has the keeper hold what another one needs to go on for its clients ([`items`]): the
+//! descriptors, and bodies that the keeper does not read. When it is ended by a signal, the keeper
+//! starts another one and gives it all that. Until that one says that it has taken it, the keeper
+//! keeps it for a further attempt; from then on, what the new one has it hold counts. A worker that
+//! can not go on says why and ends: then the next one begins anew, and the clients have lost their
+//! controllers.
+//!
+//! [`items`]: crate::items
 
 mod control;
 mod deaths;
+mod say;
 mod worker;
 
+use crate::items::Items;
 use crate::keeper_link::{self, START, SUCCESSOR, answer, question, to_keeper, to_worker};
 use crate::signals::{self, Caught};
-use crate::{exit, notify};
+use crate::{descriptor_limit, exit, notify};
 use control::Control;
-use deaths::Deaths;
+use deaths::{Deaths, Next};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use say::say;
 use signal_hook::consts::{SIGCHLD, SIGUSR1, SIGUSR2};
 use std::ffi::{OsStr, OsString};
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{ExitCode, ExitStatus};
 use std::time::{Duration, Instant};
-use worker::{Worker, how, is_verb};
+use worker::{Worker, how, is_killed, is_verb};
 
 /// How long a new worker may take until it can take over. Nobody waits for it meanwhile.
 const PREPARE: Duration = Duration::from_secs(10);
@@ -66,6 +80,8 @@ fn is_option(word: &OsStr) -> bool {
 
 /// Keeps a worker until it ends, or a signal ends both.
 pub(crate) fn run(arguments: Vec<OsString>) -> ExitCode {
+    // It holds the descriptors of all guests for the time after its worker's death.
+    descriptor_limit::raise();
     let status = match Keeper::start(arguments) {
         Ok(mut keeper) => keeper.run(),
         Err(error) => {
@@ -74,11 +90,6 @@ pub(crate) fn run(arguments: Vec<OsString>) -> ExitCode {
         }
     };
     ExitCode::from(status)
-}
-
-/// A line of the log. Whoever reads it may stand still: that holds up the keeper, and no guest.
-fn say(line: &str) {
-    let _ = io::stderr().write_all(format!("{line}\n").as_bytes());
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,6 +114,8 @@ struct Upgrade {
     asker: Option<OwnedFd>,
     /// Why the new one was ended.
     why: Option<String>,
+    /// What the old one has left, if it has ended; until the new one has taken over.
+    left: Option<Items>,
 }
 
 struct Keeper {
@@ -117,6 +130,10 @@ struct Keeper {
     /// They have handed over, and are about to end.
     leaving: Vec<(Worker, Instant)>,
     deaths: Deaths,
+    /// When a worker has died, since which none has served.
+    died: Option<Instant>,
+    /// What the last worker that has begun has left for the next one.
+    left: Option<Items>,
     /// When to start a worker, if there is none.
     restart: Option<Instant>,
     /// Where the worker serves.
@@ -153,6 +170,8 @@ impl Keeper {
             upgrade: None,
             leaving: Vec::new(),
             deaths: Deaths::default(),
+            died: None,
+            left: None,
             restart: None,
             sockets: Vec::new(),
             is_ready: false,
@@ -170,6 +189,9 @@ impl Keeper {
             self.hear_workers();
             self.look_for_ends();
             self.look_at_the_clock(Instant::now());
+            if let Some(worker) = &mut self.worker {
+                worker.pass_on();
+            }
             while let Some((packet, client)) = self.control.as_mut().and_then(Control::next) {
                 self.answer(packet, client);
             }
@@ -196,6 +218,9 @@ impl Keeper {
         let fds = fds.chain(self.control.iter().flat_map(Control::fds));
         let fds = fds.chain([self.signals.as_fd()]);
         let mut fds: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+        let waits = self.worker.as_ref().filter(|worker| worker.has_more_to_hear());
+        let link = waits.and_then(Worker::link);
+        fds.extend(link.map(|link| PollFd::from_borrowed_fd(link, PollFlags::OUT)));
         // Whatever it says, everything is looked at.
         let _ = poll(&mut fds, timeout.as_ref());
     }
@@ -245,6 +270,12 @@ impl Keeper {
             match packet.letter {
                 to_keeper::SOCKET => self.sockets.push(packet.path()),
                 to_keeper::SERVING => self.serves(),
+                to_keeper::TAKEN => {
+                    self.left = None;
+                    if let Some(worker) = &mut self.worker {
+                        worker.has_taken = true;
+                    }
+                }
                 to_keeper::FAILED => {
                     if let Some(worker) = &mut self.worker {
                         worker.why = Some(packet.text());
@@ -264,6 +295,15 @@ impl Keeper {
             match packet.letter {
                 to_keeper::PREPARED => self.hand_over(&packet.text()),
                 to_keeper::SERVING => self.upgraded(),
+                to_keeper::TAKEN => {
+                    if let Some(old) = &mut self.worker {
+                        old.leaves_nothing();
+                    }
+                    if let Some(upgrade) = &mut self.upgrade {
+                        upgrade.left = None;
+                        upgrade.new.has_taken = true;
+                    }
+                }
                 to_keeper::FAILED => {
                     if let Some(upgrade) = &mut self.upgrade {
                         upgrade.new.why = Some(packet.text());
@@ -277,8 +317,13 @@ impl Keeper {
     /// The worker serves.
     fn serves(&mut self) {
         self.restart = None;
+        let died = self.died.take();
         if let Some(worker) = &mut self.worker {
-            worker.has_served = true;
+            worker.serves_since = Some(Instant::now());
+            if let Some(died) = died.filter(|_| worker.has_taken) {
+                let (pid, took) = (worker.pid(), died.elapsed().as_millis());
+                say(&format!("process {pid} goes on with the clients, {took} ms after that"));
+            }
         }
         if !std::mem::replace(&mut self.is_ready, true) {
             notify::tell(notify::READY);
@@ -294,51 +339,106 @@ impl Keeper {
         if let Some(status) = new {
             self.new_has_ended(status);
         }
-        let (Some((status, pid)), Some(worker)) = (old, &self.worker) else { return };
-        let has_served = worker.has_served;
-        if worker.pid() != pid {
-            // Another one has taken its place meanwhile.
-            return;
+        let Some((status, pid)) = old else { return };
+        // Another one may have taken its place meanwhile.
+        let Some(mut worker) = self.worker.take_if(|worker| worker.pid() == pid) else { return };
+        if let Some(upgrade) = &mut self.upgrade {
+            match upgrade.step {
+                Step::Preparing => {
+                    self.upgrade_failed(&format!("the running process {pid} {}", how(status)));
+                }
+                // It may have committed, and not have come to say so. The new one knows: it goes
+                // on, or ends.
+                Step::HandingOver => {
+                    upgrade.step = Step::Committed;
+                    upgrade.until = Instant::now() + LEAVE;
+                    upgrade.why = Some(format!("the running process {pid} {}", how(status)));
+                    upgrade.left = worker.leaves();
+                    return;
+                }
+                // As it should.
+                Step::Committed => {
+                    upgrade.left = worker.leaves().filter(|_| !upgrade.new.has_taken);
+                    return;
+                }
+            }
         }
-        self.worker = None;
-        match self.upgrade.as_ref().map(|upgrade| upgrade.step) {
-            None => {}
-            // As it should.
-            Some(Step::Committed) => return,
-            Some(_) => self.upgrade_failed(&format!("the running process {pid} {}", how(status))),
-        }
+        let what = format!("process {pid}, which served, {}", how(status));
         match status.code() {
+            None => {
+                if worker.has_begun() {
+                    self.left = worker.leaves();
+                }
+                self.worker_has_died(&what, worker.has_served(), is_killed(status));
+            }
             // It has said why, if it had to. One that is to go on after another that died is tried
             // again: a disk may still be locked by what the dead one has under way.
-            Some(code) if has_served || self.deaths.count() == 0 || self.ended != 0 => {
+            Some(code)
+                if worker.serves_since.is_some() || self.died.is_none() || self.ended != 0 =>
+            {
                 self.over = Some(u8::try_from(code).unwrap_or(exit::FAILED));
             }
-            _ => self.worker_has_died(&format!("process {pid}, which served, {}", how(status))),
+            Some(_) => {
+                // It can not go on with what was left; it has said why.
+                self.left = None;
+                self.worker_has_died(&what, None, false);
+            }
         }
     }
 
-    fn worker_has_died(&mut self, what: &str) {
+    /// None serves any more; the last one had served for so long, if it had.
+    fn worker_has_died(&mut self, what: &str, served: Option<Duration>, is_killed: bool) {
         self.sockets.clear();
         if self.ended != 0 {
             say(&format!("error: {what} while the server was to end"));
             self.over = Some(exit::FAILED);
             return;
         }
-        match self.deaths.add(Instant::now()) {
-            Some(wait) => {
+        let now = Instant::now();
+        self.died.get_or_insert(now);
+        match self.deaths.add(now, served, is_killed, self.left.is_some()) {
+            Next::Recover(Duration::ZERO) => {
+                say(&format!("error: {what}; another one goes on with its clients"));
+                self.restart = Some(now);
+            }
+            Next::Recover(wait) => {
+                let wait_ms = wait.as_millis();
+                say(&format!(
+                    "error: {what}; another one goes on with its clients in {wait_ms} ms"
+                ));
+                self.restart = Some(now + wait);
+            }
+            Next::Start(wait) => {
+                self.left = None;
                 say(&format!(
                     "error: {what}; it is started again in {} ms. The clients that it had have \
                      lost their controllers",
                     wait.as_millis()
                 ));
-                self.restart = Some(Instant::now() + wait);
+                self.restart = Some(now + wait);
             }
-            None => {
+            Next::GiveUp => {
                 say(&format!(
                     "error: {what}, the {}th in a minute; it is not started again",
                     self.deaths.count()
                 ));
                 self.over = Some(exit::FAILED);
+            }
+        }
+    }
+
+    /// Starts a worker after another one has died.
+    fn start_again(&mut self) {
+        let started = match &self.left {
+            Some(left) => Worker::start_to_recover(&self.program, &self.arguments, left),
+            None => Worker::start(&self.program, &self.arguments, START),
+        };
+        match started {
+            Ok(worker) => self.worker = Some(worker),
+            Err(error) => {
+                let program = self.program.display().to_string();
+                let what = format!("{program} can not be started: {error}");
+                self.worker_has_died(&what, None, false);
             }
         }
     }
@@ -351,13 +451,7 @@ impl Keeper {
         }
         if self.restart.is_some_and(|at| at <= now) && self.over.is_none() {
             self.restart = None;
-            match Worker::start(&self.program, &self.arguments, START) {
-                Ok(worker) => self.worker = Some(worker),
-                Err(error) => {
-                    let program = self.program.display().to_string();
-                    self.worker_has_died(&format!("{program} can not be started: {error}"));
-                }
-            }
+            self.start_again();
         }
         let Some(upgrade) = &mut self.upgrade else { return };
         if upgrade.until > now {
@@ -393,7 +487,7 @@ impl Keeper {
         let refusal = match &self.worker {
             _ if self.ended != 0 => Some("the server is to end"),
             _ if self.upgrade.is_some() => Some("another upgrade is under way"),
-            Some(worker) if worker.has_served => None,
+            Some(worker) if worker.serves_since.is_some() => None,
             _ => Some("the server does not serve yet; try again in a moment"),
         };
         if let Some(why) = refusal {
@@ -425,6 +519,7 @@ impl Keeper {
             until: began + PREPARE,
             asker: None,
             why: None,
+            left: None,
         })
     }
 
@@ -453,21 +548,21 @@ impl Keeper {
             Step::Preparing => self.upgrade_failed(&why),
             // The old one says what it comes to: it may have committed a moment ago.
             Step::HandingOver => upgrade.why = Some(why),
-            Step::Committed => {
-                let pid = upgrade.new.pid();
-                let asker = upgrade.asker.take();
-                self.upgrade = None;
-                if let Some(old) = self.worker.take() {
-                    self.leaving.push((old, Instant::now() + LEAVE));
-                }
-                let lost = format!("{why}, after the old one had handed over to it");
-                tell_outcome(asker, Err(&lost));
-                self.worker_has_died(&format!(
-                    "process {pid}, which was to serve, {}",
-                    how(status)
-                ));
-            }
+            Step::Committed => self.new_has_died(&why, status),
         }
+    }
+
+    /// The new worker has ended, and the old one can not go on any more.
+    fn new_has_died(&mut self, why: &str, status: ExitStatus) {
+        let Some(Upgrade { mut new, asker, mut left, .. }) = self.upgrade.take() else { return };
+        if let Some(mut old) = self.worker.take() {
+            old.kill();
+            left = left.or_else(|| old.leaves());
+        }
+        self.left = if new.has_taken { new.leaves() } else { left };
+        tell_outcome(asker, Err(why));
+        let what = format!("process {}, which was to serve, {}", new.pid(), how(status));
+        self.worker_has_died(&what, None, is_killed(status));
     }
 
     /// The worker goes on.
@@ -491,7 +586,7 @@ impl Keeper {
     fn upgraded(&mut self) {
         let Some(mut upgrade) = self.upgrade.take() else { return };
         let old = self.worker.take();
-        upgrade.new.has_served = true;
+        upgrade.new.serves_since = Some(Instant::now());
         self.program.clone_from(&upgrade.new.program);
         let text = format!(
             "process {} serves ({}), {} ms after it was started",

@@ -1,12 +1,16 @@
 //! A worker, as its keeper has it.
 
-use crate::keeper_link::{self, AS_WORKER, Packet};
+use super::say::say;
+use crate::items::{COMPLETE, Items, Part};
+use crate::keeper_link::{self, AS_WORKER, Packet, to_keeper, to_worker};
+use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
 
 /// A process that serves, or is to.
 pub(super) struct Worker {
@@ -15,10 +19,18 @@ pub(super) struct Worker {
     link: Option<OwnedFd>,
     /// Its program.
     pub(super) program: PathBuf,
-    /// Whether it has ever served.
-    pub(super) has_served: bool,
+    /// Since when it serves.
+    pub(super) serves_since: Option<Instant>,
+    /// It goes on for another one, and says that what it has left itself counts.
+    pub(super) has_taken: bool,
     /// Why it can not go on, as it says itself.
     pub(super) why: Option<String>,
+    /// What it has left for the time after its death.
+    items: Items,
+    /// That is of no use: something of it could not be kept.
+    is_broken: bool,
+    /// What it is still to be told of what another one has left.
+    parts: VecDeque<Part>,
 }
 
 impl Worker {
@@ -42,8 +54,74 @@ impl Worker {
             }
         }
         let child = command.stdin(Stdio::from(theirs)).spawn()?;
-        let program = program.to_owned();
-        Ok(Self { child, link: Some(ours), program, has_served: false, why: None })
+        Ok(Self {
+            child,
+            link: Some(ours),
+            program: program.to_owned(),
+            serves_since: None,
+            has_taken: false,
+            why: None,
+            items: Items::default(),
+            is_broken: false,
+            parts: VecDeque::new(),
+        })
+    }
+
+    /// Starts one that goes on with what another has `left`.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(super) fn start_to_recover(
+        program: &Path,
+        arguments: &[OsString],
+        left: &Items,
+    ) -> io::Result<Self> {
+        let mut worker = Self::start(program, arguments, keeper_link::RECOVER)?;
+        worker.parts = left.parts().into();
+        // It changes what it changes.
+        worker.items = left.clone();
+        worker.pass_on();
+        Ok(worker)
+    }
+
+    /// Tells it what there is room for of what another one has left.
+    pub(super) fn pass_on(&mut self) {
+        while let (Some(link), Some(part)) = (&self.link, self.parts.front()) {
+            let packet = part.packet();
+            match keeper_link::send_bytes(link, to_worker::ITEMS, &packet.bytes, &packet.fds, true)
+            {
+                Ok(()) => drop(self.parts.pop_front()),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                // Its end is seen elsewhere.
+                Err(_) => self.parts.clear(),
+            }
+        }
+    }
+
+    /// Whether it waits for room to be told more.
+    pub(super) fn has_more_to_hear(&self) -> bool {
+        !self.parts.is_empty()
+    }
+
+    /// Whether it has begun: who goes on after it goes on with what it has left, or not at all.
+    pub(super) fn has_begun(&self) -> bool {
+        self.has_taken || self.serves_since.is_some()
+    }
+
+    /// What it has left, if another one can go on with that.
+    pub(super) fn leaves(&mut self) -> Option<Items> {
+        let items = std::mem::take(&mut self.items);
+        Some(items).filter(|items| items.contains(COMPLETE))
+    }
+
+    /// Another one goes on: nothing is left for later.
+    pub(super) fn leaves_nothing(&mut self) {
+        self.items = Items::default();
+    }
+
+    /// How long it has served.
+    pub(super) fn has_served(&self) -> Option<Duration> {
+        self.serves_since.map(|since| since.elapsed())
     }
 
     pub(super) fn pid(&self) -> u32 {
@@ -62,14 +140,31 @@ impl Worker {
         }
     }
 
-    /// What it has said, if anything.
+    /// What it has said, if anything. What it wants kept is kept.
     pub(super) fn hear(&mut self) -> Option<Packet> {
-        match keeper_link::receive(self.link.as_ref()?, true) {
-            Ok(Some(packet)) => Some(packet),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => None,
-            Ok(None) | Err(_) => {
-                self.link = None;
-                None
+        loop {
+            let packet = match keeper_link::receive(self.link.as_ref()?, true) {
+                Ok(Some(packet)) => packet,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return None,
+                Ok(None) | Err(_) => {
+                    self.link = None;
+                    return None;
+                }
+            };
+            if packet.letter != to_keeper::ITEMS {
+                return Some(packet);
+            }
+            if self.is_broken {
+                continue;
+            }
+            if let Err(error) = self.items.take(&packet.body, packet.fds) {
+                self.is_broken = true;
+                self.items = Items::default();
+                say(&format!(
+                    "error: if process {} dies, its clients lose their controllers, because what \
+                     the next one needs can not be kept: {error}",
+                    self.pid()
+                ));
             }
         }
     }
@@ -98,4 +193,10 @@ pub(super) fn how(status: ExitStatus) -> String {
         (Some(signal), _) => format!("was ended by signal {signal}"),
         (None, code) => format!("ended with exit status {}", code.unwrap_or_default()),
     }
+}
+
+/// Whether a process was ended from outside: by who may, or for want of memory.
+pub(super) fn is_killed(status: ExitStatus) -> bool {
+    use std::os::unix::process::ExitStatusExt;
+    status.signal() == Some(signal_hook::consts::SIGKILL)
 }

@@ -7,12 +7,9 @@ use super::transfer::{self, COMMIT, GONE, HAVE};
 use super::worker_link::WorkerLink;
 use crate::keeper_link::{parse_versions, to_keeper};
 use anyhow::{Context, anyhow, bail};
-use shadowbell_backend::Disk;
-use shadowbell_controller::Controller;
 use shadowbell_state::{Descriptors, Parcel, VERSION};
 use shadowbell_vfio_user::Reactor;
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 use tracing::{debug, info};
@@ -120,7 +117,7 @@ fn pass_on(
         let name = || served.name.clone();
         let saved = served.controller.save(parcel.descriptors()).with_context(name)?;
         parcel.add(&transfer::controller(index), true, &saved)?;
-        for (nth, disk) in disks_of(&served.controller).enumerate() {
+        for (nth, disk) in served.disks().enumerate() {
             let saved = disk.hand_over(parcel.descriptors())?;
             parcel.add(&transfer::disk(index, nth), true, &saved)?;
         }
@@ -153,8 +150,4 @@ fn commit(parcel: &Parcel, transfer: &UnixStream, until: Instant) -> anyhow::Res
 /// How long until then; a timeout of zero would be none.
 fn left(until: Instant) -> Duration {
     until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
-}
-
-pub(super) fn disks_of(controller: &Controller) -> impl Iterator<Item = &Arc<dyn Disk>> {
-    controller.config().namespaces.iter().map(|namespace| &namespace.disk)
 }

@@ -17,6 +17,8 @@
 //! | `reactor_thread` | the thread that serves the sockets, and takes a rest |
 //! | `hand_over`, `take_over` | a server and its successor in another process |
 //! | `transfer` | what these two say to each other |
+//! | `keeping`, `store` | what a keeper holds, so that another process goes on after this one's death |
+//! | `recover` | that other process |
 //! | `worker_link` | what is said to a keeper, if there is one |
 //! | `faults` | `--faults`, in a build with that feature |
 //!
@@ -33,12 +35,16 @@ mod event_log;
 mod faults;
 mod flush;
 mod hand_over;
+mod keeping;
 mod launch_hint;
 mod reactor_thread;
+mod recover;
+mod seam;
 mod server;
 mod server_config;
 mod stats_file;
 mod stats_socket;
+mod store;
 mod take_over;
 mod transfer;
 mod worker_link;
@@ -50,6 +56,7 @@ use crate::keeper_link::{Packet, to_keeper, to_worker};
 use crate::signals::{EndSignals, Wake};
 use crate::{descriptor_limit, exit, notify};
 use event_log::EventLog;
+use keeping::Keeping;
 use server::Server;
 use server_config::ServerConfig;
 use signal_hook::consts::SIGUSR1;
@@ -58,7 +65,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
-use tracing::{debug, error, info};
+use tracing::{debug, error, info, warn};
 use worker_link::{Role, WorkerLink};
 
 /// Serves until a signal ends it.
@@ -85,15 +92,39 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let handle = signals.handle();
     let ended = move || handle.close();
     let link = keeper.map(|(_, link)| link);
-    let (mut server, stats) = match keeper {
-        Some((Role::Successor, link)) => match take_over::take_over(&config, link, ended)? {
-            Some(taken) => taken,
-            // The other process goes on, and knows why.
-            None => return Ok(ExitCode::from(exit::FAILED)),
-        },
+    // Before any disk is opened.
+    let keeping = link.map(Keeping::new).transpose()?;
+    let stats = || config.stats_socket.as_deref().map(stats_socket::listen).transpose();
+    let (mut server, stats) = match (keeper, &keeping) {
+        (Some((Role::Successor, link)), Some(keeping)) => {
+            match take_over::take_over(&config, link, keeping, ended)? {
+                Some(taken) => taken,
+                // The other process goes on, and knows why.
+                None => return Ok(ExitCode::from(exit::FAILED)),
+            }
+        }
+        (Some((Role::Recover, link)), Some(keeping)) => {
+            match recover::recover(&config, link, keeping, ended)? {
+                Some(server) => {
+                    // The guests need it less than anything else.
+                    let stats = stats().unwrap_or_else(|why| {
+                        warn!("the counters can not be asked for: {why:#}");
+                        None
+                    });
+                    (server, stats.map(RestingStats::new))
+                }
+                // It is to end.
+                None => return Ok(ExitCode::from(exit::FAILED)),
+            }
+        }
         _ => {
-            let stats = config.stats_socket.as_deref().map(stats_socket::listen).transpose()?;
-            let server = Server::start(&config, link.is_some(), ended)?;
+            let stats = stats()?;
+            let keep = keeping.as_ref().map(|keeping| {
+                |controllers: &[_], reactor: &mut _, ports: &[_]| {
+                    keeping.begin(&config, controllers, reactor, ports);
+                }
+            });
+            let server = Server::start(&config, keep, ended)?;
             (server, stats.map(RestingStats::new))
         }
     };
@@ -103,8 +134,10 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let mut stats = stats.map(|stats| StatsSocket::start(stats, &server)).transpose()?;
     match keeper {
         Some((Role::Successor, link)) => link.say(to_keeper::SERVING, ""),
-        Some((Role::Start, link)) => {
-            launch_hint::show(&config);
+        Some((role, link)) => {
+            if role == Role::Start {
+                launch_hint::show(&config);
+            }
             link.serves(config.controllers.iter().map(|served| served.socket.as_path()));
         }
         None => {
@@ -183,7 +216,7 @@ fn hand_over(
     packet: Packet,
 ) -> anyhow::Result<bool> {
     let versions = packet.text();
-    let Some(fd) = packet.fd else { return Ok(false) };
+    let Some(fd) = packet.fd() else { return Ok(false) };
     let transfer = UnixStream::from(fd);
     let resting = stats.take().and_then(StatsSocket::rest);
     let outcome =

@@ -13,7 +13,7 @@ use shadowbell_backend::Disk;
 use shadowbell_controller::trace::TraceFile;
 use shadowbell_controller::{CLAIMABLE, Carrier, Config, Controller, Pool};
 use shadowbell_frontend::vfio_user::{ClientEventHandler, ControllerDevice};
-use shadowbell_vfio_user::server::{BindError, Limits, Listener, Reactor};
+use shadowbell_vfio_user::server::{BindError, Limits, Listener, PortId, Reactor};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -27,6 +27,13 @@ pub(super) struct ServedController {
     pub(super) controller: Controller,
 }
 
+impl ServedController {
+    /// Its disks, in the order of their namespaces.
+    pub(super) fn disks(&self) -> impl Iterator<Item = &Arc<dyn Disk>> {
+        self.controller.config().namespaces.iter().map(|namespace| &namespace.disk)
+    }
+}
+
 /// All that runs.
 pub(super) struct Server {
     controllers: Vec<ServedController>,
@@ -38,17 +45,17 @@ pub(super) struct Server {
 }
 
 impl Server {
-    /// Starts to serve what `config` asks for; all of it, or nothing. `lasting`: in a way that can
-    /// be handed over. `ended` runs when serving came to its end, on a thread of its own.
+    /// Starts to serve what `config` asks for; all of it, or nothing. If it is `lasting`, in
+    /// a way that can be handed over; what that names is called before anybody is served. `ended` runs when serving came to its end, on a thread of its own.
     ///
     /// # Errors
     /// The first thing that can not be done, with the place where it was asked for.
     pub(super) fn start(
         config: &ServerConfig,
-        lasting: bool,
+        lasting: Option<impl FnOnce(&[ServedController], &mut Reactor, &[PortId])>,
         ended: impl FnOnce() + Send + 'static,
     ) -> anyhow::Result<Self> {
-        let configs = open(config, lasting)?;
+        let configs = open(config, lasting.is_some())?;
         let pool = Pool::start(&config.pool).context("the workers can not be started")?;
         let events = EventQueue::new();
         let mut controllers = Vec::with_capacity(configs.len());
@@ -70,8 +77,11 @@ impl Server {
             info!("{}", summary(served));
         }
         let mut reactor = Reactor::new(Limits::default())?;
-        for (listener, device) in listeners.into_iter().zip(devices) {
-            reactor.add(listener, Box::new(device))?;
+        let ports = listeners.into_iter().zip(devices);
+        let ports = ports.map(|(listener, device)| reactor.add(listener, Box::new(device)));
+        let ports = ports.collect::<io::Result<Vec<_>>>()?;
+        if let Some(keep) = lasting {
+            keep(&server.controllers, &mut reactor, &ports);
         }
         server.serve(reactor, ended)?;
         Ok(server)
@@ -137,8 +147,7 @@ impl Server {
 
     /// All disks.
     pub(super) fn disks(&self) -> impl Iterator<Item = &Arc<dyn Disk>> {
-        let namespaces = self.controllers.iter().flat_map(|s| &s.controller.config().namespaces);
-        namespaces.map(|namespace| &namespace.disk)
+        self.controllers.iter().flat_map(ServedController::disks)
     }
 
     /// Whether another process has the disks, too.

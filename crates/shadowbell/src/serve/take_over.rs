@@ -1,6 +1,7 @@
 //! A server that goes on where another process has come to rest.
 
 use super::event::EventQueue;
+use super::keeping::Keeping;
 use super::server::{self, Server};
 use super::server_config::ServerConfig;
 use super::stats_socket::RestingStats;
@@ -14,7 +15,7 @@ use shadowbell_controller::{Controller, Pool, SavedController};
 use shadowbell_frontend::vfio_user::ControllerDevice;
 use shadowbell_state::{Descriptors, Parcel, READABLE};
 use shadowbell_vfio_user::Reactor;
-use shadowbell_vfio_user::server::{Limits, SavedPort};
+use shadowbell_vfio_user::server::{Limits, PortId, SavedPort};
 use std::os::unix::net::UnixStream;
 use std::time::Instant;
 use tracing::{debug, info, warn};
@@ -24,6 +25,7 @@ struct Taken {
     server: Server,
     reactor: Reactor,
     controllers: Vec<SavedController>,
+    ports: Vec<PortId>,
     stats: Option<RestingStats>,
     fds: Descriptors,
 }
@@ -35,6 +37,7 @@ struct Taken {
 pub(super) fn take_over(
     config: &ServerConfig,
     link: &WorkerLink,
+    keeping: &Keeping,
     ended: impl FnOnce() + Send + 'static,
 ) -> anyhow::Result<Option<(Server, Option<RestingStats>)>> {
     let transfer = predecessor(link)?;
@@ -60,8 +63,11 @@ pub(super) fn take_over(
         // It died on its way out, when it had nothing under way any more.
         _ => debug!("the predecessor has ended without a word"),
     }
-    let Taken { mut server, reactor, controllers, stats, mut fds } = taken;
+    let Taken { mut server, mut reactor, controllers, ports, stats, mut fds } = taken;
     server.share_locks(false);
+    keeping.begin(config, server.controllers(), &mut reactor, &ports);
+    // What the predecessor has the keeper hold is of no use from here on.
+    link.say(to_keeper::TAKEN, "");
     for (served, saved) in server.controllers().iter().zip(&controllers) {
         served.controller.restore(saved, &mut fds).with_context(|| served.name.clone())?;
     }
@@ -79,7 +85,7 @@ fn refused(link: &WorkerLink, why: anyhow::Error) -> anyhow::Error {
 }
 
 /// Records doorbells in a new file; that of the other process is kept beside it.
-fn begin_trace(server: &Server, config: &ServerConfig) {
+pub(super) fn begin_trace(server: &Server, config: &ServerConfig) {
     let Some((path, _)) = &config.trace else { return };
     let mut kept = path.clone().into_os_string();
     kept.push(".before");
@@ -94,7 +100,7 @@ fn begin_trace(server: &Server, config: &ServerConfig) {
 fn predecessor(link: &WorkerLink) -> anyhow::Result<UnixStream> {
     match link.hear() {
         Some(packet) if packet.letter == to_worker::TAKE_OVER => {
-            let fd = packet.fd.context("the keeper has sent no descriptor")?;
+            let fd = packet.fd().context("the keeper has sent no descriptor")?;
             Ok(UnixStream::from(fd))
         }
         _ => Err(anyhow!("the keeper has ended")),
@@ -113,7 +119,7 @@ fn take_in(config: &ServerConfig, mut parcel: Parcel, pool: Pool) -> anyhow::Res
     let events = EventQueue::new();
     let mut reactor = Reactor::new(Limits::default())?;
     let mut controllers = Vec::new();
-    let mut all_saved = Vec::new();
+    let (mut all_saved, mut ports) = (Vec::new(), Vec::new());
     for (index, asked) in config.controllers.iter().enumerate() {
         let saved_disks = asked.controller.disks.iter().enumerate();
         let saved_disks: Vec<serde_json::Value> = saved_disks
@@ -135,14 +141,15 @@ fn take_in(config: &ServerConfig, mut parcel: Parcel, pool: Pool) -> anyhow::Res
         server::place(asked, &controller)?;
         let handler = server::client_events(events.sender(index));
         let device = ControllerDevice::new(controller.clone(), handler)?;
-        reactor.restore(port, fds, Box::new(device)).with_context(|| name.clone())?;
+        let port = reactor.restore(port, fds, Box::new(device));
+        ports.push(port.with_context(|| name.clone())?);
         controllers.push(server::ServedController { name, controller });
         all_saved.push(saved);
     }
     let fds = std::mem::take(parcel.descriptors());
     parcel.finish()?;
     let server = Server::resting(controllers, events, pool);
-    Ok(Taken { server, reactor, controllers: all_saved, stats, fds })
+    Ok(Taken { server, reactor, controllers: all_saved, ports, stats, fds })
 }
 
 fn section<T: serde::de::DeserializeOwned>(parcel: &mut Parcel, name: &str) -> anyhow::Result<T> {

@@ -1,11 +1,18 @@
 //! What a worker and its keeper say to each other, from the worker's side.
 
+use super::store::Store;
 use crate::exit::bad_input;
-use crate::keeper_link::{self, Packet, to_keeper};
-use anyhow::{Context, anyhow};
+use crate::items::Items;
+use crate::keeper_link::{self, Packet, to_keeper, to_worker};
+use anyhow::{Context, anyhow, bail};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::time::Duration;
+
+/// How long a keeper may take to listen. It is one thread that always does.
+const LISTENS: Duration = Duration::from_secs(2);
 
 /// How a worker begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -14,6 +21,17 @@ pub(super) enum Role {
     Start,
     /// It takes over from another.
     Successor,
+    /// It goes on for another that has died.
+    Recover,
+}
+
+/// Why a worker need not begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Told {
+    /// The service is to end.
+    End,
+    /// The keeper is gone.
+    Gone,
 }
 
 /// The way to the keeper, which ends with it.
@@ -35,7 +53,36 @@ impl WorkerLink {
         }
         let null = std::fs::File::open("/dev/null").context("/dev/null can not be opened")?;
         rustix::stdio::dup2_stdin(null)?;
+        set_socket_timeout(&link, Timeout::Send, Some(LISTENS))?;
         Ok(Self(link))
+    }
+
+    /// What the keeper holds for the time after this process's death.
+    ///
+    /// # Errors
+    /// The system has no more descriptors.
+    pub(super) fn store(&self) -> io::Result<Store> {
+        Ok(Store::new(self.0.try_clone()?))
+    }
+
+    /// What the process before has left. `None`: the service is to end.
+    ///
+    /// # Errors
+    /// It does not arrive.
+    pub(super) fn items(&self) -> anyhow::Result<Option<Items>> {
+        let mut items = Items::default();
+        loop {
+            match keeper_link::receive(&self.0, false)? {
+                Some(packet) if packet.letter == to_worker::ITEMS => {
+                    if items.take(&packet.body, packet.fds)? {
+                        return Ok(Some(items));
+                    }
+                }
+                Some(packet) if packet.letter == to_worker::END => return Ok(None),
+                Some(_) => {}
+                None => bail!("the keeper has ended"),
+            }
+        }
     }
 
     /// Says something; in vain if the keeper is gone, which is noticed elsewhere.
@@ -50,6 +97,18 @@ impl WorkerLink {
             let _ = keeper_link::send(&self.0, to_keeper::SOCKET, known, None);
         }
         self.say(to_keeper::SERVING, "");
+    }
+
+    /// Whether there is no more reason to begin. Takes what the keeper has said, and does not wait.
+    pub(super) fn told(&self) -> Option<Told> {
+        loop {
+            match keeper_link::receive(&self.0, true) {
+                Ok(Some(packet)) if packet.letter == to_worker::END => return Some(Told::End),
+                Ok(Some(_)) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return None,
+                Ok(None) | Err(_) => return Some(Told::Gone),
+            }
+        }
     }
 
     /// What the keeper says next; `None` if it is gone.

@@ -1,0 +1,252 @@
+//! Disks whose process has died, in the next one.
+
+mod common;
+
+use common::{Host, directory, image, run_one};
+use rustix::event::{PollFd, PollFlags, poll};
+use shadowbell_backend::{Disk, Op, OpenError, Request, Submitted, fence, open_lasting, recover};
+use shadowbell_state::{Descriptors, FdRef, Parcel};
+use std::cell::Cell;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+const MIB: u64 = 1 << 20;
+const LEN: usize = 4096;
+
+/// Says to this test program which disk it has, what it does with it, and that it dies of that.
+const DIES: &str = "BACKEND_TEST_DIES";
+
+/// What a process that has died has left.
+struct Left {
+    state: serde_json::Value,
+    fds: Descriptors,
+    /// Comes to its end when all that it had under way has ended.
+    fence: OwnedFd,
+}
+
+/// Not a test of its own: a process that sends what it leaves to its standard input, has a request
+/// under way, and kills itself.
+#[test]
+fn dies() {
+    let Ok(what) = std::env::var(DIES) else { return };
+    let (op, spec) = what.split_once(' ').unwrap();
+    let socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().unwrap());
+    let mut parcel = Parcel::new();
+    let end = parcel.descriptors().add(fence().unwrap());
+    let disk = open_lasting(spec).unwrap();
+    let state = disk.keep(parcel.descriptors()).unwrap();
+    parcel.add("disk", true, &(state, end)).unwrap();
+    parcel.send(&socket).unwrap();
+    let host = Host::new(MIB);
+    host.bytes.fill(0, LEN, 0xaa).unwrap();
+    let mut queue = disk.queue().unwrap();
+    let op = if op == "read" { Op::Read } else { Op::Write { fua: false } };
+    let mut data = host.buffer(&[(0, LEN)], op == Op::Read);
+    // Of the beginning something may be in a cache.
+    let offset = if op == Op::Read { 8 * MIB } else { 0 };
+    let request = Request { op, offset, len: LEN as u64 };
+    let submitted = queue.submit(1, &request, &mut data);
+    assert_eq!(submitted, Submitted::Pending);
+    queue.commit();
+    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL)
+        .unwrap();
+}
+
+/// What a process leaves that has died with a request under way at `spec`.
+fn die(op: &str, spec: &str) -> Left {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "dies", "--nocapture"]).env(DIES, format!("{op} {spec}"));
+    command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::null());
+    let mut child = command.spawn().unwrap();
+    drop(command);
+    let mut parcel = Parcel::receive(&ours).unwrap();
+    assert_eq!(child.wait().unwrap().signal(), Some(9));
+    let (state, end): (serde_json::Value, FdRef) = parcel.take("disk").unwrap().unwrap();
+    let fence = parcel.descriptors().take(end).unwrap();
+    Left { state, fds: std::mem::take(parcel.descriptors()), fence }
+}
+
+/// Whether this comes to its end within that time.
+fn ends(fence: &OwnedFd, within: Duration) -> bool {
+    let timeout = rustix::event::Timespec::try_from(within).unwrap();
+    poll(&mut [PollFd::new(fence, PollFlags::IN)], Some(&timeout)).unwrap() == 1
+}
+
+fn first_byte(disk: &dyn Disk) -> u8 {
+    let host = Host::new(MIB);
+    let mut queue = disk.queue().unwrap();
+    let data = host.buffer(&[(0, LEN)], true);
+    assert_eq!(run_one(&mut *queue, Op::Read, 0, LEN as u64, data), Ok(()));
+    host.bytes.read(0).unwrap()
+}
+
+/// A block device that takes its time for each request, over memory that can be looked at.
+struct Slow {
+    server: Child,
+    directory: tempfile::TempDir,
+    device: PathBuf,
+}
+
+impl Slow {
+    /// Nothing where the machine has not what it needs.
+    fn start(seconds: &str) -> Option<Self> {
+        if !rustix::process::geteuid().is_root() || !Path::new("/dev/loop-control").exists() {
+            return None;
+        }
+        let directory = directory();
+        let backing = image(directory.path(), 16 * MIB);
+        let mount = directory.path().join("slow");
+        std::fs::create_dir(&mount).unwrap();
+        let file = mount.join("nbd");
+        std::fs::write(&file, "").unwrap();
+        let mut server = Command::new("nbdfuse");
+        server.arg(&file).args(["[", "nbdkit", "--exit-with-parent", "--filter=delay", "file"]);
+        server.arg(&backing).args([&format!("rdelay={seconds}"), &format!("wdelay={seconds}")]);
+        server.arg("]").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let server = server.spawn().ok()?;
+        let mut slow = Self { server, directory, device: PathBuf::new() };
+        let until = Instant::now() + Duration::from_secs(20);
+        while std::fs::metadata(&file).map_or(0, |file| file.len()) != 16 * MIB {
+            if slow.server.try_wait().ok()?.is_some() || Instant::now() > until {
+                return None;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let output = Command::new("losetup").args(["--find", "--show"]).arg(&file).output().ok()?;
+        let device = String::from_utf8(output.stdout).ok()?;
+        slow.device = device.trim().into();
+        (output.status.success() && slow.device.exists()).then_some(slow)
+    }
+
+    /// The first byte of what is below.
+    fn holds(&self) -> u8 {
+        std::fs::read(self.directory.path().join("disk.img")).unwrap()[0]
+    }
+}
+
+impl Drop for Slow {
+    fn drop(&mut self) {
+        if !self.device.as_os_str().is_empty() {
+            let _ = Command::new("losetup").arg("-d").arg(&self.device).status();
+        }
+        let mount = self.directory.path().join("slow/nbd");
+        let _ = Command::new("umount").args(["-l"]).arg(mount).status();
+        let _ = self.server.kill();
+        let _ = self.server.wait();
+    }
+}
+
+/// The process is gone at once, and what it has under way is not.
+#[test]
+fn a_write_that_outlives_its_process_is_waited_for() {
+    let Some(slow) = Slow::start("2") else {
+        return println!("skipped: it needs root, nbdkit, nbdfuse and a loop device");
+    };
+    let spec = format!("{}?direct=on&aio=io_uring", slow.device.display());
+    let mut left = die("write", &spec);
+    assert!(slow.holds() == 0 && !ends(&left.fence, Duration::ZERO), "nothing was to be seen");
+    let waited = Cell::new(0);
+    let wait = || {
+        waited.set(waited.get() + 1);
+        std::thread::sleep(Duration::from_millis(1));
+        true
+    };
+    let disk = recover(&spec, &left.state, &mut left.fds, &wait).unwrap();
+    assert_eq!(slow.holds(), 0xaa, "it has reached the disk");
+    assert!(waited.get() > 10);
+    assert!(ends(&left.fence, Duration::from_secs(20)));
+    assert_eq!(first_byte(&*disk), 0xaa);
+}
+
+/// A reader's lock waits for nobody; its fence does.
+#[test]
+fn a_read_that_outlives_its_process_is_seen() {
+    let Some(slow) = Slow::start("2") else {
+        return println!("skipped: it needs root, nbdkit, nbdfuse and a loop device");
+    };
+    let spec = format!("{}?direct=on&aio=io_uring&read-only=on", slow.device.display());
+    let left = die("read", &spec);
+    assert!(!ends(&left.fence, Duration::from_millis(500)), "it is under way");
+    assert!(ends(&left.fence, Duration::from_secs(20)));
+}
+
+#[test]
+fn an_image_that_somebody_has_is_waited_for_until_it_is_not() {
+    let directory = directory();
+    let path = image(directory.path(), MIB);
+    let spec = format!("{}?direct=off", path.display());
+    let mut left = die("write", &spec);
+    assert!(ends(&left.fence, Duration::from_secs(20)));
+    std::fs::write(&path, vec![0xaa; MIB as usize]).unwrap();
+    let holder = Cell::new(Some(open_lasting(&spec).unwrap()));
+    let waited = Cell::new(0);
+    let wait = || {
+        waited.set(waited.get() + 1);
+        std::thread::sleep(Duration::from_millis(1));
+        if waited.get() == 700 {
+            drop(holder.take());
+        }
+        true
+    };
+    let state = left.state;
+    // It was called otherwise meanwhile, and something else has its name.
+    std::fs::rename(&path, directory.path().join("other")).unwrap();
+    image(directory.path(), 2 * MIB);
+    let disk = recover(&spec, &state, &mut left.fds, &wait).unwrap();
+    assert!(waited.get() >= 700, "for longer than a disk that is opened");
+    assert_eq!((disk.info().bytes(), first_byte(&*disk)), (MIB, 0xaa));
+    // Until it is not worth it any more.
+    let mut fds = Descriptors::default();
+    let again = disk.keep(&mut fds).unwrap();
+    let error = recover(&spec, &again, &mut fds, &|| false).unwrap_err();
+    assert!(matches!(error, OpenError::Busy { .. }), "{error}");
+}
+
+#[test]
+fn what_was_noticed_stays_noticed_and_what_a_guest_wrote_tells_nothing() {
+    let directory = directory();
+    let path = image(directory.path(), MIB);
+    let spec = format!("{}?direct=off", path.display());
+    let disk = open_lasting(&spec).unwrap();
+    let mut fds = Descriptors::default();
+    let mut state = disk.keep(&mut fds).unwrap();
+    drop(disk);
+    state["lost"] = 5.into();
+    std::fs::write(&path, b"QFI\xfb\0\0\0\x03").unwrap();
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(MIB / 2).unwrap();
+    let disk = recover(&spec, &state, &mut fds, &|| true).unwrap();
+    assert!(disk.has_lost());
+    assert_eq!(disk.info().bytes(), MIB, "to the guest it is what it was");
+    assert_eq!(first_byte(&*disk), b'Q');
+    let host = Host::new(MIB);
+    let mut queue = disk.queue().unwrap();
+    let data = || host.buffer(&[(0, LEN)], true);
+    assert!(run_one(&mut *queue, Op::Read, MIB / 2, LEN as u64, data()).is_err());
+    assert!(run_one(&mut *queue, Op::Flush, 0, 0, host.buffer(&[], true)).is_err());
+    drop((queue, disk));
+    // What is no state of such a disk is refused.
+    let error = recover("mem:1MiB", &state, &mut fds, &|| true).unwrap_err();
+    assert!(matches!(error, OpenError::NotThatDisk { .. }), "{error}");
+}
+
+#[test]
+fn memory_keeps_its_content_and_nothing_is_waited_for() {
+    for spec in ["mem:1MiB", "null:1MiB?read-zeroes=on"] {
+        let disk = open_lasting(spec).unwrap();
+        let host = Host::new(MIB);
+        host.bytes.fill(0, LEN, 7).unwrap();
+        let mut queue = disk.queue().unwrap();
+        let write = Op::Write { fua: false };
+        let data = host.buffer(&[(0, LEN)], false);
+        assert_eq!(run_one(&mut *queue, write, 0, LEN as u64, data), Ok(()));
+        let mut fds = Descriptors::default();
+        let state = disk.keep(&mut fds).unwrap();
+        let next = recover(spec, &state, &mut fds, &|| panic!("for what?")).unwrap();
+        assert_eq!(first_byte(&*next), if spec.starts_with("mem") { 7 } else { 0 });
+    }
+}

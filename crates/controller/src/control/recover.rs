@@ -1,0 +1,91 @@
+//! A controller that goes on where another process has died.
+
+use super::Control;
+use super::admin::Attach;
+use super::admin_progress::AdminProgress;
+use super::deferred::Deferred;
+use super::reset::Phase;
+use super::rest::Step;
+use super::save::restoring;
+use crate::context::Context;
+use crate::journal::RecoveredJournal;
+use crate::queue::admin::AdminQueue;
+use crate::saved::{Recorded, SavedAdminQueue};
+use crate::successor::RestoreError;
+use shadowbell_memory::EventFd;
+use shadowbell_spec::regs::SHST_OCCURRING;
+use shadowbell_state::Descriptors;
+use std::io;
+use std::sync::Arc;
+
+impl Control {
+    /// What another process needs to go on should this one die. A queue that is being created is
+    /// not there, and one that is being deleted is: their commands are under way.
+    pub(crate) fn record(&self, fds: &mut Descriptors) -> io::Result<Recorded> {
+        let is_enabled = self.lifecycle.phase == Phase::Ready;
+        let registers = &self.registers;
+        let place = (registers.aqa, registers.asq, registers.acq);
+        let admin = is_enabled.then(|| self.port.progress.save(place, self.port.is_used()));
+        let parts = if is_enabled { self.queues.record(fds)? } else { Vec::new() };
+        Ok(Recorded { control: self.describe(), admin, parts })
+    }
+
+    /// Goes on from the record of another control plane, of whose queues `journal` knows more. The
+    /// host's memory is mapped already. Nothing is served before the end of a rest. How many
+    /// commands were under way.
+    ///
+    /// # Errors
+    /// [`RestoreError`]; the controller is of no use then.
+    pub(crate) fn recover(
+        &mut self,
+        cx: &Context,
+        recorded: &Recorded,
+        eventfds: Vec<Vec<EventFd>>,
+        journal: &mut RecoveredJournal,
+        deferred: &mut Deferred,
+    ) -> Result<usize, RestoreError> {
+        let Recorded { control, admin, parts } = recorded;
+        self.adopt(cx, control)?;
+        self.rest.step = Step::Resting;
+        if let Some(full) = control.resetting {
+            // What was in flight has come to its end, or nobody has it any more.
+            (self.lifecycle.phase, self.lifecycle.full_reset) = (Phase::Resetting, full);
+            self.memory.shadow = None;
+            self.end_reset(cx, deferred);
+            cx.route.begin_rest_with(Vec::new());
+            return Ok(0);
+        }
+        if !control.enabled {
+            cx.route.begin_rest_with(Vec::new());
+            if self.registers.cc.en() && !self.registers.csts.cfs() {
+                self.enable(cx, deferred);
+            }
+            return Ok(0);
+        }
+        let admin = admin.as_ref().ok_or(RestoreError::Invalid("there is no admin queue"))?;
+        self.recover_admin(cx, admin, journal)?;
+        let restoring = restoring(cx, &self.registers, &self.memory, control.generation);
+        let replays =
+            self.queues.recover(cx, control.granted, parts, eventfds, &restoring, journal)?;
+        if self.registers.csts.shst() == SHST_OCCURRING {
+            self.shut_down(cx, deferred);
+        }
+        Ok(replays)
+    }
+
+    fn recover_admin(
+        &mut self,
+        cx: &Context,
+        saved: &SavedAdminQueue,
+        journal: &RecoveredJournal,
+    ) -> Result<(), RestoreError> {
+        let (table, shadow) = (Arc::clone(self.memory.table()), self.memory.shadow);
+        let queue = AdminQueue::recover(saved, &cx.shared, &table, shadow, journal)
+            .ok_or(RestoreError::Invalid("the admin queue"))?;
+        let generation = self.lifecycle.generation;
+        self.port.reopen(Attach { queue, table, generation, shadow }, saved.used);
+        self.port.progress = AdminProgress::recover(saved);
+        self.poll_admin_doorbells(cx);
+        Ok(())
+    }
+}

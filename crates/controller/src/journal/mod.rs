@@ -1,0 +1,41 @@
+//! What changes with every command and has to survive this process, should it be killed: how far
+//! the queues are, and which commands the disks have in hand.
+//!
+//! It lies in a memory file that outlives the process. A worker writes there with plain stores:
+//! no system call, no lock. What is killed is a process and not the machine, so all stores that were
+//! executed are found, in their order.
+//!
+//! # The order of stores
+//!
+//! 1. A command that a disk has taken in hand is [recorded](JournalPart::record): its own copy of
+//!    the submission queue entry, for the host may put another one there, and which command of its
+//!    queue it is, counted from the queue's creation.
+//! 2. Completions are posted.
+//! 3. The records of the commands that were among them are [freed](JournalPart::free).
+//! 4. The position of the submission queue is stored: how many commands were fetched.
+//! 5. The position of the completion queue is stored: where the next completion goes.
+//!
+//! Nothing more is fetched before 5 (by the worker that has the queues, which is one).
+//!
+//! # What is found
+//!
+//! Completions that were posted after the last 5 are seen in the completion queue itself, by their
+//! phase tags. Each names its command, and says how far its submission queue had been fetched. So
+//! what is to be done again are the recorded commands that are not among them, and all that follow
+//! in the submission queue. What was fetched and executed at once, and not posted, is among the
+//! latter: executing it once more is no different from executing it late. A record of a command
+//! that would be fetched again does not count.
+//!
+//! Had 3 come before 2, a command would be lost; had 5 come before 3, one that is complete would be
+//! executed again, over what was written since; had 5 come before 4, the same for commands that
+//! were executed at once.
+
+mod layout;
+mod position;
+mod recovered;
+mod writer;
+
+pub(crate) use layout::{QUEUES, RecoveredCommand};
+pub(crate) use position::Position;
+pub(crate) use recovered::RecoveredJournal;
+pub(crate) use writer::{Journal, JournalPart, Records};

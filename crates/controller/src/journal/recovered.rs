@@ -1,0 +1,111 @@
+//! The journal of a process that is dead, read.
+
+use super::layout::{
+    CQ, CQ_DOORBELL, LINE, POSITIONS, RECORD, RecoveredCommand, SQ, SQ_DOORBELL, VALID, key, map,
+    table_bytes,
+};
+use super::position::{Position, unpack_doorbell};
+use shadowbell_doorbell::{DoorbellState, RingSize};
+use shadowbell_memory::SharedBytes;
+use shadowbell_spec::Cqe;
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::OwnedFd;
+
+/// The journal of a process that is dead.
+#[derive(Debug)]
+pub(crate) struct RecoveredJournal {
+    positions: SharedBytes,
+    /// By submission queue, the oldest first.
+    commands: BTreeMap<u16, Vec<RecoveredCommand>>,
+}
+
+impl RecoveredJournal {
+    /// Reads it. `records` and `generation` are those of the controller that wrote it.
+    pub(crate) fn read(file: &OwnedFd, records: usize, generation: u64) -> io::Result<Self> {
+        let len = rustix::fs::fstat(file)?.st_size as usize;
+        let positions = map(file, 0, POSITIONS)?;
+        let mut commands: BTreeMap<u16, Vec<RecoveredCommand>> = BTreeMap::new();
+        let bytes = table_bytes(records);
+        let mut at = POSITIONS;
+        while bytes != 0 && at + bytes <= len {
+            // Most tables were never written, and reading a hole would fill it.
+            if has_data(file, at as u64, bytes as u64) {
+                let table = map(file, at, bytes)?;
+                for command in (0..records).filter_map(|nth| record(&table, nth, generation)) {
+                    commands.entry(command.sqid).or_default().push(command);
+                }
+            }
+            at += bytes;
+        }
+        Ok(Self { positions, commands })
+    }
+
+    fn word(&self, qid: u16, word: usize) -> u64 {
+        self.positions.load_u64_acquire(usize::from(qid) * LINE + word).unwrap_or(0)
+    }
+
+    /// The position of a submission queue, and its doorbell.
+    pub(crate) fn sq(&self, qid: u16) -> (Position, DoorbellState) {
+        let position = Position::unpack(self.word(qid, SQ));
+        (position, unpack_doorbell(self.word(qid, SQ_DOORBELL), position.truth))
+    }
+
+    /// The position of a completion queue, and its doorbell.
+    pub(crate) fn cq(&self, qid: u16) -> (Position, DoorbellState) {
+        let position = Position::unpack(self.word(qid, CQ));
+        (position, unpack_doorbell(self.word(qid, CQ_DOORBELL), position.truth))
+    }
+
+    /// Takes the completion of a command into account that was posted: it is not to be done again,
+    /// and the queue `sqid`, of `size` entries, is at `position` then.
+    pub(crate) fn posted(&mut self, cqe: &Cqe, size: RingSize, position: &mut Position) {
+        if let Some(head) = size.position(u32::from(cqe.sq_head)) {
+            let further = size.distance(position.at, head);
+            *position =
+                Position { at: head, count: position.count.wrapping_add(further), ..*position };
+        }
+        let Some(commands) = self.commands.get_mut(&cqe.sq_id) else { return };
+        // A host may use an identifier again as soon as it has seen the completion. What was
+        // fetched then is none of those that had been fetched when the completion was posted.
+        let age = |command: &RecoveredCommand| age(*position, command);
+        let is_it = |command: &&RecoveredCommand| command.sqe.cid == cqe.cid && age(command) > 0;
+        let oldest = commands.iter().filter(is_it).max_by_key(|command| age(command));
+        if let Some(count) = oldest.map(|command| command.count) {
+            commands.retain(|command| command.count != count);
+        }
+    }
+
+    /// What is to be done again of queue `sqid`, which is at `position`; the oldest first.
+    pub(crate) fn take(&mut self, sqid: u16, position: Position) -> Vec<RecoveredCommand> {
+        let mut commands = self.commands.remove(&sqid).unwrap_or_default();
+        // What comes after it is fetched again.
+        commands.retain(|command| age(position, command) > 0);
+        commands.sort_by_key(|command| std::cmp::Reverse(age(position, command)));
+        commands
+    }
+}
+
+/// How many commands of its queue were fetched from this one on, if the queue is at `position`; not
+/// more than 0 if it was not fetched yet.
+fn age(position: Position, command: &RecoveredCommand) -> i32 {
+    position.count.wrapping_sub(command.count) as i32
+}
+
+fn has_data(file: &OwnedFd, from: u64, len: u64) -> bool {
+    match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(from)) {
+        Ok(at) => at < from + len,
+        Err(_) => false,
+    }
+}
+
+fn record(table: &SharedBytes, nth: usize, generation: u64) -> Option<RecoveredCommand> {
+    let at = nth * RECORD;
+    let found = table.load_u64_acquire(at).filter(|found| found & VALID != 0)?;
+    let (sqid, count) = ((found >> 32 & 0xffff) as u16, found as u32);
+    // Of before a reset: it concerns nobody.
+    if found != key(generation, sqid, count) {
+        return None;
+    }
+    Some(RecoveredCommand { sqid, count, sqe: table.read(at + 8)? })
+}

@@ -1,0 +1,196 @@
+//! A server that goes on where another process has died.
+//!
+//! The dead process has had the keeper hold everything ([`keeping`](super::keeping)). This one
+//! rebuilds all of it and touches nothing; has the keeper hold its own; says that it has taken it,
+//! from where on only that counts; and goes on. Until it says so it may fail or die, and the next
+//! one does the same again.
+//!
+//! What the dead process had given to the system may still be under way, and may reach the disk or
+//! a guest's memory. So before anything is repeated, all of it has to have ended: see
+//! `shadowbell_backend::recover`. Nothing bounds this wait but the disk.
+
+use super::event::EventQueue;
+use super::keeping::{Complete, FENCE, Keeping};
+use super::seam::RecordController;
+use super::server::{self, Server};
+use super::server_config::ServerConfig;
+use super::take_over::begin_trace;
+use super::transfer;
+use super::worker_link::{Told, WorkerLink};
+use crate::controller_config::ConfigureError;
+use crate::disk_spec;
+use crate::items::{COMPLETE, Items};
+use crate::keeper_link::to_keeper;
+use anyhow::{Context, bail};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde::de::DeserializeOwned;
+use shadowbell_controller::{Controller, Pool, SavedController};
+use shadowbell_frontend::vfio_user::ControllerDevice;
+use shadowbell_state::{Descriptors, READABLE};
+use shadowbell_vfio_user::Reactor;
+use shadowbell_vfio_user::server::{Limits, PortId, SavedPort};
+use std::cell::Cell;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+use tracing::{debug, info, warn};
+
+/// How often it is looked whether a disk that another process has is free.
+const LOOK: Duration = Duration::from_millis(1);
+/// After how long somebody is told what is waited for.
+const TELL: Duration = Duration::from_millis(100);
+
+/// What was rebuilt, and does nothing yet.
+struct Rebuilt {
+    server: Server,
+    reactor: Reactor,
+    ports: Vec<PortId>,
+    controllers: Vec<(SavedController, Descriptors)>,
+}
+
+/// Goes on for the process that has died. `None`: the service is to end.
+///
+/// # Errors
+/// It can not; its clients have lost their controllers.
+pub(super) fn recover(
+    config: &ServerConfig,
+    link: &WorkerLink,
+    keeping: &Keeping,
+    ended: impl FnOnce() + Send + 'static,
+) -> anyhow::Result<Option<Server>> {
+    let began = Instant::now();
+    let pool = Pool::start(&config.pool).context("the workers can not be started")?;
+    let Some(items) = link.items()? else { return Ok(None) };
+    let fence =
+        Fence { link, since: Instant::now(), is_told: Cell::new(false), gone: Cell::new(None) };
+    let rebuilt = rebuild(config, items, pool, &fence);
+    if let Some(told) = fence.gone.get() {
+        debug!("gives up: {told:?}");
+        return Ok(None);
+    }
+    let Rebuilt { mut server, mut reactor, ports, controllers } = rebuilt?;
+    keeping.begin(config, server.controllers(), &mut reactor, &ports);
+    let mut again = 0;
+    for (served, (saved, mut fds)) in server.controllers().iter().zip(controllers) {
+        let recovered = served.controller.recover(&saved, &mut fds);
+        again += recovered.with_context(|| served.name.clone())?;
+    }
+    // Everything is at rest, and the keeper holds all of it.
+    link.say(to_keeper::TAKEN, "");
+    server.controllers().iter().for_each(|served| served.controller.resume());
+    server.serve(reactor, ended)?;
+    let took = began.elapsed().as_micros();
+    begin_trace(&server, config);
+    let count = server.controllers().len();
+    info!(
+        "{count} controllers go on after the death of the process that had them, with {again} \
+         commands that were under way there; that took {took} us"
+    );
+    Ok(Some(server))
+}
+
+/// Makes everything from what the dead process was, when nothing of it is under way any more.
+fn rebuild(
+    config: &ServerConfig,
+    mut items: Items,
+    pool: Pool,
+    fence: &Fence<'_>,
+) -> anyhow::Result<Rebuilt> {
+    let (complete, _): (Complete, _) = take(&mut items, COMPLETE)?;
+    if !READABLE.contains(&complete.version) {
+        bail!(shadowbell_state::StateError::Version(complete.version));
+    }
+    if let Some(why) = transfer::difference(&complete.served, &transfer::served(config)) {
+        bail!(why);
+    }
+    let ends = items.remove(FENCE).context("the state has no fence")?.read()?.1;
+    ends.iter().try_for_each(|end| fence.wait_for(end))?;
+    let events = EventQueue::new();
+    let mut reactor = Reactor::new(Limits::default())?;
+    let (mut served, mut controllers, mut ports) = (Vec::new(), Vec::new(), Vec::new());
+    for (index, asked) in config.controllers.iter().enumerate() {
+        let location = asked.absolute_socket();
+        let opened = asked.controller.open_by(&location.to_string_lossy(), |nth, spec| {
+            let (state, mut fds) = take(&mut items, &transfer::disk(index, nth))
+                .map_err(disk_spec::DiskSpecError::Device)?;
+            disk_spec::recover(spec, &state, &mut fds, &|| fence.wait_for_lock(spec))
+        });
+        let opened = server::with_origin(asked, opened.map_err(ConfigureError::into_error))?;
+        let (saved, mut fds): (SavedController, _) =
+            take(&mut items, &transfer::controller(index))?;
+        let (port, mut port_fds): (SavedPort, _) = take(&mut items, &transfer::port(index))?;
+        let name = asked.socket.display().to_string();
+        let carrier = server::carrier(asked, &events.sender(index));
+        let controller = Controller::successor(opened, pool.clone(), carrier, &saved, &mut fds)
+            .with_context(|| name.clone())?;
+        server::place(asked, &controller)?;
+        let handler = server::client_events(events.sender(index));
+        let device = ControllerDevice::new(controller.clone(), handler)?;
+        let port = reactor.restore(port, &mut port_fds, Box::new(device));
+        ports.push(port.with_context(|| name.clone())?);
+        served.push(server::ServedController { name, controller });
+        controllers.push((saved, fds));
+    }
+    Ok(Rebuilt { server: Server::resting(served, events, pool), reactor, ports, controllers })
+}
+
+/// An item's state, and its descriptors.
+fn take<T: DeserializeOwned>(items: &mut Items, key: &str) -> anyhow::Result<(T, Descriptors)> {
+    let item = items.remove(key).with_context(|| format!("the state has no section {key}"))?;
+    let (body, fds) = item.read()?;
+    let state = serde_json::from_slice(&body)
+        .with_context(|| format!("section {key} of the state can not be read"))?;
+    Ok((state, Descriptors::from(fds)))
+}
+
+/// Waits for what the dead process has under way, and for the keeper, who may have it end.
+struct Fence<'a> {
+    link: &'a WorkerLink,
+    since: Instant,
+    is_told: Cell<bool>,
+    /// What the keeper has said, if there is no more reason to wait.
+    gone: Cell<Option<Told>>,
+}
+
+impl Fence<'_> {
+    /// Waits until everybody who has the other end is gone.
+    fn wait_for(&self, end: &OwnedFd) -> anyhow::Result<()> {
+        while !self.poll(Some(end.as_fd()), TELL) {
+            if !self.goes_on("what the dead process has under way at its disks") {
+                bail!("the service is to end");
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits a moment; whether to wait any longer.
+    fn wait_for_lock(&self, disk: &str) -> bool {
+        self.poll(None, LOOK);
+        let what = format!("what the dead process has under way at {disk}");
+        self.since.elapsed() < TELL || self.goes_on(&what)
+    }
+
+    /// Says what is waited for, once. False if that is in vain.
+    fn goes_on(&self, what: &str) -> bool {
+        if !self.is_told.replace(true) && self.gone.get().is_none() {
+            warn!("waits for {what}");
+        }
+        self.gone.get().is_none()
+    }
+
+    /// Waits for so long at most. Whether it is the end of `end`.
+    fn poll(&self, end: Option<BorrowedFd<'_>>, most: Duration) -> bool {
+        let fds = [self.link.as_fd()].into_iter().chain(end);
+        let mut fds: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+        let timeout = Timespec::try_from(most).ok();
+        if poll(&mut fds, timeout.as_ref()).is_err() {
+            return false;
+        }
+        let is = |nth: usize| fds.get(nth).is_some_and(|fd| !fd.revents().is_empty());
+        if is(0)
+            && let Some(told) = self.link.told()
+        {
+            self.gone.set(Some(told));
+        }
+        is(1)
+    }
+}
