@@ -5,6 +5,7 @@ use crate::context::Context;
 use crate::control::{Callback, Deferred, DoorbellEventfds};
 use crate::doorbell_source::DoorbellSource;
 use crate::event::Listener;
+use crate::inquiry::Inquiry;
 use crate::namespace::Namespace;
 use crate::notice::{ControlHandle, ControlPlane};
 use crate::plane::ControllerInner;
@@ -18,6 +19,7 @@ use crate::trace::{COMPLETION_QUEUE, Kind};
 use crate::worker::Pool;
 use crate::worker::message::Message;
 use shadowbell_memory::{DmaError, DmaTable, EventFd, SharedBytes};
+use shadowbell_spec::Status;
 use shadowbell_spec::regs::{DOORBELLS, DoorbellKind, decode_doorbell};
 use shadowbell_state::Descriptors;
 use std::fmt;
@@ -442,6 +444,15 @@ impl Controller {
         fds: &mut Descriptors,
     ) -> Result<(), RestoreError> {
         self.0.restore(saved, fds)
+    }
+
+    /// What Identify or Get Log Page shows the host, for somebody else, who needs no queue and may
+    /// ask at any time. Nothing changes by it.
+    ///
+    /// # Errors
+    /// The status that the command would complete with.
+    pub fn inquire(&self, inquiry: Inquiry) -> Result<Vec<u8>, Status> {
+        self.0.control().inquire(&self.0.context, inquiry)
     }
 
     /// Has `recorder` keep what the controller is, from now on, in case that this process dies. To

@@ -40,6 +40,7 @@ mod exec;
 #[cfg(feature = "faults")]
 pub mod faults;
 mod inbox;
+mod inquiry;
 mod interrupt;
 mod journal;
 mod latch;
@@ -65,6 +66,7 @@ pub use controller::{BAR0_BYTES, Carrier, Controller, NewError};
 pub use doorbell_source::{DoorbellSource, PolledDoorbells};
 pub use event::Event;
 pub use exec::Quota;
+pub use inquiry::Inquiry;
 pub use recorder::Recorder;
 pub use route::RelocateError;
 pub use saved::SavedController;

@@ -1,7 +1,7 @@
 //! The command line: the verbs, and the options that all of them have.
 
 use crate::{
-    attach_many, bench, bind, demo, exit, export, inspect, keeper, logging, serve, top, trace,
+    attach_many, bench, bind, ctl, demo, exit, export, inspect, keeper, logging, serve, top, trace,
     transfer, upgrade, verify,
 };
 use clap::{Parser, Subcommand};
@@ -40,6 +40,7 @@ enum Verb {
     Export(export::Args),
     Bind(bind::BindArgs),
     Unbind(bind::UnbindArgs),
+    Ctl(ctl::Args),
     Upgrade(upgrade::Args),
     Top(top::Args),
     Trace(trace::Args),
@@ -65,6 +66,7 @@ impl Verb {
             Self::Export(args) => export::run(&args),
             Self::Bind(args) => bind::bind(&args),
             Self::Unbind(args) => bind::unbind(&args),
+            Self::Ctl(args) => ctl::run(&args),
             Self::Upgrade(args) => upgrade::run(&args),
             Self::Top(args) => top::run(&args),
             Self::Trace(args) => trace::run(args),

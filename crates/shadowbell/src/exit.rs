@@ -12,6 +12,10 @@ pub(crate) const FAILED: u8 = 1;
 /// It can not be asked for like that: the command line, a configuration file, a disk or a path
 /// that it names. The parser of the command line ends with this status too.
 pub(crate) const BAD_INPUT: u8 = 2;
+/// `ctl`: there is no such server, controller or namespace.
+pub(crate) const NOT_THERE: u8 = 3;
+/// `ctl`: it is not possible as the server is now.
+pub(crate) const CONFLICT: u8 = 4;
 
 /// The exit statuses, for the help text.
 pub(crate) const HELP: &str = "\
@@ -20,28 +24,40 @@ Exit status:
   1  something went wrong while it was done
   2  it can not be done as asked: the command line, a configuration file, or a disk or a path that \
 they name
+  3  ctl: there is no such server, controller or namespace
+  4  ctl: it is not possible as the server is now
 A fault of the program itself ends it by SIGABRT (134 to a shell), so that it can be started again";
 
-/// Marks an error as one of what the person asked for: exit status 2.
+/// An error with the exit status that it means.
 #[derive(Debug)]
-struct BadInput(anyhow::Error);
+struct WithStatus(u8, anyhow::Error);
 
-impl fmt::Display for BadInput {
+impl fmt::Display for WithStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
+        self.1.fmt(f)
     }
 }
 
-impl std::error::Error for BadInput {
+impl std::error::Error for WithStatus {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.0.source()
+        self.1.source()
     }
 }
 
 /// Makes an error one of what the person asked for: the program ends with [`BAD_INPUT`] if it gets
 /// as far as `main`, whatever context is added on the way.
 pub(crate) fn bad_input(error: impl Into<anyhow::Error>) -> anyhow::Error {
-    anyhow::Error::new(BadInput(error.into()))
+    anyhow::Error::new(WithStatus(BAD_INPUT, error.into()))
+}
+
+/// The same for [`NOT_THERE`].
+pub(crate) fn not_there(error: impl Into<anyhow::Error>) -> anyhow::Error {
+    anyhow::Error::new(WithStatus(NOT_THERE, error.into()))
+}
+
+/// The same for [`CONFLICT`].
+pub(crate) fn conflict(error: impl Into<anyhow::Error>) -> anyhow::Error {
+    anyhow::Error::new(WithStatus(CONFLICT, error.into()))
 }
 
 /// The exit status for an error that got as far as `main`.
@@ -49,10 +65,8 @@ pub(crate) fn bad_input(error: impl Into<anyhow::Error>) -> anyhow::Error {
 pub(crate) fn status(error: &anyhow::Error) -> u8 {
     if is_broken_pipe(error) {
         FINE
-    } else if error.downcast_ref::<BadInput>().is_some() {
-        BAD_INPUT
     } else {
-        FAILED
+        error.downcast_ref::<WithStatus>().map_or(FAILED, |WithStatus(status, _)| *status)
     }
 }
 

@@ -18,6 +18,7 @@
 //! | `export` | a disk for everyone who can not use the driver |
 //! | `bind` | `bind`, `unbind`: who has a PCI device |
 //! | `upgrade` | a running `serve --keeper` goes on in a new process |
+//! | `ctl` | look at a running `serve`, and change it |
 //! | `top` | what the controllers of a running `serve` do |
 //! | `trace` | what `serve --trace` recorded, for a person |
 //! | `attach_many` | many controllers attached at once |
@@ -35,6 +36,8 @@
 //! | `keeper` | the process that keeps a `serve` going: `serve --keeper` |
 //! | `items` | what a keeper holds for its worker, and how it travels |
 //! | `keeper_link` | what keepers, workers and `upgrade` say to each other |
+//! | `keeper_query` | finds the keeper of a server, and asks it |
+//! | `control` | what a server and those who control it say to each other |
 //! | `notify` | what a service manager is told |
 //! | `live_stats` | what a server and `top` say to each other |
 //! | `queue_options` | how doorbells are rung and completions found |
@@ -54,8 +57,10 @@ mod bench;
 mod bind;
 mod cli;
 mod content;
+mod control;
 mod controller_config;
 mod cpu_list;
+mod ctl;
 mod demo;
 mod descriptor_limit;
 mod disk_spec;
@@ -65,6 +70,7 @@ mod inspect;
 mod items;
 mod keeper;
 mod keeper_link;
+mod keeper_query;
 mod latency;
 mod live_stats;
 mod load;

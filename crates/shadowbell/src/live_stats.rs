@@ -3,11 +3,12 @@
 
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::Stats;
+use utoipa::ToSchema;
 
 /// The version of the form of a snapshot.
 pub(crate) const VERSION: u32 = 1;
 /// All controllers at one moment.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub(crate) struct Snapshot {
     /// [`VERSION`].
     pub version: u32,
@@ -18,7 +19,7 @@ pub(crate) struct Snapshot {
 }
 
 /// A controller's counters, of its I/O queues: since the server began, over resets and guests.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub(crate) struct Row {
     /// The path of its socket.
     pub socket: String,

@@ -1,6 +1,7 @@
 //! The log: lines on standard error, for a person.
 
 use crate::log_thread::{Limits, LogThread, Pace};
+use parking_lot::Mutex;
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::fmt;
 use std::io::IsTerminal;
@@ -26,6 +27,49 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// The thread that writes, from [`start`] on.
 static LOG: OnceLock<LogThread> = OnceLock::new();
+/// What is logged, from [`start`] on.
+static FILTER: OnceLock<Filter> = OnceLock::new();
+
+/// What is logged, and how to change it.
+struct Filter {
+    /// As it was written, and whether it was changed.
+    now: Mutex<(String, bool)>,
+    replace: Box<dyn Fn(EnvFilter) -> Result<(), String> + Send + Sync>,
+}
+
+/// What is logged, as [`start`] or [`set_filter`] was told.
+#[must_use]
+pub(crate) fn filter() -> String {
+    FILTER.get().map(|filter| filter.now.lock().0.clone()).unwrap_or_default()
+}
+
+/// The same, if [`set_filter`] was told.
+#[must_use]
+pub(crate) fn changed_filter() -> Option<String> {
+    let now = FILTER.get()?.now.lock();
+    now.1.then(|| now.0.clone())
+}
+
+/// Changes what is logged: a level, or directives as `RUST_LOG` takes them. The pace of the log
+/// stays what it was.
+///
+/// # Errors
+/// A sentence that says what is wrong with them.
+pub(crate) fn set_filter(directives: &str) -> Result<(), String> {
+    let is_empty = directives.trim().is_empty();
+    let new = EnvFilter::builder().parse(directives);
+    let new = new.ok().filter(|_| !is_empty && directives.is_ascii()).ok_or_else(|| {
+        format!(
+            "`{directives}` says nothing of what to log: it is error, warn, info, debug or trace, \
+             or a list such as `info,shadowbell_vfio_user=debug`"
+        )
+    })?;
+    let Some(filter) = FILTER.get() else { return Err("this process has no log".to_owned()) };
+    let mut now = filter.now.lock();
+    (filter.replace)(new)?;
+    *now = (directives.to_owned(), true);
+    Ok(())
+}
 
 /// How much is logged.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
@@ -59,9 +103,12 @@ pub(crate) fn is_talkative() -> bool {
 /// Starts logging. `RUST_LOG` says what is logged, if it is set; it takes what
 /// [`EnvFilter`] takes, such as `shadowbell_vfio_user=trace`.
 pub(crate) fn start(args: &Args) {
-    let filter = match std::env::var("RUST_LOG") {
-        Ok(directives) if !directives.is_empty() => EnvFilter::builder().parse_lossy(directives),
-        _ => EnvFilter::new(args.level()),
+    let (text, filter) = match std::env::var("RUST_LOG") {
+        Ok(directives) if !directives.is_empty() => {
+            let filter = EnvFilter::builder().parse_lossy(&directives);
+            (directives, filter)
+        }
+        _ => (args.level().to_owned(), EnvFilter::new(args.level())),
     };
     let format = Lines { detailed: args.verbose > 0 };
     let all = filter.max_level_hint().is_none_or(|level| level > Level::INFO);
@@ -74,12 +121,17 @@ pub(crate) fn start(args: &Args) {
     let Ok(log) = LogThread::start(std::io::stderr(), limits) else { return };
     let writer = log.clone();
     // Fails only where a subscriber is there already: in a test, which wants its own.
-    let started = tracing_subscriber::fmt()
+    let subscriber = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(move || writer.clone())
         .with_ansi(std::io::stderr().is_terminal())
         .event_format(format)
-        .try_init();
+        .with_filter_reloading();
+    let handle = subscriber.reload_handle();
+    let started = subscriber.try_init();
+    let replace = move |new| handle.reload(new).map_err(|error| error.to_string());
+    let now = Mutex::new((text, false));
+    let _ = FILTER.set(Filter { now, replace: Box::new(replace) });
     if started.is_ok() && LOG.set(log).is_ok() {
         std::panic::set_hook(Box::new(die));
     }

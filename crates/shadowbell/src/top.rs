@@ -1,12 +1,15 @@
-//! `shadowbell top`: what the controllers of a running `serve --stats-socket` do, as it happens.
+//! `shadowbell top`: what the controllers of running servers do, as it happens.
 
-use crate::exit::bad_input;
+use crate::control::client::Client;
+use crate::control::find;
+use crate::exit::{self, bad_input};
 use crate::live_stats::{Row, Snapshot, VERSION};
 use crate::parse;
 use crate::table::Table;
 use crate::units::{bandwidth, count, per_io};
 use anyhow::{Context, anyhow};
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, ErrorKind, IsTerminal, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -15,12 +18,14 @@ use std::time::Duration;
 
 /// The longest answer that is read: of more controllers than a process can have.
 const MAX_ANSWER: u64 = 64 << 20;
+/// What a control socket is asked.
+const SNAPSHOT: &str = "/v1/snapshot";
 /// What is asked: a line. Long enough to be nonsense at once to a server of something else.
 const QUESTION: &[u8] = b"shadowbell top asks\n";
 /// How long a server may take for its answer: a second for each controller that it has to wait for.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Show what the controllers of a running server do, and go on showing it
+/// Show what the controllers of running servers do, and go on showing it
 ///
 /// A line for each controller: whether its guest is busy, idle, or so quiet that the workers leave
 /// it out (parked); the workers that serve it and its I/O queues; commands and bytes a second;
@@ -29,9 +34,10 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 /// elsewhere lines are added.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
-    /// The socket of the counters, as `shadowbell serve --stats-socket` has it
-    #[arg(value_name = "SOCKET")]
-    pub socket: PathBuf,
+    /// A server: its name, a socket at which it serves, its control socket, or that of `shadowbell
+    /// serve --stats-socket` [default: all that have their control socket in the usual directory]
+    #[arg(value_name = "SERVER")]
+    pub server: Option<String>,
     /// The time between two looks: 1, 500ms
     #[arg(long, default_value = "1", value_parser = parse_interval, value_name = "TIME")]
     pub interval: Duration,
@@ -57,29 +63,19 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
 /// # Errors
 /// There is no such socket, or the server has ended.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let mut server = Server::connect(&args.socket)?;
-    let mut before = server.ask().map_err(|error| {
-        bad_input(error.context(format!(
-            "{}: it is no socket of counters, as `shadowbell serve --stats-socket` makes one",
-            args.socket.display()
-        )))
-    })?;
+    let mut source = Source::open(args.server.as_deref())?;
+    let mut before = source.look()?;
     let is_terminal = io::stdout().is_terminal();
     let mut shown = 0;
     while args.count.is_none_or(|count| shown < count) {
         std::thread::sleep(args.interval);
-        let now = server.ask().context("the server has ended")?;
-        let seconds = now.at_ns.saturating_sub(before.at_ns) as f64 / 1e9;
-        let rates = || {
-            now.controllers
-                .iter()
-                .zip(&before.controllers)
-                .map(|(now, before)| Rates::between(before, now, seconds))
-        };
+        let now = source.look().context("the server has ended")?;
+        let rates = || now.iter().flat_map(|(name, now)| between(before.get(name), now));
         let mut out = io::stdout().lock();
         if args.json {
             let rates: Vec<_> = rates().map(|rates| rates.to_json()).collect();
-            writeln!(out, "{}", json!({ "at_ns": now.at_ns, "controllers": rates }))?;
+            let at_ns = now.values().map(|now| now.at_ns).max();
+            writeln!(out, "{}", json!({ "at_ns": at_ns, "controllers": rates }))?;
         } else {
             let mut table = Table::new(HEADINGS);
             rates().for_each(|rates| table.line(rates.cells()));
@@ -96,6 +92,80 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         before = now;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// What each server says, by its name.
+type Looks = BTreeMap<String, Snapshot>;
+
+/// Who is asked.
+enum Source {
+    /// A socket of counters.
+    Counters(Server),
+    /// A control socket.
+    Control(Client),
+    /// Each server of the directory.
+    Directory(PathBuf),
+}
+
+impl Source {
+    fn open(server: Option<&str>) -> anyhow::Result<Self> {
+        let Some(server) = server else { return Ok(Self::Directory(find::directory()?)) };
+        let path = Path::new(server);
+        if !server.contains('/') && !path.exists() {
+            return Ok(Self::Control(find::server(Some(server))?));
+        }
+        if let Some((client, _)) = find::owner(path) {
+            return Ok(Self::Control(client));
+        }
+        let mut server = Server::connect(path)?;
+        let error = match server.ask() {
+            Ok(_) => return Ok(Self::Counters(server)),
+            Err(error) => error,
+        };
+        let control = Client::new(path);
+        if control.get::<Snapshot>(SNAPSHOT).is_ok() {
+            return Ok(Self::Control(control));
+        }
+        Err(bad_input(error.context(format!(
+            "{}: it is no socket of counters, as `shadowbell serve` has",
+            path.display()
+        ))))
+    }
+
+    fn look(&mut self) -> anyhow::Result<Looks> {
+        match self {
+            Self::Counters(server) => Ok(Looks::from([(String::new(), server.ask()?)])),
+            Self::Control(client) => Ok(Looks::from([(String::new(), client.get(SNAPSHOT)?)])),
+            Self::Directory(directory) => {
+                let servers = find::running(directory).into_iter();
+                // One may have ended since it was found.
+                let looks: Looks = servers
+                    .filter_map(|(name, socket)| {
+                        Some((name, Client::new(&socket).get(SNAPSHOT).ok()?))
+                    })
+                    .collect();
+                if looks.is_empty() {
+                    return Err(exit::not_there(anyhow!(
+                        "no server runs that has its control socket in {}",
+                        directory.display()
+                    )));
+                }
+                Ok(looks)
+            }
+        }
+    }
+}
+
+/// What the controllers of a server did between two looks.
+fn between(before: Option<&Snapshot>, now: &Snapshot) -> Vec<Rates> {
+    // One that was not there before has done nothing that could be said.
+    let start = |now: &Row| {
+        let mut rows = before.iter().flat_map(|before| &before.controllers);
+        rows.find(|before| before.socket == now.socket).unwrap_or(now).clone()
+    };
+    let since = before.map_or(now.at_ns, |before| before.at_ns);
+    let seconds = now.at_ns.saturating_sub(since) as f64 / 1e9;
+    now.controllers.iter().map(|now| Rates::between(&start(now), now, seconds)).collect()
 }
 
 struct Server(BufReader<UnixStream>);

@@ -1,5 +1,6 @@
 //! The way to a controller outside of this process.
 
+use crate::control::find;
 use crate::exit;
 use crate::target::Target;
 use anyhow::{anyhow, bail};
@@ -22,7 +23,8 @@ pub(crate) fn to(target: &Target) -> anyhow::Result<Arc<dyn Transport>> {
     match target {
         Target::VfioUser { socket, .. } => {
             let transport = VfioUser::connect(socket, CONNECT_TIMEOUT).map_err(|error| {
-                let why = nobody_at(socket).unwrap_or_else(|| error.to_string());
+                let why = nobody_at(socket).or_else(|| who_has(socket));
+                let why = why.unwrap_or_else(|| error.to_string());
                 exit::bad_input(anyhow!("no controller behind {}: {why}", socket.display()))
             })?;
             Ok(Arc::new(transport))
@@ -32,6 +34,16 @@ pub(crate) fn to(target: &Target) -> anyhow::Result<Arc<dyn Transport>> {
         }
         Target::Local { .. } => bail!("{target} is a controller in this process"),
     }
+}
+
+/// That somebody else has the controller at a path, as its server says.
+fn who_has(path: &Path) -> Option<String> {
+    let (_, controller) = find::owner(path)?;
+    controller.client.then(|| {
+        "another client has it, and a controller has one at a time; `shadowbell list`, `id-ctrl`, \
+         `smart-log` and `error-log` show what its server says of it"
+            .to_owned()
+    })
 }
 
 /// Why nobody answers at a path, and what to do about it, if it is one of the plain reasons.

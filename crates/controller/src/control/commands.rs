@@ -15,6 +15,7 @@ use crate::admin::rate_limit::RateLimit;
 use crate::config::Config;
 use crate::context::Context;
 use crate::event::Event;
+use crate::inquiry::Inquiry;
 use crate::notice::Operation;
 use crate::saved::SavedFeatures;
 use crate::worker::message::Message;
@@ -146,6 +147,23 @@ impl AdminCommands {
                 self.doorbell_buffer_config(env, sqe)
             }
             _ => unsupported,
+        }
+    }
+
+    /// What a command would give the host, for somebody else: nothing changes by it.
+    pub(super) fn inquire(
+        &mut self,
+        env: &mut CommandEnvironment<'_>,
+        inquiry: Inquiry,
+    ) -> Result<Vec<u8>, Status> {
+        let sqe = inquiry.command();
+        let executed = match inquiry {
+            Inquiry::Identify { .. } => self.identify(env, &sqe)?,
+            Inquiry::LogPage(_) => self.get_log_page(env, &sqe)?,
+        };
+        match executed {
+            Outcome::Data(data) => Ok(data.bytes),
+            _ => Ok(Vec::new()),
         }
     }
 

@@ -29,6 +29,7 @@ use crate::context::Context;
 use crate::control_thread::AdminDoorbellPoll;
 use crate::event::Event;
 use crate::inbox::MissedErrors;
+use crate::inquiry::Inquiry;
 use crate::latch::Latch;
 use crate::notice::{Notice, Operation};
 use crate::queue::admin::{AdminCompletion, AdminQueue};
@@ -681,6 +682,13 @@ impl Control {
             deferred,
         };
         (&mut self.commands, env)
+    }
+
+    /// What somebody other than the host asks for.
+    pub(crate) fn inquire(&mut self, cx: &Context, inquiry: Inquiry) -> Result<Vec<u8>, Status> {
+        let mut deferred = Deferred::default();
+        let (commands, mut env) = self.split(cx, &mut deferred);
+        commands.inquire(&mut env, inquiry)
     }
 
     /// How many bytes an admin command takes from the host, to be read before it is executed.

@@ -1,7 +1,8 @@
 //! `id-ctrl`: what Identify Controller returns.
 
 use super::fields::{Fields, kelvins};
-use super::query::{Args, attach, show};
+use super::query::{Args, show};
+use super::subject::Subject;
 use shadowbell_spec::identify::IdentifyController;
 use std::process::ExitCode;
 
@@ -10,10 +11,9 @@ use std::process::ExitCode;
 /// # Errors
 /// The driver's.
 pub(crate) fn id_ctrl(args: &Args) -> anyhow::Result<ExitCode> {
-    let session = attach(&args.target)?;
-    let identity = session.controller.admin().identify_controller()?;
-    let fields = fields(&identity, session.controller.capabilities().mpsmin());
-    session.detach()?;
+    let subject = Subject::open(&args.target)?;
+    let fields = fields(&subject.identify_controller()?, subject.mpsmin());
+    subject.leave()?;
     show("NVMe Identify Controller:", &fields, args.json)?;
     Ok(ExitCode::SUCCESS)
 }

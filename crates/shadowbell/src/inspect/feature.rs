@@ -1,7 +1,8 @@
 //! `get-feature`: the values of features.
 
 use super::fields::{Fields, kelvins};
-use super::query::{attach, show_json};
+use super::query::show_json;
+use super::subject::attach;
 use crate::exit;
 use crate::target::{self, Target};
 use anyhow::anyhow;

@@ -1,11 +1,10 @@
 //! `list`: the namespaces of controllers, a line each.
 
-use super::query::attach;
-use crate::session::Session;
+use super::subject::Subject;
 use crate::table::Table;
 use crate::target::{self, Target};
 use serde_json::{Map, Value, json};
-use shadowbell_driver::Namespace;
+use shadowbell_spec::identify::{IdentifyController, IdentifyNamespace};
 use std::io::{self, Write};
 use std::process::ExitCode;
 
@@ -30,12 +29,15 @@ pub(crate) fn list(args: &ListArgs) -> anyhow::Result<ExitCode> {
     let mut table =
         Table::new(["Target", "Serial", "Model", "Namespace", "Usage", "Format", "Firmware"]);
     for target in &args.targets {
-        let session = attach(target)?;
-        for namespace in session.controller.namespaces() {
-            devices.push(Value::Object(describe(&session, namespace)));
-            table.line(line(&session, namespace));
+        let subject = Subject::open(target)?;
+        let controller = subject.identify_controller()?;
+        for (nsid, namespace) in subject.namespaces()? {
+            let row =
+                Row { target: target.with_nsid(nsid), controller: &controller, nsid, namespace };
+            devices.push(Value::Object(row.describe()));
+            table.line(row.line());
         }
-        session.detach()?;
+        subject.leave()?;
     }
     let mut out = io::stdout().lock();
     if args.json {
@@ -46,40 +48,56 @@ pub(crate) fn list(args: &ListArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn used(namespace: &Namespace) -> u64 {
-    namespace.identity().nuse.saturating_mul(namespace.block_size().into())
+/// A namespace of a controller.
+struct Row<'a> {
+    target: Target,
+    controller: &'a IdentifyController,
+    nsid: u32,
+    namespace: IdentifyNamespace,
 }
 
-fn describe(session: &Session, namespace: &Namespace) -> Map<String, Value> {
-    let identity = session.controller.identity();
-    let object = json!({
-        "Target": session.target().with_nsid(namespace.nsid()).to_string(),
-        "NameSpace": namespace.nsid(),
-        "SerialNumber": identity.serial().to_string(),
-        "ModelNumber": identity.model().to_string(),
-        "Firmware": identity.firmware().to_string(),
-        "UsedBytes": used(namespace),
-        "PhysicalSize": namespace.bytes(),
-        "MaximumLBA": namespace.blocks(),
-        "SectorSize": namespace.block_size(),
-    });
-    match object {
-        Value::Object(map) => map,
-        _ => Map::new(),
+impl Row<'_> {
+    fn block_size(&self) -> u64 {
+        self.namespace.format().and_then(|format| format.block_size()).unwrap_or(0)
     }
-}
 
-fn line(session: &Session, namespace: &Namespace) -> [String; 7] {
-    let identity = session.controller.identity();
-    [
-        session.target().with_nsid(namespace.nsid()).to_string(),
-        identity.serial().to_string(),
-        identity.model().to_string(),
-        namespace.nsid().to_string(),
-        format!("{} / {}", decimal(used(namespace)), decimal(namespace.bytes())),
-        format!("{} B + 0 B", namespace.block_size()),
-        identity.firmware().to_string(),
-    ]
+    fn used(&self) -> u64 {
+        self.namespace.nuse.saturating_mul(self.block_size())
+    }
+
+    fn bytes(&self) -> u64 {
+        self.namespace.nsze.saturating_mul(self.block_size())
+    }
+
+    fn describe(&self) -> Map<String, Value> {
+        let object = json!({
+            "Target": self.target.to_string(),
+            "NameSpace": self.nsid,
+            "SerialNumber": self.controller.serial().to_string(),
+            "ModelNumber": self.controller.model().to_string(),
+            "Firmware": self.controller.firmware().to_string(),
+            "UsedBytes": self.used(),
+            "PhysicalSize": self.bytes(),
+            "MaximumLBA": self.namespace.nsze,
+            "SectorSize": self.block_size(),
+        });
+        match object {
+            Value::Object(map) => map,
+            _ => Map::new(),
+        }
+    }
+
+    fn line(&self) -> [String; 7] {
+        [
+            self.target.to_string(),
+            self.controller.serial().to_string(),
+            self.controller.model().to_string(),
+            self.nsid.to_string(),
+            format!("{} / {}", decimal(self.used()), decimal(self.bytes())),
+            format!("{} B + 0 B", self.block_size()),
+            self.controller.firmware().to_string(),
+        ]
+    }
 }
 
 /// A capacity as disks have it on their labels: decimal.

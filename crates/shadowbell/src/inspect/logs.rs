@@ -1,7 +1,8 @@
 //! `smart-log` and `error-log`: what happened to the controller.
 
 use super::fields::{Fields, kelvins};
-use super::query::{Args, attach, show, show_json};
+use super::query::{Args, show, show_json};
+use super::subject::Subject;
 use crate::target::{self, Target};
 use serde_json::{Map, Value};
 use shadowbell_spec::Status;
@@ -14,9 +15,9 @@ use std::process::ExitCode;
 /// # Errors
 /// The driver's.
 pub(crate) fn smart_log(args: &Args) -> anyhow::Result<ExitCode> {
-    let session = attach(&args.target)?;
-    let log = session.controller.admin().smart_log()?;
-    session.detach()?;
+    let subject = Subject::open(&args.target)?;
+    let log = subject.smart_log()?;
+    subject.leave()?;
     show("SMART / Health Information of the controller:", &health(&log), args.json)?;
     Ok(ExitCode::SUCCESS)
 }
@@ -94,9 +95,9 @@ pub(crate) struct ErrorLogArgs {
 /// # Errors
 /// The driver's.
 pub(crate) fn error_log(args: &ErrorLogArgs) -> anyhow::Result<ExitCode> {
-    let session = attach(&args.target)?;
-    let entries = session.controller.admin().error_log(args.log_entries)?;
-    session.detach()?;
+    let subject = Subject::open(&args.target)?;
+    let entries = subject.error_log(args.log_entries)?;
+    subject.leave()?;
     if args.json {
         let entries = entries.iter().map(|e| Value::Object(entry(e).to_json())).collect();
         show_json(Map::from_iter([("errors".to_owned(), Value::Array(entries))]))?;

@@ -1,8 +1,9 @@
 //! What a controller says of itself: nvme-cli's verbs, under its names.
 //!
 //! `list`, `id-ctrl`, `id-ns`, `smart-log`, `error-log` and `get-feature` attach the driver, ask
-//! over the admin queue, and leave. A controller has one host at a time: while a virtual machine
-//! has it, these have to wait, and say so after a while.
+//! over the admin queue, and leave. A controller has one host at a time. While a virtual machine
+//! has it, its server is asked instead, by its control socket (`subject`); but `get-feature` has to
+//! wait, and so have all of them where no such socket is found.
 
 mod controller;
 mod feature;
@@ -11,6 +12,7 @@ mod list;
 mod logs;
 mod namespace;
 mod query;
+mod subject;
 
 pub(crate) use controller::id_ctrl;
 pub(crate) use feature::{FeatureArgs, get_feature};

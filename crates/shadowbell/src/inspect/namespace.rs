@@ -1,11 +1,10 @@
 //! `id-ns`: what Identify Namespace returns.
 
 use super::fields::Fields;
-use super::query::{Args, attach, show};
+use super::query::{Args, show};
+use super::subject::Subject;
 use crate::exit;
 use anyhow::anyhow;
-use shadowbell_driver::Namespace;
-use shadowbell_spec::Status;
 use shadowbell_spec::identify::IdentifyNamespace;
 use std::process::ExitCode;
 
@@ -14,24 +13,19 @@ use std::process::ExitCode;
 /// # Errors
 /// The driver's; or the namespace is not active.
 pub(crate) fn id_ns(args: &Args) -> anyhow::Result<ExitCode> {
-    let session = attach(&args.target)?;
+    let subject = Subject::open(&args.target)?;
     let nsid = args.target.nsid();
     let missing = |what| exit::bad_input(anyhow!("{}: namespace {nsid} {what}", args.target));
-    let identity = match session.controller.admin().identify_namespace(nsid) {
-        Ok(identity) if identity.nsze == 0 => return Err(missing("is not active")),
-        Ok(identity) => identity,
-        Err(error)
-            if error.status().map(Status::code) == Some(Status::INVALID_NAMESPACE_OR_FORMAT) =>
-        {
-            return Err(missing("does not exist"));
-        }
-        Err(error) => return Err(error.into()),
+    let identity = match subject.identify_namespace(nsid)? {
+        Some(identity) if identity.nsze == 0 => return Err(missing("is not active")),
+        Some(identity) => identity,
+        None => return Err(missing("does not exist")),
     };
     let mut fields = fields(&identity);
-    if let Some(uuid) = session.controller.namespace(nsid).and_then(Namespace::uuid) {
+    if let Some(uuid) = subject.uuid(nsid) {
         fields.bytes("uuid", &uuid);
     }
-    session.detach()?;
+    subject.leave()?;
     show(&format!("NVMe Identify Namespace {nsid}:"), &fields, args.json)?;
     Ok(ExitCode::SUCCESS)
 }

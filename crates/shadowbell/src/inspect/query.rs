@@ -1,11 +1,8 @@
-//! What the verbs have in common: their options, the way to a controller, and how answers are
-//! shown.
+//! What the verbs have in common: their options, and how answers are shown.
 
 use super::fields::Fields;
-use crate::session::Session;
 use crate::target::{self, Target};
 use serde_json::{Map, Value};
-use shadowbell_driver::AttachOptions;
 use std::io::{self, Write};
 
 /// What the verbs that look at one target take.
@@ -18,13 +15,6 @@ pub(crate) struct Args {
     /// One line of JSON, for machines
     #[arg(long)]
     pub json: bool,
-}
-
-/// Attaches for nothing but admin commands.
-pub(super) fn attach(target: &Target) -> anyhow::Result<Session> {
-    // The driver creates one I/O queue at least; it stays empty and so may be small.
-    let options = AttachOptions { queue_depth: 2, interrupts: false, ..AttachOptions::default() };
-    Session::attach(target, &options)
 }
 
 /// Prints a structure: under a heading, or as one line of JSON.

@@ -5,12 +5,14 @@ use super::server_config::{
 };
 use super::worker_link::Role;
 use super::{config_file, stats_file};
+use crate::control::place::{self, Place};
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells};
 use crate::cpu_list::{self, CpuList};
 use crate::exit::bad_input;
 use crate::parse;
 use anyhow::{Context, anyhow};
 use shadowbell_controller::PoolOptions;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 /// Serve disks as an NVMe controller to a virtual machine, over a vfio-user socket
@@ -53,6 +55,19 @@ pub(crate) struct Args {
     #[arg(long, value_name = "PATH")]
     stats_socket: Option<PathBuf>,
 
+    /// Where the control socket is, for `shadowbell ctl` [default: /run/shadowbell/NAME/control.sock,
+    /// or below $XDG_RUNTIME_DIR for a user who is not root]
+    #[arg(long, value_name = "PATH")]
+    control_socket: Option<PathBuf>,
+
+    /// What the server is called [default: the name of the configuration file, or of the socket]
+    #[arg(long, value_name = "NAME", value_parser = place::check_name)]
+    name: Option<String>,
+
+    /// Show metrics at http://ADDR:PORT/metrics, to whoever can reach it
+    #[arg(long, value_name = "ADDR:PORT")]
+    metrics: Option<SocketAddr>,
+
     /// Start a keeper, which starts the process that serves: it can be replaced while it serves
     /// (`shadowbell upgrade`), and is started again if it dies
     #[arg(long)]
@@ -83,6 +98,9 @@ A configuration file:
   trace = \"/var/tmp/shadowbell.trace\"        # all of these lines may be left out
   stats-json = \"/run/shadowbell.json\"
   stats-socket = \"/run/shadowbell.stats\"    # for `shadowbell top`
+  name = \"vms\"                               # for `shadowbell ctl --server vms`
+  control-socket = \"/run/vms.control\"        # another place for it
+  metrics = \"127.0.0.1:9477\"
   workers = 2                                # threads that do the I/O
   pin = [2, 3]                               # processors to pin them to
   poll = \"adaptive\"                          # or \"always\", \"never\"
@@ -177,6 +195,8 @@ impl Args {
     /// The configuration file, or a combination of options, makes no sense.
     pub(crate) fn config(self) -> anyhow::Result<ServerConfig> {
         let trace = self.trace.map(|path| (path, self.trace_records.unwrap_or(TRACE_RECORDS)));
+        let names = self.config.as_deref().or(self.socket.as_deref());
+        let default_name = names.map(place::name_from).unwrap_or_default();
         let mut config = match self.config {
             Some(path) => config_file::read(&path)?,
             None => ServerConfig {
@@ -190,11 +210,18 @@ impl Args {
                 trace: None,
                 stats_json: None,
                 stats_socket: None,
+                control: Place::default(),
+                default_name: String::new(),
+                metrics: None,
             },
         };
         config.trace = trace.or(config.trace);
         config.stats_json = self.stats_json.or(config.stats_json);
         config.stats_socket = self.stats_socket.or(config.stats_socket);
+        config.default_name = default_name;
+        config.metrics = self.metrics.or(config.metrics);
+        let Place { name, path } = config.control;
+        config.control = Place { name: self.name.or(name), path: self.control_socket.or(path) };
         if let Some(path) = &config.stats_json {
             let checked = check_output(path).and_then(|()| stats_file::check(path));
             checked.context("--stats-json").map_err(bad_input)?;

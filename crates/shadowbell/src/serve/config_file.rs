@@ -7,6 +7,7 @@ use super::server_config::{
     MAX_POLL_US, MAX_WORKERS, Poll, ServerConfig, SocketConfig, TRACE_RECORDS, WorkerChoice,
     pool_options,
 };
+use crate::control::place::{self, Place};
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells};
 use crate::cpu_list;
 use crate::exit::bad_input;
@@ -14,6 +15,7 @@ use anyhow::anyhow;
 use serde::Deserialize;
 use std::collections::HashMap;
 use std::fmt;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use toml::Spanned;
 
@@ -28,6 +30,9 @@ struct File {
     trace_records: Option<Spanned<u32>>,
     stats_json: Option<PathBuf>,
     stats_socket: Option<PathBuf>,
+    name: Option<Spanned<String>>,
+    control_socket: Option<PathBuf>,
+    metrics: Option<SocketAddr>,
     workers: Option<Spanned<u16>>,
     pin: Option<Spanned<Vec<usize>>>,
     poll: Option<Spanned<Poll>>,
@@ -168,6 +173,12 @@ impl Check<'_> {
             self.wrong.push((line, why));
             shadowbell_controller::PoolOptions::default()
         });
+        let name = file.name.map(|name| {
+            if let Err(why) = place::check_name(name.get_ref()) {
+                self.refuse(&name, format!("`name`: {why}"));
+            }
+            name.into_inner()
+        });
         let mut controllers = Vec::with_capacity(file.controller.len());
         let mut sockets: HashMap<PathBuf, usize> = HashMap::new();
         let mut serials: HashMap<String, usize> = HashMap::new();
@@ -221,6 +232,9 @@ impl Check<'_> {
             trace: file.trace.map(|path| (path, records.unwrap_or(TRACE_RECORDS))),
             stats_json: file.stats_json,
             stats_socket: file.stats_socket,
+            control: Place { name, path: file.control_socket },
+            default_name: String::new(),
+            metrics: file.metrics,
         }
     }
 

@@ -26,9 +26,9 @@ impl EventLog {
     pub(super) fn start(server: &mut Server) -> io::Result<Self> {
         let Some(events) = server.take_events() else { return Ok(Self(None)) };
         let sender = events.sender(0);
-        let names = server.controllers().iter().map(|served| served.name.clone());
-        let guests = names.map(Guest::new).collect();
-        let controllers = server.controllers().iter().map(|s| s.controller.clone()).collect();
+        let served = server.controllers();
+        let guests = served.iter().map(|served| Guest::new(served.name.clone())).collect();
+        let controllers = served.iter().map(|s| s.controller.clone()).collect();
         let writer = LogWriter { guests, controllers, new_queues: BTreeMap::new() };
         let thread = std::thread::Builder::new().name("sb-event-log".into());
         Ok(Self(Some((sender, thread.spawn(move || writer.run(&events))?))))

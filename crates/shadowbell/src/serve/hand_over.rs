@@ -1,8 +1,8 @@
 //! The server comes to rest, and hands over to its successor in another process; or goes on.
 
+use super::asides::Asides;
 use super::server::Server;
 use super::server_config::ServerConfig;
-use super::stats_socket::RestingStats;
 use super::transfer::{self, COMMIT, GONE, HAVE};
 use super::worker_link::WorkerLink;
 use crate::keeper_link::{parse_versions, to_keeper};
@@ -26,7 +26,7 @@ const REST: Duration = Duration::from_millis(200);
 /// Why not: the server goes on as it was.
 pub(super) fn hand_over(
     server: &mut Server,
-    stats: Option<&RestingStats>,
+    resting: &Asides,
     config: &ServerConfig,
     transfer: &UnixStream,
     versions: &str,
@@ -49,7 +49,7 @@ pub(super) fn hand_over(
     let until = began + REST;
     let mut reactor = server.rest(until)?;
     let outcome = rest_all(server, until)
-        .and_then(|()| pass_on(server, stats, config, &mut reactor, transfer, until));
+        .and_then(|()| pass_on(server, resting, config, &mut reactor, transfer, until));
     if let Err(why) = outcome {
         server.go_on(reactor);
         debug!("goes on after {} us", began.elapsed().as_micros());
@@ -68,17 +68,18 @@ pub(super) fn hand_over(
 /// Has all controllers come to rest.
 fn rest_all(server: &Server, until: Instant) -> anyhow::Result<()> {
     let (rests, all) = channel();
-    for (index, served) in server.controllers().iter().enumerate() {
+    let all_served = server.controllers();
+    for (index, served) in all_served.iter().enumerate() {
         let rests = rests.clone();
         served.controller.freeze(move || rests.send(index).unwrap_or_default());
     }
     drop(rests);
-    let mut waits: Vec<_> = (0..server.controllers().len()).collect();
+    let mut waits: Vec<_> = (0..all_served.len()).collect();
     while !waits.is_empty() {
         match all.recv_timeout(until.saturating_duration_since(Instant::now())) {
             Ok(index) => waits.retain(|other| *other != index),
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                let name = waits.first().and_then(|index| server.controllers().get(*index));
+                let name = waits.first().and_then(|index| all_served.get(*index));
                 bail!(
                     "{} has commands under way at its disks that did not end within {} ms; try \
                      again when they are not as slow",
@@ -94,7 +95,7 @@ fn rest_all(server: &Server, until: Instant) -> anyhow::Result<()> {
 /// Writes everything down, sends it, and commits once the successor has it.
 fn pass_on(
     server: &Server,
-    stats: Option<&RestingStats>,
+    resting: &Asides,
     config: &ServerConfig,
     reactor: &mut Reactor,
     transfer: &UnixStream,
@@ -102,10 +103,7 @@ fn pass_on(
 ) -> anyhow::Result<()> {
     let mut parcel = Parcel::new();
     parcel.add(transfer::SERVED, true, &transfer::served(config))?;
-    if let Some(stats) = stats {
-        let saved = stats.save(parcel.descriptors())?;
-        parcel.add(transfer::STATS, false, &saved)?;
-    }
+    resting.save(&mut parcel)?;
     let ports = reactor.save(parcel.descriptors())?;
     if ports.len() != server.controllers().len() {
         bail!("there are {} sockets for {} controllers", ports.len(), server.controllers().len());

@@ -3,8 +3,8 @@
 //! Items: [`fence`](FENCE); `disk/N.M`, `controller/N` and `port/N` as at a hand-over, each with
 //! descriptors of its own; and, when all of them are there, what is served.
 
+use super::registry::ServedController;
 use super::seam::{PortRecorder, RecordController, RecordPort, Recorder};
-use super::server::ServedController;
 use super::server_config::ServerConfig;
 use super::store::Store;
 use super::transfer::{self, Served};
@@ -48,7 +48,7 @@ impl Keeping {
     pub(super) fn begin(
         &self,
         config: &ServerConfig,
-        controllers: &[ServedController],
+        controllers: &[Arc<ServedController>],
         reactor: &mut Reactor,
         ports: &[PortId],
     ) {
@@ -62,12 +62,12 @@ impl Keeping {
     fn keep_all(
         &self,
         config: &ServerConfig,
-        controllers: &[ServedController],
+        controllers: &[Arc<ServedController>],
         reactor: &mut Reactor,
         ports: &[PortId],
     ) -> anyhow::Result<()> {
         // What is known to be impossible costs nobody anything.
-        for disk in controllers.iter().flat_map(ServedController::disks) {
+        for disk in controllers.iter().flat_map(|served| served.disks()) {
             disk.keep(&mut Descriptors::default())?;
         }
         self.store.put(FENCE, &[], &[self.fence.as_fd()])?;
@@ -77,7 +77,7 @@ impl Keeping {
             }
             let key = transfer::controller(index);
             let recorder = Record { store: self.store.clone(), key };
-            served.controller.record_with(Arc::new(recorder))?;
+            RecordController::record_with(&served.controller, Arc::new(recorder))?;
         }
         for (index, port) in ports.iter().enumerate() {
             let key = transfer::port(index);

@@ -4,6 +4,9 @@
 //!
 //! | module | what it is |
 //! |---|---|
+//! | `asides` | what answers beside the guests |
+//! | `control` | the control socket and the metrics |
+//! | `registry` | the controllers that are served |
 //! | `args` | the command line |
 //! | `config_file` | the file of `--config` |
 //! | `server_config` | what both of them come to |
@@ -24,11 +27,13 @@
 //!
 //! Threads: the workers, one reactor for all sockets, one that makes log lines of what happens, one
 //! that writes the log (so that a terminal that blocks can not hold up a guest, see
-//! `crate::log_thread`), one that answers `top` if it may ask, and the main thread, which waits for
-//! signals. None of them has a timer.
+//! `crate::log_thread`), one that answers `top` if it may ask, one that has the control socket, and
+//! the main thread, which waits for signals. None of them has a timer while nobody asks.
 
 mod args;
+mod asides;
 mod config_file;
+mod control;
 mod event;
 mod event_log;
 #[cfg(feature = "faults")]
@@ -39,6 +44,7 @@ mod keeping;
 mod launch_hint;
 mod reactor_thread;
 mod recover;
+mod registry;
 mod seam;
 mod server;
 mod server_config;
@@ -55,17 +61,19 @@ pub(crate) use config_file::read as read_config_file;
 use crate::keeper_link::{Packet, to_keeper, to_worker};
 use crate::signals::{EndSignals, Wake};
 use crate::{descriptor_limit, exit, notify};
+use asides::{Answering, Asides, Powers};
 use event_log::EventLog;
 use keeping::Keeping;
 use server::Server;
 use server_config::ServerConfig;
 use signal_hook::consts::SIGUSR1;
-use stats_socket::{RestingStats, StatsSocket};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
-use tracing::{debug, error, info, warn};
+use std::sync::Arc;
+use std::time::Instant;
+use tracing::{debug, error, info};
 use worker_link::{Role, WorkerLink};
 
 /// Serves until a signal ends it.
@@ -94,8 +102,9 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let link = keeper.map(|(_, link)| link);
     // Before any disk is opened.
     let keeping = link.map(Keeping::new).transpose()?;
-    let stats = || config.stats_socket.as_deref().map(stats_socket::listen).transpose();
-    let (mut server, stats) = match (keeper, &keeping) {
+    let keeper_pid = link.and_then(|_| rustix::process::getppid());
+    let keeper_pid = keeper_pid.map(|pid| pid.as_raw_pid().cast_unsigned());
+    let (mut server, asides) = match (keeper, &keeping) {
         (Some((Role::Successor, link)), Some(keeping)) => {
             match take_over::take_over(&config, link, keeping, ended)? {
                 Some(taken) => taken,
@@ -105,33 +114,33 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
         }
         (Some((Role::Recover, link)), Some(keeping)) => {
             match recover::recover(&config, link, keeping, ended)? {
-                Some(server) => {
-                    // The guests need it less than anything else.
-                    let stats = stats().unwrap_or_else(|why| {
-                        warn!("the counters can not be asked for: {why:#}");
-                        None
-                    });
-                    (server, stats.map(RestingStats::new))
-                }
+                // The guests need them less than anything else.
+                Some(server) => (server, Asides::listen_again(&config, keeper_pid)),
                 // It is to end.
                 None => return Ok(ExitCode::from(exit::FAILED)),
             }
         }
         _ => {
-            let stats = stats()?;
+            let asides = Asides::listen(&config, keeper_pid)?;
             let keep = keeping.as_ref().map(|keeping| {
                 |controllers: &[_], reactor: &mut _, ports: &[_]| {
                     keeping.begin(&config, controllers, reactor, ports);
                 }
             });
-            let server = Server::start(&config, keep, ended)?;
-            (server, stats.map(RestingStats::new))
+            (Server::start(&config, keep, ended)?, asides)
         }
     };
     #[cfg(feature = "faults")]
     let injected = faults.begin(&server);
     let event_log = EventLog::start(&mut server)?;
-    let mut stats = stats.map(|stats| StatsSocket::start(stats, &server)).transpose()?;
+    let handle = signals.handle();
+    let powers = Powers {
+        keeper_pid,
+        end: Arc::new(move || handle.close()),
+        serves_since: Instant::now(),
+        upgrade_error: Arc::default(),
+    };
+    let mut answering = Some(asides.start(&server, &config, &powers)?);
     match keeper {
         Some((Role::Successor, link)) => link.say(to_keeper::SERVING, ""),
         Some((role, link)) => {
@@ -150,7 +159,7 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
             End::Asked => break false,
             End::Left => break true,
             End::Successor(link, packet) => {
-                if hand_over(&mut server, &mut stats, &config, link, packet)? {
+                if hand_over(&mut server, &mut answering, &config, &powers, link, packet)? {
                     return Ok(ExitCode::SUCCESS);
                 }
             }
@@ -159,7 +168,8 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     if link.is_none() {
         notify::tell(notify::STOPPING);
     }
-    drop(stats);
+    // They remove their files.
+    drop(answering.map(Answering::rest));
     let outcome = server.stop();
     drop(event_log);
     report(&config, &server);
@@ -210,32 +220,31 @@ fn wait<'a>(
 /// Hands over to the process that the keeper names. Whether that goes on; if not, this one does.
 fn hand_over(
     server: &mut Server,
-    stats: &mut Option<StatsSocket>,
+    answering: &mut Option<Answering>,
     config: &ServerConfig,
+    powers: &Powers,
     link: &WorkerLink,
     packet: Packet,
 ) -> anyhow::Result<bool> {
     let versions = packet.text();
     let Some(fd) = packet.fd() else { return Ok(false) };
     let transfer = UnixStream::from(fd);
-    let resting = stats.take().and_then(StatsSocket::rest);
-    let outcome =
-        hand_over::hand_over(server, resting.as_ref(), config, &transfer, &versions, link);
+    let Some(resting) = answering.take().map(Answering::rest) else { return Ok(false) };
+    let outcome = hand_over::hand_over(server, &resting, config, &transfer, &versions, link);
     let Err(why) = outcome else {
-        if let Some(resting) = resting {
-            resting.leave();
-        }
+        resting.leave();
         return Ok(true);
     };
-    drop(transfer);
-    *stats = resting.map(|resting| StatsSocket::start(resting, server)).transpose()?;
+    // Before the new one sees that there is nothing to come, and ends.
     link.say(to_keeper::GOES_ON, &exit::line(&why));
+    drop(transfer);
+    *answering = Some(resting.start(server, config, powers)?);
     Ok(false)
 }
 
 /// Writes the counters where they were asked for, or else logs them.
 fn report(config: &ServerConfig, server: &Server) {
-    let report = stats_file::Report::of(server.controllers());
+    let report = stats_file::Report::of(&server.controllers());
     match &config.stats_json {
         Some(path) => match stats_file::write(path, &report) {
             Ok(()) => debug!("statistics are in {}", path.display()),

@@ -11,6 +11,7 @@
 
 use super::event::EventQueue;
 use super::keeping::{Complete, FENCE, Keeping};
+use super::registry::ServedController;
 use super::seam::RecordController;
 use super::server::{self, Server};
 use super::server_config::ServerConfig;
@@ -31,6 +32,8 @@ use shadowbell_vfio_user::Reactor;
 use shadowbell_vfio_user::server::{Limits, PortId, SavedPort};
 use std::cell::Cell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 use tracing::{debug, info, warn};
 
@@ -68,10 +71,10 @@ pub(super) fn recover(
         return Ok(None);
     }
     let Rebuilt { mut server, mut reactor, ports, controllers } = rebuilt?;
-    keeping.begin(config, server.controllers(), &mut reactor, &ports);
+    keeping.begin(config, &server.controllers(), &mut reactor, &ports);
     let mut again = 0;
     for (served, (saved, mut fds)) in server.controllers().iter().zip(controllers) {
-        let recovered = served.controller.recover(&saved, &mut fds);
+        let recovered = RecordController::recover(&served.controller, &saved, &mut fds);
         again += recovered.with_context(|| served.name.clone())?;
     }
     // Everything is at rest, and the keeper holds all of it.
@@ -123,11 +126,12 @@ fn rebuild(
         let controller = Controller::successor(opened, pool.clone(), carrier, &saved, &mut fds)
             .with_context(|| name.clone())?;
         server::place(asked, &controller)?;
-        let handler = server::client_events(events.sender(index));
+        let client = Arc::new(AtomicBool::new(port.has_client()));
+        let handler = server::client_events(events.sender(index), &client);
         let device = ControllerDevice::new(controller.clone(), handler)?;
         let port = reactor.restore(port, &mut port_fds, Box::new(device));
         ports.push(port.with_context(|| name.clone())?);
-        served.push(server::ServedController { name, controller });
+        served.push(ServedController::new(asked, controller, client));
         controllers.push((saved, fds));
     }
     Ok(Rebuilt { server: Server::resting(served, events, pool), reactor, ports, controllers })

@@ -3,6 +3,7 @@
 use super::event::{EventQueue, EventSender, ServerEvent};
 use super::flush::flush;
 use super::reactor_thread::ReactorThread;
+use super::registry::{Registry, ServedController};
 use super::server_config::{ServerConfig, SocketConfig, WorkerChoice};
 use crate::controller_config::{ConfigureError, OfferedDoorbells};
 use crate::disk_spec;
@@ -12,36 +13,23 @@ use bytesize::ByteSize;
 use shadowbell_backend::Disk;
 use shadowbell_controller::trace::TraceFile;
 use shadowbell_controller::{CLAIMABLE, Carrier, Config, Controller, Pool};
-use shadowbell_frontend::vfio_user::{ClientEventHandler, ControllerDevice};
+use shadowbell_frontend::vfio_user::{ClientEvent, ClientEventHandler, ControllerDevice};
 use shadowbell_vfio_user::server::{BindError, Limits, Listener, PortId, Reactor};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 use tracing::{error, info};
 
-/// A controller that is served.
-pub(super) struct ServedController {
-    /// Its socket, as it was written.
-    pub(super) name: String,
-    pub(super) controller: Controller,
-}
-
-impl ServedController {
-    /// Its disks, in the order of their namespaces.
-    pub(super) fn disks(&self) -> impl Iterator<Item = &Arc<dyn Disk>> {
-        self.controller.config().namespaces.iter().map(|namespace| &namespace.disk)
-    }
-}
-
 /// All that runs.
 pub(super) struct Server {
-    controllers: Vec<ServedController>,
+    controllers: Arc<Registry>,
     events: Option<EventQueue>,
     /// None: it was never started, or it has ended.
     reactor: Option<ReactorThread>,
     /// Keeps the workers.
-    _pool: Pool,
+    pool: Pool,
 }
 
 impl Server {
@@ -52,7 +40,7 @@ impl Server {
     /// The first thing that can not be done, with the place where it was asked for.
     pub(super) fn start(
         config: &ServerConfig,
-        lasting: Option<impl FnOnce(&[ServedController], &mut Reactor, &[PortId])>,
+        lasting: Option<impl FnOnce(&[Arc<ServedController>], &mut Reactor, &[PortId])>,
         ended: impl FnOnce() + Send + 'static,
     ) -> anyhow::Result<Self> {
         let configs = open(config, lasting.is_some())?;
@@ -65,23 +53,23 @@ impl Server {
             let carrier = carrier(served, &events.sender(index));
             let controller = Controller::new(controller_config, pool.clone(), carrier)?;
             place(served, &controller)?;
-            let handler = client_events(events.sender(index));
+            let client = Arc::default();
+            let handler = client_events(events.sender(index), &client);
             devices.push(ControllerDevice::new(controller.clone(), handler)?);
-            let name = served.socket.display().to_string();
-            controllers.push(ServedController { name, controller });
+            controllers.push(ServedController::new(served, controller, client));
         }
         let listeners = bind(&config.controllers)?;
         let mut server = Self::resting(controllers, events, pool);
         server.trace(config)?;
-        for served in &server.controllers {
-            info!("{}", summary(served));
+        for served in server.controllers() {
+            info!("{}", summary(&served));
         }
         let mut reactor = Reactor::new(Limits::default())?;
         let ports = listeners.into_iter().zip(devices);
         let ports = ports.map(|(listener, device)| reactor.add(listener, Box::new(device)));
         let ports = ports.collect::<io::Result<Vec<_>>>()?;
         if let Some(keep) = lasting {
-            keep(&server.controllers, &mut reactor, &ports);
+            keep(&server.controllers(), &mut reactor, &ports);
         }
         server.serve(reactor, ended)?;
         Ok(server)
@@ -93,7 +81,8 @@ impl Server {
         events: EventQueue,
         pool: Pool,
     ) -> Self {
-        Self { controllers, events: Some(events), reactor: None, _pool: pool }
+        let controllers = Arc::new(Registry::new(controllers));
+        Self { controllers, events: Some(events), reactor: None, pool }
     }
 
     /// Records doorbells, if that is asked for.
@@ -102,7 +91,7 @@ impl Server {
     /// The file can not be made.
     pub(super) fn trace(&self, config: &ServerConfig) -> anyhow::Result<()> {
         match &config.trace {
-            Some((path, records)) => start_trace(&self._pool, path, *records),
+            Some((path, records)) => start_trace(&self.pool, path, *records),
             None => Ok(()),
         }
     }
@@ -131,7 +120,7 @@ impl Server {
 
     /// Goes on after a rest: the controllers, and then the sockets.
     pub(super) fn go_on(&self, reactor: Reactor) {
-        self.controllers.iter().for_each(|served| served.controller.resume());
+        self.controllers().iter().for_each(|served| served.controller.resume());
         if let Some(thread) = &self.reactor {
             thread.go_on(reactor);
         }
@@ -146,18 +135,31 @@ impl Server {
     }
 
     /// All disks.
-    pub(super) fn disks(&self) -> impl Iterator<Item = &Arc<dyn Disk>> {
-        self.controllers.iter().flat_map(ServedController::disks)
+    pub(super) fn disks(&self) -> Vec<Arc<dyn Disk>> {
+        self.controllers()
+            .iter()
+            .flat_map(|served| served.disks().cloned().collect::<Vec<_>>())
+            .collect()
     }
 
     /// Whether another process has the disks, too.
     pub(super) fn share_locks(&self, shared: bool) {
-        self.disks().for_each(|disk| disk.share_lock(shared));
+        self.disks().iter().for_each(|disk| disk.share_lock(shared));
     }
 
     /// The controllers, in the order of the configuration.
-    pub(super) fn controllers(&self) -> &[ServedController] {
+    pub(super) fn controllers(&self) -> Vec<Arc<ServedController>> {
+        self.controllers.all()
+    }
+
+    /// The same, for who looks at them while they change.
+    pub(super) fn registry(&self) -> &Arc<Registry> {
         &self.controllers
+    }
+
+    /// Threads that do the I/O.
+    pub(super) fn workers(&self) -> usize {
+        self.pool.len()
     }
 
     /// What happens from here on, for the log; there is one.
@@ -183,7 +185,7 @@ impl Server {
     pub(super) fn flush(&self) -> bool {
         let mut all = true;
         for disk in self.disks() {
-            if let Err(error) = flush(&**disk) {
+            if let Err(error) = flush(&*disk) {
                 error!("{} can not be flushed: {error}", disk.name());
                 all = false;
             }
@@ -226,8 +228,17 @@ pub(super) fn place(served: &SocketConfig, controller: &Controller) -> anyhow::R
 }
 
 /// Where the socket of a controller tells what happens.
-pub(super) fn client_events(events: EventSender) -> ClientEventHandler {
-    Arc::new(move |event| events.send(ServerEvent::Client(event)))
+/// `client` says from then on whether one is connected.
+pub(super) fn client_events(events: EventSender, client: &Arc<AtomicBool>) -> ClientEventHandler {
+    let client = Arc::clone(client);
+    Arc::new(move |event| {
+        match event {
+            ClientEvent::Attached => client.store(true, Ordering::Relaxed),
+            ClientEvent::Detached => client.store(false, Ordering::Relaxed),
+            ClientEvent::NoSharedMemory | ClientEvent::MemoryNotShared => {}
+        }
+        events.send(ServerEvent::Client(event));
+    })
 }
 
 /// Opens what the controllers need. Creates nothing.

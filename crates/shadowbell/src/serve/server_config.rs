@@ -1,8 +1,10 @@
 //! What `serve` is asked for, whoever asked: the command line or a configuration file.
 
+use crate::control::place::Place;
 use crate::controller_config::ControllerConfig;
 use serde::Deserialize;
 use shadowbell_controller::{Polling, PoolOptions};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -27,6 +29,12 @@ pub(crate) struct ServerConfig {
     pub stats_json: Option<PathBuf>,
     /// Where `top` may ask for them.
     pub stats_socket: Option<PathBuf>,
+    /// Where it can be controlled.
+    pub control: Place,
+    /// What it is called if it is given no name.
+    pub default_name: String,
+    /// Where metrics are, by TCP.
+    pub metrics: Option<SocketAddr>,
 }
 
 /// A controller and its socket.

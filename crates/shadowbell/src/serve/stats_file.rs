@@ -1,6 +1,6 @@
 //! The counters of what is served, as a file of JSON (`--stats-json`).
 
-use super::server::ServedController;
+use super::registry::ServedController;
 use anyhow::bail;
 use rustix::fs::OFlags;
 use serde::Serialize;
@@ -11,6 +11,7 @@ use std::fs::Permissions;
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
+use std::sync::Arc;
 
 /// Sums over the I/O queues of all controllers, present and past, and the counters of each.
 #[derive(Debug, Default, Serialize)]
@@ -70,9 +71,10 @@ fn disks(config: &Config) -> Vec<DiskReport> {
 }
 
 impl Report {
-    pub(super) fn of(served: &[ServedController]) -> Self {
+    pub(super) fn of(served: &[Arc<ServedController>]) -> Self {
         let mut report = Self::default();
-        for ServedController { name, controller, .. } in served {
+        for served in served {
+            let ServedController { name, controller, .. } = &**served;
             let config = controller.config();
             report.add(name, &config.serial, controller.stats(), disks(config));
         }

@@ -7,14 +7,14 @@
 //! [`WRITE_TIMEOUT`]; other clients wait meanwhile, and guests do not. Only the user that the
 //! server runs as, and root, are answered.
 
-use super::server::{ServedController, Server};
+use super::registry::Registry;
+use super::server::Server;
 use crate::exit::bad_input;
 use crate::live_stats::{Row, Snapshot, VERSION};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SocketFlags, accept_with, recv, sockopt};
 use serde::{Deserialize, Serialize};
-use shadowbell_controller::Controller;
 use shadowbell_memory::EventFd;
 use shadowbell_state::{Descriptors, FdRef, StateError};
 use shadowbell_vfio_user::Listener;
@@ -23,6 +23,7 @@ use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tracing::{debug, warn};
@@ -126,8 +127,7 @@ impl StatsSocket {
     pub(super) fn start(mut resting: RestingStats, server: &Server) -> io::Result<Self> {
         resting.socket.set_lent(false);
         let stop = EventFd::new()?;
-        let named = |served: &ServedController| (served.name.clone(), served.controller.clone());
-        let controllers = server.controllers().iter().map(named).collect();
+        let controllers = Arc::clone(server.registry());
         let RestingStats { socket, began, clients } = resting;
         let mut answerer = Answerer { controllers, began, answer: None, clients };
         let until = stop.try_clone()?;
@@ -156,7 +156,7 @@ impl Drop for StatsSocket {
 }
 
 struct Answerer {
-    controllers: Vec<(String, Controller)>,
+    controllers: Arc<Registry>,
     began: Instant,
     /// The last answer, and since when it is one.
     answer: Option<(Instant, Vec<u8>)>,
@@ -227,9 +227,9 @@ impl Answerer {
     fn answer(&mut self) -> &[u8] {
         if self.answer.as_ref().is_none_or(|(since, _)| since.elapsed() >= FRESH) {
             let at_ns = since(self.began);
-            let row =
-                |(name, controller): &(String, Controller)| Row::of(name, &controller.stats());
-            let controllers = self.controllers.iter().map(row).collect();
+            let served = self.controllers.all();
+            let rows = served.iter().map(|s| Row::of(&s.name, &s.controller.stats()));
+            let controllers = rows.collect();
             let snapshot = Snapshot { version: VERSION, at_ns, controllers };
             // Numbers and strings: it can not fail.
             let mut line = serde_json::to_vec(&snapshot).unwrap_or_default();

@@ -1,10 +1,11 @@
 //! A server that goes on where another process has come to rest.
 
+use super::asides::Asides;
 use super::event::EventQueue;
 use super::keeping::Keeping;
+use super::registry::ServedController;
 use super::server::{self, Server};
 use super::server_config::ServerConfig;
-use super::stats_socket::RestingStats;
 use super::transfer::{self, COMMIT, GONE, HAVE, Served};
 use super::worker_link::WorkerLink;
 use crate::controller_config::ConfigureError;
@@ -17,6 +18,8 @@ use shadowbell_state::{Descriptors, Parcel, READABLE};
 use shadowbell_vfio_user::Reactor;
 use shadowbell_vfio_user::server::{Limits, PortId, SavedPort};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 use tracing::{debug, info, warn};
 
@@ -26,7 +29,7 @@ struct Taken {
     reactor: Reactor,
     controllers: Vec<SavedController>,
     ports: Vec<PortId>,
-    stats: Option<RestingStats>,
+    asides: Asides,
     fds: Descriptors,
 }
 
@@ -39,7 +42,7 @@ pub(super) fn take_over(
     link: &WorkerLink,
     keeping: &Keeping,
     ended: impl FnOnce() + Send + 'static,
-) -> anyhow::Result<Option<(Server, Option<RestingStats>)>> {
+) -> anyhow::Result<Option<(Server, Asides)>> {
     let transfer = predecessor(link)?;
     let pool = Pool::start(&config.pool).context("the workers can not be started")?;
     link.say(to_keeper::PREPARED, &versions(&READABLE));
@@ -63,9 +66,9 @@ pub(super) fn take_over(
         // It died on its way out, when it had nothing under way any more.
         _ => debug!("the predecessor has ended without a word"),
     }
-    let Taken { mut server, mut reactor, controllers, ports, stats, mut fds } = taken;
+    let Taken { mut server, mut reactor, controllers, ports, asides, mut fds } = taken;
     server.share_locks(false);
-    keeping.begin(config, server.controllers(), &mut reactor, &ports);
+    keeping.begin(config, &server.controllers(), &mut reactor, &ports);
     // What the predecessor has the keeper hold is of no use from here on.
     link.say(to_keeper::TAKEN, "");
     for (served, saved) in server.controllers().iter().zip(&controllers) {
@@ -75,7 +78,7 @@ pub(super) fn take_over(
     let took = began.elapsed().as_micros();
     begin_trace(&server, config);
     info!("goes on for the process before, {} us after its state came", took);
-    Ok(Some((server, stats)))
+    Ok(Some((server, asides)))
 }
 
 /// Says why, while the other process still waits: it only sees that this one has gone.
@@ -113,9 +116,7 @@ fn take_in(config: &ServerConfig, mut parcel: Parcel, pool: Pool) -> anyhow::Res
     if let Some(why) = transfer::difference(&served, &transfer::served(config)) {
         bail!(why);
     }
-    let stats = parcel.take(transfer::STATS)?;
-    let stats =
-        stats.map(|saved| RestingStats::restore(saved, parcel.descriptors())).transpose()?;
+    let asides = Asides::restore(&mut parcel)?;
     let events = EventQueue::new();
     let mut reactor = Reactor::new(Limits::default())?;
     let mut controllers = Vec::new();
@@ -139,17 +140,18 @@ fn take_in(config: &ServerConfig, mut parcel: Parcel, pool: Pool) -> anyhow::Res
         let controller = Controller::successor(opened, pool.clone(), carrier, &saved, fds)
             .with_context(|| name.clone())?;
         server::place(asked, &controller)?;
-        let handler = server::client_events(events.sender(index));
+        let client = Arc::new(AtomicBool::new(port.has_client()));
+        let handler = server::client_events(events.sender(index), &client);
         let device = ControllerDevice::new(controller.clone(), handler)?;
         let port = reactor.restore(port, fds, Box::new(device));
         ports.push(port.with_context(|| name.clone())?);
-        controllers.push(server::ServedController { name, controller });
+        controllers.push(ServedController::new(asked, controller, client));
         all_saved.push(saved);
     }
     let fds = std::mem::take(parcel.descriptors());
     parcel.finish()?;
     let server = Server::resting(controllers, events, pool);
-    Ok(Taken { server, reactor, controllers: all_saved, ports, stats, fds })
+    Ok(Taken { server, reactor, controllers: all_saved, ports, asides, fds })
 }
 
 fn section<T: serde::de::DeserializeOwned>(parcel: &mut Parcel, name: &str) -> anyhow::Result<T> {

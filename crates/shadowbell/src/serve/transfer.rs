@@ -17,6 +17,8 @@ pub(super) const GONE: u8 = b'g';
 pub(super) const SERVED: &str = "serve";
 /// The socket for `top`.
 pub(super) const STATS: &str = "stats-socket";
+/// The control socket.
+pub(super) const CONTROL: &str = "control-socket";
 
 pub(super) fn controller(index: usize) -> String {
     format!("controller/{index}")

@@ -67,6 +67,8 @@ impl Server {
     /// The same, with its output where the command has it.
     pub(crate) fn spawn_to(mut command: Command, directory: TempDir, sockets: &[&str]) -> Self {
         command.stdin(Stdio::null()).current_dir(directory.path()).env_remove("RUST_LOG");
+        // Its control socket is in there, too.
+        command.env("SHADOWBELL_RUN_DIR", directory.path().join("run"));
         let child = command.process_group(0).spawn().unwrap();
         // With it goes its part of a pipe that was given to it.
         drop(command);

@@ -3,6 +3,7 @@
 mod bad_input;
 mod clients;
 mod config;
+mod control;
 mod failing_storage;
 #[cfg(feature = "faults")]
 mod faults;
@@ -13,6 +14,7 @@ mod io;
 mod keeper;
 mod local;
 mod log;
+mod metrics;
 mod output;
 mod stacked;
 mod stalling;

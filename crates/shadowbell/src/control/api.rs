@@ -1,0 +1,150 @@
+//! The requests and answers of the control socket. Their documentation is that of the document.
+
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use utoipa::ToSchema;
+
+/// What a server is, and how much it has to do.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub(crate) struct Status {
+    /// The name of the server, by which `shadowbell ctl --server` finds it.
+    pub name: String,
+    /// The version of the program.
+    pub version: String,
+    /// The process that serves.
+    pub pid: u32,
+    /// Its keeper, if it has one (`serve --keeper`).
+    pub keeper_pid: Option<u32>,
+    /// Since this process serves. An upgrade begins it anew.
+    pub uptime_seconds: f64,
+    /// Threads that do the I/O.
+    pub workers: usize,
+    /// Controllers that are served.
+    pub controllers: usize,
+    /// How many of them have a client.
+    pub clients: usize,
+    /// What is logged.
+    pub log_filter: String,
+    /// Why the last upgrade that was asked for here has failed, if it has.
+    pub upgrade_error: Option<String>,
+}
+
+/// A controller and its socket.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub(crate) struct Controller {
+    /// What it is called in requests: its `id` in the configuration, or else the path of its
+    /// socket from the root.
+    pub id: String,
+    /// The path of the socket, from the root.
+    pub socket: String,
+    /// Serial number.
+    pub serial: String,
+    /// Model number.
+    pub model: String,
+    /// Whether a client is connected.
+    pub client: bool,
+    /// What its guest has made of it.
+    pub state: ControllerState,
+    /// Most I/O queue pairs.
+    pub max_queues: u16,
+    /// Its namespaces.
+    pub namespaces: Vec<Namespace>,
+}
+
+/// What the registers of a controller say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum ControllerState {
+    /// It is not enabled.
+    Disabled,
+    /// It is enabled and ready.
+    Ready,
+    /// It has been shut down by its guest.
+    ShutDown,
+    /// It can not go on until it is reset.
+    Failed,
+}
+
+/// A disk that a guest sees.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub(crate) struct Namespace {
+    /// The controller's `id`.
+    pub controller: String,
+    /// Its number, from 1.
+    pub nsid: u32,
+    /// What it keeps its bytes in.
+    pub disk: String,
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// Bytes of a block.
+    pub block_size: u32,
+    /// Whether writes are refused.
+    pub read_only: bool,
+    /// Its UUID.
+    pub uuid: String,
+    /// What the disk counts of how it works, by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub counters: BTreeMap<String, u64>,
+}
+
+/// What is logged.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct LogLevel {
+    /// A level (`error`, `warn`, `info`, `debug`, `trace`), or several of parts of the program, as
+    /// in `info,shadowbell_vfio_user=debug`. It lasts until the server ends, upgrades included.
+    #[schema(example = "debug")]
+    pub filter: String,
+}
+
+/// Which program goes on.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Upgrade {
+    /// The path of the program from the root; without it, what is now at the path of the running
+    /// one.
+    #[serde(default)]
+    pub binary: Option<String>,
+}
+
+/// Why a request was not carried out.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub(crate) struct Problem {
+    /// What kind of reason, for programs.
+    pub code: Code,
+    /// A sentence, for a person.
+    pub message: String,
+}
+
+/// The kinds of reasons why a request is not carried out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Code {
+    /// It makes no sense (400), or is too long (413).
+    BadRequest,
+    /// There is no such thing (404).
+    NotFound,
+    /// There is such a thing, and this can not be done with it (405).
+    MethodNotAllowed,
+    /// It is not possible as the server is now (409).
+    Conflict,
+    /// It went wrong while it was done (500).
+    Failed,
+}
+
+impl Problem {
+    pub(crate) fn new(code: Code, message: impl Into<String>) -> Self {
+        Self { code, message: message.into() }
+    }
+
+    /// The status of the answer.
+    pub(crate) fn status(&self) -> u16 {
+        match self.code {
+            Code::BadRequest => 400,
+            Code::NotFound => 404,
+            Code::MethodNotAllowed => 405,
+            Code::Conflict => 409,
+            Code::Failed => 500,
+        }
+    }
+}

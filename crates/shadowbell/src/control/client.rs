@@ -1,0 +1,194 @@
+//! One request to a server's control socket, and its answer.
+
+use super::api::{Code, Problem};
+use crate::exit;
+use anyhow::{Context, anyhow};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Bytes;
+use hyper::{Method, Request, header};
+use hyper_util::rt::TokioIo;
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// The longest answer that is read: the counters of more controllers than a process can have.
+const MAX_ANSWER: usize = 64 << 20;
+/// How long a server may take, which may have to wait for a second for each of its workers.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// What stays as it is in a part of a path.
+const PART: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
+
+/// A part of a path, such as the name of a controller.
+pub(crate) fn part(text: &str) -> String {
+    utf8_percent_encode(text, PART).to_string()
+}
+
+/// The way to a server.
+#[derive(Clone, Debug)]
+pub(crate) struct Client {
+    socket: PathBuf,
+}
+
+impl Client {
+    /// Of the server with this control socket. Nothing is asked yet.
+    pub(crate) fn new(socket: &Path) -> Self {
+        Self { socket: socket.to_owned() }
+    }
+
+    /// What the server says of `path`.
+    ///
+    /// # Errors
+    /// There is no server, or why it refuses; with the exit status that fits.
+    pub(crate) fn get<T: DeserializeOwned>(&self, path: &str) -> anyhow::Result<T> {
+        let text = self.text(&Method::GET, path, None)?;
+        serde_json::from_str(&text).with_context(|| self.nonsense())
+    }
+
+    /// The same, with a request in JSON.
+    ///
+    /// # Errors
+    /// As [`get`](Self::get).
+    pub(crate) fn send<T: DeserializeOwned>(
+        &self,
+        method: &Method,
+        path: &str,
+        body: &impl Serialize,
+    ) -> anyhow::Result<T> {
+        let body = serde_json::to_vec(body)?;
+        let text = self.text(method, path, Some(body))?;
+        // Nothing is what there is to say of some.
+        let text = if text.is_empty() { "null" } else { &text };
+        serde_json::from_str(text).with_context(|| self.nonsense())
+    }
+
+    fn nonsense(&self) -> String {
+        format!("{}: it does not answer as a server of this version does", self.socket.display())
+    }
+
+    /// What the server says of `path`, as it is.
+    ///
+    /// # Errors
+    /// As [`get`](Self::get).
+    pub(crate) fn bytes(&self, path: &str) -> anyhow::Result<Vec<u8>> {
+        self.answer(&Method::GET, path, None)
+    }
+
+    fn text(&self, method: &Method, path: &str, body: Option<Vec<u8>>) -> anyhow::Result<String> {
+        let body = self.answer(method, path, body)?;
+        Ok(String::from_utf8_lossy(&body).into_owned())
+    }
+
+    /// The body of the answer.
+    fn answer(
+        &self,
+        method: &Method,
+        path: &str,
+        body: Option<Vec<u8>>,
+    ) -> anyhow::Result<Vec<u8>> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let answer = runtime.block_on(async {
+            let answer = tokio::time::timeout(TIMEOUT, self.ask(method, path, body));
+            answer
+                .await
+                .unwrap_or_else(|_| Err(anyhow!("it does not answer for {} s", TIMEOUT.as_secs())))
+        });
+        let (status, body) = answer.with_context(|| self.socket.display().to_string())?;
+        if (200..300).contains(&status) {
+            return Ok(body);
+        }
+        let problem = serde_json::from_slice::<Problem>(&body)
+            .map_err(|_| anyhow!("{}, which has answered with status {status}", self.nonsense()))?;
+        let error = anyhow!(problem.message);
+        Err(match problem.code {
+            Code::BadRequest | Code::MethodNotAllowed => exit::bad_input(error),
+            Code::NotFound => exit::not_there(error),
+            Code::Conflict => exit::conflict(error),
+            Code::Failed => error,
+        })
+    }
+
+    async fn ask(
+        &self,
+        method: &Method,
+        path: &str,
+        body: Option<Vec<u8>>,
+    ) -> anyhow::Result<(u16, Vec<u8>)> {
+        let stream = tokio::net::UnixStream::connect(&self.socket).await.map_err(|error| {
+            exit::not_there(match error.kind() {
+                ErrorKind::NotFound => anyhow!("there is no such control socket"),
+                ErrorKind::ConnectionRefused => anyhow!("nobody listens there (any more)"),
+                _ => anyhow!(error),
+            })
+        })?;
+        let (mut sender, connection) =
+            hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
+        let request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header(header::HOST, "localhost")
+            .header(header::CONNECTION, "close")
+            .header(header::CONTENT_TYPE, "application/json")
+            .body(Full::new(Bytes::from(body.unwrap_or_default())))?;
+        let answer = async {
+            let answer = sender.send_request(request).await?;
+            let status = answer.status().as_u16();
+            let body = Limited::new(answer.into_body(), MAX_ANSWER).collect().await;
+            let body = body.map_err(|error| anyhow!(error))?.to_bytes();
+            Ok((status, body.to_vec()))
+        };
+        // Both on this thread; the connection has nothing to say that the answer does not.
+        let connection = async {
+            let _ = connection.await;
+            std::future::pending::<()>().await;
+        };
+        let mut answer = std::pin::pin!(answer);
+        let mut connection = std::pin::pin!(connection);
+        std::future::poll_fn(|cx| {
+            let _ = connection.as_mut().poll(cx);
+            answer.as_mut().poll(cx)
+        })
+        .await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixListener;
+
+    #[test]
+    fn a_part_of_a_path_has_no_slash() {
+        assert_eq!(part("/run/vm 0.sock"), "%2Frun%2Fvm%200.sock");
+    }
+
+    #[test]
+    fn who_is_no_server_is_told() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("x.sock");
+        let client = Client::new(&path);
+        let error = client.get::<Problem>("/v1/status").unwrap_err();
+        assert!(format!("{error:#}").contains("no such control socket"), "{error:#}");
+        assert_eq!(exit::status(&error), exit::NOT_THERE);
+        let listener = UnixListener::bind(&path).unwrap();
+        let answers = ["HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", "SSH-2.0-x\r\n", ""];
+        let server = std::thread::spawn(move || {
+            for answer in answers {
+                let (mut stream, _) = listener.accept().unwrap();
+                let _ = stream.read(&mut [0; 4096]).unwrap();
+                stream.write_all(answer.as_bytes()).unwrap();
+            }
+        });
+        for answer in answers {
+            let error = client.get::<Problem>("/v1/status").unwrap_err();
+            assert_eq!(exit::status(&error), exit::FAILED, "{answer}: {error:#}");
+            assert!(error.to_string().contains("x.sock"), "{error:#}");
+        }
+        server.join().unwrap();
+        let error = client.get::<Problem>("/v1/status").unwrap_err();
+        assert!(format!("{error:#}").contains("nobody listens there"), "{error:#}");
+    }
+}

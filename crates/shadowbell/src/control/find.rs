@@ -1,0 +1,95 @@
+//! The server that a person means.
+
+use super::api::Controller;
+use super::client::Client;
+use super::place;
+use crate::exit;
+use crate::keeper_link::known_path;
+use anyhow::anyhow;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+/// The server that `wanted` names: by its name, by its control socket, or by the socket of one of
+/// its controllers. Without it, the only one that runs.
+///
+/// # Errors
+/// There is none, or there are several.
+pub(crate) fn server(wanted: Option<&str>) -> anyhow::Result<Client> {
+    let directory = place::directory();
+    let Some(wanted) = wanted else { return only(directory.as_deref()) };
+    if !wanted.contains('/') {
+        let Some(directory) = directory else { return Err(no_directory()) };
+        let socket = place::socket(&directory, wanted);
+        if !socket.exists() {
+            let others = names(&running(&directory));
+            return Err(exit::not_there(anyhow!(
+                "there is no server `{wanted}` in {}{others}",
+                directory.display()
+            )));
+        }
+        return Ok(Client::new(&socket));
+    }
+    let path = Path::new(wanted);
+    Ok(owner(path).map_or_else(|| Client::new(path), |(client, _)| client))
+}
+
+/// The server that serves at `socket`, and what it says of the controller there. Only servers with
+/// a control socket in the usual directory are found.
+pub(crate) fn owner(socket: &Path) -> Option<(Client, Controller)> {
+    let socket = known_path(&std::path::absolute(socket).ok()?);
+    let socket = socket.to_str()?;
+    for (_, control) in running(&place::directory()?) {
+        let client = Client::new(&control);
+        let Ok(controllers) = client.get::<Vec<Controller>>("/v1/controllers") else { continue };
+        if let Some(controller) = controllers.into_iter().find(|c| c.socket == socket) {
+            return Some((client, controller));
+        }
+    }
+    None
+}
+
+/// The usual directory.
+///
+/// # Errors
+/// This user has none.
+pub(crate) fn directory() -> anyhow::Result<PathBuf> {
+    place::directory().ok_or_else(no_directory)
+}
+
+/// The servers in `directory` that answer.
+pub(crate) fn running(directory: &Path) -> Vec<(String, PathBuf)> {
+    let mut servers = place::servers(directory);
+    servers.retain(|(_, socket)| UnixStream::connect(socket).is_ok());
+    servers
+}
+
+fn only(directory: Option<&Path>) -> anyhow::Result<Client> {
+    let directory = directory.ok_or_else(no_directory)?;
+    let servers = running(directory);
+    match &servers[..] {
+        [(_, socket)] => Ok(Client::new(socket)),
+        [] => Err(exit::not_there(anyhow!(
+            "no server runs that has its control socket in {}; name another by `--server PATH`",
+            directory.display()
+        ))),
+        _ => Err(exit::bad_input(anyhow!(
+            "several servers run: say which by `--server NAME`{}",
+            names(&servers)
+        ))),
+    }
+}
+
+fn no_directory() -> anyhow::Error {
+    exit::not_there(anyhow!(
+        "XDG_RUNTIME_DIR is not set, so there is no usual place for a control socket; name one by \
+         `--server PATH`"
+    ))
+}
+
+fn names(servers: &[(String, PathBuf)]) -> String {
+    if servers.is_empty() {
+        return "; none runs there".to_owned();
+    }
+    let names: Vec<_> = servers.iter().map(|(name, _)| name.as_str()).collect();
+    format!("; there are: {}", names.join(", "))
+}

@@ -1,0 +1,267 @@
+//! `shadowbell ctl`: looks at a running server and changes it, by its control socket.
+
+use crate::control::api::{Controller, ControllerState, LogLevel, Namespace, Status, Upgrade};
+use crate::control::client::{Client, part};
+use crate::control::find;
+use crate::keeper_query::{Keeper, program};
+use crate::table::Table;
+use crate::units::count;
+use anyhow::Context;
+use bytesize::ByteSize;
+use clap::Subcommand;
+use hyper::Method;
+use serde::Serialize;
+use std::io::{self, Write};
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Look at a running server and change it
+///
+/// A server has a control socket, at /run/shadowbell/NAME/control.sock if it was told nothing else.
+/// It answers the user that the server runs as, and root.
+#[derive(Clone, Debug, clap::Args)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct Args {
+    /// The server: its name, the path of its control socket, or the path of a socket at which it
+    /// serves [default: the only one that runs]
+    #[arg(short, long, global = true, value_name = "NAME|PATH")]
+    server: Option<String>,
+    /// The answer in JSON, for machines
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    what: What,
+}
+
+const AFTER_HELP: &str = "\
+The same over HTTP, for programs: docs/control.md and docs/openapi.json.
+
+  curl --unix-socket /run/shadowbell/vm0/control.sock http://localhost/v1/status
+
+Exit status:
+  0  what was asked for was done
+  1  it went wrong while it was done
+  2  it can not be done as asked
+  3  there is no such server, controller or namespace
+  4  it is not possible as the server is now";
+
+#[derive(Clone, Debug, Subcommand)]
+enum What {
+    /// Show what the server is, and how much it has to do
+    Status,
+    /// List the controllers
+    #[command(alias = "ls")]
+    Controllers {
+        /// Only the controller with this id, or at this socket
+        id: Option<String>,
+    },
+    /// List the namespaces
+    Namespaces,
+    /// Show all counters, as `serve --stats-json` writes them
+    Stats,
+    /// Show what is logged, or change it
+    LogLevel {
+        /// error, warn, info, debug, trace; or a list, info,shadowbell_vfio_user=debug
+        filter: Option<String>,
+    },
+    /// Have the server go on in a new process, as `shadowbell upgrade` does
+    Upgrade {
+        /// The program of the new process [default: what is now at the path of the running one]
+        #[arg(long, value_name = "PATH")]
+        binary: Option<PathBuf>,
+        /// Do not wait until the new process serves
+        #[arg(long)]
+        no_wait: bool,
+    },
+    /// End the server, as SIGTERM does
+    Shutdown,
+}
+
+/// Runs the verb.
+///
+/// # Errors
+/// There is no such server, or why it refuses.
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let client = find::server(args.server.as_deref())?;
+    let json = args.json;
+    match &args.what {
+        What::Status => show(&client.get::<Status>("/v1/status")?, json, |out, status| {
+            status_lines(out, status)
+        }),
+        What::Controllers { id: None } => {
+            show(&client.get::<Vec<Controller>>("/v1/controllers")?, json, controllers)
+        }
+        What::Controllers { id: Some(id) } => {
+            let found: Controller = client.get(&controller_path(id))?;
+            show(&vec![found], json, controllers)
+        }
+        What::Namespaces => {
+            show(&client.get::<Vec<Namespace>>("/v1/namespaces")?, json, namespaces)
+        }
+        What::Stats => stats(&client, json),
+        What::LogLevel { filter: None } => {
+            show(&client.get::<LogLevel>("/v1/log-level")?, json, log_level)
+        }
+        What::LogLevel { filter: Some(filter) } => {
+            let wanted = LogLevel { filter: filter.clone() };
+            let now: LogLevel = client.send(&Method::PUT, "/v1/log-level", &wanted)?;
+            show(&now, json, log_level)
+        }
+        What::Upgrade { binary, no_wait } => upgrade(&client, binary.as_deref(), !no_wait, json),
+        What::Shutdown => {
+            let status: Status = client.send(&Method::POST, "/v1/shutdown", &())?;
+            show(&status, json, |out, status| {
+                writeln!(out, "{} (process {}) ends", status.name, status.pid)
+            })
+        }
+    }?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The path of a controller's requests. A socket that is there is known by its path from the root.
+fn controller_path(id: &str) -> String {
+    let socket = Path::new(id);
+    let is_socket = std::fs::metadata(socket).is_ok_and(|about| about.file_type().is_socket());
+    let id = match is_socket {
+        true => crate::keeper_link::known_path(socket).to_string_lossy().into_owned(),
+        false => id.to_owned(),
+    };
+    format!("/v1/controllers/{}", part(&id))
+}
+
+fn show<T: Serialize>(
+    answer: &T,
+    json: bool,
+    lines: impl FnOnce(&mut dyn Write, &T) -> io::Result<()>,
+) -> anyhow::Result<()> {
+    let mut out = io::stdout().lock();
+    if json {
+        serde_json::to_writer_pretty(&mut out, answer).map_err(io::Error::from)?;
+        writeln!(out)?;
+    } else {
+        lines(&mut out, answer)?;
+    }
+    out.flush()?;
+    Ok(())
+}
+
+fn status_lines(out: &mut dyn Write, status: &Status) -> io::Result<()> {
+    let keeper = status.keeper_pid.map_or("none".to_owned(), |pid| format!("process {pid}"));
+    writeln!(out, "server       {} (shadowbell {})", status.name, status.version)?;
+    writeln!(out, "process      {}", status.pid)?;
+    writeln!(out, "keeper       {keeper}")?;
+    writeln!(out, "serves for   {} s", status.uptime_seconds as u64)?;
+    writeln!(out, "workers      {}", status.workers)?;
+    writeln!(
+        out,
+        "controllers  {}, of which {} have a client",
+        status.controllers, status.clients
+    )?;
+    writeln!(out, "log          {}", status.log_filter)?;
+    if let Some(why) = &status.upgrade_error {
+        writeln!(out, "no upgrade   {why}")?;
+    }
+    Ok(())
+}
+
+fn controllers(out: &mut dyn Write, all: &Vec<Controller>) -> io::Result<()> {
+    let mut table = Table::new(["Controller", "Serial", "Client", "State", "Namespaces", "Bytes"]);
+    for controller in all {
+        let bytes = controller.namespaces.iter().map(|namespace| namespace.bytes).sum();
+        let state = match controller.state {
+            ControllerState::Disabled => "disabled",
+            ControllerState::Ready => "ready",
+            ControllerState::ShutDown => "shut down",
+            ControllerState::Failed => "failed",
+        };
+        table.line([
+            controller.id.clone(),
+            controller.serial.clone(),
+            if controller.client { "yes" } else { "no" }.to_owned(),
+            state.to_owned(),
+            controller.namespaces.len().to_string(),
+            ByteSize(bytes).display().iec().to_string(),
+        ]);
+    }
+    write!(out, "{table}")
+}
+
+fn namespaces(out: &mut dyn Write, all: &Vec<Namespace>) -> io::Result<()> {
+    let headings = ["Controller", "Namespace", "Disk", "Size", "Block", "Writes", "UUID"];
+    let mut table = Table::new(headings);
+    for namespace in all {
+        table.line([
+            namespace.controller.clone(),
+            namespace.nsid.to_string(),
+            namespace.disk.clone(),
+            ByteSize(namespace.bytes).display().iec().to_string(),
+            namespace.block_size.to_string(),
+            if namespace.read_only { "no" } else { "yes" }.to_owned(),
+            namespace.uuid.clone(),
+        ]);
+    }
+    write!(out, "{table}")
+}
+
+fn log_level(out: &mut dyn Write, level: &LogLevel) -> io::Result<()> {
+    writeln!(out, "{}", level.filter)
+}
+
+fn stats(client: &Client, json: bool) -> anyhow::Result<()> {
+    let stats: serde_json::Value = client.get("/v1/stats")?;
+    show(&stats, json, |out, stats| {
+        let mut table =
+            Table::new(["Controller", "Commands", "Read", "Written", "Errors", "Rings"]);
+        for controller in stats["controllers"].as_array().into_iter().flatten() {
+            let number = |of: &serde_json::Value| of.as_u64().unwrap_or(0);
+            let io = &controller["io"];
+            let sum = |list: &str, of: fn(&serde_json::Value) -> u64| -> u64 {
+                let queues = controller[list].as_array().into_iter().flatten();
+                queues.filter(|queue| queue["qid"] != 0).map(of).sum()
+            };
+            let rings =
+                |queue: &serde_json::Value| queue["doorbell"]["mmio_writes"].as_u64().unwrap_or(0);
+            let commands =
+                sum("submission_queues", |queue| queue["commands"].as_u64().unwrap_or(0))
+                    + number(&controller["retired_sq"]["commands"]);
+            let rings = sum("submission_queues", rings)
+                + sum("completion_queues", rings)
+                + rings(&controller["retired_sq"])
+                + rings(&controller["retired_cq"])
+                + number(&controller["doorbell_events"]);
+            table.line([
+                controller["socket"].as_str().unwrap_or_default().to_owned(),
+                count(commands as f64),
+                ByteSize(number(&io["bytes_read"])).display().iec().to_string(),
+                ByteSize(number(&io["bytes_written"])).display().iec().to_string(),
+                number(&io["errors"]).to_string(),
+                count(rings as f64),
+            ]);
+        }
+        write!(out, "{table}")
+    })
+}
+
+fn upgrade(
+    client: &Client,
+    binary: Option<&Path>,
+    is_waited_for: bool,
+    json: bool,
+) -> anyhow::Result<()> {
+    let binary = binary.map(|path| program("--binary", path)).transpose()?;
+    let status: Status = client.get("/v1/status")?;
+    if let (true, Some(pid)) = (is_waited_for, status.keeper_pid) {
+        // Its answer comes when the new process serves, and the server's own would not.
+        let keeper = Keeper::find(Path::new(&pid.to_string()))?;
+        let outcome = keeper.upgrade(binary.as_deref());
+        let said = outcome.with_context(|| format!("{} is not upgraded", status.name))?;
+        let now: Status = client.get("/v1/status")?;
+        return show(&now, json, |out, _| writeln!(out, "{said}"));
+    }
+    let binary = binary.map(|path| path.to_string_lossy().into_owned());
+    let status: Status = client.send(&Method::POST, "/v1/upgrade", &Upgrade { binary })?;
+    show(&status, json, |out, status| {
+        writeln!(out, "{} was asked to go on in a new process", status.name)
+    })
+}

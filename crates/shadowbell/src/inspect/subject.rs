@@ -1,0 +1,156 @@
+//! The controller that a verb looks at: attached, or, if somebody else has it, by its server's
+//! control socket.
+
+use crate::control::api::Controller as Described;
+use crate::control::client::{Client, part};
+use crate::control::find;
+use crate::session::Session;
+use crate::target::Target;
+use anyhow::{Context, anyhow};
+use shadowbell_driver::{AttachOptions, CommandError};
+use shadowbell_spec::Status;
+use shadowbell_spec::identify::{IdentifyController, IdentifyNamespace, cns};
+use shadowbell_spec::log::{ErrorLogEntry, SmartHealth, lid};
+use zerocopy::FromBytes;
+
+pub(super) enum Subject {
+    /// Nobody else has it.
+    Attached(Box<Session>),
+    /// A client is connected to it; its server answers.
+    Served { client: Client, controller: Box<Described> },
+}
+
+impl Subject {
+    /// The controller that `target` names.
+    ///
+    /// # Errors
+    /// It can not be had.
+    pub(super) fn open(target: &Target) -> anyhow::Result<Self> {
+        if let Target::VfioUser { socket, .. } = target
+            && let Some((client, controller)) = find::owner(socket)
+            && controller.client
+        {
+            return Ok(Self::Served { client, controller: Box::new(controller) });
+        }
+        attach(target).map(|session| Self::Attached(Box::new(session)))
+    }
+
+    pub(super) fn identify_controller(&self) -> anyhow::Result<IdentifyController> {
+        match self {
+            Self::Attached(session) => Ok(session.controller.admin().identify_controller()?),
+            Self::Served { .. } => self.ask(&format!("identify/{}/0", cns::CONTROLLER)),
+        }
+    }
+
+    /// The smallest page of memory, as a power of two of 4 KiB.
+    pub(super) fn mpsmin(&self) -> u8 {
+        match self {
+            Self::Attached(session) => session.controller.capabilities().mpsmin(),
+            // Of all that this program serves.
+            Self::Served { .. } => 0,
+        }
+    }
+
+    /// The active namespaces.
+    pub(super) fn namespaces(&self) -> anyhow::Result<Vec<(u32, IdentifyNamespace)>> {
+        match self {
+            Self::Attached(session) => {
+                let namespaces = session.controller.namespaces().iter();
+                Ok(namespaces.map(|ns| (ns.nsid(), *ns.identity())).collect())
+            }
+            Self::Served { controller, .. } => {
+                let nsids = controller.namespaces.iter().map(|namespace| namespace.nsid);
+                nsids.map(|nsid| Ok((nsid, self.identified(nsid)?))).collect()
+            }
+        }
+    }
+
+    /// One namespace. `None`: there is none of this number.
+    pub(super) fn identify_namespace(
+        &self,
+        nsid: u32,
+    ) -> anyhow::Result<Option<IdentifyNamespace>> {
+        let is_missing = |error: &CommandError| {
+            error.status().map(Status::code) == Some(Status::INVALID_NAMESPACE_OR_FORMAT)
+        };
+        match self {
+            Self::Attached(session) => match session.controller.admin().identify_namespace(nsid) {
+                Ok(identity) => Ok(Some(identity)),
+                Err(error) if is_missing(&error) => Ok(None),
+                Err(error) => Err(error.into()),
+            },
+            Self::Served { controller, .. } => {
+                let is_there = controller.namespaces.iter().any(|ns| ns.nsid == nsid);
+                is_there.then(|| self.identified(nsid)).transpose()
+            }
+        }
+    }
+
+    fn identified(&self, nsid: u32) -> anyhow::Result<IdentifyNamespace> {
+        self.ask(&format!("identify/{}/{nsid}", cns::NAMESPACE))
+    }
+
+    /// The UUID of a namespace, if it has one.
+    pub(super) fn uuid(&self, nsid: u32) -> Option<[u8; 16]> {
+        match self {
+            Self::Attached(session) => session.controller.namespace(nsid)?.uuid(),
+            Self::Served { controller, .. } => {
+                let namespace = controller.namespaces.iter().find(|ns| ns.nsid == nsid)?;
+                let digits = namespace.uuid.replace('-', "");
+                u128::from_str_radix(&digits, 16).ok().map(u128::to_be_bytes)
+            }
+        }
+    }
+
+    pub(super) fn smart_log(&self) -> anyhow::Result<SmartHealth> {
+        match self {
+            Self::Attached(session) => Ok(session.controller.admin().smart_log()?),
+            Self::Served { .. } => self.ask(&format!("log-page/{}", lid::SMART_HEALTH)),
+        }
+    }
+
+    /// The newest `count` errors.
+    pub(super) fn error_log(&self, count: u16) -> anyhow::Result<Vec<ErrorLogEntry>> {
+        match self {
+            Self::Attached(session) => Ok(session.controller.admin().error_log(count)?),
+            Self::Served { .. } => {
+                let page = self.bytes(&format!("log-page/{}", lid::ERROR_INFORMATION))?;
+                let entries = page.chunks_exact(size_of::<ErrorLogEntry>());
+                let entries = entries.filter_map(|e| ErrorLogEntry::read_from_bytes(e).ok());
+                let entries = entries.take_while(|entry| entry.error_count != 0);
+                Ok(entries.take(count.into()).collect())
+            }
+        }
+    }
+
+    /// Leaves the controller as it was.
+    pub(super) fn leave(self) -> anyhow::Result<()> {
+        match self {
+            Self::Attached(session) => session.detach(),
+            Self::Served { .. } => Ok(()),
+        }
+    }
+
+    /// A structure, from the server.
+    fn ask<T: FromBytes>(&self, what: &str) -> anyhow::Result<T> {
+        let bytes = self.bytes(what)?;
+        let bytes = bytes.get(..size_of::<T>()).and_then(|bytes| T::read_from_bytes(bytes).ok());
+        bytes.with_context(|| format!("the server's answer to {what} is too short"))
+    }
+
+    fn bytes(&self, what: &str) -> anyhow::Result<Vec<u8>> {
+        match self {
+            Self::Attached(_) => Err(anyhow!("the controller is attached")),
+            Self::Served { client, controller } => {
+                client.bytes(&format!("/v1/controllers/{}/{what}", part(&controller.id)))
+            }
+        }
+    }
+}
+
+/// Attaches for nothing but admin commands.
+pub(super) fn attach(target: &Target) -> anyhow::Result<Session> {
+    // The driver creates one I/O queue at least; it stays empty and so may be small.
+    let options = AttachOptions { queue_depth: 2, interrupts: false, ..AttachOptions::default() };
+    Session::attach(target, &options)
+}

@@ -1,0 +1,108 @@
+//! Finds the keeper of a server, and asks it.
+
+use crate::exit::bad_input;
+use crate::keeper_link::{self, Packet, answer, question};
+use anyhow::{Context, anyhow};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use std::ffi::OsStr;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+/// A keeper that can be asked.
+pub(crate) struct Keeper(OwnedFd);
+
+impl Keeper {
+    /// The keeper of this server: by the number of its process or its worker's, or by the path of
+    /// a socket at which that serves.
+    ///
+    /// # Errors
+    /// There is none.
+    pub(crate) fn find(server: &Path) -> anyhow::Result<Self> {
+        let (letter, what) = match server.to_str().and_then(|text| text.parse::<u32>().ok()) {
+            Some(pid) => (question::IS_YOURS, pid.to_string().into()),
+            None => (question::SERVES, keeper_link::known_path(server).into_os_string()),
+        };
+        let mut names = names()?;
+        // The one that has the number, if one has: then nobody else is woken.
+        let own = format!("{}{}/", keeper_link::NAME, server.display());
+        names.sort_by_key(|name| !name.starts_with(&own));
+        let mut others = 0;
+        for name in names {
+            match connect_to(&name) {
+                Ok(keeper) => {
+                    if ask(&keeper, letter, &what).is_ok_and(|packet| packet.letter == answer::YES)
+                    {
+                        return Ok(Self(keeper));
+                    }
+                }
+                Err(_) => others += 1,
+            }
+        }
+        let hint = match others {
+            0 => "start it with `shadowbell serve --keeper`",
+            _ => "start it with `shadowbell serve --keeper`, or ask as its own user or as root",
+        };
+        Err(bad_input(anyhow!("{}: no server with a keeper is there; {hint}", server.display())))
+    }
+
+    /// Has a new process go on, by this program or by that of the running one. Which process serves
+    /// now, in a sentence.
+    ///
+    /// # Errors
+    /// Why the old one goes on.
+    pub(crate) fn upgrade(&self, program: Option<&Path>) -> anyhow::Result<String> {
+        let program = program.map_or(OsStr::new(""), Path::as_os_str);
+        let packet = ask(&self.0, question::UPGRADE, program)?;
+        match packet.letter {
+            answer::YES => Ok(packet.text()),
+            _ => Err(anyhow!(packet.text())),
+        }
+    }
+}
+
+/// The path from the root of a program that can be started; `option` has named it.
+///
+/// # Errors
+/// It can not be started.
+pub(crate) fn program(option: &str, path: &Path) -> anyhow::Result<PathBuf> {
+    let full = std::fs::canonicalize(path)
+        .with_context(|| format!("{option} {}", path.display()))
+        .map_err(bad_input)?;
+    let about = std::fs::metadata(&full)?;
+    if !about.is_file() || about.permissions().mode() & 0o111 == 0 {
+        let why = anyhow!("{option} {}: it is no program that can be started", path.display());
+        return Err(bad_input(why));
+    }
+    Ok(full)
+}
+
+/// The names of all keepers that listen here.
+fn names() -> io::Result<Vec<String>> {
+    let list = std::fs::read_to_string("/proc/net/unix")?;
+    let names = list.lines().filter_map(|line| line.rsplit_once(" @").map(|(_, name)| name));
+    let mut names: Vec<_> =
+        names.filter(|name| name.starts_with(keeper_link::NAME)).map(str::to_owned).collect();
+    // Connections to it have the same name.
+    names.sort();
+    names.dedup();
+    Ok(names)
+}
+
+/// A socket to the keeper of this name, if it is our user's, or we are root.
+fn connect_to(name: &str) -> io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+    connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
+    if !keeper_link::is_ours(&socket) && !rustix::process::geteuid().is_root() {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    Ok(socket)
+}
+
+fn ask(keeper: &OwnedFd, letter: u8, what: impl AsRef<OsStr>) -> anyhow::Result<Packet> {
+    let gone = "the keeper has ended";
+    keeper_link::send(keeper, letter, what, None).context(gone)?;
+    keeper_link::receive(keeper, false).context(gone)?.context(gone)
+}

@@ -1,0 +1,387 @@
+//! What is answered, and what the document says of it.
+//!
+//! A function each, which may wait: they run on threads of their own.
+
+use super::metrics;
+use super::routes::Route;
+use super::view::{View, namespaces_of};
+use crate::control::api::{
+    Code, Controller, ControllerState, LogLevel, Namespace, Problem, Status, Upgrade,
+};
+use crate::keeper_query::{Keeper, program};
+use crate::live_stats::{self, Row, Snapshot};
+use crate::serve::registry::ServedController;
+use crate::serve::stats_file;
+use crate::{exit, logging};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use shadowbell_controller::Inquiry;
+use shadowbell_spec::regs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use tracing::info;
+use utoipa::OpenApi;
+
+/// An answer, whatever it is about.
+#[derive(Debug)]
+pub(super) struct Answer {
+    pub(super) status: u16,
+    pub(super) content_type: &'static str,
+    pub(super) body: Vec<u8>,
+}
+
+const JSON: &str = "application/json";
+
+impl Answer {
+    fn json(status: u16, body: &impl Serialize) -> Self {
+        // Numbers and strings: it can not fail.
+        let mut body = serde_json::to_vec(body).unwrap_or_default();
+        body.push(b'\n');
+        Self { status, content_type: JSON, body }
+    }
+
+    pub(super) fn problem(problem: &Problem) -> Self {
+        Self::json(problem.status(), problem)
+    }
+}
+
+/// The document of the requests and their answers.
+#[derive(OpenApi)]
+#[openapi(
+    info(
+        title = "shadowbell serve",
+        description = "The control socket of a running server. HTTP/1.1 over a Unix socket, by \
+                       default /run/shadowbell/NAME/control.sock. The only clients are the user \
+                       that the server runs as, and root.",
+        license(name = "MIT OR Apache-2.0", identifier = "MIT OR Apache-2.0")
+    ),
+    paths(
+        status,
+        controllers,
+        controller,
+        identify,
+        log_page,
+        namespaces,
+        stats,
+        snapshot,
+        log_level,
+        set_log_level,
+        upgrade,
+        shutdown,
+        metrics
+    ),
+    components(schemas(Problem))
+)]
+struct Document;
+
+/// The document, as JSON.
+pub(super) fn document() -> String {
+    let mut text = Document::openapi().to_pretty_json().unwrap_or_default();
+    text.push('\n');
+    text
+}
+
+/// Carries out a request.
+///
+/// # Errors
+/// Why not.
+pub(super) fn answer(view: &View, route: Route, body: &[u8]) -> Result<Answer, Problem> {
+    Ok(match route {
+        Route::Status => Answer::json(200, &status(view)),
+        Route::Controllers => Answer::json(200, &controllers(view)),
+        Route::Controller(id) => Answer::json(200, &controller(view, &id)?),
+        Route::Identify { id, cns, nsid } => bytes(identify(view, &id, cns, nsid)?),
+        Route::LogPage { id, lid } => bytes(log_page(view, &id, lid)?),
+        Route::Namespaces => Answer::json(200, &namespaces(view)),
+        Route::Stats => Answer::json(200, &stats(view)),
+        Route::Snapshot => Answer::json(200, &snapshot(view)),
+        Route::LogLevel => Answer::json(200, &log_level()),
+        Route::SetLogLevel => Answer::json(200, &set_log_level(&parse(body)?)?),
+        Route::Upgrade => {
+            let wanted = if body.is_empty() { Upgrade::default() } else { parse(body)? };
+            Answer::json(202, &upgrade(view, wanted)?)
+        }
+        Route::Shutdown => Answer::json(202, &shutdown(view)),
+        Route::Document => {
+            Answer { status: 200, content_type: JSON, body: document().into_bytes() }
+        }
+        Route::Metrics => {
+            let body = metrics(view).into_bytes();
+            Answer { status: 200, content_type: metrics::CONTENT_TYPE, body }
+        }
+    })
+}
+
+fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
+    serde_json::from_slice(body)
+        .map_err(|error| Problem::new(Code::BadRequest, format!("the request's body: {error}")))
+}
+
+/// What the server is, and how much it has to do
+#[utoipa::path(get, path = "/v1/status", operation_id = "status", tag = "server",
+    responses((status = 200, description = "What it is", body = Status)))]
+fn status(view: &View) -> Status {
+    let served = view.controllers.all();
+    Status {
+        name: view.name.clone(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        pid: std::process::id(),
+        keeper_pid: view.keeper_pid,
+        uptime_seconds: view.serves_since.elapsed().as_secs_f64(),
+        workers: view.workers,
+        controllers: served.len(),
+        clients: served.iter().filter(|served| served.has_client()).count(),
+        log_filter: logging::filter(),
+        upgrade_error: view.upgrade_error.lock().clone(),
+    }
+}
+
+/// All controllers, in the order of the configuration
+#[utoipa::path(get, path = "/v1/controllers", operation_id = "controllers", tag = "controllers",
+    responses((status = 200, description = "All of them", body = Vec<Controller>)))]
+fn controllers(view: &View) -> Vec<Controller> {
+    view.controllers.all().iter().map(|served| describe(served)).collect()
+}
+
+/// One controller
+#[utoipa::path(get, path = "/v1/controllers/{id}", operation_id = "controller",
+    tag = "controllers",
+    params(("id" = String, Path, description = "The controller's `id`")),
+    responses(
+        (status = 200, description = "It is there", body = Controller),
+        (status = 404, description = "It is not", body = Problem)
+    ))]
+fn controller(view: &View, id: &str) -> Result<Controller, Problem> {
+    find(view, id).map(|served| describe(&served))
+}
+
+/// What Identify shows the guest
+///
+/// It is answered whether or not a guest has the controller, and changes nothing.
+#[utoipa::path(get, path = "/v1/controllers/{id}/identify/{cns}/{nsid}", operation_id = "identify",
+    tag = "controllers",
+    params(
+        ("id" = String, Path, description = "The controller's `id`"),
+        ("cns" = u8, Path, description = "Which structure: 1 is Identify Controller, 0 is Identify \
+                                          Namespace"),
+        ("nsid" = u32, Path, description = "The number of a namespace, or 0")
+    ),
+    responses(
+        (status = 200, description = "The structure, 4096 bytes as NVMe defines them",
+            body = Vec<u8>, content_type = "application/octet-stream"),
+        (status = 400, description = "The guest would get an error", body = Problem),
+        (status = 404, description = "There is no such controller", body = Problem)
+    ))]
+fn identify(view: &View, id: &str, cns: u8, nsid: u32) -> Result<Vec<u8>, Problem> {
+    inquire(view, id, Inquiry::Identify { cns, nsid })
+}
+
+/// A log page, as the guest can read it
+///
+/// It is answered whether or not a guest has the controller, and changes nothing: the guest's events
+/// stay.
+#[utoipa::path(get, path = "/v1/controllers/{id}/log-page/{lid}", operation_id = "log_page",
+    tag = "controllers",
+    params(
+        ("id" = String, Path, description = "The controller's `id`"),
+        ("lid" = u8, Path, description = "Which page: 1 is Error Information, 2 is SMART / Health \
+                                          Information")
+    ),
+    responses(
+        (status = 200, description = "The page, at most 4096 bytes as NVMe defines them",
+            body = Vec<u8>, content_type = "application/octet-stream"),
+        (status = 400, description = "The guest would get an error", body = Problem),
+        (status = 404, description = "There is no such controller", body = Problem)
+    ))]
+fn log_page(view: &View, id: &str, lid: u8) -> Result<Vec<u8>, Problem> {
+    inquire(view, id, Inquiry::LogPage(lid))
+}
+
+fn inquire(view: &View, id: &str, inquiry: Inquiry) -> Result<Vec<u8>, Problem> {
+    let outcome = find(view, id)?.controller.inquire(inquiry);
+    outcome
+        .map_err(|status| Problem::new(Code::BadRequest, format!("the controller says: {status}")))
+}
+
+fn bytes(body: Vec<u8>) -> Answer {
+    Answer { status: 200, content_type: "application/octet-stream", body }
+}
+
+fn find(view: &View, id: &str) -> Result<Arc<ServedController>, Problem> {
+    let served = view.controllers.all().into_iter().find(|served| served.id == id);
+    served.ok_or_else(|| {
+        let why = format!("there is no controller `{id}`; `shadowbell ctl controllers` lists them");
+        Problem::new(Code::NotFound, why)
+    })
+}
+
+/// All namespaces of all controllers
+#[utoipa::path(get, path = "/v1/namespaces", operation_id = "namespaces", tag = "controllers",
+    responses((status = 200, description = "All of them", body = Vec<Namespace>)))]
+fn namespaces(view: &View) -> Vec<Namespace> {
+    view.controllers.all().iter().flat_map(|served| namespaces_of(served)).collect()
+}
+
+/// Every counter, as `serve --stats-json` writes them
+///
+/// Sums over the I/O queues of all controllers, and for each controller what its queues, its
+/// workers and its disks have counted. The workers are asked, for a second at most.
+#[utoipa::path(get, path = "/v1/stats", operation_id = "stats", tag = "server",
+    responses((status = 200, description = "The counters", body = serde_json::Value)))]
+fn stats(view: &View) -> stats_file::Report {
+    stats_file::Report::of(&view.controllers.all())
+}
+
+/// What `shadowbell top` shows, of one moment
+#[utoipa::path(get, path = "/v1/snapshot", operation_id = "snapshot", tag = "server",
+    responses((status = 200, description = "A row for each controller", body = Snapshot)))]
+fn snapshot(view: &View) -> Snapshot {
+    let at_ns = u64::try_from(view.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    let rows = view.controllers.all();
+    let rows = rows.iter().map(|served| Row::of(&served.name, &served.controller.stats()));
+    Snapshot { version: live_stats::VERSION, at_ns, controllers: rows.collect() }
+}
+
+/// All counters for Prometheus: OpenMetrics 1.0
+///
+/// Also at the address of `serve --metrics ADDR:PORT`, to whoever can reach it.
+#[utoipa::path(get, path = "/metrics", operation_id = "metrics", tag = "server",
+    responses((status = 200, description = "The metrics", body = String,
+        content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8")))]
+fn metrics(view: &View) -> String {
+    metrics::text(view)
+}
+
+/// What is logged
+#[utoipa::path(get, path = "/v1/log-level", operation_id = "log_level", tag = "server",
+    responses((status = 200, description = "The filter", body = LogLevel)))]
+fn log_level() -> LogLevel {
+    LogLevel { filter: logging::filter() }
+}
+
+/// Change what is logged
+#[utoipa::path(put, path = "/v1/log-level", operation_id = "set_log_level", tag = "server",
+    request_body = LogLevel,
+    responses(
+        (status = 200, description = "It is logged from now on", body = LogLevel),
+        (status = 400, description = "It is no filter", body = Problem)
+    ))]
+fn set_log_level(wanted: &LogLevel) -> Result<LogLevel, Problem> {
+    logging::set_filter(&wanted.filter).map_err(|why| Problem::new(Code::BadRequest, why))?;
+    info!("the log has {} from here on", wanted.filter);
+    Ok(log_level())
+}
+
+/// Have another process go on
+///
+/// It is asked for, and may fail: then `upgrade_error` of the status says why. Once it is done, the
+/// status has another `pid`. For a server with a keeper only.
+#[utoipa::path(post, path = "/v1/upgrade", operation_id = "upgrade", tag = "server",
+    request_body = Option<Upgrade>,
+    responses(
+        (status = 202, description = "The keeper was asked", body = Status),
+        (status = 409, description = "There is no keeper", body = Problem)
+    ))]
+fn upgrade(view: &View, wanted: Upgrade) -> Result<Status, Problem> {
+    let pid = view.keeper_pid.ok_or_else(|| {
+        let why = "the server has no keeper, which could replace it: start it with \
+                   `shadowbell serve --keeper`";
+        Problem::new(Code::Conflict, why)
+    })?;
+    let keeper = Keeper::find(Path::new(&pid.to_string()));
+    let keeper = keeper.map_err(|error| Problem::new(Code::Failed, exit::line(&error)))?;
+    let binary = wanted.binary.map(PathBuf::from);
+    let binary = binary.as_deref().map(|path| program("`binary`", path)).transpose();
+    let binary = binary.map_err(|error| Problem::new(Code::BadRequest, exit::line(&error)))?;
+    let last_error = Arc::clone(&view.upgrade_error);
+    *last_error.lock() = None;
+    // Its answer comes when this process has ended, or goes on.
+    let wait = move || {
+        if let Err(error) = keeper.upgrade(binary.as_deref()) {
+            *last_error.lock() = Some(exit::line(&error));
+        }
+    };
+    let thread = std::thread::Builder::new().name("sb-upgrade".into()).spawn(wait);
+    thread.map_err(|error| Problem::new(Code::Failed, error.to_string()))?;
+    Ok(status(view))
+}
+
+/// End the service, as SIGTERM does
+#[utoipa::path(post, path = "/v1/shutdown", operation_id = "shutdown", tag = "server",
+    responses((status = 202, description = "It ends", body = Status)))]
+fn shutdown(view: &View) -> Status {
+    info!("the control socket was asked to end the service");
+    let status = status(view);
+    (view.end)();
+    status
+}
+
+fn describe(served: &ServedController) -> Controller {
+    let config = served.controller.config();
+    Controller {
+        id: served.id.clone(),
+        socket: served.socket.clone(),
+        serial: config.serial.clone(),
+        model: config.model.clone(),
+        client: served.has_client(),
+        state: state(&served.controller),
+        max_queues: config.io_queues,
+        namespaces: namespaces_of(served).collect(),
+    }
+}
+
+fn state(controller: &shadowbell_controller::Controller) -> ControllerState {
+    let mut bytes = [0; 4];
+    controller.read(regs::CSTS, &mut bytes);
+    let csts = regs::Csts::from_bits(u32::from_le_bytes(bytes));
+    match csts {
+        _ if csts.cfs() => ControllerState::Failed,
+        _ if csts.shst() != 0 => ControllerState::ShutDown,
+        _ if csts.rdy() => ControllerState::Ready,
+        _ => ControllerState::Disabled,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::serve::control::routes::{Via, route};
+    use hyper::Method;
+    use std::collections::BTreeSet;
+
+    /// `BLESS=1 cargo test -p shadowbell --lib document` writes it anew.
+    #[test]
+    fn the_document_in_docs_is_that_of_the_types() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/openapi.json");
+        let now = document();
+        if std::env::var_os("BLESS").is_some() {
+            std::fs::write(&path, &now).unwrap();
+        }
+        let kept = std::fs::read_to_string(&path).unwrap_or_default();
+        assert!(kept == now, "docs/openapi.json is out of date: run this test with BLESS=1");
+    }
+
+    #[test]
+    fn what_the_document_says_is_there_and_says_why_it_is_refused() {
+        let document: serde_json::Value = serde_json::from_str(&document()).unwrap();
+        let paths = document["paths"].as_object().unwrap();
+        for (path, methods) in paths {
+            let uri = path.replace("{id}", "x").replace("{nsid}", "1");
+            let uri = uri.replace("{cns}", "1").replace("{lid}", "1").parse().unwrap();
+            for method in methods.as_object().unwrap().keys() {
+                let method = Method::from_bytes(method.to_uppercase().as_bytes()).unwrap();
+                route(Via::Socket, &method, &uri).unwrap();
+            }
+            let refused = route(Via::Socket, &Method::PATCH, &uri).unwrap_err();
+            let said: BTreeSet<String> =
+                refused.allow.unwrap().split(", ").map(str::to_lowercase).collect();
+            let documented: BTreeSet<String> =
+                methods.as_object().unwrap().keys().cloned().collect();
+            assert_eq!(said, documented, "{path}");
+        }
+        for name in ["Status", "Controller", "Namespace", "Problem", "LogLevel", "Snapshot", "Row"]
+        {
+            assert!(document["components"]["schemas"][name].is_object(), "{name}");
+        }
+    }
+}

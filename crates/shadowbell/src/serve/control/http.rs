@@ -1,0 +1,199 @@
+//! Connections of HTTP, and how much of them there may be.
+//!
+//! hyper understands the protocol; what is here are the bounds. A client of the control socket is
+//! our own user's or root's, and still may be slow, or wrong: it has [`CLIENTS`] connections in
+//! all, [`HEAD`] to send the head of a request, as long for its body, and [`CONNECTION`] until it
+//! has read all answers. Beyond that it is hung up on. One more client waits in the socket.
+
+use super::answers::{Answer, answer};
+use super::routes::{self, Via};
+use super::view::View;
+use crate::control::api::{Code, Problem};
+use crate::keeper_link::is_ours;
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::{Bytes, Incoming};
+use hyper::header::{ALLOW, CONTENT_TYPE, HeaderValue};
+use hyper::service::service_fn;
+use hyper::{Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use rustix::io::Errno;
+use std::convert::Infallible;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::{TcpListener, UnixListener};
+use tokio::sync::{Semaphore, oneshot};
+use tokio::time::{sleep, timeout};
+use tracing::{debug, warn};
+
+/// Clients that may be connected at once, to each of the two sockets.
+const CLIENTS: usize = 16;
+/// How long the head of a request may take, from the end of the one before; and its body.
+const HEAD: Duration = Duration::from_secs(10);
+/// How long a connection may last.
+const CONNECTION: Duration = Duration::from_secs(60);
+/// The longest head of a request.
+const HEAD_BYTES: usize = 16 << 10;
+/// The longest body: a configuration file, and the quotes around it.
+const BODY_BYTES: usize = 2 << 20;
+/// How long a request that is under way may take while another process waits to go on.
+const LEAVE: Duration = Duration::from_millis(50);
+/// How long to wait when the system has no descriptor for a client.
+const RETRY_ACCEPT: Duration = Duration::from_millis(100);
+
+/// Serves until `stop` is dropped or signalled.
+///
+/// # Errors
+/// The system's, from the beginning.
+pub(super) async fn serve(
+    control: Option<OwnedFd>,
+    metrics: Option<OwnedFd>,
+    view: Arc<View>,
+    stop: oneshot::Receiver<()>,
+) -> io::Result<()> {
+    let graceful = Arc::new(GracefulShutdown::new());
+    let mut tasks = Vec::new();
+    if let Some(socket) = control {
+        let socket = UnixListener::from_std(socket.into())?;
+        tasks.push(tokio::spawn(accept_control(socket, Arc::clone(&view), Arc::clone(&graceful))));
+    }
+    if let Some(socket) = metrics {
+        let socket = TcpListener::from_std(socket.into())?;
+        tasks.push(tokio::spawn(accept_metrics(socket, view, Arc::clone(&graceful))));
+    }
+    let _ = stop.await;
+    for task in tasks {
+        task.abort();
+        let _ = task.await;
+    }
+    if let Some(graceful) = Arc::into_inner(graceful) {
+        let _ = timeout(LEAVE, graceful.shutdown()).await;
+    }
+    Ok(())
+}
+
+async fn accept_control(socket: UnixListener, view: Arc<View>, graceful: Arc<GracefulShutdown>) {
+    let slots = Arc::new(Semaphore::new(CLIENTS));
+    loop {
+        let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return };
+        match socket.accept().await {
+            Ok((stream, _)) if !is_ours(&stream) => {
+                warn!("another user has connected to the control socket, and is not answered");
+            }
+            Ok((stream, _)) => {
+                let client = connection(TokioIo::new(stream), Via::Socket, &view, &graceful);
+                tokio::spawn(async move {
+                    client.await;
+                    drop(slot);
+                });
+            }
+            Err(error) => not_accepted(&error).await,
+        }
+    }
+}
+
+async fn accept_metrics(socket: TcpListener, view: Arc<View>, graceful: Arc<GracefulShutdown>) {
+    let slots = Arc::new(Semaphore::new(CLIENTS));
+    loop {
+        let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return };
+        match socket.accept().await {
+            Ok((stream, _)) => {
+                let client = connection(TokioIo::new(stream), Via::Tcp, &view, &graceful);
+                tokio::spawn(async move {
+                    client.await;
+                    drop(slot);
+                });
+            }
+            Err(error) => not_accepted(&error).await,
+        }
+    }
+}
+
+/// A client is gone already, or the system has no room for one.
+async fn not_accepted(error: &io::Error) {
+    let full = [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::NOBUFS];
+    if full.iter().any(|errno| error.raw_os_error() == Some(errno.raw_os_error())) {
+        debug!("a client of the control socket has to wait: {error}");
+        sleep(RETRY_ACCEPT).await;
+    }
+}
+
+/// One client, to its end.
+fn connection<I>(
+    stream: I,
+    via: Via,
+    view: &Arc<View>,
+    graceful: &GracefulShutdown,
+) -> impl Future<Output = ()> + Send + use<I>
+where
+    I: hyper::rt::Read + hyper::rt::Write + Unpin + Send + 'static,
+{
+    let view = Arc::clone(view);
+    let service = service_fn(move |request| respond(request, via, Arc::clone(&view)));
+    let connection = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD)
+        .max_buf_size(HEAD_BYTES)
+        .serve_connection(stream, service);
+    let watched = graceful.watch(connection);
+    async move {
+        match timeout(CONNECTION, watched).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => debug!("a client of the control socket: {error}"),
+            Err(_) => debug!("a client of the control socket has stayed for too long"),
+        }
+    }
+}
+
+async fn respond(
+    request: Request<Incoming>,
+    via: Via,
+    view: Arc<View>,
+) -> Result<Response<Full<Bytes>>, Infallible> {
+    let (head, body) = request.into_parts();
+    let outcome = match routes::route(via, &head.method, &head.uri) {
+        Err(refused) => Err(refused),
+        Ok(route) => match read(body).await {
+            Err(problem) => Err(problem.into()),
+            // It may wait for workers, or for the system.
+            Ok(body) => {
+                let work = tokio::task::spawn_blocking(move || answer(&view, route, &body));
+                let failed = || Problem::new(Code::Failed, "the server has failed at this request");
+                work.await.unwrap_or_else(|_| Err(failed())).map_err(Into::into)
+            }
+        },
+    };
+    Ok(match outcome {
+        Ok(answer) => response(answer),
+        Err(refused) => {
+            let mut response = response(Answer::problem(&refused.problem));
+            if let Some(allowed) = refused.allow {
+                response.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
+            }
+            response
+        }
+    })
+}
+
+fn response(answer: Answer) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(answer.body.into()));
+    *response.status_mut() =
+        StatusCode::from_u16(answer.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let kind = HeaderValue::from_static(answer.content_type);
+    response.headers_mut().insert(CONTENT_TYPE, kind);
+    response
+}
+
+/// The whole body of a request.
+async fn read(body: Incoming) -> Result<Bytes, Problem> {
+    let bad = |why: String| Problem::new(Code::BadRequest, why);
+    match timeout(HEAD, Limited::new(body, BODY_BYTES).collect()).await {
+        Ok(Ok(body)) => Ok(body.to_bytes()),
+        Ok(Err(error)) => Err(bad(format!(
+            "the request's body can not be read: {error}; it has {BODY_BYTES} bytes at most"
+        ))),
+        Err(_) => Err(bad(format!("the request's body did not come within {} s", HEAD.as_secs()))),
+    }
+}

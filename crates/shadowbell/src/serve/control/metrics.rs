@@ -1,0 +1,387 @@
+//! `/metrics`: what the server has counted, in the text of OpenMetrics 1.0.
+//!
+//! Nothing is counted for it: these are the counters that [`Stats`] has. What commands did is read
+//! where it is; for the counters of queues and workers, each worker is asked once for each
+//! controller, between two passes. A worker that is held up by its disk is left out after a second.
+//!
+//! A queue that is deleted takes its counters with it. Their sum goes on as `queue="deleted"`, so
+//! sums over all queues never go back.
+//!
+//! The format is lines of three kinds, and what is hard about it is the choice of names; so there
+//! is no library here.
+
+use super::view::{View, namespaces_of};
+use crate::serve::registry::ServedController;
+use shadowbell_controller::Stats;
+use shadowbell_controller::stats::{CqStats, DoorbellCounts, SleepStats, SqStats};
+use std::collections::BTreeMap;
+use std::fmt::{Display, Write};
+use std::sync::Arc;
+
+pub(super) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// The kind of a family.
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Counter,
+    Gauge,
+    Info,
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Counter => "counter",
+            Self::Gauge => "gauge",
+            Self::Info => "info",
+        }
+    }
+
+    /// What the name of a sample has after that of its family.
+    fn suffix(self) -> &'static str {
+        match self {
+            Self::Counter => "_total",
+            Self::Gauge => "",
+            Self::Info => "_info",
+        }
+    }
+}
+
+/// Labels of a sample, by name.
+type Labels<'a> = [(&'static str, &'a str)];
+
+/// The text, family by family.
+struct Text(String);
+
+impl Text {
+    /// Begins a family. Its unit is the end of its name, if it has one.
+    fn family(&mut self, kind: Kind, name: &'static str, help: &str) -> Family<'_> {
+        // Writing to a string can not fail.
+        let _ = writeln!(self.0, "# TYPE {name} {}", kind.name());
+        if let Some(unit) = ["bytes", "seconds"].iter().find(|unit| name.ends_with(*unit)) {
+            let _ = writeln!(self.0, "# UNIT {name} {unit}");
+        }
+        let _ = writeln!(self.0, "# HELP {name} {help}");
+        Family { text: &mut self.0, kind, name }
+    }
+}
+
+struct Family<'a> {
+    text: &'a mut String,
+    kind: Kind,
+    name: &'static str,
+}
+
+impl Family<'_> {
+    fn sample(&mut self, labels: &Labels<'_>, value: impl Display) {
+        let text = &mut *self.text;
+        text.push_str(self.name);
+        text.push_str(self.kind.suffix());
+        for (n, (name, value)) in labels.iter().enumerate() {
+            text.push(if n == 0 { '{' } else { ',' });
+            text.push_str(name);
+            text.push_str("=\"");
+            for c in value.chars() {
+                match c {
+                    '\\' => text.push_str("\\\\"),
+                    '"' => text.push_str("\\\""),
+                    '\n' => text.push_str("\\n"),
+                    c => text.push(c),
+                }
+            }
+            text.push('"');
+        }
+        if !labels.is_empty() {
+            text.push('}');
+        }
+        let _ = writeln!(text, " {value}");
+    }
+}
+
+/// A controller and its counters.
+struct Counted {
+    served: Arc<ServedController>,
+    stats: Stats,
+    /// Of the queues, with what they are called.
+    sqs: Vec<(String, SqStats)>,
+    cqs: Vec<(String, CqStats)>,
+}
+
+impl Counted {
+    fn now(served: Arc<ServedController>) -> Self {
+        let stats = served.controller.stats();
+        let sqs = stats.submission_queues.iter().map(|sq| (sq.qid.to_string(), sq.clone()));
+        let cqs = stats.completion_queues.iter().map(|cq| (cq.qid.to_string(), cq.clone()));
+        let deleted = || "deleted".to_owned();
+        Self {
+            sqs: sqs.chain([(deleted(), stats.retired_sq.clone())]).collect(),
+            cqs: cqs.chain([(deleted(), stats.retired_cq.clone())]).collect(),
+            served,
+            stats,
+        }
+    }
+
+    fn id(&self) -> &str {
+        &self.served.id
+    }
+}
+
+/// All metrics of the server.
+pub(super) fn text(view: &View) -> String {
+    let counted: Vec<_> = view.controllers.all().into_iter().map(Counted::now).collect();
+    let mut text = Text(String::with_capacity(4096 + counted.len() * 8192));
+    server(&mut text, view);
+    controllers(&mut text, &counted);
+    submission_queues(&mut text, &counted);
+    completion_queues(&mut text, &counted);
+    doorbells(&mut text, &counted);
+    namespaces(&mut text, &counted);
+    workers(&mut text, &counted);
+    text.0.push_str("# EOF\n");
+    text.0
+}
+
+fn server(text: &mut Text, view: &View) {
+    let labels = [("name", view.name.as_str()), ("version", env!("CARGO_PKG_VERSION"))];
+    text.family(Kind::Info, "shadowbell_server", "The server.").sample(&labels, 1);
+    let uptime = view.serves_since.elapsed().as_secs_f64();
+    text.family(Kind::Gauge, "shadowbell_uptime_seconds", "Since this process serves.")
+        .sample(&[], uptime);
+    text.family(Kind::Gauge, "shadowbell_workers", "Threads that do the I/O.")
+        .sample(&[], view.workers);
+}
+
+fn controllers(text: &mut Text, all: &[Counted]) {
+    let mut info = text.family(Kind::Info, "shadowbell_controller", "A controller.");
+    for counted in all {
+        let config = counted.served.controller.config();
+        let labels = [
+            ("controller", counted.id()),
+            ("serial", config.serial.as_str()),
+            ("model", config.model.as_str()),
+        ];
+        info.sample(&labels, 1);
+    }
+    let mut gauge = |name, help, of: fn(&Counted) -> bool| {
+        let mut family = text.family(Kind::Gauge, name, help);
+        for counted in all {
+            family.sample(&[("controller", counted.id())], u8::from(of(counted)));
+        }
+    };
+    gauge("shadowbell_client_connected", "Whether a client is connected.", |counted| {
+        counted.served.has_client()
+    });
+    gauge(
+        "shadowbell_parked",
+        "Whether its workers leave it out until it rings.",
+        |Counted { stats, .. }| {
+            !stats.workers.is_empty() && stats.workers.iter().all(|worker| worker.parked)
+        },
+    );
+    let mut commands = text.family(
+        Kind::Counter,
+        "shadowbell_io_commands",
+        "I/O commands completed. Compare is a read; other is all that moves no data.",
+    );
+    for Counted { served, stats, .. } in all {
+        let io = &stats.io;
+        for (kind, count) in
+            [("read", io.reads), ("write", io.writes), ("copy", io.copies), ("other", io.others)]
+        {
+            commands.sample(&[("controller", &served.id), ("kind", kind)], count);
+        }
+    }
+    let mut bytes = text.family(Kind::Counter, "shadowbell_io_bytes", "Bytes of I/O commands.");
+    for Counted { served, stats, .. } in all {
+        let io = &stats.io;
+        for (kind, count) in
+            [("read", io.bytes_read), ("write", io.bytes_written), ("copy", io.bytes_copied)]
+        {
+            bytes.sample(&[("controller", &served.id), ("kind", kind)], count);
+        }
+    }
+    let mut counter = |name, help, of: fn(&Stats) -> u64| {
+        let mut family = text.family(Kind::Counter, name, help);
+        for counted in all {
+            family.sample(&[("controller", counted.id())], of(&counted.stats));
+        }
+    };
+    counter("shadowbell_io_errors", "I/O commands that ended in an error.", |s| s.io.errors);
+    counter("shadowbell_media_errors", "I/O commands that ended in an error of the medium.", |s| {
+        s.io.media_errors
+    });
+    counter(
+        "shadowbell_doorbell_events",
+        "Doorbells rung by a descriptor instead of a register write.",
+        |s| s.doorbell_events,
+    );
+}
+
+fn submission_queues(text: &mut Text, all: &[Counted]) {
+    let mut counter = |name, help, of: fn(&SqStats) -> u64| {
+        let mut family = text.family(Kind::Counter, name, help);
+        for counted in all {
+            for (queue, stats) in &counted.sqs {
+                family.sample(&[("controller", counted.id()), ("queue", queue)], of(stats));
+            }
+        }
+    };
+    counter(
+        "shadowbell_queue_commands",
+        "Commands fetched from a submission queue. Queue 0 is the admin queue.",
+        |sq| sq.commands,
+    );
+    counter("shadowbell_queue_batches", "Times that commands were fetched.", |sq| sq.batches);
+    counter(
+        "shadowbell_queue_blocked",
+        "Times that fetching stopped for want of completion queue space.",
+        |sq| sq.blocked,
+    );
+}
+
+fn completion_queues(text: &mut Text, all: &[Counted]) {
+    let mut counter = |name, help, of: fn(&CqStats) -> u64| {
+        let mut family = text.family(Kind::Counter, name, help);
+        for counted in all {
+            for (queue, stats) in &counted.cqs {
+                family.sample(&[("controller", counted.id()), ("queue", queue)], of(stats));
+            }
+        }
+    };
+    counter("shadowbell_queue_completions", "Completions posted to a completion queue.", |cq| {
+        cq.completions
+    });
+    counter("shadowbell_queue_interrupts", "Interrupts raised.", |cq| cq.interrupts);
+    counter(
+        "shadowbell_queue_interrupts_suppressed",
+        "Batches of completions without an interrupt.",
+        |cq| cq.interrupts_suppressed,
+    );
+}
+
+fn doorbells(text: &mut Text, all: &[Counted]) {
+    let mut counter = |name, help, of: fn(&DoorbellCounts) -> u64| {
+        let mut family = text.family(Kind::Counter, name, help);
+        for counted in all {
+            let sqs = counted.sqs.iter().map(|(queue, sq)| ("sq", queue, &sq.doorbell));
+            let cqs = counted.cqs.iter().map(|(queue, cq)| ("cq", queue, &cq.doorbell));
+            for (side, queue, doorbell) in sqs.chain(cqs) {
+                let labels = [("controller", counted.id()), ("queue", queue), ("side", side)];
+                family.sample(&labels, of(doorbell));
+            }
+        }
+    };
+    counter("shadowbell_doorbell_mmio_writes", "Doorbell writes that trapped.", |doorbell| {
+        doorbell.mmio_writes
+    });
+    counter(
+        "shadowbell_doorbell_updates",
+        "New doorbell values that were found, however they came.",
+        |doorbell| doorbell.found_new,
+    );
+    counter("shadowbell_doorbell_looks", "Looks at a doorbell.", |doorbell| doorbell.looks);
+    counter(
+        "shadowbell_doorbell_armed",
+        "Times that EventIdx was set so that the next update rings.",
+        |doorbell| doorbell.event_idx_armed,
+    );
+    counter(
+        "shadowbell_doorbell_rechecks_found",
+        "Updates that the second look found, each of which would have been a lost wakeup.",
+        |doorbell| doorbell.rechecks_found,
+    );
+    counter("shadowbell_doorbell_invalid", "Doorbell values that were refused.", |doorbell| {
+        doorbell.invalid
+    });
+}
+
+fn namespaces(text: &mut Text, all: &[Counted]) {
+    let all = all.iter().flat_map(|counted| namespaces_of(&counted.served));
+    let all: Vec<_> = all.map(|ns| (ns.nsid.to_string(), ns)).collect();
+    let mut info = text.family(Kind::Info, "shadowbell_namespace", "A namespace.");
+    for (nsid, ns) in &all {
+        let labels = [
+            ("controller", &ns.controller[..]),
+            ("nsid", nsid),
+            ("disk", &ns.disk),
+            ("uuid", &ns.uuid),
+        ];
+        info.sample(&labels, 1);
+    }
+    let mut bytes = text.family(Kind::Gauge, "shadowbell_namespace_size_bytes", "Its size.");
+    for (nsid, ns) in &all {
+        bytes.sample(&[("controller", &ns.controller), ("nsid", nsid)], ns.bytes);
+    }
+    let mut read_only =
+        text.family(Kind::Gauge, "shadowbell_namespace_read_only", "Whether writes are refused.");
+    for (nsid, ns) in &all {
+        let labels = [("controller", &ns.controller[..]), ("nsid", nsid)];
+        read_only.sample(&labels, u8::from(ns.read_only));
+    }
+    let mut events = text.family(
+        Kind::Counter,
+        "shadowbell_disk_events",
+        "What a disk counts of how it works, each kind of disk by names of its own.",
+    );
+    for (nsid, ns) in &all {
+        for (event, count) in &ns.counters {
+            let labels = [("controller", &ns.controller[..]), ("nsid", nsid), ("event", event)];
+            events.sample(&labels, *count);
+        }
+    }
+}
+
+fn workers(text: &mut Text, all: &[Counted]) {
+    // Each controller tells of its workers, which it may share.
+    let workers = all.iter().flat_map(|counted| counted.stats.workers.iter());
+    let workers: BTreeMap<usize, &SleepStats> = workers.map(|w| (w.worker, w)).collect();
+    let workers: Vec<_> = workers.into_iter().map(|(n, stats)| (n.to_string(), stats)).collect();
+    let mut awake =
+        text.family(Kind::Counter, "shadowbell_worker_awake_seconds", "Time spent awake.");
+    for (worker, stats) in &workers {
+        awake.sample(&[("worker", worker)], stats.awake_ns as f64 / 1e9);
+    }
+    let mut counter = |name, help, of: fn(&SleepStats) -> u64| {
+        let mut family = text.family(Kind::Counter, name, help);
+        for (worker, stats) in &workers {
+            family.sample(&[("worker", worker)], of(stats));
+        }
+    };
+    counter("shadowbell_worker_sleeps", "Times that it slept.", |w| w.sleeps);
+    counter(
+        "shadowbell_worker_stayed_awake",
+        "Times that a second look kept it from sleep.",
+        |w| w.stayed_awake,
+    );
+    counter(
+        "shadowbell_worker_spurious_wakes",
+        "Sleeps after which there was nothing to do.",
+        |w| w.spurious_wakes,
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_are_escaped_and_names_have_their_endings() {
+        let mut text = Text(String::new());
+        text.family(Kind::Counter, "a_bytes", "What.").sample(&[("x", "a\"\\\nb")], 7);
+        text.family(Kind::Info, "b", "Which.").sample(&[("x", "1"), ("y", "2")], 1);
+        text.family(Kind::Gauge, "c", "How much.").sample(&[], 0.5);
+        let expected = "\
+# TYPE a_bytes counter
+# UNIT a_bytes bytes
+# HELP a_bytes What.
+a_bytes_total{x=\"a\\\"\\\\\\nb\"} 7
+# TYPE b info
+# HELP b Which.
+b_info{x=\"1\",y=\"2\"} 1
+# TYPE c gauge
+# HELP c How much.
+c 0.5
+";
+        assert_eq!(text.0, expected);
+    }
+}

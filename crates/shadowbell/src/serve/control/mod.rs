@@ -1,0 +1,307 @@
+//! The control socket: HTTP/1.1 with JSON for `shadowbell ctl` and other programs, and `/metrics`.
+//!
+//! # Architecture
+//!
+//! | module | what it is |
+//! |---|---|
+//! | `http` | connections, and how much of them there may be |
+//! | `routes` | what a request asks for |
+//! | `view` | what it sees of the server |
+//! | `answers` | what is answered, with its documentation |
+//! | `metrics` | the counters, for Prometheus |
+//!
+//! One thread (`sb-api`) has the sockets. What takes time is done by threads that exist while there
+//! is something for them, [`BLOCKING`] at most. None of them holds a lock that the reactor or a
+//! worker takes. There is no timer while nobody is connected.
+//!
+//! When a server is replaced, the listening sockets go to the successor; requests that are under
+//! way have 50 ms to end, and a connection between two requests is closed, as it may be at any
+//! time. Who connects meanwhile waits in the socket.
+
+mod answers;
+mod http;
+mod metrics;
+mod routes;
+mod view;
+
+pub(super) use view::View;
+
+use crate::control::place::{self, Place};
+use crate::exit::bad_input;
+use crate::logging;
+use anyhow::{Context, anyhow};
+use serde::{Deserialize, Serialize};
+use shadowbell_state::{Descriptors, FdRef};
+use shadowbell_vfio_user::Listener;
+use shadowbell_vfio_user::server::{BindError, SavedListener};
+use std::fs::{self, DirBuilder, Permissions};
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use tokio::sync::oneshot;
+use tracing::{debug, info, warn};
+
+/// Threads that wait for workers or carry something out.
+const BLOCKING: usize = 4;
+
+/// The sockets while nobody answers.
+pub(super) struct Resting {
+    /// What the server is called.
+    name: String,
+    /// `None`: there is none, and metrics only.
+    socket: Option<Socket>,
+    metrics: Option<TcpListener>,
+    /// When the counters began.
+    began: Instant,
+}
+
+struct Socket {
+    listener: Listener,
+    /// After the socket, which is in it.
+    directory: Option<OwnDirectory>,
+}
+
+/// A directory that was made for the socket, and is removed if it is empty in the end.
+struct OwnDirectory(PathBuf);
+
+impl Drop for OwnDirectory {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir(&self.0);
+    }
+}
+
+/// The same on its way to another process.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Saved {
+    name: String,
+    socket: Option<SavedListener>,
+    directory: Option<PathBuf>,
+    metrics: Option<FdRef>,
+    /// Since the counters began, in nanoseconds.
+    elapsed: u64,
+    /// What is logged, if that was changed.
+    log_filter: Option<String>,
+}
+
+impl Resting {
+    /// Listens where that was asked for; `default_name` is the server's if it was given none.
+    /// `pid` is a number that tells it from another server of the same name.
+    ///
+    /// # Errors
+    /// What was asked for can not be had. The usual place is not asked for: a line in the log
+    /// says that it can not be had.
+    pub(super) fn listen(
+        place: &Place,
+        default_name: &str,
+        pid: u32,
+        metrics: Option<SocketAddr>,
+    ) -> anyhow::Result<Self> {
+        let metrics = metrics.map(listen_tcp).transpose()?;
+        let name = place.name.clone().unwrap_or_else(|| default_name.to_owned());
+        let began = Instant::now();
+        if let Some(path) = &place.path {
+            let listener = private(path).map_err(refused).context("the control socket")?;
+            let socket = Some(Socket { listener, directory: None });
+            return Ok(Self { name, socket, metrics, began });
+        }
+        let Some(directory) = place::directory() else {
+            if place.name.is_some() {
+                return Err(bad_input(anyhow!(
+                    "--name: XDG_RUNTIME_DIR is not set, so there is no usual place for the \
+                     control socket; name one by `--control-socket PATH`"
+                )));
+            }
+            debug!("no control socket: XDG_RUNTIME_DIR is not set");
+            return Ok(Self { name, socket: None, metrics, began });
+        };
+        let outcome = match listen_in(&directory, &name) {
+            // Another server's, which has the same name by chance.
+            Err(BindError::InUse { .. }) if place.name.is_none() => {
+                let own = format!("{name}.{pid}");
+                info!(
+                    "another server is called {name}, so this one is {own} to `shadowbell ctl`; \
+                     `--name` gives it a name of your choice"
+                );
+                listen_in(&directory, &own).map(|socket| (own, socket))
+            }
+            outcome => outcome.map(|socket| (name.clone(), socket)),
+        };
+        match outcome {
+            Ok((name, socket)) => Ok(Self { name, socket: Some(socket), metrics, began }),
+            Err(error) if place.name.is_some() => Err(refused(error).context("the control socket")),
+            Err(error) => {
+                warn!("`shadowbell ctl` will not find this server: {error}");
+                Ok(Self { name, socket: None, metrics, began })
+            }
+        }
+    }
+
+    /// What another process needs to go on.
+    ///
+    /// # Errors
+    /// The system has no more descriptors.
+    pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<Saved> {
+        let metrics = self.metrics.as_ref().map(TcpListener::try_clone).transpose()?;
+        Ok(Saved {
+            name: self.name.clone(),
+            socket: self.socket.as_ref().map(|socket| socket.listener.save(fds)).transpose()?,
+            directory: self.directory(),
+            metrics: metrics.map(|listener| fds.add(listener.into())),
+            elapsed: u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX),
+            log_filter: logging::changed_filter(),
+        })
+    }
+
+    /// The other side of [`save`](Self::save).
+    ///
+    /// # Errors
+    /// A descriptor is missing.
+    pub(super) fn restore(saved: Saved, fds: &mut Descriptors) -> anyhow::Result<Self> {
+        let directory = saved.directory.map(OwnDirectory);
+        let socket = saved.socket.map(|socket| {
+            let listener = Listener::restore(&socket, fds)?;
+            Ok::<_, anyhow::Error>(Socket { listener, directory })
+        });
+        let metrics = saved.metrics.map(|fd| fds.take(fd)).transpose()?;
+        if let Some(filter) = saved.log_filter {
+            let _ = logging::set_filter(&filter);
+        }
+        let now = Instant::now();
+        Ok(Self {
+            began: now.checked_sub(Duration::from_nanos(saved.elapsed)).unwrap_or(now),
+            name: saved.name,
+            socket: socket.transpose()?,
+            metrics: metrics.map(TcpListener::from),
+        })
+    }
+
+    /// Says whether another process has the sockets, too.
+    fn set_lent(&mut self, is_lent: bool) {
+        if let Some(socket) = &mut self.socket {
+            socket.listener.set_lent(is_lent);
+        }
+    }
+
+    /// Lets go of it: another process has it.
+    pub(super) fn leave(mut self) {
+        self.set_lent(true);
+    }
+
+    fn directory(&self) -> Option<PathBuf> {
+        self.socket.as_ref()?.directory.as_ref().map(|own| own.0.clone())
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(super) fn began(&self) -> Instant {
+        self.began
+    }
+
+    /// Where the metrics are.
+    pub(super) fn metrics(&self) -> Option<SocketAddr> {
+        self.metrics.as_ref()?.local_addr().ok()
+    }
+}
+
+fn listen_tcp(address: SocketAddr) -> anyhow::Result<TcpListener> {
+    let listener = TcpListener::bind(address).and_then(|listener| {
+        listener.set_nonblocking(true)?;
+        Ok(listener)
+    });
+    listener.map_err(|error| bad_input(anyhow!("--metrics {address}: {error}")))
+}
+
+fn refused(error: BindError) -> anyhow::Error {
+    match error {
+        BindError::System { .. } => error.into(),
+        _ => bad_input(error),
+    }
+}
+
+/// Listens in the directory of the server `name`, which is made if it is not there.
+fn listen_in(directory: &Path, name: &str) -> Result<Socket, BindError> {
+    let path = place::socket(directory, name);
+    let own = directory.join(name);
+    let made = DirBuilder::new().recursive(true).mode(0o755).create(directory).and_then(|()| {
+        match DirBuilder::new().mode(0o700).create(&own) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            outcome => outcome,
+        }
+    });
+    made.map_err(|source| BindError::System { path: path.clone(), what: "created", source })?;
+    let listener = private(&path)?;
+    Ok(Socket { listener, directory: Some(OwnDirectory(own)) })
+}
+
+/// A socket that only its user can connect to. (In the moment until that is so, another user can;
+/// such a client is not answered, as whose process it is tells.)
+fn private(path: &Path) -> Result<Listener, BindError> {
+    let listener = Listener::bind(path)?;
+    let path = listener.path().to_owned();
+    match fs::set_permissions(&path, Permissions::from_mode(0o600)) {
+        Ok(()) => Ok(listener),
+        Err(source) => Err(BindError::System { path, what: "made private", source }),
+    }
+}
+
+/// The thread that answers; dropping this ends it.
+pub(super) struct ControlSocket {
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<Resting>>,
+}
+
+impl ControlSocket {
+    /// Answers whoever comes from here on. `None`: there is nowhere to come to.
+    ///
+    /// # Errors
+    /// The system has no more threads or descriptors.
+    pub(super) fn start(mut resting: Resting, view: Arc<View>) -> io::Result<Option<Self>> {
+        resting.set_lent(false);
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .max_blocking_threads(BLOCKING)
+            .thread_name("sb-api-work")
+            .build()?;
+        let clone = |fd: &dyn AsFd| fd.as_fd().try_clone_to_owned();
+        let control: Option<OwnedFd> =
+            resting.socket.as_ref().map(|socket| clone(&socket.listener)).transpose()?;
+        let metrics: Option<OwnedFd> =
+            resting.metrics.as_ref().map(|tcp| clone(tcp)).transpose()?;
+        if control.is_none() && metrics.is_none() {
+            return Ok(None);
+        }
+        let (stop, until) = oneshot::channel();
+        let thread = std::thread::Builder::new().name("sb-api".into());
+        let thread = thread.spawn(move || {
+            if let Err(error) = runtime.block_on(http::serve(control, metrics, view, until)) {
+                warn!("the control socket can not be served: {error}");
+            }
+            // What still waits for a worker ends by itself.
+            runtime.shutdown_background();
+            resting
+        })?;
+        Ok(Some(Self { stop: Some(stop), thread: Some(thread) }))
+    }
+
+    /// Ends the thread. `None`: it has panicked.
+    pub(super) fn rest(mut self) -> Option<Resting> {
+        drop(self.stop.take());
+        self.thread.take()?.join().ok()
+    }
+}
+
+impl Drop for ControlSocket {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}

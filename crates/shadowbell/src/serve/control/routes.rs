@@ -1,0 +1,134 @@
+//! What a request asks for, by its method and its path.
+
+use crate::control::api::{Code, Problem};
+use hyper::{Method, Uri};
+use percent_encoding::percent_decode_str;
+
+/// The socket that a request has come by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Via {
+    /// The control socket.
+    Socket,
+    /// TCP, where metrics are all that there is.
+    Tcp,
+}
+
+/// What is asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Route {
+    Status,
+    Controllers,
+    Controller(String),
+    Identify { id: String, cns: u8, nsid: u32 },
+    LogPage { id: String, lid: u8 },
+    Namespaces,
+    Stats,
+    Snapshot,
+    LogLevel,
+    SetLogLevel,
+    Upgrade,
+    Shutdown,
+    Document,
+    Metrics,
+}
+
+/// Why a request is refused before anything is done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Refused {
+    pub(super) problem: Problem,
+    /// The methods that are there.
+    pub(super) allow: Option<&'static str>,
+}
+
+impl From<Problem> for Refused {
+    fn from(problem: Problem) -> Self {
+        Self { problem, allow: None }
+    }
+}
+
+/// What `method` of `uri` is.
+///
+/// # Errors
+/// There is no such path, or it has no such method.
+pub(super) fn route(via: Via, method: &Method, uri: &Uri) -> Result<Route, Refused> {
+    let path = uri.path();
+    let missing = || Problem::new(Code::NotFound, format!("there is no path {path}")).into();
+    let parts: Option<Vec<String>> = path.trim_start_matches('/').split('/').map(decode).collect();
+    let Some(parts) = parts else { return Err(missing()) };
+    let parts: Vec<&str> = parts.iter().map(String::as_str).collect();
+    if via == Via::Tcp && parts != ["metrics"] {
+        return Err(missing());
+    }
+    let of = |allowed: &'static str, route: Option<Route>| {
+        route.ok_or_else(|| Refused {
+            problem: Problem::new(
+                Code::MethodNotAllowed,
+                format!("{path} has no {method}; it has {allowed}"),
+            ),
+            allow: Some(allowed),
+        })
+    };
+    let get = |route| of("GET", (method == Method::GET).then_some(route));
+    let post = |route| of("POST", (method == Method::POST).then_some(route));
+    match parts[..] {
+        ["metrics"] => get(Route::Metrics),
+        ["v1", "status"] => get(Route::Status),
+        ["v1", "controllers"] => get(Route::Controllers),
+        ["v1", "controllers", id] => get(Route::Controller(id.to_owned())),
+        ["v1", "controllers", id, "identify", cns, nsid] => {
+            let (Ok(cns), Ok(nsid)) = (cns.parse(), nsid.parse()) else { return Err(missing()) };
+            get(Route::Identify { id: id.to_owned(), cns, nsid })
+        }
+        ["v1", "controllers", id, "log-page", lid] => {
+            let Ok(lid) = lid.parse() else { return Err(missing()) };
+            get(Route::LogPage { id: id.to_owned(), lid })
+        }
+        ["v1", "namespaces"] => get(Route::Namespaces),
+        ["v1", "stats"] => get(Route::Stats),
+        ["v1", "snapshot"] => get(Route::Snapshot),
+        ["v1", "log-level"] => of(
+            "GET, PUT",
+            match *method {
+                Method::GET => Some(Route::LogLevel),
+                Method::PUT => Some(Route::SetLogLevel),
+                _ => None,
+            },
+        ),
+        ["v1", "upgrade"] => post(Route::Upgrade),
+        ["v1", "shutdown"] => post(Route::Shutdown),
+        ["v1", "openapi.json"] => get(Route::Document),
+        _ => Err(missing()),
+    }
+}
+
+/// A part of a path. `None`: it is no text.
+fn decode(part: &str) -> Option<String> {
+    percent_decode_str(part).decode_utf8().ok().map(|text| text.into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ask(via: Via, method: Method, path: &str) -> Result<Route, Refused> {
+        route(via, &method, &path.parse().unwrap())
+    }
+
+    #[test]
+    fn a_request_is_what_it_says() {
+        let controller = ask(Via::Socket, Method::GET, "/v1/controllers/%2Frun%2Fvm%200.sock");
+        assert_eq!(controller, Ok(Route::Controller("/run/vm 0.sock".into())));
+        assert_eq!(ask(Via::Tcp, Method::GET, "/metrics?x=1"), Ok(Route::Metrics));
+        let refused = ask(Via::Socket, Method::DELETE, "/v1/log-level").unwrap_err();
+        assert_eq!((refused.problem.status(), refused.allow), (405, Some("GET, PUT")));
+        for path in ["/", "/v1", "/v1/status/x", "/v2/status", "/v1/controllers/%ff", "/v1/%2Fx"] {
+            let refused = ask(Via::Socket, Method::GET, path).unwrap_err();
+            assert_eq!(refused.problem.status(), 404, "{path}");
+        }
+        // By TCP there is nothing but numbers.
+        for path in ["/v1/status", "/v1/openapi.json", "/"] {
+            assert_eq!(ask(Via::Tcp, Method::GET, path).unwrap_err().problem.status(), 404);
+        }
+        assert_eq!(ask(Via::Tcp, Method::POST, "/metrics").unwrap_err().problem.status(), 405);
+    }
+}

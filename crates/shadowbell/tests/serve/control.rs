@@ -1,0 +1,371 @@
+//! The control socket, and `shadowbell ctl`.
+
+use crate::harness::{Server, attach, finish, image, program, run, until};
+use crate::keeper::{signal, worker};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use shadowbell_driver::AttachOptions;
+use shadowbell_spec::Status;
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// `shadowbell ctl`: exit status, output, errors.
+pub(crate) fn ctl(server: &Server, arguments: &[&str]) -> (Option<i32>, String, String) {
+    let mut command = program();
+    command.arg("ctl").args(arguments).current_dir(server.directory());
+    command.env("SHADOWBELL_RUN_DIR", server.directory().join("run"));
+    finish(command)
+}
+
+/// The same, which does what it is asked: its JSON.
+#[track_caller]
+pub(crate) fn ctl_json(server: &Server, arguments: &[&str]) -> Value {
+    let (status, output, errors) = ctl(server, &[arguments, &["--json"]].concat());
+    assert_eq!(status, Some(0), "{arguments:?}: {errors}");
+    serde_json::from_str(&output).expect(&output)
+}
+
+fn control_socket(server: &Server) -> PathBuf {
+    server.directory().join("run/vm/control.sock")
+}
+
+/// A request as any program makes it: the status and the body of the answer.
+fn ask(server: &Server, request: &str) -> (u16, String) {
+    let mut stream = UnixStream::connect(control_socket(server)).unwrap();
+    // It may answer before it has read everything, and hang up.
+    let _ = stream.write_all(request.as_bytes());
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    let answer = String::from_utf8(answer).unwrap();
+    let status = answer.split(' ').nth(1).and_then(|status| status.parse().ok());
+    let body = answer.split_once("\r\n\r\n").unwrap_or_default().1.to_owned();
+    (status.unwrap_or_else(|| panic!("{answer:?}")), body)
+}
+
+fn request(method: &str, path: &str, body: &str) -> String {
+    format!(
+        "{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}",
+        body.len()
+    )
+}
+
+#[test]
+fn a_server_says_what_it_serves_and_ends_when_it_is_told() {
+    let directory = tempfile::tempdir().unwrap();
+    let disk = image(directory.path(), "disk.img", 8 << 20);
+    let disk = disk.to_str().unwrap().to_owned();
+    let mut server = Server::start_in(directory, &[&disk, "mem:4MiB?read-only=on"], &[]);
+    let status = ctl_json(&server, &["status"]);
+    assert_eq!((&status["name"], &status["pid"]), (&json!("vm"), &json!(server.pid())));
+    assert_eq!((&status["controllers"], &status["clients"]), (&json!(1), &json!(0)));
+    assert_eq!((&status["keeper_pid"], &status["log_filter"]), (&Value::Null, &json!("info")));
+    let mode = |path: &str| {
+        std::fs::metadata(server.directory().join(path)).unwrap().permissions().mode() & 0o777
+    };
+    assert_eq!((mode("run/vm/control.sock"), mode("run/vm")), (0o600, 0o700));
+
+    let mut guest = server.attach();
+    let socket = server.socket().canonicalize().unwrap().display().to_string();
+    until("the client is seen", || ctl_json(&server, &["status"])["clients"] == 1);
+    let controllers = ctl_json(&server, &["controllers"]);
+    let controller = &controllers[0];
+    assert_eq!((&controller["id"], &controller["socket"]), (&json!(socket), &json!(socket)));
+    assert_eq!((&controller["client"], &controller["state"]), (&json!(true), &json!("ready")));
+    assert_eq!(ctl_json(&server, &["controllers", "vm.sock"]), controllers);
+    let namespaces = ctl_json(&server, &["namespaces"]);
+    assert_eq!(&namespaces, &controller["namespaces"]);
+    assert_eq!((&namespaces[0]["disk"], &namespaces[0]["bytes"]), (&json!(disk), &json!(8 << 20)));
+    assert_eq!((&namespaces[1]["nsid"], &namespaces[1]["read_only"]), (&json!(2), &json!(true)));
+    let uuid = guest.namespace(1).unwrap().uuid().unwrap();
+    let uuid: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+    assert_eq!(namespaces[0]["uuid"].as_str().unwrap().replace('-', ""), uuid);
+
+    let mut queue = guest.take_queue_pair().unwrap();
+    let pool = guest.buffers(1, 4096).unwrap();
+    let read = guest.namespace(1).unwrap().read(0, 8).unwrap();
+    assert_eq!(run(&mut queue, read, pool.take()).status, Status::SUCCESS);
+    let stats = ctl_json(&server, &["stats"]);
+    assert_eq!(stats["controllers"][0]["io"]["bytes_read"], 4096);
+    let (_, table, _) = ctl(&server, &["stats"]);
+    assert!(table.contains("4.0 KiB") && table.lines().count() == 2, "{table}");
+    for (what, word) in
+        [("status", "1, of which 1 have a client"), ("controllers", "ready"), ("namespaces", &disk)]
+    {
+        let (status, text, errors) = ctl(&server, &[what]);
+        assert_eq!((status, &errors[..]), (Some(0), ""), "{what}");
+        assert!(text.contains(word), "{text}");
+    }
+
+    let (status, output, _) = ctl(&server, &["shutdown"]);
+    assert_eq!((status, output), (Some(0), format!("vm (process {}) ends\n", server.pid())));
+    assert!(server.wait().success(), "{}", server.stderr());
+    assert!(!server.directory().join("run/vm").exists(), "nothing is left behind");
+}
+
+#[test]
+fn what_is_not_possible_has_an_exit_status_and_a_sentence() {
+    let mut server = Server::start(&["mem:4MiB"], &[]);
+    for (arguments, status, words) in [
+        (&["status", "-s", "vm1"][..], 3, "there is no server `vm1`"),
+        (&["status", "-s", "/nonexistent/x.sock"], 3, "no such control socket"),
+        (&["controllers", "vm7"], 3, "there is no controller `vm7`"),
+        (&["log-level", "loud=="], 2, "says nothing of what to log"),
+        (&["upgrade"], 4, "has no keeper"),
+        (&["upgrade", "--binary", "/nonexistent/x"], 2, "--binary"),
+        (&["frobnicate"], 2, "frobnicate"),
+    ] {
+        let (code, _, errors) = ctl(&server, arguments);
+        assert_eq!(code, Some(status), "{arguments:?}: {errors}");
+        assert!(errors.contains(words), "{arguments:?}: {errors}");
+    }
+    // By the name, by the control socket, by the controller's.
+    for name in ["vm", "./run/vm/control.sock", "./vm.sock"] {
+        assert_eq!(ctl_json(&server, &["status", "-s", name])["pid"], server.pid(), "{name}");
+    }
+    assert!(server.stop().success());
+    let (code, _, errors) = ctl(&server, &["status"]);
+    assert!(code == Some(3) && errors.contains("no server runs"), "{code:?}: {errors}");
+}
+
+#[test]
+fn a_name_that_is_taken_is_made_another_unless_it_was_asked_for() {
+    let mut first = Server::start(&["mem:4MiB"], &[]);
+    let other = |options: &[&str]| {
+        let mut command = program();
+        command.args(["serve", "mem:4MiB", "--socket"]).args(options);
+        command.current_dir(first.directory());
+        command.env("SHADOWBELL_RUN_DIR", first.directory().join("run"));
+        command
+    };
+    let directory = tempfile::tempdir().unwrap();
+    let second = directory.path().join("vm.sock");
+    let mut child = other(&[second.to_str().unwrap()]).spawn().unwrap();
+    let name = format!("vm.{}", child.id());
+    until("the second one", || ctl(&first, &["status", "-s", &name]).0 == Some(0));
+    let (code, _, errors) = ctl(&first, &["status"]);
+    assert!(code == Some(2) && errors.contains("several servers run"), "{errors}");
+    let by_socket = ctl_json(&first, &["status", "-s", second.to_str().unwrap()]);
+    assert_eq!((&by_socket["name"], &by_socket["pid"]), (&json!(name), &json!(child.id())));
+    let (code, _, errors) = finish(other(&["third.sock", "--name", "vm"]));
+    assert!(code == Some(2) && errors.contains("in use by a running server"), "{errors}");
+    let (code, _, errors) = finish(other(&["third.sock", "--control-socket", "/nowhere/x"]));
+    assert!(code == Some(2) && errors.contains("create /nowhere first"), "{errors}");
+    assert_eq!(ctl(&first, &["shutdown", "-s", &name]).0, Some(0));
+    assert!(child.wait().unwrap().success());
+    assert!(first.stop().success());
+}
+
+#[test]
+fn the_log_says_more_from_now_on_and_after_an_upgrade() {
+    let server = Server::start(&["mem:4MiB"], &["--keeper"]);
+    drop(server.attach());
+    assert!(!server.stderr().contains("debug:"), "{}", server.stderr());
+    assert_eq!(ctl_json(&server, &["log-level", "debug"])["filter"], "debug");
+    drop(server.attach());
+    server.says("debug:");
+    let before = worker(&server);
+    let (status, said, errors) = ctl(&server, &["upgrade"]);
+    assert_eq!(status, Some(0), "{errors}");
+    assert!(said.contains("serves"), "{said}");
+    let status = ctl_json(&server, &["status"]);
+    assert_eq!(
+        (&status["log_filter"], &status["keeper_pid"]),
+        (&json!("debug"), &json!(server.pid()))
+    );
+    assert_ne!(status["pid"], before);
+    assert_eq!(ctl(&server, &["log-level"]).1, "debug\n");
+}
+
+/// There is no moment at which nobody can ask, and no answer that is lost.
+#[test]
+fn whoever_asks_during_upgrades_is_answered() {
+    let mut server = Server::start(&["mem:4MiB"], &["--keeper"]);
+    let guest = server.attach();
+    let is_over = AtomicBool::new(false);
+    let asked = std::thread::scope(|scope| {
+        let asker = scope.spawn(|| {
+            let mut asked = 0;
+            while !is_over.load(Ordering::Relaxed) {
+                let mut stream = UnixStream::connect(control_socket(&server)).unwrap();
+                stream.write_all(request("GET", "/v1/status", "").as_bytes()).unwrap();
+                let mut answer = String::new();
+                // A connection that is closed before its request was looked at: ask again.
+                match stream.read_to_string(&mut answer) {
+                    Ok(0) => continue,
+                    Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => continue,
+                    outcome => assert!(outcome.is_ok(), "{outcome:?}"),
+                }
+                assert!(answer.starts_with("HTTP/1.1 200"), "{answer:?}");
+                asked += 1;
+            }
+            asked
+        });
+        for n in 0..5 {
+            let before = worker(&server);
+            if n % 2 == 0 {
+                let (status, _, errors) = ctl(&server, &["upgrade"]);
+                assert_eq!(status, Some(0), "{errors}");
+            } else {
+                // As another program asks.
+                let (status, _) = ask(&server, &request("POST", "/v1/upgrade", ""));
+                assert_eq!(status, 202);
+            }
+            until("another process", || ctl_json(&server, &["status"])["pid"] != before);
+            assert_eq!(ctl_json(&server, &["status"])["clients"], 1);
+        }
+        is_over.store(true, Ordering::Relaxed);
+        asker.join().unwrap()
+    });
+    assert!(asked > 5, "{asked}");
+    // One that fails says so afterwards.
+    let (status, _) = ask(&server, &request("POST", "/v1/upgrade", r#"{"binary":"/bin/false"}"#));
+    assert_eq!(status, 202);
+    until("the reason", || ctl_json(&server, &["status"])["upgrade_error"].is_string());
+    drop(guest);
+    assert_eq!(ctl(&server, &["shutdown"]).0, Some(0));
+    assert!(server.wait().success(), "{}", server.stderr());
+    assert!(!server.directory().join("run/vm").exists());
+}
+
+#[test]
+fn a_worker_that_was_killed_is_followed_by_one_that_answers() {
+    let mut server = Server::start(&["mem:4MiB"], &["--keeper"]);
+    let before = worker(&server);
+    signal(before, Signal::KILL);
+    until("the next one answers", || {
+        let (status, output, _) = ctl(&server, &["status", "--json"]);
+        status == Some(0) && !output.contains(&format!("\"pid\": {before},"))
+    });
+    assert_eq!(ctl_json(&server, &["status"])["name"], "vm");
+    assert!(server.stop().success());
+}
+
+#[test]
+fn clients_that_misbehave_hold_up_nobody_but_themselves() {
+    let mut server = Server::start(&["mem:4MiB"], &[]);
+    let connect = || UnixStream::connect(control_socket(&server)).unwrap();
+    for (head, expected) in [
+        ("NONSENSE\r\n\r\n".to_owned(), 400),
+        (format!("GET /v1/status HTTP/1.1\r\nx: {}\r\n\r\n", "y".repeat(20 << 10)), 431),
+        (request("GET", "/v1/nothing", ""), 404),
+        (request("DELETE", "/v1/status", ""), 405),
+        (request("PUT", "/v1/log-level", "{"), 400),
+        (request("PUT", "/v1/log-level", r#"{"filter":"info","x":1}"#), 400),
+        (request("PUT", "/v1/log-level", r#"{"filter":"x=y=z"}"#), 400),
+        (request("POST", "/v1/upgrade", r#"{"binary":"/nonexistent"}"#), 409),
+    ] {
+        let (status, body) = ask(&server, &head);
+        assert_eq!(status, expected, "{body}");
+        if ![400, 431].contains(&expected) {
+            let problem: Value = serde_json::from_str(&body).unwrap();
+            assert!(problem["message"].as_str().unwrap().len() > 10, "{body}");
+        }
+    }
+    // One that sends for ever is not listened to for ever.
+    let mut endless = connect();
+    endless.set_write_timeout(Some(Duration::from_secs(15))).unwrap();
+    let head =
+        format!("PUT /v1/log-level HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", 1_u64 << 40);
+    endless.write_all(head.as_bytes()).unwrap();
+    let mut sent = 0_u64;
+    while let Ok(len) = endless.write(&[b' '; 65536]) {
+        sent += len as u64;
+        assert!(sent < 64 << 20, "it takes everything");
+    }
+    // Some that say nothing take all places. Whoever comes next waits for one of them.
+    let silent: Vec<_> = (0..16).map(|_| connect()).collect();
+    let mut next = connect();
+    next.write_all(request("GET", "/v1/status", "").as_bytes()).unwrap();
+    next.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+    assert!(next.read(&mut [0; 1]).is_err(), "there was no place for it");
+    // A guest does not notice.
+    let mut guest = attach(&server.socket(), &AttachOptions::default());
+    let mut queue = guest.take_queue_pair().unwrap();
+    let pool = guest.buffers(1, 4096).unwrap();
+    let read = guest.namespace(1).unwrap().read(0, 8).unwrap();
+    assert_eq!(run(&mut queue, read, pool.take()).status, Status::SUCCESS);
+    drop(silent);
+    next.set_read_timeout(None).unwrap();
+    let mut answer = String::new();
+    next.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    drop((queue, pool, guest));
+    assert!(server.stop().success());
+}
+
+/// While a guest has the controller, its server answers.
+#[test]
+fn a_controller_that_is_in_use_can_be_looked_at() {
+    let mut server = Server::start(&["mem:4MiB", "mem:8MiB?block-size=4096"], &[]);
+    let target = format!("vfio-user:{}", server.socket().display());
+    let look = |verb: &str, target: &str, arguments: &[&str]| {
+        let mut command = program();
+        command.args([verb, target]).args(arguments);
+        command.env("SHADOWBELL_RUN_DIR", server.directory().join("run"));
+        finish(command)
+    };
+    let verbs = ["list", "id-ctrl", "id-ns", "smart-log", "error-log"];
+    let at_rest = verbs.map(|verb| look(verb, &target, &["--json"]));
+    let mut guest = server.attach();
+    until("the client is seen", || ctl_json(&server, &["status"])["clients"] == 1);
+    for (verb, (status, rested, _)) in verbs.iter().zip(at_rest) {
+        assert_eq!(status, Some(0), "{verb}");
+        let began = std::time::Instant::now();
+        let (status, output, errors) = look(verb, &target, &["--json"]);
+        assert_eq!(status, Some(0), "{verb}: {errors}");
+        // The driver waits for ten seconds until it says that nobody is there.
+        assert!(began.elapsed() < Duration::from_secs(9), "{verb}");
+        // But for what was counted meanwhile, it is the same.
+        if verb != &"smart-log" {
+            assert_eq!(output, rested, "{verb}");
+        }
+        assert_eq!(look(verb, &target, &[]).0, Some(0), "{verb}");
+    }
+    let mut queue = guest.take_queue_pair().unwrap();
+    let pool = guest.buffers(1, 4096).unwrap();
+    let read = guest.namespace(1).unwrap().read(0, 8).unwrap();
+    assert_eq!(run(&mut queue, read, pool.take()).status, Status::SUCCESS);
+    let (_, health, _) = look("smart-log", &target, &["--json"]);
+    let health: Value = serde_json::from_str(&health).unwrap();
+    assert_eq!(health["host_read_commands"], 1);
+    let (status, _, errors) = look("id-ns", &format!("{target}/3"), &[]);
+    assert!(status == Some(2) && errors.contains("namespace 3 does not exist"), "{errors}");
+    let (_, table, _) = look("list", &target, &[]);
+    assert_eq!(table.lines().count(), 3, "{table}");
+    // What has to be attached says who is in the way.
+    let (status, _, errors) = look("get-feature", &target, &[]);
+    assert!(status == Some(2) && errors.contains("another client has it"), "{errors}");
+    drop((queue, pool, guest));
+    assert!(server.stop().success());
+}
+
+#[test]
+fn top_finds_the_servers_that_run() {
+    let mut server = Server::start(&["mem:4MiB"], &[]);
+    let run = server.directory().join("run");
+    let socket = server.socket().display().to_string();
+    let top = |what: &[&str]| {
+        let mut command = program();
+        command.args(["top", "--interval", "50ms", "--count", "2", "--json"]).args(what);
+        command.env("SHADOWBELL_RUN_DIR", &run);
+        finish(command)
+    };
+    let control = control_socket(&server).display().to_string();
+    for what in [&[][..], &["vm"], &[&socket], &[&control]] {
+        let (status, output, errors) = top(what);
+        assert_eq!(status, Some(0), "{what:?}: {errors}");
+        assert_eq!(output.lines().count(), 2, "{output}");
+        for line in output.lines() {
+            let look: Value = serde_json::from_str(line).expect(line);
+            assert_eq!(look["controllers"][0]["socket"], socket, "{line}");
+            assert!(look["at_ns"].as_u64().unwrap() > 0);
+        }
+    }
+    assert!(server.stop().success());
+    let (status, _, errors) = top(&[]);
+    assert!(status == Some(3) && errors.contains("no server runs"), "{errors}");
+}

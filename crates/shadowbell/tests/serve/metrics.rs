@@ -1,0 +1,220 @@
+//! `/metrics`, and the dashboard that shows them.
+
+use crate::control::ctl;
+use crate::harness::{Server, program, run, until};
+use serde_json::Value;
+use shadowbell_spec::Status;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+/// What a text of OpenMetrics 1.0 says: samples by name and labels as written.
+struct Metrics {
+    samples: BTreeMap<String, f64>,
+    kinds: BTreeMap<String, String>,
+}
+
+impl Metrics {
+    /// Reads a text, and refuses what the specification does.
+    #[track_caller]
+    fn parse(text: &str) -> Self {
+        let body = text.strip_suffix("# EOF\n").expect("it ends with EOF");
+        let (mut samples, mut kinds) = (BTreeMap::new(), BTreeMap::new());
+        let mut said = BTreeSet::new();
+        let mut family = String::new();
+        for line in body.lines() {
+            if let Some(about) = line.strip_prefix("# ") {
+                let (what, rest) = about.split_once(' ').expect(line);
+                let (name, value) = rest.split_once(' ').expect(line);
+                assert!(said.insert((what.to_owned(), name.to_owned())), "twice: {line}");
+                match what {
+                    "TYPE" => {
+                        assert!(is_name(name, true) && !name.ends_with("_total"), "{line}");
+                        assert!(["counter", "gauge", "info"].contains(&value), "{line}");
+                        // Before anything else of the family, whose samples are together.
+                        assert!(kinds.insert(name.to_owned(), value.to_owned()).is_none());
+                        family = name.to_owned();
+                    }
+                    "UNIT" => {
+                        assert!(name == family && name.ends_with(&format!("_{value}")), "{line}");
+                    }
+                    "HELP" => {
+                        assert!(name == family && value.ends_with('.'), "{line}");
+                    }
+                    _ => panic!("{line}"),
+                }
+                continue;
+            }
+            let (key, value) = line.rsplit_once(' ').expect(line);
+            let name = key.split('{').next().unwrap();
+            let suffix = match kinds[&family].as_str() {
+                "counter" => "_total",
+                "info" => "_info",
+                _ => "",
+            };
+            assert_eq!(name, format!("{family}{suffix}"), "{line}");
+            labels(&key[name.len()..]);
+            let number: f64 = value.parse().expect(line);
+            assert!(number.is_finite() && number >= 0.0, "{line}");
+            assert!(suffix != "_info" || number == 1.0, "{line}");
+            // What Prometheus takes for a unit is one of its base units.
+            assert!(!["_ms", "_us", "_ns", "_kib", "_percent"].iter().any(|u| family.ends_with(u)));
+            assert!(samples.insert(key.to_owned(), number).is_none(), "twice: {key}");
+        }
+        Self { samples, kinds }
+    }
+
+    #[track_caller]
+    fn get(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        let labels: Vec<_> =
+            labels.iter().map(|(name, value)| format!("{name}=\"{value}\"")).collect();
+        let found: Vec<_> = self
+            .samples
+            .iter()
+            .filter(|(key, _)| key.split('{').next() == Some(name))
+            .filter(|(key, _)| labels.iter().all(|label| key.contains(label)))
+            .collect();
+        assert_eq!(found.len(), 1, "{name} {labels:?}: {found:?}");
+        *found[0].1
+    }
+}
+
+fn is_name(name: &str, may_have_colon: bool) -> bool {
+    let is = |c: char| c.is_ascii_alphanumeric() || c == '_' || (may_have_colon && c == ':');
+    name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_') && name.chars().all(is)
+}
+
+/// Checks `{name="value",...}`, or nothing; the names.
+#[track_caller]
+fn labels(text: &str) {
+    if text.is_empty() {
+        return;
+    }
+    let mut rest = text.strip_prefix('{').and_then(|text| text.strip_suffix('}')).expect(text);
+    let mut names = BTreeSet::new();
+    loop {
+        let (name, value) = rest.split_once("=\"").expect(text);
+        assert!(is_name(name, false) && names.insert(name), "{text}");
+        let mut escaped = false;
+        let end = value.find(|c| {
+            let ends = c == '"' && !escaped;
+            assert!(!escaped || "\"\\n".contains(c), "{text}");
+            escaped = c == '\\' && !escaped;
+            ends
+        });
+        rest = &value[end.expect(text) + 1..];
+        match rest.strip_prefix(',') {
+            Some(next) => rest = next,
+            None => return assert_eq!(rest, "", "{text}"),
+        }
+    }
+}
+
+/// What a server answers to this path: head and body.
+fn get(mut stream: impl Read + Write, path: &str) -> (String, String) {
+    let request = format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").expect(&answer);
+    (head.to_owned(), body.to_owned())
+}
+
+fn scrape(server: &Server) -> Metrics {
+    let socket = server.directory().join("run/vm/control.sock");
+    let (head, body) = get(UnixStream::connect(socket).unwrap(), "/metrics");
+    assert!(head.starts_with("HTTP/1.1 200") && head.contains("openmetrics-text"), "{head}");
+    Metrics::parse(&body)
+}
+
+#[test]
+fn metrics_are_what_a_guest_did() {
+    let mut server = Server::start(&["mem:4MiB", "mem:4MiB?read-only=on"], &[]);
+    let before = scrape(&server);
+    assert_eq!(before.get("shadowbell_client_connected", &[]), 0.0);
+    assert_eq!(before.get("shadowbell_io_commands_total", &[("kind", "read")]), 0.0);
+    assert_eq!(before.get("shadowbell_namespace_size_bytes", &[("nsid", "1")]), 4194304.0);
+    assert_eq!(before.get("shadowbell_namespace_read_only", &[("nsid", "2")]), 1.0);
+
+    let mut guest = server.attach();
+    let namespace = guest.namespace(1).unwrap().clone();
+    let mut queue = guest.take_queue_pair().unwrap();
+    let pool = guest.buffers(1, 4096).unwrap();
+    for _ in 0..100 {
+        let done = run(&mut queue, namespace.read(0, 8).unwrap(), pool.take());
+        assert_eq!(done.status, Status::SUCCESS);
+    }
+    let during = scrape(&server);
+    let (reads, bytes) = ("shadowbell_io_commands_total", "shadowbell_io_bytes_total");
+    assert_eq!(during.get(reads, &[("kind", "read")]), 100.0);
+    assert_eq!(during.get(bytes, &[("kind", "read")]), 409600.0);
+    assert_eq!(during.get("shadowbell_client_connected", &[]), 1.0);
+    let commands = |metrics: &Metrics, queue| {
+        metrics.get("shadowbell_queue_commands_total", &[("queue", queue)])
+    };
+    assert_eq!(commands(&during, "1") + commands(&during, "2"), 100.0);
+    let looks = [("queue", "1"), ("side", "sq")];
+    assert!(during.get("shadowbell_doorbell_looks_total", &looks) > 0.0);
+
+    drop((queue, pool));
+    guest.detach().unwrap();
+    until("the client is gone", || scrape(&server).get("shadowbell_client_connected", &[]) == 0.0);
+    let after = scrape(&server);
+    assert_eq!(commands(&after, "deleted"), 100.0, "what was counted is not lost");
+    assert_eq!(after.get(reads, &[("kind", "read")]), 100.0);
+    assert!(server.stop().success());
+}
+
+#[test]
+fn by_tcp_there_are_metrics_and_nothing_else() {
+    let mut server = Server::start(&["mem:4MiB"], &["--metrics", "127.0.0.1:0"]);
+    let log = server.stderr();
+    let address = log.split("http://").nth(1).and_then(|rest| rest.split('/').next()).expect(&log);
+    let ask = |path: &str| get(TcpStream::connect(address).unwrap(), path);
+    let (head, body) = ask("/metrics");
+    assert!(head.starts_with("HTTP/1.1 200"), "{head}");
+    Metrics::parse(&body);
+    for path in ["/v1/status", "/v1/log-level", "/"] {
+        assert!(ask(path).0.starts_with("HTTP/1.1 404"), "{path}");
+    }
+    assert_eq!(ctl(&server, &["shutdown"]).0, Some(0));
+    assert!(server.wait().success());
+
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = listener.local_addr().unwrap().to_string();
+    let mut command = program();
+    command.args(["serve", "mem:4MiB", "--socket", "x.sock", "--metrics", &taken]);
+    command.current_dir(server.directory());
+    command.env("SHADOWBELL_RUN_DIR", server.directory());
+    let (status, _, complaint) = crate::harness::finish(command);
+    assert!(status == Some(2) && complaint.contains("--metrics"), "{status:?}: {complaint}");
+}
+
+#[test]
+fn the_dashboard_shows_metrics_that_there_are() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/grafana.json");
+    let dashboard: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let server = Server::start(&["mem:4MiB"], &[]);
+    let metrics = scrape(&server);
+    let mut names: BTreeSet<String> = metrics.kinds.keys().cloned().collect();
+    names.extend(metrics.kinds.iter().filter_map(|(name, kind)| match kind.as_str() {
+        "counter" => Some(format!("{name}_total")),
+        "info" => Some(format!("{name}_info")),
+        _ => None,
+    }));
+    let mut shown = 0;
+    for panel in dashboard["panels"].as_array().unwrap() {
+        assert!(panel["title"].is_string() && panel["gridPos"].is_object());
+        for target in panel["targets"].as_array().into_iter().flatten() {
+            let expression = target["expr"].as_str().unwrap();
+            let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+            for word in expression.split(|c| !is_word(c)).filter(|w| w.starts_with("shadowbell_")) {
+                assert!(names.contains(word), "{word} of {}", panel["title"]);
+                shown += 1;
+            }
+        }
+    }
+    assert!(shown >= 10, "{shown}");
+}
