@@ -110,9 +110,9 @@ impl LogWriter {
 
     /// What a namespace is on.
     fn disk(&self, index: usize, nsid: u32) -> Option<String> {
-        let at = usize::try_from(nsid.checked_sub(1)?).ok()?;
-        let config = self.controllers.get(index)?.config();
-        config.namespaces.get(at).map(|namespace| namespace.disk.name())
+        let namespaces = self.controllers.get(index)?.namespaces();
+        let found = namespaces.iter().find(|(of, _)| *of == nsid);
+        found.map(|(_, namespace)| namespace.disk.name())
     }
 
     fn log(&mut self, index: usize, event: ServerEvent) {

@@ -73,7 +73,7 @@ impl Keeping {
         self.store.put(FENCE, &[], &[self.fence.as_fd()])?;
         for (index, served) in controllers.iter().enumerate() {
             for (nth, disk) in served.disks().enumerate() {
-                self.keep_disk(transfer::disk(index, nth), disk)?;
+                self.keep_disk(transfer::disk(index, nth), &disk)?;
             }
             let key = transfer::controller(index);
             let recorder = Record { store: self.store.clone(), key };

@@ -136,10 +136,7 @@ impl Server {
 
     /// All disks.
     pub(super) fn disks(&self) -> Vec<Arc<dyn Disk>> {
-        self.controllers()
-            .iter()
-            .flat_map(|served| served.disks().cloned().collect::<Vec<_>>())
-            .collect()
+        self.controllers().iter().flat_map(|served| served.disks().collect::<Vec<_>>()).collect()
     }
 
     /// Whether another process has the disks, too.
@@ -278,10 +275,10 @@ pub(super) fn with_origin<T>(
 }
 
 fn summary(served: &ServedController) -> String {
-    let namespaces = &served.controller.config().namespaces;
+    let namespaces = served.controller.namespaces();
     let disks: Vec<_> = namespaces
         .iter()
-        .map(|namespace| {
+        .map(|(_, namespace)| {
             let info = namespace.disk.info();
             let read_only = if info.read_only { ", read-only" } else { "" };
             format!(
