@@ -72,7 +72,7 @@ pub use route::RelocateError;
 pub use saved::SavedController;
 pub use stats::Stats;
 pub use successor::{RestoreError, SaveError};
-pub use worker::{MAX_WORKERS, Polling, Pool, PoolOptions, Turns};
+pub use worker::{CLAIMABLE, MAX_WORKERS, Polling, Pool, PoolOptions, Turns};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

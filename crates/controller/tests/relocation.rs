@@ -7,6 +7,7 @@ mod held;
 use common::{BASE, Host, MEMORY, Queue, config};
 use held::Held;
 use shadowbell_backend::{Disk, DiskError, DiskInfo, Request, Submitted};
+use shadowbell_controller::trace::{Kind, TraceFile, read_trace};
 use shadowbell_controller::{
     Carrier, Config, Controller, Event, NamespaceConfig, Polling, Pool, PoolOptions, RelocateError,
 };
@@ -92,6 +93,26 @@ fn a_controller_goes_to_a_thread_of_its_own_and_works_on() {
         work(&mut neighbour, &mut others, 2);
         assert!(worker(&neighbour) >= 1);
     }
+}
+
+#[test]
+fn a_thread_of_its_own_is_in_the_trace() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("trace");
+    let pool = pool(1, ADAPTIVE);
+    let trace = TraceFile::create_with_spare(&path, 1, 4, 1024).unwrap();
+    pool.trace(&trace);
+    let mut host = attach(config(&["mem:4MiB"]), &pool);
+    let mut queues = vec![host.create(1, 16, false)];
+    work(&mut host, &mut queues, 1);
+    host.controller.isolate().unwrap();
+    work(&mut host, &mut queues, 2);
+    assert_eq!(worker(&host), 1);
+    let records: Vec<_> = read_trace(&path).unwrap().collect();
+    let batches_of = |worker| {
+        records.iter().filter(|r| r.kind == Kind::Batch && r.worker == Some(worker)).count()
+    };
+    assert!(batches_of(0) > 0 && batches_of(1) > 0);
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use crate::error::{DmaError, Fault};
 use crate::mapping::Mapping;
+use crate::page_tables;
 use crate::shared::SharedBytes;
 use std::cell::Cell;
 use std::ptr::NonNull;
@@ -14,6 +15,13 @@ struct Entry {
     /// The last address, inclusive, so that a map can end at the end of the address space.
     last: u64,
     bytes: SharedBytes,
+}
+
+impl Entry {
+    /// What page tables for it map: there may be others' memory on both sides.
+    fn reach(&self) -> u64 {
+        (self.last - self.start).saturating_add(2 * page_tables::SPAN)
+    }
 }
 
 /// Most maps in a chunk of a table, and how many two neighbours have together when they become one.
@@ -29,6 +37,8 @@ const FEW: usize = CHUNK / 4;
 pub struct DmaTable {
     /// None of them is empty.
     chunks: Vec<Arc<Vec<Entry>>>,
+    /// What the page tables of these maps can map at most, in bytes.
+    reach: u64,
 }
 
 impl DmaTable {
@@ -42,6 +52,13 @@ impl DmaTable {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.chunks.is_empty()
+    }
+
+    /// Whether so much is mapped that the page tables for it could be too many: who touches it
+    /// counts that, see [`page_tables`].
+    #[must_use]
+    pub fn is_sparse(&self) -> bool {
+        self.reach > page_tables::MATTERS
     }
 
     fn entries(&self) -> impl Iterator<Item = &Entry> + '_ {
@@ -115,6 +132,7 @@ impl DmaTable {
     }
 
     fn insert(&mut self, entry: Entry) {
+        self.reach = self.reach.saturating_add(entry.reach());
         let index = self.chunk_of(entry.start);
         let Some(chunk) = self.chunks.get_mut(index) else {
             return self.chunks.push(Arc::new(vec![entry]));
@@ -138,6 +156,8 @@ impl DmaTable {
             }
             let stays = |e: &Entry| e.start < first || e.last > last;
             if !chunk.iter().all(stays) {
+                let gone = chunk.iter().filter(|e| !stays(e)).map(Entry::reach);
+                self.reach = self.reach.saturating_sub(gone.fold(0, u64::saturating_add));
                 Arc::make_mut(chunk).retain(stays);
             }
             if chunk.is_empty() {
@@ -491,6 +511,25 @@ mod tests {
         assert!(table.mapping_at(0x5fff).is_some_and(|found| Arc::ptr_eq(found, one.mapping())));
         assert!(table.mapping_at(0x2000).is_none());
         assert_eq!(table.iova_of(two.mapping()), None);
+    }
+
+    #[test]
+    fn a_table_knows_whether_its_page_tables_could_be_too_many() {
+        let mut space = DmaSpace::default();
+        let large = memory(page_tables::MATTERS);
+        let is_sparse = |space: &DmaSpace| space.table().is_sparse();
+        space.map(0, page_tables::MATTERS / 2, &large).unwrap();
+        assert!(!is_sparse(&space));
+        space.map(1 << 50, page_tables::MATTERS / 2, &large).unwrap();
+        assert!(is_sparse(&space));
+        space.unmap(1 << 50, page_tables::MATTERS / 2).unwrap();
+        assert!(!is_sparse(&space));
+        // Single pages can lie in as many page tables, and more.
+        let few = page_tables::MATTERS / page_tables::SPAN / 4;
+        (0..few).for_each(|n| space.map(1 << 50 | n << 12, 4096, &large).unwrap());
+        assert!(is_sparse(&space));
+        space.unmap(0, u64::MAX).unwrap();
+        assert_eq!(space.table().reach, 0);
     }
 
     #[test]

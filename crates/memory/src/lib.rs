@@ -53,6 +53,7 @@ pub use event::{Edge, Edges, EventFd};
 pub use mapping::{End, HUGE_PAGE, MapError, Mapping, Protection};
 pub use ring::Ring;
 pub use segments::{Segment, Segments};
+pub use sgl::MAX_SGL_DESCRIPTORS;
 pub use shared::{SharedBytes, SharedU32};
 pub use signals::{PeerDescriptor, Signals};
 pub use sqe_batch::SqeBatch;

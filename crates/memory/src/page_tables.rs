@@ -7,30 +7,43 @@
 //! Instead the page tables are thrown away when there are more than belong to what is there: the
 //! memory stays as it is, and what is touched again is found again, a microsecond later.
 //!
-//! A thread looks at that while so much is shared that it could matter (`MATTERS`), 100 to 200
-//! times a second, as long as any thread is [`Awake`] that touches such memory; without a peer that
-//! shares as much, there is no such thread.
+//! A thread does that while so much is shared that it could matter (`MATTERS`); without a peer that
+//! shares as much, there is no such thread. Two things have it look:
+//!
+//! * *Whoever touches a peer's memory*. To touch a place makes two page tables at most, and only if
+//!   it is a page fault. So who works for a peer with enough memory for that
+//!   ([`DmaTable::is_sparse`](crate::DmaTable::is_sparse)) counts the places, and after [`SPEND`] of
+//!   them it asks ([`ask`]). If the process has had page faults since the last look, it waits for
+//!   another look, and for what is thrown away then. So it can make no more page tables between two
+//!   looks than it has places to spend.
+//! * *Time*, for what is not counted (admin commands and queues, which a controller has few of): 100
+//!   to 200 times a second, as long as any thread is [`Awake`] that touches such memory.
 
 use crate::mapping::Mapping;
 use parking_lot::{Condvar, Mutex};
 use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering::SeqCst;
-use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, LazyLock, Weak};
 use std::time::Duration;
 
 /// What page tables of peers' memory may take, in bytes, apart from those that belong to what is
 /// there.
-const ALLOWED: u64 = 32 << 20;
+const ALLOWED: u64 = 16 << 20;
 
 /// Memory in one page table, in bytes.
-const SPAN: u64 = 2 << 20;
+pub(crate) const SPAN: u64 = 2 << 20;
 /// The size of a page table, in bytes.
 const TABLE: u64 = 4096;
 
 /// Mappings of this many bytes in all can have more page tables than are allowed.
-const MATTERS: u64 = ALLOWED / TABLE * SPAN;
+pub(crate) const MATTERS: u64 = ALLOWED / TABLE * SPAN;
+
+/// Places of a peer's memory that may be touched before somebody asks whether that was too much.
+pub const SPEND: u64 = 2048;
+/// Page faults of the process since the last look that are no reason for another one.
+const FEW_FAULTS: u64 = 1024;
 
 /// Smaller mappings are not looked at: a client's 4096 of them have 32 MiB of page tables.
 const SMALL: u64 = 4 << 20;
@@ -47,7 +60,48 @@ const GROWS: u64 = 1 << 20;
 static AWAKE: AtomicUsize = AtomicUsize::new(0);
 /// The thread that looks waits until one of them is awake.
 static WAITS: AtomicBool = AtomicBool::new(false);
-static GATE: (Mutex<()>, Condvar) = (Mutex::new(()), Condvar::new());
+/// How many looks were begun, and how many of them are over.
+static BEGUN: AtomicU64 = AtomicU64::new(0);
+static OVER: AtomicU64 = AtomicU64::new(0);
+/// The page faults that the process had had when the last look was begun.
+static FAULTS: AtomicU64 = AtomicU64::new(0);
+/// There is a thread that looks.
+static RUNS: AtomicBool = AtomicBool::new(false);
+/// Somebody wants a look. For the thread that looks, while it waits.
+static GATE: (Mutex<bool>, Condvar) = (Mutex::new(false), Condvar::new());
+
+/// A look at the page tables that somebody waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Look(u64);
+
+impl Look {
+    /// Whether it is over, and what was too much is gone.
+    #[must_use]
+    pub fn is_over(self) -> bool {
+        OVER.load(SeqCst) >= self.0 || !RUNS.load(SeqCst)
+    }
+}
+
+/// The caller has touched [`SPEND`] places of a peer's memory, and all that it has touched before
+/// now is done: what it has to wait for before it touches more, if there is any such thing.
+///
+/// A system call, and a wakeup if it is to wait.
+#[must_use]
+pub fn ask() -> Option<Look> {
+    if !RUNS.load(SeqCst) || faults().saturating_sub(FAULTS.load(SeqCst)) < FEW_FAULTS {
+        return None;
+    }
+    let look = Look(BEGUN.load(SeqCst) + 1);
+    *GATE.0.lock() = true;
+    GATE.1.notify_all();
+    Some(look)
+}
+
+/// Page faults of this process that no disk was read for, ever: those of the kernel's own accesses
+/// on its behalf included.
+fn faults() -> u64 {
+    crate::thread_usage::process_faults()
+}
 
 /// A thread that may touch peers' memory is awake. While there is none, nobody looks at page tables,
 /// so an idle process stays idle.
@@ -80,17 +134,21 @@ impl Drop for Awake {
     }
 }
 
-/// Returns when a thread is awake that touches peers' memory.
-fn wait_for_somebody() {
-    if AWAKE.load(SeqCst) != 0 {
-        return;
+/// Returns after that time, or when a look is wanted; and not before a thread is awake that touches
+/// peers' memory.
+fn wait_for_somebody(time: Duration) {
+    let mut wanted = GATE.0.lock();
+    if !*wanted {
+        GATE.1.wait_for(&mut wanted, time);
     }
-    let mut gate = GATE.0.lock();
-    WAITS.store(true, SeqCst);
-    while AWAKE.load(SeqCst) == 0 {
-        GATE.1.wait(&mut gate);
+    if AWAKE.load(SeqCst) == 0 {
+        WAITS.store(true, SeqCst);
+        while AWAKE.load(SeqCst) == 0 && !*wanted {
+            GATE.1.wait(&mut wanted);
+        }
+        WAITS.store(false, SeqCst);
     }
-    WAITS.store(false, SeqCst);
+    *wanted = false;
 }
 
 #[derive(Default)]
@@ -98,7 +156,6 @@ struct Registry {
     mappings: Vec<Weak<Mapping>>,
     /// What they have in all, when it was last counted, and what came since.
     bytes: u64,
-    runs: bool,
 }
 
 static REGISTRY: LazyLock<Mutex<Registry>> = LazyLock::new(Mutex::default);
@@ -112,11 +169,15 @@ pub fn watch(mapping: &Arc<Mapping>) {
     let mut registry = REGISTRY.lock();
     registry.mappings.push(Arc::downgrade(mapping));
     registry.bytes = registry.bytes.saturating_add(len);
-    if registry.bytes > MATTERS && !registry.runs {
+    if registry.bytes > MATTERS && !RUNS.load(SeqCst) {
         registry.count();
         if registry.bytes > MATTERS {
             let thread = std::thread::Builder::new().name("page-tables".into());
-            registry.runs = thread.spawn(run).is_ok();
+            // Before it is there, because it may be over before this goes on.
+            RUNS.store(true, SeqCst);
+            if thread.spawn(run).is_err() {
+                RUNS.store(false, SeqCst);
+            }
         }
     }
 }
@@ -138,13 +199,15 @@ fn run() {
     let _guard = crate::AbortOnPanic::new();
     let (mut wait, mut before, mut floor, mut looks) = (SOON, 0, 0, 0u32);
     loop {
-        std::thread::sleep(wait);
+        wait_for_somebody(wait);
+        let look = BEGUN.fetch_add(1, SeqCst) + 1;
+        FAULTS.store(faults(), SeqCst);
         looks = looks.wrapping_add(1);
         if looks.is_multiple_of(64) {
             let mut registry = REGISTRY.lock();
             registry.count();
             if registry.bytes <= MATTERS {
-                registry.runs = false;
+                RUNS.store(false, SeqCst);
                 return;
             }
         }
@@ -155,7 +218,7 @@ fn run() {
         }
         wait = if now > before + GROWS { SOON } else { (wait * 2).min(LATE) };
         before = now;
-        wait_for_somebody();
+        OVER.store(look, SeqCst);
     }
 }
 
@@ -223,6 +286,49 @@ mod tests {
         assert!(after < touched - 8 * (1 << 20), "{touched} to {after}");
         assert!(lines() < maps + 50, "{maps} to {}", lines());
         assert!(places().all(|place| mapping.bytes().read::<usize>(place + 8) == Some(place)));
+    }
+
+    /// Who asks in time has no more than is allowed and what is touched between two looks, however
+    /// slowly the thread looks.
+    #[test]
+    fn who_waits_for_the_look_has_a_bound() {
+        let _alone = ALONE.lock();
+        let _awake = Awake::new();
+        let fd = memfd_create("sparse", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&fd, 16 << 30).unwrap();
+        let before = in_use();
+        let map = |_| Mapping::from_fd(&fd, 0, 16 << 30, Protection::ReadWrite).unwrap();
+        let mappings: Vec<_> = (0..16).map(map).collect();
+        mappings.iter().for_each(watch);
+        let places =
+            |mapping: usize| (0..16usize << 30).step_by(SPAN as usize).map(move |p| (mapping, p));
+        let (mut most, mut waits) = (0, 0);
+        for (n, (mapping, place)) in (0..16).flat_map(places).enumerate() {
+            assert_eq!(mappings[mapping].bytes().read::<u8>(place), Some(0));
+            if (n as u64 + 1).is_multiple_of(SPEND) {
+                most = most.max(in_use().saturating_sub(before));
+                let until = std::time::Instant::now() + Duration::from_secs(20);
+                if let Some(look) = ask() {
+                    waits += 1;
+                    while !look.is_over() {
+                        assert!(std::time::Instant::now() < until, "nobody looks");
+                        std::thread::yield_now();
+                    }
+                }
+            }
+        }
+        // All of them would be 512 MiB. Other tests have some of their own.
+        assert!(most <= ALLOWED + 2 * SPEND * TABLE + (4 << 20), "{most}");
+        assert!(waits > 8, "{waits}");
+        // What was touched before is found without a fault, and is no reason to wait.
+        let look = ask();
+        while look.is_some_and(|look| !look.is_over()) {
+            std::thread::yield_now();
+        }
+        for _ in 0..SPEND {
+            assert_eq!(mappings[15].bytes().read::<u8>((16 << 30) - 1), Some(0));
+        }
+        assert_eq!(ask(), None);
     }
 
     /// As many ranges as a client likes, of the same memory.

@@ -59,6 +59,8 @@ pub struct Segments {
     total: usize,
     writable: bool,
     keep: Keep,
+    /// Segments of the list that they were last resolved from, if that was an SGL.
+    lists: usize,
 }
 
 // `Segments` is not Send: a `View` counts its users without atomics.
@@ -73,7 +75,7 @@ impl Segments {
     /// No data.
     #[must_use]
     pub const fn new() -> Self {
-        Self { list: Vec::new(), total: 0, writable: false, keep: Keep::Nothing }
+        Self { list: Vec::new(), total: 0, writable: false, keep: Keep::Nothing, lists: 0 }
     }
 
     /// All of `bytes` as one piece: the process's own memory as a command's data.
@@ -88,6 +90,7 @@ impl Segments {
             total: bytes.len(),
             writable: bytes.is_writable(),
             keep: Keep::Bytes(bytes.clone()),
+            lists: 0,
         }
     }
 
@@ -130,6 +133,23 @@ impl Segments {
         if !matches!(&self.keep, Keep::View(kept) if kept.is(view)) {
             self.keep = Keep::View(view.clone());
         }
+    }
+
+    /// As [`start`](Self::start), for an SGL.
+    pub(crate) fn start_list(&mut self, view: &View, write: bool) {
+        self.lists = 0;
+        self.start(view, write);
+    }
+
+    /// Another segment of an SGL is read.
+    pub(crate) fn add_list(&mut self) {
+        self.lists += 1;
+    }
+
+    /// How many segments the SGL has that it was last resolved from: each in a place of its own.
+    #[must_use]
+    pub fn lists(&self) -> usize {
+        self.lists
     }
 
     /// One piece, if `[iova, iova + len)` lies in the map that was last hit: what most commands

@@ -6,7 +6,7 @@ use crate::segments::Segments;
 
 /// The most descriptors that one command may have, over all its segments: a host's list of 1 MiB
 /// in the smallest useful pieces fits, and a list that points at itself ends.
-const MAX_DESCRIPTORS: usize = 4096;
+pub const MAX_SGL_DESCRIPTORS: usize = 4096;
 
 const DESCRIPTOR: usize = 16;
 /// Descriptors that are fetched at once: half a kilobyte, copied before it is checked.
@@ -59,7 +59,7 @@ impl View {
         write: bool,
         into: &mut Segments,
     ) -> Result<(), DataPointerError> {
-        into.start(self, write);
+        into.start_list(self, write);
         let outcome = self.sgl(Descriptor::decode(descriptor), len, into);
         if outcome.is_err() {
             into.clear();
@@ -90,7 +90,8 @@ impl View {
             }
             let count = segment.len / DESCRIPTOR;
             seen += count;
-            if seen > MAX_DESCRIPTORS {
+            into.add_list();
+            if seen > MAX_SGL_DESCRIPTORS {
                 return Err(DataPointerError::SglCount);
             }
             let mut next = None;

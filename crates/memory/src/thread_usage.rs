@@ -20,13 +20,7 @@ impl ThreadUsage {
     /// As of now. A system call.
     #[must_use]
     pub fn now() -> Self {
-        // SAFETY: all zeroes is a valid `rusage`, which has numbers only.
-        let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-        // SAFETY: the call writes one `rusage` to where the pointer says, which is ours.
-        let outcome = unsafe { libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage) };
-        if outcome != 0 {
-            return Self::default();
-        }
+        let Some(usage) = usage(libc::RUSAGE_THREAD) else { return Self::default() };
         let time = |time: libc::timeval| {
             let micros = u64::try_from(time.tv_usec).unwrap_or(0);
             Duration::from_secs(u64::try_from(time.tv_sec).unwrap_or(0))
@@ -37,6 +31,19 @@ impl ThreadUsage {
             waits: u64::try_from(usage.ru_nvcsw).unwrap_or(0),
         }
     }
+}
+
+/// The page faults of all threads of this process that needed no disk.
+pub(crate) fn process_faults() -> u64 {
+    usage(libc::RUSAGE_SELF).map_or(0, |usage| u64::try_from(usage.ru_minflt).unwrap_or(0))
+}
+
+fn usage(who: libc::c_int) -> Option<libc::rusage> {
+    // SAFETY: all zeroes is a valid `rusage`, which has numbers only.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: the call writes one `rusage` to where the pointer says, which is ours.
+    let outcome = unsafe { libc::getrusage(who, &raw mut usage) };
+    (outcome == 0).then_some(usage)
 }
 
 #[cfg(test)]

@@ -49,6 +49,8 @@ pub struct Orders {
     pub fail: Option<DiskError>,
     /// Only so many of them.
     pub failures: Option<u32>,
+    /// Reads that begin at this byte or beyond it fail.
+    pub fail_beyond: Option<u64>,
     /// Every request that came, in order.
     pub seen: Vec<Request>,
     wakes: Vec<EventFd>,
@@ -144,6 +146,10 @@ impl TestQueue {
                 orders.failures = left.map(|left| left - 1);
                 return Err(error);
             }
+        }
+        let beyond = self.disk.orders.lock().fail_beyond;
+        if request.op == Op::Read && beyond.is_some_and(|beyond| request.offset >= beyond) {
+            return Err(DiskError::Io(5));
         }
         match self.inner.submit(tag, request, data) {
             Submitted::Done(outcome) => outcome,

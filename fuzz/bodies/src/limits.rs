@@ -9,6 +9,8 @@ use cap::Cap;
 use rustix::time::{ClockId, clock_gettime};
 use std::alloc::System;
 use std::cell::Cell;
+use std::ffi::OsString;
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -21,6 +23,10 @@ const TIME: Duration = Duration::from_secs(1);
 #[global_allocator]
 static ALLOCATOR: Cap<System> = Cap::new(System, usize::MAX);
 static STEPS: AtomicU64 = AtomicU64::new(0);
+
+/// Where the number of steps is told, for whoever runs this under libFuzzer, and how often.
+static REPORT: LazyLock<Option<OsString>> = LazyLock::new(|| std::env::var_os("BODIES_STEPS"));
+const OFTEN: u64 = 1024;
 
 /// How many steps all programs have taken so far.
 pub fn steps() -> u64 {
@@ -41,7 +47,13 @@ impl Limits {
 
     /// It has taken a step.
     pub(crate) fn step(&self, body: &str) {
-        STEPS.fetch_add(1, Ordering::Relaxed);
+        let steps = STEPS.fetch_add(1, Ordering::Relaxed) + 1;
+        if steps.is_multiple_of(OFTEN)
+            && let Some(path) = REPORT.as_ref()
+        {
+            // Opened each time: some programs count this process's descriptors.
+            let _ = std::fs::write(path, steps.to_string());
+        }
         let held = ALLOCATOR.allocated().saturating_sub(self.allocated);
         assert!(held <= HELD, "{body}: {held} bytes are held after a step");
         let now = time();

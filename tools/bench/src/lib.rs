@@ -39,4 +39,4 @@ pub mod table;
 mod wire;
 pub mod workspace;
 
-pub use run::{Arguments, EXAMPLES, check_instructions, run};
+pub use run::{Arguments, EXAMPLES, check_doubling, check_instructions, run};

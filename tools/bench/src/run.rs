@@ -182,6 +182,11 @@ pub fn check_instructions() -> Result<()> {
     Ok(())
 }
 
+/// An error if twice as much of what a host chooses a number of takes much more than twice the work.
+pub fn check_doubling() -> Result<()> {
+    instructions::check_doubling()
+}
+
 /// Where the suites make their files.
 fn output_directory() -> PathBuf {
     workspace::root().join("target/bench")

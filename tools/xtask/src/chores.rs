@@ -94,6 +94,9 @@ fn guest(report: &mut Report) {
     report.check("an I/O costs no more instructions than recorded", |_| {
         shadowbell_bench::check_instructions()
     });
+    report.check("twice as much of what a host chooses is twice the work", |_| {
+        shadowbell_bench::check_doubling()
+    });
     report.begin("guest");
     let setup = report.check("what the guest needs is here", |_| {
         let mut setup = Setup::new(ControllerKind::Shadowbell, None, &Kernel::ALL)?;

@@ -1,10 +1,18 @@
 //! `cargo xtask fuzz`: the bodies in `fuzz/bodies` under libFuzzer and the address sanitizer.
+//!
+//! At the end a table says for each target what was done: programs, their steps (as the bodies count
+//! them, which leave the number in a file), and what libFuzzer counts of the paths that they took.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use serde_json::json;
+use shadowbell_bench::table::Table;
 use shadowbell_bench::workspace::root;
 
 use crate::report::Report;
@@ -22,6 +30,7 @@ pub(crate) const EXAMPLES: &str = "\
 Examples:
   cargo xtask fuzz                              every target for a minute
   cargo xtask fuzz session queues --seconds 600
+  cargo xtask fuzz --seconds 3600 --at-once 2   an hour of each, two at a time
   cargo xtask fuzz queues --input fuzz/artifacts/queues/crash-1234";
 
 #[derive(clap::Args)]
@@ -31,6 +40,9 @@ pub(crate) struct Arguments {
     /// For how long each.
     #[arg(long, default_value_t = 60)]
     seconds: u32,
+    /// So many of them at a time.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=64))]
+    at_once: u8,
     /// Run this input once, and nothing else.
     #[arg(long, value_name = "FILE")]
     input: Option<PathBuf>,
@@ -49,18 +61,99 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     }
     prepare()?;
     report.begin("fuzz");
-    for target in wanted {
-        let name = match &input {
-            Some(input) => format!("{target} on {}", input.display()),
-            None => format!("{target} for {} s", arguments.seconds),
-        };
-        report.check(&name, |_| match &input {
-            Some(input) => once(target, input),
-            None => search(target, arguments.seconds),
-        });
+    if let (Some(input), [target]) = (&input, &wanted[..]) {
+        report.check(&format!("{target} on {}", input.display()), |_| once(target, input));
+        report.summary();
+        return Ok(());
     }
+    let began = Instant::now();
+    let outcomes = search_all(wanted, arguments.seconds, arguments.at_once.into());
+    let mut table = table();
+    let mut steps = 0;
+    for (target, done, outcome) in outcomes {
+        steps += done.steps;
+        done.add_to(&mut table, &target);
+        report.check(&format!("{target} for {} s", arguments.seconds), |_| outcome);
+    }
+    let took = began.elapsed().as_secs_f64();
+    table.notes.push(format!("{steps} steps of programs in {took:.0} s."));
+    report.table(table);
     report.summary();
     Ok(())
+}
+
+/// What a target has done.
+#[derive(Debug, Default)]
+struct Done {
+    time: Duration,
+    /// Programs, and their steps.
+    programs: u64,
+    steps: u64,
+    /// Places of the code that were reached, and libFuzzer's finer measure of it.
+    places: u64,
+    features: u64,
+}
+
+fn table() -> Table {
+    let columns = ["target", "s", "programs", "in 1 s", "steps", "in 1 s", "places", "features"];
+    Table::new("What was done", &columns)
+}
+
+impl Done {
+    fn add_to(&self, table: &mut Table, target: &str) {
+        let per_second = |count: u64| (count as f64 / self.time.as_secs_f64().max(0.001)) as u64;
+        let Self { time, programs, steps, places, features } = self;
+        let cells = [
+            time.as_secs(),
+            *programs,
+            per_second(*programs),
+            *steps,
+            per_second(*steps),
+            *places,
+            *features,
+        ];
+        let row = json!({
+            "table": "fuzz",
+            "target": target,
+            "seconds": time.as_secs_f64(),
+            "programs": programs,
+            "steps": steps,
+            "places": places,
+            "features": features,
+        });
+        let name = std::iter::once(target.to_owned());
+        table.push(name.chain(cells.map(|cell| cell.to_string())).collect(), row);
+    }
+
+    /// Takes what a line of libFuzzer's says.
+    fn read(&mut self, line: &str) {
+        let number = |after: &str| {
+            let rest = line.split_once(after)?.1.trim_start();
+            rest.split(|c: char| !c.is_ascii_digit()).next()?.parse::<u64>().ok()
+        };
+        self.places = number(" cov: ").unwrap_or(self.places);
+        self.features = number(" ft: ").unwrap_or(self.features);
+        self.programs = number("stat::number_of_executed_units:").unwrap_or(self.programs);
+    }
+}
+
+/// Runs these targets, so many at a time, in order.
+fn search_all(targets: &[String], seconds: u32, at_once: usize) -> Vec<(String, Done, Result<()>)> {
+    let next = AtomicUsize::new(0);
+    let outcomes = Mutex::new(Vec::new());
+    std::thread::scope(|threads| {
+        for _ in 0..at_once.min(targets.len()) {
+            threads.spawn(|| {
+                while let Some(target) = targets.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let mut done = Done::default();
+                    let outcome = search(target, seconds, &mut done);
+                    let mut outcomes = outcomes.lock().unwrap_or_else(PoisonError::into_inner);
+                    outcomes.push((target.clone(), done, outcome));
+                }
+            });
+        }
+    });
+    outcomes.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The targets, by their files.
@@ -107,7 +200,7 @@ fn prepare() -> Result<()> {
 }
 
 /// Looks for inputs that fail.
-fn search(target: &str, seconds: u32) -> Result<()> {
+fn search(target: &str, seconds: u32, done: &mut Done) -> Result<()> {
     let corpus = root().join("fuzz/corpus").join(target);
     begin(&corpus)?;
     let mut command = nightly();
@@ -118,7 +211,19 @@ fn search(target: &str, seconds: u32) -> Result<()> {
     }
     command.arg("--").arg(format!("-max_total_time={seconds}")).args(limits());
     command.args(["-len_control=0".into(), format!("-max_len={LONGEST}")]);
-    watch(target, &mut command)
+    let steps = tempfile::NamedTempFile::new().context("a file for the number of steps")?;
+    command.env("BODIES_STEPS", steps.path());
+    // With the address sanitizer, the build takes minutes.
+    let built = nightly().args(["fuzz", "build", "--sanitizer", "address", target]).status();
+    if !built.is_ok_and(|status| status.success()) {
+        bail!("{target} does not build");
+    }
+    let began = Instant::now();
+    let outcome = watch(target, &mut command, done);
+    done.time = began.elapsed();
+    let text = std::fs::read_to_string(steps.path()).unwrap_or_default();
+    done.steps = text.trim().parse().unwrap_or(0);
+    outcome
 }
 
 /// Runs one input.
@@ -126,7 +231,7 @@ fn once(target: &str, input: &Path) -> Result<()> {
     let mut command = nightly();
     command.args(["fuzz", "run", "--sanitizer", "address", target]).arg(input);
     command.arg("--").args(limits());
-    watch(target, &mut command)
+    watch(target, &mut command, &mut Done::default())
 }
 
 /// The driver keeps memory for good that a controller may still write to, so leaks are no finding
@@ -161,7 +266,7 @@ fn begin(corpus: &Path) -> Result<()> {
 }
 
 /// Runs it, and shows those lines of its output that are for people.
-fn watch(target: &str, command: &mut Command) -> Result<()> {
+fn watch(target: &str, command: &mut Command, done: &mut Done) -> Result<()> {
     command.env("ASAN_OPTIONS", sanitizer(target));
     let mut child = command.stderr(Stdio::piped()).spawn().context("cargo fuzz")?;
     let mut found = None;
@@ -170,6 +275,7 @@ fn watch(target: &str, command: &mut Command) -> Result<()> {
         if let Some((_, path)) = line.split_once("Test unit written to ") {
             found = Some(path.trim().to_owned());
         }
+        done.read(&line);
         if is_worth_showing(&line) {
             eprintln!("{line}");
         }
@@ -215,6 +321,16 @@ mod tests {
         }
         assert_eq!(manifest.matches("[[bin]]").count(), targets.len());
         assert_eq!(bodies.matches("pub mod ").count(), targets.len());
+    }
+
+    #[test]
+    fn what_was_done_is_read_from_what_is_said() {
+        let mut done = Done::default();
+        done.read("#7\tNEW    cov: 12 ft: 34 corp: 2/2b exec/s: 0");
+        done.read("#81920\tDONE   cov: 1371 ft: 7215 corp: 598/640Kb lim: 4096 exec/s: 20");
+        done.read("stat::number_of_executed_units: 81920");
+        done.read("stat::average_exec_per_sec:     20");
+        assert_eq!((done.places, done.features, done.programs), (1371, 7215, 81920));
     }
 
     #[test]

@@ -12,13 +12,30 @@ use crate::latch::Latch;
 use crate::queue::Permit;
 use crate::stats::{IoCounters, TransferStats};
 use shadowbell_backend::{DiskError, Op, Request, Submitted};
-use shadowbell_memory::{Segments, View};
+use shadowbell_memory::{Segments, View, page_tables};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::nvm::{DSM_MAX_RANGES, DatasetManagement, RwFields};
 use shadowbell_spec::opcode::NvmOpcode;
 use shadowbell_spec::sqe::{Fuse, NSID_ALL};
 use shadowbell_spec::status::Status;
 use std::sync::Arc;
+
+/// Why nothing more is started.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Closed {
+    /// The queues are about to leave for another worker.
+    Leaves = 1,
+    /// Page tables are thrown away.
+    PageTables = 2,
+}
+
+/// Places of the host's memory that a short command may touch: its entry's list, and three pages.
+const PLACES: u64 = 4;
+/// Places that the list of a command may have, one that is refused for it included.
+const MAX_PLACES: usize = shadowbell_memory::MAX_SGL_DESCRIPTORS;
+/// Places that may be touched after page tables were thrown away, because the disks have them in
+/// hand.
+const PLACES_IN_FLIGHT: usize = 4096;
 
 const READ: u8 = NvmOpcode::Read as u8;
 const WRITE: u8 = NvmOpcode::Write as u8;
@@ -46,11 +63,16 @@ pub(crate) struct Engine {
     view: View,
     limits: Limits,
     quota: Quota,
+    /// As the quota says, or fewer.
+    pieces: usize,
     /// What may still be spent in this pass, by the measure of [`cost`]; below 0 if the last
     /// command took more than there was.
     budget: i64,
-    /// Nothing more is started.
-    closed: bool,
+    /// Nothing more is started, for each reason that has its bit here.
+    closed: u8,
+    /// Places of the host's memory that were touched, at most, and how many may be in this pass.
+    touched: u64,
+    may_touch: u64,
     write_through: bool,
     /// Whether a disk wants hints of requests before they come.
     wants_hints: bool,
@@ -123,13 +145,16 @@ impl Engine {
         namespaces: Vec<NamespaceQueue>,
         counters: Arc<IoCounters>,
     ) -> Self {
-        Self {
+        let mut engine = Self {
             wants_hints: want_hints(&namespaces),
             view,
             limits: Limits { page_size, max_transfer, max_zeroes },
             quota,
+            pieces: quota.pieces,
             budget: 0,
-            closed: false,
+            closed: 0,
+            touched: 0,
+            may_touch: u64::MAX,
             write_through: false,
             namespaces,
             retired: Retired::default(),
@@ -141,7 +166,23 @@ impl Engine {
             long: LongCommands::default(),
             transfers: counters.transfers(),
             counters,
-        }
+        };
+        engine.measure_memory();
+        engine
+    }
+
+    /// What is known of the host's memory has changed: whether touches of it are counted.
+    fn measure_memory(&mut self) {
+        let is_sparse = self.view.table().is_sparse();
+        self.may_touch = if is_sparse { page_tables::SPEND } else { u64::MAX };
+        let most = if is_sparse { PLACES_IN_FLIGHT } else { usize::MAX };
+        self.pieces = self.quota.pieces.min(most);
+    }
+
+    /// Whether touches of the host's memory are counted, because there is so much of it.
+    #[inline]
+    pub(crate) fn is_sparse(&self) -> bool {
+        self.may_touch != u64::MAX
     }
 
     pub(crate) fn view(&self) -> &View {
@@ -252,6 +293,7 @@ impl Engine {
     #[inline]
     pub(crate) fn charge(&mut self, commands: u32) {
         self.budget -= i64::from(commands) * cost::SHORT;
+        self.touched += u64::from(commands) * PLACES;
     }
 
     /// Whether another command may be started: there is budget left.
@@ -263,17 +305,28 @@ impl Engine {
     /// Whether as much is under way as may be: nothing is to be fetched until something has ended.
     #[inline]
     pub(crate) fn is_full(&self) -> bool {
-        self.closed || self.exceeded().is_some()
+        self.closed != 0 || self.exceeded().is_some()
     }
 
-    /// Has nothing more fetched from here on.
-    pub(crate) fn close(&mut self) {
-        self.closed = true;
+    /// Has nothing more fetched from here on, for this reason.
+    pub(crate) fn close(&mut self, why: Closed) {
+        self.closed |= why as u8;
     }
 
-    /// Has commands fetched again.
-    pub(crate) fn open(&mut self) {
-        self.closed = false;
+    /// Has commands fetched again, as far as this reason goes.
+    pub(crate) fn open(&mut self, why: Closed) {
+        self.closed &= !(why as u8);
+    }
+
+    /// Whether so many places of the host's memory were touched that it is to be asked whether that
+    /// was too much.
+    pub(crate) fn has_spent(&self) -> bool {
+        self.touched >= self.may_touch
+    }
+
+    /// It was asked, and was not too much.
+    pub(crate) fn may_touch_more(&mut self) {
+        self.touched = 0;
     }
 
     /// Of what there is as much under way as may be.
@@ -286,7 +339,7 @@ impl Engine {
             Some(Exceeded::Requests)
         } else if in_flight.bytes() >= quota.bytes {
             Some(Exceeded::Bytes)
-        } else if in_flight.pieces() >= quota.pieces {
+        } else if in_flight.pieces() >= self.pieces {
             Some(Exceeded::Pieces)
         } else if copies.len().max(long.len()) >= quota.long_commands {
             Some(Exceeded::LongCommands)
@@ -326,7 +379,9 @@ impl Engine {
         self.scratch.clear();
         let queues = self.namespaces.iter_mut().chain(self.retired.iter_mut());
         queues.for_each(|ns| ns.queue.memory_changed(view.table()));
-        std::mem::replace(&mut self.view, view)
+        let old = std::mem::replace(&mut self.view, view);
+        self.measure_memory();
+        old
     }
 
     /// With `write_through`, every write that is started from now on is forced to the medium.
@@ -354,6 +409,7 @@ impl Engine {
     #[cold]
     pub(crate) fn count_error(&mut self, status: Status) {
         self.budget -= cost::FAILURE;
+        self.touch(MAX_PLACES);
         self.counters.errors.add(1);
         self.counters.media_errors.add(u64::from(is_media_error(status)));
     }
@@ -409,11 +465,18 @@ impl Engine {
             Err(status) => return Started::Failed(permit, status),
         };
         // An SGL can be made of many short pieces; PRPs are of whole pages.
-        let pieces = if SLOW { self.scratch.pieces().len() } else { 0 };
+        let (pieces, mut places) = (if SLOW { self.scratch.pieces().len() } else { 0 }, 0);
         if SLOW {
             self.budget -= cost::of_pieces(pieces);
+            let lists = if sqe.flags == 0 { 0 } else { self.scratch.lists() };
+            // A piece may lie on both sides of a border.
+            places = 2 * pieces + lists;
         }
-        match namespace.queue.submit(tag, &request, &mut self.scratch) {
+        let submitted = namespace.queue.submit(tag, &request, &mut self.scratch);
+        if SLOW {
+            self.touch(places);
+        }
+        match submitted {
             Submitted::Done(Ok(())) => {
                 // The view is kept: the next command comes through the same, most likely.
                 self.scratch.rewind();
@@ -432,6 +495,14 @@ impl Engine {
                 self.keep(tag, request.len, entry.in_pieces(pieces));
                 Started::Pending
             }
+        }
+    }
+
+    /// So many places of the host's memory were touched, at most.
+    fn touch(&mut self, places: usize) {
+        self.touched += places as u64;
+        if self.has_spent() {
+            self.budget = self.budget.min(0);
         }
     }
 
@@ -456,6 +527,9 @@ impl Engine {
         };
         if !matches!(sqe.fuse(), Fuse::Normal) {
             return Started::Failed(permit, Status::INVALID_FIELD.with_dnr());
+        }
+        if sqe.flags != 0 {
+            self.touch(MAX_PLACES);
         }
         let requests = match op {
             NvmOpcode::Compare => return self.transfer::<false>(op, sqe, sq, permit),

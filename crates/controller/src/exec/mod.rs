@@ -11,7 +11,7 @@ mod resolve;
 mod retired;
 mod status;
 
-pub(crate) use engine::{Engine, Started};
+pub(crate) use engine::{Closed, Engine, Started};
 pub(crate) use in_flight::CompletedCommand;
 pub(crate) use namespace::NamespaceQueue;
 pub use quota::Quota;

@@ -6,6 +6,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 use shadowbell_memory::{Mapping, Protection, SharedBytes};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
+use std::ops::Range;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
@@ -20,6 +21,9 @@ pub struct TraceFile {
     started: Instant,
     /// Which rings have an owner.
     taken: Box<[AtomicBool]>,
+    /// The file, and the rings for which no space of it is taken yet.
+    file: File,
+    spare: Range<u32>,
 }
 
 impl TraceFile {
@@ -33,6 +37,21 @@ impl TraceFile {
     /// The system's; `AlreadyExists` if something that is not a trace is at `path`, which is left
     /// alone; `InvalidInput` if the file would be larger than a gigabyte.
     pub fn create(path: &Path, workers: u16, records_per_worker: u32) -> io::Result<Arc<Self>> {
+        Self::create_with_spare(path, workers, 0, records_per_worker)
+    }
+
+    /// As [`create`](Self::create), with rings for `spare` more workers, as far as the file may be so
+    /// large: numbered behind the others, and without space until they are taken, so that workers
+    /// that may never be needed cost none.
+    ///
+    /// # Errors
+    /// As [`create`](Self::create).
+    pub fn create_with_spare(
+        path: &Path,
+        workers: u16,
+        spare: u16,
+        records_per_worker: u32,
+    ) -> io::Result<Arc<Self>> {
         let too_large = || {
             let text = format!(
                 "a trace of {records_per_worker} records for each of {workers} workers is too large"
@@ -41,23 +60,25 @@ impl TraceFile {
         };
         let capacity =
             records_per_worker.max(1024).checked_next_power_of_two().ok_or_else(too_large)?;
-        let layout = Layout::new(u32::from(workers) + 1, capacity).ok_or_else(too_large)?;
+        let workers = u32::from(workers);
+        let layout = |spare: u32| Layout::new(workers + spare + 1, capacity);
+        let layout = (0..=u32::from(spare)).rev().find_map(layout).ok_or_else(too_large)?;
         replace(path)?;
         let file =
             OpenOptions::new().read(true).write(true).create_new(true).mode(0o644).open(path)?;
-        let outcome = Self::fill(&file, layout);
+        let outcome = Self::fill(file, layout, workers);
         if outcome.is_err() {
             let _ = std::fs::remove_file(path);
         }
         outcome
     }
 
-    fn fill(file: &File, layout: Layout) -> io::Result<Arc<Self>> {
-        match fallocate(file, FallocateFlags::empty(), 0, layout.bytes()) {
-            Err(rustix::io::Errno::OPNOTSUPP) => file.set_len(layout.bytes())?,
-            other => other?,
-        }
-        let mapping = Mapping::from_fd(file, 0, layout.bytes(), Protection::ReadWrite)
+    fn fill(file: File, layout: Layout, workers: u32) -> io::Result<Arc<Self>> {
+        let spare = workers..layout.rings - 1;
+        file.set_len(layout.bytes())?;
+        allocate(&file, 0..layout.records(spare.start))?;
+        allocate(&file, layout.records(spare.end)..layout.bytes())?;
+        let mapping = Mapping::from_fd(&file, 0, layout.bytes(), Protection::ReadWrite)
             .map_err(io::Error::other)?;
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let header = Header {
@@ -71,19 +92,28 @@ impl TraceFile {
         };
         mapping.bytes().write(0, &header).ok_or_else(outside)?;
         let taken = (0..layout.rings).map(|_| AtomicBool::new(false)).collect();
-        Ok(Arc::new(Self { mapping, layout, started: Instant::now(), taken }))
+        Ok(Arc::new(Self { mapping, layout, started: Instant::now(), taken, file, spare }))
     }
 
-    /// The ring of worker `index`. `None` if there is no such ring or it has an owner already.
+    /// The ring of worker `index`. `None` if there is no such ring, it has an owner already, or it
+    /// is a spare one for which the file system has no space left.
     #[must_use]
     pub fn worker(&self, index: u16) -> Option<TraceRing> {
-        if u32::from(index) + 1 < self.layout.rings { self.ring(u32::from(index)) } else { None }
+        let index = u32::from(index);
+        if index + 1 >= self.layout.rings {
+            return None;
+        }
+        if self.spare.contains(&index) {
+            let records = self.layout.records(index)..self.layout.records(index + 1);
+            allocate(&self.file, records).ok()?;
+        }
+        self.ring(index)
     }
 
-    /// The rings of all workers, in order, but those that have an owner already.
+    /// The rings of all workers but the spare ones, in order, but those that have an owner already.
     #[must_use]
     pub fn workers(&self) -> Vec<TraceRing> {
-        (0..self.layout.rings - 1).filter_map(|index| self.ring(index)).collect()
+        (0..self.spare.start).filter_map(|index| self.ring(index)).collect()
     }
 
     /// The ring of the control plane. `None` if it has an owner already.
@@ -100,6 +130,14 @@ impl TraceFile {
         let before = self.taken.get(index as usize)?.swap(true, Ordering::Relaxed);
         let mask = u64::from(self.layout.capacity) - 1;
         (!before).then(|| TraceRing { records, count, next: 0, mask, started: self.started })
+    }
+}
+
+/// Takes the space of this part of the file from the file system, where it can do that.
+fn allocate(file: &File, part: Range<u64>) -> io::Result<()> {
+    match fallocate(file, FallocateFlags::empty(), part.start, part.end - part.start) {
+        Err(rustix::io::Errno::OPNOTSUPP) => Ok(()),
+        other => Ok(other?),
     }
 }
 

@@ -80,6 +80,26 @@ fn rings_are_merged_by_time() {
 }
 
 #[test]
+fn a_spare_ring_takes_space_when_it_is_taken() {
+    use std::os::unix::fs::MetadataExt;
+    let scratch = Scratch::new();
+    let trace = TraceFile::create_with_spare(&scratch.path(), 2, 8, 1 << 15).unwrap();
+    let space = || std::fs::metadata(scratch.path()).unwrap().blocks() * 512;
+    let (ring, before) = (32 << 15, space());
+    assert!((3 * ring..4 * ring).contains(&before), "{before}");
+    assert_eq!(trace.workers().len(), 2);
+    let mut spare = trace.worker(5).unwrap();
+    assert!((ring..2 * ring).contains(&(space() - before)));
+    spare.record(Kind::Sleep, 0, 0, 0, 0);
+    trace.control().unwrap().record(Kind::Reset, 1, 0, 0, 0);
+    let seen: Vec<_> = read(&scratch.path()).iter().map(|r| (r.kind, r.worker)).collect();
+    assert_eq!(seen, [(Kind::Sleep, Some(5)), (Kind::Reset, None)]);
+    // As many as a file can have, and those without a spare one first.
+    let trace = TraceFile::create_with_spare(&scratch.path(), 2, 64, 1 << 19).unwrap();
+    assert!(trace.workers().len() == 2 && trace.worker(61).is_some() && trace.worker(62).is_none());
+}
+
+#[test]
 fn a_ring_has_one_owner() {
     let scratch = Scratch::new();
     let trace = TraceFile::create(&scratch.path(), 2, 1).unwrap();

@@ -6,7 +6,7 @@ use super::queue_override::QueueOverride;
 use super::queue_set::{QueueSet, SleepCell};
 use super::relocation::{Departure, Opening, Relocated};
 use super::replay::Replay;
-use crate::exec::NamespaceQueue;
+use crate::exec::{Closed, NamespaceQueue};
 use crate::interrupt::{HoldLimit, IrqLine};
 use crate::latch::Latch;
 use crate::namespace::Namespaces;
@@ -16,6 +16,7 @@ use crate::shared::{ControllerShared, DSTRD};
 use crate::stats::SleepStats;
 use crate::trace::TraceRing;
 use shadowbell_doorbell::{Arming, Fenced, Sleeper};
+use shadowbell_memory::page_tables::{self, Look};
 use shadowbell_memory::{DmaTable, EventFd, View, ViewWatch};
 use shadowbell_spec::dbbuf::{cq_entry_offset, sq_entry_offset};
 use shadowbell_spec::regs::DoorbellKind;
@@ -60,6 +61,8 @@ pub(crate) struct ControllerQueues {
     opening: Opening,
     /// It is to be served by another worker from when nothing of it is under way.
     departure: Option<Departure>,
+    /// What it waits for, because it has touched so much of the host's memory here and there.
+    look: Option<Look>,
     /// Commands that were under way in a process that is dead, and are not yet here.
     replays: VecDeque<Replay>,
 }
@@ -80,6 +83,7 @@ impl ControllerQueues {
             shadow: context.shadow,
             opening,
             departure: None,
+            look: None,
             doorbell_eventfds: Vec::new(),
             draining: VecDeque::new(),
             deleting: Vec::new(),
@@ -312,14 +316,14 @@ impl ControllerQueues {
     /// Has it leave for another worker: nothing more is fetched here, and when nothing is under way
     /// [`is_over`](Self::is_over) says so.
     pub(crate) fn leave(&mut self, departure: Departure) {
-        self.set.engine.close();
+        self.set.engine.close(Closed::Leaves);
         self.departure = Some(departure);
     }
 
     /// It does not leave after all, unless it has left already.
     pub(crate) fn stay(&mut self) {
         if self.departure.take().is_some() {
-            self.set.engine.open();
+            self.set.engine.open(Closed::Leaves);
         }
     }
 
@@ -398,6 +402,7 @@ impl ControllerQueues {
             first: 0,
             opening,
             departure: None,
+            look: None,
         };
         arrived.write_down();
         Ok((arrived, latch))
@@ -489,6 +494,9 @@ impl ControllerQueues {
     ) -> u32 {
         let mut work = 0;
         self.set.engine.set_budget(budget);
+        if self.set.engine.is_sparse() || self.look.is_some() {
+            self.bound_page_tables();
+        }
         if self.set.engine.pending() != 0 {
             work += u32::from(match &mut self.overriding {
                 None => self.set.reap(),
@@ -517,6 +525,25 @@ impl ControllerQueues {
             self.finish();
         }
         work
+    }
+
+    /// Has nothing more fetched while the page tables that it has made may be too many.
+    #[cold]
+    #[inline(never)]
+    fn bound_page_tables(&mut self) {
+        if let Some(look) = self.look {
+            if !look.is_over() {
+                return;
+            }
+            self.look = None;
+            self.set.engine.open(Closed::PageTables);
+        } else if self.set.engine.has_spent() {
+            self.set.engine.may_touch_more();
+            self.look = page_tables::ask();
+            if self.look.is_some() {
+                self.set.engine.close(Closed::PageTables);
+            }
+        }
     }
 
     /// Starts commands that were under way in a process that is dead, as far as there is room for
@@ -673,7 +700,9 @@ impl ControllerQueues {
     /// Whether somebody waits for something that no event announces.
     pub(crate) fn needs_polling(&self) -> bool {
         let waited_for = !(self.draining.is_empty() && self.deleting.is_empty());
-        self.override_is_waiting() || !self.is_pending() && (waited_for || self.can_replay())
+        self.override_is_waiting()
+            || self.look.is_some()
+            || !self.is_pending() && (waited_for || self.can_replay())
     }
 
     /// Whether commands of another process wait for something else than room.
@@ -695,6 +724,7 @@ impl ControllerQueues {
             && self.deleting.is_empty()
             && self.detaching.is_none()
             && self.departure.is_none()
+            && self.look.is_none()
             && self.replays.is_empty()
             && !self.set.holds_back()
     }

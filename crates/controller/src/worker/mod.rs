@@ -23,4 +23,4 @@ mod trace;
 mod worker;
 
 pub use poll_window::Polling;
-pub use pool::{MAX_WORKERS, Pool, PoolOptions, Turns};
+pub use pool::{CLAIMABLE, MAX_WORKERS, Pool, PoolOptions, Turns};

@@ -35,11 +35,13 @@ struct Workers {
     control: ControlThread,
     /// The control plane's ring of the trace file, if there is one.
     control_trace: OnceLock<Mutex<TraceRing>>,
+    /// The trace file: for rings of workers that are claimed later.
+    trace: OnceLock<Arc<TraceFile>>,
 }
 
 /// Workers that can be claimed: controllers that are served by a thread of their own, at most. Each
 /// is started when it is claimed first.
-const CLAIMABLE: usize = 64;
+pub const CLAIMABLE: usize = 64;
 
 /// The most workers that controllers can share: all are counted in a byte, with those that can be
 /// claimed.
@@ -114,8 +116,8 @@ impl Pool {
         polling: Polling,
         control: ControlThread,
     ) -> Self {
-        let (spare, control_trace) = (Mutex::default(), OnceLock::new());
-        Self(Arc::new(Workers { handles, shared, polling, spare, control, control_trace }))
+        let (spare, control_trace, trace) = (Mutex::default(), OnceLock::new(), OnceLock::new());
+        Self(Arc::new(Workers { handles, shared, polling, spare, control, control_trace, trace }))
     }
 
     /// A pool of one worker that has no thread: the caller's turns are all that it does. Admin
@@ -154,7 +156,7 @@ impl Pool {
     /// # Errors
     /// The system's, if it has no more threads or descriptors.
     pub(crate) fn claim(&self) -> io::Result<Option<usize>> {
-        let Workers { handles, shared, polling, spare, .. } = &*self.0;
+        let Workers { handles, shared, polling, spare, trace, .. } = &*self.0;
         let mut spare = spare.lock();
         if let Some(index) = spare.pop() {
             return Ok(Some(index));
@@ -164,7 +166,11 @@ impl Pool {
             return Ok(None);
         };
         // Under the lock of `spare`, so nobody else starts it.
-        let _ = place.set(Handle::start(index, None, *polling)?);
+        let handle = Handle::start(index, None, *polling)?;
+        if let Some(ring) = trace.get().and_then(|trace| trace.worker(index as u16)) {
+            handle.mailbox.send(Message::Trace(ring));
+        }
+        let _ = place.set(handle);
         Ok(Some(index))
     }
 
@@ -197,11 +203,18 @@ impl Pool {
 
     /// Records every doorbell decision in `file` from now on. Once in the life of a pool; a second
     /// call changes nothing.
-    pub fn trace(&self, file: &TraceFile) {
+    pub fn trace(&self, file: &Arc<TraceFile>) {
         let Some(control) = file.control() else { return };
         if self.0.control_trace.set(Mutex::new(control)).is_ok() {
-            for (handle, ring) in self.shared().zip(file.workers()) {
-                handle.mailbox.send(Message::Trace(ring));
+            // Nobody claims a worker meanwhile.
+            let _spare = self.0.spare.lock();
+            let _ = self.0.trace.set(Arc::clone(file));
+            for (index, place) in self.0.handles.iter().enumerate() {
+                if let Some(handle) = place.get()
+                    && let Some(ring) = file.worker(index as u16)
+                {
+                    handle.mailbox.send(Message::Trace(ring));
+                }
             }
         }
     }

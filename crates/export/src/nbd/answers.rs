@@ -17,6 +17,8 @@ pub(super) struct Answer {
     pub(super) data: Vec<u8>,
     /// How much of the data is sent.
     pub(super) len: usize,
+    /// More of the same answer follows.
+    pub(super) more: bool,
 }
 
 impl Answer {
@@ -56,11 +58,11 @@ impl Answers {
     }
 
     /// Sends as many as the socket takes, and hands each that was sent, or that the client does not
-    /// take any more, to `done`.
+    /// take any more, to `done`, which is told whether it was sent.
     pub(super) fn send(
         &mut self,
         socket: impl AsFd,
-        mut done: impl FnMut(Answer),
+        mut done: impl FnMut(Answer, bool),
     ) -> Result<Sent, Errno> {
         while !self.queue.is_empty() {
             let mut skip = self.sent;
@@ -87,7 +89,7 @@ impl Answers {
                 Err(Errno::INTR) => continue,
                 Err(Errno::AGAIN) => return Ok(Sent::Blocked),
                 Err(Errno::PIPE | Errno::CONNRESET) => {
-                    self.queue.drain(..).for_each(done);
+                    self.queue.drain(..).for_each(|answer| done(answer, false));
                     self.sent = 0;
                     return Ok(Sent::Gone);
                 }
@@ -98,7 +100,7 @@ impl Answers {
                 && let Some(answer) = self.queue.pop_front()
             {
                 self.sent -= answer.total();
-                done(answer);
+                done(answer, true);
             }
         }
         Ok(Sent::All)

@@ -5,7 +5,10 @@
 //! doorbell, and what has completed meanwhile is answered with one write. Requests are carried out
 //! and answered in whatever order they complete. A client that does not take its answers is not
 //! read from: its requests keep their slots, and the memory of their data, until the answer is
-//! sent.
+//! sent. So that this is never much, a long read is carried out piece by piece, each when the one
+//! before is sent. In a structured reply each piece is a chunk. A reply that must not be in pieces
+//! (a simple one, or with the flag DF) can have nothing of another in its middle: such a read waits
+//! until no other request is under way, and the next ones wait for it.
 
 use super::answers::{Answer, Answers, Sent};
 use super::clients::NewClient;
@@ -15,7 +18,7 @@ use super::reply::Head;
 use super::request::{Action, Checked, Completed, Job, carry_out, check, number};
 use super::shared::ServerShared;
 use super::socket::{ClientSocket, ConnectionError, DRAIN_TIMEOUT};
-use super::wire::{MAX_PAYLOAD, NbdError, Request, command};
+use super::wire::{MAX_PAYLOAD, NbdError, Request, command, flag};
 use crate::io_thread::IoThread;
 use rustix::io::Errno;
 use shadowbell_block::{BlockDevice, BlockError};
@@ -27,9 +30,12 @@ use std::time::Instant;
 /// Requests of one client that are in flight or not answered yet.
 const SLOTS: usize = 128;
 /// Bytes of their data; one request is always taken.
-const MAX_HELD: usize = 64 << 20;
-/// Memory for data that is kept from one request to the next, per slot.
+const MAX_HELD: usize = 8 << 20;
+/// A read is carried out in pieces of so many bytes.
+const PIECE: u32 = 2 << 20;
+/// Memory for data that is kept from one request to the next, per slot and in all.
 const KEEP: usize = 256 << 10;
+const KEEP_ALL: usize = 4 << 20;
 
 /// A write whose data are not all here.
 struct PartialWrite {
@@ -45,6 +51,28 @@ struct Pending {
     cookie: u64,
     checked: Option<Checked>,
     held: usize,
+    /// How much of a read is answered.
+    done: u32,
+    /// The answer must not be in pieces.
+    is_whole: bool,
+}
+
+impl Pending {
+    /// The piece of a read that comes next; or the whole of what is no read.
+    fn piece(&self) -> Option<Checked> {
+        let whole = self.checked?;
+        if whole.action != Action::Read {
+            return Some(whole);
+        }
+        let (offset, len) = (whole.offset + u64::from(self.done), whole.len - self.done);
+        Some(Checked { offset, len: len.min(PIECE), ..whole })
+    }
+
+    /// Whether more of a read follows the present piece.
+    fn has_more(&self) -> bool {
+        let read = self.checked.filter(|checked| checked.action == Action::Read);
+        read.is_some_and(|read| read.len - self.done > PIECE)
+    }
 }
 
 struct Connection<F> {
@@ -61,6 +89,12 @@ struct Connection<F> {
     answers: Answers,
     held: usize,
     spare: Vec<Vec<u8>>,
+    /// Bytes of these.
+    kept: usize,
+    /// A read that must be answered whole is under way, in pieces: nothing else is begun.
+    alone: bool,
+    /// The answer of such a read can not be finished: the disk has failed in its middle.
+    broken: bool,
     /// No more requests are taken: the client has disconnected in order, or the server ends.
     last: bool,
     /// The client sends no more.
@@ -92,6 +126,9 @@ pub(super) fn serve(
         answers: Answers::with_capacity(SLOTS),
         held: 0,
         spare: Vec::with_capacity(SLOTS),
+        kept: 0,
+        alone: false,
+        broken: false,
         last: false,
         hung_up: false,
     };
@@ -104,7 +141,10 @@ impl<F: Future<Output = Completed>> Connection<F> {
         loop {
             self.take_requests(&make)?;
             let busy = self.collect();
-            let freed = self.send()?;
+            let freed = self.send(&make)?;
+            if self.broken && self.answers.is_empty() {
+                return Err(ConnectionError::Broken);
+            }
             if self.shared.is_ending() && !self.last {
                 self.last = true;
             }
@@ -122,13 +162,13 @@ impl<F: Future<Output = Completed>> Connection<F> {
             if drain_deadline.is_some_and(|at| at <= Instant::now()) {
                 return Err(ConnectionError::Stuck);
             }
-            if self.stalled.is_some() && freed {
+            if self.stalled.is_some() && freed && !self.alone {
                 continue;
             }
             // A client with several requests in flight sends the next ones as the answers come in;
             // one that waits for each has not had the time to.
             let perhaps = self.socket.readable || freed && in_flight > 0;
-            let takes = !self.last && !self.hung_up && self.stalled.is_none();
+            let takes = !self.last && !self.hung_up && !self.alone && self.stalled.is_none();
             if perhaps && takes && self.receive()? {
                 continue;
             }
@@ -175,7 +215,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
         &mut self,
         make: &impl Fn(BlockDevice, Job) -> F,
     ) -> Result<(), ConnectionError> {
-        while !self.last {
+        while !self.last && !self.alone {
             if let Some(mut write) = self.arriving.take() {
                 let rest = self.socket.input.rest();
                 let len = write.request.len as usize;
@@ -220,9 +260,15 @@ impl<F: Future<Output = Completed>> Connection<F> {
                 )));
             }
             let needs = match request.command {
-                command::READ if request.len <= MAX_PAYLOAD => request.len as usize,
+                command::READ => request.len.min(PIECE) as usize,
                 _ => request.payload() as usize,
             };
+            let is_whole = !self.agreed.structured || request.flags & flag::DF != 0;
+            let is_long = request.command == command::READ && request.len > PIECE;
+            if is_whole && is_long && self.io.tasks().reserved() > 0 {
+                self.stalled = Some(request);
+                return Ok(());
+            }
             if self.held > 0 && self.held + needs > MAX_HELD {
                 self.stalled = Some(request);
                 return Ok(());
@@ -233,11 +279,13 @@ impl<F: Future<Output = Completed>> Connection<F> {
             };
             self.held += needs;
             let mut data = self.spare.pop().unwrap_or_default();
+            self.kept -= data.capacity();
             if data.len() < needs {
                 data.resize(needs, 0);
             }
             if let Some(pending) = self.pending.get_mut(slot) {
-                *pending = Pending { cookie: request.cookie, checked: None, held: needs };
+                let cookie = request.cookie;
+                *pending = Pending { cookie, checked: None, held: needs, done: 0, is_whole };
             }
             if request.payload() > 0 {
                 self.arriving = Some(PartialWrite { slot, request, data, got: 0 });
@@ -256,15 +304,16 @@ impl<F: Future<Output = Completed>> Connection<F> {
         make: &impl Fn(BlockDevice, Job) -> F,
     ) {
         match check(&request, self.disk.geometry(), self.agreed) {
-            Ok(request) => {
-                if let Some(pending) = self.pending.get_mut(slot) {
-                    pending.checked = Some(request);
-                }
+            Ok(checked) => {
+                let Some(pending) = self.pending.get_mut(slot) else { return };
+                pending.checked = Some(checked);
+                self.alone = pending.is_whole && pending.has_more();
+                let request = pending.piece().unwrap_or(checked);
                 self.io.tasks().start(slot, make(self.disk.clone(), Job { request, data }));
             }
             Err((error, text)) => {
                 let head = self.refusal(request.cookie, error, text);
-                self.answers.push(Answer { slot, head, data, len: 0 });
+                self.answers.push(Answer { slot, head, data, len: 0, more: false });
             }
         }
     }
@@ -279,29 +328,52 @@ impl<F: Future<Output = Completed>> Connection<F> {
 
     /// Submits what was begun with, and takes what has completed. Whether there was anything.
     fn collect(&mut self) -> bool {
-        let Self { io, pending, answers, agreed, shared, .. } = self;
+        let Self { io, pending, answers, agreed, shared, broken, .. } = self;
         io.run_once(|slot, Completed { outcome, data }| {
             let pending = pending.get(slot).copied().unwrap_or_default();
-            let (head, len) = answer(&pending, *agreed, &outcome);
             if let Err(error) = &outcome {
                 shared.failed(error);
             }
-            answers.push(Answer { slot, head, data, len });
+            let more = outcome.is_ok() && pending.has_more();
+            if pending.is_whole && pending.done > 0 {
+                // What was begun can only go on, or break off.
+                *broken |= outcome.is_err();
+                let len = pending.piece().filter(|_| outcome.is_ok()).map_or(0, |piece| piece.len);
+                answers.push(Answer { slot, head: Head::none(), data, len: len as usize, more });
+                return;
+            }
+            let (head, len) = answer(&pending, *agreed, &outcome);
+            answers.push(Answer { slot, head, data, len, more });
         })
     }
 
-    /// Sends answers, as many as the socket takes. Whether a slot has become free.
-    fn send(&mut self) -> Result<bool, ConnectionError> {
+    /// Sends answers, as many as the socket takes, and goes on with the reads of which a piece is
+    /// sent. Whether a slot has become free.
+    fn send(&mut self, make: &impl Fn(BlockDevice, Job) -> F) -> Result<bool, ConnectionError> {
         if self.socket.blocked {
             return Ok(false);
         }
-        let Self { socket, io, answers, pending, held, spare, .. } = self;
+        let Self { socket, io, answers, pending, held, spare, kept, alone, disk, .. } = self;
         let mut freed = false;
-        let sent = answers.send(&*socket, |answer| {
+        let sent = answers.send(&*socket, |answer, is_sent| {
+            if answer.more
+                && is_sent
+                && let Some(pending) = pending.get_mut(answer.slot)
+            {
+                pending.done += PIECE;
+                if let Some(request) = pending.piece() {
+                    let job = Job { request, data: answer.data };
+                    io.tasks().start(answer.slot, make(disk.clone(), job));
+                    return;
+                }
+            }
+            *alone = false;
             let pending = pending.get_mut(answer.slot).map(std::mem::take).unwrap_or_default();
             *held = held.saturating_sub(pending.held);
             io.tasks().release(answer.slot);
-            if answer.data.capacity() <= KEEP && answer.data.capacity() > 0 {
+            let room = answer.data.capacity();
+            if room > 0 && room <= KEEP && *kept + room <= KEEP_ALL {
+                *kept += room;
                 spare.push(answer.data);
             }
             freed = true;
@@ -316,22 +388,25 @@ impl<F: Future<Output = Completed>> Connection<F> {
     }
 }
 
-/// The answer to a request that was carried out, and how many bytes of its data go with it.
+/// The answer to a request that was carried out, or to the next piece of it, and how many bytes of
+/// its data go with it.
 fn answer(pending: &Pending, agreed: Agreed, outcome: &Result<(), BlockError>) -> (Head, usize) {
-    let Pending { cookie, checked, .. } = *pending;
-    let read = checked.filter(|checked| checked.action == Action::Read);
-    let len = read.map_or(0, |read| read.len);
+    let Pending { cookie, checked, is_whole, .. } = *pending;
+    let piece = pending.piece().filter(|piece| piece.action == Action::Read);
+    let len = piece.map_or(0, |piece| piece.len);
     match (outcome, agreed.structured) {
         (Err(error), true) => (Head::error(cookie, number(error), &error.to_string()), 0),
         (Err(error), false) => (Head::simple(cookie, Err(number(error))), 0),
         (Ok(()), false) => (Head::simple(cookie, Ok(())), len as usize),
-        (Ok(()), true) => match checked {
+        (Ok(()), true) => match (piece, checked) {
             // A chunk of data has some.
-            Some(Checked { action: Action::Read, offset, len, .. }) if len > 0 => {
-                (Head::data(cookie, offset, len), len as usize)
+            (Some(piece), Some(whole)) if piece.len > 0 => {
+                let is_last = is_whole || !pending.has_more();
+                let announced = if is_whole { whole.len } else { piece.len };
+                (Head::data(cookie, piece.offset, announced, is_last), len as usize)
             }
             // Which blocks are allocated is not known, so all of them count as such.
-            Some(Checked { action: Action::BlockStatus, len, .. }) => {
+            (_, Some(Checked { action: Action::BlockStatus, len, .. })) => {
                 (Head::extent(cookie, ALLOCATION_CONTEXT, len, 0), 0)
             }
             _ => (Head::done(cookie), 0),

@@ -58,10 +58,17 @@ impl Head {
         Self::chunk(cookie, chunk::FLAG_DONE, chunk::NONE, 0)
     }
 
-    /// A structured reply in one chunk, which `len` bytes of data follow.
+    /// No head: what follows belongs to the reply before.
     #[must_use]
-    pub fn data(cookie: u64, offset: u64, len: u32) -> Self {
-        Self::chunk(cookie, chunk::FLAG_DONE, chunk::OFFSET_DATA, len.saturating_add(8))
+    pub fn none() -> Self {
+        Self::new()
+    }
+
+    /// A chunk of a structured reply, the last one if `is_last`, which `len` bytes of data follow.
+    #[must_use]
+    pub fn data(cookie: u64, offset: u64, len: u32, is_last: bool) -> Self {
+        let flags = if is_last { chunk::FLAG_DONE } else { 0 };
+        Self::chunk(cookie, flags, chunk::OFFSET_DATA, len.saturating_add(8))
             .put(&offset.to_be_bytes())
     }
 
@@ -173,7 +180,7 @@ mod tests {
         let chunk =
             |kind, len| Incoming::Chunk(Chunk { flags: chunk::FLAG_DONE, kind, cookie: 9, len });
         assert_eq!(decode(&Head::done(9)), (chunk(chunk::NONE, 0), 20));
-        assert_eq!(decode(&Head::data(9, 3, 100)), (chunk(chunk::OFFSET_DATA, 108), 20));
+        assert_eq!(decode(&Head::data(9, 3, 100, true)), (chunk(chunk::OFFSET_DATA, 108), 20));
         assert_eq!(decode(&Head::extent(9, 1, 4096, 0)), (chunk(chunk::BLOCK_STATUS, 12), 20));
         let error = Head::error(9, NbdError::Inval, "what");
         assert_eq!(decode(&error), (chunk(chunk::ERROR, 10), 20));

@@ -33,6 +33,8 @@ pub(super) enum ConnectionError {
     TooMany,
     #[error("the client did not take its answers within {} s", DRAIN_TIMEOUT.as_secs())]
     Stuck,
+    #[error("the disk failed in the middle of an answer that the client had asked for whole")]
+    Broken,
     #[error("the system has no event descriptor left: {0}")]
     Event(std::io::Error),
 }

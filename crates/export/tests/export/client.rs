@@ -1,7 +1,7 @@
 //! An NBD client on the codec, as simple as it can be.
 
 use shadowbell_export::nbd::handshake::Handshake;
-use shadowbell_export::nbd::reply::Incoming;
+use shadowbell_export::nbd::reply::{Chunk, Incoming};
 use shadowbell_export::nbd::wire::{
     Reader, Request, answer, chunk, option, put_option, put_string,
 };
@@ -117,7 +117,9 @@ impl Client {
             }
             Incoming::Chunk(head) => {
                 let cookie = head.cookie;
-                assert_eq!(head.flags, chunk::FLAG_DONE, "this server sends one chunk");
+                if head.flags != chunk::FLAG_DONE {
+                    return self.piece(head);
+                }
                 let payload = self.bytes(head.len as usize);
                 let mut reader = Reader(&payload);
                 let mut reply = Reply { cookie, error: 0, data: Vec::new(), extents: Vec::new() };
@@ -142,6 +144,35 @@ impl Client {
                 }
                 Reply { ..reply }
             }
+        }
+    }
+
+    /// The rest of a read's answer, of which this is the first chunk: nothing else is under way.
+    fn piece(&mut self, mut head: Chunk) -> Reply {
+        let cookie = head.cookie;
+        let mut reply = Reply { cookie, error: 0, data: Vec::new(), extents: Vec::new() };
+        let first = u64::from_be_bytes(self.bytes(8).try_into().unwrap());
+        let mut at = first;
+        loop {
+            let len = head.len - 8;
+            assert_eq!(at, first + reply.data.len() as u64);
+            reply.data.extend(self.bytes(len as usize));
+            if head.flags & chunk::FLAG_DONE != 0 {
+                return reply;
+            }
+            let bytes = self.bytes(20);
+            let Some((Incoming::Chunk(next), _)) = Incoming::decode(&bytes).unwrap() else {
+                panic!("no chunk");
+            };
+            assert_eq!(next.cookie, cookie);
+            if next.kind == chunk::ERROR {
+                let payload = self.bytes(next.len as usize);
+                reply.error = u32::from_be_bytes(payload[..4].try_into().unwrap());
+                return reply;
+            }
+            assert_eq!(next.kind, chunk::OFFSET_DATA);
+            head = next;
+            at = u64::from_be_bytes(self.bytes(8).try_into().unwrap());
         }
     }
 

@@ -12,7 +12,7 @@ use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use shadowbell_backend::Disk;
 use shadowbell_controller::trace::TraceFile;
-use shadowbell_controller::{Carrier, Config, Controller, Pool};
+use shadowbell_controller::{CLAIMABLE, Carrier, Config, Controller, Pool};
 use shadowbell_frontend::vfio_user::{ClientEvent, ClientEventHandler, ControllerDevice};
 use shadowbell_vfio_user::server::{BindError, Limits, Listener, PortId, Reactor};
 use std::io;
@@ -194,7 +194,8 @@ impl Server {
 /// Has the workers record what they decide about doorbells.
 fn start_trace(pool: &Pool, path: &Path, records: u32) -> anyhow::Result<()> {
     let workers = u16::try_from(pool.len()).unwrap_or(u16::MAX);
-    let trace = TraceFile::create(path, workers, records).map_err(|error| {
+    let trace = TraceFile::create_with_spare(path, workers, CLAIMABLE as u16, records);
+    let trace = trace.map_err(|error| {
         let known =
             matches!(error.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::InvalidInput);
         let error = anyhow!(error).context(format!("--trace {}", path.display()));

@@ -49,7 +49,7 @@ struct PerIo {
 /// Counts at all depths, or at the recorded one alone.
 pub(crate) fn run(quick: bool, what: Recorded) -> Result<Vec<Table>> {
     machine::need("valgrind", "valgrind", true).map_err(anyhow::Error::msg)?;
-    let program = build()?;
+    let program = build("shadowbell", "step")?;
     let depths = if quick { vec![RECORDED_DEPTH] } else { DEPTHS.to_vec() };
     let mut table = Table {
         title: "Instructions per I/O, null disk, 4 KiB random read".into(),
@@ -97,14 +97,50 @@ pub(crate) fn run(quick: bool, what: Recorded) -> Result<Vec<Table>> {
     outcome.map(|()| vec![table])
 }
 
-/// Builds the program that takes turns. Valgrind does not know all the system calls that are made
+/// What a host can ask for many of, and how many are asked for first: then twice as many. Each change
+/// of a map copies a chunk of up to 512 of them, so only with more than that is the work even.
+const DOUBLED: [(&str, u32); 6] = [
+    ("reset", 500),
+    ("delete", 500),
+    ("abort", 500),
+    ("ranges", 50),
+    ("map", 4000),
+    ("unmap", 4000),
+];
+/// How much more work twice as much may be.
+const DOUBLE: f64 = 2.3;
+
+/// Checks that what takes a number of a host's choice takes work in proportion to it, and no more:
+/// to cancel and to end what is in flight, to find one of it, to complete ranges, to map and to
+/// unmap (`crates/controller/examples/doubling.rs`).
+pub(crate) fn check_doubling() -> Result<()> {
+    machine::need("valgrind", "valgrind", true).map_err(anyhow::Error::msg)?;
+    let program = build("shadowbell-controller", "doubling")?;
+    let mut wrong = Vec::new();
+    for (operation, count) in DOUBLED {
+        let work = |count: u32| {
+            let arguments = [operation.to_owned(), count.to_string()];
+            callgrind(&program, "*measured*", &arguments).map(|(_, instructions)| instructions)
+        };
+        let (once, twice) = (work(count)?, work(2 * count)?);
+        let grows =
+            format!("{operation}: {once:.0} instructions for {count}, {twice:.0} for twice that");
+        eprintln!("{grows}");
+        if twice > once * DOUBLE {
+            wrong.push(grows);
+        }
+    }
+    if wrong.is_empty() { Ok(()) } else { bail!("more than in proportion: {}", wrong.join("; ")) }
+}
+
+/// Builds a program that takes turns. Valgrind does not know all the system calls that are made
 /// without the C library, so it is built on that.
-fn build() -> Result<PathBuf> {
-    eprintln!("building the stepping example ...");
+fn build(package: &str, example: &str) -> Result<PathBuf> {
+    eprintln!("building the example {example} ...");
     let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
     let output = cargo()
         .env("RUSTFLAGS", format!("{flags} --cfg=rustix_use_libc"))
-        .args(["build", "--release", "--package", "shadowbell", "--example", "step"])
+        .args(["build", "--release", "--package", package, "--example", example])
         .arg("--message-format=json-render-diagnostics")
         // Other flags make other objects: sharing a directory would rebuild everything every time.
         .arg("--target-dir")
@@ -113,9 +149,9 @@ fn build() -> Result<PathBuf> {
         .output()
         .context("cargo build")?;
     if !output.status.success() {
-        bail!("the stepping example does not build");
+        bail!("the example {example} does not build");
     }
-    workspace::executable(&String::from_utf8_lossy(&output.stdout), "step")
+    workspace::executable(&String::from_utf8_lossy(&output.stdout), example)
         .context("cargo build named no program")
 }
 
@@ -125,7 +161,11 @@ fn count(program: &Path, pattern: &str, depth: u32) -> Result<f64> {
     let rounds = [(1 << 14) / depth.max(1), (3 << 14) / depth.max(1)];
     let mut found = Vec::new();
     for rounds in rounds {
-        found.push(callgrind(program, pattern, rounds, depth)?);
+        let (text, instructions) =
+            callgrind(program, pattern, &[rounds.to_string(), depth.to_string()])?;
+        let ios = completed(&text);
+        let ios = ios.with_context(|| format!("the stepping example printed `{text}`"))?;
+        found.push((ios, instructions));
     }
     match found.as_slice() {
         [(few, a), (many, b)] if many > few => Ok((b - a) / (many - few)),
@@ -133,24 +173,22 @@ fn count(program: &Path, pattern: &str, depth: u32) -> Result<f64> {
     }
 }
 
-/// One run: I/Os, and instructions in those functions.
-fn callgrind(program: &Path, pattern: &str, rounds: u32, depth: u32) -> Result<(f64, f64)> {
+/// One run: what it printed, and instructions in those functions.
+fn callgrind(program: &Path, pattern: &str, arguments: &[String]) -> Result<(String, f64)> {
     let directory = tempfile::tempdir()?;
     let out = directory.path().join("callgrind.out");
     let mut command = child(Path::new("valgrind"));
     command.args(["--tool=callgrind", "--quiet", "--collect-atstart=no"]);
     command.arg(format!("--toggle-collect={pattern}"));
     command.arg(format!("--callgrind-out-file={}", out.display()));
-    command.arg(program).args([rounds.to_string(), depth.to_string()]);
+    command.arg(program).args(arguments);
     let text = output("valgrind", command, Duration::from_secs(300))?;
-    let ios = completed(&text);
-    let ios = ios.with_context(|| format!("the stepping example printed `{text}`"))?;
     let profile = std::fs::read_to_string(&out).context("callgrind's output")?;
     let instructions = total(&profile).context("callgrind's output has no totals")?;
     if instructions == 0.0 {
-        bail!("no function of the stepping example is called {pattern}");
+        bail!("no function of the program is called {pattern}");
     }
-    Ok((ios, instructions))
+    Ok((text, instructions))
 }
 
 /// I/Os that have completed, among the counters of the driver's queue pair. Deep queues take more

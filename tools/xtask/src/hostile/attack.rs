@@ -58,6 +58,8 @@ pub(crate) enum Kind {
     Honest,
     /// All bounds. The victim and the attackers are peers of one `shadowbell export`.
     Export,
+    /// Nothing is done to the server: what the machine alone does to a victim.
+    Control,
 }
 
 /// When an attack is over, for those who take part in it.

@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use super::attack::{Attack, Clock, Field, Kind};
 use super::server::{LogReader, Server};
 use super::victim::{Seen, Victim, give_way, hurry};
-use super::watch::{Usage, usage};
+use super::watch::{Serving, Usage, usage};
 
 /// How long anybody waits for a server that was sent SIGTERM.
 const END: Duration = Duration::from_secs(15);
@@ -55,15 +55,16 @@ pub(crate) struct Outcome {
 pub(crate) fn round(binary: &Path, attack: &Attack, times: Times) -> Result<Outcome> {
     let (mut server, mut victim) = begin(binary, attack)?;
     let mut outcome = Outcome { hostile: Some(attack.kind), ..Outcome::default() };
+    let served_by = Serving::of(server.id())?;
     // Once without counting: caches, and how long this worker polls.
-    observe(&mut victim, Duration::from_millis(50))?;
-    outcome.alone = observe(&mut victim, times.alone).context("the victim alone")?;
+    observe(&mut victim, Duration::from_millis(50), &served_by)?;
+    outcome.alone = observe(&mut victim, times.alone, &served_by).context("the victim alone")?;
 
     let before = usage(server.id())?;
     let logged = server.logged();
     let began = Instant::now();
     let mut field = field(&server, attack, Clock::start(times.attacked));
-    let (seen, ran, peak) = under_attack(&server, &mut victim, attack, &mut field);
+    let (seen, ran, peak) = under_attack(&server, (&mut victim, &served_by), attack, &mut field);
     let after = usage(server.id()).unwrap_or_default();
     outcome.waited = after.waited.saturating_sub(before.waited);
     outcome.memory = peak.memory.saturating_sub(before.memory);
@@ -119,11 +120,11 @@ fn field(server: &Server, attack: &Attack, clock: Clock) -> Field {
 }
 
 /// Watches for so long, on a thread that nothing else of the machine holds up.
-fn observe(victim: &mut Victim, time: Duration) -> Result<Seen> {
+fn observe(victim: &mut Victim, time: Duration, served_by: &Serving) -> Result<Seen> {
     scope(|threads| {
         let watcher = threads.spawn(|| {
             hurry();
-            victim.watch(&Clock::start(time))
+            victim.watch(&Clock::start(time), served_by)
         });
         watcher.join().unwrap_or_else(|_| anyhow::bail!("it panicked"))
     })
@@ -132,7 +133,7 @@ fn observe(victim: &mut Victim, time: Duration) -> Result<Seen> {
 /// Both at once. The most memory that the server had meanwhile comes third.
 fn under_attack(
     server: &Server,
-    victim: &mut Victim,
+    (victim, served_by): (&mut Victim, &Serving),
     attack: &Attack,
     field: &mut Field,
 ) -> (Result<Seen>, Result<()>, Usage) {
@@ -156,7 +157,7 @@ fn under_attack(
         });
         let seen = threads.spawn(move || {
             hurry();
-            victim.watch(&clock)
+            victim.watch(&clock, served_by)
         });
         let panicked = || anyhow::anyhow!("it panicked");
         let seen = seen.join().unwrap_or_else(|_| Err(panicked()));

@@ -12,6 +12,9 @@ use rustix::process::Signal;
 use shadowbell_guest::process::{Process, describe};
 use tempfile::TempDir;
 
+/// The priority of the server's threads: before whatever else the machine does, but for the victim.
+pub(crate) const SERVER_PRIORITY: i32 = -18;
+
 /// Who reads what the server logs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LogReader {
@@ -87,7 +90,8 @@ impl Server {
         reader: LogReader,
     ) -> Result<Self> {
         let mut command = Command::new("nice");
-        command.args(["-n", "-18", "setpriv", "--pdeathsig", "KILL"]).arg(binary).args(arguments);
+        let nice = SERVER_PRIORITY.to_string();
+        command.args(["-n", &nice, "setpriv", "--pdeathsig", "KILL"]).arg(binary).args(arguments);
         command.env_remove("RUST_LOG").stdin(Stdio::null()).stdout(Stdio::null());
         let mut unread = None;
         match reader {

@@ -9,6 +9,7 @@ use rustix::process::setpriority_process;
 use shadowbell_spec::Sqe;
 
 use super::attack::Clock;
+use super::watch::{Serving, Threads};
 use crate::peer::guest::Guest;
 use crate::peer::nbd::NbdClient;
 use crate::peer::queue::BAR0;
@@ -37,8 +38,13 @@ pub(crate) struct Seen {
     pub(crate) p50: Duration,
     pub(crate) p99: Duration,
     pub(crate) longest: Duration,
-    /// The longest read of a register, which the reactor answers.
+    /// The same without the time for which those who serve the read, and the victim itself, were
+    /// ready to run and had no processor.
+    pub(crate) served_p99: Duration,
+    pub(crate) served_longest: Duration,
+    /// The longest read of a register, which the reactor answers; and without waits for a processor.
     pub(crate) register: Duration,
+    pub(crate) served_register: Duration,
     /// A read that did not come back.
     pub(crate) lost: bool,
 }
@@ -91,13 +97,17 @@ impl Victim {
         Ok(Self::Nbd(client))
     }
 
-    /// Reads until it is over.
-    pub(crate) fn watch(&mut self, clock: &Clock) -> Result<Seen> {
+    /// Reads until it is over, but at least once. What the threads of the server wait for a processor
+    /// is told apart.
+    pub(crate) fn watch(&mut self, clock: &Clock, server: &Serving) -> Result<Seen> {
+        let own = Threads::calling()?;
         let mut times = Vec::new();
+        let mut served = Vec::new();
         let mut seen = Seen::default();
         let mut due = Instant::now();
-        while !clock.is_over() {
+        while times.is_empty() || !clock.is_over() {
             let block = (times.len() as u64 * BLOCKS) % USED_BLOCKS;
+            let waited = own.waited() + server.io.waited();
             let read = match self {
                 Self::Guest(guest, buffer) => read(guest, *buffer, block)?,
                 Self::Nbd(client) => Some(read_nbd(client, block)?),
@@ -105,28 +115,40 @@ impl Victim {
             let Some(time) = read else {
                 seen.lost = true;
                 times.push(LOST);
+                served.push(LOST);
                 break;
             };
             times.push(time);
+            let waited = (own.waited() + server.io.waited()).saturating_sub(waited);
+            served.push(time.saturating_sub(waited));
             if let Self::Guest(guest, _) = self
                 && (times.len() as u64).is_multiple_of(REGISTER_EVERY)
             {
+                let waited = own.waited() + server.registers.waited();
                 let began = Instant::now();
                 guest.link.read(BAR0, regs::CSTS, 4)?;
-                seen.register = seen.register.max(began.elapsed());
+                let took = began.elapsed();
+                let waited = (own.waited() + server.registers.waited()).saturating_sub(waited);
+                seen.register = seen.register.max(took);
+                seen.served_register = seen.served_register.max(took.saturating_sub(waited));
             }
             due = (due + Duration::from_secs(1) / PER_SECOND).max(Instant::now());
             sleep(due.saturating_duration_since(Instant::now()));
         }
-        times.sort_unstable();
-        let at = |share: f64| {
-            let index = (times.len() as f64 * share) as usize;
-            times.get(index.min(times.len().saturating_sub(1))).copied().unwrap_or_default()
-        };
-        (seen.reads, seen.p50, seen.p99) = (times.len(), at(0.5), at(0.99));
-        seen.longest = at(1.0);
+        seen.reads = times.len();
+        for times in [&mut times, &mut served] {
+            times.sort_unstable();
+        }
+        (seen.p50, seen.p99, seen.longest) = (at(&times, 0.5), at(&times, 0.99), at(&times, 1.0));
+        (seen.served_p99, seen.served_longest) = (at(&served, 0.99), at(&served, 1.0));
         Ok(seen)
     }
+}
+
+/// How long so many of the times are not longer than.
+fn at(times: &[Duration], share: f64) -> Duration {
+    let index = (times.len() as f64 * share) as usize;
+    times.get(index.min(times.len().saturating_sub(1))).copied().unwrap_or_default()
 }
 
 /// What a block of the victim's disk holds.

@@ -11,6 +11,7 @@ use shadowbell_spec::sgl::SglDescriptor;
 use zerocopy::IntoBytes;
 
 use crate::hostile::attack::{Attack, Field, Kind, MEMORY};
+use crate::hostile::server::SERVER_PRIORITY;
 use crate::peer::guest::{BASE, Guest};
 
 /// A disk of the attacker's with nothing behind it, in memory, and in a file.
@@ -28,6 +29,10 @@ pub(crate) const ATTACKS: &[Attack] = &[
         kind: Kind::Honest,
         ..Attack::new("honest", "3 neighbours, 32 reads of 4 KiB in flight each", HONEST, honest)
             .short()
+    },
+    Attack {
+        kind: Kind::Control,
+        ..Attack::new("burn", "no attack: two threads compute, at the server's priority", MEM, burn)
     },
     Attack::new(
         "dsm-reset",
@@ -73,6 +78,22 @@ fn honest(field: &mut Field) -> Result<()> {
     }
     // The buffer is at the same place in all of them.
     field.fill_many(guests, 32, |n| Sqe::read(1, n * 8 % 16384, 7, 0).with_prps(page, 0))
+}
+
+/// What a machine of two processors does to a victim while two threads have something to do.
+fn burn(field: &mut Field) -> Result<()> {
+    let field = &*field;
+    let compute = || {
+        let _ = rustix::process::setpriority_process(None, SERVER_PRIORITY);
+        while !field.is_over() {
+            std::hint::spin_loop();
+        }
+    };
+    std::thread::scope(|threads| {
+        threads.spawn(compute);
+        compute();
+    });
+    Ok(())
 }
 
 fn dsm(guest: &mut Guest) -> Result<impl Fn(u64) -> Sqe + use<>> {

@@ -28,7 +28,9 @@ const fn export(
 
 pub(crate) const ATTACKS: &[Attack] = &[
     export("nbd-silent", "500 NBD clients that say nothing", nbd_silent),
-    export("nbd-unread", "NBD clients that ask for 16 MiB reads and read no reply", nbd_unread),
+    // A bound of memory: whether that is kept does not depend on what else the machine does.
+    export("nbd-unread", "NBD clients that ask for 16 MiB reads and read no reply", nbd_unread)
+        .short(),
     export("nbd-reads", "8 NBD clients with 16 MiB reads without end", nbd_reads),
     export("nbd-options", "NBD options without end", nbd_options),
     export("nbd-flushes", "NBD flushes without end", nbd_flushes),
