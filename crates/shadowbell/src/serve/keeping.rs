@@ -93,7 +93,7 @@ impl Keeping {
             }
             let key = transfer::controller(index);
             let recorder = Record { store: self.store.clone(), key };
-            RecordController::record_with(&served.controller, Arc::new(recorder))?;
+            served.controller.record_with(Arc::new(recorder))?;
         }
         for (index, port) in ports.iter().enumerate() {
             let key = transfer::port(index);
