@@ -3,9 +3,11 @@
 use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
 use crate::request::{DiskError, Op, Request, Submitted};
+use crate::resize::ResizeError;
 use shadowbell_memory::{DmaTable, Segments};
 use shadowbell_state::Descriptors;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::{fmt, io};
 
 /// Something that keeps blocks. Shared by all threads.
@@ -56,6 +58,17 @@ pub trait Disk: Send + Sync + fmt::Debug {
     fn hand_over(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
         let _ = fds;
         Err(HandOverError::Impossible { disk: self.name() })
+    }
+
+    /// The same disk in another size: of `bytes`, or of as many as its storage has by now. Both
+    /// are on the same bytes, and have one lock; this one stays as it is. The default can not be
+    /// resized.
+    ///
+    /// # Errors
+    /// [`ResizeError`].
+    fn resized(&self, bytes: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
+        let _ = bytes;
+        Err(ResizeError::Impossible { disk: self.name() })
     }
 
     /// What [`recover`](crate::recover) needs in another process to go on with the disk after this

@@ -35,6 +35,13 @@ impl DiskInfo {
         }
     }
 
+    /// As this, with so many bytes, if a disk can have them.
+    pub(crate) fn with_bytes(&self, bytes: u64) -> Option<Self> {
+        let block_size = u64::from(self.block_size);
+        let fits = bytes != 0 && bytes.is_multiple_of(block_size);
+        fits.then(|| Self { blocks: bytes / block_size, ..self.clone() })
+    }
+
     /// The capacity in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {

@@ -23,6 +23,7 @@ mod info;
 mod mem;
 mod null;
 mod request;
+mod resize;
 mod size;
 #[allow(unsafe_code)]
 mod sys;
@@ -42,6 +43,7 @@ pub use info::DiskInfo;
 pub use mem::MemDisk;
 pub use null::NullDisk;
 pub use request::{DiskError, Op, Request, Submitted};
+pub use resize::ResizeError;
 pub use size::parse_size;
 #[cfg(feature = "scripted")]
 #[doc(hidden)]

@@ -7,6 +7,7 @@ use crate::error::OpenError;
 use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
 use crate::request::{DiskError, Op, Request, Submitted};
+use crate::resize::ResizeError;
 use crate::size::format_size;
 use serde::{Deserialize, Serialize};
 use shadowbell_memory::{Mapping, Protection, Segments, SharedBytes};
@@ -144,6 +145,32 @@ impl Disk for MemDisk {
         let memory = fds.add(fd.try_clone_to_owned().map_err(system)?);
         let saved = SavedMem { memory, len: mapping.len() as u64, info: self.info.clone() };
         serde_json::to_value(saved).map_err(|error| system(error.into()))
+    }
+
+    fn resized(&self, bytes: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
+        let disk = || self.name();
+        let bytes = bytes.unwrap_or(self.info.bytes());
+        let block_size = self.info.block_size;
+        let size = || ResizeError::Size { disk: disk(), bytes, block_size };
+        let info = self.info.with_bytes(bytes).ok_or_else(size)?;
+        let mapping = self.bytes.mapping();
+        if bytes <= mapping.len() as u64 {
+            return Ok(Arc::new(Self::of(Arc::clone(mapping), info)));
+        }
+        let fd = mapping.fd().ok_or_else(|| ResizeError::Private { disk: disk() })?;
+        let system = |source| ResizeError::System { disk: disk(), source };
+        // The same file, mapped once more: both see the same bytes. What a smaller size has left
+        // out is there yet.
+        let there = rustix::fs::fstat(fd).map_err(|error| system(error.into()))?.st_size as u64;
+        let page = rustix::param::page_size() as u64;
+        let len = bytes.checked_next_multiple_of(page).ok_or_else(size)?;
+        if there < len {
+            rustix::fs::ftruncate(fd, len).map_err(|error| system(error.into()))?;
+        }
+        let own = fd.try_clone_to_owned().map_err(system)?;
+        let mapping = Mapping::from_own_fd(own, 0, len, Protection::ReadWrite);
+        let mapping = mapping.map_err(|error| system(io::Error::other(error)))?;
+        Ok(Arc::new(Self::of(mapping, info)))
     }
 
     fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
@@ -316,6 +343,38 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn another_size_is_on_the_same_bytes() {
+        let disk = MemDisk::lasting(9, 512).unwrap();
+        disk.bytes().fill(0, 9 * 512, 7).unwrap();
+        let memory = Mapping::anonymous(4096).unwrap().bytes();
+        let read = |disk: &dyn Disk, block: u64| {
+            let request = Request { op: Op::Read, offset: block * 512, len: 512 };
+            let data = &mut Segments::from_bytes(&memory);
+            let Submitted::Done(outcome) = disk.queue().unwrap().submit(1, &request, data) else {
+                panic!("memory answers at once");
+            };
+            outcome.map(|()| memory.read::<u8>(511).unwrap())
+        };
+        let large = disk.resized(Some(100 * 512)).unwrap();
+        assert_eq!(large.info(), DiskInfo { blocks: 100, ..disk.info() });
+        assert_eq!(read(&*large, 8), Ok(7));
+        assert_eq!(read(&*large, 9), Ok(0), "new blocks are zeroes");
+        assert_eq!(read(&*large, 99), Ok(0));
+        assert_eq!(read(&disk, 9), Err(DiskError::OutOfRange), "this one stays as it is");
+        disk.bytes().fill(0, 512, 8).unwrap();
+        assert_eq!(read(&*large, 0), Ok(8));
+        let small = large.resized(Some(512)).unwrap();
+        assert_eq!((read(&*small, 0), read(&*small, 1)), (Ok(8), Err(DiskError::OutOfRange)));
+        let again = small.resized(Some(200 * 512)).unwrap();
+        assert_eq!((read(&*again, 8), read(&*again, 199)), (Ok(7), Ok(0)));
+
+        let private = MemDisk::new(8, 512).unwrap();
+        assert_eq!(private.resized(Some(512)).unwrap().info().blocks, 1);
+        assert!(matches!(private.resized(Some(1 << 20)), Err(ResizeError::Private { .. })));
+        assert!(matches!(private.resized(Some(100)), Err(ResizeError::Size { .. })));
     }
 
     #[test]

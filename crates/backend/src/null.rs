@@ -5,10 +5,12 @@ use crate::disk::{Disk, Queue};
 use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
 use crate::request::{DiskError, Op, Request, Submitted};
+use crate::resize::ResizeError;
 use crate::size::format_size;
 use shadowbell_memory::Segments;
 use shadowbell_state::Descriptors;
 use std::io;
+use std::sync::Arc;
 
 /// A disk of any size that keeps nothing and answers at once: what is measured on it is
 /// everything but the disk.
@@ -70,6 +72,16 @@ impl Disk for NullDisk {
 
     fn hand_over(&self, _: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
         Ok(serde_json::Value::Null)
+    }
+
+    fn resized(&self, bytes: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
+        let bytes = bytes.unwrap_or(self.info.bytes());
+        let info = self.info.with_bytes(bytes).ok_or_else(|| ResizeError::Size {
+            disk: self.name(),
+            bytes,
+            block_size: self.info.block_size,
+        })?;
+        Ok(Arc::new(Self { info, read_zeroes: self.read_zeroes }))
     }
 
     fn keep(&self, _: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
@@ -149,6 +161,17 @@ mod tests {
         assert_eq!(run(&disk, Op::Compare, &mut data), Ok(()));
         bytes.write(4095, &1u8).unwrap();
         assert_eq!(run(&disk, Op::Compare, &mut data), Err(DiskError::CompareFailed));
+    }
+
+    #[test]
+    fn another_size_is_another_disk() {
+        let disk = NullDisk::new(2, 4096).with_read_zeroes(true).with_read_only(true);
+        let info = disk.resized(Some(12_288)).unwrap().info();
+        assert_eq!((info.blocks, info.block_size, info.read_only), (3, 4096, true));
+        assert_eq!(disk.resized(None).unwrap().info(), disk.info());
+        for bytes in [0, 512, 4097] {
+            assert!(matches!(disk.resized(Some(bytes)), Err(ResizeError::Size { .. })), "{bytes}");
+        }
     }
 
     #[test]

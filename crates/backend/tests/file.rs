@@ -5,7 +5,7 @@ mod common;
 use common::{Host, Undo, as_root, directory, image, open, run_one};
 use shadowbell_backend::{
     self as disk, Direct, DiskError, FileDisk, FileOptions, ImageFormat, Op, OpenError, Request,
-    Submitted,
+    ResizeError, Submitted,
 };
 use shadowbell_memory::{Mapping, Protection, Segments};
 use std::fs::{File, OpenOptions, Permissions};
@@ -34,6 +34,31 @@ fn says(error: &OpenError, path: &Path, words: &[&str]) {
         assert!(text.contains(word), "`{word}` is missing in: {text}");
     }
     assert!(!text.contains('\n'), "{text}");
+}
+
+#[test]
+fn a_file_that_grew_is_a_larger_disk_under_the_same_lock() {
+    let directory = directory();
+    let path = image(directory.path(), MIB);
+    let small = open(&path, "");
+    let file = OpenOptions::new().write(true).open(&path).unwrap();
+    let wanted = Some(2 * MIB);
+    assert!(matches!(small.resized(wanted), Err(ResizeError::Short { there: MIB, .. })));
+    file.set_len(2 * MIB + 512).unwrap();
+    file.write_all_at(&[7; 512], 2 * MIB).unwrap();
+    let large = small.resized(None).unwrap();
+    assert_eq!(large.info().bytes(), 2 * MIB + 512);
+    assert_eq!(small.info().bytes(), MIB, "it stays as it is");
+    assert_eq!(small.resized(Some(MIB / 2)).unwrap().info().bytes(), MIB / 2);
+    assert!(matches!(small.resized(Some(MIB + 1)), Err(ResizeError::Size { .. })));
+    drop(small);
+    let host = Host::new(4096);
+    let data = host.buffer(&[(0, 512)], true);
+    run_one(&mut *large.queue().unwrap(), Op::Read, 2 * MIB, 512, data).unwrap();
+    assert_eq!(host.content()[..512], [7; 512]);
+    assert!(matches!(refused(&path, ""), OpenError::Busy { .. }), "it is locked yet");
+    drop(large);
+    open(&path, "");
 }
 
 #[test]

@@ -26,7 +26,7 @@ pub struct NamespaceConfig {
     pub uuid: [u8; 16],
 }
 
-/// A controller as its owner wants it. Namespace `n` (from 0) gets NSID n + 1.
+/// A controller as its owner wants it.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// Serial number: printable ASCII, at most 20 characters. It is part of the name of the NVM
@@ -36,6 +36,10 @@ pub struct Config {
     pub model: String,
     /// Its namespaces, at least one.
     pub namespaces: Vec<NamespaceConfig>,
+    /// The NSID of each of them, in ascending order, 1 to 256. Without any, they are 1, 2, 3 and so
+    /// on. A host knows a namespace by its NSID, so one that stays when another is removed has to
+    /// keep it.
+    pub nsids: Vec<u32>,
     /// I/O queue pairs that a host may have, 1 to 64.
     pub io_queues: u16,
     /// Entries of the largest queue, 2 to 4096 (CAP.MQES + 1).
@@ -54,6 +58,7 @@ impl Default for Config {
             serial: "SHADOWBELL0".into(),
             model: "Shadowbell NVMe Controller".into(),
             namespaces: Vec::new(),
+            nsids: Vec::new(),
             io_queues: 64,
             max_queue_entries: 4096,
             mdts: 8,
@@ -95,6 +100,11 @@ pub enum ConfigError {
     /// There is no namespace, or there are too many.
     #[error("{0} namespaces: a controller has 1 to {MAX_NAMESPACES}")]
     Namespaces(usize),
+    /// The NSIDs are none that the namespaces can have.
+    #[error(
+        "the NSIDs {0:?}: each of the namespaces has one, 1 to {MAX_NAMESPACES}, in ascending order"
+    )]
+    Nsids(Vec<u32>),
     /// A disk without a block.
     #[error("namespace {nsid}: the disk {disk} is empty")]
     EmptyDisk {
@@ -142,6 +152,11 @@ impl Config {
     /// # Errors
     /// [`ConfigError`], for the first thing that is wrong.
     pub fn validate(&self) -> Result<(), ConfigError> {
+        self.validate_from(1)
+    }
+
+    /// As above, with so many namespaces at least: a controller can have lost its last one.
+    pub(crate) fn validate_from(&self, namespaces: usize) -> Result<(), ConfigError> {
         text("serial number", &self.serial, 20)?;
         text("model number", &self.model, 40)?;
         if !(1..=64).contains(&self.io_queues) {
@@ -153,23 +168,41 @@ impl Config {
         if !MDTS_RANGE.contains(&self.mdts) {
             return Err(ConfigError::Mdts(self.mdts));
         }
-        if !(1..=MAX_NAMESPACES).contains(&self.namespaces.len()) {
+        if !(namespaces..=MAX_NAMESPACES).contains(&self.namespaces.len()) {
             return Err(ConfigError::Namespaces(self.namespaces.len()));
         }
-        for (nsid, namespace) in (1..).zip(&self.namespaces) {
+        if !self.has_possible_nsids() {
+            return Err(ConfigError::Nsids(self.nsids.clone()));
+        }
+        for (nsid, namespace) in self.numbered() {
             namespace.validate(nsid)?;
-            let same = |other: &NamespaceConfig| other.uuid == namespace.uuid;
-            let before = self.namespaces.iter().position(same).map_or(nsid, |n| n as u32 + 1);
-            if before < nsid {
-                return Err(ConfigError::SameUuid { first: before, second: nsid });
+            let mut others = self.numbered().filter(|(_, other)| other.uuid == namespace.uuid);
+            if let Some((first, _)) = others.find(|(other, _)| *other < nsid) {
+                return Err(ConfigError::SameUuid { first, second: nsid });
             }
         }
         Ok(())
     }
+
+    fn has_possible_nsids(&self) -> bool {
+        let nsids = &self.nsids;
+        let is_possible = |nsid: &u32| (1..=MAX_NAMESPACES as u32).contains(nsid);
+        nsids.is_empty()
+            || nsids.len() == self.namespaces.len()
+                && nsids.iter().all(is_possible)
+                && nsids.is_sorted_by(|a, b| a < b)
+    }
+
+    /// The namespaces with their NSIDs.
+    pub(crate) fn numbered(&self) -> impl Iterator<Item = (u32, &NamespaceConfig)> {
+        let counted = self.nsids.is_empty().then_some(1..).into_iter().flatten();
+        self.nsids.iter().copied().chain(counted).zip(&self.namespaces)
+    }
 }
 
 impl NamespaceConfig {
-    fn validate(&self, nsid: u32) -> Result<(), ConfigError> {
+    /// Whether it can be namespace `nsid`.
+    pub(crate) fn validate(&self, nsid: u32) -> Result<(), ConfigError> {
         let info = self.disk.info();
         let disk = || self.disk.name();
         if !matches!(info.block_size, 512 | 4096) {
@@ -269,6 +302,10 @@ mod tests {
         refused(Config { mdts: 13, ..config(1) }, &["MDTS 13"]);
         refused(config(0), &["0 namespaces", "256"]);
         refused(config(MAX_NAMESPACES + 1), &["257 namespaces"]);
+        Config { nsids: vec![2, 256], ..config(2) }.validate().unwrap();
+        for nsids in [vec![1], vec![1, 1], vec![2, 1], vec![0, 1], vec![1, 257], vec![1, 2, 3]] {
+            refused(Config { nsids, ..config(2) }, &["the NSIDs", "ascending"]);
+        }
     }
 
     #[test]
@@ -292,6 +329,9 @@ mod tests {
         let mut nil = config(2);
         nil.namespaces[1].uuid = [0; 16];
         assert_eq!(refused(nil), ConfigError::NilUuid(2));
+        let mut two = Config { nsids: vec![4, 5, 9], ..config(3) };
+        two.namespaces[2].uuid = two.namespaces[0].uuid;
+        assert_eq!(refused(two), ConfigError::SameUuid { first: 4, second: 9 });
     }
 
     #[test]

@@ -1,22 +1,31 @@
-//! What the control plane of a controller works with and does not change.
+//! What the control plane of a controller works with, and does not change but for its namespaces.
 
 use crate::config::Config;
 use crate::event::Listener;
 use crate::latch::Latch;
-use crate::namespace::Namespace;
+use crate::namespace::{Namespace, Namespaces};
 use crate::notice::{ControlHandle, Notice};
 use crate::route::Route;
-use crate::saved::{SavedNamespace, SavedShape};
+use crate::saved::{SavedNamespace, SavedPromises, SavedShape};
 use crate::shared::ControllerShared;
 use crate::trace::Kind;
 use crate::worker::Pool;
 use crate::worker::message::Message;
+use parking_lot::Mutex;
 use std::sync::Arc;
 
-/// What the control plane of a controller works with and does not change.
+/// The namespaces as workers serve them, and as the host is told of them: while one is changed, one
+/// of the two is ahead.
+struct Views {
+    serving: Arc<Namespaces>,
+    identified: Arc<Namespaces>,
+}
+
+/// What the control plane of a controller works with, and does not change but for its namespaces.
 pub(crate) struct Context {
+    /// Without its namespaces.
     pub(crate) config: Config,
-    pub(crate) namespaces: Arc<Vec<Namespace>>,
+    namespaces: Mutex<Views>,
     pub(crate) shared: Arc<ControllerShared>,
     pub(crate) pool: Pool,
     /// Which worker serves what was placed at another.
@@ -27,6 +36,49 @@ pub(crate) struct Context {
 }
 
 impl Context {
+    /// For a controller of this configuration, which begins with these namespaces.
+    pub(crate) fn new(
+        config: Config,
+        namespaces: Namespaces,
+        shared: Arc<ControllerShared>,
+        pool: Pool,
+        control: ControlHandle,
+        listener: Option<Listener>,
+    ) -> Self {
+        let serving = Arc::new(namespaces);
+        let identified = Arc::clone(&serving);
+        Self {
+            // A disk that is removed is let go of.
+            config: Config { namespaces: Vec::new(), nsids: Vec::new(), ..config },
+            namespaces: Mutex::new(Views { serving, identified }),
+            shared,
+            pool,
+            route: Route::default(),
+            control,
+            listener,
+        }
+    }
+
+    /// The namespaces as workers serve them.
+    pub(crate) fn serving(&self) -> Arc<Namespaces> {
+        Arc::clone(&self.namespaces.lock().serving)
+    }
+
+    /// The namespaces as the host is told of them.
+    pub(crate) fn identified(&self) -> Arc<Namespaces> {
+        Arc::clone(&self.namespaces.lock().identified)
+    }
+
+    /// Whoever serves the controller from here on serves these.
+    pub(crate) fn serve(&self, namespaces: Arc<Namespaces>) {
+        self.namespaces.lock().serving = namespaces;
+    }
+
+    /// The host is told of these.
+    pub(crate) fn identify(&self, namespaces: Arc<Namespaces>) {
+        self.namespaces.lock().identified = namespaces;
+    }
+
     /// A latch that gives `notice` when the last worker has let go of it.
     pub(crate) fn latch(&self, notice: Notice) -> Latch {
         Latch::new(self.control.clone(), notice)
@@ -51,19 +103,21 @@ impl Context {
 
     /// Whether the storage of any namespace has no room, as far as that was noticed.
     pub(crate) fn is_any_full(&self) -> bool {
-        self.namespaces.iter().any(|ns| ns.disk().is_full())
+        self.serving().iter().any(|ns| ns.disk().is_full())
     }
 
-    /// Whether any namespace has a volatile write cache.
+    /// Whether the controller has a volatile write cache for its host.
     pub(crate) fn has_volatile_cache(&self) -> bool {
-        self.namespaces.iter().any(|ns| ns.info().volatile_cache)
+        self.namespaces.lock().serving.promises.volatile_cache
     }
 
     /// What the host sees of the configuration.
     pub(crate) fn shape(&self) -> SavedShape {
         let Config { serial, model, io_queues, max_queue_entries, mdts, shadow_doorbells, .. } =
             &self.config;
+        let namespaces = self.serving();
         let namespace = |ns: &Namespace| SavedNamespace {
+            nsid: ns.nsid(),
             uuid: ns.uuid(),
             blocks: ns.blocks(),
             block_size: ns.info().block_size,
@@ -77,7 +131,12 @@ impl Context {
             mdts: *mdts,
             shadow_doorbells: *shadow_doorbells,
             mapped_doorbells: self.shared.mapped,
-            namespaces: self.namespaces.iter().map(namespace).collect(),
+            namespaces: namespaces.iter().map(namespace).collect(),
+            told: Some(SavedPromises {
+                highest_nsid: namespaces.highest(),
+                volatile_cache: namespaces.promises.volatile_cache,
+                zeroes: namespaces.promises.zeroes,
+            }),
         }
     }
 

@@ -1,23 +1,24 @@
 //! The controller as whoever carries it to a host sees it: registers, doorbells, interrupts, DMA.
 
-use crate::config::{Config, ConfigError};
+use crate::config::{Config, ConfigError, MAX_NAMESPACES, NamespaceConfig};
 use crate::context::Context;
-use crate::control::{Callback, Deferred, DoorbellEventfds};
+use crate::control::{Callback, Deferred, DoorbellEventfds, NamespaceError};
 use crate::doorbell_source::DoorbellSource;
 use crate::event::Listener;
 use crate::inquiry::Inquiry;
-use crate::namespace::Namespace;
+use crate::namespace::{Namespaces, Promises};
 use crate::notice::{ControlHandle, ControlPlane};
 use crate::plane::ControllerInner;
 use crate::recorder::Recorder;
-use crate::route::{RelocateError, Route};
-use crate::saved::SavedController;
+use crate::route::RelocateError;
+use crate::saved::{SavedController, SavedPromises};
 use crate::shared::{ControllerShared, DOORBELL_BYTES, DSTRD, MAX_QUEUES};
 use crate::stats::Stats;
 use crate::successor::{RestoreError, SaveError};
 use crate::trace::{COMPLETION_QUEUE, Kind};
 use crate::worker::Pool;
 use crate::worker::message::Message;
+use shadowbell_backend::Disk;
 use shadowbell_memory::{DmaError, DmaTable, EventFd, SharedBytes};
 use shadowbell_spec::Status;
 use shadowbell_spec::regs::{DOORBELLS, DoorbellKind, decode_doorbell};
@@ -75,7 +76,8 @@ impl Controller {
     /// [`NewError`], if the configuration is not possible.
     pub fn new(config: Config, pool: Pool, carrier: Carrier) -> Result<Self, NewError> {
         config.validate()?;
-        Ok(Self::with_doorbells(config, pool, carrier, None)?)
+        let namespaces = Namespaces::new(&config);
+        Ok(Self::with_doorbells(config, namespaces, pool, carrier, None)?)
     }
 
     /// Makes a controller that goes on where another one, in this process or in one that is about
@@ -94,9 +96,16 @@ impl Controller {
         saved: &SavedController,
         fds: &mut Descriptors,
     ) -> Result<Self, RestoreError> {
-        config.validate()?;
+        config.validate_from(0)?;
         let doorbells = fds.take(saved.doorbells)?;
-        let controller = Self::with_doorbells(config, pool, carrier, Some(doorbells))?;
+        let namespaces = match saved.shape.told {
+            None => Namespaces::new(&config),
+            Some(SavedPromises { highest_nsid, volatile_cache, zeroes }) => {
+                let promises = Promises { volatile_cache, zeroes };
+                Namespaces::going_on(&config, promises, highest_nsid.min(MAX_NAMESPACES as u32))
+            }
+        };
+        let controller = Self::with_doorbells(config, namespaces, pool, carrier, Some(doorbells))?;
         match saved.shape.difference(&controller.0.context.shape()) {
             Some(what) => Err(RestoreError::Shape(what)),
             None => Ok(controller),
@@ -105,30 +114,19 @@ impl Controller {
 
     fn with_doorbells(
         config: Config,
+        namespaces: Namespaces,
         pool: Pool,
         carrier: Carrier,
         doorbells: Option<OwnedFd>,
     ) -> Result<Self, shadowbell_memory::MapError> {
-        let namespaces: Vec<Namespace> = config
-            .namespaces
-            .iter()
-            .enumerate()
-            .map(|(index, ns)| Namespace::new(index as u32 + 1, ns))
-            .collect();
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
         let shared =
             Arc::new(ControllerShared::new(id, carrier.mapped_doorbells, pool.most(), doorbells)?);
         Ok(Self(Arc::new_cyclic(|inner: &Weak<ControllerInner>| {
             let plane: Weak<dyn ControlPlane> = inner.clone();
-            let context = Context {
-                config,
-                namespaces: Arc::new(namespaces),
-                shared,
-                pool,
-                route: Route::default(),
-                control: ControlHandle::new(plane),
-                listener: carrier.listener,
-            };
+            let control = ControlHandle::new(plane);
+            let listener = carrier.listener;
+            let context = Context::new(config, namespaces, shared, pool, control, listener);
             ControllerInner::new(context, inner.clone())
         })))
     }
@@ -269,10 +267,83 @@ impl Controller {
         self.0.context.shared.mapped
     }
 
-    /// What the controller was made from.
+    /// What the controller was made from, without its namespaces: see
+    /// [`namespaces`](Self::namespaces).
     #[must_use]
     pub fn config(&self) -> &Config {
         &self.0.context.config
+    }
+
+    /// The namespaces as they are now, in the order of their NSIDs.
+    #[must_use]
+    pub fn namespaces(&self) -> Vec<(u32, NamespaceConfig)> {
+        self.0.context.serving().iter().map(|ns| (ns.nsid(), ns.config())).collect()
+    }
+
+    /// Adds a namespace while the host uses the controller: at this NSID, or at the lowest that is
+    /// free. Its NSID. The host finds it in Identify, and is told by the event Namespace Attribute
+    /// Changed, when every worker serves it; then `done` runs, on any thread, perhaps before this
+    /// returns. If a worker can not open the disk, none of that happens, and `done` is told. It is
+    /// dropped instead if the last handle of the controller is dropped before.
+    ///
+    /// A host that has been told that there is no volatile write cache does not flush: every write
+    /// to a namespace that has one is forced to the medium then.
+    ///
+    /// # Errors
+    /// [`NamespaceError`]; `done` does not run then.
+    pub fn add_namespace(
+        &self,
+        nsid: Option<u32>,
+        namespace: &NamespaceConfig,
+        done: impl FnOnce(Result<(), NamespaceError>) + Send + 'static,
+    ) -> Result<u32, NamespaceError> {
+        let mut control = self.0.control();
+        let added = control.add_namespace(&self.0.context, nsid, namespace, Box::new(done));
+        let (nsid, deferred) = added?;
+        self.0.note_change();
+        self.0.release(control, deferred);
+        Ok(nsid)
+    }
+
+    /// Removes a namespace while the host uses the controller. It is told by the event Namespace
+    /// Attribute Changed at once. Commands that are under way for the namespace, and those that
+    /// come for it, end with Invalid Field in Command, as for any NSID that is not active. `done`
+    /// as for [`add_namespace`](Self::add_namespace), when nothing uses the disk any more, and
+    /// nobody here has it.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn remove_namespace(
+        &self,
+        nsid: u32,
+        done: impl FnOnce(Result<(), NamespaceError>) + Send + 'static,
+    ) -> Result<(), NamespaceError> {
+        let mut control = self.0.control();
+        let deferred = control.remove_namespace(&self.0.context, nsid, Box::new(done))?;
+        self.0.note_change();
+        self.0.release(control, deferred);
+        Ok(())
+    }
+
+    /// Has a namespace on `disk` from here on: the same bytes in another size, most likely
+    /// ([`Disk::resized`]), or read-only. Commands that are under way end on the disk that they
+    /// were begun on. The host is told by the event Namespace Attribute Changed: of a smaller disk
+    /// at once, of a larger one when every worker serves it. `done` as for
+    /// [`add_namespace`](Self::add_namespace), when nothing uses the disk of before any more.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn change_disk(
+        &self,
+        nsid: u32,
+        disk: Arc<dyn Disk>,
+        done: impl FnOnce(Result<(), NamespaceError>) + Send + 'static,
+    ) -> Result<(), NamespaceError> {
+        let mut control = self.0.control();
+        let deferred = control.change_disk(&self.0.context, nsid, disk, Box::new(done))?;
+        self.0.note_change();
+        self.0.release(control, deferred);
+        Ok(())
     }
 
     /// How many interrupt vectors the controller has.

@@ -61,7 +61,7 @@ pub mod trace;
 mod worker;
 
 pub use config::{Config, ConfigError, NamespaceConfig};
-pub use control::DoorbellEventfds;
+pub use control::{DoorbellEventfds, NamespaceError};
 pub use controller::{BAR0_BYTES, Carrier, Controller, NewError};
 pub use doorbell_source::{DoorbellSource, PolledDoorbells};
 pub use event::Event;

@@ -1,7 +1,8 @@
 //! A namespace of a controller: a disk with an identifier, and names for ever.
 
-use crate::config::NamespaceConfig;
+use crate::config::{Config, NamespaceConfig};
 use shadowbell_backend::{Disk, DiskInfo};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// The IEEE OUI of the identifiers that are made here, big-endian: with the bit set that says
@@ -14,6 +15,88 @@ pub(crate) const COPY_BYTES: usize = 1 << 20;
 /// How many source ranges it may have (MSRC): as many as a page holds.
 pub(crate) const COPY_RANGES: usize = 128;
 
+/// What Identify Controller says of all namespaces. A host reads that once, and relies on it for
+/// namespaces that are added later, too: so it holds for as long as the controller exists.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Promises {
+    /// VWC: there is a volatile write cache. Without one, no host flushes anything.
+    pub(crate) volatile_cache: bool,
+    /// WZSL: the longest Write Zeroes, in bytes.
+    pub(crate) zeroes: u64,
+}
+
+/// Blocks of a Write Zeroes command, at most: a limit of the command itself.
+const ZEROES_BLOCKS: u64 = 1 << 16;
+
+impl Promises {
+    /// For a controller that begins with these namespaces.
+    fn of(config: &Config) -> Self {
+        let infos = || config.namespaces.iter().map(|namespace| namespace.disk.info());
+        // Of the smallest blocks, because a host reckons with one limit for all namespaces.
+        let smallest = infos().map(|info| info.block_size).min().unwrap_or(512);
+        Self {
+            volatile_cache: infos().any(|info| info.volatile_cache),
+            zeroes: ZEROES_BLOCKS * u64::from(smallest),
+        }
+    }
+}
+
+/// The namespaces of a controller as of a moment, by NSID.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Namespaces {
+    active: BTreeMap<u32, Namespace>,
+    /// NN: the highest NSID that there has been.
+    highest: u32,
+    pub(crate) promises: Promises,
+}
+
+impl Namespaces {
+    /// Those of a configuration that was found valid.
+    pub(crate) fn new(config: &Config) -> Self {
+        Self::going_on(config, Promises::of(config), 0)
+    }
+
+    /// As above, for a host that was told more than the configuration says: `promises`, and that
+    /// NSIDs go up to `highest`.
+    pub(crate) fn going_on(config: &Config, promises: Promises, highest: u32) -> Self {
+        let mut namespaces = Self { active: BTreeMap::new(), highest, promises };
+        for (nsid, namespace) in config.numbered() {
+            namespaces.put(nsid, Some(Namespace::new(nsid, namespace, &promises)));
+        }
+        namespaces
+    }
+
+    fn put(&mut self, nsid: u32, namespace: Option<Namespace>) {
+        match namespace {
+            Some(namespace) => self.active.insert(nsid, namespace),
+            None => self.active.remove(&nsid),
+        };
+        self.highest = self.highest.max(nsid);
+    }
+
+    /// As these, with another namespace `nsid`, or without it.
+    pub(crate) fn with(&self, nsid: u32, namespace: Option<Namespace>) -> Arc<Self> {
+        let mut changed = self.clone();
+        changed.put(nsid, namespace);
+        Arc::new(changed)
+    }
+
+    /// In ascending order.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Namespace> {
+        self.active.values()
+    }
+
+    pub(crate) fn get(&self, nsid: u32) -> Option<&Namespace> {
+        self.active.get(&nsid)
+    }
+
+    /// The highest NSID that is valid (Identify Controller, NN). One at which there is no namespace
+    /// (any more) is inactive.
+    pub(crate) fn highest(&self) -> u32 {
+        self.highest
+    }
+}
+
 /// A namespace, as the control plane and the workers know it.
 #[derive(Clone, Debug)]
 pub(crate) struct Namespace {
@@ -21,13 +104,28 @@ pub(crate) struct Namespace {
     disk: Arc<dyn Disk>,
     info: DiskInfo,
     uuid: [u8; 16],
+    write_through: bool,
 }
 
 impl Namespace {
-    /// The namespace `nsid` of a configuration that was found valid.
-    pub(crate) fn new(nsid: u32, config: &NamespaceConfig) -> Self {
+    /// The namespace `nsid` of a configuration that was found valid. A disk with a volatile cache
+    /// is used without it, if the host was told that there is none.
+    pub(crate) fn new(nsid: u32, config: &NamespaceConfig, promises: &Promises) -> Self {
         let NamespaceConfig { disk, uuid } = config;
-        Self { nsid, disk: Arc::clone(disk), info: disk.info(), uuid: *uuid }
+        let mut info = disk.info();
+        let write_through = info.volatile_cache && !promises.volatile_cache;
+        info.volatile_cache &= promises.volatile_cache;
+        Self { nsid, disk: Arc::clone(disk), info, uuid: *uuid, write_through }
+    }
+
+    /// What it was made from.
+    pub(crate) fn config(&self) -> NamespaceConfig {
+        NamespaceConfig { disk: Arc::clone(&self.disk), uuid: self.uuid }
+    }
+
+    /// Every write has to be on the medium when it ends.
+    pub(crate) fn write_through(&self) -> bool {
+        self.write_through
     }
 
     /// Its identifier, from 1.
@@ -93,17 +191,19 @@ mod tests {
     use crate::test_disk::TestDisk;
     use std::collections::HashSet;
 
+    const CACHED: Promises = Promises { volatile_cache: true, zeroes: 0 };
+
     #[test]
     fn what_the_disk_says() {
         let disk = TestDisk::new(101, 4096);
         let uuid = uuid_from("a");
-        let namespace = Namespace::new(2, &NamespaceConfig { disk: Arc::new(disk), uuid });
+        let namespace = Namespace::new(2, &NamespaceConfig { disk: Arc::new(disk), uuid }, &CACHED);
         assert_eq!((namespace.nsid(), namespace.blocks(), namespace.block_shift()), (2, 101, 12));
         assert_eq!(namespace.uuid(), uuid);
         assert!(!namespace.read_only());
         let mut disk = TestDisk::new(7, 512);
         disk.0.read_only = true;
-        let namespace = Namespace::new(1, &NamespaceConfig { disk: Arc::new(disk), uuid });
+        let namespace = Namespace::new(1, &NamespaceConfig { disk: Arc::new(disk), uuid }, &CACHED);
         assert_eq!((namespace.block_shift(), namespace.read_only()), (9, true));
         assert_eq!(namespace.info(), &namespace.disk().info());
     }
@@ -121,7 +221,8 @@ mod tests {
         }
         uuids.extend((0..20_000).map(|n| uuid_from(&n.to_string())));
         let disk = TestDisk::shared(1, 512);
-        let named = |uuid| Namespace::new(1, &NamespaceConfig { disk: Arc::clone(&disk), uuid });
+        let config = |uuid| NamespaceConfig { disk: Arc::clone(&disk), uuid };
+        let named = |uuid| Namespace::new(1, &config(uuid), &CACHED);
         let namespaces: Vec<_> = uuids.iter().copied().map(named).collect();
         assert!(namespaces.iter().all(|namespace| namespace.nguid()[8..11] == IEEE_OUI));
         assert!(namespaces.iter().all(|namespace| namespace.eui64()[..3] == IEEE_OUI));

@@ -50,6 +50,13 @@ pub(crate) enum Notice {
     Condition(Condition),
     /// The admin queue has to be looked at.
     AdminDoorbell,
+    /// All workers have another namespace of this NSID, and nothing uses the disk of the one before.
+    NamespaceChanged {
+        /// The namespace.
+        nsid: u32,
+        /// Whether they could open its disk.
+        status: Status,
+    },
     /// Nothing uses memory any more that was unmapped; `ticket` says who waits for that.
     MemoryReleased {
         /// The number that the control plane gave the unmap.

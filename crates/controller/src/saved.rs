@@ -47,6 +47,17 @@ pub(crate) struct SavedShape {
     pub(crate) shadow_doorbells: bool,
     pub(crate) mapped_doorbells: bool,
     pub(crate) namespaces: Vec<SavedNamespace>,
+    /// What the host was told of all namespaces, if the configuration did not say it.
+    #[serde(default)]
+    pub(crate) told: Option<SavedPromises>,
+}
+
+/// What a host was told of the namespaces, and relies on whatever becomes of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct SavedPromises {
+    pub(crate) highest_nsid: u32,
+    pub(crate) volatile_cache: bool,
+    pub(crate) zeroes: u64,
 }
 
 impl SavedShape {
@@ -60,16 +71,35 @@ impl SavedShape {
             (self.mdts == other.mdts, "transfer limit"),
             (self.shadow_doorbells == other.shadow_doorbells, "offer of shadow doorbells"),
             (self.mapped_doorbells == other.mapped_doorbells, "kind of doorbells"),
-            (self.namespaces == other.namespaces, "set of namespaces"),
+            (self.has_namespaces_of(other), "set of namespaces"),
         ]
         .into_iter()
         .find_map(|(is_same, what)| (!is_same).then_some(what))
     }
 }
 
+impl SavedShape {
+    fn has_namespaces_of(&self, other: &Self) -> bool {
+        // Without NSIDs they are counted.
+        let nsid = |at: u32, ns: &SavedNamespace| if ns.nsid == 0 { at } else { ns.nsid };
+        let numbered = |namespaces: &[SavedNamespace]| -> Vec<_> {
+            (1..).zip(namespaces).map(|(at, ns)| (nsid(at, ns), ns.clone())).collect()
+        };
+        let same = |(a, b): (&(u32, SavedNamespace), &(u32, SavedNamespace))| {
+            let (nsid, namespace) = b;
+            a.0 == *nsid && a.1 == SavedNamespace { nsid: a.1.nsid, ..namespace.clone() }
+        };
+        let (ours, theirs) = (numbered(&self.namespaces), numbered(&other.namespaces));
+        ours.len() == theirs.len() && ours.iter().zip(&theirs).all(same)
+    }
+}
+
 /// As above, of a namespace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SavedNamespace {
+    /// 0 if they are counted.
+    #[serde(default)]
+    pub(crate) nsid: u32,
     pub(crate) uuid: [u8; 16],
     pub(crate) blocks: u64,
     pub(crate) block_size: u32,

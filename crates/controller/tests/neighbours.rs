@@ -272,7 +272,7 @@ fn short_reads_of_many_queues_share_a_turn() {
 fn zeroes_are_written_in_strides() {
     let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
     let (mut busy, mut queues, mut victim, mut queue) = neighbours(&mut turns, &pool, 1);
-    let disk = &busy.controller.config().namespaces[0].disk;
+    let disk = &busy.controller.namespaces()[0].1.disk;
     assert!(disk.queue().unwrap().longest_inline() <= 1 << 20);
     // 256 MiB.
     busy.put(&mut queues[0], &Sqe::write_zeroes(1, 0, u16::MAX, true, 1));

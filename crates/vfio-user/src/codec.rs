@@ -222,6 +222,32 @@ impl Decoder {
         self.position
     }
 
+    /// The last `len` bytes that were handed out as messages. Only right after
+    /// [`decode`](Self::decode).
+    pub(crate) fn handed_out(&self, len: usize) -> &[u8] {
+        let begin = self.start.saturating_sub(len);
+        self.buffer.get(begin..self.start).unwrap_or_default()
+    }
+
+    /// As [`space`](Self::space), with room for `room` bytes at least.
+    pub(crate) fn space_of(&mut self, room: usize) -> &mut [u8] {
+        let _ = self.space();
+        let held = self.held();
+        if self.buffer.len() - self.end < room {
+            self.buffer.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, held);
+            if self.buffer.len() < held + room {
+                self.buffer.resize(held + room, 0);
+            }
+        }
+        self.buffer.get_mut(self.end..).unwrap_or_default()
+    }
+
+    /// How many bytes were taken in and not handed out.
+    pub(crate) fn held(&self) -> usize {
+        self.end - self.start
+    }
+
     /// What was taken in and not handed out. (A stream that makes no sense is not to be saved.)
     pub(crate) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedDecoder> {
         let bytes = self.buffer.get(self.start..self.end).unwrap_or_default().to_vec();

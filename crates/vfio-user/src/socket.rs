@@ -13,7 +13,7 @@ use rustix::net::{
 
 use crate::Errno;
 use crate::codec::Decoder;
-use crate::descriptor::{Closer, Inspector, PeerFd};
+use crate::descriptor::{Closer, Inspector, PeerFd, sys};
 
 /// The most descriptors that Linux passes in one message (`SCM_MAX_FD`).
 pub(crate) const SCM_MAX_FD: usize = 253;
@@ -58,13 +58,61 @@ pub(crate) fn receive_some(
     into: &mut [u8],
     closer: &Arc<Closer>,
 ) -> Result<Arrival, Errno> {
+    receive_how(socket, into, closer, RecvFlags::empty())
+}
+
+/// As [`receive_some`], and leaves everything where it is. The next call brings what comes after
+/// that: see [`peek_from`].
+pub(crate) fn peek_some(
+    socket: BorrowedFd<'_>,
+    into: &mut [u8],
+    closer: &Arc<Closer>,
+) -> Result<Arrival, Errno> {
+    receive_how(socket, into, closer, RecvFlags::PEEK)
+}
+
+/// [`peek_some`] begins so many bytes after what was received, and goes on from there (SO_PEEK_OFF).
+/// The kernel counts that for the socket, whoever has it.
+pub(crate) fn peek_from(socket: BorrowedFd<'_>, offset: usize) -> Result<(), Errno> {
+    sys::set_peek_offset(socket, i32::try_from(offset).unwrap_or(i32::MAX))
+}
+
+/// Takes `len` bytes out of the socket that were [peeked](peek_some) at. How many were there.
+pub(crate) fn discard(
+    socket: BorrowedFd<'_>,
+    len: usize,
+    inspector: &Inspector,
+) -> Result<usize, Errno> {
+    let mut scratch = [0; 4096];
+    let mut left = len;
+    while left != 0 {
+        let room = scratch.get_mut(..left.min(4096)).unwrap_or_default();
+        match receive_some(socket, room, inspector.closer()) {
+            Ok(Arrival { bytes: 0, .. }) | Err(Errno::AGAIN) => break,
+            Ok(arrival) => {
+                left -= arrival.bytes;
+                // They come again, and are closed like all others.
+                drop(inspector.inspect(arrival.fds));
+            }
+            Err(errno) => return Err(errno),
+        }
+    }
+    Ok(len - left)
+}
+
+fn receive_how(
+    socket: BorrowedFd<'_>,
+    into: &mut [u8],
+    closer: &Arc<Closer>,
+    how: RecvFlags,
+) -> Result<Arrival, Errno> {
     // Room for all that the kernel lets through at once: what it has to leave out, it closes here.
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(SCM_MAX_FD))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let room = into.len();
     let mut buffers = [IoSliceMut::new(into)];
     let received = loop {
-        match recvmsg(socket, &mut buffers, &mut control, RecvFlags::CMSG_CLOEXEC) {
+        match recvmsg(socket, &mut buffers, &mut control, how | RecvFlags::CMSG_CLOEXEC) {
             Err(Errno::INTR) => continue,
             other => break other?,
         }

@@ -497,3 +497,16 @@ fn a_server_at_work_is_not_handed_over() {
     let error = reactor.save(&mut Descriptors::default()).unwrap_err();
     assert!(error.to_string().contains("has to be frozen"), "{error}");
 }
+
+/// All of these once more, with servers that record what they do.
+#[test]
+fn and_so_it_is_if_everything_is_recorded() {
+    if is_recorded() {
+        return;
+    }
+    let status = std::process::Command::new(std::env::current_exe().unwrap())
+        .env("SHADOWBELL_TEST_RECORDED", "1")
+        .status()
+        .unwrap();
+    assert!(status.success());
+}

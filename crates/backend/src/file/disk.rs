@@ -11,6 +11,7 @@ use crate::disk::{Disk, Queue};
 use crate::error::OpenError;
 use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
+use crate::resize::ResizeError;
 use shadowbell_state::Descriptors;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -112,6 +113,24 @@ impl Disk for FileDisk {
             .map_err(|source| HandOverError::System { disk: self.name(), source })
     }
 
+    fn resized(&self, bytes: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
+        let disk = || self.name();
+        let info = self.info();
+        let system = |source| ResizeError::System { disk: disk(), source };
+        let there = self.shared.size().map_err(system)?;
+        let wanted = bytes.unwrap_or(there);
+        if wanted > there {
+            return Err(ResizeError::Short { disk: disk(), there, wanted });
+        }
+        let info = info.with_bytes(wanted).ok_or_else(|| ResizeError::Size {
+            disk: disk(),
+            bytes: wanted,
+            block_size: info.block_size,
+        })?;
+        let shared = Arc::new(self.shared.resized(info, there));
+        Ok(Arc::new(Self { shared, path: self.path.clone() }))
+    }
+
     fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
         kept::keep(&self.shared, fds)
             .map_err(|source| HandOverError::System { disk: self.name(), source })
@@ -122,7 +141,7 @@ impl Disk for FileDisk {
     }
 
     fn share_lock(&self, shared: bool) {
-        self.shared.lock_is_shared.store(shared, Ordering::Relaxed);
+        self.shared.hold.lock_is_shared.store(shared, Ordering::Relaxed);
     }
 
     fn remark(&self) -> Option<String> {

@@ -3,7 +3,7 @@
 use super::flusher::Flusher;
 use super::image::{ImageFile, attribute};
 use super::options::{Aio, FileOptions, Format};
-use super::shared::FileShared;
+use super::shared::{FileShared, Hold};
 use crate::error::OpenError;
 use crate::format::ImageFormat;
 use crate::info::DiskInfo;
@@ -56,8 +56,10 @@ pub(super) fn take(
     // What the file system allocates at once; a power of two on all of them, as far as known.
     let cluster = metadata.blksize().clamp(u64::from(block_size), 1 << 20) as u32;
     let zeroes = zeroes()?;
+    let flusher = Flusher::new(Arc::clone(&file), direct.is_none());
     Ok(FileShared {
-        flusher: Flusher::new(Arc::clone(&file), direct.is_none()),
+        hold: Hold::new(&file, &flusher, false),
+        flusher,
         file: Arc::clone(&file),
         info: DiskInfo {
             block_size,
@@ -76,7 +78,6 @@ pub(super) fn take(
         full: AtomicU64::new(0),
         no_zero_range: AtomicBool::new(false),
         no_punch: AtomicBool::new(false),
-        lock_is_shared: AtomicBool::new(false),
         zeroes,
         #[cfg(feature = "scripted")]
         script: None,

@@ -7,7 +7,7 @@
 use super::flusher::Flusher;
 use super::open::{engine, zeroes};
 use super::options::FileOptions;
-use super::shared::{Alignment, FileShared};
+use super::shared::{Alignment, FileShared, Hold};
 use crate::info::DiskInfo;
 use crate::sys;
 use serde::{Deserialize, Serialize};
@@ -56,8 +56,11 @@ pub(super) fn adopt(
     let file = fds.take(saved.file).map_err(|error| error.to_string())?;
     let (engine, no_uring) = engine(options.aio, sys::available).map_err(|why| why.to_string())?;
     let file = Arc::new(File::from(file));
+    let flusher = Flusher::after(Arc::clone(&file), saved.direct.is_none(), saved.lost);
     Ok(FileShared {
-        flusher: Flusher::after(Arc::clone(&file), saved.direct.is_none(), saved.lost),
+        // The lock is shared until the one that had it is gone.
+        hold: Hold::new(&file, &flusher, true),
+        flusher,
         file,
         info: saved.info,
         direct: saved.direct,
@@ -69,8 +72,6 @@ pub(super) fn adopt(
         full: AtomicU64::new(saved.full),
         no_zero_range: AtomicBool::new(saved.no_zero_range),
         no_punch: AtomicBool::new(saved.no_punch),
-        // Until the one that had it is gone.
-        lock_is_shared: AtomicBool::new(true),
         zeroes: zeroes().map_err(|error| error.to_string())?,
         #[cfg(feature = "scripted")]
         script: None,

@@ -7,6 +7,7 @@ use crate::sys::EngineKind;
 use serde::{Deserialize, Serialize};
 use shadowbell_memory::SharedBytes;
 use std::fs::File;
+use std::io::{self, Seek, SeekFrom};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -35,8 +36,8 @@ pub(super) struct FileShared {
     /// The byte of the disk that was last refused for want of room, and one; 0 if none, or if it
     /// has been taken since.
     pub(super) full: AtomicU64,
-    /// Another process has the same open file, and so the same lock.
-    pub(super) lock_is_shared: AtomicBool,
+    /// What it has together with the same disk in another size.
+    pub(super) hold: Arc<Hold>,
     /// Zeroes to write where nothing better works. Never written, so they take no memory.
     pub(super) zeroes: SharedBytes,
     /// A test says how calls end.
@@ -53,7 +54,24 @@ pub(super) struct Alignment {
     pub(super) offset: usize,
 }
 
-impl Drop for FileShared {
+/// The lock of an image and the thread of its syncs: of a disk, and of the same one in another
+/// size. Both go with the last of them.
+#[derive(Debug)]
+pub(super) struct Hold {
+    file: Arc<File>,
+    flusher: Arc<Flusher>,
+    /// Another process has the same open file, and so the same lock.
+    pub(super) lock_is_shared: AtomicBool,
+}
+
+impl Hold {
+    pub(super) fn new(file: &Arc<File>, flusher: &Arc<Flusher>, lock_is_shared: bool) -> Arc<Self> {
+        let (file, flusher) = (Arc::clone(file), Arc::clone(flusher));
+        Arc::new(Self { file, flusher, lock_is_shared: AtomicBool::new(lock_is_shared) })
+    }
+}
+
+impl Drop for Hold {
     fn drop(&mut self) {
         self.flusher.close();
         if !self.lock_is_shared.load(Ordering::Relaxed) {
@@ -63,6 +81,35 @@ impl Drop for FileShared {
 }
 
 impl FileShared {
+    /// Bytes of the file, as of now.
+    pub(super) fn size(&self) -> io::Result<u64> {
+        // The end of a block device is found by seeking; nothing else uses the position.
+        (&*self.file).seek(SeekFrom::End(0))
+    }
+
+    /// The same disk as `info` has it, which differs in its size alone. `end` is that of the file.
+    pub(super) fn resized(&self, info: DiskInfo, end: u64) -> Self {
+        let copy = |flag: &AtomicBool| AtomicBool::new(flag.load(Ordering::Relaxed));
+        Self {
+            file: Arc::clone(&self.file),
+            info,
+            direct: self.direct,
+            engine: self.engine,
+            no_uring: self.no_uring.clone(),
+            waits: self.waits,
+            regular: self.regular,
+            end: AtomicU64::new(end),
+            flusher: Arc::clone(&self.flusher),
+            no_zero_range: copy(&self.no_zero_range),
+            no_punch: copy(&self.no_punch),
+            full: AtomicU64::new(self.full.load(Ordering::Relaxed)),
+            hold: Arc::clone(&self.hold),
+            zeroes: self.zeroes.clone(),
+            #[cfg(feature = "scripted")]
+            script: self.script.clone(),
+        }
+    }
+
     /// Whether everything up to `end` is still there, as far as it was noticed.
     #[inline]
     pub(super) fn reaches(&self, end: u64) -> bool {

@@ -3,7 +3,7 @@
 
 use super::flusher::Flusher;
 use super::options::Aio;
-use super::shared::{Alignment, FileShared};
+use super::shared::{Alignment, FileShared, Hold};
 use super::task::{Step, Task};
 use super::{FileDisk, open};
 use crate::disk::{Disk, Queue};
@@ -28,8 +28,10 @@ thread_local! {
 
 fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
     let file = Arc::new(file.into());
+    let flusher = Flusher::new(Arc::clone(&file), true);
     FileShared {
-        flusher: Flusher::new(Arc::clone(&file), true),
+        hold: Hold::new(&file, &flusher, false),
+        flusher,
         file,
         info: DiskInfo {
             block_size: 512,
@@ -48,7 +50,6 @@ fn shared(file: impl Into<File>, bytes: u64) -> FileShared {
         full: AtomicU64::new(0),
         no_zero_range: AtomicBool::new(false),
         no_punch: AtomicBool::new(false),
-        lock_is_shared: AtomicBool::new(false),
         zeroes: Mapping::anonymous(MIB).unwrap().bytes(),
         #[cfg(feature = "scripted")]
         script: None,

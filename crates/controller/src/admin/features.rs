@@ -34,6 +34,8 @@ pub(crate) struct Limits {
     pub(crate) vectors: u16,
     /// NN of Identify Controller: the greatest namespace identifier.
     pub(crate) namespaces: u32,
+    /// Whether the command's NSID, if it is one of these, is that of a namespace.
+    pub(crate) active: bool,
     /// Whether a namespace has a volatile write cache (VWC of Identify Controller).
     pub(crate) volatile_cache: bool,
 }
@@ -217,6 +219,8 @@ fn check_namespace(scope: Scope, nsid: u32, all: bool, limits: &Limits) -> Resul
     let ok = match nsid {
         0 => scope == Scope::Controller,
         NSID_ALL => scope == Scope::Controller || all,
+        // An inactive NSID is a valid one (Base 2.1, 3.2.1.5).
+        _ if nsid <= limits.namespaces && !limits.active => return Err(invalid_field()),
         _ => nsid <= limits.namespaces,
     };
     if ok { Ok(()) } else { Err(invalid_namespace()) }
@@ -258,6 +262,11 @@ impl Features {
             events: AsyncEventConfig::from_bits(saved.events),
             clock: Clock { millis, at, set },
         }
+    }
+
+    /// Another namespace is behind this NSID, or none.
+    pub(crate) fn forget_namespace(&mut self, nsid: u32) {
+        self.error_recovery.remove(&nsid);
     }
 
     /// A Controller Level Reset: nothing is saved, so everything is as it was at power on, and the

@@ -5,7 +5,7 @@ use super::limits::{
     WARNING_TEMPERATURE,
 };
 use crate::config::{Config, PCI_VENDOR_ID};
-use crate::namespace::{COPY_BYTES, COPY_RANGES, IEEE_OUI, Namespace};
+use crate::namespace::{COPY_BYTES, COPY_RANGES, IEEE_OUI, Namespace, Namespaces, Promises};
 use shadowbell_spec::admin::Identify;
 use shadowbell_spec::identify::{
     ControllerList, ControllerType, Dlfeat, EntrySizes, Frmw, IDENTIFY_SIZE, IdentifyController,
@@ -32,8 +32,6 @@ const NSATTR_WRITE_PROTECTED: u8 = 1;
 /// controller as a whole. Base 2.1, "I/O Command Set Independent Identify Namespace data
 /// structure".
 const VOLATILE_CACHE_NOT_PRESENT: u8 = 1 << 5;
-/// Blocks of a Write Zeroes command, at most: a limit of the command itself.
-const MAX_BLOCKS: u32 = 1 << 16;
 /// CNTID of Identify: whichever controller takes the command.
 const THIS_CONTROLLER: u16 = 0xffff;
 
@@ -43,16 +41,15 @@ type Page = Box<[u8; IDENTIFY_SIZE]>;
 #[derive(Clone, Debug)]
 pub(crate) struct Identity {
     controller: Box<IdentifyController>,
-    nvm: Box<IdentifyNvmController>,
 }
 
 impl Identity {
     /// Of a configuration that was found valid.
     pub(crate) fn new(config: &Config) -> Self {
-        Self { controller: Box::new(controller(config)), nvm: Box::new(nvm_controller(config)) }
+        Self { controller: Box::new(controller(config)) }
     }
 
-    /// Identify. `namespaces` are the active ones, in ascending order.
+    /// Identify.
     ///
     /// # Errors
     /// The status that the command completes with.
@@ -60,29 +57,30 @@ impl Identity {
         &self,
         cmd: &Identify,
         nsid: u32,
-        namespaces: &[Namespace],
+        namespaces: &Namespaces,
     ) -> Result<Page, Status> {
-        let nn = self.controller.nn;
         let nsids = || namespaces.iter().map(Namespace::nsid);
         match cmd.cns {
             cns::NAMESPACE => {
-                let namespace = find(nsid, nn, namespaces)?;
+                let namespace = find(nsid, namespaces)?;
                 Ok(page(&namespace.map(identify_namespace).unwrap_or_default()))
             }
             cns::CONTROLLER => {
                 let mut controller = self.controller.clone();
                 let bytes = namespaces.iter().map(|ns| u128::from(ns.info().bytes())).sum::<u128>();
                 controller.tnvmcap = bytes.into();
+                controller.nn = namespaces.highest();
+                controller.vwc.set_vwcp(namespaces.promises.volatile_cache);
                 Ok(page(&*controller))
             }
             cns::ACTIVE_NAMESPACES => list(nsid, nsids()),
             cns::NAMESPACE_IDS => {
                 // Unlike the structures, the list is not there for an inactive namespace.
-                let namespace = find(nsid, nn, namespaces)?.ok_or(invalid_namespace())?;
+                let namespace = find(nsid, namespaces)?.ok_or(invalid_namespace())?;
                 Ok(page(&ids(namespace)))
             }
             cns::CSI_NAMESPACE => {
-                find(nsid, nn, namespaces)?;
+                find(nsid, namespaces)?;
                 if cmd.csi != csi::NVM {
                     return Err(Status::INVALID_IO_COMMAND_SET.with_dnr());
                 }
@@ -90,14 +88,16 @@ impl Identity {
                 // there.
                 Ok(page(&IdentifyNvmNamespace::default()))
             }
-            cns::CSI_CONTROLLER if cmd.csi == csi::NVM => Ok(page(&*self.nvm)),
+            cns::CSI_CONTROLLER if cmd.csi == csi::NVM => {
+                Ok(page(&nvm_controller(&namespaces.promises)))
+            }
             cns::CSI_ACTIVE_NAMESPACES if cmd.csi == csi::NVM => list(nsid, nsids()),
             cns::INDEPENDENT_NAMESPACE => {
-                let namespace = find(nsid, nn, namespaces)?;
+                let namespace = find(nsid, namespaces)?;
                 Ok(page(&namespace.map(independent).unwrap_or_default()))
             }
             cns::NAMESPACE_CONTROLLERS if nsid != NSID_ALL => {
-                let namespace = find(nsid, nn, namespaces)?;
+                let namespace = find(nsid, namespaces)?;
                 let attached = namespace.map(|_| CNTLID);
                 Ok(page(&ControllerList::from(cmd.cntid, attached)))
             }
@@ -127,11 +127,11 @@ fn invalid_namespace() -> Status {
 ///
 /// NSID FFFFFFFFh would ask for what all namespaces have in common, which only a controller with
 /// Namespace Management tells.
-fn find(nsid: u32, nn: u32, namespaces: &[Namespace]) -> Result<Option<&Namespace>, Status> {
-    if nsid == 0 || nsid > nn {
+fn find(nsid: u32, namespaces: &Namespaces) -> Result<Option<&Namespace>, Status> {
+    if nsid == 0 || nsid > namespaces.highest() {
         return Err(invalid_namespace());
     }
-    Ok(namespaces.iter().find(|namespace| namespace.nsid() == nsid))
+    Ok(namespaces.get(nsid))
 }
 
 /// The active namespaces above `above`.
@@ -150,7 +150,6 @@ fn qualified_name(serial: &str) -> String {
 }
 
 fn controller(config: &Config) -> IdentifyController {
-    let volatile_cache = config.namespaces.iter().any(|ns| ns.disk.info().volatile_cache);
     let [oui0, oui1, oui2] = IEEE_OUI;
     let mut controller = IdentifyController {
         vid: PCI_VENDOR_ID,
@@ -178,7 +177,6 @@ fn controller(config: &Config) -> IdentifyController {
         sqes: EntrySizes::new().with_min(6).with_max(6),
         cqes: EntrySizes::new().with_min(4).with_max(4),
         maxcmd: u16::try_from(config.max_queue_entries).unwrap_or(u16::MAX),
-        nn: config.namespaces.len() as u32,
         oncs: Oncs::new()
             .with_compare(true)
             .with_dataset_management(true)
@@ -190,7 +188,7 @@ fn controller(config: &Config) -> IdentifyController {
         // Source range entries of format 0h.
         ocfs: 1,
         // A Flush of all namespaces (FFFFFFFFh) is supported, with a cache or without.
-        vwc: Vwc::new().with_vwcp(volatile_cache).with_fb(0b11),
+        vwc: Vwc::new().with_fb(0b11),
         sgls: Sgls::new().with_support(0b01).with_longer_than_data(true),
         ..IdentifyController::default()
     };
@@ -200,12 +198,10 @@ fn controller(config: &Config) -> IdentifyController {
     controller
 }
 
-fn nvm_controller(config: &Config) -> IdentifyNvmController {
+fn nvm_controller(promises: &Promises) -> IdentifyNvmController {
     // Without a limit of its own, hosts take MDTS for the limit of Write Zeroes. The only limit
-    // there is is that of the command's 65536 blocks; of the smallest blocks, because a host
-    // reckons with one limit for all namespaces.
-    let smallest = config.namespaces.iter().map(|ns| ns.disk.info().block_size).min();
-    let pages = MAX_BLOCKS / 4096 * smallest.unwrap_or(512);
+    // there is is that of the command's 65536 blocks.
+    let pages = (promises.zeroes / 4096).max(1);
     IdentifyNvmController { wzsl: pages.ilog2() as u8, ..IdentifyNvmController::default() }
 }
 

@@ -174,7 +174,6 @@ pub(crate) struct ChangedList(BTreeSet<u32>);
 
 impl ChangedList {
     /// A namespace changed: to be called before the event is raised.
-    #[cfg_attr(not(test), expect(dead_code, reason = "no disk changes while it is served, yet"))]
     pub(crate) fn insert(&mut self, nsid: u32) {
         self.0.insert(nsid);
     }

@@ -84,9 +84,20 @@ impl AdminCommands {
         self.changed = ChangedList::restore(changed);
     }
 
+    /// Another namespace is behind this NSID, or none.
+    pub(super) fn forget_namespace(&mut self, nsid: u32) {
+        self.features.forget_namespace(nsid);
+    }
+
+    /// A namespace has changed, of which the host is told by an event.
+    pub(super) fn namespace_changed(&mut self, nsid: u32) {
+        self.changed.insert(nsid);
+    }
+
     /// A reset is over.
     pub(super) fn reset(&mut self) {
         self.features.reset();
+        self.changed.clear();
         self.configures_shadow = false;
         self.aborts = 0;
     }
@@ -169,7 +180,7 @@ impl AdminCommands {
 
     fn identify(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
         let command = decode::Identify::decode(sqe);
-        let data = self.identity.identify(&command, sqe.nsid, &env.cx.namespaces)?;
+        let data = self.identity.identify(&command, sqe.nsid, &env.cx.identified())?;
         Ok(Outcome::Data(Data { len: data.len(), bytes: data.to_vec(), dw0: 0, log: None }))
     }
 
@@ -181,7 +192,8 @@ impl AdminCommands {
     ) -> Executed {
         let command = decode::SetFeatures::decode(sqe);
         let data = data.transpose()?;
-        let set = self.features.set(&command, sqe.nsid, data.as_deref(), &limits(env))?;
+        let limits = limits(env, sqe.nsid);
+        let set = self.features.set(&command, sqe.nsid, data.as_deref(), &limits)?;
         let shared = &env.cx.shared;
         match set.effect {
             Effect::None => {}
@@ -231,7 +243,7 @@ impl AdminCommands {
 
     fn get_features(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
         let command = decode::GetFeatures::decode(sqe);
-        let got = self.features.get(&command, sqe.nsid, &limits(env))?;
+        let got = self.features.get(&command, sqe.nsid, &limits(env, sqe.nsid))?;
         Ok(match got.data {
             Some(bytes) => Outcome::Data(Data { len: bytes.len(), bytes, dw0: got.dw0, log: None }),
             None => Outcome::Done(got.dw0),
@@ -362,7 +374,7 @@ impl AdminCommands {
     ) {
         let now = Instant::now();
         if status.code() == Status::CAPACITY_EXCEEDED {
-            if !cx.namespaces.iter().any(|ns| ns.nsid() == nsid) {
+            if cx.serving().get(nsid).is_none() {
                 return;
             }
             if cx.is_any_full() {
@@ -372,7 +384,7 @@ impl AdminCommands {
                 deferred.event(Event::Full(nsid));
             }
         } else if status.code() == Status::WRITE_FAULT {
-            for namespace in cx.namespaces.iter().filter(|ns| ns.disk().has_lost()) {
+            for namespace in cx.serving().iter().filter(|ns| ns.disk().has_lost()) {
                 if self.losses.allows(namespace.nsid(), now) {
                     deferred.event(Event::Lost(namespace.nsid()));
                 }
@@ -381,11 +393,13 @@ impl AdminCommands {
     }
 }
 
-fn limits(env: &CommandEnvironment<'_>) -> Limits {
+fn limits(env: &CommandEnvironment<'_>, nsid: u32) -> Limits {
+    let namespaces = env.cx.identified();
     Limits {
         io_queues: env.cx.config.io_queues,
         vectors: env.cx.shared.irqs.len() as u16,
-        namespaces: env.cx.namespaces.len() as u32,
+        namespaces: namespaces.highest(),
+        active: namespaces.get(nsid).is_some(),
         queues_exist: !env.queues.is_empty(),
         volatile_cache: env.cx.has_volatile_cache(),
     }

@@ -103,7 +103,7 @@ impl QueueEnvironment<'_> {
             shared: Arc::clone(&cx.shared),
             control: cx.control.clone(),
             table: Arc::clone(self.memory.table()),
-            namespaces: Arc::clone(&cx.namespaces),
+            namespaces: cx.serving(),
             page_size: self.registers.page_size(),
             max_transfer: 4096usize << cx.config.mdts,
             quota: cx.config.quota,
@@ -216,8 +216,7 @@ impl IoQueues {
         let mut arriving = Vec::with_capacity(parts.len());
         for (part, eventfds) in parts.iter().zip(eventfds) {
             let worker = self.adopt(cx, part, &eventfds)?;
-            let latch = cx.latch(Notice::Relocated { from: worker });
-            let queues = Relocated::restore(part, eventfds, restoring, latch);
+            let queues = Relocated::restore(part, eventfds, restoring);
             arriving.push((worker, queues.ok_or(RestoreError::Invalid("an I/O queue"))?));
         }
         // All of them can be: from here on they are served.

@@ -13,6 +13,8 @@ pub(crate) mod control_override;
 mod deferred;
 mod io_queues;
 mod memory;
+mod namespace_changes;
+mod namespaces;
 mod recover;
 mod registers;
 mod reset;
@@ -22,6 +24,7 @@ mod save;
 pub(crate) use admin::{Attach, Data, Executed, Orders, Outcome};
 pub(crate) use deferred::{Callback, Deferred};
 pub use io_queues::DoorbellEventfds;
+pub use namespace_changes::NamespaceError;
 #[cfg(feature = "faults")]
 pub(crate) use registers::RegisterImage;
 
@@ -42,6 +45,7 @@ use commands::{AdminCommands, CommandEnvironment};
 use control_override::{ControlOverride, Response};
 use io_queues::{IoQueues, QueueEnvironment, ended};
 use memory::HostMemory;
+use namespace_changes::NamespaceChanges;
 use registers::{Effect, Registers};
 use reset::{Lifecycle, Phase, ShutdownFlush, Waiter};
 use rest::{Rest, Step};
@@ -74,6 +78,7 @@ pub(crate) struct Control {
     port: AdminPort,
     commands: AdminCommands,
     queues: IoQueues,
+    namespace_changes: NamespaceChanges,
     overriding: Option<Box<dyn ControlOverride>>,
     rest: Rest,
 }
@@ -87,6 +92,7 @@ impl Control {
             port: AdminPort::default(),
             commands: AdminCommands::new(&cx.config),
             queues: IoQueues::new(cx.config.io_queues),
+            namespace_changes: NamespaceChanges::default(),
             overriding: None,
             rest: Rest::new(),
         }
@@ -360,6 +366,7 @@ impl Control {
             && !self.memory.is_awaited()
             && self.commands.is_quiet()
             && self.queues.is_quiet()
+            && self.namespace_changes.is_quiet()
             && !self.port.has_orders()
             && !cx.route.is_leaving()
     }
@@ -613,6 +620,9 @@ impl Control {
             Notice::Left => self.queues_left(cx, deferred),
             Notice::Stranded => {
                 self.fail("a thread of its own could not take over its queues", deferred);
+            }
+            Notice::NamespaceChanged { nsid, status } => {
+                self.namespace_changed(cx, nsid, status, deferred);
             }
             Notice::MemoryReleased { ticket } => {
                 deferred.callbacks.extend(self.memory.released(ticket));

@@ -129,7 +129,7 @@ pub(super) fn restoring<'a>(
     generation: u64,
 ) -> Restoring<'a> {
     let opening = Opening {
-        namespaces: Arc::clone(&cx.namespaces),
+        namespaces: cx.serving(),
         page_size: registers.page_size(),
         max_transfer: 4096usize << cx.config.mdts,
         quota: cx.config.quota,

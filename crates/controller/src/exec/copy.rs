@@ -50,7 +50,7 @@ pub(super) struct Copy {
     pub(super) parent: u32,
     /// Its submission queue.
     pub(super) sq: usize,
-    namespace: usize,
+    pub(super) namespace: usize,
     sources: Box<[Source]>,
     /// Where the destination begins, in bytes of the disk.
     to: u64,
@@ -147,7 +147,7 @@ impl Copies {
     }
 
     /// Nothing more of these is to be begun. What the disk has in hand of them is the disk's.
-    pub(super) fn cancel(&mut self, which: impl Fn(&Copy) -> bool) {
+    pub(super) fn cancel(&mut self, mut which: impl FnMut(&Copy) -> bool) {
         let unwanted = self.list.iter_mut().filter(|copy| which(copy));
         unwanted.for_each(|copy| copy.cancelled = true);
     }

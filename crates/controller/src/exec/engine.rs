@@ -3,9 +3,10 @@
 use super::copy::{Copies, CopyEnd, parse_copy};
 use super::in_flight::{CompletedCommand, InFlight, InFlightTable, Kind, Owner};
 use super::long::{LongCommand, LongCommands, Part, piece};
-use super::namespace::{NamespaceQueue, index_of};
+use super::namespace::{INACTIVE, NamespaceQueue, index_of};
 use super::quota::{Exceeded, Quota, cost};
 use super::resolve::{read_list, resolve_flagged};
+use super::retired::Retired;
 use super::status::{is_media_error, status_of};
 use crate::latch::Latch;
 use crate::queue::Permit;
@@ -53,7 +54,9 @@ pub(crate) struct Engine {
     write_through: bool,
     /// Whether a disk wants hints of requests before they come.
     wants_hints: bool,
+    /// By NSID - 1.
     namespaces: Vec<NamespaceQueue>,
+    retired: Retired,
     in_flight: InFlightTable,
     /// Tag of the command that was last found to be [pending](Started::Pending).
     last_tag: u32,
@@ -74,6 +77,8 @@ struct Limits {
     page_size: usize,
     /// MDTS in bytes.
     max_transfer: usize,
+    /// WZSL in bytes.
+    max_zeroes: u64,
 }
 
 /// The request of a Read, Write or Compare; resolves its data into `data`.
@@ -113,21 +118,21 @@ fn prepare<const SLOW: bool>(
 impl Engine {
     pub(crate) fn new(
         view: View,
-        page_size: usize,
-        max_transfer: usize,
+        (page_size, max_transfer, max_zeroes): (usize, usize, u64),
         quota: Quota,
         namespaces: Vec<NamespaceQueue>,
         counters: Arc<IoCounters>,
     ) -> Self {
         Self {
-            wants_hints: namespaces.iter().any(|ns| ns.queue.wants_prefetch_hints()),
+            wants_hints: want_hints(&namespaces),
             view,
-            limits: Limits { page_size, max_transfer },
+            limits: Limits { page_size, max_transfer, max_zeroes },
             quota,
             budget: 0,
             closed: false,
             write_through: false,
             namespaces,
+            retired: Retired::default(),
             in_flight: InFlightTable::default(),
             last_tag: 0,
             scratch: Segments::new(),
@@ -145,6 +150,89 @@ impl Engine {
 
     pub(crate) fn namespaces(&self) -> &[NamespaceQueue] {
         &self.namespaces
+    }
+
+    /// All queues, with those that are on their way out.
+    pub(crate) fn queues(&self) -> impl Iterator<Item = &NamespaceQueue> {
+        self.namespaces.iter().chain(self.retired.iter())
+    }
+
+    /// From here on `new` is the namespace at `index`, or nothing is. Where the queue is that was
+    /// there, if there was one, until [`take_retired`](Self::take_retired).
+    ///
+    /// What is under way goes on with the disk that it was begun on, and what a command has not
+    /// begun yet with the new one. If there is no new one, all commands that are about the
+    /// namespace alone end, as soon as the disk has let go of them.
+    pub(crate) fn change_namespace(
+        &mut self,
+        index: usize,
+        new: Option<NamespaceQueue>,
+    ) -> Option<usize> {
+        let room = self.namespaces.len().max(index + 1);
+        self.namespaces.resize_with(room, NamespaceQueue::none);
+        let is_removed = new.is_none();
+        let new = new.unwrap_or_else(NamespaceQueue::none);
+        let old = std::mem::replace(&mut self.namespaces[index], new);
+        self.wants_hints = want_hints(&self.namespaces);
+        if old.is_none() {
+            return None;
+        }
+        let place = self.retired.push(old);
+        self.in_flight.for_each_mut(|_, entry| {
+            if entry.is_request && entry.namespace == index {
+                entry.namespace = place;
+            }
+        });
+        if is_removed {
+            self.give_up(index, place);
+        }
+        Some(place)
+    }
+
+    /// The namespace at `index` is gone, and its queue at `place`.
+    fn give_up(&mut self, index: usize, place: usize) {
+        let Self { in_flight, copies, long, retired, .. } = self;
+        // A Flush of all namespaces is one of those that are left.
+        let is_of_all = |nsid: Option<u32>| nsid == Some(NSID_ALL);
+        let mut over = long.remove_namespace(index, |parent| is_of_all(in_flight.nsid(parent)));
+        copies.cancel(|copy| {
+            let is_there = copy.namespace == index;
+            over.extend(is_there.then_some(copy.parent));
+            is_there
+        });
+        let mut dropped = Vec::new();
+        in_flight.for_each(|tag, entry| {
+            if !entry.is_request || entry.namespace != place {
+                return;
+            }
+            match entry.owner {
+                Owner::Command { .. } => over.push(tag),
+                Owner::Part { parent } if is_of_all(in_flight.nsid(parent)) => dropped.push(tag),
+                Owner::Part { parent } => over.push(parent),
+                Owner::Dropped { .. } | Owner::Range { .. } | Owner::Internal => {}
+            }
+            if let Some(retired) = retired.get_mut(place) {
+                retired.queue.cancel(tag);
+            }
+        });
+        over.into_iter().for_each(|tag| in_flight.fail(tag, INACTIVE));
+        for tag in dropped {
+            if let Some(entry) = in_flight.get_mut(tag)
+                && let Owner::Part { parent } = entry.owner
+            {
+                entry.owner = Owner::Dropped { parent };
+            }
+        }
+    }
+
+    /// Lets go of all disks, which have nothing in hand.
+    pub(crate) fn forget_namespaces(&mut self) {
+        self.namespaces.clear();
+    }
+
+    /// The queue that is retired at `place`, if its disk has nothing in hand any more.
+    pub(crate) fn take_retired(&mut self, place: usize) -> Option<NamespaceQueue> {
+        self.retired.take_idle(place)
     }
 
     /// Shows others what was counted so far. To be called before completions are posted, so that a
@@ -236,7 +324,8 @@ impl Engine {
     /// commands in flight have it still.
     pub(crate) fn change_view(&mut self, view: View) -> View {
         self.scratch.clear();
-        self.namespaces.iter_mut().for_each(|ns| ns.queue.memory_changed(view.table()));
+        let queues = self.namespaces.iter_mut().chain(self.retired.iter_mut());
+        queues.for_each(|ns| ns.queue.memory_changed(view.table()));
         std::mem::replace(&mut self.view, view)
     }
 
@@ -404,9 +493,7 @@ impl Engine {
         if namespace.read_only {
             return Err(Status::NAMESPACE_WRITE_PROTECTED.with_dnr());
         }
-        // What WZSL in Identify Controller says, in the smallest blocks of all namespaces.
-        let smallest = self.namespaces.iter().map(|ns| ns.block_shift).min().unwrap_or(9);
-        if len > MAX_BLOCKS << smallest {
+        if len > self.limits.max_zeroes {
             return Err(Status::INVALID_FIELD.with_dnr());
         }
         let op = Op::WriteZeroes { deallocate: rw.deac, fua: rw.fua || self.write_through };
@@ -419,7 +506,8 @@ impl Engine {
             let index = index_of(&self.namespaces, sqe.nsid)?;
             return Ok(Requests::One(index, FLUSH, Kind::Other));
         }
-        Ok(Requests::Several((0..self.namespaces.len()).map(|index| (index, FLUSH)).collect()))
+        let there = (0..self.namespaces.len()).filter(|index| !self.namespaces[*index].is_none());
+        Ok(Requests::Several(there.map(|index| (index, FLUSH)).collect()))
     }
 
     fn dataset_management(&mut self, sqe: &Sqe) -> Result<Requests, Status> {
@@ -566,6 +654,7 @@ impl Engine {
     pub(crate) fn commit(&mut self) {
         if self.pending() != 0 {
             self.namespaces.iter_mut().for_each(|ns| ns.queue.commit());
+            self.retired.iter_mut().for_each(|ns| ns.queue.commit());
         }
     }
 
@@ -573,7 +662,26 @@ impl Engine {
     /// no disk announces.
     pub(crate) fn reap(&mut self, mut ended: impl FnMut(CompletedCommand)) -> bool {
         let mut namespaces = std::mem::take(&mut self.namespaces);
-        for namespace in &mut namespaces {
+        self.reap_queues(namespaces.iter_mut(), &mut ended);
+        self.namespaces = namespaces;
+        if !self.retired.is_empty() {
+            let mut retired = std::mem::take(&mut self.retired);
+            self.reap_queues(retired.iter_mut(), &mut ended);
+            self.retired = retired;
+        }
+        if self.copies.is_empty() && self.long.len() == 0 {
+            return false;
+        }
+        self.advance(&mut ended)
+    }
+
+    #[inline]
+    fn reap_queues<'a>(
+        &mut self,
+        queues: impl Iterator<Item = &'a mut NamespaceQueue>,
+        ended: &mut impl FnMut(CompletedCommand),
+    ) {
+        for namespace in queues {
             if namespace.queue.pending() == 0 {
                 continue;
             }
@@ -584,11 +692,6 @@ impl Engine {
                 }
             });
         }
-        self.namespaces = namespaces;
-        if self.copies.is_empty() && self.long.len() == 0 {
-            return false;
-        }
-        self.advance(&mut ended)
     }
 
     /// Keeps the room of a buffer that is not needed any more, if it is not too much.
@@ -658,6 +761,10 @@ impl Engine {
                 self.long.part_ended(parent);
                 None
             }
+            Owner::Dropped { parent } => {
+                self.long.part_ended(parent);
+                None
+            }
             Owner::Range { copy, range } => {
                 self.copies.range_ended(copy, range, status);
                 None
@@ -687,7 +794,9 @@ impl Engine {
     pub(crate) fn abort(&mut self, sq: usize, cid: u16, latch: Latch) {
         let Some(found) = self.in_flight.find(sq, cid) else { return };
         self.cancel(|table, tag| match table {
-            Owner::Part { parent: of } | Owner::Range { copy: of, .. } => *of == found,
+            Owner::Part { parent: of }
+            | Owner::Dropped { parent: of }
+            | Owner::Range { copy: of, .. } => *of == found,
             Owner::Command { .. } | Owner::Internal => tag == found,
         });
         self.copies.cancel(|copy| copy.parent == found);
@@ -702,17 +811,17 @@ impl Engine {
         match of {
             None => self.cancel(|_, _| true),
             Some(queue) => {
-                let Self { in_flight, namespaces, .. } = self;
+                let Self { in_flight, namespaces, retired, .. } = self;
                 in_flight.for_each(|tag, entry| {
                     let is_of_queue = match entry.owner {
                         Owner::Command { sq, .. } => sq == queue,
-                        Owner::Part { parent: of } | Owner::Range { copy: of, .. } => {
-                            in_flight.is_command_of(of, queue)
-                        }
+                        Owner::Part { parent: of }
+                        | Owner::Dropped { parent: of }
+                        | Owner::Range { copy: of, .. } => in_flight.is_command_of(of, queue),
                         Owner::Internal => false,
                     };
                     if is_of_queue && entry.is_request {
-                        namespaces[entry.namespace].queue.cancel(tag);
+                        cancel_at(namespaces, retired, entry.namespace, tag);
                     }
                 });
             }
@@ -722,17 +831,26 @@ impl Engine {
     }
 
     fn cancel(&mut self, which: impl Fn(&Owner, u32) -> bool) {
-        let Self { in_flight, namespaces, .. } = self;
+        let Self { in_flight, namespaces, retired, .. } = self;
         in_flight.for_each(|tag, entry| {
             if entry.is_request && which(&entry.owner, tag) {
-                namespaces[entry.namespace].queue.cancel(tag);
+                cancel_at(namespaces, retired, entry.namespace, tag);
             }
         });
     }
 }
 
-/// Blocks of a Write Zeroes command, at most: a limit of the command itself.
-const MAX_BLOCKS: u64 = 1 << 16;
+/// Cancels a request at the disk that has it.
+fn cancel_at(namespaces: &mut [NamespaceQueue], retired: &mut Retired, at: usize, tag: u32) {
+    if let Some(namespace) = namespaces.get_mut(at).or_else(|| retired.get_mut(at)) {
+        namespace.queue.cancel(tag);
+    }
+}
+
+fn want_hints(namespaces: &[NamespaceQueue]) -> bool {
+    namespaces.iter().any(|namespace| namespace.queue.wants_prefetch_hints())
+}
+
 const FLUSH: Request = Request { op: Op::Flush, offset: 0, len: 0 };
 
 /// What a less common command asks of the disks, by the index of the namespace.

@@ -54,6 +54,8 @@ pub(super) enum Owner {
     Command { sq: usize, cid: u16, permit: Permit },
     /// The entry is one of several requests of the command in another entry.
     Part { parent: u32 },
+    /// As above, and how it ends does not matter any more: its namespace is gone.
+    Dropped { parent: u32 },
     /// The entry reads or writes source range `range` of the Copy command in another entry.
     Range { copy: u32, range: u32 },
     /// The entry is a flush that the controller wants for itself.
@@ -64,7 +66,7 @@ pub(super) enum Owner {
 #[derive(Debug)]
 pub(super) struct InFlight {
     pub(super) owner: Owner,
-    /// Index of the namespace.
+    /// Index of the namespace, or of one that is retired (see `exec/retired.rs`).
     pub(super) namespace: usize,
     pub(super) status: Status,
     pub(super) kind: Kind,
@@ -212,6 +214,20 @@ impl InFlightTable {
     }
 
     /// Calls `with` for every entry, with its tag.
+    pub(super) fn for_each_mut(&mut self, mut with: impl FnMut(u32, &mut InFlight)) {
+        for (tag, entry) in (0..).zip(&mut self.entries) {
+            if let Some(entry) = entry {
+                with(tag, entry);
+            }
+        }
+    }
+
+    /// The NSID of an entry.
+    pub(super) fn nsid(&self, tag: u32) -> Option<u32> {
+        self.entries.get(tag as usize)?.as_ref().map(|entry| entry.nsid)
+    }
+
+    /// As [`for_each_mut`](Self::for_each_mut).
     pub(super) fn for_each(&self, mut with: impl FnMut(u32, &InFlight)) {
         for (tag, entry) in (0..).zip(&self.entries) {
             if let Some(entry) = entry {

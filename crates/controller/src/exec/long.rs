@@ -178,6 +178,30 @@ impl LongCommands {
             .for_each(|command| command.cancelled = true);
     }
 
+    /// The namespace at `index` is gone. What is left to be done there is not done; the commands in
+    /// `except`, which are about all namespaces, go on with the others. The entries of those that
+    /// have lost something to do and are no such commands.
+    pub(super) fn remove_namespace(
+        &mut self,
+        index: usize,
+        except: impl Fn(u32) -> bool,
+    ) -> Vec<u32> {
+        let mut ended = Vec::new();
+        for command in &mut self.list {
+            let (done, left) = command.parts.split_at(command.next);
+            if left.iter().all(|(of, _)| *of != index) {
+                continue;
+            }
+            let others = left.iter().filter(|(of, _)| *of != index);
+            command.parts = done.iter().chain(others).copied().collect();
+            command.within = 0;
+            if !except(command.parent) {
+                ended.push(command.parent);
+            }
+        }
+        ended
+    }
+
     /// As above, of all commands, or of those of one submission queue.
     pub(super) fn cancel_all(&mut self, of: Option<usize>) {
         self.list

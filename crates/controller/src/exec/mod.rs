@@ -8,6 +8,7 @@ mod namespace;
 pub(crate) mod prefetch;
 mod quota;
 mod resolve;
+mod retired;
 mod status;
 
 pub(crate) use engine::{Engine, Started};

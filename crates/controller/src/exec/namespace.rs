@@ -1,16 +1,22 @@
 //! One worker's part of a namespace.
 
 use crate::namespace::Namespace;
-use shadowbell_backend::{Op, Queue};
-use shadowbell_memory::Ring;
+use rustix::event::epoll::{self, EventData, EventFlags};
+use shadowbell_backend::{DiskError, Op, Queue, Request, Submitted};
+use shadowbell_memory::{DmaTable, Ring, Segments};
 use shadowbell_spec::Sqe;
 use shadowbell_spec::nvm::RwFields;
 use shadowbell_spec::opcode::NvmOpcode;
 use shadowbell_spec::status::Status;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
-/// A namespace with this worker's queue to its disk.
+/// How a command for an inactive NSID ends (Base 2.1, 3.2.1.5). One that is under way when its
+/// namespace goes ends as if it had been given afterwards (Base 2.1, 8.1.15).
+pub(super) const INACTIVE: Status = Status::INVALID_FIELD.with_dnr();
+
+/// A namespace with this worker's queue to its disk. One without blocks is none: its NSID is
+/// inactive.
 pub(crate) struct NamespaceQueue {
     pub(super) blocks: u64,
     pub(super) block_shift: u32,
@@ -20,12 +26,27 @@ pub(crate) struct NamespaceQueue {
 
 impl NamespaceQueue {
     pub(crate) fn open(namespace: &Namespace) -> io::Result<Self> {
+        let queue = namespace.disk().queue()?;
         Ok(Self {
             blocks: namespace.blocks(),
             block_shift: namespace.block_shift(),
             read_only: namespace.read_only(),
-            queue: namespace.disk().queue()?,
+            queue: if namespace.write_through() { Box::new(WriteThrough(queue)) } else { queue },
         })
+    }
+
+    /// As above, if there is one.
+    pub(crate) fn open_any(namespace: Option<&Namespace>) -> io::Result<Self> {
+        namespace.map_or_else(|| Ok(Self::none()), Self::open)
+    }
+
+    /// For an NSID at which there is no namespace.
+    pub(super) fn none() -> Self {
+        Self { blocks: 0, block_shift: 9, read_only: true, queue: Box::new(Nothing) }
+    }
+
+    pub(super) fn is_none(&self) -> bool {
+        self.blocks == 0
     }
 
     /// The byte range of the disk that `rw` names.
@@ -33,9 +54,16 @@ impl NamespaceQueue {
     pub(super) fn range(&self, rw: &RwFields) -> Result<(u64, u64), Status> {
         match rw.end() {
             Some(end) if end <= self.blocks => {}
-            _ => return Err(Status::LBA_OUT_OF_RANGE.with_dnr()),
+            _ => return Err(self.out_of_range()),
         }
         Ok((rw.slba << self.block_shift, u64::from(rw.blocks()) << self.block_shift))
+    }
+
+    /// Why no command can have these blocks. Whether there is a namespace at all is looked at here,
+    /// and so costs a command of one that is there nothing.
+    #[cold]
+    fn out_of_range(&self) -> Status {
+        if self.is_none() { INACTIVE } else { Status::LBA_OUT_OF_RANGE.with_dnr() }
     }
 
     /// How many bytes of data a read or write has.
@@ -44,20 +72,37 @@ impl NamespaceQueue {
         u64::from(RwFields::decode(sqe).blocks()) << self.block_shift
     }
 
+    /// Wakes whoever waits for `epoll` when the disk has done something.
+    pub(crate) fn watch(&self, epoll: &OwnedFd) -> io::Result<()> {
+        let Some(fd) = self.wake_fd() else { return Ok(()) };
+        let edges = if self.queue.wakes_by_edges() { EventFlags::ET } else { EventFlags::empty() };
+        Ok(epoll::add(epoll, fd, EventData::new_u64(DISK_TOKEN), EventFlags::IN | edges)?)
+    }
+
+    /// Undoes [`watch`](Self::watch).
+    pub(crate) fn unwatch(&self, epoll: &OwnedFd) {
+        if let Some(fd) = self.wake_fd() {
+            let _ = epoll::delete(epoll, fd);
+        }
+    }
+
     pub(crate) fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         self.queue.wake_fd()
     }
-
-    pub(crate) fn wakes_by_edges(&self) -> bool {
-        self.queue.wakes_by_edges()
-    }
 }
 
-/// The namespace `nsid` in `list`: NSIDs are 1, 2, 3, ... without holes.
+/// What a worker's epoll instance says of a disk.
+const DISK_TOKEN: u64 = 1;
+
+/// The namespace `nsid` in `list`, which has a place for every valid NSID.
 #[inline]
 pub(super) fn index_of(list: &[NamespaceQueue], nsid: u32) -> Result<usize, Status> {
     let index = (nsid as usize).wrapping_sub(1);
-    if index < list.len() { Ok(index) } else { Err(Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr()) }
+    match list.get(index) {
+        Some(namespace) if namespace.is_none() => Err(INACTIVE),
+        Some(_) => Ok(index),
+        None => Err(Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr()),
+    }
 }
 
 /// Gives a disk a hint of the command in entry `index`, which is to be started after `ahead - 1`
@@ -84,5 +129,68 @@ pub(super) fn prefetch_hint(
     {
         let len = (usize::from(nlb) + 1) << namespace.block_shift;
         namespace.queue.prefetch_hint(op, slba << namespace.block_shift, len, ahead);
+    }
+}
+
+/// The queue where there is no disk: no request comes to it.
+struct Nothing;
+
+impl Queue for Nothing {
+    fn submit(&mut self, _: u32, _: &Request, _: &mut Segments) -> Submitted {
+        Submitted::Done(Err(DiskError::OutOfRange))
+    }
+}
+
+/// The queue to a disk whose volatile cache the host does not know of.
+struct WriteThrough(Box<dyn Queue>);
+
+impl Queue for WriteThrough {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        let op = match request.op {
+            Op::Write { .. } => Op::Write { fua: true },
+            Op::WriteZeroes { deallocate, .. } => Op::WriteZeroes { deallocate, fua: true },
+            other => other,
+        };
+        self.0.submit(tag, &Request { op, ..*request }, data)
+    }
+
+    fn wants_prefetch_hints(&self) -> bool {
+        self.0.wants_prefetch_hints()
+    }
+
+    fn prefetch_hint(&self, op: Op, offset: u64, len: usize, distance: u32) {
+        self.0.prefetch_hint(op, offset, len, distance);
+    }
+
+    fn longest_inline(&self) -> u64 {
+        self.0.longest_inline()
+    }
+
+    fn commit(&mut self) {
+        self.0.commit();
+    }
+
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        self.0.reap(done);
+    }
+
+    fn cancel(&mut self, tag: u32) {
+        self.0.cancel(tag);
+    }
+
+    fn memory_changed(&mut self, table: &DmaTable) {
+        self.0.memory_changed(table);
+    }
+
+    fn pending(&self) -> usize {
+        self.0.pending()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.0.wake_fd()
+    }
+
+    fn wakes_by_edges(&self) -> bool {
+        self.0.wakes_by_edges()
     }
 }

@@ -9,6 +9,7 @@ use super::replay::Replay;
 use crate::exec::NamespaceQueue;
 use crate::interrupt::{HoldLimit, IrqLine};
 use crate::latch::Latch;
+use crate::namespace::Namespaces;
 use crate::notice::Notice;
 use crate::queue::{Cq, QueueLayout, ShadowCells, Sq};
 use crate::shared::{ControllerShared, DSTRD};
@@ -20,8 +21,19 @@ use shadowbell_spec::dbbuf::{cq_entry_offset, sq_entry_offset};
 use shadowbell_spec::regs::DoorbellKind;
 use shadowbell_spec::status::Status;
 use std::collections::VecDeque;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+/// What is forgotten once nothing of it is under way.
+enum Deleting {
+    /// The submission queue of this index.
+    Sq(usize),
+    /// The queue to a disk that is retired at this place, and what has woken the worker for it.
+    Disk(usize, Arc<OwnedFd>),
+    /// All of it.
+    Everything,
+}
 
 /// One controller's queues on one worker.
 pub(crate) struct ControllerQueues {
@@ -33,8 +45,8 @@ pub(crate) struct ControllerQueues {
     /// Old DMA maps that commands in flight may still use, with who waits for their end: and for
     /// that of all before, because what is in one map may have been in those, too.
     draining: VecDeque<(ViewWatch, Vec<Latch>)>,
-    /// Submission queues that are to be forgotten once they are empty.
-    deleting: Vec<(usize, Latch)>,
+    /// What is to be forgotten once nothing of it is under way.
+    deleting: Vec<(Deleting, Latch)>,
     detaching: Option<Latch>,
     /// `memory::sigbus::losses` when it was last looked at: what was lost before the first queue
     /// was created is still in the map.
@@ -88,6 +100,41 @@ impl ControllerQueues {
 
     pub(crate) fn namespaces(&self) -> &[NamespaceQueue] {
         self.set.engine.namespaces()
+    }
+
+    /// What wakes the worker for its disks.
+    pub(crate) fn wake_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.set.engine.queues().filter_map(NamespaceQueue::wake_fd)
+    }
+
+    /// Namespace `nsid` is the one of `namespaces`, or none, from the next command on. If its disk
+    /// can not be opened, all stays as it is, and the latch gets a status.
+    pub(crate) fn change_namespace(
+        &mut self,
+        nsid: u32,
+        namespaces: &Arc<Namespaces>,
+        latch: Latch,
+        epoll: &Arc<OwnedFd>,
+    ) {
+        if self.detaching.is_some() {
+            return self.deleting.push((Deleting::Everything, latch));
+        }
+        let opened = namespaces.get(nsid).map(|namespace| {
+            let queue = NamespaceQueue::open(namespace)?;
+            queue.watch(epoll).map(|()| queue)
+        });
+        match opened.transpose() {
+            Ok(new) => {
+                self.opening.namespaces = Arc::clone(namespaces);
+                let place = self.set.engine.change_namespace(nsid as usize - 1, new);
+                let disk = |place| (Deleting::Disk(place, Arc::clone(epoll)), latch);
+                self.deleting.extend(place.map(disk));
+            }
+            Err(error) => {
+                tracing::error!(nsid, %error, "a worker can not open a namespace's disk");
+                latch.set_status(Status::INTERNAL);
+            }
+        }
     }
 
     /// From now on, something else serves the queues.
@@ -159,7 +206,7 @@ impl ControllerQueues {
         if let Some(overriding) = &mut self.overriding {
             overriding.delete_sq(&mut self.set, index);
         }
-        self.deleting.push((index, latch));
+        self.deleting.push((Deleting::Sq(index), latch));
     }
 
     pub(crate) fn delete_cq(&mut self, qid: u16) {
@@ -293,13 +340,16 @@ impl ControllerQueues {
             return false;
         }
         let table = self.table();
+        // A change of the namespaces may come to its end there before this one is dropped, and
+        // nothing of a disk that goes may be here then.
+        self.set.engine.forget_namespaces();
         if let Some(journal) = &self.set.journal {
             self.set.cqs.iter_mut().flatten().for_each(|cq| cq.leave_journal(journal));
         }
         let relocated = Relocated {
             shared: Arc::clone(&self.set.shared),
             control: self.set.control.clone(),
-            opening: self.opening.clone(),
+            opening: self.opening.take(),
             table,
             counters: Arc::clone(&self.set.engine.counters),
             shadow: self.shadow,
@@ -565,11 +615,27 @@ impl ControllerQueues {
         }
         let mut index = 0;
         while index < self.deleting.len() {
-            let sq = self.deleting[index].0;
-            if self.set.sqs[sq].as_ref().is_none_or(|q| q.in_flight == 0) {
-                if let Some(sq) = self.set.sqs[sq].take() {
-                    self.retire_sq(&sq);
+            let is_over = match &self.deleting[index].0 {
+                Deleting::Sq(sq) => {
+                    let sq = &mut self.set.sqs[*sq];
+                    match sq.take_if(|sq| sq.in_flight == 0) {
+                        Some(sq) => {
+                            self.retire_sq(&sq);
+                            true
+                        }
+                        None => sq.is_none(),
+                    }
                 }
+                Deleting::Disk(place, epoll) => match self.set.engine.take_retired(*place) {
+                    Some(disk) => {
+                        disk.unwatch(epoll);
+                        true
+                    }
+                    None => false,
+                },
+                Deleting::Everything => false,
+            };
+            if is_over {
                 self.deleting.swap_remove(index);
             } else {
                 index += 1;

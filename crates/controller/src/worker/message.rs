@@ -6,7 +6,7 @@ use super::relocation::{Departure, Relocated};
 use crate::doorbell_source::DoorbellSource;
 use crate::exec::Quota;
 use crate::latch::Latch;
-use crate::namespace::Namespace;
+use crate::namespace::Namespaces;
 use crate::notice::ControlHandle;
 use crate::queue::QueueLayout;
 use crate::shared::ControllerShared;
@@ -21,7 +21,7 @@ pub(crate) struct QueueContext {
     pub(crate) shared: Arc<ControllerShared>,
     pub(crate) control: ControlHandle,
     pub(crate) table: Arc<DmaTable>,
-    pub(crate) namespaces: Arc<Vec<Namespace>>,
+    pub(crate) namespaces: Arc<Namespaces>,
     /// CC.MPS in bytes.
     pub(crate) page_size: usize,
     /// MDTS in bytes.
@@ -96,6 +96,15 @@ pub(crate) enum Message {
         table: Arc<DmaTable>,
         latches: Vec<Latch>,
     },
+    /// Namespace `nsid` is another one, or none: that of these. The latch is dropped once nothing
+    /// uses the disk of the one before. It gets a status if the new disk can not be opened, and
+    /// then all is as it was.
+    ChangeNamespace {
+        controller: u32,
+        nsid: u32,
+        namespaces: Arc<Namespaces>,
+        latch: Latch,
+    },
     /// Flush every namespace.
     Flush {
         context: Box<QueueContext>,
@@ -159,6 +168,7 @@ impl Message {
             | Self::DeleteCq { controller, .. }
             | Self::Shadow { controller, .. }
             | Self::Table { controller, .. }
+            | Self::ChangeNamespace { controller, .. }
             | Self::Abort { controller, .. }
             | Self::Query { controller, .. }
             | Self::Detach { controller, .. }

@@ -28,7 +28,6 @@ use super::controller_queues::ControllerQueues;
 use super::queue_set::SleepCell;
 use super::share::{self, Share};
 use super::slow::SlowTurns;
-use crate::exec::NamespaceQueue;
 use crate::trace::TraceRing;
 use rustix::event::epoll;
 use shadowbell_doorbell::Sleeper;
@@ -383,7 +382,7 @@ impl PollGroup {
         for index in (0..self.active.len()).rev() {
             if self.active[index].queues.is_over() {
                 let mut entry = self.active.swap_remove(index);
-                for fd in entry.queues.namespaces().iter().filter_map(NamespaceQueue::wake_fd) {
+                for fd in entry.queues.wake_fds() {
                     let _ = epoll::delete(epoll, fd);
                 }
                 // The host has a duplicate of it, so closing ours would not take it out.

@@ -6,7 +6,7 @@ use crate::exec::{Engine, NamespaceQueue, Quota};
 use crate::interrupt::{HoldLimit, IrqLine};
 use crate::journal::RecoveredJournal;
 use crate::latch::Latch;
-use crate::namespace::Namespace;
+use crate::namespace::Namespaces;
 use crate::notice::ControlHandle;
 use crate::queue::{Cq, QueueLayout, Sq};
 use crate::saved::SavedPart;
@@ -24,7 +24,7 @@ use std::sync::Arc;
 /// What the namespaces of a controller are opened from.
 #[derive(Clone)]
 pub(crate) struct Opening {
-    pub(crate) namespaces: Arc<Vec<Namespace>>,
+    pub(crate) namespaces: Arc<Namespaces>,
     pub(crate) page_size: usize,
     pub(crate) max_transfer: usize,
     pub(crate) quota: Quota,
@@ -33,6 +33,11 @@ pub(crate) struct Opening {
 }
 
 impl Opening {
+    /// This, which leaves one without namespaces.
+    pub(super) fn take(&mut self) -> Self {
+        Self { namespaces: std::mem::take(&mut self.namespaces), ..self.clone() }
+    }
+
     /// Opens the namespaces for this thread.
     pub(super) fn open(
         &self,
@@ -40,8 +45,10 @@ impl Opening {
         counters: Arc<IoCounters>,
     ) -> Result<Engine, std::io::Error> {
         let Self { namespaces, page_size, max_transfer, quota, .. } = self;
-        let namespaces = namespaces.iter().map(NamespaceQueue::open).collect::<Result<_, _>>()?;
-        Ok(Engine::new(View::new(table), *page_size, *max_transfer, *quota, namespaces, counters))
+        let limits = (*page_size, *max_transfer, namespaces.promises.zeroes);
+        let namespaces = (1..=namespaces.highest()).map(|nsid| namespaces.get(nsid));
+        let namespaces = namespaces.map(NamespaceQueue::open_any).collect::<Result<_, _>>()?;
+        Ok(Engine::new(View::new(table), limits, *quota, namespaces, counters))
     }
 }
 
@@ -148,13 +155,12 @@ impl Relocated {
         self.overriding.is_some()
     }
 
-    /// The queues as they were, if they can be, on their way to a worker. `latch` is dropped when
-    /// they have arrived.
+    /// The queues as they were, if they can be, on their way to a worker. Nobody waits for that:
+    /// a notice of it could come when they are on their way again, and be taken for that of these.
     pub(crate) fn restore(
         saved: &SavedPart,
         doorbell_eventfds: Vec<EventFd>,
         with: &Restoring<'_>,
-        latch: Latch,
     ) -> Option<Self> {
         let Restoring { shared, table, shadow, limit, .. } = *with;
         let mut cqs = Vec::with_capacity(saved.cqs.len());
@@ -187,7 +193,7 @@ impl Relocated {
             losses: 0,
             lost: false,
             replays: Vec::new(),
-            latch: Some(latch),
+            latch: None,
         })
     }
 

@@ -264,6 +264,15 @@ impl Worker {
                     queues.change_table(Arc::clone(&table), latches.clone());
                 }
             }
+            Message::ChangeNamespace { controller, nsid, namespaces, latch } => {
+                self.poll_group.activate(controller);
+                // One that is on its way out uses the disk as well.
+                let Self { poll_group, epoll, .. } = self;
+                let active = poll_group.active.iter_mut().map(|entry| &mut entry.queues);
+                for queues in active.filter(|queues| queues.id() == controller) {
+                    queues.change_namespace(nsid, &namespaces, latch.clone(), epoll);
+                }
+            }
             Message::DoorbellWritten { controller } => {
                 self.poll_group.doorbell_written(controller);
             }
@@ -344,13 +353,7 @@ impl Worker {
 
     /// Wakes from here on when a disk of these queues has done something.
     fn watch(&self, queues: &ControllerQueues) -> io::Result<()> {
-        for namespace in queues.namespaces() {
-            let Some(fd) = namespace.wake_fd() else { continue };
-            let edges =
-                if namespace.wakes_by_edges() { EventFlags::ET } else { EventFlags::empty() };
-            epoll::add(&self.epoll, fd, EventData::new_u64(1), EventFlags::IN | edges)?;
-        }
-        Ok(())
+        queues.namespaces().iter().try_for_each(|namespace| namespace.watch(&self.epoll))
     }
 
     /// Takes over a controller that another worker has served.

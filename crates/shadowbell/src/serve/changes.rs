@@ -256,7 +256,7 @@ impl Changes {
         self.registry.remove(&served.id);
         let name = served.name.clone();
         let mut disks: Vec<Weak<dyn Disk>> = Vec::new();
-        for namespace in &served.controller.config().namespaces {
+        for (_, namespace) in &served.controller.namespaces() {
             if let Err(error) = flush(&*namespace.disk) {
                 warn!("{name}: {} can not be flushed: {error}", namespace.disk.name());
             }

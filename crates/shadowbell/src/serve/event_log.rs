@@ -129,10 +129,9 @@ impl LogWriter {
 
     /// What a namespace is on.
     fn disk(&self, index: usize, nsid: u32) -> Option<String> {
-        let at = usize::try_from(nsid.checked_sub(1)?).ok()?;
-        let served = self.served(index)?;
-        let config = served.controller.config();
-        config.namespaces.get(at).map(|namespace| namespace.disk.name())
+        let namespaces = self.served(index)?.controller.namespaces();
+        let found = namespaces.iter().find(|(of, _)| *of == nsid);
+        found.map(|(_, namespace)| namespace.disk.name())
     }
 
     fn log(&mut self, index: usize, event: ServerEvent) {

@@ -87,7 +87,7 @@ impl Keeping {
         self.store.put(FENCE, &[], &[self.fence.as_fd()])?;
         for (index, served) in controllers.iter().enumerate() {
             for (nth, disk) in served.disks().enumerate() {
-                self.keep_disk(transfer::disk(index, nth), disk)?;
+                self.keep_disk(transfer::disk(index, nth), &disk)?;
             }
             let key = transfer::controller(index);
             let recorder = Record { store: self.store.clone(), key };
@@ -96,7 +96,7 @@ impl Keeping {
         for (index, port) in ports.iter().enumerate() {
             let key = transfer::port(index);
             let recorder = Record { store: self.store.clone(), key };
-            reactor.record_with(*port, Box::new(recorder));
+            RecordPort::record_with(&mut *reactor, *port, Box::new(recorder));
         }
         let complete = Complete { version: VERSION, served: transfer::served(config) };
         Ok(self.store.put_state(COMPLETE, &complete, &Descriptors::default())?)

@@ -76,10 +76,10 @@ pub(super) fn with_origin<T>(
 }
 
 pub(super) fn summary(served: &ServedController) -> String {
-    let namespaces = &served.controller.config().namespaces;
+    let namespaces = served.controller.namespaces();
     let disks: Vec<_> = namespaces
         .iter()
-        .map(|namespace| {
+        .map(|(_, namespace)| {
             let info = namespace.disk.info();
             let read_only = if info.read_only { ", read-only" } else { "" };
             format!(

@@ -47,8 +47,8 @@ impl ServedController {
     }
 
     /// Its disks, in the order of their namespaces.
-    pub(super) fn disks(&self) -> impl Iterator<Item = &Arc<dyn Disk>> {
-        self.controller.config().namespaces.iter().map(|namespace| &namespace.disk)
+    pub(super) fn disks(&self) -> impl Iterator<Item = Arc<dyn Disk>> {
+        self.controller.namespaces().into_iter().map(|(_, namespace)| namespace.disk)
     }
 
     /// It is served.

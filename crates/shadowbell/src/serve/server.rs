@@ -142,10 +142,7 @@ impl Server {
 
     /// All disks.
     pub(super) fn disks(&self) -> Vec<Arc<dyn Disk>> {
-        self.controllers()
-            .iter()
-            .flat_map(|served| served.disks().cloned().collect::<Vec<_>>())
-            .collect()
+        self.controllers().iter().flat_map(|served| served.disks().collect::<Vec<_>>()).collect()
     }
 
     /// Whether another process has the disks, too.

@@ -4,7 +4,7 @@ use super::registry::ServedController;
 use anyhow::bail;
 use rustix::fs::OFlags;
 use serde::Serialize;
-use shadowbell_controller::{Config, Stats};
+use shadowbell_controller::{Controller, Stats};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::Permissions;
@@ -62,9 +62,9 @@ pub(super) struct DiskReport {
 }
 
 /// Of the disks of a controller that count something.
-fn disks(config: &Config) -> Vec<DiskReport> {
-    let reports = config.namespaces.iter().map(|namespace| {
-        let disk = &namespace.disk;
+fn disks(controller: &Controller) -> Vec<DiskReport> {
+    let reports = controller.namespaces().into_iter().map(|(_, namespace)| {
+        let disk = namespace.disk;
         DiskReport { disk: disk.name(), counters: disk.counters().into_iter().collect() }
     });
     reports.filter(|report| !report.counters.is_empty()).collect()
@@ -75,8 +75,8 @@ impl Report {
         let mut report = Self::default();
         for served in served {
             let ServedController { name, controller, .. } = &**served;
-            let config = controller.config();
-            report.add(name, &config.serial, controller.stats(), disks(config));
+            let serial = &controller.config().serial;
+            report.add(name, serial, controller.stats(), disks(controller));
         }
         report
     }

@@ -30,7 +30,7 @@ mod inspector;
 mod kind;
 mod peer_fd;
 #[allow(unsafe_code)]
-mod sys;
+pub(crate) mod sys;
 
 pub use channel::Channel;
 pub use closer::Closer;

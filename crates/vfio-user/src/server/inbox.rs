@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::listener::Listener;
+use super::recorder::PortRecorder;
 use crate::Errno;
 use crate::device::{Device, Done};
 
@@ -30,6 +31,7 @@ pub(super) enum Request {
         port: PortId,
         source: Source,
         device: Box<dyn Device>,
+        recorder: Option<Box<dyn PortRecorder>>,
     },
     Remove {
         port: PortId,
@@ -123,7 +125,22 @@ impl Handle {
     /// Serves `device` at `listener` from now on.
     pub fn add(&self, listener: Listener, device: Box<dyn Device>) -> PortId {
         let port = self.0.new_port();
-        self.0.push(Request::Add { port, source: Source::Listener(listener), device });
+        let source = Source::Listener(listener);
+        self.0.push(Request::Add { port, source, device, recorder: None });
+        port
+    }
+
+    /// As [`add`](Self::add), and has `recorder` keep what comes of it
+    /// ([`Reactor::record_with`](super::Reactor::record_with)).
+    pub fn add_recorded(
+        &self,
+        listener: Listener,
+        device: Box<dyn Device>,
+        recorder: Box<dyn PortRecorder>,
+    ) -> PortId {
+        let port = self.0.new_port();
+        let (source, recorder) = (Source::Listener(listener), Some(recorder));
+        self.0.push(Request::Add { port, source, device, recorder });
         port
     }
 
@@ -131,7 +148,8 @@ impl Handle {
     /// When it leaves, the device is dropped.
     pub fn add_stream(&self, stream: OwnedFd, device: Box<dyn Device>) -> PortId {
         let port = self.0.new_port();
-        self.0.push(Request::Add { port, source: Source::Stream(stream), device });
+        let source = Source::Stream(stream);
+        self.0.push(Request::Add { port, source, device, recorder: None });
         port
     }
 

@@ -17,6 +17,18 @@ pub struct Limits {
     pub stop: Duration,
 }
 
+impl Limits {
+    /// Those of a client whose messages stay in the socket until they are carried out: each has to
+    /// fit into it.
+    pub(super) fn of_recorded(&self, is_recorded: bool) -> Self {
+        let most = if is_recorded { RECORDED_XFER } else { u32::MAX };
+        Self { max_data_xfer_size: self.max_data_xfer_size.min(most), ..*self }
+    }
+}
+
+/// The data of a message that fits into any socket whole.
+const RECORDED_XFER: u32 = 64 << 10;
+
 impl Default for Limits {
     fn default() -> Self {
         Self {

@@ -18,8 +18,9 @@ use super::attachment::Attachment;
 use super::inbox::{Handle, Inbox, PortId, Request, Source};
 use super::limits::Limits;
 use super::listener::Listener;
+use super::recorder::PortRecorder;
 use super::requests::{Context, Slice};
-use super::saved::SavedPort;
+use super::saved::{SavedPort, SavedSession};
 use super::session::{EndReason, Session, Turn};
 use crate::Errno;
 use crate::descriptor::{Closer, Inspector, Stream};
@@ -75,6 +76,10 @@ struct Port {
     retry: Option<Instant>,
     /// The entry in the reactor's timers.
     timer: Option<Instant>,
+    /// Who keeps what this is, in case that this process dies.
+    recorder: Option<Box<dyn PortRecorder>>,
+    /// A process that has died had a client, of which the device is to let go.
+    leaving: bool,
 }
 
 impl Port {
@@ -93,7 +98,35 @@ impl Port {
             admissions: Admissions::new(),
             retry: None,
             timer: None,
+            recorder: None,
+            leaving: false,
         }
+    }
+
+    /// Records what it is, with `client` if there is one.
+    fn record(&mut self) {
+        let Some(recorder) = &mut self.recorder else { return };
+        let mut fds = Descriptors::default();
+        let leaving = !matches!(self.state, State::Free | State::Attached(_));
+        let session = match &mut self.state {
+            State::Attached(attachment) => attachment.busy_session(),
+            State::Free | State::Unfinished { .. } | State::Leaving { .. } => None,
+        };
+        let described = match session {
+            Some(session) => {
+                if session.begin_recording() {
+                    let described = session.describe(&mut *self.device, &mut fds);
+                    described.map(|(session, device)| (Some(session), device))
+                } else {
+                    Err(SaveError::Client(
+                        "it was in the middle of a message when this process took over".to_owned(),
+                    ))
+                }
+            }
+            None => self.device.save(&mut fds).map(|device| (None, device)),
+        };
+        let (listener, log) = (self.listener.as_ref(), &self.log);
+        record(&mut **recorder, listener, log, leaving, described, fds);
     }
 
     /// Nothing of a client's is half done.
@@ -133,8 +166,35 @@ impl Port {
             listener: self.listener.as_ref().map(|it| it.save(fds)).transpose()?,
             session: session.map(|it| it.save(fds)).transpose()?,
             device: self.device.save(fds)?,
+            leaving: false,
         })
     }
+}
+
+/// Has `recorder` keep what a port is.
+fn record(
+    recorder: &mut dyn PortRecorder,
+    listener: Option<&Listener>,
+    log: &LogLimit,
+    leaving: bool,
+    described: Result<(Option<SavedSession>, serde_json::Value), SaveError>,
+    mut fds: Descriptors,
+) {
+    let (session, device, leaving) = match described {
+        Ok((session, device)) => (session, device, leaving),
+        Err(error) => {
+            log.warn(format_args!(
+                "should this process die, this client has lost its device: {error}"
+            ));
+            fds = Descriptors::default();
+            (None, serde_json::Value::Null, true)
+        }
+    };
+    let listener = match listener.map(|listener| listener.save(&mut fds)).transpose() {
+        Ok(listener) => listener,
+        Err(error) => return log.warn(format_args!("a socket could not be recorded: {error}")),
+    };
+    recorder.record(&SavedPort { listener, session, device, leaving }, fds);
 }
 
 /// How many clients may come at the moment.
@@ -286,10 +346,14 @@ impl Reactor {
         fds: &mut Descriptors,
         device: Box<dyn Device>,
     ) -> Result<PortId, RestoreError> {
-        let SavedPort { listener, session, device: saved_device } = saved;
+        let SavedPort { listener, session, device: saved_device, leaving } = saved;
         let id = self.inbox.new_port();
         let mut port = Port::new(device);
-        port.device.restore(saved_device, fds, &port.closer)?;
+        // Of a client that could not be recorded there is nothing.
+        if !saved_device.is_null() {
+            port.device.restore(saved_device, fds, &port.closer)?;
+        }
+        port.leaving = leaving;
         // There is one client, or none any more.
         port.closing = listener.is_none();
         if let Some(saved) = listener {
@@ -306,6 +370,16 @@ impl Reactor {
         self.ports.insert(id, port);
         self.frozen = true;
         Ok(id)
+    }
+
+    /// Has `recorder` keep what a port is, from now on, in case that this process dies. To be called
+    /// before the reactor [runs](Self::run). Messages of a client stay in its socket then until
+    /// what they have brought about is recorded, and no other thread polls it.
+    pub fn record_with(&mut self, port: PortId, recorder: Box<dyn PortRecorder>) {
+        if let Some(port) = self.ports.get_mut(&port) {
+            port.recorder = Some(recorder);
+            port.record();
+        }
     }
 
     /// The end of a reactor that is [frozen](Ended::Frozen), and whose successor has taken over: no
@@ -369,6 +443,8 @@ impl Reactor {
                     session.wake();
                 }
                 self.queue(id);
+            } else if std::mem::take(&mut port.leaving) {
+                self.leave(id);
             } else if matches!(port.state, State::Free) && port.closing {
                 self.forget(id);
             } else {
@@ -455,9 +531,11 @@ impl Reactor {
         self.inbox.take(&mut requests);
         for request in requests.drain(..) {
             match request {
-                Request::Add { port, source, device } => {
+                Request::Add { port, source, device, recorder } => {
                     if let Err(error) = self.insert(port, source, device) {
                         warn!(port = port.0, "a device cannot be served: {error}");
+                    } else if let Some(recorder) = recorder {
+                        self.record_with(port, recorder);
                     }
                 }
                 Request::Remove { port, gone } => self.close(port, Some(gone)),
@@ -550,9 +628,11 @@ impl Reactor {
     fn attach(&mut self, id: PortId, stream: OwnedFd) -> Result<(), Errno> {
         let Some(port) = self.ports.get_mut(&id) else { return Ok(()) };
         let (stream, inspector) = port.connection(stream);
-        let session = Session::new(stream, inspector, &self.limits);
+        let limits = self.limits.of_recorded(port.recorder.is_some());
+        let session = Session::new(stream, inspector, &limits);
         port.state = State::Attached(Box::new(Attachment::new(id, &self.epoll, session)?));
         debug!(port = id.0, "a client has connected");
+        port.record();
         self.queue(id);
         self.set_timer(id);
         Ok(())
@@ -572,16 +652,25 @@ impl Reactor {
         port.queued = false;
         let State::Attached(attachment) = &mut port.state else { return };
         let Some(session) = attachment.take_session() else { return };
+        let limits = self.limits.of_recorded(port.recorder.is_some());
         let mut context = Context {
             inbox: &self.inbox,
             port: id,
-            limits: &self.limits,
+            limits: &limits,
             sequence: &mut port.sequence,
             slice: Slice::begin(),
+            is_recorded: port.recorder.is_some(),
+        };
+        let (recorder, listener, log) = (&mut port.recorder, port.listener.as_ref(), &port.log);
+        let mut record = |described: Result<_, _>, fds| {
+            if let Some(recorder) = recorder {
+                let described = described.map(|(session, device)| (Some(session), device));
+                record(&mut **recorder, listener, log, false, described, fds);
+            }
         };
         let turn = match self.freezing {
-            true => session.rest(&mut *port.device, &mut context),
-            false => session.turn(&mut *port.device, &mut context),
+            true => session.rest(&mut *port.device, &mut context, &mut record),
+            false => session.turn(&mut *port.device, &mut context, &mut record),
         };
         let turn = match turn {
             Turn::End(why) => Turn::End(why),
@@ -643,6 +732,7 @@ impl Reactor {
         match awaited {
             Some(sequence) => {
                 port.state = State::Unfinished { sequence };
+                port.record();
                 self.set_timer(id);
             }
             None if agreed => self.leave(id),
@@ -659,9 +749,11 @@ impl Reactor {
             limits: &self.limits,
             sequence: &mut port.sequence,
             slice: Slice::begin(),
+            is_recorded: port.recorder.is_some(),
         };
         let (sequence, done) = context.done();
         port.state = State::Leaving { sequence };
+        port.record();
         port.device.disconnected(done);
         self.set_timer(id);
     }
@@ -670,6 +762,7 @@ impl Reactor {
     fn free(&mut self, id: PortId) {
         let Some(port) = self.ports.get_mut(&id) else { return };
         port.state = State::Free;
+        port.record();
         if port.closing {
             self.forget(id);
         } else {

@@ -4,7 +4,6 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
 use shadowbell_state::{Descriptors, StateError};
 
 use tracing::debug;
@@ -12,13 +11,13 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::inbox::{self, Inbox, PortId};
 use super::limits::{Limits, MAX_MSG_FDS};
+use super::saved::{Agreed, SavedLink};
 use crate::Errno;
 use crate::capabilities::Capabilities;
-use crate::codec::{MESSAGE_OVERHEAD, Message, SavedQueue, SendQueue};
+use crate::codec::{MESSAGE_OVERHEAD, Message, SendQueue};
 use crate::descriptor::Descriptor;
 use crate::device::{
-    Device, DeviceInfo, DmaMap, DmaUnmap, Done, IoFds, IrqAction, IrqData, Later, Peer, RegionInfo,
-    SetIrqs,
+    Device, DmaMap, DmaUnmap, Done, IoFds, IrqAction, IrqData, Later, Peer, RegionInfo, SetIrqs,
 };
 use crate::wire::{self, Header, command, wire_size};
 
@@ -38,6 +37,8 @@ pub(super) struct Context<'a> {
     pub(super) sequence: &'a mut u64,
     /// When others are to have their turn.
     pub(super) slice: Slice,
+    /// What a client does is recorded, in case that this process dies.
+    pub(super) is_recorded: bool,
 }
 
 /// How long the requests of one client are handled before the others get their turn. (It is
@@ -92,6 +93,8 @@ pub(super) struct Link {
     waiting: Option<Waiting>,
     /// Writes that came as one, of which some are left for the next turn.
     unfinished: Option<Unfinished>,
+    /// Something has happened that a successor has to know.
+    changed: bool,
 }
 
 /// A request that is carried out in parts.
@@ -99,21 +102,6 @@ struct Unfinished {
     header: Header,
     left: std::vec::IntoIter<wire::MultiEntry>,
     count: u64,
-}
-
-/// A [`Link`] at rest, on its way to another process.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct SavedLink {
-    out: SavedQueue,
-    agreed: Option<Agreed>,
-}
-
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-struct Agreed {
-    max_xfer: u32,
-    /// Descriptors that the client takes with one message.
-    max_fds: u32,
-    info: DeviceInfo,
 }
 
 /// The connection cannot go on.
@@ -142,6 +130,11 @@ impl Link {
     pub(super) fn is_idle(&self) -> bool {
         let waits = self.waiting.is_some() || self.unfinished.is_some();
         self.agreed.is_some() && !waits && self.out.is_empty()
+    }
+
+    /// Whether something has happened that a successor has to know, since this was last asked.
+    pub(super) fn take_changed(&mut self) -> bool {
+        std::mem::take(&mut self.changed)
     }
 
     /// No request is half carried out.
@@ -283,14 +276,16 @@ impl Link {
             max_msg_fds: MAX_MSG_FDS,
             max_data_xfer_size: context.limits.max_data_xfer_size.into(),
             max_dma_maps: device.max_dma_maps(),
-            // Only what was proposed may be agreed to.
-            write_multiple: proposed.write_multiple,
+            // Only what was proposed may be agreed to. A message of several writes of one doorbell
+            // can not be carried out twice, as may become necessary.
+            write_multiple: proposed.write_multiple && !context.is_recorded,
         };
         let version =
             wire::Version { major: theirs.major, minor: theirs.minor.min(wire::VERSION.1) };
         self.out.put_reply(header, &[version.as_bytes(), &ours.to_version_data()]);
         let info = device.info();
         let max_fds = proposed.max_msg_fds.min(MAX_MSG_FDS);
+        self.changed = true;
         self.agreed = Some(Agreed { max_xfer: context.limits.max_data_xfer_size, max_fds, info });
         device.connected(&Peer {
             max_msg_fds: proposed.max_msg_fds,
@@ -308,6 +303,7 @@ impl Link {
         device: &mut dyn Device,
         context: &mut Context<'_>,
     ) -> Result<(), Errno> {
+        self.changed |= changes(header.command, payload);
         match header.command {
             // The two that a busy guest sends.
             command::REGION_WRITE => self.write(agreed, header, payload, device, context),
@@ -572,6 +568,21 @@ impl Agreed {
             return Err(Errno::INVAL);
         }
         usize::try_from(access.count).map_err(|_| Errno::INVAL)
+    }
+}
+
+/// Whether a request changes what [`Device::save`] and the connection's own state say. What the
+/// device keeps by itself, which is behind its first region, does not count.
+fn changes(number: u16, payload: &[u8]) -> bool {
+    match number {
+        command::REGION_WRITE => split::<wire::RegionAccess>(payload)
+            .is_ok_and(|(access, _)| access.region != crate::device::region::BAR0),
+        command::REGION_WRITE_MULTI
+        | command::DMA_MAP
+        | command::DMA_UNMAP
+        | command::DEVICE_RESET
+        | command::DEVICE_SET_IRQS => true,
+        _ => false,
     }
 }
 

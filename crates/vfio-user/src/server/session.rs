@@ -5,19 +5,21 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
-use serde::{Deserialize, Serialize};
-use shadowbell_state::{Descriptors, FdRef};
+use shadowbell_state::Descriptors;
 
 use super::inbox::Request;
 use super::limits::Limits;
-use super::requests::{Context, Link, SavedLink, Violation};
+use super::requests::{Context, Link, Violation};
+use super::saved::{Handled, SavedSession};
 use crate::Errno;
-use crate::codec::{DecodeError, Decoder, SavedDecoder};
+use crate::codec::{DecodeError, Decoder, SavedDecoder, SendQueue};
 use crate::descriptor::{Inspector, Stream};
 use crate::device::Device;
-use crate::handover::RestoreError;
+use crate::handover::{RestoreError, SaveError};
 use crate::shared_socket::PolledWrites;
-use crate::socket::{Arrival, Received, receive, receive_some, send_owned, take_in};
+use crate::socket::{
+    Arrival, Received, discard, peek_from, peek_some, receive, receive_some, send_owned, take_in,
+};
 
 /// Messages and receives of one connection before the others get their turn.
 const TURN: u32 = 64;
@@ -90,15 +92,24 @@ pub(super) struct Session {
     pub(super) full: bool,
     sent: u64,
     expected: Option<(Expected, Instant)>,
+    /// What the peer does is recorded.
+    intake: Option<Intake>,
 }
 
-/// A [`Session`] at rest, on its way to another process.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct SavedSession {
-    socket: FdRef,
-    received: SavedDecoder,
-    link: SavedLink,
+/// How a session that is recorded takes in messages: they stay in the socket until what they have
+/// brought about is recorded. So what a process that dies has not recorded is still there.
+#[derive(Debug)]
+struct Intake {
+    /// The decoder's position up to which the socket was emptied.
+    consumed: u64,
+    /// A process that is dead has carried out what it is in the socket's next bytes, if these are
+    /// them; what it had to send is in the link's queue then.
+    pending: Option<Handled>,
 }
+
+/// Records a session and the device's state, with the descriptors that both name.
+pub(super) type Record<'a> =
+    &'a mut dyn FnMut(Result<(SavedSession, serde_json::Value), SaveError>, Descriptors);
 
 impl Session {
     /// The other side of [`save`](Self::save): [lent](Self::set_lent) for now. `make` puts the
@@ -109,7 +120,7 @@ impl Session {
         make: impl FnOnce(OwnedFd) -> (Stream, Inspector),
         limits: &Limits,
     ) -> Result<Self, RestoreError> {
-        let SavedSession { socket, received, link } = saved;
+        let SavedSession { socket, received, link, recorded, handled } = saved;
         let link = Link::restore(link, fds)?;
         let (mut socket, inspector) = make(fds.take(socket)?);
         socket.set_lent(true);
@@ -120,6 +131,7 @@ impl Session {
         let closer = session.inspector.closer();
         session.decoder = Decoder::restore(received, max, fds, closer)?;
         session.link = link;
+        session.intake = recorded.then_some(Intake { consumed: 0, pending: handled });
         Ok(session)
     }
 
@@ -127,9 +139,85 @@ impl Session {
     pub(super) fn save(&self, fds: &mut Descriptors) -> io::Result<SavedSession> {
         Ok(SavedSession {
             socket: fds.add(self.socket.as_fd().try_clone_to_owned()?),
-            received: self.decoder.save(fds)?,
+            received: match &self.intake {
+                // It is in the socket, too.
+                Some(_) => SavedDecoder::default(),
+                None => self.decoder.save(fds)?,
+            },
             link: self.link.save(fds)?,
+            recorded: self.intake.is_some(),
+            handled: self.intake.as_ref().and_then(|intake| intake.pending),
         })
+    }
+
+    /// From now on, what the peer does is recorded; not if a part of a message is here already, and
+    /// not in the socket any more.
+    pub(super) fn begin_recording(&mut self) -> bool {
+        let consumed = self.decoder.position();
+        if self.intake.is_none()
+            && !self.decoder.is_partial()
+            && peek_from(self.socket.as_fd(), 0).is_ok()
+        {
+            self.intake = Some(Intake { consumed, pending: None });
+        }
+        self.intake.is_some()
+    }
+
+    /// Whether it [is recorded](Self::begin_recording).
+    pub(super) fn is_recorded(&self) -> bool {
+        self.intake.is_some()
+    }
+
+    /// Records what the message in hand has brought about, and takes it out of the socket. The
+    /// replies follow.
+    fn commit(&mut self, device: &mut dyn Device, record: Record<'_>) -> Result<(), EndReason> {
+        let Some(intake) = &mut self.intake else { return Ok(()) };
+        if !self.link.is_at_rest() {
+            return Ok(());
+        }
+        let len = (self.decoder.position() - intake.consumed) as usize;
+        if self.link.take_changed() {
+            let handled = (len != 0).then(|| Handled::new(self.decoder.handed_out(len)));
+            intake.pending = handled.or(intake.pending);
+            let mut fds = Descriptors::default();
+            record(self.describe(device, &mut fds), fds);
+        }
+        if let Some(intake) = &mut self.intake {
+            intake.pending = None;
+            intake.consumed += len as u64;
+            discard(self.socket.as_fd(), len, &self.inspector)?;
+        }
+        Ok(())
+    }
+
+    /// What is recorded.
+    pub(super) fn describe(
+        &self,
+        device: &mut dyn Device,
+        fds: &mut Descriptors,
+    ) -> Result<(SavedSession, serde_json::Value), SaveError> {
+        Ok((self.save(fds)?, device.save(fds)?))
+    }
+
+    /// Where a process that has died was with this peer: what it has carried out is taken out of the
+    /// socket, if it had not come to that, and then its replies are sent.
+    fn catch_up(&mut self) -> Result<(), EndReason> {
+        let Some(Handled { len, hash }) = self.intake.as_mut().and_then(|i| i.pending.take())
+        else {
+            return Ok(());
+        };
+        let mut bytes = vec![0; usize::try_from(len).unwrap_or(0)];
+        let arrival = peek_some(self.socket.as_fd(), &mut bytes, self.inspector.closer());
+        let is_there = arrival.is_ok_and(|arrival| arrival.bytes == bytes.len())
+            && Handled::new(&bytes) == Handled { len, hash };
+        if is_there {
+            discard(self.socket.as_fd(), bytes.len(), &self.inspector)?;
+        } else {
+            // It came to the replies as well.
+            self.link.out = SendQueue::default();
+        }
+        peek_from(self.socket.as_fd(), 0)?;
+        Ok(())
     }
 
     /// Says whether another process serves the same peer, and goes on if this one does not: then
@@ -143,11 +231,20 @@ impl Session {
         self.readable = true;
         self.full = false;
         self.expected = None;
+        if self.is_recorded() {
+            // Another process may have looked at the socket, too, and come to nothing.
+            let _ = peek_from(self.socket.as_fd(), self.decoder.held());
+        }
     }
 
     /// Finishes the message in hand, if there is one, and begins no other.
-    pub(super) fn rest(&mut self, device: &mut dyn Device, context: &mut Context<'_>) -> Turn {
-        self.come_to_rest(device, context).unwrap_or_else(Turn::End)
+    pub(super) fn rest(
+        &mut self,
+        device: &mut dyn Device,
+        context: &mut Context<'_>,
+        record: Record<'_>,
+    ) -> Turn {
+        self.come_to_rest(device, context, record).unwrap_or_else(Turn::End)
     }
 
     /// Nothing is half carried out.
@@ -159,10 +256,13 @@ impl Session {
         &mut self,
         device: &mut dyn Device,
         context: &mut Context<'_>,
+        record: Record<'_>,
     ) -> Result<Turn, EndReason> {
+        self.catch_up()?;
         if self.link.awaits().is_none() {
             self.link.go_on(device, context);
             device.settle();
+            self.commit(device, record)?;
         }
         // What another thread has received and nobody has looked at is not to be handed on.
         match self.arrival.take().map(|it| take_in(it, &mut self.decoder, &self.inspector)) {
@@ -188,6 +288,7 @@ impl Session {
             full: false,
             sent: 0,
             expected: Some((Expected::Version, Instant::now() + limits.negotiation)),
+            intake: None,
         }
     }
 
@@ -219,8 +320,13 @@ impl Session {
     }
 
     /// Does what there is to do, up to a limit.
-    pub(super) fn turn(&mut self, device: &mut dyn Device, context: &mut Context<'_>) -> Turn {
-        match self.work(device, context) {
+    pub(super) fn turn(
+        &mut self,
+        device: &mut dyn Device,
+        context: &mut Context<'_>,
+        record: Record<'_>,
+    ) -> Turn {
+        match self.work(device, context, record) {
             Ok(turn) => {
                 self.set_deadline(context.limits);
                 turn
@@ -233,15 +339,30 @@ impl Session {
         &mut self,
         device: &mut dyn Device,
         context: &mut Context<'_>,
+        record: Record<'_>,
     ) -> Result<Turn, EndReason> {
         let mut left = TURN;
+        self.catch_up()?;
         loop {
-            let outcome = self.handle_all(&mut left, device, context);
+            // One after the other, if each is recorded, and not before the last was answered.
+            let is_recorded = self.is_recorded();
+            let outcome = if is_recorded && !self.link.out.is_empty() {
+                Ok(false)
+            } else if is_recorded {
+                let mut one = 1;
+                let outcome = self.handle_all(&mut one, device, context);
+                left -= 1 - one;
+                outcome
+            } else {
+                self.handle_all(&mut left, device, context)
+            };
             device.settle();
+            self.commit(device, record)?;
             // Also an error reply is worth sending before the end.
             self.flush()?;
             let emptied = outcome?;
-            if self.link.awaits().is_some() || self.link.out.len() > HIGH_WATER {
+            let most = if is_recorded { 0 } else { HIGH_WATER };
+            if self.link.awaits().is_some() || self.link.out.len() > most {
                 return Ok(Turn::Wait);
             }
             if left == 0 || self.link.is_unfinished() || context.slice.is_over() {
@@ -261,6 +382,8 @@ impl Session {
             let (decoder, inspector) = (&mut self.decoder, &self.inspector);
             let received = match self.arrival.take() {
                 Some(arrival) => Ok(take_in(arrival, decoder, inspector)),
+                None if is_recorded => peek(self.socket.as_fd(), decoder, inspector)
+                    .map(|arrival| take_in(arrival, decoder, inspector)),
                 None => receive(self.socket.as_fd(), decoder, inspector),
             };
             if self.inspector.closer().is_overloaded() {
@@ -283,6 +406,10 @@ impl Session {
 
     /// Nothing is half received, half sent or awaited.
     pub(super) fn is_idle(&self) -> bool {
+        // Nobody else polls it: what it receives is recorded here.
+        if self.is_recorded() {
+            return false;
+        }
         let moving = self.readable || self.hung_up || self.full || self.arrival.is_some();
         !moving && self.expected.is_none() && self.link.is_idle() && !self.decoder.is_partial()
     }
@@ -389,3 +516,23 @@ impl Session {
         }
     }
 }
+
+/// Looks at what comes next in the socket.
+fn peek(
+    socket: BorrowedFd<'_>,
+    decoder: &mut Decoder,
+    inspector: &Inspector,
+) -> Result<Arrival, Errno> {
+    let arrival = peek_some(socket, decoder.space(), inspector.closer())?;
+    if arrival.fds.is_empty() || arrival.is_short {
+        return Ok(arrival);
+    }
+    // There may be more of what the descriptors came with, and a look at the rest would bring them
+    // again: so all of it at once.
+    drop(inspector.inspect(arrival.fds));
+    peek_from(socket, decoder.held())?;
+    peek_some(socket, decoder.space_of(WHOLE), inspector.closer())
+}
+
+/// More than a socket holds of what was sent in one piece.
+const WHOLE: usize = 256 << 10;

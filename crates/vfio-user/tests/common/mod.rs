@@ -305,6 +305,22 @@ impl Device for Toy {
     }
 }
 
+/// Whether all servers record what they do: what clients see is the same.
+pub(crate) fn is_recorded() -> bool {
+    std::env::var_os("SHADOWBELL_TEST_RECORDED").is_some()
+}
+
+struct Nowhere;
+
+impl shadowbell_vfio_user::server::PortRecorder for Nowhere {
+    fn record(
+        &mut self,
+        _: &shadowbell_vfio_user::server::SavedPort,
+        _: shadowbell_state::Descriptors,
+    ) {
+    }
+}
+
 /// A reactor on its own thread, stopped when dropped.
 pub(crate) struct Server {
     pub(crate) handle: Handle,
@@ -371,7 +387,10 @@ impl Server {
         assert_eq!(saved.len(), toys.len());
         let mut new = Reactor::new(self.limits).unwrap();
         for (saved, shared) in saved.into_iter().zip(toys) {
-            new.restore(saved, parcel.descriptors(), Toy::of(shared)).unwrap();
+            let port = new.restore(saved, parcel.descriptors(), Toy::of(shared)).unwrap();
+            if is_recorded() {
+                new.record_with(port, Box::new(Nowhere));
+            }
         }
         parcel.finish().unwrap();
         new
@@ -395,7 +414,11 @@ impl Server {
     pub(crate) fn add(&self, name: &str) -> (PathBuf, Arc<ToyShared>, PortId) {
         let path = self.directory.path().join(name);
         let (toy, shared) = Toy::new();
-        let port = self.handle.add(Listener::bind(&path).unwrap(), toy);
+        let listener = Listener::bind(&path).unwrap();
+        let port = match is_recorded() {
+            true => self.handle.add_recorded(listener, toy, Box::new(Nowhere)),
+            false => self.handle.add(listener, toy),
+        };
         (path, shared, port)
     }
 

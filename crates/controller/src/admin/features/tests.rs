@@ -1,8 +1,14 @@
 use super::*;
 use proptest::prelude::*;
 
-const LIMITS: Limits =
-    Limits { io_queues: 64, queues_exist: false, vectors: 65, namespaces: 3, volatile_cache: true };
+const LIMITS: Limits = Limits {
+    io_queues: 64,
+    queues_exist: false,
+    vectors: 65,
+    namespaces: 3,
+    active: true,
+    volatile_cache: true,
+};
 
 fn set(features: &mut Features, fid: u8, cdw11: u32) -> Result<Set, Status> {
     let cmd = SetFeatures { fid, cdw11, ..SetFeatures::default() };

@@ -16,8 +16,8 @@ fn config(disks: Vec<TestDisk>) -> Config {
     Config { serial: "SB 1".into(), model: "A Model".into(), namespaces, ..Config::default() }
 }
 
-fn namespaces(config: &Config) -> Vec<Namespace> {
-    (1..).zip(&config.namespaces).map(|(nsid, ns)| Namespace::new(nsid, ns)).collect()
+fn namespaces(config: &Config) -> Namespaces {
+    Namespaces::new(config)
 }
 
 fn three() -> Config {
@@ -122,7 +122,8 @@ fn namespace_structure() {
     assert_eq!([first.nsattr, second.nsattr, third.nsattr], [0, 0, 1]);
     assert_eq!(third.dlfeat.into_bits(), 1, "reads as zeroes, is not deallocated");
     let ours = namespaces(&config);
-    assert_eq!((third.nguid, third.eui64), (ours[2].nguid(), ours[2].eui64()));
+    let ours = ours.get(3).unwrap();
+    assert_eq!((third.nguid, third.eui64), (ours.nguid(), ours.eui64()));
 }
 
 #[test]
@@ -193,8 +194,7 @@ fn lists() {
 fn namespaces_that_are_not_there() {
     let config = three();
     let identity = Identity::new(&config);
-    let mut present = namespaces(&config);
-    present.remove(1);
+    let present = namespaces(&config).with(2, None);
     let structures = [cns::NAMESPACE, cns::CSI_NAMESPACE, cns::INDEPENDENT_NAMESPACE];
     for cns in structures {
         let cmd = Identify { cns, ..Identify::default() };

@@ -26,8 +26,7 @@ pub(in crate::serve) struct View {
 
 /// The namespaces of a controller, as they are now.
 pub(super) fn namespaces_of(served: &ServedController) -> impl Iterator<Item = Namespace> {
-    let namespaces = &served.controller.config().namespaces;
-    (1..).zip(namespaces).map(|(nsid, namespace)| {
+    served.controller.namespaces().into_iter().map(|(nsid, namespace)| {
         let info = namespace.disk.info();
         let counters = namespace.disk.counters().into_iter();
         Namespace {

@@ -1,0 +1,55 @@
+//! A disk with another number of blocks.
+
+use std::io;
+
+/// Why a disk can not have another size.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ResizeError {
+    /// No disk of its kind can have one.
+    #[error(
+        "{disk}: a disk of this kind has the same size for as long as it is open; remove the \
+         namespace, change its disk, and add it again"
+    )]
+    Impossible {
+        /// The disk.
+        disk: String,
+    },
+    /// The memory of the disk belongs to this process alone, and is in one piece.
+    #[error("{disk}: memory that belongs to this process alone can not grow")]
+    Private {
+        /// The disk.
+        disk: String,
+    },
+    /// The storage has no such size.
+    #[error("{disk}: its file has {there} bytes, and {wanted} are wanted; make it larger first")]
+    Short {
+        /// The disk.
+        disk: String,
+        /// Bytes that there are.
+        there: u64,
+        /// Bytes that are to be there.
+        wanted: u64,
+    },
+    /// The size is none that a disk can have.
+    #[error(
+        "{disk}: {bytes} bytes are no size of a disk with blocks of {block_size} bytes: it has to \
+         be a multiple of that, and at least one block"
+    )]
+    Size {
+        /// The disk.
+        disk: String,
+        /// What was wanted, in bytes.
+        bytes: u64,
+        /// Bytes in a block.
+        block_size: u32,
+    },
+    /// The system refused.
+    #[error("{disk}: its size can not be changed: {source}")]
+    System {
+        /// The disk.
+        disk: String,
+        /// Its reason.
+        source: io::Error,
+    },
+}

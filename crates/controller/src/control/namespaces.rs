@@ -1,0 +1,188 @@
+//! Namespaces that come, go and change while the host uses the controller.
+//!
+//! A change is a message to every worker that serves the controller, and is over when the last of
+//! them has let go of the disk that was there before. What Identify says changes first if a
+//! namespace goes or gets smaller, so that no host begins what must fail; and last if one comes or
+//! grows, so that whoever has seen it can use it. With that comes the asynchronous event.
+
+use super::Control;
+use super::deferred::{Callback, Deferred};
+use super::namespace_changes::{Change, Done, NamespaceError};
+use super::reset::Phase;
+use super::rest::Step;
+use crate::config::{ConfigError, MAX_NAMESPACES, NamespaceConfig};
+use crate::context::Context;
+use crate::namespace::Namespace;
+use crate::notice::Notice;
+use crate::worker::message::Message;
+use shadowbell_backend::Disk;
+use shadowbell_spec::event::AsyncEvent;
+use shadowbell_spec::status::Status;
+use std::sync::Arc;
+
+/// The size of what is not there is none.
+fn blocks(namespace: Option<&Namespace>) -> u64 {
+    namespace.map_or(0, Namespace::blocks)
+}
+
+impl Control {
+    /// Adds a namespace, at this NSID or at the lowest that is free. Its NSID.
+    pub(crate) fn add_namespace(
+        &mut self,
+        cx: &Context,
+        nsid: Option<u32>,
+        config: &NamespaceConfig,
+        done: Done,
+    ) -> Result<(u32, Deferred), NamespaceError> {
+        let there = cx.serving();
+        let mut possible = 1..=MAX_NAMESPACES as u32;
+        let is_free = |nsid: &u32| there.get(*nsid).is_none() && !self.is_changing(*nsid);
+        let nsid = match nsid {
+            Some(nsid) => Some(nsid).filter(|nsid| possible.contains(nsid)),
+            None => possible.find(is_free),
+        };
+        let nsid = nsid.ok_or(NamespaceError::NoRoom)?;
+        self.check_change(nsid)?;
+        if there.get(nsid).is_some() {
+            return Err(NamespaceError::Present(nsid));
+        }
+        config.validate(nsid)?;
+        if let Some(other) = there.iter().find(|other| other.uuid() == config.uuid) {
+            let (first, second) = (other.nsid().min(nsid), other.nsid().max(nsid));
+            return Err(ConfigError::SameUuid { first, second }.into());
+        }
+        let namespace = Namespace::new(nsid, config, &there.promises);
+        Ok((nsid, self.change(cx, nsid, Some(namespace), done)))
+    }
+
+    /// Removes a namespace.
+    pub(crate) fn remove_namespace(
+        &mut self,
+        cx: &Context,
+        nsid: u32,
+        done: Done,
+    ) -> Result<Deferred, NamespaceError> {
+        self.check_change(nsid)?;
+        cx.serving().get(nsid).ok_or(NamespaceError::Missing(nsid))?;
+        Ok(self.change(cx, nsid, None, done))
+    }
+
+    /// Has a namespace on this disk from here on, which has the same bytes.
+    pub(crate) fn change_disk(
+        &mut self,
+        cx: &Context,
+        nsid: u32,
+        disk: Arc<dyn Disk>,
+        done: Done,
+    ) -> Result<Deferred, NamespaceError> {
+        self.check_change(nsid)?;
+        let there = cx.serving();
+        let before = there.get(nsid).ok_or(NamespaceError::Missing(nsid))?;
+        let config = NamespaceConfig { disk, uuid: before.uuid() };
+        config.validate(nsid)?;
+        let after = Namespace::new(nsid, &config, &there.promises);
+        let (before, after_size) = (before.info().block_size, after.info().block_size);
+        if before != after_size {
+            let disk = config.disk.name();
+            return Err(NamespaceError::BlockSize { nsid, disk, before, after: after_size });
+        }
+        Ok(self.change(cx, nsid, Some(after), done))
+    }
+
+    fn is_changing(&self, nsid: u32) -> bool {
+        self.namespace_changes.0.contains_key(&nsid)
+    }
+
+    fn check_change(&self, nsid: u32) -> Result<(), NamespaceError> {
+        if self.rest.step != Step::Working {
+            Err(NamespaceError::Frozen)
+        } else if self.is_changing(nsid) {
+            Err(NamespaceError::Changing(nsid))
+        } else {
+            Ok(())
+        }
+    }
+
+    fn change(
+        &mut self,
+        cx: &Context,
+        nsid: u32,
+        after: Option<Namespace>,
+        done: Done,
+    ) -> Deferred {
+        let before = cx.serving().get(nsid).cloned();
+        let publish_last = blocks(after.as_ref()) >= blocks(before.as_ref());
+        let change = Change { before, after, publish_last, undone: false, done };
+        let mut deferred = Deferred::default();
+        if !publish_last {
+            self.publish_namespace(cx, nsid, change.after.clone());
+        }
+        self.switch_namespace(cx, nsid, change.after.clone(), &mut deferred);
+        self.namespace_changes.0.insert(nsid, change);
+        deferred
+    }
+
+    /// Has all workers use another namespace, or none.
+    fn switch_namespace(
+        &self,
+        cx: &Context,
+        nsid: u32,
+        namespace: Option<Namespace>,
+        deferred: &mut Deferred,
+    ) {
+        let namespaces = cx.serving().with(nsid, namespace);
+        cx.serve(Arc::clone(&namespaces));
+        let latch = cx.latch(Notice::NamespaceChanged { nsid, status: Status::SUCCESS });
+        cx.send_all(self.queues.workers(), |controller| Message::ChangeNamespace {
+            controller,
+            nsid,
+            namespaces: Arc::clone(&namespaces),
+            latch: latch.clone(),
+        });
+        deferred.latches.push(latch);
+    }
+
+    /// Has Identify tell of a namespace, or that it is gone, and the host know of that.
+    fn publish_namespace(&mut self, cx: &Context, nsid: u32, namespace: Option<Namespace>) {
+        if namespace.is_none() || cx.identified().get(nsid).is_none() {
+            self.commands.forget_namespace(nsid);
+        }
+        cx.identify(cx.identified().with(nsid, namespace));
+        // A host that has not begun will look at everything.
+        if self.lifecycle.phase == Phase::Ready {
+            self.commands.namespace_changed(nsid);
+            self.port.raise(AsyncEvent::NAMESPACE_ATTRIBUTE_CHANGED);
+        }
+    }
+
+    /// All workers have another namespace, or one of them could not.
+    pub(super) fn namespace_changed(
+        &mut self,
+        cx: &Context,
+        nsid: u32,
+        status: Status,
+        deferred: &mut Deferred,
+    ) {
+        let Some(mut change) = self.namespace_changes.0.remove(&nsid) else { return };
+        if !status.is_success() && !change.undone {
+            if !change.publish_last {
+                self.publish_namespace(cx, nsid, change.before.clone());
+            }
+            self.switch_namespace(cx, nsid, change.before.clone(), deferred);
+            change.undone = true;
+            self.namespace_changes.0.insert(nsid, change);
+            return;
+        }
+        let Change { before, after, publish_last, undone, done } = change;
+        if publish_last && !undone {
+            self.publish_namespace(cx, nsid, after.clone());
+        }
+        let outcome = if undone { Err(NamespaceError::Open(nsid)) } else { Ok(()) };
+        // The disks go first: whoever is told may want to open them.
+        let told: Callback = Box::new(move || {
+            drop((before, after));
+            done(outcome);
+        });
+        deferred.callbacks.push(told);
+    }
+}
