@@ -2,28 +2,16 @@
 
 use crate::disk_spec::DiskSpecError;
 use crate::exit;
-use serde::Deserialize;
+pub(crate) use crate::offered_doorbells::OfferedDoorbells;
+use serde::{Deserialize, Serialize};
 use shadowbell_backend::Disk;
 use shadowbell_controller::config::{Config, ConfigError, NamespaceConfig, uuid_from};
 use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
 
-/// How the doorbells of a controller come to it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) enum OfferedDoorbells {
-    /// Offer shadow doorbells (Doorbell Buffer Config); a guest that does not use them traps
-    #[default]
-    Shadow,
-    /// Do not offer them: every doorbell traps
-    Mmio,
-    /// Let the client map the doorbells: none traps, and the controller polls
-    Mapped,
-}
-
 /// A controller as a person asked for it. `None` stands for a default that depends on others.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ControllerConfig {
     /// The disks, as [`crate::disk_spec::open`] takes them, in the order of their namespaces.
     pub disks: Vec<DiskConfig>,
@@ -44,7 +32,7 @@ pub(crate) struct ControllerConfig {
 }
 
 /// A namespace as a person asked for it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct DiskConfig {
     /// The disk, as [`crate::disk_spec::open`] takes it.
     pub disk: String,

@@ -1,9 +1,15 @@
 //! `shadowbell ctl`: looks at a running server and changes it, by its control socket.
 
-use crate::control::api::{Controller, ControllerState, LogLevel, Namespace, Status, Upgrade};
+use crate::control::api::{
+    Apply, Controller, ControllerSpec, ControllerState, DiskSpec, LogLevel, Namespace, Plan,
+    Status, Upgrade,
+};
 use crate::control::client::{Client, part};
 use crate::control::find;
+use crate::controller_config::OfferedDoorbells;
+use crate::exit::bad_input;
 use crate::keeper_query::{Keeper, program};
+use crate::parse;
 use crate::table::Table;
 use crate::units::count;
 use anyhow::Context;
@@ -56,6 +62,22 @@ enum What {
         /// Only the controller with this id, or at this socket
         id: Option<String>,
     },
+    /// Serve another controller, or one no more
+    #[command(subcommand)]
+    Controller(Change),
+    /// Have the controllers be those of a configuration file: what is missing comes, what is too
+    /// much goes, what is the same stays untouched
+    Apply {
+        /// The file, as `serve --config` takes it; relative paths in it are the server's
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+        /// Say what would be done, and do nothing
+        #[arg(long)]
+        dry_run: bool,
+        /// Take controllers away though they have clients
+        #[arg(long)]
+        force: bool,
+    },
     /// List the namespaces
     Namespaces,
     /// Show all counters, as `serve --stats-json` writes them
@@ -78,6 +100,53 @@ enum What {
     Shutdown,
 }
 
+#[derive(Clone, Debug, Subcommand)]
+enum Change {
+    /// Serve another controller. The same command again changes nothing
+    Add {
+        /// What it is to be called
+        id: String,
+        /// A namespace each, as `serve` takes them
+        #[arg(value_name = "DISK", required = true)]
+        disks: Vec<String>,
+        /// Where it is to listen
+        #[arg(long, value_name = "PATH")]
+        socket: PathBuf,
+        /// Serial number
+        #[arg(long, value_name = "TEXT")]
+        serial: Option<String>,
+        /// Model number
+        #[arg(long, value_name = "TEXT")]
+        model: Option<String>,
+        /// Most I/O queue pairs
+        #[arg(long, value_name = "N")]
+        queues: Option<u16>,
+        /// Most entries of a queue
+        #[arg(long, value_name = "N")]
+        queue_entries: Option<u32>,
+        /// The largest transfer of one command
+        #[arg(long, value_name = "SIZE", value_parser = parse::size)]
+        max_transfer: Option<u64>,
+        /// How doorbells come to the controller
+        #[arg(long, value_enum, value_name = "HOW", default_value_t)]
+        doorbells: OfferedDoorbells,
+        /// Take no writes
+        #[arg(long)]
+        read_only: bool,
+        /// A worker's number, or `own` for a thread that serves no other controller
+        #[arg(long, value_name = "WORKER")]
+        worker: Option<String>,
+    },
+    /// Serve a controller no more
+    Remove {
+        /// The controller: its id, or its socket
+        id: String,
+        /// Take it away though it has a client
+        #[arg(long)]
+        force: bool,
+    },
+}
+
 /// Runs the verb.
 ///
 /// # Errors
@@ -96,6 +165,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             let found: Controller = client.get(&controller_path(id))?;
             show(&vec![found], json, controllers)
         }
+        What::Controller(change) => change_controllers(&client, change, json),
+        What::Apply { file, dry_run, force } => apply(&client, file, *dry_run, *force, json),
         What::Namespaces => {
             show(&client.get::<Vec<Namespace>>("/v1/namespaces")?, json, namespaces)
         }
@@ -240,6 +311,89 @@ fn stats(client: &Client, json: bool) -> anyhow::Result<()> {
             ]);
         }
         write!(out, "{table}")
+    })
+}
+
+fn change_controllers(client: &Client, change: &Change, json: bool) -> anyhow::Result<()> {
+    match change {
+        Change::Remove { id, force } => {
+            let query = if *force { "?force=true" } else { "" };
+            let path = format!("{}{query}", controller_path(id));
+            client.send::<()>(&Method::DELETE, &path, &())
+        }
+        Change::Add {
+            id,
+            disks,
+            socket,
+            serial,
+            model,
+            queues,
+            queue_entries,
+            max_transfer,
+            doorbells,
+            read_only,
+            worker,
+        } => {
+            let disks = disks.iter().map(|disk| from_root(disk));
+            let spec = ControllerSpec {
+                socket: std::path::absolute(socket)?.to_string_lossy().into_owned(),
+                disks: disks.map(|disk| DiskSpec { disk, uuid: None }).collect(),
+                serial: serial.clone(),
+                model: model.clone(),
+                queues: *queues,
+                queue_entries: *queue_entries,
+                max_transfer: *max_transfer,
+                doorbells: *doorbells,
+                read_only: *read_only,
+                worker: worker.clone(),
+            };
+            let path = format!("/v1/controllers/{}", part(id));
+            let added: Controller = client.send(&Method::PUT, &path, &spec)?;
+            show(&vec![added], json, controllers)
+        }
+    }
+}
+
+/// A disk as the server finds it, which is somewhere else: a file by its path from the root.
+fn from_root(disk: &str) -> String {
+    let is_kind = |(kind, _): &(&str, &str)| {
+        kind.bytes().all(|b| b.is_ascii_lowercase() || b == b'-') && !Path::new(disk).exists()
+    };
+    if disk.split_once(':').as_ref().is_some_and(is_kind) {
+        return disk.to_owned();
+    }
+    let path = std::path::absolute(disk);
+    path.map_or_else(|_| disk.to_owned(), |path| path.to_string_lossy().into_owned())
+}
+
+fn apply(
+    client: &Client,
+    file: &Path,
+    dry_run: bool,
+    force: bool,
+    json: bool,
+) -> anyhow::Result<()> {
+    let name = file.display().to_string();
+    let toml = std::fs::read_to_string(file);
+    let toml = toml.with_context(|| name.clone()).map_err(bad_input)?;
+    let wanted = Apply { toml, file: name, dry_run, force };
+    let plan: Plan = client.send(&Method::POST, "/v1/apply", &wanted)?;
+    show(&plan, json, |out, plan| {
+        for (sign, ids) in [("+", &plan.add), ("-", &plan.remove), ("~", &plan.replace)] {
+            for id in ids {
+                let busy = if plan.busy.contains(id) { " (a client has it)" } else { "" };
+                writeln!(out, "{sign} {id}{busy}")?;
+            }
+        }
+        let done = if plan.applied { "" } else { "; nothing was done" };
+        writeln!(
+            out,
+            "{} come, {} go, {} are replaced, {} stay{done}",
+            plan.add.len(),
+            plan.remove.len(),
+            plan.replace.len(),
+            plan.unchanged
+        )
     })
 }
 

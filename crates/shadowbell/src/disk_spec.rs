@@ -104,6 +104,23 @@ pub(crate) fn recover(
     Ok(shadowbell_backend::recover(spec, state, fds, wait)?)
 }
 
+/// Whether `spec` makes sense, as far as that is known without opening anything.
+///
+/// # Errors
+/// [`DiskSpecError`].
+pub(crate) fn check(spec: &str) -> Result<(), DiskSpecError> {
+    if ["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme)) {
+        let wrong = |why: String| {
+            DiskSpecError::Device(exit::bad_input(anyhow!("`{spec}` names no disk: {why}")))
+        };
+        let (name, options) = spec.split_once('?').map_or((spec, None), |(n, o)| (n, Some(o)));
+        let _: Target = name.parse().map_err(wrong)?;
+        return parse(options).map(drop).map_err(wrong);
+    }
+    FileSpec::parse(spec)?;
+    Ok(())
+}
+
 /// How a disk of this process alone is opened.
 type Open = fn(&str) -> Result<Arc<dyn Disk>, shadowbell_backend::OpenError>;
 

@@ -30,6 +30,7 @@
 //! | `banner` | what was attached, for a person |
 //! | `local` | a controller in this process, as the driver reaches it |
 //! | `controller_config` | a controller as a person asks for it, and its configuration |
+//! | `offered_doorbells` | how doorbells come to a controller |
 //! | `disk_spec` | disks as people write them |
 //! | `transport` | the way to a controller outside of this process |
 //! | `target` | TARGETs: namespaces as people write them |
@@ -78,6 +79,7 @@ mod local;
 mod log_thread;
 mod logging;
 mod notify;
+mod offered_doorbells;
 mod parse;
 mod paste;
 mod queue_options;

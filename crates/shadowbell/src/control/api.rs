@@ -1,5 +1,6 @@
 //! The requests and answers of the control socket. Their documentation is that of the document.
 
+use crate::offered_doorbells::OfferedDoorbells;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use utoipa::ToSchema;
@@ -147,4 +148,91 @@ impl Problem {
             Code::Failed => 500,
         }
     }
+}
+
+/// A controller to be served. The server opens what it names, by paths from the root.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ControllerSpec {
+    /// Where it is to listen.
+    #[schema(example = "/run/vm0.sock")]
+    pub socket: String,
+    /// Its disks, in the order of the namespaces, as `serve` takes them.
+    #[schema(example = json!([{"disk": "/srv/vm0.img"}]))]
+    pub disks: Vec<DiskSpec>,
+    /// Serial number.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub serial: Option<String>,
+    /// Model number.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model: Option<String>,
+    /// Most I/O queue pairs, 1 to 64.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queues: Option<u16>,
+    /// Most entries of a queue, 2 to 4096.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queue_entries: Option<u32>,
+    /// The largest transfer in bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_transfer: Option<u64>,
+    /// How doorbells come: `shadow`, `mmio` or `mapped`.
+    #[serde(default)]
+    #[schema(value_type = String, example = "shadow")]
+    pub doorbells: OfferedDoorbells,
+    /// Take no writes.
+    #[serde(default)]
+    pub read_only: bool,
+    /// The number of a worker, or `own` for a thread that serves no other controller.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>, example = "own")]
+    pub worker: Option<String>,
+}
+
+/// A disk of a controller.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct DiskSpec {
+    /// The disk, as `serve` takes it.
+    pub disk: String,
+    /// Its UUID; without it, one that is made from the names.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uuid: Option<String>,
+}
+
+/// A configuration that the server is to have.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Apply {
+    /// The configuration file, as `serve --config` takes it.
+    pub toml: String,
+    /// What it is called where something is wrong with it.
+    #[serde(default = "default_file")]
+    pub file: String,
+    /// Say what would be done, and do nothing.
+    #[serde(default)]
+    pub dry_run: bool,
+    /// Take controllers away though they have clients.
+    #[serde(default)]
+    pub force: bool,
+}
+
+fn default_file() -> String {
+    "configuration".to_owned()
+}
+
+/// What makes a server serve what a configuration says.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub(crate) struct Plan {
+    /// Whether it was done.
+    pub applied: bool,
+    /// Controllers that come, by id.
+    pub add: Vec<String>,
+    /// Controllers that go.
+    pub remove: Vec<String>,
+    /// Controllers that go and come back as others.
+    pub replace: Vec<String>,
+    /// Controllers that stay what they are.
+    pub unchanged: usize,
+    /// Those that go or are replaced and have a client, which would lose them.
+    pub busy: Vec<String>,
 }

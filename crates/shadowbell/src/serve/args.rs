@@ -22,16 +22,21 @@ pub(crate) struct Args {
     /// A namespace each: disk.img, /dev/sdb, disk.qcow2, mem:1GiB, null:1TiB, or one of another
     /// controller, nvme://0000:01:00.0/1, vfio-user:/run/ssd.sock/1; options as in
     /// `disk.img?block-size=4096&read-only=on`
-    #[arg(value_name = "DISK", required_unless_present = "config")]
+    #[arg(value_name = "DISK", required_unless_present_any = ["config", "check"])]
     disks: Vec<String>,
 
     /// Where to listen; a directory for SPDK (the socket is `cntrl` in there)
-    #[arg(long, value_name = "PATH", required_unless_present = "config")]
+    #[arg(long, value_name = "PATH", required_unless_present_any = ["config", "check"])]
     socket: Option<PathBuf>,
 
     /// Serve many controllers, as a TOML file describes them; see below
     #[arg(long, value_name = "FILE", conflicts_with_all = ["disks", "socket", "controller", "pool"])]
     config: Option<PathBuf>,
+
+    /// Check such a file, as far as that is possible without opening what it names, and serve
+    /// nothing
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["disks", "socket", "config", "controller", "pool", "keeper"])]
+    pub(super) check: Option<PathBuf>,
 
     #[command(flatten)]
     controller: ControllerArgs,
@@ -107,6 +112,7 @@ A configuration file:
   poll-max-us = 100
 
   [[controller]]
+  id = \"vm0\"                                # for `shadowbell ctl`; without it, the socket
   socket = \"/run/vm0.sock\"
   disks = [\"vm0.img\", { disk = \"mem:1GiB\", uuid = \"0190163d-8694-739b-aea5-966c26f8ad91\" }]
 
@@ -201,6 +207,7 @@ impl Args {
             Some(path) => config_file::read(&path)?,
             None => ServerConfig {
                 controllers: vec![SocketConfig {
+                    id: None,
                     socket: self.socket.unwrap_or_default(),
                     controller: self.controller.config(self.disks),
                     worker: None,

@@ -148,6 +148,7 @@ fn start_control(
         workers: server.workers(),
         keeper_pid: powers.keeper_pid,
         controllers: Arc::clone(server.registry()),
+        changes: Arc::clone(server.changes()),
         end: Box::new(move || end()),
         upgrade_error: Arc::clone(&powers.upgrade_error),
     };

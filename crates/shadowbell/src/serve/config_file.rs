@@ -45,6 +45,7 @@ struct File {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct ControllerTable {
+    id: Option<Spanned<String>>,
     socket: Spanned<PathBuf>,
     disks: Spanned<Vec<Spanned<DiskEntry>>>,
     serial: Option<Spanned<String>>,
@@ -98,7 +99,7 @@ pub(crate) fn read(path: &Path) -> anyhow::Result<ServerConfig> {
 }
 
 /// Understands `text`, the content of the file `name`.
-fn parse(text: &str, name: &str) -> Result<ServerConfig, String> {
+pub(super) fn parse(text: &str, name: &str) -> Result<ServerConfig, String> {
     let file: File = toml::from_str(text).map_err(|error| {
         let line = error.span().map_or(1, |span| line_of(text, span.start));
         format!("{name}:{line}: {}", error.message())
@@ -182,6 +183,7 @@ impl Check<'_> {
         let mut controllers = Vec::with_capacity(file.controller.len());
         let mut sockets: HashMap<PathBuf, usize> = HashMap::new();
         let mut serials: HashMap<String, usize> = HashMap::new();
+        let mut ids: HashMap<String, usize> = HashMap::new();
         for table in file.controller {
             let origin = Some(format!("{}:{}", self.name, self.line(&table)));
             let table = table.into_inner();
@@ -212,8 +214,26 @@ impl Check<'_> {
                 self.refuse(value, format!("`worker` is {number}, and {there_are}"));
             }
             let line = self.line(&table.socket);
+            let id = table.id.as_ref().map(|id| {
+                if let Err(why) = check_id(id.get_ref()) {
+                    self.refuse(id, why);
+                }
+                id.get_ref().clone()
+            });
             let controller = self.controller(table);
-            let served = SocketConfig { socket, controller, worker, origin };
+            let served = SocketConfig { id, socket, controller, worker, origin };
+            // Of the others the sockets are compared.
+            if let Some(id) = &served.id
+                && let Some(first) = ids.insert(id.clone(), line)
+            {
+                self.wrong.push((
+                    line,
+                    format!(
+                        "the id `{id}` is that of another controller too (line {first}): give each \
+                         its own"
+                    ),
+                ));
+            }
             if let Some(first) = sockets.insert(served.absolute_socket(), line) {
                 self.wrong.push((
                     line,
@@ -283,8 +303,20 @@ impl Check<'_> {
     }
 }
 
+/// An id is a word that can be part of a path.
+pub(super) fn check_id(id: &str) -> Result<(), String> {
+    let fits = (1..=100).contains(&id.len());
+    let is_fine = |b: u8| b.is_ascii_alphanumeric() || b"-_.:".contains(&b);
+    match fits && id.bytes().all(is_fine) {
+        true => Ok(()),
+        false => {
+            Err(format!("`{id}` is no id: it has 1 to 100 letters, digits, `-`, `_`, `.`, `:`"))
+        }
+    }
+}
+
 /// A UUID of 32 hexadecimal digits in groups of 8, 4, 4, 4 and 12 (RFC 9562, 4).
-fn parse_uuid(text: &str) -> Option<[u8; 16]> {
+pub(super) fn parse_uuid(text: &str) -> Option<[u8; 16]> {
     let groups: Vec<_> = text.split('-').collect();
     if groups.iter().map(|group| group.len()).ne([8, 4, 4, 4, 12])
         || !text.bytes().all(|b| b == b'-' || b.is_ascii_hexdigit())

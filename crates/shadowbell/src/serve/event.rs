@@ -67,6 +67,11 @@ pub(super) struct EventSender {
 }
 
 impl EventSender {
+    /// For the events of the controller of another number.
+    pub(super) fn of(&self, index: usize) -> Self {
+        Self { index, sender: self.sender.clone(), lost: Arc::default() }
+    }
+
     /// Never waits: who calls this serves guests.
     pub(super) fn send(&self, event: ServerEvent) {
         if self.lost.load(Ordering::Relaxed)

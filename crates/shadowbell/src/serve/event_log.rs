@@ -1,12 +1,14 @@
 //! Logs what guests do, a line each, on a thread of its own.
 
 use super::event::{EventQueue, EventSender, ServerEvent};
+use super::registry::{Registry, ServedController};
 use super::server::Server;
 use shadowbell_controller::{Controller, Event};
 use shadowbell_frontend::vfio_user::ClientEvent;
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::mpsc::RecvTimeoutError;
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tracing::{debug, error, info, warn};
@@ -26,10 +28,8 @@ impl EventLog {
     pub(super) fn start(server: &mut Server) -> io::Result<Self> {
         let Some(events) = server.take_events() else { return Ok(Self(None)) };
         let sender = events.sender(0);
-        let served = server.controllers();
-        let guests = served.iter().map(|served| Guest::new(served.name.clone())).collect();
-        let controllers = served.iter().map(|s| s.controller.clone()).collect();
-        let writer = LogWriter { guests, controllers, new_queues: BTreeMap::new() };
+        let registry = Arc::clone(server.registry());
+        let writer = LogWriter { registry, guests: BTreeMap::new(), new_queues: BTreeMap::new() };
         let thread = std::thread::Builder::new().name("sb-event-log".into());
         Ok(Self(Some((sender, thread.spawn(move || writer.run(&events))?))))
     }
@@ -49,6 +49,8 @@ impl Drop for EventLog {
 /// What the log says of a guest so far.
 struct Guest {
     name: String,
+    /// Not to be kept by this: it may be taken away.
+    served: Weak<ServedController>,
     /// Counters when the one before it left. (When it came is logged late, perhaps after its first
     /// commands; and without a client nothing is counted.)
     before: Counts,
@@ -63,14 +65,15 @@ struct Counts {
 }
 
 impl Guest {
-    fn new(name: String) -> Self {
-        Self { name, before: Counts::default(), queues: 0 }
+    fn new(served: &Arc<ServedController>) -> Self {
+        let (name, served) = (served.name.clone(), Arc::downgrade(served));
+        Self { name, served, before: Counts::default(), queues: 0 }
     }
 }
 
 struct LogWriter {
-    guests: Vec<Guest>,
-    controllers: Vec<Controller>,
+    registry: Arc<Registry>,
+    guests: BTreeMap<usize, Guest>,
     /// Guests that are creating queues: how many they have, and when to log it.
     new_queues: BTreeMap<usize, (usize, Instant)>,
 }
@@ -97,7 +100,7 @@ impl LogWriter {
         self.new_queues.retain(|index, (queues, until)| {
             let done = are(*index, *until);
             if done
-                && let Some(guest) = guests.get_mut(*index)
+                && let Some(guest) = guests.get_mut(index)
                 && guest.queues != *queues
             {
                 guest.queues = *queues;
@@ -108,21 +111,38 @@ impl LogWriter {
         });
     }
 
+    /// Knows the guest of this number from here on, if there is one.
+    fn meet(&mut self, index: usize) {
+        if self.guests.contains_key(&index) {
+            return;
+        }
+        if let Some(served) = self.registry.numbered(index) {
+            // Instead of those that were taken away.
+            self.guests.retain(|_, guest| guest.served.strong_count() != 0);
+            self.guests.insert(index, Guest::new(&served));
+        }
+    }
+
+    fn served(&self, index: usize) -> Option<Arc<ServedController>> {
+        self.guests.get(&index)?.served.upgrade()
+    }
+
     /// What a namespace is on.
     fn disk(&self, index: usize, nsid: u32) -> Option<String> {
-        let namespaces = self.controllers.get(index)?.namespaces();
+        let namespaces = self.served(index)?.controller.namespaces();
         let found = namespaces.iter().find(|(of, _)| *of == nsid);
         found.map(|(_, namespace)| namespace.disk.name())
     }
 
     fn log(&mut self, index: usize, event: ServerEvent) {
+        self.meet(index);
         if let ServerEvent::Controller(Event::QueueCreated(queues)) = event {
             self.new_queues.insert(index, (queues, Instant::now() + QUEUES_SETTLE));
             return;
         }
         self.log_new_queues(|other, _| other == index);
         let counts = matches!(event, ServerEvent::Client(ClientEvent::Detached))
-            .then(|| self.controllers.get(index).map(counts))
+            .then(|| self.served(index).map(|served| counts(&served.controller)))
             .flatten()
             .unwrap_or_default();
         let disk = match event {
@@ -131,7 +151,7 @@ impl LogWriter {
             }
             _ => None,
         };
-        let Some(guest) = self.guests.get_mut(index) else { return };
+        let Some(guest) = self.guests.get_mut(&index) else { return };
         let name = &guest.name;
         match event {
             ServerEvent::Client(ClientEvent::Attached) => {

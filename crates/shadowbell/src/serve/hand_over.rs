@@ -2,7 +2,6 @@
 
 use super::asides::Asides;
 use super::server::Server;
-use super::server_config::ServerConfig;
 use super::transfer::{self, COMMIT, GONE, HAVE};
 use super::worker_link::WorkerLink;
 use crate::keeper_link::{parse_versions, to_keeper};
@@ -27,7 +26,6 @@ const REST: Duration = Duration::from_millis(200);
 pub(super) fn hand_over(
     server: &mut Server,
     resting: &Asides,
-    config: &ServerConfig,
     transfer: &UnixStream,
     versions: &str,
     link: &WorkerLink,
@@ -49,7 +47,7 @@ pub(super) fn hand_over(
     let until = began + REST;
     let mut reactor = server.rest(until)?;
     let outcome = rest_all(server, until)
-        .and_then(|()| pass_on(server, resting, config, &mut reactor, transfer, until));
+        .and_then(|()| pass_on(server, resting, &mut reactor, transfer, until));
     if let Err(why) = outcome {
         server.go_on(reactor);
         debug!("goes on after {} us", began.elapsed().as_micros());
@@ -96,13 +94,18 @@ fn rest_all(server: &Server, until: Instant) -> anyhow::Result<()> {
 fn pass_on(
     server: &Server,
     resting: &Asides,
-    config: &ServerConfig,
     reactor: &mut Reactor,
     transfer: &UnixStream,
     until: Instant,
 ) -> anyhow::Result<()> {
     let mut parcel = Parcel::new();
-    parcel.add(transfer::SERVED, true, &transfer::served(config))?;
+    let controllers = server.controllers();
+    let asked: Vec<_> = controllers.iter().map(|served| &*served.asked).collect();
+    parcel.add(transfer::SERVED, true, &transfer::served_of(asked.iter().copied()))?;
+    if server.registry().is_changed() {
+        // The configuration does not say it.
+        parcel.add(transfer::ASKED, true, &asked)?;
+    }
     resting.save(&mut parcel)?;
     let ports = reactor.save(parcel.descriptors())?;
     if ports.len() != server.controllers().len() {

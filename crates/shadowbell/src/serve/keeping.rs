@@ -76,6 +76,20 @@ impl Keeping {
         }
     }
 
+    /// What the keeper holds is not what is served any more: should this process die, another one
+    /// serves what the configuration says, and clients lose their controllers.
+    pub(super) fn forget(&self) {
+        let _ = self.store.delete(COMPLETE);
+    }
+
+    /// The same, for another thread.
+    pub(super) fn forgetter(&self) -> impl Fn() + Send + Sync + 'static {
+        let store = self.store.clone();
+        move || {
+            let _ = store.delete(COMPLETE);
+        }
+    }
+
     fn keep_all(
         &self,
         controllers: &[Arc<ServedController>],

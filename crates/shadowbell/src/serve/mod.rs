@@ -5,11 +5,13 @@
 //! | module | what it is |
 //! |---|---|
 //! | `asides` | what answers beside the guests |
+//! | `changes` | controllers that come and go while it runs |
 //! | `control` | the control socket and the metrics |
 //! | `registry` | the controllers that are served |
 //! | `args` | the command line |
 //! | `config_file` | the file of `--config` |
 //! | `server_config` | what both of them come to |
+//! | `making` | what a controller and its socket are made of |
 //! | `server` | what runs: workers, a reactor, controllers; from start to stop |
 //! | `flush` | a disk's flush, waited for |
 //! | `event` | what happens to the controllers, on its way to the log |
@@ -32,6 +34,7 @@
 
 mod args;
 mod asides;
+mod changes;
 mod config_file;
 mod control;
 mod event;
@@ -42,6 +45,7 @@ mod flush;
 mod hand_over;
 mod keeping;
 mod launch_hint;
+mod making;
 mod reactor_thread;
 mod recover;
 mod registry;
@@ -57,9 +61,11 @@ mod worker_link;
 pub(crate) use args::Args;
 pub(crate) use config_file::read as read_config_file;
 
+use crate::disk_spec::{self, DiskSpecError};
 use crate::keeper_link::{Packet, to_keeper, to_worker};
 use crate::signals::{EndSignals, Wake};
 use crate::{descriptor_limit, exit, notify};
+use anyhow::anyhow;
 use asides::{Answering, Asides, Powers};
 use event_log::EventLog;
 use keeping::Keeping;
@@ -69,6 +75,7 @@ use signal_hook::consts::SIGUSR1;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
@@ -80,6 +87,9 @@ use worker_link::{Role, WorkerLink};
 /// # Errors
 /// What was asked for can not be served; or the service came to an end by itself.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
+    if let Some(file) = &args.check {
+        return check(file);
+    }
     let Some(role) = args.as_worker else { return serve(args, None) };
     let link = WorkerLink::take()?;
     let outcome = serve(args, Some((role, &link)));
@@ -87,6 +97,20 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         link.say(to_keeper::FAILED, &exit::line(error));
     }
     outcome
+}
+
+/// Reads a configuration file, and says whether it makes sense.
+fn check(file: &Path) -> anyhow::Result<ExitCode> {
+    let config = config_file::read(file)?;
+    for served in &config.controllers {
+        for disk in &served.controller.disks {
+            let known = disk_spec::check(&disk.disk).map_err(DiskSpecError::into_error);
+            making::with_origin(served, known)?;
+        }
+    }
+    let count = config.controllers.len();
+    println!("{}: {count} controller{}", file.display(), if count == 1 { "" } else { "s" });
+    Ok(ExitCode::SUCCESS)
 }
 
 fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<ExitCode> {
@@ -133,6 +157,9 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     #[cfg(feature = "faults")]
     let injected = faults.begin(&server);
     let event_log = EventLog::start(&mut server)?;
+    if let Some(keeping) = &keeping {
+        server.changes().on_change(keeping.forgetter());
+    }
     let handle = signals.handle();
     let powers = Powers {
         keeper_pid,
@@ -230,7 +257,11 @@ fn hand_over(
     let Some(fd) = packet.fd() else { return Ok(false) };
     let transfer = UnixStream::from(fd);
     let Some(resting) = answering.take().map(Answering::rest) else { return Ok(false) };
-    let outcome = hand_over::hand_over(server, &resting, config, &transfer, &versions, link);
+    let changes = Arc::clone(server.changes());
+    let outcome = match changes.pause() {
+        Some(_paused) => hand_over::hand_over(server, &resting, &transfer, &versions, link),
+        None => Err(anyhow!("a controller is being added or taken away; try again")),
+    };
     let Err(why) = outcome else {
         resting.leave();
         return Ok(true);

@@ -54,6 +54,11 @@ impl ReactorThread {
         Ok(Self { handle, shared, thread })
     }
 
+    /// The way to the reactor.
+    pub(super) fn handle(&self) -> Handle {
+        self.handle.clone()
+    }
+
     /// Has the reactor come to rest, and takes it out. `None` if it does not in time: then it goes
     /// on.
     pub(super) fn rest(&self, until: Instant) -> Option<Reactor> {

@@ -11,8 +11,9 @@
 
 use super::event::EventQueue;
 use super::keeping::{Complete, FENCE, Keeping};
+use super::making;
 use super::registry::ServedController;
-use super::server::{self, Server};
+use super::server::Server;
 use super::server_config::ServerConfig;
 use super::take_over::begin_trace;
 use super::transfer;
@@ -117,24 +118,27 @@ fn rebuild(
                 .map_err(disk_spec::DiskSpecError::Device)?;
             disk_spec::recover(spec, &state, &mut fds, &|| fence.wait_for_lock(spec))
         });
-        let opened = server::with_origin(asked, opened.map_err(ConfigureError::into_error))?;
+        let opened = making::with_origin(asked, opened.map_err(ConfigureError::into_error))?;
         let (saved, mut fds): (SavedController, _) =
             take(&mut items, &transfer::controller(index))?;
         let (port, mut port_fds): (SavedPort, _) = take(&mut items, &transfer::port(index))?;
         let name = asked.socket.display().to_string();
-        let carrier = server::carrier(asked, &events.sender(index));
+        let carrier = making::carrier(asked, &events.sender(index));
         let controller = Controller::successor(opened, pool.clone(), carrier, &saved, &mut fds)
             .with_context(|| name.clone())?;
-        server::place(asked, &controller)?;
+        making::place(asked, &controller)?;
         let client = Arc::new(AtomicBool::new(port.has_client()));
-        let handler = server::client_events(events.sender(index), &client);
+        let handler = making::client_events(events.sender(index), &client);
         let device = ControllerDevice::new(controller.clone(), handler)?;
         let port = reactor.restore(port, &mut port_fds, Box::new(device));
-        ports.push(port.with_context(|| name.clone())?);
-        served.push(ServedController::new(asked, controller, client));
+        let port = port.with_context(|| name.clone())?;
+        let one = ServedController::new(index, asked.clone(), controller, client);
+        one.set_port(port);
+        ports.push(port);
+        served.push(one);
         controllers.push((saved, fds));
     }
-    Ok(Rebuilt { server: Server::resting(served, events, pool), reactor, ports, controllers })
+    Ok(Rebuilt { server: Server::resting(served, events, pool, true), reactor, ports, controllers })
 }
 
 /// An item's state, and its descriptors.

@@ -1,15 +1,21 @@
 //! The controllers that are served, for all who look at them.
 
 use super::server_config::SocketConfig;
-use crate::keeper_link::known_path;
 use parking_lot::RwLock;
 use shadowbell_backend::Disk;
 use shadowbell_controller::Controller;
-use std::sync::Arc;
+use shadowbell_vfio_user::server::PortId;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// A controller that is served.
 pub(super) struct ServedController {
+    /// Its number, which no other one gets.
+    pub(super) index: usize,
+    /// What it was made from.
+    pub(super) asked: Arc<SocketConfig>,
+    /// What the reactor calls it.
+    port: OnceLock<PortId>,
     /// Its socket, as it was written.
     pub(super) name: String,
     /// What requests call it.
@@ -23,15 +29,18 @@ pub(super) struct ServedController {
 
 impl ServedController {
     pub(super) fn new(
-        asked: &SocketConfig,
+        index: usize,
+        asked: SocketConfig,
         controller: Controller,
         client: Arc<AtomicBool>,
     ) -> Self {
-        let socket = known_path(&asked.absolute_socket()).to_string_lossy().into_owned();
         Self {
+            index,
             name: asked.socket.display().to_string(),
-            id: socket.clone(),
-            socket,
+            id: asked.id(),
+            socket: asked.known_socket(),
+            asked: Arc::new(asked),
+            port: OnceLock::new(),
             controller,
             client,
         }
@@ -42,22 +51,77 @@ impl ServedController {
         self.controller.namespaces().into_iter().map(|(_, namespace)| namespace.disk)
     }
 
+    /// It is served.
+    pub(super) fn set_port(&self, port: PortId) {
+        let _ = self.port.set(port);
+    }
+
+    /// What the reactor calls it.
+    pub(super) fn port(&self) -> Option<PortId> {
+        self.port.get().copied()
+    }
+
     pub(super) fn has_client(&self) -> bool {
         self.client.load(Ordering::Relaxed)
     }
 }
 
-/// All of them, in the order of the configuration.
+/// All of them, in the order in which they came.
 #[derive(Default)]
-pub(super) struct Registry(RwLock<Vec<Arc<ServedController>>>);
+pub(super) struct Registry {
+    controllers: RwLock<Vec<Arc<ServedController>>>,
+    /// They are not those of the configuration any more.
+    changed: AtomicBool,
+}
 
 impl Registry {
     pub(super) fn new(controllers: Vec<ServedController>) -> Self {
-        Self(RwLock::new(controllers.into_iter().map(Arc::new).collect()))
+        let controllers = RwLock::new(controllers.into_iter().map(Arc::new).collect());
+        Self { controllers, changed: AtomicBool::new(false) }
     }
 
     /// As of now.
     pub(super) fn all(&self) -> Vec<Arc<ServedController>> {
-        self.0.read().clone()
+        self.controllers.read().clone()
+    }
+
+    /// The one that requests call so.
+    pub(super) fn find(&self, id: &str) -> Option<Arc<ServedController>> {
+        self.controllers.read().iter().find(|served| served.id == id).cloned()
+    }
+
+    /// The same; or the one at the socket of this path from the root.
+    pub(super) fn find_by_any(&self, id: &str) -> Option<Arc<ServedController>> {
+        let at_socket = || {
+            let all = self.controllers.read();
+            all.iter().find(|served| served.socket == id).cloned()
+        };
+        self.find(id).or_else(at_socket)
+    }
+
+    /// The one of this number.
+    pub(super) fn numbered(&self, index: usize) -> Option<Arc<ServedController>> {
+        self.controllers.read().iter().find(|served| served.index == index).cloned()
+    }
+
+    pub(super) fn add(&self, served: ServedController) -> Arc<ServedController> {
+        let served = Arc::new(served);
+        self.controllers.write().push(Arc::clone(&served));
+        self.set_changed();
+        served
+    }
+
+    pub(super) fn remove(&self, id: &str) {
+        self.controllers.write().retain(|served| served.id != id);
+        self.set_changed();
+    }
+
+    pub(super) fn set_changed(&self) {
+        self.changed.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether one has come or gone since the configuration was read.
+    pub(super) fn is_changed(&self) -> bool {
+        self.changed.load(Ordering::Relaxed)
     }
 }

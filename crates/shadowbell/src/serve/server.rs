@@ -1,30 +1,29 @@
 //! What runs: workers, a reactor and controllers, from start to stop.
 
-use super::event::{EventQueue, EventSender, ServerEvent};
+use super::changes::Changes;
+use super::event::EventQueue;
 use super::flush::flush;
+use super::making::{bind_one, carrier, client_events, open_one, place, summary};
 use super::reactor_thread::ReactorThread;
 use super::registry::{Registry, ServedController};
-use super::server_config::{ServerConfig, SocketConfig, WorkerChoice};
-use crate::controller_config::{ConfigureError, OfferedDoorbells};
-use crate::disk_spec;
+use super::server_config::ServerConfig;
 use crate::exit::bad_input;
 use anyhow::{Context, anyhow};
-use bytesize::ByteSize;
 use shadowbell_backend::Disk;
 use shadowbell_controller::trace::TraceFile;
-use shadowbell_controller::{CLAIMABLE, Carrier, Config, Controller, Pool};
-use shadowbell_frontend::vfio_user::{ClientEvent, ClientEventHandler, ControllerDevice};
-use shadowbell_vfio_user::server::{BindError, Limits, Listener, PortId, Reactor};
+use shadowbell_controller::{CLAIMABLE, Config, Controller, Pool};
+use shadowbell_frontend::vfio_user::ControllerDevice;
+use shadowbell_vfio_user::server::{Limits, PortId, Reactor};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 use tracing::{error, info};
 
 /// All that runs.
 pub(super) struct Server {
     controllers: Arc<Registry>,
+    changes: Arc<Changes>,
     events: Option<EventQueue>,
     /// None: it was never started, or it has ended.
     reactor: Option<ReactorThread>,
@@ -56,10 +55,10 @@ impl Server {
             let client = Arc::default();
             let handler = client_events(events.sender(index), &client);
             devices.push(ControllerDevice::new(controller.clone(), handler)?);
-            controllers.push(ServedController::new(served, controller, client));
+            controllers.push(ServedController::new(index, served.clone(), controller, client));
         }
-        let listeners = bind(&config.controllers)?;
-        let mut server = Self::resting(controllers, events, pool);
+        let listeners = config.controllers.iter().map(bind_one).collect::<Result<Vec<_>, _>>()?;
+        let mut server = Self::resting(controllers, events, pool, lasting.is_some());
         server.trace(config)?;
         for served in server.controllers() {
             info!("{}", summary(&served));
@@ -68,6 +67,7 @@ impl Server {
         let ports = listeners.into_iter().zip(devices);
         let ports = ports.map(|(listener, device)| reactor.add(listener, Box::new(device)));
         let ports = ports.collect::<io::Result<Vec<_>>>()?;
+        server.controllers().iter().zip(&ports).for_each(|(served, port)| served.set_port(*port));
         if let Some(keep) = lasting {
             keep(&server.controllers(), &mut reactor, &ports);
         }
@@ -80,9 +80,13 @@ impl Server {
         controllers: Vec<ServedController>,
         events: EventQueue,
         pool: Pool,
+        lasting: bool,
     ) -> Self {
         let controllers = Arc::new(Registry::new(controllers));
-        Self { controllers, events: Some(events), reactor: None, pool }
+        let registry = Arc::clone(&controllers);
+        let changes = Changes::new(pool.clone(), events.sender(0), lasting, registry);
+        let changes = Arc::new(changes);
+        Self { controllers, changes, events: Some(events), reactor: None, pool }
     }
 
     /// Records doorbells, if that is asked for.
@@ -105,7 +109,9 @@ impl Server {
         reactor: Reactor,
         ended: impl FnOnce() + Send + 'static,
     ) -> anyhow::Result<()> {
-        self.reactor = Some(ReactorThread::start(reactor, ended)?);
+        let thread = ReactorThread::start(reactor, ended)?;
+        self.changes.serve(thread.handle());
+        self.reactor = Some(thread);
         Ok(())
     }
 
@@ -152,6 +158,11 @@ impl Server {
     /// The same, for who looks at them while they change.
     pub(super) fn registry(&self) -> &Arc<Registry> {
         &self.controllers
+    }
+
+    /// Who adds controllers and takes them away.
+    pub(super) fn changes(&self) -> &Arc<Changes> {
+        &self.changes
     }
 
     /// Threads that do the I/O.
@@ -205,88 +216,7 @@ fn start_trace(pool: &Pool, path: &Path, records: u32) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// How the controller of this socket is carried to its guest, and where it tells what happens.
-pub(super) fn carrier(served: &SocketConfig, events: &EventSender) -> Carrier {
-    let events = events.clone();
-    Carrier {
-        mapped_doorbells: served.controller.doorbells == OfferedDoorbells::Mapped,
-        listener: Some(Box::new(move |event| events.send(ServerEvent::Controller(*event)))),
-    }
-}
-
-/// Has the controller served where that was asked for.
-pub(super) fn place(served: &SocketConfig, controller: &Controller) -> anyhow::Result<()> {
-    match served.worker {
-        None => {}
-        Some(WorkerChoice::Own(_)) => controller.isolate()?,
-        Some(WorkerChoice::Shared(worker)) => controller.pin_to(worker)?,
-    }
-    Ok(())
-}
-
-/// Where the socket of a controller tells what happens.
-/// `client` says from then on whether one is connected.
-pub(super) fn client_events(events: EventSender, client: &Arc<AtomicBool>) -> ClientEventHandler {
-    let client = Arc::clone(client);
-    Arc::new(move |event| {
-        match event {
-            ClientEvent::Attached => client.store(true, Ordering::Relaxed),
-            ClientEvent::Detached => client.store(false, Ordering::Relaxed),
-            ClientEvent::NoSharedMemory | ClientEvent::MemoryNotShared => {}
-        }
-        events.send(ServerEvent::Client(event));
-    })
-}
-
 /// Opens what the controllers need. Creates nothing.
 fn open(server: &ServerConfig, lasting: bool) -> anyhow::Result<Vec<Config>> {
-    let open = if lasting { disk_spec::open_lasting } else { disk_spec::open };
-    let mut configs = Vec::with_capacity(server.controllers.len());
-    for served in &server.controllers {
-        let location = served.absolute_socket();
-        let location = location.to_string_lossy();
-        let config = served.controller.open_by(&location, |_, spec| open(spec));
-        configs.push(with_origin(served, config.map_err(ConfigureError::into_error))?);
-    }
-    Ok(configs)
-}
-
-/// Listens at all sockets, or at none.
-fn bind(controllers: &[SocketConfig]) -> anyhow::Result<Vec<Listener>> {
-    let mut listeners = Vec::with_capacity(controllers.len());
-    for served in controllers {
-        let listener = Listener::bind(&served.socket).map_err(|error| match error {
-            BindError::System { .. } => error.into(),
-            _ => bad_input(error),
-        });
-        listeners.push(with_origin(served, listener)?);
-    }
-    Ok(listeners)
-}
-
-pub(super) fn with_origin<T>(
-    served: &SocketConfig,
-    outcome: anyhow::Result<T>,
-) -> anyhow::Result<T> {
-    match &served.origin {
-        None => outcome,
-        Some(origin) => outcome.with_context(|| origin.clone()),
-    }
-}
-
-fn summary(served: &ServedController) -> String {
-    let namespaces = served.controller.namespaces();
-    let disks: Vec<_> = namespaces
-        .iter()
-        .map(|(_, namespace)| {
-            let info = namespace.disk.info();
-            let read_only = if info.read_only { ", read-only" } else { "" };
-            format!(
-                "{} ({}{read_only})",
-                namespace.disk.name(),
-                ByteSize(info.bytes()).display().iec()
-            )
-        })
-        .collect();
-    format!("{}: serving {}", served.name, disks.join(", "))
+    server.controllers.iter().map(|served| open_one(served, lasting)).collect()
 }

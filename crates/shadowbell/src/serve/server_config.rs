@@ -2,7 +2,8 @@
 
 use crate::control::place::Place;
 use crate::controller_config::ControllerConfig;
-use serde::Deserialize;
+use crate::keeper_link::known_path;
+use serde::{Deserialize, Serialize};
 use shadowbell_controller::{Polling, PoolOptions};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -38,8 +39,11 @@ pub(crate) struct ServerConfig {
 }
 
 /// A controller and its socket.
-#[derive(Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct SocketConfig {
+    /// What requests call it, if not by its socket.
+    #[serde(default)]
+    pub id: Option<String>,
     /// Where it listens, as it was written.
     pub socket: PathBuf,
     /// What it is.
@@ -51,6 +55,35 @@ pub(crate) struct SocketConfig {
 }
 
 impl SocketConfig {
+    /// What requests call it: the path of its socket from the root, if nothing else was said.
+    #[must_use]
+    pub(crate) fn id(&self) -> String {
+        self.id.clone().unwrap_or_else(|| self.known_socket())
+    }
+
+    /// The path of its socket from the root, as it is known.
+    #[must_use]
+    pub(crate) fn known_socket(&self) -> String {
+        known_path(&self.absolute_socket()).to_string_lossy().into_owned()
+    }
+
+    /// Whether both are the same controller at the same socket.
+    #[must_use]
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        self.known_socket() == other.known_socket()
+            && self.controller == other.controller
+            && self.worker == other.worker
+    }
+
+    /// What it takes for itself: a socket, and disks.
+    #[must_use]
+    pub(crate) fn takes(&self) -> Vec<String> {
+        let disks = self.controller.disks.iter();
+        // Without its options.
+        let disks = disks.map(|disk| disk.disk.split('?').next().unwrap_or_default().to_owned());
+        disks.chain([self.known_socket()]).collect()
+    }
+
     /// The path of the socket from the root: it names the controller for good.
     #[must_use]
     pub(crate) fn absolute_socket(&self) -> PathBuf {
@@ -64,7 +97,7 @@ impl SocketConfig {
 }
 
 /// Who serves a controller.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged, expecting = "`worker` is the number of a worker, from 0, or \"own\"")]
 pub(crate) enum WorkerChoice {
     /// The worker of this number.
@@ -74,7 +107,7 @@ pub(crate) enum WorkerChoice {
 }
 
 /// The word for a thread that serves no other controller.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Own {
     /// `"own"`.

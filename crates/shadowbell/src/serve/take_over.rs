@@ -3,9 +3,10 @@
 use super::asides::Asides;
 use super::event::EventQueue;
 use super::keeping::Keeping;
+use super::making;
 use super::registry::ServedController;
-use super::server::{self, Server};
-use super::server_config::ServerConfig;
+use super::server::Server;
+use super::server_config::{ServerConfig, SocketConfig};
 use super::transfer::{self, COMMIT, GONE, HAVE, Served};
 use super::worker_link::WorkerLink;
 use crate::controller_config::ConfigureError;
@@ -68,7 +69,11 @@ pub(super) fn take_over(
     }
     let Taken { mut server, mut reactor, controllers, ports, asides, mut fds } = taken;
     server.share_locks(false);
-    keeping.begin(&server.controllers(), &mut reactor, &ports);
+    if server.registry().is_changed() {
+        keeping.forget();
+    } else {
+        keeping.begin(&server.controllers(), &mut reactor, &ports);
+    }
     // What the predecessor has the keeper hold is of no use from here on.
     link.say(to_keeper::TAKEN, "");
     for (served, saved) in server.controllers().iter().zip(&controllers) {
@@ -114,7 +119,10 @@ fn predecessor(link: &WorkerLink) -> anyhow::Result<UnixStream> {
 /// Makes everything from what the other one was. It may still go on: nobody will know of this then.
 fn take_in(config: &ServerConfig, mut parcel: Parcel, pool: Pool) -> anyhow::Result<Taken> {
     let served: Vec<Served> = section(&mut parcel, transfer::SERVED)?;
-    if let Some(why) = transfer::difference(&served, &transfer::served(config)) {
+    let changed: Option<Vec<SocketConfig>> = parcel.take(transfer::ASKED)?;
+    let controllers_asked = changed.as_ref().unwrap_or(&config.controllers);
+    if let Some(why) = transfer::difference(&served, &transfer::served_of(controllers_asked.iter()))
+    {
         bail!(why);
     }
     let asides = Asides::restore(&mut parcel)?;
@@ -122,7 +130,7 @@ fn take_in(config: &ServerConfig, mut parcel: Parcel, pool: Pool) -> anyhow::Res
     let mut reactor = Reactor::new(Limits::default())?;
     let mut controllers = Vec::new();
     let (mut all_saved, mut ports) = (Vec::new(), Vec::new());
-    for (index, asked) in config.controllers.iter().enumerate() {
+    for (index, asked) in controllers_asked.iter().enumerate() {
         let saved_disks = asked.controller.disks.iter().enumerate();
         let saved_disks: Vec<serde_json::Value> = saved_disks
             .map(|(nth, _)| section(&mut parcel, &transfer::disk(index, nth)))
@@ -135,23 +143,29 @@ fn take_in(config: &ServerConfig, mut parcel: Parcel, pool: Pool) -> anyhow::Res
             let nothing = serde_json::Value::Null;
             disk_spec::adopt(spec, saved_disks.get(nth).unwrap_or(&nothing), fds)
         });
-        let opened = server::with_origin(asked, opened.map_err(ConfigureError::into_error))?;
+        let opened = making::with_origin(asked, opened.map_err(ConfigureError::into_error))?;
         let name = asked.socket.display().to_string();
-        let carrier = server::carrier(asked, &events.sender(index));
+        let carrier = making::carrier(asked, &events.sender(index));
         let controller = Controller::successor(opened, pool.clone(), carrier, &saved, fds)
             .with_context(|| name.clone())?;
-        server::place(asked, &controller)?;
+        making::place(asked, &controller)?;
         let client = Arc::new(AtomicBool::new(port.has_client()));
-        let handler = server::client_events(events.sender(index), &client);
+        let handler = making::client_events(events.sender(index), &client);
         let device = ControllerDevice::new(controller.clone(), handler)?;
         let port = reactor.restore(port, fds, Box::new(device));
-        ports.push(port.with_context(|| name.clone())?);
-        controllers.push(ServedController::new(asked, controller, client));
+        let port = port.with_context(|| name.clone())?;
+        let served = ServedController::new(index, asked.clone(), controller, client);
+        served.set_port(port);
+        ports.push(port);
+        controllers.push(served);
         all_saved.push(saved);
     }
     let fds = std::mem::take(parcel.descriptors());
     parcel.finish()?;
-    let server = Server::resting(controllers, events, pool);
+    let server = Server::resting(controllers, events, pool, true);
+    if changed.is_some() {
+        server.registry().set_changed();
+    }
     Ok(Taken { server, reactor, controllers: all_saved, ports, asides, fds })
 }
 

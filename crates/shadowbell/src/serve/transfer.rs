@@ -1,6 +1,6 @@
 //! What a server and its successor say to each other: a state, and three letters.
 
-use super::server_config::ServerConfig;
+use super::server_config::{ServerConfig, SocketConfig};
 use crate::controller_config::ControllerConfig;
 use serde::{Deserialize, Serialize};
 use std::io::{self, Read, Write};
@@ -15,6 +15,8 @@ pub(super) const GONE: u8 = b'g';
 
 /// What is served: has to be the same in both.
 pub(super) const SERVED: &str = "serve";
+/// The controllers as they were asked for, if that is not what the configuration says.
+pub(super) const ASKED: &str = "asked";
 /// The socket for `top`.
 pub(super) const STATS: &str = "stats-socket";
 /// The control socket.
@@ -42,7 +44,12 @@ pub(super) struct Served {
 
 /// All of them, in their order.
 pub(super) fn served(config: &ServerConfig) -> Vec<Served> {
-    let all = config.controllers.iter().map(|served| {
+    served_of(config.controllers.iter())
+}
+
+/// The same of these.
+pub(super) fn served_of<'a>(asked: impl Iterator<Item = &'a SocketConfig>) -> Vec<Served> {
+    let all = asked.map(|served| {
         let ControllerConfig { disks, read_only, .. } = &served.controller;
         Served {
             socket: served.absolute_socket().to_string_lossy().into_owned(),

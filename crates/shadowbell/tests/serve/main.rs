@@ -1,6 +1,7 @@
 //! The program `serve`, from outside: a process, its sockets, and clients of every kind.
 
 mod bad_input;
+mod changes;
 mod clients;
 mod config;
 mod control;

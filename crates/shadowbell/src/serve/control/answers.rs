@@ -6,11 +6,15 @@ use super::metrics;
 use super::routes::Route;
 use super::view::{View, namespaces_of};
 use crate::control::api::{
-    Code, Controller, ControllerState, LogLevel, Namespace, Problem, Status, Upgrade,
+    Apply, Code, Controller, ControllerSpec, ControllerState, LogLevel, Namespace, Plan, Problem,
+    Status, Upgrade,
 };
+use crate::controller_config::{ControllerConfig, DiskConfig};
 use crate::keeper_query::{Keeper, program};
 use crate::live_stats::{self, Row, Snapshot};
+use crate::serve::config_file;
 use crate::serve::registry::ServedController;
+use crate::serve::server_config::{Own, SocketConfig, WorkerChoice};
 use crate::serve::stats_file;
 use crate::{exit, logging};
 use serde::Serialize;
@@ -59,6 +63,9 @@ impl Answer {
         status,
         controllers,
         controller,
+        add_controller,
+        remove_controller,
+        apply,
         identify,
         log_page,
         namespaces,
@@ -90,6 +97,15 @@ pub(super) fn answer(view: &View, route: Route, body: &[u8]) -> Result<Answer, P
         Route::Status => Answer::json(200, &status(view)),
         Route::Controllers => Answer::json(200, &controllers(view)),
         Route::Controller(id) => Answer::json(200, &controller(view, &id)?),
+        Route::AddController(id) => {
+            let (is_new, controller) = add_controller(view, &id, &parse(body)?)?;
+            Answer::json(if is_new { 201 } else { 200 }, &controller)
+        }
+        Route::RemoveController { id, force } => {
+            remove_controller(view, &id, force)?;
+            Answer { status: 204, content_type: JSON, body: Vec::new() }
+        }
+        Route::Apply => Answer::json(200, &apply(view, &parse(body)?)?),
         Route::Identify { id, cns, nsid } => bytes(identify(view, &id, cns, nsid)?),
         Route::LogPage { id, lid } => bytes(log_page(view, &id, lid)?),
         Route::Namespaces => Answer::json(200, &namespaces(view)),
@@ -155,6 +171,134 @@ fn controller(view: &View, id: &str) -> Result<Controller, Problem> {
     find(view, id).map(|served| describe(&served))
 }
 
+/// Serve another controller
+///
+/// The same request again changes nothing (200), so it may be repeated.
+#[utoipa::path(put, path = "/v1/controllers/{id}", operation_id = "add_controller",
+    tag = "controllers",
+    params(("id" = String, Path, description = "What it is to be called")),
+    request_body = ControllerSpec,
+    responses(
+        (status = 200, description = "It is there already", body = Controller),
+        (status = 201, description = "It is served", body = Controller),
+        (status = 400, description = "There can be no such controller", body = Problem),
+        (status = 409, description = "There is another of that id", body = Problem)
+    ))]
+fn add_controller(
+    view: &View,
+    id: &str,
+    wanted: &ControllerSpec,
+) -> Result<(bool, Controller), Problem> {
+    let wrong = |why: String| Problem::new(Code::BadRequest, why);
+    let asked = asked(id, wanted).map_err(wrong)?;
+    let is_new = view.changes.add(asked).map_err(problem)?;
+    Ok((is_new, controller(view, id)?))
+}
+
+/// Serve a controller no more
+///
+/// Its socket is removed, its disks are flushed and closed.
+#[utoipa::path(delete, path = "/v1/controllers/{id}", operation_id = "remove_controller",
+    tag = "controllers",
+    params(
+        ("id" = String, Path, description = "The controller's `id`"),
+        ("force" = Option<bool>, Query, description = "Take it away from a client that has it")
+    ),
+    responses(
+        (status = 204, description = "It is gone"),
+        (status = 404, description = "There is none", body = Problem),
+        (status = 409, description = "A client has it", body = Problem)
+    ))]
+fn remove_controller(view: &View, id: &str, force: bool) -> Result<(), Problem> {
+    view.changes.remove(id, force).map_err(problem)
+}
+
+/// Have the controllers be those of a configuration file
+///
+/// Controllers that are the same stay untouched. The file is refused as a whole if something is
+/// wrong with it. Of what is not a controller (workers, polling, sockets of the server) nothing
+/// changes before the server goes on in another process, or is started again.
+#[utoipa::path(post, path = "/v1/apply", operation_id = "apply", tag = "controllers",
+    request_body = Apply,
+    responses(
+        (status = 200, description = "What was, or would be done", body = Plan),
+        (status = 400, description = "Something is wrong with the file", body = Problem),
+        (status = 409, description = "Clients have what would go", body = Problem)
+    ))]
+fn apply(view: &View, wanted: &Apply) -> Result<Plan, Problem> {
+    let config = config_file::parse(&wanted.toml, &wanted.file);
+    let config = config.map_err(|why| Problem::new(Code::BadRequest, why))?;
+    let plan = view.changes.apply(config.controllers, wanted.dry_run, wanted.force);
+    let plan = plan.map_err(problem)?;
+    let ids = |all: &[SocketConfig]| all.iter().map(SocketConfig::id).collect();
+    Ok(Plan {
+        applied: !wanted.dry_run,
+        add: ids(&plan.add),
+        remove: plan.remove,
+        replace: ids(&plan.replace),
+        unchanged: plan.unchanged,
+        busy: plan.busy,
+    })
+}
+
+/// A controller as it was asked for by a request.
+fn asked(id: &str, spec: &ControllerSpec) -> Result<SocketConfig, String> {
+    let socket = PathBuf::from(&spec.socket);
+    if !socket.is_absolute() {
+        return Err(format!("`socket` is a path from the root, not `{}`", spec.socket));
+    }
+    if spec.disks.is_empty() {
+        return Err("a controller has one disk at least".to_owned());
+    }
+    if spec.queues.is_some_and(|queues| !(1..=64).contains(&queues)) {
+        return Err("`queues` is 1 to 64".to_owned());
+    }
+    if spec.queue_entries.is_some_and(|entries| !(2..=4096).contains(&entries)) {
+        return Err("`queue_entries` is 2 to 4096".to_owned());
+    }
+    let disks = spec.disks.iter().map(|disk| {
+        let uuid = disk.uuid.as_deref().map(|text| {
+            config_file::parse_uuid(text).ok_or_else(|| format!("`{text}` is no UUID"))
+        });
+        Ok(DiskConfig { disk: disk.disk.clone(), uuid: uuid.transpose()? })
+    });
+    let worker = spec.worker.as_deref().map(|worker| match worker {
+        "own" => Ok(WorkerChoice::Own(Own::Own)),
+        number => number.parse().map(WorkerChoice::Shared).map_err(|_| {
+            format!("`worker` is the number of a worker, from 0, or `own`, not `{number}`")
+        }),
+    });
+    let controller = ControllerConfig {
+        disks: disks.collect::<Result<_, String>>()?,
+        serial: spec.serial.clone(),
+        model: spec.model.clone(),
+        queues: spec.queues,
+        queue_entries: spec.queue_entries,
+        max_transfer: spec.max_transfer,
+        doorbells: spec.doorbells,
+        read_only: spec.read_only,
+    };
+    let mut asked =
+        SocketConfig { id: None, socket, controller, worker: worker.transpose()?, origin: None };
+    // A socket is an id without being given.
+    if asked.id() != id {
+        config_file::check_id(id)?;
+        asked.id = Some(id.to_owned());
+    }
+    Ok(asked)
+}
+
+/// An error of a change, as an answer.
+fn problem(error: anyhow::Error) -> Problem {
+    let code = match exit::status(&error) {
+        exit::BAD_INPUT => Code::BadRequest,
+        exit::NOT_THERE => Code::NotFound,
+        exit::CONFLICT => Code::Conflict,
+        _ => Code::Failed,
+    };
+    Problem::new(code, exit::line(&error))
+}
+
 /// What Identify shows the guest
 ///
 /// It is answered whether or not a guest has the controller, and changes nothing.
@@ -208,8 +352,7 @@ fn bytes(body: Vec<u8>) -> Answer {
 }
 
 fn find(view: &View, id: &str) -> Result<Arc<ServedController>, Problem> {
-    let served = view.controllers.all().into_iter().find(|served| served.id == id);
-    served.ok_or_else(|| {
+    view.controllers.find_by_any(id).ok_or_else(|| {
         let why = format!("there is no controller `{id}`; `shadowbell ctl controllers` lists them");
         Problem::new(Code::NotFound, why)
     })

@@ -21,6 +21,9 @@ pub(super) enum Route {
     Controller(String),
     Identify { id: String, cns: u8, nsid: u32 },
     LogPage { id: String, lid: u8 },
+    AddController(String),
+    RemoveController { id: String, force: bool },
+    Apply,
     Namespaces,
     Stats,
     Snapshot,
@@ -74,7 +77,19 @@ pub(super) fn route(via: Via, method: &Method, uri: &Uri) -> Result<Route, Refus
         ["metrics"] => get(Route::Metrics),
         ["v1", "status"] => get(Route::Status),
         ["v1", "controllers"] => get(Route::Controllers),
-        ["v1", "controllers", id] => get(Route::Controller(id.to_owned())),
+        ["v1", "controllers", id] => {
+            let id = id.to_owned();
+            let route = match *method {
+                Method::GET => Some(Route::Controller(id)),
+                Method::PUT => Some(Route::AddController(id)),
+                Method::DELETE => {
+                    Some(Route::RemoveController { id, force: uri.query() == Some("force=true") })
+                }
+                _ => None,
+            };
+            of("DELETE, GET, PUT", route)
+        }
+        ["v1", "apply"] => post(Route::Apply),
         ["v1", "controllers", id, "identify", cns, nsid] => {
             let (Ok(cns), Ok(nsid)) = (cns.parse(), nsid.parse()) else { return Err(missing()) };
             get(Route::Identify { id: id.to_owned(), cns, nsid })

@@ -1,6 +1,7 @@
 //! What the control socket sees of the server.
 
 use crate::control::api::Namespace;
+use crate::serve::changes::Changes;
 use crate::serve::registry::{Registry, ServedController};
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -16,6 +17,7 @@ pub(in crate::serve) struct View {
     pub(in crate::serve) workers: usize,
     pub(in crate::serve) keeper_pid: Option<u32>,
     pub(in crate::serve) controllers: Arc<Registry>,
+    pub(in crate::serve) changes: Arc<Changes>,
     /// Ends the service.
     pub(in crate::serve) end: Box<dyn Fn() + Send + Sync>,
     /// Why the last upgrade has failed.

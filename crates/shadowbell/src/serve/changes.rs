@@ -1,0 +1,274 @@
+//! Controllers that come and go while the server runs.
+//!
+//! One change is made at a time, on whatever thread asks for it, and none while another process may
+//! take over. What is needed is opened before anything is taken away, so a change that is not
+//! possible leaves everything as it was.
+
+use super::event::EventSender;
+use super::flush::flush;
+use super::making::{bind_one, carrier, client_events, open_one, place, summary, with_origin};
+use super::registry::{Registry, ServedController};
+use super::server_config::SocketConfig;
+use crate::exit;
+use anyhow::{Context, anyhow};
+use parking_lot::{Mutex, MutexGuard};
+use shadowbell_backend::Disk;
+use shadowbell_controller::{Controller, Pool};
+use shadowbell_frontend::vfio_user::ControllerDevice;
+use shadowbell_vfio_user::Listener;
+use shadowbell_vfio_user::server::Handle;
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+use tracing::{info, warn};
+
+/// How long a client may take to be let go of, and disks to be closed.
+const GONE: Duration = Duration::from_secs(5);
+
+/// Adds controllers and takes them away.
+pub(super) struct Changes {
+    pool: Pool,
+    events: EventSender,
+    /// Whether disks are opened so that they can be handed over.
+    lasting: bool,
+    registry: Arc<Registry>,
+    /// The reactor's, once it serves.
+    handle: Mutex<Option<Handle>>,
+    next: AtomicUsize,
+    /// Whose turn it is.
+    turn: Mutex<()>,
+    /// Is called before the first change, and before others.
+    hook: Mutex<Option<Hook>>,
+}
+
+/// What has to be told of changes.
+type Hook = Box<dyn Fn() + Send + Sync>;
+
+/// A controller that could be served.
+struct Prepared {
+    served: ServedController,
+    device: ControllerDevice,
+    listener: Listener,
+}
+
+/// What makes a server serve what a file says.
+#[derive(Debug, Default)]
+pub(super) struct Plan {
+    pub(super) add: Vec<SocketConfig>,
+    /// Of those that go, by id.
+    pub(super) remove: Vec<String>,
+    /// They stay under their id, and are not what they were.
+    pub(super) replace: Vec<SocketConfig>,
+    pub(super) unchanged: usize,
+    /// Those that go or are replaced and have a client.
+    pub(super) busy: Vec<String>,
+}
+
+impl Changes {
+    pub(super) fn new(
+        pool: Pool,
+        events: EventSender,
+        lasting: bool,
+        registry: Arc<Registry>,
+    ) -> Self {
+        let next = AtomicUsize::new(registry.all().len());
+        let (handle, turn, hook) = Default::default();
+        Self { pool, events, lasting, registry, handle, next, turn, hook }
+    }
+
+    /// The sockets are served from here on.
+    pub(super) fn serve(&self, handle: Handle) {
+        *self.handle.lock() = Some(handle);
+    }
+
+    /// Has `hook` be called before anything changes.
+    pub(super) fn on_change(&self, hook: impl Fn() + Send + Sync + 'static) {
+        *self.hook.lock() = Some(Box::new(hook));
+    }
+
+    fn changes(&self) {
+        if let Some(hook) = &*self.hook.lock() {
+            hook();
+        }
+    }
+
+    /// Nothing changes as long as what this returns is there. `None`: a change takes too long.
+    pub(super) fn pause(&self) -> Option<MutexGuard<'_, ()>> {
+        self.turn.try_lock_for(Duration::from_secs(1))
+    }
+
+    /// Serves another controller. Whether it was not there yet.
+    ///
+    /// # Errors
+    /// It can not be served; or one of its id is there, and is another.
+    pub(super) fn add(&self, asked: SocketConfig) -> anyhow::Result<bool> {
+        let _turn = self.turn.lock();
+        if let Some(served) = self.registry.find(&asked.id()) {
+            return match served.asked.is_same(&asked) {
+                true => Ok(false),
+                false => Err(exit::conflict(anyhow!(
+                    "there is a controller `{}` already, and it is not what is asked for; remove \
+                     it first",
+                    served.id
+                ))),
+            };
+        }
+        self.commit(self.prepare(asked)?)?;
+        Ok(true)
+    }
+
+    /// Serves a controller no more. One that has a client only if that is `forced`.
+    ///
+    /// # Errors
+    /// It is not there, or has a client.
+    pub(super) fn remove(&self, id: &str, forced: bool) -> anyhow::Result<()> {
+        let _turn = self.turn.lock();
+        let served = self.registry.find_by_any(id).ok_or_else(|| {
+            exit::not_there(anyhow!(
+                "there is no controller `{id}`; `shadowbell ctl controllers` lists them"
+            ))
+        })?;
+        if served.has_client() && !forced {
+            return Err(exit::conflict(anyhow!(
+                "{} has a client, which would lose its disks; end it first, or force this",
+                served.name
+            )));
+        }
+        self.take_away(served)
+    }
+
+    /// What has to be done so that `wanted` is what is served.
+    pub(super) fn plan(&self, wanted: Vec<SocketConfig>) -> Plan {
+        let mut plan = Plan::default();
+        let ids: HashSet<String> = wanted.iter().map(SocketConfig::id).collect();
+        for served in self.registry.all() {
+            if !ids.contains(&served.id) {
+                plan.remove.push(served.id.clone());
+                plan.busy.extend(served.has_client().then(|| served.id.clone()));
+            }
+        }
+        for asked in wanted {
+            match self.registry.find(&asked.id()) {
+                None => plan.add.push(asked),
+                Some(served) if served.asked.is_same(&asked) => plan.unchanged += 1,
+                Some(served) => {
+                    plan.busy.extend(served.has_client().then(|| served.id.clone()));
+                    plan.replace.push(asked);
+                }
+            }
+        }
+        plan
+    }
+
+    /// Makes the server serve what `wanted` says; with `dry_run`, it only says what that would be.
+    ///
+    /// # Errors
+    /// It is not possible; then everything is as it was, if the sentence does not say otherwise.
+    pub(super) fn apply(
+        &self,
+        wanted: Vec<SocketConfig>,
+        dry_run: bool,
+        forced: bool,
+    ) -> anyhow::Result<Plan> {
+        let _turn = self.turn.lock();
+        let plan = self.plan(wanted);
+        if dry_run {
+            return Ok(plan);
+        }
+        if !plan.busy.is_empty() && !forced {
+            return Err(exit::conflict(anyhow!(
+                "nothing was changed: {} would be taken from clients that are connected; end these \
+                 first, or force this",
+                plan.busy.join(", ")
+            )));
+        }
+        // What one that goes has is free only when it has gone.
+        let going = plan.remove.iter().cloned().chain(plan.replace.iter().map(SocketConfig::id));
+        let going: Vec<_> = going.filter_map(|id| self.registry.find(&id)).collect();
+        let taken: HashSet<_> = going.iter().flat_map(|served| served.asked.takes()).collect();
+        let is_late = |asked: &&SocketConfig| asked.takes().iter().any(|what| taken.contains(what));
+        let (late, early): (Vec<_>, Vec<_>) = plan.add.iter().partition(is_late);
+        let early: Vec<_> = early
+            .into_iter()
+            .map(|asked| self.prepare(asked.clone()))
+            .collect::<Result<_, _>>()
+            .map_err(|error| error.context("nothing was changed"))?;
+        let mut failed = Vec::new();
+        let mut before = Vec::new();
+        for served in going {
+            before.push(Arc::clone(&served.asked));
+            failed.extend(self.take_away(served).err());
+        }
+        for prepared in early {
+            failed.extend(self.commit(prepared).err());
+        }
+        for asked in late.into_iter().chain(&plan.replace) {
+            let outcome = self.prepare(asked.clone()).and_then(|prepared| self.commit(prepared));
+            let Err(error) = outcome else { continue };
+            failed.push(error);
+            // What it was, if it can be that again.
+            if let Some(before) = before.iter().find(|before| before.id() == asked.id()) {
+                let back = self.prepare((**before).clone());
+                failed.extend(back.and_then(|prepared| self.commit(prepared)).err());
+            }
+        }
+        if failed.is_empty() {
+            return Ok(plan);
+        }
+        let failed: Vec<_> = failed.iter().map(exit::line).collect();
+        Err(anyhow!("only a part was done: {}", failed.join("; ")))
+    }
+
+    fn prepare(&self, asked: SocketConfig) -> anyhow::Result<Prepared> {
+        let index = self.next.fetch_add(1, Ordering::Relaxed);
+        let events = self.events.of(index);
+        let config = open_one(&asked, self.lasting)?;
+        let controller = Controller::new(config, self.pool.clone(), carrier(&asked, &events));
+        let controller = with_origin(&asked, controller.map_err(exit::bad_input))?;
+        with_origin(&asked, place(&asked, &controller).map_err(exit::bad_input))?;
+        let client = Arc::default();
+        let handler = client_events(events, &client);
+        let device = ControllerDevice::new(controller.clone(), handler)?;
+        let listener = bind_one(&asked)?;
+        let served = ServedController::new(index, asked, controller, client);
+        Ok(Prepared { served, device, listener })
+    }
+
+    fn commit(&self, prepared: Prepared) -> anyhow::Result<()> {
+        let Prepared { served, device, listener } = prepared;
+        let handle = self.handle.lock().clone().context("the server does not serve yet")?;
+        self.changes();
+        let served = self.registry.add(served);
+        info!("{}", summary(&served));
+        served.set_port(handle.add(listener, Box::new(device)));
+        Ok(())
+    }
+
+    /// Ends a controller. Returns when its disks are free, or after a while.
+    fn take_away(&self, served: Arc<ServedController>) -> anyhow::Result<()> {
+        let handle = self.handle.lock().clone().context("the server does not serve yet")?;
+        self.changes();
+        if let Some(port) = served.port() {
+            // It is told, or the reactor has ended.
+            let _ = handle.remove(port).recv_timeout(GONE);
+        }
+        self.registry.remove(&served.id);
+        let name = served.name.clone();
+        let mut disks: Vec<Weak<dyn Disk>> = Vec::new();
+        for (_, namespace) in &served.controller.namespaces() {
+            if let Err(error) = flush(&*namespace.disk) {
+                warn!("{name}: {} can not be flushed: {error}", namespace.disk.name());
+            }
+            disks.push(Arc::downgrade(&namespace.disk));
+        }
+        drop(served);
+        // Workers let go of it when they come to that, and whoever looks at it has it for a moment.
+        let until = Instant::now() + GONE;
+        while disks.iter().any(|disk| disk.strong_count() != 0) && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        info!("{name}: is served no more");
+        Ok(())
+    }
+}

@@ -1,0 +1,93 @@
+//! What a controller and its socket are made of.
+
+use super::event::{EventSender, ServerEvent};
+use super::registry::ServedController;
+use super::server_config::{SocketConfig, WorkerChoice};
+use crate::controller_config::{ConfigureError, OfferedDoorbells};
+use crate::disk_spec;
+use crate::exit::bad_input;
+use anyhow::Context;
+use bytesize::ByteSize;
+use shadowbell_controller::{Carrier, Config, Controller};
+use shadowbell_frontend::vfio_user::{ClientEvent, ClientEventHandler};
+use shadowbell_vfio_user::server::{BindError, Listener};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// How the controller of this socket is carried to its guest, and where it tells what happens.
+pub(super) fn carrier(served: &SocketConfig, events: &EventSender) -> Carrier {
+    let events = events.clone();
+    Carrier {
+        mapped_doorbells: served.controller.doorbells == OfferedDoorbells::Mapped,
+        listener: Some(Box::new(move |event| events.send(ServerEvent::Controller(*event)))),
+    }
+}
+
+/// Has the controller served where that was asked for.
+pub(super) fn place(served: &SocketConfig, controller: &Controller) -> anyhow::Result<()> {
+    match served.worker {
+        None => {}
+        Some(WorkerChoice::Own(_)) => controller.isolate()?,
+        Some(WorkerChoice::Shared(worker)) => controller.pin_to(worker)?,
+    }
+    Ok(())
+}
+
+/// Where the socket of a controller tells what happens.
+/// `client` says from then on whether one is connected.
+pub(super) fn client_events(events: EventSender, client: &Arc<AtomicBool>) -> ClientEventHandler {
+    let client = Arc::clone(client);
+    Arc::new(move |event| {
+        match event {
+            ClientEvent::Attached => client.store(true, Ordering::Relaxed),
+            ClientEvent::Detached => client.store(false, Ordering::Relaxed),
+            ClientEvent::NoSharedMemory | ClientEvent::MemoryNotShared => {}
+        }
+        events.send(ServerEvent::Client(event));
+    })
+}
+
+/// Opens what a controller needs.
+pub(super) fn open_one(served: &SocketConfig, lasting: bool) -> anyhow::Result<Config> {
+    let open = if lasting { disk_spec::open_lasting } else { disk_spec::open };
+    let location = served.absolute_socket();
+    let location = location.to_string_lossy();
+    let config = served.controller.open_by(&location, |_, spec| open(spec));
+    with_origin(served, config.map_err(ConfigureError::into_error))
+}
+
+/// Listens at the socket of a controller.
+pub(super) fn bind_one(served: &SocketConfig) -> anyhow::Result<Listener> {
+    let listener = Listener::bind(&served.socket).map_err(|error| match error {
+        BindError::System { .. } => error.into(),
+        _ => bad_input(error),
+    });
+    with_origin(served, listener)
+}
+
+pub(super) fn with_origin<T>(
+    served: &SocketConfig,
+    outcome: anyhow::Result<T>,
+) -> anyhow::Result<T> {
+    match &served.origin {
+        None => outcome,
+        Some(origin) => outcome.with_context(|| origin.clone()),
+    }
+}
+
+pub(super) fn summary(served: &ServedController) -> String {
+    let namespaces = served.controller.namespaces();
+    let disks: Vec<_> = namespaces
+        .iter()
+        .map(|(_, namespace)| {
+            let info = namespace.disk.info();
+            let read_only = if info.read_only { ", read-only" } else { "" };
+            format!(
+                "{} ({}{read_only})",
+                namespace.disk.name(),
+                ByteSize(info.bytes()).display().iec()
+            )
+        })
+        .collect();
+    format!("{}: serving {}", served.name, disks.join(", "))
+}

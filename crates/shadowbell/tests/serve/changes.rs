@@ -1,0 +1,181 @@
+//! Controllers that come and go while a server runs.
+
+use crate::control::{ctl, ctl_json};
+use crate::harness::{Server, attach, finish, image, program, run, until};
+use shadowbell_driver::{AttachOptions, Controller};
+use shadowbell_spec::Status;
+use std::os::unix::net::UnixStream;
+
+fn read(guest: &mut Controller) -> Status {
+    let mut queue = guest.take_queue_pair().unwrap();
+    let pool = guest.buffers(1, 4096).unwrap();
+    run(&mut queue, guest.namespace(1).unwrap().read(0, 8).unwrap(), pool.take()).status
+}
+
+fn attached(server: &Server, socket: &str) -> Controller {
+    attach(&server.directory().join(socket), &AttachOptions::default())
+}
+
+#[test]
+fn a_controller_comes_and_goes_beside_a_guest() {
+    let mut server = Server::start(&["mem:4MiB"], &[]);
+    image(server.directory(), "b.img", 8 << 20);
+    let mut guest = server.attach();
+    let add = ["controller", "add", "b", "b.img", "--socket", "b.sock"];
+    assert_eq!(ctl_json(&server, &add)[0]["id"], "b");
+    // The same again, as after an answer that was lost.
+    assert_eq!(ctl_json(&server, &add)[0]["id"], "b");
+    let (code, _, errors) = ctl(&server, &[&add[..], &["--read-only"]].concat());
+    assert!(code == Some(4) && errors.contains("is not what is asked for"), "{errors}");
+    for (id, disk, socket, words) in [
+        ("c", "b.img", "c.sock", "b.img"),
+        ("c", "c.img", "c.sock", "c.img"),
+        ("c", "mem:1MiB", "vm.sock", "in use by a running server"),
+        ("c/d", "mem:1MiB", "c.sock", "is no id"),
+        ("c", "mem:1MiB?x=y", "c.sock", "option `x`"),
+    ] {
+        let (code, _, errors) = ctl(&server, &["controller", "add", id, disk, "--socket", socket]);
+        assert!(code == Some(2) && errors.contains(words), "{code:?} {id} {disk}: {errors}");
+        assert!(!server.directory().join("c.sock").exists());
+    }
+    let mut other = attached(&server, "b.sock");
+    assert_eq!((read(&mut guest), read(&mut other)), (Status::SUCCESS, Status::SUCCESS));
+    let (code, _, errors) = ctl(&server, &["controller", "remove", "b"]);
+    assert!(code == Some(4) && errors.contains("has a client"), "{errors}");
+    drop(other);
+    until("the client is gone", || ctl_json(&server, &["controllers", "b"])[0]["client"] == false);
+    assert_eq!(ctl(&server, &["controller", "remove", "b"]).0, Some(0));
+    assert!(!server.directory().join("b.sock").exists());
+    let (code, _, errors) = ctl(&server, &["controller", "remove", "b"]);
+    assert!(code == Some(3) && errors.contains("there is no controller `b`"), "{errors}");
+    // Its disk is free, for another one.
+    assert_eq!(
+        ctl_json(&server, &["controller", "add", "d", "b.img", "--socket", "d.sock"])[0]["id"],
+        "d"
+    );
+    let _stays = attached(&server, "d.sock");
+    until("the client", || ctl_json(&server, &["status"])["clients"] == 2);
+    assert_eq!(ctl(&server, &["controller", "remove", "d.sock", "--force"]).0, Some(0));
+    server.says("d.sock: the client has left");
+    assert_eq!(ctl_json(&server, &["status"])["controllers"], 1);
+    assert_eq!(read(&mut guest), Status::SUCCESS);
+    drop(guest);
+    assert!(server.stop().success());
+}
+
+#[test]
+fn what_was_added_goes_on_in_another_process() {
+    let mut server = Server::start(&["mem:4MiB"], &["--keeper"]);
+    let add = ["controller", "add", "b", "mem:8MiB", "--socket", "b.sock"];
+    ctl_json(&server, &add);
+    let mut guest = attached(&server, "b.sock");
+    for _ in 0..2 {
+        let before = ctl_json(&server, &["status"])["pid"].clone();
+        let (code, _, errors) = ctl(&server, &["upgrade"]);
+        assert_eq!(code, Some(0), "{errors}\n{}", server.stderr());
+        assert_ne!(ctl_json(&server, &["status"])["pid"], before);
+        assert_eq!(ctl_json(&server, &add)[0]["client"], true, "it is the same");
+    }
+    assert_eq!(read(&mut guest), Status::SUCCESS);
+    drop(guest);
+    until("the client is gone", || ctl_json(&server, &["status"])["clients"] == 0);
+    assert_eq!(ctl(&server, &["controller", "remove", "b"]).0, Some(0));
+    assert_eq!(ctl(&server, &["upgrade"]).0, Some(0));
+    assert_eq!(ctl_json(&server, &["status"])["controllers"], 1);
+    drop(server.attach());
+    assert!(server.stop().success());
+}
+
+#[test]
+fn a_file_is_applied_as_a_whole_or_not_at_all() {
+    let directory = tempfile::tempdir().unwrap();
+    for name in ["0", "1", "2"] {
+        image(directory.path(), &format!("{name}.img"), 4 << 20);
+    }
+    let write = |directory: &std::path::Path, vms: &[(&str, &str)]| {
+        let vms = vms.iter().map(|(name, disk)| {
+            format!(
+                "[[controller]]\nid = \"{name}\"\nsocket = \"{name}.sock\"\ndisks = [\"{disk}\"]\n"
+            )
+        });
+        std::fs::write(directory.join("vms.toml"), vms.collect::<String>()).unwrap();
+    };
+    write(directory.path(), &[("vm0", "0.img"), ("vm1", "1.img")]);
+    let mut command = program();
+    command.args(["serve", "--config", "vms.toml", "--name", "vm"]);
+    let mut server = Server::spawn(command, directory, &["vm0.sock", "vm1.sock"]);
+    let ids = || {
+        let all = ctl_json(&server, &["controllers"]);
+        let ids = all.as_array().unwrap().iter().map(|one| one["id"].as_str().unwrap().to_owned());
+        ids.collect::<Vec<_>>()
+    };
+    let mut guest = attached(&server, "vm0.sock");
+    let plan = ctl_json(&server, &["apply", "vms.toml"]);
+    assert_eq!((&plan["unchanged"], &plan["applied"]), (&2.into(), &true.into()));
+
+    // vm1's disk goes to vm2, and vm3 is new.
+    write(server.directory(), &[("vm0", "0.img"), ("vm2", "1.img"), ("vm3", "2.img")]);
+    let (code, said, _) = ctl(&server, &["apply", "vms.toml", "--dry-run"]);
+    assert_eq!(code, Some(0));
+    assert_eq!(
+        said,
+        "+ vm2\n+ vm3\n- vm1\n2 come, 1 go, 0 are replaced, 1 stay; nothing was done\n"
+    );
+    assert_eq!(ids(), ["vm0", "vm1"]);
+    assert_eq!(ctl(&server, &["apply", "vms.toml"]).0, Some(0));
+    assert_eq!(ids(), ["vm0", "vm3", "vm2"]);
+    assert!(UnixStream::connect(server.directory().join("vm1.sock")).is_err());
+    drop(attached(&server, "vm2.sock"));
+
+    // Nothing of a bad one is done, whatever is bad.
+    write(server.directory(), &[("vm0", "0.img"), ("vm4", "mem:1MiB"), ("vm5", "no.img")]);
+    let (code, _, errors) = ctl(&server, &["apply", "vms.toml"]);
+    assert!(code == Some(2) && errors.contains("nothing was changed"), "{code:?} {errors}");
+    write(server.directory(), &[("vm0", "0.img"), ("vm0", "mem:1MiB")]);
+    let (code, _, errors) = ctl(&server, &["apply", "vms.toml"]);
+    assert!(code == Some(2) && errors.contains("vms.toml:"), "{code:?} {errors}");
+    // What a client has is not taken away unasked.
+    write(server.directory(), &[("vm0", "mem:1MiB"), ("vm3", "2.img"), ("vm2", "1.img")]);
+    let (code, said, _) = ctl(&server, &["apply", "vms.toml", "--dry-run"]);
+    assert!(code == Some(0) && said.starts_with("~ vm0 (a client has it)\n"), "{said}");
+    let (code, _, errors) = ctl(&server, &["apply", "vms.toml"]);
+    assert!(code == Some(4) && errors.contains("vm0 would be taken"), "{code:?} {errors}");
+    assert_eq!(ids(), ["vm0", "vm3", "vm2"]);
+    assert_eq!(read(&mut guest), Status::SUCCESS, "the guest has not noticed");
+    assert_eq!(ctl(&server, &["apply", "vms.toml", "--force"]).0, Some(0));
+    drop(guest);
+    let mut guest = attached(&server, "vm0.sock");
+    assert_eq!(guest.namespace(1).unwrap().bytes(), 1 << 20);
+    assert_eq!(read(&mut guest), Status::SUCCESS);
+    drop(guest);
+    assert!(server.stop().success());
+}
+
+#[test]
+fn a_file_is_checked_and_nothing_is_opened() {
+    let directory = tempfile::tempdir().unwrap();
+    let check = |text: &str| {
+        let path = directory.path().join("vms.toml");
+        std::fs::write(&path, text).unwrap();
+        let mut command = program();
+        command.args(["serve", "--check"]).arg(&path);
+        finish(command)
+    };
+    let controller = |disk: &str| {
+        format!("[[controller]]\nid = \"a\"\nsocket = \"a.sock\"\ndisks = [\"{disk}\"]\n")
+    };
+    let (code, said, errors) = check(&controller("no.img"));
+    assert_eq!((code, &errors[..]), (Some(0), ""));
+    assert!(said.ends_with("vms.toml: 1 controller\n"), "{said}");
+    for (text, words) in [
+        (controller("x.img?frobnicate=on"), "frobnicate"),
+        (controller("vfio-user:"), "lacks a socket"),
+        (controller("a.img").replace("\"a\"", "\"a b\""), "vms.toml:2: `a b` is no id"),
+        (controller("a.img").repeat(2), "vms.toml:"),
+        ("workers = 0\n".to_owned(), "vms.toml:1"),
+    ] {
+        let (code, _, errors) = check(&text);
+        assert!(code == Some(2) && errors.contains(words), "{code:?} {text}: {errors}");
+    }
+    assert!(!directory.path().join("a.sock").exists());
+}
