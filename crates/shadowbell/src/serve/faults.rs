@@ -29,7 +29,8 @@ impl FaultArgs {
     pub(super) fn begin(&self, server: &Server) -> InjectedFaults {
         let Some(faults) = &self.faults else { return InjectedFaults(Vec::new()) };
         warn!("faults are injected: no disk that is served here is to be relied on");
-        let served = server.controllers().iter();
+        let served = server.controllers();
+        let served = served.iter();
         InjectedFaults(
             served.map(|s| (s.name.clone(), s.controller.inject(faults.clone()))).collect(),
         )
