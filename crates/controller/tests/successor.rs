@@ -9,15 +9,15 @@ use held::Held;
 use proptest::prelude::*;
 use shadowbell_backend::Disk;
 use shadowbell_controller::{
-    Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions, RelocateError,
-    RestoreError, SaveError, SavedController,
+    Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions, Recorder,
+    RelocateError, RestoreError, SaveError, SavedController,
 };
 use shadowbell_memory::EventFd;
 use shadowbell_spec::admin::{DeleteIoQueue, GetFeatures, GetLogPage, Identify, SetFeatures};
 use shadowbell_spec::feature::fid;
 use shadowbell_spec::log::{ErrorLogEntry, lid};
 use shadowbell_spec::{Sqe, Status};
-use shadowbell_state::Parcel;
+use shadowbell_state::{Descriptors, Parcel};
 use std::collections::BTreeMap;
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc::channel;
@@ -44,6 +44,18 @@ struct Lab {
     mapped: bool,
     /// By vector.
     interrupts: BTreeMap<usize, EventFd>,
+    /// Of those that come.
+    recorder: Option<Arc<Last>>,
+}
+
+/// What was recorded last.
+#[derive(Default)]
+struct Last(Mutex<serde_json::Value>);
+
+impl Recorder for Last {
+    fn record(&self, state: &SavedController, _: Descriptors) {
+        *self.0.lock().unwrap() = serde_json::to_value(state).unwrap();
+    }
 }
 
 impl Lab {
@@ -52,7 +64,7 @@ impl Lab {
         let controller = Controller::new(config.clone(), pool, carrier).unwrap();
         let mut host = Host::attach(controller);
         host.enable();
-        Self { host, config, mapped, interrupts: BTreeMap::new() }
+        Self { host, config, mapped, interrupts: BTreeMap::new(), recorder: None }
     }
 
     fn create(&mut self, qid: u16, entries: u32, irq: bool) -> Queue {
@@ -88,6 +100,9 @@ impl Lab {
         successor.map_dma(BASE, MEMORY, &self.host.memory).unwrap();
         for (vector, event) in &self.interrupts {
             successor.set_interrupt(*vector, Some(event.try_clone().unwrap()));
+        }
+        if let Some(recorder) = &self.recorder {
+            successor.record_with(Arc::<Last>::clone(recorder)).unwrap();
         }
         // Nothing of the one before is there any more when the new one begins.
         drop(std::mem::replace(&mut self.host.controller, successor));
@@ -614,5 +629,34 @@ fn change(value: &mut serde_json::Value, place: usize, new: u64) -> usize {
         }
         serde_json::Value::Number(_) => place - 1,
         _ => place,
+    }
+}
+
+/// Who goes on after an upgrade is recorded as what it is, and not as if it had just begun: should
+/// it die, the admin commands of before must not be carried out again.
+#[test]
+fn a_successor_is_recorded_where_the_other_one_was() {
+    let mut lab = Lab::new(config(&["mem:1MiB"]), pool(1, ADAPTIVE), false);
+    lab.recorder = Some(Arc::default());
+    let page = lab.host.alloc(4096);
+    let last = Arc::clone(lab.recorder.as_ref().unwrap());
+    let at = |lab: &Lab| {
+        let state = last.0.lock().unwrap();
+        let (sq, cq) = (&state["admin"]["sq"], &state["admin"]["cq"]);
+        assert_eq!(sq["head"], lab.host.admin.tail, "{state}");
+        (cq["tail"].as_u64().unwrap(), cq["phase"].as_bool().unwrap(), cq["staged"].clone())
+    };
+    for _ in 0..3 {
+        for _ in 0..5 {
+            assert!(lab.host.admin(identify(0).with_prps(page, 0)).0.is_success());
+        }
+        lab.replace(pool(1, ADAPTIVE), |_| ());
+        let (tail, phase, staged) = at(&lab);
+        assert_eq!((tail, phase), (u64::from(lab.host.admin.head), lab.host.admin.phase));
+        assert_eq!(staged, serde_json::json!([]));
+        assert!(lab.host.admin(identify(0).with_prps(page, 0)).0.is_success());
+        // It is recorded before it is posted.
+        let (before, _, staged) = at(&lab);
+        assert_eq!((before, staged.as_array().unwrap().len()), (tail, 1));
     }
 }

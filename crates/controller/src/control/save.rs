@@ -2,6 +2,7 @@
 
 use super::Control;
 use super::admin::Attach;
+use super::admin_progress::AdminProgress;
 use super::memory::HostMemory;
 use super::registers::Registers;
 use super::reset::{Lifecycle, Phase};
@@ -116,6 +117,7 @@ impl Control {
             .ok_or(RestoreError::Invalid("the admin queue"))?;
         let generation = self.lifecycle.generation;
         self.port.reopen(Attach { queue, table, generation, shadow }, saved.used);
+        self.port.progress = AdminProgress::recover(saved);
         self.poll_admin_doorbells(cx);
         Ok(())
     }

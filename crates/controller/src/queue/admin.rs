@@ -138,7 +138,9 @@ impl AdminQueue {
         let cq = Cq::restore(&saved.cq, head, irq, HoldLimit::NONE)?;
         let sleeper = Sleeper::new(Arc::default());
         let acq_missing = saved.lacks_cq;
-        let (replays, staged) = (VecDeque::new(), VecDeque::new());
+        let replays = VecDeque::new();
+        // The command identifier is in the upper half of an entry's second word.
+        let staged = saved.cq.staged.iter().map(|&(_, high)| (high >> 32) as u16).collect();
         let mut queue = Self { sq, cq, places: Vec::new(), replays, staged, acq_missing, sleeper };
         queue.remap(table, pages);
         Some(queue)
