@@ -4,7 +4,8 @@ use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::{GetLogPage, Identify};
 use shadowbell_spec::log::{ErrorLogEntry, SmartHealth, lid};
 
-/// A structure that a controller shows its host, for [`Controller::inquire`](crate::Controller::inquire).
+/// A structure that a controller shows its host, for
+/// [`Controller::inquire`](crate::Controller::inquire).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Inquiry {

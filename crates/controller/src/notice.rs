@@ -50,7 +50,8 @@ pub(crate) enum Notice {
     Condition(Condition),
     /// The admin queue has to be looked at.
     AdminDoorbell,
-    /// All workers have another namespace of this NSID, and nothing uses the disk of the one before.
+    /// All workers have another namespace of this NSID, and nothing uses the disk of the one
+    /// before.
     NamespaceChanged {
         /// The namespace.
         nsid: u32,

@@ -71,8 +71,8 @@ pub(crate) fn peek_some(
     receive_how(socket, into, closer, RecvFlags::PEEK)
 }
 
-/// [`peek_some`] begins so many bytes after what was received, and goes on from there (SO_PEEK_OFF).
-/// The kernel counts that for the socket, whoever has it.
+/// [`peek_some`] begins so many bytes after what was received, and goes on from there
+/// (SO_PEEK_OFF). The kernel counts that for the socket, whoever has it.
 pub(crate) fn peek_from(socket: BorrowedFd<'_>, offset: usize) -> Result<(), Errno> {
     sys::set_peek_offset(socket, i32::try_from(offset).unwrap_or(i32::MAX))
 }

@@ -182,7 +182,8 @@ pub fn check_instructions() -> Result<()> {
     Ok(())
 }
 
-/// An error if twice as much of what a host chooses a number of takes much more than twice the work.
+/// An error if twice as much of what a host chooses a number of takes much more than twice the
+/// work.
 pub fn check_doubling() -> Result<()> {
     instructions::check_doubling()
 }

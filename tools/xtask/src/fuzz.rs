@@ -1,7 +1,8 @@
 //! `cargo xtask fuzz`: the bodies in `fuzz/bodies` under libFuzzer and the address sanitizer.
 //!
-//! At the end a table says for each target what was done: programs, their steps (as the bodies count
-//! them, which leave the number in a file), and what libFuzzer counts of the paths that they took.
+//! At the end a table says for each target what was done: programs, their steps (as the bodies
+//! count them, which leave the number in a file), and what libFuzzer counts of the paths that they
+//! took.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};

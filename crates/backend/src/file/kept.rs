@@ -3,11 +3,11 @@
 //! # The fence
 //!
 //! What the dead process had given to io_uring is under way still: the system does not wait for it,
-//! and it may reach the file, or the guest's memory, much later. Nothing may be repeated before. The
-//! ring keeps the open file until its last request has ended, and the open file has the lock on the
-//! image. So the next process opens the image anew and waits for the lock. This works if nobody else
-//! has that open file: what is kept for this time is a descriptor that only names it (`O_PATH`).
-//! The image is found by that even if it was renamed, and nothing else is taken for it.
+//! and it may reach the file, or the guest's memory, much later. Nothing may be repeated before.
+//! The ring keeps the open file until its last request has ended, and the open file has the lock on
+//! the image. So the next process opens the image anew and waits for the lock. This works if nobody
+//! else has that open file: what is kept for this time is a descriptor that only names it
+//! (`O_PATH`). The image is found by that even if it was renamed, and nothing else is taken for it.
 //!
 //! A reader's lock is shared with the dead process, and some file systems have no locks. For these
 //! each ring keeps the writing end of a pipe, too, whose end the next process sees when the last of

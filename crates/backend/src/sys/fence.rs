@@ -1,5 +1,5 @@
-//! What shows a process that this one has died, and that all its rings have gone, and with them what
-//! they had under way.
+//! What shows a process that this one has died, and that all its rings have gone, and with them
+//! what they had under way.
 
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};

@@ -2,8 +2,8 @@
 //! the queues are, and which commands the disks have in hand.
 //!
 //! It lies in a memory file that outlives the process. A worker writes there with plain stores:
-//! no system call, no lock. What is killed is a process and not the machine, so all stores that were
-//! executed are found, in their order.
+//! no system call, no lock. What is killed is a process and not the machine, so all stores that
+//! were executed are found, in their order.
 //!
 //! # The order of stores
 //!

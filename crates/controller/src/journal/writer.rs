@@ -60,8 +60,8 @@ impl Journal {
     }
 }
 
-/// The records that one worker makes of a controller's commands. A record has a place of its own and
-/// not that of the request's tag: a tag is given away again before the completion is posted.
+/// The records that one worker makes of a controller's commands. A record has a place of its own
+/// and not that of the request's tag: a tag is given away again before the completion is posted.
 #[derive(Clone, Debug)]
 pub(crate) struct Records {
     table: SharedBytes,

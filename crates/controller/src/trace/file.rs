@@ -40,9 +40,9 @@ impl TraceFile {
         Self::create_with_spare(path, workers, 0, records_per_worker)
     }
 
-    /// As [`create`](Self::create), with rings for `spare` more workers, as far as the file may be so
-    /// large: numbered behind the others, and without space until they are taken, so that workers
-    /// that may never be needed cost none.
+    /// As [`create`](Self::create), with rings for `spare` more workers, as far as the file may be
+    /// so large: numbered behind the others, and without space until they are taken, so that
+    /// workers that may never be needed cost none.
     ///
     /// # Errors
     /// As [`create`](Self::create).

@@ -60,8 +60,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "PATH")]
     stats_socket: Option<PathBuf>,
 
-    /// Where the control socket is, for `shadowbell ctl` [default: /run/shadowbell/NAME/control.sock,
-    /// or below $XDG_RUNTIME_DIR for a user who is not root]
+    /// Where the control socket is, for `shadowbell ctl` [default:
+    /// /run/shadowbell/NAME/control.sock, or below $XDG_RUNTIME_DIR for a user who is not root]
     #[arg(long, value_name = "PATH")]
     control_socket: Option<PathBuf>,
 

@@ -33,7 +33,8 @@ pub(super) struct Server {
 
 impl Server {
     /// Starts to serve what `config` asks for; all of it, or nothing. If it is `lasting`, in
-    /// a way that can be handed over; what that names is called before anybody is served. `ended` runs when serving came to its end, on a thread of its own.
+    /// a way that can be handed over; what that names is called before anybody is served. `ended`
+    /// runs when serving came to its end, on a thread of its own.
     ///
     /// # Errors
     /// The first thing that can not be done, with the place where it was asked for.

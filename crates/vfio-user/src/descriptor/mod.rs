@@ -14,8 +14,8 @@
 //! | an eventfd | its link in `/proc/self/fd` |
 //! | a file on a local disk | it is a regular file, on a mount that this process sees, of one of a few types |
 //!
-//! From the moment in which it is received, a descriptor is in a [`PeerFd`], which never closes it on
-//! the thread that drops it. (A descriptor that passes is not closed in no time either: see
+//! From the moment in which it is received, a descriptor is in a [`PeerFd`], which never closes it
+//! on the thread that drops it. (A descriptor that passes is not closed in no time either: see
 //! [`Closer`].)
 //!
 //! Everything else is [`Descriptor::Foreign`], and closed by somebody who has time: sockets (which

@@ -199,8 +199,8 @@ impl Session {
         Ok((self.save(fds)?, device.save(fds)?))
     }
 
-    /// Where a process that has died was with this peer: what it has carried out is taken out of the
-    /// socket, if it had not come to that, and then its replies are sent.
+    /// Where a process that has died was with this peer: what it has carried out is taken out of
+    /// the socket, if it had not come to that, and then its replies are sent.
     fn catch_up(&mut self) -> Result<(), EndReason> {
         let Some(Handled { len, hash }) = self.intake.as_mut().and_then(|i| i.pending.take())
         else {

@@ -97,8 +97,9 @@ pub(crate) fn run(quick: bool, what: Recorded) -> Result<Vec<Table>> {
     outcome.map(|()| vec![table])
 }
 
-/// What a host can ask for many of, and how many are asked for first: then twice as many. Each change
-/// of a map copies a chunk of up to 512 of them, so only with more than that is the work even.
+/// What a host can ask for many of, and how many are asked for first: then twice as many. Each
+/// change of a map copies a chunk of up to 512 of them, so only with more than that is the work
+/// even.
 const DOUBLED: [(&str, u32); 6] = [
     ("reset", 500),
     ("delete", 500),

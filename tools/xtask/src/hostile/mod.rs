@@ -5,8 +5,8 @@
 //! checked for what it brings. Its others are the attackers', who speak to their sockets with a
 //! client of our own (`peer`) that sends whatever it is told to.
 //!
-//! Some attacks are on `shadowbell export`: there the victim is an NBD client, and the attackers are
-//! others, or a VM on vhost-user-blk.
+//! Some attacks are on `shadowbell export`: there the victim is an NBD client, and the attackers
+//! are others, or a VM on vhost-user-blk.
 //!
 //! # What is noise
 //!
@@ -18,7 +18,8 @@
 //! * The victim polls for a completion for 60 us and then looks every 20 us (some 75 with the
 //!   system's slack). Its own wakeups are not in the figures, but for those.
 //! * Each attack has the victim alone measured just before, on the same server.
-//! * A read is judged by what it took apart from the time for which the victim, and the threads that
+//! * A read is judged by what it took apart from the time for which the victim, and the threads
+//! that
 //!   serve it, were ready to run and had no processor (`served`, by the kernel's account of each
 //!   thread, before and after each read). On two processors the kernel lets a thread wait for 3 to 4
 //!   ms while two others run. The attack `burn` shows that: it does nothing but compute. What

@@ -22,8 +22,8 @@ const HONEST: u32 = 3;
 /// or not.
 const HONEST_FLOOR: Duration = Duration::from_micros(30);
 
-/// How strictly times are judged. What was lost, how the server ended, and how far its memory and its
-/// log grew are judged the same way by both.
+/// How strictly times are judged. What was lost, how the server ended, and how far its memory and
+/// its log grew are judged the same way by both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Strictness {
     /// By the bounds: a measurement, on a machine that does nothing else.
@@ -43,8 +43,8 @@ impl Strictness {
     }
 }
 
-/// Whether the victim was held up before anybody attacked it: the machine has other things to do, and
-/// the round says nothing about the server.
+/// Whether the victim was held up before anybody attacked it: the machine has other things to do,
+/// and the round says nothing about the server.
 pub(crate) fn is_void(outcome: &Outcome, strictness: Strictness) -> bool {
     let times = strictness.times();
     outcome.alone.p99 > P99 * times / 2 || outcome.alone.longest > LONGEST * times / 2

@@ -42,7 +42,8 @@ pub(crate) struct Seen {
     /// ready to run and had no processor.
     pub(crate) served_p99: Duration,
     pub(crate) served_longest: Duration,
-    /// The longest read of a register, which the reactor answers; and without waits for a processor.
+    /// The longest read of a register, which the reactor answers; and without waits for a
+    /// processor.
     pub(crate) register: Duration,
     pub(crate) served_register: Duration,
     /// A read that did not come back.
@@ -97,8 +98,8 @@ impl Victim {
         Ok(Self::Nbd(client))
     }
 
-    /// Reads until it is over, but at least once. What the threads of the server wait for a processor
-    /// is told apart.
+    /// Reads until it is over, but at least once. What the threads of the server wait for a
+    /// processor is told apart.
     pub(crate) fn watch(&mut self, clock: &Clock, server: &Serving) -> Result<Seen> {
         let own = Threads::calling()?;
         let mut times = Vec::new();
