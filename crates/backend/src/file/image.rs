@@ -41,7 +41,7 @@ impl ImageFile {
     /// # Errors
     /// [`OpenError`], in a sentence that says what is wrong with the file and what to do.
     pub fn open(path: &Path, read_only: bool) -> Result<Self, OpenError> {
-        Self::open_at(path, path, read_only, Patience::Short)
+        Self::open_at(path, path, read_only, LockWait::Short)
     }
 
     /// Opens what is called `path` to a person, and is at `at`.
@@ -49,7 +49,7 @@ impl ImageFile {
         path: &Path,
         at: &Path,
         read_only: bool,
-        patience: Patience<'_>,
+        lock_wait: LockWait<'_>,
     ) -> Result<Self, OpenError> {
         let name = || path.display().to_string();
         let system = |what| move |source| OpenError::System { path: name(), what, source };
@@ -58,9 +58,9 @@ impl ImageFile {
         // The system opens a write-protected device for writing, and refuses the writes.
         let protected = is_block && attribute(&metadata, "ro").is_some_and(|ro| ro != "0");
         let (mut file, read_only) =
-            open_file(path, at, is_block, read_only || protected, patience)?;
+            open_file(path, at, is_block, read_only || protected, lock_wait)?;
         let lock = || sys::lock_image(&file, !read_only);
-        let locked = retry_while(io::ErrorKind::WouldBlock, patience, lock);
+        let locked = retry_while(io::ErrorKind::WouldBlock, lock_wait, lock);
         locked.map_err(|source| match source.kind() {
             io::ErrorKind::WouldBlock => OpenError::Busy {
                 path: name(),
@@ -211,7 +211,7 @@ fn open_file(
     at: &Path,
     is_block: bool,
     read_only: bool,
-    patience: Patience<'_>,
+    lock_wait: LockWait<'_>,
 ) -> Result<(File, bool), OpenError> {
     let name = || path.display().to_string();
     let mut how = OpenOptions::new();
@@ -223,7 +223,7 @@ fn open_file(
             // Not while a file system on it is mounted, or it is part of a RAID.
             how.custom_flags(libc::O_EXCL);
         }
-        match retry_while(io::ErrorKind::ResourceBusy, patience, || how.open(at)) {
+        match retry_while(io::ErrorKind::ResourceBusy, lock_wait, || how.open(at)) {
             Ok(file) => return Ok((file, false)),
             Err(e) => match e.raw_os_error() {
                 Some(libc::EACCES | libc::EPERM | libc::EROFS) => {}
@@ -251,7 +251,7 @@ fn open_file(
 
 /// What to do while another process has the file.
 #[derive(Clone, Copy)]
-pub(super) enum Patience<'a> {
+pub(super) enum LockWait<'a> {
     /// Wait for [`LOCK_TIMEOUT`].
     Short,
     /// Wait for as long as the caller does.
@@ -265,17 +265,17 @@ pub type Wait<'a> = &'a dyn Fn() -> bool;
 /// What `attempt` comes to, repeated for a while if it fails with `passing`.
 fn retry_while<T>(
     passing: io::ErrorKind,
-    patience: Patience<'_>,
+    lock_wait: LockWait<'_>,
     mut attempt: impl FnMut() -> io::Result<T>,
 ) -> io::Result<T> {
     let since = Instant::now();
     loop {
         let outcome = attempt();
-        match (&outcome, patience) {
-            (Err(e), Patience::Short) if e.kind() == passing && since.elapsed() < LOCK_TIMEOUT => {
+        match (&outcome, lock_wait) {
+            (Err(e), LockWait::Short) if e.kind() == passing && since.elapsed() < LOCK_TIMEOUT => {
                 std::thread::sleep(Duration::from_millis(10));
             }
-            (Err(e), Patience::AsLongAs(wait)) if e.kind() == passing && wait() => {}
+            (Err(e), LockWait::AsLongAs(wait)) if e.kind() == passing && wait() => {}
             _ => return outcome,
         }
     }

@@ -15,7 +15,7 @@
 //!
 //! Calls made by threads end before their process does.
 
-use super::image::{ImageFile, Patience, Wait};
+use super::image::{ImageFile, LockWait, Wait};
 use super::open::take;
 use super::options::FileOptions;
 use super::shared::FileShared;
@@ -61,8 +61,8 @@ pub(super) fn recover(
     let kept = KeptFile::deserialize(state).map_err(|error| refused(error.to_string()))?;
     let named = fds.take(kept.image).map_err(|error| refused(error.to_string()))?;
     let at = format!("/proc/self/fd/{}", named.as_raw_fd());
-    let patience = Patience::AsLongAs(wait);
-    let mut image = ImageFile::open_at(path, Path::new(&at), options.read_only, patience)?;
+    let lock_wait = LockWait::AsLongAs(wait);
+    let mut image = ImageFile::open_at(path, Path::new(&at), options.read_only, lock_wait)?;
     if image.read_only && !kept.info.read_only {
         return Err(refused("it can not be written any more".to_owned()));
     }

@@ -1,8 +1,6 @@
 //! A controller that goes on where another process has died.
 
 use super::Control;
-use super::admin::Attach;
-use super::admin_progress::AdminProgress;
 use super::deferred::Deferred;
 use super::reset::Phase;
 use super::rest::Step;
@@ -16,7 +14,6 @@ use shadowbell_memory::EventFd;
 use shadowbell_spec::regs::SHST_OCCURRING;
 use shadowbell_state::Descriptors;
 use std::io;
-use std::sync::Arc;
 
 impl Control {
     /// What another process needs to go on should this one die. A queue that is being created is
@@ -79,13 +76,10 @@ impl Control {
         saved: &SavedAdminQueue,
         journal: &RecoveredJournal,
     ) -> Result<(), RestoreError> {
-        let (table, shadow) = (Arc::clone(self.memory.table()), self.memory.shadow);
-        let queue = AdminQueue::recover(saved, &cx.shared, &table, shadow, journal)
+        let (table, shadow) = (self.memory.table(), self.memory.shadow);
+        let queue = AdminQueue::recover(saved, &cx.shared, table, shadow, journal)
             .ok_or(RestoreError::Invalid("the admin queue"))?;
-        let generation = self.lifecycle.generation;
-        self.port.reopen(Attach { queue, table, generation, shadow }, saved.used);
-        self.port.progress = AdminProgress::recover(saved);
-        self.poll_admin_doorbells(cx);
+        self.reopen_admin(cx, saved, queue);
         Ok(())
     }
 }

@@ -112,14 +112,25 @@ impl Control {
     }
 
     fn restore_admin(&mut self, cx: &Context, saved: &SavedAdminQueue) -> Result<(), RestoreError> {
-        let (table, shadow) = (Arc::clone(self.memory.table()), self.memory.shadow);
-        let queue = AdminQueue::restore(saved, &cx.shared, &table, shadow)
+        let (table, shadow) = (self.memory.table(), self.memory.shadow);
+        let queue = AdminQueue::restore(saved, &cx.shared, table, shadow)
             .ok_or(RestoreError::Invalid("the admin queue"))?;
+        self.reopen_admin(cx, saved, queue);
+        Ok(())
+    }
+
+    /// Goes on with an admin queue that was served elsewhere.
+    pub(super) fn reopen_admin(
+        &mut self,
+        cx: &Context,
+        saved: &SavedAdminQueue,
+        queue: AdminQueue,
+    ) {
+        let (table, shadow) = (Arc::clone(self.memory.table()), self.memory.shadow);
         let generation = self.lifecycle.generation;
         self.port.reopen(Attach { queue, table, generation, shadow }, saved.used);
         self.port.progress = AdminProgress::recover(saved);
         self.poll_admin_doorbells(cx);
-        Ok(())
     }
 }
 

@@ -26,7 +26,7 @@ pub(super) struct Tree {
     pub(super) files: Vec<PathBuf>,
     pub(super) modules: Vec<Module>,
     /// What programs of the same package import the library as, and its root.
-    pub(super) library_root: Option<(String, usize)>,
+    pub(super) lib_root: Option<(String, usize)>,
 }
 
 /// A module, in a file of its own or within another's.
@@ -67,12 +67,12 @@ struct Place {
 impl Tree {
     /// Reads all files of a package that its libraries and programs reach.
     pub(super) fn load(targets: &[Target]) -> Result<Self> {
-        let mut tree = Self { files: Vec::new(), modules: Vec::new(), library_root: None };
+        let mut tree = Self { files: Vec::new(), modules: Vec::new(), lib_root: None };
         for target in targets {
             let root = tree.modules.len();
             tree.file(&target.path, root, None, true)?;
             if target.is_library {
-                tree.library_root = Some((target.name.clone(), root));
+                tree.lib_root = Some((target.name.clone(), root));
             }
         }
         Ok(tree)

@@ -148,7 +148,7 @@ impl Tree {
 
     /// The library of the package, as its programs know it.
     fn package(&self, name: &str) -> Vec<Meaning> {
-        match &self.library_root {
+        match &self.lib_root {
             Some((library, root)) if library == name => vec![Meaning::Module(*root)],
             _ => Vec::new(),
         }
