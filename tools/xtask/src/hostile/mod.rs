@@ -19,8 +19,7 @@
 //!   system's slack). Its own wakeups are not in the figures, but for those.
 //! * Each attack has the victim alone measured just before, on the same server.
 //! * A read is judged by what it took apart from the time for which the victim, and the threads
-//! that
-//!   serve it, were ready to run and had no processor (`served`, by the kernel's account of each
+//!   that serve it, were ready to run and had no processor (`served`, by the kernel's account of each
 //!   thread, before and after each read). On two processors the kernel lets a thread wait for 3 to 4
 //!   ms while two others run. The attack `burn` shows that: it does nothing but compute. What
 //!   a clock shows is in the table all the same, and so is which bound is kept only by that.
