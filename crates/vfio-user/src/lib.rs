@@ -58,6 +58,7 @@ pub mod codec;
 pub mod descriptor;
 pub mod device;
 pub mod handover;
+mod exchange;
 mod log_limit;
 pub mod pci;
 pub mod server;

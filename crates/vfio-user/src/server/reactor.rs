@@ -1,5 +1,6 @@
 //! One thread that serves any number of devices.
 
+use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io;
 use std::mem::MaybeUninit;
@@ -25,6 +26,7 @@ use super::session::{EndReason, Session, Turn};
 use crate::Errno;
 use crate::descriptor::{Closer, Inspector, Stream};
 use crate::device::Device;
+use crate::exchange::Exchange;
 use crate::handover::{RestoreError, SaveError};
 use crate::log_limit::LogLimit;
 
@@ -255,6 +257,8 @@ pub struct Reactor {
     freezing: bool,
     /// At rest, until it runs again.
     frozen: bool,
+    /// There as soon as a port is recorded, unless the system has none.
+    exchange: OnceCell<Option<Exchange>>,
 }
 
 impl Reactor {
@@ -278,6 +282,7 @@ impl Reactor {
             stop: None,
             freezing: false,
             frozen: false,
+            exchange: OnceCell::new(),
         })
     }
 
@@ -376,6 +381,17 @@ impl Reactor {
     /// called before the reactor [runs](Self::run). Messages of a client stay in its socket then
     /// until what they have brought about is recorded, and no other thread polls it.
     pub fn record_with(&mut self, port: PortId, recorder: Box<dyn PortRecorder>) {
+        self.exchange.get_or_init(|| {
+            let exchange = Exchange::new();
+            if let Err(error) = &exchange {
+                warn!(
+                    %error,
+                    "io_uring can not be used: if this process is killed just as it answers a \
+                     client, that client may wait for its answer for ever"
+                );
+            }
+            exchange.ok()
+        });
         if let Some(port) = self.ports.get_mut(&port) {
             port.recorder = Some(recorder);
             port.record();
@@ -660,6 +676,7 @@ impl Reactor {
             sequence: &mut port.sequence,
             slice: Slice::begin(),
             is_recorded: port.recorder.is_some(),
+            exchange: self.exchange.get_mut().and_then(Option::as_mut),
         };
         let (recorder, listener, log) = (&mut port.recorder, port.listener.as_ref(), &port.log);
         let mut record = |described: Result<_, _>, fds| {
@@ -750,6 +767,7 @@ impl Reactor {
             sequence: &mut port.sequence,
             slice: Slice::begin(),
             is_recorded: port.recorder.is_some(),
+            exchange: None,
         };
         let (sequence, done) = context.done();
         port.state = State::Leaving { sequence };
