@@ -59,8 +59,7 @@ impl Ring {
         }];
         let send = header(&mut reply, &mut rights, rights_len);
         let mut came = [0; WORDS];
-        let mut into =
-            [libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() }];
+        let mut into = [libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() }];
         let mut take = header(&mut into, &mut came, WORDS * size_of::<u64>());
 
         let fd = types::Fd(socket.as_raw_fd());

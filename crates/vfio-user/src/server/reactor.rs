@@ -257,8 +257,20 @@ pub struct Reactor {
     freezing: bool,
     /// At rest, until it runs again.
     frozen: bool,
-    /// There as soon as a port is recorded, unless the system has none.
+    /// There as soon as a client is recorded, unless the system has none.
     exchange: OnceCell<Option<Exchange>>,
+}
+
+fn make_exchange() -> Option<Exchange> {
+    let exchange = Exchange::new();
+    if let Err(error) = &exchange {
+        warn!(
+            %error,
+            "io_uring can not be used: if this process is killed just as it answers a client, that \
+             client may wait for its answer for ever"
+        );
+    }
+    exchange.ok()
 }
 
 impl Reactor {
@@ -381,17 +393,6 @@ impl Reactor {
     /// called before the reactor [runs](Self::run). Messages of a client stay in its socket then
     /// until what they have brought about is recorded, and no other thread polls it.
     pub fn record_with(&mut self, port: PortId, recorder: Box<dyn PortRecorder>) {
-        self.exchange.get_or_init(|| {
-            let exchange = Exchange::new();
-            if let Err(error) = &exchange {
-                warn!(
-                    %error,
-                    "io_uring can not be used: if this process is killed just as it answers a \
-                     client, that client may wait for its answer for ever"
-                );
-            }
-            exchange.ok()
-        });
         if let Some(port) = self.ports.get_mut(&port) {
             port.recorder = Some(recorder);
             port.record();
@@ -669,6 +670,10 @@ impl Reactor {
         let State::Attached(attachment) = &mut port.state else { return };
         let Some(session) = attachment.take_session() else { return };
         let limits = self.limits.of_recorded(port.recorder.is_some());
+        if port.recorder.is_some() {
+            // On the thread that uses it: the end of a ring interrupts the thread that made it.
+            self.exchange.get_or_init(make_exchange);
+        }
         let mut context = Context {
             inbox: &self.inbox,
             port: id,
