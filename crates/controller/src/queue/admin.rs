@@ -76,20 +76,20 @@ impl AdminQueue {
 
     /// What is to be kept beside what the control plane knows, in case that this process dies.
     pub(crate) fn write_down(&self, journal: &JournalPart) {
-        self.sq.write_down(journal);
+        self.sq.write_down(journal, self.cq.stats.completions);
         self.cq.write_down(journal);
     }
 
     /// The queues as they were in a process that is dead, of which `journal` knows more, if they
-    /// can be.
+    /// can be; and which commands of those that had ended are found to be posted.
     pub(crate) fn recover(
         saved: &SavedAdminQueue,
         shared: &ControllerShared,
         table: &DmaTable,
         pages: Option<(u64, u64)>,
         journal: &RecoveredJournal,
-    ) -> Option<Self> {
-        let position = |at, phase, truth| Position { at, phase, count: u32::from(at), truth };
+    ) -> Option<(Self, Vec<u16>)> {
+        let position = |at, phase, truth| Position { at, phase, count: u64::from(at), truth };
         let (known, doorbell) = journal.sq(0);
         let state = (position(saved.sq.head, false, known.truth), doorbell);
         let sq = Sq::recover(&saved.sq, shared.register(0, DoorbellKind::Sq), 0, state)?;
@@ -97,13 +97,14 @@ impl AdminQueue {
         let state = (position(saved.cq.tail, saved.cq.phase, known.truth), doorbell);
         let irq = Some(IrqLine::new(Arc::clone(&shared.irqs), 0));
         let register = shared.register(0, DoorbellKind::Cq);
+        let mut found = Vec::new();
         let mut ended: Vec<Cqe> =
             saved.cq.staged.iter().map(|&(low, high)| transmute!([low, high])).collect();
         let cq =
-            Cq::recover(&saved.cq, register, (irq, HoldLimit::NONE), state, table, |posted| {
+            Cq::recover(&saved.cq, register, (irq, HoldLimit::NONE), state, table, |posted, _| {
                 let known = ended.iter().position(|cqe| cqe.cid == posted.cid);
                 if let Some(known) = known {
-                    ended.remove(known);
+                    found.push(ended.remove(known).cid);
                 }
             })?;
         let entry = |bytes: &Bytes| Sqe::read_from_bytes(&bytes.0).ok();
@@ -122,7 +123,12 @@ impl AdminQueue {
             queue.staged.push_back(cqe.cid);
             queue.cq.complete_unreserved(cqe);
         }
-        Some(queue)
+        Some((queue, found))
+    }
+
+    /// Where the next completion goes, and its phase tag.
+    pub(crate) fn position(&self) -> (u16, bool) {
+        (self.cq.tail, self.cq.phase)
     }
 
     /// The queues as they were, if they can be; `pages` are the buffers of Doorbell Buffer Config.

@@ -27,7 +27,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::de::DeserializeOwned;
 use shadowbell_controller::{Controller, Pool, SavedController};
 use shadowbell_frontend::vfio_user::ControllerDevice;
-use shadowbell_state::{Descriptors, READABLE};
+use shadowbell_state::{AbortPoint, Descriptors, READABLE, abort_point};
 use shadowbell_vfio_user::Reactor;
 use shadowbell_vfio_user::server::{Limits, PortId, SavedPort};
 use std::cell::Cell;
@@ -71,6 +71,7 @@ pub(super) fn recover(
         return Ok(None);
     }
     let Rebuilt { mut server, mut reactor, ports, controllers } = rebuilt?;
+    abort_point(AbortPoint::Rebuilt);
     keeping.begin(&server.controllers(), &mut reactor, &ports);
     let mut again = 0;
     for (served, (saved, mut fds)) in server.controllers().iter().zip(controllers) {
@@ -79,7 +80,9 @@ pub(super) fn recover(
     }
     // Everything is at rest, and the keeper holds all of it.
     keeping.complete(config);
+    abort_point(AbortPoint::Kept);
     link.say(to_keeper::TAKEN, "");
+    abort_point(AbortPoint::Taken);
     server.controllers().iter().for_each(|served| served.controller.resume());
     server.serve(reactor, ended)?;
     let took = began.elapsed().as_micros();
