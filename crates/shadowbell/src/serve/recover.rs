@@ -12,6 +12,7 @@
 use super::event::EventQueue;
 use super::keeping::{Complete, FENCE, Keeping};
 use super::making;
+use super::phases::Phases;
 use super::registry::ServedController;
 use super::server::Server;
 use super::server_config::ServerConfig;
@@ -59,29 +60,37 @@ pub(super) fn recover(
     link: &WorkerLink,
     keeping: &Keeping,
     ended: impl FnOnce() + Send + 'static,
+    phases: &mut Phases,
 ) -> anyhow::Result<Option<Server>> {
     let began = Instant::now();
     let pool = Pool::start(&config.pool).context("the workers can not be started")?;
+    phases.ended("threads");
     let Some(items) = link.items()? else { return Ok(None) };
+    phases.ended("items");
     let fence =
         Fence { link, since: Instant::now(), is_told: Cell::new(false), gone: Cell::new(None) };
-    let rebuilt = rebuild(config, items, pool, &fence);
+    let rebuilt = rebuild(config, items, pool, &fence, phases);
     if let Some(told) = fence.gone.get() {
         debug!("gives up: {told:?}");
         return Ok(None);
     }
     let Rebuilt { mut server, mut reactor, ports, controllers } = rebuilt?;
     keeping.begin(&server.controllers(), &mut reactor, &ports);
+    phases.ended("records");
     let mut again = 0;
     for (served, (saved, mut fds)) in server.controllers().iter().zip(controllers) {
         let recovered = served.controller.recover(&saved, &mut fds);
         again += recovered.with_context(|| served.name.clone())?;
     }
+    phases.ended("queues");
     // Everything is at rest, and the keeper holds all of it.
     keeping.complete(config);
     link.say(to_keeper::TAKEN, "");
+    phases.ended("the keeper told");
     server.controllers().iter().for_each(|served| served.controller.resume());
+    phases.ended("queues served");
     server.serve(reactor, ended)?;
+    phases.ended("sockets served");
     let took = began.elapsed().as_micros();
     begin_trace(&server, config);
     info!(
@@ -98,6 +107,7 @@ fn rebuild(
     mut items: Items,
     pool: Pool,
     fence: &Fence<'_>,
+    phases: &mut Phases,
 ) -> anyhow::Result<Rebuilt> {
     let (complete, _): (Complete, _) = take(&mut items, COMPLETE)?;
     if !READABLE.contains(&complete.version) {
@@ -108,6 +118,7 @@ fn rebuild(
     }
     let ends = items.remove(FENCE).context("the state has no fence")?.read()?.1;
     ends.iter().try_for_each(|end| fence.wait_for(end))?;
+    phases.ended("fence");
     let events = EventQueue::new();
     let mut reactor = Reactor::new(Limits::default())?;
     let (mut served, mut controllers, mut ports) = (Vec::new(), Vec::new(), Vec::new());
@@ -138,6 +149,7 @@ fn rebuild(
         served.push(one);
         controllers.push((saved, fds));
     }
+    phases.ended("disks, controllers and sockets");
     Ok(Rebuilt { server: Server::resting(served, events, pool, true), reactor, ports, controllers })
 }
 

@@ -70,11 +70,16 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    /// With a controller for each of the disks.
+    /// With a controller for each of the disks. `options` stand before the verb.
     ///
     /// # Errors
     /// It does not serve.
-    pub(crate) fn serve(binary: &Path, kinds: &[DiskKind], workers: u8) -> Result<Self> {
+    pub(crate) fn serve(
+        binary: &Path,
+        options: &[&str],
+        kinds: &[DiskKind],
+        workers: u8,
+    ) -> Result<Self> {
         let directory = tempfile::tempdir().context("a directory for sockets and images")?;
         let mut config = format!("workers = {workers}\n");
         for (n, kind) in kinds.iter().enumerate() {
@@ -88,8 +93,9 @@ impl Kept {
         }
         let file = directory.path().join("serve.toml");
         fs::write(&file, config).context("the configuration")?;
-        let arguments = ["serve", "--keeper", "--config"].map(str::to_owned);
-        let arguments = [&arguments[..], &[file.display().to_string()]].concat();
+        let arguments = [options, &["serve", "--keeper", "--config"]].concat();
+        let mut arguments: Vec<_> = arguments.into_iter().map(str::to_owned).collect();
+        arguments.push(file.display().to_string());
         let server = Server::start(binary, &arguments, directory, LogReader::File)?;
         for n in 0..kinds.len() {
             server.await_socket(&server.socket(n))?;

@@ -23,6 +23,7 @@ use shadowbell_bench::workspace;
 use super::clients::{self, Totals, settle};
 use super::kept::{DiskKind, Kept, signal};
 use super::load::{Meter, Pace};
+use super::phases::Phases;
 use super::random::Random;
 use super::times::{Times, millis};
 use crate::report::Report;
@@ -62,6 +63,9 @@ pub(crate) struct Arguments {
     /// comes too late: the check has to fail, and that is what passes.
     #[arg(long)]
     control: bool,
+    /// Print how long each part of the way back took (the server logs more).
+    #[arg(long)]
+    phases: bool,
     /// A shadowbell program that is built already, instead of building one.
     #[arg(long, value_name = "PATH")]
     shadowbell: Option<PathBuf>,
@@ -85,6 +89,7 @@ pub(crate) fn test(report: &mut Report, binary: &Path) {
         controllers: KINDS as u16,
         workers: 2,
         control: false,
+        phases: false,
         shadowbell: None,
     };
     soak(report, binary, &few);
@@ -113,6 +118,9 @@ fn soak(report: &mut Report, binary: &Path, arguments: &Arguments) {
         work(binary, arguments, &mut gaps).map(drop)
     });
     report.table(gaps.table(arguments));
+    if let Some(phases) = gaps.phases {
+        report.table(phases.table());
+    }
 }
 
 /// What was measured.
@@ -123,6 +131,9 @@ struct Gaps {
     single: [Times; KINDS],
     /// Of two, of which the second was meant for the one that goes on.
     double: Times,
+    /// From a kill until another process is there.
+    until_next: Times,
+    phases: Option<Phases>,
     totals: Totals,
 }
 
@@ -152,7 +163,11 @@ impl Gaps {
         );
         let kinds = DiskKind::ALL.map(DiskKind::name).into_iter().zip(&self.single);
         let all = self.all();
-        let rest = [("all of these", &all), ("the next one as well", &self.double)];
+        let rest = [
+            ("all of these", &all),
+            ("the next one as well", &self.double),
+            ("until another process is there", &self.until_next),
+        ];
         for (name, times) in kinds.chain(rest) {
             let cells = [vec![name.to_owned(), times.count().to_string()], times.cells()].concat();
             let [p50, p99, longest] = [0.5, 0.99, 1.0].map(|share| millis(times.at(share)));
@@ -178,12 +193,17 @@ impl Gaps {
 /// Kills for as often as was asked for, and looks whether all is there.
 fn work(binary: &Path, arguments: &Arguments, gaps: &mut Gaps) -> Result<()> {
     let kinds: Vec<_> = (0..usize::from(arguments.controllers)).map(DiskKind::of).collect();
-    let mut kept = Kept::serve(binary, &kinds, arguments.workers)?;
+    let options: &[&str] = if arguments.phases { &["-v"] } else { &[] };
+    let mut kept = Kept::serve(binary, options, &kinds, arguments.workers)?;
     let mut totals = Totals::default();
     let outcome = clients::work(&mut kept, arguments.seed, pace, &mut totals, |kept, meters| {
         kill(kept, arguments, meters, gaps)
     });
     gaps.totals = totals;
+    if arguments.phases {
+        let log = fs::read_to_string(kept.server.directory().join("log"))?;
+        gaps.phases = Some(Phases::read(&log));
+    }
     outcome
 }
 
@@ -209,9 +229,13 @@ fn kill(kept: &mut Kept, arguments: &Arguments, meters: &[Meter], gaps: &mut Gap
         };
         let is_last = gaps.kills + 1 == arguments.kills;
         let twice = how == Signal::KILL && random.below(TWICE_EVERY) == 0 && !is_last;
+        let killed = Instant::now();
         signal(worker, how)?;
         gaps.kills += 1;
         worker = kept.next_worker(Some(worker))?;
+        if !twice {
+            gaps.until_next.push(killed.elapsed());
+        }
         if twice {
             sleep(TWICE.mul_f64(random.share()));
             signal(worker, Signal::KILL)?;

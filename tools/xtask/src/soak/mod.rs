@@ -8,6 +8,7 @@ pub(crate) mod kill;
 mod load;
 mod neighbours;
 mod pattern;
+mod phases;
 mod places;
 mod random;
 mod tally;

@@ -71,7 +71,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     report.check("nothing is lost, nothing old comes over it, no error", |_| {
         let kinds: Vec<_> = (0..usize::from(arguments.controllers)).map(DiskKind::of).collect();
         let first = programs.first().context("no program")?;
-        let mut kept = Kept::serve(first, &kinds, arguments.workers)?;
+        let mut kept = Kept::serve(first, &[], &kinds, arguments.workers)?;
         let mut totals = Totals::default();
         let outcome =
             clients::work(&mut kept, arguments.seed, pace, &mut totals, |kept, meters| {

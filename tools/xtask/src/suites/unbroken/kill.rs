@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::Count;
+use super::count::Count;
 
 /// How long it may take until another process is there.
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -2,6 +2,7 @@
 //! it: while it boots, writes, makes a file system, resets its controller. It is upgraded, or it is
 //! killed. No error, no complaint, nothing lost.
 
+mod count;
 mod kill;
 mod upgrade;
 
@@ -14,6 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, ensure};
 use shadowbell_guest::{Kernel, RunDir};
 
+use self::count::Count;
 use super::dmesg;
 use super::setup::{Disk, MINUTE, Setup, finish, names};
 use super::writer::{Writer, patrol};
@@ -30,16 +32,6 @@ pub(crate) enum Event {
     Upgrade,
     /// `kill -9` of the process that serves.
     Kill,
-}
-
-/// How often it was done.
-#[derive(Clone, Copy, Debug, Default)]
-struct Count {
-    done: u32,
-    /// The old process went on, because it did not come to rest in time: the guest notices nothing
-    /// of those either.
-    put_off: u32,
-    longest: Duration,
 }
 
 /// A server, and what is done to it.

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use anyhow::{Result, bail, ensure};
 
-use super::Count;
+use super::count::Count;
 
 /// One upgrade, to the same program.
 pub(super) fn once(program: &Path, server: u32, count: &mut Count) -> Result<()> {
