@@ -149,7 +149,7 @@ fn rebuild(
         served.push(one);
         controllers.push((saved, fds));
     }
-    phases.ended("disks, controllers and sockets");
+    phases.ended("disks and controllers");
     Ok(Rebuilt { server: Server::resting(served, events, pool, true), reactor, ports, controllers })
 }
 

@@ -45,7 +45,7 @@ pub(crate) fn work(
     let mut loads = Vec::new();
     for (number, kind) in kept.kinds().iter().enumerate() {
         let name = format!("controller {number} ({})", kind.name());
-        let places = Places::new(number as u64, kind.keeps(), seed);
+        let places = Places::new(number as u64, kind.keeps(), seed, pace(number).flush_every);
         let load = Load::attach(&name, &kept.server.socket(number), places, pace(number));
         loads.push(load.with_context(|| name.clone())?);
     }

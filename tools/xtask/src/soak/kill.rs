@@ -56,6 +56,10 @@ pub(crate) struct Arguments {
     /// and again.
     #[arg(long, default_value_t = KINDS as u16, value_parser = clap::value_parser!(u16).range(1..=256))]
     controllers: u16,
+    /// One in so many commands is a flush; 0 for none. What a disk is still flushing has to end
+    /// before another process can go on, so the time without a completion is that of the disk.
+    #[arg(long, default_value_t = 0)]
+    flush_every: u64,
     /// Threads of the server that do the I/O.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=64))]
     workers: u8,
@@ -87,6 +91,7 @@ pub(crate) fn test(report: &mut Report, binary: &Path) {
         kills: TEST_KILLS,
         seed: 1,
         controllers: KINDS as u16,
+        flush_every: 4096,
         workers: 2,
         control: false,
         phases: false,
@@ -133,6 +138,8 @@ struct Gaps {
     double: Times,
     /// From a kill until another process is there.
     until_next: Times,
+    /// Without any, from the end of one to the next.
+    without: Times,
     phases: Option<Phases>,
     totals: Totals,
 }
@@ -167,6 +174,7 @@ impl Gaps {
             ("all of these", &all),
             ("the next one as well", &self.double),
             ("until another process is there", &self.until_next),
+            ("without a kill", &self.without),
         ];
         for (name, times) in kinds.chain(rest) {
             let cells = [vec![name.to_owned(), times.count().to_string()], times.cells()].concat();
@@ -196,9 +204,13 @@ fn work(binary: &Path, arguments: &Arguments, gaps: &mut Gaps) -> Result<()> {
     let options: &[&str] = if arguments.phases { &["-v"] } else { &[] };
     let mut kept = Kept::serve(binary, options, &kinds, arguments.workers)?;
     let mut totals = Totals::default();
-    let outcome = clients::work(&mut kept, arguments.seed, pace, &mut totals, |kept, meters| {
-        kill(kept, arguments, meters, gaps)
-    });
+    let outcome = clients::work(
+        &mut kept,
+        arguments.seed,
+        |_| pace(arguments),
+        &mut totals,
+        |kept, meters| kill(kept, arguments, meters, gaps),
+    );
     gaps.totals = totals;
     if arguments.phases {
         let log = fs::read_to_string(kept.server.directory().join("log"))?;
@@ -207,21 +219,22 @@ fn work(binary: &Path, arguments: &Arguments, gaps: &mut Gaps) -> Result<()> {
     outcome
 }
 
-fn pace(_: usize) -> Pace {
-    Pace { depth: DEPTH, rest: Duration::ZERO }
+fn pace(arguments: &Arguments) -> Pace {
+    Pace { depth: DEPTH, rest: Duration::ZERO, flush_every: arguments.flush_every }
 }
 
 fn kill(kept: &mut Kept, arguments: &Arguments, meters: &[Meter], gaps: &mut Gaps) -> Result<()> {
     let mut random = Random::new(arguments.seed);
     let (began, mut line) = (Instant::now(), Instant::now() + LINE);
     let mut worker = kept.next_worker(None)?;
-    settle(kept, meters, pace)?;
+    settle(kept, meters, |_| pace(arguments))?;
     while gaps.kills < arguments.kills {
-        sleep(SERVED + LONGER.mul_f64(random.share()));
-        let old = arguments.control.then(|| OldData::read(kept)).flatten();
         for meter in meters {
             let _ = meter.take();
         }
+        sleep(SERVED + LONGER.mul_f64(random.share()));
+        let old = arguments.control.then(|| OldData::read(kept)).flatten();
+        gaps.without.append(&Times::of(meters.iter().map(|meter| meter.take().gap)));
         let how = match random.below(OTHERS_EVERY) {
             0 if random.below(2) == 0 => Signal::ABORT,
             0 => Signal::ILL,
@@ -242,7 +255,7 @@ fn kill(kept: &mut Kept, arguments: &Arguments, meters: &[Meter], gaps: &mut Gap
             gaps.kills += 1;
             worker = kept.next_worker(Some(worker))?;
         }
-        settle(kept, meters, pace).with_context(|| {
+        settle(kept, meters, |_| pace(arguments)).with_context(|| {
             let again = if twice { ", and once more" } else { "" };
             format!("after {} kills, of which the last was {how:?}{again}", gaps.kills)
         })?;
@@ -256,7 +269,7 @@ fn kill(kept: &mut Kept, arguments: &Arguments, meters: &[Meter], gaps: &mut Gap
         }
     }
     if arguments.control {
-        settle(kept, meters, pace)?;
+        settle(kept, meters, |_| pace(arguments))?;
     }
     Ok(())
 }

@@ -35,6 +35,8 @@ pub(crate) struct Pace {
     /// How long it rests when all of them have completed; not at all if that is nothing, and then
     /// there is a new one for each that completes.
     pub(crate) rest: Duration,
+    /// One in so many commands is a flush; none, if that is nothing.
+    pub(crate) flush_every: u64,
 }
 
 /// What a load shows to others while it runs.
@@ -99,7 +101,7 @@ impl Load {
     /// # Errors
     /// It can not.
     pub(crate) fn attach(name: &str, socket: &Path, places: Places, pace: Pace) -> Result<Self> {
-        let Pace { depth, rest } = pace;
+        let Pace { depth, rest, .. } = pace;
         let transport = VfioUser::connect(socket, STALL)?;
         let options = AttachOptions {
             queue_depth: depth + 1,

@@ -19,8 +19,6 @@ const PLACE_BLOCKS: u64 = 16;
 /// Bytes of a disk that they fit into, and of the largest.
 pub(crate) const DISK_BYTES: u64 = PLACES * PLACE_BYTES as u64;
 pub(crate) const PLACE_BYTES: usize = PLACE_BLOCKS as usize * BLOCK;
-/// One in so many commands is a flush.
-const FLUSH_EVERY: u64 = 512;
 
 /// What is done with a place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,21 +84,23 @@ pub(crate) struct Places {
     keeps: Keeps,
     places: Vec<Place>,
     random: Random,
+    /// One in so many commands is a flush; none, if that is nothing.
+    flush_every: u64,
     since_flush: u64,
 }
 
 impl Places {
     /// Of the disk of this number, on which nothing was written yet.
-    pub(crate) fn new(disk: u64, keeps: Keeps, seed: u64) -> Self {
+    pub(crate) fn new(disk: u64, keeps: Keeps, seed: u64, flush_every: u64) -> Self {
         let random = Random::new(seed ^ disk << 32);
         let places = vec![Place::default(); PLACES as usize];
-        Self { disk, keeps, places, random, since_flush: 0 }
+        Self { disk, keeps, places, random, flush_every, since_flush: 0 }
     }
 
-    /// A command: as many reads as writes, and a flush now and then.
+    /// A command: as many reads as writes, and a flush now and then, if there are any.
     pub(crate) fn draw(&mut self) -> Op {
         self.since_flush += 1;
-        if self.since_flush == FLUSH_EVERY {
+        if self.since_flush == self.flush_every {
             self.since_flush = 0;
             return Op { kind: Kind::Flush, place: 0, generation: 0 };
         }
@@ -230,7 +230,7 @@ mod tests {
     /// What was acknowledged has to be there, what is under way may be, and nothing older may be.
     #[test]
     fn a_block_that_is_too_old_is_found() {
-        let mut places = Places::new(3, Keeps::Blocks, 1);
+        let mut places = Places::new(3, Keeps::Blocks, 1, 500);
         let first = write(&mut places);
         let (mut old, mut new) = (Vec::new(), Vec::new());
         places.content(first, &mut old);
@@ -286,7 +286,7 @@ mod tests {
 
     #[test]
     fn a_place_has_one_write_under_way_and_all_fit() {
-        let mut places = Places::new(0, Keeps::Blocks, 7);
+        let mut places = Places::new(0, Keeps::Blocks, 7, 500);
         let mut under_way = std::collections::HashSet::new();
         let mut kinds = [0_u32; 3];
         for _ in 0..2000 {
@@ -300,7 +300,7 @@ mod tests {
         }
         assert!(kinds.iter().all(|count| *count > 0), "{kinds:?}");
         assert!(places.compare(&[0; 512]).is_err());
-        let mut fresh = Places::new(0, Keeps::Blocks, 7);
+        let mut fresh = Places::new(0, Keeps::Blocks, 7, 500);
         assert!(fresh.compare(&vec![0; DISK_BYTES as usize]).unwrap() >= PLACES);
     }
 }

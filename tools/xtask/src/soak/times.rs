@@ -7,6 +7,10 @@ use std::time::Duration;
 pub(crate) struct Times(Vec<Duration>);
 
 impl Times {
+    pub(crate) fn of(times: impl Iterator<Item = Duration>) -> Self {
+        Self(times.collect())
+    }
+
     pub(crate) fn push(&mut self, time: Duration) {
         self.0.push(time);
     }

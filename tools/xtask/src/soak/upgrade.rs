@@ -31,7 +31,8 @@ const SHORT_REST: Duration = Duration::from_micros(500);
 const LONG_REST: Duration = Duration::from_millis(50);
 /// How often a line says how far it is.
 const LINE: Duration = Duration::from_secs(10);
-/// The time until the next upgrade, by chance.
+/// The time until the next upgrade, and more by chance.
+const SHORTEST: Duration = Duration::from_millis(50);
 const LONGER: Duration = Duration::from_millis(100);
 
 #[derive(clap::Args)]
@@ -46,6 +47,10 @@ pub(crate) struct Arguments {
     /// and again.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=256))]
     controllers: u16,
+    /// One in so many commands is a flush; 0 for none. What a disk is still flushing has to end
+    /// before another process can go on, so the time without a completion is that of the disk.
+    #[arg(long, default_value_t = 0)]
+    flush_every: u64,
     /// Threads of the server that do the I/O.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=64))]
     workers: u8,
@@ -73,6 +78,7 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
         let first = programs.first().context("no program")?;
         let mut kept = Kept::serve(first, &[], &kinds, arguments.workers)?;
         let mut totals = Totals::default();
+        let pace = |number| self::pace(arguments, number);
         let outcome =
             clients::work(&mut kept, arguments.seed, pace, &mut totals, |kept, meters| {
                 upgrade(kept, arguments, &programs, meters, &mut seen)
@@ -85,8 +91,9 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-fn pace(number: usize) -> Pace {
-    Pace { depth: DEPTH, rest: if number < BUSY { SHORT_REST } else { LONG_REST } }
+fn pace(arguments: &Arguments, number: usize) -> Pace {
+    let rest = if number < BUSY { SHORT_REST } else { LONG_REST };
+    Pace { depth: DEPTH, rest, flush_every: arguments.flush_every }
 }
 
 /// What was measured.
@@ -101,6 +108,8 @@ struct Seen {
     gaps: [Times; BUSY],
     /// The longest command of all.
     commands: Times,
+    /// Time without a completion when there is no upgrade, from the end of one to the next.
+    without: Times,
     totals: Totals,
 }
 
@@ -126,7 +135,11 @@ impl Seen {
         );
         let all = self.all();
         let kinds = DiskKind::ALL.map(DiskKind::name).into_iter().zip(&self.gaps);
-        let rest = [("all of these", &all), ("longest command of any controller", &self.commands)];
+        let rest = [
+            ("all of these", &all),
+            ("longest command of any controller", &self.commands),
+            ("without an upgrade", &self.without),
+        ];
         for (name, times) in kinds.chain(rest) {
             let cells = [vec![name.to_owned(), times.count().to_string()], times.cells()].concat();
             let [p50, p99, longest] = [0.5, 0.99, 1.0].map(|share| millis(times.at(share)));
@@ -168,12 +181,13 @@ fn upgrade(
     let mut random = Random::new(arguments.seed);
     let (began, mut line) = (Instant::now(), Instant::now() + LINE);
     let mut next = programs.iter().cycle().skip(1);
-    settle(kept, meters, pace)?;
+    settle(kept, meters, |number| pace(arguments, number))?;
     while seen.upgrades + seen.refused < arguments.upgrades {
-        sleep(LONGER.mul_f64(random.share()));
         for meter in meters {
             let _ = meter.take();
         }
+        sleep(SHORTEST + LONGER.mul_f64(random.share()));
+        seen.without.append(&Times::of(meters.iter().take(BUSY).map(|meter| meter.take().gap)));
         let program = next.next().context("no program")?;
         let asker = programs.first().context("no program")?;
         match once(asker, kept.server.id(), program)? {
@@ -190,7 +204,8 @@ fn upgrade(
             seen.put_off <= seen.upgrades + 10,
             "most upgrades do not come about, because the old process does not come to rest in time"
         );
-        settle(kept, meters, pace).with_context(|| format!("after {} upgrades", seen.upgrades))?;
+        settle(kept, meters, |number| pace(arguments, number))
+            .with_context(|| format!("after {} upgrades", seen.upgrades))?;
         seen.add(meters);
         if Instant::now() >= line {
             line += LINE;
