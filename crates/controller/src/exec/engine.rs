@@ -7,6 +7,7 @@ use super::namespace::{INACTIVE, NamespaceQueue, index_of};
 use super::quota::{Exceeded, Quota, cost};
 use super::resolve::{read_list, resolve_flagged};
 use super::retired::Retired;
+use super::spans::TouchedSpans;
 use super::status::{is_media_error, status_of};
 use crate::latch::Latch;
 use crate::queue::Permit;
@@ -33,9 +34,9 @@ pub(crate) enum Closed {
 const PLACES: u64 = 4;
 /// Places that the list of a command may have, one that is refused for it included.
 const MAX_PLACES: usize = shadowbell_memory::MAX_SGL_DESCRIPTORS;
-/// Places that may be touched after page tables were thrown away, because the disks have them in
-/// hand.
-const PLACES_IN_FLIGHT: usize = 4096;
+/// Pieces of memory whose page tables were not there before, that the disks may have in hand: they
+/// can be made after others were thrown away.
+const FRESH_IN_FLIGHT: usize = 4096;
 
 const READ: u8 = NvmOpcode::Read as u8;
 const WRITE: u8 = NvmOpcode::Write as u8;
@@ -63,8 +64,8 @@ pub(crate) struct Engine {
     view: View,
     limits: Limits,
     quota: Quota,
-    /// As the quota says, or fewer.
-    pieces: usize,
+    /// As how many a piece counts whose page table is not there yet.
+    fresh_weight: usize,
     /// What may still be spent in this pass, by the measure of [`cost`]; below 0 if the last
     /// command took more than there was.
     budget: i64,
@@ -73,6 +74,8 @@ pub(crate) struct Engine {
     /// Places of the host's memory that were touched, at most, and how many may be in this pass.
     touched: u64,
     may_touch: u64,
+    /// What was touched of it, if that is counted.
+    spans: TouchedSpans,
     write_through: bool,
     /// Whether a disk wants hints of requests before they come.
     wants_hints: bool,
@@ -150,11 +153,12 @@ impl Engine {
             view,
             limits: Limits { page_size, max_transfer, max_zeroes },
             quota,
-            pieces: quota.pieces,
+            fresh_weight: (quota.pieces / FRESH_IN_FLIGHT).max(1),
             budget: 0,
             closed: 0,
             touched: 0,
             may_touch: u64::MAX,
+            spans: TouchedSpans::default(),
             write_through: false,
             namespaces,
             retired: Retired::default(),
@@ -173,10 +177,9 @@ impl Engine {
 
     /// What is known of the host's memory has changed: whether touches of it are counted.
     fn measure_memory(&mut self) {
-        let is_sparse = self.view.table().is_sparse();
-        self.may_touch = if is_sparse { page_tables::SPEND } else { u64::MAX };
-        let most = if is_sparse { PLACES_IN_FLIGHT } else { usize::MAX };
-        self.pieces = self.quota.pieces.min(most);
+        let bytes = self.view.table().sparse_bytes();
+        self.may_touch = if bytes != 0 { page_tables::SPEND } else { u64::MAX };
+        self.spans.resize(bytes);
     }
 
     /// Whether touches of the host's memory are counted, because there is so much of it.
@@ -339,7 +342,7 @@ impl Engine {
             Some(Exceeded::Requests)
         } else if in_flight.bytes() >= quota.bytes {
             Some(Exceeded::Bytes)
-        } else if in_flight.pieces() >= self.pieces {
+        } else if in_flight.pieces() >= quota.pieces {
             Some(Exceeded::Pieces)
         } else if copies.len().max(long.len()) >= quota.long_commands {
             Some(Exceeded::LongCommands)
@@ -410,6 +413,8 @@ impl Engine {
     pub(crate) fn count_error(&mut self, status: Status) {
         self.budget -= cost::FAILURE;
         self.touch(MAX_PLACES);
+        // Who knows how far it came.
+        self.spans.forget();
         self.counters.errors.add(1);
         self.counters.media_errors.add(u64::from(is_media_error(status)));
     }
@@ -465,12 +470,15 @@ impl Engine {
             Err(status) => return Started::Failed(permit, status),
         };
         // An SGL can be made of many short pieces; PRPs are of whole pages.
-        let (pieces, mut places) = (if SLOW { self.scratch.pieces().len() } else { 0 }, 0);
+        let (mut pieces, mut places) = (if SLOW { self.scratch.pieces().len() } else { 0 }, 0);
         if SLOW {
             self.budget -= cost::of_pieces(pieces);
-            let lists = if sqe.flags == 0 { 0 } else { self.scratch.lists() };
-            // A piece may lie on both sides of a border.
-            places = 2 * pieces + lists;
+            if self.may_touch != u64::MAX {
+                let all = self.scratch.pieces().iter();
+                let fresh = self.spans.touch(all.map(|piece| (piece.address(), piece.len())));
+                places = fresh + if sqe.flags == 0 { 0 } else { self.scratch.lists() };
+                pieces += fresh * (self.fresh_weight - 1);
+            }
         }
         let submitted = namespace.queue.submit(tag, &request, &mut self.scratch);
         if SLOW {
@@ -490,12 +498,33 @@ impl Engine {
             Submitted::Pending => {
                 let owner = Owner::Command { sq, cid: sqe.cid, permit };
                 let entry = InFlight::new(owner, index, kind).at(sqe.nsid, sqe.cdw10_11());
-                let pages = (request.len >> 12) as usize + 2;
-                let pieces = if SLOW { pieces } else { pages };
+                if !SLOW {
+                    pieces = (request.len >> 12) as usize + 2;
+                    if self.may_touch != u64::MAX {
+                        pieces += self.touch_short(sqe, request.len) * (self.fresh_weight - 1);
+                    }
+                }
                 self.keep(tag, request.len, entry.in_pieces(pieces));
                 Started::Pending
             }
         }
+    }
+
+    /// The data of a short command lie where its PRPs say: how many parts of the host's memory are
+    /// touched for them that were not before, at most.
+    #[cold]
+    #[inline(never)]
+    fn touch_short(&mut self, sqe: &Sqe, len: u64) -> usize {
+        let (view, page) = (&self.view, self.limits.page_size as u64);
+        let first = page - (sqe.prp1() & (page - 1));
+        let (second, listed) = match len.saturating_sub(first) {
+            0 => (None, 0),
+            left if left <= page => (Some(sqe.prp2()), 0),
+            // They are in a list, which is not read once more.
+            left => (Some(sqe.prp2()), left.div_ceil(page) as usize),
+        };
+        let places = std::iter::once(sqe.prp1()).chain(second);
+        self.spans.touch(places.filter_map(|iova| Some((view.address(iova)?, 1)))) + listed
     }
 
     /// So many places of the host's memory were touched, at most.
