@@ -1,6 +1,7 @@
 //! Everything that executing I/O commands for one controller takes, on one worker.
 
 use super::copy::{Copies, CopyEnd, parse_copy};
+use super::forced::{ForcedRead, ForcedReads};
 use super::in_flight::{CompletedCommand, InFlight, InFlightTable, Kind, Owner};
 use super::long::{LongCommand, LongCommands, Part, piece};
 use super::namespace::{INACTIVE, NamespaceQueue, index_of};
@@ -90,6 +91,7 @@ pub(crate) struct Engine {
     spare: Vec<Segments>,
     copies: Copies,
     long: LongCommands,
+    forced: ForcedReads,
     /// What was done, for others to read.
     pub(crate) counters: Arc<IoCounters>,
     transfers: TransferStats,
@@ -168,6 +170,7 @@ impl Engine {
             spare: Vec::new(),
             copies: Copies::default(),
             long: LongCommands::default(),
+            forced: ForcedReads::default(),
             transfers: counters.transfers(),
             counters,
         };
@@ -335,7 +338,7 @@ impl Engine {
     /// Of what there is as much under way as may be.
     #[inline]
     pub(crate) fn exceeded(&self) -> Option<Exceeded> {
-        let Self { quota, in_flight, copies, long, .. } = self;
+        let Self { quota, in_flight, copies, long, forced, .. } = self;
         if in_flight.len() == 0 {
             None
         } else if in_flight.len() >= quota.requests {
@@ -344,7 +347,7 @@ impl Engine {
             Some(Exceeded::Bytes)
         } else if in_flight.pieces() >= quota.pieces {
             Some(Exceeded::Pieces)
-        } else if copies.len().max(long.len()) >= quota.long_commands {
+        } else if copies.len().max(long.len()).max(forced.len()) >= quota.long_commands {
             Some(Exceeded::LongCommands)
         } else {
             None
@@ -461,7 +464,7 @@ impl Engine {
         let Some(namespace) = self.namespaces.get_mut(index) else {
             return Started::Failed(permit, Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr());
         };
-        if !SLOW && namespace.length(sqe) > cost::SHORT_BYTES {
+        if !SLOW && namespace.effort(sqe) > cost::SHORT_BYTES {
             return self.slow_transfer(op, sqe, sq, permit);
         }
         let with = (&self.view, self.limits, self.write_through);
@@ -479,6 +482,10 @@ impl Engine {
                 places = fresh + if sqe.flags == 0 { 0 } else { self.scratch.lists() };
                 pieces += fresh * (self.fresh_weight - 1);
             }
+        }
+        if SLOW && Self::is_forced(namespace, &request, sqe, self.write_through) {
+            self.touch(places);
+            return self.force(index, request, (kind, pieces), sqe, sq, permit);
         }
         let submitted = namespace.queue.submit(tag, &request, &mut self.scratch);
         if SLOW {
@@ -527,6 +534,45 @@ impl Engine {
         self.spans.touch(places.filter_map(|iova| Some((view.address(iova)?, 1)))) + listed
     }
 
+    /// Whether a request reads, and has to find what it reads on the medium, where it may not be
+    /// yet.
+    fn is_forced(
+        namespace: &NamespaceQueue,
+        request: &Request,
+        sqe: &Sqe,
+        write_through: bool,
+    ) -> bool {
+        matches!(request.op, Op::Read | Op::Compare | Op::Verify)
+            && namespace.volatile_cache
+            && !write_through
+            && RwFields::decode(sqe).fua
+    }
+
+    /// Takes on a command whose request follows a flush. Its data are in `scratch`, in so many
+    /// pieces.
+    fn force(
+        &mut self,
+        index: usize,
+        request: Request,
+        (kind, pieces): (Kind, usize),
+        sqe: &Sqe,
+        sq: usize,
+        permit: Permit,
+    ) -> Started {
+        let tag = self.in_flight.next_tag();
+        let owner = Owner::Command { sq, cid: sqe.cid, permit };
+        let entry = InFlight::new(owner, index, kind).at(sqe.nsid, sqe.cdw10_11());
+        self.in_flight.insert(tag, entry.in_pieces(pieces).of_requests());
+        self.last_tag = tag;
+        let data = std::mem::replace(&mut self.scratch, self.spare.pop().unwrap_or_default());
+        let Self { forced, namespaces, in_flight, .. } = self;
+        let command = ForcedRead::new((tag, sq), index, request, data);
+        forced.begin(command, namespaces, in_flight);
+        self.budget -= cost::of_request(0);
+        self.review_quota();
+        Started::Pending
+    }
+
     /// So many places of the host's memory were touched, at most.
     fn touch(&mut self, places: usize) {
         self.touched += places as u64;
@@ -570,6 +616,12 @@ impl Engine {
         };
         match requests {
             Err(status) => Started::Failed(permit, status),
+            Ok(Requests::One(index, request, kind))
+                if Self::is_forced(&self.namespaces[index], &request, sqe, self.write_through) =>
+            {
+                self.scratch.rewind();
+                self.force(index, request, (kind, 0), sqe, sq, permit)
+            }
             Ok(Requests::One(index, request, kind)) => {
                 let longest = self.namespaces[index].queue.longest_inline();
                 if piece(&request, longest) == request.len {
@@ -772,7 +824,7 @@ impl Engine {
             self.reap_queues(retired.iter_mut(), &mut ended);
             self.retired = retired;
         }
-        if self.copies.is_empty() && self.long.len() == 0 {
+        if self.copies.is_empty() && self.long.len() + self.forced.len() == 0 {
             return false;
         }
         self.advance(&mut ended)
@@ -808,12 +860,13 @@ impl Engine {
     /// Goes on with the commands that are many requests. Whether there is more to do at once.
     #[cold]
     fn advance(&mut self, ended: &mut impl FnMut(CompletedCommand)) -> bool {
-        let Self { copies, long, namespaces, in_flight, .. } = self;
+        let Self { copies, long, forced, namespaces, in_flight, .. } = self;
         // Half of what there is: the queues are to have the rest.
         let half = (self.budget + 1) / 2;
         let mut left = half;
         let copied = copies.advance(namespaces, in_flight, &mut left);
-        let over = long.advance(namespaces, in_flight, &mut left);
+        let mut over = long.advance(namespaces, in_flight, &mut left);
+        over.extend(forced.advance(namespaces, in_flight, &mut left));
         self.budget -= half - left;
         for CopyEnd { parent, status, dw0 } in copied {
             if !status.is_success() {
@@ -833,7 +886,7 @@ impl Engine {
 
     /// Whether there is more to do at once, which no disk announces.
     pub(crate) fn can_advance(&self) -> bool {
-        self.copies.can_advance() || self.long.can_advance()
+        self.copies.can_advance() || self.long.can_advance() || self.forced.can_advance()
     }
 
     /// A request has ended: the command that has ended with it, if there is one.
@@ -862,6 +915,7 @@ impl Engine {
                     self.in_flight.fail(parent, status);
                 }
                 self.long.part_ended(parent);
+                self.forced.part_ended(parent);
                 None
             }
             Owner::Dropped { parent } => {
@@ -904,6 +958,7 @@ impl Engine {
         });
         self.copies.cancel(|copy| copy.parent == found);
         self.long.cancel(found);
+        self.forced.cancel(|command| command.parent == found);
         if let Some(entry) = self.in_flight.get_mut(found) {
             entry.waiting = Some(latch);
         }
@@ -930,6 +985,7 @@ impl Engine {
             }
         }
         self.copies.cancel(|copy| of.is_none_or(|queue| copy.sq == queue));
+        self.forced.cancel(|command| of.is_none_or(|queue| command.sq == queue));
         self.long.cancel_all(of);
     }
 

@@ -2,6 +2,7 @@
 
 mod copy;
 mod engine;
+mod forced;
 mod in_flight;
 mod long;
 mod namespace;

@@ -17,9 +17,11 @@ const SHIFT: u32 = page_tables::SPAN.trailing_zeros();
 pub(super) struct TouchedSpans {
     /// [`page_tables::epoch`] when it was last looked at.
     epoch: u64,
-    /// By number of the part, modulo the length: the part that was touched last. Two that share a
-    /// place are both counted again.
-    seen: Vec<u32>,
+    /// Times that all was forgotten.
+    generation: u32,
+    /// By number of the part, modulo the length: the part that was touched last, and in which
+    /// generation. Two that share a place are both counted again.
+    seen: Vec<(u32, u32)>,
 }
 
 impl TouchedSpans {
@@ -30,13 +32,17 @@ impl TouchedSpans {
             _ => (bytes >> SHIFT).clamp(1, MOST).next_power_of_two() as usize,
         };
         if len != self.seen.len() {
-            self.seen = vec![0; len];
+            self.seen = vec![(0, 0); len];
+            self.generation = 0;
         }
     }
 
     /// Nothing is known of what was touched.
     pub(super) fn forget(&mut self) {
-        self.seen.fill(0);
+        self.generation = self.generation.wrapping_add(1);
+        if self.generation == 0 {
+            self.seen.fill((0, 0));
+        }
     }
 
     /// How many parts these pieces of memory, each an address with a length, lie in that were not
@@ -52,9 +58,9 @@ impl TouchedSpans {
         for (address, len) in pieces {
             for span in address >> SHIFT..=(address + len.saturating_sub(1)) >> SHIFT {
                 // No address of a process is so high, or so low.
-                let known = u32::try_from(span).unwrap_or(0);
+                let now = (u32::try_from(span).unwrap_or(0), self.generation);
                 let Some(seen) = self.seen.get_mut(span & mask) else { return fresh };
-                fresh += usize::from(std::mem::replace(seen, known) != known || known == 0);
+                fresh += usize::from(std::mem::replace(seen, now) != now || now.0 == 0);
             }
         }
         fresh
