@@ -53,10 +53,10 @@ pub fn run(input: &[u8]) {
             break;
         }
         guest.act(&mut source);
-        limits.step("resets");
+        limits.step_of("resets", &mut guest.turns, &guest.controller);
     }
     guest.finish();
-    limits.step("resets");
+    limits.step_of("resets", &mut guest.turns, &guest.controller);
 }
 
 /// Where the controller is.
