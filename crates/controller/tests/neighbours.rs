@@ -212,7 +212,8 @@ fn beside(
                 .iter_mut()
                 .map(|queue| std::iter::from_fn(|| busy.reap(queue)).count())
                 .sum();
-            left -= done;
+            // More than that are done if the victim had to wait for a processor.
+            left = left.saturating_sub(done);
             most = most.max(done);
             all += 1;
             if let Some((of, status, _)) = victim.reap(queue) {

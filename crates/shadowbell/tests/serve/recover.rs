@@ -4,7 +4,9 @@ use crate::harness::{Server, finish, program, until};
 use crate::keeper::{children, has_ended, signal, worker};
 use crate::upgrade::{Client, Load, server, socket, upgrade};
 use rustix::process::Signal;
+use shadowbell_vfio_user::client::{Client as Peer, Options};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Kills the worker, and returns when another one serves.
@@ -144,4 +146,51 @@ fn what_nobody_can_go_on_with_is_said() {
     server.says("can not be gone on with if the server dies");
     signal(worker(&server), Signal::KILL);
     server.says("have lost their controllers");
+}
+
+/// Clients that do nothing but ask: whatever the worker is at when it is killed, each request is
+/// answered, and once. Some change the controller, and some are answered with descriptors.
+#[test]
+fn each_request_is_answered_once_whenever_the_worker_is_killed() {
+    const AQA: u64 = 0x24;
+    let server = server(4, &[]);
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let peers: Vec<_> = (0..4)
+            .map(|n| {
+                let (path, over) = (socket(&server, n), &over);
+                scope.spawn(move || {
+                    let timeout = Some(Duration::from_secs(5));
+                    let peer = Peer::connect(path, Options { timeout }).unwrap();
+                    let mut asked = 0_u32;
+                    while !over.load(Ordering::Relaxed) {
+                        let mut read = [0; 4];
+                        let before = (asked / 16 & 0xfff).to_le_bytes();
+                        peer.region_read(0, AQA, &mut read).map(|()| assert_eq!(read, before))?;
+                        asked += 1;
+                        if asked % 16 == 0 {
+                            peer.region_write(0, AQA, &(asked / 16 & 0xfff).to_le_bytes())?;
+                        }
+                        if asked % 64 == 1 {
+                            peer.region_info(0)?;
+                        }
+                    }
+                    Ok::<_, shadowbell_vfio_user::client::ClientError>(asked)
+                })
+            })
+            .collect();
+        for n in 0..40 {
+            std::thread::sleep(Duration::from_millis(60 + n % 7));
+            if peers.iter().any(std::thread::ScopedJoinHandle::is_finished) {
+                break;
+            }
+            kill(&server, Signal::KILL);
+        }
+        over.store(true, Ordering::Relaxed);
+        for peer in peers {
+            let asked = peer.join().unwrap().expect("an answer");
+            assert!(asked > 1000, "{asked}");
+        }
+    });
+    lost_nothing(&server);
 }

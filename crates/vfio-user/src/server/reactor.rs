@@ -1,5 +1,6 @@
 //! One thread that serves any number of devices.
 
+use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io;
 use std::mem::MaybeUninit;
@@ -25,6 +26,7 @@ use super::session::{EndReason, Session, Turn};
 use crate::Errno;
 use crate::descriptor::{Closer, Inspector, Stream};
 use crate::device::Device;
+use crate::exchange::Exchange;
 use crate::handover::{RestoreError, SaveError};
 use crate::log_limit::LogLimit;
 
@@ -255,6 +257,20 @@ pub struct Reactor {
     freezing: bool,
     /// At rest, until it runs again.
     frozen: bool,
+    /// There as soon as a client is recorded, unless the system has none.
+    exchange: OnceCell<Option<Exchange>>,
+}
+
+fn make_exchange() -> Option<Exchange> {
+    let exchange = Exchange::new();
+    if let Err(error) = &exchange {
+        warn!(
+            %error,
+            "io_uring can not be used: if this process is killed just as it answers a client, that \
+             client may wait for its answer for ever"
+        );
+    }
+    exchange.ok()
 }
 
 impl Reactor {
@@ -278,6 +294,7 @@ impl Reactor {
             stop: None,
             freezing: false,
             frozen: false,
+            exchange: OnceCell::new(),
         })
     }
 
@@ -653,6 +670,10 @@ impl Reactor {
         let State::Attached(attachment) = &mut port.state else { return };
         let Some(session) = attachment.take_session() else { return };
         let limits = self.limits.of_recorded(port.recorder.is_some());
+        if port.recorder.is_some() {
+            // On the thread that uses it: the end of a ring interrupts the thread that made it.
+            self.exchange.get_or_init(make_exchange);
+        }
         let mut context = Context {
             inbox: &self.inbox,
             port: id,
@@ -660,6 +681,7 @@ impl Reactor {
             sequence: &mut port.sequence,
             slice: Slice::begin(),
             is_recorded: port.recorder.is_some(),
+            exchange: self.exchange.get_mut().and_then(Option::as_mut),
         };
         let (recorder, listener, log) = (&mut port.recorder, port.listener.as_ref(), &port.log);
         let mut record = |described: Result<_, _>, fds| {
@@ -750,6 +772,7 @@ impl Reactor {
             sequence: &mut port.sequence,
             slice: Slice::begin(),
             is_recorded: port.recorder.is_some(),
+            exchange: None,
         };
         let (sequence, done) = context.done();
         port.state = State::Leaving { sequence };

@@ -19,6 +19,7 @@ use crate::descriptor::Descriptor;
 use crate::device::{
     Device, DmaMap, DmaUnmap, Done, IoFds, IrqAction, IrqData, Later, Peer, RegionInfo, SetIrqs,
 };
+use crate::exchange::Exchange;
 use crate::wire::{self, Header, command, wire_size};
 
 /// Regions beyond those that a device has, about which a client may ask in vain without being
@@ -39,6 +40,8 @@ pub(super) struct Context<'a> {
     pub(super) slice: Slice,
     /// What a client does is recorded, in case that this process dies.
     pub(super) is_recorded: bool,
+    /// Answers those that are recorded.
+    pub(super) exchange: Option<&'a mut Exchange>,
 }
 
 /// How long the requests of one client are handled before the others get their turn. (It is

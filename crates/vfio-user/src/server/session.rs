@@ -15,6 +15,7 @@ use crate::Errno;
 use crate::codec::{DecodeError, Decoder, SavedDecoder, SendQueue};
 use crate::descriptor::{Inspector, Stream};
 use crate::device::Device;
+use crate::exchange::{Exchange, Exchanged};
 use crate::handover::{RestoreError, SaveError};
 use crate::shared_socket::PolledWrites;
 use crate::socket::{
@@ -168,9 +169,14 @@ impl Session {
         self.intake.is_some()
     }
 
-    /// Records what the message in hand has brought about, and takes it out of the socket. The
-    /// replies follow.
-    fn commit(&mut self, device: &mut dyn Device, record: Record<'_>) -> Result<(), EndReason> {
+    /// Records what the message in hand has brought about, takes it out of the socket, and sends
+    /// the reply to it.
+    fn commit(
+        &mut self,
+        device: &mut dyn Device,
+        record: Record<'_>,
+        exchange: Option<&mut Exchange>,
+    ) -> Result<(), EndReason> {
         let Some(intake) = &mut self.intake else { return Ok(()) };
         if !self.link.is_at_rest() {
             return Ok(());
@@ -185,8 +191,37 @@ impl Session {
         if let Some(intake) = &mut self.intake {
             intake.pending = None;
             intake.consumed += len as u64;
-            discard(self.socket.as_fd(), len, &self.inspector)?;
         }
+        self.answer_and_take(len, exchange)?;
+        if len != 0 && !self.link.out.is_empty() {
+            // The peer does not read what it gets. So what it has not got is recorded.
+            let mut fds = Descriptors::default();
+            record(self.describe(device, &mut fds), fds);
+        }
+        Ok(())
+    }
+
+    /// Sends the reply and takes its request out of the socket, in one step if that can be: a
+    /// process that dies in between would leave its successor with no way to know which was done.
+    fn answer_and_take(
+        &mut self,
+        len: usize,
+        exchange: Option<&mut Exchange>,
+    ) -> Result<(), EndReason> {
+        let is_answered = len != 0 && !self.link.out.is_empty() && !self.full;
+        let both = exchange.filter(|_| is_answered).and_then(|exchange| {
+            let (reply, fds) = self.link.out.front();
+            let closer = self.inspector.closer();
+            exchange.answer_and_take(self.socket.as_fd(), reply, fds, len, closer)
+        });
+        let mut left = len;
+        if let Some(Exchanged { sent, taken, fds }) = both {
+            // They come again, and are closed like all others.
+            drop(self.inspector.inspect(fds));
+            left -= taken.unwrap_or(0);
+            self.note_sent(sent)?;
+        }
+        discard(self.socket.as_fd(), left, &self.inspector)?;
         Ok(())
     }
 
@@ -201,7 +236,7 @@ impl Session {
 
     /// Where a process that has died was with this peer: what it has carried out is taken out of
     /// the socket, if it had not come to that, and then its replies are sent.
-    fn catch_up(&mut self) -> Result<(), EndReason> {
+    fn catch_up(&mut self, exchange: Option<&mut Exchange>) -> Result<(), EndReason> {
         let Some(Handled { len, hash }) = self.intake.as_mut().and_then(|i| i.pending.take())
         else {
             return Ok(());
@@ -211,7 +246,7 @@ impl Session {
         let is_there = arrival.is_ok_and(|arrival| arrival.bytes == bytes.len())
             && Handled::new(&bytes) == Handled { len, hash };
         if is_there {
-            discard(self.socket.as_fd(), bytes.len(), &self.inspector)?;
+            self.answer_and_take(bytes.len(), exchange)?;
         } else {
             // It came to the replies as well.
             self.link.out = SendQueue::default();
@@ -258,11 +293,11 @@ impl Session {
         context: &mut Context<'_>,
         record: Record<'_>,
     ) -> Result<Turn, EndReason> {
-        self.catch_up()?;
+        self.catch_up(context.exchange.as_deref_mut())?;
         if self.link.awaits().is_none() {
             self.link.go_on(device, context);
             device.settle();
-            self.commit(device, record)?;
+            self.commit(device, record, context.exchange.as_deref_mut())?;
         }
         // What another thread has received and nobody has looked at is not to be handed on.
         match self.arrival.take().map(|it| take_in(it, &mut self.decoder, &self.inspector)) {
@@ -342,7 +377,7 @@ impl Session {
         record: Record<'_>,
     ) -> Result<Turn, EndReason> {
         let mut left = TURN;
-        self.catch_up()?;
+        self.catch_up(context.exchange.as_deref_mut())?;
         loop {
             // One after the other, if each is recorded, and not before the last was answered.
             let is_recorded = self.is_recorded();
@@ -357,7 +392,7 @@ impl Session {
                 self.handle_all(&mut left, device, context)
             };
             device.settle();
-            self.commit(device, record)?;
+            self.commit(device, record, context.exchange.as_deref_mut())?;
             // Also an error reply is worth sending before the end.
             self.flush()?;
             let emptied = outcome?;
@@ -487,15 +522,22 @@ impl Session {
     fn flush(&mut self) -> Result<(), EndReason> {
         while !self.full && !self.link.out.is_empty() {
             let (bytes, fds) = self.link.out.front();
-            match send_owned(self.socket.as_fd(), bytes, fds) {
-                Ok(len) => {
-                    self.link.out.sent(len);
-                    self.sent += len as u64;
-                }
-                Err(Errno::AGAIN) => self.full = true,
-                Err(Errno::PIPE | Errno::CONNRESET) => return Err(EndReason::Left),
-                Err(errno) => return Err(errno.into()),
+            let sent = send_owned(self.socket.as_fd(), bytes, fds);
+            self.note_sent(sent)?;
+        }
+        Ok(())
+    }
+
+    /// So much of what waits was sent.
+    fn note_sent(&mut self, sent: Result<usize, Errno>) -> Result<(), EndReason> {
+        match sent {
+            Ok(len) => {
+                self.link.out.sent(len);
+                self.sent += len as u64;
             }
+            Err(Errno::AGAIN) => self.full = true,
+            Err(Errno::PIPE | Errno::CONNRESET) => return Err(EndReason::Left),
+            Err(errno) => return Err(errno.into()),
         }
         Ok(())
     }

@@ -1,0 +1,170 @@
+//! The ring, and the two messages that it is handed.
+#![allow(unsafe_code)]
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+use io_uring::{IoUring, opcode, types};
+
+use crate::Errno;
+use crate::socket::SCM_MAX_FD;
+
+/// How often the kernel is asked in a row to take what was prepared.
+const TRIES: u32 = 8;
+const SEND: u64 = 1;
+const TAKE: u64 = 2;
+
+/// The header of what a message has besides its bytes, and its place among them.
+const HEAD: usize = size_of::<libc::cmsghdr>();
+/// Room for all descriptors that Linux passes with a message, in words, so that it is aligned.
+const WORDS: usize = (HEAD + SCM_MAX_FD * size_of::<i32>()).div_ceil(size_of::<u64>());
+
+pub(super) struct Ring {
+    /// None after the kernel did not take what was prepared: nobody is to hand that over later.
+    uring: Option<IoUring>,
+}
+
+pub(super) struct Outcome {
+    pub(super) sent: Result<usize, Errno>,
+    pub(super) taken: Result<usize, Errno>,
+    pub(super) fds: Vec<OwnedFd>,
+}
+
+impl fmt::Debug for Ring {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ring").finish_non_exhaustive()
+    }
+}
+
+impl Ring {
+    pub(super) fn new() -> io::Result<Self> {
+        Ok(Self { uring: Some(IoUring::new(2)?) })
+    }
+
+    /// Sends and receives, without waiting, in one system call. `None`: the kernel did not take it.
+    pub(super) fn both(
+        &mut self,
+        socket: BorrowedFd<'_>,
+        reply: &[u8],
+        fds: &[BorrowedFd<'_>],
+        into: &mut [u8],
+    ) -> Option<Outcome> {
+        let mut rights = [0; WORDS];
+        let rights_len = put_rights(&mut rights, fds)?;
+        let mut reply = [libc::iovec {
+            // It is only read.
+            iov_base: reply.as_ptr().cast_mut().cast(),
+            iov_len: reply.len(),
+        }];
+        let send = header(&mut reply, &mut rights, rights_len);
+        let mut came = [0; WORDS];
+        let mut into = [libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() }];
+        let mut take = header(&mut into, &mut came, WORDS * size_of::<u64>());
+
+        let fd = types::Fd(socket.as_raw_fd());
+        let flags = (libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) as u32;
+        let send = opcode::SendMsg::new(fd, &raw const send).flags(flags).build();
+        let flags = (libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC) as u32;
+        let taking = opcode::RecvMsg::new(fd, &raw mut take).flags(flags).build();
+        let entries = [send.user_data(SEND), taking.user_data(TAKE)];
+        let uring = self.uring.as_mut()?;
+        // SAFETY: the headers, and what they point to, are there until this call ends. None of it
+        // is used later: calls that are not to wait (MSG_DONTWAIT) have ended when they were taken,
+        // what was not taken goes with the ring, and that both have ended is checked below.
+        if unsafe { uring.submission().push_multiple(&entries) }.is_err() {
+            self.uring = None;
+            return None;
+        }
+        for _ in 0..TRIES {
+            let _ = uring.submit();
+            if uring.submission().is_empty() {
+                break;
+            }
+        }
+        let missing = uring.submission().len();
+        let (mut sent, mut taken) = (None, None);
+        while usize::from(sent.is_some()) + usize::from(taken.is_some()) + missing < 2 {
+            for completion in uring.completion() {
+                let result = match u32::try_from(completion.result()) {
+                    Ok(len) => Ok(len as usize),
+                    Err(_) => Err(Errno::from_raw_os_error(-completion.result())),
+                };
+                match completion.user_data() {
+                    SEND => sent = Some(result),
+                    _ => taken = Some(result),
+                }
+            }
+            if usize::from(sent.is_some()) + usize::from(taken.is_some()) + missing < 2 {
+                // It does not come to that: see above. To go on would free what is in use.
+                let _ = uring.submit_and_wait(1);
+            }
+        }
+        if missing != 0 {
+            self.uring = None;
+            sent.as_ref()?;
+        }
+        let fds = match &taken {
+            Some(Ok(_)) => take_rights(&came, take.msg_controllen),
+            _ => Vec::new(),
+        };
+        let sent = sent.unwrap_or(Ok(0));
+        Some(Outcome { sent, taken: taken.unwrap_or(Ok(0)), fds })
+    }
+}
+
+fn header(
+    bytes: &mut [libc::iovec; 1],
+    control: &mut [u64; WORDS],
+    control_len: usize,
+) -> libc::msghdr {
+    // SAFETY: all zeroes are a header that names nothing.
+    let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
+    header.msg_iov = bytes.as_mut_ptr();
+    header.msg_iovlen = bytes.len();
+    if control_len != 0 {
+        header.msg_control = control.as_mut_ptr().cast();
+        header.msg_controllen = control_len;
+    }
+    header
+}
+
+/// Has `fds` go along (`SCM_RIGHTS`). How many bytes that takes; `None` if they are too many.
+fn put_rights(control: &mut [u64; WORDS], fds: &[BorrowedFd<'_>]) -> Option<usize> {
+    if fds.is_empty() {
+        return Some(0);
+    }
+    let len = HEAD + size_of_val(fds);
+    let mut bytes = Vec::with_capacity(len.next_multiple_of(size_of::<u64>()));
+    bytes.extend_from_slice(&len.to_ne_bytes());
+    bytes.extend_from_slice(&libc::SOL_SOCKET.to_ne_bytes());
+    bytes.extend_from_slice(&libc::SCM_RIGHTS.to_ne_bytes());
+    bytes.extend(fds.iter().flat_map(|fd| fd.as_raw_fd().to_ne_bytes()));
+    bytes.resize(len.next_multiple_of(size_of::<u64>()), 0);
+    let words = bytes.as_chunks().0.iter().map(|word| u64::from_ne_bytes(*word));
+    if bytes.len() / size_of::<u64>() > control.len() {
+        return None;
+    }
+    control.iter_mut().zip(words).for_each(|(to, word)| *to = word);
+    Some(bytes.len())
+}
+
+/// The descriptors that came along.
+fn take_rights(control: &[u64; WORDS], len: usize) -> Vec<OwnedFd> {
+    let bytes: Vec<u8> = control.iter().flat_map(|word| word.to_ne_bytes()).take(len).collect();
+    let mut rest = bytes.as_slice();
+    let mut fds = Vec::new();
+    while let Some((head, _)) = rest.split_first_chunk::<HEAD>() {
+        let (size, kind) = head.split_at(size_of::<usize>());
+        let size = size.try_into().map_or(0, usize::from_ne_bytes);
+        let Some(body) = rest.get(HEAD..size) else { break };
+        if kind == [libc::SOL_SOCKET.to_ne_bytes(), libc::SCM_RIGHTS.to_ne_bytes()].as_flattened() {
+            for fd in body.as_chunks().0 {
+                // SAFETY: the kernel has just opened it for this process, and names it once.
+                fds.push(unsafe { OwnedFd::from_raw_fd(i32::from_ne_bytes(*fd)) });
+            }
+        }
+        rest = rest.get(size.next_multiple_of(size_of::<usize>())..).unwrap_or_default();
+    }
+    fds
+}

@@ -1,0 +1,82 @@
+use std::os::unix::net::UnixStream;
+
+use super::*;
+use crate::socket::{SCM_MAX_FD, receive_some, send};
+
+fn pair() -> (UnixStream, UnixStream) {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    ours.set_nonblocking(true).unwrap();
+    theirs.set_nonblocking(true).unwrap();
+    (ours, theirs)
+}
+
+fn answer(
+    exchange: &mut Exchange,
+    ours: &UnixStream,
+    reply: &[u8],
+    fds: &[OwnedFd],
+    len: usize,
+) -> Exchanged {
+    exchange.answer_and_take(ours.as_fd(), reply, fds.iter(), len, &Arc::default()).unwrap()
+}
+
+/// What is in the socket: bytes, and the number of descriptors.
+fn read(socket: &UnixStream) -> (Vec<u8>, usize) {
+    let mut bytes = vec![0; 1 << 20];
+    match receive_some(socket.as_fd(), &mut bytes, &Arc::default()) {
+        Ok(arrival) => (bytes[..arrival.bytes].to_vec(), arrival.fds.len()),
+        Err(errno) => panic!("{errno}"),
+    }
+}
+
+#[test]
+fn a_reply_goes_and_its_request_with_it() {
+    let (ours, theirs) = pair();
+    let mut exchange = Exchange::new().unwrap();
+    for n in 0..100_u8 {
+        send(theirs.as_fd(), &[&[n; 48]], &[]).unwrap();
+        send(theirs.as_fd(), &[&[n; 7]], &[]).unwrap();
+        let done = answer(&mut exchange, &ours, &[n + 1; 100], &[], 48);
+        assert_eq!((done.sent, done.taken, done.fds.len()), (Ok(100), Ok(48), 0));
+        assert_eq!(read(&theirs), (vec![n + 1; 100], 0));
+        // What comes next stays.
+        assert_eq!(read(&ours), (vec![n; 7], 0));
+    }
+}
+
+#[test]
+fn descriptors_come_and_go_with_them() {
+    let (ours, theirs) = pair();
+    let mut exchange = Exchange::new().unwrap();
+    let files: Vec<OwnedFd> = (0..SCM_MAX_FD).map(|_| ours.try_clone().unwrap().into()).collect();
+    for count in [1, 2, 3, SCM_MAX_FD] {
+        let with: Vec<_> = files.iter().take(count).map(AsFd::as_fd).collect();
+        send(theirs.as_fd(), &[&[1; 32]], &with).unwrap();
+        let done = answer(&mut exchange, &ours, &[2; 64], &files[..count], 32);
+        assert_eq!((done.sent, done.taken, done.fds.len()), (Ok(64), Ok(32), count));
+        assert_eq!(read(&theirs), (vec![2; 64], count));
+    }
+}
+
+#[test]
+fn who_does_not_read_gets_the_rest_later() {
+    let (ours, theirs) = pair();
+    let mut exchange = Exchange::new().unwrap();
+    while send(ours.as_fd(), &[&[0; 4096]], &[]).is_ok() {}
+    send(theirs.as_fd(), &[&[1; 32]], &[]).unwrap();
+    let done = answer(&mut exchange, &ours, &[2; 64], &[], 32);
+    assert_eq!((done.sent, done.taken), (Err(Errno::AGAIN), Ok(32)));
+    drop(theirs);
+    let done = answer(&mut exchange, &ours, &[2; 64], &[], 32);
+    assert_eq!((done.sent, done.taken), (Err(Errno::PIPE), Err(Errno::CONNRESET)));
+}
+
+#[test]
+fn a_large_message_goes_at_once() {
+    let (ours, theirs) = pair();
+    let mut exchange = Exchange::new().unwrap();
+    let large = vec![7; 68 << 10];
+    assert_eq!(send(theirs.as_fd(), &[&large], &[]), Ok(large.len()));
+    let done = answer(&mut exchange, &ours, &large, &[], large.len());
+    assert_eq!((done.sent, done.taken), (Ok(large.len()), Ok(large.len())));
+}
