@@ -565,6 +565,14 @@ impl Controller {
         self.0.recover(saved, fds)
     }
 
+    /// The most notices of workers that have waited for the control plane at a time, since this was
+    /// last asked. For the fuzz targets of this workspace, which bound it.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn most_notices(&self) -> usize {
+        self.0.most_notices()
+    }
+
     /// The counters, as of now: the workers are asked, which wakes them. Waits for their answer up
     /// to a second; a worker that is held up by its disk for longer is left out.
     #[must_use]

@@ -21,6 +21,7 @@ pub(crate) struct NamespaceQueue {
     pub(super) blocks: u64,
     pub(super) block_shift: u32,
     pub(super) read_only: bool,
+    pub(super) volatile_cache: bool,
     pub(super) queue: Box<dyn Queue>,
 }
 
@@ -31,6 +32,7 @@ impl NamespaceQueue {
             blocks: namespace.blocks(),
             block_shift: namespace.block_shift(),
             read_only: namespace.read_only(),
+            volatile_cache: namespace.info().volatile_cache,
             queue: if namespace.write_through() { Box::new(WriteThrough(queue)) } else { queue },
         })
     }
@@ -42,7 +44,13 @@ impl NamespaceQueue {
 
     /// For an NSID at which there is no namespace.
     pub(super) fn none() -> Self {
-        Self { blocks: 0, block_shift: 9, read_only: true, queue: Box::new(Nothing) }
+        Self {
+            blocks: 0,
+            block_shift: 9,
+            read_only: true,
+            volatile_cache: false,
+            queue: Box::new(Nothing),
+        }
     }
 
     pub(super) fn is_none(&self) -> bool {
@@ -66,10 +74,13 @@ impl NamespaceQueue {
         if self.is_none() { INACTIVE } else { Status::LBA_OUT_OF_RANGE.with_dnr() }
     }
 
-    /// How many bytes of data a read or write has.
+    /// How many bytes of data a read or write has. One that is forced to the medium, which takes
+    /// long, has more than any other: so one look at both is enough.
     #[inline]
-    pub(super) fn length(&self, sqe: &Sqe) -> u64 {
-        u64::from(RwFields::decode(sqe).blocks()) << self.block_shift
+    pub(super) fn effort(&self, sqe: &Sqe) -> u64 {
+        const FUA: u32 = 1 << 30;
+        const NLB: u32 = 0xffff;
+        (u64::from(sqe.cdw12 & (FUA | NLB)) + 1) << self.block_shift
     }
 
     /// Wakes whoever waits for `epoll` when the disk has done something.
