@@ -346,6 +346,16 @@ impl Controller {
         Ok(())
     }
 
+    /// Tells the host once more that a namespace has changed: a process before this one may have
+    /// died between the change and the event.
+    pub fn announce_namespace(&self, nsid: u32) {
+        self.0.with(|control, _| {
+            control.announce_namespace(nsid);
+            Deferred::default()
+        });
+        self.0.schedule();
+    }
+
     /// How many interrupt vectors the controller has.
     #[must_use]
     pub fn vectors(&self) -> usize {

@@ -29,6 +29,33 @@ pub struct SavedController {
     pub(crate) journal: Option<SavedJournal>,
 }
 
+impl SavedController {
+    /// The namespaces that it has, in the order of their NSIDs.
+    pub fn namespaces(&self) -> impl Iterator<Item = SeenNamespace> {
+        // Without NSIDs they are counted.
+        (1..).zip(&self.shape.namespaces).map(|(at, ns)| SeenNamespace {
+            nsid: if ns.nsid == 0 { at } else { ns.nsid },
+            uuid: ns.uuid,
+            blocks: ns.blocks,
+            read_only: ns.read_only,
+        })
+    }
+}
+
+/// A namespace as the host of a [`SavedController`] has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SeenNamespace {
+    /// Its NSID.
+    pub nsid: u32,
+    /// Its UUID.
+    pub uuid: [u8; 16],
+    /// Its size in logical blocks.
+    pub blocks: u64,
+    /// It takes no writes.
+    pub read_only: bool,
+}
+
 /// The journal of a controller at work.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct SavedJournal {

@@ -80,6 +80,8 @@ pub(crate) struct Engine {
     write_through: bool,
     /// Whether a disk wants hints of requests before they come.
     wants_hints: bool,
+    /// Whether a disk wants to know whose requests come.
+    takes_turns: bool,
     /// By NSID - 1.
     namespaces: Vec<NamespaceQueue>,
     retired: Retired,
@@ -152,6 +154,7 @@ impl Engine {
     ) -> Self {
         let mut engine = Self {
             wants_hints: want_hints(&namespaces),
+            takes_turns: take_turns(&namespaces),
             view,
             limits: Limits { page_size, max_transfer, max_zeroes },
             quota,
@@ -221,6 +224,7 @@ impl Engine {
         let new = new.unwrap_or_else(NamespaceQueue::none);
         let old = std::mem::replace(&mut self.namespaces[index], new);
         self.wants_hints = want_hints(&self.namespaces);
+        self.takes_turns = take_turns(&self.namespaces);
         if old.is_none() {
             return None;
         }
@@ -394,6 +398,18 @@ impl Engine {
     #[inline]
     pub(crate) fn set_write_through(&mut self, write_through: bool) {
         self.write_through = write_through;
+    }
+
+    /// Whether [`begin_turn`](Self::begin_turn) is of use.
+    #[inline]
+    pub(crate) fn takes_turns(&self) -> bool {
+        self.takes_turns
+    }
+
+    /// The commands that come from here on are of submission queue `sq`.
+    #[cold]
+    pub(crate) fn begin_turn(&mut self, sq: usize) {
+        self.namespaces.iter_mut().for_each(|ns| ns.queue.begin_turn(sq as u32));
     }
 
     /// Whether [`Prefetch`](super::prefetch::Prefetch) is of use.
@@ -1004,6 +1020,10 @@ fn cancel_at(namespaces: &mut [NamespaceQueue], retired: &mut Retired, at: usize
     if let Some(namespace) = namespaces.get_mut(at).or_else(|| retired.get_mut(at)) {
         namespace.queue.cancel(tag);
     }
+}
+
+fn take_turns(namespaces: &[NamespaceQueue]) -> bool {
+    namespaces.iter().any(|namespace| namespace.queue.takes_turns())
 }
 
 fn want_hints(namespaces: &[NamespaceQueue]) -> bool {

@@ -85,20 +85,23 @@ impl NamespaceQueue {
 
     /// Wakes whoever waits for `epoll` when the disk has done something.
     pub(crate) fn watch(&self, epoll: &OwnedFd) -> io::Result<()> {
-        let Some(fd) = self.wake_fd() else { return Ok(()) };
+        if let Some(timer) = self.queue.timer_fd() {
+            epoll::add(epoll, timer, EventData::new_u64(DISK_TOKEN), EventFlags::IN)?;
+        }
+        let Some(fd) = self.queue.wake_fd() else { return Ok(()) };
         let edges = if self.queue.wakes_by_edges() { EventFlags::ET } else { EventFlags::empty() };
         Ok(epoll::add(epoll, fd, EventData::new_u64(DISK_TOKEN), EventFlags::IN | edges)?)
     }
 
     /// Undoes [`watch`](Self::watch).
     pub(crate) fn unwatch(&self, epoll: &OwnedFd) {
-        if let Some(fd) = self.wake_fd() {
+        for fd in self.wake_fds() {
             let _ = epoll::delete(epoll, fd);
         }
     }
 
-    pub(crate) fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.queue.wake_fd()
+    pub(crate) fn wake_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.queue.wake_fd().into_iter().chain(self.queue.timer_fd())
     }
 }
 
@@ -165,6 +168,14 @@ impl Queue for WriteThrough {
         self.0.submit(tag, &Request { op, ..*request }, data)
     }
 
+    fn takes_turns(&self) -> bool {
+        self.0.takes_turns()
+    }
+
+    fn begin_turn(&mut self, source: u32) {
+        self.0.begin_turn(source);
+    }
+
     fn wants_prefetch_hints(&self) -> bool {
         self.0.wants_prefetch_hints()
     }
@@ -199,6 +210,10 @@ impl Queue for WriteThrough {
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         self.0.wake_fd()
+    }
+
+    fn timer_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.0.timer_fd()
     }
 
     fn wakes_by_edges(&self) -> bool {

@@ -108,7 +108,7 @@ impl ControllerQueues {
 
     /// What wakes the worker for its disks.
     pub(crate) fn wake_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.set.engine.queues().filter_map(NamespaceQueue::wake_fd)
+        self.set.engine.queues().flat_map(NamespaceQueue::wake_fds)
     }
 
     /// Namespace `nsid` is the one of `namespaces`, or none, from the next command on. If its disk

@@ -6,6 +6,7 @@
 //! |---|---|
 //! | `asides` | what answers beside the guests |
 //! | `changes` | controllers that come and go while it runs |
+//! | `namespaces` | their namespaces, which come, go and change |
 //! | `control` | the control socket and the metrics |
 //! | `registry` | the controllers that are served |
 //! | `args` | the command line |
@@ -47,6 +48,7 @@ mod hand_over;
 mod keeping;
 mod launch_hint;
 mod making;
+mod namespaces;
 mod phases;
 mod reactor_thread;
 mod recover;
@@ -66,7 +68,7 @@ pub(crate) use config_file::read as read_config_file;
 use crate::disk_spec::{self, DiskSpecError};
 use crate::keeper_link::{Packet, to_keeper, to_worker};
 use crate::signals::{EndSignals, Wake};
-use crate::{descriptor_limit, exit, notify};
+use crate::{descriptor_limit, exit, limits, notify};
 use anyhow::anyhow;
 use asides::{Answering, Asides, Powers};
 use event_log::EventLog;
@@ -122,6 +124,7 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let mut phases = Phases::begin();
     let config = args.config()?;
     descriptor_limit::raise();
+    limits::set_groups(&config.groups);
     // Before there is anything that a signal would leave behind.
     let mut signals = EndSignals::catch(&[SIGUSR1])?;
     let handle = signals.handle();
@@ -152,8 +155,8 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
             let asides = Asides::listen(&config, keeper_pid)?;
             let keep = keeping.as_ref().map(|keeping| {
                 |controllers: &[_], reactor: &mut _, ports: &[_]| {
-                    keeping.begin(controllers, reactor, ports);
-                    keeping.complete(&config);
+                    keeping.begin(controllers, reactor, ports, false);
+                    keeping.complete();
                 }
             });
             (Server::start(&config, keep, ended)?, asides)
@@ -163,7 +166,7 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let injected = faults.begin(&server);
     let event_log = EventLog::start(&mut server)?;
     if let Some(keeping) = &keeping {
-        server.changes().on_change(keeping.forgetter());
+        server.changes().keep_with(keeping.kept());
     }
     let handle = signals.handle();
     let powers = Powers {
