@@ -2,6 +2,7 @@
 
 use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
+use crate::limit::LimitedDisk;
 use crate::request::{DiskError, Op, Request, Submitted};
 use crate::resize::ResizeError;
 use shadowbell_memory::{DmaTable, Segments};
@@ -23,6 +24,11 @@ pub trait Disk: Send + Sync + fmt::Debug {
 
     /// What to call the disk in a message to a person: `disk.img`, `mem:1GiB`.
     fn name(&self) -> String;
+
+    /// The disk as one with limits, if it has any. The default has none.
+    fn as_limited(&self) -> Option<&LimitedDisk> {
+        None
+    }
 
     /// What is not as it should be with the disk, though it works: a sentence for an operator. The
     /// default has nothing to say.
@@ -71,6 +77,16 @@ pub trait Disk: Send + Sync + fmt::Debug {
         Err(ResizeError::Impossible { disk: self.name() })
     }
 
+    /// The same disk, taking no writes or taking them; otherwise as [`resized`](Self::resized) has
+    /// it. The default stays as it was opened.
+    ///
+    /// # Errors
+    /// [`ResizeError`].
+    fn with_writes(&self, taken: bool) -> Result<Arc<dyn Disk>, ResizeError> {
+        let _ = taken;
+        Err(ResizeError::Opened { disk: self.name() })
+    }
+
     /// What [`recover`](crate::recover) needs in another process to go on with the disk after this
     /// process has died, whatever was under way; its descriptors go to `fds`. None of them is the
     /// open file that requests work on: that is to be closed when the last of them has ended. The
@@ -85,7 +101,8 @@ pub trait Disk: Send + Sync + fmt::Debug {
 
     /// Has `changed` called whenever [`keep`](Self::keep) gives something else than before, by the
     /// thread that found that out, and before a host can know of it. There is one such call for a
-    /// disk. The default never changes.
+    /// disk and those that were [made of it](Self::resized): the one that was named last. The
+    /// default never changes.
     fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
         drop(changed);
     }
@@ -102,6 +119,17 @@ pub trait Queue {
     /// Starts `request` with the buffer `data` (empty for operations without data). `tag` comes
     /// back at [`reap`](Self::reap) and is the caller's own, unique among its pending requests.
     fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted;
+
+    /// Whether the queue is to be told by [`begin_turn`](Self::begin_turn) whose requests come.
+    fn takes_turns(&self) -> bool {
+        false
+    }
+
+    /// The requests that come from here on are of this submission queue of the host's, by a number
+    /// of the caller's.
+    fn begin_turn(&mut self, source: u32) {
+        let _ = source;
+    }
 
     /// Whether the queue gains by [`prefetch_hint`](Self::prefetch_hint).
     fn wants_prefetch_hints(&self) -> bool {
@@ -157,7 +185,13 @@ pub trait Queue {
         None
     }
 
-    /// Whether that descriptor becomes readable again and again without ever ceasing to be, so that
+    /// Another descriptor that becomes readable when [`reap`](Self::reap) has something to do: at a
+    /// time. It stays readable until then. The default has none.
+    fn timer_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    /// Whether the [wake descriptor](Self::wake_fd) becomes readable again and again without ever ceasing to be, so that
     /// it has to be watched for that (`EPOLLET`).
     fn wakes_by_edges(&self) -> bool {
         false

@@ -9,6 +9,7 @@
 //! * [`NullDisk`] keeps nothing: what is measured on it is everything but the disk;
 //! * [`MemDisk`] keeps its blocks in memory, for as long as the process lives;
 //! * [`FileDisk`] is a raw image or a block device, through io_uring or threads;
+//! * [`LimitedDisk`] is any of them with limits of what a second may bring;
 //! * [`open`] opens any of them by what a person writes: `disk.img`, `mem:1GiB`, `null:1TiB`.
 #![deny(unsafe_code)]
 
@@ -20,6 +21,7 @@ mod file;
 mod format;
 mod hand_over;
 mod info;
+mod limit;
 mod mem;
 mod null;
 mod request;
@@ -40,6 +42,7 @@ pub use file::{Aio, Direct, FileDisk, FileOptions, Format, ImageFile, Wait};
 pub use format::ImageFormat;
 pub use hand_over::HandOverError;
 pub use info::DiskInfo;
+pub use limit::{Clock, LimitedDisk, Limiter, Limits, Rate};
 pub use mem::MemDisk;
 pub use null::NullDisk;
 pub use request::{DiskError, Op, Request, Submitted};

@@ -147,6 +147,10 @@ impl Disk for MemDisk {
         serde_json::to_value(saved).map_err(|error| system(error.into()))
     }
 
+    fn with_writes(&self, taken: bool) -> Result<Arc<dyn Disk>, ResizeError> {
+        Ok(Arc::new(self.clone().with_read_only(!taken)))
+    }
+
     fn resized(&self, bytes: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
         let disk = || self.name();
         let bytes = bytes.unwrap_or(self.info.bytes());

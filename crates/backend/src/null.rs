@@ -74,6 +74,10 @@ impl Disk for NullDisk {
         Ok(serde_json::Value::Null)
     }
 
+    fn with_writes(&self, taken: bool) -> Result<Arc<dyn Disk>, ResizeError> {
+        Ok(Arc::new(self.clone().with_read_only(!taken)))
+    }
+
     fn resized(&self, bytes: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
         let bytes = bytes.unwrap_or(self.info.bytes());
         let info = self.info.with_bytes(bytes).ok_or_else(|| ResizeError::Size {

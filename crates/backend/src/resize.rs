@@ -1,8 +1,8 @@
-//! A disk with another number of blocks.
+//! A disk with another number of blocks, or one that takes writes or does not.
 
 use std::io;
 
-/// Why a disk can not have another size.
+/// Why a disk can not have another size, or take writes from now on, or take none.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ResizeError {
@@ -12,6 +12,15 @@ pub enum ResizeError {
          namespace, change its disk, and add it again"
     )]
     Impossible {
+        /// The disk.
+        disk: String,
+    },
+    /// Whether a disk of its kind takes writes is said when it is opened.
+    #[error(
+        "{disk}: whether it takes writes is settled when it is opened; remove the namespace and \
+         add it again"
+    )]
+    Opened {
         /// The disk.
         disk: String,
     },

@@ -37,6 +37,34 @@ fn says(error: &OpenError, path: &Path, words: &[&str]) {
 }
 
 #[test]
+fn a_disk_takes_no_writes_and_takes_them_again() {
+    let directory = directory();
+    let path = image(directory.path(), MIB);
+    let writes = open(&path, "");
+    let reads = writes.with_writes(false).unwrap();
+    assert_eq!((reads.info().read_only, writes.info().read_only), (true, false));
+    drop(writes);
+    assert!(matches!(refused(&path, "?read-only=on"), OpenError::Busy { .. }), "the same lock");
+    let host = Host::new(4096);
+    let run = |disk: &dyn disk::Disk, op| {
+        run_one(&mut *disk.queue().unwrap(), op, 0, 512, host.buffer(&[(0, 512)], true))
+    };
+    assert_eq!(run(&*reads, WRITE), Err(DiskError::ReadOnly));
+    run(&*reads, Op::Read).unwrap();
+    let writes = reads.with_writes(true).unwrap();
+    run(&*writes, WRITE).unwrap();
+    drop((reads, writes));
+    // What was opened to be read can not be written.
+    let opened = open(&path, "?read-only=on");
+    assert!(matches!(opened.with_writes(true), Err(ResizeError::Opened { .. })));
+    assert!(opened.with_writes(false).unwrap().info().read_only);
+    for disk in ["mem:1MiB", "null:1MiB"] {
+        let reads = disk::open(disk).unwrap().with_writes(false).unwrap();
+        assert!(reads.info().read_only && !reads.with_writes(true).unwrap().info().read_only);
+    }
+}
+
+#[test]
 fn a_file_that_grew_is_a_larger_disk_under_the_same_lock() {
     let directory = directory();
     let path = image(directory.path(), MIB);

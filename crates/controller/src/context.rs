@@ -101,11 +101,6 @@ impl Context {
         self.route.send(&self.pool, worker, message);
     }
 
-    /// Whether the storage of any namespace has no room, as far as that was noticed.
-    pub(crate) fn is_any_full(&self) -> bool {
-        self.serving().iter().any(|ns| ns.disk().is_full())
-    }
-
     /// Whether the controller has a volatile write cache for its host.
     pub(crate) fn has_volatile_cache(&self) -> bool {
         self.namespaces.lock().serving.promises.volatile_cache

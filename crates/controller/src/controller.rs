@@ -346,6 +346,16 @@ impl Controller {
         Ok(())
     }
 
+    /// Tells the host once more that a namespace has changed: a process before this one may have
+    /// died between the change and the event.
+    pub fn announce_namespace(&self, nsid: u32) {
+        self.0.with(|control, _| {
+            control.announce_namespace(nsid);
+            Deferred::default()
+        });
+        self.0.schedule();
+    }
+
     /// How many interrupt vectors the controller has.
     #[must_use]
     pub fn vectors(&self) -> usize {
@@ -553,6 +563,14 @@ impl Controller {
         fds: &mut Descriptors,
     ) -> Result<usize, RestoreError> {
         self.0.recover(saved, fds)
+    }
+
+    /// The most notices of workers that have waited for the control plane at a time, since this was
+    /// last asked. For the fuzz targets of this workspace, which bound it.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn most_notices(&self) -> usize {
+        self.0.most_notices()
     }
 
     /// The counters, as of now: the workers are asked, which wakes them. Waits for their answer up

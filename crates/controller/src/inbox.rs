@@ -9,8 +9,8 @@ use crate::notice::Notice;
 use parking_lot::Mutex;
 use shadowbell_spec::status::Status;
 use std::collections::{BTreeSet, VecDeque};
-use std::sync::atomic::AtomicBool;
-use std::sync::atomic::Ordering::{Acquire, Release};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 
 /// Namespaces remembered for an error that was left out. A controller has fewer, in practice.
 const NAMESPACES: usize = 1024;
@@ -59,6 +59,10 @@ impl Notices {
         }
     }
 
+    fn len(&self) -> usize {
+        self.errors.len() + self.others.len()
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.errors.is_empty() && self.others.is_empty()
     }
@@ -81,11 +85,16 @@ impl MissedErrors {
 pub(crate) struct Inbox {
     has_any: AtomicBool,
     notices: Mutex<Notices>,
+    /// The most notices that were there at a time.
+    most: AtomicUsize,
 }
 
 impl Inbox {
     pub(crate) fn push(&self, notice: Notice) {
-        self.notices.lock().push(notice);
+        let mut notices = self.notices.lock();
+        notices.push(notice);
+        self.most.fetch_max(notices.len(), Relaxed);
+        drop(notices);
         self.has_any.store(true, Release);
     }
 
@@ -99,11 +108,15 @@ impl Inbox {
         Some(std::mem::take(&mut *self.notices.lock())).filter(|notices| !notices.is_empty())
     }
 
+    /// The most notices that have waited at a time since this was last asked.
+    pub(crate) fn take_most(&self) -> usize {
+        self.most.swap(0, Relaxed)
+    }
+
     /// How many notices wait.
     #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
-        let notices = self.notices.lock();
-        notices.errors.len() + notices.others.len()
+        self.notices.lock().len()
     }
 }
 

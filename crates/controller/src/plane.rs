@@ -224,6 +224,11 @@ impl ControllerInner {
         admin.map(|admin| admin.server.stats(&self.context)).unwrap_or_default()
     }
 
+    /// The most that workers have told, and that was not read, at a time since this was last asked.
+    pub(crate) fn most_notices(&self) -> usize {
+        self.inbox.take_most()
+    }
+
     /// Reads what workers have told.
     fn receive(&self, deferred: &mut Deferred) {
         let Some(Notices { missed, errors, others }) = self.inbox.take() else { return };

@@ -5,6 +5,7 @@
 
 use crate::stats::{CqStats, IoStats, SqStats};
 use serde::{Deserialize, Serialize};
+use shadowbell_spec::feature::InterruptCoalescing;
 use shadowbell_state::{Bytes, FdRef};
 
 /// The state of a controller at rest ([`Controller::freeze`](crate::Controller::freeze)), to be
@@ -26,6 +27,33 @@ pub struct SavedController {
     /// It was written down at work: how far its queues are is in there.
     #[serde(default)]
     pub(crate) journal: Option<SavedJournal>,
+}
+
+impl SavedController {
+    /// The namespaces that it has, in the order of their NSIDs.
+    pub fn namespaces(&self) -> impl Iterator<Item = SeenNamespace> {
+        // Without NSIDs they are counted.
+        (1..).zip(&self.shape.namespaces).map(|(at, ns)| SeenNamespace {
+            nsid: if ns.nsid == 0 { at } else { ns.nsid },
+            uuid: ns.uuid,
+            blocks: ns.blocks,
+            read_only: ns.read_only,
+        })
+    }
+}
+
+/// A namespace as the host of a [`SavedController`] has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SeenNamespace {
+    /// Its NSID.
+    pub nsid: u32,
+    /// Its UUID.
+    pub uuid: [u8; 16],
+    /// Its size in logical blocks.
+    pub blocks: u64,
+    /// It takes no writes.
+    pub read_only: bool,
 }
 
 /// The journal of a controller at work.
@@ -153,12 +181,25 @@ pub(crate) struct SavedFeatures {
     pub(crate) write_cache: bool,
     pub(crate) queues: Option<u32>,
     pub(crate) coalescing: u32,
+    /// The host has set it. A record of an older version has it if it is not 0.
+    #[serde(default)]
+    pub(crate) coalescing_chosen: bool,
     pub(crate) coalescing_disabled: Vec<u16>,
     pub(crate) write_atomicity: u32,
     pub(crate) events: u32,
     /// Milliseconds that the timestamp was set to, when that was by our clock, and whether the host
     /// has set it.
     pub(crate) clock: (u64, u64, bool),
+    #[serde(default)]
+    pub(crate) knows_interrupted: bool,
+}
+
+impl SavedFeatures {
+    /// Interrupt Coalescing, if the host has set it.
+    pub(crate) fn coalescing(&self) -> Option<InterruptCoalescing> {
+        let is_set = self.coalescing_chosen || self.coalescing != 0;
+        is_set.then(|| InterruptCoalescing::from_bits(self.coalescing))
+    }
 }
 
 /// Type, information, log page.

@@ -5,7 +5,7 @@ mod common;
 #[path = "common/held.rs"]
 mod held;
 
-use common::{Host, Queue, slow_host};
+use common::{Host, Queue, meanwhile, slow_host};
 use held::Held;
 use proptest::prelude::*;
 use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Request, Submitted};
@@ -417,6 +417,44 @@ fn long_copies_from_memory_leave_turns_for_others() {
     while turns.turn() {}
     while host.reap(&mut copying).is_some() {}
     assert_eq!(copying.head, 8);
+}
+
+/// A guest decides how many ranges there are, and not how many requests a disk has in hand.
+#[test]
+fn copies_have_a_few_requests_under_way() {
+    let held = Held::new(1024);
+    held.mark();
+    let disk: Arc<dyn Disk> = Arc::new(held.clone());
+    let namespaces = vec![NamespaceConfig { disk, uuid: [7; 16] }];
+    let config = Config { namespaces, ..Config::default() };
+    let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
+    let controller = Controller::new(config, pool, Carrier::default()).unwrap();
+    let (mut host, mut queue) = meanwhile(&mut turns, move || {
+        let mut host = Host::attach(controller);
+        host.enable();
+        let queue = host.create(1, 64, false);
+        (host, queue)
+    });
+    held.order(|orders| orders.hold = true);
+    let ranges: Vec<_> = (0..100).map(|n| (n, 1)).collect();
+    for cid in 0..4 {
+        let sqe = command(&mut host, 1, 512, &ranges);
+        host.put(&mut queue, &sqe.with_cid(cid));
+    }
+    host.ring(&queue, 0);
+    while turns.turn() {}
+    assert_eq!(held.seen().len(), 32);
+    held.order(|orders| orders.hold = false);
+    let mut done = 0;
+    for _ in 0..1000 {
+        turns.turn();
+        while let Some((_, status, _)) = host.reap(&mut queue) {
+            assert_eq!(status, Status::SUCCESS);
+            done += 1;
+        }
+    }
+    assert_eq!(done, 4);
+    assert_eq!(held.marks(512, 100), (0..100).collect::<Vec<_>>());
 }
 
 #[test]

@@ -312,6 +312,56 @@ fn page_tables() -> u64 {
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
 }
 
+/// Full queues of large reads over a lot of memory of which much is in use: what page tables could
+/// become of it is no reason to keep any of them waiting.
+#[test]
+fn a_host_with_a_lot_of_memory_has_as_much_under_way_as_any() {
+    const SIZE: u64 = 64 << 30;
+    // What it comes back to: 4 GiB, in pages that lie in no order.
+    const USED: u64 = 4 << 30;
+    const QUEUES: u16 = 16;
+    const DEPTH: u64 = 32;
+    const PAGES: u64 = 32;
+    let (mut host, held) = held_host(1 << 16);
+    let mut queues: Vec<_> = (1..=QUEUES).map(|qid| host.create(qid, 64, false)).collect();
+    let memory = Mapping::shared("large", SIZE).unwrap();
+    shadowbell_memory::page_tables::watch(&memory);
+    let base = 1u64 << 40;
+    host.controller.map_dma(base, SIZE, &memory.bytes()).unwrap();
+    let page = |n: u64| base + n.wrapping_mul(0x9e37_79b9_7f4a_7c15) % (USED / 4096) * 4096;
+    let mut commands = 0;
+    let mut submit_all = |host: &mut Host, queues: &mut [Queue]| {
+        for queue in queues {
+            for _ in 0..DEPTH {
+                // The same places each time.
+                let number = commands % (u64::from(QUEUES) * DEPTH);
+                commands += 1;
+                let list = host.alloc(4096);
+                let pages = (1..PAGES).map(|n| page(number * PAGES + n));
+                (0..).zip(pages).for_each(|(n, at)| host.poke(list + n * 8, &at.to_le_bytes()));
+                let sqe = Sqe::read(1, number, (PAGES * 8 - 1) as u16, (number % DEPTH) as u16);
+                host.put(queue, &sqe.with_prps(page(number * PAGES), list));
+            }
+            host.ring(queue, 0);
+        }
+    };
+    submit_all(&mut host, &mut queues);
+    for queue in &mut queues {
+        for _ in 0..DEPTH {
+            assert!(host.wait(queue).1.is_success());
+        }
+    }
+    held.order(|orders| {
+        orders.hold = true;
+        orders.seen.clear();
+    });
+    submit_all(&mut host, &mut queues);
+    let all = usize::from(QUEUES) * DEPTH as usize;
+    host.until("all of them are at the disk", || held.seen().len() == all);
+    held.order(|orders| orders.hold = false);
+    drop(memory);
+}
+
 /// A byte here and there of a terabyte: each is a page table.
 #[test]
 fn a_host_can_not_have_page_tables_made_faster_than_they_are_thrown_away() {

@@ -20,7 +20,7 @@ struct Entry {
 impl Entry {
     /// What page tables for it map: there may be others' memory on both sides.
     fn reach(&self) -> u64 {
-        (self.last - self.start).saturating_add(2 * page_tables::SPAN)
+        page_tables::reach(self.last - self.start)
     }
 }
 
@@ -63,6 +63,13 @@ impl DmaTable {
 
     fn entries(&self) -> impl Iterator<Item = &Entry> + '_ {
         self.chunks.iter().flat_map(|chunk| chunk.iter())
+    }
+
+    /// What the page tables of the maps can map at most, in bytes, if that
+    /// [could be too many](Self::is_sparse), and else 0.
+    #[must_use]
+    pub fn sparse_bytes(&self) -> u64 {
+        if self.is_sparse() { self.reach } else { 0 }
     }
 
     /// Whether the memory behind some range was lost to a truncation (see [`crate::sigbus`]).
@@ -371,6 +378,12 @@ impl View {
         hit.set(self.0.table.find(iova).ok_or(fault)?);
         let (ptr, left) = hit.find(iova, write).ok_or(fault)?;
         Ok((ptr, left.min(len as u64) as usize))
+    }
+
+    /// The address in this process of the byte at `iova`, if it is mapped.
+    #[must_use]
+    pub fn address(&self, iova: u64) -> Option<usize> {
+        self.translate(iova, 1, false).ok().map(|(byte, _)| byte.as_ptr() as usize)
     }
 
     /// Copies `into.len()` bytes from `iova`, across maps if need be.

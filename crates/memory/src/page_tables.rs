@@ -32,8 +32,8 @@ use std::time::Duration;
 /// there.
 const ALLOWED: u64 = 16 << 20;
 
-/// Memory in one page table, in bytes.
-pub(crate) const SPAN: u64 = 2 << 20;
+/// Memory that one page table is for, in bytes.
+pub const SPAN: u64 = 2 << 20;
 /// The size of a page table, in bytes.
 const TABLE: u64 = 4096;
 
@@ -65,6 +65,8 @@ static BEGUN: AtomicU64 = AtomicU64::new(0);
 static OVER: AtomicU64 = AtomicU64::new(0);
 /// The page faults that the process had had when the last look was begun.
 static FAULTS: AtomicU64 = AtomicU64::new(0);
+/// Times that page tables of peers' memory have gone.
+static GONE: AtomicU64 = AtomicU64::new(0);
 /// There is a thread that looks.
 static RUNS: AtomicBool = AtomicBool::new(false);
 /// Somebody wants a look. For the thread that looks, while it waits.
@@ -82,6 +84,18 @@ impl Look {
     }
 }
 
+/// Whether the page tables of ranges of a peer's memory of these lengths could be too many: who
+/// touches them counts that.
+#[must_use]
+pub fn could_be_too_many(ranges: impl IntoIterator<Item = u64>) -> bool {
+    ranges.into_iter().map(reach).fold(0, u64::saturating_add) > MATTERS
+}
+
+/// What the page tables of a range of this length can map at most, in bytes.
+pub(crate) fn reach(len: u64) -> u64 {
+    len.saturating_add(2 * SPAN)
+}
+
 /// The caller has touched [`SPEND`] places of a peer's memory, and all that it has touched before
 /// now is done: what it has to wait for before it touches more, if there is any such thing.
 ///
@@ -95,6 +109,20 @@ pub fn ask() -> Option<Look> {
     *GATE.0.lock() = true;
     GATE.1.notify_all();
     Some(look)
+}
+
+/// A number that changes when page tables of a peer's memory are thrown away, or go with their
+/// mapping: what was touched before that is not known to have one any more.
+#[must_use]
+pub fn epoch() -> u64 {
+    GONE.load(SeqCst)
+}
+
+/// A mapping of a peer's memory is about to go.
+pub(crate) fn mapping_goes(len: usize) {
+    if len as u64 >= SMALL {
+        GONE.fetch_add(1, SeqCst);
+    }
 }
 
 /// Page faults of this process that no disk was read for, ever: those of the kernel's own accesses
@@ -237,6 +265,7 @@ fn trim(now: u64) -> u64 {
     if now <= honest.saturating_add(ALLOWED) {
         return honest;
     }
+    GONE.fetch_add(1, SeqCst);
     for mapping in &mappings {
         mapping.drop_page_tables();
     }

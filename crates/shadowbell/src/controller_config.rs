@@ -1,6 +1,6 @@
 //! A controller as a person asks for it, and the configuration that it comes to.
 
-use crate::disk_spec::DiskSpecError;
+use crate::disk_spec::{self, DiskSpecError};
 use crate::exit;
 pub(crate) use crate::offered_doorbells::OfferedDoorbells;
 use serde::{Deserialize, Serialize};
@@ -38,6 +38,25 @@ pub(crate) struct DiskConfig {
     pub disk: String,
     /// Its UUID; if there is none, one that stays the same as long as the names do.
     pub uuid: Option<[u8; 16]>,
+    /// Its NSID; if there is none, the one after that of the disk before.
+    #[serde(default)]
+    pub nsid: Option<u32>,
+}
+
+impl DiskConfig {
+    /// A disk of which nothing else is said.
+    #[must_use]
+    pub(crate) fn of(disk: impl Into<String>) -> Self {
+        Self { disk: disk.into(), uuid: None, nsid: None }
+    }
+}
+
+/// The NSIDs of these disks.
+pub(crate) fn nsids(disks: &[DiskConfig]) -> impl Iterator<Item = u32> {
+    disks.iter().scan(0, |last: &mut u32, disk| {
+        *last = disk.nsid.unwrap_or(last.saturating_add(1));
+        Some(*last)
+    })
 }
 
 /// Why there can be no such controller.
@@ -75,7 +94,7 @@ impl ControllerConfig {
     /// A controller with these disks, and defaults for everything else.
     #[cfg(test)]
     pub(crate) fn of(disks: &[&str]) -> Self {
-        let disks = disks.iter().map(|disk| DiskConfig { disk: (*disk).into(), uuid: None });
+        let disks = disks.iter().map(|disk| DiskConfig::of(*disk));
         Self { disks: disks.collect(), ..Self::default() }
     }
 
@@ -105,6 +124,26 @@ impl ControllerConfig {
         self.configure(location, disks.collect::<Result<_, _>>()?)
     }
 
+    /// Whether both are the same. What one of them leaves open, the other may say.
+    #[must_use]
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        let bare = |config: &Self| Self { disks: Vec::new(), ..config.clone() };
+        let is_same_disk = |(one, other): (&DiskConfig, &DiskConfig)| {
+            disk_spec::from_root(&one.disk) == disk_spec::from_root(&other.disk)
+                && one.uuid.zip(other.uuid).is_none_or(|(one, other)| one == other)
+        };
+        bare(self) == bare(other)
+            && nsids(&self.disks).eq(nsids(&other.disks))
+            && self.disks.iter().zip(&other.disks).all(is_same_disk)
+    }
+
+    /// The UUID of a disk that is added to a controller of this serial number, which has namespaces
+    /// with the UUIDs of `taken`.
+    #[must_use]
+    pub(crate) fn uuid_of(serial: &str, disk: &dyn Disk, taken: HashSet<[u8; 16]>) -> [u8; 16] {
+        Uuids { serial, taken }.of(disk, None)
+    }
+
     /// Checks everything, over disks that are open: `self.disks` only gives their UUIDs.
     ///
     /// # Errors
@@ -127,7 +166,9 @@ impl ControllerConfig {
             .zip(given)
             .map(|(disk, given)| NamespaceConfig { uuid: uuids.of(&*disk, given), disk })
             .collect();
+        let is_numbered = self.disks.iter().any(|disk| disk.nsid.is_some());
         let config = Config {
+            nsids: if is_numbered { nsids(&self.disks).collect() } else { Vec::new() },
             serial,
             model: self.model.clone().unwrap_or(default.model),
             namespaces,
@@ -180,7 +221,11 @@ fn mdts(bytes: u64) -> Option<u8> {
     possible.then_some(mdts)
 }
 
-fn open_disk(
+/// Opens a disk of a controller that takes no writes, if it is `read_only`.
+///
+/// # Errors
+/// [`ConfigureError`].
+pub(crate) fn open_disk(
     spec: &str,
     read_only: bool,
     open: impl FnOnce(&str) -> Result<Arc<dyn Disk>, DiskSpecError>,
@@ -189,8 +234,7 @@ fn open_disk(
         options.split('&').any(|option| option.starts_with("read-only="))
     });
     let disk = if read_only && !asked {
-        let joint = if spec.contains('?') { '&' } else { '?' };
-        open(&format!("{spec}{joint}read-only=on"))?
+        open(&disk_spec::with_option(spec, "read-only", "on"))?
     } else {
         open(spec)?
     };

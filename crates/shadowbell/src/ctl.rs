@@ -1,24 +1,26 @@
 //! `shadowbell ctl`: looks at a running server and changes it, by its control socket.
 
 use crate::control::api::{
-    Apply, Controller, ControllerSpec, ControllerState, DiskSpec, LogLevel, Namespace, Plan,
-    Status, Upgrade,
+    Apply, Configuration, Controller, ControllerSpec, ControllerState, DiskSpec, LimitGroup,
+    LimitSpec, LogLevel, Namespace, NamespaceChange, NamespaceSpec, Plan, Size, Status, Upgrade,
 };
 use crate::control::client::{Client, part};
 use crate::control::find;
 use crate::controller_config::OfferedDoorbells;
+use crate::disk_spec;
 use crate::exit::bad_input;
 use crate::keeper_query::{Keeper, program};
 use crate::parse;
 use crate::table::Table;
 use crate::units::count;
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use clap::Subcommand;
 use hyper::Method;
 use serde::Serialize;
+use std::fs::Permissions;
 use std::io::{self, Write};
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -78,8 +80,20 @@ enum What {
         #[arg(long)]
         force: bool,
     },
+    /// Write the configuration file that comes to what is served now, for `serve --config`
+    SaveConfig {
+        /// The file, which is replaced; `-` for standard output
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+    },
     /// List the namespaces
     Namespaces,
+    /// Add, remove or change a namespace, while its guest goes on. A command again changes nothing
+    #[command(subcommand)]
+    Namespace(NamespaceVerb),
+    /// Limit how much a namespace takes in a second, or a group of namespaces, or show the groups.
+    /// What is not given is not limited; requests that come too early wait
+    Limit(LimitArgs),
     /// Show all counters, as `serve --stats-json` writes them
     Stats,
     /// Show what is logged, or change it
@@ -98,6 +112,101 @@ enum What {
     },
     /// End the server, as SIGTERM does
     Shutdown,
+}
+
+#[derive(Clone, Debug, Subcommand)]
+enum NamespaceVerb {
+    /// Add a namespace to a controller
+    Add {
+        #[command(flatten)]
+        which: Which,
+        /// Its disk, as `serve` takes it
+        disk: String,
+        /// Its UUID [default: made from the names]
+        #[arg(long)]
+        uuid: Option<String>,
+        /// Take no writes
+        #[arg(long)]
+        read_only: bool,
+    },
+    /// Remove a namespace; what was written to it is flushed
+    Remove {
+        #[command(flatten)]
+        which: Which,
+    },
+    /// Have a namespace be as large as its file is now, or of this size
+    Resize {
+        #[command(flatten)]
+        which: Which,
+        /// The size, as in 16GiB; a file has to have as many bytes
+        #[arg(value_parser = parse::size)]
+        size: Option<u64>,
+    },
+    /// Put another disk in the place of a namespace's
+    Replace {
+        #[command(flatten)]
+        which: Which,
+        /// The new disk, with blocks of the same length
+        disk: String,
+    },
+    /// Have a namespace take no writes, or take them
+    ReadOnly {
+        #[command(flatten)]
+        which: Which,
+        /// Whether it is read-only
+        #[arg(value_enum)]
+        switch: Switch,
+    },
+}
+
+#[derive(Clone, Debug, clap::Args)]
+struct LimitArgs {
+    /// The controller: its id, or its socket
+    #[arg(requires = "nsid", conflicts_with = "of_group")]
+    controller: Option<String>,
+    /// The number of the namespace
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=256))]
+    nsid: Option<u32>,
+    /// Not of one namespace, but of all that are in this group together
+    #[arg(long, value_name = "NAME")]
+    of_group: Option<String>,
+    /// Reads and writes a second; and after a colon how many may come at once: 1000:5000
+    #[arg(long, value_name = "N[:BURST]")]
+    iops: Option<String>,
+    /// Reads a second
+    #[arg(long, value_name = "N[:BURST]")]
+    read_iops: Option<String>,
+    /// Writes a second
+    #[arg(long, value_name = "N[:BURST]")]
+    write_iops: Option<String>,
+    /// Bytes a second, read and written: 100MiB:1GiB
+    #[arg(long, value_name = "SIZE[:BURST]")]
+    bandwidth: Option<String>,
+    /// Bytes a second that are read
+    #[arg(long, value_name = "SIZE[:BURST]")]
+    read_bandwidth: Option<String>,
+    /// Bytes a second that are written
+    #[arg(long, value_name = "SIZE[:BURST]")]
+    write_bandwidth: Option<String>,
+    /// Have the namespace be in this group, too
+    #[arg(long, value_name = "NAME", conflicts_with = "of_group")]
+    group: Option<String>,
+}
+
+/// Which namespace.
+#[derive(Clone, Debug, clap::Args)]
+struct Which {
+    /// The controller: its id, or its socket
+    controller: String,
+    /// The number of the namespace
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=256))]
+    nsid: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Switch {
+    On,
+    Off,
 }
 
 #[derive(Clone, Debug, Subcommand)]
@@ -170,6 +279,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         What::Namespaces => {
             show(&client.get::<Vec<Namespace>>("/v1/namespaces")?, json, namespaces)
         }
+        What::Namespace(verb) => change_namespace(&client, verb, json),
+        What::Limit(args) => limit(&client, args, json),
+        What::SaveConfig { file } => save_config(&client, file, json),
         What::Stats => stats(&client, json),
         What::LogLevel { filter: None } => {
             show(&client.get::<LogLevel>("/v1/log-level")?, json, log_level)
@@ -259,7 +371,7 @@ fn controllers(out: &mut dyn Write, all: &Vec<Controller>) -> io::Result<()> {
 }
 
 fn namespaces(out: &mut dyn Write, all: &Vec<Namespace>) -> io::Result<()> {
-    let headings = ["Controller", "Namespace", "Disk", "Size", "Block", "Writes", "UUID"];
+    let headings = ["Controller", "Namespace", "Disk", "Size", "Block", "Writes", "Limits", "UUID"];
     let mut table = Table::new(headings);
     for namespace in all {
         table.line([
@@ -269,6 +381,7 @@ fn namespaces(out: &mut dyn Write, all: &Vec<Namespace>) -> io::Result<()> {
             ByteSize(namespace.bytes).display().iec().to_string(),
             namespace.block_size.to_string(),
             if namespace.read_only { "no" } else { "yes" }.to_owned(),
+            limits_text(namespace.limits.as_ref()),
             namespace.uuid.clone(),
         ]);
     }
@@ -334,10 +447,10 @@ fn change_controllers(client: &Client, change: &Change, json: bool) -> anyhow::R
             read_only,
             worker,
         } => {
-            let disks = disks.iter().map(|disk| from_root(disk));
+            let disks = disks.iter().map(|disk| disk_spec::from_root(disk));
             let spec = ControllerSpec {
                 socket: std::path::absolute(socket)?.to_string_lossy().into_owned(),
-                disks: disks.map(|disk| DiskSpec { disk, uuid: None }).collect(),
+                disks: disks.map(|disk| DiskSpec { disk, uuid: None, nsid: None }).collect(),
                 serial: serial.clone(),
                 model: model.clone(),
                 queues: *queues,
@@ -354,16 +467,110 @@ fn change_controllers(client: &Client, change: &Change, json: bool) -> anyhow::R
     }
 }
 
-/// A disk as the server finds it, which is somewhere else: a file by its path from the root.
-fn from_root(disk: &str) -> String {
-    let is_kind = |(kind, _): &(&str, &str)| {
-        kind.bytes().all(|b| b.is_ascii_lowercase() || b == b'-') && !Path::new(disk).exists()
+fn change_namespace(client: &Client, verb: &NamespaceVerb, json: bool) -> anyhow::Result<()> {
+    let path =
+        |which: &Which| format!("{}/namespaces/{}", controller_path(&which.controller), which.nsid);
+    let changed = |which: &Which, change: NamespaceChange| {
+        client.send::<Namespace>(&Method::PATCH, &path(which), &change)
     };
-    if disk.split_once(':').as_ref().is_some_and(is_kind) {
-        return disk.to_owned();
+    let now = match verb {
+        NamespaceVerb::Add { which, disk, uuid, read_only } => {
+            let disk = disk_spec::from_root(disk);
+            let disk = match read_only {
+                true => disk_spec::with_option(&disk, "read-only", "on"),
+                false => disk,
+            };
+            let spec = NamespaceSpec { disk, uuid: uuid.clone() };
+            client.send(&Method::PUT, &path(which), &spec)
+        }
+        NamespaceVerb::Remove { which } => {
+            return client.send::<()>(&Method::DELETE, &path(which), &());
+        }
+        NamespaceVerb::Resize { which, size } => {
+            let size = Some(size.map_or(Size::Whole, Size::Bytes));
+            changed(which, NamespaceChange { size, ..NamespaceChange::default() })
+        }
+        NamespaceVerb::Replace { which, disk } => {
+            let disk = Some(disk_spec::from_root(disk));
+            changed(which, NamespaceChange { disk, ..NamespaceChange::default() })
+        }
+        NamespaceVerb::ReadOnly { which, switch } => {
+            let read_only = Some(*switch == Switch::On);
+            changed(which, NamespaceChange { read_only, ..NamespaceChange::default() })
+        }
+    };
+    show(&vec![now?], json, namespaces)
+}
+
+fn limit(client: &Client, args: &LimitArgs, json: bool) -> anyhow::Result<()> {
+    let limits = LimitSpec {
+        iops: args.iops.clone(),
+        read_iops: args.read_iops.clone(),
+        write_iops: args.write_iops.clone(),
+        bandwidth: args.bandwidth.clone(),
+        read_bandwidth: args.read_bandwidth.clone(),
+        write_bandwidth: args.write_bandwidth.clone(),
+        group: args.group.clone(),
+    };
+    if let (Some(controller), Some(nsid)) = (&args.controller, args.nsid) {
+        let path = format!("{}/namespaces/{nsid}", controller_path(controller));
+        let change = NamespaceChange { limits: Some(limits), ..NamespaceChange::default() };
+        let now: Namespace = client.send(&Method::PATCH, &path, &change)?;
+        return show(&vec![now], json, namespaces);
     }
-    let path = std::path::absolute(disk);
-    path.map_or_else(|_| disk.to_owned(), |path| path.to_string_lossy().into_owned())
+    let groups: Vec<LimitGroup> = match &args.of_group {
+        Some(name) => {
+            let path = format!("/v1/limit-groups/{}", part(name));
+            vec![client.send(&Method::PUT, &path, &limits)?]
+        }
+        None if limits != LimitSpec::default() => {
+            return Err(bad_input(anyhow!(
+                "whose limits are these? Name a controller and a namespace, or a group by \
+                 `--of-group`"
+            )));
+        }
+        None => client.get("/v1/limit-groups")?,
+    };
+    show(&groups, json, |out, groups| {
+        let mut table = Table::new(["Group", "Limits"]);
+        for group in groups {
+            table.line([group.name.clone(), limits_text(Some(&group.limits))]);
+        }
+        write!(out, "{table}")
+    })
+}
+
+fn limits_text(spec: Option<&LimitSpec>) -> String {
+    let limits = spec.and_then(|spec| spec.parse().ok()).unwrap_or_default();
+    match &limits.group {
+        Some(group) if limits.own.is_none() => format!("as {group}"),
+        Some(group) => format!("{}, as {group}", limits.own),
+        None => limits.own.to_string(),
+    }
+}
+
+fn save_config(client: &Client, file: &Path, json: bool) -> anyhow::Result<()> {
+    let answer: Configuration = client.get("/v1/config")?;
+    if file == Path::new("-") {
+        return show(&answer, json, |out, answer| write!(out, "{}", answer.toml));
+    }
+    let name = || file.display().to_string();
+    // As a whole or not at all, with the mode of the one before.
+    let directory = match file.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    let save = || -> io::Result<()> {
+        let mut new = tempfile::NamedTempFile::new_in(directory)?;
+        new.write_all(answer.toml.as_bytes())?;
+        let mode = std::fs::metadata(file).map_or(0o644, |about| about.permissions().mode());
+        new.as_file().set_permissions(Permissions::from_mode(mode & 0o777))?;
+        new.as_file().sync_all()?;
+        new.persist(file)?;
+        Ok(())
+    };
+    save().with_context(name).map_err(bad_input)?;
+    show(&answer, json, |out, _| writeln!(out, "{} has what is served", file.display()))
 }
 
 fn apply(

@@ -1,6 +1,7 @@
 //! Disks as people write them: what a namespace keeps its bytes in, or a namespace of another
 //! controller, which the driver takes over.
 
+use crate::limits::DiskLimits;
 use crate::target::{Target, not_a_disk};
 use crate::{exit, transport};
 use anyhow::anyhow;
@@ -63,6 +64,9 @@ impl From<shadowbell_backend_qcow2::OpenError> for DiskSpecError {
 /// | `read-only` | `on`, `off` | `off`; `on` for a namespace that takes no writes |
 /// | `zero-copy` | `on`: let the device reach the guest's memory where it can; `off` | `on` |
 ///
+/// Any of them has limits, if it says so (`iops=1000`, `write-bandwidth=100MiB:1GiB`), and can be in
+/// a group that shares others (`limit-group=db`): [`Limits::set`](shadowbell_backend::Limits::set).
+///
 /// # Errors
 /// [`DiskSpecError`].
 pub(crate) fn open(spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
@@ -87,7 +91,8 @@ pub(crate) fn adopt(
     state: &serde_json::Value,
     fds: &mut Descriptors,
 ) -> Result<Arc<dyn Disk>, DiskSpecError> {
-    Ok(shadowbell_backend::adopt(spec, state, fds)?)
+    let (spec, limits) = split(spec)?;
+    Ok(limits.limit(shadowbell_backend::adopt(&spec, state, fds)?))
 }
 
 /// Goes on with the disk of a process that has died, as that had it kept; it has opened it by the
@@ -101,7 +106,16 @@ pub(crate) fn recover(
     fds: &mut Descriptors,
     wait: Wait<'_>,
 ) -> Result<Arc<dyn Disk>, DiskSpecError> {
-    Ok(shadowbell_backend::recover(spec, state, fds, wait)?)
+    let (spec, limits) = split(spec)?;
+    Ok(limits.limit(shadowbell_backend::recover(&spec, state, fds, wait)?))
+}
+
+/// What a specification says without its limits, and these.
+fn split(spec: &str) -> Result<(String, DiskLimits), DiskSpecError> {
+    DiskLimits::split(spec).map_err(|why| {
+        let spec = spec.to_owned();
+        shadowbell_backend::OpenError::Spec { spec, why }.into()
+    })
 }
 
 /// Whether `spec` makes sense, as far as that is known without opening anything.
@@ -109,6 +123,8 @@ pub(crate) fn recover(
 /// # Errors
 /// [`DiskSpecError`].
 pub(crate) fn check(spec: &str) -> Result<(), DiskSpecError> {
+    let (spec, _) = split(spec)?;
+    let spec = &spec[..];
     if ["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme)) {
         let wrong = |why: String| {
             DiskSpecError::Device(exit::bad_input(anyhow!("`{spec}` names no disk: {why}")))
@@ -121,10 +137,56 @@ pub(crate) fn check(spec: &str) -> Result<(), DiskSpecError> {
     Ok(())
 }
 
+/// `spec` with this value of an option, in place of what it says itself.
+#[must_use]
+pub(crate) fn with_option(spec: &str, name: &str, value: &str) -> String {
+    let (disk, options) = spec.split_once('?').unwrap_or((spec, ""));
+    let others = options.split('&').filter(|option| {
+        !option.is_empty() && option.split_once('=').is_none_or(|(other, _)| other != name)
+    });
+    let all: Vec<_> = others.map(str::to_owned).chain([format!("{name}={value}")]).collect();
+    format!("{disk}?{}", all.join("&"))
+}
+
+/// `spec` in another size, if it says one itself: that of a file is found by opening it.
+#[must_use]
+pub(crate) fn with_size(spec: &str, bytes: u64) -> String {
+    let (disk, options) = spec.split_once('?').map_or((spec, None), |(d, o)| (d, Some(o)));
+    match disk.split_once(':') {
+        Some((kind @ ("mem" | "null"), _)) => {
+            let options = options.map(|options| format!("?{options}")).unwrap_or_default();
+            format!("{kind}:{bytes}{options}")
+        }
+        _ => spec.to_owned(),
+    }
+}
+
+/// A disk as it is found from anywhere: a file by its path from the root.
+#[must_use]
+pub(crate) fn from_root(spec: &str) -> String {
+    let (disk, options) = spec.split_once('?').map_or((spec, None), |(d, o)| (d, Some(o)));
+    let is_kind = |(kind, _): &(&str, &str)| {
+        kind.starts_with(|c: char| c.is_ascii_alphabetic())
+            && kind.bytes().all(|b| b.is_ascii_alphanumeric() || b"+-".contains(&b))
+    };
+    // What follows `file:` is written otherwise than a path.
+    if disk.split_once(':').as_ref().is_some_and(is_kind) {
+        return spec.to_owned();
+    }
+    let options = options.map(|options| format!("?{options}")).unwrap_or_default();
+    let path = std::path::absolute(disk);
+    path.map_or_else(|_| spec.to_owned(), |path| format!("{}{options}", path.display()))
+}
+
 /// How a disk of this process alone is opened.
 type Open = fn(&str) -> Result<Arc<dyn Disk>, shadowbell_backend::OpenError>;
 
 fn open_by(spec: &str, open: Open) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    let (spec, limits) = split(spec)?;
+    Ok(limits.limit(open_unlimited(&spec, open)?))
+}
+
+fn open_unlimited(spec: &str, open: Open) -> Result<Arc<dyn Disk>, DiskSpecError> {
     if !["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme)) {
         let disk = open_own(spec, open).map_err(|error| match &error {
             DiskSpecError::Disk(shadowbell_backend::OpenError::NoFile { path, .. }) => {
@@ -223,6 +285,25 @@ fn parse(text: Option<&str>) -> Result<Options, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_specification_is_changed_in_one_place() {
+        for (spec, changed) in [
+            ("a.img", "a.img?read-only=on"),
+            ("a.img?read-only=off", "a.img?read-only=on"),
+            ("mem:1MiB?read-only=off&block-size=512", "mem:1MiB?block-size=512&read-only=on"),
+        ] {
+            assert_eq!(with_option(spec, "read-only", "on"), changed);
+        }
+        assert_eq!(with_size("mem:1MiB?block-size=512", 8192), "mem:8192?block-size=512");
+        assert_eq!(with_size("null:1MiB", 8192), "null:8192");
+        assert_eq!(with_size("/a.img?direct=on", 8192), "/a.img?direct=on");
+        let here = std::env::current_dir().unwrap();
+        assert_eq!(from_root("a.img?direct=on"), format!("{}/a.img?direct=on", here.display()));
+        for spec in ["/a.img?direct=on", "mem:1MiB", "nvme://0000:01:00.0/1", "file:a%3F.img"] {
+            assert_eq!(from_root(spec), spec);
+        }
+    }
 
     #[test]
     fn options_are_understood() {

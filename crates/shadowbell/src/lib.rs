@@ -73,6 +73,7 @@ mod keeper;
 mod keeper_link;
 mod keeper_query;
 mod latency;
+mod limits;
 mod live_stats;
 mod load;
 mod local;
@@ -97,6 +98,7 @@ mod transfer;
 mod transport;
 mod units;
 mod upgrade;
+mod uuid_text;
 mod verify;
 
 pub use cli::main;

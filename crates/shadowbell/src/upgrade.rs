@@ -1,9 +1,11 @@
 //! `shadowbell upgrade`: has a running server go on in a new process, without its clients losing
 //! anything. The server's keeper does it; this finds the keeper and asks.
 
+use crate::control::api::Status;
+use crate::control::find;
 use crate::keeper_query::{self, Keeper};
 use anyhow::Context;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// Have a running server go on in a new process, by another program if that was replaced
@@ -41,8 +43,20 @@ Exit status:
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let program = args.binary.as_deref();
     let program = program.map(|path| keeper_query::program("--binary", path)).transpose()?;
-    let outcome = Keeper::find(&args.server)?.upgrade(program.as_deref());
+    let outcome = keeper(&args.server)?.upgrade(program.as_deref());
     let server = args.server.display();
     println!("{}", outcome.with_context(|| format!("{server} is not upgraded"))?);
     Ok(ExitCode::SUCCESS)
+}
+
+/// The keeper of the server that is named. It knows the sockets with which that began; of others
+/// the server is asked.
+fn keeper(server: &Path) -> anyhow::Result<Keeper> {
+    Keeper::find(server).or_else(|error| {
+        let asked = find::owner(server).and_then(|(client, _)| {
+            let status = client.get::<Status>("/v1/status").ok()?;
+            Keeper::find(Path::new(&status.keeper_pid?.to_string())).ok()
+        });
+        asked.ok_or(error)
+    })
 }

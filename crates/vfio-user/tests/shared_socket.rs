@@ -282,6 +282,54 @@ fn a_descriptor_behind_a_doorbell_is_closed_by_nobody_who_is_needed() {
     assert_eq!(doorbell_writes(&shared), [(1, false)]);
 }
 
+/// The other thread may lose its processor in the middle of a client's messages. That client waits
+/// then, and no other.
+#[test]
+fn a_poller_that_is_held_up_holds_up_no_other_client() {
+    let (server, path, shared) = Server::with_toy(Limits::default());
+    let (other, other_shared, _) = server.add("other");
+    let (mut raw, socket) = share(&path, &shared);
+    eventually("the reactor sleeps", || sleeps(server.tid));
+    // The reactor is busy while the other thread begins.
+    let (busy, is_busy) = std::sync::mpsc::channel();
+    let (go_on, wait) = std::sync::mpsc::channel();
+    *other_shared.hook.lock().unwrap() = Some(Box::new(move || {
+        busy.send(()).unwrap();
+        wait.recv().unwrap();
+    }));
+    let mut other_raw = Raw::attach(&other);
+    let write = access(0, HOOK, 1);
+    let posted = header_flags::NO_REPLY;
+    let bytes = other_raw.message(command::REGION_WRITE, posted, &[write.as_bytes(), &[1]]);
+    other_raw.send(&bytes);
+    is_busy.recv().unwrap();
+    ring(&mut raw, 1);
+    let (began, has_begun) = std::sync::mpsc::channel();
+    let (release, released) = std::sync::mpsc::channel::<()>();
+    let (poller, seen) = (socket, Arc::clone(&shared));
+    let poller = std::thread::spawn(move || {
+        poller.poll_writes(&mut |_, _, data| {
+            began.send(()).unwrap();
+            let _ = released.recv();
+            seen.doorbell_writes.lock().unwrap().push((data[0], false));
+            true
+        })
+    });
+    has_begun.recv().unwrap();
+    // Something for the reactor as well, behind that.
+    let access = access(0, 16, 1);
+    let bytes = raw.message(command::REGION_WRITE, 0, &[access.as_bytes(), &[77]]);
+    raw.send(&bytes);
+    go_on.send(()).unwrap();
+    other_raw.stream.set_read_timeout(Some(std::time::Duration::from_secs(20))).unwrap();
+    other_raw.write(3, &[42]).ok();
+    drop(release);
+    poller.join().unwrap();
+    raw.reply().ok();
+    assert_eq!(doorbell_writes(&shared), [(1, false)]);
+    assert_eq!(raw.read(16, 1).ok()[16..], [77]);
+}
+
 #[test]
 fn descriptors_are_not_for_others_to_look_at() {
     let (_server, _path, shared, mut raw, _listener) = shared_with_poller(Limits::default());

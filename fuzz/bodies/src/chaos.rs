@@ -20,6 +20,10 @@ use zerocopy::IntoBytes;
 const ACTIONS: usize = 128;
 /// Turns that anything has to be done in.
 const TURNS: usize = 20_000;
+/// How often something is done that is done without a pause.
+const FLOOD: u64 = 128;
+/// Where nothing else is mapped.
+const FAR: u64 = 1 << 48;
 /// What a page that is not shared is full of.
 const GUARD: u8 = 0xa5;
 /// Pages behind the guest's memory that are never shared.
@@ -41,7 +45,7 @@ pub fn run(input: &[u8]) {
             break;
         }
         guest.act(&mut source);
-        limits.step("chaos");
+        limits.step_of("chaos", &mut guest.turns, &guest.controller);
         guest.check();
     }
     guest.finish();
@@ -303,7 +307,9 @@ impl Guest {
             11 | 12 => {
                 let bell = regs::DOORBELLS + u64::from(source.u8() % 12) * 4;
                 let value = source.near(&[0, 1, 2, 3, 15, 16, 63, 64]) as u32;
-                self.controller.write_doorbell(bell, value);
+                for _ in 0..FLOOD {
+                    self.controller.write_doorbell(bell, value);
+                }
             }
             13 => {
                 let offset = source.near(&[0x14, 0x14, 0x1c, 0x24, 0x28, 0x30, 0x0c, 0x20, 0xe04]);
@@ -351,6 +357,7 @@ impl Guest {
                 let event = source.bool().then(|| self.irq.try_clone().expect("an eventfd"));
                 self.controller.set_interrupt(vector, event);
                 self.controller.trigger_interrupt(source.below(6));
+                self.map_and_unmap();
             }
             _ => {
                 self.turns.turn();
@@ -361,6 +368,16 @@ impl Guest {
         }
         let csts = self.csts();
         assert!(!csts.rdy() || !self.frozen, "it was reset, and is ready: {csts:?}");
+    }
+
+    /// Many maps that come and go before the worker has seen any.
+    fn map_and_unmap(&self) {
+        let page = self.memory.slice(0, PAGE as usize).expect("a page");
+        for n in 0..FLOOD {
+            let at = FAR + n * PAGE;
+            self.controller.map_dma(at, PAGE, &page).expect("nothing else is there");
+            self.controller.unmap_dma(at, PAGE, || ()).expect("it is there");
+        }
     }
 
     /// A reset of some kind, to its end.

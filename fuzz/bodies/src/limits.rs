@@ -7,6 +7,7 @@
 
 use cap::Cap;
 use rustix::time::{ClockId, clock_gettime};
+use shadowbell_controller::{Controller, Turns};
 use std::alloc::System;
 use std::cell::Cell;
 use std::ffi::OsString;
@@ -19,6 +20,12 @@ const HELD: usize = 48 << 20;
 /// How much of the processor's time a step may take. With the address sanitizer, everything takes
 /// some times as long.
 const TIME: Duration = Duration::from_secs(1);
+/// How many messages may wait for a worker at a time: some for each admin command that can be under
+/// way, whatever a guest does, and however often. No program has been seen to have more than 4.
+const MESSAGES: usize = 64;
+/// How many notices may wait for a control plane: as many as the error log has entries, and some
+/// for each admin command.
+const NOTICES: usize = 64 + 32;
 
 #[global_allocator]
 static ALLOCATOR: Cap<System> = Cap::new(System, usize::MAX);
@@ -59,6 +66,14 @@ impl Limits {
         let now = time();
         let took = now.saturating_sub(self.time.replace(now));
         assert!(took <= TIME, "{body}: a step took {took:?}");
+    }
+
+    /// As [`step`](Self::step), of a program with a worker and a controller.
+    pub(crate) fn step_of(&self, body: &str, turns: &mut Turns, controller: &Controller) {
+        let (messages, notices) = (turns.most_messages(), controller.most_notices());
+        assert!(messages <= MESSAGES, "{body}: {messages} messages have waited for a worker");
+        assert!(notices <= NOTICES, "{body}: {notices} notices have waited for the control plane");
+        self.step(body);
     }
 }
 

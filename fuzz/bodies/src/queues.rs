@@ -53,11 +53,11 @@ pub fn run(input: &[u8]) {
         if !source.rarely(4) {
             host.turn();
         }
-        limits.step("queues");
+        host.step(&limits);
     }
     host.quiesce();
     host.reset(0);
-    limits.step("queues");
+    host.step(&limits);
 }
 
 fn act(host: &mut Host, source: &mut Source<'_>) {

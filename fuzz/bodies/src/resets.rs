@@ -38,8 +38,8 @@ const DATA: u64 = 14;
 const COPY_RANGES: u64 = PAGES - 2;
 const DSM_RANGES: u64 = PAGES - 1;
 /// Requests that all commands of many have in hand at most, whatever the quota says: those of their
-/// steps, and the buffers of Copy.
-const OF_MANY: usize = 32 + 4;
+/// steps, and of Copy.
+const OF_MANY: usize = 32 + 32;
 const CC: u32 = 0x0046_0000;
 
 /// Carries out a program.
@@ -53,10 +53,10 @@ pub fn run(input: &[u8]) {
             break;
         }
         guest.act(&mut source);
-        limits.step("resets");
+        limits.step_of("resets", &mut guest.turns, &guest.controller);
     }
     guest.finish();
-    limits.step("resets");
+    limits.step_of("resets", &mut guest.turns, &guest.controller);
 }
 
 /// Where the controller is.

@@ -57,7 +57,7 @@ pub fn run(input: &[u8]) {
             break;
         }
         visit.act(&mut source);
-        limits.step("session");
+        limits.step_of("session", &mut visit.turns, &visit.controller);
     }
     visit.finish();
     drop(visit);
@@ -74,6 +74,7 @@ pub fn run(input: &[u8]) {
 /// A controller behind a socket, and whoever is at the other end.
 struct Visit {
     turns: Turns,
+    controller: Controller,
     reactor: Reactor,
     listener: OwnedFd,
     /// Our end of the connection.
@@ -99,7 +100,8 @@ impl Visit {
         let config = Config { namespaces, io_queues, ..Config::default() };
         let carrier = Carrier { mapped_doorbells: source.rarely(4), listener: None };
         let controller = Controller::new(config, pool, carrier).expect("a controller");
-        let device = ControllerDevice::new(controller, Arc::new(|_| ())).expect("a function");
+        let device =
+            ControllerDevice::new(controller.clone(), Arc::new(|_| ())).expect("a function");
         let mut reactor =
             Reactor::new(shadowbell_vfio_user::server::Limits::default()).expect("a reactor");
         let listener = listen();
@@ -110,6 +112,7 @@ impl Visit {
         let memory = Mapping::from_fd(&file, 0, PAGE * PAGES, Protection::ReadWrite);
         let mut visit = Self {
             turns,
+            controller,
             reactor,
             listener,
             socket: None,

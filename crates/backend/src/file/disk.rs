@@ -12,6 +12,7 @@ use crate::error::OpenError;
 use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
 use crate::resize::ResizeError;
+use rustix::fs::OFlags;
 use shadowbell_state::Descriptors;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -129,6 +130,18 @@ impl Disk for FileDisk {
         })?;
         let shared = Arc::new(self.shared.resized(info, there));
         Ok(Arc::new(Self { shared, path: self.path.clone() }))
+    }
+
+    fn with_writes(&self, taken: bool) -> Result<Arc<dyn Disk>, ResizeError> {
+        let flags = rustix::fs::fcntl_getfl(&self.shared.file);
+        let flags = flags
+            .map_err(|errno| ResizeError::System { disk: self.name(), source: errno.into() })?;
+        if taken && !flags.contains(OFlags::RDWR) {
+            return Err(ResizeError::Opened { disk: self.name() });
+        }
+        let info = DiskInfo { read_only: !taken, ..self.info() };
+        let shared = self.shared.resized(info, self.shared.end.load(Ordering::Relaxed));
+        Ok(Arc::new(Self { shared: Arc::new(shared), path: self.path.clone() }))
     }
 
     fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {

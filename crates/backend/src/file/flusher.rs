@@ -15,8 +15,8 @@ use parking_lot::{Condvar, Mutex};
 use shadowbell_memory::AbortOnPanic;
 use std::fs::File;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// How long the thread stays without work.
@@ -30,7 +30,7 @@ pub(super) struct Flusher {
     /// The error number of the first sync that has lost data, or 0.
     lost: AtomicI32,
     /// Who is to know of that before those whose data it were.
-    on_loss: OnceLock<OnLoss>,
+    on_loss: Mutex<Option<OnLoss>>,
     work: Mutex<Work>,
     came: Condvar,
     /// The thread has gone.
@@ -40,7 +40,7 @@ pub(super) struct Flusher {
     pub(super) answer: Mutex<Option<Box<dyn FnMut() -> i32 + Send>>>,
 }
 
-struct OnLoss(Box<dyn Fn() + Send + Sync>);
+type OnLoss = Arc<dyn Fn() + Send + Sync>;
 
 #[derive(Default)]
 struct Work {
@@ -97,7 +97,7 @@ impl Flusher {
             file,
             forgets,
             lost: AtomicI32::new(lost),
-            on_loss: OnceLock::new(),
+            on_loss: Mutex::default(),
             work: Mutex::default(),
             came: Condvar::new(),
             gone: Condvar::new(),
@@ -116,10 +116,9 @@ impl Flusher {
         self.lost.store(lost, Ordering::Release);
     }
 
-    /// Has this called when data were lost.
+    /// Has this called when data were lost, and nothing else.
     pub(super) fn on_loss(&self, call: Box<dyn Fn() + Send + Sync>) {
-        // There is one.
-        let _ = self.on_loss.set(OnLoss(call));
+        *self.on_loss.lock() = Some(Arc::from(call));
     }
 
     /// A sync that begins after this, for `asker`.
@@ -229,7 +228,8 @@ impl Flusher {
         let passing = matches!(-result, 0 | libc::EINTR | libc::EAGAIN);
         if self.forgets && !passing && self.lost() == 0 {
             self.lost.store(-result, Ordering::Release);
-            if let Some(OnLoss(call)) = self.on_loss.get() {
+            let call = self.on_loss.lock().clone();
+            if let Some(call) = call {
                 call();
             }
         }

@@ -4,9 +4,10 @@ use super::limits::WARNING_TEMPERATURE;
 use crate::saved::SavedFeatures;
 use shadowbell_spec::admin::{GetFeatures, SetFeatures};
 use shadowbell_spec::feature::{
-    Arbitration, AsyncEventConfig, Capabilities, ErrorRecovery, InterruptCoalescing,
-    InterruptVectorConfiguration, IoCommandSetProfile, NumberOfQueues, PowerManagement, Select,
-    TemperatureThreshold, Timestamp, VolatileWriteCache, WriteAtomicity, fid,
+    Arbitration, AsyncEventConfig, Capabilities, ErrorRecovery, HostBehaviorSupport,
+    InterruptCoalescing, InterruptVectorConfiguration, IoCommandSetProfile, NumberOfQueues,
+    PowerManagement, Select, TemperatureThreshold, Timestamp, VolatileWriteCache, WriteAtomicity,
+    fid,
 };
 use shadowbell_spec::log::{CommandEffects, FeatureEffects};
 use shadowbell_spec::sqe::NSID_ALL;
@@ -112,6 +113,7 @@ const FEATURES: &[(u8, Scope)] = &[
     (fid::WRITE_ATOMICITY, Scope::Controller),
     (fid::ASYNC_EVENT_CONFIGURATION, Scope::Controller),
     (fid::TIMESTAMP, Scope::Controller),
+    (fid::HOST_BEHAVIOR_SUPPORT, Scope::Controller),
     (fid::IO_COMMAND_SET_PROFILE, Scope::Controller),
 ];
 
@@ -143,7 +145,11 @@ pub(crate) fn supported(volatile_cache: bool) -> impl Iterator<Item = (u8, Featu
 
 /// How many bytes a Set Features command for this feature transfers from the host.
 pub(crate) fn data_length(fid: u8) -> usize {
-    if fid == fid::TIMESTAMP { size_of::<Timestamp>() } else { 0 }
+    match fid {
+        fid::TIMESTAMP => size_of::<Timestamp>(),
+        fid::HOST_BEHAVIOR_SUPPORT => size_of::<HostBehaviorSupport>(),
+        _ => 0,
+    }
 }
 
 /// The features of a controller, as they are now.
@@ -158,12 +164,15 @@ pub(crate) struct Features {
     write_cache: bool,
     /// `None` until it was set: as many as there is room for.
     queues: Option<NumberOfQueues>,
-    coalescing: InterruptCoalescing,
+    /// `None` until it was set: interrupts are held back as the controller sees fit.
+    coalescing: Option<InterruptCoalescing>,
     /// The vectors with coalescing disabled.
     coalescing_disabled: BTreeSet<u16>,
     write_atomicity: WriteAtomicity,
     events: AsyncEventConfig,
     clock: Clock,
+    /// Advanced Command Retry: the host knows the status Command Interrupted.
+    knows_interrupted: bool,
 }
 
 /// The Timestamp feature: a clock that the host sets.
@@ -192,11 +201,12 @@ impl Features {
             error_recovery: BTreeMap::new(),
             write_cache: true,
             queues: None,
-            coalescing: InterruptCoalescing::new(),
+            coalescing: None,
             coalescing_disabled: BTreeSet::new(),
             write_atomicity: WriteAtomicity::new(),
             events: AsyncEventConfig::new(),
             clock: Clock { millis: 0, at: now_ms, set: false },
+            knows_interrupted: false,
         }
     }
 }
@@ -237,11 +247,13 @@ impl Features {
             error_recovery: self.error_recovery.iter().map(|(k, v)| (*k, *v)).collect(),
             write_cache: self.write_cache,
             queues: self.queues.map(NumberOfQueues::into_bits),
-            coalescing: self.coalescing.into_bits(),
+            coalescing: self.coalescing.map_or(0, InterruptCoalescing::into_bits),
+            coalescing_chosen: self.coalescing.is_some(),
             coalescing_disabled: self.coalescing_disabled.iter().copied().collect(),
             write_atomicity: self.write_atomicity.into_bits(),
             events: self.events.into_bits(),
             clock: (self.clock.millis, self.clock.at, self.clock.set),
+            knows_interrupted: self.knows_interrupted,
         }
     }
 
@@ -256,11 +268,12 @@ impl Features {
             error_recovery: saved.error_recovery.iter().copied().collect(),
             write_cache: saved.write_cache,
             queues: saved.queues.map(NumberOfQueues::from_bits),
-            coalescing: InterruptCoalescing::from_bits(saved.coalescing),
+            coalescing: saved.coalescing(),
             coalescing_disabled: saved.coalescing_disabled.iter().copied().collect(),
             write_atomicity: WriteAtomicity::from_bits(saved.write_atomicity),
             events: AsyncEventConfig::from_bits(saved.events),
             clock: Clock { millis, at, set },
+            knows_interrupted: saved.knows_interrupted,
         }
     }
 
@@ -333,8 +346,9 @@ impl Features {
                 };
             }
             fid::INTERRUPT_COALESCING => {
-                self.coalescing = InterruptCoalescing::from_bits(value & 0xffff);
-                let (threshold, time) = (self.coalescing.thr(), self.coalescing.time());
+                let coalescing = InterruptCoalescing::from_bits(value & 0xffff);
+                self.coalescing = Some(coalescing);
+                let (threshold, time) = (coalescing.thr(), coalescing.time());
                 effect = Effect::InterruptCoalescing { threshold, time };
             }
             fid::INTERRUPT_VECTOR_CONFIGURATION => {
@@ -360,6 +374,12 @@ impl Features {
                 let (timestamp, _) =
                     Timestamp::read_from_prefix(data).map_err(|_| invalid_field())?;
                 self.clock = Clock { millis: timestamp.millis(), at: now_ms, set: true };
+            }
+            fid::HOST_BEHAVIOR_SUPPORT => {
+                let data = data.ok_or(invalid_field())?;
+                let (wanted, _) =
+                    HostBehaviorSupport::read_from_prefix(data).map_err(|_| invalid_field())?;
+                self.knows_interrupted = host_behavior(&wanted)?;
             }
             // There is one combination of I/O command sets: that of index 0, NVM alone.
             fid::IO_COMMAND_SET_PROFILE if IoCommandSetProfile::from_bits(value).iocsci() != 0 => {
@@ -387,7 +407,12 @@ impl Features {
         now_ms: u64,
     ) -> Result<Get, Status> {
         let scope = scope_of(cmd.fid, limits.volatile_cache)?;
-        check_namespace(scope, nsid, false, limits)?;
+        // Strictly, 0 is no namespace to ask about (Base 2.1, 3.2.1.2). SPDK's target answers with
+        // what is the default everywhere, and its compliance suite, like programs that list all
+        // features of a controller, counts on that.
+        if !(scope == Scope::Namespace && nsid == 0) {
+            check_namespace(scope, nsid, false, limits)?;
+        }
         let defaults;
         let values = match Select::from_bits(cmd.sel).ok_or(invalid_field())? {
             Select::Current => self,
@@ -420,7 +445,7 @@ impl Features {
                 VolatileWriteCache::new().with_wce(values.write_cache).into_bits()
             }
             fid::NUMBER_OF_QUEUES => values.queues.unwrap_or(all_queues(limits)).into_bits(),
-            fid::INTERRUPT_COALESCING => values.coalescing.into_bits(),
+            fid::INTERRUPT_COALESCING => values.coalescing.unwrap_or_default().into_bits(),
             fid::INTERRUPT_VECTOR_CONFIGURATION => {
                 let vector = InterruptVectorConfiguration::from_bits(cmd.cdw11).iv();
                 check_vector(vector, limits)?;
@@ -432,6 +457,11 @@ impl Features {
             fid::TIMESTAMP => {
                 let data = values.clock.read(now_ms).as_bytes().to_vec();
                 return Ok(Get { dw0: 0, data: Some(data) });
+            }
+            fid::HOST_BEHAVIOR_SUPPORT => {
+                let acre = values.knows_interrupted.into();
+                let behavior = HostBehaviorSupport { acre, ..HostBehaviorSupport::default() };
+                return Ok(Get { dw0: 0, data: Some(behavior.as_bytes().to_vec()) });
             }
             fid::IO_COMMAND_SET_PROFILE => IoCommandSetProfile::new().into_bits(),
             _ => return Err(invalid_field()),
@@ -459,6 +489,17 @@ impl Features {
         self.error_recovery.extend((first..=last).map(|nsid| (nsid, wanted.tler())));
         Ok(())
     }
+}
+
+/// What a host says of itself: whether it knows Advanced Command Retry. The rest would enable what
+/// the controller has none of (formats of index 16 and above, dispersed namespaces, Copy with
+/// descriptors of format 2 and above, telemetry), and is refused.
+fn host_behavior(wanted: &HostBehaviorSupport) -> Result<bool, Status> {
+    let HostBehaviorSupport { acre, etdas, lbafee, hdisns, cdfe, .. } = *wanted;
+    if acre > 1 || (etdas, lbafee, hdisns, cdfe) != (0, 0, 0, 0) {
+        return Err(invalid_field());
+    }
+    Ok(acre == 1)
 }
 
 /// There is one power state.

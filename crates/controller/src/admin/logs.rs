@@ -150,7 +150,7 @@ impl Health {
             temperature: self.temperature.into(),
             // Flash that wears out and spare blocks are the business of the storage below, unless
             // it has no block left.
-            available_spare: if self.warning.spare() { 0 } else { 100 },
+            available_spare: 100,
             available_spare_threshold: 10,
             percentage_used: 0,
             data_units_read: data_units(self.bytes_read).into(),

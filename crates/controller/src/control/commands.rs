@@ -223,9 +223,6 @@ impl AdminCommands {
                 env.port.complete_event(completion);
                 // What is the case already when the host asks for the event is new to the host.
                 self.check_temperature(env.port);
-                if env.cx.is_any_full() {
-                    env.port.raise(AsyncEvent::SPARE_BELOW_THRESHOLD);
-                }
             }
             Effect::NumberOfQueues { submission, completion } => {
                 env.queues.grant(submission, completion);
@@ -288,7 +285,6 @@ impl AdminCommands {
             unsafe_shutdowns: lifecycle.unsafe_shutdowns,
             error_log_entries: port.errors.count(),
             warning: CriticalWarning::new()
-                .with_spare(cx.is_any_full())
                 .with_temperature(self.features.temperature_warning(TEMPERATURE)),
             ..Health::default()
         }
@@ -359,16 +355,14 @@ impl AdminCommands {
     /// A command for `nsid` has failed: what follows from that for the namespace.
     ///
     /// A write that needs room where there is none ends with Capacity Exceeded, and with Do Not
-    /// Retry, because nothing that the host does by itself at once makes room. The SMART / Health
-    /// log page then has no Available Spare and the critical warning that belongs to it, and
-    /// hosts that asked for that get the asynchronous event (Base 2.1, 5.1.12.1.3, "Available
-    /// Spare", and 5.1.2, "Spare Below Threshold"). The specification has no other word for a
-    /// namespace below which the storage is full. Whoever owns the storage gets an event; so
-    /// does that of one whose data could not be written back.
+    /// Retry, because nothing that the host does by itself at once makes room. That is all that
+    /// the specification has for a namespace with less behind it than it promises (NVM 1.1,
+    /// "Capacity Exceeded"). Available Spare is about cells that wear out: whoever watches a guest
+    /// would take the disk for one that fails. Whoever owns the storage gets an event; so does that
+    /// of one whose data could not be written back.
     pub(super) fn command_failed(
         &mut self,
         cx: &Context,
-        port: &mut AdminPort,
         (nsid, status): (u32, Status),
         deferred: &mut Deferred,
     ) {
@@ -376,9 +370,6 @@ impl AdminCommands {
         if status.code() == Status::CAPACITY_EXCEEDED {
             if cx.serving().get(nsid).is_none() {
                 return;
-            }
-            if cx.is_any_full() {
-                port.raise(AsyncEvent::SPARE_BELOW_THRESHOLD);
             }
             if self.full.allows(nsid, now) {
                 deferred.event(Event::Full(nsid));

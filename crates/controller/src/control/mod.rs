@@ -584,7 +584,7 @@ impl Control {
         self.port.errors.skip(missed.count);
         let full = missed.full.iter().map(|nsid| (*nsid, Status::CAPACITY_EXCEEDED));
         for failed in full.chain(missed.write_fault) {
-            self.commands.command_failed(cx, &mut self.port, failed, deferred);
+            self.commands.command_failed(cx, failed, deferred);
         }
     }
 
@@ -600,7 +600,7 @@ impl Control {
             Notice::CommandError { sqid, cid, status, nsid, lba } => {
                 self.port.log_error(sqid, cid, status, nsid, lba);
                 let failed = (nsid, status);
-                self.commands.command_failed(cx, &mut self.port, failed, deferred);
+                self.commands.command_failed(cx, failed, deferred);
             }
             Notice::MemoryLost => {
                 self.fail("memory that the host shared was taken away (truncated)", deferred);

@@ -148,6 +148,11 @@ impl Control {
             self.commands.forget_namespace(nsid);
         }
         cx.identify(cx.identified().with(nsid, namespace));
+        self.announce_namespace(nsid);
+    }
+
+    /// Has the host know that a namespace has changed.
+    pub(crate) fn announce_namespace(&mut self, nsid: u32) {
         // A host that has not begun will look at everything.
         if self.lifecycle.phase == Phase::Ready {
             self.commands.namespace_changed(nsid);

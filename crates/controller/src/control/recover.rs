@@ -77,17 +77,14 @@ impl Control {
         journal: &RecoveredJournal,
     ) -> Result<(), RestoreError> {
         let (table, shadow) = (self.memory.table(), self.memory.shadow);
-        let (queue, posted) = AdminQueue::recover(saved, &cx.shared, table, shadow, journal)
+        let queue = AdminQueue::recover(saved, &cx.shared, table, shadow, journal)
             .ok_or(RestoreError::Invalid("the admin queue"))?;
         // The record of this process is made before anybody serves the queue.
         let journal = cx.shared.journal_part(0, self.lifecycle.generation).unwrap_or_default();
         if let Some(journal) = &journal {
             queue.write_down(journal);
         }
-        let position = queue.position();
         self.reopen_admin(cx, saved, queue);
-        // Or the next process would look for them behind what is posted from here on.
-        self.port.progress.posted(position, &posted);
         Ok(())
     }
 }

@@ -15,7 +15,6 @@ use crate::saved::{SavedAdminQueue, SavedControl, SavedController};
 use crate::successor::{RestoreError, SaveError};
 use crate::worker::relocation::{Opening, Restoring};
 use shadowbell_memory::EventFd;
-use shadowbell_spec::feature::InterruptCoalescing;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -102,8 +101,9 @@ impl Control {
         self.lifecycle.unsafe_shutdowns = control.unsafe_shutdowns;
         let powered = Duration::from_millis(control.powered_ms);
         self.lifecycle.since = Instant::now().checked_sub(powered).unwrap_or(self.lifecycle.since);
-        let coalescing = InterruptCoalescing::from_bits(control.features.coalescing);
-        cx.shared.coalescing.set(coalescing.thr(), coalescing.time());
+        if let Some(coalescing) = control.features.coalescing() {
+            cx.shared.coalescing.set(coalescing.thr(), coalescing.time());
+        }
         for vector in &control.features.coalescing_disabled {
             cx.shared.coalescing.disable(*vector, true);
         }
@@ -128,8 +128,8 @@ impl Control {
     ) {
         let (table, shadow) = (Arc::clone(self.memory.table()), self.memory.shadow);
         let generation = self.lifecycle.generation;
+        self.port.progress = AdminProgress::recover(saved, queue.to_post());
         self.port.reopen(Attach { queue, table, generation, shadow }, saved.used);
-        self.port.progress = AdminProgress::recover(saved);
         self.poll_admin_doorbells(cx);
     }
 }

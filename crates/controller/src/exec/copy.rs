@@ -7,10 +7,11 @@
 //!
 //! A copy is never carried out where its entry is fetched: it goes on between two passes over the
 //! queues, range by range, as far as the controller's share of the turn goes. On a disk that
-//! answers at once, others' commands get their turn meanwhile; on one that does not, the requests
+//! answers at once, others' commands get their turn meanwhile; on one that does not, some requests
 //! of a stride are under way at the same time.
 
 use super::in_flight::{InFlight, InFlightTable, Kind, Owner};
+use super::long::UNDER_WAY;
 use super::namespace::{NamespaceQueue, index_of};
 use super::quota::cost;
 use super::resolve::read_list;
@@ -252,9 +253,16 @@ impl Copies {
         });
     }
 
+    /// How many more requests the disks may have in hand.
+    fn room(&self) -> u32 {
+        UNDER_WAY.saturating_sub(self.list.iter().map(|copy| copy.left).sum())
+    }
+
     /// Whether a stride can be taken without waiting for anybody.
     pub(super) fn can_advance(&self) -> bool {
-        self.list.iter().any(|copy| self.is_ready(copy))
+        let has_room = self.room() != 0;
+        let ends = |copy: &Copy| copy.left == 0 && copy.is_over();
+        self.list.iter().any(|copy| ends(copy) || has_room && self.is_ready(copy))
     }
 
     /// Goes on, as far as the budget goes. The copies that are over.
@@ -264,14 +272,15 @@ impl Copies {
         in_flight: &mut InFlightTable,
         budget: &mut i64,
     ) -> Vec<CopyEnd> {
+        let mut room = self.room();
         let mut list = std::mem::take(&mut self.list);
         let mut over = Vec::new();
         list.retain_mut(|copy| {
-            while *budget > 0 && !copy.is_over() && self.is_ready(copy) {
+            while *budget > 0 && room > 0 && !copy.is_over() && self.is_ready(copy) {
                 if copy.buffer.is_none() {
                     copy.buffer = self.buffer();
                 }
-                copy.advance(&mut namespaces[copy.namespace], in_flight, budget);
+                copy.advance(&mut namespaces[copy.namespace], in_flight, budget, &mut room);
             }
             if copy.left != 0 || !copy.is_over() {
                 return true;
@@ -293,6 +302,7 @@ impl Copy {
         namespace: &mut NamespaceQueue,
         in_flight: &mut InFlightTable,
         budget: &mut i64,
+        room: &mut u32,
     ) {
         let Some(buffer) = self.buffer.clone() else {
             return self.fail(0, Status::INTERNAL);
@@ -305,7 +315,7 @@ impl Copy {
             (self.next, self.at) = (0, 0);
         }
         let reading = self.stride == Stride::Reading;
-        while *budget > 0 && self.has_more() {
+        while *budget > 0 && *room > 0 && self.has_more() {
             let range = self.next as u32;
             let Source { offset, len } = self.sources[self.next];
             let (request, kind) = if reading {
@@ -331,6 +341,7 @@ impl Copy {
                 }
                 Submitted::Pending => {
                     *budget -= cost::of_request(len);
+                    *room -= 1;
                     self.left += 1;
                     let owner = Owner::Range { copy: self.parent, range };
                     in_flight.insert(tag, InFlight::new(owner, self.namespace, kind));

@@ -1,12 +1,14 @@
 //! Everything that executing I/O commands for one controller takes, on one worker.
 
 use super::copy::{Copies, CopyEnd, parse_copy};
+use super::forced::{ForcedRead, ForcedReads};
 use super::in_flight::{CompletedCommand, InFlight, InFlightTable, Kind, Owner};
 use super::long::{LongCommand, LongCommands, Part, piece};
 use super::namespace::{INACTIVE, NamespaceQueue, index_of};
 use super::quota::{Exceeded, Quota, cost};
 use super::resolve::{read_list, resolve_flagged};
 use super::retired::Retired;
+use super::spans::TouchedSpans;
 use super::status::{is_media_error, status_of};
 use crate::latch::Latch;
 use crate::queue::Permit;
@@ -33,9 +35,9 @@ pub(crate) enum Closed {
 const PLACES: u64 = 4;
 /// Places that the list of a command may have, one that is refused for it included.
 const MAX_PLACES: usize = shadowbell_memory::MAX_SGL_DESCRIPTORS;
-/// Places that may be touched after page tables were thrown away, because the disks have them in
-/// hand.
-const PLACES_IN_FLIGHT: usize = 4096;
+/// Pieces of memory whose page tables were not there before, that the disks may have in hand: they
+/// can be made after others were thrown away.
+const FRESH_IN_FLIGHT: usize = 4096;
 
 const READ: u8 = NvmOpcode::Read as u8;
 const WRITE: u8 = NvmOpcode::Write as u8;
@@ -63,8 +65,8 @@ pub(crate) struct Engine {
     view: View,
     limits: Limits,
     quota: Quota,
-    /// As the quota says, or fewer.
-    pieces: usize,
+    /// As how many a piece counts whose page table is not there yet.
+    fresh_weight: usize,
     /// What may still be spent in this pass, by the measure of [`cost`]; below 0 if the last
     /// command took more than there was.
     budget: i64,
@@ -73,9 +75,13 @@ pub(crate) struct Engine {
     /// Places of the host's memory that were touched, at most, and how many may be in this pass.
     touched: u64,
     may_touch: u64,
+    /// What was touched of it, if that is counted.
+    spans: TouchedSpans,
     write_through: bool,
     /// Whether a disk wants hints of requests before they come.
     wants_hints: bool,
+    /// Whether a disk wants to know whose requests come.
+    takes_turns: bool,
     /// By NSID - 1.
     namespaces: Vec<NamespaceQueue>,
     retired: Retired,
@@ -87,6 +93,7 @@ pub(crate) struct Engine {
     spare: Vec<Segments>,
     copies: Copies,
     long: LongCommands,
+    forced: ForcedReads,
     /// What was done, for others to read.
     pub(crate) counters: Arc<IoCounters>,
     transfers: TransferStats,
@@ -147,14 +154,16 @@ impl Engine {
     ) -> Self {
         let mut engine = Self {
             wants_hints: want_hints(&namespaces),
+            takes_turns: take_turns(&namespaces),
             view,
             limits: Limits { page_size, max_transfer, max_zeroes },
             quota,
-            pieces: quota.pieces,
+            fresh_weight: (quota.pieces / FRESH_IN_FLIGHT).max(1),
             budget: 0,
             closed: 0,
             touched: 0,
             may_touch: u64::MAX,
+            spans: TouchedSpans::default(),
             write_through: false,
             namespaces,
             retired: Retired::default(),
@@ -164,6 +173,7 @@ impl Engine {
             spare: Vec::new(),
             copies: Copies::default(),
             long: LongCommands::default(),
+            forced: ForcedReads::default(),
             transfers: counters.transfers(),
             counters,
         };
@@ -173,10 +183,9 @@ impl Engine {
 
     /// What is known of the host's memory has changed: whether touches of it are counted.
     fn measure_memory(&mut self) {
-        let is_sparse = self.view.table().is_sparse();
-        self.may_touch = if is_sparse { page_tables::SPEND } else { u64::MAX };
-        let most = if is_sparse { PLACES_IN_FLIGHT } else { usize::MAX };
-        self.pieces = self.quota.pieces.min(most);
+        let bytes = self.view.table().sparse_bytes();
+        self.may_touch = if bytes != 0 { page_tables::SPEND } else { u64::MAX };
+        self.spans.resize(bytes);
     }
 
     /// Whether touches of the host's memory are counted, because there is so much of it.
@@ -215,6 +224,7 @@ impl Engine {
         let new = new.unwrap_or_else(NamespaceQueue::none);
         let old = std::mem::replace(&mut self.namespaces[index], new);
         self.wants_hints = want_hints(&self.namespaces);
+        self.takes_turns = take_turns(&self.namespaces);
         if old.is_none() {
             return None;
         }
@@ -332,16 +342,16 @@ impl Engine {
     /// Of what there is as much under way as may be.
     #[inline]
     pub(crate) fn exceeded(&self) -> Option<Exceeded> {
-        let Self { quota, in_flight, copies, long, .. } = self;
+        let Self { quota, in_flight, copies, long, forced, .. } = self;
         if in_flight.len() == 0 {
             None
         } else if in_flight.len() >= quota.requests {
             Some(Exceeded::Requests)
         } else if in_flight.bytes() >= quota.bytes {
             Some(Exceeded::Bytes)
-        } else if in_flight.pieces() >= self.pieces {
+        } else if in_flight.pieces() >= quota.pieces {
             Some(Exceeded::Pieces)
-        } else if copies.len().max(long.len()) >= quota.long_commands {
+        } else if copies.len().max(long.len()).max(forced.len()) >= quota.long_commands {
             Some(Exceeded::LongCommands)
         } else {
             None
@@ -390,6 +400,18 @@ impl Engine {
         self.write_through = write_through;
     }
 
+    /// Whether [`begin_turn`](Self::begin_turn) is of use.
+    #[inline]
+    pub(crate) fn takes_turns(&self) -> bool {
+        self.takes_turns
+    }
+
+    /// The commands that come from here on are of submission queue `sq`.
+    #[cold]
+    pub(crate) fn begin_turn(&mut self, sq: usize) {
+        self.namespaces.iter_mut().for_each(|ns| ns.queue.begin_turn(sq as u32));
+    }
+
     /// Whether [`Prefetch`](super::prefetch::Prefetch) is of use.
     #[inline]
     pub(crate) fn wants_prefetch_hints(&self) -> bool {
@@ -410,6 +432,8 @@ impl Engine {
     pub(crate) fn count_error(&mut self, status: Status) {
         self.budget -= cost::FAILURE;
         self.touch(MAX_PLACES);
+        // Who knows how far it came.
+        self.spans.forget();
         self.counters.errors.add(1);
         self.counters.media_errors.add(u64::from(is_media_error(status)));
     }
@@ -456,7 +480,7 @@ impl Engine {
         let Some(namespace) = self.namespaces.get_mut(index) else {
             return Started::Failed(permit, Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr());
         };
-        if !SLOW && namespace.length(sqe) > cost::SHORT_BYTES {
+        if !SLOW && namespace.effort(sqe) > cost::SHORT_BYTES {
             return self.slow_transfer(op, sqe, sq, permit);
         }
         let with = (&self.view, self.limits, self.write_through);
@@ -465,12 +489,19 @@ impl Engine {
             Err(status) => return Started::Failed(permit, status),
         };
         // An SGL can be made of many short pieces; PRPs are of whole pages.
-        let (pieces, mut places) = (if SLOW { self.scratch.pieces().len() } else { 0 }, 0);
+        let (mut pieces, mut places) = (if SLOW { self.scratch.pieces().len() } else { 0 }, 0);
         if SLOW {
             self.budget -= cost::of_pieces(pieces);
-            let lists = if sqe.flags == 0 { 0 } else { self.scratch.lists() };
-            // A piece may lie on both sides of a border.
-            places = 2 * pieces + lists;
+            if self.may_touch != u64::MAX {
+                let all = self.scratch.pieces().iter();
+                let fresh = self.spans.touch(all.map(|piece| (piece.address(), piece.len())));
+                places = fresh + if sqe.flags == 0 { 0 } else { self.scratch.lists() };
+                pieces += fresh * (self.fresh_weight - 1);
+            }
+        }
+        if SLOW && Self::is_forced(namespace, &request, sqe, self.write_through) {
+            self.touch(places);
+            return self.force(index, request, (kind, pieces), sqe, sq, permit);
         }
         let submitted = namespace.queue.submit(tag, &request, &mut self.scratch);
         if SLOW {
@@ -490,12 +521,72 @@ impl Engine {
             Submitted::Pending => {
                 let owner = Owner::Command { sq, cid: sqe.cid, permit };
                 let entry = InFlight::new(owner, index, kind).at(sqe.nsid, sqe.cdw10_11());
-                let pages = (request.len >> 12) as usize + 2;
-                let pieces = if SLOW { pieces } else { pages };
+                if !SLOW {
+                    pieces = (request.len >> 12) as usize + 2;
+                    if self.may_touch != u64::MAX {
+                        pieces += self.touch_short(sqe, request.len) * (self.fresh_weight - 1);
+                    }
+                }
                 self.keep(tag, request.len, entry.in_pieces(pieces));
                 Started::Pending
             }
         }
+    }
+
+    /// The data of a short command lie where its PRPs say: how many parts of the host's memory are
+    /// touched for them that were not before, at most.
+    #[cold]
+    #[inline(never)]
+    fn touch_short(&mut self, sqe: &Sqe, len: u64) -> usize {
+        let (view, page) = (&self.view, self.limits.page_size as u64);
+        let first = page - (sqe.prp1() & (page - 1));
+        let (second, listed) = match len.saturating_sub(first) {
+            0 => (None, 0),
+            left if left <= page => (Some(sqe.prp2()), 0),
+            // They are in a list, which is not read once more.
+            left => (Some(sqe.prp2()), left.div_ceil(page) as usize),
+        };
+        let places = std::iter::once(sqe.prp1()).chain(second);
+        self.spans.touch(places.filter_map(|iova| Some((view.address(iova)?, 1)))) + listed
+    }
+
+    /// Whether a request reads, and has to find what it reads on the medium, where it may not be
+    /// yet.
+    fn is_forced(
+        namespace: &NamespaceQueue,
+        request: &Request,
+        sqe: &Sqe,
+        write_through: bool,
+    ) -> bool {
+        matches!(request.op, Op::Read | Op::Compare | Op::Verify)
+            && namespace.volatile_cache
+            && !write_through
+            && RwFields::decode(sqe).fua
+    }
+
+    /// Takes on a command whose request follows a flush. Its data are in `scratch`, in so many
+    /// pieces.
+    fn force(
+        &mut self,
+        index: usize,
+        request: Request,
+        (kind, pieces): (Kind, usize),
+        sqe: &Sqe,
+        sq: usize,
+        permit: Permit,
+    ) -> Started {
+        let tag = self.in_flight.next_tag();
+        let owner = Owner::Command { sq, cid: sqe.cid, permit };
+        let entry = InFlight::new(owner, index, kind).at(sqe.nsid, sqe.cdw10_11());
+        self.in_flight.insert(tag, entry.in_pieces(pieces).of_requests());
+        self.last_tag = tag;
+        let data = std::mem::replace(&mut self.scratch, self.spare.pop().unwrap_or_default());
+        let Self { forced, namespaces, in_flight, .. } = self;
+        let command = ForcedRead::new((tag, sq), index, request, data);
+        forced.begin(command, namespaces, in_flight);
+        self.budget -= cost::of_request(0);
+        self.review_quota();
+        Started::Pending
     }
 
     /// So many places of the host's memory were touched, at most.
@@ -541,6 +632,12 @@ impl Engine {
         };
         match requests {
             Err(status) => Started::Failed(permit, status),
+            Ok(Requests::One(index, request, kind))
+                if Self::is_forced(&self.namespaces[index], &request, sqe, self.write_through) =>
+            {
+                self.scratch.rewind();
+                self.force(index, request, (kind, 0), sqe, sq, permit)
+            }
             Ok(Requests::One(index, request, kind)) => {
                 let longest = self.namespaces[index].queue.longest_inline();
                 if piece(&request, longest) == request.len {
@@ -743,7 +840,7 @@ impl Engine {
             self.reap_queues(retired.iter_mut(), &mut ended);
             self.retired = retired;
         }
-        if self.copies.is_empty() && self.long.len() == 0 {
+        if self.copies.is_empty() && self.long.len() + self.forced.len() == 0 {
             return false;
         }
         self.advance(&mut ended)
@@ -779,12 +876,13 @@ impl Engine {
     /// Goes on with the commands that are many requests. Whether there is more to do at once.
     #[cold]
     fn advance(&mut self, ended: &mut impl FnMut(CompletedCommand)) -> bool {
-        let Self { copies, long, namespaces, in_flight, .. } = self;
+        let Self { copies, long, forced, namespaces, in_flight, .. } = self;
         // Half of what there is: the queues are to have the rest.
         let half = (self.budget + 1) / 2;
         let mut left = half;
         let copied = copies.advance(namespaces, in_flight, &mut left);
-        let over = long.advance(namespaces, in_flight, &mut left);
+        let mut over = long.advance(namespaces, in_flight, &mut left);
+        over.extend(forced.advance(namespaces, in_flight, &mut left));
         self.budget -= half - left;
         for CopyEnd { parent, status, dw0 } in copied {
             if !status.is_success() {
@@ -804,7 +902,7 @@ impl Engine {
 
     /// Whether there is more to do at once, which no disk announces.
     pub(crate) fn can_advance(&self) -> bool {
-        self.copies.can_advance() || self.long.can_advance()
+        self.copies.can_advance() || self.long.can_advance() || self.forced.can_advance()
     }
 
     /// A request has ended: the command that has ended with it, if there is one.
@@ -833,6 +931,7 @@ impl Engine {
                     self.in_flight.fail(parent, status);
                 }
                 self.long.part_ended(parent);
+                self.forced.part_ended(parent);
                 None
             }
             Owner::Dropped { parent } => {
@@ -875,6 +974,7 @@ impl Engine {
         });
         self.copies.cancel(|copy| copy.parent == found);
         self.long.cancel(found);
+        self.forced.cancel(|command| command.parent == found);
         if let Some(entry) = self.in_flight.get_mut(found) {
             entry.waiting = Some(latch);
         }
@@ -901,6 +1001,7 @@ impl Engine {
             }
         }
         self.copies.cancel(|copy| of.is_none_or(|queue| copy.sq == queue));
+        self.forced.cancel(|command| of.is_none_or(|queue| command.sq == queue));
         self.long.cancel_all(of);
     }
 
@@ -919,6 +1020,10 @@ fn cancel_at(namespaces: &mut [NamespaceQueue], retired: &mut Retired, at: usize
     if let Some(namespace) = namespaces.get_mut(at).or_else(|| retired.get_mut(at)) {
         namespace.queue.cancel(tag);
     }
+}
+
+fn take_turns(namespaces: &[NamespaceQueue]) -> bool {
+    namespaces.iter().any(|namespace| namespace.queue.takes_turns())
 }
 
 fn want_hints(namespaces: &[NamespaceQueue]) -> bool {

@@ -198,6 +198,11 @@ impl InFlightTable {
         }
     }
 
+    /// Whether an entry is there no more, or has failed.
+    pub(super) fn has_failed(&mut self, tag: u32) -> bool {
+        self.get_mut(tag).is_none_or(|entry| !entry.status.is_success())
+    }
+
     /// The tag of a command.
     pub(super) fn find(&self, sq: usize, cid: u16) -> Option<u32> {
         let is_it = |entry: &Option<InFlight>| {

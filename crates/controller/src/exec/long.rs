@@ -14,8 +14,9 @@ use shadowbell_memory::Segments;
 use shadowbell_spec::status::Status;
 use std::collections::VecDeque;
 
-/// Requests of all long commands of a controller that its disks have in hand, at most.
-const UNDER_WAY: u32 = 32;
+/// Requests of all long commands of a controller that its disks have in hand, at most; and as many
+/// of its copies.
+pub(super) const UNDER_WAY: u32 = 32;
 
 /// One request of a long command, by the index of its namespace.
 pub(super) type Part = (usize, Request);

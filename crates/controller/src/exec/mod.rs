@@ -2,6 +2,7 @@
 
 mod copy;
 mod engine;
+mod forced;
 mod in_flight;
 mod long;
 mod namespace;
@@ -9,9 +10,11 @@ pub(crate) mod prefetch;
 mod quota;
 mod resolve;
 mod retired;
+mod spans;
 mod status;
 
 pub(crate) use engine::{Closed, Engine, Started};
 pub(crate) use in_flight::CompletedCommand;
 pub(crate) use namespace::NamespaceQueue;
+pub(crate) use quota::Exceeded;
 pub use quota::Quota;

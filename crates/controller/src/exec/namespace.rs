@@ -21,6 +21,7 @@ pub(crate) struct NamespaceQueue {
     pub(super) blocks: u64,
     pub(super) block_shift: u32,
     pub(super) read_only: bool,
+    pub(super) volatile_cache: bool,
     pub(super) queue: Box<dyn Queue>,
 }
 
@@ -31,6 +32,7 @@ impl NamespaceQueue {
             blocks: namespace.blocks(),
             block_shift: namespace.block_shift(),
             read_only: namespace.read_only(),
+            volatile_cache: namespace.info().volatile_cache,
             queue: if namespace.write_through() { Box::new(WriteThrough(queue)) } else { queue },
         })
     }
@@ -42,7 +44,13 @@ impl NamespaceQueue {
 
     /// For an NSID at which there is no namespace.
     pub(super) fn none() -> Self {
-        Self { blocks: 0, block_shift: 9, read_only: true, queue: Box::new(Nothing) }
+        Self {
+            blocks: 0,
+            block_shift: 9,
+            read_only: true,
+            volatile_cache: false,
+            queue: Box::new(Nothing),
+        }
     }
 
     pub(super) fn is_none(&self) -> bool {
@@ -66,28 +74,34 @@ impl NamespaceQueue {
         if self.is_none() { INACTIVE } else { Status::LBA_OUT_OF_RANGE.with_dnr() }
     }
 
-    /// How many bytes of data a read or write has.
+    /// How many bytes of data a read or write has. One that is forced to the medium, which takes
+    /// long, has more than any other: so one look at both is enough.
     #[inline]
-    pub(super) fn length(&self, sqe: &Sqe) -> u64 {
-        u64::from(RwFields::decode(sqe).blocks()) << self.block_shift
+    pub(super) fn effort(&self, sqe: &Sqe) -> u64 {
+        const FUA: u32 = 1 << 30;
+        const NLB: u32 = 0xffff;
+        (u64::from(sqe.cdw12 & (FUA | NLB)) + 1) << self.block_shift
     }
 
     /// Wakes whoever waits for `epoll` when the disk has done something.
     pub(crate) fn watch(&self, epoll: &OwnedFd) -> io::Result<()> {
-        let Some(fd) = self.wake_fd() else { return Ok(()) };
+        if let Some(timer) = self.queue.timer_fd() {
+            epoll::add(epoll, timer, EventData::new_u64(DISK_TOKEN), EventFlags::IN)?;
+        }
+        let Some(fd) = self.queue.wake_fd() else { return Ok(()) };
         let edges = if self.queue.wakes_by_edges() { EventFlags::ET } else { EventFlags::empty() };
         Ok(epoll::add(epoll, fd, EventData::new_u64(DISK_TOKEN), EventFlags::IN | edges)?)
     }
 
     /// Undoes [`watch`](Self::watch).
     pub(crate) fn unwatch(&self, epoll: &OwnedFd) {
-        if let Some(fd) = self.wake_fd() {
+        for fd in self.wake_fds() {
             let _ = epoll::delete(epoll, fd);
         }
     }
 
-    pub(crate) fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.queue.wake_fd()
+    pub(crate) fn wake_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.queue.wake_fd().into_iter().chain(self.queue.timer_fd())
     }
 }
 
@@ -154,6 +168,14 @@ impl Queue for WriteThrough {
         self.0.submit(tag, &Request { op, ..*request }, data)
     }
 
+    fn takes_turns(&self) -> bool {
+        self.0.takes_turns()
+    }
+
+    fn begin_turn(&mut self, source: u32) {
+        self.0.begin_turn(source);
+    }
+
     fn wants_prefetch_hints(&self) -> bool {
         self.0.wants_prefetch_hints()
     }
@@ -188,6 +210,10 @@ impl Queue for WriteThrough {
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         self.0.wake_fd()
+    }
+
+    fn timer_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.0.timer_fd()
     }
 
     fn wakes_by_edges(&self) -> bool {

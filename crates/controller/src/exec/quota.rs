@@ -16,8 +16,8 @@ pub struct Quota {
     pub bytes: u64,
     /// Pieces of host memory that these data lie in.
     pub pieces: usize,
-    /// Commands that are carried out in many steps (Copy, Dataset Management and others of many
-    /// ranges), of each kind.
+    /// Commands that are carried out in several steps (Copy; Dataset Management and others of many
+    /// ranges; reads with Force Unit Access of a disk with a cache), of each kind.
     pub long_commands: usize,
 }
 

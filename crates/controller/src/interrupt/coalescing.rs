@@ -7,10 +7,22 @@ use std::time::Duration;
 /// them. Base 2.1, "Interrupt Coalescing".
 #[derive(Debug, Default)]
 pub(crate) struct Coalescing {
-    /// Aggregation Threshold in bits 7:0 (0's based), Aggregation Time in 15:8 (units of 100 µs).
+    /// Aggregation Threshold in bits 7:0 (0's based), Aggregation Time in 15:8 (units of 100 µs),
+    /// and bit 16 if the host has set them.
     setting: AtomicU32,
     /// A bit a vector: coalescing disabled.
     disabled: [AtomicU64; 2],
+}
+
+/// How long a vector's interrupts may be held back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wish {
+    /// The host has said nothing: that is the controller's own choice.
+    None,
+    /// Not at all.
+    AtOnce,
+    /// As far as this goes.
+    Aggregate(Aggregation),
 }
 
 /// What coalescing asks of a vector.
@@ -24,7 +36,8 @@ pub(crate) struct Aggregation {
 
 impl Coalescing {
     pub(crate) fn set(&self, threshold: u8, time: u8) {
-        self.setting.store(u32::from(threshold) | u32::from(time) << 8, Ordering::Relaxed);
+        let setting = u32::from(threshold) | u32::from(time) << 8 | CHOSEN;
+        self.setting.store(setting, Ordering::Relaxed);
     }
 
     pub(crate) fn disable(&self, vector: u16, disabled: bool) {
@@ -42,21 +55,32 @@ impl Coalescing {
         self.disabled.iter().for_each(|word| word.store(0, Ordering::Relaxed));
     }
 
-    /// `None` if `vector`'s interrupts are not to be held back. A threshold or a time of 0 means
-    /// that, and vector 0, the admin queue's, never is (the clause speaks of I/O queues only).
-    pub(crate) fn of(&self, vector: u16) -> Option<Aggregation> {
+    /// What the host wishes of `vector`. A threshold or a time of 0 switches coalescing off, and so
+    /// does feature 09h for one vector; vector 0, the admin queue's, is never held back (the clause
+    /// speaks of I/O queues only).
+    pub(crate) fn of(&self, vector: u16) -> Wish {
         let setting = self.setting.load(Ordering::Relaxed);
+        let disabled = &self.disabled.get(usize::from(vector / 64));
+        let disabled = disabled.map_or(0, |word| word.load(Ordering::Relaxed));
+        if disabled >> (vector % 64) & 1 != 0 {
+            return Wish::AtOnce;
+        }
+        if setting & CHOSEN == 0 {
+            return Wish::None;
+        }
         let (threshold, time) = (setting & 0xff, setting >> 8 & 0xff);
         if threshold == 0 || time == 0 || vector == 0 {
-            return None;
+            return Wish::AtOnce;
         }
-        let word = self.disabled.get(usize::from(vector / 64))?.load(Ordering::Relaxed);
-        (word >> (vector % 64) & 1 == 0).then(|| Aggregation {
+        Wish::Aggregate(Aggregation {
             threshold: threshold + 1,
             time: Duration::from_micros(u64::from(time) * 100),
         })
     }
 }
+
+/// The host has set Interrupt Coalescing.
+const CHOSEN: u32 = 1 << 16;
 
 #[cfg(test)]
 mod tests {
@@ -65,18 +89,20 @@ mod tests {
     #[test]
     fn coalescing_is_per_vector_and_off_at_zero() {
         let c = Coalescing::default();
-        assert_eq!(c.of(1), None);
+        assert_eq!(c.of(1), Wish::None);
         c.set(7, 3);
-        let a = c.of(1).unwrap();
-        assert_eq!((a.threshold, a.time.as_micros()), (8, 300));
-        assert_eq!(c.of(0), None);
+        let aggregation = Aggregation { threshold: 8, time: Duration::from_micros(300) };
+        assert_eq!(c.of(1), Wish::Aggregate(aggregation));
+        assert_eq!(c.of(0), Wish::AtOnce);
         c.disable(1, true);
-        assert_eq!(c.of(1), None);
-        assert!(c.of(65).is_some());
+        assert_eq!(c.of(1), Wish::AtOnce);
+        assert_eq!(c.of(65), Wish::Aggregate(aggregation));
         c.disable(1, false);
-        assert!(c.of(1).is_some());
+        assert_eq!(c.of(1), Wish::Aggregate(aggregation));
         c.disable(1000, true);
         c.set(7, 0);
-        assert_eq!(c.of(1), None);
+        assert_eq!(c.of(1), Wish::AtOnce);
+        c.reset();
+        assert_eq!(c.of(1), Wish::None);
     }
 }

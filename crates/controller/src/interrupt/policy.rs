@@ -2,13 +2,13 @@
 //!
 //! Three reasons hold an interrupt back, in this order:
 //!
-//! 1. *Coalescing*: the host asked for it (features 08h and 09h).
+//! 1. *Coalescing*: the host has set features 08h and 09h. Then they alone decide.
 //! 2. *Suppression*: the host has not consumed what the last interrupt announced, so it will find
 //!    what was posted since. The interrupt is raised when the host has caught up, after a limit, or
 //!    before the worker sleeps: it is never lost.
 //! 3. *Moderation*: more completions are about to come ([`Moderation`]).
 
-use super::coalescing::Coalescing;
+use super::coalescing::{Coalescing, Wish};
 use super::moderation::{HoldLimit, Moderation};
 use super::table::IrqLine;
 use std::time::{Duration, Instant};
@@ -89,20 +89,22 @@ impl InterruptPolicy {
         self.unconsumed != 0
     }
 
-    /// Whether the host's own setting holds the interrupt back.
-    pub(crate) fn is_coalesced(&mut self, coalescing: &Coalescing) -> bool {
-        let Some(aggregation) = self.line.as_ref().and_then(|line| coalescing.of(line.vector()))
-        else {
-            return false;
-        };
-        if self.unannounced >= aggregation.threshold {
-            return false;
+    /// What the host's own setting says about the interrupt, if there is one.
+    pub(crate) fn coalesce(&mut self, coalescing: &Coalescing) -> Option<Decision> {
+        let line = self.line.as_ref()?;
+        match coalescing.of(line.vector()) {
+            Wish::None => None,
+            Wish::AtOnce => Some(Decision::Raise),
+            Wish::Aggregate(wish) if self.unannounced >= wish.threshold => Some(Decision::Raise),
+            Wish::Aggregate(wish) => {
+                let until = *self.coalesced.get_or_insert_with(|| Instant::now() + wish.time);
+                let is_over = Instant::now() >= until;
+                Some(if is_over { Decision::Raise } else { Decision::Hold })
+            }
         }
-        let until = *self.coalesced.get_or_insert_with(|| Instant::now() + aggregation.time);
-        Instant::now() < until
     }
 
-    /// Decides about what was posted, with the host's head just looked at.
+    /// Decides about what was posted, with the host's head just looked at. The host has no wish.
     pub(crate) fn decide(&mut self) -> Decision {
         if self.is_unconsumed() {
             self.suppressed.get_or_insert_with(Instant::now);
@@ -218,16 +220,46 @@ mod tests {
     }
 
     #[test]
+    fn a_host_that_wants_no_delay_has_none() {
+        let coalescing = Coalescing::default();
+        let mut policy = policy(HoldLimit::of(Duration::from_secs(10)));
+        let post = |policy: &mut InterruptPolicy, count, coalescing| {
+            policy.posted(count);
+            let decision = policy.coalesce(coalescing).unwrap_or_else(|| policy.decide());
+            if decision == Decision::Raise {
+                policy.raise(0);
+            }
+            decision
+        };
+        // Many come at a time, so that fewer are worth a wait.
+        for _ in 0..100 {
+            post(&mut policy, 32, &coalescing);
+        }
+        assert_eq!(post(&mut policy, 1, &coalescing), Decision::Hold);
+        coalescing.set(0, 0);
+        (0..10).for_each(|_| assert_eq!(post(&mut policy, 1, &coalescing), Decision::Raise));
+        // Of one vector.
+        coalescing.reset();
+        for _ in 0..100 {
+            post(&mut policy, 32, &coalescing);
+        }
+        assert_eq!(post(&mut policy, 1, &coalescing), Decision::Hold);
+        coalescing.disable(1, true);
+        assert_eq!(post(&mut policy, 1, &coalescing), Decision::Raise);
+    }
+
+    #[test]
     fn coalescing_holds_back_up_to_its_threshold_and_its_time() {
         let coalescing = Coalescing::default();
         let mut policy = policy(HoldLimit::NONE);
         policy.posted(1);
-        assert!(!policy.is_coalesced(&coalescing));
+        assert_eq!(policy.coalesce(&coalescing), None);
         coalescing.set(2, 255);
-        assert!(policy.is_coalesced(&coalescing));
+        assert_eq!(policy.coalesce(&coalescing), Some(Decision::Hold));
         let until = policy.deadline().expect("a deadline");
         assert!(!policy.coalescing_is_over(Instant::now()) && policy.coalescing_is_over(until));
         policy.posted(2);
-        assert!(!policy.is_coalesced(&coalescing), "three completions are the threshold");
+        let three_are_the_threshold = policy.coalesce(&coalescing);
+        assert_eq!(three_are_the_threshold, Some(Decision::Raise));
     }
 }

@@ -81,14 +81,14 @@ impl AdminQueue {
     }
 
     /// The queues as they were in a process that is dead, of which `journal` knows more, if they
-    /// can be; and which commands of those that had ended are found to be posted.
+    /// can be.
     pub(crate) fn recover(
         saved: &SavedAdminQueue,
         shared: &ControllerShared,
         table: &DmaTable,
         pages: Option<(u64, u64)>,
         journal: &RecoveredJournal,
-    ) -> Option<(Self, Vec<u16>)> {
+    ) -> Option<Self> {
         let position = |at, phase, truth| Position { at, phase, count: u64::from(at), truth };
         let (known, doorbell) = journal.sq(0);
         let state = (position(saved.sq.head, false, known.truth), doorbell);
@@ -97,14 +97,13 @@ impl AdminQueue {
         let state = (position(saved.cq.tail, saved.cq.phase, known.truth), doorbell);
         let irq = Some(IrqLine::new(Arc::clone(&shared.irqs), 0));
         let register = shared.register(0, DoorbellKind::Cq);
-        let mut found = Vec::new();
         let mut ended: Vec<Cqe> =
             saved.cq.staged.iter().map(|&(low, high)| transmute!([low, high])).collect();
         let cq =
             Cq::recover(&saved.cq, register, (irq, HoldLimit::NONE), state, table, |posted, _| {
                 let known = ended.iter().position(|cqe| cqe.cid == posted.cid);
                 if let Some(known) = known {
-                    found.push(ended.remove(known).cid);
+                    ended.remove(known);
                 }
             })?;
         let entry = |bytes: &Bytes| Sqe::read_from_bytes(&bytes.0).ok();
@@ -123,12 +122,7 @@ impl AdminQueue {
             queue.staged.push_back(cqe.cid);
             queue.cq.complete_unreserved(cqe);
         }
-        Some((queue, found))
-    }
-
-    /// Where the next completion goes, and its phase tag.
-    pub(crate) fn position(&self) -> (u16, bool) {
-        (self.cq.tail, self.cq.phase)
+        Some(queue)
     }
 
     /// The queues as they were, if they can be; `pages` are the buffers of Doorbell Buffer Config.
@@ -150,6 +144,11 @@ impl AdminQueue {
         let mut queue = Self { sq, cq, places: Vec::new(), replays, staged, acq_missing, sleeper };
         queue.remap(table, pages);
         Some(queue)
+    }
+
+    /// Where the completion queue is, and which completions are still to be posted.
+    pub(crate) fn to_post(&self) -> ((u16, bool), impl Iterator<Item = u16>) {
+        ((self.cq.tail, self.cq.phase), self.staged.iter().copied())
     }
 
     /// Whether no command is under way.

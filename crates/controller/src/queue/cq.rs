@@ -375,9 +375,13 @@ impl Cq {
     }
 
     fn decide(&mut self, coalescing: &Coalescing) {
-        if self.interrupt.is_coalesced(coalescing) {
-            self.stats.interrupts_suppressed += 1;
-            return;
+        match self.interrupt.coalesce(coalescing) {
+            Some(Decision::Raise) => return self.raise(),
+            Some(Decision::Hold) => {
+                self.stats.interrupts_suppressed += 1;
+                return;
+            }
+            None => {}
         }
         // An invalid head is reported where commands are fetched; here it only means that the head
         // is not known to have moved.

@@ -18,6 +18,9 @@ pub(super) struct Backlog {
     messages: HashMap<u32, VecDeque<Message>>,
     /// Controllers that have messages here: whose turn is next is first.
     order: VecDeque<u32>,
+    /// How many messages there are, and the most that there were at a time.
+    len: usize,
+    most: usize,
 }
 
 /// The key of messages that are of no controller; their numbers begin at 1.
@@ -41,7 +44,9 @@ impl Backlog {
                 self.order.push_back(controller);
             }
             waiting.push_back(message);
+            self.len += 1;
         }
+        self.most = self.most.max(self.len);
         false
     }
 
@@ -61,12 +66,18 @@ impl Backlog {
         let controller = self.order.pop_front()?;
         let waiting = self.messages.get_mut(&controller)?;
         let message = waiting.pop_front();
+        self.len -= usize::from(message.is_some());
         if waiting.is_empty() {
             self.messages.remove(&controller);
         } else {
             self.order.push_back(controller);
         }
         message
+    }
+
+    /// The most messages that there were at a time since this was last asked.
+    pub(super) fn take_most(&mut self) -> usize {
+        std::mem::replace(&mut self.most, self.len)
     }
 
     fn has_of(&self, controller: u32) -> bool {

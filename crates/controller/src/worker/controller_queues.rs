@@ -6,7 +6,7 @@ use super::queue_override::QueueOverride;
 use super::queue_set::{QueueSet, SleepCell};
 use super::relocation::{Departure, Opening, Relocated};
 use super::replay::Replay;
-use crate::exec::{Closed, NamespaceQueue};
+use crate::exec::{Closed, Exceeded, NamespaceQueue};
 use crate::interrupt::{HoldLimit, IrqLine};
 use crate::latch::Latch;
 use crate::namespace::Namespaces;
@@ -108,7 +108,7 @@ impl ControllerQueues {
 
     /// What wakes the worker for its disks.
     pub(crate) fn wake_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.set.engine.queues().filter_map(NamespaceQueue::wake_fd)
+        self.set.engine.queues().flat_map(NamespaceQueue::wake_fds)
     }
 
     /// Namespace `nsid` is the one of `namespaces`, or none, from the next command on. If its disk
@@ -612,7 +612,9 @@ impl ControllerQueues {
         let Some(exceeded) = self.set.engine.exceeded() else {
             return u32::from(!self.set.engine.is_full());
         };
-        if self.set.shared.is_first_excess() {
+        // A host with a lot of memory has page tables to be made first, which takes it a moment.
+        let is_quota = exceeded != Exceeded::Pieces || !self.set.engine.is_sparse();
+        if is_quota && self.set.shared.is_first_excess() {
             let controller = self.set.shared.id;
             tracing::warn!(
                 controller,

@@ -9,7 +9,7 @@ use shadowbell_memory::{DmaTable, EventFd};
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
 /// How many messages are looked through for one of the same kind.
 const NEAR: usize = 16;
@@ -45,6 +45,8 @@ pub(crate) struct Mailbox {
     /// Whether there are messages: what the worker looks at in every pass.
     has_any: AtomicBool,
     messages: Mutex<VecDeque<Message>>,
+    /// The most messages that were there at a time.
+    most: AtomicUsize,
     pub(crate) state: Arc<AtomicU32>,
     pub(crate) event: EventFd,
     /// For whoever wants to know how long the worker has been awake.
@@ -56,6 +58,7 @@ impl Mailbox {
         Ok(Self {
             has_any: AtomicBool::new(false),
             messages: Mutex::default(),
+            most: AtomicUsize::new(0),
             state: Arc::default(),
             event: EventFd::new()?,
             busy: BusyClock::new(),
@@ -64,7 +67,10 @@ impl Mailbox {
 
     /// Leaves a message, and wakes the worker if it sleeps: whether it did.
     pub(crate) fn send(&self, message: Message) -> bool {
-        let parting = add(&mut self.messages.lock(), message);
+        let mut messages = self.messages.lock();
+        let parting = add(&mut messages, message);
+        self.most.fetch_max(messages.len(), Ordering::Relaxed);
+        drop(messages);
         drop(parting);
         self.has_any.store(true, Ordering::Release);
         self.wake()
@@ -112,6 +118,11 @@ impl Mailbox {
     pub(crate) fn has_of(&self, controller: u32) -> bool {
         let messages = self.messages.lock();
         messages.iter().any(|message| message.controller() == Some(controller))
+    }
+
+    /// The most messages that were there at a time since this was last asked.
+    pub(crate) fn take_most(&self) -> usize {
+        self.most.swap(0, Ordering::Relaxed)
     }
 
     /// All messages that are there, oldest first.

@@ -350,6 +350,13 @@ impl Turns {
         }
         self.worker.sleep(self.control.has_polls().then_some(MAPPED_POLL))
     }
+
+    /// The most messages of control planes that have waited for the worker at a time, since this
+    /// was last asked. For the fuzz targets of this workspace, which bound it.
+    #[doc(hidden)]
+    pub fn most_messages(&mut self) -> usize {
+        self.worker.most_messages()
+    }
 }
 
 impl std::fmt::Debug for Turns {

@@ -90,6 +90,9 @@ impl QueueSet {
     /// Fetches a burst of commands, starts them, and posts what has ended. How many.
     #[inline]
     pub(crate) fn serve(&mut self, index: usize, tail: u16, trace: &mut Option<TraceRing>) -> u32 {
+        if self.engine.takes_turns() {
+            self.engine.begin_turn(index);
+        }
         if self.engine.wants_prefetch_hints() {
             self.fetch::<true>(index, tail, trace)
         } else {

@@ -217,6 +217,11 @@ impl Worker {
         self.poll_group.checked(all);
     }
 
+    /// The most messages that have waited at a time since this was last asked.
+    pub(super) fn most_messages(&mut self) -> usize {
+        self.mailbox.take_most().max(self.backlog.take_most())
+    }
+
     fn queues(&mut self, controller: u32) -> Option<&mut ControllerQueues> {
         self.poll_group.activate(controller)
     }

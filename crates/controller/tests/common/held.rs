@@ -22,12 +22,15 @@ pub struct Orders {
 #[derive(Clone, Debug)]
 pub struct Held {
     pub mem: MemDisk,
+    /// It has a volatile cache.
+    pub volatile: bool,
     orders: Arc<Mutex<Orders>>,
 }
 
 impl Held {
     pub fn new(blocks: u64) -> Self {
-        Self { mem: MemDisk::new(blocks, 512).unwrap(), orders: Arc::default() }
+        let mem = MemDisk::new(blocks, 512).unwrap();
+        Self { mem, volatile: false, orders: Arc::default() }
     }
 
     pub fn order(&self, order: impl FnOnce(&mut Orders)) {
@@ -61,7 +64,9 @@ impl Held {
 
 impl Disk for Held {
     fn info(&self) -> DiskInfo {
-        self.mem.info()
+        let mut info = self.mem.info();
+        info.volatile_cache = self.volatile;
+        info
     }
 
     fn queue(&self) -> std::io::Result<Box<dyn shadowbell_backend::Queue>> {

@@ -2,12 +2,14 @@
 
 use super::config;
 use super::guarded::Guarded;
-use super::memory::{Current, guard};
+use super::memory::{Current, guard, lengths};
 use super::queue::{BlkQueue, QUEUE_SIZE};
 use super::ring::Ring;
 use super::shared::DeviceShared;
+use super::touches::Touches;
 use crate::failures::FailureCount;
 use ::shadowbell_memory::EventFd;
+use ::shadowbell_memory::page_tables::Awake;
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use shadowbell_block::BlockDevice;
 use std::io;
@@ -50,6 +52,7 @@ impl Device {
                 geometry: *disk.geometry(),
                 id: id.as_bytes().to_vec(),
                 memory: RwLock::default(),
+                touches: Touches::new(count),
                 acked: AtomicU64::new(0),
                 failures,
                 socket,
@@ -129,6 +132,7 @@ impl VhostUserBackend for Device {
         let outcome = guard(&memory).inspect_err(|error| {
             tracing::warn!("the guest's memory can not be had: {error}");
         });
+        self.shared.touches.memory_changed(lengths(&memory).into_iter());
         *self.shared.memory.write() = Some(memory);
         outcome
     }
@@ -150,6 +154,7 @@ impl VhostUserBackend for Device {
         thread: usize,
     ) -> io::Result<()> {
         self.shared.check_over()?;
+        let _touches_memory = Awake::new();
         let (Some(mut queue), Some(vring)) = (self.queue(thread), vrings.first()) else {
             return Ok(());
         };

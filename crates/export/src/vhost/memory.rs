@@ -7,7 +7,7 @@
 
 use super::guarded::Guarded;
 use super::sys;
-use ::shadowbell_memory::{Mapping, Protection};
+use ::shadowbell_memory::{Mapping, Protection, page_tables};
 use std::io;
 use std::sync::Arc;
 use vm_memory::{
@@ -67,6 +67,7 @@ fn guarded(memory: &Memory) -> io::Result<Memory> {
                     Protection::ReadWrite,
                 )
                 .map_err(io::Error::other)?;
+                page_tables::watch(&mapping);
                 Arc::new(sys::region(mapping).map_err(io::Error::other)?)
             }
         };
@@ -75,6 +76,11 @@ fn guarded(memory: &Memory) -> io::Result<Memory> {
     });
     let regions = regions.collect::<io::Result<Vec<_>>>()?;
     Memory::from_regions(regions).map_err(io::Error::other)
+}
+
+/// The lengths of its regions.
+pub(super) fn lengths(memory: &Current) -> Vec<u64> {
+    memory.memory().iter().map(GuestMemoryRegion::len).collect()
 }
 
 /// Whether part of the memory was lost: its file was truncated, or there are no pages for it.

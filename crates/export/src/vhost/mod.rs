@@ -27,6 +27,7 @@ mod shared;
 mod sys;
 #[doc(hidden)]
 pub mod testing;
+mod touches;
 
 use crate::failures::FailureCount;
 use ::shadowbell_memory::EventFd;

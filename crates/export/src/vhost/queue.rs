@@ -1,6 +1,8 @@
 //! One virtio queue of the device: takes requests, carries them out, and answers them.
 
-use super::request::{Chain, Completed, Job, Refusal, Status, carry_out, data_len, parse, put};
+use super::request::{
+    Chain, Completed, Job, Refusal, Size, Status, carry_out, measure, parse, put,
+};
 use super::ring::Ring;
 use super::shared::DeviceShared;
 use crate::io_thread::IoThread;
@@ -21,12 +23,14 @@ const MAX_HELD: usize = 64 << 20;
 /// How long a queue that is stopped waits for its requests: longer than the driver waits for a
 /// command by default.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(60);
+/// How often somebody who waits for a look at the page tables asks whether it is over.
+const LOOK: Duration = Duration::from_millis(1);
 
 type Work = Pin<Box<dyn Future<Output = Completed> + Send>>;
 
 struct Pending {
     chain: Chain,
-    held: usize,
+    size: Size,
 }
 
 /// A queue, and the state of the thread that serves it.
@@ -40,7 +44,7 @@ pub(super) struct BlkQueue {
     answered: bool,
     /// A request for which there is no slot or no memory at the moment.
     stalled: Option<Chain>,
-    held: usize,
+    held: Size,
     /// [`shadowbell_memory::sigbus::faults`] when it was last looked at.
     faults: u64,
     pub(super) vring: Option<Ring>,
@@ -58,7 +62,7 @@ impl BlkQueue {
             done: Vec::with_capacity(SLOTS),
             answered: false,
             stalled: None,
-            held: 0,
+            held: Size::default(),
             faults: ::shadowbell_memory::sigbus::faults(),
             vring: None,
             complained: false,
@@ -98,11 +102,12 @@ impl BlkQueue {
                 tracing::warn!(queue = index, "requests of a queue that is stopped do not end");
                 // Their answers would come into memory that is not ours any more.
                 self.pending.iter_mut().for_each(|pending| *pending = None);
-                (self.stalled, self.held) = (None, 0);
+                (self.stalled, self.held) = (None, Size::default());
                 return;
             }
             if !any && self.io.prepare_sleep() {
-                self.io.wait(Some(deadline), |_| {});
+                let soon = self.stalled.as_ref().map(|_| Instant::now() + LOOK);
+                self.io.wait(Some(soon.map_or(deadline, |soon| soon.min(deadline))), |_| {});
             }
         }
     }
@@ -130,6 +135,14 @@ impl BlkQueue {
                 promised = false;
                 continue;
             }
+            // Without a request in flight, nothing wakes this thread for the one that waits.
+            let is_stuck = self.stalled.is_some() && self.held.pieces == 0;
+            if is_stuck || device.touches.must_wait() {
+                if self.io.prepare_sleep() {
+                    self.io.wait(Some(Instant::now() + LOOK), |_| {});
+                }
+                continue;
+            }
             // The guest need not notify of new requests while the queue is polled.
             if self.io.spin() {
                 continue;
@@ -150,6 +163,9 @@ impl BlkQueue {
 
     /// Takes requests from the queue, as many as there are slots for. Whether there was any.
     fn take(&mut self, device: &DeviceShared, vring: &Ring) -> bool {
+        if device.touches.must_wait() {
+            return false;
+        }
         let memory = vring.memory();
         let mut any = false;
         // No more than there can be, whatever the guest does to its ring meanwhile.
@@ -170,17 +186,23 @@ impl BlkQueue {
 
     /// Begins with a request, or gives it back if there is no slot for it.
     fn begin(&mut self, device: &DeviceShared, vring: &Ring, chain: Chain) -> Option<Chain> {
-        let held = data_len(&chain);
-        if self.held > 0 && self.held + held > MAX_HELD {
+        let size = measure(&chain);
+        let Size { bytes, pieces } = self.held;
+        let is_full = bytes + size.bytes > MAX_HELD
+            || pieces.saturating_add(size.pieces) > device.touches.most_in_flight();
+        if pieces > 0 && is_full || device.touches.must_wait() {
             return Some(chain);
         }
         let Some(slot) = self.io.tasks().reserve() else { return Some(chain) };
-        match parse(&chain, &device.rules(), &device.id, held) {
+        let parsed = parse(&chain, &device.rules(), &device.id, size);
+        device.touches.add(size.pieces);
+        match parsed {
             Ok(job) => {
-                self.held += held;
+                self.held.bytes += size.bytes;
+                self.held.pieces += size.pieces;
                 self.io.tasks().start(slot, work(self.disk.clone(), job));
                 if let Some(pending) = self.pending.get_mut(slot) {
-                    *pending = Some(Pending { chain, held });
+                    *pending = Some(Pending { chain, size });
                 }
             }
             Err(refusal) => {
@@ -202,7 +224,8 @@ impl BlkQueue {
         let busy = io.run_once(|slot, completed| {
             done.push(slot);
             let Some(pending) = pending.get_mut(slot).and_then(Option::take) else { return };
-            *held = held.saturating_sub(pending.held);
+            held.bytes = held.bytes.saturating_sub(pending.size.bytes);
+            held.pieces = held.pieces.saturating_sub(pending.size.pieces);
             let Completed { outcome, data, for_guest } = completed;
             let status = match &outcome {
                 Ok(()) => Status::Ok,
@@ -214,6 +237,7 @@ impl BlkQueue {
             };
             let data = if for_guest && outcome.is_ok() { data.as_slice() } else { &[] };
             answer(vring, &pending.chain, put(&pending.chain, data, status));
+            device.touches.add(pending.size.pieces);
         });
         *answered |= !done.is_empty();
         done.drain(..).for_each(|slot| io.tasks().release(slot));

@@ -1,6 +1,7 @@
 //! virtio-blk requests, as they lie in the guest's memory. Virtio 1.2, 5.2.6 "Device Operation".
 
 use super::memory::Snapshot;
+use super::queue::QUEUE_SIZE;
 use shadowbell_block::{BlockDevice, BlockError, Geometry, Zeroes};
 use std::io::{Read as _, Write as _};
 use virtio_queue::DescriptorChain;
@@ -15,6 +16,9 @@ const HEADER: usize = 16;
 pub(super) const SECTOR: u64 = 512;
 /// The most bytes that one request moves.
 pub(super) const MAX_DATA: usize = 32 << 20;
+/// Pieces of memory that a request may lie in: a chain is no longer than the longest queue, tables
+/// of descriptors included (Virtio 1.2, 2.7.5.3.1).
+const MAX_PIECES: usize = QUEUE_SIZE;
 /// Bytes of the answer to a request for the device's identifier.
 const ID: usize = 20;
 /// Bytes of a range to discard or to make zero: sector, sectors, flags.
@@ -80,20 +84,34 @@ pub(super) struct Rules {
     pub(super) write_through: bool,
 }
 
-/// How many bytes of data a request has, at most as many as any may have.
-pub(super) fn data_len(chain: &Chain) -> usize {
-    let total: u64 = chain.clone().map(|descriptor: Descriptor| u64::from(descriptor.len())).sum();
-    usize::try_from(total).unwrap_or(usize::MAX).min(MAX_DATA)
+/// How large a request is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Size {
+    /// Its data, at most as many bytes as any may have.
+    pub(super) bytes: usize,
+    /// The pieces of memory that it lies in.
+    pub(super) pieces: usize,
 }
 
-/// Reads a request out of the guest's memory, once, and checks it. Its data are `most` bytes, as
-/// [`data_len`] has found, or the guest has changed its mind since.
-pub(super) fn parse(chain: &Chain, rules: &Rules, id: &[u8], most: usize) -> Result<Job, Refusal> {
+/// How large a request is, as far as it is no larger than any may be.
+pub(super) fn measure(chain: &Chain) -> Size {
+    let lengths = chain.clone().take(MAX_PIECES + 1);
+    let lengths = lengths.map(|descriptor: Descriptor| u64::from(descriptor.len()));
+    let (total, pieces) = lengths.fold((0, 0), |(total, n), len| (total + len, n + 1));
+    Size { bytes: usize::try_from(total).unwrap_or(usize::MAX).min(MAX_DATA), pieces }
+}
+
+/// Reads a request out of the guest's memory, once, and checks it. It is as large as [`measure`]
+/// has found, or the guest has changed its mind since.
+pub(super) fn parse(chain: &Chain, rules: &Rules, id: &[u8], size: Size) -> Result<Job, Refusal> {
     let memory = chain.memory();
     let writer = chain.clone().writer(memory).map_err(|_| Refusal::NoRoom)?;
     // The last byte is for the status.
     let room = writer.available_bytes().checked_sub(1).ok_or(Refusal::NoRoom)?;
     let bad = Refusal::Status(Status::IoError);
+    if size.pieces > MAX_PIECES {
+        return Err(bad);
+    }
     let mut reader = chain.clone().reader(memory).map_err(|_| bad)?;
     let mut header = [0; HEADER];
     reader.read_exact(&mut header).map_err(|_| bad)?;
@@ -106,7 +124,7 @@ pub(super) fn parse(chain: &Chain, rules: &Rules, id: &[u8], most: usize) -> Res
         end.is_some_and(|end| end <= rules.geometry.bytes)
     };
     let whole = |len: usize| {
-        len <= most.min(MAX_DATA) && (len as u64).is_multiple_of(SECTOR) && fits(len as u64)
+        len <= size.bytes.min(MAX_DATA) && (len as u64).is_multiple_of(SECTOR) && fits(len as u64)
     };
     let changes = |job| if rules.geometry.read_only { Err(bad) } else { Ok(job) };
     match kind {
@@ -249,7 +267,7 @@ mod tests {
         let rules = Rules { geometry, write_through: false };
         let guest = Guest::new(4096);
         let chain = guest.chain();
-        let held = data_len(&chain);
+        let held = measure(&chain);
         assert_eq!(parse(&chain, &rules, b"", held).unwrap().data.len(), 4096);
         guest.ask_for(64 << 10);
         assert_eq!(parse(&chain, &rules, b"", held).unwrap_err(), Refusal::Status(Status::IoError));

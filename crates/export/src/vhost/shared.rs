@@ -3,6 +3,7 @@
 use super::config::feature;
 use super::memory::{Current, is_poisoned};
 use super::request::Rules;
+use super::touches::Touches;
 use crate::failures::FailureCount;
 use parking_lot::RwLock;
 use shadowbell_block::Geometry;
@@ -17,6 +18,7 @@ pub(super) struct DeviceShared {
     /// The device's identifier, as a request for it reads it.
     pub(super) id: Vec<u8>,
     pub(super) memory: RwLock<Option<Current>>,
+    pub(super) touches: Touches,
     /// The features that the guest's driver has accepted.
     pub(super) acked: AtomicU64,
     pub(super) failures: Arc<FailureCount>,

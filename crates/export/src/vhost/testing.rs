@@ -6,6 +6,7 @@ use super::memory::{Current, Memory, guard, is_poisoned};
 use super::queue::{BlkQueue, QUEUE_SIZE};
 use super::ring::Ring;
 use super::shared::DeviceShared;
+use super::touches::Touches;
 use ::shadowbell_memory::EventFd;
 use parking_lot::RwLock;
 use shadowbell_block::BlockDevice;
@@ -71,6 +72,7 @@ impl Queue {
             geometry: *disk.geometry(),
             id: id.as_bytes().to_vec(),
             memory: RwLock::new(Some(memory.clone())),
+            touches: Touches::new(1),
             acked: AtomicU64::new(feature::FLUSH),
             failures: Arc::default(),
             socket,

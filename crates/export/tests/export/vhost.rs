@@ -17,7 +17,7 @@ use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 use vmm_sys_util::eventfd::EventFd;
 
-const QUEUE: u16 = 64;
+pub(crate) const QUEUE: u16 = 64;
 /// Entries of a queue of which few descriptors are used.
 pub(crate) const LONG_QUEUE: u16 = 1024;
 /// Requests at a time, of four descriptors each.
@@ -181,6 +181,22 @@ impl Ring {
         self.offer(head);
     }
 
+    /// Submits a read of which 512 bytes go to each of these places.
+    pub(crate) fn read_to(&mut self, places: impl Iterator<Item = u64>) {
+        const NEXT: u16 = 1;
+        const WRITE: u16 = 2;
+        let header = HEADERS + self.index * 0x1000;
+        self.write(header, &[0; 16]);
+        self.descriptor(0, header, 16, NEXT, 1);
+        let mut last = 1;
+        for place in places {
+            self.descriptor(last, place, 512, NEXT | WRITE, last + 1);
+            last += 1;
+        }
+        self.descriptor(last, self.status(0), 1, WRITE, 0);
+        self.offer(0);
+    }
+
     /// Waits for the next request that ends: its slot, how much was written, and its status.
     pub(crate) fn take(&mut self) -> (u16, u32, u8) {
         let deadline = Instant::now() + Duration::from_secs(20);
@@ -253,7 +269,8 @@ impl Guest {
         assert_eq!(frontend.get_queue_num().unwrap(), 2);
         let flags = VhostUserConfigFlags::WRITABLE;
         let config = frontend.get_config(0, 60, flags, &[0; 60]).unwrap().1;
-        let range = (GuestAddress(0), MEMORY as usize, Some(FileOffset::new(file, 0)));
+        let len = file.metadata().unwrap().len();
+        let range = (GuestAddress(0), len as usize, Some(FileOffset::new(file, 0)));
         let memory = GuestMemoryMmap::<()>::from_ranges_with_files([range]).unwrap();
         let regions: Vec<_> = memory
             .iter()

@@ -1,6 +1,6 @@
 //! Frontends that mean no good, and those that come after them or stand next to them.
 
-use crate::vhost::{EVENT_IDX, Guest, LONG_QUEUE, MEMORY, READ, Rig, WRITE};
+use crate::vhost::{EVENT_IDX, Guest, LONG_QUEUE, MEMORY, QUEUE, READ, Rig, WRITE};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use shadowbell_testing::stalled::{self, Mount};
@@ -127,6 +127,37 @@ fn a_file_of_the_frontends_own_file_system_stalls_nobody() {
     sendmsg(&socket, &[IoSlice::new(&rest)], &mut control, SendFlags::NOSIGNAL).unwrap();
     assert_sent_away(socket);
     assert_served(rig);
+}
+
+/// What this process has for page tables, in MiB.
+fn page_tables() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmPTE:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
+}
+
+/// A place here and there of memory that is not there: each is a page table.
+#[test]
+fn a_frontend_can_not_have_page_tables_made_faster_than_they_are_thrown_away() {
+    const SPAN: u64 = 2 << 20;
+    const SIZE: u64 = 64 << 30;
+    let rig = Rig::new(false);
+    let file = memfd_create("sparse", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&file, SIZE).unwrap();
+    let mut guest = Guest::connect_with(&rig, 1, 0, file.into(), QUEUE);
+    let before = page_tables();
+    let mut most = 0;
+    let places: Vec<u64> = (1..SIZE / SPAN).map(|n| n * SPAN).collect();
+    for some in places.chunks(usize::from(QUEUE) - 2) {
+        guest.rings[0].read_to(some.iter().copied());
+        assert_eq!(guest.rings[0].take().2, 0);
+        most = most.max(page_tables().saturating_sub(before));
+    }
+    // All of them would be 128 MiB. 16 MiB are there before anything is thrown away, and what is
+    // touched between two looks.
+    assert!(most <= 48, "{most} MiB");
+    drop(guest);
+    rig.end(0);
 }
 
 /// What is touched where a file has been cut off kills a process that does not look out.

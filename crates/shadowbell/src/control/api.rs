@@ -1,7 +1,9 @@
 //! The requests and answers of the control socket. Their documentation is that of the document.
 
+use crate::limits::{self, DiskLimits};
 use crate::offered_doorbells::OfferedDoorbells;
 use serde::{Deserialize, Serialize};
+use shadowbell_backend::Limits;
 use std::collections::BTreeMap;
 use utoipa::ToSchema;
 
@@ -83,6 +85,9 @@ pub(crate) struct Namespace {
     pub read_only: bool,
     /// Its UUID.
     pub uuid: String,
+    /// How much it takes in a second, if that is limited.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limits: Option<LimitSpec>,
     /// What the disk counts of how it works, by name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub counters: BTreeMap<String, u64>,
@@ -197,6 +202,139 @@ pub(crate) struct DiskSpec {
     /// Its UUID; without it, one that is made from the names.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
+    /// The number of its namespace, larger than that of the disk before; without it, the next one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nsid: Option<u32>,
+}
+
+/// A namespace to be added.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct NamespaceSpec {
+    /// The disk, as `serve` takes it; a file by its path from the root.
+    #[schema(example = "/srv/vm0-data.img")]
+    pub disk: String,
+    /// Its UUID; without it, one that is made from the names.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uuid: Option<String>,
+}
+
+/// What of a namespace is to be another: one of these.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct NamespaceChange {
+    /// Its size.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size: Option<Size>,
+    /// Its disk, which has blocks of the same length. The guest is told that something has changed,
+    /// and sees the same UUID: what it remembers of the old disk's bytes is up to it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk: Option<String>,
+    /// Whether writes are refused.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub read_only: Option<bool>,
+    /// How much it takes in a second: all of its limits, so what is not given is not limited.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limits: Option<LimitSpec>,
+}
+
+/// Limits. Each is a number of requests a second, or a size a second, and after a colon how much may
+/// come at once after a while with less: `1000`, `1000:5000`, `100MiB:1GiB`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct LimitSpec {
+    /// Reads and writes a second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub iops: Option<String>,
+    /// Reads a second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub read_iops: Option<String>,
+    /// Writes a second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub write_iops: Option<String>,
+    /// Bytes a second, read and written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bandwidth: Option<String>,
+    /// Bytes a second that are read.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub read_bandwidth: Option<String>,
+    /// Bytes a second that are written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub write_bandwidth: Option<String>,
+    /// A group that shares limits; not of a group itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<String>,
+}
+
+impl LimitSpec {
+    /// As limits of a disk.
+    ///
+    /// # Errors
+    /// What is wrong with them, in a sentence.
+    pub(crate) fn parse(&self) -> Result<DiskLimits, String> {
+        let mut limits = DiskLimits::default();
+        if let Some(group) = &self.group {
+            limits::check_name(group)?;
+            limits.group = Some(group.clone());
+        }
+        let texts = [
+            &self.iops,
+            &self.read_iops,
+            &self.write_iops,
+            &self.bandwidth,
+            &self.read_bandwidth,
+            &self.write_bandwidth,
+        ];
+        for (name, text) in Limits::NAMES.iter().zip(texts) {
+            if let Some(text) = text {
+                limits.own.set(name, text)?;
+            }
+        }
+        Ok(limits)
+    }
+
+    /// The other way.
+    pub(crate) fn of(limits: &DiskLimits) -> Self {
+        let mut spec = Self { group: limits.group.clone(), ..Self::default() };
+        for (name, text) in limits.own.texts() {
+            let field = match name {
+                "iops" => &mut spec.iops,
+                "read-iops" => &mut spec.read_iops,
+                "write-iops" => &mut spec.write_iops,
+                "bandwidth" => &mut spec.bandwidth,
+                "read-bandwidth" => &mut spec.read_bandwidth,
+                _ => &mut spec.write_bandwidth,
+            };
+            *field = Some(text);
+        }
+        spec
+    }
+}
+
+/// A group whose disks share limits.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub(crate) struct LimitGroup {
+    /// What disks call it (`limit-group=NAME`).
+    pub name: String,
+    /// What all of them together take in a second.
+    pub limits: LimitSpec,
+}
+
+/// A size of a namespace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Size {
+    /// As large as its file is now.
+    Whole,
+    /// So many bytes.
+    Bytes(u64),
+}
+
+/// The configuration of a server.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub(crate) struct Configuration {
+    /// A file as `serve --config` takes it, which comes to what is served now.
+    pub toml: String,
 }
 
 /// A configuration that the server is to have.

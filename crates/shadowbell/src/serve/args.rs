@@ -111,6 +111,10 @@ A configuration file:
   poll = \"adaptive\"                          # or \"always\", \"never\"
   poll-max-us = 100
 
+  [[limit-group]]                            # disks with `limit-group=db` share it
+  name = \"db\"
+  write-bandwidth = \"500MiB\"
+
   [[controller]]
   id = \"vm0\"                                # for `shadowbell ctl`; without it, the socket
   socket = \"/run/vm0.sock\"
@@ -118,7 +122,7 @@ A configuration file:
 
   [[controller]]
   socket = \"/run/vm1.sock\"
-  disks = [\"/dev/vg/vm1\"]
+  disks = [\"/dev/vg/vm1\", { disk = \"vm1.img?iops=5000&limit-group=db\", nsid = 7 }]
   serial = \"VM1\"
   model = \"Shadowbell NVMe Controller\"
   doorbells = \"shadow\"                       # or \"mmio\", \"mapped\"
@@ -220,6 +224,7 @@ impl Args {
                 control: Place::default(),
                 default_name: String::new(),
                 metrics: None,
+                groups: Vec::new(),
             },
         };
         config.trace = trace.or(config.trace);
@@ -245,7 +250,7 @@ impl ControllerArgs {
     #[must_use]
     fn config(self, disks: Vec<String>) -> ControllerConfig {
         ControllerConfig {
-            disks: disks.into_iter().map(|disk| DiskConfig { disk, uuid: None }).collect(),
+            disks: disks.into_iter().map(DiskConfig::of).collect(),
             serial: self.serial,
             model: self.model,
             queues: self.queues,

@@ -1,6 +1,7 @@
 //! What answers beside the guests: the socket for `top`, and the control socket. Both rest together
 //! while another process may take over, and go on together.
 
+use super::config_file::Settings;
 use super::control::{ControlSocket, Resting, View};
 use super::server::Server;
 use super::server_config::ServerConfig;
@@ -116,7 +117,7 @@ impl Asides {
         };
         let stats = self.stats.map(|stats| StatsSocket::start(stats, server)).transpose()?;
         let control = match control {
-            Ok(control) => start_control(control, server, powers)?,
+            Ok(control) => start_control(control, server, config, powers)?,
             Err(why) => {
                 warn!("there is no control socket: {why:#}");
                 None
@@ -138,6 +139,7 @@ fn listen_control(config: &ServerConfig, keeper_pid: Option<u32>) -> anyhow::Res
 fn start_control(
     resting: Resting,
     server: &Server,
+    config: &ServerConfig,
     powers: &Powers,
 ) -> io::Result<Option<ControlSocket>> {
     let end = Arc::clone(&powers.end);
@@ -149,6 +151,7 @@ fn start_control(
         keeper_pid: powers.keeper_pid,
         controllers: Arc::clone(server.registry()),
         changes: Arc::clone(server.changes()),
+        settings: Settings::of(config),
         end: Box::new(move || end()),
         upgrade_error: Arc::clone(&powers.upgrade_error),
     };

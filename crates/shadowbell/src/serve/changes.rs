@@ -6,9 +6,11 @@
 
 use super::event::EventSender;
 use super::flush::flush;
+use super::keeping::Kept;
 use super::making::{bind_one, carrier, client_events, open_one, place, summary, with_origin};
 use super::registry::{Registry, ServedController};
 use super::server_config::SocketConfig;
+use crate::disk_spec::{self, DiskSpecError};
 use crate::exit;
 use anyhow::{Context, anyhow};
 use parking_lot::{Mutex, MutexGuard};
@@ -19,7 +21,7 @@ use shadowbell_vfio_user::Listener;
 use shadowbell_vfio_user::server::Handle;
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
 
@@ -38,12 +40,9 @@ pub(super) struct Changes {
     next: AtomicUsize,
     /// Whose turn it is.
     turn: Mutex<()>,
-    /// Is called before the first change, and before others.
-    hook: Mutex<Option<Hook>>,
+    /// What a keeper holds of it.
+    kept: OnceLock<Arc<Kept>>,
 }
-
-/// What has to be told of changes.
-type Hook = Box<dyn Fn() + Send + Sync>;
 
 /// A controller that could be served.
 struct Prepared {
@@ -73,8 +72,8 @@ impl Changes {
         registry: Arc<Registry>,
     ) -> Self {
         let next = AtomicUsize::new(registry.all().len());
-        let (handle, turn, hook) = Default::default();
-        Self { pool, events, lasting, registry, handle, next, turn, hook }
+        let (handle, turn, kept) = Default::default();
+        Self { pool, events, lasting, registry, handle, next, turn, kept }
     }
 
     /// The sockets are served from here on.
@@ -82,15 +81,9 @@ impl Changes {
         *self.handle.lock() = Some(handle);
     }
 
-    /// Has `hook` be called before anything changes.
-    pub(super) fn on_change(&self, hook: impl Fn() + Send + Sync + 'static) {
-        *self.hook.lock() = Some(Box::new(hook));
-    }
-
-    fn changes(&self) {
-        if let Some(hook) = &*self.hook.lock() {
-            hook();
-        }
+    /// A keeper holds what is served, and is told of changes.
+    pub(super) fn keep_with(&self, kept: Arc<Kept>) {
+        let _ = self.kept.set(kept);
     }
 
     /// Nothing changes as long as what this returns is there. `None`: a change takes too long.
@@ -105,7 +98,7 @@ impl Changes {
     pub(super) fn add(&self, asked: SocketConfig) -> anyhow::Result<bool> {
         let _turn = self.turn.lock();
         if let Some(served) = self.registry.find(&asked.id()) {
-            return match served.asked.is_same(&asked) {
+            return match served.asked().is_same(&asked) {
                 true => Ok(false),
                 false => Err(exit::conflict(anyhow!(
                     "there is a controller `{}` already, and it is not what is asked for; remove \
@@ -124,11 +117,7 @@ impl Changes {
     /// It is not there, or has a client.
     pub(super) fn remove(&self, id: &str, forced: bool) -> anyhow::Result<()> {
         let _turn = self.turn.lock();
-        let served = self.registry.find_by_any(id).ok_or_else(|| {
-            exit::not_there(anyhow!(
-                "there is no controller `{id}`; `shadowbell ctl controllers` lists them"
-            ))
-        })?;
+        let served = self.find(id)?;
         if served.has_client() && !forced {
             return Err(exit::conflict(anyhow!(
                 "{} has a client, which would lose its disks; end it first, or force this",
@@ -151,7 +140,7 @@ impl Changes {
         for asked in wanted {
             match self.registry.find(&asked.id()) {
                 None => plan.add.push(asked),
-                Some(served) if served.asked.is_same(&asked) => plan.unchanged += 1,
+                Some(served) if served.asked().is_same(&asked) => plan.unchanged += 1,
                 Some(served) => {
                     plan.busy.extend(served.has_client().then(|| served.id.clone()));
                     plan.replace.push(asked);
@@ -186,7 +175,7 @@ impl Changes {
         // What one that goes has is free only when it has gone.
         let going = plan.remove.iter().cloned().chain(plan.replace.iter().map(SocketConfig::id));
         let going: Vec<_> = going.filter_map(|id| self.registry.find(&id)).collect();
-        let taken: HashSet<_> = going.iter().flat_map(|served| served.asked.takes()).collect();
+        let taken: HashSet<_> = going.iter().flat_map(|served| served.asked().takes()).collect();
         let is_late = |asked: &&SocketConfig| asked.takes().iter().any(|what| taken.contains(what));
         let (late, early): (Vec<_>, Vec<_>) = plan.add.iter().partition(is_late);
         let early: Vec<_> = early
@@ -197,7 +186,7 @@ impl Changes {
         let mut failed = Vec::new();
         let mut before = Vec::new();
         for served in going {
-            before.push(Arc::clone(&served.asked));
+            before.push(served.asked());
             failed.extend(self.take_away(served).err());
         }
         for prepared in early {
@@ -220,6 +209,41 @@ impl Changes {
         Err(anyhow!("only a part was done: {}", failed.join("; ")))
     }
 
+    /// Whose turn it is, for the changes of [`namespaces`](super::namespaces).
+    pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock()
+    }
+
+    /// The controller that requests call so.
+    ///
+    /// # Errors
+    /// There is none.
+    pub(super) fn find(&self, id: &str) -> anyhow::Result<Arc<ServedController>> {
+        self.registry.find_by_any(id).ok_or_else(|| {
+            exit::not_there(anyhow!(
+                "there is no controller `{id}`; `shadowbell ctl controllers` lists them"
+            ))
+        })
+    }
+
+    /// What a keeper holds, if there is one.
+    pub(super) fn kept(&self) -> Option<&Arc<Kept>> {
+        self.kept.get()
+    }
+
+    /// How a disk is opened here.
+    ///
+    /// # Errors
+    /// It can not be.
+    pub(super) fn open(&self, spec: &str) -> Result<Arc<dyn Disk>, DiskSpecError> {
+        if self.lasting { disk_spec::open_lasting(spec) } else { disk_spec::open(spec) }
+    }
+
+    /// What is served is not what the configuration says any more.
+    pub(super) fn set_changed(&self) {
+        self.registry.set_changed();
+    }
+
     fn prepare(&self, asked: SocketConfig) -> anyhow::Result<Prepared> {
         let index = self.next.fetch_add(1, Ordering::Relaxed);
         let events = self.events.of(index);
@@ -238,17 +262,26 @@ impl Changes {
     fn commit(&self, prepared: Prepared) -> anyhow::Result<()> {
         let Prepared { served, device, listener } = prepared;
         let handle = self.handle.lock().clone().context("the server does not serve yet")?;
-        self.changes();
+        let kept = self.kept.get().filter(|kept| kept.add(&served));
         let served = self.registry.add(served);
         info!("{}", summary(&served));
-        served.set_port(handle.add(listener, Box::new(device)));
+        let device = Box::new(device);
+        let port = match kept {
+            Some(kept) => handle.add_recorded(listener, device, kept.port_recorder(served.index)),
+            None => handle.add(listener, device),
+        };
+        served.set_port(port);
         Ok(())
     }
 
     /// Ends a controller. Returns when its disks are free, or after a while.
     fn take_away(&self, served: Arc<ServedController>) -> anyhow::Result<()> {
         let handle = self.handle.lock().clone().context("the server does not serve yet")?;
-        self.changes();
+        let index = served.index;
+        let kept = self.kept.get().map(|kept| (kept, kept.disks(index)));
+        if let Some((kept, _)) = &kept {
+            kept.will_remove(index);
+        }
         if let Some(port) = served.port() {
             // It is told, or the reactor has ended.
             let _ = handle.remove(port).recv_timeout(GONE);
@@ -267,6 +300,9 @@ impl Changes {
         let until = Instant::now() + GONE;
         while disks.iter().any(|disk| disk.strong_count() != 0) && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));
+        }
+        if let Some((kept, disks)) = kept {
+            kept.removed(index, &disks);
         }
         info!("{name}: is served no more");
         Ok(())

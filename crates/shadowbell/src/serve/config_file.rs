@@ -8,12 +8,15 @@ use super::server_config::{
     pool_options,
 };
 use crate::control::place::{self, Place};
-use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells};
+use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
 use crate::cpu_list;
 use crate::exit::bad_input;
+use crate::limits::{self, Group};
 use anyhow::anyhow;
 use serde::Deserialize;
-use std::collections::HashMap;
+use shadowbell_backend::Limits;
+use shadowbell_controller::config::MAX_NAMESPACES;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -38,7 +41,17 @@ struct File {
     poll: Option<Spanned<Poll>>,
     poll_max_us: Option<Spanned<u32>>,
     #[serde(default)]
+    limit_group: Vec<Spanned<GroupTable>>,
+    #[serde(default)]
     controller: Vec<Spanned<ControllerTable>>,
+}
+
+/// A `[[limit-group]]`: its name, and limits as a disk has them.
+#[derive(Debug, Deserialize)]
+struct GroupTable {
+    name: String,
+    #[serde(flatten)]
+    limits: BTreeMap<String, String>,
 }
 
 /// A `[[controller]]`.
@@ -62,7 +75,7 @@ struct ControllerTable {
 
 /// A disk: a string, or a table.
 #[derive(Debug, Deserialize)]
-#[serde(untagged, expecting = "a disk is a string, or a table of `disk` and `uuid`")]
+#[serde(untagged, expecting = "a disk is a string, or a table of `disk`, `uuid` and `nsid`")]
 enum DiskEntry {
     Plain(String),
     Table(DiskTable),
@@ -73,6 +86,7 @@ enum DiskEntry {
 struct DiskTable {
     disk: String,
     uuid: Option<String>,
+    nsid: Option<u32>,
 }
 
 /// Reads a configuration file. What it names is not opened.
@@ -174,6 +188,7 @@ impl Check<'_> {
             self.wrong.push((line, why));
             shadowbell_controller::PoolOptions::default()
         });
+        let groups: Vec<_> = file.limit_group.iter().map(|table| self.group(table)).collect();
         let name = file.name.map(|name| {
             if let Err(why) = place::check_name(name.get_ref()) {
                 self.refuse(&name, format!("`name`: {why}"));
@@ -255,14 +270,36 @@ impl Check<'_> {
             control: Place { name, path: file.control_socket },
             default_name: String::new(),
             metrics: file.metrics,
+            groups,
         }
+    }
+
+    fn group(&mut self, table: &Spanned<GroupTable>) -> Group {
+        let GroupTable { name, limits: texts } = table.get_ref();
+        if let Err(why) = limits::check_name(name) {
+            self.refuse(table, why);
+        }
+        let mut limits = Limits::default();
+        for (key, text) in texts {
+            match limits.set(key, text) {
+                Ok(true) => {}
+                Ok(false) => self.refuse(table, format!("a limit group has no `{key}`")),
+                Err(why) => self.refuse(table, why),
+            }
+        }
+        Group { name: name.clone(), limits }
     }
 
     fn controller(&mut self, table: ControllerTable) -> ControllerConfig {
         if table.disks.get_ref().is_empty() {
             self.refuse(&table.disks, "a controller has one disk at least");
         }
-        let disks = table.disks.into_inner().into_iter().map(|entry| self.disk(entry)).collect();
+        let line = self.line(&table.disks);
+        let disks = table.disks.into_inner().into_iter().map(|entry| self.disk(entry));
+        let disks: Vec<_> = disks.collect();
+        if let Err(why) = check_nsids(&disks) {
+            self.wrong.push((line, why));
+        }
         let max_transfer = table.max_transfer.and_then(|value| {
             let size = shadowbell_backend::parse_size(value.get_ref());
             size.map_err(|why| self.refuse(&value, format!("`max-transfer`: {why}"))).ok()
@@ -280,10 +317,10 @@ impl Check<'_> {
     }
 
     fn disk(&mut self, entry: Spanned<DiskEntry>) -> DiskConfig {
-        let DiskTable { disk, uuid } = match entry.get_ref() {
-            DiskEntry::Plain(disk) => DiskTable { disk: disk.clone(), uuid: None },
-            DiskEntry::Table(DiskTable { disk, uuid }) => {
-                DiskTable { disk: disk.clone(), uuid: uuid.clone() }
+        let DiskTable { disk, uuid, nsid } = match entry.get_ref() {
+            DiskEntry::Plain(disk) => DiskTable { disk: disk.clone(), uuid: None, nsid: None },
+            DiskEntry::Table(DiskTable { disk, uuid, nsid }) => {
+                DiskTable { disk: disk.clone(), uuid: uuid.clone(), nsid: *nsid }
             }
         };
         let uuid = uuid.and_then(|text| {
@@ -299,7 +336,7 @@ impl Check<'_> {
             }
             uuid
         });
-        DiskConfig { disk, uuid }
+        DiskConfig { disk, uuid, nsid }
     }
 }
 
@@ -315,6 +352,19 @@ pub(super) fn check_id(id: &str) -> Result<(), String> {
     }
 }
 
+/// Namespaces have their numbers in the order of the disks.
+pub(super) fn check_nsids(disks: &[DiskConfig]) -> Result<(), String> {
+    let all: Vec<_> = nsids(disks).collect();
+    let fits = |nsid: &u32| (1..=MAX_NAMESPACES as u32).contains(nsid);
+    match all.iter().all(fits) && all.is_sorted_by(|a, b| a < b) {
+        true => Ok(()),
+        false => Err(format!(
+            "the `nsid` of each disk is 1 to {MAX_NAMESPACES}, and larger than that of the disk \
+             before; these are {all:?}"
+        )),
+    }
+}
+
 /// A UUID of 32 hexadecimal digits in groups of 8, 4, 4, 4 and 12 (RFC 9562, 4).
 pub(super) fn parse_uuid(text: &str) -> Option<[u8; 16]> {
     let groups: Vec<_> = text.split('-').collect();
@@ -326,6 +376,9 @@ pub(super) fn parse_uuid(text: &str) -> Option<[u8; 16]> {
     let value = u128::from_str_radix(&groups.concat(), 16).ok()?;
     (value != 0).then(|| value.to_be_bytes())
 }
+
+mod write;
+pub(super) use write::{Settings, write};
 
 #[cfg(test)]
 mod tests;

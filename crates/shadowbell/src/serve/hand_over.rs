@@ -5,6 +5,7 @@ use super::server::Server;
 use super::transfer::{self, COMMIT, GONE, HAVE};
 use super::worker_link::WorkerLink;
 use crate::keeper_link::{parse_versions, to_keeper};
+use crate::limits;
 use anyhow::{Context, anyhow, bail};
 use shadowbell_state::{AbortPoint, Descriptors, Parcel, VERSION, abort_point};
 use shadowbell_vfio_user::Reactor;
@@ -102,11 +103,13 @@ fn pass_on(
 ) -> anyhow::Result<()> {
     let mut parcel = Parcel::new();
     let controllers = server.controllers();
-    let asked: Vec<_> = controllers.iter().map(|served| &*served.asked).collect();
-    parcel.add(transfer::SERVED, true, &transfer::served_of(asked.iter().copied()))?;
+    let asked: Vec<_> = controllers.iter().map(|served| served.asked()).collect();
+    parcel.add(transfer::SERVED, true, &transfer::served_of(asked.iter().map(|asked| &**asked)))?;
     if server.registry().is_changed() {
         // The configuration does not say it.
+        let asked: Vec<_> = asked.iter().map(|asked| &**asked).collect();
         parcel.add(transfer::ASKED, true, &asked)?;
+        parcel.add(transfer::GROUPS, false, &limits::groups())?;
     }
     resting.save(&mut parcel)?;
     let ports = reactor.save(parcel.descriptors())?;

@@ -1,21 +1,29 @@
 //! Has the keeper hold what the next process needs, should this one die.
 //!
-//! Items: [`fence`](FENCE); `disk/N.M`, `controller/N` and `port/N` as at a hand-over, each with
-//! descriptors of its own; and, when all of them are there, what is served.
+//! Items: [`fence`](FENCE); `disk/N.M`, `controller/N` and `port/N`, each with descriptors of its
+//! own; and, when all of them are there, what is served, which names the others.
+//!
+//! A change while the server runs has an order in which every moment is one to go on from. What
+//! comes is there before it is named, and what goes is named no more before it goes. While a
+//! namespace changes, the disks of before and after are both named: which of them counts is what
+//! the record of the controller says, which has the namespaces that its guest may have seen.
 
 use super::registry::ServedController;
-use super::server_config::ServerConfig;
+use super::server_config::SocketConfig;
 use super::store::Store;
 use super::transfer::{self, Served};
 use super::worker_link::WorkerLink;
+use crate::controller_config::{DiskConfig, nsids};
 use crate::items::COMPLETE;
+use crate::limits::{self, Group};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use shadowbell_backend::Disk;
-use shadowbell_controller::{Recorder, SavedController};
+use shadowbell_controller::{NamespaceConfig, Recorder, SavedController, SeenNamespace};
 use shadowbell_state::{Descriptors, VERSION};
 use shadowbell_vfio_user::Reactor;
 use shadowbell_vfio_user::server::{PortId, PortRecorder, SavedPort};
-use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use tracing::info;
@@ -28,28 +36,108 @@ pub(super) const FENCE: &str = "fence";
 pub(super) struct Complete {
     pub(super) version: u32,
     pub(super) served: Vec<Served>,
+    /// It is not what the configuration says.
+    pub(super) is_changed: bool,
+    pub(super) controllers: Vec<KeptController>,
+    pub(super) groups: Vec<Group>,
+}
+
+/// A controller that the keeper holds.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct KeptController {
+    /// Its number, by which its items are called.
+    pub(super) index: usize,
+    /// As it was asked for, apart from its disks.
+    pub(super) asked: SocketConfig,
+    /// Those of its namespaces, and of a namespace that is being changed both, the new one first.
+    pub(super) disks: Vec<KeptDisk>,
+    /// Namespaces of whose change the guest may not know yet.
+    pub(super) changing: Vec<u32>,
+}
+
+/// A disk that the keeper holds, and the namespace that it makes.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct KeptDisk {
+    key: String,
+    nsid: u32,
+    pub(super) disk: String,
+    uuid: [u8; 16],
+    blocks: u64,
+    read_only: bool,
+}
+
+impl KeptController {
+    /// How it is asked for, with these of its disks.
+    pub(super) fn as_asked(&self, disks: &[&KeptDisk]) -> SocketConfig {
+        let mut asked = self.asked.clone();
+        let is_same = asked.controller.disks.len() == disks.len()
+            && asked.controller.disks.iter().zip(disks).all(|(one, kept)| one.disk == kept.disk);
+        // What was never changed stays as it was asked for.
+        if !is_same || !self.changing.is_empty() {
+            asked.controller.disks = disks.iter().map(|kept| kept.config()).collect();
+        }
+        asked
+    }
+
+    /// The disk of a namespace that the guest has seen like this.
+    pub(super) fn disk_of(&self, seen: &SeenNamespace) -> Option<&KeptDisk> {
+        self.disks.iter().find(|kept| {
+            (kept.nsid, kept.uuid) == (seen.nsid, seen.uuid)
+                && (kept.blocks, kept.read_only) == (seen.blocks, seen.read_only)
+        })
+    }
+}
+
+impl KeptDisk {
+    /// What its item is called.
+    pub(super) fn key(&self) -> &str {
+        &self.key
+    }
+
+    /// How it is asked for.
+    pub(super) fn config(&self) -> DiskConfig {
+        DiskConfig { disk: self.disk.clone(), uuid: Some(self.uuid), nsid: Some(self.nsid) }
+    }
 }
 
 /// The way to what the keeper holds. It is there before any disk is opened.
 pub(super) struct Keeping {
-    store: Store,
+    kept: Arc<Kept>,
     fence: OwnedFd,
-    is_possible: Cell<bool>,
+}
+
+/// What the keeper holds, for all who change it.
+pub(super) struct Kept {
+    store: Store,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// It holds something of which the next process can make use.
+    is_possible: bool,
+    /// Everything is there.
+    is_complete: bool,
+    /// What is served is not what the configuration says.
+    is_changed: bool,
+    controllers: BTreeMap<usize, KeptController>,
+    /// Controllers whose socket is not there yet.
+    coming: BTreeMap<usize, KeptController>,
+    /// How many disks there have been.
+    disks: u64,
 }
 
 impl Keeping {
     /// # Errors
     /// The system has no more descriptors.
     pub(super) fn new(link: &WorkerLink) -> std::io::Result<Self> {
-        Ok(Self {
-            store: link.store()?,
-            fence: shadowbell_backend::fence()?,
-            is_possible: Cell::new(false),
-        })
+        let kept = Kept { store: link.store()?, state: Mutex::default() };
+        Ok(Self { kept: Arc::new(kept), fence: shadowbell_backend::fence()? })
     }
 
     /// From here on the keeper holds what the next process needs, to be [completed]. If that can
-    /// not be had, the log says so, and the service is as good as without.
+    /// not be had, the log says so, and the service is as good as without. `is_changed`: what is
+    /// served is not what the configuration says.
     ///
     /// [completed]: Keeping::complete
     pub(super) fn begin(
@@ -57,37 +145,26 @@ impl Keeping {
         controllers: &[Arc<ServedController>],
         reactor: &mut Reactor,
         ports: &[PortId],
+        is_changed: bool,
     ) {
         let outcome = self.keep_all(controllers, reactor, ports);
-        self.is_possible.set(outcome.is_ok());
+        let mut state = self.kept.state.lock();
+        (state.is_possible, state.is_changed) = (outcome.is_ok(), is_changed);
+        drop(state);
         if let Err(why) = outcome {
-            info!("if this process dies, its clients lose their controllers: {why:#}");
-            // Not what a process before has left, either.
-            let _ = self.store.delete(COMPLETE);
+            self.kept.give_up(&why);
         }
     }
 
     /// What the keeper holds is all that there is: the next process may go on with it.
-    pub(super) fn complete(&self, config: &ServerConfig) {
-        if self.is_possible.get() {
-            let complete = Complete { version: VERSION, served: transfer::served(config) };
-            // The store says itself what it could not take.
-            let _ = self.store.put_state(COMPLETE, &complete, &Descriptors::default());
-        }
+    pub(super) fn complete(&self) {
+        self.kept.state.lock().is_complete = true;
+        self.kept.publish();
     }
 
-    /// What the keeper holds is not what is served any more: should this process die, another one
-    /// serves what the configuration says, and clients lose their controllers.
-    pub(super) fn forget(&self) {
-        let _ = self.store.delete(COMPLETE);
-    }
-
-    /// The same, for another thread.
-    pub(super) fn forgetter(&self) -> impl Fn() + Send + Sync + 'static {
-        let store = self.store.clone();
-        move || {
-            let _ = store.delete(COMPLETE);
-        }
+    /// What the keeper holds, for whoever changes what is served.
+    pub(super) fn kept(&self) -> Arc<Kept> {
+        Arc::clone(&self.kept)
     }
 
     fn keep_all(
@@ -100,34 +177,215 @@ impl Keeping {
         for disk in controllers.iter().flat_map(|served| served.disks()) {
             disk.keep(&mut Descriptors::default())?;
         }
-        self.store.put(FENCE, &[], &[self.fence.as_fd()])?;
-        for (index, served) in controllers.iter().enumerate() {
-            for (nth, disk) in served.disks().enumerate() {
-                self.keep_disk(transfer::disk(index, nth), &disk)?;
-            }
-            let key = transfer::controller(index);
-            let recorder = Record { store: self.store.clone(), key };
-            served.controller.record_with(Arc::new(recorder))?;
-        }
-        for (index, port) in ports.iter().enumerate() {
-            let key = transfer::port(index);
-            let recorder = Record { store: self.store.clone(), key };
-            reactor.record_with(*port, Box::new(recorder));
+        self.kept.store.put(FENCE, &[], &[self.fence.as_fd()])?;
+        for (served, port) in controllers.iter().zip(ports) {
+            let kept = self.kept.keep_controller(served)?;
+            self.kept.state.lock().controllers.insert(served.index, kept);
+            reactor.record_with(*port, self.kept.port_recorder(served.index));
         }
         Ok(())
     }
+}
 
-    fn keep_disk(&self, key: String, disk: &Arc<dyn Disk>) -> anyhow::Result<()> {
-        put_disk(&self.store, &key, &**disk)?;
-        let store = self.store.clone();
-        let weak = Arc::downgrade(disk);
-        disk.on_change(Box::new(move || {
+impl Kept {
+    /// Holds a controller that is about to be served, as [`port_recorder`](Self::port_recorder)
+    /// says. Whether that can be had; if not, there is nothing any more for the next process.
+    pub(super) fn add(self: &Arc<Self>, served: &ServedController) -> bool {
+        if !self.is_possible() {
+            return false;
+        }
+        match self.keep_controller(served) {
+            Ok(kept) => {
+                self.state.lock().coming.insert(served.index, kept);
+                true
+            }
+            Err(why) => {
+                self.give_up(&why);
+                false
+            }
+        }
+    }
+
+    /// Keeps the socket of a controller, and names the controller as soon as it has it.
+    pub(super) fn port_recorder(self: &Arc<Self>, index: usize) -> Box<dyn PortRecorder> {
+        Box::new(PortRecord { kept: Arc::clone(self), index })
+    }
+
+    /// A controller is about to go: it is named no more.
+    pub(super) fn will_remove(&self, index: usize) {
+        let mut state = self.state.lock();
+        state.controllers.remove(&index);
+        state.coming.remove(&index);
+        state.is_changed = true;
+        drop(state);
+        self.publish();
+    }
+
+    /// It has gone, with these namespaces.
+    pub(super) fn removed(&self, index: usize, disks: &[KeptDisk]) {
+        if self.is_possible() {
+            let own = [transfer::controller(index), transfer::port(index)];
+            for key in own.iter().chain(disks.iter().map(|disk| &disk.key)) {
+                let _ = self.store.delete(key);
+            }
+        }
+    }
+
+    /// The disks of a controller.
+    pub(super) fn disks(&self, index: usize) -> Vec<KeptDisk> {
+        let state = self.state.lock();
+        state.controllers.get(&index).map(|kept| kept.disks.clone()).unwrap_or_default()
+    }
+
+    /// A namespace is about to be on this disk, or to go: until [`settle`](Self::settle) that is
+    /// as likely as that it stays what it is.
+    pub(super) fn will_change(
+        &self,
+        index: usize,
+        nsid: u32,
+        after: Option<(&DiskConfig, &NamespaceConfig)>,
+    ) {
+        if !self.is_possible() {
+            return;
+        }
+        let after = after.map(|(disk, config)| self.keep_disk(index, nsid, &disk.disk, config));
+        let after = match after.transpose() {
+            Ok(after) => after,
+            Err(why) => return self.give_up(&why),
+        };
+        let mut state = self.state.lock();
+        if let Some(kept) = state.controllers.get_mut(&index) {
+            kept.changing.push(nsid);
+            let _ = after.map(|disk| kept.disks.insert(0, disk));
+        }
+        state.is_changed = true;
+        drop(state);
+        self.publish();
+    }
+
+    /// The change has come to its end: it was `done`, or all is as it was. The controller is as
+    /// `asked` for now.
+    pub(super) fn settle(&self, index: usize, nsid: u32, done: bool, asked: &SocketConfig) {
+        let mut gone = Vec::new();
+        let mut state = self.state.lock();
+        if let Some(kept) = state.controllers.get_mut(&index) {
+            kept.asked = asked.clone();
+            kept.changing.retain(|other| *other != nsid);
+            let is_there = nsids(&asked.controller.disks).any(|other| other == nsid);
+            let (of_it, others): (Vec<_>, Vec<_>) =
+                kept.disks.drain(..).partition(|disk| disk.nsid == nsid);
+            kept.disks = others;
+            // The new one is the first of two.
+            let stays = if done { of_it.first() } else { of_it.last() };
+            let stays = stays.filter(|_| is_there).cloned();
+            gone = of_it;
+            gone.retain(|disk| stays.as_ref().is_none_or(|stays| stays.key != disk.key));
+            kept.disks.extend(stays);
+        }
+        drop(state);
+        self.publish();
+        if self.is_possible() {
+            gone.iter().for_each(|disk| drop(self.store.delete(&disk.key)));
+        }
+    }
+
+    /// A namespace is asked for by `spec` from here on, and a controller as `asked`.
+    pub(super) fn say_otherwise(
+        &self,
+        index: usize,
+        nsid: u32,
+        spec: String,
+        asked: &SocketConfig,
+    ) {
+        let mut state = self.state.lock();
+        if let Some(kept) = state.controllers.get_mut(&index) {
+            kept.asked = asked.clone();
+            if let Some(disk) = kept.disks.iter_mut().find(|disk| disk.nsid == nsid) {
+                disk.disk = spec;
+            }
+        }
+        drop(state);
+        self.say_again();
+    }
+
+    /// What is not of a controller has changed.
+    pub(super) fn say_again(&self) {
+        self.state.lock().is_changed = true;
+        self.publish();
+    }
+
+    fn is_possible(&self) -> bool {
+        self.state.lock().is_possible
+    }
+
+    /// The next process can make no use of what the keeper holds.
+    fn give_up(&self, why: &anyhow::Error) {
+        info!("if this process dies, its clients lose their controllers: {why:#}");
+        self.state.lock().is_possible = false;
+        // Not what a process before has left, either.
+        let _ = self.store.delete(COMPLETE);
+    }
+
+    /// Names all that there is.
+    fn publish(&self) {
+        let state = self.state.lock();
+        if !state.is_possible || !state.is_complete {
+            return;
+        }
+        let controllers: Vec<_> = state.controllers.values().cloned().collect();
+        let complete = Complete {
+            version: VERSION,
+            served: transfer::served_of(controllers.iter().map(|kept| &kept.asked)),
+            is_changed: state.is_changed,
+            controllers,
+            groups: limits::groups(),
+        };
+        // Under the lock, so that what comes later stays. The store says itself what it could not
+        // take.
+        let _ = self.store.put_state(COMPLETE, &complete, &Descriptors::default());
+    }
+
+    fn keep_controller(
+        self: &Arc<Self>,
+        served: &ServedController,
+    ) -> anyhow::Result<KeptController> {
+        let index = served.index;
+        let asked = served.asked();
+        let mut disks = Vec::new();
+        let namespaces = served.controller.namespaces();
+        for ((nsid, config), disk) in namespaces.iter().zip(&asked.controller.disks) {
+            disks.push(self.keep_disk(index, *nsid, &disk.disk, config)?);
+        }
+        let recorder = Record { store: self.store.clone(), key: transfer::controller(index) };
+        served.controller.record_with(Arc::new(recorder))?;
+        Ok(KeptController { index, asked: (*asked).clone(), disks, changing: Vec::new() })
+    }
+
+    fn keep_disk(
+        &self,
+        index: usize,
+        nsid: u32,
+        spec: &str,
+        config: &NamespaceConfig,
+    ) -> anyhow::Result<KeptDisk> {
+        let nth = {
+            let mut state = self.state.lock();
+            state.disks += 1;
+            state.disks
+        };
+        let key = format!("disk/{index}.{nth}");
+        put_disk(&self.store, &key, &*config.disk)?;
+        let (store, weak) = (self.store.clone(), Arc::downgrade(&config.disk));
+        let named = key.clone();
+        config.disk.on_change(Box::new(move || {
             if let Some(disk) = weak.upgrade() {
                 // The store says itself what it could not take.
-                let _ = put_disk(&store, &key, &*disk);
+                let _ = put_disk(&store, &named, &*disk);
             }
         }));
-        Ok(())
+        let info = config.disk.info();
+        let (disk, uuid) = (spec.to_owned(), config.uuid);
+        Ok(KeptDisk { key, nsid, disk, uuid, blocks: info.blocks, read_only: info.read_only })
     }
 }
 
@@ -137,7 +395,7 @@ fn put_disk(store: &Store, key: &str, disk: &dyn Disk) -> anyhow::Result<()> {
     Ok(store.put_state(key, &state, &fds)?)
 }
 
-/// Puts there what is written down of a controller or of a socket.
+/// Puts there what is written down of a controller.
 struct Record {
     store: Store,
     key: String,
@@ -150,8 +408,21 @@ impl Recorder for Record {
     }
 }
 
-impl PortRecorder for Record {
+/// The same of a socket.
+struct PortRecord {
+    kept: Arc<Kept>,
+    index: usize,
+}
+
+impl PortRecorder for PortRecord {
     fn record(&mut self, state: &SavedPort, fds: Descriptors) {
-        let _ = self.store.put_state(&self.key, state, &fds);
+        let _ = self.kept.store.put_state(&transfer::port(self.index), state, &fds);
+        let mut state = self.kept.state.lock();
+        if let Some(coming) = state.coming.remove(&self.index) {
+            state.controllers.insert(self.index, coming);
+            state.is_changed = true;
+            drop(state);
+            self.kept.publish();
+        }
     }
 }

@@ -6,6 +6,7 @@
 //! |---|---|
 //! | `asides` | what answers beside the guests |
 //! | `changes` | controllers that come and go while it runs |
+//! | `namespaces` | their namespaces, which come, go and change |
 //! | `control` | the control socket and the metrics |
 //! | `registry` | the controllers that are served |
 //! | `args` | the command line |
@@ -24,6 +25,7 @@
 //! | `transfer` | what these two say to each other |
 //! | `keeping`, `store` | what a keeper holds, so that another process goes on after this one's death |
 //! | `recover` | that other process |
+//! | `phases` | how long each part of its beginning took |
 //! | `worker_link` | what is said to a keeper, if there is one |
 //! | `faults` | `--faults`, in a build with that feature |
 //!
@@ -46,6 +48,8 @@ mod hand_over;
 mod keeping;
 mod launch_hint;
 mod making;
+mod namespaces;
+mod phases;
 mod reactor_thread;
 mod recover;
 mod registry;
@@ -64,11 +68,12 @@ pub(crate) use config_file::read as read_config_file;
 use crate::disk_spec::{self, DiskSpecError};
 use crate::keeper_link::{Packet, to_keeper, to_worker};
 use crate::signals::{EndSignals, Wake};
-use crate::{descriptor_limit, exit, notify};
+use crate::{descriptor_limit, exit, limits, notify};
 use anyhow::anyhow;
 use asides::{Answering, Asides, Powers};
 use event_log::EventLog;
 use keeping::Keeping;
+use phases::Phases;
 use server::Server;
 use server_config::ServerConfig;
 use signal_hook::consts::SIGUSR1;
@@ -116,8 +121,10 @@ fn check(file: &Path) -> anyhow::Result<ExitCode> {
 fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<ExitCode> {
     #[cfg(feature = "faults")]
     let faults = args.faults.clone();
+    let mut phases = Phases::begin();
     let config = args.config()?;
     descriptor_limit::raise();
+    limits::set_groups(&config.groups);
     // Before there is anything that a signal would leave behind.
     let mut signals = EndSignals::catch(&[SIGUSR1])?;
     let handle = signals.handle();
@@ -127,6 +134,7 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let keeping = link.map(Keeping::new).transpose()?;
     let keeper_pid = link.and_then(|_| rustix::process::getppid());
     let keeper_pid = keeper_pid.map(|pid| pid.as_raw_pid().cast_unsigned());
+    phases.ended("configuration");
     let (mut server, asides) = match (keeper, &keeping) {
         (Some((Role::Successor, link)), Some(keeping)) => {
             match take_over::take_over(&config, link, keeping, ended)? {
@@ -136,7 +144,7 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
             }
         }
         (Some((Role::Recover, link)), Some(keeping)) => {
-            match recover::recover(&config, link, keeping, ended)? {
+            match recover::recover(&config, link, keeping, ended, &mut phases)? {
                 // The guests need them less than anything else.
                 Some(server) => (server, Asides::listen_again(&config, keeper_pid)),
                 // It is to end.
@@ -147,8 +155,8 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
             let asides = Asides::listen(&config, keeper_pid)?;
             let keep = keeping.as_ref().map(|keeping| {
                 |controllers: &[_], reactor: &mut _, ports: &[_]| {
-                    keeping.begin(controllers, reactor, ports);
-                    keeping.complete(&config);
+                    keeping.begin(controllers, reactor, ports, false);
+                    keeping.complete();
                 }
             });
             (Server::start(&config, keep, ended)?, asides)
@@ -158,7 +166,7 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let injected = faults.begin(&server);
     let event_log = EventLog::start(&mut server)?;
     if let Some(keeping) = &keeping {
-        server.changes().on_change(keeping.forgetter());
+        server.changes().keep_with(keeping.kept());
     }
     let handle = signals.handle();
     let powers = Powers {
@@ -175,6 +183,10 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
                 launch_hint::show(&config);
             }
             link.serves(config.controllers.iter().map(|served| served.socket.as_path()));
+            if role == Role::Recover {
+                phases.ended("control socket and statistics");
+                debug!("it took: {phases}");
+            }
         }
         None => {
             launch_hint::show(&config);

@@ -12,6 +12,7 @@
 use super::event::EventQueue;
 use super::keeping::{Complete, FENCE, Keeping};
 use super::making;
+use super::phases::Phases;
 use super::registry::ServedController;
 use super::server::Server;
 use super::server_config::ServerConfig;
@@ -22,6 +23,7 @@ use crate::controller_config::ConfigureError;
 use crate::disk_spec;
 use crate::items::{COMPLETE, Items};
 use crate::keeper_link::to_keeper;
+use crate::limits;
 use anyhow::{Context, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::de::DeserializeOwned;
@@ -47,7 +49,15 @@ struct Rebuilt {
     server: Server,
     reactor: Reactor,
     ports: Vec<PortId>,
-    controllers: Vec<(SavedController, Descriptors)>,
+    controllers: Vec<Recovered>,
+}
+
+/// A controller, as it was recorded.
+struct Recovered {
+    saved: SavedController,
+    fds: Descriptors,
+    /// Namespaces of whose change its guest may not know.
+    changing: Vec<u32>,
 }
 
 /// Goes on for the process that has died. `None`: the service is to end.
@@ -59,32 +69,46 @@ pub(super) fn recover(
     link: &WorkerLink,
     keeping: &Keeping,
     ended: impl FnOnce() + Send + 'static,
+    phases: &mut Phases,
 ) -> anyhow::Result<Option<Server>> {
     let began = Instant::now();
     let pool = Pool::start(&config.pool).context("the workers can not be started")?;
+    phases.ended("threads");
     let Some(items) = link.items()? else { return Ok(None) };
+    phases.ended("items");
     let fence =
         Fence { link, since: Instant::now(), is_told: Cell::new(false), gone: Cell::new(None) };
-    let rebuilt = rebuild(config, items, pool, &fence);
+    let rebuilt = rebuild(config, items, pool, &fence, phases);
     if let Some(told) = fence.gone.get() {
         debug!("gives up: {told:?}");
         return Ok(None);
     }
     let Rebuilt { mut server, mut reactor, ports, controllers } = rebuilt?;
     abort_point(AbortPoint::Rebuilt);
-    keeping.begin(&server.controllers(), &mut reactor, &ports);
-    let mut again = 0;
-    for (served, (saved, mut fds)) in server.controllers().iter().zip(controllers) {
+    let is_changed = server.registry().is_changed();
+    keeping.begin(&server.controllers(), &mut reactor, &ports, is_changed);
+    phases.ended("records");
+    let (mut again, mut announced) = (0, Vec::new());
+    for (served, recovered) in server.controllers().iter().zip(controllers) {
+        let Recovered { saved, mut fds, changing } = recovered;
         let recovered = served.controller.recover(&saved, &mut fds);
         again += recovered.with_context(|| served.name.clone())?;
+        announced.push(changing);
     }
+    phases.ended("queues");
     // Everything is at rest, and the keeper holds all of it.
-    keeping.complete(config);
+    keeping.complete();
     abort_point(AbortPoint::Kept);
     link.say(to_keeper::TAKEN, "");
     abort_point(AbortPoint::Taken);
-    server.controllers().iter().for_each(|served| served.controller.resume());
+    phases.ended("the keeper told");
+    for (served, changing) in server.controllers().iter().zip(announced) {
+        served.controller.resume();
+        changing.iter().for_each(|nsid| served.controller.announce_namespace(*nsid));
+    }
+    phases.ended("queues served");
     server.serve(reactor, ended)?;
+    phases.ended("sockets served");
     let took = began.elapsed().as_micros();
     begin_trace(&server, config);
     info!(
@@ -101,30 +125,45 @@ fn rebuild(
     mut items: Items,
     pool: Pool,
     fence: &Fence<'_>,
+    phases: &mut Phases,
 ) -> anyhow::Result<Rebuilt> {
     let (complete, _): (Complete, _) = take(&mut items, COMPLETE)?;
     if !READABLE.contains(&complete.version) {
         bail!(shadowbell_state::StateError::Version(complete.version));
     }
-    if let Some(why) = transfer::difference(&complete.served, &transfer::served(config)) {
+    if !complete.is_changed
+        && let Some(why) = transfer::difference(&complete.served, &transfer::served(config))
+    {
         bail!(why);
     }
     let ends = items.remove(FENCE).context("the state has no fence")?.read()?.1;
     ends.iter().try_for_each(|end| fence.wait_for(end))?;
+    phases.ended("fence");
+    if complete.is_changed {
+        limits::set_groups(&complete.groups);
+    }
     let events = EventQueue::new();
     let mut reactor = Reactor::new(Limits::default())?;
     let (mut served, mut controllers, mut ports) = (Vec::new(), Vec::new(), Vec::new());
-    for (index, asked) in config.controllers.iter().enumerate() {
+    for (index, kept) in complete.controllers.iter().enumerate() {
+        let (saved, mut fds): (SavedController, _) =
+            take(&mut items, &transfer::controller(kept.index))?;
+        let (port, mut port_fds): (SavedPort, _) = take(&mut items, &transfer::port(kept.index))?;
+        let disks = saved.namespaces().map(|seen| kept.disk_of(&seen)).collect::<Option<Vec<_>>>();
+        let disks = disks.context("the state lacks the disk of a namespace")?;
+        let asked = match config.controllers.get(index) {
+            Some(asked) if !complete.is_changed => asked.clone(),
+            _ => kept.as_asked(&disks),
+        };
+        let asked = &asked;
         let location = asked.absolute_socket();
         let opened = asked.controller.open_by(&location.to_string_lossy(), |nth, spec| {
-            let (state, mut fds) = take(&mut items, &transfer::disk(index, nth))
-                .map_err(disk_spec::DiskSpecError::Device)?;
+            let key = disks.get(nth).map_or("", |disk| disk.key());
+            let (state, mut fds) =
+                take(&mut items, key).map_err(disk_spec::DiskSpecError::Device)?;
             disk_spec::recover(spec, &state, &mut fds, &|| fence.wait_for_lock(spec))
         });
         let opened = making::with_origin(asked, opened.map_err(ConfigureError::into_error))?;
-        let (saved, mut fds): (SavedController, _) =
-            take(&mut items, &transfer::controller(index))?;
-        let (port, mut port_fds): (SavedPort, _) = take(&mut items, &transfer::port(index))?;
         let name = asked.socket.display().to_string();
         let carrier = making::carrier(asked, &events.sender(index));
         let controller = Controller::successor(opened, pool.clone(), carrier, &saved, &mut fds)
@@ -139,9 +178,14 @@ fn rebuild(
         one.set_port(port);
         ports.push(port);
         served.push(one);
-        controllers.push((saved, fds));
+        controllers.push(Recovered { saved, fds, changing: kept.changing.clone() });
     }
-    Ok(Rebuilt { server: Server::resting(served, events, pool, true), reactor, ports, controllers })
+    phases.ended("disks and controllers");
+    let server = Server::resting(served, events, pool, true);
+    if complete.is_changed {
+        server.registry().set_changed();
+    }
+    Ok(Rebuilt { server, reactor, ports, controllers })
 }
 
 /// An item's state, and its descriptors.

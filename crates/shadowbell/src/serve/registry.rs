@@ -12,8 +12,8 @@ use std::sync::{Arc, OnceLock};
 pub(super) struct ServedController {
     /// Its number, which no other one gets.
     pub(super) index: usize,
-    /// What it was made from.
-    pub(super) asked: Arc<SocketConfig>,
+    /// What it is, as somebody would ask for it.
+    asked: RwLock<Arc<SocketConfig>>,
     /// What the reactor calls it.
     port: OnceLock<PortId>,
     /// Its socket, as it was written.
@@ -39,7 +39,7 @@ impl ServedController {
             name: asked.socket.display().to_string(),
             id: asked.id(),
             socket: asked.known_socket(),
-            asked: Arc::new(asked),
+            asked: RwLock::new(Arc::new(asked)),
             port: OnceLock::new(),
             controller,
             client,
@@ -49,6 +49,16 @@ impl ServedController {
     /// Its disks, in the order of their namespaces.
     pub(super) fn disks(&self) -> impl Iterator<Item = Arc<dyn Disk>> {
         self.controller.namespaces().into_iter().map(|(_, namespace)| namespace.disk)
+    }
+
+    /// What it is, as somebody would ask for it.
+    pub(super) fn asked(&self) -> Arc<SocketConfig> {
+        Arc::clone(&self.asked.read())
+    }
+
+    /// It has changed.
+    pub(super) fn set_asked(&self, asked: SocketConfig) {
+        *self.asked.write() = Arc::new(asked);
     }
 
     /// It is served.

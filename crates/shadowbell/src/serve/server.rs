@@ -121,12 +121,25 @@ impl Server {
     /// # Errors
     /// They do not, in a sentence; then they go on.
     pub(super) fn rest(&self, until: Instant) -> anyhow::Result<Reactor> {
+        self.wait_for_limits(false);
         let reactor = self.reactor.as_ref().and_then(|thread| thread.rest(until));
+        if reactor.is_none() {
+            self.wait_for_limits(true);
+        }
         reactor.context("a request of a client was under way for too long; try again")
+    }
+
+    /// Whether requests wait until the limits of their disks allow them. Who rests does not.
+    fn wait_for_limits(&self, is_so: bool) {
+        for disk in self.disks() {
+            let limiters = disk.as_limited().map(|limited| limited.limiters()).unwrap_or_default();
+            limiters.iter().for_each(|limiter| limiter.open(!is_so));
+        }
     }
 
     /// Goes on after a rest: the controllers, and then the sockets.
     pub(super) fn go_on(&self, reactor: Reactor) {
+        self.wait_for_limits(true);
         self.controllers().iter().for_each(|served| served.controller.resume());
         if let Some(thread) = &self.reactor {
             thread.go_on(reactor);

@@ -2,7 +2,9 @@
 
 use crate::control::place::Place;
 use crate::controller_config::ControllerConfig;
+use crate::disk_spec;
 use crate::keeper_link::known_path;
+use crate::limits::Group;
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::{Polling, PoolOptions};
 use std::net::SocketAddr;
@@ -36,6 +38,8 @@ pub(crate) struct ServerConfig {
     pub default_name: String,
     /// Where metrics are, by TCP.
     pub metrics: Option<SocketAddr>,
+    /// Limits that several disks share.
+    pub groups: Vec<Group>,
 }
 
 /// A controller and its socket.
@@ -71,7 +75,7 @@ impl SocketConfig {
     #[must_use]
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         self.known_socket() == other.known_socket()
-            && self.controller == other.controller
+            && self.controller.is_same(&other.controller)
             && self.worker == other.worker
     }
 
@@ -80,7 +84,10 @@ impl SocketConfig {
     pub(crate) fn takes(&self) -> Vec<String> {
         let disks = self.controller.disks.iter();
         // Without its options.
-        let disks = disks.map(|disk| disk.disk.split('?').next().unwrap_or_default().to_owned());
+        let disks = disks.map(|disk| {
+            let disk = disk_spec::from_root(&disk.disk);
+            disk.split('?').next().unwrap_or_default().to_owned()
+        });
         disks.chain([self.known_socket()]).collect()
     }
 

@@ -11,6 +11,7 @@ use super::transfer::{self, COMMIT, GONE, HAVE, Served};
 use super::worker_link::WorkerLink;
 use crate::controller_config::ConfigureError;
 use crate::keeper_link::{to_keeper, to_worker, versions};
+use crate::limits::{self, Group};
 use crate::{disk_spec, exit};
 use anyhow::{Context, anyhow, bail};
 use shadowbell_controller::{Controller, Pool, SavedController};
@@ -70,18 +71,15 @@ pub(super) fn take_over(
     }
     let Taken { mut server, mut reactor, controllers, ports, asides, mut fds } = taken;
     server.share_locks(false);
-    if server.registry().is_changed() {
-        keeping.forget();
-    } else {
-        keeping.begin(&server.controllers(), &mut reactor, &ports);
-    }
+    let is_changed = server.registry().is_changed();
+    keeping.begin(&server.controllers(), &mut reactor, &ports, is_changed);
     // What the predecessor has the keeper hold is of no use from here on.
     link.say(to_keeper::TAKEN, "");
     abort_point(AbortPoint::Taken);
     for (served, saved) in server.controllers().iter().zip(&controllers) {
         served.controller.restore(saved, &mut fds).with_context(|| served.name.clone())?;
     }
-    keeping.complete(config);
+    keeping.complete();
     abort_point(AbortPoint::Kept);
     server.serve(reactor, ended)?;
     let took = began.elapsed().as_micros();
@@ -127,6 +125,9 @@ fn take_in(config: &ServerConfig, mut parcel: Parcel, pool: Pool) -> anyhow::Res
     if let Some(why) = transfer::difference(&served, &transfer::served_of(controllers_asked.iter()))
     {
         bail!(why);
+    }
+    if let Some(groups) = parcel.take::<Vec<Group>>(transfer::GROUPS)? {
+        limits::set_groups(&groups);
     }
     let asides = Asides::restore(&mut parcel)?;
     let events = EventQueue::new();

@@ -17,6 +17,8 @@ pub(super) const GONE: u8 = b'g';
 pub(super) const SERVED: &str = "serve";
 /// The controllers as they were asked for, if that is not what the configuration says.
 pub(super) const ASKED: &str = "asked";
+/// The limits of groups, with that.
+pub(super) const GROUPS: &str = "limit-groups";
 /// The socket for `top`.
 pub(super) const STATS: &str = "stats-socket";
 /// The control socket.

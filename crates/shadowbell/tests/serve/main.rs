@@ -16,6 +16,7 @@ mod keeper;
 mod local;
 mod log;
 mod metrics;
+mod namespaces;
 mod output;
 mod recover;
 mod stacked;

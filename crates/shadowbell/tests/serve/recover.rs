@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Kills the worker, and returns when another one serves.
-fn kill(server: &Server, how: Signal) -> u32 {
+pub(crate) fn kill(server: &Server, how: Signal) -> u32 {
     let before = worker(server);
     let deaths = said(server, "goes on with the clients");
     signal(before, how);

@@ -50,7 +50,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 
 use parking_lot::Mutex;
 use rustix::event::epoll::{self, EventData, EventFlags};
@@ -86,10 +86,11 @@ impl Attachment {
         Ok(Self { port, epoll, session, share: None, is_second: false, watch })
     }
 
-    /// The session, which nobody else touches from here on.
+    /// The session, which nobody else touches from here on. If somebody does now, there is a turn
+    /// when they have let go of it.
     pub(super) fn take_session(&mut self) -> Option<&mut Session> {
         if self.session.is_none() {
-            self.session = self.share.as_ref()?.slot.lock().session.take();
+            self.session = self.share.as_ref()?.take_session();
         }
         self.session.as_deref_mut()
     }
@@ -142,6 +143,7 @@ impl Attachment {
             let share = Arc::new(Share {
                 slot: Mutex::new(slot),
                 ended: AtomicBool::new(false),
+                wanted: AtomicBool::new(false),
                 inbox: Arc::clone(inbox),
                 port: self.port,
             });
@@ -188,6 +190,9 @@ struct Share {
     slot: Mutex<Slot>,
     /// The other thread no longer polls, or the connection is over.
     ended: AtomicBool,
+    /// The reactor has come while the other thread had the session, and did not wait: that one may
+    /// have lost its processor meanwhile, and the other clients wait for the reactor.
+    wanted: AtomicBool,
     inbox: Arc<Inbox>,
     port: PortId,
 }
@@ -215,6 +220,25 @@ impl Share {
         added.is_some_and(|added| added.is_ok())
     }
 
+    /// The session, for the reactor.
+    fn take_session(&self) -> Option<Box<Session>> {
+        if let Some(mut slot) = self.slot.try_lock() {
+            return slot.session.take();
+        }
+        self.wanted.store(true, Ordering::Relaxed);
+        // Either the other thread sees that from here on, or the lock is free by now.
+        fence(Ordering::SeqCst);
+        self.slot.try_lock()?.session.take()
+    }
+
+    /// The other thread has let go of the session.
+    fn is_free(&self) {
+        fence(Ordering::SeqCst);
+        if self.wanted.load(Ordering::Relaxed) && self.wanted.swap(false, Ordering::Relaxed) {
+            self.request_turn();
+        }
+    }
+
     fn request_turn(&self) {
         self.inbox.push(Request::Turn { port: self.port });
     }
@@ -240,6 +264,7 @@ impl SocketOwner for Share {
             Some(mut slot) => slot.session.as_mut().map(|session| session.poll_writes(write)),
             None => None,
         };
+        self.is_free();
         let polled = polled.unwrap_or(PolledWrites { writes: 0, all: false });
         if !polled.all {
             self.request_turn();

@@ -4,6 +4,7 @@ mod ends;
 
 use super::data::SLOT_PAGES;
 use crate::command::{BASE, PAGE};
+use crate::limits::Limits;
 use crate::source::Source;
 use crate::test_disk::{TestDisk, contents};
 use shadowbell_controller::config::uuid_from;
@@ -283,6 +284,11 @@ impl Host {
             self.check();
         }
         busy
+    }
+
+    /// A step of the program is over.
+    pub(super) fn step(&mut self, limits: &Limits) {
+        limits.step_of("queues", &mut self.turns, &self.controller);
     }
 
     /// Turns until there is nothing to do.

@@ -45,7 +45,7 @@ const VALUES: &[(u8, u32, u32)] = &[
 #[test]
 fn values_are_kept_and_reset_brings_the_defaults_back() {
     let mut features = Features::at_reset(0);
-    let rest = [fid::TIMESTAMP, fid::IO_COMMAND_SET_PROFILE];
+    let rest = [fid::TIMESTAMP, fid::HOST_BEHAVIOR_SUPPORT, fid::IO_COMMAND_SET_PROFILE];
     let listed = VALUES.iter().map(|(fid, ..)| *fid).chain(rest);
     assert!(listed.eq(FEATURES.iter().map(|(fid, _)| *fid)), "each feature is in the table");
     for (fid, value, read) in VALUES {
@@ -163,7 +163,51 @@ fn error_recovery_is_of_a_namespace() {
     };
     assert_eq!([1, 2, 3].map(get), [Ok(7), Ok(9), Ok(7)]);
     assert_eq!(get(NSID_ALL), Err(INVALID_NAMESPACE));
-    assert_eq!(get(0), Err(INVALID_NAMESPACE));
+    assert_eq!(get(0), Ok(0), "the default");
+}
+
+#[test]
+fn a_host_says_what_it_knows() {
+    let mut features = Features::at_reset(0);
+    let acre = |features: &Features| {
+        let cmd = GetFeatures { fid: fid::HOST_BEHAVIOR_SUPPORT, ..GetFeatures::default() };
+        let data = features.get(&cmd, 0, &LIMITS).unwrap().data.unwrap();
+        HostBehaviorSupport::read_from_bytes(&data).unwrap().acre
+    };
+    assert_eq!(data_length(fid::HOST_BEHAVIOR_SUPPORT), 512);
+    assert_eq!(acre(&features), 0);
+    let set = |features: &mut Features, behavior: HostBehaviorSupport| {
+        let cmd = SetFeatures { fid: fid::HOST_BEHAVIOR_SUPPORT, ..SetFeatures::default() };
+        features.set(&cmd, 0, Some(behavior.as_bytes()), &LIMITS).map(|set| set.effect)
+    };
+    let plain = HostBehaviorSupport::default();
+    let knows = HostBehaviorSupport { acre: 1, ..plain };
+    assert_eq!(set(&mut features, knows), Ok(Effect::None));
+    assert_eq!(acre(&features), 1);
+    assert_eq!(acre(&Features::restore(&features.save())), 1);
+    // What the controller has none of, and what is no value.
+    for odd in [
+        HostBehaviorSupport { acre: 2, ..plain },
+        HostBehaviorSupport { lbafee: 1, ..plain },
+        HostBehaviorSupport { cdfe: 1 << 2, ..plain },
+    ] {
+        assert_eq!(set(&mut features, odd), Err(INVALID_FIELD));
+    }
+    assert_eq!(acre(&features), 1);
+    features.reset();
+    assert_eq!(acre(&features), 0);
+}
+
+#[test]
+fn interrupt_coalescing_that_was_set_to_nothing_is_not_what_was_never_set() {
+    let mut features = Features::at_reset(0);
+    let chosen = |features: &Features| features.save().coalescing().map(|c| c.into_bits());
+    assert_eq!(chosen(&features), None);
+    set(&mut features, fid::INTERRUPT_COALESCING, 0).unwrap();
+    assert_eq!(chosen(&features), Some(0));
+    assert_eq!(chosen(&Features::restore(&features.save())), Some(0));
+    features.reset();
+    assert_eq!(chosen(&features), None);
 }
 
 #[test]

@@ -43,7 +43,7 @@ fn everything_can_be_said() {
     let [first, second, third] = &config.controllers[..] else { panic!("{config:?}") };
     assert_eq!(first.socket, Path::new("/run/vm0.sock"));
     assert_eq!(first.origin.as_deref(), Some("vms.toml:8"));
-    assert_eq!(first.controller.disks[0], DiskConfig { disk: "vm0.img".into(), uuid: None });
+    assert_eq!(first.controller.disks[0], DiskConfig::of("vm0.img"));
     assert_eq!(first.controller.disks[1].uuid.unwrap()[..3], [0x01, 0x90, 0x16]);
     assert_eq!(first.controller.doorbells, OfferedDoorbells::Shadow);
     let expected = ControllerConfig {
@@ -75,6 +75,10 @@ fn a_mistake_is_reported_with_its_line() {
         ("[[controller]]\nsocket = 7\ndisks = []", "vms.toml:2: invalid type"),
         ("[[controller]]\nsocket = \"a\"\ndisks = []", "vms.toml:3: a controller has one disk"),
         ("[[controller]]\nsocket = \"a\"\n\ndisks = [7]", "vms.toml:4: a disk is a string"),
+        (
+            "[[controller]]\nsocket = \"a\"\ndisks = [{ disk = \"b\", nsid = 2 }, { disk = \"c\", nsid = 2 }]",
+            "vms.toml:3: the `nsid` of each disk is 1 to 256",
+        ),
         ("[[controller]]\nsocket = \"\"\ndisks = [\"a\"]", "vms.toml:2: the path of the socket"),
         (&format!("{ok}queues = 65"), "vms.toml:4: `queues` is 1 to 64, not 65"),
         (&format!("{ok}\nqueue-entries = 1"), "vms.toml:5: `queue-entries` is 2 to 4096, not 1"),
@@ -126,4 +130,54 @@ fn uuids_are_written_in_groups() {
     ] {
         assert_eq!(parse_uuid(text), None, "{text}");
     }
+}
+
+#[test]
+fn what_is_written_is_read_as_the_same() {
+    let text = r#"
+        name = "vms"
+        trace = "/var/tmp/trace"
+        stats-socket = "top.sock"
+        metrics = "127.0.0.1:9477"
+        pin = [0]
+        poll-max-us = 7
+
+        [[controller]]
+        id = "a"
+        socket = "vm0.sock"
+        disks = [
+            "vm0.img?direct=on",
+            { disk = "mem:1GiB", uuid = "0190163d-8694-739b-aea5-966c26f8ad91" },
+            { disk = "null:1GiB", nsid = 7 },
+            "file:a%3F.img",
+        ]
+
+        [[controller]]
+        socket = "/run/vm1.sock"
+        disks = [{ disk = "/dev/vg/vm1", nsid = 2 }]
+        serial = "VM1"
+        model = "A model"
+        doorbells = "mapped"
+        queues = 16
+        queue-entries = 1024
+        max-transfer = "2MiB"
+        read-only = true
+        worker = "own"
+    "#;
+    let config = parse(text, "vms.toml").unwrap();
+    let asked: Vec<_> = config.controllers.iter().cloned().map(std::sync::Arc::new).collect();
+    let written = write(&Settings::of(&config), "vms", &asked);
+    let again = parse(&written, "written.toml").unwrap();
+    for (one, other) in config.controllers.iter().zip(&again.controllers) {
+        assert!(one.is_same(other) && one.id() == other.id(), "{written}");
+        assert_eq!(one.controller.disks.len(), other.controller.disks.len());
+    }
+    let pool =
+        |config: &ServerConfig| (config.pool.workers, config.pool.polling, config.pool.pin.clone());
+    assert_eq!((again.controllers.len(), pool(&again)), (2, pool(&config)));
+    assert_eq!((&again.trace, again.metrics), (&config.trace, config.metrics));
+    assert_eq!(again.stats_socket.as_deref(), std::path::absolute("top.sock").ok().as_deref());
+    assert_eq!(again.control.name.as_deref(), Some("vms"));
+    let once_more: Vec<_> = again.controllers.iter().cloned().map(std::sync::Arc::new).collect();
+    assert_eq!(write(&Settings::of(&again), "vms", &once_more), written);
 }

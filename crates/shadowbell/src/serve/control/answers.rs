@@ -6,11 +6,12 @@ use super::metrics;
 use super::routes::Route;
 use super::view::{View, namespaces_of};
 use crate::control::api::{
-    Apply, Code, Controller, ControllerSpec, ControllerState, LogLevel, Namespace, Plan, Problem,
-    Status, Upgrade,
+    Apply, Code, Configuration, Controller, ControllerSpec, ControllerState, LimitGroup, LimitSpec,
+    LogLevel, Namespace, NamespaceChange, NamespaceSpec, Plan, Problem, Size, Status, Upgrade,
 };
 use crate::controller_config::{ControllerConfig, DiskConfig};
 use crate::keeper_query::{Keeper, program};
+use crate::limits::{self, DiskLimits};
 use crate::live_stats::{self, Row, Snapshot};
 use crate::serve::config_file;
 use crate::serve::registry::ServedController;
@@ -65,7 +66,13 @@ impl Answer {
         controller,
         add_controller,
         remove_controller,
+        add_namespace,
+        remove_namespace,
+        change_namespace,
         apply,
+        configuration,
+        limit_groups,
+        set_limit_group,
         identify,
         log_page,
         namespaces,
@@ -105,7 +112,23 @@ pub(super) fn answer(view: &View, route: Route, body: &[u8]) -> Result<Answer, P
             remove_controller(view, &id, force)?;
             Answer { status: 204, content_type: JSON, body: Vec::new() }
         }
+        Route::AddNamespace { id, nsid } => {
+            let (is_new, namespace) = add_namespace(view, &id, nsid, &parse(body)?)?;
+            Answer::json(if is_new { 201 } else { 200 }, &namespace)
+        }
+        Route::RemoveNamespace { id, nsid } => {
+            remove_namespace(view, &id, nsid)?;
+            Answer { status: 204, content_type: JSON, body: Vec::new() }
+        }
+        Route::ChangeNamespace { id, nsid } => {
+            Answer::json(200, &change_namespace(view, &id, nsid, &parse(body)?)?)
+        }
         Route::Apply => Answer::json(200, &apply(view, &parse(body)?)?),
+        Route::LimitGroups => Answer::json(200, &limit_groups()),
+        Route::SetLimitGroup(name) => {
+            Answer::json(200, &set_limit_group(view, &name, &parse(body)?)?)
+        }
+        Route::Configuration => Answer::json(200, &configuration(view)),
         Route::Identify { id, cns, nsid } => bytes(identify(view, &id, cns, nsid)?),
         Route::LogPage { id, lid } => bytes(log_page(view, &id, lid)?),
         Route::Namespaces => Answer::json(200, &namespaces(view)),
@@ -228,8 +251,14 @@ fn remove_controller(view: &View, id: &str, force: bool) -> Result<(), Problem> 
 fn apply(view: &View, wanted: &Apply) -> Result<Plan, Problem> {
     let config = config_file::parse(&wanted.toml, &wanted.file);
     let config = config.map_err(|why| Problem::new(Code::BadRequest, why))?;
+    let groups = config.groups;
     let plan = view.changes.apply(config.controllers, wanted.dry_run, wanted.force);
     let plan = plan.map_err(problem)?;
+    if !wanted.dry_run {
+        for group in groups {
+            view.changes.limit_group(&group.name, group.limits).map_err(problem)?;
+        }
+    }
     let ids = |all: &[SocketConfig]| all.iter().map(SocketConfig::id).collect();
     Ok(Plan {
         applied: !wanted.dry_run,
@@ -239,6 +268,162 @@ fn apply(view: &View, wanted: &Apply) -> Result<Plan, Problem> {
         unchanged: plan.unchanged,
         busy: plan.busy,
     })
+}
+
+/// Add a namespace to a controller
+///
+/// The guest is told, and may use it at once. The same request again changes nothing (200), so it
+/// may be repeated.
+#[utoipa::path(put, path = "/v1/controllers/{id}/namespaces/{nsid}",
+    operation_id = "add_namespace", tag = "namespaces",
+    params(
+        ("id" = String, Path, description = "The controller's `id`"),
+        ("nsid" = u32, Path, description = "The number that it is to have, from 1")
+    ),
+    request_body = NamespaceSpec,
+    responses(
+        (status = 200, description = "It is there already", body = Namespace),
+        (status = 201, description = "It is served", body = Namespace),
+        (status = 400, description = "There can be no such namespace", body = Problem),
+        (status = 404, description = "There is no such controller", body = Problem),
+        (status = 409, description = "There is another of that number", body = Problem)
+    ))]
+fn add_namespace(
+    view: &View,
+    id: &str,
+    nsid: u32,
+    wanted: &NamespaceSpec,
+) -> Result<(bool, Namespace), Problem> {
+    let wrong = |why: String| Problem::new(Code::BadRequest, why);
+    let uuid = wanted.uuid.as_deref().map(uuid).transpose().map_err(wrong)?;
+    let disk = DiskConfig { disk: wanted.disk.clone(), uuid, nsid: Some(nsid) };
+    let is_new = view.changes.add_namespace(id, nsid, &disk).map_err(problem)?;
+    Ok((is_new, namespace(view, id, nsid)?))
+}
+
+/// Remove a namespace of a controller
+///
+/// The guest is told. Commands that are under way end with an error; what was written is flushed,
+/// and the disk is closed.
+#[utoipa::path(delete, path = "/v1/controllers/{id}/namespaces/{nsid}",
+    operation_id = "remove_namespace", tag = "namespaces",
+    params(
+        ("id" = String, Path, description = "The controller's `id`"),
+        ("nsid" = u32, Path, description = "Its number")
+    ),
+    responses(
+        (status = 204, description = "It is gone"),
+        (status = 404, description = "There is none", body = Problem),
+        (status = 409, description = "It is the last one", body = Problem)
+    ))]
+fn remove_namespace(view: &View, id: &str, nsid: u32) -> Result<(), Problem> {
+    view.changes.remove_namespace(id, nsid).map_err(problem)
+}
+
+/// Change a namespace: its size, its disk, whether it takes writes, or how many
+///
+/// The guest is told. If it is so already, nothing changes.
+#[utoipa::path(patch, path = "/v1/controllers/{id}/namespaces/{nsid}",
+    operation_id = "change_namespace", tag = "namespaces",
+    params(
+        ("id" = String, Path, description = "The controller's `id`"),
+        ("nsid" = u32, Path, description = "Its number")
+    ),
+    request_body = NamespaceChange,
+    responses(
+        (status = 200, description = "It is so", body = Namespace),
+        (status = 400, description = "It can not be that", body = Problem),
+        (status = 404, description = "There is none", body = Problem),
+        (status = 409, description = "Its disk, or the server, is not in a state for it",
+            body = Problem)
+    ))]
+fn change_namespace(
+    view: &View,
+    id: &str,
+    nsid: u32,
+    wanted: &NamespaceChange,
+) -> Result<Namespace, Problem> {
+    use crate::serve::namespaces::NamespaceChange as Change;
+    let change = match wanted.clone() {
+        NamespaceChange { size: Some(Size::Whole), disk: None, read_only: None, limits: None } => {
+            Change::Size(None)
+        }
+        NamespaceChange {
+            size: Some(Size::Bytes(bytes)),
+            disk: None,
+            read_only: None,
+            limits: None,
+        } => Change::Size(Some(bytes)),
+        NamespaceChange { size: None, disk: Some(disk), read_only: None, limits: None } => {
+            Change::Disk(disk)
+        }
+        NamespaceChange { size: None, disk: None, read_only: Some(on), limits: None } => {
+            Change::ReadOnly(on)
+        }
+        NamespaceChange { size: None, disk: None, read_only: None, limits: Some(limits) } => {
+            Change::Limits(limits.parse().map_err(|why| Problem::new(Code::BadRequest, why))?)
+        }
+        _ => {
+            let why = "one of `size`, `disk`, `read_only` and `limits` is to be given";
+            return Err(Problem::new(Code::BadRequest, why));
+        }
+    };
+    view.changes.change_namespace(id, nsid, &change).map_err(problem)?;
+    namespace(view, id, nsid)
+}
+
+fn namespace(view: &View, id: &str, nsid: u32) -> Result<Namespace, Problem> {
+    let served = find(view, id)?;
+    let found = namespaces_of(&served).find(|namespace| namespace.nsid == nsid);
+    found.ok_or_else(|| Problem::new(Code::NotFound, format!("there is no namespace {nsid}")))
+}
+
+/// A configuration file that comes to what is served now
+///
+/// Paths in it are from the root, and each namespace that has changed has its number and its UUID,
+/// so it may be used anywhere.
+#[utoipa::path(get, path = "/v1/config", operation_id = "configuration", tag = "server",
+    responses((status = 200, description = "The file", body = Configuration)))]
+fn configuration(view: &View) -> Configuration {
+    let controllers: Vec<_> = view.controllers.all().iter().map(|one| one.asked()).collect();
+    Configuration { toml: config_file::write(&view.settings, &view.name, &controllers) }
+}
+
+/// All groups of disks that share limits
+#[utoipa::path(get, path = "/v1/limit-groups", operation_id = "limit_groups", tag = "namespaces",
+    responses((status = 200, description = "All of them", body = Vec<LimitGroup>)))]
+fn limit_groups() -> Vec<LimitGroup> {
+    limits::groups().iter().map(limit_group).collect()
+}
+
+fn limit_group(group: &limits::Group) -> LimitGroup {
+    let own = DiskLimits { own: group.limits, group: None };
+    LimitGroup { name: group.name.clone(), limits: LimitSpec::of(&own) }
+}
+
+/// Change what the disks of a group may take together
+///
+/// All of its limits: what is not given is not limited. A group is there as soon as it is named.
+#[utoipa::path(put, path = "/v1/limit-groups/{name}", operation_id = "set_limit_group",
+    tag = "namespaces",
+    params(("name" = String, Path, description = "Its name")),
+    request_body = LimitSpec,
+    responses(
+        (status = 200, description = "It is so", body = LimitGroup),
+        (status = 400, description = "There can be no such limits", body = Problem)
+    ))]
+fn set_limit_group(view: &View, name: &str, wanted: &LimitSpec) -> Result<LimitGroup, Problem> {
+    let wrong = |why: String| Problem::new(Code::BadRequest, why);
+    let limits = wanted.parse().map_err(wrong)?;
+    if limits.group.is_some() {
+        return Err(wrong("a group is not in another one".to_owned()));
+    }
+    view.changes.limit_group(name, limits.own).map_err(problem)?;
+    Ok(limit_group(&limits::Group { name: name.to_owned(), limits: limits.own }))
+}
+
+fn uuid(text: &str) -> Result<[u8; 16], String> {
+    config_file::parse_uuid(text).ok_or_else(|| format!("`{text}` is no UUID"))
 }
 
 /// A controller as it was asked for by a request.
@@ -257,10 +442,8 @@ fn asked(id: &str, spec: &ControllerSpec) -> Result<SocketConfig, String> {
         return Err("`queue_entries` is 2 to 4096".to_owned());
     }
     let disks = spec.disks.iter().map(|disk| {
-        let uuid = disk.uuid.as_deref().map(|text| {
-            config_file::parse_uuid(text).ok_or_else(|| format!("`{text}` is no UUID"))
-        });
-        Ok(DiskConfig { disk: disk.disk.clone(), uuid: uuid.transpose()? })
+        let uuid = disk.uuid.as_deref().map(uuid).transpose()?;
+        Ok(DiskConfig { disk: disk.disk.clone(), uuid, nsid: disk.nsid })
     });
     let worker = spec.worker.as_deref().map(|worker| match worker {
         "own" => Ok(WorkerChoice::Own(Own::Own)),
@@ -278,6 +461,7 @@ fn asked(id: &str, spec: &ControllerSpec) -> Result<SocketConfig, String> {
         doorbells: spec.doorbells,
         read_only: spec.read_only,
     };
+    config_file::check_nsids(&controller.disks)?;
     let mut asked =
         SocketConfig { id: None, socket, controller, worker: worker.transpose()?, origin: None };
     // A socket is an id without being given.
@@ -509,13 +693,13 @@ mod tests {
         let document: serde_json::Value = serde_json::from_str(&document()).unwrap();
         let paths = document["paths"].as_object().unwrap();
         for (path, methods) in paths {
-            let uri = path.replace("{id}", "x").replace("{nsid}", "1");
+            let uri = path.replace("{id}", "x").replace("{nsid}", "1").replace("{name}", "x");
             let uri = uri.replace("{cns}", "1").replace("{lid}", "1").parse().unwrap();
             for method in methods.as_object().unwrap().keys() {
                 let method = Method::from_bytes(method.to_uppercase().as_bytes()).unwrap();
                 route(Via::Socket, &method, &uri).unwrap();
             }
-            let refused = route(Via::Socket, &Method::PATCH, &uri).unwrap_err();
+            let refused = route(Via::Socket, &Method::TRACE, &uri).unwrap_err();
             let said: BTreeSet<String> =
                 refused.allow.unwrap().split(", ").map(str::to_lowercase).collect();
             let documented: BTreeSet<String> =

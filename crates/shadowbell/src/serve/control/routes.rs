@@ -23,7 +23,13 @@ pub(super) enum Route {
     LogPage { id: String, lid: u8 },
     AddController(String),
     RemoveController { id: String, force: bool },
+    AddNamespace { id: String, nsid: u32 },
+    RemoveNamespace { id: String, nsid: u32 },
+    ChangeNamespace { id: String, nsid: u32 },
     Apply,
+    Configuration,
+    LimitGroups,
+    SetLimitGroup(String),
     Namespaces,
     Stats,
     Snapshot,
@@ -90,6 +96,22 @@ pub(super) fn route(via: Via, method: &Method, uri: &Uri) -> Result<Route, Refus
             of("DELETE, GET, PUT", route)
         }
         ["v1", "apply"] => post(Route::Apply),
+        ["v1", "limit-groups"] => get(Route::LimitGroups),
+        ["v1", "limit-groups", name] => {
+            let route = Route::SetLimitGroup(name.to_owned());
+            of("PUT", (method == Method::PUT).then_some(route))
+        }
+        ["v1", "config"] => get(Route::Configuration),
+        ["v1", "controllers", id, "namespaces", nsid] => {
+            let (id, Ok(nsid)) = (id.to_owned(), nsid.parse()) else { return Err(missing()) };
+            let route = match *method {
+                Method::PUT => Some(Route::AddNamespace { id, nsid }),
+                Method::DELETE => Some(Route::RemoveNamespace { id, nsid }),
+                Method::PATCH => Some(Route::ChangeNamespace { id, nsid }),
+                _ => None,
+            };
+            of("DELETE, PATCH, PUT", route)
+        }
         ["v1", "controllers", id, "identify", cns, nsid] => {
             let (Ok(cns), Ok(nsid)) = (cns.parse(), nsid.parse()) else { return Err(missing()) };
             get(Route::Identify { id: id.to_owned(), cns, nsid })

@@ -1,8 +1,11 @@
 //! What the control socket sees of the server.
 
-use crate::control::api::Namespace;
+use crate::control::api::{LimitSpec, Namespace};
+use crate::limits::DiskLimits;
 use crate::serve::changes::Changes;
+use crate::serve::config_file::Settings;
 use crate::serve::registry::{Registry, ServedController};
+use crate::uuid_text::uuid_text;
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,6 +21,8 @@ pub(in crate::serve) struct View {
     pub(in crate::serve) keeper_pid: Option<u32>,
     pub(in crate::serve) controllers: Arc<Registry>,
     pub(in crate::serve) changes: Arc<Changes>,
+    /// What is not of its controllers.
+    pub(in crate::serve) settings: Settings,
     /// Ends the service.
     pub(in crate::serve) end: Box<dyn Fn() + Send + Sync>,
     /// Why the last upgrade has failed.
@@ -25,8 +30,16 @@ pub(in crate::serve) struct View {
 }
 
 /// The namespaces of a controller, as they are now.
-pub(super) fn namespaces_of(served: &ServedController) -> impl Iterator<Item = Namespace> {
-    served.controller.namespaces().into_iter().map(|(nsid, namespace)| {
+pub(super) fn namespaces_of(
+    served: &ServedController,
+) -> impl Iterator<Item = Namespace> + use<'_> {
+    let asked = served.asked();
+    let limits = move |at: usize| {
+        let disk = asked.controller.disks.get(at)?;
+        let (_, limits) = DiskLimits::split(&disk.disk).ok()?;
+        (!limits.is_none()).then(|| LimitSpec::of(&limits))
+    };
+    served.controller.namespaces().into_iter().enumerate().map(move |(at, (nsid, namespace))| {
         let info = namespace.disk.info();
         let counters = namespace.disk.counters().into_iter();
         Namespace {
@@ -36,26 +49,9 @@ pub(super) fn namespaces_of(served: &ServedController) -> impl Iterator<Item = N
             bytes: info.bytes(),
             block_size: info.block_size,
             read_only: info.read_only,
-            uuid: uuid(&namespace.uuid),
+            uuid: uuid_text(&namespace.uuid),
+            limits: limits(at),
             counters: counters.map(|(name, count)| (name.to_owned(), count)).collect(),
         }
     })
-}
-
-/// A UUID as people write it.
-fn uuid(bytes: &[u8; 16]) -> String {
-    let digits: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
-    let groups = [0..8, 8..12, 12..16, 16..20, 20..32];
-    groups.map(|group| digits.get(group).unwrap_or_default()).join("-")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_uuid_is_written_in_groups() {
-        let bytes = std::array::from_fn(|n| n as u8 * 17);
-        assert_eq!(uuid(&bytes), "00112233-4455-6677-8899-aabbccddeeff");
-    }
 }

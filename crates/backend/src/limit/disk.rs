@@ -1,0 +1,108 @@
+//! A disk around another one, which has limits.
+
+use super::limiter::Limiter;
+use super::queue::LimitedQueue;
+use crate::disk::{Disk, Queue};
+use crate::hand_over::HandOverError;
+use crate::info::DiskInfo;
+use crate::resize::ResizeError;
+use shadowbell_state::Descriptors;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// A disk around another one, which takes only so much.
+#[derive(Clone, Debug)]
+pub struct LimitedDisk {
+    inner: Arc<dyn Disk>,
+    /// Its own, and then that of its group.
+    limiters: Arc<[Arc<Limiter>]>,
+    /// Requests that had to wait.
+    delayed: Arc<AtomicU64>,
+}
+
+impl LimitedDisk {
+    /// `disk`, as far as `own` allows, and `group`, which other disks have, too.
+    #[must_use]
+    pub fn new(disk: Arc<dyn Disk>, own: Arc<Limiter>, group: Option<Arc<Limiter>>) -> Self {
+        let limiters = [own].into_iter().chain(group).collect();
+        Self { inner: disk, limiters, delayed: Arc::default() }
+    }
+
+    /// The disk without limits.
+    #[must_use]
+    pub fn inner(&self) -> &Arc<dyn Disk> {
+        &self.inner
+    }
+
+    /// All limits of the disk: its own, and then those of its group.
+    #[must_use]
+    pub fn limiters(&self) -> &[Arc<Limiter>] {
+        &self.limiters
+    }
+
+    fn of(&self, inner: Arc<dyn Disk>) -> Arc<dyn Disk> {
+        Arc::new(Self { inner, ..self.clone() })
+    }
+}
+
+impl Disk for LimitedDisk {
+    fn info(&self) -> DiskInfo {
+        self.inner.info()
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn Queue>> {
+        let (limiters, delayed) = (Arc::clone(&self.limiters), Arc::clone(&self.delayed));
+        Ok(Box::new(LimitedQueue::new(self.inner.queue()?, limiters, delayed)?))
+    }
+
+    fn name(&self) -> String {
+        self.inner.name()
+    }
+
+    fn as_limited(&self) -> Option<&LimitedDisk> {
+        Some(self)
+    }
+
+    fn remark(&self) -> Option<String> {
+        self.inner.remark()
+    }
+
+    fn is_full(&self) -> bool {
+        self.inner.is_full()
+    }
+
+    fn has_lost(&self) -> bool {
+        self.inner.has_lost()
+    }
+
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        let mut counters = self.inner.counters();
+        counters.push(("delayed", self.delayed.load(Ordering::Relaxed)));
+        counters
+    }
+
+    fn hand_over(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
+        self.inner.hand_over(fds)
+    }
+
+    fn resized(&self, bytes: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
+        self.inner.resized(bytes).map(|inner| self.of(inner))
+    }
+
+    fn with_writes(&self, taken: bool) -> Result<Arc<dyn Disk>, ResizeError> {
+        self.inner.with_writes(taken).map(|inner| self.of(inner))
+    }
+
+    fn keep(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {
+        self.inner.keep(fds)
+    }
+
+    fn on_change(&self, changed: Box<dyn Fn() + Send + Sync>) {
+        self.inner.on_change(changed);
+    }
+
+    fn share_lock(&self, shared: bool) {
+        self.inner.share_lock(shared);
+    }
+}

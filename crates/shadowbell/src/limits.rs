@@ -1,0 +1,155 @@
+//! Limits of disks as people write them: options of a disk, and groups that several share.
+//!
+//! Groups are of the process: whatever disk names one has it, and it can be changed while disks have
+//! it.
+
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+use shadowbell_backend::{Disk, LimitedDisk, Limiter, Limits};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// The option that names a group.
+pub(crate) const GROUP: &str = "limit-group";
+
+/// A group and its limits.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Group {
+    pub(crate) name: String,
+    pub(crate) limits: Limits,
+}
+
+/// What a disk says of limits.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct DiskLimits {
+    pub(crate) own: Limits,
+    pub(crate) group: Option<String>,
+}
+
+static GROUPS: Mutex<BTreeMap<String, Arc<Limiter>>> = Mutex::new(BTreeMap::new());
+
+/// The group of this name, which has no limits if nobody has given it any.
+pub(crate) fn group(name: &str) -> Arc<Limiter> {
+    let mut groups = GROUPS.lock();
+    let group = groups.entry(name.to_owned()).or_insert_with(|| Limiter::new(Limits::default()));
+    Arc::clone(group)
+}
+
+/// All groups.
+pub(crate) fn groups() -> Vec<Group> {
+    let groups = GROUPS.lock();
+    let group = |(name, limiter): (&String, &Arc<Limiter>)| Group {
+        name: name.clone(),
+        limits: limiter.limits(),
+    };
+    groups.iter().map(group).collect()
+}
+
+/// The groups have these limits from here on.
+pub(crate) fn set_groups(groups: &[Group]) {
+    groups.iter().for_each(|wanted| group(&wanted.name).set(wanted.limits));
+}
+
+/// The name of a group is a word.
+///
+/// # Errors
+/// What is wrong with it.
+pub(crate) fn check_name(name: &str) -> Result<(), String> {
+    let is_fine = |b: u8| b.is_ascii_alphanumeric() || b"-_.".contains(&b);
+    match (1..=64).contains(&name.len()) && name.bytes().all(is_fine) {
+        true => Ok(()),
+        false => {
+            Err(format!("`{name}` is no name of a group: it has 1 to 64 letters, digits, `-_.`"))
+        }
+    }
+}
+
+impl DiskLimits {
+    /// Splits what `spec` says of limits from the rest.
+    ///
+    /// # Errors
+    /// What is wrong with it, in a sentence.
+    pub(crate) fn split(spec: &str) -> Result<(String, Self), String> {
+        let Some((disk, options)) = spec.split_once('?') else {
+            return Ok((spec.to_owned(), Self::default()));
+        };
+        let (mut limits, mut rest) = (Self::default(), Vec::new());
+        for option in options.split('&') {
+            let (name, value) = option.split_once('=').unwrap_or((option, ""));
+            if name == GROUP {
+                check_name(value)?;
+                limits.group = Some(value.to_owned());
+            } else if !limits.own.set(name, value)? {
+                rest.push(option);
+            }
+        }
+        let is_bare = rest.is_empty() && !limits.is_none();
+        let rest = if is_bare { disk.to_owned() } else { format!("{disk}?{}", rest.join("&")) };
+        Ok((rest, limits))
+    }
+
+    /// `spec` with these limits, and none of its own.
+    #[must_use]
+    pub(crate) fn joined(&self, spec: &str) -> String {
+        let bare = Self::split(spec).map_or_else(|_| spec.to_owned(), |(bare, _)| bare);
+        let own = self.own.texts().map(|(name, text)| format!("{name}={text}"));
+        let group = self.group.iter().map(|group| format!("{GROUP}={group}"));
+        let all: Vec<_> = own.chain(group).collect();
+        match (all.is_empty(), bare.contains('?')) {
+            (true, _) => bare,
+            (false, true) => format!("{bare}&{}", all.join("&")),
+            (false, false) => format!("{bare}?{}", all.join("&")),
+        }
+    }
+
+    /// Whether nothing is limited.
+    #[must_use]
+    pub(crate) fn is_none(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// `disk` with these limits: itself if there are none.
+    #[must_use]
+    pub(crate) fn limit(&self, disk: Arc<dyn Disk>) -> Arc<dyn Disk> {
+        if self.is_none() {
+            return disk;
+        }
+        let group = self.group.as_deref().map(group);
+        Arc::new(LimitedDisk::new(disk, Limiter::new(self.own), group))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_are_options_of_any_disk() {
+        let (rest, limits) =
+            DiskLimits::split("a.img?iops=100:200&direct=on&limit-group=g").unwrap();
+        assert_eq!(rest, "a.img?direct=on");
+        assert_eq!(
+            (limits.own.to_string(), limits.group.as_deref()),
+            ("iops=100:200".into(), Some("g"))
+        );
+        assert_eq!(limits.joined(&rest), "a.img?direct=on&iops=100:200&limit-group=g");
+        assert_eq!(limits.joined("b?iops=7"), "b?iops=100:200&limit-group=g");
+        assert_eq!(DiskLimits::split("a?bandwidth=1MiB").unwrap().0, "a");
+        for spec in ["a.img", "a.img?direct=on", "mem:1MiB?x", "a?"] {
+            let (rest, limits) = DiskLimits::split(spec).unwrap();
+            assert_eq!((&rest[..], limits.is_none()), (spec, true));
+            assert_eq!(limits.joined(spec), spec);
+        }
+        for spec in ["a?iops=fast", "a?limit-group=", "a?limit-group=x/y", "a?bandwidth=0"] {
+            DiskLimits::split(spec).unwrap_err();
+        }
+        let none = DiskLimits::default();
+        let disk = shadowbell_backend::open("mem:1MiB").unwrap();
+        assert!(none.limit(Arc::clone(&disk)).as_limited().is_none(), "it costs nothing");
+        let limited = limits.limit(disk);
+        assert_eq!(limited.as_limited().unwrap().limiters().len(), 2);
+        set_groups(&[Group { name: "g".into(), limits: limits.own }]);
+        assert_eq!(limited.as_limited().unwrap().limiters()[1].limits(), limits.own);
+        assert!(groups().iter().any(|group| group.name == "g" && group.limits == limits.own));
+    }
+}

@@ -1,0 +1,173 @@
+//! The other way: what is served, as a configuration file.
+
+use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
+use crate::disk_spec;
+use crate::limits::{self, Group};
+use crate::serve::server_config::{Own, ServerConfig, SocketConfig, WorkerChoice};
+use crate::uuid_text::uuid_text;
+use serde::Serialize;
+use shadowbell_controller::{Polling, PoolOptions};
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What of a configuration is not of its controllers.
+#[derive(Clone, Debug)]
+pub(in crate::serve) struct Settings {
+    pool: PoolOptions,
+    trace: Option<(PathBuf, u32)>,
+    stats_json: Option<PathBuf>,
+    stats_socket: Option<PathBuf>,
+    control_socket: Option<PathBuf>,
+    metrics: Option<SocketAddr>,
+}
+
+impl Settings {
+    pub(in crate::serve) fn of(config: &ServerConfig) -> Self {
+        Self {
+            pool: config.pool.clone(),
+            trace: config.trace.clone(),
+            stats_json: config.stats_json.clone(),
+            stats_socket: config.stats_socket.clone(),
+            control_socket: config.control.path.clone(),
+            metrics: config.metrics,
+        }
+    }
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct File {
+    name: String,
+    control_socket: Option<PathBuf>,
+    metrics: Option<SocketAddr>,
+    stats_json: Option<PathBuf>,
+    stats_socket: Option<PathBuf>,
+    trace: Option<PathBuf>,
+    trace_records: Option<u32>,
+    workers: Option<usize>,
+    pin: Vec<usize>,
+    poll: Option<&'static str>,
+    poll_max_us: Option<u64>,
+    limit_group: Vec<BTreeMap<&'static str, String>>,
+    controller: Vec<Controller>,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Controller {
+    id: Option<String>,
+    socket: PathBuf,
+    serial: Option<String>,
+    model: Option<String>,
+    doorbells: OfferedDoorbells,
+    queues: Option<u16>,
+    queue_entries: Option<u32>,
+    max_transfer: Option<String>,
+    read_only: bool,
+    worker: Option<Worker>,
+    disks: Vec<Disk>,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Worker {
+    Shared(usize),
+    Own(&'static str),
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Disk {
+    Plain(String),
+    Table {
+        disk: String,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        nsid: Option<u32>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        uuid: Option<String>,
+    },
+}
+
+/// A file from which a server called `name` serves these.
+pub(in crate::serve) fn write(
+    settings: &Settings,
+    name: &str,
+    controllers: &[Arc<SocketConfig>],
+) -> String {
+    let Settings { pool, trace, stats_json, stats_socket, control_socket, metrics } = settings;
+    let (poll, poll_max_us) = match pool.polling {
+        Polling::Always => (Some("always"), None),
+        Polling::Never => (Some("never"), None),
+        adaptive if adaptive == Polling::default() => (None, None),
+        Polling::Adaptive(most) => (None, Some(micros(most))),
+    };
+    let file = File {
+        name: name.to_owned(),
+        control_socket: control_socket.as_deref().map(from_root),
+        metrics: *metrics,
+        stats_json: stats_json.as_deref().map(from_root),
+        stats_socket: stats_socket.as_deref().map(from_root),
+        trace: trace.as_ref().map(|(path, _)| from_root(path)),
+        trace_records: trace.as_ref().map(|(_, records)| *records),
+        workers: (pool.workers != 0).then_some(pool.workers),
+        pin: pool.pin.clone(),
+        poll,
+        poll_max_us,
+        limit_group: limits::groups().into_iter().map(group).collect(),
+        controller: controllers.iter().map(|asked| controller(asked)).collect(),
+    };
+    // Numbers and texts: it can not fail.
+    toml::to_string(&file).unwrap_or_default()
+}
+
+fn group(group: Group) -> BTreeMap<&'static str, String> {
+    group.limits.texts().chain([("name", group.name)]).collect()
+}
+
+fn controller(asked: &SocketConfig) -> Controller {
+    let config = asked.controller.clone();
+    let ControllerConfig { serial, model, queues, queue_entries, doorbells, read_only, .. } =
+        config;
+    Controller {
+        id: asked.id.clone(),
+        socket: from_root(&asked.socket),
+        serial,
+        model,
+        doorbells,
+        queues,
+        queue_entries,
+        max_transfer: config.max_transfer.map(|bytes| bytes.to_string()),
+        read_only,
+        worker: asked.worker.map(|worker| match worker {
+            WorkerChoice::Shared(number) => Worker::Shared(number),
+            WorkerChoice::Own(Own::Own) => Worker::Own("own"),
+        }),
+        disks: disks(&config.disks),
+    }
+}
+
+fn disks(all: &[DiskConfig]) -> Vec<Disk> {
+    let mut before = 0;
+    let numbered = nsids(all).zip(all).map(|(nsid, config)| {
+        let next = std::mem::replace(&mut before, nsid) + 1;
+        let nsid = (nsid != next).then_some(nsid);
+        let disk = disk_spec::from_root(&config.disk);
+        let uuid = config.uuid.as_ref().map(uuid_text);
+        match (nsid, uuid) {
+            (None, None) => Disk::Plain(disk),
+            (nsid, uuid) => Disk::Table { disk, nsid, uuid },
+        }
+    });
+    numbered.collect()
+}
+
+fn from_root(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}

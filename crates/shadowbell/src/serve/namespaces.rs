@@ -1,0 +1,336 @@
+//! Namespaces that come, go and change while their controller is used.
+//!
+//! As with controllers there is one change at a time. A keeper is told before of what it comes to,
+//! and after that what it came to.
+
+use super::changes::Changes;
+use super::registry::ServedController;
+use super::server_config::SocketConfig;
+use crate::controller_config::{ConfigureError, ControllerConfig, DiskConfig, nsids, open_disk};
+use crate::limits::{self, DiskLimits};
+use crate::{disk_spec, exit};
+use anyhow::{Context, anyhow};
+use shadowbell_backend::{Disk, Limits, ResizeError};
+use shadowbell_controller::config::MAX_NAMESPACES;
+use shadowbell_controller::{NamespaceConfig, NamespaceError};
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+use tracing::info;
+
+/// How long workers may take to let go of a disk.
+const WORKERS: Duration = Duration::from_secs(30);
+
+/// What of a namespace is to be another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum NamespaceChange {
+    /// Its size: so many bytes, or as many as its file has.
+    Size(Option<u64>),
+    /// Its disk.
+    Disk(String),
+    /// Whether it takes no writes.
+    ReadOnly(bool),
+    /// How much it takes in a second.
+    Limits(DiskLimits),
+}
+
+/// A namespace of a controller that is served, and what it is asked for by.
+struct Found {
+    at: usize,
+    disk: DiskConfig,
+    namespace: NamespaceConfig,
+}
+
+impl Changes {
+    /// Adds a namespace to a controller. Whether it was not there yet.
+    ///
+    /// # Errors
+    /// It can not be; or one of this NSID is there, and is another.
+    pub(super) fn add_namespace(
+        &self,
+        id: &str,
+        nsid: u32,
+        wanted: &DiskConfig,
+    ) -> anyhow::Result<bool> {
+        let _turn = self.turn();
+        let served = self.find(id)?;
+        let asked = explicit(&served);
+        if let Some(found) = find(&served, &asked, nsid) {
+            let is_same = disk_spec::from_root(&found.disk.disk)
+                == disk_spec::from_root(&wanted.disk)
+                && wanted.uuid.is_none_or(|uuid| uuid == found.namespace.uuid);
+            return match is_same {
+                true => Ok(false),
+                false => Err(exit::conflict(anyhow!(
+                    "there is a namespace {nsid} already, and it is not what is asked for; remove \
+                     it first, or replace its disk"
+                ))),
+            };
+        }
+        if !(1..=MAX_NAMESPACES as u32).contains(&nsid) {
+            let why = anyhow!("the number of a namespace is 1 to {MAX_NAMESPACES}, not {nsid}");
+            return Err(exit::bad_input(why));
+        }
+        let disk = open_disk(&wanted.disk, asked.controller.read_only, |spec| self.open(spec));
+        let disk = disk.map_err(ConfigureError::into_error)?;
+        let taken = asked.controller.disks.iter().filter_map(|disk| disk.uuid).collect();
+        let serial = &served.controller.config().serial;
+        let uuid = wanted.uuid.unwrap_or_else(|| ControllerConfig::uuid_of(serial, &*disk, taken));
+        let config = NamespaceConfig { disk, uuid };
+        let own = DiskConfig { disk: wanted.disk.clone(), uuid: Some(uuid), nsid: Some(nsid) };
+        let mut after = asked.clone();
+        let disks = &mut after.controller.disks;
+        let place = disks.iter().position(|disk| disk.nsid > Some(nsid)).unwrap_or(disks.len());
+        disks.insert(place, own.clone());
+        let name = config.disk.name();
+        self.change(&served, &asked, after, nsid, Some((&own, &config)), |controller, done| {
+            controller.add_namespace(Some(nsid), &config, done).map(drop)
+        })?;
+        info!("{}: namespace {nsid} is {name}", served.name);
+        Ok(true)
+    }
+
+    /// Removes a namespace of a controller.
+    ///
+    /// # Errors
+    /// It is not there, or is the last one.
+    pub(super) fn remove_namespace(&self, id: &str, nsid: u32) -> anyhow::Result<()> {
+        let _turn = self.turn();
+        let served = self.find(id)?;
+        let asked = explicit(&served);
+        let found = find(&served, &asked, nsid).ok_or_else(|| missing(&served, nsid))?;
+        if asked.controller.disks.len() == 1 {
+            return Err(exit::conflict(anyhow!(
+                "{} has no other namespace, and a controller has one at least: add another one \
+                 first, replace the disk of this one, or remove the controller",
+                served.name
+            )));
+        }
+        let mut after = asked.clone();
+        after.controller.disks.remove(found.at);
+        let name = found.namespace.disk.name();
+        // A guest need not have flushed what it wrote.
+        super::flush::flush(&*found.namespace.disk)
+            .with_context(|| format!("{name} can not be flushed, so it is not removed"))?;
+        drop(found);
+        self.change(&served, &asked, after, nsid, None, |controller, done| {
+            controller.remove_namespace(nsid, done)
+        })?;
+        info!("{}: namespace {nsid}, {name}, is removed", served.name);
+        Ok(())
+    }
+
+    /// Changes a namespace of a controller. Whether it was not so already.
+    ///
+    /// # Errors
+    /// It is not there, or can not be that.
+    pub(super) fn change_namespace(
+        &self,
+        id: &str,
+        nsid: u32,
+        change: &NamespaceChange,
+    ) -> anyhow::Result<bool> {
+        let _turn = self.turn();
+        let served = self.find(id)?;
+        let asked = explicit(&served);
+        let found = find(&served, &asked, nsid).ok_or_else(|| missing(&served, nsid))?;
+        let old = &found.namespace.disk;
+        let info = old.info();
+        let (spec, disk): (String, Arc<dyn Disk>) = match change {
+            NamespaceChange::Size(bytes) => {
+                let disk = old.resized(*bytes).map_err(refused)?;
+                if disk.info().blocks == info.blocks {
+                    return Ok(false);
+                }
+                (disk_spec::with_size(&found.disk.disk, disk.info().bytes()), disk)
+            }
+            NamespaceChange::ReadOnly(wanted) if *wanted == info.read_only => return Ok(false),
+            NamespaceChange::ReadOnly(wanted) => {
+                if !wanted && asked.controller.read_only {
+                    return Err(exit::conflict(anyhow!(
+                        "{} takes no writes as a whole, as it was asked for",
+                        served.name
+                    )));
+                }
+                let disk = old.with_writes(!wanted).map_err(refused)?;
+                let value = if *wanted { "on" } else { "off" };
+                (disk_spec::with_option(&found.disk.disk, "read-only", value), disk)
+            }
+            NamespaceChange::Limits(wanted) => {
+                let (_, before) = DiskLimits::split(&found.disk.disk).unwrap_or_default();
+                if *wanted == before {
+                    return Ok(false);
+                }
+                let spec = wanted.joined(&found.disk.disk);
+                if let Some(limited) = old.as_limited()
+                    && let Some(own) = limited.limiters().first()
+                    && wanted.group == before.group
+                    && !wanted.is_none()
+                {
+                    own.set(wanted.own);
+                    self.say_otherwise(&served, asked, found.at, nsid, spec);
+                    return Ok(true);
+                }
+                let bare = old.as_limited().map_or(old, |limited| limited.inner());
+                (spec, wanted.limit(Arc::clone(bare)))
+            }
+            NamespaceChange::Disk(spec) => {
+                if disk_spec::from_root(spec) == disk_spec::from_root(&found.disk.disk) {
+                    return Ok(false);
+                }
+                let disk = open_disk(spec, asked.controller.read_only, |spec| self.open(spec));
+                (spec.clone(), disk.map_err(ConfigureError::into_error)?)
+            }
+        };
+        let own = DiskConfig { disk: spec, ..found.disk.clone() };
+        let mut after = asked.clone();
+        if let Some(disk) = after.controller.disks.get_mut(found.at) {
+            *disk = own.clone();
+        }
+        let config = NamespaceConfig { disk: Arc::clone(&disk), uuid: found.namespace.uuid };
+        drop(found);
+        self.change(&served, &asked, after, nsid, Some((&own, &config)), |controller, done| {
+            controller.change_disk(nsid, disk, done)
+        })?;
+        let info = config.disk.info();
+        let writes = if info.read_only { ", read-only" } else { "" };
+        let name = config.disk.name();
+        info!("{}: namespace {nsid} is {name}, {} bytes{writes}", served.name, info.bytes());
+        Ok(true)
+    }
+
+    /// A namespace is asked for otherwise from here on, and its disk is that already.
+    fn say_otherwise(
+        &self,
+        served: &ServedController,
+        mut asked: SocketConfig,
+        at: usize,
+        nsid: u32,
+        spec: String,
+    ) {
+        if let Some(disk) = asked.controller.disks.get_mut(at) {
+            disk.disk.clone_from(&spec);
+        }
+        if let Some(kept) = self.kept() {
+            kept.say_otherwise(served.index, nsid, spec, &asked);
+        }
+        info!("{}: namespace {nsid} has other limits", served.name);
+        served.set_asked(asked);
+        self.set_changed();
+    }
+
+    /// The limits of a group. Whether they were not so already.
+    ///
+    /// # Errors
+    /// It has no such name.
+    pub(super) fn limit_group(&self, name: &str, wanted: Limits) -> anyhow::Result<bool> {
+        let _turn = self.turn();
+        limits::check_name(name).map_err(|why| exit::bad_input(anyhow!(why)))?;
+        let group = limits::group(name);
+        if group.limits() == wanted {
+            return Ok(false);
+        }
+        group.set(wanted);
+        info!("the limits of the group {name} are {wanted} from here on");
+        self.set_changed();
+        if let Some(kept) = self.kept() {
+            kept.say_again();
+        }
+        Ok(true)
+    }
+
+    /// Has the controller do it, waits for that, and keeps it.
+    fn change(
+        &self,
+        served: &ServedController,
+        before: &SocketConfig,
+        after: SocketConfig,
+        nsid: u32,
+        disk: Option<(&DiskConfig, &NamespaceConfig)>,
+        act: impl FnOnce(&shadowbell_controller::Controller, Done) -> Result<(), NamespaceError>,
+    ) -> anyhow::Result<()> {
+        if let Some(kept) = self.kept() {
+            kept.will_change(served.index, nsid, disk);
+        }
+        let (ends, end) = channel();
+        let began = act(
+            &served.controller,
+            Box::new(move |outcome| {
+                let _ = ends.send(outcome);
+            }),
+        );
+        let mut is_slow = false;
+        let outcome = began.map_err(impossible).and_then(|()| {
+            end.recv_timeout(WORKERS).map_or_else(
+                |_| {
+                    is_slow = true;
+                    Ok(())
+                },
+                |outcome| outcome.map_err(impossible),
+            )
+        });
+        let asked = if outcome.is_ok() { after } else { before.clone() };
+        if let Some(kept) = self.kept() {
+            kept.settle(served.index, nsid, outcome.is_ok(), &asked);
+        }
+        if outcome.is_ok() {
+            served.set_asked(asked);
+            self.set_changed();
+        }
+        if is_slow {
+            return Err(anyhow!(
+                "namespace {nsid} changes as soon as what is under way at its disk ends, which it \
+                 has not within {} s",
+                WORKERS.as_secs()
+            ));
+        }
+        outcome
+    }
+}
+
+/// Who is told of the end of a change.
+type Done = Box<dyn FnOnce(Result<(), NamespaceError>) + Send>;
+
+/// What a controller is, as somebody would ask for it who leaves nothing of its namespaces open.
+fn explicit(served: &ServedController) -> SocketConfig {
+    let mut asked = (*served.asked()).clone();
+    let namespaces = served.controller.namespaces();
+    for (disk, (nsid, namespace)) in asked.controller.disks.iter_mut().zip(namespaces) {
+        (disk.nsid, disk.uuid) = (Some(nsid), Some(namespace.uuid));
+    }
+    asked
+}
+
+fn find(served: &ServedController, asked: &SocketConfig, nsid: u32) -> Option<Found> {
+    let at = nsids(&asked.controller.disks).position(|other| other == nsid)?;
+    let disk = asked.controller.disks.get(at)?.clone();
+    let namespaces = served.controller.namespaces();
+    let (_, namespace) = namespaces.into_iter().find(|(other, _)| *other == nsid)?;
+    Some(Found { at, disk, namespace })
+}
+
+fn missing(served: &ServedController, nsid: u32) -> anyhow::Error {
+    exit::not_there(anyhow!(
+        "{} has no namespace {nsid}; `shadowbell ctl namespaces` lists them",
+        served.name
+    ))
+}
+
+/// Why a disk can not be another one, as an answer.
+fn refused(error: ResizeError) -> anyhow::Error {
+    match error {
+        ResizeError::System { .. } => error.into(),
+        ResizeError::Opened { .. } | ResizeError::Impossible { .. } => exit::conflict(error),
+        _ => exit::bad_input(error),
+    }
+}
+
+/// Why a controller does not do it, as an answer.
+fn impossible(error: NamespaceError) -> anyhow::Error {
+    match error {
+        NamespaceError::Config(_) | NamespaceError::NoRoom => exit::bad_input(error),
+        NamespaceError::Missing(_) => exit::not_there(error),
+        NamespaceError::Open(_) => error.into(),
+        _ => exit::conflict(error),
+    }
+}

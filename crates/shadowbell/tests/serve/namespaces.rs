@@ -1,0 +1,281 @@
+//! Namespaces that come, go and change while a server runs, and the servers after it.
+
+use crate::control::{ctl, ctl_json};
+use crate::harness::{Server, attach, complete, finish, image, program, until};
+use crate::keeper::{children, worker};
+use crate::recover::kill;
+use crate::upgrade::{Client, server, socket};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use shadowbell_driver::AttachOptions;
+use shadowbell_spec::Status;
+use std::os::unix::net::UnixStream;
+
+/// What `ctl` is to refuse.
+#[track_caller]
+fn refused(server: &Server, arguments: &[&str], status: i32, words: &str) {
+    let (code, _, errors) = ctl(server, &[&["namespace"], arguments].concat());
+    assert!(code == Some(status) && errors.contains(words), "{arguments:?}: {code:?} {errors}");
+}
+
+/// What `ctl` is to do: the namespace as it is then.
+#[track_caller]
+fn done(server: &Server, arguments: &[&str]) -> Value {
+    let answer = ctl_json(server, &[&["namespace"], arguments].concat());
+    answer[0].clone()
+}
+
+fn nsids(server: &Server) -> Vec<u64> {
+    let all = ctl_json(server, &["namespaces"]);
+    all.as_array().unwrap().iter().map(|one| one["nsid"].as_u64().unwrap()).collect()
+}
+
+#[test]
+fn a_namespace_comes_changes_and_goes_beside_a_guest() {
+    let directory = tempfile::tempdir().unwrap();
+    let first = image(directory.path(), "a.img", 4 << 20);
+    image(directory.path(), "b.img", 8 << 20);
+    image(directory.path(), "c.img", 8 << 20);
+    let mut server = Server::start_in(directory, &["a.img"], &[]);
+    let mut guest = Client::attach(&server.socket());
+    guest.write(1, 0, 1);
+    let add = ["add", "vm.sock", "3", "b.img", "--uuid", "0190163d-8694-739b-aea5-966c26f8ad91"];
+    let added = done(&server, &add);
+    assert_eq!((&added["nsid"], &added["bytes"]), (&json!(3), &json!(8 << 20)));
+    assert_eq!(added["uuid"], "0190163d-8694-739b-aea5-966c26f8ad91");
+    assert_eq!(done(&server, &add), added, "the same again changes nothing");
+    assert_eq!(nsids(&server), [1, 3]);
+    refused(&server, &["add", "vm.sock", "3", "c.img"], 4, "namespace 3 already");
+    refused(&server, &["add", "vm.sock", "1", "b.img"], 4, "namespace 1 already");
+    refused(&server, &["add", "vm.sock", "2", "b.img"], 2, "b.img");
+    refused(&server, &["add", "vm.sock", "2", "no.img"], 2, "no.img");
+    refused(&server, &["add", "vm.sock", "257", "c.img"], 2, "257");
+    refused(&server, &["add", "vm7", "2", "c.img"], 3, "no controller `vm7`");
+    refused(&server, &["add", "vm.sock", "2", "c.img", "--uuid", "x"], 2, "no UUID");
+    let same = added["uuid"].as_str().unwrap();
+    refused(&server, &["add", "vm.sock", "2", "c.img", "--uuid", same], 2, "the same UUID");
+    assert_eq!(nsids(&server), [1, 3]);
+
+    // A file that grew.
+    assert_eq!(done(&server, &["resize", "vm.sock", "1"])["bytes"], 4 << 20);
+    std::fs::OpenOptions::new().write(true).open(first).unwrap().set_len(16 << 20).unwrap();
+    refused(&server, &["resize", "vm.sock", "1", "32MiB"], 2, "make it larger first");
+    assert_eq!(done(&server, &["resize", "vm.sock", "1"])["bytes"], 16 << 20);
+    refused(&server, &["resize", "vm.sock", "7"], 3, "no namespace 7");
+
+    // What takes no writes takes them again.
+    assert_eq!(done(&server, &["read-only", "vm.sock", "3", "on"])["read_only"], true);
+    assert_eq!(done(&server, &["read-only", "vm.sock", "3", "on"])["read_only"], true);
+    assert_eq!(done(&server, &["read-only", "vm.sock", "3", "off"])["read_only"], false);
+
+    // Another disk, with the same name for its guest; the old one is free then.
+    let replaced = done(&server, &["replace", "vm.sock", "3", "c.img"]);
+    assert_eq!((&replaced["uuid"], &replaced["bytes"]), (&added["uuid"], &json!(8 << 20)));
+    assert!(replaced["disk"].as_str().unwrap().ends_with("c.img"));
+    refused(&server, &["replace", "vm.sock", "3", "mem:1MiB?block-size=4096"], 4, "blocks of");
+    done(&server, &["add", "vm.sock", "2", "b.img", "--read-only"]);
+    assert_eq!(nsids(&server), [1, 2, 3]);
+    refused(&server, &["read-only", "vm.sock", "2", "off"], 4, "when it is opened");
+
+    assert_eq!(ctl(&server, &["namespace", "remove", "vm.sock", "2"]).0, Some(0));
+    refused(&server, &["remove", "vm.sock", "2"], 3, "no namespace 2");
+    assert_eq!(ctl(&server, &["namespace", "remove", "vm.sock", "3"]).0, Some(0));
+    refused(&server, &["remove", "vm.sock", "1"], 4, "has no other namespace");
+    assert_eq!(guest.read(1, 0), 1);
+    drop(guest);
+    let (_, table, _) = ctl(&server, &["namespaces"]);
+    assert!(table.contains("16.0 MiB"), "{table}");
+    assert!(server.stop().success());
+}
+
+/// A controller and the namespaces of another one come, change and go; and each time the process
+/// is killed or replaced.
+#[test]
+fn what_has_changed_goes_on_after_a_death_and_an_upgrade() {
+    let mut server = server(1, &[]);
+    image(server.directory(), "b.img", 8 << 20);
+    let mut again = 0;
+    let mut replace = |server: &Server| {
+        again += 1;
+        if again % 2 == 0 {
+            kill(server, Signal::KILL);
+        } else {
+            // Whose socket the keeper does not know.
+            let target = if again == 1 { "vm9.sock" } else { "vm0.sock" };
+            let mut command = program();
+            command.args(["upgrade", target]).current_dir(server.directory());
+            command.env("SHADOWBELL_RUN_DIR", server.directory().join("run"));
+            let (status, _, errors) = finish(command);
+            assert_eq!(status, Some(0), "{errors}\n{}", server.stderr());
+            until("the old one's end", || children(server.pid()).len() == 1);
+        }
+    };
+    let add = ["controller", "add", "b", "mem:8MiB", "--socket", "vm9.sock"];
+    ctl_json(&server, &add);
+    let mut other = Client::attach(&socket(&server, 9));
+    other.write(1, 0, 1);
+    let mut guest = Client::attach(&socket(&server, 0));
+    guest.write(2, 8, 1);
+    let mut check = |server: &Server, guest: &mut Client, other: &mut Client| {
+        let before = ctl_json(server, &["namespaces"]);
+        for _ in 0..2 {
+            let process = worker(server);
+            replace(server);
+            assert_ne!(worker(server), process);
+            let value = guest.read(2, 8);
+            guest.write(2, 8, value + 1);
+            assert_eq!(guest.read(2, 8), value + 1);
+            assert_eq!(other.read(1, 0), 1);
+            assert_eq!(ctl_json(server, &["namespaces"]), before);
+        }
+    };
+    check(&server, &mut guest, &mut other);
+    let vm = "vm0.sock";
+    done(&server, &["add", vm, "7", "b.img"]);
+    check(&server, &mut guest, &mut other);
+    assert_eq!(done(&server, &["resize", vm, "2", "32MiB"])["bytes"], 32 << 20);
+    done(&server, &["read-only", vm, "7", "on"]);
+    check(&server, &mut guest, &mut other);
+    let uuid = done(&server, &["replace", vm, "7", "mem:1MiB"])["uuid"].clone();
+    assert_eq!(ctl(&server, &["namespace", "remove", vm, "1"]).0, Some(0));
+    check(&server, &mut guest, &mut other);
+    assert_eq!(nsids(&server), [2, 7, 1]);
+    drop(other);
+    until("its end", || ctl_json(&server, &["controllers", "b"])[0]["client"] == false);
+    assert_eq!(ctl(&server, &["controller", "remove", "b"]).0, Some(0));
+    kill(&server, Signal::KILL);
+    assert_eq!(nsids(&server), [2, 7]);
+    assert!(UnixStream::connect(socket(&server, 9)).is_err());
+    let log = server.stderr();
+    assert!(!log.contains("have lost"), "{log}");
+    // A guest that looks anew finds what there is.
+    drop(guest);
+    until("its end", || ctl_json(&server, &["status"])["clients"] == 0);
+    let guest = attach(&socket(&server, 0), &AttachOptions::default());
+    assert!(guest.namespace(1).is_none() && guest.namespace(2).unwrap().bytes() == 32 << 20);
+    assert_eq!(guest.namespace(7).unwrap().bytes(), 1 << 20);
+    drop(guest);
+    let now = ctl_json(&server, &["namespaces"]);
+    assert_eq!(now[1]["uuid"], uuid);
+
+    // The same in a file, from which another server serves the same.
+    let (status, text, errors) = ctl(&server, &["save-config", "saved.toml"]);
+    assert_eq!(status, Some(0), "{errors}");
+    assert_eq!(text, "saved.toml has what is served\n");
+    let plan = ctl_json(&server, &["apply", "saved.toml", "--dry-run"]);
+    assert_eq!(
+        (&plan["unchanged"], &plan["add"], &plan["remove"]),
+        (&json!(1), &json!([]), &json!([]))
+    );
+    assert!(server.stop().success(), "{}", server.stderr());
+    let directory = tempfile::tempdir().unwrap();
+    let mut command = program();
+    command.args(["serve", "--config"]).arg(server.directory().join("saved.toml"));
+    let saved = socket(&server, 0);
+    let mut next = Server::spawn(command, directory, &[saved.to_str().unwrap()]);
+    let then = ctl_json(&next, &["namespaces", "--server", "vms"]);
+    assert_eq!(then, now);
+    assert!(next.stop().success());
+}
+
+/// How many requests of a namespace had to wait.
+fn delayed(server: &Server, at: usize) -> u64 {
+    ctl_json(server, &["namespaces"])[at]["counters"]["delayed"].as_u64().unwrap_or(0)
+}
+
+/// Many reads at once, each of which has to come to its end: by a worker that sleeps in between.
+fn read_many(server: &Server, nsid: u32, count: usize) {
+    let mut guest = server.attach();
+    let mut queue = guest.take_queue_pair().unwrap();
+    let pool = guest.buffers(8, 4096).unwrap();
+    let read = guest.namespace(nsid).unwrap().read(0, 8).unwrap();
+    let (mut begun, mut ended) = (0, 0);
+    while ended < count {
+        while begun < count && begun - ended < 8 {
+            queue.submit(read, pool.take()).unwrap();
+            begun += 1;
+        }
+        queue.ring().unwrap();
+        assert_eq!(complete(&mut queue).status, Status::SUCCESS);
+        ended += 1;
+    }
+    drop((queue, pool, guest));
+    until("the guest's end", || ctl_json(server, &["status"])["clients"] == 0);
+}
+
+#[test]
+fn limits_come_change_and_go_and_last() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = "
+        name = \"vm\"
+        poll = \"never\"
+        [[limit-group]]
+        name = \"slow\"
+        iops = \"2000:1\"
+        [[controller]]
+        socket = \"vm.sock\"
+        disks = [\"mem:4MiB\", \"mem:4MiB?limit-group=slow\"]
+    ";
+    std::fs::write(directory.path().join("vm.toml"), file).unwrap();
+    let mut command = program();
+    command.args(["serve", "--keeper", "--config", "vm.toml"]);
+    let mut server = Server::spawn(command, directory, &["vm.sock"]);
+    read_many(&server, 1, 50);
+    read_many(&server, 2, 50);
+    assert_eq!(delayed(&server, 0), 0);
+    assert!(delayed(&server, 1) >= 40, "{}", delayed(&server, 1));
+    let limit = ["limit", "vm.sock", "1", "--iops", "1000:1", "--write-bandwidth", "100MiB"];
+    let now = ctl_json(&server, &limit);
+    assert_eq!(now[0]["limits"], json!({"iops": "1000:1", "write_bandwidth": "100MiB"}));
+    assert_eq!(ctl_json(&server, &limit), now);
+    read_many(&server, 1, 50);
+    let before = delayed(&server, 0);
+    assert!(before >= 40, "{before}");
+    // In place, for those that wait already.
+    ctl_json(&server, &["limit", "vm.sock", "1", "--iops", "1000000:1000000", "--group", "slow"]);
+    let groups = ctl_json(&server, &["limit", "--of-group", "slow", "--iops", "1000000"]);
+    assert_eq!(groups, json!([{"name": "slow", "limits": {"iops": "1000000"}}]));
+    for (arguments, words) in [
+        (&["vm.sock", "1", "--iops", "many"][..], "`iops`"),
+        (&["--iops", "7"], "whose limits"),
+        (&["--of-group", "a/b", "--iops", "7"], "no name of a group"),
+        (&["vm.sock"], "nsid"),
+    ] {
+        let (code, _, errors) = ctl(&server, &[&["limit"], arguments].concat());
+        let errors = errors.to_lowercase();
+        assert!(code == Some(2) && errors.contains(words), "{arguments:?}: {code:?} {errors}");
+    }
+    let (_, table, _) = ctl(&server, &["namespaces"]);
+    assert!(table.contains("iops=1000000:1000000, as slow"), "{table}");
+    kill(&server, Signal::KILL);
+    let seen = |server: &Server| {
+        let all = ctl_json(server, &["namespaces"]);
+        [all[0]["limits"].clone(), all[1]["limits"].clone()]
+    };
+    let limits = seen(&server);
+    assert_eq!(limits[0], json!({"iops": "1000000:1000000", "group": "slow"}));
+    assert_eq!(ctl_json(&server, &["limit"]), groups);
+    assert_eq!(ctl(&server, &["upgrade"]).0, Some(0));
+    assert_eq!((seen(&server), ctl_json(&server, &["limit"])), (limits, groups));
+    // A guest whose requests wait does not hold up an upgrade.
+    ctl_json(&server, &["limit", "vm.sock", "1", "--iops", "1:1"]);
+    let mut guest = server.attach();
+    let mut queue = guest.take_queue_pair().unwrap();
+    let pool = guest.buffers(8, 4096).unwrap();
+    let read = guest.namespace(1).unwrap().read(0, 8).unwrap();
+    for _ in 0..8 {
+        queue.submit(read, pool.take()).unwrap();
+    }
+    queue.ring().unwrap();
+    until("requests that wait", || delayed(&server, 0) >= 7);
+    let (code, _, errors) = ctl(&server, &["upgrade"]);
+    assert_eq!(code, Some(0), "{errors}");
+    (0..8).for_each(|_| assert_eq!(complete(&mut queue).status, Status::SUCCESS));
+    drop((queue, pool, guest));
+    ctl_json(&server, &["limit", "vm.sock", "1"]);
+    assert_eq!(seen(&server)[0], Value::Null);
+    let (_, saved, _) = ctl(&server, &["save-config", "-"]);
+    assert!(saved.contains("[[limit-group]]\niops = \"1000000\"\nname = \"slow\""), "{saved}");
+    assert!(saved.contains("mem:4MiB?limit-group=slow"), "{saved}");
+    assert!(server.stop().success());
+}
