@@ -228,8 +228,7 @@ fn warn_of_memory(config: &ServerConfig) {
     let sizes = disks.filter_map(|disk| disk_spec::memory_of(&disk.disk));
     let wanted = sizes.fold(0, u64::saturating_add);
     let info = rustix::system::sysinfo();
-    let there = u64::try_from(info.totalram).unwrap_or(u64::MAX);
-    let there = there.saturating_mul(u64::from(info.mem_unit).max(1));
+    let there = info.totalram.saturating_mul(u64::from(info.mem_unit).max(1));
     if wanted > there {
         let text = |bytes| ByteSize(bytes).display().iec();
         warn!(
