@@ -643,3 +643,22 @@ fn admin_commands_end_once_each() {
         host.under_way.clear();
     }
 }
+
+/// A process finds what the one before it had posted. The one after it knows of that, too.
+#[test]
+fn what_was_posted_before_a_death_is_not_posted_again_after_another() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut host = Host::new(memory(), true, true);
+    for _ in 0..3 {
+        host.process.as_ref().unwrap().until_taken();
+        for _ in 0..3 {
+            let identify = Identify { cns: 1, ..Identify::default() }.encode(Sqe::new(6, 0, 0));
+            host.admin(identify.with_prps(BASE + ADMIN_DATA, 0), &mut || false);
+        }
+        host.kill();
+    }
+    host.process.as_ref().unwrap().until_taken();
+    let identify = Identify { cns: 1, ..Identify::default() }.encode(Sqe::new(6, 0, 0));
+    host.admin(identify.with_prps(BASE + ADMIN_DATA, 0), &mut || false);
+    assert!(host.reap(None).is_none());
+}

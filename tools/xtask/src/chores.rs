@@ -8,7 +8,7 @@ use shadowbell_guest::Kernel;
 use crate::report::Report;
 use crate::step::step;
 use crate::suites::{ControllerKind, Setup, Suite};
-use crate::{hostile, outsider, package, structure};
+use crate::{hostile, outsider, package, soak, structure};
 
 /// The program as it is tested: it can also serve a controller that misbehaves on purpose.
 const FAULTS: [&str; 2] = ["--features", "shadowbell/faults"];
@@ -53,6 +53,7 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
     let program = report.check("the program is built for tests", |_| build_for_tests());
     if let Some(program) = program {
         hostile::test(report, &program);
+        soak::kill::test(report, &program);
     }
     loom_models(report);
     if with_guest {
@@ -109,8 +110,10 @@ fn guest(report: &mut Report) {
         for suite in Suite::value_variants() {
             // Minutes long, and what they are about is the driver's end: the newer kernel is
             // enough. `cargo xtask guest s2` runs it with both.
-            let newer_only =
-                matches!(suite, Suite::S2 | Suite::Recover | Suite::S4 | Suite::Upgrade);
+            let newer_only = matches!(
+                suite,
+                Suite::S2 | Suite::Recover | Suite::S4 | Suite::Upgrade | Suite::Kill
+            );
             if newer_only && kernel != Kernel::V7_2 {
                 continue;
             }

@@ -140,6 +140,9 @@ struct GuestArguments {
     /// measures one of its two controllers.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=99))]
     rounds: u8,
+    /// How often the server is upgraded, or killed, at least (suites `upgrade` and `kill`).
+    #[arg(long, default_value_t = 100)]
+    events: u32,
     /// End with one line of JSON: {"rows": [...]}.
     #[arg(long)]
     json: bool,
@@ -201,6 +204,7 @@ fn guest_suites(report: &mut Report, arguments: GuestArguments) -> Result<()> {
     let kernels = arguments.kernel.list();
     let mut setup = Setup::new(arguments.device, arguments.shadowbell, &kernels)?;
     setup.rounds = arguments.rounds.into();
+    setup.events = arguments.events;
     for kernel in kernels {
         for &suite in &suites {
             suite.run(&setup, report, kernel);

@@ -100,8 +100,12 @@ impl AdminProgress {
         }
     }
 
-    /// As it was in a process that is dead.
-    pub(super) fn recover(saved: &SavedAdminQueue) -> Self {
+    /// As it was in another process. That may have posted more than it had written down: what is
+    /// `to_post` still, and where, is what the queue says.
+    pub(super) fn recover(
+        saved: &SavedAdminQueue,
+        ((tail, phase), to_post): ((u16, bool), impl Iterator<Item = u16>),
+    ) -> Self {
         use zerocopy::FromBytes;
         let under_way: Vec<_> = saved
             .under_way
@@ -112,13 +116,15 @@ impl AdminProgress {
             let cqe: Cqe = transmute!([low, high]);
             AdminCompletion { cid: cqe.cid, status: cqe.status(), dw0: cqe.dw0, placed: false }
         };
+        // Posted in their order: these are the last.
+        let posted = saved.cq.staged.len().saturating_sub(to_post.count());
         Self {
             head: saved.sq.head,
             replays: under_way.len(),
             under_way,
-            ended: saved.cq.staged.iter().map(ended).collect(),
-            tail: saved.cq.tail,
-            phase: saved.cq.phase,
+            ended: saved.cq.staged.iter().skip(posted).map(ended).collect(),
+            tail,
+            phase,
         }
     }
 }

@@ -128,8 +128,8 @@ impl Control {
     ) {
         let (table, shadow) = (Arc::clone(self.memory.table()), self.memory.shadow);
         let generation = self.lifecycle.generation;
+        self.port.progress = AdminProgress::recover(saved, queue.to_post());
         self.port.reopen(Attach { queue, table, generation, shadow }, saved.used);
-        self.port.progress = AdminProgress::recover(saved);
         self.poll_admin_doorbells(cx);
     }
 }

@@ -146,6 +146,11 @@ impl AdminQueue {
         Some(queue)
     }
 
+    /// Where the completion queue is, and which completions are still to be posted.
+    pub(crate) fn to_post(&self) -> ((u16, bool), impl Iterator<Item = u16>) {
+        ((self.cq.tail, self.cq.phase), self.staged.iter().copied())
+    }
+
     /// Whether no command is under way.
     pub(crate) fn is_quiet(&self) -> bool {
         self.places.is_empty() && self.replays.is_empty()

@@ -26,6 +26,7 @@
 //! | `transfer` | what these two say to each other |
 //! | `keeping`, `store` | what a keeper holds, so that another process goes on after this one's death |
 //! | `recover` | that other process |
+//! | `phases` | how long each part of its beginning took |
 //! | `worker_link` | what is said to a keeper, if there is one |
 //! | `faults` | `--faults`, in a build with that feature |
 //!
@@ -49,6 +50,7 @@ mod keeping;
 mod launch_hint;
 mod making;
 mod namespaces;
+mod phases;
 mod reactor_thread;
 mod recover;
 mod registry;
@@ -74,6 +76,7 @@ use asides::{Answering, Asides, Powers};
 use bytesize::ByteSize;
 use event_log::EventLog;
 use keeping::Keeping;
+use phases::Phases;
 use server::Server;
 use server_config::ServerConfig;
 use signal_hook::consts::SIGUSR1;
@@ -121,6 +124,7 @@ fn check(file: &Path) -> anyhow::Result<ExitCode> {
 fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<ExitCode> {
     #[cfg(feature = "faults")]
     let faults = args.faults.clone();
+    let mut phases = Phases::begin();
     let config = args.config()?;
     descriptor_limit::raise();
     limits::set_groups(&config.groups);
@@ -141,6 +145,7 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let keeping = link.map(Keeping::new).transpose()?;
     let keeper_pid = link.and_then(|_| rustix::process::getppid());
     let keeper_pid = keeper_pid.map(|pid| pid.as_raw_pid().cast_unsigned());
+    phases.ended("configuration");
     let (mut server, asides) = match (keeper, &keeping) {
         (Some((Role::Successor, link)), Some(keeping)) => {
             match take_over::take_over(&config, link, keeping, ended)? {
@@ -150,7 +155,7 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
             }
         }
         (Some((Role::Recover, link)), Some(keeping)) => {
-            match recover::recover(&config, link, keeping, ended)? {
+            match recover::recover(&config, link, keeping, ended, &mut phases)? {
                 // The guests need them less than anything else.
                 Some(server) => (server, Asides::listen_again(&config, keeper_pid)),
                 // It is to end.
@@ -189,6 +194,10 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
                 launch_hint::show(&config);
             }
             link.serves(config.controllers.iter().map(|served| served.socket.as_path()));
+            if role == Role::Recover {
+                phases.ended("control socket and statistics");
+                debug!("it took: {phases}");
+            }
         }
         None => {
             launch_hint::show(&config);

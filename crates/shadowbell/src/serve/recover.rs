@@ -12,6 +12,7 @@
 use super::event::EventQueue;
 use super::keeping::{Complete, FENCE, Keeping};
 use super::making;
+use super::phases::Phases;
 use super::registry::ServedController;
 use super::server::Server;
 use super::server_config::ServerConfig;
@@ -68,13 +69,16 @@ pub(super) fn recover(
     link: &WorkerLink,
     keeping: &Keeping,
     ended: impl FnOnce() + Send + 'static,
+    phases: &mut Phases,
 ) -> anyhow::Result<Option<Server>> {
     let began = Instant::now();
     let pool = Pool::start(&config.pool).context("the workers can not be started")?;
+    phases.ended("threads");
     let Some(items) = link.items()? else { return Ok(None) };
+    phases.ended("items");
     let fence =
         Fence { link, since: Instant::now(), is_told: Cell::new(false), gone: Cell::new(None) };
-    let rebuilt = rebuild(config, items, pool, &fence);
+    let rebuilt = rebuild(config, items, pool, &fence, phases);
     if let Some(told) = fence.gone.get() {
         debug!("gives up: {told:?}");
         return Ok(None);
@@ -82,6 +86,7 @@ pub(super) fn recover(
     let Rebuilt { mut server, mut reactor, ports, controllers } = rebuilt?;
     let is_changed = server.registry().is_changed();
     keeping.begin(&server.controllers(), &mut reactor, &ports, is_changed);
+    phases.ended("records");
     let (mut again, mut announced) = (0, Vec::new());
     for (served, recovered) in server.controllers().iter().zip(controllers) {
         let Recovered { saved, mut fds, changing } = recovered;
@@ -89,14 +94,18 @@ pub(super) fn recover(
         again += recovered.with_context(|| served.name.clone())?;
         announced.push(changing);
     }
+    phases.ended("queues");
     // Everything is at rest, and the keeper holds all of it.
     keeping.complete();
     link.say(to_keeper::TAKEN, "");
+    phases.ended("the keeper told");
     for (served, changing) in server.controllers().iter().zip(announced) {
         served.controller.resume();
         changing.iter().for_each(|nsid| served.controller.announce_namespace(*nsid));
     }
+    phases.ended("queues served");
     server.serve(reactor, ended)?;
+    phases.ended("sockets served");
     let took = began.elapsed().as_micros();
     begin_trace(&server, config);
     info!(
@@ -113,6 +122,7 @@ fn rebuild(
     mut items: Items,
     pool: Pool,
     fence: &Fence<'_>,
+    phases: &mut Phases,
 ) -> anyhow::Result<Rebuilt> {
     let (complete, _): (Complete, _) = take(&mut items, COMPLETE)?;
     if !READABLE.contains(&complete.version) {
@@ -125,6 +135,7 @@ fn rebuild(
     }
     let ends = items.remove(FENCE).context("the state has no fence")?.read()?.1;
     ends.iter().try_for_each(|end| fence.wait_for(end))?;
+    phases.ended("fence");
     if complete.is_changed {
         limits::set_groups(&complete.groups);
     }
@@ -166,6 +177,7 @@ fn rebuild(
         served.push(one);
         controllers.push(Recovered { saved, fds, changing: kept.changing.clone() });
     }
+    phases.ended("disks and controllers");
     let server = Server::resting(served, events, pool, true);
     if complete.is_changed {
         server.registry().set_changed();

@@ -13,6 +13,7 @@ use anyhow::{Context, Result, bail};
 use shadowbell_spec::Sqe;
 use zerocopy::IntoBytes;
 
+use super::pattern::pattern;
 use super::tally::{Tally, add};
 use crate::hostile::victim::hurry;
 use crate::peer::guest::{BASE, Guest, PAGE};
@@ -39,22 +40,6 @@ pub(crate) const DISK_BYTES: u64 = PLACES * PLACE_BLOCKS * BLOCK * 2;
 const MEMORY: u64 = 1 << 20;
 /// Entries of its queue.
 const ENTRIES: u16 = 16;
-
-/// What a block holds: who wrote it, where, and when. What was never written is zero.
-fn pattern(controller: u64, block: u64, generation: u64) -> [u64; 64] {
-    if generation == 0 {
-        return [0; 64];
-    }
-    let mut words = [0; 64];
-    let mut state = controller << 48 ^ block << 32 ^ generation;
-    for word in &mut words {
-        state =
-            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        *word = state;
-    }
-    words[..3].copy_from_slice(&[controller, block, generation]);
-    words
-}
 
 /// Blocks of a place.
 fn blocks(place: u64) -> u64 {
@@ -303,15 +288,6 @@ pub(crate) fn drive(guests: &mut [Honest], until: Instant, tally: &Tally) {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_block_names_its_controller_its_place_and_its_turn() {
-        let block = pattern(3, 77, 9);
-        assert_eq!(block[..3], [3, 77, 9]);
-        let others = [pattern(4, 77, 9), pattern(3, 78, 9), pattern(3, 77, 10)];
-        assert!(others.iter().all(|other| other[3..] != block[3..]));
-        assert_eq!(pattern(3, 77, 0), [0; 64]);
-    }
 
     #[test]
     fn no_turn_reads_the_place_that_it_writes_and_all_places_fit() {

@@ -15,7 +15,7 @@ mod s4;
 mod setup;
 mod smoke;
 mod suite;
-mod upgrade;
+mod unbroken;
 mod vfio;
 mod writer;
 

@@ -39,6 +39,8 @@ pub(crate) struct Setup {
     pub(crate) shadowbell: Option<PathBuf>,
     /// How often a speed is measured before its median is taken.
     pub(crate) rounds: usize,
+    /// How often the server is upgraded, or killed, at least.
+    pub(crate) events: u32,
 }
 
 impl Setup {
@@ -69,7 +71,7 @@ impl Setup {
             (ControllerKind::Shadowbell, None) => Some(workspace::build_shadowbell()?),
             (ControllerKind::QemuNvme, None) => None,
         };
-        Ok(Self { controller, roots, shadowbell, rounds: 3 })
+        Ok(Self { controller, roots, shadowbell, rounds: 3, events: 0 })
     }
 
     /// A program whose `serve` can do wrong on purpose: the one under test if it can.

@@ -5,7 +5,8 @@ use clap::ValueEnum;
 use shadowbell_guest::{Kernel, RunDir};
 
 use super::setup::Setup;
-use super::{boot, fs, recover, reset, s2, s3, s4, smoke, upgrade};
+use super::unbroken::{self, Event};
+use super::{boot, fs, recover, reset, s2, s3, s4, smoke};
 use crate::report::Report;
 
 /// The suites, by their names on the command line.
@@ -20,6 +21,8 @@ pub(crate) enum Suite {
     /// The server is replaced again and again under a guest that boots, writes and resets: nothing
     /// is lost, and the guest does not notice.
     Upgrade,
+    /// The same, with the process that serves killed.
+    Kill,
     /// OVMF starts a kernel from a disk of shadowbell's.
     Boot,
     /// The driver through VFIO, inside the guest, and the S2 table: against the kernel's driver and
@@ -46,7 +49,8 @@ impl Suite {
                 Self::Smoke => smoke::run(setup, report, kernel, &run),
                 Self::Fs => fs::run(setup, report, kernel, &run),
                 Self::Reset => reset::run(setup, report, kernel, &run),
-                Self::Upgrade => upgrade::run(setup, report, kernel, &run),
+                Self::Upgrade => unbroken::run(setup, report, kernel, &run, Event::Upgrade),
+                Self::Kill => unbroken::run(setup, report, kernel, &run, Event::Kill),
                 Self::Boot => boot::run(setup, report, kernel, &run),
                 Self::S2 => s2::run(setup, report, kernel, &run),
                 Self::Recover => recover::run(setup, report, kernel, &run),

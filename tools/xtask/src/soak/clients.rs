@@ -1,0 +1,115 @@
+//! A client for each disk of a server, while something is done to the server.
+
+use std::fs;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{scope, sleep};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use super::kept::Kept;
+use super::load::{Load, Meter, Pace, STALL};
+use super::places::Places;
+use super::tally::value;
+
+/// What all clients together have done.
+#[derive(Debug, Default, Clone, Copy)]
+pub(crate) struct Totals {
+    pub(crate) commands: u64,
+    pub(crate) blocks: u64,
+    pub(crate) seconds: f64,
+}
+
+impl Totals {
+    pub(crate) fn of(meters: &[Meter], began: Instant) -> Self {
+        Self {
+            commands: meters.iter().map(|meter| value(&meter.commands)).sum(),
+            blocks: meters.iter().map(|meter| value(&meter.blocks)).sum(),
+            seconds: began.elapsed().as_secs_f64(),
+        }
+    }
+}
+
+/// Lets a client work on each disk while something is done `meanwhile`. Then they read all of their
+/// disks, the server ends, and its images are looked at.
+///
+/// # Errors
+/// Something was lost, or came too late; or it went wrong in another way.
+pub(crate) fn work(
+    kept: &mut Kept,
+    seed: u64,
+    pace: impl Fn(usize) -> Pace,
+    totals: &mut Totals,
+    meanwhile: impl FnOnce(&mut Kept, &[Meter]) -> Result<()>,
+) -> Result<()> {
+    let mut loads = Vec::new();
+    for (number, kind) in kept.kinds().iter().enumerate() {
+        let name = format!("controller {number} ({})", kind.name());
+        let places = Places::new(number as u64, kind.keeps(), seed, pace(number).flush_every);
+        let load = Load::attach(&name, &kept.server.socket(number), places, pace(number));
+        loads.push(load.with_context(|| name.clone())?);
+    }
+    let meters: Vec<Meter> = loads.iter().map(|_| Meter::default()).collect();
+    let stop = AtomicBool::new(false);
+    let began = Instant::now();
+    let (outcome, places) = scope(|threads| {
+        let (meters, stop) = (&meters, &stop);
+        let loads = loads.into_iter().zip(meters);
+        let loads: Vec<_> =
+            loads.map(|(load, meter)| threads.spawn(move || load.run(stop, meter))).collect();
+        let outcome = meanwhile(kept, meters);
+        stop.store(true, Ordering::Relaxed);
+        if outcome.is_err() {
+            // Nobody waits for what does not come.
+            kept.server.kill();
+        }
+        let places: Vec<_> = loads.into_iter().map(|load| load.join().ok().flatten()).collect();
+        (outcome, places)
+    });
+    *totals = Totals::of(&meters, began);
+    outcome?;
+    if let Some(failure) = meters.iter().find_map(Meter::failure) {
+        bail!("at the end, {failure}; the log ends with:\n{}", kept.server.log());
+    }
+    kept.server.check()?;
+    ensure!(kept.server.terminate(STALL)?.is_some(), "SIGTERM does not end the server");
+    // Without the server, and what it might remember.
+    for (number, places) in places.into_iter().enumerate() {
+        let mut places = places.with_context(|| format!("controller {number} has no client"))?;
+        if let Some(image) = kept.image(number) {
+            let bytes = fs::read(&image).with_context(|| image.display().to_string())?;
+            places.compare(&bytes).with_context(|| image.display().to_string())?;
+        }
+    }
+    Ok(())
+}
+
+/// Waits until each client has had so many completions that none of them is from before: twice as
+/// many as it has under way.
+///
+/// # Errors
+/// A client has failed.
+pub(crate) fn settle(
+    kept: &mut Kept,
+    meters: &[Meter],
+    pace: impl Fn(usize) -> Pace,
+) -> Result<()> {
+    let began = Instant::now();
+    let enough = |(number, meter): (usize, &Meter)| {
+        value(&meter.commands) + u64::from(2 * pace(number).depth)
+    };
+    let until: Vec<u64> = meters.iter().enumerate().map(enough).collect();
+    loop {
+        if let Some(failure) = meters.iter().find_map(Meter::failure) {
+            bail!("{failure}; the log ends with:\n{}", kept.server.log());
+        }
+        if meters.iter().zip(&until).all(|(meter, until)| value(&meter.commands) >= *until) {
+            return Ok(());
+        }
+        kept.server.check()?;
+        if began.elapsed() > 2 * STALL {
+            bail!("a client has no completions; the log ends with:\n{}", kept.server.log());
+        }
+        sleep(Duration::from_millis(1));
+    }
+}

@@ -1,0 +1,312 @@
+//! The process that serves is killed, again and again, and its clients notice nothing.
+//!
+//! Each disk has a client that keeps 128 commands under way, and that knows what may be there: what
+//! was acknowledged is there, and nothing older. It is in this process, which is not killed.
+//!
+//! A worker is killed at a random moment, mostly by SIGKILL, sometimes by a signal of which a
+//! program dies by itself, and sometimes the one that goes on is killed as well, on its way or just
+//! after. Each client measures the time without a completion, from the last before to the first
+//! after. The next kill comes when each has had twice as many completions as it has commands under
+//! way: so all places of a disk are read and written between two kills.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::process::Signal;
+use serde_json::json;
+use shadowbell_bench::table::Table;
+use shadowbell_bench::workspace;
+
+use super::clients::{self, Totals, settle};
+use super::kept::{DiskKind, Kept, signal};
+use super::load::{Meter, Pace};
+use super::phases::Phases;
+use super::random::Random;
+use super::times::{Times, millis};
+use crate::report::Report;
+
+/// Commands that each client has under way.
+const DEPTH: u32 = 128;
+/// How often a line says how far it is.
+const LINE: Duration = Duration::from_secs(10);
+/// A worker that is killed has served for so long, and longer by chance. (One that has served for
+/// 50 ms, and is killed from outside, is replaced at once, however often.)
+const SERVED: Duration = Duration::from_millis(60);
+const LONGER: Duration = Duration::from_millis(140);
+/// After such a time at most, by chance, the one that goes on is killed as well.
+const TWICE: Duration = Duration::from_millis(60);
+/// One in so many dies by another signal, and one in so many is followed at once by another one.
+const OTHERS_EVERY: u64 = 12;
+const TWICE_EVERY: u64 = 8;
+/// Kinds of disks.
+const KINDS: usize = DiskKind::ALL.len();
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// How often a process is killed.
+    #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
+    kills: u32,
+    /// Chooses the moments, and what is written.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Controllers, each with a disk: file with O_DIRECT, file through the page cache, memory, null,
+    /// and again.
+    #[arg(long, default_value_t = KINDS as u16, value_parser = clap::value_parser!(u16).range(1..=256))]
+    controllers: u16,
+    /// One in so many commands is a flush; 0 for none. What a disk is still flushing has to end
+    /// before another process can go on, so the time without a completion is that of the disk.
+    #[arg(long, default_value_t = 0)]
+    flush_every: u64,
+    /// Threads of the server that do the I/O.
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=64))]
+    workers: u8,
+    /// Put an older state of a place back into an image from time to time, as a write would that
+    /// comes too late: the check has to fail, and that is what passes.
+    #[arg(long)]
+    control: bool,
+    /// Print how long each part of the way back took (the server logs more).
+    #[arg(long)]
+    phases: bool,
+    /// A shadowbell program that is built already, instead of building one.
+    #[arg(long, value_name = "PATH")]
+    shadowbell: Option<PathBuf>,
+}
+
+pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
+    let binary = match &arguments.shadowbell {
+        Some(path) => path.canonicalize()?,
+        None => workspace::build_shadowbell()?,
+    };
+    soak(report, &binary, arguments);
+    report.summary();
+    Ok(())
+}
+
+/// As the test command does it: a few kills, and the check that has to fail.
+pub(crate) fn test(report: &mut Report, binary: &Path) {
+    let few = Arguments {
+        kills: TEST_KILLS,
+        seed: 1,
+        controllers: KINDS as u16,
+        flush_every: 4096,
+        workers: 2,
+        control: false,
+        phases: false,
+        shadowbell: None,
+    };
+    soak(report, binary, &few);
+    soak(report, binary, &Arguments { kills: 10, control: true, ..few });
+}
+
+/// How many there are in the test command.
+const TEST_KILLS: u32 = 200;
+
+fn soak(report: &mut Report, binary: &Path, arguments: &Arguments) {
+    let what = if arguments.control { ", with old data put back" } else { "" };
+    report.begin(&format!("soak kill{what}"));
+    let mut gaps = Gaps::default();
+    if arguments.control {
+        report.check("old data are noticed", |_| match work(binary, arguments, &mut gaps) {
+            Err(error) if format!("{error:#}").contains("which was acknowledged") => {
+                println!("   {error:#}");
+                Ok(())
+            }
+            Err(error) => Err(error),
+            Ok(_) => bail!("nobody has noticed them"),
+        });
+        return;
+    }
+    report.check("nothing acknowledged is lost, nothing older comes over it, no error", |_| {
+        work(binary, arguments, &mut gaps).map(drop)
+    });
+    report.table(gaps.table(arguments));
+    if let Some(phases) = gaps.phases {
+        report.table(phases.table());
+    }
+}
+
+/// What was measured.
+#[derive(Debug, Default)]
+struct Gaps {
+    kills: u32,
+    /// Of one kill, by kind of disk.
+    single: [Times; KINDS],
+    /// Of two, of which the second was meant for the one that goes on.
+    double: Times,
+    /// From a kill until another process is there.
+    until_next: Times,
+    /// Without any, from the end of one to the next.
+    without: Times,
+    phases: Option<Phases>,
+    totals: Totals,
+}
+
+impl Gaps {
+    fn add(&mut self, meters: &[Meter], is_double: bool) {
+        for (number, meter) in meters.iter().enumerate() {
+            let gap = meter.take().gap;
+            if is_double {
+                self.double.push(gap);
+            } else if let Some(times) = self.single.get_mut(number % KINDS) {
+                times.push(gap);
+            }
+        }
+    }
+
+    /// Of one kill, all kinds of disks together.
+    fn all(&self) -> Times {
+        let mut all = Times::default();
+        self.single.iter().for_each(|times| all.append(times));
+        all
+    }
+
+    fn table(&self, arguments: &Arguments) -> Table {
+        let mut table = Table::new(
+            "time without a completion around a kill, ms",
+            &["disk", "kills", "p50", "p99", "longest"],
+        );
+        let kinds = DiskKind::ALL.map(DiskKind::name).into_iter().zip(&self.single);
+        let all = self.all();
+        let rest = [
+            ("all of these", &all),
+            ("the next one as well", &self.double),
+            ("until another process is there", &self.until_next),
+            ("without a kill", &self.without),
+        ];
+        for (name, times) in kinds.chain(rest) {
+            let cells = [vec![name.to_owned(), times.count().to_string()], times.cells()].concat();
+            let [p50, p99, longest] = [0.5, 0.99, 1.0].map(|share| millis(times.at(share)));
+            let json = json!({
+                "table": "soak kill", "disk": name, "kills": times.count(), "p50_ms": p50,
+                "p99_ms": p99, "longest_ms": longest,
+            });
+            table.push(cells, json);
+        }
+        table.notes.push(format!(
+            "{} kills of {} controllers in {:.0} s; {} commands, {} blocks looked at. Targets: p50 50 \
+             ms, p99 250 ms.",
+            self.kills,
+            arguments.controllers,
+            self.totals.seconds,
+            self.totals.commands,
+            self.totals.blocks
+        ));
+        table
+    }
+}
+
+/// Kills for as often as was asked for, and looks whether all is there.
+fn work(binary: &Path, arguments: &Arguments, gaps: &mut Gaps) -> Result<()> {
+    let kinds: Vec<_> = (0..usize::from(arguments.controllers)).map(DiskKind::of).collect();
+    let options: &[&str] = if arguments.phases { &["-v"] } else { &[] };
+    let mut kept = Kept::serve(binary, options, &kinds, arguments.workers)?;
+    let mut totals = Totals::default();
+    let outcome = clients::work(
+        &mut kept,
+        arguments.seed,
+        |_| pace(arguments),
+        &mut totals,
+        |kept, meters| kill(kept, arguments, meters, gaps),
+    );
+    gaps.totals = totals;
+    if arguments.phases {
+        let log = fs::read_to_string(kept.server.directory().join("log"))?;
+        gaps.phases = Some(Phases::read(&log));
+    }
+    outcome
+}
+
+fn pace(arguments: &Arguments) -> Pace {
+    Pace { depth: DEPTH, rest: Duration::ZERO, flush_every: arguments.flush_every }
+}
+
+fn kill(kept: &mut Kept, arguments: &Arguments, meters: &[Meter], gaps: &mut Gaps) -> Result<()> {
+    let mut random = Random::new(arguments.seed);
+    let (began, mut line) = (Instant::now(), Instant::now() + LINE);
+    let mut worker = kept.next_worker(None)?;
+    settle(kept, meters, |_| pace(arguments))?;
+    while gaps.kills < arguments.kills {
+        for meter in meters {
+            let _ = meter.take();
+        }
+        sleep(SERVED + LONGER.mul_f64(random.share()));
+        let old = arguments.control.then(|| OldData::read(kept)).flatten();
+        gaps.without.append(&Times::of(meters.iter().map(|meter| meter.take().gap)));
+        let how = match random.below(OTHERS_EVERY) {
+            0 if random.below(2) == 0 => Signal::ABORT,
+            0 => Signal::ILL,
+            _ => Signal::KILL,
+        };
+        let is_last = gaps.kills + 1 == arguments.kills;
+        let twice = how == Signal::KILL && random.below(TWICE_EVERY) == 0 && !is_last;
+        let killed = Instant::now();
+        signal(worker, how)?;
+        gaps.kills += 1;
+        worker = kept.next_worker(Some(worker))?;
+        if !twice {
+            gaps.until_next.push(killed.elapsed());
+        }
+        if twice {
+            sleep(TWICE.mul_f64(random.share()));
+            signal(worker, Signal::KILL)?;
+            gaps.kills += 1;
+            worker = kept.next_worker(Some(worker))?;
+        }
+        settle(kept, meters, |_| pace(arguments)).with_context(|| {
+            let again = if twice { ", and once more" } else { "" };
+            format!("after {} kills, of which the last was {how:?}{again}", gaps.kills)
+        })?;
+        gaps.add(meters, twice);
+        if let Some(old) = old {
+            old.put_back()?;
+        }
+        if Instant::now() >= line {
+            line += LINE;
+            print_line(gaps, &Totals::of(meters, began));
+        }
+    }
+    if arguments.control {
+        settle(kept, meters, |_| pace(arguments))?;
+    }
+    Ok(())
+}
+
+/// A part of an image, as it was.
+struct OldData {
+    image: PathBuf,
+    bytes: Vec<u8>,
+}
+
+impl OldData {
+    /// Of the first image that there is.
+    fn read(kept: &Kept) -> Option<Self> {
+        let image = (0..KINDS).rev().find_map(|number| kept.image(number))?;
+        let bytes = fs::read(&image).ok()?;
+        Some(Self { image, bytes })
+    }
+
+    /// As writes would do that come too late.
+    fn put_back(&self) -> Result<()> {
+        use std::os::unix::fs::FileExt;
+        let file = fs::OpenOptions::new().write(true).open(&self.image)?;
+        file.write_all_at(&self.bytes, 0).context("putting old data back")
+    }
+}
+
+fn print_line(gaps: &Gaps, totals: &Totals) {
+    let all = gaps.all();
+    println!(
+        "{:6.0} s  {} kills, {} commands, {} blocks looked at; time without a completion: p50 {:.0} \
+         ms, p99 {:.0} ms, longest {:.0} ms",
+        totals.seconds,
+        gaps.kills,
+        totals.commands,
+        totals.blocks,
+        millis(all.at(0.5)),
+        millis(all.at(0.99)),
+        millis(all.at(1.0)),
+    );
+}

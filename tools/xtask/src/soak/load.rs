@@ -1,0 +1,278 @@
+//! A client that keeps a disk busy, and looks at every byte that it reads: in this process, which
+//! nobody kills.
+//!
+//! It is the driver, with shadow doorbells and interrupts, without its recovery: a completion that
+//! does not come, an interrupt that gets lost and an error all end the load. So nothing is made
+//! good here that the server has done wrong.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+use shadowbell_driver::{
+    AttachOptions, Buffer, BufferPool, Completion, Controller, Namespace, QueuePair, Recovery,
+    SpinPolicy, Timeouts, VfioUser,
+};
+
+use super::pattern::BLOCK;
+use super::places::{Kind, Op, PLACE_BYTES, Places};
+use super::tally::add;
+
+/// A server that completes nothing for so long has lost what was under way: what Linux gives a
+/// command (`nvme_core.io_timeout`).
+pub(crate) const STALL: Duration = Duration::from_secs(30);
+/// How long it polls before it sleeps: while a server is away, others have the processor.
+const SPIN: SpinPolicy = SpinPolicy { max: Duration::from_micros(20), adaptive: false };
+
+/// How a client works.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Pace {
+    /// Commands that it has under way.
+    pub(crate) depth: u32,
+    /// How long it rests when all of them have completed; not at all if that is nothing, and then
+    /// there is a new one for each that completes.
+    pub(crate) rest: Duration,
+    /// One in so many commands is a flush; none, if that is nothing.
+    pub(crate) flush_every: u64,
+}
+
+/// What a load shows to others while it runs.
+#[derive(Debug, Default)]
+pub(crate) struct Meter {
+    /// Commands that have completed.
+    pub(crate) commands: AtomicU64,
+    /// Blocks that were read and looked at.
+    pub(crate) blocks: AtomicU64,
+    gap: AtomicU64,
+    slowest: AtomicU64,
+    failure: Mutex<Option<String>>,
+}
+
+impl Meter {
+    /// The longest time without a completion, and the longest time that a command took, since this
+    /// was asked last.
+    pub(crate) fn take(&self) -> Longest {
+        let nanos = |of: &AtomicU64| Duration::from_nanos(of.swap(0, Ordering::Relaxed));
+        Longest { gap: nanos(&self.gap), command: nanos(&self.slowest) }
+    }
+
+    /// Why the load has ended before its time, if it has.
+    pub(crate) fn failure(&self) -> Option<String> {
+        lock(&self.failure).clone()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What a client saw.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Longest {
+    /// The longest time without a completion.
+    pub(crate) gap: Duration,
+    /// The longest time from a command's submission to its completion.
+    pub(crate) command: Duration,
+}
+
+/// A disk and its client.
+pub(crate) struct Load {
+    name: String,
+    controller: Controller,
+    namespace: Namespace,
+    queue: QueuePair,
+    pool: BufferPool,
+    depth: usize,
+    rest: Duration,
+    places: Places,
+    /// By slot of the queue.
+    under_way: Vec<Option<(Op, Instant)>>,
+    scratch: Vec<u8>,
+    /// The last completion.
+    last: Instant,
+}
+
+impl Load {
+    /// Attaches to a controller whose first namespace is the disk.
+    ///
+    /// # Errors
+    /// It can not.
+    pub(crate) fn attach(name: &str, socket: &Path, places: Places, pace: Pace) -> Result<Self> {
+        let Pace { depth, rest, .. } = pace;
+        let transport = VfioUser::connect(socket, STALL)?;
+        let options = AttachOptions {
+            queue_depth: depth + 1,
+            spin: SPIN,
+            timeouts: Timeouts { admin: STALL, io: STALL, ..Timeouts::default() },
+            recovery: Recovery::OFF,
+            ..AttachOptions::default()
+        };
+        let mut controller = Controller::attach(std::sync::Arc::new(transport), &options)?;
+        let queue = controller.take_queue_pair().context("no queue pair")?;
+        let namespace = controller.namespace(1).context("no namespace")?.clone();
+        let pool = controller.buffers(depth as usize, PLACE_BYTES)?;
+        if queue.capacity() < depth as usize || !queue.has_interrupt() {
+            bail!("{name}: a queue of {} entries, or without an interrupt", queue.capacity());
+        }
+        let under_way = vec![None; queue.capacity()];
+        Ok(Self {
+            name: name.to_owned(),
+            controller,
+            namespace,
+            queue,
+            pool,
+            depth: depth as usize,
+            rest,
+            places,
+            under_way,
+            scratch: Vec::new(),
+            last: Instant::now(),
+        })
+    }
+
+    /// Works until it is told to stop, and then reads all places once more. What they have to hold.
+    pub(crate) fn run(mut self, stop: &AtomicBool, meter: &Meter) -> Option<Places> {
+        let outcome = self.work(stop, meter).and_then(|()| self.read_all(meter));
+        if let Err(error) = &outcome {
+            *lock(&meter.failure) = Some(format!("{}: {error:#}", self.name));
+        }
+        outcome.is_ok().then_some(self.places)
+    }
+
+    fn work(&mut self, stop: &AtomicBool, meter: &Meter) -> Result<()> {
+        self.last = Instant::now();
+        let mut due = Instant::now();
+        while !stop.load(Ordering::Relaxed) {
+            let now = Instant::now();
+            while self.queue.outstanding() < self.depth {
+                let op = self.places.draw();
+                self.submit(op, now)?;
+            }
+            self.take(meter)?;
+            if !self.rest.is_zero() {
+                while self.queue.outstanding() > 0 {
+                    self.take(meter)?;
+                }
+                due = (due + self.rest).max(Instant::now());
+                sleep(due.saturating_duration_since(Instant::now()));
+                self.last = Instant::now();
+            }
+        }
+        while self.queue.outstanding() > 0 {
+            self.take(meter)?;
+        }
+        Ok(())
+    }
+
+    fn read_all(&mut self, meter: &Meter) -> Result<()> {
+        let mut nth = 0;
+        loop {
+            let now = Instant::now();
+            while self.queue.outstanding() < self.depth
+                && let Some(op) = self.places.read(nth)
+            {
+                nth += 1;
+                self.submit(op, now)?;
+            }
+            if self.queue.outstanding() == 0 {
+                break;
+            }
+            self.take(meter)?;
+        }
+        let stats = self.queue.stats();
+        let lost = self.under_way.iter().filter(|entry| entry.is_some()).count();
+        if stats.unknown_completions != 0 || stats.bad_sq_heads != 0 || lost != 0 {
+            bail!(
+                "{} completions of no command, {} impossible heads, {lost} commands lost",
+                stats.unknown_completions,
+                stats.bad_sq_heads
+            );
+        }
+        let registers = self.controller.registers().context("the registers")?;
+        if registers.csts.cfs() || !registers.csts.rdy() {
+            bail!("at the end the controller is not ready: {registers:?}");
+        }
+        Ok(())
+    }
+
+    fn submit(&mut self, op: Op, now: Instant) -> Result<()> {
+        let (first, blocks) = (op.first(), op.blocks() as u32);
+        let mut buffer = self.pool.take().context("a buffer was not given back")?;
+        let command = match op.kind {
+            Kind::Flush => self.namespace.flush(),
+            Kind::Read => {
+                // What is left there from before must not pass for what was read.
+                buffer.fill(0x5a);
+                self.namespace.read(first, blocks)?
+            }
+            Kind::Write => {
+                self.places.content(op, &mut self.scratch);
+                if !buffer.copy_from(0, &self.scratch) {
+                    bail!("a buffer is too short");
+                }
+                self.namespace.write(first, blocks)?
+            }
+        };
+        let buffer = (op.kind != Kind::Flush).then_some(buffer);
+        let token =
+            self.queue.submit(command, buffer).map_err(|refused| anyhow!(refused.reason))?;
+        let entry = self.under_way.get_mut(token.index()).context("a slot that is none")?;
+        if entry.replace((op, now)).is_some() {
+            bail!("two commands have one slot");
+        }
+        Ok(())
+    }
+
+    /// Waits for completions, and takes those that are there.
+    fn take(&mut self, meter: &Meter) -> Result<()> {
+        let began = Instant::now();
+        if !self.queue.wait(Some(began + STALL))? && began.elapsed() >= STALL {
+            bail!(
+                "{} commands have no completion after {} s",
+                self.queue.outstanding(),
+                STALL.as_secs()
+            );
+        }
+        if began.elapsed() >= STALL {
+            bail!("there was no interrupt for completions that are there");
+        }
+        let mut count = 0;
+        let now = Instant::now();
+        while let Some(completion) = self.queue.pop() {
+            count += 1;
+            self.complete(completion, now, meter)?;
+        }
+        self.queue.ring_cq_doorbell_if_needed()?;
+        if count != 0 {
+            let gap = (now - self.last).as_nanos() as u64;
+            meter.gap.fetch_max(gap, Ordering::Relaxed);
+            self.last = now;
+            add(&meter.commands, count);
+        }
+        Ok(())
+    }
+
+    fn complete(&mut self, completion: Completion, now: Instant, meter: &Meter) -> Result<()> {
+        let Completion { token, status, buffer, .. } = completion;
+        let taken = self.under_way.get_mut(token.index()).and_then(Option::take);
+        let (op, began) = taken.with_context(|| format!("a completion of no command: {status}"))?;
+        let took = now.saturating_duration_since(began).as_nanos() as u64;
+        meter.slowest.fetch_max(took, Ordering::Relaxed);
+        if !status.is_success() {
+            bail!("{:?} of {} blocks at {}: {status}", op.kind, op.blocks(), op.first());
+        }
+        self.scratch.clear();
+        if op.kind == Kind::Read {
+            self.scratch.resize(op.blocks() as usize * BLOCK, 0);
+            let has_data = buffer.is_some_and(|from: Buffer| from.copy_to(0, &mut self.scratch));
+            if !has_data {
+                bail!("a read has come back without its buffer");
+            }
+        }
+        add(&meter.blocks, self.places.completed(op, &self.scratch)?);
+        Ok(())
+    }
+}

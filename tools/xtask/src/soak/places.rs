@@ -1,0 +1,306 @@
+//! What the places of a disk have to hold, when whoever serves it may be killed at any moment.
+//!
+//! A disk has a few places, each of some blocks, which are written again and again: so a write that
+//! comes too late comes over a newer one. A place has one write under way at most, and any number
+//! of reads. A block may hold the last write that was acknowledged before the read was submitted,
+//! or any that was submitted later; nothing older.
+
+use std::ops::RangeInclusive;
+
+use anyhow::{Result, bail};
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::pattern::{BLOCK, pattern};
+use super::random::Random;
+
+/// Places of a disk, and blocks of the largest.
+const PLACES: u64 = 256;
+const PLACE_BLOCKS: u64 = 16;
+/// Bytes of a disk that they fit into, and of the largest.
+pub(crate) const DISK_BYTES: u64 = PLACES * PLACE_BYTES as u64;
+pub(crate) const PLACE_BYTES: usize = PLACE_BLOCKS as usize * BLOCK;
+
+/// What is done with a place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Read,
+    Write,
+    Flush,
+}
+
+/// A command.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Op {
+    pub(crate) kind: Kind,
+    place: u64,
+    /// Of a write: its own. Of a read: what is to be there at least.
+    generation: u64,
+}
+
+impl Op {
+    /// Where it begins.
+    pub(crate) fn first(self) -> u64 {
+        self.place * PLACE_BLOCKS
+    }
+
+    /// How many blocks it is of.
+    pub(crate) fn blocks(self) -> u64 {
+        match self.kind {
+            Kind::Flush => 0,
+            Kind::Read | Kind::Write => blocks(self.place),
+        }
+    }
+}
+
+/// Blocks of a place.
+fn blocks(place: u64) -> u64 {
+    1 + place * 7 % PLACE_BLOCKS
+}
+
+/// What a disk keeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Keeps {
+    /// Nothing of what is written.
+    Nothing,
+    /// All of it; but a read beside a write may find a part of a block that is written, as in the
+    /// system's page cache.
+    Bytes,
+    /// All of it, and a read finds each block as it was written by one write.
+    Blocks,
+}
+
+/// The generations of a place.
+#[derive(Debug, Clone, Copy, Default)]
+struct Place {
+    /// The last that was acknowledged, and the last that was submitted.
+    acknowledged: u64,
+    submitted: u64,
+}
+
+/// The places of a disk.
+#[derive(Debug, Clone)]
+pub(crate) struct Places {
+    disk: u64,
+    keeps: Keeps,
+    places: Vec<Place>,
+    random: Random,
+    /// One in so many commands is a flush; none, if that is nothing.
+    flush_every: u64,
+    since_flush: u64,
+}
+
+impl Places {
+    /// Of the disk of this number, on which nothing was written yet.
+    pub(crate) fn new(disk: u64, keeps: Keeps, seed: u64, flush_every: u64) -> Self {
+        let random = Random::new(seed ^ disk << 32);
+        let places = vec![Place::default(); PLACES as usize];
+        Self { disk, keeps, places, random, flush_every, since_flush: 0 }
+    }
+
+    /// A command: as many reads as writes, and a flush now and then, if there are any.
+    pub(crate) fn draw(&mut self) -> Op {
+        self.since_flush += 1;
+        if self.since_flush == self.flush_every {
+            self.since_flush = 0;
+            return Op { kind: Kind::Flush, place: 0, generation: 0 };
+        }
+        let place = self.random.below(PLACES);
+        let is_write = self.random.below(2) == 0;
+        let Some(about) = self.places.get_mut(place as usize) else {
+            return Op { kind: Kind::Flush, place: 0, generation: 0 };
+        };
+        if is_write && about.acknowledged == about.submitted {
+            about.submitted += 1;
+            return Op { kind: Kind::Write, place, generation: about.submitted };
+        }
+        Op { kind: Kind::Read, place, generation: about.acknowledged }
+    }
+
+    /// A read of the `nth` place, if there are so many.
+    pub(crate) fn read(&self, nth: usize) -> Option<Op> {
+        let about = self.places.get(nth)?;
+        Some(Op { kind: Kind::Read, place: nth as u64, generation: about.acknowledged })
+    }
+
+    /// What a write puts there.
+    pub(crate) fn content(&self, op: Op, into: &mut Vec<u8>) {
+        into.clear();
+        for block in op.first()..op.first() + op.blocks() {
+            into.extend_from_slice(pattern(self.disk, block, op.generation).as_bytes());
+        }
+    }
+
+    /// A command has completed with success. How many blocks were looked at.
+    ///
+    /// # Errors
+    /// `found` is not what may be there.
+    pub(crate) fn completed(&mut self, op: Op, found: &[u8]) -> Result<u64> {
+        let Some(place) = self.places.get_mut(op.place as usize) else { return Ok(0) };
+        match op.kind {
+            Kind::Flush => Ok(0),
+            Kind::Write => {
+                place.acknowledged = op.generation;
+                Ok(0)
+            }
+            Kind::Read if self.keeps == Keeps::Nothing => Ok(0),
+            Kind::Read => {
+                let most = place.submitted;
+                for (block, found) in (op.first()..).zip(found.chunks(BLOCK)) {
+                    let allowed = op.generation..=most;
+                    if self.keeps == Keeps::Blocks
+                        || !is_mixture(self.disk, block, found, allowed.clone())
+                    {
+                        check(self.disk, block, found, allowed)?;
+                    }
+                }
+                Ok(op.blocks())
+            }
+        }
+    }
+
+    /// Whether `disk` is what was written, when nothing is under way any more.
+    ///
+    /// # Errors
+    /// A block that is not.
+    pub(crate) fn compare(&mut self, disk: &[u8]) -> Result<u64> {
+        let mut blocks = 0;
+        for op in (0..).map_while(|nth| self.read(nth)).collect::<Vec<_>>() {
+            let from = op.first() as usize * BLOCK;
+            let found = disk.get(from..from + op.blocks() as usize * BLOCK);
+            let Some(found) = found else { bail!("the disk is too short: {} bytes", disk.len()) };
+            blocks += self.completed(op, found)?;
+        }
+        Ok(blocks)
+    }
+}
+
+/// Whether a block holds one of these writes.
+fn check(disk: u64, block: u64, found: &[u8], allowed: RangeInclusive<u64>) -> Result<()> {
+    let word = |nth: usize| {
+        let bytes = found.get(nth * 8..nth * 8 + 8).unwrap_or_default();
+        u64::read_from_bytes(bytes).unwrap_or_default()
+    };
+    let (least, most, generation) = (*allowed.start(), *allowed.end(), word(2));
+    let wanted = if least == most {
+        format!("write {least}, which was acknowledged")
+    } else {
+        format!("write {least}, which was acknowledged, or one to {most}")
+    };
+    if found != pattern(disk, block, generation).as_bytes() {
+        bail!(
+            "block {block} holds something else than {wanted}: it says disk {}, block {}, write {}",
+            word(0),
+            word(1),
+            word(2)
+        );
+    }
+    if !allowed.contains(&generation) {
+        bail!("block {block} holds write {generation}, and not {wanted}");
+    }
+    Ok(())
+}
+
+/// Whether each word of a block is of one of several writes, of which it holds parts.
+fn is_mixture(disk: u64, block: u64, found: &[u8], allowed: RangeInclusive<u64>) -> bool {
+    let (least, most) = (*allowed.start(), *allowed.end());
+    // The usual case, and the one that costs nothing.
+    if least == most {
+        return false;
+    }
+    let writes: Vec<_> = allowed.map(|generation| pattern(disk, block, generation)).collect();
+    let mut words = found.chunks_exact(8).enumerate();
+    words.all(|(nth, found)| {
+        writes.iter().any(|write| write.get(nth).is_some_and(|word| word.as_bytes() == found))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write(places: &mut Places) -> Op {
+        loop {
+            let op = places.draw();
+            if op.kind == Kind::Write {
+                return op;
+            }
+        }
+    }
+
+    /// What was acknowledged has to be there, what is under way may be, and nothing older may be.
+    #[test]
+    fn a_block_that_is_too_old_is_found() {
+        let mut places = Places::new(3, Keeps::Blocks, 1, 500);
+        let first = write(&mut places);
+        let (mut old, mut new) = (Vec::new(), Vec::new());
+        places.content(first, &mut old);
+        let zero = vec![0; old.len()];
+        let nth = first.place as usize;
+        let read = places.read(nth).unwrap();
+        assert!(places.completed(read, &zero).is_ok() && places.completed(read, &old).is_ok());
+        places.completed(first, &[]).unwrap();
+        // It was submitted before the acknowledgement.
+        places.completed(read, &zero).unwrap();
+        let read = places.read(nth).unwrap();
+        assert!(places.completed(read, &zero).is_err());
+        assert_eq!(places.completed(read, &old).unwrap(), first.blocks());
+        let second = loop {
+            let op = write(&mut places);
+            if op.place == first.place {
+                break op;
+            }
+            places.completed(op, &[]).unwrap();
+        };
+        places.content(second, &mut new);
+        // Each block for itself.
+        let mut half = new.clone();
+        half[..BLOCK].copy_from_slice(&old[..BLOCK]);
+        for found in [&old, &new, &half] {
+            places.completed(read, found).unwrap();
+        }
+        places.completed(second, &[]).unwrap();
+        let read = places.read(nth).unwrap();
+        assert!(places.completed(read, &new).is_ok());
+        let error = places.completed(read, &old).unwrap_err().to_string();
+        assert!(
+            error.contains("holds write 1, and not write 2, which was acknowledged"),
+            "{error}"
+        );
+        new[17] ^= 1;
+        assert!(places.completed(read, &new).is_err());
+    }
+
+    /// As a read finds it in the page cache while somebody writes.
+    #[test]
+    fn a_part_of_a_block_is_of_one_write_and_a_part_of_another() {
+        let block = |generation| pattern(3, 7, generation);
+        let mut mixture = block(5);
+        mixture[20..40].copy_from_slice(&block(6)[20..40]);
+        let found = mixture.as_bytes();
+        assert!(is_mixture(3, 7, found, 5..=6) && is_mixture(3, 7, found, 4..=8));
+        assert!(!is_mixture(3, 7, found, 6..=7) && !is_mixture(3, 7, found, 5..=5));
+        assert!(check(3, 7, found, 5..=6).is_err());
+        mixture[30] ^= 1;
+        assert!(!is_mixture(3, 7, mixture.as_bytes(), 5..=6));
+    }
+
+    #[test]
+    fn a_place_has_one_write_under_way_and_all_fit() {
+        let mut places = Places::new(0, Keeps::Blocks, 7, 500);
+        let mut under_way = std::collections::HashSet::new();
+        let mut kinds = [0_u32; 3];
+        for _ in 0..2000 {
+            let op = places.draw();
+            kinds[op.kind as usize] += 1;
+            if op.kind == Kind::Write {
+                assert!(under_way.insert(op.place));
+            }
+            assert!((op.first() + op.blocks()) * BLOCK as u64 <= DISK_BYTES);
+            assert!(op.blocks() as usize * BLOCK <= PLACE_BYTES);
+        }
+        assert!(kinds.iter().all(|count| *count > 0), "{kinds:?}");
+        assert!(places.compare(&[0; 512]).is_err());
+        let mut fresh = Places::new(0, Keeps::Blocks, 7, 500);
+        assert!(fresh.compare(&vec![0; DISK_BYTES as usize]).unwrap() >= PLACES);
+    }
+}

@@ -1,0 +1,247 @@
+//! The process that serves is replaced by another one, again and again, and its clients notice
+//! nothing.
+//!
+//! Each controller has a client with 32 commands under way that knows what may be there. Four of
+//! them, one for each kind of disk, have hardly a rest: by these the time without a completion is
+//! measured. The others rest for longer, as otherwise only the machine's processors would be
+//! measured; of them it is known how long their longest command has taken.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::json;
+use shadowbell_bench::table::Table;
+use shadowbell_bench::workspace;
+
+use super::clients::{self, Totals, settle};
+use super::kept::{DiskKind, Kept};
+use super::load::{Meter, Pace};
+use super::random::Random;
+use super::times::{Times, millis};
+use crate::report::Report;
+
+/// Commands that each client has under way.
+const DEPTH: u32 = 32;
+/// How many clients are busy, and how long they and the others rest.
+const BUSY: usize = DiskKind::ALL.len();
+const SHORT_REST: Duration = Duration::from_micros(500);
+const LONG_REST: Duration = Duration::from_millis(50);
+/// How often a line says how far it is.
+const LINE: Duration = Duration::from_secs(10);
+/// The time until the next upgrade, and more by chance.
+const SHORTEST: Duration = Duration::from_millis(50);
+const LONGER: Duration = Duration::from_millis(100);
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// How often it is replaced.
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..))]
+    upgrades: u32,
+    /// Chooses the moments, and what is written.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Controllers, each with a disk: file with O_DIRECT, file through the page cache, memory, null,
+    /// and again.
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=256))]
+    controllers: u16,
+    /// One in so many commands is a flush; 0 for none. What a disk is still flushing has to end
+    /// before another process can go on, so the time without a completion is that of the disk.
+    #[arg(long, default_value_t = 0)]
+    flush_every: u64,
+    /// Threads of the server that do the I/O.
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=64))]
+    workers: u8,
+    /// A program of the release before: the server goes there and back.
+    #[arg(long, value_name = "PATH")]
+    previous: Option<PathBuf>,
+    /// A shadowbell program that is built already, instead of building one.
+    #[arg(long, value_name = "PATH")]
+    shadowbell: Option<PathBuf>,
+}
+
+pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
+    let binary = match &arguments.shadowbell {
+        Some(path) => path.canonicalize()?,
+        None => workspace::build_shadowbell()?,
+    };
+    let previous = arguments.previous.as_ref();
+    let previous = previous.map(|path| path.canonicalize().context(path.display().to_string()));
+    let programs = [Some(binary), previous.transpose()?];
+    let programs: Vec<PathBuf> = programs.into_iter().flatten().collect();
+    report.begin("soak upgrade");
+    let mut seen = Seen::default();
+    report.check("nothing is lost, nothing old comes over it, no error", |_| {
+        let kinds: Vec<_> = (0..usize::from(arguments.controllers)).map(DiskKind::of).collect();
+        let first = programs.first().context("no program")?;
+        let mut kept = Kept::serve(first, &[], &kinds, arguments.workers)?;
+        let mut totals = Totals::default();
+        let pace = |number| self::pace(arguments, number);
+        let outcome =
+            clients::work(&mut kept, arguments.seed, pace, &mut totals, |kept, meters| {
+                upgrade(kept, arguments, &programs, meters, &mut seen)
+            });
+        seen.totals = totals;
+        outcome
+    });
+    report.table(seen.table(arguments));
+    report.summary();
+    Ok(())
+}
+
+fn pace(arguments: &Arguments, number: usize) -> Pace {
+    let rest = if number < BUSY { SHORT_REST } else { LONG_REST };
+    Pace { depth: DEPTH, rest, flush_every: arguments.flush_every }
+}
+
+/// What was measured.
+#[derive(Debug, Default)]
+struct Seen {
+    upgrades: u32,
+    /// The old process went on: it did not come to rest in time.
+    put_off: u32,
+    /// The old process went on: the other one does not read its state.
+    refused: u32,
+    /// Time without a completion, by kind of disk.
+    gaps: [Times; BUSY],
+    /// The longest command of all.
+    commands: Times,
+    /// Time without a completion when there is no upgrade, from the end of one to the next.
+    without: Times,
+    totals: Totals,
+}
+
+impl Seen {
+    fn add(&mut self, meters: &[Meter]) {
+        let longest: Vec<_> = meters.iter().map(Meter::take).collect();
+        for (times, longest) in self.gaps.iter_mut().zip(&longest) {
+            times.push(longest.gap);
+        }
+        self.commands.push(longest.iter().map(|one| one.command).max().unwrap_or_default());
+    }
+
+    fn all(&self) -> Times {
+        let mut all = Times::default();
+        self.gaps.iter().for_each(|times| all.append(times));
+        all
+    }
+
+    fn table(&self, arguments: &Arguments) -> Table {
+        let mut table = Table::new(
+            "time without a completion around an upgrade, ms",
+            &["disk", "upgrades", "p50", "p99", "longest"],
+        );
+        let all = self.all();
+        let kinds = DiskKind::ALL.map(DiskKind::name).into_iter().zip(&self.gaps);
+        let rest = [
+            ("all of these", &all),
+            ("longest command of any controller", &self.commands),
+            ("without an upgrade", &self.without),
+        ];
+        for (name, times) in kinds.chain(rest) {
+            let cells = [vec![name.to_owned(), times.count().to_string()], times.cells()].concat();
+            let [p50, p99, longest] = [0.5, 0.99, 1.0].map(|share| millis(times.at(share)));
+            let json = json!({
+                "table": "soak upgrade", "disk": name, "upgrades": times.count(), "p50_ms": p50,
+                "p99_ms": p99, "longest_ms": longest,
+            });
+            table.push(cells, json);
+        }
+        table.notes.push(format!(
+            "{} upgrades of {} controllers in {:.0} s, {} more put off, {} refused; {} commands, {} \
+             blocks looked at. Targets: p50 5 ms, p99 50 ms.",
+            self.upgrades,
+            arguments.controllers,
+            self.totals.seconds,
+            self.put_off,
+            self.refused,
+            self.totals.commands,
+            self.totals.blocks
+        ));
+        table
+    }
+}
+
+/// What came of an upgrade.
+enum Outcome {
+    Done,
+    PutOff,
+    Refused(String),
+}
+
+fn upgrade(
+    kept: &mut Kept,
+    arguments: &Arguments,
+    programs: &[PathBuf],
+    meters: &[Meter],
+    seen: &mut Seen,
+) -> Result<()> {
+    let mut random = Random::new(arguments.seed);
+    let (began, mut line) = (Instant::now(), Instant::now() + LINE);
+    let mut next = programs.iter().cycle().skip(1);
+    settle(kept, meters, |number| pace(arguments, number))?;
+    while seen.upgrades + seen.refused < arguments.upgrades {
+        for meter in meters {
+            let _ = meter.take();
+        }
+        sleep(SHORTEST + LONGER.mul_f64(random.share()));
+        seen.without.append(&Times::of(meters.iter().take(BUSY).map(|meter| meter.take().gap)));
+        let program = next.next().context("no program")?;
+        let asker = programs.first().context("no program")?;
+        match once(asker, kept.server.id(), program)? {
+            Outcome::Done => seen.upgrades += 1,
+            Outcome::PutOff => seen.put_off += 1,
+            Outcome::Refused(why) => {
+                if seen.refused == 0 {
+                    println!("   {why}");
+                }
+                seen.refused += 1;
+            }
+        }
+        ensure!(
+            seen.put_off <= seen.upgrades + 10,
+            "most upgrades do not come about, because the old process does not come to rest in time"
+        );
+        settle(kept, meters, |number| pace(arguments, number))
+            .with_context(|| format!("after {} upgrades", seen.upgrades))?;
+        seen.add(meters);
+        if Instant::now() >= line {
+            line += LINE;
+            print_line(seen, &Totals::of(meters, began));
+        }
+    }
+    Ok(())
+}
+
+/// Asks the keeper, and waits for what comes of it.
+fn once(asker: &Path, keeper: u32, program: &Path) -> Result<Outcome> {
+    let mut command = Command::new(asker);
+    command.args(["upgrade", &keeper.to_string(), "--binary"]).arg(program);
+    let output = command.output().context("shadowbell upgrade")?;
+    let why = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    match output.status.code() {
+        Some(0) => Ok(Outcome::Done),
+        Some(1) if why.contains(" within ") => Ok(Outcome::PutOff),
+        Some(1) if why.contains("reads states of the versions") => Ok(Outcome::Refused(why)),
+        _ => bail!("shadowbell upgrade: {}: {why}", output.status),
+    }
+}
+
+fn print_line(seen: &Seen, totals: &Totals) {
+    let all = seen.all();
+    println!(
+        "{:6.0} s  {} upgrades, {} put off, {} refused, {} commands, {} blocks looked at; time \
+         without a completion: p50 {:.1} ms, p99 {:.1} ms, longest {:.1} ms",
+        totals.seconds,
+        seen.upgrades,
+        seen.put_off,
+        seen.refused,
+        totals.commands,
+        totals.blocks,
+        millis(all.at(0.5)),
+        millis(all.at(0.99)),
+        millis(all.at(1.0)),
+    );
+}

@@ -1,0 +1,34 @@
+//! A kill.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::count::Count;
+
+/// How long it may take until another process is there.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Kills the process that serves, and waits until there is another one: not until that serves, for
+/// only the guest shows it.
+pub(super) fn once(keeper: u32, count: &mut Count) -> Result<()> {
+    let before = worker(keeper).with_context(|| format!("process {keeper} has no worker"))?;
+    let pid = Pid::from_raw(before.cast_signed()).context("a process number")?;
+    kill_process(pid, Signal::KILL).context("kill -9")?;
+    let began = Instant::now();
+    while worker(keeper).is_none_or(|now| now == before) {
+        if began.elapsed() > PATIENCE {
+            bail!("nobody has come after process {before}");
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    count.done += 1;
+    Ok(())
+}
+
+/// The process that serves, or is about to.
+fn worker(keeper: u32) -> Option<u32> {
+    let list = std::fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).ok()?;
+    list.split_whitespace().last()?.parse().ok()
+}
