@@ -124,6 +124,7 @@ fn split(spec: &str) -> Result<(String, DiskLimits), DiskSpecError> {
 /// [`DiskSpecError`].
 pub(crate) fn check(spec: &str) -> Result<(), DiskSpecError> {
     let (spec, _) = split(spec)?;
+    check_name(&spec)?;
     let spec = &spec[..];
     if ["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme)) {
         let wrong = |why: String| {
@@ -161,6 +162,13 @@ pub(crate) fn with_size(spec: &str, bytes: u64) -> String {
     }
 }
 
+/// How much memory a disk takes of this machine's when it is full, if it is one of memory.
+#[must_use]
+pub(crate) fn memory_of(spec: &str) -> Option<u64> {
+    let name = spec.split('?').next().unwrap_or_default();
+    shadowbell_backend::parse_size(name.strip_prefix("mem:")?).ok()
+}
+
 /// A disk as it is found from anywhere: a file by its path from the root.
 #[must_use]
 pub(crate) fn from_root(spec: &str) -> String {
@@ -183,7 +191,51 @@ type Open = fn(&str) -> Result<Arc<dyn Disk>, shadowbell_backend::OpenError>;
 
 fn open_by(spec: &str, open: Open) -> Result<Arc<dyn Disk>, DiskSpecError> {
     let (spec, limits) = split(spec)?;
-    Ok(limits.limit(open_unlimited(&spec, open)?))
+    check_name(&spec)?;
+    let disk = open_unlimited(&spec, open)?;
+    if let Some(remark) = write_protection(&spec, disk.info().read_only)? {
+        tracing::warn!("{remark}");
+    }
+    Ok(limits.limit(disk))
+}
+
+/// `-` is what other programs call their input and output.
+fn check_name(spec: &str) -> Result<(), DiskSpecError> {
+    match spec.split('?').next() {
+        Some("-") => Err(wrong(
+            spec,
+            "standard input and output are no disks; a file of that name \
+                                      is `./-`"
+                .to_owned(),
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn wrong(spec: &str, why: String) -> DiskSpecError {
+    shadowbell_backend::OpenError::Spec { spec: spec.to_owned(), why }.into()
+}
+
+/// Whether a disk that `is_read_only` may be that: what is to be said of it, if it was not asked for.
+fn write_protection(spec: &str, is_read_only: bool) -> Result<Option<String>, DiskSpecError> {
+    if !is_read_only {
+        return Ok(None);
+    }
+    let (name, options) = spec.split_once('?').unwrap_or((spec, ""));
+    let mut options = options.split('&').filter_map(|option| option.split_once('='));
+    match options.find(|(option, _)| *option == "read-only") {
+        None => Ok(Some(format!(
+            "{name}: it is read-only, because the system does not let it be written; \
+             `read-only=on` says that this is meant"
+        ))),
+        Some((_, "off" | "false" | "no")) => Err(wrong(
+            spec,
+            "the system does not let it be \
+            written; change its permissions, or leave out `read-only=off`"
+                .to_owned(),
+        )),
+        Some(_) => Ok(None),
+    }
 }
 
 fn open_unlimited(spec: &str, open: Open) -> Result<Arc<dyn Disk>, DiskSpecError> {
@@ -302,6 +354,23 @@ mod tests {
         assert_eq!(from_root("a.img?direct=on"), format!("{}/a.img?direct=on", here.display()));
         for spec in ["/a.img?direct=on", "mem:1MiB", "nvme://0000:01:00.0/1", "file:a%3F.img"] {
             assert_eq!(from_root(spec), spec);
+        }
+    }
+
+    #[test]
+    fn what_can_not_be_written_is_not_so_silently() {
+        for spec in ["a", "a?read-only=on", "a?direct=on&read-only=off"] {
+            assert_eq!(write_protection(spec, false).unwrap(), None);
+        }
+        assert_eq!(write_protection("a?read-only=on", true).unwrap(), None);
+        let remark = write_protection("a?direct=on", true).unwrap().unwrap();
+        assert!(remark.starts_with("a: it is read-only, because"), "{remark}");
+        let error = write_protection("a?read-only=off", true).unwrap_err();
+        assert!(error.to_string().contains("does not let it be written"), "{error}");
+        assert_eq!(exit::status(&error.into_error()), exit::BAD_INPUT);
+        for spec in ["-", "-?read-only=on"] {
+            assert!(open(spec).unwrap_err().to_string().contains("is `./-`"));
+            assert!(check(spec).unwrap_err().to_string().contains("is `./-`"));
         }
     }
 

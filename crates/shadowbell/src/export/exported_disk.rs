@@ -98,6 +98,16 @@ impl ExportedDisk {
         options.name.clone_from(&args.name);
         options.description = args.target.to_string();
         for address in &args.nbd {
+            if let nbd::Address::Tcp(tcp) = address
+                && !tcp.ip().is_loopback()
+            {
+                tracing::warn!(
+                    "whoever can reach {tcp} can read the disk{}: NBD asks nobody who he is; \
+                     `tcp:127.0.0.1:{}` is for this machine alone",
+                    if args.read_only { "" } else { ", and write it" },
+                    tcp.port()
+                );
+            }
             let server = Server::start(self.disk.clone(), address, &options);
             self.nbd.push(server.map_err(exit::bad_input)?);
         }

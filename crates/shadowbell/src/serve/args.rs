@@ -3,6 +3,7 @@
 use super::server_config::{
     MAX_POLL_US, MAX_WORKERS, Poll, ServerConfig, SocketConfig, TRACE_RECORDS, pool_options,
 };
+use super::socket_access::{self, SocketAccess};
 use super::worker_link::Role;
 use super::{config_file, stats_file};
 use crate::control::place::{self, Place};
@@ -69,6 +70,15 @@ pub(crate) struct Args {
     #[arg(long, value_name = "NAME", value_parser = place::check_name)]
     name: Option<String>,
 
+    /// The mode of the sockets at which controllers are served, as in 0660 [default: what the umask
+    /// leaves]
+    #[arg(long, value_name = "MODE", value_parser = socket_access::parse_mode)]
+    socket_mode: Option<u32>,
+
+    /// Their group, a name or a number [default: that of the process]
+    #[arg(long, value_name = "GROUP", value_parser = existing_group)]
+    socket_group: Option<String>,
+
     /// Show metrics at http://ADDR:PORT/metrics, to whoever can reach it
     #[arg(long, value_name = "ADDR:PORT")]
     metrics: Option<SocketAddr>,
@@ -98,6 +108,20 @@ SIGUSR2 to it replace the process that serves, by the program that is now at its
 their controllers. A disk `mem:` is shared memory then. Under systemd: Type=notify, \
 ExecReload=shadowbell upgrade $MAINPID.
 
+Options of a disk, as in `disk.img?direct=on&iops=1000`:
+
+  read-only=on|off        refuse writes; with off, fail if the file can not be written
+  block-size=512|4096     bytes of a block
+  direct=on|off|auto      of a file: bypass the page cache
+  aio=io_uring|threads    of a file: how it is read and written [default: io_uring if there is one]
+  format=raw|qcow2        of a file: what is in it, instead of by its first bytes
+  allow-backing=on        of a qcow2 image: it may name another file, of which it is the difference
+  read-zeroes=on          of null: reads give zeroes
+  zero-copy=off           of nvme:// and vfio-user: go through memory of this process
+  iops=N[:BURST], read-iops=, write-iops=, bandwidth=SIZE[:BURST], read-bandwidth=,
+  write-bandwidth=        a second takes no more; what comes too early waits
+  limit-group=NAME        share the limits of this group, too
+
 A configuration file:
 
   trace = \"/var/tmp/shadowbell.trace\"        # all of these lines may be left out
@@ -105,6 +129,8 @@ A configuration file:
   stats-socket = \"/run/shadowbell.stats\"    # for `shadowbell top`
   name = \"vms\"                               # for `shadowbell ctl --server vms`
   control-socket = \"/run/vms.control\"        # another place for it
+  socket-mode = \"0660\"                      # of the sockets of controllers
+  socket-group = \"kvm\"
   metrics = \"127.0.0.1:9477\"
   workers = 2                                # threads that do the I/O
   pin = [2, 3]                               # processors to pin them to
@@ -207,6 +233,7 @@ impl Args {
         let trace = self.trace.map(|path| (path, self.trace_records.unwrap_or(TRACE_RECORDS)));
         let names = self.config.as_deref().or(self.socket.as_deref());
         let default_name = names.map(place::name_from).unwrap_or_default();
+        let is_polling_open = self.pool.poll.is_none() && self.pool.poll_max.is_none();
         let mut config = match self.config {
             Some(path) => config_file::read(&path)?,
             None => ServerConfig {
@@ -225,13 +252,19 @@ impl Args {
                 default_name: String::new(),
                 metrics: None,
                 groups: Vec::new(),
-            },
+                socket_access: SocketAccess::default(),
+                polls_for_mapped: false,
+            }
+            .settled(is_polling_open),
         };
         config.trace = trace.or(config.trace);
         config.stats_json = self.stats_json.or(config.stats_json);
         config.stats_socket = self.stats_socket.or(config.stats_socket);
         config.default_name = default_name;
         config.metrics = self.metrics.or(config.metrics);
+        let SocketAccess { mode, group } = config.socket_access;
+        config.socket_access =
+            SocketAccess { mode: self.socket_mode.or(mode), group: self.socket_group.or(group) };
         let Place { name, path } = config.control;
         config.control = Place { name: self.name.or(name), path: self.control_socket.or(path) };
         if let Some(path) = &config.stats_json {
@@ -274,8 +307,15 @@ impl PoolArgs {
     }
 }
 
+fn existing_group(text: &str) -> Result<String, String> {
+    socket_access::parse_group(text).map(|_| text.to_owned())
+}
+
 /// Whether a file can be created at `path`, as far as that can be known without doing it.
 fn check_output(path: &Path) -> anyhow::Result<()> {
+    if path == Path::new("-") {
+        return Err(anyhow!("standard output is no place for it; a file of that name is `./-`"));
+    }
     if path.is_dir() {
         return Err(anyhow!("{} is a directory; give the path of a file", path.display()));
     }

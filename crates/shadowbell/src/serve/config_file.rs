@@ -7,6 +7,7 @@ use super::server_config::{
     MAX_POLL_US, MAX_WORKERS, Poll, ServerConfig, SocketConfig, TRACE_RECORDS, WorkerChoice,
     pool_options,
 };
+use super::socket_access::{self, SocketAccess};
 use crate::control::place::{self, Place};
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, nsids};
 use crate::cpu_list;
@@ -35,6 +36,8 @@ struct File {
     stats_socket: Option<PathBuf>,
     name: Option<Spanned<String>>,
     control_socket: Option<PathBuf>,
+    socket_mode: Option<Spanned<String>>,
+    socket_group: Option<Spanned<String>>,
     metrics: Option<SocketAddr>,
     workers: Option<Spanned<u16>>,
     pin: Option<Spanned<Vec<usize>>>,
@@ -182,11 +185,22 @@ impl Check<'_> {
             }
             pin.into_inner()
         });
+        let is_polling_open = file.poll.is_none() && poll_max.is_none();
         let poll = file.poll.map(Spanned::into_inner);
         let pool = pool_options(workers, pin, poll, poll_max).unwrap_or_else(|why| {
             let line = poll_line.or(pin_line).or(workers_line).unwrap_or(1);
             self.wrong.push((line, why));
             shadowbell_controller::PoolOptions::default()
+        });
+        let mode = file.socket_mode.and_then(|text| {
+            let mode = socket_access::parse_mode(text.get_ref());
+            mode.map_err(|why| self.refuse(&text, format!("`socket-mode`: {why}"))).ok()
+        });
+        let group = file.socket_group.map(|text| {
+            if let Err(why) = socket_access::parse_group(text.get_ref()) {
+                self.refuse(&text, format!("`socket-group`: {why}"));
+            }
+            text.into_inner()
         });
         let groups: Vec<_> = file.limit_group.iter().map(|table| self.group(table)).collect();
         let name = file.name.map(|name| {
@@ -271,7 +285,10 @@ impl Check<'_> {
             default_name: String::new(),
             metrics: file.metrics,
             groups,
+            socket_access: SocketAccess { mode, group },
+            polls_for_mapped: false,
         }
+        .settled(is_polling_open)
     }
 
     fn group(&mut self, table: &Spanned<GroupTable>) -> Group {

@@ -3,6 +3,7 @@
 use super::event::{EventSender, ServerEvent};
 use super::registry::ServedController;
 use super::server_config::{SocketConfig, WorkerChoice};
+use super::socket_access;
 use crate::controller_config::{ConfigureError, OfferedDoorbells};
 use crate::disk_spec;
 use crate::exit::bad_input;
@@ -61,6 +62,12 @@ pub(super) fn bind_one(served: &SocketConfig) -> anyhow::Result<Listener> {
     let listener = Listener::bind(&served.socket).map_err(|error| match error {
         BindError::System { .. } => error.into(),
         _ => bad_input(error),
+    });
+    let listener = listener.and_then(|listener| {
+        socket_access::give(listener.path())
+            .with_context(|| format!("{}: its mode or its group", listener.path().display()))
+            .map_err(bad_input)?;
+        Ok(listener)
     });
     with_origin(served, listener)
 }

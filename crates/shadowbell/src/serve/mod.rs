@@ -13,6 +13,7 @@
 //! | `config_file` | the file of `--config` |
 //! | `server_config` | what both of them come to |
 //! | `making` | what a controller and its socket are made of |
+//! | `socket_access` | who may connect to the sockets of controllers |
 //! | `server` | what runs: workers, a reactor, controllers; from start to stop |
 //! | `flush` | a disk's flush, waited for |
 //! | `event` | what happens to the controllers, on its way to the log |
@@ -55,6 +56,7 @@ mod recover;
 mod registry;
 mod server;
 mod server_config;
+mod socket_access;
 mod stats_file;
 mod stats_socket;
 mod store;
@@ -71,6 +73,7 @@ use crate::signals::{EndSignals, Wake};
 use crate::{descriptor_limit, exit, limits, notify};
 use anyhow::anyhow;
 use asides::{Answering, Asides, Powers};
+use bytesize::ByteSize;
 use event_log::EventLog;
 use keeping::Keeping;
 use phases::Phases;
@@ -84,7 +87,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
-use tracing::{debug, error, info};
+use tracing::{debug, error, info, warn};
 use worker_link::{Role, WorkerLink};
 
 /// Serves until a signal ends it.
@@ -125,6 +128,14 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let config = args.config()?;
     descriptor_limit::raise();
     limits::set_groups(&config.groups);
+    if config.polls_for_mapped {
+        info!(
+            "the workers poll, which takes a processor each: a client that maps its doorbells can \
+             not wake them; `--poll adaptive` has them sleep, and look once a millisecond"
+        );
+    }
+    socket_access::set(&config.socket_access);
+    warn_of_memory(&config);
     // Before there is anything that a signal would leave behind.
     let mut signals = EndSignals::catch(&[SIGUSR1])?;
     let handle = signals.handle();
@@ -218,6 +229,24 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     outcome?;
     info!("ended");
     Ok(if is_kept && !is_left { ExitCode::SUCCESS } else { ExitCode::from(exit::FAILED) })
+}
+
+/// Says so if the disks in memory can not all be filled.
+fn warn_of_memory(config: &ServerConfig) {
+    let disks = config.controllers.iter().flat_map(|served| &served.controller.disks);
+    let sizes = disks.filter_map(|disk| disk_spec::memory_of(&disk.disk));
+    let wanted = sizes.fold(0, u64::saturating_add);
+    let info = rustix::system::sysinfo();
+    let there = info.totalram.saturating_mul(u64::from(info.mem_unit).max(1));
+    if wanted > there {
+        let text = |bytes| ByteSize(bytes).display().iec();
+        warn!(
+            "the disks in memory have {} together, and the machine has {} of memory: guests that \
+             fill them have the system run out of it, and end whatever it chooses",
+            text(wanted),
+            text(there)
+        );
+    }
 }
 
 /// What ends the wait.

@@ -1,7 +1,8 @@
 //! What `serve` is asked for, whoever asked: the command line or a configuration file.
 
+use super::socket_access::SocketAccess;
 use crate::control::place::Place;
-use crate::controller_config::ControllerConfig;
+use crate::controller_config::{ControllerConfig, OfferedDoorbells};
 use crate::disk_spec;
 use crate::keeper_link::known_path;
 use crate::limits::Group;
@@ -40,6 +41,10 @@ pub(crate) struct ServerConfig {
     pub metrics: Option<SocketAddr>,
     /// Limits that several disks share.
     pub groups: Vec<Group>,
+    /// Who may connect to the sockets of controllers.
+    pub socket_access: SocketAccess,
+    /// The workers poll because doorbells are mapped, and nobody has asked for it.
+    pub polls_for_mapped: bool,
 }
 
 /// A controller and its socket.
@@ -168,6 +173,20 @@ pub(super) fn pool_options(
         }
     };
     Ok(PoolOptions { workers, polling, pin })
+}
+
+impl ServerConfig {
+    /// Has the workers poll if that was left open and a client is to map its doorbells: nothing
+    /// wakes a worker when one is written. `is_open`: nothing was said of polling.
+    #[must_use]
+    pub(super) fn settled(mut self, is_open: bool) -> Self {
+        let is_mapped = |one: &SocketConfig| one.controller.doorbells == OfferedDoorbells::Mapped;
+        self.polls_for_mapped = is_open && self.controllers.iter().any(is_mapped);
+        if self.polls_for_mapped {
+            self.pool.polling = Polling::Always;
+        }
+        self
+    }
 }
 
 #[cfg(test)]

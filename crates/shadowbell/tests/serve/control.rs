@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
 use std::io::{Read, Write};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -371,4 +371,36 @@ fn top_finds_the_servers_that_run() {
     assert!(server.stop().success());
     let (status, _, errors) = top(&[]);
     assert!(status == Some(3) && errors.contains("no server runs"), "{errors}");
+}
+
+#[test]
+fn the_sockets_of_controllers_are_for_whom_they_are_meant() {
+    // Whoever is not root has its own group to give away.
+    let is_root = rustix::process::geteuid().is_root();
+    let group = if is_root { 7 } else { rustix::process::getegid().as_raw() };
+    let options = ["--socket-mode", "0624", "--socket-group", &group.to_string()];
+    let mut server = Server::start(&["mem:4MiB"], &options);
+    ctl_json(&server, &["controller", "add", "b", "mem:1MiB", "--socket", "b.sock"]);
+    for name in ["vm.sock", "b.sock"] {
+        let about = std::fs::metadata(server.directory().join(name)).unwrap();
+        let found = (about.permissions().mode() & 0o777, about.gid());
+        assert_eq!(found, (0o624, group), "{name}");
+    }
+    drop(server.attach());
+    assert!(server.stop().success());
+    for (option, value) in [("--socket-mode", "rw"), ("--socket-group", "no such group")] {
+        let mut command = program();
+        command.args(["serve", "mem:1MiB", "--socket", "/nonexistent/x.sock", option, value]);
+        let (code, _, errors) = finish(command);
+        assert!(code == Some(2) && errors.contains(value), "{errors}");
+    }
+}
+
+#[test]
+fn more_memory_than_there_is_and_who_polls_is_said() {
+    let mut server = Server::start(&["mem:4TiB"], &["--doorbells", "mapped", "--workers", "1"]);
+    server.says("the machine has");
+    server.says("the workers poll, which takes a processor each");
+    drop(server.attach());
+    assert!(server.stop().success());
 }

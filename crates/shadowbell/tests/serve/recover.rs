@@ -165,11 +165,11 @@ fn each_request_is_answered_once_whenever_the_worker_is_killed() {
                     let mut asked = 0_u32;
                     while !over.load(Ordering::Relaxed) {
                         let mut read = [0; 4];
-                        let before = (asked / 16 & 0xfff).to_le_bytes();
+                        let before = ((asked / 16) & 0xfff).to_le_bytes();
                         peer.region_read(0, AQA, &mut read).map(|()| assert_eq!(read, before))?;
                         asked += 1;
-                        if asked % 16 == 0 {
-                            peer.region_write(0, AQA, &(asked / 16 & 0xfff).to_le_bytes())?;
+                        if asked.is_multiple_of(16) {
+                            peer.region_write(0, AQA, &((asked / 16) & 0xfff).to_le_bytes())?;
                         }
                         if asked % 64 == 1 {
                             peer.region_info(0)?;

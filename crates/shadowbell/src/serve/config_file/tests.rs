@@ -139,6 +139,8 @@ fn what_is_written_is_read_as_the_same() {
         trace = "/var/tmp/trace"
         stats-socket = "top.sock"
         metrics = "127.0.0.1:9477"
+        socket-mode = "0660"
+        socket-group = "root"
         pin = [0]
         poll-max-us = 7
 
@@ -176,8 +178,37 @@ fn what_is_written_is_read_as_the_same() {
         |config: &ServerConfig| (config.pool.workers, config.pool.polling, config.pool.pin.clone());
     assert_eq!((again.controllers.len(), pool(&again)), (2, pool(&config)));
     assert_eq!((&again.trace, again.metrics), (&config.trace, config.metrics));
+    assert_eq!(again.socket_access.mode, Some(0o660));
+    assert_eq!(again.socket_access, config.socket_access);
     assert_eq!(again.stats_socket.as_deref(), std::path::absolute("top.sock").ok().as_deref());
     assert_eq!(again.control.name.as_deref(), Some("vms"));
     let once_more: Vec<_> = again.controllers.iter().cloned().map(std::sync::Arc::new).collect();
     assert_eq!(write(&Settings::of(&again), "vms", &once_more), written);
+}
+
+#[test]
+fn who_maps_doorbells_is_polled_for_if_nothing_else_was_said() {
+    let text = |first: &str, how: &str| {
+        format!(
+            "{first}\n[[controller]]\nsocket = \"a\"\ndisks = [\"mem:1MiB\"]\ndoorbells = \"{how}\""
+        )
+    };
+    for (first, how, polling) in [
+        ("", "mapped", Polling::Always),
+        ("", "shadow", Polling::default()),
+        ("poll = \"adaptive\"", "mapped", Polling::default()),
+        ("poll-max-us = 7", "mapped", Polling::Adaptive(std::time::Duration::from_micros(7))),
+        ("poll = \"never\"", "mapped", Polling::Never),
+    ] {
+        let config = parse(&text(first, how), "x").unwrap();
+        assert_eq!(config.pool.polling, polling, "{first} {how}");
+        assert_eq!(config.polls_for_mapped, (first, how) == ("", "mapped"));
+    }
+    for (line, words) in [
+        ("socket-mode = \"rw\"", "x:1: `socket-mode`"),
+        ("socket-group = \"nix, nobody\"", "x:1: `socket-group`"),
+    ] {
+        let error = parse(&text(line, "shadow"), "x").map(|_| ()).unwrap_err();
+        assert!(error.starts_with(words), "{error}");
+    }
 }

@@ -4,6 +4,7 @@ use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, n
 use crate::disk_spec;
 use crate::limits::{self, Group};
 use crate::serve::server_config::{Own, ServerConfig, SocketConfig, WorkerChoice};
+use crate::serve::socket_access::SocketAccess;
 use crate::uuid_text::uuid_text;
 use serde::Serialize;
 use shadowbell_controller::{Polling, PoolOptions};
@@ -22,6 +23,7 @@ pub(in crate::serve) struct Settings {
     stats_socket: Option<PathBuf>,
     control_socket: Option<PathBuf>,
     metrics: Option<SocketAddr>,
+    access: SocketAccess,
 }
 
 impl Settings {
@@ -33,6 +35,7 @@ impl Settings {
             stats_socket: config.stats_socket.clone(),
             control_socket: config.control.path.clone(),
             metrics: config.metrics,
+            access: config.socket_access.clone(),
         }
     }
 }
@@ -42,6 +45,8 @@ impl Settings {
 struct File {
     name: String,
     control_socket: Option<PathBuf>,
+    socket_mode: Option<String>,
+    socket_group: Option<String>,
     metrics: Option<SocketAddr>,
     stats_json: Option<PathBuf>,
     stats_socket: Option<PathBuf>,
@@ -97,7 +102,8 @@ pub(in crate::serve) fn write(
     name: &str,
     controllers: &[Arc<SocketConfig>],
 ) -> String {
-    let Settings { pool, trace, stats_json, stats_socket, control_socket, metrics } = settings;
+    let Settings { pool, trace, stats_json, stats_socket, control_socket, metrics, access } =
+        settings;
     let (poll, poll_max_us) = match pool.polling {
         Polling::Always => (Some("always"), None),
         Polling::Never => (Some("never"), None),
@@ -107,6 +113,8 @@ pub(in crate::serve) fn write(
     let file = File {
         name: name.to_owned(),
         control_socket: control_socket.as_deref().map(from_root),
+        socket_mode: access.mode.map(|mode| format!("{mode:04o}")),
+        socket_group: access.group.clone(),
         metrics: *metrics,
         stats_json: stats_json.as_deref().map(from_root),
         stats_socket: stats_socket.as_deref().map(from_root),

@@ -1,0 +1,86 @@
+//! Who may connect to the sockets of controllers.
+
+use rustix::fs::{AtFlags, CWD, chownat};
+use rustix::process::Gid;
+use std::fs::Permissions;
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::sync::OnceLock;
+
+/// What was asked for, for all sockets of the process.
+static ACCESS: OnceLock<SocketAccess> = OnceLock::new();
+
+/// The mode and the group of sockets. `None` leaves it to the system.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct SocketAccess {
+    /// As `chmod` has it.
+    pub(crate) mode: Option<u32>,
+    /// A name or a number.
+    pub(crate) group: Option<String>,
+}
+
+/// A mode as `chmod` takes it, in octal digits.
+///
+/// # Errors
+/// It is none.
+pub(crate) fn parse_mode(text: &str) -> Result<u32, String> {
+    match u32::from_str_radix(text, 8) {
+        Ok(mode) if mode <= 0o777 => Ok(mode),
+        _ => Err(format!("`{text}` is no mode: it has three octal digits, as in 0660")),
+    }
+}
+
+/// The number of a group.
+///
+/// # Errors
+/// There is none of that name here.
+pub(crate) fn parse_group(text: &str) -> Result<u32, String> {
+    if let Ok(number) = text.parse() {
+        return Ok(number);
+    }
+    let groups = std::fs::read_to_string("/etc/group").unwrap_or_default();
+    let found = groups.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        (fields.next()? == text).then(|| fields.nth(1)?.parse().ok())?
+    });
+    found.ok_or_else(|| {
+        format!("/etc/group has no group `{text}`; one that is elsewhere is given by its number")
+    })
+}
+
+/// Sockets that are made from here on have this access.
+pub(super) fn set(access: &SocketAccess) {
+    let _ = ACCESS.set(access.clone());
+}
+
+/// Gives a socket that was just made the access that was asked for.
+///
+/// # Errors
+/// The system's, or that there is no such group.
+pub(super) fn give(path: &Path) -> io::Result<()> {
+    let Some(SocketAccess { mode, group }) = ACCESS.get() else { return Ok(()) };
+    if let Some(group) = group {
+        let number = parse_group(group).map_err(io::Error::other)?;
+        chownat(CWD, path, None, Some(Gid::from_raw(number)), AtFlags::empty())?;
+    }
+    match mode {
+        Some(mode) => std::fs::set_permissions(path, Permissions::from_mode(*mode)),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modes_and_groups_are_understood() {
+        assert_eq!((parse_mode("0660"), parse_mode("666")), (Ok(0o660), Ok(0o666)));
+        for text in ["", "0888", "rw", "1777", "-1"] {
+            assert!(parse_mode(text).is_err(), "{text}");
+        }
+        assert_eq!((parse_group("root"), parse_group("107")), (Ok(0), Ok(107)));
+        assert!(parse_group("no such group").unwrap_err().contains("/etc/group"));
+    }
+}
