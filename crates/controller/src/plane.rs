@@ -18,7 +18,7 @@ use crate::successor::{RestoreError, SaveError};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::time::{ClockId, clock_gettime};
 use shadowbell_memory::EventFd;
-use shadowbell_state::{Descriptors, FdRef};
+use shadowbell_state::{AbortPoint, Descriptors, FdRef, abort_point};
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -105,9 +105,13 @@ impl ControllerInner {
         if !self.changed.swap(false, Ordering::AcqRel) {
             return;
         }
+        abort_point(AbortPoint::Changed);
         let mut fds = Descriptors::default();
         match self.make_record(&mut fds) {
-            Ok(state) => recorder.record(&state, fds),
+            Ok(state) => {
+                recorder.record(&state, fds);
+                abort_point(AbortPoint::ChangeRecorded);
+            }
             Err(error) => {
                 tracing::error!(%error, "the controller could not be recorded: should this \
                     process die now, its guest has lost it");
@@ -158,6 +162,7 @@ impl ControllerInner {
         let mut deferred = Deferred::default();
         let mut plane = self.control.lock();
         let replays = plane.recover(cx, &recorded, eventfds, &mut journal, &mut deferred)?;
+        abort_point(AbortPoint::QueuesRecovered);
         self.note_change();
         self.release(plane, deferred);
         self.announce(saved);
@@ -328,6 +333,7 @@ impl ControllerInner {
         };
         self.record();
         server.post(control, cx);
+        abort_point(AbortPoint::AdminPosted);
         if served != 0 && !is_inline {
             let used = processor_time().saturating_sub(processor);
             if budget.spend(used, Instant::now()) {

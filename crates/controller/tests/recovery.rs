@@ -15,10 +15,11 @@ use shadowbell_spec::admin::{
 };
 use shadowbell_spec::regs::{self, Aqa, Cc, Csts};
 use shadowbell_spec::{Cqe, Sqe};
-use shadowbell_state::{Descriptors, FdRef, Parcel};
+use shadowbell_state::{AbortPoint, Descriptors, FdRef, Parcel};
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex};
@@ -169,6 +170,13 @@ struct Records {
     taken: Option<usize>,
 }
 
+/// What a process is to do wrong, and at which step it is to die.
+#[derive(Clone, Copy, Default)]
+struct Orders {
+    abort_at: Option<(AbortPoint, u32)>,
+    wrong: Option<&'static str>,
+}
+
 struct Process {
     child: Child,
     host: UnixStream,
@@ -177,11 +185,15 @@ struct Process {
 }
 
 impl Process {
-    fn start(task: &Task, fds: Descriptors, record: Option<&Parcel>) -> Self {
+    fn start(task: &Task, fds: Descriptors, record: Option<&Parcel>, orders: &Orders) -> Self {
         let (host, theirs) = UnixStream::pair().unwrap();
+        let abort_at = orders.abort_at.map(|(point, nth)| format!("{}:{nth}", point.name()));
+        let abort_at = abort_at.map(|value| ("SHADOWBELL_ABORT_AT", value));
+        let wrong = orders.wrong.map(|order| ("SHADOWBELL_WRONG_ORDER", order.to_owned()));
         let child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "worker", "--ignored", "--nocapture", "--test-threads", "1"])
             .env(WORKER, "")
+            .envs(abort_at.into_iter().chain(wrong))
             .stdin(OwnedFd::from(theirs))
             .stdout(Stdio::null())
             .spawn()
@@ -215,12 +227,19 @@ impl Process {
         Self { child, host, reader, taken }
     }
 
-    fn until_taken(&self) {
+    fn until_taken(&mut self) {
         let began = Instant::now();
-        while !self.taken.load(Ordering::Acquire) {
+        while !self.taken.load(Ordering::Acquire) && !self.has_died() {
             assert!(began.elapsed() < TIMEOUT, "a process does not begin to serve");
             std::thread::sleep(Duration::from_micros(200));
         }
+    }
+
+    /// Whether it has died as it was told to.
+    fn has_died(&mut self) -> bool {
+        let Some(status) = self.child.try_wait().unwrap() else { return false };
+        assert_eq!(status.signal(), Some(9), "{status}");
+        true
     }
 
     fn kill(mut self) -> Records {
@@ -250,6 +269,10 @@ struct Host {
     mapped: bool,
     polling: bool,
     process: Option<Process>,
+    /// For the processes to come.
+    orders: Orders,
+    /// How long to wait for what has to happen.
+    patience: Duration,
     /// What another process goes on from.
     record: Option<Parcel>,
     doorbells: Option<SharedBytes>,
@@ -279,6 +302,8 @@ impl Host {
             mapped,
             polling,
             process: None,
+            orders: Orders::default(),
+            patience: TIMEOUT,
             record: None,
             doorbells: None,
             shadow: false,
@@ -306,7 +331,7 @@ impl Host {
         let (mapped, polling) = (self.mapped, self.polling);
         let recovers = self.record.is_some();
         let task = Task { memory, disk, polling, workers: 2, mapped, recovers };
-        self.process = Some(Process::start(&task, fds, self.record.as_ref()));
+        self.process = Some(Process::start(&task, fds, self.record.as_ref(), &self.orders));
     }
 
     /// Kills it, and starts another. The one before the last may have left the record that counts.
@@ -324,6 +349,10 @@ impl Host {
         for (offset, value) in rung {
             self.write_doorbell(offset, value);
         }
+    }
+
+    fn until_taken(&mut self) {
+        self.process.as_mut().unwrap().until_taken();
     }
 
     fn write_doorbell(&mut self, offset: u64, value: u32) {
@@ -402,10 +431,21 @@ impl Host {
                 assert!(cqe.status().is_success(), "{}: opcode {:#x}", cqe.status(), sqe.opcode);
                 return cqe;
             }
-            if kill() {
+            if kill() || self.has_died() {
                 self.kill();
             }
-            assert!(began.elapsed() < TIMEOUT, "admin command {:#x} never ends", sqe.opcode);
+            if began.elapsed() > self.patience {
+                let word = |at| self.memory.load_u32_acquire(at as usize).unwrap();
+                let (shadow, event_idx) = (word(SHADOW), word(EVENT_IDX));
+                let Queue { tail, head, phase, .. } = self.admin;
+                panic!(
+                    "admin command {:#x} never ends: tail {tail}, shadow {shadow}, EventIdx \
+                     {event_idx}, rung {:?}, head {head}, phase {phase}, taken {}",
+                    sqe.opcode,
+                    self.rung.get(&4096),
+                    self.process.as_ref().unwrap().taken.load(Ordering::Acquire)
+                );
+            }
             std::thread::yield_now();
         }
     }
@@ -457,7 +497,10 @@ impl Host {
         let qid = self.queues[at].qid;
         assert_eq!(cqe.sq_id, qid);
         let command = self.under_way.remove(&(qid, cqe.cid));
-        let (lba, wrote) = command.expect("each command completes once");
+        let (lba, wrote) = command.unwrap_or_else(|| {
+            let Queue { head, phase, .. } = self.queues[at];
+            panic!("each command completes once, not {cqe:?}; head {head}, phase {phase}");
+        });
         self.completed += 1;
         match wrote {
             Some(value) => drop(self.written.insert(lba, value)),
@@ -481,9 +524,21 @@ impl Host {
             for at in 0..self.queues.len() {
                 self.reap_io(at);
             }
-            assert!(began.elapsed() < TIMEOUT, "these never end: {:?}", self.under_way);
+            assert!(began.elapsed() < self.patience, "these never end: {:?}", self.under_way);
             std::thread::sleep(Duration::from_micros(20));
+            if self.has_died() {
+                self.kill();
+            }
         }
+    }
+
+    /// Whether the process has died as it was told to. The one after it is told nothing.
+    fn has_died(&mut self) -> bool {
+        let has_died = self.process.as_mut().is_some_and(Process::has_died);
+        if has_died {
+            self.orders.abort_at = None;
+        }
+        has_died
     }
 
     /// Reads every block that was written.
@@ -554,7 +609,7 @@ fn survive(disk: Result<String, Arc<dyn Disk>>, mapped: bool, polling: bool, see
     host.create(1, 16, &mut never);
     host.create(2, 5, &mut never);
     for _ in 0..kills(8) {
-        host.process.as_ref().unwrap().until_taken();
+        host.until_taken();
         let (until, began) = (random.next() % 400, Instant::now());
         while host.completed < until {
             let at = (random.next() % 2) as usize;
@@ -615,7 +670,7 @@ fn admin_commands_end_once_each() {
     let mut random = Random(0x9999_aaaa);
     let mut host = Host::new(memory(), true, true);
     let mut left = kills(25);
-    host.process.as_ref().unwrap().until_taken();
+    host.until_taken();
     let mut requests = BTreeSet::new();
     for _ in 0..2 {
         requests.insert(host.submit(None, Sqe::new(0x0c, 0, 0)));
@@ -644,20 +699,146 @@ fn admin_commands_end_once_each() {
     }
 }
 
+/// Writes and reads until the process has died as it was told to; false if it does not come to
+/// that. With `admin`, queues come and go meanwhile, and then it may have been replaced already.
+fn work_until_dead(host: &mut Host, random: &mut Random, admin: bool) -> bool {
+    let (began, mut completed) = (Instant::now(), 0);
+    while !host.has_died() && host.orders.abort_at.is_some() && completed < 300 {
+        assert!(began.elapsed() < host.patience, "it stands still: {:?}", host.under_way);
+        let at = (random.next() % 2) as usize;
+        for _ in 0..random.next() % 8 {
+            host.submit_io(at, random.next());
+        }
+        while host.reap_io(at) {
+            completed += 1;
+        }
+        if admin && random.next().is_multiple_of(16) {
+            host.create(3, 4, &mut || false);
+            for opcode in [0, 4] {
+                let command = DeleteIoQueue { qid: 3 }.encode(Sqe::new(opcode, 0, 0));
+                host.admin(command, &mut || false);
+            }
+            host.queues.pop();
+        }
+    }
+    host.orders.abort_at.take().is_none()
+}
+
+/// A process that dies at each step on purpose, and others that go on.
+fn die_at_each_step(host: &mut Host, random: &mut Random, points: &[AbortPoint]) {
+    let mut never = || false;
+    if !host.mapped {
+        let command = DoorbellBufferConfig { shadow: BASE + SHADOW, event_idx: BASE + EVENT_IDX };
+        host.admin(command.encode(Sqe::new(0x7c, 0, 0)), &mut never);
+        host.shadow = true;
+    }
+    host.create(1, 16, &mut never);
+    host.create(2, 5, &mut never);
+    host.until_taken();
+    for (point, nth) in points.iter().flat_map(|point| [(*point, 1), (*point, 2), (*point, 5)]) {
+        println!("{}, time {nth}", point.name());
+        if matches!(point, AbortPoint::ReplayStarted | AbortPoint::ReplayRecorded) {
+            // So that there is something to go on with.
+            host.orders.abort_at = Some((AbortPoint::SqStored, 3));
+            host.kill();
+            assert!(work_until_dead(host, random, false), "nothing is ever fetched");
+        }
+        host.orders.abort_at = Some((point, nth));
+        host.kill();
+        let is_reached = work_until_dead(host, random, true);
+        // There may be less than that to go on with.
+        assert!(is_reached || nth != 1, "{} is never come to", point.name());
+        host.kill();
+        host.until_taken();
+    }
+    host.verify();
+}
+
+/// What the controller of a file comes to.
+const OF_FILES: &[AbortPoint] = &[
+    AbortPoint::Fetched,
+    AbortPoint::Started,
+    AbortPoint::Recorded,
+    AbortPoint::Staged,
+    AbortPoint::Posted,
+    AbortPoint::Freed,
+    AbortPoint::SqStored,
+    AbortPoint::CqStored,
+    AbortPoint::Notified,
+    AbortPoint::ReplayStarted,
+    AbortPoint::ReplayRecorded,
+    AbortPoint::Changed,
+    AbortPoint::ChangeRecorded,
+    AbortPoint::AdminPosted,
+    AbortPoint::QueuesRecovered,
+];
+
+/// What the controller of a disk in memory comes to: no command is under way.
+const OF_MEMORY: &[AbortPoint] = &[
+    AbortPoint::Fetched,
+    AbortPoint::Staged,
+    AbortPoint::Posted,
+    AbortPoint::Freed,
+    AbortPoint::SqStored,
+    AbortPoint::CqStored,
+    AbortPoint::Notified,
+    AbortPoint::Changed,
+    AbortPoint::ChangeRecorded,
+    AbortPoint::AdminPosted,
+    AbortPoint::QueuesRecovered,
+];
+
+#[test]
+fn a_process_may_die_at_each_step() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let dir = tempfile::tempdir().unwrap();
+    for (mapped, polling) in [(false, false), (true, true)] {
+        let path = dir.path().join(format!("{mapped}.img"));
+        std::fs::File::create(&path).unwrap().set_len(BLOCKS * 512).unwrap();
+        let mut host = Host::new(Ok(path.display().to_string()), mapped, polling);
+        host.patience = Duration::from_secs(15);
+        die_at_each_step(&mut host, &mut Random(0xaaaa_bbbb), OF_FILES);
+        let mut host = Host::new(memory(), mapped, polling);
+        die_at_each_step(&mut host, &mut Random(0xcccc_dddd), OF_MEMORY);
+    }
+}
+
+/// With the steps in a wrong order, commands are lost, or completed twice, or carried out again
+/// after newer ones.
+#[test]
+fn steps_in_a_wrong_order_do_not_survive() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let dir = tempfile::tempdir().unwrap();
+    for (order, point) in
+        [("freed-before-posted", AbortPoint::Staged), ("stored-before-freed", AbortPoint::CqStored)]
+    {
+        let path = dir.path().join(order);
+        std::fs::File::create(&path).unwrap().set_len(BLOCKS * 512).unwrap();
+        let disk = path.display().to_string();
+        let outcome = std::panic::catch_unwind(move || {
+            let mut host = Host::new(Ok(disk), false, false);
+            host.orders.wrong = Some(order);
+            host.patience = Duration::from_secs(10);
+            die_at_each_step(&mut host, &mut Random(0xeeee_ffff), &[point; 4]);
+        });
+        assert!(outcome.is_err(), "{order} is survived");
+    }
+}
+
 /// A process finds what the one before it had posted. The one after it knows of that, too.
 #[test]
 fn what_was_posted_before_a_death_is_not_posted_again_after_another() {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut host = Host::new(memory(), true, true);
     for _ in 0..3 {
-        host.process.as_ref().unwrap().until_taken();
+        host.until_taken();
         for _ in 0..3 {
             let identify = Identify { cns: 1, ..Identify::default() }.encode(Sqe::new(6, 0, 0));
             host.admin(identify.with_prps(BASE + ADMIN_DATA, 0), &mut || false);
         }
         host.kill();
     }
-    host.process.as_ref().unwrap().until_taken();
+    host.until_taken();
     let identify = Identify { cns: 1, ..Identify::default() }.encode(Sqe::new(6, 0, 0));
     host.admin(identify.with_prps(BASE + ADMIN_DATA, 0), &mut || false);
     assert!(host.reap(None).is_none());

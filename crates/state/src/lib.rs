@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+mod abort_point;
 mod bytes;
 mod channel;
 mod descriptors;
@@ -8,6 +9,7 @@ mod error;
 mod parcel;
 mod version;
 
+pub use abort_point::{AbortPoint, WrongOrder, abort_point, is_wrong};
 pub use bytes::Bytes;
 pub use descriptors::{Descriptors, FdRef};
 pub use error::StateError;

@@ -79,6 +79,11 @@ impl Control {
         let (table, shadow) = (self.memory.table(), self.memory.shadow);
         let queue = AdminQueue::recover(saved, &cx.shared, table, shadow, journal)
             .ok_or(RestoreError::Invalid("the admin queue"))?;
+        // The record of this process is made before anybody serves the queue.
+        let journal = cx.shared.journal_part(0, self.lifecycle.generation).unwrap_or_default();
+        if let Some(journal) = &journal {
+            queue.write_down(journal);
+        }
         self.reopen_admin(cx, saved, queue);
         Ok(())
     }

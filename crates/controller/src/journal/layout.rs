@@ -13,6 +13,7 @@ pub(super) const SQ: usize = 0;
 pub(super) const SQ_DOORBELL: usize = 8;
 pub(super) const CQ: usize = 16;
 pub(super) const CQ_DOORBELL: usize = 24;
+pub(super) const SQ_COVERS: usize = 32;
 /// Queue identifiers that there is room for.
 pub(crate) const QUEUES: usize = POSITIONS / LINE;
 

@@ -12,7 +12,8 @@
 //!    queue it is, counted from the queue's creation.
 //! 2. Completions are posted.
 //! 3. The records of the commands that were among them are [freed](JournalPart::free).
-//! 4. The position of the submission queue is stored: how many commands were fetched.
+//! 4. The position of the submission queue is stored: how many commands were fetched, and before
+//!    that, how many completions are posted.
 //! 5. The position of the completion queue is stored: where the next completion goes.
 //!
 //! Nothing more is fetched before 5 (by the worker that has the queues, which is one).
@@ -20,7 +21,8 @@
 //! # What is found
 //!
 //! Completions that were posted after the last 5 are seen in the completion queue itself, by their
-//! phase tags. Each names its command, and says how far its submission queue had been fetched. So
+//! phase tags. Each names its command, and says how far its submission queue had been fetched,
+//! unless it is one of those that 4 has counted: then the stored position is further. So
 //! what is to be done again are the recorded commands that are not among them, and all that follow
 //! in the submission queue. What was fetched and executed at once, and not posted, is among the
 //! latter: executing it once more is no different from executing it late. A record of a command
@@ -28,7 +30,8 @@
 //!
 //! Had 3 come before 2, a command would be lost; had 5 come before 3, one that is complete would be
 //! executed again, over what was written since; had 5 come before 4, the same for commands that
-//! were executed at once.
+//! were executed at once. If 4 did not count completions, a head that is behind the stored position
+//! could not be told from one that is almost a round ahead of it.
 
 mod layout;
 mod position;

@@ -10,8 +10,9 @@ pub(crate) struct Position {
     pub(crate) at: u16,
     /// The phase tag of the next completion.
     pub(crate) phase: bool,
-    /// Commands that were fetched, modulo 2^32.
-    pub(crate) count: u32,
+    /// Of a submission queue: commands that were fetched, modulo 2^32. Of a completion queue:
+    /// completions that were posted, modulo 2^45.
+    pub(crate) count: u64,
     /// Where the doorbell's value is to be found.
     pub(crate) truth: Truth,
 }
@@ -24,7 +25,7 @@ impl Position {
             Truth::Last => 1,
             Truth::Shadow => 2,
         };
-        u64::from(self.at) | truth << 16 | u64::from(self.phase) << 18 | u64::from(self.count) << 32
+        u64::from(self.at) | truth << 16 | u64::from(self.phase) << 18 | self.count << 19
     }
 
     pub(super) fn unpack(word: u64) -> Self {
@@ -33,8 +34,20 @@ impl Position {
             1 => Truth::Last,
             _ => Truth::Shadow,
         };
-        Self { at: word as u16, phase: word >> 18 & 1 != 0, count: (word >> 32) as u32, truth }
+        Self { at: word as u16, phase: word >> 18 & 1 != 0, count: word >> 19, truth }
     }
+}
+
+/// Which completions had been posted when the position of a submission queue was stored: that it is
+/// at `at`, and how many there were.
+pub(super) fn pack_covers(at: u16, completions: u64) -> u64 {
+    u64::from(at) | completions << 19
+}
+
+/// Whether the completion number `nth` was among them, if the position that was stored is `at`.
+pub(super) fn covers(word: u64, at: u16, nth: u64) -> bool {
+    // Modulo 2^45, as all of them.
+    word as u16 == at && ((word >> 19).wrapping_sub(nth) << 19) as i64 >= 0
 }
 
 /// The last value and the snapshot: what there is of a doorbell beside the truth.
@@ -55,7 +68,7 @@ mod tests {
     #[test]
     fn positions_and_doorbells_come_back() {
         for truth in [Truth::Register, Truth::Last, Truth::Shadow] {
-            for (at, phase, count) in [(0, false, 0), (65535, true, u32::MAX), (7, true, 1)] {
+            for (at, phase, count) in [(0, false, 0), (65535, true, (1 << 45) - 1), (7, true, 1)] {
                 let position = Position { at, phase, count, truth };
                 assert_eq!(Position::unpack(position.pack()), position);
             }
@@ -63,6 +76,18 @@ mod tests {
                 let state = DoorbellState { last: 65535, truth, snapshot };
                 assert_eq!(unpack_doorbell(pack_doorbell(state), truth), state);
             }
+        }
+    }
+
+    #[test]
+    fn a_position_covers_what_was_posted_before() {
+        let most = (1 << 45) - 1;
+        for count in [0, 1, 7, 1 << 44, most] {
+            let word = pack_covers(9, count);
+            assert!(covers(word, 9, count) && covers(word, 9, count.wrapping_sub(70_000)));
+            assert!(!covers(word, 9, count + 1) && !covers(word, 9, count + 70_000));
+            // The position itself was not stored any more.
+            assert!(!covers(word, 8, count));
         }
     }
 }

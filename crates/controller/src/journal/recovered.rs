@@ -1,10 +1,10 @@
 //! The journal of a process that is dead, read.
 
 use super::layout::{
-    CQ, CQ_DOORBELL, LINE, POSITIONS, RECORD, RecoveredCommand, SQ, SQ_DOORBELL, VALID, key, map,
-    table_bytes,
+    CQ, CQ_DOORBELL, LINE, POSITIONS, RECORD, RecoveredCommand, SQ, SQ_COVERS, SQ_DOORBELL, VALID,
+    key, map, table_bytes,
 };
-use super::position::{Position, unpack_doorbell};
+use super::position::{Position, covers, unpack_doorbell};
 use shadowbell_doorbell::{DoorbellState, RingSize};
 use shadowbell_memory::SharedBytes;
 use shadowbell_spec::Cqe;
@@ -57,13 +57,16 @@ impl RecoveredJournal {
         (position, unpack_doorbell(self.word(qid, CQ_DOORBELL), position.truth))
     }
 
-    /// Takes the completion of a command into account that was posted: it is not to be done again,
-    /// and the queue `sqid`, of `size` entries, is at `position` then.
-    pub(crate) fn posted(&mut self, cqe: &Cqe, size: RingSize, position: &mut Position) {
-        if let Some(head) = size.position(u32::from(cqe.sq_head)) {
+    /// Takes the completion of a command into account that was posted, the `nth` of its queue: it
+    /// is not to be done again, and the submission queue, of `size` entries, is at `position` then.
+    pub(crate) fn posted(&mut self, cqe: &Cqe, nth: u64, size: RingSize, position: &mut Position) {
+        let word = self.word(cqe.sq_id, SQ_COVERS);
+        // What is stored may be further already than the completion says.
+        let is_covered = covers(word, self.sq(cqe.sq_id).0.at, nth);
+        if let Some(head) = size.position(u32::from(cqe.sq_head)).filter(|_| !is_covered) {
             let further = size.distance(position.at, head);
             *position =
-                Position { at: head, count: position.count.wrapping_add(further), ..*position };
+                Position { at: head, count: position.count + u64::from(further), ..*position };
         }
         let Some(commands) = self.commands.get_mut(&cqe.sq_id) else { return };
         // A host may use an identifier again as soon as it has seen the completion. What was
@@ -82,6 +85,8 @@ impl RecoveredJournal {
         // What comes after it is fetched again.
         commands.retain(|command| age(position, command) > 0);
         commands.sort_by_key(|command| std::cmp::Reverse(age(position, command)));
+        // One that was being moved has two.
+        commands.dedup_by_key(|command| command.count);
         commands
     }
 }
@@ -89,7 +94,7 @@ impl RecoveredJournal {
 /// How many commands of its queue were fetched from this one on, if the queue is at `position`; not
 /// more than 0 if it was not fetched yet.
 fn age(position: Position, command: &RecoveredCommand) -> i32 {
-    position.count.wrapping_sub(command.count) as i32
+    (position.count as u32).wrapping_sub(command.count) as i32
 }
 
 fn has_data(file: &OwnedFd, from: u64, len: u64) -> bool {

@@ -1,8 +1,8 @@
 //! The journal, as the process writes it that serves.
 
 use super::layout::{
-    BEYOND_QUOTA, CQ, CQ_DOORBELL, LINE, POSITIONS, RECORD, RecoveredCommand, SQ, SQ_DOORBELL,
-    VALID, key, map, table_bytes,
+    BEYOND_QUOTA, CQ, CQ_DOORBELL, LINE, POSITIONS, RECORD, RecoveredCommand, SQ, SQ_COVERS,
+    SQ_DOORBELL, VALID, key, map, table_bytes,
 };
 use super::position::{self, Position};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -165,9 +165,10 @@ impl JournalPart {
         place
     }
 
-    /// How far a submission queue was fetched.
+    /// How far a submission queue was fetched, and how many completions had been posted by then.
     #[inline]
-    pub(crate) fn store_sq(&self, qid: u16, position: Position) {
+    pub(crate) fn store_sq(&self, qid: u16, position: Position, completions: u64) {
+        self.store(qid, SQ_COVERS, position::pack_covers(position.at, completions));
         self.store(qid, SQ, position.pack());
     }
 

@@ -76,7 +76,7 @@ impl AdminQueue {
 
     /// What is to be kept beside what the control plane knows, in case that this process dies.
     pub(crate) fn write_down(&self, journal: &JournalPart) {
-        self.sq.write_down(journal);
+        self.sq.write_down(journal, self.cq.stats.completions);
         self.cq.write_down(journal);
     }
 
@@ -89,7 +89,7 @@ impl AdminQueue {
         pages: Option<(u64, u64)>,
         journal: &RecoveredJournal,
     ) -> Option<Self> {
-        let position = |at, phase, truth| Position { at, phase, count: u32::from(at), truth };
+        let position = |at, phase, truth| Position { at, phase, count: u64::from(at), truth };
         let (known, doorbell) = journal.sq(0);
         let state = (position(saved.sq.head, false, known.truth), doorbell);
         let sq = Sq::recover(&saved.sq, shared.register(0, DoorbellKind::Sq), 0, state)?;
@@ -100,7 +100,7 @@ impl AdminQueue {
         let mut ended: Vec<Cqe> =
             saved.cq.staged.iter().map(|&(low, high)| transmute!([low, high])).collect();
         let cq =
-            Cq::recover(&saved.cq, register, (irq, HoldLimit::NONE), state, table, |posted| {
+            Cq::recover(&saved.cq, register, (irq, HoldLimit::NONE), state, table, |posted, _| {
                 let known = ended.iter().position(|cqe| cqe.cid == posted.cid);
                 if let Some(known) = known {
                     ended.remove(known);

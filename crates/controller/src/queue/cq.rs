@@ -12,6 +12,7 @@ use shadowbell_doorbell::{CqHead, DoorbellState, InvalidDoorbell, Truth};
 use shadowbell_memory::{DmaTable, Fault, Ring, SharedU32};
 use shadowbell_spec::Cqe;
 use shadowbell_spec::dbbuf::cq_entry_offset;
+use shadowbell_state::{WrongOrder, is_wrong};
 use std::collections::VecDeque;
 use std::time::Instant;
 
@@ -200,7 +201,10 @@ impl Cq {
     /// Frees the records of the commands whose completions are posted.
     #[inline]
     pub(crate) fn free_records(&mut self, journal: &mut JournalPart) {
-        let posted = self.stats.completions;
+        let mut posted = self.stats.completions;
+        if is_wrong(WrongOrder::FreedBeforePosted) {
+            posted += self.staged.len() as u64;
+        }
         while let Some((_, place)) = self.recorded.pop_front_if(|record| record.0 < posted) {
             journal.free(place);
         }
@@ -225,7 +229,7 @@ impl Cq {
     #[inline]
     pub(crate) fn position(&self) -> Position {
         let truth = self.head.state().truth;
-        Position { at: self.tail, phase: self.phase, count: 0, truth }
+        Position { at: self.tail, phase: self.phase, count: self.stats.completions, truth }
     }
 
     /// Writes down where it is: it has just begun, or its doorbell has another place.
@@ -237,21 +241,21 @@ impl Cq {
     /// The queue as it was in a process that is dead: at `position`, with a doorbell of which this
     /// is known; `irq` is the line of its vector. Its memory is found in `table`, and
     /// [`remap`](Self::remap) follows. Calls `found` for each completion that the other one had
-    /// posted and not written down.
+    /// posted and not written down, with its number.
     pub(crate) fn recover(
         saved: &SavedCq,
         register: SharedU32,
         (irq, limit): (Option<IrqLine>, HoldLimit),
         (position, doorbell): (Position, DoorbellState),
         table: &DmaTable,
-        found: impl FnMut(Cqe),
+        found: impl FnMut(Cqe, u64),
     ) -> Option<Self> {
         let layout = QueueLayout::restore(saved.qid, saved.iova, saved.entries)?;
         let mut cq = Self::new(layout, register.clone(), irq, limit);
         cq.tail = layout.size.position(u32::from(position.at))?;
         cq.phase = position.phase;
         let _ = cq.resolve(table);
-        cq.find_posted(found);
+        cq.find_posted(position.count, found);
         // How far the host has read is not known: full is safe, and whatever the doorbell says is
         // possible then.
         let full = layout.size.forward(cq.tail, 1);
@@ -260,9 +264,9 @@ impl Cq {
         Some(cq)
     }
 
-    fn find_posted(&mut self, mut found: impl FnMut(Cqe)) {
+    fn find_posted(&mut self, before: u64, mut found: impl FnMut(Cqe, u64)) {
         let size = self.layout.size;
-        for _ in 1..size.entries() {
+        for nth in 1..u64::from(size.entries()) {
             let Some(ring) = &self.ring else { return };
             let cqe: Cqe = ring.read(u32::from(self.tail));
             if cqe.phase() != self.phase {
@@ -272,7 +276,7 @@ impl Cq {
             if self.tail == 0 {
                 self.phase = !self.phase;
             }
-            found(cqe);
+            found(cqe, before.wrapping_add(nth));
         }
     }
 

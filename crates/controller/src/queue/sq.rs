@@ -82,13 +82,14 @@ impl Sq {
     #[inline]
     pub(crate) fn position(&self) -> Position {
         let truth = self.tail.state().truth;
-        Position { at: self.head, phase: false, count: self.fetched, truth }
+        Position { at: self.head, phase: false, count: u64::from(self.fetched), truth }
     }
 
     /// Writes down where it is: it has just begun, or its doorbell has another place.
-    pub(crate) fn write_down(&self, journal: &JournalPart) {
+    /// So many completions were posted to its completion queue.
+    pub(crate) fn write_down(&self, journal: &JournalPart, completions: u64) {
         journal.store_sq_doorbell(self.layout.qid, self.tail.state());
-        journal.store_sq(self.layout.qid, self.position());
+        journal.store_sq(self.layout.qid, self.position(), completions);
     }
 
     /// The queue as it was in a process that is dead: at `position`, with a doorbell of which this
@@ -105,7 +106,7 @@ impl Sq {
         let last = if doorbell.truth == Truth::Last { doorbell.last } else { head };
         let tail =
             SqTail::resume(layout.size, register.clone(), DoorbellState { last, ..doorbell })?;
-        Some(Self { tail, head, fetched: position.count, ..Self::new(layout, register, cq) })
+        Some(Self { tail, head, fetched: position.count as u32, ..Self::new(layout, register, cq) })
     }
 
     /// A command that was in flight has ended: its completion.

@@ -196,7 +196,10 @@ impl ControllerQueues {
     /// Writes down where all queues are: one has begun, or their doorbells have another place.
     fn write_down(&self) {
         if let Some(journal) = &self.set.journal {
-            self.set.sqs.iter().flatten().for_each(|sq| sq.write_down(journal));
+            for sq in self.set.sqs.iter().flatten() {
+                let cq = self.set.cqs.get(sq.cq).and_then(Option::as_ref);
+                sq.write_down(journal, cq.map_or(0, |cq| cq.stats.completions));
+            }
             self.set.cqs.iter().flatten().for_each(|cq| cq.write_down(journal));
         }
     }

@@ -12,6 +12,7 @@ use crate::trace::{COMPLETION_QUEUE, Kind, TraceRing};
 use shadowbell_doorbell::{Arming, Fenced, InvalidDoorbell, Sleeper};
 use shadowbell_spec::status::Status;
 use shadowbell_spec::{Cqe, Sqe};
+use shadowbell_state::{AbortPoint, WrongOrder, abort_point, is_wrong};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::Instant;
@@ -155,6 +156,7 @@ impl QueueSet {
                 done += 1;
                 let sqe: Sqe = ring.read(u32::from(head));
                 head = sq.layout.size.forward(head, 1);
+                abort_point(AbortPoint::Fetched);
                 let (permit, status) = match self.engine.start(&sqe, index, permits.take()) {
                     Started::Done(permit) => (permit, Status::SUCCESS),
                     Started::DoneLong(permit) => {
@@ -163,6 +165,7 @@ impl QueueSet {
                     }
                     Started::Pending => {
                         pending += 1;
+                        abort_point(AbortPoint::Started);
                         if let Some(journal) = &mut self.journal {
                             // Read once more, so that the copy above can stay in registers. What a
                             // host changes meanwhile is checked like any other command.
@@ -171,6 +174,7 @@ impl QueueSet {
                             let tag = self.engine.last_tag();
                             let sqe: Sqe = ring.read(u32::from(slot));
                             journal.record(tag, sq.layout.qid, count, &sqe);
+                            abort_point(AbortPoint::Recorded);
                         }
                         if !self.engine.has_budget() {
                             stop = done;
@@ -189,7 +193,7 @@ impl QueueSet {
             self.engine.charge(done - began);
             if cq.has_staged() {
                 self.engine.publish();
-                posted |= cq.post();
+                posted |= post_staged(cq, &mut self.journal);
             }
         }
         cq.give_back(permits, fetched - done);
@@ -197,9 +201,7 @@ impl QueueSet {
         sq.head = head;
         sq.fetched = sq.fetched.wrapping_add(fetched);
         if let Some(journal) = &mut self.journal {
-            cq.free_records(journal);
-            journal.store_sq(sq.layout.qid, sq.position());
-            journal.store_cq(cq.layout.qid, cq.position());
+            write_down(journal, cq, Some(sq));
         }
         if HINT {
             sq.prefetch = hints.end(fetched);
@@ -214,6 +216,7 @@ impl QueueSet {
         if posted {
             let before = (cq.stats.interrupts, cq.stats.interrupts_suppressed);
             cq.notify_host(&self.shared.coalescing);
+            abort_point(AbortPoint::Notified);
             if trace.is_some() {
                 let (qid, at) = (cq.layout.qid, u32::from(cq.tail));
                 if cq.stats.interrupts != before.0 {
@@ -247,8 +250,10 @@ impl QueueSet {
             Started::Done(permit) | Started::DoneLong(permit) => (permit, Status::SUCCESS),
             Started::Pending => {
                 sq.in_flight += 1;
+                abort_point(AbortPoint::ReplayStarted);
                 if let Some(journal) = journal {
                     journal.record(engine.last_tag(), qid, command.count, sqe);
+                    abort_point(AbortPoint::ReplayRecorded);
                     journal.free(*spare);
                 }
                 return true;
@@ -294,12 +299,12 @@ impl QueueSet {
             if cq.has_staged() {
                 self.engine.publish();
             }
-            if cq.has_staged() && cq.post() {
+            if cq.has_staged() && post_staged(cq, &mut self.journal) {
                 if let Some(journal) = &mut self.journal {
-                    cq.free_records(journal);
-                    journal.store_cq(cq.layout.qid, cq.position());
+                    write_down(journal, cq, None);
                 }
                 cq.notify_host(&self.shared.coalescing);
+                abort_point(AbortPoint::Notified);
             } else if cq.is_holding() {
                 cq.review_held();
             }
@@ -415,4 +420,39 @@ pub(crate) fn report_error(control: &ControlHandle, sqid: u16, sqe: &Sqe, status
 pub(crate) fn report_ended(control: &ControlHandle, sqid: u16, ended: &CompletedCommand) {
     let &CompletedCommand { cid, status, nsid, lba, .. } = ended;
     control.notify(Notice::CommandError { sqid, cid, status, nsid, lba });
+}
+
+/// Posts the completions that are staged; whether there was room for any.
+#[inline]
+fn post_staged(cq: &mut Cq, journal: &mut Option<JournalPart>) -> bool {
+    if is_wrong(WrongOrder::FreedBeforePosted)
+        && let Some(journal) = journal
+    {
+        cq.free_records(journal);
+    }
+    abort_point(AbortPoint::Staged);
+    let posted = cq.post();
+    abort_point(AbortPoint::Posted);
+    posted
+}
+
+/// Writes down what was posted, and how far the submission queue was fetched, in the order that the
+/// [journal](crate::journal) asks for.
+#[inline]
+fn write_down(journal: &mut JournalPart, cq: &mut Cq, sq: Option<&Sq>) {
+    let is_wrong = is_wrong(WrongOrder::StoredBeforeFreed);
+    if is_wrong {
+        journal.store_cq(cq.layout.qid, cq.position());
+        abort_point(AbortPoint::CqStored);
+    }
+    cq.free_records(journal);
+    abort_point(AbortPoint::Freed);
+    if let Some(sq) = sq {
+        journal.store_sq(sq.layout.qid, sq.position(), cq.stats.completions);
+        abort_point(AbortPoint::SqStored);
+    }
+    if !is_wrong {
+        journal.store_cq(cq.layout.qid, cq.position());
+        abort_point(AbortPoint::CqStored);
+    }
 }

@@ -218,11 +218,11 @@ impl Relocated {
             let irq = saved.vector.map(|vector| IrqLine::new(Arc::clone(&shared.irqs), vector));
             let register = shared.register(saved.qid, DoorbellKind::Cq);
             let state = journal.cq(saved.qid);
-            let cq = Cq::recover(saved, register, (irq, limit), state, table, |cqe| {
+            let cq = Cq::recover(saved, register, (irq, limit), state, table, |cqe, nth| {
                 if let Some((position, _)) = positions.get_mut(&cqe.sq_id)
                     && let Some(size) = size_of(cqe.sq_id)
                 {
-                    journal.posted(&cqe, size, position);
+                    journal.posted(&cqe, nth, size, position);
                 }
             });
             let Some(mut cq) = cq else { return Ok(None) };
@@ -250,7 +250,8 @@ impl Relocated {
             }
         }
         if let Some(part) = &part {
-            sqs.iter().flatten().for_each(|sq: &Sq| sq.write_down(part));
+            // Of what is posted from here on, nothing is.
+            sqs.iter().flatten().for_each(|sq: &Sq| sq.write_down(part, 0));
             cqs.iter().flatten().for_each(|cq: &Cq| cq.write_down(part));
         }
         Ok(Some(Self {

@@ -7,7 +7,7 @@ use super::worker_link::WorkerLink;
 use crate::keeper_link::{parse_versions, to_keeper};
 use crate::limits;
 use anyhow::{Context, anyhow, bail};
-use shadowbell_state::{Descriptors, Parcel, VERSION};
+use shadowbell_state::{AbortPoint, Descriptors, Parcel, VERSION, abort_point};
 use shadowbell_vfio_user::Reactor;
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -48,6 +48,7 @@ pub(super) fn hand_over(
     let until = began + REST;
     let mut reactor = server.rest(until)?;
     let outcome = rest_all(server, until)
+        .inspect(|()| abort_point(AbortPoint::AtRest))
         .and_then(|()| pass_on(server, resting, &mut reactor, transfer, until));
     if let Err(why) = outcome {
         server.go_on(reactor);
@@ -55,6 +56,7 @@ pub(super) fn hand_over(
         return Err(why);
     }
     // From here on there is no way back: the other one knows.
+    abort_point(AbortPoint::Committed);
     link.say(to_keeper::HANDED_OVER, "");
     server.leave(reactor);
     debug!("handed over {} us after the clients were at rest", began.elapsed().as_micros());
@@ -142,6 +144,7 @@ fn commit(parcel: &Parcel, transfer: &UnixStream, until: Instant) -> anyhow::Res
     parcel.send(transfer).map_err(|error| {
         if Instant::now() >= until { slow() } else { ended().context(error.to_string()) }
     })?;
+    abort_point(AbortPoint::StateSent);
     transfer.set_read_timeout(Some(left(until)))?;
     match transfer::hear(transfer) {
         Ok(Some(HAVE)) => {}

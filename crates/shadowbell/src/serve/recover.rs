@@ -29,7 +29,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::de::DeserializeOwned;
 use shadowbell_controller::{Controller, Pool, SavedController};
 use shadowbell_frontend::vfio_user::ControllerDevice;
-use shadowbell_state::{Descriptors, READABLE};
+use shadowbell_state::{AbortPoint, Descriptors, READABLE, abort_point};
 use shadowbell_vfio_user::Reactor;
 use shadowbell_vfio_user::server::{Limits, PortId, SavedPort};
 use std::cell::Cell;
@@ -84,6 +84,7 @@ pub(super) fn recover(
         return Ok(None);
     }
     let Rebuilt { mut server, mut reactor, ports, controllers } = rebuilt?;
+    abort_point(AbortPoint::Rebuilt);
     let is_changed = server.registry().is_changed();
     keeping.begin(&server.controllers(), &mut reactor, &ports, is_changed);
     phases.ended("records");
@@ -97,7 +98,9 @@ pub(super) fn recover(
     phases.ended("queues");
     // Everything is at rest, and the keeper holds all of it.
     keeping.complete();
+    abort_point(AbortPoint::Kept);
     link.say(to_keeper::TAKEN, "");
+    abort_point(AbortPoint::Taken);
     phases.ended("the keeper told");
     for (served, changing) in server.controllers().iter().zip(announced) {
         served.controller.resume();

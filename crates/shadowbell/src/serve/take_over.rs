@@ -16,7 +16,7 @@ use crate::{disk_spec, exit};
 use anyhow::{Context, anyhow, bail};
 use shadowbell_controller::{Controller, Pool, SavedController};
 use shadowbell_frontend::vfio_user::ControllerDevice;
-use shadowbell_state::{Descriptors, Parcel, READABLE};
+use shadowbell_state::{AbortPoint, Descriptors, Parcel, READABLE, abort_point};
 use shadowbell_vfio_user::Reactor;
 use shadowbell_vfio_user::server::{Limits, PortId, SavedPort};
 use std::os::unix::net::UnixStream;
@@ -59,6 +59,7 @@ pub(super) fn take_over(
     let began = Instant::now();
     let taken = take_in(config, parcel, pool).map_err(|error| refused(link, error))?;
     debug!("taken in after {} us", began.elapsed().as_micros());
+    abort_point(AbortPoint::TakenIn);
     transfer::say(&transfer, HAVE).ok();
     if !matches!(transfer::hear(&transfer), Ok(Some(COMMIT))) {
         return Ok(None);
@@ -74,10 +75,12 @@ pub(super) fn take_over(
     keeping.begin(&server.controllers(), &mut reactor, &ports, is_changed);
     // What the predecessor has the keeper hold is of no use from here on.
     link.say(to_keeper::TAKEN, "");
+    abort_point(AbortPoint::Taken);
     for (served, saved) in server.controllers().iter().zip(&controllers) {
         served.controller.restore(saved, &mut fds).with_context(|| served.name.clone())?;
     }
     keeping.complete();
+    abort_point(AbortPoint::Kept);
     server.serve(reactor, ended)?;
     let took = began.elapsed().as_micros();
     begin_trace(&server, config);

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
-use shadowbell_state::Descriptors;
+use shadowbell_state::{AbortPoint, Descriptors, abort_point};
 
 use super::inbox::Request;
 use super::limits::Limits;
@@ -182,11 +182,13 @@ impl Session {
             return Ok(());
         }
         let len = (self.decoder.position() - intake.consumed) as usize;
+        abort_point(AbortPoint::MessageHandled);
         if self.link.take_changed() {
             let handled = (len != 0).then(|| Handled::new(self.decoder.handed_out(len)));
             intake.pending = handled.or(intake.pending);
             let mut fds = Descriptors::default();
             record(self.describe(device, &mut fds), fds);
+            abort_point(AbortPoint::MessageRecorded);
         }
         if let Some(intake) = &mut self.intake {
             intake.pending = None;
@@ -222,6 +224,7 @@ impl Session {
             self.note_sent(sent)?;
         }
         discard(self.socket.as_fd(), left, &self.inspector)?;
+        abort_point(AbortPoint::MessageAnswered);
         Ok(())
     }
 
@@ -426,7 +429,10 @@ impl Session {
             }
             match received {
                 // A hang-up is announced only once: then read on until it shows.
-                Ok(Received::Bytes { drained }) => self.readable = !drained || self.hung_up,
+                Ok(Received::Bytes { drained }) => {
+                    abort_point(AbortPoint::MessageRead);
+                    self.readable = !drained || self.hung_up;
+                }
                 Ok(Received::Closed) if self.decoder.is_partial() => {
                     return Err(EndReason::LeftHalfway);
                 }

@@ -1,0 +1,160 @@
+//! Moments in which a process of a test ends, as if it had been killed there.
+
+macro_rules! points {
+    ($($(#[$doc:meta])* $name:ident = $text:literal,)*) => {
+        /// A step after which a process may be killed, and another one has to go on.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub enum AbortPoint {
+            $($(#[$doc])* $name,)*
+        }
+
+        impl AbortPoint {
+            /// All of them.
+            pub const ALL: &[Self] = &[$(Self::$name,)*];
+
+            /// What `SHADOWBELL_ABORT_AT` calls it.
+            #[must_use]
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Self::$name => $text,)*
+                }
+            }
+        }
+    };
+}
+
+points! {
+    /// A submission queue entry was read.
+    Fetched = "fetched",
+    /// A disk has the command, and nothing says so.
+    Started = "started",
+    /// The command was recorded.
+    Recorded = "recorded",
+    /// Completions are there, and none is posted.
+    Staged = "staged",
+    /// Completions are posted.
+    Posted = "posted",
+    /// The records of what was completed are freed.
+    Freed = "freed",
+    /// How far the submission queue was fetched is stored.
+    SqStored = "sq-stored",
+    /// Where the next completion goes is stored.
+    CqStored = "cq-stored",
+    /// The host was interrupted, or need not be.
+    Notified = "notified",
+    /// A disk has a command of a process before, and the record is that of before.
+    ReplayStarted = "replay-started",
+    /// It was recorded once more.
+    ReplayRecorded = "replay-recorded",
+    /// Registers, queues or the admin queue have changed.
+    Changed = "changed",
+    /// That was recorded, and the host does not see it yet.
+    ChangeRecorded = "change-recorded",
+    /// The completion of an admin command is posted.
+    AdminPosted = "admin-posted",
+    /// The queues of a process before are there again.
+    QueuesRecovered = "queues-recovered",
+    /// A client's message was looked at.
+    MessageRead = "message-read",
+    /// It was carried out.
+    MessageHandled = "message-handled",
+    /// What it has brought about was recorded.
+    MessageRecorded = "message-recorded",
+    /// It was answered and taken out of the socket.
+    MessageAnswered = "message-answered",
+    /// The memory and the disks of a process before are there.
+    Rebuilt = "rebuilt",
+    /// The keeper has everything of this process.
+    Kept = "kept",
+    /// The keeper was told so.
+    Taken = "taken",
+    /// All that is served is at rest, to be handed over.
+    AtRest = "at-rest",
+    /// The state was sent to the process that is to go on.
+    StateSent = "state-sent",
+    /// It was told to go on.
+    Committed = "committed",
+    /// It has taken the state in.
+    TakenIn = "taken-in",
+}
+
+/// A wrong order of steps, to see that a test finds it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum WrongOrder {
+    /// Records are freed before their completions are posted.
+    FreedBeforePosted,
+    /// Where the next completion goes is stored before records are freed.
+    StoredBeforeFreed,
+}
+
+/// Ends this process here, if `SHADOWBELL_ABORT_AT` says so: a [name](AbortPoint::name), or
+/// `NAME:N` for the Nth time. Without the feature `abort-points` it does nothing.
+#[inline]
+pub fn abort_point(point: AbortPoint) {
+    #[cfg(feature = "abort-points")]
+    armed::reached(point);
+    #[cfg(not(feature = "abort-points"))]
+    let _ = point;
+}
+
+/// Whether `SHADOWBELL_WRONG_ORDER` asks for this one. Never without the feature `abort-points`.
+#[inline]
+#[must_use]
+pub fn is_wrong(order: WrongOrder) -> bool {
+    #[cfg(feature = "abort-points")]
+    return armed::wrong_order() == Some(order);
+    #[cfg(not(feature = "abort-points"))]
+    {
+        let _ = order;
+        false
+    }
+}
+
+#[cfg(feature = "abort-points")]
+mod armed {
+    use super::{AbortPoint, WrongOrder};
+    use std::sync::OnceLock;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    struct Armed {
+        point: AbortPoint,
+        left: AtomicU32,
+    }
+
+    fn armed() -> Option<&'static Armed> {
+        static ARMED: OnceLock<Option<Armed>> = OnceLock::new();
+        let read = || {
+            let asked = std::env::var("SHADOWBELL_ABORT_AT").ok()?;
+            let (name, times) = asked.split_once(':').unwrap_or((&asked, "1"));
+            let point = AbortPoint::ALL.iter().find(|point| point.name() == name);
+            let point = *point.unwrap_or_else(|| panic!("{asked}: there is no such point"));
+            Some(Armed { point, left: AtomicU32::new(times.parse().unwrap_or(1)) })
+        };
+        ARMED.get_or_init(read).as_ref()
+    }
+
+    pub(super) fn reached(point: AbortPoint) {
+        let Some(armed) = armed().filter(|armed| armed.point == point) else { return };
+        if armed.left.fetch_sub(1, Ordering::Relaxed) == 1 {
+            // As whoever kills it would do: nothing of this process goes on.
+            let _ = rustix::process::kill_process(
+                rustix::process::getpid(),
+                rustix::process::Signal::KILL,
+            );
+            loop {
+                std::thread::park();
+            }
+        }
+    }
+
+    pub(super) fn wrong_order() -> Option<WrongOrder> {
+        static WRONG: OnceLock<Option<WrongOrder>> = OnceLock::new();
+        *WRONG.get_or_init(|| match std::env::var("SHADOWBELL_WRONG_ORDER").ok()?.as_str() {
+            "freed-before-posted" => Some(WrongOrder::FreedBeforePosted),
+            "stored-before-freed" => Some(WrongOrder::StoredBeforeFreed),
+            other => panic!("{other}: there is no such order"),
+        })
+    }
+}
