@@ -2,7 +2,7 @@
 
 use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
-use crate::limit::LimitedDisk;
+use crate::limit::Limiter;
 use crate::request::{DiskError, Op, Request, Submitted};
 use crate::resize::ResizeError;
 use shadowbell_memory::{DmaTable, Segments};
@@ -25,8 +25,13 @@ pub trait Disk: Send + Sync + fmt::Debug {
     /// What to call the disk in a message to a person: `disk.img`, `mem:1GiB`.
     fn name(&self) -> String;
 
-    /// The disk as one with limits, if it has any. The default has none.
-    fn as_limited(&self) -> Option<&LimitedDisk> {
+    /// All limits of the disk: its own, and then those of its group. The default has none.
+    fn limiters(&self) -> &[Arc<Limiter>] {
+        &[]
+    }
+
+    /// The disk without its limits, if it has any. The default has none.
+    fn unlimited(&self) -> Option<&Arc<dyn Disk>> {
         None
     }
 

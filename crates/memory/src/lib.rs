@@ -32,6 +32,7 @@ mod copy;
 mod dma;
 mod error;
 mod event;
+mod losses;
 mod mapping;
 mod notifier;
 pub mod page_tables;

@@ -422,7 +422,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        crate::page_tables::mapping_goes(self.len);
+        crate::losses::mapping_goes(self.len);
         if let (Some(end), Some(held)) = (self.end.take(), self.held.take()) {
             end.drop_later(Box::new(held));
         }

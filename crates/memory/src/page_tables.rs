@@ -19,6 +19,7 @@
 //! * *Time*, for what is not counted (admin commands and queues, which a controller has few of): 100
 //!   to 200 times a second, as long as any thread is [`Awake`] that touches such memory.
 
+use crate::losses::{self, SMALL};
 use crate::mapping::Mapping;
 use parking_lot::{Condvar, Mutex};
 use std::collections::HashMap;
@@ -45,9 +46,6 @@ pub const SPEND: u64 = 2048;
 /// Page faults of the process since the last look that are no reason for another one.
 const FEW_FAULTS: u64 = 1024;
 
-/// Smaller mappings are not looked at: a client's 4096 of them have 32 MiB of page tables.
-const SMALL: u64 = 4 << 20;
-
 /// The shortest and the longest time between two looks. What a worker touches comes without notice,
 /// and with 50 ms a peer got to 117 MiB before the first look.
 const SOON: Duration = Duration::from_millis(5);
@@ -65,8 +63,6 @@ static BEGUN: AtomicU64 = AtomicU64::new(0);
 static OVER: AtomicU64 = AtomicU64::new(0);
 /// The page faults that the process had had when the last look was begun.
 static FAULTS: AtomicU64 = AtomicU64::new(0);
-/// Times that page tables of peers' memory have gone.
-static GONE: AtomicU64 = AtomicU64::new(0);
 /// There is a thread that looks.
 static RUNS: AtomicBool = AtomicBool::new(false);
 /// Somebody wants a look. For the thread that looks, while it waits.
@@ -115,14 +111,7 @@ pub fn ask() -> Option<Look> {
 /// mapping: what was touched before that is not known to have one any more.
 #[must_use]
 pub fn epoch() -> u64 {
-    GONE.load(SeqCst)
-}
-
-/// A mapping of a peer's memory is about to go.
-pub(crate) fn mapping_goes(len: usize) {
-    if len as u64 >= SMALL {
-        GONE.fetch_add(1, SeqCst);
-    }
+    losses::count()
 }
 
 /// Page faults of this process that no disk was read for, ever: those of the kernel's own accesses
@@ -265,7 +254,7 @@ fn trim(now: u64) -> u64 {
     if now <= honest.saturating_add(ALLOWED) {
         return honest;
     }
-    GONE.fetch_add(1, SeqCst);
+    losses::tables_gone();
     for mapping in &mappings {
         mapping.drop_page_tables();
     }

@@ -145,11 +145,11 @@ mod tests {
         }
         let none = DiskLimits::default();
         let disk = shadowbell_backend::open("mem:1MiB").unwrap();
-        assert!(none.limit(Arc::clone(&disk)).as_limited().is_none(), "it costs nothing");
+        assert!(none.limit(Arc::clone(&disk)).limiters().is_empty(), "it costs nothing");
         let limited = limits.limit(disk);
-        assert_eq!(limited.as_limited().unwrap().limiters().len(), 2);
+        assert_eq!(limited.limiters().len(), 2);
         set_groups(&[Group { name: "g".into(), limits: limits.own }]);
-        assert_eq!(limited.as_limited().unwrap().limiters()[1].limits(), limits.own);
+        assert_eq!(limited.limiters()[1].limits(), limits.own);
         assert!(groups().iter().any(|group| group.name == "g" && group.limits == limits.own));
     }
 }

@@ -29,18 +29,6 @@ impl LimitedDisk {
         Self { inner: disk, limiters, delayed: Arc::default() }
     }
 
-    /// The disk without limits.
-    #[must_use]
-    pub fn inner(&self) -> &Arc<dyn Disk> {
-        &self.inner
-    }
-
-    /// All limits of the disk: its own, and then those of its group.
-    #[must_use]
-    pub fn limiters(&self) -> &[Arc<Limiter>] {
-        &self.limiters
-    }
-
     fn of(&self, inner: Arc<dyn Disk>) -> Arc<dyn Disk> {
         Arc::new(Self { inner, ..self.clone() })
     }
@@ -60,8 +48,12 @@ impl Disk for LimitedDisk {
         self.inner.name()
     }
 
-    fn as_limited(&self) -> Option<&LimitedDisk> {
-        Some(self)
+    fn limiters(&self) -> &[Arc<Limiter>] {
+        &self.limiters
+    }
+
+    fn unlimited(&self) -> Option<&Arc<dyn Disk>> {
+        Some(&self.inner)
     }
 
     fn remark(&self) -> Option<String> {

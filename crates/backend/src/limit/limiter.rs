@@ -6,7 +6,7 @@
 //! their times, whoever they are of, and what went too early is missing later.
 
 use super::rates::Limits;
-use super::timer::Timer;
+use super::timer::{TICKS, Timer};
 use crate::request::{Op, Request};
 use parking_lot::Mutex;
 use std::fmt;
@@ -14,9 +14,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Weak};
 use std::time::{Duration, Instant};
 
-/// Ticks in a nanosecond: few enough that 64 bits have years of them, and enough that what is rounded
-/// does not matter.
-pub(super) const TICKS: u64 = 64;
 const SECOND: u64 = TICKS * 1_000_000_000;
 /// What may come at once if nothing is said: 10 ms, so that a thread that comes late has lost
 /// nothing.

@@ -1,6 +1,5 @@
 //! Wakes a thread at a time.
 
-use super::limiter::TICKS;
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
     timerfd_settime,
@@ -8,6 +7,10 @@ use rustix::time::{
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Ticks in a nanosecond: few enough that 64 bits have years of them, and enough that what is rounded
+/// does not matter.
+pub(super) const TICKS: u64 = 64;
 
 /// A descriptor that becomes readable at a time.
 #[derive(Debug)]

@@ -3,7 +3,8 @@
 use super::config;
 use super::guarded::Guarded;
 use super::memory::{Current, guard, lengths};
-use super::queue::{BlkQueue, QUEUE_SIZE};
+use super::queue::BlkQueue;
+use super::request::QUEUE_SIZE;
 use super::ring::Ring;
 use super::shared::DeviceShared;
 use super::touches::Touches;

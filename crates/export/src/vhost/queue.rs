@@ -1,7 +1,7 @@
 //! One virtio queue of the device: takes requests, carries them out, and answers them.
 
 use super::request::{
-    Chain, Completed, Job, Refusal, Size, Status, carry_out, measure, parse, put,
+    Chain, Completed, Job, QUEUE_SIZE, Refusal, Size, Status, carry_out, measure, parse, put,
 };
 use super::ring::Ring;
 use super::shared::DeviceShared;
@@ -16,8 +16,6 @@ use virtio_queue::QueueT;
 
 /// Requests of one queue that are in flight.
 const SLOTS: usize = 128;
-/// Entries of a queue, at most.
-pub(super) const QUEUE_SIZE: usize = 1024;
 /// Bytes of data of one queue's requests; one request is always taken.
 const MAX_HELD: usize = 64 << 20;
 /// How long a queue that is stopped waits for its requests: longer than the driver waits for a

@@ -1,7 +1,6 @@
 //! virtio-blk requests, as they lie in the guest's memory. Virtio 1.2, 5.2.6 "Device Operation".
 
 use super::memory::Snapshot;
-use super::queue::QUEUE_SIZE;
 use shadowbell_block::{BlockDevice, BlockError, Geometry, Zeroes};
 use std::io::{Read as _, Write as _};
 use virtio_queue::DescriptorChain;
@@ -10,6 +9,8 @@ use virtio_queue::desc::split::Descriptor;
 /// A request's descriptors. They keep the guest's memory as it was when the request was made.
 pub(super) type Chain = DescriptorChain<Snapshot>;
 
+/// Entries of a queue, at most.
+pub(super) const QUEUE_SIZE: usize = 1024;
 /// Bytes of the header: type, four reserved bytes, sector.
 const HEADER: usize = 16;
 /// The unit of everything, whatever the disk's blocks are.

@@ -162,8 +162,7 @@ impl Changes {
                     return Ok(false);
                 }
                 let spec = wanted.joined(&found.disk.disk);
-                if let Some(limited) = old.as_limited()
-                    && let Some(own) = limited.limiters().first()
+                if let Some(own) = old.limiters().first()
                     && wanted.group == before.group
                     && !wanted.is_none()
                 {
@@ -171,7 +170,7 @@ impl Changes {
                     self.say_otherwise(&served, asked, found.at, nsid, spec);
                     return Ok(true);
                 }
-                let bare = old.as_limited().map_or(old, |limited| limited.inner());
+                let bare = old.unlimited().unwrap_or(old);
                 (spec, wanted.limit(Arc::clone(bare)))
             }
             NamespaceChange::Disk(spec) => {

@@ -132,8 +132,7 @@ impl Server {
     /// Whether requests wait until the limits of their disks allow them. Who rests does not.
     fn wait_for_limits(&self, is_so: bool) {
         for disk in self.disks() {
-            let limiters = disk.as_limited().map(|limited| limited.limiters()).unwrap_or_default();
-            limiters.iter().for_each(|limiter| limiter.open(!is_so));
+            disk.limiters().iter().for_each(|limiter| limiter.open(!is_so));
         }
     }
 
