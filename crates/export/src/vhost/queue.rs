@@ -16,8 +16,9 @@ use virtio_queue::QueueT;
 
 /// Requests of one queue that are in flight.
 const SLOTS: usize = 128;
-/// Bytes of data of one queue's requests; one request is always taken.
-const MAX_HELD: usize = 64 << 20;
+/// Bytes of data of one queue's requests; one request is always taken. A guest whose requests have
+/// 128 KiB, as Linux's do, has as many as there are slots.
+const MAX_HELD: usize = 16 << 20;
 /// How long a queue that is stopped waits for its requests: longer than the driver waits for a
 /// command by default.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(60);
