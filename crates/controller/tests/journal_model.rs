@@ -1,0 +1,569 @@
+//! The journal of what is under way, explored: every order of a host, a worker, a disk and deaths of
+//! the worker, for a few commands. With each step out of its order, something is lost, completed
+//! twice, or written over what is newer.
+//!
+//! What is modelled is the order of stores as `journal` describes it, for one queue pair. A worker
+//! may die between any two of them. The disk carries out what it has in any order, also for a worker
+//! that is dead. The host uses an identifier again as soon as it has seen the completion, and places
+//! in the submission queue without asking how far it was fetched, as Linux does.
+
+use std::collections::HashSet;
+
+/// Of both queues: two commands fill them.
+const ENTRIES: u8 = 3;
+/// Which block each command writes. The host submits one when the one before has been completed that
+/// writes the same block. So the first may be under way while others take its place in the queue.
+const BLOCKS: [usize; 7] = [0, 1, 1, 1, 0, 1, 0];
+const DEATHS: u8 = 3;
+const NONE: u8 = u8::MAX;
+
+/// What is not done, or in another order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mistake {
+    FreedBeforePosted,
+    CqStoredBeforeFreed,
+    CqStoredBeforeSq,
+    RecordedLast,
+    CompletionsNotCounted,
+    NoFence,
+    MovedRecordCountsTwice,
+    SpareFreedBeforeRecorded,
+    EntryReadFromTheQueue,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Completion {
+    /// The identifier: the block.
+    cid: u8,
+    sq_head: u8,
+    phase: bool,
+}
+
+/// A record: which command of its queue it is, and the command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+struct Record {
+    place: u8,
+    count: u8,
+    command: u8,
+}
+
+/// What outlives a worker.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+struct Journal {
+    records: Vec<Record>,
+    sq_head: u8,
+    fetched: u8,
+    /// For the position at `.0`, so many completions were posted.
+    covers: (u8, u8),
+    cq_tail: u8,
+    cq_phase: bool,
+    completions: u8,
+}
+
+/// Which step of a worker comes next.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Step {
+    /// Anything that there is to do.
+    Choose,
+    Fetch {
+        left: u8,
+    },
+    Record {
+        command: u8,
+        count: u8,
+        left: u8,
+    },
+    FreeEarly {
+        of_batch: bool,
+    },
+    Post {
+        of_batch: bool,
+    },
+    Free {
+        of_batch: bool,
+    },
+    StoreCovers,
+    StoreSq,
+    StoreCq {
+        of_batch: bool,
+    },
+    RecordLate,
+    ReplayRecord {
+        command: u8,
+        count: u8,
+        spare: u8,
+    },
+    ReplayFree {
+        command: u8,
+        count: u8,
+        spare: u8,
+    },
+    /// The worker is dead, and the next one has done nothing yet.
+    Recover,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct State {
+    // The host, and what it shares.
+    submitted: u8,
+    sq: [u8; ENTRIES as usize],
+    sq_tail: u8,
+    cq: [Completion; ENTRIES as usize],
+    cq_head: u8,
+    host_phase: bool,
+    /// By identifier.
+    outstanding: [u8; 2],
+    /// By block, the last command that the host knows to be complete.
+    acknowledged: [u8; 2],
+    // The disk: what it holds, and what it has in hand, of which worker.
+    blocks: [u8; 2],
+    in_hand: Vec<(u8, u8)>,
+    journal: Journal,
+    // The worker.
+    worker: u8,
+    step: Step,
+    head: u8,
+    fetched: u8,
+    tail: u8,
+    phase: bool,
+    completions: u8,
+    /// Commands that the disk has, and their records.
+    pending: Vec<(u8, u8)>,
+    /// Commands that the disk has ended, and nobody has looked.
+    ended: Vec<u8>,
+    staged: Vec<(Completion, u8)>,
+    to_free: Vec<u8>,
+    to_record: Vec<(u8, u8)>,
+    replays: Vec<Record>,
+}
+
+struct Model {
+    mistake: Option<Mistake>,
+    /// A disk that ends commands at once, such as memory.
+    at_once: bool,
+}
+
+fn after(at: u8) -> u8 {
+    (at + 1) % ENTRIES
+}
+
+fn distance(from: u8, to: u8) -> u8 {
+    (to + ENTRIES - from) % ENTRIES
+}
+
+impl State {
+    fn new() -> Self {
+        let empty = Completion { cid: NONE, sq_head: 0, phase: false };
+        Self {
+            submitted: 0,
+            sq: [NONE; ENTRIES as usize],
+            sq_tail: 0,
+            cq: [empty; ENTRIES as usize],
+            cq_head: 0,
+            host_phase: true,
+            outstanding: [NONE; 2],
+            acknowledged: [NONE; 2],
+            blocks: [NONE; 2],
+            in_hand: Vec::new(),
+            journal: Journal { cq_phase: true, ..Journal::default() },
+            worker: 0,
+            step: Step::Choose,
+            head: 0,
+            fetched: 0,
+            tail: 0,
+            phase: true,
+            completions: 0,
+            pending: Vec::new(),
+            ended: Vec::new(),
+            staged: Vec::new(),
+            to_free: Vec::new(),
+            to_record: Vec::new(),
+            replays: Vec::new(),
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        usize::from(self.submitted) == BLOCKS.len() && self.outstanding == [NONE; 2]
+    }
+
+    /// Places for completions that nobody has.
+    fn room(&self) -> u8 {
+        let taken = usize::from(distance(self.cq_head, self.tail));
+        (usize::from(ENTRIES) - 1)
+            .saturating_sub(taken + self.staged.len() + self.pending.len() + self.ended.len())
+            as u8
+    }
+
+    fn free_place(&self) -> u8 {
+        (0..).find(|place| self.journal.records.iter().all(|it| it.place != *place)).unwrap_or(0)
+    }
+
+    fn free(&mut self, place: u8) {
+        self.journal.records.retain(|record| record.place != place);
+    }
+
+    fn record(&mut self, command: u8, count: u8) {
+        let place = self.free_place();
+        self.journal.records.push(Record { place, count, command });
+        self.journal.records.sort_unstable();
+        // Unless it has ended meanwhile.
+        if let Some(pending) = self.pending.iter_mut().find(|pending| pending.0 == command) {
+            pending.1 = place;
+        }
+    }
+}
+
+type Next = Vec<State>;
+
+impl Model {
+    fn is(&self, mistake: Mistake) -> bool {
+        self.mistake == Some(mistake)
+    }
+
+    /// All that can happen next. An error says what is wrong.
+    fn next(&self, state: &State) -> Result<Next, String> {
+        let mut next = Vec::new();
+        self.host(state, &mut next)?;
+        self.disk(state, &mut next)?;
+        self.work(state, &mut next);
+        if next.is_empty() && !state.is_over() {
+            return Err("a command is never completed".into());
+        }
+        if state.worker < DEATHS && state.step != Step::Recover && !state.is_over() {
+            next.push(self.die(state));
+        }
+        Ok(next)
+    }
+
+    fn host(&self, state: &State, next: &mut Next) -> Result<(), String> {
+        let command = state.submitted;
+        if let Some(block) = BLOCKS.get(usize::from(command))
+            && state.outstanding[*block] == NONE
+        {
+            let mut submits = state.clone();
+            submits.sq[usize::from(state.sq_tail)] = command;
+            submits.sq_tail = after(state.sq_tail);
+            submits.outstanding[*block] = command;
+            submits.submitted += 1;
+            next.push(submits);
+        }
+        let completion = state.cq[usize::from(state.cq_head)];
+        if completion.phase == state.host_phase {
+            let mut sees = state.clone();
+            sees.cq_head = after(state.cq_head);
+            sees.host_phase ^= sees.cq_head == 0;
+            let block = usize::from(completion.cid);
+            let command = std::mem::replace(&mut sees.outstanding[block], NONE);
+            if command == NONE {
+                return Err("a command is completed twice".into());
+            }
+            if state.blocks[block] != command {
+                return Err(format!("command {command} is complete, and not carried out"));
+            }
+            sees.acknowledged[block] = command;
+            next.push(sees);
+        }
+        Ok(())
+    }
+
+    fn disk(&self, state: &State, next: &mut Next) -> Result<(), String> {
+        for at in 0..state.in_hand.len() {
+            let mut ends = state.clone();
+            let (command, worker) = ends.in_hand.remove(at);
+            let block = BLOCKS[usize::from(command)];
+            let known = state.acknowledged[block];
+            if known != NONE && known > command {
+                return Err(format!("command {command} is carried out after {known}"));
+            }
+            ends.blocks[block] = command;
+            if worker == state.worker && state.step != Step::Recover {
+                ends.ended.push(command);
+                ends.ended.sort_unstable();
+            }
+            next.push(ends);
+        }
+        Ok(())
+    }
+
+    fn die(&self, state: &State) -> State {
+        State {
+            worker: state.worker + 1,
+            step: Step::Recover,
+            head: 0,
+            fetched: 0,
+            tail: 0,
+            phase: true,
+            completions: 0,
+            pending: Vec::new(),
+            ended: Vec::new(),
+            staged: Vec::new(),
+            to_free: Vec::new(),
+            to_record: Vec::new(),
+            replays: Vec::new(),
+            ..state.clone()
+        }
+    }
+
+    /// Gives a command to the disk.
+    fn start(&self, state: &mut State, command: u8) {
+        if self.at_once {
+            state.blocks[BLOCKS[usize::from(command)]] = command;
+            let completion = self.completion(state, command);
+            state.staged.push((completion, NONE));
+        } else {
+            state.in_hand.push((command, state.worker));
+            state.in_hand.sort_unstable();
+            state.pending.push((command, NONE));
+        }
+    }
+
+    fn completion(&self, state: &State, command: u8) -> Completion {
+        let cid = BLOCKS[usize::from(command)] as u8;
+        Completion { cid, sq_head: state.head, phase: false }
+    }
+
+    fn begin_post(&self, of_batch: bool) -> Step {
+        match self.is(Mistake::FreedBeforePosted) {
+            true => Step::FreeEarly { of_batch },
+            false => Step::Post { of_batch },
+        }
+    }
+
+    fn work(&self, state: &State, next: &mut Next) {
+        let mut then = state.clone();
+        match state.step.clone() {
+            Step::Choose => return self.choose(state, next),
+            Step::Fetch { left } => {
+                let command = state.sq[usize::from(state.head)];
+                let count = state.fetched;
+                then.head = after(state.head);
+                then.fetched += 1;
+                self.start(&mut then, command);
+                then.step = match (self.at_once, self.is(Mistake::RecordedLast)) {
+                    (false, false) => Step::Record { command, count, left: left - 1 },
+                    (is_at_once, _) => {
+                        if !is_at_once {
+                            then.to_record.push((command, count));
+                        }
+                        self.fetch_on(left - 1)
+                    }
+                };
+            }
+            Step::Record { command, count, left } => {
+                then.record(command, count);
+                then.step = self.fetch_on(left);
+            }
+            Step::FreeEarly { of_batch } => {
+                let places: Vec<_> = state.staged.iter().map(|staged| staged.1).collect();
+                places.iter().for_each(|place| then.free(*place));
+                then.step = Step::Post { of_batch };
+            }
+            Step::Post { of_batch } if !state.staged.is_empty() => {
+                let (completion, place) = then.staged.remove(0);
+                then.cq[usize::from(state.tail)] = Completion { phase: state.phase, ..completion };
+                then.tail = after(state.tail);
+                then.phase ^= then.tail == 0;
+                then.completions += 1;
+                then.to_free.push(place);
+                then.step = Step::Post { of_batch };
+            }
+            Step::Post { of_batch } => {
+                then.step = match self.is(Mistake::CqStoredBeforeFreed) {
+                    true => Step::StoreCq { of_batch },
+                    false => Step::Free { of_batch },
+                };
+            }
+            Step::Free { of_batch } => match then.to_free.pop() {
+                Some(place) => then.free(place),
+                None => then.step = self.freed(of_batch),
+            },
+            Step::StoreCovers => {
+                then.journal.covers = (state.head, state.completions);
+                then.step = Step::StoreSq;
+            }
+            Step::StoreSq => {
+                (then.journal.sq_head, then.journal.fetched) = (state.head, state.fetched);
+                then.step = match self.mistake {
+                    Some(Mistake::CqStoredBeforeFreed | Mistake::CqStoredBeforeSq) => Step::Choose,
+                    _ => Step::StoreCq { of_batch: true },
+                };
+            }
+            Step::StoreCq { of_batch } => {
+                let journal = &mut then.journal;
+                (journal.cq_tail, journal.cq_phase) = (state.tail, state.phase);
+                journal.completions = state.completions;
+                then.step = match self.mistake {
+                    Some(Mistake::CqStoredBeforeFreed) => Step::Free { of_batch },
+                    Some(Mistake::CqStoredBeforeSq) if of_batch => Step::StoreCovers,
+                    Some(Mistake::RecordedLast) => Step::RecordLate,
+                    _ => Step::Choose,
+                };
+            }
+            Step::RecordLate => match then.to_record.pop() {
+                Some((command, count)) => then.record(command, count),
+                None => then.step = Step::Choose,
+            },
+            Step::ReplayRecord { command, count, spare } => {
+                then.record(command, count);
+                then.step = match self.is(Mistake::SpareFreedBeforeRecorded) {
+                    true => Step::Choose,
+                    false => Step::ReplayFree { command, count, spare },
+                };
+            }
+            Step::ReplayFree { command, count, spare } => {
+                then.free(spare);
+                then.step = match self.is(Mistake::SpareFreedBeforeRecorded) {
+                    true => Step::ReplayRecord { command, count, spare },
+                    false => Step::Choose,
+                };
+            }
+            Step::Recover => {
+                if !self.is(Mistake::NoFence) && !state.in_hand.is_empty() {
+                    return;
+                }
+                self.recover(&mut then);
+            }
+        }
+        next.push(then);
+    }
+
+    fn fetch_on(&self, left: u8) -> Step {
+        if left == 0 { self.begin_post(true) } else { Step::Fetch { left } }
+    }
+
+    fn freed(&self, of_batch: bool) -> Step {
+        match (self.mistake, of_batch) {
+            (Some(Mistake::CqStoredBeforeFreed), false) => Step::Choose,
+            (Some(Mistake::CqStoredBeforeSq), _) | (_, false) => Step::StoreCq { of_batch },
+            _ => Step::StoreCovers,
+        }
+    }
+
+    /// Replays come first; then a worker does what there is, in any order.
+    fn choose(&self, state: &State, next: &mut Next) {
+        if !state.replays.is_empty() && state.room() > 0 {
+            let mut replays = state.clone();
+            let Record { place: spare, count, command } = replays.replays.remove(0);
+            self.start(&mut replays, command);
+            replays.step = match self.is(Mistake::SpareFreedBeforeRecorded) {
+                true => Step::ReplayFree { command, count, spare },
+                false => Step::ReplayRecord { command, count, spare },
+            };
+            return next.push(replays);
+        }
+        let left = distance(state.head, state.sq_tail).min(state.room());
+        if left > 0 {
+            next.push(State { step: Step::Fetch { left }, ..state.clone() });
+        }
+        if !state.ended.is_empty() {
+            let mut reaps = state.clone();
+            for command in std::mem::take(&mut reaps.ended) {
+                let completion = self.completion(state, command);
+                let at = reaps.pending.iter().position(|pending| pending.0 == command);
+                let place = at.map_or(NONE, |at| reaps.pending.remove(at).1);
+                reaps.staged.push((completion, place));
+            }
+            next.push(reaps);
+        }
+        if !state.staged.is_empty() {
+            next.push(State { step: self.begin_post(false), ..state.clone() });
+        }
+    }
+
+    /// Another worker finds what the dead one has left, as `RecoveredJournal` does. That it has a
+    /// journal of its own from then on is one step: the keeper takes all of it or nothing.
+    fn recover(&self, state: &mut State) {
+        let Journal { mut records, sq_head, fetched, covers, .. } = state.journal.clone();
+        let (mut head, mut count) = (sq_head, fetched);
+        let age = |count: u8, record: &Record| count.wrapping_sub(record.count) as i8;
+        let (mut tail, mut phase) = (state.journal.cq_tail, state.journal.cq_phase);
+        for nth in 1..ENTRIES {
+            let completion = state.cq[usize::from(tail)];
+            if completion.phase != phase {
+                break;
+            }
+            tail = after(tail);
+            phase ^= tail == 0;
+            let number = state.journal.completions + nth;
+            let is_covered = covers.0 == sq_head && covers.1 >= number;
+            if !is_covered || self.is(Mistake::CompletionsNotCounted) {
+                count = count.wrapping_add(distance(head, completion.sq_head));
+                head = completion.sq_head;
+            }
+            let is_it = |record: &&Record| {
+                BLOCKS[usize::from(record.command)] == usize::from(completion.cid)
+                    && age(count, record) > 0
+            };
+            let oldest = records.iter().filter(is_it).max_by_key(|record| age(count, record));
+            if let Some(done) = oldest.map(|record| record.count) {
+                records.retain(|record| record.count != done);
+            }
+        }
+        records.retain(|record| age(count, record) > 0);
+        records.sort_by_key(|record| std::cmp::Reverse(age(count, record)));
+        if !self.is(Mistake::MovedRecordCountsTwice) {
+            records.dedup_by_key(|record| record.count);
+        }
+        for (place, record) in (100..).zip(&mut records) {
+            record.place = place;
+            if self.is(Mistake::EntryReadFromTheQueue) {
+                record.command = state.sq[usize::from(record.count % ENTRIES)];
+            }
+        }
+        state.journal = Journal {
+            records: records.clone(),
+            sq_head: head,
+            fetched: count,
+            covers: (head, 0),
+            cq_tail: tail,
+            cq_phase: phase,
+            completions: 0,
+        };
+        (state.head, state.fetched, state.tail, state.phase) = (head, count, tail, phase);
+        state.replays = records;
+        state.step = Step::Choose;
+    }
+
+    /// Goes through everything that can happen. How many states there are.
+    fn explore(&self) -> Result<usize, String> {
+        let mut seen = HashSet::from([State::new()]);
+        let mut open = vec![State::new()];
+        while let Some(state) = open.pop() {
+            for next in self.next(&state)? {
+                if seen.insert(next.clone()) {
+                    open.push(next);
+                }
+            }
+        }
+        Ok(seen.len())
+    }
+}
+
+#[test]
+fn nothing_is_lost_or_done_twice() {
+    for at_once in [false, true] {
+        let states = Model { mistake: None, at_once }.explore().unwrap();
+        println!("{states} states");
+        assert!(states > 1000);
+    }
+}
+
+#[test]
+fn each_mistake_is_found() {
+    for (mistake, at_once) in [
+        (Mistake::FreedBeforePosted, false),
+        (Mistake::CqStoredBeforeFreed, false),
+        (Mistake::CqStoredBeforeSq, true),
+        (Mistake::RecordedLast, false),
+        (Mistake::CompletionsNotCounted, false),
+        (Mistake::NoFence, false),
+        (Mistake::MovedRecordCountsTwice, false),
+        (Mistake::SpareFreedBeforeRecorded, false),
+        (Mistake::EntryReadFromTheQueue, false),
+    ] {
+        match (Model { mistake: Some(mistake), at_once }).explore() {
+            Err(found) => println!("{mistake:?}: {found}"),
+            Ok(states) => panic!("{mistake:?} does no harm in {states} states"),
+        }
+    }
+}
