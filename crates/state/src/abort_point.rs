@@ -90,29 +90,31 @@ pub enum WrongOrder {
 }
 
 /// Ends this process here, if `SHADOWBELL_ABORT_AT` says so: a [name](AbortPoint::name), or
-/// `NAME:N` for the Nth time. Without the feature `abort-points` it does nothing.
+/// `NAME:N` for the Nth time. Without the feature `abort-points`, and in an optimised build, it does
+/// nothing.
 #[inline]
 pub fn abort_point(point: AbortPoint) {
-    #[cfg(feature = "abort-points")]
+    #[cfg(all(feature = "abort-points", debug_assertions))]
     armed::reached(point);
-    #[cfg(not(feature = "abort-points"))]
+    #[cfg(not(all(feature = "abort-points", debug_assertions)))]
     let _ = point;
 }
 
-/// Whether `SHADOWBELL_WRONG_ORDER` asks for this one. Never without the feature `abort-points`.
+/// Whether `SHADOWBELL_WRONG_ORDER` asks for this one. Never without the feature `abort-points`,
+/// nor in an optimised build.
 #[inline]
 #[must_use]
 pub fn is_wrong(order: WrongOrder) -> bool {
-    #[cfg(feature = "abort-points")]
+    #[cfg(all(feature = "abort-points", debug_assertions))]
     return armed::wrong_order() == Some(order);
-    #[cfg(not(feature = "abort-points"))]
+    #[cfg(not(all(feature = "abort-points", debug_assertions)))]
     {
         let _ = order;
         false
     }
 }
 
-#[cfg(feature = "abort-points")]
+#[cfg(all(feature = "abort-points", debug_assertions))]
 mod armed {
     use super::{AbortPoint, WrongOrder};
     use std::sync::OnceLock;

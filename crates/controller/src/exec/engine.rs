@@ -480,7 +480,7 @@ impl Engine {
         let Some(namespace) = self.namespaces.get_mut(index) else {
             return Started::Failed(permit, Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr());
         };
-        if !SLOW && namespace.effort(sqe) > cost::SHORT_BYTES {
+        if !SLOW && namespace.is_long(sqe) {
             return self.slow_transfer(op, sqe, sq, permit);
         }
         let with = (&self.view, self.limits, self.write_through);

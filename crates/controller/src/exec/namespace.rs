@@ -1,5 +1,6 @@
 //! One worker's part of a namespace.
 
+use super::quota::cost;
 use crate::namespace::Namespace;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use shadowbell_backend::{DiskError, Op, Queue, Request, Submitted};
@@ -22,7 +23,13 @@ pub(crate) struct NamespaceQueue {
     pub(super) block_shift: u32,
     pub(super) read_only: bool,
     pub(super) volatile_cache: bool,
+    /// The number of blocks of the longest short command, less one.
+    short: u32,
     pub(super) queue: Box<dyn Queue>,
+}
+
+fn short(block_shift: u32) -> u32 {
+    ((cost::SHORT_BYTES >> block_shift) as u32).saturating_sub(1)
 }
 
 impl NamespaceQueue {
@@ -33,6 +40,7 @@ impl NamespaceQueue {
             block_shift: namespace.block_shift(),
             read_only: namespace.read_only(),
             volatile_cache: namespace.info().volatile_cache,
+            short: short(namespace.block_shift()),
             queue: if namespace.write_through() { Box::new(WriteThrough(queue)) } else { queue },
         })
     }
@@ -49,6 +57,7 @@ impl NamespaceQueue {
             block_shift: 9,
             read_only: true,
             volatile_cache: false,
+            short: short(9),
             queue: Box::new(Nothing),
         }
     }
@@ -74,13 +83,13 @@ impl NamespaceQueue {
         if self.is_none() { INACTIVE } else { Status::LBA_OUT_OF_RANGE.with_dnr() }
     }
 
-    /// How many bytes of data a read or write has. One that is forced to the medium, which takes
-    /// long, has more than any other: so one look at both is enough.
+    /// Whether a read or write takes long: it has more bytes than are short, or is forced to the
+    /// medium. One look at the blocks and at FUA, which is a bit above them.
     #[inline]
-    pub(super) fn effort(&self, sqe: &Sqe) -> u64 {
+    pub(super) fn is_long(&self, sqe: &Sqe) -> bool {
         const FUA: u32 = 1 << 30;
         const NLB: u32 = 0xffff;
-        (u64::from(sqe.cdw12 & (FUA | NLB)) + 1) << self.block_shift
+        sqe.cdw12 & (FUA | NLB) > self.short
     }
 
     /// Wakes whoever waits for `epoll` when the disk has done something.

@@ -105,7 +105,7 @@ const DOUBLED: [(&str, u32); 6] = [
     ("delete", 500),
     ("abort", 500),
     ("ranges", 50),
-    ("map", 4000),
+    ("map", 8000),
     ("unmap", 4000),
 ];
 /// How much more work twice as much may be.
