@@ -196,8 +196,8 @@ pub trait Queue {
         None
     }
 
-    /// Whether the [wake descriptor](Self::wake_fd) becomes readable again and again without ever ceasing to be, so that
-    /// it has to be watched for that (`EPOLLET`).
+    /// Whether the [wake descriptor](Self::wake_fd) becomes readable again and again without ever
+    /// ceasing to be, so that it has to be watched for that (`EPOLLET`).
     fn wakes_by_edges(&self) -> bool {
         false
     }

@@ -119,8 +119,13 @@ struct State {
     blocks: [u8; 2],
     in_hand: Vec<(u8, u8)>,
     journal: Journal,
-    // The worker.
-    worker: u8,
+    worker: Worker,
+}
+
+/// What dies with a worker.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Worker {
+    number: u8,
     step: Step,
     head: u8,
     fetched: u8,
@@ -135,6 +140,26 @@ struct State {
     to_free: Vec<u8>,
     to_record: Vec<(u8, u8)>,
     replays: Vec<Record>,
+}
+
+impl Worker {
+    fn new(number: u8, step: Step) -> Self {
+        Self {
+            number,
+            step,
+            head: 0,
+            fetched: 0,
+            tail: 0,
+            phase: true,
+            completions: 0,
+            pending: Vec::new(),
+            ended: Vec::new(),
+            staged: Vec::new(),
+            to_free: Vec::new(),
+            to_record: Vec::new(),
+            replays: Vec::new(),
+        }
+    }
 }
 
 struct Model {
@@ -166,19 +191,7 @@ impl State {
             blocks: [NONE; 2],
             in_hand: Vec::new(),
             journal: Journal { cq_phase: true, ..Journal::default() },
-            worker: 0,
-            step: Step::Choose,
-            head: 0,
-            fetched: 0,
-            tail: 0,
-            phase: true,
-            completions: 0,
-            pending: Vec::new(),
-            ended: Vec::new(),
-            staged: Vec::new(),
-            to_free: Vec::new(),
-            to_record: Vec::new(),
-            replays: Vec::new(),
+            worker: Worker::new(0, Step::Choose),
         }
     }
 
@@ -188,10 +201,10 @@ impl State {
 
     /// Places for completions that nobody has.
     fn room(&self) -> u8 {
-        let taken = usize::from(distance(self.cq_head, self.tail));
-        (usize::from(ENTRIES) - 1)
-            .saturating_sub(taken + self.staged.len() + self.pending.len() + self.ended.len())
-            as u8
+        let taken = usize::from(distance(self.cq_head, self.worker.tail));
+        (usize::from(ENTRIES) - 1).saturating_sub(
+            taken + self.worker.staged.len() + self.worker.pending.len() + self.worker.ended.len(),
+        ) as u8
     }
 
     fn free_place(&self) -> u8 {
@@ -207,7 +220,7 @@ impl State {
         self.journal.records.push(Record { place, count, command });
         self.journal.records.sort_unstable();
         // Unless it has ended meanwhile.
-        if let Some(pending) = self.pending.iter_mut().find(|pending| pending.0 == command) {
+        if let Some(pending) = self.worker.pending.iter_mut().find(|pending| pending.0 == command) {
             pending.1 = place;
         }
     }
@@ -229,7 +242,7 @@ impl Model {
         if next.is_empty() && !state.is_over() {
             return Err("a command is never completed".into());
         }
-        if state.worker < DEATHS && state.step != Step::Recover && !state.is_over() {
+        if state.worker.number < DEATHS && state.worker.step != Step::Recover && !state.is_over() {
             next.push(self.die(state));
         }
         Ok(next)
@@ -276,9 +289,9 @@ impl Model {
                 return Err(format!("command {command} is carried out after {known}"));
             }
             ends.blocks[block] = command;
-            if worker == state.worker && state.step != Step::Recover {
-                ends.ended.push(command);
-                ends.ended.sort_unstable();
+            if worker == state.worker.number && state.worker.step != Step::Recover {
+                ends.worker.ended.push(command);
+                ends.worker.ended.sort_unstable();
             }
             next.push(ends);
         }
@@ -286,22 +299,8 @@ impl Model {
     }
 
     fn die(&self, state: &State) -> State {
-        State {
-            worker: state.worker + 1,
-            step: Step::Recover,
-            head: 0,
-            fetched: 0,
-            tail: 0,
-            phase: true,
-            completions: 0,
-            pending: Vec::new(),
-            ended: Vec::new(),
-            staged: Vec::new(),
-            to_free: Vec::new(),
-            to_record: Vec::new(),
-            replays: Vec::new(),
-            ..state.clone()
-        }
+        let worker = Worker::new(state.worker.number + 1, Step::Recover);
+        State { worker, ..state.clone() }
     }
 
     /// Gives a command to the disk.
@@ -309,17 +308,17 @@ impl Model {
         if self.at_once {
             state.blocks[BLOCKS[usize::from(command)]] = command;
             let completion = self.completion(state, command);
-            state.staged.push((completion, NONE));
+            state.worker.staged.push((completion, NONE));
         } else {
-            state.in_hand.push((command, state.worker));
+            state.in_hand.push((command, state.worker.number));
             state.in_hand.sort_unstable();
-            state.pending.push((command, NONE));
+            state.worker.pending.push((command, NONE));
         }
     }
 
     fn completion(&self, state: &State, command: u8) -> Completion {
         let cid = BLOCKS[usize::from(command)] as u8;
-        Completion { cid, sq_head: state.head, phase: false }
+        Completion { cid, sq_head: state.worker.head, phase: false }
     }
 
     fn begin_post(&self, of_batch: bool) -> Step {
@@ -331,19 +330,19 @@ impl Model {
 
     fn work(&self, state: &State, next: &mut Next) {
         let mut then = state.clone();
-        match state.step.clone() {
+        match state.worker.step.clone() {
             Step::Choose => return self.choose(state, next),
             Step::Fetch { left } => {
-                let command = state.sq[usize::from(state.head)];
-                let count = state.fetched;
-                then.head = after(state.head);
-                then.fetched += 1;
+                let command = state.sq[usize::from(state.worker.head)];
+                let count = state.worker.fetched;
+                then.worker.head = after(state.worker.head);
+                then.worker.fetched += 1;
                 self.start(&mut then, command);
-                then.step = match (self.at_once, self.is(Mistake::RecordedLast)) {
+                then.worker.step = match (self.at_once, self.is(Mistake::RecordedLast)) {
                     (false, false) => Step::Record { command, count, left: left - 1 },
                     (is_at_once, _) => {
                         if !is_at_once {
-                            then.to_record.push((command, count));
+                            then.worker.to_record.push((command, count));
                         }
                         self.fetch_on(left - 1)
                     }
@@ -351,68 +350,70 @@ impl Model {
             }
             Step::Record { command, count, left } => {
                 then.record(command, count);
-                then.step = self.fetch_on(left);
+                then.worker.step = self.fetch_on(left);
             }
             Step::FreeEarly { of_batch } => {
-                let places: Vec<_> = state.staged.iter().map(|staged| staged.1).collect();
+                let places: Vec<_> = state.worker.staged.iter().map(|staged| staged.1).collect();
                 places.iter().for_each(|place| then.free(*place));
-                then.step = Step::Post { of_batch };
+                then.worker.step = Step::Post { of_batch };
             }
-            Step::Post { of_batch } if !state.staged.is_empty() => {
-                let (completion, place) = then.staged.remove(0);
-                then.cq[usize::from(state.tail)] = Completion { phase: state.phase, ..completion };
-                then.tail = after(state.tail);
-                then.phase ^= then.tail == 0;
-                then.completions += 1;
-                then.to_free.push(place);
-                then.step = Step::Post { of_batch };
+            Step::Post { of_batch } if !state.worker.staged.is_empty() => {
+                let (completion, place) = then.worker.staged.remove(0);
+                then.cq[usize::from(state.worker.tail)] =
+                    Completion { phase: state.worker.phase, ..completion };
+                then.worker.tail = after(state.worker.tail);
+                then.worker.phase ^= then.worker.tail == 0;
+                then.worker.completions += 1;
+                then.worker.to_free.push(place);
+                then.worker.step = Step::Post { of_batch };
             }
             Step::Post { of_batch } => {
-                then.step = match self.is(Mistake::CqStoredBeforeFreed) {
+                then.worker.step = match self.is(Mistake::CqStoredBeforeFreed) {
                     true => Step::StoreCq { of_batch },
                     false => Step::Free { of_batch },
                 };
             }
-            Step::Free { of_batch } => match then.to_free.pop() {
+            Step::Free { of_batch } => match then.worker.to_free.pop() {
                 Some(place) => then.free(place),
-                None => then.step = self.freed(of_batch),
+                None => then.worker.step = self.freed(of_batch),
             },
             Step::StoreCovers => {
-                then.journal.covers = (state.head, state.completions);
-                then.step = Step::StoreSq;
+                then.journal.covers = (state.worker.head, state.worker.completions);
+                then.worker.step = Step::StoreSq;
             }
             Step::StoreSq => {
-                (then.journal.sq_head, then.journal.fetched) = (state.head, state.fetched);
-                then.step = match self.mistake {
+                (then.journal.sq_head, then.journal.fetched) =
+                    (state.worker.head, state.worker.fetched);
+                then.worker.step = match self.mistake {
                     Some(Mistake::CqStoredBeforeFreed | Mistake::CqStoredBeforeSq) => Step::Choose,
                     _ => Step::StoreCq { of_batch: true },
                 };
             }
             Step::StoreCq { of_batch } => {
                 let journal = &mut then.journal;
-                (journal.cq_tail, journal.cq_phase) = (state.tail, state.phase);
-                journal.completions = state.completions;
-                then.step = match self.mistake {
+                (journal.cq_tail, journal.cq_phase) = (state.worker.tail, state.worker.phase);
+                journal.completions = state.worker.completions;
+                then.worker.step = match self.mistake {
                     Some(Mistake::CqStoredBeforeFreed) => Step::Free { of_batch },
                     Some(Mistake::CqStoredBeforeSq) if of_batch => Step::StoreCovers,
                     Some(Mistake::RecordedLast) => Step::RecordLate,
                     _ => Step::Choose,
                 };
             }
-            Step::RecordLate => match then.to_record.pop() {
+            Step::RecordLate => match then.worker.to_record.pop() {
                 Some((command, count)) => then.record(command, count),
-                None => then.step = Step::Choose,
+                None => then.worker.step = Step::Choose,
             },
             Step::ReplayRecord { command, count, spare } => {
                 then.record(command, count);
-                then.step = match self.is(Mistake::SpareFreedBeforeRecorded) {
+                then.worker.step = match self.is(Mistake::SpareFreedBeforeRecorded) {
                     true => Step::Choose,
                     false => Step::ReplayFree { command, count, spare },
                 };
             }
             Step::ReplayFree { command, count, spare } => {
                 then.free(spare);
-                then.step = match self.is(Mistake::SpareFreedBeforeRecorded) {
+                then.worker.step = match self.is(Mistake::SpareFreedBeforeRecorded) {
                     true => Step::ReplayRecord { command, count, spare },
                     false => Step::Choose,
                 };
@@ -441,32 +442,34 @@ impl Model {
 
     /// Replays come first; then a worker does what there is, in any order.
     fn choose(&self, state: &State, next: &mut Next) {
-        if !state.replays.is_empty() && state.room() > 0 {
+        if !state.worker.replays.is_empty() && state.room() > 0 {
             let mut replays = state.clone();
-            let Record { place: spare, count, command } = replays.replays.remove(0);
+            let Record { place: spare, count, command } = replays.worker.replays.remove(0);
             self.start(&mut replays, command);
-            replays.step = match self.is(Mistake::SpareFreedBeforeRecorded) {
+            replays.worker.step = match self.is(Mistake::SpareFreedBeforeRecorded) {
                 true => Step::ReplayFree { command, count, spare },
                 false => Step::ReplayRecord { command, count, spare },
             };
             return next.push(replays);
         }
-        let left = distance(state.head, state.sq_tail).min(state.room());
+        let left = distance(state.worker.head, state.sq_tail).min(state.room());
         if left > 0 {
-            next.push(State { step: Step::Fetch { left }, ..state.clone() });
+            let worker = Worker { step: Step::Fetch { left }, ..state.worker.clone() };
+            next.push(State { worker, ..state.clone() });
         }
-        if !state.ended.is_empty() {
+        if !state.worker.ended.is_empty() {
             let mut reaps = state.clone();
-            for command in std::mem::take(&mut reaps.ended) {
+            for command in std::mem::take(&mut reaps.worker.ended) {
                 let completion = self.completion(state, command);
-                let at = reaps.pending.iter().position(|pending| pending.0 == command);
-                let place = at.map_or(NONE, |at| reaps.pending.remove(at).1);
-                reaps.staged.push((completion, place));
+                let at = reaps.worker.pending.iter().position(|pending| pending.0 == command);
+                let place = at.map_or(NONE, |at| reaps.worker.pending.remove(at).1);
+                reaps.worker.staged.push((completion, place));
             }
             next.push(reaps);
         }
-        if !state.staged.is_empty() {
-            next.push(State { step: self.begin_post(false), ..state.clone() });
+        if !state.worker.staged.is_empty() {
+            let worker = Worker { step: self.begin_post(false), ..state.worker.clone() };
+            next.push(State { worker, ..state.clone() });
         }
     }
 
@@ -519,9 +522,10 @@ impl Model {
             cq_phase: phase,
             completions: 0,
         };
-        (state.head, state.fetched, state.tail, state.phase) = (head, count, tail, phase);
-        state.replays = records;
-        state.step = Step::Choose;
+        (state.worker.head, state.worker.fetched, state.worker.tail, state.worker.phase) =
+            (head, count, tail, phase);
+        state.worker.replays = records;
+        state.worker.step = Step::Choose;
     }
 
     /// Goes through everything that can happen. How many states there are.

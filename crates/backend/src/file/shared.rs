@@ -87,7 +87,8 @@ impl FileShared {
         (&*self.file).seek(SeekFrom::End(0))
     }
 
-    /// The same disk as `info` has it, which differs in its size, or in whether it takes writes. `end` is that of the file.
+    /// The same disk as `info` has it, which differs in its size, or in whether it takes writes.
+    /// `end` is that of the file.
     pub(super) fn resized(&self, info: DiskInfo, end: u64) -> Self {
         let copy = |flag: &AtomicBool| AtomicBool::new(flag.load(Ordering::Relaxed));
         Self {
