@@ -113,7 +113,7 @@ impl PollEntry {
 }
 
 /// It is in every pass again.
-fn is_back(entry: &Box<PollEntry>) {
+fn is_back(entry: &PollEntry) {
     entry.queues.set_left_out(false);
 }
 
@@ -177,7 +177,7 @@ impl PollGroup {
     pub(super) fn activate(&mut self, id: u32) -> Option<&mut ControllerQueues> {
         self.doorbell_written(id);
         if let Some(at) = self.dormant.iter().position(|entry| entry.queues.id() == id) {
-            self.active.extend(self.dormant.remove(at).inspect(is_back));
+            self.active.extend(self.dormant.remove(at).inspect(|entry| is_back(entry)));
         }
         let mut active = self.active.iter_mut().map(|entry| &mut entry.queues);
         active.find(|t| t.id() == id && !t.is_detaching())
@@ -249,7 +249,7 @@ impl PollGroup {
     /// Before a sleep, in which all but the parked are armed: parks those that have been armed in
     /// vain for a while. One stays active, so that a worker's only controller takes no detour.
     pub(super) fn park_idle(&mut self, trace: &mut Option<TraceRing>) {
-        self.active.extend(self.dormant.drain(..).inspect(is_back));
+        self.active.extend(self.dormant.drain(..).inspect(|entry| is_back(entry)));
         let mut index = 0;
         while self.active.len() > 1
             && let Some(entry) = self.active.get_mut(index)
