@@ -99,6 +99,7 @@ fn processor_time() -> Duration {
 /// An eventfd of a peer's.
 pub(crate) struct PeerEvent {
     fd: PeerDescriptor,
+    id: notifier::Id,
     account: Arc<Account>,
     /// The other thread is about to signal it.
     queued: AtomicBool,
@@ -107,7 +108,8 @@ pub(crate) struct PeerEvent {
 impl PeerEvent {
     pub(crate) fn new(fd: PeerDescriptor, signals: &Signals) -> Self {
         LazyLock::force(&START);
-        Self { fd, account: Arc::clone(&signals.0), queued: AtomicBool::new(false) }
+        let account = Arc::clone(&signals.0);
+        Self { fd, id: notifier::Id::new(), account, queued: AtomicBool::new(false) }
     }
 
     pub(crate) fn signal(self: &Arc<Self>) {
@@ -121,7 +123,7 @@ impl PeerEvent {
     fn signal_here(&self, began: Instant) {
         self.account.count(began, || {
             if notifier::is_available() {
-                notifier::notify(self.fd.as_fd());
+                notifier::notify(self.fd.as_fd(), self.id);
             } else {
                 raise(self.fd.as_fd());
             }

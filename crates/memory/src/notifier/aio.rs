@@ -1,21 +1,10 @@
-//! Signalling an eventfd of somebody else's.
+//! Signalling by Linux AIO: each of its requests names an eventfd that is to be signalled when it
+//! completes. The request here, whether an eventfd of our own takes a write, completes at once.
 //!
-//! A write to an eventfd waits while the count is full, unless its open file is non-blocking; and
-//! the open file is shared with whoever sent the descriptor, who can clear that flag and fill the
-//! count at any moment, the last one before the write included. There is no write that does not
-//! wait whatever the flag says: `RWF_NOWAIT` is refused for eventfds. But the kernel itself signals
-//! without ever waiting. So it is asked to: each request of Linux AIO names an eventfd that is to
-//! be signalled when it completes, and the request here, whether an eventfd of our own takes a
-//! write, completes at once.
-//!
-//! One context serves all eventfds of the process, from any number of threads, and costs a
-//! descriptor that a peer sends nothing. (An io_uring signals one eventfd, so each needed a ring of
-//! its own, 64 of them for a message with 64 eventfds.) A signal takes a microsecond more than a
-//! write does, which is why one's own eventfds are written to.
+//! One context serves all eventfds of the process, from any number of threads.
 
 use libc::{SYS_io_getevents, SYS_io_setup, SYS_io_submit, c_long, syscall};
 use rustix::event::{EventfdFlags, eventfd};
-use rustix::io::{Errno, write};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr;
@@ -74,15 +63,14 @@ static CONTEXT: LazyLock<io::Result<Context>> = LazyLock::new(|| {
     Ok(Context { number, own })
 });
 
-/// Whether eventfds can be signalled so: not if the kernel has no AIO, this process may not use it,
-/// or the system has no context left (`fs.aio-max-nr`).
-pub(crate) fn is_available() -> bool {
+/// Not if the kernel has no AIO, this process may not use it, or the system has no context left
+/// (`fs.aio-max-nr`).
+pub(super) fn is_available() -> bool {
     CONTEXT.is_ok()
 }
 
-/// Signals an eventfd, whoever has it. Does nothing if it is none, or if this
-/// [is not available](is_available).
-pub(crate) fn notify(event: BorrowedFd<'_>) {
+/// Does nothing if this [is not available](is_available).
+pub(super) fn notify(event: BorrowedFd<'_>) {
     let Ok(context) = &*CONTEXT else { return };
     let mut request = Request {
         opcode: POLL,
@@ -103,11 +91,6 @@ pub(crate) fn notify(event: BorrowedFd<'_>) {
         // There is no place for it until those that are complete are taken.
         context.take_completed();
     }
-}
-
-/// Adds one to the count of an eventfd that takes a write at once.
-pub(crate) fn raise(fd: BorrowedFd<'_>) {
-    while let Err(Errno::INTR) = write(fd, &1u64.to_ne_bytes()) {}
 }
 
 impl Context {

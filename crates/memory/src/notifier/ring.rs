@@ -1,0 +1,158 @@
+//! Signalling by io_uring: the eventfd of a ring is signalled when something completes there.
+
+use super::id::Id;
+use io_uring::{IoUring, Probe, opcode};
+use std::cell::RefCell;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::LazyLock;
+
+/// How often a system call is repeated that says that the kernel can not do it now.
+const RETRIES: u32 = 100;
+/// One is under way at a time.
+const ENTRIES: u32 = 2;
+/// As many eventfds take one system call each to signal. Others take three.
+const RINGS_OF_A_THREAD: usize = 64;
+
+/// Whether this kernel has io_uring, lets this process use it, and changes a ring's eventfd at
+/// once: it does since 5.18, and what tells the kernels apart is an operation of 5.19.
+static IS_AVAILABLE: LazyLock<bool> = LazyLock::new(|| {
+    let mut probe = Probe::new();
+    let ring = Ring::new().and_then(|ring| ring.ring.submitter().register_probe(&mut probe));
+    ring.is_ok() && probe.is_supported(opcode::Socket::CODE)
+});
+
+thread_local! {
+    static RINGS: RefCell<Rings> = RefCell::default();
+}
+
+/// A thread's rings.
+#[derive(Default)]
+struct Rings {
+    rings: Vec<Ring>,
+    /// Which one is the next to change its eventfd.
+    next: usize,
+}
+
+struct Ring {
+    ring: IoUring,
+    /// What it signals when something completes. Its descriptor may have been closed since: what
+    /// the ring has is the count.
+    event: Option<Id>,
+}
+
+pub(super) fn is_available() -> bool {
+    *IS_AVAILABLE
+}
+
+/// Whether it was done, or is not to be done at all because the descriptor is no eventfd.
+pub(super) fn notify(event: BorrowedFd<'_>, id: Id) -> bool {
+    // Not in a thread that ends, whose rings may be gone.
+    RINGS.try_with(|rings| rings.borrow_mut().notify(event, id)).unwrap_or(false)
+}
+
+impl Rings {
+    fn notify(&mut self, event: BorrowedFd<'_>, id: Id) -> bool {
+        let known = self.rings.iter().position(|ring| ring.event == Some(id));
+        let Some(at) = known.or_else(|| self.other()) else { return false };
+        let Some(ring) = self.rings.get_mut(at) else { return false };
+        // What it was to do it must not do later, for another eventfd.
+        ring.notify(event, id).unwrap_or_else(|_| {
+            self.rings.swap_remove(at);
+            false
+        })
+    }
+
+    /// One whose eventfd is to be changed: a new one while there are few.
+    fn other(&mut self) -> Option<usize> {
+        if self.rings.len() < RINGS_OF_A_THREAD
+            && let Ok(ring) = Ring::new()
+        {
+            self.rings.push(ring);
+            return Some(self.rings.len() - 1);
+        }
+        self.next = (self.next + 1).checked_rem(self.rings.len())?;
+        Some(self.next)
+    }
+}
+
+impl Ring {
+    fn new() -> io::Result<Self> {
+        Ok(Self { ring: IoUring::new(ENTRIES)?, event: None })
+    }
+
+    /// False if the kernel has no memory to take note of the eventfd.
+    ///
+    /// # Errors
+    /// The ring is of no use any more.
+    fn notify(&mut self, event: BorrowedFd<'_>, id: Id) -> io::Result<bool> {
+        if self.event != Some(id) {
+            if self.event.take().is_some() {
+                self.ring.submitter().unregister_eventfd()?;
+            }
+            if let Err(error) = self.ring.submitter().register_eventfd(event.as_raw_fd()) {
+                return Ok(error.kind() != io::ErrorKind::OutOfMemory);
+            }
+            self.event = Some(id);
+        }
+        self.complete_one()?;
+        Ok(true)
+    }
+
+    fn complete_one(&mut self) -> io::Result<()> {
+        // SAFETY: the entry names no memory.
+        let pushed = unsafe { self.ring.submission().push(&opcode::Nop::new().build()) };
+        pushed.map_err(io::Error::other)?;
+        let mut tries = 0;
+        while let Err(error) = self.ring.submit() {
+            tries += 1;
+            if tries == RETRIES {
+                return Err(error);
+            }
+        }
+        self.ring.completion().for_each(drop);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::event::{EventfdFlags, eventfd};
+    use std::os::fd::{AsFd, OwnedFd};
+
+    #[test]
+    fn several_eventfds_by_turns_each_count_their_own() {
+        if !is_available() {
+            return;
+        }
+        // Blocking ones, one of which is full: nothing waits.
+        let events = [0, 1, 2].map(|_| eventfd(0, EventfdFlags::CLOEXEC).unwrap());
+        let others = [(); RINGS_OF_A_THREAD].map(|()| eventfd(0, EventfdFlags::CLOEXEC).unwrap());
+        let others = others.map(|fd| (fd, Id::new()));
+        let ids = [0, 1, 2, 3].map(|_| Id::new());
+        rustix::io::write(&events[2], &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        for turn in 0..100 {
+            assert!(notify(events[0].as_fd(), ids[0]));
+            assert!(notify(events[0].as_fd(), ids[0]));
+            if turn % 2 == 0 {
+                assert!(notify(events[1].as_fd(), ids[1]));
+            }
+            assert!(notify(events[2].as_fd(), ids[2]));
+            if turn % 4 == 0 {
+                others.iter().for_each(|(fd, id)| assert!(notify(fd.as_fd(), *id)));
+            }
+            // What is no eventfd is passed over.
+            assert!(notify(std::io::stderr().as_fd(), ids[3]));
+        }
+        let count = |event: &OwnedFd| {
+            let mut count = [0; 8];
+            rustix::io::read(event, &mut count).unwrap();
+            u64::from_ne_bytes(count)
+        };
+        assert_eq!([count(&events[0]), count(&events[1])], [200, 50]);
+        assert!(count(&events[2]) >= u64::MAX - 1);
+        assert!(others.iter().all(|(fd, _)| count(fd) == 25));
+        assert_eq!(RINGS.with_borrow(|rings| rings.rings.len()), RINGS_OF_A_THREAD);
+    }
+}
