@@ -94,7 +94,6 @@ impl NbdDisk {
             (transmission::SEND_FLUSH, "flushes"),
             (transmission::SEND_FUA, "FUA"),
             (transmission::SEND_WRITE_ZEROES, "write zeroes"),
-            (transmission::SEND_TRIM, "trim"),
         ];
         let can = can.iter().filter(|(flag, _)| export.has(*flag)).map(|(_, what)| *what);
         let mut words = vec![match self.hub().links.len() {

@@ -53,7 +53,6 @@ impl Export {
         let needs = [
             (transmission::SEND_FLUSH, "flushes"),
             (transmission::SEND_FUA, "writes that are durable at once"),
-            (transmission::SEND_TRIM, "discards"),
             (transmission::SEND_WRITE_ZEROES, "write zeroes"),
         ];
         if let Some((_, what)) = needs.iter().find(|(f, _)| before.has(*f) && !self.has(*f)) {

@@ -53,6 +53,10 @@
 //! What was flushed. FUA is the server's if it has it, and else a flush after the write. A server
 //! that has no flush has no cache as far as anybody knows.
 //!
+//! A discard is a Write Zeroes that lets the server give the bytes back. NBD's trim is not used: what
+//! is read afterwards is anything, and a disk's blocks do not change by themselves. On a server
+//! without Write Zeroes, discards do nothing.
+//!
 //! # Trust
 //!
 //! A server may say anything. Replies that do not fit their requests end the connection, and a

@@ -85,7 +85,7 @@ impl Task {
             }
             // The server may give the bytes back, and they read as zeroes in any case.
             Op::Discard if reads_zeroes => (Action::Bare(command::WRITE_ZEROES), 0),
-            Op::Discard if has(transmission::SEND_TRIM) => (Action::Bare(command::TRIM), 0),
+            // NBD's trim leaves open what is read afterwards, and a disk does not.
             Op::Discard => return Err(Ok(())),
             _ => return Err(Err(DiskError::Unsupported)),
         };
