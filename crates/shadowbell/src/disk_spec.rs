@@ -6,6 +6,7 @@ use crate::target::{Target, not_a_disk};
 use crate::{exit, transport};
 use anyhow::anyhow;
 use shadowbell_backend::{Disk, FileSpec, Format, ImageFormat, Wait};
+use shadowbell_backend_nbd::{NbdDisk, NbdSpec};
 use shadowbell_backend_nvme::{NvmeDisk, OpenError, Options};
 use shadowbell_backend_qcow2::Qcow2Disk;
 use shadowbell_state::Descriptors;
@@ -20,6 +21,9 @@ pub(crate) enum DiskSpecError {
     /// A qcow2 image can not be opened.
     #[error(transparent)]
     Qcow2(shadowbell_backend_qcow2::OpenError),
+    /// An export of an NBD server can not be had.
+    #[error(transparent)]
+    Nbd(#[from] shadowbell_backend_nbd::OpenError),
     /// A controller whose namespace was to be the disk can not be had.
     #[error("{0:#}")]
     Device(anyhow::Error),
@@ -35,7 +39,11 @@ impl DiskSpecError {
             Self::Disk(OpenError::Memory { bytes, .. }) if bytes <= MAX_MEMORY => self.into(),
             Self::Disk(OpenError::System { .. } | OpenError::Ring { .. }) => self.into(),
             Self::Qcow2(shadowbell_backend_qcow2::OpenError::System { .. }) => self.into(),
-            Self::Disk(_) | Self::Qcow2(_) => exit::bad_input(self),
+            Self::Nbd(
+                shadowbell_backend_nbd::OpenError::Connect { .. }
+                | shadowbell_backend_nbd::OpenError::System { .. },
+            ) => self.into(),
+            Self::Disk(_) | Self::Qcow2(_) | Self::Nbd(_) => exit::bad_input(self),
         }
     }
 }
@@ -54,10 +62,11 @@ impl From<shadowbell_backend_qcow2::OpenError> for DiskSpecError {
 /// | `spec` | the disk |
 /// |---|---|
 /// | `disk.qcow2` | a qcow2 image, whatever its name: by its first bytes |
+/// | `nbd://host:10809/export`, `nbd+unix:///export?socket=PATH` | an export of an NBD server: [`NbdSpec`] |
 /// | `nvme://0000:01:00.0/1` | namespace 1 of a PCI device, through VFIO |
 /// | `vfio-user:/run/ssd.sock/1` | namespace 1 of a controller behind a vfio-user socket |
 ///
-/// with the options
+/// The last two have the options
 ///
 /// | option | value | default |
 /// |---|---|---|
@@ -133,6 +142,10 @@ pub(crate) fn check(spec: &str) -> Result<(), DiskSpecError> {
         let (name, options) = spec.split_once('?').map_or((spec, None), |(n, o)| (n, Some(o)));
         let _: Target = name.parse().map_err(wrong)?;
         return parse(options).map(drop).map_err(wrong);
+    }
+    if NbdSpec::is_one(spec) {
+        NbdSpec::parse(spec)?;
+        return Ok(());
     }
     FileSpec::parse(spec)?;
     Ok(())
@@ -239,6 +252,11 @@ fn write_protection(spec: &str, is_read_only: bool) -> Result<Option<String>, Di
 }
 
 fn open_unlimited(spec: &str, open: Open) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    if NbdSpec::is_one(spec) {
+        let disk = NbdDisk::open(&NbdSpec::parse(spec)?)?;
+        tracing::info!("{}: {}", disk.name(), disk.describe());
+        return Ok(Arc::new(disk));
+    }
     if !["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme)) {
         let disk = open_own(spec, open).map_err(|error| match &error {
             DiskSpecError::Disk(shadowbell_backend::OpenError::NoFile { path, .. }) => {
@@ -388,6 +406,9 @@ mod tests {
             ("nvme://nvme0n1", "is no PCI address"),
             ("nvme://0000:01:00.0/0", "count from 1"),
             ("vfio-user:", "lacks a socket"),
+            ("nbd://", "lacks a host"),
+            ("nbd+unix:///x", "lacks a socket"),
+            ("nbd://host/x?direct=on", "no option `direct`"),
             ("vfio-user:/nonexistent/a.sock/1", "no controller behind /nonexistent/a.sock"),
             ("vfio-user:/a.sock?block-size=512", "as long as the device says"),
             ("vfio-user:/a.sock?direct=on", "has no option `direct`"),

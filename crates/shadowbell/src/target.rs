@@ -16,6 +16,8 @@ A TARGET is one of
   disk.img, mem:1GiB       the same; the path of a socket is a vfio-user target
   disk.qcow2               a qcow2 image, whatever its name; ?format=raw and
                            ?format=qcow2 say what a file is
+  nbd://host/export        an export of an NBD server; behind a UNIX socket it is
+                           nbd+unix:///export?socket=PATH
   nvme://0000:01:00.0/1    a PCI device through VFIO, namespace 1; hand the device
                            over first with `shadowbell bind 0000:01:00.0`";
 

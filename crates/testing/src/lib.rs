@@ -4,10 +4,13 @@
 //! | module | feature | what it is |
 //! |---|---|---|
 //! | `block_device` | `block-device` | a driver on an emulated controller, over a disk that does as it is ordered |
+//! | `disks` | `disks` | a host of a disk: requests in batches, and a model |
 //! | `stalled` | `stalled` | a FUSE file system that does not answer |
 #![forbid(unsafe_code)]
 
 #[cfg(feature = "block-device")]
 pub mod block_device;
+#[cfg(feature = "disks")]
+pub mod disks;
 #[cfg(feature = "stalled")]
 pub mod stalled;

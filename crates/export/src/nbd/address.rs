@@ -1,6 +1,6 @@
 //! Where an NBD server listens, as people write it.
 
-use super::wire::PORT;
+use shadowbell_nbd::wire::PORT;
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;

@@ -1,8 +1,8 @@
 //! Answers that are to be sent, many of them with one call.
 
-use super::reply::Head;
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
+use shadowbell_nbd::reply::Head;
 use std::collections::VecDeque;
 use std::io::IoSlice;
 use std::os::fd::AsFd;

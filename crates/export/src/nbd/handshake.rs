@@ -1,6 +1,6 @@
 //! The server's end of the handshake, without a socket: bytes in, bytes out.
 
-use super::wire::{
+use shadowbell_nbd::wire::{
     BASE_ALLOCATION, MAGIC, MAX_PAYLOAD, OPTION_MAGIC, Reader, answer, handshake, info, option,
     put_answer, put_string, transmission,
 };

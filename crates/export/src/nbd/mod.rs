@@ -4,7 +4,6 @@
 //!
 //! | module | what it is |
 //! |---|---|
-//! | [`wire`], [`reply`] | the protocol's numbers and frames, for both ends, without sockets |
 //! | [`handshake`] | the server's end of the handshake, without a socket |
 //! | `request` | what a request asks for, and whether it may |
 //! | `connection` | one client: a thread and its requests |
@@ -12,6 +11,9 @@
 //! | `shared` | what a server and its connections share |
 //! | [`Server`] | a socket, and the clients that come to it |
 //! | [`Address`] | where it listens, as people write it |
+//!
+//! The protocol's numbers and frames, which both ends share, are `shadowbell-nbd`'s: [`wire`],
+//! [`reply`].
 //!
 //! # What it implements
 //!
@@ -30,12 +32,11 @@ mod clients;
 mod connection;
 pub mod handshake;
 mod negotiate;
-pub mod reply;
 mod request;
 mod server;
 mod shared;
 mod socket;
-pub mod wire;
 
 pub use address::Address;
 pub use server::{Options, Server, StartError};
+pub use shadowbell_nbd::{reply, wire};

@@ -1,8 +1,8 @@
 //! What a request asks for, and whether that can be asked for.
 
 use super::handshake::Agreed;
-use super::wire::{MAX_PAYLOAD, NbdError, Request, command, flag};
 use shadowbell_block::{BlockDevice, BlockError, Geometry, Zeroes};
+use shadowbell_nbd::wire::{MAX_PAYLOAD, NbdError, Request, command, flag};
 
 /// What is to be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -20,8 +20,8 @@ use std::path::{Path, PathBuf};
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct Args {
-    /// A namespace each: disk.img, /dev/sdb, disk.qcow2, mem:1GiB, null:1TiB, or one of another
-    /// controller, nvme://0000:01:00.0/1, vfio-user:/run/ssd.sock/1; options as in
+    /// A namespace each: disk.img, /dev/sdb, disk.qcow2, mem:1GiB, null:1TiB, an export of an NBD
+    /// server, nbd://host/export, nbd+unix:///export?socket=PATH, or a namespace of another controller, nvme://0000:01:00.0/1, vfio-user:/run/ssd.sock/1; options as in
     /// `disk.img?block-size=4096&read-only=on`
     #[arg(value_name = "DISK", required_unless_present_any = ["config", "check"])]
     disks: Vec<String>,
@@ -116,6 +116,10 @@ Options of a disk, as in `disk.img?direct=on&iops=1000`:
   aio=io_uring|threads    of a file: how it is read and written [default: io_uring if there is one]
   format=raw|qcow2        of a file: what is in it, instead of by its first bytes
   allow-backing=on        of a qcow2 image: it may name another file, of which it is the difference
+  socket=PATH             of nbd+unix:///EXPORT: where the server is
+  connections=N           of nbd: how many, if the server allows several [default: 4]
+  replay=SIZE|off         of nbd: how much is kept until it is flushed, to be written again to a
+                          server that was restarted [default: 64MiB]
   read-zeroes=on          of null: reads give zeroes
   zero-copy=off           of nvme:// and vfio-user: go through memory of this process
   iops=N[:BURST], read-iops=, write-iops=, bandwidth=SIZE[:BURST], read-bandwidth=,

@@ -136,6 +136,28 @@ fn write_by_nbd(socket: &Path, offset: u64, data: &[u8]) -> u32 {
     u32::from_be_bytes(reply[4..8].try_into().unwrap())
 }
 
+/// What `shadowbell export` serves is a disk of another controller, and both halves of NBD are ours.
+#[test]
+fn an_export_is_a_disk_again() {
+    let export = Export::start(&["local:mem:4MiB", "--nbd", "unix:DIR/nbd", "--name", "a disk"]);
+    let disk = format!("nbd+unix:///a%20disk?socket={}", export.path("nbd").display());
+    let run = |arguments: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_shadowbell"))
+            .args(arguments)
+            .current_dir(export.directory.path())
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{arguments:?}: {output:?}");
+    };
+    let data: Vec<u8> = (0..4_u32 << 20).map(|at| ((at / 3) ^ (at >> 11)) as u8).collect();
+    std::fs::write(export.path("image"), &data).unwrap();
+    let target = format!("local:{disk}");
+    run(&["copy", "image", &disk]);
+    run(&["copy", &target, "back"]);
+    assert!(std::fs::read(export.path("back")).unwrap() == data);
+    export.stop();
+}
+
 #[test]
 fn what_was_written_is_in_the_image_when_it_has_ended() {
     let directory = tempfile::tempdir().unwrap();

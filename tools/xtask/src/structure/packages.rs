@@ -9,10 +9,11 @@ use super::modules::Target;
 
 /// The directories below `crates/`, bottom up: a crate builds only on what stands before it here.
 /// What is elsewhere in the workspace (tests, tools) builds on anything, and none of these on it.
-pub(super) const LAYERS: [&str; 15] = [
+pub(super) const LAYERS: [&str; 17] = [
     "spec",
     "doorbell",
     "state",
+    "nbd",
     "memory",
     "vfio-user",
     "backend",
@@ -21,6 +22,7 @@ pub(super) const LAYERS: [&str; 15] = [
     "frontend",
     "testing",
     "backend-nvme",
+    "backend-nbd",
     "backend-qcow2",
     "block",
     "export",

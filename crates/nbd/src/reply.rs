@@ -1,6 +1,6 @@
 //! Replies to requests, simple and structured, for both ends.
 
-use super::wire::{CHUNK_MAGIC, NbdError, Reader, SIMPLE_REPLY_MAGIC, chunk};
+use crate::wire::{CHUNK_MAGIC, NbdError, Reader, SIMPLE_REPLY_MAGIC, chunk};
 
 /// The longest text of an error that is sent.
 const MAX_TEXT: usize = 80;

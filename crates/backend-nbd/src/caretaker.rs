@@ -1,0 +1,263 @@
+//! The thread that makes connections in place of those that were lost, and waits where that takes
+//! long.
+
+use crate::hub::{Hub, connect};
+use crate::journal::Flush;
+use crate::link::Loss;
+use crate::replay::{ReplayError, replay};
+use crate::stream::{Patient, Stream};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use shadowbell_memory::AbortOnPanic;
+use shadowbell_nbd::wire::{Request, command};
+use std::io::IoSlice;
+use std::os::fd::AsFd;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+use tracing::{error, info, warn};
+
+/// Between two attempts to connect, at first and at most.
+const FIRST: Duration = Duration::from_millis(10);
+const LONGEST: Duration = Duration::from_secs(2);
+/// The most between two attempts where there is a server.
+const SHORT: Duration = Duration::from_millis(200);
+/// How often it is said that there is no server.
+const SAY_AGAIN: Duration = Duration::from_secs(60);
+/// How long the other connections may take to answer what they have, when one was lost.
+const DRAIN: Duration = Duration::from_secs(10);
+/// How long a batch of what is written again may take.
+const REPLAY: Duration = Duration::from_secs(120);
+
+/// What the thread does, until the disk is not used any more.
+pub(crate) fn run(hub: &Hub) {
+    let _guard = AbortOnPanic::new();
+    let shared = &hub.shared;
+    let mut pause = FIRST;
+    let mut since: Option<Instant> = None;
+    let mut said: Option<Instant> = None;
+    loop {
+        if hub.links.iter().all(|link| link.lock().is_connected()) {
+            flush(hub);
+            if !watch(hub, None) {
+                break;
+            }
+            continue;
+        }
+        let lost = *since.get_or_insert_with(Instant::now);
+        match reconnect(hub) {
+            Ok(()) => {
+                pause = FIRST;
+                if hub.links.iter().all(|link| link.lock().is_connected()) {
+                    let took = lost.elapsed();
+                    info!("{}: connected again after {} ms", shared.name, took.as_millis());
+                    (since, said) = (None, None);
+                }
+            }
+            Err(Failure { why, most }) => {
+                if said.is_none_or(|said| said.elapsed() >= SAY_AGAIN) {
+                    warn!("{}: requests wait, and it is tried again: {why}", shared.name);
+                    said = Some(Instant::now());
+                }
+                pause = pause.min(most);
+                if !watch(hub, Some(pause)) {
+                    break;
+                }
+                pause *= 2;
+            }
+        }
+    }
+    for link in &hub.links {
+        if let Some(stream) = link.lock().stream() {
+            let (flags, offset) = (0, 0);
+            let leave = Request { flags, command: command::DISC, cookie: 0, offset, len: 0 };
+            // Who does not hear it sees the end of the connection.
+            let _ = stream.send(&[IoSlice::new(&leave.encode())]);
+        }
+    }
+}
+
+/// Sends the flush that the journal wants. No queue may be there to take its answer: the thread
+/// does.
+fn flush(hub: &Hub) {
+    let Some(link) = hub.links.first() else { return };
+    let mut link = link.lock();
+    let mut journal = hub.shared.journal.lock();
+    if journal.flush == Flush::Wanted {
+        journal.flush = Flush::UnderWay;
+        drop(journal);
+        link.push_flush();
+        link.pump(&hub.shared, None);
+    }
+}
+
+/// Waits until something is to be done, or for so long. Whether the disk is still used.
+fn watch(hub: &Hub, pause: Option<Duration>) -> bool {
+    let shared = &hub.shared;
+    let until = pause.map(|pause| Instant::now() + pause);
+    loop {
+        let streams: Vec<Option<Stream>> =
+            hub.links.iter().map(|link| link.lock().stream()).collect();
+        let connected = || streams.iter().flatten();
+        let mut fds = vec![PollFd::new(&shared.stop, PollFlags::IN)];
+        // In a pause it is known that there is something to do.
+        let wanted = if pause.is_none() { PollFlags::IN } else { PollFlags::empty() };
+        fds.push(PollFd::new(&shared.wake, wanted));
+        fds.extend(connected().map(|stream| PollFd::new(stream, PollFlags::RDHUP)));
+        // The answer to a flush of the disk's own.
+        let flushing = match hub.links.first() {
+            Some(link) if shared.journal.lock().flush == Flush::UnderWay => link.lock().busy(),
+            _ => None,
+        };
+        if let Some((stream, sends)) = &flushing {
+            let out = if *sends { PollFlags::OUT } else { PollFlags::empty() };
+            fds.push(PollFd::new(stream, PollFlags::IN | out));
+        }
+        let timeout = until.map(|until| {
+            let left = until.saturating_duration_since(Instant::now());
+            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() }
+        });
+        let ready = poll(&mut fds, timeout.as_ref());
+        let mut events = fds.iter().map(|fd| !fd.revents().is_empty());
+        if events.next() == Some(true) {
+            return false;
+        }
+        if events.next() == Some(true) && pause.is_none() {
+            shared.wake.drain();
+            return true;
+        }
+        let gone: Vec<bool> = events.collect();
+        let mut gone = gone.into_iter();
+        for (link, stream) in hub.links.iter().zip(&streams) {
+            if stream.is_some() && gone.next() == Some(true) {
+                link.lock().hung_up(shared);
+            }
+        }
+        if flushing.is_some()
+            && gone.next() == Some(true)
+            && let Some(link) = hub.links.first()
+        {
+            let mut link = link.lock();
+            link.receive(shared, None);
+            link.pump(shared, None);
+        }
+        if ready == Ok(0) {
+            return true;
+        }
+    }
+}
+
+/// Why there is no connection, and the longest time until the next attempt.
+struct Failure {
+    why: String,
+    most: Duration,
+}
+
+/// Makes a connection for one of those that lack one.
+fn reconnect(hub: &Hub) -> Result<(), Failure> {
+    let shared = &hub.shared;
+    if shared.is_recovering() {
+        drain(hub);
+    }
+    let losses = shared.losses.load(Ordering::SeqCst);
+    let (stream, export) = connect(&hub.spec, &shared.stop)
+        .map_err(|error| Failure { why: error.to_string(), most: LONGEST })?;
+    if let Some(what) = export.lacks(&hub.first, hub.part, hub.links.len()) {
+        let why = format!(
+            "the server has come back without {what}; start it with the options that it had"
+        );
+        return Err(Failure { why, most: LONGEST });
+    }
+    if shared.is_recovering() {
+        write_again(hub, &stream, export.structured).map_err(|why| Failure { why, most: SHORT })?;
+        if !shared.recovered(losses) {
+            let why = "another connection was lost meanwhile".to_owned();
+            return Err(Failure { why, most: SHORT });
+        }
+    }
+    let before = std::mem::replace(&mut *shared.export.lock(), export.clone()).size;
+    if before != export.size {
+        info!("{}: the export has {} bytes now, and had {before}", shared.name, export.size);
+    }
+    shared.reconnections.fetch_add(1, Ordering::Relaxed);
+    let mut stream = Some(stream);
+    for link in &hub.links {
+        let mut link = link.lock();
+        if !link.is_connected()
+            && let Some(stream) = stream.take()
+        {
+            link.install(stream, &export, shared);
+        } else {
+            link.pump(shared, None);
+        }
+    }
+    Ok(())
+}
+
+/// Waits until the connections that there still are have answered what was sent by them. What is
+/// written again must not meet what the server has in hand.
+fn drain(hub: &Hub) {
+    let shared = &hub.shared;
+    let until = Instant::now() + DRAIN;
+    loop {
+        let busy: Vec<_> = hub.links.iter().map(|link| link.lock().busy()).collect();
+        let mut fds = vec![PollFd::new(&shared.stop, PollFlags::IN)];
+        for (stream, sends) in busy.iter().flatten() {
+            let out = if *sends { PollFlags::OUT } else { PollFlags::empty() };
+            fds.push(PollFd::from_borrowed_fd(stream.as_fd(), PollFlags::IN | out));
+        }
+        if fds.len() == 1 {
+            return;
+        }
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            for (link, _) in hub.links.iter().zip(&busy).filter(|(_, busy)| busy.is_some()) {
+                link.lock().lose(shared, &Loss::Silent, None);
+            }
+            return;
+        }
+        let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        let _ = poll(&mut fds, Some(&left));
+        if fds.first().is_some_and(|stop| !stop.revents().is_empty()) {
+            return;
+        }
+        for (link, _) in hub.links.iter().zip(&busy).filter(|(_, busy)| busy.is_some()) {
+            let mut link = link.lock();
+            link.receive(shared, None);
+            link.pump(shared, None);
+        }
+    }
+}
+
+/// Has the server carry out again what it has answered and may have lost.
+fn write_again(hub: &Hub, stream: &Stream, structured: bool) -> Result<(), String> {
+    let shared = &hub.shared;
+    let entries = shared.journal.lock().entries();
+    let outcome = match &entries {
+        None => Err("`replay=off` has kept nothing".to_owned()),
+        Some(entries) => {
+            let until = Instant::now() + REPLAY;
+            let mut patient = Patient { stream, until, stop: &shared.stop };
+            match replay(&mut patient, entries, structured) {
+                Ok(()) => Ok(entries.len() as u64),
+                Err(error @ ReplayError::Lost(_)) => return Err(error.to_string()),
+                Err(error @ ReplayError::Refused(_)) => Err(error.to_string()),
+            }
+        }
+    };
+    let mut journal = shared.journal.lock();
+    match outcome {
+        Ok(count) => journal.replayed += count,
+        Err(why) => {
+            let goes_on = journal.lose();
+            drop(journal);
+            error!(
+                "{}: what was written since the last flush may be lost: {why}; flushes fail until \
+                 the disk is opened again",
+                shared.name
+            );
+            if goes_on {
+                shared.wake_users();
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,192 @@
+//! An export as a disk.
+
+use crate::caretaker;
+use crate::error::OpenError;
+use crate::export::Export;
+use crate::hub::{Handle, Hub, connect, look};
+use crate::journal::Journal;
+use crate::link::Link;
+use crate::queue::NbdQueue;
+use crate::shared::Shared;
+use crate::uri::NbdSpec;
+use parking_lot::Mutex;
+use shadowbell_backend::{Disk, DiskInfo, Queue, ResizeError};
+use shadowbell_memory::EventFd;
+use shadowbell_nbd::wire::transmission;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::{fmt, io};
+
+/// The most data of one request, in bytes.
+const PART: u32 = 256 << 10;
+
+/// An export of an NBD server.
+///
+/// With the last handle on it, the queues included, its connections end.
+#[derive(Clone)]
+pub struct NbdDisk {
+    handle: Arc<Handle>,
+    info: DiskInfo,
+}
+
+impl NbdDisk {
+    /// Connects to the server. It has to be there now; later it may come and go.
+    ///
+    /// # Errors
+    /// [`OpenError`], in a sentence that says what is wrong and what to do.
+    pub fn open(spec: &NbdSpec) -> Result<Self, OpenError> {
+        let name = spec.to_string();
+        let system = |source| OpenError::System { disk: name.clone(), source };
+        let stop = EventFd::new().map_err(system)?;
+        let (stream, export) = connect(spec, &stop)?;
+        let info = info(spec, &export, export.size)?;
+        let journal = if export.has(transmission::SEND_FLUSH) {
+            Journal::new(spec.replay)
+        } else {
+            Journal::needless()
+        };
+        let shared = Shared::new(name.clone(), export.clone(), journal).map_err(system)?;
+        let mut streams = vec![stream];
+        if export.has(transmission::CAN_MULTI_CONN) {
+            while streams.len() < spec.connections {
+                // A server may have a limit of its own.
+                match connect(spec, &stop) {
+                    Ok((stream, _)) => streams.push(stream),
+                    Err(error) => {
+                        tracing::info!("{error}; there are {} connections", streams.len());
+                        break;
+                    }
+                }
+            }
+        }
+        let mut links = Vec::new();
+        for stream in streams {
+            let mut link = Link::default();
+            link.install(stream, &export, &shared);
+            links.push(Mutex::new(link));
+        }
+        let hub = Arc::new(Hub {
+            spec: spec.clone(),
+            shared: Arc::new(shared),
+            links: links.into(),
+            part: PART.min(export.most) / info.block_size * info.block_size,
+            first: export,
+        });
+        let of_thread = Arc::clone(&hub);
+        let thread = std::thread::Builder::new().name("sb-nbd".into());
+        thread.spawn(move || caretaker::run(&of_thread)).map_err(system)?;
+        Ok(Self { handle: Arc::new(Handle(hub)), info })
+    }
+
+    fn hub(&self) -> &Hub {
+        &self.handle.0
+    }
+
+    fn export(&self) -> Export {
+        self.hub().shared.export.lock().clone()
+    }
+
+    /// What the export is, in a few words: `NBD with 4 connections, flushes, FUA, write zeroes`.
+    #[must_use]
+    pub fn describe(&self) -> String {
+        let export = self.export();
+        let can = [
+            (transmission::SEND_FLUSH, "flushes"),
+            (transmission::SEND_FUA, "FUA"),
+            (transmission::SEND_WRITE_ZEROES, "write zeroes"),
+        ];
+        let can = can.iter().filter(|(flag, _)| export.has(*flag)).map(|(_, what)| *what);
+        let mut words = vec![match self.hub().links.len() {
+            1 => "NBD with one connection".to_owned(),
+            many => format!("NBD with {many} connections"),
+        }];
+        words.extend(can.map(str::to_owned));
+        words.join(", ")
+    }
+}
+
+fn info(spec: &NbdSpec, export: &Export, size: u64) -> Result<DiskInfo, OpenError> {
+    let disk = || spec.to_string();
+    let block_size = spec.block_size.unwrap_or(512);
+    if export.least > block_size || export.most < block_size {
+        return Err(OpenError::BlockSize { disk: disk(), least: export.least, block_size });
+    }
+    let blocks = size / u64::from(block_size);
+    if blocks == 0 || !size.is_multiple_of(u64::from(block_size)) || size > i64::MAX as u64 {
+        return Err(OpenError::Size { disk: disk(), size, block_size });
+    }
+    let mut info = DiskInfo::new(block_size, blocks);
+    info.read_only = spec.read_only || export.has(transmission::READ_ONLY);
+    info.volatile_cache = !info.read_only && export.has(transmission::SEND_FLUSH);
+    info.discard = !info.read_only && export.has(transmission::SEND_WRITE_ZEROES);
+    info.granularity = (export.preferred.min(1 << 20) / block_size).max(1);
+    Ok(info)
+}
+
+impl Disk for NbdDisk {
+    fn info(&self) -> DiskInfo {
+        self.info.clone()
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(NbdQueue::new(Arc::clone(&self.handle), &self.info)?))
+    }
+
+    fn name(&self) -> String {
+        self.hub().shared.name.clone()
+    }
+
+    fn is_full(&self) -> bool {
+        self.hub().shared.is_full.load(Ordering::Relaxed)
+    }
+
+    fn has_lost(&self) -> bool {
+        self.hub().shared.journal.lock().has_lost
+    }
+
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        let shared = &self.hub().shared;
+        vec![
+            ("connections", self.hub().links.len() as u64),
+            ("connections_lost", shared.losses.load(Ordering::Relaxed)),
+            ("reconnections", shared.reconnections.load(Ordering::Relaxed)),
+            ("requests_replayed", shared.journal.lock().replayed),
+        ]
+    }
+
+    fn resized(&self, bytes: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
+        let hub = self.hub();
+        let disk = self.name();
+        let mut there = self.export().size;
+        // What a server says of an export that was resized while we are connected needs asking.
+        if there == self.info.bytes() || bytes.is_some_and(|bytes| bytes > there) {
+            match look(&hub.spec, &hub.shared.stop) {
+                Ok(export) => there = export.size,
+                Err(error) => {
+                    return Err(ResizeError::System { disk, source: io::Error::other(error) });
+                }
+            }
+            hub.shared.export.lock().size = there;
+        }
+        let wanted = bytes.unwrap_or(there);
+        if wanted > there {
+            return Err(ResizeError::Short { disk, there, wanted });
+        }
+        let block_size = self.info.block_size;
+        if wanted == 0 || !wanted.is_multiple_of(block_size.into()) {
+            return Err(ResizeError::Size { disk, bytes: wanted, block_size });
+        }
+        let mut resized = self.clone();
+        resized.info.blocks = wanted / u64::from(block_size);
+        Ok(Arc::new(resized))
+    }
+}
+
+impl fmt::Debug for NbdDisk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NbdDisk")
+            .field("name", &self.hub().shared.name)
+            .field("info", &self.info)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,108 @@
+//! What a server says of its export.
+
+use shadowbell_nbd::wire::{MAX_PAYLOAD, transmission};
+
+/// What a server says of its export when somebody connects to it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Export {
+    /// Bytes.
+    pub(crate) size: u64,
+    /// What it can do: [`transmission`].
+    pub(crate) flags: u16,
+    /// The shortest request in bytes, and the one that it likes best.
+    pub(crate) least: u32,
+    pub(crate) preferred: u32,
+    /// The most data of one request, in bytes.
+    pub(crate) most: u32,
+    /// Reads are answered by structured replies.
+    pub(crate) structured: bool,
+}
+
+impl Export {
+    /// An export of which the server says no more than this.
+    pub(crate) fn new(size: u64, flags: u16) -> Self {
+        // What the protocol has clients assume.
+        Self { size, flags, least: 1, preferred: 4096, most: MAX_PAYLOAD, structured: false }
+    }
+
+    pub(crate) fn has(&self, flag: u16) -> bool {
+        self.flags & (flag | transmission::HAS_FLAGS) == flag | transmission::HAS_FLAGS
+    }
+
+    /// Takes what the server says of the sizes of requests; `false` if that makes no sense.
+    pub(crate) fn set_sizes(&mut self, least: u32, preferred: u32, most: u32) -> bool {
+        let sane = least.is_power_of_two()
+            && preferred.is_power_of_two()
+            && least <= preferred
+            && least <= 64 << 10
+            && most >= least;
+        if sane {
+            (self.least, self.preferred, self.most) = (least, preferred, most.min(MAX_PAYLOAD));
+        }
+        sane
+    }
+
+    /// What this one lacks that users of `before` rely on, who have `connections`; nothing if it
+    /// can be used in its place.
+    pub(crate) fn lacks(
+        &self,
+        before: &Self,
+        part: u32,
+        connections: usize,
+    ) -> Option<&'static str> {
+        let needs = [
+            (transmission::SEND_FLUSH, "flushes"),
+            (transmission::SEND_FUA, "writes that are durable at once"),
+            (transmission::SEND_WRITE_ZEROES, "write zeroes"),
+        ];
+        if let Some((_, what)) = needs.iter().find(|(f, _)| before.has(*f) && !self.has(*f)) {
+            return Some(what);
+        }
+        if self.has(transmission::READ_ONLY) && !before.has(transmission::READ_ONLY) {
+            return Some("writes");
+        }
+        if connections > 1 && !self.has(transmission::CAN_MULTI_CONN) {
+            return Some("several connections");
+        }
+        if self.least > before.least || self.most < part {
+            return Some("requests of the sizes that it took");
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_that_make_no_sense_are_refused() {
+        let mut export = Export::new(1 << 20, 0);
+        for (least, preferred, most) in
+            [(0, 1, 2), (3, 4, 8), (512, 256, 4096), (1 << 17, 1 << 17, 1 << 20), (4096, 4096, 512)]
+        {
+            assert!(!export.set_sizes(least, preferred, most));
+            assert_eq!(export, Export::new(1 << 20, 0));
+        }
+        assert!(export.set_sizes(1, 4096, u32::MAX));
+        assert_eq!(export.most, MAX_PAYLOAD);
+    }
+
+    #[test]
+    fn an_export_that_can_less_is_not_the_same() {
+        let all = transmission::HAS_FLAGS
+            | transmission::SEND_FLUSH
+            | transmission::SEND_FUA
+            | transmission::CAN_MULTI_CONN;
+        let before = Export::new(1 << 20, all);
+        assert_eq!(before.lacks(&before, 65536, 4), None);
+        let with = |flags| Export::new(1 << 20, flags);
+        let part = 65536;
+        assert!(with(all & !transmission::SEND_FUA).lacks(&before, part, 1).is_some());
+        assert_eq!(with(all | transmission::READ_ONLY).lacks(&before, part, 1), Some("writes"));
+        let single = with(all & !transmission::CAN_MULTI_CONN);
+        assert_eq!(single.lacks(&before, part, 1), None);
+        assert_eq!(single.lacks(&before, part, 2), Some("several connections"));
+        assert!(with(all | transmission::SEND_TRIM).lacks(&before, part, 2).is_none());
+    }
+}

@@ -1,0 +1,356 @@
+//! The client's end of the handshake, over anything that can be read and written.
+
+use crate::export::Export;
+use shadowbell_nbd::wire::{
+    MAGIC, OPTION_MAGIC, OPTION_REPLY_MAGIC, Reader, answer, handshake, info, option, put_option,
+    put_string,
+};
+use std::io::{self, Read, Write};
+
+/// The longest reply to an option. Names and texts have 4096 bytes at most.
+const MAX_ANSWER: u32 = 16 << 10;
+/// The most replies to one option.
+const MAX_ANSWERS: usize = 64;
+/// What an oldstyle server goes on with after its greeting.
+const OLDSTYLE: u64 = 0x0000_4202_8186_1253;
+const ERR_POLICY: u32 = answer::ERROR | 2;
+const ERR_TLS_REQD: u32 = answer::ERROR | 5;
+const ERR_BLOCK_SIZE_REQD: u32 = answer::ERROR | 8;
+
+/// Why there is no agreement with a server.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum NegotiationError {
+    /// The connection ended.
+    #[error("the connection broke in the handshake: {0}")]
+    Io(#[from] io::Error),
+    /// What answers is no NBD server.
+    #[error("what answers there is no NBD server; correct the address")]
+    NoServer,
+    /// The server speaks a form of the protocol from before 2011.
+    #[error("the server speaks an old form of the protocol; start one with `fixed newstyle`")]
+    Oldstyle,
+    /// There is no such export.
+    #[error("the server has no such export{}; `nbdinfo --list` shows those that it has", told(.0))]
+    Unknown(String),
+    /// The server wants TLS.
+    #[error("the server takes no clients without TLS{}; have it allow them", told(.0))]
+    TlsRequired(String),
+    /// The server refuses.
+    #[error("the server refuses the export{}", told(.0))]
+    Refused(String),
+    /// The server does not keep to the protocol.
+    #[error("the server breaks the protocol: {0}")]
+    Protocol(&'static str),
+}
+
+/// What the server says itself, as the end of a sentence.
+fn told(text: &str) -> String {
+    if text.is_empty() { String::new() } else { format!(" (it says: {text})") }
+}
+
+/// Agrees with the server at the other end of `stream` on the export of this name.
+///
+/// # Errors
+/// [`NegotiationError`].
+pub(crate) fn negotiate(
+    stream: &mut (impl Read + Write),
+    name: &str,
+) -> Result<Export, NegotiationError> {
+    let no_zeroes = greet(stream)?;
+    send_option(stream, option::STRUCTURED_REPLY, &[])?;
+    let structured = match receive(stream, option::STRUCTURED_REPLY)? {
+        (answer::ACK, _) => true,
+        (kind, _) if kind & answer::ERROR != 0 => false,
+        _ => return Err(NegotiationError::Protocol("an answer to an option fits no option")),
+    };
+    let mut go = Vec::new();
+    put_string(&mut go, name);
+    go.extend(1_u16.to_be_bytes());
+    go.extend(info::BLOCK_SIZE.to_be_bytes());
+    send_option(stream, option::GO, &go)?;
+    let mut export = match described(stream, option::GO)? {
+        Some(export) => export,
+        None => export_name(stream, name, no_zeroes)?,
+    };
+    export.structured = structured;
+    Ok(export)
+}
+
+/// Asks for what the server says of the export now, and takes leave.
+///
+/// # Errors
+/// [`NegotiationError`].
+pub(crate) fn ask(
+    stream: &mut (impl Read + Write),
+    name: &str,
+) -> Result<Export, NegotiationError> {
+    greet(stream)?;
+    let mut wanted = Vec::new();
+    put_string(&mut wanted, name);
+    wanted.extend(0_u16.to_be_bytes());
+    send_option(stream, option::INFO, &wanted)?;
+    let export = described(stream, option::INFO)?;
+    send_option(stream, option::ABORT, &[])?;
+    export.ok_or(NegotiationError::Protocol("it does not say what its export is"))
+}
+
+/// The greetings; whether there are no zeroes after the answer to `EXPORT_NAME`.
+fn greet(stream: &mut (impl Read + Write)) -> Result<bool, NegotiationError> {
+    let mut greeting = [0; 16];
+    stream.read_exact(&mut greeting)?;
+    let mut reader = Reader(&greeting);
+    match (reader.u64(), reader.u64()) {
+        (Some(MAGIC), Some(OPTION_MAGIC)) => {}
+        (Some(MAGIC), Some(OLDSTYLE)) => return Err(NegotiationError::Oldstyle),
+        _ => return Err(NegotiationError::NoServer),
+    }
+    let mut flags = [0; 2];
+    stream.read_exact(&mut flags)?;
+    let flags = u16::from_be_bytes(flags);
+    if flags & handshake::FIXED_NEWSTYLE == 0 {
+        return Err(NegotiationError::Oldstyle);
+    }
+    let ours = flags & (handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
+    stream.write_all(&u32::from(ours).to_be_bytes())?;
+    Ok(ours & handshake::NO_ZEROES != 0)
+}
+
+fn send_option(stream: &mut impl Write, kind: u32, data: &[u8]) -> io::Result<()> {
+    let mut out = Vec::new();
+    put_option(&mut out, kind, data);
+    stream.write_all(&out)
+}
+
+/// One reply to an option: its kind and its data.
+fn receive(stream: &mut impl Read, to: u32) -> Result<(u32, Vec<u8>), NegotiationError> {
+    let mut head = [0; 20];
+    stream.read_exact(&mut head)?;
+    let mut reader = Reader(&head);
+    if reader.u64() != Some(OPTION_REPLY_MAGIC) || reader.u32() != Some(to) {
+        return Err(NegotiationError::Protocol("an answer belongs to no option"));
+    }
+    let (kind, len) = (reader.u32().unwrap_or(0), reader.u32().unwrap_or(u32::MAX));
+    if len > MAX_ANSWER {
+        return Err(NegotiationError::Protocol("an answer is too long"));
+    }
+    let mut data = vec![0; len as usize];
+    stream.read_exact(&mut data)?;
+    Ok((kind, data))
+}
+
+/// The replies to `INFO` or `GO`; nothing if the server does not know the option.
+fn described(stream: &mut impl Read, to: u32) -> Result<Option<Export>, NegotiationError> {
+    let mut export: Option<Export> = None;
+    let mut sizes = None;
+    for _ in 0..MAX_ANSWERS {
+        let (kind, data) = receive(stream, to)?;
+        let mut reader = Reader(&data);
+        match kind {
+            answer::ACK => {
+                let broken = NegotiationError::Protocol("it does not say what its export is");
+                let mut export = export.ok_or(broken)?;
+                if let Some((least, preferred, most)) = sizes
+                    && !export.set_sizes(least, preferred, most)
+                {
+                    let why = "the sizes of its requests make no sense";
+                    return Err(NegotiationError::Protocol(why));
+                }
+                return Ok(Some(export));
+            }
+            answer::INFO => {
+                let broken =
+                    || NegotiationError::Protocol("what it says of its export is too short");
+                match reader.u16().ok_or_else(broken)? {
+                    info::EXPORT => {
+                        let size = reader.u64().ok_or_else(broken)?;
+                        export = Some(Export::new(size, reader.u16().ok_or_else(broken)?));
+                    }
+                    info::BLOCK_SIZE => {
+                        let mut next = || reader.u32().ok_or_else(broken);
+                        sizes = Some((next()?, next()?, next()?));
+                    }
+                    // What was not asked for may come, and is to be ignored.
+                    _ => {}
+                }
+            }
+            kind if kind & answer::ERROR != 0 => {
+                let text = readable(&data);
+                return Err(match kind {
+                    answer::ERR_UNSUP => return Ok(None),
+                    answer::ERR_UNKNOWN => NegotiationError::Unknown(text),
+                    ERR_TLS_REQD => NegotiationError::TlsRequired(text),
+                    ERR_POLICY | ERR_BLOCK_SIZE_REQD => NegotiationError::Refused(text),
+                    _ => NegotiationError::Refused(text),
+                });
+            }
+            _ => {}
+        }
+    }
+    Err(NegotiationError::Protocol("its answers do not end"))
+}
+
+/// What a server says for people, as it can stand in a line of a log.
+fn readable(text: &[u8]) -> String {
+    let text = String::from_utf8_lossy(text);
+    let clean = |c: char| if c.is_control() { ' ' } else { c };
+    text.chars().take(200).map(clean).collect::<String>().trim().to_owned()
+}
+
+/// The way of servers that do not know `GO`.
+fn export_name(
+    stream: &mut (impl Read + Write),
+    name: &str,
+    no_zeroes: bool,
+) -> Result<Export, NegotiationError> {
+    send_option(stream, option::EXPORT_NAME, name.as_bytes())?;
+    let mut head = [0; 10];
+    match stream.read_exact(&mut head) {
+        // All that such a server can say if there is none.
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+            return Err(NegotiationError::Unknown(String::new()));
+        }
+        outcome => outcome?,
+    }
+    let mut reader = Reader(&head);
+    let export = Export::new(reader.u64().unwrap_or(0), reader.u16().unwrap_or(0));
+    if !no_zeroes {
+        stream.read_exact(&mut [0; 124])?;
+    }
+    Ok(export)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_nbd::wire::{put_answer, transmission};
+
+    /// A server that says what it was told to say.
+    struct Script {
+        says: io::Cursor<Vec<u8>>,
+        heard: Vec<u8>,
+    }
+
+    impl Read for Script {
+        fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+            self.says.read(into)
+        }
+    }
+
+    impl Write for Script {
+        fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+            self.heard.extend(from);
+            Ok(from.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn greeting(flags: u16) -> Vec<u8> {
+        let mut out = MAGIC.to_be_bytes().to_vec();
+        out.extend(OPTION_MAGIC.to_be_bytes());
+        out.extend(flags.to_be_bytes());
+        out
+    }
+
+    fn with(says: Vec<u8>) -> Result<Export, NegotiationError> {
+        negotiate(&mut Script { says: io::Cursor::new(says), heard: Vec::new() }, "disk")
+    }
+
+    fn export_info(size: u64, flags: u16) -> Vec<u8> {
+        let mut data = info::EXPORT.to_be_bytes().to_vec();
+        data.extend(size.to_be_bytes());
+        data.extend(flags.to_be_bytes());
+        data
+    }
+
+    #[test]
+    fn an_export_is_agreed_on() {
+        let mut says = greeting(3);
+        put_answer(&mut says, option::STRUCTURED_REPLY, answer::ACK, &[]);
+        let flags = transmission::HAS_FLAGS | transmission::SEND_FLUSH;
+        put_answer(&mut says, option::GO, answer::INFO, &[0, 2, b'a']);
+        put_answer(&mut says, option::GO, answer::INFO, &export_info(1 << 30, flags));
+        let mut sizes = info::BLOCK_SIZE.to_be_bytes().to_vec();
+        for size in [512_u32, 65536, 1 << 20] {
+            sizes.extend(size.to_be_bytes());
+        }
+        put_answer(&mut says, option::GO, answer::INFO, &sizes);
+        put_answer(&mut says, option::GO, answer::ACK, &[]);
+        let export = with(says).unwrap();
+        assert_eq!((export.size, export.structured), (1 << 30, true));
+        assert_eq!((export.least, export.preferred, export.most), (512, 65536, 1 << 20));
+        assert!(export.has(transmission::SEND_FLUSH) && !export.has(transmission::SEND_FUA));
+    }
+
+    #[test]
+    fn a_server_without_go_is_asked_by_name() {
+        for no_zeroes in [0, handshake::NO_ZEROES] {
+            let mut says = greeting(handshake::FIXED_NEWSTYLE | no_zeroes);
+            put_answer(&mut says, option::STRUCTURED_REPLY, answer::ERR_UNSUP, &[]);
+            put_answer(&mut says, option::GO, answer::ERR_UNSUP, b"what?");
+            let before = says.clone();
+            says.extend((1_u64 << 20).to_be_bytes());
+            says.extend(1_u16.to_be_bytes());
+            says.extend(vec![0; if no_zeroes == 0 { 124 } else { 0 }]);
+            let export = with(says).unwrap();
+            assert_eq!((export.size, export.flags, export.structured), (1 << 20, 1, false));
+            assert!(matches!(with(before), Err(NegotiationError::Unknown(_))));
+        }
+    }
+
+    #[test]
+    fn servers_that_are_none_or_refuse_are_told_apart() {
+        let mut oldstyle = MAGIC.to_be_bytes().to_vec();
+        oldstyle.extend(OLDSTYLE.to_be_bytes());
+        oldstyle.extend([0; 200]);
+        for (says, words) in [
+            (b"SSH-2.0-OpenSSH_9.2p1 Debian".to_vec(), "no NBD server"),
+            (oldstyle, "old form"),
+            (greeting(0), "old form"),
+            (greeting(1), "connection broke"),
+        ] {
+            let error = with(says).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        }
+        let refused = |kind: u32, text: &[u8]| {
+            let mut says = greeting(3);
+            put_answer(&mut says, option::STRUCTURED_REPLY, answer::ACK, &[]);
+            put_answer(&mut says, option::GO, kind, text);
+            with(says).unwrap_err().to_string()
+        };
+        let error = refused(answer::ERR_UNKNOWN, b"no\nsuch\x1bthing");
+        assert!(error.contains("no such export (it says: no such thing)"), "{error}");
+        assert!(refused(ERR_TLS_REQD, b"").contains("without TLS"));
+        assert!(refused(ERR_POLICY, b"go away").contains("it says: go away"));
+    }
+
+    #[test]
+    fn what_breaks_the_protocol_is_refused() {
+        let broken = |parts: &[(u32, u32, Vec<u8>)]| {
+            let mut says = greeting(3);
+            put_answer(&mut says, option::STRUCTURED_REPLY, answer::ACK, &[]);
+            parts.iter().for_each(|(to, kind, data)| put_answer(&mut says, *to, *kind, data));
+            with(says).unwrap_err().to_string()
+        };
+        let go = option::GO;
+        assert!(broken(&[(go, answer::ACK, vec![])]).contains("what its export is"));
+        assert!(broken(&[(option::LIST, answer::ACK, vec![])]).contains("belongs to no option"));
+        assert!(broken(&[(go, answer::INFO, vec![0])]).contains("too short"));
+        assert!(broken(&[(go, answer::INFO, vec![0, 0, 1])]).contains("too short"));
+        let long = vec![0; MAX_ANSWER as usize + 1];
+        assert!(broken(&[(go, answer::INFO, long)]).contains("too long"));
+        let endless = vec![(go, answer::INFO, export_info(1, 1)); MAX_ANSWERS + 1];
+        assert!(broken(&endless).contains("do not end"));
+        let mut odd = info::BLOCK_SIZE.to_be_bytes().to_vec();
+        odd.extend([0; 12]);
+        let parts = [
+            (go, answer::INFO, export_info(1, 1)),
+            (go, answer::INFO, odd),
+            (go, answer::ACK, vec![]),
+        ];
+        assert!(broken(&parts).contains("make no sense"));
+    }
+}

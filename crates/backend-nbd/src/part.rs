@@ -1,0 +1,175 @@
+//! Requests to the server, each a part of a request to the disk, and their places in a table.
+
+use crate::coverage::Coverage;
+use shadowbell_nbd::wire::{self, command};
+use std::collections::VecDeque;
+
+/// Whose a part is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Owner {
+    /// The queue's number on its connection.
+    pub(crate) user: u32,
+    /// The queue's own number of the request.
+    pub(crate) task: u32,
+    /// Where the part begins in the request's data.
+    pub(crate) at: u64,
+}
+
+/// A request to the server.
+#[derive(Debug)]
+pub(crate) struct Part {
+    pub(crate) command: u16,
+    pub(crate) flags: u16,
+    pub(crate) offset: u64,
+    pub(crate) len: u32,
+    /// What is written, or what was read: as many bytes as `len` says, or none.
+    pub(crate) data: Vec<u8>,
+    /// Nobody, if it was cancelled or is the disk's own.
+    pub(crate) owner: Option<Owner>,
+    /// The server has it, or part of it is on its way.
+    pub(crate) is_sent: bool,
+    /// What of a read has come.
+    pub(crate) covered: Coverage,
+    /// The first error of a reply in several chunks.
+    pub(crate) error: Option<u32>,
+    /// How often a connection ended because of what the server said while it had this.
+    pub(crate) breaks: u32,
+    /// Of a flush: what it makes durable.
+    pub(crate) flushes: u64,
+    /// Later ones have larger numbers.
+    pub(crate) number: u64,
+}
+
+impl Part {
+    pub(crate) fn new(command: u16, flags: u16, offset: u64, len: u32, data: Vec<u8>) -> Self {
+        Self {
+            command,
+            flags,
+            offset,
+            len,
+            data,
+            owner: None,
+            is_sent: false,
+            covered: Coverage::default(),
+            error: None,
+            breaks: 0,
+            flushes: 0,
+            number: 0,
+        }
+    }
+
+    pub(crate) fn is_read(&self) -> bool {
+        self.command == command::READ
+    }
+
+    /// Whether it changes the export.
+    pub(crate) fn changes(&self) -> bool {
+        matches!(self.command, command::WRITE | command::WRITE_ZEROES | command::TRIM)
+    }
+
+    /// Bytes that it holds.
+    pub(crate) fn cost(&self) -> usize {
+        self.data.len()
+    }
+}
+
+/// The parts of a connection. The number of a place and the count of its uses are the cookie.
+#[derive(Debug, Default)]
+pub(crate) struct Parts {
+    places: Vec<(u32, Option<Part>)>,
+    free: Vec<u32>,
+    next: u64,
+}
+
+impl Parts {
+    pub(crate) fn insert(&mut self, mut part: Part) -> u32 {
+        part.number = self.next;
+        self.next += 1;
+        if let Some(slot) = self.free.pop()
+            && let Some(place) = self.places.get_mut(slot as usize)
+        {
+            place.1 = Some(part);
+            return slot;
+        }
+        self.places.push((0, Some(part)));
+        (self.places.len() - 1) as u32
+    }
+
+    pub(crate) fn get(&self, slot: u32) -> Option<&Part> {
+        self.places.get(slot as usize)?.1.as_ref()
+    }
+
+    pub(crate) fn get_mut(&mut self, slot: u32) -> Option<&mut Part> {
+        self.places.get_mut(slot as usize)?.1.as_mut()
+    }
+
+    pub(crate) fn remove(&mut self, slot: u32) -> Option<Part> {
+        let (uses, place) = self.places.get_mut(slot as usize)?;
+        let part = place.take()?;
+        *uses = uses.wrapping_add(1);
+        self.free.push(slot);
+        Some(part)
+    }
+
+    /// The part's request as it is sent.
+    pub(crate) fn request(&self, slot: u32) -> Option<wire::Request> {
+        let (uses, part) = self.places.get(slot as usize)?;
+        let part = part.as_ref()?;
+        Some(wire::Request {
+            flags: part.flags,
+            command: part.command,
+            cookie: u64::from(*uses) << 32 | u64::from(slot),
+            offset: part.offset,
+            len: part.len,
+        })
+    }
+
+    /// The place of the part that the server calls by this cookie, if it has it.
+    pub(crate) fn find(&self, cookie: u64) -> Option<u32> {
+        let slot = cookie as u32;
+        let (uses, part) = self.places.get(slot as usize)?;
+        let is_it = *uses == (cookie >> 32) as u32 && part.as_ref().is_some_and(|p| p.is_sent);
+        is_it.then_some(slot)
+    }
+
+    /// The places of all parts for which this holds, in the order in which they were made.
+    pub(crate) fn all(&self, holds: impl Fn(&Part) -> bool) -> VecDeque<u32> {
+        let mut found: Vec<(u64, u32)> = Vec::new();
+        for (slot, (_, part)) in self.places.iter().enumerate() {
+            if let Some(part) = part
+                && holds(part)
+            {
+                found.push((part.number, slot as u32));
+            }
+        }
+        found.sort_unstable();
+        found.into_iter().map(|(_, slot)| slot).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cookie_is_good_for_one_use_of_a_place() {
+        let mut parts = Parts::default();
+        let read = || Part::new(command::READ, 0, 0, 512, vec![]);
+        let slot = parts.insert(read());
+        let cookie = parts.request(slot).unwrap().cookie;
+        assert_eq!(parts.find(cookie), None, "it was not sent");
+        parts.get_mut(slot).unwrap().is_sent = true;
+        assert_eq!(parts.find(cookie), Some(slot));
+        assert_eq!(parts.find(cookie + 1), None);
+        parts.remove(slot).unwrap();
+        assert_eq!(parts.find(cookie), None);
+        let again = parts.insert(read());
+        parts.get_mut(again).unwrap().is_sent = true;
+        assert_eq!((again, parts.find(cookie)), (slot, None));
+        assert!(parts.find(parts.request(again).unwrap().cookie).is_some());
+        let last = parts.insert(read());
+        parts.remove(slot).unwrap();
+        let newest = parts.insert(read());
+        assert_eq!(parts.all(|_| true), [last, newest]);
+    }
+}

@@ -1,0 +1,233 @@
+//! A worker's queue on the export. It sends and receives by itself, without waiting.
+
+use crate::hub::Handle;
+use crate::link::Link;
+use crate::part::{Owner, Part};
+use crate::task::Task;
+use crate::user::{Ended, User};
+use parking_lot::Mutex;
+use shadowbell_backend::{Bounds, DiskError, DiskInfo, Op, Queue, Request, Submitted};
+use shadowbell_memory::Segments;
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+/// Bytes of buffers that the parts of a queue have. Those that find no room wait.
+const BUFFERS: u64 = 16 << 20;
+/// Parts of a queue that have begun.
+const PARTS: u32 = 512;
+
+pub(crate) struct NbdQueue {
+    handle: Arc<Handle>,
+    /// Which of the connections.
+    link: usize,
+    user: Arc<User>,
+    /// The queue's number there.
+    number: u32,
+    bounds: Bounds,
+    reads_zeroes: bool,
+    tasks: Vec<Option<Task>>,
+    free: Vec<u32>,
+    /// Tasks of which more can begin, in the order in which they came.
+    waiting: VecDeque<u32>,
+    /// Tasks that are over.
+    over: Vec<u32>,
+    /// What the parts hold that have begun.
+    bytes: u64,
+    parts: u32,
+    /// Kept for its room.
+    ended: Vec<Ended>,
+}
+
+impl NbdQueue {
+    pub(crate) fn new(handle: Arc<Handle>, info: &DiskInfo) -> io::Result<Self> {
+        let user = Arc::new(User::new()?);
+        let hub = &handle.0;
+        hub.shared.users.lock().push(Arc::downgrade(&user));
+        // The one with the fewest queues.
+        let users = |(_, link): &(usize, &Mutex<Link>)| link.lock().users();
+        let link = hub.links.iter().enumerate().min_by_key(users).map_or(0, |(at, _)| at);
+        let Some(place) = hub.links.get(link) else {
+            return Err(io::Error::other("there is no connection"));
+        };
+        let number = place.lock().join(&user)?;
+        Ok(Self {
+            link,
+            user,
+            number,
+            bounds: info.bounds(),
+            reads_zeroes: info.discard,
+            handle,
+            tasks: Vec::new(),
+            free: Vec::new(),
+            waiting: VecDeque::new(),
+            over: Vec::new(),
+            bytes: 0,
+            parts: 0,
+            ended: Vec::new(),
+        })
+    }
+
+    /// Begins what there is room for, sends it, and takes what has ended.
+    fn turn(&mut self, receives: bool) {
+        let Self { handle, link, tasks, waiting, over, bytes, parts, ended, number, .. } = self;
+        let hub = &handle.0;
+        let Some(link) = hub.links.get(*link) else { return };
+        let mut link = link.lock();
+        if receives {
+            link.receive(&hub.shared, Some((*number, ended)));
+            for Ended { task: key, at, len, result, data } in ended.drain(..) {
+                *parts = parts.saturating_sub(1);
+                *bytes = bytes.saturating_sub(u64::from(len));
+                if let Some(task) = tasks.get_mut(key as usize).and_then(Option::as_mut) {
+                    task.ended(at, result, &data);
+                    if task.is_over(hub.part) {
+                        over.push(key);
+                    } else if task.next(hub.part).is_some() && !waiting.contains(&key) {
+                        // Its flush.
+                        waiting.push_back(key);
+                    }
+                }
+                link.give_back(data);
+            }
+        }
+        while let Some(&key) = waiting.front() {
+            let Some(task) = tasks.get_mut(key as usize).and_then(Option::as_mut) else {
+                waiting.pop_front();
+                continue;
+            };
+            let Some(next) = task.next(hub.part) else {
+                if task.is_over(hub.part) {
+                    over.push(key);
+                }
+                waiting.pop_front();
+                continue;
+            };
+            if *parts != 0 && (*parts >= PARTS || *bytes + u64::from(next.len) > BUFFERS) {
+                break;
+            }
+            let len = if next.has_data { next.len as usize } else { 0 };
+            let mut buffer = link.buffer(len);
+            if let Err(error) = task.fill(next.at, &mut buffer) {
+                link.give_back(buffer);
+                task.outcome = Err(error);
+                continue;
+            }
+            task.began(&next);
+            *parts += 1;
+            *bytes += u64::from(next.len);
+            let mut part = Part::new(next.command, next.flags, next.offset, next.len, buffer);
+            part.owner = Some(Owner { user: *number, task: key, at: next.at });
+            link.push(part);
+        }
+        link.pump(&hub.shared, Some((*number, ended)));
+    }
+
+    fn insert(&mut self, task: Task) -> u32 {
+        if let Some(key) = self.free.pop()
+            && let Some(place) = self.tasks.get_mut(key as usize)
+        {
+            *place = Some(task);
+            return key;
+        }
+        self.tasks.push(Some(task));
+        (self.tasks.len() - 1) as u32
+    }
+}
+
+impl Queue for NbdQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        if let Err(error) = request.check(&self.bounds, data) {
+            return Submitted::Done(Err(error));
+        }
+        let hub = &self.handle.0;
+        let is_durable = matches!(
+            request.op,
+            Op::Flush | Op::Write { fua: true } | Op::WriteZeroes { fua: true, .. }
+        );
+        if is_durable && hub.shared.journal.lock().has_lost {
+            return Submitted::Done(Err(DiskError::Io(libc::EIO)));
+        }
+        let mut task = match Task::new(tag, request, &hub.first, self.reads_zeroes) {
+            Ok(task) => task,
+            Err(result) => return Submitted::Done(result),
+        };
+        task.data = data.take();
+        let key = self.insert(task);
+        self.waiting.push_back(key);
+        Submitted::Pending
+    }
+
+    fn commit(&mut self) {
+        if !self.waiting.is_empty() {
+            self.turn(false);
+        }
+    }
+
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        loop {
+            self.user.take(&mut self.ended);
+            self.turn(true);
+            // What sending has ended, because the connection did, counts now.
+            if self.ended.is_empty() {
+                break;
+            }
+        }
+        while let Some(key) = self.over.pop() {
+            let Some(task) = self.tasks.get_mut(key as usize).and_then(Option::take) else {
+                continue;
+            };
+            self.free.push(key);
+            done(task.tag, task.outcome, task.data);
+        }
+    }
+
+    fn cancel(&mut self, tag: u32) {
+        let of = |task: &Option<Task>| task.as_ref().is_some_and(|task| task.tag == tag);
+        let Some(key) = self.tasks.iter().position(of) else { return };
+        let hub = &self.handle.0;
+        let (Some(task), Some(link)) =
+            (self.tasks.get_mut(key).and_then(Option::as_mut), hub.links.get(self.link))
+        else {
+            return;
+        };
+        let mut link = link.lock();
+        let (count, bytes) = link.cancel(self.number, key as u32);
+        drop(link);
+        self.parts = self.parts.saturating_sub(count);
+        self.bytes = self.bytes.saturating_sub(bytes);
+        if count == 0 && task.next(hub.part).is_none() {
+            // The server has all of it.
+            return;
+        }
+        task.under_way = task.under_way.saturating_sub(count);
+        task.outcome = task.outcome.and(Err(DiskError::Cancelled));
+        self.waiting.retain(|other| *other != key as u32);
+        if task.is_over(hub.part) && !self.over.contains(&(key as u32)) {
+            self.over.push(key as u32);
+            // It ends in `reap`, to which this leads.
+            self.user.signal();
+        }
+    }
+
+    fn pending(&self) -> usize {
+        self.tasks.len() - self.free.len()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.user.as_fd())
+    }
+
+    fn wakes_by_edges(&self) -> bool {
+        true
+    }
+}
+
+impl Drop for NbdQueue {
+    fn drop(&mut self) {
+        if let Some(link) = self.handle.0.links.get(self.link) {
+            link.lock().leave(self.number);
+        }
+    }
+}

@@ -1,0 +1,381 @@
+//! What the server says, understood: which part ends how, and where data belong. Everything that
+//! the protocol does not allow ends the connection.
+
+use crate::part::{Part, Parts};
+use shadowbell_nbd::reply::{BadReply, Chunk, Incoming};
+use shadowbell_nbd::wire::{Reader, chunk};
+
+/// Bytes that are received at once, apart from the data of long reads.
+const INPUT: usize = 128 << 10;
+/// The longest payload of a chunk that says what went wrong: a text of 4096 bytes at most.
+const MAX_ERROR: u32 = 4096 + 64;
+
+/// What the protocol does not allow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Violation {
+    #[error(transparent)]
+    Magic(#[from] BadReply),
+    #[error("it answers what it was not asked (cookie {0:#x})")]
+    Cookie(u64),
+    #[error(
+        "it sends a chunk of a kind {kind:#x} with {len} bytes, which does not fit its request"
+    )]
+    Chunk { kind: u16, len: u32 },
+    #[error("it answers in a form that was not agreed on")]
+    Form,
+    #[error("it sends data that were not asked for, or twice")]
+    Range,
+    #[error("it leaves out some of the data of a read")]
+    Gap,
+}
+
+/// Where in the stream of replies we are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// A reply begins.
+    Head,
+    /// A chunk's payload begins.
+    Payload { slot: u32, chunk: Chunk },
+    /// Data of a read, from this byte on, and so many more.
+    Data { slot: u32, at: usize, left: usize, is_last: bool },
+    /// The rest of an error's text.
+    Text { slot: u32, left: usize, is_last: bool },
+}
+
+/// What is received, and how far it was understood.
+pub(crate) struct Receiver {
+    input: Box<[u8]>,
+    from: usize,
+    to: usize,
+    state: State,
+    structured: bool,
+}
+
+impl Receiver {
+    pub(crate) fn new(structured: bool) -> Self {
+        Self { input: vec![0; INPUT].into(), from: 0, to: 0, state: State::Head, structured }
+    }
+
+    /// Where the next bytes go: what of a part's data is awaited, and then the input.
+    pub(crate) fn room<'a>(&'a mut self, parts: &'a mut Parts) -> (&'a mut [u8], &'a mut [u8]) {
+        if self.from == self.to {
+            (self.from, self.to) = (0, 0);
+        } else if self.from > 0 && self.to == self.input.len() {
+            self.input.copy_within(self.from..self.to, 0);
+            (self.from, self.to) = (0, self.to - self.from);
+        }
+        let rest = self.input.get_mut(self.to..).unwrap_or_default();
+        let first = match self.state {
+            State::Data { slot, at, left, .. } if self.from == self.to => parts
+                .get_mut(slot)
+                .and_then(|part| part.data.get_mut(at..at + left))
+                .unwrap_or_default(),
+            _ => Default::default(),
+        };
+        (first, rest)
+    }
+
+    /// `count` bytes were put where [`room`](Self::room) said, of which `first` was so long.
+    pub(crate) fn received(&mut self, count: usize, first: usize) {
+        if let State::Data { at, left, .. } = &mut self.state {
+            let direct = count.min(first);
+            *at += direct;
+            *left -= direct;
+        }
+        self.to += count.saturating_sub(first);
+    }
+
+    /// Goes on as far as what was received allows, and calls `done` for each part that has ended:
+    /// with the error's number, or 0.
+    pub(crate) fn advance(
+        &mut self,
+        parts: &mut Parts,
+        mut done: impl FnMut(Part, u32),
+    ) -> Result<(), Violation> {
+        loop {
+            let rest = self.input.get(self.from..self.to).unwrap_or_default();
+            let next = match self.state {
+                State::Head => {
+                    let Some((reply, used)) = Incoming::decode(rest)? else { return Ok(()) };
+                    self.from += used;
+                    self.head(reply, parts)?
+                }
+                State::Payload { slot, chunk } => {
+                    let needs = match chunk.kind {
+                        chunk::NONE => 0,
+                        chunk::OFFSET_DATA => 8,
+                        chunk::OFFSET_HOLE => 12,
+                        _ => 6,
+                    };
+                    let Some(head) = rest.get(..needs) else { return Ok(()) };
+                    let next = payload(slot, chunk, head, parts)?;
+                    self.from += needs;
+                    next
+                }
+                State::Data { slot, at, left, is_last } if left > 0 => {
+                    let count = left.min(rest.len());
+                    if count == 0 {
+                        return Ok(());
+                    }
+                    let part = parts.get_mut(slot);
+                    let into = part.and_then(|part| part.data.get_mut(at..at + count));
+                    if let (Some(into), Some(from)) = (into, rest.get(..count)) {
+                        into.copy_from_slice(from);
+                    }
+                    self.from += count;
+                    State::Data { slot, at: at + count, left: left - count, is_last }
+                }
+                State::Text { slot, left, is_last } if left > 0 => {
+                    let count = left.min(rest.len());
+                    if count == 0 {
+                        return Ok(());
+                    }
+                    self.from += count;
+                    State::Text { slot, left: left - count, is_last }
+                }
+                State::Data { slot, is_last, .. } | State::Text { slot, is_last, .. } => {
+                    if is_last {
+                        end(slot, parts, &mut done)?;
+                    }
+                    State::Head
+                }
+            };
+            self.state = next;
+        }
+    }
+
+    fn head(&self, reply: Incoming, parts: &mut Parts) -> Result<State, Violation> {
+        let (Incoming::Simple { cookie, .. } | Incoming::Chunk(Chunk { cookie, .. })) = reply;
+        let slot = parts.find(cookie).ok_or(Violation::Cookie(cookie))?;
+        let part = parts.get_mut(slot).ok_or(Violation::Cookie(cookie))?;
+        match reply {
+            Incoming::Chunk(_) if !self.structured => Err(Violation::Form),
+            Incoming::Chunk(chunk) => {
+                let len = chunk.len;
+                let fits = match chunk.kind {
+                    chunk::NONE => len == 0 && chunk.flags & chunk::FLAG_DONE != 0,
+                    // Eight bytes of an offset, and at least one of data.
+                    chunk::OFFSET_DATA => part.is_read() && len > 8 && len - 8 <= part.len,
+                    chunk::OFFSET_HOLE => part.is_read() && len == 12,
+                    kind if kind & chunk::ERROR_BIT != 0 => (6..=MAX_ERROR).contains(&len),
+                    _ => false,
+                };
+                if !fits {
+                    return Err(Violation::Chunk { kind: chunk.kind, len });
+                }
+                Ok(State::Payload { slot, chunk })
+            }
+            Incoming::Simple { .. } if self.structured && part.is_read() => Err(Violation::Form),
+            Incoming::Simple { error: 0, .. } if part.is_read() => {
+                if !part.covered.add(0, part.len) {
+                    return Err(Violation::Range);
+                }
+                let left = part.len as usize;
+                Ok(State::Data { slot, at: 0, left, is_last: true })
+            }
+            Incoming::Simple { error, .. } => {
+                part.error = (error != 0).then_some(error);
+                Ok(State::Text { slot, left: 0, is_last: true })
+            }
+        }
+    }
+}
+
+/// The beginning of a chunk's payload.
+fn payload(slot: u32, chunk: Chunk, head: &[u8], parts: &mut Parts) -> Result<State, Violation> {
+    let wrong = Violation::Chunk { kind: chunk.kind, len: chunk.len };
+    let is_last = chunk.flags & chunk::FLAG_DONE != 0;
+    let part = parts.get_mut(slot).ok_or(wrong)?;
+    let mut reader = Reader(head);
+    let mut place = |len: u32| {
+        let at = reader.u64()?.checked_sub(part.offset)?;
+        let at = u32::try_from(at).ok()?;
+        let fits = at.checked_add(len)? <= part.len && part.covered.add(at, len);
+        fits.then_some(at as usize)
+    };
+    match chunk.kind {
+        chunk::NONE => Ok(State::Text { slot, left: 0, is_last }),
+        chunk::OFFSET_DATA => {
+            let len = chunk.len.saturating_sub(8);
+            let at = place(len).ok_or(Violation::Range)?;
+            Ok(State::Data { slot, at, left: len as usize, is_last })
+        }
+        chunk::OFFSET_HOLE => {
+            let len = head.get(8..).and_then(|rest| Reader(rest).u32()).ok_or(wrong)?;
+            let at = place(len).ok_or(Violation::Range)?;
+            let hole = part.data.get_mut(at..at + len as usize).ok_or(Violation::Range)?;
+            hole.fill(0);
+            Ok(State::Text { slot, left: 0, is_last })
+        }
+        _ => {
+            let error = reader.u32().filter(|error| *error != 0).ok_or(wrong)?;
+            part.error.get_or_insert(error);
+            Ok(State::Text { slot, left: chunk.len.saturating_sub(6) as usize, is_last })
+        }
+    }
+}
+
+fn end(slot: u32, parts: &mut Parts, done: &mut impl FnMut(Part, u32)) -> Result<(), Violation> {
+    let part = parts.get(slot).ok_or(Violation::Gap)?;
+    let error = part.error.unwrap_or(0);
+    if part.is_read() && error == 0 && !part.covered.is_whole(part.len) {
+        return Err(Violation::Gap);
+    }
+    if let Some(part) = parts.remove(slot) {
+        done(part, error);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use shadowbell_nbd::reply::Head;
+    use shadowbell_nbd::wire::{NbdError, command};
+
+    fn parts(command: u16, len: u32) -> (Parts, u64) {
+        let mut parts = Parts::default();
+        let data = vec![0xee; if command == command::READ { len as usize } else { 0 }];
+        let slot = parts.insert(Part::new(command, 0, 1000, len, data));
+        parts.get_mut(slot).unwrap().is_sent = true;
+        let cookie = parts.request(slot).unwrap().cookie;
+        (parts, cookie)
+    }
+
+    /// Feeds `bytes` in pieces, through the same room that a socket has.
+    fn feed(
+        receiver: &mut Receiver,
+        parts: &mut Parts,
+        mut bytes: &[u8],
+        piece: usize,
+    ) -> Result<Vec<(Part, u32)>, Violation> {
+        let mut ended = Vec::new();
+        while !bytes.is_empty() {
+            let (first, rest) = receiver.room(parts);
+            let first_len = first.len();
+            let count = bytes.len().min(piece.max(1)).min(first_len + rest.len());
+            let (now, later) = bytes.split_at(count);
+            bytes = later;
+            let (direct, buffered) = now.split_at(count.min(first_len));
+            first[..direct.len()].copy_from_slice(direct);
+            rest[..buffered.len()].copy_from_slice(buffered);
+            receiver.received(count, first_len);
+            receiver.advance(parts, |part, error| ended.push((part, error)))?;
+        }
+        Ok(ended)
+    }
+
+    #[test]
+    fn reads_are_answered_in_both_forms_and_any_pieces() {
+        for piece in [1, 7, 100, 1 << 20] {
+            let (mut simple, cookie) = parts(command::READ, 3000);
+            let mut bytes = Head::simple(cookie, Ok(())).bytes().to_vec();
+            let data: Vec<u8> = (0..3000_u32).map(|at| at as u8).collect();
+            bytes.extend(&data);
+            let ended = feed(&mut Receiver::new(false), &mut simple, &bytes, piece).unwrap();
+            assert_eq!((&ended[0].0.data, ended[0].1), (&data, 0));
+
+            let (mut structured, cookie) = parts(command::READ, 3000);
+            let mut bytes = Head::data(cookie, 1000 + 2000, 1000, false).bytes().to_vec();
+            bytes.extend(&data[2000..]);
+            // A hole in between, and the end apart.
+            let mut hole = Vec::new();
+            hole.extend(0x668e_33ef_u32.to_be_bytes());
+            hole.extend(0_u16.to_be_bytes());
+            hole.extend(chunk::OFFSET_HOLE.to_be_bytes());
+            hole.extend(cookie.to_be_bytes());
+            hole.extend(12_u32.to_be_bytes());
+            hole.extend(1500_u64.to_be_bytes());
+            hole.extend(1500_u32.to_be_bytes());
+            bytes.extend(hole);
+            bytes.extend(Head::data(cookie, 1000, 500, false).bytes());
+            bytes.extend(&data[..500]);
+            bytes.extend(Head::done(cookie).bytes());
+            let ended = feed(&mut Receiver::new(true), &mut structured, &bytes, piece).unwrap();
+            let mut expected = data.clone();
+            expected[500..2000].fill(0);
+            assert!(ended[0].0.data == expected && ended[0].1 == 0);
+        }
+    }
+
+    #[test]
+    fn errors_end_a_request_and_not_the_connection() {
+        let (mut table, cookie) = parts(command::WRITE, 512);
+        let head = Head::simple(cookie, Err(NbdError::NoSpc));
+        let ended = feed(&mut Receiver::new(true), &mut table, head.bytes(), 3).unwrap();
+        assert_eq!(ended[0].1, 28);
+        let (mut table, cookie) = parts(command::READ, 512);
+        let head = Head::error(cookie, NbdError::Io, "a bad sector");
+        let ended = feed(&mut Receiver::new(true), &mut table, head.bytes(), 5).unwrap();
+        assert_eq!(ended[0].1, 5);
+    }
+
+    #[test]
+    fn what_the_protocol_does_not_allow_is_seen() {
+        let read = |structured, bytes: &dyn Fn(u64) -> Vec<u8>| {
+            let (mut table, cookie) = parts(command::READ, 512);
+            feed(&mut Receiver::new(structured), &mut table, &bytes(cookie), 1 << 20)
+                .map(|ended| ended.len())
+                .unwrap_err()
+        };
+        let data = |cookie, offset, len: u32, last| {
+            let mut bytes = Head::data(cookie, offset, len, last).bytes().to_vec();
+            bytes.extend(vec![1; len as usize]);
+            bytes
+        };
+        let cookie = |c: u64| Head::simple(c + (1 << 32), Ok(())).bytes().to_vec();
+        assert!(matches!(read(false, &cookie), Violation::Cookie(_)));
+        assert!(matches!(read(true, &|_| vec![9; 64]), Violation::Magic(_)));
+        assert_eq!(read(true, &|c| Head::simple(c, Ok(())).bytes().to_vec()), Violation::Form);
+        assert_eq!(read(false, &|c| data(c, 1000, 512, true)), Violation::Form);
+        assert_eq!(read(true, &|c| data(c, 999, 100, true)), Violation::Range);
+        assert_eq!(read(true, &|c| data(c, 1500, 100, true)), Violation::Range);
+        assert_eq!(read(true, &|c| data(c, u64::MAX, 100, true)), Violation::Range);
+        assert!(matches!(read(true, &|c| data(c, 1000, 513, true)), Violation::Chunk { .. }));
+        let twice = |c| [data(c, 1000, 100, false), data(c, 1099, 100, false)].concat();
+        assert_eq!(read(true, &twice), Violation::Range);
+        assert_eq!(read(true, &|c| data(c, 1000, 511, true)), Violation::Gap);
+        assert_eq!(read(true, &|c| Head::done(c).bytes().to_vec()), Violation::Gap);
+        let extent = |c| Head::extent(c, 1, 512, 0).bytes().to_vec();
+        assert!(matches!(read(true, &extent), Violation::Chunk { .. }));
+        // Data for a write.
+        let (mut table, c) = parts(command::WRITE, 512);
+        let outcome = feed(&mut Receiver::new(true), &mut table, &data(c, 1000, 512, true), 9);
+        assert!(matches!(outcome, Err(Violation::Chunk { .. })));
+    }
+
+    proptest! {
+        /// A server that says anything: no panic, and no part ends twice.
+        #[test]
+        fn any_bytes(
+            structured: bool,
+            chunks in prop::collection::vec(
+                (0..4_u64, 0..5_u16, 0..3_u16, 0..600_u32, 900..1700_u64), 0..20),
+            piece in 1..2000_usize,
+        ) {
+            let mut table = Parts::default();
+            for _ in 0..3 {
+                let slot = table.insert(Part::new(command::READ, 0, 1000, 512, vec![0; 512]));
+                table.get_mut(slot).unwrap().is_sent = true;
+            }
+            let mut bytes = Vec::new();
+            for (cookie, kind, last, len, offset) in chunks {
+                match kind {
+                    0 => bytes.extend(Head::simple(cookie, Ok(())).bytes()),
+                    1 => bytes.extend(Head::done(cookie).bytes()),
+                    2 => bytes.extend(Head::error(cookie, NbdError::Io, "x").bytes()),
+                    3 => bytes.extend(vec![0x67; len as usize]),
+                    _ => {
+                        bytes.extend(Head::data(cookie, offset, len, last == 1).bytes());
+                        bytes.extend(vec![7; len as usize]);
+                    }
+                }
+            }
+            let mut receiver = Receiver::new(structured);
+            if let Ok(ended) = feed(&mut receiver, &mut table, &bytes, piece) {
+                prop_assert!(ended.len() <= 3);
+            }
+        }
+    }
+}

@@ -1,0 +1,81 @@
+//! What may be lost, written again to a server that was restarted.
+
+use crate::journal::Entry;
+use crate::part::{Part, Parts};
+use crate::receiver::Receiver;
+use crate::stream::Patient;
+use shadowbell_nbd::wire::NbdError;
+use std::io::{self, Read, Write};
+
+/// Requests that are under way at once: their answers fit any socket's buffer.
+const BATCH: usize = 16;
+
+/// Why something could not be written again.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ReplayError {
+    /// The connection ended, and the next one is to be tried.
+    #[error("{0}")]
+    Lost(#[from] io::Error),
+    /// The server does not take it any more.
+    #[error("the server refuses it with error {0}")]
+    Refused(u32),
+}
+
+/// Has the server carry `entries` out in their order.
+pub(crate) fn replay(
+    stream: &mut Patient<'_>,
+    entries: &[Entry],
+    structured: bool,
+) -> Result<(), ReplayError> {
+    let mut rest = entries;
+    let mut receiver = Receiver::new(structured);
+    let mut parts = Parts::default();
+    while !rest.is_empty() {
+        // A server carries out in any order what it has at the same time.
+        let clashes = |at: usize| {
+            let (before, entry) = (rest.get(..at), rest.get(at));
+            let overlaps =
+                |entry: &Entry| before.is_some_and(|b| b.iter().any(|e| e.overlaps(entry)));
+            entry.is_none_or(overlaps)
+        };
+        let count = (1..BATCH).find(|at| clashes(*at)).unwrap_or(BATCH).min(rest.len());
+        let (batch, later) = rest.split_at(count);
+        rest = later;
+        for entry in batch {
+            let Entry { command, flags, offset, len, data } = entry;
+            let slot = parts.insert(Part::new(*command, *flags, *offset, *len, Vec::new()));
+            if let Some(part) = parts.get_mut(slot) {
+                part.is_sent = true;
+            }
+            if let Some(request) = parts.request(slot) {
+                stream.write_all(&request.encode())?;
+            }
+            stream.write_all(data)?;
+        }
+        let mut left = count;
+        while left != 0 {
+            let (_, room) = receiver.room(&mut parts);
+            let received = match stream.read(room)? {
+                0 => return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
+                received => received,
+            };
+            receiver.received(received, 0);
+            let mut refused = None;
+            let outcome = receiver.advance(&mut parts, |_, error| {
+                left -= 1;
+                if error != 0 {
+                    refused = Some(error);
+                }
+            });
+            outcome.map_err(io::Error::other)?;
+            match refused {
+                None => {}
+                Some(error) if error == NbdError::Shutdown as u32 => {
+                    return Err(io::Error::from(io::ErrorKind::ConnectionAborted).into());
+                }
+                Some(error) => return Err(ReplayError::Refused(error)),
+            }
+        }
+    }
+    Ok(())
+}

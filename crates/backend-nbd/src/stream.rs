@@ -1,0 +1,129 @@
+//! A connection to a server: bytes in and out, without waiting.
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, recv, sendmsg, shutdown};
+use shadowbell_memory::EventFd;
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// A socket that does not block.
+#[derive(Clone, Debug)]
+pub(crate) struct Stream(Arc<OwnedFd>);
+
+impl Stream {
+    pub(crate) fn new(socket: OwnedFd) -> Self {
+        Self(Arc::new(socket))
+    }
+
+    /// Sends as much as the socket takes.
+    pub(crate) fn send(&self, parts: &[IoSlice<'_>]) -> Result<usize, Errno> {
+        // Not every program ignores SIGPIPE.
+        let flags = SendFlags::NOSIGNAL;
+        retry(|| sendmsg(&self.0, parts, &mut SendAncillaryBuffer::default(), flags))
+    }
+
+    /// Receives what there is room for: into `first`, and then into `rest`. None is the end.
+    pub(crate) fn receive(&self, first: &mut [u8], rest: &mut [u8]) -> Result<usize, Errno> {
+        if first.is_empty() {
+            return retry(|| Ok(recv(&self.0, &mut *rest, RecvFlags::empty())?.0));
+        }
+        let mut parts = [IoSliceMut::new(first), IoSliceMut::new(rest)];
+        retry(|| rustix::io::readv(&self.0, &mut parts))
+    }
+
+    /// Ends the connection for all who have the socket.
+    pub(crate) fn end(&self) {
+        // One that has ended already says so.
+        let _ = shutdown(&self.0, Shutdown::Both);
+    }
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+fn retry<T>(mut call: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
+    loop {
+        match call() {
+            Err(Errno::INTR) => {}
+            outcome => return outcome,
+        }
+    }
+}
+
+/// A connection for a thread that has time: what it reads and writes is waited for, until a time,
+/// or until somebody calls it back.
+pub(crate) struct Patient<'a> {
+    pub(crate) stream: &'a Stream,
+    pub(crate) until: Instant,
+    /// Readable when nobody wants the result any more.
+    pub(crate) stop: &'a EventFd,
+}
+
+impl Patient<'_> {
+    fn wait(&self, what: PollFlags) -> io::Result<()> {
+        wait(self.stream.as_fd(), what, self.until, self.stop)
+    }
+}
+
+/// Waits until `fd` is ready.
+pub(crate) fn wait(
+    fd: BorrowedFd<'_>,
+    what: PollFlags,
+    until: Instant,
+    stop: &EventFd,
+) -> io::Result<()> {
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        let mut fds = [
+            PollFd::from_borrowed_fd(fd, what),
+            PollFd::from_borrowed_fd(stop.as_fd(), PollFlags::IN),
+        ];
+        match poll(&mut fds, Some(&left)) {
+            Err(Errno::INTR) => continue,
+            Err(errno) => return Err(errno.into()),
+            Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
+            Ok(_) => {}
+        }
+        let [fd, stop] = &fds;
+        if !stop.revents().is_empty() {
+            // `Interrupted` would be tried again.
+            return Err(io::ErrorKind::ConnectionAborted.into());
+        }
+        if !fd.revents().is_empty() {
+            return Ok(());
+        }
+    }
+}
+
+impl Read for Patient<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match self.stream.receive(&mut [], into) {
+                Err(Errno::AGAIN) => self.wait(PollFlags::IN)?,
+                outcome => return Ok(outcome?),
+            }
+        }
+    }
+}
+
+impl Write for Patient<'_> {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        loop {
+            match self.stream.send(&[IoSlice::new(from)]) {
+                Err(Errno::AGAIN) => self.wait(PollFlags::OUT)?,
+                outcome => return Ok(outcome?),
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

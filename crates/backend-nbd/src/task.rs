@@ -1,0 +1,183 @@
+//! A request to the disk, as requests to the server.
+
+use crate::export::Export;
+use shadowbell_backend::{DiskError, Op, Request};
+use shadowbell_memory::Segments;
+use shadowbell_nbd::wire::{command, flag, transmission};
+
+/// The most bytes that one request without data is for: a server that has a lot to do with them
+/// gets it in parts.
+const MAX_BARE: u64 = 64 << 20;
+
+/// What a task does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Action {
+    Read,
+    Write,
+    Compare,
+    /// Reads, and drops the data.
+    Verify,
+    /// Writes zeroes that are sent as data.
+    Fill,
+    /// A request without data, of this command.
+    Bare(u16),
+    Flush,
+}
+
+/// A request on its way.
+#[derive(Debug)]
+pub(crate) struct Task {
+    pub(crate) tag: u32,
+    action: Action,
+    flags: u16,
+    offset: u64,
+    len: u64,
+    /// Bytes for which there is a part.
+    begun: u64,
+    /// A flush has to follow, because the server can not do it at once.
+    flushes_after: bool,
+    /// Parts that have not ended.
+    pub(crate) under_way: u32,
+    pub(crate) outcome: Result<(), DiskError>,
+    pub(crate) data: Segments,
+}
+
+/// What is to be asked of the server next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Next {
+    pub(crate) command: u16,
+    pub(crate) flags: u16,
+    pub(crate) offset: u64,
+    pub(crate) len: u32,
+    /// Where it begins in the task's data.
+    pub(crate) at: u64,
+    /// It needs a buffer.
+    pub(crate) has_data: bool,
+}
+
+impl Task {
+    /// A task for a request that was checked, or its result if there is nothing to do.
+    pub(crate) fn new(
+        tag: u32,
+        request: &Request,
+        export: &Export,
+        reads_zeroes: bool,
+    ) -> Result<Self, Result<(), DiskError>> {
+        let has = |flag| export.has(flag);
+        let mut durable = false;
+        let zeroes = has(transmission::SEND_WRITE_ZEROES);
+        let (action, flags) = match request.op {
+            Op::Flush if has(transmission::SEND_FLUSH) => (Action::Flush, 0),
+            Op::Flush => return Err(Ok(())),
+            _ if request.len == 0 => return Err(Ok(())),
+            Op::Read => (Action::Read, 0),
+            Op::Write { fua } => {
+                durable = fua;
+                (Action::Write, 0)
+            }
+            Op::Compare => (Action::Compare, 0),
+            Op::Verify => (Action::Verify, 0),
+            Op::WriteZeroes { deallocate, fua } => {
+                durable = fua;
+                let action =
+                    if zeroes { Action::Bare(command::WRITE_ZEROES) } else { Action::Fill };
+                (action, if deallocate || !zeroes { 0 } else { flag::NO_HOLE })
+            }
+            // The server may give the bytes back, and they read as zeroes in any case.
+            Op::Discard if reads_zeroes => (Action::Bare(command::WRITE_ZEROES), 0),
+            // NBD's trim leaves open what is read afterwards, and a disk does not.
+            Op::Discard => return Err(Ok(())),
+            _ => return Err(Err(DiskError::Unsupported)),
+        };
+        let at_once = durable && has(transmission::SEND_FUA);
+        Ok(Self {
+            tag,
+            action,
+            flags: if at_once { flags | flag::FUA } else { flags },
+            offset: if action == Action::Flush { 0 } else { request.offset },
+            len: if action == Action::Flush { 0 } else { request.len },
+            begun: 0,
+            flushes_after: action == Action::Flush
+                || (durable && !at_once && has(transmission::SEND_FLUSH)),
+            under_way: 0,
+            outcome: Ok(()),
+            data: Segments::new(),
+        })
+    }
+
+    /// What is next, with at most `most` bytes of data; nothing if all was begun, or what is next
+    /// has to wait for what is under way.
+    pub(crate) fn next(&self, most: u32) -> Option<Next> {
+        let left = self.len.saturating_sub(self.begun);
+        if self.outcome.is_err() {
+            return None;
+        }
+        if left == 0 {
+            let flush = Next {
+                command: command::FLUSH,
+                flags: 0,
+                offset: 0,
+                len: 0,
+                at: self.len,
+                has_data: false,
+            };
+            return (self.flushes_after && self.under_way == 0).then_some(flush);
+        }
+        let (command, has_data) = match self.action {
+            Action::Read | Action::Compare | Action::Verify => (command::READ, true),
+            Action::Write | Action::Fill => (command::WRITE, true),
+            Action::Bare(command) => (command, false),
+            Action::Flush => (command::FLUSH, false),
+        };
+        let most = if has_data { u64::from(most) } else { MAX_BARE };
+        Some(Next {
+            command,
+            flags: self.flags,
+            offset: self.offset + self.begun,
+            len: left.min(most) as u32,
+            at: self.begun,
+            has_data,
+        })
+    }
+
+    /// There is a part for `next`.
+    pub(crate) fn began(&mut self, next: &Next) {
+        self.begun += u64::from(next.len);
+        self.under_way += 1;
+        if next.command == command::FLUSH {
+            self.flushes_after = false;
+        }
+    }
+
+    /// Fills the buffer of a part that begins at `at` with what is sent.
+    pub(crate) fn fill(&self, at: u64, buffer: &mut [u8]) -> Result<(), DiskError> {
+        match self.action {
+            Action::Write => self.data.read_into(at as usize, buffer).ok_or(DiskError::BadBuffer),
+            Action::Fill => {
+                buffer.fill(0);
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// A part has ended that begins at `at`, with what was read.
+    pub(crate) fn ended(&mut self, at: u64, result: Result<(), DiskError>, data: &[u8]) {
+        self.under_way = self.under_way.saturating_sub(1);
+        let result = result.and_then(|()| match self.action {
+            Action::Read => self.data.write_from(at as usize, data).ok_or(DiskError::BadBuffer),
+            Action::Compare => {
+                let mut own = vec![0; data.len()];
+                self.data.read_into(at as usize, &mut own).ok_or(DiskError::BadBuffer)?;
+                if own == data { Ok(()) } else { Err(DiskError::CompareFailed) }
+            }
+            _ => Ok(()),
+        });
+        self.outcome = self.outcome.and(result);
+    }
+
+    /// Whether there is nothing more to do or to wait for.
+    pub(crate) fn is_over(&self, most: u32) -> bool {
+        self.under_way == 0 && self.next(most).is_none()
+    }
+}

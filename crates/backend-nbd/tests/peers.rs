@@ -1,0 +1,251 @@
+//! The servers that people have: nbdkit with its filters, and qemu-nbd. Skipped with a word where
+//! they are not installed.
+
+use shadowbell_backend::{Disk, DiskError, Op, Request};
+use shadowbell_backend_nbd::{NbdDisk, NbdSpec};
+use shadowbell_memory::Segments;
+use shadowbell_testing::disks::{
+    Random, batch, content, flush, memory, read, run, run_one, segments, write,
+};
+use std::io::Read;
+use std::net::TcpListener;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+const MIB: usize = 1 << 20;
+
+struct Peer {
+    child: Child,
+    directory: TempDir,
+}
+
+impl Peer {
+    /// Starts `program` with a socket, and waits until it takes clients. Nothing, with a message,
+    /// if it is not there.
+    fn start(program: &str, arguments: &[&str]) -> Option<Self> {
+        let directory = tempfile::tempdir().unwrap();
+        let child = start(program, arguments, &directory.path().join("nbd"))?;
+        Some(Self { child, directory })
+    }
+
+    fn open(&self, options: &str) -> NbdDisk {
+        open(&self.directory.path().join("nbd"), options)
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn open(socket: &Path, options: &str) -> NbdDisk {
+    let spec = format!("nbd+unix:///?socket={}{options}", socket.display());
+    NbdDisk::open(&NbdSpec::parse(&spec).unwrap()).unwrap()
+}
+
+fn start(program: &str, arguments: &[&str], socket: &Path) -> Option<Child> {
+    let path = socket.to_str().unwrap();
+    // One that was killed leaves its socket.
+    let _ = std::fs::remove_file(socket);
+    let mut command = Command::new(program);
+    if program == "nbdkit" {
+        command.args(["--foreground", "--exit-with-parent", "--unix", path]);
+    } else {
+        command.args(["--persistent", "--socket", path]);
+    }
+    let spawned = command.args(arguments).stderr(Stdio::piped()).stdout(Stdio::null()).spawn();
+    let mut child = match spawned {
+        Ok(child) => child,
+        Err(error) => {
+            eprintln!(
+                "skipped: `{program}` is not here ({error}); Debian has it in nbdkit, qemu-utils"
+            );
+            return None;
+        }
+    };
+    let until = Instant::now() + Duration::from_secs(30);
+    // Neither says when it is ready, but by its socket.
+    while UnixStream::connect(socket).is_err() {
+        if let Ok(Some(status)) = child.try_wait() {
+            let mut text = String::new();
+            let _ = child.stderr.take().unwrap().read_to_string(&mut text);
+            panic!("{program} {arguments:?}: {status}: {text}");
+        }
+        assert!(Instant::now() < until, "{program} takes no clients");
+        std::thread::yield_now();
+    }
+    Some(child)
+}
+
+fn model(disk: &NbdDisk, seed: u64, rounds: usize) {
+    let mut model = content(disk);
+    let mut random = Random(seed);
+    let mut queues = [disk.queue().unwrap(), disk.queue().unwrap()];
+    for _ in 0..rounds {
+        let queue = &mut queues[random.below(2) as usize];
+        batch(disk, &mut **queue, &mut model, &mut random);
+    }
+    assert_eq!(flush(&mut *queues[0]), Ok(()));
+    assert!(content(disk) == model);
+}
+
+#[test]
+fn nbdkit_with_memory() {
+    let Some(peer) = Peer::start("nbdkit", &["memory", "2M"]) else { return };
+    let disk = peer.open("");
+    assert!(disk.describe().starts_with("NBD with 4 connections"), "{}", disk.describe());
+    model(&disk, 5, 20);
+}
+
+#[test]
+fn nbdkit_without_what_others_have() {
+    let filters = ["--filter=nozero", "--filter=multi-conn"];
+    let parameters = ["memory", "2M", "zeromode=none", "multi-conn-mode=disable"];
+    let Some(peer) = Peer::start("nbdkit", &[&filters[..], &parameters].concat()) else { return };
+    let disk = peer.open("");
+    assert!(disk.describe().starts_with("NBD with one connection"), "{}", disk.describe());
+    assert!(!disk.info().discard);
+    model(&disk, 6, 20);
+}
+
+/// Answers in any order, late.
+#[test]
+fn nbdkit_with_delays() {
+    let parameters = ["--filter=delay", "memory", "2M", "rdelay=3ms", "wdelay=2ms"];
+    let Some(peer) = Peer::start("nbdkit", &parameters) else { return };
+    model(&peer.open(""), 7, 6);
+}
+
+/// Half of all requests fail, each by itself.
+#[test]
+fn nbdkit_with_errors() {
+    let parameters = ["--filter=error", "memory", "2M", "error=EIO", "error-rate=50%"];
+    let Some(peer) = Peer::start("nbdkit", &parameters) else { return };
+    let disk = peer.open("");
+    let mut queue = disk.queue().unwrap();
+    let bytes = memory(MIB);
+    let requests = (0..256_u64).map(|at| {
+        let op = if at % 2 == 0 { Op::Read } else { Op::Write { fua: false } };
+        (Request { op, offset: at * 4096, len: 4096 }, segments(&bytes, at as usize * 4096, 4096))
+    });
+    let results = run(&mut *queue, requests.collect());
+    let failed = results.iter().filter(|result| **result == Err(DiskError::Io(5))).count();
+    let done = results.iter().filter(|result| result.is_ok()).count();
+    assert!(failed > 0 && done > 0 && failed + done == 256, "{failed} failed, {done} did not");
+    assert_eq!(disk.counters()[1], ("connections_lost", 0));
+}
+
+/// It ends a connection at one request in so many, and has answered others.
+#[test]
+fn nbdkit_that_hangs_up() {
+    let script = r#"
+        case "$1" in
+            get_size) echo 1048576 ;;
+            pread) if [ $((RANDOM % 8)) = 0 ]; then kill -9 $PPID; fi
+                   dd if="$IMAGE" iflag=skip_bytes,count_bytes skip=$4 count=$3 status=none ;;
+            *) exit 2 ;;
+        esac
+    "#;
+    let directory = tempfile::tempdir().unwrap();
+    let (image, program) = (directory.path().join("image"), directory.path().join("script"));
+    std::fs::write(&image, Random(3).bytes(MIB)).unwrap();
+    std::fs::write(&program, format!("#!/bin/bash\nIMAGE={}\n{script}", image.display())).unwrap();
+    std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755))
+        .unwrap();
+    let socket = directory.path().join("nbd");
+    let arguments = ["sh", program.to_str().unwrap()];
+    let Some(mut child) = start("nbdkit", &arguments, &socket) else { return };
+    let disk = open(&socket, "&connections=2");
+    let expected = std::fs::read(&image).unwrap();
+    let over = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| {
+            let mut queue = disk.queue().unwrap();
+            for at in 0..60 {
+                let at = at * 16384;
+                assert!(read(&mut *queue, at, 16384).unwrap() == expected[at as usize..][..16384]);
+            }
+            over.store(true, std::sync::atomic::Ordering::Release);
+        });
+        // Somebody starts it again, as systemd would.
+        while !over.load(std::sync::atomic::Ordering::Acquire) && !reader.is_finished() {
+            match child.try_wait().unwrap() {
+                Some(_) => child = start("nbdkit", &arguments, &socket).unwrap(),
+                None => std::thread::yield_now(),
+            }
+        }
+        reader.join().unwrap();
+    });
+    let _ = child.kill();
+    let _ = child.wait();
+    assert!(disk.counters()[1].1 > 0);
+}
+
+/// qemu-nbd on a qcow2 image that it keeps in a cache of its own, killed in between.
+#[test]
+fn qemu_nbd_is_killed_and_started() {
+    let directory = tempfile::tempdir().unwrap();
+    let (image, socket) = (directory.path().join("a.qcow2"), directory.path().join("nbd"));
+    let name = image.to_str().unwrap();
+    let made = Command::new("qemu-img").args(["create", "-q", "-f", "qcow2", name, "2M"]).status();
+    if !made.is_ok_and(|status| status.success()) {
+        eprintln!("skipped: `qemu-img` is not here; it is in Debian's qemu-utils");
+        return;
+    }
+    // Writes stay in its own memory: metadata as long as it likes.
+    let arguments = ["--format=qcow2", "--shared=8", "--cache=writeback", "--discard=unmap", name];
+    let Some(mut child) = start("qemu-nbd", &arguments, &socket) else { return };
+    let disk = open(&socket, "");
+    let mut model = vec![0; 2 * MIB];
+    let mut random = Random(11);
+    let mut queue = disk.queue().unwrap();
+    for round in 0..8 {
+        for _ in 0..4 {
+            batch(&disk, &mut *queue, &mut model, &mut random);
+        }
+        write(&mut *queue, 0, &[round; 4096]).unwrap();
+        model[..4096].fill(round);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        child = start("qemu-nbd", &arguments, &socket).unwrap();
+    }
+    assert_eq!(flush(&mut *queue), Ok(()));
+    assert!(content(&disk) == model && !disk.has_lost());
+    let discard = run_one(&mut *queue, Op::Discard, 0, 2 << 20, Segments::new());
+    assert_eq!(discard, Ok(()));
+    assert!(content(&disk) == vec![0; 2 * MIB]);
+    drop((queue, disk));
+    let _ = child.kill();
+    let _ = child.wait();
+    let check = Command::new("qemu-img").args(["check", "-q", name]).status().unwrap();
+    // Leaks are what a kill leaves.
+    assert!(matches!(check.code(), Some(0 | 3)), "{check:?}");
+}
+
+#[test]
+fn tcp() {
+    // A port that was free a moment ago.
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let mut command = Command::new("nbdkit");
+    let port_text = port.to_string();
+    command.args(["--foreground", "--exit-with-parent", "--ipaddr=127.0.0.1", "--port"]);
+    let Ok(mut child) = command.args([&port_text[..], "memory", "2M"]).spawn() else {
+        eprintln!("skipped: `nbdkit` is not here");
+        return;
+    };
+    let until = Instant::now() + Duration::from_secs(30);
+    while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
+        assert!(Instant::now() < until);
+        std::thread::yield_now();
+    }
+    let spec = NbdSpec::parse(&format!("nbd://localhost:{port}/")).unwrap();
+    let disk = NbdDisk::open(&spec).unwrap();
+    model(&disk, 8, 10);
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
