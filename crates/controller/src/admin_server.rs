@@ -11,7 +11,6 @@ use crate::control::{Attach, Control, Data, Deferred, Orders, Outcome, Standing}
 use crate::journal::JournalPart;
 use crate::queue::admin::{AdminCompletion, AdminQueue};
 use crate::saved::SavedAdminQueue;
-use crate::stats::Stats;
 use parking_lot::Mutex;
 use shadowbell_memory::{DmaTable, Segments, View};
 use shadowbell_spec::Sqe;
@@ -195,17 +194,6 @@ impl AdminServer {
         if let Some(Attach { queue, .. }) = &mut self.attached {
             queue.post(&cx.shared, |at, cids| control.lock().admin_posted(at, &cids));
         }
-    }
-
-    /// The counters of the admin queue pair.
-    pub(crate) fn stats(&self, cx: &Context) -> Stats {
-        let mut stats = Stats::default();
-        if let Some(Attach { queue, .. }) = &self.attached {
-            let (sq, cq) = queue.snapshot(&cx.shared);
-            stats.submission_queues.push(sq);
-            stats.completion_queues.push(cq);
-        }
-        stats
     }
 }
 

@@ -573,27 +573,13 @@ impl Controller {
         self.0.most_notices()
     }
 
-    /// The counters, as of now: the workers are asked, which wakes them. Waits for their answer up
-    /// to a second; a worker that is held up by its disk for longer is left out.
+    /// The counters, as of now. They are read where they are counted: nobody is asked or woken, and
+    /// nothing that holds up a worker holds up this. What a host can see was counted before it
+    /// could; the numbers of a controller that is busy are not all of the same moment.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        let shared = &self.0.context.shared;
-        let mut stats = self.0.admin_stats();
-        let workers = self.0.control().workers();
-        let gathered = self.0.stats_query.ask(&self.0.context, workers);
-        shared.retire(|retired| {
-            stats.retired_sq = retired.sq.clone();
-            stats.retired_cq = retired.cq.clone();
-            stats.doorbell_events = retired.eventfd_doorbells;
-        });
-        stats.io = shared.io();
-        for worker in gathered {
-            stats.submission_queues.extend(worker.sqs);
-            stats.completion_queues.extend(worker.cqs);
-            stats.doorbell_events += worker.eventfd_doorbells;
-            stats.workers.push(worker.sleep);
-        }
-        stats
+        let Context { shared, pool, .. } = &self.0.context;
+        shared.stats(|worker| pool.sleep_stats(worker))
     }
 }
 

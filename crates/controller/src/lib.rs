@@ -53,7 +53,6 @@ mod route;
 mod saved;
 mod shared;
 pub mod stats;
-mod stats_query;
 mod successor;
 #[cfg(test)]
 mod test_disk;

@@ -12,8 +12,6 @@ use crate::notice::{ControlPlane, Notice};
 use crate::recorder::Recorder;
 use crate::route::RelocateError;
 use crate::saved::{Recorded, SavedController, SavedJournal, SavedPart};
-use crate::stats::Stats;
-use crate::stats_query::StatsQuery;
 use crate::successor::{RestoreError, SaveError};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::time::{ClockId, clock_gettime};
@@ -28,8 +26,6 @@ use std::time::{Duration, Instant};
 const TURN_COMMANDS: u32 = 16;
 /// How long a turn goes on, apart from the last command.
 const TURN_TIME: Duration = Duration::from_micros(100);
-/// How long the counters of an admin queue are waited for, whose guest holds up its turn.
-const COUNTERS: Duration = Duration::from_secs(1);
 
 /// A controller behind its public face.
 pub(crate) struct ControllerInner {
@@ -41,7 +37,6 @@ pub(crate) struct ControllerInner {
     /// Belongs to the turn under way. To be locked before `control`, and never by the thread that
     /// carries the controller, nor by a worker: the guest's memory is touched under it.
     admin: Mutex<Admin>,
-    pub(crate) stats_query: StatsQuery,
     recorder: OnceLock<Arc<dyn Recorder>>,
     /// Locked while a record is made: they are made one after the other. Whether something has
     /// changed since.
@@ -63,7 +58,6 @@ impl ControllerInner {
             inbox: Inbox::default(),
             run_state: RunState::default(),
             admin: Mutex::new(Admin { server: AdminServer::default(), budget: Budget::new() }),
-            stats_query: StatsQuery::default(),
             recorder: OnceLock::new(),
             recording: Mutex::default(),
             changed: AtomicBool::new(true),
@@ -216,12 +210,6 @@ impl ControllerInner {
         if self.run_state.request() {
             self.context.pool.control().schedule(self.me.clone());
         }
-    }
-
-    /// The counters of the admin queue pair: none if its guest holds up the turn under way.
-    pub(crate) fn admin_stats(&self) -> Stats {
-        let admin = self.admin.try_lock_for(COUNTERS);
-        admin.map(|admin| admin.server.stats(&self.context)).unwrap_or_default()
     }
 
     /// The most that workers have told, and that was not read, at a time since this was last asked.

@@ -3,14 +3,16 @@
 use crate::interrupt::{Coalescing, IrqTable};
 use crate::journal::{self, Journal, JournalPart};
 use crate::saved::SavedCounters;
-use crate::stats::{CqStats, IoCounters, IoStats, SqStats};
+use crate::stats::{
+    CqCounters, CqStats, IoStats, PartCounters, SleepStats, SqCounters, SqStats, Stats,
+};
 use parking_lot::Mutex;
 use shadowbell_memory::{Mapping, Protection, SharedBytes, SharedU32};
 use shadowbell_spec::regs::{DoorbellKind, cq_doorbell_offset, sq_doorbell_offset};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 /// Doorbell stride (CAP.DSTRD): doorbells are 4 bytes apart, as on every PCIe controller.
 pub(crate) const DSTRD: u8 = 0;
@@ -20,25 +22,25 @@ pub(crate) const DOORBELL_BYTES: u64 = 4096;
 pub(crate) const MAX_QUEUES: usize = 65;
 const _: () = assert!(MAX_QUEUES <= journal::QUEUES);
 
-/// Counters of queues that are gone.
+/// What was counted of queues that are gone, and where it is counted of those that are there.
 #[derive(Debug, Default)]
-pub(crate) struct Retired {
-    pub(crate) sq: SqStats,
-    pub(crate) cq: CqStats,
-    io: IoStats,
+struct Counted {
+    retired_sq: SqStats,
+    retired_cq: CqStats,
+    retired_io: IoStats,
+    /// Doorbells rung by a descriptor, of those that are gone.
+    retired_events: u64,
     /// What is counted now, by one worker each.
-    live: Vec<Arc<IoCounters>>,
-    /// Doorbells rung by a descriptor.
-    pub(crate) eventfd_doorbells: u64,
+    parts: Vec<Arc<PartCounters>>,
+    sqs: Vec<Weak<SqCounters>>,
+    cqs: Vec<Weak<CqCounters>>,
 }
 
-impl Retired {
-    /// A worker counts no more.
-    pub(crate) fn retire_io(&mut self, counters: &Arc<IoCounters>) {
-        if let Some(at) = self.live.iter().position(|live| Arc::ptr_eq(live, counters)) {
-            self.io.merge(&self.live.swap_remove(at).read());
-        }
-    }
+/// Takes one out; those that nobody counts in any more with it.
+fn take_out<T>(all: &mut Vec<Weak<T>>, one: &Arc<T>) {
+    all.retain(|other| {
+        other.strong_count() != 0 && !std::ptr::eq(other.as_ptr(), Arc::as_ptr(one))
+    });
 }
 
 /// What the control plane and the workers of one controller both touch. Nothing in it is touched
@@ -61,7 +63,7 @@ pub(crate) struct ControllerShared {
     pub(crate) mapped: bool,
     pub(crate) irqs: Arc<IrqTable>,
     pub(crate) coalescing: Coalescing,
-    retired: Mutex<Retired>,
+    counted: Mutex<Counted>,
     /// It has been said that there was as much under way as may be.
     excess_reported: AtomicBool,
     /// What has to survive this process, if anything has.
@@ -105,7 +107,7 @@ impl ControllerShared {
             mapped,
             irqs: Arc::new(IrqTable::new(MAX_QUEUES)),
             coalescing: Coalescing::default(),
-            retired: Mutex::default(),
+            counted: Mutex::default(),
             excess_reported: AtomicBool::new(false),
             journal: OnceLock::new(),
         })
@@ -224,41 +226,125 @@ impl ControllerShared {
         self.write_through.load(Ordering::Relaxed)
     }
 
-    /// Counters for one worker more.
-    pub(crate) fn count_io(&self) -> Arc<IoCounters> {
-        let counters = Arc::<IoCounters>::default();
-        self.retired.lock().live.push(Arc::clone(&counters));
+    /// Counters for `worker`'s part of the controller.
+    pub(crate) fn count_part(&self, worker: usize) -> Arc<PartCounters> {
+        let counters = Arc::new(PartCounters::new(worker));
+        self.counted.lock().parts.push(Arc::clone(&counters));
         counters
+    }
+
+    /// That part is gone.
+    pub(crate) fn retire_part(&self, counters: &Arc<PartCounters>) {
+        let mut counted = self.counted.lock();
+        counted.retire_part(counters);
+    }
+
+    /// That part, `from`, is one with `to` from here on.
+    pub(crate) fn join_parts(&self, from: &Arc<PartCounters>, to: &PartCounters) {
+        let mut counted = self.counted.lock();
+        to.absorb(from);
+        counted.retire_part(from);
+    }
+
+    /// Counters for a submission queue.
+    pub(crate) fn count_sq(&self, qid: u16) -> Arc<SqCounters> {
+        let counters = Arc::new(SqCounters::new(qid));
+        self.counted.lock().sqs.push(Arc::downgrade(&counters));
+        counters
+    }
+
+    /// Counters for a completion queue.
+    pub(crate) fn count_cq(&self, qid: u16) -> Arc<CqCounters> {
+        let counters = Arc::new(CqCounters::new(qid));
+        self.counted.lock().cqs.push(Arc::downgrade(&counters));
+        counters
+    }
+
+    /// That queue is gone.
+    pub(crate) fn retire_sq(&self, counters: &Arc<SqCounters>) {
+        let mut counted = self.counted.lock();
+        take_out(&mut counted.sqs, counters);
+        let traps = self.take_traps(counters.qid(), DoorbellKind::Sq);
+        counted.retired_sq.merge(&counters.read(traps));
+    }
+
+    /// That queue is gone.
+    pub(crate) fn retire_cq(&self, counters: &Arc<CqCounters>) {
+        let mut counted = self.counted.lock();
+        take_out(&mut counted.cqs, counters);
+        let traps = self.take_traps(counters.qid(), DoorbellKind::Cq);
+        counted.retired_cq.merge(&counters.read(traps));
+    }
+
+    /// All that is counted, as of now. `sleep` says how a worker sleeps.
+    pub(crate) fn stats(&self, sleep: impl Fn(usize) -> Option<SleepStats>) -> Stats {
+        let counted = self.counted.lock();
+        let traps = |qid, kind| self.traps(qid, kind);
+        let sqs = counted.sqs.iter().filter_map(Weak::upgrade);
+        let mut submission_queues: Vec<SqStats> =
+            sqs.map(|sq| sq.read(traps(sq.qid(), DoorbellKind::Sq))).collect();
+        submission_queues.sort_by_key(|sq| sq.qid);
+        let cqs = counted.cqs.iter().filter_map(Weak::upgrade);
+        let mut completion_queues: Vec<CqStats> =
+            cqs.map(|cq| cq.read(traps(cq.qid(), DoorbellKind::Cq))).collect();
+        completion_queues.sort_by_key(|cq| cq.qid);
+        let parts = counted.parts.iter();
+        let events = parts.clone().map(|part| part.doorbell_events());
+        let doorbell_events = events.fold(counted.retired_events, u64::saturating_add);
+        let sleep_of = |part: &Arc<PartCounters>| {
+            let parked = part.is_left_out();
+            sleep(part.worker()).map(|sleep| SleepStats { parked, ..sleep })
+        };
+        let mut workers: Vec<SleepStats> = parts.filter_map(sleep_of).collect();
+        workers.sort_by_key(|sleep| sleep.worker);
+        Stats {
+            submission_queues,
+            completion_queues,
+            retired_sq: counted.retired_sq.clone(),
+            retired_cq: counted.retired_cq.clone(),
+            doorbell_events,
+            io: counted.io(),
+            workers,
+        }
     }
 
     /// What the commands did, up to now.
     pub(crate) fn io(&self) -> IoStats {
-        let retired = self.retired.lock();
-        let mut io = retired.io;
-        retired.live.iter().for_each(|counters| io.merge(&counters.read()));
-        io
+        self.counted.lock().io()
     }
 
     /// What was counted of queues that are gone.
     pub(crate) fn counters(&self) -> SavedCounters {
-        let retired = self.retired.lock();
+        let counted = self.counted.lock();
         SavedCounters {
             io: IoStats::default(),
-            sq: retired.sq.clone(),
-            cq: retired.cq.clone(),
-            eventfd_doorbells: retired.eventfd_doorbells,
+            sq: counted.retired_sq.clone(),
+            cq: counted.retired_cq.clone(),
+            eventfd_doorbells: counted.retired_events,
         }
     }
 
     /// Goes on counting from there.
     pub(crate) fn restore_counters(&self, saved: &SavedCounters) {
-        let mut retired = self.retired.lock();
-        retired.io = saved.io;
-        (retired.sq, retired.cq) = (saved.sq.clone(), saved.cq.clone());
-        retired.eventfd_doorbells = saved.eventfd_doorbells;
+        let mut counted = self.counted.lock();
+        counted.retired_io = saved.io;
+        (counted.retired_sq, counted.retired_cq) = (saved.sq.clone(), saved.cq.clone());
+        counted.retired_events = saved.eventfd_doorbells;
+    }
+}
+
+impl Counted {
+    fn io(&self) -> IoStats {
+        let mut io = self.retired_io;
+        self.parts.iter().for_each(|part| io.merge(&part.io.read()));
+        io
     }
 
-    pub(crate) fn retire(&self, with: impl FnOnce(&mut Retired)) {
-        with(&mut self.retired.lock());
+    fn retire_part(&mut self, counters: &Arc<PartCounters>) {
+        if let Some(at) = self.parts.iter().position(|part| Arc::ptr_eq(part, counters)) {
+            let part = self.parts.swap_remove(at);
+            self.retired_io.merge(&part.io.read());
+            self.retired_events = self.retired_events.saturating_add(part.doorbell_events());
+        }
     }
 }

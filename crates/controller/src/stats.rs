@@ -1,9 +1,16 @@
 //! What happened, counted where it happened.
+//!
+//! Whoever serves a queue counts, without locks; whoever wants to know reads the numbers where they
+//! are counted, and asks nobody. What a host can see is counted before it can see it.
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
-use shadowbell_doorbell::{ControllerStats, SleeperStats};
-use std::sync::atomic::AtomicU64;
+use shadowbell_doorbell::{ControllerCounters, ControllerStats, Counter};
+use shadowbell_memory::EventFd;
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::time::Duration;
 
 /// One end of a queue as the controller saw its doorbell.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,15 +34,17 @@ pub struct DoorbellCounts {
 }
 
 impl DoorbellCounts {
-    pub(crate) fn add(&mut self, mmio_writes: u64, s: ControllerStats) {
-        self.mmio_writes += mmio_writes;
-        self.looks += s.looks;
-        self.found_new += s.found_new;
-        self.event_idx_moved += s.event_idx_moved;
-        self.event_idx_armed += s.event_idx_armed;
-        self.rechecks += s.rechecks;
-        self.rechecks_found += s.rechecks_found;
-        self.invalid += s.invalid;
+    fn of(mmio_writes: u64, s: ControllerStats) -> Self {
+        Self {
+            mmio_writes,
+            looks: s.looks,
+            found_new: s.found_new,
+            event_idx_moved: s.event_idx_moved,
+            event_idx_armed: s.event_idx_armed,
+            rechecks: s.rechecks,
+            rechecks_found: s.rechecks_found,
+            invalid: s.invalid,
+        }
     }
 
     fn merge(&mut self, o: &Self) {
@@ -106,24 +115,98 @@ pub struct IoStats {
     pub media_errors: u64,
 }
 
-/// A number that one thread counts, and others read.
-#[derive(Debug, Default)]
-pub(crate) struct Counter(AtomicU64);
+/// Where a submission queue counts.
+#[derive(Debug)]
+pub(crate) struct SqCounters {
+    qid: u16,
+    pub(crate) commands: Counter,
+    pub(crate) batches: Counter,
+    pub(crate) largest_batch: Counter,
+    pub(crate) blocked: Counter,
+    doorbell: ControllerCounters,
+}
 
-impl Counter {
-    /// Counts on. By one thread only: it neither locks nor waits.
-    #[inline]
-    pub(crate) fn add(&self, count: u64) {
-        self.0.store(self.0.load(Relaxed).wrapping_add(count), Relaxed);
+impl SqCounters {
+    pub(crate) fn new(qid: u16) -> Self {
+        Self {
+            qid,
+            commands: Counter::default(),
+            batches: Counter::default(),
+            largest_batch: Counter::default(),
+            blocked: Counter::default(),
+            doorbell: ControllerCounters::default(),
+        }
     }
 
-    fn get(&self) -> u64 {
-        self.0.load(Relaxed)
+    pub(crate) fn qid(&self) -> u16 {
+        self.qid
     }
 
+    /// As of now, with so many MMIO writes.
+    pub(crate) fn read(&self, mmio_writes: u64) -> SqStats {
+        SqStats {
+            qid: self.qid,
+            commands: self.commands.get(),
+            batches: self.batches.get(),
+            largest_batch: self.largest_batch.get(),
+            blocked: self.blocked.get(),
+            doorbell: DoorbellCounts::of(mmio_writes, self.doorbell.read()),
+        }
+    }
+}
+
+/// Where a completion queue counts.
+#[derive(Debug)]
+pub(crate) struct CqCounters {
+    qid: u16,
+    pub(crate) completions: Counter,
+    pub(crate) interrupts: Counter,
+    pub(crate) interrupts_suppressed: Counter,
+    doorbell: ControllerCounters,
+}
+
+impl CqCounters {
+    pub(crate) fn new(qid: u16) -> Self {
+        Self {
+            qid,
+            completions: Counter::default(),
+            interrupts: Counter::default(),
+            interrupts_suppressed: Counter::default(),
+            doorbell: ControllerCounters::default(),
+        }
+    }
+
+    pub(crate) fn qid(&self) -> u16 {
+        self.qid
+    }
+
+    /// As of now, with so many MMIO writes.
+    pub(crate) fn read(&self, mmio_writes: u64) -> CqStats {
+        CqStats {
+            qid: self.qid,
+            completions: self.completions.get(),
+            interrupts: self.interrupts.get(),
+            interrupts_suppressed: self.interrupts_suppressed.get(),
+            doorbell: DoorbellCounts::of(mmio_writes, self.doorbell.read()),
+        }
+    }
+}
+
+/// A queue's counters, as its doorbell counts in them.
+#[derive(Debug)]
+pub(crate) struct CountedBy<T>(pub(crate) Arc<T>);
+
+impl AsRef<ControllerCounters> for CountedBy<SqCounters> {
     #[inline]
-    fn set(&self, value: u64) {
-        self.0.store(value, Relaxed);
+    fn as_ref(&self) -> &ControllerCounters {
+        &self.0.doorbell
+    }
+}
+
+impl AsRef<ControllerCounters> for CountedBy<CqCounters> {
+    #[inline]
+    fn as_ref(&self) -> &ControllerCounters {
+        &self.0.doorbell
     }
 }
 
@@ -187,6 +270,63 @@ impl IoCounters {
     }
 }
 
+/// What one worker counts of one controller, for others to read at any time.
+#[derive(Debug)]
+pub(crate) struct PartCounters {
+    pub(crate) io: IoCounters,
+    worker: AtomicUsize,
+    /// The worker leaves the controller out of its passes until that rings.
+    left_out: AtomicBool,
+    /// Descriptors that stand for doorbells, and count by themselves how often they are signalled.
+    doorbell_eventfds: Mutex<Vec<Arc<EventFd>>>,
+}
+
+impl PartCounters {
+    /// For `worker`.
+    pub(crate) fn new(worker: usize) -> Self {
+        Self {
+            io: IoCounters::default(),
+            worker: AtomicUsize::new(worker),
+            left_out: AtomicBool::new(false),
+            doorbell_eventfds: Mutex::default(),
+        }
+    }
+
+    /// It is `worker`'s from here on.
+    pub(crate) fn set_worker(&self, worker: usize) {
+        self.worker.store(worker, Relaxed);
+    }
+
+    pub(crate) fn worker(&self) -> usize {
+        self.worker.load(Relaxed)
+    }
+
+    pub(crate) fn set_left_out(&self, left_out: bool) {
+        self.left_out.store(left_out, Relaxed);
+    }
+
+    pub(crate) fn is_left_out(&self) -> bool {
+        self.left_out.load(Relaxed)
+    }
+
+    pub(crate) fn add_doorbell_eventfd(&self, event: Arc<EventFd>) {
+        self.doorbell_eventfds.lock().push(event);
+    }
+
+    /// How often the host has signalled one of the descriptors. They are not read, because the host
+    /// shares them and could have a read block.
+    pub(crate) fn doorbell_events(&self) -> u64 {
+        let events = self.doorbell_eventfds.lock();
+        events.iter().map(|event| event.count()).fold(0, u64::saturating_add)
+    }
+
+    /// Counts for queues that were another part's, with their descriptors.
+    pub(crate) fn absorb(&self, other: &Self) {
+        let events = std::mem::take(&mut *other.doorbell_eventfds.lock());
+        self.doorbell_eventfds.lock().extend(events);
+    }
+}
+
 /// A worker's sleep.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct SleepStats {
@@ -206,15 +346,26 @@ pub struct SleepStats {
     pub parked: bool,
 }
 
-impl SleepStats {
-    pub(crate) fn of(s: SleeperStats, spurious_wakes: u64, awake_ns: u64) -> Self {
-        Self {
-            rounds: s.rounds,
-            stayed_awake: s.stayed_awake,
-            sleeps: s.slept,
-            spurious_wakes,
-            awake_ns,
-            ..Self::default()
+/// Where a worker counts its sleeps.
+#[derive(Debug, Default)]
+pub(crate) struct SleepCounters {
+    pub(crate) rounds: Counter,
+    pub(crate) stayed_awake: Counter,
+    pub(crate) sleeps: Counter,
+    pub(crate) spurious_wakes: Counter,
+}
+
+impl SleepCounters {
+    /// Those of `worker`, which has been awake for so long, as of now.
+    pub(crate) fn read(&self, worker: usize, awake: Duration) -> SleepStats {
+        SleepStats {
+            rounds: self.rounds.get(),
+            stayed_awake: self.stayed_awake.get(),
+            sleeps: self.sleeps.get(),
+            spurious_wakes: self.spurious_wakes.get(),
+            awake_ns: awake.as_nanos().min(u64::MAX.into()) as u64,
+            worker,
+            parked: false,
         }
     }
 }

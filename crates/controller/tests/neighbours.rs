@@ -13,6 +13,7 @@ use shadowbell_memory::{Mapping, Protection};
 use shadowbell_spec::nvm::DatasetManagement;
 use shadowbell_spec::{Sqe, Status};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Requests of commands of many ranges that a disk is given at once.
 const PARTS: usize = 32;
@@ -123,9 +124,7 @@ fn as_many_requests_are_under_way_as_may_be_and_the_others_follow() {
     }
     host.until("the quota to be met", || held.seen().len() == most);
     // A worker that has nothing to do but to wait sleeps.
-    let sleeps = || host.controller.stats().workers[0].sleeps;
-    let before = sleeps();
-    host.until("a sleep", || sleeps() > before);
+    host.until("a sleep", || is_asleep(&host));
     assert_eq!(held.seen().len(), most);
     held.order(|orders| orders.hold = false);
     for queue in &mut queues {
@@ -134,6 +133,14 @@ fn as_many_requests_are_under_way_as_may_be_and_the_others_follow() {
         }
     }
     assert_eq!(held.seen().len(), 4000);
+}
+
+/// Whether the controller's only worker sleeps: no time that it is awake passes.
+fn is_asleep(host: &Host) -> bool {
+    let awake = || host.controller.stats().workers[0].awake_ns;
+    let before = awake();
+    std::thread::sleep(Duration::from_millis(1));
+    awake() == before
 }
 
 #[test]
@@ -159,9 +166,7 @@ fn pieces_of_memory_and_bytes_have_a_quota_as_well() {
         }
         host.ring(&queue, 0);
         host.until("four of them", || held.seen().len() - before == 4);
-        let sleeps = || host.controller.stats().workers[0].sleeps;
-        let slept = sleeps();
-        host.until("a sleep", || sleeps() > slept);
+        host.until("a sleep", || is_asleep(&host));
         assert_eq!(held.seen().len() - before, 4);
         held.order(|orders| orders.hold = false);
         for _ in 0..32 {

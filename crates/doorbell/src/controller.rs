@@ -10,7 +10,7 @@
 
 use core::fmt;
 
-use crate::{Arming, Cell, ControllerStats, Fence, Fenced, RingSize, Sleeper};
+use crate::{Arming, Cell, ControllerCounters, ControllerStats, Fence, Fenced, RingSize, Sleeper};
 
 /// A host put a value in a doorbell that cannot be: outside the ring, or a completion queue head
 /// that consumes more than was posted.
@@ -74,22 +74,24 @@ impl<S: Cell> Shadow<S> {
 
 /// What a tail and a head have in common.
 #[derive(Debug)]
-struct Doorbell<R, S> {
+struct Doorbell<R, S, C> {
     size: RingSize,
     state: DoorbellState,
     register: R,
     shadow: Option<Shadow<S>>,
     /// The last value refused, so that it is reported once and not at every look.
     refused: Option<u32>,
-    stats: ControllerStats,
+    counters: C,
 }
 
-impl<R: Cell, S: Cell> Doorbell<R, S> {
+impl<R: Cell, S: Cell> Doorbell<R, S, ControllerCounters> {
     fn new(size: RingSize, register: R, state: DoorbellState) -> Self {
-        let stats = ControllerStats::default();
-        Self { size, state, register, shadow: None, refused: None, stats }
+        let counters = ControllerCounters::default();
+        Self { size, state, register, shadow: None, refused: None, counters }
     }
+}
 
+impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> Doorbell<R, S, C> {
     fn enable(&mut self, value: S, event_idx: S) {
         self.state.snapshot = None;
         if self.state.truth == Truth::Shadow {
@@ -157,7 +159,7 @@ impl<R: Cell, S: Cell> Doorbell<R, S> {
             return Ok(false);
         }
         self.refused = Some(value);
-        self.stats.invalid += 1;
+        self.counters.as_ref().invalid.add(1);
         Err(InvalidDoorbell { value })
     }
 
@@ -186,22 +188,22 @@ impl<R: Cell, S: Cell> Doorbell<R, S> {
             last
         };
         shadow.publish(event_idx);
-        self.stats.event_idx_moved += 1;
+        self.counters.as_ref().event_idx_moved.add(1);
     }
 
     #[inline]
     fn look(&mut self, limit: u32) -> Result<u16, InvalidDoorbell> {
-        self.stats.looks += 1;
+        self.counters.as_ref().looks.add(1);
         let moved = self.take(limit)?;
-        self.stats.found_new += u64::from(moved);
+        self.counters.as_ref().found_new.add(u64::from(moved));
         Ok(self.state.last)
     }
 
     #[inline]
     fn recheck(&mut self, limit: u32) -> Result<bool, InvalidDoorbell> {
-        self.stats.rechecks += 1;
+        self.counters.as_ref().rechecks.add(1);
         let moved = self.take(limit)?;
-        self.stats.rechecks_found += u64::from(moved);
+        self.counters.as_ref().rechecks_found.add(u64::from(moved));
         Ok(moved)
     }
 
@@ -210,8 +212,8 @@ impl<R: Cell, S: Cell> Doorbell<R, S> {
         if let Some(shadow) = &mut self.shadow
             && shadow.published != self.state.last
         {
+            self.counters.as_ref().event_idx_armed.add(1);
             shadow.publish(self.state.last);
-            self.stats.event_idx_armed += 1;
         }
     }
 
@@ -222,7 +224,7 @@ impl<R: Cell, S: Cell> Doorbell<R, S> {
             && shadow.published == self.state.last
         {
             shadow.publish(self.size.back(self.state.last, 1));
-            self.stats.event_idx_moved += 1;
+            self.counters.as_ref().event_idx_moved.add(1);
         }
     }
 
@@ -240,9 +242,12 @@ macro_rules! doorbell {
         /// `R` is the cell of the doorbell register: the trap stores in it, or the host itself if
         /// the page of doorbells is mapped. `S` is a cell in the Shadow Doorbell and EventIdx
         /// buffers.
+        ///
+        /// `C` is where it counts: here, or what others hold as well
+        /// ([`counted_by`](Self::counted_by)).
         #[derive(Debug)]
-        pub struct $name<R, S = R> {
-            doorbell: Doorbell<R, S>,
+        pub struct $name<R, S = R, C = ControllerCounters> {
+            doorbell: Doorbell<R, S, C>,
         }
 
         impl<R: Cell, S: Cell> $name<R, S> {
@@ -262,6 +267,20 @@ macro_rules! doorbell {
             pub fn resume(size: RingSize, register: R, state: DoorbellState) -> Option<Self> {
                 size.position(u32::from(state.last))?;
                 Some(Self { doorbell: Doorbell::new(size, register, state) })
+            }
+        }
+
+        impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> $name<R, S, C> {
+            /// Counts in `counters` from here on, which others may read meanwhile: an `Arc` of
+            /// [`ControllerCounters`].
+            #[inline]
+            pub fn counted_by<D>(self, counters: D) -> $name<R, S, D>
+            where
+                D: AsRef<ControllerCounters>,
+            {
+                let Doorbell { size, state, register, shadow, refused, .. } = self.doorbell;
+                let doorbell = Doorbell { size, state, register, shadow, refused, counters };
+                $name { doorbell }
             }
 
             /// Doorbell Buffer Config is being executed, or the queue created while it is in force:
@@ -311,13 +330,13 @@ macro_rules! doorbell {
 
             /// What this doorbell did so far.
             #[inline]
-            pub const fn stats(&self) -> ControllerStats {
-                self.doorbell.stats
+            pub fn stats(&self) -> ControllerStats {
+                self.doorbell.counters.as_ref().read()
             }
 
             /// The first half of going to sleep: asks the host to ring at its next update.
             #[inline]
-            pub fn arm<C: Cell, F: Fence>(&mut self, arming: &mut Arming<'_, C, F>) {
+            pub fn arm<T: Cell, F: Fence>(&mut self, arming: &mut Arming<'_, T, F>) {
                 self.doorbell.arm();
                 arming.armed();
             }
@@ -328,7 +347,7 @@ macro_rules! doorbell {
             /// The sleeper is the witness that no round is under way: within one, this would lose
             /// the wakeup, and does not compile.
             #[inline]
-            pub fn disarm<C: Cell, F: Fence>(&mut self, _: &Sleeper<C, F>) {
+            pub fn disarm<T: Cell, F: Fence>(&mut self, _: &Sleeper<T, F>) {
                 self.doorbell.disarm();
             }
         }
@@ -348,7 +367,7 @@ doorbell! {
     CqHead
 }
 
-impl<R: Cell, S: Cell> SqTail<R, S> {
+impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> SqTail<R, S, C> {
     /// The tail: entries up to it may be fetched, with what the host wrote into them.
     ///
     /// # Errors
@@ -382,9 +401,9 @@ impl<R: Cell, S: Cell> SqTail<R, S> {
     ///
     /// As [`look`](Self::look); the round then does not end in sleep.
     #[inline]
-    pub fn recheck<C: Cell, F: Fence>(
+    pub fn recheck<T: Cell, F: Fence>(
         &mut self,
-        fenced: &mut Fenced<'_, C, F>,
+        fenced: &mut Fenced<'_, T, F>,
     ) -> Result<u16, InvalidDoorbell> {
         let result = self.doorbell.recheck(RingSize::MAX);
         fenced.rechecked(!matches!(result, Ok(false)));
@@ -392,7 +411,7 @@ impl<R: Cell, S: Cell> SqTail<R, S> {
     }
 }
 
-impl<R: Cell, S: Cell> CqHead<R, S> {
+impl<R: Cell, S: Cell, C: AsRef<ControllerCounters>> CqHead<R, S, C> {
     /// The head: entries up to it are free again. `tail` is where the controller posts next.
     ///
     /// # Errors
@@ -410,9 +429,9 @@ impl<R: Cell, S: Cell> CqHead<R, S> {
     ///
     /// As [`look`](Self::look); the round then does not end in sleep.
     #[inline]
-    pub fn recheck<C: Cell, F: Fence>(
+    pub fn recheck<T: Cell, F: Fence>(
         &mut self,
-        fenced: &mut Fenced<'_, C, F>,
+        fenced: &mut Fenced<'_, T, F>,
         tail: u16,
     ) -> Result<u16, InvalidDoorbell> {
         let result = self.doorbell.recheck(self.doorbell.posted(tail));

@@ -30,8 +30,9 @@
 //! | [`RingSize`] | positions in a queue, and where they wrap |
 //! | [`Cell`], [`Fence`] | all that is needed of the machine; loom puts its own underneath |
 //!
-//! No commands, no threads, no allocation, no state that is shared but for the cells. Every value
-//! that the peer can write is read once, and checked before it is a position.
+//! No commands, no threads, no allocation, no state that is shared but for the cells and, if one
+//! likes, the counters. Every value that the peer can write is read once, and checked before it is
+//! a position.
 //!
 //! # A doorbell's life
 //!
@@ -175,4 +176,4 @@ pub use controller::{CqHead, DoorbellState, InvalidDoorbell, SqTail, Truth};
 pub use host::{HostDoorbell, Predicate};
 pub use ring::RingSize;
 pub use sleep::{Arming, Asleep, Fenced, Sleeper, Waker};
-pub use stats::{ControllerStats, HostStats, SleeperStats};
+pub use stats::{ControllerCounters, ControllerStats, Counter, HostStats, SleeperStats};

@@ -1,6 +1,36 @@
-//! What the protocol did, in plain counters that belong to the thread that did it.
+//! What the protocol did: counted by the thread that did it, without locks, and for the
+//! controller's end of a doorbell so that any other thread can read it.
 
 use core::ops::AddAssign;
+use core::sync::atomic::AtomicU64;
+use core::sync::atomic::Ordering::Relaxed;
+
+/// A number that one thread counts, and any may read at any time.
+///
+/// To count is a plain addition in memory: it takes no lock and waits for nobody. Two threads that
+/// count would lose some.
+#[derive(Debug, Default)]
+pub struct Counter(AtomicU64);
+
+impl Counter {
+    /// Counts on. By one thread only.
+    #[inline]
+    pub fn add(&self, count: u64) {
+        self.0.store(self.0.load(Relaxed).wrapping_add(count), Relaxed);
+    }
+
+    /// The number, as of now.
+    #[inline]
+    pub fn get(&self) -> u64 {
+        self.0.load(Relaxed)
+    }
+
+    /// Puts another number in its place. By the thread that counts.
+    #[inline]
+    pub fn set(&self, value: u64) {
+        self.0.store(value, Relaxed);
+    }
+}
 
 macro_rules! counters {
     ($(#[$outer:meta])* $name:ident { $($(#[$doc:meta])* $field:ident,)* }) => {
@@ -19,9 +49,39 @@ macro_rules! counters {
     };
 }
 
-counters! {
+macro_rules! shared_counters {
+    (
+        $(#[$outer:meta])* $name:ident counted by $shared:ident {
+            $($(#[$doc:meta])* $field:ident,)*
+        }
+    ) => {
+        counters! { $(#[$outer])* $name { $($(#[$doc])* $field,)* } }
+
+        /// Where the thread that serves a doorbell counts them.
+        #[derive(Debug, Default)]
+        pub struct $shared {
+            $(pub(crate) $field: Counter,)*
+        }
+
+        impl AsRef<Self> for $shared {
+            fn as_ref(&self) -> &Self {
+                self
+            }
+        }
+
+        impl $shared {
+            /// The numbers, each as of now.
+            #[must_use]
+            pub fn read(&self) -> $name {
+                $name { $($field: self.$field.get(),)* }
+            }
+        }
+    };
+}
+
+shared_counters! {
     /// One doorbell, as the controller saw it.
-    ControllerStats {
+    ControllerStats counted by ControllerCounters {
         /// Times that the doorbell was looked at while polling.
         looks,
         /// Looks that found a new value.

@@ -540,11 +540,6 @@ impl Control {
         });
     }
 
-    /// The workers that serve this controller's queues.
-    pub(crate) fn workers(&self) -> Vec<usize> {
-        self.queues.workers().collect()
-    }
-
     /// Descriptors that stand for writes to doorbells: none without Doorbell Buffer Config.
     ///
     /// # Errors

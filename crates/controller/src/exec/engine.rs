@@ -12,7 +12,7 @@ use super::spans::TouchedSpans;
 use super::status::{is_media_error, status_of};
 use crate::latch::Latch;
 use crate::queue::Permit;
-use crate::stats::{IoCounters, TransferStats};
+use crate::stats::{PartCounters, TransferStats};
 use shadowbell_backend::{DiskError, Op, Request, Submitted};
 use shadowbell_memory::{Segments, View, page_tables};
 use shadowbell_spec::Sqe;
@@ -95,7 +95,7 @@ pub(crate) struct Engine {
     long: LongCommands,
     forced: ForcedReads,
     /// What was done, for others to read.
-    pub(crate) counters: Arc<IoCounters>,
+    pub(crate) counters: Arc<PartCounters>,
     transfers: TransferStats,
 }
 
@@ -150,7 +150,7 @@ impl Engine {
         (page_size, max_transfer, max_zeroes): (usize, usize, u64),
         quota: Quota,
         namespaces: Vec<NamespaceQueue>,
-        counters: Arc<IoCounters>,
+        counters: Arc<PartCounters>,
     ) -> Self {
         let mut engine = Self {
             wants_hints: want_hints(&namespaces),
@@ -174,7 +174,7 @@ impl Engine {
             copies: Copies::default(),
             long: LongCommands::default(),
             forced: ForcedReads::default(),
-            transfers: counters.transfers(),
+            transfers: counters.io.transfers(),
             counters,
         };
         engine.measure_memory();
@@ -290,7 +290,7 @@ impl Engine {
     /// host finds in the counters what it knows to be done.
     #[inline]
     pub(crate) fn publish(&self) {
-        self.counters.publish(&self.transfers);
+        self.counters.io.publish(&self.transfers);
     }
 
     /// What may be spent from here on, in nanoseconds by estimate.
@@ -434,8 +434,8 @@ impl Engine {
         self.touch(MAX_PLACES);
         // Who knows how far it came.
         self.spans.forget();
-        self.counters.errors.add(1);
-        self.counters.media_errors.add(u64::from(is_media_error(status)));
+        self.counters.io.errors.add(1);
+        self.counters.io.media_errors.add(u64::from(is_media_error(status)));
     }
 
     #[inline]
@@ -450,14 +450,14 @@ impl Engine {
                 self.transfers.bytes_written += bytes;
             }
             Kind::Copy(bytes) => {
-                self.counters.copies.add(1);
-                self.counters.bytes_copied.add(bytes);
+                self.counters.io.copies.add(1);
+                self.counters.io.bytes_copied.add(bytes);
             }
             Kind::Verify(bytes) => {
-                self.counters.others.add(1);
+                self.counters.io.others.add(1);
                 self.transfers.bytes_read += bytes;
             }
-            Kind::Other => self.counters.others.add(1),
+            Kind::Other => self.counters.io.others.add(1),
         }
     }
 

@@ -294,8 +294,9 @@ impl QueueOverride for FaultyQueues {
                 break;
             }
         }
-        sq.stats.batches += 1;
-        sq.stats.largest_batch = sq.stats.largest_batch.max(fetched.into());
+        sq.counters.batches.add(1);
+        let largest = sq.counters.largest_batch.get();
+        sq.counters.largest_batch.set(largest.max(fetched.into()));
         engine.charge(fetched);
         engine.publish();
         if cq.has_staged() && cq.post() {

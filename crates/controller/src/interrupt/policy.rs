@@ -165,9 +165,15 @@ impl InterruptPolicy {
         self.coalesced
     }
 
-    /// Raises the interrupt, if the queue has one: whether it has. `unread` entries are posted and
-    /// not consumed, and announced by it.
-    pub(crate) fn raise(&mut self, unread: u32) -> bool {
+    /// Whether the queue has an interrupt.
+    #[inline]
+    pub(crate) fn has_line(&self) -> bool {
+        self.line.is_some()
+    }
+
+    /// Raises the interrupt, if the queue has one. `unread` entries are posted and not consumed,
+    /// and announced by it.
+    pub(crate) fn raise(&mut self, unread: u32) {
         self.suppressed = None;
         self.coalesced = None;
         self.moderation.let_go();
@@ -176,7 +182,6 @@ impl InterruptPolicy {
         if let Some(line) = &mut self.line {
             line.raise();
         }
-        self.line.is_some()
     }
 }
 
@@ -197,7 +202,8 @@ mod tests {
         policy.posted(3);
         assert!(policy.is_due());
         assert_eq!(policy.decide(), Decision::Raise);
-        assert!(policy.raise(3) && !policy.is_due());
+        policy.raise(3);
+        assert!(!policy.is_due());
         policy.posted(1);
         assert_eq!(policy.decide(), Decision::Hold);
         assert!(policy.is_holding() && !policy.is_moderating());

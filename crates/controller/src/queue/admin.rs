@@ -5,7 +5,6 @@ use crate::interrupt::{HoldLimit, IrqLine};
 use crate::journal::{JournalPart, Position, RecoveredJournal};
 use crate::saved::SavedAdminQueue;
 use crate::shared::{ControllerShared, DSTRD};
-use crate::stats::{CqStats, SqStats};
 use shadowbell_doorbell::{InvalidDoorbell, RingSize, Sleeper};
 use shadowbell_memory::{DmaTable, Fault};
 use shadowbell_spec::dbbuf::{cq_entry_offset, sq_entry_offset};
@@ -59,8 +58,8 @@ impl AdminQueue {
         let sq = QueueLayout { qid: 0, iova: asq, size: size(aqa.asqs()) };
         let cq = QueueLayout { qid: 0, iova: acq, size: size(aqa.acqs()) };
         let irq = IrqLine::new(Arc::clone(&shared.irqs), 0);
-        let mut sq = Sq::new(sq, shared.register(0, DoorbellKind::Sq), 0);
-        let mut cq = Cq::new(cq, shared.register(0, DoorbellKind::Cq), Some(irq), HoldLimit::NONE);
+        let mut sq = Sq::new(sq, shared, 0);
+        let mut cq = Cq::new(cq, shared, Some(irq), HoldLimit::NONE);
         sq.resolve(table)?;
         let acq_missing = cq.resolve(table).is_err();
         let sleeper = Sleeper::new(Arc::default());
@@ -76,7 +75,7 @@ impl AdminQueue {
 
     /// What is to be kept beside what the control plane knows, in case that this process dies.
     pub(crate) fn write_down(&self, journal: &JournalPart) {
-        self.sq.write_down(journal, self.cq.stats.completions);
+        self.sq.write_down(journal, self.cq.posted());
         self.cq.write_down(journal);
     }
 
@@ -92,15 +91,14 @@ impl AdminQueue {
         let position = |at, phase, truth| Position { at, phase, count: u64::from(at), truth };
         let (known, doorbell) = journal.sq(0);
         let state = (position(saved.sq.head, false, known.truth), doorbell);
-        let sq = Sq::recover(&saved.sq, shared.register(0, DoorbellKind::Sq), 0, state)?;
+        let sq = Sq::recover(&saved.sq, shared, 0, state)?;
         let (known, doorbell) = journal.cq(0);
         let state = (position(saved.cq.tail, saved.cq.phase, known.truth), doorbell);
         let irq = Some(IrqLine::new(Arc::clone(&shared.irqs), 0));
-        let register = shared.register(0, DoorbellKind::Cq);
         let mut ended: Vec<Cqe> =
             saved.cq.staged.iter().map(|&(low, high)| transmute!([low, high])).collect();
         let cq =
-            Cq::recover(&saved.cq, register, (irq, HoldLimit::NONE), state, table, |posted, _| {
+            Cq::recover(&saved.cq, shared, (irq, HoldLimit::NONE), state, table, |posted, _| {
                 let known = ended.iter().position(|cqe| cqe.cid == posted.cid);
                 if let Some(known) = known {
                     ended.remove(known);
@@ -133,9 +131,8 @@ impl AdminQueue {
         pages: Option<(u64, u64)>,
     ) -> Option<Self> {
         let irq = Some(IrqLine::new(Arc::clone(&shared.irqs), 0));
-        let sq = Sq::restore(&saved.sq, shared.register(0, DoorbellKind::Sq), 0)?;
-        let head = shared.register(0, DoorbellKind::Cq);
-        let cq = Cq::restore(&saved.cq, head, irq, HoldLimit::NONE)?;
+        let sq = Sq::restore(&saved.sq, shared, 0)?;
+        let cq = Cq::restore(&saved.cq, shared, irq, HoldLimit::NONE)?;
         let sleeper = Sleeper::new(Arc::default());
         let acq_missing = saved.lacks_cq;
         let replays = VecDeque::new();
@@ -196,7 +193,7 @@ impl AdminQueue {
         if self.sq.blocked {
             return Ok(None);
         }
-        self.sq.stats.batches += 1;
+        self.sq.counters.batches.add(1);
         let sqe = self.replays.pop_front().or_else(|| self.sq.fetch());
         if sqe.is_some() {
             self.places.push(self.cq.reserve(1).take());
@@ -230,9 +227,9 @@ impl AdminQueue {
         shared: &ControllerShared,
         posted: impl FnOnce((u16, bool), Vec<u16>),
     ) {
-        let before = self.cq.stats.completions;
+        let before = self.cq.posted();
         if self.cq.post() {
-            let count = (self.cq.stats.completions - before) as usize;
+            let count = (self.cq.posted() - before) as usize;
             let count = count.min(self.staged.len());
             posted((self.cq.tail, self.cq.phase), self.staged.drain(..count).collect());
             self.cq.notify_host(&shared.coalescing);
@@ -257,13 +254,6 @@ impl AdminQueue {
         tail?;
         head?;
         Ok(idle)
-    }
-
-    pub(crate) fn snapshot(&self, shared: &ControllerShared) -> (SqStats, CqStats) {
-        (
-            self.sq.snapshot(shared.traps(0, DoorbellKind::Sq)),
-            self.cq.snapshot(shared.traps(0, DoorbellKind::Cq)),
-        )
     }
 
     /// The queue is gone; its doorbell writes are not counted for the next one.

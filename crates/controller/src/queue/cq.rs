@@ -6,14 +6,16 @@ use super::shadow::ShadowCells;
 use crate::interrupt::{Coalescing, Decision, HoldLimit, InterruptPolicy, IrqLine};
 use crate::journal::{JournalPart, Position, Records};
 use crate::saved::SavedCq;
-use crate::shared::DSTRD;
-use crate::stats::{CqStats, DoorbellCounts};
+use crate::shared::{ControllerShared, DSTRD};
+use crate::stats::{CountedBy, CqCounters};
 use shadowbell_doorbell::{CqHead, DoorbellState, InvalidDoorbell, Truth};
 use shadowbell_memory::{DmaTable, Fault, Ring, SharedU32};
 use shadowbell_spec::Cqe;
 use shadowbell_spec::dbbuf::cq_entry_offset;
+use shadowbell_spec::regs::DoorbellKind;
 use shadowbell_state::{WrongOrder, is_wrong};
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Completions in a cache line.
@@ -47,7 +49,7 @@ pub(crate) struct Cq {
     pub(crate) layout: QueueLayout,
     /// `None` while its memory is not mapped: completions wait in `staged`.
     pub(crate) ring: Option<Ring<{ Cqe::SIZE }>>,
-    pub(crate) head: CqHead<SharedU32>,
+    pub(crate) head: CqHead<SharedU32, SharedU32, CountedBy<CqCounters>>,
     pub(crate) tail: u16,
     /// The phase tag of the entries being posted now.
     pub(crate) phase: bool,
@@ -64,20 +66,31 @@ pub(crate) struct Cq {
     /// Posted since the head was last looked at.
     unlooked: u32,
     interrupt: InterruptPolicy,
-    pub(crate) stats: CqStats,
+    pub(crate) counters: Arc<CqCounters>,
 }
 
 impl Cq {
     pub(crate) fn new(
         layout: QueueLayout,
-        register: SharedU32,
+        shared: &ControllerShared,
         irq: Option<IrqLine>,
         limit: HoldLimit,
     ) -> Self {
+        let register = shared.register(layout.qid, DoorbellKind::Cq);
+        Self::with_head(layout, shared, (irq, limit), CqHead::new(layout.size, register))
+    }
+
+    fn with_head(
+        layout: QueueLayout,
+        shared: &ControllerShared,
+        (irq, limit): (Option<IrqLine>, HoldLimit),
+        head: CqHead<SharedU32>,
+    ) -> Self {
+        let counters = shared.count_cq(layout.qid);
         Self {
             layout,
             ring: None,
-            head: CqHead::new(layout.size, register),
+            head: head.counted_by(CountedBy(Arc::clone(&counters))),
             tail: 0,
             phase: true,
             promised: 0,
@@ -86,7 +99,7 @@ impl Cq {
             recorded_in: None,
             unlooked: 0,
             interrupt: InterruptPolicy::new(irq, limit),
-            stats: CqStats { qid: layout.qid, ..CqStats::default() },
+            counters,
         }
     }
 
@@ -109,19 +122,20 @@ impl Cq {
     /// [`remap`](Self::remap). Whether the host was told of what is in it is not known.
     pub(crate) fn restore(
         saved: &SavedCq,
-        register: SharedU32,
+        shared: &ControllerShared,
         irq: Option<IrqLine>,
         limit: HoldLimit,
     ) -> Option<Self> {
         let layout = QueueLayout::restore(saved.qid, saved.iova, saved.entries)?;
         layout.size.position(u32::from(saved.tail))?;
         let state = saved_doorbell::restore(saved.head);
-        let head = CqHead::resume(layout.size, register.clone(), state)?;
+        let register = shared.register(saved.qid, DoorbellKind::Cq);
+        let head = CqHead::resume(layout.size, register, state)?;
         let staged: Vec<_> = saved.staged.iter().map(|&(low, high)| [low, high]).collect();
         let promised = u32::try_from(staged.len()).ok()?;
         let (tail, phase) = (saved.tail, saved.phase);
-        let new = Self::new(layout, register, irq, limit);
-        Some(Self { head, tail, phase, promised, staged, ..new })
+        let new = Self::with_head(layout, shared, (irq, limit), head);
+        Some(Self { tail, phase, promised, staged, ..new })
     }
 
     pub(crate) fn resolve(&mut self, table: &DmaTable) -> Result<(), Fault> {
@@ -195,13 +209,13 @@ impl Cq {
 
     /// The completion that is staged next is that of the command whose record is at `place`.
     pub(crate) fn ends_record(&mut self, place: u32) {
-        self.recorded.push_back((self.stats.completions + self.staged.len() as u64, place));
+        self.recorded.push_back((self.posted() + self.staged.len() as u64, place));
     }
 
     /// Frees the records of the commands whose completions are posted.
     #[inline]
     pub(crate) fn free_records(&mut self, journal: &mut JournalPart) {
-        let mut posted = self.stats.completions;
+        let mut posted = self.posted();
         if is_wrong(WrongOrder::FreedBeforePosted) {
             posted += self.staged.len() as u64;
         }
@@ -225,11 +239,17 @@ impl Cq {
         }
     }
 
+    /// How many completions were posted, in all.
+    #[inline]
+    pub(crate) fn posted(&self) -> u64 {
+        self.counters.completions.get()
+    }
+
     /// How far it is, for the journal.
     #[inline]
     pub(crate) fn position(&self) -> Position {
         let truth = self.head.state().truth;
-        Position { at: self.tail, phase: self.phase, count: self.stats.completions, truth }
+        Position { at: self.tail, phase: self.phase, count: self.posted(), truth }
     }
 
     /// Writes down where it is: it has just begun, or its doorbell has another place.
@@ -244,14 +264,14 @@ impl Cq {
     /// posted and not written down, with its number.
     pub(crate) fn recover(
         saved: &SavedCq,
-        register: SharedU32,
+        shared: &ControllerShared,
         (irq, limit): (Option<IrqLine>, HoldLimit),
         (position, doorbell): (Position, DoorbellState),
         table: &DmaTable,
         found: impl FnMut(Cqe, u64),
     ) -> Option<Self> {
         let layout = QueueLayout::restore(saved.qid, saved.iova, saved.entries)?;
-        let mut cq = Self::new(layout, register.clone(), irq, limit);
+        let mut cq = Self::new(layout, shared, irq, limit);
         cq.tail = layout.size.position(u32::from(position.at))?;
         cq.phase = position.phase;
         let _ = cq.resolve(table);
@@ -260,7 +280,9 @@ impl Cq {
         // possible then.
         let full = layout.size.forward(cq.tail, 1);
         let last = if doorbell.truth == Truth::Last { doorbell.last } else { full };
-        cq.head = CqHead::resume(layout.size, register, DoorbellState { last, ..doorbell })?;
+        let register = shared.register(saved.qid, DoorbellKind::Cq);
+        let head = CqHead::resume(layout.size, register, DoorbellState { last, ..doorbell })?;
+        cq.head = head.counted_by(CountedBy(Arc::clone(&cq.counters)));
         Some(cq)
     }
 
@@ -342,6 +364,7 @@ impl Cq {
         // The phase tag is the lowest bit of the status field, and what was staged has none.
         let tag = |phase: bool| u64::from(phase) << 48;
         let to_end = (size.entries() - u32::from(self.tail)).min(count);
+        self.counters.completions.add(u64::from(count));
         let (now, wrapped) = self.staged[..count as usize].split_at(to_end as usize);
         ring.publish_run(u32::from(self.tail), now, tag(self.phase));
         self.tail = size.forward(self.tail, to_end);
@@ -357,7 +380,6 @@ impl Cq {
         }
         self.promised -= count;
         self.interrupt.posted(count);
-        self.stats.completions += u64::from(count);
         self.unlooked += count;
         if self.unlooked >= self.layout.size.entries() / 4 {
             // Often enough that EventIdx stays out of the way of a head that nobody waits for.
@@ -378,7 +400,7 @@ impl Cq {
         match self.interrupt.coalesce(coalescing) {
             Some(Decision::Raise) => return self.raise(),
             Some(Decision::Hold) => {
-                self.stats.interrupts_suppressed += 1;
+                self.counters.interrupts_suppressed.add(1);
                 return;
             }
             None => {}
@@ -390,7 +412,7 @@ impl Cq {
         }
         match self.interrupt.decide() {
             Decision::Raise => self.raise(),
-            Decision::Hold => self.stats.interrupts_suppressed += 1,
+            Decision::Hold => self.counters.interrupts_suppressed.add(1),
         }
     }
 
@@ -438,15 +460,9 @@ impl Cq {
 
     fn raise(&mut self) {
         let unread = self.unread();
-        if self.interrupt.raise(unread) {
-            self.stats.interrupts += 1;
+        if self.interrupt.has_line() {
+            self.counters.interrupts.add(1);
         }
-    }
-
-    pub(crate) fn snapshot(&self, mmio_writes: u64) -> CqStats {
-        let mut stats = self.stats.clone();
-        stats.doorbell = DoorbellCounts::default();
-        stats.doorbell.add(mmio_writes, self.head.stats());
-        stats
+        self.interrupt.raise(unread);
     }
 }

@@ -5,13 +5,15 @@ use super::saved_doorbell;
 use super::shadow::ShadowCells;
 use crate::journal::{JournalPart, Position};
 use crate::saved::SavedSq;
-use crate::shared::DSTRD;
-use crate::stats::{DoorbellCounts, SqStats};
+use crate::shared::{ControllerShared, DSTRD};
+use crate::stats::{CountedBy, SqCounters};
 use shadowbell_doorbell::{DoorbellState, SqTail, Truth};
 use shadowbell_memory::{DmaTable, Fault, Ring, SharedU32};
 use shadowbell_spec::dbbuf::sq_entry_offset;
+use shadowbell_spec::regs::DoorbellKind;
 use shadowbell_spec::status::Status;
 use shadowbell_spec::{Cqe, Sqe};
+use std::sync::Arc;
 
 /// Of which waiting commands the disk has had a prefetch hint, counted from the head: of all before
 /// the first number once, of all before the second number twice.
@@ -27,7 +29,7 @@ pub(crate) struct Sq {
     pub(crate) layout: QueueLayout,
     /// `None` while its memory is not mapped: it then stands still.
     pub(crate) ring: Option<Ring<{ Sqe::SIZE }>>,
-    pub(crate) tail: SqTail<SharedU32>,
+    pub(crate) tail: SqTail<SharedU32, SharedU32, CountedBy<SqCounters>>,
     pub(crate) head: u16,
     /// Commands that were fetched, modulo 2^32. Counted on over a recovery.
     pub(crate) fetched: u32,
@@ -40,15 +42,26 @@ pub(crate) struct Sq {
     /// Being deleted: nothing more is fetched.
     pub(crate) stopped: bool,
     pub(crate) prefetch: PrefetchCursor,
-    pub(crate) stats: SqStats,
+    pub(crate) counters: Arc<SqCounters>,
 }
 
 impl Sq {
-    pub(crate) fn new(layout: QueueLayout, register: SharedU32, cq: usize) -> Self {
+    pub(crate) fn new(layout: QueueLayout, shared: &ControllerShared, cq: usize) -> Self {
+        let register = shared.register(layout.qid, DoorbellKind::Sq);
+        Self::with_tail(layout, shared, cq, SqTail::new(layout.size, register))
+    }
+
+    fn with_tail(
+        layout: QueueLayout,
+        shared: &ControllerShared,
+        cq: usize,
+        tail: SqTail<SharedU32>,
+    ) -> Self {
+        let counters = shared.count_sq(layout.qid);
         Self {
             layout,
             ring: None,
-            tail: SqTail::new(layout.size, register),
+            tail: tail.counted_by(CountedBy(Arc::clone(&counters))),
             head: 0,
             fetched: 0,
             cq,
@@ -56,7 +69,7 @@ impl Sq {
             blocked: false,
             stopped: false,
             prefetch: PrefetchCursor::default(),
-            stats: SqStats { qid: layout.qid, ..SqStats::default() },
+            counters,
         }
     }
 
@@ -69,13 +82,14 @@ impl Sq {
 
     /// The queue as it was, with its completion queue at `cq` of its owner's list. Its memory is
     /// found by [`remap`](Self::remap).
-    pub(crate) fn restore(saved: &SavedSq, register: SharedU32, cq: usize) -> Option<Self> {
+    pub(crate) fn restore(saved: &SavedSq, shared: &ControllerShared, cq: usize) -> Option<Self> {
         let layout = QueueLayout::restore(saved.qid, saved.iova, saved.entries)?;
         layout.size.position(u32::from(saved.head))?;
         let state = saved_doorbell::restore(saved.tail);
-        let tail = SqTail::resume(layout.size, register.clone(), state)?;
+        let register = shared.register(saved.qid, DoorbellKind::Sq);
+        let tail = SqTail::resume(layout.size, register, state)?;
         let (head, fetched) = (saved.head, u32::from(saved.head));
-        Some(Self { tail, head, fetched, ..Self::new(layout, register, cq) })
+        Some(Self { head, fetched, ..Self::with_tail(layout, shared, cq, tail) })
     }
 
     /// How far it is, for the journal.
@@ -96,7 +110,7 @@ impl Sq {
     /// is known. Its memory is found by [`remap`](Self::remap).
     pub(crate) fn recover(
         saved: &SavedSq,
-        register: SharedU32,
+        shared: &ControllerShared,
         cq: usize,
         (position, doorbell): (Position, DoorbellState),
     ) -> Option<Self> {
@@ -104,9 +118,10 @@ impl Sq {
         let head = layout.size.position(u32::from(position.at))?;
         // The last value that was seen is known only if there will be no other.
         let last = if doorbell.truth == Truth::Last { doorbell.last } else { head };
-        let tail =
-            SqTail::resume(layout.size, register.clone(), DoorbellState { last, ..doorbell })?;
-        Some(Self { tail, head, fetched: position.count as u32, ..Self::new(layout, register, cq) })
+        let register = shared.register(saved.qid, DoorbellKind::Sq);
+        let tail = SqTail::resume(layout.size, register, DoorbellState { last, ..doorbell })?;
+        let fetched = position.count as u32;
+        Some(Self { head, fetched, ..Self::with_tail(layout, shared, cq, tail) })
     }
 
     /// A command that was in flight has ended: its completion.
@@ -154,14 +169,7 @@ impl Sq {
         let sqe = self.ring.as_ref()?.read(u32::from(self.head));
         self.head = self.layout.size.forward(self.head, 1);
         self.fetched = self.fetched.wrapping_add(1);
-        self.stats.commands += 1;
+        self.counters.commands.add(1);
         Some(sqe)
-    }
-
-    pub(crate) fn snapshot(&self, mmio_writes: u64) -> SqStats {
-        let mut stats = self.stats.clone();
-        stats.doorbell = DoorbellCounts::default();
-        stats.doorbell.add(mmio_writes, self.tail.stats());
-        stats
     }
 }

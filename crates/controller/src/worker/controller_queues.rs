@@ -1,7 +1,7 @@
 //! One controller, as far as one worker serves it.
 
 use super::backlog::Unread;
-use super::message::{QueueContext, WorkerStats};
+use super::message::QueueContext;
 use super::queue_override::QueueOverride;
 use super::queue_set::{QueueSet, SleepCell};
 use super::relocation::{Departure, Opening, Relocated};
@@ -13,13 +13,11 @@ use crate::namespace::Namespaces;
 use crate::notice::Notice;
 use crate::queue::{Cq, QueueLayout, ShadowCells, Sq};
 use crate::shared::{ControllerShared, DSTRD};
-use crate::stats::SleepStats;
 use crate::trace::TraceRing;
 use shadowbell_doorbell::{Arming, Fenced, Sleeper};
 use shadowbell_memory::page_tables::{self, Look};
 use shadowbell_memory::{DmaTable, EventFd, View, ViewWatch};
 use shadowbell_spec::dbbuf::{cq_entry_offset, sq_entry_offset};
-use shadowbell_spec::regs::DoorbellKind;
 use shadowbell_spec::status::Status;
 use std::collections::VecDeque;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -42,7 +40,7 @@ pub(crate) struct ControllerQueues {
     overriding: Option<Box<dyn QueueOverride>>,
     shadow: Option<(u64, u64)>,
     /// Descriptors that have the worker look at this controller's doorbells.
-    doorbell_eventfds: Vec<EventFd>,
+    doorbell_eventfds: Vec<Arc<EventFd>>,
     /// Old DMA maps that commands in flight may still use, with who waits for their end: and for
     /// that of all before, because what is in one map may have been in those, too.
     draining: VecDeque<(ViewWatch, Vec<Latch>)>,
@@ -73,7 +71,7 @@ impl ControllerQueues {
         let QueueContext { shared, control, table, namespaces, .. } = context;
         let QueueContext { page_size, max_transfer, quota, generation, .. } = context;
         let opening = Opening { namespaces, page_size, max_transfer, quota, generation };
-        let counters = shared.count_io();
+        let counters = shared.count_part(worker);
         let engine = opening.open(table, counters)?;
         let journal = shared.journal_part(worker, generation)?;
         Ok(Self {
@@ -96,6 +94,11 @@ impl ControllerQueues {
 
     pub(crate) fn id(&self) -> u32 {
         self.set.shared.id
+    }
+
+    /// Says to whoever reads the statistics whether the worker leaves this out of its passes.
+    pub(super) fn set_left_out(&self, left_out: bool) {
+        self.set.engine.counters.set_left_out(left_out);
     }
 
     pub(crate) fn shared(&self) -> &Arc<ControllerShared> {
@@ -149,16 +152,12 @@ impl ControllerQueues {
 
     /// Holds on to a descriptor that the worker waits for, until the queues go.
     pub(crate) fn keep_eventfd(&mut self, event: EventFd) {
+        let event = Arc::new(event);
+        self.set.engine.counters.add_doorbell_eventfd(Arc::clone(&event));
         self.doorbell_eventfds.push(event);
     }
 
-    /// How often the host has signalled one of them: the descriptors count that by themselves. They
-    /// are not read, because the host shares them and could have a read block.
-    fn count_eventfd_signals(&self) -> u64 {
-        self.doorbell_eventfds.iter().map(EventFd::count).fold(0, u64::saturating_add)
-    }
-
-    pub(crate) fn doorbell_eventfds(&self) -> &[EventFd] {
+    pub(crate) fn doorbell_eventfds(&self) -> &[Arc<EventFd>] {
         &self.doorbell_eventfds
     }
 
@@ -172,9 +171,8 @@ impl ControllerQueues {
 
     pub(crate) fn create_cq(&mut self, layout: QueueLayout, vector: Option<u16>, limit: HoldLimit) {
         let shared = &self.set.shared;
-        let register = shared.register(layout.qid, DoorbellKind::Cq);
         let irq = vector.map(|v| IrqLine::new(Arc::clone(&shared.irqs), v));
-        let mut cq = Cq::new(layout, register, irq, limit);
+        let mut cq = Cq::new(layout, shared, irq, limit);
         // Unmapped memory was refused by the control plane; if it went since, the queue waits.
         let _ = cq.resolve(&self.table());
         cq.shadow(self.shadow_cells(cq_entry_offset(layout.qid, DSTRD)));
@@ -184,8 +182,7 @@ impl ControllerQueues {
 
     pub(crate) fn create_sq(&mut self, layout: QueueLayout, cqid: u16) -> Result<(), Status> {
         let cq = self.set.find_cq(cqid).ok_or(Status::CQ_INVALID.with_dnr())?;
-        let register = self.set.shared.register(layout.qid, DoorbellKind::Sq);
-        let mut sq = Sq::new(layout, register, cq);
+        let mut sq = Sq::new(layout, &self.set.shared, cq);
         let _ = sq.resolve(&self.table());
         sq.shadow(self.shadow_cells(sq_entry_offset(layout.qid, DSTRD)));
         insert(&mut self.set.sqs, sq);
@@ -198,7 +195,7 @@ impl ControllerQueues {
         if let Some(journal) = &self.set.journal {
             for sq in self.set.sqs.iter().flatten() {
                 let cq = self.set.cqs.get(sq.cq).and_then(Option::as_ref);
-                sq.write_down(journal, cq.map_or(0, |cq| cq.stats.completions));
+                sq.write_down(journal, cq.map_or(0, Cq::posted));
             }
             self.set.cqs.iter().flatten().for_each(|cq| cq.write_down(journal));
         }
@@ -219,7 +216,7 @@ impl ControllerQueues {
     pub(crate) fn delete_cq(&mut self, qid: u16) {
         let index = self.set.find_cq(qid);
         if let Some(cq) = index.and_then(|i| self.set.cqs[i].take()) {
-            self.retire_cq(&cq);
+            self.set.shared.retire_cq(&cq.counters);
         }
     }
 
@@ -386,6 +383,7 @@ impl ControllerQueues {
         let Relocated { overriding, doorbell_eventfds, losses, lost, latch, .. } = relocated;
         let Relocated { counters, replays, .. } = relocated;
         let journal = shared.journal_part(worker, opening.generation)?;
+        counters.set_worker(worker);
         let mut set = QueueSet::new(shared, control, opening.open(table, counters)?, journal);
         (set.sqs, set.cqs) = (sqs, cqs);
         if let Some(journal) = &mut set.journal {
@@ -415,7 +413,7 @@ impl ControllerQueues {
     pub(crate) fn absorb(&mut self, relocated: Relocated) -> Option<Latch> {
         let Relocated { sqs, cqs, counters, doorbell_eventfds, latch, replays, .. } = relocated;
         debug_assert!(replays.is_empty(), "a recovered controller comes whole");
-        self.set.shared.retire(|retired| retired.retire_io(&counters));
+        self.set.shared.join_parts(&counters, &self.set.engine.counters);
         // They were found in the map that was in force there.
         let (table, pages) = (self.table(), self.shadow);
         let mut places = Vec::with_capacity(cqs.len());
@@ -449,39 +447,10 @@ impl ControllerQueues {
 
     /// Folds the counters into the controller's before the queues go.
     pub(crate) fn retire(&mut self) {
-        let sqs: Vec<Sq> = self.set.sqs.iter_mut().filter_map(Option::take).collect();
-        let cqs: Vec<Cq> = self.set.cqs.iter_mut().filter_map(Option::take).collect();
-        sqs.iter().for_each(|sq| self.retire_sq(sq));
-        cqs.iter().for_each(|cq| self.retire_cq(cq));
-        let signals = self.count_eventfd_signals();
-        self.set.shared.retire(|retired| {
-            retired.retire_io(&self.set.engine.counters);
-            retired.eventfd_doorbells = retired.eventfd_doorbells.saturating_add(signals);
-        });
-    }
-
-    fn retire_sq(&self, sq: &Sq) {
-        let shared = &self.set.shared;
-        let stats = sq.snapshot(shared.take_traps(sq.layout.qid, DoorbellKind::Sq));
-        shared.retire(|retired| retired.sq.merge(&stats));
-    }
-
-    fn retire_cq(&self, cq: &Cq) {
-        let shared = &self.set.shared;
-        let stats = cq.snapshot(shared.take_traps(cq.layout.qid, DoorbellKind::Cq));
-        shared.retire(|retired| retired.cq.merge(&stats));
-    }
-
-    pub(crate) fn snapshot(&self) -> WorkerStats {
-        let traps = |qid, kind| self.set.shared.traps(qid, kind);
-        let sqs = self.set.sqs.iter().flatten();
-        let cqs = self.set.cqs.iter().flatten();
-        WorkerStats {
-            sqs: sqs.map(|q| q.snapshot(traps(q.layout.qid, DoorbellKind::Sq))).collect(),
-            cqs: cqs.map(|q| q.snapshot(traps(q.layout.qid, DoorbellKind::Cq))).collect(),
-            eventfd_doorbells: self.count_eventfd_signals(),
-            sleep: SleepStats::default(),
-        }
+        let QueueSet { shared, sqs, cqs, engine, .. } = &mut self.set;
+        sqs.iter_mut().filter_map(Option::take).for_each(|sq| shared.retire_sq(&sq.counters));
+        cqs.iter_mut().filter_map(Option::take).for_each(|cq| shared.retire_cq(&cq.counters));
+        shared.retire_part(&engine.counters);
     }
 
     /// One pass: reaps the disks, fetches and starts commands, posts completions, raises
@@ -652,7 +621,7 @@ impl ControllerQueues {
                     let sq = &mut self.set.sqs[*sq];
                     match sq.take_if(|sq| sq.in_flight == 0) {
                         Some(sq) => {
-                            self.retire_sq(&sq);
+                            self.set.shared.retire_sq(&sq.counters);
                             true
                         }
                         None => sq.is_none(),

@@ -2,6 +2,7 @@
 
 use super::message::Message;
 use super::relocation::{Arrivals, Relocated};
+use crate::stats::SleepCounters;
 use crate::worker::busy::BusyClock;
 use parking_lot::Mutex;
 use shadowbell_doorbell::{Cell, FullFence, Waker};
@@ -51,6 +52,8 @@ pub(crate) struct Mailbox {
     pub(crate) event: EventFd,
     /// For whoever wants to know how long the worker has been awake.
     pub(crate) busy: BusyClock,
+    /// Where it counts its sleeps.
+    pub(crate) sleeps: SleepCounters,
 }
 
 impl Mailbox {
@@ -62,6 +65,7 @@ impl Mailbox {
             state: Arc::default(),
             event: EventFd::new()?,
             busy: BusyClock::new(),
+            sleeps: SleepCounters::default(),
         })
     }
 

@@ -10,11 +10,9 @@ use crate::namespace::Namespaces;
 use crate::notice::ControlHandle;
 use crate::queue::QueueLayout;
 use crate::shared::ControllerShared;
-use crate::stats::{CqStats, SleepStats, SqStats};
 use crate::trace::TraceRing;
 use shadowbell_memory::{DmaTable, EventFd};
 use std::sync::Arc;
-use std::sync::mpsc::Sender;
 
 /// What a worker needs to know of a controller before it serves its first queue.
 pub(crate) struct QueueContext {
@@ -34,16 +32,6 @@ pub(crate) struct QueueContext {
     pub(crate) shadow: Option<(u64, u64)>,
     /// What serves the queues instead, if anything does.
     pub(crate) overriding: Option<Box<dyn QueueOverride>>,
-}
-
-/// One worker's answer to a query.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct WorkerStats {
-    pub(crate) sqs: Vec<SqStats>,
-    pub(crate) cqs: Vec<CqStats>,
-    /// Doorbells rung by a descriptor.
-    pub(crate) eventfd_doorbells: u64,
-    pub(crate) sleep: SleepStats,
 }
 
 pub(crate) enum Message {
@@ -117,11 +105,6 @@ pub(crate) enum Message {
         cid: u16,
         latch: Latch,
     },
-    /// Asks for the counters.
-    Query {
-        controller: u32,
-        answer: Sender<WorkerStats>,
-    },
     /// Controller reset: shadow pages dropped at once, then commands in flight given up, then
     /// everything forgotten; then drops the latch.
     Detach {
@@ -170,7 +153,6 @@ impl Message {
             | Self::Table { controller, .. }
             | Self::ChangeNamespace { controller, .. }
             | Self::Abort { controller, .. }
-            | Self::Query { controller, .. }
             | Self::Detach { controller, .. }
             | Self::Leave { controller, .. }
             | Self::Hurry { controller }

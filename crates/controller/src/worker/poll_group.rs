@@ -112,6 +112,11 @@ impl PollEntry {
     }
 }
 
+/// It is in every pass again.
+fn is_back(entry: &PollEntry) {
+    entry.queues.set_left_out(false);
+}
+
 /// The controllers of a worker.
 pub(super) struct PollGroup {
     #[allow(clippy::vec_box, reason = "they move from here to there")]
@@ -172,22 +177,10 @@ impl PollGroup {
     pub(super) fn activate(&mut self, id: u32) -> Option<&mut ControllerQueues> {
         self.doorbell_written(id);
         if let Some(at) = self.dormant.iter().position(|entry| entry.queues.id() == id) {
-            self.active.extend(self.dormant.remove(at));
+            self.active.extend(self.dormant.remove(at).inspect(|entry| is_back(entry)));
         }
         let mut active = self.active.iter_mut().map(|entry| &mut entry.queues);
         active.find(|t| t.id() == id && !t.is_detaching())
-    }
-
-    /// The queues of a controller, which stays active, parked or dormant.
-    pub(super) fn find(&self, id: u32) -> Option<&ControllerQueues> {
-        let entries = self.active.iter().chain(&self.dormant).chain(self.parked.get(&id));
-        entries.map(|entry| &entry.queues).find(|t| t.id() == id && !t.is_detaching())
-    }
-
-    /// Whether it is parked or dormant.
-    pub(super) fn is_left_out(&self, id: u32) -> bool {
-        let mut dormant = self.dormant.iter();
-        self.parked.contains_key(&id) || dormant.any(|entry| entry.queues.id() == id)
     }
 
     /// Whether any disk has something in hand.
@@ -205,6 +198,7 @@ impl PollGroup {
         if let Some(mut entry) = self.parked.remove(&id) {
             self.parked_with_eventfd -= usize::from(entry.has_eventfds());
             entry.unpark();
+            is_back(&entry);
             self.active.push(entry);
         }
     }
@@ -255,7 +249,7 @@ impl PollGroup {
     /// Before a sleep, in which all but the parked are armed: parks those that have been armed in
     /// vain for a while. One stays active, so that a worker's only controller takes no detour.
     pub(super) fn park_idle(&mut self, trace: &mut Option<TraceRing>) {
-        self.active.extend(self.dormant.drain(..));
+        self.active.extend(self.dormant.drain(..).inspect(|entry| is_back(entry)));
         let mut index = 0;
         while self.active.len() > 1
             && let Some(entry) = self.active.get_mut(index)
@@ -271,6 +265,7 @@ impl PollGroup {
     fn keep_parked(&mut self, index: usize) {
         let entry = self.active.swap_remove(index);
         self.parked_with_eventfd += usize::from(entry.has_eventfds());
+        entry.queues.set_left_out(true);
         self.parked.insert(entry.queues.id(), entry);
     }
 
@@ -346,7 +341,9 @@ impl PollGroup {
                 index += 1;
             } else if self.always || entry.queues.is_mapped() {
                 if entry.queues.is_quiescent() {
-                    self.dormant.push_back(self.active.swap_remove(index));
+                    let entry = self.active.swap_remove(index);
+                    entry.queues.set_left_out(true);
+                    self.dormant.push_back(entry);
                 } else {
                     index += 1;
                 }
@@ -369,6 +366,7 @@ impl PollGroup {
                 self.dormant.push_back(entry);
             } else {
                 found += work;
+                is_back(&entry);
                 self.active.push(entry);
             }
         }

@@ -8,6 +8,7 @@ use super::worker::{MAPPED_POLL, Worker};
 use crate::control_thread::ControlThread;
 use crate::interrupt::HoldLimit;
 use crate::shared::ControllerShared;
+use crate::stats::SleepStats;
 use crate::trace::{Kind, TraceFile, TraceRing};
 use parking_lot::Mutex;
 use shadowbell_memory::{AbortOnPanic, SharedU32};
@@ -276,6 +277,12 @@ impl Pool {
     /// How long `worker` has been awake.
     pub(crate) fn busy(&self, worker: usize) -> Duration {
         self.handle(worker).map_or(Duration::ZERO, |handle| handle.mailbox.busy.awake())
+    }
+
+    /// How `worker` sleeps, if there is one.
+    pub(crate) fn sleep_stats(&self, worker: usize) -> Option<SleepStats> {
+        let mailbox = &self.handle(worker)?.mailbox;
+        Some(mailbox.sleeps.read(worker, mailbox.busy.awake()))
     }
 
     pub(crate) fn send(&self, worker: usize, message: Message) {

@@ -124,7 +124,7 @@ impl QueueSet {
         }
         if room == 0 {
             if !std::mem::replace(&mut sq.blocked, true) {
-                sq.stats.blocked += 1;
+                sq.counters.blocked.add(1);
                 let (qid, tail) = (cq.layout.qid, u32::from(cq.tail));
                 record(trace, Kind::CqFull, &self.shared, qid, tail, 0);
             }
@@ -191,6 +191,7 @@ impl QueueSet {
                 cq.complete(permit, Cqe::new(sqe.cid, sq.layout.qid, head, status, 0));
             }
             self.engine.charge(done - began);
+            sq.counters.commands.add(u64::from(done - began));
             if cq.has_staged() {
                 self.engine.publish();
                 posted |= post_staged(cq, &mut self.journal);
@@ -207,21 +208,26 @@ impl QueueSet {
             sq.prefetch = hints.end(fetched);
         }
         sq.in_flight += pending;
-        sq.stats.commands += u64::from(fetched);
-        sq.stats.batches += 1;
-        sq.stats.largest_batch = sq.stats.largest_batch.max(u64::from(fetched));
+        let counters = &sq.counters;
+        counters.batches.add(1);
+        counters.largest_batch.set(counters.largest_batch.get().max(u64::from(fetched)));
         if trace.is_some() {
             record(trace, Kind::Batch, &self.shared, sq.layout.qid, u32::from(tail), fetched);
         }
         if posted {
-            let before = (cq.stats.interrupts, cq.stats.interrupts_suppressed);
+            let counted = |cq: &Cq| {
+                let counters = &cq.counters;
+                (counters.interrupts.get(), counters.interrupts_suppressed.get())
+            };
+            let before = counted(cq);
             cq.notify_host(&self.shared.coalescing);
             abort_point(AbortPoint::Notified);
             if trace.is_some() {
                 let (qid, at) = (cq.layout.qid, u32::from(cq.tail));
-                if cq.stats.interrupts != before.0 {
+                let after = counted(cq);
+                if after.0 != before.0 {
                     record(trace, Kind::InterruptRaised, &self.shared, qid, at, 0);
-                } else if cq.stats.interrupts_suppressed != before.1 {
+                } else if after.1 != before.1 {
                     record(trace, Kind::InterruptSuppressed, &self.shared, qid, at, 0);
                 }
             }
@@ -402,8 +408,8 @@ impl QueueSet {
 
     /// How much has been done: a number that changes with every command.
     pub(crate) fn progress(&self) -> u64 {
-        let fetched = self.sqs.iter().flatten().map(|sq| sq.stats.commands);
-        let posted = self.cqs.iter().flatten().map(|cq| cq.stats.completions);
+        let fetched = self.sqs.iter().flatten().map(|sq| sq.counters.commands.get());
+        let posted = self.cqs.iter().flatten().map(Cq::posted);
         fetched.chain(posted).fold(0, u64::wrapping_add)
     }
 }
@@ -448,7 +454,7 @@ fn write_down(journal: &mut JournalPart, cq: &mut Cq, sq: Option<&Sq>) {
     cq.free_records(journal);
     abort_point(AbortPoint::Freed);
     if let Some(sq) = sq {
-        journal.store_sq(sq.layout.qid, sq.position(), cq.stats.completions);
+        journal.store_sq(sq.layout.qid, sq.position(), cq.posted());
         abort_point(AbortPoint::SqStored);
     }
     if !is_wrong {

@@ -11,7 +11,7 @@ use crate::notice::ControlHandle;
 use crate::queue::{Cq, QueueLayout, Sq};
 use crate::saved::SavedPart;
 use crate::shared::ControllerShared;
-use crate::stats::{CqStats, IoCounters, SqStats};
+use crate::stats::{CqStats, PartCounters, SqStats};
 use parking_lot::Mutex;
 use shadowbell_memory::{DmaTable, EventFd, View};
 use shadowbell_spec::regs::DoorbellKind;
@@ -42,7 +42,7 @@ impl Opening {
     pub(super) fn open(
         &self,
         table: Arc<DmaTable>,
-        counters: Arc<IoCounters>,
+        counters: Arc<PartCounters>,
     ) -> Result<Engine, std::io::Error> {
         let Self { namespaces, page_size, max_transfer, quota, .. } = self;
         let limits = (*page_size, *max_transfer, namespaces.promises.zeroes);
@@ -80,12 +80,12 @@ pub(crate) struct Relocated {
     pub(super) control: ControlHandle,
     pub(super) opening: Opening,
     pub(super) table: Arc<DmaTable>,
-    pub(super) counters: Arc<IoCounters>,
+    pub(super) counters: Arc<PartCounters>,
     pub(super) shadow: Option<(u64, u64)>,
     pub(super) sqs: Vec<Option<Sq>>,
     pub(super) cqs: Vec<Option<Cq>>,
     pub(super) overriding: Option<Box<dyn QueueOverride>>,
-    pub(super) doorbell_eventfds: Vec<EventFd>,
+    pub(super) doorbell_eventfds: Vec<Arc<EventFd>>,
     pub(super) losses: u64,
     pub(super) lost: bool,
     pub(super) replays: Vec<Replay>,
@@ -111,7 +111,7 @@ impl Relocated {
     }
 
     /// Descriptors that stand for doorbells.
-    pub(crate) fn doorbell_eventfds(&self) -> &[EventFd] {
+    pub(crate) fn doorbell_eventfds(&self) -> &[Arc<EventFd>] {
         &self.doorbell_eventfds
     }
 
@@ -143,10 +143,10 @@ impl Relocated {
     pub(crate) fn count(&self, sq: &mut SqStats, cq: &mut CqStats) {
         let traps = |qid, kind| self.shared.traps(qid, kind);
         for queue in self.sqs.iter().flatten() {
-            sq.merge(&queue.snapshot(traps(queue.layout.qid, DoorbellKind::Sq)));
+            sq.merge(&queue.counters.read(traps(queue.layout.qid, DoorbellKind::Sq)));
         }
         for queue in self.cqs.iter().flatten() {
-            cq.merge(&queue.snapshot(traps(queue.layout.qid, DoorbellKind::Cq)));
+            cq.merge(&queue.counters.read(traps(queue.layout.qid, DoorbellKind::Cq)));
         }
     }
 
@@ -166,26 +166,40 @@ impl Relocated {
         let mut cqs = Vec::with_capacity(saved.cqs.len());
         for saved in &saved.cqs {
             let irq = saved.vector.map(|vector| IrqLine::new(Arc::clone(&shared.irqs), vector));
-            let register = shared.register(saved.qid, DoorbellKind::Cq);
-            let mut cq = Cq::restore(saved, register, irq, limit)?;
+            let mut cq = Cq::restore(saved, shared, irq, limit)?;
             cq.remap(table, shadow);
             cqs.push(Some(cq));
         }
         let mut sqs = Vec::with_capacity(saved.sqs.len());
         for saved_sq in &saved.sqs {
             let cq = saved.cqs.iter().position(|cq| cq.qid == saved_sq.cqid)?;
-            let register = shared.register(saved_sq.qid, DoorbellKind::Sq);
-            let mut sq = Sq::restore(saved_sq, register, cq)?;
+            let mut sq = Sq::restore(saved_sq, shared, cq)?;
             sq.remap(table, shadow);
             sqs.push(Some(sq));
         }
-        Some(Self {
-            shared: Arc::clone(shared),
+        Some(Self::at_rest(with, saved.worker, sqs, cqs, doorbell_eventfds))
+    }
+
+    /// Such queues, which `worker` will serve.
+    fn at_rest(
+        with: &Restoring<'_>,
+        worker: usize,
+        sqs: Vec<Option<Sq>>,
+        cqs: Vec<Option<Cq>>,
+        doorbell_eventfds: Vec<EventFd>,
+    ) -> Self {
+        let counters = with.shared.count_part(worker);
+        let doorbell_eventfds: Vec<_> = doorbell_eventfds.into_iter().map(Arc::new).collect();
+        for event in &doorbell_eventfds {
+            counters.add_doorbell_eventfd(Arc::clone(event));
+        }
+        Self {
+            shared: Arc::clone(with.shared),
             control: with.control.clone(),
             opening: with.opening.clone(),
-            table: Arc::clone(table),
-            counters: shared.count_io(),
-            shadow,
+            table: Arc::clone(with.table),
+            counters,
+            shadow: with.shadow,
             sqs,
             cqs,
             overriding: None,
@@ -194,7 +208,7 @@ impl Relocated {
             lost: false,
             replays: Vec::new(),
             latch: None,
-        })
+        }
     }
 
     /// The queues as they were in a process that is dead, of which `journal` says how far they
@@ -216,9 +230,8 @@ impl Relocated {
         let mut cqs = Vec::with_capacity(saved.cqs.len());
         for saved in &saved.cqs {
             let irq = saved.vector.map(|vector| IrqLine::new(Arc::clone(&shared.irqs), vector));
-            let register = shared.register(saved.qid, DoorbellKind::Cq);
             let state = journal.cq(saved.qid);
-            let cq = Cq::recover(saved, register, (irq, limit), state, table, |cqe, nth| {
+            let cq = Cq::recover(saved, shared, (irq, limit), state, table, |cqe, nth| {
                 if let Some((position, _)) = positions.get_mut(&cqe.sq_id)
                     && let Some(size) = size_of(cqe.sq_id)
                 {
@@ -237,8 +250,7 @@ impl Relocated {
             let (Some(cq), Some(state)) = (cq, positions.get(&saved_sq.qid)) else {
                 return Ok(None);
             };
-            let register = shared.register(saved_sq.qid, DoorbellKind::Sq);
-            let Some(mut sq) = Sq::recover(saved_sq, register, cq, *state) else {
+            let Some(mut sq) = Sq::recover(saved_sq, shared, cq, *state) else {
                 return Ok(None);
             };
             sq.remap(table, shadow);
@@ -254,22 +266,8 @@ impl Relocated {
             sqs.iter().flatten().for_each(|sq: &Sq| sq.write_down(part, 0));
             cqs.iter().flatten().for_each(|cq: &Cq| cq.write_down(part));
         }
-        Ok(Some(Self {
-            shared: Arc::clone(shared),
-            control: with.control.clone(),
-            opening: with.opening.clone(),
-            table: Arc::clone(table),
-            counters: shared.count_io(),
-            shadow,
-            sqs,
-            cqs,
-            overriding: None,
-            doorbell_eventfds,
-            losses: 0,
-            lost: false,
-            replays,
-            latch: None,
-        }))
+        let new = Self::at_rest(with, worker, sqs, cqs, doorbell_eventfds);
+        Ok(Some(Self { replays, ..new }))
     }
 
     /// How many commands it will begin with.

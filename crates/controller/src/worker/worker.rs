@@ -16,7 +16,6 @@ use super::poll_window::{Next, PollWindow, Polling};
 use super::queue_set::SleepCell;
 use super::relocation::Relocated;
 use crate::notice::Notice;
-use crate::stats::SleepStats;
 use crate::trace::{Kind, TraceRing};
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
@@ -54,7 +53,6 @@ pub(super) struct Worker {
     epoll: Arc<OwnedFd>,
     window: PollWindow,
     trace: Option<TraceRing>,
-    spurious_wakes: u64,
     /// It has slept since its last turn.
     woken: bool,
     /// While it may touch hosts' memory.
@@ -77,7 +75,6 @@ impl Worker {
             epoll,
             window: PollWindow::new(polling),
             trace: None,
-            spurious_wakes: 0,
             woken: false,
             awake: Some(Awake::new()),
         })
@@ -138,7 +135,7 @@ impl Worker {
             self.poll_group.remove_over(&self.epoll, self.index);
         }
         if std::mem::take(&mut self.woken) && !busy {
-            self.spurious_wakes += 1;
+            self.mailbox.sleeps.spurious_wakes.add(1);
             record(&mut self.trace, Kind::SpuriousWake, 0);
         }
         Ok(busy)
@@ -167,9 +164,14 @@ impl Worker {
             }
         }
         fenced.note(self.mailbox.has_messages() || !self.backlog.is_empty());
+        self.mailbox.sleeps.rounds.add(1);
         let slept = match fenced.try_sleep() {
-            None => None,
+            None => {
+                self.mailbox.sleeps.stayed_awake.add(1);
+                None
+            }
             Some(asleep) => {
+                self.mailbox.sleeps.sleeps.add(1);
                 record(&mut self.trace, Kind::Sleep, 0);
                 let before = Instant::now();
                 self.mailbox.busy.sleeps(before);
@@ -305,21 +307,6 @@ impl Worker {
             Message::Abort { controller, sqid, cid, latch } => {
                 if let Some(queues) = self.queues(controller) {
                     queues.abort(sqid, cid, latch);
-                }
-            }
-            Message::Query { controller, answer } => {
-                let awake = self.mailbox.busy.awake();
-                let sleep = SleepStats::of(
-                    self.sleeper.stats(),
-                    self.spurious_wakes,
-                    awake.as_nanos().min(u64::MAX.into()) as u64,
-                );
-                if let Some(queues) = self.poll_group.find(controller) {
-                    let mut stats = queues.snapshot();
-                    let parked = self.poll_group.is_left_out(controller);
-                    stats.sleep = SleepStats { worker: self.index, parked, ..sleep };
-                    // Who asked may have stopped waiting.
-                    let _ = answer.send(stats);
                 }
             }
             Message::Detach { controller, latch } => {

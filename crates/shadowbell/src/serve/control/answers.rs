@@ -552,7 +552,7 @@ fn namespaces(view: &View) -> Vec<Namespace> {
 /// Every counter, as `serve --stats-json` writes them
 ///
 /// Sums over the I/O queues of all controllers, and for each controller what its queues, its
-/// workers and its disks have counted. The workers are asked, for a second at most.
+/// workers and its disks have counted. They are read where they are counted.
 #[utoipa::path(get, path = "/v1/stats", operation_id = "stats", tag = "server",
     responses((status = 200, description = "The counters", body = serde_json::Value)))]
 fn stats(view: &View) -> stats_file::Report {
