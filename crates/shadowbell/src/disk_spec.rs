@@ -9,6 +9,7 @@ use shadowbell_backend::{Disk, FileSpec, Format, ImageFormat, Wait};
 use shadowbell_backend_nbd::{NbdDisk, NbdSpec};
 use shadowbell_backend_nvme::{NvmeDisk, OpenError, Options};
 use shadowbell_backend_qcow2::Qcow2Disk;
+use shadowbell_backend_rbd::{RbdDisk, RbdSpec};
 use shadowbell_state::Descriptors;
 use std::sync::Arc;
 
@@ -24,6 +25,9 @@ pub(crate) enum DiskSpecError {
     /// An export of an NBD server can not be had.
     #[error(transparent)]
     Nbd(#[from] shadowbell_backend_nbd::OpenError),
+    /// An image of a Ceph cluster can not be had.
+    #[error(transparent)]
+    Rbd(#[from] shadowbell_backend_rbd::OpenError),
     /// A controller whose namespace was to be the disk can not be had.
     #[error("{0:#}")]
     Device(anyhow::Error),
@@ -43,7 +47,11 @@ impl DiskSpecError {
                 shadowbell_backend_nbd::OpenError::Connect { .. }
                 | shadowbell_backend_nbd::OpenError::System { .. },
             ) => self.into(),
-            Self::Disk(_) | Self::Qcow2(_) | Self::Nbd(_) => exit::bad_input(self),
+            Self::Rbd(
+                shadowbell_backend_rbd::OpenError::Ceph { .. }
+                | shadowbell_backend_rbd::OpenError::Library { .. },
+            ) => self.into(),
+            Self::Disk(_) | Self::Qcow2(_) | Self::Nbd(_) | Self::Rbd(_) => exit::bad_input(self),
         }
     }
 }
@@ -63,6 +71,7 @@ impl From<shadowbell_backend_qcow2::OpenError> for DiskSpecError {
 /// |---|---|
 /// | `disk.qcow2` | a qcow2 image, whatever its name: by its first bytes |
 /// | `nbd://host:10809/export`, `nbd+unix:///export?socket=PATH` | an export of an NBD server: [`NbdSpec`] |
+/// | `rbd:pool/image`, `rbd:pool/image@snapshot` | an image of a Ceph cluster: [`RbdSpec`] |
 /// | `nvme://0000:01:00.0/1` | namespace 1 of a PCI device, through VFIO |
 /// | `vfio-user:/run/ssd.sock/1` | namespace 1 of a controller behind a vfio-user socket |
 ///
@@ -145,6 +154,10 @@ pub(crate) fn check(spec: &str) -> Result<(), DiskSpecError> {
     }
     if NbdSpec::is_one(spec) {
         NbdSpec::parse(spec)?;
+        return Ok(());
+    }
+    if RbdSpec::is_one(spec) {
+        RbdSpec::parse(spec)?;
         return Ok(());
     }
     FileSpec::parse(spec)?;
@@ -231,7 +244,8 @@ fn wrong(spec: &str, why: String) -> DiskSpecError {
 
 /// Whether a disk that `is_read_only` may be that: what is to be said of it, if it was not asked for.
 fn write_protection(spec: &str, is_read_only: bool) -> Result<Option<String>, DiskSpecError> {
-    if !is_read_only {
+    // Whether an image of Ceph's takes writes is in what was written.
+    if !is_read_only || RbdSpec::is_one(spec) {
         return Ok(None);
     }
     let (name, options) = spec.split_once('?').unwrap_or((spec, ""));
@@ -256,6 +270,9 @@ fn open_unlimited(spec: &str, open: Open) -> Result<Arc<dyn Disk>, DiskSpecError
         let disk = NbdDisk::open(&NbdSpec::parse(spec)?)?;
         tracing::info!("{}: {}", disk.name(), disk.describe());
         return Ok(Arc::new(disk));
+    }
+    if RbdSpec::is_one(spec) {
+        return Ok(Arc::new(RbdDisk::open(&RbdSpec::parse(spec)?)?));
     }
     if !["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme)) {
         let disk = open_own(spec, open).map_err(|error| match &error {
@@ -407,6 +424,8 @@ mod tests {
             ("nvme://0000:01:00.0/0", "count from 1"),
             ("vfio-user:", "lacks a socket"),
             ("nbd://", "lacks a host"),
+            ("rbd:pool", "lacks an image"),
+            ("rbd:p/i@s?read-only=off", "takes no writes"),
             ("nbd+unix:///x", "lacks a socket"),
             ("nbd://host/x?direct=on", "no option `direct`"),
             ("vfio-user:/nonexistent/a.sock/1", "no controller behind /nonexistent/a.sock"),

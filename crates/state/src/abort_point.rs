@@ -90,7 +90,8 @@ pub enum WrongOrder {
 }
 
 /// Ends this process here, if `SHADOWBELL_ABORT_AT` says so: a [name](AbortPoint::name), or
-/// `NAME:N` for the Nth time. Without the feature `abort-points`, and in an optimised build, it does
+/// `NAME:N` for the Nth time. Or if that is in the file that `SHADOWBELL_ABORT_FILE` names: the
+/// first process that comes to a point takes the file away, and leaves `FILE.died` when it dies. Without the feature `abort-points`, and in an optimised build, it does
 /// nothing.
 #[inline]
 pub fn abort_point(point: AbortPoint) {
@@ -123,16 +124,18 @@ mod armed {
     struct Armed {
         point: AbortPoint,
         left: AtomicU32,
+        /// Is to be there when it has died.
+        sign: Option<String>,
     }
 
     fn armed() -> Option<&'static Armed> {
         static ARMED: OnceLock<Option<Armed>> = OnceLock::new();
         let read = || {
-            let asked = std::env::var("SHADOWBELL_ABORT_AT").ok()?;
+            let (asked, sign) = asked()?;
             let (name, times) = asked.split_once(':').unwrap_or((&asked, "1"));
             let point = AbortPoint::ALL.iter().find(|point| point.name() == name);
             let point = *point.unwrap_or_else(|| panic!("{asked}: there is no such point"));
-            Some(Armed { point, left: AtomicU32::new(times.parse().unwrap_or(1)) })
+            Some(Armed { point, left: AtomicU32::new(times.parse().unwrap_or(1)), sign })
         };
         ARMED.get_or_init(read).as_ref()
     }
@@ -140,14 +143,31 @@ mod armed {
     pub(super) fn reached(point: AbortPoint) {
         let Some(armed) = armed().filter(|armed| armed.point == point) else { return };
         if armed.left.fetch_sub(1, Ordering::Relaxed) == 1 {
-            // As whoever kills it would do: nothing of this process goes on.
-            let _ = rustix::process::kill_process(
-                rustix::process::getpid(),
-                rustix::process::Signal::KILL,
-            );
-            loop {
-                std::thread::park();
+            if let Some(sign) = &armed.sign {
+                let _ = std::fs::write(sign, armed.point.name());
             }
+            die();
+        }
+    }
+
+    /// What is asked for, and the file that is to be there in the end.
+    fn asked() -> Option<(String, Option<String>)> {
+        if let Ok(asked) = std::env::var("SHADOWBELL_ABORT_AT") {
+            return Some((asked, None));
+        }
+        let file = std::env::var("SHADOWBELL_ABORT_FILE").ok()?;
+        // Who renames it has it.
+        let taken = format!("{file}.{}", std::process::id());
+        std::fs::rename(&file, &taken).ok()?;
+        Some((std::fs::read_to_string(taken).ok()?, Some(format!("{file}.died"))))
+    }
+
+    /// As whoever kills it would do: nothing of this process goes on.
+    fn die() -> ! {
+        let _ =
+            rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+        loop {
+            std::thread::park();
         }
     }
 

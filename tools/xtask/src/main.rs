@@ -1,6 +1,7 @@
 //! `cargo xtask`: every chore has one name.
 #![forbid(unsafe_code)]
 
+mod ceph;
 mod chores;
 mod fuzz;
 mod guest_shell;
@@ -48,6 +49,11 @@ enum Verb {
         #[arg(long)]
         no_guest: bool,
     },
+    /// Starts a Ceph cluster on this machine, and runs the tests of `rbd:` disks on it.
+    ///
+    /// As root on Debian, what is missing of Ceph is installed. The cluster is in memory, and gone
+    /// afterwards.
+    Ceph,
     /// The models of the shadow doorbell protocol, explored by loom.
     Loom,
     /// Compiles the programs of the guides in a package of its own, as somebody who copied them
@@ -175,6 +181,7 @@ fn main() -> ExitCode {
     let result = match Arguments::parse().verb {
         Verb::Test { no_guest } => chores::test(&mut report, !no_guest),
         Verb::Loom => chores::loom(&mut report),
+        Verb::Ceph => ceph::run(&mut report),
         Verb::Outsider => outsider::check(),
         Verb::Package => package::run(&mut report, true),
         Verb::Guest(arguments) => guest_suites(&mut report, arguments),

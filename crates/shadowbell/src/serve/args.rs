@@ -21,7 +21,8 @@ use std::path::{Path, PathBuf};
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct Args {
     /// A namespace each: disk.img, /dev/sdb, disk.qcow2, mem:1GiB, null:1TiB, an export of an NBD
-    /// server, nbd://host/export, nbd+unix:///export?socket=PATH, or a namespace of another controller, nvme://0000:01:00.0/1, vfio-user:/run/ssd.sock/1; options as in
+    /// server, nbd://host/export, nbd+unix:///export?socket=PATH, an image of Ceph's, rbd:pool/image, or a namespace of another
+    /// controller, nvme://0000:01:00.0/1, vfio-user:/run/ssd.sock/1; options as in
     /// `disk.img?block-size=4096&read-only=on`
     #[arg(value_name = "DISK", required_unless_present_any = ["config", "check"])]
     disks: Vec<String>,
@@ -120,6 +121,8 @@ Options of a disk, as in `disk.img?direct=on&iops=1000`:
   connections=N           of nbd: how many, if the server allows several [default: 4]
   replay=SIZE|off         of nbd: how much is kept until it is flushed, to be written again to a
                           server that was restarted [default: 64MiB]
+  conf=FILE, id=USER,     of rbd:POOL/IMAGE[@SNAPSHOT]: the cluster's configuration, the user
+  namespace=NAME          [default: admin], the namespace in the pool
   read-zeroes=on          of null: reads give zeroes
   zero-copy=off           of nvme:// and vfio-user: go through memory of this process
   iops=N[:BURST], read-iops=, write-iops=, bandwidth=SIZE[:BURST], read-bandwidth=,

@@ -21,5 +21,6 @@ mod output;
 mod recover;
 mod stacked;
 mod stalling;
+mod steps;
 mod top;
 mod upgrade;

@@ -9,7 +9,7 @@ use super::modules::Target;
 
 /// The directories below `crates/`, bottom up: a crate builds only on what stands before it here.
 /// What is elsewhere in the workspace (tests, tools) builds on anything, and none of these on it.
-pub(super) const LAYERS: [&str; 17] = [
+pub(super) const LAYERS: [&str; 18] = [
     "spec",
     "doorbell",
     "state",
@@ -24,6 +24,7 @@ pub(super) const LAYERS: [&str; 17] = [
     "backend-nvme",
     "backend-nbd",
     "backend-qcow2",
+    "backend-rbd",
     "block",
     "export",
     "shadowbell",

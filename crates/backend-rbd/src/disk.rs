@@ -1,0 +1,97 @@
+//! An image as a disk.
+
+use crate::error::OpenError;
+use crate::queue::RbdQueue;
+use crate::shared::{Opened, Shared};
+use crate::sys::{Failure, Image};
+use crate::uri::RbdSpec;
+use shadowbell_backend::{Disk, DiskInfo, Queue, ResizeError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::{fmt, io};
+
+/// An image of a Ceph cluster.
+///
+/// Where the image has the feature `exclusive-lock`, its lock is taken with the first write, and
+/// handed over to another client that writes. With the last handle on it, the queues included, the
+/// image is closed.
+#[derive(Clone)]
+pub struct RbdDisk(Shared);
+
+impl RbdDisk {
+    /// Opens the image. It waits for the cluster.
+    ///
+    /// # Errors
+    /// [`OpenError`], in a sentence that says what is wrong and what to do.
+    pub fn open(spec: &RbdSpec) -> Result<Self, OpenError> {
+        let disk = || spec.to_string();
+        let failed = |what, source| OpenError::Ceph { disk: disk(), what, source };
+        let image = Image::open(spec).map_err(|failure| match failure {
+            Failure::Library(why) => OpenError::Library { disk: disk(), why },
+            Failure::Call(what, source) => failed(what, source),
+        })?;
+        let size = image.size().map_err(|source| failed("asking for its size", source))?;
+        let block_size = spec.block_size;
+        let blocks = size / u64::from(block_size);
+        if blocks == 0 || !size.is_multiple_of(block_size.into()) || size > i64::MAX as u64 {
+            return Err(OpenError::Size { disk: disk(), size, block_size });
+        }
+        let mut info = DiskInfo::new(block_size, blocks);
+        info.read_only = spec.read_only;
+        // Ceph's own cache, in this process.
+        info.volatile_cache = !info.read_only;
+        info.discard = !info.read_only;
+        let unit = image.stripe_unit().clamp(u64::from(block_size), 1 << 22);
+        info.granularity = (unit / u64::from(block_size)) as u32;
+        let is_full = AtomicBool::new(false);
+        let opened = Opened { image: Some(image), name: disk(), is_full };
+        Ok(Self(Shared { opened: Arc::new(opened), info }))
+    }
+}
+
+impl Disk for RbdDisk {
+    fn info(&self) -> DiskInfo {
+        self.0.info.clone()
+    }
+
+    fn queue(&self) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(RbdQueue::new(self.0.clone())?))
+    }
+
+    fn name(&self) -> String {
+        self.0.opened.name.clone()
+    }
+
+    fn is_full(&self) -> bool {
+        self.0.opened.is_full.load(Ordering::Relaxed)
+    }
+
+    fn resized(&self, bytes: Option<u64>) -> Result<Arc<dyn Disk>, ResizeError> {
+        let disk = self.name();
+        let there = match self.0.opened.image.as_ref().map(Image::size) {
+            Some(Ok(size)) => size,
+            Some(Err(source)) => return Err(ResizeError::System { disk, source }),
+            None => return Err(ResizeError::Impossible { disk }),
+        };
+        let wanted = bytes.unwrap_or(there);
+        if wanted > there {
+            return Err(ResizeError::Short { disk, there, wanted });
+        }
+        let block_size = self.0.info.block_size;
+        if wanted == 0 || !wanted.is_multiple_of(block_size.into()) {
+            return Err(ResizeError::Size { disk, bytes: wanted, block_size });
+        }
+        let mut resized = self.clone();
+        resized.0.info.blocks = wanted / u64::from(block_size);
+        Ok(Arc::new(resized))
+    }
+}
+
+impl fmt::Debug for RbdDisk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RbdDisk")
+            .field("name", &self.0.opened.name)
+            .field("info", &self.0.info)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,301 @@
+//! A worker's queue on an image: each request is a call or a few, which Ceph's threads carry out.
+
+use crate::completions::{Completions, Ended};
+use crate::shared::Shared;
+use crate::sys::Call;
+use shadowbell_backend::{Bounds, DiskError, Op, Queue, Request, Submitted};
+use shadowbell_memory::Segments;
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Bytes of the buffers of calls under way. Requests that find no room wait.
+const BUFFERS: u64 = 32 << 20;
+/// The most bytes of one call: of data, and of zeroes.
+const DATA: u64 = 4 << 20;
+const ZEROES: u64 = 64 << 20;
+
+struct Task {
+    tag: u32,
+    request: Request,
+    data: Segments,
+    /// Bytes for which there is a call.
+    begun: u64,
+    under_way: u32,
+    outcome: Result<(), DiskError>,
+    flushes_after: bool,
+    is_cancelled: bool,
+}
+
+/// Whose a call is, and for which bytes of the request.
+struct Part {
+    task: u32,
+    at: u64,
+    len: u64,
+}
+
+pub(crate) struct RbdQueue {
+    shared: Shared,
+    bounds: Bounds,
+    completions: Arc<Completions>,
+    tasks: Vec<Option<Task>>,
+    free: Vec<u32>,
+    parts: HashMap<u64, Part>,
+    next: u64,
+    /// Tasks of which more can begin, in order.
+    waiting: VecDeque<u32>,
+    over: Vec<u32>,
+    bytes: u64,
+    ended: Vec<Ended>,
+}
+
+impl Task {
+    /// Whether all of it has been begun, or no more is to be.
+    fn is_begun(&self) -> bool {
+        self.outcome.is_err()
+            || (self.begun == self.request.len && !(self.flushes_after && self.under_way == 0))
+    }
+}
+
+impl RbdQueue {
+    pub(crate) fn new(shared: Shared) -> io::Result<Self> {
+        Ok(Self {
+            bounds: shared.info.bounds(),
+            shared,
+            completions: Arc::new(Completions::new()?),
+            tasks: Vec::new(),
+            free: Vec::new(),
+            parts: HashMap::new(),
+            next: 0,
+            waiting: VecDeque::new(),
+            over: Vec::new(),
+            bytes: 0,
+            ended: Vec::new(),
+        })
+    }
+
+    /// Begins what waits, as far as there is room.
+    fn begin(&mut self) {
+        while let Some(&key) = self.waiting.front() {
+            let Some(task) = self.tasks.get_mut(key as usize).and_then(Option::as_mut) else {
+                self.waiting.pop_front();
+                continue;
+            };
+            if task.is_begun() {
+                if task.under_way == 0 && !self.over.contains(&key) {
+                    self.over.push(key);
+                }
+                self.waiting.pop_front();
+                continue;
+            }
+            let left = task.request.len - task.begun;
+            let (call, len, held) = match task.request.op {
+                _ if left == 0 => (Call::Flush, 0, 0),
+                Op::Read | Op::Compare | Op::Verify => (Call::Read, left.min(DATA), left.min(DATA)),
+                Op::Write { .. } => (Call::Write, left.min(DATA), left.min(DATA)),
+                op => {
+                    let len = left.min(ZEROES);
+                    let is_thick = matches!(op, Op::WriteZeroes { deallocate: false, .. });
+                    (Call::Zero { len: len as usize, is_thick }, len, 0)
+                }
+            };
+            if self.bytes != 0 && self.bytes + held > BUFFERS {
+                break;
+            }
+            let mut buffer = vec![0; held as usize];
+            if matches!(call, Call::Write)
+                && task.data.read_into(task.begun as usize, &mut buffer).is_none()
+            {
+                task.outcome = Err(DiskError::BadBuffer);
+                continue;
+            }
+            if matches!(call, Call::Flush) {
+                task.flushes_after = false;
+            }
+            let id = self.next;
+            self.next += 1;
+            self.parts.insert(id, Part { task: key, at: task.begun, len });
+            let offset = task.request.offset + task.begun;
+            task.begun += len;
+            task.under_way += 1;
+            self.bytes += held;
+            if let Some(image) = &self.shared.opened.image {
+                image.start(id, &call, offset, buffer, &self.completions);
+            }
+        }
+    }
+
+    fn end(&mut self, ended: Ended) {
+        let Ended { id, value, buffer } = ended;
+        self.bytes -= buffer.len() as u64;
+        let Some(Part { task: key, at, len }) = self.parts.remove(&id) else { return };
+        let Some(task) = self.tasks.get_mut(key as usize).and_then(Option::as_mut) else { return };
+        task.under_way -= 1;
+        let full = &self.shared.opened.is_full;
+        let result = match (value, task.request.op) {
+            (..0, op) => Err(status(value, matches!(op, Op::Read | Op::Compare | Op::Verify))),
+            // The image has become shorter.
+            (_, Op::Read | Op::Compare | Op::Verify) if (value as u64) < len => {
+                Err(DiskError::OutOfRange)
+            }
+            (_, Op::Read) => task.data.write_from(at as usize, &buffer).ok_or(DiskError::BadBuffer),
+            (_, Op::Compare) => {
+                let mut own = vec![0; buffer.len()];
+                match task.data.read_into(at as usize, &mut own) {
+                    None => Err(DiskError::BadBuffer),
+                    Some(()) if own == buffer => Ok(()),
+                    Some(()) => Err(DiskError::CompareFailed),
+                }
+            }
+            (_, Op::Write { .. }) => {
+                full.store(false, Ordering::Relaxed);
+                Ok(())
+            }
+            _ => Ok(()),
+        };
+        if result == Err(DiskError::NoSpace) {
+            full.store(true, Ordering::Relaxed);
+        }
+        task.outcome = task.outcome.and(result);
+        if task.under_way == 0 && !self.waiting.contains(&key) {
+            // Its flush, or its end.
+            self.waiting.push_back(key);
+        }
+    }
+}
+
+/// What a call has returned as an error of a disk.
+fn status(value: i64, reads: bool) -> DiskError {
+    match i32::try_from(-value) {
+        Ok(libc::ENOSPC | libc::EDQUOT) if !reads => DiskError::NoSpace,
+        Ok(libc::EROFS) => DiskError::ReadOnly,
+        Ok(libc::EOPNOTSUPP) => DiskError::Unsupported,
+        // librbd's word for a range beyond the end.
+        Ok(libc::EINVAL) => DiskError::OutOfRange,
+        Ok(error) => DiskError::Io(error),
+        Err(_) => DiskError::Io(libc::EIO),
+    }
+}
+
+impl Queue for RbdQueue {
+    fn submit(&mut self, tag: u32, request: &Request, data: &mut Segments) -> Submitted {
+        if let Err(error) = request.check(&self.bounds, data) {
+            return Submitted::Done(Err(error));
+        }
+        let mut request = *request;
+        let flushes_after = match request.op {
+            Op::Flush if self.shared.info.read_only => return Submitted::Done(Ok(())),
+            Op::Flush => {
+                (request.offset, request.len) = (0, 0);
+                true
+            }
+            _ if request.len == 0 => return Submitted::Done(Ok(())),
+            Op::Write { fua } | Op::WriteZeroes { fua, .. } => fua,
+            Op::Read | Op::Compare | Op::Verify | Op::Discard => false,
+            _ => return Submitted::Done(Err(DiskError::Unsupported)),
+        };
+        let task = Task {
+            tag,
+            request,
+            data: data.take(),
+            begun: 0,
+            under_way: 0,
+            outcome: Ok(()),
+            flushes_after,
+            is_cancelled: false,
+        };
+        let key = match self.free.pop() {
+            Some(key) => key,
+            None => {
+                self.tasks.push(None);
+                (self.tasks.len() - 1) as u32
+            }
+        };
+        if let Some(place) = self.tasks.get_mut(key as usize) {
+            *place = Some(task);
+        }
+        self.waiting.push_back(key);
+        Submitted::Pending
+    }
+
+    fn commit(&mut self) {
+        self.begin();
+        if !self.over.is_empty() {
+            self.completions.signal();
+        }
+    }
+
+    fn reap(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
+        let mut ended = std::mem::take(&mut self.ended);
+        self.completions.take(&mut ended);
+        ended.drain(..).for_each(|ended| self.end(ended));
+        self.ended = ended;
+        self.begin();
+        while let Some(key) = self.over.pop() {
+            let Some(task) = self.tasks.get_mut(key as usize).and_then(Option::take) else {
+                continue;
+            };
+            self.free.push(key);
+            done(task.tag, task.outcome, task.data);
+        }
+    }
+
+    fn cancel(&mut self, tag: u32) {
+        let of = |task: &Option<Task>| task.as_ref().is_some_and(|task| task.tag == tag);
+        let Some(key) = self.tasks.iter().position(of) else { return };
+        let Some(task) = self.tasks.get_mut(key).and_then(Option::as_mut) else { return };
+        let reads = matches!(task.request.op, Op::Read | Op::Compare | Op::Verify);
+        // A write that has begun ends as it would have: what the host writes next comes later.
+        if task.is_cancelled || (task.is_begun() && !reads) {
+            return;
+        }
+        task.is_cancelled = true;
+        task.outcome = task.outcome.and(Err(DiskError::Cancelled));
+        let key = key as u32;
+        if reads {
+            // Of what is under way only the buffers are waited for.
+            self.parts.retain(|_, part| part.task != key);
+            task.under_way = 0;
+        }
+        self.waiting.retain(|other| *other != key);
+        self.waiting.push_front(key);
+        // It ends in `reap`, to which this leads.
+        self.completions.signal();
+    }
+
+    fn pending(&self) -> usize {
+        self.tasks.len() - self.free.len()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.completions.fd())
+    }
+
+    /// A read that was cancelled may end when nobody looks.
+    fn wakes_by_edges(&self) -> bool {
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_have_the_meaning_that_they_have_there() {
+        for (value, reads, expected) in [
+            (-28, false, DiskError::NoSpace),
+            (-122, false, DiskError::NoSpace),
+            (-28, true, DiskError::Io(28)),
+            (-30, false, DiskError::ReadOnly),
+            (-95, false, DiskError::Unsupported),
+            (-22, true, DiskError::OutOfRange),
+            (-108, false, DiskError::Io(108)),
+            (i64::MIN + 1, false, DiskError::Io(5)),
+        ] {
+            assert_eq!(status(value, reads), expected, "{value}");
+        }
+    }
+}

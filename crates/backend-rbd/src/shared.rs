@@ -1,0 +1,33 @@
+//! What the queues of a disk share.
+
+use crate::sys::Image;
+use shadowbell_backend::DiskInfo;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// An image that is open, and what is known of it.
+pub(crate) struct Opened {
+    /// Nothing while it is dropped.
+    pub(crate) image: Option<Image>,
+    pub(crate) name: String,
+    /// The last write found no room.
+    pub(crate) is_full: AtomicBool,
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        // Closing waits for the cluster, and the last handle may be a worker's.
+        if let Some(image) = self.image.take() {
+            let closer = std::thread::Builder::new().name("sb-rbd-close".into());
+            // Without a thread it is closed here.
+            let _ = closer.spawn(move || drop(image));
+        }
+    }
+}
+
+/// An image as a disk of one size.
+#[derive(Clone)]
+pub(crate) struct Shared {
+    pub(crate) opened: Arc<Opened>,
+    pub(crate) info: DiskInfo,
+}

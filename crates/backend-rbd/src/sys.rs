@@ -1,0 +1,270 @@
+//! librados and librbd, loaded when the first image is opened, and an image as a safe type.
+
+use crate::completions::{Completions, Ended};
+use crate::uri::RbdSpec;
+use libloading::Library;
+use std::ffi::{CString, c_char, c_int, c_void};
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::ptr::null_mut;
+use std::sync::{Arc, OnceLock};
+
+/// How long a cluster may take to answer when an image is opened, in seconds.
+const MOUNT_TIMEOUT: &str = "15";
+/// `RBD_WRITE_ZEROES_FLAG_THICK_PROVISION`
+const THICK: c_int = 1;
+
+type Handle = *mut c_void;
+type Callback = extern "C" fn(Handle, *mut c_void);
+
+macro_rules! api {
+    ($($name:ident: fn($($arg:ty),*) -> $ret:ty, $library:ident;)*) => {
+        /// The functions that are called, as the headers of Ceph 16 declare them.
+        struct Api { $($name: unsafe extern "C" fn($($arg),*) -> $ret,)* }
+
+        impl Api {
+            fn load(rados: &Library, rbd: &Library) -> Result<Self, libloading::Error> {
+                let libraries = Libraries { rados, rbd };
+                Ok(Self { $(
+                    // SAFETY: the signature is the header's.
+                    $name: unsafe { *libraries.$library.get(stringify!($name).as_bytes())? },
+                )* })
+            }
+        }
+    };
+}
+
+struct Libraries<'a> {
+    rados: &'a Library,
+    rbd: &'a Library,
+}
+
+api! {
+    rados_create: fn(*mut Handle, *const c_char) -> c_int, rados;
+    rados_conf_read_file: fn(Handle, *const c_char) -> c_int, rados;
+    rados_conf_set: fn(Handle, *const c_char, *const c_char) -> c_int, rados;
+    rados_connect: fn(Handle) -> c_int, rados;
+    rados_shutdown: fn(Handle) -> (), rados;
+    rados_ioctx_create: fn(Handle, *const c_char, *mut Handle) -> c_int, rados;
+    rados_ioctx_set_namespace: fn(Handle, *const c_char) -> (), rados;
+    rados_ioctx_destroy: fn(Handle) -> (), rados;
+    rbd_open: fn(Handle, *const c_char, *mut Handle, *const c_char) -> c_int, rbd;
+    rbd_open_read_only: fn(Handle, *const c_char, *mut Handle, *const c_char) -> c_int, rbd;
+    rbd_close: fn(Handle) -> c_int, rbd;
+    rbd_get_size: fn(Handle, *mut u64) -> c_int, rbd;
+    rbd_get_stripe_unit: fn(Handle, *mut u64) -> c_int, rbd;
+    rbd_aio_create_completion: fn(*mut c_void, Callback, *mut Handle) -> c_int, rbd;
+    rbd_aio_get_return_value: fn(Handle) -> isize, rbd;
+    rbd_aio_release: fn(Handle) -> (), rbd;
+    rbd_aio_read: fn(Handle, u64, usize, *mut c_char, Handle) -> c_int, rbd;
+    rbd_aio_write: fn(Handle, u64, usize, *const c_char, Handle) -> c_int, rbd;
+    rbd_aio_write_zeroes: fn(Handle, u64, usize, Handle, c_int, c_int) -> c_int, rbd;
+    rbd_aio_flush: fn(Handle, Handle) -> c_int, rbd;
+}
+
+/// The libraries, loaded once and never let go of.
+fn api() -> Result<&'static Api, String> {
+    static API: OnceLock<Result<Api, String>> = OnceLock::new();
+    let load = || {
+        // SAFETY: Ceph's own libraries; what their initialisers do is no more than that of a
+        // program that is linked to them.
+        let (rados, rbd) =
+            unsafe { (Library::new("librados.so.2")?, Library::new("librbd.so.1")?) };
+        let api = Api::load(&rados, &rbd)?;
+        // Threads of theirs may outlive every image.
+        std::mem::forget((rados, rbd));
+        Ok(api)
+    };
+    let load = || load().map_err(|error: libloading::Error| error.to_string());
+    API.get_or_init(load).as_ref().map_err(Clone::clone)
+}
+
+/// Why there is no image.
+pub(crate) enum Failure {
+    Library(String),
+    Call(&'static str, io::Error),
+}
+
+/// What is done with an image, from a byte on.
+pub(crate) enum Call {
+    /// As many bytes as the buffer has.
+    Read,
+    Write,
+    /// So many bytes; whether they have to keep their place in the cluster.
+    Zero {
+        len: usize,
+        is_thick: bool,
+    },
+    Flush,
+}
+
+/// An image that is open.
+pub(crate) struct Image {
+    api: &'static Api,
+    cluster: Handle,
+    pool: Handle,
+    image: Handle,
+}
+
+// SAFETY: Ceph's handles may be used from any thread, and from several at once.
+unsafe impl Send for Image {}
+// SAFETY: as above.
+unsafe impl Sync for Image {}
+
+/// What Ceph has while a call is under way.
+struct Running {
+    id: u64,
+    buffer: Vec<u8>,
+    to: Arc<Completions>,
+    api: &'static Api,
+}
+
+/// A call is over; one of Ceph's threads says so.
+extern "C" fn done(completion: Handle, argument: *mut c_void) {
+    // SAFETY: `argument` is what `Image::start` made of a box, and comes back once.
+    let running = unsafe { Box::from_raw(argument.cast::<Running>()) };
+    let Running { id, buffer, to, api } = *running;
+    // SAFETY: the completion is over, and is released once.
+    let value = unsafe {
+        let value = (api.rbd_aio_get_return_value)(completion);
+        (api.rbd_aio_release)(completion);
+        value
+    };
+    to.push(Ended { id, value: value as i64, buffer });
+}
+
+fn c_text(text: impl AsRef<[u8]>) -> CString {
+    // A specification has no zero bytes.
+    CString::new(text.as_ref()).unwrap_or_default()
+}
+
+fn check(what: &'static str, value: c_int) -> Result<(), Failure> {
+    if value < 0 {
+        return Err(Failure::Call(what, io::Error::from_raw_os_error(-value)));
+    }
+    Ok(())
+}
+
+impl Image {
+    /// Opens the image. It waits for the cluster.
+    pub(crate) fn open(spec: &RbdSpec) -> Result<Self, Failure> {
+        let api = api().map_err(Failure::Library)?;
+        let mut image = Self { api, cluster: null_mut(), pool: null_mut(), image: null_mut() };
+        let id = c_text(&spec.id);
+        // SAFETY: pointers are to what lives until the call is over, and handles are those that
+        // Ceph gave; those that it did not give are not used.
+        let made = unsafe { (api.rados_create)(&mut image.cluster, id.as_ptr()) };
+        check("making a client of the cluster", made)?;
+        let conf = spec.conf.as_ref().map(|path| c_text(path.as_os_str().as_bytes()));
+        let conf = conf.as_ref().map_or(std::ptr::null(), |path| path.as_ptr());
+        // SAFETY: as above.
+        check("reading the cluster's configuration (`conf=FILE`)", unsafe {
+            (api.rados_conf_read_file)(image.cluster, conf)
+        })?;
+        let (name, value) = (c_text("client_mount_timeout"), c_text(MOUNT_TIMEOUT));
+        // SAFETY: as above. One that does not know the option has its own time.
+        unsafe { (api.rados_conf_set)(image.cluster, name.as_ptr(), value.as_ptr()) };
+        // SAFETY: as above.
+        check("connecting to the cluster", unsafe { (api.rados_connect)(image.cluster) })?;
+        let pool = c_text(&spec.pool);
+        // SAFETY: as above.
+        check("opening the pool", unsafe {
+            (api.rados_ioctx_create)(image.cluster, pool.as_ptr(), &mut image.pool)
+        })?;
+        if let Some(namespace) = &spec.namespace {
+            let namespace = c_text(namespace);
+            // SAFETY: as above.
+            unsafe { (api.rados_ioctx_set_namespace)(image.pool, namespace.as_ptr()) };
+        }
+        let name = c_text(&spec.image);
+        let snapshot = spec.snapshot.as_ref().map(c_text);
+        let snapshot = snapshot.as_ref().map_or(std::ptr::null(), |name| name.as_ptr());
+        let open = if spec.read_only { api.rbd_open_read_only } else { api.rbd_open };
+        // SAFETY: as above.
+        check("opening the image", unsafe {
+            open(image.pool, name.as_ptr(), &mut image.image, snapshot)
+        })?;
+        Ok(image)
+    }
+
+    /// Bytes of the image, as it is now.
+    pub(crate) fn size(&self) -> io::Result<u64> {
+        let mut size = 0;
+        // SAFETY: the image is open, and the pointer is to a number.
+        match unsafe { (self.api.rbd_get_size)(self.image, &mut size) } {
+            0.. => Ok(size),
+            error => Err(io::Error::from_raw_os_error(-error)),
+        }
+    }
+
+    /// Bytes that lie together in the cluster.
+    pub(crate) fn stripe_unit(&self) -> u64 {
+        let mut unit = 0;
+        // SAFETY: as above.
+        unsafe { (self.api.rbd_get_stripe_unit)(self.image, &mut unit) };
+        unit
+    }
+
+    /// Starts a call, which ends as `id` in `to`. Does not wait.
+    pub(crate) fn start(
+        &self,
+        id: u64,
+        call: &Call,
+        offset: u64,
+        buffer: Vec<u8>,
+        to: &Arc<Completions>,
+    ) {
+        let api = self.api;
+        let running = Box::new(Running { id, buffer, to: Arc::clone(to), api });
+        let running = Box::into_raw(running);
+        let mut completion = null_mut();
+        // SAFETY: `running` is a box that `done` takes, or the code below if Ceph does not take it.
+        // Its buffer stays where it is until then.
+        let value = unsafe {
+            match (api.rbd_aio_create_completion)(running.cast(), done, &mut completion) {
+                0.. => {
+                    let len = (*running).buffer.len();
+                    let bytes = (*running).buffer.as_mut_ptr().cast::<c_char>();
+                    let image = self.image;
+                    let value = match *call {
+                        Call::Read => (api.rbd_aio_read)(image, offset, len, bytes, completion),
+                        Call::Write => (api.rbd_aio_write)(image, offset, len, bytes, completion),
+                        Call::Zero { len, is_thick } => {
+                            let flags = if is_thick { THICK } else { 0 };
+                            (api.rbd_aio_write_zeroes)(image, offset, len, completion, flags, 0)
+                        }
+                        Call::Flush => (api.rbd_aio_flush)(image, completion),
+                    };
+                    if value < 0 {
+                        (api.rbd_aio_release)(completion);
+                    }
+                    value
+                }
+                error => error,
+            }
+        };
+        if value < 0 {
+            // SAFETY: Ceph has not taken it.
+            let Running { id, buffer, to, .. } = *unsafe { Box::from_raw(running) };
+            to.push(Ended { id, value: value.into(), buffer });
+        }
+    }
+}
+
+impl Drop for Image {
+    /// Waits for what is under way, and lets go of the image's lock.
+    fn drop(&mut self) {
+        // SAFETY: each handle was given by Ceph, and is given back once, in this order.
+        unsafe {
+            if !self.image.is_null() {
+                (self.api.rbd_close)(self.image);
+            }
+            if !self.pool.is_null() {
+                (self.api.rados_ioctx_destroy)(self.pool);
+            }
+            if !self.cluster.is_null() {
+                (self.api.rados_shutdown)(self.cluster);
+            }
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! Steps at which a server's process dies.
+
+use crate::harness::{Server, until};
+use crate::keeper::{signal, worker};
+use crate::recover::kill;
+use crate::upgrade::{Client, Load, server_with, socket, upgrade};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::process::Signal;
+use shadowbell_state::AbortPoint;
+use shadowbell_vfio_user::client::{Client as Peer, Options};
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// A server whose processes die at steps, under loads that verify what they read, and a client
+/// whose requests are answered once each.
+struct Dying {
+    server: Server,
+    file: std::path::PathBuf,
+    loads: [Load; 2],
+    client: Client,
+    peer: std::thread::JoinHandle<u32>,
+    over: Arc<AtomicBool>,
+}
+
+impl Dying {
+    fn start() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.keep().join("abort");
+        let variable = ("SHADOWBELL_ABORT_FILE", file.to_str().unwrap());
+        let server = server_with(4, &[], &[variable]);
+        let loads = [(0, 1), (1, 2)];
+        let loads = loads.map(|(controller, nsid)| Load::start(&server, controller, nsid));
+        let mut client = Client::attach(&socket(&server, 2));
+        client.write(1, 0, 1);
+        let over = Arc::new(AtomicBool::new(false));
+        let peer = {
+            let (path, over) = (socket(&server, 3), Arc::clone(&over));
+            std::thread::spawn(move || ask(&path, &over))
+        };
+        until("the clients", || server.stderr().matches("a client is attached").count() >= 4);
+        Self { server, file, loads, client, peer, over }
+    }
+
+    /// The next process dies at `point`.
+    fn arm(&self, point: AbortPoint, nth: u32) {
+        std::fs::write(&self.file, format!("{}:{nth}", point.name())).unwrap();
+    }
+
+    /// Has another process take over until one has died. What comes of it depends on who dies; an
+    /// upgrade may also be put off, if a disk does not come to rest in time.
+    fn upgrade_until_dead(&self) {
+        let died = self.file.with_extension("died");
+        until("a death", || {
+            let _ = upgrade(&self.server.pid().to_string(), None);
+            died.exists()
+        });
+    }
+
+    /// Waits for its death, and until another one serves.
+    fn survive(&mut self, what: &str, byte: u8) {
+        let died = self.file.with_extension("died");
+        println!("{what}");
+        until(what, || died.exists());
+        std::fs::remove_file(died).unwrap();
+        assert_eq!(self.client.read(1, 0), byte, "{what}");
+        self.client.write(1, 0, byte + 1);
+        // It has served for a while, so this is no crash loop.
+        std::thread::sleep(Duration::from_millis(80));
+    }
+
+    fn end(mut self) {
+        self.over.store(true, Ordering::Relaxed);
+        assert!(self.peer.join().expect("an answer to each request") > 5);
+        self.loads.into_iter().for_each(Load::lost_nothing);
+        let log = self.server.stderr();
+        assert!(!log.contains("have lost"), "{log}");
+        drop(self.client);
+        assert!(self.server.stop().success(), "{log}");
+        std::fs::remove_dir_all(self.file.parent().unwrap()).unwrap();
+    }
+}
+
+/// Reads and writes a register. How often.
+fn ask(path: &Path, over: &AtomicBool) -> u32 {
+    const AQA: u64 = 0x24;
+    const MSIX: u32 = 2;
+    let peer = Peer::connect(path, Options { timeout: Some(Duration::from_secs(20)) }).unwrap();
+    let mut asked = 0_u32;
+    while !over.load(Ordering::Relaxed) {
+        let value = asked & 0xfff;
+        peer.region_write(0, AQA, &value.to_le_bytes()).unwrap();
+        let mut read = [0; 4];
+        peer.region_read(0, AQA, &mut read).unwrap();
+        assert_eq!(u32::from_le_bytes(read), value);
+        // This changes what is recorded of the client.
+        let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        peer.set_irq_eventfds(MSIX, 0, &[event.as_fd()]).unwrap();
+        asked += 1;
+    }
+    asked
+}
+
+#[test]
+fn a_process_may_die_at_each_step_of_a_message() {
+    for point in [
+        AbortPoint::MessageRead,
+        AbortPoint::MessageHandled,
+        AbortPoint::MessageRecorded,
+        AbortPoint::MessageAnswered,
+    ] {
+        let mut dying = Dying::start();
+        for (byte, nth) in (1..).zip([1, 2, 7, 40]) {
+            dying.arm(point, nth);
+            signal(worker(&dying.server), Signal::KILL);
+            dying.survive(&format!("{}, time {nth}", point.name()), byte);
+        }
+        dying.end();
+    }
+}
+
+#[test]
+fn a_process_may_die_at_each_step_on_its_way_back() {
+    for point in [AbortPoint::Rebuilt, AbortPoint::Kept, AbortPoint::Taken] {
+        let mut dying = Dying::start();
+        for byte in 1..4 {
+            dying.arm(point, 1);
+            signal(worker(&dying.server), Signal::KILL);
+            dying.survive(point.name(), byte);
+        }
+        dying.end();
+    }
+}
+
+#[test]
+fn the_old_process_may_die_at_each_step_of_a_hand_over() {
+    for point in [AbortPoint::AtRest, AbortPoint::StateSent, AbortPoint::Committed] {
+        let mut dying = Dying::start();
+        for byte in 1..3 {
+            dying.arm(point, 1);
+            kill(&dying.server, Signal::KILL);
+            dying.upgrade_until_dead();
+            dying.survive(&format!("{} of the old one", point.name()), byte);
+        }
+        dying.end();
+    }
+}

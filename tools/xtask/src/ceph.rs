@@ -1,0 +1,202 @@
+//! `cargo xtask ceph`: a real Ceph cluster on this machine, and the tests of `rbd:` disks on it.
+//!
+//! One monitor and three OSDs that keep their objects in memory, for as long as this takes, on the
+//! loopback device and without authentication. There is no manager: I/O needs none.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, Signal, kill_process};
+use shadowbell_bench::workspace::cargo;
+use shadowbell_guest::host::{in_path, install, last_lines};
+
+use crate::report::Report;
+use crate::step::step;
+
+/// The programs, and the Debian package of each.
+const PROGRAMS: [(&str, &str); 5] = [
+    ("ceph-mon", "ceph-mon"),
+    ("ceph-osd", "ceph-osd"),
+    ("ceph", "ceph-common"),
+    ("rbd", "ceph-common"),
+    ("monmaptool", "ceph-common"),
+];
+const OSDS: u32 = 3;
+/// How long the monitor may take until it answers.
+const START: Duration = Duration::from_secs(60);
+
+/// Starts a cluster, runs the tests on it, and ends it.
+pub(crate) fn run(report: &mut Report) -> Result<()> {
+    report.begin("ceph");
+    let Some(cluster) = report.check("a cluster starts", |_| Cluster::start()) else {
+        report.summary();
+        return Ok(());
+    };
+    let conf = cluster.conf();
+    let test = || {
+        let mut command = cargo();
+        command.args(["test", "--package", "shadowbell-backend-rbd", "--test", "cluster"]);
+        command.env("SHADOWBELL_CEPH_CONF", &conf);
+        command
+    };
+    step(report, "tests on the cluster", &mut test());
+    // One that dies leaves the others less to do, so it comes last.
+    let victim = cluster.directory.path().join("run/osd.0.pid");
+    let mut deadly = test();
+    deadly.env("SHADOWBELL_CEPH_VICTIM", victim).arg("an_osd_dies");
+    step(report, "an OSD is killed under load", &mut deadly);
+    report.summary();
+    Ok(())
+}
+
+/// A cluster that runs. Dropping it ends it.
+struct Cluster {
+    directory: tempfile::TempDir,
+}
+
+impl Cluster {
+    fn start() -> Result<Self> {
+        let mut missing: Vec<_> = PROGRAMS
+            .iter()
+            .filter(|(name, _)| !in_path(name))
+            .map(|(_, package)| *package)
+            .collect();
+        if !missing.is_empty() {
+            missing.push("librbd1");
+            missing.dedup();
+            install(&missing)?;
+        }
+        let cluster = Self { directory: tempfile::tempdir()? };
+        let at = cluster.directory.path().to_owned();
+        for name in ["mon", "run", "log"] {
+            fs::create_dir(at.join(name))?;
+        }
+        let fsid = fs::read_to_string("/proc/sys/kernel/random/uuid")?.trim().to_owned();
+        let (one, two) = (free_port()?, free_port()?);
+        let address = format!("[v2:127.0.0.1:{one},v1:127.0.0.1:{two}]");
+        fs::write(cluster.conf(), configuration(&at, &fsid, &address)?)?;
+        let map = at.join("monmap");
+        let map = map.to_string_lossy();
+        call("monmaptool", &["--create", "--fsid", &fsid, "--addv", "a", &address, &map])?;
+        cluster.call("ceph-mon", &["--mkfs", "-i", "a", "--monmap", &map])?;
+        cluster.call("ceph-mon", &["-i", "a"])?;
+        let until = Instant::now() + START;
+        // A client waits for the monitor by itself, but not for one that has no socket yet.
+        while let Err(error) = cluster.call("ceph", &["--connect-timeout", "5", "quorum_status"]) {
+            if Instant::now() > until {
+                return Err(error);
+            }
+        }
+        for _ in 0..OSDS {
+            cluster.add_osd()?;
+        }
+        cluster.call("ceph", &["osd", "pool", "create", "rbd", "8"])?;
+        cluster.call("rbd", &["pool", "init", "rbd"])?;
+        Ok(cluster)
+    }
+
+    fn conf(&self) -> PathBuf {
+        self.directory.path().join("ceph.conf")
+    }
+
+    fn call(&self, program: &str, arguments: &[&str]) -> Result<String> {
+        let conf = self.conf();
+        call(program, &[&["-c", &conf.to_string_lossy()], arguments].concat())
+    }
+
+    fn add_osd(&self) -> Result<()> {
+        let uuid = fs::read_to_string("/proc/sys/kernel/random/uuid")?.trim().to_owned();
+        let id = self.call("ceph", &["osd", "new", &uuid])?.trim().to_owned();
+        fs::create_dir(self.directory.path().join(format!("osd{id}")))?;
+        self.call("ceph-osd", &["-i", &id, "--mkfs", "--osd-uuid", &uuid])?;
+        self.call("ceph-osd", &["-i", &id])?;
+        let name = format!("osd.{id}");
+        self.call("ceph", &["osd", "crush", "add", &name, "1.0", "root=default", "host=h"])?;
+        Ok(())
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        let Ok(list) = fs::read_dir(self.directory.path().join("run")) else { return };
+        let pids = list.flatten().map(|entry| entry.path());
+        for path in pids.filter(|path| path.extension().is_some_and(|e| e == "pid")) {
+            let pid = fs::read_to_string(&path).ok().and_then(|text| text.trim().parse().ok());
+            if let Some(pid) = pid.filter(|pid| is_of(*pid, self.directory.path()))
+                && let Some(pid) = Pid::from_raw(pid)
+            {
+                // They keep nothing, and would wait for each other.
+                let _ = kill_process(pid, Signal::KILL);
+            }
+        }
+    }
+}
+
+/// Whether a process is one of this cluster's: numbers are used again.
+fn is_of(pid: i32, directory: &Path) -> bool {
+    let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    String::from_utf8_lossy(&line).contains(&*directory.to_string_lossy())
+}
+
+/// A port that was free a moment ago.
+fn free_port() -> Result<u16> {
+    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+}
+
+fn configuration(at: &Path, fsid: &str, address: &str) -> Result<String> {
+    let at = at.to_string_lossy();
+    let mut text = String::from("[global]\n");
+    for (name, value) in [
+        ("fsid", fsid),
+        ("mon_host", address),
+        ("auth_cluster_required", "none"),
+        ("auth_service_required", "none"),
+        ("auth_client_required", "none"),
+        ("osd_pool_default_size", "2"),
+        ("osd_pool_default_min_size", "1"),
+        ("osd_crush_chooseleaf_type", "0"),
+        ("osd_objectstore", "memstore"),
+        ("memstore_device_bytes", "1073741824"),
+        ("osd_memory_target", "939524096"),
+        ("osd_pool_default_pg_num", "8"),
+        ("osd_pool_default_pg_autoscale_mode", "off"),
+        // One that is killed is missed within seconds.
+        ("osd_heartbeat_grace", "4"),
+        ("mon_osd_min_down_reporters", "1"),
+        ("public_addr", "127.0.0.1"),
+        ("cluster_addr", "127.0.0.1"),
+    ] {
+        writeln!(text, "{name} = {value}")?;
+    }
+    for (name, path) in [
+        ("mon_data", "mon"),
+        ("osd_data", "osd$id"),
+        ("run_dir", "run"),
+        ("admin_socket", "run/$name.asok"),
+        ("log_file", "log/$name.log"),
+        ("pid_file", "run/$name.pid"),
+    ] {
+        writeln!(text, "{name} = {at}/{path}")?;
+    }
+    Ok(text)
+}
+
+fn call(program: &str, arguments: &[&str]) -> Result<String> {
+    let mut command = Command::new("timeout");
+    // A daemon keeps what it was started with.
+    let output = command
+        .args(["60", program])
+        .args(arguments)
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| program.to_owned())?;
+    if !output.status.success() {
+        bail!("{program} {}: {}", arguments.join(" "), last_lines(&output.stderr, 5));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
