@@ -524,6 +524,21 @@ impl Controller {
         saved: &SavedController,
         fds: &mut Descriptors,
     ) -> Result<(), RestoreError> {
+        self.restore_at_rest(saved, fds)?;
+        self.resume();
+        Ok(())
+    }
+
+    /// As [`restore`](Self::restore), but at rest: nothing is fetched before
+    /// [`resume`](Self::resume).
+    ///
+    /// # Errors
+    /// As of `restore`.
+    pub fn restore_at_rest(
+        &self,
+        saved: &SavedController,
+        fds: &mut Descriptors,
+    ) -> Result<(), RestoreError> {
         self.0.restore(saved, fds)
     }
 

@@ -54,6 +54,13 @@ impl RingSize {
         if to >= self.0 { to.wrapping_sub(self.0) as u16 } else { to as u16 }
     }
 
+    /// The position after `from`.
+    #[inline]
+    pub const fn next(self, from: u16) -> u16 {
+        let to = from as u32 + 1;
+        if to == self.0 { 0 } else { to as u16 }
+    }
+
     /// The position `count` entries before `from`, for a count of at most the size.
     #[inline]
     pub const fn back(self, from: u16, count: u32) -> u16 {

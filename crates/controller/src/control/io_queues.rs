@@ -213,17 +213,16 @@ impl IoQueues {
         restoring: &Restoring<'_>,
     ) -> Result<(), RestoreError> {
         self.granted = granted;
-        let mut arriving = Vec::with_capacity(parts.len());
+        let mut stopovers = Vec::with_capacity(parts.len());
         for (part, eventfds) in parts.iter().zip(eventfds) {
             let worker = self.adopt(cx, part, &eventfds)?;
-            let queues = Relocated::restore(part, eventfds, restoring);
-            arriving.push((worker, queues.ok_or(RestoreError::Invalid("an I/O queue"))?));
+            let serving = cx.route.resolve(worker);
+            let queues = Relocated::restore(part, eventfds, restoring, serving)?;
+            let queues = queues.ok_or(RestoreError::Invalid("an I/O queue"))?;
+            stopovers.push(stopover(cx, serving, queues)?);
         }
-        // All of them can be: from here on they are served.
         self.own(cx);
-        for (worker, queues) in arriving {
-            cx.send(worker, Message::Arrive(Box::new(queues)));
-        }
+        cx.route.begin_rest_with(stopovers);
         Ok(())
     }
 
@@ -249,9 +248,7 @@ impl IoQueues {
             let queues = Relocated::recover(part, eventfds, restoring, journal, serving)?;
             let queues = queues.ok_or(RestoreError::Invalid("an I/O queue"))?;
             replays += queues.replays();
-            let home = cx.pool.destination(serving);
-            let home = home.ok_or(RestoreError::Invalid("a worker"))?;
-            stopovers.push(Stopover::with_queues(home, queues));
+            stopovers.push(stopover(cx, serving, queues)?);
         }
         self.own(cx);
         cx.route.begin_rest_with(stopovers);
@@ -614,4 +611,10 @@ fn delete(
 /// The next queue of this identifier starts at 0.
 fn clear_register(cx: &Context, qid: u16, kind: DoorbellKind) {
     shadowbell_doorbell::Cell::store_release(&cx.shared.register(qid, kind), 0);
+}
+
+/// Where queues stay that `worker` is to serve, until the controller's rest ends.
+fn stopover(cx: &Context, worker: usize, queues: Relocated) -> Result<Arc<Stopover>, RestoreError> {
+    let home = cx.pool.destination(worker).ok_or(RestoreError::Invalid("a worker"))?;
+    Ok(Stopover::with_queues(home, queues))
 }

@@ -77,6 +77,7 @@ impl Control {
             self.isolate(cx)?;
         }
         let restoring = restoring(cx, &self.registers, &self.memory, control.generation);
+        self.rest.step = Step::Resting;
         self.queues.restore(cx, control.granted, parts, eventfds, &restoring)
     }
 

@@ -142,7 +142,7 @@ impl FaultyQueues {
                     let words: [u64; 2] = zerocopy::transmute!(cqe);
                     let inverted = u64::from(!cq.phase) << 48;
                     ring.publish_run(u32::from(cq.tail), &[words], inverted);
-                    cq.tail = cq.layout.size.forward(cq.tail, 1);
+                    cq.tail = cq.layout.size.next(cq.tail);
                     cq.phase ^= cq.tail == 0;
                     return cq.release(permit);
                 }

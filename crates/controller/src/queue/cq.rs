@@ -278,7 +278,7 @@ impl Cq {
         cq.find_posted(position.count, found);
         // How far the host has read is not known: full is safe, and whatever the doorbell says is
         // possible then.
-        let full = layout.size.forward(cq.tail, 1);
+        let full = layout.size.next(cq.tail);
         let last = if doorbell.truth == Truth::Last { doorbell.last } else { full };
         let register = shared.register(saved.qid, DoorbellKind::Cq);
         let head = CqHead::resume(layout.size, register, DoorbellState { last, ..doorbell })?;
@@ -294,7 +294,7 @@ impl Cq {
             if cqe.phase() != self.phase {
                 return;
             }
-            self.tail = size.forward(self.tail, 1);
+            self.tail = size.next(self.tail);
             if self.tail == 0 {
                 self.phase = !self.phase;
             }

@@ -167,7 +167,7 @@ impl Sq {
     /// The next entry. The caller knows that there is one (`head` is not the tail).
     pub(crate) fn fetch(&mut self) -> Option<Sqe> {
         let sqe = self.ring.as_ref()?.read(u32::from(self.head));
-        self.head = self.layout.size.forward(self.head, 1);
+        self.head = self.layout.size.next(self.head);
         self.fetched = self.fetched.wrapping_add(1);
         self.counters.commands.add(1);
         Some(sqe)

@@ -155,7 +155,7 @@ impl QueueSet {
                 }
                 done += 1;
                 let sqe: Sqe = ring.read(u32::from(head));
-                head = sq.layout.size.forward(head, 1);
+                head = sq.layout.size.next(head);
                 abort_point(AbortPoint::Fetched);
                 let (permit, status) = match self.engine.start(&sqe, index, permits.take()) {
                     Started::Done(permit) => (permit, Status::SUCCESS),

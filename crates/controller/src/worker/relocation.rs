@@ -155,9 +155,26 @@ impl Relocated {
         self.overriding.is_some()
     }
 
-    /// The queues as they were, if they can be, on their way to a worker. Nobody waits for that:
+    /// The queues as they were, if they can be, on their way to `worker`. Nobody waits for that:
     /// a notice of it could come when they are on their way again, and be taken for that of these.
     pub(crate) fn restore(
+        saved: &SavedPart,
+        doorbell_eventfds: Vec<EventFd>,
+        with: &Restoring<'_>,
+        worker: usize,
+    ) -> io::Result<Option<Self>> {
+        let Some(queues) = Self::restore_queues(saved, doorbell_eventfds, with) else {
+            return Ok(None);
+        };
+        // Another process may have to go on before the worker has them.
+        if let Some(part) = with.shared.journal_part(worker, with.opening.generation)? {
+            queues.sqs.iter().flatten().for_each(|sq| sq.write_down(&part, 0));
+            queues.cqs.iter().flatten().for_each(|cq| cq.write_down(&part));
+        }
+        Ok(Some(queues))
+    }
+
+    fn restore_queues(
         saved: &SavedPart,
         doorbell_eventfds: Vec<EventFd>,
         with: &Restoring<'_>,

@@ -225,7 +225,7 @@ impl Core {
             self.flush();
         }
         self.sqe_batch.push(words);
-        self.sq_tail = self.sq_size.forward(self.sq_tail, 1);
+        self.sq_tail = self.sq_size.next(self.sq_tail);
     }
 
     /// Writes the batch into the queue.
@@ -436,7 +436,7 @@ impl Core {
     #[inline(always)]
     pub(super) fn advance(&mut self) -> u64 {
         let first = self.cq.read(u32::from(self.cq_head));
-        self.cq_head = self.cq_size.forward(self.cq_head, 1);
+        self.cq_head = self.cq_size.next(self.cq_head);
         self.phase ^= self.cq_head == 0;
         self.cq_unpublished += 1;
         first

@@ -311,7 +311,7 @@ impl RetryTable {
             if status.code() == Status::ABORTED_SQ_DELETION
                 || late.is_some_and(|late| self.is_to_be_repeated(core, slot, late, status))
             {
-                core.cq_head = core.cq_size.forward(core.cq_head, 1);
+                core.cq_head = core.cq_size.next(core.cq_head);
                 core.phase ^= core.cq_head == 0;
             } else if let Some(completion) = self.consume(core, word) {
                 // It has freed its slot.

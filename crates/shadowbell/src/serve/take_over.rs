@@ -73,14 +73,17 @@ pub(super) fn take_over(
     server.share_locks(false);
     let is_changed = server.registry().is_changed();
     keeping.begin(&server.controllers(), &mut reactor, &ports, is_changed);
+    for (served, saved) in server.controllers().iter().zip(&controllers) {
+        let restored = served.controller.restore_at_rest(saved, &mut fds);
+        restored.with_context(|| served.name.clone())?;
+    }
+    // Everything is at rest, and the keeper holds all of it.
+    keeping.complete();
+    abort_point(AbortPoint::Kept);
     // What the predecessor has the keeper hold is of no use from here on.
     link.say(to_keeper::TAKEN, "");
     abort_point(AbortPoint::Taken);
-    for (served, saved) in server.controllers().iter().zip(&controllers) {
-        served.controller.restore(saved, &mut fds).with_context(|| served.name.clone())?;
-    }
-    keeping.complete();
-    abort_point(AbortPoint::Kept);
+    server.controllers().iter().for_each(|served| served.controller.resume());
     server.serve(reactor, ended)?;
     let took = began.elapsed().as_micros();
     begin_trace(&server, config);

@@ -51,9 +51,10 @@ impl Dying {
 
     /// Has another process take over until one has died. What comes of it depends on who dies; an
     /// upgrade may also be put off, if a disk does not come to rest in time.
-    fn upgrade_until_dead(&self) {
+    fn upgrade_until_dead(&self, before: impl Fn(&Self)) {
         let died = self.file.with_extension("died");
         until("a death", || {
+            before(self);
             let _ = upgrade(&self.server.pid().to_string(), None);
             died.exists()
         });
@@ -135,14 +136,27 @@ fn a_process_may_die_at_each_step_on_its_way_back() {
 }
 
 #[test]
-fn the_old_process_may_die_at_each_step_of_a_hand_over() {
+fn a_process_may_die_at_each_step_of_a_hand_over() {
+    // Of the old one.
     for point in [AbortPoint::AtRest, AbortPoint::StateSent, AbortPoint::Committed] {
         let mut dying = Dying::start();
         for byte in 1..3 {
             dying.arm(point, 1);
             kill(&dying.server, Signal::KILL);
-            dying.upgrade_until_dead();
+            dying.upgrade_until_dead(|_| {});
             dying.survive(&format!("{} of the old one", point.name()), byte);
+        }
+        dying.end();
+    }
+}
+
+#[test]
+fn a_process_may_die_at_each_step_of_taking_over() {
+    for point in [AbortPoint::TakenIn, AbortPoint::Kept, AbortPoint::Taken] {
+        let mut dying = Dying::start();
+        for byte in 1..3 {
+            dying.upgrade_until_dead(|dying| dying.arm(point, 1));
+            dying.survive(&format!("{} of the new one", point.name()), byte);
         }
         dying.end();
     }
