@@ -74,7 +74,7 @@ pub(super) fn recover(
     let began = Instant::now();
     let pool = Pool::start(&config.pool).context("the workers can not be started")?;
     phases.ended("threads");
-    let Some(items) = link.items()? else { return Ok(None) };
+    let Some((items, death)) = link.items()? else { return Ok(None) };
     phases.ended("items");
     let fence =
         Fence { link, since: Instant::now(), is_told: Cell::new(false), gone: Cell::new(None) };
@@ -91,7 +91,7 @@ pub(super) fn recover(
     let (mut again, mut announced) = (0, Vec::new());
     for (served, recovered) in server.controllers().iter().zip(controllers) {
         let Recovered { saved, mut fds, changing } = recovered;
-        let recovered = served.controller.recover(&saved, &mut fds);
+        let recovered = served.controller.recover(&saved, &mut fds, death);
         again += recovered.with_context(|| served.name.clone())?;
         announced.push(changing);
     }

@@ -13,6 +13,7 @@ mod harness;
 mod idle;
 mod io;
 mod keeper;
+mod killers;
 mod local;
 mod log;
 mod metrics;
