@@ -87,6 +87,8 @@ pub enum WrongOrder {
     FreedBeforePosted,
     /// Where the next completion goes is stored before records are freed.
     StoredBeforeFreed,
+    /// What a dead process has under way is not waited for.
+    NoFence,
 }
 
 /// Ends this process here, if `SHADOWBELL_ABORT_AT` says so: a [name](AbortPoint::name), or
@@ -224,6 +226,7 @@ mod armed {
         *WRONG.get_or_init(|| match std::env::var("SHADOWBELL_WRONG_ORDER").ok()?.as_str() {
             "freed-before-posted" => Some(WrongOrder::FreedBeforePosted),
             "stored-before-freed" => Some(WrongOrder::StoredBeforeFreed),
+            "no-fence" => Some(WrongOrder::NoFence),
             other => panic!("{other}: there is no such order"),
         })
     }

@@ -29,7 +29,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::de::DeserializeOwned;
 use shadowbell_controller::{Controller, Pool, SavedController};
 use shadowbell_frontend::vfio_user::ControllerDevice;
-use shadowbell_state::{AbortPoint, Descriptors, READABLE, abort_point};
+use shadowbell_state::{AbortPoint, Descriptors, READABLE, WrongOrder, abort_point, is_wrong};
 use shadowbell_vfio_user::Reactor;
 use shadowbell_vfio_user::server::{Limits, PortId, SavedPort};
 use std::cell::Cell;
@@ -209,7 +209,7 @@ struct Fence<'a> {
 impl Fence<'_> {
     /// Waits until everybody who has the other end is gone.
     fn wait_for(&self, end: &OwnedFd) -> anyhow::Result<()> {
-        while !self.poll(Some(end.as_fd()), TELL) {
+        while !is_wrong(WrongOrder::NoFence) && !self.poll(Some(end.as_fd()), TELL) {
             if !self.goes_on("what the dead process has under way at its disks") {
                 bail!("the service is to end");
             }

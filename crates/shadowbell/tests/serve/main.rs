@@ -8,6 +8,7 @@ mod control;
 mod failing_storage;
 #[cfg(feature = "faults")]
 mod faults;
+mod fence;
 mod function;
 mod harness;
 mod idle;
