@@ -11,7 +11,7 @@ use crate::notice::{ControlHandle, ControlPlane};
 use crate::plane::ControllerInner;
 use crate::recorder::Recorder;
 use crate::route::RelocateError;
-use crate::saved::{SavedController, SavedPromises};
+use crate::saved::{Death, SavedController, SavedPromises};
 use crate::shared::{ControllerShared, DOORBELL_BYTES, DSTRD, MAX_QUEUES};
 use crate::stats::Stats;
 use crate::successor::{RestoreError, SaveError};
@@ -568,7 +568,9 @@ impl Controller {
     /// It is at rest until [`resume`](Self::resume): the new record is complete, and the old one
     /// not needed any more.
     ///
-    /// Commands that were under way are carried out again. How many that are.
+    /// Commands that were under way are carried out again. How many that are. One with which three
+    /// processes have died by a fault, one after the other, is completed with an Internal Error
+    /// instead, and the log says so: `death` is how the last one has died.
     ///
     /// # Errors
     /// [`RestoreError`]; the controller is of no use then, and has touched nothing.
@@ -576,8 +578,9 @@ impl Controller {
         &self,
         saved: &SavedController,
         fds: &mut Descriptors,
+        death: Death,
     ) -> Result<usize, RestoreError> {
-        self.0.recover(saved, fds)
+        self.0.recover(saved, fds, death)
     }
 
     /// The most notices of workers that have waited for the control plane at a time, since this was

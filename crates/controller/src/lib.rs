@@ -68,7 +68,7 @@ pub use exec::Quota;
 pub use inquiry::Inquiry;
 pub use recorder::Recorder;
 pub use route::RelocateError;
-pub use saved::{SavedController, SeenNamespace};
+pub use saved::{Death, SavedController, SeenNamespace};
 pub use stats::Stats;
 pub use successor::{RestoreError, SaveError};
 pub use worker::{CLAIMABLE, MAX_WORKERS, Polling, Pool, PoolOptions, Turns};

@@ -11,7 +11,7 @@ use crate::journal::RecoveredJournal;
 use crate::notice::{ControlPlane, Notice};
 use crate::recorder::Recorder;
 use crate::route::RelocateError;
-use crate::saved::{Recorded, SavedController, SavedJournal, SavedPart};
+use crate::saved::{Death, Recorded, SavedController, SavedJournal, SavedPart};
 use crate::successor::{RestoreError, SaveError};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::time::{ClockId, clock_gettime};
@@ -141,12 +141,13 @@ impl ControllerInner {
         &self,
         saved: &SavedController,
         fds: &mut Descriptors,
+        death: Death,
     ) -> Result<usize, RestoreError> {
         let cx = &self.context;
         let SavedController { control, admin, parts, .. } = saved.clone();
         let journal = saved.journal.as_ref().ok_or(RestoreError::Invalid("there is no journal"))?;
         let (file, records) = (fds.take(journal.file)?, journal.records);
-        let mut journal = RecoveredJournal::read(&file, records, control.generation)?;
+        let mut journal = RecoveredJournal::read(&file, records, control.generation, death)?;
         let eventfds = take_eventfds(&parts, fds)?;
         cx.shared.restore_counters(&saved.counters);
         if saved.isolated {

@@ -29,6 +29,16 @@ pub struct SavedController {
     pub(crate) journal: Option<SavedJournal>,
 }
 
+/// How a process has died for whose controllers another one goes on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Death {
+    /// From outside, or for want of memory: nothing that it had in hand is the reason.
+    #[default]
+    Killed,
+    /// By itself, by a fault of the program. A command that it had in hand may be the reason.
+    Fault,
+}
+
 impl SavedController {
     /// The namespaces that it has, in the order of their NSIDs.
     pub fn namespaces(&self) -> impl Iterator<Item = SeenNamespace> {

@@ -62,6 +62,8 @@ pub(crate) mod to_worker {
     pub(crate) const HAND_OVER: u8 = b'H';
     /// Take over from whoever is at the other end of the descriptor.
     pub(crate) const TAKE_OVER: u8 = b'T';
+    /// The worker before has died by a fault, and was not killed: comes before its items.
+    pub(crate) const FAULT: u8 = b'F';
     /// What the worker before has left: [items](crate::items), in one transaction.
     pub(crate) const ITEMS: u8 = b'I';
 }

@@ -87,18 +87,41 @@ pub enum WrongOrder {
     FreedBeforePosted,
     /// Where the next completion goes is stored before records are freed.
     StoredBeforeFreed,
+    /// What a dead process has under way is not waited for.
+    NoFence,
 }
 
 /// Ends this process here, if `SHADOWBELL_ABORT_AT` says so: a [name](AbortPoint::name), or
 /// `NAME:N` for the Nth time. Or if that is in the file that `SHADOWBELL_ABORT_FILE` names: the
-/// first process that comes to a point takes the file away, and leaves `FILE.died` when it dies. Without the feature `abort-points`, and in an optimised build, it does
-/// nothing.
+/// first process that comes to a point takes the file away, and leaves `FILE.died` when it dies. If
+/// the file has several lines, a process takes the first and leaves the others. A process ends by
+/// SIGKILL. Without the feature `abort-points`, and in an optimised build, it does nothing.
 #[inline]
 pub fn abort_point(point: AbortPoint) {
     #[cfg(all(feature = "abort-points", debug_assertions))]
     armed::reached(point);
     #[cfg(not(all(feature = "abort-points", debug_assertions)))]
     let _ = point;
+}
+
+/// A step of one command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CommandStep {
+    /// It is about to be carried out.
+    Start,
+    /// A disk has carried it out, and nothing says so.
+    End,
+}
+
+/// Ends this process by SIGABRT, as a fault would, whenever the command for a certain block comes to a certain step:
+/// `SHADOWBELL_ABORT_COMMAND` is `start:LBA` or `end:LBA`, or several of them with commas. Without
+/// the feature `abort-points`, and in an optimised build, it does nothing.
+#[inline]
+pub fn abort_command(step: CommandStep, lba: u64) {
+    #[cfg(all(feature = "abort-points", debug_assertions))]
+    armed::command(step, lba);
+    #[cfg(not(all(feature = "abort-points", debug_assertions)))]
+    let _ = (step, lba);
 }
 
 /// Whether `SHADOWBELL_WRONG_ORDER` asks for this one. Never without the feature `abort-points`,
@@ -117,7 +140,8 @@ pub fn is_wrong(order: WrongOrder) -> bool {
 
 #[cfg(all(feature = "abort-points", debug_assertions))]
 mod armed {
-    use super::{AbortPoint, WrongOrder};
+    use super::{AbortPoint, CommandStep, WrongOrder};
+    use rustix::process::Signal;
     use std::sync::OnceLock;
     use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -146,7 +170,7 @@ mod armed {
             if let Some(sign) = &armed.sign {
                 let _ = std::fs::write(sign, armed.point.name());
             }
-            die();
+            die(Signal::KILL);
         }
     }
 
@@ -159,15 +183,41 @@ mod armed {
         // Who renames it has it.
         let taken = format!("{file}.{}", std::process::id());
         std::fs::rename(&file, &taken).ok()?;
-        Some((std::fs::read_to_string(taken).ok()?, Some(format!("{file}.died"))))
+        let asked = std::fs::read_to_string(&taken).ok()?;
+        let (mine, others) = asked.split_once('\n').unwrap_or((&asked, ""));
+        if !others.is_empty() {
+            std::fs::write(&taken, others).ok()?;
+            std::fs::rename(&taken, &file).ok()?;
+        }
+        Some((mine.to_owned(), Some(format!("{file}.died"))))
     }
 
-    /// As whoever kills it would do: nothing of this process goes on.
-    fn die() -> ! {
-        let _ =
-            rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+    /// Nothing of this process goes on.
+    fn die(by: Signal) -> ! {
+        let _ = rustix::process::kill_process(rustix::process::getpid(), by);
         loop {
             std::thread::park();
+        }
+    }
+
+    pub(super) fn command(step: CommandStep, lba: u64) {
+        static DEADLY: OnceLock<Vec<(CommandStep, u64)>> = OnceLock::new();
+        let read = || {
+            let asked = std::env::var("SHADOWBELL_ABORT_COMMAND").unwrap_or_default();
+            let one = |text: &str| {
+                let (step, lba) = text.split_once(':')?;
+                let step = match step {
+                    "start" => CommandStep::Start,
+                    "end" => CommandStep::End,
+                    _ => return None,
+                };
+                Some((step, lba.parse().ok()?))
+            };
+            let each = asked.split(',').filter(|text| !text.is_empty());
+            each.map(|text| one(text).unwrap_or_else(|| panic!("{text}: not a command"))).collect()
+        };
+        if DEADLY.get_or_init(read).contains(&(step, lba)) {
+            die(Signal::ABORT);
         }
     }
 
@@ -176,6 +226,7 @@ mod armed {
         *WRONG.get_or_init(|| match std::env::var("SHADOWBELL_WRONG_ORDER").ok()?.as_str() {
             "freed-before-posted" => Some(WrongOrder::FreedBeforePosted),
             "stored-before-freed" => Some(WrongOrder::StoredBeforeFreed),
+            "no-fence" => Some(WrongOrder::NoFence),
             other => panic!("{other}: there is no such order"),
         })
     }

@@ -7,6 +7,7 @@ use crate::format::ImageFormat;
 use crate::sys;
 use rustix::fs::{AtFlags, OFlags, StatxFlags};
 use rustix::io::Errno;
+use shadowbell_state::{WrongOrder, is_wrong};
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
@@ -60,7 +61,10 @@ impl ImageFile {
         let (mut file, read_only) =
             open_file(path, at, is_block, read_only || protected, lock_wait)?;
         let lock = || sys::lock_image(&file, !read_only);
-        let locked = retry_while(io::ErrorKind::WouldBlock, lock_wait, lock);
+        let locked = match lock_wait {
+            LockWait::AsLongAs(_) if is_wrong(WrongOrder::NoFence) => Ok(()),
+            _ => retry_while(io::ErrorKind::WouldBlock, lock_wait, lock),
+        };
         locked.map_err(|source| match source.kind() {
             io::ErrorKind::WouldBlock => OpenError::Busy {
                 path: name(),
@@ -219,7 +223,9 @@ fn open_file(
     if !read_only {
         let mut how = how.clone();
         how.write(true);
-        if is_block {
+        let is_fenced =
+            !matches!(lock_wait, LockWait::AsLongAs(_) if is_wrong(WrongOrder::NoFence));
+        if is_block && is_fenced {
             // Not while a file system on it is mounted, or it is part of a RAID.
             how.custom_flags(libc::O_EXCL);
         }

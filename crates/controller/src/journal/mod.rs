@@ -32,13 +32,21 @@
 //! executed again, over what was written since; had 5 come before 4, the same for commands that
 //! were executed at once. If 4 did not count completions, a head that is behind the stored position
 //! could not be told from one that is almost a round ahead of it.
+//!
+//! # Commands that kill
+//!
+//! A command may be what the process dies of. A record says how many processes have died that had
+//! the command in hand. Of a command that is not recorded it is known only that it was one of the
+//! burst that begins at the stored position. So after a fault the next process fetches those one at a
+//! time, and [says](JournalPart::store_trying) which one before it starts it. What is made of that
+//! is in `worker::recovery`.
 
 mod layout;
 mod position;
 mod recovered;
 mod writer;
 
-pub(crate) use layout::{QUEUES, RecoveredCommand};
+pub(crate) use layout::{BURST, QUEUES, RecoveredCommand};
 pub(crate) use position::Position;
 pub(crate) use recovered::RecoveredJournal;
 pub(crate) use writer::{Journal, JournalPart, Records};

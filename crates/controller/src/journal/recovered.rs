@@ -1,10 +1,11 @@
 //! The journal of a process that is dead, read.
 
 use super::layout::{
-    CQ, CQ_DOORBELL, LINE, POSITIONS, RECORD, RecoveredCommand, SQ, SQ_COVERS, SQ_DOORBELL, VALID,
-    key, map, table_bytes,
+    CQ, CQ_DOORBELL, LINE, POSITIONS, RECORD, RecoveredCommand, SQ, SQ_COVERS, SQ_DOORBELL, TRYING,
+    VALID, map, table_bytes, unpack, unpack_trying,
 };
 use super::position::{Position, covers, unpack_doorbell};
+use crate::saved::Death;
 use shadowbell_doorbell::{DoorbellState, RingSize};
 use shadowbell_memory::SharedBytes;
 use shadowbell_spec::Cqe;
@@ -16,13 +17,20 @@ use std::os::fd::OwnedFd;
 #[derive(Debug)]
 pub(crate) struct RecoveredJournal {
     positions: SharedBytes,
+    death: Death,
     /// By submission queue, the oldest first.
     commands: BTreeMap<u16, Vec<RecoveredCommand>>,
 }
 
 impl RecoveredJournal {
-    /// Reads it. `records` and `generation` are those of the controller that wrote it.
-    pub(crate) fn read(file: &OwnedFd, records: usize, generation: u64) -> io::Result<Self> {
+    /// Reads it. `records` and `generation` are those of the controller that wrote it, and `death`
+    /// is how its process has died.
+    pub(crate) fn read(
+        file: &OwnedFd,
+        records: usize,
+        generation: u64,
+        death: Death,
+    ) -> io::Result<Self> {
         let len = rustix::fs::fstat(file)?.st_size as usize;
         let positions = map(file, 0, POSITIONS)?;
         let mut commands: BTreeMap<u16, Vec<RecoveredCommand>> = BTreeMap::new();
@@ -32,13 +40,14 @@ impl RecoveredJournal {
             // Most tables were never written, and reading a hole would fill it.
             if has_data(file, at as u64, bytes as u64) {
                 let table = map(file, at, bytes)?;
-                for command in (0..records).filter_map(|nth| record(&table, nth, generation)) {
+                for command in (0..records).filter_map(|nth| record(&table, nth, generation, death))
+                {
                     commands.entry(command.sqid).or_default().push(command);
                 }
             }
             at += bytes;
         }
-        Ok(Self { positions, commands })
+        Ok(Self { positions, death, commands })
     }
 
     fn word(&self, qid: u16, word: usize) -> u64 {
@@ -49,6 +58,17 @@ impl RecoveredJournal {
     pub(crate) fn sq(&self, qid: u16) -> (Position, DoorbellState) {
         let position = Position::unpack(self.word(qid, SQ));
         (position, unpack_doorbell(self.word(qid, SQ_DOORBELL), position.truth))
+    }
+
+    /// How many processes have died that were starting command `count` of a submission queue, which
+    /// is at this command.
+    pub(crate) fn deaths_with(&self, qid: u16, count: u32) -> u8 {
+        unpack_trying(self.word(qid, TRYING), count, self.death).unwrap_or(0)
+    }
+
+    /// Whether one of its commands may be what the process has died of.
+    pub(crate) fn is_of_a_fault(&self) -> bool {
+        self.death == Death::Fault
     }
 
     /// The position of a completion queue, and its doorbell.
@@ -104,13 +124,15 @@ fn has_data(file: &OwnedFd, from: u64, len: u64) -> bool {
     }
 }
 
-fn record(table: &SharedBytes, nth: usize, generation: u64) -> Option<RecoveredCommand> {
+fn record(
+    table: &SharedBytes,
+    nth: usize,
+    generation: u64,
+    death: Death,
+) -> Option<RecoveredCommand> {
     let at = nth * RECORD;
     let found = table.load_u64_acquire(at).filter(|found| found & VALID != 0)?;
-    let (sqid, count) = ((found >> 32 & 0xffff) as u16, found as u32);
     // Of before a reset: it concerns nobody.
-    if found != key(generation, sqid, count) {
-        return None;
-    }
-    Some(RecoveredCommand { sqid, count, sqe: table.read(at + 8)? })
+    let (sqid, count, deaths) = unpack(found, generation, death)?;
+    Some(RecoveredCommand { sqid, count, deaths, sqe: table.read(at + 8)? })
 }

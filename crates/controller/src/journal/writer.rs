@@ -2,7 +2,7 @@
 
 use super::layout::{
     BEYOND_QUOTA, CQ, CQ_DOORBELL, LINE, POSITIONS, RECORD, RecoveredCommand, SQ, SQ_COVERS,
-    SQ_DOORBELL, VALID, key, map, table_bytes,
+    SQ_DOORBELL, TRYING, VALID, WAITS, key, map, pack_deaths, pack_trying, table_bytes,
 };
 use super::position::{self, Position};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -117,8 +117,23 @@ impl JournalPart {
     /// `count` were fetched before it.
     #[inline]
     pub(crate) fn record(&mut self, tag: u32, sqid: u16, count: u32, sqe: &Sqe) {
+        self.record_as(tag, key(self.generation, sqid, count), sqe);
+    }
+
+    /// As [`record`](Self::record), of a command that was under way in a process before.
+    pub(crate) fn record_again(&mut self, tag: u32, command: &RecoveredCommand) {
+        let key = self.key_of(command);
+        self.record_as(tag, key, &command.sqe);
+    }
+
+    fn key_of(&self, command: &RecoveredCommand) -> u64 {
+        key(self.generation, command.sqid, command.count) | pack_deaths(command.deaths)
+    }
+
+    #[inline]
+    fn record_as(&mut self, tag: u32, key: u64, sqe: &Sqe) {
         let place = self.place();
-        self.records.write(place, key(self.generation, sqid, count), sqe);
+        self.records.write(place, key, sqe);
         let tag = tag as usize;
         if self.by_tag.len() <= tag {
             self.by_tag.resize(tag + 1, 0);
@@ -160,9 +175,31 @@ impl JournalPart {
     /// none of those is there that are made here.
     pub(crate) fn record_spare(&self, nth: usize, command: &RecoveredCommand) -> u32 {
         let place = (self.records.capacity - 1).saturating_sub(nth) as u32;
-        let key = key(self.generation, command.sqid, command.count);
-        self.records.write(place, key, &command.sqe);
+        self.records.write(place, self.key_of(command) | WAITS, &command.sqe);
         place
+    }
+
+    /// The command is started now that has its record at `place`, of those that were under way in a
+    /// process before.
+    pub(crate) fn start_spare(&self, place: u32, command: &RecoveredCommand) {
+        self.records.write(place, self.key_of(command), &command.sqe);
+    }
+
+    /// A command of a submission queue is started next, and no other one of the queue before its
+    /// position is stored again: which one it is, and how many processes have died with it.
+    pub(crate) fn store_trying(&self, qid: u16, count: u32, deaths: u8) {
+        self.store(qid, TRYING, pack_trying(count, deaths, false));
+    }
+
+    /// So many processes have died with a command that is not started yet. Until it is, another
+    /// command may be what this process dies of.
+    pub(crate) fn store_suspect(&self, qid: u16, count: u32, deaths: u8) {
+        self.store(qid, TRYING, pack_trying(count, deaths, true));
+    }
+
+    /// No command of the queue is being started alone.
+    pub(crate) fn clear_trying(&self, qid: u16) {
+        self.store(qid, TRYING, 0);
     }
 
     /// How far a submission queue was fetched, and how many completions had been posted by then.

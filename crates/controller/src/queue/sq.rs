@@ -41,6 +41,9 @@ pub(crate) struct Sq {
     pub(crate) blocked: bool,
     /// Being deleted: nothing more is fetched.
     pub(crate) stopped: bool,
+    /// Commands are fetched one at a time, because one of them may have killed processes: not by
+    /// whoever serves the other queues.
+    pub(crate) careful: bool,
     pub(crate) prefetch: PrefetchCursor,
     pub(crate) counters: Arc<SqCounters>,
 }
@@ -68,6 +71,7 @@ impl Sq {
             in_flight: 0,
             blocked: false,
             stopped: false,
+            careful: false,
             prefetch: PrefetchCursor::default(),
             counters,
         }
@@ -103,6 +107,9 @@ impl Sq {
     /// So many completions were posted to its completion queue.
     pub(crate) fn write_down(&self, journal: &JournalPart, completions: u64) {
         journal.store_sq_doorbell(self.layout.qid, self.tail.state());
+        if !self.careful {
+            journal.clear_trying(self.layout.qid);
+        }
         journal.store_sq(self.layout.qid, self.position(), completions);
     }
 

@@ -4,8 +4,9 @@ use super::backlog::Unread;
 use super::message::QueueContext;
 use super::queue_override::QueueOverride;
 use super::queue_set::{QueueSet, SleepCell};
+use super::recovery::Recovery;
 use super::relocation::{Departure, Opening, Relocated};
-use super::replay::Replay;
+use super::replay::Inheritance;
 use crate::exec::{Closed, Exceeded, NamespaceQueue};
 use crate::interrupt::{HoldLimit, IrqLine};
 use crate::latch::Latch;
@@ -61,8 +62,8 @@ pub(crate) struct ControllerQueues {
     departure: Option<Departure>,
     /// What it waits for, because it has touched so much of the host's memory here and there.
     look: Option<Look>,
-    /// Commands that were under way in a process that is dead, and are not yet here.
-    replays: VecDeque<Replay>,
+    /// What is left of a process that is dead.
+    recovery: Option<Box<Recovery>>,
 }
 
 impl ControllerQueues {
@@ -76,7 +77,7 @@ impl ControllerQueues {
         let journal = shared.journal_part(worker, generation)?;
         Ok(Self {
             set: QueueSet::new(shared, control, engine, journal),
-            replays: VecDeque::new(),
+            recovery: None,
             overriding: context.overriding,
             shadow: context.shadow,
             opening,
@@ -275,7 +276,7 @@ impl ControllerQueues {
         if let Some(overriding) = &mut self.overriding {
             overriding.reset();
         }
-        self.replays.clear();
+        self.recovery = None;
         self.detaching = Some(latch);
     }
 
@@ -305,7 +306,7 @@ impl ControllerQueues {
     pub(crate) fn is_over(&self) -> bool {
         (self.detaching.is_some() || self.departure.is_some() && !self.is_waited_for())
             && !self.is_pending()
-            && self.replays.is_empty()
+            && !self.has_replays()
     }
 
     /// Whether somebody waits for something that ends here.
@@ -347,6 +348,9 @@ impl ControllerQueues {
         // A change of the namespaces may come to its end there before this one is dropped, and
         // nothing of a disk that goes may be here then.
         self.set.engine.forget_namespaces();
+        // Who goes to another process, or another worker, is served there as any other one.
+        self.recovery = None;
+        self.set.sqs.iter_mut().flatten().for_each(|sq| sq.careful = false);
         if let Some(journal) = &self.set.journal {
             self.set.cqs.iter_mut().flatten().for_each(|cq| cq.leave_journal(journal));
         }
@@ -363,7 +367,7 @@ impl ControllerQueues {
             doorbell_eventfds: std::mem::take(&mut self.doorbell_eventfds),
             losses: self.losses,
             lost: self.lost,
-            replays: Vec::new(),
+            inheritance: Inheritance::default(),
             latch: Some(latch),
         };
         // Who writes a doorbell looks at its owner once more after that: so either the doorbell is
@@ -381,7 +385,7 @@ impl ControllerQueues {
     ) -> Result<(Self, Option<Latch>), std::io::Error> {
         let Relocated { shared, control, opening, table, shadow, sqs, cqs, .. } = relocated;
         let Relocated { overriding, doorbell_eventfds, losses, lost, latch, .. } = relocated;
-        let Relocated { counters, replays, .. } = relocated;
+        let Relocated { counters, inheritance, .. } = relocated;
         let journal = shared.journal_part(worker, opening.generation)?;
         counters.set_worker(worker);
         let mut set = QueueSet::new(shared, control, opening.open(table, counters)?, journal);
@@ -390,8 +394,8 @@ impl ControllerQueues {
             set.cqs.iter_mut().flatten().for_each(|cq| cq.join_journal(journal));
         }
         let arrived = Self {
+            recovery: Recovery::new(inheritance, &mut set),
             set,
-            replays: replays.into(),
             overriding,
             shadow,
             doorbell_eventfds,
@@ -411,8 +415,8 @@ impl ControllerQueues {
 
     /// Takes in queues of the same controller that come from another worker.
     pub(crate) fn absorb(&mut self, relocated: Relocated) -> Option<Latch> {
-        let Relocated { sqs, cqs, counters, doorbell_eventfds, latch, replays, .. } = relocated;
-        debug_assert!(replays.is_empty(), "a recovered controller comes whole");
+        let Relocated { sqs, cqs, counters, doorbell_eventfds, latch, inheritance, .. } = relocated;
+        debug_assert!(inheritance.replays.is_empty(), "a recovered controller comes whole");
         self.set.shared.join_parts(&counters, &self.set.engine.counters);
         // They were found in the map that was in force there.
         let (table, pages) = (self.table(), self.shadow);
@@ -480,8 +484,8 @@ impl ControllerQueues {
         {
             overriding.tick(&mut self.set);
         }
-        if !self.replays.is_empty() {
-            work += self.start_replays();
+        if self.recovery.is_some() {
+            work += self.go_on(unread, trace);
         }
         let first = self.first;
         if first != 0 {
@@ -518,23 +522,21 @@ impl ControllerQueues {
         }
     }
 
-    /// Starts commands that were under way in a process that is dead, as far as there is room for
-    /// their completions. How many.
+    /// Goes on with what a process has left that is dead. How many commands were started.
     #[cold]
     #[inline(never)]
-    fn start_replays(&mut self) -> u32 {
-        let mut started = 0;
-        for _ in 0..self.replays.len() {
-            if !self.set.engine.has_budget() || self.set.engine.is_full() {
-                break;
-            }
-            let Some(replay) = self.replays.pop_front() else { break };
-            match self.set.replay(&replay) {
-                true => started += 1,
-                false => self.replays.push_back(replay),
-            }
-        }
+    fn go_on(&mut self, unread: Unread<'_>, trace: &mut Option<TraceRing>) -> u32 {
+        let Some(recovery) = &mut self.recovery else { return 0 };
+        let started = recovery.go_on(&mut self.set, unread, trace);
+        self.recovery.take_if(|recovery| recovery.is_over());
         started
+    }
+
+    /// Whether commands of a process that is dead wait, or one is under way of which it may have
+    /// died.
+    fn has_replays(&self) -> bool {
+        let has = |recovery: &Recovery| recovery.has_replays() || recovery.has_turn();
+        self.recovery.as_deref().is_some_and(has)
     }
 
     /// Serves the queues from this one on, once: a pass that begins where the last one ended.
@@ -681,7 +683,7 @@ impl ControllerQueues {
 
     /// Whether commands of another process wait for something else than room.
     fn can_replay(&self) -> bool {
-        !self.replays.is_empty() && self.set.sqs.iter().flatten().all(|sq| !sq.blocked)
+        self.has_replays() && self.set.sqs.iter().flatten().all(|sq| !sq.blocked)
     }
 
     /// Whether the host writes its doorbells itself: nothing tells a worker that it has.
@@ -699,7 +701,7 @@ impl ControllerQueues {
             && self.detaching.is_none()
             && self.departure.is_none()
             && self.look.is_none()
-            && self.replays.is_empty()
+            && !self.has_replays()
             && !self.set.holds_back()
     }
 

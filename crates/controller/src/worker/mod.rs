@@ -14,6 +14,7 @@ mod poll_window;
 mod pool;
 pub(crate) mod queue_override;
 pub(crate) mod queue_set;
+mod recovery;
 pub(crate) mod relocation;
 mod replay;
 mod share;

@@ -4,7 +4,8 @@ use super::replay::Replay;
 use super::trace::{record, trace_look};
 use crate::exec::prefetch::{self, Prefetch};
 use crate::exec::{CompletedCommand, Engine, Started};
-use crate::journal::JournalPart;
+pub(crate) use crate::journal::BURST;
+use crate::journal::{JournalPart, RecoveredCommand};
 use crate::notice::{ControlHandle, Notice};
 use crate::queue::{Cq, Sq};
 use crate::shared::ControllerShared;
@@ -12,14 +13,10 @@ use crate::trace::{COMPLETION_QUEUE, Kind, TraceRing};
 use shadowbell_doorbell::{Arming, Fenced, InvalidDoorbell, Sleeper};
 use shadowbell_spec::status::Status;
 use shadowbell_spec::{Cqe, Sqe};
-use shadowbell_state::{AbortPoint, WrongOrder, abort_point, is_wrong};
+use shadowbell_state::{AbortPoint, CommandStep, WrongOrder, abort_command, abort_point, is_wrong};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::Instant;
-
-/// Commands fetched from one queue before the others get their turn: round robin with a burst
-/// (Base 2.1, "Round Robin Arbitration").
-pub(crate) const BURST: u32 = 64;
 
 /// How far ahead of the command that is executed entries are brought near: far enough that they
 /// are there in time, near enough that few are fetched in vain from a queue that is short.
@@ -67,7 +64,7 @@ impl QueueSet {
     #[inline]
     pub(crate) fn look(&mut self, index: usize, trace: &mut Option<TraceRing>) -> Option<u16> {
         let sq = self.sqs[index].as_mut()?;
-        if sq.stopped || sq.ring.is_none() {
+        if sq.stopped || sq.careful || sq.ring.is_none() {
             return None;
         }
         let before = trace.is_some().then(|| (sq.tail.last(), sq.tail.stats()));
@@ -85,6 +82,38 @@ impl QueueSet {
             }
         };
         self.sqs[index].as_ref().is_some_and(|sq| sq.head != tail).then_some(tail)
+    }
+
+    /// As [`look`](Self::look), at a queue whose commands are fetched one at a time.
+    pub(crate) fn look_carefully(
+        &mut self,
+        index: usize,
+        trace: &mut Option<TraceRing>,
+    ) -> Option<u16> {
+        self.sqs.get_mut(index)?.as_mut()?.careful = false;
+        let tail = self.look(index, trace);
+        self.sqs.get_mut(index)?.as_mut()?.careful = true;
+        tail
+    }
+
+    /// Fetches one command of a queue that has some. Before, it is written down that this one is
+    /// being started, and that so many processes have died with it. 0 if there was no room for it.
+    pub(crate) fn serve_one(
+        &mut self,
+        index: usize,
+        deaths: u8,
+        trace: &mut Option<TraceRing>,
+    ) -> u32 {
+        let Some(sq) = self.sqs.get(index).and_then(Option::as_ref) else { return 0 };
+        let (qid, next) = (sq.layout.qid, sq.layout.size.forward(sq.head, 1));
+        if let Some(journal) = &self.journal {
+            journal.store_trying(qid, sq.fetched, deaths);
+        }
+        let fetched = self.serve(index, next, trace);
+        if let Some(journal) = &self.journal {
+            journal.clear_trying(qid);
+        }
+        fetched
     }
 
     /// Fetches a burst of commands, starts them, and posts what has ended. How many.
@@ -157,6 +186,7 @@ impl QueueSet {
                 let sqe: Sqe = ring.read(u32::from(head));
                 head = sq.layout.size.next(head);
                 abort_point(AbortPoint::Fetched);
+                abort_command(CommandStep::Start, sqe.cdw10_11());
                 let (permit, status) = match self.engine.start(&sqe, index, permits.take()) {
                     Started::Done(permit) => (permit, Status::SUCCESS),
                     Started::DoneLong(permit) => {
@@ -252,13 +282,23 @@ impl QueueSet {
         }
         let (permit, sqe, qid) = (cq.reserve(1).take(), &command.sqe, sq.layout.qid);
         engine.set_write_through(self.shared.is_write_through());
-        let (permit, status) = match engine.start(sqe, *index, permit) {
+        let started = if replay.is_deadly() {
+            give_up(&self.shared, qid, command);
+            Started::Failed(permit, Status::INTERNAL.with_dnr())
+        } else {
+            if let Some(journal) = journal {
+                journal.start_spare(*spare, command);
+            }
+            abort_command(CommandStep::Start, sqe.cdw10_11());
+            engine.start(sqe, *index, permit)
+        };
+        let (permit, status) = match started {
             Started::Done(permit) | Started::DoneLong(permit) => (permit, Status::SUCCESS),
             Started::Pending => {
                 sq.in_flight += 1;
                 abort_point(AbortPoint::ReplayStarted);
                 if let Some(journal) = journal {
-                    journal.record(engine.last_tag(), qid, command.count, sqe);
+                    journal.record_again(engine.last_tag(), command);
                     abort_point(AbortPoint::ReplayRecorded);
                     journal.free(*spare);
                 }
@@ -286,6 +326,7 @@ impl QueueSet {
             busy = true;
             let Some(sq) = sqs.get_mut(ended.sq).and_then(Option::as_mut) else { return };
             let Some(cq) = cqs.get_mut(sq.cq).and_then(Option::as_mut) else { return };
+            abort_command(CommandStep::End, ended.lba);
             let cqe = sq.complete(ended.cid, ended.status, ended.dw0);
             if !cqe.status().is_success() {
                 report_ended(control, sq.layout.qid, &ended);
@@ -412,6 +453,25 @@ impl QueueSet {
         let posted = self.cqs.iter().flatten().map(Cq::posted);
         fetched.chain(posted).fold(0, u64::wrapping_add)
     }
+}
+
+/// A command is not carried out again.
+#[cold]
+fn give_up(shared: &ControllerShared, qid: u16, command: &RecoveredCommand) {
+    let RecoveredCommand { deaths, sqe, .. } = command;
+    let (controller, cid, opcode, nsid, lba) =
+        (shared.id, sqe.cid, sqe.opcode, sqe.nsid, sqe.cdw10_11());
+    tracing::error!(
+        controller,
+        qid,
+        cid,
+        opcode,
+        nsid,
+        lba,
+        "{deaths} processes have died one after the other with this command in hand: it is \
+         completed with an Internal Error and not carried out again; please report that, with what \
+         the processes have said at their ends"
+    );
 }
 
 /// A command has failed where it was fetched.

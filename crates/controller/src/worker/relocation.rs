@@ -1,10 +1,10 @@
 //! Queues on their way from one worker to another.
 
 use super::queue_override::QueueOverride;
-use super::replay::Replay;
+use super::replay::{DEADLY, Inheritance, Replay, SuspectQueue};
 use crate::exec::{Engine, NamespaceQueue, Quota};
 use crate::interrupt::{HoldLimit, IrqLine};
-use crate::journal::RecoveredJournal;
+use crate::journal::{RecoveredCommand, RecoveredJournal};
 use crate::latch::Latch;
 use crate::namespace::Namespaces;
 use crate::notice::ControlHandle;
@@ -88,7 +88,8 @@ pub(crate) struct Relocated {
     pub(super) doorbell_eventfds: Vec<Arc<EventFd>>,
     pub(super) losses: u64,
     pub(super) lost: bool,
-    pub(super) replays: Vec<Replay>,
+    /// What is to be begun with.
+    pub(super) inheritance: Inheritance,
     /// Is dropped when they have arrived.
     pub(super) latch: Option<Latch>,
 }
@@ -223,7 +224,7 @@ impl Relocated {
             doorbell_eventfds,
             losses: 0,
             lost: false,
-            replays: Vec::new(),
+            inheritance: Inheritance::default(),
             latch: None,
         }
     }
@@ -261,7 +262,7 @@ impl Relocated {
         }
         let part = shared.journal_part(worker, with.opening.generation)?;
         let mut sqs = Vec::with_capacity(saved.sqs.len());
-        let mut replays = Vec::new();
+        let (mut replays, mut suspects) = (Vec::new(), Vec::new());
         for (index, saved_sq) in saved.sqs.iter().enumerate() {
             let cq = saved.cqs.iter().position(|cq| cq.qid == saved_sq.cqid);
             let (Some(cq), Some(state)) = (cq, positions.get(&saved_sq.qid)) else {
@@ -271,25 +272,46 @@ impl Relocated {
                 return Ok(None);
             };
             sq.remap(table, shadow);
+            let mut commands = journal.take(saved_sq.qid, state.0);
+            let mut deaths = journal.deaths_with(saved_sq.qid, sq.fetched);
+            if deaths >= DEADLY {
+                // It is not fetched again, as it would be carried out then.
+                let (sqid, count) = (saved_sq.qid, sq.fetched);
+                let fetched = sq.fetch();
+                commands.extend(fetched.map(|sqe| RecoveredCommand { sqid, count, deaths, sqe }));
+                deaths = 0;
+            }
+            let is_of_a_fault = journal.is_of_a_fault();
+            if is_of_a_fault || deaths != 0 {
+                let begin = sq.fetched;
+                suspects.push(SuspectQueue { sq: index, begin, deaths, is_of_a_fault });
+            }
             sqs.push(Some(sq));
-            for command in journal.take(saved_sq.qid, state.0) {
+            for command in commands {
                 let nth = replays.len();
                 let spare = part.as_ref().map_or(0, |part| part.record_spare(nth, &command));
-                replays.push(Replay { sq: index, command, spare });
+                let replay = Replay { sq: index, command, spare };
+                replay.suspect_others();
+                replays.push(replay);
             }
         }
         if let Some(part) = &part {
             // Of what is posted from here on, nothing is.
             sqs.iter().flatten().for_each(|sq: &Sq| sq.write_down(part, 0));
             cqs.iter().flatten().for_each(|cq: &Cq| cq.write_down(part));
+            for suspect in suspects.iter().filter(|suspect: &&SuspectQueue| suspect.deaths != 0) {
+                if let Some(sq) = saved.sqs.get(suspect.sq) {
+                    part.store_suspect(sq.qid, suspect.begin, suspect.deaths);
+                }
+            }
         }
         let new = Self::at_rest(with, worker, sqs, cqs, doorbell_eventfds);
-        Ok(Some(Self { replays, ..new }))
+        Ok(Some(Self { inheritance: Inheritance { replays, suspects }, ..new }))
     }
 
     /// How many commands it will begin with.
     pub(crate) fn replays(&self) -> usize {
-        self.replays.len()
+        self.inheritance.replays.len()
     }
 }
 

@@ -34,7 +34,6 @@ mod deaths;
 mod say;
 mod worker;
 
-use crate::items::Items;
 use crate::keeper_link::{self, START, SUCCESSOR, answer, question, to_keeper, to_worker};
 use crate::signals::{self, Caught};
 use crate::{descriptor_limit, exit, notify};
@@ -50,7 +49,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{ExitCode, ExitStatus};
 use std::time::{Duration, Instant};
-use worker::{Worker, how, is_killed, is_verb};
+use worker::{Left, Worker, how, is_killed, is_verb};
 
 /// How long a new worker may take until it can take over. Nobody waits for it meanwhile.
 const PREPARE: Duration = Duration::from_secs(10);
@@ -115,7 +114,7 @@ struct Upgrade {
     /// Why the new one was ended.
     why: Option<String>,
     /// What the old one has left, if it has ended; until the new one has taken over.
-    left: Option<Items>,
+    left: Option<Left>,
 }
 
 struct Keeper {
@@ -133,7 +132,7 @@ struct Keeper {
     /// When a worker has died, since which none has served.
     died: Option<Instant>,
     /// What the last worker that has begun has left for the next one.
-    left: Option<Items>,
+    left: Option<Left>,
     /// When to start a worker, if there is none.
     restart: Option<Instant>,
     /// Where the worker serves.
@@ -353,12 +352,12 @@ impl Keeper {
                     upgrade.step = Step::Committed;
                     upgrade.until = Instant::now() + LEAVE;
                     upgrade.why = Some(format!("the running process {pid} {}", how(status)));
-                    upgrade.left = worker.leaves();
+                    upgrade.left = worker.leaves(Some(status));
                     return;
                 }
                 // As it should.
                 Step::Committed => {
-                    upgrade.left = worker.leaves().filter(|_| !upgrade.new.has_taken);
+                    upgrade.left = worker.leaves(Some(status)).filter(|_| !upgrade.new.has_taken);
                     return;
                 }
             }
@@ -368,7 +367,7 @@ impl Keeper {
         match status.code() {
             None => {
                 if worker.has_begun() {
-                    self.left = worker.leaves();
+                    self.left = worker.leaves(Some(status));
                 }
                 self.worker_has_died(&what, worker.has_served(), is_killed(status));
             }
@@ -558,9 +557,9 @@ impl Keeper {
         let Some(Upgrade { mut new, asker, mut left, .. }) = self.upgrade.take() else { return };
         if let Some(mut old) = self.worker.take() {
             old.kill();
-            left = left.or_else(|| old.leaves());
+            left = left.or_else(|| old.leaves(None));
         }
-        self.left = if new.has_taken { new.leaves() } else { left };
+        self.left = if new.has_taken { new.leaves(Some(status)) } else { left };
         tell_outcome(asker, Err(why));
         let what = format!("process {}, which was to serve, {}", new.pid(), how(status));
         self.worker_has_died(&what, None, is_killed(status));

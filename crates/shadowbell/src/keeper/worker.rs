@@ -12,6 +12,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+/// What a worker has left for the one that goes on for it.
+#[derive(Default)]
+pub(super) struct Left {
+    items: Items,
+    /// It has died by a fault: what it had in hand may be the reason.
+    by_fault: bool,
+}
+
 /// A process that serves, or is to.
 pub(super) struct Worker {
     child: Child,
@@ -74,12 +82,15 @@ impl Worker {
     pub(super) fn start_to_recover(
         program: &Path,
         arguments: &[OsString],
-        left: &Items,
+        left: &Left,
     ) -> io::Result<Self> {
         let mut worker = Self::start(program, arguments, keeper_link::RECOVER)?;
-        worker.parts = left.parts().into();
+        if left.by_fault {
+            worker.say(to_worker::FAULT, "", None);
+        }
+        worker.parts = left.items.parts().into();
         // It changes what it changes.
-        worker.items = left.clone();
+        worker.items = left.items.clone();
         worker.pass_on();
         Ok(worker)
     }
@@ -108,10 +119,11 @@ impl Worker {
         self.has_taken || self.serves_since.is_some()
     }
 
-    /// What it has left, if another one can go on with that.
-    pub(super) fn leaves(&mut self) -> Option<Items> {
+    /// What it has left, if another one can go on with that. It has ended so, or was ended.
+    pub(super) fn leaves(&mut self, ended: Option<ExitStatus>) -> Option<Left> {
         let items = std::mem::take(&mut self.items);
-        Some(items).filter(|items| items.contains(COMPLETE))
+        let left = Left { items, by_fault: ended.is_some_and(is_fault) };
+        Some(left).filter(|left| left.items.contains(COMPLETE))
     }
 
     /// Another one goes on: nothing is left for later.
@@ -193,6 +205,12 @@ pub(super) fn how(status: ExitStatus) -> String {
         (Some(signal), _) => format!("was ended by signal {signal}"),
         (None, code) => format!("ended with exit status {}", code.unwrap_or_default()),
     }
+}
+
+/// Whether a process has ended itself by a signal: by a panic or an access to no memory.
+fn is_fault(status: ExitStatus) -> bool {
+    use std::os::unix::process::ExitStatusExt;
+    status.signal().is_some() && !is_killed(status)
 }
 
 /// Whether a process was ended from outside: by who may, or for want of memory.

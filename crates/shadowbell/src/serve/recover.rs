@@ -29,7 +29,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::de::DeserializeOwned;
 use shadowbell_controller::{Controller, Pool, SavedController};
 use shadowbell_frontend::vfio_user::ControllerDevice;
-use shadowbell_state::{AbortPoint, Descriptors, READABLE, abort_point};
+use shadowbell_state::{AbortPoint, Descriptors, READABLE, WrongOrder, abort_point, is_wrong};
 use shadowbell_vfio_user::Reactor;
 use shadowbell_vfio_user::server::{Limits, PortId, SavedPort};
 use std::cell::Cell;
@@ -74,7 +74,7 @@ pub(super) fn recover(
     let began = Instant::now();
     let pool = Pool::start(&config.pool).context("the workers can not be started")?;
     phases.ended("threads");
-    let Some(items) = link.items()? else { return Ok(None) };
+    let Some((items, death)) = link.items()? else { return Ok(None) };
     phases.ended("items");
     let fence =
         Fence { link, since: Instant::now(), is_told: Cell::new(false), gone: Cell::new(None) };
@@ -91,7 +91,7 @@ pub(super) fn recover(
     let (mut again, mut announced) = (0, Vec::new());
     for (served, recovered) in server.controllers().iter().zip(controllers) {
         let Recovered { saved, mut fds, changing } = recovered;
-        let recovered = served.controller.recover(&saved, &mut fds);
+        let recovered = served.controller.recover(&saved, &mut fds, death);
         again += recovered.with_context(|| served.name.clone())?;
         announced.push(changing);
     }
@@ -209,7 +209,7 @@ struct Fence<'a> {
 impl Fence<'_> {
     /// Waits until everybody who has the other end is gone.
     fn wait_for(&self, end: &OwnedFd) -> anyhow::Result<()> {
-        while !self.poll(Some(end.as_fd()), TELL) {
+        while !is_wrong(WrongOrder::NoFence) && !self.poll(Some(end.as_fd()), TELL) {
             if !self.goes_on("what the dead process has under way at its disks") {
                 bail!("the service is to end");
             }

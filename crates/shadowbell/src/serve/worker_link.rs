@@ -6,6 +6,7 @@ use crate::items::Items;
 use crate::keeper_link::{self, Packet, to_keeper, to_worker};
 use anyhow::{Context, anyhow, bail};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use shadowbell_controller::Death;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -65,20 +66,23 @@ impl WorkerLink {
         Ok(Store::new(self.0.try_clone()?))
     }
 
-    /// What the process before has left. `None`: the service is to end.
+    /// What the process before has left, and how it has died. `None`: the service is to end.
     ///
     /// # Errors
     /// It does not arrive.
-    pub(super) fn items(&self) -> anyhow::Result<Option<Items>> {
+    pub(super) fn items(&self) -> anyhow::Result<Option<(Items, Death)>> {
         let mut items = Items::default();
+        // A keeper of an earlier release does not say it.
+        let mut death = Death::Killed;
         loop {
             match keeper_link::receive(&self.0, false)? {
                 Some(packet) if packet.letter == to_worker::ITEMS => {
                     if items.take(&packet.body, packet.fds)? {
-                        return Ok(Some(items));
+                        return Ok(Some((items, death)));
                     }
                 }
                 Some(packet) if packet.letter == to_worker::END => return Ok(None),
+                Some(packet) if packet.letter == to_worker::FAULT => death = Death::Fault,
                 Some(_) => {}
                 None => bail!("the keeper has ended"),
             }

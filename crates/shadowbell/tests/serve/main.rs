@@ -8,11 +8,13 @@ mod control;
 mod failing_storage;
 #[cfg(feature = "faults")]
 mod faults;
+mod fence;
 mod function;
 mod harness;
 mod idle;
 mod io;
 mod keeper;
+mod killers;
 mod local;
 mod log;
 mod metrics;

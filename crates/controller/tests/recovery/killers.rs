@@ -1,0 +1,109 @@
+//! Commands that kill whoever carries them out.
+
+use crate::host::Host;
+use crate::process::{BLOCKS, Orders};
+use crate::{ALONE, memory};
+use shadowbell_backend::Disk;
+use shadowbell_state::AbortPoint;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Any bits that make `submit_io` write.
+const WRITES: u64 = BLOCKS << 50 | 1 << 40;
+
+/// Both queues are full, with the commands of `deadly` among others.
+fn survive(disk: Result<String, Arc<dyn Disk>>, orders: &'static str, deadly: &[u64]) {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let orders = Orders { deadly: Some(orders), ..Orders::default() };
+    let mut host = Host::with_orders(disk, false, false, orders);
+    host.patience = Duration::from_secs(30);
+    host.deadly = deadly.iter().copied().collect();
+    host.begin();
+    host.until_taken();
+    // The first queue has 15 places, the other 4.
+    for lba in 100..115 {
+        assert!(host.submit_io(0, lba | WRITES));
+    }
+    for lba in 200..204 {
+        assert!(host.submit_io(1, lba | WRITES));
+    }
+    host.drain();
+    assert_eq!(host.given_up, host.deadly);
+    let deaths = host.deaths;
+    // Two may kill a process together.
+    assert!((3..=3 * deadly.len() as u32).contains(&deaths), "{deaths} processes have died");
+    // All is as before, and it is no matter whether it is killed meanwhile.
+    for round in 0..100 {
+        for lba in [0, 1, 2, 3, 4, 5, 6, 7] {
+            assert!(host.submit_io((lba % 2) as usize, (lba + 300) | WRITES));
+        }
+        if round % 40 == 39 {
+            host.kill();
+        }
+        host.drain();
+    }
+    host.verify();
+    assert_eq!(host.deaths, deaths);
+}
+
+fn file(directory: &tempfile::TempDir) -> Result<String, Arc<dyn Disk>> {
+    let path = directory.path().join("disk.img");
+    std::fs::File::create(&path).unwrap().set_len(BLOCKS * 512).unwrap();
+    Ok(path.display().to_string())
+}
+
+#[test]
+fn a_command_of_a_disk_in_memory_kills_three_processes_and_no_fourth() {
+    survive(memory(), "start:107", &[107]);
+    survive(memory(), "start:100", &[100]);
+}
+
+#[test]
+fn a_command_of_a_file_kills_three_processes_and_no_fourth() {
+    let directory = tempfile::tempdir().unwrap();
+    survive(file(&directory), "end:107", &[107]);
+    survive(file(&directory), "start:107", &[107]);
+}
+
+/// What one has done is not laid to another's charge, of the same queue or not.
+#[test]
+fn several_commands_that_kill_are_told_from_others() {
+    let directory = tempfile::tempdir().unwrap();
+    survive(file(&directory), "end:103,end:109,end:202", &[103, 109, 202]);
+    survive(memory(), "start:103,start:109,start:202", &[103, 109, 202]);
+}
+
+/// Whoever kills processes from outside may do so as often as he likes, and always with the same
+/// command in hand: it is carried out in the end.
+#[test]
+fn a_process_that_is_killed_from_outside_blames_no_command() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let directory = tempfile::tempdir().unwrap();
+    let steps = [
+        (file(&directory), [AbortPoint::SqStored, AbortPoint::ReplayStarted]),
+        (memory(), [AbortPoint::Fetched, AbortPoint::Fetched]),
+    ];
+    for (disk, [first, then]) in steps {
+        let mut host = Host::new(disk, false, false);
+        host.patience = Duration::from_secs(30);
+        host.begin();
+        host.until_taken();
+        host.orders.abort_at = Some((first, 1));
+        host.kill();
+        host.until_taken();
+        assert!(host.submit_io(0, 7 | WRITES));
+        for step in [Some(then), Some(then), Some(then), Some(then), None] {
+            let began = Instant::now();
+            while !host.has_died() {
+                assert!(began.elapsed() < host.patience, "it does not come to {step:?}");
+                std::thread::sleep(Duration::from_micros(200));
+            }
+            host.orders.abort_at = step.map(|step| (step, 1));
+            host.kill();
+        }
+        // What is completed with an error makes this panic.
+        host.drain();
+        assert_eq!(host.deaths, 5);
+        host.verify();
+    }
+}

@@ -1,0 +1,274 @@
+//! Processes that are killed at any moment, and others that go on with their hosts.
+//!
+//! The host is this process: it has the memory, the queues and the doorbells, and what the process
+//! with the controller has recorded. That process is this program once more, and is killed.
+
+mod host;
+mod killers;
+mod process;
+
+use host::Host;
+use process::{ADMIN_DATA, BASE, BLOCKS, TIMEOUT};
+use shadowbell_backend::Disk;
+use shadowbell_spec::Sqe;
+use shadowbell_spec::admin::{DeleteIoQueue, Identify};
+use shadowbell_state::AbortPoint;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+}
+
+/// How often a test kills: more for whoever asks for more.
+fn kills(default: u32) -> u32 {
+    let asked = std::env::var("SHADOWBELL_KILLS").ok().and_then(|kills| kills.parse().ok());
+    asked.unwrap_or(default)
+}
+
+/// One test at a time: a kernel that has to end what a dead process had under way, on processors
+/// that others keep busy, takes its time.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// Writes and reads while the process is killed again and again.
+fn survive(disk: Result<String, Arc<dyn Disk>>, mapped: bool, polling: bool, seed: u64) {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut random = Random(seed | 1);
+    let mut host = Host::new(disk, mapped, polling);
+    host.begin();
+    for _ in 0..kills(8) {
+        host.until_taken();
+        let (until, began) = (random.next() % 400, Instant::now());
+        while host.completed < until {
+            let at = (random.next() % 2) as usize;
+            for _ in 0..random.next() % 8 {
+                host.submit_io(at, random.next());
+            }
+            let mut reaped = false;
+            for _ in 0..random.next() % 8 {
+                reaped |= host.reap_io(at);
+            }
+            if !reaped {
+                std::thread::sleep(Duration::from_micros(20));
+            }
+            assert!(began.elapsed() < TIMEOUT, "it stands still: {:?}", host.under_way);
+        }
+        host.kill();
+    }
+    host.verify();
+    println!("{} commands were carried out again", host.replayed);
+}
+
+fn memory() -> Result<String, Arc<dyn Disk>> {
+    Err(shadowbell_backend::open_lasting(&format!("mem:{}", BLOCKS * 512)).unwrap())
+}
+
+#[test]
+fn a_disk_in_memory_and_mapped_doorbells() {
+    survive(memory(), true, true, 0x1234_5678);
+    survive(memory(), true, false, 0x8765_4321);
+}
+
+#[test]
+fn a_disk_in_memory_and_shadow_doorbells() {
+    survive(memory(), false, true, 0x1111_2222);
+    survive(memory(), false, false, 0x3333_4444);
+}
+
+#[test]
+fn a_file_and_shadow_doorbells() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("disk.img");
+    std::fs::File::create(&path).unwrap().set_len(BLOCKS * 512).unwrap();
+    survive(Ok(path.display().to_string()), false, false, 0x5555_6666);
+}
+
+#[test]
+fn a_file_and_mapped_doorbells() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("disk.img");
+    std::fs::File::create(&path).unwrap().set_len(BLOCKS * 512).unwrap();
+    survive(Ok(path.display().to_string()), true, true, 0x7777_8888);
+}
+
+/// Queues come and go, and events are asked for, while the process is killed.
+#[test]
+fn admin_commands_end_once_each() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut random = Random(0x9999_aaaa);
+    let mut host = Host::new(memory(), true, true);
+    let mut left = kills(25);
+    host.until_taken();
+    let mut requests = BTreeSet::new();
+    for _ in 0..2 {
+        requests.insert(host.submit(None, Sqe::new(0x0c, 0, 0)));
+    }
+    while left > 0 {
+        let budget = (random.next() % 3) as u32;
+        let mut to_kill = budget.min(left);
+        let mut kill = || {
+            let now = to_kill > 0 && random.next().is_multiple_of(400);
+            to_kill -= u32::from(now);
+            now
+        };
+        host.create(1, 8, &mut kill);
+        left -= budget.min(left);
+        let identify = Identify { cns: 1, ..Identify::default() }.encode(Sqe::new(6, 0, 0));
+        host.admin(identify.with_prps(BASE + ADMIN_DATA, 0), &mut || false);
+        for _ in 0..20 {
+            host.submit_io(0, random.next());
+        }
+        host.drain();
+        for opcode in [0, 4] {
+            host.admin(DeleteIoQueue { qid: 1 }.encode(Sqe::new(opcode, 0, 0)), &mut || false);
+        }
+        host.queues.clear();
+        host.under_way.clear();
+    }
+}
+
+/// Writes and reads until the process has died as it was told to; false if it does not come to
+/// that. With `admin`, queues come and go meanwhile, and then it may have been replaced already.
+fn work_until_dead(host: &mut Host, random: &mut Random, admin: bool) -> bool {
+    let (began, mut completed) = (Instant::now(), 0);
+    while !host.has_died() && host.orders.abort_at.is_some() && completed < 300 {
+        assert!(began.elapsed() < host.patience, "it stands still: {:?}", host.under_way);
+        let at = (random.next() % 2) as usize;
+        for _ in 0..random.next() % 8 {
+            host.submit_io(at, random.next());
+        }
+        while host.reap_io(at) {
+            completed += 1;
+        }
+        if admin && random.next().is_multiple_of(16) {
+            host.create(3, 4, &mut || false);
+            for opcode in [0, 4] {
+                let command = DeleteIoQueue { qid: 3 }.encode(Sqe::new(opcode, 0, 0));
+                host.admin(command, &mut || false);
+            }
+            host.queues.pop();
+        }
+    }
+    host.orders.abort_at.take().is_none()
+}
+
+/// A process that dies at each step on purpose, and others that go on.
+fn die_at_each_step(host: &mut Host, random: &mut Random, points: &[AbortPoint]) {
+    host.begin();
+    host.until_taken();
+    for (point, nth) in points.iter().flat_map(|point| [(*point, 1), (*point, 2), (*point, 5)]) {
+        println!("{}, time {nth}", point.name());
+        if matches!(point, AbortPoint::ReplayStarted | AbortPoint::ReplayRecorded) {
+            // So that there is something to go on with.
+            host.orders.abort_at = Some((AbortPoint::SqStored, 3));
+            host.kill();
+            assert!(work_until_dead(host, random, false), "nothing is ever fetched");
+        }
+        host.orders.abort_at = Some((point, nth));
+        host.kill();
+        let is_reached = work_until_dead(host, random, true);
+        // There may be less than that to go on with.
+        assert!(is_reached || nth != 1, "{} is never come to", point.name());
+        host.kill();
+        host.until_taken();
+    }
+    host.verify();
+}
+
+/// What the controller of a file comes to.
+const OF_FILES: &[AbortPoint] = &[
+    AbortPoint::Fetched,
+    AbortPoint::Started,
+    AbortPoint::Recorded,
+    AbortPoint::Staged,
+    AbortPoint::Posted,
+    AbortPoint::Freed,
+    AbortPoint::SqStored,
+    AbortPoint::CqStored,
+    AbortPoint::Notified,
+    AbortPoint::ReplayStarted,
+    AbortPoint::ReplayRecorded,
+    AbortPoint::Changed,
+    AbortPoint::ChangeRecorded,
+    AbortPoint::AdminPosted,
+    AbortPoint::QueuesRecovered,
+];
+
+/// What the controller of a disk in memory comes to: no command is under way.
+const OF_MEMORY: &[AbortPoint] = &[
+    AbortPoint::Fetched,
+    AbortPoint::Staged,
+    AbortPoint::Posted,
+    AbortPoint::Freed,
+    AbortPoint::SqStored,
+    AbortPoint::CqStored,
+    AbortPoint::Notified,
+    AbortPoint::Changed,
+    AbortPoint::ChangeRecorded,
+    AbortPoint::AdminPosted,
+    AbortPoint::QueuesRecovered,
+];
+
+#[test]
+fn a_process_may_die_at_each_step() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let dir = tempfile::tempdir().unwrap();
+    for (mapped, polling) in [(false, false), (true, true)] {
+        let path = dir.path().join(format!("{mapped}.img"));
+        std::fs::File::create(&path).unwrap().set_len(BLOCKS * 512).unwrap();
+        let mut host = Host::new(Ok(path.display().to_string()), mapped, polling);
+        host.patience = Duration::from_secs(15);
+        die_at_each_step(&mut host, &mut Random(0xaaaa_bbbb), OF_FILES);
+        let mut host = Host::new(memory(), mapped, polling);
+        die_at_each_step(&mut host, &mut Random(0xcccc_dddd), OF_MEMORY);
+    }
+}
+
+/// With the steps in a wrong order, commands are lost, or completed twice, or carried out again
+/// after newer ones.
+#[test]
+fn steps_in_a_wrong_order_do_not_survive() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let dir = tempfile::tempdir().unwrap();
+    for (order, point) in
+        [("freed-before-posted", AbortPoint::Staged), ("stored-before-freed", AbortPoint::CqStored)]
+    {
+        let path = dir.path().join(order);
+        std::fs::File::create(&path).unwrap().set_len(BLOCKS * 512).unwrap();
+        let disk = path.display().to_string();
+        let outcome = std::panic::catch_unwind(move || {
+            let mut host = Host::new(Ok(disk), false, false);
+            host.orders.wrong = Some(order);
+            host.patience = Duration::from_secs(10);
+            die_at_each_step(&mut host, &mut Random(0xeeee_ffff), &[point; 4]);
+        });
+        assert!(outcome.is_err(), "{order} is survived");
+    }
+}
+
+/// A process finds what the one before it had posted. The one after it knows of that, too.
+#[test]
+fn what_was_posted_before_a_death_is_not_posted_again_after_another() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut host = Host::new(memory(), true, true);
+    for _ in 0..3 {
+        host.until_taken();
+        for _ in 0..3 {
+            let identify = Identify { cns: 1, ..Identify::default() }.encode(Sqe::new(6, 0, 0));
+            host.admin(identify.with_prps(BASE + ADMIN_DATA, 0), &mut || false);
+        }
+        host.kill();
+    }
+    host.until_taken();
+    let identify = Identify { cns: 1, ..Identify::default() }.encode(Sqe::new(6, 0, 0));
+    host.admin(identify.with_prps(BASE + ADMIN_DATA, 0), &mut || false);
+    assert!(host.reap(None).is_none());
+}

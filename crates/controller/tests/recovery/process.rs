@@ -1,0 +1,252 @@
+//! The process with the controller, which is this program once more.
+
+use serde::{Deserialize, Serialize};
+use shadowbell_backend::Disk;
+use shadowbell_controller::{
+    Carrier, Config, Controller, Death, NamespaceConfig, Polling, Pool, PoolOptions, Recorder,
+    SavedController,
+};
+use shadowbell_memory::{Mapping, Protection, SharedBytes};
+use shadowbell_spec::regs::{self, Aqa, Cc, Csts};
+use shadowbell_state::{AbortPoint, Descriptors, FdRef, Parcel};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Long: the kernel ends what a dead process has under way by threads of its own, which need a
+/// processor, and the machine may be busy.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(150);
+pub(crate) const WORKER: &str = "SHADOWBELL_TEST_RECOVERY_WORKER";
+pub(crate) const BASE: u64 = 0x10_0000;
+pub(crate) const MEMORY: u64 = 8 << 20;
+pub(crate) const BLOCKS: u64 = 512;
+/// Where things are in the host's memory.
+pub(crate) const ADMIN_SQ: u64 = 0;
+pub(crate) const ADMIN_CQ: u64 = 0x1000;
+pub(crate) const SHADOW: u64 = 0x2000;
+pub(crate) const EVENT_IDX: u64 = 0x3000;
+pub(crate) const ADMIN_DATA: u64 = 0x4000;
+pub(crate) const QUEUES: u64 = 0x10000;
+pub(crate) const DATA: u64 = 0x10_0000;
+
+/// What a process is to serve.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Task {
+    pub(crate) memory: FdRef,
+    /// A file, by its path; or the state of a `mem:` disk.
+    pub(crate) disk: Result<String, serde_json::Value>,
+    pub(crate) polling: bool,
+    pub(crate) workers: usize,
+    pub(crate) mapped: bool,
+    pub(crate) recovers: bool,
+    /// The process before has died by a fault.
+    pub(crate) by_fault: bool,
+}
+
+pub(crate) struct ToHost(Mutex<UnixStream>);
+
+impl ToHost {
+    pub(crate) fn say(&self, what: &str, body: &impl Serialize, fds: Descriptors) {
+        let mut parcel = Parcel::new();
+        *parcel.descriptors() = fds;
+        parcel.add(what, true, body).unwrap();
+        let host = self.0.lock().unwrap();
+        // The host may have gone.
+        let _ = parcel.send(&host);
+    }
+}
+
+impl Recorder for ToHost {
+    fn record(&self, state: &SavedController, fds: Descriptors) {
+        self.say("record", state, fds);
+    }
+}
+
+pub(crate) fn open(
+    disk: &Result<String, serde_json::Value>,
+    fds: &mut Descriptors,
+) -> Arc<dyn Disk> {
+    match disk {
+        // Locked until nothing of the dead process is under way.
+        Ok(path) => {
+            let until = Instant::now() + TIMEOUT / 2;
+            loop {
+                match shadowbell_backend::open(path) {
+                    Ok(disk) => return disk,
+                    Err(error) => assert!(Instant::now() < until, "{path}: {error}"),
+                }
+                // The kernel needs a processor to end what is under way.
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        Err(state) => {
+            shadowbell_backend::adopt(&format!("mem:{}", BLOCKS * 512), state, fds).unwrap()
+        }
+    }
+}
+
+/// Serves, if this is the process that is to.
+#[test]
+#[ignore = "the process that is killed, for the other tests"]
+fn worker() {
+    if std::env::var_os(WORKER).is_none() {
+        return;
+    }
+    let host = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().unwrap());
+    let mut parcel = Parcel::receive(&host).unwrap();
+    let task: Task = parcel.take("task").unwrap().unwrap();
+    let memory = parcel.descriptors().take(task.memory).unwrap();
+    let memory = Mapping::from_own_fd(memory, 0, MEMORY, Protection::ReadWrite).unwrap().bytes();
+    let disk = open(&task.disk, parcel.descriptors());
+    let namespaces =
+        vec![NamespaceConfig { disk, uuid: shadowbell_controller::config::uuid_from("recovery") }];
+    let config = Config { namespaces, ..Config::default() };
+    let polling = match task.polling {
+        true => Polling::Always,
+        false => Polling::Adaptive(Duration::from_micros(20)),
+    };
+    let workers = task.workers;
+    let pool = Pool::start(&PoolOptions { workers, polling, pin: Vec::new() }).unwrap();
+    let carrier = Carrier { mapped_doorbells: task.mapped, ..Carrier::default() };
+    let recorder = Arc::new(ToHost(Mutex::new(host.try_clone().unwrap())));
+    let recording: Arc<dyn Recorder> = Arc::<ToHost>::clone(&recorder);
+    let controller;
+    if task.recovers {
+        let mut record = Parcel::receive(&host).unwrap();
+        let saved: SavedController = record.take("record").unwrap().unwrap();
+        let fds = record.descriptors();
+        controller = Controller::successor(config, pool, carrier, &saved, fds).unwrap();
+        controller.map_dma(BASE, MEMORY, &memory).unwrap();
+        controller.record_with(recording).unwrap();
+        let death = if task.by_fault { Death::Fault } else { Death::Killed };
+        let replays = controller.recover(&saved, fds, death).unwrap();
+        recorder.say("taken", &replays, Descriptors::default());
+        controller.resume();
+    } else {
+        controller = Controller::new(config, pool, carrier).unwrap();
+        controller.map_dma(BASE, MEMORY, &memory).unwrap();
+        controller.record_with(recording).unwrap();
+        let mut fds = Descriptors::default();
+        let page = controller.doorbells().mapping().fd().unwrap().try_clone_to_owned().unwrap();
+        let page = fds.add(page);
+        recorder.say("doorbells", &page, fds);
+        let aqa = Aqa::new().with_asqs(15).with_acqs(15);
+        controller.write(regs::AQA, &aqa.into_bits().to_le_bytes());
+        controller.write(regs::ASQ, &(BASE + ADMIN_SQ).to_le_bytes());
+        controller.write(regs::ACQ, &(BASE + ADMIN_CQ).to_le_bytes());
+        let cc = Cc::new().with_en(true).with_iosqes(6).with_iocqes(4);
+        controller.write(regs::CC, &cc.into_bits().to_le_bytes());
+        let mut csts = [0; 4];
+        controller.read(regs::CSTS, &mut csts);
+        assert!(Csts::from_bits(u32::from_le_bytes(csts)).rdy());
+        recorder.say("taken", &0usize, Descriptors::default());
+    }
+    // Until it is killed, or the host is gone.
+    while let Ok(mut parcel) = Parcel::receive(&host) {
+        let (offset, value) = parcel.take::<(u64, u32)>("ring").unwrap().unwrap();
+        controller.write_doorbell(offset, value);
+    }
+    std::process::exit(0);
+}
+
+/// What a process has recorded.
+#[derive(Default)]
+pub(crate) struct Records {
+    pub(crate) last: Option<Parcel>,
+    pub(crate) doorbells: Option<SharedBytes>,
+    pub(crate) taken: Option<usize>,
+}
+
+/// What a process is to do wrong, and at which step it is to die.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Orders {
+    pub(crate) abort_at: Option<(AbortPoint, u32)>,
+    pub(crate) wrong: Option<&'static str>,
+    /// Commands that it dies of, and those after it.
+    pub(crate) deadly: Option<&'static str>,
+}
+
+pub(crate) struct Process {
+    pub(crate) child: Child,
+    pub(crate) host: UnixStream,
+    pub(crate) reader: JoinHandle<Records>,
+    pub(crate) taken: Arc<AtomicBool>,
+}
+
+impl Process {
+    pub(crate) fn start(
+        task: &Task,
+        fds: Descriptors,
+        record: Option<&Parcel>,
+        orders: &Orders,
+    ) -> Self {
+        let (host, theirs) = UnixStream::pair().unwrap();
+        let abort_at = orders.abort_at.map(|(point, nth)| format!("{}:{nth}", point.name()));
+        let abort_at = abort_at.map(|value| ("SHADOWBELL_ABORT_AT", value));
+        let wrong = orders.wrong.map(|order| ("SHADOWBELL_WRONG_ORDER", order.to_owned()));
+        let deadly = orders.deadly.map(|which| ("SHADOWBELL_ABORT_COMMAND", which.to_owned()));
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "process::worker", "--ignored", "--nocapture", "--test-threads", "1"])
+            .env(WORKER, "")
+            .envs(abort_at.into_iter().chain(wrong).chain(deadly))
+            .stdin(OwnedFd::from(theirs))
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut parcel = Parcel::new();
+        *parcel.descriptors() = fds;
+        parcel.add("task", true, task).unwrap();
+        parcel.send(&host).unwrap();
+        if let Some(record) = record {
+            record.send(&host).unwrap();
+        }
+        let taken = Arc::new(AtomicBool::new(false));
+        let (socket, flag) = (host.try_clone().unwrap(), Arc::clone(&taken));
+        let reader = std::thread::spawn(move || {
+            let mut records = Records::default();
+            // Half a parcel is none.
+            while let Ok(mut parcel) = Parcel::receive(&socket) {
+                if let Some(replays) = parcel.take::<usize>("taken").unwrap() {
+                    records.taken = Some(replays);
+                    flag.store(true, Ordering::Release);
+                } else if let Some(page) = parcel.take::<FdRef>("doorbells").unwrap() {
+                    let file = parcel.descriptors().take(page).unwrap();
+                    let bar = Mapping::from_own_fd(file, 0, 8192, Protection::ReadWrite).unwrap();
+                    records.doorbells = bar.bytes().slice(4096, 4096);
+                } else {
+                    records.last = Some(parcel);
+                }
+            }
+            records
+        });
+        Self { child, host, reader, taken }
+    }
+
+    pub(crate) fn until_taken(&mut self) {
+        let began = Instant::now();
+        while !self.taken.load(Ordering::Acquire) && !self.has_died() {
+            assert!(began.elapsed() < TIMEOUT, "a process does not begin to serve");
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+
+    /// Whether it has died as it was told to.
+    pub(crate) fn has_died(&mut self) -> bool {
+        let Some(status) = self.child.try_wait().unwrap() else { return false };
+        assert!(matches!(status.signal(), Some(6 | 9)), "{status}");
+        true
+    }
+
+    /// Kills it, unless it is dead already. What it has recorded, and whether it was a fault.
+    pub(crate) fn kill(mut self) -> (Records, bool) {
+        self.child.kill().unwrap();
+        let by_fault = self.child.wait().unwrap().signal() == Some(6);
+        drop(self.host);
+        (self.reader.join().unwrap(), by_fault)
+    }
+}

@@ -1,0 +1,238 @@
+//! A block device (a loop device over FUSE) one of whose writes arrives late, after those that were
+//! made later.
+
+use std::ffi::OsStr;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant, UNIX_EPOCH};
+
+use fuser::{
+    Config, Errno, FileAttr, FileHandle, FileType, Filesystem, Generation, INodeNo, InitFlags,
+    KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyEntry, ReplyWrite,
+    Request, Session, WriteFlags,
+};
+use parking_lot::Mutex;
+
+/// Where the daemon is to mount, and where it is told what to do; set in the process that is it.
+const MOUNT_AT: &str = "LATE_MOUNT_AT";
+const NAME: &str = "disk";
+const FILE: INodeNo = INodeNo(2);
+const SIZE: usize = 16 << 20;
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The file system.
+struct Late {
+    bytes: Arc<Mutex<Vec<u8>>>,
+    orders: PathBuf,
+}
+
+fn attributes(ino: INodeNo) -> FileAttr {
+    let directory = ino == INodeNo::ROOT;
+    FileAttr {
+        ino,
+        size: if directory { 0 } else { SIZE as u64 },
+        blocks: 0,
+        atime: UNIX_EPOCH,
+        mtime: UNIX_EPOCH,
+        ctime: UNIX_EPOCH,
+        crtime: UNIX_EPOCH,
+        kind: if directory { FileType::Directory } else { FileType::RegularFile },
+        perm: 0o755,
+        nlink: 1,
+        uid: 0,
+        gid: 0,
+        rdev: 0,
+        blksize: 4096,
+        flags: 0,
+    }
+}
+
+fn write(bytes: &Mutex<Vec<u8>>, offset: u64, data: &[u8], reply: ReplyWrite) {
+    match bytes.lock().get_mut(offset as usize..offset as usize + data.len()) {
+        Some(place) => place.copy_from_slice(data),
+        None => return reply.error(Errno::ENOSPC),
+    }
+    reply.written(data.len() as u32);
+}
+
+impl Filesystem for Late {
+    fn init(&mut self, _: &Request, config: &mut KernelConfig) -> io::Result<()> {
+        // Else the kernel waits for each write before it makes the next.
+        config
+            .add_capabilities(InitFlags::FUSE_ASYNC_DIO)
+            .map_err(|_| io::ErrorKind::Unsupported)?;
+        Ok(())
+    }
+
+    fn lookup(&self, _: &Request, _: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        match name == NAME {
+            true => reply.entry(&Duration::ZERO, &attributes(FILE), Generation(0)),
+            false => reply.error(Errno::ENOENT),
+        }
+    }
+
+    fn getattr(&self, _: &Request, ino: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
+        reply.attr(&Duration::ZERO, &attributes(ino));
+    }
+
+    fn read(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        offset: u64,
+        size: u32,
+        _: OpenFlags,
+        _: Option<LockOwner>,
+        reply: ReplyData,
+    ) {
+        let bytes = self.bytes.lock();
+        let end = SIZE.min(offset as usize + size as usize);
+        reply.data(bytes.get(offset as usize..end).unwrap_or_default());
+    }
+
+    fn write(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        offset: u64,
+        data: &[u8],
+        _: WriteFlags,
+        _: OpenFlags,
+        _: Option<LockOwner>,
+        reply: ReplyWrite,
+    ) {
+        let (held, landed) = (self.orders.join("held"), self.orders.join("landed"));
+        if std::fs::rename(self.orders.join("hold"), &held).is_err() {
+            return write(&self.bytes, offset, data, reply);
+        }
+        let (bytes, data) = (Arc::clone(&self.bytes), data.to_vec());
+        std::thread::spawn(move || {
+            while held.exists() {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            write(&bytes, offset, &data, reply);
+            std::fs::write(landed, "").unwrap();
+        });
+    }
+
+    fn fsync(&self, _: &Request, _: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
+        reply.ok();
+    }
+}
+
+/// The daemon, if this process was started to be it; then it ends here.
+pub fn be_the_daemon() {
+    let Some(path) = std::env::var_os(MOUNT_AT) else { return };
+    let path = PathBuf::from(path);
+    let bytes = Arc::new(Mutex::new(vec![0; SIZE]));
+    let late = Late { bytes, orders: path.with_file_name("orders") };
+    let outcome = Session::new(late, &path, &Config::default()).and_then(Session::run);
+    std::process::exit(i32::from(outcome.is_err()));
+}
+
+/// Such a device.
+pub struct LateDevice {
+    daemon: Child,
+    directory: tempfile::TempDir,
+    device: PathBuf,
+}
+
+impl LateDevice {
+    /// Makes it; nothing where the machine has not what it takes. `test` is the full name of a test
+    /// of the same program that calls [`be_the_daemon`].
+    ///
+    /// # Panics
+    /// If the daemon does not begin.
+    #[must_use]
+    pub fn new(test: &str) -> Option<Self> {
+        let has = |path: &str| Path::new(path).exists();
+        let is_root = rustix::process::geteuid().is_root();
+        if !is_root || !has("/dev/fuse") || !has("/dev/loop-control") {
+            eprintln!("skipped: it takes root, /dev/fuse and a loop device");
+            return None;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let mount = directory.path().join("mount");
+        std::fs::create_dir(&mount).unwrap();
+        std::fs::create_dir(directory.path().join("orders")).unwrap();
+        let daemon = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", test, "--nocapture", "--test-threads=1"])
+            .env(MOUNT_AT, &mount)
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut late = Self { daemon, directory, device: PathBuf::new() };
+        let file = mount.join(NAME);
+        wait_for("the daemon's file", || file.exists());
+        let arguments = ["--find", "--show", "--direct-io=on"];
+        let output = Command::new("losetup").args(arguments).arg(&file).output().ok()?;
+        late.device = String::from_utf8_lossy(&output.stdout).trim().into();
+        let name = late.device.file_name()?.to_string_lossy().into_owned();
+        let direct = std::fs::read_to_string(format!("/sys/block/{name}/loop/dio")).ok()?;
+        if direct.trim() != "1" {
+            eprintln!("skipped: it takes a loop device that goes past the page cache");
+            return None;
+        }
+        Some(late)
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.device
+    }
+
+    fn order(&self, name: &str) -> PathBuf {
+        self.directory.path().join("orders").join(name)
+    }
+
+    /// The next write is held back.
+    ///
+    /// # Panics
+    /// If it can not be said.
+    pub fn hold_next(&self) {
+        std::fs::write(self.order("hold"), "").unwrap();
+    }
+
+    /// Waits until a write is held back.
+    ///
+    /// # Panics
+    /// If none is.
+    pub fn until_held(&self) {
+        wait_for("a write", || self.order("held").exists());
+    }
+
+    /// Has it arrive, and waits until it has.
+    ///
+    /// # Panics
+    /// If it does not.
+    pub fn release(&self) {
+        std::fs::remove_file(self.order("held")).unwrap();
+        wait_for("the write's end", || self.order("landed").exists());
+    }
+}
+
+fn wait_for(what: &str, is: impl Fn() -> bool) {
+    let until = Instant::now() + PATIENCE;
+    while !is() {
+        assert!(Instant::now() < until, "{what} does not come to pass");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+impl Drop for LateDevice {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(self.order("held"));
+        if !self.device.as_os_str().is_empty() {
+            let _ = Command::new("losetup").arg("-d").arg(&self.device).status();
+        }
+        let mount = self.directory.path().join("mount");
+        let _ = rustix::mount::unmount(mount, rustix::mount::UnmountFlags::DETACH);
+        let _ = self.daemon.kill();
+        let _ = self.daemon.wait();
+    }
+}
