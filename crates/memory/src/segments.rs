@@ -129,6 +129,11 @@ impl Segments {
     pub(crate) fn start(&mut self, view: &View, write: bool) {
         self.list.clear();
         self.total = 0;
+        self.hold(view, write);
+    }
+
+    #[inline(always)]
+    fn hold(&mut self, view: &View, write: bool) {
         self.writable = write;
         if !matches!(&self.keep, Keep::View(kept) if kept.is(view)) {
             self.keep = Keep::View(view.clone());
@@ -157,9 +162,15 @@ impl Segments {
     #[inline(always)]
     pub(crate) fn set_whole(&mut self, view: &View, iova: u64, len: usize, write: bool) -> bool {
         let Some(ptr) = view.translate_again(iova, len, write) else { return false };
-        self.start(view, write);
-        self.list.push(Segment { ptr, len });
+        self.hold(view, write);
         self.total = len;
+        // The place of what was there before, which is less to do than to begin with none.
+        if let Some(first) = self.list.first_mut() {
+            *first = Segment { ptr, len };
+            self.list.truncate(1);
+        } else {
+            self.list.push(Segment { ptr, len });
+        }
         true
     }
 

@@ -123,7 +123,7 @@ impl PeerEvent {
     fn signal_here(&self, began: Instant) {
         self.account.count(began, || {
             if notifier::is_available() {
-                notifier::notify(self.fd.as_fd(), self.id);
+                notifier::notify(self.fd.as_fd(), &self.id);
             } else {
                 raise(self.fd.as_fd());
             }

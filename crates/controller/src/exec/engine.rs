@@ -475,7 +475,6 @@ impl Engine {
         if !SLOW && sqe.flags != 0 {
             return self.slow_transfer(op, sqe, sq, permit);
         }
-        let tag = self.in_flight.next_tag();
         let index = (sqe.nsid as usize).wrapping_sub(1);
         let Some(namespace) = self.namespaces.get_mut(index) else {
             return Started::Failed(permit, Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr());
@@ -503,14 +502,15 @@ impl Engine {
             self.touch(places);
             return self.force(index, request, (kind, pieces), sqe, sq, permit);
         }
+        let tag = self.in_flight.next_tag();
         let submitted = namespace.queue.submit(tag, &request, &mut self.scratch);
         if SLOW {
             self.touch(places);
         }
         match submitted {
             Submitted::Done(Ok(())) => {
-                // The view is kept: the next command comes through the same, most likely.
-                self.scratch.rewind();
+                // Neither the data nor the view are let go of: the next command has its data in
+                // the same place of the list, and comes through the same view, most likely.
                 self.count(kind);
                 if SLOW { self.long_done(request.len, permit) } else { Started::Done(permit) }
             }
@@ -744,6 +744,7 @@ impl Engine {
         permit: Permit,
     ) -> Started {
         let tag = self.in_flight.next_tag();
+        self.scratch.rewind();
         match self.namespaces[index].queue.submit(tag, request, &mut self.scratch) {
             Submitted::Done(Ok(())) => {
                 self.count(kind);

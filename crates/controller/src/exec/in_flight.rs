@@ -116,6 +116,10 @@ impl InFlight {
 #[derive(Debug, Default)]
 pub(super) struct InFlightTable {
     entries: Vec<Option<InFlight>>,
+    /// The entry that is taken next: a free one, or the one after the last. Known before it is
+    /// wanted, because most requests end at once and only need a number.
+    next: u32,
+    /// Other free ones.
     free: Vec<u32>,
     /// Entries that were under way and have ended.
     ended: u64,
@@ -128,7 +132,12 @@ impl InFlightTable {
     /// How many entries are under way.
     #[inline]
     pub(super) fn len(&self) -> usize {
-        self.entries.len() - self.free.len()
+        self.entries.len() - self.free.len() - usize::from(self.is_there(self.next))
+    }
+
+    /// Whether there is an entry of that number, in use or free.
+    fn is_there(&self, tag: u32) -> bool {
+        (tag as usize) < self.entries.len()
     }
 
     /// Bytes of data that are under way.
@@ -148,32 +157,20 @@ impl InFlightTable {
 
     /// The tag of the next request: of an entry that is free.
     #[inline]
-    pub(super) fn next_tag(&mut self) -> u32 {
-        match self.free.last() {
-            Some(tag) => *tag,
-            None => self.grow(),
-        }
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn grow(&mut self) -> u32 {
-        let tag = self.entries.len() as u32;
-        self.entries.push(None);
-        self.free.push(tag);
-        tag
+    pub(super) fn next_tag(&self) -> u32 {
+        self.next
     }
 
     /// Puts an entry where `tag`, the [`next_tag`](Self::next_tag), says.
     pub(super) fn insert(&mut self, tag: u32, entry: InFlight) {
-        // `next_tag` left it at the end of the free list.
-        debug_assert_eq!(self.free.last(), Some(&tag));
-        self.free.pop();
+        debug_assert_eq!(self.next, tag);
         self.bytes += entry.kind.bytes();
         self.pieces += entry.pieces;
-        if let Some(place) = self.entries.get_mut(tag as usize) {
-            *place = Some(entry);
+        match self.entries.get_mut(tag as usize) {
+            Some(place) => *place = Some(entry),
+            None => self.entries.push(Some(entry)),
         }
+        self.next = self.free.pop().unwrap_or(self.entries.len() as u32);
     }
 
     pub(super) fn get_mut(&mut self, tag: u32) -> Option<&mut InFlight> {
@@ -182,7 +179,10 @@ impl InFlightTable {
 
     pub(super) fn remove(&mut self, tag: u32) -> Option<InFlight> {
         let entry = self.entries.get_mut(tag as usize)?.take()?;
-        self.free.push(tag);
+        let next = std::mem::replace(&mut self.next, tag);
+        if self.is_there(next) {
+            self.free.push(next);
+        }
         self.bytes -= entry.kind.bytes();
         self.pieces -= entry.pieces;
         self.ended = self.ended.wrapping_add(1);

@@ -24,19 +24,15 @@ pub(super) fn negotiate<F: Future>(
     let mut over: Option<Step> = None;
     let mut place = None;
     loop {
-        let sent = match rustix::net::send(&*socket, &out, SendFlags::NOSIGNAL) {
-            Ok(sent) => sent,
-            Err(Errno::INTR) => continue,
-            Err(Errno::AGAIN) => {
-                socket.block(io)?;
-                0
-            }
-            // A client that only looks whether there is a server does not wait for the answer.
-            Err(Errno::PIPE | Errno::CONNRESET) => return Ok(None),
-            Err(errno) => return Err(ConnectionError::Socket(errno)),
-        };
-        out.drain(..sent.min(out.len()));
         if !out.is_empty() && !socket.blocked {
+            match rustix::net::send(&*socket, &out, SendFlags::NOSIGNAL) {
+                Ok(sent) => drop(out.drain(..sent.min(out.len()))),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => socket.block(io)?,
+                // A client that only looks whether there is a server does not wait for the answer.
+                Err(Errno::PIPE | Errno::CONNRESET) => return Ok(None),
+                Err(errno) => return Err(ConnectionError::Socket(errno)),
+            }
             continue;
         }
         if out.is_empty() {

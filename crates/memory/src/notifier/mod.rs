@@ -28,8 +28,8 @@ pub(crate) fn is_available() -> bool {
 }
 
 /// Signals an eventfd, whoever has it. Does nothing if it is none, or if this
-/// [is not available](is_available). `id` must never be that of another one.
-pub(crate) fn notify(event: BorrowedFd<'_>, id: Id) {
+/// [is not available](is_available). `id` is that of this eventfd and of no other.
+pub(crate) fn notify(event: BorrowedFd<'_>, id: &Id) {
     if !ring::is_available() || !ring::notify(event, id) {
         aio::notify(event);
     }

@@ -1,6 +1,6 @@
 //! Signalling by io_uring: the eventfd of a ring is signalled when something completes there.
 
-use super::id::Id;
+use super::id::{Id, Known};
 use io_uring::{IoUring, Probe, opcode};
 use std::cell::RefCell;
 use std::io;
@@ -38,7 +38,7 @@ struct Ring {
     ring: IoUring,
     /// What it signals when something completes. Its descriptor may have been closed since: what
     /// the ring has is the count.
-    event: Option<Id>,
+    event: Option<Known>,
 }
 
 pub(super) fn is_available() -> bool {
@@ -46,14 +46,14 @@ pub(super) fn is_available() -> bool {
 }
 
 /// Whether it was done, or is not to be done at all because the descriptor is no eventfd.
-pub(super) fn notify(event: BorrowedFd<'_>, id: Id) -> bool {
+pub(super) fn notify(event: BorrowedFd<'_>, id: &Id) -> bool {
     // Not in a thread that ends, whose rings may be gone.
     RINGS.try_with(|rings| rings.borrow_mut().notify(event, id)).unwrap_or(false)
 }
 
 impl Rings {
-    fn notify(&mut self, event: BorrowedFd<'_>, id: Id) -> bool {
-        let known = self.rings.iter().position(|ring| ring.event == Some(id));
+    fn notify(&mut self, event: BorrowedFd<'_>, id: &Id) -> bool {
+        let known = self.rings.iter().position(|ring| ring.has(id));
         let Some(at) = known.or_else(|| self.other()) else { return false };
         let Some(ring) = self.rings.get_mut(at) else { return false };
         // What it was to do it must not do later, for another eventfd.
@@ -63,8 +63,12 @@ impl Rings {
         })
     }
 
-    /// One whose eventfd is to be changed: a new one while there are few.
+    /// One whose eventfd is to be changed: one that serves nobody any more, so that clients that
+    /// come and go leave nothing behind, or else a new one while there are few.
     fn other(&mut self) -> Option<usize> {
+        if let Some(at) = self.rings.iter().position(Ring::is_idle) {
+            return Some(at);
+        }
         if self.rings.len() < RINGS_OF_A_THREAD
             && let Ok(ring) = Ring::new()
         {
@@ -81,19 +85,28 @@ impl Ring {
         Ok(Self { ring: IoUring::new(ENTRIES)?, event: None })
     }
 
+    fn has(&self, id: &Id) -> bool {
+        self.event.as_ref().is_some_and(|event| event.is(id))
+    }
+
+    /// Whether what it signals is gone.
+    fn is_idle(&self) -> bool {
+        self.event.as_ref().is_none_or(Known::is_gone)
+    }
+
     /// False if the kernel has no memory to take note of the eventfd.
     ///
     /// # Errors
     /// The ring is of no use any more.
-    fn notify(&mut self, event: BorrowedFd<'_>, id: Id) -> io::Result<bool> {
-        if self.event != Some(id) {
+    fn notify(&mut self, event: BorrowedFd<'_>, id: &Id) -> io::Result<bool> {
+        if !self.has(id) {
             if self.event.take().is_some() {
                 self.ring.submitter().unregister_eventfd()?;
             }
             if let Err(error) = self.ring.submitter().register_eventfd(event.as_raw_fd()) {
                 return Ok(error.kind() != io::ErrorKind::OutOfMemory);
             }
-            self.event = Some(id);
+            self.event = Some(id.known());
         }
         self.complete_one()?;
         Ok(true)
@@ -133,17 +146,17 @@ mod tests {
         let ids = [0, 1, 2, 3].map(|_| Id::new());
         rustix::io::write(&events[2], &(u64::MAX - 1).to_ne_bytes()).unwrap();
         for turn in 0..100 {
-            assert!(notify(events[0].as_fd(), ids[0]));
-            assert!(notify(events[0].as_fd(), ids[0]));
+            assert!(notify(events[0].as_fd(), &ids[0]));
+            assert!(notify(events[0].as_fd(), &ids[0]));
             if turn % 2 == 0 {
-                assert!(notify(events[1].as_fd(), ids[1]));
+                assert!(notify(events[1].as_fd(), &ids[1]));
             }
-            assert!(notify(events[2].as_fd(), ids[2]));
+            assert!(notify(events[2].as_fd(), &ids[2]));
             if turn % 4 == 0 {
-                others.iter().for_each(|(fd, id)| assert!(notify(fd.as_fd(), *id)));
+                others.iter().for_each(|(fd, id)| assert!(notify(fd.as_fd(), id)));
             }
             // What is no eventfd is passed over.
-            assert!(notify(std::io::stderr().as_fd(), ids[3]));
+            assert!(notify(std::io::stderr().as_fd(), &ids[3]));
         }
         let count = |event: &OwnedFd| {
             let mut count = [0; 8];
@@ -154,5 +167,22 @@ mod tests {
         assert!(count(&events[2]) >= u64::MAX - 1);
         assert!(others.iter().all(|(fd, _)| count(fd) == 25));
         assert_eq!(RINGS.with_borrow(|rings| rings.rings.len()), RINGS_OF_A_THREAD);
+    }
+
+    #[test]
+    fn clients_that_come_and_go_leave_no_ring_behind() {
+        if !is_available() {
+            return;
+        }
+        for _ in 0..10 {
+            for _ in 0..4 {
+                let client =
+                    [(); 3].map(|()| (eventfd(0, EventfdFlags::CLOEXEC).unwrap(), Id::new()));
+                for (fd, id) in &client {
+                    assert!(notify(fd.as_fd(), id));
+                }
+            }
+            assert_eq!(RINGS.with_borrow(|rings| rings.rings.len()), 3);
+        }
     }
 }
