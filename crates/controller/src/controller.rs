@@ -566,7 +566,7 @@ impl Controller {
     /// all of its threads, and of whose requests none can reach the disk or the host's memory any
     /// more. This controller was made by [`successor`](Self::successor) and is recorded itself.
     /// It is at rest until [`resume`](Self::resume): the new record is complete, and the old one
-    /// not needed any more.
+    /// not needed any more. Then its host is to be [interrupted](Self::announce_recovery).
     ///
     /// Commands that were under way are carried out again. How many that are. One with which three
     /// processes have died by a fault, one after the other, is completed with an Internal Error
@@ -581,6 +581,13 @@ impl Controller {
         death: Death,
     ) -> Result<usize, RestoreError> {
         self.0.recover(saved, fds, death)
+    }
+
+    /// Raises each interrupt vector once of a controller that [goes on](Self::recover): what the
+    /// process before has announced is not known. To be called after [`resume`](Self::resume),
+    /// when everything is served: it takes some microseconds for each vector.
+    pub fn announce_recovery(&self, saved: &SavedController) {
+        self.0.announce(saved);
     }
 
     /// The most notices of workers that have waited for the control plane at a time, since this was

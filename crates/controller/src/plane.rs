@@ -160,12 +160,11 @@ impl ControllerInner {
         abort_point(AbortPoint::QueuesRecovered);
         self.note_change();
         self.release(plane, deferred);
-        self.announce(saved);
         Ok(replays)
     }
 
     /// What a process before has announced is not known: each vector is raised once more.
-    fn announce(&self, saved: &SavedController) {
+    pub(crate) fn announce(&self, saved: &SavedController) {
         let cqs = saved.parts.iter().flat_map(|part| &part.cqs).filter_map(|cq| cq.vector);
         let of_admin = saved.admin.as_ref().map(|_| 0);
         let mut vectors: Vec<_> =

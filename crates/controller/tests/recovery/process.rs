@@ -127,6 +127,7 @@ fn worker() {
         let replays = controller.recover(&saved, fds, death).unwrap();
         recorder.say("taken", &replays, Descriptors::default());
         controller.resume();
+        controller.announce_recovery(&saved);
     } else {
         controller = Controller::new(config, pool, carrier).unwrap();
         controller.map_dma(BASE, MEMORY, &memory).unwrap();

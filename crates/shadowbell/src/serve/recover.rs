@@ -93,7 +93,7 @@ pub(super) fn recover(
         let Recovered { saved, mut fds, changing } = recovered;
         let recovered = served.controller.recover(&saved, &mut fds, death);
         again += recovered.with_context(|| served.name.clone())?;
-        announced.push(changing);
+        announced.push((saved, changing));
     }
     phases.ended("queues");
     // Everything is at rest, and the keeper holds all of it.
@@ -102,7 +102,7 @@ pub(super) fn recover(
     link.say(to_keeper::TAKEN, "");
     abort_point(AbortPoint::Taken);
     phases.ended("the keeper told");
-    for (served, changing) in server.controllers().iter().zip(announced) {
+    for (served, (_, changing)) in server.controllers().iter().zip(&announced) {
         served.controller.resume();
         changing.iter().for_each(|nsid| served.controller.announce_namespace(*nsid));
     }
@@ -110,6 +110,10 @@ pub(super) fn recover(
     server.serve(reactor, ended)?;
     phases.ended("sockets served");
     let took = began.elapsed().as_micros();
+    for (served, (saved, _)) in server.controllers().iter().zip(&announced) {
+        served.controller.announce_recovery(saved);
+    }
+    phases.ended("interrupts");
     begin_trace(&server, config);
     info!(
         "goes on for the process that has died: controllers: {}, commands that were under way: \

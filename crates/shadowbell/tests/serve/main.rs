@@ -21,6 +21,7 @@ mod metrics;
 mod namespaces;
 mod output;
 mod recover;
+mod restore;
 mod stacked;
 mod stalling;
 mod steps;
