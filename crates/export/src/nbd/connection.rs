@@ -32,7 +32,7 @@ const SLOTS: usize = 128;
 /// Bytes of their data; one request is always taken.
 const MAX_HELD: usize = 8 << 20;
 /// A read is carried out in pieces of so many bytes.
-const PIECE: u32 = 2 << 20;
+const PIECE: u32 = 256 << 10;
 /// Memory for data that is kept from one request to the next, per slot and in all.
 const KEEP: usize = 256 << 10;
 const KEEP_ALL: usize = 4 << 20;
