@@ -31,8 +31,11 @@ use std::time::Instant;
 const SLOTS: usize = 128;
 /// Bytes of their data; one request is always taken.
 const MAX_HELD: usize = 8 << 20;
-/// A read is carried out in pieces of so many bytes.
-const PIECE: u32 = 2 << 20;
+/// A read is carried out in pieces of so many bytes: with larger ones the other clients wait longer,
+/// and long reads are no faster.
+const PIECE: u32 = 256 << 10;
+/// A read that must not be answered in pieces is carried out in one if it is no longer than this.
+const WHOLE: u32 = 1 << 20;
 /// Memory for data that is kept from one request to the next, per slot and in all.
 const KEEP: usize = 256 << 10;
 const KEEP_ALL: usize = 4 << 20;
@@ -57,6 +60,11 @@ struct Pending {
     is_whole: bool,
 }
 
+/// The longest piece of a read of `len` bytes.
+fn longest_piece(len: u32, is_whole: bool) -> u32 {
+    if is_whole && len <= WHOLE { WHOLE } else { PIECE }
+}
+
 impl Pending {
     /// The piece of a read that comes next; or the whole of what is no read.
     fn piece(&self) -> Option<Checked> {
@@ -65,13 +73,14 @@ impl Pending {
             return Some(whole);
         }
         let (offset, len) = (whole.offset + u64::from(self.done), whole.len - self.done);
-        Some(Checked { offset, len: len.min(PIECE), ..whole })
+        let longest = longest_piece(whole.len, self.is_whole);
+        Some(Checked { offset, len: len.min(longest), ..whole })
     }
 
     /// Whether more of a read follows the present piece.
     fn has_more(&self) -> bool {
         let read = self.checked.filter(|checked| checked.action == Action::Read);
-        read.is_some_and(|read| read.len - self.done > PIECE)
+        read.is_some_and(|read| read.len - self.done > longest_piece(read.len, self.is_whole))
     }
 }
 
@@ -259,12 +268,12 @@ impl<F: Future<Output = Completed>> Connection<F> {
                     "the client sent a write of {len} bytes"
                 )));
             }
+            let is_whole = !self.agreed.structured || request.flags & flag::DF != 0;
             let needs = match request.command {
-                command::READ => request.len.min(PIECE) as usize,
+                command::READ => request.len.min(longest_piece(request.len, is_whole)) as usize,
                 _ => request.payload() as usize,
             };
-            let is_whole = !self.agreed.structured || request.flags & flag::DF != 0;
-            let is_long = request.command == command::READ && request.len > PIECE;
+            let is_long = request.command == command::READ && request.len > WHOLE;
             if is_whole && is_long && self.io.tasks().reserved() > 0 {
                 self.stalled = Some(request);
                 return Ok(());

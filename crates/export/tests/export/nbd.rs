@@ -284,8 +284,9 @@ fn a_client_that_takes_no_answers_is_not_read_from() {
     let rig = Rig::new(1 << 17, &shadowbell_block::BlockOptions::default());
     let mut client = rig.client();
     const REQUESTS: u64 = 300;
+    const LEN: u32 = 256 << 10;
     for _ in 0..REQUESTS {
-        client.ask(command::READ, 0, 0, 1 << 20, b"");
+        client.ask(command::READ, 0, 0, LEN, b"");
     }
     // Wait until nothing happens any more.
     let mut seen = 0;
@@ -302,7 +303,7 @@ fn a_client_that_takes_no_answers_is_not_read_from() {
     assert!(bytes <= 10 << 20, "{} MiB are held for one client", bytes >> 20);
     rig.goes_on();
     for _ in 0..REQUESTS {
-        assert_eq!(client.reply().data.len(), 1 << 20);
+        assert_eq!(client.reply().data.len(), LEN as usize);
     }
     rig.end();
 }
