@@ -113,9 +113,9 @@ pub enum CommandStep {
     End,
 }
 
-/// Ends this process by SIGABRT, as a fault would, whenever the command for a certain block comes to a certain step:
-/// `SHADOWBELL_ABORT_COMMAND` is `start:LBA` or `end:LBA`, or several of them with commas. Without
-/// the feature `abort-points`, and in an optimised build, it does nothing.
+/// Ends this process by SIGABRT, as a fault would, whenever the command for a certain block comes
+/// to a certain step: `SHADOWBELL_ABORT_COMMAND` is `start:LBA` or `end:LBA`, or several of them
+/// with commas. Without the feature `abort-points`, and in an optimised build, it does nothing.
 #[inline]
 pub fn abort_command(step: CommandStep, lba: u64) {
     #[cfg(all(feature = "abort-points", debug_assertions))]

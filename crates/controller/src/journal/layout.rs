@@ -63,8 +63,8 @@ pub(super) fn unpack(found: u64, generation: u64, death: Death) -> Option<(u16, 
     Some((sqid, count, (deaths + u8::from(counts)).min(MOST_DEATHS)))
 }
 
-/// The command of a queue that is being started, or that waits for that, and how many processes have
-/// died with it already.
+/// The command of a queue that is being started, or that waits for that, and how many processes
+/// have died with it already.
 pub(super) fn pack_trying(count: u32, deaths: u8, waits: bool) -> u64 {
     let waits = if waits { WAITS } else { 0 };
     VALID | waits | u64::from(deaths.min(MOST_DEATHS)) << 32 | u64::from(count)

@@ -37,9 +37,9 @@
 //!
 //! A command may be what the process dies of. A record says how many processes have died that had
 //! the command in hand. Of a command that is not recorded it is known only that it was one of the
-//! burst that begins at the stored position. So after a fault the next process fetches those one at a
-//! time, and [says](JournalPart::store_trying) which one before it starts it. What is made of that
-//! is in `worker::recovery`.
+//! burst that begins at the stored position. So after a fault the next process fetches those one at
+//! a time, and [says](JournalPart::store_trying) which one before it starts it. What is made of
+//! that is in `worker::recovery`.
 
 mod layout;
 mod position;

@@ -1,9 +1,9 @@
 //! Commands that were under way in a process that is dead, and those of which it may have died.
 //!
-//! Those that are recorded are carried out again, all at once. If the next process dies as well, one
-//! of them may be the reason; then they are carried out one at a time ([`Turn`]). Those that are not
-//! recorded are fetched again: the first burst of each queue one at a time, and of each it is
-//! written down that it is being started. The command with which a third process dies is completed
+//! Those that are recorded are carried out again, all at once. If the next process dies as well,
+//! one of them may be the reason; then they are carried out one at a time ([`Turn`]). Those that
+//! are not recorded are fetched again: the first burst of each queue one at a time, and of each it
+//! is written down that it is being started. The command with which a third process dies is completed
 //! with an error and not carried out again, and no other one is blamed.
 //!
 //! Only a death by a fault counts ([`Death`](crate::Death)). Who kills processes three times in a

@@ -31,8 +31,8 @@ use std::time::Instant;
 const SLOTS: usize = 128;
 /// Bytes of their data; one request is always taken.
 const MAX_HELD: usize = 8 << 20;
-/// A read is carried out in pieces of so many bytes: with larger ones the other clients wait longer,
-/// and long reads are no faster.
+/// A read is carried out in pieces of so many bytes: with larger ones the other clients wait
+/// longer, and long reads are no faster.
 const PIECE: u32 = 256 << 10;
 /// A read that must not be answered in pieces is carried out in one if it is no longer than this.
 const WHOLE: u32 = 1 << 20;
