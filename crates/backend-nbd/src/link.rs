@@ -9,7 +9,7 @@ use crate::shared::Shared;
 use crate::stream::Stream;
 use crate::user::{Ended, User};
 use rustix::io::Errno;
-use shadowbell_backend::DiskError;
+use shadowbell_backend::{DiskError, Lists};
 use shadowbell_nbd::wire::{self, command};
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -17,6 +17,9 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use tracing::warn;
+
+/// The list of parts that wait.
+const WAITING: u32 = 0;
 
 /// Requests that the server has at once, and bytes of data that they have.
 const WINDOW: usize = 256;
@@ -64,7 +67,7 @@ pub(crate) struct Link {
     connection: Option<Connection>,
     parts: Parts,
     /// Those that were not sent, in order.
-    waiting: VecDeque<u32>,
+    waiting: Lists,
     /// What the server has, and how many bytes of data.
     in_flight: usize,
     bytes: usize,
@@ -145,35 +148,36 @@ impl Link {
     /// Adds a part, to be sent by [`pump`](Self::pump).
     pub(crate) fn push(&mut self, part: Part) {
         let slot = self.parts.insert(part);
-        self.waiting.push_back(slot);
+        self.waiting.push_back(WAITING, slot);
     }
 
     /// Adds a flush of the disk's own, before everything else.
     pub(crate) fn push_flush(&mut self) {
         let slot = self.parts.insert(Part::new(command::FLUSH, 0, 0, 0, Vec::new()));
-        self.waiting.push_front(slot);
+        self.waiting.push_front(WAITING, slot);
     }
 
     /// Takes back what of a queue's request can be taken back: what was not sent, and reads, whose
     /// answers are not looked at then. How many parts these are, and of how many bytes.
     pub(crate) fn cancel(&mut self, user: u32, task: u32) -> (u32, u64) {
-        let is = |part: &Part| {
-            part.owner.is_some_and(|owner| owner.user == user && owner.task == task)
+        let mut sum = (0, 0);
+        for slot in self.parts.of(user, task) {
+            if let Some(part) = self.parts.get(slot)
                 && (!part.is_sent || part.is_read())
-        };
-        let slots = self.parts.all(is);
-        let bytes = slots.iter().filter_map(|slot| self.parts.get(*slot)).map(|p| u64::from(p.len));
-        let sum = (slots.len() as u32, bytes.sum());
-        slots.into_iter().for_each(|slot| self.drop_part(slot));
+            {
+                sum = (sum.0 + 1, sum.1 + u64::from(part.len));
+                self.drop_part(slot);
+            }
+        }
         sum
     }
 
     /// Forgets a part, as far as the server does not have it.
     fn drop_part(&mut self, slot: u32) {
         match self.parts.get_mut(slot) {
-            Some(part) if part.is_sent => part.owner = None,
+            Some(part) if part.is_sent => self.parts.disown(slot),
             _ => {
-                self.waiting.retain(|other| *other != slot);
+                self.waiting.remove(slot);
                 if let Some(part) = self.parts.remove(slot) {
                     self.give_back(part.data);
                 }
@@ -216,9 +220,9 @@ impl Link {
         if self.connection.is_none() || shared.is_recovering() {
             return Ok(());
         }
-        while let Some(&slot) = self.waiting.front() {
+        while let Some(slot) = self.waiting.first(WAITING) {
             let Some(part) = self.parts.get_mut(slot) else {
-                self.waiting.pop_front();
+                self.waiting.remove(slot);
                 continue;
             };
             let cost = part.cost();
@@ -236,7 +240,7 @@ impl Link {
                 }
             }
             part.is_sent = true;
-            self.waiting.pop_front();
+            self.waiting.remove(slot);
             self.in_flight += 1;
             self.bytes += cost;
             let request = self.parts.request(slot).map(|request| request.encode());
@@ -367,7 +371,7 @@ impl Link {
         if let Some(part) = self.parts.get_mut(slot) {
             part.number = number;
         }
-        self.waiting.push_front(slot);
+        self.waiting.push_front(WAITING, slot);
     }
 
     fn finish(&mut self, part: Part, error: u32, shared: &Shared, own: &mut Option<Own<'_>>) {
@@ -433,8 +437,8 @@ impl Link {
         let sent = self.parts.all(|part| part.is_sent);
         warn!("{}: {loss}; {} requests wait for the next connection", shared.name, sent.len());
         (self.in_flight, self.bytes) = (0, 0);
-        let mut waiting = VecDeque::new();
-        for slot in sent {
+        // In front of what waits, so the last one first.
+        for slot in sent.into_iter().rev() {
             let Some(part) = self.parts.get_mut(slot) else { continue };
             part.breaks += u32::from(is_broken);
             let is_own_flush = part.command == command::FLUSH && part.owner.is_none();
@@ -455,11 +459,9 @@ impl Link {
                 part.is_sent = false;
                 part.error = None;
                 part.covered.clear();
-                waiting.push_back(slot);
+                self.waiting.push_front(WAITING, slot);
             }
         }
-        waiting.append(&mut self.waiting);
-        self.waiting = waiting;
         shared.lost();
     }
 }

@@ -1,6 +1,7 @@
 //! Requests to the server, each a part of a request to the disk, and their places in a table.
 
 use crate::coverage::Coverage;
+use shadowbell_backend::Lists;
 use shadowbell_nbd::wire::{self, command};
 use std::collections::VecDeque;
 
@@ -79,20 +80,29 @@ pub(crate) struct Parts {
     places: Vec<(u32, Option<Part>)>,
     free: Vec<u32>,
     next: u64,
+    /// By user: the places of its parts, a list for each of its tasks.
+    owned: Vec<Lists>,
 }
 
 impl Parts {
     pub(crate) fn insert(&mut self, mut part: Part) -> u32 {
         part.number = self.next;
         self.next += 1;
-        if let Some(slot) = self.free.pop()
-            && let Some(place) = self.places.get_mut(slot as usize)
-        {
-            place.1 = Some(part);
-            return slot;
+        let owner = part.owner;
+        let slot = self.free.pop().unwrap_or(self.places.len() as u32);
+        match self.places.get_mut(slot as usize) {
+            Some(place) => place.1 = Some(part),
+            None => self.places.push((0, Some(part))),
         }
-        self.places.push((0, Some(part)));
-        (self.places.len() - 1) as u32
+        if let Some(Owner { user, task, .. }) = owner {
+            if user as usize >= self.owned.len() {
+                self.owned.resize_with(user as usize + 1, Lists::default);
+            }
+            if let Some(lists) = self.owned.get_mut(user as usize) {
+                lists.push_back(task, slot);
+            }
+        }
+        slot
     }
 
     pub(crate) fn get(&self, slot: u32) -> Option<&Part> {
@@ -108,7 +118,25 @@ impl Parts {
         let part = place.take()?;
         *uses = uses.wrapping_add(1);
         self.free.push(slot);
+        self.forget(part.owner, slot);
         Some(part)
+    }
+
+    /// Nobody wants this part any more.
+    pub(crate) fn disown(&mut self, slot: u32) {
+        let owner = self.get_mut(slot).and_then(|part| part.owner.take());
+        self.forget(owner, slot);
+    }
+
+    fn forget(&mut self, owner: Option<Owner>, slot: u32) {
+        if let Some(lists) = owner.and_then(|owner| self.owned.get_mut(owner.user as usize)) {
+            lists.remove(slot);
+        }
+    }
+
+    /// The places of the parts of a user's task.
+    pub(crate) fn of(&self, user: u32, task: u32) -> Vec<u32> {
+        self.owned.get(user as usize).map_or_else(Vec::new, |lists| lists.iter(task).collect())
     }
 
     /// The part's request as it is sent.

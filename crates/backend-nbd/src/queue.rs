@@ -6,9 +6,8 @@ use crate::part::{Owner, Part};
 use crate::task::Task;
 use crate::user::{Ended, User};
 use parking_lot::Mutex;
-use shadowbell_backend::{Bounds, DiskError, DiskInfo, Op, Queue, Request, Submitted};
+use shadowbell_backend::{Bounds, DiskError, DiskInfo, Op, Queue, Request, Submitted, Tasks};
 use shadowbell_memory::Segments;
-use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -27,12 +26,8 @@ pub(crate) struct NbdQueue {
     number: u32,
     bounds: Bounds,
     reads_zeroes: bool,
-    tasks: Vec<Option<Task>>,
-    free: Vec<u32>,
-    /// Tasks of which more can begin, in the order in which they came.
-    waiting: VecDeque<u32>,
-    /// Tasks that are over.
-    over: Vec<u32>,
+    /// Of those that wait more can begin.
+    tasks: Tasks<Task>,
     /// What the parts hold that have begun.
     bytes: u64,
     parts: u32,
@@ -59,10 +54,7 @@ impl NbdQueue {
             bounds: info.bounds(),
             reads_zeroes: info.discard,
             handle,
-            tasks: Vec::new(),
-            free: Vec::new(),
-            waiting: VecDeque::new(),
-            over: Vec::new(),
+            tasks: Tasks::default(),
             bytes: 0,
             parts: 0,
             ended: Vec::new(),
@@ -71,7 +63,7 @@ impl NbdQueue {
 
     /// Begins what there is room for, sends it, and takes what has ended.
     fn turn(&mut self, receives: bool) {
-        let Self { handle, link, tasks, waiting, over, bytes, parts, ended, number, .. } = self;
+        let Self { handle, link, tasks, bytes, parts, ended, number, .. } = self;
         let hub = &handle.0;
         let Some(link) = hub.links.get(*link) else { return };
         let mut link = link.lock();
@@ -80,28 +72,25 @@ impl NbdQueue {
             for Ended { task: key, at, len, result, data } in ended.drain(..) {
                 *parts = parts.saturating_sub(1);
                 *bytes = bytes.saturating_sub(u64::from(len));
-                if let Some(task) = tasks.get_mut(key as usize).and_then(Option::as_mut) {
+                if let Some(task) = tasks.get_mut(key) {
                     task.ended(at, result, &data);
                     if task.is_over(hub.part) {
-                        over.push(key);
-                    } else if task.next(hub.part).is_some() && !waiting.contains(&key) {
+                        tasks.end(key);
+                    } else if task.next(hub.part).is_some() {
                         // Its flush.
-                        waiting.push_back(key);
+                        tasks.wait(key);
                     }
                 }
                 link.give_back(data);
             }
         }
-        while let Some(&key) = waiting.front() {
-            let Some(task) = tasks.get_mut(key as usize).and_then(Option::as_mut) else {
-                waiting.pop_front();
-                continue;
-            };
+        while let Some(key) = tasks.first_waiting() {
+            let Some(task) = tasks.get_mut(key) else { break };
             let Some(next) = task.next(hub.part) else {
                 if task.is_over(hub.part) {
-                    over.push(key);
+                    tasks.end(key);
                 }
-                waiting.pop_front();
+                tasks.stop_waiting(key);
                 continue;
             };
             if *parts != 0 && (*parts >= PARTS || *bytes + u64::from(next.len) > BUFFERS) {
@@ -123,17 +112,6 @@ impl NbdQueue {
         }
         link.pump(&hub.shared, Some((*number, ended)));
     }
-
-    fn insert(&mut self, task: Task) -> u32 {
-        if let Some(key) = self.free.pop()
-            && let Some(place) = self.tasks.get_mut(key as usize)
-        {
-            *place = Some(task);
-            return key;
-        }
-        self.tasks.push(Some(task));
-        (self.tasks.len() - 1) as u32
-    }
 }
 
 impl Queue for NbdQueue {
@@ -149,18 +127,18 @@ impl Queue for NbdQueue {
         if is_durable && hub.shared.journal.lock().has_lost {
             return Submitted::Done(Err(DiskError::Io(libc::EIO)));
         }
-        let mut task = match Task::new(tag, request, &hub.first, self.reads_zeroes) {
+        let mut task = match Task::new(request, &hub.first, self.reads_zeroes) {
             Ok(task) => task,
             Err(result) => return Submitted::Done(result),
         };
         task.data = data.take();
-        let key = self.insert(task);
-        self.waiting.push_back(key);
+        let key = self.tasks.insert(tag, task);
+        self.tasks.wait(key);
         Submitted::Pending
     }
 
     fn commit(&mut self) {
-        if !self.waiting.is_empty() {
+        if self.tasks.first_waiting().is_some() {
             self.turn(false);
         }
     }
@@ -174,26 +152,19 @@ impl Queue for NbdQueue {
                 break;
             }
         }
-        while let Some(key) = self.over.pop() {
-            let Some(task) = self.tasks.get_mut(key as usize).and_then(Option::take) else {
-                continue;
-            };
-            self.free.push(key);
-            done(task.tag, task.outcome, task.data);
+        while let Some((tag, task)) = self.tasks.take_over() {
+            done(tag, task.outcome, task.data);
         }
     }
 
     fn cancel(&mut self, tag: u32) {
-        let of = |task: &Option<Task>| task.as_ref().is_some_and(|task| task.tag == tag);
-        let Some(key) = self.tasks.iter().position(of) else { return };
+        let Some(key) = self.tasks.find(tag) else { return };
         let hub = &self.handle.0;
-        let (Some(task), Some(link)) =
-            (self.tasks.get_mut(key).and_then(Option::as_mut), hub.links.get(self.link))
-        else {
+        let (Some(task), Some(link)) = (self.tasks.get_mut(key), hub.links.get(self.link)) else {
             return;
         };
         let mut link = link.lock();
-        let (count, bytes) = link.cancel(self.number, key as u32);
+        let (count, bytes) = link.cancel(self.number, key);
         drop(link);
         self.parts = self.parts.saturating_sub(count);
         self.bytes = self.bytes.saturating_sub(bytes);
@@ -203,16 +174,16 @@ impl Queue for NbdQueue {
         }
         task.under_way = task.under_way.saturating_sub(count);
         task.outcome = task.outcome.and(Err(DiskError::Cancelled));
-        self.waiting.retain(|other| *other != key as u32);
-        if task.is_over(hub.part) && !self.over.contains(&(key as u32)) {
-            self.over.push(key as u32);
+        let is_over = task.is_over(hub.part);
+        self.tasks.stop_waiting(key);
+        if is_over && self.tasks.end(key) {
             // It ends in `reap`, to which this leads.
             self.user.signal();
         }
     }
 
     fn pending(&self) -> usize {
-        self.tasks.len() - self.free.len()
+        self.tasks.len()
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {

@@ -27,7 +27,6 @@ enum Action {
 /// A request on its way.
 #[derive(Debug)]
 pub(crate) struct Task {
-    pub(crate) tag: u32,
     action: Action,
     flags: u16,
     offset: u64,
@@ -58,7 +57,6 @@ pub(crate) struct Next {
 impl Task {
     /// A task for a request that was checked, or its result if there is nothing to do.
     pub(crate) fn new(
-        tag: u32,
         request: &Request,
         export: &Export,
         reads_zeroes: bool,
@@ -91,7 +89,6 @@ impl Task {
         };
         let at_once = durable && has(transmission::SEND_FUA);
         Ok(Self {
-            tag,
             action,
             flags: if at_once { flags | flag::FUA } else { flags },
             offset: if action == Action::Flush { 0 } else { request.offset },

@@ -5,10 +5,9 @@ use crate::shared::NvmeDiskShared;
 use crate::task::{Next, Task, outcome};
 use crate::transfers::{QueueTransfers, Transfers};
 use rustix::io::Errno;
-use shadowbell_backend::{Bounds, DiskError, Queue, Request, Submitted};
+use shadowbell_backend::{Bounds, DiskError, Queue, Request, Submitted, Tasks};
 use shadowbell_driver::{Buffer, BufferPool, Completion, QueuePair};
 use shadowbell_memory::{DmaTable, EventFd, Segments};
-use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -43,12 +42,8 @@ pub(crate) struct NvmeQueue {
     dma: DmaShare,
     /// Buffers in the guest's memory that were used, to be made others of.
     used: Vec<Buffer>,
-    tasks: Vec<Option<Task>>,
-    free: Vec<u32>,
-    /// Tasks that have more to submit, in the order in which they came.
-    waiting: VecDeque<u32>,
-    /// Tasks that are over, for the next [`reap`](Queue::reap).
-    over: Vec<u32>,
+    /// Those that wait have more to submit.
+    tasks: Tasks<Task>,
     parts: Box<[Part]>,
     /// The device has gone.
     gone: bool,
@@ -77,30 +72,12 @@ impl NvmeQueue {
             large,
             dma: DmaShare::new(shared.shares.clone()),
             used: Vec::new(),
-            tasks: Vec::new(),
-            free: Vec::new(),
-            waiting: VecDeque::new(),
-            over: Vec::new(),
+            tasks: Tasks::default(),
             gone: false,
             transfers: Transfers::default(),
             published: shared.transfers.join(),
             shared,
         })
-    }
-
-    fn insert(&mut self, task: Task) -> u32 {
-        match self.free.pop() {
-            Some(key) => {
-                if let Some(place) = self.tasks.get_mut(key as usize) {
-                    *place = Some(task);
-                }
-                key
-            }
-            None => {
-                self.tasks.push(Some(task));
-                (self.tasks.len() - 1) as u32
-            }
-        }
     }
 
     /// Submits commands of a task. Whether all of them were; if not, there is no room now.
@@ -109,7 +86,7 @@ impl NvmeQueue {
         let (small, large) = (&*small, &*large);
         let namespace = &shared.namespace;
         let size = namespace.block_size();
-        let Some(task) = tasks.get_mut(key as usize).and_then(Option::as_mut) else { return true };
+        let Some(task) = tasks.get_mut(key) else { return true };
         loop {
             if pair.outstanding() >= pair.capacity() {
                 return task.next() == Next::Nothing;
@@ -162,20 +139,18 @@ impl NvmeQueue {
     }
 
     fn start_waiting(&mut self) {
-        while let Some(key) = self.waiting.front().copied() {
+        while let Some(key) = self.tasks.first_waiting() {
             if !self.start(key) {
                 return;
             }
-            self.waiting.pop_front();
+            self.tasks.stop_waiting(key);
             self.check_over(key);
         }
     }
 
     /// A task that was given up before the SSD had any of it ends without a completion.
     fn check_over(&mut self, key: u32) {
-        let task = self.tasks.get(key as usize).and_then(Option::as_ref);
-        if task.is_some_and(Task::is_over) {
-            self.over.push(key);
+        if self.tasks.get_mut(key).is_some_and(|task| task.is_over()) && self.tasks.end(key) {
             // It ends in `reap`: the event makes the worker call it.
             self.event.signal();
         }
@@ -185,7 +160,7 @@ impl NvmeQueue {
     fn complete(&mut self, completion: Completion) -> Option<u32> {
         let Completion { token, status, buffer, .. } = completion;
         let part = self.parts.get(token.index()).copied()?;
-        let task = self.tasks.get_mut(part.task as usize)?.as_mut()?;
+        let task = self.tasks.get_mut(part.task)?;
         let mut outcome = outcome(status);
         if part.in_place {
             // As many as can be in use at the same time.
@@ -205,9 +180,9 @@ impl NvmeQueue {
 
     /// Hands a task back.
     fn finish(&mut self, key: u32, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
-        let Some(task) = self.tasks.get_mut(key as usize).and_then(Option::take) else { return };
-        self.free.push(key);
-        done(task.tag, task.outcome, task.data);
+        if let Some((tag, task)) = self.tasks.remove(key) {
+            done(tag, task.outcome, task.data);
+        }
     }
 
     /// The device has gone: nothing will be completed any more.
@@ -215,12 +190,11 @@ impl NvmeQueue {
         if !std::mem::replace(&mut self.gone, true) {
             tracing::error!("{}: {why}", self.shared.name);
         }
-        self.waiting.clear();
-        self.over.clear();
-        for (key, task) in self.tasks.iter_mut().enumerate() {
-            if let Some(task) = task {
+        let keys: Vec<u32> = self.tasks.keys().collect();
+        for key in keys {
+            if let Some(task) = self.tasks.get_mut(key) {
                 task.outcome = Err(no_device());
-                self.over.push(key as u32);
+                self.tasks.end(key);
             }
         }
     }
@@ -281,14 +255,14 @@ impl Queue for NvmeQueue {
             return Submitted::Done(Err(no_device()));
         }
         let NvmeDiskShared { namespace, info, .. } = &*self.shared;
-        let mut task = match Task::new(tag, request, namespace, info.volatile_cache) {
+        let mut task = match Task::new(request, namespace, info.volatile_cache) {
             Ok(task) => task,
             Err(result) => return Submitted::Done(result),
         };
         task.data = data.take();
-        let key = self.insert(task);
-        if !self.waiting.is_empty() || !self.start(key) {
-            self.waiting.push_back(key);
+        let key = self.tasks.insert(tag, task);
+        if self.tasks.first_waiting().is_some() || !self.start(key) {
+            self.tasks.wait(key);
         } else {
             self.check_over(key);
         }
@@ -333,22 +307,21 @@ impl Queue for NvmeQueue {
             }
             fence(Ordering::SeqCst);
         }
-        while let Some(key) = self.over.pop() {
-            self.finish(key, done);
+        while let Some((tag, task)) = self.tasks.take_over() {
+            done(tag, task.outcome, task.data);
         }
     }
 
     fn cancel(&mut self, tag: u32) {
-        let of = |task: &Option<Task>| task.as_ref().is_some_and(|task| task.tag == tag);
-        let Some(key) = self.tasks.iter().position(of) else { return };
-        let Some(task) = self.tasks.get_mut(key).and_then(Option::as_mut) else { return };
+        let Some(key) = self.tasks.find(tag) else { return };
+        let Some(task) = self.tasks.get_mut(key) else { return };
         // What the SSD has, it finishes; no more of it is begun.
         if task.next() == Next::Nothing {
             return;
         }
         task.outcome = Err(DiskError::Cancelled);
-        self.waiting.retain(|other| *other as usize != key);
-        self.check_over(key as u32);
+        self.tasks.stop_waiting(key);
+        self.check_over(key);
     }
 
     fn memory_changed(&mut self, table: &DmaTable) {
@@ -357,7 +330,7 @@ impl Queue for NvmeQueue {
     }
 
     fn pending(&self) -> usize {
-        self.tasks.len() - self.free.len()
+        self.tasks.len()
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {

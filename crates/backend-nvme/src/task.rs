@@ -51,7 +51,6 @@ fn zeroes_deallocate(namespace: &Namespace) -> bool {
 
 /// A request on its action.
 pub(crate) struct Task {
-    pub(crate) tag: u32,
     action: Action,
     offset: u64,
     len: u64,
@@ -79,7 +78,6 @@ pub(crate) enum Next {
 impl Task {
     /// A task for a request that was checked, or its result if there is nothing to do.
     pub(crate) fn new(
-        tag: u32,
         request: &Request,
         namespace: &Namespace,
         volatile: bool,
@@ -107,7 +105,6 @@ impl Task {
             _ => return Err(Err(DiskError::Unsupported)),
         };
         Ok(Self {
-            tag,
             action,
             offset: request.offset,
             // A flush has no range; here it is one byte long, for which there is one command.

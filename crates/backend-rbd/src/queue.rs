@@ -3,9 +3,9 @@
 use crate::completions::{Completions, Ended};
 use crate::shared::Shared;
 use crate::sys::Call;
-use shadowbell_backend::{Bounds, DiskError, Op, Queue, Request, Submitted};
+use shadowbell_backend::{Bounds, DiskError, Op, Queue, Request, Submitted, Tasks};
 use shadowbell_memory::Segments;
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -18,7 +18,8 @@ const DATA: u64 = 4 << 20;
 const ZEROES: u64 = 64 << 20;
 
 struct Task {
-    tag: u32,
+    /// No other task has had this number.
+    number: u64,
     request: Request,
     data: Segments,
     /// Bytes for which there is a call.
@@ -32,6 +33,8 @@ struct Task {
 /// Whose a call is, and for which bytes of the request.
 struct Part {
     task: u32,
+    /// The task's number: a read that was cancelled may be gone, and its key another's.
+    number: u64,
     at: u64,
     len: u64,
 }
@@ -40,13 +43,12 @@ pub(crate) struct RbdQueue {
     shared: Shared,
     bounds: Bounds,
     completions: Arc<Completions>,
-    tasks: Vec<Option<Task>>,
-    free: Vec<u32>,
+    /// Of those that wait more can begin.
+    tasks: Tasks<Task>,
+    /// How many there were.
+    count: u64,
     parts: HashMap<u64, Part>,
     next: u64,
-    /// Tasks of which more can begin, in order.
-    waiting: VecDeque<u32>,
-    over: Vec<u32>,
     bytes: u64,
     ended: Vec<Ended>,
 }
@@ -65,12 +67,10 @@ impl RbdQueue {
             bounds: shared.info.bounds(),
             shared,
             completions: Arc::new(Completions::new()?),
-            tasks: Vec::new(),
-            free: Vec::new(),
+            tasks: Tasks::default(),
+            count: 0,
             parts: HashMap::new(),
             next: 0,
-            waiting: VecDeque::new(),
-            over: Vec::new(),
             bytes: 0,
             ended: Vec::new(),
         })
@@ -78,16 +78,13 @@ impl RbdQueue {
 
     /// Begins what waits, as far as there is room.
     fn begin(&mut self) {
-        while let Some(&key) = self.waiting.front() {
-            let Some(task) = self.tasks.get_mut(key as usize).and_then(Option::as_mut) else {
-                self.waiting.pop_front();
-                continue;
-            };
+        while let Some(key) = self.tasks.first_waiting() {
+            let Some(task) = self.tasks.get_mut(key) else { break };
             if task.is_begun() {
-                if task.under_way == 0 && !self.over.contains(&key) {
-                    self.over.push(key);
+                if task.under_way == 0 {
+                    self.tasks.end(key);
                 }
-                self.waiting.pop_front();
+                self.tasks.stop_waiting(key);
                 continue;
             }
             let left = task.request.len - task.begun;
@@ -116,7 +113,8 @@ impl RbdQueue {
             }
             let id = self.next;
             self.next += 1;
-            self.parts.insert(id, Part { task: key, at: task.begun, len });
+            let number = task.number;
+            self.parts.insert(id, Part { task: key, number, at: task.begun, len });
             let offset = task.request.offset + task.begun;
             task.begun += len;
             task.under_way += 1;
@@ -130,8 +128,10 @@ impl RbdQueue {
     fn end(&mut self, ended: Ended) {
         let Ended { id, value, buffer } = ended;
         self.bytes -= buffer.len() as u64;
-        let Some(Part { task: key, at, len }) = self.parts.remove(&id) else { return };
-        let Some(task) = self.tasks.get_mut(key as usize).and_then(Option::as_mut) else { return };
+        let Some(Part { task: key, number, at, len }) = self.parts.remove(&id) else { return };
+        let task = self.tasks.get_mut(key).filter(|task| task.number == number);
+        // Of a read that was cancelled only the buffers are waited for.
+        let Some(task) = task.filter(|task| task.under_way != 0) else { return };
         task.under_way -= 1;
         let full = &self.shared.opened.is_full;
         let result = match (value, task.request.op) {
@@ -159,9 +159,9 @@ impl RbdQueue {
             full.store(true, Ordering::Relaxed);
         }
         task.outcome = task.outcome.and(result);
-        if task.under_way == 0 && !self.waiting.contains(&key) {
+        if task.under_way == 0 {
             // Its flush, or its end.
-            self.waiting.push_back(key);
+            self.tasks.wait(key);
         }
     }
 }
@@ -196,8 +196,9 @@ impl Queue for RbdQueue {
             Op::Read | Op::Compare | Op::Verify | Op::Discard => false,
             _ => return Submitted::Done(Err(DiskError::Unsupported)),
         };
+        self.count += 1;
         let task = Task {
-            tag,
+            number: self.count,
             request,
             data: data.take(),
             begun: 0,
@@ -206,23 +207,14 @@ impl Queue for RbdQueue {
             flushes_after,
             is_cancelled: false,
         };
-        let key = match self.free.pop() {
-            Some(key) => key,
-            None => {
-                self.tasks.push(None);
-                (self.tasks.len() - 1) as u32
-            }
-        };
-        if let Some(place) = self.tasks.get_mut(key as usize) {
-            *place = Some(task);
-        }
-        self.waiting.push_back(key);
+        let key = self.tasks.insert(tag, task);
+        self.tasks.wait(key);
         Submitted::Pending
     }
 
     fn commit(&mut self) {
         self.begin();
-        if !self.over.is_empty() {
+        if self.tasks.any_over() {
             self.completions.signal();
         }
     }
@@ -233,19 +225,14 @@ impl Queue for RbdQueue {
         ended.drain(..).for_each(|ended| self.end(ended));
         self.ended = ended;
         self.begin();
-        while let Some(key) = self.over.pop() {
-            let Some(task) = self.tasks.get_mut(key as usize).and_then(Option::take) else {
-                continue;
-            };
-            self.free.push(key);
-            done(task.tag, task.outcome, task.data);
+        while let Some((tag, task)) = self.tasks.take_over() {
+            done(tag, task.outcome, task.data);
         }
     }
 
     fn cancel(&mut self, tag: u32) {
-        let of = |task: &Option<Task>| task.as_ref().is_some_and(|task| task.tag == tag);
-        let Some(key) = self.tasks.iter().position(of) else { return };
-        let Some(task) = self.tasks.get_mut(key).and_then(Option::as_mut) else { return };
+        let Some(key) = self.tasks.find(tag) else { return };
+        let Some(task) = self.tasks.get_mut(key) else { return };
         let reads = matches!(task.request.op, Op::Read | Op::Compare | Op::Verify);
         // A write that has begun ends as it would have: what the host writes next comes later.
         if task.is_cancelled || (task.is_begun() && !reads) {
@@ -253,20 +240,16 @@ impl Queue for RbdQueue {
         }
         task.is_cancelled = true;
         task.outcome = task.outcome.and(Err(DiskError::Cancelled));
-        let key = key as u32;
         if reads {
-            // Of what is under way only the buffers are waited for.
-            self.parts.retain(|_, part| part.task != key);
             task.under_way = 0;
         }
-        self.waiting.retain(|other| *other != key);
-        self.waiting.push_front(key);
+        self.tasks.wait_first(key);
         // It ends in `reap`, to which this leads.
         self.completions.signal();
     }
 
     fn pending(&self) -> usize {
-        self.tasks.len() - self.free.len()
+        self.tasks.len()
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {

@@ -130,8 +130,8 @@ pub trait Queue {
         false
     }
 
-    /// The requests that come from here on are of this submission queue of the host's, by a number
-    /// of the caller's.
+    /// The requests that come from here on are of this submission queue of the host's, by a small
+    /// number of the caller's.
     fn begin_turn(&mut self, source: u32) {
         let _ = source;
     }

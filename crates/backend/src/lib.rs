@@ -22,6 +22,7 @@ mod format;
 mod hand_over;
 mod info;
 mod limit;
+mod lists;
 mod mem;
 mod null;
 mod request;
@@ -29,6 +30,7 @@ mod resize;
 mod size;
 #[allow(unsafe_code)]
 mod sys;
+mod tasks;
 mod uri;
 
 pub use bounds::Bounds;
@@ -43,6 +45,7 @@ pub use format::ImageFormat;
 pub use hand_over::HandOverError;
 pub use info::DiskInfo;
 pub use limit::{Clock, LimitedDisk, Limiter, Limits, Rate};
+pub use lists::Lists;
 pub use mem::MemDisk;
 pub use null::NullDisk;
 pub use request::{DiskError, Op, Request, Submitted};
@@ -52,6 +55,7 @@ pub use size::parse_size;
 #[doc(hidden)]
 pub use sys::End;
 pub use sys::{fence, unpin};
+pub use tasks::Tasks;
 pub use uri::{FileSpec, adopt, open, open_lasting, recover};
 
 #[cfg(doctest)]

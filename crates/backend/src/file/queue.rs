@@ -6,10 +6,11 @@ use super::task::{BOUNCE, Stage, Step, Task};
 use crate::bounds::Bounds;
 use crate::compare::compare;
 use crate::disk::Queue;
+use crate::lists::Lists;
 use crate::request::{DiskError, Op, Request, Submitted};
 use crate::sys::{Key, Ring};
+use crate::tasks::TagIndex;
 use shadowbell_memory::{Mapping, Segments, SharedBytes};
-use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -17,17 +18,15 @@ use std::sync::atomic::Ordering;
 
 /// Bounce buffers that a queue has at most; requests that find none wait for one.
 const BOUNCES: usize = 32;
-/// Requests with tags from here on are looked for one by one when they are cancelled.
-const INDEXED_TAGS: usize = 1 << 20;
+/// The list of requests that wait.
+const WAITING: u32 = 0;
 
 pub(super) struct FileQueue {
     ring: Ring<Task>,
     shared: Arc<FileShared>,
-    /// The newest request of each tag, if it is among those that are indexed.
-    by_tag: Vec<Option<Key>>,
-    /// Requests that wait for room in the ring or for a bounce buffer, in order. What was cancelled
-    /// meanwhile is stepped over when its turn comes.
-    waiting: VecDeque<Key>,
+    by_tag: TagIndex<Key>,
+    /// The slots of requests that wait for room in the ring or for a bounce buffer, in order.
+    waiting: Lists,
     /// Requests that were cancelled while they waited, until they are reaped.
     cancelled: Vec<Key>,
     /// Bounce buffers that are free. They are made when they are first needed.
@@ -59,8 +58,8 @@ impl FileQueue {
             syncs: 0,
             bounds: shared.info.bounds(),
             shared,
-            by_tag: Vec::new(),
-            waiting: VecDeque::new(),
+            by_tag: TagIndex::new(),
+            waiting: Lists::default(),
             cancelled: Vec::new(),
             bounces: vec![first],
             bounces_made: 1,
@@ -128,38 +127,28 @@ impl FileQueue {
 }
 
 impl FileQueue {
-    /// Remembers which request has this tag.
-    fn index(&mut self, tag: u32, key: Key) {
-        let at = tag as usize;
-        if at >= INDEXED_TAGS {
-            return;
-        }
-        if at >= self.by_tag.len() {
-            self.by_tag.resize(at + 1, None);
-        }
-        self.by_tag[at] = Some(key);
-    }
-
     /// The pending request with this tag. Many are cancelled at once, so it is not searched for.
     fn find(&mut self, tag: u32) -> Option<Key> {
-        let Some(indexed) = self.by_tag.get(tag as usize) else {
+        let Ok(indexed) = self.by_tag.get(tag) else {
             return self.ring.tasks().find(|(_, task)| task.tag == tag).map(|(key, _)| key);
         };
-        let key = (*indexed)?;
+        let key = indexed?;
         self.ring.get(key).is_some_and(|(task, ..)| task.tag == tag).then_some(key)
     }
 
     /// Starts what waits, as far as there is room.
     fn start_waiting(&mut self) {
-        while let Some(key) = self.waiting.front().copied() {
-            if !self.start(key) {
+        while let Some(slot) = self.waiting.first(WAITING) {
+            if let Some(key) = self.ring.key(slot)
+                && !self.start(key)
+            {
                 // The submission queue may be all that is full.
                 self.ring.submit();
                 if !self.start(key) {
                     return;
                 }
             }
-            self.waiting.pop_front();
+            self.waiting.remove(slot);
         }
     }
 
@@ -192,7 +181,7 @@ impl FileQueue {
             Step::Call | Step::Piece => {
                 if !self.start(key) {
                     // Ahead of those that have not begun.
-                    self.waiting.push_front(key);
+                    self.waiting.push_front(WAITING, key.index());
                 }
                 None
             }
@@ -225,9 +214,9 @@ impl Queue for FileQueue {
             Err(result) => return Submitted::Done(result),
         };
         let key = self.ring.insert(task, data.take());
-        self.index(tag, key);
-        if !self.waiting.is_empty() || !self.start(key) {
-            self.waiting.push_back(key);
+        self.by_tag.set(tag, key);
+        if !self.waiting.is_empty(WAITING) || !self.start(key) {
+            self.waiting.push_back(WAITING, key.index());
         } else {
             self.ring.submit_in_time();
         }
@@ -272,6 +261,7 @@ impl Queue for FileQueue {
         if self.ring.is_busy(key) {
             self.ring.cancel(key);
         } else {
+            self.waiting.remove(key.index());
             // It ends in `reap`: the wake descriptor makes the caller call it.
             if self.cancelled.is_empty() {
                 self.ring.wake();

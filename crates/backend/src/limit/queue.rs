@@ -6,24 +6,23 @@
 use super::limiter::Limiter;
 use super::timer::Timer;
 use crate::disk::Queue;
+use crate::lists::Lists;
 use crate::request::{DiskError, Op, Request, Submitted};
+use crate::tasks::Tasks;
 use shadowbell_memory::{DmaTable, Segments};
-use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+/// The one list of submission queues.
+const SOURCES: u32 = 0;
+
 struct Waiting {
-    tag: u32,
     request: Request,
     data: Segments,
-}
-
-/// The requests that came from one submission queue.
-struct Source {
-    number: u32,
-    waiting: VecDeque<Waiting>,
+    /// The submission queue that it came from.
+    source: u32,
 }
 
 /// The time that the next request has.
@@ -36,13 +35,15 @@ pub(super) struct LimitedQueue {
     inner: Box<dyn Queue>,
     limiters: Arc<[Arc<Limiter>]>,
     timer: Arc<Timer>,
-    /// Those with something that waits; the first one is next.
-    sources: VecDeque<Source>,
-    /// Of the first request of the first source.
+    waiting: Tasks<Waiting>,
+    /// The keys of those that wait, a list for each submission queue.
+    by_source: Lists,
+    /// The submission queues of these, in one list; the first one is next.
+    sources: Lists,
+    /// Of the first request of the first submission queue.
     slot: Option<Slot>,
     /// Whose requests come now.
     source: u32,
-    waits: usize,
     cancelled: Vec<(u32, Segments)>,
     /// What waits is to go.
     is_urgent: bool,
@@ -62,10 +63,11 @@ impl LimitedQueue {
             inner,
             limiters,
             timer,
-            sources: VecDeque::new(),
+            waiting: Tasks::default(),
+            by_source: Lists::default(),
+            sources: Lists::default(),
             slot: None,
             source: 0,
-            waits: 0,
             cancelled: Vec::new(),
             is_urgent: false,
             delayed,
@@ -85,38 +87,54 @@ impl LimitedQueue {
     }
 
     /// Takes a time for a request, of all whose limit it has to keep.
-    fn take(&self, request: &Request, now: u64) -> Slot {
+    fn take_time(&self, request: &Request, now: u64) -> Slot {
         let generation = self.generation();
         let times = self.limiters.iter().map(|limiter| limiter.take(request, now));
         Slot { at: times.max().unwrap_or(0), generation }
     }
 
-    fn wait(&mut self, waiting: Waiting) {
-        let number = self.source;
-        self.waits += 1;
+    fn wait(&mut self, tag: u32, request: &Request, data: Segments) {
+        let source = self.source;
         self.delayed.fetch_add(1, Ordering::Relaxed);
-        match self.sources.iter_mut().find(|source| source.number == number) {
-            Some(source) => source.waiting.push_back(waiting),
-            None => self.sources.push_back(Source { number, waiting: [waiting].into() }),
+        let key = self.waiting.insert(tag, Waiting { request: *request, data, source });
+        self.by_source.push_back(source, key);
+        if !self.sources.contains(source) {
+            self.sources.push_back(SOURCES, source);
         }
     }
 
-    /// The first of those that wait, if there is one; its source is the last one then.
-    fn pop(&mut self) -> Option<Waiting> {
-        let mut source = self.sources.pop_front()?;
-        let waiting = source.waiting.pop_front();
-        if !source.waiting.is_empty() {
-            self.sources.push_back(source);
+    /// The first of those that wait: its submission queue and its key.
+    fn first(&self) -> Option<(u32, u32)> {
+        let source = self.sources.first(SOURCES)?;
+        Some((source, self.by_source.first(source)?))
+    }
+
+    /// Takes out the first of those that wait. Its submission queue is the last one then.
+    fn pop(&mut self) -> Option<(u32, Waiting)> {
+        let (source, key) = self.first()?;
+        let taken = self.take(key);
+        if self.sources.remove(source) {
+            self.sources.push_back(SOURCES, source);
         }
-        self.waits -= usize::from(waiting.is_some());
         self.slot = None;
-        waiting
+        taken
+    }
+
+    /// Takes one out of those that wait.
+    fn take(&mut self, key: u32) -> Option<(u32, Waiting)> {
+        let (tag, waiting) = self.waiting.remove(key)?;
+        self.by_source.remove(key);
+        if self.by_source.is_empty(waiting.source) {
+            self.sources.remove(waiting.source);
+        }
+        Some((tag, waiting))
     }
 
     /// Gives the disk what may go, and wakes the thread for the rest.
     fn release(&mut self, done: &mut dyn FnMut(u32, Result<(), DiskError>, Segments)) {
         loop {
-            let Some(first) = self.sources.front().and_then(|source| source.waiting.front()) else {
+            let first = self.first().and_then(|(_, key)| self.waiting.get_mut(key));
+            let Some(request) = first.map(|first| first.request) else {
                 self.is_urgent = false;
                 return self.timer.disarm();
             };
@@ -124,7 +142,7 @@ impl LimitedQueue {
             let generation = self.generation();
             let slot = match self.slot.take() {
                 Some(slot) if slot.generation == generation => slot,
-                _ => self.take(&first.request, now),
+                _ => self.take_time(&request, now),
             };
             if slot.at > now && !self.is_open() {
                 self.timer.arm(slot.at, now);
@@ -135,7 +153,7 @@ impl LimitedQueue {
                 }
                 continue;
             }
-            let Some(Waiting { tag, request, mut data }) = self.pop() else { return };
+            let Some((tag, Waiting { request, mut data, .. })) = self.pop() else { return };
             match self.inner.submit(tag, &request, &mut data) {
                 Submitted::Done(outcome) => done(tag, outcome, data),
                 Submitted::Pending => {}
@@ -149,9 +167,9 @@ impl Queue for LimitedQueue {
         if request.op == Op::Flush {
             return self.inner.submit(tag, request, data);
         }
-        if self.waits == 0 {
+        if self.waiting.is_empty() {
             let now = self.now();
-            let slot = self.take(request, now);
+            let slot = self.take_time(request, now);
             if slot.at <= now || self.is_open() {
                 return self.inner.submit(tag, request, data);
             }
@@ -161,7 +179,7 @@ impl Queue for LimitedQueue {
                 self.timer.fire();
             }
         }
-        self.wait(Waiting { tag, request: *request, data: data.take() });
+        self.wait(tag, request, data.take());
         Submitted::Pending
     }
 
@@ -198,21 +216,12 @@ impl Queue for LimitedQueue {
     }
 
     fn cancel(&mut self, tag: u32) {
-        for (nth, source) in self.sources.iter_mut().enumerate() {
-            let Some(place) = source.waiting.iter().position(|waiting| waiting.tag == tag) else {
-                continue;
-            };
-            if let Some(waiting) = source.waiting.remove(place) {
-                self.cancelled.push((tag, waiting.data));
-            }
-            let is_empty = source.waiting.is_empty();
-            if (nth, place) == (0, 0) {
+        if let Some(key) = self.waiting.find(tag) {
+            if self.first().is_some_and(|(_, first)| first == key) {
                 self.slot = None;
             }
-            if is_empty {
-                self.sources.remove(nth);
-            }
-            self.waits -= 1;
+            let taken = self.take(key);
+            self.cancelled.extend(taken.map(|(tag, waiting)| (tag, waiting.data)));
             return self.timer.fire();
         }
         self.inner.cancel(tag);
@@ -221,14 +230,14 @@ impl Queue for LimitedQueue {
     fn memory_changed(&mut self, table: &DmaTable) {
         self.inner.memory_changed(table);
         // Somebody waits until nobody uses the memory of before.
-        if self.waits != 0 {
+        if !self.waiting.is_empty() {
             self.is_urgent = true;
             self.timer.fire();
         }
     }
 
     fn pending(&self) -> usize {
-        self.inner.pending() + self.waits + self.cancelled.len()
+        self.inner.pending() + self.waiting.len() + self.cancelled.len()
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {

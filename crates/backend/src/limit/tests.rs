@@ -280,6 +280,27 @@ fn what_is_cancelled_ends_and_its_time_is_not_waited_for() {
     assert_eq!((ended.last(), queue.pending()), (Some(&(2, Ok(()))), 0));
 }
 
+/// A step for each, and not one for each pair: with these many it would not end.
+#[test]
+fn a_hundred_thousand_that_wait_are_cancelled_at_once() {
+    const MANY: u32 = 200_000;
+    let hands = Hands::new();
+    let (disk, _) = disk(&hands, &[("iops", "1:1")]);
+    let mut queue = disk.queue().unwrap();
+    let request = Request { op: READ, offset: 0, len: 512 };
+    let memory = Mapping::anonymous(4096).unwrap().bytes().slice(0, 512).unwrap();
+    for tag in 0..=MANY {
+        queue.begin_turn(tag % 3);
+        queue.submit(tag, &request, &mut Segments::from_bytes(&memory));
+    }
+    // The last one first, which is the worst order for a search from the front.
+    (1..=MANY).rev().for_each(|tag| queue.cancel(tag));
+    let mut ended = Vec::new();
+    queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
+    assert!(ended.into_iter().eq((1..=MANY).rev().map(|tag| (tag, Err(DiskError::Cancelled)))));
+    assert_eq!(queue.pending(), 0);
+}
+
 /// Who waits until memory is let go of, or until all is at rest, does not wait for limits; what
 /// went too early is missing later.
 #[test]

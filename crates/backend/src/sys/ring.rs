@@ -56,6 +56,11 @@ pub(crate) struct Key {
 }
 
 impl Key {
+    /// The slot's number, which is small.
+    pub(crate) fn index(self) -> u32 {
+        self.index
+    }
+
     fn user_data(self) -> u64 {
         u64::from(self.generation) << 32 | u64::from(self.index)
     }
@@ -261,6 +266,12 @@ impl<T> Ring<T> {
             let key = Key { index, generation: slot.generation };
             Some((key, slot.task.as_mut()?))
         })
+    }
+
+    /// The key of what is in a slot now.
+    pub(crate) fn key(&self, index: u32) -> Option<Key> {
+        let slot = self.slots.get(index as usize)?;
+        slot.task.as_ref().map(|_| Key { index, generation: slot.generation })
     }
 
     /// How many slots are in use.

@@ -3,10 +3,10 @@
 //! as many are under way as there are threads.
 
 use super::call::{Kind, Prepared, Stuck};
+use super::jobs::Jobs;
 use parking_lot::{Condvar, Mutex};
 use rustix::event::EventfdFlags;
 use shadowbell_memory::AbortOnPanic;
-use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -65,7 +65,7 @@ pub(crate) struct ThreadsShared {
 
 #[derive(Default)]
 struct Work {
-    jobs: VecDeque<Job>,
+    jobs: Jobs<Job>,
     threads: usize,
     /// Those of them that wait for work.
     idle: usize,
@@ -126,7 +126,7 @@ impl Threads {
             return;
         }
         let mut work = self.shared.work.lock();
-        work.jobs.extend(self.prepared.drain(..));
+        self.prepared.drain(..).for_each(|job| work.jobs.push_back(job.id, job));
         #[cfg(feature = "scripted")]
         if self.by_hand {
             return;
@@ -162,9 +162,9 @@ impl Threads {
         if work.threads != 0 {
             return;
         }
-        let jobs = std::mem::take(&mut work.jobs);
+        let mut jobs = std::mem::take(&mut work.jobs);
         drop(work);
-        for job in jobs {
+        while let Some(job) = jobs.pop_front() {
             let result = self.shared.call(&job);
             self.shared.end(job.id, result);
         }
@@ -175,10 +175,11 @@ impl Threads {
     pub(super) fn cancel(&mut self, id: u64) {
         self.enter();
         let mut work = self.shared.work.lock();
-        let Some(index) = work.jobs.iter().position(|job| job.id == id) else { return };
-        work.jobs.remove(index);
+        let taken = work.jobs.remove(id);
         drop(work);
-        self.shared.end(id, -libc::ECANCELED);
+        if taken.is_some() {
+            self.shared.end(id, -libc::ECANCELED);
+        }
     }
 
     pub(super) fn wake(&self) {
@@ -309,7 +310,7 @@ impl ThreadsShared {
     /// Ends the `n`th of the calls that wait, if there are so many.
     #[cfg(feature = "scripted")]
     pub(crate) fn end_by_hand(&self, n: usize, how: End) {
-        let Some(job) = self.work.lock().jobs.remove(n) else { return };
+        let Some(job) = self.work.lock().jobs.remove_nth(n) else { return };
         let result = match how {
             End::Made => self.call(&job),
             End::Failed(errno) => -errno,
@@ -416,6 +417,23 @@ mod tests {
         })
         .join()
         .unwrap();
+    }
+
+    /// A step for each, and not one for each pair: with these many it would not end.
+    #[test]
+    fn a_hundred_thousand_calls_are_cancelled_at_once() {
+        const MANY: u64 = 200_000;
+        let mut threads = Threads::new(file()).unwrap();
+        threads.shared.work.lock().threads = MAX_THREADS;
+        (0..MANY).for_each(|id| sync(&mut threads, id));
+        threads.enter();
+        // The last one first, which is the worst order for a search from the front.
+        (1..MANY).rev().for_each(|id| threads.cancel(id));
+        let mut ended = collect(&mut threads);
+        ended.sort_unstable();
+        threads.shared.work.lock().threads = 0;
+        assert!(ended.into_iter().eq((1..MANY).map(|id| (id, -libc::ECANCELED))));
+        assert_eq!(threads.shared.work.lock().jobs.len(), 1);
     }
 
     #[test]
