@@ -426,6 +426,31 @@ fn requests_are_cancelled_while_the_server_is_away() {
     assert_eq!(flush(&mut *queue), Ok(()));
 }
 
+/// A step for each, and not one for each pair: with these many it would take minutes.
+#[test]
+fn a_hundred_thousand_requests_are_cancelled_at_once() {
+    const MANY: u32 = 200_000;
+    let fake = Fake::new(MIB, ALL);
+    let disk = fake.open("");
+    let mut queue = disk.queue().unwrap();
+    fake.change(|manner| manner.holds = true);
+    let bytes = memory(512);
+    for tag in 0..MANY {
+        let mut data = segments(&bytes, 0, 512);
+        let request = Request { op: Op::Read, offset: 0, len: 512 };
+        assert_eq!(queue.submit(tag, &request, &mut data), Submitted::Pending);
+    }
+    queue.commit();
+    // The last one first, which is the worst order for a search from the front.
+    (0..MANY).rev().for_each(|tag| queue.cancel(tag));
+    let mut ended = end(&mut *queue);
+    assert!(ended.iter().all(|(_, result)| *result == Err(DiskError::Cancelled)));
+    ended.sort_unstable_by_key(|(tag, _)| *tag);
+    assert!(ended.iter().map(|(tag, _)| *tag).eq(0..MANY), "each ends once");
+    fake.change(|manner| manner.holds = false);
+    assert_eq!(read(&mut *queue, 0, 512), Ok(vec![0; 512]));
+}
+
 /// The descriptor is silent while nothing happens, also after answers that nobody waits for.
 #[test]
 fn a_queue_without_requests_is_silent() {

@@ -365,3 +365,29 @@ fn a_request_that_waits_can_be_taken_back() {
     // The SSD had the first one already.
     assert!(ended[..39].iter().all(|(_, outcome)| outcome.is_ok()), "{ended:?}");
 }
+
+/// A step for each, and not one for each pair: with these many it would take minutes.
+#[test]
+fn a_hundred_thousand_that_wait_are_cancelled_at_once() {
+    const MANY: u32 = 200_000;
+    let ssd: Arc<dyn Transport> = Arc::new(InProcess::over(Arc::new(Spy::new(4096, 512))).unwrap());
+    let disk = NvmeDisk::open(ssd, 1, "an SSD", &options(true)).unwrap();
+    let mut queue = disk.queue().unwrap();
+    let request = Request { op: Op::Verify, offset: 0, len: 512 };
+    for tag in 0..MANY {
+        assert_eq!(queue.submit(tag, &request, &mut Segments::new()), Submitted::Pending);
+    }
+    // The last one first, which is the worst order for a search from the front.
+    (0..MANY).rev().for_each(|tag| queue.cancel(tag));
+    let mut ended = Vec::new();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while queue.pending() > 0 {
+        queue.commit();
+        queue.reap(&mut |tag, outcome, _| ended.push((tag, outcome)));
+        assert!(Instant::now() < deadline);
+    }
+    ended.sort_by_key(|(tag, _)| *tag);
+    assert!(ended.iter().map(|(tag, _)| *tag).eq(0..MANY), "each ends once");
+    // The SSD had a few of them already.
+    assert!(ended[100..].iter().all(|(_, outcome)| *outcome == Err(DiskError::Cancelled)));
+}

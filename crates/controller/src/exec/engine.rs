@@ -966,13 +966,12 @@ impl Engine {
     /// Asks the disks to give up the command (`sq`, `cid`) soon. `latch` is dropped when it has
     /// ended, and has the status Command Abort Requested if that is how.
     pub(crate) fn abort(&mut self, sq: usize, cid: u16, latch: Latch) {
-        let Some(found) = self.in_flight.find(sq, cid) else { return };
-        self.cancel(|table, tag| match table {
-            Owner::Part { parent: of }
-            | Owner::Dropped { parent: of }
-            | Owner::Range { copy: of, .. } => *of == found,
-            Owner::Command { .. } | Owner::Internal => tag == found,
-        });
+        let Self { in_flight, namespaces, retired, .. } = self;
+        let Some(found) = in_flight.find(sq, cid) else { return };
+        let itself = in_flight.get(found).map(|entry| (found, entry));
+        for (tag, entry) in itself.into_iter().chain(in_flight.requests_of(found)) {
+            cancel_request(namespaces, retired, tag, entry);
+        }
         self.copies.cancel(|copy| copy.parent == found);
         self.long.cancel(found);
         self.forced.cancel(|command| command.parent == found);
@@ -983,42 +982,32 @@ impl Engine {
 
     /// Asks the disks to give up every command of submission queue `sq`, or of all queues.
     pub(crate) fn cancel_all(&mut self, of: Option<usize>) {
+        let Self { in_flight, namespaces, retired, .. } = self;
         match of {
-            None => self.cancel(|_, _| true),
-            Some(queue) => {
-                let Self { in_flight, namespaces, retired, .. } = self;
-                in_flight.for_each(|tag, entry| {
-                    let is_of_queue = match entry.owner {
-                        Owner::Command { sq, .. } => sq == queue,
-                        Owner::Part { parent: of }
-                        | Owner::Dropped { parent: of }
-                        | Owner::Range { copy: of, .. } => in_flight.is_command_of(of, queue),
-                        Owner::Internal => false,
-                    };
-                    if is_of_queue && entry.is_request {
-                        cancel_at(namespaces, retired, entry.namespace, tag);
-                    }
-                });
-            }
+            None => in_flight.for_each(|tag, entry| {
+                cancel_request(namespaces, retired, tag, entry);
+            }),
+            Some(queue) => in_flight.of_queue(queue).for_each(|(tag, entry)| {
+                cancel_request(namespaces, retired, tag, entry);
+            }),
         }
         self.copies.cancel(|copy| of.is_none_or(|queue| copy.sq == queue));
         self.forced.cancel(|command| of.is_none_or(|queue| command.sq == queue));
         self.long.cancel_all(of);
     }
-
-    fn cancel(&mut self, which: impl Fn(&Owner, u32) -> bool) {
-        let Self { in_flight, namespaces, retired, .. } = self;
-        in_flight.for_each(|tag, entry| {
-            if entry.is_request && which(&entry.owner, tag) {
-                cancel_at(namespaces, retired, entry.namespace, tag);
-            }
-        });
-    }
 }
 
-/// Cancels a request at the disk that has it.
-fn cancel_at(namespaces: &mut [NamespaceQueue], retired: &mut Retired, at: usize, tag: u32) {
-    if let Some(namespace) = namespaces.get_mut(at).or_else(|| retired.get_mut(at)) {
+/// Has the disk that has a request give it up, if the entry is one.
+fn cancel_request(
+    namespaces: &mut [NamespaceQueue],
+    retired: &mut Retired,
+    tag: u32,
+    entry: &InFlight,
+) {
+    let at = entry.namespace;
+    if entry.is_request
+        && let Some(namespace) = namespaces.get_mut(at).or_else(|| retired.get_mut(at))
+    {
         namespace.queue.cancel(tag);
     }
 }

@@ -28,6 +28,14 @@ const PER_LINE: u32 = 4;
 #[must_use = "the entry stays promised until `Cq::complete` or `Cq::release`"]
 pub(crate) struct Permit(());
 
+#[cfg(test)]
+impl Permit {
+    /// One of no queue.
+    pub(crate) fn of_nothing() -> Self {
+        Self(())
+    }
+}
+
 /// Permits for a batch of commands.
 #[derive(Debug)]
 #[must_use = "every permit has to be taken, or given back"]
