@@ -67,36 +67,42 @@ struct Slot<F> {
     flag: Arc<SlotWaker>,
 }
 
-/// A number of slots for futures.
+/// A number of slots for futures. They are made when they are first needed: a future can be large,
+/// and a client that says nothing needs none.
 pub(crate) struct Tasks<F> {
     slots: Vec<Slot<F>>,
+    /// How many there may be.
+    most: usize,
     free: Vec<usize>,
     ready: Arc<ReadyList>,
     batch: Vec<usize>,
 }
 
 impl<F: Future> Tasks<F> {
-    /// As many slots as `count`.
-    pub(crate) fn new(count: usize) -> io::Result<Self> {
-        let state = ReadyState { list: Vec::with_capacity(count), sleeping: false };
+    /// As many slots as `most`.
+    pub(crate) fn new(most: usize) -> io::Result<Self> {
+        let state = ReadyState { list: Vec::with_capacity(most), sleeping: false };
         let any = AtomicBool::new(false);
         let ready = Arc::new(ReadyList { state: Mutex::new(state), any, event: EventFd::new()? });
-        let slots = (0..count).map(|slot| {
-            let ready = Arc::clone(&ready);
-            let flag = Arc::new(SlotWaker { slot, listed: AtomicBool::new(false), ready });
-            Slot { future: Box::pin(None), waker: Waker::from(Arc::clone(&flag)), flag }
-        });
-        Ok(Self {
-            slots: slots.collect(),
-            free: (0..count).rev().collect(),
-            ready,
-            batch: Vec::with_capacity(count),
-        })
+        let (slots, free, batch) = (Vec::new(), Vec::new(), Vec::with_capacity(most));
+        Ok(Self { slots, most, free, ready, batch })
     }
 
     /// A slot, taken until it is [released](Self::release); nothing if there is none.
     pub(crate) fn reserve(&mut self) -> Option<usize> {
-        self.free.pop()
+        self.free.pop().or_else(|| self.make())
+    }
+
+    fn make(&mut self) -> Option<usize> {
+        let slot = self.slots.len();
+        if slot == self.most {
+            return None;
+        }
+        let ready = Arc::clone(&self.ready);
+        let flag = Arc::new(SlotWaker { slot, listed: AtomicBool::new(false), ready });
+        let waker = Waker::from(Arc::clone(&flag));
+        self.slots.push(Slot { future: Box::pin(None), waker, flag });
+        Some(slot)
     }
 
     /// Gives a slot back in which nothing runs.
@@ -197,6 +203,17 @@ mod tests {
             cell.1 = Some(context.waker().clone());
             cell.0.map_or(Poll::Pending, Poll::Ready)
         }
+    }
+
+    #[test]
+    fn slots_are_made_when_they_are_needed() {
+        let mut tasks = Tasks::<Cell>::new(3).unwrap();
+        assert_eq!((tasks.slots.len(), tasks.reserved()), (0, 0));
+        let first = tasks.reserve().unwrap();
+        tasks.release(first);
+        assert_eq!((tasks.reserve(), tasks.slots.len()), (Some(first), 1));
+        assert!(tasks.reserve().is_some() && tasks.reserve().is_some());
+        assert_eq!((tasks.reserve(), tasks.reserved()), (None, 3));
     }
 
     #[test]
