@@ -240,7 +240,7 @@ impl Picture {
         let end = end.max(start);
         self.ends.insert(track, end);
         let event = self.event(track, start, 'X', name);
-        event.dur = Some(microseconds(end) - microseconds(start));
+        event.dur = Some(microseconds(end - start));
         event.args = args;
         (start, end)
     }
