@@ -157,7 +157,7 @@ pub(super) fn write(records: &[Record], out: &mut impl Write) -> io::Result<()> 
     out.write_all(b"{\"displayTimeUnit\":\"ns\",\"traceEvents\":[\n")?;
     let mut first = true;
     let named = tracks.iter().flat_map(|(track, name)| names(*track, name));
-    let events = events.iter().map(|event| json_line(event));
+    let events = events.iter().map(json_line);
     for line in named.map(Ok).chain(events) {
         if !std::mem::take(&mut first) {
             out.write_all(b",\n")?;

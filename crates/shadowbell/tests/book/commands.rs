@@ -78,7 +78,7 @@ fn commands(script: &mut String, text: &str) {
             words.next().map_or("shadowbell ctl status".to_owned(), |s| format!("[ -S {s} ]"));
         let _ = writeln!(
             script,
-            "for n in $(seq 500); do {ready} > /dev/null 2>&1 && break; sleep 0.02; done; {ready} > /dev/null"
+            "until {ready} > /dev/null 2>&1; do kill -0 $! 2> /dev/null; sleep 0.02; done"
         );
     }
 }

@@ -16,7 +16,7 @@ fn broken(page: &Page, is_book: bool) -> Vec<String> {
         let target = if path.is_empty() { page.path.clone() } else { directory.join(path) };
         if !root().join(&target).exists() {
             bad("there is no such file");
-        } else if is_book && !target.starts_with("docs") || is_book && path.contains("..") {
+        } else if is_book && (!target.starts_with("docs") || path.contains("..")) {
             bad("it is not in the book");
         } else if let Some(anchor) = anchor
             && target.extension().is_some_and(|extension| extension == "md")
