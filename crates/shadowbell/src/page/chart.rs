@@ -92,7 +92,7 @@ fn svg(label: &str, draw: impl FnOnce(&Area<'_>) -> Outcome) -> Outcome<String> 
         draw(&area)?;
         area.present()?;
     }
-    let label = super::escape(label);
+    let label = super::html::escape(label);
     Ok(text.replacen("<svg ", &format!("<svg role=\"img\" aria-label=\"{label}\" "), 1))
 }
 

@@ -1,7 +1,7 @@
 //! A measurement on a page, and several beside each other.
 
 use super::chart::{self, BLUE, GREEN, Group, Line, ORANGE};
-use super::{Card, cards, escape, figure, table};
+use super::html::{Card, cards, escape, figure, table};
 use crate::latency::Latency;
 use crate::load::{Doorbells, Interval, QueueSum, Timeline};
 use crate::report::Row;

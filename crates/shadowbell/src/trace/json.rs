@@ -1,6 +1,6 @@
 //! A trace as lines of JSON, for tools.
 
-use super::option_name;
+use super::option_name::option_name;
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use shadowbell_controller::trace::{Queue, Record};
 use std::io::{self, Write};

@@ -2,10 +2,12 @@
 //! of JSON.
 
 mod json;
+mod option_name;
 mod perfetto;
 
 use crate::exit::bad_input;
 use anyhow::{Context, anyhow};
+use option_name::option_name;
 use shadowbell_controller::trace::{COMPLETION_QUEUE, Kind, Queue, Record, TraceError, read_trace};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -76,11 +78,6 @@ fn queues(text: &str) -> Result<Queues, String> {
         Ok((number(first)?, number(last)?))
     });
     Ok(Queues(ranges.collect::<Result<_, String>>()?))
-}
-
-/// A kind's name as an option has it: `EventIdx armed` is `eventidx-armed`.
-fn option_name(kind: Kind) -> String {
-    kind.name().to_lowercase().replace(' ', "-")
 }
 
 fn kind(text: &str) -> Result<Kind, String> {
