@@ -1,4 +1,4 @@
-//! The doorbell trace: every decision about a doorbell, one by one.
+//! The doorbell trace: every decision about a doorbell, one by one, and the commands between them.
 //!
 //! A trace is a file of rings, one for each worker and one for the control plane, which their
 //! owners write through a shared mapping: a record costs the clock, a copy of 32 bytes and a store,
@@ -23,7 +23,7 @@ mod record;
 
 pub use file::{TraceFile, TraceRing};
 pub use reader::{TraceError, read_trace};
-pub use record::{COMPLETION_QUEUE, Kind, Record};
+pub use record::{COMPLETION_QUEUE, Kind, Queue, Record};
 
 #[cfg(test)]
 mod tests;

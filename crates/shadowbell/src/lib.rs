@@ -44,6 +44,7 @@
 //! | `queue_options` | how doorbells are rung and completions found |
 //! | `content`, `rng` | blocks that show whether they are the right ones; random numbers |
 //! | `report`, `latency` | measurements, for machines |
+//! | `page` | measurements as a page with diagrams |
 //! | `table`, `units` | tables and numbers, for people |
 //! | `parse`, `cpu_list` | sizes, times and processors as people write them |
 //! | `shell`, `paste` | words of a command line that a person pastes; how they are printed |
@@ -81,6 +82,7 @@ mod log_thread;
 mod logging;
 mod notify;
 mod offered_doorbells;
+mod page;
 mod parse;
 mod paste;
 mod queue_options;

@@ -25,6 +25,17 @@ pub(crate) fn bandwidth(bytes: f64) -> String {
     format!("{bytes:.0} B/s")
 }
 
+/// Bytes: `4 KiB`, `1 MiB`; `512 bytes` if it is no multiple.
+#[must_use]
+pub(crate) fn bytes(bytes: u64) -> String {
+    let units = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
+    let whole = units.iter().find(|(shift, _)| bytes != 0 && bytes.is_multiple_of(1 << shift));
+    whole.map_or_else(
+        || format!("{bytes} bytes"),
+        |(shift, name)| format!("{} {name}", bytes >> shift),
+    )
+}
+
 /// A time in nanoseconds, for people: `740 ns`, `12.3 us`.
 #[must_use]
 pub(crate) fn nanoseconds(ns: f64) -> String {
@@ -80,6 +91,8 @@ mod tests {
         }
         assert_eq!(bandwidth(1000.0), "1000 B/s");
         assert_eq!(bandwidth(179_306_496.0), "171 MiB/s");
+        assert_eq!((bytes(512), bytes(4096)), ("512 bytes".into(), "4 KiB".into()));
+        assert_eq!((bytes(3 << 20), bytes(1536)), ("3 MiB".into(), "1536 bytes".into()));
         assert_eq!(nanoseconds(740.0), "740 ns");
         assert_eq!(nanoseconds(12_300.0), "12.3 us");
         assert_eq!(nanoseconds(99_960.0), "100 us");

@@ -41,6 +41,7 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
             .args(["doc", "--workspace", "--no-deps", "--quiet"])
             .args(FAULTS),
     );
+    book_step(report);
     report.check("the guides' programs compile outside of the workspace", |_| outsider::check());
     // Whether each package builds alone takes minutes: `cargo xtask package` looks.
     package::check(report, false);
@@ -61,6 +62,28 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
     }
     report.summary();
     Ok(())
+}
+
+/// The book alone.
+pub(crate) fn book(report: &mut Report) -> Result<()> {
+    report.begin("book");
+    book_step(report);
+    report.summary();
+    Ok(())
+}
+
+fn book_step(report: &mut Report) {
+    step(
+        report,
+        "the book is built",
+        cargo()
+            .args(["run", "--quiet", "--locked", "--manifest-path", "tools/book/Cargo.toml"])
+            // A workspace of its own, which is not to be rebuilt with each change of ours.
+            .arg("--target-dir")
+            .arg(root().join("target/book-tool"))
+            .arg("--")
+            .arg(root()),
+    );
 }
 
 /// The loom models alone.

@@ -61,6 +61,10 @@ enum Verb {
     ///
     /// The guides are README.md, the crates' README.md and the docs at the top of their lib.rs.
     Outsider,
+    /// Builds the book of `docs/` into target/book: open index.html there.
+    ///
+    /// Its links and commands are looked after by the tests of the crate shadowbell.
+    Book,
     /// Packages every crate that is published, and builds each from its package alone.
     ///
     /// What is not committed yet is packaged as well; nothing is uploaded. `cargo xtask test`
@@ -183,6 +187,7 @@ fn main() -> ExitCode {
         Verb::Loom => chores::loom(&mut report),
         Verb::Ceph => ceph::run(&mut report),
         Verb::Outsider => outsider::check(),
+        Verb::Book => chores::book(&mut report),
         Verb::Package => package::run(&mut report, true),
         Verb::Guest(arguments) => guest_suites(&mut report, arguments),
         Verb::Bench(arguments) => bench::run(arguments),

@@ -6,9 +6,10 @@ use crate::exec::{CompletedCommand, Engine, Started};
 use crate::interrupt::Coalescing;
 use crate::notice::{Condition, Notice};
 use crate::queue::{Cq, Permit, Sq};
-use crate::trace::TraceRing;
+use crate::trace::{Kind, TraceRing};
 use crate::worker::queue_override::QueueOverride;
 use crate::worker::queue_set::{BURST, QueueSet, report_ended, report_error};
+use crate::worker::trace::{record, trace_posted};
 use shadowbell_spec::status::Status;
 use shadowbell_spec::{Cqe, Sqe};
 use std::sync::Arc;
@@ -269,7 +270,7 @@ impl QueueOverride for FaultyQueues {
         set: &mut QueueSet,
         index: usize,
         tail: u16,
-        _trace: &mut Option<TraceRing>,
+        trace: &mut Option<TraceRing>,
     ) -> u32 {
         let injector = self.state.injector();
         let QueueSet { sqs, cqs, engine, shared, control, .. } = set;
@@ -301,6 +302,10 @@ impl QueueOverride for FaultyQueues {
         engine.publish();
         if cq.has_staged() && cq.post() {
             cq.notify_host(&shared.coalescing);
+        }
+        if trace.is_some() {
+            record(trace, Kind::Batch, shared, sq.layout.qid, tail.into(), fetched);
+            trace_posted(trace, shared, cq);
         }
         fetched
     }

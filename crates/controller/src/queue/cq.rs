@@ -73,6 +73,8 @@ pub(crate) struct Cq {
     recorded_in: Option<Records>,
     /// Posted since the head was last looked at.
     unlooked: u32,
+    /// Completions before this place are in the trace, or were there before it began.
+    pub(crate) traced: u16,
     interrupt: InterruptPolicy,
     pub(crate) counters: Arc<CqCounters>,
 }
@@ -106,6 +108,7 @@ impl Cq {
             recorded: VecDeque::new(),
             recorded_in: None,
             unlooked: 0,
+            traced: 0,
             interrupt: InterruptPolicy::new(irq, limit),
             counters,
         }
@@ -143,7 +146,7 @@ impl Cq {
         let promised = u32::try_from(staged.len()).ok()?;
         let (tail, phase) = (saved.tail, saved.phase);
         let new = Self::with_head(layout, shared, (irq, limit), head);
-        Some(Self { tail, phase, promised, staged, ..new })
+        Some(Self { tail, traced: tail, phase, promised, staged, ..new })
     }
 
     pub(crate) fn resolve(&mut self, table: &DmaTable) -> Result<(), Fault> {
@@ -253,6 +256,11 @@ impl Cq {
         self.counters.completions.get()
     }
 
+    /// Which interrupt vector it has, if any.
+    pub(crate) fn vector(&self) -> Option<u16> {
+        self.interrupt.vector()
+    }
+
     /// How far it is, for the journal.
     #[inline]
     pub(crate) fn position(&self) -> Position {
@@ -284,6 +292,7 @@ impl Cq {
         cq.phase = position.phase;
         let _ = cq.resolve(table);
         cq.find_posted(position.count, found);
+        cq.traced = cq.tail;
         // How far the host has read is not known: full is safe, and whatever the doorbell says is
         // possible then.
         let full = layout.size.next(cq.tail);

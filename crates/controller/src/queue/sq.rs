@@ -45,6 +45,8 @@ pub(crate) struct Sq {
     /// whoever serves the other queues.
     pub(crate) careful: bool,
     pub(crate) prefetch: PrefetchCursor,
+    /// Commands before this place are in the trace, or were there before it began.
+    pub(crate) traced: u16,
     pub(crate) counters: Arc<SqCounters>,
 }
 
@@ -73,6 +75,7 @@ impl Sq {
             stopped: false,
             careful: false,
             prefetch: PrefetchCursor::default(),
+            traced: 0,
             counters,
         }
     }
@@ -93,7 +96,7 @@ impl Sq {
         let register = shared.register(saved.qid, DoorbellKind::Sq);
         let tail = SqTail::resume(layout.size, register, state)?;
         let (head, fetched) = (saved.head, u32::from(saved.head));
-        Some(Self { head, fetched, ..Self::with_tail(layout, shared, cq, tail) })
+        Some(Self { head, fetched, traced: head, ..Self::with_tail(layout, shared, cq, tail) })
     }
 
     /// How far it is, for the journal.
@@ -128,7 +131,7 @@ impl Sq {
         let register = shared.register(saved.qid, DoorbellKind::Sq);
         let tail = SqTail::resume(layout.size, register, DoorbellState { last, ..doorbell })?;
         let fetched = position.count as u32;
-        Some(Self { head, fetched, ..Self::with_tail(layout, shared, cq, tail) })
+        Some(Self { head, fetched, traced: head, ..Self::with_tail(layout, shared, cq, tail) })
     }
 
     /// A command that was in flight has ended: its completion.

@@ -74,7 +74,7 @@ kinds! {
     Wake = 6, "wake";
     /// A worker woke up and found nothing to do.
     SpuriousWake = 7, "spurious wake";
-    /// An interrupt was raised for a completion queue. `value`: its tail.
+    /// An interrupt was raised for a completion queue. `value`: its tail; `extra`: the vector.
     InterruptRaised = 8, "interrupt raised";
     /// Completions were posted to a completion queue and no interrupt was raised for them. `value`:
     /// its tail.
@@ -97,6 +97,12 @@ kinds! {
     /// A worker that went to sleep found that an eventfd which stands for a controller's doorbells
     /// was signalled, then or since it slept last.
     DoorbellEvent = 17, "doorbell eventfd signalled";
+    /// A look at a submission queue's tail found this command. `value`: its command identifier;
+    /// `extra`: its opcode.
+    CommandSeen = 18, "command seen";
+    /// A completion was posted to a completion queue. `value`: the command identifier, and above
+    /// its 16 bits the submission queue; `extra`: the status field, without the phase tag.
+    CompletionPosted = 19, "completion posted";
 }
 
 /// What a kind of record is about.
@@ -109,6 +115,24 @@ enum Subject {
     CompletionQueue,
 }
 
+/// The queue that a record is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Queue {
+    /// A submission queue, by its identifier.
+    Submission(u16),
+    /// A completion queue, by its identifier.
+    Completion(u16),
+}
+
+impl fmt::Display for Queue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Submission(qid) => write!(f, "SQ {qid}"),
+            Self::Completion(qid) => write!(f, "CQ {qid}"),
+        }
+    }
+}
+
 impl Kind {
     fn subject(self) -> Subject {
         match self {
@@ -118,10 +142,11 @@ impl Kind {
             | Self::Reset
             | Self::ShadowConfigured
             | Self::DoorbellEvent => Subject::Whole,
-            Self::InterruptRaised | Self::InterruptSuppressed | Self::CqFull => {
-                Subject::CompletionQueue
-            }
-            Self::Batch => Subject::SubmissionQueue,
+            Self::InterruptRaised
+            | Self::InterruptSuppressed
+            | Self::CqFull
+            | Self::CompletionPosted => Subject::CompletionQueue,
+            Self::Batch | Self::CommandSeen => Subject::SubmissionQueue,
             Self::MmioWrite
             | Self::ShadowNew
             | Self::EventIdxMoved
@@ -165,6 +190,47 @@ impl Record {
             extra: raw.extra,
         })
     }
+
+    /// Which queue it is about; `None` if it is about a worker or a controller.
+    #[must_use]
+    pub fn queue(&self) -> Option<Queue> {
+        let id = self.qid & !COMPLETION_QUEUE;
+        match self.kind.subject() {
+            Subject::Whole => None,
+            Subject::CompletionQueue => Some(Queue::Completion(id)),
+            Subject::Queue if self.qid & COMPLETION_QUEUE != 0 => Some(Queue::Completion(id)),
+            Subject::Queue | Subject::SubmissionQueue => Some(Queue::Submission(id)),
+        }
+    }
+
+    /// What `value` and `extra` are, by their names: for machines.
+    #[must_use]
+    pub fn fields(&self) -> Vec<(&'static str, u32)> {
+        let (value, extra) = (self.value, self.extra);
+        match self.kind {
+            Kind::MmioWrite | Kind::Invalid => vec![("value", value)],
+            Kind::ShadowNew => vec![("from", extra), ("to", value)],
+            Kind::EventIdxMoved | Kind::EventIdxArmed => vec![("event_idx", value)],
+            Kind::Wake => vec![("slept_us", value)],
+            Kind::InterruptRaised => vec![("tail", value), ("vector", extra)],
+            Kind::InterruptSuppressed | Kind::CqFull => vec![("tail", value)],
+            Kind::Batch => vec![("commands", extra), ("tail", value)],
+            Kind::QueueCreated if self.qid & COMPLETION_QUEUE == 0 => {
+                vec![("entries", value), ("completes_to", extra)]
+            }
+            Kind::QueueCreated => vec![("entries", value), ("vector", extra)],
+            Kind::CommandSeen => vec![("cid", value), ("opcode", extra)],
+            Kind::CompletionPosted => {
+                vec![("cid", value & 0xffff), ("sqid", value >> 16), ("status", extra)]
+            }
+            Kind::Sleep
+            | Kind::SpuriousWake
+            | Kind::Reset
+            | Kind::ShadowConfigured
+            | Kind::QueueDeleted
+            | Kind::DoorbellEvent => Vec::new(),
+        }
+    }
 }
 
 impl fmt::Display for Record {
@@ -179,13 +245,7 @@ impl fmt::Display for Record {
             0 => String::new(),
             controller => format!("controller {controller}"),
         };
-        let id = self.qid & !COMPLETION_QUEUE;
-        let queue = match self.kind.subject() {
-            Subject::Whole => String::new(),
-            Subject::CompletionQueue => format!("CQ {id}"),
-            Subject::Queue if self.qid & COMPLETION_QUEUE != 0 => format!("CQ {id}"),
-            Subject::Queue | Subject::SubmissionQueue => format!("SQ {id}"),
-        };
+        let queue = self.queue().map(|queue| queue.to_string()).unwrap_or_default();
         write!(f, "  {controller:<14}  {queue:<5}  {}", self.kind.name())?;
         let (value, extra) = (self.value, self.extra);
         match self.kind {
@@ -193,14 +253,18 @@ impl fmt::Display for Record {
             Kind::ShadowNew => write!(f, ": {extra} -> {value}"),
             Kind::EventIdxMoved | Kind::EventIdxArmed => write!(f, ": {value}"),
             Kind::Wake => write!(f, " after {value} us"),
-            Kind::InterruptRaised | Kind::InterruptSuppressed | Kind::CqFull => {
-                write!(f, ": tail {value}")
-            }
+            Kind::InterruptRaised => write!(f, ": tail {value}, vector {extra}"),
+            Kind::InterruptSuppressed | Kind::CqFull => write!(f, ": tail {value}"),
             Kind::Batch => write!(f, ": {extra}, tail {value}"),
             Kind::QueueCreated if self.qid & COMPLETION_QUEUE == 0 => {
                 write!(f, ": {value} entries, CQ {extra}")
             }
             Kind::QueueCreated => write!(f, ": {value} entries, vector {extra}"),
+            Kind::CommandSeen => write!(f, ": {value}, opcode {extra:#04x}"),
+            Kind::CompletionPosted => {
+                let (cid, sqid) = (value & 0xffff, value >> 16);
+                write!(f, ": {cid} of SQ {sqid}, status {extra:#x}")
+            }
             Kind::Sleep
             | Kind::SpuriousWake
             | Kind::Reset

@@ -183,7 +183,10 @@ fn lines_for_people() {
         (line(Kind::Sleep, Some(7), 0, 0, 0), "worker 7                           sleep"),
         (line(Kind::Wake, Some(7), 0, 55, 0), "wake after 55 us"),
         (line(Kind::SpuriousWake, Some(7), 0, 0, 0), "spurious wake"),
-        (line(Kind::InterruptRaised, Some(0), 3, 5, 0), "CQ 3   interrupt raised: tail 5"),
+        (
+            line(Kind::InterruptRaised, Some(0), 3, 5, 0),
+            "CQ 3   interrupt raised: tail 5, vector 0",
+        ),
         (line(Kind::InterruptSuppressed, Some(0), cq, 5, 0), "CQ 3   interrupt suppressed: tail 5"),
         (line(Kind::Batch, Some(0), 3, 17, 8), "SQ 3   batch fetched: 8, tail 17"),
         (line(Kind::CqFull, Some(0), 3, 1, 0), "CQ 3   completion queue full: tail 1"),
@@ -193,6 +196,14 @@ fn lines_for_people() {
         (line(Kind::QueueCreated, None, 3, 64, 1), "SQ 3   queue created: 64 entries, CQ 1"),
         (line(Kind::QueueCreated, None, cq, 64, 1), "CQ 3   queue created: 64 entries, vector 1"),
         (line(Kind::QueueDeleted, None, cq, 0, 0), "CQ 3   queue deleted"),
+        (
+            line(Kind::CommandSeen, Some(0), 3, 17, 2),
+            "worker 0    controller 2    SQ 3   command seen: 17, opcode 0x02",
+        ),
+        (
+            line(Kind::CompletionPosted, Some(0), 3, 0x4_0011, 0x281),
+            "CQ 3   completion posted: 17 of SQ 4, status 0x281",
+        ),
         (
             line(Kind::DoorbellEvent, Some(0), 0, 0, 0),
             "controller 2           doorbell eventfd signalled",

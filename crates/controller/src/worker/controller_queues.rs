@@ -496,11 +496,16 @@ impl ControllerQueues {
             work += self.serve(index, unread, trace);
         }
         self.set.engine.commit();
-        self.set.post();
+        self.set.post(trace);
         if !(self.draining.is_empty() && self.deleting.is_empty()) {
             self.finish();
         }
         work
+    }
+
+    /// The trace begins here.
+    pub(crate) fn begin_trace(&mut self) {
+        self.set.begin_trace();
     }
 
     /// Has nothing more fetched while the page tables that it has made may be too many.

@@ -19,7 +19,7 @@ pub(crate) mod relocation;
 mod replay;
 mod share;
 mod slow;
-mod trace;
+pub(crate) mod trace;
 #[expect(clippy::module_inception, reason = "the thread itself is one of the module's parts")]
 mod worker;
 

@@ -183,6 +183,13 @@ impl PollGroup {
         active.find(|t| t.id() == id && !t.is_detaching())
     }
 
+    /// The trace begins here.
+    pub(super) fn begin_trace(&mut self) {
+        let left_out = self.dormant.iter_mut().chain(self.parked.values_mut());
+        let all = self.active.iter_mut().chain(left_out);
+        all.for_each(|entry| entry.queues.begin_trace());
+    }
+
     /// Whether any disk has something in hand.
     pub(super) fn is_pending(&self) -> bool {
         self.active.iter().any(|entry| entry.queues.is_pending())

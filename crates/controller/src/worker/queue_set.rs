@@ -1,7 +1,7 @@
 //! The queues of one controller that one worker serves: from doorbell to completion.
 
 use super::replay::Replay;
-use super::trace::{record, trace_look};
+use super::trace::{interrupts, record, trace_interrupts, trace_look, trace_posted};
 use crate::exec::prefetch::{self, Prefetch};
 use crate::exec::{CompletedCommand, Engine, Started};
 pub(crate) use crate::journal::BURST;
@@ -243,24 +243,15 @@ impl QueueSet {
         counters.largest_batch.set(counters.largest_batch.get().max(u64::from(fetched)));
         if trace.is_some() {
             record(trace, Kind::Batch, &self.shared, sq.layout.qid, u32::from(tail), fetched);
+            trace_posted(trace, &self.shared, cq);
         }
         if posted {
-            let counted = |cq: &Cq| {
-                let counters = &cq.counters;
-                (counters.interrupts.get(), counters.interrupts_suppressed.get())
-            };
-            let before = counted(cq);
-            cq.notify_host(&self.shared.coalescing);
-            abort_point(AbortPoint::Notified);
             if trace.is_some() {
-                let (qid, at) = (cq.layout.qid, u32::from(cq.tail));
-                let after = counted(cq);
-                if after.0 != before.0 {
-                    record(trace, Kind::InterruptRaised, &self.shared, qid, at, 0);
-                } else if after.1 != before.1 {
-                    record(trace, Kind::InterruptSuppressed, &self.shared, qid, at, 0);
-                }
+                notify_traced(trace, &self.shared, cq);
+            } else {
+                cq.notify_host(&self.shared.coalescing);
             }
+            abort_point(AbortPoint::Notified);
         }
         fetched
     }
@@ -341,7 +332,7 @@ impl QueueSet {
 
     /// Posts what is staged, and looks after interrupts that are held back.
     #[inline]
-    pub(crate) fn post(&mut self) {
+    pub(crate) fn post(&mut self, trace: &mut Option<TraceRing>) {
         for cq in self.cqs.iter_mut().flatten() {
             if cq.has_staged() {
                 self.engine.publish();
@@ -350,12 +341,27 @@ impl QueueSet {
                 if let Some(journal) = &mut self.journal {
                     write_down(journal, cq, None);
                 }
-                cq.notify_host(&self.shared.coalescing);
+                if trace.is_some() {
+                    trace_posted(trace, &self.shared, cq);
+                    notify_traced(trace, &self.shared, cq);
+                } else {
+                    cq.notify_host(&self.shared.coalescing);
+                }
                 abort_point(AbortPoint::Notified);
             } else if cq.is_holding() {
+                let before = interrupts(cq);
                 cq.review_held();
+                if trace.is_some() {
+                    trace_interrupts(trace, &self.shared, cq, before);
+                }
             }
         }
+    }
+
+    /// The trace begins: what the queues have gone through so far is not in it.
+    pub(crate) fn begin_trace(&mut self) {
+        self.sqs.iter_mut().flatten().for_each(|sq| sq.traced = sq.tail.last());
+        self.cqs.iter_mut().flatten().for_each(|cq| cq.traced = cq.tail);
     }
 
     /// `qid` says with [`COMPLETION_QUEUE`] which of the two doorbells it was.
@@ -395,14 +401,18 @@ impl QueueSet {
     ) -> Option<Instant> {
         let mut invalid = Vec::new();
         let mut deadline: Option<Instant> = None;
-        let Self { sqs, cqs, engine, .. } = self;
+        let Self { sqs, cqs, engine, shared, .. } = self;
         fenced.note(engine.can_advance());
         // What waits for something to end does not keep the worker awake.
         let is_full = engine.is_full();
         for sq in sqs.iter_mut().flatten().filter(|sq| !sq.stopped) {
             if !sq.blocked {
+                let before = trace.is_some().then(|| (sq.tail.last(), sq.tail.stats()));
                 if let Err(error) = sq.tail.recheck(fenced) {
                     invalid.push((sq.layout.qid, error));
+                }
+                if let Some(before) = before {
+                    trace_look(trace, shared, sq, before);
                 }
                 // More than a burst may be left.
                 let reachable =
@@ -422,10 +432,14 @@ impl QueueSet {
             }
         }
         for cq in cqs.iter_mut().flatten() {
+            let before = interrupts(cq);
             deadline = match (deadline, cq.flush_interrupts()) {
                 (Some(a), Some(b)) => Some(a.min(b)),
                 (a, b) => a.or(b),
             };
+            if trace.is_some() {
+                trace_interrupts(trace, shared, cq, before);
+            }
         }
         for (qid, error) in invalid {
             self.invalid(qid, error, trace);
@@ -453,6 +467,14 @@ impl QueueSet {
         let posted = self.cqs.iter().flatten().map(Cq::posted);
         fetched.chain(posted).fold(0, u64::wrapping_add)
     }
+}
+
+/// As [`Cq::notify_host`], with a record of what was decided.
+#[cold]
+fn notify_traced(trace: &mut Option<TraceRing>, shared: &ControllerShared, cq: &mut Cq) {
+    let before = interrupts(cq);
+    cq.notify_host(&shared.coalescing);
+    trace_interrupts(trace, shared, cq, before);
 }
 
 /// A command is not carried out again.

@@ -1,16 +1,18 @@
 //! Decisions that go to the trace.
 
-use crate::queue::Sq;
+use crate::queue::{Cq, Sq};
 use crate::shared::ControllerShared;
 use crate::trace::{Kind, TraceRing};
 use shadowbell_doorbell::ControllerStats;
+use shadowbell_spec::{Cqe, Sqe};
 
-/// Records what a look at a tail has found or moved; `last` and `before` are from before the look.
+/// Records what a look at a tail has found or moved, and the commands that are there now; `last`
+/// and `before` are from before the look.
 #[cold]
 pub(super) fn trace_look(
     trace: &mut Option<TraceRing>,
     shared: &ControllerShared,
-    sq: &Sq,
+    sq: &mut Sq,
     (last, before): (u16, ControllerStats),
 ) {
     let (now, qid, at) = (sq.tail.stats(), sq.layout.qid, u32::from(sq.tail.last()));
@@ -20,10 +22,52 @@ pub(super) fn trace_look(
     if now.event_idx_moved != before.event_idx_moved {
         record(trace, Kind::EventIdxMoved, shared, qid, at, 0);
     }
+    // Those that were found while the worker went to sleep are among them.
+    let Some(ring) = &sq.ring else { return };
+    while sq.traced != sq.tail.last() {
+        let sqe: Sqe = ring.read(u32::from(sq.traced));
+        record(trace, Kind::CommandSeen, shared, qid, sqe.cid.into(), sqe.opcode.into());
+        sq.traced = sq.layout.size.next(sq.traced);
+    }
+}
+
+/// Records the completions that were posted since this was last done. The entries are where they
+/// were posted: no others take their places before the worker posts again.
+#[cold]
+pub(crate) fn trace_posted(trace: &mut Option<TraceRing>, shared: &ControllerShared, cq: &mut Cq) {
+    let Some(ring) = &cq.ring else { return };
+    while cq.traced != cq.tail {
+        let cqe: Cqe = ring.read(u32::from(cq.traced));
+        let value = u32::from(cqe.cid) | u32::from(cqe.sq_id) << 16;
+        let status = cqe.status().bits();
+        record(trace, Kind::CompletionPosted, shared, cq.layout.qid, value, status.into());
+        cq.traced = cq.layout.size.next(cq.traced);
+    }
+}
+
+/// How many interrupts were raised for a queue, and how many were not.
+pub(super) fn interrupts(cq: &Cq) -> (u64, u64) {
+    (cq.counters.interrupts.get(), cq.counters.interrupts_suppressed.get())
+}
+
+/// Records what was decided of a queue's interrupt since `before`.
+#[cold]
+pub(super) fn trace_interrupts(
+    trace: &mut Option<TraceRing>,
+    shared: &ControllerShared,
+    cq: &Cq,
+    before: (u64, u64),
+) {
+    let (qid, at, after) = (cq.layout.qid, u32::from(cq.tail), interrupts(cq));
+    if after.0 != before.0 {
+        record(trace, Kind::InterruptRaised, shared, qid, at, cq.vector().unwrap_or(0).into());
+    } else if after.1 != before.1 {
+        record(trace, Kind::InterruptSuppressed, shared, qid, at, 0);
+    }
 }
 
 #[cold]
-pub(super) fn record(
+pub(crate) fn record(
     trace: &mut Option<TraceRing>,
     kind: Kind,
     shared: &ControllerShared,

@@ -338,7 +338,10 @@ impl Worker {
                     queues.set_override(overriding);
                 }
             }
-            Message::Trace(ring) => self.trace = Some(ring),
+            Message::Trace(ring) => {
+                self.trace = Some(ring);
+                self.poll_group.begin_trace();
+            }
             Message::Stop => {}
         }
     }

@@ -1,11 +1,12 @@
 //! The command line of `bench`, under the names that fio has for it.
 
-use crate::load::{LoadConfig, Workload};
+use crate::load::{LoadConfig, Workload, interval};
 use crate::queue_options::{CompletionMode, DoorbellMode};
 use crate::target::{self, Target};
 use crate::{cpu_list, exit, parse};
 use anyhow::{anyhow, bail};
 use clap::ValueEnum;
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// Measure what a controller can do, under fio's names
@@ -92,6 +93,9 @@ pub struct Args {
     /// End with one line of JSON, for machines
     #[arg(long)]
     pub json: bool,
+    /// Write a page with diagrams to this file: I/Os and latencies over time, doorbells, queues
+    #[arg(long, value_name = "OUT.html")]
+    pub report: Option<PathBuf>,
 }
 
 /// How content is checked.
@@ -158,6 +162,7 @@ impl Args {
             latency_sample: self.latency_sample,
             server_pid: self.server_pid,
             seed: self.seed,
+            timeline: self.report.is_some().then(|| interval(self.runtime, self.numjobs)),
         })
     }
 }

@@ -5,6 +5,7 @@ mod args;
 pub use args::Args;
 
 use crate::load::{Outcome, measure};
+use crate::page::{self, Measured};
 use crate::report::{self, Row};
 use crate::session::Session;
 use crate::{exit, signals, units};
@@ -20,6 +21,7 @@ use std::sync::atomic::Ordering;
 /// See [`measure`].
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let config = args.load_config()?;
+    page::check(args.report.as_deref())?;
     // The first signal ends the run, with the figures so far.
     let stop = signals::stop_flag()?;
     let mut session = Session::attach(&args.target, &config.attach_options())?;
@@ -37,8 +39,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         }
     });
     bar.finish_and_clear();
-    let Outcome { mut row, bad_blocks } = outcome?;
+    let Outcome { mut row, bad_blocks, timeline } = outcome?;
     row.table = "bench".to_owned();
+    let session_name = session.target().to_string();
     session.detach()?;
     for bad in &bad_blocks {
         tracing::error!("{bad}");
@@ -48,6 +51,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         report::write_json(out, std::slice::from_ref(&row))?;
     } else {
         print(out, &row)?;
+    }
+    if let Some(path) = &args.report {
+        let lead = format!("{} behind {}, {}", row.device, session_name, setup(&row));
+        let title = format!("shadowbell bench: {} of {}", row.rw, units::bytes(row.bs.into()));
+        let measured = Measured { row: row.clone(), timeline };
+        page::write(path, &title, &lead, &page::measurement(&measured)?)?;
     }
     let failed = row.verify_errors.is_some_and(|errors| errors != 0);
     Ok(ExitCode::from(if failed { exit::FAILED } else { exit::FINE }))
@@ -62,24 +71,27 @@ fn progress(shown: bool) -> ProgressBar {
     bar
 }
 
-fn print(out: &mut impl Write, row: &Row) -> io::Result<()> {
-    writeln!(
-        out,
-        "{} of {} bytes, iodepth {}, {} job{} on {} thread{}, {} doorbells, {}",
-        row.rw,
-        row.bs,
+/// How it was measured.
+fn setup(row: &Row) -> String {
+    let plural = |count: u32| if count == 1 { "" } else { "s" };
+    format!(
+        "iodepth {}, {} job{} on {} thread{}, {} doorbells, {}",
         row.iodepth,
         row.numjobs,
-        if row.numjobs == 1 { "" } else { "s" },
+        plural(row.numjobs),
         row.threads,
-        if row.threads == 1 { "" } else { "s" },
+        plural(row.threads),
         row.doorbells,
         match row.completion.as_str() {
             "poll" => "polling",
             "interrupt" => "interrupts",
             _ => "polling, then interrupts",
         },
-    )?;
+    )
+}
+
+fn print(out: &mut impl Write, row: &Row) -> io::Result<()> {
+    writeln!(out, "{} of {} bytes, {}", row.rw, row.bs, setup(row))?;
     writeln!(
         out,
         "  IOPS={} ({:.0}), BW={}, {} I/Os in {:.2} s",

@@ -12,7 +12,8 @@ mod cpu_split;
 mod published;
 mod server;
 
-use crate::load::{LoadConfig, Outcome, Workload, measure};
+use crate::load::{LoadConfig, Outcome, Workload, interval, measure};
+use crate::page::{self, Measured};
 use crate::queue_options::CompletionMode;
 use crate::report::{self, Row};
 use crate::session::Session;
@@ -27,6 +28,7 @@ use shadowbell_driver::Doorbells;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use std::io::{self, IsTerminal, Write};
 use std::ops::ControlFlow;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -45,6 +47,9 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 1500, value_name = "MS")]
     #[arg(value_parser = clap::value_parser!(u32).range(10..=60_000))]
     pub runtime: u32,
+    /// Write a page with diagrams to this file, with each measurement over time
+    #[arg(long, value_name = "OUT.html")]
+    pub report: Option<PathBuf>,
 }
 
 /// The disk in memory is namespace 1, the one that keeps nothing is namespace 2.
@@ -58,11 +63,19 @@ const FILL: u32 = 1 << 20;
 const TABLES: [(&str, u32, u16, &[u32]); 3] =
     [("S0", 1, 1, &[32]), ("S1", 2, 4, &[32]), ("S3", 1, 1, &[1, 2, 4, 8])];
 
+/// Of the page.
+const TITLE: &str = "shadowbell demo: what shadow doorbells are good for";
+const LEAD: &str = "4 KiB random reads over a vfio-user socket. S0: a disk in memory, 32 in flight. \
+                    S1: a disk that keeps nothing, 4 jobs. S3: a disk in memory, few in flight. Each \
+                    measured with doorbells that are trapped, and with shadow doorbells; everything \
+                    else is the same.";
+
 /// Runs the verb.
 ///
 /// # Errors
 /// The server or the driver fail, or their counts do not agree.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    page::check(args.report.as_deref())?;
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM, SIGHUP] {
         // Ends the measurement, and with us the server.
@@ -73,6 +86,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         server: cpus.for_server(|| Server::start(&DISKS, &[]))?,
         cpus,
         runtime: Duration::from_millis(args.runtime.into()),
+        keeps_time: args.report.is_some(),
         stop,
     };
     let out = &mut io::stdout().lock();
@@ -81,11 +95,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     demo.fill()?;
     let mut rows = Vec::new();
+    let mut timelines = Vec::new();
     for (table, nsid, jobs, depths) in TABLES {
         let first = rows.len();
         for depth in depths {
             for doorbells in [Doorbells::Mmio, Doorbells::Shadow] {
-                rows.push(demo.measure(table, nsid, jobs, *depth, doorbells)?);
+                let Measured { row, timeline } =
+                    demo.measure(table, nsid, jobs, *depth, doorbells)?;
+                rows.push(row);
+                timelines.push(timeline);
             }
         }
         if !args.json {
@@ -98,6 +116,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         report::write_json(out, &rows)?;
     } else {
         conclude(out, disagree, merged)?;
+    }
+    if let Some(path) = &args.report {
+        let measured = |(row, timeline): (&Row, _)| Measured { row: row.clone(), timeline };
+        let measured: Vec<_> = rows.iter().zip(timelines).map(measured).collect();
+        let (pairs, _) = measured.as_chunks::<2>();
+        page::write(path, TITLE, LEAD, &page::overview(pairs)?)?;
     }
     if disagree != 0 {
         tracing::error!(
@@ -130,6 +154,8 @@ struct Demo {
     server: Server,
     cpus: CpuSplit,
     runtime: Duration,
+    /// What happened when is kept, for a report.
+    keeps_time: bool,
     stop: Arc<AtomicBool>,
 }
 
@@ -205,7 +231,7 @@ impl Demo {
         jobs: u16,
         iodepth: u32,
         doorbells: Doorbells,
-    ) -> anyhow::Result<Row> {
+    ) -> anyhow::Result<Measured> {
         let polls = self.cpus.are_enough();
         let config = LoadConfig {
             rw: Workload::RandRead,
@@ -220,6 +246,7 @@ impl Demo {
             doorbells,
             completion: if polls { CompletionMode::Poll } else { CompletionMode::Interrupt },
             pin: self.cpus.driver.clone(),
+            timeline: self.keeps_time.then(|| interval(self.runtime, jobs)),
             ..LoadConfig::default()
         };
         let before = self.server.doorbell_writes()?;
@@ -241,7 +268,7 @@ impl Demo {
             }
         });
         bar.finish_and_clear();
-        let Outcome { mut row, .. } = outcome?;
+        let Outcome { mut row, timeline, .. } = outcome?;
         session.detach()?;
         if self.stop.load(Ordering::Relaxed) {
             bail!("ended by a signal");
@@ -249,7 +276,7 @@ impl Demo {
         // The doorbells of before the detaching came through the same socket, in front of it.
         row.controller_mmio_writes = Some(self.server.doorbell_writes()?.saturating_sub(before));
         row.table = table.to_owned();
-        Ok(row)
+        Ok(Measured { row, timeline })
     }
 }
 

@@ -103,6 +103,8 @@ pub struct LoadConfig {
     pub server_pid: Option<u32>,
     /// Seed of everything that is random.
     pub seed: u64,
+    /// Keep what happens over time, in intervals of this length.
+    pub timeline: Option<Duration>,
 }
 
 impl Default for LoadConfig {
@@ -130,6 +132,7 @@ impl Default for LoadConfig {
             latency_sample: None,
             server_pid: None,
             seed: 0x5eed,
+            timeline: None,
         }
     }
 }

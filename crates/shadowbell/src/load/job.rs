@@ -354,6 +354,16 @@ impl<L: IoSource> Job<L> {
         }
     }
 
+    /// The latencies so far are those of an interval that is over.
+    pub(super) fn forget_latencies(&mut self) {
+        self.histogram.reset();
+    }
+
+    /// The queue's identifier.
+    pub(super) fn qid(&self) -> u16 {
+        self.queue.qid()
+    }
+
     /// The latencies since then.
     pub(super) fn latencies(&self) -> &Histogram<u64> {
         &self.histogram

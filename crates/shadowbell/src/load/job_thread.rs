@@ -2,7 +2,8 @@
 
 use super::io_source::{CheckSummary, IoSource};
 use super::job::Job;
-use super::phase::{ABANDON, Phase, Progress, RAMP, RUN, STOP};
+use super::phase::{ABANDON, Now, Phase, Progress, RUN, STOP};
+use super::timeline::{Recorder, Sample};
 use crate::latency::histogram;
 use anyhow::{Context, anyhow, bail};
 use hdrhistogram::Histogram;
@@ -58,6 +59,19 @@ pub(super) struct ThreadReport {
     /// Doorbell registers written from the creation of the queues to the end.
     pub(super) mmio_writes: u64,
     pub(super) checks: Option<CheckSummary>,
+    /// What each queue did over time, if that was asked for.
+    pub(super) samples: Vec<(u16, Vec<Sample>)>,
+}
+
+/// How a thread is to measure.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Measuring {
+    /// It sleeps when there is nothing to do.
+    pub(super) sleeps: bool,
+    /// It chooses how many I/Os to time.
+    pub(super) choose_sample: bool,
+    /// It keeps a timeline.
+    pub(super) timeline: bool,
 }
 
 /// Has the calling thread run on processor `cpu` alone.
@@ -75,42 +89,53 @@ pub(super) fn pin(cpu: usize) -> anyhow::Result<()> {
 /// what is to be checked.
 pub(super) fn run<L: IoSource>(
     jobs: &mut [Job<L>],
-    sleeps: bool,
-    choose_sample: bool,
+    measuring: Measuring,
     phase: &Phase,
     progress: &Progress,
 ) -> anyhow::Result<ThreadReport> {
+    let Measuring { sleeps, choose_sample, timeline } = measuring;
+    let mut recorder = if timeline { Some(Recorder::new(jobs)?) } else { None };
     let mut begin = Snapshot::take(jobs);
     jobs.iter_mut().try_for_each(Job::fill)?;
     phase.reach();
-    let mut last = RAMP;
+    let mut last = Now::START;
     let mut end = None;
     let mut idle = Idle::new(sleeps, jobs.iter().any(Job::is_paced), phase.stall_timeout);
     loop {
         let now = phase.get();
         if now != last {
-            last = now;
-            if now == ABANDON {
+            let before = std::mem::replace(&mut last, now);
+            if now.part() == ABANDON {
                 return Err(abandoned());
             }
-            if now == RUN {
+            if now.part() == before.part() {
+                if let Some(recorder) = &mut recorder {
+                    recorder.end_interval(before.intervals(), jobs)?;
+                }
+            } else if now.part() == RUN {
                 let ramp = std::mem::replace(&mut begin, Snapshot::take(jobs));
                 let every = choose_sample.then(|| sample_every(&ramp, &begin));
                 jobs.iter_mut().for_each(|job| job.restart_latencies(every));
+                if let Some(recorder) = &mut recorder {
+                    recorder.restart(jobs);
+                }
                 phase.reach();
             } else {
                 end = Some(Snapshot::take(jobs));
+                if let Some(recorder) = &mut recorder {
+                    recorder.end_interval(before.intervals(), jobs)?;
+                }
             }
         }
         let mut found = 0;
         for job in &mut *jobs {
-            found += job.turn(now != STOP)?;
+            found += job.turn(now.part() != STOP)?;
         }
         if found != 0 {
             idle.reset();
             progress.add(found);
         } else if idle.poll(jobs)? {
-            if now == STOP && jobs.iter().all(Job::is_empty) {
+            if now.part() == STOP && jobs.iter().all(Job::is_empty) {
                 break;
             }
             if jobs.iter().all(Job::is_finished) {
@@ -118,10 +143,20 @@ pub(super) fn run<L: IoSource>(
             }
         }
     }
+    if end.is_none()
+        && let Some(recorder) = &mut recorder
+    {
+        recorder.end_interval(last.intervals(), jobs)?;
+    }
     let end = end.unwrap_or_else(|| Snapshot::take(jobs));
     let mut latencies = histogram()?;
     for job in &*jobs {
         latencies.add(job.latencies()).context("adding up the latencies")?;
+    }
+    let mut samples = Vec::new();
+    if let Some((recorded, of_queues)) = recorder.map(Recorder::finish) {
+        latencies.add(recorded).context("adding up the latencies")?;
+        samples = of_queues;
     }
     read_back(jobs, sleeps, phase, progress)?;
     let mut checks: Option<CheckSummary> = None;
@@ -134,7 +169,7 @@ pub(super) fn run<L: IoSource>(
         tracing::debug!("{:?}", job.stats());
     }
     let mmio_writes = Snapshot::take(jobs).mmio_writes;
-    Ok(ThreadReport { begin, end, latencies, mmio_writes, checks })
+    Ok(ThreadReport { begin, end, latencies, mmio_writes, checks, samples })
 }
 
 fn abandoned() -> anyhow::Error {
@@ -164,7 +199,7 @@ fn read_back<L: IoSource>(
         if found != 0 {
             idle.reset();
             progress.add(found);
-        } else if idle.poll(jobs)? && phase.get() == ABANDON {
+        } else if idle.poll(jobs)? && phase.get().part() == ABANDON {
             return Err(abandoned());
         }
     }

@@ -11,6 +11,7 @@
 //! | `job_thread` | a thread's loop over its jobs |
 //! | `job` | a queue pair that is kept full, and the latencies of its I/Os |
 //! | `pace` | when the next I/O is due, for a load of so many a second |
+//! | `timeline` | what was done when, for a report |
 //! | `server_cpu` | the processor time of the process at the other end |
 //! | `io_source` | where a job's I/Os come from, and what it does to their content |
 //! | `pattern` | where the next I/O goes |
@@ -48,6 +49,8 @@ mod phase;
 mod run;
 mod schedule;
 mod server_cpu;
+mod timeline;
 
 pub use config::{LoadConfig, Workload};
 pub use run::{Outcome, measure};
+pub(crate) use timeline::{Doorbells, Interval, QueueSum, Timeline, interval};

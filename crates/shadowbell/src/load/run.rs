@@ -3,11 +3,12 @@
 use super::config::{LoadConfig, Slice};
 use super::io_source::{CheckSummary, Checked, IoSource, Unchecked};
 use super::job::Job;
-use super::job_thread::{self, ThreadReport};
+use super::job_thread::{self, Measuring, ThreadReport};
 use super::pattern::Pattern;
 use super::phase::{Phase, Progress};
 use super::schedule::{OnTick, Threads, run_schedule};
 use super::server_cpu::ServerCpu;
+use super::timeline::Timeline;
 use crate::exit;
 use crate::latency::{Latency, histogram};
 use crate::queue_options::{CompletionMode, doorbells_name};
@@ -25,6 +26,8 @@ pub struct Outcome {
     pub row: Row,
     /// Sentences about blocks that did not hold what they had to: a few, if there are many.
     pub bad_blocks: Vec<String>,
+    /// What happened when, if that was to be kept.
+    pub timeline: Timeline,
 }
 
 /// Runs `config` on the namespace of `session`, and calls `on_tick` now and then, which may end it
@@ -119,15 +122,18 @@ fn spawn<L: IoSource>(
 ) -> anyhow::Result<Vec<ThreadReport>> {
     let phase = &Phase::ramp(config.stall_timeout());
     let progress: Vec<Progress> = threads.iter().map(|_| Progress::default()).collect();
-    let sleeps = config.completion != CompletionMode::Poll;
-    let choose_sample = config.latency_sample.is_none();
+    let measuring = Measuring {
+        sleeps: config.completion != CompletionMode::Poll,
+        choose_sample: config.latency_sample.is_none(),
+        timeline: config.timeline.is_some(),
+    };
     thread::scope(|scope| {
         let mut handles = Vec::new();
         for (index, (jobs, progress)) in threads.iter_mut().zip(&progress).enumerate() {
             let cpu = config.pin.get(index % config.pin.len().max(1)).copied();
             let work = move || {
                 cpu.map_or(Ok(()), job_thread::pin)?;
-                job_thread::run(jobs, sleeps, choose_sample, phase, progress)
+                job_thread::run(jobs, measuring, phase, progress)
             };
             let name = format!("job{index}");
             match thread::Builder::new().name(name).spawn_scoped(scope, work) {
@@ -179,7 +185,11 @@ fn summarise(
     let mut checks: Option<CheckSummary> = None;
     let (mut iops, mut seconds, mut cpu) = (0.0, 0f64, Duration::ZERO);
     let (mut commands, mut mmio, mut interrupts, mut all_mmio) = (0, 0, 0, 0);
-    for ThreadReport { begin, end, latencies: of_job, mmio_writes, checks: found } in reports {
+    let mut queues = Vec::new();
+    for report in reports {
+        let ThreadReport { begin, end, mmio_writes, samples, .. } = report;
+        let (of_job, found) = (report.latencies, report.checks);
+        queues.extend(samples);
         let time = (end.at - begin.at).as_secs_f64();
         let count = end.commands - begin.commands;
         iops += if time > 0.0 { count as f64 / time } else { 0.0 };
@@ -225,5 +235,6 @@ fn summarise(
         ..Row::default()
     };
     let described = checks.map(|v| v.described).unwrap_or_default();
-    Ok(Outcome { row, bad_blocks: described.iter().map(ToString::to_string).collect() })
+    let bad_blocks = described.iter().map(ToString::to_string).collect();
+    Ok(Outcome { row, bad_blocks, timeline: Timeline::of(queues)? })
 }

@@ -74,6 +74,7 @@ pub(super) fn run_schedule(
         server.as_mut().map(ServerCpu::begin);
     }
     let mut ticks = Ticks::new();
+    let mut interval_ends = None;
     loop {
         let ended = (threads.ended)();
         if ended >= count {
@@ -110,6 +111,16 @@ pub(super) fn run_schedule(
         if let Some(ios) = config.number_ios {
             let whole = ios.saturating_mul(config.numjobs.into());
             done = (threads.commands)() as f64 / whole as f64;
+        }
+        if let Some(interval) = config.timeline
+            && (matches!(step, Step::Measuring { .. }) || config.number_ios.is_some())
+        {
+            let ends = interval_ends.get_or_insert(now + interval);
+            if *ends <= now {
+                phase.end_interval();
+                *ends = now + interval;
+            }
+            wait = wait.min(*ends - now);
         }
         if let Some(iops) = ticks.tick(now, threads)?
             && on_tick(Tick { done: done.min(1.0), iops }).is_break()

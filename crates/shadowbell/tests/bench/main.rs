@@ -6,5 +6,6 @@ mod demo;
 mod harness;
 mod inspect;
 mod measure;
+mod report;
 mod transfer;
 mod verify;

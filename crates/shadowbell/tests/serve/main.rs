@@ -26,4 +26,5 @@ mod stacked;
 mod stalling;
 mod steps;
 mod top;
+mod trace;
 mod upgrade;

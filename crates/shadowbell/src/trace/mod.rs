@@ -1,18 +1,31 @@
-//! `shadowbell trace`: prints what `serve --trace` recorded, as a person reads it.
+//! `shadowbell trace`: what `serve --trace` recorded, as a person reads it, as a picture, or as lines
+//! of JSON.
+
+mod json;
+mod option_name;
+mod perfetto;
 
 use crate::exit::bad_input;
-use anyhow::anyhow;
-use shadowbell_controller::trace::{COMPLETION_QUEUE, Kind, Record, TraceError, read_trace};
+use anyhow::{Context, anyhow};
+use option_name::option_name;
+use shadowbell_controller::trace::{COMPLETION_QUEUE, Kind, Queue, Record, TraceError, read_trace};
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io::{self, BufWriter, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// Print what `serve --trace FILE` recorded: every decision about a doorbell
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = "\
 A trace can be read while it is being written, and what was recorded survives a crash. Times are in \
-seconds since the trace began.")]
+seconds since the trace began.
+
+Open a picture at https://ui.perfetto.dev or in chrome://tracing; the file stays on this machine. It \
+has a track for each worker, queue, doorbell and interrupt vector, and arrows from commands to their \
+completions and from doorbells that rang to the worker that they woke. With --json each record is an \
+object on a line of its own: time_ns and kind, then worker, controller, and sq or cq where it is \
+about one, and what the kind has besides.")]
 pub(crate) struct Args {
     /// The trace
     #[arg(value_name = "FILE")]
@@ -39,8 +52,16 @@ pub(crate) struct Args {
     last: Option<usize>,
 
     /// Only the sums at the end
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["json", "perfetto"])]
     summary: bool,
+
+    /// Write a picture of it to OUT, for Perfetto's viewer; - for standard output
+    #[arg(long, value_name = "OUT", conflicts_with = "json")]
+    perfetto: Option<PathBuf>,
+
+    /// An object of JSON a line, for tools
+    #[arg(long)]
+    json: bool,
 }
 
 /// Inclusive ranges of queue identifiers.
@@ -59,11 +80,6 @@ fn queues(text: &str) -> Result<Queues, String> {
     Ok(Queues(ranges.collect::<Result<_, String>>()?))
 }
 
-/// A kind's name as an option has it: `EventIdx armed` is `eventidx-armed`.
-fn option_name(kind: Kind) -> String {
-    kind.name().to_lowercase().replace(' ', "-")
-}
-
 fn kind(text: &str) -> Result<Kind, String> {
     let found = Kind::ALL.iter().copied().find(|kind| option_name(*kind) == text);
     found.ok_or_else(|| {
@@ -72,25 +88,11 @@ fn kind(text: &str) -> Result<Kind, String> {
     })
 }
 
-/// Whether a kind of record is about a queue, and not about a worker or a controller alone.
-fn is_of_queue(kind: Kind) -> bool {
-    !matches!(
-        kind,
-        Kind::Sleep
-            | Kind::Wake
-            | Kind::SpuriousWake
-            | Kind::Reset
-            | Kind::ShadowConfigured
-            | Kind::DoorbellEvent
-    )
-}
-
 impl Args {
     fn wants(&self, record: &Record) -> bool {
-        let qid = record.qid & !COMPLETION_QUEUE;
+        let qid = record.queue().map(|(Queue::Submission(qid) | Queue::Completion(qid))| qid);
         let of = |Queues(ranges): &Queues| {
-            is_of_queue(record.kind)
-                && ranges.iter().any(|(first, last)| (first..=last).contains(&&qid))
+            qid.is_some_and(|qid| ranges.iter().any(|(first, last)| (first..=last).contains(&&qid)))
         };
         self.queue.as_ref().is_none_or(of)
             && (self.kind.is_empty() || self.kind.contains(&record.kind))
@@ -114,7 +116,16 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let records: Vec<_> = records.filter(|record| args.wants(record)).collect();
     let skip = args.last.map_or(0, |last| records.len().saturating_sub(last));
     let records = records.get(skip..).unwrap_or_default();
+    if let Some(path) = &args.perfetto {
+        draw(records, path)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let mut out = BufWriter::new(io::stdout().lock());
+    if args.json {
+        json::write(records, &mut out)?;
+        out.flush()?;
+        return Ok(ExitCode::SUCCESS);
+    }
     if !args.summary {
         for record in records {
             writeln!(out, "{record}")?;
@@ -125,8 +136,26 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Which queue the sums are of: controller, queue identifier, whether it is a completion queue.
-type QueueKey = (u16, Option<(u16, bool)>);
+/// Writes a picture of `records` to the file at `path`.
+fn draw(records: &[Record], path: &Path) -> anyhow::Result<()> {
+    if path == Path::new("-") {
+        let mut out = BufWriter::new(io::stdout().lock());
+        perfetto::write(records, &mut out)?;
+        return Ok(out.flush()?);
+    }
+    let name = path.display();
+    let file = File::create(path)
+        .map_err(|error| bad_input(anyhow!("the picture can not be written to {name}: {error}")))?;
+    let mut out = BufWriter::new(file);
+    perfetto::write(records, &mut out)
+        .and_then(|()| out.flush())
+        .with_context(|| format!("the picture can not be written to {name}"))?;
+    tracing::info!("{name} has a picture of {} records: open it at ui.perfetto.dev", records.len());
+    Ok(())
+}
+
+/// Which queue the sums are of, and of which controller.
+type QueueKey = (u16, Option<Queue>);
 
 fn summarise(records: &[Record], out: &mut impl Write) -> io::Result<()> {
     let (Some(first), Some(last)) = (records.first(), records.last()) else {
@@ -134,14 +163,7 @@ fn summarise(records: &[Record], out: &mut impl Write) -> io::Result<()> {
     };
     let mut sums: BTreeMap<QueueKey, BTreeMap<u8, (Kind, u64)>> = BTreeMap::new();
     for record in records {
-        let queue = is_of_queue(record.kind).then(|| {
-            let is_head = match record.kind {
-                Kind::InterruptRaised | Kind::InterruptSuppressed | Kind::CqFull => true,
-                _ => record.qid & COMPLETION_QUEUE != 0,
-            };
-            (record.qid & !COMPLETION_QUEUE, is_head)
-        });
-        let kinds = sums.entry((record.controller, queue)).or_default();
+        let kinds = sums.entry((record.controller, record.queue())).or_default();
         kinds.entry(record.kind as u8).or_insert((record.kind, 0)).1 += 1;
     }
     let span = (last.time_ns - first.time_ns) as f64 / 1e9;
@@ -151,11 +173,7 @@ fn summarise(records: &[Record], out: &mut impl Write) -> io::Result<()> {
             0 => "workers".to_owned(),
             controller => format!("controller {controller}"),
         };
-        let queue = match queue {
-            None => String::new(),
-            Some((qid, true)) => format!("CQ {qid}"),
-            Some((qid, false)) => format!("SQ {qid}"),
-        };
+        let queue = queue.map(|queue| queue.to_string()).unwrap_or_default();
         writeln!(out, "{whole:<14}  {queue}")?;
         for (kind, count) in kinds.values() {
             writeln!(out, "  {count:>10}  {}", kind.name())?;

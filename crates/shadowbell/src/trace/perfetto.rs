@@ -1,0 +1,475 @@
+//! A trace as a picture: Chrome's trace event format, which Perfetto's viewer and
+//! `chrome://tracing` open.
+//!
+//! A worker is a thread of the process "workers". A controller is a process, and has for each of
+//! its queues a track with what is in the queue and one with its doorbell, and a track for each
+//! interrupt vector. Arrows go from a command to its completion, from completions to their
+//! interrupt, and from a doorbell that rang while its worker slept to the end of that sleep.
+//!
+//! What the format asks for: on one track, slices do not overlap, and an arrow's end lies on the
+//! slice that began last there. A viewer takes events of the same time in the order of the file.
+
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+use shadowbell_controller::trace::{Kind, Queue, Record};
+use shadowbell_spec::opcode::NvmOpcode;
+use std::collections::{BTreeMap, HashMap};
+use std::io::{self, Write};
+
+/// The process of the workers, and of what the control plane did.
+const WORKERS: u32 = 1;
+/// The thread of the control plane there; the workers come after it.
+const CONTROL: u32 = 1;
+/// A controller's tracks are numbered from its number times this on.
+const TRACKS: u32 = 4096;
+/// Of these, the interrupt vectors are numbered from here on.
+const VECTORS: u32 = 1024;
+
+/// An event, by the names of the format.
+#[derive(Debug, Serialize)]
+struct Event {
+    name: String,
+    cat: &'static str,
+    ph: char,
+    /// Microseconds.
+    ts: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dur: Option<f64>,
+    pid: u32,
+    tid: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<u64>,
+    /// An arrow ends on the slice that it points at, not on the next one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bp: Option<char>,
+    /// An instant is one of its track.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    s: Option<char>,
+    #[serde(skip_serializing_if = "Map::is_empty")]
+    args: Map<String, Value>,
+    /// Its time, and its place among those of the same time: slices are there before the arrows on
+    /// them.
+    #[serde(skip)]
+    order: (u64, u8),
+}
+
+/// A track of the picture.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+struct Track {
+    pid: u32,
+    tid: u32,
+}
+
+impl Track {
+    fn worker(worker: Option<u16>) -> Self {
+        let tid = worker.map_or(CONTROL, |worker| CONTROL + 1 + u32::from(worker));
+        Self { pid: WORKERS, tid }
+    }
+
+    fn of(controller: u16, number: u32) -> Self {
+        let controller = u32::from(controller);
+        Self { pid: WORKERS + controller, tid: controller * TRACKS + number }
+    }
+
+    fn queue(controller: u16, queue: Queue) -> Self {
+        let number = match queue {
+            Queue::Submission(qid) => u32::from(qid) * 4 + 1,
+            Queue::Completion(qid) => u32::from(qid) * 4 + 2,
+        };
+        Self::of(controller, number)
+    }
+
+    fn doorbell(controller: u16, queue: Queue) -> Self {
+        let number = match queue {
+            Queue::Submission(qid) => u32::from(qid) * 4,
+            Queue::Completion(qid) => u32::from(qid) * 4 + 3,
+        };
+        Self::of(controller, number)
+    }
+
+    fn vector(controller: u16, vector: u16) -> Self {
+        Self::of(controller, VECTORS + u32::from(vector))
+    }
+}
+
+/// Commands that were seen, or completions that were posted, one after the other.
+struct Run {
+    worker: Option<u16>,
+    track: Track,
+    what: &'static str,
+    first: u64,
+    last: u64,
+    count: u64,
+    /// Which commands end here: when and where each was seen.
+    ended: Vec<(Command, Seen)>,
+    /// How many commands of which submission queues are in flight after it.
+    in_flight: BTreeMap<u16, usize>,
+}
+
+/// A command: controller, submission queue and identifier.
+type Command = (u16, u16, u16);
+
+/// When a command was seen, and by what name.
+#[derive(Clone, Copy)]
+struct Seen {
+    at: u64,
+    opcode: u32,
+}
+
+#[derive(Default)]
+struct Picture {
+    events: Vec<Event>,
+    tracks: BTreeMap<Track, String>,
+    arrows: u64,
+    /// What is going on at a queue.
+    runs: HashMap<(u16, Queue), Run>,
+    /// Commands that were seen and have no completion yet.
+    commands: HashMap<Command, Seen>,
+    in_flight: HashMap<(u16, u16), usize>,
+    /// When the last slice of a track ended.
+    ends: HashMap<Track, u64>,
+    /// Of a worker: when it fell asleep.
+    asleep: HashMap<u16, u64>,
+    /// The first doorbell that rang while a worker slept.
+    rang: HashMap<u16, (u64, Track)>,
+    /// Which worker serves a queue.
+    owners: HashMap<(u16, Queue), u16>,
+    /// Since when a worker has looked at this queue.
+    looks: HashMap<(u16, Queue), u64>,
+    /// The vector of a completion queue.
+    vectors: HashMap<(u16, Queue), u16>,
+    /// When completions were posted last, and what the arrow to the interrupt leaves.
+    posted: HashMap<(u16, Queue), u64>,
+}
+
+/// Writes the picture of `records`, which are in the order of their time.
+///
+/// # Errors
+/// Those of `out`.
+pub(super) fn write(records: &[Record], out: &mut impl Write) -> io::Result<()> {
+    let mut picture = Picture::default();
+    for record in records {
+        picture.draw(record);
+    }
+    let end = records.last().map_or(0, |record| record.time_ns);
+    let Picture { mut events, tracks, .. } = picture.finish(end);
+    events.sort_by_key(|event| event.order);
+    out.write_all(b"{\"displayTimeUnit\":\"ns\",\"traceEvents\":[\n")?;
+    let mut first = true;
+    let named = tracks.iter().flat_map(|(track, name)| names(*track, name));
+    let events = events.iter().map(json_line);
+    for line in named.map(Ok).chain(events) {
+        if !std::mem::take(&mut first) {
+            out.write_all(b",\n")?;
+        }
+        out.write_all(line?.as_bytes())?;
+    }
+    out.write_all(b"\n]}\n")
+}
+
+fn json_line(event: &Event) -> io::Result<String> {
+    Ok(serde_json::to_string(event)?)
+}
+
+/// What a track and its process are called, and where they are placed.
+fn names(track: Track, name: &str) -> [String; 4] {
+    let Track { pid, tid } = track;
+    let process = match pid {
+        WORKERS => "workers".to_owned(),
+        pid => format!("controller {}", pid - WORKERS),
+    };
+    let meta = |name: &str, args: Value| {
+        json!({"name": name, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": args}).to_string()
+    };
+    [
+        meta("process_name", json!({ "name": process })),
+        meta("process_sort_index", json!({ "sort_index": pid })),
+        meta("thread_name", json!({ "name": name })),
+        meta("thread_sort_index", json!({ "sort_index": tid })),
+    ]
+}
+
+fn microseconds(ns: u64) -> f64 {
+    ns as f64 / 1e3
+}
+
+/// What a record has beside its kind.
+fn args(record: &Record) -> Map<String, Value> {
+    record.fields().into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect()
+}
+
+fn opcode_name(opcode: u32) -> String {
+    let known = u8::try_from(opcode).ok().and_then(|opcode| NvmOpcode::try_from(opcode).ok());
+    known.map_or_else(|| format!("opcode {opcode:#04x}"), |opcode| format!("{opcode:?}"))
+}
+
+impl Picture {
+    fn event(&mut self, track: Track, at: u64, ph: char, name: impl Into<String>) -> &mut Event {
+        let rank = match ph {
+            'X' => 0,
+            's' | 'f' => 1,
+            _ => 2,
+        };
+        self.events.push(Event {
+            name: name.into(),
+            cat: "shadowbell",
+            ph,
+            ts: microseconds(at),
+            dur: None,
+            pid: track.pid,
+            tid: track.tid,
+            id: None,
+            bp: None,
+            s: None,
+            args: Map::new(),
+            order: (at, rank),
+        });
+        let last = self.events.len() - 1;
+        &mut self.events[last]
+    }
+
+    /// A slice from `start` to `end`, as far as no other one is there. When it begins and ends.
+    fn slice(
+        &mut self,
+        track: Track,
+        (start, end): (u64, u64),
+        name: impl Into<String>,
+        args: Map<String, Value>,
+    ) -> (u64, u64) {
+        let start = start.max(self.ends.get(&track).copied().unwrap_or(0));
+        let end = end.max(start);
+        self.ends.insert(track, end);
+        let event = self.event(track, start, 'X', name);
+        event.dur = Some(microseconds(end - start));
+        event.args = args;
+        (start, end)
+    }
+
+    fn instant(
+        &mut self,
+        track: Track,
+        at: u64,
+        name: impl Into<String>,
+        args: Map<String, Value>,
+    ) {
+        let event = self.event(track, at, 'i', name);
+        event.s = Some('t');
+        event.args = args;
+    }
+
+    fn arrow(&mut self, name: &str, from: (Track, u64), to: (Track, u64)) {
+        self.arrows += 1;
+        let id = Some(self.arrows);
+        self.event(from.0, from.1, 's', name).id = id;
+        let end = self.event(to.0, to.1, 'f', name);
+        (end.id, end.bp) = (id, Some('e'));
+    }
+
+    fn track(&mut self, track: Track, name: impl FnOnce() -> String) -> Track {
+        self.tracks.entry(track).or_insert_with(name);
+        track
+    }
+
+    fn worker(&mut self, worker: Option<u16>) -> Track {
+        self.track(Track::worker(worker), || match worker {
+            Some(worker) => format!("worker {worker}"),
+            None => "control".to_owned(),
+        })
+    }
+
+    fn doorbell(&mut self, controller: u16, queue: Queue) -> Track {
+        self.track(Track::doorbell(controller, queue), || format!("{queue} doorbell"))
+    }
+
+    fn draw(&mut self, record: &Record) {
+        let Record { time_ns: at, kind, worker, controller, .. } = *record;
+        let queue = record.queue().map(|queue| (controller, queue));
+        self.end_runs(worker, queue.filter(|_| is_of_run(kind)));
+        match (kind, queue) {
+            (Kind::CommandSeen, Some(queue)) => self.seen(record, queue),
+            (Kind::CompletionPosted, Some(queue)) => self.completed(record, queue),
+            (Kind::Batch, Some(queue)) => self.fetched(record, queue),
+            (Kind::InterruptRaised, Some(queue)) => {
+                let vector = record.extra as u16;
+                self.vectors.insert(queue, vector);
+                let track = self.vector(controller, vector);
+                let name = format!("interrupt: {}", queue.1);
+                let (start, _) = self.slice(track, (at, at), name, args(record));
+                if let Some(posted) = self.posted.remove(&queue) {
+                    let from = Track::queue(controller, queue.1);
+                    self.arrow("interrupt", (from, posted), (track, start));
+                }
+            }
+            (Kind::InterruptSuppressed, Some(queue)) => {
+                let track = match self.vectors.get(&queue) {
+                    Some(vector) => self.vector(controller, *vector),
+                    None => self.doorbell(controller, queue.1),
+                };
+                self.instant(track, at, format!("held back: {}", queue.1), args(record));
+            }
+            (Kind::MmioWrite, Some(queue)) => {
+                let track = self.doorbell(controller, queue.1);
+                let (start, _) = self.slice(track, (at, at), "rang (MMIO)", args(record));
+                if let Some(owner) = self.owners.get(&queue).copied()
+                    && self.asleep.contains_key(&owner)
+                {
+                    self.rang.entry(owner).or_insert((start, track));
+                }
+            }
+            (_, Some(queue)) => {
+                if kind == Kind::QueueCreated && matches!(queue.1, Queue::Completion(_)) {
+                    self.vectors.insert(queue, record.extra as u16);
+                }
+                if kind == Kind::ShadowNew {
+                    self.looks.entry(queue).or_insert(at);
+                }
+                let track = self.doorbell(controller, queue.1);
+                let name = match kind {
+                    Kind::ShadowNew => "found without a ring",
+                    kind => kind.name(),
+                };
+                self.instant(track, at, name, args(record));
+            }
+            (Kind::Sleep, None) => {
+                if let Some(worker) = worker {
+                    self.asleep.insert(worker, at);
+                }
+            }
+            (Kind::Wake, None) => self.woke(record),
+            (kind, None) => {
+                let track = self.worker(worker);
+                let name = match controller {
+                    0 => kind.name().to_owned(),
+                    controller => format!("controller {controller}: {}", kind.name()),
+                };
+                self.instant(track, at, name, args(record));
+            }
+        }
+    }
+
+    fn vector(&mut self, controller: u16, vector: u16) -> Track {
+        self.track(Track::vector(controller, vector), || format!("vector {vector}"))
+    }
+
+    fn seen(&mut self, record: &Record, queue: (u16, Queue)) {
+        let Queue::Submission(qid) = queue.1 else { return };
+        let (at, controller) = (record.time_ns, record.controller);
+        self.looks.entry(queue).or_insert(at);
+        let command = (controller, qid, record.value as u16);
+        let before = self.commands.insert(command, Seen { at, opcode: record.extra });
+        let in_flight = self.in_flight.entry((controller, qid)).or_default();
+        // An identifier that is used again without a completion in between: the host's mistake, or
+        // its queue is a new one.
+        *in_flight += usize::from(before.is_none());
+        let in_flight = *in_flight;
+        self.run(record, queue, "submitted").in_flight.insert(qid, in_flight);
+    }
+
+    fn completed(&mut self, record: &Record, queue: (u16, Queue)) {
+        let (qid, cid) = ((record.value >> 16) as u16, record.value as u16);
+        let command = (record.controller, qid, cid);
+        let seen = self.commands.remove(&command);
+        let in_flight = self.in_flight.entry((record.controller, qid)).or_default();
+        *in_flight = in_flight.saturating_sub(usize::from(seen.is_some()));
+        let in_flight = *in_flight;
+        let run = self.run(record, queue, "completed");
+        run.in_flight.insert(qid, in_flight);
+        run.ended.extend(seen.map(|seen| (command, seen)));
+    }
+
+    /// Takes a record into the run of its queue, or begins one.
+    fn run(&mut self, record: &Record, queue: (u16, Queue), what: &'static str) -> &mut Run {
+        let at = record.time_ns;
+        let track = self.track(Track::queue(queue.0, queue.1), || queue.1.to_string());
+        let run = self.runs.entry(queue).or_insert(Run {
+            worker: record.worker,
+            track,
+            what,
+            first: at,
+            last: at,
+            count: 0,
+            ended: Vec::new(),
+            in_flight: BTreeMap::new(),
+        });
+        (run.last, run.count) = (at, run.count + 1);
+        run
+    }
+
+    /// `worker` does something, at queue `but` if at any: its runs at others are over.
+    fn end_runs(&mut self, worker: Option<u16>, but: Option<(u16, Queue)>) {
+        let over = |(queue, run): (&(u16, Queue), &Run)| {
+            (run.worker == worker && Some(*queue) != but).then_some(*queue)
+        };
+        let over: Vec<_> = self.runs.iter().filter_map(over).collect();
+        for queue in over {
+            if let Some(run) = self.runs.remove(&queue) {
+                self.end_run(queue, run);
+            }
+        }
+    }
+
+    fn end_run(&mut self, (controller, queue): (u16, Queue), run: Run) {
+        let Run { track, what, first, last, count, ended, in_flight, .. } = run;
+        let commands = if count == 1 { "command" } else { "commands" };
+        let name = format!("{count} {commands} {what}");
+        let (start, end) = self.slice(track, (first, last), name, Map::new());
+        for ((controller, qid, cid), seen) in ended {
+            let from = Track::queue(controller, Queue::Submission(qid));
+            let name = format!("{} {cid}", opcode_name(seen.opcode));
+            self.arrow(&name, (from, seen.at), (track, end));
+        }
+        let at = match queue {
+            Queue::Submission(_) => start,
+            Queue::Completion(_) => {
+                self.posted.insert((controller, queue), end);
+                end
+            }
+        };
+        for (qid, commands) in in_flight {
+            let event = self.event(track, at, 'C', format!("SQ {qid} in flight"));
+            event.args.insert("commands".to_owned(), commands.into());
+        }
+    }
+
+    fn fetched(&mut self, record: &Record, queue: (u16, Queue)) {
+        if let Some(worker) = record.worker {
+            self.owners.insert(queue, worker);
+        }
+        let track = self.worker(record.worker);
+        let began = self.looks.remove(&queue).unwrap_or(record.time_ns);
+        let (controller, queue) = queue;
+        let name = format!("{queue} of controller {controller}: {} fetched", record.extra);
+        self.slice(track, (began, record.time_ns), name, args(record));
+    }
+
+    fn woke(&mut self, record: &Record) {
+        let (Some(worker), at) = (record.worker, record.time_ns) else { return };
+        let slept = u64::from(record.value) * 1000;
+        let since = self.asleep.remove(&worker).unwrap_or(at.saturating_sub(slept));
+        let track = self.worker(Some(worker));
+        self.slice(track, (since, at), "asleep", args(record));
+        if let Some((rang, doorbell)) = self.rang.remove(&worker) {
+            let (woke, _) = self.slice(track, (at, at), "wake", Map::new());
+            self.arrow("wakes", (doorbell, rang), (track, woke));
+        }
+    }
+
+    /// What is still going on goes on until the end.
+    fn finish(mut self, end: u64) -> Self {
+        let runs: Vec<_> = self.runs.drain().collect();
+        for (queue, run) in runs {
+            self.end_run(queue, run);
+        }
+        let asleep: Vec<_> = self.asleep.drain().collect();
+        for (worker, since) in asleep {
+            let track = self.worker(Some(worker));
+            self.slice(track, (since, end), "asleep", Map::new());
+        }
+        self
+    }
+}
+
+/// Whether a record is one of many of its kind in a row.
+fn is_of_run(kind: Kind) -> bool {
+    matches!(kind, Kind::CommandSeen | Kind::CompletionPosted)
+}

@@ -1,0 +1,184 @@
+//! The commands of the book are carried out.
+//!
+//! A block of `sh` is run, line by line, in a directory that is the page's own and in which `/run`,
+//! `/srv` and `/etc/shadowbell` are, too. `sh,no-run` is what can not be run here: a reason stands
+//! above it, in italics. A comment `<!-- sh: COMMAND -->` is run and not seen; `<!-- write: PATH -->`
+//! makes a file of the block before it. `shadowbell serve` goes on in the background, until the page
+//! ends. In no other block does a line begin with a command.
+
+use crate::pages::{Page, book};
+use pulldown_cmark::Event;
+use std::fmt::Write;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// What the book's absolute paths are in a directory.
+fn moved(text: &str, directory: &Path) -> String {
+    let directory = directory.display().to_string();
+    let mut moved = text.to_owned();
+    for path in ["/run/", "/srv/", "/etc/shadowbell"] {
+        for before in [" ", ":", "=", "\"", "'", "\n"] {
+            let whole = format!("{before}{path}");
+            moved = moved.replace(&whole, &format!("{before}{directory}{path}"));
+        }
+    }
+    let escaped = directory.replace('/', "%2F");
+    moved.replace("/%2Frun%2F", &format!("/{escaped}%2Frun%2F"))
+}
+
+/// Whether a command serves until it is ended.
+fn serves(line: &str) -> bool {
+    line.starts_with("shadowbell serve ") && !line.contains("--check")
+}
+
+/// The page as a script; nothing if it has no command.
+fn script(page: &Page, directory: &Path) -> Option<String> {
+    let mut script = String::new();
+    let mut last = String::new();
+    let mut blocks = page.blocks().into_iter();
+    for (event, range) in page.events() {
+        match event {
+            Event::Start(pulldown_cmark::Tag::CodeBlock(_)) => {
+                let (info, text, line) = blocks.next().unwrap();
+                assert_eq!(line, page.line(range.start));
+                if info == "sh" {
+                    commands(&mut script, &moved(&format!("\n{text}"), directory));
+                }
+                last = text;
+            }
+            Event::Html(html) => {
+                let comment =
+                    html.trim().strip_prefix("<!-- ").and_then(|h| h.strip_suffix(" -->"));
+                if let Some(command) = comment.and_then(|comment| comment.strip_prefix("sh: ")) {
+                    commands(&mut script, &moved(&format!("\n{command}"), directory));
+                } else if let Some(path) = comment.and_then(|c| c.strip_prefix("write: ")) {
+                    let path = moved(&format!(" {path}"), directory);
+                    std::fs::write(path.trim(), moved(&last, directory)).unwrap();
+                }
+            }
+            _ => {}
+        }
+    }
+    (!script.is_empty()).then_some(script)
+}
+
+fn commands(script: &mut String, text: &str) {
+    for line in text.replace("\\\n", " ").lines().filter(|line| !line.trim().is_empty()) {
+        // What is run is what is printed, so that a failure says where it was.
+        let _ = writeln!(script, "echo '+ {}' >&2", line.replace('\'', "'\\''"));
+        if !serves(line) {
+            let _ = writeln!(script, "{line}");
+            continue;
+        }
+        let line = line.split(" #").next().unwrap_or(line);
+        let _ = writeln!(script, "{line} >> server.log 2>&1 & pids+=($!)");
+        let mut words = line.split_whitespace().skip_while(|word| *word != "--socket").skip(1);
+        let ready =
+            words.next().map_or("shadowbell ctl status".to_owned(), |s| format!("[ -S {s} ]"));
+        let _ = writeln!(
+            script,
+            "until {ready} > /dev/null 2>&1; do kill -0 $! 2> /dev/null; sleep 0.02; done"
+        );
+    }
+}
+
+#[test]
+fn the_commands_of_every_page_work() {
+    std::thread::scope(|scope| {
+        for page in book() {
+            scope.spawn(move || run(&page).unwrap());
+        }
+    });
+}
+
+/// Runs the commands of a page. The error is what was said.
+fn run(page: &Page) -> Result<(), String> {
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    for name in ["run", "srv", "etc"] {
+        std::fs::create_dir(directory.join(name)).unwrap();
+    }
+    let Some(script) = script(page, directory) else { return Ok(()) };
+    let program = Path::new(env!("CARGO_BIN_EXE_shadowbell")).parent().unwrap();
+    let path = format!("{}:{}", program.display(), std::env::var("PATH").unwrap());
+    let head =
+        "set -euo pipefail\npids=()\ntrap 'kill \"${pids[@]}\" 2> /dev/null || true; wait' EXIT\n";
+    let file = directory.join("page.sh");
+    std::fs::write(&file, format!("{head}{script}")).unwrap();
+    let out = || std::fs::OpenOptions::new().append(true).create(true).open(directory.join("out"));
+    let mut child = Command::new("bash")
+        .arg(&file)
+        .current_dir(directory)
+        .env("PATH", path)
+        .env("SHADOWBELL_RUN_DIR", directory.join("run/shadowbell"))
+        .env_remove("RUST_LOG")
+        .stdin(Stdio::null())
+        .stdout(out().unwrap())
+        .stderr(out().unwrap())
+        .spawn()
+        .unwrap();
+    let deadline = Instant::now() + Duration::from_secs(120);
+    let status = loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            break Some(status);
+        }
+        if Instant::now() > deadline {
+            // Its trap ends the servers.
+            let pid = rustix::process::Pid::from_child(&child);
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+            break None;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    let read = |name: &str| std::fs::read_to_string(directory.join(name)).unwrap_or_default();
+    let (page, out, log) = (page.path.display(), read("out"), read("server.log"));
+    let fine = status.is_some_and(|status| status.success());
+    fine.then_some(()).ok_or_else(|| format!("{page}: {status:?}\n{out}\nthe server said:\n{log}"))
+}
+
+#[test]
+fn a_command_that_fails_is_found() {
+    let run = |text: &str| run(&Page { path: "page.md".into(), text: text.to_owned() });
+    run("```sh\ntrue\n```\n").unwrap();
+    run("```sh,no-run\nfalse\n```\n").unwrap();
+    for text in [
+        "```sh\nfalse\ntrue\n```\n",
+        "<!-- sh: false -->\n",
+        "```sh\nshadowbell ctl status\n```\n",
+        "```sh\nshadowbell serve mem:1MiB --no-such-option\n```\n",
+        "```sh\nfalse | cat\n```\n",
+    ] {
+        assert!(run(text).is_err(), "{text}");
+    }
+    let text = "```text\nwritten\n```\n<!-- write: /srv/file -->\n```sh\ngrep written /srv/file\n\
+                shadowbell serve mem:1MiB --socket /run/a.sock\n\
+                shadowbell list vfio-user:/run/a.sock\n```\n";
+    run(text).unwrap();
+}
+
+#[test]
+fn what_is_not_run_says_why() {
+    for page in book() {
+        let lines: Vec<_> = page.text.lines().collect();
+        for (info, text, line) in page.blocks() {
+            let place = format!("{}:{line}", page.path.display());
+            let commands =
+                ["shadowbell ", "curl ", "cargo ", "qemu-", "systemctl ", "sudo ", "nvme "];
+            let is_command = |line: &str| commands.iter().any(|word| line.trim().starts_with(word));
+            match info.as_str() {
+                "sh" => {}
+                "sh,no-run" => {
+                    let above = lines[..line - 1].iter().rev().find(|line| !line.is_empty());
+                    let reason = above.is_some_and(|l| l.starts_with("*Not run by the tests"));
+                    assert!(reason, "{place}: no reason above it");
+                }
+                _ => {
+                    // A table of figures may begin with a name.
+                    let found = text.lines().find(|line| is_command(line) && !line.contains("  "));
+                    assert!(found.is_none(), "{place}: a command that nobody runs: {found:?}");
+                }
+            }
+        }
+    }
+}

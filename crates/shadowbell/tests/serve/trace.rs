@@ -1,0 +1,216 @@
+//! What a trace is made into: a picture for Perfetto's viewer, and lines for tools.
+
+use crate::harness::{Server, finish, image, program, run};
+use serde_json::Value;
+use std::collections::{HashMap, HashSet};
+use std::path::Path;
+use std::time::Duration;
+
+/// `shadowbell trace FILE` with these options: what it puts out.
+#[track_caller]
+fn trace(file: &Path, options: &[&str]) -> String {
+    let mut command = program();
+    command.arg("trace").arg(file).args(options);
+    let (status, out, errors) = finish(command);
+    assert_eq!((status, errors.as_str()), (Some(0), ""));
+    out
+}
+
+/// A picture's events, apart from those that name something.
+struct Picture {
+    events: Vec<Value>,
+    /// Processes and threads, by their names.
+    tracks: HashMap<(u64, u64), (String, String)>,
+}
+
+/// Reads a picture by the rules of the trace event format, as a viewer does, and fails where one is
+/// broken: fields that an event needs, order, slices that overlap, arrows without one of their ends
+/// or with an end outside of a slice.
+#[track_caller]
+fn read(text: &str) -> Picture {
+    let document: Value = serde_json::from_str(text).unwrap();
+    let mut picture = Picture { events: Vec::new(), tracks: HashMap::new() };
+    let number = |event: &Value, name: &str| {
+        event[name].as_u64().unwrap_or_else(|| panic!("{name} of {event}"))
+    };
+    // Nanoseconds, which the format has as thousandths.
+    let time = |event: &Value, name: &str| {
+        let us = event[name].as_f64().unwrap_or_else(|| panic!("{name} of {event}"));
+        assert!(us >= 0.0, "{event}");
+        (us * 1e3).round() as u64
+    };
+    for event in document["traceEvents"].as_array().unwrap() {
+        let track = (number(event, "pid"), number(event, "tid"));
+        let name = event["name"].as_str().unwrap();
+        if event["ph"] != "M" {
+            picture.events.push(event.clone());
+            continue;
+        }
+        let (process, thread) = picture.tracks.entry(track).or_default();
+        match name {
+            "process_name" => *process = event["args"]["name"].as_str().unwrap().to_owned(),
+            "thread_name" => *thread = event["args"]["name"].as_str().unwrap().to_owned(),
+            _ => assert!(event["args"]["sort_index"].is_number(), "{event}"),
+        }
+    }
+    let mut names = HashSet::new();
+    for name in picture.tracks.values() {
+        assert!(!name.0.is_empty() && !name.1.is_empty() && names.insert(name), "{name:?}");
+    }
+    let (mut last, mut arrows, mut ended) = (0, HashMap::new(), HashSet::new());
+    // Of each track, the slice that began last.
+    let mut slices: HashMap<_, (u64, u64)> = HashMap::new();
+    for event in &picture.events {
+        let (at, track) = (time(event, "ts"), (number(event, "pid"), number(event, "tid")));
+        assert!(at >= last, "out of order: {event}");
+        last = at;
+        assert!(picture.tracks.contains_key(&track), "without a name: {event}");
+        match event["ph"].as_str().unwrap() {
+            "X" => {
+                let end = at + time(event, "dur");
+                let before = slices.insert(track, (at, end));
+                assert!(before.is_none_or(|(_, end)| end <= at), "overlaps: {event}");
+            }
+            side @ ("s" | "f") => {
+                let (from, to) = slices[&track];
+                assert!((from..=to).contains(&at), "an arrow outside of a slice: {event}");
+                let key = (number(event, "id"), event["name"].to_string());
+                if side == "s" {
+                    assert!(arrows.insert(key, at).is_none(), "twice: {event}");
+                } else {
+                    assert_eq!(event["bp"], "e");
+                    assert!(arrows[&key] <= at, "back in time: {event}");
+                    assert!(ended.insert(key), "twice: {event}");
+                }
+            }
+            "i" => assert_eq!(event["s"], "t", "{event}"),
+            "C" => assert!(event["args"]["commands"].is_u64(), "{event}"),
+            _ => panic!("{event}"),
+        }
+    }
+    assert_eq!(arrows.len(), ended.len(), "arrows without an end");
+    picture
+}
+
+impl Picture {
+    /// How many events of phase `ph` have a name that begins so, on a track of this name.
+    fn count(&self, ph: &str, track: &str, name: &str) -> usize {
+        let matches = |event: &&Value| {
+            let key = (event["pid"].as_u64().unwrap(), event["tid"].as_u64().unwrap());
+            event["ph"] == ph
+                && self.tracks[&key].1 == track
+                && event["name"].as_str().unwrap().starts_with(name)
+        };
+        self.events.iter().filter(matches).count()
+    }
+}
+
+/// Reads some blocks one after the other, with a pause in which the worker falls asleep.
+fn work(server: &Server) {
+    let mut controller = server.attach();
+    let mut queue = controller.take_queue_pair().unwrap();
+    let namespace = controller.namespaces()[0].clone();
+    let pool = controller.buffers(1, 4096).unwrap();
+    for block in 0..20 {
+        let command = namespace.read(block * 8, 8).unwrap();
+        assert!(run(&mut queue, command, pool.take()).status.is_success());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    drop(queue);
+    controller.detach().unwrap();
+}
+
+#[test]
+fn a_picture_shows_commands_doorbells_sleeps_and_interrupts() {
+    for (disk, doorbells) in [("mem:4MiB", "shadow"), ("disk.img", "shadow"), ("mem:4MiB", "mmio")]
+    {
+        let directory = tempfile::tempdir().unwrap();
+        image(directory.path(), "disk.img", 4 << 20);
+        let disk = disk.replace("disk.img", &directory.path().join("disk.img").to_string_lossy());
+        let options = ["--trace", "trace", "--poll", "never", "--doorbells", doorbells];
+        let mut server = Server::start_in(directory, &[&disk], &options);
+        work(&server);
+        assert!(server.stop().success());
+        let file = server.directory().join("trace");
+        let out = server.directory().join("picture.json");
+        assert_eq!(trace(&file, &["-q", "--perfetto", out.to_str().unwrap()]), "");
+        let text = std::fs::read_to_string(&out).unwrap();
+        assert_eq!(trace(&file, &["--perfetto", "-"]), text);
+        let picture = read(&text);
+        let what = format!("{disk}, {doorbells}");
+        // Every command is there, from its submission to its completion.
+        assert_eq!(picture.count("X", "SQ 1", "1 command submitted"), 20, "{what}");
+        assert_eq!(picture.count("X", "CQ 1", "1 command completed"), 20, "{what}");
+        assert_eq!(picture.count("s", "SQ 1", "Read "), 20, "{what}");
+        assert_eq!(picture.count("f", "CQ 1", "Read "), 20, "{what}");
+        assert_eq!(picture.count("C", "SQ 1", "SQ 1 in flight"), 20, "{what}");
+        assert_eq!(picture.count("C", "CQ 1", "SQ 1 in flight"), 20, "{what}");
+        assert_eq!(picture.count("X", "worker 0", "SQ 1 of controller 1"), 20, "{what}");
+        assert!(picture.count("X", "worker 0", "asleep") > 20, "{what}");
+        let rings = picture.count("X", "SQ 1 doorbell", "rang (MMIO)");
+        if doorbells == "mmio" {
+            assert_eq!(rings, 20, "{what}");
+            // Not all of them fall asleep in time.
+            let woken = picture.count("s", "SQ 1 doorbell", "wakes");
+            assert!((1..=20).contains(&woken), "{what}: {woken}");
+            assert_eq!(picture.count("f", "worker 0", "wakes"), woken, "{what}");
+        } else {
+            assert!(picture.count("i", "SQ 1 doorbell", "EventIdx armed") > 1, "{what}");
+            let found = picture.count("i", "SQ 1 doorbell", "found without a ring");
+            assert_eq!(found, 20, "{what}");
+        }
+        // The driver waits for the interrupts of this queue.
+        let raised = picture.count("X", "vector 1", "interrupt: CQ 1");
+        assert!(raised >= 20, "{what}: {raised}");
+        assert_eq!(picture.count("f", "vector 1", "interrupt"), raised, "{what}");
+    }
+}
+
+#[test]
+fn a_part_of_a_trace_is_a_picture_too() {
+    let mut server = Server::start(&["mem:4MiB"], &["--trace", "trace", "--poll", "never"]);
+    work(&server);
+    assert!(server.stop().success());
+    let file = server.directory().join("trace");
+    // Wherever it begins, and whatever is left out.
+    for last in 1..120 {
+        read(&trace(&file, &["--last", &last.to_string(), "--perfetto", "-"]));
+    }
+    for kind in ["wake", "command-seen", "completion-posted", "interrupt-raised", "mmio-write"] {
+        read(&trace(&file, &["--kind", kind, "--perfetto", "-"]));
+    }
+    let none = read(&trace(&file, &["--queue", "63", "--perfetto", "-"]));
+    assert!(none.events.is_empty());
+}
+
+#[test]
+fn lines_of_json_have_all_records() {
+    let mut server = Server::start(&["mem:4MiB"], &["--trace", "trace", "--poll", "never"]);
+    work(&server);
+    assert!(server.stop().success());
+    let file = server.directory().join("trace");
+    let text = trace(&file, &["--json"]);
+    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let people = trace(&file, &[]);
+    assert!(people.contains(&format!("\n{} records in", lines.len())), "{}", lines.len());
+    let of = |kind: &str| lines.iter().filter(|line| line["kind"] == kind).collect::<Vec<_>>();
+    let seen: Vec<_> = of("command-seen").iter().map(|line| line["cid"].clone()).collect();
+    let ended: Vec<_> = of("completion-posted").iter().map(|line| line["cid"].clone()).collect();
+    assert!(seen.len() == 20 && seen == ended);
+    let read = |line: &&Value| (line["opcode"].as_u64(), line["sq"].as_u64()) == (Some(2), Some(1));
+    assert!(of("command-seen").iter().all(read));
+    assert!(of("completion-posted").iter().all(|line| line["status"] == 0 && line["cq"] == 1));
+    assert!(lines.iter().all(|line| line["time_ns"].is_u64()));
+}
+
+#[test]
+fn an_output_that_can_not_be_is_refused() {
+    let mut server = Server::start(&["mem:4MiB"], &["--trace", "trace"]);
+    assert!(server.stop().success());
+    let file = server.directory().join("trace");
+    let mut command = program();
+    command.arg("trace").arg(&file).args(["--perfetto", "no/such/picture.json"]);
+    let (status, _, errors) = finish(command);
+    assert_eq!(status, Some(2), "{errors}");
+    assert!(errors.contains("can not be written to no/such/picture.json"), "{errors}");
+}
