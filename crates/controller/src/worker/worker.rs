@@ -339,6 +339,7 @@ impl Worker {
                 }
             }
             Message::Trace(ring) => self.trace = Some(ring),
+            Message::Visit(visit) => drop(visit),
             Message::Stop => {}
         }
     }

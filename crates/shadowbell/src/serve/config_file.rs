@@ -45,8 +45,7 @@ struct File {
     poll_max_us: Option<Spanned<u32>>,
     #[serde(default)]
     limit_group: Vec<Spanned<GroupTable>>,
-    #[serde(default)]
-    controller: Vec<Spanned<ControllerTable>>,
+    controller: Option<Vec<Spanned<ControllerTable>>>,
 }
 
 /// A `[[limit-group]]`: its name, and limits as a disk has them.
@@ -170,9 +169,13 @@ impl Check<'_> {
     }
 
     fn file(&mut self, file: File) -> ServerConfig {
-        if file.controller.is_empty() {
-            self.wrong.push((1, "it has no controller: begin one with `[[controller]]`".into()));
+        // A file that was cut off or has another purpose must not take all controllers away.
+        if file.controller.is_none() {
+            let why = "it has no controller: begin one with `[[controller]]`; or say \
+                       `controller = []`, and they come later, by `shadowbell ctl controller add`";
+            self.wrong.push((1, why.into()));
         }
+        let tables = file.controller.unwrap_or_default();
         let workers_line = file.workers.as_ref().map(|value| self.line(value));
         let poll_line = file.poll_max_us.as_ref().map(|value| self.line(value));
         let pin_line = file.pin.as_ref().map(|value| self.line(value));
@@ -209,11 +212,11 @@ impl Check<'_> {
             }
             name.into_inner()
         });
-        let mut controllers = Vec::with_capacity(file.controller.len());
+        let mut controllers = Vec::with_capacity(tables.len());
         let mut sockets: HashMap<PathBuf, usize> = HashMap::new();
         let mut serials: HashMap<String, usize> = HashMap::new();
         let mut ids: HashMap<String, usize> = HashMap::new();
-        for table in file.controller {
+        for table in tables {
             let origin = Some(format!("{}:{}", self.name, self.line(&table)));
             let table = table.into_inner();
             let socket = table.socket.get_ref().clone();

@@ -153,6 +153,13 @@ impl Server {
         }
     }
 
+    /// Has the workers, the thread of the control planes and the reactor come by, one after the
+    /// other: `ended` runs when all have, on the reactor's thread, and never if one of them hangs.
+    pub(super) fn visit(&self, ended: impl FnOnce() + Send + 'static) {
+        let Some(handle) = self.reactor.as_ref().map(ReactorThread::handle) else { return };
+        self.pool.visit(move || handle.visit(ended));
+    }
+
     /// All disks.
     pub(super) fn disks(&self) -> Vec<Arc<dyn Disk>> {
         self.controllers().iter().flat_map(|served| served.disks().collect::<Vec<_>>()).collect()
