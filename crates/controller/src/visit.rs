@@ -21,7 +21,10 @@ impl Visit {
     #[cfg(test)]
     pub(crate) fn for_tests() -> (Self, std::sync::mpsc::Receiver<()>) {
         let (send, receive) = std::sync::mpsc::channel();
-        (Self::new(move || drop(send.send(()))), receive)
+        let ended = move || {
+            let _ = send.send(());
+        };
+        (Self::new(ended), receive)
     }
 }
 

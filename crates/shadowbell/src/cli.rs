@@ -1,7 +1,7 @@
 //! The command line: the verbs, and the options that all of them have.
 
 use crate::{
-    attach_many, bench, bind, ctl, demo, exit, export, inspect, keeper, logging, serve, top, trace,
+    attach_many, bench, bind, ctl, demo, exit, export, inspect, keeper, logging, manual, serve, top, trace,
     transfer, upgrade, verify,
 };
 use clap::{Parser, Subcommand};
@@ -45,6 +45,8 @@ enum Verb {
     Top(top::Args),
     Trace(trace::Args),
     AttachMany(attach_many::Args),
+    #[command(hide = true)]
+    Manual(manual::Args),
 }
 
 impl Verb {
@@ -71,6 +73,7 @@ impl Verb {
             Self::Top(args) => top::run(&args),
             Self::Trace(args) => trace::run(args),
             Self::AttachMany(args) => attach_many::run(&args),
+            Self::Manual(args) => manual::run(&args, <Cli as clap::CommandFactory>::command()),
         }
     }
 }

@@ -22,6 +22,7 @@
 //! | `top` | what the controllers of a running `serve` do |
 //! | `trace` | what `serve --trace` recorded, for a person |
 //! | `attach_many` | many controllers attached at once |
+//! | `manual` | manual pages and completions, for packages |
 //!
 //! | shared | what it is |
 //! |---|---|
@@ -79,6 +80,7 @@ mod load;
 mod local;
 mod log_thread;
 mod logging;
+mod manual;
 mod notify;
 mod offered_doorbells;
 mod parse;
