@@ -28,6 +28,7 @@
 //! |---|---|
 //! | `load` | a load on a controller, and what it measures |
 //! | `session` | an attached controller, with the namespace that a TARGET names |
+//! | `overwrite` | whether somebody means to overwrite what a disk holds |
 //! | `banner` | what was attached, for a person |
 //! | `local` | a controller in this process, as the driver reaches it |
 //! | `controller_config` | a controller as a person asks for it, and its configuration |
@@ -46,6 +47,7 @@
 //! | `content`, `rng` | blocks that show whether they are the right ones; random numbers |
 //! | `report`, `latency` | measurements, for machines |
 //! | `table`, `units` | tables and numbers, for people |
+//! | `plain_words` | what libraries say in Rust's words, in a person's |
 //! | `parse`, `cpu_list` | sizes, times and processors as people write them |
 //! | `shell`, `paste` | words of a command line that a person pastes; how they are printed |
 //! | `signals`, `descriptor_limit` | what the program asks of the system |
@@ -83,8 +85,10 @@ mod logging;
 mod manual;
 mod notify;
 mod offered_doorbells;
+mod overwrite;
 mod parse;
 mod paste;
+mod plain_words;
 mod queue_options;
 mod report;
 mod rng;

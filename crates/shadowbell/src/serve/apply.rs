@@ -86,8 +86,8 @@ impl Reload {
         let (add, remove) = (plan.add.len(), plan.remove.len());
         let (replace, unchanged) = (plan.replace.len(), plan.unchanged);
         Ok(format!(
-            "the configuration was read again: {add} controllers come, {remove} go, {replace} are \
-             replaced, {unchanged} stay"
+            "the configuration was read again; of its controllers {add} come, {remove} go, \
+             {replace} are replaced, {unchanged} stay"
         ))
     }
 }

@@ -13,6 +13,7 @@ use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, n
 use crate::cpu_list;
 use crate::exit::bad_input;
 use crate::limits::{self, Group};
+use crate::plain_words::plain;
 use anyhow::anyhow;
 use serde::Deserialize;
 use shadowbell_backend::Limits;
@@ -118,7 +119,7 @@ pub(crate) fn read(path: &Path) -> anyhow::Result<ServerConfig> {
 pub(super) fn parse(text: &str, name: &str) -> Result<ServerConfig, String> {
     let file: File = toml::from_str(text).map_err(|error| {
         let line = error.span().map_or(1, |span| line_of(text, span.start));
-        format!("{name}:{line}: {}", error.message())
+        format!("{name}:{line}: {}", plain(error.message()))
     })?;
     let mut check = Check { text, name, wrong: Vec::new() };
     let config = check.file(file);

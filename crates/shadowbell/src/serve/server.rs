@@ -6,7 +6,7 @@ use super::flush::flush;
 use super::making::{bind_one, carrier, client_events, open_one, place, summary};
 use super::reactor_thread::ReactorThread;
 use super::registry::{Registry, ServedController};
-use super::server_config::ServerConfig;
+use super::server_config::{ServerConfig, disk_asked_for_twice};
 use crate::exit::bad_input;
 use anyhow::{Context, anyhow};
 use shadowbell_backend::Disk;
@@ -238,5 +238,8 @@ fn start_trace(pool: &Pool, path: &Path, records: u32) -> anyhow::Result<()> {
 
 /// Opens what the controllers need. Creates nothing.
 fn open(server: &ServerConfig, lasting: bool) -> anyhow::Result<Vec<Config>> {
+    if let Some(why) = disk_asked_for_twice(&server.controllers) {
+        return Err(bad_input(anyhow!(why)));
+    }
     server.controllers.iter().map(|served| open_one(served, lasting)).collect()
 }

@@ -85,7 +85,7 @@ fn a_watchdog_hears_that_it_is_alive_as_often_as_it_asks() {
     let manager = Manager::new();
     for keeper in [&["--keeper"][..], &[]] {
         let mut server = manager.serve(keeper, Some(Duration::from_millis(600)));
-        assert!(manager.hear().starts_with("READY=1"));
+        assert!(manager.hear_but_watchdog().starts_with("READY=1"));
         assert_eq!(manager.hear(), "WATCHDOG=1\nSTATUS=serves 1 controller, 0 to a client");
         let controller = server.attach();
         let seen = |said: &str| said == "WATCHDOG=1\nSTATUS=serves 1 controller, 1 to a client";
@@ -105,7 +105,7 @@ fn a_watchdog_hears_that_it_is_alive_as_often_as_it_asks() {
     command.args(["serve", "mem:1MiB", "--socket", "vm.sock"]).env("WATCHDOG_PID", "1");
     let command = manager.of(command, Some(Duration::from_millis(10)));
     let mut server = Server::spawn(command, tempfile::tempdir().unwrap(), &["vm.sock"]);
-    assert!(manager.hear().starts_with("READY=1"));
+    assert!(manager.hear_but_watchdog().starts_with("READY=1"));
     assert_eq!(manager.hear_within(QUIET), None);
     assert!(server.stop().success());
 }
@@ -115,7 +115,7 @@ fn a_watchdog_hears_that_it_is_alive_as_often_as_it_asks() {
 fn a_process_that_hangs_says_nothing() {
     let manager = Manager::new();
     let server = manager.serve(&[], Some(Duration::from_millis(400)));
-    assert!(manager.hear().starts_with("READY=1"));
+    assert!(manager.hear_but_watchdog().starts_with("READY=1"));
     assert!(manager.hear().starts_with("WATCHDOG=1"));
     signal(server.pid(), Signal::STOP);
     until("it is quiet", || manager.hear_within(QUIET).is_none());
@@ -126,7 +126,7 @@ fn a_process_that_hangs_says_nothing() {
 fn a_worker_that_hangs_gives_way_to_another() {
     let manager = Manager::new();
     let mut server = manager.serve(&["--keeper"], Some(Duration::from_millis(1000)));
-    assert!(manager.hear().starts_with("READY=1"));
+    assert!(manager.hear_but_watchdog().starts_with("READY=1"));
     let options = AttachOptions { queue_pairs: 1, ..AttachOptions::default() };
     let mut controller = attach(&server.socket(), &options);
     let mut queue = controller.take_queue_pair().unwrap();
@@ -169,7 +169,7 @@ fn a_signal_has_the_configuration_read_again() {
         command.arg("--default-signal=HUP").arg(env!("CARGO_BIN_EXE_shadowbell"));
         command.args(["serve", "--config", "vms.toml"]).args(keeper);
         let mut server = Server::spawn(manager.of(command, None), directory, &["vm0.sock"]);
-        assert!(manager.hear().starts_with("READY=1"));
+        assert!(manager.hear_but_watchdog().starts_with("READY=1"));
         let reload = || {
             server.signal(Signal::HUP);
             let reloading = manager.hear();
@@ -179,8 +179,8 @@ fn a_signal_has_the_configuration_read_again() {
         let options = AttachOptions { queue_pairs: 1, ..AttachOptions::default() };
         let first = attach(&server.directory().join("vm0.sock"), &options);
         write_config(server.directory(), 3);
-        let said = "the configuration was read again: 2 controllers come, 0 go, 0 are replaced, \
-                    1 stay";
+        let said = "the configuration was read again; of its controllers 2 come, 0 go, 0 are \
+                    replaced, 1 stay";
         assert_eq!(reload(), format!("READY=1\nSTATUS={said}"));
         server.says(said);
         drop(attach(&server.directory().join("vm2.sock"), &options));
@@ -200,7 +200,7 @@ fn a_signal_has_the_configuration_read_again() {
         drop(attach(&server.directory().join("vm1.sock"), &options));
         // What can not be changed so is not forgotten.
         std::fs::write(&config, format!("workers = 2\n{text}")).unwrap();
-        assert!(reload().contains("0 controllers come, 0 go, 0 are replaced, 3 stay"));
+        assert!(reload().contains("0 come, 0 go, 0 are replaced, 3 stay"));
         server.says("that counts when the server goes on in another process");
 
         drop(first);
@@ -219,7 +219,7 @@ fn a_process_that_begins_reads_what_the_one_before_did_not_come_to() {
     command.arg("--default-signal=HUP").arg(env!("CARGO_BIN_EXE_shadowbell"));
     command.args(["serve", "--config", "vms.toml", "--keeper"]);
     let mut server = Server::spawn(manager.of(command, None), directory, &["vm0.sock"]);
-    assert!(manager.hear().starts_with("READY=1"));
+    assert!(manager.hear_but_watchdog().starts_with("READY=1"));
     write_config(server.directory(), 2);
     // It can not hear what its keeper says.
     let before = worker(&server);

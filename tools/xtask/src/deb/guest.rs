@@ -15,7 +15,7 @@ const CLIENT: &str = "setpriv --reuid=64000 --regid=64000 --groups=kvm";
 /// One that is not in it.
 const STRANGER: &str = "setpriv --reuid=64001 --regid=64001 --clear-groups";
 /// What a client has to say in the end.
-const VERIFY: &str = "shadowbell verify --number-ios 120000 --size 32M";
+const VERIFY: &str = "shadowbell verify --force --number-ios 120000 --size 32M";
 const SOCKET: &str = "/run/shadowbell/vm0.sock";
 
 /// Checks all of it, with a package and a newer one.
