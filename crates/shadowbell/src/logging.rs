@@ -101,8 +101,8 @@ pub(crate) fn is_talkative() -> bool {
 }
 
 /// Starts logging. `RUST_LOG` says what is logged, if it is set; it takes what
-/// [`EnvFilter`] takes, such as `shadowbell_vfio_user=trace`. `timed`: lines begin with the time, as
-/// those of a service have to.
+/// [`EnvFilter`] takes, such as `shadowbell_vfio_user=trace`. `timed`: lines begin with the time,
+/// as those of a service have to.
 pub(crate) fn start(args: &Args, timed: bool) {
     let (text, filter) = match std::env::var("RUST_LOG") {
         Ok(directives) if !directives.is_empty() => {

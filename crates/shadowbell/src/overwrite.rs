@@ -20,12 +20,12 @@ pub(crate) struct Overwrite {
 }
 
 impl Overwrite {
-    /// Refuses a target that holds something that somebody has made, unless it is to be overwritten.
-    /// Attaches for that, and detaches: to the run nothing has happened.
+    /// Refuses a target that holds something that somebody has made, unless that is to be
+    /// overwritten. Attaches for that, and detaches: to the run nothing has happened.
     ///
     /// # Errors
-    /// With exit status [`exit::BAD_INPUT`](crate::exit::BAD_INPUT) what the target holds; and those
-    /// of [`Session::attach`].
+    /// With exit status [`exit::BAD_INPUT`](crate::exit::BAD_INPUT) what the target holds; and
+    /// those of [`Session::attach`].
     pub(crate) fn check(self, target: &Target) -> anyhow::Result<()> {
         // What this process has just made holds nothing.
         let is_new = |disk: &str| ["mem:", "null:"].iter().any(|kind| disk.starts_with(kind));

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
 use shadowbell_guest::host;
 
-use super::{need, output};
+use super::tools::{need, output};
 
 const SUITE: &str = "bookworm";
 /// What a Debian has that boots, and no more: the package has to name what it needs.

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use super::output;
+use super::tools::output;
 
 pub(super) const MAINTAINER: &str = "Shadowbell maintainers <shadowbell@users.noreply.github.com>";
 

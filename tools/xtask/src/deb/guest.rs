@@ -7,7 +7,7 @@ use std::process::Child;
 use anyhow::{Context, Result, bail, ensure};
 
 use super::boot::{self, Machine};
-use super::directory;
+use super::tools::directory;
 use crate::report::Report;
 
 /// A client of QEMU's kind: some user in the group of the sockets.

@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 use shadowbell_bench::workspace::cargo;
 
-use super::output;
+use super::tools::output;
 
 /// All of them: for each crate its licence, and the texts that come with it, each text once.
 pub(super) fn all() -> Result<String> {

@@ -8,16 +8,17 @@ mod boot;
 mod control;
 mod guest;
 mod licences;
+mod tools;
 mod tree;
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 use shadowbell_bench::workspace::{build_shadowbell, root};
-use shadowbell_guest::host;
 
 use crate::report::Report;
+use tools::{directory, need, output};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -83,27 +84,6 @@ fn check(report: &mut Report, program: &Path, package: &Path, version: &str) {
     if let Some(newer) = newer {
         guest::test(report, package, &newer);
     }
-}
-
-/// What this machine may have to install.
-fn need(program: &str, package: &str) -> Result<()> {
-    if host::in_path(program) { Ok(()) } else { host::install(&[package]) }
-}
-
-fn directory() -> PathBuf {
-    root().join("target/debian")
-}
-
-/// Runs a command. Its output, or what it says when it fails.
-fn output(command: &mut Command) -> Result<String> {
-    let name = command.get_program().to_string_lossy().into_owned();
-    let output = command.stdin(Stdio::null()).output().with_context(|| name.clone())?;
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    if !output.status.success() {
-        let (said, errors) = (text(&output.stdout), text(&output.stderr));
-        bail!("{name} ({}):\n{said}{errors}", output.status);
-    }
-    Ok(text(&output.stdout))
 }
 
 fn lintian(package: &Path) -> Result<()> {

@@ -8,7 +8,8 @@ use std::process::Command;
 use anyhow::{Context, Result};
 use shadowbell_bench::workspace::root;
 
-use super::{control, licences, output};
+use super::tools::output;
+use super::{control, licences};
 
 /// Configuration files, which belong to whoever administrates the machine.
 const CONFIGURATION: [(&str, &str); 2] = [
