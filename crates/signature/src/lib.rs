@@ -11,8 +11,8 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 /// So many bytes from the beginning of a disk, and as many at its end, have all signatures that
-/// are in use: those of btrfs, ISO 9660 and ZFS lie behind the first 64 KiB, those of GPT's copy and
-/// of RAIDs in the last.
+/// are in use: that of btrfs lies behind the first 64 KiB, those of GPT's copy and of some RAIDs in
+/// the last.
 pub const SPAN: usize = 1 << 20;
 
 /// What a disk holds.
@@ -45,8 +45,8 @@ pub enum FindError {
     System(#[from] io::Error),
 }
 
-/// What a disk of so many `bytes` holds, whose `first` and `last` bytes are these ([`SPAN`] of each,
-/// or all that there are). `None`: nothing that is known.
+/// What a disk of so many `bytes` holds, whose `first` and `last` bytes are these ([`SPAN`] of
+/// each, or all that there are). `None`: nothing that is known.
 ///
 /// # Errors
 /// [`FindError`].

@@ -326,8 +326,8 @@ fn create_missing(destination: &Target, bytes: u64) -> anyhow::Result<Option<Pat
     Ok(Some(path.to_owned()))
 }
 
-/// Whether what a disk is called is a path: `mem:1GiB` is none, and what follows a `?` is no part of
-/// one.
+/// Whether what a disk is called is a path: `mem:1GiB` is none, and what follows a `?` is no part
+/// of one.
 fn is_path(disk: &str) -> bool {
     let is_kind = disk.split_once(':').is_some_and(|(kind, _)| !kind.contains('/'));
     !is_kind && !disk.contains('?')
