@@ -18,6 +18,9 @@ const STRANGER: &str = "setpriv --reuid=64001 --regid=64001 --clear-groups";
 const VERIFY: &str = "shadowbell verify --force --number-ios 120000 --size 32M";
 const SOCKET: &str = "/run/shadowbell/vm0.sock";
 
+/// What is done on the machine, one after the other.
+type Step = fn(&Machine) -> Result<()>;
+
 /// Checks all of it, with a package and a newer one.
 pub(super) fn test(report: &mut Report, package: &Path, newer: &Path) {
     let machine = report.check("a fresh Debian boots", |_| {
@@ -29,7 +32,7 @@ pub(super) fn test(report: &mut Report, package: &Path, newer: &Path) {
         Machine::boot(&root, &shared)
     });
     let Some(machine) = machine else { return };
-    let steps: [(&str, fn(&Machine) -> Result<()>); 7] = [
+    let steps: [(&str, Step); 7] = [
         ("the package installs, and its service starts", installs),
         ("a reload reads the configuration again, and refuses a bad one", reloads),
         ("a client in the group of the sockets is served, and nobody else", serves),
