@@ -11,6 +11,7 @@
 //! the thread that asks for one.
 
 use crate::notice::{ControlHandle, Notice};
+use crate::visit::Visit;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use shadowbell_memory::page_tables::Awake;
 use shadowbell_memory::{AbortOnPanic, SharedU32};
@@ -118,6 +119,8 @@ type Waiting = Weak<dyn TakesTurns>;
 #[derive(Default)]
 struct RunQueue {
     ready: VecDeque<Waiting>,
+    /// Of who wants to know whether turns are taken.
+    visits: Vec<Visit>,
     /// By when they go on; the address tells those of the same time apart.
     timed: BTreeMap<(Instant, usize), Waiting>,
     /// When mapped doorbells were last looked at.
@@ -203,6 +206,20 @@ impl ControlThread {
                 more();
             }
         } else if queue.turn_began.is_none() {
+            self.0.work.notify_one();
+        } else {
+            self.0.start_watching(&mut queue);
+        }
+    }
+
+    /// Drops `visit` between two turns.
+    pub(crate) fn visit(&self, visit: Visit) {
+        if self.is_inline() {
+            return;
+        }
+        let mut queue = self.0.queue.lock();
+        queue.visits.push(visit);
+        if queue.turn_began.is_none() {
             self.0.work.notify_one();
         } else {
             self.0.start_watching(&mut queue);
@@ -332,6 +349,11 @@ impl Shared {
             if queue.stopped || queue.leader != number {
                 return;
             }
+            if !queue.visits.is_empty() {
+                let visits = std::mem::take(&mut queue.visits);
+                MutexGuard::unlocked(&mut queue, || drop(visits));
+                continue;
+            }
             let (polling, now) = (!self.polls.lock().is_empty(), Instant::now());
             // Without the lock: whoever is woken, or dropped, takes it.
             if polling && queue.looked.is_none_or(|at| now >= at + MAPPED_POLL) {
@@ -351,7 +373,7 @@ impl Shared {
                 continue;
             };
             queue.turn_began = Some(Instant::now());
-            if !(queue.ready.is_empty() && queue.timed.is_empty()) {
+            if queue.is_waited_for() {
                 self.start_watching(&mut queue);
             }
             let follows = MutexGuard::unlocked(&mut queue, || take_turn(&next));
@@ -420,8 +442,8 @@ impl Shared {
             if queue.stopped {
                 return;
             }
-            let waited_for = !(queue.ready.is_empty() && queue.timed.is_empty());
-            match queue.turn_began.filter(|_| queue.watching && waited_for) {
+            let is_watched = queue.watching && queue.is_waited_for();
+            match queue.turn_began.filter(|_| is_watched) {
                 None => {
                     queue.watching = false;
                     self.watch.wait(&mut queue);
@@ -452,6 +474,11 @@ impl Shared {
 }
 
 impl RunQueue {
+    /// Whether somebody waits for the end of the turn under way.
+    fn is_waited_for(&self) -> bool {
+        !(self.ready.is_empty() && self.timed.is_empty() && self.visits.is_empty())
+    }
+
     /// Those whose time has come.
     fn take_due(&mut self, now: Instant) -> Vec<Waiting> {
         let mut due = Vec::new();
@@ -570,6 +597,31 @@ mod tests {
         }
         thread.stop();
         assert_eq!(ends(), 0);
+    }
+
+    /// A turn that a guest holds up is not the end of all turns: a visit finds that.
+    #[test]
+    fn a_visit_ends_when_turns_are_taken() {
+        let (said, turns) = channel();
+        let thread = ControlThread::start().unwrap();
+        let visit = || {
+            let (visit, visited) = Visit::for_tests();
+            thread.visit(visit);
+            assert_eq!(visited.recv_timeout(TIMEOUT), Ok(()));
+        };
+        visit();
+        let (open, gate) = channel();
+        let stuck = counting(1, 1, &said, Some(gate));
+        ask(&thread, &stuck);
+        assert_eq!(turns.recv_timeout(TIMEOUT), Ok(1));
+        visit();
+        visit();
+        drop(open);
+        thread.stop();
+        // Then there is nobody to visit.
+        let (late, visited) = Visit::for_tests();
+        thread.visit(late);
+        assert!(visited.try_recv().is_err());
     }
 
     #[test]

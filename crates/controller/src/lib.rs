@@ -57,6 +57,7 @@ mod successor;
 #[cfg(test)]
 mod test_disk;
 pub mod trace;
+mod visit;
 mod worker;
 
 pub use config::{Config, ConfigError, NamespaceConfig};

@@ -4,7 +4,9 @@ mod common;
 
 use common::{Host, Queue, config};
 use shadowbell_backend::{Disk, DiskInfo, Request, Submitted};
-use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
+use shadowbell_controller::{
+    Carrier, Config, Controller, NamespaceConfig, Polling, Pool, PoolOptions, Turns,
+};
 use shadowbell_memory::{DmaError, DmaTable, Mapping, Segments, SharedBytes};
 use shadowbell_spec::regs::{self, cq_doorbell_offset, sq_doorbell_offset};
 use shadowbell_spec::{Sqe, Status};
@@ -55,6 +57,25 @@ fn nothing_happens_between_turns() {
     drop(host);
     while turns.turn() {}
     assert!(!turns.turn());
+}
+
+/// Whoever visits a worker learns that it takes its turns, and not before it does.
+#[test]
+fn a_visit_ends_when_the_worker_comes_to_it() {
+    let (pool, mut turns) = Pool::driven(Polling::Never).unwrap();
+    let (came, comes) = std::sync::mpsc::channel();
+    pool.visit(move || came.send(()).unwrap());
+    assert!(comes.try_recv().is_err(), "nobody has taken a turn");
+    while turns.turn() {}
+    comes.try_recv().unwrap();
+
+    // All of several, and one that serves nobody else does not count.
+    let options = PoolOptions { workers: 3, ..PoolOptions::default() };
+    let pool = Pool::start(&options).unwrap();
+    let (came, comes) = std::sync::mpsc::channel();
+    pool.visit(move || came.send(()).unwrap());
+    comes.recv_timeout(Duration::from_secs(20)).unwrap();
+    assert!(comes.recv().is_err(), "once");
 }
 
 /// Submits `depth` reads with a turn of the worker after each, as a host does whose processor is

@@ -49,7 +49,7 @@ pub(crate) fn banner(
         format!(
             "  namespace {}: {}, {} blocks of {} bytes{}{}",
             namespace.nsid(),
-            bytesize::ByteSize(namespace.bytes()).display().si(),
+            binary(namespace.bytes()),
             namespace.blocks(),
             namespace.block_size(),
             if namespace.is_read_only() { ", read-only" } else { "" },

@@ -1,10 +1,13 @@
 //! The command line: the verbs, and the options that all of them have.
 
+use crate::plain_words::plain;
 use crate::{
-    attach_many, bench, bind, ctl, demo, exit, export, inspect, keeper, logging, serve, top, trace,
-    transfer, upgrade, verify,
+    attach_many, bench, bind, ctl, demo, exit, export, inspect, keeper, logging, manual, serve,
+    top, trace, transfer, upgrade, verify,
 };
+use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
+use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 
 /// NVMe for virtual machines and user-space programs, with doorbells that almost never ring.
@@ -45,9 +48,16 @@ enum Verb {
     Top(top::Args),
     Trace(trace::Args),
     AttachMany(attach_many::Args),
+    #[command(hide = true)]
+    Manual(manual::Args),
 }
 
 impl Verb {
+    /// Whether it runs until somebody ends it, and its log is read later.
+    fn is_service(&self) -> bool {
+        matches!(self, Self::Serve(_) | Self::Export(_))
+    }
+
     fn run(self) -> anyhow::Result<ExitCode> {
         match self {
             Self::Serve(args) => serve::run(args),
@@ -71,6 +81,7 @@ impl Verb {
             Self::Top(args) => top::run(&args),
             Self::Trace(args) => trace::run(args),
             Self::AttachMany(args) => attach_many::run(&args),
+            Self::Manual(args) => manual::run(&args, <Cli as clap::CommandFactory>::command()),
         }
     }
 }
@@ -83,11 +94,25 @@ pub fn main() -> ExitCode {
         // Before anything takes memory that it has no use for.
         return keeper::run(arguments);
     }
-    let cli = Cli::parse_from(arguments);
-    logging::start(&cli.logging);
+    let cli = match Cli::try_parse_from(arguments) {
+        Ok(cli) => cli,
+        Err(error) => return refuse(&error),
+    };
+    logging::start(&cli.logging, cli.verb.is_service());
     let status = cli.verb.run().unwrap_or_else(|error| exit::report(&error));
     logging::finish();
     status
+}
+
+/// Says what is wrong with the command line, or what was asked of it.
+fn refuse(error: &clap::Error) -> ExitCode {
+    if error.kind() != ErrorKind::ValueValidation {
+        error.exit();
+    }
+    let text = error.render();
+    let text = if io::stderr().is_terminal() { text.ansi().to_string() } else { text.to_string() };
+    logging::last_words(&plain(&text));
+    ExitCode::from(exit::BAD_INPUT)
 }
 
 #[cfg(test)]

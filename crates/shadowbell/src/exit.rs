@@ -97,7 +97,25 @@ pub(crate) fn line(error: &anyhow::Error) -> String {
             line.push_str(&cause);
         }
     }
+    if let Some(advice) = error.chain().find_map(advice) {
+        line.push_str("; ");
+        line.push_str(advice);
+    }
     line
+}
+
+/// What to do about an error of the system that says nothing of it.
+fn advice(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
+    let error = error.downcast_ref::<io::Error>()?;
+    match rustix::io::Errno::from_io_error(error)? {
+        // This process has raised what it may itself.
+        rustix::io::Errno::MFILE => Some(
+            "raise the hard limit of open files: `ulimit -Hn`, or LimitNOFILE= of the service's \
+             unit",
+        ),
+        rustix::io::Errno::NFILE => Some("raise the system's limit: `sysctl fs.file-max`"),
+        _ => None,
+    }
 }
 
 #[cfg(test)]
@@ -123,6 +141,15 @@ mod tests {
         assert_eq!(line(&error), format!("refused ({}); do this", source()));
         let error = anyhow::Error::new(source()).context("refused");
         assert_eq!(line(&error), format!("refused: {}", source()));
+    }
+
+    #[test]
+    fn too_many_open_files_come_with_advice() {
+        let errno = rustix::io::Errno::MFILE.raw_os_error();
+        let error = anyhow::Error::new(io::Error::from_raw_os_error(errno)).context("vm0.sock");
+        let line = line(&error);
+        assert!(line.starts_with("vm0.sock: Too many open files"), "{line}");
+        assert!(line.ends_with("`ulimit -Hn`, or LimitNOFILE= of the service's unit"), "{line}");
     }
 
     #[test]

@@ -57,6 +57,10 @@ pub(crate) mod to_worker {
     pub(crate) const END: u8 = b'E';
     /// Write the counters.
     pub(crate) const REPORT: u8 = b'R';
+    /// Read the configuration file again, and answer [`READ`](super::to_keeper::READ).
+    pub(crate) const READ: u8 = b'L';
+    /// Answer [`ALIVE`](super::to_keeper::ALIVE) when all threads that serve have come by.
+    pub(crate) const VISIT: u8 = b'V';
     /// Hand over to whoever is at the other end of the descriptor, and reads the state versions
     /// `FIRST LAST`.
     pub(crate) const HAND_OVER: u8 = b'H';
@@ -72,8 +76,13 @@ pub(crate) mod to_worker {
 pub(crate) mod to_keeper {
     /// The path of a socket at which it serves.
     pub(crate) const SOCKET: u8 = b'S';
-    /// It serves.
+    /// It serves: what, in a few words. One of an earlier release has no words, and none of what
+    /// such a release does not know may be asked of it.
     pub(crate) const SERVING: u8 = b'R';
+    /// The configuration was read again, or refused: what came of it, in a sentence.
+    pub(crate) const READ: u8 = b'L';
+    /// All threads that serve do: what it serves, in a few words.
+    pub(crate) const ALIVE: u8 = b'V';
     /// It can take over, and reads the state versions `FIRST LAST`.
     pub(crate) const PREPARED: u8 = b'P';
     /// It has not handed over, and goes on: why.

@@ -22,11 +22,13 @@
 //! | `top` | what the controllers of a running `serve` do |
 //! | `trace` | what `serve --trace` recorded, for a person |
 //! | `attach_many` | many controllers attached at once |
+//! | `manual` | manual pages and completions, for packages |
 //!
 //! | shared | what it is |
 //! |---|---|
 //! | `load` | a load on a controller, and what it measures |
 //! | `session` | an attached controller, with the namespace that a TARGET names |
+//! | `overwrite` | whether somebody means to overwrite what a disk holds |
 //! | `banner` | what was attached, for a person |
 //! | `local` | a controller in this process, as the driver reaches it |
 //! | `controller_config` | a controller as a person asks for it, and its configuration |
@@ -46,6 +48,7 @@
 //! | `report`, `latency` | measurements, for machines |
 //! | `page` | measurements as a page with diagrams |
 //! | `table`, `units` | tables and numbers, for people |
+//! | `plain_words` | what libraries say in Rust's words, in a person's |
 //! | `parse`, `cpu_list` | sizes, times and processors as people write them |
 //! | `shell`, `paste` | words of a command line that a person pastes; how they are printed |
 //! | `signals`, `descriptor_limit` | what the program asks of the system |
@@ -80,11 +83,14 @@ mod load;
 mod local;
 mod log_thread;
 mod logging;
+mod manual;
 mod notify;
 mod offered_doorbells;
+mod overwrite;
 mod page;
 mod parse;
 mod paste;
+mod plain_words;
 mod queue_options;
 mod report;
 mod rng;

@@ -101,8 +101,9 @@ pub(crate) fn is_talkative() -> bool {
 }
 
 /// Starts logging. `RUST_LOG` says what is logged, if it is set; it takes what
-/// [`EnvFilter`] takes, such as `shadowbell_vfio_user=trace`.
-pub(crate) fn start(args: &Args) {
+/// [`EnvFilter`] takes, such as `shadowbell_vfio_user=trace`. `timed`: lines begin with the time,
+/// as those of a service have to.
+pub(crate) fn start(args: &Args, timed: bool) {
     let (text, filter) = match std::env::var("RUST_LOG") {
         Ok(directives) if !directives.is_empty() => {
             let filter = EnvFilter::builder().parse_lossy(&directives);
@@ -110,7 +111,7 @@ pub(crate) fn start(args: &Args) {
         }
         _ => (args.level().to_owned(), EnvFilter::new(args.level())),
     };
-    let format = Lines { detailed: args.verbose > 0 };
+    let format = Lines { detailed: args.verbose > 0, timed: timed && !is_journal() };
     let all = filter.max_level_hint().is_none_or(|level| level > Level::INFO);
     let limits = if all {
         Limits { waiting: WAITING_VERBOSE, pace: None }
@@ -178,9 +179,29 @@ fn die(panic: &PanicHookInfo<'_>) {
     std::process::abort();
 }
 
-/// `warning: what happened key=value`; with -v, the time and the module in front.
+/// `warning: what happened key=value`, of a service with the time in front; with -v, the time and
+/// the module.
 struct Lines {
     detailed: bool,
+    timed: bool,
+}
+
+/// The time now, as lines of the log begin with it, in UTC.
+#[must_use]
+pub(crate) fn now() -> String {
+    let mut text = String::new();
+    // Writing to a string does not fail.
+    let _ = SystemTime.format_time(&mut Writer::new(&mut text));
+    text
+}
+
+/// Whether standard error goes to systemd's journal, which has the time itself.
+#[must_use]
+pub(crate) fn is_journal() -> bool {
+    let journal = std::env::var("JOURNAL_STREAM").ok();
+    let about = rustix::fs::fstat(std::io::stderr()).ok();
+    let about = about.map(|about| format!("{}:{}", about.st_dev, about.st_ino));
+    journal.is_some() && journal == about
 }
 
 impl<S, N> FormatEvent<S, N> for Lines
@@ -199,6 +220,10 @@ where
             SystemTime.format_time(&mut out)?;
             write!(out, " {:5} {}: ", about.level(), about.target())?;
         } else {
+            if self.timed {
+                SystemTime.format_time(&mut out)?;
+                out.write_char(' ')?;
+            }
             let (word, colour) = match *about.level() {
                 Level::ERROR => ("error: ", 31),
                 Level::WARN => ("warning: ", 33),
@@ -263,7 +288,7 @@ mod tests {
     #[test]
     fn a_thread_that_panics_ends_the_process() {
         if std::env::var_os(CHILD).is_some() {
-            start(&Args::default());
+            start(&Args::default(), false);
             tracing::info!("all is well");
             let serve = || panic!("there is no such queue");
             let _ = std::thread::Builder::new().name("sb-reactor".into()).spawn(serve);

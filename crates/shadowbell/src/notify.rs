@@ -3,27 +3,88 @@
 
 use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::net::{sendto, socket_with};
+use rustix::time::{ClockId, clock_gettime};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
+use std::time::Duration;
 
 /// The service works.
 pub(crate) const READY: &str = "READY=1";
 /// It ends.
 pub(crate) const STOPPING: &str = "STOPPING=1";
+/// It is alive.
+pub(crate) const WATCHDOG: &str = "WATCHDOG=1";
 
 /// Tells the service manager, if there is one that wants to be told. A failure is its own.
 pub(crate) fn tell(state: &str) {
+    tell_with(state, SendFlags::NOSIGNAL);
+}
+
+/// The same, from a thread that waits for nobody: a service manager that does not listen misses it.
+pub(crate) fn tell_now(state: &str) {
+    tell_with(state, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+}
+
+fn tell_with(state: &str, flags: SendFlags) {
     if let Some(socket) = std::env::var_os("NOTIFY_SOCKET") {
-        let _ = tell_at(&socket, state);
+        let _ = tell_at(&socket, state, flags);
     }
 }
 
-fn tell_at(socket: &OsStr, state: &str) -> rustix::io::Result<()> {
+/// The service works, and does this.
+pub(crate) fn ready(status: &str) -> String {
+    format!("{READY}\n{}", self::status(status))
+}
+
+/// What it does, in a sentence; of that, the first line.
+pub(crate) fn status(text: &str) -> String {
+    format!("STATUS={}", text.lines().next().unwrap_or_default())
+}
+
+/// It reads its configuration, and says [`READY`] when it has.
+pub(crate) fn reloading() -> String {
+    let now = clock_gettime(ClockId::Monotonic);
+    let now = Duration::try_from(now).unwrap_or_default().as_micros();
+    format!("RELOADING=1\nMONOTONIC_USEC={now}")
+}
+
+/// How often this process is to say that it is [alive](WATCHDOG), if it is.
+pub(crate) fn watchdog() -> Option<Duration> {
+    let number = |name| std::env::var(name).ok()?.parse::<u64>().ok();
+    let pid = number("WATCHDOG_PID").unwrap_or_else(|| std::process::id().into());
+    interval(number("WATCHDOG_USEC")?, pid, std::process::id())
+}
+
+/// Half of the time that the service manager waits, as it advises. `us`: that time; `pid`: whom
+/// it waits for.
+fn interval(us: u64, pid: u64, own: u32) -> Option<Duration> {
+    // Less is no time in which a thread has to come to a processor.
+    let fits = pid == u64::from(own) && us >= 1000;
+    fits.then(|| Duration::from_micros(us / 2))
+}
+
+fn tell_at(socket: &OsStr, state: &str, flags: SendFlags) -> rustix::io::Result<()> {
     let address = match socket.as_bytes().strip_prefix(b"@") {
         Some(name) => SocketAddrUnix::new_abstract_name(name)?,
         None => SocketAddrUnix::new(socket)?,
     };
     let ours = socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
-    sendto(&ours, state.as_bytes(), SendFlags::NOSIGNAL, &address)?;
+    sendto(&ours, state.as_bytes(), flags, &address)?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_watchdog_is_for_the_process_that_it_names() {
+        assert_eq!(interval(30_000_000, 7, 7), Some(Duration::from_secs(15)));
+        assert_eq!(interval(30_000_000, 8, 7), None);
+        assert_eq!(interval(999, 7, 7), None, "or it would do nothing else");
+        assert_eq!(status("one\nREADY=0"), "STATUS=one");
+        let text = reloading();
+        let time = text.strip_prefix("RELOADING=1\nMONOTONIC_USEC=").unwrap();
+        assert!(time.parse::<u64>().unwrap() > 0, "{text}");
+    }
 }

@@ -156,7 +156,7 @@ mod tests {
             "CAP 0x",
             "MQES ",
             "2 queue pairs asked for, 2 got, of 32 entries; interrupts, shadow doorbells",
-            "namespace 1: 1.0 MB, 256 blocks of 4096 bytes",
+            "namespace 1: 1.0 MiB, 256 blocks of 4096 bytes",
             "queue map: 1",
         ] {
             assert!(text.contains(word), "no `{word}` in:\n{text}");

@@ -1,7 +1,7 @@
 //! The signals that end the program: the first in order, the second at once.
 
 use crate::exit;
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Handle;
@@ -12,6 +12,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 use tracing::debug;
 
 /// A flag that SIGINT and SIGTERM set, for a run that looks at it now and then. The second of them
@@ -57,9 +58,28 @@ impl AsFd for Caught {
     }
 }
 
-/// The signals that end a service, but those that whoever started us has set to be ignored.
-pub(crate) fn ends() -> Vec<i32> {
-    [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !is_ignored(*signal)).collect()
+/// What a service does for signals, but those that whoever started us has set to be ignored.
+#[derive(Clone, Debug)]
+pub(crate) struct Meanings {
+    /// They end it.
+    pub(crate) ends: Vec<i32>,
+    /// They are something else to it.
+    pub(crate) others: Vec<i32>,
+}
+
+impl Meanings {
+    /// SIGINT, SIGTERM and SIGHUP end it, unless they are among `others`.
+    pub(crate) fn new(others: &[i32]) -> Self {
+        let is_taken = |signal: &i32| !is_ignored(*signal);
+        let ends = [SIGINT, SIGTERM, SIGHUP].into_iter();
+        let ends = ends.filter(|signal| !others.contains(signal)).filter(is_taken).collect();
+        Self { ends, others: others.iter().copied().filter(is_taken).collect() }
+    }
+
+    /// All of them.
+    pub(crate) fn all(&self) -> Vec<i32> {
+        [&self.ends[..], &self.others[..]].concat()
+    }
 }
 
 /// What a service waits for.
@@ -71,9 +91,11 @@ pub(crate) enum Wake {
     Signal(i32),
     /// The descriptor that was given is readable.
     Readable,
+    /// The time has come.
+    Time,
 }
 
-/// Waits for a signal that ends a service (SIGINT, SIGTERM, SIGHUP), and for others on the way.
+/// Waits for a signal that ends a service, and for others on the way ([`Meanings`]).
 pub(crate) struct EndSignals {
     signals: Caught,
     ends: Vec<i32>,
@@ -81,14 +103,15 @@ pub(crate) struct EndSignals {
 }
 
 impl EndSignals {
-    /// From now on these signals are caught, and so are those of `others`. A signal that whoever
-    /// started us has set to be ignored stays ignored.
+    /// From now on the signals that end a service are caught, and so are those of `others`. A
+    /// signal that whoever started us has set to be ignored stays ignored.
     ///
     /// # Errors
     /// The system's.
     pub(crate) fn catch(others: &[i32]) -> io::Result<Self> {
-        let ends = ends();
-        let signals = Caught::catch(&[&ends, others].concat())?;
+        let meanings = Meanings::new(others);
+        let signals = Caught::catch(&meanings.all())?;
+        let ends = meanings.ends;
         let ending = Arc::new(AtomicBool::new(false));
         for signal in &ends {
             set_or_exit(*signal, &ending)?;
@@ -108,16 +131,20 @@ impl EndSignals {
     /// # Errors
     /// The system's.
     pub(crate) fn wait(&mut self) -> io::Result<()> {
-        while self.wait_beside(None)? != Wake::End {}
+        while self.wait_beside(None, None)? != Wake::End {}
         Ok(())
     }
 
-    /// Waits for the end, for one of `others`, the argument of [`catch`](Self::catch), and for
-    /// `beside`.
+    /// Waits for the end, for one of `others`, the argument of [`catch`](Self::catch), for
+    /// `beside`, and for a time.
     ///
     /// # Errors
     /// The system's.
-    pub(crate) fn wait_beside(&mut self, beside: Option<BorrowedFd<'_>>) -> io::Result<Wake> {
+    pub(crate) fn wait_beside(
+        &mut self,
+        beside: Option<BorrowedFd<'_>>,
+        until: Option<Instant>,
+    ) -> io::Result<Wake> {
         loop {
             if self.signals.0.handle().is_closed() {
                 self.ending.store(true, Ordering::Relaxed);
@@ -132,11 +159,16 @@ impl EndSignals {
                 Some(signal) => return Ok(Wake::Signal(signal)),
                 None => {}
             }
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                return Ok(Wake::Time);
+            }
+            let left = left.and_then(|left| Timespec::try_from(left).ok());
             let ready = {
                 let fds = beside.into_iter().chain([self.signals.as_fd()]);
                 let mut fds: Vec<_> =
                     fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-                match poll(&mut fds, None) {
+                match poll(&mut fds, left.as_ref()) {
                     Ok(_) => beside.is_some() && !fds[0].revents().is_empty(),
                     Err(Errno::INTR) => false,
                     Err(errno) => return Err(errno.into()),

@@ -8,7 +8,7 @@ use shadowbell_guest::Kernel;
 use crate::report::Report;
 use crate::step::step;
 use crate::suites::{ControllerKind, Setup, Suite};
-use crate::{hostile, outsider, package, soak, structure};
+use crate::{crates, deb, hostile, outsider, soak, structure};
 
 /// The program as it is tested: it can also serve a controller that misbehaves on purpose.
 const FAULTS: [&str; 2] = ["--features", "shadowbell/faults"];
@@ -43,8 +43,8 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
     );
     book_step(report);
     report.check("the guides' programs compile outside of the workspace", |_| outsider::check());
-    // Whether each package builds alone takes minutes: `cargo xtask package` looks.
-    package::check(report, false);
+    // Whether each package builds alone takes minutes: `cargo xtask crates` looks.
+    crates::check(report, false);
     report.begin("tests");
     step(
         report,
@@ -52,11 +52,14 @@ pub(crate) fn test(report: &mut Report, with_guest: bool) -> Result<()> {
         cargo().args(["test", "--workspace", "--no-fail-fast"]).args(FAULTS),
     );
     let program = report.check("the program is built for tests", |_| build_for_tests());
-    if let Some(program) = program {
-        hostile::test(report, &program);
-        soak::kill::test(report, &program);
+    if let Some(program) = &program {
+        hostile::test(report, program);
+        soak::kill::test(report, program);
     }
     loom_models(report);
+    if let Some(program) = program.filter(|_| with_guest) {
+        deb::test(report, &program);
+    }
     if with_guest {
         guest(report);
     }

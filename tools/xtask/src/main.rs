@@ -3,11 +3,12 @@
 
 mod ceph;
 mod chores;
+mod crates;
+mod deb;
 mod fuzz;
 mod guest_shell;
 mod hostile;
 mod outsider;
-mod package;
 mod peer;
 mod report;
 mod soak;
@@ -69,7 +70,13 @@ enum Verb {
     ///
     /// What is not committed yet is packaged as well; nothing is uploaded. `cargo xtask test`
     /// packages without building.
-    Package,
+    Crates,
+    /// Builds a Debian package: the program, units of systemd, manual pages, completions.
+    ///
+    /// With --test, as root on Debian, what is missing is installed (mmdebstrap, systemd-container,
+    /// lintian), and a Debian is fetched once and kept under target/debian.
+    #[command(after_help = deb::EXAMPLES)]
+    Package(deb::Arguments),
     /// Boots a Linux guest under QEMU and works a disk under test in it.
     ///
     /// Logs of the last run are kept in target/guest/logs.
@@ -188,7 +195,8 @@ fn main() -> ExitCode {
         Verb::Ceph => ceph::run(&mut report),
         Verb::Outsider => outsider::check(),
         Verb::Book => chores::book(&mut report),
-        Verb::Package => package::run(&mut report, true),
+        Verb::Crates => crates::run(&mut report, true),
+        Verb::Package(arguments) => deb::run(&mut report, &arguments),
         Verb::Guest(arguments) => guest_suites(&mut report, arguments),
         Verb::Bench(arguments) => bench::run(arguments),
         Verb::Fuzz(arguments) => fuzz::run(&mut report, &arguments),

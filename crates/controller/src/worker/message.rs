@@ -11,6 +11,7 @@ use crate::notice::ControlHandle;
 use crate::queue::QueueLayout;
 use crate::shared::ControllerShared;
 use crate::trace::TraceRing;
+use crate::visit::Visit;
 use shadowbell_memory::{DmaTable, EventFd};
 use std::sync::Arc;
 
@@ -135,6 +136,8 @@ pub(crate) enum Message {
     },
     /// Start tracing.
     Trace(TraceRing),
+    /// Somebody wants to know whether the worker comes to its messages: it drops this.
+    Visit(Visit),
     Stop,
 }
 
@@ -159,7 +162,7 @@ impl Message {
             | Self::Stay { controller }
             | Self::Override { controller, .. } => Some(*controller),
             Self::Arrive(relocated) => Some(relocated.id()),
-            Self::Trace(_) | Self::Stop => None,
+            Self::Trace(_) | Self::Visit(_) | Self::Stop => None,
         }
     }
 }

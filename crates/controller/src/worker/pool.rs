@@ -10,6 +10,7 @@ use crate::interrupt::HoldLimit;
 use crate::shared::ControllerShared;
 use crate::stats::SleepStats;
 use crate::trace::{Kind, TraceFile, TraceRing};
+use crate::visit::Visit;
 use parking_lot::Mutex;
 use shadowbell_memory::{AbortOnPanic, SharedU32};
 use std::io;
@@ -82,7 +83,7 @@ impl Handle {
 }
 
 /// How many workers, and how they wait.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PoolOptions {
     /// Threads, [`MAX_WORKERS`] at most; 0 means one for every two processors, at least one.
     pub workers: usize,
@@ -218,6 +219,18 @@ impl Pool {
                 }
             }
         }
+    }
+
+    /// Visits each worker that controllers share, and the thread of the control planes: `ended`
+    /// runs when all of them have come to it, on the thread of the last. One that hangs never
+    /// does. A worker that serves one controller alone is not visited: that one's guest may hold
+    /// it up. Of a pool without threads, `ended` waits for [`Turns::turn`].
+    pub fn visit(&self, ended: impl FnOnce() + Send + 'static) {
+        let visit = Visit::new(ended);
+        self.shared().for_each(|handle| {
+            handle.mailbox.send(Message::Visit(visit.clone()));
+        });
+        self.0.control.visit(visit);
     }
 
     /// Records something that the control plane did.

@@ -342,6 +342,7 @@ impl Worker {
                 self.trace = Some(ring);
                 self.poll_group.begin_trace();
             }
+            Message::Visit(visit) => drop(visit),
             Message::Stop => {}
         }
     }

@@ -1,6 +1,7 @@
 //! The command line of `bench`, under the names that fio has for it.
 
 use crate::load::{LoadConfig, Workload, interval};
+use crate::overwrite::Overwrite;
 use crate::queue_options::{CompletionMode, DoorbellMode};
 use crate::target::{self, Target};
 use crate::{cpu_list, exit, parse};
@@ -68,6 +69,8 @@ pub struct Args {
     /// same --bs and --seed has written
     #[arg(long, value_enum, default_value_t = Verify::Off, value_name = "METHOD")]
     pub verify: Verify,
+    #[command(flatten)]
+    pub(crate) overwrite: Overwrite,
     /// How to ring: `auto` takes the best that the controller has
     #[arg(long, value_enum, default_value_t = DoorbellMode::Auto)]
     pub doorbells: DoorbellMode,

@@ -24,6 +24,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     page::check(args.report.as_deref())?;
     // The first signal ends the run, with the figures so far.
     let stop = signals::stop_flag()?;
+    if config.rw.writes() {
+        args.overwrite.check(&args.target)?;
+    }
     let mut session = Session::attach(&args.target, &config.attach_options())?;
     for line in session.banner() {
         tracing::info!("{line}");

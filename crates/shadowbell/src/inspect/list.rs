@@ -93,16 +93,16 @@ impl Row<'_> {
             self.controller.serial().to_string(),
             self.controller.model().to_string(),
             self.nsid.to_string(),
-            format!("{} / {}", decimal(self.used()), decimal(self.bytes())),
+            format!("{} / {}", binary(self.used()), binary(self.bytes())),
             format!("{} B + 0 B", self.block_size()),
             self.controller.firmware().to_string(),
         ]
     }
 }
 
-/// A capacity as disks have it on their labels: decimal.
-fn decimal(bytes: u64) -> String {
-    bytesize::ByteSize(bytes).display().si().to_string()
+/// A capacity, in the units of all that this program says.
+fn binary(bytes: u64) -> String {
+    bytesize::ByteSize(bytes).display().iec().to_string()
 }
 
 #[cfg(test)]
@@ -110,8 +110,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn capacities_are_decimal() {
-        assert_eq!(decimal(1 << 30), "1.1 GB");
-        assert_eq!(decimal(512), "512 B");
+    fn capacities_have_the_units_of_everything_else() {
+        assert_eq!(binary(1 << 30), "1.0 GiB");
+        assert_eq!(binary(512), "512 B");
     }
 }

@@ -53,7 +53,7 @@ fn health(log: &SmartHealth) -> Fields {
         // A unit is a thousand times 512 bytes.
         let bytes = units.saturating_mul(512_000);
         let bytes = bytesize::ByteSize(u64::try_from(bytes).unwrap_or(u64::MAX));
-        f.number(name, units).meaning(bytes.display().si());
+        f.number(name, units).meaning(bytes.display().iec());
     }
     f.number("host_read_commands", log.host_read_commands.get());
     f.number("host_write_commands", log.host_write_commands.get());
@@ -151,7 +151,7 @@ mod tests {
         let text = fields.to_string();
         assert!(text.contains(": 0x8 (media is read only)\n"), "{text}");
         assert!(text.contains(": 311 (38 degrees Celsius)\n"), "{text}");
-        assert!(text.contains(": 2000 (1.0 GB)\n"), "{text}");
+        assert!(text.contains(": 2000 (976.6 MiB)\n"), "{text}");
         assert!(!text.contains("temperature_sensor_1"), "{text}");
         assert_eq!(fields.to_json()["data_units_read"], 2000);
         let most = SmartHealth { data_units_read: u128::MAX.into(), ..Default::default() };

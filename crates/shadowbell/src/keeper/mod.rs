@@ -32,16 +32,17 @@
 mod control;
 mod deaths;
 mod say;
+mod watchdog;
 mod worker;
 
 use crate::keeper_link::{self, START, SUCCESSOR, answer, question, to_keeper, to_worker};
-use crate::signals::{self, Caught};
+use crate::signals::{Caught, Meanings};
 use crate::{descriptor_limit, exit, notify};
 use control::Control;
 use deaths::{Deaths, Next};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use say::say;
-use signal_hook::consts::{SIGCHLD, SIGUSR1, SIGUSR2};
+use signal_hook::consts::{SIGCHLD, SIGHUP, SIGUSR1, SIGUSR2};
 use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -49,6 +50,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{ExitCode, ExitStatus};
 use std::time::{Duration, Instant};
+use watchdog::{Due, Watchdog};
 use worker::{Left, Worker, how, is_killed, is_verb};
 
 /// How long a new worker may take until it can take over. Nobody waits for it meanwhile.
@@ -71,6 +73,12 @@ pub(crate) fn is_asked_for(arguments: &[OsString]) -> bool {
         asks |= word == "--keeper";
         word != keeper_link::AS_WORKER
     }) && asks
+}
+
+/// Whether this command line of a keeper names a configuration file.
+fn has_file(arguments: &[OsString]) -> bool {
+    let mut words = arguments.iter().take_while(|word| *word != "--");
+    words.any(|word| word == "--config" || word.as_encoded_bytes().starts_with(b"--config="))
 }
 
 fn is_option(word: &OsStr) -> bool {
@@ -117,6 +125,15 @@ struct Upgrade {
     left: Option<Left>,
 }
 
+/// How far it is that the configuration is read again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reading {
+    /// A worker is to be told, when there is one that serves and stays.
+    Wanted,
+    /// This one was told.
+    Told(u32),
+}
+
 struct Keeper {
     arguments: Vec<OsString>,
     /// The program of the next worker.
@@ -139,6 +156,10 @@ struct Keeper {
     sockets: Vec<PathBuf>,
     /// A first worker has served.
     is_ready: bool,
+    /// The configuration is to be read again.
+    reading: Option<Reading>,
+    /// The service manager wants to know whether all this is alive.
+    watchdog: Option<Watchdog>,
     /// Signals that are to end all this.
     ended: u32,
     /// The exit status, once it is over.
@@ -147,8 +168,11 @@ struct Keeper {
 
 impl Keeper {
     fn start(arguments: Vec<OsString>) -> io::Result<Self> {
-        let ends = signals::ends();
-        let signals = Caught::catch(&[&ends[..], &[SIGCHLD, SIGUSR1, SIGUSR2]].concat())?;
+        let others = [SIGCHLD, SIGUSR1, SIGUSR2, SIGHUP];
+        // Without a file there is nothing to read again.
+        let count = others.len() - usize::from(!has_file(&arguments));
+        let Meanings { ends, others } = Meanings::new(&others[..count]);
+        let signals = Caught::catch(&[&ends[..], &others].concat())?;
         let control = Control::listen().inspect_err(|error| {
             say(&format!(
                 "warning: `shadowbell upgrade` will not find this server: no socket can be had \
@@ -174,6 +198,8 @@ impl Keeper {
             restart: None,
             sockets: Vec::new(),
             is_ready: false,
+            reading: None,
+            watchdog: Watchdog::wanted(),
             ended: 0,
             over: None,
         })
@@ -188,6 +214,8 @@ impl Keeper {
             self.hear_workers();
             self.look_for_ends();
             self.look_at_the_clock(Instant::now());
+            self.have_it_read();
+            self.watch(Instant::now());
             if let Some(worker) = &mut self.worker {
                 worker.pass_on();
             }
@@ -205,6 +233,7 @@ impl Keeper {
     fn wait(&self) {
         let deadlines = self.upgrade.iter().map(|upgrade| upgrade.until);
         let deadlines = deadlines.chain(self.leaving.iter().map(|(_, until)| *until));
+        let deadlines = deadlines.chain(self.watchdog.as_ref().map(Watchdog::deadline));
         let next = deadlines.chain(self.restart).min();
         let timeout = next.and_then(|next| {
             // Not a moment before it.
@@ -230,6 +259,7 @@ impl Keeper {
             SIGUSR1 => self.tell_worker(to_worker::REPORT),
             SIGUSR2 => self.begin_upgrade(None, None),
             _ if self.ends.contains(&signal) => self.end(),
+            SIGHUP => self.read_again(),
             _ => {}
         }
     }
@@ -268,7 +298,9 @@ impl Keeper {
         while let Some(packet) = self.worker.as_mut().and_then(Worker::hear) {
             match packet.letter {
                 to_keeper::SOCKET => self.sockets.push(packet.path()),
-                to_keeper::SERVING => self.serves(),
+                to_keeper::SERVING => self.serves(&packet.text()),
+                to_keeper::READ => self.has_read(&packet.text()),
+                to_keeper::ALIVE => self.is_alive(&packet.text()),
                 to_keeper::TAKEN => {
                     self.left = None;
                     if let Some(worker) = &mut self.worker {
@@ -293,7 +325,7 @@ impl Keeper {
         while let Some(packet) = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.hear()) {
             match packet.letter {
                 to_keeper::PREPARED => self.hand_over(&packet.text()),
-                to_keeper::SERVING => self.upgraded(),
+                to_keeper::SERVING => self.upgraded(&packet.text()),
                 to_keeper::TAKEN => {
                     if let Some(old) = &mut self.worker {
                         old.leaves_nothing();
@@ -313,19 +345,96 @@ impl Keeper {
         }
     }
 
+    /// A signal asks for the configuration to be read again.
+    fn read_again(&mut self) {
+        if self.ended == 0 && self.reading.replace(Reading::Wanted).is_none() {
+            notify::tell(&notify::reloading());
+        }
+    }
+
+    /// Tells the worker, if there is one that serves and stays. What a worker did not come to, the
+    /// next one does.
+    fn have_it_read(&mut self) {
+        let (Some(reading), None) = (self.reading, &self.upgrade) else { return };
+        let Some(worker) = self.worker.as_ref().filter(|worker| worker.serves_since.is_some())
+        else {
+            return;
+        };
+        if reading == Reading::Told(worker.pid()) {
+            return;
+        }
+        if worker.answers {
+            worker.say(to_worker::READ, "", None);
+            self.reading = Some(Reading::Told(worker.pid()));
+        } else {
+            let why = "the process that serves is of an earlier release, and does not read its \
+                       configuration again; `shadowbell upgrade` first";
+            say(&format!("warning: {why}"));
+            self.reading = None;
+            notify::tell(&notify::ready(why));
+        }
+    }
+
+    /// The worker has read it, or refused it.
+    fn has_read(&mut self, outcome: &str) {
+        // Another signal may have come meanwhile.
+        let told = |reading: &mut Reading| matches!(reading, Reading::Told(_));
+        if self.reading.take_if(told).is_some() {
+            notify::tell(&notify::ready(outcome));
+        }
+    }
+
+    /// Says that the service is alive if it is, and has a worker that hangs give way to another.
+    fn watch(&mut self, now: Instant) {
+        let Some(watchdog) = &mut self.watchdog else { return };
+        let is_handed_over =
+            self.upgrade.as_ref().is_some_and(|upgrade| upgrade.step != Step::Preparing);
+        let worker = self.worker.as_ref().filter(|worker| worker.answers && !is_handed_over);
+        match watchdog.due(now, worker.map(Worker::pid)) {
+            Due::Nothing => return,
+            Due::Visit => return self.tell_worker(to_worker::VISIT),
+            Due::Alive => {}
+            Due::Hangs => {
+                if let Some(worker) = worker {
+                    let pid = worker.pid();
+                    say(&format!(
+                        "error: process {pid} hangs: a thread that serves has not answered in \
+                         time; it is ended"
+                    ));
+                    worker.abort();
+                }
+            }
+            Due::Lost => return say("error: the process that hangs can not be ended"),
+        }
+        notify::tell(notify::WATCHDOG);
+    }
+
+    /// The worker answers.
+    fn is_alive(&mut self, status: &str) {
+        let pid = self.worker.as_ref().map(Worker::pid);
+        if let (Some(watchdog), Some(pid)) = (&mut self.watchdog, pid)
+            && watchdog.answered(pid)
+        {
+            notify::tell(&format!("{}\n{}", notify::WATCHDOG, notify::status(status)));
+        }
+    }
+
     /// The worker serves.
-    fn serves(&mut self) {
+    fn serves(&mut self, status: &str) {
         self.restart = None;
         let died = self.died.take();
         if let Some(worker) = &mut self.worker {
             worker.serves_since = Some(Instant::now());
+            worker.answers = !status.is_empty();
             if let Some(died) = died.filter(|_| worker.has_taken) {
                 let (pid, took) = (worker.pid(), died.elapsed().as_millis());
                 say(&format!("process {pid} goes on with the clients, {took} ms after that"));
             }
         }
-        if !std::mem::replace(&mut self.is_ready, true) {
-            notify::tell(notify::READY);
+        if std::mem::replace(&mut self.is_ready, true) {
+            notify::tell(&notify::status(status));
+        } else {
+            notify::tell(&notify::ready(status));
         }
     }
 
@@ -396,6 +505,7 @@ impl Keeper {
         }
         let now = Instant::now();
         self.died.get_or_insert(now);
+        notify::tell(&notify::status("a process has died, and another one is to go on"));
         match self.deaths.add(now, served, is_killed, self.left.is_some()) {
             Next::Recover(Duration::ZERO) => {
                 say(&format!("error: {what}; another one goes on with its clients"));
@@ -583,10 +693,12 @@ impl Keeper {
     }
 
     /// The new worker serves.
-    fn upgraded(&mut self) {
+    fn upgraded(&mut self, status: &str) {
         let Some(mut upgrade) = self.upgrade.take() else { return };
         let old = self.worker.take();
         upgrade.new.serves_since = Some(Instant::now());
+        upgrade.new.answers = !status.is_empty();
+        notify::tell(&notify::status(status));
         self.program.clone_from(&upgrade.new.program);
         let text = format!(
             "process {} serves ({}), {} ms after it was started",
@@ -644,6 +756,14 @@ fn tell_outcome(asker: Option<OwnedFd>, outcome: Result<&str, &str>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_is_there_to_be_read_again_or_not() {
+        let has = |line: &str| has_file(&line.split(' ').map(OsString::from).collect::<Vec<_>>());
+        assert!(has("shadowbell serve --keeper --config a.toml"));
+        assert!(has("shadowbell serve --config=a.toml --keeper"));
+        assert!(!has("shadowbell serve --keeper mem:1MiB --socket a -- --config"));
+    }
 
     #[test]
     fn the_keeper_s_command_line_is_told_from_others() {

@@ -29,6 +29,8 @@ pub(super) struct Worker {
     pub(super) program: PathBuf,
     /// Since when it serves.
     pub(super) serves_since: Option<Instant>,
+    /// It answers when it is asked whether it is alive. One of an earlier release does not.
+    pub(super) answers: bool,
     /// It goes on for another one, and says that what it has left itself counts.
     pub(super) has_taken: bool,
     /// Why it can not go on, as it says itself.
@@ -67,6 +69,7 @@ impl Worker {
             link: Some(ours),
             program: program.to_owned(),
             serves_since: None,
+            answers: false,
             has_taken: false,
             why: None,
             items: Items::default(),
@@ -184,6 +187,15 @@ impl Worker {
     /// How it has ended, if it has.
     pub(super) fn ended(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().ok().flatten()
+    }
+
+    /// Ends it as a fault would, so that what it has in hand is looked at as the reason.
+    pub(super) fn abort(&self) {
+        let pid = rustix::process::Pid::from_child(&self.child);
+        // Its end is seen elsewhere.
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::ABORT);
+        // One that somebody has stopped does not come to it before it goes on.
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::CONT);
     }
 
     /// Ends it at once, and waits until it has.

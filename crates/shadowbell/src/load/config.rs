@@ -44,6 +44,10 @@ impl Workload {
         }
     }
 
+    pub(crate) fn writes(self) -> bool {
+        !matches!(self, Self::Read | Self::RandRead)
+    }
+
     pub(super) fn is_random(self) -> bool {
         matches!(self, Self::RandRead | Self::RandWrite | Self::RandRw)
     }

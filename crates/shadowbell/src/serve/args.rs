@@ -99,7 +99,9 @@ pub(crate) struct Args {
 }
 
 const AFTER_HELP: &str = "\
-SIGINT and SIGTERM end the service; a second one does not wait for the guests. \
+SIGINT, SIGTERM and SIGHUP end the service; a second one does not wait for the guests. With \
+--config, SIGHUP has the file read again, as `shadowbell ctl apply` does: controllers come, go and \
+change, a bad file is refused as a whole, and so is one that takes a controller from a client. \
 One of them that whoever starts it has set to be ignored stays so, as SIGINT is in a script's \
 `shadowbell serve ... &`, and SIGHUP under nohup: SIGTERM is what ends it then. \
 SIGUSR1 writes the counters.
@@ -107,7 +109,7 @@ SIGUSR1 writes the counters.
 With --keeper these are signals to the keeper, the process that was started. `shadowbell upgrade` or \
 SIGUSR2 to it replace the process that serves, by the program that is now at its path; guests keep \
 their controllers. A disk `mem:` is shared memory then. Under systemd: Type=notify, \
-ExecReload=shadowbell upgrade $MAINPID.
+ExecReload=kill -HUP $MAINPID, and WatchdogSec=60 has a process that hangs give way to another.
 
 Options of a disk, as in `disk.img?direct=on&iops=1000`:
 
@@ -164,6 +166,8 @@ A configuration file:
   max-transfer = \"1MiB\"
   read-only = false
   worker = \"own\"                            # a thread for it alone; or a worker's number, from 0
+
+A file with `controller = []` serves none at first; `shadowbell ctl controller add` does.
 
 Guests of one process share its workers, which give each its part of their time. Whoever sells \
 virtual machines to strangers starts a process for each of them: then they share nothing here.
@@ -232,6 +236,11 @@ pub(super) struct PoolArgs {
 }
 
 impl Args {
+    /// Whether a file says what is to be served.
+    pub(super) fn has_file(&self) -> bool {
+        self.config.is_some()
+    }
+
     /// What is to be served.
     ///
     /// # Errors

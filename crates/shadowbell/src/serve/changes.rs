@@ -9,7 +9,7 @@ use super::flush::flush;
 use super::keeping::Kept;
 use super::making::{bind_one, carrier, client_events, open_one, place, summary, with_origin};
 use super::registry::{Registry, ServedController};
-use super::server_config::SocketConfig;
+use super::server_config::{SocketConfig, disk_asked_for_twice};
 use crate::disk_spec::{self, DiskSpecError};
 use crate::exit;
 use anyhow::{Context, anyhow};
@@ -247,6 +247,9 @@ impl Changes {
     fn prepare(&self, asked: SocketConfig) -> anyhow::Result<Prepared> {
         let index = self.next.fetch_add(1, Ordering::Relaxed);
         let events = self.events.of(index);
+        if let Some(why) = disk_asked_for_twice(std::slice::from_ref(&asked)) {
+            return Err(exit::bad_input(anyhow!(why)));
+        }
         let config = open_one(&asked, self.lasting)?;
         let controller = Controller::new(config, self.pool.clone(), carrier(&asked, &events));
         let controller = with_origin(&asked, controller.map_err(exit::bad_input))?;

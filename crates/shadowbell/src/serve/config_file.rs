@@ -13,6 +13,7 @@ use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells, n
 use crate::cpu_list;
 use crate::exit::bad_input;
 use crate::limits::{self, Group};
+use crate::plain_words::plain;
 use anyhow::anyhow;
 use serde::Deserialize;
 use shadowbell_backend::Limits;
@@ -45,8 +46,7 @@ struct File {
     poll_max_us: Option<Spanned<u32>>,
     #[serde(default)]
     limit_group: Vec<Spanned<GroupTable>>,
-    #[serde(default)]
-    controller: Vec<Spanned<ControllerTable>>,
+    controller: Option<Vec<Spanned<ControllerTable>>>,
 }
 
 /// A `[[limit-group]]`: its name, and limits as a disk has them.
@@ -119,7 +119,7 @@ pub(crate) fn read(path: &Path) -> anyhow::Result<ServerConfig> {
 pub(super) fn parse(text: &str, name: &str) -> Result<ServerConfig, String> {
     let file: File = toml::from_str(text).map_err(|error| {
         let line = error.span().map_or(1, |span| line_of(text, span.start));
-        format!("{name}:{line}: {}", error.message())
+        format!("{name}:{line}: {}", plain(error.message()))
     })?;
     let mut check = Check { text, name, wrong: Vec::new() };
     let config = check.file(file);
@@ -170,9 +170,13 @@ impl Check<'_> {
     }
 
     fn file(&mut self, file: File) -> ServerConfig {
-        if file.controller.is_empty() {
-            self.wrong.push((1, "it has no controller: begin one with `[[controller]]`".into()));
+        // A file that was cut off or has another purpose must not take all controllers away.
+        if file.controller.is_none() {
+            let why = "it has no controller: begin one with `[[controller]]`; or say \
+                       `controller = []`, and they come later, by `shadowbell ctl controller add`";
+            self.wrong.push((1, why.into()));
         }
+        let tables = file.controller.unwrap_or_default();
         let workers_line = file.workers.as_ref().map(|value| self.line(value));
         let poll_line = file.poll_max_us.as_ref().map(|value| self.line(value));
         let pin_line = file.pin.as_ref().map(|value| self.line(value));
@@ -209,11 +213,11 @@ impl Check<'_> {
             }
             name.into_inner()
         });
-        let mut controllers = Vec::with_capacity(file.controller.len());
+        let mut controllers = Vec::with_capacity(tables.len());
         let mut sockets: HashMap<PathBuf, usize> = HashMap::new();
         let mut serials: HashMap<String, usize> = HashMap::new();
         let mut ids: HashMap<String, usize> = HashMap::new();
-        for table in file.controller {
+        for table in tables {
             let origin = Some(format!("{}:{}", self.name, self.line(&table)));
             let table = table.into_inner();
             let socket = table.socket.get_ref().clone();

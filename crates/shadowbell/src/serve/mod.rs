@@ -5,6 +5,7 @@
 //! | module | what it is |
 //! |---|---|
 //! | `asides` | what answers beside the guests |
+//! | `apply` | has a running server be what a configuration says |
 //! | `changes` | controllers that come and go while it runs |
 //! | `namespaces` | their namespaces, which come, go and change |
 //! | `control` | the control socket and the metrics |
@@ -27,6 +28,7 @@
 //! | `keeping`, `store` | what a keeper holds, so that another process goes on after this one's death |
 //! | `recover` | that other process |
 //! | `phases` | how long each part of its beginning took |
+//! | `pulse` | whether all threads still answer, for a service manager that wants to know |
 //! | `worker_link` | what is said to a keeper, if there is one |
 //! | `faults` | `--faults`, in a build with that feature |
 //!
@@ -35,6 +37,7 @@
 //! `crate::log_thread`), one that answers `top` if it may ask, one that has the control socket, and
 //! the main thread, which waits for signals. None of them has a timer while nobody asks.
 
+mod apply;
 mod args;
 mod asides;
 mod changes;
@@ -51,6 +54,7 @@ mod launch_hint;
 mod making;
 mod namespaces;
 mod phases;
+mod pulse;
 mod reactor_thread;
 mod recover;
 mod registry;
@@ -72,14 +76,16 @@ use crate::keeper_link::{Packet, to_keeper, to_worker};
 use crate::signals::{EndSignals, Wake};
 use crate::{descriptor_limit, exit, limits, notify};
 use anyhow::anyhow;
+use apply::Reload;
 use asides::{Answering, Asides, Powers};
 use bytesize::ByteSize;
 use event_log::EventLog;
 use keeping::Keeping;
 use phases::Phases;
+use pulse::Pulse;
 use server::Server;
 use server_config::ServerConfig;
-use signal_hook::consts::SIGUSR1;
+use signal_hook::consts::{SIGHUP, SIGUSR1};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -125,7 +131,9 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     #[cfg(feature = "faults")]
     let faults = args.faults.clone();
     let mut phases = Phases::begin();
+    let given = args.clone();
     let config = args.config()?;
+    let reload = Reload::of(&given, &config);
     descriptor_limit::raise();
     limits::set_groups(&config.groups);
     if config.polls_for_mapped {
@@ -137,7 +145,8 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     socket_access::set(&config.socket_access);
     warn_of_memory(&config);
     // Before there is anything that a signal would leave behind.
-    let mut signals = EndSignals::catch(&[SIGUSR1])?;
+    let mut signals =
+        EndSignals::catch(if reload.is_some() { &[SIGUSR1, SIGHUP] } else { &[SIGUSR1] })?;
     let handle = signals.handle();
     let ended = move || handle.close();
     let link = keeper.map(|(_, link)| link);
@@ -188,12 +197,13 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     };
     let mut answering = Some(asides.start(&server, &config, &powers)?);
     match keeper {
-        Some((Role::Successor, link)) => link.say(to_keeper::SERVING, ""),
+        Some((Role::Successor, link)) => link.say(to_keeper::SERVING, &server.registry().summary()),
         Some((role, link)) => {
             if role == Role::Start {
                 launch_hint::show(&config);
             }
-            link.serves(config.controllers.iter().map(|served| served.socket.as_path()));
+            let sockets = config.controllers.iter().map(|served| served.socket.as_path());
+            link.serves(sockets, &server.registry().summary());
             if role == Role::Recover {
                 phases.ended("control socket and statistics");
                 debug!("it took: {phases}");
@@ -201,11 +211,12 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
         }
         None => {
             launch_hint::show(&config);
-            notify::tell(notify::READY);
+            notify::tell(&notify::ready(&server.registry().summary()));
         }
     }
+    let mut watchdog = Pulse::wanted(link);
     let is_left = loop {
-        match wait(&mut signals, link, || report(&config, &server))? {
+        match wait(&mut signals, link, &mut watchdog, &server, &config, reload.as_ref())? {
             End::Asked => break false,
             End::Left => break true,
             End::Successor(link, packet) => {
@@ -262,12 +273,27 @@ enum End<'a> {
 fn wait<'a>(
     signals: &mut EndSignals,
     link: Option<&'a WorkerLink>,
-    report: impl Fn(),
+    pulse: &mut Pulse,
+    server: &Server,
+    config: &ServerConfig,
+    reload: Option<&Arc<Reload>>,
 ) -> io::Result<End<'a>> {
+    let reload = |done: Box<dyn FnOnce(&str) + Send>| {
+        if let Some(reload) = reload {
+            reload.start(server.changes(), done);
+        }
+    };
     loop {
-        match signals.wait_beside(link.map(AsFd::as_fd))? {
+        match signals.wait_beside(link.map(AsFd::as_fd), pulse.next())? {
             Wake::End => return Ok(End::Asked),
-            Wake::Signal(_) => report(),
+            Wake::Time => pulse.look(server),
+            // A keeper has the same signal, if all processes of the service have, and says so.
+            Wake::Signal(SIGHUP) if link.is_some() => {}
+            Wake::Signal(SIGHUP) => {
+                notify::tell(&notify::reloading());
+                reload(Box::new(|outcome| notify::tell(&notify::ready(outcome))));
+            }
+            Wake::Signal(_) => report(config, server),
             Wake::Readable => {
                 let Some(link) = link else { continue };
                 let Some(packet) = link.hear() else {
@@ -276,7 +302,12 @@ fn wait<'a>(
                 };
                 match packet.letter {
                     to_worker::END => return Ok(End::Asked),
-                    to_worker::REPORT => report(),
+                    to_worker::REPORT => report(config, server),
+                    to_worker::READ => {
+                        let link = link.clone();
+                        reload(Box::new(move |outcome| link.say(to_keeper::READ, outcome)));
+                    }
+                    to_worker::VISIT => link.visit(server),
                     to_worker::HAND_OVER => return Ok(End::Successor(link, packet)),
                     _ => {}
                 }

@@ -76,6 +76,10 @@ impl ServedController {
     }
 }
 
+fn plural(count: usize) -> &'static str {
+    if count == 1 { "" } else { "s" }
+}
+
 /// All of them, in the order in which they came.
 #[derive(Default)]
 pub(super) struct Registry {
@@ -93,6 +97,14 @@ impl Registry {
     /// As of now.
     pub(super) fn all(&self) -> Vec<Arc<ServedController>> {
         self.controllers.read().clone()
+    }
+
+    /// What is served, in a few words.
+    pub(super) fn summary(&self) -> String {
+        let all = self.controllers.read();
+        let clients = all.iter().filter(|served| served.has_client()).count();
+        let count = all.len();
+        format!("serves {count} controller{}, {clients} to a client", plural(count))
     }
 
     /// The one that requests call so.

@@ -6,7 +6,7 @@ use super::flush::flush;
 use super::making::{bind_one, carrier, client_events, open_one, place, summary};
 use super::reactor_thread::ReactorThread;
 use super::registry::{Registry, ServedController};
-use super::server_config::ServerConfig;
+use super::server_config::{ServerConfig, disk_asked_for_twice};
 use crate::exit::bad_input;
 use anyhow::{Context, anyhow};
 use shadowbell_backend::Disk;
@@ -153,6 +153,13 @@ impl Server {
         }
     }
 
+    /// Has the workers, the thread of the control planes and the reactor come by, one after the
+    /// other: `ended` runs when all have, on the reactor's thread, and never if one of them hangs.
+    pub(super) fn visit(&self, ended: impl FnOnce() + Send + 'static) {
+        let Some(handle) = self.reactor.as_ref().map(ReactorThread::handle) else { return };
+        self.pool.visit(move || handle.visit(ended));
+    }
+
     /// All disks.
     pub(super) fn disks(&self) -> Vec<Arc<dyn Disk>> {
         self.controllers().iter().flat_map(|served| served.disks().collect::<Vec<_>>()).collect()
@@ -231,5 +238,8 @@ fn start_trace(pool: &Pool, path: &Path, records: u32) -> anyhow::Result<()> {
 
 /// Opens what the controllers need. Creates nothing.
 fn open(server: &ServerConfig, lasting: bool) -> anyhow::Result<Vec<Config>> {
+    if let Some(why) = disk_asked_for_twice(&server.controllers) {
+        return Err(bad_input(anyhow!(why)));
+    }
     server.controllers.iter().map(|served| open_one(served, lasting)).collect()
 }

@@ -8,6 +8,7 @@ use crate::keeper_link::known_path;
 use crate::limits::Group;
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::{Polling, PoolOptions};
+use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -187,6 +188,38 @@ impl ServerConfig {
         }
         self
     }
+}
+
+/// Why a file or device of these controllers can not be served, which is asked for more than once
+/// and is to be written. Its lock would say that another program has it.
+#[must_use]
+pub(super) fn disk_asked_for_twice(controllers: &[SocketConfig]) -> Option<String> {
+    let mut seen: HashMap<PathBuf, (&str, String, bool)> = HashMap::new();
+    for served in controllers {
+        for disk in &served.controller.disks {
+            let (name, options) = disk.disk.split_once('?').unwrap_or((&disk.disk, ""));
+            let Ok(path) = Path::new(name).canonicalize() else { continue };
+            let is_asked = |option| ["read-only=on", "read-only=true"].contains(&option);
+            let reads = served.controller.read_only || options.split('&').any(is_asked);
+            let socket = || served.socket.display().to_string();
+            let place = served.origin.clone().unwrap_or_else(socket);
+            let before = seen.insert(path, (name, place.clone(), reads));
+            let Some((before, other, others_read)) = before else { continue };
+            if reads && others_read {
+                continue;
+            }
+            let of = match other == place {
+                true => format!("twice of {place}"),
+                false => format!("of {other} and of {place}"),
+            };
+            let also = if before == name { String::new() } else { format!(" ({before})") };
+            return Some(format!(
+                "{name}{also}: it is asked for as a disk {of}: name it once, or everywhere with \
+                 `read-only=on`"
+            ));
+        }
+    }
+    None
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ use shadowbell_controller::Death;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How long a keeper may take to listen. It is one thread that always does.
@@ -36,7 +37,8 @@ pub(super) enum Told {
 }
 
 /// The way to the keeper, which ends with it.
-pub(super) struct WorkerLink(OwnedFd);
+#[derive(Clone)]
+pub(super) struct WorkerLink(Arc<OwnedFd>);
 
 impl WorkerLink {
     /// The keeper is at the other end of the standard input.
@@ -55,7 +57,7 @@ impl WorkerLink {
         let null = std::fs::File::open("/dev/null").context("/dev/null can not be opened")?;
         rustix::stdio::dup2_stdin(null)?;
         set_socket_timeout(&link, Timeout::Send, Some(LISTENS))?;
-        Ok(Self(link))
+        Ok(Self(Arc::new(link)))
     }
 
     /// What the keeper holds for the time after this process's death.
@@ -94,13 +96,18 @@ impl WorkerLink {
         let _ = keeper_link::send(&self.0, letter, body, None);
     }
 
-    /// These are the sockets, and they are served.
-    pub(super) fn serves<'a>(&self, sockets: impl Iterator<Item = &'a Path>) {
+    /// The same, from a thread that waits for nobody: a keeper that does not listen misses it.
+    pub(super) fn say_now(&self, letter: u8, body: &str) {
+        let _ = keeper_link::send_bytes(&self.0, letter, body.as_bytes(), &[], true);
+    }
+
+    /// These are the sockets, and they are served: what, in a few words.
+    pub(super) fn serves<'a>(&self, sockets: impl Iterator<Item = &'a Path>, what: &str) {
         for socket in sockets {
             let known = keeper_link::known_path(socket);
             let _ = keeper_link::send(&self.0, to_keeper::SOCKET, known, None);
         }
-        self.say(to_keeper::SERVING, "");
+        self.say(to_keeper::SERVING, what);
     }
 
     /// Whether there is no more reason to begin. Takes what the keeper has said, and does not wait.

@@ -6,6 +6,7 @@
 
 mod disk;
 
+use crate::overwrite::Overwrite;
 use crate::session::Session;
 use crate::target::{self, Target};
 use crate::{exit, parse};
@@ -54,6 +55,8 @@ pub(crate) struct WriteArgs {
     /// Where they come from [default: standard input]
     #[arg(short, long, value_name = "FILE")]
     pub input: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) overwrite: Overwrite,
 }
 
 /// Copy a namespace or disk onto another
@@ -67,6 +70,8 @@ pub(crate) struct CopyArgs {
     /// in .qcow2
     #[arg(value_name = "DST")]
     pub destination: Target,
+    #[command(flatten)]
+    pub(crate) overwrite: Overwrite,
 }
 
 /// Runs `read`.
@@ -150,6 +155,7 @@ pub(crate) fn write(args: &WriteArgs) -> anyhow::Result<ExitCode> {
         (Some(there), Some(wanted)) => Some(there.min(wanted)),
         (there, _) => there,
     };
+    args.overwrite.check(&args.target)?;
     let mut session = attach(&args.target, 1)?;
     let namespace = writable(&session)?;
     let rest = rest_from(&session, &namespace, args.offset)?;
@@ -198,9 +204,15 @@ pub(crate) fn write(args: &WriteArgs) -> anyhow::Result<ExitCode> {
 /// # Errors
 /// The driver's, and with exit status [`exit::BAD_INPUT`] a destination that is too small.
 pub(crate) fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
-    let CopyArgs { source, destination } = args;
+    let CopyArgs { source, destination, overwrite } = args;
     if source == destination {
         return Err(exit::bad_input(anyhow!("{source} is the source and the destination")));
+    }
+    // What is not there yet is made further down.
+    let is_new =
+        matches!(destination, Target::Local { disk } if is_path(disk) && !Path::new(disk).exists());
+    if !is_new {
+        overwrite.check(destination)?;
     }
     // A controller has one host at a time, so two of its namespaces are reached together.
     let same = match (source, destination) {
@@ -302,9 +314,7 @@ fn same_file(one: &Path, other: &Path) -> bool {
 fn create_missing(destination: &Target, bytes: u64) -> anyhow::Result<Option<PathBuf>> {
     let Target::Local { disk } = destination else { return Ok(None) };
     let path = Path::new(disk);
-    // `mem:1GiB` is no path, and what follows a `?` is no part of one.
-    let kind = disk.split_once(':').is_some_and(|(kind, _)| !kind.contains('/'));
-    if kind || disk.contains('?') || path.exists() {
+    if !is_path(disk) || path.exists() {
         return Ok(None);
     }
     if path.extension().is_some_and(|extension| extension == "qcow2") {
@@ -314,6 +324,13 @@ fn create_missing(destination: &Target, bytes: u64) -> anyhow::Result<Option<Pat
         created.map_err(exit::bad_input).with_context(|| path.display().to_string())?;
     }
     Ok(Some(path.to_owned()))
+}
+
+/// Whether what a disk is called is a path: `mem:1GiB` is none, and what follows a `?` is no part
+/// of one.
+fn is_path(disk: &str) -> bool {
+    let is_kind = disk.split_once(':').is_some_and(|(kind, _)| !kind.contains('/'));
+    !is_kind && !disk.contains('?')
 }
 
 fn progress(bytes: Option<u64>) -> ProgressBar {

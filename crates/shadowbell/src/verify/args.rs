@@ -1,6 +1,7 @@
 //! The command line of `verify`.
 
 use super::job::JobLimits;
+use crate::overwrite::Overwrite;
 use crate::parse;
 use crate::queue_options::{CompletionMode, DoorbellMode, attach_options};
 use crate::target::{self, Target};
@@ -42,6 +43,8 @@ pub struct Args {
     /// Where to begin
     #[arg(long, default_value = "0", value_parser = parse::offset, value_name = "BYTES")]
     pub offset: u64,
+    #[command(flatten)]
+    pub(crate) overwrite: Overwrite,
     /// How to ring: `auto` takes the best that the controller has
     #[arg(long, value_enum, default_value_t = DoorbellMode::Auto)]
     pub doorbells: DoorbellMode,

@@ -130,6 +130,7 @@ fn parts(args: &Args, session: &Session) -> anyhow::Result<Vec<Part>> {
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     // The first signal ends the run, and reads back what was written.
     let stop = signals::stop_flag()?;
+    args.overwrite.check(&args.target)?;
     let mut session = Session::attach(&args.target, &args.attach_options())?;
     for line in session.banner() {
         tracing::info!("{line}");

@@ -18,7 +18,7 @@ fn namespaces_are_listed() {
     // The path of a socket will do.
     let text = output(&mut line(&format!("list {}", server.socket().display())));
     assert_eq!(text.lines().count(), 3, "{text}");
-    for words in ["Target", "Serial", "BENCH1", "512 B + 0 B", "4096 B + 0 B", "1.1 TB"] {
+    for words in ["Target", "Serial", "BENCH1", "512 B + 0 B", "4096 B + 0 B", "1.0 TiB"] {
         assert!(text.contains(words), "{words}: {text}");
     }
 }

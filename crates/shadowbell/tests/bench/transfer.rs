@@ -150,3 +150,40 @@ fn copies_are_sparse_and_qcow2_images_are_disks() {
             .contains("corrupt.qcow2: it is")
     );
 }
+
+/// What somebody has made is not overwritten unasked, whatever the way to it is.
+#[test]
+fn a_file_system_is_overwritten_if_that_is_meant() {
+    let server = Server::start(&["mem:4MiB"]);
+    let directory = server.directory.path();
+    // What mkswap leaves.
+    let mut content = vec![0; 1 << 20];
+    content[4086..4096].copy_from_slice(b"SWAPSPACE2");
+    content[1024] = 1;
+    content[1028] = 255;
+    let image = file(directory, "disk.img", &content);
+    let target = server.target(1);
+    let other = file(directory, "other.img", &bytes(1 << 20));
+    line(&format!("copy {image} {target}")).assert().success();
+    for holder in [&image, &target] {
+        for verb in [
+            format!("verify {holder} --number-ios 10 --max-bs 4k"),
+            format!("bench {holder} --rw randrw --number-ios 10"),
+            format!("write {holder} -i {other}"),
+            format!("copy {other} {holder}"),
+        ] {
+            let said = complaint(&mut line(&verb), 2);
+            let words = format!("{holder} holds swap, which would be overwritten");
+            assert!(said.contains(&words) && said.contains("--force"), "{verb}: {said}");
+        }
+        // Who only reads is not asked.
+        line(&format!("bench {holder} --number-ios 10")).assert().success();
+    }
+    assert!(fs::read(&image).unwrap() == content);
+    line(&format!("verify {target} --number-ios 10 --max-bs 4k --force")).assert().success();
+    // Now it holds nothing.
+    line(&format!("copy {other} {target} --force")).assert().success();
+    line(&format!("copy {other} {target}")).assert().success();
+    line(&format!("copy {other} {image} --force")).assert().success();
+    line(&format!("bench {image} --rw write --number-ios 10")).assert().success();
+}

@@ -46,6 +46,48 @@ fn images_that_are_none() {
     assert!(!at.join("vm.sock").exists());
 }
 
+/// Its lock would say that another program has it, which there is none to be stopped of.
+#[test]
+fn an_image_that_is_named_twice() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = directory.path();
+    image(at, "a.img", 1 << 20);
+    let name = ["a.img", "./a.img?direct=off", "--socket", "vm.sock"];
+    let words = "./a.img (a.img): it is asked for as a disk twice of vm.sock: name it once";
+    refused(at, &name, &[words]);
+    let mut server = Server::start(&["mem:1MiB"], &[]);
+    let path = image(server.directory(), "b.img", 1 << 20).display().to_string();
+    let add = ["controller", "add", "b", &path, &path, "--socket", "b.sock"];
+    let (code, _, errors) = crate::control::ctl(&server, &add);
+    assert!(code == Some(2) && !errors.contains("another program"), "{errors}");
+    assert!(server.stop().success());
+    let disk = format!("{path}?read-only=on");
+    let mut server = Server::start(&[&disk[..]; 2], &[]);
+    assert!(server.stop().success());
+}
+
+/// Who has written a number need not know what Rust calls it.
+#[test]
+fn numbers_that_are_none() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = directory.path();
+    for (option, value, words) in [
+        ("--queues", "x", "it is no whole number"),
+        ("--queues", "99", "99 is not in the range 1 to 64"),
+        ("--metrics", "x", "it is no ADDR:PORT, as in 127.0.0.1:9477"),
+    ] {
+        refused(at, &["mem:1MiB", "--socket", "vm.sock", option, value], &[words]);
+    }
+    let file = "[[controller]]\nsocket = \"a.sock\"\ndisks = [\"mem:1MiB\"]\n";
+    for (line, words) in [
+        ("queues = \"x\"", "it is a text, \"x\", expected a whole number up to 65535"),
+        ("queues = 99999", "it is `99999`, expected a whole number up to 65535"),
+    ] {
+        std::fs::write(at.join("vms.toml"), format!("{file}{line}\n")).unwrap();
+        refused(at, &["--config", "vms.toml"], &["vms.toml:4:", words]);
+    }
+}
+
 #[test]
 fn an_image_that_may_not_be_read() {
     let directory = tempfile::tempdir().unwrap();
@@ -132,15 +174,15 @@ fn options_that_can_not_be() {
     let at = directory.path();
     std::fs::write(at.join("notes.txt"), "precious").unwrap();
     for (options, words) in [
-        (&["--queues", "0"][..], &["'0' for '--queues <N>'", "1..=64"][..]),
-        (&["--queues", "65"], &["65 is not in 1..=64"]),
-        (&["--queue-entries", "1"], &["1 is not in 2..=4096"]),
-        (&["--queue-entries", "4097"], &["4097 is not in 2..=4096"]),
+        (&["--queues", "0"][..], &["'0' for '--queues <N>'", "1 to 64"][..]),
+        (&["--queues", "65"], &["65 is not in the range 1 to 64"]),
+        (&["--queue-entries", "1"], &["1 is not in the range 2 to 4096"]),
+        (&["--queue-entries", "4097"], &["4097 is not in the range 2 to 4096"]),
         (&["--queue-entries", "many"], &["invalid value 'many'"]),
-        (&["--workers", "0"], &["0 is not in 1..=190"]),
-        (&["--workers", "255"], &["255 is not in 1..=190"]),
+        (&["--workers", "0"], &["0 is not in the range 1 to 190"]),
+        (&["--workers", "255"], &["255 is not in the range 1 to 190"]),
         (&["--poll", "sometimes"], &["adaptive, always, never"]),
-        (&["--poll-max", "0"], &["0 is not in 1..=1000000"]),
+        (&["--poll-max", "0"], &["0 is not in the range 1 to 1000000"]),
         (&["--poll", "never", "--poll-max", "10"], &["adaptive polling only"]),
         (&["--pin", "0,0"], &["processor 0 is named twice"]),
         (&["--pin", "100000"], &["has no processor 100000"]),
@@ -156,7 +198,7 @@ fn options_that_can_not_be() {
         (&["--trace", "no/trace"], &["--trace", "is in no directory"]),
         (&["--trace", "notes.txt"], &["notes.txt exists and is not a trace"]),
         (&["--trace-records", "5000"], &["--trace <FILE>"]),
-        (&["--trace", "t", "--trace-records", "5"], &["5 is not in 1024..="]),
+        (&["--trace", "t", "--trace-records", "5"], &["5 is not in the range 1024 to"]),
         (&["--stats-json", "."], &["is a directory"]),
         (&["--stats-json", "notes.txt"], &["notes.txt exists and holds no counters"]),
         (&["--stats-json", "no/stats"], &["--stats-json", "is in no directory"]),

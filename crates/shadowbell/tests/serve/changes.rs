@@ -179,3 +179,35 @@ fn a_file_is_checked_and_nothing_is_opened() {
     }
     assert!(!directory.path().join("a.sock").exists());
 }
+
+/// As a package starts it: nothing is to be served yet.
+#[test]
+fn a_server_without_controllers_gets_them_later() {
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("vms.toml"), "controller = []\n").unwrap();
+    let mut command = program();
+    command.args(["serve", "--keeper", "--config", "vms.toml"]);
+    let mut server = Server::spawn(command, directory, &["run/vms/control.sock"]);
+    assert_eq!(ctl_json(&server, &["status"])["controllers"], 0);
+    let save = |name: &str| {
+        assert_eq!(ctl(&server, &["save-config", name]).0, Some(0));
+        std::fs::read_to_string(server.directory().join(name)).unwrap()
+    };
+    let saved = save("none.toml");
+    assert!(saved.contains("controller = []"), "{saved}");
+    assert_eq!(ctl(&server, &["apply", "none.toml"]).0, Some(0));
+    let add = ["controller", "add", "vm0", "mem:1MiB", "--socket", "vm0.sock"];
+    assert_eq!(ctl(&server, &add).0, Some(0));
+    let options = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
+    let mut guest = attach(&server.directory().join("vm0.sock"), &options);
+    assert_eq!(read(&mut guest), Status::SUCCESS);
+    // A file that is empty by mistake takes nothing away.
+    std::fs::write(server.directory().join("vms.toml"), "").unwrap();
+    let (code, _, errors) = ctl(&server, &["apply", "vms.toml", "--force"]);
+    assert!(code == Some(2) && errors.contains("or say `controller = []`"), "{errors}");
+    assert_eq!(read(&mut guest), Status::SUCCESS);
+    drop(guest);
+    until("its controller goes", || ctl(&server, &["apply", "none.toml"]).0 == Some(0));
+    assert_eq!(ctl_json(&server, &["status"])["controllers"], 0);
+    assert!(server.stop().success());
+}

@@ -1,7 +1,6 @@
 //! `serve --keeper`: a process that starts the one that serves, and starts it again.
 
 use crate::harness::{Server, attach, finish, image, program, run, until};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, socket};
 use rustix::process::{Pid, Signal, kill_process};
 use shadowbell_driver::AttachOptions;
 use shadowbell_spec::Status;
@@ -160,30 +159,6 @@ fn a_second_signal_does_not_wait() {
     server.signal(Signal::TERM);
     assert_eq!(server.wait().code(), Some(1));
     assert!(has_ended(worker));
-}
-
-#[test]
-fn the_service_manager_is_told() {
-    let directory = tempfile::tempdir().unwrap();
-    let manager = socket(AddressFamily::UNIX, SocketType::DGRAM, None).unwrap();
-    let path = directory.path().join("notify");
-    bind(&manager, &SocketAddrUnix::new(&path).unwrap()).unwrap();
-    let hear = || {
-        let mut text = [0; 64];
-        let (len, _) =
-            rustix::net::recv(&manager, &mut text, rustix::net::RecvFlags::empty()).unwrap();
-        String::from_utf8_lossy(&text[..len]).into_owned()
-    };
-    for keeper in [&["--keeper"][..], &[]] {
-        let directory = tempfile::tempdir().unwrap();
-        let mut command = program();
-        command.args(["serve", "mem:1MiB", "--socket", "vm.sock"]).args(keeper);
-        command.env("NOTIFY_SOCKET", &path);
-        let mut server = Server::spawn(command, directory, &["vm.sock"]);
-        assert_eq!(hear(), "READY=1");
-        assert!(server.stop().success());
-        assert_eq!(hear(), "STOPPING=1");
-    }
 }
 
 #[test]

@@ -19,6 +19,7 @@ mod local;
 mod log;
 mod metrics;
 mod namespaces;
+mod notify;
 mod output;
 mod recover;
 mod restore;

@@ -52,7 +52,10 @@ fn each_step_of_a_guest_is_a_line() {
         rest = &rest[at + words.len()..];
     }
     for line in said.lines().filter(|line| line.contains("the guest") || line.contains("client")) {
-        assert!(line.starts_with(&format!("{name}: ")), "{line}");
+        // 2026-11-23T16:18:13.123456Z
+        let (time, said) = line.split_once(' ').unwrap();
+        assert!(time.len() == 27 && time.ends_with('Z') && time.contains('T'), "{line}");
+        assert!(said.starts_with(&format!("{name}: ")), "{line}");
     }
 }
 

@@ -60,7 +60,9 @@ impl Load {
     pub(crate) fn start(server: &Server, controller: usize, namespace: u32) -> Self {
         let target = format!("vfio-user:{}/{namespace}", socket(server, controller).display());
         let mut command = program();
+        // It attaches once: nobody looks at what the disk holds before.
         command.args(["verify", &target, "--runtime", "600", "--iodepth", "32", "--json"]);
+        command.arg("--force");
         command.args(["--size", "16MiB", "--timeout", "20"]);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         Self(command.spawn().unwrap())

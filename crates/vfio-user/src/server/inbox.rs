@@ -40,6 +40,8 @@ pub(super) enum Request {
     Stop,
     Freeze,
     Thaw,
+    /// This is to be called.
+    Visit(Box<dyn FnOnce() + Send>),
     Completed {
         port: PortId,
         sequence: u64,
@@ -176,6 +178,12 @@ impl Handle {
     /// complete ends with the next [`run`](super::Reactor::run), and this does nothing then.
     pub fn thaw(&self) {
         self.0.push(Request::Thaw);
+    }
+
+    /// Runs `visitor` on the reactor's thread when that comes to what it is asked, for whoever
+    /// wants to know whether it still does. It may not wait for anything.
+    pub fn visit(&self, visitor: impl FnOnce() + Send + 'static) {
+        self.0.push(Request::Visit(Box::new(visitor)));
     }
 
     /// Makes [`run`](super::Reactor::run) return: all clients are dropped, their devices let go of

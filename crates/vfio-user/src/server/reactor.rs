@@ -571,6 +571,7 @@ impl Reactor {
                 Request::Completed { port, sequence, outcome } => {
                     self.completed(port, sequence, outcome);
                 }
+                Request::Visit(visitor) => visitor(),
                 // As if its socket had reported it.
                 Request::Turn { port } => self.notify(port.0 << 1 | 1, EventFlags::IN),
             }

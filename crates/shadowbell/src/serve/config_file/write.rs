@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// What of a configuration is not of its controllers.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::serve) struct Settings {
     pool: PoolOptions,
     trace: Option<(PathBuf, u32)>,

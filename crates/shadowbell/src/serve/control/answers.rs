@@ -13,6 +13,7 @@ use crate::controller_config::{ControllerConfig, DiskConfig};
 use crate::keeper_query::{Keeper, program};
 use crate::limits::{self, DiskLimits};
 use crate::live_stats::{self, Row, Snapshot};
+use crate::serve::apply::apply as apply_config;
 use crate::serve::config_file;
 use crate::serve::registry::ServedController;
 use crate::serve::server_config::{Own, SocketConfig, WorkerChoice};
@@ -251,14 +252,8 @@ fn remove_controller(view: &View, id: &str, force: bool) -> Result<(), Problem> 
 fn apply(view: &View, wanted: &Apply) -> Result<Plan, Problem> {
     let config = config_file::parse(&wanted.toml, &wanted.file);
     let config = config.map_err(|why| Problem::new(Code::BadRequest, why))?;
-    let groups = config.groups;
-    let plan = view.changes.apply(config.controllers, wanted.dry_run, wanted.force);
+    let plan = apply_config(&view.changes, config, wanted.dry_run, wanted.force);
     let plan = plan.map_err(problem)?;
-    if !wanted.dry_run {
-        for group in groups {
-            view.changes.limit_group(&group.name, group.limits).map_err(problem)?;
-        }
-    }
     let ids = |all: &[SocketConfig]| all.iter().map(SocketConfig::id).collect();
     Ok(Plan {
         applied: !wanted.dry_run,

@@ -63,7 +63,7 @@ pub(crate) fn run(report: &mut Report, guest: &mut Guest, kernel: Kernel) {
         Ok(())
     });
     report.check("a controller that vanishes ends everything at once, with a sentence", |_| {
-        let command = format!("shadowbell verify {} {LOAD}", Which::Removed.target());
+        let command = format!("shadowbell verify --force {} {LOAD}", Which::Removed.target());
         let output = guest.run(&command, MINUTE)?;
         ensure!(output.code == 1, "it ended with {}: {}", output.code, output.text);
         ensure!(output.text.contains("all ones"), "{}", output.text);

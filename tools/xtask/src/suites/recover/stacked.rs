@@ -61,7 +61,8 @@ fn stacked_after_a_crash(guest: &mut Guest, disk: &str) -> Result<Value> {
     for _ in 0..3 {
         guest.sh(
             &format!(
-                "shadowbell verify vfio-user:{SOCKET} {load} >/tmp/client 2>&1 & client=$!; \
+                "shadowbell verify --force vfio-user:{SOCKET} {load} >/tmp/client 2>&1 & \
+                 client=$!; \
                  for i in $(seq 100); do grep -q 'queue pair' /tmp/client && break; sleep 0.1; done; \
                  sleep 0.4; kill -KILL $client || {{ cat /tmp/client; exit 1; }}"
             ),

@@ -13,7 +13,7 @@ pub(crate) fn number(row: &Value, pointer: &str) -> Result<u64> {
 
 /// The row that `shadowbell verify` ends with, whatever came of it, and its exit status.
 pub(crate) fn verify(guest: &mut Guest, arguments: &str) -> Result<(Value, i32)> {
-    let output = guest.run(&format!("shadowbell verify {arguments} --json"), 3 * MINUTE)?;
+    let output = guest.run(&format!("shadowbell verify {arguments} --json --force"), 3 * MINUTE)?;
     let line = output.text.lines().rev().find(|line| line.starts_with('{'));
     let line = line.with_context(|| format!("no JSON: {:.2000}", output.text))?;
     let mut json: Value = serde_json::from_str(line)?;

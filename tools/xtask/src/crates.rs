@@ -1,4 +1,4 @@
-//! `cargo xtask package`: every crate that is published can be packaged.
+//! `cargo xtask crates`: every crate that is published can be packaged.
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;

@@ -1,0 +1,37 @@
+//! Whether threads still come to what they are asked.
+
+use parking_lot::Mutex;
+use std::sync::Arc;
+
+/// Goes to several threads; each of them drops its clone when it comes to it.
+#[derive(Clone)]
+pub(crate) struct Visit {
+    _pending: Arc<Pending>,
+}
+
+struct Pending(Mutex<Option<Box<dyn FnOnce() + Send>>>);
+
+impl Visit {
+    /// `ended` runs on the thread that drops the last clone.
+    pub(crate) fn new(ended: impl FnOnce() + Send + 'static) -> Self {
+        Self { _pending: Arc::new(Pending(Mutex::new(Some(Box::new(ended))))) }
+    }
+
+    /// One that says when it is over.
+    #[cfg(test)]
+    pub(crate) fn for_tests() -> (Self, std::sync::mpsc::Receiver<()>) {
+        let (send, receive) = std::sync::mpsc::channel();
+        let ended = move || {
+            let _ = send.send(());
+        };
+        (Self::new(ended), receive)
+    }
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        if let Some(ended) = self.0.get_mut().take() {
+            ended();
+        }
+    }
+}

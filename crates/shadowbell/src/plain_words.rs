@@ -1,0 +1,57 @@
+//! What libraries say in Rust's words, in those of whoever wrote the command line or the file.
+
+/// Phrases of the standard library, clap and serde, and what a person is told.
+const PHRASES: [(&str, &str); 17] = [
+    ("invalid digit found in string", "it is no whole number"),
+    ("cannot parse integer from empty string", "it is no number"),
+    ("number too large to fit in target type", "the number is too large"),
+    ("number too small to fit in target type", "the number is too small"),
+    ("invalid socket address syntax", "it is no ADDR:PORT, as in 127.0.0.1:9477"),
+    ("is not in ", "is not in the range "),
+    ("..=", " to "),
+    ("expected u16", "expected a whole number up to 65535"),
+    ("expected u32", "expected a whole number up to 4294967295"),
+    ("expected usize", "expected a whole number from 0 on"),
+    ("expected path string", "expected a path in quotes"),
+    ("expected a string", "expected a text in quotes"),
+    ("expected a sequence", "expected a list, as in [1, 2]"),
+    ("invalid type: floating point", "it is a number with a point,"),
+    ("invalid type: integer", "it is a number,"),
+    ("invalid type: string", "it is a text,"),
+    ("invalid value: integer", "it is"),
+];
+
+/// `text` with these phrases replaced.
+#[must_use]
+pub(crate) fn plain(text: &str) -> String {
+    let mut plain = text.to_owned();
+    for (rust, words) in PHRASES {
+        if plain.contains(rust) {
+            plain = plain.replace(rust, words);
+        }
+    }
+    plain
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_has_to_know_rust() {
+        for (rust, words) in [
+            (
+                "invalid value: integer `99999`, expected u16",
+                "it is `99999`, expected a whole number up to 65535",
+            ),
+            (
+                "invalid type: string \"x\", expected u16",
+                "it is a text, \"x\", expected a whole number up to 65535",
+            ),
+            ("99 is not in 1..=64", "99 is not in the range 1 to 64"),
+            ("`x` is no size", "`x` is no size"),
+        ] {
+            assert_eq!(plain(rust), words);
+        }
+    }
+}

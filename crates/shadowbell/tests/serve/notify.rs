@@ -1,0 +1,235 @@
+//! What a service manager hears, over a socket as systemd has one.
+
+use crate::harness::{Server, TIMEOUT, attach, program, run, until};
+use crate::keeper::{children, has_ended, signal, worker};
+use rustix::process::Signal;
+use shadowbell_driver::AttachOptions;
+use shadowbell_spec::Status;
+use std::os::unix::net::UnixDatagram;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// How long nothing is heard of what must not be said.
+const QUIET: Duration = Duration::from_secs(1);
+
+struct Manager {
+    socket: UnixDatagram,
+    path: PathBuf,
+    _directory: TempDir,
+}
+
+impl Manager {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("notify");
+        let socket = UnixDatagram::bind(&path).unwrap();
+        Self { socket, path, _directory: directory }
+    }
+
+    fn of(&self, mut command: Command, watchdog: Option<Duration>) -> Command {
+        command.env("NOTIFY_SOCKET", &self.path);
+        if let Some(watchdog) = watchdog {
+            command.env("WATCHDOG_USEC", watchdog.as_micros().to_string());
+        }
+        command
+    }
+
+    /// Serves with these options.
+    fn serve(&self, options: &[&str], watchdog: Option<Duration>) -> Server {
+        let mut command = program();
+        command.args(["serve", "mem:1MiB", "--socket", "vm.sock"]).args(options);
+        let command = self.of(command, watchdog);
+        Server::spawn(command, tempfile::tempdir().unwrap(), &["vm.sock"])
+    }
+
+    /// What is said next, if it is in time.
+    fn hear_within(&self, time: Duration) -> Option<String> {
+        self.socket.set_read_timeout(Some(time)).unwrap();
+        let mut text = [0; 4096];
+        let len = self.socket.recv(&mut text).ok()?;
+        Some(String::from_utf8_lossy(&text[..len]).into_owned())
+    }
+
+    #[track_caller]
+    fn hear(&self) -> String {
+        self.hear_within(TIMEOUT).expect("it says nothing")
+    }
+
+    /// What is said next that is not the watchdog's.
+    #[track_caller]
+    fn hear_but_watchdog(&self) -> String {
+        loop {
+            let said = self.hear();
+            if !said.starts_with("WATCHDOG=1") {
+                return said;
+            }
+        }
+    }
+}
+
+#[test]
+fn the_service_manager_is_told() {
+    let manager = Manager::new();
+    for keeper in [&["--keeper"][..], &[]] {
+        let mut server = manager.serve(keeper, None);
+        assert_eq!(manager.hear(), "READY=1\nSTATUS=serves 1 controller, 0 to a client");
+        assert!(server.stop().success());
+        assert_eq!(manager.hear(), "STOPPING=1");
+    }
+}
+
+#[test]
+fn a_watchdog_hears_that_it_is_alive_as_often_as_it_asks() {
+    let manager = Manager::new();
+    for keeper in [&["--keeper"][..], &[]] {
+        let mut server = manager.serve(keeper, Some(Duration::from_millis(600)));
+        assert!(manager.hear_but_watchdog().starts_with("READY=1"));
+        assert_eq!(manager.hear(), "WATCHDOG=1\nSTATUS=serves 1 controller, 0 to a client");
+        let controller = server.attach();
+        let seen = |said: &str| said == "WATCHDOG=1\nSTATUS=serves 1 controller, 1 to a client";
+        until("its client is seen", || seen(&manager.hear()));
+        // An interval of 300 ms: a machine at work may be late, and nobody is early.
+        let began = Instant::now();
+        for _ in 0..4 {
+            assert!(seen(&manager.hear()));
+        }
+        assert!(began.elapsed() >= Duration::from_millis(800), "{:?}", began.elapsed());
+        drop(controller);
+        assert!(server.stop().success());
+        assert_eq!(manager.hear_but_watchdog(), "STOPPING=1");
+    }
+    // It is for another process.
+    let mut command = program();
+    command.args(["serve", "mem:1MiB", "--socket", "vm.sock"]).env("WATCHDOG_PID", "1");
+    let command = manager.of(command, Some(Duration::from_millis(10)));
+    let mut server = Server::spawn(command, tempfile::tempdir().unwrap(), &["vm.sock"]);
+    assert!(manager.hear_but_watchdog().starts_with("READY=1"));
+    assert_eq!(manager.hear_within(QUIET), None);
+    assert!(server.stop().success());
+}
+
+/// Without a keeper, the service manager is who ends a process that hangs.
+#[test]
+fn a_process_that_hangs_says_nothing() {
+    let manager = Manager::new();
+    let server = manager.serve(&[], Some(Duration::from_millis(400)));
+    assert!(manager.hear_but_watchdog().starts_with("READY=1"));
+    assert!(manager.hear().starts_with("WATCHDOG=1"));
+    signal(server.pid(), Signal::STOP);
+    until("it is quiet", || manager.hear_within(QUIET).is_none());
+}
+
+/// Another process goes on, so that clients see a short pause, and the service manager is content.
+#[test]
+fn a_worker_that_hangs_gives_way_to_another() {
+    let manager = Manager::new();
+    let mut server = manager.serve(&["--keeper"], Some(Duration::from_millis(1000)));
+    assert!(manager.hear_but_watchdog().starts_with("READY=1"));
+    let options = AttachOptions { queue_pairs: 1, ..AttachOptions::default() };
+    let mut controller = attach(&server.socket(), &options);
+    let mut queue = controller.take_queue_pair().unwrap();
+    let pool = controller.buffers(1, 4096).unwrap();
+    let namespace = controller.namespace(1).unwrap().clone();
+    let before = worker(&server);
+    signal(before, Signal::STOP);
+    server.says(&format!("error: process {before} hangs"));
+    until("its end", || has_ended(before));
+    let status = "STATUS=a process has died, and another one is to go on";
+    until("the manager knows", || manager.hear_but_watchdog() == status);
+    assert!(manager.hear_but_watchdog().starts_with("STATUS=serves 1 controller"));
+    assert!(children(server.pid()).iter().all(|pid| *pid != before));
+    let done = run(&mut queue, namespace.read(0, 8).unwrap(), pool.take());
+    assert_eq!(done.status, Status::SUCCESS);
+    assert!(manager.hear().starts_with("WATCHDOG=1"));
+    drop((queue, pool, namespace, controller));
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
+/// A file that says so many disks in memory, a controller each.
+fn write_config(directory: &std::path::Path, controllers: u32) {
+    let controllers: String = (0..controllers)
+        .map(|n| {
+            format!(
+                "[[controller]]\nid = \"vm{n}\"\nsocket = \"vm{n}.sock\"\ndisks = [\"mem:1MiB\"]\n"
+            )
+        })
+        .collect();
+    std::fs::write(directory.join("vms.toml"), controllers).unwrap();
+}
+
+#[test]
+fn a_signal_has_the_configuration_read_again() {
+    for keeper in [&["--keeper"][..], &[]] {
+        let manager = Manager::new();
+        let directory = tempfile::tempdir().unwrap();
+        write_config(directory.path(), 1);
+        let mut command = Command::new("env");
+        command.arg("--default-signal=HUP").arg(env!("CARGO_BIN_EXE_shadowbell"));
+        command.args(["serve", "--config", "vms.toml"]).args(keeper);
+        let mut server = Server::spawn(manager.of(command, None), directory, &["vm0.sock"]);
+        assert!(manager.hear_but_watchdog().starts_with("READY=1"));
+        let reload = || {
+            server.signal(Signal::HUP);
+            let reloading = manager.hear();
+            assert!(reloading.starts_with("RELOADING=1\nMONOTONIC_USEC="), "{reloading}");
+            manager.hear()
+        };
+        let options = AttachOptions { queue_pairs: 1, ..AttachOptions::default() };
+        let first = attach(&server.directory().join("vm0.sock"), &options);
+        write_config(server.directory(), 3);
+        let said = "the configuration was read again; of its controllers 2 come, 0 go, 0 are \
+                    replaced, 1 stay";
+        assert_eq!(reload(), format!("READY=1\nSTATUS={said}"));
+        server.says(said);
+        drop(attach(&server.directory().join("vm2.sock"), &options));
+
+        // A bad file is refused as a whole.
+        let config = server.directory().join("vms.toml");
+        let text = std::fs::read_to_string(&config).unwrap();
+        std::fs::write(&config, format!("workres = 2\n{text}")).unwrap();
+        let refused = reload();
+        let words = "READY=1\nSTATUS=the configuration is refused, and all goes on as it was: \
+                     vms.toml:1: unknown field `workres`";
+        assert!(refused.starts_with(words), "{refused}");
+        server.says("error: the configuration is refused, and all goes on as it was");
+        // So is one that takes a controller from a client.
+        std::fs::write(&config, text.replace("vm0.sock", "other.sock")).unwrap();
+        assert!(reload().contains("nothing was changed: vm0 would be taken from clients"));
+        drop(attach(&server.directory().join("vm1.sock"), &options));
+        // What can not be changed so is not forgotten.
+        std::fs::write(&config, format!("workers = 2\n{text}")).unwrap();
+        assert!(reload().contains("0 come, 0 go, 0 are replaced, 3 stay"));
+        server.says("that counts when the server goes on in another process");
+
+        drop(first);
+        assert!(server.stop().success());
+        assert_eq!(manager.hear(), "STOPPING=1");
+    }
+}
+
+/// A signal that comes while nobody serves is not lost.
+#[test]
+fn a_process_that_begins_reads_what_the_one_before_did_not_come_to() {
+    let manager = Manager::new();
+    let directory = tempfile::tempdir().unwrap();
+    write_config(directory.path(), 1);
+    let mut command = Command::new("env");
+    command.arg("--default-signal=HUP").arg(env!("CARGO_BIN_EXE_shadowbell"));
+    command.args(["serve", "--config", "vms.toml", "--keeper"]);
+    let mut server = Server::spawn(manager.of(command, None), directory, &["vm0.sock"]);
+    assert!(manager.hear_but_watchdog().starts_with("READY=1"));
+    write_config(server.directory(), 2);
+    // It can not hear what its keeper says.
+    let before = worker(&server);
+    signal(before, Signal::STOP);
+    server.signal(Signal::HUP);
+    assert!(manager.hear().starts_with("RELOADING=1"));
+    assert_eq!(manager.hear_within(QUIET), None);
+    signal(before, Signal::KILL);
+    until("it is read", || manager.hear().starts_with("READY=1\nSTATUS=the configuration was"));
+    let socket = server.directory().join("vm1.sock");
+    drop(attach(&socket, &AttachOptions { queue_pairs: 1, ..AttachOptions::default() }));
+    assert!(server.stop().success(), "{}", server.stderr());
+}

@@ -1,0 +1,220 @@
+//! The package in a fresh Debian: installed, used, upgraded under a client, removed.
+
+use std::fs;
+use std::path::Path;
+use std::process::Child;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use super::boot::{self, Machine};
+use super::tools::directory;
+use crate::report::Report;
+
+/// A client of QEMU's kind: some user in the group of the sockets.
+const CLIENT: &str = "setpriv --reuid=64000 --regid=64000 --groups=kvm";
+/// One that is not in it.
+const STRANGER: &str = "setpriv --reuid=64001 --regid=64001 --clear-groups";
+/// What a client has to say in the end.
+const VERIFY: &str = "shadowbell verify --force --number-ios 120000 --size 32M";
+const SOCKET: &str = "/run/shadowbell/vm0.sock";
+
+/// What is done on the machine, one after the other.
+type Step = fn(&Machine) -> Result<()>;
+
+/// Checks all of it, with a package and a newer one.
+pub(super) fn test(report: &mut Report, package: &Path, newer: &Path) {
+    let machine = report.check("a fresh Debian boots", |_| {
+        let root = boot::root(&directory())?;
+        let shared = directory().join("shared");
+        fs::create_dir_all(&shared)?;
+        fs::copy(package, shared.join("shadowbell.deb"))?;
+        fs::copy(newer, shared.join("newer.deb"))?;
+        Machine::boot(&root, &shared)
+    });
+    let Some(machine) = machine else { return };
+    let steps: [(&str, Step); 7] = [
+        ("the package installs, and its service starts", installs),
+        ("a reload reads the configuration again, and refuses a bad one", reloads),
+        ("a client in the group of the sockets is served, and nobody else", serves),
+        ("another process goes on when one is killed, and a client does not notice", survives),
+        ("a newer package replaces the process, and a client does not notice", upgrades),
+        ("a process for one virtual machine", instances),
+        ("removal ends everything, and purging leaves images alone", goes),
+    ];
+    for (name, step) in steps {
+        let outcome = report.check(name, |_| {
+            step(&machine).with_context(|| {
+                let log = machine.run("journalctl --no-pager --lines 30 --unit 'shadowbell*'");
+                format!("the journal:\n{}", log.unwrap_or_default())
+            })
+        });
+        if outcome.is_none() {
+            break;
+        }
+    }
+}
+
+fn installs(machine: &Machine) -> Result<()> {
+    machine.run("dpkg --install /shared/shadowbell.deb")?;
+    is(machine, "systemctl is-active shadowbell", "active")?;
+    is(machine, "systemctl is-enabled shadowbell", "enabled")?;
+    is(machine, "systemctl show --property StatusText --value shadowbell", "serves 0 controllers")?;
+    is(machine, "shadowbell ctl status --json", "\"controllers\": 0")?;
+    is(machine, "stat --format '%U:%G %a' /var/lib/shadowbell", "shadowbell:shadowbell 750")?;
+    for pid in [main_pid(machine)?, worker_pid(machine)?] {
+        is(machine, &format!("stat --format %U /proc/{pid}"), "shadowbell")?;
+    }
+    // Nothing that it takes is missing, or changed.
+    is(machine, "dpkg --verify shadowbell; echo fine", "fine")?;
+    for page in ["", "-serve", "-ctl", "-ctl-apply", "-bench"] {
+        machine
+            .run(&format!("zcat /usr/share/man/man1/shadowbell{page}.1.gz | grep -q '^\\.TH'"))?;
+    }
+    machine.run("bash -n /usr/share/bash-completion/completions/shadowbell")?;
+    Ok(())
+}
+
+/// The configuration with a controller.
+const CONFIGURED: &str = r#"
+socket-mode = "0660"
+socket-group = "kvm"
+[[controller]]
+id = "vm0"
+socket = "/run/shadowbell/vm0.sock"
+disks = ["/var/lib/shadowbell/vm0.img", "mem:64MiB"]
+"#;
+
+fn reloads(machine: &Machine) -> Result<()> {
+    machine.run(
+        "setpriv --reuid=shadowbell --regid=shadowbell --clear-groups \
+         truncate --size 64M /var/lib/shadowbell/vm0.img",
+    )?;
+    machine.run(&write("/etc/shadowbell/shadowbell.toml", CONFIGURED))?;
+    let before = main_pid(machine)?;
+    machine.run("systemctl reload shadowbell")?;
+    wait(machine, &format!("test -S {SOCKET}"))?;
+    is(machine, &format!("stat --format '%G %a' {SOCKET}"), "kvm 660")?;
+    let bad = CONFIGURED.replace("disks", "disk");
+    machine.run(&write("/etc/shadowbell/shadowbell.toml", &bad))?;
+    machine.run("systemctl reload shadowbell")?;
+    let said = "journalctl --no-pager --unit shadowbell | grep 'the configuration is refused'";
+    wait(machine, said)?;
+    is(machine, "shadowbell ctl status --json", "\"controllers\": 1")?;
+    ensure!(main_pid(machine)? == before, "it was started anew");
+    machine.run(&write("/etc/shadowbell/shadowbell.toml", CONFIGURED))?;
+    machine.run("systemctl reload shadowbell").map(drop)
+}
+
+fn serves(machine: &Machine) -> Result<()> {
+    for namespace in 1..=2 {
+        let target = format!("vfio-user:{SOCKET}/{namespace}");
+        machine.run(&format!("{CLIENT} shadowbell verify --number-ios 2000 {target}"))?;
+    }
+    let refused =
+        machine.run(&format!("{STRANGER} shadowbell list vfio-user:{SOCKET} 2>&1 || true"))?;
+    ensure!(refused.to_lowercase().contains("permission denied"), "a stranger hears: {refused}");
+    is(machine, "shadowbell ctl namespaces", "vm0.img")?;
+    Ok(())
+}
+
+/// A client, which verifies what it writes while others do something.
+fn client(machine: &Machine) -> Result<Child> {
+    let client = machine.start(&format!("{CLIENT} {VERIFY} vfio-user:{SOCKET}/1"))?;
+    wait(machine, "shadowbell ctl status --json | grep '\"clients\": 1'")?;
+    Ok(client)
+}
+
+/// It has to end well, and to have been there until now.
+fn ends_well(mut client: Child) -> Result<()> {
+    ensure!(client.try_wait()?.is_none(), "the client had ended before: give it more to do");
+    let output = client.wait_with_output()?;
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure!(output.status.success(), "the client ({}):\n{said}{errors}", output.status);
+    Ok(())
+}
+
+fn survives(machine: &Machine) -> Result<()> {
+    let (main, before) = (main_pid(machine)?, worker_pid(machine)?);
+    let client = client(machine)?;
+    machine.run(&format!("kill -KILL {before}"))?;
+    wait(machine, &format!("shadowbell ctl status --json | grep '\"pid\"' | grep -v {before}"))?;
+    ends_well(client)?;
+    ensure!(main_pid(machine)? == main, "all of it was started anew");
+    is(machine, "systemctl show --property NRestarts shadowbell", "NRestarts=0")
+}
+
+fn upgrades(machine: &Machine) -> Result<()> {
+    let (main, before) = (main_pid(machine)?, worker_pid(machine)?);
+    let client = client(machine)?;
+    let said = machine.run("dpkg --install /shared/newer.deb 2>&1")?;
+    ensure!(worker_pid(machine)? != before, "the old process serves still:\n{said}");
+    ends_well(client)?;
+    ensure!(main_pid(machine)? == main, "all of it was started anew:\n{said}");
+    let now = worker_pid(machine)?;
+    is(machine, &format!("readlink /proc/{now}/exe"), "/usr/bin/shadowbell\n")?;
+    is(machine, "dpkg-query --show --showformat '${Version}' shadowbell", "+newer")?;
+    is(machine, "systemctl is-active shadowbell", "active")
+}
+
+fn instances(machine: &Machine) -> Result<()> {
+    let text = CONFIGURED.replace("vm0", "vm1").replace("\"/var/lib/shadowbell/vm1.img\", ", "");
+    machine.run(&write("/etc/shadowbell/vm1.toml", &text))?;
+    machine.run("systemctl start shadowbell@vm1")?;
+    is(machine, "shadowbell ctl --server vm1 status --json", "\"controllers\": 1")?;
+    let target = "vfio-user:/run/shadowbell/vm1.sock";
+    machine.run(&format!("{CLIENT} shadowbell verify --number-ios 2000 {target}"))?;
+    machine.run("systemctl stop shadowbell@vm1")?;
+    is(machine, "systemctl show --property Result shadowbell@vm1", "Result=success")?;
+    machine.run("test ! -e /run/shadowbell/vm1.sock && test -S /run/shadowbell/vm0.sock")?;
+    machine.run("systemctl start shadowbell@vm1").map(drop)
+}
+
+fn goes(machine: &Machine) -> Result<()> {
+    machine.run("dpkg --remove shadowbell")?;
+    let processes = "cat /proc/[0-9]*/comm 2>/dev/null | grep --count '^shadowbell$' || true";
+    is(machine, processes, "0\n")?;
+    is(machine, "systemctl list-units --plain --no-legend 'shadowbell*' | wc -l", "0")?;
+    machine.run("test -e /etc/shadowbell/shadowbell.toml && test ! -e /usr/bin/shadowbell")?;
+    machine.run("dpkg --purge shadowbell")?;
+    is(machine, "dpkg-query --show shadowbell 2>&1 || true", "no packages found")?;
+    // What somebody made there is somebody's.
+    machine.run("test -e /etc/shadowbell/vm1.toml && test ! -e /etc/shadowbell/shadowbell.toml")?;
+    machine.run("test -e /var/lib/shadowbell/vm0.img && test ! -e /run/shadowbell")?;
+    is(machine, "systemctl is-system-running", "running")
+}
+
+fn main_pid(machine: &Machine) -> Result<u32> {
+    let pid = machine.run("systemctl show --property MainPID --value shadowbell")?;
+    pid.trim().parse().context("systemd knows no main process")
+}
+
+fn worker_pid(machine: &Machine) -> Result<u32> {
+    let status = machine.run("shadowbell ctl status --json")?;
+    let status: serde_json::Value = serde_json::from_str(&status).context(status.clone())?;
+    let pid = status.get("pid").and_then(serde_json::Value::as_u64);
+    pid.and_then(|pid| pid.try_into().ok()).context("the server has no process")
+}
+
+/// A script that writes a file.
+fn write(path: &str, text: &str) -> String {
+    format!("cat >{path} <<'END'\n{text}END\n")
+}
+
+/// What a script prints has these words.
+fn is(machine: &Machine, script: &str, words: &str) -> Result<()> {
+    let said = machine.run(script)?;
+    ensure!(said.contains(words), "{script}: {words:?} is not in:\n{said}");
+    Ok(())
+}
+
+/// Waits until a script ends well.
+fn wait(machine: &Machine, script: &str) -> Result<()> {
+    for _ in 0..100 {
+        if machine.run(script).is_ok() {
+            return Ok(());
+        }
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
+    bail!("it does not come to pass: {script}")
+}

@@ -1,0 +1,134 @@
+//! `cargo xtask package`: a Debian package, and whether it is one that can be lived with.
+//!
+//! The tree is put together here and packed by `dpkg-deb`, which every Debian has. cargo-deb would
+//! do the same, after some minutes of building it, and its scripts for systemd restart the service
+//! where this one is to go on.
+
+mod boot;
+mod control;
+mod guest;
+mod licences;
+mod tools;
+mod tree;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use shadowbell_bench::workspace::{build_shadowbell, root};
+
+use crate::report::Report;
+use tools::{directory, need, output};
+
+pub(crate) const EXAMPLES: &str = "\
+Examples:
+  cargo xtask package                           target/debian/shadowbell_VERSION_ARCH.deb
+  cargo xtask package --test                    and installs, upgrades, removes it in a fresh Debian
+  cargo xtask package --version 1.2.3+local1    as another version";
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// The version of the package, if not the program's.
+    #[arg(long)]
+    version: Option<String>,
+    /// Where it is put.
+    #[arg(long, value_name = "DIRECTORY")]
+    out: Option<PathBuf>,
+    /// A shadowbell program that is built already, instead of building one.
+    #[arg(long, value_name = "PATH")]
+    shadowbell: Option<PathBuf>,
+    /// Install it in a fresh Debian that systemd has booted, work with it, upgrade and remove it;
+    /// has lintian look at it, too.
+    #[arg(long)]
+    test: bool,
+}
+
+/// Builds the package, and tests it if that is asked for.
+pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
+    need("dpkg-shlibdeps", "dpkg-dev")?;
+    let program = match &arguments.shadowbell {
+        Some(path) => path.canonicalize().with_context(|| path.display().to_string())?,
+        None => build_shadowbell()?,
+    };
+    let version = arguments.version.as_deref().unwrap_or(env!("CARGO_PKG_VERSION"));
+    let out = arguments.out.clone().unwrap_or_else(directory);
+    let package = tree::build(&program, version, &out)?;
+    println!("{}", package.display());
+    if arguments.test {
+        report.begin("package");
+        report.check("lintian finds no error", |_| lintian(&package));
+        check(report, &program, &package, version);
+        report.summary();
+    }
+    Ok(())
+}
+
+/// The part of [`run`] that all tests have: `program` is packaged, and the package is worked with.
+pub(crate) fn test(report: &mut Report, program: &Path) {
+    report.begin("package");
+    let version = env!("CARGO_PKG_VERSION");
+    let package = report.check("the package is built", |_| {
+        need("dpkg-shlibdeps", "dpkg-dev")?;
+        tree::build(program, version, &directory())
+    });
+    if let Some(package) = package {
+        check(report, program, &package, version);
+    }
+}
+
+fn check(report: &mut Report, program: &Path, package: &Path, version: &str) {
+    report.check("systemd finds the units tight", |_| exposure());
+    let newer = report.check("a newer package is built", |_| {
+        tree::build(program, &format!("{version}+newer"), &directory().join("newer"))
+    });
+    if let Some(newer) = newer {
+        guest::test(report, package, &newer);
+    }
+}
+
+fn lintian(package: &Path) -> Result<()> {
+    need("lintian", "lintian")?;
+    let arguments = ["--fail-on", "error", "--tag-display-limit", "0", "--allow-root"];
+    let said = output(Command::new("lintian").args(arguments).arg(package))?;
+    print!("{said}");
+    Ok(())
+}
+
+/// The most that `systemd-analyze security` may find, of 10.
+const EXPOSURE: f64 = 2.0;
+
+fn exposure() -> Result<()> {
+    need("systemd-analyze", "systemd")?;
+    for unit in ["shadowbell.service", "shadowbell@.service"] {
+        let said = output(
+            Command::new("systemd-analyze")
+                .args(["security", "--offline=yes", "--no-pager"])
+                .arg(root().join("packaging").join(unit)),
+        )?;
+        let found = overall(&said).with_context(|| format!("no overall exposure in:\n{said}"))?;
+        println!("         {unit}: {found}");
+        if found > EXPOSURE {
+            bail!("{unit}: {found} is more than {EXPOSURE}");
+        }
+    }
+    Ok(())
+}
+
+/// The figure of the last line of `systemd-analyze security`.
+fn overall(text: &str) -> Option<f64> {
+    let line = text.lines().find(|line| line.contains("Overall exposure level"))?;
+    line.rsplit_once(": ")?.1.split(' ').next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_exposure_is_the_figure_at_the_end() {
+        let text = "  NAME DESCRIPTION EXPOSURE\n\u{2717} PrivateNetwork= has access 0.5\n\n\
+                    \u{2192} Overall exposure level for shadowbell.service: 1.6 OK :-)\n";
+        assert_eq!(overall(text), Some(1.6));
+        assert_eq!(overall("nothing"), None);
+    }
+}

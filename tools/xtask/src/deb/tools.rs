@@ -1,0 +1,30 @@
+//! What building and testing have in common.
+
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+use shadowbell_bench::workspace::root;
+use shadowbell_guest::host;
+
+/// What this machine may have to install.
+pub(super) fn need(program: &str, package: &str) -> Result<()> {
+    if host::in_path(program) { Ok(()) } else { host::install(&[package]) }
+}
+
+/// Where packages are built.
+pub(super) fn directory() -> PathBuf {
+    root().join("target/debian")
+}
+
+/// Runs a command. Its output, or what it says when it fails.
+pub(super) fn output(command: &mut Command) -> Result<String> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output = command.stdin(Stdio::null()).output().with_context(|| name.clone())?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    if !output.status.success() {
+        let (said, errors) = (text(&output.stdout), text(&output.stderr));
+        bail!("{name} ({}):\n{said}{errors}", output.status);
+    }
+    Ok(text(&output.stdout))
+}
