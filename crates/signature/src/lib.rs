@@ -1,12 +1,14 @@
 //! What a disk holds already, by the signatures that libblkid knows: [`find`].
 #![deny(unsafe_code)]
 
+mod found;
 #[allow(unsafe_code)]
 mod sys;
 
+pub use found::{FindError, Found};
+
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::io::pwrite;
-use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
 
@@ -14,36 +16,6 @@ use std::os::fd::OwnedFd;
 /// are in use: that of btrfs lies behind the first 64 KiB, those of GPT's copy and of some RAIDs in
 /// the last.
 pub const SPAN: usize = 1 << 20;
-
-/// What a disk holds.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Found {
-    /// A partition table, and not a file system or a part of a volume.
-    pub is_table: bool,
-    /// What libblkid calls it: `ext4`, `LVM2_member`, `gpt`.
-    pub name: String,
-}
-
-impl fmt::Display for Found {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.is_table {
-            true => write!(f, "a partition table ({})", self.name),
-            false => f.write_str(&self.name),
-        }
-    }
-}
-
-/// Why it can not be told.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum FindError {
-    /// There is no libblkid.
-    #[error("libblkid can not be loaded: {0}")]
-    Library(String),
-    /// The system's.
-    #[error("looking for signatures: {0}")]
-    System(#[from] io::Error),
-}
 
 /// What a disk of so many `bytes` holds, whose `first` and `last` bytes are these ([`SPAN`] of
 /// each, or all that there are). `None`: nothing that is known.

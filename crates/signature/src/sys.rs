@@ -1,6 +1,6 @@
 //! libblkid, loaded when it is needed.
 
-use crate::{FindError, Found};
+use crate::found::{FindError, Found};
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::io;
