@@ -4,12 +4,14 @@ use super::store::Store;
 use crate::exit::bad_input;
 use crate::items::Items;
 use crate::keeper_link::{self, Packet, to_keeper, to_worker};
+use crate::keeper_query::Keeper;
 use anyhow::{Context, anyhow, bail};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use shadowbell_controller::Death;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How long a keeper may take to listen. It is one thread that always does.
@@ -89,9 +91,25 @@ impl WorkerLink {
         }
     }
 
+    /// Who asks the keeper for an upgrade.
+    ///
+    /// # Errors
+    /// The system has no more descriptors.
+    pub(super) fn asker(&self) -> io::Result<Asker> {
+        Ok(Asker(Arc::new(Self(self.0.try_clone()?))))
+    }
+
     /// Says something; in vain if the keeper is gone, which is noticed elsewhere.
     pub(super) fn say(&self, letter: u8, body: &str) {
         let _ = keeper_link::send(&self.0, letter, body, None);
+    }
+
+    /// Gives the keeper a descriptor.
+    ///
+    /// # Errors
+    /// The keeper is gone.
+    pub(super) fn give(&self, letter: u8, fd: OwnedFd) -> io::Result<()> {
+        keeper_link::send(&self.0, letter, "", Some(fd.as_fd()))
     }
 
     /// These are the sockets, and they are served.
@@ -118,6 +136,22 @@ impl WorkerLink {
     /// What the keeper says next; `None` if it is gone.
     pub(super) fn hear(&self) -> Option<Packet> {
         keeper_link::receive(&self.0, false).ok().flatten()
+    }
+}
+
+/// Asks the keeper for an upgrade, where nothing else can be asked of it.
+#[derive(Clone)]
+pub(super) struct Asker(Arc<WorkerLink>);
+
+impl Asker {
+    /// Asks for one. The keeper, for its answer.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(super) fn upgrade(&self) -> io::Result<Keeper> {
+        let (ours, theirs) = keeper_link::pair()?;
+        self.0.give(to_keeper::UPGRADE, theirs)?;
+        Ok(Keeper::over(ours))
     }
 }
 

@@ -22,6 +22,7 @@ mod namespaces;
 mod output;
 mod recover;
 mod restore;
+mod sandbox;
 mod stacked;
 mod stalling;
 mod steps;
