@@ -1,8 +1,8 @@
 //! A process in a sandbox that makes a system call which its filter forbids.
 //!
 //! Such a call is not carried out; the system raises SIGSYS in the thread that made it. The handler
-//! here says which call it was and ends the process by that signal, which whoever started it sees. A
-//! call that fails instead would be a silent fault somewhere else.
+//! here says which call it was and ends the process by that signal, which whoever started it sees.
+//! A call that fails instead would be a silent fault somewhere else.
 
 use std::io;
 use std::sync::OnceLock;

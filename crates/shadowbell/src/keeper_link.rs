@@ -100,8 +100,8 @@ pub(crate) mod opening {
     pub(crate) const FILE: u8 = b'f';
     /// The same of a directory: all that is below it. No answer.
     pub(crate) const DIRECTORY: u8 = b'd';
-    /// The same of the configuration file: whenever it is asked for, what it names then counts, too.
-    /// No answer.
+    /// The same of the configuration file: whenever that is asked for, what it names then counts,
+    /// too. No answer.
     pub(crate) const CONFIG: u8 = b'k';
     /// That is all that it may have.
     pub(crate) const COMPLETE: u8 = b'c';

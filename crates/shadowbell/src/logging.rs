@@ -103,8 +103,8 @@ pub(crate) fn is_talkative() -> bool {
     tracing::enabled!(Level::INFO)
 }
 
-/// Takes what is logged, which is written from [`begin`] on. `RUST_LOG` says what is logged, if it is set; it takes what
-/// [`EnvFilter`] takes, such as `shadowbell_vfio_user=trace`.
+/// Takes what is logged, which is written from [`begin`] on. `RUST_LOG` says what that is, if it is
+/// set; it takes what [`EnvFilter`] takes, such as `shadowbell_vfio_user=trace`.
 pub(crate) fn start(args: &Args) {
     let (text, filter) = match std::env::var("RUST_LOG") {
         Ok(directives) if !directives.is_empty() => {
