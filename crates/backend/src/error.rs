@@ -44,6 +44,14 @@ pub enum OpenError {
         /// The file.
         path: String,
     },
+    /// Who opens images for this process does not open this one.
+    #[error("{path}: {why}")]
+    NotGiven {
+        /// The file.
+        path: String,
+        /// Why not.
+        why: String,
+    },
     /// The file may not be read by this user.
     #[error("{path}: this user may not read it ({source}); change its owner or its permissions")]
     Unreadable {

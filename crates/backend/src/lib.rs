@@ -40,6 +40,7 @@ pub use error::{MAX_MEMORY, OpenError};
 #[cfg(feature = "scripted")]
 #[doc(hidden)]
 pub use file::Script;
+pub use file::{Access, Opener, open_image, open_images_by};
 pub use file::{Aio, Direct, FileDisk, FileOptions, Format, ImageFile, Wait};
 pub use format::ImageFormat;
 pub use hand_over::HandOverError;

@@ -43,6 +43,7 @@ mod sgl;
 mod shared;
 pub mod sigbus;
 mod signals;
+pub mod sigsys;
 mod sqe_batch;
 mod thread_usage;
 

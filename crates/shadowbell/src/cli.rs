@@ -24,7 +24,7 @@ struct Cli {
 /// One line each, in the order of the help; what a verb takes and does is in its module.
 #[derive(Debug, Subcommand)]
 enum Verb {
-    Serve(serve::Args),
+    Serve(Box<serve::Args>),
     Demo(demo::Args),
     Bench(bench::Args),
     Verify(verify::Args),
@@ -60,7 +60,7 @@ impl Verb {
 
     fn run(self) -> anyhow::Result<ExitCode> {
         match self {
-            Self::Serve(args) => serve::run(args),
+            Self::Serve(args) => serve::run(*args),
             Self::Demo(args) => demo::run(&args),
             Self::Bench(args) => bench::run(&args),
             Self::Verify(args) => verify::run(&args),
@@ -99,6 +99,10 @@ pub fn main() -> ExitCode {
         Err(error) => return refuse(&error),
     };
     logging::start(&cli.logging, cli.verb.is_service());
+    // A server begins by itself: before that it has one thread.
+    if !matches!(cli.verb, Verb::Serve(_)) {
+        logging::begin();
+    }
     let status = cli.verb.run().unwrap_or_else(|error| exit::report(&error));
     logging::finish();
     status

@@ -9,6 +9,7 @@ use crate::control::find;
 use crate::controller_config::OfferedDoorbells;
 use crate::disk_spec;
 use crate::exit::bad_input;
+use crate::grant::{disks_of, grant};
 use crate::keeper_query::{Keeper, program};
 use crate::parse;
 use crate::table::Table;
@@ -460,6 +461,7 @@ fn change_controllers(client: &Client, change: &Change, json: bool) -> anyhow::R
                 read_only: *read_only,
                 worker: worker.clone(),
             };
+            grant(client, spec.disks.iter().map(|disk| &disk.disk[..]));
             let path = format!("/v1/controllers/{}", part(id));
             let added: Controller = client.send(&Method::PUT, &path, &spec)?;
             show(&vec![added], json, controllers)
@@ -480,6 +482,7 @@ fn change_namespace(client: &Client, verb: &NamespaceVerb, json: bool) -> anyhow
                 true => disk_spec::with_option(&disk, "read-only", "on"),
                 false => disk,
             };
+            grant(client, std::iter::once(&disk[..]));
             let spec = NamespaceSpec { disk, uuid: uuid.clone() };
             client.send(&Method::PUT, &path(which), &spec)
         }
@@ -491,7 +494,9 @@ fn change_namespace(client: &Client, verb: &NamespaceVerb, json: bool) -> anyhow
             changed(which, NamespaceChange { size, ..NamespaceChange::default() })
         }
         NamespaceVerb::Replace { which, disk } => {
-            let disk = Some(disk_spec::from_root(disk));
+            let disk = disk_spec::from_root(disk);
+            grant(client, std::iter::once(&disk[..]));
+            let disk = Some(disk);
             changed(which, NamespaceChange { disk, ..NamespaceChange::default() })
         }
         NamespaceVerb::ReadOnly { which, switch } => {
@@ -583,6 +588,9 @@ fn apply(
     let name = file.display().to_string();
     let toml = std::fs::read_to_string(file);
     let toml = toml.with_context(|| name.clone()).map_err(bad_input)?;
+    if !dry_run {
+        grant(client, disks_of(&toml).iter().map(|disk| &disk[..]));
+    }
     let wanted = Apply { toml, file: name, dry_run, force };
     let plan: Plan = client.send(&Method::POST, "/v1/apply", &wanted)?;
     show(&plan, json, |out, plan| {

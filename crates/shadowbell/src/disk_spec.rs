@@ -11,7 +11,9 @@ use shadowbell_backend_nvme::{NvmeDisk, OpenError, Options};
 use shadowbell_backend_qcow2::Qcow2Disk;
 use shadowbell_backend_rbd::{RbdDisk, RbdSpec};
 use shadowbell_state::Descriptors;
+use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Why there is no such disk, in a sentence for the person who wrote the specification.
 #[derive(Debug, thiserror::Error)]
@@ -188,6 +190,36 @@ pub(crate) fn with_size(spec: &str, bytes: u64) -> String {
     }
 }
 
+/// The path of a disk that is a file or a device, as `spec` says it.
+#[must_use]
+pub(crate) fn file(spec: &str) -> Option<PathBuf> {
+    let (spec, _) = split(spec).ok()?;
+    let is_other = ["nvme:", "vfio-user:"].iter().any(|scheme| spec.starts_with(scheme));
+    if is_other || NbdSpec::is_one(&spec) || RbdSpec::is_one(&spec) {
+        return None;
+    }
+    Some(FileSpec::parse(&spec).ok()??.path)
+}
+
+/// Why such a disk is none for a process that may open files only that it was handed, if it is not.
+#[must_use]
+pub(crate) fn outside(spec: &str) -> Option<&'static str> {
+    if NbdSpec::is_one(spec) {
+        return Some("connects to a server by itself");
+    }
+    if RbdSpec::is_one(spec) {
+        return Some("loads the library of Ceph, which does as it likes");
+    }
+    if spec.starts_with("nvme:") {
+        return Some("has a device of its own, by VFIO");
+    }
+    if spec.starts_with("vfio-user:") {
+        return Some("connects to another server by itself");
+    }
+    let options = FileSpec::parse(&split(spec).ok()?.0).ok()??.options;
+    options.allow_backing.then_some("may have other files, which it names itself")
+}
+
 /// How much memory a disk takes of this machine's when it is full, if it is one of memory.
 #[must_use]
 pub(crate) fn memory_of(spec: &str) -> Option<u64> {
@@ -265,7 +297,18 @@ fn write_protection(spec: &str, is_read_only: bool) -> Result<Option<String>, Di
     }
 }
 
+/// From now on this process opens no disk that is [none](outside) for its sandbox.
+pub(crate) fn contain() {
+    IS_CONTAINED.store(true, Ordering::Relaxed);
+}
+
+static IS_CONTAINED: AtomicBool = AtomicBool::new(false);
+
 fn open_unlimited(spec: &str, open: Open) -> Result<Arc<dyn Disk>, DiskSpecError> {
+    if let Some(why) = outside(spec).filter(|_| IS_CONTAINED.load(Ordering::Relaxed)) {
+        let why = anyhow!("{spec} {why}: the server needs `--sandbox off` for that");
+        return Err(DiskSpecError::Device(exit::bad_input(why)));
+    }
     if NbdSpec::is_one(spec) {
         let disk = NbdDisk::open(&NbdSpec::parse(spec)?)?;
         tracing::info!("{}: {}", disk.name(), disk.describe());

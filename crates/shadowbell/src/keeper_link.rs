@@ -95,6 +95,49 @@ pub(crate) mod to_keeper {
     pub(crate) const ITEMS: u8 = b'I';
     /// It goes on for the one before, and what is kept for itself counts from now on.
     pub(crate) const TAKEN: u8 = b'A';
+    /// Have a new worker of the same program take over; the outcome is for the descriptor.
+    pub(crate) const UPGRADE: u8 = b'U';
+    /// The descriptor is a socket at which it will ask for images to be [opened](opening).
+    pub(crate) const OPENER: u8 = b'O';
+}
+
+/// What a worker in a sandbox asks for, and what it is told.
+pub(crate) mod opening {
+    use shadowbell_backend::Access;
+
+    /// The path of a file or a device that it may have, without symbolic links. No answer.
+    pub(crate) const FILE: u8 = b'f';
+    /// The same of a directory: all that is below it. No answer.
+    pub(crate) const DIRECTORY: u8 = b'd';
+    /// The same of the configuration file: whenever that is asked for, what it names then counts,
+    /// too. No answer.
+    pub(crate) const CONFIG: u8 = b'k';
+    /// That is all that it may have.
+    pub(crate) const COMPLETE: u8 = b'c';
+    /// A descriptor that names what is at this path (`O_PATH`).
+    pub(crate) const NAME: u8 = b'n';
+    /// What the descriptor names, opened anew; how is said by a letter.
+    pub(crate) const OPEN: u8 = b'o';
+    /// This was opened.
+    pub(crate) const OPENED: u8 = b'y';
+    /// An error of the system's, a number.
+    pub(crate) const ERRNO: u8 = b'e';
+    /// It is not to be had: why.
+    pub(crate) const REFUSED: u8 = b'r';
+
+    const ACCESS: [(Access, &str); 3] =
+        [(Access::Read, "r"), (Access::Write, "w"), (Access::WriteAlone, "x")];
+
+    /// How something is to be opened, as it is said.
+    pub(crate) fn access(access: Access) -> &'static str {
+        ACCESS.iter().find(|(other, _)| *other == access).map_or("", |(_, letter)| letter)
+    }
+
+    /// The other way round.
+    pub(crate) fn parse_access(body: &[u8]) -> Option<Access> {
+        let known = ACCESS.iter().find(|(_, letter)| letter.as_bytes() == body);
+        known.map(|(access, _)| *access)
+    }
 }
 
 /// From who asks a keeper.
@@ -105,6 +148,8 @@ pub(crate) mod question {
     pub(crate) const SERVES: u8 = b's';
     /// Have a new worker take over: the path of its program, or nothing for that of the old one.
     pub(crate) const UPGRADE: u8 = b'u';
+    /// Let the worker have the image at this path, in which there are no symbolic links.
+    pub(crate) const GRANT: u8 = b'g';
 }
 
 /// From a keeper that was asked.

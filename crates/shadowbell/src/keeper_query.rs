@@ -13,7 +13,21 @@ use std::path::{Path, PathBuf};
 /// A keeper that can be asked.
 pub(crate) struct Keeper(OwnedFd);
 
+/// It does not answer.
+const GONE: &str = "the keeper has ended";
+
 impl Keeper {
+    /// A keeper at the other end of this socket.
+    pub(crate) fn over(socket: OwnedFd) -> Self {
+        Self(socket)
+    }
+
+    /// Lets its worker have the image at this path, in which there are no symbolic links. Whether
+    /// it does.
+    pub(crate) fn grant(&self, image: &Path) -> bool {
+        ask(&self.0, question::GRANT, image).is_ok_and(|packet| packet.letter == answer::YES)
+    }
+
     /// The keeper of this server: by the number of its process or its worker's, or by the path of
     /// a socket at which that serves.
     ///
@@ -54,7 +68,13 @@ impl Keeper {
     /// Why the old one goes on.
     pub(crate) fn upgrade(&self, program: Option<&Path>) -> anyhow::Result<String> {
         let program = program.map_or(OsStr::new(""), Path::as_os_str);
-        let packet = ask(&self.0, question::UPGRADE, program)?;
+        keeper_link::send(&self.0, question::UPGRADE, program, None).context(GONE)?;
+        self.outcome()
+    }
+
+    /// What became of an upgrade that it was asked for, as [`upgrade`](Self::upgrade) says it.
+    pub(crate) fn outcome(&self) -> anyhow::Result<String> {
+        let packet = keeper_link::receive(&self.0, false).context(GONE)?.context(GONE)?;
         match packet.letter {
             answer::YES => Ok(packet.text()),
             _ => Err(anyhow!(packet.text())),
@@ -102,7 +122,6 @@ fn connect_to(name: &str) -> io::Result<OwnedFd> {
 }
 
 fn ask(keeper: &OwnedFd, letter: u8, what: impl AsRef<OsStr>) -> anyhow::Result<Packet> {
-    let gone = "the keeper has ended";
-    keeper_link::send(keeper, letter, what, None).context(gone)?;
-    keeper_link::receive(keeper, false).context(gone)?.context(gone)
+    keeper_link::send(keeper, letter, what, None).context(GONE)?;
+    keeper_link::receive(keeper, false).context(GONE)?.context(GONE)
 }

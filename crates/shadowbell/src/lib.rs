@@ -40,6 +40,7 @@
 //! | `items` | what a keeper holds for its worker, and how it travels |
 //! | `keeper_link` | what keepers, workers and `upgrade` say to each other |
 //! | `keeper_query` | finds the keeper of a server, and asks it |
+//! | `grant` | lets a server in a sandbox have images |
 //! | `control` | what a server and those who control it say to each other |
 //! | `notify` | what a service manager is told |
 //! | `live_stats` | what a server and `top` say to each other |
@@ -71,6 +72,7 @@ mod descriptor_limit;
 mod disk_spec;
 mod exit;
 mod export;
+mod grant;
 mod inspect;
 mod items;
 mod keeper;

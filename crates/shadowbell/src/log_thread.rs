@@ -42,7 +42,10 @@ const BATCH: usize = 4096;
 
 /// Where lines are left; clones lead to the same thread.
 #[derive(Clone)]
-pub(crate) struct LogThread(Arc<Shared>);
+pub(crate) struct LogThread {
+    shared: Arc<Shared>,
+    pace: Option<Pace>,
+}
 
 struct Shared {
     /// Who has started the log, which is no thread that guests cause to say anything.
@@ -118,11 +121,8 @@ impl Lines {
 }
 
 impl LogThread {
-    /// Starts the thread, which writes to `sink`.
-    ///
-    /// # Errors
-    /// The system has no more threads.
-    pub(crate) fn start(sink: impl Write + Send + 'static, limits: Limits) -> io::Result<Self> {
+    /// Takes lines. They wait for the thread to be [started](Self::start).
+    pub(crate) fn new(limits: Limits) -> Self {
         let lines = Lines {
             waiting: VecDeque::new(),
             bytes: 0,
@@ -137,39 +137,47 @@ impl LogThread {
             came: Condvar::new(),
             written: Condvar::new(),
         });
+        Self { shared, pace: limits.pace }
+    }
+
+    /// Starts the thread, which writes to `sink`.
+    ///
+    /// # Errors
+    /// The system has no more threads.
+    pub(crate) fn start(&self, sink: impl Write + Send + 'static) -> io::Result<()> {
         let thread = std::thread::Builder::new().name("sb-log".into());
-        let ours = Arc::clone(&shared);
-        thread.spawn(move || ours.write_all(sink, limits.pace))?;
-        Ok(Self(shared))
+        let (ours, pace) = (Arc::clone(&self.shared), self.pace);
+        thread.spawn(move || ours.write_all(sink, pace))?;
+        Ok(())
     }
 
     /// Leaves a line, or counts it. Never waits for whoever reads the log. The thread that has
     /// started this has as much room again for itself: an end that is logged should be there.
     pub(crate) fn line(&self, line: &[u8]) {
-        let reserve = current().id() == self.0.starter;
-        if self.0.lines.lock().offer(line, reserve) {
-            self.0.came.notify_one();
+        let reserve = current().id() == self.shared.starter;
+        if self.shared.lines.lock().offer(line, reserve) {
+            self.shared.came.notify_one();
         }
     }
 
     /// Leaves a line for which there is always room: one of the last, of which there are few.
     pub(crate) fn last_words(&self, line: &[u8]) {
-        let mut lines = self.0.lines.lock();
+        let mut lines = self.shared.lines.lock();
         lines.push_count();
         lines.push(line.to_vec());
         drop(lines);
-        self.0.came.notify_one();
+        self.shared.came.notify_one();
     }
 
     /// Waits until everything that was left before is written, but no longer than `most`. Whether
     /// it is.
     pub(crate) fn finish(&self, most: Duration) -> bool {
         let until = Instant::now() + most;
-        let mut lines = self.0.lines.lock();
+        let mut lines = self.shared.lines.lock();
         lines.hurried = true;
-        self.0.came.notify_one();
+        self.shared.came.notify_one();
         while lines.writing || !lines.waiting.is_empty() || lines.dropped != 0 {
-            if self.0.written.wait_until(&mut lines, until).timed_out() {
+            if self.shared.written.wait_until(&mut lines, until).timed_out() {
                 return false;
             }
         }
@@ -274,7 +282,8 @@ mod tests {
     #[test]
     fn a_reader_that_stands_still_holds_up_nobody_and_learns_what_it_missed() {
         let (reader, writer) = io::pipe().unwrap();
-        let log = LogThread::start(writer, free(256 * 1024)).unwrap();
+        let log = LogThread::new(free(256 * 1024));
+        log.start(writer).unwrap();
         // Far more than the pipe and the log's memory hold. If one of these waited, this would
         // never end.
         let line = [b'x'; 1023];
@@ -305,9 +314,10 @@ mod tests {
     #[test]
     fn the_count_of_what_is_missing_is_where_it_is_missing() {
         let (reader, writer) = io::pipe().unwrap();
-        let log = LogThread::start(writer, free(1000)).unwrap();
+        let log = LogThread::new(free(1000));
+        log.start(writer).unwrap();
         // With the lock held nothing is taken.
-        let mut lines = log.0.lines.lock();
+        let mut lines = log.shared.lines.lock();
         assert!(lines.offer(&[b'a'; 500], false));
         assert!(!lines.offer(&[b'b'; 500], false));
         assert!(!lines.offer(b"b", false), "what is half full does not take one in between");
@@ -354,7 +364,8 @@ mod tests {
     fn whoever_waits_for_the_end_does_not_wait_for_the_pace() {
         let (reader, writer) = io::pipe().unwrap();
         let pace = Pace { per_second: 1, burst: 10 };
-        let log = LogThread::start(writer, Limits { waiting: 4096, pace: Some(pace) }).unwrap();
+        let log = LogThread::new(Limits { waiting: 4096, pace: Some(pace) });
+        log.start(writer).unwrap();
         for _ in 0..20 {
             log.line(b"0123456789\n");
         }

@@ -7,6 +7,7 @@ use std::fmt;
 use std::io::IsTerminal;
 use std::panic::PanicHookInfo;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::EnvFilter;
@@ -25,7 +26,9 @@ const WAITING_VERBOSE: usize = 16 << 20;
 /// How long the end of the program waits for whoever reads the log.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// The thread that writes, from [`start`] on.
+/// Whether the thread was started.
+static HAS_BEGUN: AtomicBool = AtomicBool::new(false);
+/// What is to be written, from [`start`] on.
 static LOG: OnceLock<LogThread> = OnceLock::new();
 /// What is logged, from [`start`] on.
 static FILTER: OnceLock<Filter> = OnceLock::new();
@@ -100,9 +103,9 @@ pub(crate) fn is_talkative() -> bool {
     tracing::enabled!(Level::INFO)
 }
 
-/// Starts logging. `RUST_LOG` says what is logged, if it is set; it takes what
-/// [`EnvFilter`] takes, such as `shadowbell_vfio_user=trace`. `timed`: lines begin with the time,
-/// as those of a service have to.
+/// Takes what is logged, which is written from [`begin`] on. `RUST_LOG` says what that is, if it is
+/// set; it takes what [`EnvFilter`] takes, such as `shadowbell_vfio_user=trace`. `timed`: lines
+/// begin with the time, as those of a service have to.
 pub(crate) fn start(args: &Args, timed: bool) {
     let (text, filter) = match std::env::var("RUST_LOG") {
         Ok(directives) if !directives.is_empty() => {
@@ -118,8 +121,7 @@ pub(crate) fn start(args: &Args, timed: bool) {
     } else {
         Limits { waiting: WAITING, pace: Some(PACE) }
     };
-    // Without a thread there is none to serve with either, and that will be said.
-    let Ok(log) = LogThread::start(std::io::stderr(), limits) else { return };
+    let log = LogThread::new(limits);
     let writer = log.clone();
     // Fails only where a subscriber is there already: in a test, which wants its own.
     let subscriber = tracing_subscriber::fmt()
@@ -138,6 +140,16 @@ pub(crate) fn start(args: &Args, timed: bool) {
     }
 }
 
+/// Starts to write what is logged, and what was logged before. Until then this has no thread.
+pub(crate) fn begin() {
+    if let Some(log) = LOG.get()
+        && !HAS_BEGUN.swap(true, Ordering::Relaxed)
+    {
+        // Without a thread there is none to serve with either, and that will be said.
+        let _ = log.start(std::io::stderr());
+    }
+}
+
 /// Says something of the program's own on standard error, after what was logged before. Whoever
 /// reads it may stand still: that holds up the end of the program for a moment, and nothing else.
 pub(crate) fn last_words(text: &str) {
@@ -153,6 +165,7 @@ pub(crate) fn last_words(text: &str) {
 
 /// Waits until what was logged is written, for a moment at most.
 pub(crate) fn finish() {
+    begin();
     if let Some(log) = LOG.get() {
         let _ = log.finish(LAST_WORDS);
     }

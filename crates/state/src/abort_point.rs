@@ -104,6 +104,17 @@ pub fn abort_point(point: AbortPoint) {
     let _ = point;
 }
 
+/// Where a process looks for the point at which it is to end, and leaves a sign that it has: the
+/// directory of `SHADOWBELL_ABORT_FILE`. None without the feature `abort-points`, nor in an
+/// optimised build.
+#[must_use]
+pub fn abort_directory() -> Option<std::path::PathBuf> {
+    #[cfg(all(feature = "abort-points", debug_assertions))]
+    return armed::directory();
+    #[cfg(not(all(feature = "abort-points", debug_assertions)))]
+    None
+}
+
 /// A step of one command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CommandStep {
@@ -172,6 +183,11 @@ mod armed {
             }
             die(Signal::KILL);
         }
+    }
+
+    pub(super) fn directory() -> Option<std::path::PathBuf> {
+        let file = std::env::var_os("SHADOWBELL_ABORT_FILE")?;
+        Some(std::path::Path::new(&file).parent()?.to_owned())
     }
 
     /// What is asked for, and the file that is to be there in the end.

@@ -9,7 +9,9 @@ mod error;
 mod parcel;
 mod version;
 
-pub use abort_point::{AbortPoint, CommandStep, WrongOrder, abort_command, abort_point, is_wrong};
+pub use abort_point::{
+    AbortPoint, CommandStep, WrongOrder, abort_command, abort_directory, abort_point, is_wrong,
+};
 pub use bytes::Bytes;
 pub use descriptors::{Descriptors, FdRef};
 pub use error::StateError;

@@ -1,5 +1,6 @@
 //! An image that is open and locked, whatever is in it.
 
+use super::opener::{self, Access, At};
 use super::options::Direct;
 use super::shared::Alignment;
 use crate::error::OpenError;
@@ -8,9 +9,10 @@ use crate::sys;
 use rustix::fs::{AtFlags, OFlags, StatxFlags};
 use rustix::io::Errno;
 use shadowbell_state::{WrongOrder, is_wrong};
-use std::fs::{File, Metadata, OpenOptions};
+use std::fs::{File, Metadata};
 use std::io::{self, Seek, SeekFrom};
-use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -42,13 +44,20 @@ impl ImageFile {
     /// # Errors
     /// [`OpenError`], in a sentence that says what is wrong with the file and what to do.
     pub fn open(path: &Path, read_only: bool) -> Result<Self, OpenError> {
-        Self::open_at(path, path, read_only, LockWait::Short)
+        let named = opener::name(path).transpose().map_err(|source| {
+            match look_at(path, At::Path(path)) {
+                Err(error @ OpenError::NoFile { .. }) => error,
+                _ => refused(path.display().to_string(), source),
+            }
+        })?;
+        let at = named.as_ref().map_or(At::Path(path), |named| At::Named(named.as_fd()));
+        Self::open_at(path, at, read_only, LockWait::Short)
     }
 
     /// Opens what is called `path` to a person, and is at `at`.
     pub(super) fn open_at(
         path: &Path,
-        at: &Path,
+        at: At<'_>,
         read_only: bool,
         lock_wait: LockWait<'_>,
     ) -> Result<Self, OpenError> {
@@ -181,9 +190,9 @@ impl Drop for ImageFile {
 
 /// What is known of the block device or regular file at `path`; an error if it is neither. Asked
 /// before it is opened, since opening a pipe or a terminal may block or do things.
-fn look_at(path: &Path, at: &Path) -> Result<Metadata, OpenError> {
+fn look_at(path: &Path, at: At<'_>) -> Result<Metadata, OpenError> {
     let name = || path.display().to_string();
-    let metadata = std::fs::metadata(at).map_err(|source| refused(name(), source))?;
+    let metadata = at.metadata().map_err(|source| refused(name(), source))?;
     let kind = metadata.file_type();
     let what = if kind.is_file() || kind.is_block_device() {
         return Ok(metadata);
@@ -203,6 +212,10 @@ fn refused(path: String, source: io::Error) -> OpenError {
     match source.kind() {
         io::ErrorKind::NotFound => OpenError::Missing { path },
         io::ErrorKind::NotADirectory => OpenError::NoFile { path, what: "below a file" },
+        // It was not the system that said so.
+        io::ErrorKind::PermissionDenied if source.raw_os_error().is_none() => {
+            OpenError::NotGiven { path, why: source.to_string() }
+        }
         io::ErrorKind::PermissionDenied => OpenError::Unreadable { path, source },
         io::ErrorKind::IsADirectory => OpenError::NoFile { path, what: "a directory" },
         _ => OpenError::System { path, what: "opening it", source },
@@ -212,24 +225,18 @@ fn refused(path: String, source: io::Error) -> OpenError {
 /// Opens the file for writing too if that is wanted and possible; whether it is read-only.
 fn open_file(
     path: &Path,
-    at: &Path,
+    at: At<'_>,
     is_block: bool,
     read_only: bool,
     lock_wait: LockWait<'_>,
 ) -> Result<(File, bool), OpenError> {
     let name = || path.display().to_string();
-    let mut how = OpenOptions::new();
-    how.read(true);
     if !read_only {
-        let mut how = how.clone();
-        how.write(true);
         let is_fenced =
             !matches!(lock_wait, LockWait::AsLongAs(_) if is_wrong(WrongOrder::NoFence));
-        if is_block && is_fenced {
-            // Not while a file system on it is mounted, or it is part of a RAID.
-            how.custom_flags(libc::O_EXCL);
-        }
-        match retry_while(io::ErrorKind::ResourceBusy, lock_wait, || how.open(at)) {
+        // Of a device: not while a file system on it is mounted, or it is part of a RAID.
+        let access = if is_block && is_fenced { Access::WriteAlone } else { Access::Write };
+        match retry_while(io::ErrorKind::ResourceBusy, lock_wait, || at.open(access)) {
             Ok(file) => return Ok((file, false)),
             Err(e) => match e.raw_os_error() {
                 Some(libc::EACCES | libc::EPERM | libc::EROFS) => {}
@@ -252,7 +259,7 @@ fn open_file(
             },
         }
     }
-    how.open(at).map(|file| (file, true)).map_err(|e| refused(name(), e))
+    at.open(Access::Read).map(|file| (file, true)).map_err(|e| refused(name(), e))
 }
 
 /// What to do while another process has the file.

@@ -17,15 +17,16 @@
 
 use super::image::{ImageFile, LockWait, Wait};
 use super::open::take;
+use super::opener::At;
 use super::options::FileOptions;
 use super::shared::FileShared;
 use crate::error::OpenError;
 use crate::info::DiskInfo;
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{CWD, Mode, OFlags};
 use serde::{Deserialize, Serialize};
 use shadowbell_state::{Descriptors, FdRef};
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
@@ -40,7 +41,7 @@ struct KeptFile {
 
 pub(super) fn keep(shared: &FileShared, fds: &mut Descriptors) -> io::Result<serde_json::Value> {
     let path = format!("/proc/self/fd/{}", shared.file.as_raw_fd());
-    let image = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+    let image = rustix::fs::openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
     let kept = KeptFile {
         image: fds.add(image),
         info: shared.info.clone(),
@@ -60,9 +61,8 @@ pub(super) fn recover(
     let refused = |why| OpenError::NotThatDisk { disk: path.display().to_string(), why };
     let kept = KeptFile::deserialize(state).map_err(|error| refused(error.to_string()))?;
     let named = fds.take(kept.image).map_err(|error| refused(error.to_string()))?;
-    let at = format!("/proc/self/fd/{}", named.as_raw_fd());
-    let lock_wait = LockWait::AsLongAs(wait);
-    let mut image = ImageFile::open_at(path, Path::new(&at), options.read_only, lock_wait)?;
+    let (at, lock_wait) = (At::Named(named.as_fd()), LockWait::AsLongAs(wait));
+    let mut image = ImageFile::open_at(path, at, options.read_only, lock_wait)?;
     if image.read_only && !kept.info.read_only {
         return Err(refused("it can not be written any more".to_owned()));
     }

@@ -43,6 +43,7 @@ mod flusher;
 mod image;
 mod kept;
 mod open;
+mod opener;
 mod options;
 mod queue;
 mod saved;
@@ -55,6 +56,7 @@ mod tests;
 
 pub use disk::FileDisk;
 pub use image::{ImageFile, Wait};
+pub use opener::{Access, Opener, open as open_image, open_images_by};
 pub use options::{Aio, Direct, FileOptions, Format};
 #[cfg(feature = "scripted")]
 pub use script::Script;

@@ -3,6 +3,7 @@
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 /// The variable that names another directory for the sockets.
 pub(crate) const VARIABLE: &str = "SHADOWBELL_RUN_DIR";
@@ -20,8 +21,20 @@ pub(crate) struct Place {
     pub(crate) path: Option<PathBuf>,
 }
 
+/// The directory, where it was settled.
+static SETTLED: OnceLock<Option<PathBuf>> = OnceLock::new();
+
+/// The directory in which each server has one, from now on, whoever's this process becomes.
+pub(crate) fn settle() -> Option<PathBuf> {
+    SETTLED.get_or_init(find).clone()
+}
+
 /// The directory in which each server has one. `None`: this user has no such directory.
 pub(crate) fn directory() -> Option<PathBuf> {
+    SETTLED.get().cloned().unwrap_or_else(find)
+}
+
+fn find() -> Option<PathBuf> {
     let is_root = rustix::process::geteuid().is_root();
     directory_for(is_root, |name| std::env::var_os(name).filter(|value| !value.is_empty()))
 }

@@ -31,6 +31,7 @@
 
 mod control;
 mod deaths;
+mod opener;
 mod say;
 mod watchdog;
 mod worker;
@@ -240,9 +241,7 @@ impl Keeper {
             let wait = next.saturating_duration_since(Instant::now()) + Duration::from_micros(100);
             Timespec::try_from(wait).ok()
         });
-        let workers = self.worker.iter().chain(self.upgrade.iter().map(|upgrade| &upgrade.new));
-        let workers = workers.chain(self.leaving.iter().map(|(worker, _)| worker));
-        let fds = workers.filter_map(Worker::link);
+        let fds = self.workers().filter_map(Worker::link);
         let fds = fds.chain(self.control.iter().flat_map(Control::fds));
         let fds = fds.chain([self.signals.as_fd()]);
         let mut fds: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
@@ -251,6 +250,19 @@ impl Keeper {
         fds.extend(link.map(|link| PollFd::from_borrowed_fd(link, PollFlags::OUT)));
         // Whatever it says, everything is looked at.
         let _ = poll(&mut fds, timeout.as_ref());
+    }
+
+    /// All that have not ended.
+    fn workers(&self) -> impl Iterator<Item = &Worker> {
+        let workers = self.worker.iter().chain(self.upgrade.iter().map(|upgrade| &upgrade.new));
+        workers.chain(self.leaving.iter().map(|(worker, _)| worker))
+    }
+
+    /// Whether somebody else than a worker asks: what that may have is not its own to say.
+    fn is_outside(&self, client: &OwnedFd) -> bool {
+        let peer = rustix::net::sockopt::socket_peercred(client).ok();
+        let pid = peer.map(|peer| peer.pid.as_raw_pid().cast_unsigned());
+        pid.is_some_and(|pid| self.workers().all(|worker| worker.pid() != pid))
     }
 
     fn take_signal(&mut self, signal: i32) {
@@ -312,6 +324,8 @@ impl Keeper {
                         worker.why = Some(packet.text());
                     }
                 }
+                // Of the program that serves, and of no other: that is not the worker's to say.
+                to_keeper::UPGRADE => self.begin_upgrade(None, packet.fd()),
                 to_keeper::GOES_ON => self.upgrade_failed(&packet.text()),
                 to_keeper::HANDED_OVER => {
                     if let Some(upgrade) = &mut self.upgrade {
@@ -723,9 +737,19 @@ impl Keeper {
                     pid == ours || self.worker.as_ref().is_some_and(|w| w.pid() == pid)
                 })
             }
+            question::GRANT => {
+                let is_outside = self.is_outside(&client);
+                if is_outside {
+                    opener::grant(packet.path());
+                }
+                is_outside
+            }
             question::SERVES => self.sockets.contains(&packet.path()),
             question::UPGRADE => {
                 let program = Some(packet.path()).filter(|path| !path.as_os_str().is_empty());
+                if program.is_some() && !self.is_outside(&client) {
+                    return tell_outcome(Some(client), Err("a worker names no program"));
+                }
                 return self.begin_upgrade(program, Some(client));
             }
             _ => return,

@@ -1,8 +1,10 @@
 //! A worker, as its keeper has it.
 
+use super::opener;
 use super::say::say;
 use crate::items::{COMPLETE, Items, Part};
 use crate::keeper_link::{self, AS_WORKER, Packet, to_keeper, to_worker};
+use signal_hook::consts::SIGSYS;
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -39,6 +41,8 @@ pub(super) struct Worker {
     items: Items,
     /// That is of no use: something of it could not be kept.
     is_broken: bool,
+    /// It asks for images to be opened.
+    has_opener: bool,
     /// What it is still to be told of what another one has left.
     parts: VecDeque<Part>,
 }
@@ -74,6 +78,7 @@ impl Worker {
             why: None,
             items: Items::default(),
             is_broken: false,
+            has_opener: false,
             parts: VecDeque::new(),
         })
     }
@@ -166,8 +171,16 @@ impl Worker {
                     return None;
                 }
             };
-            if packet.letter != to_keeper::ITEMS {
-                return Some(packet);
+            match packet.letter {
+                to_keeper::ITEMS => {}
+                to_keeper::OPENER => {
+                    // Once: what it may have is named before it is in its sandbox.
+                    if !std::mem::replace(&mut self.has_opener, true) {
+                        packet.fd().into_iter().for_each(opener::start);
+                    }
+                    continue;
+                }
+                _ => return Some(packet),
             }
             if self.is_broken {
                 continue;
@@ -214,6 +227,9 @@ pub(super) fn is_verb(word: &OsStr) -> bool {
 pub(super) fn how(status: ExitStatus) -> String {
     use std::os::unix::process::ExitStatusExt;
     match (status.signal(), status.code()) {
+        (Some(SIGSYS), _) => {
+            "was ended for a system call that its sandbox forbids (signal 31)".to_owned()
+        }
         (Some(signal), _) => format!("was ended by signal {signal}"),
         (None, code) => format!("ended with exit status {}", code.unwrap_or_default()),
     }

@@ -5,7 +5,7 @@ use super::server_config::{
 };
 use super::socket_access::{self, SocketAccess};
 use super::worker_link::Role;
-use super::{config_file, stats_file};
+use super::{config_file, sandbox, stats_file};
 use crate::control::place::{self, Place};
 use crate::controller_config::{ControllerConfig, DiskConfig, OfferedDoorbells};
 use crate::cpu_list::{self, CpuList};
@@ -89,6 +89,21 @@ pub(crate) struct Args {
     #[arg(long)]
     keeper: bool,
 
+    /// Give up what the process that serves does not need, before it reads anything of a guest's:
+    /// system calls, files other than those it is handed, new privileges. With auto as far as the
+    /// system and the disks let it; with a keeper for files, too
+    #[arg(long, value_enum, value_name = "WHEN", default_value_t)]
+    sandbox: sandbox::Mode,
+
+    /// Have the process that serves be this user's, a name or UID:GID; the keeper stays root's
+    #[arg(long, value_name = "USER", value_parser = sandbox::parse_user)]
+    user: Option<sandbox::User>,
+
+    /// Let a server in a sandbox open all images below this directory, and make sockets there, when
+    /// the control socket asks for it
+    #[arg(long, value_name = "DIRECTORY")]
+    allow: Vec<PathBuf>,
+
     /// How a keeper starts it
     #[arg(long, value_enum, hide = true, requires = "keeper")]
     pub(super) as_worker: Option<Role>,
@@ -110,6 +125,10 @@ With --keeper these are signals to the keeper, the process that was started. `sh
 SIGUSR2 to it replace the process that serves, by the program that is now at its path; guests keep \
 their controllers. A disk `mem:` is shared memory then. Under systemd: Type=notify, \
 ExecReload=kill -HUP $MAINPID, and WatchdogSec=60 has a process that hangs give way to another.
+
+The process that serves is in a sandbox, and the log says at the start what that holds for; with \
+--keeper also for files: images are opened by the keeper. Disks nbd:, rbd:, nvme:// and vfio-user: \
+have none.
 
 Options of a disk, as in `disk.img?direct=on&iops=1000`:
 
@@ -239,6 +258,12 @@ impl Args {
     /// Whether a file says what is to be served.
     pub(super) fn has_file(&self) -> bool {
         self.config.is_some()
+    }
+
+    /// What the process is to give up.
+    pub(super) fn sandbox(&self) -> sandbox::Asked {
+        let (mode, user, allow) = (self.sandbox, self.user.clone(), self.allow.clone());
+        sandbox::Asked { mode, user, allow, config: self.config.clone() }
     }
 
     /// What is to be served.

@@ -7,6 +7,7 @@ use super::server::Server;
 use super::server_config::ServerConfig;
 use super::stats_socket::{self, RestingStats, StatsSocket};
 use super::transfer;
+use super::worker_link::Asker;
 use parking_lot::Mutex;
 use shadowbell_state::Parcel;
 use std::io;
@@ -34,6 +35,8 @@ pub(super) struct Powers {
     pub(super) end: Arc<dyn Fn() + Send + Sync>,
     pub(super) serves_since: Instant,
     pub(super) upgrade_error: Arc<Mutex<Option<String>>>,
+    /// In a sandbox: the only way to the keeper.
+    pub(super) asks: Option<Asker>,
 }
 
 impl Asides {
@@ -154,6 +157,7 @@ fn start_control(
         settings: Settings::of(config),
         end: Box::new(move || end()),
         upgrade_error: Arc::clone(&powers.upgrade_error),
+        asks: powers.asks.clone(),
     };
     ControlSocket::start(resting, Arc::new(view))
 }

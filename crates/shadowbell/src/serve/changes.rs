@@ -9,6 +9,7 @@ use super::flush::flush;
 use super::keeping::Kept;
 use super::making::{bind_one, carrier, client_events, open_one, place, summary, with_origin};
 use super::registry::{Registry, ServedController};
+use super::sandbox;
 use super::server_config::{SocketConfig, disk_asked_for_twice};
 use crate::disk_spec::{self, DiskSpecError};
 use crate::exit;
@@ -257,7 +258,7 @@ impl Changes {
         let client = Arc::default();
         let handler = client_events(events, &client);
         let device = ControllerDevice::new(controller.clone(), handler)?;
-        let listener = bind_one(&asked)?;
+        let listener = bind_one(&asked).map_err(sandbox::explain)?;
         let served = ServedController::new(index, asked, controller, client);
         Ok(Prepared { served, device, listener })
     }

@@ -3,6 +3,7 @@
 //! A file is taken as a whole or not at all. Everything that is wrong with it is reported
 //! at once, as far as the file can be understood, each with the number of its line.
 
+use super::sandbox::open_config;
 use super::server_config::{
     MAX_POLL_US, MAX_WORKERS, Poll, ServerConfig, SocketConfig, TRACE_RECORDS, WorkerChoice,
     pool_options,
@@ -20,6 +21,7 @@ use shadowbell_backend::Limits;
 use shadowbell_controller::config::MAX_NAMESPACES;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
+use std::io::Read;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use toml::Spanned;
@@ -99,8 +101,8 @@ struct DiskTable {
 pub(crate) fn read(path: &Path) -> anyhow::Result<ServerConfig> {
     let name = path.display();
     let refuse = |why: fmt::Arguments<'_>| bad_input(anyhow!("{name}: {why}"));
-    let metadata = std::fs::metadata(path)
-        .map_err(|error| refuse(format_args!("the configuration can not be read: {error}")))?;
+    let unreadable = |error| refuse(format_args!("the configuration can not be read: {error}"));
+    let metadata = std::fs::metadata(path).map_err(unreadable)?;
     if !metadata.is_file() {
         return Err(refuse(format_args!("it is no file; give the path of a TOML file")));
     }
@@ -110,8 +112,9 @@ pub(crate) fn read(path: &Path) -> anyhow::Result<ServerConfig> {
             metadata.len()
         )));
     }
-    let text = std::fs::read_to_string(path)
-        .map_err(|error| refuse(format_args!("the configuration can not be read: {error}")))?;
+    let mut text = String::new();
+    let read = open_config(path).and_then(|mut file| file.read_to_string(&mut text));
+    read.map_err(unreadable)?;
     parse(&text, &name.to_string()).map_err(|why| bad_input(anyhow!(why)))
 }
 

@@ -19,12 +19,37 @@ pub(super) struct FaultArgs {
              its own choice: `--timeout` of `bench` and `verify`, 30 s in the Linux driver."]
     #[arg(long = "faults", value_name = "SPEC")]
     faults: Option<Faults>,
+
+    /// Do, once it serves, what a process in a sandbox may not: a system call by its name, without
+    /// arguments, or open:PATH or write:PATH
+    #[arg(long, value_name = "WHAT")]
+    attempt: Vec<String>,
 }
 
 /// What was injected so far, by controller.
 pub(super) struct InjectedFaults(Vec<(String, Injected)>);
 
 impl FaultArgs {
+    /// Attempts what was asked for, and logs what comes of it.
+    pub(super) fn attempt(&self) {
+        for what in &self.attempt {
+            let outcome = match what.split_once(':') {
+                Some(("open", path)) => std::fs::File::open(path).map(drop),
+                Some(("write", path)) => std::fs::File::create(path).map(drop),
+                _ => {
+                    let named = |call: &syscalls::Sysno| call.name() == what;
+                    let call = syscalls::Sysno::iter().find(named);
+                    let number = call.map_or(-1, |call| call.id());
+                    shadowbell_memory::sigsys::attempt(number)
+                }
+            };
+            match outcome {
+                Ok(()) => warn!("attempt {what}: nothing was in the way"),
+                Err(error) => warn!("attempt {what}: {error}"),
+            }
+        }
+    }
+
     /// Injects faults into every controller from here on.
     pub(super) fn begin(&self, server: &Server) -> InjectedFaults {
         let Some(faults) = &self.faults else { return InjectedFaults(Vec::new()) };

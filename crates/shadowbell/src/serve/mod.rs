@@ -29,6 +29,7 @@
 //! | `recover` | that other process |
 //! | `phases` | how long each part of its beginning took |
 //! | `pulse` | whether all threads still answer, for a service manager that wants to know |
+//! | `sandbox` | what the process gives up before it reads anything of a guest's |
 //! | `worker_link` | what is said to a keeper, if there is one |
 //! | `faults` | `--faults`, in a build with that feature |
 //!
@@ -58,6 +59,7 @@ mod pulse;
 mod reactor_thread;
 mod recover;
 mod registry;
+mod sandbox;
 mod server;
 mod server_config;
 mod socket_access;
@@ -74,7 +76,7 @@ pub(crate) use config_file::read as read_config_file;
 use crate::disk_spec::{self, DiskSpecError};
 use crate::keeper_link::{Packet, to_keeper, to_worker};
 use crate::signals::{EndSignals, Wake};
-use crate::{descriptor_limit, exit, limits, notify};
+use crate::{descriptor_limit, exit, limits, logging, notify};
 use anyhow::anyhow;
 use apply::Reload;
 use asides::{Answering, Asides, Powers};
@@ -132,6 +134,7 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let faults = args.faults.clone();
     let mut phases = Phases::begin();
     let given = args.clone();
+    let asked = args.sandbox();
     let config = args.config()?;
     let reload = Reload::of(&given, &config);
     descriptor_limit::raise();
@@ -155,6 +158,10 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
     let keeper_pid = link.and_then(|_| rustix::process::getppid());
     let keeper_pid = keeper_pid.map(|pid| pid.as_raw_pid().cast_unsigned());
     phases.ended("configuration");
+    // Before there is another thread, and before anything is read that comes from outside.
+    let contained = sandbox::enter(&asked, &config, link)?;
+    logging::begin();
+    phases.ended("sandbox");
     let (mut server, asides) = match (keeper, &keeping) {
         (Some((Role::Successor, link)), Some(keeping)) => {
             match take_over::take_over(&config, link, keeping, ended)? {
@@ -194,6 +201,7 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
         end: Arc::new(move || handle.close()),
         serves_since: Instant::now(),
         upgrade_error: Arc::default(),
+        asks: link.filter(|_| contained.is_some()).map(WorkerLink::asker).transpose()?,
     };
     let mut answering = Some(asides.start(&server, &config, &powers)?);
     match keeper {
@@ -214,6 +222,8 @@ fn serve(args: Args, keeper: Option<(Role, &WorkerLink)>) -> anyhow::Result<Exit
             notify::tell(&notify::ready(&server.registry().summary()));
         }
     }
+    #[cfg(feature = "faults")]
+    faults.attempt();
     let mut watchdog = Pulse::wanted(link);
     let is_left = loop {
         match wait(&mut signals, link, &mut watchdog, &server, &config, reload.as_ref())? {

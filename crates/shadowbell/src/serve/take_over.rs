@@ -103,7 +103,7 @@ pub(super) fn begin_trace(server: &Server, config: &ServerConfig) {
     let mut kept = path.clone().into_os_string();
     kept.push(".before");
     // There may be none any more.
-    let _ = std::fs::rename(path, kept);
+    let _ = rustix::fs::renameat(rustix::fs::CWD, path, rustix::fs::CWD, kept);
     if let Err(error) = server.trace(config) {
         warn!("doorbells are not recorded any more: {error:#}");
     }

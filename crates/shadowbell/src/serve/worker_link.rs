@@ -4,6 +4,7 @@ use super::store::Store;
 use crate::exit::bad_input;
 use crate::items::Items;
 use crate::keeper_link::{self, Packet, to_keeper, to_worker};
+use crate::keeper_query::Keeper;
 use anyhow::{Context, anyhow, bail};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use shadowbell_controller::Death;
@@ -91,6 +92,14 @@ impl WorkerLink {
         }
     }
 
+    /// Who asks the keeper for an upgrade.
+    ///
+    /// # Errors
+    /// The system has no more descriptors.
+    pub(super) fn asker(&self) -> io::Result<Asker> {
+        Ok(Asker(Arc::new(Self(Arc::new(self.0.try_clone()?)))))
+    }
+
     /// Says something; in vain if the keeper is gone, which is noticed elsewhere.
     pub(super) fn say(&self, letter: u8, body: &str) {
         let _ = keeper_link::send(&self.0, letter, body, None);
@@ -99,6 +108,14 @@ impl WorkerLink {
     /// The same, from a thread that waits for nobody: a keeper that does not listen misses it.
     pub(super) fn say_now(&self, letter: u8, body: &str) {
         let _ = keeper_link::send_bytes(&self.0, letter, body.as_bytes(), &[], true);
+    }
+
+    /// Gives the keeper a descriptor.
+    ///
+    /// # Errors
+    /// The keeper is gone.
+    pub(super) fn give(&self, letter: u8, fd: OwnedFd) -> io::Result<()> {
+        keeper_link::send(&self.0, letter, "", Some(fd.as_fd()))
     }
 
     /// These are the sockets, and they are served: what, in a few words.
@@ -125,6 +142,22 @@ impl WorkerLink {
     /// What the keeper says next; `None` if it is gone.
     pub(super) fn hear(&self) -> Option<Packet> {
         keeper_link::receive(&self.0, false).ok().flatten()
+    }
+}
+
+/// Asks the keeper for an upgrade, where nothing else can be asked of it.
+#[derive(Clone)]
+pub(super) struct Asker(Arc<WorkerLink>);
+
+impl Asker {
+    /// Asks for one. The keeper, for its answer.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(super) fn upgrade(&self) -> io::Result<Keeper> {
+        let (ours, theirs) = keeper_link::pair()?;
+        self.0.give(to_keeper::UPGRADE, theirs)?;
+        Ok(Keeper::over(ours))
     }
 }
 

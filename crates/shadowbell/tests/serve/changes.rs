@@ -186,7 +186,7 @@ fn a_server_without_controllers_gets_them_later() {
     let directory = tempfile::tempdir().unwrap();
     std::fs::write(directory.path().join("vms.toml"), "controller = []\n").unwrap();
     let mut command = program();
-    command.args(["serve", "--keeper", "--config", "vms.toml"]);
+    command.args(["serve", "--keeper", "--config", "vms.toml", "--allow", "."]);
     let mut server = Server::spawn(command, directory, &["run/vms/control.sock"]);
     assert_eq!(ctl_json(&server, &["status"])["controllers"], 0);
     let save = |name: &str| {
@@ -198,6 +198,13 @@ fn a_server_without_controllers_gets_them_later() {
     assert_eq!(ctl(&server, &["apply", "none.toml"]).0, Some(0));
     let add = ["controller", "add", "vm0", "mem:1MiB", "--socket", "vm0.sock"];
     assert_eq!(ctl(&server, &add).0, Some(0));
+    let elsewhere = tempfile::tempdir().unwrap();
+    let socket = elsewhere.path().join("vm1.sock");
+    let add = ["controller", "add", "vm1", "mem:1MiB", "--socket", socket.to_str().unwrap()];
+    let (code, _, errors) = ctl(&server, &add);
+    if server.stderr().contains("holds for files") {
+        assert!(code == Some(1) && errors.contains("`serve --allow DIRECTORY`"), "{errors}");
+    }
     let options = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
     let mut guest = attach(&server.directory().join("vm0.sock"), &options);
     assert_eq!(read(&mut guest), Status::SUCCESS);

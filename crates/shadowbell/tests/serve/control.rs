@@ -34,7 +34,7 @@ fn control_socket(server: &Server) -> PathBuf {
 }
 
 /// A request as any program makes it: the status and the body of the answer.
-fn ask(server: &Server, request: &str) -> (u16, String) {
+pub(crate) fn ask(server: &Server, request: &str) -> (u16, String) {
     let mut stream = UnixStream::connect(control_socket(server)).unwrap();
     // It may answer before it has read everything, and hang up.
     let _ = stream.write_all(request.as_bytes());
@@ -46,7 +46,7 @@ fn ask(server: &Server, request: &str) -> (u16, String) {
     (status.unwrap_or_else(|| panic!("{answer:?}")), body)
 }
 
-fn request(method: &str, path: &str, body: &str) -> String {
+pub(crate) fn request(method: &str, path: &str, body: &str) -> String {
     format!(
         "{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}",
         body.len()
@@ -225,7 +225,18 @@ fn whoever_asks_during_upgrades_is_answered() {
     });
     assert!(asked > 5, "{asked}");
     // One that fails says so afterwards.
-    let (status, _) = ask(&server, &request("POST", "/v1/upgrade", r#"{"binary":"/bin/false"}"#));
+    let other = r#"{"binary":"/bin/false"}"#;
+    let (status, body) = ask(&server, &request("POST", "/v1/upgrade", other));
+    // It is in a sandbox, and must not say what its keeper starts.
+    assert!(status == 409 && body.contains("`shadowbell upgrade --binary`"), "{status} {body}");
+    let program = server.directory().join("program");
+    std::fs::copy(env!("CARGO_BIN_EXE_shadowbell"), &program).unwrap();
+    // A child of another test may have the copy open for a moment.
+    until("an upgrade to the copy", || {
+        ctl(&server, &["upgrade", "--binary", program.to_str().unwrap()]).0 == Some(0)
+    });
+    std::fs::remove_file(&program).unwrap();
+    let (status, _) = ask(&server, &request("POST", "/v1/upgrade", ""));
     assert_eq!(status, 202);
     until("the reason", || ctl_json(&server, &["status"])["upgrade_error"].is_string());
     drop(guest);

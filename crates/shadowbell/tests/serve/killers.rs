@@ -9,13 +9,13 @@ use shadowbell_spec::Status;
 /// A client's command kills three processes, and is completed with an error then. Others go on.
 #[test]
 fn a_command_that_has_killed_three_processes_is_given_up() {
-    let server = server_with(2, &[], &[("SHADOWBELL_ABORT_COMMAND", "start:24,end:48")]);
+    let server = server_with(2, &[], &[("SHADOWBELL_ABORT_COMMAND", "start:20024,end:20048")]);
     let mut client = Client::attach(&socket(&server, 0));
     let load = Load::start(&server, 1, 1);
     until("the load", || server.stderr().contains("vm1.sock: the guest has 1 I/O queue"));
     client.write(1, 0, 1);
-    // Of the file, by its end; of the memory, before it is carried out.
-    for (nsid, lba) in [(1, 48), (2, 24)] {
+    // Of the file, by its end; of the memory, before it is carried out. Beyond what the load uses.
+    for (nsid, lba) in [(1, 20048), (2, 20024)] {
         assert_eq!(client.try_write(nsid, lba, 3), Status::INTERNAL.with_dnr());
         client.write(1, 0, 2);
     }

@@ -23,6 +23,7 @@ mod notify;
 mod output;
 mod recover;
 mod restore;
+mod sandbox;
 mod stacked;
 mod stalling;
 mod steps;

@@ -63,7 +63,8 @@ impl Load {
         // It attaches once: nobody looks at what the disk holds before.
         command.args(["verify", &target, "--runtime", "600", "--iodepth", "32", "--json"]);
         command.arg("--force");
-        command.args(["--size", "16MiB", "--timeout", "20"]);
+        // Half of the disk: the rest is for others.
+        command.args(["--size", "8MiB", "--timeout", "20"]);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         Self(command.spawn().unwrap())
     }

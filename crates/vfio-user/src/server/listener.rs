@@ -9,7 +9,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{CWD, FlockOperation, Mode, OFlags, RenameFlags, flock, open, renameat_with};
+use rustix::fs::{CWD, FlockOperation, Mode, OFlags, RenameFlags, flock, openat, renameat_with};
 use serde::{Deserialize, Serialize};
 use shadowbell_state::{Bytes, Descriptors, FdRef};
 
@@ -296,7 +296,7 @@ fn new_socket() -> Result<OwnedFd, Errno> {
 /// Best effort: a file system without locks must not keep anybody from listening.
 fn lock_directory(directory: &Path) -> Option<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let fd = open(directory, flags, Mode::empty()).ok()?;
+    let fd = openat(CWD, directory, flags, Mode::empty()).ok()?;
     let until = Instant::now() + DIRECTORY_LOCK;
     loop {
         match flock(&fd, FlockOperation::NonBlockingLockExclusive) {

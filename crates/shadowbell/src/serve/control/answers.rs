@@ -602,7 +602,8 @@ fn set_log_level(wanted: &LogLevel) -> Result<LogLevel, Problem> {
     request_body = Option<Upgrade>,
     responses(
         (status = 202, description = "The keeper was asked", body = Status),
-        (status = 409, description = "There is no keeper", body = Problem)
+        (status = 409, description = "There is no keeper; or a program is named, and the server is in a sandbox",
+            body = Problem)
     ))]
 fn upgrade(view: &View, wanted: Upgrade) -> Result<Status, Problem> {
     let pid = view.keeper_pid.ok_or_else(|| {
@@ -610,16 +611,30 @@ fn upgrade(view: &View, wanted: Upgrade) -> Result<Status, Problem> {
                    `shadowbell serve --keeper`";
         Problem::new(Code::Conflict, why)
     })?;
-    let keeper = Keeper::find(Path::new(&pid.to_string()));
-    let keeper = keeper.map_err(|error| Problem::new(Code::Failed, exit::line(&error)))?;
+    let failed = |error: anyhow::Error| Problem::new(Code::Failed, exit::line(&error));
     let binary = wanted.binary.map(PathBuf::from);
-    let binary = binary.as_deref().map(|path| program("`binary`", path)).transpose();
-    let binary = binary.map_err(|error| Problem::new(Code::BadRequest, exit::line(&error)))?;
+    let outcome: Box<dyn FnOnce() -> anyhow::Result<String> + Send> = match &view.asks {
+        Some(_) if binary.is_some() => {
+            let why = "a server in a sandbox names no program: `shadowbell upgrade --binary` does";
+            return Err(Problem::new(Code::Conflict, why));
+        }
+        Some(asks) => {
+            let keeper = asks.upgrade().map_err(|error| failed(error.into()))?;
+            Box::new(move || keeper.outcome())
+        }
+        None => {
+            let keeper = Keeper::find(Path::new(&pid.to_string())).map_err(failed)?;
+            let binary = binary.as_deref().map(|path| program("`binary`", path)).transpose();
+            let binary =
+                binary.map_err(|error| Problem::new(Code::BadRequest, exit::line(&error)))?;
+            Box::new(move || keeper.upgrade(binary.as_deref()))
+        }
+    };
     let last_error = Arc::clone(&view.upgrade_error);
     *last_error.lock() = None;
     // Its answer comes when this process has ended, or goes on.
     let wait = move || {
-        if let Err(error) = keeper.upgrade(binary.as_deref()) {
+        if let Err(error) = outcome() {
             *last_error.lock() = Some(exit::line(&error));
         }
     };

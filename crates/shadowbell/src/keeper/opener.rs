@@ -1,0 +1,272 @@
+//! Opens images for a worker that may open nothing by itself: see `serve/sandbox`.
+//!
+//! Each worker that asks for it has a thread here, which ends with the worker's end of the socket:
+//! a file system that does not answer holds up the worker's question, and not the keeper. A worker
+//! says what was named to it before it is in its sandbox; from then on it is asked questions only.
+//! What is opened is a regular file or a block device that
+//!
+//! * the command line or the configuration file names, or that is below a directory of `--allow`;
+//! * somebody who may ask the keeper has [granted](grant), as `shadowbell ctl` does;
+//! * or was opened for a worker before: then it may be called otherwise by now.
+
+use super::say::say;
+use crate::disk_spec;
+use crate::grant::disks_of;
+use crate::keeper_link::{self, Packet, opening};
+use parking_lot::Mutex;
+use rustix::fs::{FileType, Mode, OFlags, fstat, open};
+use rustix::io::Errno;
+use shadowbell_backend::{Access, open_image};
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
+
+/// The most paths that can be granted: one that is granted anew is the newest.
+const MOST: usize = 4096;
+
+/// What all workers may have, whoever it was named to.
+static SHARED: Mutex<Shared> = Mutex::new(Shared { granted: Vec::new(), opened: Vec::new() });
+
+struct Shared {
+    granted: Vec<PathBuf>,
+    /// Device and inode number.
+    opened: Vec<(u64, u64)>,
+}
+
+/// What is at this path, without symbolic links in it, may be opened from now on.
+pub(super) fn grant(path: PathBuf) {
+    let granted = &mut SHARED.lock().granted;
+    granted.retain(|other| *other != path);
+    if granted.len() >= MOST {
+        granted.remove(0);
+    }
+    granted.push(path);
+}
+
+/// Answers the questions of a worker at this socket until that is closed.
+pub(super) fn start(socket: OwnedFd) {
+    let thread = std::thread::Builder::new().name("sb-opener".into()).stack_size(256 << 10);
+    let started = thread.spawn(move || {
+        let mut named = Named::default();
+        while let Ok(Some(packet)) = keeper_link::receive(&socket, false) {
+            if answer(&socket, &mut named, packet).is_err() {
+                return;
+            }
+        }
+    });
+    if let Err(error) = started {
+        say(&format!("error: no images can be opened for the process that serves: {error}"));
+    }
+}
+
+/// What was named to one worker.
+#[derive(Default)]
+struct Named {
+    files: Vec<PathBuf>,
+    directories: Vec<PathBuf>,
+    config: Option<PathBuf>,
+    is_complete: bool,
+}
+
+fn answer(socket: &OwnedFd, named: &mut Named, packet: Packet) -> io::Result<()> {
+    let outcome = match packet.letter {
+        opening::FILE | opening::DIRECTORY | opening::CONFIG if named.is_complete => {
+            Err(io::Error::other("nothing more can be named"))
+        }
+        opening::FILE => {
+            named.files.push(packet.path());
+            return Ok(());
+        }
+        opening::DIRECTORY => {
+            named.directories.push(packet.path());
+            return Ok(());
+        }
+        opening::CONFIG => {
+            named.config = Some(packet.path());
+            return Ok(());
+        }
+        opening::COMPLETE => {
+            named.is_complete = true;
+            return keeper_link::send(socket, opening::OPENED, "", None);
+        }
+        opening::NAME => name(named, &packet.path()),
+        opening::OPEN => {
+            let access = opening::parse_access(&packet.body);
+            match (access, packet.fd()) {
+                (Some(access), Some(image)) => reopen(named, image.as_fd(), access),
+                _ => Err(Errno::INVAL.into()),
+            }
+        }
+        _ => Err(Errno::INVAL.into()),
+    };
+    match outcome {
+        // It is closed here as soon as it was sent: nobody else may have what it opens.
+        Ok(file) => keeper_link::send(socket, opening::OPENED, "", Some(file.as_fd())),
+        Err(error) => match error.raw_os_error() {
+            Some(errno) => keeper_link::send(socket, opening::ERRNO, errno.to_string(), None),
+            None => keeper_link::send(socket, opening::REFUSED, error.to_string(), None),
+        },
+    }
+}
+
+impl Named {
+    /// What the configuration file names by now may be had as well: it is the operator's.
+    fn read_config(&mut self) {
+        let Some(Ok(text)) = self.config.as_ref().map(std::fs::read_to_string) else { return };
+        for path in disks_of(&text).iter().filter_map(|disk| disk_spec::file(disk)) {
+            if let Ok(path) = path.canonicalize()
+                && !self.files.contains(&path)
+            {
+                self.files.push(path);
+            }
+        }
+    }
+}
+
+/// A descriptor that names what is at `path`.
+fn name(named: &mut Named, path: &Path) -> io::Result<OwnedFd> {
+    let image = open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+    if named.config.as_ref().is_some_and(|config| path.canonicalize().is_ok_and(|p| p == *config)) {
+        named.read_config();
+        return Ok(image);
+    }
+    let id = check(named, image.as_fd())?;
+    let opened = &mut SHARED.lock().opened;
+    if !opened.contains(&id) {
+        opened.push(id);
+    }
+    Ok(image)
+}
+
+/// The image that `image` names, opened anew.
+fn reopen(named: &Named, image: BorrowedFd<'_>, access: Access) -> io::Result<OwnedFd> {
+    check(named, image)?;
+    let path = format!("/proc/self/fd/{}", image.as_raw_fd());
+    Ok(open_image(Path::new(&path), access)?.into())
+}
+
+/// Whether it may be opened. Its device and inode number.
+fn check(named: &Named, image: BorrowedFd<'_>) -> io::Result<(u64, u64)> {
+    let about = fstat(image)?;
+    let id = (about.st_dev, about.st_ino);
+    let kind = FileType::from_raw_mode(about.st_mode);
+    match kind {
+        FileType::RegularFile | FileType::BlockDevice => {}
+        FileType::Directory => return Err(Errno::ISDIR.into()),
+        _ => return Err(Errno::NODEV.into()),
+    }
+    let link = rustix::fs::readlink(format!("/proc/self/fd/{}", image.as_raw_fd()), Vec::new())?;
+    let path = PathBuf::from(OsString::from_vec(link.into_bytes()));
+    let shared = SHARED.lock();
+    let is_named = named.files.contains(&path)
+        || named.config.as_ref() == Some(&path)
+        || named.directories.iter().any(|directory| path.starts_with(directory))
+        || shared.granted.contains(&path)
+        || shared.opened.contains(&id);
+    if is_named {
+        return Ok(id);
+    }
+    Err(io::Error::new(
+        io::ErrorKind::PermissionDenied,
+        format!(
+            "the sandbox lets the server have what it was started with, and what `shadowbell ctl` \
+             adds; `serve --allow {}` lets it have more",
+            path.parent().unwrap_or(&path).display()
+        ),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keeper_link::{pair, receive, send};
+    use std::fs::{File, write};
+    use std::io::Read;
+
+    struct Asks(OwnedFd);
+
+    impl Asks {
+        fn ask(&self, letter: u8, body: impl AsRef<Path>, fd: Option<BorrowedFd<'_>>) -> Packet {
+            send(&self.0, letter, body.as_ref(), fd).unwrap();
+            receive(&self.0, false).unwrap().unwrap()
+        }
+
+        /// The first letter of what can be read there, by the way that images take.
+        fn first(&self, path: &Path) -> Result<u8, String> {
+            let told = |packet: Packet| match packet.letter {
+                opening::OPENED => Ok(packet.fd().unwrap()),
+                opening::ERRNO => Err(format!("errno {}", packet.text())),
+                _ => Err(packet.text()),
+            };
+            let named = told(self.ask(opening::NAME, path, None))?;
+            assert!(
+                File::from(named.try_clone().unwrap()).read(&mut [0]).is_err(),
+                "it names only"
+            );
+            let opened = told(self.ask(opening::OPEN, "r", Some(named.as_fd())))?;
+            let mut first = [0];
+            File::from(opened).read_exact(&mut first).unwrap();
+            Ok(first[0])
+        }
+    }
+
+    #[test]
+    fn a_worker_gets_what_was_named_to_it_or_granted_and_nothing_else() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path().canonicalize().unwrap();
+        let path = |name: &str| root.join(name);
+        std::fs::create_dir(path("below")).unwrap();
+        for name in ["image", "later", "granted", "other", "below/x"] {
+            write(path(name), name).unwrap();
+        }
+        std::os::unix::fs::symlink(path("other"), path("below/link")).unwrap();
+        let config = |disks: &str| {
+            let text = format!("[[controller]]\nsocket = \"s\"\ndisks = [{disks}]\n");
+            write(path("config"), text).unwrap();
+        };
+        config("");
+        let (ours, theirs) = pair().unwrap();
+        start(theirs);
+        let worker = Asks(ours);
+        for (letter, name) in
+            [(opening::FILE, "image"), (opening::DIRECTORY, "below"), (opening::CONFIG, "config")]
+        {
+            send(&worker.0, letter, path(name), None).unwrap();
+        }
+        assert_eq!(worker.ask(opening::COMPLETE, "", None).letter, opening::OPENED);
+        assert_eq!(worker.first(&path("image")), Ok(b'i'));
+        assert_eq!(worker.first(&path("below/x")), Ok(b'b'));
+        let refused = |name: &str| {
+            let why = worker.first(&path(name)).unwrap_err();
+            assert!(why.contains("--allow"), "{name}: {why}");
+        };
+        ["other", "below/link", "below/../other", "granted", "later"].into_iter().for_each(refused);
+        assert_eq!(worker.first(&path("below")), Err(format!("errno {}", libc::EISDIR)));
+        assert_eq!(worker.first(Path::new("/dev/null")), Err(format!("errno {}", libc::ENODEV)));
+        assert_eq!(worker.first(&path("none")), Err(format!("errno {}", libc::ENOENT)));
+        // A descriptor that it has got in another way.
+        let flags = OFlags::PATH | OFlags::CLOEXEC;
+        let other = open(path("other"), flags, Mode::empty()).unwrap();
+        let answer = worker.ask(opening::OPEN, "w", Some(other.as_fd()));
+        assert_eq!(answer.letter, opening::REFUSED);
+        let null = open("/dev/null", flags, Mode::empty()).unwrap();
+        assert_eq!(worker.ask(opening::OPEN, "w", Some(null.as_fd())).letter, opening::ERRNO);
+        // Nothing is named any more, but by who may.
+        assert_eq!(worker.ask(opening::FILE, path("other"), None).letter, opening::REFUSED);
+        refused("other");
+        grant(path("granted"));
+        assert_eq!(worker.first(&path("granted")), Ok(b'g'));
+        // What the configuration comes to name counts when it is read again.
+        config(&format!("{:?}", path("later")));
+        refused("later");
+        assert_eq!(worker.first(&path("config")), Ok(b'['));
+        assert_eq!(worker.first(&path("later")), Ok(b'l'));
+        // By another name, and for another worker.
+        std::fs::rename(path("image"), path("renamed")).unwrap();
+        let (ours, theirs) = pair().unwrap();
+        start(theirs);
+        assert_eq!(Asks(ours).first(&path("renamed")), Ok(b'i'));
+    }
+}

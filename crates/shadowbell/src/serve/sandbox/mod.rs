@@ -1,0 +1,131 @@
+//! What a process that serves can do at most, whatever becomes of it (`serve --sandbox`).
+//!
+//! Guests, their VMMs and images are untrusted, and this process is what they reach. So before it
+//! reads anything of theirs, and while it has one thread, it gives up what it does not need:
+//!
+//! | what | how | module |
+//! |---|---|---|
+//! | its user | `--user` | `user` |
+//! | new privileges | `PR_SET_NO_NEW_PRIVS` | |
+//! | files, TCP, signals to others | Landlock; images are opened by the keeper | `files`, `opening` |
+//! | system calls | a seccomp filter; what it forbids ends the process | `calls`, `filter` |
+//! | core dumps, more descriptors, priorities | limits | `enter` |
+//!
+//! The command line and the configuration file are read before that.
+
+mod asked;
+mod calls;
+mod files;
+mod filter;
+mod opening;
+mod user;
+
+pub(super) use asked::{Asked, Mode};
+pub(super) use opening::open_config;
+pub(super) use user::{User, parse_user};
+
+use super::server_config::ServerConfig;
+use super::worker_link::WorkerLink;
+use crate::disk_spec;
+use crate::exit::bad_input;
+use anyhow::{Context, anyhow};
+use files::{Files, Held};
+use filter::Needs;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use tracing::{info, warn};
+
+/// Images are opened by the keeper, which can not be asked for anything else either. To be kept for
+/// as long as the process lives.
+pub(super) struct Contained(#[expect(dead_code, reason = "it is kept")] Held);
+
+/// Gives up what is not needed for `config`. This is the only thread.
+///
+/// # Errors
+/// It can not be had as it was asked for.
+pub(super) fn enter(
+    asked: &Asked,
+    config: &ServerConfig,
+    link: Option<&WorkerLink>,
+) -> anyhow::Result<Option<Contained>> {
+    let is_on = match (asked.mode, hindrance(config)) {
+        (Mode::Off, _) => false,
+        (_, None) => true,
+        (Mode::On, Some(why)) => {
+            return Err(bad_input(anyhow!("--sandbox on: {why}; it needs `--sandbox off`")));
+        }
+        (Mode::Auto, Some(why)) => {
+            warn!("there is no sandbox: {why}");
+            false
+        }
+    };
+    let mut files = None;
+    if is_on {
+        match files::prepare(asked, config, link) {
+            Ok(prepared) => files = Some(prepared),
+            Err(why) if asked.mode == Mode::On => {
+                return Err(bad_input(anyhow!("--sandbox on: {why}")));
+            }
+            Err(why) if link.is_none() => info!("the sandbox does not hold for files: {why}"),
+            Err(why) => warn!("the sandbox does not hold for files: {why}"),
+        }
+    }
+    if let Some(user) = &asked.user {
+        user::become_user(user, config).context("--user")?;
+    }
+    if !is_on {
+        return Ok(None);
+    }
+    disk_spec::contain();
+    limit();
+    let files = files.map(Files::restrict).transpose().context("Landlock")?;
+    HOLDS_FOR_FILES.store(files.is_some(), Ordering::Relaxed);
+    let needs = Needs { keeper: link.is_some(), tcp: config.metrics.is_some() };
+    let calls = match filter::install(needs) {
+        Ok(()) => format!("{} system calls", calls::count()),
+        Err(why) if asked.mode == Mode::On => return Err(why.context("--sandbox on")),
+        Err(why) => {
+            warn!("the sandbox does not hold for system calls: {why:#}");
+            "any system call".to_owned()
+        }
+    };
+    let held = files.as_ref().map(|files| format!(", and holds for {}", files.held));
+    let user = asked.user.as_ref().map(|user| format!(", user {user}")).unwrap_or_default();
+    info!("the sandbox has {calls}{}, no new privileges{user}", held.unwrap_or_default());
+    Ok(files.map(Contained))
+}
+
+/// It holds for files.
+static HOLDS_FOR_FILES: AtomicBool = AtomicBool::new(false);
+
+/// Says what to do about a socket that can not be made, if the sandbox may be why.
+pub(super) fn explain(why: anyhow::Error) -> anyhow::Error {
+    let mut causes = why.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
+    let is_denied = causes.any(|cause| cause.kind() == io::ErrorKind::PermissionDenied);
+    if !is_denied || !HOLDS_FOR_FILES.load(Ordering::Relaxed) {
+        return why;
+    }
+    why.context(
+        "the sandbox lets sockets be in the directories of those that the server was started with; \
+         `serve --allow DIRECTORY` lets them be in others",
+    )
+}
+
+/// Why what is to be served can not live in a sandbox.
+fn hindrance(config: &ServerConfig) -> Option<String> {
+    let disks = config.controllers.iter().flat_map(|served| &served.controller.disks);
+    let mut disks = disks.map(|disk| &disk.disk);
+    disks.find_map(|disk| Some(format!("{disk} {}", disk_spec::outside(disk)?)))
+}
+
+/// What a process of this kind never needs.
+fn limit() {
+    let none = Rlimit { current: Some(0), maximum: Some(0) };
+    // Guests' memory and descriptors do not belong into files.
+    let _ = setrlimit(Resource::Core, none);
+    let _ = setrlimit(Resource::Msgqueue, none);
+    let _ = setrlimit(Resource::Rtprio, none);
+    let files = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { maximum: files.current, ..files });
+}

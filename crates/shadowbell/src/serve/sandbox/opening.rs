@@ -1,0 +1,155 @@
+//! The keeper opens images for this process.
+
+use crate::keeper_link::{self, Packet, opening, to_keeper};
+use crate::serve::worker_link::WorkerLink;
+use parking_lot::Mutex;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use shadowbell_backend::{Access, Opener, open_images_by};
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+/// How long a keeper may take to say that it opens images.
+const ANSWERS: Duration = Duration::from_secs(5);
+
+/// The way to the thread of the keeper's that opens them; one question at a time.
+struct Opening(Mutex<OwnedFd>);
+
+static OPENING: OnceLock<Opening> = OnceLock::new();
+
+/// Opens images by [`OPENING`].
+struct ByKeeper(&'static Opening);
+
+/// Opens a file that is no image, for reading: the configuration.
+///
+/// # Errors
+/// The system's.
+pub(in crate::serve) fn open_config(path: &Path) -> io::Result<File> {
+    match OPENING.get() {
+        Some(opening) => opening.open(opening.name(path)?.as_fd(), Access::Read),
+        None => File::open(path),
+    }
+}
+
+/// What may be opened.
+#[derive(Debug, Default)]
+pub(super) struct Allowed {
+    /// Files and devices.
+    pub(super) files: Vec<PathBuf>,
+    /// All that is below.
+    pub(super) directories: Vec<PathBuf>,
+    /// The configuration file, and what it comes to name.
+    pub(super) config: Option<PathBuf>,
+}
+
+/// From now on the keeper opens images, these and no others.
+///
+/// # Errors
+/// It does not, in a sentence.
+pub(super) fn begin(link: &WorkerLink, allowed: &Allowed) -> Result<(), String> {
+    let begin = || -> io::Result<bool> {
+        let (ours, theirs) = keeper_link::pair()?;
+        link.give(to_keeper::OPENER, theirs)?;
+        let config: Vec<_> = allowed.config.iter().cloned().collect();
+        for (letter, paths) in [
+            (opening::FILE, &allowed.files),
+            (opening::DIRECTORY, &allowed.directories),
+            (opening::CONFIG, &config),
+        ] {
+            for path in paths.iter().filter_map(|path| path.canonicalize().ok()) {
+                keeper_link::send(&ours, letter, path, None)?;
+            }
+        }
+        keeper_link::send(&ours, opening::COMPLETE, "", None)?;
+        set_socket_timeout(&ours, Timeout::Recv, Some(ANSWERS))?;
+        let packet = keeper_link::receive(&ours, false)?;
+        set_socket_timeout(&ours, Timeout::Recv, None)?;
+        let answers = packet.is_some_and(|packet| packet.letter == opening::OPENED);
+        if answers {
+            let opening = OPENING.get_or_init(|| Opening(Mutex::new(ours)));
+            open_images_by(Box::new(ByKeeper(opening)));
+        }
+        Ok(answers)
+    };
+    match begin() {
+        Ok(true) => Ok(()),
+        Ok(false) => Err("the keeper is of an earlier release, and opens no images".to_owned()),
+        Err(error) => Err(format!("the keeper opens no images ({error})")),
+    }
+}
+
+impl Opening {
+    fn ask(
+        &self,
+        letter: u8,
+        body: impl AsRef<OsStr>,
+        fd: Option<BorrowedFd<'_>>,
+    ) -> io::Result<OwnedFd> {
+        let socket = self.0.lock();
+        keeper_link::send(&*socket, letter, body, fd)?;
+        let Some(packet) = keeper_link::receive(&*socket, false)? else {
+            return Err(io::Error::other("the keeper has ended"));
+        };
+        understand(packet)
+    }
+
+    fn name(&self, path: &Path) -> io::Result<OwnedFd> {
+        if path.as_os_str().as_bytes().len() >= keeper_link::MOST {
+            return Err(io::ErrorKind::InvalidFilename.into());
+        }
+        self.ask(opening::NAME, path, None)
+    }
+
+    fn open(&self, named: BorrowedFd<'_>, access: Access) -> io::Result<File> {
+        self.ask(opening::OPEN, opening::access(access), Some(named.as_fd())).map(File::from)
+    }
+}
+
+fn understand(packet: Packet) -> io::Result<OwnedFd> {
+    let nonsense = || io::Error::other("the keeper says something else");
+    match packet.letter {
+        opening::OPENED => packet.fd().ok_or_else(nonsense),
+        opening::ERRNO => {
+            Err(packet.text().parse().map_or_else(|_| nonsense(), io::Error::from_raw_os_error))
+        }
+        opening::REFUSED => Err(io::Error::new(io::ErrorKind::PermissionDenied, packet.text())),
+        _ => Err(nonsense()),
+    }
+}
+
+impl Opener for ByKeeper {
+    fn name(&self, path: &Path) -> io::Result<OwnedFd> {
+        self.0.name(path)
+    }
+
+    fn open(&self, named: BorrowedFd<'_>, access: Access) -> io::Result<File> {
+        self.0.open(named, access)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_are_understood() {
+        let packet = |letter, body: &str| Packet { letter, body: body.into(), fds: Vec::new() };
+        let error = |letter, body| understand(packet(letter, body)).unwrap_err();
+        assert_eq!(error(opening::ERRNO, "30").raw_os_error(), Some(30));
+        let refused = error(opening::REFUSED, "because");
+        assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
+        assert_eq!(refused.to_string(), "because");
+        for (letter, body) in [(opening::OPENED, ""), (opening::ERRNO, "x"), (b'?', "")] {
+            assert!(error(letter, body).to_string().contains("something else"));
+        }
+        for access in [Access::Read, Access::Write, Access::WriteAlone] {
+            assert_eq!(opening::parse_access(opening::access(access).as_bytes()), Some(access));
+        }
+        assert_eq!(opening::parse_access(b""), None);
+    }
+}

@@ -1,0 +1,117 @@
+//! The user that the process becomes.
+
+use crate::control::place;
+use crate::serve::server_config::ServerConfig;
+use crate::serve::socket_access::{SocketAccess, parse_group};
+use anyhow::{Context, bail};
+use rustix::fs::{AtFlags, CWD, Gid, Uid, chownat};
+use rustix::process::{Resource, Rlimit, geteuid, setrlimit};
+use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
+use std::fmt;
+use std::os::unix::fs::DirBuilderExt;
+
+/// A user, and the groups of this user.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct User {
+    name: String,
+    uid: u32,
+    gid: u32,
+    groups: Vec<u32>,
+}
+
+impl fmt::Display for User {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+/// The user of this name, or `UID:GID`.
+///
+/// # Errors
+/// There is none.
+pub(crate) fn parse_user(text: &str) -> Result<User, String> {
+    if let Some((uid, gid)) = text.split_once(':')
+        && let (Ok(uid), Ok(gid)) = (uid.parse(), gid.parse())
+    {
+        return Ok(User { name: text.to_owned(), uid, gid, groups: Vec::new() });
+    }
+    let read = |path| std::fs::read_to_string(path).unwrap_or_default();
+    find(text, &read("/etc/passwd"), &read("/etc/group")).ok_or_else(|| {
+        format!(
+            "/etc/passwd has no user `{text}`; one that is elsewhere is given by numbers, UID:GID"
+        )
+    })
+}
+
+fn find(name: &str, users: &str, groups: &str) -> Option<User> {
+    let (uid, gid) = users.lines().find_map(|line| {
+        let fields: Vec<_> = line.split(':').collect();
+        let [user, _, uid, gid, ..] = fields[..] else { return None };
+        (user == name).then(|| Some((uid.parse().ok()?, gid.parse().ok()?)))?
+    })?;
+    let groups = groups.lines().filter_map(|line| {
+        let fields: Vec<_> = line.split(':').collect();
+        let [_, _, gid, members, ..] = fields[..] else { return None };
+        members.split(',').any(|member| member == name).then(|| gid.parse().ok())?
+    });
+    Some(User { name: name.to_owned(), uid, gid, groups: groups.collect() })
+}
+
+/// Makes this thread, which is the only one, that user's.
+///
+/// # Errors
+/// It can not be, in a sentence.
+pub(super) fn become_user(user: &User, config: &ServerConfig) -> anyhow::Result<()> {
+    // Where it is does not change with the user.
+    let directory = place::settle();
+    if geteuid().as_raw() == user.uid {
+        return Ok(());
+    }
+    if !geteuid().is_root() {
+        bail!("only root can become {user}: start it as that user, and leave out `--user`");
+    }
+    if let (None, Some(directory)) = (&config.control.path, directory) {
+        let name = config.control.name.as_ref().unwrap_or(&config.default_name);
+        let own = directory.join(name);
+        let made = std::fs::DirBuilder::new().recursive(true).mode(0o755).create(&own);
+        let given = made.and_then(|()| {
+            let (uid, gid) = (Uid::from_raw(user.uid), Gid::from_raw(user.gid));
+            let flags = AtFlags::SYMLINK_NOFOLLOW;
+            Ok(chownat(CWD, &own, Some(uid), Some(gid), flags)?)
+        });
+        given.with_context(|| own.display().to_string())?;
+    }
+    // What root may have without being asked: memory that rings work on.
+    let all = Rlimit { current: None, maximum: None };
+    let _ = setrlimit(Resource::Memlock, all);
+    let SocketAccess { group, .. } = &config.socket_access;
+    let of_sockets = group.as_deref().and_then(|group| parse_group(group).ok());
+    let groups = user.groups.iter().copied().chain(of_sockets);
+    let groups: Vec<_> = groups.map(Gid::from_raw).collect();
+    let (uid, gid) = (Uid::from_raw(user.uid), Gid::from_raw(user.gid));
+    set_thread_groups(&groups)?;
+    set_thread_res_gid(gid, gid, gid)?;
+    set_thread_res_uid(uid, uid, uid)?;
+    if set_thread_res_uid(Uid::ROOT, Uid::ROOT, Uid::ROOT).is_ok() && user.uid != 0 {
+        bail!("the system lets this process become root again");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn users_are_found_with_their_groups() {
+        let users = "root:x:0:0:root:/root:/bin/sh\nsb:x:990:991::/:/bin/false\n";
+        let groups = "root:x:0:\ndisk:x:6:libvirt,sb\nkvm:x:107:sb\nsb:x:991:\n";
+        let user = find("sb", users, groups).unwrap();
+        assert_eq!((user.uid, user.gid, user.groups), (990, 991, vec![6, 107]));
+        assert!(find("nobody else", users, groups).is_none());
+        let user = parse_user("65534:65534").unwrap();
+        assert_eq!((user.uid, user.gid), (65534, 65534));
+        assert!(parse_user("no such user").unwrap_err().contains("/etc/passwd"));
+        assert_eq!(parse_user("root").unwrap().to_string(), "root");
+    }
+}

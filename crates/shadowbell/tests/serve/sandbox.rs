@@ -1,0 +1,216 @@
+//! What a server can do at most (`serve --sandbox`), and that it can do all that it has to.
+
+use crate::control::{ask, ctl, request};
+use crate::harness::{Server, finish, image, program, until};
+use crate::keeper::worker;
+use crate::recover::kill;
+use crate::upgrade::{Client, upgrade};
+use rustix::process::Signal;
+use serde_json::json;
+use std::os::unix::fs::{PermissionsExt, chown};
+
+fn status_of(pid: u32, key: &str) -> String {
+    crate::idle::status_of(pid, "shadowbell", key)
+}
+
+#[cfg(feature = "faults")]
+#[test]
+fn who_makes_a_system_call_that_is_none_of_its_own_is_ended() {
+    let directory = tempfile::tempdir().unwrap();
+    let calls =
+        ["execve", "execveat", "fork", "clone", "ptrace", "socket", "process_vm_writev", "bpf"];
+    for call in calls.into_iter().filter(|call| cfg!(target_arch = "x86_64") || *call != "fork") {
+        let mut command = program();
+        command.args(["serve", "null:1MiB", "--socket"]).arg(directory.path().join("vm.sock"));
+        command.args(["--attempt", call]).env("SHADOWBELL_RUN_DIR", directory.path());
+        let (status, _, errors) = finish(command);
+        assert_eq!(status, None, "{call}: it is ended by a signal: {errors}");
+        let line = format!("error: the sandbox forbids the system call {call} (");
+        assert!(errors.contains(&line) && errors.contains("SIGSYS"), "{call}: {errors}");
+        assert!(!errors.contains("attempt"), "{errors}");
+    }
+    // The keeper says so, too; and without a sandbox nothing is in the way.
+    let mut command = program();
+    command.args(["serve", "--keeper", "null:1MiB", "--socket"]);
+    command.arg(directory.path().join("vm.sock")).args(["--attempt", "socket"]);
+    let (_, _, errors) = finish(command);
+    assert!(errors.contains("for a system call that its sandbox forbids"), "{errors}");
+    let server = Server::start(&["null:1MiB"], &["--sandbox", "off", "--attempt", "getpid"]);
+    server.says("attempt getpid: nothing was in the way");
+    assert_eq!(status_of(server.pid(), "Seccomp"), "0");
+}
+
+#[cfg(feature = "faults")]
+#[test]
+fn what_was_not_handed_over_can_not_be_opened() {
+    let directory = tempfile::tempdir().unwrap();
+    let disk = image(directory.path(), "disk.img", 1 << 20);
+    let attempts =
+        ["open:/etc/passwd", "open:disk.img", "write:disk.img", "write:new", "open:/dev/null"];
+    let attempts: Vec<_> = attempts.into_iter().flat_map(|what| ["--attempt", what]).collect();
+    let mut server =
+        Server::start_in(directory, &["disk.img"], &[&["--keeper"], &attempts[..]].concat());
+    for what in attempts.iter().filter(|word| **word != "--attempt") {
+        server.says(&format!("attempt {what}: Permission denied"));
+    }
+    assert!(!server.directory().join("new").exists());
+    let mut guest = Client::attach(&server.socket());
+    guest.write(1, 0, 7);
+    assert_eq!(guest.read(1, 0), 7);
+    drop(guest);
+    assert!(server.stop().success());
+    assert_eq!(std::fs::read(disk).unwrap().len(), 1 << 20);
+}
+
+#[test]
+fn everything_goes_on_in_the_sandbox() {
+    let (directory, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    image(directory.path(), "disk.img", 4 << 20);
+    let path = |name: &str| elsewhere.path().join(name).to_str().unwrap().to_owned();
+    let others = ["a.img", "b.img", "c.img"];
+    others.iter().for_each(|name| drop(image(elsewhere.path(), name, 4 << 20)));
+    let mut server = Server::start_in(directory, &["disk.img"], &["--keeper", "--sandbox", "on"]);
+    server.says("no new privileges");
+    let mut guest = Client::attach(&server.socket());
+    guest.write(1, 0, 1);
+    let (status, _, errors) = ctl(&server, &["namespace", "add", "vm.sock", "2", &path("a.img")]);
+    assert_eq!(status, Some(0), "{errors}");
+    for round in 2..6 {
+        let before = worker(&server);
+        if round % 2 == 0 {
+            kill(&server, Signal::KILL);
+        } else {
+            let (status, _, errors) = upgrade(&server.pid().to_string(), None);
+            assert_eq!(status, Some(0), "{errors}");
+        }
+        until("another process", || worker(&server) != before);
+        assert_eq!(guest.read(1, 0), round - 1);
+        guest.write(1, 0, round);
+        assert_eq!(guest.read(1, 0), round);
+        assert_eq!(status_of(worker(&server), "Seccomp"), "2");
+        assert_eq!(status_of(worker(&server), "NoNewPrivs"), "1");
+    }
+    // One that goes, and comes back by another name.
+    std::fs::rename(path("a.img"), path("z.img")).unwrap();
+    kill(&server, Signal::KILL);
+    assert_eq!(guest.read(1, 0), 5);
+    let (status, _, errors) =
+        ctl(&server, &["namespace", "replace", "vm.sock", "2", &path("b.img")]);
+    assert_eq!(status, Some(0), "{errors}");
+    // Whoever is not the server's operator asks for nothing.
+    let namespace = |nsid: u32| {
+        let id = server.socket().to_str().unwrap().replace('/', "%2F");
+        format!("/v1/controllers/{id}/namespaces/{nsid}")
+    };
+    let wanted = |disk: &str| json!({ "disk": disk }).to_string();
+    for (disk, words) in [
+        (path("c.img"), "`serve --allow"),
+        ("/etc/passwd".to_owned(), "`serve --allow /etc`"),
+        ("nbd://127.0.0.1:1/x".to_owned(), "--sandbox off"),
+        ("vfio-user:/run/x.sock/1".to_owned(), "--sandbox off"),
+    ] {
+        let (code, body) = ask(&server, &request("PUT", &namespace(3), &wanted(&disk)));
+        assert!(code >= 400 && body.contains(words), "{disk}: {code} {body}");
+    }
+    drop(guest);
+    assert!(server.stop().success(), "{}", server.stderr());
+    assert!(!server.stderr().contains("forbids"), "{}", server.stderr());
+}
+
+/// Each kind of disk makes its own system calls.
+#[test]
+fn every_kind_of_disk_works() {
+    let directory = tempfile::tempdir().unwrap();
+    image(directory.path(), "raw.img", 4 << 20);
+    image(directory.path(), "threads.img", 4 << 20);
+    shadowbell_backend_qcow2::create(&directory.path().join("disk.qcow2"), 4 << 20).unwrap();
+    let disks =
+        ["raw.img", "threads.img?aio=threads&direct=off", "disk.qcow2", "mem:4MiB", "null:4MiB"];
+    let mut server = Server::start_in(directory, &disks, &["--keeper", "--sandbox", "on"]);
+    for nsid in 1..=4 {
+        let mut command = program();
+        let target = format!("vfio-user:{}/{nsid}", server.socket().display());
+        command.args(["verify", &target, "--number-ios", "2000"]);
+        let (status, output, errors) = finish(command);
+        assert_eq!(status, Some(0), "{nsid}: {output}{errors}");
+    }
+    assert!(server.stop().success(), "{}", server.stderr());
+    assert!(!server.stderr().contains("forbids"), "{}", server.stderr());
+}
+
+#[test]
+fn a_directory_can_be_allowed() {
+    let (directory, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let other = image(elsewhere.path(), "a.img", 4 << 20);
+    let allow = elsewhere.path().to_str().unwrap();
+    let options = ["--keeper", "--allow", allow];
+    let mut server = Server::start_in(directory, &["mem:1MiB"], &options);
+    let id = server.socket().to_str().unwrap().replace('/', "%2F");
+    let path = format!("/v1/controllers/{id}/namespaces/2");
+    let (code, body) = ask(&server, &request("PUT", &path, &json!({ "disk": other }).to_string()));
+    assert!(code < 300, "{code} {body}");
+    let socket = elsewhere.path().join("two.sock");
+    let (status, _, errors) = ctl(
+        &server,
+        &["controller", "add", "two", "mem:1MiB", "--socket", socket.to_str().unwrap()],
+    );
+    assert_eq!(status, Some(0), "{errors}");
+    drop(Client::attach(&socket));
+    assert!(server.stop().success());
+}
+
+#[test]
+fn what_can_not_live_in_it_is_said() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("vm.sock");
+    let mut command = program();
+    command.args(["serve", "--sandbox", "on", "nbd://127.0.0.1:1/x", "--socket"]).arg(&socket);
+    let (status, _, errors) = finish(command);
+    assert_eq!(status, Some(2), "{errors}");
+    assert!(errors.contains("connects to a server by itself") && errors.contains("--sandbox off"));
+    let mut command = program();
+    command.args(["serve", "--sandbox", "on", "mem:1MiB", "--socket"]).arg(&socket);
+    let (status, _, errors) = finish(command);
+    assert_eq!(status, Some(2), "{errors}");
+    assert!(errors.contains("there is no keeper"), "{errors}");
+    let server = Server::start(&["mem:1MiB"], &[]);
+    server.says("the sandbox does not hold for files: there is no keeper");
+    assert_eq!(status_of(server.pid(), "Seccomp"), "2");
+    let mut command = program();
+    command.args(["serve", "mem:1MiB", "--user", "no such user", "--socket"]).arg(&socket);
+    let (status, _, errors) = finish(command);
+    assert!(status == Some(2) && errors.contains("/etc/passwd"), "{status:?} {errors}");
+}
+
+#[test]
+fn it_can_be_another_user_s() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root can become another user");
+        return;
+    }
+    let (user, group) = (65534, 65534);
+    let directory = tempfile::tempdir().unwrap();
+    let elsewhere = tempfile::tempdir().unwrap();
+    let other = image(elsewhere.path(), "a.img", 4 << 20);
+    let disk = image(directory.path(), "disk.img", 4 << 20);
+    std::fs::set_permissions(&disk, PermissionsExt::from_mode(0o600)).unwrap();
+    chown(directory.path(), Some(user), Some(group)).unwrap();
+    let options = ["--keeper", "--user", &format!("{user}:{group}")];
+    let mut server = Server::start_in(directory, &["disk.img"], &options);
+    let ids = |pid| status_of(pid, "Uid").split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    assert_eq!(ids(worker(&server)), ["65534"; 4]);
+    assert_eq!(status_of(worker(&server), "CapEff"), "0000000000000000");
+    let mut guest = Client::attach(&server.socket());
+    guest.write(1, 0, 1);
+    kill(&server, Signal::KILL);
+    assert_eq!(guest.read(1, 0), 1);
+    let (status, _, errors) = upgrade(&server.pid().to_string(), None);
+    assert_eq!(status, Some(0), "{errors}");
+    assert_eq!(ids(worker(&server)), ["65534"; 4]);
+    let add = ["namespace", "add", "vm.sock", "2", other.to_str().unwrap()];
+    let (status, _, errors) = ctl(&server, &add);
+    assert_eq!(status, Some(0), "{errors}");
+    assert_eq!(guest.read(1, 0), 1);
+    drop(guest);
+    assert!(server.stop().success(), "{}", server.stderr());
+}
