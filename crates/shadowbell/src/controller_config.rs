@@ -3,6 +3,7 @@
 use crate::disk_spec::{self, DiskSpecError};
 use crate::exit;
 pub(crate) use crate::offered_doorbells::OfferedDoorbells;
+use crate::uuid_text::parse_uuid;
 use serde::{Deserialize, Serialize};
 use shadowbell_backend::Disk;
 use shadowbell_controller::config::{Config, ConfigError, NamespaceConfig, uuid_from};
@@ -44,10 +45,21 @@ pub(crate) struct DiskConfig {
 }
 
 impl DiskConfig {
-    /// A disk of which nothing else is said.
+    /// A disk of which nothing else is said, but perhaps its UUID, as an option.
     #[must_use]
     pub(crate) fn of(disk: impl Into<String>) -> Self {
-        Self { disk: disk.into(), uuid: None, nsid: None }
+        Self::with(disk.into(), None, None)
+    }
+
+    /// The same, with what else is said. An option `uuid=` of the disk counts if `uuid` is none.
+    #[must_use]
+    pub(crate) fn with(disk: String, uuid: Option<[u8; 16]>, nsid: Option<u32>) -> Self {
+        let (rest, option) = disk_spec::take_option(&disk, "uuid");
+        // What is no UUID stays there, and is refused when the disk is opened.
+        match option.and_then(|text| parse_uuid(&text)) {
+            Some(option) => Self { disk: rest, uuid: uuid.or(Some(option)), nsid },
+            None => Self { disk, uuid, nsid },
+        }
     }
 }
 
@@ -279,6 +291,23 @@ mod tests {
         let other = ControllerConfig::of(&["mem:1MiB"]).open("b").unwrap();
         assert_ne!(other.serial, config.serial);
         assert!(!uuids(&config).contains(&other.namespaces[0].uuid));
+    }
+
+    #[test]
+    fn a_uuid_can_be_an_option_of_the_disk() {
+        const UUID: &str = "0190163d-8694-739b-aea5-966c26f8ad91";
+        let disk = DiskConfig::of(format!("mem:1MiB?uuid={UUID}&block-size=4096"));
+        assert_eq!((&disk.disk[..], disk.uuid), ("mem:1MiB?block-size=4096", parse_uuid(UUID)));
+        let config = ControllerConfig { disks: vec![disk], ..ControllerConfig::default() };
+        // Wherever the controller is.
+        for location in ["a", "b"] {
+            let namespaces = config.open(location).unwrap().namespaces;
+            assert_eq!(Some(namespaces[0].uuid), parse_uuid(UUID));
+        }
+        // What is said beside the disk counts more, and what is no UUID stays to be refused.
+        let other = parse_uuid(&UUID.replace('9', "8"));
+        assert_eq!(DiskConfig::with(format!("x?uuid={UUID}"), other, Some(3)).uuid, other);
+        assert_eq!(DiskConfig::of("x?uuid=7").disk, "x?uuid=7");
     }
 
     #[test]

@@ -3,6 +3,7 @@
 
 use crate::limits::DiskLimits;
 use crate::target::{Target, not_a_disk};
+use crate::uuid_text::{no_uuid, parse_uuid};
 use crate::{exit, transport};
 use anyhow::anyhow;
 use shadowbell_backend::{Disk, FileSpec, Format, ImageFormat, Wait};
@@ -132,6 +133,12 @@ pub(crate) fn recover(
 
 /// What a specification says without its limits, and these.
 fn split(spec: &str) -> Result<(String, DiskLimits), DiskSpecError> {
+    // It says nothing of the disk itself.
+    let (spec, uuid) = take_option(spec, "uuid");
+    let spec = &spec[..];
+    if let Some(text) = uuid.filter(|text| parse_uuid(text).is_none()) {
+        return Err(wrong(spec, no_uuid(&text)));
+    }
     DiskLimits::split(spec).map_err(|why| {
         let spec = spec.to_owned();
         shadowbell_backend::OpenError::Spec { spec, why }.into()
@@ -175,6 +182,23 @@ pub(crate) fn with_option(spec: &str, name: &str, value: &str) -> String {
     });
     let all: Vec<_> = others.map(str::to_owned).chain([format!("{name}={value}")]).collect();
     format!("{disk}?{}", all.join("&"))
+}
+
+/// `spec` without an option, and the value of that.
+#[must_use]
+pub(crate) fn take_option(spec: &str, name: &str) -> (String, Option<String>) {
+    let Some((disk, options)) = spec.split_once('?') else { return (spec.to_owned(), None) };
+    let is_it = |option: &str| option.split_once('=').is_some_and(|(other, _)| other == name);
+    let found = options.split('&').find(|option| is_it(option));
+    let Some((_, value)) = found.and_then(|option| option.split_once('=')) else {
+        return (spec.to_owned(), None);
+    };
+    let others: Vec<_> = options.split('&').filter(|option| !is_it(option)).collect();
+    let rest = match &others[..] {
+        [] => disk.to_owned(),
+        others => format!("{disk}?{}", others.join("&")),
+    };
+    (rest, Some(value.to_owned()))
 }
 
 /// `spec` in another size, if it says one itself: that of a file is found by opening it.
@@ -433,6 +457,18 @@ mod tests {
         for spec in ["/a.img?direct=on", "mem:1MiB", "nvme://0000:01:00.0/1", "file:a%3F.img"] {
             assert_eq!(from_root(spec), spec);
         }
+    }
+
+    #[test]
+    fn an_option_is_taken_out() {
+        let taken = |spec| take_option(spec, "uuid");
+        assert_eq!(taken("a.img"), ("a.img".into(), None));
+        assert_eq!(taken("a.img?iops=5&x"), ("a.img?iops=5&x".into(), None));
+        assert_eq!(taken("a.img?uuid=7"), ("a.img".into(), Some("7".into())));
+        assert_eq!(taken("a?b=1&uuid=7&c=2"), ("a?b=1&c=2".into(), Some("7".into())));
+        let error = open("mem:1MiB?uuid=7").unwrap_err().into_error();
+        assert!(format!("{error:#}").contains("`7` is no UUID"), "{error:#}");
+        open("mem:1MiB?uuid=0190163d-8694-739b-aea5-966c26f8ad91").unwrap();
     }
 
     #[test]

@@ -8,6 +8,27 @@ pub(crate) fn uuid_text(bytes: &[u8; 16]) -> String {
     groups.map(|group| digits.get(group).unwrap_or_default()).join("-")
 }
 
+/// A UUID of 32 hexadecimal digits in groups of 8, 4, 4, 4 and 12 (RFC 9562, 4).
+pub(crate) fn parse_uuid(text: &str) -> Option<[u8; 16]> {
+    let groups: Vec<_> = text.split('-').collect();
+    if groups.iter().map(|group| group.len()).ne([8, 4, 4, 4, 12])
+        || !text.bytes().all(|b| b == b'-' || b.is_ascii_hexdigit())
+    {
+        return None;
+    }
+    let value = u128::from_str_radix(&groups.concat(), 16).ok()?;
+    (value != 0).then(|| value.to_be_bytes())
+}
+
+/// That this is none, in a sentence.
+#[must_use]
+pub(crate) fn no_uuid(text: &str) -> String {
+    format!(
+        "`{text}` is no UUID; write one like 0190163d-8694-739b-aea5-966c26f8ad91 (`uuidgen` makes \
+         them)"
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

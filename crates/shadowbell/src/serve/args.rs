@@ -134,6 +134,7 @@ Options of a disk, as in `disk.img?direct=on&iops=1000`:
 
   read-only=on|off        refuse writes; with off, fail if the file can not be written
   block-size=512|4096     bytes of a block
+  uuid=UUID               by which guests know it, wherever it is [default: made of serial and path]
   direct=on|off|auto      of a file: bypass the page cache
   aio=io_uring|threads    of a file: how it is read and written [default: io_uring if there is one]
   format=raw|qcow2        of a file: what is in it, instead of by its first bytes

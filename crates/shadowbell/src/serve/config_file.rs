@@ -15,6 +15,7 @@ use crate::cpu_list;
 use crate::exit::bad_input;
 use crate::limits::{self, Group};
 use crate::plain_words::plain;
+use crate::uuid_text::{no_uuid, parse_uuid};
 use anyhow::anyhow;
 use serde::Deserialize;
 use shadowbell_backend::Limits;
@@ -350,17 +351,11 @@ impl Check<'_> {
         let uuid = uuid.and_then(|text| {
             let uuid = parse_uuid(&text);
             if uuid.is_none() {
-                self.refuse(
-                    &entry,
-                    format!(
-                        "`{text}` is no UUID; write one like 0190163d-8694-739b-aea5-966c26f8ad91 \
-                         (`uuidgen` makes them)"
-                    ),
-                );
+                self.refuse(&entry, no_uuid(&text));
             }
             uuid
         });
-        DiskConfig { disk, uuid, nsid }
+        DiskConfig::with(disk, uuid, nsid)
     }
 }
 
@@ -387,18 +382,6 @@ pub(super) fn check_nsids(disks: &[DiskConfig]) -> Result<(), String> {
              before; these are {all:?}"
         )),
     }
-}
-
-/// A UUID of 32 hexadecimal digits in groups of 8, 4, 4, 4 and 12 (RFC 9562, 4).
-pub(super) fn parse_uuid(text: &str) -> Option<[u8; 16]> {
-    let groups: Vec<_> = text.split('-').collect();
-    if groups.iter().map(|group| group.len()).ne([8, 4, 4, 4, 12])
-        || !text.bytes().all(|b| b == b'-' || b.is_ascii_hexdigit())
-    {
-        return None;
-    }
-    let value = u128::from_str_radix(&groups.concat(), 16).ok()?;
-    (value != 0).then(|| value.to_be_bytes())
 }
 
 mod write;

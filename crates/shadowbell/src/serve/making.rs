@@ -7,6 +7,7 @@ use super::socket_access;
 use crate::controller_config::{ConfigureError, OfferedDoorbells};
 use crate::disk_spec;
 use crate::exit::bad_input;
+use crate::uuid_text::uuid_text;
 use anyhow::Context;
 use bytesize::ByteSize;
 use shadowbell_controller::{Carrier, Config, Controller};
@@ -96,5 +97,8 @@ pub(super) fn summary(served: &ServedController) -> String {
             )
         })
         .collect();
-    format!("{}: serving {}", served.name, disks.join(", "))
+    let uuids: Vec<_> = namespaces.iter().map(|(_, disk)| uuid_text(&disk.uuid)).collect();
+    let (disks, uuids) = (disks.join(", "), uuids.join(", "));
+    let serial = &served.controller.config().serial;
+    format!("{}: serving {disks}; serial {serial}, UUID {uuids}", served.name)
 }

@@ -18,6 +18,7 @@ use crate::serve::config_file;
 use crate::serve::registry::ServedController;
 use crate::serve::server_config::{Own, SocketConfig, WorkerChoice};
 use crate::serve::stats_file;
+use crate::uuid_text::parse_uuid;
 use crate::{exit, logging};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -291,7 +292,7 @@ fn add_namespace(
 ) -> Result<(bool, Namespace), Problem> {
     let wrong = |why: String| Problem::new(Code::BadRequest, why);
     let uuid = wanted.uuid.as_deref().map(uuid).transpose().map_err(wrong)?;
-    let disk = DiskConfig { disk: wanted.disk.clone(), uuid, nsid: Some(nsid) };
+    let disk = DiskConfig::with(wanted.disk.clone(), uuid, Some(nsid));
     let is_new = view.changes.add_namespace(id, nsid, &disk).map_err(problem)?;
     Ok((is_new, namespace(view, id, nsid)?))
 }
@@ -418,7 +419,7 @@ fn set_limit_group(view: &View, name: &str, wanted: &LimitSpec) -> Result<LimitG
 }
 
 fn uuid(text: &str) -> Result<[u8; 16], String> {
-    config_file::parse_uuid(text).ok_or_else(|| format!("`{text}` is no UUID"))
+    parse_uuid(text).ok_or_else(|| format!("`{text}` is no UUID"))
 }
 
 /// A controller as it was asked for by a request.
@@ -438,7 +439,7 @@ fn asked(id: &str, spec: &ControllerSpec) -> Result<SocketConfig, String> {
     }
     let disks = spec.disks.iter().map(|disk| {
         let uuid = disk.uuid.as_deref().map(uuid).transpose()?;
-        Ok(DiskConfig { disk: disk.disk.clone(), uuid, nsid: disk.nsid })
+        Ok(DiskConfig::with(disk.disk.clone(), uuid, disk.nsid))
     });
     let worker = spec.worker.as_deref().map(|worker| match worker {
         "own" => Ok(WorkerChoice::Own(Own::Own)),
