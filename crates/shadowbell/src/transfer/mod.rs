@@ -9,7 +9,7 @@ mod disk;
 use crate::overwrite::Overwrite;
 use crate::session::Session;
 use crate::target::{self, Target};
-use crate::{exit, parse};
+use crate::{exit, parse, signals};
 use anyhow::{Context, anyhow, bail};
 use disk::{DEPTH, DiskReader, DiskWriter};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -20,6 +20,7 @@ use std::fs::{self, File};
 use std::io::{self, IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Read bytes of a namespace
 #[derive(Clone, Debug, clap::Args)]
@@ -205,6 +206,8 @@ pub(crate) fn write(args: &WriteArgs) -> anyhow::Result<ExitCode> {
 /// The driver's, and with exit status [`exit::BAD_INPUT`] a destination that is too small.
 pub(crate) fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
     let CopyArgs { source, destination, overwrite } = args;
+    let stop = signals::stop_flag().context("signals can not be caught")?;
+    let pump = |reader, writer, bytes| pump(reader, writer, bytes, (destination, &stop));
     if source == destination {
         return Err(exit::bad_input(anyhow!("{source} is the source and the destination")));
     }
@@ -247,7 +250,10 @@ pub(crate) fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
             to.detach()
         });
         if let (Err(_), Some(path)) = (&outcome, created) {
-            tracing::warn!("{} is incomplete", path.display());
+            // Nobody wants it; what an error has left may be of use.
+            let is_removed = stop.load(Ordering::Relaxed) && fs::remove_file(&path).is_ok();
+            let what = if is_removed { "was incomplete, and is removed" } else { "is incomplete" };
+            tracing::warn!("{} {what}", path.display());
         }
         outcome?;
     }
@@ -256,11 +262,24 @@ pub(crate) fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn pump(mut reader: DiskReader, mut writer: DiskWriter, bytes: u64) -> anyhow::Result<()> {
+/// Copies all of it, unless the program is to end before.
+fn pump(
+    mut reader: DiskReader,
+    mut writer: DiskWriter,
+    bytes: u64,
+    (destination, stop): (&Target, &AtomicBool),
+) -> anyhow::Result<()> {
     let bar = progress(Some(bytes));
-    while let Some(bytes) = reader.next()? {
-        writer.write(bytes)?;
-        bar.inc(bytes.len() as u64);
+    let mut done = 0;
+    while let Some(read) = reader.next()? {
+        if stop.load(Ordering::Relaxed) {
+            // What is under way counts among these.
+            writer.finish()?;
+            bail!("interrupted: {destination} has the first {done} of {bytes} bytes");
+        }
+        writer.write(read)?;
+        done += read.len() as u64;
+        bar.inc(read.len() as u64);
     }
     writer.finish()?;
     bar.finish_and_clear();

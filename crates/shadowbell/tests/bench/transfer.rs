@@ -187,3 +187,36 @@ fn a_file_system_is_overwritten_if_that_is_meant() {
     line(&format!("copy {other} {image} --force")).assert().success();
     line(&format!("bench {image} --rw write --number-ios 10")).assert().success();
 }
+
+/// What an interrupted copy has made is no disk that somebody could take for the whole one.
+#[test]
+fn an_interrupted_copy_removes_or_names_what_it_has_written() {
+    const SLOW: &str = "mem:64MiB?read-bandwidth=4MiB";
+    let directory = tempfile::tempdir().unwrap();
+    let interrupt = |destination: &std::path::Path, began: &dyn Fn() -> bool| {
+        let copy = std::process::Command::new(env!("CARGO_BIN_EXE_shadowbell"))
+            .args(["copy", SLOW, destination.to_str().unwrap(), "-v"])
+            .stderr(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
+        while !began() {
+            assert!(std::time::Instant::now() < deadline, "it does not begin");
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        let id = rustix::process::Pid::from_child(&copy);
+        rustix::process::kill_process(id, rustix::process::Signal::INT).unwrap();
+        let output = copy.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let new = directory.path().join("new.img");
+    let text = interrupt(&new, &|| new.exists());
+    assert!(!new.exists() && text.contains("new.img was incomplete, and is removed"), "{text}");
+    // What was there before stays, with what has come to it. Written blocks begin at the first.
+    let there = directory.path().join("there.img");
+    fs::write(&there, vec![7; 64 << 20]).unwrap();
+    let text = interrupt(&there, &|| fs::read(&there).is_ok_and(|bytes| bytes[0] == 0));
+    assert!(text.contains("there.img has the first ") && text.contains(" of 67108864"), "{text}");
+    assert!(there.exists() && !text.contains("removed"), "{text}");
+}
