@@ -28,6 +28,8 @@ fn nobody_else_receives_a_descriptor() {
     for path in all {
         let text = std::fs::read_to_string(&path).unwrap();
         let name = path.strip_prefix(crates).unwrap().display().to_string();
+        // The list of system calls that a process may make names it as well.
+        let text = text.replace("libc::SYS_recvmsg", "");
         if ["recvmsg", "RecvAncillary", "ScmRights(rights)"].iter().any(|word| text.contains(word))
         {
             receive.push(name.clone());

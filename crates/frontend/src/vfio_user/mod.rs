@@ -136,6 +136,14 @@ impl ControllerDevice {
         u32::try_from(self.controller.vectors()).unwrap_or(0)
     }
 
+    /// Eventfds that the client has sent. What is none is refused; running out of descriptors is no
+    /// fault of its.
+    fn events(&self, fds: Vec<PeerFd>) -> Result<Vec<EventFd>, Errno> {
+        let event = |fd| EventFd::of_peer(Arc::new(fd), &self.signals);
+        let events: Result<Vec<_>, std::io::Error> = fds.into_iter().map(event).collect();
+        events.map_err(|e| e.raw_os_error().map_or(Errno::BADF, Errno::from_raw_os_error))
+    }
+
     /// Does what a write to the configuration space asks for.
     fn apply(&mut self, effects: &Effects, later: &mut Later<'_>) {
         if effects.function_level_reset {
@@ -230,6 +238,10 @@ impl Device for ControllerDevice {
         Ok(match index {
             // Vectors can be added one by one: `noresize` is not set.
             irq::MSIX => IrqInfo { count: self.vectors(), eventfd: true, ..IrqInfo::default() },
+            // For errors that make the device useless. There are none: what can go wrong here is
+            // told by CSTS.CFS, from which a host recovers, while QEMU stops the machine. But QEMU
+            // warns at each start if a device has no such interrupt.
+            irq::ERR => IrqInfo { count: 1, eventfd: true, noresize: true, ..IrqInfo::default() },
             _ => IrqInfo::default(),
         })
     }
@@ -322,16 +334,27 @@ impl Device for ControllerDevice {
         if action != IrqAction::Trigger {
             return Err(Errno::OPNOTSUPP);
         }
-        let available = if index == irq::MSIX { self.vectors() } else { 0 };
+        let available = match index {
+            irq::MSIX => self.vectors(),
+            irq::ERR => 1,
+            _ => 0,
+        };
         if count == 0 && matches!(data, IrqData::None) {
             // All of the kind are taken down, which is fine for a kind that there is none of.
-            for vector in 0..available {
+            for vector in (0..available).filter(|_| index == irq::MSIX) {
                 self.controller.set_interrupt(vector as usize, None);
             }
             return Ok(());
         }
         if start.checked_add(count).is_none_or(|end| end > available) {
             return Err(Errno::INVAL);
+        }
+        if index == irq::ERR {
+            // It is never raised, so nothing is kept.
+            return match data {
+                IrqData::Eventfds(fds) => self.events(fds).map(drop),
+                IrqData::None | IrqData::Bools(_) => Ok(()),
+            };
         }
         let vectors = (start..start + count).map(|vector| vector as usize);
         match data {
@@ -347,15 +370,7 @@ impl Device for ControllerDevice {
                 self.controller.set_interrupt(vector, None);
             }),
             IrqData::Eventfds(fds) => {
-                let events: Result<Vec<_>, _> = fds
-                    .into_iter()
-                    .map(|fd| EventFd::of_peer(Arc::new(fd), &self.signals))
-                    .collect();
-                // What is no eventfd is refused; running out of descriptors is no fault of theirs.
-                let errno = |e: std::io::Error| {
-                    e.raw_os_error().map_or(Errno::BADF, Errno::from_raw_os_error)
-                };
-                for (vector, event) in vectors.zip(events.map_err(errno)?) {
+                for (vector, event) in vectors.zip(self.events(fds)?) {
                     self.controller.set_interrupt(vector, Some(event));
                 }
             }

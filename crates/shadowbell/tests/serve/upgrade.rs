@@ -138,6 +138,20 @@ impl Client {
     }
 }
 
+/// Upgrades. On a busy machine a disk may take longer than clients can be kept waiting for, which is
+/// no fault: then it is tried again.
+#[track_caller]
+fn upgrade_when_it_can(target: &str, server: &Server) -> String {
+    for _ in 0..20 {
+        let (status, output, errors) = upgrade(target, None);
+        if status == Some(0) {
+            return output;
+        }
+        assert!(errors.contains("that did not end within 200 ms"), "{errors}\n{}", server.stderr());
+    }
+    panic!("each of 20 times a disk was slow: {}", server.stderr());
+}
+
 #[test]
 fn a_verifying_load_goes_on_through_twenty_upgrades() {
     let mut server = server(4, &["--stats-socket", "top.sock"]);
@@ -154,8 +168,7 @@ fn a_verifying_load_goes_on_through_twenty_upgrades() {
             1 => server.pid().to_string(),
             _ => pids.last().unwrap().to_string(),
         };
-        let (status, output, errors) = upgrade(&target, None);
-        assert_eq!(status, Some(0), "upgrade {n}: {errors}\n{}", server.stderr());
+        let output = upgrade_when_it_can(&target, &server);
         assert!(output.contains("serves"), "{output}");
         until("the old one's end", || children(server.pid()).len() == 1);
         let now = worker(&server);
