@@ -269,6 +269,8 @@ fn begin(corpus: &Path) -> Result<()> {
 /// Runs it, and shows those lines of its output that are for people.
 fn watch(target: &str, command: &mut Command, done: &mut Done) -> Result<()> {
     command.env("ASAN_OPTIONS", sanitizer(target));
+    let suppressions = root().join("fuzz/leaks.txt");
+    command.env("LSAN_OPTIONS", format!("suppressions={}", suppressions.display()));
     let mut child = command.stderr(Stdio::piped()).spawn().context("cargo fuzz")?;
     let mut found = None;
     for line in BufReader::new(child.stderr.take().context("no output")?).split(b'\n') {
