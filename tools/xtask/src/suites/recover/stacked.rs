@@ -124,7 +124,7 @@ fn below(guest: &mut Guest) -> Result<()> {
         &format!(
             "dd if=/dev/urandom of=/tmp/data bs=1M count=3 2>/dev/null && \
              head -c 777 /dev/urandom >>/tmp/data && \
-             shadowbell write vfio-user:{SOCKET} --offset 1000001 -i /tmp/data"
+             shadowbell write vfio-user:{SOCKET} --force --offset 1000001 -i /tmp/data"
         ),
         MINUTE,
     );

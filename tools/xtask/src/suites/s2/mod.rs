@@ -152,7 +152,7 @@ fn drive(report: &mut Report, guest: &mut Guest, index: usize, driven: &Driven) 
     for completion in ["poll", "interrupt", "adaptive"] {
         report.check(&format!("{what}: written, read and verified, {completion}"), |_| {
             let command = format!(
-                "bench {target} --rw randrw --bs 8k --iodepth 16 --size 16m --runtime 2 \
+                "bench {target} --force --rw randrw --bs 8k --iodepth 16 --size 16m --runtime 2 \
                  --ramp-time 100ms --verify on --completion {completion}"
             );
             let row = json_of(guest, &command)?["rows"][0].take();
@@ -174,7 +174,8 @@ fn drive(report: &mut Report, guest: &mut Guest, index: usize, driven: &Driven) 
              head -c 777 /dev/urandom >>/tmp/data",
             MINUTE,
         )?;
-        shadowbell(guest, &format!("write {target} --offset 1000001 -i /tmp/data"))?.success()?;
+        shadowbell(guest, &format!("write {target} --force --offset 1000001 -i /tmp/data"))?
+            .success()?;
         let length = 3 * (1 << 20) + 777;
         let read = format!("read {target} --offset 1000001 --length {length} -o /tmp/back");
         shadowbell(guest, &read)?.success()?;
