@@ -120,7 +120,8 @@ impl Load<'_> {
             options.push("--threads=1".to_owned());
         }
         options.extend(self.rate.map(|rate| format!("--rate-iops={rate}")));
-        options.push("--json".to_owned());
+        // Nothing but the load is to be counted: nobody looks first at what is overwritten.
+        options.extend(["--force".to_owned(), "--json".to_owned()]);
         options
     }
 
@@ -131,7 +132,7 @@ impl Load<'_> {
             let mut command = child(&settings.binary);
             command.args(["bench", &server.target(0), "--rw=write", "--bs=1m", "--iodepth=4"]);
             let ios = (disk_bytes(self.disk)? >> 20).max(1);
-            command.args(["--json".to_owned(), format!("--number-ios={ios}")]);
+            command.args(["--force", "--json", &format!("--number-ios={ios}")]);
             let limit = Duration::from_secs(120);
             output("shadowbell bench (filling the disk)", command, limit)?;
         }
