@@ -61,8 +61,7 @@ macro_rules! kinds {
 kinds! {
     /// A doorbell register was written by a trapped access. `value`: what was written.
     MmioWrite = 1, "MMIO write";
-    /// Looking at a shadow doorbell while polling found a new value. `value`: it; `extra`: the one
-    /// before.
+    /// A look at a shadow doorbell found a new value. `value`: it; `extra`: the one before.
     ShadowNew = 2, "shadow doorbell moved";
     /// EventIdx was moved out of the host's way. `value`: where to.
     EventIdxMoved = 3, "EventIdx moved";

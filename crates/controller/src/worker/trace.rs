@@ -3,7 +3,7 @@
 use crate::queue::{Cq, Sq};
 use crate::shared::ControllerShared;
 use crate::trace::{Kind, TraceRing};
-use shadowbell_doorbell::ControllerStats;
+use shadowbell_doorbell::{ControllerStats, Truth};
 use shadowbell_spec::{Cqe, Sqe};
 
 /// Records what a look at a tail has found or moved, and the commands that are there now; `last`
@@ -16,7 +16,8 @@ pub(super) fn trace_look(
     (last, before): (u16, ControllerStats),
 ) {
     let (now, qid, at) = (sq.tail.stats(), sq.layout.qid, u32::from(sq.tail.last()));
-    if now.found_new != before.found_new {
+    // The second look of a worker that goes to sleep counts elsewhere, and is as good a look.
+    if sq.tail.last() != last && sq.tail.state().truth == Truth::Shadow {
         record(trace, Kind::ShadowNew, shared, qid, at, last.into());
     }
     if now.event_idx_moved != before.event_idx_moved {

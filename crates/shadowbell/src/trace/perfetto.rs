@@ -324,11 +324,7 @@ impl Picture {
                     self.looks.entry(queue).or_insert(at);
                 }
                 let track = self.doorbell(controller, queue.1);
-                let name = match kind {
-                    Kind::ShadowNew => "found without a ring",
-                    kind => kind.name(),
-                };
-                self.instant(track, at, name, args(record));
+                self.instant(track, at, kind.name(), args(record));
             }
             (Kind::Sleep, None) => {
                 if let Some(worker) = worker {
