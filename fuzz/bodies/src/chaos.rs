@@ -13,6 +13,7 @@ use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
 use shadowbell_memory::{EventFd, Mapping, Protection, SharedBytes};
 use shadowbell_spec::regs;
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use zerocopy::IntoBytes;
@@ -70,6 +71,8 @@ struct Guest {
     parts: [Part; PARTS.len()],
     /// What memory that nobody may write held when it became so.
     image: Vec<u8>,
+    /// As long, for a look at all of it.
+    spare: Cell<Vec<u8>>,
     /// From the end of a reset to what may enable the controller.
     frozen: bool,
     tails: [u32; 4],
@@ -109,6 +112,7 @@ impl Guest {
             to_read,
             parts: [Part::Away; PARTS.len()],
             image: Vec::new(),
+            spare: Cell::default(),
             frozen: true,
             tails: [0; 4],
             irq: EventFd::new().expect("an eventfd"),
@@ -121,7 +125,8 @@ impl Guest {
     }
 
     fn all(&self) -> Vec<u8> {
-        let mut all = vec![0; self.memory.len()];
+        let mut all = self.spare.take();
+        all.resize(self.memory.len(), 0);
         self.memory.read_into(0, &mut all).expect("all of it");
         all
     }
@@ -156,7 +161,8 @@ impl Guest {
 
     /// What may not be written is to stay as it is now.
     fn remember(&mut self) {
-        self.image = self.all();
+        let now = self.all();
+        self.spare.set(std::mem::replace(&mut self.image, now));
     }
 
     /// Compares all that may not be written with what it held.
@@ -177,6 +183,7 @@ impl Guest {
                 Part::Shared => {}
             }
         }
+        self.spare.set(now);
     }
 
     /// Writes the guest's memory.

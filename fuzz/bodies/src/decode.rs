@@ -17,15 +17,17 @@ use zerocopy::{FromBytes, IntoBytes};
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
-    match source.below(4) {
-        0 => identify(&source.exactly(4096)),
-        1 => command(&source.exactly(Sqe::SIZE), &mut source),
-        2 => {
-            let _ = Capabilities::from_version_data(&source.bytes(4096));
+    while !source.is_empty() {
+        match source.below(8) {
+            0 => identify(&source.exactly(4096)),
+            1..=4 => command(&source.exactly(Sqe::SIZE), &mut source),
+            5 => {
+                let _ = Capabilities::from_version_data(&source.bytes(512));
+            }
+            _ => stream(&mut source),
         }
-        _ => stream(&mut source),
+        limits.step("decode");
     }
-    limits.step("decode");
 }
 
 fn identify(page: &[u8]) {

@@ -270,7 +270,11 @@ impl User {
 
     /// Fills blocks of a buffer with a word each.
     fn put(&self, at: usize, words: impl Iterator<Item = u64>) {
-        let bytes: Vec<u8> = words.flat_map(|word| word.to_le_bytes().repeat(BLOCK / 8)).collect();
+        let mut bytes = Vec::with_capacity(BLOCKS * BLOCK);
+        for word in words {
+            let block = [word.to_le_bytes(); BLOCK / 8];
+            bytes.extend_from_slice(block.as_flattened());
+        }
         self.buffers.write_from(at, &bytes).expect("room");
     }
 

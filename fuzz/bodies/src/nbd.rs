@@ -22,17 +22,24 @@ use std::time::Duration;
 
 const BYTES: u64 = 1 << 20;
 const REQUESTS: usize = 32;
+/// Actions of one program.
+const ACTIONS: usize = 16;
 
 /// Carries out a program.
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
-    match source.below(4) {
-        0 => handshake(&mut source),
-        1 => replies(&source.bytes(4096)),
-        _ => converse(&mut source),
+    for _ in 0..ACTIONS {
+        if source.is_empty() {
+            break;
+        }
+        match source.below(4) {
+            0 => handshake(&mut source),
+            1 => replies(&source.bytes(512)),
+            _ => converse(&mut source),
+        }
+        limits.step("nbd");
     }
-    limits.step("nbd");
 }
 
 /// A server's replies, which a client takes off the front.

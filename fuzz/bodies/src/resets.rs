@@ -22,6 +22,7 @@ use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Pollin
 use shadowbell_memory::{Mapping, SharedBytes};
 use shadowbell_spec::nvm::{CopyRange, DsmRange};
 use shadowbell_spec::{Cqe, Sqe, regs};
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -109,6 +110,8 @@ struct Guest {
     admin: BTreeMap<u16, Kind>,
     /// What all memory held when the controller was off.
     image: Vec<u8>,
+    /// As long, for a look at all memory.
+    spare: Cell<Vec<u8>>,
     /// The memory for data was asked back: whether it is, and what it held then.
     away: Option<(Arc<AtomicBool>, Option<Vec<u8>>)>,
     cid: u16,
@@ -151,6 +154,7 @@ impl Guest {
             cqs: BTreeMap::new(),
             admin: BTreeMap::new(),
             image: Vec::new(),
+            spare: Cell::default(),
             away: None,
             cid: 0,
         };
@@ -180,7 +184,8 @@ impl Guest {
     }
 
     fn all(&self) -> Vec<u8> {
-        let mut all = vec![0; self.memory.len()];
+        let mut all = self.spare.take();
+        all.resize(self.memory.len(), 0);
         self.memory.read_into(0, &mut all).expect("all of it");
         all
     }
@@ -428,12 +433,17 @@ impl Guest {
 
     /// What was given back holds from then on what it held.
     fn note_away(&mut self) {
+        let is_given = |(done, image): &(Arc<AtomicBool>, Option<Vec<u8>>)| {
+            image.is_none() && done.load(Ordering::SeqCst)
+        };
+        if !self.away.as_ref().is_some_and(is_given) {
+            return;
+        }
         let now = self.all();
-        if let Some((done, image @ None)) = &mut self.away
-            && done.load(Ordering::SeqCst)
-        {
+        if let Some((_, image)) = &mut self.away {
             *image = Some(now[(DATA * PAGE) as usize..].to_vec());
         }
+        self.spare.set(now);
     }
 
     fn turn(&mut self) -> bool {
@@ -517,7 +527,8 @@ impl Guest {
         self.sqs.clear();
         self.cqs.clear();
         self.admin.clear();
-        self.image = self.all();
+        let now = self.all();
+        self.spare.set(std::mem::replace(&mut self.image, now));
         if std::mem::take(&mut self.forgets) {
             if let Some((done, _)) = self.away.take() {
                 assert!(done.load(Ordering::SeqCst), "memory is forgotten, and not given back");
@@ -538,6 +549,7 @@ impl Guest {
         assert!(!off || now == self.image, "memory was written after a reset");
         let same = away.is_none_or(|image| now[(DATA * PAGE) as usize..] == *image);
         assert!(same, "memory was written that was given back");
+        self.spare.set(now);
     }
 
     /// A last reset.

@@ -12,7 +12,7 @@ pub(crate) mod messages;
 use crate::command::{self, BASE, PAGE, PAGES};
 use crate::limits::Limits;
 use crate::source::Source;
-use crate::vmm::{connect, describe_descriptors, descriptors, listen};
+use crate::vmm::{connect, describe_descriptors, descriptors, limits, listen};
 use frames::Frames;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::io::Errno;
@@ -102,8 +102,7 @@ impl Visit {
         let controller = Controller::new(config, pool, carrier).expect("a controller");
         let device =
             ControllerDevice::new(controller.clone(), Arc::new(|_| ())).expect("a function");
-        let mut reactor =
-            Reactor::new(shadowbell_vfio_user::server::Limits::default()).expect("a reactor");
+        let mut reactor = Reactor::new(limits(source)).expect("a reactor");
         let listener = listen();
         let theirs = Listener::from_fd(listener.try_clone().expect("a descriptor"), "fuzz");
         reactor.add(theirs.expect("a listener"), Box::new(device)).expect("a port");

@@ -9,7 +9,7 @@ use crate::limits::Limits;
 use crate::session::frames::Frames;
 use crate::session::messages;
 use crate::source::Source;
-use crate::vmm::{connect, describe_descriptors, descriptors, listen};
+use crate::vmm::{connect, describe_descriptors, descriptors, limits, listen};
 use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::io::Errno;
@@ -37,7 +37,7 @@ pub fn run(input: &[u8]) {
     let before = descriptors();
     let limits = Limits::begin();
     let mut source = Source::new(input);
-    let mut visit = Visit::new();
+    let mut visit = Visit::new(&mut source);
     for _ in 0..ACTIONS {
         if source.is_empty() {
             break;
@@ -155,8 +155,8 @@ struct Visit {
 }
 
 impl Visit {
-    fn new() -> Self {
-        let mut reactor = Reactor::new(shadowbell_vfio_user::server::Limits::default());
+    fn new(source: &mut Source<'_>) -> Self {
+        let mut reactor = Reactor::new(limits(source));
         let listener = listen();
         let theirs = Listener::from_fd(listener.try_clone().expect("a descriptor"), "fuzz");
         let seen = Arc::new(Mutex::new(Seen { wants: true, ..Seen::default() }));

@@ -20,8 +20,15 @@ struct Bench {
 pub fn run(input: &[u8]) {
     let mut source = Source::new(input);
     let limits = Limits::begin();
+    while !source.is_empty() {
+        understand(&mut source);
+        limits.step("text");
+    }
+}
+
+fn understand(source: &mut Source<'_>) {
     let kind = source.below(6);
-    let text = String::from_utf8_lossy(&source.bytes(4096)).into_owned();
+    let text = String::from_utf8_lossy(&source.bytes(1024)).into_owned();
     match kind {
         0 => {
             if let Ok(size) = shadowbell_backend::parse_size(&text) {
@@ -54,14 +61,13 @@ pub fn run(input: &[u8]) {
             }
         }
         4 => with_file(text.as_bytes(), |path| drop(check_config_file(path))),
-        _ => with_file(&source.bytes(1 << 16), |path| {
+        _ => with_file(&source.bytes(1 << 12), |path| {
             let Ok(records) = shadowbell_controller::trace::read_trace(path) else { return };
             for record in records.take(100_000) {
                 let _ = format!("{record:?}");
             }
         }),
     }
-    limits.step("text");
 }
 
 /// A file that holds this, while `look` looks at it.

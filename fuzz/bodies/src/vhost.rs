@@ -249,11 +249,18 @@ impl Guest {
             (self.wild, self.fresh) = (true, false);
             return served.is_ok();
         }
+        const CHUNK: usize = 256;
         for ((was, is), (address, _)) in before.iter().zip(&now).zip(PARTS) {
             if was == is {
                 continue;
             }
-            for at in (0..was.len()).filter(|at| was[*at] != is[*at]) {
+            // Most of a part is as it was, which is soon seen of many bytes at once.
+            let chunks = was.chunks(CHUNK).zip(is.chunks(CHUNK)).enumerate();
+            let others = chunks.filter(|(_, (was, is))| was != is).flat_map(|(nth, (was, is))| {
+                let differs = was.iter().zip(is).enumerate().filter(|(_, (was, is))| was != is);
+                differs.map(move |(at, _)| nth * CHUNK + at)
+            });
+            for at in others {
                 let at = address + at as u64;
                 let used = (USED, USED_LEN);
                 let mut ranges = self.writable.iter().chain([&used]);

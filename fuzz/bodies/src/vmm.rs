@@ -1,8 +1,10 @@
 //! What all clients of the vfio-user server need.
 
+use crate::source::Source;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use shadowbell_memory::{EventFd, Mapping};
+use shadowbell_vfio_user::server::Limits;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
@@ -24,6 +26,12 @@ pub(crate) fn describe_descriptors() -> String {
     let fds = std::fs::read_dir("/proc/self/fd").expect("/proc").flatten();
     let links = fds.filter_map(|fd| std::fs::read_link(fd.path()).ok());
     links.map(|link| format!("{} ", link.display())).collect()
+}
+
+/// What the server allows. In most programs descriptors are closed where they are found: then a
+/// program does the same each time, and nobody waits for a thread.
+pub(crate) fn limits(source: &mut Source<'_>) -> Limits {
+    Limits { close_at_once: !source.rarely(16), ..Limits::default() }
 }
 
 fn new_socket() -> OwnedFd {

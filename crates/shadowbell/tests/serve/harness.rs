@@ -155,8 +155,35 @@ pub(crate) fn attach(socket: &Path, options: &AttachOptions) -> Controller {
     Controller::attach(Arc::new(transport), options).unwrap()
 }
 
+/// What every thread of this process and its children is doing: for a test that has waited in vain.
+fn threads_of(pid: u32, out: &mut String) {
+    let read = |path: String| std::fs::read_to_string(path).unwrap_or_default();
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task"));
+    for task in tasks.into_iter().flatten().flatten() {
+        let task = task.path().display().to_string();
+        let status = read(format!("{task}/status"));
+        let field = |name: &str| status.lines().find(|line| line.starts_with(name));
+        let facts = ["Name:", "State:", "voluntary_ctxt", "nonvoluntary_ctxt"];
+        let facts: Vec<_> = facts.iter().filter_map(|name| field(name)).collect();
+        let call = read(format!("{task}/syscall"));
+        let facts = facts.join(", ").replace('\t', " ");
+        out.push_str(&format!("{task}: {facts}; {}\n", call.trim()));
+        for line in read(format!("{task}/stack")).lines() {
+            out.push_str(&format!("    {line}\n"));
+        }
+        for child in read(format!("{task}/children")).split_whitespace() {
+            threads_of(child.parse().unwrap(), out);
+        }
+    }
+}
+
 impl Drop for Server {
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            let mut threads = String::new();
+            threads_of(self.child.id(), &mut threads);
+            eprintln!("what the server does:\n{threads}");
+        }
         let _ = self.child.kill();
         let _ = self.child.wait();
         if std::thread::panicking() {

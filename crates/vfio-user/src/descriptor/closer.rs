@@ -56,6 +56,8 @@ pub(super) enum Lane {
 /// Closes descriptors, and drops whatever else takes its time, without its user waiting for it.
 #[derive(Default)]
 pub struct Closer {
+    /// There are no threads: all is closed where it is found.
+    at_once: bool,
     foreign: Mutex<Queue>,
     known: Mutex<Queue>,
     memory: Mutex<Queue>,
@@ -80,6 +82,11 @@ impl Queue {
 }
 
 impl Closer {
+    /// One with threads, or one that closes everything where it is found.
+    pub(crate) fn new(at_once: bool) -> Self {
+        Self { at_once, ..Self::default() }
+    }
+
     /// Drops `what` some time, which may take a while, but ends: memory that is mapped.
     pub fn drop_later(self: &Arc<Self>, what: Box<dyn Any + Send>) {
         self.add(Lane::Memory, what);
@@ -119,6 +126,9 @@ impl Closer {
     }
 
     fn add(self: &Arc<Self>, lane: Lane, what: Box<dyn Any + Send>) {
+        if self.at_once {
+            return drop(what);
+        }
         let (queue, wake) = self.lane(lane);
         let mut queue = queue.lock();
         queue.waiting.push_back(what);

@@ -15,6 +15,10 @@ pub struct Limits {
     pub unread_replies: Duration,
     /// Time that [`Handle::stop`](super::Handle::stop) gives devices to let go of their clients.
     pub stop: Duration,
+    /// Whether what clients bring is closed where it is found, and not by threads of its own. A
+    /// client can hold up the whole server then: it is for who runs a reactor by turns, with
+    /// clients whose descriptors are known, and wants the same to happen each time.
+    pub close_at_once: bool,
 }
 
 impl Limits {
@@ -37,6 +41,7 @@ impl Default for Limits {
             message: Duration::from_secs(10),
             unread_replies: Duration::from_secs(10),
             stop: Duration::from_secs(5),
+            close_at_once: false,
         }
     }
 }

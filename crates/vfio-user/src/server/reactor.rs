@@ -85,7 +85,7 @@ struct Port {
 }
 
 impl Port {
-    fn new(device: Box<dyn Device>) -> Self {
+    fn new(device: Box<dyn Device>, limits: &Limits) -> Self {
         Self {
             device,
             listener: None,
@@ -95,7 +95,7 @@ impl Port {
             closing: false,
             gone: Vec::new(),
             sequence: 0,
-            closer: Arc::default(),
+            closer: Arc::new(Closer::new(limits.close_at_once)),
             log: Arc::default(),
             admissions: Admissions::new(),
             retry: None,
@@ -365,7 +365,7 @@ impl Reactor {
     ) -> Result<PortId, RestoreError> {
         let SavedPort { listener, session, device: saved_device, leaving } = saved;
         let id = self.inbox.new_port();
-        let mut port = Port::new(device);
+        let mut port = Port::new(device, &self.limits);
         // Of a client that could not be recorded there is nothing.
         if !saved_device.is_null() {
             port.device.restore(saved_device, fds, &port.closer)?;
@@ -583,7 +583,7 @@ impl Reactor {
         if self.stop.is_some() {
             return Err(Errno::SHUTDOWN);
         }
-        let mut port = Port::new(device);
+        let mut port = Port::new(device, &self.limits);
         match source {
             Source::Listener(listener) => {
                 self.watch_listener(id, &listener)?;

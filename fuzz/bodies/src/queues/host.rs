@@ -111,6 +111,8 @@ pub(super) struct Host {
     memory: SharedBytes,
     /// What the memory is known to hold.
     image: Vec<u8>,
+    /// As long, for a look at all memory.
+    spare: Vec<u8>,
     sqs: BTreeMap<u16, Sq>,
     cqs: BTreeMap<u16, Cq>,
     shadow: bool,
@@ -141,6 +143,7 @@ impl Host {
             test_disk,
             memory,
             image: vec![0; BYTES],
+            spare: vec![0; BYTES],
             sqs: BTreeMap::new(),
             cqs: BTreeMap::new(),
             shadow: false,
@@ -306,7 +309,7 @@ impl Host {
     pub(super) fn check(&mut self) {
         let csts = regs::Csts::from_bits(self.read32(regs::CSTS));
         assert!(!csts.cfs(), "a fatal state, and nobody did anything wrong");
-        let mut now = vec![0; BYTES];
+        let mut now = std::mem::take(&mut self.spare);
         self.memory.read_into(0, &mut now).expect("memory");
         let mut allowed: Vec<(u64, usize)> = Vec::new();
         for (qid, cq) in &self.cqs {
@@ -332,6 +335,7 @@ impl Host {
                 at as u64 / PAGE
             );
         }
+        self.spare = now;
         self.look_at_writes();
         let qids: Vec<u16> = self.cqs.keys().copied().collect();
         // The admin queue last: when a queue's deletion completes, nothing comes of it any more.
