@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::json;
 use shadowbell_bench::table::Table;
 use shadowbell_bench::workspace::root;
@@ -32,6 +32,7 @@ Examples:
   cargo xtask fuzz                              every target for a minute
   cargo xtask fuzz session queues --seconds 600
   cargo xtask fuzz --seconds 3600 --at-once 2   an hour of each, two at a time
+  cargo xtask fuzz --plain --seconds 600        the same bodies at full speed, on any toolchain
   cargo xtask fuzz queues --input fuzz/artifacts/queues/crash-1234";
 
 #[derive(clap::Args)]
@@ -44,6 +45,10 @@ pub(crate) struct Arguments {
     /// So many of them at a time.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=64))]
     at_once: u8,
+    /// Without libFuzzer and the address sanitizer: programs are changed at random from those that
+    /// were found before. Some ten times as many steps in the same time.
+    #[arg(long, conflicts_with = "input")]
+    plain: bool,
     /// Run this input once, and nothing else.
     #[arg(long, value_name = "FILE")]
     input: Option<PathBuf>,
@@ -60,7 +65,9 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
     if input.is_some() && wanted.len() != 1 {
         bail!("name the target that the input is for");
     }
-    prepare()?;
+    if !arguments.plain {
+        prepare()?;
+    }
     report.begin("fuzz");
     if let (Some(input), [target]) = (&input, &wanted[..]) {
         report.check(&format!("{target} on {}", input.display()), |_| once(target, input));
@@ -68,7 +75,17 @@ pub(crate) fn run(report: &mut Report, arguments: &Arguments) -> Result<()> {
         return Ok(());
     }
     let began = Instant::now();
-    let outcomes = search_all(wanted, arguments.seconds, arguments.at_once.into());
+    let mut look: &(dyn Fn(&str, &mut Done) -> Result<()> + Sync) =
+        &|target, done| search(target, arguments.seconds, done);
+    let plainly;
+    if arguments.plain {
+        let program = build_programs()?;
+        plainly = move |target: &str, done: &mut Done| {
+            search_plainly(&program, target, arguments.seconds, done)
+        };
+        look = &plainly;
+    }
+    let outcomes = search_all(wanted, look, arguments.at_once.into());
     let mut table = table();
     let mut steps = 0;
     for (target, done, outcome) in outcomes {
@@ -139,7 +156,11 @@ impl Done {
 }
 
 /// Runs these targets, so many at a time, in order.
-fn search_all(targets: &[String], seconds: u32, at_once: usize) -> Vec<(String, Done, Result<()>)> {
+fn search_all(
+    targets: &[String],
+    look: &(dyn Fn(&str, &mut Done) -> Result<()> + Sync),
+    at_once: usize,
+) -> Vec<(String, Done, Result<()>)> {
     let next = AtomicUsize::new(0);
     let outcomes = Mutex::new(Vec::new());
     std::thread::scope(|threads| {
@@ -147,7 +168,7 @@ fn search_all(targets: &[String], seconds: u32, at_once: usize) -> Vec<(String, 
             threads.spawn(|| {
                 while let Some(target) = targets.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let mut done = Done::default();
-                    let outcome = search(target, seconds, &mut done);
+                    let outcome = look(target, &mut done);
                     let mut outcomes = outcomes.lock().unwrap_or_else(PoisonError::into_inner);
                     outcomes.push((target.clone(), done, outcome));
                 }
@@ -227,6 +248,45 @@ fn search(target: &str, seconds: u32, done: &mut Done) -> Result<()> {
     outcome
 }
 
+/// Builds what takes programs without libFuzzer, for the speed that users get.
+fn build_programs() -> Result<PathBuf> {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.args(["build", "--release", "-p", "shadowbell-fuzz-bodies", "--example", "programs"]);
+    command.arg("--message-format=json-render-diagnostics").current_dir(root());
+    let output = command.stderr(Stdio::inherit()).output().context("cargo build")?;
+    ensure!(output.status.success(), "the bodies do not build");
+    let mut paths = output.stdout.split(|byte| *byte == b'\n').filter_map(|line| {
+        let message: serde_json::Value = serde_json::from_slice(line).ok()?;
+        Some(PathBuf::from(message.get("executable")?.as_str()?))
+    });
+    paths.next_back().context("cargo names no program")
+}
+
+/// Looks for inputs that fail, with the body as it is.
+fn search_plainly(program: &Path, target: &str, seconds: u32, done: &mut Done) -> Result<()> {
+    let (corpus, artifacts) = (root().join("fuzz/corpus"), root().join("fuzz/artifacts"));
+    let since_epoch = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let seed = since_epoch.map_or(1, |time| time.as_millis() as u64);
+    let mut command = Command::new(program);
+    command.arg(target).arg("--corpus").arg(corpus.join(target));
+    command.arg("--artifacts").arg(artifacts.join(target));
+    command.arg("--seconds").arg(seconds.to_string()).arg("--seed").arg(seed.to_string());
+    command.arg("--longest").arg(LONGEST.to_string()).stdin(Stdio::null());
+    let began = Instant::now();
+    let output = command.stderr(Stdio::inherit()).output().context("the bodies")?;
+    done.time = began.elapsed();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    if !output.status.success() {
+        let input = artifacts.join(target);
+        bail!("{target} fails, of seed {seed}; the program is in {}", input.display());
+    }
+    let last = text.lines().last().unwrap_or_default();
+    let mut numbers = last.split_whitespace().filter_map(|word| word.parse().ok());
+    done.programs = numbers.next().context("no number of programs")?;
+    done.steps = numbers.next().context("no number of steps")?;
+    Ok(())
+}
+
 /// Runs one input.
 fn once(target: &str, input: &Path) -> Result<()> {
     let mut command = nightly();
@@ -236,13 +296,18 @@ fn once(target: &str, input: &Path) -> Result<()> {
 }
 
 /// The driver keeps memory for good that a controller may still write to, so leaks are no finding
-/// there.
-fn sanitizer(target: &str) -> &'static str {
-    if target == "driver" { "detect_leaks=0" } else { "detect_leaks=1" }
+/// there. Freed memory is kept from use for a while, and not for long: each page that is new to
+/// the process costs more than a step.
+fn sanitizer(target: &str) -> String {
+    let leaks = u8::from(target != "driver");
+    format!("detect_leaks={leaks}:quarantine_size_mb=32")
 }
 
-fn limits() -> [String; 3] {
-    [format!("-timeout={HUNG}"), "-rss_limit_mb=4096".into(), "-print_final_stats=1".into()]
+/// Leaks are looked for when the process ends. libFuzzer looks after each program that has freed
+/// less than it has allocated, which those do whose threads free some of it later.
+fn limits() -> [String; 4] {
+    let hung = format!("-timeout={HUNG}");
+    [hung, "-rss_limit_mb=4096".into(), "-print_final_stats=1".into(), "-detect_leaks=0".into()]
 }
 
 /// Something to begin with, if there is nothing: programs of pseudo-random bytes.
@@ -313,12 +378,14 @@ mod tests {
         let manifest = read("fuzz/Cargo.toml");
         let (bodies, replay) =
             (read("fuzz/bodies/src/lib.rs"), read("fuzz/bodies/tests/replay.rs"));
+        let programs = read("fuzz/bodies/examples/programs.rs");
         let targets = targets().unwrap();
         assert!(targets.contains(&"session".to_owned()));
         for name in &targets {
             assert!(manifest.contains(&format!("path = \"targets/{name}.rs\"")), "{name}");
             assert!(bodies.contains(&format!("pub mod {name};")), "{name}");
             assert!(replay.contains(&format!("    {name}: ")), "{name}");
+            assert!(programs.contains(&format!(" {name} ")), "{name}");
             let wrapper = read(&format!("fuzz/targets/{name}.rs"));
             assert!(wrapper.contains(&format!("bodies::{name}::run")), "{name}");
         }
