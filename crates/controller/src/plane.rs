@@ -294,7 +294,8 @@ impl ControllerInner {
             control.lock().lacks_admin_cq(deferred);
             return Turn::Idle;
         }
-        let processor = processor_time();
+        // Most turns have no command, and the question is a system call.
+        let mut processor = None;
         let mut served = 0;
         let turn = loop {
             // What a caller's thread does is up to the caller; its turns are all alike.
@@ -307,6 +308,9 @@ impl ControllerInner {
                 Next::Idle => break Turn::Idle,
                 Next::Look => {}
                 Next::Command(command) => {
+                    if !is_inline {
+                        processor.get_or_insert_with(processor_time);
+                    }
                     // What was the case before the host submitted the command counts first.
                     self.receive(deferred);
                     server.follow_orders(control, cx, true);
@@ -322,7 +326,9 @@ impl ControllerInner {
         self.record();
         server.post(control, cx);
         abort_point(AbortPoint::AdminPosted);
-        if served != 0 && !is_inline {
+        if served != 0
+            && let Some(processor) = processor
+        {
             let used = processor_time().saturating_sub(processor);
             if budget.spend(used, Instant::now()) {
                 tracing::warn!(
