@@ -350,6 +350,22 @@ impl Reactor {
         self.ports.values_mut().map(|port| port.save(fds)).collect()
     }
 
+    /// The same of one port; `None` if there is no such port any more.
+    ///
+    /// # Errors
+    ///
+    /// As for [`save`](Self::save).
+    pub fn save_port(
+        &mut self,
+        port: PortId,
+        fds: &mut Descriptors,
+    ) -> Result<Option<SavedPort>, SaveError> {
+        if !self.frozen {
+            return Err(SaveError::NotFrozen);
+        }
+        self.ports.get_mut(&port).map(|port| port.save(fds)).transpose()
+    }
+
     /// Takes over what a predecessor has [saved](Self::save), with a device that is as new. Nothing
     /// is done at the sockets before this reactor [runs](Self::run): until then it may be dropped,
     /// and no client will notice.
@@ -403,6 +419,26 @@ impl Reactor {
     /// client and no device learns of it, and sockets keep their files.
     pub fn hand_over(mut self) {
         self.ports.values_mut().for_each(|port| port.set_lent(true));
+    }
+
+    /// As [`hand_over`](Self::hand_over), of one port: its successor has taken over, and this
+    /// reactor may go on with the others. The device is given back, and not told anything. What it
+    /// knows may be a lot, so it is for the caller to say where it is dropped.
+    #[must_use = "dropping a device may take its time"]
+    pub fn hand_over_port(&mut self, port: PortId) -> Option<Box<dyn Device>> {
+        let mut taken = self.ports.remove(&port)?;
+        taken.set_lent(true);
+        if let Some(timer) = taken.timer.take() {
+            self.timers.remove(&(timer, port));
+        }
+        // The successor has the same sockets open: closing ours would not end the watch.
+        if let Some(listener) = &taken.listener {
+            let _ = epoll::delete(&self.epoll, listener);
+        }
+        if let State::Attached(attachment) = taken.state {
+            drop(attachment.close());
+        }
+        Some(taken.device)
     }
 
     /// Waits for something to do, at most for `timeout`, and does it. False once a stop or a freeze
