@@ -315,6 +315,46 @@ impl SetFeatures {
     }
 }
 
+/// Get LBA Status. NVM 1.1, 4.2.1 "Get LBA Status command". See [`crate::lba_status`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GetLbaStatus {
+    /// Starting LBA, CDW10 and CDW11.
+    pub slba: u64,
+    /// Maximum Number of Dwords to return, 0's based, CDW12.
+    pub mndw0: u32,
+    /// Range Length in logical blocks, CDW13 15:0; 0 for all up to the end of the namespace.
+    pub rl: u16,
+    /// Action Type, CDW13 31:24; see [`crate::lba_status::atype`].
+    pub atype: u8,
+}
+
+impl GetLbaStatus {
+    /// From the command's dwords.
+    pub const fn decode(sqe: &Sqe) -> Self {
+        Self {
+            slba: sqe.cdw10 as u64 | (sqe.cdw11 as u64) << 32,
+            mndw0: sqe.cdw12,
+            rl: sqe.cdw13 as u16,
+            atype: (sqe.cdw13 >> 24) as u8,
+        }
+    }
+
+    /// Into the command's dwords.
+    #[must_use]
+    pub const fn encode(self, mut sqe: Sqe) -> Sqe {
+        sqe.cdw10 = self.slba as u32;
+        sqe.cdw11 = (self.slba >> 32) as u32;
+        sqe.cdw12 = self.mndw0;
+        sqe.cdw13 = self.rl as u32 | (self.atype as u32) << 24;
+        sqe
+    }
+
+    /// How many bytes the host has room for: from 4 to 16 GiB.
+    pub const fn length(&self) -> u64 {
+        (self.mndw0 as u64 + 1) * 4
+    }
+}
+
 /// Doorbell Buffer Config: both pages are one memory page in size and aligned to it. Base 2.1,
 /// 5.2.5 "Doorbell Buffer Config command". See [`crate::dbbuf`] for what is in them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -490,6 +530,11 @@ mod tests {
         let set = SetFeatures { fid: 7, sv: true, cdw11: 0x000f_000f, ..SetFeatures::default() };
         assert_eq!(SetFeatures::decode(&sqe), set);
 
+        let (cdw10, cdw11, cdw13) = (0x89ab_cdef, 0x0123_4567, 0x0200_0042);
+        let sqe = Sqe { cdw10, cdw11, cdw12: 1023, cdw13, ..Sqe::default() };
+        let status = GetLbaStatus { slba: 0x0123_4567_89ab_cdef, mndw0: 1023, rl: 0x42, atype: 2 };
+        assert_eq!((GetLbaStatus::decode(&sqe), status.length()), (status, 4096));
+
         let sqe = Sqe { cdw10: 0x3575, ..Sqe::default() };
         let format = FormatNvm { lbaf: 0x35, mset: true, pi: 3, pil: true, ses: 2 };
         assert_eq!(FormatNvm::decode(&sqe), format);
@@ -520,7 +565,8 @@ mod tests {
             inverts!(
                 sqe,
                 CreateIoCq CreateIoSq DeleteIoQueue Abort GetLogPage Identify GetFeatures
-                SetFeatures DoorbellBufferConfig FormatNvm FirmwareCommit FirmwareImageDownload
+                SetFeatures GetLbaStatus DoorbellBufferConfig FormatNvm FirmwareCommit
+                FirmwareImageDownload
             );
         }
     }

@@ -7,7 +7,7 @@
 use crate::Sqe;
 use crate::admin::{
     Abort, CreateIoCq, CreateIoSq, DeleteIoQueue, DoorbellBufferConfig, FormatNvm, GetFeatures,
-    GetLogPage, Identify, SetFeatures,
+    GetLbaStatus, GetLogPage, Identify, SetFeatures,
 };
 use crate::nvm::{CopyFields, DatasetManagement, RwFields};
 use crate::opcode::{AdminOpcode, NvmOpcode};
@@ -126,6 +126,11 @@ impl Sqe {
         fields.encode(Self::admin(AdminOpcode::GetLogPage, cid, nsid))
     }
 
+    /// Get LBA Status; the data are `fields.length()` bytes.
+    pub const fn get_lba_status(nsid: u32, fields: GetLbaStatus, cid: u16) -> Self {
+        fields.encode(Self::admin(AdminOpcode::GetLbaStatus, cid, nsid))
+    }
+
     /// Abort.
     pub const fn abort(fields: Abort, cid: u16) -> Self {
         fields.encode(Self::admin(AdminOpcode::Abort, cid, 0))
@@ -223,6 +228,9 @@ mod tests {
         let fields = GetLogPage { lid: 2, numd0: 127, ..GetLogPage::default() };
         let sqe = Sqe::get_log_page(crate::sqe::NSID_ALL, fields, 1);
         assert_eq!((sqe.opcode, GetLogPage::decode(&sqe)), (0x02, fields));
+        let fields = GetLbaStatus { slba: 7, mndw0: 1023, rl: 8, atype: 2 };
+        let sqe = Sqe::get_lba_status(1, fields, 1);
+        assert_eq!((sqe.opcode, GetLbaStatus::decode(&sqe)), (0x86, fields));
         let fields = Abort { sqid: 1, cid: 9 };
         let sqe = Sqe::abort(fields, 1);
         assert_eq!((sqe.opcode, Abort::decode(&sqe)), (0x08, fields));

@@ -51,6 +51,7 @@ pub mod event;
 pub mod feature;
 pub mod identify;
 mod layout;
+pub mod lba_status;
 pub mod log;
 pub mod nvm;
 pub mod opcode;

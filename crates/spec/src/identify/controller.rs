@@ -287,6 +287,11 @@ pub struct IdentifyNvmController {
 
 zero_default!(IdentifyController, IdentifyNvmController);
 
+impl IdentifyNvmController {
+    /// AOCS, Reporting Allocated LBA Supported: Get LBA Status tells which blocks are allocated.
+    pub const REPORTS_ALLOCATED: u16 = 1 << 0;
+}
+
 impl IdentifyController {
     /// Serial Number, for people.
     pub fn serial(&self) -> Text<'_> {
