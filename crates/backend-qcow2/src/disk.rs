@@ -5,7 +5,7 @@ use crate::image::Image;
 use crate::open;
 use crate::pool::Pool;
 use crate::queue::QcowQueue;
-use shadowbell_backend::{Disk, DiskInfo, FileOptions, Queue};
+use shadowbell_backend::{Disk, DiskInfo, FileOptions, Queue, Tell};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::{fmt, io};
@@ -84,6 +84,10 @@ impl Disk for Qcow2Disk {
 
     fn name(&self) -> String {
         self.path.display().to_string()
+    }
+
+    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+        self.pool.image().extents(offset, len, tell);
     }
 
     fn is_full(&self) -> bool {

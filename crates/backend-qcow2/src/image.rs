@@ -6,7 +6,7 @@ use imago::file::File;
 use imago::io_buffers::IoBuffer;
 use imago::{FormatAccess, Mapping};
 use parking_lot::RwLock;
-use shadowbell_backend::{DiskError, DiskInfo, ImageFile, Op, Request};
+use shadowbell_backend::{DiskError, DiskInfo, Extent, ImageFile, Op, Request, Tell};
 use shadowbell_memory::contain_panic;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
@@ -74,6 +74,29 @@ impl Image {
         let result = result.and_then(|()| self.check());
         self.note_room(request, result);
         result
+    }
+
+    /// Tells which bytes are allocated, here or below. What can not be found out is data.
+    pub(crate) fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+        let (mut at, end) = (offset, offset.saturating_add(len));
+        while at < end {
+            let mut found = None;
+            let outcome = self.check().and_then(|()| {
+                self.contained(|| {
+                    let format = self.format.read();
+                    let mapping = access(&format)?.get_mapping(at, (end - at).min(DISCARD_PIECE));
+                    let (mapping, there) = mapping.map_err(|error| error_of(&error))?;
+                    found = Some((matches!(mapping, Mapping::Zero { .. }), there));
+                    Ok(())
+                })
+            });
+            let found = found.filter(|(_, there)| outcome.is_ok() && *there != 0);
+            let (is_zero, there) = found.unwrap_or((false, end - at));
+            if !tell(Extent { len: there.min(end - at), allocated: !is_zero }) {
+                return;
+            }
+            at = at.saturating_add(there);
+        }
     }
 
     /// Writes the tables that are only in memory.

@@ -221,6 +221,41 @@ fn a_file_that_becomes_shorter_is_an_error_and_not_zeroes() {
     assert_eq!(std::fs::metadata(&path).unwrap().len(), MIB / 2, "nothing was written any more");
 }
 
+/// What has no cluster, here or below, is a hole; what was written is none, also if only the tables
+/// in memory know of it.
+#[test]
+fn clusters_that_are_not_there_are_holes() {
+    let extents = |disk: &dyn Disk| {
+        let mut all: Vec<(u64, bool)> = Vec::new();
+        disk.extents(0, disk.info().bytes(), &mut |extent| {
+            match all.last_mut() {
+                Some(last) if last.1 == extent.allocated => last.0 += extent.len,
+                _ => all.push((extent.len, extent.allocated)),
+            }
+            true
+        });
+        all
+    };
+    let directory = directory();
+    let path = image(directory.path(), 2048 * MIB);
+    let disk = open(&path, "");
+    assert_eq!(extents(&disk), [(2048 * MIB, false)]);
+    let mut queue = disk.queue().unwrap();
+    write(&mut *queue, 600 * MIB + 512, &[1; 512]).unwrap();
+    let cluster = 64 << 10;
+    let all = [(600 * MIB, false), (cluster, true), (1448 * MIB - cluster, false)];
+    assert_eq!(extents(&disk), all);
+    flush(&mut *queue).unwrap();
+    assert_eq!(extents(&disk), all);
+    run_one(&mut *queue, Op::Discard, 600 * MIB, cluster, Segments::new()).unwrap();
+    assert_eq!(extents(&disk), [(2048 * MIB, false)]);
+    // Of an image that can not be read any more nothing is known.
+    write(&mut *queue, 0, &vec![1; 1 << 20]).unwrap();
+    flush(&mut *queue).unwrap();
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(MIB / 2).unwrap();
+    assert_eq!(extents(&disk), [(2048 * MIB, true)]);
+}
+
 /// Storage that is full refuses with its own error, and takes more once there is room.
 #[test]
 fn full_storage_says_so_and_recovers() {

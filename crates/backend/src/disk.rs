@@ -1,5 +1,6 @@
 //! The two traits: a disk, and one thread's queue on it.
 
+use crate::extent::{Extent, Tell};
 use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
 use crate::limit::Limiter;
@@ -58,6 +59,22 @@ pub trait Disk: Send + Sync + fmt::Debug {
     /// nothing.
     fn counters(&self) -> Vec<(&'static str, u64)> {
         Vec::new()
+    }
+
+    /// Tells which bytes are allocated: extents without gaps, the first from byte `offset` on,
+    /// until they are `len` bytes or `tell` wants no more. Several of the same kind may follow each
+    /// other.
+    ///
+    /// What was written before the call is allocated, unless it was discarded or zeroed since.
+    /// What is written or discarded meanwhile may be told either way.
+    ///
+    /// May wait for the storage, and takes its time: no thread that serves queues may call it. What
+    /// one call between two `tell`s costs is bounded. The default takes everything for data.
+    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+        let _ = offset;
+        if len != 0 {
+            tell(Extent::data(len));
+        }
     }
 
     /// What [`adopt`](crate::adopt) needs in another process to go on with the disk, when no

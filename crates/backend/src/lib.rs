@@ -17,6 +17,7 @@ mod bounds;
 mod compare;
 mod disk;
 mod error;
+mod extent;
 mod file;
 mod format;
 mod hand_over;
@@ -37,6 +38,7 @@ pub use bounds::Bounds;
 pub use compare::compare;
 pub use disk::{Disk, Queue};
 pub use error::{MAX_MEMORY, OpenError};
+pub use extent::{Extent, Tell};
 #[cfg(feature = "scripted")]
 #[doc(hidden)]
 pub use file::Script;

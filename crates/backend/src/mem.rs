@@ -4,6 +4,7 @@ use crate::bounds::Bounds;
 use crate::compare::compare;
 use crate::disk::{Disk, Queue};
 use crate::error::OpenError;
+use crate::extent::{Extent, Tell, tell_of_file};
 use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
 use crate::request::{DiskError, Op, Request, Submitted};
@@ -134,6 +135,23 @@ impl Disk for MemDisk {
 
     fn name(&self) -> String {
         format!("mem:{}", format_size(self.info.bytes()))
+    }
+
+    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+        if len == 0 {
+            return;
+        }
+        match self.bytes.mapping().fd() {
+            // The file begins where the disk does.
+            Some(fd) => {
+                let to = offset.saturating_add(len);
+                tell_of_file(fd, (offset, to), self.info.bytes(), tell);
+            }
+            // Of memory without a file the system does not say: what is not there may be swapped.
+            None => {
+                tell(Extent::data(len));
+            }
+        }
     }
 
     fn hand_over(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {

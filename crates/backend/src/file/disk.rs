@@ -9,6 +9,7 @@ use super::saved;
 use super::shared::FileShared;
 use crate::disk::{Disk, Queue};
 use crate::error::OpenError;
+use crate::extent::{Tell, tell_of_file};
 use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
 use crate::resize::ResizeError;
@@ -107,6 +108,14 @@ impl Disk for FileDisk {
 
     fn is_full(&self) -> bool {
         self.shared.full.load(Ordering::Relaxed) != 0
+    }
+
+    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+        // A block device does not say, and a file of unknown size may be anything.
+        let end = if self.shared.regular { self.shared.size().unwrap_or(0) } else { 0 };
+        let end = end.min(self.shared.end.load(Ordering::Relaxed));
+        let to = offset.saturating_add(len);
+        tell_of_file(&self.shared.file, (offset, to), end, tell);
     }
 
     fn hand_over(&self, fds: &mut Descriptors) -> Result<serde_json::Value, HandOverError> {

@@ -3,6 +3,7 @@
 use super::limiter::Limiter;
 use super::queue::LimitedQueue;
 use crate::disk::{Disk, Queue};
+use crate::extent::Tell;
 use crate::hand_over::HandOverError;
 use crate::info::DiskInfo;
 use crate::resize::ResizeError;
@@ -66,6 +67,10 @@ impl Disk for LimitedDisk {
 
     fn has_lost(&self) -> bool {
         self.inner.has_lost()
+    }
+
+    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+        self.inner.extents(offset, len, tell);
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {
