@@ -42,16 +42,17 @@ pub(crate) struct AdminServer {
 }
 
 impl AdminServer {
-    /// Does what the control plane has decided.
+    /// Does what the control plane has decided. Whether something came of that which it has to
+    /// write down.
     pub(crate) fn follow_orders(
         &mut self,
         control: &Mutex<Control>,
         cx: &Context,
         has_fetched: bool,
-    ) {
+    ) -> bool {
         let (orders, standing) = control.lock().admin_orders(has_fetched);
         self.standing = standing;
-        let Orders { detach, attach, table, latches, shadow, acq, completions } = orders;
+        let Orders { detach, attach, table, latches, shadow, acq, completions, answers } = orders;
         if let Some(latch) = detach {
             if let Some(Attach { queue, .. }) = self.attached.take() {
                 queue.retire(&cx.shared);
@@ -65,7 +66,7 @@ impl AdminServer {
             self.journal = cx.shared.journal_part(0, attach.generation).unwrap_or_default();
             self.attached = Some(attach);
         }
-        if let Some(Attach { queue, table: current, .. }) = &mut self.attached {
+        if let Some(Attach { queue, table: current, generation, .. }) = &mut self.attached {
             if let Some(table) = table {
                 queue.remap(&table, self.shadow);
                 *current = table;
@@ -78,11 +79,25 @@ impl AdminServer {
                 queue.place_cq(current, acq);
             }
             completions.iter().for_each(|completion| queue.complete(completion));
+            for (sqe, data) in &answers {
+                let status = match write(current, sqe, standing.page_size, data) {
+                    Ok(()) => Status::SUCCESS,
+                    Err(status) => {
+                        control.lock().admin_data_failed(*generation, sqe, status);
+                        status
+                    }
+                };
+                let dw0 = data.dw0;
+                let completion = AdminCompletion { cid: sqe.cid, status, dw0, placed: true };
+                queue.complete(&completion);
+                control.lock().admin_ended(*generation, completion);
+            }
             if let Some(journal) = &self.journal {
                 queue.write_down(journal);
             }
         }
         drop(latches);
+        !answers.is_empty()
     }
 
     /// The queue, while it is to be served.

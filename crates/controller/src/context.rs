@@ -3,6 +3,7 @@
 use crate::config::Config;
 use crate::event::Listener;
 use crate::latch::Latch;
+use crate::lba_status::LbaStatusServer;
 use crate::namespace::{Namespace, Namespaces};
 use crate::notice::{ControlHandle, Notice};
 use crate::route::Route;
@@ -32,6 +33,8 @@ pub(crate) struct Context {
     pub(crate) route: Route,
     /// The way back here, for workers.
     pub(crate) control: ControlHandle,
+    /// Get LBA Status commands under way.
+    pub(crate) lba_status: Arc<LbaStatusServer>,
     pub(crate) listener: Option<Listener>,
 }
 
@@ -47,6 +50,7 @@ impl Context {
     ) -> Self {
         let serving = Arc::new(namespaces);
         let identified = Arc::clone(&serving);
+        let lba_status = Arc::new(LbaStatusServer::new(control.clone()));
         Self {
             // A disk that is removed is let go of.
             config: Config { namespaces: Vec::new(), nsids: Vec::new(), ..config },
@@ -55,6 +59,7 @@ impl Context {
             pool,
             route: Route::default(),
             control,
+            lba_status,
             listener,
         }
     }

@@ -44,6 +44,7 @@ mod inquiry;
 mod interrupt;
 mod journal;
 mod latch;
+mod lba_status;
 mod namespace;
 mod notice;
 mod plane;

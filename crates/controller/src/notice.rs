@@ -89,6 +89,8 @@ pub(crate) enum Operation {
     ShadowDoorbells { cid: u16 },
     /// Abort. Its status is Command Abort Requested if the command was aborted.
     Abort { cid: u16 },
+    /// Get LBA Status.
+    LbaStatus { cid: u16 },
     /// The flush before the volatile write cache is off.
     Flush { cid: u16 },
     /// The flush of a shutdown.

@@ -279,14 +279,38 @@ impl ControllerInner {
         Ok(())
     }
 
+    /// Has the server do what the control plane has decided.
+    fn follow_orders(&self, server: &mut AdminServer, has_fetched: bool) {
+        if server.follow_orders(&self.control, &self.context, has_fetched) {
+            self.note_change();
+        }
+    }
+
+    /// So much of a processor went to the guest's commands.
+    fn spend(&self, budget: &mut Budget, used: Duration) {
+        let cx = &self.context;
+        if !cx.pool.control().is_inline() && budget.spend(used, Instant::now()) {
+            tracing::warn!(
+                serial = cx.config.serial,
+                "the guest gives more admin commands than a fifth of a processor can serve; they \
+                 wait their turn"
+            );
+        }
+    }
+
     fn serve_admin(&self, admin: &mut Admin, deferred: &mut Deferred) -> Turn {
         let Self { context: cx, control, .. } = self;
         let Admin { server, budget } = admin;
         let is_inline = cx.pool.control().is_inline();
         let began = Instant::now();
-        server.follow_orders(control, cx, false);
+        self.follow_orders(server, false);
         self.record();
         server.post(control, cx);
+        // What was done for them elsewhere.
+        let elsewhere = cx.lba_status.take_used();
+        if !elsewhere.is_zero() {
+            self.spend(budget, elsewhere);
+        }
         if let Some(until) = budget.wait_until(began) {
             return Turn::At(until);
         }
@@ -313,11 +337,11 @@ impl ControllerInner {
                     }
                     // What was the case before the host submitted the command counts first.
                     self.receive(deferred);
-                    server.follow_orders(control, cx, true);
+                    self.follow_orders(server, true);
                     if !server.serve(control, cx, command, deferred) {
                         break Turn::Idle;
                     }
-                    server.follow_orders(control, cx, false);
+                    self.follow_orders(server, false);
                     self.note_change();
                 }
             }
@@ -329,14 +353,7 @@ impl ControllerInner {
         if served != 0
             && let Some(processor) = processor
         {
-            let used = processor_time().saturating_sub(processor);
-            if budget.spend(used, Instant::now()) {
-                tracing::warn!(
-                    serial = cx.config.serial,
-                    "the guest gives more admin commands than a fifth of a processor can serve; \
-                     they wait their turn"
-                );
-            }
+            self.spend(budget, processor_time().saturating_sub(processor));
         }
         if turn == Turn::Idle && control.lock().has_admin_orders() { Turn::Again } else { turn }
     }

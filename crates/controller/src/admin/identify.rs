@@ -165,7 +165,9 @@ fn controller(config: &Config) -> IdentifyController {
         rtd3e: SHUTDOWN_MICROSECONDS,
         oaes: Oaes::new().with_nsan(true),
         cntrltype: ControllerType::Io as u8,
-        oacs: Oacs::new().with_doorbell_buffer_config(config.shadow_doorbells),
+        oacs: Oacs::new()
+            .with_doorbell_buffer_config(config.shadow_doorbells)
+            .with_get_lba_status(true),
         acl: (ABORT_LIMIT - 1) as u8,
         aerl: (MAX_EVENT_REQUESTS - 1) as u8,
         // One slot, which can not be written.
@@ -202,7 +204,11 @@ fn nvm_controller(promises: &Promises) -> IdentifyNvmController {
     // Without a limit of its own, hosts take MDTS for the limit of Write Zeroes. The only limit
     // there is is that of the command's 65536 blocks.
     let pages = (promises.zeroes / 4096).max(1);
-    IdentifyNvmController { wzsl: pages.ilog2() as u8, ..IdentifyNvmController::default() }
+    IdentifyNvmController {
+        wzsl: pages.ilog2() as u8,
+        aocs: IdentifyNvmController::REPORTS_ALLOCATED,
+        ..IdentifyNvmController::default()
+    }
 }
 
 fn identify_namespace(namespace: &Namespace) -> IdentifyNamespace {

@@ -318,6 +318,7 @@ const ADMIN_COMMANDS: &[AdminOpcode] = &[
     AdminOpcode::SetFeatures,
     AdminOpcode::GetFeatures,
     AdminOpcode::AsyncEventRequest,
+    AdminOpcode::GetLbaStatus,
 ];
 
 /// The I/O commands that the controller has, and whether they change what logical blocks contain.

@@ -7,6 +7,7 @@ use crate::admin::logs::{ErrorLog, ErrorRecord};
 use crate::latch::Latch;
 use crate::queue::admin::{AdminCompletion, AdminQueue};
 use shadowbell_memory::DmaTable;
+use shadowbell_spec::Sqe;
 use shadowbell_spec::event::AsyncEvent;
 use shadowbell_spec::status::Status;
 use std::sync::Arc;
@@ -72,11 +73,13 @@ pub(crate) struct Orders {
     pub(crate) acq: Option<u64>,
     /// These commands are complete.
     pub(crate) completions: Vec<AdminCompletion>,
+    /// And these as soon as the host has the data.
+    pub(crate) answers: Vec<(Sqe, Data)>,
 }
 
 impl Orders {
     pub(crate) fn is_empty(&self) -> bool {
-        let Self { detach, attach, table, latches, shadow, acq, completions } = self;
+        let Self { detach, attach, table, latches, shadow, acq, completions, answers } = self;
         detach.is_none()
             && attach.is_none()
             && table.is_none()
@@ -84,6 +87,7 @@ impl Orders {
             && shadow.is_none()
             && acq.is_none()
             && completions.is_empty()
+            && answers.is_empty()
     }
 }
 
@@ -167,6 +171,13 @@ impl AdminPort {
     /// Completes an admin command whose place was kept.
     pub(super) fn complete(&mut self, cid: u16, status: Status, dw0: u32) {
         self.push(AdminCompletion { cid, status, dw0, placed: true });
+    }
+
+    /// Gives the host the data of a command whose place was kept, and completes it.
+    pub(super) fn answer(&mut self, sqe: Sqe, data: Data) {
+        if self.open {
+            self.orders.answers.push((sqe, data));
+        }
     }
 
     /// Completes an Asynchronous Event Request.

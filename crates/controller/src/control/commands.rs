@@ -14,18 +14,22 @@ use crate::admin::logs::{self, ChangedList, Health, LogContext};
 use crate::admin::rate_limit::RateLimit;
 use crate::config::Config;
 use crate::context::Context;
+use crate::control_thread::TakesTurns;
 use crate::event::Event;
 use crate::inquiry::Inquiry;
+use crate::lba_status::{self, LbaStatusServer, Question};
 use crate::notice::Operation;
 use crate::saved::SavedFeatures;
 use crate::worker::message::Message;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin as decode;
 use shadowbell_spec::event::AsyncEvent;
+use shadowbell_spec::lba_status::{LbaStatusDescriptor, LbaStatusList, atype};
 use shadowbell_spec::log::{CriticalWarning, lid};
 use shadowbell_spec::opcode::AdminOpcode;
 use shadowbell_spec::sqe::{Fuse, Psdt};
 use shadowbell_spec::status::Status;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// What of the controller a command may touch.
@@ -154,6 +158,7 @@ impl AdminCommands {
                 env.port.complete_event(completion);
                 Ok(Outcome::Unplaced)
             }
+            AdminOpcode::GetLbaStatus => get_lba_status(env, sqe),
             AdminOpcode::DoorbellBufferConfig if cx.config.shadow_doorbells => {
                 self.doorbell_buffer_config(env, sqe)
             }
@@ -323,7 +328,7 @@ impl AdminCommands {
     fn abort(&mut self, env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
         let decode::Abort { sqid, cid } = decode::Abort::decode(sqe);
         if sqid == 0 {
-            // The only admin commands that stay are asynchronous event requests.
+            // Of the admin commands that stay, nothing but asynchronous event requests is aborted.
             let aborted = env.port.events.abort(cid);
             if aborted {
                 env.port.complete_unplaced(cid, Status::ABORT_REQUESTED, 0);
@@ -350,6 +355,16 @@ impl AdminCommands {
         let aborted = status.code() == Status::ABORT_REQUESTED;
         let dw0 = if aborted { 0 } else { decode::Abort::NOT_ABORTED };
         port.complete(cid, Status::SUCCESS, dw0);
+    }
+
+    /// A Get LBA Status has come to its end.
+    pub(super) fn lba_status_ended(&mut self, cx: &Context, port: &mut AdminPort, cid: u16) {
+        let Some((sqe, bytes)) = cx.lba_status.take(cid) else { return };
+        if cx.serving().get(sqe.nsid).is_none() {
+            return port.fail(cid, Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr(), sqe.nsid);
+        }
+        let len = decode::GetLbaStatus::decode(&sqe).length() as usize;
+        port.answer(sqe, Data { bytes, len, dw0: 0, log: None });
     }
 
     /// A command for `nsid` has failed: what follows from that for the namespace.
@@ -382,6 +397,60 @@ impl AdminCommands {
             }
         }
     }
+}
+
+/// Get LBA Status. The disk is asked elsewhere (`lba_status`).
+fn get_lba_status(env: &mut CommandEnvironment<'_>, sqe: &Sqe) -> Executed {
+    let command = decode::GetLbaStatus::decode(sqe);
+    let serving = env.cx.serving();
+    let namespace = match serving.get(sqe.nsid) {
+        Some(namespace) => namespace,
+        // One that may be, and is not there.
+        None if (1..=serving.highest()).contains(&sqe.nsid) => {
+            return Err(Status::INVALID_FIELD.with_dnr());
+        }
+        None => return Err(Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr()),
+    };
+    let length = command.length();
+    let list = size_of::<LbaStatusList>() as u64;
+    if length > 4096 << env.cx.config.mdts || length < list {
+        return Err(Status::INVALID_FIELD.with_dnr());
+    }
+    let end = match command.rl {
+        0 => Some(namespace.blocks()).filter(|blocks| command.slba < *blocks),
+        blocks => command.slba.checked_add(blocks.into()),
+    };
+    let end = end.filter(|end| *end <= namespace.blocks());
+    let end = end.ok_or(Status::LBA_OUT_OF_RANGE.with_dnr())?;
+    let room = ((length - list) / size_of::<LbaStatusDescriptor>() as u64) as usize;
+    let question = Question {
+        sqe: *sqe,
+        generation: env.lifecycle.generation,
+        disk: Arc::clone(namespace.disk()),
+        block_shift: namespace.block_shift(),
+        slba: command.slba,
+        end,
+        room,
+    };
+    match command.atype {
+        atype::ALLOCATED => {}
+        // No block is known to be unrecoverable, whatever is looked at.
+        atype::SCAN_UNRECOVERABLE | atype::UNRECOVERABLE => {
+            let (bytes, len) = (lba_status::nothing(), length as usize);
+            return Ok(Outcome::Data(Data { bytes, len, dw0: 0, log: None }));
+        }
+        _ => return Err(Status::INVALID_FIELD.with_dnr()),
+    }
+    if !env.cx.lba_status.has_room() {
+        return Ok(Outcome::NotYet);
+    }
+    if env.cx.lba_status.begin(question) {
+        let server: Arc<dyn TakesTurns> = Arc::<LbaStatusServer>::clone(&env.cx.lba_status);
+        let control = env.cx.pool.control().clone();
+        let schedule = move || control.schedule(Arc::downgrade(&server));
+        env.deferred.callbacks.push(Box::new(schedule));
+    }
+    Ok(Outcome::Later)
 }
 
 fn limits(env: &CommandEnvironment<'_>, nsid: u32) -> Limits {

@@ -365,6 +365,7 @@ impl Control {
         self.lifecycle.is_quiet()
             && !self.memory.is_awaited()
             && self.commands.is_quiet()
+            && cx.lba_status.is_quiet()
             && self.queues.is_quiet()
             && self.namespace_changes.is_quiet()
             && !self.port.has_orders()
@@ -414,6 +415,7 @@ impl Control {
         cx.shared.coalescing.reset();
         cx.shared.set_write_through(false);
         self.commands.reset();
+        deferred.latches.extend(cx.lba_status.forget());
         self.port.events.clear();
         self.lifecycle.phase = Phase::Disabled;
         self.lifecycle.flush = ShutdownFlush::None;
@@ -652,6 +654,7 @@ impl Control {
                 deferred.event(Event::ShadowDoorbells);
             }
             Operation::Abort { cid } => self.commands.abort_ended(port, cid, status),
+            Operation::LbaStatus { cid } => self.commands.lba_status_ended(cx, port, cid),
             // Without the cache, writes that come now are on the medium in any case.
             Operation::Flush { cid } if status.is_success() => port.complete(cid, status, 0),
             Operation::Flush { cid } => port.fail(cid, status, 0),

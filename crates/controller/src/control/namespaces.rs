@@ -133,6 +133,7 @@ impl Control {
         let namespaces = cx.serving().with(nsid, namespace);
         cx.serve(Arc::clone(&namespaces));
         let latch = cx.latch(Notice::NamespaceChanged { nsid, status: Status::SUCCESS });
+        cx.lba_status.wait_for(nsid, &latch);
         cx.send_all(self.queues.workers(), |controller| Message::ChangeNamespace {
             controller,
             nsid,

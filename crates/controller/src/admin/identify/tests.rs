@@ -74,7 +74,7 @@ fn controller_structure() {
     assert_eq!((id.nn, id.mdts, id.maxcmd), (3, 8, 4096));
     assert_eq!((id.acl, id.aerl, id.elpe, id.npss), (3, 3, 63, 0));
     assert_eq!((id.sqes.into_bits(), id.cqes.into_bits()), (0x66, 0x44));
-    assert_eq!(id.oacs.into_bits(), 1 << 8);
+    assert_eq!(id.oacs.into_bits(), 1 << 8 | 1 << 9);
     assert_eq!(id.oncs.into_bits(), 0b1_1101_1101);
     assert_eq!(id.ocfs, 1);
     assert_eq!(id.vwc.into_bits(), 0b111);
@@ -94,7 +94,7 @@ fn what_the_configuration_changes() {
     let controller = |config: &Config| -> IdentifyController { read(config, cns::CONTROLLER, 0) };
     let without = Config { shadow_doorbells: false, mdts: 9, max_queue_entries: 64, ..three() };
     let id = controller(&without);
-    assert_eq!((id.oacs.into_bits(), id.mdts, id.maxcmd), (0, 9, 64));
+    assert_eq!((id.oacs.into_bits(), id.mdts, id.maxcmd), (1 << 9, 9, 64));
     let mut disk = TestDisk::new(1, 512);
     disk.0.volatile_cache = false;
     let id = controller(&config(vec![disk]));
