@@ -6,11 +6,14 @@ use crate::queue::{NoDevice, NvmeQueue};
 use crate::shared::NvmeDiskShared;
 use crate::transfers::DiskTransfers;
 use parking_lot::Mutex;
-use shadowbell_backend::{Disk, DiskInfo, Queue};
+use shadowbell_backend::{Disk, DiskInfo, Extent, Queue, Tell};
 use shadowbell_driver::{AttachError, AttachOptions, Controller, Namespace, SpinPolicy, Transport};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::{fmt, io};
 use thiserror::Error;
+
+/// Allocated ranges that one command asks for.
+const MOST: usize = 64;
 
 /// How a namespace is used as a disk.
 #[derive(Clone, Debug)]
@@ -129,6 +132,7 @@ impl NvmeDisk {
             name: name.to_owned(),
             transfers: DiskTransfers::default(),
             depth: options.queue_depth,
+            reports_allocated: OnceLock::new(),
             controller,
         })))
     }
@@ -177,6 +181,42 @@ impl Disk for NvmeDisk {
         self.0.name.clone()
     }
 
+    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+        let Self(shared) = self;
+        let size = u64::from(shared.info.block_size);
+        let (mut at, end) = (offset, offset.saturating_add(len));
+        while at < end && self.reports_allocated() {
+            let admin = shared.controller.lock().admin();
+            let blocks = at / size..end.div_ceil(size);
+            let Ok(found) = admin.allocated_blocks(shared.namespace.nsid(), blocks, MOST) else {
+                break;
+            };
+            let known = found.until.saturating_mul(size).min(end);
+            for range in found.ranges {
+                let from = range.start.saturating_mul(size).clamp(at, known);
+                let to = range.end.saturating_mul(size).clamp(from, known);
+                for extent in [Extent::hole(from - at), Extent::data(to - from)] {
+                    if extent.len != 0 && !tell(extent) {
+                        return;
+                    }
+                }
+                at = to;
+            }
+            if at < known {
+                if !tell(Extent::hole(known - at)) {
+                    return;
+                }
+                at = known;
+            } else if found.until <= at / size {
+                // It has not said anything of what was asked.
+                break;
+            }
+        }
+        if at < end {
+            tell(Extent::data(end - at));
+        }
+    }
+
     fn counters(&self) -> Vec<(&'static str, u64)> {
         let transfers = self.0.transfers.sum();
         let recovery = self.0.controller.lock().recovery_stats();
@@ -185,6 +225,19 @@ impl Disk for NvmeDisk {
             ("commands_copied", transfers.copied),
             ("resets", recovery.resets),
         ]
+    }
+}
+
+impl NvmeDisk {
+    /// Whether the SSD says which blocks are allocated, and that the others read as zeroes. Asked
+    /// once; who does not answer does not say.
+    fn reports_allocated(&self) -> bool {
+        let Self(shared) = self;
+        *shared.reports_allocated.get_or_init(|| {
+            let admin = shared.controller.lock().admin();
+            shared.namespace.identity().dlfeat.drb() == 1
+                && admin.reports_allocated().unwrap_or(false)
+        })
     }
 }
 

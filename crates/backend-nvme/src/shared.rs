@@ -6,7 +6,7 @@ use crate::transfers::DiskTransfers;
 use parking_lot::Mutex;
 use shadowbell_backend::DiskInfo;
 use shadowbell_driver::{Controller, Namespace};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 pub(crate) struct NvmeDiskShared {
     pub(crate) namespace: Namespace,
@@ -18,5 +18,7 @@ pub(crate) struct NvmeDiskShared {
     pub(crate) hang_up: HangUpMonitor,
     /// Entries of each queue pair.
     pub(crate) depth: u32,
+    /// Whether it says which blocks are allocated, once that was asked.
+    pub(crate) reports_allocated: OnceLock<bool>,
     pub(crate) controller: Arc<Mutex<Controller>>,
 }

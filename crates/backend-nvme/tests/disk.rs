@@ -1,7 +1,7 @@
 //! Three layers in one process: a driver, on a virtual controller, on an SSD, which is an emulated
 //! controller over a disk whose requests this test records.
 
-use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Queue, Request, Submitted};
+use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Queue, Request, Submitted, Tell};
 use shadowbell_backend_nvme::{NvmeDisk, OpenError, Options};
 use shadowbell_driver::{
     AttachOptions, Command, Completion, Controller, Namespace, QueuePair, Transport,
@@ -52,6 +52,10 @@ impl Disk for Spy {
 
     fn name(&self) -> String {
         "spy".into()
+    }
+
+    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+        self.mem.extents(offset, len, tell);
     }
 }
 
@@ -390,4 +394,42 @@ fn a_hundred_thousand_that_wait_are_cancelled_at_once() {
     assert!(ended.iter().map(|(tag, _)| *tag).eq(0..MANY), "each ends once");
     // The SSD had a few of them already.
     assert!(ended[100..].iter().all(|(_, outcome)| *outcome == Err(DiskError::Cancelled)));
+}
+
+/// What the SSD says of its blocks is what the disk says, and so what the guest is told.
+#[test]
+fn the_guest_is_told_which_blocks_the_ssd_has_allocated() {
+    let mut spy = Spy::new(1, 512);
+    spy.mem = MemDisk::lasting(1 << 20, 512).unwrap();
+    let mut written = vec![false; 256];
+    let mut dice = Dice(7);
+    // Pieces of 2 MiB, as huge as pages get.
+    for _ in 0..100 {
+        let piece = dice.below(256);
+        spy.mem.bytes().write((piece << 21) as usize, &1u8).unwrap();
+        written[piece as usize] = true;
+    }
+    let rig = rig_over(spy, &options(true));
+    let admin = rig.controller.admin();
+    assert!(admin.reports_allocated().unwrap());
+    let (mut at, end) = (0, 1 << 20);
+    let mut allocated = vec![false; 256];
+    while at < end {
+        let found = admin.allocated_blocks(1, at..end, 5).unwrap();
+        for range in found.ranges {
+            for piece in range.start / 4096..range.end.div_ceil(4096) {
+                allocated[piece as usize] = true;
+            }
+        }
+        assert!(found.until > at);
+        at = found.until;
+    }
+    assert_eq!(allocated, written);
+    // Without gaps, whatever is asked for.
+    let mut told = Vec::new();
+    rig.disk.extents(1 << 20, 1 << 20, &mut |extent| {
+        told.push(extent);
+        true
+    });
+    assert_eq!(told.iter().map(|extent| extent.len).sum::<u64>(), 1 << 20);
 }

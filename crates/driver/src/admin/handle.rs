@@ -2,6 +2,7 @@
 
 use super::data::{AdminData, AdminResult};
 use super::identify;
+use super::lba_status::{self, AllocatedBlocks};
 use super::log::{LogRequest, read_log_page};
 use super::plane::AdminCommands;
 use crate::attached::AttachedController;
@@ -16,6 +17,7 @@ use shadowbell_spec::feature::Select;
 use shadowbell_spec::identify::{IdentifyController, IdentifyNamespace, NamespaceIds};
 use shadowbell_spec::log::{ErrorLogEntry, SmartHealth, lid};
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 use zerocopy::FromBytes;
@@ -199,6 +201,38 @@ impl Admin {
         let fields = SetFeatures { fid, cdw11, ..SetFeatures::default() };
         let sqe = Sqe::set_features(nsid, fields, 0);
         Ok(self.controller.succeed(sqe, AdminData::ToController(data))?.dw0)
+    }
+
+    /// Whether the controller tells which blocks are allocated: whether
+    /// [`allocated_blocks`](Self::allocated_blocks) can be had.
+    ///
+    /// # Errors
+    /// [`CommandError`].
+    pub fn reports_allocated(&self) -> Result<bool, CommandError> {
+        let has_command = self.controller.info.identity.oacs.get_lba_status();
+        lba_status::reports_allocated(&*self.controller, has_command)
+    }
+
+    /// Get LBA Status: which blocks of `range` of a namespace are allocated, at most `most` ranges
+    /// of them (255 if there are more); nothing of an empty range. The command completes when the
+    /// controller has found out, which may take as long as its storage takes. NVM 1.1, 4.2.1.
+    ///
+    /// Blocks that were written before the command was given are allocated, unless they were
+    /// deallocated since. The others read as the namespace says that deallocated blocks do
+    /// (DLFEAT).
+    ///
+    /// # Errors
+    /// [`CommandError`], also for a list that contradicts itself.
+    pub fn allocated_blocks(
+        &self,
+        nsid: u32,
+        range: Range<u64>,
+        most: usize,
+    ) -> Result<AllocatedBlocks, CommandError> {
+        if range.is_empty() {
+            return Ok(AllocatedBlocks { ranges: Vec::new(), until: range.end });
+        }
+        lba_status::allocated_blocks(&*self.controller, nsid, range, most)
     }
 
     /// Abort: asks the controller to end command `cid` of submission queue `sqid` early. Whether it

@@ -6,11 +6,13 @@
 //! | `queue` | the admin queue pair, shared by threads |
 //! | `plane` | the registers and the admin queue: what there is before Identify |
 //! | `identify`, `log` | Identify and Get Log Page |
+//! | `lba_status` | Get LBA Status |
 //! | `handle` | [`Admin`], the program's handle on an attached controller |
 
 mod data;
 mod handle;
 mod identify;
+mod lba_status;
 mod log;
 mod plane;
 mod queue;
@@ -18,6 +20,7 @@ mod queue;
 pub use self::data::{AdminData, AdminResult};
 pub use self::handle::Admin;
 pub(crate) use self::identify::{identify_controller, identify_namespaces};
+pub use self::lba_status::AllocatedBlocks;
 pub use self::log::LogRequest;
 pub(crate) use self::log::read_log_page;
 pub(crate) use self::plane::{AdminCommands, AdminPlane};
