@@ -337,7 +337,7 @@ mod tests {
         assert_eq!(read(true, &twice), Violation::Range);
         assert_eq!(read(true, &|c| data(c, 1000, 511, true)), Violation::Gap);
         assert_eq!(read(true, &|c| Head::done(c).bytes().to_vec()), Violation::Gap);
-        let extent = |c| Head::extent(c, 1, 512, 0).bytes().to_vec();
+        let extent = |c| [Head::extents(c, 1, 1).bytes(), &[0; 8]].concat();
         assert!(matches!(read(true, &extent), Violation::Chunk { .. }));
         // Data for a write.
         let (mut table, c) = parts(command::WRITE, 512);

@@ -2,6 +2,7 @@
 
 use crate::device::BlockDevice;
 use crate::error::BlockError;
+use crate::extents::Extent;
 use crate::geometry::Geometry;
 use crate::operations::Zeroes;
 use parking_lot::Mutex;
@@ -216,6 +217,14 @@ impl Blocking {
     /// [`BlockError`].
     pub fn copy(&self, from: u64, to: u64, len: u64) -> Result<(), BlockError> {
         self.run(self.0.copy(from, to, len))
+    }
+
+    /// As [`BlockDevice::extents`].
+    ///
+    /// # Errors
+    /// [`BlockError`].
+    pub fn extents(&self, offset: u64, len: u64, most: usize) -> Result<Vec<Extent>, BlockError> {
+        self.run(self.0.extents(offset, len, most))
     }
 
     /// As [`BlockDevice::flush`].

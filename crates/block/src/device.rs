@@ -2,12 +2,14 @@
 
 use crate::buffers::Buffers;
 use crate::error::{BlockError, OpenError};
+use crate::extents::Extent;
 use crate::geometry::Geometry;
 use crate::in_flight::Abandoned;
 use crate::operations::Zeroes;
 use crate::options::BlockOptions;
 use crate::shared::{DeviceQueue, DeviceShared, Handle};
-use crate::{copy, operations};
+use crate::status::BlockStatus;
+use crate::{copy, extents, operations};
 use shadowbell_driver::{AsyncQueue, Controller};
 use shadowbell_spec::feature::{Select, fid};
 use std::fmt;
@@ -84,6 +86,8 @@ impl BlockDevice {
             abandoned: Abandoned::new(),
             write_zeroes: AtomicBool::new(geometry.write_zeroes),
             copy: AtomicBool::new(geometry.copy),
+            // What is not allocated can only be skipped if it is known what it reads as.
+            status: BlockStatus::new(namespace.identity().dlfeat.drb() == 1),
             admin: controller.admin(),
         };
         Ok(Self(Handle { shared: Arc::new(shared), queue: 0 }))
@@ -184,6 +188,26 @@ impl BlockDevice {
     /// [`BlockError`].
     pub async fn compare(&self, offset: u64, with: &[u8]) -> Result<bool, BlockError> {
         operations::compare(&self.0, offset, with).await
+    }
+
+    /// Which of `len` bytes from `offset` on may hold data: extents without gaps, at least one of a
+    /// range that is not empty, at most `most`, and perhaps fewer than there are.
+    ///
+    /// Bytes that were written before the request count as data, unless they were discarded or
+    /// zeroed since. Of what is written or discarded meanwhile it may be either. A controller that
+    /// does not say which blocks are allocated (Get LBA Status, NVM 1.1, 4.2.1), or not what the
+    /// others read as, has all of them for data; so has one that does not answer in time.
+    ///
+    /// # Errors
+    /// [`BlockError::OutOfRange`].
+    pub async fn extents(
+        &self,
+        offset: u64,
+        len: u64,
+        most: usize,
+    ) -> Result<Vec<Extent>, BlockError> {
+        self.0.range(offset, len)?;
+        Ok(extents::extents(&self.0, offset, len, most).await)
     }
 
     /// Makes everything durable that was completed before, through any queue.

@@ -8,6 +8,7 @@
 //! | [`Blocking`], [`block_on`] | a disk for a thread that has nothing else to do meanwhile |
 //! | `operations` | read, write, compare, write zeroes, discard, flush; parts of blocks |
 //! | `copy` | bytes from one place of the disk to another, by the controller where it can |
+//! | `extents`, `status` | which bytes are allocated |
 //! | `stream` | a range of blocks as commands: split, with several of them in flight |
 //! | `shared` | what all handles on a disk share |
 //! | `in_flight` | commands in flight, also those whose futures were dropped |
@@ -50,7 +51,7 @@
 //!
 //! # What it does not implement
 //!
-//! Reservations, and a map of what is allocated (Get LBA Status).
+//! Reservations.
 #![forbid(unsafe_code)]
 
 mod blocking;
@@ -58,6 +59,7 @@ mod buffers;
 mod copy;
 mod device;
 mod error;
+mod extents;
 mod geometry;
 mod in_flight;
 mod locks;
@@ -65,11 +67,13 @@ mod operations;
 mod options;
 mod range;
 mod shared;
+mod status;
 mod stream;
 
 pub use blocking::{Blocking, block_on, block_on_for};
 pub use device::BlockDevice;
 pub use error::{BlockError, OpenError};
+pub use extents::Extent;
 pub use geometry::Geometry;
 pub use operations::Zeroes;
 pub use options::BlockOptions;

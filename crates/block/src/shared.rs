@@ -6,6 +6,7 @@ use crate::geometry::Geometry;
 use crate::in_flight::{Abandoned, InFlight};
 use crate::locks::{RangeGuard, RangeLocks};
 use crate::range::BlockRange;
+use crate::status::BlockStatus;
 use shadowbell_driver::{Admin, AsyncNamespace, Command, Namespace};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,6 +29,7 @@ pub(crate) struct DeviceShared {
     pub(crate) write_zeroes: AtomicBool,
     /// The controller has a Copy command, and has not refused one yet.
     pub(crate) copy: AtomicBool,
+    pub(crate) status: BlockStatus,
     pub(crate) admin: Admin,
 }
 

@@ -86,13 +86,12 @@ impl Head {
             .put(text.as_bytes())
     }
 
-    /// A structured reply in one chunk: one extent of `len` bytes in metadata context `context`.
+    /// A structured reply in one chunk: `count` extents in metadata context `context`, which
+    /// follow, each as its length and its flags (32 bits each).
     #[must_use]
-    pub fn extent(cookie: u64, context: u32, len: u32, flags: u32) -> Self {
-        Self::chunk(cookie, chunk::FLAG_DONE, chunk::BLOCK_STATUS, 12)
-            .put(&context.to_be_bytes())
-            .put(&len.to_be_bytes())
-            .put(&flags.to_be_bytes())
+    pub fn extents(cookie: u64, context: u32, count: u32) -> Self {
+        let len = count.saturating_mul(8).saturating_add(4);
+        Self::chunk(cookie, chunk::FLAG_DONE, chunk::BLOCK_STATUS, len).put(&context.to_be_bytes())
     }
 }
 
@@ -181,7 +180,7 @@ mod tests {
             |kind, len| Incoming::Chunk(Chunk { flags: chunk::FLAG_DONE, kind, cookie: 9, len });
         assert_eq!(decode(&Head::done(9)), (chunk(chunk::NONE, 0), 20));
         assert_eq!(decode(&Head::data(9, 3, 100, true)), (chunk(chunk::OFFSET_DATA, 108), 20));
-        assert_eq!(decode(&Head::extent(9, 1, 4096, 0)), (chunk(chunk::BLOCK_STATUS, 12), 20));
+        assert_eq!(decode(&Head::extents(9, 1, 2)), (chunk(chunk::BLOCK_STATUS, 20), 20));
         let error = Head::error(9, NbdError::Inval, "what");
         assert_eq!(decode(&error), (chunk(chunk::ERROR, 10), 20));
         assert_eq!(&error.bytes()[20..], b"\0\0\0\x16\0\x04what");

@@ -147,6 +147,14 @@ pub mod flag {
     pub const FAST_ZERO: u16 = 1 << 4;
 }
 
+/// What the flags of an extent say in the metadata context `base:allocation`.
+pub mod allocation {
+    /// It is not allocated.
+    pub const HOLE: u32 = 1 << 0;
+    /// It reads as zeroes.
+    pub const ZERO: u32 = 1 << 1;
+}
+
 /// Chunks of structured replies.
 pub mod chunk {
     /// The last chunk of its reply.

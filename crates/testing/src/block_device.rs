@@ -1,7 +1,7 @@
 //! Both ends in one process: a driver on an emulated controller, over a disk of the test's.
 
 use parking_lot::Mutex;
-use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Queue, Request, Submitted};
+use shadowbell_backend::{Disk, DiskError, DiskInfo, MemDisk, Op, Queue, Request, Submitted, Tell};
 use shadowbell_controller::{
     Carrier, Config, Controller as Emulated, NamespaceConfig, Pool, PoolOptions,
 };
@@ -51,6 +51,8 @@ pub struct Orders {
     pub failures: Option<u32>,
     /// Reads that begin at this byte or beyond it fail.
     pub fail_beyond: Option<u64>,
+    /// Whoever asks for extents waits, for as long as this is so.
+    pub hold_extents: bool,
     /// Every request that came, in order.
     pub seen: Vec<Request>,
     wakes: Vec<EventFd>,
@@ -75,6 +77,16 @@ impl TestDisk {
     #[must_use]
     pub fn new(blocks: u64, block_size: u32) -> Self {
         let mem = MemDisk::new(blocks, block_size).unwrap();
+        Self { mem, cache: false, orders: Arc::default() }
+    }
+
+    /// A disk of zeroes that knows which of its bytes were written.
+    ///
+    /// # Panics
+    /// If there is no disk of that shape.
+    #[must_use]
+    pub fn sparse(blocks: u64, block_size: u32) -> Self {
+        let mem = MemDisk::lasting(blocks, block_size).unwrap();
         Self { mem, cache: false, orders: Arc::default() }
     }
 
@@ -127,6 +139,13 @@ impl Disk for TestDisk {
 
     fn name(&self) -> String {
         "test".into()
+    }
+
+    fn extents(&self, offset: u64, len: u64, tell: &mut Tell<'_>) {
+        while self.orders.lock().hold_extents {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.mem.extents(offset, len, tell);
     }
 }
 

@@ -14,7 +14,7 @@ use super::answers::{Answer, Answers, Sent};
 use super::clients::NewClient;
 use super::handshake::{ALLOCATION_CONTEXT, Agreed};
 use super::negotiate::negotiate;
-use super::request::{Action, Checked, Completed, Job, carry_out, check, number};
+use super::request::{Action, Checked, Completed, EXTENTS, Job, carry_out, check, number};
 use super::shared::ServerShared;
 use super::socket::{ClientSocket, ConnectionError, DRAIN_TIMEOUT};
 use crate::io_thread::IoThread;
@@ -271,6 +271,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
             let is_whole = !self.agreed.structured || request.flags & flag::DF != 0;
             let needs = match request.command {
                 command::READ => request.len.min(longest_piece(request.len, is_whole)) as usize,
+                command::BLOCK_STATUS => EXTENTS,
                 _ => request.payload() as usize,
             };
             let is_long = request.command == command::READ && request.len > WHOLE;
@@ -338,7 +339,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
     /// Submits what was begun with, and takes what has completed. Whether there was anything.
     fn collect(&mut self) -> bool {
         let Self { io, pending, answers, agreed, shared, broken, .. } = self;
-        io.run_once(|slot, Completed { outcome, data }| {
+        io.run_once(|slot, Completed { outcome, data, extents }| {
             let pending = pending.get(slot).copied().unwrap_or_default();
             if let Err(error) = &outcome {
                 shared.failed(error);
@@ -351,7 +352,7 @@ impl<F: Future<Output = Completed>> Connection<F> {
                 answers.push(Answer { slot, head: Head::none(), data, len: len as usize, more });
                 return;
             }
-            let (head, len) = answer(&pending, *agreed, &outcome);
+            let (head, len) = answer(&pending, *agreed, &outcome, extents);
             answers.push(Answer { slot, head, data, len, more });
         })
     }
@@ -399,7 +400,12 @@ impl<F: Future<Output = Completed>> Connection<F> {
 
 /// The answer to a request that was carried out, or to the next piece of it, and how many bytes of
 /// its data go with it.
-fn answer(pending: &Pending, agreed: Agreed, outcome: &Result<(), BlockError>) -> (Head, usize) {
+fn answer(
+    pending: &Pending,
+    agreed: Agreed,
+    outcome: &Result<(), BlockError>,
+    extents: u32,
+) -> (Head, usize) {
     let Pending { cookie, checked, is_whole, .. } = *pending;
     let piece = pending.piece().filter(|piece| piece.action == Action::Read);
     let len = piece.map_or(0, |piece| piece.len);
@@ -414,9 +420,8 @@ fn answer(pending: &Pending, agreed: Agreed, outcome: &Result<(), BlockError>) -
                 let announced = if is_whole { whole.len } else { piece.len };
                 (Head::data(cookie, piece.offset, announced, is_last), len as usize)
             }
-            // Which blocks are allocated is not known, so all of them count as such.
-            (_, Some(Checked { action: Action::BlockStatus, len, .. })) => {
-                (Head::extent(cookie, ALLOCATION_CONTEXT, len, 0), 0)
+            (_, Some(Checked { action: Action::BlockStatus { .. }, .. })) => {
+                (Head::extents(cookie, ALLOCATION_CONTEXT, extents), 8 * extents as usize)
             }
             _ => (Head::done(cookie), 0),
         },

@@ -19,7 +19,8 @@
 //!
 //! The fixed newstyle handshake with `EXPORT_NAME`, `GO`, `INFO`, `LIST`, `ABORT`,
 //! `STRUCTURED_REPLY` and metadata contexts (`base:allocation`); simple and structured replies; all
-//! requests but resizing. A flush covers what was answered on every connection
+//! requests but resizing. Block status is what the controller says of its blocks (Get LBA Status),
+//! in several extents, or all data where it does not say. A flush covers what was answered on every connection
 //! (`CAN_MULTI_CONN`): the disk has one write cache, if it has any.
 //!
 //! # What it does not implement

@@ -1,8 +1,8 @@
 //! What a request asks for, and whether that can be asked for.
 
 use super::handshake::Agreed;
-use shadowbell_block::{BlockDevice, BlockError, Geometry, Zeroes};
-use shadowbell_nbd::wire::{MAX_PAYLOAD, NbdError, Request, command, flag};
+use shadowbell_block::{BlockDevice, BlockError, Extent, Geometry, Zeroes};
+use shadowbell_nbd::wire::{MAX_PAYLOAD, NbdError, Request, allocation, command, flag};
 
 /// What is to be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,7 +16,10 @@ pub(super) enum Action {
     /// Nothing is done: on an SSD the bytes are as fast as they get.
     Cache,
     WriteZeroes(Zeroes),
-    BlockStatus,
+    BlockStatus {
+        /// One extent, and no more.
+        one: bool,
+    },
 }
 
 /// A request that makes sense.
@@ -51,7 +54,9 @@ pub(super) fn check(
         command::TRIM => (Action::Trim, 0),
         command::CACHE => (Action::Cache, 0),
         command::WRITE_ZEROES => (Action::WriteZeroes(zeroes), flag::NO_HOLE | flag::FAST_ZERO),
-        command::BLOCK_STATUS => (Action::BlockStatus, flag::REQ_ONE),
+        command::BLOCK_STATUS => {
+            (Action::BlockStatus { one: flags & flag::REQ_ONE != 0 }, flag::REQ_ONE)
+        }
         _ => return Err((NbdError::Inval, "there is no such command")),
     };
     // FUA may be set on every request, once it may be set on any.
@@ -67,10 +72,10 @@ pub(super) fn check(
         Action::Trim if !geometry.discard => {
             return Err((NbdError::NotSup, "the disk can not discard"));
         }
-        Action::BlockStatus if !agreed.allocation => {
+        Action::BlockStatus { .. } if !agreed.allocation => {
             return Err((NbdError::Inval, "no metadata context was chosen"));
         }
-        Action::BlockStatus if len == 0 => {
+        Action::BlockStatus { .. } if len == 0 => {
             return Err((NbdError::Inval, "nothing is asked about"));
         }
         Action::Read if len > MAX_PAYLOAD => {
@@ -88,6 +93,12 @@ pub(super) fn check(
     Ok(Checked { action, fua, offset, len })
 }
 
+/// Extents of one answer, at most, and the bytes of one.
+const MAX_EXTENTS: usize = 128;
+const EXTENT: usize = 8;
+/// Room for the extents of an answer, in bytes.
+pub(super) const EXTENTS: usize = MAX_EXTENTS * EXTENT;
+
 /// A request with its data, or room for them.
 pub(super) struct Job {
     pub(super) request: Checked,
@@ -98,12 +109,15 @@ pub(super) struct Job {
 pub(super) struct Completed {
     pub(super) outcome: Result<(), BlockError>,
     pub(super) data: Vec<u8>,
+    /// How many extents the data are.
+    pub(super) extents: u32,
 }
 
 /// Does what is asked for.
 pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Completed {
     let Job { request, mut data } = job;
     let Checked { action, fua, offset, len } = request;
+    let mut extents = 0;
     // The data are as long as the request says, or longer.
     let outcome = match action {
         Action::Read => disk.read(offset, data.get_mut(..len as usize).unwrap_or_default()).await,
@@ -117,9 +131,28 @@ pub(super) async fn carry_out(disk: BlockDevice, job: Job) -> Completed {
             Ok(()) if fua => disk.flush().await,
             outcome => outcome,
         },
-        Action::Cache | Action::BlockStatus => Ok(()),
+        Action::BlockStatus { one } => {
+            let most = if one { 1 } else { MAX_EXTENTS };
+            let found = disk.extents(offset, len.into(), most).await;
+            found.map(|found| extents = put_extents(&found, &mut data))
+        }
+        Action::Cache => Ok(()),
     };
-    Completed { outcome, data }
+    Completed { outcome, data, extents }
+}
+
+/// Puts extents into the answer's data; how many there is room for.
+fn put_extents(found: &[Extent], data: &mut [u8]) -> u32 {
+    let mut count = 0;
+    for (extent, into) in found.iter().zip(data.chunks_exact_mut(EXTENT)) {
+        // Not longer than the request, which has 32 bits for that.
+        let len = u32::try_from(extent.len).unwrap_or(u32::MAX);
+        let state = if extent.is_hole { allocation::HOLE | allocation::ZERO } else { 0 };
+        let bytes = u64::from(len) << 32 | u64::from(state);
+        into.copy_from_slice(&bytes.to_be_bytes());
+        count += 1;
+    }
+    count
 }
 
 /// The protocol's number for what went wrong.
@@ -191,6 +224,21 @@ mod tests {
         }
         let no_discard = Geometry { discard: false, ..g };
         assert_eq!(error(ask(TRIM, 0, 0, 512), &no_discard, all), NbdError::NotSup);
+    }
+
+    #[test]
+    fn extents_are_as_the_protocol_has_them() {
+        let some = [Extent { len: 512, is_hole: false }, Extent { len: 1 << 30, is_hole: true }];
+        let mut data = vec![9; EXTENTS];
+        assert_eq!(put_extents(&some, &mut data), 2);
+        assert_eq!(data[..16], *b"\0\0\x02\0\0\0\0\0\x40\0\0\0\0\0\0\x03");
+        assert_eq!(put_extents(&some, &mut data[..8]), 1);
+        let status = |flags| {
+            let all = Agreed { structured: true, allocation: true };
+            check(&ask(command::BLOCK_STATUS, flags, 0, 512), &geometry(), all).unwrap().action
+        };
+        assert_eq!(status(0), Action::BlockStatus { one: false });
+        assert_eq!(status(flag::REQ_ONE), Action::BlockStatus { one: true });
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 mod client;
 mod fuse;
+mod holes;
 mod nbd;
 mod tools;
 mod vhost;

@@ -8,7 +8,7 @@ use shadowbell_export::nbd::wire::{
     NbdError, Request, command, flag, option, put_option, transmission,
 };
 use shadowbell_export::nbd::{Address, Options, Server, StartError};
-use shadowbell_testing::block_device::{TestDisk, attach};
+use shadowbell_testing::block_device::{TestDisk, attach, attach_to};
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::net::TcpListener;
@@ -31,21 +31,34 @@ impl Rig {
     }
 
     fn with(blocks: u64, options: &shadowbell_block::BlockOptions, served: &Options) -> Self {
-        let backing = TestDisk::new(blocks, 512);
+        Self::over(TestDisk::new(blocks, 512), options, served, "").0
+    }
+
+    /// Over this disk, with faults of the controller; and that controller.
+    pub(crate) fn over(
+        backing: TestDisk,
+        options: &shadowbell_block::BlockOptions,
+        served: &Options,
+        faults: &str,
+    ) -> (Self, shadowbell_controller::Controller) {
         let attached = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
-        let mut controller = attach(Arc::new(backing.clone()), &attached);
+        let (mut controller, emulated) = attach_to(Arc::new(backing.clone()), &attached);
+        if !faults.is_empty() {
+            emulated.inject(faults.parse::<shadowbell_controller::faults::Faults>().unwrap());
+        }
         let disk = shadowbell_block::BlockDevice::open(&mut controller, 1, options).unwrap();
         let directory = tempfile::tempdir().unwrap();
         let address = Address::Unix(directory.path().join("nbd"));
         let server = Server::start(disk, &address, served).unwrap();
-        Self { backing, controller: Some(controller), server: Some(server), directory }
+        let (controller, server) = (Some(controller), Some(server));
+        (Self { backing, controller, server, directory }, emulated)
     }
 
     pub(crate) fn socket(&self) -> PathBuf {
         self.directory.path().join("nbd")
     }
 
-    fn client(&self) -> Client {
+    pub(crate) fn client(&self) -> Client {
         Client::connect(&self.socket(), true)
     }
 
@@ -66,7 +79,9 @@ impl Rig {
 impl Drop for Rig {
     fn drop(&mut self) {
         // A test that failed does not wait for what it held.
-        self.backing.order(|orders| (orders.hold, orders.hold_at) = (false, None));
+        self.backing.order(|orders| {
+            (orders.hold, orders.hold_at, orders.hold_extents) = (false, None, false);
+        });
     }
 }
 

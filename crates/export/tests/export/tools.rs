@@ -14,7 +14,7 @@ fn is_there(program: &str) -> bool {
 }
 
 /// Whether `program` can be run. The first time that one is missing, root installs all of them.
-fn can_run(program: &str) -> bool {
+pub(crate) fn can_run(program: &str) -> bool {
     static INSTALLED: Once = Once::new();
     if !is_there(program) && rustix::process::geteuid().is_root() && is_there("apt-get") {
         INSTALLED.call_once(|| {
@@ -31,12 +31,12 @@ fn can_run(program: &str) -> bool {
     there
 }
 
-fn uri(socket: &Path) -> String {
+pub(crate) fn uri(socket: &Path) -> String {
     format!("nbd+unix:///?socket={}", socket.display())
 }
 
 #[track_caller]
-fn run(program: &str, arguments: &[&str]) -> String {
+pub(crate) fn run(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output().unwrap();
     let (out, err) = (&output.stdout, &output.stderr);
     let (out, err) = (String::from_utf8_lossy(out), String::from_utf8_lossy(err));
@@ -49,7 +49,7 @@ fn rig(mebibytes: u64) -> Rig {
 }
 
 /// Bytes that are not twice the same.
-fn noise(len: usize) -> Vec<u8> {
+pub(crate) fn noise(len: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     let words = std::iter::repeat_with(|| {
         state ^= state << 13;

@@ -1,0 +1,228 @@
+//! Block status: holes are told, and nothing that holds data is one.
+
+use crate::nbd::Rig;
+use crate::tools::{can_run, noise, run, uri};
+use shadowbell_block::BlockOptions;
+use shadowbell_driver::AttachOptions;
+use shadowbell_export::nbd::wire::{command, flag};
+use shadowbell_export::nbd::{Address, Options, Server};
+use shadowbell_testing::block_device::{TestDisk, attach};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const MIB: u32 = 1 << 20;
+const DATA: u32 = 0;
+const HOLE: u32 = 3;
+
+fn sparse(mebibytes: u64, faults: &str) -> (Rig, shadowbell_controller::Controller) {
+    let disk = TestDisk::sparse(mebibytes << 11, 512);
+    Rig::over(disk, &BlockOptions::default(), &Options::default(), faults)
+}
+
+#[test]
+fn what_was_written_is_data_and_the_rest_is_a_hole() {
+    let (rig, _) = sparse(64, "");
+    let mut client = rig.client();
+    let mut status = |flags, offset, len| {
+        let reply = client.run(command::BLOCK_STATUS, flags, offset, len, b"");
+        assert_eq!(reply.error, 0);
+        assert!(flags == 0 || reply.extents.len() == 1);
+        reply.extents
+    };
+    assert_eq!(status(0, 0, 64 * MIB), [(64 * MIB, HOLE)]);
+    assert_eq!(status(0, 777, 1), [(1, HOLE)]);
+    assert_eq!(status(0, 63 << 20, MIB), [(MIB, HOLE)]);
+    let mut writer = rig.client();
+    // In a hole: data from then on. Memory comes in huge pages, perhaps.
+    assert_eq!(writer.run(command::WRITE, 0, (33 << 20) + 5, 3, b"abc").error, 0);
+    let extents = status(0, 0, 64 * MIB);
+    let [(before, HOLE), (data, DATA), (after, HOLE)] = extents[..] else { panic!("{extents:?}") };
+    assert!(before <= 33 * MIB && data <= 2 * MIB && before + data > 33 * MIB + 8);
+    assert_eq!(before + data + after, 64 * MIB);
+    // From its middle, and one at a time.
+    assert_eq!(status(0, (33 << 20) + 6, 2), [(2, DATA)]);
+    assert_eq!(status(flag::REQ_ONE, 0, 64 * MIB), [(before, HOLE)]);
+    assert_eq!(status(flag::REQ_ONE, before.into(), 64 * MIB - before), [(data, DATA)]);
+    // And given back.
+    assert_eq!(writer.run(command::TRIM, 0, 32 << 20, 4 * MIB, b"").error, 0);
+    assert_eq!(status(0, 0, 64 * MIB), [(64 * MIB, HOLE)]);
+    rig.end();
+}
+
+#[test]
+fn an_answer_has_so_many_extents_and_goes_on_where_it_ended() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let size: u64 = 64 << 20;
+    file.as_file().set_len(size).unwrap();
+    // A block of data in each 64 KiB.
+    for at in (0..size).step_by(64 << 10) {
+        file.as_file().write_all_at(&[7; 4096], at + 8192).unwrap();
+    }
+    let served = Served::new(file.path());
+    let mut client = crate::client::Client::connect(&served.socket, true);
+    let (mut at, mut answers, mut data) = (0, 0, 0);
+    while at < size {
+        let len = u32::try_from(size - at).unwrap();
+        let reply = client.run(command::BLOCK_STATUS, 0, at, len, b"");
+        assert!(reply.error == 0 && (1..=128).contains(&reply.extents.len()));
+        for (len, state) in reply.extents {
+            // A file system may keep more than was written.
+            data += u64::from(len) * u64::from(state == DATA);
+            at += u64::from(len);
+        }
+        answers += 1;
+    }
+    assert_eq!(at, size);
+    assert!(data >= 4 << 20, "{data}");
+    assert!(answers <= 17, "{answers}");
+    served.end();
+}
+
+#[test]
+fn a_controller_that_does_not_say_has_data_everywhere() {
+    // It says that it could, and fails when it is asked.
+    let (rig, _) = sparse(4, "refuse=0x86");
+    let mut client = rig.client();
+    for _ in 0..3 {
+        let reply = client.run(command::BLOCK_STATUS, 0, 512, 4 * MIB - 512, b"");
+        assert_eq!((reply.error, reply.extents), (0, vec![(4 * MIB - 512, DATA)]));
+    }
+    rig.end();
+}
+
+#[test]
+fn a_disk_that_takes_its_time_holds_up_nothing_else() {
+    let (rig, _) = sparse(4, "");
+    rig.backing.order(|orders| orders.hold_extents = true);
+    let mut client = rig.client();
+    let cookie = client.ask(command::BLOCK_STATUS, 0, 0, 4 * MIB, b"");
+    for n in 0..50u8 {
+        assert_eq!(client.run(command::WRITE, 0, n.into(), 1, &[n]).error, 0);
+        assert_eq!(client.run(command::READ, 0, n.into(), 1, b"").data, [n]);
+    }
+    rig.backing.order(|orders| orders.hold_extents = false);
+    let reply = client.reply();
+    assert_eq!((reply.cookie, reply.error), (cookie, 0));
+    // Written before the disk was looked at.
+    assert_eq!(reply.extents[0].1, DATA);
+    // One that is left alone meanwhile.
+    rig.backing.order(|orders| orders.hold_extents = true);
+    client.ask(command::BLOCK_STATUS, 0, 0, 4 * MIB, b"");
+    drop(client);
+    rig.backing.order(|orders| orders.hold_extents = false);
+    let began = Instant::now();
+    let mut client = rig.client();
+    assert_eq!(client.run(command::BLOCK_STATUS, 0, 0, MIB, b"").error, 0);
+    assert!(began.elapsed() < Duration::from_secs(5));
+    drop(client);
+    rig.end();
+}
+
+/// An image behind NBD, through a controller in this process.
+struct Served {
+    controller: shadowbell_driver::Controller,
+    server: Server,
+    socket: std::path::PathBuf,
+    _directory: tempfile::TempDir,
+}
+
+impl Served {
+    fn new(image: &Path) -> Self {
+        let disk = shadowbell_backend::open(&image.display().to_string()).unwrap();
+        let options = AttachOptions { queue_pairs: 2, ..AttachOptions::default() };
+        let mut controller = attach(Arc::clone(&disk), &options);
+        let options = BlockOptions::default();
+        let disk = shadowbell_block::BlockDevice::open(&mut controller, 1, &options).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("nbd");
+        let server =
+            Server::start(disk, &Address::Unix(socket.clone()), &Options::default()).unwrap();
+        Self { controller, server, socket, _directory: directory }
+    }
+
+    fn end(self) {
+        let _ = self.server.stop();
+        self.controller.detach().unwrap();
+    }
+}
+
+/// Whether the file system under `path` keeps holes.
+fn keeps_holes(path: &Path) -> bool {
+    let blocks = std::fs::metadata(path).unwrap().blocks();
+    if blocks * 512 > 8 << 20 {
+        eprintln!("skipped: the file system of {} keeps no holes", path.display());
+    }
+    blocks * 512 <= 8 << 20
+}
+
+/// `nbdinfo --map`, `nbdcopy`, `qemu-img map` and `qemu-img convert`, over a sparse image: 1 GiB
+/// with 2 MiB of data.
+#[test]
+fn other_peoples_clients_see_holes_and_skip_them() {
+    if !can_run("nbdinfo") || !can_run("nbdcopy") || !can_run("qemu-img") || !can_run("qemu-io") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    let image = path("image");
+    let data = noise(1 << 20);
+    let file = std::fs::File::create(&image).unwrap();
+    file.set_len(1 << 30).unwrap();
+    file.write_all_at(&data, 64 << 20).unwrap();
+    file.write_all_at(&data, 700 << 20).unwrap();
+    drop(file);
+    if !keeps_holes(&image) {
+        return;
+    }
+    let served = Served::new(&image);
+    let uri = uri(&served.socket);
+    let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    let expected = [
+        ("0", "67108864", "3", "hole,zero"),
+        ("67108864", "1048576", "0", "data"),
+        ("68157440", "665845760", "3", "hole,zero"),
+        ("734003200", "1048576", "0", "data"),
+        ("735051776", "338690048", "3", "hole,zero"),
+    ];
+    let expected: Vec<_> = expected.iter().flat_map(|row| [row.0, row.1, row.2, row.3]).collect();
+    assert_eq!(words(&run("nbdinfo", &["--map", &uri])), expected);
+    let map = run("qemu-img", &["map", "-f", "raw", "--output=json", &uri]);
+    assert_eq!(map.matches("\"data\": true").count(), 2, "{map}");
+    assert_eq!(map.matches("\"zero\": true").count(), 3, "{map}");
+
+    // What they copy is the same, and as sparse; and they did not read a gigabyte.
+    for (program, copy) in [("nbdcopy", path("copied")), ("qemu-img", path("converted"))] {
+        let target = copy.to_str().unwrap().to_owned();
+        let before = bytes_read(&served);
+        match program {
+            "nbdcopy" => run(program, &[&uri, &target]),
+            _ => run(program, &["convert", "-f", "raw", "-O", "raw", &uri, &target]),
+        };
+        let read = bytes_read(&served) - before;
+        assert!((1 << 20..=8 << 20).contains(&read), "{program} has read {read} bytes");
+        assert!(keeps_holes(&copy), "{program}");
+        run("qemu-img", &["compare", "-f", "raw", "-F", "raw", &target, &uri]);
+    }
+
+    // Data in a hole are data from then on.
+    run("qemu-io", &["-f", "raw", "-c", "write -P 7 300M 64k", "-c", "flush", &uri]);
+    let map = run("nbdinfo", &["--map", &uri]);
+    let rows: Vec<_> = map.lines().map(words).collect();
+    assert_eq!(rows.len(), 7, "{map}");
+    assert_eq!(rows[3], ["314572800", "65536", "0", "data"], "{map}");
+    served.end();
+    let bytes = |at: u64| {
+        let mut bytes = vec![0; 65536];
+        std::fs::File::open(&image).unwrap().read_exact_at(&mut bytes, at).unwrap();
+        bytes
+    };
+    assert!(bytes(300 << 20) == vec![7; 65536] && bytes(64 << 20) == data[..65536]);
+}
+
+/// What the controller has read for its host, in all: Data Units Read, in thousands of 512 bytes.
+fn bytes_read(served: &Served) -> u64 {
+    let read: u128 = served.controller.admin().smart_log().unwrap().data_units_read.into();
+    u64::try_from(read).unwrap() * 512_000
+}
