@@ -2,14 +2,19 @@
 
 use crate::session::Session;
 use anyhow::{Context, anyhow, bail};
-use shadowbell_driver::{Buffer, Command, Controller, Namespace, QueuePair};
+use shadowbell_driver::{Admin, Buffer, Command, Controller, Namespace, QueuePair};
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 /// Bytes of a request, where the controller takes as much at once.
 const CHUNK: u64 = 1 << 20;
 /// Zeroes are looked for in pieces of so many bytes: what qcow2 images and file systems allocate.
 const PIECE: usize = 64 << 10;
+/// Bytes of a hole that are one piece of a stream, at most.
+const HOLE: u64 = 1 << 30;
+/// Allocated ranges that are asked for at once.
+const RANGES: usize = 255;
 /// Requests in flight.
 pub(super) const DEPTH: usize = 8;
 /// A request that takes longer is given up, and the whole with it.
@@ -99,20 +104,80 @@ pub(super) struct DiskReader {
     end: u64,
     /// Requests in the order of their bytes.
     window: VecDeque<Request>,
-    /// The number of the first request in the window.
-    first: u64,
     /// Bytes to leave out of the first block.
     skip: u64,
     /// Bytes still to be delivered.
     left: u64,
     bytes: Vec<u8>,
+    /// Tells which blocks are allocated: the others are not read.
+    map: Option<Map>,
+}
+
+/// What comes next of a stream.
+pub(super) enum Piece<'a> {
+    Bytes(&'a [u8]),
+    /// So many bytes that read as zeroes, and were not read.
+    Zeroes(u64),
 }
 
 struct Request {
     offset: u64,
     len: u64,
-    /// There when it is done.
-    buffer: Option<Buffer>,
+    data: Data,
+}
+
+enum Data {
+    /// The number of the request.
+    UnderWay(u64),
+    Here(Buffer),
+    Zeroes,
+}
+
+/// Which blocks of a namespace are allocated, as far as the controller was asked.
+struct Map {
+    admin: Admin,
+    nsid: u32,
+    block: u64,
+    /// What was asked for last, in bytes: the allocated ranges from somewhere on, up to there.
+    ranges: VecDeque<Range<u64>>,
+    known: u64,
+}
+
+impl Map {
+    /// If there is something to gain: if the controller says which blocks are allocated, and that
+    /// the others read as zeroes.
+    fn of(admin: Admin, namespace: &Namespace) -> Option<Self> {
+        let reads_zeroes = namespace.identity().dlfeat.drb() == 1;
+        let is_there = reads_zeroes && admin.reports_allocated().unwrap_or(false);
+        let (nsid, block) = (namespace.nsid(), u64::from(namespace.block_size()));
+        is_there.then(|| Self { admin, nsid, block, ranges: VecDeque::new(), known: 0 })
+    }
+
+    /// How many bytes from `at` on, which is less than `end`, are of one kind, and whether they have
+    /// to be read. Both are whole blocks. Nothing, if the controller does not say.
+    fn look(&mut self, at: u64, end: u64) -> Option<(bool, u64)> {
+        if at >= self.known {
+            let blocks = at / self.block..end / self.block;
+            let found = self.admin.allocated_blocks(self.nsid, blocks, RANGES).ok()?;
+            self.known = found.until.saturating_mul(self.block);
+            let in_bytes = |range: Range<u64>| {
+                range.start.saturating_mul(self.block)..range.end.saturating_mul(self.block)
+            };
+            self.ranges = found.ranges.into_iter().map(in_bytes).collect();
+        }
+        if at >= self.known {
+            return None;
+        }
+        while self.ranges.front().is_some_and(|range| range.end <= at) {
+            self.ranges.pop_front();
+        }
+        let (allocated, until) = match self.ranges.front() {
+            Some(range) if range.start <= at => (true, range.end),
+            Some(range) => (false, range.start),
+            None => (false, self.known),
+        };
+        Some((allocated, until.min(end) - at))
+    }
 }
 
 impl DiskReader {
@@ -136,20 +201,26 @@ impl DiskReader {
             next: offset - skip,
             end,
             window: VecDeque::with_capacity(DEPTH),
-            first: 0,
             skip,
             left: len,
             bytes: Vec::new(),
+            map: None,
         })
     }
 
-    /// The next bytes, in order; nothing at the end.
-    pub(super) fn next(&mut self) -> anyhow::Result<Option<&[u8]>> {
+    /// From now on, what is not allocated is not read, if that can be known.
+    pub(super) fn skip_holes(&mut self, admin: Admin) {
+        self.map = Map::of(admin, &self.port.namespace);
+    }
+
+    /// What comes next, in order; nothing at the end.
+    pub(super) fn next(&mut self) -> anyhow::Result<Option<Piece<'_>>> {
         if self.left == 0 {
             return Ok(None);
         }
         self.ask()?;
-        while self.window.front().is_none_or(|request| request.buffer.is_none()) {
+        let is_under_way = |request: &Request| matches!(request.data, Data::UnderWay(_));
+        while self.window.front().is_none_or(is_under_way) {
             if self.window.is_empty() {
                 bail!("{}: the stream ended early", self.port.name);
             }
@@ -159,18 +230,27 @@ impl DiskReader {
             };
             let at = self.window.front().map(|request| request.offset);
             let (number, buffer) = self.port.wait().with_context(|| context(at))?;
-            let index = number.checked_sub(self.first).and_then(|n| usize::try_from(n).ok());
-            if let Some(request) = index.and_then(|index| self.window.get_mut(index)) {
-                request.buffer = buffer;
+            let is_it = |request: &&mut Request| matches!(request.data, Data::UnderWay(other) if other == number);
+            if let Some(request) = self.window.iter_mut().find(is_it)
+                && let Some(buffer) = buffer
+            {
+                request.data = Data::Here(buffer);
             }
         }
-        let Some(Request { len, buffer: Some(buffer), .. }) = self.window.pop_front() else {
+        let Some(Request { len, data, .. }) = self.window.pop_front() else {
             bail!("{}: the stream ended early", self.port.name);
         };
-        self.first += 1;
         let skip = std::mem::take(&mut self.skip);
         let here = (len - skip).min(self.left);
         self.left -= here;
+        let buffer = match data {
+            Data::Here(buffer) => buffer,
+            Data::UnderWay(_) => bail!("{}: the stream ended early", self.port.name),
+            Data::Zeroes => {
+                self.ask()?;
+                return Ok(Some(Piece::Zeroes(here)));
+            }
+        };
         self.bytes.resize(usize::try_from(here)?, 0);
         if !buffer.copy_to(usize::try_from(skip)?, &mut self.bytes) {
             bail!("{}: a buffer is shorter than its request", self.port.name);
@@ -178,18 +258,34 @@ impl DiskReader {
         self.port.spare.push(buffer);
         // While the caller is busy with these, the device is with the following.
         self.ask()?;
-        Ok(Some(&self.bytes))
+        Ok(Some(Piece::Bytes(&self.bytes)))
     }
 
     /// Keeps the window full.
     fn ask(&mut self) -> anyhow::Result<()> {
-        while self.next < self.end
-            && let Some(buffer) = self.port.spare.pop()
-        {
-            let len = self.port.chunk.min(self.end - self.next);
-            let command = self.port.command(false, self.next, len)?;
-            self.port.submit(command, Some(buffer))?;
-            self.window.push_back(Request { offset: self.next, len, buffer: None });
+        while self.next < self.end && self.window.len() < 2 * DEPTH {
+            let (offset, rest) = (self.next, self.end - self.next);
+            let known = self.map.as_mut().map(|map| map.look(offset, self.end));
+            let (is_read, len) = match known {
+                Some(Some(known)) => known,
+                Some(None) => {
+                    self.map = None;
+                    (true, rest)
+                }
+                None => (true, rest),
+            };
+            if !is_read {
+                // Not too many at once: a stream may be interrupted between two pieces.
+                let len = len.min(HOLE);
+                self.window.push_back(Request { offset, len, data: Data::Zeroes });
+                self.next += len;
+                continue;
+            }
+            let Some(buffer) = self.port.spare.pop() else { break };
+            let len = self.port.chunk.min(len);
+            let command = self.port.command(false, offset, len)?;
+            let number = self.port.submit(command, Some(buffer))?;
+            self.window.push_back(Request { offset, len, data: Data::UnderWay(number) });
             self.next += len;
         }
         Ok(self.port.queue.ring()?)
@@ -237,6 +333,33 @@ impl DiskWriter {
             self.collected.extend_from_slice(now);
             bytes = later;
             if self.collected.len() == chunk {
+                self.send()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Has `len` bytes behind what was written so far read as zeroes, and take no room if they need
+    /// none. That may still be under way afterwards.
+    pub(super) fn write_zeroes(&mut self, mut len: u64) -> anyhow::Result<()> {
+        let (block, chunk) = (self.port.block(), self.port.chunk);
+        let has_zeroes = self.port.namespace.optional_commands().write_zeroes();
+        while len != 0 {
+            let collected = self.collected.len() as u64;
+            if has_zeroes && collected == 0 && len >= block {
+                let now = len.min(chunk) / block * block;
+                self.send_zeroes(now)?;
+                self.port.queue.ring()?;
+                len -= now;
+                continue;
+            }
+            // Up to where blocks are whole, or to where they are sent anyway.
+            let room = if has_zeroes { block - collected % block } else { chunk - collected };
+            let now = len.min(room);
+            self.collected.resize(usize::try_from(collected + now)?, 0);
+            len -= now;
+            let is_whole = (collected + now).is_multiple_of(block);
+            if is_whole && (len >= block || collected + now == chunk) {
                 self.send()?;
             }
         }
@@ -295,23 +418,32 @@ impl DiskWriter {
 
     fn send_run(&mut self, bytes: &[u8], is_zero: bool) -> anyhow::Result<()> {
         let len = bytes.len() as u64;
+        if is_zero {
+            return self.send_zeroes(len);
+        }
         while self.in_flight >= self.depth {
             self.reap()?;
         }
-        if is_zero {
-            // So that what takes no room at the source takes none here.
-            let lba = self.port.namespace.blocks_in(self.at)?;
-            let blocks = u32::try_from(self.port.namespace.blocks_in(len)?)?;
-            let command = self.port.namespace.write_zeroes(lba, blocks, true)?;
-            self.port.submit(command, None)?;
-        } else {
-            let command = self.port.command(true, self.at, len)?;
-            let Some(mut buffer) = self.port.spare.pop() else { bail!("there is no buffer") };
-            if !buffer.copy_from(0, bytes) {
-                bail!("{}: a buffer is shorter than its request", self.port.name);
-            }
-            self.port.submit(command, Some(buffer))?;
+        let command = self.port.command(true, self.at, len)?;
+        let Some(mut buffer) = self.port.spare.pop() else { bail!("there is no buffer") };
+        if !buffer.copy_from(0, bytes) {
+            bail!("{}: a buffer is shorter than its request", self.port.name);
         }
+        self.port.submit(command, Some(buffer))?;
+        self.in_flight += 1;
+        self.at += len;
+        Ok(())
+    }
+
+    /// Zeroes whole blocks, so that what takes no room at the source takes none here.
+    fn send_zeroes(&mut self, len: u64) -> anyhow::Result<()> {
+        while self.in_flight >= self.depth {
+            self.reap()?;
+        }
+        let lba = self.port.namespace.blocks_in(self.at)?;
+        let blocks = u32::try_from(self.port.namespace.blocks_in(len)?)?;
+        let command = self.port.namespace.write_zeroes(lba, blocks, true)?;
+        self.port.submit(command, None)?;
         self.in_flight += 1;
         self.at += len;
         Ok(())

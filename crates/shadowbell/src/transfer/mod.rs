@@ -11,7 +11,7 @@ use crate::session::Session;
 use crate::target::{self, Target};
 use crate::{exit, parse, signals};
 use anyhow::{Context, anyhow, bail};
-use disk::{DEPTH, DiskReader, DiskWriter};
+use disk::{DEPTH, DiskReader, DiskWriter, Piece};
 use indicatif::{ProgressBar, ProgressStyle};
 use rustix::fs::{FlockOperation, fcntl_lock};
 use rustix::io::Errno;
@@ -103,7 +103,8 @@ pub(crate) fn read(args: &ReadArgs) -> anyhow::Result<ExitCode> {
         None => (Box::new(io::stdout().lock()), "standard output".to_owned()),
     };
     let bar = progress(Some(length));
-    while let Some(bytes) = reader.next()? {
+    // Holes are not looked for, and so there are none.
+    while let Some(Piece::Bytes(bytes)) = reader.next()? {
         out.write_all(bytes).with_context(|| name.clone())?;
         bar.inc(bytes.len() as u64);
     }
@@ -236,7 +237,8 @@ pub(crate) fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
             return Err(exit::bad_input(anyhow!("{source} is the source and the destination")));
         }
         check_room(&into, bytes, source, destination)?;
-        let reader = DiskReader::open(&mut from, namespace, 0, bytes)?;
+        let mut reader = DiskReader::open(&mut from, namespace, 0, bytes)?;
+        reader.skip_holes(from.controller.admin());
         let writer = DiskWriter::open(&mut from, into, 0)?;
         pump(reader, writer, bytes)?;
     } else {
@@ -244,7 +246,8 @@ pub(crate) fn copy(args: &CopyArgs) -> anyhow::Result<ExitCode> {
         let outcome = attach(destination, 1).and_then(|mut to| {
             let into = writable(&to)?;
             check_room(&into, bytes, source, destination)?;
-            let reader = DiskReader::open(&mut from, namespace, 0, bytes)?;
+            let mut reader = DiskReader::open(&mut from, namespace, 0, bytes)?;
+            reader.skip_holes(from.controller.admin());
             let writer = DiskWriter::open(&mut to, into, 0)?;
             pump(reader, writer, bytes)?;
             to.detach()
@@ -277,9 +280,18 @@ fn pump(
             writer.finish()?;
             bail!("interrupted: {destination} has the first {done} of {bytes} bytes");
         }
-        writer.write(read)?;
-        done += read.len() as u64;
-        bar.inc(read.len() as u64);
+        let len = match read {
+            Piece::Bytes(bytes) => {
+                writer.write(bytes)?;
+                bytes.len() as u64
+            }
+            Piece::Zeroes(len) => {
+                writer.write_zeroes(len)?;
+                len
+            }
+        };
+        done += len;
+        bar.inc(len);
     }
     writer.finish()?;
     bar.finish_and_clear();

@@ -151,6 +151,43 @@ fn copies_are_sparse_and_qcow2_images_are_disks() {
     );
 }
 
+/// Holes of the source are not read, and are holes afterwards, whatever was there before: also where
+/// the blocks of the two differ, and at the ends.
+#[test]
+fn holes_are_holes_in_the_copy() {
+    use std::os::unix::fs::{FileExt, MetadataExt};
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name).display().to_string();
+    let (size, data) = (64 << 20, bytes(1 << 20));
+    // Where data begin, in pages, and how many bytes of them there are.
+    for (n, places) in [
+        &[(5u64, 70_000usize), (1000, 300_000), (16_383, 4096)][..],
+        &[(0, 4096), (4000, 1_000_000)],
+        &[],
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let source = at(&format!("source-{n}"));
+        let image = fs::File::create_new(&source).unwrap();
+        image.set_len(size).unwrap();
+        for (page, len) in places {
+            image.write_all_at(&data[..*len], page * 4096).unwrap();
+        }
+        for (k, (from, to)) in
+            [("", "?block-size=4096"), ("?block-size=4096", ""), ("", "")].into_iter().enumerate()
+        {
+            let copy = file(directory.path(), &format!("copy-{n}-{k}"), &vec![0xff; size as usize]);
+            line(&format!("copy {source}{from} {copy}{to} --force")).assert().success();
+            assert!(fs::read(&copy).unwrap() == fs::read(&source).unwrap(), "{copy}");
+            let taken = fs::metadata(&copy).unwrap().blocks() * 512;
+            assert!(taken < 4 << 20, "{copy} takes {taken} bytes");
+        }
+    }
+    // A terabyte of nothing is no work.
+    line("copy null:1TiB?read-zeroes=on null:1TiB --force").assert().success();
+}
+
 /// What somebody has made is not overwritten unasked, whatever the way to it is.
 #[test]
 fn a_file_system_is_overwritten_if_that_is_meant() {
