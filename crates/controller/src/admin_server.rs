@@ -11,6 +11,7 @@ use crate::control::{Attach, Control, Data, Deferred, Orders, Outcome, Standing}
 use crate::journal::JournalPart;
 use crate::queue::admin::{AdminCompletion, AdminQueue};
 use crate::saved::SavedAdminQueue;
+use crate::trace::Kind;
 use parking_lot::Mutex;
 use shadowbell_memory::{DmaTable, Segments, View};
 use shadowbell_spec::Sqe;
@@ -126,11 +127,14 @@ impl AdminServer {
         }
         let Some(queue) = self.queue() else { return Next::Idle };
         match queue.next() {
-            Ok(Some(sqe)) => return Next::Command(Fetched(sqe)),
+            Ok(Some(sqe)) => {
+                cx.trace(Kind::CommandSeen, 0, sqe.cid.into(), sqe.opcode.into());
+                return Next::Command(Fetched(sqe));
+            }
             Ok(None) => {}
             Err(_) => control.lock().bad_admin_doorbell(),
         }
-        queue.post(&cx.shared, |at, cids| control.lock().admin_posted(at, &cids));
+        post(queue, control, cx);
         match queue.arm() {
             Ok(true) => return Next::Idle,
             Ok(false) => {}
@@ -207,9 +211,20 @@ impl AdminServer {
     /// Posts what is complete.
     pub(crate) fn post(&mut self, control: &Mutex<Control>, cx: &Context) {
         if let Some(Attach { queue, .. }) = &mut self.attached {
-            queue.post(&cx.shared, |at, cids| control.lock().admin_posted(at, &cids));
+            post(queue, control, cx);
         }
     }
+}
+
+/// Posts what is complete of the queue, and says so.
+fn post(queue: &mut AdminQueue, control: &Mutex<Control>, cx: &Context) {
+    queue.post(&cx.shared, |at, commands| {
+        for (cid, status) in &commands {
+            cx.trace(Kind::CompletionPosted, 0, (*cid).into(), status.bits().into());
+        }
+        let cids: Vec<_> = commands.into_iter().map(|(cid, _)| cid).collect();
+        control.lock().admin_posted(at, &cids);
+    });
 }
 
 /// Resolves the data pointer of an admin command for `len` bytes.

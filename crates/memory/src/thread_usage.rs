@@ -12,8 +12,12 @@ use std::time::Duration;
 pub struct ThreadUsage {
     /// Processor time, in user space and in the kernel.
     pub processor: Duration,
+    /// How much of it was in user space, as far as the system tells them apart.
+    pub user: Duration,
     /// How often it has waited for something, and not merely for a processor.
     pub waits: u64,
+    /// How often it has waited, or lost its processor to somebody else.
+    pub switches: u64,
 }
 
 impl ThreadUsage {
@@ -26,9 +30,12 @@ impl ThreadUsage {
             Duration::from_secs(u64::try_from(time.tv_sec).unwrap_or(0))
                 + Duration::from_micros(micros)
         };
+        let waits = u64::try_from(usage.ru_nvcsw).unwrap_or(0);
         Self {
             processor: time(usage.ru_utime) + time(usage.ru_stime),
-            waits: u64::try_from(usage.ru_nvcsw).unwrap_or(0),
+            user: time(usage.ru_utime),
+            waits,
+            switches: waits + u64::try_from(usage.ru_nivcsw).unwrap_or(0),
         }
     }
 }
@@ -61,5 +68,7 @@ mod tests {
         std::thread::sleep(Duration::from_millis(1));
         let slept = ThreadUsage::now();
         assert!(slept.waits > worked.waits);
+        assert!(slept.switches - worked.switches >= slept.waits - worked.waits);
+        assert!(worked.user <= worked.processor);
     }
 }

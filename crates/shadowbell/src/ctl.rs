@@ -11,6 +11,7 @@ use crate::disk_spec;
 use crate::exit::bad_input;
 use crate::grant::{disks_of, grant};
 use crate::keeper_query::{Keeper, program};
+use crate::output::Output;
 use crate::parse;
 use crate::table::Table;
 use crate::units::count;
@@ -36,9 +37,8 @@ pub(crate) struct Args {
     /// serves [default: the only one that runs]
     #[arg(short, long, global = true, value_name = "NAME|PATH")]
     server: Option<String>,
-    /// The answer in JSON, for machines
-    #[arg(long, global = true)]
-    json: bool,
+    #[command(flatten)]
+    output: Output,
     #[command(subcommand)]
     what: What,
 }
@@ -263,7 +263,7 @@ enum Change {
 /// There is no such server, or why it refuses.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let client = find::server(args.server.as_deref())?;
-    let json = args.json;
+    let json = args.output.is_json();
     match &args.what {
         What::Status => show(&client.get::<Status>("/v1/status")?, json, |out, status| {
             status_lines(out, status)

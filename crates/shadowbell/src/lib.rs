@@ -88,6 +88,7 @@ mod logging;
 mod manual;
 mod notify;
 mod offered_doorbells;
+mod output;
 mod overwrite;
 mod page;
 mod parse;

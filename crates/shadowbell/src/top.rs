@@ -4,6 +4,7 @@ use crate::control::client::Client;
 use crate::control::find;
 use crate::exit::{self, bad_input};
 use crate::live_stats::{Row, Snapshot, VERSION};
+use crate::output::Output;
 use crate::parse;
 use crate::table::Table;
 use crate::units::{bandwidth, count, per_io};
@@ -44,9 +45,8 @@ pub(crate) struct Args {
     /// End after so many [default: when the server ends]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub count: Option<u64>,
-    /// A line of JSON for each look, for machines
-    #[arg(long)]
-    pub json: bool,
+    #[command(flatten)]
+    pub output: Output,
 }
 
 fn parse_interval(text: &str) -> Result<Duration, String> {
@@ -72,7 +72,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         let now = source.look().context("the server has ended")?;
         let rates = || now.iter().flat_map(|(name, now)| between(before.get(name), now));
         let mut out = io::stdout().lock();
-        if args.json {
+        if args.output.is_json() {
             let rates: Vec<_> = rates().map(|rates| rates.to_json()).collect();
             let at_ns = now.values().map(|now| now.at_ns).max();
             writeln!(out, "{}", json!({ "at_ns": at_ns, "controllers": rates }))?;

@@ -25,6 +25,7 @@
 
 pub mod figures;
 mod fio;
+mod held;
 mod load;
 mod machine;
 mod memcpy;

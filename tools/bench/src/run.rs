@@ -8,7 +8,7 @@ use clap::ValueEnum;
 
 use crate::settings::Settings;
 use crate::suites::instructions::Recorded;
-use crate::suites::{file, growth, instructions, mem, null, readers, sleep, spdk, wire};
+use crate::suites::{file, growth, instructions, mem, null, readers, scrape, sleep, spdk, wire};
 use crate::table::json_line;
 use crate::{machine, workspace};
 
@@ -79,6 +79,8 @@ enum Suite {
     Sleep,
     /// Many queue pairs, many controllers.
     Growth,
+    /// What `/metrics` of many controllers takes, and whether a paced load on one of them notices.
+    Scrape,
     /// Instructions per I/O of each side, by callgrind: the same in every run.
     Instructions,
     /// SPDK's client and target next to this driver and controller, each with each; needs --spdk
@@ -148,6 +150,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
             Suite::Readers => readers::run(&settings),
             Suite::Sleep => sleep::run(&settings),
             Suite::Growth => growth::run(&settings),
+            Suite::Scrape => scrape::run(&settings),
             Suite::Instructions => instructions::run(quick, recorded),
             Suite::Spdk => spdk::run(&settings, tree.as_ref()),
         };

@@ -11,6 +11,11 @@ impl Samples {
         self.0.push(value);
     }
 
+    /// How many there are.
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+
     /// The middle one, or between the two in the middle; 0 if there are none.
     pub(crate) fn median(&self) -> f64 {
         let mut sorted = self.0.clone();

@@ -7,7 +7,7 @@ use std::time::Duration;
 pub(crate) const QUEUE_DEPTHS: [u32; 6] = [1, 2, 4, 8, 32, 128];
 
 /// The program, the processors and the times of one run of the benchmarks.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Settings {
     /// The built program.
     pub(crate) binary: PathBuf,

@@ -138,7 +138,12 @@ fn guest(report: &mut Report) {
             // enough. `cargo xtask guest s2` runs it with both.
             let newer_only = matches!(
                 suite,
-                Suite::S2 | Suite::Recover | Suite::S4 | Suite::Upgrade | Suite::Kill
+                Suite::S2
+                    | Suite::Recover
+                    | Suite::S4
+                    | Suite::Upgrade
+                    | Suite::Kill
+                    | Suite::Namespaces
             );
             if newer_only && kernel != Kernel::V7_2 {
                 continue;

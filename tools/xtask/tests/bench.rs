@@ -37,6 +37,7 @@ fn every_suite_works_and_counts() {
         "file",
         "sleep",
         "growth",
+        "scrape",
         "--quick",
         "--json",
         "--cpus",
@@ -106,6 +107,13 @@ fn every_suite_works_and_counts() {
     assert!(
         number(shadowbell_rows("growth-queue-memory")[0], "memory_bytes_per_queue") < 16.0 * 1024.0
     );
+    for row in shadowbell_rows("scrape") {
+        // A queue is eighteen lines, an empty disk some twenty, in two kinds of each.
+        let (controllers, lines) = (number(row, "controllers"), number(row, "lines"));
+        assert!(lines > 60.0 * controllers && number(row, "text_bytes") > 40.0 * lines, "{row}");
+        assert!(number(row, "scrapes") >= 3.0 && number(&row["scrape_ns"], "p50") > 0.0, "{row}");
+        assert!(number(row, "scrape_cpu_ns") > 0.0 && number(row, "p99_ratio") > 0.0, "{row}");
+    }
     // The image is gone.
     let left = std::fs::read_dir(directory).unwrap().flatten();
     let images = left.filter(|entry| entry.path().extension().is_some_and(|name| name == "img"));

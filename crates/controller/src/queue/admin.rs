@@ -35,8 +35,8 @@ pub(crate) struct AdminQueue {
     places: Vec<Permit>,
     /// Commands that were under way in a process that is dead.
     replays: VecDeque<Sqe>,
-    /// Which commands the staged completions are of.
-    staged: VecDeque<u16>,
+    /// Which commands the staged completions are of, and how they ended.
+    staged: VecDeque<(u16, Status)>,
     /// The completion queue was never in memory that the host shared.
     acq_missing: bool,
     /// Nobody sleeps here, but arming goes through a sleeper's order: publish, fence, look again.
@@ -117,7 +117,7 @@ impl AdminQueue {
         };
         queue.remap(table, pages);
         for cqe in ended {
-            queue.staged.push_back(cqe.cid);
+            queue.staged.push_back((cqe.cid, cqe.status()));
             queue.cq.complete_unreserved(cqe);
         }
         Some(queue)
@@ -136,8 +136,10 @@ impl AdminQueue {
         let sleeper = Sleeper::new(Arc::default());
         let acq_missing = saved.lacks_cq;
         let replays = VecDeque::new();
-        // The command identifier is in the upper half of an entry's second word.
-        let staged = saved.cq.staged.iter().map(|&(_, high)| (high >> 32) as u16).collect();
+        // The command identifier is in the upper half of an entry's second word, and above it the
+        // status behind the phase tag.
+        let command = |high: u64| ((high >> 32) as u16, Status::from_bits((high >> 49) as u16));
+        let staged = saved.cq.staged.iter().map(|&(_, high)| command(high)).collect();
         let mut queue = Self { sq, cq, places: Vec::new(), replays, staged, acq_missing, sleeper };
         queue.remap(table, pages);
         Some(queue)
@@ -145,7 +147,7 @@ impl AdminQueue {
 
     /// Where the completion queue is, and which completions are still to be posted.
     pub(crate) fn to_post(&self) -> ((u16, bool), impl Iterator<Item = u16>) {
-        ((self.cq.tail, self.cq.phase), self.staged.iter().copied())
+        ((self.cq.tail, self.cq.phase), self.staged.iter().map(|(cid, _)| *cid))
     }
 
     /// Whether no command is under way.
@@ -212,7 +214,7 @@ impl AdminQueue {
     pub(crate) fn complete(&mut self, completion: &AdminCompletion) {
         let &AdminCompletion { cid, status, dw0, placed } = completion;
         let cqe = Cqe::new(cid, 0, self.sq.head, status, dw0);
-        self.staged.push_back(cid);
+        self.staged.push_back((cid, status));
         match self.places.pop_if(|_| placed) {
             Some(place) => self.cq.complete(place, cqe),
             None => self.cq.complete_unreserved(cqe),
@@ -221,11 +223,11 @@ impl AdminQueue {
 
     /// Posts what is complete, as far as there is room, and raises the interrupt. `posted` is
     /// called between the two, if there was anything, with where the completion queue is, and
-    /// which commands are complete.
+    /// which commands are complete and how.
     pub(crate) fn post(
         &mut self,
         shared: &ControllerShared,
-        posted: impl FnOnce((u16, bool), Vec<u16>),
+        posted: impl FnOnce((u16, bool), Vec<(u16, Status)>),
     ) {
         let before = self.cq.posted();
         if self.cq.post() {

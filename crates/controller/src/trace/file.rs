@@ -80,6 +80,8 @@ impl TraceFile {
         allocate(&file, layout.records(spare.end)..layout.bytes())?;
         let mapping = Mapping::from_fd(&file, 0, layout.bytes(), Protection::ReadWrite)
             .map_err(io::Error::other)?;
+        // One after the other: what is timed by the one is compared with what is timed by the other.
+        let started = Instant::now();
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let header = Header {
             magic: MAGIC,
@@ -92,7 +94,7 @@ impl TraceFile {
         };
         mapping.bytes().write(0, &header).ok_or_else(outside)?;
         let taken = (0..layout.rings).map(|_| AtomicBool::new(false)).collect();
-        Ok(Arc::new(Self { mapping, layout, started: Instant::now(), taken, file, spare }))
+        Ok(Arc::new(Self { mapping, layout, started, taken, file, spare }))
     }
 
     /// The ring of worker `index`. `None` if there is no such ring, it has an owner already, or it

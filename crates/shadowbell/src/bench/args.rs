@@ -1,6 +1,7 @@
 //! The command line of `bench`, under the names that fio has for it.
 
 use crate::load::{LoadConfig, Workload, interval};
+use crate::output::BenchOutput;
 use crate::overwrite::Overwrite;
 use crate::queue_options::{CompletionMode, DoorbellMode};
 use crate::target::{self, Target};
@@ -93,9 +94,9 @@ pub struct Args {
     /// Seed of everything that is random
     #[arg(long, alias = "randseed", default_value_t = 0x5eed)]
     pub seed: u64,
-    /// End with one line of JSON, for machines
-    #[arg(long)]
-    pub json: bool,
+    /// Sentences, a row, or what fio would print.
+    #[command(flatten)]
+    pub output: BenchOutput,
     /// Write a page with diagrams to this file: I/Os and latencies over time, doorbells, queues
     #[arg(long, value_name = "OUT.html")]
     pub report: Option<PathBuf>,

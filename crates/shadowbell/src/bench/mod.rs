@@ -1,10 +1,12 @@
 //! `bench`: what a controller can do, measured from the driver's side by [`crate::load`].
 
 mod args;
+mod fio_json;
 
 pub use args::Args;
 
 use crate::load::{Outcome, measure};
+use crate::output::Shape;
 use crate::page::{self, Measured};
 use crate::report::{self, Row};
 use crate::session::Session;
@@ -42,7 +44,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         }
     });
     bar.finish_and_clear();
-    let Outcome { mut row, bad_blocks, timeline } = outcome?;
+    let Outcome { mut row, bad_blocks, timeline, directions, usage } = outcome?;
     row.table = "bench".to_owned();
     let session_name = session.target().to_string();
     session.detach()?;
@@ -50,10 +52,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         tracing::error!("{bad}");
     }
     let out = &mut io::stdout().lock();
-    if args.json {
-        report::write_json(out, std::slice::from_ref(&row))?;
-    } else {
-        print(out, &row)?;
+    match args.output.shape() {
+        Shape::Rows => report::write_json(out, std::slice::from_ref(&row))?,
+        Shape::Fio => fio_json::write(out, &session_name, &row, &directions, usage)?,
+        Shape::Normal => print(out, &row)?,
     }
     if let Some(path) = &args.report {
         let lead = format!("{} behind {}, {}", row.device, session_name, setup(&row));

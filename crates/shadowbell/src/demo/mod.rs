@@ -13,6 +13,7 @@ mod published;
 mod server;
 
 use crate::load::{LoadConfig, Outcome, Workload, interval, measure};
+use crate::output::Output;
 use crate::page::{self, Measured};
 use crate::queue_options::CompletionMode;
 use crate::report::{self, Row};
@@ -40,9 +41,8 @@ use std::time::Duration;
 /// shadow doorbells. Needs nothing installed and leaves nothing behind.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
-    /// End with one line of JSON, for machines
-    #[arg(long)]
-    pub json: bool,
+    #[command(flatten)]
+    pub output: Output,
     /// How long each of the twelve measurements takes, in milliseconds
     #[arg(long, default_value_t = 1500, value_name = "MS")]
     #[arg(value_parser = clap::value_parser!(u32).range(10..=60_000))]
@@ -90,7 +90,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         stop,
     };
     let out = &mut io::stdout().lock();
-    if !args.json {
+    if !args.output.is_json() {
         demo.introduce(out)?;
     }
     demo.fill()?;
@@ -106,13 +106,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
                 timelines.push(timeline);
             }
         }
-        if !args.json {
+        if !args.output.is_json() {
             print(out, table, rows.get(first..).unwrap_or_default())?;
         }
     }
     let disagree = rows.iter().filter(|row| !ends_agree(row)).count();
     let merged = rows.iter().map(merged_signals).sum();
-    if args.json {
+    if args.output.is_json() {
         report::write_json(out, &rows)?;
     } else {
         conclude(out, disagree, merged)?;

@@ -3,7 +3,9 @@
 use super::fields::{Fields, kelvins};
 use super::query::{Args, show};
 use super::subject::Subject;
-use shadowbell_spec::identify::IdentifyController;
+use crate::uuid_text::uuid_text;
+use serde_json::{Value, json};
+use shadowbell_spec::identify::{IdentifyController, PowerState};
 use std::process::ExitCode;
 
 /// Runs the verb.
@@ -14,7 +16,7 @@ pub(crate) fn id_ctrl(args: &Args) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let fields = fields(&subject.identify_controller()?, subject.mpsmin());
     subject.leave()?;
-    show("NVMe Identify Controller:", &fields, args.json)?;
+    show("NVMe Identify Controller:", &fields, args.output.is_json())?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -43,7 +45,7 @@ fn fields(id: &IdentifyController, mpsmin: u8) -> Fields {
         3 => "administrative controller",
         _ => "not told",
     });
-    f.bytes("fguid", &id.fguid);
+    f.text("fguid", uuid_text(&id.fguid));
     f.number("crdt1", id.crdt1).number("crdt2", id.crdt2).number("crdt3", id.crdt3);
     f.bits("nvmsr", id.nvmsr).bits("vwci", id.vwci).bits("mec", id.mec);
     f.bits("oacs", id.oacs.into_bits());
@@ -68,7 +70,7 @@ fn fields(id: &IdentifyController, mpsmin: u8) -> Fields {
     f.number("anatt", id.anatt).bits("anacap", id.anacap);
     f.number("anagrpmax", id.anagrpmax).number("nanagrpid", id.nanagrpid);
     f.number("pels", id.pels).number("domainid", id.domainid);
-    f.number("megcap", id.megcap.get());
+    f.number("megcap", id.megcap.get()).bits("tmpthha", id.tmpthha);
     f.bits("sqes", id.sqes.into_bits()).bits("cqes", id.cqes.into_bits());
     f.number("maxcmd", id.maxcmd).number("nn", id.nn);
     f.bits("oncs", id.oncs.into_bits()).bits("fuses", id.fuses);
@@ -78,12 +80,16 @@ fn fields(id: &IdentifyController, mpsmin: u8) -> Fields {
     f.bits("icsvscc", id.icsvscc).bits("nwpc", id.nwpc);
     f.number("acwu", id.acwu).bits("ocfs", id.ocfs).bits("sgls", id.sgls.into_bits());
     f.number("mnan", id.mnan);
+    f.number("maxdna", id.maxdna.get()).number("maxcna", id.maxcna).number("oaqd", id.oaqd);
     f.text("subnqn", id.qualified_name());
+    f.number("ioccsz", id.ioccsz).number("iorcsz", id.iorcsz).number("icdoff", id.icdoff);
+    f.bits("fcatt", id.fcatt).number("msdbd", id.msdbd).bits("ofcs", id.ofcs);
     let states = usize::from(id.npss) + 1;
+    f.list("psds", id.psd.iter().take(states).map(power_state).collect());
     for (n, state) in id.psd.iter().take(states).enumerate() {
         let unit = if state.flags.mxps() { 0.0001 } else { 0.01 };
         let kind = if state.flags.nops() { "non-operational" } else { "operational" };
-        f.text(
+        f.line(
             format!("ps{n}"),
             format!(
                 "{:.2} W, {kind}, enlat {} us, exlat {} us, rrt {} rrl {} rwt {} rwl {}",
@@ -98,6 +104,28 @@ fn fields(id: &IdentifyController, mpsmin: u8) -> Fields {
         );
     }
     f
+}
+
+/// A power state as nvme-cli has it. `flags` is what its versions before 2.4 have for the two after
+/// it.
+fn power_state(state: &PowerState) -> Value {
+    json!({
+        "max_power": state.mp,
+        "flags": state.flags.into_bits(),
+        "max_power_scale": u8::from(state.flags.mxps()),
+        "non-operational_state": u8::from(state.flags.nops()),
+        "entry_lat": state.enlat,
+        "exit_lat": state.exlat,
+        "read_tput": state.rrt,
+        "read_lat": state.rrl,
+        "write_tput": state.rwt,
+        "write_lat": state.rwl,
+        "idle_power": state.idlp,
+        "idle_scale": state.ips >> 6,
+        "active_power": state.actp,
+        "active_power_work": state.apws & 7,
+        "active_scale": state.apws >> 6,
+    })
 }
 
 #[cfg(test)]
@@ -118,6 +146,8 @@ mod tests {
         assert_eq!(fields.to_json()["sn"], "SN 1");
         // A controller that claims more power states than there can be is not believed.
         id.npss = 255;
-        assert!(super::fields(&id, 0).to_json().contains_key("ps31"));
+        let fields = super::fields(&id, 0);
+        assert_eq!(fields.to_json()["psds"].as_array().map(Vec::len), Some(32));
+        assert!(fields.to_string().contains("ps31"));
     }
 }

@@ -4,6 +4,7 @@ use super::fields::{Fields, kelvins};
 use super::query::show_json;
 use super::subject::attach;
 use crate::exit;
+use crate::output::Output;
 use crate::target::{self, Target};
 use anyhow::anyhow;
 use clap::ValueEnum;
@@ -29,9 +30,8 @@ pub(crate) struct FeatureArgs {
     /// Command dword 11, for features that take one (the vector of 09h, the sensor of 04h)
     #[arg(long, value_parser = parse_number::<u32>, default_value = "0", value_name = "VALUE")]
     pub cdw11: u32,
-    /// One line of JSON, for machines
-    #[arg(long)]
-    pub json: bool,
+    #[command(flatten)]
+    pub output: Output,
 }
 
 /// Which value of a feature.
@@ -100,7 +100,7 @@ pub(crate) fn get_feature(args: &FeatureArgs) -> anyhow::Result<ExitCode> {
         }
     }
     session.detach()?;
-    if args.json {
+    if args.output.is_json() {
         let features = got.iter().map(|feature| Value::Object(to_json(feature, args.sel)));
         let features = Value::Array(features.collect());
         show_json(Map::from_iter([("features".to_owned(), features)]))?;

@@ -11,6 +11,10 @@ enum Shown {
     Decimal(u128),
     Hexadecimal(u128),
     Flag(bool),
+    /// Several things of a kind: people get lines of their own for these.
+    List(Vec<Value>),
+    /// What machines find in a list.
+    Line(String),
 }
 
 /// Named values in order.
@@ -55,6 +59,16 @@ impl Fields {
         self.text(name, text)
     }
 
+    /// Several things of a kind, for machines.
+    pub(super) fn list(&mut self, name: impl Into<String>, values: Vec<Value>) -> &mut Self {
+        self.add(name, Shown::List(values))
+    }
+
+    /// A thing of a list, for people.
+    pub(super) fn line(&mut self, name: impl Into<String>, value: impl fmt::Display) -> &mut Self {
+        self.add(name, Shown::Line(value.to_string()))
+    }
+
     /// Says what the last value means, to a person.
     pub(super) fn meaning(&mut self, meaning: impl fmt::Display) -> &mut Self {
         if let Some((.., note)) = self.list.last_mut() {
@@ -66,25 +80,31 @@ impl Fields {
     /// For machines.
     pub(super) fn to_json(&self) -> Map<String, Value> {
         let value = |shown: &Shown| match shown {
-            Shown::Text(text) => json!(text),
-            Shown::Flag(flag) => json!(flag),
-            Shown::Decimal(n) | Shown::Hexadecimal(n) => match u64::try_from(*n) {
+            Shown::Text(text) => Some(json!(text)),
+            Shown::Flag(flag) => Some(json!(flag)),
+            Shown::Decimal(n) | Shown::Hexadecimal(n) => Some(match u64::try_from(*n) {
                 Ok(n) => json!(n),
                 // Beyond what most readers of JSON keep exactly.
                 Err(_) => json!(n.to_string()),
-            },
+            }),
+            Shown::List(values) => Some(json!(values)),
+            Shown::Line(_) => None,
         };
-        self.list.iter().map(|(name, shown, _)| (name.clone(), value(shown))).collect()
+        let values = self.list.iter().map(|(name, shown, _)| Some((name.clone(), value(shown)?)));
+        values.flatten().collect()
     }
 }
 
 impl fmt::Display for Fields {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let width = self.list.iter().map(|(name, ..)| name.len()).max().unwrap_or(0);
-        for (name, shown, meaning) in &self.list {
+        let for_people =
+            || self.list.iter().filter(|(_, shown, _)| !matches!(shown, Shown::List(_)));
+        let width = for_people().map(|(name, ..)| name.len()).max().unwrap_or(0);
+        for (name, shown, meaning) in for_people() {
             write!(f, "{name:width$} : ")?;
             match shown {
-                Shown::Text(text) => f.write_str(text)?,
+                Shown::Text(text) | Shown::Line(text) => f.write_str(text)?,
+                Shown::List(_) => {}
                 Shown::Flag(flag) => write!(f, "{flag}")?,
                 Shown::Decimal(n) => write!(f, "{n}")?,
                 Shown::Hexadecimal(0) => f.write_str("0")?,
@@ -118,6 +138,7 @@ mod tests {
         fields.bits("vid", 0x5342u16).number("mdts", 8u8).meaning("1 MiB").text("sn", "A B");
         fields.bytes("eui64", &[0, 0xab]).number("tnvmcap", u128::MAX).bits("cmic", 0u8);
         fields.flag("wce", true);
+        fields.list("states", vec![json!({ "power": 5 })]).line("state 0", "5 W");
         let text = fields.to_string();
         let lines: Vec<_> = text.lines().collect();
         assert_eq!(lines[0], "vid     : 0x5342");
@@ -126,11 +147,13 @@ mod tests {
         assert_eq!(lines[3], "eui64   : 00ab");
         assert_eq!(lines[5], "cmic    : 0");
         assert_eq!(lines[6], "wce     : true");
+        assert_eq!(&lines[7..], ["state 0 : 5 W"]);
         let json = Value::Object(fields.to_json());
         assert_eq!(json["vid"], 0x5342);
         assert_eq!(json["mdts"], 8);
         assert_eq!(json["sn"], "A B");
         assert_eq!(json["wce"], true);
+        assert_eq!((&json["states"][0]["power"], json.get("state 0")), (&json!(5), None));
         assert_eq!(json["tnvmcap"], u128::MAX.to_string());
     }
 }

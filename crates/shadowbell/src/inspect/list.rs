@@ -1,6 +1,7 @@
 //! `list`: the namespaces of controllers, a line each.
 
 use super::subject::Subject;
+use crate::output::Output;
 use crate::table::Table;
 use crate::target::{self, Target};
 use serde_json::{Map, Value, json};
@@ -15,9 +16,8 @@ pub(crate) struct ListArgs {
     /// The controllers
     #[arg(value_name = "TARGET", required = true)]
     pub targets: Vec<Target>,
-    /// One line of JSON, for machines
-    #[arg(long)]
-    pub json: bool,
+    #[command(flatten)]
+    pub output: Output,
 }
 
 /// Runs the verb.
@@ -40,7 +40,7 @@ pub(crate) fn list(args: &ListArgs) -> anyhow::Result<ExitCode> {
         subject.leave()?;
     }
     let mut out = io::stdout().lock();
-    if args.json {
+    if args.output.is_json() {
         writeln!(out, "{}", json!({ "Devices": devices }))?;
     } else {
         write!(out, "{table}")?;
@@ -72,6 +72,8 @@ impl Row<'_> {
     fn describe(&self) -> Map<String, Value> {
         let object = json!({
             "Target": self.target.to_string(),
+            "DevicePath": self.target.to_string(),
+            "GenericPath": self.target.to_string(),
             "NameSpace": self.nsid,
             "SerialNumber": self.controller.serial().to_string(),
             "ModelNumber": self.controller.model().to_string(),

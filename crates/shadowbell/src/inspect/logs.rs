@@ -3,6 +3,7 @@
 use super::fields::{Fields, kelvins};
 use super::query::{Args, show, show_json};
 use super::subject::Subject;
+use crate::output::Output;
 use crate::target::{self, Target};
 use serde_json::{Map, Value};
 use shadowbell_spec::Status;
@@ -18,7 +19,7 @@ pub(crate) fn smart_log(args: &Args) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let log = subject.smart_log()?;
     subject.leave()?;
-    show("SMART / Health Information of the controller:", &health(&log), args.json)?;
+    show("SMART / Health Information of the controller:", &health(&log), args.output.is_json())?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -85,9 +86,8 @@ pub(crate) struct ErrorLogArgs {
     /// At most so many
     #[arg(short = 'e', long, default_value_t = 64, value_name = "N")]
     pub log_entries: u16,
-    /// One line of JSON, for machines
-    #[arg(long)]
-    pub json: bool,
+    #[command(flatten)]
+    pub output: Output,
 }
 
 /// Runs `error-log`.
@@ -98,7 +98,7 @@ pub(crate) fn error_log(args: &ErrorLogArgs) -> anyhow::Result<ExitCode> {
     let subject = Subject::open(&args.target)?;
     let entries = subject.error_log(args.log_entries)?;
     subject.leave()?;
-    if args.json {
+    if args.output.is_json() {
         let entries = entries.iter().map(|e| Value::Object(entry(e).to_json())).collect();
         show_json(Map::from_iter([("errors".to_owned(), Value::Array(entries))]))?;
         return Ok(ExitCode::SUCCESS);
@@ -119,7 +119,7 @@ fn entry(error: &ErrorLogEntry) -> Fields {
     // As in a completion: the phase tag is below the status.
     f.bits("status_field", error.status >> 1).meaning(Status::from_bits(error.status >> 1));
     f.number("phase_tag", error.status & 1);
-    f.bits("parm_err_loc", error.parameter.into_bits());
+    f.bits("parm_error_location", error.parameter.into_bits());
     if error.parameter != shadowbell_spec::log::ParameterLocation::NONE {
         f.meaning(format!("byte {}, bit {}", error.parameter.byte(), error.parameter.bit()));
     }

@@ -5,6 +5,7 @@ use super::query::{Args, show};
 use super::subject::Subject;
 use crate::exit;
 use anyhow::anyhow;
+use serde_json::json;
 use shadowbell_spec::identify::IdentifyNamespace;
 use std::process::ExitCode;
 
@@ -26,7 +27,7 @@ pub(crate) fn id_ns(args: &Args) -> anyhow::Result<ExitCode> {
         fields.bytes("uuid", &uuid);
     }
     subject.leave()?;
-    show(&format!("NVMe Identify Namespace {nsid}:"), &fields, args.json)?;
+    show(&format!("NVMe Identify Namespace {nsid}:"), &fields, args.output.is_json())?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -59,6 +60,10 @@ fn fields(ns: &IdentifyNamespace) -> Fields {
     f.bytes("nguid", &ns.nguid).bytes("eui64", &ns.eui64);
     let in_use = usize::from(ns.flbas.index());
     let count = usize::from(ns.nlbaf) + usize::from(ns.nulbaf) + 1;
+    let formats = ns.lbaf.iter().take(count);
+    let for_machines =
+        formats.map(|lbaf| json!({ "ms": lbaf.ms, "ds": lbaf.lbads, "rp": lbaf.rp }));
+    f.list("lbafs", for_machines.collect());
     for (n, format) in ns.lbaf.iter().take(count).enumerate() {
         let text = match format.block_size() {
             Some(size) => format!(
@@ -70,7 +75,7 @@ fn fields(ns: &IdentifyNamespace) -> Fields {
             ),
             None => "not available".to_owned(),
         };
-        f.text(format!("lbaf{n}"), text);
+        f.line(format!("lbaf{n}"), text);
     }
     f
 }
@@ -89,7 +94,8 @@ mod tests {
         assert!(text.contains(": 0x1000 (16777216 bytes)\n"), "{text}");
         assert!(text.contains("ms:0 lbads:12 rp:0 (in use) - 4096 byte blocks"), "{text}");
         assert!(text.contains("(write protected)"), "{text}");
-        assert_eq!(fields.to_json()["nsze"], 0x1000);
+        let json = fields.to_json();
+        assert_eq!((&json["nsze"], &json["lbafs"][0]["ds"]), (&0x1000.into(), &12.into()));
         // Nonsense from a controller is shown as what it is.
         ns.lbaf[0].lbads = 99;
         (ns.nlbaf, ns.nulbaf) = (255, 255);

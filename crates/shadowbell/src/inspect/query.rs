@@ -1,6 +1,7 @@
 //! What the verbs have in common: their options, and how answers are shown.
 
 use super::fields::Fields;
+use crate::output::Output;
 use crate::target::{self, Target};
 use serde_json::{Map, Value};
 use std::io::{self, Write};
@@ -12,9 +13,8 @@ pub(crate) struct Args {
     /// What to look at
     #[arg(value_name = "TARGET")]
     pub target: Target,
-    /// One line of JSON, for machines
-    #[arg(long)]
-    pub json: bool,
+    #[command(flatten)]
+    pub output: Output,
 }
 
 /// Prints a structure: under a heading, or as one line of JSON.

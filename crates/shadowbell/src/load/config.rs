@@ -153,6 +153,11 @@ impl LoadConfig {
         }
     }
 
+    /// Whether it reads and writes.
+    pub(super) fn is_mixed(&self) -> bool {
+        !matches!(self.rw.percent_read(self.rwmixread), 0 | 100)
+    }
+
     /// How long a device may complete nothing. Longer than recovery takes.
     pub(super) fn stall_timeout(&self) -> Duration {
         let Timeouts { io, admin, .. } = self.attach_options().timeouts;

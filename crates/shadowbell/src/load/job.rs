@@ -5,7 +5,7 @@ use super::io_source::{CheckSummary, IoSource};
 use super::pace::Pace;
 use crate::latency::histogram;
 use crate::rng::Rng;
-use anyhow::bail;
+use anyhow::{Context, bail};
 use hdrhistogram::Histogram;
 use shadowbell_driver::{Buffer, Command, Completion, QueuePair, QueueStats};
 use shadowbell_spec::opcode::NvmOpcode;
@@ -14,6 +14,35 @@ use std::time::{Duration, Instant};
 /// Nearer to its time than this, the next I/O of a paced job is waited for without sleeping: about
 /// what the system needs to wake a thread, and then some.
 const SPIN_BEFORE_DUE: Duration = Duration::from_micros(200);
+
+/// The bit of a stamp that says that the I/O is the write of a mixed workload.
+const WRITE: u64 = 1;
+
+/// What is known of reads and writes apart.
+struct Mixed {
+    writes: u64,
+    latencies: Directions<Histogram<u64>>,
+}
+
+/// Something of reads, and of writes.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Directions<T> {
+    /// Of reads.
+    pub read: T,
+    /// Of writes.
+    pub write: T,
+}
+
+impl Directions<Histogram<u64>> {
+    /// With those of others.
+    pub(super) fn add(&mut self, others: &Self) -> anyhow::Result<()> {
+        let both = [(&mut self.read, &others.read), (&mut self.write, &others.write)];
+        for (sum, of_others) in both {
+            sum.add(of_others).context("adding up the latencies")?;
+        }
+        Ok(())
+    }
+}
 
 /// A queue pair and what it works on. Nothing in here allocates or asks the system for anything
 /// once it has started, except that a doorbell may be a message.
@@ -35,12 +64,15 @@ pub(super) struct Job<L> {
     unrung: u32,
     commands: u64,
     /// By slot of the queue: when the command was submitted, in nanoseconds after `epoch`; 0 for
-    /// one that is not timed. Looking at the clock costs as much as a good part of an I/O.
+    /// one that is not timed. Looking at the clock costs as much as a good part of an I/O. The
+    /// lowest bit is for a write of a mixed workload ([`WRITE`]).
     stamps: Box<[u64]>,
     epoch: Instant,
     sample_every: u32,
     until_sample: u32,
     histogram: Histogram<u64>,
+    /// Reads and writes apart, if there are both.
+    mixed: Option<Mixed>,
     /// When to start I/Os; as soon as there is a buffer if `None`.
     pace: Option<Pace>,
     /// Processor time that was spent on nothing but waiting for an I/O to be due.
@@ -84,6 +116,7 @@ impl<L: IoSource> Job<L> {
             sample_every: config.latency_sample.unwrap_or(1),
             until_sample: 1,
             histogram: histogram()?,
+            mixed: if config.is_mixed() { Some(Mixed::new()?) } else { None },
             pace: config.rate_iops.map(Pace::new),
             paced: Duration::ZERO,
         })
@@ -166,7 +199,7 @@ impl<L: IoSource> Job<L> {
             let Some(buffer) = self.spare.pop() else { break };
             let Some(slot) = self.start(buffer)? else { break };
             if let Some(stamp) = self.stamps.get_mut(slot) {
-                *stamp = due;
+                *stamp |= due & !WRITE;
             }
             if let Some(pace) = &mut self.pace {
                 pace.advance();
@@ -207,9 +240,17 @@ impl<L: IoSource> Job<L> {
         if let Some(stamp) = self.stamps.get_mut(slot)
             && *stamp != 0
         {
-            let latency = nanoseconds_since(self.epoch).saturating_sub(*stamp);
-            *stamp = 0;
-            self.histogram.saturating_record(latency);
+            let submitted = std::mem::take(stamp);
+            if submitted != WRITE {
+                let latency = nanoseconds_since(self.epoch).saturating_sub(submitted & !WRITE);
+                self.histogram.saturating_record(latency);
+                if let Some(mixed) = &mut self.mixed {
+                    mixed.record(submitted, latency);
+                }
+            }
+            if let Some(mixed) = &mut self.mixed {
+                mixed.writes += submitted & WRITE;
+            }
         }
         self.source.completed(slot, completion.buffer.as_ref());
         self.commands += 1;
@@ -224,7 +265,7 @@ impl<L: IoSource> Job<L> {
         if self.until_sample == 0 {
             self.until_sample = self.sample_every;
             if let Some(stamp) = self.stamps.get_mut(slot) {
-                *stamp = nanoseconds_since(self.epoch);
+                *stamp |= nanoseconds_since(self.epoch) & !WRITE;
             }
         }
         self.unrung += 1;
@@ -262,9 +303,18 @@ impl<L: IoSource> Job<L> {
             Ok(token) => token,
             Err(refused) => bail!(refused.reason),
         };
+        if io.write && self.mixed.is_some() {
+            self.mark_write(token.index());
+        }
         self.source.submitted(token.index(), io);
         self.left -= 1;
         Ok(Some(token.index()))
+    }
+
+    fn mark_write(&mut self, slot: usize) {
+        if let Some(stamp) = self.stamps.get_mut(slot) {
+            *stamp = WRITE;
+        }
     }
 
     /// Submits with the buffers that are spare, as far as the source goes.
@@ -348,6 +398,10 @@ impl<L: IoSource> Job<L> {
     /// Forgets the latencies so far, and from now on times one I/O in `sample_every`.
     pub(super) fn restart_latencies(&mut self, sample_every: Option<u32>) {
         self.histogram.reset();
+        if let Some(mixed) = &mut self.mixed {
+            mixed.latencies.read.reset();
+            mixed.latencies.write.reset();
+        }
         if let Some(every) = sample_every {
             self.sample_every = every.max(1);
             self.until_sample = self.sample_every;
@@ -369,6 +423,16 @@ impl<L: IoSource> Job<L> {
         &self.histogram
     }
 
+    /// Of a mixed workload, those of reads and of writes.
+    pub(super) fn mixed_latencies(&self) -> Option<&Directions<Histogram<u64>>> {
+        self.mixed.as_ref().map(|mixed| &mixed.latencies)
+    }
+
+    /// Of a mixed workload, the writes completed so far.
+    pub(super) fn mixed_writes(&self) -> u64 {
+        self.mixed.as_ref().map_or(0, |mixed| mixed.writes)
+    }
+
     /// Begins to read back what was written, if that is what the source is for.
     pub(super) fn read_back(&mut self) -> bool {
         self.pace = None;
@@ -383,15 +447,27 @@ impl<L: IoSource> Job<L> {
     }
 }
 
+impl Mixed {
+    fn new() -> anyhow::Result<Self> {
+        Ok(Self { writes: 0, latencies: Directions { read: histogram()?, write: histogram()? } })
+    }
+
+    /// The I/O with this stamp has taken so long.
+    fn record(&mut self, stamp: u64, latency: u64) {
+        let Directions { read, write } = &mut self.latencies;
+        if stamp & WRITE == 0 { read } else { write }.saturating_record(latency);
+    }
+}
+
 /// How long to wait for a completion: at most `limit`, and until the next I/O is due if it may be
 /// started then. One that is overdue for want of a buffer is no reason to stay awake.
 fn longest_wait(limit: Duration, may_start: bool, due: Option<Duration>) -> Duration {
     due.filter(|_| may_start).map_or(limit, |due| due.min(limit))
 }
 
-/// At least 1, because 0 stands for an I/O that is not timed.
+/// At least 2, because 0 and 1 stand for an I/O that is not timed.
 fn nanoseconds_since(epoch: Instant) -> u64 {
-    u64::try_from(epoch.elapsed().as_nanos()).unwrap_or(u64::MAX).max(1)
+    u64::try_from(epoch.elapsed().as_nanos()).unwrap_or(u64::MAX).max(2)
 }
 
 #[cfg(test)]

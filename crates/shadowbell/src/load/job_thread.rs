@@ -1,7 +1,7 @@
 //! The loop of a thread that has one job or several.
 
 use super::io_source::{CheckSummary, IoSource};
-use super::job::Job;
+use super::job::{Directions, Job};
 use super::phase::{ABANDON, Now, Phase, Progress, RUN, STOP};
 use super::timeline::{Recorder, Sample};
 use crate::latency::histogram;
@@ -9,6 +9,7 @@ use anyhow::{Context, anyhow, bail};
 use hdrhistogram::Histogram;
 use rustix::thread::CpuSet;
 use rustix::time::{ClockId, clock_gettime};
+use shadowbell_memory::ThreadUsage;
 use std::num::NonZeroU64;
 use std::time::{Duration, Instant};
 
@@ -30,7 +31,11 @@ pub(super) struct Snapshot {
     pub(super) cpu: Duration,
     /// How much of it was spent waiting for I/Os to be due.
     pub(super) paced: Duration,
+    /// What the thread has used, as the system accounts for it.
+    pub(super) usage: ThreadUsage,
     pub(super) commands: u64,
+    /// How many of the commands were writes, of a mixed workload.
+    pub(super) mixed_writes: u64,
     pub(super) mmio_writes: u64,
     pub(super) interrupts: u64,
 }
@@ -43,7 +48,9 @@ impl Snapshot {
             at: Instant::now(),
             cpu: Duration::new(cpu.tv_sec.unsigned_abs(), cpu.tv_nsec.unsigned_abs() as u32),
             paced: jobs.iter().map(Job::paced).sum(),
+            usage: ThreadUsage::now(),
             commands: jobs.iter().map(Job::commands).sum(),
+            mixed_writes: jobs.iter().map(Job::mixed_writes).sum(),
             mmio_writes: stats().map(|s| s.doorbell_mmio_writes()).sum(),
             interrupts: stats().map(|s| s.interrupts_waited()).sum(),
         }
@@ -56,6 +63,8 @@ pub(super) struct ThreadReport {
     pub(super) begin: Snapshot,
     pub(super) end: Snapshot,
     pub(super) latencies: Histogram<u64>,
+    /// Those of reads and of writes, if there were both.
+    pub(super) mixed: Option<Directions<Histogram<u64>>>,
     /// Doorbell registers written from the creation of the queues to the end.
     pub(super) mmio_writes: u64,
     pub(super) checks: Option<CheckSummary>,
@@ -153,6 +162,13 @@ pub(super) fn run<L: IoSource>(
     for job in &*jobs {
         latencies.add(job.latencies()).context("adding up the latencies")?;
     }
+    let mut mixed: Option<Directions<Histogram<u64>>> = None;
+    for of_job in jobs.iter().filter_map(Job::mixed_latencies) {
+        match &mut mixed {
+            Some(sum) => sum.add(of_job)?,
+            None => mixed = Some(of_job.clone()),
+        }
+    }
     let mut samples = Vec::new();
     if let Some((recorded, of_queues)) = recorder.map(Recorder::finish) {
         latencies.add(recorded).context("adding up the latencies")?;
@@ -169,7 +185,7 @@ pub(super) fn run<L: IoSource>(
         tracing::debug!("{:?}", job.stats());
     }
     let mmio_writes = Snapshot::take(jobs).mmio_writes;
-    Ok(ThreadReport { begin, end, latencies, mmio_writes, checks, samples })
+    Ok(ThreadReport { begin, end, latencies, mixed, mmio_writes, checks, samples })
 }
 
 fn abandoned() -> anyhow::Error {

@@ -52,5 +52,7 @@ mod server_cpu;
 mod timeline;
 
 pub use config::{LoadConfig, Workload};
+pub(crate) use job::Directions;
+pub(crate) use run::{Direction, Usage};
 pub use run::{Outcome, measure};
 pub(crate) use timeline::{Doorbells, Interval, QueueSum, Timeline, interval};

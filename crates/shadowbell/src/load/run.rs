@@ -2,7 +2,7 @@
 
 use super::config::{LoadConfig, Slice};
 use super::io_source::{CheckSummary, Checked, IoSource, Unchecked};
-use super::job::Job;
+use super::job::{Directions, Job};
 use super::job_thread::{self, Measuring, ThreadReport};
 use super::pattern::Pattern;
 use super::phase::{Phase, Progress};
@@ -15,6 +15,7 @@ use crate::queue_options::{CompletionMode, doorbells_name};
 use crate::report::Row;
 use crate::session::Session;
 use anyhow::{Context, anyhow, bail};
+use hdrhistogram::Histogram;
 use shadowbell_driver::Controller;
 use std::thread;
 use std::time::Duration;
@@ -28,6 +29,32 @@ pub struct Outcome {
     pub bad_blocks: Vec<String>,
     /// What happened when, if that was to be kept.
     pub timeline: Timeline,
+    /// Reads and writes apart.
+    pub directions: Directions<Direction>,
+    /// What the jobs' threads used.
+    pub usage: Usage,
+}
+
+/// All reads of a run, or all writes.
+#[derive(Clone, Debug, Default)]
+pub struct Direction {
+    /// I/Os completed in the time that was measured.
+    pub commands: u64,
+    /// I/Os a second.
+    pub iops: f64,
+    /// Latencies in nanoseconds; nothing if there were no such I/Os.
+    pub latencies: Option<Histogram<u64>>,
+}
+
+/// What the threads of the jobs used in the time that was measured.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Usage {
+    /// Processor time in user space, in percent of the threads' time.
+    pub user_percent: f64,
+    /// Processor time in the kernel, in percent of the threads' time.
+    pub system_percent: f64,
+    /// How often one of them waited or lost its processor.
+    pub switches: u64,
 }
 
 /// Runs `config` on the namespace of `session`, and calls `on_tick` now and then, which may end it
@@ -184,6 +211,9 @@ fn summarise(
     let mut latencies = histogram()?;
     let mut checks: Option<CheckSummary> = None;
     let (mut iops, mut seconds, mut cpu) = (0.0, 0f64, Duration::ZERO);
+    let (mut writes, mut mixed) = (0, None::<Directions<Histogram<u64>>>);
+    let (mut thread_seconds, mut user, mut system) = (0.0, 0.0, 0.0);
+    let mut switches = 0;
     let (mut commands, mut mmio, mut interrupts, mut all_mmio) = (0, 0, 0, 0);
     let mut queues = Vec::new();
     for report in reports {
@@ -194,6 +224,18 @@ fn summarise(
         let count = end.commands - begin.commands;
         iops += if time > 0.0 { count as f64 / time } else { 0.0 };
         seconds = seconds.max(time);
+        thread_seconds += time;
+        let used = end.usage.processor.saturating_sub(begin.usage.processor).as_secs_f64();
+        let in_user = end.usage.user.saturating_sub(begin.usage.user).as_secs_f64();
+        user += in_user;
+        system += (used - in_user).max(0.0);
+        switches += end.usage.switches.saturating_sub(begin.usage.switches);
+        writes += end.mixed_writes - begin.mixed_writes;
+        match (&mut mixed, report.mixed) {
+            (Some(sum), Some(of_thread)) => sum.add(&of_thread)?,
+            (None, of_thread) => mixed = of_thread,
+            (Some(_), None) => {}
+        }
         let paced = end.paced.saturating_sub(begin.paced);
         cpu += end.cpu.saturating_sub(begin.cpu).saturating_sub(paced);
         commands += count;
@@ -234,7 +276,38 @@ fn summarise(
         seconds,
         ..Row::default()
     };
+    let directions = apart(config, commands, writes, iops, mixed, &latencies);
+    let percent =
+        |part: f64| if thread_seconds > 0.0 { part / thread_seconds * 100.0 } else { 0.0 };
+    let usage = Usage { user_percent: percent(user), system_percent: percent(system), switches };
     let described = checks.map(|v| v.described).unwrap_or_default();
     let bad_blocks = described.iter().map(ToString::to_string).collect();
-    Ok(Outcome { row, bad_blocks, timeline: Timeline::of(queues)? })
+    Ok(Outcome { row, bad_blocks, timeline: Timeline::of(queues)?, directions, usage })
+}
+
+/// Reads and writes apart: all of one kind, or those of a mixed workload.
+fn apart(
+    config: &LoadConfig,
+    commands: u64,
+    mixed_writes: u64,
+    iops: f64,
+    mixed: Option<Directions<Histogram<u64>>>,
+    all: &Histogram<u64>,
+) -> Directions<Direction> {
+    let part = |part: u64, latencies| Direction {
+        commands: part,
+        iops: if commands == 0 { 0.0 } else { iops * (part as f64 / commands as f64) },
+        latencies,
+    };
+    let whole = part(commands, Some(all.clone()));
+    match mixed {
+        Some(Directions { read, write }) => Directions {
+            read: part(commands - mixed_writes.min(commands), Some(read)),
+            write: part(mixed_writes, Some(write)),
+        },
+        None if config.rw.writes() && config.rw.percent_read(config.rwmixread) == 0 => {
+            Directions { read: Direction::default(), write: whole }
+        }
+        None => Directions { read: whole, write: Direction::default() },
+    }
 }

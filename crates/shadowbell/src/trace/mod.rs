@@ -6,6 +6,7 @@ mod option_name;
 mod perfetto;
 
 use crate::exit::bad_input;
+use crate::output::Output;
 use anyhow::{Context, anyhow};
 use option_name::option_name;
 use shadowbell_controller::trace::{COMPLETION_QUEUE, Kind, Queue, Record, TraceError, read_trace};
@@ -52,16 +53,15 @@ pub(crate) struct Args {
     last: Option<usize>,
 
     /// Only the sums at the end
-    #[arg(long, conflicts_with_all = ["json", "perfetto"])]
+    #[arg(long, conflicts_with_all = ["json", "output_format", "perfetto"])]
     summary: bool,
 
     /// Write a picture of it to OUT, for Perfetto's viewer; - for standard output
-    #[arg(long, value_name = "OUT", conflicts_with = "json")]
+    #[arg(long, value_name = "OUT", conflicts_with_all = ["json", "output_format"])]
     perfetto: Option<PathBuf>,
 
-    /// An object of JSON a line, for tools
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    output: Output,
 }
 
 /// Inclusive ranges of queue identifiers.
@@ -121,7 +121,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let mut out = BufWriter::new(io::stdout().lock());
-    if args.json {
+    if args.output.is_json() {
         json::write(records, &mut out)?;
         out.flush()?;
         return Ok(ExitCode::SUCCESS);

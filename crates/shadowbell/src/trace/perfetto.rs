@@ -12,7 +12,7 @@
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use shadowbell_controller::trace::{Kind, Queue, Record};
-use shadowbell_spec::opcode::NvmOpcode;
+use shadowbell_spec::opcode::{AdminOpcode, NvmOpcode};
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write};
 
@@ -198,9 +198,13 @@ fn args(record: &Record) -> Map<String, Value> {
     record.fields().into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect()
 }
 
-fn opcode_name(opcode: u32) -> String {
-    let known = u8::try_from(opcode).ok().and_then(|opcode| NvmOpcode::try_from(opcode).ok());
-    known.map_or_else(|| format!("opcode {opcode:#04x}"), |opcode| format!("{opcode:?}"))
+fn opcode_name(qid: u16, opcode: u32) -> String {
+    let opcode = u8::try_from(opcode).unwrap_or(u8::MAX);
+    let known = match qid {
+        0 => AdminOpcode::try_from(opcode).ok().map(|opcode| format!("{opcode:?}")),
+        _ => NvmOpcode::try_from(opcode).ok().map(|opcode| format!("{opcode:?}")),
+    };
+    known.unwrap_or_else(|| format!("opcode {opcode:#04x}"))
 }
 
 impl Picture {
@@ -411,7 +415,7 @@ impl Picture {
         let (start, end) = self.slice(track, (first, last), name, Map::new());
         for ((controller, qid, cid), seen) in ended {
             let from = Track::queue(controller, Queue::Submission(qid));
-            let name = format!("{} {cid}", opcode_name(seen.opcode));
+            let name = format!("{} {cid}", opcode_name(qid, seen.opcode));
             self.arrow(&name, (from, seen.at), (track, end));
         }
         let at = match queue {

@@ -1,6 +1,7 @@
 //! The command line of `verify`.
 
 use super::job::JobLimits;
+use crate::output::Output;
 use crate::overwrite::Overwrite;
 use crate::parse;
 use crate::queue_options::{CompletionMode, DoorbellMode, attach_options};
@@ -67,9 +68,9 @@ pub struct Args {
     /// Seed of everything that is random
     #[arg(long, alias = "randseed", default_value_t = 0x5eed)]
     pub seed: u64,
-    /// End with one line of JSON, for machines
-    #[arg(long)]
-    pub json: bool,
+    /// Sentences, or JSON.
+    #[command(flatten)]
+    pub output: Output,
 }
 
 impl Args {

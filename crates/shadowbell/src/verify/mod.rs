@@ -140,7 +140,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         tracing::error!("{line}");
     }
     let out = &mut io::stdout().lock();
-    if args.json {
+    if args.output.is_json() {
         writeln!(out, "{}", json!({ "rows": [report.json(args)] }))?;
     } else {
         report.print(out)?;

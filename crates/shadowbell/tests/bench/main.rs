@@ -7,5 +7,6 @@ mod harness;
 mod inspect;
 mod measure;
 mod report;
+mod shapes;
 mod transfer;
 mod verify;

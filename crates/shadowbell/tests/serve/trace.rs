@@ -217,14 +217,27 @@ fn lines_of_json_have_all_records() {
     let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let people = trace(&file, &[]);
     assert!(people.contains(&format!("\n{} records in", lines.len())), "{}", lines.len());
-    let of = |kind: &str| lines.iter().filter(|line| line["kind"] == kind).collect::<Vec<_>>();
+    let part = |kind: &str, is_admin: bool| -> Vec<Value> {
+        let is_of = |line: &&Value| {
+            line["kind"] == kind && (line["sq"] == 0 || line["cq"] == 0) == is_admin
+        };
+        lines.iter().filter(is_of).cloned().collect()
+    };
+    let of = |kind: &str| part(kind, false);
     let seen: Vec<_> = of("command-seen").iter().map(|line| line["cid"].clone()).collect();
     let ended: Vec<_> = of("completion-posted").iter().map(|line| line["cid"].clone()).collect();
     assert!(seen.len() == 20 && seen == ended);
-    let read = |line: &&Value| (line["opcode"].as_u64(), line["sq"].as_u64()) == (Some(2), Some(1));
+    let read = |line: &Value| (line["opcode"].as_u64(), line["sq"].as_u64()) == (Some(2), Some(1));
     assert!(of("command-seen").iter().all(read));
     assert!(of("completion-posted").iter().all(|line| line["status"] == 0 && line["cq"] == 1));
     assert!(lines.iter().all(|line| line["time_ns"].is_u64()));
+    // The admin queue: the completion of Identify Controller is that of a command before it.
+    let commands = part("command-seen", true);
+    let identify = commands.iter().find(|line| line["opcode"] == 6).unwrap();
+    let posted = part("completion-posted", true);
+    let completion = posted.iter().find(|line| line["cid"] == identify["cid"]).unwrap();
+    assert_eq!((&completion["status"], &completion["sqid"]), (&0.into(), &0.into()));
+    assert!(completion["time_ns"].as_u64() >= identify["time_ns"].as_u64());
 }
 
 #[test]

@@ -1,22 +1,17 @@
 //! The suite `growth`: many queue pairs, and many controllers in one process.
 
-use std::fs::{self, File};
-use std::io::PipeWriter;
-use std::ops::Range;
-use std::path::PathBuf;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use serde_json::{Value, json};
-use shadowbell_guest::process::{Process, describe};
-use tempfile::TempDir;
 
 use crate::figures::{bytes, count, per_io, percent, time};
+use crate::held::Held;
 use crate::load::{Load, Waiting};
 use crate::process::{Memory, memory, used};
 use crate::samples::{Rounds, Samples};
-use crate::server::{Server, child};
+use crate::server::Server;
 use crate::settings::Settings;
 use crate::table::Table;
 
@@ -287,67 +282,4 @@ fn light(settings: &Settings, count: usize, found: &mut Found) -> Result<()> {
     held.end()?;
     server.stop()?;
     Ok(())
-}
-
-/// `shadowbell attach-many`: it goes on until its standard input ends.
-struct Held {
-    process: Process,
-    input: PipeWriter,
-    directory: TempDir,
-}
-
-impl Held {
-    fn start(
-        settings: &Settings,
-        server: &Server,
-        which: Range<usize>,
-        options: &[String],
-    ) -> Result<Self> {
-        let directory = tempfile::tempdir()?;
-        let (reader, input) = std::io::pipe()?;
-        let mut command = child(&settings.binary);
-        command.arg("attach-many").args(which.map(|n| server.target(n))).args(options);
-        command.stdin(reader).stdout(File::create(directory.path().join("out"))?);
-        command.stderr(File::create(directory.path().join("err"))?);
-        let process = Process::spawn("shadowbell attach-many", &mut command)?;
-        Ok(Self { process, input, directory })
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.directory.path().join(name)
-    }
-
-    /// Waits for a line of what it prints.
-    fn line(&mut self, index: usize) -> Result<Value> {
-        let deadline = Instant::now() + Duration::from_secs(120);
-        loop {
-            let text = fs::read_to_string(self.path("out"))?;
-            // The last piece has no end of line yet, or is empty.
-            let lines: Vec<&str> = text.split('\n').collect();
-            if lines.len() > index + 1
-                && let Some(line) = lines.get(index)
-            {
-                return serde_json::from_str(line).with_context(|| format!("hold: {line}"));
-            }
-            if let Some(status) = self.process.ended()? {
-                let complaint = fs::read_to_string(self.path("err")).unwrap_or_default();
-                bail!("shadowbell attach-many ended ({}): {complaint}", describe(status));
-            }
-            if Instant::now() > deadline {
-                bail!("shadowbell attach-many says nothing");
-            }
-            sleep(Duration::from_millis(5));
-        }
-    }
-
-    fn end(self) -> Result<()> {
-        let Self { mut process, input, directory } = self;
-        drop(input);
-        let status = process.wait(Duration::from_secs(60))?;
-        if !status.success() {
-            let complaint = fs::read_to_string(directory.path().join("err")).unwrap_or_default();
-            bail!("shadowbell attach-many: {}: {complaint}", describe(status));
-        }
-        Ok(())
-    }
 }

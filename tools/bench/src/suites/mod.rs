@@ -6,6 +6,7 @@ pub(crate) mod instructions;
 pub(crate) mod mem;
 pub(crate) mod null;
 pub(crate) mod readers;
+pub(crate) mod scrape;
 pub(crate) mod sleep;
 pub(crate) mod spdk;
 pub(crate) mod wire;

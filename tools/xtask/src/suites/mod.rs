@@ -6,6 +6,7 @@ mod dmesg;
 mod fio;
 mod fs;
 mod idle;
+mod namespaces;
 mod nvme_cli;
 mod recover;
 mod reset;

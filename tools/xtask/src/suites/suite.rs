@@ -6,7 +6,7 @@ use shadowbell_guest::{Kernel, RunDir};
 
 use super::setup::Setup;
 use super::unbroken::{self, Event};
-use super::{boot, fs, recover, reset, s2, s3, s4, smoke};
+use super::{boot, fs, namespaces, recover, reset, s2, s3, s4, smoke};
 use crate::report::Report;
 
 /// The suites, by their names on the command line.
@@ -23,6 +23,9 @@ pub(crate) enum Suite {
     Upgrade,
     /// The same, with the process that serves killed.
     Kill,
+    /// Namespaces come, grow and go while the guest reads and writes: how soon it is told, and how
+    /// soon it sees it.
+    Namespaces,
     /// OVMF starts a kernel from a disk of shadowbell's.
     Boot,
     /// The driver through VFIO, inside the guest, and the S2 table: against the kernel's driver and
@@ -51,6 +54,7 @@ impl Suite {
                 Self::Reset => reset::run(setup, report, kernel, &run),
                 Self::Upgrade => unbroken::run(setup, report, kernel, &run, Event::Upgrade),
                 Self::Kill => unbroken::run(setup, report, kernel, &run, Event::Kill),
+                Self::Namespaces => namespaces::run(setup, report, kernel, &run),
                 Self::Boot => boot::run(setup, report, kernel, &run),
                 Self::S2 => s2::run(setup, report, kernel, &run),
                 Self::Recover => recover::run(setup, report, kernel, &run),

@@ -1,21 +1,22 @@
 //! `/metrics`: what the server has counted, in the text of OpenMetrics 1.0.
 //!
-//! Nothing is counted for it: these are the counters that [`Stats`] has. What commands did is read
-//! where it is; for the counters of queues and workers, each worker is asked once for each
-//! controller, between two passes. A worker that is held up by its disk is left out after a second.
+//! Nothing is counted for it: these are the counters that [`Stats`] has, which are read where they
+//! are counted. No worker is asked or woken.
 //!
 //! A queue that is deleted takes its counters with it. Their sum goes on as `queue="deleted"`, so
 //! sums over all queues never go back.
 //!
 //! The format is lines of three kinds, and what is hard about it is the choice of names; so there
-//! is no library here.
+//! is no library here. A server of 256 controllers has thirty thousand samples, so labels are written
+//! once for what has many of them.
 
 use super::view::{View, namespaces_of};
+use crate::control::api::Namespace;
 use crate::serve::registry::ServedController;
 use shadowbell_controller::Stats;
 use shadowbell_controller::stats::{CqStats, DoorbellCounts, SleepStats, SqStats};
 use std::collections::BTreeMap;
-use std::fmt::{Display, Write};
+use std::fmt::Write;
 use std::sync::Arc;
 
 pub(super) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -47,8 +48,31 @@ impl Kind {
     }
 }
 
-/// Labels of a sample, by name.
-type Labels<'a> = [(&'static str, &'a str)];
+/// Labels as they are written, up to the brace after them: there may be more. What has many samples
+/// has them made once.
+fn labels(labels: &[(&'static str, &str)]) -> String {
+    let mut text = String::with_capacity(96);
+    for (n, (name, value)) in labels.iter().enumerate() {
+        for part in [if n == 0 { "{" } else { "," }, name, "=\""] {
+            text.push_str(part);
+        }
+        let mut rest = *value;
+        while let Some((plain, special)) = rest.find(['\\', '"', '\n']).map(|at| rest.split_at(at))
+        {
+            text.push_str(plain);
+            let mut chars = special.chars();
+            text.push_str(match chars.next() {
+                Some('\n') => "\\n",
+                Some('"') => "\\\"",
+                _ => "\\\\",
+            });
+            rest = chars.as_str();
+        }
+        text.push_str(rest);
+        text.push('"');
+    }
+    text
+}
 
 /// The text, family by family.
 struct Text(String);
@@ -73,28 +97,27 @@ struct Family<'a> {
 }
 
 impl Family<'_> {
-    fn sample(&mut self, labels: &Labels<'_>, value: impl Display) {
+    /// A sample with these labels, as [`labels`] writes them.
+    fn sample(&mut self, labels: &str, value: u64) {
+        self.sample_of(labels, if labels.is_empty() { "" } else { "}" }, value);
+    }
+
+    /// The same, with how the labels end.
+    fn sample_of(&mut self, labels: &str, end: &str, value: u64) {
+        let mut digits = itoa::Buffer::new();
+        let value = digits.format(value);
         let text = &mut *self.text;
-        text.push_str(self.name);
-        text.push_str(self.kind.suffix());
-        for (n, (name, value)) in labels.iter().enumerate() {
-            text.push(if n == 0 { '{' } else { ',' });
-            text.push_str(name);
-            text.push_str("=\"");
-            for c in value.chars() {
-                match c {
-                    '\\' => text.push_str("\\\\"),
-                    '"' => text.push_str("\\\""),
-                    '\n' => text.push_str("\\n"),
-                    c => text.push(c),
-                }
-            }
-            text.push('"');
+        text.reserve(self.name.len() + labels.len() + end.len() + value.len() + 16);
+        for part in [self.name, self.kind.suffix(), labels, end, " ", value, "\n"] {
+            text.push_str(part);
         }
-        if !labels.is_empty() {
-            text.push('}');
-        }
-        let _ = writeln!(text, " {value}");
+    }
+
+    /// A sample that is no whole number.
+    fn real(&mut self, labels: &str, value: f64) {
+        // Writing to a string can not fail.
+        let end = if labels.is_empty() { "" } else { "}" };
+        let _ = writeln!(self.text, "{}{}{labels}{end} {value}", self.name, self.kind.suffix());
     }
 }
 
@@ -102,23 +125,45 @@ impl Family<'_> {
 struct Counted {
     served: Arc<ServedController>,
     stats: Stats,
-    /// Of the queues, with what they are called.
-    sqs: Vec<(String, SqStats)>,
-    cqs: Vec<(String, CqStats)>,
+    labels: String,
+    sqs: Vec<Queue<SqStats>>,
+    cqs: Vec<Queue<CqStats>>,
+}
+
+/// A queue and its counters.
+struct Queue<S> {
+    labels: String,
+    stats: S,
+}
+
+impl<S> Queue<S> {
+    fn new(controller: &str, queue: &str, stats: S) -> Self {
+        Self { labels: [controller, ",queue=\"", queue, "\""].concat(), stats }
+    }
 }
 
 impl Counted {
     fn now(served: Arc<ServedController>) -> Self {
         let stats = served.controller.stats();
-        let sqs = stats.submission_queues.iter().map(|sq| (sq.qid.to_string(), sq.clone()));
-        let cqs = stats.completion_queues.iter().map(|cq| (cq.qid.to_string(), cq.clone()));
+        let labels = labels(&[("controller", &served.id)]);
+        let sqs = stats.submission_queues.iter().map(|sq| (sq.qid.to_string(), sq));
+        let cqs = stats.completion_queues.iter().map(|cq| (cq.qid.to_string(), cq));
         let deleted = || "deleted".to_owned();
+        let sqs = sqs.chain([(deleted(), &stats.retired_sq)]);
+        let cqs = cqs.chain([(deleted(), &stats.retired_cq)]);
         Self {
-            sqs: sqs.chain([(deleted(), stats.retired_sq.clone())]).collect(),
-            cqs: cqs.chain([(deleted(), stats.retired_cq.clone())]).collect(),
+            sqs: sqs.map(|(qid, sq)| Queue::new(&labels, &qid, sq.clone())).collect(),
+            cqs: cqs.map(|(qid, cq)| Queue::new(&labels, &qid, cq.clone())).collect(),
+            labels,
             served,
             stats,
         }
+    }
+
+    /// About how long its text is.
+    fn text_bytes(&self) -> usize {
+        // Lines of a queue, and other lines, of about so many bytes.
+        ((self.sqs.len() + self.cqs.len()) * 9 + 32) * 104
     }
 
     fn id(&self) -> &str {
@@ -129,7 +174,8 @@ impl Counted {
 /// All metrics of the server.
 pub(super) fn text(view: &View) -> String {
     let counted: Vec<_> = view.controllers.all().into_iter().map(Counted::now).collect();
-    let mut text = Text(String::with_capacity(4096 + counted.len() * 8192));
+    let mut text =
+        Text(String::with_capacity(8192 + counted.iter().map(Counted::text_bytes).sum::<usize>()));
     server(&mut text, view);
     controllers(&mut text, &counted);
     submission_queues(&mut text, &counted);
@@ -142,30 +188,30 @@ pub(super) fn text(view: &View) -> String {
 }
 
 fn server(text: &mut Text, view: &View) {
-    let labels = [("name", view.name.as_str()), ("version", env!("CARGO_PKG_VERSION"))];
+    let labels = labels(&[("name", view.name.as_str()), ("version", env!("CARGO_PKG_VERSION"))]);
     text.family(Kind::Info, "shadowbell_server", "The server.").sample(&labels, 1);
     let uptime = view.serves_since.elapsed().as_secs_f64();
     text.family(Kind::Gauge, "shadowbell_uptime_seconds", "Since this process serves.")
-        .sample(&[], uptime);
+        .real("", uptime);
     text.family(Kind::Gauge, "shadowbell_workers", "Threads that do the I/O.")
-        .sample(&[], view.workers);
+        .sample("", view.workers as u64);
 }
 
 fn controllers(text: &mut Text, all: &[Counted]) {
     let mut info = text.family(Kind::Info, "shadowbell_controller", "A controller.");
     for counted in all {
         let config = counted.served.controller.config();
-        let labels = [
+        let labels = labels(&[
             ("controller", counted.id()),
             ("serial", config.serial.as_str()),
             ("model", config.model.as_str()),
-        ];
+        ]);
         info.sample(&labels, 1);
     }
     let mut gauge = |name, help, of: fn(&Counted) -> bool| {
         let mut family = text.family(Kind::Gauge, name, help);
         for counted in all {
-            family.sample(&[("controller", counted.id())], u8::from(of(counted)));
+            family.sample(&counted.labels, of(counted).into());
         }
     };
     gauge("shadowbell_client_connected", "Whether a client is connected.", |counted| {
@@ -183,27 +229,32 @@ fn controllers(text: &mut Text, all: &[Counted]) {
         "shadowbell_io_commands",
         "I/O commands completed. Compare is a read; other is all that moves no data.",
     );
-    for Counted { served, stats, .. } in all {
+    for Counted { labels, stats, .. } in all {
         let io = &stats.io;
-        for (kind, count) in
-            [("read", io.reads), ("write", io.writes), ("copy", io.copies), ("other", io.others)]
-        {
-            commands.sample(&[("controller", &served.id), ("kind", kind)], count);
+        for (kind, count) in [
+            (",kind=\"read\"}", io.reads),
+            (",kind=\"write\"}", io.writes),
+            (",kind=\"copy\"}", io.copies),
+            (",kind=\"other\"}", io.others),
+        ] {
+            commands.sample_of(labels, kind, count);
         }
     }
     let mut bytes = text.family(Kind::Counter, "shadowbell_io_bytes", "Bytes of I/O commands.");
-    for Counted { served, stats, .. } in all {
+    for Counted { labels, stats, .. } in all {
         let io = &stats.io;
-        for (kind, count) in
-            [("read", io.bytes_read), ("write", io.bytes_written), ("copy", io.bytes_copied)]
-        {
-            bytes.sample(&[("controller", &served.id), ("kind", kind)], count);
+        for (kind, count) in [
+            (",kind=\"read\"}", io.bytes_read),
+            (",kind=\"write\"}", io.bytes_written),
+            (",kind=\"copy\"}", io.bytes_copied),
+        ] {
+            bytes.sample_of(labels, kind, count);
         }
     }
     let mut counter = |name, help, of: fn(&Stats) -> u64| {
         let mut family = text.family(Kind::Counter, name, help);
         for counted in all {
-            family.sample(&[("controller", counted.id())], of(&counted.stats));
+            family.sample(&counted.labels, of(&counted.stats));
         }
     };
     counter("shadowbell_io_errors", "I/O commands that ended in an error.", |s| s.io.errors);
@@ -221,8 +272,8 @@ fn submission_queues(text: &mut Text, all: &[Counted]) {
     let mut counter = |name, help, of: fn(&SqStats) -> u64| {
         let mut family = text.family(Kind::Counter, name, help);
         for counted in all {
-            for (queue, stats) in &counted.sqs {
-                family.sample(&[("controller", counted.id()), ("queue", queue)], of(stats));
+            for queue in &counted.sqs {
+                family.sample(&queue.labels, of(&queue.stats));
             }
         }
     };
@@ -243,8 +294,8 @@ fn completion_queues(text: &mut Text, all: &[Counted]) {
     let mut counter = |name, help, of: fn(&CqStats) -> u64| {
         let mut family = text.family(Kind::Counter, name, help);
         for counted in all {
-            for (queue, stats) in &counted.cqs {
-                family.sample(&[("controller", counted.id()), ("queue", queue)], of(stats));
+            for queue in &counted.cqs {
+                family.sample(&queue.labels, of(&queue.stats));
             }
         }
     };
@@ -263,11 +314,11 @@ fn doorbells(text: &mut Text, all: &[Counted]) {
     let mut counter = |name, help, of: fn(&DoorbellCounts) -> u64| {
         let mut family = text.family(Kind::Counter, name, help);
         for counted in all {
-            let sqs = counted.sqs.iter().map(|(queue, sq)| ("sq", queue, &sq.doorbell));
-            let cqs = counted.cqs.iter().map(|(queue, cq)| ("cq", queue, &cq.doorbell));
-            for (side, queue, doorbell) in sqs.chain(cqs) {
-                let labels = [("controller", counted.id()), ("queue", queue), ("side", side)];
-                family.sample(&labels, of(doorbell));
+            for sq in &counted.sqs {
+                family.sample_of(&sq.labels, ",side=\"sq\"}", of(&sq.stats.doorbell));
+            }
+            for cq in &counted.cqs {
+                family.sample_of(&cq.labels, ",side=\"cq\"}", of(&cq.stats.doorbell));
             }
         }
     };
@@ -297,35 +348,41 @@ fn doorbells(text: &mut Text, all: &[Counted]) {
 
 fn namespaces(text: &mut Text, all: &[Counted]) {
     let all = all.iter().flat_map(|counted| namespaces_of(&counted.served));
-    let all: Vec<_> = all.map(|ns| (ns.nsid.to_string(), ns)).collect();
+    let of = |ns: &Namespace| {
+        labels(&[("controller", &ns.controller[..]), ("nsid", &ns.nsid.to_string())])
+    };
+    let all: Vec<_> = all.map(|ns| (of(&ns), ns)).collect();
     let mut info = text.family(Kind::Info, "shadowbell_namespace", "A namespace.");
-    for (nsid, ns) in &all {
-        let labels = [
+    for (_, ns) in &all {
+        let labels = labels(&[
             ("controller", &ns.controller[..]),
-            ("nsid", nsid),
+            ("nsid", &ns.nsid.to_string()),
             ("disk", &ns.disk),
             ("uuid", &ns.uuid),
-        ];
+        ]);
         info.sample(&labels, 1);
     }
     let mut bytes = text.family(Kind::Gauge, "shadowbell_namespace_size_bytes", "Its size.");
-    for (nsid, ns) in &all {
-        bytes.sample(&[("controller", &ns.controller), ("nsid", nsid)], ns.bytes);
+    for (labels, ns) in &all {
+        bytes.sample(labels, ns.bytes);
     }
     let mut read_only =
         text.family(Kind::Gauge, "shadowbell_namespace_read_only", "Whether writes are refused.");
-    for (nsid, ns) in &all {
-        let labels = [("controller", &ns.controller[..]), ("nsid", nsid)];
-        read_only.sample(&labels, u8::from(ns.read_only));
+    for (labels, ns) in &all {
+        read_only.sample(labels, ns.read_only.into());
     }
     let mut events = text.family(
         Kind::Counter,
         "shadowbell_disk_events",
         "What a disk counts of how it works, each kind of disk by names of its own.",
     );
-    for (nsid, ns) in &all {
+    for (_, ns) in &all {
         for (event, count) in &ns.counters {
-            let labels = [("controller", &ns.controller[..]), ("nsid", nsid), ("event", event)];
+            let labels = labels(&[
+                ("controller", &ns.controller[..]),
+                ("nsid", &ns.nsid.to_string()),
+                ("event", event),
+            ]);
             events.sample(&labels, *count);
         }
     }
@@ -335,16 +392,17 @@ fn workers(text: &mut Text, all: &[Counted]) {
     // Each controller tells of its workers, which it may share.
     let workers = all.iter().flat_map(|counted| counted.stats.workers.iter());
     let workers: BTreeMap<usize, &SleepStats> = workers.map(|w| (w.worker, w)).collect();
-    let workers: Vec<_> = workers.into_iter().map(|(n, stats)| (n.to_string(), stats)).collect();
+    let of = |n: usize| labels(&[("worker", &n.to_string())]);
+    let workers: Vec<_> = workers.into_iter().map(|(n, stats)| (of(n), stats)).collect();
     let mut awake =
         text.family(Kind::Counter, "shadowbell_worker_awake_seconds", "Time spent awake.");
     for (worker, stats) in &workers {
-        awake.sample(&[("worker", worker)], stats.awake_ns as f64 / 1e9);
+        awake.real(worker, stats.awake_ns as f64 / 1e9);
     }
     let mut counter = |name, help, of: fn(&SleepStats) -> u64| {
         let mut family = text.family(Kind::Counter, name, help);
         for (worker, stats) in &workers {
-            family.sample(&[("worker", worker)], of(stats));
+            family.sample(worker, of(stats));
         }
     };
     counter("shadowbell_worker_sleeps", "Times that it slept.", |w| w.sleeps);
@@ -367,9 +425,9 @@ mod tests {
     #[test]
     fn labels_are_escaped_and_names_have_their_endings() {
         let mut text = Text(String::new());
-        text.family(Kind::Counter, "a_bytes", "What.").sample(&[("x", "a\"\\\nb")], 7);
-        text.family(Kind::Info, "b", "Which.").sample(&[("x", "1"), ("y", "2")], 1);
-        text.family(Kind::Gauge, "c", "How much.").sample(&[], 0.5);
+        text.family(Kind::Counter, "a_bytes", "What.").sample(&labels(&[("x", "a\"\\\nb")]), 7);
+        text.family(Kind::Info, "b", "Which.").sample(&labels(&[("x", "1"), ("y", "2")]), 1);
+        text.family(Kind::Gauge, "c", "How much.").real("", 0.5);
         let expected = "\
 # TYPE a_bytes counter
 # UNIT a_bytes bytes

@@ -1,0 +1,386 @@
+//! Namespaces are added, resized and removed under a Linux guest that reads and writes meanwhile:
+//! how long the server takes to tell the guest, and how long the guest takes to see it.
+//!
+//! Two clocks of the host's say so, and none of the guest's. The trace has when the event's
+//! completion was posted, and when the guest's commands of its reaction were; and the guest says on
+//! a serial line when its block device has changed.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread::sleep;
+use std::time::{Duration, Instant, SystemTime};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+use shadowbell_guest::{Guest, Kernel, RunDir};
+use shadowbell_spec::opcode::AdminOpcode;
+
+use super::dmesg;
+use super::nvme_cli;
+use super::setup::{MINUTE, Setup, finish, names};
+use crate::report::Report;
+
+const MAIN: u64 = 256 << 20;
+const SMALL: u64 = 32 << 20;
+const LARGE: u64 = 48 << 20;
+/// How often a namespace comes, grows and goes.
+const ROUNDS: usize = 5;
+/// What a server takes from a call to the event, on a machine that has other things to do. The
+/// figures are printed; here is a limit that only a mistake exceeds.
+const SERVER_LIMIT: Duration = Duration::from_secs(1);
+/// What a guest takes, of which QEMU interprets each instruction.
+const GUEST_LIMIT: Duration = Duration::from_secs(20);
+
+/// A call of the control socket, and what came of it.
+struct Change {
+    what: &'static str,
+    /// When it was made.
+    at: Instant,
+    answered: Duration,
+    /// When the guest had said that it sees it.
+    seen: Duration,
+}
+
+/// What the trace says of a change, as times since the call.
+struct Told {
+    /// The event was posted.
+    event: Duration,
+    /// The last command of the guest's reaction was complete.
+    reaction: Duration,
+    /// Its Get Log Page and Identify commands.
+    log_pages: usize,
+    identifies: usize,
+}
+
+pub(crate) fn run(setup: &Setup, report: &mut Report, kernel: Kernel, run: &RunDir) -> Result<()> {
+    let Some(program) = setup.shadowbell.clone() else {
+        println!("   QEMU's own controller has no such calls");
+        return Ok(());
+    };
+    let image = run.image("disk.img", MAIN)?;
+    let (control, trace) = (run.socket("control"), run.file("serve.trace"));
+    let [control_text, trace_text] = [&control, &trace].map(|path| path.display().to_string());
+    let options = ["--control-socket", &control_text, "--trace", &trace_text];
+    let clocks = Clocks::now();
+    let mut disk = setup.serve(run, "dut", &[image.display().to_string()], &options, None)?;
+    let mut guest = setup.boot(run, kernel, vec![disk.device.clone()], |config| config.cpus = 2)?;
+    let (controller, main) = names(&mut guest, 0)?;
+    let added = format!("{controller}n2");
+    let api = Api::new(control)?;
+
+    let mut changes = Vec::new();
+    report.check("a namespace comes, grows and goes, five times, while fio verifies", |_| {
+        guest.sh(&beside(&main), MINUTE)?;
+        let mut watch = Watch::start(&mut guest, run, &added)?;
+        for round in 0..ROUNDS {
+            let other = run.image(&format!("other{round}.img"), SMALL)?;
+            let spec = json!({ "disk": other.display().to_string() });
+            let was = count(&mut guest)?;
+            changes.push(watch.expect("add", SMALL, || api.call("PUT", Some(&spec)))?);
+            ensure!(count(&mut guest)? == was + 1, "nvme list does not have it");
+            ensure!(bytes(&mut guest, &added)? == SMALL, "blockdev has another size");
+            fs::File::options().write(true).open(&other)?.set_len(LARGE)?;
+            let size = json!({ "size": "whole" });
+            changes.push(watch.expect("resize", LARGE, || api.call("PATCH", Some(&size)))?);
+            ensure!(bytes(&mut guest, &added)? == LARGE, "blockdev has another size");
+            changes.push(watch.expect("remove", 0, || api.call("DELETE", None))?);
+            ensure!(count(&mut guest)? == was, "nvme list still has it");
+        }
+        watch.stop(&mut guest)
+    });
+    report.check("fio has noticed nothing", |_| {
+        let wait = "touch /tmp/enough; for try in $(seq 600); do [ -e /tmp/fio.done ] && break; \
+                    sleep 0.1; done; tail -n 20 /tmp/fio.out; exit $(cat /tmp/fio.done || echo 99)";
+        guest.sh(wait, 2 * MINUTE).map(drop)
+    });
+    report.check("the kernel complains of nothing", |_| dmesg::clean(&mut guest, 1));
+    disk.check()?;
+    report.check("each change is one event, at once, and Linux looks at once", |_| {
+        let records = Records::read(&program, &trace, &clocks)?;
+        let told: Vec<Told> = (0..changes.len())
+            .map(|at| {
+                let next = changes.get(at + 1).map(|change| change.at);
+                let change = changes.get(at).context("no change")?;
+                records.told(change, next).with_context(|| format!("{} {at}", change.what))
+            })
+            .collect::<Result<_>>()?;
+        for what in ["add", "resize", "remove"] {
+            let of = |time: &dyn Fn(&Change, &Told) -> Duration| {
+                let both = changes.iter().zip(&told).filter(|(change, _)| change.what == what);
+                middle_and_most(both.map(|(change, told)| time(change, told)).collect())
+            };
+            println!(
+                "   {what}: event posted after {}, call answered after {}; Linux's last command {} \
+                 after the event, its block device {} after the call",
+                of(&|_, told| told.event),
+                of(&|change, _| change.answered),
+                of(&|_, told| told.reaction.saturating_sub(told.event)),
+                of(&|change, _| change.seen),
+            );
+        }
+        for (change, told) in changes.iter().zip(&told) {
+            let what = change.what;
+            ensure!(told.event < SERVER_LIMIT, "{what}: the event came after {:?}", told.event);
+            ensure!(told.log_pages >= 1, "{what}: Linux has not read the log page");
+            ensure!(told.identifies >= 1, "{what}: Linux has not identified anything");
+        }
+        Ok(())
+    });
+    finish(report, guest, disk);
+    Ok(())
+}
+
+/// Reads and writes on the other namespace until there is a file /tmp/enough.
+fn beside(main: &str) -> String {
+    format!(
+        "(until [ -e /tmp/enough ]; do \
+            fio --name=beside --filename=/dev/{main} --rw=randrw --bs=4k --iodepth=4 --size=8m \
+                --direct=1 --ioengine=libaio --verify=crc32c --verify_state_save=0 \
+                >/tmp/fio.out 2>&1 || break; \
+         done; [ -e /tmp/enough ]; echo $? >/tmp/fio.done) &"
+    )
+}
+
+/// How many namespaces `nvme list` has.
+fn count(guest: &mut Guest) -> Result<usize> {
+    let list = nvme_cli::json(guest, "list")?;
+    Ok(list.get("Devices").and_then(Value::as_array).context("no devices")?.len())
+}
+
+fn bytes(guest: &mut Guest, disk: &str) -> Result<u64> {
+    let text = guest.sh(&format!("blockdev --getsize64 /dev/{disk}"), MINUTE)?;
+    text.trim().parse().context("a size")
+}
+
+/// `MEDIAN (at most MOST)`.
+fn middle_and_most(mut times: Vec<Duration>) -> String {
+    times.sort();
+    let ms = |time: Option<&Duration>| time.map_or(0.0, |time| time.as_secs_f64() * 1e3);
+    format!("{:.1} ms (at most {:.1})", ms(times.get(times.len() / 2)), ms(times.last()))
+}
+
+/// The controller, on the server's control socket.
+struct Api {
+    socket: PathBuf,
+    path: String,
+}
+
+impl Api {
+    fn new(socket: PathBuf) -> Result<Self> {
+        let list = request(&socket, "GET", "/v1/controllers", None)?;
+        let list: Value = serde_json::from_str(&list)?;
+        let id = list.pointer("/0/id").and_then(Value::as_str).context("no controller")?;
+        let id: String = id.bytes().map(|byte| format!("%{byte:02X}")).collect();
+        Ok(Self { socket, path: format!("/v1/controllers/{id}/namespaces/2") })
+    }
+
+    /// Changes namespace 2.
+    fn call(&self, method: &str, body: Option<&Value>) -> Result<()> {
+        request(&self.socket, method, &self.path, body).map(drop)
+    }
+}
+
+fn request(socket: &Path, method: &str, path: &str, body: Option<&Value>) -> Result<String> {
+    let body = body.map(Value::to_string).unwrap_or_default();
+    let mut stream = UnixStream::connect(socket).context("the control socket")?;
+    stream.set_read_timeout(Some(MINUTE))?;
+    write!(
+        stream,
+        "{method} {path} HTTP/1.1\r\nHost: guest\r\nConnection: close\r\nContent-Length: {}\r\n\
+         Content-Type: application/json\r\n\r\n{body}",
+        body.len()
+    )?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer)?;
+    let (head, body) = answer.split_once("\r\n\r\n").context("no answer")?;
+    let fine = head.split(' ').nth(1).is_some_and(|status| status.starts_with('2'));
+    ensure!(fine, "{method} {path}: {answer}");
+    Ok(body.to_owned())
+}
+
+/// Somebody in the guest who looks at a disk all the time, and says on the serial line how many
+/// sectors it has now.
+struct Watch {
+    log: PathBuf,
+    /// What of the log is known.
+    known: usize,
+}
+
+impl Watch {
+    fn start(guest: &mut Guest, run: &RunDir, disk: &str) -> Result<Self> {
+        let size = format!("/sys/block/{disk}/size");
+        // Nothing in the loop starts a process.
+        guest.sh(
+            &format!(
+                "(before=; until [ -e /tmp/unwatch ]; do now=0; \
+                    [ -e {size} ] && read now 2>/dev/null <{size}; \
+                    [ \"$now\" = \"$before\" ] || {{ before=$now; echo \"sees $now\"; }}; \
+                 done >/dev/ttyS2 2>/dev/null) &"
+            ),
+            MINUTE,
+        )?;
+        let mut watch = Self { log: run.file("ack.log"), known: 0 };
+        watch.wait(0)?;
+        Ok(watch)
+    }
+
+    /// Makes a change after which the disk is to have so many bytes, and waits until the guest says
+    /// so.
+    fn expect(
+        &mut self,
+        what: &'static str,
+        bytes: u64,
+        change: impl FnOnce() -> Result<()>,
+    ) -> Result<Change> {
+        let at = Instant::now();
+        change()?;
+        let answered = at.elapsed();
+        self.wait(bytes / 512).with_context(|| format!("after {what}"))?;
+        let seen = at.elapsed();
+        // Until the guest is done with it, too.
+        sleep(Duration::from_millis(300));
+        Ok(Change { what, at, answered, seen })
+    }
+
+    fn wait(&mut self, sectors: u64) -> Result<()> {
+        let (words, deadline) = (format!("sees {sectors}"), Instant::now() + GUEST_LIMIT);
+        loop {
+            let log =
+                String::from_utf8_lossy(&fs::read(&self.log).unwrap_or_default()).into_owned();
+            let lines: Vec<_> = log.lines().collect();
+            // The last line may not be all there.
+            let whole = lines.len() - usize::from(!log.ends_with('\n') && !log.is_empty());
+            let new = lines.get(self.known..whole).unwrap_or_default();
+            if let Some(at) = new.iter().position(|line| line.trim() == words) {
+                self.known += at + 1;
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                bail!("the guest never said: {words}; it said: {new:?}");
+            }
+            sleep(Duration::from_micros(200));
+        }
+    }
+
+    fn stop(self, guest: &mut Guest) -> Result<()> {
+        guest.sh("touch /tmp/unwatch", MINUTE).map(drop)
+    }
+}
+
+/// Both of the host's clocks at one moment. The one that tells the day is set right by others, by
+/// some milliseconds within a run; what is timed is timed by the other.
+struct Clocks {
+    day: SystemTime,
+    steady: Instant,
+}
+
+impl Clocks {
+    fn now() -> Self {
+        Self { day: SystemTime::now(), steady: Instant::now() }
+    }
+
+    /// A moment shortly after.
+    fn steady(&self, day: SystemTime) -> Instant {
+        self.steady + day.duration_since(self.day).unwrap_or_default()
+    }
+}
+
+/// A record of the admin queue.
+#[derive(Debug, Clone, Copy)]
+struct Admin {
+    at: Instant,
+    cid: u64,
+    /// Of a command; a completion has none.
+    opcode: Option<u64>,
+}
+
+/// The admin queue in the server's trace.
+struct Records(Vec<Admin>);
+
+impl Records {
+    fn read(program: &Path, trace: &Path, clocks: &Clocks) -> Result<Self> {
+        // The header says when the trace began, in nanoseconds since 1970, at byte 24.
+        let mut header = [0; 32];
+        fs::File::open(trace)?.read_exact(&mut header).context("the trace's header")?;
+        let began = header.last_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
+        let began = clocks.steady(SystemTime::UNIX_EPOCH + Duration::from_nanos(began));
+        let kinds = "command-seen,completion-posted";
+        let output = Command::new(program)
+            .arg("trace")
+            .arg(trace)
+            .args(["--json", "--queue", "0", "--kind", kinds])
+            .output()?;
+        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let text = String::from_utf8(output.stdout)?;
+        let record = |line: &str| -> Result<Admin> {
+            let line: Value = serde_json::from_str(line)?;
+            let number = |name: &str| line.get(name).and_then(Value::as_u64);
+            Ok(Admin {
+                at: began + Duration::from_nanos(number("time_ns").context("time_ns")?),
+                cid: number("cid").context("cid")?,
+                opcode: number("opcode"),
+            })
+        };
+        let records: Vec<_> = text.lines().map(record).collect::<Result<_>>()?;
+        ensure!(!records.is_empty(), "no admin command is in the trace");
+        Ok(Self(records))
+    }
+
+    /// What followed a change, until `next` if there was another.
+    fn told(&self, change: &Change, next: Option<Instant>) -> Result<Told> {
+        let since = |at: Instant| at.saturating_duration_since(change.at);
+        let is = |record: &Admin, opcode: AdminOpcode| record.opcode == Some(opcode as u64);
+        let mut asked = Vec::new();
+        let mut events = Vec::new();
+        let mut told =
+            Told { event: Duration::ZERO, reaction: Duration::ZERO, log_pages: 0, identifies: 0 };
+        // Those of the reaction that are under way.
+        let mut open = Vec::new();
+        for record in &self.0 {
+            if next.is_some_and(|next| record.at >= next) {
+                break;
+            }
+            if is(record, AdminOpcode::AsyncEventRequest) {
+                asked.push(record.cid);
+            } else if record.opcode.is_none()
+                && let Some(at) = asked.iter().position(|cid| *cid == record.cid)
+            {
+                asked.remove(at);
+                if record.at >= change.at {
+                    events.push(since(record.at));
+                }
+            } else if !events.is_empty() {
+                let page = is(record, AdminOpcode::GetLogPage);
+                let identify = is(record, AdminOpcode::Identify);
+                told.log_pages += usize::from(page);
+                told.identifies += usize::from(identify);
+                if page || identify {
+                    open.push(record.cid);
+                } else if let Some(at) = open.iter().position(|cid| *cid == record.cid)
+                    && record.opcode.is_none()
+                {
+                    open.remove(at);
+                    // `nvme list` and whoever looks later is no reaction.
+                    if since(record.at) <= change.seen + Duration::from_millis(50) {
+                        told.reaction = since(record.at);
+                    }
+                }
+            }
+        }
+        let [event] = events[..] else {
+            let around = self.0.iter().filter_map(|record| {
+                let before = change.at.saturating_duration_since(record.at).as_secs_f64();
+                let after = since(record.at).as_secs_f64() - before;
+                let Admin { cid, opcode, .. } = record;
+                (-1.0..2.0).contains(&after).then(|| format!("{after:.6}: {cid} {opcode:?}"))
+            });
+            let around: Vec<_> = around.collect();
+            bail!("{} events, not one: {events:?}; around it: {around:#?}", events.len())
+        };
+        told.event = event;
+        Ok(told)
+    }
+}
