@@ -31,28 +31,32 @@
 
 mod control;
 mod deaths;
+mod minding;
 mod opener;
+mod replacing;
 mod say;
+mod upgrading;
 mod watchdog;
 mod worker;
 
-use crate::keeper_link::{self, START, SUCCESSOR, answer, question, to_keeper, to_worker};
+use crate::keeper_link::{self, START, answer, question, to_keeper, to_worker};
 use crate::signals::{Caught, Meanings};
 use crate::{descriptor_limit, exit, notify};
 use control::Control;
-use deaths::{Deaths, Next};
+use deaths::Deaths;
+use minding::Reading;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use say::say;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGUSR1, SIGUSR2};
 use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::{ExitCode, ExitStatus};
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
-use watchdog::{Due, Watchdog};
-use worker::{Left, Worker, how, is_killed, is_verb};
+use upgrading::{Step, Upgrade, tell_outcome};
+use watchdog::Watchdog;
+use worker::{Left, Worker, is_verb};
 
 /// How long a new worker may take until it can take over. Nobody waits for it meanwhile.
 const PREPARE: Duration = Duration::from_secs(10);
@@ -98,41 +102,6 @@ pub(crate) fn run(arguments: Vec<OsString>) -> ExitCode {
         }
     };
     ExitCode::from(status)
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Step {
-    /// The new one prepares.
-    Preparing,
-    /// The old one hands over, or not.
-    HandingOver,
-    /// The old one can not go on any more.
-    Committed,
-}
-
-/// An upgrade that is under way.
-struct Upgrade {
-    new: Worker,
-    /// The old worker's end of the socket between the two, until it is given to it.
-    transfer: Option<UnixStream>,
-    step: Step,
-    began: Instant,
-    until: Instant,
-    /// Who waits for the outcome.
-    asker: Option<OwnedFd>,
-    /// Why the new one was ended.
-    why: Option<String>,
-    /// What the old one has left, if it has ended; until the new one has taken over.
-    left: Option<Left>,
-}
-
-/// How far it is that the configuration is read again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Reading {
-    /// A worker is to be told, when there is one that serves and stays.
-    Wanted,
-    /// This one was told.
-    Told(u32),
 }
 
 struct Keeper {
@@ -359,80 +328,6 @@ impl Keeper {
         }
     }
 
-    /// A signal asks for the configuration to be read again.
-    fn read_again(&mut self) {
-        if self.ended == 0 && self.reading.replace(Reading::Wanted).is_none() {
-            notify::tell(&notify::reloading());
-        }
-    }
-
-    /// Tells the worker, if there is one that serves and stays. What a worker did not come to, the
-    /// next one does.
-    fn have_it_read(&mut self) {
-        let (Some(reading), None) = (self.reading, &self.upgrade) else { return };
-        let Some(worker) = self.worker.as_ref().filter(|worker| worker.serves_since.is_some())
-        else {
-            return;
-        };
-        if reading == Reading::Told(worker.pid()) {
-            return;
-        }
-        if worker.answers {
-            worker.say(to_worker::READ, "", None);
-            self.reading = Some(Reading::Told(worker.pid()));
-        } else {
-            let why = "the process that serves is of an earlier release, and does not read its \
-                       configuration again; `shadowbell upgrade` first";
-            say(&format!("warning: {why}"));
-            self.reading = None;
-            notify::tell(&notify::ready(why));
-        }
-    }
-
-    /// The worker has read it, or refused it.
-    fn has_read(&mut self, outcome: &str) {
-        // Another signal may have come meanwhile.
-        let told = |reading: &mut Reading| matches!(reading, Reading::Told(_));
-        if self.reading.take_if(told).is_some() {
-            notify::tell(&notify::ready(outcome));
-        }
-    }
-
-    /// Says that the service is alive if it is, and has a worker that hangs give way to another.
-    fn watch(&mut self, now: Instant) {
-        let Some(watchdog) = &mut self.watchdog else { return };
-        let is_handed_over =
-            self.upgrade.as_ref().is_some_and(|upgrade| upgrade.step != Step::Preparing);
-        let worker = self.worker.as_ref().filter(|worker| worker.answers && !is_handed_over);
-        match watchdog.due(now, worker.map(Worker::pid)) {
-            Due::Nothing => return,
-            Due::Visit => return self.tell_worker(to_worker::VISIT),
-            Due::Alive => {}
-            Due::Hangs => {
-                if let Some(worker) = worker {
-                    let pid = worker.pid();
-                    say(&format!(
-                        "error: process {pid} hangs: a thread that serves has not answered in \
-                         time; it is ended"
-                    ));
-                    worker.abort();
-                }
-            }
-            Due::Lost => return say("error: the process that hangs can not be ended"),
-        }
-        notify::tell(notify::WATCHDOG);
-    }
-
-    /// The worker answers.
-    fn is_alive(&mut self, status: &str) {
-        let pid = self.worker.as_ref().map(Worker::pid);
-        if let (Some(watchdog), Some(pid)) = (&mut self.watchdog, pid)
-            && watchdog.answered(pid)
-        {
-            notify::tell(&format!("{}\n{}", notify::WATCHDOG, notify::status(status)));
-        }
-    }
-
     /// The worker serves.
     fn serves(&mut self, status: &str) {
         self.restart = None;
@@ -449,121 +344,6 @@ impl Keeper {
             notify::tell(&notify::status(status));
         } else {
             notify::tell(&notify::ready(status));
-        }
-    }
-
-    fn look_for_ends(&mut self) {
-        self.leaving.retain_mut(|(worker, _)| worker.ended().is_none());
-        let new = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.ended());
-        let old = self.worker.as_mut().and_then(|worker| Some((worker.ended()?, worker.pid())));
-        // What they have said since they were last heard.
-        self.hear_workers();
-        if let Some(status) = new {
-            self.new_has_ended(status);
-        }
-        let Some((status, pid)) = old else { return };
-        // Another one may have taken its place meanwhile.
-        let Some(mut worker) = self.worker.take_if(|worker| worker.pid() == pid) else { return };
-        if let Some(upgrade) = &mut self.upgrade {
-            match upgrade.step {
-                Step::Preparing => {
-                    self.upgrade_failed(&format!("the running process {pid} {}", how(status)));
-                }
-                // It may have committed, and not have come to say so. The new one knows: it goes
-                // on, or ends.
-                Step::HandingOver => {
-                    upgrade.step = Step::Committed;
-                    upgrade.until = Instant::now() + LEAVE;
-                    upgrade.why = Some(format!("the running process {pid} {}", how(status)));
-                    upgrade.left = worker.leaves(Some(status));
-                    return;
-                }
-                // As it should.
-                Step::Committed => {
-                    upgrade.left = worker.leaves(Some(status)).filter(|_| !upgrade.new.has_taken);
-                    return;
-                }
-            }
-        }
-        let served = if worker.has_begun() { "served" } else { "was to serve" };
-        let what = format!("process {pid}, which {served}, {}", how(status));
-        match status.code() {
-            None => {
-                if worker.has_begun() {
-                    self.left = worker.leaves(Some(status));
-                }
-                self.worker_has_died(&what, worker.has_served(), is_killed(status));
-            }
-            // It has said why, if it had to. One that is to go on after another that died is tried
-            // again: a disk may still be locked by what the dead one has under way.
-            Some(code)
-                if worker.serves_since.is_some() || self.died.is_none() || self.ended != 0 =>
-            {
-                self.over = Some(u8::try_from(code).unwrap_or(exit::FAILED));
-            }
-            Some(_) => {
-                // It can not go on with what was left; it has said why.
-                self.left = None;
-                self.worker_has_died(&what, None, false);
-            }
-        }
-    }
-
-    /// None serves any more; the last one had served for so long, if it had.
-    fn worker_has_died(&mut self, what: &str, served: Option<Duration>, is_killed: bool) {
-        self.sockets.clear();
-        if self.ended != 0 {
-            say(&format!("error: {what} while the server was to end"));
-            self.over = Some(exit::FAILED);
-            return;
-        }
-        let now = Instant::now();
-        self.died.get_or_insert(now);
-        notify::tell(&notify::status("a process has died, and another one is to go on"));
-        match self.deaths.add(now, served, is_killed, self.left.is_some()) {
-            Next::Recover(Duration::ZERO) => {
-                say(&format!("error: {what}; another one goes on with its clients"));
-                self.restart = Some(now);
-            }
-            Next::Recover(wait) => {
-                let wait_ms = wait.as_millis();
-                say(&format!(
-                    "error: {what}; another one goes on with its clients in {wait_ms} ms"
-                ));
-                self.restart = Some(now + wait);
-            }
-            Next::Start(wait) => {
-                self.left = None;
-                say(&format!(
-                    "error: {what}; it is started again in {} ms. The clients that it had have \
-                     lost their controllers",
-                    wait.as_millis()
-                ));
-                self.restart = Some(now + wait);
-            }
-            Next::GiveUp => {
-                say(&format!(
-                    "error: {what}, the {}th in a minute; it is not started again",
-                    self.deaths.count()
-                ));
-                self.over = Some(exit::FAILED);
-            }
-        }
-    }
-
-    /// Starts a worker after another one has died.
-    fn start_again(&mut self) {
-        let started = match &self.left {
-            Some(left) => Worker::start_to_recover(&self.program, &self.arguments, left),
-            None => Worker::start(&self.program, &self.arguments, START),
-        };
-        match started {
-            Ok(worker) => self.worker = Some(worker),
-            Err(error) => {
-                let program = self.program.display().to_string();
-                let what = format!("{program} can not be started: {error}");
-                self.worker_has_died(&what, None, false);
-            }
         }
     }
 
@@ -606,128 +386,6 @@ impl Keeper {
         }
     }
 
-    /// Starts the worker that is to take over.
-    fn begin_upgrade(&mut self, program: Option<PathBuf>, asker: Option<OwnedFd>) {
-        let refusal = match &self.worker {
-            _ if self.ended != 0 => Some("the server is to end"),
-            _ if self.upgrade.is_some() => Some("another upgrade is under way"),
-            Some(worker) if worker.serves_since.is_some() => None,
-            _ => Some("the server does not serve yet; try again in a moment"),
-        };
-        if let Some(why) = refusal {
-            return tell_outcome(asker, Err(why));
-        }
-        let program = program.unwrap_or_else(|| self.program.clone());
-        match self.start_successor(program.clone()) {
-            Ok(mut upgrade) => {
-                upgrade.asker = asker;
-                self.upgrade = Some(upgrade);
-            }
-            Err(error) => {
-                let program = program.display();
-                tell_outcome(asker, Err(&format!("{program} can not be started: {error}")));
-            }
-        }
-    }
-
-    fn start_successor(&self, program: PathBuf) -> io::Result<Upgrade> {
-        let (old_end, new_end) = UnixStream::pair()?;
-        let new = Worker::start(&program, &self.arguments, SUCCESSOR)?;
-        new.say(to_worker::TAKE_OVER, "", Some(new_end.as_fd()));
-        let began = Instant::now();
-        Ok(Upgrade {
-            new,
-            transfer: Some(old_end),
-            step: Step::Preparing,
-            began,
-            until: began + PREPARE,
-            asker: None,
-            why: None,
-            left: None,
-        })
-    }
-
-    /// The new worker is prepared, and reads these state versions.
-    fn hand_over(&mut self, versions: &str) {
-        let Some(upgrade) = &mut self.upgrade else { return };
-        let (Some(worker), Some(transfer)) = (&self.worker, upgrade.transfer.take()) else {
-            return;
-        };
-        upgrade.step = Step::HandingOver;
-        upgrade.until = Instant::now() + HAND_OVER;
-        worker.say(to_worker::HAND_OVER, versions, Some(transfer.as_fd()));
-    }
-
-    /// The new worker has ended before it served.
-    fn new_has_ended(&mut self, status: ExitStatus) {
-        let Some(upgrade) = &mut self.upgrade else { return };
-        let why = upgrade.why.take().or_else(|| upgrade.new.why.take()).unwrap_or_else(|| {
-            format!(
-                "the new process {} {} before it could take over",
-                upgrade.new.pid(),
-                how(status)
-            )
-        });
-        match upgrade.step {
-            Step::Preparing => self.upgrade_failed(&why),
-            // The old one says what it comes to: it may have committed a moment ago.
-            Step::HandingOver => upgrade.why = Some(why),
-            Step::Committed => self.new_has_died(&why, status),
-        }
-    }
-
-    /// The new worker has ended, and the old one can not go on any more.
-    fn new_has_died(&mut self, why: &str, status: ExitStatus) {
-        let Some(Upgrade { mut new, asker, mut left, .. }) = self.upgrade.take() else { return };
-        if let Some(mut old) = self.worker.take() {
-            old.kill();
-            left = left.or_else(|| old.leaves(None));
-        }
-        self.left = if new.has_taken { new.leaves(Some(status)) } else { left };
-        tell_outcome(asker, Err(why));
-        let what = format!("process {}, which was to serve, {}", new.pid(), how(status));
-        self.worker_has_died(&what, None, is_killed(status));
-    }
-
-    /// The worker goes on.
-    fn upgrade_failed(&mut self, why: &str) {
-        let Some(mut upgrade) = self.upgrade.take() else { return };
-        // What the new one says of itself is nearer to the reason than that it is gone.
-        while let Some(packet) = upgrade.new.hear() {
-            if packet.letter == to_keeper::FAILED {
-                upgrade.new.why = Some(packet.text());
-            }
-        }
-        upgrade.new.kill();
-        let reason = upgrade.why.take().or_else(|| upgrade.new.why.take());
-        tell_outcome(upgrade.asker.take(), Err(reason.as_deref().unwrap_or(why)));
-        if self.ended != 0 {
-            self.tell_worker(to_worker::END);
-        }
-    }
-
-    /// The new worker serves.
-    fn upgraded(&mut self, status: &str) {
-        let Some(mut upgrade) = self.upgrade.take() else { return };
-        let old = self.worker.take();
-        upgrade.new.serves_since = Some(Instant::now());
-        upgrade.new.answers = !status.is_empty();
-        notify::tell(&notify::status(status));
-        self.program.clone_from(&upgrade.new.program);
-        let text = format!(
-            "process {} serves ({}), {} ms after it was started",
-            upgrade.new.pid(),
-            self.program.display(),
-            upgrade.began.elapsed().as_millis()
-        );
-        self.worker = Some(upgrade.new);
-        self.leaving.extend(old.map(|old| (old, Instant::now() + LEAVE)));
-        tell_outcome(upgrade.asker, Ok(&text));
-        if self.ended != 0 {
-            self.tell_worker(to_worker::END);
-        }
-    }
-
     fn answer(&mut self, packet: keeper_link::Packet, client: OwnedFd) {
         let is_yes = match packet.letter {
             question::IS_YOURS => {
@@ -760,20 +418,6 @@ impl Keeper {
         {
             control.keep(client);
         }
-    }
-}
-
-/// Tells who asked for an upgrade what came of it; the log, if nobody did.
-fn tell_outcome(asker: Option<OwnedFd>, outcome: Result<&str, &str>) {
-    let (letter, text) = match outcome {
-        Ok(text) => (answer::YES, text),
-        Err(why) => {
-            say(&format!("warning: no upgrade: {why}"));
-            (answer::NO, why)
-        }
-    };
-    if let Some(asker) = asker {
-        let _ = keeper_link::send(asker, letter, text, None);
     }
 }
 
