@@ -6,6 +6,10 @@
 //! is too long for a packet is in a memfd, the first descriptor of its item. Who keeps items reads
 //! keys and lengths, and never a body.
 
+mod saved;
+
+pub(crate) use saved::{Fds, SavedItems, add};
+
 use crate::keeper_link::{MOST, MOST_FDS};
 use rustix::fs::{MemfdFlags, memfd_create};
 use std::collections::BTreeMap;
@@ -199,6 +203,8 @@ pub(crate) enum Unreadable {
 pub(crate) struct Items {
     all: BTreeMap<String, Arc<Item>>,
     staged: Vec<(String, Option<Arc<Item>>)>,
+    /// The last packet was not the last one of its transaction.
+    is_open: bool,
 }
 
 impl Items {
@@ -210,7 +216,11 @@ impl Items {
         let (flags, mut rest) = bytes.split_first().ok_or(Unreadable::Form)?;
         if flags & FIRST != 0 {
             self.staged.clear();
+        } else if !self.is_open {
+            // Its beginning is lost.
+            return Err(Unreadable::Form);
         }
+        self.is_open = flags & LAST == 0;
         let mut fds = fds.into_iter();
         while !rest.is_empty() {
             let (piece, after) = Piece::first_of(rest).ok_or(Unreadable::Form)?;
@@ -258,6 +268,24 @@ impl Items {
             _ => return Err(Unreadable::Form),
         }
         Ok(())
+    }
+
+    /// Whether this packet begins a transaction, and whether it ends one. One that does both may be
+    /// taken twice.
+    pub(crate) fn begins_and_ends(bytes: &[u8]) -> (bool, bool) {
+        let flags = bytes.first().copied().unwrap_or_default();
+        (flags & FIRST != 0, flags & LAST != 0)
+    }
+
+    /// A transaction that has not come to its end has not happened.
+    pub(crate) fn close(&mut self) {
+        self.staged.clear();
+        self.is_open = false;
+    }
+
+    /// Whether more packets belong to the last transaction.
+    pub(crate) fn is_open(&self) -> bool {
+        self.is_open
     }
 
     /// Whether there is one with this key.

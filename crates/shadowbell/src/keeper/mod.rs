@@ -29,11 +29,17 @@
 //!
 //! [`items`]: crate::items
 
+mod clock;
 mod control;
 mod deaths;
+mod journal;
 mod minding;
 mod opener;
+mod process;
+mod record;
+mod renewal;
 mod replacing;
+mod resuming;
 mod say;
 mod upgrading;
 mod watchdog;
@@ -44,7 +50,9 @@ use crate::signals::{Caught, Meanings};
 use crate::{descriptor_limit, exit, notify};
 use control::Control;
 use deaths::Deaths;
+use journal::Journal;
 use minding::Reading;
+use renewal::Renewal;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use say::say;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGUSR1, SIGUSR2};
@@ -65,6 +73,8 @@ const HAND_OVER: Duration = Duration::from_secs(10);
 /// How long the old worker may take to end once it has handed over, and the new one to serve. Then
 /// it is ended.
 const LEAVE: Duration = Duration::from_secs(2);
+
+pub(crate) use renewal::{CHECK, check};
 
 /// Whether this command line asks for a keeper. The worker's does not, though it has the option.
 pub(crate) fn is_asked_for(arguments: &[OsString]) -> bool {
@@ -91,10 +101,14 @@ fn is_option(word: &OsStr) -> bool {
 }
 
 /// Keeps a worker until it ends, or a signal ends both.
-pub(crate) fn run(arguments: Vec<OsString>) -> ExitCode {
+pub(crate) fn run(mut arguments: Vec<OsString>) -> ExitCode {
     // It holds the descriptors of all guests for the time after its worker's death.
     descriptor_limit::raise();
-    let status = match Keeper::start(arguments) {
+    let keeper = match renewal::take_left(&mut arguments) {
+        Some(left) => Keeper::go_on(arguments, left),
+        None => Keeper::start(arguments),
+    };
+    let status = match keeper {
         Ok(mut keeper) => keeper.run(),
         Err(error) => {
             say(&format!("shadowbell: the keeper can not start: {error}"));
@@ -110,9 +124,12 @@ struct Keeper {
     program: PathBuf,
     signals: Caught,
     ends: Vec<i32>,
+    others: Vec<i32>,
     control: Option<Control>,
     worker: Option<Worker>,
     upgrade: Option<Upgrade>,
+    /// It is about to become another program.
+    renewal: Option<Renewal>,
     /// They have handed over, and are about to end.
     leaving: Vec<(Worker, Instant)>,
     deaths: Deaths,
@@ -120,6 +137,8 @@ struct Keeper {
     died: Option<Instant>,
     /// What the last worker that has begun has left for the next one.
     left: Option<Left>,
+    /// Where the service manager keeps all that, if it does.
+    journal: Option<Journal>,
     /// When to start a worker, if there is none.
     restart: Option<Instant>,
     /// Where the worker serves.
@@ -137,34 +156,30 @@ struct Keeper {
 }
 
 impl Keeper {
-    fn start(arguments: Vec<OsString>) -> io::Result<Self> {
+    /// One that has nothing yet.
+    fn bare(arguments: Vec<OsString>) -> io::Result<Self> {
         let others = [SIGCHLD, SIGUSR1, SIGUSR2, SIGHUP];
         // Without a file there is nothing to read again.
         let count = others.len() - usize::from(!has_file(&arguments));
         let Meanings { ends, others } = Meanings::new(&others[..count]);
         let signals = Caught::catch(&[&ends[..], &others].concat())?;
-        let control = Control::listen().inspect_err(|error| {
-            say(&format!(
-                "warning: `shadowbell upgrade` will not find this server: no socket can be had \
-                 ({error}); SIGUSR2 works"
-            ));
-        });
-        // The path, and not the file that runs: another may have taken its place when a worker is
-        // started anew.
-        let program = std::env::current_exe()?;
-        let worker = Worker::start(&program, &arguments, START)?;
         Ok(Self {
             arguments,
-            program,
+            // The path, and not the file that runs: another may have taken its place when a worker
+            // is started anew.
+            program: std::env::current_exe()?,
             signals,
             ends,
-            control: control.ok(),
-            worker: Some(worker),
+            others,
+            control: None,
+            worker: None,
             upgrade: None,
+            renewal: None,
             leaving: Vec::new(),
             deaths: Deaths::default(),
             died: None,
             left: None,
+            journal: None,
             restart: None,
             sockets: Vec::new(),
             is_ready: false,
@@ -173,6 +188,32 @@ impl Keeper {
             ended: 0,
             over: None,
         })
+    }
+
+    fn start(arguments: Vec<OsString>) -> io::Result<Self> {
+        let mut keeper = Self::bare(arguments)?;
+        keeper.listen();
+        if !keeper.resume() {
+            keeper.worker = Some(Worker::start(&keeper.program, &keeper.arguments, START)?);
+        }
+        keeper.write_record();
+        Ok(keeper)
+    }
+
+    /// From now on it can be asked.
+    fn listen(&mut self) {
+        let control = Control::listen().inspect_err(|error| {
+            say(&format!(
+                "warning: `shadowbell upgrade` will not find this server: no socket can be had \
+                 ({error}); SIGUSR2 works"
+            ));
+        });
+        self.control = control.ok();
+    }
+
+    /// All signals that mean something to it.
+    fn all_signals(&self) -> Vec<i32> {
+        [&self.ends[..], &self.others].concat()
     }
 
     fn run(&mut self) -> u8 {
@@ -186,6 +227,8 @@ impl Keeper {
             self.look_at_the_clock(Instant::now());
             self.have_it_read();
             self.watch(Instant::now());
+            self.renew(Instant::now());
+            self.bring_journal_up_to_date(Instant::now());
             if let Some(worker) = &mut self.worker {
                 worker.pass_on();
             }
@@ -193,6 +236,7 @@ impl Keeper {
                 self.answer(packet, client);
             }
             if let Some(status) = self.over {
+                self.journal.take().map(Journal::end);
                 return status;
             }
             self.wait();
@@ -204,6 +248,8 @@ impl Keeper {
         let deadlines = self.upgrade.iter().map(|upgrade| upgrade.until);
         let deadlines = deadlines.chain(self.leaving.iter().map(|(_, until)| *until));
         let deadlines = deadlines.chain(self.watchdog.as_ref().map(Watchdog::deadline));
+        let deadlines = deadlines.chain(self.renewal.as_ref().map(Renewal::deadline));
+        let deadlines = deadlines.chain(self.journal.as_ref().and_then(Journal::deadline));
         let next = deadlines.chain(self.restart).min();
         let timeout = next.and_then(|next| {
             // Not a moment before it.
@@ -212,6 +258,7 @@ impl Keeper {
         });
         let fds = self.workers().filter_map(Worker::link);
         let fds = fds.chain(self.control.iter().flat_map(Control::fds));
+        let fds = fds.chain(self.workers().filter_map(|worker| worker.process.shows_end()));
         let fds = fds.chain([self.signals.as_fd()]);
         let mut fds: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
         let waits = self.worker.as_ref().filter(|worker| worker.has_more_to_hear());
@@ -276,7 +323,10 @@ impl Keeper {
     }
 
     fn hear_workers(&mut self) {
-        while let Some(packet) = self.worker.as_mut().and_then(Worker::hear) {
+        while let Some(packet) =
+            self.worker.as_mut().and_then(|worker| worker.hear(self.journal.as_mut()))
+        {
+            let letter = packet.letter;
             match packet.letter {
                 to_keeper::SOCKET => self.sockets.push(packet.path()),
                 to_keeper::SERVING => self.serves(&packet.text()),
@@ -304,8 +354,12 @@ impl Keeper {
                 }
                 _ => {}
             }
+            self.has_heard(letter);
         }
-        while let Some(packet) = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.hear()) {
+        while let Some(packet) =
+            self.upgrade.as_mut().and_then(|upgrade| upgrade.new.hear(self.journal.as_mut()))
+        {
+            let letter = packet.letter;
             match packet.letter {
                 to_keeper::PREPARED => self.hand_over(&packet.text()),
                 to_keeper::SERVING => self.upgraded(&packet.text()),
@@ -325,6 +379,7 @@ impl Keeper {
                 }
                 _ => {}
             }
+            self.has_heard(letter);
         }
     }
 

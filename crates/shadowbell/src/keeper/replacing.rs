@@ -122,7 +122,11 @@ impl Keeper {
             None => Worker::start(&self.program, &self.arguments, START),
         };
         match started {
-            Ok(worker) => self.worker = Some(worker),
+            Ok(worker) => {
+                self.worker = Some(worker);
+                // Before it is told anything.
+                self.write_record();
+            }
             Err(error) => {
                 let program = self.program.display().to_string();
                 let what = format!("{program} can not be started: {error}");

@@ -1,11 +1,13 @@
 //! An upgrade: another worker is started and prepared, and the one that serves hands over to it, or
 //! goes on. Who dies on the way is seen by its end.
 
+use super::renewal::Renewal;
 use super::say::say;
 use super::worker::{Left, Worker, how, is_killed};
 use super::{HAND_OVER, Keeper, LEAVE, PREPARE};
 use crate::keeper_link::{self, SUCCESSOR, answer, to_keeper, to_worker};
 use crate::notify;
+use serde::{Deserialize, Serialize};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -13,7 +15,7 @@ use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::time::Instant;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Step {
     /// The new one prepares.
     Preparing,
@@ -28,6 +30,8 @@ pub(super) struct Upgrade {
     pub(super) new: Worker,
     /// The old worker's end of the socket between the two, until it is given to it.
     pub(super) transfer: Option<UnixStream>,
+    /// The other end, until the new one has it.
+    pub(super) its: Option<UnixStream>,
     pub(super) step: Step,
     pub(super) began: Instant,
     pub(super) until: Instant,
@@ -55,7 +59,12 @@ impl Keeper {
         match self.start_successor(program.clone()) {
             Ok(mut upgrade) => {
                 upgrade.asker = asker;
+                let its = upgrade.its.take();
                 self.upgrade = Some(upgrade);
+                self.write_record();
+                if let (Some(upgrade), Some(its)) = (&self.upgrade, its) {
+                    upgrade.new.say(to_worker::TAKE_OVER, "", Some(its.as_fd()));
+                }
             }
             Err(error) => {
                 let program = program.display();
@@ -67,11 +76,11 @@ impl Keeper {
     pub(super) fn start_successor(&self, program: PathBuf) -> io::Result<Upgrade> {
         let (old_end, new_end) = UnixStream::pair()?;
         let new = Worker::start(&program, &self.arguments, SUCCESSOR)?;
-        new.say(to_worker::TAKE_OVER, "", Some(new_end.as_fd()));
         let began = Instant::now();
         Ok(Upgrade {
             new,
             transfer: Some(old_end),
+            its: Some(new_end),
             step: Step::Preparing,
             began,
             until: began + PREPARE,
@@ -127,7 +136,7 @@ impl Keeper {
     pub(super) fn upgrade_failed(&mut self, why: &str) {
         let Some(mut upgrade) = self.upgrade.take() else { return };
         // What the new one says of itself is nearer to the reason than that it is gone.
-        while let Some(packet) = upgrade.new.hear() {
+        while let Some(packet) = upgrade.new.hear(self.journal.as_mut()) {
             if packet.letter == to_keeper::FAILED {
                 upgrade.new.why = Some(packet.text());
             }
@@ -156,7 +165,10 @@ impl Keeper {
         );
         self.worker = Some(upgrade.new);
         self.leaving.extend(old.map(|old| (old, Instant::now() + LEAVE)));
-        tell_outcome(upgrade.asker, Ok(&text));
+        let renewal = Renewal::new(self.program.clone(), upgrade.asker, text);
+        if let Some(before) = self.renewal.replace(renewal) {
+            before.ends(None);
+        }
         if self.ended != 0 {
             self.tell_worker(to_worker::END);
         }

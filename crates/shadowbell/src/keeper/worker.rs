@@ -1,9 +1,12 @@
 //! A worker, as its keeper has it.
 
+use super::journal::Journal;
 use super::opener;
+use super::process::Process;
 use super::say::say;
 use crate::items::{COMPLETE, Items, Part};
 use crate::keeper_link::{self, AS_WORKER, Packet, to_keeper, to_worker};
+use rustix::process::Signal;
 use signal_hook::consts::SIGSYS;
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
@@ -11,22 +14,22 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 /// What a worker has left for the one that goes on for it.
 #[derive(Default)]
 pub(super) struct Left {
-    items: Items,
+    pub(super) items: Items,
     /// It has died by a fault: what it had in hand may be the reason.
-    by_fault: bool,
+    pub(super) by_fault: bool,
 }
 
 /// A process that serves, or is to.
 pub(super) struct Worker {
-    child: Child,
+    pub(super) process: Process,
     /// Until it has closed its end.
-    link: Option<OwnedFd>,
+    pub(super) link: Option<OwnedFd>,
     /// Its program.
     pub(super) program: PathBuf,
     /// Since when it serves.
@@ -38,13 +41,18 @@ pub(super) struct Worker {
     /// Why it can not go on, as it says itself.
     pub(super) why: Option<String>,
     /// What it has left for the time after its death.
-    items: Items,
+    pub(super) items: Items,
     /// That is of no use: something of it could not be kept.
-    is_broken: bool,
+    pub(super) is_broken: bool,
     /// It asks for images to be opened.
-    has_opener: bool,
+    pub(super) has_opener: bool,
     /// What it is still to be told of what another one has left.
-    parts: VecDeque<Part>,
+    pub(super) parts: VecDeque<Part>,
+    /// The next packet was looked at, and is to go.
+    pub(super) is_seen: bool,
+    /// A change of items has begun that comes in several packets, and a record says so. If the
+    /// keeper is killed, such a change is lost if some of them were taken from the socket.
+    pub(super) in_parts: bool,
 }
 
 impl Worker {
@@ -67,9 +75,13 @@ impl Worker {
                 is_verb_there = true;
             }
         }
+        // What a service manager has given to the keeper is not its worker's.
+        for name in ["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"] {
+            command.env_remove(name);
+        }
         let child = command.stdin(Stdio::from(theirs)).spawn()?;
         Ok(Self {
-            child,
+            process: child.into(),
             link: Some(ours),
             program: program.to_owned(),
             serves_since: None,
@@ -80,10 +92,12 @@ impl Worker {
             is_broken: false,
             has_opener: false,
             parts: VecDeque::new(),
+            is_seen: false,
+            in_parts: false,
         })
     }
 
-    /// Starts one that goes on with what another has `left`.
+    /// Starts one that goes on with what another has `left`; it is to be [told](Self::pass_on).
     ///
     /// # Errors
     /// The system's.
@@ -99,7 +113,6 @@ impl Worker {
         worker.parts = left.items.parts().into();
         // It changes what it changes.
         worker.items = left.items.clone();
-        worker.pass_on();
         Ok(worker)
     }
 
@@ -145,7 +158,7 @@ impl Worker {
     }
 
     pub(super) fn pid(&self) -> u32 {
-        self.child.id()
+        self.process.pid().as_raw_pid().cast_unsigned()
     }
 
     /// Where it can be heard.
@@ -160,10 +173,20 @@ impl Worker {
         }
     }
 
-    /// What it has said, if anything. What it wants kept is kept.
-    pub(super) fn hear(&mut self) -> Option<Packet> {
+    /// What it has said, if anything. What it wants kept is kept. With a journal each packet stays
+    /// in the socket until the next call: by then it is in the journal, or there is a record of
+    /// what it has brought about, as [`Journal::needs_record`] asks.
+    pub(super) fn hear(&mut self, mut journal: Option<&mut Journal>) -> Option<Packet> {
         loop {
-            let packet = match keeper_link::receive(self.link.as_ref()?, true) {
+            let link = self.link.as_ref()?;
+            if std::mem::take(&mut self.is_seen) {
+                keeper_link::drop_one(link);
+            }
+            let heard = match journal {
+                Some(_) => keeper_link::peek(link),
+                None => keeper_link::receive(link, true),
+            };
+            let mut packet = match heard {
                 Ok(Some(packet)) => packet,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return None,
                 Ok(None) | Err(_) => {
@@ -171,6 +194,7 @@ impl Worker {
                     return None;
                 }
             };
+            self.is_seen = journal.is_some();
             match packet.letter {
                 to_keeper::ITEMS => {}
                 to_keeper::OPENER => {
@@ -182,39 +206,72 @@ impl Worker {
                 }
                 _ => return Some(packet),
             }
-            if self.is_broken {
-                continue;
+            if let Some(journal) = &mut journal {
+                let (begins, ends) = Items::begins_and_ends(&packet.body);
+                if !self.items.is_open() {
+                    if !begins && !self.in_parts {
+                        // The end of a change that there is a record of.
+                        continue;
+                    }
+                    if !ends && !std::mem::replace(&mut self.in_parts, true) {
+                        journal.wants_record();
+                    }
+                    if journal.needs_record() {
+                        // And then this once more.
+                        self.is_seen = false;
+                        packet.letter = 0;
+                        return Some(packet);
+                    }
+                }
+                // In parts it is not put there: all of it is in the next record.
+                if begins && ends && journal.change(self.pid(), &packet).is_err() {
+                    journal.wants_record();
+                }
             }
-            if let Err(error) = self.items.take(&packet.body, packet.fds) {
-                self.is_broken = true;
-                self.items = Items::default();
-                say(&format!(
-                    "error: if process {} dies, its clients lose their controllers, because what \
-                     the next one needs can not be kept: {error}",
-                    self.pid()
-                ));
+            self.keep(&packet.body, std::mem::take(&mut packet.fds));
+            if let Some(journal) = journal.as_mut().filter(|_| !self.items.is_open()) {
+                if std::mem::take(&mut self.in_parts) {
+                    journal.wants_record();
+                }
+                if journal.needs_record() {
+                    return Some(packet);
+                }
             }
+        }
+    }
+
+    /// Keeps what belongs to a change of items.
+    pub(super) fn keep(&mut self, bytes: &[u8], fds: Vec<OwnedFd>) {
+        if self.is_broken {
+            return;
+        }
+        if let Err(error) = self.items.take(bytes, fds) {
+            self.is_broken = true;
+            self.items = Items::default();
+            say(&format!(
+                "error: if process {} dies, its clients lose their controllers, because what \
+                 the next one needs can not be kept: {error}",
+                self.pid()
+            ));
         }
     }
 
     /// How it has ended, if it has.
     pub(super) fn ended(&mut self) -> Option<ExitStatus> {
-        self.child.try_wait().ok().flatten()
+        self.process.ended()
     }
 
     /// Ends it as a fault would, so that what it has in hand is looked at as the reason.
     pub(super) fn abort(&self) {
-        let pid = rustix::process::Pid::from_child(&self.child);
         // Its end is seen elsewhere.
-        let _ = rustix::process::kill_process(pid, rustix::process::Signal::ABORT);
+        self.process.signal(Signal::ABORT);
         // One that somebody has stopped does not come to it before it goes on.
-        let _ = rustix::process::kill_process(pid, rustix::process::Signal::CONT);
+        self.process.signal(Signal::CONT);
     }
 
     /// Ends it at once, and waits until it has.
     pub(super) fn kill(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.process.kill();
     }
 }
 
