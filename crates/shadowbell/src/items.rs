@@ -6,10 +6,6 @@
 //! is too long for a packet is in a memfd, the first descriptor of its item. Who keeps items reads
 //! keys and lengths, and never a body.
 
-mod saved;
-
-pub(crate) use saved::{Fds, SavedItems, add};
-
 use crate::keeper_link::{MOST, MOST_FDS};
 use rustix::fs::{MemfdFlags, memfd_create};
 use std::collections::BTreeMap;
@@ -52,12 +48,13 @@ pub(crate) enum Change<'a> {
 /// An item that somebody keeps.
 #[derive(Debug)]
 pub(crate) struct Item {
-    body: Body,
-    fds: Vec<OwnedFd>,
+    pub(crate) body: Body,
+    pub(crate) fds: Vec<OwnedFd>,
 }
 
+/// What belongs to a key.
 #[derive(Debug)]
-enum Body {
+pub(crate) enum Body {
     Here(Vec<u8>),
     /// In a memfd.
     There(OwnedFd),
@@ -201,10 +198,10 @@ pub(crate) enum Unreadable {
 /// Items, and a transaction that has not come to its end.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Items {
-    all: BTreeMap<String, Arc<Item>>,
-    staged: Vec<(String, Option<Arc<Item>>)>,
+    pub(crate) all: BTreeMap<String, Arc<Item>>,
+    pub(crate) staged: Vec<(String, Option<Arc<Item>>)>,
     /// The last packet was not the last one of its transaction.
-    is_open: bool,
+    pub(crate) is_open: bool,
 }
 
 impl Items {

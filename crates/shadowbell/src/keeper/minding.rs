@@ -1,22 +1,13 @@
 //! What a service manager asks for: that the configuration is read again, and that all is alive.
 
-use super::Keeper;
 use super::say::say;
-use super::upgrading::Step;
+use super::state::{Keeper, Reading};
+use super::upgrade::Step;
 use super::watchdog::Due;
 use super::worker::Worker;
 use crate::keeper_link::to_worker;
 use crate::notify;
 use std::time::Instant;
-
-/// How far it is that the configuration is read again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Reading {
-    /// A worker is to be told, when there is one that serves and stays.
-    Wanted,
-    /// This one was told.
-    Told(u32),
-}
 
 impl Keeper {
     /// A signal asks for the configuration to be read again.

@@ -27,9 +27,16 @@
 //! can not go on says why and ends: then the next one begins anew, and the clients have lost their
 //! controllers.
 //!
+//! # When the program is replaced, and when the keeper itself dies
+//!
+//! After an upgrade the keeper becomes the new program as well, by exec ([`renewing`]). If a service
+//! manager keeps descriptors for it, the keeper may be killed, and another one goes on for it
+//! ([`journal`], [`resuming`]). Both go by a [`record`] of all that a keeper is.
+//!
 //! [`items`]: crate::items
 
 mod clock;
+mod command_line;
 mod control;
 mod deaths;
 mod journal;
@@ -38,9 +45,13 @@ mod opener;
 mod process;
 mod record;
 mod renewal;
+mod renewing;
 mod replacing;
 mod resuming;
+mod saved;
 mod say;
+mod state;
+mod upgrade;
 mod upgrading;
 mod watchdog;
 mod worker;
@@ -48,63 +59,32 @@ mod worker;
 use crate::keeper_link::{self, START, answer, question, to_keeper, to_worker};
 use crate::signals::{Caught, Meanings};
 use crate::{descriptor_limit, exit, notify};
+use command_line::has_file;
 use control::Control;
 use deaths::Deaths;
 use journal::Journal;
-use minding::Reading;
 use renewal::Renewal;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use say::say;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGUSR1, SIGUSR2};
-use std::ffi::{OsStr, OsString};
+use state::{HAND_OVER, Keeper, LEAVE, PREPARE};
+use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
-use upgrading::{Step, Upgrade, tell_outcome};
+use upgrade::{Step, tell_outcome};
 use watchdog::Watchdog;
-use worker::{Left, Worker, is_verb};
+use worker::Worker;
 
-/// How long a new worker may take until it can take over. Nobody waits for it meanwhile.
-const PREPARE: Duration = Duration::from_secs(10);
-/// How long the old worker may take to hand over, or not. It has limits of its own, far shorter.
-const HAND_OVER: Duration = Duration::from_secs(10);
-/// How long the old worker may take to end once it has handed over, and the new one to serve. Then
-/// it is ended.
-const LEAVE: Duration = Duration::from_secs(2);
-
-pub(crate) use renewal::{CHECK, check};
-
-/// Whether this command line asks for a keeper. The worker's does not, though it has the option.
-pub(crate) fn is_asked_for(arguments: &[OsString]) -> bool {
-    let mut words = arguments.iter().skip(1).skip_while(|word| is_option(word));
-    if !words.next().is_some_and(|word| is_verb(word)) {
-        return false;
-    }
-    let mut options = words.take_while(|word| *word != "--");
-    let mut asks = false;
-    options.all(|word| {
-        asks |= word == "--keeper";
-        word != keeper_link::AS_WORKER
-    }) && asks
-}
-
-/// Whether this command line of a keeper names a configuration file.
-fn has_file(arguments: &[OsString]) -> bool {
-    let mut words = arguments.iter().take_while(|word| *word != "--");
-    words.any(|word| word == "--config" || word.as_encoded_bytes().starts_with(b"--config="))
-}
-
-fn is_option(word: &OsStr) -> bool {
-    word.as_encoded_bytes().starts_with(b"-")
-}
+pub(crate) use command_line::is_asked_for;
+pub(crate) use renewing::{CHECK, check};
 
 /// Keeps a worker until it ends, or a signal ends both.
 pub(crate) fn run(mut arguments: Vec<OsString>) -> ExitCode {
     // It holds the descriptors of all guests for the time after its worker's death.
     descriptor_limit::raise();
-    let keeper = match renewal::take_left(&mut arguments) {
+    let keeper = match command_line::take_left(&mut arguments) {
         Some(left) => Keeper::go_on(arguments, left),
         None => Keeper::start(arguments),
     };
@@ -116,43 +96,6 @@ pub(crate) fn run(mut arguments: Vec<OsString>) -> ExitCode {
         }
     };
     ExitCode::from(status)
-}
-
-struct Keeper {
-    arguments: Vec<OsString>,
-    /// The program of the next worker.
-    program: PathBuf,
-    signals: Caught,
-    ends: Vec<i32>,
-    others: Vec<i32>,
-    control: Option<Control>,
-    worker: Option<Worker>,
-    upgrade: Option<Upgrade>,
-    /// It is about to become another program.
-    renewal: Option<Renewal>,
-    /// They have handed over, and are about to end.
-    leaving: Vec<(Worker, Instant)>,
-    deaths: Deaths,
-    /// When a worker has died, since which none has served.
-    died: Option<Instant>,
-    /// What the last worker that has begun has left for the next one.
-    left: Option<Left>,
-    /// Where the service manager keeps all that, if it does.
-    journal: Option<Journal>,
-    /// When to start a worker, if there is none.
-    restart: Option<Instant>,
-    /// Where the worker serves.
-    sockets: Vec<PathBuf>,
-    /// A first worker has served.
-    is_ready: bool,
-    /// The configuration is to be read again.
-    reading: Option<Reading>,
-    /// The service manager wants to know whether all this is alive.
-    watchdog: Option<Watchdog>,
-    /// Signals that are to end all this.
-    ended: u32,
-    /// The exit status, once it is over.
-    over: Option<u8>,
 }
 
 impl Keeper {
@@ -236,7 +179,9 @@ impl Keeper {
                 self.answer(packet, client);
             }
             if let Some(status) = self.over {
-                self.journal.take().map(Journal::end);
+                if let Some(journal) = self.journal.take() {
+                    journal.end();
+                }
                 return status;
             }
             self.wait();
@@ -472,36 +417,6 @@ impl Keeper {
             && let Some(control) = &mut self.control
         {
             control.keep(client);
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_file_is_there_to_be_read_again_or_not() {
-        let has = |line: &str| has_file(&line.split(' ').map(OsString::from).collect::<Vec<_>>());
-        assert!(has("shadowbell serve --keeper --config a.toml"));
-        assert!(has("shadowbell serve --config=a.toml --keeper"));
-        assert!(!has("shadowbell serve --keeper mem:1MiB --socket a -- --config"));
-    }
-
-    #[test]
-    fn the_keeper_s_command_line_is_told_from_others() {
-        let asks =
-            |line: &str| is_asked_for(&line.split(' ').map(OsString::from).collect::<Vec<_>>());
-        assert!(asks("shadowbell serve --keeper mem:1MiB --socket a"));
-        assert!(asks("shadowbell -v serve mem:1MiB --socket a --keeper"));
-        for other in [
-            "shadowbell",
-            "shadowbell serve mem:1MiB --socket a",
-            "shadowbell serve --as-worker start --keeper mem:1MiB --socket a",
-            "shadowbell serve --socket a -- --keeper",
-            "shadowbell bench serve --keeper",
-        ] {
-            assert!(!asks(other), "{other}");
         }
     }
 }

@@ -1,10 +1,9 @@
 //! What a keeper does when a worker has ended.
 
-use super::Keeper;
-use super::LEAVE;
 use super::deaths::Next;
 use super::say::say;
-use super::upgrading::Step;
+use super::state::{Keeper, LEAVE};
+use super::upgrade::Step;
 use super::worker::{Worker, how, is_killed};
 use crate::keeper_link::START;
 use crate::{exit, notify};

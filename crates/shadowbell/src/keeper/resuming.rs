@@ -1,10 +1,10 @@
 //! A keeper that goes on for one that was killed, and what it does for that while it lives: see
 //! [`journal`](super::journal).
 
-use super::Keeper;
 use super::journal::{self, Found, Journal};
 use super::opener;
 use super::say::say;
+use super::state::Keeper;
 use crate::keeper_link::to_keeper;
 use rustix::process::Signal;
 use shadowbell_state::StateError;

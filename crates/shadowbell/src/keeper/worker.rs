@@ -1,5 +1,6 @@
 //! A worker, as its keeper has it.
 
+use super::command_line::is_verb;
 use super::journal::Journal;
 use super::opener;
 use super::process::Process;
@@ -9,7 +10,7 @@ use crate::keeper_link::{self, AS_WORKER, Packet, to_keeper, to_worker};
 use rustix::process::Signal;
 use signal_hook::consts::SIGSYS;
 use std::collections::VecDeque;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -273,11 +274,6 @@ impl Worker {
     pub(super) fn kill(&mut self) {
         self.process.kill();
     }
-}
-
-/// Whether this word of a command line is the verb that has a keeper.
-pub(super) fn is_verb(word: &OsStr) -> bool {
-    word == "serve"
 }
 
 /// How a process ended, for a sentence.

@@ -1,6 +1,6 @@
 //! Items, written down with their descriptors.
 
-use super::{Body, Item, Items};
+use crate::items::{Body, Item, Items};
 use serde::{Deserialize, Serialize};
 use shadowbell_state::{Bytes, Descriptors, FdRef, StateError};
 use std::os::fd::{AsFd, BorrowedFd};
