@@ -106,13 +106,11 @@ fn given() -> (Vec<(u64, OwnedFd, OwnedFd)>, Vec<u64>) {
     let mut generations = Vec::new();
     let count = variable("LISTEN_FDS").parse().unwrap_or(0);
     for (nth, name) in (0..count).zip(names.split(':')) {
-        let Some((generation, end)) = name.strip_prefix(NAME).and_then(|rest| rest.split_once('-'))
-        else {
-            continue;
-        };
-        let (Ok(generation), Some(fd)) = (generation.parse(), take_inherited(FIRST + nth)) else {
-            continue;
-        };
+        // Also what is nobody's here: workers are not to have it.
+        let Some(fd) = take_inherited(FIRST + nth) else { continue };
+        let named = name.strip_prefix(NAME).and_then(|rest| rest.split_once('-'));
+        let Some((generation, end)) = named else { continue };
+        let Ok(generation) = generation.parse() else { continue };
         generations.push(generation);
         ends.push((generation, end == "w", fd));
     }
@@ -135,40 +133,58 @@ impl Journal {
     /// The system's: the service manager keeps nothing.
     pub(super) fn begin() -> io::Result<(Self, Option<Found>)> {
         let (pairs, generations) = given();
+        let newest = generations.first().copied().unwrap_or_default();
+        let moved = Self::new(newest.saturating_add(1)).and_then(|mut journal| {
+            match journal.take_over(&pairs) {
+                Ok(found) => Ok((journal, found)),
+                Err(error) => {
+                    journal.end();
+                    Err(error)
+                }
+            }
+        });
+        // If that has failed, nobody is to go on from there later.
+        generations.into_iter().for_each(forget);
+        moved
+    }
+
+    /// One that the service manager keeps.
+    fn new(generation: u64) -> io::Result<Self> {
         let (write, read) = keeper_link::pair()?;
         // What the system lets it have.
         let _ = set_socket_send_buffer_size(&write, ROOM);
-        let mut journal = Self {
+        for (end, fd) in [("w", &write), ("r", &read)] {
+            let state = format!("FDSTORE=1\nFDNAME={}\nFDPOLL=0", name(generation, end));
+            notify::keep(&state, fd.as_fd())?;
+        }
+        Ok(Self {
             write,
             read,
-            generation: generations.first().map_or(1, |newest: &u64| newest.saturating_add(1)),
+            generation,
             number: 1,
             is_wanted: false,
             opened: 0,
             behind: 0,
             due: None,
             took: Duration::ZERO,
-        };
-        for (end, fd) in [("w", &journal.write), ("r", &journal.read)] {
-            let state = format!("FDSTORE=1\nFDNAME={}\nFDPOLL=0", name(journal.generation, end));
-            notify::keep(&state, fd.as_fd())?;
-        }
+        })
+    }
+
+    /// Moves what is in these to this one.
+    fn take_over(&mut self, pairs: &[(u64, OwnedFd, OwnedFd)]) -> io::Result<Option<Found>> {
         let mut reader = Reader::default();
-        for (_, _write, read) in &pairs {
+        for (_, _write, read) in pairs {
             while let Ok(Some(packet)) = keeper_link::peek(read) {
                 if reader.is_new(&packet) {
                     let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
-                    journal.put(packet.letter, &packet.body, &fds)?;
+                    self.put(packet.letter, &packet.body, &fds)?;
                     reader.take(packet);
                 }
                 keeper_link::drop_one(read);
             }
         }
-        journal.number = reader.number.saturating_add(1);
-        for generation in generations {
-            forget(generation);
-        }
-        Ok((journal, reader.found()))
+        self.number = reader.number.saturating_add(1);
+        Ok(reader.found())
     }
 
     /// The one that this process had with another program.
