@@ -287,7 +287,7 @@ fn forget(generation: u64) {
 }
 
 /// How far a journal is, for the same process with another program.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct SavedJournal {
     generation: u64,
     number: u64,
@@ -337,4 +337,133 @@ impl Reader {
 
 fn number_of(body: &[u8]) -> Option<u64> {
     body.first_chunk().map(|number| u64::from_le_bytes(*number))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shadowbell_state::Parcel;
+    use std::io::pipe;
+
+    fn journal() -> Journal {
+        let (write, read) = keeper_link::pair().unwrap();
+        Journal::of_before(write, read, &SavedJournal { generation: 1, number: 1, behind: 0 })
+    }
+
+    /// A record that says so, with so many descriptors.
+    fn record(says: u32, fds: &[OwnedFd]) -> Record<'_> {
+        let mut parcel = Parcel::new();
+        parcel.add("says", true, &says).unwrap();
+        Record {
+            bytes: parcel.encode(fds.len()).unwrap(),
+            fds: fds.iter().map(AsFd::as_fd).collect(),
+        }
+    }
+
+    fn change(text: &str) -> Packet {
+        Packet { letter: b'I', body: text.into(), fds: vec![pipe().unwrap().0.into()] }
+    }
+
+    /// What the next one finds, if it is killed after each packet that it moves but the last one,
+    /// and so is the one after it.
+    fn found(journal: Journal) -> Option<(u32, Vec<String>)> {
+        let (mut pairs, mut count) = (vec![(1, journal.write, journal.read)], 0);
+        loop {
+            let mut next = self::journal();
+            let moved =
+                pairs.iter().find_map(|(_, _, read)| keeper_link::peek(read).ok().flatten());
+            // It has moved one and is killed: with it taken away, or not.
+            if let Some(packet) = moved.filter(|_| count < 3) {
+                let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
+                next.put(packet.letter, &packet.body, &fds).unwrap();
+                if count % 2 == 0 {
+                    let holds = |pair: &&(u64, OwnedFd, OwnedFd)| {
+                        keeper_link::peek_number(&pair.2).is_some()
+                    };
+                    keeper_link::drop_one(&pairs.iter().find(holds).unwrap().2);
+                }
+                count += 1;
+                pairs.insert(0, (2, next.write, next.read));
+                continue;
+            }
+            let found = next.take_over(&pairs).unwrap()?;
+            assert!(pairs.iter().all(|(_, _, read)| keeper_link::peek_number(read).is_none()));
+            let says = found.record.read().unwrap().take("says").unwrap().unwrap();
+            let texts = found.changes.into_iter().map(|(pid, packet)| {
+                assert_eq!((pid, packet.fds.len()), (7, 1));
+                packet.text()
+            });
+            return Some((says, texts.collect()));
+        }
+    }
+
+    #[test]
+    fn the_last_record_that_is_whole_counts_and_what_is_behind_it() {
+        crate::descriptor_limit::raise();
+        let fds: Vec<OwnedFd> = (0..300).map(|_| pipe().unwrap().0.into()).collect();
+        assert_eq!(found(journal()), None);
+        let mut one = journal();
+        one.record(&record(1, &fds), 0).unwrap();
+        one.change(7, &change("a")).unwrap();
+        one.record(&record(2, &fds[..3]), 0).unwrap();
+        one.change(7, &change("b")).unwrap();
+        one.change(7, &change("c")).unwrap();
+        assert_eq!(found(one), Some((2, vec!["b".into(), "c".into()])));
+        // Killed while it puts a record there.
+        let mut one = journal();
+        one.record(&record(1, &[]), 0).unwrap();
+        one.change(7, &change("a")).unwrap();
+        let body = [one.number.to_le_bytes().to_vec(), 300_u32.to_le_bytes().to_vec()].concat();
+        let memory = record(2, &fds).memory().unwrap();
+        one.put(b'D', &body, &[memory.as_fd()]).unwrap();
+        one.number += 1;
+        assert_eq!(found_with(&mut one), Some((1, vec!["a".into()])));
+        // It goes on from there.
+        one.change(7, &change("b")).unwrap();
+        assert_eq!(found(one), Some((1, vec!["a".into(), "b".into()])));
+        // Killed while it takes one out: some of its descriptors are left.
+        let mut one = journal();
+        record(1, &fds).send(&one.write, &mut one.number).unwrap();
+        one.change(7, &change("a")).unwrap();
+        record(2, &fds).send(&one.write, &mut one.number).unwrap();
+        keeper_link::drop_one(&one.read);
+        assert_eq!(found(one), Some((2, vec![])));
+    }
+
+    /// The same, and it stays.
+    fn found_with(journal: &mut Journal) -> Option<(u32, Vec<String>)> {
+        let copy = self::journal();
+        let mut packets = Vec::new();
+        while let Ok(Some(packet)) = keeper_link::receive(&journal.read, true) {
+            packets.push(packet);
+        }
+        for packet in &packets {
+            let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
+            copy.put(packet.letter, &packet.body, &fds).unwrap();
+            journal.put(packet.letter, &packet.body, &fds).unwrap();
+        }
+        found(copy)
+    }
+
+    #[test]
+    fn what_is_of_no_use_is_taken_out() {
+        let (mut pipe_read, pipe_write) = pipe().unwrap();
+        let fds = [OwnedFd::from(pipe_write)];
+        let mut one = journal();
+        one.record(&record(1, &fds), 0).unwrap();
+        drop(fds);
+        assert!(one.deadline().is_none());
+        one.change(7, &change("a")).unwrap();
+        assert!(one.deadline().is_some(), "a record is due");
+        one.record(&record(2, &[]), 0).unwrap();
+        assert!(one.deadline().is_none());
+        assert_eq!(io::Read::read(&mut pipe_read, &mut [0]).unwrap(), 0, "nobody has it any more");
+        // A lot of changes want one at once.
+        let long = "x".repeat(16_000);
+        while !one.needs_record() {
+            one.change(7, &change(&long)).unwrap();
+        }
+        one.record(&record(3, &[]), 0).unwrap();
+        assert_eq!(found(one), Some((3, vec![])));
+    }
 }

@@ -299,3 +299,88 @@ pub(super) fn is_killed(status: ExitStatus) -> bool {
     use std::os::unix::process::ExitStatusExt;
     status.signal() == Some(signal_hook::consts::SIGKILL)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::journal::SavedJournal;
+    use super::super::record::Record;
+    use super::*;
+    use crate::items::{Change, packets};
+    use shadowbell_state::Parcel;
+
+    fn worker(link: &OwnedFd, items: Items, in_parts: bool) -> Worker {
+        Worker {
+            process: Process::of_another(rustix::process::getpid(), None),
+            link: Some(link.try_clone().unwrap()),
+            program: PathBuf::new(),
+            serves_since: None,
+            answers: true,
+            has_taken: false,
+            why: None,
+            items,
+            is_broken: false,
+            has_opener: false,
+            parts: VecDeque::new(),
+            is_seen: false,
+            in_parts,
+        }
+    }
+
+    fn record(journal: &mut Journal) {
+        let bytes = Parcel::new().encode(0).unwrap();
+        journal.record(&Record { bytes, fds: Vec::new() }, opener::changes()).unwrap();
+    }
+
+    /// A change in three packets, and a keeper that is killed at each step of it.
+    #[test]
+    fn a_change_in_parts_counts_once_or_is_known_to_be_lost() {
+        crate::descriptor_limit::raise();
+        let all: Vec<OwnedFd> = (0..600).map(|_| io::pipe().unwrap().0.into()).collect();
+        let fds: Vec<_> = all.iter().map(AsFd::as_fd).collect();
+        let changes = [Change::Put { key: "port/0", body: b"new", fds: &fds }];
+        // How many steps it takes before it is killed.
+        for steps in 0..4 {
+            let (ours, theirs) = keeper_link::pair().unwrap();
+            let mut memory = Vec::new();
+            for packet in packets(&changes, &mut memory).unwrap() {
+                let (bytes, fds) = (&packet.bytes, &packet.fds);
+                keeper_link::send_bytes(&theirs, to_keeper::ITEMS, bytes, fds, true).unwrap();
+            }
+            let (write, read) = keeper_link::pair().unwrap();
+            let mut journal = Journal::of_before(write, read, &SavedJournal::default());
+            record(&mut journal);
+            let mut before = worker(&ours, Items::default(), false);
+            match steps {
+                // It was not looked at.
+                0 => {}
+                // A record says that it begins.
+                1 => assert_eq!(before.hear(Some(&mut journal)).unwrap().letter, 0),
+                // Some of it was taken.
+                2 => {
+                    assert_eq!(before.hear(Some(&mut journal)).unwrap().letter, 0);
+                    keeper_link::drop_one(&ours);
+                }
+                // All of it was, and there is a record, and its end is in the socket still.
+                _ => {
+                    assert_eq!(before.hear(Some(&mut journal)).unwrap().letter, 0);
+                    record(&mut journal);
+                    let last = before.hear(Some(&mut journal)).unwrap();
+                    assert!(last.letter == to_keeper::ITEMS && journal.needs_record());
+                    assert!(before.items.contains("port/0") && !before.in_parts);
+                }
+            }
+            let mut after = worker(&ours, std::mem::take(&mut before.items), before.in_parts);
+            for _ in 0..3 {
+                if after.hear(Some(&mut journal)).is_none() {
+                    break;
+                }
+                record(&mut journal);
+            }
+            assert_eq!(after.is_broken, steps == 2, "{steps}");
+            if steps != 2 {
+                let (body, its) = after.items.remove("port/0").unwrap().read().unwrap();
+                assert_eq!((&body[..], its.len()), (&b"new"[..], 600), "{steps}");
+            }
+        }
+    }
+}
