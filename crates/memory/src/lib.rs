@@ -17,7 +17,8 @@
 //! * [`Ring`] is a queue's memory, entry by entry, and [`SqeBatch`] what will be in one together;
 //! * [`EventFd`] wakes a sleeper, and [`sigbus`] turns the loss of the memory behind a mapping
 //!   into a flag;
-//! * [`AbortOnPanic`] is for threads that others wait for.
+//! * [`AbortOnPanic`] is for threads that others wait for; [`process`] for a process that replaces
+//!   itself.
 //!
 //! This is the only crate of the workspace, beside thin `sys` modules, with `unsafe` in it. What
 //! a peer does to shared memory while we copy it can make the *values* arbitrary, never the
@@ -36,6 +37,7 @@ mod losses;
 mod mapping;
 mod notifier;
 pub mod page_tables;
+pub mod process;
 mod prp;
 mod ring;
 mod segments;

@@ -94,6 +94,9 @@ pub fn main() -> ExitCode {
         // Before anything takes memory that it has no use for.
         return keeper::run(arguments);
     }
+    if arguments.len() == 2 && arguments[1] == keeper::CHECK {
+        return keeper::check();
+    }
     let cli = match Cli::try_parse_from(arguments) {
         Ok(cli) => cli,
         Err(error) => return refuse(&error),

@@ -48,12 +48,13 @@ pub(crate) enum Change<'a> {
 /// An item that somebody keeps.
 #[derive(Debug)]
 pub(crate) struct Item {
-    body: Body,
-    fds: Vec<OwnedFd>,
+    pub(crate) body: Body,
+    pub(crate) fds: Vec<OwnedFd>,
 }
 
+/// What belongs to a key.
 #[derive(Debug)]
-enum Body {
+pub(crate) enum Body {
     Here(Vec<u8>),
     /// In a memfd.
     There(OwnedFd),
@@ -197,8 +198,10 @@ pub(crate) enum Unreadable {
 /// Items, and a transaction that has not come to its end.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Items {
-    all: BTreeMap<String, Arc<Item>>,
-    staged: Vec<(String, Option<Arc<Item>>)>,
+    pub(crate) all: BTreeMap<String, Arc<Item>>,
+    pub(crate) staged: Vec<(String, Option<Arc<Item>>)>,
+    /// The last packet was not the last one of its transaction.
+    pub(crate) is_open: bool,
 }
 
 impl Items {
@@ -210,7 +213,11 @@ impl Items {
         let (flags, mut rest) = bytes.split_first().ok_or(Unreadable::Form)?;
         if flags & FIRST != 0 {
             self.staged.clear();
+        } else if !self.is_open {
+            // Its beginning is lost.
+            return Err(Unreadable::Form);
         }
+        self.is_open = flags & LAST == 0;
         let mut fds = fds.into_iter();
         while !rest.is_empty() {
             let (piece, after) = Piece::first_of(rest).ok_or(Unreadable::Form)?;
@@ -258,6 +265,24 @@ impl Items {
             _ => return Err(Unreadable::Form),
         }
         Ok(())
+    }
+
+    /// Whether this packet begins a transaction, and whether it ends one. One that does both may be
+    /// taken twice.
+    pub(crate) fn begins_and_ends(bytes: &[u8]) -> (bool, bool) {
+        let flags = bytes.first().copied().unwrap_or_default();
+        (flags & FIRST != 0, flags & LAST != 0)
+    }
+
+    /// A transaction that has not come to its end has not happened.
+    pub(crate) fn close(&mut self) {
+        self.staged.clear();
+        self.is_open = false;
+    }
+
+    /// Whether more packets belong to the last transaction.
+    pub(crate) fn is_open(&self) -> bool {
+        self.is_open
     }
 
     /// Whether there is one with this key.

@@ -4,7 +4,7 @@
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recv, recvmsg, sendmsg, socketpair,
 };
 use std::ffi::OsStr;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -24,6 +24,8 @@ pub(crate) const RECOVER: &str = "recover";
 
 /// The longest packet: a letter and a path, a sentence, or items.
 pub(crate) const MOST: usize = 16384;
+/// What whoever passes a packet on may add to it.
+const ROOM_AROUND: usize = 64;
 /// The most descriptors that Linux takes in a packet (`SCM_MAX_FD`).
 pub(crate) const MOST_FDS: usize = 253;
 
@@ -213,11 +215,39 @@ pub(crate) fn send_bytes(
 /// # Errors
 /// The system's: [`io::ErrorKind::WouldBlock`] if there is nothing `now`.
 pub(crate) fn receive(socket: impl AsFd, now: bool) -> io::Result<Option<Packet>> {
-    let mut bytes = vec![0; MOST];
+    let mut flags = RecvFlags::empty();
+    flags.set(RecvFlags::DONTWAIT, now);
+    receive_with(socket, flags)
+}
+
+/// The next packet, which stays there. Does not wait.
+///
+/// # Errors
+/// As [`receive`].
+pub(crate) fn peek(socket: impl AsFd) -> io::Result<Option<Packet>> {
+    receive_with(socket, RecvFlags::DONTWAIT | RecvFlags::PEEK)
+}
+
+/// Takes the next packet away, whatever it is. Does not wait.
+pub(crate) fn drop_one(socket: impl AsFd) {
+    let flags = RecvFlags::DONTWAIT | RecvFlags::TRUNC;
+    let _ = rustix::io::retry_on_intr(|| recv(&socket, &mut [0; 1], flags));
+}
+
+/// The number of the next packet, if it is one that has a number. That stays there.
+pub(crate) fn peek_number(socket: impl AsFd) -> Option<u64> {
+    let mut bytes = [0; 9];
+    let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
+    let (_, len) = rustix::io::retry_on_intr(|| recv(&socket, &mut bytes, flags)).ok()?;
+    let number = bytes.get(1..len)?.first_chunk()?;
+    Some(u64::from_le_bytes(*number))
+}
+
+fn receive_with(socket: impl AsFd, flags: RecvFlags) -> io::Result<Option<Packet>> {
+    let mut bytes = vec![0; MOST + ROOM_AROUND];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    let mut flags = RecvFlags::CMSG_CLOEXEC;
-    flags.set(RecvFlags::DONTWAIT, now);
+    let flags = flags | RecvFlags::CMSG_CLOEXEC;
     let received = loop {
         match recvmsg(&socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags) {
             Ok(received) => break received,

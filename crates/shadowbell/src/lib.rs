@@ -38,6 +38,7 @@
 //! | `target` | TARGETs: namespaces as people write them |
 //! | `keeper` | the process that keeps a `serve` going: `serve --keeper` |
 //! | `items` | what a keeper holds for its worker, and how it travels |
+//! | `saved_items` | the same, written down for a keeper that goes on |
 //! | `keeper_link` | what keepers, workers and `upgrade` say to each other |
 //! | `keeper_query` | finds the keeper of a server, and asks it |
 //! | `grant` | lets a server in a sandbox have images |
@@ -97,6 +98,7 @@ mod plain_words;
 mod queue_options;
 mod report;
 mod rng;
+mod saved_items;
 mod serve;
 mod session;
 mod shell;

@@ -1,10 +1,15 @@
 //! What a service manager is told: `sd_notify`. The protocol is one datagram to the socket that
 //! `NOTIFY_SOCKET` names, so it needs no library.
 
-use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
-use rustix::net::{sendto, socket_with};
+use rustix::net::{
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
+    SocketFlags, SocketType, sendmsg_addr, sendto, socket_with,
+};
 use rustix::time::{ClockId, clock_gettime};
 use std::ffi::OsStr;
+use std::io::{self, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::time::Duration;
 
@@ -63,14 +68,35 @@ fn interval(us: u64, pid: u64, own: u32) -> Option<Duration> {
     fits.then(|| Duration::from_micros(us / 2))
 }
 
+/// Gives the service manager a descriptor to keep, as `state` says.
+///
+/// # Errors
+/// It can not be sent. That the service manager does not keep it is not known.
+pub(crate) fn keep(state: &str, fd: BorrowedFd<'_>) -> io::Result<()> {
+    let socket = std::env::var_os("NOTIFY_SOCKET").ok_or(io::ErrorKind::NotFound)?;
+    let (ours, address) = socket_to(&socket)?;
+    let fds = [fd];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    control.push(SendAncillaryMessage::ScmRights(&fds));
+    let bytes = [IoSlice::new(state.as_bytes())];
+    sendmsg_addr(&ours, &address, &bytes, &mut control, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
 fn tell_at(socket: &OsStr, state: &str, flags: SendFlags) -> rustix::io::Result<()> {
+    let (ours, address) = socket_to(socket)?;
+    sendto(&ours, state.as_bytes(), flags, &address)?;
+    Ok(())
+}
+
+fn socket_to(socket: &OsStr) -> rustix::io::Result<(OwnedFd, SocketAddrUnix)> {
     let address = match socket.as_bytes().strip_prefix(b"@") {
         Some(name) => SocketAddrUnix::new_abstract_name(name)?,
         None => SocketAddrUnix::new(socket)?,
     };
     let ours = socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
-    sendto(&ours, state.as_bytes(), flags, &address)?;
-    Ok(())
+    Ok((ours, address))
 }
 
 #[cfg(test)]

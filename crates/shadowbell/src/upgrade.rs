@@ -13,7 +13,8 @@ use std::process::ExitCode;
 /// The server has to run under a keeper (`shadowbell serve --keeper`). The new process is started
 /// and prepared, the old one comes to rest and hands over its clients, disks and state, and ends.
 /// No socket closes; a guest sees a pause of some milliseconds. If anything fails on the way, the
-/// old process goes on, and this says why.
+/// old process goes on, and this says why. Then the keeper becomes that program, too, as the same
+/// process; or this says why it does not.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct Args {

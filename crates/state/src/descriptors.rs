@@ -9,6 +9,14 @@ use std::os::fd::OwnedFd;
 #[serde(transparent)]
 pub struct FdRef(u32);
 
+impl FdRef {
+    /// The descriptor at this place of those that go with a state.
+    #[must_use]
+    pub fn at(place: usize) -> Self {
+        Self(u32::try_from(place).unwrap_or(u32::MAX))
+    }
+}
+
 /// The descriptors that belong to a state.
 #[derive(Debug, Default)]
 pub struct Descriptors(Vec<Option<OwnedFd>>);
@@ -17,7 +25,7 @@ impl Descriptors {
     /// Adds one: how the state names it.
     pub fn add(&mut self, fd: OwnedFd) -> FdRef {
         self.0.push(Some(fd));
-        FdRef(u32::try_from(self.0.len() - 1).unwrap_or(u32::MAX))
+        FdRef::at(self.0.len() - 1)
     }
 
     /// Takes one out.

@@ -7,6 +7,7 @@ use crate::version::{READABLE, VERSION};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
 const MAGIC: [u8; 8] = *b"SBELLST\0";
@@ -87,26 +88,65 @@ impl Parcel {
         }
     }
 
+    /// Its bytes, for who has `fds` descriptors go along by another way.
+    ///
+    /// # Errors
+    /// It can not be written.
+    pub fn encode(&self, fds: usize) -> Result<Vec<u8>, StateError> {
+        let sections: Vec<_> = self.sections.values().collect();
+        let mut bytes = vec![0; HEAD];
+        serde_json::to_writer(&mut bytes, &sections)
+            .map_err(|source| StateError::Section { name: "all".into(), source })?;
+        let len = (bytes.len() - HEAD) as u64;
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[12..16].copy_from_slice(&(fds as u32).to_le_bytes());
+        bytes[16..HEAD].copy_from_slice(&len.to_le_bytes());
+        Ok(bytes)
+    }
+
+    /// The other way round. The descriptors are those that have come, or none if only the rest is
+    /// looked at.
+    ///
+    /// # Errors
+    /// [`StateError`]: it is no state that can be read here.
+    pub fn decode(bytes: &[u8], fds: Vec<OwnedFd>) -> Result<Self, StateError> {
+        let (head, body) =
+            bytes.split_first_chunk().ok_or(StateError::NotAState("it is too short"))?;
+        let head = Head::of(head)?;
+        if head.bytes != body.len() as u64 {
+            return Err(StateError::NotAState("it has another length than announced"));
+        }
+        if !fds.is_empty() && head.fds != fds.len() as u64 {
+            return Err(StateError::NotAState("a descriptor is missing"));
+        }
+        Self::read(body, fds)
+    }
+
+    fn read(body: &[u8], fds: Vec<OwnedFd>) -> Result<Self, StateError> {
+        let sections: Vec<Section> = serde_json::from_slice(body)
+            .map_err(|source| StateError::Section { name: "list".into(), source })?;
+        let mut parcel = Self { sections: BTreeMap::new(), descriptors: Descriptors::from(fds) };
+        for section in sections {
+            parcel.put(section)?;
+        }
+        Ok(parcel)
+    }
+
     /// Sends it. Returns when all of it is on its way.
     ///
     /// # Errors
     /// The socket's.
     pub fn send(&self, socket: &UnixStream) -> Result<(), StateError> {
-        let sections: Vec<_> = self.sections.values().collect();
-        let body = serde_json::to_vec(&sections)
-            .map_err(|source| StateError::Section { name: "all".into(), source })?;
         let fds: Vec<_> = self.descriptors.iter().collect();
         if fds.len() != self.descriptors.len() {
             return Err(StateError::NotAState("a descriptor of it was taken"));
         }
-        let mut head = [0; HEAD];
-        head[..8].copy_from_slice(&MAGIC);
-        head[8..12].copy_from_slice(&VERSION.to_le_bytes());
-        head[12..16].copy_from_slice(&(fds.len() as u32).to_le_bytes());
-        head[16..].copy_from_slice(&(body.len() as u64).to_le_bytes());
-        send_bytes(socket, &head)?;
+        let bytes = self.encode(fds.len())?;
+        let (head, body) = bytes.split_at(HEAD);
+        send_bytes(socket, head)?;
         send_fds(socket, &fds)?;
-        send_bytes(socket, &body)?;
+        send_bytes(socket, body)?;
         Ok(())
     }
 
@@ -117,6 +157,22 @@ impl Parcel {
     pub fn receive(socket: &UnixStream) -> Result<Self, StateError> {
         let mut head = [0; HEAD];
         receive_bytes(socket, &mut head)?;
+        let head = Head::of(&head)?;
+        let fds = receive_fds(socket, head.fds as usize)?;
+        let mut body = vec![0; head.bytes as usize];
+        receive_bytes(socket, &mut body)?;
+        Self::read(&body, fds)
+    }
+}
+
+/// What a state begins with.
+struct Head {
+    fds: u64,
+    bytes: u64,
+}
+
+impl Head {
+    fn of(head: &[u8; HEAD]) -> Result<Self, StateError> {
         let word =
             |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
         if head[..8] != MAGIC {
@@ -132,16 +188,7 @@ impl Parcel {
         {
             return Err(StateError::TooLarge(too_large));
         }
-        let fds = receive_fds(socket, fds as usize)?;
-        let mut body = vec![0; bytes as usize];
-        receive_bytes(socket, &mut body)?;
-        let sections: Vec<Section> = serde_json::from_slice(&body)
-            .map_err(|source| StateError::Section { name: "list".into(), source })?;
-        let mut parcel = Self { sections: BTreeMap::new(), descriptors: Descriptors::from(fds) };
-        for section in sections {
-            parcel.put(section)?;
-        }
-        Ok(parcel)
+        Ok(Self { fds, bytes })
     }
 }
 
@@ -198,6 +245,26 @@ mod tests {
         assert!(matches!(parcel.add("number", true, &2), Err(StateError::Twice(_))));
         let error = parcel.take::<String>("number").unwrap_err().to_string();
         assert!(error.contains("section number"), "{error}");
+    }
+
+    #[test]
+    fn bytes_and_descriptors_may_go_separate_ways() {
+        let mut parcel = Parcel::new();
+        parcel.add("numbers", true, &[crate::descriptors::FdRef::at(0)]).unwrap();
+        let bytes = parcel.encode(1).unwrap();
+        let fd = || std::os::fd::OwnedFd::from(tempfile::tempfile().unwrap());
+        let mut parcel = Parcel::decode(&bytes, vec![fd()]).unwrap();
+        let refs: Vec<crate::descriptors::FdRef> = parcel.take("numbers").unwrap().unwrap();
+        parcel.descriptors().take(refs[0]).unwrap();
+        // Without them it can be looked at.
+        Parcel::decode(&bytes, Vec::new()).unwrap();
+        for wrong in [
+            Parcel::decode(&bytes, vec![fd(), fd()]),
+            Parcel::decode(&bytes[..bytes.len() - 1], Vec::new()),
+            Parcel::decode(&bytes[..7], Vec::new()),
+        ] {
+            assert!(matches!(wrong, Err(StateError::NotAState(_))));
+        }
     }
 
     #[test]

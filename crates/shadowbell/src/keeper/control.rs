@@ -38,6 +38,21 @@ impl Control {
         Ok(Self { socket, clients: Vec::new() })
     }
 
+    /// The one of an earlier process.
+    pub(super) fn of_before(socket: OwnedFd, clients: Vec<OwnedFd>) -> Self {
+        Self { socket, clients }
+    }
+
+    /// Where it listens.
+    pub(super) fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// Who may ask more.
+    pub(super) fn clients(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.clients.iter().map(AsFd::as_fd)
+    }
+
     /// What to wait for.
     pub(super) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.clients.iter().map(AsFd::as_fd).chain([self.socket.as_fd()])

@@ -31,6 +31,12 @@ pub(super) enum Next {
     GiveUp,
 }
 
+impl FromIterator<Instant> for Deaths {
+    fn from_iter<T: IntoIterator<Item = Instant>>(times: T) -> Self {
+        Self(times.into_iter().collect())
+    }
+}
+
 impl Deaths {
     /// Another one, `now`, of a worker that had served for so long, if it had. `is_killed`: it was
     /// from outside. `is_left`: what it leaves is good for another one.
@@ -62,6 +68,11 @@ impl Deaths {
 
     pub(super) fn count(&self) -> usize {
         self.0.len()
+    }
+
+    /// When they were.
+    pub(super) fn times(&self) -> impl Iterator<Item = Instant> {
+        self.0.iter().copied()
     }
 }
 

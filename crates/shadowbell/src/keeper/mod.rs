@@ -27,70 +27,68 @@
 //! can not go on says why and ends: then the next one begins anew, and the clients have lost their
 //! controllers.
 //!
+//! # When the program is replaced, and when the keeper itself dies
+//!
+//! After an upgrade the keeper becomes the new program as well, by exec ([`renewing`]). If a service
+//! manager keeps descriptors for it, the keeper may be killed, and another one goes on for it
+//! ([`journal`], [`resuming`]). Both go by a [`record`] of all that a keeper is.
+//!
 //! [`items`]: crate::items
 
+mod clock;
+mod command_line;
 mod control;
 mod deaths;
+mod journal;
+mod minding;
 mod opener;
+mod process;
+mod record;
+mod renewal;
+mod renewing;
+mod replacing;
+mod resuming;
+mod saved;
 mod say;
+mod state;
+mod upgrade;
+mod upgrading;
 mod watchdog;
 mod worker;
 
-use crate::keeper_link::{self, START, SUCCESSOR, answer, question, to_keeper, to_worker};
+use crate::keeper_link::{self, START, answer, question, to_keeper, to_worker};
 use crate::signals::{Caught, Meanings};
 use crate::{descriptor_limit, exit, notify};
+use command_line::has_file;
 use control::Control;
-use deaths::{Deaths, Next};
+use deaths::Deaths;
+use journal::Journal;
+use renewal::Renewal;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use say::say;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGUSR1, SIGUSR2};
-use std::ffi::{OsStr, OsString};
+use state::{HAND_OVER, Keeper, LEAVE, PREPARE};
+use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
-use std::process::{ExitCode, ExitStatus};
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
-use watchdog::{Due, Watchdog};
-use worker::{Left, Worker, how, is_killed, is_verb};
+use upgrade::{Step, tell_outcome};
+use watchdog::Watchdog;
+use worker::Worker;
 
-/// How long a new worker may take until it can take over. Nobody waits for it meanwhile.
-const PREPARE: Duration = Duration::from_secs(10);
-/// How long the old worker may take to hand over, or not. It has limits of its own, far shorter.
-const HAND_OVER: Duration = Duration::from_secs(10);
-/// How long the old worker may take to end once it has handed over, and the new one to serve. Then
-/// it is ended.
-const LEAVE: Duration = Duration::from_secs(2);
-
-/// Whether this command line asks for a keeper. The worker's does not, though it has the option.
-pub(crate) fn is_asked_for(arguments: &[OsString]) -> bool {
-    let mut words = arguments.iter().skip(1).skip_while(|word| is_option(word));
-    if !words.next().is_some_and(|word| is_verb(word)) {
-        return false;
-    }
-    let mut options = words.take_while(|word| *word != "--");
-    let mut asks = false;
-    options.all(|word| {
-        asks |= word == "--keeper";
-        word != keeper_link::AS_WORKER
-    }) && asks
-}
-
-/// Whether this command line of a keeper names a configuration file.
-fn has_file(arguments: &[OsString]) -> bool {
-    let mut words = arguments.iter().take_while(|word| *word != "--");
-    words.any(|word| word == "--config" || word.as_encoded_bytes().starts_with(b"--config="))
-}
-
-fn is_option(word: &OsStr) -> bool {
-    word.as_encoded_bytes().starts_with(b"-")
-}
+pub(crate) use command_line::is_asked_for;
+pub(crate) use renewing::{CHECK, check};
 
 /// Keeps a worker until it ends, or a signal ends both.
-pub(crate) fn run(arguments: Vec<OsString>) -> ExitCode {
+pub(crate) fn run(mut arguments: Vec<OsString>) -> ExitCode {
     // It holds the descriptors of all guests for the time after its worker's death.
     descriptor_limit::raise();
-    let status = match Keeper::start(arguments) {
+    let keeper = match command_line::take_left(&mut arguments) {
+        Some(left) => Keeper::go_on(arguments, left),
+        None => Keeper::start(arguments),
+    };
+    let status = match keeper {
         Ok(mut keeper) => keeper.run(),
         Err(error) => {
             say(&format!("shadowbell: the keeper can not start: {error}"));
@@ -100,102 +98,31 @@ pub(crate) fn run(arguments: Vec<OsString>) -> ExitCode {
     ExitCode::from(status)
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Step {
-    /// The new one prepares.
-    Preparing,
-    /// The old one hands over, or not.
-    HandingOver,
-    /// The old one can not go on any more.
-    Committed,
-}
-
-/// An upgrade that is under way.
-struct Upgrade {
-    new: Worker,
-    /// The old worker's end of the socket between the two, until it is given to it.
-    transfer: Option<UnixStream>,
-    step: Step,
-    began: Instant,
-    until: Instant,
-    /// Who waits for the outcome.
-    asker: Option<OwnedFd>,
-    /// Why the new one was ended.
-    why: Option<String>,
-    /// What the old one has left, if it has ended; until the new one has taken over.
-    left: Option<Left>,
-}
-
-/// How far it is that the configuration is read again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Reading {
-    /// A worker is to be told, when there is one that serves and stays.
-    Wanted,
-    /// This one was told.
-    Told(u32),
-}
-
-struct Keeper {
-    arguments: Vec<OsString>,
-    /// The program of the next worker.
-    program: PathBuf,
-    signals: Caught,
-    ends: Vec<i32>,
-    control: Option<Control>,
-    worker: Option<Worker>,
-    upgrade: Option<Upgrade>,
-    /// They have handed over, and are about to end.
-    leaving: Vec<(Worker, Instant)>,
-    deaths: Deaths,
-    /// When a worker has died, since which none has served.
-    died: Option<Instant>,
-    /// What the last worker that has begun has left for the next one.
-    left: Option<Left>,
-    /// When to start a worker, if there is none.
-    restart: Option<Instant>,
-    /// Where the worker serves.
-    sockets: Vec<PathBuf>,
-    /// A first worker has served.
-    is_ready: bool,
-    /// The configuration is to be read again.
-    reading: Option<Reading>,
-    /// The service manager wants to know whether all this is alive.
-    watchdog: Option<Watchdog>,
-    /// Signals that are to end all this.
-    ended: u32,
-    /// The exit status, once it is over.
-    over: Option<u8>,
-}
-
 impl Keeper {
-    fn start(arguments: Vec<OsString>) -> io::Result<Self> {
+    /// One that has nothing yet.
+    fn bare(arguments: Vec<OsString>) -> io::Result<Self> {
         let others = [SIGCHLD, SIGUSR1, SIGUSR2, SIGHUP];
         // Without a file there is nothing to read again.
         let count = others.len() - usize::from(!has_file(&arguments));
         let Meanings { ends, others } = Meanings::new(&others[..count]);
         let signals = Caught::catch(&[&ends[..], &others].concat())?;
-        let control = Control::listen().inspect_err(|error| {
-            say(&format!(
-                "warning: `shadowbell upgrade` will not find this server: no socket can be had \
-                 ({error}); SIGUSR2 works"
-            ));
-        });
-        // The path, and not the file that runs: another may have taken its place when a worker is
-        // started anew.
-        let program = std::env::current_exe()?;
-        let worker = Worker::start(&program, &arguments, START)?;
         Ok(Self {
             arguments,
-            program,
+            // The path, and not the file that runs: another may have taken its place when a worker
+            // is started anew.
+            program: std::env::current_exe()?,
             signals,
             ends,
-            control: control.ok(),
-            worker: Some(worker),
+            others,
+            control: None,
+            worker: None,
             upgrade: None,
+            renewal: None,
             leaving: Vec::new(),
             deaths: Deaths::default(),
             died: None,
             left: None,
+            journal: None,
             restart: None,
             sockets: Vec::new(),
             is_ready: false,
@@ -204,6 +131,32 @@ impl Keeper {
             ended: 0,
             over: None,
         })
+    }
+
+    fn start(arguments: Vec<OsString>) -> io::Result<Self> {
+        let mut keeper = Self::bare(arguments)?;
+        keeper.listen();
+        if !keeper.resume() {
+            keeper.worker = Some(Worker::start(&keeper.program, &keeper.arguments, START)?);
+        }
+        keeper.write_record();
+        Ok(keeper)
+    }
+
+    /// From now on it can be asked.
+    fn listen(&mut self) {
+        let control = Control::listen().inspect_err(|error| {
+            say(&format!(
+                "warning: `shadowbell upgrade` will not find this server: no socket can be had \
+                 ({error}); SIGUSR2 works"
+            ));
+        });
+        self.control = control.ok();
+    }
+
+    /// All signals that mean something to it.
+    fn all_signals(&self) -> Vec<i32> {
+        [&self.ends[..], &self.others].concat()
     }
 
     fn run(&mut self) -> u8 {
@@ -217,6 +170,8 @@ impl Keeper {
             self.look_at_the_clock(Instant::now());
             self.have_it_read();
             self.watch(Instant::now());
+            self.renew(Instant::now());
+            self.bring_journal_up_to_date(Instant::now());
             if let Some(worker) = &mut self.worker {
                 worker.pass_on();
             }
@@ -224,6 +179,9 @@ impl Keeper {
                 self.answer(packet, client);
             }
             if let Some(status) = self.over {
+                if let Some(journal) = self.journal.take() {
+                    journal.end();
+                }
                 return status;
             }
             self.wait();
@@ -235,6 +193,8 @@ impl Keeper {
         let deadlines = self.upgrade.iter().map(|upgrade| upgrade.until);
         let deadlines = deadlines.chain(self.leaving.iter().map(|(_, until)| *until));
         let deadlines = deadlines.chain(self.watchdog.as_ref().map(Watchdog::deadline));
+        let deadlines = deadlines.chain(self.renewal.as_ref().map(Renewal::deadline));
+        let deadlines = deadlines.chain(self.journal.as_ref().and_then(Journal::deadline));
         let next = deadlines.chain(self.restart).min();
         let timeout = next.and_then(|next| {
             // Not a moment before it.
@@ -243,6 +203,7 @@ impl Keeper {
         });
         let fds = self.workers().filter_map(Worker::link);
         let fds = fds.chain(self.control.iter().flat_map(Control::fds));
+        let fds = fds.chain(self.workers().filter_map(|worker| worker.process.shows_end()));
         let fds = fds.chain([self.signals.as_fd()]);
         let mut fds: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
         let waits = self.worker.as_ref().filter(|worker| worker.has_more_to_hear());
@@ -307,7 +268,10 @@ impl Keeper {
     }
 
     fn hear_workers(&mut self) {
-        while let Some(packet) = self.worker.as_mut().and_then(Worker::hear) {
+        while let Some(packet) =
+            self.worker.as_mut().and_then(|worker| worker.hear(self.journal.as_mut()))
+        {
+            let letter = packet.letter;
             match packet.letter {
                 to_keeper::SOCKET => self.sockets.push(packet.path()),
                 to_keeper::SERVING => self.serves(&packet.text()),
@@ -335,8 +299,12 @@ impl Keeper {
                 }
                 _ => {}
             }
+            self.has_heard(letter);
         }
-        while let Some(packet) = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.hear()) {
+        while let Some(packet) =
+            self.upgrade.as_mut().and_then(|upgrade| upgrade.new.hear(self.journal.as_mut()))
+        {
+            let letter = packet.letter;
             match packet.letter {
                 to_keeper::PREPARED => self.hand_over(&packet.text()),
                 to_keeper::SERVING => self.upgraded(&packet.text()),
@@ -356,80 +324,7 @@ impl Keeper {
                 }
                 _ => {}
             }
-        }
-    }
-
-    /// A signal asks for the configuration to be read again.
-    fn read_again(&mut self) {
-        if self.ended == 0 && self.reading.replace(Reading::Wanted).is_none() {
-            notify::tell(&notify::reloading());
-        }
-    }
-
-    /// Tells the worker, if there is one that serves and stays. What a worker did not come to, the
-    /// next one does.
-    fn have_it_read(&mut self) {
-        let (Some(reading), None) = (self.reading, &self.upgrade) else { return };
-        let Some(worker) = self.worker.as_ref().filter(|worker| worker.serves_since.is_some())
-        else {
-            return;
-        };
-        if reading == Reading::Told(worker.pid()) {
-            return;
-        }
-        if worker.answers {
-            worker.say(to_worker::READ, "", None);
-            self.reading = Some(Reading::Told(worker.pid()));
-        } else {
-            let why = "the process that serves is of an earlier release, and does not read its \
-                       configuration again; `shadowbell upgrade` first";
-            say(&format!("warning: {why}"));
-            self.reading = None;
-            notify::tell(&notify::ready(why));
-        }
-    }
-
-    /// The worker has read it, or refused it.
-    fn has_read(&mut self, outcome: &str) {
-        // Another signal may have come meanwhile.
-        let told = |reading: &mut Reading| matches!(reading, Reading::Told(_));
-        if self.reading.take_if(told).is_some() {
-            notify::tell(&notify::ready(outcome));
-        }
-    }
-
-    /// Says that the service is alive if it is, and has a worker that hangs give way to another.
-    fn watch(&mut self, now: Instant) {
-        let Some(watchdog) = &mut self.watchdog else { return };
-        let is_handed_over =
-            self.upgrade.as_ref().is_some_and(|upgrade| upgrade.step != Step::Preparing);
-        let worker = self.worker.as_ref().filter(|worker| worker.answers && !is_handed_over);
-        match watchdog.due(now, worker.map(Worker::pid)) {
-            Due::Nothing => return,
-            Due::Visit => return self.tell_worker(to_worker::VISIT),
-            Due::Alive => {}
-            Due::Hangs => {
-                if let Some(worker) = worker {
-                    let pid = worker.pid();
-                    say(&format!(
-                        "error: process {pid} hangs: a thread that serves has not answered in \
-                         time; it is ended"
-                    ));
-                    worker.abort();
-                }
-            }
-            Due::Lost => return say("error: the process that hangs can not be ended"),
-        }
-        notify::tell(notify::WATCHDOG);
-    }
-
-    /// The worker answers.
-    fn is_alive(&mut self, status: &str) {
-        let pid = self.worker.as_ref().map(Worker::pid);
-        if let (Some(watchdog), Some(pid)) = (&mut self.watchdog, pid)
-            && watchdog.answered(pid)
-        {
-            notify::tell(&format!("{}\n{}", notify::WATCHDOG, notify::status(status)));
+            self.has_heard(letter);
         }
     }
 
@@ -449,121 +344,6 @@ impl Keeper {
             notify::tell(&notify::status(status));
         } else {
             notify::tell(&notify::ready(status));
-        }
-    }
-
-    fn look_for_ends(&mut self) {
-        self.leaving.retain_mut(|(worker, _)| worker.ended().is_none());
-        let new = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.ended());
-        let old = self.worker.as_mut().and_then(|worker| Some((worker.ended()?, worker.pid())));
-        // What they have said since they were last heard.
-        self.hear_workers();
-        if let Some(status) = new {
-            self.new_has_ended(status);
-        }
-        let Some((status, pid)) = old else { return };
-        // Another one may have taken its place meanwhile.
-        let Some(mut worker) = self.worker.take_if(|worker| worker.pid() == pid) else { return };
-        if let Some(upgrade) = &mut self.upgrade {
-            match upgrade.step {
-                Step::Preparing => {
-                    self.upgrade_failed(&format!("the running process {pid} {}", how(status)));
-                }
-                // It may have committed, and not have come to say so. The new one knows: it goes
-                // on, or ends.
-                Step::HandingOver => {
-                    upgrade.step = Step::Committed;
-                    upgrade.until = Instant::now() + LEAVE;
-                    upgrade.why = Some(format!("the running process {pid} {}", how(status)));
-                    upgrade.left = worker.leaves(Some(status));
-                    return;
-                }
-                // As it should.
-                Step::Committed => {
-                    upgrade.left = worker.leaves(Some(status)).filter(|_| !upgrade.new.has_taken);
-                    return;
-                }
-            }
-        }
-        let served = if worker.has_begun() { "served" } else { "was to serve" };
-        let what = format!("process {pid}, which {served}, {}", how(status));
-        match status.code() {
-            None => {
-                if worker.has_begun() {
-                    self.left = worker.leaves(Some(status));
-                }
-                self.worker_has_died(&what, worker.has_served(), is_killed(status));
-            }
-            // It has said why, if it had to. One that is to go on after another that died is tried
-            // again: a disk may still be locked by what the dead one has under way.
-            Some(code)
-                if worker.serves_since.is_some() || self.died.is_none() || self.ended != 0 =>
-            {
-                self.over = Some(u8::try_from(code).unwrap_or(exit::FAILED));
-            }
-            Some(_) => {
-                // It can not go on with what was left; it has said why.
-                self.left = None;
-                self.worker_has_died(&what, None, false);
-            }
-        }
-    }
-
-    /// None serves any more; the last one had served for so long, if it had.
-    fn worker_has_died(&mut self, what: &str, served: Option<Duration>, is_killed: bool) {
-        self.sockets.clear();
-        if self.ended != 0 {
-            say(&format!("error: {what} while the server was to end"));
-            self.over = Some(exit::FAILED);
-            return;
-        }
-        let now = Instant::now();
-        self.died.get_or_insert(now);
-        notify::tell(&notify::status("a process has died, and another one is to go on"));
-        match self.deaths.add(now, served, is_killed, self.left.is_some()) {
-            Next::Recover(Duration::ZERO) => {
-                say(&format!("error: {what}; another one goes on with its clients"));
-                self.restart = Some(now);
-            }
-            Next::Recover(wait) => {
-                let wait_ms = wait.as_millis();
-                say(&format!(
-                    "error: {what}; another one goes on with its clients in {wait_ms} ms"
-                ));
-                self.restart = Some(now + wait);
-            }
-            Next::Start(wait) => {
-                self.left = None;
-                say(&format!(
-                    "error: {what}; it is started again in {} ms. The clients that it had have \
-                     lost their controllers",
-                    wait.as_millis()
-                ));
-                self.restart = Some(now + wait);
-            }
-            Next::GiveUp => {
-                say(&format!(
-                    "error: {what}, the {}th in a minute; it is not started again",
-                    self.deaths.count()
-                ));
-                self.over = Some(exit::FAILED);
-            }
-        }
-    }
-
-    /// Starts a worker after another one has died.
-    fn start_again(&mut self) {
-        let started = match &self.left {
-            Some(left) => Worker::start_to_recover(&self.program, &self.arguments, left),
-            None => Worker::start(&self.program, &self.arguments, START),
-        };
-        match started {
-            Ok(worker) => self.worker = Some(worker),
-            Err(error) => {
-                let program = self.program.display().to_string();
-                let what = format!("{program} can not be started: {error}");
-                self.worker_has_died(&what, None, false);
-            }
         }
     }
 
@@ -606,128 +386,6 @@ impl Keeper {
         }
     }
 
-    /// Starts the worker that is to take over.
-    fn begin_upgrade(&mut self, program: Option<PathBuf>, asker: Option<OwnedFd>) {
-        let refusal = match &self.worker {
-            _ if self.ended != 0 => Some("the server is to end"),
-            _ if self.upgrade.is_some() => Some("another upgrade is under way"),
-            Some(worker) if worker.serves_since.is_some() => None,
-            _ => Some("the server does not serve yet; try again in a moment"),
-        };
-        if let Some(why) = refusal {
-            return tell_outcome(asker, Err(why));
-        }
-        let program = program.unwrap_or_else(|| self.program.clone());
-        match self.start_successor(program.clone()) {
-            Ok(mut upgrade) => {
-                upgrade.asker = asker;
-                self.upgrade = Some(upgrade);
-            }
-            Err(error) => {
-                let program = program.display();
-                tell_outcome(asker, Err(&format!("{program} can not be started: {error}")));
-            }
-        }
-    }
-
-    fn start_successor(&self, program: PathBuf) -> io::Result<Upgrade> {
-        let (old_end, new_end) = UnixStream::pair()?;
-        let new = Worker::start(&program, &self.arguments, SUCCESSOR)?;
-        new.say(to_worker::TAKE_OVER, "", Some(new_end.as_fd()));
-        let began = Instant::now();
-        Ok(Upgrade {
-            new,
-            transfer: Some(old_end),
-            step: Step::Preparing,
-            began,
-            until: began + PREPARE,
-            asker: None,
-            why: None,
-            left: None,
-        })
-    }
-
-    /// The new worker is prepared, and reads these state versions.
-    fn hand_over(&mut self, versions: &str) {
-        let Some(upgrade) = &mut self.upgrade else { return };
-        let (Some(worker), Some(transfer)) = (&self.worker, upgrade.transfer.take()) else {
-            return;
-        };
-        upgrade.step = Step::HandingOver;
-        upgrade.until = Instant::now() + HAND_OVER;
-        worker.say(to_worker::HAND_OVER, versions, Some(transfer.as_fd()));
-    }
-
-    /// The new worker has ended before it served.
-    fn new_has_ended(&mut self, status: ExitStatus) {
-        let Some(upgrade) = &mut self.upgrade else { return };
-        let why = upgrade.why.take().or_else(|| upgrade.new.why.take()).unwrap_or_else(|| {
-            format!(
-                "the new process {} {} before it could take over",
-                upgrade.new.pid(),
-                how(status)
-            )
-        });
-        match upgrade.step {
-            Step::Preparing => self.upgrade_failed(&why),
-            // The old one says what it comes to: it may have committed a moment ago.
-            Step::HandingOver => upgrade.why = Some(why),
-            Step::Committed => self.new_has_died(&why, status),
-        }
-    }
-
-    /// The new worker has ended, and the old one can not go on any more.
-    fn new_has_died(&mut self, why: &str, status: ExitStatus) {
-        let Some(Upgrade { mut new, asker, mut left, .. }) = self.upgrade.take() else { return };
-        if let Some(mut old) = self.worker.take() {
-            old.kill();
-            left = left.or_else(|| old.leaves(None));
-        }
-        self.left = if new.has_taken { new.leaves(Some(status)) } else { left };
-        tell_outcome(asker, Err(why));
-        let what = format!("process {}, which was to serve, {}", new.pid(), how(status));
-        self.worker_has_died(&what, None, is_killed(status));
-    }
-
-    /// The worker goes on.
-    fn upgrade_failed(&mut self, why: &str) {
-        let Some(mut upgrade) = self.upgrade.take() else { return };
-        // What the new one says of itself is nearer to the reason than that it is gone.
-        while let Some(packet) = upgrade.new.hear() {
-            if packet.letter == to_keeper::FAILED {
-                upgrade.new.why = Some(packet.text());
-            }
-        }
-        upgrade.new.kill();
-        let reason = upgrade.why.take().or_else(|| upgrade.new.why.take());
-        tell_outcome(upgrade.asker.take(), Err(reason.as_deref().unwrap_or(why)));
-        if self.ended != 0 {
-            self.tell_worker(to_worker::END);
-        }
-    }
-
-    /// The new worker serves.
-    fn upgraded(&mut self, status: &str) {
-        let Some(mut upgrade) = self.upgrade.take() else { return };
-        let old = self.worker.take();
-        upgrade.new.serves_since = Some(Instant::now());
-        upgrade.new.answers = !status.is_empty();
-        notify::tell(&notify::status(status));
-        self.program.clone_from(&upgrade.new.program);
-        let text = format!(
-            "process {} serves ({}), {} ms after it was started",
-            upgrade.new.pid(),
-            self.program.display(),
-            upgrade.began.elapsed().as_millis()
-        );
-        self.worker = Some(upgrade.new);
-        self.leaving.extend(old.map(|old| (old, Instant::now() + LEAVE)));
-        tell_outcome(upgrade.asker, Ok(&text));
-        if self.ended != 0 {
-            self.tell_worker(to_worker::END);
-        }
-    }
-
     fn answer(&mut self, packet: keeper_link::Packet, client: OwnedFd) {
         let is_yes = match packet.letter {
             question::IS_YOURS => {
@@ -759,50 +417,6 @@ impl Keeper {
             && let Some(control) = &mut self.control
         {
             control.keep(client);
-        }
-    }
-}
-
-/// Tells who asked for an upgrade what came of it; the log, if nobody did.
-fn tell_outcome(asker: Option<OwnedFd>, outcome: Result<&str, &str>) {
-    let (letter, text) = match outcome {
-        Ok(text) => (answer::YES, text),
-        Err(why) => {
-            say(&format!("warning: no upgrade: {why}"));
-            (answer::NO, why)
-        }
-    };
-    if let Some(asker) = asker {
-        let _ = keeper_link::send(asker, letter, text, None);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_file_is_there_to_be_read_again_or_not() {
-        let has = |line: &str| has_file(&line.split(' ').map(OsString::from).collect::<Vec<_>>());
-        assert!(has("shadowbell serve --keeper --config a.toml"));
-        assert!(has("shadowbell serve --config=a.toml --keeper"));
-        assert!(!has("shadowbell serve --keeper mem:1MiB --socket a -- --config"));
-    }
-
-    #[test]
-    fn the_keeper_s_command_line_is_told_from_others() {
-        let asks =
-            |line: &str| is_asked_for(&line.split(' ').map(OsString::from).collect::<Vec<_>>());
-        assert!(asks("shadowbell serve --keeper mem:1MiB --socket a"));
-        assert!(asks("shadowbell -v serve mem:1MiB --socket a --keeper"));
-        for other in [
-            "shadowbell",
-            "shadowbell serve mem:1MiB --socket a",
-            "shadowbell serve --as-worker start --keeper mem:1MiB --socket a",
-            "shadowbell serve --socket a -- --keeper",
-            "shadowbell bench serve --keeper",
-        ] {
-            assert!(!asks(other), "{other}");
         }
     }
 }

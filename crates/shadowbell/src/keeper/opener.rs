@@ -13,21 +13,31 @@ use super::say::say;
 use crate::disk_spec;
 use crate::grant::disks_of;
 use crate::keeper_link::{self, Packet, opening};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FileType, Mode, OFlags, fstat, open};
 use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
 use shadowbell_backend::{Access, open_image};
+use shadowbell_memory::process::{block_signals, unblock_signals};
+use shadowbell_state::Bytes;
+use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::ffi::OsStringExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The most paths that can be granted: one that is granted anew is the newest.
 const MOST: usize = 4096;
 
 /// What all workers may have, whoever it was named to.
 static SHARED: Mutex<Shared> = Mutex::new(Shared { granted: Vec::new(), opened: Vec::new() });
+
+/// How often that has changed.
+static CHANGES: AtomicU64 = AtomicU64::new(0);
 
 struct Shared {
     granted: Vec<PathBuf>,
@@ -43,21 +53,139 @@ pub(super) fn grant(path: PathBuf) {
         granted.remove(0);
     }
     granted.push(path);
+    CHANGES.fetch_add(1, Ordering::Release);
+}
+
+/// Who answers. Taken as a whole while nobody may: a question that was read is answered then, and
+/// another one stays in its socket.
+static WORK: RwLock<()> = RwLock::new(());
+
+/// All that answer.
+static ALL: Mutex<Vec<Arc<Opener>>> = Mutex::new(Vec::new());
+
+struct Opener {
+    socket: OwnedFd,
+    named: Mutex<Named>,
+}
+
+/// What the openers know, apart from what was named to each.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct SavedShared {
+    granted: Vec<Bytes>,
+    opened: Vec<(u64, u64)>,
+}
+
+/// What was named to one worker, written down.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct SavedNamed {
+    files: Vec<Bytes>,
+    directories: Vec<Bytes>,
+    config: Option<Bytes>,
+    is_complete: bool,
+}
+
+/// Nobody answers from now on until this is dropped; unless somebody is at it.
+pub(super) fn pause() -> Option<impl Sized> {
+    WORK.try_write()
+}
+
+/// What all workers may have, to be written down.
+pub(super) fn shared() -> SavedShared {
+    let shared = SHARED.lock();
+    let granted = shared.granted.iter().map(|path| bytes_of(path)).collect();
+    SavedShared { granted, opened: shared.opened.clone() }
+}
+
+/// How often that has changed.
+pub(super) fn changes() -> u64 {
+    CHANGES.load(Ordering::Acquire)
+}
+
+/// The sockets of all openers, and what was named at each.
+///
+/// # Errors
+/// The system has no more descriptors.
+pub(super) fn openers() -> io::Result<Vec<(OwnedFd, SavedNamed)>> {
+    let save = |opener: &Arc<Opener>| {
+        let named = opener.named.lock();
+        let all = |paths: &[PathBuf]| paths.iter().map(|path| bytes_of(path)).collect();
+        let saved = SavedNamed {
+            files: all(&named.files),
+            directories: all(&named.directories),
+            config: named.config.as_deref().map(bytes_of),
+            is_complete: named.is_complete,
+        };
+        Ok((opener.socket.try_clone()?, saved))
+    };
+    ALL.lock().iter().map(save).collect()
+}
+
+/// What an earlier process has written down.
+pub(super) fn restore_shared(saved: SavedShared) {
+    let mut shared = SHARED.lock();
+    shared.granted = saved.granted.into_iter().map(path_of).collect();
+    shared.opened = saved.opened;
+}
+
+/// Answers where an earlier process has answered.
+pub(super) fn restore(socket: OwnedFd, saved: SavedNamed) {
+    let all = |paths: Vec<Bytes>| paths.into_iter().map(path_of).collect();
+    let named = Named {
+        files: all(saved.files),
+        directories: all(saved.directories),
+        config: saved.config.map(path_of),
+        is_complete: saved.is_complete,
+    };
+    start_with(socket, named);
+}
+
+pub(super) fn bytes_of(path: &Path) -> Bytes {
+    Bytes(path.as_os_str().as_bytes().to_vec())
+}
+
+pub(super) fn path_of(bytes: Bytes) -> PathBuf {
+    OsString::from_vec(bytes.0).into()
 }
 
 /// Answers the questions of a worker at this socket until that is closed.
 pub(super) fn start(socket: OwnedFd) {
+    start_with(socket, Named::default());
+}
+
+fn start_with(socket: OwnedFd, named: Named) {
+    let opener = Arc::new(Opener { socket, named: Mutex::new(named) });
+    ALL.lock().push(Arc::clone(&opener));
+    // It is the keeper that is to have them, also if it has them wait.
+    let signals = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGCHLD];
+    let _ = block_signals(&signals);
     let thread = std::thread::Builder::new().name("sb-opener".into()).stack_size(256 << 10);
+    let its = Arc::clone(&opener);
     let started = thread.spawn(move || {
-        let mut named = Named::default();
-        while let Ok(Some(packet)) = keeper_link::receive(&socket, false) {
-            if answer(&socket, &mut named, packet).is_err() {
-                return;
-            }
-        }
+        while its.answers() {}
+        its.ends();
     });
+    let _ = unblock_signals(&signals);
     if let Err(error) = started {
+        opener.ends();
         say(&format!("error: no images can be opened for the process that serves: {error}"));
+    }
+}
+
+impl Opener {
+    /// Answers the next question. Whether there may be another one.
+    fn answers(&self) -> bool {
+        let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
+        let _ = poll(&mut fds, None);
+        let _work = WORK.read();
+        match keeper_link::receive(&self.socket, true) {
+            Ok(Some(packet)) => answer(&self.socket, &mut self.named.lock(), packet).is_ok(),
+            Err(error) => error.kind() == io::ErrorKind::WouldBlock,
+            Ok(None) => false,
+        }
+    }
+
+    fn ends(&self) {
+        ALL.lock().retain(|other| !std::ptr::eq(&raw const **other, self));
     }
 }
 
@@ -136,6 +264,7 @@ fn name(named: &mut Named, path: &Path) -> io::Result<OwnedFd> {
     let opened = &mut SHARED.lock().opened;
     if !opened.contains(&id) {
         opened.push(id);
+        CHANGES.fetch_add(1, Ordering::Release);
     }
     Ok(image)
 }

@@ -1,6 +1,8 @@
 //! When the service manager is told that the service is alive, and when a worker has to show that.
 
+use super::clock::Clock;
 use crate::notify;
+use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
 /// What the service manager waits for, if it does.
@@ -30,7 +32,28 @@ pub(super) enum Due {
     Lost,
 }
 
+/// How far it is.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct SavedWatchdog {
+    next: u64,
+    asked: Option<(u32, u64)>,
+    given_up: Option<u32>,
+}
+
 impl Watchdog {
+    /// How far it is.
+    pub(super) fn save(&self, clock: &Clock) -> SavedWatchdog {
+        let asked = self.asked.map(|(pid, until)| (pid, clock.write(until)));
+        SavedWatchdog { next: clock.write(self.next), asked, given_up: self.given_up }
+    }
+
+    /// Goes on from there.
+    pub(super) fn restore(&mut self, saved: &SavedWatchdog, clock: &Clock) {
+        self.next = clock.read(saved.next).min(self.next);
+        self.asked = saved.asked.map(|(pid, until)| (pid, clock.read(until)));
+        self.given_up = saved.given_up;
+    }
+
     /// What the service manager wants, by the environment.
     pub(super) fn wanted() -> Option<Self> {
         notify::watchdog().map(|every| Self::new(every, Instant::now()))

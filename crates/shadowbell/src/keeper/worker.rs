@@ -1,32 +1,36 @@
 //! A worker, as its keeper has it.
 
+use super::command_line::is_verb;
+use super::journal::Journal;
 use super::opener;
+use super::process::Process;
 use super::say::say;
 use crate::items::{COMPLETE, Items, Part};
 use crate::keeper_link::{self, AS_WORKER, Packet, to_keeper, to_worker};
+use rustix::process::Signal;
 use signal_hook::consts::SIGSYS;
 use std::collections::VecDeque;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 /// What a worker has left for the one that goes on for it.
 #[derive(Default)]
 pub(super) struct Left {
-    items: Items,
+    pub(super) items: Items,
     /// It has died by a fault: what it had in hand may be the reason.
-    by_fault: bool,
+    pub(super) by_fault: bool,
 }
 
 /// A process that serves, or is to.
 pub(super) struct Worker {
-    child: Child,
+    pub(super) process: Process,
     /// Until it has closed its end.
-    link: Option<OwnedFd>,
+    pub(super) link: Option<OwnedFd>,
     /// Its program.
     pub(super) program: PathBuf,
     /// Since when it serves.
@@ -38,13 +42,18 @@ pub(super) struct Worker {
     /// Why it can not go on, as it says itself.
     pub(super) why: Option<String>,
     /// What it has left for the time after its death.
-    items: Items,
+    pub(super) items: Items,
     /// That is of no use: something of it could not be kept.
-    is_broken: bool,
+    pub(super) is_broken: bool,
     /// It asks for images to be opened.
-    has_opener: bool,
+    pub(super) has_opener: bool,
     /// What it is still to be told of what another one has left.
-    parts: VecDeque<Part>,
+    pub(super) parts: VecDeque<Part>,
+    /// The next packet was looked at, and is to go.
+    pub(super) is_seen: bool,
+    /// A change of items has begun that comes in several packets, and a record says so. If the
+    /// keeper is killed, such a change is lost if some of them were taken from the socket.
+    pub(super) in_parts: bool,
 }
 
 impl Worker {
@@ -67,9 +76,13 @@ impl Worker {
                 is_verb_there = true;
             }
         }
+        // What a service manager has given to the keeper is not its worker's.
+        for name in ["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"] {
+            command.env_remove(name);
+        }
         let child = command.stdin(Stdio::from(theirs)).spawn()?;
         Ok(Self {
-            child,
+            process: child.into(),
             link: Some(ours),
             program: program.to_owned(),
             serves_since: None,
@@ -80,10 +93,12 @@ impl Worker {
             is_broken: false,
             has_opener: false,
             parts: VecDeque::new(),
+            is_seen: false,
+            in_parts: false,
         })
     }
 
-    /// Starts one that goes on with what another has `left`.
+    /// Starts one that goes on with what another has `left`; it is to be [told](Self::pass_on).
     ///
     /// # Errors
     /// The system's.
@@ -99,7 +114,6 @@ impl Worker {
         worker.parts = left.items.parts().into();
         // It changes what it changes.
         worker.items = left.items.clone();
-        worker.pass_on();
         Ok(worker)
     }
 
@@ -145,7 +159,7 @@ impl Worker {
     }
 
     pub(super) fn pid(&self) -> u32 {
-        self.child.id()
+        self.process.pid().as_raw_pid().cast_unsigned()
     }
 
     /// Where it can be heard.
@@ -160,10 +174,20 @@ impl Worker {
         }
     }
 
-    /// What it has said, if anything. What it wants kept is kept.
-    pub(super) fn hear(&mut self) -> Option<Packet> {
+    /// What it has said, if anything. What it wants kept is kept. With a journal each packet stays
+    /// in the socket until the next call: by then it is in the journal, or there is a record of
+    /// what it has brought about, as [`Journal::needs_record`] asks.
+    pub(super) fn hear(&mut self, mut journal: Option<&mut Journal>) -> Option<Packet> {
         loop {
-            let packet = match keeper_link::receive(self.link.as_ref()?, true) {
+            let link = self.link.as_ref()?;
+            if std::mem::take(&mut self.is_seen) {
+                keeper_link::drop_one(link);
+            }
+            let heard = match journal {
+                Some(_) => keeper_link::peek(link),
+                None => keeper_link::receive(link, true),
+            };
+            let mut packet = match heard {
                 Ok(Some(packet)) => packet,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return None,
                 Ok(None) | Err(_) => {
@@ -171,6 +195,7 @@ impl Worker {
                     return None;
                 }
             };
+            self.is_seen = journal.is_some();
             match packet.letter {
                 to_keeper::ITEMS => {}
                 to_keeper::OPENER => {
@@ -182,45 +207,73 @@ impl Worker {
                 }
                 _ => return Some(packet),
             }
-            if self.is_broken {
-                continue;
+            if let Some(journal) = &mut journal {
+                let (begins, ends) = Items::begins_and_ends(&packet.body);
+                if !self.items.is_open() {
+                    if !begins && !self.in_parts {
+                        // The end of a change that there is a record of.
+                        continue;
+                    }
+                    if !ends && !std::mem::replace(&mut self.in_parts, true) {
+                        journal.wants_record();
+                    }
+                    if journal.needs_record() {
+                        // And then this once more.
+                        self.is_seen = false;
+                        packet.letter = 0;
+                        return Some(packet);
+                    }
+                }
+                // In parts it is not put there: all of it is in the next record.
+                if begins && ends && journal.change(self.pid(), &packet).is_err() {
+                    journal.wants_record();
+                }
             }
-            if let Err(error) = self.items.take(&packet.body, packet.fds) {
-                self.is_broken = true;
-                self.items = Items::default();
-                say(&format!(
-                    "error: if process {} dies, its clients lose their controllers, because what \
-                     the next one needs can not be kept: {error}",
-                    self.pid()
-                ));
+            self.keep(&packet.body, std::mem::take(&mut packet.fds));
+            if let Some(journal) = journal.as_mut().filter(|_| !self.items.is_open()) {
+                if std::mem::take(&mut self.in_parts) {
+                    journal.wants_record();
+                }
+                if journal.needs_record() {
+                    return Some(packet);
+                }
             }
+        }
+    }
+
+    /// Keeps what belongs to a change of items.
+    pub(super) fn keep(&mut self, bytes: &[u8], fds: Vec<OwnedFd>) {
+        if self.is_broken {
+            return;
+        }
+        if let Err(error) = self.items.take(bytes, fds) {
+            self.is_broken = true;
+            self.items = Items::default();
+            say(&format!(
+                "error: if process {} dies, its clients lose their controllers, because what \
+                 the next one needs can not be kept: {error}",
+                self.pid()
+            ));
         }
     }
 
     /// How it has ended, if it has.
     pub(super) fn ended(&mut self) -> Option<ExitStatus> {
-        self.child.try_wait().ok().flatten()
+        self.process.ended()
     }
 
     /// Ends it as a fault would, so that what it has in hand is looked at as the reason.
     pub(super) fn abort(&self) {
-        let pid = rustix::process::Pid::from_child(&self.child);
         // Its end is seen elsewhere.
-        let _ = rustix::process::kill_process(pid, rustix::process::Signal::ABORT);
+        self.process.signal(Signal::ABORT);
         // One that somebody has stopped does not come to it before it goes on.
-        let _ = rustix::process::kill_process(pid, rustix::process::Signal::CONT);
+        self.process.signal(Signal::CONT);
     }
 
     /// Ends it at once, and waits until it has.
     pub(super) fn kill(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.process.kill();
     }
-}
-
-/// Whether this word of a command line is the verb that has a keeper.
-pub(super) fn is_verb(word: &OsStr) -> bool {
-    word == "serve"
 }
 
 /// How a process ended, for a sentence.
@@ -245,4 +298,89 @@ fn is_fault(status: ExitStatus) -> bool {
 pub(super) fn is_killed(status: ExitStatus) -> bool {
     use std::os::unix::process::ExitStatusExt;
     status.signal() == Some(signal_hook::consts::SIGKILL)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::journal::SavedJournal;
+    use super::super::record::Record;
+    use super::*;
+    use crate::items::{Change, packets};
+    use shadowbell_state::Parcel;
+
+    fn worker(link: &OwnedFd, items: Items, in_parts: bool) -> Worker {
+        Worker {
+            process: Process::of_another(rustix::process::getpid(), None),
+            link: Some(link.try_clone().unwrap()),
+            program: PathBuf::new(),
+            serves_since: None,
+            answers: true,
+            has_taken: false,
+            why: None,
+            items,
+            is_broken: false,
+            has_opener: false,
+            parts: VecDeque::new(),
+            is_seen: false,
+            in_parts,
+        }
+    }
+
+    fn record(journal: &mut Journal) {
+        let bytes = Parcel::new().encode(0).unwrap();
+        journal.record(&Record { bytes, fds: Vec::new() }, opener::changes()).unwrap();
+    }
+
+    /// A change in three packets, and a keeper that is killed at each step of it.
+    #[test]
+    fn a_change_in_parts_counts_once_or_is_known_to_be_lost() {
+        crate::descriptor_limit::raise();
+        let all: Vec<OwnedFd> = (0..600).map(|_| io::pipe().unwrap().0.into()).collect();
+        let fds: Vec<_> = all.iter().map(AsFd::as_fd).collect();
+        let changes = [Change::Put { key: "port/0", body: b"new", fds: &fds }];
+        // How many steps it takes before it is killed.
+        for steps in 0..4 {
+            let (ours, theirs) = keeper_link::pair().unwrap();
+            let mut memory = Vec::new();
+            for packet in packets(&changes, &mut memory).unwrap() {
+                let (bytes, fds) = (&packet.bytes, &packet.fds);
+                keeper_link::send_bytes(&theirs, to_keeper::ITEMS, bytes, fds, true).unwrap();
+            }
+            let (write, read) = keeper_link::pair().unwrap();
+            let mut journal = Journal::of_before(write, read, &SavedJournal::default());
+            record(&mut journal);
+            let mut before = worker(&ours, Items::default(), false);
+            match steps {
+                // It was not looked at.
+                0 => {}
+                // A record says that it begins.
+                1 => assert_eq!(before.hear(Some(&mut journal)).unwrap().letter, 0),
+                // Some of it was taken.
+                2 => {
+                    assert_eq!(before.hear(Some(&mut journal)).unwrap().letter, 0);
+                    keeper_link::drop_one(&ours);
+                }
+                // All of it was, and there is a record, and its end is in the socket still.
+                _ => {
+                    assert_eq!(before.hear(Some(&mut journal)).unwrap().letter, 0);
+                    record(&mut journal);
+                    let last = before.hear(Some(&mut journal)).unwrap();
+                    assert!(last.letter == to_keeper::ITEMS && journal.needs_record());
+                    assert!(before.items.contains("port/0") && !before.in_parts);
+                }
+            }
+            let mut after = worker(&ours, std::mem::take(&mut before.items), before.in_parts);
+            for _ in 0..3 {
+                if after.hear(Some(&mut journal)).is_none() {
+                    break;
+                }
+                record(&mut journal);
+            }
+            assert_eq!(after.is_broken, steps == 2, "{steps}");
+            if steps != 2 {
+                let (body, its) = after.items.remove("port/0").unwrap().read().unwrap();
+                assert_eq!((&body[..], its.len()), (&b"new"[..], 600), "{steps}");
+            }
+        }
+    }
 }

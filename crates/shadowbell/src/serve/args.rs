@@ -122,9 +122,11 @@ One of them that whoever starts it has set to be ignored stays so, as SIGINT is 
 SIGUSR1 writes the counters.
 
 With --keeper these are signals to the keeper, the process that was started. `shadowbell upgrade` or \
-SIGUSR2 to it replace the process that serves, by the program that is now at its path; guests keep \
-their controllers. A disk `mem:` is shared memory then. Under systemd: Type=notify, \
-ExecReload=kill -HUP $MAINPID, and WatchdogSec=60 has a process that hangs give way to another.
+SIGUSR2 to it replace the process that serves, and then the keeper, by the program that is now at \
+its path; guests keep their controllers. A disk `mem:` is shared memory then. Under systemd: \
+Type=notify, ExecReload=kill -HUP $MAINPID, and WatchdogSec=60 has a process that hangs give way to \
+another. With Restart=on-failure, FileDescriptorStoreMax=16 and Environment=FDSTORE=16 guests keep \
+their controllers when the keeper is killed.
 
 The process that serves is in a sandbox, and the log says at the start what that holds for; with \
 --keeper also for files: images are opened by the keeper. Disks nbd:, rbd:, nvme:// and vfio-user: \

@@ -8,6 +8,7 @@ mod control;
 mod failing_storage;
 #[cfg(feature = "faults")]
 mod faults;
+mod fd_store;
 mod fence;
 mod function;
 mod harness;
@@ -22,6 +23,7 @@ mod namespaces;
 mod notify;
 mod output;
 mod recover;
+mod renewal;
 mod restore;
 mod sandbox;
 mod stacked;

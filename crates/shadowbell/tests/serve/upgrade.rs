@@ -58,7 +58,11 @@ pub(crate) struct Load(Child);
 
 impl Load {
     pub(crate) fn start(server: &Server, controller: usize, namespace: u32) -> Self {
-        let target = format!("vfio-user:{}/{namespace}", socket(server, controller).display());
+        Self::at(&socket(server, controller), namespace)
+    }
+
+    pub(crate) fn at(socket: &Path, namespace: u32) -> Self {
+        let target = format!("vfio-user:{}/{namespace}", socket.display());
         let mut command = program();
         // It attaches once: nobody looks at what the disk holds before.
         command.args(["verify", &target, "--runtime", "600", "--iodepth", "32", "--json"]);

@@ -32,11 +32,12 @@ pub(super) fn test(report: &mut Report, package: &Path, newer: &Path) {
         Machine::boot(&root, &shared)
     });
     let Some(machine) = machine else { return };
-    let steps: [(&str, Step); 7] = [
+    let steps: [(&str, Step); 8] = [
         ("the package installs, and its service starts", installs),
         ("a reload reads the configuration again, and refuses a bad one", reloads),
         ("a client in the group of the sockets is served, and nobody else", serves),
         ("another process goes on when one is killed, and a client does not notice", survives),
+        ("the main process is killed, comes back, and a client does not notice", comes_back),
         ("a newer package replaces the process, and a client does not notice", upgrades),
         ("a process for one virtual machine", instances),
         ("removal ends everything, and purging leaves images alone", goes),
@@ -144,6 +145,18 @@ fn survives(machine: &Machine) -> Result<()> {
     is(machine, "systemctl show --property NRestarts shadowbell", "NRestarts=0")
 }
 
+fn comes_back(machine: &Machine) -> Result<()> {
+    let (main, before) = (main_pid(machine)?, worker_pid(machine)?);
+    is(machine, "systemctl show --property NFileDescriptorStore shadowbell", "=2")?;
+    let client = client(machine)?;
+    machine.run(&format!("kill -KILL {main}"))?;
+    wait(machine, &format!("shadowbell ctl status --json | grep '\"pid\"' | grep -v {before}"))?;
+    ends_well(client)?;
+    ensure!(main_pid(machine)? != main, "the same process is there");
+    is(machine, "systemctl show --property NRestarts shadowbell", "NRestarts=1")?;
+    is(machine, "systemctl show --property NFileDescriptorStore shadowbell", "=2")
+}
+
 fn upgrades(machine: &Machine) -> Result<()> {
     let (main, before) = (main_pid(machine)?, worker_pid(machine)?);
     let client = client(machine)?;
@@ -152,7 +165,10 @@ fn upgrades(machine: &Machine) -> Result<()> {
     ends_well(client)?;
     ensure!(main_pid(machine)? == main, "all of it was started anew:\n{said}");
     let now = worker_pid(machine)?;
-    is(machine, &format!("readlink /proc/{now}/exe"), "/usr/bin/shadowbell\n")?;
+    // The keeper as well.
+    for pid in [main, now] {
+        is(machine, &format!("readlink /proc/{pid}/exe"), "/usr/bin/shadowbell\n")?;
+    }
     is(machine, "dpkg-query --show --showformat '${Version}' shadowbell", "+newer")?;
     is(machine, "systemctl is-active shadowbell", "active")
 }
@@ -166,6 +182,7 @@ fn instances(machine: &Machine) -> Result<()> {
     machine.run(&format!("{CLIENT} shadowbell verify --number-ios 2000 {target}"))?;
     machine.run("systemctl stop shadowbell@vm1")?;
     is(machine, "systemctl show --property Result shadowbell@vm1", "Result=success")?;
+    is(machine, "systemctl show --property NFileDescriptorStore shadowbell@vm1", "=0")?;
     machine.run("test ! -e /run/shadowbell/vm1.sock && test -S /run/shadowbell/vm0.sock")?;
     machine.run("systemctl start shadowbell@vm1").map(drop)
 }

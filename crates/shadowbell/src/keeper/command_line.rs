@@ -1,0 +1,102 @@
+//! The command line of a keeper.
+
+use crate::keeper_link;
+use std::ffi::{OsStr, OsString};
+use std::os::fd::RawFd;
+
+/// The option by which a keeper knows that it was one before, and where it finds what it was.
+pub(super) const AS_KEEPER: &str = "--as-keeper";
+/// Whether this command line asks for a keeper. The worker's does not, though it has the option.
+pub(crate) fn is_asked_for(arguments: &[OsString]) -> bool {
+    let mut words = arguments.iter().skip(1).skip_while(|word| is_option(word));
+    if !words.next().is_some_and(|word| is_verb(word)) {
+        return false;
+    }
+    let mut options = words.take_while(|word| *word != "--");
+    let mut asks = false;
+    options.all(|word| {
+        asks |= word == "--keeper";
+        word != keeper_link::AS_WORKER
+    }) && asks
+}
+
+/// Whether this command line of a keeper names a configuration file.
+pub(super) fn has_file(arguments: &[OsString]) -> bool {
+    let mut words = arguments.iter().take_while(|word| *word != "--");
+    words.any(|word| word == "--config" || word.as_encoded_bytes().starts_with(b"--config="))
+}
+
+fn is_option(word: &OsStr) -> bool {
+    word.as_encoded_bytes().starts_with(b"-")
+}
+
+/// Whether this word of a command line is the verb that has a keeper.
+pub(super) fn is_verb(word: &OsStr) -> bool {
+    word == "serve"
+}
+
+/// The command line of a keeper that finds there what it was.
+pub(super) fn with_left(arguments: &[OsString], left: RawFd) -> Vec<OsString> {
+    let verb = arguments.iter().skip(1).position(|word| is_verb(word)).map_or(1, |at| at + 2);
+    let (before, after) = arguments.split_at(verb.min(arguments.len()));
+    let added = [AS_KEEPER.into(), left.to_string().into()];
+    before.iter().cloned().chain(added).chain(after.iter().cloned()).collect()
+}
+
+/// Takes out of a command line what [`with_left`] has put there.
+pub(super) fn take_left(arguments: &mut Vec<OsString>) -> Option<RawFd> {
+    let at = arguments.iter().position(|word| is_verb(word))? + 1;
+    if arguments.get(at)? != AS_KEEPER {
+        return None;
+    }
+    let left = arguments.get(at + 1)?.to_str()?.parse().ok();
+    arguments.drain(at..at + 2);
+    left
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_there_to_be_read_again_or_not() {
+        let has = |line: &str| has_file(&line.split(' ').map(OsString::from).collect::<Vec<_>>());
+        assert!(has("shadowbell serve --keeper --config a.toml"));
+        assert!(has("shadowbell serve --config=a.toml --keeper"));
+        assert!(!has("shadowbell serve --keeper mem:1MiB --socket a -- --config"));
+    }
+
+    #[test]
+    fn the_keeper_s_command_line_is_told_from_others() {
+        let asks =
+            |line: &str| is_asked_for(&line.split(' ').map(OsString::from).collect::<Vec<_>>());
+        assert!(asks("shadowbell serve --keeper mem:1MiB --socket a"));
+        assert!(asks("shadowbell -v serve mem:1MiB --socket a --keeper"));
+        for other in [
+            "shadowbell",
+            "shadowbell serve mem:1MiB --socket a",
+            "shadowbell serve --as-worker start --keeper mem:1MiB --socket a",
+            "shadowbell serve --socket a -- --keeper",
+            "shadowbell bench serve --keeper",
+        ] {
+            assert!(!asks(other), "{other}");
+        }
+    }
+
+    fn words(line: &str) -> Vec<OsString> {
+        line.split(' ').map(OsString::from).collect()
+    }
+
+    #[test]
+    fn a_command_line_comes_back() {
+        for line in ["sb serve --keeper mem:1MiB --socket a", "sb -v serve a --keeper -- serve"] {
+            let line = words(line);
+            let mut with = with_left(&line, 77);
+            assert!(is_asked_for(&with));
+            assert_eq!(take_left(&mut with), Some(77));
+            assert_eq!(with, line);
+            assert_eq!(take_left(&mut with), None);
+            assert_eq!(with, line);
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! What a service manager asks for: that the configuration is read again, and that all is alive.
+
+use super::say::say;
+use super::state::{Keeper, Reading};
+use super::upgrade::Step;
+use super::watchdog::Due;
+use super::worker::Worker;
+use crate::keeper_link::to_worker;
+use crate::notify;
+use std::time::Instant;
+
+impl Keeper {
+    /// A signal asks for the configuration to be read again.
+    pub(super) fn read_again(&mut self) {
+        if self.ended == 0 && self.reading.replace(Reading::Wanted).is_none() {
+            notify::tell(&notify::reloading());
+        }
+    }
+
+    /// Tells the worker, if there is one that serves and stays. What a worker did not come to, the
+    /// next one does.
+    pub(super) fn have_it_read(&mut self) {
+        let (Some(reading), None) = (self.reading, &self.upgrade) else { return };
+        let Some(worker) = self.worker.as_ref().filter(|worker| worker.serves_since.is_some())
+        else {
+            return;
+        };
+        if reading == Reading::Told(worker.pid()) {
+            return;
+        }
+        if worker.answers {
+            worker.say(to_worker::READ, "", None);
+            self.reading = Some(Reading::Told(worker.pid()));
+        } else {
+            let why = "the process that serves is of an earlier release, and does not read its \
+                       configuration again; `shadowbell upgrade` first";
+            say(&format!("warning: {why}"));
+            self.reading = None;
+            notify::tell(&notify::ready(why));
+        }
+    }
+
+    /// The worker has read it, or refused it.
+    pub(super) fn has_read(&mut self, outcome: &str) {
+        // Another signal may have come meanwhile.
+        let told = |reading: &mut Reading| matches!(reading, Reading::Told(_));
+        if self.reading.take_if(told).is_some() {
+            notify::tell(&notify::ready(outcome));
+        }
+    }
+
+    /// Says that the service is alive if it is, and has a worker that hangs give way to another.
+    pub(super) fn watch(&mut self, now: Instant) {
+        let Some(watchdog) = &mut self.watchdog else { return };
+        let is_handed_over =
+            self.upgrade.as_ref().is_some_and(|upgrade| upgrade.step != Step::Preparing);
+        let worker = self.worker.as_ref().filter(|worker| worker.answers && !is_handed_over);
+        match watchdog.due(now, worker.map(Worker::pid)) {
+            Due::Nothing => return,
+            Due::Visit => return self.tell_worker(to_worker::VISIT),
+            Due::Alive => {}
+            Due::Hangs => {
+                if let Some(worker) = worker {
+                    let pid = worker.pid();
+                    say(&format!(
+                        "error: process {pid} hangs: a thread that serves has not answered in \
+                         time; it is ended"
+                    ));
+                    worker.abort();
+                }
+            }
+            Due::Lost => return say("error: the process that hangs can not be ended"),
+        }
+        notify::tell(notify::WATCHDOG);
+    }
+
+    /// The worker answers.
+    pub(super) fn is_alive(&mut self, status: &str) {
+        let pid = self.worker.as_ref().map(Worker::pid);
+        if let (Some(watchdog), Some(pid)) = (&mut self.watchdog, pid)
+            && watchdog.answered(pid)
+        {
+            notify::tell(&format!("{}\n{}", notify::WATCHDOG, notify::status(status)));
+        }
+    }
+}

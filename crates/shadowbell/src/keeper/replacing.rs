@@ -1,0 +1,136 @@
+//! What a keeper does when a worker has ended.
+
+use super::deaths::Next;
+use super::say::say;
+use super::state::{Keeper, LEAVE};
+use super::upgrade::Step;
+use super::worker::{Worker, how, is_killed};
+use crate::keeper_link::START;
+use crate::{exit, notify};
+use std::time::{Duration, Instant};
+
+impl Keeper {
+    pub(super) fn look_for_ends(&mut self) {
+        self.leaving.retain_mut(|(worker, _)| worker.ended().is_none());
+        let new = self.upgrade.as_mut().and_then(|upgrade| upgrade.new.ended());
+        let old = self.worker.as_mut().and_then(|worker| Some((worker.ended()?, worker.pid())));
+        // What they have said since they were last heard.
+        self.hear_workers();
+        if let Some(status) = new {
+            self.new_has_ended(status);
+        }
+        let Some((status, pid)) = old else { return };
+        // Another one may have taken its place meanwhile.
+        let Some(mut worker) = self.worker.take_if(|worker| worker.pid() == pid) else { return };
+        if let Some(upgrade) = &mut self.upgrade {
+            match upgrade.step {
+                Step::Preparing => {
+                    self.upgrade_failed(&format!("the running process {pid} {}", how(status)));
+                }
+                // It may have committed, and not have come to say so. The new one knows: it goes
+                // on, or ends.
+                Step::HandingOver => {
+                    upgrade.step = Step::Committed;
+                    upgrade.until = Instant::now() + LEAVE;
+                    upgrade.why = Some(format!("the running process {pid} {}", how(status)));
+                    upgrade.left = worker.leaves(Some(status));
+                    return;
+                }
+                // As it should.
+                Step::Committed => {
+                    upgrade.left = worker.leaves(Some(status)).filter(|_| !upgrade.new.has_taken);
+                    return;
+                }
+            }
+        }
+        let served = if worker.has_begun() { "served" } else { "was to serve" };
+        let what = format!("process {pid}, which {served}, {}", how(status));
+        match status.code() {
+            None => {
+                if worker.has_begun() {
+                    self.left = worker.leaves(Some(status));
+                }
+                self.worker_has_died(&what, worker.has_served(), is_killed(status));
+            }
+            // It has said why, if it had to. One that is to go on after another that died is tried
+            // again: a disk may still be locked by what the dead one has under way.
+            Some(code)
+                if worker.serves_since.is_some() || self.died.is_none() || self.ended != 0 =>
+            {
+                self.over = Some(u8::try_from(code).unwrap_or(exit::FAILED));
+            }
+            Some(_) => {
+                // It can not go on with what was left; it has said why.
+                self.left = None;
+                self.worker_has_died(&what, None, false);
+            }
+        }
+    }
+
+    /// None serves any more; the last one had served for so long, if it had.
+    pub(super) fn worker_has_died(
+        &mut self,
+        what: &str,
+        served: Option<Duration>,
+        is_killed: bool,
+    ) {
+        self.sockets.clear();
+        if self.ended != 0 {
+            say(&format!("error: {what} while the server was to end"));
+            self.over = Some(exit::FAILED);
+            return;
+        }
+        let now = Instant::now();
+        self.died.get_or_insert(now);
+        notify::tell(&notify::status("a process has died, and another one is to go on"));
+        match self.deaths.add(now, served, is_killed, self.left.is_some()) {
+            Next::Recover(Duration::ZERO) => {
+                say(&format!("error: {what}; another one goes on with its clients"));
+                self.restart = Some(now);
+            }
+            Next::Recover(wait) => {
+                let wait_ms = wait.as_millis();
+                say(&format!(
+                    "error: {what}; another one goes on with its clients in {wait_ms} ms"
+                ));
+                self.restart = Some(now + wait);
+            }
+            Next::Start(wait) => {
+                self.left = None;
+                say(&format!(
+                    "error: {what}; it is started again in {} ms. The clients that it had have \
+                     lost their controllers",
+                    wait.as_millis()
+                ));
+                self.restart = Some(now + wait);
+            }
+            Next::GiveUp => {
+                say(&format!(
+                    "error: {what}, the {}th in a minute; it is not started again",
+                    self.deaths.count()
+                ));
+                self.over = Some(exit::FAILED);
+            }
+        }
+    }
+
+    /// Starts a worker after another one has died.
+    pub(super) fn start_again(&mut self) {
+        let started = match &self.left {
+            Some(left) => Worker::start_to_recover(&self.program, &self.arguments, left),
+            None => Worker::start(&self.program, &self.arguments, START),
+        };
+        match started {
+            Ok(worker) => {
+                self.worker = Some(worker);
+                // Before it is told anything.
+                self.write_record();
+            }
+            Err(error) => {
+                let program = self.program.display().to_string();
+                let what = format!("{program} can not be started: {error}");
+                self.worker_has_died(&what, None, false);
+            }
+        }
+    }
+}

@@ -1,0 +1,312 @@
+//! What a keeper is, as a [record](super::record) has it.
+
+use super::clock::Clock;
+use super::control::Control;
+use super::journal::{Journal, SavedJournal};
+use super::opener::{self, SavedNamed, SavedShared, bytes_of, path_of};
+use super::process::Process;
+use super::record::{Record, bytes_in};
+use super::state::{Keeper, LEAVE, Reading};
+use super::upgrade::{Step, Upgrade};
+use super::watchdog::SavedWatchdog;
+use super::worker::{Left, Worker};
+use crate::items::Items;
+use crate::saved_items::{Fds, SavedItems, add};
+use rustix::process::Pid;
+use serde::{Deserialize, Serialize};
+use shadowbell_state::{Bytes, Descriptors, FdRef, Parcel, StateError};
+use std::os::fd::{AsFd, OwnedFd};
+
+const KEEPER: &str = "keeper";
+const OPENED: &str = "opened";
+const HELD: &str = "held";
+
+/// What a keeper is.
+#[derive(Debug, Serialize, Deserialize)]
+struct SavedKeeper {
+    program: Bytes,
+    sockets: Vec<Bytes>,
+    is_ready: bool,
+    deaths: Vec<u64>,
+    died: Option<u64>,
+    restart: Option<u64>,
+    /// The configuration is to be read again; this worker was told so.
+    reading: Option<Option<u32>>,
+    watchdog: Option<SavedWatchdog>,
+    worker: Option<SavedWorker>,
+    upgrade: Option<SavedUpgrade>,
+    leaving: Vec<SavedWorker>,
+    left: Option<SavedLeft>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct SavedUpgrade {
+    new: SavedWorker,
+    step: Step,
+    why: Option<String>,
+    left: Option<SavedLeft>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct SavedLeft {
+    items: SavedItems,
+    by_fault: bool,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct SavedWorker {
+    pid: i32,
+    process: Option<FdRef>,
+    link: Option<FdRef>,
+    program: Bytes,
+    serves_since: Option<u64>,
+    answers: bool,
+    has_taken: bool,
+    why: Option<String>,
+    items: SavedItems,
+    is_broken: bool,
+    has_opener: bool,
+    in_parts: bool,
+}
+
+/// What only the same process can go on with.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct SavedHeld {
+    control: Option<FdRef>,
+    clients: Vec<FdRef>,
+    openers: Vec<(FdRef, SavedNamed)>,
+    /// Both ends of the journal, and how far it is.
+    journal: Option<(FdRef, FdRef, SavedJournal)>,
+    /// Who is to hear what came of an upgrade.
+    asker: Option<FdRef>,
+    /// What.
+    outcome: String,
+}
+
+/// What the same process goes on with, apart from what a [`Keeper`] has by itself.
+#[derive(Default)]
+pub(super) struct Held {
+    pub(super) openers: Vec<(OwnedFd, SavedNamed)>,
+    pub(super) asker: Option<OwnedFd>,
+    pub(super) outcome: String,
+}
+
+/// Whether this program could go on from the record in this memory.
+///
+/// # Errors
+/// Why not.
+pub(super) fn check(memory: OwnedFd) -> Result<(), StateError> {
+    let mut parcel = Parcel::decode(&bytes_in(memory)?, Vec::new())?;
+    section::<SavedKeeper>(&mut parcel, KEEPER)?;
+    section::<SavedShared>(&mut parcel, OPENED)?;
+    parcel.take::<SavedHeld>(HELD)?;
+    parcel.finish()
+}
+
+fn section<T: serde::de::DeserializeOwned>(
+    parcel: &mut Parcel,
+    name: &str,
+) -> Result<T, StateError> {
+    parcel.take(name)?.ok_or(StateError::NotAState("a section is missing"))
+}
+
+impl Left {
+    fn save<'a>(&'a self, fds: &mut Fds<'a>) -> SavedLeft {
+        SavedLeft { items: self.items.save(fds), by_fault: self.by_fault }
+    }
+
+    fn restore(saved: SavedLeft, fds: &mut Descriptors) -> Result<Self, StateError> {
+        Ok(Self { items: Items::restore(saved.items, fds)?, by_fault: saved.by_fault })
+    }
+}
+
+impl Worker {
+    fn save<'a>(&'a self, fds: &mut Fds<'a>, clock: &Clock) -> SavedWorker {
+        SavedWorker {
+            pid: self.process.pid().as_raw_pid(),
+            process: self.process.fd().map(|fd| add(fds, fd)),
+            link: self.link().map(|link| add(fds, link)),
+            program: bytes_of(&self.program),
+            serves_since: self.serves_since.map(|since| clock.write(since)),
+            answers: self.answers,
+            has_taken: self.has_taken,
+            why: self.why.clone(),
+            items: self.items.save(fds),
+            is_broken: self.is_broken,
+            has_opener: self.has_opener,
+            in_parts: self.in_parts,
+        }
+    }
+
+    fn restore(
+        saved: SavedWorker,
+        fds: &mut Descriptors,
+        clock: &Clock,
+        is_child: bool,
+    ) -> Result<Self, StateError> {
+        let pid = Pid::from_raw(saved.pid).ok_or(StateError::NotAState("no process is 0"))?;
+        let fd = saved.process.map(|fd| fds.take(fd)).transpose()?;
+        let mut items = Items::restore(saved.items, fds)?;
+        if !is_child {
+            // Its packets may be gone by now.
+            items.close();
+        }
+        Ok(Self {
+            process: if is_child {
+                Process::of_before(pid, fd)
+            } else {
+                Process::of_another(pid, fd)
+            },
+            link: saved.link.map(|link| fds.take(link)).transpose()?,
+            program: path_of(saved.program),
+            serves_since: saved.serves_since.map(|since| clock.read(since)),
+            answers: saved.answers,
+            has_taken: saved.has_taken,
+            why: saved.why,
+            items,
+            is_broken: saved.is_broken,
+            has_opener: saved.has_opener,
+            parts: std::collections::VecDeque::new(),
+            is_seen: false,
+            in_parts: saved.in_parts,
+        })
+    }
+}
+
+impl Keeper {
+    /// Writes down what it is; `held` is for the same process only.
+    ///
+    /// # Errors
+    /// It can not be written.
+    pub(super) fn record<'a>(&'a self, held: Option<&'a Held>) -> Result<Record<'a>, StateError> {
+        let clock = Clock::look();
+        let mut fds = Fds::new();
+        let saved = SavedKeeper {
+            program: bytes_of(&self.program),
+            sockets: self.sockets.iter().map(|path| bytes_of(path)).collect(),
+            is_ready: self.is_ready,
+            deaths: self.deaths.times().map(|time| clock.write(time)).collect(),
+            died: self.died.map(|time| clock.write(time)),
+            restart: self.restart.map(|time| clock.write(time)),
+            reading: self.reading.map(|reading| match reading {
+                Reading::Wanted => None,
+                Reading::Told(pid) => Some(pid),
+            }),
+            watchdog: self.watchdog.as_ref().map(|watchdog| watchdog.save(&clock)),
+            worker: self.worker.as_ref().map(|worker| worker.save(&mut fds, &clock)),
+            upgrade: self.upgrade.as_ref().map(|upgrade| SavedUpgrade {
+                new: upgrade.new.save(&mut fds, &clock),
+                step: upgrade.step,
+                why: upgrade.why.clone(),
+                left: upgrade.left.as_ref().map(|left| left.save(&mut fds)),
+            }),
+            leaving: self.leaving.iter().map(|(worker, _)| worker.save(&mut fds, &clock)).collect(),
+            left: self.left.as_ref().map(|left| left.save(&mut fds)),
+        };
+        let mut parcel = Parcel::new();
+        parcel.add(KEEPER, true, &saved)?;
+        parcel.add(OPENED, true, &opener::shared())?;
+        if let Some(held) = held {
+            let control = self.control.as_ref();
+            let saved = SavedHeld {
+                control: control.map(|control| add(&mut fds, control.socket())),
+                clients: control
+                    .iter()
+                    .flat_map(|control| control.clients())
+                    .map(|client| add(&mut fds, client))
+                    .collect(),
+                openers: held
+                    .openers
+                    .iter()
+                    .map(|(socket, named)| (add(&mut fds, socket.as_fd()), named.clone()))
+                    .collect(),
+                journal: self.journal.as_ref().map(|journal| {
+                    let (write, read) = journal.ends();
+                    (add(&mut fds, write), add(&mut fds, read), journal.save())
+                }),
+                asker: held.asker.as_ref().map(|asker| add(&mut fds, asker.as_fd())),
+                outcome: held.outcome.clone(),
+            };
+            parcel.add(HELD, true, &saved)?;
+        }
+        Ok(Record { bytes: parcel.encode(fds.len())?, fds })
+    }
+
+    /// Becomes what was written down: by this process (`is_same`), or by one that was killed.
+    ///
+    /// # Errors
+    /// [`StateError`]: it is of another form.
+    pub(super) fn restore(
+        &mut self,
+        mut parcel: Parcel,
+        is_same: bool,
+    ) -> Result<Option<Held>, StateError> {
+        let clock = Clock::look();
+        let saved: SavedKeeper = section(&mut parcel, KEEPER)?;
+        let shared: SavedShared = section(&mut parcel, OPENED)?;
+        let held: Option<SavedHeld> = parcel.take(HELD)?;
+        let mut fds = std::mem::take(parcel.descriptors());
+        parcel.finish()?;
+        let fds = &mut fds;
+        let mut worker = |saved| Worker::restore(saved, &mut *fds, &clock, is_same);
+        let serves = saved.worker.map(&mut worker).transpose()?;
+        let leaving: Result<Vec<_>, _> = saved.leaving.into_iter().map(&mut worker).collect();
+        let leaving = leaving?;
+        let upgrade = match saved.upgrade {
+            None => None,
+            Some(upgrade) => Some((worker(upgrade.new)?, upgrade.step, upgrade.why, upgrade.left)),
+        };
+        let left = |saved: Option<SavedLeft>, fds: &mut Descriptors| {
+            saved.map(|left| Left::restore(left, fds)).transpose()
+        };
+        self.left = left(saved.left, fds)?;
+        self.upgrade = match upgrade {
+            None => None,
+            Some((new, step, why, its)) => Some(Upgrade {
+                new,
+                transfer: None,
+                its: None,
+                step,
+                began: clock.now(),
+                until: clock.now() + LEAVE,
+                asker: None,
+                why,
+                left: left(its, fds)?,
+            }),
+        };
+        self.worker = serves;
+        self.leaving = leaving.into_iter().map(|worker| (worker, clock.now() + LEAVE)).collect();
+        self.program = path_of(saved.program);
+        self.sockets = saved.sockets.into_iter().map(path_of).collect();
+        self.deaths = saved.deaths.iter().map(|time| clock.read(*time)).collect();
+        self.died = saved.died.map(|time| clock.read(time));
+        self.restart = saved.restart.map(|time| clock.read(time));
+        opener::restore_shared(shared);
+        if is_same {
+            self.is_ready = saved.is_ready;
+            self.reading = saved.reading.map(|told| told.map_or(Reading::Wanted, Reading::Told));
+            if let (Some(watchdog), Some(saved)) = (&mut self.watchdog, &saved.watchdog) {
+                watchdog.restore(saved, &clock);
+            }
+        }
+        let Some(held) = held else { return Ok(None) };
+        let taken: Result<Vec<_>, _> = held.clients.into_iter().map(|fd| fds.take(fd)).collect();
+        let clients = taken?;
+        self.control = match held.control {
+            Some(socket) => Some(Control::of_before(fds.take(socket)?, clients)),
+            None => None,
+        };
+        self.journal = match held.journal {
+            None => None,
+            Some((write, read, saved)) => {
+                Some(Journal::of_before(fds.take(write)?, fds.take(read)?, &saved))
+            }
+        };
+        let openers = held.openers.into_iter().map(|(fd, named)| Ok((fds.take(fd)?, named)));
+        Ok(Some(Held {
+            openers: openers.collect::<Result<_, StateError>>()?,
+            asker: held.asker.map(|asker| fds.take(asker)).transpose()?,
+            outcome: held.outcome,
+        }))
+    }
+}

@@ -1,0 +1,147 @@
+//! An upgrade: another worker is started and prepared, and the one that serves hands over to it, or
+//! goes on. Who dies on the way is seen by its end.
+
+use super::renewal::Renewal;
+use super::state::{HAND_OVER, Keeper, LEAVE, PREPARE};
+use super::upgrade::{Step, Upgrade, tell_outcome};
+use super::worker::{Worker, how, is_killed};
+use crate::keeper_link::{SUCCESSOR, to_keeper, to_worker};
+use crate::notify;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::ExitStatus;
+use std::time::Instant;
+
+impl Keeper {
+    /// Starts the worker that is to take over.
+    pub(super) fn begin_upgrade(&mut self, program: Option<PathBuf>, asker: Option<OwnedFd>) {
+        let refusal = match &self.worker {
+            _ if self.ended != 0 => Some("the server is to end"),
+            _ if self.upgrade.is_some() => Some("another upgrade is under way"),
+            Some(worker) if worker.serves_since.is_some() => None,
+            _ => Some("the server does not serve yet; try again in a moment"),
+        };
+        if let Some(why) = refusal {
+            return tell_outcome(asker, Err(why));
+        }
+        let program = program.unwrap_or_else(|| self.program.clone());
+        match self.start_successor(program.clone()) {
+            Ok(mut upgrade) => {
+                upgrade.asker = asker;
+                let its = upgrade.its.take();
+                self.upgrade = Some(upgrade);
+                self.write_record();
+                if let (Some(upgrade), Some(its)) = (&self.upgrade, its) {
+                    upgrade.new.say(to_worker::TAKE_OVER, "", Some(its.as_fd()));
+                }
+            }
+            Err(error) => {
+                let program = program.display();
+                tell_outcome(asker, Err(&format!("{program} can not be started: {error}")));
+            }
+        }
+    }
+
+    pub(super) fn start_successor(&self, program: PathBuf) -> io::Result<Upgrade> {
+        let (old_end, new_end) = UnixStream::pair()?;
+        let new = Worker::start(&program, &self.arguments, SUCCESSOR)?;
+        let began = Instant::now();
+        Ok(Upgrade {
+            new,
+            transfer: Some(old_end),
+            its: Some(new_end),
+            step: Step::Preparing,
+            began,
+            until: began + PREPARE,
+            asker: None,
+            why: None,
+            left: None,
+        })
+    }
+
+    /// The new worker is prepared, and reads these state versions.
+    pub(super) fn hand_over(&mut self, versions: &str) {
+        let Some(upgrade) = &mut self.upgrade else { return };
+        let (Some(worker), Some(transfer)) = (&self.worker, upgrade.transfer.take()) else {
+            return;
+        };
+        upgrade.step = Step::HandingOver;
+        upgrade.until = Instant::now() + HAND_OVER;
+        worker.say(to_worker::HAND_OVER, versions, Some(transfer.as_fd()));
+    }
+
+    /// The new worker has ended before it served.
+    pub(super) fn new_has_ended(&mut self, status: ExitStatus) {
+        let Some(upgrade) = &mut self.upgrade else { return };
+        let why = upgrade.why.take().or_else(|| upgrade.new.why.take()).unwrap_or_else(|| {
+            format!(
+                "the new process {} {} before it could take over",
+                upgrade.new.pid(),
+                how(status)
+            )
+        });
+        match upgrade.step {
+            Step::Preparing => self.upgrade_failed(&why),
+            // The old one says what it comes to: it may have committed a moment ago.
+            Step::HandingOver => upgrade.why = Some(why),
+            Step::Committed => self.new_has_died(&why, status),
+        }
+    }
+
+    /// The new worker has ended, and the old one can not go on any more.
+    pub(super) fn new_has_died(&mut self, why: &str, status: ExitStatus) {
+        let Some(Upgrade { mut new, asker, mut left, .. }) = self.upgrade.take() else { return };
+        if let Some(mut old) = self.worker.take() {
+            old.kill();
+            left = left.or_else(|| old.leaves(None));
+        }
+        self.left = if new.has_taken { new.leaves(Some(status)) } else { left };
+        tell_outcome(asker, Err(why));
+        let what = format!("process {}, which was to serve, {}", new.pid(), how(status));
+        self.worker_has_died(&what, None, is_killed(status));
+    }
+
+    /// The worker goes on.
+    pub(super) fn upgrade_failed(&mut self, why: &str) {
+        let Some(mut upgrade) = self.upgrade.take() else { return };
+        // What the new one says of itself is nearer to the reason than that it is gone.
+        while let Some(packet) = upgrade.new.hear(self.journal.as_mut()) {
+            if packet.letter == to_keeper::FAILED {
+                upgrade.new.why = Some(packet.text());
+            }
+        }
+        upgrade.new.kill();
+        let reason = upgrade.why.take().or_else(|| upgrade.new.why.take());
+        tell_outcome(upgrade.asker.take(), Err(reason.as_deref().unwrap_or(why)));
+        if self.ended != 0 {
+            self.tell_worker(to_worker::END);
+        }
+    }
+
+    /// The new worker serves.
+    pub(super) fn upgraded(&mut self, status: &str) {
+        let Some(mut upgrade) = self.upgrade.take() else { return };
+        let old = self.worker.take();
+        upgrade.new.serves_since = Some(Instant::now());
+        upgrade.new.answers = !status.is_empty();
+        notify::tell(&notify::status(status));
+        self.program.clone_from(&upgrade.new.program);
+        let text = format!(
+            "process {} serves ({}), {} ms after it was started",
+            upgrade.new.pid(),
+            self.program.display(),
+            upgrade.began.elapsed().as_millis()
+        );
+        self.worker = Some(upgrade.new);
+        self.leaving.extend(old.map(|old| (old, Instant::now() + LEAVE)));
+        let renewal = Renewal::new(self.program.clone(), upgrade.asker, text);
+        if let Some(before) = self.renewal.replace(renewal) {
+            before.ends(None);
+        }
+        if self.ended != 0 {
+            self.tell_worker(to_worker::END);
+        }
+    }
+}

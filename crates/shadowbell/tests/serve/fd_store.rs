@@ -1,0 +1,343 @@
+//! A keeper that is killed, and a service manager that has kept what it had: a stand-in for
+//! systemd, which keeps descriptors and gives them to the next process.
+
+use crate::harness::{TIMEOUT, image, until};
+use crate::keeper::{children, has_ended, signal};
+use crate::upgrade::{Client, Load};
+use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
+};
+use rustix::process::Signal;
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// Says to this test program that it is to pass descriptors on.
+const PASS: &str = "SHADOWBELL_TEST_PASS";
+/// Where they are on the way: numbers that nobody has.
+const WAY: i32 = 50;
+
+/// What is kept, by name, in the order in which it came; and whether the service is ready.
+#[derive(Default)]
+struct Kept {
+    fds: Vec<(String, OwnedFd)>,
+    is_ready: bool,
+}
+
+/// Reads what the service says, as systemd does.
+fn listen(socket: &UnixDatagram, kept: &Mutex<Kept>) {
+    loop {
+        let mut bytes = [0; 4096];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut parts = [IoSliceMut::new(&mut bytes)];
+        let Ok(heard) = recvmsg(socket, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC) else {
+            return;
+        };
+        let mut fds = Vec::new();
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(some) = message {
+                fds.extend(some);
+            }
+        }
+        let text = String::from_utf8_lossy(&bytes[..heard.bytes]).into_owned();
+        let has = |line: &str| text.lines().any(|other| other == line);
+        let name = text.lines().find_map(|line| line.strip_prefix("FDNAME=")).unwrap_or_default();
+        let mut kept = kept.lock().unwrap();
+        kept.is_ready |= has("READY=1");
+        if has("FDSTORE=1") {
+            assert!(has("FDPOLL=0") && !name.is_empty() && !name.contains(':'), "{text}");
+            kept.fds.extend(fds.into_iter().map(|fd| (name.to_owned(), fd)));
+        } else if has("FDSTOREREMOVE=1") {
+            kept.fds.retain(|(other, _)| other != name);
+        } else {
+            assert!(fds.is_empty(), "{text}");
+        }
+        if has("END") {
+            return;
+        }
+    }
+}
+
+/// A service, and its manager.
+struct Service {
+    directory: TempDir,
+    kept: Arc<Mutex<Kept>>,
+    child: Child,
+}
+
+impl Service {
+    /// Serves controllers, each with a file and a disk in memory.
+    fn start(controllers: usize) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let mut file = String::from("workers = 2\n");
+        for n in 0..controllers {
+            image(directory.path(), &format!("{n}.img"), 16 << 20);
+            file += &format!(
+                "[[controller]]\nsocket = \"vm{n}.sock\"\ndisks = [\"{n}.img\", \"mem:16MiB\"]\n"
+            );
+        }
+        std::fs::write(directory.path().join("vms.toml"), file).unwrap();
+        let kept = Arc::<Mutex<Kept>>::default();
+        let socket = UnixDatagram::bind(directory.path().join("notify")).unwrap();
+        let its = Arc::clone(&kept);
+        std::thread::spawn(move || listen(&socket, &its));
+        let child = Self::spawn(&directory, &kept);
+        let service = Self { directory, kept, child };
+        service.until_ready();
+        service
+    }
+
+    fn spawn(directory: &TempDir, kept: &Mutex<Kept>) -> Child {
+        let (ours, theirs) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+                .unwrap();
+        let mut kept = kept.lock().unwrap();
+        kept.is_ready = false;
+        let names: Vec<_> = kept.fds.iter().map(|(name, _)| name.as_str()).collect();
+        let names = names.join(":");
+        for (_, fd) in &kept.fds {
+            let fds = [fd.as_fd()];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+            sendmsg(&ours, &[IoSlice::new(b"x")], &mut control, SendFlags::empty()).unwrap();
+        }
+        let log = std::fs::File::options()
+            .append(true)
+            .create(true)
+            .open(directory.path().join("log"))
+            .unwrap();
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "fd_store::pass_descriptors_on", "--nocapture"]);
+        command.env(PASS, kept.fds.len().to_string());
+        command.env("NOTIFY_SOCKET", directory.path().join("notify")).env("FDSTORE", "16");
+        command.env("LISTEN_FDS", kept.fds.len().to_string()).env("LISTEN_FDNAMES", names);
+        command.env("SHADOWBELL_RUN_DIR", directory.path().join("run")).env_remove("RUST_LOG");
+        command.stdin(Stdio::from(theirs)).stdout(Stdio::null()).stderr(log);
+        command.current_dir(directory.path()).process_group(0).spawn().unwrap()
+    }
+
+    /// Starts it again, as `Restart=` has it.
+    fn again(&mut self) {
+        self.child = Self::spawn(&self.directory, &self.kept);
+    }
+
+    fn is_ready(&self) -> bool {
+        self.kept.lock().unwrap().is_ready
+    }
+
+    #[track_caller]
+    fn until_ready(&self) {
+        let deadline = Instant::now() + TIMEOUT;
+        while !self.is_ready() {
+            assert!(Instant::now() < deadline, "it is not ready:\n{}", self.log());
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.directory.path().join("log")).unwrap()
+    }
+
+    fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    fn socket(&self, controller: usize) -> PathBuf {
+        self.directory.path().join(format!("vm{controller}.sock"))
+    }
+
+    fn kept(&self) -> Vec<String> {
+        self.kept.lock().unwrap().fds.iter().map(|(name, _)| name.clone()).collect()
+    }
+
+    /// Kills the keeper, and its workers too if `all`. The workers that there were.
+    fn kill(&mut self, all: bool) -> Vec<u32> {
+        let workers = children(self.pid());
+        signal(self.pid(), Signal::KILL);
+        if all {
+            for worker in &workers {
+                if !has_ended(*worker) {
+                    signal(*worker, Signal::KILL);
+                }
+            }
+        }
+        self.child.wait().unwrap();
+        workers
+    }
+
+    fn stop(&mut self) -> ExitStatus {
+        signal(self.pid(), Signal::TERM);
+        self.child.wait().unwrap()
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        let workers = children(self.pid());
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        workers
+            .into_iter()
+            .filter(|pid| !has_ended(*pid))
+            .for_each(|pid| signal(pid, Signal::KILL));
+        let ended = UnixDatagram::unbound().unwrap();
+        let _ = ended.send_to(b"END", self.directory.path().join("notify"));
+        if std::thread::panicking() {
+            eprintln!("what it said:\n{}", self.log());
+        }
+    }
+}
+
+/// Not a test of its own: becomes the program, with descriptors from 3 on.
+#[test]
+fn pass_descriptors_on() {
+    let Ok(count) = std::env::var(PASS) else { return };
+    let count: i32 = count.parse().unwrap();
+    let link = std::io::stdin();
+    let mut script = String::new();
+    for nth in 0..count {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut byte = [0];
+        let mut parts = [IoSliceMut::new(&mut byte)];
+        recvmsg(link.as_fd(), &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC).unwrap();
+        for message in control.drain() {
+            let RecvAncillaryMessage::ScmRights(mut fds) = message else { continue };
+            let on_the_way = fcntl_dupfd_cloexec(fds.next().unwrap(), WAY).unwrap();
+            fcntl_setfd(&on_the_way, FdFlags::empty()).unwrap();
+            let (at, to) = (on_the_way.as_raw_fd(), 3 + nth);
+            script += &format!("exec {to}<&{at} {at}<&-; ");
+            std::mem::forget(on_the_way);
+        }
+    }
+    script += "export LISTEN_PID=$$; exec \"$@\" </dev/null";
+    let mut command = Command::new("bash");
+    command.args(["-c", &script, "bash", env!("CARGO_BIN_EXE_shadowbell")]);
+    command.args(["serve", "--keeper", "--config", "vms.toml"]).env_remove(PASS);
+    panic!("{}", command.exec());
+}
+
+#[test]
+fn a_keeper_that_is_killed_comes_back_and_no_client_notices() {
+    let mut service = Service::start(3);
+    assert_eq!(service.kept(), ["shadowbell-keeper-1-w", "shadowbell-keeper-1-r"]);
+    let mut client = Client::attach(&service.socket(2));
+    client.write(1, 0, 1);
+    client.write(2, 0, 2);
+    let loads = [(0, 1), (1, 2)].map(|(n, nsid)| Load::at(&service.socket(n), nsid));
+    until("the loads' clients", || service.log().matches("a client is attached").count() >= 3);
+    for n in 0..20_u8 {
+        std::thread::sleep(Duration::from_millis(60 + u64::from(n)));
+        let workers = service.kill(n % 2 == 0);
+        service.again();
+        service.until_ready();
+        assert!(workers.iter().all(|pid| has_ended(*pid)), "two serve");
+        assert_eq!((client.read(1, 0), client.read(2, 0)), (n + 1, n + 2));
+        client.write(1, 0, n + 2);
+        client.write(2, 0, n + 3);
+        until("the rest is forgotten", || service.kept().len() == 2);
+    }
+    loads.into_iter().for_each(Load::lost_nothing);
+    let log = service.log();
+    assert!(!log.contains("have lost") && !log.contains("can not keep"), "{log}");
+    assert_eq!(log.matches("error: the keeper was killed; this one goes on").count(), 20);
+    drop(client);
+    // In order, it leaves nothing behind.
+    assert!(service.stop().success(), "{}", service.log());
+    until("nothing is kept", || service.kept().is_empty());
+    assert!((0..3).all(|n| !service.socket(n).exists()));
+    service.again();
+    service.until_ready();
+    assert_eq!(service.log().matches("the keeper was killed").count(), 20);
+    Client::attach(&service.socket(0)).write(1, 0, 1);
+}
+
+/// Killed on its way back, while another process takes over, while a new program does, and with
+/// the worker's last words unheard.
+#[test]
+fn a_keeper_may_be_killed_at_any_moment() {
+    let mut service = Service::start(3);
+    let mut client = Client::attach(&service.socket(0));
+    client.write(1, 0, 0);
+    let load = Load::at(&service.socket(1), 1);
+    until("the load's client", || service.log().matches("a client is attached").count() >= 2);
+    let mut others: Vec<(Client, u8)> = Vec::new();
+    for n in 0..40_u64 {
+        service.until_ready();
+        others.drain(..).for_each(|(mut other, byte)| assert_eq!(other.read(1, 0), byte));
+        std::thread::sleep(Duration::from_millis(60));
+        match n % 4 {
+            // Another process takes over, and then another program.
+            0 | 1 => {
+                signal(service.pid(), Signal::USR2);
+                std::thread::sleep(Duration::from_millis(n * 2));
+            }
+            // It hears nothing.
+            2 => {
+                signal(service.pid(), Signal::STOP);
+                let mut other = Client::attach(&service.socket(2));
+                other.write(1, 0, n as u8);
+                others.push((other, n as u8));
+            }
+            _ => {}
+        }
+        service.kill(n % 3 == 0);
+        service.again();
+        // On its way back, and not as often as to be a crash loop.
+        if n % 2 == 1 {
+            std::thread::sleep(Duration::from_millis(n / 2));
+            if !service.is_ready() {
+                service.kill(n % 3 == 1);
+                service.again();
+            }
+        }
+        service.until_ready();
+        assert_eq!(client.read(1, 0), n as u8);
+        client.write(1, 0, n as u8 + 1);
+    }
+    load.lost_nothing();
+    let log = service.log();
+    assert!(!log.contains("have lost") && !log.contains("can not keep"), "{log}");
+}
+
+#[test]
+fn what_is_of_no_use_is_forgotten() {
+    let mut service = Service::start(1);
+    let mut client = Client::attach(&service.socket(0));
+    client.write(1, 0, 1);
+    service.kill(true);
+    // As of another release.
+    {
+        let kept = service.kept.lock().unwrap();
+        let (name, write) = &kept.fds[0];
+        assert!(name.ends_with("-w"));
+        let mut bytes = b"D".to_vec();
+        bytes.extend((1_u64 << 40).to_le_bytes());
+        bytes.extend(0_u32.to_le_bytes());
+        let memory = rustix::fs::memfd_create("x", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let fds = [memory.as_fd()];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+        sendmsg(write, &[IoSlice::new(&bytes)], &mut control, SendFlags::empty()).unwrap();
+    }
+    service.again();
+    service.until_ready();
+    assert!(service.log().contains("is of no use: "), "{}", service.log());
+    drop(client);
+    until("its socket", || UnixStream::connect(service.socket(0)).is_ok());
+    Client::attach(&service.socket(0)).write(1, 0, 1);
+    assert!(service.stop().success());
+    until("nothing is kept", || service.kept().is_empty());
+}

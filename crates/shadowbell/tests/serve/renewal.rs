@@ -1,0 +1,212 @@
+//! A keeper that becomes another program when its worker did.
+
+use crate::control::ctl;
+use crate::harness::{Server, finish, program, until};
+use crate::keeper::{children, signal, worker};
+use crate::recover::kill;
+use crate::upgrade::{Client, Load, server, socket, upgrade};
+use rustix::process::Signal;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+/// What the keeper runs.
+fn runs(server: &Server) -> PathBuf {
+    std::fs::read_link(format!("/proc/{}/exe", server.pid())).unwrap()
+}
+
+fn descriptors(server: &Server) -> usize {
+    std::fs::read_dir(format!("/proc/{}/fd", server.pid())).unwrap().count()
+}
+
+fn executable(path: &Path) {
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+/// Another program, which is the same but for its place.
+fn another(server: &Server, name: &str) -> PathBuf {
+    let path = server.directory().join(name);
+    if std::fs::hard_link(env!("CARGO_BIN_EXE_shadowbell"), &path).is_err() {
+        std::fs::copy(env!("CARGO_BIN_EXE_shadowbell"), &path).unwrap();
+    }
+    path.canonicalize().unwrap()
+}
+
+/// Another program: it does what `script` says if it is asked what it can go on from, and else what
+/// this one does.
+fn wrapper(server: &Server, script: &str) -> PathBuf {
+    let path = server.directory().join("wrapper");
+    let program = env!("CARGO_BIN_EXE_shadowbell");
+    let text = format!(
+        "#!/bin/sh\nif [ \"$1\" = keeper-check ]; then\n{script}\nfi\nexec {program} \"$@\"\n"
+    );
+    std::fs::write(&path, text).unwrap();
+    executable(&path);
+    path.canonicalize().unwrap()
+}
+
+#[track_caller]
+fn upgrade_to(server: &Server, program: &Path) -> String {
+    for _ in 0..20 {
+        let (status, output, errors) = upgrade(&server.pid().to_string(), Some(program));
+        if status == Some(0) {
+            return output;
+        }
+        assert!(errors.contains("that did not end within 200 ms"), "{errors}\n{}", server.stderr());
+    }
+    panic!("each of 20 times a disk was slow: {}", server.stderr());
+}
+
+#[test]
+fn a_keeper_becomes_the_new_program_and_nobody_notices() {
+    let mut server = server(4, &["--stats-socket", "top.sock"]);
+    let mut client = Client::attach(&socket(&server, 2));
+    client.write(1, 0, 1);
+    client.write(2, 0, 2);
+    let loads = [(0, 1), (1, 2), (3, 1)];
+    let loads = loads.map(|(controller, nsid)| Load::start(&server, controller, nsid));
+    until("the loads' clients", || server.stderr().matches("a client is attached").count() >= 4);
+    let programs = [another(&server, "one"), another(&server, "two")];
+    let mut before = None;
+    for n in 0..20_u8 {
+        let program = &programs[usize::from(n % 2)];
+        let output = upgrade_to(&server, program);
+        assert!(output.contains("; its keeper is that program too"), "{output}");
+        assert_eq!(runs(&server), *program);
+        assert!(server.is_alive(), "it is the same process");
+        // The worker is a child of it still: it goes on when that dies, and knows how.
+        if n % 5 == 4 {
+            // It has served for a while, so this is no crash loop.
+            std::thread::sleep(std::time::Duration::from_millis(80));
+            kill(&server, Signal::KILL);
+        }
+        assert_eq!((client.read(1, 0), client.read(2, 0)), (n + 1, n + 2));
+        client.write(1, 0, n + 2);
+        client.write(2, 0, n + 3);
+        assert_eq!(children(server.pid()).len(), 1);
+        // The socket of the old worker's questions ends with that, and a moment later.
+        let most = *before.get_or_insert_with(|| descriptors(&server));
+        until("no descriptor more", || descriptors(&server) <= most);
+    }
+    let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).unwrap().count();
+    assert_eq!(threads, 2);
+    loads.into_iter().for_each(Load::lost_nothing);
+    let log = server.stderr();
+    assert!(!log.contains("have lost") && !log.contains("goes on as the program"), "{log}");
+    drop(client);
+    assert!(server.stop().success(), "{}", server.stderr());
+    assert!((0..4).all(|n| !socket(&server, n).exists()));
+}
+
+/// What the worker may have, the next program lets it have.
+#[test]
+fn images_are_opened_after_it_as_before() {
+    let server = server(1, &[]);
+    let mut client = Client::attach(&socket(&server, 0));
+    client.write(1, 0, 1);
+    upgrade_to(&server, &another(&server, "one"));
+    // By the worker that was there before it, and by the next ones.
+    let image = crate::harness::image(server.directory(), "later.img", 1 << 20);
+    let add = |nsid: &str| {
+        let add = ["namespace", "add", "vm0.sock", nsid, image.to_str().unwrap()];
+        let (status, _, errors) = ctl(&server, &add);
+        assert_eq!(status, Some(0), "{errors}");
+    };
+    add("3");
+    for n in 1..4 {
+        kill(&server, Signal::KILL);
+        assert_eq!(client.read(1, 0), n);
+        client.write(1, 0, n + 1);
+    }
+    let log = server.stderr();
+    assert!(!log.contains("have lost"), "{log}");
+}
+
+#[test]
+fn a_program_that_can_not_go_on_is_not_tried() {
+    let mut server = server(1, &[]);
+    let mut client = Client::attach(&socket(&server, 0));
+    client.write(1, 0, 7);
+    let old = runs(&server);
+    for (script, why) in [
+        ("exit 2", "it does not know how"),
+        ("kill -9 $$", "it does not know how"),
+        (
+            "echo 'the state has version 1, and this program reads versions 2 to 3'; exit 1",
+            "this program reads versions 2 to 3",
+        ),
+        ("sleep 1000", "did not answer within 10 s"),
+        // It says that it can, and then it can not be started.
+        ("printf 'can go on'; chmod -x \"$0\"; exit 0", "Permission denied"),
+    ] {
+        until("one worker", || children(server.pid()).len() == 1);
+        let before = worker(&server);
+        let wrapper = wrapper(&server, script);
+        let output = upgrade_to(&server, &wrapper);
+        let words = "; its keeper goes on as the program that it is: ";
+        assert!(output.contains(words) && output.contains(why), "{script}: {output}");
+        server.says(why);
+        assert_eq!(runs(&server), old, "{script}");
+        // The worker is the new one all the same.
+        until("the old one's end", || !children(server.pid()).contains(&before));
+        executable(&wrapper);
+        kill(&server, Signal::KILL);
+        assert_eq!(client.read(1, 0), 7, "{script}");
+    }
+    // Signals come to it as before.
+    server.signal(Signal::USR1);
+    drop(client);
+    assert!(server.stop().success(), "{}", server.stderr());
+}
+
+/// Whatever comes in the moment in which it is neither the one nor the other.
+#[test]
+fn a_worker_that_dies_and_signals_that_come_meanwhile_are_seen_after_it() {
+    let server = server(1, &[]);
+    let mut client = Client::attach(&socket(&server, 0));
+    let programs = [another(&server, "one"), another(&server, "two")];
+    for n in 0..20_u64 {
+        client.write(1, 0, n as u8);
+        let program = &programs[usize::from(n % 2 == 0)];
+        let target = server.pid().to_string();
+        let before = worker(&server);
+        std::thread::scope(|scope| {
+            let upgrading = scope.spawn(|| upgrade(&target, Some(program)));
+            until("the next one", || {
+                server.signal(Signal::USR1);
+                children(server.pid()).iter().any(|pid| *pid != before) || upgrading.is_finished()
+            });
+            let next = children(server.pid()).into_iter().find(|pid| *pid != before);
+            // When it serves, and a little later each time.
+            until("the old one's end", || {
+                !children(server.pid()).contains(&before) || upgrading.is_finished()
+            });
+            std::thread::sleep(std::time::Duration::from_millis(2 * n));
+            if let Some(next) = next
+                && children(server.pid()).contains(&next)
+            {
+                server.signal(Signal::USR1);
+                signal(next, Signal::KILL);
+            }
+            let _ = upgrading.join().unwrap();
+        });
+        assert_eq!(client.read(1, 0), n as u8);
+        // It has served for a while, so this is no crash loop.
+        std::thread::sleep(std::time::Duration::from_millis(80));
+        kill(&server, Signal::KILL);
+    }
+    let log = server.stderr();
+    assert!(!log.contains("have lost"), "{log}");
+}
+
+#[test]
+fn nobody_else_says_what_a_keeper_was() {
+    let mut command = program();
+    command.args(["serve", "--as-keeper", "77", "--keeper", "mem:1MiB", "--socket", "x"]);
+    let (status, _, errors) = finish(command);
+    assert_eq!(status, Some(1), "{errors}");
+    assert!(errors.contains("leave it out"), "{errors}");
+    let mut command = program();
+    command.arg("keeper-check");
+    let (_, output, _) = finish(command);
+    assert!(output.contains("no state"), "{output}");
+}
