@@ -84,7 +84,7 @@ pub(crate) fn command(source: &mut Source<'_>, admin: bool) -> Sqe {
         (true, _) => source.u8(),
         (false, true) => source.of(&[
             0x06, 0x05, 0x01, 0x7c, 0x02, 0x09, 0x0a, 0x0c, 0x08, 0x00, 0x04, 0x05, 0x01, 0x18,
-            0x80,
+            0x80, 0x86,
         ]),
         (false, false) => source.of(&[0x02, 0x01, 0x02, 0x01, 0x05, 0x00, 0x08, 0x09, 0x0c, 0x19]),
     };
@@ -139,6 +139,13 @@ fn admin_fields(source: &mut Source<'_>, sqe: &mut Sqe) {
                 | u32::from(source.below(8) as u8) << 8
                 | u32::from(source.rarely(8)) << 31;
             sqe.cdw11 = source.near(&[0, 1, 0x3_0003, 0x0101, 0xffff_ffff]) as u32;
+        }
+        0x86 => {
+            sqe.cdw10 = source.near(&[0, 1, 8, 100, 127, 128]) as u32;
+            sqe.cdw11 = u32::from(source.rarely(8));
+            sqe.cdw12 = source.of(&[1023u32, 1, 5, 0, 2047, 0xffff_ffff]);
+            let atype = source.of(&[2u32, 2, 2, 0x10, 0x11, 0]);
+            sqe.cdw13 = source.of(&[0u32, 1, 8, 128, 0xffff]) | atype << 24;
         }
         0x7c if !source.rarely(8) => {
             *sqe = sqe.with_prps(SHADOW, EVENT_IDX);

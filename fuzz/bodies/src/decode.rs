@@ -66,7 +66,8 @@ fn identify(page: &[u8]) {
 /// What a command's fields are decoded to is encoded to the same.
 fn command(bytes: &[u8], source: &mut Source<'_>) {
     use shadowbell_spec::admin::{
-        Abort, CreateIoCq, CreateIoSq, DeleteIoQueue, GetFeatures, GetLogPage, SetFeatures,
+        Abort, CreateIoCq, CreateIoSq, DeleteIoQueue, GetFeatures, GetLbaStatus, GetLogPage,
+        SetFeatures,
     };
     let Ok(sqe) = Sqe::read_from_bytes(bytes) else { return };
     assert_eq!(sqe.as_bytes(), bytes);
@@ -84,6 +85,7 @@ fn command(bytes: &[u8], source: &mut Source<'_>) {
         CreateIoSq,
         DeleteIoQueue,
         Abort,
+        GetLbaStatus,
         GetLogPage,
         GetFeatures,
         SetFeatures,
