@@ -242,11 +242,15 @@ impl IoQueues {
     ) -> Result<usize, RestoreError> {
         self.granted = granted;
         let (mut stopovers, mut replays) = (Vec::with_capacity(parts.len()), 0);
+        let mut of_worker: BTreeMap<usize, usize> = BTreeMap::new();
         for (part, eventfds) in parts.iter().zip(eventfds) {
             let worker = self.adopt(cx, part, &eventfds)?;
             let serving = cx.route.resolve(worker);
-            let queues = Relocated::recover(part, eventfds, restoring, journal, serving)?;
+            let others = of_worker.entry(serving).or_default();
+            let place = (serving, *others);
+            let queues = Relocated::recover(part, eventfds, restoring, journal, place)?;
             let queues = queues.ok_or(RestoreError::Invalid("an I/O queue"))?;
+            *others += queues.replays();
             replays += queues.replays();
             stopovers.push(stopover(cx, serving, queues)?);
         }

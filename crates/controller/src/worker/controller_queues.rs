@@ -416,7 +416,6 @@ impl ControllerQueues {
     /// Takes in queues of the same controller that come from another worker.
     pub(crate) fn absorb(&mut self, relocated: Relocated) -> Option<Latch> {
         let Relocated { sqs, cqs, counters, doorbell_eventfds, latch, inheritance, .. } = relocated;
-        debug_assert!(inheritance.replays.is_empty(), "a recovered controller comes whole");
         self.set.shared.join_parts(&counters, &self.set.engine.counters);
         // They were found in the map that was in force there.
         let (table, pages) = (self.table(), self.shadow);
@@ -431,12 +430,22 @@ impl ControllerQueues {
                 insert(&mut self.set.cqs, cq)
             }));
         }
-        for mut sq in sqs.into_iter().flatten() {
-            // A submission queue has its completion queue on the same worker.
-            let Some(place) = places.get(sq.cq).copied().flatten() else { continue };
-            sq.cq = place;
-            sq.remap(&table, pages);
-            insert(&mut self.set.sqs, sq);
+        let mut indices = Vec::with_capacity(sqs.len());
+        for sq in sqs {
+            indices.push(sq.and_then(|mut sq| {
+                // A submission queue has its completion queue on the same worker.
+                sq.cq = places.get(sq.cq).copied().flatten()?;
+                sq.remap(&table, pages);
+                Some(insert(&mut self.set.sqs, sq))
+            }));
+        }
+        // Queues that were placed at several workers may be recovered by one.
+        let inheritance = inheritance.moved(|sq| indices.get(sq).copied().flatten());
+        if let Some(more) = Recovery::new(inheritance, &mut self.set) {
+            match &mut self.recovery {
+                Some(recovery) => recovery.join(*more),
+                None => self.recovery = Some(more),
+            }
         }
         self.doorbell_eventfds.extend(doorbell_eventfds);
         self.write_down();

@@ -93,6 +93,14 @@ impl Recovery {
         Some(Box::new(Self { replays: replays.into(), suspects, turn: None }))
     }
 
+    /// What other queues have, which have come to the same worker.
+    pub(crate) fn join(&mut self, other: Self) {
+        let Self { replays, suspects, turn } = other;
+        self.replays.extend(replays);
+        self.suspects.extend(suspects);
+        self.turn = self.turn.take().or(turn);
+    }
+
     /// Whether nothing is left.
     pub(crate) fn is_over(&self) -> bool {
         self.replays.is_empty() && self.suspects.is_empty() && self.turn.is_none()

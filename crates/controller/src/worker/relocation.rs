@@ -230,13 +230,14 @@ impl Relocated {
     }
 
     /// The queues as they were in a process that is dead, of which `journal` says how far they
-    /// were, if they can be; and what they are to begin with. `worker` will serve them.
+    /// were, if they can be; and what they are to begin with. `worker` will serve them, and others
+    /// that have so many commands to begin with.
     pub(crate) fn recover(
         saved: &SavedPart,
         doorbell_eventfds: Vec<EventFd>,
         with: &Restoring<'_>,
         journal: &mut RecoveredJournal,
-        worker: usize,
+        (worker, others): (usize, usize),
     ) -> Result<Option<Self>, io::Error> {
         let Restoring { shared, table, shadow, limit, .. } = *with;
         let size_of = |sqid: u16| {
@@ -288,7 +289,8 @@ impl Relocated {
             }
             sqs.push(Some(sq));
             for command in commands {
-                let nth = replays.len();
+                // All that one worker begins with have their records in the same table.
+                let nth = others + replays.len();
                 let spare = part.as_ref().map_or(0, |part| part.record_spare(nth, &command));
                 let replay = Replay { sq: index, command, spare };
                 replay.suspect_others();

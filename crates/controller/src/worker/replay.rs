@@ -57,3 +57,18 @@ pub(crate) struct Inheritance {
     pub(crate) replays: Vec<Replay>,
     pub(crate) suspects: Vec<SuspectQueue>,
 }
+
+impl Inheritance {
+    /// The same for queues that have other indices now; without those that have none.
+    pub(crate) fn moved(self, index: impl Fn(usize) -> Option<usize>) -> Self {
+        let replays = self.replays.into_iter().filter_map(|replay| {
+            let sq = index(replay.sq)?;
+            Some(Replay { sq, ..replay })
+        });
+        let suspects = self.suspects.into_iter().filter_map(|suspect| {
+            let sq = index(suspect.sq)?;
+            Some(SuspectQueue { sq, ..suspect })
+        });
+        Self { replays: replays.collect(), suspects: suspects.collect() }
+    }
+}

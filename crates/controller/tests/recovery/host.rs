@@ -116,8 +116,8 @@ impl Host {
         };
         let (mapped, polling) = (self.mapped, self.polling);
         let recovers = self.record.is_some();
-        let by_fault = self.by_fault;
-        let task = Task { memory, disk, polling, workers: 2, mapped, recovers, by_fault };
+        let (by_fault, isolated) = (self.by_fault, self.orders.isolated);
+        let task = Task { memory, disk, polling, workers: 2, mapped, recovers, by_fault, isolated };
         self.process = Some(Process::start(&task, fds, self.record.as_ref(), &self.orders));
     }
 

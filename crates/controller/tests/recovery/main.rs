@@ -8,7 +8,7 @@ mod killers;
 mod process;
 
 use host::Host;
-use process::{ADMIN_DATA, BASE, BLOCKS, TIMEOUT};
+use process::{ADMIN_DATA, BASE, BLOCKS, Orders, TIMEOUT};
 use shadowbell_backend::Disk;
 use shadowbell_spec::Sqe;
 use shadowbell_spec::admin::{DeleteIoQueue, Identify};
@@ -40,9 +40,19 @@ static ALONE: Mutex<()> = Mutex::new(());
 
 /// Writes and reads while the process is killed again and again.
 fn survive(disk: Result<String, Arc<dyn Disk>>, mapped: bool, polling: bool, seed: u64) {
+    survive_as(Orders::default(), disk, mapped, polling, seed);
+}
+
+fn survive_as(
+    orders: Orders,
+    disk: Result<String, Arc<dyn Disk>>,
+    mapped: bool,
+    polling: bool,
+    seed: u64,
+) {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut random = Random(seed | 1);
-    let mut host = Host::new(disk, mapped, polling);
+    let mut host = Host::with_orders(disk, mapped, polling, orders);
     host.begin();
     for _ in 0..kills(8) {
         host.until_taken();
@@ -81,6 +91,20 @@ fn a_disk_in_memory_and_mapped_doorbells() {
 fn a_disk_in_memory_and_shadow_doorbells() {
     survive(memory(), false, true, 0x1111_2222);
     survive(memory(), false, false, 0x3333_4444);
+}
+
+/// Its queues are of two workers, and arrive at the same thread.
+#[test]
+fn a_controller_with_a_thread_of_its_own() {
+    let orders = Orders { isolated: true, ..Orders::default() };
+    let dir = tempfile::tempdir().unwrap();
+    for (mapped, polling, seed) in
+        [(false, true, 0x9999_aaaa), (false, false, 0xbbbb_cccc), (true, true, 0xdddd_eeee)]
+    {
+        let path = dir.path().join(format!("{seed:x}"));
+        std::fs::File::create(&path).unwrap().set_len(BLOCKS * 512).unwrap();
+        survive_as(orders, Ok(path.display().to_string()), mapped, polling, seed);
+    }
 }
 
 #[test]

@@ -46,6 +46,8 @@ pub(crate) struct Task {
     pub(crate) recovers: bool,
     /// The process before has died by a fault.
     pub(crate) by_fault: bool,
+    /// The controller gets a thread of its own.
+    pub(crate) isolated: bool,
 }
 
 pub(crate) struct ToHost(Mutex<UnixStream>);
@@ -147,6 +149,10 @@ fn worker() {
         assert!(Csts::from_bits(u32::from_le_bytes(csts)).rdy());
         recorder.say("taken", &0usize, Descriptors::default());
     }
+    if task.isolated {
+        // It may be from before.
+        let _ = controller.isolate();
+    }
     // Until it is killed, or the host is gone.
     while let Ok(mut parcel) = Parcel::receive(&host) {
         let (offset, value) = parcel.take::<(u64, u32)>("ring").unwrap().unwrap();
@@ -170,6 +176,8 @@ pub(crate) struct Orders {
     pub(crate) wrong: Option<&'static str>,
     /// Commands that it dies of, and those after it.
     pub(crate) deadly: Option<&'static str>,
+    /// The controller is to have a thread of its own.
+    pub(crate) isolated: bool,
 }
 
 pub(crate) struct Process {
