@@ -9,6 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
+use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
@@ -177,12 +178,39 @@ fn threads_of(pid: u32, out: &mut String) {
     }
 }
 
+impl Server {
+    /// Says what the server's processes do.
+    fn say_what_it_does(&self) {
+        let mut threads = String::new();
+        threads_of(self.child.id(), &mut threads);
+        eprintln!("what the server does:\n{threads}");
+    }
+
+    /// Does something that needs the server. If that takes long, says what the server does
+    /// meanwhile: at the end of the test it is too late to see.
+    pub(crate) fn watched<T>(&self, act: impl FnOnce() -> T) -> T {
+        let (done, waits) = std::sync::mpsc::channel::<()>();
+        std::thread::scope(|threads| {
+            threads.spawn(move || {
+                if waits.recv_timeout(SLOW) == Err(RecvTimeoutError::Timeout) {
+                    eprintln!("this takes long");
+                    self.say_what_it_does();
+                }
+            });
+            let outcome = act();
+            drop(done);
+            outcome
+        })
+    }
+}
+
+/// How long is long.
+const SLOW: Duration = Duration::from_secs(4);
+
 impl Drop for Server {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let mut threads = String::new();
-            threads_of(self.child.id(), &mut threads);
-            eprintln!("what the server does:\n{threads}");
+            self.say_what_it_does();
         }
         let _ = self.child.kill();
         let _ = self.child.wait();

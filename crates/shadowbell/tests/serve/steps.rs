@@ -41,6 +41,7 @@ impl Dying {
             std::thread::spawn(move || ask(&path, &over))
         };
         until("the clients", || server.stderr().matches("a client is attached").count() >= 4);
+        until("their queues", || server.stderr().matches("I/O queue").count() >= 3);
         Self { server, file, loads, client, peer, over }
     }
 
@@ -66,8 +67,9 @@ impl Dying {
         println!("{what}");
         until(what, || died.exists());
         std::fs::remove_file(died).unwrap();
-        assert_eq!(self.client.read(1, 0), byte, "{what}");
-        self.client.write(1, 0, byte + 1);
+        let Self { server, client, .. } = self;
+        assert_eq!(server.watched(|| client.read(1, 0)), byte, "{what}");
+        server.watched(|| client.write(1, 0, byte + 1));
         // It has served for a while, so this is no crash loop.
         std::thread::sleep(Duration::from_millis(80));
     }
