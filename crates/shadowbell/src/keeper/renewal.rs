@@ -2,9 +2,9 @@
 
 use super::say::say;
 use super::upgrade::tell_outcome;
-use rustix::fs::stat;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::time::{Duration, Instant};
@@ -18,9 +18,8 @@ pub(super) const LOOK: Duration = Duration::from_millis(20);
 pub(super) type Identity = (u64, u64, i64, i64, u64);
 
 pub(super) fn identity(program: &Path) -> io::Result<Identity> {
-    let about = stat(program)?;
-    let nsec = about.st_mtime_nsec.cast_signed();
-    Ok((about.st_dev, about.st_ino, about.st_mtime, nsec, about.st_size.cast_unsigned()))
+    let about = std::fs::metadata(program)?;
+    Ok((about.dev(), about.ino(), about.mtime(), about.mtime_nsec(), about.size()))
 }
 
 /// A keeper that is about to become another program.
