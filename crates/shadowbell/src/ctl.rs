@@ -7,22 +7,22 @@ use crate::control::api::{
 use crate::control::client::{Client, part};
 use crate::control::find;
 use crate::controller_config::OfferedDoorbells;
+use crate::ctl_trace::{TraceVerb, trace};
 use crate::disk_spec;
 use crate::exit::bad_input;
 use crate::grant::{disks_of, grant};
 use crate::keeper_query::{Keeper, program};
-use crate::output::Output;
+use crate::output::{Output, show};
 use crate::parse;
+use crate::replace::replace;
 use crate::table::Table;
 use crate::units::count;
 use anyhow::{Context, anyhow};
 use bytesize::ByteSize;
 use clap::Subcommand;
 use hyper::Method;
-use serde::Serialize;
-use std::fs::Permissions;
 use std::io::{self, Write};
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -97,6 +97,11 @@ enum What {
     Limit(LimitArgs),
     /// Show all counters, as `serve --stats-json` writes them
     Stats,
+    /// Record every decision about a doorbell, for `shadowbell trace`, or show whether that is so
+    Trace {
+        #[command(subcommand)]
+        verb: Option<TraceVerb>,
+    },
     /// Show what is logged, or change it
     LogLevel {
         /// error, warn, info, debug, trace; or a list, info,shadowbell_vfio_user=debug
@@ -284,6 +289,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         What::Limit(args) => limit(&client, args, json),
         What::SaveConfig { file } => save_config(&client, file, json),
         What::Stats => stats(&client, json),
+        What::Trace { verb } => trace(&client, verb.as_ref(), json),
         What::LogLevel { filter: None } => {
             show(&client.get::<LogLevel>("/v1/log-level")?, json, log_level)
         }
@@ -312,22 +318,6 @@ fn controller_path(id: &str) -> String {
         false => id.to_owned(),
     };
     format!("/v1/controllers/{}", part(&id))
-}
-
-fn show<T: Serialize>(
-    answer: &T,
-    json: bool,
-    lines: impl FnOnce(&mut dyn Write, &T) -> io::Result<()>,
-) -> anyhow::Result<()> {
-    let mut out = io::stdout().lock();
-    if json {
-        serde_json::to_writer_pretty(&mut out, answer).map_err(io::Error::from)?;
-        writeln!(out)?;
-    } else {
-        lines(&mut out, answer)?;
-    }
-    out.flush()?;
-    Ok(())
 }
 
 fn status_lines(out: &mut dyn Write, status: &Status) -> io::Result<()> {
@@ -559,22 +549,7 @@ fn save_config(client: &Client, file: &Path, json: bool) -> anyhow::Result<()> {
     if file == Path::new("-") {
         return show(&answer, json, |out, answer| write!(out, "{}", answer.toml));
     }
-    let name = || file.display().to_string();
-    // As a whole or not at all, with the mode of the one before.
-    let directory = match file.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    };
-    let save = || -> io::Result<()> {
-        let mut new = tempfile::NamedTempFile::new_in(directory)?;
-        new.write_all(answer.toml.as_bytes())?;
-        let mode = std::fs::metadata(file).map_or(0o644, |about| about.permissions().mode());
-        new.as_file().set_permissions(Permissions::from_mode(mode & 0o777))?;
-        new.as_file().sync_all()?;
-        new.persist(file)?;
-        Ok(())
-    };
-    save().with_context(name).map_err(bad_input)?;
+    replace(file, |new| Ok(new.write_all(answer.toml.as_bytes())?))?;
     show(&answer, json, |out, _| writeln!(out, "{} has what is served", file.display()))
 }
 

@@ -1,6 +1,8 @@
 //! How a verb says what it found: to people, or to machines.
 
 use clap::ValueEnum;
+use serde::Serialize;
+use std::io::{self, Write};
 
 /// The options of all verbs that have JSON: `--json`, and nvme-cli's and fio's name for it.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
@@ -119,4 +121,24 @@ mod tests {
         }
         assert_eq!(shape("bench -o normal"), Shape::Normal);
     }
+}
+
+/// Shows an answer: as JSON, or in lines.
+///
+/// # Errors
+/// Standard output's.
+pub(crate) fn show<T: Serialize>(
+    answer: &T,
+    json: bool,
+    lines: impl FnOnce(&mut dyn Write, &T) -> io::Result<()>,
+) -> anyhow::Result<()> {
+    let mut out = io::stdout().lock();
+    if json {
+        serde_json::to_writer_pretty(&mut out, answer).map_err(io::Error::from)?;
+        writeln!(out)?;
+    } else {
+        lines(&mut out, answer)?;
+    }
+    out.flush()?;
+    Ok(())
 }

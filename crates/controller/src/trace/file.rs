@@ -2,16 +2,17 @@
 
 use super::layout::{HEADER_BYTES, Header, Layout, MAGIC, PAGE, VERSION};
 use super::record::{Kind, RECORD_BYTES, RawRecord};
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 use shadowbell_memory::{Mapping, Protection, SharedBytes};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::ops::Range;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Instant, SystemTime};
+use zerocopy::FromBytes;
 
 /// A trace that is being written. It goes on as long as a [`TraceRing`] of it lives.
 #[derive(Debug)]
@@ -52,6 +53,39 @@ impl TraceFile {
         spare: u16,
         records_per_worker: u32,
     ) -> io::Result<Arc<Self>> {
+        let layout = Self::layout(workers, spare, records_per_worker, |_| true)?;
+        replace(path)?;
+        let file =
+            OpenOptions::new().read(true).write(true).create_new(true).mode(0o644).open(path)?;
+        let outcome = Self::fill(file, layout, workers.into());
+        if outcome.is_err() {
+            let _ = std::fs::remove_file(path);
+        }
+        outcome
+    }
+
+    /// A trace in memory that nobody can open by a name, for so many workers and as many spare
+    /// ones as there can be in [`MAX_IN_MEMORY`](Self::MAX_IN_MEMORY) bytes.
+    ///
+    /// # Errors
+    /// The system's; `InvalidInput` if it would be larger than that.
+    pub fn in_memory(workers: u16, spare: u16, records_per_worker: u32) -> io::Result<Arc<Self>> {
+        let small = |layout: &Layout| layout.bytes() <= Self::MAX_IN_MEMORY;
+        let layout = Self::layout(workers, spare, records_per_worker, small)?;
+        let flags = MemfdFlags::CLOEXEC;
+        Self::fill(memfd_create("shadowbell-trace", flags)?.into(), layout, workers.into())
+    }
+
+    /// The most bytes of a trace in memory.
+    pub const MAX_IN_MEMORY: u64 = 256 << 20;
+
+    /// With as many of the spare rings as there is room for.
+    fn layout(
+        workers: u16,
+        spare: u16,
+        records_per_worker: u32,
+        fits: impl Fn(&Layout) -> bool,
+    ) -> io::Result<Layout> {
         let too_large = || {
             let text = format!(
                 "a trace of {records_per_worker} records for each of {workers} workers is too large"
@@ -60,17 +94,55 @@ impl TraceFile {
         };
         let capacity =
             records_per_worker.max(1024).checked_next_power_of_two().ok_or_else(too_large)?;
-        let workers = u32::from(workers);
-        let layout = |spare: u32| Layout::new(workers + spare + 1, capacity);
-        let layout = (0..=u32::from(spare)).rev().find_map(layout).ok_or_else(too_large)?;
-        replace(path)?;
-        let file =
-            OpenOptions::new().read(true).write(true).create_new(true).mode(0o644).open(path)?;
-        let outcome = Self::fill(file, layout, workers);
-        if outcome.is_err() {
-            let _ = std::fs::remove_file(path);
+        let layout = |spare: u32| Layout::new(u32::from(workers) + spare + 1, capacity);
+        let mut all = (0..=u32::from(spare)).rev().filter_map(layout);
+        all.find(fits).ok_or_else(too_large)
+    }
+
+    /// How long the file is.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.layout.bytes()
+    }
+
+    /// Whether the file is empty: it has a header.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        false
+    }
+
+    /// Copies what is in the file from `offset` on, while workers may be writing: records that they
+    /// may just have been writing over are left out. `offset` and the length of `to` are multiples
+    /// of 4096. All pieces in order are a trace that [`TraceReader`](super::TraceReader) reads, of
+    /// what was recorded until the first one was copied.
+    ///
+    /// # Errors
+    /// The system's; `InvalidInput` for another offset or length.
+    pub fn copy_at(&self, offset: u64, to: &mut [u8]) -> io::Result<usize> {
+        if !offset.is_multiple_of(PAGE) || !to.len().is_multiple_of(PAGE as usize) {
+            return Err(io::ErrorKind::InvalidInput.into());
         }
-        outcome
+        let count = self.file.read_at(to, offset)?;
+        let records = to[..count].chunks_exact_mut(RECORD_BYTES);
+        let Some(first) = offset.checked_sub(self.layout.records(0)) else {
+            // The header and counts, which are as they are; nothing of a ring is before the next
+            // piece if the pieces are no longer than that.
+            return Ok(count.min((self.layout.records(0) - offset) as usize));
+        };
+        let mut at = first / RECORD_BYTES as u64;
+        let capacity = u64::from(self.layout.capacity);
+        for record in records {
+            let ring = (at / capacity) as u32;
+            // After the record was copied, and so before nobody writes there any more.
+            let count = self.mapping.bytes().load_u64_acquire(Layout::count(ring) as usize);
+            let is_kept = RawRecord::read_from_bytes(record)
+                .is_ok_and(|raw| count.is_some_and(|count| raw.sequence + capacity > count));
+            if !is_kept {
+                record.fill(0);
+            }
+            at += 1;
+        }
+        Ok(count)
     }
 
     fn fill(file: File, layout: Layout, workers: u32) -> io::Result<Arc<Self>> {

@@ -162,6 +162,48 @@ fn reading_while_writing_gives_no_torn_record() {
 }
 
 #[test]
+fn a_copy_while_it_is_written_has_no_torn_record() {
+    let scratch = Scratch::new();
+    let trace = TraceFile::in_memory(1, 1, 1024).unwrap();
+    let mut ring = trace.worker(0).unwrap();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut value = 0_u32;
+            while !stop.load(Ordering::Relaxed) {
+                ring.record(Kind::MmioWrite, value as u16, !value as u16, value, !value);
+                value = value.wrapping_add(1);
+            }
+        });
+        let mut seen = 0;
+        for round in 0..50 {
+            let mut copy = Vec::new();
+            while copy.len() < trace.len() as usize {
+                // The header, then as much as there is in the piece.
+                let mut piece = vec![0; 4096 << (round % 4)];
+                let got = trace.copy_at(copy.len() as u64, &mut piece).unwrap();
+                copy.extend_from_slice(&piece[..got]);
+            }
+            assert_eq!(copy.len() as u64, trace.len());
+            std::fs::write(scratch.path(), copy).unwrap();
+            let records = read(&scratch.path());
+            for r in &records {
+                assert_eq!((r.extra, r.controller), (!r.value, r.value as u16));
+                assert_eq!(r.qid, !r.value as u16);
+            }
+            assert!(records.windows(2).all(|pair| pair[0].value < pair[1].value));
+            seen += records.len();
+        }
+        stop.store(true, Ordering::Relaxed);
+        assert!(seen > 0);
+    });
+    assert!(trace.copy_at(1, &mut [0; 4096]).is_err());
+    assert!(trace.copy_at(0, &mut [0; 100]).is_err());
+    let too_large = TraceFile::in_memory(8, 0, 1 << 20).unwrap_err();
+    assert_eq!(too_large.kind(), std::io::ErrorKind::InvalidInput);
+}
+
+#[test]
 fn lines_for_people() {
     let line = |kind, worker, qid, value, extra| {
         let controller = if worker == Some(7) { 0 } else { 2 };

@@ -134,8 +134,8 @@ pub(crate) enum Message {
         controller: u32,
         overriding: Box<dyn QueueOverride>,
     },
-    /// Start tracing.
-    Trace(TraceRing),
+    /// Record in this ring from here on, or nothing more.
+    Trace(Option<TraceRing>),
     /// Somebody wants to know whether the worker comes to its messages: it drops this.
     Visit(Visit),
     Stop,

@@ -15,8 +15,8 @@ use parking_lot::Mutex;
 use shadowbell_memory::{AbortOnPanic, SharedU32};
 use std::io;
 use std::marker::PhantomData;
-use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -35,10 +35,18 @@ struct Workers {
     spare: Mutex<Vec<usize>>,
     /// What the control planes run on.
     control: ControlThread,
-    /// The control plane's ring of the trace file, if there is one.
-    control_trace: OnceLock<Mutex<TraceRing>>,
-    /// The trace file: for rings of workers that are claimed later.
-    trace: OnceLock<Arc<TraceFile>>,
+    tracing: Tracing,
+}
+
+/// What is being recorded.
+#[derive(Default)]
+struct Tracing {
+    /// Whether there is a trace: nobody takes a lock to see that there is none.
+    on: AtomicBool,
+    /// The control plane's ring of it.
+    control: Mutex<Option<TraceRing>>,
+    /// For rings of workers that are claimed later.
+    file: Mutex<Option<Arc<TraceFile>>>,
 }
 
 /// Workers that can be claimed: controllers that are served by a thread of their own, at most. Each
@@ -118,8 +126,8 @@ impl Pool {
         polling: Polling,
         control: ControlThread,
     ) -> Self {
-        let (spare, control_trace, trace) = (Mutex::default(), OnceLock::new(), OnceLock::new());
-        Self(Arc::new(Workers { handles, shared, polling, spare, control, control_trace, trace }))
+        let (spare, tracing) = (Mutex::default(), Tracing::default());
+        Self(Arc::new(Workers { handles, shared, polling, spare, control, tracing }))
     }
 
     /// A pool of one worker that has no thread: the caller's turns are all that it does. Admin
@@ -158,7 +166,7 @@ impl Pool {
     /// # Errors
     /// The system's, if it has no more threads or descriptors.
     pub(crate) fn claim(&self) -> io::Result<Option<usize>> {
-        let Workers { handles, shared, polling, spare, trace, .. } = &*self.0;
+        let Workers { handles, shared, polling, spare, tracing, .. } = &*self.0;
         let mut spare = spare.lock();
         if let Some(index) = spare.pop() {
             return Ok(Some(index));
@@ -169,8 +177,9 @@ impl Pool {
         };
         // Under the lock of `spare`, so nobody else starts it.
         let handle = Handle::start(index, None, *polling)?;
-        if let Some(ring) = trace.get().and_then(|trace| trace.worker(index as u16)) {
-            handle.mailbox.send(Message::Trace(ring));
+        let ring = tracing.file.lock().as_ref().and_then(|file| file.worker(index as u16));
+        if let Some(ring) = ring {
+            handle.mailbox.send(Message::Trace(Some(ring)));
         }
         let _ = place.set(handle);
         Ok(Some(index))
@@ -203,21 +212,32 @@ impl Pool {
         self.0.handles.is_empty()
     }
 
-    /// Records every doorbell decision in `file` from now on. Once in the life of a pool; a second
-    /// call changes nothing.
+    /// Records every doorbell decision in `file` from now on, and in no other one any more. A file
+    /// that was recorded in before has no rings left for another time: nothing changes.
     pub fn trace(&self, file: &Arc<TraceFile>) {
+        // Nobody claims a worker meanwhile, and nobody else begins or ends a trace.
+        let _spare = self.0.spare.lock();
         let Some(control) = file.control() else { return };
-        if self.0.control_trace.set(Mutex::new(control)).is_ok() {
-            // Nobody claims a worker meanwhile.
-            let _spare = self.0.spare.lock();
-            let _ = self.0.trace.set(Arc::clone(file));
-            for (index, place) in self.0.handles.iter().enumerate() {
-                if let Some(handle) = place.get()
-                    && let Some(ring) = file.worker(index as u16)
-                {
-                    handle.mailbox.send(Message::Trace(ring));
-                }
+        *self.0.tracing.control.lock() = Some(control);
+        *self.0.tracing.file.lock() = Some(Arc::clone(file));
+        self.0.tracing.on.store(true, Relaxed);
+        for (index, place) in self.0.handles.iter().enumerate() {
+            // A worker without a ring of this file must not go on in the one before.
+            if let Some(handle) = place.get() {
+                handle.mailbox.send(Message::Trace(file.worker(index as u16)));
             }
+        }
+    }
+
+    /// Records nothing more. The file has what was recorded; what a worker does just now may still
+    /// come.
+    pub fn end_trace(&self) {
+        let _spare = self.0.spare.lock();
+        self.0.tracing.on.store(false, Relaxed);
+        *self.0.tracing.control.lock() = None;
+        *self.0.tracing.file.lock() = None;
+        for handle in self.0.handles.iter().filter_map(OnceLock::get) {
+            handle.mailbox.send(Message::Trace(None));
         }
     }
 
@@ -242,8 +262,10 @@ impl Pool {
         value: u32,
         extra: u32,
     ) {
-        if let Some(trace) = self.0.control_trace.get() {
-            let mut trace = trace.lock();
+        let tracing = &self.0.tracing;
+        if tracing.on.load(Relaxed)
+            && let Some(trace) = &mut *tracing.control.lock()
+        {
             trace.record(kind, controller as u16, qid, value, extra);
         }
     }

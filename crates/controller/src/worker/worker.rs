@@ -339,7 +339,7 @@ impl Worker {
                 }
             }
             Message::Trace(ring) => {
-                self.trace = Some(ring);
+                self.trace = ring;
                 self.poll_group.begin_trace();
             }
             Message::Visit(visit) => drop(visit),

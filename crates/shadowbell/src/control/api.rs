@@ -103,6 +103,31 @@ pub(crate) struct LogLevel {
     pub filter: String,
 }
 
+/// What is recorded of doorbells.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub(crate) struct Trace {
+    /// Whether it is recorded now.
+    pub on: bool,
+    /// How many records of each worker there is room for in what is recorded, or was recorded last;
+    /// older ones give way.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub records: Option<u32>,
+    /// How long that is as a file, in bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<u64>,
+}
+
+/// Whether doorbells are to be recorded.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct TraceChange {
+    pub on: bool,
+    /// Records of each worker, from 1024 to 16777216, of 32 bytes each; the whole has 256 MiB at
+    /// most. Without it there are 262144.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub records: Option<u32>,
+}
+
 /// Which program goes on.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]

@@ -10,16 +10,25 @@ use hyper_util::rt::TokioIo;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// The longest answer that is read: the counters of more controllers than a process can have.
 const MAX_ANSWER: usize = 64 << 20;
+/// The longest reason why not.
+const MAX_PROBLEM: usize = 1 << 20;
 /// How long a server may take, which may have to wait for a second for each of its workers.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// What stays as it is in a part of a path.
 const PART: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
+
+/// Takes a piece of an answer.
+type Take<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
+
+fn is_good(status: u16) -> bool {
+    (200..300).contains(&status)
+}
 
 /// A part of a path, such as the name of a controller.
 pub(crate) fn part(text: &str) -> String {
@@ -76,6 +85,20 @@ impl Client {
         self.answer(&Method::GET, path, None)
     }
 
+    /// Writes what the server says of `path` to a file, however long that is. How many bytes it
+    /// were.
+    ///
+    /// # Errors
+    /// As [`get`](Self::get), and of the file.
+    pub(crate) fn save(&self, path: &str, file: &mut dyn Write) -> anyhow::Result<u64> {
+        let mut written = 0;
+        self.exchange(&Method::GET, path, None, &mut |piece| {
+            written += piece.len() as u64;
+            file.write_all(piece)
+        })?;
+        Ok(written)
+    }
+
     fn text(&self, method: &Method, path: &str, body: Option<Vec<u8>>) -> anyhow::Result<String> {
         let body = self.answer(method, path, body)?;
         Ok(String::from_utf8_lossy(&body).into_owned())
@@ -88,16 +111,35 @@ impl Client {
         path: &str,
         body: Option<Vec<u8>>,
     ) -> anyhow::Result<Vec<u8>> {
+        let mut answer = Vec::new();
+        self.exchange(method, path, body, &mut |piece| {
+            if answer.len() + piece.len() > MAX_ANSWER {
+                return Err(io::Error::other("it is longer than any answer"));
+            }
+            answer.extend_from_slice(piece);
+            Ok(())
+        })?;
+        Ok(answer)
+    }
+
+    /// Gives the body of the answer to `take`, piece by piece.
+    fn exchange(
+        &self,
+        method: &Method,
+        path: &str,
+        body: Option<Vec<u8>>,
+        take: &mut Take<'_>,
+    ) -> anyhow::Result<()> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let answer = runtime.block_on(async {
-            let answer = tokio::time::timeout(TIMEOUT, self.ask(method, path, body));
+            let answer = tokio::time::timeout(TIMEOUT, self.ask(method, path, body, take));
             answer
                 .await
                 .unwrap_or_else(|_| Err(anyhow!("it does not answer for {} s", TIMEOUT.as_secs())))
         });
         let (status, body) = answer.with_context(|| self.socket.display().to_string())?;
-        if (200..300).contains(&status) {
-            return Ok(body);
+        if is_good(status) {
+            return Ok(());
         }
         let problem = serde_json::from_slice::<Problem>(&body)
             .map_err(|_| anyhow!("{}, which has answered with status {status}", self.nonsense()))?;
@@ -115,6 +157,7 @@ impl Client {
         method: &Method,
         path: &str,
         body: Option<Vec<u8>>,
+        take: &mut Take<'_>,
     ) -> anyhow::Result<(u16, Vec<u8>)> {
         let stream = tokio::net::UnixStream::connect(&self.socket).await.map_err(|error| {
             exit::not_there(match error.kind() {
@@ -135,9 +178,18 @@ impl Client {
         let answer = async {
             let answer = sender.send_request(request).await?;
             let status = answer.status().as_u16();
-            let body = Limited::new(answer.into_body(), MAX_ANSWER).collect().await;
-            let body = body.map_err(|error| anyhow!(error))?.to_bytes();
-            Ok((status, body.to_vec()))
+            let mut body = answer.into_body();
+            if is_good(status) {
+                while let Some(piece) = body.frame().await {
+                    if let Some(piece) = piece?.data_ref() {
+                        take(piece)?;
+                    }
+                }
+                return Ok((status, Vec::new()));
+            }
+            let why = Limited::new(body, MAX_PROBLEM).collect().await;
+            let why = why.map_err(|error| anyhow!(error))?.to_bytes();
+            Ok((status, why.to_vec()))
         };
         // Both on this thread; the connection has nothing to say that the answer does not.
         let connection = async {
@@ -157,7 +209,7 @@ impl Client {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::{Read, Write};
+    use std::io::Read;
     use std::os::unix::net::UnixListener;
 
     #[test]

@@ -158,6 +158,7 @@ fn start_control(
         end: Box::new(move || end()),
         upgrade_error: Arc::clone(&powers.upgrade_error),
         asks: powers.asks.clone(),
+        tracer: Arc::clone(server.tracer()),
     };
     ControlSocket::start(resting, Arc::new(view))
 }

@@ -67,6 +67,7 @@ mod stats_file;
 mod stats_socket;
 mod store;
 mod take_over;
+mod tracer;
 mod transfer;
 mod worker_link;
 

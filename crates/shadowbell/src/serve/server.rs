@@ -7,15 +7,14 @@ use super::making::{bind_one, carrier, client_events, open_one, place, summary};
 use super::reactor_thread::ReactorThread;
 use super::registry::{Registry, ServedController};
 use super::server_config::{ServerConfig, disk_asked_for_twice};
+use super::tracer::Tracer;
 use crate::exit::bad_input;
 use anyhow::{Context, anyhow};
 use shadowbell_backend::Disk;
-use shadowbell_controller::trace::TraceFile;
-use shadowbell_controller::{CLAIMABLE, Config, Controller, Pool};
+use shadowbell_controller::{Config, Controller, Pool};
 use shadowbell_frontend::vfio_user::ControllerDevice;
 use shadowbell_vfio_user::server::{Limits, PortId, Reactor};
 use std::io;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 use tracing::{error, info};
@@ -29,6 +28,7 @@ pub(super) struct Server {
     reactor: Option<ReactorThread>,
     /// Keeps the workers.
     pool: Pool,
+    tracer: Arc<Tracer>,
 }
 
 impl Server {
@@ -87,7 +87,8 @@ impl Server {
         let registry = Arc::clone(&controllers);
         let changes = Changes::new(pool.clone(), events.sender(0), lasting, registry);
         let changes = Arc::new(changes);
-        Self { controllers, changes, events: Some(events), reactor: None, pool }
+        let tracer = Arc::new(Tracer::new(pool.clone()));
+        Self { controllers, changes, events: Some(events), reactor: None, pool, tracer }
     }
 
     /// Records doorbells, if that is asked for.
@@ -96,9 +97,13 @@ impl Server {
     /// The file can not be made.
     pub(super) fn trace(&self, config: &ServerConfig) -> anyhow::Result<()> {
         match &config.trace {
-            Some((path, records)) => start_trace(&self.pool, path, *records),
+            Some((path, records)) => self.tracer.start_in(path, *records),
             None => Ok(()),
         }
+    }
+
+    pub(super) fn tracer(&self) -> &Arc<Tracer> {
+        &self.tracer
     }
 
     /// Serves the sockets of `reactor`.
@@ -220,20 +225,6 @@ impl Server {
         }
         all
     }
-}
-
-/// Has the workers record what they decide about doorbells.
-fn start_trace(pool: &Pool, path: &Path, records: u32) -> anyhow::Result<()> {
-    let workers = u16::try_from(pool.len()).unwrap_or(u16::MAX);
-    let trace = TraceFile::create_with_spare(path, workers, CLAIMABLE as u16, records);
-    let trace = trace.map_err(|error| {
-        let known =
-            matches!(error.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::InvalidInput);
-        let error = anyhow!(error).context(format!("--trace {}", path.display()));
-        if known { bad_input(error) } else { error }
-    })?;
-    pool.trace(&trace);
-    Ok(())
 }
 
 /// Opens what the controllers need. Creates nothing.

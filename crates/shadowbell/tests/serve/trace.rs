@@ -1,7 +1,8 @@
 //! What a trace is made into: a picture for Perfetto's viewer, and lines for tools.
 
+use crate::control::{ctl, ctl_json};
 use crate::harness::{Server, finish, image, program, run};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::time::Duration;
@@ -250,4 +251,83 @@ fn an_output_that_can_not_be_is_refused() {
     let (status, _, errors) = finish(command);
     assert_eq!(status, Some(2), "{errors}");
     assert!(errors.contains("can not be written to no/such/picture.json"), "{errors}");
+}
+
+/// Without `--trace`: on and off while the server runs, in a sandbox, and in the process that an
+/// upgrade brings.
+#[test]
+fn a_trace_begins_and_ends_while_the_server_runs() {
+    let mut server = Server::start(&["mem:4MiB"], &["--keeper", "--poll", "never"]);
+    let file = server.directory().join("saved");
+    let name = file.to_str().unwrap();
+    // Completions of reads in a trace.
+    let completed = |file: &Path| {
+        let lines = trace(file, &["--json", "--kind", "completion-posted"]);
+        let lines = lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        lines.filter(|line| line["cq"] == 1).count()
+    };
+    let save = || {
+        let (status, said, errors) = ctl(&server, &["trace", "save", name]);
+        assert_eq!(status, Some(0), "{errors}");
+        assert!(said.contains(&format!("`shadowbell trace {name}` shows it")), "{said}");
+        completed(&file)
+    };
+    assert_eq!(ctl_json(&server, &["trace"]), json!({"on": false}));
+    let (status, _, errors) = ctl(&server, &["trace", "save", name]);
+    assert_eq!(status, Some(3), "{errors}");
+    assert!(errors.contains("nothing was recorded"), "{errors}");
+    assert!(!file.exists());
+    work(&server);
+    // It begins, and again is the same.
+    for records in ["2048", "4096"] {
+        let on = ctl_json(&server, &["trace", "on", "--records", records]);
+        assert_eq!((&on["on"], &on["records"]), (&json!(true), &json!(2048)), "{on}");
+    }
+    work(&server);
+    assert_eq!(save(), 20);
+    work(&server);
+    assert_eq!(save(), 40);
+    let (_, said, _) = ctl(&server, &["trace"]);
+    assert!(said.starts_with("on: the last 2048 records of each worker"), "{said}");
+    // It ends, and what there is stays.
+    for _ in 0..2 {
+        assert_eq!(ctl_json(&server, &["trace", "off"])["on"], false);
+    }
+    work(&server);
+    assert_eq!(save(), 40);
+    // Another one begins with nothing, and goes on in another process with the same.
+    assert_eq!(ctl_json(&server, &["trace", "on", "--records", "1024"])["on"], true);
+    work(&server);
+    assert_eq!(save(), 20);
+    assert_eq!(ctl(&server, &["upgrade"]).0, Some(0));
+    let after = ctl_json(&server, &["trace"]);
+    assert_eq!((&after["on"], &after["records"]), (&json!(true), &json!(1024)), "{after}");
+    work(&server);
+    assert_eq!(save(), 20);
+    // Off is off there, too.
+    assert_eq!(ctl(&server, &["trace", "off"]).0, Some(0));
+    assert_eq!(ctl(&server, &["upgrade"]).0, Some(0));
+    assert_eq!(ctl_json(&server, &["trace"]), json!({"on": false}));
+    // More than there may be.
+    let (status, _, errors) = ctl(&server, &["trace", "on", "--records", "16777216"]);
+    assert_eq!(status, Some(2), "{errors}");
+    assert!(errors.contains("too large"), "{errors}");
+    assert!(server.stop().success());
+}
+
+/// A trace into a file can be saved and ended, too.
+#[test]
+fn the_trace_of_a_file_is_saved_and_ended() {
+    let mut server = Server::start(&["mem:4MiB"], &["--trace", "trace", "--poll", "never"]);
+    work(&server);
+    let saved = server.directory().join("saved");
+    let (status, _, errors) = ctl(&server, &["trace", "save", saved.to_str().unwrap()]);
+    assert_eq!(status, Some(0), "{errors}");
+    let posted = |file: &Path| trace(file, &["--json", "--kind", "completion-posted"]);
+    let file = server.directory().join("trace");
+    assert_eq!(posted(&saved), posted(&file));
+    assert_eq!(ctl_json(&server, &["trace", "off"])["on"], false);
+    work(&server);
+    assert_eq!(posted(&saved), posted(&file));
+    assert!(server.stop().success());
 }

@@ -4,6 +4,7 @@
 
 use super::metrics;
 use super::routes::Route;
+use super::trace::{self, TraceBody};
 use super::view::{View, namespaces_of};
 use crate::control::api::{
     Apply, Code, Configuration, Controller, ControllerSpec, ControllerState, LimitGroup, LimitSpec,
@@ -20,6 +21,8 @@ use crate::serve::server_config::{Own, SocketConfig, WorkerChoice};
 use crate::serve::stats_file;
 use crate::uuid_text::parse_uuid;
 use crate::{exit, logging};
+use http_body_util::{Either, Full};
+use hyper::body::Bytes;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use shadowbell_controller::Inquiry;
@@ -29,22 +32,37 @@ use std::sync::Arc;
 use tracing::info;
 use utoipa::OpenApi;
 
+/// What is answered: as a whole, or in pieces.
+pub(super) type Body = Either<Full<Bytes>, TraceBody>;
+
 /// An answer, whatever it is about.
 #[derive(Debug)]
 pub(super) struct Answer {
     pub(super) status: u16,
     pub(super) content_type: &'static str,
-    pub(super) body: Vec<u8>,
+    pub(super) body: Body,
 }
 
 const JSON: &str = "application/json";
+const OCTETS: &str = "application/octet-stream";
+
+/// What is complete.
+fn whole(body: Vec<u8>) -> Body {
+    Body::Left(Full::new(body.into()))
+}
+
+impl From<TraceBody> for Answer {
+    fn from(body: TraceBody) -> Self {
+        Self { status: 200, content_type: OCTETS, body: Body::Right(body) }
+    }
+}
 
 impl Answer {
     fn json(status: u16, body: &impl Serialize) -> Self {
         // Numbers and strings: it can not fail.
         let mut body = serde_json::to_vec(body).unwrap_or_default();
         body.push(b'\n');
-        Self { status, content_type: JSON, body }
+        Self { status, content_type: JSON, body: whole(body) }
     }
 
     pub(super) fn problem(problem: &Problem) -> Self {
@@ -82,6 +100,9 @@ impl Answer {
         snapshot,
         log_level,
         set_log_level,
+        trace::trace,
+        trace::set_trace,
+        trace::trace_records,
         upgrade,
         shutdown,
         metrics
@@ -112,7 +133,7 @@ pub(super) fn answer(view: &View, route: Route, body: &[u8]) -> Result<Answer, P
         }
         Route::RemoveController { id, force } => {
             remove_controller(view, &id, force)?;
-            Answer { status: 204, content_type: JSON, body: Vec::new() }
+            Answer { status: 204, content_type: JSON, body: whole(Vec::new()) }
         }
         Route::AddNamespace { id, nsid } => {
             let (is_new, namespace) = add_namespace(view, &id, nsid, &parse(body)?)?;
@@ -120,7 +141,7 @@ pub(super) fn answer(view: &View, route: Route, body: &[u8]) -> Result<Answer, P
         }
         Route::RemoveNamespace { id, nsid } => {
             remove_namespace(view, &id, nsid)?;
-            Answer { status: 204, content_type: JSON, body: Vec::new() }
+            Answer { status: 204, content_type: JSON, body: whole(Vec::new()) }
         }
         Route::ChangeNamespace { id, nsid } => {
             Answer::json(200, &change_namespace(view, &id, nsid, &parse(body)?)?)
@@ -138,16 +159,19 @@ pub(super) fn answer(view: &View, route: Route, body: &[u8]) -> Result<Answer, P
         Route::Snapshot => Answer::json(200, &snapshot(view)),
         Route::LogLevel => Answer::json(200, &log_level()),
         Route::SetLogLevel => Answer::json(200, &set_log_level(&parse(body)?)?),
+        Route::Trace => Answer::json(200, &trace::trace(view)),
+        Route::SetTrace => Answer::json(200, &trace::set_trace(view, &parse(body)?)?),
+        Route::TraceRecords => trace::trace_records(view)?.into(),
         Route::Upgrade => {
             let wanted = if body.is_empty() { Upgrade::default() } else { parse(body)? };
             Answer::json(202, &upgrade(view, wanted)?)
         }
         Route::Shutdown => Answer::json(202, &shutdown(view)),
         Route::Document => {
-            Answer { status: 200, content_type: JSON, body: document().into_bytes() }
+            Answer { status: 200, content_type: JSON, body: whole(document().into_bytes()) }
         }
         Route::Metrics => {
-            let body = metrics(view).into_bytes();
+            let body = whole(metrics(view).into_bytes());
             Answer { status: 200, content_type: metrics::CONTENT_TYPE, body }
         }
     })
@@ -528,7 +552,7 @@ fn inquire(view: &View, id: &str, inquiry: Inquiry) -> Result<Vec<u8>, Problem> 
 }
 
 fn bytes(body: Vec<u8>) -> Answer {
-    Answer { status: 200, content_type: "application/octet-stream", body }
+    Answer { status: 200, content_type: OCTETS, body: whole(body) }
 }
 
 fn find(view: &View, id: &str) -> Result<Arc<ServedController>, Problem> {

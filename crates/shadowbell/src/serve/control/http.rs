@@ -5,12 +5,12 @@
 //! all, [`HEAD`] to send the head of a request, as long for its body, and [`CONNECTION`] until it
 //! has read all answers. Beyond that it is hung up on. One more client waits in the socket.
 
-use super::answers::{Answer, answer};
+use super::answers::{Answer, Body, answer};
 use super::routes::{self, Via};
 use super::view::View;
 use crate::control::api::{Code, Problem};
 use crate::keeper_link::is_ours;
-use http_body_util::{BodyExt, Full, Limited};
+use http_body_util::{BodyExt, Limited};
 use hyper::body::{Bytes, Incoming};
 use hyper::header::{ALLOW, CONTENT_TYPE, HeaderValue};
 use hyper::service::service_fn;
@@ -151,7 +151,7 @@ async fn respond(
     request: Request<Incoming>,
     via: Via,
     view: Arc<View>,
-) -> Result<Response<Full<Bytes>>, Infallible> {
+) -> Result<Response<Body>, Infallible> {
     let (head, body) = request.into_parts();
     let outcome = match routes::route(via, &head.method, &head.uri) {
         Err(refused) => Err(refused),
@@ -177,8 +177,8 @@ async fn respond(
     })
 }
 
-fn response(answer: Answer) -> Response<Full<Bytes>> {
-    let mut response = Response::new(Full::new(answer.body.into()));
+fn response(answer: Answer) -> Response<Body> {
+    let mut response = Response::new(answer.body);
     *response.status_mut() =
         StatusCode::from_u16(answer.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     let kind = HeaderValue::from_static(answer.content_type);

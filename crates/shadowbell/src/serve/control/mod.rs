@@ -8,6 +8,7 @@
 //! | `routes` | what a request asks for |
 //! | `view` | what it sees of the server |
 //! | `answers` | what is answered, with its documentation |
+//! | `trace` | the same for what is recorded of doorbells |
 //! | `metrics` | the counters, for Prometheus |
 //!
 //! One thread (`sb-api`) has the sockets. What takes time is done by threads that exist while there
@@ -22,6 +23,7 @@ mod answers;
 mod http;
 mod metrics;
 mod routes;
+mod trace;
 mod view;
 
 pub(super) use view::View;
@@ -58,6 +60,8 @@ pub(super) struct Resting {
     metrics: Option<TcpListener>,
     /// When the counters began.
     began: Instant,
+    /// Records of each worker of the trace in memory that was being made.
+    tracing: Option<u32>,
 }
 
 struct Socket {
@@ -86,6 +90,9 @@ pub(super) struct Saved {
     elapsed: u64,
     /// What is logged, if that was changed.
     log_filter: Option<String>,
+    /// Records of each worker of the trace in memory that is being made.
+    #[serde(default)]
+    tracing: Option<u32>,
 }
 
 impl Resting {
@@ -107,7 +114,7 @@ impl Resting {
         if let Some(path) = &place.path {
             let listener = private(path).map_err(refused).context("the control socket")?;
             let socket = Some(Socket { listener, directory: None });
-            return Ok(Self { name, socket, metrics, began });
+            return Ok(Self { name, socket, metrics, began, tracing: None });
         }
         let Some(directory) = place::directory() else {
             if place.name.is_some() {
@@ -117,7 +124,7 @@ impl Resting {
                 )));
             }
             debug!("no control socket: XDG_RUNTIME_DIR is not set");
-            return Ok(Self { name, socket: None, metrics, began });
+            return Ok(Self { name, socket: None, metrics, began, tracing: None });
         };
         let outcome = match listen_in(&directory, &name) {
             // Another server's, which has the same name by chance.
@@ -132,11 +139,13 @@ impl Resting {
             outcome => outcome.map(|socket| (name.clone(), socket)),
         };
         match outcome {
-            Ok((name, socket)) => Ok(Self { name, socket: Some(socket), metrics, began }),
+            Ok((name, socket)) => {
+                Ok(Self { name, socket: Some(socket), metrics, began, tracing: None })
+            }
             Err(error) if place.name.is_some() => Err(refused(error).context("the control socket")),
             Err(error) => {
                 warn!("`shadowbell ctl` will not find this server: {error}");
-                Ok(Self { name, socket: None, metrics, began })
+                Ok(Self { name, socket: None, metrics, began, tracing: None })
             }
         }
     }
@@ -154,6 +163,7 @@ impl Resting {
             metrics: metrics.map(|listener| fds.add(listener.into())),
             elapsed: u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX),
             log_filter: logging::changed_filter(),
+            tracing: self.tracing,
         })
     }
 
@@ -177,6 +187,7 @@ impl Resting {
             name: saved.name,
             socket: socket.transpose()?,
             metrics: metrics.map(TcpListener::from),
+            tracing: saved.tracing,
         })
     }
 
@@ -277,14 +288,21 @@ impl ControlSocket {
         if control.is_none() && metrics.is_none() {
             return Ok(None);
         }
+        if let Some(records) = resting.tracing
+            && let Err(error) = view.tracer.start(Some(records))
+        {
+            warn!("doorbells are not recorded any more: {error}");
+        }
         let (stop, until) = oneshot::channel();
         let thread = std::thread::Builder::new().name("sb-api".into());
         let thread = thread.spawn(move || {
+            let tracer = Arc::clone(&view.tracer);
             if let Err(error) = runtime.block_on(http::serve(control, metrics, view, until)) {
                 warn!("the control socket can not be served: {error}");
             }
             // What still waits for a worker ends by itself.
             runtime.shutdown_background();
+            resting.tracing = tracer.in_memory();
             resting
         })?;
         Ok(Some(Self { stop: Some(stop), thread: Some(thread) }))

@@ -5,6 +5,7 @@ use crate::limits::DiskLimits;
 use crate::serve::changes::Changes;
 use crate::serve::config_file::Settings;
 use crate::serve::registry::{Registry, ServedController};
+use crate::serve::tracer::Tracer;
 use crate::serve::worker_link::Asker;
 use crate::uuid_text::uuid_text;
 use parking_lot::Mutex;
@@ -28,6 +29,7 @@ pub(in crate::serve) struct View {
     pub(in crate::serve) end: Box<dyn Fn() + Send + Sync>,
     /// Why the last upgrade has failed.
     pub(in crate::serve) upgrade_error: Arc<Mutex<Option<String>>>,
+    pub(in crate::serve) tracer: Arc<Tracer>,
     /// The way to the keeper, if that is the only one.
     pub(in crate::serve) asks: Option<Asker>,
 }

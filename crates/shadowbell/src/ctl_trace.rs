@@ -1,0 +1,98 @@
+//! `shadowbell ctl trace`: records what a running server decides about doorbells.
+
+use crate::control::api::{Trace, TraceChange};
+use crate::control::client::Client;
+use crate::exit::bad_input;
+use crate::output::show;
+use crate::replace::replace;
+use anyhow::{Context, anyhow};
+use bytesize::ByteSize;
+use clap::Subcommand;
+use hyper::Method;
+use serde::Serialize;
+use std::fs::File;
+use std::io::{self, IsTerminal, Write};
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+
+#[derive(Clone, Debug, Subcommand)]
+pub(crate) enum TraceVerb {
+    /// Record from now on, in memory of the server
+    On {
+        /// How many records to keep of each worker, of 32 bytes each; older ones give way [default:
+        /// 262144]
+        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1024..=1 << 24))]
+        records: Option<u32>,
+    },
+    /// Record nothing more; what was recorded is kept until it is on again
+    Off,
+    /// Write what was recorded until now to a file, for `shadowbell trace FILE`
+    Save {
+        /// The file, which is replaced; `-` for standard output
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+    },
+}
+
+/// What was saved.
+#[derive(Serialize)]
+struct Saved<'a> {
+    file: &'a Path,
+    bytes: u64,
+}
+
+/// Runs the verb; without one, shows how it is.
+///
+/// # Errors
+/// Why the server refuses, or the file's.
+pub(crate) fn trace(client: &Client, verb: Option<&TraceVerb>, json: bool) -> anyhow::Result<()> {
+    let change = |on, records| client.send(&Method::PUT, "/v1/trace", &TraceChange { on, records });
+    let now: Trace = match verb {
+        None => client.get("/v1/trace")?,
+        Some(TraceVerb::On { records }) => change(true, *records)?,
+        Some(TraceVerb::Off) => change(false, None)?,
+        Some(TraceVerb::Save { file }) => return save(client, file, json),
+    };
+    show(&now, json, line)
+}
+
+fn line(out: &mut dyn Write, now: &Trace) -> io::Result<()> {
+    match (now.on, now.records, now.bytes) {
+        (true, Some(records), Some(bytes)) => writeln!(
+            out,
+            "on: the last {records} records of each worker, {} in all",
+            ByteSize(bytes).display().iec()
+        ),
+        (true, ..) => writeln!(out, "on"),
+        (false, Some(_), _) => {
+            writeln!(out, "off; what was recorded is there for `shadowbell ctl trace save FILE`")
+        }
+        (false, ..) => writeln!(out, "off; nothing was recorded"),
+    }
+}
+
+fn save(client: &Client, file: &Path, json: bool) -> anyhow::Result<()> {
+    let get = |to: &mut dyn Write| client.save("/v1/trace/records", to);
+    let is_device = std::fs::metadata(file)
+        .is_ok_and(|about| about.file_type().is_char_device() || about.file_type().is_fifo());
+    let bytes = match file {
+        _ if file == Path::new("-") => {
+            let mut out = io::stdout().lock();
+            if out.is_terminal() {
+                let why = "a trace is nothing for a terminal: name a file, or a pipe for `-`";
+                return Err(bad_input(anyhow!(why)));
+            }
+            get(&mut out)?;
+            return Ok(out.flush()?);
+        }
+        _ if is_device => {
+            let device = File::options().write(true).open(file);
+            get(&mut device.with_context(|| file.display().to_string()).map_err(bad_input)?)?
+        }
+        _ => replace(file, |new| get(new))?,
+    };
+    show(&Saved { file, bytes }, json, |out, saved| {
+        let size = ByteSize(saved.bytes).display().iec();
+        writeln!(out, "{} has the trace, {size}: `shadowbell trace {0}` shows it", file.display())
+    })
+}

@@ -1,0 +1,116 @@
+//! What is recorded of doorbells: on, off, and what there is.
+
+use super::view::View;
+use crate::control::api::{Code, Problem, Trace, TraceChange};
+use crate::exit;
+use crate::serve::tracer::TraceStatus;
+use hyper::body::{Body, Bytes, Frame, SizeHint};
+use shadowbell_controller::trace::TraceFile;
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{self, Poll};
+use tracing::info;
+
+/// What is sent at a time.
+const PIECE: usize = 256 << 10;
+/// The fewest and the most records of a worker, as `serve --trace-records` has them.
+const RECORDS: std::ops::RangeInclusive<u32> = 1024..=1 << 24;
+
+/// Whether doorbells are recorded
+#[utoipa::path(get, path = "/v1/trace", operation_id = "trace", tag = "server",
+    responses((status = 200, description = "Whether they are", body = Trace)))]
+pub(super) fn trace(view: &View) -> Trace {
+    let TraceStatus { on, kept } = view.tracer.status();
+    Trace { on, records: kept.map(|(records, _)| records), bytes: kept.map(|(_, bytes)| bytes) }
+}
+
+/// Record every decision about a doorbell, or do so no more
+///
+/// It is recorded in memory, from now on. A trace that is on stays as it is, also that of `serve
+/// --trace`. One that was ended is kept until another one begins.
+#[utoipa::path(put, path = "/v1/trace", operation_id = "set_trace", tag = "server",
+    request_body = TraceChange,
+    responses(
+        (status = 200, description = "It is so", body = Trace),
+        (status = 400, description = "There can be no such trace", body = Problem)
+    ))]
+pub(super) fn set_trace(view: &View, wanted: &TraceChange) -> Result<Trace, Problem> {
+    if !wanted.on {
+        if view.tracer.stop() {
+            info!("doorbells are not recorded any more");
+        }
+        return Ok(trace(view));
+    }
+    let wrong = |why: String| Problem::new(Code::BadRequest, why);
+    if wanted.records.is_some_and(|records| !RECORDS.contains(&records)) {
+        let (fewest, most) = RECORDS.into_inner();
+        return Err(wrong(format!("`records` is {fewest} to {most}")));
+    }
+    match view.tracer.start(wanted.records) {
+        Ok(true) => info!("doorbells are recorded from here on"),
+        Ok(false) => {}
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+            return Err(wrong(error.to_string()));
+        }
+        Err(error) => return Err(Problem::new(Code::Failed, exit::line(&error.into()))),
+    }
+    Ok(trace(view))
+}
+
+/// What was recorded of doorbells
+///
+/// A file for `shadowbell trace`, of what is being recorded or was recorded last.
+#[utoipa::path(get, path = "/v1/trace/records", operation_id = "trace_records", tag = "server",
+    responses(
+        (status = 200, description = "The file", body = Vec<u8>,
+            content_type = "application/octet-stream"),
+        (status = 404, description = "Nothing was recorded", body = Problem)
+    ))]
+pub(super) fn trace_records(view: &View) -> Result<TraceBody, Problem> {
+    let file = view.tracer.file().ok_or_else(|| {
+        let why = "nothing was recorded; `shadowbell ctl trace on` begins";
+        Problem::new(Code::NotFound, why)
+    })?;
+    Ok(TraceBody { file, at: 0 })
+}
+
+/// A trace, in pieces: it can be longer than what should be held twice.
+#[derive(Debug)]
+pub(super) struct TraceBody {
+    file: Arc<TraceFile>,
+    at: u64,
+}
+
+impl Body for TraceBody {
+    type Data = Bytes;
+    type Error = io::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut task::Context<'_>,
+    ) -> Poll<Option<io::Result<Frame<Bytes>>>> {
+        if self.is_end_stream() {
+            return Poll::Ready(None);
+        }
+        // In memory, or written so recently that it is.
+        let mut piece = vec![0; PIECE];
+        let got = self.file.copy_at(self.at, &mut piece).and_then(|got| match got {
+            0 => Err(io::ErrorKind::UnexpectedEof.into()),
+            got => Ok(got),
+        });
+        Poll::Ready(Some(got.map(|got| {
+            self.at += got as u64;
+            piece.truncate(got);
+            Frame::data(piece.into())
+        })))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.at >= self.file.len()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(self.file.len().saturating_sub(self.at))
+    }
+}
