@@ -28,6 +28,9 @@ struct Arguments {
     /// Chooses the programs.
     #[arg(long, default_value_t = 1)]
     seed: u64,
+    /// Run the programs of the corpus as they are, one after the other and again.
+    #[arg(long)]
+    unchanged: bool,
     /// The longest programs, in bytes.
     #[arg(long, default_value_t = 4096)]
     longest: usize,
@@ -84,12 +87,19 @@ fn main() -> ExitCode {
     static PROGRAMS: AtomicU64 = AtomicU64::new(0);
     watch(&PROGRAMS, now.clone());
     let end = Instant::now() + Duration::from_secs(arguments.seconds);
+    let mut again = corpus.iter().cycle();
     while Instant::now() < end {
-        let mut program = begin(&corpus, &mut random, arguments.longest);
-        for _ in 0..random.below(8) {
-            change(&mut program, &corpus, &mut random);
-        }
-        program.truncate(arguments.longest);
+        let program = match again.next() {
+            Some(program) if arguments.unchanged => program.clone(),
+            _ => {
+                let mut program = begin(&corpus, &mut random, arguments.longest);
+                for _ in 0..random.below(8) {
+                    change(&mut program, &corpus, &mut random);
+                }
+                program.truncate(arguments.longest);
+                program
+            }
+        };
         let mut record = (program.len() as u64).to_le_bytes().to_vec();
         record.extend_from_slice(&program);
         pwrite(&file, &record, 0).expect("the program is written down");
@@ -175,9 +185,32 @@ fn watch(programs: &'static AtomicU64, now: PathBuf) {
             if count != last {
                 (last, since) = (count, Instant::now());
             } else if since.elapsed() > HUNG {
-                eprintln!("a program does not come to its end: {}", now.display());
+                eprintln!("a program does not come to its end: {}\n{}", now.display(), threads());
                 std::process::exit(3);
             }
         }
     });
+}
+
+/// What the threads of this process do.
+fn threads() -> String {
+    let read = |path: PathBuf| std::fs::read_to_string(path).unwrap_or_default();
+    let mut text = String::new();
+    for task in std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten() {
+        let task = task.path();
+        let status = read(task.join("status"));
+        let facts = ["Name:", "State:", "voluntary_ctxt", "nonvoluntary_ctxt"];
+        let facts = facts.map(|name| status.lines().find(|line| line.starts_with(name)));
+        let facts: Vec<_> = facts.into_iter().flatten().collect();
+        let call = read(task.join("syscall"));
+        let times: Vec<_> = read(task.join("stat"))
+            .rsplit(')')
+            .next()
+            .map(|rest| rest.split_whitespace().skip(11).take(2).map(str::to_owned).collect())
+            .unwrap_or_default();
+        let (facts, call) = (facts.join(", ").replace('\t', " "), call.trim());
+        text += &format!("{}: {facts}; ticks {times:?}; {call}\n", task.display());
+        text += &read(task.join("stack"));
+    }
+    text
 }
