@@ -51,6 +51,10 @@ pub struct Extra<'a> {
     pub linked: &'a [&'a Path],
     /// Kernel modules, for [`MODULES`].
     pub modules: &'a [PathBuf],
+    /// Other files: where each goes, from the root, and what is in it.
+    pub files: &'a [(&'a str, &'a [u8])],
+    /// The first process, instead of the agent.
+    pub init: Option<&'a str>,
 }
 
 /// Packs an uncompressed archive: QEMU copies it into the guest faster than the guest could unpack.
@@ -70,7 +74,7 @@ pub fn pack(roots: &Roots, programs: &[&str], extra: Extra<'_>) -> Result<Vec<u8
     archive.char_device("dev/null", 0o666, 1, 3);
     archive.file("etc/passwd", 0o644, b"root:x:0:0:root:/root:/bin/sh\n");
     archive.symlink("etc/mtab", "../proc/mounts");
-    archive.file("init", 0o755, INIT.as_bytes());
+    archive.file("init", 0o755, extra.init.unwrap_or(INIT).as_bytes());
     archive.symlink("usr/bin/sh", "busybox");
     let mut paths: Vec<String> = programs.iter().map(|&program| program.to_owned()).collect();
     let mut add = |found: Vec<String>| {
@@ -103,6 +107,9 @@ pub fn pack(roots: &Roots, programs: &[&str], extra: Extra<'_>) -> Result<Vec<u8
         let name = path.file_name().context("a module without a name")?.to_string_lossy();
         let content = fs::read(path).with_context(|| path.display().to_string())?;
         archive.file(&format!("{}/{name}", MODULES.trim_start_matches('/')), 0o644, &content);
+    }
+    for (name, content) in extra.files {
+        archive.file(name, 0o644, content);
     }
     Ok(archive.finish())
 }

@@ -45,6 +45,9 @@ const TOOLS: Recipe = Recipe {
         "nvme-cli",
         "qemu-utils",
         "util-linux",
+        // what kernels are packed with
+        "xz-utils",
+        "zstd",
         // a disk that boots
         "binutils",
         "dosfstools",

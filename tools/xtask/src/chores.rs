@@ -143,6 +143,7 @@ fn guest(report: &mut Report) {
                     | Suite::S4
                     | Suite::Upgrade
                     | Suite::Kill
+                    | Suite::CloudHypervisor
                     | Suite::Namespaces
             );
             if newer_only && kernel != Kernel::V7_2 {

@@ -160,6 +160,9 @@ struct GuestArguments {
     /// How often the server is upgraded, or killed, at least (suites `upgrade` and `kill`).
     #[arg(long, default_value_t = 100)]
     events: u32,
+    /// Cloud Hypervisor's program (suite `cloud-hypervisor`, which is left out without).
+    #[arg(long, value_name = "PATH")]
+    cloud_hypervisor: Option<PathBuf>,
     /// End with one line of JSON: {"rows": [...]}.
     #[arg(long)]
     json: bool,
@@ -225,6 +228,7 @@ fn guest_suites(report: &mut Report, arguments: GuestArguments) -> Result<()> {
     let mut setup = Setup::new(arguments.device, arguments.shadowbell, &kernels)?;
     setup.rounds = arguments.rounds.into();
     setup.events = arguments.events;
+    setup.cloud_hypervisor = arguments.cloud_hypervisor;
     for kernel in kernels {
         for &suite in &suites {
             suite.run(&setup, report, kernel);

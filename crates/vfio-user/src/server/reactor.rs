@@ -30,9 +30,12 @@ use crate::exchange::Exchange;
 use crate::handover::{RestoreError, SaveError};
 use crate::log_limit::LogLimit;
 
-/// How long to wait after a client could not be accepted for want of descriptors or memory, or was
-/// not to be because too many that an earlier one sent are still being closed.
+/// How long to wait after a client could not be accepted for want of descriptors or memory.
 const RETRY_ACCEPT: Duration = Duration::from_secs(1);
+
+/// How long to wait after one was not to be accepted, because too many descriptors that an earlier
+/// one sent are still being closed. That takes microseconds, unless it takes for ever.
+const RETRY_CLOSED: Duration = Duration::from_millis(50);
 
 /// Clients of a device that may come one after the other without a pause, and how long each of
 /// those that follow has to wait for its turn. A virtual machine that starts over and over takes
@@ -650,7 +653,7 @@ impl Reactor {
             port.retry = None;
             if port.closer.is_overloaded() {
                 debug!(port = id.0, "the next client waits until descriptors are closed");
-                port.retry = Some(Instant::now() + RETRY_ACCEPT);
+                port.retry = Some(Instant::now() + RETRY_CLOSED);
                 return self.set_timer(id);
             }
             if let Some(until) = port.admissions.wait(Instant::now()) {

@@ -41,6 +41,8 @@ pub(crate) struct Setup {
     pub(crate) rounds: usize,
     /// How often the server is upgraded, or killed, at least.
     pub(crate) events: u32,
+    /// Cloud Hypervisor's program, if there is one.
+    pub(crate) cloud_hypervisor: Option<PathBuf>,
 }
 
 impl Setup {
@@ -71,7 +73,7 @@ impl Setup {
             (ControllerKind::Shadowbell, None) => Some(workspace::build_shadowbell()?),
             (ControllerKind::QemuNvme, None) => None,
         };
-        Ok(Self { controller, roots, shadowbell, rounds: 3, events: 0 })
+        Ok(Self { controller, roots, shadowbell, rounds: 3, events: 0, cloud_hypervisor: None })
     }
 
     /// A program whose `serve` can do wrong on purpose: the one under test if it can.

@@ -6,7 +6,7 @@ use shadowbell_guest::{Kernel, RunDir};
 
 use super::setup::Setup;
 use super::unbroken::{self, Event};
-use super::{boot, fs, namespaces, recover, reset, s2, s3, s4, smoke};
+use super::{boot, cloud_hypervisor, fs, namespaces, recover, reset, s2, s3, s4, smoke};
 use crate::report::Report;
 
 /// The suites, by their names on the command line.
@@ -23,6 +23,8 @@ pub(crate) enum Suite {
     Upgrade,
     /// The same, with the process that serves killed.
     Kill,
+    /// The same two under Cloud Hypervisor, which runs a guest of its own in the guest.
+    CloudHypervisor,
     /// Namespaces come, grow and go while the guest reads and writes: how soon it is told, and how
     /// soon it sees it.
     Namespaces,
@@ -54,6 +56,7 @@ impl Suite {
                 Self::Reset => reset::run(setup, report, kernel, &run),
                 Self::Upgrade => unbroken::run(setup, report, kernel, &run, Event::Upgrade),
                 Self::Kill => unbroken::run(setup, report, kernel, &run, Event::Kill),
+                Self::CloudHypervisor => cloud_hypervisor::run(setup, report, kernel, &run),
                 Self::Namespaces => namespaces::run(setup, report, kernel, &run),
                 Self::Boot => boot::run(setup, report, kernel, &run),
                 Self::S2 => s2::run(setup, report, kernel, &run),

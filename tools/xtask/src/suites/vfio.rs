@@ -26,7 +26,8 @@ pub(crate) fn pack(
     let shadowbell = setup.shadowbell.as_deref().context("this needs the shadowbell program")?;
     let tool = setup.directory().join(tool::NAME);
     let modules = setup.roots.modules(kernel, modules);
-    let extra = Extra { programs: &[&tool], linked: &[shadowbell], modules: &modules };
+    let extra =
+        Extra { programs: &[&tool], linked: &[shadowbell], modules: &modules, ..Extra::default() };
     let programs: Vec<_> = initramfs::FULL.iter().chain(more).copied().collect();
     std::fs::write(run.file(ARCHIVE), initramfs::pack(&setup.roots, &programs, extra)?)
         .context("the initramfs")
