@@ -210,7 +210,8 @@ impl AdminServer {
 
     /// Posts what is complete.
     pub(crate) fn post(&mut self, control: &Mutex<Control>, cx: &Context) {
-        if let Some(Attach { queue, .. }) = &mut self.attached {
+        let attached = self.attached.as_mut().filter(|_| !self.standing.rests);
+        if let Some(Attach { queue, .. }) = attached {
             post(queue, control, cx);
         }
     }

@@ -6,6 +6,7 @@ use crate::control::{Callback, Deferred, DoorbellEventfds, NamespaceError};
 use crate::doorbell_source::DoorbellSource;
 use crate::event::Listener;
 use crate::inquiry::Inquiry;
+use crate::migrated::MigratedController;
 use crate::namespace::{Namespaces, Promises};
 use crate::notice::{ControlHandle, ControlPlane};
 use crate::plane::ControllerInner;
@@ -19,7 +20,7 @@ use crate::trace::{COMPLETION_QUEUE, Kind};
 use crate::worker::Pool;
 use crate::worker::message::Message;
 use shadowbell_backend::Disk;
-use shadowbell_memory::{DmaError, DmaTable, EventFd, SharedBytes};
+use shadowbell_memory::{DirtyLog, DmaError, DmaTable, EventFd, SharedBytes};
 use shadowbell_spec::Status;
 use shadowbell_spec::regs::{DOORBELLS, DoorbellKind, decode_doorbell};
 use shadowbell_state::Descriptors;
@@ -66,6 +67,10 @@ impl fmt::Debug for Carrier {
 /// none of them waits for I/O.
 #[derive(Clone)]
 pub struct Controller(Arc<ControllerInner>);
+
+/// The interrupts that a controller raises when it [runs](Controller::run_migrated) elsewhere.
+#[derive(Debug, Default)]
+pub struct Announcement(Vec<u16>);
 
 static NEXT_ID: AtomicU32 = AtomicU32::new(1);
 
@@ -432,6 +437,33 @@ impl Controller {
         Arc::clone(self.0.control().mapped())
     }
 
+    /// From now on, the pages of the host's memory that the controller writes are noted; or not any
+    /// more. `done` as for [`renew_views`](Self::renew_views): whatever is written after that is
+    /// noted. False, and `done` is dropped, if it was so already.
+    ///
+    /// Completion queues and EventIdx count as written whenever the log is looked at.
+    pub fn log_writes(&self, log: bool, done: impl FnOnce() + Send + 'static) -> bool {
+        let mut control = self.0.control();
+        let Some(deferred) = control.set_logged(&self.0.context, log, Box::new(done)) else {
+            return false;
+        };
+        self.0.release(control, deferred);
+        true
+    }
+
+    /// Has everything that was written until now in the [log](Self::dirty_log): `done` runs, on any
+    /// thread, when no command is in flight any more that is in flight now. As for
+    /// [`unmap_dma`](Self::unmap_dma), it may be dropped instead.
+    pub fn renew_views(&self, done: impl FnOnce() + Send + 'static) {
+        self.0.with(|control, cx| control.renew_views(cx, Box::new(done)));
+    }
+
+    /// The pages that were [noted](Self::log_writes), if any are.
+    #[must_use]
+    pub fn dirty_log(&self) -> Option<Arc<DirtyLog>> {
+        self.0.control().dirty_log()
+    }
+
     /// Takes a range away. `done` runs, on any thread, when no command in flight can touch it any
     /// more; that may be before this returns. It is dropped instead if the last handle of the
     /// controller is dropped before.
@@ -540,6 +572,39 @@ impl Controller {
         fds: &mut Descriptors,
     ) -> Result<(), RestoreError> {
         self.0.restore(saved, fds)
+    }
+
+    /// What a controller like this one needs on another machine to go on with this one, which is
+    /// [at rest](Self::freeze): its namespaces have to be the same disks there. As with
+    /// [`save`](Self::save), memory and interrupts are not part of it, and nothing is changed.
+    ///
+    /// # Errors
+    /// [`SaveError`].
+    pub fn save_for_migration(&self) -> Result<MigratedController, SaveError> {
+        self.0.save_for_migration()
+    }
+
+    /// Goes on from there, at rest: this controller is disabled, after a [`reset`](Self::reset) at
+    /// the latest. Whoever has sent the state may be anybody. [`run_migrated`](Self::run_migrated)
+    /// has to follow, with what this returns.
+    ///
+    /// # Errors
+    /// [`RestoreError`]; the controller has to be reset then, and has touched nothing.
+    pub fn load_migrated(
+        &self,
+        migrated: MigratedController,
+    ) -> Result<Announcement, RestoreError> {
+        self.0.load(migrated).map(Announcement)
+    }
+
+    /// Has a controller that was [loaded](Self::load_migrated) run: all of the host's memory is
+    /// there as the other one has left it. Each interrupt vector in use is raised once, because the
+    /// other one may have held one back.
+    pub fn run_migrated(&self, announcement: Announcement) {
+        // What the queues have in the host's memory is written anew.
+        self.settle_dma();
+        self.resume();
+        self.0.raise(&announcement.0);
     }
 
     /// What Identify or Get Log Page shows the host, for somebody else, who needs no queue and may

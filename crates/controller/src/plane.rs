@@ -8,6 +8,7 @@ use crate::control::{Control, Deferred};
 use crate::control_thread::{RunState, TakesTurns, Turn};
 use crate::inbox::{Inbox, Notices};
 use crate::journal::RecoveredJournal;
+use crate::migrated::MigratedController;
 use crate::notice::{ControlPlane, Notice};
 use crate::recorder::Recorder;
 use crate::route::RelocateError;
@@ -165,14 +166,13 @@ impl ControllerInner {
 
     /// What a process before has announced is not known: each vector is raised once more.
     pub(crate) fn announce(&self, saved: &SavedController) {
-        let cqs = saved.parts.iter().flat_map(|part| &part.cqs).filter_map(|cq| cq.vector);
-        let of_admin = saved.admin.as_ref().map(|_| 0);
-        let mut vectors: Vec<_> =
-            cqs.chain(of_admin).chain(saved.pending_vectors.iter().copied()).collect();
-        vectors.sort_unstable();
-        vectors.dedup();
+        self.raise(&vectors(saved));
+    }
+
+    /// Raises these vectors.
+    pub(crate) fn raise(&self, vectors: &[u16]) {
         for vector in vectors {
-            self.context.shared.irqs.trigger(vector.into());
+            self.context.shared.irqs.trigger(usize::from(*vector));
         }
     }
 
@@ -233,7 +233,11 @@ impl ControllerInner {
     pub(crate) fn save(&self, fds: &mut Descriptors) -> Result<SavedController, SaveError> {
         let cx = &self.context;
         let admin = self.admin.lock();
-        let (control, used) = self.control.lock().save()?;
+        let (control, used, unserved) = {
+            let plane = self.control.lock();
+            let (control, used) = plane.save()?;
+            (control, used, plane.save_unserved(used))
+        };
         let mut counters = cx.shared.counters();
         counters.io = cx.shared.io();
         let mut parts = Vec::new();
@@ -252,7 +256,7 @@ impl ControllerInner {
             shape: cx.shape(),
             doorbells: fds.add(cx.shared.doorbell_file()?),
             control,
-            admin: admin.server.save(used),
+            admin: unserved.or_else(|| admin.server.save(used)),
             parts,
             isolated: cx.route.is_diverted(),
             pending_vectors: cx.shared.irqs.pending(),
@@ -277,6 +281,34 @@ impl ControllerInner {
         self.schedule();
         self.announce(saved);
         Ok(())
+    }
+
+    /// What has to be kept of the controller, which is at rest, on another machine.
+    pub(crate) fn save_for_migration(&self) -> Result<MigratedController, SaveError> {
+        // They stay here.
+        let mut fds = Descriptors::default();
+        let saved = self.save(&mut fds)?;
+        let doorbells = self.context.shared.doorbells();
+        let mut registers = vec![0; doorbells.len()];
+        let read = doorbells.read_into(0, &mut registers);
+        read.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))?;
+        Ok(MigratedController::new(saved, registers))
+    }
+
+    /// Goes on from there, at rest. What whoever [runs](crate::Controller::run_migrated) it has to
+    /// announce then.
+    pub(crate) fn load(&self, migrated: MigratedController) -> Result<Vec<u16>, RestoreError> {
+        let cx = &self.context;
+        let (mut saved, registers) = migrated.check(cx)?;
+        let written = cx.shared.doorbells().write_from(0, &registers);
+        written.ok_or(RestoreError::Invalid("the page of doorbells"))?;
+        let SavedController { control, admin, parts, .. } = &mut saved;
+        let loaded = self.control.lock().load(cx, control, admin.as_ref(), parts);
+        self.note_change();
+        loaded?;
+        self.record();
+        self.schedule();
+        Ok(vectors(&saved))
     }
 
     /// Has the server do what the control plane has decided.
@@ -383,6 +415,17 @@ impl ControlPlane for ControllerInner {
         self.inbox.push(notice);
         self.schedule();
     }
+}
+
+/// The vectors of the queues of a controller, and what it has raised and nobody was there to hear.
+fn vectors(saved: &SavedController) -> Vec<u16> {
+    let cqs = saved.parts.iter().flat_map(|part| &part.cqs).filter_map(|cq| cq.vector);
+    let of_admin = saved.admin.as_ref().map(|_| 0);
+    let mut vectors: Vec<_> =
+        cqs.chain(of_admin).chain(saved.pending_vectors.iter().copied()).collect();
+    vectors.sort_unstable();
+    vectors.dedup();
+    vectors
 }
 
 /// The processor time that this thread has taken: a turn that waits for somebody takes none.

@@ -56,6 +56,24 @@ struct Rest {
     kept: Vec<(usize, Message)>,
 }
 
+impl Rest {
+    /// Keeps what is said to `worker`. As in its mailbox, of several DMA maps the last one counts:
+    /// a client may share memory for as long as it likes while its controller is at rest.
+    fn keep(&mut self, worker: usize, message: Message) {
+        let of_worker = self.kept.iter_mut().rev().find(|(other, _)| *other == worker);
+        match (message, of_worker) {
+            (
+                Message::Table { table, mut latches, .. },
+                Some((_, Message::Table { table: old, latches: all, .. })),
+            ) => {
+                *old = table;
+                all.append(&mut latches);
+            }
+            (message, _) => self.kept.push((worker, message)),
+        }
+    }
+}
+
 impl Route {
     /// The worker that serves what was placed at `worker`, or will when it has arrived.
     pub(crate) fn resolve(&self, worker: usize) -> usize {
@@ -76,7 +94,7 @@ impl Route {
     pub(crate) fn send(&self, pool: &Pool, worker: usize, message: Message) {
         let mut way = self.0.lock();
         if let Some(rest) = &mut way.rest {
-            rest.kept.push((worker, message));
+            rest.keep(worker, message);
         } else if let Some(kept) = way.leaving.get_mut(&worker) {
             kept.push(message);
         } else {
@@ -157,6 +175,16 @@ impl Route {
         let way = self.0.lock();
         let stopovers = way.rest.iter().flat_map(|rest| &rest.stopovers);
         stopovers.for_each(|stopover| pool.send(stopover.worker(), stay()));
+    }
+
+    /// The queues never go back, and nobody is told what was kept: to be dropped without a lock.
+    pub(crate) fn give_up_rest(&self) -> impl FnOnce() + Send + 'static {
+        let rest = self.0.lock().rest.take();
+        move || {
+            let Some(Rest { stopovers, kept }) = rest else { return };
+            stopovers.iter().for_each(|stopover| stopover.give_up());
+            drop(kept);
+        }
     }
 
     /// The queues go back, and then what was kept follows. None of them is on its way any more.

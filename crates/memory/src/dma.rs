@@ -1,5 +1,6 @@
 //! What the peer mapped where: I/O virtual addresses to bytes of this process.
 
+use crate::dirty::{DirtyLog, Noted};
 use crate::error::{DmaError, Fault};
 use crate::mapping::Mapping;
 use crate::page_tables;
@@ -39,6 +40,8 @@ pub struct DmaTable {
     chunks: Vec<Arc<Vec<Entry>>>,
     /// What the page tables of these maps can map at most, in bytes.
     reach: u64,
+    /// Where it is noted what is written.
+    log: Option<Arc<DirtyLog>>,
 }
 
 impl DmaTable {
@@ -250,7 +253,34 @@ impl DmaSpace {
 
     /// Takes away every map.
     pub fn clear(&mut self) {
-        self.table = Arc::default();
+        let log = self.table.log.clone();
+        self.table = Arc::new(DmaTable { log, ..DmaTable::default() });
+    }
+
+    /// From the next snapshot on, what is written through views is noted. What is written to a
+    /// [`Ring`](crate::Ring) or a [cell](crate::SharedU32) is for its owner to
+    /// [add](DirtyLog::add). False if there is a log already.
+    pub fn start_log(&mut self) -> bool {
+        let is_new = self.table.log.is_none();
+        if is_new {
+            Arc::make_mut(&mut self.table).log = Some(Arc::default());
+        }
+        is_new
+    }
+
+    /// From the next snapshot on, nothing is noted. False if nothing was.
+    pub fn stop_log(&mut self) -> bool {
+        let is_there = self.table.log.is_some();
+        if is_there {
+            Arc::make_mut(&mut self.table).log = None;
+        }
+        is_there
+    }
+
+    /// The log, if there is one.
+    #[must_use]
+    pub fn log(&self) -> Option<&Arc<DirtyLog>> {
+        self.table.log.as_ref()
     }
 }
 
@@ -270,6 +300,22 @@ pub struct View(Rc<ViewShared>);
 struct ViewShared {
     table: Arc<DmaTable>,
     last_hit: Hit,
+    /// What was resolved for writing, if the table has a log.
+    noted: Option<Noted>,
+}
+
+impl ViewShared {
+    fn hand_in(&self) {
+        if let (Some(noted), Some(log)) = (&self.noted, &self.table.log) {
+            noted.hand_in(log);
+        }
+    }
+}
+
+impl Drop for ViewShared {
+    fn drop(&mut self) {
+        self.hand_in();
+    }
 }
 
 /// A map that was hit, in few words next to each other.
@@ -280,16 +326,17 @@ struct Hit {
     len: Cell<u64>,
     /// Where `start` is in this process.
     base: Cell<NonNull<u8>>,
+    /// Writes need no second look: they are allowed, and nobody notes them.
     writable: Cell<bool>,
 }
 
 impl Hit {
-    fn set(&self, entry: &Entry) {
+    fn set(&self, entry: &Entry, is_logged: bool) {
         self.start.set(entry.start);
         // The map of all addresses would be one byte longer than can be said.
         self.len.set((entry.last - entry.start).saturating_add(1));
         self.base.set(entry.bytes.base());
-        self.writable.set(entry.bytes.is_writable());
+        self.writable.set(entry.bytes.is_writable() && !is_logged);
     }
 
     /// Where `iova` is, and how many bytes follow it.
@@ -328,13 +375,20 @@ impl View {
             base: Cell::new(NonNull::dangling()),
             writable: Cell::new(false),
         };
-        Self(Rc::new(ViewShared { table, last_hit }))
+        let noted = table.log.is_some().then(Noted::default);
+        Self(Rc::new(ViewShared { table, last_hit, noted }))
     }
 
     /// The snapshot that the view resolves against.
     #[must_use]
     pub fn table(&self) -> &Arc<DmaTable> {
         &self.0.table
+    }
+
+    /// Has what was noted of writes in the log now, and not at the end of the view: nothing that
+    /// was resolved through it is in flight.
+    pub fn hand_in_log(&self) {
+        self.0.hand_in();
     }
 
     /// A watch on this view and its clones; drop the view itself and ask.
@@ -374,10 +428,31 @@ impl View {
         if let Some((ptr, left)) = hit.find(iova, write) {
             return Ok((ptr, left.min(len as u64) as usize));
         }
+        self.translate_anew(iova, len, write)
+    }
+
+    /// As [`translate`](Self::translate), for another map, or for a write that is noted.
+    fn translate_anew(
+        &self,
+        iova: u64,
+        len: usize,
+        write: bool,
+    ) -> Result<(NonNull<u8>, usize), Fault> {
+        let ViewShared { table, last_hit, noted } = &*self.0;
         let fault = Fault { iova, write };
-        hit.set(self.0.table.find(iova).ok_or(fault)?);
-        let (ptr, left) = hit.find(iova, write).ok_or(fault)?;
-        Ok((ptr, left.min(len as u64) as usize))
+        let entry = table.find(iova).ok_or(fault)?;
+        last_hit.set(entry, noted.is_some());
+        let (ptr, left) = last_hit.find(iova, false).ok_or(fault)?;
+        let len = left.min(len as u64);
+        if write {
+            if !entry.bytes.is_writable() {
+                return Err(fault);
+            }
+            if let Some(noted) = noted {
+                noted.add(iova, len);
+            }
+        }
+        Ok((ptr, len as usize))
     }
 
     /// The address in this process of the byte at `iova`, if it is mapped.

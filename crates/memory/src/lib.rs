@@ -14,6 +14,7 @@
 //!   ([`View::resolve_sgl`]) to host memory. It holds its view, so memory can not go away while a
 //!   command that uses it is in flight: unmapping replaces the snapshot, and is done when every
 //!   view of the old one is dropped ([`ViewWatch`]);
+//! * [`DirtyLog`] knows which pages were written, once somebody wants to know;
 //! * [`Ring`] is a queue's memory, entry by entry, and [`SqeBatch`] what will be in one together;
 //! * [`EventFd`] wakes a sleeper, and [`sigbus`] turns the loss of the memory behind a mapping
 //!   into a flag;
@@ -30,6 +31,7 @@ mod readme {}
 
 mod abort;
 mod copy;
+mod dirty;
 mod dma;
 mod error;
 mod event;
@@ -51,6 +53,7 @@ mod thread_usage;
 
 pub use abort::{AbortOnPanic, contain_panic, is_panic_contained};
 pub use copy::goes_past_caches;
+pub use dirty::DirtyLog;
 pub use dma::{DmaSpace, DmaTable, View, ViewWatch};
 pub use error::{DataPointerError, DmaError, Fault};
 pub use event::{Edge, Edges, EventFd};

@@ -5,6 +5,7 @@
 //! |---|---|---|
 //! | `block_device` | `block-device` | a driver on an emulated controller, over a disk that does as it is ordered |
 //! | `disks` | `disks` | a host of a disk: requests in batches, and a model |
+//! | `guest` | `guest` | a guest over a vfio-user socket, that can be moved to another |
 //! | `late` | `late` | a block device one of whose writes arrives late |
 //! | `stalled` | `stalled` | a FUSE file system that does not answer |
 #![forbid(unsafe_code)]
@@ -13,6 +14,8 @@
 pub mod block_device;
 #[cfg(feature = "disks")]
 pub mod disks;
+#[cfg(feature = "guest")]
+pub mod guest;
 #[cfg(feature = "late")]
 pub mod late;
 #[cfg(feature = "stalled")]

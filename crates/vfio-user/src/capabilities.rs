@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::migration::LOG_PAGE;
+
 /// How many descriptors an end takes with one message if it does not say.
 pub const DEFAULT_MAX_MSG_FDS: u32 = 1;
 
@@ -13,7 +15,7 @@ pub const DEFAULT_MAX_DATA_XFER_SIZE: u64 = 1 << 20;
 pub const DEFAULT_MAX_DMA_MAPS: u32 = 65_535;
 
 /// The capabilities of one end. What the other end sends and this crate has no use for
-/// (`pgsizes`, `migration`, `twin_socket`) is passed over.
+/// (`pgsizes`, `twin_socket`) is passed over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Capabilities {
@@ -28,6 +30,34 @@ pub struct Capabilities {
     /// REGION_WRITE_MULTI is understood.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub write_multiple: bool,
+    /// Migration is understood. Later texts of the specification do without it, and have whoever
+    /// wants to know ask for the feature: so nothing depends on it here.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub migration: Option<MigrationCapability>,
+}
+
+/// What an end says of migration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct MigrationCapability {
+    /// The page of its log of pages that were written, in bytes.
+    pub pgsize: u64,
+    /// The longest bitmap of such pages, in bytes.
+    pub max_bitmap_size: u64,
+}
+
+impl MigrationCapability {
+    /// What a server says that transfers so many bytes at once.
+    pub(crate) fn of_server(max_data_xfer_size: u64) -> Self {
+        Self { pgsize: LOG_PAGE, max_bitmap_size: max_data_xfer_size }
+    }
+}
+
+impl Default for MigrationCapability {
+    /// What an end has that names it, and nothing in it.
+    fn default() -> Self {
+        Self { pgsize: LOG_PAGE, max_bitmap_size: 256 << 20 }
+    }
 }
 
 impl Default for Capabilities {
@@ -38,6 +68,7 @@ impl Default for Capabilities {
             max_data_xfer_size: DEFAULT_MAX_DATA_XFER_SIZE,
             max_dma_maps: DEFAULT_MAX_DMA_MAPS,
             write_multiple: false,
+            migration: None,
         }
     }
 }
@@ -102,7 +133,8 @@ mod tests {
                 max_msg_fds: 8,
                 max_data_xfer_size: 1 << 20,
                 max_dma_maps: 1000,
-                write_multiple: true
+                write_multiple: true,
+                migration: Some(MigrationCapability { pgsize: 4096, max_bitmap_size: 256 << 20 }),
             }
         );
     }
@@ -116,6 +148,11 @@ mod tests {
               \"max_dma_maps\":65535,\"write_multiple\":true}}\0"
         );
         assert_eq!(Capabilities::from_version_data(&said.to_version_data()).unwrap(), said);
+        let migration = Some(MigrationCapability::of_server(1 << 20));
+        let said = Capabilities { migration, ..Default::default() };
+        let text = String::from_utf8(said.to_version_data()).unwrap();
+        let migration = r#","migration":{"pgsize":4096,"max_bitmap_size":1048576}}}"#;
+        assert!(text.trim_end_matches('\0').ends_with(migration), "{text}");
     }
 
     #[test]

@@ -11,6 +11,7 @@ use crate::Errno;
 use crate::capabilities::DEFAULT_MAX_DMA_MAPS;
 use crate::descriptor::{Closer, PeerFd};
 use crate::handover::{RestoreError, SaveError};
+use crate::migration::Migration;
 use crate::shared_socket::SharedSocket;
 
 /// Indexes of the regions of a PCI device (`VFIO_PCI_*_REGION_INDEX` of `<linux/vfio.h>`).
@@ -364,6 +365,11 @@ pub trait Device: Send {
     /// Resets the device: complete `done` when it is as after power-on. DMA maps and eventfds
     /// stay, they are the client's.
     fn reset(&mut self, done: Done);
+
+    /// How the device is moved to another server, if it can be.
+    fn migration(&mut self) -> Option<&mut dyn Migration> {
+        None
+    }
 
     /// Writes down what a successor has to know of the client and of what it has done, with
     /// duplicates of what the client sent in `fds`. No [`Done`] is outstanding. The device may be

@@ -16,6 +16,7 @@
 //! | [`device`] | the [`Device`] trait: what a server asks of the device it serves |
 //! | [`server`] | listening sockets and a reactor, one thread for any number of devices |
 //! | [`client`] | the other end: a blocking client that any number of threads may share |
+//! | [`migration`] | moving a device to another server: messages, states, what a device does |
 //! | [`pci`] | the configuration space of a PCI Express endpoint |
 //!
 //! # Example
@@ -42,8 +43,7 @@
 //!
 //! # What it does not implement
 //!
-//! Migration (DEVICE_FEATURE, MIG_DATA_READ and MIG_DATA_WRITE), dirty page tracking, twin
-//! sockets, and DMA by message (DMA_READ, DMA_WRITE): a server hands a map without a descriptor
+//! The optional states of migration (P2P, PRE_COPY), twin sockets, and DMA by message (DMA_READ, DMA_WRITE): a server hands a map without a descriptor
 //! to its device, and the device decides. Commands that are not implemented get EOPNOTSUPP.
 #![deny(unsafe_code)]
 
@@ -60,6 +60,7 @@ pub mod device;
 mod exchange;
 pub mod handover;
 mod log_limit;
+pub mod migration;
 pub mod pci;
 pub mod server;
 mod shared_socket;
@@ -70,6 +71,7 @@ pub use client::Client;
 pub use device::{Device, Done};
 pub use handover::{RestoreError, SaveError};
 pub use log_limit::LogLimit;
+pub use migration::{Migration, MigrationState};
 pub use rustix::io::Errno;
 pub use server::{Listener, Reactor};
 pub use shared_socket::{PolledWrites, SharedSocket};

@@ -22,6 +22,9 @@ use shadowbell_controller::config::uuid_from;
 use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Polling, Pool, Turns};
 use shadowbell_frontend::ControllerDevice;
 use shadowbell_memory::{Mapping, Protection, SharedBytes};
+use shadowbell_vfio_user::migration::{
+    DeviceFeature, DeviceState, MigData, feature, feature_flags,
+};
 use shadowbell_vfio_user::wire::command as verb;
 use shadowbell_vfio_user::{Listener, Reactor};
 use std::io::IoSlice;
@@ -256,13 +259,41 @@ impl Visit {
         self.tails = [0; 4];
     }
 
+    /// Stops the device, reads its state, and gives it back, perhaps not as it was.
+    fn relocate(&mut self, source: &mut Source<'_>) {
+        self.set_state(3);
+        let before = self.frames.last_reply();
+        let ask = MigData { argsz: 0, size: 1 << 19 };
+        self.tell(verb::MIG_DATA_READ, &[ask.as_bytes()], &[]);
+        let reply = self.frames.last_reply();
+        let stream = if reply == before { Vec::new() } else { reply };
+        let mut stream = stream.get(24..).unwrap_or_default().to_vec();
+        for _ in 0..source.below(4) {
+            let (at, any) = (source.below(stream.len().max(1)), source.u8());
+            if let Some(byte) = stream.get_mut(at) {
+                *byte = source.of(&[b'0', b'9', b'1', b'"', b'}', b',', any]);
+            }
+        }
+        self.set_state(4);
+        let head = MigData { argsz: 0, size: stream.len() as u32 };
+        self.tell(verb::MIG_DATA_WRITE, &[head.as_bytes(), &stream], &[]);
+        self.set_state(source.of(&[2, 2, 1, 3]));
+    }
+
+    fn set_state(&mut self, state: u32) {
+        let flags = feature_flags::SET | feature::MIG_DEVICE_STATE;
+        let head = DeviceFeature { argsz: 16, flags };
+        let state = DeviceState { state, data_fd: 0 };
+        self.tell(verb::DEVICE_FEATURE, &[head.as_bytes(), state.as_bytes()], &[]);
+    }
+
     fn write(&mut self, region: u32, offset: u64, data: &[u8]) {
         let access = messages::access(region, offset, data.len() as u32);
         self.tell(verb::REGION_WRITE, &[&access, data], &[]);
     }
 
     fn act(&mut self, source: &mut Source<'_>) {
-        match source.below(20) {
+        match source.below(21) {
             0..=5 => self.submit(source),
             6..=12 => self.say(source),
             13 => self.scribble(source),
@@ -291,6 +322,7 @@ impl Visit {
                 self.connect();
                 self.introduce();
             }
+            19 => self.relocate(source),
             _ => self.enable(),
         }
         if !source.rarely(4) {

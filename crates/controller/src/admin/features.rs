@@ -257,6 +257,18 @@ impl Features {
         }
     }
 
+    /// As [saved](Self::save), for a machine with another clock: what the timestamp is now.
+    pub(crate) fn leave_clock(saved: &mut SavedFeatures) {
+        let (millis, at, _) = &mut saved.clock;
+        *millis = millis.wrapping_add(now_ms().saturating_sub(*at)) & MILLIS;
+        *at = 0;
+    }
+
+    /// The other side of [`leave_clock`](Self::leave_clock).
+    pub(crate) fn join_clock(saved: &mut SavedFeatures) {
+        saved.clock.1 = now_ms();
+    }
+
     /// As a host has set them, at another time.
     pub(crate) fn restore(saved: &SavedFeatures) -> Self {
         let (millis, at, set) = saved.clock;

@@ -120,6 +120,11 @@ impl AdminPort {
         self.orders = Orders { detach: Some(latch), latches, ..Orders::default() };
     }
 
+    /// A queue that nobody has begun to serve.
+    pub(super) fn unserved(&self) -> Option<&AdminQueue> {
+        self.orders.attach.as_ref().map(|attach| &attach.queue)
+    }
+
     /// The controller goes on from a state in which its queue was served. `used`: a command was
     /// fetched.
     pub(super) fn reopen(&mut self, attach: Attach, used: bool) {

@@ -295,6 +295,11 @@ impl IoQueues {
         Ok(worker)
     }
 
+    /// Where the completion queues are, and how many entries each has.
+    pub(super) fn completion_queues(&self) -> impl Iterator<Item = (u64, u32)> {
+        self.cqs.values().map(|cq| (cq.layout.iova, cq.layout.size.entries()))
+    }
+
     /// Doorbells of all queues go to their workers.
     fn own(&self, cx: &Context) {
         for (qid, cq) in &self.cqs {

@@ -1,7 +1,7 @@
 //! The host's memory, as the control plane has it mapped.
 
 use super::deferred::Callback;
-use shadowbell_memory::{DmaError, DmaSpace, DmaTable, SharedBytes};
+use shadowbell_memory::{DirtyLog, DmaError, DmaSpace, DmaTable, SharedBytes};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -60,6 +60,16 @@ impl HostMemory {
 
     pub(super) fn unmap_all(&mut self) {
         self.space.clear();
+    }
+
+    /// Has the pages noted that are written, from the next table on, or not. False if that is so.
+    pub(super) fn set_logged(&mut self, logged: bool) -> bool {
+        if logged { self.space.start_log() } else { self.space.stop_log() }
+    }
+
+    /// Where they are noted, if they are.
+    pub(super) fn log(&self) -> Option<&Arc<DirtyLog>> {
+        self.space.log()
     }
 
     /// Keeps `done` until [`released`](Self::released) is called with the ticket that this returns.

@@ -11,6 +11,7 @@ mod admin_progress;
 mod commands;
 pub(crate) mod control_override;
 mod deferred;
+mod dirty;
 mod io_queues;
 mod memory;
 mod namespace_changes;
@@ -66,6 +67,8 @@ pub(crate) struct Standing {
     pub(crate) ready: bool,
     /// Commands are begun: the controller does not come to rest.
     pub(crate) begins: bool,
+    /// It is at rest: the host's memory stays as it is.
+    pub(crate) rests: bool,
     /// CC.MPS in bytes.
     pub(crate) page_size: usize,
 }
@@ -240,6 +243,12 @@ impl Control {
     /// workers give up what is in flight, and so does whoever serves the admin queue. The rest
     /// follows when they have.
     fn begin_reset(&mut self, cx: &Context, full: bool, deferred: &mut Deferred) {
+        if self.rest.step == Step::Resting {
+            // Its queues are at no worker, and nothing is in flight.
+            self.rest.step = Step::Working;
+            deferred.callbacks.push(Box::new(cx.route.give_up_rest()));
+        }
+        self.log_queues();
         self.memory.shadow = None;
         self.queues.drop_eventfds();
         self.lifecycle.full_reset |= full;
@@ -463,6 +472,10 @@ impl Control {
             overriding.function_reset();
         }
         if self.lifecycle.phase == Phase::Disabled {
+            if self.rest.step == Step::Resting {
+                self.rest.step = Step::Working;
+                deferred.callbacks.push(Box::new(cx.route.give_up_rest()));
+            }
             self.registers.power_on();
             self.reset_is_over(cx, waiter, &mut deferred);
         } else {
@@ -535,6 +548,8 @@ impl Control {
         // With the controller disabled, nobody has any. While a reset is under way, somebody may.
         let latch_of_admin = latch.filter(|_| self.lifecycle.phase != Phase::Disabled);
         self.port.change_table(&table, latch_of_admin);
+        // At rest no queue uses any, and what is said now is heard when the rest has ended.
+        let latch = latch.filter(|_| self.rest.step != Step::Resting);
         cx.send_all(self.queues.workers(), |controller| Message::Table {
             controller,
             table: Arc::clone(&table),
@@ -713,7 +728,8 @@ impl Control {
     pub(crate) fn admin_orders(&mut self, has_fetched: bool) -> (Orders, Standing) {
         let orders = self.port.take_orders(has_fetched);
         let (ready, begins) = (self.is_ready(), self.rest.step == Step::Working);
-        (orders, Standing { ready, begins, page_size: self.registers.page_size() })
+        let rests = self.rest.step == Step::Resting;
+        (orders, Standing { ready, begins, rests, page_size: self.registers.page_size() })
     }
 
     /// Executes an admin command that was fetched after so many resets; `data` is what it takes
@@ -730,6 +746,7 @@ impl Control {
         if generation != self.lifecycle.generation || !self.is_ready() {
             return None;
         }
+        self.log_queues();
         let (commands, mut env) = self.split(cx, deferred);
         let executed = commands.execute(&mut env, sqe, data);
         if !matches!(executed, Ok(Outcome::NotYet)) {

@@ -11,7 +11,7 @@ use crate::admin::events::AsyncEvents;
 use crate::admin::logs::ErrorLog;
 use crate::context::Context;
 use crate::queue::admin::AdminQueue;
-use crate::saved::{SavedAdminQueue, SavedControl, SavedController};
+use crate::saved::{SavedAdminQueue, SavedControl, SavedController, SavedPart};
 use crate::successor::{RestoreError, SaveError};
 use crate::worker::relocation::{Opening, Restoring};
 use shadowbell_memory::EventFd;
@@ -32,6 +32,11 @@ impl Control {
             return Err(SaveError::Overridden);
         }
         Ok((self.describe(), self.port.is_used()))
+    }
+
+    /// The admin queue, if nobody has begun to serve it; as with [`save`](Self::save).
+    pub(crate) fn save_unserved(&self, used: bool) -> Option<SavedAdminQueue> {
+        self.port.unserved().map(|queue| queue.save(used))
     }
 
     /// The control plane as it is.
@@ -81,6 +86,37 @@ impl Control {
         self.queues.restore(cx, control.granted, parts, eventfds, &restoring)
     }
 
+    /// Goes on from the state of a controller of another machine, at rest; this one is disabled.
+    /// The state was [checked](crate::migrated::check).
+    ///
+    /// # Errors
+    /// [`RestoreError`]; the controller has to be reset then.
+    pub(crate) fn load(
+        &mut self,
+        cx: &Context,
+        control: &SavedControl,
+        admin: Option<&SavedAdminQueue>,
+        parts: &mut [SavedPart],
+    ) -> Result<(), RestoreError> {
+        if self.lifecycle.phase != Phase::Disabled || self.rest.step != Step::Working {
+            return Err(RestoreError::Invalid("the controller is in use"));
+        }
+        // Here there were other resets.
+        let generation = self.lifecycle.generation.wrapping_add(1);
+        self.take_over(cx, &SavedControl { generation, ..control.clone() })?;
+        self.rest.step = Step::Resting;
+        if let Some(admin) = admin {
+            self.registers.check_enable().map_err(RestoreError::Invalid)?;
+            self.restore_admin(cx, admin)?;
+        }
+        for part in &mut *parts {
+            part.worker = cx.pool.least_loaded();
+        }
+        let restoring = restoring(cx, &self.registers, &self.memory, generation);
+        let eventfds = parts.iter().map(|_| Vec::new()).collect();
+        self.queues.restore(cx, control.granted, parts, eventfds, &restoring)
+    }
+
     /// Takes over all that is no queue.
     pub(super) fn adopt(
         &mut self,
@@ -90,6 +126,11 @@ impl Control {
         if self.lifecycle.generation != 0 || self.lifecycle.phase != Phase::Disabled {
             return Err(RestoreError::Invalid("the controller is in use already"));
         }
+        self.take_over(cx, control)
+    }
+
+    /// As [`adopt`](Self::adopt), whatever the controller was before.
+    fn take_over(&mut self, cx: &Context, control: &SavedControl) -> Result<(), RestoreError> {
         let errors = ErrorLog::restore(&control.errors);
         self.port.errors = errors.ok_or(RestoreError::Invalid("the error log"))?;
         self.port.events = AsyncEvents::restore(&control.events);

@@ -348,6 +348,8 @@ impl ControllerQueues {
         // A change of the namespaces may come to its end there before this one is dropped, and
         // nothing of a disk that goes may be here then.
         self.set.engine.forget_namespaces();
+        // Nor is anything in flight, and whoever moves the guest may look at once.
+        self.set.engine.view().hand_in_log();
         // Who goes to another process, or another worker, is served there as any other one.
         self.recovery = None;
         self.set.sqs.iter_mut().flatten().for_each(|sq| sq.careful = false);

@@ -351,6 +351,16 @@ impl Stopover {
         self.queues.lock().as_deref().map(look)
     }
 
+    /// They do not go back, nor anywhere: what they have counted stays.
+    pub(crate) fn give_up(&self) {
+        let queues = self.queues.lock().take();
+        let Some(queues) = queues else { return };
+        let Relocated { shared, counters, sqs, cqs, .. } = *queues;
+        sqs.iter().flatten().for_each(|sq| shared.retire_sq(&sq.counters));
+        cqs.iter().flatten().for_each(|cq| shared.retire_cq(&cq.counters));
+        shared.retire_part(&counters);
+    }
+
     /// Has them go back.
     pub(crate) fn send_back(&self) {
         let queues = self.queues.lock().take();

@@ -30,6 +30,11 @@
 //! mapped again. Afterwards the controller itself can be restored, since all that it refers to is
 //! there. (What belongs to the controller is none of it: registers, queues, the page of doorbells.)
 //!
+//! # When it is moved to another server
+//!
+//! See `migration.rs`. What is the same as for a successor on this machine is in the stream, and
+//! nothing of what the client has sent.
+//!
 //! # What it does not do
 //!
 //! D3hot keeps the registers accessible, and the interrupt pin does not exist.
@@ -38,12 +43,14 @@ mod budget;
 mod doorbell_source;
 mod files;
 mod memory;
+mod migration;
 mod pci;
 
 pub use pci::{BAR0_SIZE, MSIX_BAR};
 
 use doorbell_source::{SocketDoorbells, WakingWrites};
 use memory::{Memory, SavedMemory};
+use migration::Halt;
 use serde::{Deserialize, Serialize};
 use shadowbell_controller::Controller;
 use shadowbell_controller::config::PCI_VENDOR_ID;
@@ -55,6 +62,7 @@ use shadowbell_vfio_user::device::{
     Area, Device, DmaMap, DmaUnmap, Done, IoFds, IrqAction, IrqData, IrqInfo, Later, Mapping, Peer,
     RegionInfo, SetIrqs, irq, region,
 };
+use shadowbell_vfio_user::migration::Migration;
 use shadowbell_vfio_user::pci::{CONFIG_SIZE, ConfigSpace, Effects, FunctionError, MsixTable};
 use shadowbell_vfio_user::{Errno, LogLimit, RestoreError, SaveError, SharedSocket};
 use std::os::fd::{AsFd, OwnedFd};
@@ -90,6 +98,7 @@ pub struct ControllerDevice {
     has_checked: bool,
     /// What the client's doorbell writes did.
     doorbell_writes: WakingWrites,
+    halt: Halt,
     /// What it takes to signal what its clients have sent, one after the other.
     signals: Signals,
     log: LogLimit,
@@ -127,6 +136,7 @@ impl ControllerDevice {
             has_reported: false,
             has_checked: false,
             doorbell_writes: WakingWrites::default(),
+            halt: Halt::default(),
             signals: Signals::default(),
             log: LogLimit::default(),
         })
@@ -163,6 +173,7 @@ impl ControllerDevice {
         self.config.reset();
         self.msix.reset();
         self.has_checked = false;
+        self.halt = Halt::Running;
         // The controller first: what it does at its end may need the memory.
         let revoke = self.memory.revoke_later();
         self.controller.reset(move || revoke(done));
@@ -255,6 +266,8 @@ impl Device for ControllerDevice {
     fn disconnected(&mut self, done: Done) {
         self.config.reset();
         self.msix.reset();
+        self.halt = Halt::Running;
+        self.controller.log_writes(false, || ());
         let released = self.memory.clear();
         let handler = Arc::clone(&self.handler);
         let controller = self.controller.clone();
@@ -311,6 +324,10 @@ impl Device for ControllerDevice {
             MSIX_BAR => pci::write_msix(&mut self.msix, offset, data),
             region::CONFIG => {
                 let effects = self.config.write(offset, data)?;
+                // Only the migration's own messages have it run again.
+                if effects.function_level_reset && !self.halt.is_running() {
+                    return Err(Errno::BUSY);
+                }
                 self.apply(&effects, later);
                 Ok(())
             }
@@ -397,7 +414,15 @@ impl Device for ControllerDevice {
         self.restart(done);
     }
 
+    fn migration(&mut self) -> Option<&mut dyn Migration> {
+        Some(self)
+    }
+
     fn save(&mut self, fds: &mut Descriptors) -> Result<serde_json::Value, SaveError> {
+        // A successor would have the controller run, perhaps as it does elsewhere by now.
+        if !self.halt.is_running() {
+            return Err(SaveError::Client("it is being migrated".to_owned()));
+        }
         let mut interrupts = Vec::new();
         for vector in 0..self.controller.vectors() {
             if let Some(event) = self.controller.interrupt(vector) {

@@ -19,6 +19,7 @@ mod killers;
 mod local;
 mod log;
 mod metrics;
+mod migrate;
 mod namespaces;
 mod notify;
 mod output;

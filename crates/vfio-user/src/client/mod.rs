@@ -17,6 +17,7 @@
 mod connection;
 mod error;
 mod io_fds;
+mod migration;
 mod region;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

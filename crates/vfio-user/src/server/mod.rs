@@ -58,6 +58,7 @@ mod attachment_model;
 mod inbox;
 mod limits;
 mod listener;
+mod migrating;
 mod reactor;
 mod recorder;
 mod requests;

@@ -11,15 +11,17 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::inbox::{self, Inbox, PortId};
 use super::limits::{Limits, MAX_MSG_FDS};
+use super::migrating::{Asked, Migrating, Progress};
 use super::saved::{Agreed, SavedLink};
 use crate::Errno;
-use crate::capabilities::Capabilities;
+use crate::capabilities::{Capabilities, MigrationCapability};
 use crate::codec::{MESSAGE_OVERHEAD, Message, SendQueue};
 use crate::descriptor::Descriptor;
 use crate::device::{
     Device, DmaMap, DmaUnmap, Done, IoFds, IrqAction, IrqData, Later, Peer, RegionInfo, SetIrqs,
 };
 use crate::exchange::Exchange;
+use crate::migration::{LoggingReport, MigrationState};
 use crate::wire::{self, Header, command, wire_size};
 
 /// Regions beyond those that a device has, about which a client may ask in vain without being
@@ -78,14 +80,14 @@ struct Waiting {
 
 /// What to do when the [`Done`] has come, and it was good.
 enum Then {
-    /// Reply without a payload.
-    Acknowledge,
     /// Repeat the request.
     Unmapped(wire::DmaUnmap),
     /// Reply to a write.
     Written(wire::RegionAccess),
-    /// Go on with the writes that are left, of so many.
-    Next { left: std::vec::IntoIter<wire::MultiEntry>, count: u64 },
+    /// Go on with what is left.
+    Next(Rest),
+    /// The device was reset: it runs, whatever it did before.
+    Reset,
 }
 
 /// The protocol's side of a connection: what has been agreed, what is to be sent, what is awaited.
@@ -94,8 +96,9 @@ pub(super) struct Link {
     pub(super) out: SendQueue,
     agreed: Option<Agreed>,
     waiting: Option<Waiting>,
-    /// Writes that came as one, of which some are left for the next turn.
+    /// Writes that came as one, of which some are left for the next turn, or the like.
     unfinished: Option<Unfinished>,
+    migrating: Migrating,
     /// Something has happened that a successor has to know.
     changed: bool,
 }
@@ -103,8 +106,19 @@ pub(super) struct Link {
 /// A request that is carried out in parts.
 struct Unfinished {
     header: Header,
-    left: std::vec::IntoIter<wire::MultiEntry>,
-    count: u64,
+    rest: Rest,
+}
+
+/// What is left of it.
+enum Rest {
+    /// These writes, of so many.
+    Writes { left: std::vec::IntoIter<wire::MultiEntry>, count: u64 },
+    /// The device is on its way to another state.
+    State { to: MigrationState, flags: u32 },
+    /// To send this.
+    Reply(Vec<u8>),
+    /// The log is known, and to be read.
+    Log { report: LoggingReport, flags: u32 },
 }
 
 /// The connection cannot go on.
@@ -168,10 +182,21 @@ impl Link {
 
     /// Goes on with what was carried out in part only.
     pub(super) fn go_on(&mut self, device: &mut dyn Device, context: &mut Context<'_>) {
-        let Some(Unfinished { header, left, count }) = self.unfinished.take() else { return };
-        let outcome = match self.agreed {
-            Some(agreed) => self.write_each(agreed, &header, left, count, device, context),
-            None => Err(Errno::INVAL),
+        let Some(Unfinished { header, rest }) = self.unfinished.take() else { return };
+        let outcome = match (self.agreed, rest) {
+            (Some(agreed), Rest::Writes { left, count }) => {
+                self.write_each(agreed, &header, left, count, device, context)
+            }
+            (Some(_), Rest::State { to, flags }) => {
+                self.change_state(&header, to, flags, device, context)
+            }
+            (Some(_), Rest::Log { report, flags }) => Migrating::report(&report, flags, device)
+                .map(|reply| self.out.put_reply(&header, &[&reply])),
+            (Some(_), Rest::Reply(reply)) => {
+                self.out.put_reply(&header, &[&reply]);
+                Ok(())
+            }
+            (None, _) => Err(Errno::INVAL),
         };
         if let Err(errno) = outcome {
             self.refuse(&header, errno);
@@ -220,7 +245,9 @@ impl Link {
         payload: &[u8],
         write: &mut dyn FnMut(u32, u64, &[u8]) -> bool,
     ) -> bool {
-        let is_write = !header.is_reply() && header.command == command::REGION_WRITE;
+        let is_write = !header.is_reply()
+            && header.command == command::REGION_WRITE
+            && self.migrating.is_running();
         let access = split::<wire::RegionAccess>(payload).ok().filter(|_| is_write);
         let (Some(agreed), Some((access, rest))) = (self.agreed, access) else { return false };
         let data = agreed.check(&access).ok().and_then(|len| rest.get(..len));
@@ -235,12 +262,22 @@ impl Link {
     pub(super) fn completed(&mut self, outcome: Result<(), Errno>) {
         let Some(Waiting { header, then, .. }) = self.waiting.take() else { return };
         match (outcome, then) {
+            (Err(errno), Then::Next(Rest::State { to, .. })) => {
+                self.migrating.failed(to);
+                self.refuse(&header, errno);
+            }
             (Err(errno), _) => self.refuse(&header, errno),
-            (Ok(()), Then::Acknowledge) => self.out.put_reply(&header, &[]),
+            (Ok(()), Then::Reset) => {
+                self.migrating.reset();
+                self.out.put_reply(&header, &[]);
+            }
             (Ok(()), Then::Unmapped(unmap)) => self.out.put_reply(&header, &[unmap.as_bytes()]),
             (Ok(()), Then::Written(access)) => self.out.put_reply(&header, &[access.as_bytes()]),
-            (Ok(()), Then::Next { left, count }) => {
-                self.unfinished = Some(Unfinished { header, left, count });
+            (Ok(()), Then::Next(rest)) => {
+                if let Rest::State { to, .. } = &rest {
+                    self.migrating.stepped(*to);
+                }
+                self.unfinished = Some(Unfinished { header, rest });
             }
         }
     }
@@ -282,6 +319,10 @@ impl Link {
             // Only what was proposed may be agreed to. A message of several writes of one doorbell
             // can not be carried out twice, as may become necessary.
             write_multiple: proposed.write_multiple && !context.is_recorded,
+            migration: proposed
+                .migration
+                .filter(|_| device.migration().is_some())
+                .map(|_| MigrationCapability::of_server(context.limits.max_data_xfer_size.into())),
         };
         let version =
             wire::Version { major: theirs.major, minor: theirs.minor.min(wire::VERSION.1) };
@@ -342,7 +383,7 @@ impl Link {
                     return Err(Errno::OPNOTSUPP);
                 }
                 let (sequence, done) = context.done();
-                self.wait(sequence, header, Then::Acknowledge);
+                self.wait(sequence, header, Then::Reset);
                 device.reset(done);
                 Ok(())
             }
@@ -382,10 +423,79 @@ impl Link {
                 self.out.put_reply(header, &[]);
                 Ok(())
             }
+            command::DEVICE_FEATURE => {
+                let max_xfer = agreed.max_xfer;
+                match self.migrating.feature(payload, max_xfer, device)? {
+                    Asked::Reply(reply) => self.out.put_reply(header, &[&reply]),
+                    Asked::State { to, flags } => {
+                        return self.change_state(header, to, flags, device, context);
+                    }
+                    Asked::Logs(reply) => {
+                        self.settle_log(header, Rest::Reply(reply), device, context)?;
+                    }
+                    Asked::Log { report, flags } => {
+                        self.settle_log(header, Rest::Log { report, flags }, device, context)?;
+                    }
+                }
+                Ok(())
+            }
+            command::MIG_DATA_READ => {
+                device.migration().ok_or(Errno::OPNOTSUPP)?;
+                let reply = self.migrating.read(payload, agreed.max_xfer)?;
+                self.out.put_reply(header, &[&reply]);
+                Ok(())
+            }
+            command::MIG_DATA_WRITE => {
+                device.migration().ok_or(Errno::OPNOTSUPP)?;
+                self.migrating.write(payload, agreed.max_xfer)?;
+                self.out.put_reply(header, &[]);
+                Ok(())
+            }
             // There is one version for one connection.
             command::VERSION => Err(Errno::INVAL),
             _ => Err(Errno::OPNOTSUPP),
         }
+    }
+
+    /// Has the device go to another state, as far as it takes no time.
+    fn change_state(
+        &mut self,
+        header: &Header,
+        to: MigrationState,
+        flags: u32,
+        device: &mut dyn Device,
+        context: &mut Context<'_>,
+    ) -> Result<(), Errno> {
+        let mut sequence = 0;
+        let progress = self.migrating.go_to(to, device, || {
+            let (number, done) = context.done();
+            sequence = number;
+            done
+        });
+        match progress? {
+            Progress::Arrived => {
+                self.out.put_reply(header, &[&Migrating::state_reply(to, flags)]);
+            }
+            Progress::Waits => {
+                self.wait(sequence, header, Then::Next(Rest::State { to, flags }));
+            }
+        }
+        Ok(())
+    }
+
+    /// Goes on with `rest` when all is in the log that was written until now.
+    fn settle_log(
+        &mut self,
+        header: &Header,
+        rest: Rest,
+        device: &mut dyn Device,
+        context: &mut Context<'_>,
+    ) -> Result<(), Errno> {
+        let device = device.migration().ok_or(Errno::NOTTY)?;
+        let (sequence, done) = context.done();
+        self.wait(sequence, header, Then::Next(rest));
+        device.settle_log(done);
+        Ok(())
     }
 
     fn wait(&mut self, sequence: u64, header: &Header, then: Then) {
@@ -421,6 +531,7 @@ impl Link {
         let (access, rest) = split::<wire::RegionAccess>(payload)?;
         let len = agreed.check(&access)?;
         let data = rest.get(..len).ok_or(Errno::INVAL)?;
+        self.check_write(&access)?;
         match region_write(&access, data, device, context)? {
             None => self.out.put_reply(header, &[access.as_bytes()]),
             Some(sequence) => self.wait(sequence, header, Then::Written(access)),
@@ -439,7 +550,8 @@ impl Link {
     ) -> Result<(), Errno> {
         while entries.len() != 0 {
             if context.slice.is_over() {
-                self.unfinished = Some(Unfinished { header: *header, left: entries, count });
+                let rest = Rest::Writes { left: entries, count };
+                self.unfinished = Some(Unfinished { header: *header, rest });
                 return Ok(());
             }
             let Some(entry) = entries.next() else { break };
@@ -447,13 +559,21 @@ impl Link {
             let access = wire::RegionAccess { offset, region, count: len };
             let len = agreed.check(&access)?;
             let data = data.get(..len).ok_or(Errno::INVAL)?;
+            self.check_write(&access)?;
             if let Some(sequence) = region_write(&access, data, device, context)? {
-                self.wait(sequence, header, Then::Next { left: entries, count });
+                let rest = Rest::Writes { left: entries, count };
+                self.wait(sequence, header, Then::Next(rest));
                 return Ok(());
             }
         }
         self.out.put_reply(header, &[wire::WriteMulti { count }.as_bytes()]);
         Ok(())
+    }
+
+    /// The registers of a device that does not run stay as they are: they are in the stream.
+    fn check_write(&self, access: &wire::RegionAccess) -> Result<(), Errno> {
+        let is_register = access.region == crate::device::region::BAR0;
+        if is_register && !self.migrating.is_running() { Err(Errno::BUSY) } else { Ok(()) }
     }
 
     fn region_info(
@@ -580,6 +700,8 @@ fn changes(number: u16, payload: &[u8]) -> bool {
     match number {
         command::REGION_WRITE => split::<wire::RegionAccess>(payload)
             .is_ok_and(|(access, _)| access.region != crate::device::region::BAR0),
+        // A device that does not run is not one that a successor has run.
+        command::DEVICE_FEATURE => Migrating::changes(payload),
         command::REGION_WRITE_MULTI
         | command::DMA_MAP
         | command::DMA_UNMAP
@@ -685,7 +807,9 @@ fn set_irqs(agreed: Agreed, payload: &[u8], fds: Vec<Descriptor>) -> Result<SetI
 }
 
 /// The structure that a payload begins with, and what follows it.
-fn split<T: FromBytes + KnownLayout + Immutable>(payload: &[u8]) -> Result<(T, &[u8]), Errno> {
+pub(super) fn split<T: FromBytes + KnownLayout + Immutable>(
+    payload: &[u8],
+) -> Result<(T, &[u8]), Errno> {
     T::read_from_prefix(payload).map_err(|_| Errno::INVAL)
 }
 

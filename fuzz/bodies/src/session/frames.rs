@@ -23,6 +23,8 @@ pub(crate) struct Frames {
     broken: bool,
     /// The server may have had enough of this client.
     forfeit: bool,
+    /// The last reply, as a whole.
+    last: Vec<u8>,
 }
 
 impl Frames {
@@ -75,8 +77,13 @@ impl Frames {
                 self.forfeit |= self.unsure;
             }
             self.unsure = false;
-            self.inward.drain(..size);
+            self.last = self.inward.drain(..size).collect();
         }
+    }
+
+    /// The last reply that came, as a whole.
+    pub(crate) fn last_reply(&self) -> Vec<u8> {
+        self.last.clone()
     }
 
     /// We shut our end down, or sent descriptors that the server would rather not close.

@@ -3,6 +3,9 @@
 use crate::command::{self, BASE, PAGE, PAGES};
 use crate::source::Source;
 use rustix::fs::{MemfdFlags, Mode, OFlags, memfd_create};
+use shadowbell_vfio_user::migration::{
+    DeviceFeature, DeviceState, LoggingControl, LoggingReport, MigData, feature, feature_flags,
+};
 use shadowbell_vfio_user::wire::{self, Header, command as verb};
 use std::os::fd::OwnedFd;
 use zerocopy::IntoBytes;
@@ -117,6 +120,14 @@ pub(crate) fn any(source: &mut Source<'_>, file: &OwnedFd) -> (Vec<u8>, Vec<Owne
             }
             bytes
         }
+        verb::DEVICE_FEATURE => feature(source),
+        verb::MIG_DATA_READ | verb::MIG_DATA_WRITE => {
+            let data = source.bytes(64);
+            let size = source.near(&[data.len() as u64, 0, 64, 1 << 20, u64::from(u32::MAX)]);
+            let size = if source.rarely(3) { size as u32 } else { data.len() as u32 };
+            let head = MigData { argsz: size.wrapping_add(8), size };
+            [head.as_bytes(), &data].concat()
+        }
         _ => {
             if source.rarely(4) {
                 (fds, odd) = descriptors(source, file, 0);
@@ -130,6 +141,41 @@ pub(crate) fn any(source: &mut Source<'_>, file: &OwnedFd) -> (Vec<u8>, Vec<Owne
         _ => 0,
     };
     (message_with(verb, source.u8().into(), flags, &[&payload]), fds, odd)
+}
+
+/// A DEVICE_FEATURE: states of migration, most of the time, and the log of what is written.
+fn feature(source: &mut Source<'_>) -> Vec<u8> {
+    let (index, method, data) = match source.below(8) {
+        0..=2 => {
+            let state = source.near(&[1, 2, 3, 4, 0, 5]) as u32;
+            let state = DeviceState { state, data_fd: 0 };
+            (feature::MIG_DEVICE_STATE, feature_flags::SET, state.as_bytes().to_vec())
+        }
+        3 => {
+            let num_ranges = source.near(&[0, 0, 1, 2, 4096, u64::from(u32::MAX)]) as u32;
+            let control = LoggingControl { page_size: source.u64(), num_ranges, reserved: 0 };
+            let range = [BASE, source.near(&[PAGE, PAGES * PAGE, 0, u64::MAX])];
+            let data = [control.as_bytes(), range.as_bytes()].concat();
+            (feature::DMA_LOGGING_START, feature_flags::SET, data)
+        }
+        4 => (feature::DMA_LOGGING_STOP, feature_flags::SET, Vec::new()),
+        5 | 6 => {
+            let iova = source.near(&[BASE, 0, BASE + PAGE, u64::MAX - PAGE]);
+            let length = source.near(&[PAGES * PAGE, PAGE, 0, 1 << 30, u64::MAX]);
+            let page_size = source.near(&[PAGE, 1, 512, 1 << 20, 0, 1 << 63]);
+            let report = LoggingReport { iova, length, page_size };
+            (feature::DMA_LOGGING_REPORT, feature_flags::GET, report.as_bytes().to_vec())
+        }
+        _ => (source.near(&[1, 2, 0, 9]) as u32 & feature_flags::INDEX, 0, source.bytes(32)),
+    };
+    let method = match source.below(8) {
+        0 => feature_flags::GET,
+        1 => feature_flags::PROBE | method,
+        2 => source.u32() & !feature_flags::INDEX,
+        _ => method,
+    };
+    let head = DeviceFeature { argsz: source.near(&[64, 8, 0]) as u32, flags: index | method };
+    [head.as_bytes(), &data].concat()
 }
 
 /// A region and an offset in it.

@@ -1,0 +1,151 @@
+//! The function and its controller, moved to another server.
+//!
+//! The stream is a state as between two processes ([`shadowbell_state`]), without descriptors: what
+//! is the client's own (memory, eventfds) its new server learns from the client. Whoever sends one
+//! may be anybody, and no part of it is believed before it was checked.
+
+use super::ControllerDevice;
+use serde::{Deserialize, Serialize};
+use shadowbell_controller::{Announcement, MigratedController};
+use shadowbell_state::{Bytes, Parcel};
+use shadowbell_vfio_user::Errno;
+use shadowbell_vfio_user::device::Done;
+use shadowbell_vfio_user::migration::{LoggingRange, LoggingReport, Migration};
+
+/// Names of the sections.
+const FUNCTION: &str = "function";
+const CONTROLLER: &str = "controller";
+
+/// How far a device is from running.
+#[derive(Debug, Default)]
+pub(super) enum Halt {
+    /// It runs.
+    #[default]
+    Running,
+    /// It does not, and goes on as it was.
+    Stopped,
+    /// It does not, and goes on as another one was.
+    Loaded(Announcement),
+}
+
+impl Halt {
+    pub(super) fn is_running(&self) -> bool {
+        matches!(self, Self::Running)
+    }
+}
+
+/// The PCI function in a stream.
+#[derive(Serialize, Deserialize)]
+struct MigratedFunction {
+    config: Bytes,
+    msix_table: Bytes,
+    msix_pending: Bytes,
+}
+
+impl ControllerDevice {
+    fn stream(&self) -> Result<Vec<u8>, String> {
+        let text = |error: &dyn std::fmt::Display| error.to_string();
+        let controller = self.controller.save_for_migration().map_err(|e| text(&e))?;
+        let (table, pending) = self.msix.bytes();
+        let function = MigratedFunction {
+            config: Bytes(self.config.bytes().to_vec()),
+            msix_table: Bytes(table.to_vec()),
+            msix_pending: Bytes(pending.to_vec()),
+        };
+        let mut parcel = Parcel::new();
+        parcel.add(FUNCTION, true, &function).map_err(|e| text(&e))?;
+        parcel.add(CONTROLLER, true, &controller).map_err(|e| text(&e))?;
+        parcel.encode(0).map_err(|e| text(&e))
+    }
+
+    fn take_in(&mut self, stream: &[u8]) -> Result<Announcement, String> {
+        let text = |error: &dyn std::fmt::Display| error.to_string();
+        let missing = |name: &str| format!("section {name} is not there");
+        let mut parcel = Parcel::decode(stream, Vec::new()).map_err(|e| text(&e))?;
+        let function = parcel.take::<MigratedFunction>(FUNCTION).map_err(|e| text(&e))?;
+        let function = function.ok_or_else(|| missing(FUNCTION))?;
+        let controller = parcel.take::<MigratedController>(CONTROLLER).map_err(|e| text(&e))?;
+        let controller = controller.ok_or_else(|| missing(CONTROLLER))?;
+        parcel.finish().map_err(|e| text(&e))?;
+        let config = function.config.0.as_slice().try_into();
+        let config = config.map_err(|_| "it has another configuration space".to_owned())?;
+        if !self.msix.restore(&function.msix_table.0, &function.msix_pending.0) {
+            return Err("it has another number of interrupt vectors".to_owned());
+        }
+        self.config.restore(config);
+        match (self.config.command().bus_master, self.memory.is_granted()) {
+            (true, _) => self.memory.grant(),
+            (false, true) => self.memory.revoke(Done::new(|_| ())),
+            (false, false) => {}
+        }
+        self.has_checked = false;
+        self.controller.load_migrated(controller).map_err(|e| text(&e))
+    }
+}
+
+impl Migration for ControllerDevice {
+    fn stop(&mut self, done: Done) {
+        self.halt = Halt::Stopped;
+        self.controller.freeze(move || done.ok());
+    }
+
+    fn run(&mut self) -> Result<(), Errno> {
+        self.memory.settle();
+        match std::mem::take(&mut self.halt) {
+            Halt::Loaded(announcement) => self.controller.run_migrated(announcement),
+            Halt::Stopped | Halt::Running => self.controller.resume(),
+        }
+        Ok(())
+    }
+
+    fn save_state(&mut self) -> Result<Vec<u8>, Errno> {
+        self.stream().map_err(|why| {
+            self.log.warn(format_args!("the controller can not be migrated: {why}"));
+            Errno::OPNOTSUPP
+        })
+    }
+
+    fn forget_state(&mut self, done: Done) {
+        self.halt = Halt::Stopped;
+        self.controller.reset(move || done.ok());
+    }
+
+    fn load_state(&mut self, stream: &[u8]) -> Result<(), Errno> {
+        self.memory.settle();
+        match self.take_in(stream) {
+            Ok(announcement) => {
+                self.halt = Halt::Loaded(announcement);
+                Ok(())
+            }
+            Err(why) => {
+                self.log.warn(format_args!(
+                    "a client has sent the state of a controller that can not go on here: {why}; \
+                     it has to come from a server with the same disks, serial number, queues and \
+                     release, or the release before"
+                ));
+                Err(Errno::INVAL)
+            }
+        }
+    }
+
+    fn start_logging(&mut self, _ranges: &[LoggingRange]) -> Result<(), Errno> {
+        if self.controller.log_writes(true, || ()) { Ok(()) } else { Err(Errno::BUSY) }
+    }
+
+    fn stop_logging(&mut self) -> Result<(), Errno> {
+        if self.controller.log_writes(false, || ()) { Ok(()) } else { Err(Errno::INVAL) }
+    }
+
+    fn settle_log(&mut self, done: Done) {
+        if self.controller.dirty_log().is_none() {
+            return done.complete(Err(Errno::INVAL));
+        }
+        self.controller.renew_views(move || done.ok());
+    }
+
+    fn take_log(&mut self, report: &LoggingReport, bitmap: &mut [u64]) -> Result<(), Errno> {
+        let log = self.controller.dirty_log().ok_or(Errno::INVAL)?;
+        log.take(report.iova, report.length, report.page_size, bitmap);
+        Ok(())
+    }
+}

@@ -1,0 +1,337 @@
+//! A guest that moves from one server to another, while it works.
+
+use shadowbell_backend::Disk;
+use shadowbell_controller::config::uuid_from;
+use shadowbell_controller::{Carrier, Config, Controller, NamespaceConfig, Pool, PoolOptions};
+use shadowbell_frontend::ControllerDevice;
+use shadowbell_memory::Mapping;
+use shadowbell_spec::admin::Identify;
+use shadowbell_spec::{Sqe, regs};
+use shadowbell_testing::guest::{Guest, MEMORY};
+use shadowbell_vfio_user::client::{ClientError, Options, Share};
+use shadowbell_vfio_user::device::region;
+use shadowbell_vfio_user::migration::MigrationState;
+use shadowbell_vfio_user::server::Ended;
+use shadowbell_vfio_user::{Client, Errno, Listener, Reactor};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// A controller behind a socket.
+struct Server {
+    directory: tempfile::TempDir,
+    handle: shadowbell_vfio_user::server::Handle,
+    running: Option<JoinHandle<Ended>>,
+}
+
+impl Server {
+    fn start(disk: &Arc<dyn Disk>, workers: usize) -> Self {
+        Self::with(disk, workers, |_| ())
+    }
+
+    fn with(disk: &Arc<dyn Disk>, workers: usize, change: impl FnOnce(&mut Config)) -> Self {
+        let namespaces = vec![NamespaceConfig { uuid: uuid_from("moved"), disk: Arc::clone(disk) }];
+        let mut config = Config { namespaces, serial: "MOVED".into(), ..Config::default() };
+        change(&mut config);
+        let pool = Pool::start(&PoolOptions { workers, ..PoolOptions::default() }).unwrap();
+        let controller = Controller::new(config, pool, Carrier::default()).unwrap();
+        let device = ControllerDevice::new(controller, Arc::new(|_| ())).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let mut reactor = Reactor::new(Default::default()).unwrap();
+        let listener = Listener::bind(directory.path().join("cntrl")).unwrap();
+        reactor.add(listener, Box::new(device)).unwrap();
+        let handle = reactor.handle();
+        let running = Some(std::thread::spawn(move || reactor.run().unwrap()));
+        Self { directory, handle, running }
+    }
+
+    fn connect(&self) -> Client {
+        Client::connect(self.directory.path(), Options::default()).unwrap()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.handle.stop();
+        let _ = self.running.take().map(JoinHandle::join);
+    }
+}
+
+fn disk() -> Arc<dyn Disk> {
+    Arc::new(shadowbell_backend::MemDisk::new(1024, 512).unwrap())
+}
+
+/// A disk that has its requests under way for a while.
+fn file(directory: &tempfile::TempDir) -> Arc<dyn Disk> {
+    let path = directory.path().join("disk.img");
+    std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
+    shadowbell_backend::open(path.to_str().unwrap()).unwrap()
+}
+
+fn refused<T: std::fmt::Debug>(outcome: Result<T, ClientError>) -> Errno {
+    match outcome {
+        Err(ClientError::Refused { errno, .. }) => errno,
+        other => panic!("not refused: {other:?}"),
+    }
+}
+
+#[test]
+fn a_guest_that_works_moves_there_and_back() {
+    let directory = tempfile::tempdir().unwrap();
+    for (disk, shadow) in [(disk(), false), (disk(), true), (file(&directory), true)] {
+        let servers = [Server::start(&disk, 2), Server::start(&disk, 1)];
+        let mut guest = Guest::boot(servers[0].connect(), 3, shadow);
+        guest.work(50);
+        for turn in 1..5 {
+            let (memory, stream, moved) = guest.suspend(3);
+            assert!(moved.dirty > 0 && moved.stream > 1000, "{moved:?}");
+            let server = &servers[turn % 2];
+            guest.resume(server.connect(), memory, &stream).unwrap();
+            guest.drain();
+            let raised = guest.interrupts();
+            assert!(raised.iter().all(|count| *count > 0), "{raised:?}");
+            guest.work(50);
+            guest.verify();
+        }
+        assert!(guest.completed() > 500, "{}", guest.completed());
+    }
+}
+
+#[test]
+fn a_guest_that_does_not_move_goes_on_where_it_was() {
+    let server = Server::start(&disk(), 1);
+    let mut guest = Guest::boot(server.connect(), 2, true);
+    for _ in 0..3 {
+        guest.work(20);
+        let (_, _, moved) = guest.suspend(1);
+        assert!(moved.in_flight > 0, "{moved:?}");
+        guest.go_on();
+        guest.verify();
+    }
+}
+
+#[test]
+fn a_device_that_was_moved_away_serves_the_next_client() {
+    let (disk, other) = (disk(), disk());
+    let server = Server::start(&disk, 1);
+    for turn in 0..3 {
+        let mut guest = Guest::boot(server.connect(), 2, turn != 1);
+        guest.work(10);
+        let (memory, stream, _) = guest.suspend(1);
+        if turn == 2 {
+            // Reset where it is, and enabled again.
+            guest.client().reset().unwrap();
+            assert_eq!(guest.client().migration_state().unwrap(), MigrationState::Running);
+            assert!(!guest.is_ready());
+        }
+        // The guest goes with its memory; the commands in it must not be carried out here, too.
+        drop(guest);
+        let target = Server::start(&disk, 1);
+        let mut next = Guest::boot(server.connect(), 1, false);
+        next.work(3);
+        next.verify();
+        drop(next);
+        drop((target, memory, stream));
+    }
+    drop(other);
+}
+
+#[test]
+fn what_is_not_allowed_in_a_state_is_refused() {
+    let server = Server::start(&disk(), 1);
+    let mut guest = Guest::boot(server.connect(), 1, false);
+    let client = guest.client();
+    assert_eq!(client.migration_flags().unwrap(), 1);
+    assert!(client.read_migration_stream().is_err_and(|e| refused::<()>(Err(e)) == Errno::INVAL));
+    assert_eq!(refused(client.write_migration_stream(&[1])), Errno::INVAL);
+    assert_eq!(refused(client.set_migration_state(MigrationState::Error)), Errno::INVAL);
+    assert_eq!(refused(client.dirty_pages(0, 4096, 4096)), Errno::INVAL);
+    assert_eq!(refused(client.stop_dma_logging()), Errno::INVAL);
+    client.start_dma_logging(&[]).unwrap();
+    assert_eq!(refused(client.start_dma_logging(&[])), Errno::BUSY);
+    for (iova, len, unit) in [(0, 0, 4096), (0, 4096, 0), (0, 4096, 3), (u64::MAX, 2, 1)] {
+        assert_eq!(refused(client.dirty_pages(iova, len, unit)), Errno::INVAL);
+    }
+    assert_eq!(refused(client.dirty_pages(0, 1 << 62, 1)), Errno::TOOBIG);
+    client.stop_dma_logging().unwrap();
+    for state in [MigrationState::Stop, MigrationState::StopCopy, MigrationState::Resuming] {
+        client.set_migration_state(state).unwrap();
+        assert_eq!(client.migration_state().unwrap(), state);
+        let write = client.region_write(region::BAR0, regs::AQA, &[0; 4]);
+        assert_eq!(refused(write), Errno::BUSY);
+        // A function level reset.
+        let reset = client.region_write(region::CONFIG, 0x68, &0x8000_u16.to_le_bytes());
+        assert_eq!(refused(reset), Errno::BUSY);
+    }
+    // Nothing at all is no state; and from there only a reset leads back.
+    assert_eq!(refused(client.set_migration_state(MigrationState::Running)), Errno::INVAL);
+    assert_eq!(client.migration_state().unwrap(), MigrationState::Error);
+    assert_eq!(refused(client.set_migration_state(MigrationState::Stop)), Errno::INVAL);
+    client.reset().unwrap();
+    assert_eq!(client.migration_state().unwrap(), MigrationState::Running);
+    drop(guest);
+    guest = Guest::boot(server.connect(), 2, true);
+    guest.work(5);
+    guest.verify();
+}
+
+#[test]
+fn a_state_of_another_controller_is_refused_and_the_guest_goes_on_at_home() {
+    let disk = disk();
+    let home = Server::start(&disk, 1);
+    let mut guest = Guest::boot(home.connect(), 2, true);
+    guest.work(10);
+    let others: [fn(&mut Config); 3] = [
+        |config| config.serial = "OTHER".into(),
+        |config| config.io_queues = 1,
+        |config| config.namespaces[0].uuid = [1; 16],
+    ];
+    let (memory, stream, _) = guest.suspend(1);
+    for change in others {
+        let other = Server::with(&disk, 1, change);
+        let client = other.connect();
+        client.set_migration_state(MigrationState::Resuming).unwrap();
+        client.write_migration_stream(&stream).unwrap();
+        assert_eq!(refused(client.set_migration_state(MigrationState::Stop)), Errno::INVAL);
+    }
+    drop(memory);
+    guest.go_on();
+    guest.verify();
+}
+
+/// Every number of a state, and every list and text, may be anything: none of it may do more than
+/// be refused, or be the client's own problem.
+#[test]
+fn whatever_a_client_sends_as_a_state_does_no_harm() {
+    let disk = disk();
+    let home = Server::start(&disk, 1);
+    let mut guest = Guest::boot(home.connect(), 2, true);
+    guest.work(10);
+    let (_, stream, _) = guest.suspend(0);
+    let (head, body) = stream.split_at(24);
+    let state: serde_json::Value = serde_json::from_slice(body).unwrap();
+    let mut places = Vec::new();
+    walk(&state, String::new(), &mut places);
+    assert!(places.len() > 100, "{}", places.len());
+    let there = Server::start(&disk, 1);
+    let values = [0_u64, 1, 2, 31, 32, 255, 4095, 65535, 1 << 31, u32::MAX.into(), u64::MAX];
+    let mut values: Vec<serde_json::Value> = values.iter().map(|n| (*n).into()).collect();
+    values.extend([
+        serde_json::Value::Null,
+        true.into(),
+        false.into(),
+        "AAAA".into(),
+        serde_json::json!([]),
+        vec![0; 300].into(),
+    ]);
+    let client = there.connect();
+    share(&client, &Mapping::shared("a guest", MEMORY).unwrap());
+    let (mut taken, mut refusals) = (0, 0);
+    for (n, place) in places.iter().enumerate() {
+        // All values everywhere would take a while.
+        for value in values.iter().skip(n % 3).step_by(3) {
+            let mut state = state.clone();
+            *state.pointer_mut(place).unwrap() = value.clone();
+            let body = serde_json::to_vec(&state).unwrap();
+            let mut head = head.to_vec();
+            head[16..24].copy_from_slice(&(body.len() as u64).to_le_bytes());
+            client.set_migration_state(MigrationState::Resuming).unwrap();
+            client.write_migration_stream(&head).unwrap();
+            client.write_migration_stream(&body).unwrap();
+            match client.set_migration_state(MigrationState::Running) {
+                Ok(()) => taken += 1,
+                Err(ClientError::Refused { .. }) => refusals += 1,
+                Err(error) => panic!("{place} is {value}: {error}"),
+            }
+            client.reset().unwrap();
+        }
+    }
+    assert!(taken > 50 && refusals > 100, "{taken} taken, {refusals} refused");
+    drop(client);
+    // It serves as well as ever.
+    let mut guest = Guest::boot(there.connect(), 2, false);
+    guest.work(10);
+    guest.verify();
+}
+
+/// Shares memory from address 0 on.
+fn share(client: &Client, memory: &Mapping) {
+    let (len, fd) = (memory.len() as u64, memory.fd());
+    let share = Share { iova: 0, len, readable: true, writable: true, fd, fd_offset: 0 };
+    client.dma_map(&share).unwrap();
+}
+
+/// A stream of the first release that had any. One of this release comes out of it, and the same
+/// guest goes on. (A stream is captured by `SHADOWBELL_CAPTURE=PATH`; add it, and keep those of
+/// releases that have to be read.)
+#[test]
+fn a_stream_that_another_release_has_sent_is_read() {
+    const STREAMS: [&[u8]; 1] = [include_bytes!("streams/version-1.bin")];
+    let disk = disk();
+    if let Some(path) = std::env::var_os("SHADOWBELL_CAPTURE") {
+        let server = Server::start(&disk, 1);
+        let mut guest = Guest::boot(server.connect(), 2, false);
+        guest.work(10);
+        guest.drain();
+        let (_, stream, _) = guest.suspend(0);
+        std::fs::write(path, stream).unwrap();
+    }
+    for stream in STREAMS {
+        let server = Server::start(&disk, 1);
+        let client = server.connect();
+        let memory = Mapping::shared("a guest", MEMORY).unwrap();
+        share(&client, &memory);
+        client.set_migration_state(MigrationState::Resuming).unwrap();
+        client.write_migration_stream(stream).unwrap();
+        client.set_migration_state(MigrationState::StopCopy).unwrap();
+        let again = client.read_migration_stream().unwrap();
+        let state = |stream: &[u8]| {
+            let mut state: serde_json::Value = serde_json::from_slice(&stream[24..]).unwrap();
+            // What goes by the clock, by what this server has done, and by where queues are.
+            for place in [
+                "/0/body/controller/control/powered_ms",
+                "/0/body/controller/control/features/clock/0",
+                "/0/body/controller/control/generation",
+                "/0/body/controller/parts/0/worker",
+            ] {
+                *state.pointer_mut(place).unwrap() = 0.into();
+            }
+            state
+        };
+        let (before, after) = (state(stream), state(&again));
+        assert_eq!(before, after);
+        let admin = &after[0]["body"]["controller"]["admin"];
+        let number = |at: &serde_json::Value| at.as_u64().unwrap() as usize;
+        let (head, tail) = (number(&admin["sq"]["head"]), number(&admin["cq"]["tail"]));
+        // The next admin command, Identify Controller into a page of its own.
+        let bytes = memory.bytes();
+        let identify = Identify { cns: 1, ..Identify::default() }.encode(Sqe::new(0x06, 77, 0));
+        bytes.write(head * 64, &identify.with_prps(1 << 20, 0)).unwrap();
+        client.set_migration_state(MigrationState::Running).unwrap();
+        let doorbell = (head as u32 + 1) % 32;
+        client.region_write(region::BAR0, regs::DOORBELLS, &doorbell.to_le_bytes()).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while bytes.read::<u16>(4096 + tail * 16 + 12) != Some(77) {
+            assert!(Instant::now() < deadline, "no completion");
+            std::thread::yield_now();
+        }
+        let mut serial = [0; 5];
+        bytes.read_into((1 << 20) + 4, &mut serial).unwrap();
+        assert_eq!(&serial, b"MOVED");
+    }
+}
+
+/// The places of all values in a state.
+fn walk(value: &serde_json::Value, at: String, places: &mut Vec<String>) {
+    match value {
+        serde_json::Value::Object(members) => {
+            members.iter().for_each(|(name, value)| walk(value, format!("{at}/{name}"), places));
+        }
+        serde_json::Value::Array(entries) => {
+            let entries = entries.iter().enumerate();
+            entries.for_each(|(n, value)| walk(value, format!("{at}/{n}"), places));
+        }
+        _ => {}
+    }
+    places.push(at);
+}

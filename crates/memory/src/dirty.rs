@@ -1,0 +1,203 @@
+//! Which pages of a peer's memory were written for it.
+//!
+//! A [`View`](crate::View) of a table that has a log notes by itself, without a lock, each page
+//! that it resolves for writing. It adds what it has noted to the log at its end: when the last
+//! command that was resolved through it is gone, and so after the last write. Whoever wants to know
+//! what was written until now therefore has everybody take over another view, waits until the old
+//! ones have ended, and reads the log.
+
+use parking_lot::Mutex;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+/// The page of a log, in bytes.
+const PAGE_SHIFT: u32 = 12;
+/// Words of a chunk, and the pages that it is about.
+const WORDS: usize = 8;
+const CHUNK: u64 = WORDS as u64 * 64;
+/// The most chunks of a log: pages in a TiB. Where more was written, all of it counts as written.
+const MOST: usize = 1 << 19;
+
+/// Pages, by their number.
+#[derive(Debug, Default)]
+struct Pages {
+    chunks: BTreeMap<u64, [u64; WORDS]>,
+    /// There were too many.
+    all: bool,
+}
+
+impl Pages {
+    fn chunk(&mut self, number: u64) -> Option<&mut [u64; WORDS]> {
+        if self.chunks.len() >= MOST && !self.chunks.contains_key(&number) {
+            self.all = true;
+            self.chunks.clear();
+        }
+        (!self.all).then(|| self.chunks.entry(number).or_default())
+    }
+
+    /// Adds the pages of `[iova, iova + len)`.
+    fn add(&mut self, iova: u64, len: u64) {
+        let Some(last) = len.checked_sub(1) else { return };
+        let (mut page, last) = (iova >> PAGE_SHIFT, iova.saturating_add(last) >> PAGE_SHIFT);
+        while page <= last {
+            let Some(chunk) = self.chunk(page / CHUNK) else { return };
+            let end = last.min(page | (CHUNK - 1));
+            for page in page..=end {
+                let bit = page % CHUNK;
+                chunk[(bit / 64) as usize] |= 1 << (bit % 64);
+            }
+            // Page numbers have 52 bits.
+            page = end + 1;
+        }
+    }
+
+    fn merge(&mut self, other: &mut Self) {
+        if self.chunks.is_empty() && !self.all {
+            std::mem::swap(self, other);
+            return;
+        }
+        self.all |= other.all;
+        for (number, words) in std::mem::take(&mut other.chunks) {
+            let Some(chunk) = self.chunk(number) else { return };
+            chunk.iter_mut().zip(words).for_each(|(word, more)| *word |= more);
+        }
+    }
+
+    /// Takes out the pages from `first` to `last`, and calls `each` with them. False if there were
+    /// too many: all of them, and it stays so.
+    fn take(&mut self, first: u64, last: u64, mut each: impl FnMut(u64)) -> bool {
+        let numbers: Vec<u64> =
+            self.chunks.range(first / CHUNK..=last / CHUNK).map(|(number, _)| *number).collect();
+        for number in numbers {
+            let Some(words) = self.chunks.get_mut(&number) else { continue };
+            for (nth, word) in (0..).zip(words.iter_mut()) {
+                let base = number * CHUNK + nth * 64;
+                let mut left = *word;
+                while left != 0 {
+                    let bit = left.trailing_zeros();
+                    left &= left - 1;
+                    let page = base + u64::from(bit);
+                    if (first..=last).contains(&page) {
+                        *word &= !(1 << bit);
+                        each(page);
+                    }
+                }
+            }
+            if words.iter().all(|word| *word == 0) {
+                self.chunks.remove(&number);
+            }
+        }
+        !self.all
+    }
+}
+
+/// The log of a peer's memory: see [`DmaSpace::start_log`](crate::DmaSpace::start_log).
+#[derive(Debug, Default)]
+pub struct DirtyLog(Mutex<Pages>);
+
+impl DirtyLog {
+    /// Adds the pages of `[iova, iova + len)`: what is written without a view.
+    pub fn add(&self, iova: u64, len: u64) {
+        self.0.lock().add(iova, len);
+    }
+
+    /// Takes out what was written in `[iova, iova + len)`, which is not empty and does not
+    /// overflow: for each unit of `unit` bytes (a power of two), counted from `iova` on, of which
+    /// any was, its bit in `bitmap`. Bits that `bitmap` has no room for are left out.
+    pub fn take(&self, iova: u64, len: u64, unit: u64, bitmap: &mut [u64]) {
+        let end = iova.saturating_add(len.saturating_sub(1));
+        let most = bitmap.len();
+        let mut set = |bit: u64| {
+            let word = usize::try_from(bit / 64).ok().and_then(|word| bitmap.get_mut(word));
+            if let Some(word) = word {
+                *word |= 1 << (bit % 64);
+            }
+        };
+        let mut set_page = |page: u64| {
+            let first = (page << PAGE_SHIFT).max(iova);
+            let last = (page << PAGE_SHIFT | ((1 << PAGE_SHIFT) - 1)).min(end);
+            ((first - iova) / unit..=(last - iova) / unit).for_each(&mut set);
+        };
+        if !self.0.lock().take(iova >> PAGE_SHIFT, end >> PAGE_SHIFT, &mut set_page) {
+            let units = (end - iova) / unit + 1;
+            (0..units.min(64 * most as u64)).for_each(set);
+        }
+    }
+}
+
+/// What one view has noted.
+#[derive(Debug, Default)]
+pub(crate) struct Noted(RefCell<Pages>);
+
+impl Noted {
+    pub(crate) fn add(&self, iova: u64, len: u64) {
+        // Nothing of this calls anybody who could have it borrowed.
+        if let Ok(mut pages) = self.0.try_borrow_mut() {
+            pages.add(iova, len);
+        }
+    }
+
+    /// Adds it to the log: nothing that was resolved up to here is in flight.
+    pub(crate) fn hand_in(&self, log: &DirtyLog) {
+        if let Ok(mut pages) = self.0.try_borrow_mut() {
+            log.0.lock().merge(&mut pages);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn taken(log: &DirtyLog, iova: u64, len: u64, unit: u64) -> Vec<u64> {
+        let units = len.div_ceil(unit);
+        let mut bitmap = vec![0; units.div_ceil(64) as usize];
+        log.take(iova, len, unit, &mut bitmap);
+        (0..units.next_multiple_of(64))
+            .filter(|bit| bitmap[(bit / 64) as usize] >> (bit % 64) & 1 != 0)
+            .collect()
+    }
+
+    #[test]
+    fn pages_are_taken_once_and_in_any_unit() {
+        let log = DirtyLog::default();
+        log.add(0x1fff, 2);
+        log.add(5 << 20, 0);
+        log.add(0x3f_f000, 0x2000);
+        assert_eq!(taken(&log, 0x1000, 0x1000, 4096), [0]);
+        assert_eq!(taken(&log, 0x1000, 0x3000, 4096), [1], "the other one was taken");
+        assert_eq!(taken(&log, 0x1000, 0x3000, 4096), []);
+        // Larger and smaller than its own, and from the middle of a page on.
+        assert_eq!(taken(&log, 0, 8 << 20, 1 << 20), [3, 4]);
+        log.add(0x2000, 1);
+        assert_eq!(taken(&log, 0x1c00, 0x1000, 1024), [1, 2, 3]);
+        log.add(u64::MAX - 10, 11);
+        assert_eq!(taken(&log, u64::MAX - 4095, 4095, 4096), [0]);
+    }
+
+    #[test]
+    fn what_a_view_has_noted_is_in_the_log_at_its_end() {
+        let log = DirtyLog::default();
+        let (one, two) = (Noted::default(), Noted::default());
+        one.add(0x1000, 4096);
+        two.add(0x1000, 1);
+        two.add(0x9000, 1);
+        one.hand_in(&log);
+        two.hand_in(&log);
+        assert_eq!(taken(&log, 0, 1 << 20, 4096), [1, 9]);
+    }
+
+    #[test]
+    fn a_log_has_an_end_and_nothing_is_lost_there() {
+        let log = DirtyLog::default();
+        for chunk in 0..=MOST as u64 {
+            log.add(chunk << 21, 1);
+        }
+        assert!(log.0.lock().chunks.is_empty());
+        log.add(1 << 50, 1);
+        assert_eq!(taken(&log, 0x5000, 0x2000, 4096), [0, 1], "all of it");
+        assert_eq!(taken(&log, 0x5000, 0x2000, 4096), [0, 1], "from now on");
+        // However many pages a unit has.
+        assert_eq!(taken(&log, 0, u64::MAX, 1 << 62), [0, 1, 2, 3]);
+    }
+}

@@ -1,0 +1,83 @@
+//! A guest that moves between servers which are processes of their own, with the image that both
+//! have.
+
+use crate::harness::{Server, image, until};
+use crate::keeper::{children, has_ended, signal, worker};
+use crate::recover::kill;
+use crate::upgrade::upgrade;
+use rustix::process::Signal;
+use shadowbell_testing::guest::Guest;
+use shadowbell_vfio_user::Client;
+use shadowbell_vfio_user::client::Options;
+use shadowbell_vfio_user::migration::MigrationState;
+use std::path::Path;
+
+fn serve(disk: &Path, options: &[&str]) -> Server {
+    let options = [&["--serial", "MOVED"], options].concat();
+    Server::start(&[disk.to_str().unwrap()], &options)
+}
+
+fn connect(server: &Server) -> Client {
+    Client::connect(server.socket(), Options::default()).unwrap()
+}
+
+/// The image is locked, so the one that has it ends before the next one begins: the guest is with
+/// nobody in between.
+#[test]
+fn a_guest_moves_from_one_server_to_the_next_and_takes_its_image_along() {
+    let directory = tempfile::tempdir().unwrap();
+    let disk = image(directory.path(), "disk.img", 1 << 20);
+    let mut server = serve(&disk, &["--workers", "2"]);
+    let mut guest = Guest::boot(connect(&server), 2, true);
+    guest.work(50);
+    for turn in 0..3 {
+        let (memory, stream, moved) = guest.suspend(2);
+        assert!(moved.dirty > 0, "{moved:?}");
+        assert!(server.stop().success(), "{}", server.stderr());
+        server = serve(&disk, if turn == 1 { &["--keeper"] } else { &[] });
+        guest.resume(connect(&server), memory, &stream).unwrap();
+        guest.work(50);
+        if turn == 1 {
+            // What has come from elsewhere is recorded as what began here.
+            guest.submit(16);
+            kill(&server, Signal::KILL);
+            guest.work(20);
+        }
+        guest.verify();
+    }
+    assert!(guest.completed() > 200, "{}", guest.completed());
+}
+
+/// What has left must not go on where it was, whoever replaces the process: the guest may be at
+/// work elsewhere.
+#[test]
+fn a_device_that_stands_still_does_not_run_in_a_process_that_comes_later() {
+    let directory = tempfile::tempdir().unwrap();
+    let disk = image(directory.path(), "disk.img", 1 << 20);
+    let mut server = serve(&disk, &["--keeper"]);
+    let mut guest = Guest::boot(connect(&server), 2, true);
+    guest.work(20);
+    let (memory, stream, moved) = guest.suspend(1);
+    // Commands wait in its queues.
+    assert!(moved.in_flight > 0, "{moved:?}");
+    let (status, _, errors) = upgrade(&server.pid().to_string(), None);
+    assert_eq!(status, Some(1), "{errors}");
+    assert!(errors.contains("it is being migrated"), "{errors}");
+    let before = worker(&server);
+    let content = std::fs::read(&disk).unwrap();
+    signal(before, Signal::KILL);
+    until("the next worker", || {
+        children(server.pid()).iter().any(|pid| *pid != before) && has_ended(before)
+    });
+    // It serves whoever comes next.
+    drop(connect(&server));
+    let gone = guest.client().migration_state();
+    assert!(gone.is_err(), "{gone:?}");
+    assert!(content == std::fs::read(&disk).unwrap(), "it was written meanwhile");
+    assert!(server.stop().success(), "{}", server.stderr());
+    let server = serve(&disk, &[]);
+    guest.resume(connect(&server), memory, &stream).unwrap();
+    guest.work(20);
+    guest.verify();
+    assert_eq!(guest.client().migration_state().unwrap(), MigrationState::Running);
+}

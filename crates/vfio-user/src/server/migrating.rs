@@ -1,0 +1,264 @@
+//! How far a client has brought the migration of its device.
+
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::requests::split;
+use crate::Errno;
+use crate::device::{Device, Done};
+use crate::migration::{
+    DeviceFeature, DeviceState, LOG_PAGE, LoggingControl, LoggingRange, LoggingReport,
+    MAX_LOGGED_RANGES, MAX_STREAM, MIGRATION_STOP_COPY, MigData, MigrationState, feature,
+    feature_flags,
+};
+
+/// The state of a device as its client has set it, and the stream on its way.
+#[derive(Default)]
+pub(super) struct Migrating {
+    state: MigrationState,
+    /// What is read in STOP_COPY, or was written in RESUMING.
+    stream: Vec<u8>,
+    /// How much of it was read.
+    read: usize,
+}
+
+/// What a DEVICE_FEATURE comes to.
+pub(super) enum Asked {
+    /// This is the reply.
+    Reply(Vec<u8>),
+    /// The state is to change; and the flags of the reply.
+    State { to: MigrationState, flags: u32 },
+    /// This is the reply, once the log is settled.
+    Logs(Vec<u8>),
+    /// The log is to be read.
+    Log { report: LoggingReport, flags: u32 },
+}
+
+/// What comes of a step towards another state.
+pub(super) enum Progress {
+    /// It is there.
+    Arrived,
+    /// It has been asked to.
+    Waits,
+}
+
+impl Migrating {
+    pub(super) fn is_running(&self) -> bool {
+        self.state == MigrationState::Running
+    }
+
+    /// Whether a DEVICE_FEATURE changes the state.
+    pub(super) fn changes(payload: &[u8]) -> bool {
+        let what = feature_flags::SET | feature_flags::INDEX;
+        let state = feature_flags::SET | feature::MIG_DEVICE_STATE;
+        split::<DeviceFeature>(payload).is_ok_and(|(asked, _)| asked.flags & what == state)
+    }
+
+    /// The device was reset.
+    pub(super) fn reset(&mut self) {
+        *self = Self::default();
+    }
+
+    /// Reads a DEVICE_FEATURE, and answers it if that takes no time.
+    pub(super) fn feature(
+        &self,
+        payload: &[u8],
+        max_xfer: u32,
+        device: &mut dyn Device,
+    ) -> Result<Asked, Errno> {
+        use feature_flags::{GET, INDEX, PROBE, SET};
+        let (asked, data) = split::<DeviceFeature>(payload)?;
+        // A device that is not to be migrated has no features, as a kernel says it.
+        let device = device.migration().ok_or(Errno::NOTTY)?;
+        let index = asked.flags & INDEX;
+        let methods = match index {
+            feature::MIGRATION | feature::DMA_LOGGING_REPORT => GET,
+            feature::MIG_DEVICE_STATE => GET | SET,
+            feature::DMA_LOGGING_START | feature::DMA_LOGGING_STOP => SET,
+            _ => return Err(Errno::NOTTY),
+        };
+        let method = asked.flags & (GET | SET);
+        let is_unknown = asked.flags & !(INDEX | GET | SET | PROBE) != 0;
+        if is_unknown || method & !methods != 0 {
+            return Err(Errno::INVAL);
+        }
+        let reply = |parts: &[&[u8]]| Asked::Reply(reply(asked.flags, parts));
+        if asked.flags & PROBE != 0 {
+            return Ok(reply(&[]));
+        }
+        match (index, method) {
+            (feature::MIGRATION, GET) => Ok(reply(&[MIGRATION_STOP_COPY.as_bytes()])),
+            (feature::MIG_DEVICE_STATE, GET) => {
+                let state = DeviceState { state: self.state as u32, data_fd: u32::MAX };
+                Ok(reply(&[state.as_bytes()]))
+            }
+            (feature::MIG_DEVICE_STATE, SET) => {
+                let (wanted, _) = split::<DeviceState>(data)?;
+                let to = MigrationState::from_wire(wanted.state).ok_or(Errno::INVAL)?;
+                Ok(Asked::State { to, flags: asked.flags })
+            }
+            (feature::DMA_LOGGING_START, SET) => {
+                let (mut control, rest) = split::<LoggingControl>(data)?;
+                let ranges = ranges(&control, rest)?;
+                device.start_logging(&ranges)?;
+                control.page_size = LOG_PAGE;
+                let head = asked.flags;
+                Ok(Asked::Logs(self::reply(head, &[control.as_bytes(), ranges.as_bytes()])))
+            }
+            (feature::DMA_LOGGING_STOP, SET) => {
+                device.stop_logging()?;
+                Ok(reply(&[data]))
+            }
+            (feature::DMA_LOGGING_REPORT, GET) => {
+                let (report, _) = split::<LoggingReport>(data)?;
+                let bytes = bitmap_len(&report)?.checked_mul(8).ok_or(Errno::INVAL)?;
+                // A client asks for a large range in pieces.
+                if bytes > max_xfer as usize {
+                    return Err(Errno::TOOBIG);
+                }
+                Ok(Asked::Log { report, flags: asked.flags })
+            }
+            // Neither, or both.
+            _ => Err(Errno::INVAL),
+        }
+    }
+
+    /// The reply to a report, when the log is known.
+    pub(super) fn report(
+        report: &LoggingReport,
+        flags: u32,
+        device: &mut dyn Device,
+    ) -> Result<Vec<u8>, Errno> {
+        let mut bitmap = vec![0; bitmap_len(report)?];
+        device.migration().ok_or(Errno::NOTTY)?.take_log(report, &mut bitmap)?;
+        Ok(reply(flags, &[report.as_bytes(), bitmap.as_bytes()]))
+    }
+
+    /// The reply to a change of the state, when it is this.
+    pub(super) fn state_reply(state: MigrationState, flags: u32) -> Vec<u8> {
+        let state = DeviceState { state: state as u32, data_fd: u32::MAX };
+        reply(flags, &[state.as_bytes()])
+    }
+
+    /// Goes as far towards `to` as it takes no time. With [`Progress::Waits`], the handle that
+    /// `done` makes was given away, and what follows goes to [`stepped`](Self::stepped).
+    pub(super) fn go_to(
+        &mut self,
+        to: MigrationState,
+        device: &mut dyn Device,
+        mut done: impl FnMut() -> Done,
+    ) -> Result<Progress, Errno> {
+        use MigrationState::{Error, Resuming, Running, StopCopy};
+        let device = device.migration().ok_or(Errno::NOTTY)?;
+        if to == Error || self.state == Error {
+            return Err(Errno::INVAL);
+        }
+        while let Some(next) = self.state.next(to) {
+            match (self.state, next) {
+                (Running, _) => {
+                    device.stop(done());
+                    return Ok(Progress::Waits);
+                }
+                (_, Resuming) => {
+                    device.forget_state(done());
+                    return Ok(Progress::Waits);
+                }
+                (Resuming, _) => {
+                    let stream = self.take_stream();
+                    self.state = Error;
+                    device.load_state(&stream)?;
+                }
+                (_, StopCopy) => {
+                    let stream = device.save_state()?;
+                    if stream.len() > MAX_STREAM {
+                        return Err(Errno::FBIG);
+                    }
+                    (self.stream, self.read) = (stream, 0);
+                }
+                (_, Running) => device.run()?,
+                // The end of STOP_COPY.
+                _ => drop(self.take_stream()),
+            }
+            self.state = next;
+        }
+        Ok(Progress::Arrived)
+    }
+
+    /// What was waited for on the way to `to` has come to its end, as it should.
+    pub(super) fn stepped(&mut self, to: MigrationState) {
+        self.state = self.state.next(to).unwrap_or(self.state);
+    }
+
+    /// It has not. What was to be forgotten for another state is in no state any more.
+    pub(super) fn failed(&mut self, to: MigrationState) {
+        if self.state.next(to) == Some(MigrationState::Resuming) {
+            self.state = MigrationState::Error;
+        }
+    }
+
+    /// MIG_DATA_READ: the reply.
+    pub(super) fn read(&mut self, payload: &[u8], max_xfer: u32) -> Result<Vec<u8>, Errno> {
+        let (asked, _) = split::<MigData>(payload)?;
+        if self.state != MigrationState::StopCopy || asked.size > max_xfer {
+            return Err(Errno::INVAL);
+        }
+        let left = self.stream.get(self.read..).unwrap_or_default();
+        let piece = left.get(..asked.size as usize).unwrap_or(left);
+        let size = u32::try_from(piece.len()).map_err(|_| Errno::INVAL)?;
+        let head = MigData { argsz: size.saturating_add(8), size };
+        let reply = [head.as_bytes(), piece].concat();
+        self.read += piece.len();
+        Ok(reply)
+    }
+
+    /// MIG_DATA_WRITE.
+    pub(super) fn write(&mut self, payload: &[u8], max_xfer: u32) -> Result<(), Errno> {
+        let (asked, data) = split::<MigData>(payload)?;
+        if self.state != MigrationState::Resuming || asked.size > max_xfer {
+            return Err(Errno::INVAL);
+        }
+        let data = data.get(..asked.size as usize).ok_or(Errno::INVAL)?;
+        if data.len() > MAX_STREAM - self.stream.len().min(MAX_STREAM) {
+            return Err(Errno::FBIG);
+        }
+        self.stream.extend_from_slice(data);
+        Ok(())
+    }
+
+    fn take_stream(&mut self) -> Vec<u8> {
+        self.read = 0;
+        std::mem::take(&mut self.stream)
+    }
+}
+
+/// The payload of a reply.
+fn reply(flags: u32, parts: &[&[u8]]) -> Vec<u8> {
+    let data = parts.concat();
+    let argsz = u32::try_from(size_of::<DeviceFeature>() + data.len()).unwrap_or(u32::MAX);
+    [DeviceFeature { argsz, flags }.as_bytes(), &data].concat()
+}
+
+/// The ranges of a DMA_LOGGING_START.
+fn ranges(control: &LoggingControl, bytes: &[u8]) -> Result<Vec<LoggingRange>, Errno> {
+    if control.num_ranges > MAX_LOGGED_RANGES {
+        return Err(Errno::TOOBIG);
+    }
+    let len = control.num_ranges as usize * size_of::<LoggingRange>();
+    let ranges: Vec<_> = bytes
+        .get(..len)
+        .ok_or(Errno::INVAL)?
+        .chunks_exact(size_of::<LoggingRange>())
+        .filter_map(|range| LoggingRange::read_from_bytes(range).ok())
+        .collect();
+    let is_range =
+        |range: &LoggingRange| range.length != 0 && range.iova.checked_add(range.length).is_some();
+    if ranges.iter().all(is_range) { Ok(ranges) } else { Err(Errno::INVAL) }
+}
+
+/// How many words the bitmap of a report has.
+fn bitmap_len(report: &LoggingReport) -> Result<usize, Errno> {
+    let LoggingReport { iova, length, page_size } = *report;
+    if length == 0 || iova.checked_add(length).is_none() || !page_size.is_power_of_two() {
+        return Err(Errno::INVAL);
+    }
+    usize::try_from(length.div_ceil(page_size).div_ceil(64)).map_err(|_| Errno::TOOBIG)
+}
