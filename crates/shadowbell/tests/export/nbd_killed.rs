@@ -1,0 +1,109 @@
+//! NBD clients that connect again, and an export that is killed.
+
+use crate::killed::{Service, is_there};
+use rustix::process::{Pid, Signal, kill_process};
+use std::io::Write;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+const MIB: u64 = 1 << 20;
+/// Milliseconds between kills: anything.
+const MOMENTS: [u64; 6] = [60, 5, 31, 120, 12, 77];
+
+/// An export that is a disk again: our own client, which verifies what it reads.
+#[test]
+fn a_disk_behind_an_export_that_is_killed_goes_on() {
+    let mut service = Service::start(16 * MIB, &["--nbd", "unix:DIR/nbd"], &[]);
+    let disk = format!("local:nbd+unix:///?socket={}", service.path("nbd").display());
+    let load = Command::new(env!("CARGO_BIN_EXE_shadowbell"))
+        .args(["verify", &disk, "--runtime", "600", "--iodepth", "32", "--json", "--force"])
+        .args(["--timeout", "20"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    std::thread::sleep(Duration::from_millis(300));
+    for moment in MOMENTS {
+        std::thread::sleep(Duration::from_millis(moment));
+        service.kill();
+        service.again(&[]);
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    kill_process(Pid::from_raw(load.id() as i32).unwrap(), Signal::INT).unwrap();
+    let output = load.wait_with_output().unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    let report: serde_json::Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+    let row = &report["rows"][0];
+    assert!(row["commands"].as_u64() > Some(100), "{row}");
+    for key in ["verify_errors", "failed"] {
+        assert_eq!(row[key], 0, "{key}: {row}");
+    }
+    service.stop();
+}
+
+/// QEMU's client, with requests of which it waits for the answers until it has connected again.
+#[test]
+fn qemus_client_goes_on_with_an_export_that_was_killed() {
+    const ROUNDS: u64 = 60;
+    const AT_ONCE: u64 = 8;
+    const LEN: u64 = 64 << 10;
+    if !is_there("qemu-io") {
+        eprintln!("skipped: there is no qemu-io here");
+        return;
+    }
+    let mut service = Service::start(16 * MIB, &["--nbd", "unix:DIR/nbd"], &[]);
+    let path = service.path("nbd");
+    let disk =
+        format!("driver=nbd,server.type=unix,server.path={},reconnect-delay=60", path.display());
+    let mut client = Command::new("qemu-io")
+        .args(["--image-opts", &disk])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut input = client.stdin.take().unwrap();
+    let output = std::thread::spawn(move || client.wait_with_output().unwrap());
+    let mut moments = MOMENTS.into_iter();
+    for round in 0..ROUNDS {
+        let mut script = String::new();
+        let place = |nth: u64| (round * AT_ONCE + nth) % (16 * MIB / LEN) * LEN;
+        for nth in 0..AT_ONCE {
+            let byte = (round * AT_ONCE + nth) % 251 + 1;
+            script += &format!("aio_write -P {byte} {} {LEN}\n", place(nth));
+        }
+        script += "aio_flush\nflush\n";
+        for nth in 0..AT_ONCE {
+            let byte = (round * AT_ONCE + nth) % 251 + 1;
+            script += &format!("read -P {byte} {} {LEN}\n", place(nth));
+        }
+        input.write_all(script.as_bytes()).unwrap();
+        // A tenth of them are killed in.
+        if round % 10 == 5 {
+            std::thread::sleep(Duration::from_millis(moments.next().unwrap()));
+            service.kill();
+            service.again(&[]);
+        }
+    }
+    input.write_all(b"quit\n").unwrap();
+    drop(input);
+    let output = output.join().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    let all = usize::try_from(ROUNDS * AT_ONCE).unwrap();
+    let count = |words: &str| said.matches(words).count();
+    assert!(!said.contains("failed") && errors.is_empty(), "{said}{errors}");
+    assert_eq!(count(&format!("wrote {LEN}/{LEN}")), all, "{said}");
+    assert_eq!(count(&format!("read {LEN}/{LEN}")), all, "{said}");
+    // What was flushed is in the image.
+    let directory = service.stop();
+    let image = std::fs::read(directory.path().join("disk.img")).unwrap();
+    for n in ROUNDS * AT_ONCE - 16 * MIB / LEN..ROUNDS * AT_ONCE {
+        let at = (n % (16 * MIB / LEN) * LEN) as usize;
+        let expected = (n % 251 + 1) as u8;
+        assert!(image[at..at + LEN as usize].iter().all(|byte| *byte == expected), "write {n}");
+    }
+}
