@@ -1,28 +1,57 @@
 //! NBD clients that connect again, and an export that is killed.
 
 use crate::killed::{Service, is_there};
+use crate::{Export, TIMEOUT};
 use rustix::process::{Pid, Signal, kill_process};
+use std::fs::File;
 use std::io::Write;
-use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 /// Milliseconds between kills: anything.
 const MOMENTS: [u64; 6] = [60, 5, 31, 120, 12, 77];
 
-/// An export that is a disk again: our own client, which verifies what it reads.
+/// An export that is a disk again, under a load that verifies what it reads.
+struct Load(Child);
+
+impl Load {
+    fn start(socket: &Path) -> Self {
+        let disk = format!("local:nbd+unix:///?socket={}", socket.display());
+        let mut command = Command::new(env!("CARGO_BIN_EXE_shadowbell"));
+        command.args(["verify", &disk, "--runtime", "600", "--iodepth", "32", "--json", "--force"]);
+        command.args(["--timeout", "20"]);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        Self(command.spawn().unwrap())
+    }
+
+    /// Ends it: nothing has gone wrong.
+    fn lost_nothing(self) {
+        kill(self.0.id(), Signal::INT);
+        let output = self.0.wait_with_output().unwrap();
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{errors}");
+        let text = String::from_utf8(output.stdout).unwrap();
+        let line = text.lines().last().unwrap_or_default();
+        let report: serde_json::Value = serde_json::from_str(line).expect(&errors);
+        let row = &report["rows"][0];
+        assert!(row["commands"].as_u64() > Some(100), "{row}");
+        for key in ["verify_errors", "failed"] {
+            assert_eq!(row[key], 0, "{key}: {row}");
+        }
+    }
+}
+
+fn kill(pid: u32, signal: Signal) {
+    kill_process(Pid::from_raw(pid as i32).unwrap(), signal).unwrap();
+}
+
 #[test]
 fn a_disk_behind_an_export_that_is_killed_goes_on() {
     let mut service = Service::start(16 * MIB, &["--nbd", "unix:DIR/nbd"], &[]);
-    let disk = format!("local:nbd+unix:///?socket={}", service.path("nbd").display());
-    let load = Command::new(env!("CARGO_BIN_EXE_shadowbell"))
-        .args(["verify", &disk, "--runtime", "600", "--iodepth", "32", "--json", "--force"])
-        .args(["--timeout", "20"])
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let load = Load::start(&service.path("nbd"));
     std::thread::sleep(Duration::from_millis(300));
     for moment in MOMENTS {
         std::thread::sleep(Duration::from_millis(moment));
@@ -30,18 +59,50 @@ fn a_disk_behind_an_export_that_is_killed_goes_on() {
         service.again(&[]);
         std::thread::sleep(Duration::from_millis(200));
     }
-    kill_process(Pid::from_raw(load.id() as i32).unwrap(), Signal::INT).unwrap();
-    let output = load.wait_with_output().unwrap();
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{errors}");
-    let text = String::from_utf8(output.stdout).unwrap();
-    let report: serde_json::Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
-    let row = &report["rows"][0];
-    assert!(row["commands"].as_u64() > Some(100), "{row}");
-    for key in ["verify_errors", "failed"] {
-        assert_eq!(row[key], 0, "{key}: {row}");
-    }
+    load.lost_nothing();
     service.stop();
+}
+
+/// The export is a client of the server, and its driver notices nothing.
+#[test]
+fn an_export_goes_on_with_a_server_that_is_killed_under_its_keeper() {
+    let directory = tempfile::tempdir().unwrap();
+    let (image, socket) = (directory.path().join("disk.img"), directory.path().join("vm.sock"));
+    File::create(&image).unwrap().set_len(16 * MIB).unwrap();
+    let mut keeper = Command::new(env!("CARGO_BIN_EXE_shadowbell"))
+        .args(["serve", "--keeper", "-q"])
+        .arg(&image)
+        .arg("--socket")
+        .arg(&socket)
+        .spawn()
+        .unwrap();
+    let worker = || {
+        let children = format!("/proc/{0}/task/{0}/children", keeper.id());
+        let children = std::fs::read_to_string(children).unwrap();
+        children.split_whitespace().next().map(|pid| pid.parse::<u32>().unwrap())
+    };
+    let until = |what: &str, is_so: &dyn Fn() -> bool| {
+        let deadline = Instant::now() + TIMEOUT;
+        while !is_so() {
+            assert!(Instant::now() < deadline, "{what} does not come");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    until("a server", &|| UnixStream::connect(&socket).is_ok());
+    let target = format!("vfio-user:{}", socket.display());
+    let export = Export::start(&[&target, "--nbd", "unix:DIR/nbd"]);
+    let load = Load::start(&export.path("nbd"));
+    std::thread::sleep(Duration::from_millis(300));
+    for moment in MOMENTS {
+        std::thread::sleep(Duration::from_millis(100 + moment));
+        let before = worker().unwrap();
+        kill(before, Signal::KILL);
+        until("another worker", &|| worker().is_some_and(|now| now != before));
+    }
+    load.lost_nothing();
+    export.stop();
+    kill(keeper.id(), Signal::TERM);
+    assert!(keeper.wait().unwrap().success());
 }
 
 /// QEMU's client, with requests of which it waits for the answers until it has connected again.

@@ -23,9 +23,15 @@ impl Running {
         running
     }
 
+    /// The process may die meanwhile, of what it finds.
     fn connect(&mut self) {
         let socket = self.service.path("vm.sock");
-        self.machine.connect(&socket).unwrap_or_else(|error| panic!("{error}"));
+        let since = Instant::now();
+        let Err(error) = self.machine.connect(&socket) else { return };
+        while !self.service.has_died() {
+            assert!(since.elapsed() < LOST, "{error}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// Another process serves the machine, the one before being dead.
