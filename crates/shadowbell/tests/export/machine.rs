@@ -144,10 +144,10 @@ impl Machine {
         self.memory.write_slice(bytes, GuestAddress(at)).unwrap();
     }
 
-    /// Has as many requests under way as there may be.
+    /// Has about as many requests under way as there may be.
     pub(crate) fn ask(&mut self) {
         for slot in 0..SLOTS {
-            if self.asked[usize::from(slot)].is_some() {
+            if self.asked[usize::from(slot)].is_some() || self.random(4) == 0 {
                 continue;
             }
             let block = self.random(BLOCKS);

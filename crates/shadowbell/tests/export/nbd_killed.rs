@@ -1,10 +1,11 @@
 //! NBD clients that connect again, and an export that is killed.
 
-use crate::killed::{Service, is_there};
+use crate::killed::{Service, has_qemu_io};
 use crate::{Export, TIMEOUT};
 use rustix::process::{Pid, Signal, kill_process};
 use std::fs::File;
 use std::io::Write;
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -108,10 +109,11 @@ fn an_export_goes_on_with_a_server_that_is_killed_under_its_keeper() {
 /// QEMU's client, with requests of which it waits for the answers until it has connected again.
 #[test]
 fn qemus_client_goes_on_with_an_export_that_was_killed() {
-    const ROUNDS: u64 = 60;
+    /// Between two deaths.
+    const ROUNDS: u64 = 10;
     const AT_ONCE: u64 = 8;
     const LEN: u64 = 64 << 10;
-    if !is_there("qemu-io") {
+    if !has_qemu_io() {
         eprintln!("skipped: there is no qemu-io here");
         return;
     }
@@ -128,43 +130,49 @@ fn qemus_client_goes_on_with_an_export_that_was_killed() {
         .unwrap();
     let mut input = client.stdin.take().unwrap();
     let output = std::thread::spawn(move || client.wait_with_output().unwrap());
-    let mut moments = MOMENTS.into_iter();
-    for round in 0..ROUNDS {
-        let mut script = String::new();
-        let place = |nth: u64| (round * AT_ONCE + nth) % (16 * MIB / LEN) * LEN;
-        for nth in 0..AT_ONCE {
-            let byte = (round * AT_ONCE + nth) % 251 + 1;
-            script += &format!("aio_write -P {byte} {} {LEN}\n", place(nth));
+    let byte = |n: u64| (n % 251 + 1) as u8;
+    let place = |n: u64| n % (16 * MIB / LEN) * LEN;
+    let image = File::open(service.path("disk.img")).unwrap();
+    for (part, moment) in (0..).zip(MOMENTS) {
+        let rounds = part * ROUNDS..(part + 1) * ROUNDS;
+        for round in rounds.clone() {
+            let each = round * AT_ONCE..(round + 1) * AT_ONCE;
+            let writes =
+                each.clone().map(|n| format!("aio_write -P {} {} {LEN}\n", byte(n), place(n)));
+            let reads = each.map(|n| format!("read -P {} {} {LEN}\n", byte(n), place(n)));
+            let mut script: String = writes.collect();
+            script += "aio_flush\nflush\n";
+            script.extend(reads);
+            // If it has ended, its output says why.
+            let _ = input.write_all(script.as_bytes());
         }
-        script += "aio_flush\nflush\n";
-        for nth in 0..AT_ONCE {
-            let byte = (round * AT_ONCE + nth) % 251 + 1;
-            script += &format!("read -P {byte} {} {LEN}\n", place(nth));
+        // It is in the middle of them.
+        let first = (rounds.start + 2) * AT_ONCE;
+        let deadline = Instant::now() + TIMEOUT;
+        let mut found = [0];
+        while found != [byte(first)] && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+            image.read_exact_at(&mut found, place(first)).unwrap();
         }
-        input.write_all(script.as_bytes()).unwrap();
-        // A tenth of them are killed in.
-        if round % 10 == 5 {
-            std::thread::sleep(Duration::from_millis(moments.next().unwrap()));
-            service.kill();
-            service.again(&[]);
-        }
+        std::thread::sleep(Duration::from_millis(moment / 4));
+        service.kill();
+        service.again(&[]);
     }
-    input.write_all(b"quit\n").unwrap();
+    let _ = input.write_all(b"quit\n");
     drop(input);
     let output = output.join().unwrap();
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     let errors = String::from_utf8_lossy(&output.stderr);
-    let all = usize::try_from(ROUNDS * AT_ONCE).unwrap();
-    let count = |words: &str| said.matches(words).count();
+    let all = MOMENTS.len() as u64 * ROUNDS * AT_ONCE;
+    let count = |words: &str| said.matches(words).count() as u64;
     assert!(!said.contains("failed") && errors.is_empty(), "{said}{errors}");
     assert_eq!(count(&format!("wrote {LEN}/{LEN}")), all, "{said}");
     assert_eq!(count(&format!("read {LEN}/{LEN}")), all, "{said}");
     // What was flushed is in the image.
     let directory = service.stop();
     let image = std::fs::read(directory.path().join("disk.img")).unwrap();
-    for n in ROUNDS * AT_ONCE - 16 * MIB / LEN..ROUNDS * AT_ONCE {
-        let at = (n % (16 * MIB / LEN) * LEN) as usize;
-        let expected = (n % 251 + 1) as u8;
-        assert!(image[at..at + LEN as usize].iter().all(|byte| *byte == expected), "write {n}");
+    for n in all - 16 * MIB / LEN..all {
+        let at = place(n) as usize;
+        assert!(image[at..at + LEN as usize].iter().all(|found| *found == byte(n)), "write {n}");
     }
 }
