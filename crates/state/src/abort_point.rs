@@ -77,15 +77,31 @@ points! {
     Committed = "committed",
     /// It has taken the state in.
     TakenIn = "taken-in",
+    /// A vhost-user device has taken a request from the available ring.
+    RequestTaken = "request-taken",
+    /// Its number is stored.
+    RequestNumbered = "request-numbered",
+    /// It is marked as being in flight.
+    RequestMarked = "request-marked",
+    /// A disk has ended a request, and the guest has its data and status.
+    RequestEnded = "request-ended",
+    /// It is in the list of those that were answered last.
+    RequestListed = "request-listed",
+    /// The used ring has it.
+    RequestUsed = "request-used",
+    /// It is not marked any more.
+    RequestFreed = "request-freed",
+    /// The index of the used ring is stored.
+    RequestAnswered = "request-answered",
 }
 
 /// A wrong order of steps, to see that a test finds it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WrongOrder {
-    /// Records are freed before their completions are posted.
+    /// Records (or marks) are freed before their completions are posted.
     FreedBeforePosted,
-    /// Where the next completion goes is stored before records are freed.
+    /// Where the next completion goes is stored before records (or marks) are freed.
     StoredBeforeFreed,
     /// What a dead process has under way is not waited for.
     NoFence,

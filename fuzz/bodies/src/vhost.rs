@@ -6,7 +6,9 @@
 //! * a request that makes sense is answered once, with the status that it has to have, and its data
 //!   are what the disk holds; one that makes none is refused;
 //! * nothing of the guest's memory is written but the used ring and what a descriptor says may be;
-//! * there is an end to it, however chains and tables point at each other.
+//! * there is an end to it, however chains and tables point at each other;
+//! * a process that takes over from one that has died answers what that one had taken, once, and
+//!   takes the rest; whatever the memory says in which that is written down.
 
 use crate::limits::Limits;
 use crate::source::Source;
@@ -33,6 +35,9 @@ const USED_LEN: u64 = 6 + 8 * ENTRIES as u64;
 /// Eight tables of descriptors, and how far apart they are.
 const TABLES: u64 = 0x3000;
 const APART: u64 = 0x400;
+/// Bytes of the memory in which it is written down what is in flight, and where the requests are.
+const INFLIGHT: usize = 16 + MARK * ENTRIES as usize;
+const MARK: usize = 16;
 /// Headers of requests.
 const HEADERS: u64 = 0x11_3000;
 /// Requests that are made at once, each of a part of the disk and of the memory.
@@ -102,6 +107,8 @@ struct Guest {
     queue: Queue,
     memory: [SharedBytes; PARTS.len()],
     files: [OwnedFd; PARTS.len()],
+    inflight: SharedBytes,
+    inflight_file: OwnedFd,
     /// What the disk holds, if that is known.
     disk: Option<Vec<u8>>,
     entries: u16,
@@ -128,10 +135,14 @@ impl Guest {
             let mapping = Mapping::from_fd(&files[n], 0, PARTS[n].1 as u64, Protection::ReadWrite);
             mapping.expect("memory").bytes()
         });
+        let mut queue = Queue::new(disk, "fuzz").expect("a queue");
+        let (inflight, inflight_file) = inflight(&mut queue);
         let mut guest = Self {
-            queue: Queue::new(disk, "fuzz").expect("a queue"),
             memory,
             files,
+            inflight,
+            inflight_file,
+            queue,
             disk: None,
             entries: ENTRIES,
             available: 0,
@@ -163,6 +174,7 @@ impl Guest {
     /// The queue begins anew.
     fn restart(&mut self, source: &mut Source<'_>) {
         self.memory[0].fill(0, PARTS[0].1, 0).expect("memory");
+        self.inflight.fill(0, INFLIGHT, 0).expect("memory");
         let (descriptors, available, used) = (TABLE, AVAILABLE, USED);
         let place = Place { entries: self.entries, descriptors, available, used };
         self.queue.start(place, source.bool(), !source.rarely(4)).expect("a place");
@@ -220,7 +232,7 @@ impl Guest {
     }
 
     fn act(&mut self, source: &mut Source<'_>) {
-        match source.below(16) {
+        match source.below(20) {
             0..=7 => self.ask(source),
             8..=11 => self.confuse(source),
             12 => {
@@ -233,6 +245,14 @@ impl Guest {
             }
             13 => self.restart(source),
             14 => self.misplace(source),
+            15 => self.queue.replace().expect("a queue"),
+            16 | 17 => self.forge(source),
+            18 => {
+                // It is cut off, and there is another one.
+                ftruncate(&self.inflight_file, source.of(&[0, 16, 64])).expect("to cut");
+                self.confuse(source);
+                (self.inflight, self.inflight_file) = inflight(&mut self.queue);
+            }
             _ => self.change_memory(source),
         }
     }
@@ -289,6 +309,9 @@ impl Guest {
         } else {
             (0..count).map(|n| self.request(source, n)).collect()
         };
+        if source.rarely(3) {
+            self.take_over(source, &asked);
+        }
         assert!(self.notify(), "a queue that makes sense is refused");
         let now = self.peek16(USED + 2);
         assert_eq!(now.wrapping_sub(used), asked.len() as u16, "requests that are answered");
@@ -318,6 +341,39 @@ impl Guest {
                 disk[at..at + data.len()].copy_from_slice(&data);
             }
         }
+    }
+
+    /// The process has taken some of these, and has died.
+    fn take_over(&mut self, source: &mut Source<'_>, asked: &[Asked]) {
+        // One that has begun with the queue has written that down.
+        self.queue.replace().expect("a queue");
+        let version = self.inflight.load_u64_acquire(8).expect("a word").to_ne_bytes();
+        if version[..2] == [0; 2] {
+            return;
+        }
+        let taken = source.below(asked.len() + 1);
+        let first = source.of(&[0, 1, 1 << 40]);
+        for (asked, number) in asked.iter().take(taken).zip(first..) {
+            let at = 16 + MARK * usize::from(asked.head);
+            self.inflight.store_u64_release(at + 8, number).expect("a word");
+            let mark = u64::from_ne_bytes([1, 0, 0, 0, 0, 0, 0, 0]);
+            self.inflight.store_u64_release(at, mark).expect("a word");
+        }
+    }
+
+    /// Anything is said to be in flight.
+    fn forge(&mut self, source: &mut Source<'_>) {
+        for _ in 0..1 + source.below(6) {
+            let index = source.near(&[0, 1, 63]) as usize % (INFLIGHT / 8);
+            let at = source.of(&[8, 8 * index, 16 + MARK * (index % usize::from(ENTRIES))]);
+            let halves = [(); 4].map(|()| source.near(&[0, 1, 1, 64, 0xffff]) as u16);
+            let mut word = [0; 8];
+            word.copy_from_slice(&halves.map(u16::to_ne_bytes).concat());
+            self.inflight.store_u64_release(at, u64::from_ne_bytes(word)).expect("a word");
+        }
+        (self.wild, self.fresh, self.disk) = (true, false, None);
+        self.queue.replace().expect("a queue");
+        self.notify();
     }
 
     /// The whole disk is made zero, so that it is known.
@@ -545,6 +601,15 @@ impl Guest {
             _ => self.share(),
         }
     }
+}
+
+/// Memory in which the queue writes down what is in flight, from its next start on.
+fn inflight(queue: &mut Queue) -> (SharedBytes, OwnedFd) {
+    let file: OwnedFd = memfd_create("inflight", MemfdFlags::CLOEXEC).expect("a memfd");
+    ftruncate(&file, INFLIGHT as u64).expect("room");
+    queue.track(&file, ENTRIES).expect("memory");
+    let mapping = Mapping::from_fd(&file, 0, INFLIGHT as u64, Protection::ReadWrite);
+    (mapping.expect("memory").bytes(), file)
 }
 
 /// Pieces of the memory for so many bytes of a request, some of them across two parts.

@@ -2,6 +2,7 @@
 
 use super::config;
 use super::guarded::Guarded;
+use super::inflight::Kept;
 use super::memory::{Current, guard, lengths};
 use super::queue::BlkQueue;
 use super::request::QUEUE_SIZE;
@@ -55,6 +56,7 @@ impl Device {
                 memory: RwLock::default(),
                 touches: Touches::new(count),
                 acked: AtomicU64::new(0),
+                inflight: Arc::default(),
                 failures,
                 socket,
                 over: AtomicBool::new(false),
@@ -83,11 +85,15 @@ impl Device {
         self.wakers.iter().for_each(EventFd::signal);
     }
 
-    /// Waits until everything that was taken from the queue is answered, or a minute is over.
-    pub(super) fn finish(&self, index: usize) {
-        if let Some(mut queue) = self.queue(index) {
-            queue.finish(&self.shared, index);
-        }
+    /// Stops a queue, when everything that was taken from it is answered, or a minute is over.
+    /// Whether the disk has nothing of it any more.
+    pub(super) fn stop_queue(&self, index: usize) -> bool {
+        self.queue(index).is_none_or(|mut queue| queue.stop(&self.shared))
+    }
+
+    /// Where the queues write down what is in flight.
+    pub(super) fn inflight(&self) -> &Arc<Kept> {
+        &self.shared.inflight
     }
 }
 
@@ -116,6 +122,7 @@ impl VhostUserBackend for Device {
             | VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD
     }
 
     fn set_event_idx(&self, _: bool) {}
@@ -143,7 +150,7 @@ impl VhostUserBackend for Device {
     }
 
     fn stop_vring(&self, queue: u32) -> io::Result<()> {
-        self.finish(queue as usize);
+        self.stop_queue(queue as usize);
         Ok(())
     }
 

@@ -7,13 +7,14 @@
 //! other process: memory and files of local disks where memory is shared, and eventfds where a
 //! queue gets its eventfds.
 
+use super::inflight_messages::{Bad, Handled, InflightMessages, Reply, SET_INFLIGHT_FD};
 use rustix::cmsg_space;
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use shadowbell_vfio_user::descriptor::{Channel, Descriptor, PeerFd};
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -47,12 +48,20 @@ pub(super) enum Refusal {
     Descriptors,
     #[error("it sends a message of {0} bytes")]
     Length(usize),
+    #[error(transparent)]
+    Inflight(#[from] Bad),
     #[error("{0}")]
     Socket(#[from] Errno),
 }
 
-/// Passes messages on until the frontend leaves, or `daemon` is closed.
-pub(super) fn pass(frontend: &mut Channel, daemon: &UnixStream) -> Result<(), Refusal> {
+/// Passes messages on until the frontend leaves, or `daemon` is closed. Those about requests in
+/// flight are answered at once, to `answers`: a frontend asks nothing else before it has the answer.
+pub(super) fn pass(
+    frontend: &mut Channel,
+    daemon: &UnixStream,
+    inflight: &mut InflightMessages,
+    answers: &UnixStream,
+) -> Result<(), Refusal> {
     loop {
         let mut message = [0; HEADER + MAX_PAYLOAD];
         let (header, payload) = message.split_at_mut(HEADER);
@@ -64,13 +73,24 @@ pub(super) fn pass(frontend: &mut Channel, daemon: &UnixStream) -> Result<(), Re
             let bytes = header.get(at..at + 4).and_then(|bytes| bytes.try_into().ok());
             bytes.map(u32::from_ne_bytes).unwrap_or_default()
         };
-        let (request, len) = (field(0), field(8) as usize);
+        let (request, flags, len) = (field(0), field(4), field(8) as usize);
         let payload = payload.get_mut(..len).ok_or(Refusal::Length(len))?;
         let fds = allowed(request, fds)?;
         if !fill(frontend, payload, None)? {
             return Ok(());
         }
-        match send(daemon, message.get(..HEADER + len).unwrap_or_default(), &fds) {
+        let sent = match inflight.handle(request, flags, payload, &fds)? {
+            Handled::Done(None) => Ok(()),
+            Handled::Done(Some(Reply { bytes, fd })) => {
+                let fds: Vec<_> = fd.iter().map(AsFd::as_fd).collect();
+                send(answers, &bytes, &fds)
+            }
+            Handled::Passed => {
+                let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+                send(daemon, message.get(..HEADER + len).unwrap_or_default(), &fds)
+            }
+        };
+        match sent {
             Ok(()) => {}
             // The other side has closed it, and says why.
             Err(Errno::PIPE | Errno::CONNRESET) => return Ok(()),
@@ -114,7 +134,10 @@ fn allowed(request: u32, fds: Vec<Descriptor>) -> Result<Vec<PeerFd>, Refusal> {
         return Ok(Vec::new());
     }
     let fds = fds.into_iter().map(|fd| match (request, fd) {
-        (request::SET_MEM_TABLE | request::ADD_MEM_REG, Descriptor::Memory(file)) => Ok(file),
+        (
+            request::SET_MEM_TABLE | request::ADD_MEM_REG | SET_INFLIGHT_FD,
+            Descriptor::Memory(file),
+        ) => Ok(file),
         (
             request::SET_VRING_KICK | request::SET_VRING_CALL | request::SET_VRING_ERR,
             Descriptor::Event(fd),
@@ -124,16 +147,15 @@ fn allowed(request: u32, fds: Vec<Descriptor>) -> Result<Vec<PeerFd>, Refusal> {
     fds.collect()
 }
 
-fn send(daemon: &UnixStream, bytes: &[u8], fds: &[PeerFd]) -> Result<(), Errno> {
-    let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+fn send(to: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    if !borrowed.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&borrowed)) {
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
         return Err(Errno::TOOMANYREFS);
     }
     let mut sent = 0;
     while let Some(rest) = bytes.get(sent..).filter(|rest| !rest.is_empty()) {
-        match sendmsg(daemon, &[IoSlice::new(rest)], &mut control, SendFlags::NOSIGNAL) {
+        match sendmsg(to, &[IoSlice::new(rest)], &mut control, SendFlags::NOSIGNAL) {
             Ok(more) => {
                 sent += more;
                 // They went with the first bytes.

@@ -10,17 +10,25 @@
 //! guest's `memory` may be truncated at any moment, and the eventfds of a `ring` may be full or
 //! empty, without a thread of this process dying of it or waiting for it.
 //!
+//! # When this process dies
+//!
+//! What is in flight is written down in memory that the frontend keeps (`inflight`). It connects
+//! again, to another process at the same socket, and the guest goes on.
+//!
 //! # What it does not implement
 //!
-//! Migration (dirty logging), in-flight tracking across a crash of this process, and zoned disks.
+//! Migration (dirty logging), and zoned disks.
 
 mod backend;
 mod config;
 mod fd_filter;
 mod guarded;
+mod inflight;
+mod inflight_messages;
 mod memory;
 mod queue;
 mod request;
+mod resubmit;
 mod ring;
 mod shared;
 #[allow(unsafe_code)]
@@ -32,6 +40,7 @@ mod touches;
 use crate::failures::FailureCount;
 use ::shadowbell_memory::EventFd;
 use backend::Device;
+use inflight_messages::InflightMessages;
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
@@ -274,7 +283,11 @@ impl Session {
                 // One of them is gone, and the other is not to wait for it.
                 let _ = (to_daemon.shutdown(Shutdown::Both), socket.shutdown(Shutdown::Both));
             })?;
-        let passed = fd_filter::pass(&mut frontend, &to_daemon);
+        let device = &daemon.device;
+        let queues = daemon.daemon.get_epoll_handlers().len();
+        let kept = Arc::clone(device.inflight());
+        let mut inflight = InflightMessages::new(kept, queues, request::QUEUE_SIZE);
+        let passed = fd_filter::pass(&mut frontend, &to_daemon, &mut inflight, &socket);
         let _ = socket.shutdown(Shutdown::Both);
         // What was sent is still read, and then it is over.
         let _ = to_daemon.shutdown(Shutdown::Write);
@@ -284,8 +297,14 @@ impl Session {
         let _ = answers.join();
         shared.frontend.lock().take();
         // What was taken is carried out, even if the guest does not wait for the answer any more.
-        let queues = daemon.daemon.get_epoll_handlers().len();
-        (0..queues).for_each(|queue| daemon.device.finish(queue));
+        // If the frontend tracks it, the next one would have it carried out again meanwhile.
+        let is_tracked = daemon.device.inflight().get().is_some();
+        for queue in 0..queues {
+            while !daemon.device.stop_queue(queue)
+                && is_tracked
+                && !shared.ending.load(Ordering::SeqCst)
+            {}
+        }
         drop(daemon);
         passed?;
         match handled {

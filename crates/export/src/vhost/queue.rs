@@ -1,12 +1,16 @@
 //! One virtio queue of the device: takes requests, carries them out, and answers them.
 
+use super::inflight::{Found, Senseless, Tracker};
 use super::request::{
     Chain, Completed, Job, QUEUE_SIZE, Refusal, Size, Status, carry_out, measure, parse, put,
 };
+use super::resubmit;
 use super::ring::Ring;
 use super::shared::DeviceShared;
 use crate::io_thread::IoThread;
+use ::shadowbell_memory::SharedBytes;
 use shadowbell_block::{BlockDevice, BlockError};
+use std::collections::VecDeque;
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
@@ -35,6 +39,7 @@ struct Pending {
 /// A queue, and the state of the thread that serves it.
 pub(super) struct BlkQueue {
     disk: BlockDevice,
+    index: usize,
     pub(super) io: IoThread<Work>,
     pending: Vec<Option<Pending>>,
     /// Kept for its capacity.
@@ -43,6 +48,12 @@ pub(super) struct BlkQueue {
     answered: bool,
     /// A request for which there is no slot or no memory at the moment.
     stalled: Option<Chain>,
+    /// Requests that a process before has left.
+    again: VecDeque<Chain>,
+    /// It was begun with, since the frontend has started it last.
+    has_begun: bool,
+    /// Where it is written down what is in flight.
+    tracker: Option<Tracker<SharedBytes>>,
     held: Size,
     /// [`shadowbell_memory::sigbus::faults`] when it was last looked at.
     faults: u64,
@@ -57,10 +68,14 @@ impl BlkQueue {
         Ok(Self {
             io: IoThread::new(&disk, SLOTS)?,
             disk,
+            index: queue,
             pending: (0..SLOTS).map(|_| None).collect(),
             done: Vec::with_capacity(SLOTS),
             answered: false,
             stalled: None,
+            again: VecDeque::new(),
+            has_begun: false,
+            tracker: None,
             held: Size::default(),
             faults: ::shadowbell_memory::sigbus::faults(),
             vring: None,
@@ -77,14 +92,80 @@ impl BlkQueue {
         }
     }
 
+    /// Begins with the queue, if that is still to be done: with what a process before has left.
+    /// Whether it may be served now.
+    fn begin_queue(&mut self, device: &DeviceShared, vring: &Ring) -> bool {
+        if self.has_begun {
+            return true;
+        }
+        if let Some(region) = device.inflight.get() {
+            // What could not be waited for when it was stopped may be written down as being in
+            // flight, and must not be so twice.
+            while self.io.tasks().reserved() > 0 {
+                if !self.collect(device, vring) && self.io.prepare_timed_sleep() {
+                    return false;
+                }
+            }
+            let words = region.queue(self.index);
+            let (size, used) = {
+                let state = vring.get_ref();
+                (state.get_queue().size(), state.get_queue().next_used())
+            };
+            let started = words
+                .ok_or(Senseless::None)
+                .and_then(|words| Tracker::start(words, region.entries(), size, used))
+                .map_err(|error| error.to_string())
+                .and_then(|(tracker, found)| {
+                    self.tracker = Some(tracker);
+                    found.map_or(Ok(()), |found| self.go_on(vring, &found))
+                });
+            if let Err(error) = started {
+                self.tracker = None;
+                tracing::warn!(
+                    queue = self.index,
+                    "the frontend is sent away: the memory with its requests in flight makes no \
+                     sense: {error}"
+                );
+                device.hang_up();
+                return false;
+            }
+        }
+        self.has_begun = true;
+        true
+    }
+
+    /// Goes on where a process before has died, or where the queue was stopped.
+    fn go_on(&mut self, vring: &Ring, found: &Found) -> Result<(), String> {
+        let memory = vring.memory();
+        let chains = resubmit::chains(vring.get_ref().get_queue(), &memory, &found.heads);
+        self.again = chains.map_err(|error| error.to_string())?.into();
+        vring.set_queue_next_avail(found.available);
+        if !self.again.is_empty() {
+            let (queue, requests) = (self.index, self.again.len());
+            tracing::info!(queue, requests, "requests of a process before are carried out again");
+        }
+        // It may have died before it notified the guest.
+        let _ = vring.signal_used_queue();
+        Ok(())
+    }
+
+    /// The frontend stops the queue, or is gone. As [`finish`](Self::finish); whether the disk has
+    /// nothing of it any more.
+    pub(super) fn stop(&mut self, device: &DeviceShared) -> bool {
+        self.finish(device);
+        self.has_begun = false;
+        self.tracker = None;
+        self.io.tasks().reserved() == 0
+    }
+
     /// Waits until everything that was taken from the queue is answered, or [`FINISH_TIMEOUT`] is
     /// over.
-    pub(super) fn finish(&mut self, device: &DeviceShared, index: usize) {
+    pub(super) fn finish(&mut self, device: &DeviceShared) {
         let Some(vring) = self.vring.clone() else { return };
         let deadline = Instant::now() + FINISH_TIMEOUT;
         loop {
             let mut any = false;
-            while let Some(chain) = self.stalled.take() {
+            while let Some(chain) = self.next_again() {
                 if let Some(chain) = self.begin(device, &vring, chain) {
                     self.stalled = Some(chain);
                     break;
@@ -98,10 +179,12 @@ impl BlkQueue {
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                tracing::warn!(queue = index, "requests of a queue that is stopped do not end");
+                let queue = self.index;
+                tracing::warn!(queue, "requests of a queue that is stopped do not end");
                 // Their answers would come into memory that is not ours any more.
                 self.pending.iter_mut().for_each(|pending| *pending = None);
                 (self.stalled, self.held) = (None, Size::default());
+                self.again.clear();
                 return;
             }
             if !any && self.io.prepare_sleep() {
@@ -111,6 +194,11 @@ impl BlkQueue {
         }
     }
 
+    /// The next request of those that were taken already.
+    fn next_again(&mut self) -> Option<Chain> {
+        self.stalled.take().or_else(|| self.again.pop_front())
+    }
+
     /// Takes what is new, begins with it, answers what is done; until there is nothing left to do
     /// but to wait.
     pub(super) fn serve(
@@ -118,6 +206,9 @@ impl BlkQueue {
         device: &DeviceShared,
         vring: &Ring,
     ) -> Result<(), virtio_queue::Error> {
+        if !self.begin_queue(device, vring) {
+            return Ok(());
+        }
         // The queue said that there is a request.
         let mut promised = false;
         loop {
@@ -169,11 +260,18 @@ impl BlkQueue {
         let mut any = false;
         // No more than there can be, whatever the guest does to its ring meanwhile.
         for _ in 0..QUEUE_SIZE {
-            let next = self
-                .stalled
-                .take()
-                .or_else(|| vring.get_mut().get_queue_mut().pop_descriptor_chain(memory.clone()));
-            let Some(chain) = next else { break };
+            let chain = match self.next_again() {
+                Some(chain) => chain,
+                None => {
+                    let mut state = vring.get_mut();
+                    let next = state.get_queue_mut().pop_descriptor_chain(memory.clone());
+                    let Some(chain) = next else { break };
+                    if let Some(tracker) = &mut self.tracker {
+                        tracker.taken(chain.head_index());
+                    }
+                    chain
+                }
+            };
             if let Some(chain) = self.begin(device, vring, chain) {
                 self.stalled = Some(chain);
                 break;
@@ -210,7 +308,7 @@ impl BlkQueue {
                     Refusal::Status(status) => put(&chain, &[], status),
                     Refusal::NoRoom => 0,
                 };
-                answer(vring, &chain, len);
+                answer(vring, self.tracker.as_mut(), &chain, len);
                 self.answered = true;
             }
         }
@@ -219,7 +317,7 @@ impl BlkQueue {
 
     /// Submits what was begun with, and answers what is done. Whether there was anything.
     fn collect(&mut self, device: &DeviceShared, vring: &Ring) -> bool {
-        let Self { io, pending, held, done, answered, .. } = self;
+        let Self { io, pending, held, done, answered, tracker, .. } = self;
         let busy = io.run_once(|slot, completed| {
             done.push(slot);
             let Some(pending) = pending.get_mut(slot).and_then(Option::take) else { return };
@@ -235,7 +333,8 @@ impl BlkQueue {
                 }
             };
             let data = if for_guest && outcome.is_ok() { data.as_slice() } else { &[] };
-            answer(vring, &pending.chain, put(&pending.chain, data, status));
+            let len = put(&pending.chain, data, status);
+            answer(vring, tracker.as_mut(), &pending.chain, len);
             device.touches.add(pending.size.pieces);
         });
         *answered |= !done.is_empty();
@@ -272,8 +371,17 @@ fn work(disk: BlockDevice, job: Job) -> Work {
     Box::pin(carry_out(disk, job))
 }
 
-fn answer(vring: &Ring, chain: &Chain, len: u32) {
-    if let Err(error) = vring.add_used(chain.head_index(), len) {
-        tracing::warn!("an answer does not fit into the guest's queue: {error}");
+fn answer(vring: &Ring, mut tracker: Option<&mut Tracker<SharedBytes>>, chain: &Chain, len: u32) {
+    let head = chain.head_index();
+    if let Some(tracker) = &mut tracker {
+        tracker.answering(head);
+    }
+    match vring.add_used(head, len) {
+        Ok(()) => {
+            if let Some(tracker) = tracker {
+                tracker.answered(head, vring.get_ref().get_queue().next_used());
+            }
+        }
+        Err(error) => tracing::warn!("an answer does not fit into the guest's queue: {error}"),
     }
 }

@@ -127,6 +127,11 @@ impl VringT<Current> for Ring {
 
     fn set_queue_ready(&self, ready: bool) {
         self.state.set_queue_ready(ready);
+        // Its thread is to look once: there may be requests of a process before, of which nobody
+        // notifies it any more.
+        if ready && let Some(kick) = &*self.kick.read() {
+            kick.signal();
+        }
     }
 
     fn set_kick(&self, file: Option<File>) {

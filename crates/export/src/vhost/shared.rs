@@ -1,6 +1,7 @@
 //! What the queues of a device share.
 
 use super::config::feature;
+use super::inflight::Kept;
 use super::memory::{Current, is_poisoned};
 use super::request::Rules;
 use super::touches::Touches;
@@ -21,6 +22,8 @@ pub(super) struct DeviceShared {
     pub(super) touches: Touches,
     /// The features that the guest's driver has accepted.
     pub(super) acked: AtomicU64,
+    /// Where the queues write down what is in flight.
+    pub(super) inflight: Arc<Kept>,
     pub(super) failures: Arc<FailureCount>,
     /// The frontend's, to hang up.
     pub(super) socket: UnixStream,
@@ -47,14 +50,20 @@ impl DeviceShared {
     /// Whether the guest's memory is not there any more: what is in its place is not the guest's.
     /// Then its frontend is hung up on.
     pub(super) fn has_lost_memory(&self) -> bool {
-        let lost = self.memory.read().as_ref().is_some_and(is_poisoned);
+        let lost = self.memory.read().as_ref().is_some_and(is_poisoned)
+            || self.inflight.get().is_some_and(|region| region.is_poisoned());
         if lost {
             tracing::error!(
                 "memory of the guest is gone (its file was truncated, or there are no huge pages for \
                  it), so its frontend is sent away"
             );
-            let _ = self.socket.shutdown(Shutdown::Both);
+            self.hang_up();
         }
         lost
+    }
+
+    /// Sends the frontend away.
+    pub(super) fn hang_up(&self) {
+        let _ = self.socket.shutdown(Shutdown::Both);
     }
 }

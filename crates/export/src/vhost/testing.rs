@@ -2,6 +2,7 @@
 //! of this workspace use. Nothing else may.
 
 use super::config::feature;
+use super::inflight::{Region as InflightRegion, Shape};
 use super::memory::{Current, Memory, guard, is_poisoned};
 use super::queue::BlkQueue;
 use super::request::QUEUE_SIZE;
@@ -13,7 +14,7 @@ use parking_lot::RwLock;
 use shadowbell_block::BlockDevice;
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -49,6 +50,7 @@ pub struct Place {
 
 /// A queue, and what its device shares.
 pub struct Queue {
+    disk: BlockDevice,
     queue: BlkQueue,
     device: DeviceShared,
     memory: Current,
@@ -75,12 +77,14 @@ impl Queue {
             memory: RwLock::new(Some(memory.clone())),
             touches: Touches::new(1),
             acked: AtomicU64::new(feature::FLUSH),
+            inflight: Arc::default(),
             failures: Arc::default(),
             socket,
             over: AtomicBool::new(false),
         };
         let ring = Ring::new(memory.clone(), QUEUE_SIZE as u16).map_err(io::Error::other)?;
-        Ok(Self { queue: BlkQueue::new(disk, 0)?, device, memory, ring })
+        let disk = disk.clone();
+        Ok(Self { queue: BlkQueue::new(&disk, 0)?, disk, device, memory, ring })
     }
 
     /// The guest's memory from now on, as a frontend gives it.
@@ -101,6 +105,33 @@ impl Queue {
         guard(&self.memory)
     }
 
+    /// Where the queue writes down what is in flight, from its next start on: in a file for so many
+    /// descriptors.
+    ///
+    /// # Errors
+    /// It can not be mapped.
+    pub fn track(&mut self, file: impl AsFd, entries: u16) -> io::Result<()> {
+        let shape = Shape { len: u64::MAX, offset: 0, queues: 1, entries };
+        let region = InflightRegion::map(file, shape).map_err(io::Error::other)?;
+        self.device.inflight.set(region);
+        Ok(())
+    }
+
+    /// The process dies, when it has answered everything, and another one has the queue where it
+    /// is.
+    ///
+    /// # Errors
+    /// The system's, if it has no more descriptors.
+    pub fn replace(&mut self) -> io::Result<()> {
+        self.queue.stop(&self.device);
+        self.queue = BlkQueue::new(&self.disk, 0)?;
+        if let Ok(used) = self.ring.queue_used_idx() {
+            self.ring.set_queue_next_used(used);
+            self.ring.set_queue_next_avail(used);
+        }
+        Ok(())
+    }
+
     /// Has the queue begin anew here.
     ///
     /// # Errors
@@ -108,6 +139,7 @@ impl Queue {
     pub fn start(&mut self, place: Place, event_idx: bool, flush: bool) -> io::Result<()> {
         self.device.acked.store(if flush { feature::FLUSH } else { 0 }, Ordering::Relaxed);
         self.ring.set_queue_ready(false);
+        self.queue.stop(&self.device);
         self.ring.set_queue_size(place.entries);
         self.ring.set_queue_next_avail(0);
         self.ring.set_queue_next_used(0);
@@ -136,7 +168,7 @@ impl Queue {
         }
         self.queue.vring.get_or_insert_with(|| self.ring.clone());
         let served = self.queue.serve(&self.device, &self.ring);
-        self.queue.finish(&self.device, 0);
+        self.queue.finish(&self.device);
         served.map_err(|error| error.to_string())
     }
 

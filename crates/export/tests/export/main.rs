@@ -7,3 +7,4 @@ mod nbd;
 mod tools;
 mod vhost;
 mod vhost_hostile;
+mod vhost_inflight;

@@ -256,6 +256,18 @@ impl Guest {
         file: File,
         size: u16,
     ) -> Self {
+        Self::connect_prepared(rig, queues, without, file, size, |_| {})
+    }
+
+    /// With something that is done before the queues start.
+    pub(crate) fn connect_prepared(
+        rig: &Rig,
+        queues: usize,
+        without: u64,
+        file: File,
+        size: u16,
+        prepare: impl FnOnce(&mut Frontend),
+    ) -> Self {
         let mut frontend = Frontend::connect(rig.socket(), queues as u64).unwrap();
         frontend.set_owner().unwrap();
         let features = frontend.get_features().unwrap();
@@ -264,8 +276,9 @@ impl Guest {
         frontend.set_features(features & wanted & !without).unwrap();
         let protocol = frontend.get_protocol_features().unwrap();
         let wanted = VhostUserProtocolFeatures::CONFIG | VhostUserProtocolFeatures::MQ;
-        assert!(protocol.contains(wanted));
-        frontend.set_protocol_features(wanted).unwrap();
+        assert!(protocol.contains(wanted | VhostUserProtocolFeatures::INFLIGHT_SHMFD));
+        frontend.set_protocol_features(wanted | VhostUserProtocolFeatures::INFLIGHT_SHMFD).unwrap();
+        prepare(&mut frontend);
         assert_eq!(frontend.get_queue_num().unwrap(), 2);
         let flags = VhostUserConfigFlags::WRITABLE;
         let config = frontend.get_config(0, 60, flags, &[0; 60]).unwrap().1;
@@ -308,6 +321,11 @@ impl Guest {
         });
         let rings = rings.collect();
         Self { frontend, rings, features, config }
+    }
+
+    /// Whether it was not sent away.
+    pub(crate) fn is_served(&mut self) -> bool {
+        self.frontend.get_queue_num().is_ok()
     }
 }
 

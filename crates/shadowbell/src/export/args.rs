@@ -24,7 +24,8 @@ pub(crate) struct Args {
     /// Offer it to a VM as a virtio disk, behind this socket
     ///
     /// The VMM's memory for the guest has to be shared, and in a memfd or a file of tmpfs,
-    /// hugetlbfs or a local disk; a VMM that shares anything else is sent away. One VMM at a time.
+    /// hugetlbfs or a local disk; a VMM that shares anything else is sent away. One VMM at a time. A
+    /// VMM that connects again goes on where it was, also if this command was killed meanwhile.
     #[arg(long, value_name = "PATH", group = "way")]
     pub vhost_user_blk: Option<PathBuf>,
     /// Make it a block device of this machine, /dev/ublkbN

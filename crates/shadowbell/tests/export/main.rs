@@ -1,5 +1,10 @@
 //! `shadowbell export`, from outside.
 
+mod killed;
+mod machine;
+mod nbd_killed;
+mod vhost_killed;
+
 use rustix::process::{Pid, Signal, kill_process};
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
@@ -22,6 +27,11 @@ struct Export {
 impl Export {
     /// Runs `shadowbell export` with these arguments, `DIR` in them being a directory of its own.
     fn run(directory: TempDir, arguments: &[&str]) -> Self {
+        Self::run_with(directory, arguments, &[])
+    }
+
+    /// As `run`, with these variables.
+    fn run_with(directory: TempDir, arguments: &[&str], variables: &[(&str, &str)]) -> Self {
         let place = directory.path().to_str().unwrap();
         let arguments = arguments.iter().map(|argument| argument.replace("DIR", place));
         let file = |name: &str| File::create(directory.path().join(name)).unwrap();
@@ -30,6 +40,7 @@ impl Export {
             .args(arguments)
             .current_dir(directory.path())
             .env_remove("RUST_LOG")
+            .envs(variables.iter().copied())
             .stdin(Stdio::null())
             .stdout(file("stdout"))
             .stderr(file("stderr"))

@@ -1,0 +1,241 @@
+//! What a queue writes down, in its order, and what the next process makes of it.
+
+use super::layout::{Header, Mark, VERSION, Words, features, number, store_number};
+use shadowbell_state::{AbortPoint, WrongOrder, abort_point, is_wrong};
+
+/// The memory of a queue makes no sense.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(in super::super) enum Senseless {
+    #[error("it has features, {0:#x}, or version {1}, and only version 1 without any is known")]
+    Version(u64, u16),
+    #[error("it is for {0} descriptors, and was shared as one for {1}")]
+    Entries(u16, u16),
+    #[error("the queue has {0} entries, and there is room for {1}")]
+    Room(u16, u16),
+    #[error("it names descriptor {0}, which the queue does not have")]
+    Head(u16),
+    #[error("it has requests in flight, and is not of the queue whose used ring is at {0}")]
+    Used(u16),
+    #[error("there is none for this queue")]
+    None,
+}
+
+/// What a process before has left.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in super::super) struct Found {
+    /// The heads of the requests that are to be carried out again, in this order.
+    pub(in super::super) heads: Vec<u16>,
+    /// The place in the available ring of the first request that it had not taken.
+    pub(in super::super) available: u16,
+}
+
+/// The writing end of a queue's memory.
+pub(in super::super) struct Tracker<W> {
+    words: W,
+    header: Header,
+    /// Of the next request.
+    number: u64,
+}
+
+impl<W: Words> Tracker<W> {
+    /// For a queue of `size` entries that starts with its used ring at `used`, in memory that was
+    /// shared as one for `entries`. What a process before has left, if one has.
+    pub(in super::super) fn start(
+        words: W,
+        entries: u16,
+        size: u16,
+        used: u16,
+    ) -> Result<(Self, Option<Found>), Senseless> {
+        if size > entries {
+            return Err(Senseless::Room(size, entries));
+        }
+        let (features, header) = (features(&words), Header::load(&words));
+        if features != 0 || header.version > VERSION {
+            return Err(Senseless::Version(features, header.version));
+        }
+        if header.version == 0 {
+            let none = Mark { in_flight: false, next: 0 };
+            (0..entries).for_each(|head| none.store(&words, head));
+            let header = Header { version: VERSION, entries, last: 0, used };
+            header.store(&words);
+            return Ok((Self { words, header, number: 0 }, None));
+        }
+        if header.entries != entries {
+            return Err(Senseless::Entries(header.entries, entries));
+        }
+        Self { words, header, number: 0 }.go_on(size, used)
+    }
+
+    fn go_on(mut self, size: u16, used: u16) -> Result<(Self, Option<Found>), Senseless> {
+        let entries = self.header.entries;
+        let mut marks: Vec<_> = (0..entries).map(|head| Mark::load(&self.words, head)).collect();
+        let batch = used.wrapping_sub(self.header.used);
+        let mut answered = Vec::new();
+        // If there is nothing, the guest may have begun anew with its queue since.
+        if marks.iter().any(|mark| mark.in_flight) {
+            if batch > size {
+                return Err(Senseless::Used(used));
+            }
+            let mut head = self.header.last;
+            for _ in 0..batch {
+                let mark = marks.get_mut(usize::from(head)).ok_or(Senseless::Head(head))?;
+                mark.in_flight = false;
+                answered.push((head, *mark));
+                head = mark.next;
+            }
+        }
+        let in_flight = (0..entries).zip(&marks).filter(|(_, mark)| mark.in_flight);
+        let mut found: Vec<_> =
+            in_flight.map(|(head, _)| (number(&self.words, head), head)).collect();
+        if let Some((_, head)) = found.iter().find(|(_, head)| *head >= size) {
+            return Err(Senseless::Head(*head));
+        }
+        found.sort_unstable();
+        self.number = found.last().map_or(0, |(number, _)| number.wrapping_add(1));
+        // Nothing was changed before all of it was known to make sense. Should this process die
+        // meanwhile, the next one finds the same.
+        answered.into_iter().for_each(|(head, mark)| mark.store(&self.words, head));
+        self.header.used = used;
+        self.header.store(&self.words);
+        let heads: Vec<_> = found.into_iter().map(|(_, head)| head).collect();
+        let available = used.wrapping_add(heads.len() as u16);
+        Ok((self, Some(Found { heads, available })))
+    }
+
+    /// A request was taken from the available ring.
+    pub(in super::super) fn taken(&mut self, head: u16) {
+        abort_point(AbortPoint::RequestTaken);
+        if head >= self.header.entries {
+            return;
+        }
+        store_number(&self.words, head, self.number);
+        self.number = self.number.wrapping_add(1);
+        abort_point(AbortPoint::RequestNumbered);
+        Mark { in_flight: true, next: 0 }.store(&self.words, head);
+        abort_point(AbortPoint::RequestMarked);
+    }
+
+    /// A request is about to be put into the used ring.
+    pub(in super::super) fn answering(&mut self, head: u16) {
+        if head >= self.header.entries {
+            return;
+        }
+        abort_point(AbortPoint::RequestEnded);
+        let freed_early = is_wrong(WrongOrder::FreedBeforePosted);
+        Mark { in_flight: !freed_early, next: self.header.last }.store(&self.words, head);
+        self.header.last = head;
+        self.header.store(&self.words);
+        abort_point(AbortPoint::RequestListed);
+    }
+
+    /// It is there, and the used ring is at `used`.
+    pub(in super::super) fn answered(&mut self, head: u16, used: u16) {
+        if head >= self.header.entries {
+            return;
+        }
+        abort_point(AbortPoint::RequestUsed);
+        self.header.used = used;
+        let free = Mark { in_flight: false, next: 0 };
+        if is_wrong(WrongOrder::StoredBeforeFreed) {
+            self.header.store(&self.words);
+            abort_point(AbortPoint::RequestFreed);
+            free.store(&self.words, head);
+            return;
+        }
+        free.store(&self.words, head);
+        abort_point(AbortPoint::RequestFreed);
+        self.header.store(&self.words);
+        abort_point(AbortPoint::RequestAnswered);
+    }
+
+    /// What dies with the process.
+    #[cfg(test)]
+    pub(super) fn state(&self) -> TrackerState {
+        (self.header, self.number)
+    }
+
+    /// The tracker of a process that lives.
+    #[cfg(test)]
+    pub(super) fn with_state(words: W, (header, number): TrackerState) -> Self {
+        Self { words, header, number }
+    }
+}
+
+/// What a process knows beside the memory.
+#[cfg(test)]
+pub(super) type TrackerState = (Header, u64);
+
+#[cfg(test)]
+mod tests {
+    use super::super::layout::{Words, queue_bytes};
+    use super::*;
+    use std::cell::RefCell;
+
+    const ENTRIES: u16 = 8;
+
+    struct Memory(RefCell<Vec<u64>>);
+
+    impl Words for &Memory {
+        fn load(&self, at: usize) -> u64 {
+            self.0.borrow()[at / 8]
+        }
+
+        fn store(&self, at: usize, word: u64) {
+            self.0.borrow_mut()[at / 8] = word;
+        }
+    }
+
+    impl Memory {
+        /// What another implementation has left: marks with their numbers.
+        fn left(last: u16, used: u16, marks: &[(u16, u16, u64)]) -> Self {
+            let memory = Self(RefCell::new(vec![0; queue_bytes(ENTRIES) / 8]));
+            Header { version: VERSION, entries: ENTRIES, last, used }.store(&&memory);
+            for (head, next, number) in marks {
+                Mark { in_flight: true, next: *next }.store(&&memory, *head);
+                store_number(&&memory, *head, *number);
+            }
+            memory
+        }
+
+        fn found(&self, used: u16) -> Result<Found, Senseless> {
+            let (_, found) = Tracker::start(self, ENTRIES, ENTRIES, used)?;
+            Ok(found.expect("something that was left"))
+        }
+    }
+
+    /// Others answer several requests, and store the index of the used ring once for all of them.
+    #[test]
+    fn a_batch_that_was_answered_is_not_carried_out_again() {
+        let marks = [(1, 0, 40), (2, 6, 41), (6, 3, 39), (3, 7, 38), (5, 0, 37)];
+        // The indices go round.
+        let memory = Memory::left(2, 0xfffe, &marks);
+        let found = memory.found(1).unwrap();
+        assert_eq!(found, Found { heads: vec![5, 1], available: 3 });
+        // It is the same once more, as after another death; and nothing is answered meanwhile.
+        assert_eq!(memory.found(1).unwrap(), found);
+        let (mut tracker, _) = Tracker::start(&memory, ENTRIES, ENTRIES, 1).unwrap();
+        tracker.taken(2);
+        assert_eq!(memory.found(1).unwrap().heads, [5, 1, 2], "the last one is the newest");
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused_and_left_as_it_is() {
+        let refused = |memory: Memory, size: u16, used: u16| {
+            let before = memory.0.borrow().clone();
+            let refused = Tracker::start(&memory, ENTRIES, size, used).map(|(_, found)| found);
+            assert_eq!(*memory.0.borrow(), before);
+            refused.unwrap_err()
+        };
+        let left = |last, marks: &[_]| Memory::left(last, 10, marks);
+        assert_eq!(refused(left(0, &[]), 16, 10), Senseless::Room(16, 8));
+        assert_eq!(refused(left(8, &[(2, 0, 0)]), 8, 11), Senseless::Head(8));
+        assert_eq!(refused(left(2, &[(2, 9, 0)]), 8, 12), Senseless::Head(9));
+        assert_eq!(refused(left(0, &[(5, 0, 0)]), 4, 10), Senseless::Head(5));
+        assert_eq!(refused(left(0, &[(5, 0, 0)]), 8, 0), Senseless::Used(0));
+        // A queue that was begun anew, with nothing in flight.
+        for used in [0, 12] {
+            let found = left(8, &[]).found(used).unwrap();
+            assert_eq!(found, Found { heads: Vec::new(), available: used });
+        }
+    }
+}

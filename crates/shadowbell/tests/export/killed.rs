@@ -1,0 +1,108 @@
+//! An export that is killed, and started again at the same place, as a service manager does it.
+
+use crate::{Export, TIMEOUT};
+use rustix::process::Signal;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// An image that is exported, by one process after the other.
+pub(crate) struct Service {
+    /// None while nobody serves.
+    export: Option<Export>,
+    arguments: Vec<String>,
+    directory: PathBuf,
+}
+
+impl Service {
+    /// Exports an image of so many bytes, in a way that these arguments say.
+    pub(crate) fn start(bytes: u64, arguments: &[&str], variables: &[(&str, &str)]) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        File::create(directory.path().join("disk.img")).unwrap().set_len(bytes).unwrap();
+        let arguments = ["local:DIR/disk.img"].iter().chain(arguments);
+        let arguments = arguments.map(|argument| (*argument).to_owned()).collect();
+        let path = directory.path().to_owned();
+        let mut service = Self { export: None, arguments, directory: path };
+        service.run(directory, variables);
+        service
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.directory.join(name)
+    }
+
+    pub(crate) fn export(&mut self) -> &mut Export {
+        self.export.as_mut().unwrap()
+    }
+
+    /// Whether the process that serves has died.
+    pub(crate) fn has_died(&mut self) -> bool {
+        self.export().child.try_wait().unwrap().is_some()
+    }
+
+    /// Kills the process that serves.
+    pub(crate) fn kill(&mut self) {
+        self.export().signal(Signal::KILL);
+        self.export().wait();
+    }
+
+    /// Another process serves, the one before being dead.
+    pub(crate) fn again(&mut self, variables: &[(&str, &str)]) {
+        let mut dead = self.export.take().unwrap();
+        dead.wait();
+        let none = tempfile::tempdir().unwrap();
+        let directory = std::mem::replace(&mut dead.directory, none);
+        self.run(directory, variables);
+    }
+
+    /// Starts processes until one exports: the image is locked while the dead one's writes are
+    /// under way.
+    fn run(&mut self, mut directory: TempDir, variables: &[(&str, &str)]) {
+        let arguments: Vec<_> = self.arguments.iter().map(String::as_str).collect();
+        let deadline = Instant::now() + TIMEOUT;
+        loop {
+            let mut export = Export::run_with(directory, &arguments, variables);
+            loop {
+                let said = export.stderr();
+                if said.contains("exporting") {
+                    self.export = Some(export);
+                    return;
+                }
+                if export.child.try_wait().unwrap().is_some() {
+                    let said = export.stderr();
+                    assert!(said.contains("another program"), "{said}");
+                    break;
+                }
+                assert!(Instant::now() < deadline, "it does not start: {said}");
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            let none = tempfile::tempdir().unwrap();
+            directory = std::mem::replace(&mut export.directory, none);
+        }
+    }
+
+    /// Ends it in good order.
+    pub(crate) fn stop(mut self) -> TempDir {
+        let mut export = self.export.take().unwrap();
+        export.signal(Signal::TERM);
+        let status = export.wait();
+        assert_eq!(status.code(), Some(0), "{}", export.stderr());
+        std::mem::replace(&mut export.directory, tempfile::tempdir().unwrap())
+    }
+}
+
+/// Whether QEMU's tools can be run; root installs them.
+pub(crate) fn has_qemu_io() -> bool {
+    let is_there = || Command::new("qemu-io").arg("--version").output().is_ok();
+    let apt = Path::new("/usr/bin/apt-get");
+    if !is_there() && rustix::process::geteuid().is_root() && apt.exists() {
+        let _ = Command::new(apt).args(["update", "-qq"]).output();
+        let _ = Command::new(apt)
+            .args(["install", "-y", "-qq", "--no-install-recommends", "qemu-utils"])
+            .env("DEBIAN_FRONTEND", "noninteractive")
+            .output();
+    }
+    is_there()
+}

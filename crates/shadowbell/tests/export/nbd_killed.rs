@@ -1,0 +1,178 @@
+//! NBD clients that connect again, and an export that is killed.
+
+use crate::killed::{Service, has_qemu_io};
+use crate::{Export, TIMEOUT};
+use rustix::process::{Pid, Signal, kill_process};
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+const MIB: u64 = 1 << 20;
+/// Milliseconds between kills: anything.
+const MOMENTS: [u64; 6] = [60, 5, 31, 120, 12, 77];
+
+/// An export that is a disk again, under a load that verifies what it reads.
+struct Load(Child);
+
+impl Load {
+    fn start(socket: &Path) -> Self {
+        let disk = format!("local:nbd+unix:///?socket={}", socket.display());
+        let mut command = Command::new(env!("CARGO_BIN_EXE_shadowbell"));
+        command.args(["verify", &disk, "--runtime", "600", "--iodepth", "32", "--json", "--force"]);
+        command.args(["--timeout", "20"]);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        Self(command.spawn().unwrap())
+    }
+
+    /// Ends it: nothing has gone wrong.
+    fn lost_nothing(self) {
+        kill(self.0.id(), Signal::INT);
+        let output = self.0.wait_with_output().unwrap();
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{errors}");
+        let text = String::from_utf8(output.stdout).unwrap();
+        let line = text.lines().last().unwrap_or_default();
+        let report: serde_json::Value = serde_json::from_str(line).expect(&errors);
+        let row = &report["rows"][0];
+        assert!(row["commands"].as_u64() > Some(100), "{row}");
+        for key in ["verify_errors", "failed"] {
+            assert_eq!(row[key], 0, "{key}: {row}");
+        }
+    }
+}
+
+fn kill(pid: u32, signal: Signal) {
+    kill_process(Pid::from_raw(pid as i32).unwrap(), signal).unwrap();
+}
+
+#[test]
+fn a_disk_behind_an_export_that_is_killed_goes_on() {
+    let mut service = Service::start(16 * MIB, &["--nbd", "unix:DIR/nbd"], &[]);
+    let load = Load::start(&service.path("nbd"));
+    std::thread::sleep(Duration::from_millis(300));
+    for moment in MOMENTS {
+        std::thread::sleep(Duration::from_millis(moment));
+        service.kill();
+        service.again(&[]);
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    load.lost_nothing();
+    service.stop();
+}
+
+/// The export is a client of the server, and its driver notices nothing.
+#[test]
+fn an_export_goes_on_with_a_server_that_is_killed_under_its_keeper() {
+    let directory = tempfile::tempdir().unwrap();
+    let (image, socket) = (directory.path().join("disk.img"), directory.path().join("vm.sock"));
+    File::create(&image).unwrap().set_len(16 * MIB).unwrap();
+    let mut keeper = Command::new(env!("CARGO_BIN_EXE_shadowbell"))
+        .args(["serve", "--keeper", "-q"])
+        .arg(&image)
+        .arg("--socket")
+        .arg(&socket)
+        .spawn()
+        .unwrap();
+    let worker = || {
+        let children = format!("/proc/{0}/task/{0}/children", keeper.id());
+        let children = std::fs::read_to_string(children).unwrap();
+        children.split_whitespace().next().map(|pid| pid.parse::<u32>().unwrap())
+    };
+    let until = |what: &str, is_so: &dyn Fn() -> bool| {
+        let deadline = Instant::now() + TIMEOUT;
+        while !is_so() {
+            assert!(Instant::now() < deadline, "{what} does not come");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    until("a server", &|| UnixStream::connect(&socket).is_ok());
+    let target = format!("vfio-user:{}", socket.display());
+    let export = Export::start(&[&target, "--nbd", "unix:DIR/nbd"]);
+    let load = Load::start(&export.path("nbd"));
+    std::thread::sleep(Duration::from_millis(300));
+    for moment in MOMENTS {
+        std::thread::sleep(Duration::from_millis(100 + moment));
+        let before = worker().unwrap();
+        kill(before, Signal::KILL);
+        until("another worker", &|| worker().is_some_and(|now| now != before));
+    }
+    load.lost_nothing();
+    export.stop();
+    kill(keeper.id(), Signal::TERM);
+    assert!(keeper.wait().unwrap().success());
+}
+
+/// QEMU's client, with requests of which it waits for the answers until it has connected again.
+#[test]
+fn qemus_client_goes_on_with_an_export_that_was_killed() {
+    /// Between two deaths.
+    const ROUNDS: u64 = 10;
+    const AT_ONCE: u64 = 8;
+    const LEN: u64 = 64 << 10;
+    if !has_qemu_io() {
+        eprintln!("skipped: there is no qemu-io here");
+        return;
+    }
+    let mut service = Service::start(16 * MIB, &["--nbd", "unix:DIR/nbd"], &[]);
+    let path = service.path("nbd");
+    let disk =
+        format!("driver=nbd,server.type=unix,server.path={},reconnect-delay=60", path.display());
+    let mut client = Command::new("qemu-io")
+        .args(["--image-opts", &disk])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut input = client.stdin.take().unwrap();
+    let output = std::thread::spawn(move || client.wait_with_output().unwrap());
+    let byte = |n: u64| (n % 251 + 1) as u8;
+    let place = |n: u64| n % (16 * MIB / LEN) * LEN;
+    let image = File::open(service.path("disk.img")).unwrap();
+    for (part, moment) in (0..).zip(MOMENTS) {
+        let rounds = part * ROUNDS..(part + 1) * ROUNDS;
+        for round in rounds.clone() {
+            let each = round * AT_ONCE..(round + 1) * AT_ONCE;
+            let writes =
+                each.clone().map(|n| format!("aio_write -P {} {} {LEN}\n", byte(n), place(n)));
+            let reads = each.map(|n| format!("read -P {} {} {LEN}\n", byte(n), place(n)));
+            let mut script: String = writes.collect();
+            script += "aio_flush\nflush\n";
+            script.extend(reads);
+            // If it has ended, its output says why.
+            let _ = input.write_all(script.as_bytes());
+        }
+        // It is in the middle of them.
+        let first = (rounds.start + 2) * AT_ONCE;
+        let deadline = Instant::now() + TIMEOUT;
+        let mut found = [0];
+        while found != [byte(first)] && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+            image.read_exact_at(&mut found, place(first)).unwrap();
+        }
+        std::thread::sleep(Duration::from_millis(moment / 4));
+        service.kill();
+        service.again(&[]);
+    }
+    let _ = input.write_all(b"quit\n");
+    drop(input);
+    let output = output.join().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    let all = MOMENTS.len() as u64 * ROUNDS * AT_ONCE;
+    let count = |words: &str| said.matches(words).count() as u64;
+    assert!(!said.contains("failed") && errors.is_empty(), "{said}{errors}");
+    assert_eq!(count(&format!("wrote {LEN}/{LEN}")), all, "{said}");
+    assert_eq!(count(&format!("read {LEN}/{LEN}")), all, "{said}");
+    // What was flushed is in the image.
+    let directory = service.stop();
+    let image = std::fs::read(directory.path().join("disk.img")).unwrap();
+    for n in all - 16 * MIB / LEN..all {
+        let at = place(n) as usize;
+        assert!(image[at..at + LEN as usize].iter().all(|found| *found == byte(n)), "write {n}");
+    }
+}
