@@ -19,6 +19,7 @@ mod killers;
 mod local;
 mod log;
 mod metrics;
+mod moving;
 mod namespaces;
 mod notify;
 mod output;
